@@ -1,0 +1,1 @@
+from ._emulate import emulate_devices as emulate_devices

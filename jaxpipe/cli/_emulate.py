@@ -1,0 +1,24 @@
+"""Emulated CPU devices: the one place that sets XLA's flags for them."""
+
+import os
+
+# Emulated devices outnumber cores. XLA:CPU's concurrency-optimised scheduler then starts
+# collectives in an order that can starve one of its participants, and 40 s (the default) is not
+# long for a collective whose participants share two cores.
+_FLAGS = {
+    "xla_cpu_enable_concurrency_optimized_scheduler": "false",
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds": "120",
+    "xla_cpu_collective_call_terminate_timeout_seconds": "600",
+}
+
+
+def emulate_devices(num_devices: int) -> None:
+    """Makes this process see `num_devices` CPU devices instead of one.
+
+    Call it before JAX first touches a device. Flags already in `XLA_FLAGS` win.
+    """
+    flags = {"xla_force_host_platform_device_count": str(num_devices), **_FLAGS}
+    given = os.environ.get("XLA_FLAGS", "")
+    added = [f"--{name}={value}" for name, value in flags.items() if name not in given]
+    os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
+    os.environ["JAX_PLATFORMS"] = "cpu"

@@ -1,0 +1,123 @@
+"""The house of docs/house.md: who may import whom, and how large a room may be."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "jaxpipe"
+
+# A folder may import those named here, and nothing else of jaxpipe.
+MAY_IMPORT: dict[str, set[str]] = {
+    "schedules": set(),
+    "sharding": set(),
+    "autodiff": {"schedules", "sharding"},
+    "spmd": {"autodiff", "schedules", "sharding"},
+    "mpmd": {"autodiff", "schedules", "sharding"},
+    "models": {"sharding"},
+    "linen": {"spmd", "mpmd", "autodiff", "schedules", "sharding"},
+    "nnx": {"spmd", "mpmd", "autodiff", "schedules", "sharding"},
+    "plan": {"spmd", "mpmd", "autodiff", "schedules", "sharding"},
+    "train": {"plan", "linen", "nnx", "models", "spmd", "mpmd", "autodiff", "schedules", "sharding"},
+}
+MAY_IMPORT["cli"] = {*MAY_IMPORT, "cli"}
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 80
+# An exception is a row here, with its reason.
+LARGER_FILES: dict[str, str] = {}
+LARGER_FUNCTIONS: dict[str, str] = {}
+
+CORE = {"jax", "jaxlib", "numpy", "jaxtyping", "jaxpipe"}
+
+
+def files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def folder(file: Path) -> str | None:
+    parts = file.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else None
+
+
+def imported(file: Path) -> Iterator[str]:
+    """Absolute names of the modules a file imports, also inside functions."""
+    package = ("jaxpipe", *file.relative_to(PACKAGE).parts[:-1])
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*base, *((node.module,) if node.module else ())))
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("file", files(), ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_imports_follow_the_arrows(file: Path):
+    here = folder(file)
+    for module in imported(file):
+        parts = module.split(".")
+        if parts[0] != "jaxpipe" or len(parts) == 1:
+            continue
+        there = parts[1]
+        if there not in MAY_IMPORT or here is None:
+            continue
+        assert there == here or there in MAY_IMPORT[here], f"{here} must not import {there}"
+
+
+def test_every_folder_stands_in_the_table():
+    folders = {folder(f) for f in files()} - {None}
+    assert folders <= set(MAY_IMPORT)
+
+
+def test_schedules_import_only_the_standard_library():
+    for file in files():
+        if folder(file) != "schedules":
+            continue
+        for module in imported(file):
+            top = module.split(".")[0]
+            assert top == "jaxpipe" or top in sys.stdlib_module_names, f"{file.name}: {module}"
+
+
+def test_files_are_at_most_400_lines():
+    sizes = {str(f.relative_to(PACKAGE)): len(f.read_text().splitlines()) for f in files()}
+    larger = {name for name, lines in sizes.items() if lines > MAX_FILE_LINES}
+    assert larger == set(LARGER_FILES)
+
+
+def test_functions_are_at_most_80_lines():
+    larger = set()
+    for file in files():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    larger.add(f"{file.relative_to(PACKAGE)}:{node.name}")
+    assert larger == set(LARGER_FUNCTIONS)
+
+
+def test_a_folder_is_private_files_and_an_init():
+    for file in files():
+        name = file.name
+        assert name in {"__init__.py", "__main__.py"} or name.startswith("_"), file
+
+
+def test_importing_the_core_needs_jax_numpy_and_jaxtyping_only():
+    # A finder that refuses every third-party module outside the core's own dependencies.
+    program = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"flax", "optax", "orbax", "grain", "pydantic", "yaml", "rich",
+                                  "tensorboardX", "tokenizers", "matplotlib", "beartype"}:
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Refuse())
+import jaxpipe, jaxpipe.schedules, jaxpipe.sharding, jaxpipe.autodiff, jaxpipe.spmd
+import jaxpipe.models, jaxpipe.cli
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
