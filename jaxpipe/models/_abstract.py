@@ -1,0 +1,86 @@
+"""Abstract weights: shape, logical axes and initializer of every leaf, before any array exists."""
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PRNGKeyArray, PyTree
+
+from ..sharding import LogicalAxes
+
+Initializer = Callable[[PRNGKeyArray, tuple[int, ...], Any], jax.Array]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One leaf. A tree of these describes a model; `jax.tree.map` treats it as a leaf.
+
+    Attributes:
+        shape: The shape of one layer's leaf, or of the leaf if it is in no layer.
+        axes: One logical axis per dim.
+        init: `(key, shape, dtype) -> array`, as in `jax.nn.initializers`.
+        dtype: What it is stored in.
+    """
+
+    shape: tuple[int, ...]
+    axes: LogicalAxes
+    init: Initializer
+    dtype: Any = jnp.float32
+
+    def __post_init__(self):
+        assert len(self.shape) == len(self.axes), (self.shape, self.axes)
+
+
+def is_weight(x: Any) -> bool:
+    return isinstance(x, Weight)
+
+
+def stacked(tree: PyTree, dims: Sequence[int], axes: LogicalAxes) -> PyTree:
+    """The tree of many equal layers: `dims`, with logical axes `axes`, in front of every leaf."""
+    return jax.tree.map(
+        lambda w: replace(w, shape=(*dims, *w.shape), axes=(*axes, *w.axes)), tree, is_leaf=is_weight
+    )
+
+
+def initialize(tree: PyTree, key: PRNGKeyArray) -> PyTree:
+    """Arrays for a tree of `Weight`. A leaf's values depend on its path, not on its neighbours."""
+
+    def leaf(path, weight: Weight):
+        return weight.init(_path_key(key, path), weight.shape, weight.dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, tree, is_leaf=is_weight)
+
+
+def initialize_layers(layer: PyTree, key: PRNGKeyArray, dims: Sequence[int]) -> PyTree:
+    """[*dims, ...] arrays for a stack of layers.
+
+    A layer's values depend on its number in forward order, not on `dims`: a model starts equal in
+    every pipeline layout.
+    """
+    keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(jnp.arange(math.prod(dims)))
+    flat = jax.vmap(lambda k: initialize(layer, k))(keys)
+    return jax.tree.map(lambda x: x.reshape(*dims, *x.shape[1:]), flat)
+
+
+def shapes(tree: PyTree) -> PyTree:
+    """`jax.ShapeDtypeStruct` for every leaf."""
+    return jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), tree, is_leaf=is_weight)
+
+
+def logical_axes(tree: PyTree) -> PyTree:
+    """The logical axes of every leaf."""
+    return jax.tree.map(lambda w: w.axes, tree, is_leaf=is_weight)
+
+
+def num_parameters(tree: PyTree) -> int:
+    """Numbers in all leaves together."""
+    return sum(math.prod(w.shape) for w in jax.tree.leaves(tree, is_leaf=is_weight))
+
+
+def _path_key(key: PRNGKeyArray, path: Any) -> PRNGKeyArray:
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    return jax.random.fold_in(key, zlib.crc32(name.encode()))

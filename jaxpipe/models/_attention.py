@@ -1,0 +1,116 @@
+"""Causal attention over packed sequences, by the kernel that suits the device.
+
+b sequences, T tokens, H query heads, K key and value heads, C channels of a head.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask,
+)
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from ..sharding import LogicalAxes, Rules, partition_spec
+
+Attention = Callable[..., jax.Array]
+
+
+def causal_mask(segment_ids: Int[Array, "b T"]) -> Bool[Array, "b 1 T T"]:
+    """True where query (dim 2) may look at key (dim 3): the same document, not the future."""
+    length = segment_ids.shape[1]
+    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    return (same & jnp.tril(jnp.ones((length, length), bool)))[:, None]
+
+
+def dot_product_attention(
+    q: Float[Array, "b T H C"],
+    k: Float[Array, "b T K C"],
+    v: Float[Array, "b T K C"],
+    segment_ids: Int[Array, "b T"],
+) -> Float[Array, "b T H C"]:
+    """`jax.nn.dot_product_attention`, grouped-query if K < H. For CPU and GPU."""
+    return jax.nn.dot_product_attention(q, k, v, mask=causal_mask(segment_ids))
+
+
+def splash_attention(rules: Rules, *, interpret: bool = False) -> Attention:
+    """JAX's Pallas flash attention for TPU, on the shards that `rules` give.
+
+    A Pallas kernel is opaque to XLA's partitioner, so the axes that are still automatic are made
+    manual around it.
+
+    Args:
+        rules: Logical axis rules; batch and heads may be split, the sequence may not.
+        interpret: Run the kernel in Pallas's interpreter, on any device: for tests.
+
+    Returns:
+        A function like `dot_product_attention`.
+
+    Raises:
+        ValueError: When called: if the sequence is not a multiple of 128 or is split.
+    """
+
+    def attention(q, k, v, segment_ids):
+        mesh = jax.sharding.get_abstract_mesh()
+        automatic = set(mesh.axis_names) - set(mesh.manual_axes)
+        local = _splash_kernel(interpret)
+        if not automatic:
+            return local(q, k, v, segment_ids)
+        kept = [(name, [a for a in axes if a in automatic]) for name, axes in rules]
+        _check_whole_sequence(partition_spec(("activation_length",), kept), dict(mesh.shape))
+        heads, kv_heads, segments = (
+            partition_spec(axes, kept) for axes in (_HEAD_AXES, _KV_HEAD_AXES, _SEGMENT_AXES)
+        )
+        return jax.shard_map(
+            local,
+            in_specs=(heads, kv_heads, kv_heads, segments),
+            out_specs=heads,
+            axis_names=automatic,
+            check_vma=False,  # Pallas calls do not say over which axes their results vary
+        )(q, k, v, segment_ids)
+
+    return attention
+
+
+_HEAD_AXES: LogicalAxes = ("activation_batch", None, "activation_heads", None)
+_KV_HEAD_AXES: LogicalAxes = ("activation_batch", None, "activation_kv_heads", None)
+_SEGMENT_AXES: LogicalAxes = ("activation_batch", None)
+
+
+def _splash_kernel(interpret: bool) -> Attention:
+    def attend(q, k, v, segment_ids):
+        _, length, num_heads, head_dim = q.shape
+        block = next((size for size in (512, 256, 128) if length % size == 0), None)
+        if block is None:
+            raise ValueError(
+                f"`max_target_length` is {length}. Splash attention works in blocks of 128 tokens: "
+                "give a multiple of 128, or `attention=dot_product`."
+            )
+        sizes = splash_attention_kernel.BlockSizes(
+            block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block,
+            block_kv_dkv=block, block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
+        )  # fmt: skip
+        mask = splash_attention_mask.MultiHeadMask(
+            [splash_attention_mask.CausalMask((length, length))] * num_heads
+        )
+        kernel = splash_attention_kernel.make_splash_mha_single_device(
+            mask, block_sizes=sizes, interpret=interpret
+        )
+        segments = splash_attention_kernel.SegmentIds(segment_ids, segment_ids)
+        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * head_dim**-0.5, k, v))
+        return jnp.swapaxes(jax.vmap(kernel)(q, k, v, segments), 1, 2)
+
+    return attend
+
+
+def _check_whole_sequence(spec: PartitionSpec, sizes: dict[str, int]) -> None:
+    axes = (spec[0],) if isinstance(spec[0], str) else spec[0] or ()
+    split = [axis for axis in axes if sizes[axis] > 1]
+    if split:
+        raise ValueError(
+            f"`attention=splash` needs whole sequences, but the rule of 'activation_length' splits "
+            f"them over {split}. Give those axes size 1, or `attention=dot_product`."
+        )

@@ -1,0 +1,68 @@
+"""Pieces that models share: normalization, rotary positions, dropout, the loss of a token."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+
+def rms_norm(
+    x: Float[Array, "... D"], scale: Float[Array, " D"], epsilon: float
+) -> Float[Array, "... D"]:
+    """RMSNorm in float32: Zhang and Sennrich, 2019, arXiv 1910.07467."""
+    wide = x.astype(jnp.float32)
+    wide *= jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
+    return (wide * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def rope_frequencies(
+    head_dim: int, max_timescale: float, *, llama31_scaling: bool = False
+) -> Float[Array, " half"]:
+    """Angles per position of each pair of channels, in radians.
+
+    Args:
+        head_dim: Channels of a head; half as many angles come back.
+        max_timescale: The base, 10,000 in the paper.
+        llama31_scaling: Stretch wavelengths beyond the 8,192 tokens of Llama 3's training by 8, as
+            Llama 3.1 does.
+
+    References:
+        Su et al., 2021, arXiv 2104.09864; Llama 3.1's scaling: arXiv 2407.21783.
+    """
+    frequencies = max_timescale ** -(jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if not llama31_scaling:
+        return frequencies
+    factor, low, high, trained_length = 8.0, 1.0, 4.0, 8192.0
+    turns = trained_length * frequencies / (2 * math.pi)
+    kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    return frequencies * (kept + (1 - kept) / factor)
+
+
+def rope(
+    x: Float[Array, "b T H C"], positions: Int[Array, "b T"], frequencies: Float[Array, " half"]
+) -> Float[Array, "b T H C"]:
+    """Turns the first and second half of each head's channels against each other, by position."""
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | tuple) -> Float[Array, "..."]:
+    """Zeroes a share `rate` of `x` and scales up the rest; with `key` = () it does nothing."""
+    if rate == 0.0 or isinstance(key, tuple):
+        return x
+    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
+
+
+def token_losses(
+    logits: Float[Array, "b T V"], targets: Int[Array, "b T"]
+) -> tuple[Float[Array, "b T"], Float[Array, "b T"]]:
+    """Cross entropy in nats of every token, and 1 where the likeliest token is the target."""
+    logits = logits.astype(jnp.float32)
+    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    hits = (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32)
+    return jax.nn.logsumexp(logits, axis=-1) - picked, hits

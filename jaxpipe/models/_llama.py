@@ -1,0 +1,193 @@
+"""The llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+b sequences, T tokens, D embed, H query heads, K key and value heads, C channels of a head, V vocab.
+Touvron et al., 2023, arXiv 2302.13971 and 2307.09288; Dubey et al., 2024, arXiv 2407.21783.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from ..sharding import Constrain
+from ._abstract import Weight
+from ._attention import Attention
+from ._layers import dropout, rms_norm, rope, rope_frequencies, token_losses
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The sizes of a llama. Names are MaxText's.
+
+    Attributes:
+        base_emb_dim: D.
+        base_num_decoder_layers: Layers.
+        base_num_query_heads: H.
+        base_num_kv_heads: K, a divisor of H.
+        base_mlp_dim: Width of the gated MLP.
+        head_dim: C, even.
+        vocab_size: V.
+        rope_max_timescale: The base of the rotary angles.
+        rope_type: `default`, or `llama3.1` for its stretched wavelengths.
+        normalization_layer_epsilon: Added to the mean square in RMSNorm.
+        logits_via_embedding: Whether the head is the embedding (tied).
+    """
+
+    base_emb_dim: int
+    base_num_decoder_layers: int
+    base_num_query_heads: int
+    base_num_kv_heads: int
+    base_mlp_dim: int
+    head_dim: int
+    vocab_size: int
+    rope_max_timescale: float = 10_000.0
+    rope_type: str = "default"
+    normalization_layer_epsilon: float = 1e-5
+    logits_via_embedding: bool = False
+
+    def __post_init__(self):
+        if self.base_num_query_heads % self.base_num_kv_heads:
+            raise ValueError(
+                f"`base_num_query_heads` is {self.base_num_query_heads}, not a multiple of "
+                f"`base_num_kv_heads` = {self.base_num_kv_heads}. Every group of query heads shares "
+                "one key and value head."
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"`head_dim` is {self.head_dim}. Rotary positions need an even number.")
+        if self.rope_type not in ("default", "llama3.1"):
+            raise ValueError(f"`rope_type` is {self.rope_type!r}. Give 'default' or 'llama3.1'.")
+
+
+def llama_weights(config: LlamaConfig, dtype: Any = jnp.float32) -> dict[str, Any]:
+    """`{"embed", "layer", "head"}`: abstract weights, those of one layer unstacked."""
+    D, V = config.base_emb_dim, config.vocab_size
+    ends = {"norm": _scale(D, dtype)}
+    if not config.logits_via_embedding:
+        ends["logits"] = _matrix((D, V), ("embed", "vocab"), D, dtype)
+    table = Weight((V, D), ("vocab", "embed"), jax.nn.initializers.normal(D**-0.5), dtype)
+    return {"embed": {"table": table}, "layer": _layer_weights(config, dtype), "head": ends}
+
+
+def _layer_weights(config: LlamaConfig, dtype: Any) -> dict[str, Any]:
+    D, F, C = config.base_emb_dim, config.base_mlp_dim, config.head_dim
+    H, K = config.base_num_query_heads, config.base_num_kv_heads
+    return {
+        "attention_norm": _scale(D, dtype),
+        "attention": {
+            "query": _matrix((D, H, C), ("embed", "q_heads", "kv"), D, dtype),
+            "key": _matrix((D, K, C), ("embed", "kv_heads", "kv"), D, dtype),
+            "value": _matrix((D, K, C), ("embed", "kv_heads", "kv"), D, dtype),
+            "out": _matrix((H, C, D), ("q_heads", "kv", "embed"), H * C, dtype),
+        },
+        "mlp_norm": _scale(D, dtype),
+        "mlp": {
+            "gate": _matrix((D, F), ("embed", "mlp"), D, dtype),
+            "up": _matrix((D, F), ("embed", "mlp"), D, dtype),
+            "down": _matrix((F, D), ("mlp", "embed"), F, dtype),
+        },
+    }
+
+
+def _scale(size: int, dtype: Any) -> Weight:
+    return Weight((size,), ("norm",), jax.nn.initializers.ones, dtype)
+
+
+def _matrix(shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int, dtype: Any) -> Weight:
+    return Weight(shape, axes, jax.nn.initializers.truncated_normal(fan_in**-0.5), dtype)
+
+
+def llama(
+    config: LlamaConfig,
+    *,
+    attention: Attention,
+    constrain: Constrain,
+    dtype: Any = jnp.float32,
+    dropout_rate: float = 0.0,
+    layer_remat: Callable[[Callable], Callable] = lambda f: f,
+) -> tuple[Callable, Callable, Callable]:
+    """`(embed, stage, loss)` of a llama, each a pure function of one microbatch.
+
+    `side` has `tokens`, `positions`, `segment_ids`, `targets` [b, T] and `target_weights` [b, T],
+    the share of each token in the loss of the batch.
+
+    Args:
+        config: Sizes.
+        attention: `(q, k, v, segment_ids) -> out`.
+        constrain: Shards an activation by its logical axes.
+        dtype: What layers compute in. Norms, angles and the loss are float32 throughout.
+        dropout_rate: Share of each residual branch that is dropped; 0 where a stage gets no keys.
+        layer_remat: Wraps one layer, `jax.checkpoint` for instance.
+    """
+    frequencies = rope_frequencies(
+        config.head_dim, config.rope_max_timescale, llama31_scaling=config.rope_type == "llama3.1"
+    )
+    epsilon = config.normalization_layer_epsilon
+
+    def embed(weights: PyTree, side: PyTree) -> Float[Array, "b T D"]:
+        x = jnp.take(weights["table"].astype(dtype), side["tokens"], axis=0)
+        return constrain(x, _ACTIVATION)
+
+    @layer_remat
+    def layer(w: PyTree, x: Float[Array, "b T D"], side: PyTree, key) -> Float[Array, "b T D"]:
+        first, second = (key, key) if isinstance(key, tuple) else jax.random.split(key)
+        w = jax.tree.map(lambda leaf: leaf.astype(dtype), w)
+        h = rms_norm(x, w["attention_norm"], epsilon)
+        h = _attend(w["attention"], h, side["positions"], side["segment_ids"])
+        x = constrain(x + dropout(h, dropout_rate, first), _ACTIVATION)
+        h = _swiglu(w["mlp"], rms_norm(x, w["mlp_norm"], epsilon), constrain)
+        return constrain(x + dropout(h, dropout_rate, second), _ACTIVATION)
+
+    def _attend(w, x, positions: Int[Array, "b T"], segment_ids: Int[Array, "b T"]):
+        q, k, v = (
+            constrain(jnp.einsum("btd,dhc->bthc", x, w[name]), axes)
+            for name, axes in (("query", _QUERY), ("key", _KEY), ("value", _KEY))
+        )
+        q, k = (rope(heads, positions, frequencies) for heads in (q, k))
+        out = constrain(attention(q, k, v, segment_ids), _QUERY)
+        return jnp.einsum("bthc,hcd->btd", out, w["out"])
+
+    def stage(weights: PyTree, x: Float[Array, "b T D"], side: PyTree, rng: PyTree):
+        def step(x, layer_and_key):
+            w, key = layer_and_key
+            return layer(w, x, side, key), None
+
+        x, _ = jax.lax.scan(step, x, (weights, rng))
+        return x, {}
+
+    def loss(ends: PyTree, x: Float[Array, "b T D"], side: PyTree):
+        h = rms_norm(x, ends["head"]["norm"], epsilon)
+        matrix = ends["embed"]["table"].T if "embed" in ends else ends["head"]["logits"]
+        logits = jnp.einsum("btd,dv->btv", h, matrix.astype(dtype))
+        losses, hits = token_losses(constrain(logits, _LOGITS), side["targets"])
+        share = side["target_weights"]
+        return jnp.sum(losses * share), {"accuracy": jnp.sum(hits * share)}
+
+    return embed, stage, loss
+
+
+_ACTIVATION = ("activation_batch", "activation_length", "activation_embed")
+_QUERY = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
+_KEY = ("activation_batch", "activation_length", "activation_kv_heads", "activation_kv")
+_HIDDEN = ("activation_batch", "activation_length", "activation_mlp")
+_LOGITS = ("activation_batch", "activation_length", "activation_vocab")
+
+
+def _swiglu(w: PyTree, x: Float[Array, "b T D"], constrain: Constrain) -> Float[Array, "b T D"]:
+    """Shazeer, 2020, arXiv 2002.05202."""
+    gate, up = (constrain(x @ w[name], _HIDDEN) for name in ("gate", "up"))
+    return (jax.nn.silu(gate) * up) @ w["down"]
+
+
+def matmul_flops_per_token(config: LlamaConfig, length: int) -> float:
+    """Floating-point operations of a training step per token: 6 per weight, plus attention.
+
+    Attention counts the causal half of the T x T scores. The embedding look-up counts nothing.
+    """
+    D, F, C = config.base_emb_dim, config.base_mlp_dim, config.head_dim
+    H, K = config.base_num_query_heads, config.base_num_kv_heads
+    layer = 2 * D * H * C + 2 * D * K * C + 3 * D * F
+    scores = 2 * H * C * length / 2
+    return 6.0 * (config.base_num_decoder_layers * (layer + scores) + D * config.vocab_size)

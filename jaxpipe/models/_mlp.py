@@ -1,0 +1,56 @@
+"""A small residual MLP with every feature a pipeline must carry: it exists for tests and examples.
+
+b sequences, T tokens, D embed, V vocab, L layers of a stage.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from ._abstract import Weight
+from ._layers import dropout, rms_norm, token_losses
+
+
+def mlp_weights(embed_dim: int, mlp_dim: int, vocab_size: int, *, tied: bool = False) -> dict[str, Any]:
+    """`{"embed", "layer", "head"}`: abstract weights, those of one layer unstacked."""
+    normal = jax.nn.initializers.normal(0.3)
+    head = Weight((embed_dim, vocab_size), ("embed", "vocab"), normal)
+    return {
+        "embed": {"table": Weight((vocab_size, embed_dim), ("vocab", "embed"), normal)},
+        "layer": {
+            "scale": Weight((embed_dim,), ("norm",), jax.nn.initializers.ones),
+            "up": Weight((embed_dim, mlp_dim), ("embed", "mlp"), normal),
+            "down": Weight((mlp_dim, embed_dim), ("mlp", "embed"), normal),
+        },
+        "head": {} if tied else {"logits": head},
+    }
+
+
+def mlp(*, dropout_rate: float = 0.0) -> tuple[Callable, Callable, Callable]:
+    """`(embed, stage, loss)` of the MLP. Its activation is a dict, and a stage sums two scalars."""
+
+    def embed(weights: PyTree, side: PyTree) -> PyTree:
+        x = jnp.take(weights["table"], side["tokens"], axis=0)
+        return {"x": x, "skip": 0.5 * x}
+
+    def stage(weights: PyTree, x: PyTree, side: PyTree, rng: PyTree) -> tuple[PyTree, dict]:
+        def layer(x, layer):
+            w, key = layer
+            h = rms_norm(x["x"], w["scale"], 1e-6) + x["skip"]
+            h = jnp.tanh(h @ w["up"]) * jnp.cos(side["positions"])[..., None].astype(h.dtype)
+            y = dropout(h @ w["down"], dropout_rate, key)
+            sums = {"loss": 1e-3 * jnp.mean(jnp.square(h)), "hidden": jnp.mean(jnp.abs(h))}
+            return {"x": x["x"] + y, "skip": x["skip"]}, sums
+
+        x, sums = jax.lax.scan(layer, x, (weights, rng))
+        return x, jax.tree.map(jnp.sum, sums)
+
+    def loss(ends: PyTree, x: PyTree, side: PyTree) -> tuple[Float[Array, ""], dict]:
+        matrix = ends["head"]["logits"] if "embed" not in ends else ends["embed"]["table"].T
+        losses, hits = token_losses(x["x"] @ matrix, side["targets"])
+        return jnp.sum(losses * side["target_weights"]), {"accuracy": jnp.sum(hits * side["target_weights"])}
+
+    return embed, stage, loss

@@ -1,0 +1,58 @@
+"""Sizes of published models, by name. Keys are those of `LlamaConfig` and of the configuration."""
+
+from typing import Any
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "llama-tiny": {
+        "base_emb_dim": 64,
+        "base_num_decoder_layers": 8,
+        "base_num_query_heads": 4,
+        "base_num_kv_heads": 2,
+        "base_mlp_dim": 192,
+        "head_dim": 16,
+        "vocab_size": 320,
+        "rope_max_timescale": 10_000.0,
+        "rope_type": "default",
+        "normalization_layer_epsilon": 1e-5,
+        "logits_via_embedding": True,
+    },
+    "llama2-7b": {
+        "base_emb_dim": 4096,
+        "base_num_decoder_layers": 32,
+        "base_num_query_heads": 32,
+        "base_num_kv_heads": 32,
+        "base_mlp_dim": 11008,
+        "head_dim": 128,
+        "vocab_size": 32000,
+        "rope_max_timescale": 10_000.0,
+        "rope_type": "default",
+        "normalization_layer_epsilon": 1e-5,
+        "logits_via_embedding": False,
+    },
+    "llama3-8b": {
+        "base_emb_dim": 4096,
+        "base_num_decoder_layers": 32,
+        "base_num_query_heads": 32,
+        "base_num_kv_heads": 8,
+        "base_mlp_dim": 14336,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "rope_max_timescale": 500_000.0,
+        "rope_type": "default",
+        "normalization_layer_epsilon": 1e-5,
+        "logits_via_embedding": False,
+    },
+    "llama3.1-70b": {
+        "base_emb_dim": 8192,
+        "base_num_decoder_layers": 80,
+        "base_num_query_heads": 64,
+        "base_num_kv_heads": 8,
+        "base_mlp_dim": 28672,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "rope_max_timescale": 500_000.0,
+        "rope_type": "llama3.1",
+        "normalization_layer_epsilon": 1e-5,
+        "logits_via_embedding": False,
+    },
+}

@@ -1,0 +1,66 @@
+"""Counts that must divide: the batch into microbatches, the layers into stages."""
+
+from dataclasses import dataclass
+
+
+def divide(whole: int, parts: int, *, name: str, into: str, fix: str) -> int:
+    """`whole / parts`, or a `ValueError` that names both and says what to change."""
+    if parts < 1:
+        raise ValueError(f"{into} is {parts}. Give at least 1.")
+    if whole % parts:
+        raise ValueError(f"{name} is {whole}, not a multiple of {into} = {parts}. {fix}")
+    return whole // parts
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the layers of a model lie on the ranks: stage = repeat * num_ranks + rank.
+
+    Attributes:
+        num_repeats: R, stages per rank.
+        num_ranks: S.
+        layers_per_stage: Consecutive layers in a stage.
+    """
+
+    num_repeats: int
+    num_ranks: int
+    layers_per_stage: int
+
+    @property
+    def num_layers(self) -> int:
+        return self.num_repeats * self.num_ranks * self.layers_per_stage
+
+    @property
+    def dims(self) -> tuple[int, int, int]:
+        """[R, S, layers per stage], the leading dims of every stacked layer weight."""
+        return self.num_repeats, self.num_ranks, self.layers_per_stage
+
+
+def layout(
+    num_layers: int, *, num_ranks: int, layers_per_stage: int, num_repeats: int = -1
+) -> Layout:
+    """The layout of `num_layers` over `num_ranks`.
+
+    Args:
+        num_layers: Layers of the model.
+        num_ranks: Ranks of the pipeline.
+        layers_per_stage: Layers of one stage.
+        num_repeats: Stages per rank, -1 for as many as the layers give.
+
+    Raises:
+        ValueError: If the layers are not `num_repeats * num_ranks * layers_per_stage`.
+    """
+    per_repeat = num_ranks * layers_per_stage
+    repeats = divide(
+        num_layers,
+        per_repeat,
+        name="`base_num_decoder_layers`",
+        into="ranks x `num_layers_per_pipeline_stage`",
+        fix="Choose ranks and layers per stage whose product divides the layers.",
+    )
+    if num_repeats not in (-1, repeats):
+        raise ValueError(
+            f"`num_pipeline_repeats` is {num_repeats}, but {num_layers} layers over {num_ranks} "
+            f"ranks with {layers_per_stage} per stage make {repeats} repeats. Give {repeats} or -1."
+        )
+    return Layout(repeats, num_ranks, layers_per_stage)

@@ -1,0 +1,89 @@
+"""The device mesh: one size per axis inside a slice (ICI) and one across slices (DCN)."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+AXES = ("data", "stage", "fsdp", "tensor", "expert", "context")
+
+
+def make_mesh(
+    ici: Mapping[str, int],
+    dcn: Mapping[str, int] | None = None,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """A mesh over all of `AXES`, every axis being `dcn` groups of `ici` neighbours.
+
+    Args:
+        ici: Size of each axis inside a slice. A missing axis has size 1. One axis may be -1: it
+            takes the devices that the others leave.
+        dcn: Size of each axis across slices, or across processes where devices have no slices.
+        devices: The devices to use, all of them. Default: `jax.devices()`.
+
+    Returns:
+        A mesh whose axes are `AXES`, in that order, of type Auto.
+
+    Raises:
+        ValueError: If an axis is unknown, a size is not positive, or the sizes do not multiply to
+            the number of devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    dcn = dcn or {}
+    for name, sizes in (("ici", ici), ("dcn", dcn)):
+        _check_sizes(name, sizes, may_fill=name == "ici")
+    across = [dcn.get(axis, 1) for axis in AXES]
+    within = _fill([ici.get(axis, 1) for axis in AXES], len(devices) // math.prod(across))
+    _check_count(within, across, len(devices))
+
+    # [dcn of each axis, ici of each axis] -> [dcn x ici of each axis]
+    grid = np.empty(len(devices), dtype=object)
+    grid[:] = sorted(devices, key=_slice_of)  # stable: neighbours stay neighbours
+    grid = grid.reshape(*across, *within)
+    grid = grid.transpose([i for axis in range(len(AXES)) for i in (axis, axis + len(AXES))])
+    sizes = [a * w for a, w in zip(across, within, strict=True)]
+    return Mesh(grid.reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _slice_of(device: jax.Device) -> int:
+    slice_index = getattr(device, "slice_index", None)
+    return device.process_index if slice_index is None else slice_index
+
+
+def _check_sizes(name: str, sizes: Mapping[str, int], *, may_fill: bool) -> None:
+    for axis, size in sizes.items():
+        if axis not in AXES:
+            raise ValueError(f"`{name}` names the axis {axis!r}. The axes are {', '.join(AXES)}.")
+        if size < 1 and not (may_fill and size == -1):
+            raise ValueError(f"`{name}[{axis!r}]` is {size}. Give at least 1.")
+    if list(sizes.values()).count(-1) > 1:
+        raise ValueError(f"`{name}` is {dict(sizes)}. Only one axis can be -1.")
+
+
+def _fill(within: list[int], num_devices: int) -> list[int]:
+    if -1 not in within:
+        return within
+    rest = num_devices // -math.prod(within)
+    return [max(rest, 1) if size == -1 else size for size in within]
+
+
+def _check_count(within: list[int], across: list[int], num_devices: int) -> None:
+    needed = math.prod(within) * math.prod(across)
+    if needed == num_devices:
+        return
+    sizes = ", ".join(
+        f"{axis} {w * a}" for axis, w, a in zip(AXES, within, across, strict=True) if w * a > 1
+    )
+    wanted = f"The mesh ({sizes or 'every axis 1'}) needs {needed} devices"
+    if needed > num_devices:
+        raise ValueError(
+            f"{wanted} and there are {num_devices}. Make an axis smaller or, to try it on a CPU, "
+            f"emulate them: `emulate_devices={needed}`."
+        )
+    raise ValueError(
+        f"{wanted} and there are {num_devices}: some would idle. Make an axis larger (-1 takes "
+        "what is left), or pass fewer `devices`."
+    )

@@ -1,0 +1,147 @@
+"""From logical axes ("embed", "mlp") to mesh axes ("fsdp", "tensor"): rules, specs, shardings.
+
+A rule is a pair (logical axis, mesh axes). Weights and activations are described once, by logical
+axes; which mesh axis each of them is split over is decided here alone.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ._mesh import AXES
+
+LogicalAxes = tuple[str | None, ...]
+Rules = Sequence[tuple[str, Sequence[str]]]
+
+DEFAULT_RULES: Rules = (
+    ("activation_batch", ("data", "fsdp", "expert")),
+    ("activation_length", ("context",)),
+    ("activation_embed", ()),
+    ("activation_mlp", ("tensor",)),
+    ("activation_heads", ("tensor",)),
+    ("activation_kv_heads", ("tensor",)),
+    ("activation_kv", ()),
+    ("activation_vocab", ("tensor",)),
+    ("activation_stage", ("stage",)),
+    ("microbatches", ()),
+    ("stage", ("stage",)),
+    ("circular_repeats", ()),
+    ("layers", ()),
+    ("embed", ("fsdp", "context", "expert")),
+    ("mlp", ("tensor",)),
+    ("q_heads", ("tensor",)),
+    ("kv_heads", ("tensor",)),
+    ("kv", ()),
+    ("vocab", ("tensor",)),
+    ("norm", ()),
+)
+
+
+def with_rules(changes: Rules, base: Rules = DEFAULT_RULES) -> Rules:
+    """`base` with the rules of `changes` in place of its own for the same logical axes.
+
+    Raises:
+        ValueError: If a rule names an axis that no mesh has, or a logical axis has two rules.
+    """
+    names = [name for name, _ in changes]
+    for name, mesh_axes in changes:
+        if names.count(name) > 1:
+            raise ValueError(f"`logical_axis_rules` has {names.count(name)} rules for {name!r}.")
+        for axis in mesh_axes:
+            if axis not in AXES:
+                raise ValueError(
+                    f"`logical_axis_rules` maps {name!r} to {axis!r}. Mesh axes are "
+                    f"{', '.join(AXES)}."
+                )
+    return tuple((dict(base) | dict(changes)).items())
+
+
+def partition_spec(axes: LogicalAxes, rules: Rules) -> PartitionSpec:
+    """The mesh axes that each dim is split over.
+
+    A mesh axis splits one dim of an array at most: the first that asks for it has it.
+
+    Raises:
+        ValueError: If `rules` has no rule for one of `axes`.
+    """
+    table = dict(rules)
+    used: set[str] = set()
+    dims = []
+    for axis in axes:
+        if axis is not None and axis not in table:
+            raise ValueError(
+                f"No rule for the logical axis {axis!r}. `logical_axis_rules` has "
+                f"{', '.join(sorted(table))}."
+            )
+        wanted = tuple(a for a in table.get(axis, ()) if a not in used) if axis else ()
+        used.update(wanted)
+        dims.append(wanted if len(wanted) > 1 else wanted[0] if wanted else None)
+    return PartitionSpec(*dims)
+
+
+def check_divisible(shape: Sequence[int], spec: PartitionSpec, sizes: Mapping[str, int], name: str):
+    """Raises a `ValueError` unless every dim of `shape` splits evenly over its mesh axes."""
+    for dim, names in enumerate(spec):
+        axes = (names,) if isinstance(names, str) else tuple(names or ())
+        parts = math.prod(sizes[axis] for axis in axes)
+        if shape[dim] % parts:
+            raise ValueError(
+                f"`{name}` has {shape[dim]} in dim {dim} of {tuple(shape)}, which does not divide "
+                f"over {' x '.join(f'{axis} {sizes[axis]}' for axis in axes)}. Change that size, "
+                "the mesh, or the rule of that dim in `logical_axis_rules`."
+            )
+
+
+def named_shardings(shapes: Any, axes: Any, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> Any:
+    """A `NamedSharding` for every leaf.
+
+    Args:
+        shapes: Tree of anything with a `shape`.
+        axes: Tree of the same structure whose leaves are tuples of logical axes, one per dim.
+        mesh: The mesh.
+        rules: The rules.
+
+    Raises:
+        ValueError: If a dim does not divide over the mesh axes its rule gives, or has no rule.
+    """
+    sizes = dict(mesh.shape)
+
+    def sharding(path, leaf, logical: LogicalAxes) -> NamedSharding:
+        spec = partition_spec(logical, rules)
+        check_divisible(leaf.shape, spec, sizes, jax.tree_util.keystr(path, simple=True, separator="."))
+        return NamedSharding(mesh, spec)
+
+    return jax.tree_util.tree_map_with_path(sharding, shapes, axes)
+
+
+Constrain = Callable[[jax.Array, LogicalAxes], jax.Array]
+
+
+def constrain_with(rules: Rules = DEFAULT_RULES) -> Constrain:
+    """A function that shards an activation as `rules` say, over the mesh in context.
+
+    Axes that are manual where it is called (inside `jax.shard_map`) are left out of the spec, so a
+    model's code is the same inside a pipeline and outside. Without a mesh in context it does
+    nothing.
+    """
+
+    def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            return x
+        automatic = set(mesh.axis_names) - set(mesh.manual_axes)
+        kept = [(name, [a for a in mesh_axes if a in automatic]) for name, mesh_axes in rules]
+        spec = partition_spec(axes, kept)
+        check_divisible(x.shape, spec, dict(mesh.shape), "activation " + str(axes))
+        return jax.lax.with_sharding_constraint(x, spec)
+
+    return constrain
+
+
+def no_constraint(x: jax.Array, axes: LogicalAxes) -> jax.Array:
+    """Leaves `x` as it is: what a model gets when it runs on one device."""
+    del axes
+    return x

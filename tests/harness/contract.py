@@ -1,0 +1,206 @@
+"""The exactness harness: every engine computes what `unpipelined` computes.
+
+A row says which engine runs which model over which ranks. The contract of all rows is one function,
+`check_row`: loss, metrics and every gradient leaf within 1e-5 of the reference, in float32. Later
+engines add rows and an entry in `ENGINES`; nothing else changes.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxpipe import models, sharding, spmd
+from jaxpipe.autodiff import Model, unpipelined
+
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case. `axes` are the sizes of the mesh axes beside `stage`; None is one device."""
+
+    engine: str
+    model: str
+    ranks: int
+    repeats: int
+    microbatches: int
+    axes: tuple[tuple[str, int], ...] | None = None
+    delay: bool = False
+    tied: bool = False
+    dropout: float = 0.0
+    packed: bool = False
+    layers_per_stage: int = 1
+
+    def __str__(self) -> str:
+        flags = [name for name in ("delay", "tied", "dropout", "packed") if getattr(self, name)]
+        axes = "twin" if self.axes is None else "x".join(f"{a}{n}" for a, n in self.axes) or "mesh"
+        sizes = f"S{self.ranks}-R{self.repeats}-M{self.microbatches}-L{self.layers_per_stage}"
+        return "-".join([self.engine, self.model, sizes, axes, *flags])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row made concrete: leaves of stages and keys are [R, S, ...]."""
+
+    model: Model
+    weights: dict[str, Any]
+    axes: dict[str, Any]
+    side: dict[str, jax.Array]
+    keys: Any
+
+
+def circular(row: Row, case: Case) -> Any:
+    mesh = mesh_of(row)
+    weights = placed(case, mesh)
+
+    def run(weights, side, keys):
+        return spmd.circular_value_and_grad(
+            case.model, weights, side, keys, mesh=mesh, delay=row.delay
+        )
+
+    if mesh is None:
+        return jax.jit(run)(weights, case.side, case.keys)
+    with jax.set_mesh(mesh):
+        return jax.jit(run)(weights, case.side, case.keys)
+
+
+ENGINES: dict[str, Callable[[Row, Case], Any]] = {"circular": circular}
+
+
+def check_row(row: Row) -> None:
+    """Runs a row and its reference; fails with the name of the first leaf that differs."""
+    case = make_case(row)
+    (loss, metrics), grads = ENGINES[row.engine](row, case)
+    (true_loss, true_metrics), true_grads = jax.jit(reference, static_argnums=0)(
+        case.model, case.weights, case.side, case.keys
+    )
+    assert_close(loss, true_loss, "loss")
+    assert metrics.keys() == true_metrics.keys()
+    for name in metrics:
+        assert_close(metrics[name], true_metrics[name], f"metrics[{name!r}]")
+    assert jax.tree.structure(grads) == jax.tree.structure(true_grads)
+    leaves = zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(true_grads), strict=True)
+    for (path, leaf), true in leaves:
+        assert leaf.dtype == true.dtype == jnp.float32
+        assert_close(leaf, true, "grads" + jax.tree_util.keystr(path))
+
+
+def reference(model: Model, weights: dict[str, Any], side: Any, keys: Any) -> Any:
+    """`unpipelined.value_and_grad` for weights that lie as [R, S, ...]."""
+    flat = weights | {"stages": _flat(weights["stages"])}
+    value, grads = unpipelined.value_and_grad(model, flat, side, _flat(keys))
+    shaped = jax.tree.map(lambda g, w: g.reshape(w.shape), grads["stages"], weights["stages"])
+    return value, grads | {"stages": shaped}
+
+
+def _flat(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+
+
+def assert_close(x: Any, true: Any, name: str) -> None:
+    """The largest difference, relative to the largest true value of the leaf."""
+    x, true = np.asarray(x), np.asarray(true)
+    assert x.shape == true.shape, f"{name}: {x.shape} for {true.shape}"
+    assert np.isfinite(true).all(), f"{name}: the reference is not finite"
+    scale = np.max(np.abs(true))
+    assert scale > 0, f"{name}: the reference is zero, so it proves nothing"
+    error = np.max(np.abs(x - true)) / scale
+    assert error <= TOLERANCE, f"{name}: relative error {error:.2e}"
+
+
+def make_case(row: Row) -> Case:
+    """Weights, batch and keys for a row, the same for every engine."""
+    tree, functions = MODELS[row.model](row)
+    dims = (row.repeats, row.ranks, row.layers_per_stage)
+    ends = {name: tree[name] for name in ("embed", "head")}
+    stages = models.stacked(tree["layer"], dims, ("circular_repeats", "stage", "layers"))
+    key = jax.random.key(7)
+    weights = models.initialize(ends, key) | {
+        "stages": models.initialize_layers(tree["layer"], key, dims)
+    }
+    axes = models.logical_axes(ends | {"stages": stages})
+    keys = ()
+    if row.dropout:
+        count = int(np.prod(dims))
+        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count)).reshape(dims)
+    model = Model(*functions, tied=row.tied)
+    return Case(model, weights, axes, make_side(row), keys)
+
+
+VOCAB, LENGTH, MICROBATCH = 32, 8, 4
+
+
+def make_side(row: Row) -> dict[str, jax.Array]:
+    """[M, b, T] leaves. Packed rows hold two documents and padding, unequal in every row."""
+    rng = np.random.default_rng(0)
+    shape = (row.microbatches, MICROBATCH, LENGTH)
+    tokens = rng.integers(0, VOCAB, (*shape[:2], LENGTH + 1))
+    positions = np.broadcast_to(np.arange(LENGTH), shape)
+    segments = np.ones(shape, int)
+    mask = np.ones(shape)
+    if row.packed:
+        first = rng.integers(1, LENGTH - 2, shape[:2])[..., None]
+        end = rng.integers(LENGTH - 2, LENGTH + 1, shape[:2])[..., None]
+        steps = np.arange(LENGTH)
+        segments = np.where(steps >= end, 0, np.where(steps >= first, 2, 1))
+        positions = np.where(steps >= first, steps - first, steps)
+        mask = (segments > 0) & (steps != first - 1)
+    side = {
+        "tokens": tokens[..., :-1],
+        "targets": tokens[..., 1:],
+        "positions": positions,
+        "segment_ids": segments,
+    }
+    side = {name: jnp.asarray(x, jnp.int32) for name, x in side.items()}
+    return side | {"target_weights": jnp.asarray(mask / mask.sum(), jnp.float32)}
+
+
+def _mlp(row: Row):
+    tree = models.mlp_weights(8, 16, VOCAB, tied=row.tied)
+    return tree, models.mlp(dropout_rate=row.dropout)
+
+
+def _llama(row: Row):
+    config = models.LlamaConfig(
+        base_emb_dim=16,
+        base_num_decoder_layers=row.repeats * row.ranks * row.layers_per_stage,
+        base_num_query_heads=4,
+        base_num_kv_heads=2,
+        base_mlp_dim=32,
+        head_dim=8,
+        vocab_size=VOCAB,
+        logits_via_embedding=row.tied,
+    )
+    functions = models.llama(
+        config,
+        attention=models.dot_product_attention,
+        constrain=sharding.no_constraint if row.axes is None else sharding.constrain_with(),
+        dropout_rate=row.dropout,
+    )
+    return models.llama_weights(config), functions
+
+
+MODELS: dict[str, Callable[[Row], Any]] = {"mlp": _mlp, "llama": _llama}
+
+
+def mesh_of(row: Row) -> Any:
+    """The row's mesh over the first devices that it needs, or None."""
+    if row.axes is None:
+        return None
+    sizes = dict(row.axes) | {"stage": row.ranks}
+    return sharding.make_mesh(sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+
+
+def placed(case: Case, mesh: Any) -> Any:
+    """The weights, sharded over the mesh as the logical axis rules say."""
+    if mesh is None:
+        return case.weights
+    return jax.device_put(case.weights, sharding.named_shardings(case.weights, case.axes, mesh))
+
+
+def with_(row: Row, **changes: Any) -> Row:
+    return dataclasses.replace(row, **changes)
