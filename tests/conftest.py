@@ -1,15 +1,29 @@
 """Eight emulated CPU devices, strict dtypes, and the package under jaxtyping and beartype."""
 
+import os
+
+# Tests compile much and compute little: without LLVM's optimizations they take half the time.
+# XLA's own passes, the partitioner's among them, run as ever.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+).strip()
+
 from jaxpipe.cli import emulate_devices
 
 emulate_devices(8)
 
-import jax  # noqa: E402
-from jaxtyping import install_import_hook  # noqa: E402
+import jax
+from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 install_import_hook(
-    ["jaxpipe.schedules", "jaxpipe.sharding", "jaxpipe.autodiff", "jaxpipe.spmd", "jaxpipe.models",
-     "jaxpipe.train"],
+    [
+        "jaxpipe.schedules",
+        "jaxpipe.sharding",
+        "jaxpipe.autodiff",
+        "jaxpipe.spmd",
+        "jaxpipe.models",
+        "jaxpipe.train",
+    ],
     "beartype.beartype",
 )

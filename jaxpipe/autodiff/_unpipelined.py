@@ -28,7 +28,8 @@ def value_and_grad(
         def step(x, stage):
             return model.stage(stage[0], x, side_m, fold(stage[1], index))
 
-        y, of_stages = jax.lax.scan(step, model.embed(weights["embed"], side_m), (weights["stages"], keys))
+        x = model.embed(weights["embed"], side_m)
+        y, of_stages = jax.lax.scan(step, x, (weights["stages"], keys))
         loss, of_loss = model.loss(model.ends(weights), y, side_m)
         return joined(loss, of_loss, total(of_stages))
 

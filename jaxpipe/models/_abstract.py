@@ -41,9 +41,11 @@ def is_weight(x: Any) -> bool:
 
 def stacked(tree: PyTree, dims: Sequence[int], axes: LogicalAxes) -> PyTree:
     """The tree of many equal layers: `dims`, with logical axes `axes`, in front of every leaf."""
-    return jax.tree.map(
-        lambda w: replace(w, shape=(*dims, *w.shape), axes=(*axes, *w.axes)), tree, is_leaf=is_weight
-    )
+
+    def stack(w: Weight) -> Weight:
+        return replace(w, shape=(*dims, *w.shape), axes=(*axes, *w.axes))
+
+    return jax.tree.map(stack, tree, is_leaf=is_weight)
 
 
 def initialize(tree: PyTree, key: PRNGKeyArray) -> PyTree:

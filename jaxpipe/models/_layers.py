@@ -63,6 +63,8 @@ def token_losses(
 ) -> tuple[Float[Array, "b T"], Float[Array, "b T"]]:
     """Cross entropy in nats of every token, and 1 where the likeliest token is the target."""
     logits = logits.astype(jnp.float32)
-    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    # A sum over a mask, not a gather: it stays local where the vocabulary is split.
+    is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
+    picked = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
     hits = (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32)
     return jax.nn.logsumexp(logits, axis=-1) - picked, hits

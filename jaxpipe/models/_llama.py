@@ -52,11 +52,13 @@ class LlamaConfig:
         if self.base_num_query_heads % self.base_num_kv_heads:
             raise ValueError(
                 f"`base_num_query_heads` is {self.base_num_query_heads}, not a multiple of "
-                f"`base_num_kv_heads` = {self.base_num_kv_heads}. Every group of query heads shares "
-                "one key and value head."
+                f"`base_num_kv_heads` = {self.base_num_kv_heads}. Every group of query heads "
+                "shares one key and value head."
             )
         if self.head_dim % 2:
-            raise ValueError(f"`head_dim` is {self.head_dim}. Rotary positions need an even number.")
+            raise ValueError(
+                f"`head_dim` is {self.head_dim}. Rotary positions need an even number."
+            )
         if self.rope_type not in ("default", "llama3.1"):
             raise ValueError(f"`rope_type` is {self.rope_type!r}. Give 'default' or 'llama3.1'.")
 
@@ -74,19 +76,21 @@ def llama_weights(config: LlamaConfig, dtype: Any = jnp.float32) -> dict[str, An
 def _layer_weights(config: LlamaConfig, dtype: Any) -> dict[str, Any]:
     D, F, C = config.base_emb_dim, config.base_mlp_dim, config.head_dim
     H, K = config.base_num_query_heads, config.base_num_kv_heads
+    # What a branch adds to the residual stream starts smaller in deeper models, as in GPT-2.
+    branches = 2 * config.base_num_decoder_layers
     return {
         "attention_norm": _scale(D, dtype),
         "attention": {
             "query": _matrix((D, H, C), ("embed", "q_heads", "kv"), D, dtype),
             "key": _matrix((D, K, C), ("embed", "kv_heads", "kv"), D, dtype),
             "value": _matrix((D, K, C), ("embed", "kv_heads", "kv"), D, dtype),
-            "out": _matrix((H, C, D), ("q_heads", "kv", "embed"), H * C, dtype),
+            "out": _matrix((H, C, D), ("q_heads", "kv", "embed"), H * C * branches, dtype),
         },
         "mlp_norm": _scale(D, dtype),
         "mlp": {
             "gate": _matrix((D, F), ("embed", "mlp"), D, dtype),
             "up": _matrix((D, F), ("embed", "mlp"), D, dtype),
-            "down": _matrix((F, D), ("mlp", "embed"), F, dtype),
+            "down": _matrix((F, D), ("mlp", "embed"), F * branches, dtype),
         },
     }
 
@@ -127,8 +131,9 @@ def llama(
     epsilon = config.normalization_layer_epsilon
 
     def embed(weights: PyTree, side: PyTree) -> Float[Array, "b T D"]:
-        x = jnp.take(weights["table"].astype(dtype), side["tokens"], axis=0)
-        return constrain(x, _ACTIVATION)
+        # Whole rows: XLA's partitioner fails on a look-up in a table that is split both ways.
+        table = constrain(weights["table"].astype(dtype), ("vocab", None))
+        return constrain(jnp.take(table, side["tokens"], axis=0), _ACTIVATION)
 
     @layer_remat
     def layer(w: PyTree, x: Float[Array, "b T D"], side: PyTree, key) -> Float[Array, "b T D"]:

@@ -14,7 +14,9 @@ from ._abstract import Weight
 from ._layers import dropout, rms_norm, token_losses
 
 
-def mlp_weights(embed_dim: int, mlp_dim: int, vocab_size: int, *, tied: bool = False) -> dict[str, Any]:
+def mlp_weights(
+    embed_dim: int, mlp_dim: int, vocab_size: int, *, tied: bool = False
+) -> dict[str, Any]:
     """`{"embed", "layer", "head"}`: abstract weights, those of one layer unstacked."""
     normal = jax.nn.initializers.normal(0.3)
     head = Weight((embed_dim, vocab_size), ("embed", "vocab"), normal)
@@ -51,6 +53,7 @@ def mlp(*, dropout_rate: float = 0.0) -> tuple[Callable, Callable, Callable]:
     def loss(ends: PyTree, x: PyTree, side: PyTree) -> tuple[Float[Array, ""], dict]:
         matrix = ends["head"]["logits"] if "embed" not in ends else ends["embed"]["table"].T
         losses, hits = token_losses(x["x"] @ matrix, side["targets"])
-        return jnp.sum(losses * side["target_weights"]), {"accuracy": jnp.sum(hits * side["target_weights"])}
+        share = side["target_weights"]
+        return jnp.sum(losses * share), {"accuracy": jnp.sum(hits * share)}
 
     return embed, stage, loss

@@ -111,7 +111,8 @@ def named_shardings(shapes: Any, axes: Any, mesh: Mesh, rules: Rules = DEFAULT_R
 
     def sharding(path, leaf, logical: LogicalAxes) -> NamedSharding:
         spec = partition_spec(logical, rules)
-        check_divisible(leaf.shape, spec, sizes, jax.tree_util.keystr(path, simple=True, separator="."))
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        check_divisible(leaf.shape, spec, sizes, name)
         return NamedSharding(mesh, spec)
 
     return jax.tree_util.tree_map_with_path(sharding, shapes, axes)

@@ -13,7 +13,8 @@ stream moves in the M ticks in which microbatches enter and the M in which they 
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,11 +64,11 @@ def phases(num_ranks: int, num_repeats: int, num_microbatches: int, hop: int) ->
     end = num_ticks(num_ranks, num_repeats, num_microbatches, hop)
     leave = end - num_microbatches
     cuts = sorted({0, num_microbatches, leave, end})
-    for first, last in zip(cuts, cuts[1:], strict=False):
+    for first, last in pairwise(cuts):
         yield Phase(first, last, enters=first < num_microbatches, leaves=first >= leave)
 
 
-def check(num_ranks: int, num_repeats: int, num_microbatches: int, hop: int) -> None:
+def check_circular(num_ranks: int, num_repeats: int, num_microbatches: int, *, delay: bool) -> None:
     """Raises a `ValueError` if the circular pipeline cannot run these counts."""
     if num_microbatches < num_ranks:
         raise ValueError(
@@ -80,11 +81,11 @@ def check(num_ranks: int, num_repeats: int, num_microbatches: int, hop: int) -> 
             f"`num_microbatches` is {num_microbatches}, not a multiple of the {num_ranks} ranks. "
             "The circular pipeline keeps an equal share of the microbatches on every rank."
         )
-    if num_repeats > 1 and num_microbatches < hop * num_ranks:
+    if delay and num_repeats > 1 and num_microbatches < 2 * num_ranks:
         raise ValueError(
             f"`num_microbatches` is {num_microbatches}, but with delayed forwarding a microbatch "
-            f"needs {hop} * {num_ranks} ticks for one round of {num_ranks} ranks. Give at least "
-            f"{hop * num_ranks}, or turn the delay off."
+            f"needs 2 * {num_ranks} ticks for one round of {num_ranks} ranks. Give at least "
+            f"{2 * num_ranks}, or turn the delay off."
         )
 
 
@@ -119,7 +120,7 @@ def run_rank(
     num_repeats = jax.tree.leaves(weights)[0].shape[0]
     num_microbatches = num_ranks * jax.tree.leaves(inputs)[0].shape[0]
     sizes = num_ranks, num_repeats, num_microbatches, hop
-    check(*sizes)
+    check_circular(num_ranks, num_repeats, num_microbatches, delay=delay)
 
     @remat
     def work(weights, keys, x, side, visit):
@@ -196,7 +197,9 @@ def move_stream(stream: PyTree, y: PyTree, t: Int[Array, ""], leaves: bool) -> P
     return _put(stream, moved, slot)
 
 
-def realign(stream: PyTree, num_ranks: int, num_repeats: int, num_microbatches: int, hop: int) -> PyTree:
+def realign(
+    stream: PyTree, num_ranks: int, num_repeats: int, num_microbatches: int, hop: int
+) -> PyTree:
     """Turns the slots so that slot i of rank r holds microbatch `r * n + i` again.
 
     Microbatch m left at tick m + c, into slot (m + c) % n: only the slots are turned, each rank
@@ -229,8 +232,9 @@ def _to_previous_rank(x: jax.Array) -> jax.Array:
     return lax.ppermute(x, AXIS, [((r + 1) % ranks, r) for r in range(ranks)])
 
 
-def _check_stage(work: Callable, weights: PyTree, keys: PyTree, x: PyTree, side: PyTree) -> None:
-    y, _ = jax.eval_shape(work, weights, keys, x, side, jnp.zeros((), jnp.int32))
+def _check_stage(work: Callable, *arguments: PyTree) -> None:
+    x, visit = arguments[2], jax.ShapeDtypeStruct((), jnp.int32)
+    y, _ = jax.eval_shape(work, *arguments, visit)
     given, returned = (jax.tree.map(lambda a: (a.shape, a.dtype), tree) for tree in (x, y))
     if given != returned:
         raise ValueError(

@@ -14,12 +14,17 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree, Scalar
 
 from ..autodiff import Model, Sums, joined, total
-from ._circular import Remat, check, run_rank
+from ._circular import Remat, check_circular, run_rank
 from ._ranks import AXIS, on_ranks
 
 # Inside a scan nothing can be shared between forward and backward but what the scan saves.
 recompute: Remat = partial(jax.checkpoint, prevent_cse=False)
 """Keeps the input of a tick and computes the rest again in the backward."""
+
+
+def keep(work: Callable) -> Callable:
+    """Keeps everything that the backward needs: no rematerialisation."""
+    return work
 
 
 def circular(
@@ -57,7 +62,7 @@ def circular(
         The schedule is MaxText's circular pipeline; Narayanan et al., 2021, arXiv 2104.04473, call
         its stage assignment interleaved.
     """
-    num_ranks = check_counts(weights, inputs, mesh, delay)
+    num_ranks = _check_counts(weights, inputs, mesh, delay)
 
     def rank(weights, inputs, side, keys):
         y, sums = run_rank(stage, weights, inputs, side, keys, delay=delay, remat=remat)
@@ -68,7 +73,7 @@ def circular(
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), y), sums
 
 
-def value_and_grad(
+def circular_value_and_grad(
     model: Model,
     weights: dict[str, Any],
     side: PyTree,
@@ -97,7 +102,7 @@ def value_and_grad(
     Raises:
         ValueError: As `circular`.
     """
-    check_counts(weights["stages"], side, mesh, delay)
+    _check_counts(weights["stages"], side, mesh, delay)
 
     def rank_loss(stages, ends, side, keys):
         share = _share_of_rank(side)
@@ -116,7 +121,7 @@ def value_and_grad(
     return jax.value_and_grad(loss, has_aux=True)(weights)
 
 
-def check_counts(weights: PyTree, microbatches: PyTree, mesh: Mesh | None, delay: bool) -> int:
+def _check_counts(weights: PyTree, microbatches: PyTree, mesh: Mesh | None, delay: bool) -> int:
     """S, after a check of R, S and M against each other and the mesh."""
     num_repeats, num_ranks = jax.tree.leaves(weights)[0].shape[:2]
     if mesh is not None and mesh.shape.get(AXIS) != num_ranks:
@@ -125,7 +130,7 @@ def check_counts(weights: PyTree, microbatches: PyTree, mesh: Mesh | None, delay
             f"{dict(mesh.shape)} has {mesh.shape.get(AXIS)}. They must be equal."
         )
     num_microbatches = jax.tree.leaves(microbatches)[0].shape[0]
-    check(num_ranks, num_repeats, num_microbatches, 2 if delay else 1)
+    check_circular(num_ranks, num_repeats, num_microbatches, delay=delay)
     return num_ranks
 
 

@@ -6,6 +6,7 @@ engines add rows and an entry in `ENGINES`; nothing else changes.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from jaxpipe import models, sharding, spmd
 from jaxpipe.autodiff import Model, unpipelined
 
@@ -73,28 +75,35 @@ ENGINES: dict[str, Callable[[Row, Case], Any]] = {"circular": circular}
 
 def check_row(row: Row) -> None:
     """Runs a row and its reference; fails with the name of the first leaf that differs."""
-    case = make_case(row)
-    (loss, metrics), grads = ENGINES[row.engine](row, case)
-    (true_loss, true_metrics), true_grads = jax.jit(reference, static_argnums=0)(
-        case.model, case.weights, case.side, case.keys
+    (loss, metrics), grads = ENGINES[row.engine](row, make_case(row))
+    (true_loss, true_metrics), true_grads = reference(
+        dataclasses.replace(row, engine="unpipelined", axes=None, delay=False)
     )
     assert_close(loss, true_loss, "loss")
     assert metrics.keys() == true_metrics.keys()
     for name in metrics:
         assert_close(metrics[name], true_metrics[name], f"metrics[{name!r}]")
     assert jax.tree.structure(grads) == jax.tree.structure(true_grads)
-    leaves = zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(true_grads), strict=True)
+    leaves = zip(
+        jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(true_grads), strict=True
+    )
     for (path, leaf), true in leaves:
         assert leaf.dtype == true.dtype == jnp.float32
         assert_close(leaf, true, "grads" + jax.tree_util.keystr(path))
 
 
-def reference(model: Model, weights: dict[str, Any], side: Any, keys: Any) -> Any:
-    """`unpipelined.value_and_grad` for weights that lie as [R, S, ...]."""
-    flat = weights | {"stages": _flat(weights["stages"])}
-    value, grads = unpipelined.value_and_grad(model, flat, side, _flat(keys))
-    shaped = jax.tree.map(lambda g, w: g.reshape(w.shape), grads["stages"], weights["stages"])
-    return value, grads | {"stages": shaped}
+@functools.cache
+def reference(row: Row) -> Any:
+    """`unpipelined.value_and_grad`, for weights that lie as [R, S, ...]."""
+    case = make_case(row)
+
+    def run(weights, side, keys):
+        flat = weights | {"stages": _flat(weights["stages"])}
+        value, grads = unpipelined.value_and_grad(case.model, flat, side, _flat(keys))
+        shaped = jax.tree.map(lambda g, w: g.reshape(w.shape), grads["stages"], weights["stages"])
+        return value, grads | {"stages": shaped}
+
+    return jax.device_get(jax.jit(run)(case.weights, case.side, case.keys))
 
 
 def _flat(tree: Any) -> Any:
@@ -119,9 +128,12 @@ def make_case(row: Row) -> Case:
     ends = {name: tree[name] for name in ("embed", "head")}
     stages = models.stacked(tree["layer"], dims, ("circular_repeats", "stage", "layers"))
     key = jax.random.key(7)
-    weights = models.initialize(ends, key) | {
-        "stages": models.initialize_layers(tree["layer"], key, dims)
-    }
+    weights = jax.jit(
+        lambda: (
+            models.initialize(ends, key)
+            | {"stages": models.initialize_layers(tree["layer"], key, dims)}
+        )
+    )()
     axes = models.logical_axes(ends | {"stages": stages})
     keys = ()
     if row.dropout:
@@ -200,7 +212,3 @@ def placed(case: Case, mesh: Any) -> Any:
     if mesh is None:
         return case.weights
     return jax.device_put(case.weights, sharding.named_shardings(case.weights, case.axes, mesh))
-
-
-def with_(row: Row, **changes: Any) -> Row:
-    return dataclasses.replace(row, **changes)

@@ -21,7 +21,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "linen": {"spmd", "mpmd", "autodiff", "schedules", "sharding"},
     "nnx": {"spmd", "mpmd", "autodiff", "schedules", "sharding"},
     "plan": {"spmd", "mpmd", "autodiff", "schedules", "sharding"},
-    "train": {"plan", "linen", "nnx", "models", "spmd", "mpmd", "autodiff", "schedules", "sharding"},
+    "train": {
+        "plan",
+        "linen",
+        "nnx",
+        "models",
+        "spmd",
+        "mpmd",
+        "autodiff",
+        "schedules",
+        "sharding",
+    },
 }
 MAY_IMPORT["cli"] = {*MAY_IMPORT, "cli"}
 

@@ -1,0 +1,155 @@
+"""Checkpoints: a thin layer over orbax that refuses to load another model, and says why.
+
+A step's folder holds `state`, a pytree of arrays, and `metadata`, a JSON object. Arrays are stored
+by name without their layout, so a state loads into any sharding.
+"""
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from jaxtyping import PyTree
+
+Leaves = dict[str, tuple[tuple[int, ...], str]]
+"""Shape and dtype of every leaf, by its path."""
+
+MAX_LISTED = 8
+
+
+def open_checkpoints(
+    folder: str | PathLike[str], *, max_to_keep: int, asynchronous: bool
+) -> ocp.CheckpointManager:
+    """Opens, or makes, a folder of checkpoints. Close it, or use it in a `with`, to flush saves.
+
+    What a killed run left of a step is ignored: orbax writes a step under another name and renames
+    it when it is complete; a step's folder that is incomplete all the same (a copy that broke off)
+    is renamed to `<step>.incomplete`.
+
+    Args:
+        folder: Made if it does not exist.
+        max_to_keep: How many of the newest steps stay.
+        asynchronous: Write files while the program goes on.
+    """
+    path = Path(folder).absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    if jax.process_index() == 0:
+        _set_aside_incomplete(path)
+    return ocp.CheckpointManager(
+        path,
+        options=ocp.CheckpointManagerOptions(
+            max_to_keep=max_to_keep, enable_async_checkpointing=asynchronous
+        ),
+        item_handlers={
+            "state": ocp.StandardCheckpointHandler(),
+            "metadata": ocp.JsonCheckpointHandler(),
+        },
+    )
+
+
+def latest_step(checkpoints: ocp.CheckpointManager) -> int | None:
+    """The newest complete step, if there is one."""
+    return checkpoints.latest_step()
+
+
+def save_checkpoint(
+    checkpoints: ocp.CheckpointManager,
+    step: int,
+    state: PyTree[jax.Array],
+    metadata: Mapping[str, Any],
+) -> None:
+    """Saves a step. One that is there already stays as it is.
+
+    Args:
+        checkpoints: From `open_checkpoints`.
+        step: Steps done so far, more than in any checkpoint there is.
+        state: Arrays; may be donated to the next step at once.
+        metadata: What JSON can hold.
+
+    Raises:
+        ValueError: If there is a newer checkpoint: two runs share a folder.
+    """
+    newest = latest_step(checkpoints)
+    if newest is not None and newest > step:
+        raise ValueError(
+            f"`step` is {step} and {checkpoints.directory} has a checkpoint of step {newest}. "
+            "Resume from that one, or choose another `run_name`."
+        )
+    checkpoints.save(
+        step,
+        args=ocp.args.Composite(
+            state=ocp.args.StandardSave(state), metadata=ocp.args.JsonSave(dict(metadata))
+        ),
+    )
+
+
+def read_metadata(checkpoints: ocp.CheckpointManager, step: int) -> dict[str, Any]:
+    """The `metadata` that was saved with a step."""
+    restored = checkpoints.restore(step, args=ocp.args.Composite(metadata=ocp.args.JsonRestore()))
+    return restored["metadata"]
+
+
+def restore_checkpoint(
+    checkpoints: ocp.CheckpointManager, step: int, abstract_state: PyTree[jax.ShapeDtypeStruct]
+) -> PyTree[jax.Array]:
+    """The state of a step, in the shardings asked for.
+
+    Args:
+        checkpoints: From `open_checkpoints`.
+        step: A complete step.
+        abstract_state: Shapes, dtypes and shardings, which need not be those it was saved in.
+
+    Raises:
+        ValueError: If names, shapes or dtypes differ; before any array is read.
+    """
+    saved = _leaves(checkpoints.item_metadata(step)["state"].tree)
+    _check_same(saved, _leaves(abstract_state), f"{checkpoints.directory} step {step}")
+    restored = checkpoints.restore(
+        step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
+    )
+    return restored["state"]
+
+
+def _set_aside_incomplete(folder: Path) -> None:
+    """Orbax takes every folder with a number for a step, and would resume from an empty one."""
+    for step in folder.iterdir():
+        if step.name.isdigit() and not (step / "_CHECKPOINT_METADATA").exists():
+            step.rename(step.with_name(f"{step.name}.incomplete"))
+
+
+def _leaves(tree: PyTree) -> Leaves:
+    """The same for a state and for orbax's metadata of it, whose tuples are lists or dicts."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): (
+            tuple(leaf.shape),
+            str(jax.numpy.dtype(leaf.dtype)),
+        )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def _check_same(saved: Leaves, wanted: Leaves, where: str) -> None:
+    lines = [f"{name}: only in the checkpoint" for name in saved if name not in wanted]
+    lines += [f"{name}: only in the model" for name in wanted if name not in saved]
+    lines += [
+        f"{name}: {_describe(saved[name])} in the checkpoint, {_describe(leaf)} in the model"
+        for name, leaf in wanted.items()
+        if name in saved and saved[name] != leaf
+    ]
+    if not lines:
+        return
+    listed = lines[:MAX_LISTED]
+    if len(lines) > MAX_LISTED:
+        listed.append(f"and {len(lines) - MAX_LISTED} more")
+    raise ValueError(
+        f"{where} is of another model: {len(lines)} of {len({*saved, *wanted})} leaves differ.\n  "
+        + "\n  ".join(listed)
+        + "\nUse the config it was saved with, or another `run_name`."
+    )
+
+
+def _describe(leaf: tuple[tuple[int, ...], str]) -> str:
+    shape, dtype = leaf
+    return f"{dtype}[{', '.join(map(str, shape))}]"

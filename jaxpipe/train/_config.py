@@ -1,0 +1,158 @@
+"""Every key of a training run: its name (MaxText's where MaxText has one), type, range and default.
+
+What a key means stands beside it in `base.yml`, which has the same keys and the same defaults.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+
+def _tuples(value: Any) -> Any:
+    """Lists, at any depth, as tuples: a config is frozen all the way down."""
+    return tuple(_tuples(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+def _one_or_many(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else _tuples(value)
+
+
+def _count_or_auto(value: int) -> int:
+    if value != -1 and value < 1:
+        raise ValueError("Input should be at least 1, or -1")
+    return value
+
+
+CountOrAuto = Annotated[int, AfterValidator(_count_or_auto)]
+Count = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+FloatType = Literal["bfloat16", "float32"]
+Paths = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
+AxisRule = tuple[str, str | tuple[str, ...] | None]
+AxisRules = Annotated[tuple[AxisRule, ...], BeforeValidator(_tuples)]
+
+
+class Config(BaseModel):
+    """One run. Make one with `load_config`, or `Config(steps=3)` in a test."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    # The run.
+    run_name: str = "default"
+    output_dir: str = "runs"
+    steps: Count = 200
+    log_period: Count = 1
+
+    # The model.
+    model_name: str = "llama-tiny"
+    base_emb_dim: Count = 64
+    base_num_decoder_layers: Count = 8
+    base_num_query_heads: Count = 4
+    base_num_kv_heads: Count = 2
+    base_mlp_dim: Count = 192
+    head_dim: Count = 16
+    vocab_size: Count = 320
+    normalization_layer_epsilon: Positive = 1e-5
+    rope_max_timescale: Positive = 10000.0
+    rope_type: Literal["default", "llama3.1"] = "default"
+    logits_via_embedding: bool = True
+    dropout_rate: BelowOne = 0.0
+    dtype: FloatType = "bfloat16"
+    weight_dtype: FloatType = "float32"
+    attention: Literal["auto", "dot_product", "splash"] = "auto"
+
+    # The data.
+    dataset_type: Literal["synthetic", "text"] = "synthetic"
+    text_files: Paths = ("builtin:sonnets",)
+    text_separator: str = "\n\n\n"
+    tokenizer_path: str = ""
+    max_target_length: Count = 128
+    per_device_batch_size: Positive = 8.0
+    enable_data_shuffling: bool = True
+    data_shuffle_seed: Seed = 0
+    packing: bool = True
+
+    # The optimizer.
+    learning_rate: NotNegative = 1e-3
+    warmup_steps_fraction: BelowOne = 0.1
+    learning_rate_final_fraction: Fraction = 0.1
+    learning_rate_schedule_steps: CountOrAuto = -1
+    adam_b1: BelowOne = 0.9
+    adam_b2: BelowOne = 0.95
+    adam_eps: Positive = 1e-8
+    adam_weight_decay: NotNegative = 0.1
+    gradient_clipping_threshold: NotNegative = 1.0
+
+    # Chance.
+    init_weights_seed: Seed = 0
+    enable_dropout: bool = True
+    dropout_seed: Seed = 0
+
+    # The pipeline.
+    pipeline_engine: Literal["none", "circular"] = "circular"
+    num_layers_per_pipeline_stage: Count = 1
+    num_pipeline_repeats: CountOrAuto = -1
+    num_pipeline_microbatches: CountOrAuto = -1
+    pipeline_delay_activation_forwarding: bool = False
+    remat_policy: Literal["full", "none"] = "full"
+
+    # The devices.
+    ici_data_parallelism: CountOrAuto = 1
+    ici_pipeline_parallelism: CountOrAuto = 1
+    ici_fsdp_parallelism: CountOrAuto = -1
+    ici_tensor_parallelism: CountOrAuto = 1
+    ici_expert_parallelism: CountOrAuto = 1
+    ici_context_parallelism: CountOrAuto = 1
+    dcn_data_parallelism: Count = 1
+    dcn_pipeline_parallelism: Count = 1
+    dcn_fsdp_parallelism: Count = 1
+    dcn_tensor_parallelism: Count = 1
+    dcn_expert_parallelism: Count = 1
+    dcn_context_parallelism: Count = 1
+    logical_axis_rules: AxisRules | None = None
+    emulate_devices: Annotated[int, Field(ge=0)] = 0
+
+    # Checkpoints and reports.
+    enable_checkpointing: bool = True
+    checkpoint_period: Count = 100
+    async_checkpointing: bool = True
+    max_to_keep: Count = 3
+    enable_tensorboard: bool = True
+    enable_progress_bar: Literal["auto"] | bool = "auto"
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> "Config":
+        _check_heads(self.base_num_query_heads, self.base_num_kv_heads, self.head_dim)
+        _check_engine(
+            self.pipeline_engine, self.ici_pipeline_parallelism, self.dcn_pipeline_parallelism
+        )
+        if self.dataset_type == "text" and not self.text_files:
+            raise ValueError(
+                "`dataset_type` is 'text' and `text_files` is empty. Give files, folders or "
+                "'builtin:sonnets'."
+            )
+        return self
+
+
+def _check_heads(num_query_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    if num_query_heads % num_kv_heads:
+        raise ValueError(
+            f"`base_num_query_heads` is {num_query_heads}, not a multiple of `base_num_kv_heads` = "
+            f"{num_kv_heads}. Every group of query heads shares one key and value head."
+        )
+    if head_dim % 2:
+        raise ValueError(f"`head_dim` is {head_dim}. Rotary embeddings turn pairs: make it even.")
+
+
+def _check_engine(engine: str, ici_stages: int, dcn_stages: int) -> None:
+    if engine == "none" and (ici_stages, dcn_stages) != (1, 1):
+        raise ValueError(
+            f"`pipeline_engine` is 'none' with `ici_pipeline_parallelism` = {ici_stages} and "
+            f"`dcn_pipeline_parallelism` = {dcn_stages}. Set both to 1 or choose an engine."
+        )

@@ -1,0 +1,215 @@
+"""The training loop: state, batches, metrics and checkpoints, step after step."""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+import yaml
+
+from .. import models
+from ._canonical import canonical_shapes, from_canonical, to_canonical
+from ._checkpoint import (
+    latest_step,
+    open_checkpoints,
+    read_metadata,
+    restore_checkpoint,
+    save_checkpoint,
+)
+from ._config import Config
+from ._data import BatchAt, synthetic_batches, text_batches
+from ._documents import read_documents, tokenize
+from ._metrics import metrics_writer
+from ._progress import Stream, progress
+from ._setup import Setup, set_up
+from ._step import State, initial_state, make_train_step, place_batch
+from ._tokens import load_tokenizer
+
+Metrics = dict[str, float]
+
+
+def train(config: Config, *, stream: Stream = sys.stdout) -> list[Metrics]:
+    """Trains, resuming from the newest checkpoint of the run if there is one.
+
+    Writes `config.yml`, `metrics.jsonl`, TensorBoard events and `checkpoints/` into
+    `output_dir/run_name`.
+
+    Args:
+        config: The run.
+        stream: Where progress is shown.
+
+    Returns:
+        The metrics of every step this call has made.
+
+    Raises:
+        ValueError: Before anything compiles, if the config does not suit the devices or the data,
+            or the newest checkpoint is of another model.
+    """
+    setup = set_up(config, jax.devices())
+    batch_at = make_batches(setup)
+    folder = Path(config.output_dir) / config.run_name
+    with ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(setup.mesh))
+        checkpoints = None
+        if config.enable_checkpointing:
+            checkpoints = stack.enter_context(
+                open_checkpoints(
+                    folder / "checkpoints",
+                    max_to_keep=config.max_to_keep,
+                    asynchronous=config.async_checkpointing,
+                )
+            )
+        done = (checkpoints and latest_step(checkpoints)) or 0
+        if done >= config.steps:
+            print(f"{folder} has all {done} steps. Nothing to do.", file=stream)
+            return []
+        state = restored_state(setup, checkpoints, done) if checkpoints and done else None
+        print(describe(setup, done), file=stream)
+        _write_config(folder, config)
+        write = stack.enter_context(
+            metrics_writer(folder, first_step=done + 1, tensorboard=config.enable_tensorboard)
+        )
+        report = stack.enter_context(
+            progress(
+                stream,
+                num_steps=config.steps,
+                log_period=config.log_period,
+                first_step=done + 1,
+                bar=config.enable_progress_bar,
+            )
+        )
+
+        def finish(step: int, metrics: Metrics) -> None:
+            write(step, metrics)
+            report(step, metrics)
+
+        state = initial_state(setup) if state is None else state
+        return _run(setup, state, done, batch_at, checkpoints, finish)
+
+
+def _run(
+    setup: Setup,
+    state: State,
+    done: int,
+    batch_at: BatchAt,
+    checkpoints: ocp.CheckpointManager | None,
+    finish: Any,
+) -> list[Metrics]:
+    """Steps `done + 1` to `steps`. The host reads a step's metrics while the next one runs."""
+    config, train_step = setup.config, make_train_step(setup)
+    history: list[Metrics] = []
+    clock = time.perf_counter()
+    running = None
+    for step in range(done + 1, config.steps + 1):
+        batch = place_batch(setup, batch_at(step - 1))
+        state, metrics = train_step(state, batch)
+        if running is not None:
+            clock = _collect(setup, running, clock, history, finish)
+        running = step, metrics
+        if checkpoints and (step % config.checkpoint_period == 0 or step == config.steps):
+            save_checkpoint(checkpoints, step, to_canonical(setup, state), _metadata(setup))
+    if running is not None:
+        _collect(setup, running, clock, history, finish)
+    return history
+
+
+def _collect(
+    setup: Setup, running: tuple[int, Any], started: float, history: list[Metrics], finish: Any
+) -> float:
+    """Waits for a step, records its metrics and returns when it ended, in seconds."""
+    step, metrics = running
+    values = {name: float(x) for name, x in jax.device_get(metrics).items()}
+    ended = time.perf_counter()
+    values = {"loss": values.pop("loss"), **values, **speed(setup, ended - started)}
+    history.append({"step": step, **values})
+    finish(step, values)
+    return ended
+
+
+def speed(setup: Setup, seconds: float) -> Metrics:
+    """Step time in seconds, tokens per second, and model FLOPs per second and device (1e12).
+
+    Recomputed operations are not counted: it is the model's work, not the program's.
+    """
+    length = setup.config.max_target_length
+    tokens = setup.batch_size * length
+    flops = models.matmul_flops_per_token(setup.llama, length) * tokens
+    return {
+        "step_time_seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "tflops_per_second_per_device": flops / seconds / setup.mesh.size / 1e12,
+    }
+
+
+def make_batches(setup: Setup) -> BatchAt:
+    """The batches of a run, by step."""
+    config = setup.config
+    if config.dataset_type == "synthetic":
+        return synthetic_batches(
+            vocab_size=config.vocab_size,
+            batch_size=setup.batch_size,
+            length=config.max_target_length,
+            seed=config.data_shuffle_seed,
+        )
+    tokenizer = load_tokenizer(config.tokenizer_path, vocab_size=config.vocab_size)
+    documents = read_documents(config.text_files, separator=config.text_separator)
+    return text_batches(
+        tokenize(documents, tokenizer),
+        batch_size=setup.batch_size,
+        length=config.max_target_length,
+        packing=config.packing,
+        shuffle_seed=config.data_shuffle_seed if config.enable_data_shuffling else None,
+    )
+
+
+def restored_state(setup: Setup, checkpoints: ocp.CheckpointManager, step: int) -> State:
+    """The state of a checkpoint, laid out for this run.
+
+    Raises:
+        ValueError: If the checkpoint is of another model.
+    """
+    saved, wanted = read_metadata(checkpoints, step), _metadata(setup)
+    differing = [
+        f"{key} is {saved['model'].get(key)!r} in the checkpoint, {value!r} in the config"
+        for key, value in wanted["model"].items()
+        if saved["model"].get(key) != value
+    ]
+    if differing:
+        raise ValueError(
+            f"{checkpoints.directory} step {step} is of another model:\n  "
+            + "\n  ".join(differing)
+            + "\nUse the config it was saved with, or another `run_name`."
+        )
+    return from_canonical(setup, restore_checkpoint(checkpoints, step, canonical_shapes(setup)))
+
+
+def describe(setup: Setup, done: int) -> str:
+    """The run in two lines: what is trained, and how it lies on the devices."""
+    config, layout = setup.config, setup.layout
+    millions = models.num_parameters(setup.weight_tree) / 1e6
+    axes = " x ".join(f"{axis} {size}" for axis, size in setup.mesh.shape.items() if size > 1)
+    lines = [
+        f"{config.model_name}: {millions:.2f}M parameters, {config.base_num_decoder_layers} layers",
+        f"{config.pipeline_engine} pipeline on {axes or 'one device'}: {layout.num_repeats} "
+        f"repeat(s) x {layout.num_ranks} rank(s) x {layout.layers_per_stage} layer(s), "
+        f"{setup.num_microbatches} microbatches of {setup.microbatch_size} x "
+        f"{config.max_target_length} tokens",
+    ]
+    if done:
+        lines.append(f"resumed after step {done}")
+    return "\n".join(lines)
+
+
+def _metadata(setup: Setup) -> Mapping[str, Any]:
+    return {"model": dataclasses.asdict(setup.llama)}
+
+
+def _write_config(folder: Path, config: Config) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    (folder / "config.yml").write_text(text, encoding="utf-8")

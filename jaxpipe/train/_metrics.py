@@ -1,0 +1,97 @@
+"""Metrics of every step: a JSON object a line in `metrics.jsonl`, and TensorBoard events."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+Write = Callable[[int, Mapping[str, float]], None]
+"""`write(step, metrics)`; step counts from 1, the steps that are done."""
+
+FILE = "metrics.jsonl"
+
+
+@contextmanager
+def metrics_writer(
+    folder: str | PathLike[str], *, first_step: int, tensorboard: bool
+) -> Iterator[Write]:
+    """Opens a run's metrics to go on with `first_step`.
+
+    A run that was killed may have written beyond the checkpoint it resumes from. Those steps come
+    again, so lines from `first_step` on are dropped and the file stays one clean series. NaN and
+    infinities are written as Python's `json` does.
+
+    Args:
+        folder: Where `metrics.jsonl` and TensorBoard's events lie. Made if it does not exist.
+        first_step: The first step to be written: 1, or one more than the restored step.
+        tensorboard: Write TensorBoard events too.
+
+    Yields:
+        `write(step, metrics)`. A line is on disk when it returns.
+    """
+    path = Path(folder) / FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _drop_from(path, first_step)
+    with ExitStack() as stack:
+        file = stack.enter_context(path.open("a", encoding="utf-8", buffering=1))
+        event = _nothing if not tensorboard else stack.enter_context(_events(folder, first_step))
+
+        def write(step: int, metrics: Mapping[str, float]) -> None:
+            values = {name: float(value) for name, value in metrics.items()}
+            file.write(json.dumps({"step": step, **values}) + "\n")
+            event(step, values)
+
+        yield write
+
+
+def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`; of a last line that was torn by a kill, nothing.
+
+    Raises:
+        ValueError: If another line is not a JSON object with a `step`.
+    """
+    lines = Path(path).read_text(encoding="utf-8").split("\n")
+    # Whole lines end in a newline, so the last piece is empty or torn.
+    return [_parse(line, f"{path} line {n}") for n, line in enumerate(lines[:-1], start=1)]
+
+
+def _parse(line: str, where: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON: {error}. Remove the line.") from None
+    if not isinstance(entry, dict) or "step" not in entry:
+        raise ValueError(f"{where} is {line!r}, not an object with a `step`. Remove the line.")
+    return entry
+
+
+def _drop_from(path: Path, first_step: int) -> None:
+    if not path.exists():
+        return
+    kept = [entry for entry in read_metrics(path) if entry["step"] < first_step]
+    new = path.with_suffix(".new")
+    new.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
+    os.replace(new, path)
+
+
+def _nothing(step: int, metrics: Mapping[str, float]) -> None:
+    pass
+
+
+@contextmanager
+def _events(folder: str | PathLike[str], first_step: int) -> Iterator[Write]:
+    from tensorboardX import SummaryWriter
+
+    # purge_step: TensorBoard hides what an earlier, killed run wrote from there on. The suffix:
+    # files are named by the second, and a short run may resume within one.
+    suffix = f".{first_step}"
+    with SummaryWriter(os.fspath(folder), purge_step=first_step, filename_suffix=suffix) as writer:
+
+        def write(step: int, metrics: Mapping[str, float]) -> None:
+            for name, value in metrics.items():
+                writer.add_scalar(name, value, step)
+
+        yield write

@@ -1,0 +1,107 @@
+"""AdamW with warmup, cosine decay and clipping by the global norm: functions of numbers.
+
+The norm of the gradients is a metric too, so it is computed once and handed to the clipping:
+
+    norm = gradient_norm(gradients)
+    gradients = clip(gradients, norm, threshold=1.0)
+    updates, optimizer_state = optimizer.update(gradients, optimizer_state, weights)
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, PyTree
+
+
+def learning_rate_schedule(
+    peak: float, *, num_steps: int, warmup_fraction: float, final_fraction: float
+) -> optax.Schedule:
+    """Straight up to `peak`, then down a cosine to `peak * final_fraction`, and on at that.
+
+    Args:
+        peak: The largest learning rate.
+        num_steps: Steps of warmup and cosine together.
+        warmup_fraction: Share of them that warm up, below 1. If that is less than one step there is
+            no warmup.
+        final_fraction: Share of the peak that is left after `num_steps`.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+    if num_steps < 1:
+        raise ValueError(f"`num_steps` is {num_steps}. Give at least 1.")
+    if not 0 <= warmup_fraction < 1:
+        raise ValueError(f"`warmup_fraction` is {warmup_fraction}. Give 0 or more and less than 1.")
+    warmup_steps = int(num_steps * warmup_fraction)
+
+    def schedule(step: ArrayLike) -> Float[Array, ""]:
+        step = jnp.asarray(step, jnp.float32)
+        # The first step moves already: by 1 / (warmup_steps + 1) of the peak, not by 0.
+        rising = (step + 1) / (warmup_steps + 1)
+        progress = jnp.clip((step - warmup_steps) / (num_steps - warmup_steps), 0, 1)
+        falling = final_fraction + (1 - final_fraction) * (1 + jnp.cos(jnp.pi * progress)) / 2
+        return peak * jnp.where(step < warmup_steps, rising, falling)
+
+    return schedule
+
+
+def adamw(
+    learning_rate: optax.Schedule,
+    *,
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float,
+    decay_mask: PyTree[bool],
+) -> optax.GradientTransformation:
+    """Adam with decoupled weight decay on the leaves where `decay_mask` is true."""
+    inner = optax.adamw(
+        learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask
+    )
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        # Optax raises floats to integer counts, which strict promotion refuses.
+        with jax.numpy_dtype_promotion("standard"):
+            return inner.update(updates, state, params)
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+def decay_mask(weights: PyTree, num_stacked_dims: PyTree[int]) -> PyTree[bool]:
+    """True for matrices and beyond, false for biases and norm scales.
+
+    Args:
+        weights: Arrays or their abstract shapes.
+        num_stacked_dims: Leading dims of each leaf that only stack layers: a tree or, as in
+            `{"embed": 0, "stages": 3, "head": 0}`, the upper part of one.
+    """
+
+    def of_subtree(stacked: int, subtree: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: len(leaf.shape) - stacked >= 2, subtree)
+
+    return jax.tree.map(of_subtree, num_stacked_dims, weights)
+
+
+def gradient_norm(gradients: PyTree[Float[Array, "..."]]) -> Float[Array, ""]:
+    """The Euclidean norm over all leaves, in float32 whatever their type."""
+    return optax.tree.norm(optax.tree.cast(gradients, jnp.float32))
+
+
+def clip(
+    gradients: PyTree[Float[Array, "..."]], norm: Float[Array, ""], *, threshold: float
+) -> PyTree[Float[Array, "..."]]:
+    """Scales the gradients so that their norm is at most `threshold`; 0 leaves them as they are.
+
+    Args:
+        gradients: Of any float types, kept.
+        norm: Their `gradient_norm`.
+        threshold: The largest norm allowed, or 0.
+    """
+    if threshold == 0:
+        return gradients
+    # Not norm / threshold: a norm of 0 is common in tests. A NaN norm gives NaN gradients.
+    scale = threshold / jnp.maximum(norm, threshold)
+    return jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)

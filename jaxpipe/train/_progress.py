@@ -1,0 +1,69 @@
+"""How a run shows itself: a bar on a terminal, plain lines in a file or a pipe."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from io import TextIOBase
+from typing import Literal, TextIO, cast
+
+Stream = TextIO | TextIOBase
+"""One thing: `sys.stdout` is declared as the first and is an instance of the second."""
+
+Report = Callable[[int, Mapping[str, float]], None]
+"""`report(step, metrics)`; step counts from 1, the steps that are done."""
+
+
+def progress(
+    stream: Stream,
+    *,
+    num_steps: int,
+    log_period: int,
+    first_step: int = 1,
+    bar: Literal["auto"] | bool = "auto",
+) -> AbstractContextManager[Report]:
+    """Shows steps as they are reported.
+
+    Args:
+        stream: Where to write, such as `sys.stdout`.
+        num_steps: Steps of the whole run.
+        log_period: Lines show every so many steps, and the last one; the bar shows every step.
+        first_step: 1, or one more than the step the run resumed from.
+        bar: True, False, or "auto" for a bar if `stream` is a terminal.
+
+    Returns:
+        A context manager that yields `report(step, metrics)`.
+    """
+    on_terminal = stream.isatty() if bar == "auto" else bar
+    if on_terminal:
+        return _bar(stream, num_steps, first_step)
+    return _lines(stream, num_steps, log_period)
+
+
+def describe(metrics: Mapping[str, float]) -> str:
+    """Metrics on one line: `loss 4.123  learning_rate 0.001`."""
+    return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+
+
+@contextmanager
+def _lines(stream: Stream, num_steps: int, log_period: int) -> Iterator[Report]:
+    def report(step: int, metrics: Mapping[str, float]) -> None:
+        if step % log_period == 0 or step == num_steps:
+            print(f"step {step}/{num_steps}  {describe(metrics)}", file=stream, flush=True)
+
+    yield report
+
+
+@contextmanager
+def _bar(stream: Stream, num_steps: int, first_step: int) -> Iterator[Report]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as Remaining
+
+    columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), Remaining())
+    console = Console(file=cast(TextIO, stream), force_terminal=True)
+    with Progress(*columns, TextColumn("{task.fields[metrics]}"), console=console) as bar:
+        task = bar.add_task("", total=num_steps, completed=first_step - 1, metrics="")
+
+        def report(step: int, metrics: Mapping[str, float]) -> None:
+            bar.update(task, completed=step, metrics=describe(metrics))
+
+        yield report

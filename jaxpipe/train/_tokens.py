@@ -1,0 +1,106 @@
+"""Text to token ids and back: bytes, or any tokenizer of Hugging Face's `tokenizers` library."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int32
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# What the well-known tokenizers call the token that ends a document, tried in this order.
+END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What the data pipeline needs of a tokenizer.
+
+    Attributes:
+        vocab_size: One more than the largest id.
+        eod: The id that ends a document. `encode` never adds it.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eod(self) -> int: ...
+    def encode(self, text: str) -> Int32[np.ndarray, "N"]: ...
+    def decode(self, ids: Sequence[int] | Int32[np.ndarray, "N"]) -> str: ...
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """The bytes of UTF-8 are ids 0 to 255; 256 ends a document. Needs no file."""
+
+    vocab_size: int = 257
+    eod: int = 256
+
+    def encode(self, text: str) -> Int32[np.ndarray, "N"]:
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def decode(self, ids: Sequence[int] | Int32[np.ndarray, "N"]) -> str:
+        """The text without ends of documents; what is no UTF-8 shows as U+FFFD."""
+        # A model may sample ids that only pad its vocabulary: 0xFF is a byte UTF-8 never has.
+        return bytes(min(int(i), 0xFF) for i in ids if i != self.eod).decode("utf-8", "replace")
+
+
+@dataclass(frozen=True)
+class HuggingFaceTokenizer:
+    """A tokenizer.json, without the beginning- and end-of-text tokens it would add by itself."""
+
+    tokenizer: "tokenizers.Tokenizer"
+    vocab_size: int
+    eod: int
+
+    def encode(self, text: str) -> Int32[np.ndarray, "N"]:
+        return np.asarray(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, ids: Sequence[int] | Int32[np.ndarray, "N"]) -> str:
+        """The text without special tokens."""
+        return self.tokenizer.decode([int(i) for i in ids])
+
+
+def load_tokenizer(path: str, *, vocab_size: int) -> Tokenizer:
+    """The tokenizer at `path`.
+
+    Args:
+        path: A Hugging Face tokenizer.json, or "" for bytes.
+        vocab_size: Rows of the model's embedding.
+
+    Raises:
+        ValueError: If the file does not exist or is no tokenizer, has no token that ends a
+            document, or has ids that the model's embedding has no row for.
+    """
+    tokenizer = _from_file(path) if path else ByteTokenizer()
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"`vocab_size` is {vocab_size} and the tokenizer {path or 'of bytes'!r} has "
+            f"{tokenizer.vocab_size} ids. Make `vocab_size` at least {tokenizer.vocab_size}."
+        )
+    return tokenizer
+
+
+def _from_file(path: str) -> HuggingFaceTokenizer:
+    import tokenizers
+
+    if not Path(path).is_file():
+        raise ValueError(f'`tokenizer_path` is {path!r}, which is not a file. Give "" for bytes.')
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(path)
+    except Exception as error:  # the Rust side raises plain Exception
+        raise ValueError(
+            f"`tokenizer_path` is {path!r}, which is not a tokenizer.json: {error}"
+        ) from None
+    ids: dict[str, Any] = tokenizer.get_vocab(with_added_tokens=True)
+    eod = next((ids[token] for token in END_OF_DOCUMENT if token in ids), None)
+    if eod is None:
+        raise ValueError(
+            f"`tokenizer_path` is {path!r}, which has no token that ends a document. Add one of "
+            f"{', '.join(END_OF_DOCUMENT)} to its added tokens."
+        )
+    # Ids can have gaps, so the count of tokens is not enough.
+    return HuggingFaceTokenizer(tokenizer, vocab_size=max(ids.values()) + 1, eod=eod)

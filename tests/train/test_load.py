@@ -1,0 +1,171 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxpipe.train import Config, base_yaml, load_config
+from jaxpipe.train._load import parse_yaml
+
+PRESETS = {"llama-tiny": {"base_emb_dim": 32}, "llama2-7b": {"base_emb_dim": 4096, "head_dim": 128}}
+
+
+def load(*overrides: str, files: tuple[Path, ...] = ()) -> Config:
+    return load_config(files, overrides, presets=PRESETS)
+
+
+def refusal(*overrides: str, files: tuple[Path, ...] = ()) -> str:
+    with pytest.raises(ValueError) as error:
+        load(*overrides, files=files)
+    return str(error.value)
+
+
+@pytest.fixture
+def file(tmp_path: Path):
+    def write(text: str, name: str = "my.yml") -> Path:
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_base_yml_has_the_keys_and_defaults_of_the_model_in_its_order():
+    values = parse_yaml(base_yaml(), "base.yml")
+    assert list(values) == list(Config.model_fields)
+    assert Config(**values) == Config()
+
+
+def test_base_yml_explains_every_key():
+    lines = [line for line in base_yaml().splitlines() if line and not line.startswith("#")]
+    assert len(lines) == len(Config.model_fields)
+    for line in lines:
+        assert re.search(r"  # \S", line), line
+
+
+def test_without_files_and_overrides_only_the_preset_differs_from_the_defaults():
+    assert load() == Config(base_emb_dim=32)
+
+
+def test_a_file_wins_over_the_preset_and_an_override_over_both(file):
+    mine = file("model_name: llama2-7b\nhead_dim: 64\nsteps: 5\n")
+    config = load("steps=7", files=(mine,))
+    assert (config.base_emb_dim, config.head_dim, config.steps) == (4096, 64, 7)
+
+
+def test_later_files_and_overrides_win(file):
+    files = (file("steps: 1\nlog_period: 2\n", "a.yml"), file("steps: 3\n", "b.yml"))
+    assert load(files=files).steps == 3
+    assert load(files=files).log_period == 2
+    assert load("steps=4", "steps=5", files=files).steps == 5
+
+
+def test_a_model_named_by_an_override_brings_its_preset_below_the_file(file):
+    config = load("model_name=llama2-7b", files=(file("base_emb_dim: 8\n"),))
+    assert (config.base_emb_dim, config.head_dim) == (8, 128)
+
+
+def test_an_empty_file_changes_nothing(file):
+    assert load(files=(file("# nothing\n"),)) == load()
+
+
+@pytest.mark.parametrize("text", ["1e-3", "1E-3", "1.0e-3", "0.001", ".1e-2", "+1e-03"])
+def test_floats_may_be_written_in_any_way(text: str, file):
+    assert load(f"learning_rate={text}").learning_rate == 1e-3
+    assert load(files=(file(f"learning_rate: {text}\n"),)).learning_rate == 1e-3
+
+
+def test_an_integer_is_a_float_too():
+    assert load("per_device_batch_size=2").per_device_batch_size == 2.0
+
+
+def test_values_may_hold_equals_signs_and_nothing_at_all():
+    assert load("run_name=a=b").run_name == "a=b"
+    assert load("tokenizer_path=").tokenizer_path == ""
+
+
+def test_one_text_file_needs_no_list():
+    assert load("text_files=a.txt").text_files == ("a.txt",)
+    assert load("text_files=[a.txt, b]").text_files == ("a.txt", "b")
+
+
+def test_rules_are_lists_of_pairs():
+    config = load("logical_axis_rules=[[embed, fsdp], [mlp, [tensor, expert]], [norm, null]]")
+    assert config.logical_axis_rules == (
+        ("embed", "fsdp"),
+        ("mlp", ("tensor", "expert")),
+        ("norm", None),
+    )
+
+
+def test_an_unknown_key_is_named_with_its_source_and_nearest_neighbour(file):
+    assert refusal("step=3") == (
+        "the command line sets `step`, which is no key. Did you mean `steps`? "
+        "base.yml lists them all."
+    )
+    assert "my.yml sets `zzz`, which is no key. base.yml" in refusal(files=(file("zzz: 3\n"),))
+
+
+def test_an_unknown_model_lists_the_known_ones():
+    assert refusal("model_name=llama2-7") == (
+        "`model_name` is 'llama2-7'. Did you mean `llama2-7b`? Models: llama-tiny, llama2-7b."
+    )
+    assert "`model_name` is [1]." in refusal("model_name=[1]")
+
+
+@pytest.mark.parametrize(
+    ("override", "value", "wish"),
+    [
+        ("steps=ten", "'ten'", "a valid integer"),
+        ("steps=1.5", "1.5", "a valid integer"),
+        ("steps=true", "True", "a valid integer"),
+        ("steps=0", "0", "greater than or equal to 1"),
+        ("num_pipeline_repeats=0", "0", "at least 1, or -1"),
+        ("packing=3", "3", "a valid boolean"),
+        ("run_name=3", "3", "a valid string"),
+        ("learning_rate=.inf", "inf", "a finite number"),
+        ("learning_rate=fast", "'fast'", "a valid number"),
+        ("dtype=int8", "'int8'", "'bfloat16' or 'float32'"),
+        ("enable_progress_bar=x", "'x'", "'auto' or a valid boolean"),
+        ("text_files=[1]", "[1]", "a valid string"),
+    ],
+)
+def test_a_wrong_value_is_shown_with_what_is_expected(override: str, value: str, wish: str):
+    key = override.split("=")[0]
+    assert refusal(override) == (
+        f"`{key}` is {value} (from the command line). It should be {wish}."
+    )  # fmt: skip
+
+
+def test_all_wrong_values_are_told_at_once_each_with_its_source(file):
+    message = refusal("steps=ten", files=(file("packing: 3\n"),))
+    assert "`steps` is 'ten' (from the command line)" in message
+    assert re.search(r"`packing` is 3 \(from .*my\.yml\)", message)
+
+
+def test_values_that_do_not_fit_together_are_refused():
+    assert refusal("head_dim=3") == (
+        "`head_dim` is 3. Rotary embeddings turn pairs: make it even."
+    )  # fmt: skip
+
+
+def test_a_tag_that_would_run_code_is_refused(file):
+    tag = "!!python/object/apply:os.system [ls]"
+    assert "tags that would make Python objects are refused" in refusal(f"run_name={tag}")
+    assert "my.yml" in refusal(files=(file(f"run_name: {tag}\n"),))
+
+
+def test_an_override_without_a_value_or_key_is_refused():
+    for text in ("steps", "=3", ""):
+        assert f"The override {text!r} is not `key=value`" in refusal(text)
+
+
+def test_a_key_given_twice_in_a_file_is_refused(file):
+    assert "`steps` stands there twice; keep one (line 1)" in refusal(
+        files=(file("steps: 1\nsteps: 2\n"),)
+    )
+
+
+def test_a_file_that_is_missing_broken_or_no_mapping_is_refused(tmp_path: Path, file):
+    assert "which is not a file" in refusal(files=(tmp_path / "none.yml",))
+    assert "my.yml is not valid YAML" in refusal(files=(file("a: [1\n"),))
+    assert "my.yml holds a list" in refusal(files=(file("- 1\n"),))

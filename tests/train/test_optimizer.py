@@ -1,0 +1,92 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxpipe.train import adamw, clip, decay_mask, gradient_norm, learning_rate_schedule
+
+
+def rates(num_steps: int, warmup_fraction: float, upto: int) -> np.ndarray:
+    schedule = learning_rate_schedule(
+        2.0, num_steps=num_steps, warmup_fraction=warmup_fraction, final_fraction=0.1
+    )
+    return np.asarray([schedule(jnp.int32(step)) for step in range(upto)])
+
+
+def test_the_learning_rate_rises_straight_falls_a_cosine_and_stays():
+    warmup = 2.0 * np.arange(1, 6) / 6
+    cosine = 0.1 + 0.9 * (1 + np.cos(np.pi * np.arange(16) / 15)) / 2
+    expected = np.concatenate([warmup, 2.0 * cosine, [0.2, 0.2]])
+    np.testing.assert_allclose(rates(20, 0.25, 23), expected, rtol=1e-5)
+
+
+def test_a_warmup_shorter_than_a_step_is_none():
+    assert rates(5, 0.1, 1) == [2.0]
+    assert rates(1, 0.9, 1) == [2.0]
+
+
+def test_a_schedule_of_no_steps_or_of_warmup_alone_is_refused():
+    with pytest.raises(ValueError, match=r"`num_steps` is 0\. Give at least 1"):
+        rates(0, 0.1, 1)
+    with pytest.raises(ValueError, match=r"`warmup_fraction` is 1\.0\. Give 0 or more and less"):
+        rates(5, 1.0, 1)
+
+
+def test_only_matrices_of_a_layer_decay():
+    shapes = {
+        "embed": {"table": (16, 8)},
+        "stages": {"norm": (2, 1, 8), "kernel": (2, 1, 8, 8), "bias": (2, 1, 4)},
+        "head": {"norm": (8,), "kernel": (8, 16)},
+    }
+    weights = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    assert decay_mask(weights, {"embed": 0, "stages": 2, "head": 0}) == {
+        "embed": {"table": True},
+        "stages": {"norm": False, "kernel": True, "bias": False},
+        "head": {"norm": False, "kernel": True},
+    }
+
+
+def test_a_step_is_the_formula_of_adamw():
+    weights = {"kernel": jnp.full((2, 2), 0.5), "scale": jnp.full(2, 0.5)}
+    gradients = {"kernel": jnp.full((2, 2), 0.3), "scale": jnp.full(2, -0.3)}
+    optimizer = adamw(
+        lambda count: 0.1,
+        b1=0.9,
+        b2=0.95,
+        eps=1e-8,
+        weight_decay=0.2,
+        decay_mask={"kernel": True, "scale": False},
+    )
+    updates, _ = jax.jit(optimizer.update)(gradients, optimizer.init(weights), weights)
+    new = optax.apply_updates(weights, updates)
+    # The first step of Adam is the sign of the gradient.
+    np.testing.assert_allclose(new["kernel"], 0.5 - 0.1 * (1 + 0.2 * 0.5), rtol=1e-5)  # pyright: ignore
+    np.testing.assert_allclose(new["scale"], 0.5 + 0.1, rtol=1e-5)  # pyright: ignore
+
+
+def test_the_norm_is_taken_over_all_leaves_in_float32():
+    gradients = {"a": jnp.full(1000, 3.0, jnp.bfloat16), "b": jnp.full((10, 100), 4.0)}
+    norm = gradient_norm(gradients)
+    assert norm.dtype == jnp.float32
+    np.testing.assert_allclose(norm, 5 * np.sqrt(1000), rtol=1e-6)
+
+
+@pytest.mark.parametrize("threshold", [0.5, 1000.0, 0.0])
+def test_clipping_is_that_of_optax(threshold: float):
+    gradients = {"a": jnp.arange(4.0), "b": -jnp.ones((2, 2))}
+    clipped = clip(gradients, gradient_norm(gradients), threshold=threshold)
+    optimizer = optax.clip_by_global_norm(threshold) if threshold else optax.identity()
+    expected, _ = optimizer.update(gradients, optimizer.init(gradients))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), clipped, expected)
+
+
+def test_clipping_keeps_types_and_gradients_of_zero():
+    gradients = {"a": jnp.zeros(4, jnp.bfloat16)}
+    clipped = clip(gradients, gradient_norm(gradients), threshold=1.0)
+    assert clipped["a"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(clipped["a"].astype(jnp.float32), np.zeros(4))
