@@ -4,6 +4,7 @@ b sequences, T tokens, H query heads, K key and value heads, C channels of a hea
 """
 
 from collections.abc import Callable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -101,7 +102,8 @@ def _splash_kernel(interpret: bool) -> Attention:
         )
         segments = splash_attention_kernel.SegmentIds(segment_ids, segment_ids)
         q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * head_dim**-0.5, k, v))
-        return jnp.swapaxes(jax.vmap(kernel)(q, k, v, segments), 1, 2)
+        out = cast(jax.Array, jax.vmap(kernel)(q, k, v, segments))
+        return jnp.swapaxes(out, 1, 2)
 
     return attend
 

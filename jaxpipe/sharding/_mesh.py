@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ def make_mesh(
     ici: Mapping[str, int],
     dcn: Mapping[str, int] | None = None,
     *,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """A mesh over all of `AXES`, every axis being `dcn` groups of `ici` neighbours.
 
@@ -48,7 +49,7 @@ def make_mesh(
     return Mesh(grid.reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _slice_of(device: jax.Device) -> int:
+def _slice_of(device: Any) -> int:
     slice_index = getattr(device, "slice_index", None)
     return device.process_index if slice_index is None else slice_index
 

@@ -195,7 +195,7 @@ def describe(setup: Setup, done: int) -> str:
     axes = " x ".join(f"{axis} {size}" for axis, size in setup.mesh.shape.items() if size > 1)
     lines = [
         f"{config.model_name}: {millions:.2f}M parameters, {config.base_num_decoder_layers} layers",
-        f"{config.pipeline_engine} pipeline on {axes or 'one device'}: {layout.num_repeats} "
+        f"engine {config.pipeline_engine} on {axes or 'one device'}: {layout.num_repeats} "
         f"repeat(s) x {layout.num_ranks} rank(s) x {layout.layers_per_stage} layer(s), "
         f"{setup.num_microbatches} microbatches of {setup.microbatch_size} x "
         f"{config.max_target_length} tokens",

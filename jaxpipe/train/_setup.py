@@ -55,7 +55,7 @@ class Setup:
         return {"embed": tree["embed"], "stages": stages, "head": tree["head"]}
 
 
-def set_up(config: Config, devices: Sequence[jax.Device]) -> Setup:
+def set_up(config: Config, devices: Sequence[Any]) -> Setup:
     """Checks a config against the devices and itself.
 
     Raises:

@@ -111,7 +111,7 @@ def make_train_step(setup: Setup) -> Callable[[State, PyTree], tuple[State, dict
             "optimizer": moments,
             "step": state["step"] + 1,
         }
-        rate = schedule(state["step"])
+        rate = jnp.asarray(schedule(state["step"]))
         return new, {"loss": loss, **metrics, "gradient_norm": norm, "learning_rate": rate}
 
     shardings = state_shardings(setup)

@@ -1,0 +1,37 @@
+"""`jaxpipe COMMAND`: finds the command and turns what a user did wrong into one message."""
+
+import argparse
+import sys
+from collections.abc import Callable
+
+
+def commands() -> tuple[Callable[[argparse._SubParsersAction], None], ...]:
+    """One function per command, which registers a parser.
+
+    The parser's `func` default takes the parsed arguments and returns the exit code. What is slow
+    to import, such as JAX, that function imports.
+    """
+    # Not at the top: `jaxpipe.cli` also has `emulate_devices`, which must run before all else.
+    from . import _schedule, _train
+
+    return (_schedule.add_parser, _train.add_parser)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command and returns its exit code: 2 where the user has to change something."""
+    parser = argparse.ArgumentParser(prog="jaxpipe", description="Pipeline parallelism for JAX.")
+    subparsers = parser.add_subparsers(required=True, metavar="command")
+    for add_parser in commands():
+        add_parser(subparsers)
+    args = parser.parse_args(argv)
+    try:
+        return args.func(args)
+    except FileNotFoundError as error:
+        return _fail(f"{error.filename}: no such file.")
+    except ValueError as error:
+        return _fail(str(error))
+
+
+def _fail(message: str) -> int:
+    print(f"jaxpipe: error: {message}", file=sys.stderr)
+    return 2

@@ -1,0 +1,184 @@
+"""`jaxpipe schedule`: list, show, export, simulate and check schedules. Imports no JAX."""
+
+import argparse
+import json
+from pathlib import Path
+
+from jaxpipe.schedules import (
+    FAMILIES,
+    Costs,
+    Schedule,
+    Timeline,
+    build,
+    busy,
+    check,
+    family,
+    grid,
+    makespan,
+    num_ranks,
+    num_slices,
+    parallelogram_bubble,
+    peak_activations,
+    read_csv,
+    rectangular_bubble,
+    simulate,
+    time_unit,
+    to_csv,
+    to_svg,
+    to_trace,
+)
+
+_COUNTS = ("ranks", "microbatches", "chunks", "group", "slices", "latency", "spare")
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Registers `schedule` and its sub-commands."""
+    parser = subparsers.add_parser("schedule", help="list, show, export, simulate, check schedules")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    command = commands.add_parser("list", help="every schedule, what it takes and asks for")
+    command.set_defaults(func=_list)
+
+    command = _with_schedule(commands.add_parser("show", help="draw a schedule in the terminal"))
+    command.add_argument("--svg", type=Path, metavar="FILE", help="write a picture too")
+    command.add_argument("--trace", type=Path, metavar="FILE", help="write a Perfetto trace too")
+    command.set_defaults(func=_show)
+
+    command = _with_schedule(commands.add_parser("export", help="write torch's CSV"))
+    command.add_argument("--csv", type=Path, metavar="FILE", help="instead of standard output")
+    command.set_defaults(func=_export)
+
+    command = _with_schedule(commands.add_parser("simulate", help="makespan, bubbles and memory"))
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(func=_simulate)
+
+    command = commands.add_parser("check", help="check a CSV: complete, ordered, free of deadlock")
+    command.add_argument("file", type=Path, metavar="FILE")
+    command.set_defaults(func=_check)
+
+
+def _with_schedule(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the arguments that say which schedule, and at which costs."""
+    add = parser.add_argument
+    add("name", metavar="NAME_OR_CSV", help="a name of `jaxpipe schedule list`, or a CSV file")
+    add("--ranks", type=int, metavar="P")
+    add("--microbatches", type=int, metavar="M")
+    add("--chunks", type=int, metavar="V", help="stages per rank")
+    add("--group", type=int, metavar="G", help="microbatches that pass a chunk in a row")
+    add("--slices", type=int, metavar="S", help="slices per sequence")
+    add("--latency", type=float, metavar="L", help="of transfers, in actions, for zero_bubble_h2")
+    add("--spare", type=int, metavar="N", help="microbatches zero_bubble_h2 may hold in addition")
+    add("--costs", default="1,1,1", metavar="F,I,W", help="of a stage; 1/2/1/1,... is per stage")
+    add("--transfer", default="0", metavar="T", help="time between ranks")
+    return parser
+
+
+def _list(args: argparse.Namespace) -> int:
+    rows = [("name", "takes", "constraints", "paper")]
+    for name, known in FAMILIES.items():
+        rows.append((name, " ".join(known.takes), known.constraints, known.paper))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    timeline = _timeline(args)
+    print(grid(timeline, time_unit(timeline)))
+    print(_figures_text(timeline))
+    if args.svg:
+        args.svg.write_text(to_svg(timeline, args.name), encoding="utf-8")
+    if args.trace:
+        args.trace.write_text(to_trace(timeline), encoding="utf-8")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    text = to_csv(_schedule(args))
+    if args.csv:
+        args.csv.write_text(text, encoding="utf-8")
+    else:
+        print(text, end="")
+    return 0
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    timeline = _timeline(args)
+    print(json.dumps(_figures(timeline), indent=2) if args.json else _figures_text(timeline))
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    schedule = read_csv(args.file)
+    print(
+        f"{args.file}: {num_ranks(schedule)} ranks, {schedule.num_stages} stages and "
+        f"{schedule.num_microbatches} microbatches; complete and free of deadlock."
+    )
+    return 0
+
+
+def _schedule(args: argparse.Namespace) -> Schedule:
+    """The schedule the arguments name, checked."""
+    given = {name: getattr(args, name) for name in _COUNTS if getattr(args, name) is not None}
+    if args.name not in FAMILIES and (args.name.endswith(".csv") or Path(args.name).is_file()):
+        if given:
+            names = ", ".join(f"--{name}" for name in given)
+            raise ValueError(f"{args.name} is a file and has its counts. Leave out {names}.")
+        return read_csv(args.name)
+    family(args.name)  # a wrong name is more worth saying than a missing count
+    for name in ("ranks", "microbatches"):
+        if name not in given:
+            raise ValueError(f"`--{name}` is missing. Give the number of {name}.")
+    return check(build(args.name, **given))
+
+
+def _timeline(args: argparse.Namespace) -> Timeline:
+    return simulate(_schedule(args), parse_costs(args.costs, args.transfer))
+
+
+def parse_costs(costs: str, transfer: str) -> Costs:
+    """Reads `F,I,W`, each a number or numbers per stage with `/` between them."""
+    parts = costs.split(",")
+    if len(parts) != 3:
+        raise ValueError(f"`--costs` is {costs!r}. Give three costs F,I,W, such as 10,12,8.")
+    forward, inputs, weight = (
+        _number("costs", part)
+        if "/" not in part
+        else tuple(_number("costs", number) for number in part.split("/"))
+        for part in parts
+    )
+    return Costs(forward, inputs, weight, transfer=_number("transfer", transfer))
+
+
+def _number(argument: str, text: str) -> int | float:
+    """An integer stays one, so that times are exact."""
+    try:
+        return float(text) if not text.strip().isdecimal() else int(text)
+    except ValueError:
+        raise ValueError(f"`--{argument}` has {text!r}, which is no number. Give one.") from None
+
+
+def _figures(timeline: Timeline) -> dict[str, object]:
+    schedule = timeline.schedule
+    return {
+        "ranks": num_ranks(schedule),
+        "stages": schedule.num_stages,
+        "microbatches": schedule.num_microbatches,
+        "slices": num_slices(schedule),
+        "makespan": makespan(timeline),
+        "bubble": rectangular_bubble(timeline),
+        "parallelogram_bubble": parallelogram_bubble(timeline),
+        "busy": busy(timeline),
+        "peak_activations": peak_activations(schedule),
+    }
+
+
+def _figures_text(timeline: Timeline) -> str:
+    figures = _figures(timeline)
+    width = max(map(len, figures))
+    return "\n".join(
+        f"{name.replace('_', ' ').ljust(width)}  "
+        + (" ".join(f"{v:g}" for v in value) if isinstance(value, tuple) else f"{value:g}")
+        for name, value in figures.items()
+    )

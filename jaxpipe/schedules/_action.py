@@ -1,0 +1,95 @@
+"""One thing a rank does, in torch's notation: `3F0` is the forward of stage 3 for microbatch 0.
+
+`7I2` and `7W2` are the two halves of the backward `7B2`; `0F0s1` is sequence slice 1 of `0F0`; and
+`(4F4;3B0)OVERLAP_F_B` is a forward and a backward that run as one.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Op(Enum):
+    """What is done to a microbatch. Zero-bubble papers write "B" for `I`: we never do."""
+
+    F = "F"  # forward
+    B = "B"  # full backward: I, then W
+    I = "I"  # backward for the input: what the previous stage waits for  # noqa: E741
+    W = "W"  # backward for the weights: nobody waits for it, so it can fill a bubble
+
+
+@dataclass(frozen=True)
+class Action:
+    """One `op` of one stage on one microbatch, or on one sequence slice of it."""
+
+    stage: int
+    op: Op
+    microbatch: int
+    slice: int | None = None
+
+    def __str__(self) -> str:
+        piece = "" if self.slice is None else f"s{self.slice}"
+        return f"{self.stage}{self.op.value}{self.microbatch}{piece}"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A forward and a backward fused, so that the communication of one hides behind the other.
+
+    DeepSeek-V3, 2024, arXiv 2412.19437, section 3.2.1.
+    """
+
+    forward: Action
+    backward: Action
+
+    def __post_init__(self) -> None:
+        if self.forward.op is not Op.F or self.backward.op not in (Op.B, Op.I):
+            raise ValueError(
+                f"{self} does not pair a forward with a backward. "
+                "Give an F, then a B or I, as in (4F4;3B0)OVERLAP_F_B."
+            )
+
+    def __str__(self) -> str:
+        return f"({self.forward};{self.backward})OVERLAP_F_B"
+
+
+Step = Action | Pair
+
+# No leading zeros, ASCII digits: every text has one reading and every reading one text.
+_NUMBER = "(0|[1-9][0-9]*)"
+_ACTION = re.compile(f"{_NUMBER}([FBIW]){_NUMBER}(?:s{_NUMBER})?")
+_PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
+
+
+def parse_action(text: str) -> Action:
+    """The inverse of `str(action)`.
+
+    Raises:
+        ValueError: If `text` is not an action.
+    """
+    match = _ACTION.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            f"{text!r} is not an action. Write stage, one of F, B, I, W, and microbatch, "
+            "such as 3F0, with s and a number for a sequence slice, such as 3F0s1."
+        )
+    stage, op, microbatch, piece = match.groups()
+    return Action(int(stage), Op(op), int(microbatch), None if piece is None else int(piece))
+
+
+def parse_step(text: str) -> Step:
+    """The inverse of `str(step)` for an action or a fused pair.
+
+    Raises:
+        ValueError: If `text` is neither.
+    """
+    match = _PAIR.fullmatch(text)
+    if match is None:
+        return parse_action(text)
+    forward, backward = map(parse_action, match.groups())
+    return Pair(forward, backward)
+
+
+def actions_of(step: Step) -> tuple[Action, ...]:
+    """The one or two actions of a step, a pair's forward first."""
+    return (step.forward, step.backward) if isinstance(step, Pair) else (step,)

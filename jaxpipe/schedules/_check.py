@@ -1,0 +1,98 @@
+"""Is a schedule right? Complete, in an order its dependencies allow, and free from deadlock."""
+
+from ._action import Action, Op, actions_of
+from ._dependencies import ScheduleError, mark, results, runnable_order
+from ._schedule import Schedule, slice_names
+
+# Where a result stands: (rank, place in its program, action).
+_Found = dict[Action, tuple[int, int, Action]]
+
+
+def check(schedule: Schedule) -> Schedule:
+    """Returns `schedule` if it can run and computes every gradient once.
+
+    Every stage, microbatch and slice has one F and either one B or one I and one W, on one rank;
+    and the programs, run in order, never come to wait for each other.
+
+    Raises:
+        ScheduleError: Naming the action and its rank, with the grid and a mark where it helps.
+    """
+    found = _find(schedule)
+    _check_complete(schedule, found)
+    _check_same_rank(schedule, found)
+    runnable_order(schedule)
+    return schedule
+
+
+def _find(schedule: Schedule) -> _Found:
+    """Every result with its place, each only once and none out of range."""
+    slices = slice_names(schedule)
+    found: _Found = {}
+    for rank, program in enumerate(schedule.programs):
+        for place, step in enumerate(program):
+            for action in actions_of(step):
+                problem = _out_of_range(action, schedule, slices)
+                for result in results(action):
+                    if not problem and result in found:
+                        problem = _twice(result, found[result])
+                    found[result] = (rank, place, action)
+                if problem:
+                    raise ScheduleError(
+                        f"Rank {rank} runs {action}, {problem}:\n{mark(schedule, rank, place)}"
+                    )
+    return found
+
+
+def _out_of_range(action: Action, schedule: Schedule, slices: tuple[int | None, ...]) -> str:
+    if not 0 <= action.stage < schedule.num_stages:
+        return f"but there are only {schedule.num_stages} stages, counted from 0"
+    if not 0 <= action.microbatch < schedule.num_microbatches:
+        return f"but there are only {schedule.num_microbatches} microbatches, counted from 0"
+    if action.slice not in slices:
+        return f"but other microbatches come in slices s0 to s{len(slices) - 1}: name one of them"
+    return ""
+
+
+def _twice(result: Action, first: tuple[int, int, Action]) -> str:
+    rank, _, action = first
+    return f"but rank {rank} has already run {action}" + (
+        "" if action == result else f", which includes {result}"
+    )
+
+
+def _check_complete(schedule: Schedule, found: _Found) -> None:
+    slices = slice_names(schedule)
+    for stage in range(schedule.num_stages):
+        for microbatch in range(schedule.num_microbatches):
+            for piece in slices:
+                for op in (Op.F, Op.I, Op.W):
+                    result = Action(stage, op, microbatch, piece)
+                    if result not in found:
+                        raise ScheduleError(_absent(schedule, result, found))
+
+
+def _absent(schedule: Schedule, result: Action, found: _Found) -> str:
+    """Says which action is missing, and on which rank the rest of its microbatch is."""
+    near = [
+        found[a][0] for a in found if (a.stage, a.microbatch) == (result.stage, result.microbatch)
+    ]
+    ranks = near or [found[a][0] for a in found if a.stage == result.stage]
+    where = f"rank {ranks[0]}" if ranks else "any rank"
+    whole = Action(result.stage, Op.B, result.microbatch, result.slice)
+    neither_half = result.op is Op.I and results(whole)[1] not in found
+    name = f"{result} (or {whole})" if neither_half else f"{result}"
+    return f"No rank runs {name}. Add it to {where}:\n{schedule}"
+
+
+def _check_same_rank(schedule: Schedule, found: _Found) -> None:
+    """The forward's activations are where it ran: the backward cannot be elsewhere."""
+    for result, (rank, place, action) in found.items():
+        if result.op is Op.F:
+            continue
+        forward = Action(result.stage, Op.F, result.microbatch, result.slice)
+        home = found[forward][0]
+        if rank != home:
+            raise ScheduleError(
+                f"Rank {rank} runs {action}, but {forward} and its activations are on rank {home}. "
+                f"Move one of them:\n{mark(schedule, rank, place)}"
+            )

@@ -1,0 +1,182 @@
+"""V-Half and V-Min: a V with two chunks, whose spacing decides how much memory it takes.
+
+p ranks, m microbatches. A *building block* says when each rank runs the four passes of microbatch 0
+(F0, F1, I1, I0: chunk 0 forward to chunk 0 backward, the way of a microbatch through the V), in
+slots of one pass each. The block repeats every 6 slots: four passes and two W's. The spread of a
+block is what it holds alive. As drawn it wastes slots at both ends, so three things follow: passes
+of the warmup and the cooldown move earlier while no rank's peak rises, W's take the slots that are
+free, and at last only the order is kept.
+"""
+
+from ._action import Action, Op
+from ._placement import v_stage
+from ._require import require_positive
+from ._schedule import Schedule
+
+_PERIOD = 6
+_F0, _F1, _I1, _I0, _W = range(5)
+
+# A rank's slots: slots[kind, microbatch] is when it runs; no two are equal.
+Slots = dict[tuple[int, int], int]
+
+
+def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
+    """V-Half: about half the activations of 1F1B, with a bubble smaller than 1F1B's.
+
+    References:
+        Qi et al., 2024, arXiv 2405.15362, section 3.
+    """
+    require_positive(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    p, gap = num_ranks, 3 if num_ranks % 2 == 0 else 0
+    blocks = [
+        (2 * r, 3 * p - r - 2, 3 * p + gap + 2 * r - 1, 6 * p + gap - r - 2) for r in range(p)
+    ]
+    return _from_blocks(blocks, num_microbatches)
+
+
+def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
+    """V-Min: about a third of the activations of 1F1B, the least a V can do.
+
+    Its ranks run in lock-step: with unequal costs the bubble grows with the microbatches.
+
+    References:
+        Qi et al., 2024, arXiv 2405.15362, section 3.
+    """
+    require_positive(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    p, gap = num_ranks, 2 if num_ranks % 3 == 0 else 0
+    blocks = [(r, 2 * p - r - 1, 2 * p + gap + r, 4 * p + gap - r - 1) for r in range(p)]
+    return _from_blocks(blocks, num_microbatches)
+
+
+def _from_blocks(blocks: list[tuple[int, int, int, int]], num_microbatches: int) -> Schedule:
+    ranks = [
+        {
+            (kind, m): start + _PERIOD * m
+            for kind, start in enumerate(block)
+            for m in range(num_microbatches)
+        }
+        for block in blocks
+    ]
+    # First with W's in their places, at both ends; then without them, at the end they have blocked.
+    ranks = _squeeze(_move_earlier([_with_weights(slots) for slots in ranks], warmup=True))
+    ranks = _move_earlier([_without_weights(slots) for slots in ranks], warmup=False)
+    ranks = _squeeze([_with_weights(slots) for slots in ranks])
+    programs = tuple(
+        _program(rank, len(ranks), _without_weights(slots)) for rank, slots in enumerate(ranks)
+    )
+    return Schedule(2 * len(ranks), num_microbatches, programs)
+
+
+def _without_weights(slots: Slots) -> Slots:
+    return {key: slot for key, slot in slots.items() if key[0] != _W}
+
+
+def _with_weights(slots: Slots) -> Slots:
+    """Puts a W into every free slot that has an I without one before it; the rest at the end."""
+    taken = {slot: kind for (kind, _), slot in slots.items()}
+    filled, waiting, done, slot = dict(slots), 0, 0, 0
+    while slot <= max(taken) or waiting:
+        if slot in taken:
+            waiting += taken[slot] in (_I1, _I0)
+        elif waiting:
+            filled[_W, done] = slot
+            waiting, done = waiting - 1, done + 1
+        slot += 1
+    return filled
+
+
+def _peak(slots: Slots) -> int:
+    """The most chunk-microbatches alive on a rank. W's not placed yet take free slots."""
+    kinds = {slot: kind for (kind, _), slot in slots.items()}
+    implied = _W not in kinds.values()
+    alive = waiting = peak = 0
+    for slot in range(max(kinds) + 1):
+        kind = kinds.get(slot)
+        if kind in (_F0, _F1):
+            alive += 1
+            peak = max(peak, alive)
+        elif kind in (_I1, _I0):
+            waiting += 1
+        elif kind == _W or (implied and waiting):
+            alive, waiting = alive - 1, waiting - 1
+    return peak
+
+
+def _in_time_order(ranks: list[Slots]) -> list[tuple[int, int, int, int]]:
+    """(slot, rank, kind, microbatch) of every pass."""
+    return sorted(
+        (slot, rank, kind, m)
+        for rank, slots in enumerate(ranks)
+        for (kind, m), slot in slots.items()
+    )
+
+
+def _ready(ranks: list[Slots], rank: int, kind: int, m: int) -> int:
+    """The first slot after everything that pass waits for."""
+    slots = ranks[rank]
+    waits = [slots[kind, m - 1]] if m else []
+    if kind == _W:
+        waits.append(sorted(slots[key] for key in slots if key[0] in (_I1, _I0))[m])
+    elif kind > _F0:
+        waits.append(slots[kind - 1, m])
+    neighbour = {_F0: rank - 1, _I1: rank - 1, _F1: rank + 1, _I0: rank + 1}.get(kind, -1)
+    if 0 <= neighbour < len(ranks):
+        waits.append(ranks[neighbour][kind, m])
+    return 1 + max(waits, default=-1)
+
+
+def _move_earlier(ranks: list[Slots], *, warmup: bool) -> list[Slots]:
+    """Moves each pass outside the steady state to the first free slot that costs no memory.
+
+    The steady state lasts from rank 0's first I0 to its last F0.
+    """
+    ranks = [dict(slots) for slots in ranks]
+    cap = max(map(_peak, ranks))
+    steady_from = ranks[0][_I0, 0]
+    steady_to = max(slot for (kind, _), slot in ranks[0].items() if kind == _F0)
+    occupied: list[set[int]] = [set() for _ in ranks]
+    for slot, rank, kind, m in _in_time_order(ranks):
+        before = (slot, rank) < (steady_from, 0)
+        after = (slot, rank) > (max(steady_to, steady_from), 0)
+        if after or (before and warmup):
+            for earlier in range(_ready(ranks, rank, kind, m), slot):
+                if earlier in occupied[rank]:
+                    continue
+                ranks[rank][kind, m] = earlier
+                if _peak(ranks[rank]) <= cap:
+                    break
+                ranks[rank][kind, m] = slot
+        occupied[rank].add(ranks[rank][kind, m])
+    return ranks
+
+
+def _squeeze(ranks: list[Slots]) -> list[Slots]:
+    """Keeps the order and closes every gap that no dependency needs."""
+    squeezed: list[Slots] = [{} for _ in ranks]
+    for _, rank, kind, m in _in_time_order(ranks):
+        after_own = 1 + max(squeezed[rank].values(), default=-1)
+        ready = 0 if kind == _W else _ready(squeezed, rank, kind, m)
+        squeezed[rank][kind, m] = max(after_own, ready)
+    return squeezed
+
+
+def _program(rank: int, num_ranks: int, slots: Slots) -> tuple[Action, ...]:
+    """The order of a rank; a free slot runs the oldest W of chunk 1, or else of chunk 0."""
+    stages = [v_stage(rank, chunk, num_ranks) for chunk in (0, 1)]
+    passes = {slot: key for key, slot in slots.items()}
+    waiting: dict[int, list[int]] = {1: [], 0: []}
+    program: list[Action] = []
+    for slot in range(max(passes) + 1):
+        if slot in passes:
+            kind, m = passes[slot]
+            chunk = int(kind in (_F1, _I1))
+            program.append(Action(stages[chunk], Op.F if kind in (_F0, _F1) else Op.I, m))
+            if kind in (_I1, _I0):
+                waiting[chunk].append(m)
+            continue
+        for chunk, microbatches in waiting.items():
+            if microbatches:
+                program.append(Action(stages[chunk], Op.W, microbatches.pop(0)))
+                break
+    program += [Action(stages[chunk], Op.W, m) for chunk, ms in waiting.items() for m in ms]
+    return tuple(program)

@@ -1,0 +1,136 @@
+"""What an action waits for, and an order in which all ranks together could run.
+
+Everything that looks at a whole schedule (checking, simulating, compiling) walks it in this order.
+"""
+
+from collections.abc import Iterator
+
+from ._action import Action, Op, Step, actions_of
+from ._schedule import Schedule, num_slices
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot run, or would not compute the gradient."""
+
+
+def results(action: Action) -> tuple[Action, ...]:
+    """What others can wait for once `action` is done: a full backward counts as its two halves."""
+    if action.op is not Op.B:
+        return (action,)
+    return tuple(Action(action.stage, op, action.microbatch, action.slice) for op in (Op.I, Op.W))
+
+
+def needs(action: Action, num_stages: int, num_slices: int) -> Iterator[Action]:
+    """The results an action waits for.
+
+    A forward needs the previous stage; a backward its own forward and the next stage; a W its I.
+    With causal attention a slice's forward needs the slice before, its backward the slice after.
+    """
+    stage, op, microbatch, piece = action.stage, action.op, action.microbatch, action.slice
+    if op is Op.W:
+        yield Action(stage, Op.I, microbatch, piece)
+    elif op is Op.F:
+        if stage > 0:
+            yield Action(stage - 1, Op.F, microbatch, piece)
+        if piece is not None and piece > 0:
+            yield Action(stage, Op.F, microbatch, piece - 1)
+    else:
+        yield Action(stage, Op.F, microbatch, piece)
+        if stage < num_stages - 1:
+            yield Action(stage + 1, Op.I, microbatch, piece)
+        if piece is not None and piece < num_slices - 1:
+            yield Action(stage, Op.I, microbatch, piece + 1)
+
+
+def runnable_order(schedule: Schedule) -> list[tuple[int, Step]]:
+    """Every (rank, step), each after all it needs: one order in which the programs could run.
+
+    Both halves of a pair start together, so a pair waits for what either needs.
+
+    Raises:
+        ScheduleError: If the ranks come to wait for each other, showing where.
+    """
+    slices = num_slices(schedule)
+    waits: list[list[tuple[Action, ...]]] = [
+        [_step_needs(step, schedule.num_stages, slices) for step in program]
+        for program in schedule.programs
+    ]
+    places = [0] * len(schedule.programs)
+    done: set[Action] = set()
+    order: list[tuple[int, Step]] = []
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(schedule.programs):
+            while places[rank] < len(program) and done.issuperset(waits[rank][places[rank]]):
+                step = program[places[rank]]
+                for action in actions_of(step):
+                    done.update(results(action))
+                order.append((rank, step))
+                places[rank] += 1
+                moved = True
+    if len(order) < sum(map(len, schedule.programs)):
+        stuck = {
+            rank: next(need for need in waits[rank][place] if need not in done)
+            for rank, place in enumerate(places)
+            if place < len(schedule.programs[rank])
+        }
+        raise ScheduleError(_deadlock(schedule, places, stuck))
+    return order
+
+
+def _step_needs(step: Step, num_stages: int, num_slices: int) -> tuple[Action, ...]:
+    return tuple(
+        need for action in actions_of(step) for need in needs(action, num_stages, num_slices)
+    )
+
+
+def _deadlock(schedule: Schedule, places: list[int], waits: dict[int, Action]) -> str:
+    """The message: who waits where for what, and the grid with the culprit marked."""
+    producer = {
+        result: (rank, action)
+        for rank, program in enumerate(schedule.programs)
+        for step in program
+        for action in actions_of(step)
+        for result in results(action)
+    }
+    culprit = _culprit(waits, {result: rank for result, (rank, _) in producer.items()})
+    lines = []
+    for rank, need in waits.items():
+        line = f"rank {rank} waits at {schedule.programs[rank][places[rank]]} for "
+        if need in producer:
+            home, action = producer[need]
+            lines.append(f"{line}{action}, which rank {home} has not reached")
+        else:
+            lines.append(f"{line}{need}, which nobody runs")
+    return "\n".join(
+        [
+            "The schedule deadlocks:",
+            *(f"  {line}" for line in lines),
+            "Move the marked action behind what it waits for, or that before it:",
+            mark(schedule, culprit, places[culprit]),
+        ]
+    )
+
+
+def _culprit(waits: dict[int, Action], producer: dict[Action, int]) -> int:
+    """The rank to look at: one that waits for what nobody runs, for itself, or in a circle."""
+    for rank, need in waits.items():
+        if need not in producer or producer[need] == rank:
+            return rank
+    rank, seen = min(waits), set[int]()
+    while rank not in seen:
+        seen.add(rank)
+        rank = producer[waits[rank]]
+    return rank
+
+
+def mark(schedule: Schedule, rank: int, place: int) -> str:
+    """The grid of a schedule, one line per rank, with `<- here` behind one action."""
+    lines = []
+    for row, program in enumerate(schedule.programs):
+        words = [str(step) for step in program]
+        if row == rank:
+            words.insert(place + 1, "<- here")
+        lines.append(f"  {' '.join(words)}")
+    return "\n".join(lines)

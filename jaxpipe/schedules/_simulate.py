@@ -1,0 +1,118 @@
+"""When everything happens: a schedule's order, with costs.
+
+Time has no unit here: that of the costs. Where they are integers or fractions, every time is exact.
+"""
+
+from dataclasses import dataclass
+
+from ._action import Action, Op, Pair, Step, actions_of
+from ._dependencies import needs, results, runnable_order
+from ._schedule import Schedule, num_slices, without_pairs
+
+Time = int | float
+PerStage = Time | tuple[Time, ...]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What actions and transfers cost; F, I and W one number, or one per stage.
+
+    An action is of one stage and, where microbatches are sliced, of one slice: with two chunks per
+    rank the costs of a stage are half those of a rank. `B` costs `input + weight`.
+
+    Attributes:
+        forward: Time of an F.
+        input: Time of an I.
+        weight: Time of a W.
+        transfer: Time from the end of an action to the start of one that needs it on another rank.
+        pair_factor: Time of a fused pair, as a fraction of its halves one after the other.
+        atomic_pairs: A fused pair starts when both halves could and gives both results at its end,
+            as DualPipe's bubble formula has it. If not, its backward follows its forward.
+    """
+
+    forward: PerStage = 1
+    input: PerStage = 1
+    weight: PerStage = 1
+    transfer: Time = 0
+    pair_factor: Time = 1
+    atomic_pairs: bool = True
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A step with its start and end."""
+
+    step: Step
+    start: Time
+    end: Time
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A schedule that has been run: for every rank its steps with their times, in order."""
+
+    schedule: Schedule
+    rows: tuple[tuple[Timed, ...], ...]
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """Runs every rank's program, each action as soon as its rank and what it needs are there.
+
+    Raises:
+        ValueError: If costs are negative, or not one per stage.
+        ScheduleError: If the schedule deadlocks.
+    """
+    check_costs(costs, schedule.num_stages)
+    runnable = schedule if costs.atomic_pairs else without_pairs(schedule)
+    scales = {} if costs.atomic_pairs else _halves(schedule, costs.pair_factor)
+    slices = num_slices(schedule)
+    finished: dict[Action, tuple[int, Time]] = {}
+    rows: list[list[Timed]] = [[] for _ in schedule.programs]
+    for rank, step in runnable_order(runnable):
+        start = rows[rank][-1].end if rows[rank] else 0
+        halves = actions_of(step)
+        for action in halves:
+            for need in needs(action, schedule.num_stages, slices):
+                home, end = finished[need]
+                start = max(start, end if home == rank else end + costs.transfer)
+        length = _duration(step, costs)
+        end = start + (length * scales[step] if step in scales else length)
+        for action in halves:
+            finished.update(dict.fromkeys(results(action), (rank, end)))
+        rows[rank].append(Timed(step, start, end))
+    return Timeline(schedule, tuple(map(tuple, rows)))
+
+
+def check_costs(costs: Costs, num_stages: int) -> None:
+    """Refuses costs that are negative or do not belong to that many stages.
+
+    Raises:
+        ValueError: Naming the cost.
+    """
+    for name in ("forward", "input", "weight", "transfer", "pair_factor"):
+        cost = getattr(costs, name)
+        each = cost if isinstance(cost, tuple) else (cost,)
+        if isinstance(cost, tuple) and len(cost) != num_stages:
+            raise ValueError(
+                f"`{name}` has {len(cost)} entries for {num_stages} stages. "
+                "Give one number, or one per stage in forward order."
+            )
+        if not all(0 <= value < float("inf") for value in each):
+            raise ValueError(f"`{name}` is {cost}. Give times of 0 or more.")
+
+
+def _duration(step: Step, costs: Costs) -> Time:
+    if isinstance(step, Pair):
+        halves = _duration(step.forward, costs) + _duration(step.backward, costs)
+        return halves * costs.pair_factor
+    forward, inputs, weight = (
+        cost[step.stage] if isinstance(cost, tuple) else cost
+        for cost in (costs.forward, costs.input, costs.weight)
+    )
+    return {Op.F: forward, Op.I: inputs, Op.W: weight, Op.B: inputs + weight}[step.op]
+
+
+def _halves(schedule: Schedule, pair_factor: Time) -> dict[Step, Time]:
+    """The actions that are halves of a pair, with the factor their time is multiplied by."""
+    pairs = (step for program in schedule.programs for step in program if isinstance(step, Pair))
+    return {action: pair_factor for pair in pairs for action in actions_of(pair)}

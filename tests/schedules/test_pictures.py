@@ -1,0 +1,115 @@
+"""Timelines as text, SVG and Perfetto traces."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpipe.schedules import (
+    FAMILIES,
+    Costs,
+    actions,
+    build,
+    grid,
+    makespan,
+    num_ranks,
+    one_f_one_b,
+    parse,
+    peak_activations,
+    simulate,
+    time_unit,
+    to_svg,
+    to_trace,
+)
+
+from .legal import Case, cases, made
+
+
+def test_a_grid_has_a_column_per_unit_and_a_dot_per_idle_one():
+    assert grid(simulate(one_f_one_b(2, 2), Costs()), 1) == (
+        "rank 0  0F0 0F1 .   .   0B0 --- .   0B1 ---\nrank 1  .   1F0 1B0 --- 1F1 1B1 --- .   ."
+    )
+
+
+def test_a_pair_prints_as_its_two_halves():
+    timeline = simulate(parse("0F0 (0F1;0B0)OVERLAP_F_B 0B1"), Costs())
+    assert grid(timeline, 1) == "rank 0  0F0     0F1+0B0 ------- ------- 0B1     -------"
+
+
+@given(cases(), st.lists(st.integers(1, 6), min_size=3, max_size=3))
+@settings(max_examples=50, deadline=None)
+def test_every_row_is_as_long_as_the_makespan(case: Case, costs: list[int]):
+    schedule = made(case)
+    forward, inputs, weight = costs
+    timeline = simulate(schedule, Costs(forward, inputs, weight))
+    unit = time_unit(timeline)
+    for line in grid(timeline, unit).splitlines():
+        assert len(line.split()) - 2 == makespan(timeline) / unit
+
+
+def test_the_unit_divides_every_time():
+    def unit(forward: float | int, inputs: float | int, weight: float | int):
+        return time_unit(simulate(one_f_one_b(2, 2), Costs(forward, inputs, weight)))
+
+    assert unit(10, 12, 8) == 10
+    assert unit(10, 12, 9) == 1
+    assert unit(0.5, 0.25, 0.5) == 0.25
+
+
+def test_where_that_makes_too_many_columns_the_unit_is_the_shortest_action():
+    timeline = simulate(one_f_one_b(2, 2), Costs(1.001, 1, 1))
+    assert time_unit(timeline) == pytest.approx(1.001)
+    assert all(
+        str(action) in grid(timeline, time_unit(timeline))
+        for _, action in actions(timeline.schedule)
+    )
+
+
+def test_a_unit_of_no_time_is_refused():
+    with pytest.raises(ValueError, match="`unit` is 0"):
+        grid(simulate(one_f_one_b(2, 2), Costs()), 0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_svg_is_wellformed_and_shows_every_action(name: str):
+    schedule = build(name, ranks=4, microbatches=8)
+    root = ElementTree.fromstring(to_svg(simulate(schedule, Costs(2, 2, 1)), name))
+    titles = {element.text for element in root.iter("{http://www.w3.org/2000/svg}title")}
+    assert {title.split(" from ")[0] for title in titles if title} == {
+        str(step) for program in schedule.programs for step in program
+    }
+
+
+def test_an_svg_says_its_figures_and_its_ranks():
+    text = to_svg(simulate(one_f_one_b(4, 8), Costs()), "1f1b")
+    assert "Makespan 33; bubble 9 (27.3%), parallelogram bubble 9." in text
+    assert "Peak live activations 4, by rank 4 3 2 1." in text
+    assert all(f">rank {rank}<" in text for rank in range(4))
+    assert "forward F" in text
+    assert "weight gradient W" not in text
+
+
+def test_an_svg_stands_alone_and_escapes_its_title():
+    text = to_svg(simulate(one_f_one_b(2, 2), Costs()), '<script>"&')
+    ElementTree.fromstring(text)
+    assert "<script>" not in text
+    assert "href" not in text
+
+
+@given(cases())
+@settings(max_examples=30, deadline=None)
+def test_a_trace_has_every_step_and_counts_what_is_alive(case: Case):
+    schedule = made(case)
+    timeline = simulate(schedule, Costs(3, 2, 1))
+    events = json.loads(to_trace(timeline, microseconds=10))["traceEvents"]
+    for rank, row in enumerate(timeline.rows):
+        steps = [e for e in events if e["ph"] == "X" and e["pid"] == rank]
+        assert [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in steps] == [
+            (str(t.step), 10 * t.start, 10 * t.end) for t in row
+        ]
+        alive = [e["args"]["count"] for e in events if e["ph"] == "C" and e["pid"] == rank]
+        assert max(alive) == peak_activations(schedule)[rank]
+        assert alive[-1] == 0
+    assert num_ranks(schedule) == len({e["pid"] for e in events})
