@@ -21,4 +21,6 @@ def emulate_devices(num_devices: int) -> None:
     given = os.environ.get("XLA_FLAGS", "")
     added = [f"--{name}={value}" for name, value in flags.items() if name not in given]
     os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax  # not at the top: commands that need no devices start faster without it
+
+    jax.config.update("jax_platforms", "cpu")

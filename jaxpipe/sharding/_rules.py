@@ -88,10 +88,11 @@ def check_divisible(shape: Sequence[int], spec: PartitionSpec, sizes: Mapping[st
         axes = (names,) if isinstance(names, str) else tuple(names or ())
         parts = math.prod(sizes[axis] for axis in axes)
         if shape[dim] % parts:
+            over = " x ".join(f"{axis} {sizes[axis]}" for axis in axes if sizes[axis] > 1)
             raise ValueError(
                 f"`{name}` has {shape[dim]} in dim {dim} of {tuple(shape)}, which does not divide "
-                f"over {' x '.join(f'{axis} {sizes[axis]}' for axis in axes)}. Change that size, "
-                "the mesh, or the rule of that dim in `logical_axis_rules`."
+                f"over {over}. Change that size, the mesh, or the rule of that dim in "
+                "`logical_axis_rules`."
             )
 
 

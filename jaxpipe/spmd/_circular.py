@@ -3,8 +3,8 @@
 S ranks, R repeats, M microbatches, n = M / S of them kept by each rank. Stage `repeat * S + rank`.
 A hand-over takes d ticks: 1, or 2 if it is delayed so that it overlaps with the next tick's work.
 At tick t, rank r makes visit k = t - r * d: microbatch k % M in repeat k // M. While the pipeline
-fills (k < 0) and drains (k >= R * M) a rank is in a bubble: it works all the same, on real data,
-since a norm's gradient at zero is NaN, and its result is dropped.
+fills (k < 0) and drains (k >= R * M) a rank is in a bubble. It works all the same, on a microbatch
+that lies in its stream: real data, since a norm's gradient at zero is NaN. The result is dropped.
 
 Inputs lie spread over the ranks, n on each. They reach rank 0 by moving one rank down whenever it
 has taken one, and outputs, entering on the last rank, fill the places that become free. This
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Bool, Int, PyTree
 
 from ..autodiff import Sums, at, fold, total
 from ._ranks import AXIS
@@ -132,10 +132,11 @@ def run_rank(
 
     def tick(phase: Phase, state: State, t: Int[Array, ""]) -> tuple[State, Sums]:
         visit = t - lax.axis_index(AXIS) * hop
-        x = next_input(state, visit, t, num_microbatches)
+        busy = (visit >= 0) & (visit < num_repeats * num_microbatches)
+        enters = (lax.axis_index(AXIS) == 0) & (visit < num_microbatches)
+        x = next_input(state, t, fresh=enters | ~busy)
         # `at` clamps the repeat of a bubble: any of this rank's weights will do.
         y, sums = work(weights, keys, x, side, visit)
-        busy = (visit >= 0) & (visit < num_repeats * num_microbatches)
         sums = jax.tree.map(lambda s: jnp.where(busy, s, jnp.zeros_like(s)), sums)
         return hand_over(phase, state, y, t), sums
 
@@ -157,12 +158,9 @@ def first_state(
     return State(inputs, nothing, (nothing,) * (hop - 1), waiting)
 
 
-def next_input(
-    state: State, visit: Int[Array, ""], t: Int[Array, ""], num_microbatches: int
-) -> PyTree:
-    """What this rank works on: fresh from the stream, back from the last rank, or handed over."""
+def next_input(state: State, t: Int[Array, ""], *, fresh: Bool[Array, ""]) -> PyTree:
+    """What this rank works on: from the stream, back from the last rank, or handed over."""
     rank = lax.axis_index(AXIS)
-    fresh = (visit < 0) | ((rank == 0) & (visit < num_microbatches))
     places = jax.tree.leaves(state.waiting)[0].shape[0]
     slots = jax.tree.leaves(state.stream)[0].shape[0]
 
@@ -212,7 +210,12 @@ def realign(
 
 def _poison(x: jax.Array) -> jax.Array:
     """Like `x`, but nothing one could compute with. (The `where` ties it to this rank.)"""
-    worst = jnp.nan if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.iinfo(x.dtype).max
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        worst = jnp.nan
+    elif jnp.issubdtype(x.dtype, jnp.integer):
+        worst = jnp.iinfo(x.dtype).max
+    else:
+        return x  # booleans and random keys have no value that would show
     return jnp.where(lax.axis_index(AXIS) < 0, x, jnp.full_like(x, worst))
 
 

@@ -3,8 +3,8 @@
 import dataclasses
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from ._checkpoint import (
 from ._config import Config
 from ._data import BatchAt, synthetic_batches, text_batches
 from ._documents import read_documents, tokenize
-from ._metrics import metrics_writer
-from ._progress import Stream, progress
+from ._metrics import Write, metrics_writer
+from ._progress import Report, Stream, progress
 from ._setup import Setup, set_up
 from ._step import State, initial_state, make_train_step, place_batch
 from ._tokens import load_tokenizer
@@ -55,80 +55,81 @@ def train(config: Config, *, stream: Stream = sys.stdout) -> list[Metrics]:
     folder = Path(config.output_dir) / config.run_name
     with ExitStack() as stack:
         stack.enter_context(jax.set_mesh(setup.mesh))
-        checkpoints = None
-        if config.enable_checkpointing:
-            checkpoints = stack.enter_context(
-                open_checkpoints(
-                    folder / "checkpoints",
-                    max_to_keep=config.max_to_keep,
-                    asynchronous=config.async_checkpointing,
-                )
-            )
-        done = (checkpoints and latest_step(checkpoints)) or 0
+        checkpoints = stack.enter_context(_checkpoints(config, folder))
+        done = (latest_step(checkpoints) or 0) if checkpoints else 0
         if done >= config.steps:
             print(f"{folder} has all {done} steps. Nothing to do.", file=stream)
             return []
-        state = restored_state(setup, checkpoints, done) if checkpoints and done else None
+        restored = restored_state(setup, checkpoints, done) if checkpoints and done else None
         print(describe(setup, done), file=stream)
         _write_config(folder, config)
-        write = stack.enter_context(
-            metrics_writer(folder, first_step=done + 1, tensorboard=config.enable_tensorboard)
-        )
-        report = stack.enter_context(
-            progress(
-                stream,
-                num_steps=config.steps,
-                log_period=config.log_period,
-                first_step=done + 1,
-                bar=config.enable_progress_bar,
-            )
-        )
-
-        def finish(step: int, metrics: Metrics) -> None:
+        write, report = _outputs(stack, config, folder, stream, first_step=done + 1)
+        history = []
+        state = initial_state(setup) if restored is None else restored
+        for step, metrics in run_steps(setup, state, done, batch_at, checkpoints):
             write(step, metrics)
             report(step, metrics)
+            history.append(metrics)
+    return history
 
-        state = initial_state(setup) if state is None else state
-        return _run(setup, state, done, batch_at, checkpoints, finish)
 
-
-def _run(
+def run_steps(
     setup: Setup,
     state: State,
     done: int,
     batch_at: BatchAt,
     checkpoints: ocp.CheckpointManager | None,
-    finish: Any,
-) -> list[Metrics]:
-    """Steps `done + 1` to `steps`. The host reads a step's metrics while the next one runs."""
+) -> Iterator[tuple[int, Metrics]]:
+    """Makes steps `done + 1` to `steps`, and checkpoints; yields each step with its metrics.
+
+    The host reads the metrics of a step while the next one runs on the devices.
+    """
     config, train_step = setup.config, make_train_step(setup)
-    history: list[Metrics] = []
-    clock = time.perf_counter()
-    running = None
+    ended = time.perf_counter()
+    running: dict[int, dict[str, jax.Array]] = {}
     for step in range(done + 1, config.steps + 1):
         batch = place_batch(setup, batch_at(step - 1))
-        state, metrics = train_step(state, batch)
-        if running is not None:
-            clock = _collect(setup, running, clock, history, finish)
-        running = step, metrics
+        state, running[step] = train_step(state, batch)
+        if step - 1 in running:
+            ended, metrics = _finished(setup, running.pop(step - 1), ended)
+            yield step - 1, metrics
         if checkpoints and (step % config.checkpoint_period == 0 or step == config.steps):
             save_checkpoint(checkpoints, step, to_canonical(setup, state), _metadata(setup))
-    if running is not None:
-        _collect(setup, running, clock, history, finish)
-    return history
+    ended, metrics = _finished(setup, running.pop(config.steps), ended)
+    yield config.steps, metrics
 
 
-def _collect(
-    setup: Setup, running: tuple[int, Any], started: float, history: list[Metrics], finish: Any
-) -> float:
-    """Waits for a step, records its metrics and returns when it ended, in seconds."""
-    step, metrics = running
+def _finished(setup: Setup, metrics: dict[str, jax.Array], started: float) -> tuple[float, Metrics]:
+    """Waits for a step. When it ended, in seconds, and its metrics, the loss first."""
     values = {name: float(x) for name, x in jax.device_get(metrics).items()}
     ended = time.perf_counter()
-    values = {"loss": values.pop("loss"), **values, **speed(setup, ended - started)}
-    history.append({"step": step, **values})
-    finish(step, values)
-    return ended
+    return ended, {"loss": values.pop("loss"), **values, **speed(setup, ended - started)}
+
+
+def _checkpoints(
+    config: Config, folder: Path
+) -> AbstractContextManager[ocp.CheckpointManager | None]:
+    if not config.enable_checkpointing:
+        return nullcontext()
+    return open_checkpoints(
+        folder / "checkpoints",
+        max_to_keep=config.max_to_keep,
+        asynchronous=config.async_checkpointing,
+    )
+
+
+def _outputs(
+    stack: ExitStack, config: Config, folder: Path, stream: Stream, *, first_step: int
+) -> tuple[Write, Report]:
+    write = metrics_writer(folder, first_step=first_step, tensorboard=config.enable_tensorboard)
+    report = progress(
+        stream,
+        num_steps=config.steps,
+        log_period=config.log_period,
+        first_step=first_step,
+        bar=config.enable_progress_bar,
+    )
+    return stack.enter_context(write), stack.enter_context(report)
 
 
 def speed(setup: Setup, seconds: float) -> Metrics:

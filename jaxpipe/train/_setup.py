@@ -122,12 +122,11 @@ def weights_shardings(setup: Setup) -> Any:
 def batch_shardings(setup: Setup) -> Any:
     """A sharding for each array [M, b, T] of a batch."""
     shape = (setup.num_microbatches, setup.microbatch_size, setup.config.max_target_length)
-    rows = jax.ShapeDtypeStruct(shape, jnp.int32)
-    axes = ("microbatches", "activation_batch", "activation_length")
+    rows = {"microbatches": jax.ShapeDtypeStruct(shape, jnp.int32)}
+    axes = {"microbatches": ("microbatches", "activation_batch", "activation_length")}
+    where = sharding.named_shardings(rows, axes, setup.mesh, setup.rules)["microbatches"]
     names = ("tokens", "targets", "target_weights", "positions", "segment_ids")
-    return sharding.named_shardings(
-        dict.fromkeys(names, rows), dict.fromkeys(names, axes), setup.mesh, setup.rules
-    )
+    return dict.fromkeys(names, where)
 
 
 def _parallelism(config: Config, kind: str) -> dict[str, int]:

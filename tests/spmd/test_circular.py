@@ -1,0 +1,228 @@
+"""The circular pipeline as a layer: what it refuses, what bubbles see, what it moves and keeps."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from harness.contract import Row, circular, make_case, mesh_of, placed
+from jaxpipe import sharding, spmd
+from jaxpipe.autodiff import Model
+from jaxpipe.spmd import _circular
+from jaxpipe.spmd._ranks import AXIS
+
+
+def stage(w, x, side, rng):
+    del rng
+    return jnp.tanh(x @ w["w"]) + side["bias"], {"size": jnp.sum(jnp.abs(x))}
+
+
+def problem(ranks, repeats, microbatches, dim=4, rows=3):
+    key = jax.random.key(0)
+    weights = {"w": jax.random.normal(key, (repeats, ranks, dim, dim))}
+    inputs = jax.random.normal(jax.random.fold_in(key, 1), (microbatches, rows, dim))
+    side = {"bias": jax.random.normal(jax.random.fold_in(key, 2), (microbatches, rows, dim))}
+    return weights, inputs, side
+
+
+def one_after_the_other(weights, inputs, side):
+    outputs, size = [], 0.0
+    for x, bias in zip(inputs, side["bias"], strict=True):
+        for w in weights["w"].reshape(-1, *weights["w"].shape[2:]):
+            x, sums = stage({"w": w}, x, {"bias": bias}, ())
+            size += sums["size"]
+        outputs.append(x)
+    return jnp.stack(outputs), size
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_the_layer_equals_its_stages_one_after_the_other_and_so_do_all_its_gradients(delay):
+    weights, inputs, side = problem(ranks=3, repeats=2, microbatches=6)
+
+    def scalar(layer):
+        def of(weights, inputs, side):
+            y, size = layer(weights, inputs, side)
+            return jnp.sum(jnp.sin(y)) + 1e-2 * size
+
+        return jax.jit(jax.grad(of, argnums=(0, 1, 2)))
+
+    def layer(weights, inputs, side):
+        y, sums = spmd.circular(stage, weights, inputs, side, delay=delay)
+        return y, sums["size"]
+
+    got = scalar(layer)(weights, inputs, side)
+    wanted = scalar(one_after_the_other)(weights, inputs, side)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, wanted)
+
+
+def test_activations_may_be_any_pytree_with_integers_in_it():
+    def count(w, x, side, rng):
+        return {"x": x["x"] * w, "visited": x["visited"] + 1, "on": ~x["on"]}, {}
+
+    inputs = {
+        "x": jnp.ones((4, 2)),
+        "visited": jnp.zeros((4,), jnp.int32),
+        "on": jnp.zeros((4,), bool),
+    }
+    y, _ = spmd.circular(count, jnp.full((3, 2), 2.0), inputs)
+    np.testing.assert_array_equal(y["x"], np.full((4, 2), 64.0))
+    np.testing.assert_array_equal(y["visited"], [6, 6, 6, 6])
+    np.testing.assert_array_equal(y["on"], [False] * 4)
+
+
+BUBBLES = [
+    Row("circular", "llama", ranks, repeats, 2 * ranks, delay=delay, packed=True, tied=True)
+    for ranks, repeats in ((3, 1), (2, 2), (4, 2))
+    for delay in (False, True)
+]
+
+
+@pytest.mark.parametrize("row", BUBBLES, ids=str)
+def test_nobody_reads_what_a_bubble_computes(row, monkeypatch):
+    """NaN in place of every result of a bubble: the loss and all gradients stay, bit for bit."""
+    clean = circular(row, make_case(row))
+    hand_over = _circular.hand_over
+    hop = 2 if row.delay else 1
+
+    def poisoned(phase, state, y, t):
+        visit = t - jax.lax.axis_index(AXIS) * hop
+        busy = (visit >= 0) & (visit < row.repeats * row.microbatches)
+        return hand_over(phase, state, jnp.where(busy, y, jnp.nan), t)
+
+    monkeypatch.setattr(_circular, "hand_over", poisoned)
+    jax.tree.map(np.testing.assert_array_equal, circular(row, make_case(row)), clean)
+
+
+def test_buffers_are_poisoned_before_they_are_written():
+    inputs = {"x": jnp.ones((2, 3)), "n": jnp.ones((2,), jnp.int32)}
+
+    def first(inputs):
+        return _circular.first_state(inputs, 2, 2, 4, 2)
+
+    state = jax.vmap(first, axis_name=AXIS)(jax.tree.map(lambda x: jnp.stack([x, x]), inputs))
+    for buffer in (state.handoff, *state.underway, state.waiting):
+        assert np.isnan(buffer["x"]).all()
+        assert (np.asarray(buffer["n"]) == np.iinfo(np.int32).max).all()
+    assert len(state.underway) == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("repeats", [1, 2, 4])
+@pytest.mark.parametrize("hop", [1, 2])
+def test_phases_cover_every_tick_once_and_the_stream_moves_only_for_microbatches(
+    ranks, repeats, hop
+):
+    microbatches = 3 * ranks
+    phases = list(_circular.phases(ranks, repeats, microbatches, hop))
+    ticks = [t for p in phases for t in range(p.first, p.last)]
+    # reference/formulas.md: m R iterations of work and d (p - 1) of bubble.
+    assert ticks == list(range(microbatches * repeats + hop * (ranks - 1)))
+    assert sum(p.last - p.first for p in phases if p.enters) == microbatches
+    assert sum(p.last - p.first for p in phases if p.leaves) == microbatches
+
+
+def scans(jaxpr) -> Iterator:
+    """Every scan of a jaxpr, at any depth."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            yield eqn
+        for inner in jaxprs_in_params(eqn.params):
+            yield from scans(inner)
+
+
+def count(jaxpr, name) -> int:
+    """How often a primitive runs, with the lengths of scans applied."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        inner = sum(count(j, name) for j in jaxprs_in_params(eqn.params))
+        total += (eqn.primitive.name == name) + times * inner
+    return total
+
+
+@pytest.mark.parametrize(("repeats", "moves"), [(1, 8 + 3), (2, 16), (3, 16)])
+def test_one_permute_per_tick_and_one_more_only_while_microbatches_enter_or_leave(repeats, moves):
+    weights, inputs, side = problem(ranks=4, repeats=repeats, microbatches=8)
+    mesh = sharding.make_mesh({"stage": 4}, devices=jax.devices()[:4])
+
+    def layer(weights, inputs, side):
+        return spmd.circular(stage, weights, inputs, side, mesh=mesh)[0]
+
+    jaxpr = jax.make_jaxpr(layer)(weights, inputs, side).jaxpr
+    assert count(jaxpr, "ppermute") == spmd.num_ticks(4, repeats, 8) + moves
+
+
+def test_ranks_exchange_nothing_but_permutes_and_one_sum():
+    row = Row("circular", "mlp", ranks=4, repeats=2, microbatches=8, axes=())
+    case, mesh = make_case(row), mesh_of(row)
+
+    def run(weights, side):
+        return spmd.circular_value_and_grad(case.model, weights, side, mesh=mesh, keys=())
+
+    with jax.set_mesh(mesh):
+        text = jax.jit(run).lower(placed(case, mesh), case.side).compile().as_text()
+    assert "collective-permute" in text
+    assert "all-gather" not in text
+    assert "all-to-all" not in text
+
+
+def test_the_backward_finds_one_input_per_tick_and_no_weights():
+    weights, inputs, side = problem(ranks=2, repeats=2, microbatches=4, dim=64, rows=1)
+    mesh = sharding.make_mesh({"stage": 2}, devices=jax.devices()[:2])
+
+    def loss(weights):
+        return jnp.sum(spmd.circular(stage, weights, inputs, side, mesh=mesh)[0])
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(weights).jaxpr
+    assert len(list(scans(jaxpr))) == 6  # three phases, forward and backward
+    for scan in scans(jaxpr):
+        saved = scan.outvars[scan.params["num_carry"] :]
+        per_tick = sum(math.prod(v.aval.shape) / scan.params["length"] for v in saved)
+        # One activation [1, 64] and a few counters; a weight would be 4096.
+        assert per_tick < 64 + 16
+
+
+@pytest.mark.parametrize(
+    ("ranks", "repeats", "microbatches", "delay", "message"),
+    [
+        (4, 1, 2, False, "`num_microbatches` is 2 and there are 4 ranks"),
+        (4, 1, 6, False, "`num_microbatches` is 6, not a multiple of the 4 ranks"),
+        (4, 2, 4, True, "`num_microbatches` is 4, but with delayed forwarding .* at least 8"),
+    ],
+)
+def test_counts_that_do_not_fit_are_refused(ranks, repeats, microbatches, delay, message):
+    weights, inputs, side = problem(ranks, repeats, microbatches)
+    with pytest.raises(ValueError, match=message):
+        spmd.circular(stage, weights, inputs, side, delay=delay)
+
+
+def test_a_mesh_of_another_size_is_refused():
+    weights, inputs, side = problem(4, 1, 4)
+    mesh = sharding.make_mesh({"stage": 2}, devices=jax.devices()[:2])
+    with pytest.raises(ValueError, match="`weights` has 4 ranks in dim 1, but the axis 'stage'"):
+        spmd.circular(stage, weights, inputs, side, mesh=mesh)
+
+
+def test_a_stage_that_changes_the_shape_of_activations_is_refused():
+    weights, inputs, side = problem(2, 1, 2)
+    with pytest.raises(ValueError, match=r"`stage` was given .* and returned"):
+        spmd.circular(lambda w, x, side, rng: (x[:1], {}), weights, inputs, side)
+
+
+def test_one_name_for_two_metrics_is_refused():
+    row = Row("circular", "mlp", ranks=2, repeats=1, microbatches=2)
+    case = make_case(row)
+
+    def loss(ends, x, side):
+        value, _ = case.model.loss(ends, x, side)
+        return value, {"hidden": value}
+
+    model = dataclasses.replace(case.model, loss=loss)
+    assert isinstance(model, Model)
+    with pytest.raises(ValueError, match=r"both return \['hidden'\]"):
+        spmd.circular_value_and_grad(model, case.weights, case.side)

@@ -1,0 +1,147 @@
+"""The loop: engines agree step by step, runs resume exactly, any layout goes on from any other."""
+
+import io
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpipe.train import Config, set_up, train
+from jaxpipe.train import _canonical as canonical
+from jaxpipe.train import _step as step
+
+TINY = {
+    "base_emb_dim": 16,
+    "base_num_decoder_layers": 4,
+    "base_mlp_dim": 32,
+    "head_dim": 8,
+    "dtype": "float32",
+    "max_target_length": 16,
+    "per_device_batch_size": 2.0,
+    "num_pipeline_microbatches": 4,
+    "learning_rate": 1e-2,
+    "enable_tensorboard": False,
+    "steps": 4,
+}
+CIRCULAR = {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 4}
+PLAIN = {"pipeline_engine": "none", "ici_fsdp_parallelism": 8, "num_pipeline_microbatches": 1}
+
+
+def run(folder, **settings) -> list[dict[str, float]]:
+    config = Config(**(TINY | {"output_dir": str(folder)} | settings))
+    return train(config, stream=io.StringIO())
+
+
+def losses(history) -> list[float]:
+    return [metrics["loss"] for metrics in history]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    return losses(run(tmp_path_factory.mktemp("whole"), **CIRCULAR, dataset_type="text"))
+
+
+def test_the_pipelined_run_has_the_losses_of_the_plain_run(tmp_path, uninterrupted):
+    plain = losses(run(tmp_path, **PLAIN, dataset_type="text"))
+    np.testing.assert_allclose(plain, uninterrupted, rtol=1e-5)
+    assert uninterrupted[-1] < uninterrupted[0]
+
+
+def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(tmp_path, uninterrupted):
+    settings = {**CIRCULAR, "dataset_type": "text", "learning_rate_schedule_steps": 4}
+    first = losses(run(tmp_path, **settings, steps=2))
+    rest = losses(run(tmp_path, **settings, steps=4))
+    assert first + rest == uninterrupted
+    lines = [json.loads(x) for x in (tmp_path / "default/metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == uninterrupted
+    assert run(tmp_path, **settings, steps=4) == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"ici_pipeline_parallelism": 4, "ici_fsdp_parallelism": 2},
+        {**CIRCULAR, "num_layers_per_pipeline_stage": 2},
+        PLAIN,
+    ],
+    ids=["4 ranks", "2 layers per stage", "no pipeline"],
+)
+def test_any_layout_goes_on_from_any_checkpoint(tmp_path, uninterrupted, other):
+    settings = {"dataset_type": "text", "learning_rate_schedule_steps": 4}
+    first = losses(run(tmp_path, **CIRCULAR, **settings, steps=2))
+    rest = losses(run(tmp_path, **other, **settings, steps=4))
+    np.testing.assert_allclose(first + rest, uninterrupted, rtol=1e-5)
+
+
+def test_a_canonical_state_has_its_layers_in_forward_order_and_comes_back_unchanged():
+    setup = set_up(Config(**(TINY | CIRCULAR)), jax.devices())
+    state = step.initial_state(setup)
+    flat = canonical.to_canonical(setup, state)
+    stacked = np.asarray(state["weights"]["stages"]["mlp"]["up"])
+    np.testing.assert_array_equal(
+        flat["weights"]["stages"]["mlp"]["up"], stacked.reshape(4, *stacked.shape[3:])
+    )
+    jax.tree.map(np.testing.assert_array_equal, canonical.from_canonical(setup, flat), state)
+
+
+def test_moments_and_weights_are_split_alike():
+    setup = set_up(Config(**(TINY | CIRCULAR)), jax.devices())
+    where = step.state_shardings(setup)
+    adam = next(part for part in where["optimizer"] if hasattr(part, "mu"))
+    assert adam.mu == adam.nu == where["weights"]
+    spec = where["weights"]["stages"]["mlp"]["up"].spec
+    assert spec[:3] == (None, "stage", None)
+    assert "fsdp" in spec[3]
+
+
+def test_dropout_is_the_same_with_and_without_a_pipeline_and_differs_by_step(tmp_path):
+    settings = {
+        "dropout_rate": 0.3,
+        "learning_rate": 0.0,
+        "steps": 2,
+        "enable_checkpointing": False,
+    }
+    pipelined = losses(run(tmp_path / "a", **CIRCULAR, **settings))
+    # The same 4 microbatches of 4 rows: on 2 data shards x 4 shards of the sequence.
+    axes = {"ici_data_parallelism": 2, "ici_context_parallelism": 4, "ici_fsdp_parallelism": 1}
+    plain = losses(run(tmp_path / "b", pipeline_engine="none", **axes, **settings))
+    np.testing.assert_allclose(plain, pipelined, rtol=1e-5)
+    quiet = losses(run(tmp_path / "c", **CIRCULAR, **(settings | {"enable_dropout": False})))
+    assert abs(quiet[0] - pipelined[0]) > 1e-4
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
+    run(tmp_path, **CIRCULAR, steps=1)
+    with pytest.raises(ValueError, match=r"(?s)another model.*base_mlp_dim is 32 .* 64 in the con"):
+        run(tmp_path, **CIRCULAR, steps=2, base_mlp_dim=64)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"num_pipeline_microbatches": 3},
+            "`num_microbatches` is 3, not a multiple of",
+        ),
+        ({"num_pipeline_microbatches": 6}, "The batch .* is 16, not a multiple of .* = 6"),
+        ({"base_num_decoder_layers": 5}, "`base_num_decoder_layers` is 5, not a multiple of"),
+        (
+            {"num_pipeline_repeats": 3},
+            "`num_pipeline_repeats` is 3, but 4 layers .* make 2",
+        ),
+        ({"num_pipeline_microbatches": 1}, "`num_microbatches` is 1 and there are 2 ranks"),
+        ({"ici_fsdp_parallelism": 8}, "needs 16 devices and there are 8.*`emulate_devices=16`"),
+        ({"ici_fsdp_parallelism": 2}, "needs 4 devices and there are 8: some would idle"),
+        ({"num_pipeline_microbatches": 8}, "`microbatches` has 2 in dim 1 .* over fsdp 4"),
+        ({"base_emb_dim": 18}, r"`embed.table` has 18 in dim 1 of \(320, 18\)"),
+        (
+            {"num_pipeline_microbatches": 2, "pipeline_delay_activation_forwarding": True},
+            "with delayed forwarding .* at least 4",
+        ),
+        ({"logical_axis_rules": (("mlp", "tensr"),)}, "maps 'mlp' to 'tensr'"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_anything_compiles(settings, message):
+    with pytest.raises(ValueError, match=message):
+        set_up(Config(**(TINY | CIRCULAR | settings)), jax.devices())
