@@ -1,0 +1,36 @@
+# `make demo` and `make test` need nothing but Python 3.11 or newer.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-slow lint clean
+
+demo: .venv/demo
+	$(BIN)/python examples/demo.py
+
+test: .venv/dev
+	$(BIN)/pytest -n 2 -m "not slow"
+
+test-slow: .venv/dev
+	$(BIN)/pytest -m slow
+
+lint: .venv/dev
+	$(BIN)/ruff check jaxpipe tests examples benchmarks
+	$(BIN)/ruff format --check jaxpipe tests examples benchmarks
+	$(BIN)/pyright
+
+# Stamps: an environment is installed again when pyproject.toml is newer.
+.venv/demo: pyproject.toml | .venv/made
+	$(BIN)/pip install --quiet --editable ".[train]"
+	touch $@
+
+.venv/dev: pyproject.toml | .venv/made
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	touch $@
+
+.venv/made:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxpipe needs Python 3.11 or newer: make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	touch $@
+
+clean:
+	rm -rf .venv runs
