@@ -13,8 +13,11 @@ from jaxpipe.cli import emulate_devices
 emulate_devices(8)
 
 import jax
+from hypothesis import settings
 from jaxtyping import install_import_hook
 
+settings.register_profile("patient", deadline=None)  # the first example compiles or imports
+settings.load_profile("patient")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 install_import_hook(
     [

@@ -23,10 +23,10 @@ class Corpus:
         ends: [D] where each document ends in `tokens` (exclusive), so the last entry is N.
     """
 
-    tokens: Int32[np.ndarray, "N"]
-    ends: Int64[np.ndarray, "D"]
+    tokens: Int32[np.ndarray, " N"]
+    ends: Int64[np.ndarray, " D"]
 
-    def starts(self, documents: Int64[np.ndarray, "n"]) -> Int64[np.ndarray, "n"]:
+    def starts(self, documents: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
         """Where some documents start in `tokens`."""
         return np.where(documents > 0, self.ends[documents - 1], 0)
 

@@ -28,8 +28,8 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def eod(self) -> int: ...
-    def encode(self, text: str) -> Int32[np.ndarray, "N"]: ...
-    def decode(self, ids: Sequence[int] | Int32[np.ndarray, "N"]) -> str: ...
+    def encode(self, text: str) -> Int32[np.ndarray, " N"]: ...
+    def decode(self, ids: Sequence[int] | Int32[np.ndarray, " N"]) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class ByteTokenizer:
     vocab_size: int = 257
     eod: int = 256
 
-    def encode(self, text: str) -> Int32[np.ndarray, "N"]:
+    def encode(self, text: str) -> Int32[np.ndarray, " N"]:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
-    def decode(self, ids: Sequence[int] | Int32[np.ndarray, "N"]) -> str:
+    def decode(self, ids: Sequence[int] | Int32[np.ndarray, " N"]) -> str:
         """The text without ends of documents; what is no UTF-8 shows as U+FFFD."""
         # A model may sample ids that only pad its vocabulary: 0xFF is a byte UTF-8 never has.
         return bytes(min(int(i), 0xFF) for i in ids if i != self.eod).decode("utf-8", "replace")
@@ -56,10 +56,10 @@ class HuggingFaceTokenizer:
     vocab_size: int
     eod: int
 
-    def encode(self, text: str) -> Int32[np.ndarray, "N"]:
+    def encode(self, text: str) -> Int32[np.ndarray, " N"]:
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
-    def decode(self, ids: Sequence[int] | Int32[np.ndarray, "N"]) -> str:
+    def decode(self, ids: Sequence[int] | Int32[np.ndarray, " N"]) -> str:
         """The text without special tokens."""
         return self.tokenizer.decode([int(i) for i in ids])
 

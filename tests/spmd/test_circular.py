@@ -165,14 +165,15 @@ def test_ranks_exchange_nothing_but_permutes_and_one_sum():
         return spmd.circular_value_and_grad(case.model, weights, side, mesh=mesh, keys=())
 
     with jax.set_mesh(mesh):
-        text = jax.jit(run).lower(placed(case, mesh), case.side).compile().as_text()
+        text = jax.jit(run).lower(placed(case, mesh), case.side).compile().as_text() or ""
     assert "collective-permute" in text
     assert "all-gather" not in text
     assert "all-to-all" not in text
 
 
 def test_the_backward_finds_one_input_per_tick_and_no_weights():
-    weights, inputs, side = problem(ranks=2, repeats=2, microbatches=4, dim=64, rows=1)
+    # Phases of 6, 7 and 6 ticks; nothing that is carried has 6 or 7 in dim 0.
+    weights, inputs, side = problem(ranks=2, repeats=3, microbatches=6, dim=64, rows=1)
     mesh = sharding.make_mesh({"stage": 2}, devices=jax.devices()[:2])
 
     def loss(weights):
@@ -181,8 +182,10 @@ def test_the_backward_finds_one_input_per_tick_and_no_weights():
     jaxpr = jax.make_jaxpr(jax.grad(loss))(weights).jaxpr
     assert len(list(scans(jaxpr))) == 6  # three phases, forward and backward
     for scan in scans(jaxpr):
-        saved = scan.outvars[scan.params["num_carry"] :]
-        per_tick = sum(math.prod(v.aval.shape) / scan.params["length"] for v in saved)
+        ticks = scan.params["length"]
+        assert ticks in (6, 7)
+        saved = [v.aval.shape[1:] for v in scan.outvars if v.aval.shape[:1] == (ticks,)]
+        per_tick = sum(math.prod(shape) for shape in saved)
         # One activation [1, 64] and a few counters; a weight would be 4096.
         assert per_tick < 64 + 16
 

@@ -1,7 +1,10 @@
 """The loop: engines agree step by step, runs resume exactly, any layout goes on from any other."""
 
+import functools
 import io
 import json
+import operator
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +14,7 @@ from jaxpipe.train import Config, set_up, train
 from jaxpipe.train import _canonical as canonical
 from jaxpipe.train import _step as step
 
-TINY = {
+TINY: dict[str, Any] = {
     "base_emb_dim": 16,
     "base_num_decoder_layers": 4,
     "base_mlp_dim": 32,
@@ -24,12 +27,20 @@ TINY = {
     "enable_tensorboard": False,
     "steps": 4,
 }
-CIRCULAR = {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 4}
-PLAIN = {"pipeline_engine": "none", "ici_fsdp_parallelism": 8, "num_pipeline_microbatches": 1}
+CIRCULAR: dict[str, Any] = {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 4}
+PLAIN: dict[str, Any] = {
+    "pipeline_engine": "none",
+    "ici_fsdp_parallelism": 8,
+    "num_pipeline_microbatches": 1,
+}
+
+
+def config_of(*settings: dict[str, Any]) -> Config:
+    return Config.model_validate(functools.reduce(operator.or_, settings, TINY))
 
 
 def run(folder, **settings) -> list[dict[str, float]]:
-    config = Config(**(TINY | {"output_dir": str(folder)} | settings))
+    config = config_of({"output_dir": str(folder)}, settings)
     return train(config, stream=io.StringIO())
 
 
@@ -49,7 +60,11 @@ def test_the_pipelined_run_has_the_losses_of_the_plain_run(tmp_path, uninterrupt
 
 
 def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(tmp_path, uninterrupted):
-    settings = {**CIRCULAR, "dataset_type": "text", "learning_rate_schedule_steps": 4}
+    settings: dict[str, Any] = {
+        **CIRCULAR,
+        "dataset_type": "text",
+        "learning_rate_schedule_steps": 4,
+    }
     first = losses(run(tmp_path, **settings, steps=2))
     rest = losses(run(tmp_path, **settings, steps=4))
     assert first + rest == uninterrupted
@@ -68,14 +83,14 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(tmp_path, uninterrup
     ids=["4 ranks", "2 layers per stage", "no pipeline"],
 )
 def test_any_layout_goes_on_from_any_checkpoint(tmp_path, uninterrupted, other):
-    settings = {"dataset_type": "text", "learning_rate_schedule_steps": 4}
+    settings: dict[str, Any] = {"dataset_type": "text", "learning_rate_schedule_steps": 4}
     first = losses(run(tmp_path, **CIRCULAR, **settings, steps=2))
     rest = losses(run(tmp_path, **other, **settings, steps=4))
     np.testing.assert_allclose(first + rest, uninterrupted, rtol=1e-5)
 
 
 def test_a_canonical_state_has_its_layers_in_forward_order_and_comes_back_unchanged():
-    setup = set_up(Config(**(TINY | CIRCULAR)), jax.devices())
+    setup = set_up(config_of(CIRCULAR), jax.devices())
     state = step.initial_state(setup)
     flat = canonical.to_canonical(setup, state)
     stacked = np.asarray(state["weights"]["stages"]["mlp"]["up"])
@@ -86,7 +101,7 @@ def test_a_canonical_state_has_its_layers_in_forward_order_and_comes_back_unchan
 
 
 def test_moments_and_weights_are_split_alike():
-    setup = set_up(Config(**(TINY | CIRCULAR)), jax.devices())
+    setup = set_up(config_of(CIRCULAR), jax.devices())
     where = step.state_shardings(setup)
     adam = next(part for part in where["optimizer"] if hasattr(part, "mu"))
     assert adam.mu == adam.nu == where["weights"]
@@ -144,4 +159,4 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
 )
 def test_settings_that_cannot_work_are_refused_before_anything_compiles(settings, message):
     with pytest.raises(ValueError, match=message):
-        set_up(Config(**(TINY | CIRCULAR | settings)), jax.devices())
+        set_up(config_of(CIRCULAR, settings), jax.devices())
