@@ -54,14 +54,18 @@ class Phase(NamedTuple):
     leaves: bool
 
 
-def num_ticks(num_ranks: int, num_repeats: int, num_microbatches: int, hop: int = 1) -> int:
+def num_ticks(num_ranks: int, num_repeats: int, num_microbatches: int, *, delay: bool) -> int:
     """Ticks of the whole pipeline: M * R of work and d * (S - 1) of bubble."""
+    return _num_ticks(num_ranks, num_repeats, num_microbatches, 2 if delay else 1)
+
+
+def _num_ticks(num_ranks: int, num_repeats: int, num_microbatches: int, hop: int) -> int:
     return num_microbatches * num_repeats + hop * (num_ranks - 1)
 
 
 def phases(num_ranks: int, num_repeats: int, num_microbatches: int, hop: int) -> Iterator[Phase]:
     """Cuts the ticks where microbatches begin or cease to enter or leave."""
-    end = num_ticks(num_ranks, num_repeats, num_microbatches, hop)
+    end = _num_ticks(num_ranks, num_repeats, num_microbatches, hop)
     leave = end - num_microbatches
     cuts = sorted({0, num_microbatches, leave, end})
     for first, last in pairwise(cuts):
@@ -203,7 +207,7 @@ def realign(
     Microbatch m left at tick m + c, into slot (m + c) % n: only the slots are turned, each rank
     already holds its own share.
     """
-    c = num_ticks(num_ranks, num_repeats, num_microbatches, hop) - num_microbatches
+    c = _num_ticks(num_ranks, num_repeats, num_microbatches, hop) - num_microbatches
     slots = num_microbatches // num_ranks
     return jax.tree.map(lambda x: jnp.roll(x, -(c % slots), axis=0), stream)
 
@@ -238,9 +242,16 @@ def _to_previous_rank(x: jax.Array) -> jax.Array:
 def _check_stage(work: Callable, *arguments: PyTree) -> None:
     x, visit = arguments[2], jax.ShapeDtypeStruct((), jnp.int32)
     y, _ = jax.eval_shape(work, *arguments, visit)
-    given, returned = (jax.tree.map(lambda a: (a.shape, a.dtype), tree) for tree in (x, y))
+    given, returned = jax.tree.structure(x), jax.tree.structure(y)
+    if given == returned:
+        given, returned = _leaves(x), _leaves(y)
     if given != returned:
         raise ValueError(
             f"`stage` was given {given} and returned {returned}. It must return what the next "
             "stage can take: the same structure, shapes and dtypes."
         )
+
+
+def _leaves(tree: PyTree) -> dict[str, str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}" for path, x in leaves}

@@ -62,7 +62,8 @@ def circular(
         The schedule is MaxText's circular pipeline; Narayanan et al., 2021, arXiv 2104.04473, call
         its stage assignment interleaved.
     """
-    num_ranks = _check_counts(weights, inputs, mesh, delay)
+    stacked, microbatches = {"weights": weights, "keys": keys}, {"inputs": inputs, "side": side}
+    num_ranks, _ = _check_counts(stacked, microbatches, mesh, delay)
 
     def rank(weights, inputs, side, keys):
         y, sums = run_rank(stage, weights, inputs, side, keys, delay=delay, remat=remat)
@@ -102,7 +103,7 @@ def circular_value_and_grad(
     Raises:
         ValueError: As `circular`.
     """
-    _check_counts(weights["stages"], side, mesh, delay)
+    _check_counts({"weights": weights["stages"], "keys": keys}, {"side": side}, mesh, delay)
 
     def rank_loss(stages, ends, side, keys):
         share = _share_of_rank(side)
@@ -121,17 +122,42 @@ def circular_value_and_grad(
     return jax.value_and_grad(loss, has_aux=True)(weights)
 
 
-def _check_counts(weights: PyTree, microbatches: PyTree, mesh: Mesh | None, delay: bool) -> int:
-    """S, after a check of R, S and M against each other and the mesh."""
-    num_repeats, num_ranks = jax.tree.leaves(weights)[0].shape[:2]
+def _check_counts(
+    stacked: PyTree, microbatches: PyTree, mesh: Mesh | None, delay: bool
+) -> tuple[int, int]:
+    """S and M, after a check of every leaf, and of R, S and M against each other and the mesh.
+
+    Args:
+        stacked: Weights and keys, [R, S, ...] leaves.
+        microbatches: Inputs and side, [M, ...] leaves.
+        mesh: The mesh, or None.
+        delay: Whether hand-overs are delayed.
+    """
+    num_repeats, num_ranks = _common_dims(stacked, 2, "[repeats, ranks, ...]")
+    (num_microbatches,) = _common_dims(microbatches, 1, "[microbatches, ...]")
     if mesh is not None and mesh.shape.get(AXIS) != num_ranks:
         raise ValueError(
             f"`weights` has {num_ranks} ranks in dim 1, but the axis {AXIS!r} of `mesh` "
             f"{dict(mesh.shape)} has {mesh.shape.get(AXIS)}. They must be equal."
         )
-    num_microbatches = jax.tree.leaves(microbatches)[0].shape[0]
     check_circular(num_ranks, num_repeats, num_microbatches, delay=delay)
-    return num_ranks
+    return num_ranks, num_microbatches
+
+
+def _common_dims(tree: dict[str, PyTree], count: int, meaning: str) -> tuple[int, ...]:
+    """The first `count` dims, which all leaves must share."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    if not leaves:
+        raise ValueError(f"`{'` and `'.join(tree)}` have no arrays. Give leaves {meaning}.")
+    dims = {jax.tree_util.keystr(path): x.shape[:count] for path, x in leaves}
+    (first, wanted), *others = dims.items()
+    for name, found in others:
+        if found != wanted or len(found) < count:
+            raise ValueError(
+                f"{name} starts with dims {found} and {first} with {wanted}. All leaves of "
+                f"`{'` and `'.join(tree)}` are {meaning}."
+            )
+    return wanted
 
 
 def _to_shares(tree: PyTree, num_ranks: int) -> PyTree:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 AXIS = "stage"
@@ -31,8 +32,8 @@ def on_ranks(f: Callable, *, mesh: Mesh | None, in_dims: tuple, out_dims: Any) -
         return jax.vmap(f, axis_name=AXIS, in_axes=in_dims, out_axes=out_dims)
 
     def local(*arguments):
-        seen = [_each(x, dim, _drop) for x, dim in zip(arguments, in_dims, strict=True)]
-        return _each(f(*seen), out_dims, _add)
+        seen = [_each(x, dim, _drop, _vary) for x, dim in zip(arguments, in_dims, strict=True)]
+        return _each(f(*seen), out_dims, _add, lambda x: x)
 
     return jax.shard_map(
         local,
@@ -54,13 +55,23 @@ def _specs(dims: Any) -> Any:
     return jax.tree.map(spec, dims, is_leaf=_is_dim)
 
 
-def _each(tree: Any, dims: Any, change: Callable) -> Any:
-    """Applies `change(leaf, dim)` where the prefix tree `dims` has a dim."""
+def _each(tree: Any, dims: Any, with_dim: Callable, without: Callable) -> Any:
+    """`with_dim(leaf, dim)` where the prefix tree `dims` has a dim, `without(leaf)` elsewhere."""
 
     def below(dim, subtree):
-        return subtree if dim is None else jax.tree.map(lambda x: change(x, dim), subtree)
+        return jax.tree.map(lambda x: without(x) if dim is None else with_dim(x, dim), subtree)
 
     return jax.tree.map(below, dims, tree, is_leaf=_is_dim)
+
+
+def _vary(x: jax.Array) -> jax.Array:
+    """Marks what all ranks share as varying, so that its gradient is summed over ranks here, once.
+
+    Otherwise JAX sums at every use, in a loop as often as it runs, and in the dtype of the use.
+    Sums of bfloat16 are made in float32: for precision, and because XLA:CPU fails on the others.
+    """
+    wide = x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
+    return jax.lax.pcast(wide, AXIS, to="varying").astype(x.dtype)
 
 
 def _drop(x: jax.Array, dim: int) -> jax.Array:

@@ -154,10 +154,24 @@ def test_one_permute_per_tick_and_one_more_only_while_microbatches_enter_or_leav
         return spmd.circular(stage, weights, inputs, side, mesh=mesh)[0]
 
     jaxpr = jax.make_jaxpr(layer)(weights, inputs, side).jaxpr
-    assert count(jaxpr, "ppermute") == spmd.num_ticks(4, repeats, 8) + moves
+    assert count(jaxpr, "ppermute") == spmd.num_ticks(4, repeats, 8, delay=False) + moves
 
 
-def test_ranks_exchange_nothing_but_permutes_and_one_sum():
+def test_gradients_of_what_ranks_share_are_summed_once_and_not_in_every_microbatch():
+    row = Row("circular", "llama", ranks=2, repeats=2, microbatches=8, axes=(), tied=True)
+    case, mesh = make_case(row), mesh_of(row)
+
+    def run(weights):
+        return spmd.circular_value_and_grad(case.model, weights, case.side, mesh=mesh)
+
+    with jax.set_mesh(mesh):
+        jaxpr = jax.make_jaxpr(run)(case.weights).jaxpr
+    shared = len(jax.tree.leaves([case.weights["embed"], case.weights["head"]]))
+    results = 2  # the loss and the accuracy
+    assert count(jaxpr, "psum_invariant") == shared + results
+
+
+def test_ranks_exchange_nothing_but_permutes_and_sums():
     row = Row("circular", "mlp", ranks=4, repeats=2, microbatches=8, axes=())
     case, mesh = make_case(row), mesh_of(row)
 
@@ -202,6 +216,21 @@ def test_counts_that_do_not_fit_are_refused(ranks, repeats, microbatches, delay,
     weights, inputs, side = problem(ranks, repeats, microbatches)
     with pytest.raises(ValueError, match=message):
         spmd.circular(stage, weights, inputs, side, delay=delay)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"side": {"bias": jnp.ones((2, 3, 4))}}, r"\['side'\]\['bias'\] starts with dims \(2,\)"),
+        ({"keys": jnp.ones((1, 4))}, r"\['weights'\]\['w'\] starts with dims \(2, 4\)"),
+        ({"weights": {}}, "`weights` and `keys` have no arrays"),
+    ],
+)
+def test_leaves_that_disagree_about_the_counts_are_refused(changes, message):
+    weights, inputs, side = problem(ranks=4, repeats=2, microbatches=8)
+    arguments = {"weights": weights, "inputs": inputs, "side": side} | changes
+    with pytest.raises(ValueError, match=message):
+        spmd.circular(stage, **arguments)
 
 
 def test_a_mesh_of_another_size_is_refused():

@@ -1,0 +1,181 @@
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from harness.contract import assert_close
+from jaxpipe import models, sharding
+from jaxpipe.train import Config
+
+SMALL = models.LlamaConfig(
+    base_emb_dim=16,
+    base_num_decoder_layers=2,
+    base_num_query_heads=4,
+    base_num_kv_heads=2,
+    base_mlp_dim=24,
+    head_dim=8,
+    vocab_size=32,
+)
+
+
+def small_llama(config: models.LlamaConfig = SMALL, **options: Any):
+    return models.llama(
+        config,
+        attention=models.dot_product_attention,
+        constrain=sharding.no_constraint,
+        **options,
+    )
+
+
+def small_weights(config: models.LlamaConfig = SMALL) -> dict[str, Any]:
+    tree, key = models.llama_weights(config), jax.random.key(0)
+    stages = models.initialize_layers(tree["layer"], key, (config.base_num_decoder_layers,))
+    ends = models.initialize({name: tree[name] for name in ("embed", "head")}, key)
+    return ends | {"stages": stages}
+
+
+def make_side(rows: int = 2, length: int = 12) -> dict[str, jax.Array]:
+    tokens = np.random.default_rng(0).integers(0, 32, (rows, length + 1))
+    positions = np.broadcast_to(np.arange(length), (rows, length))
+    side = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "positions": positions,
+        "segment_ids": np.ones((rows, length)),
+    }
+    side = {name: jnp.asarray(x, jnp.int32) for name, x in side.items()}
+    return side | {"target_weights": jnp.full((rows, length), 1 / (rows * length))}
+
+
+def run(functions, weights, side, tied: bool = False):
+    embed, stage, loss = functions
+    x = embed(weights["embed"], side)
+    y, _ = stage(weights["stages"], x, side, ())
+    names = ("head", "embed") if tied else ("head",)
+    return loss({name: weights[name] for name in names}, y, side), x, y
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("rope_type", ["default", "llama3.1"])
+def test_a_llama_runs_and_starts_near_the_loss_of_a_uniform_guess(tied: bool, rope_type: str):
+    config = dataclasses.replace(SMALL, rope_type=rope_type, logits_via_embedding=tied)
+    weights = small_weights(config)
+    (loss, metrics), x, y = run(small_llama(config), weights, make_side(), tied)
+    assert x.shape == y.shape == (2, 12, 16)
+    assert abs(float(loss) - np.log(32)) < 1.0
+    assert 0 <= metrics["accuracy"] <= 1
+    assert ("logits" in weights["head"]) is not tied
+
+
+def test_a_packed_row_of_a_llama_is_its_documents_run_separately():
+    weights, functions, side = small_weights(), small_llama(), make_side(rows=1)
+    cut = 5
+    parts = [{n: x[:, :cut] for n, x in side.items()}, {n: x[:, cut:] for n, x in side.items()}]
+    parts[1]["positions"] = parts[1]["positions"] - cut
+    packed = side | {
+        "segment_ids": jnp.array([[1] * cut + [2] * (12 - cut)], jnp.int32),
+        "positions": jnp.concatenate([part["positions"] for part in parts], axis=1),
+    }
+
+    def packed_loss(weights):
+        return run(functions, weights, packed)[0][0]
+
+    def separate_loss(weights):
+        return sum(run(functions, weights, part)[0][0] for part in parts)
+
+    (loss, gradients), (expected, true) = (
+        jax.jit(jax.value_and_grad(f))(weights) for f in (packed_loss, separate_loss)
+    )
+    assert_close(loss, expected, "loss")
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(true), strict=True
+    ):
+        assert_close(x, y, jax.tree_util.keystr(path))
+
+
+def test_a_llama_does_not_see_the_future():
+    weights, functions, side = small_weights(), small_llama(), make_side()
+    later = side | {"tokens": side["tokens"].at[:, 8:].set(3)}
+    y, other = (run(functions, weights, s)[2] for s in (side, later))
+    np.testing.assert_allclose(y[:, :8], other[:, :8], rtol=1e-5, atol=1e-6)
+    assert not np.allclose(y[:, 8:], other[:, 8:])
+
+
+def test_layer_remat_changes_nothing():
+    weights, side = small_weights(), make_side()
+
+    def gradients(functions):
+        return jax.jit(jax.grad(lambda w: run(functions, w, side)[0][0]))(weights)
+
+    plain, again = gradients(small_llama()), gradients(small_llama(layer_remat=jax.checkpoint))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7), plain, again)
+
+
+def test_bfloat16_layers_keep_a_bfloat16_stream_and_a_float32_loss():
+    weights, side = small_weights(), make_side()
+    functions = small_llama(dtype=jnp.bfloat16)
+    # `jax.nn.dot_product_attention` mixes bfloat16 and float32 itself.
+    with jax.numpy_dtype_promotion("standard"):
+        (loss, metrics), x, y = run(functions, weights, side)
+        gradients = jax.jit(jax.grad(lambda w: run(functions, w, side)[0][0]))(weights)
+    assert x.dtype == y.dtype == jnp.bfloat16
+    assert loss.dtype == metrics["accuracy"].dtype == jnp.float32
+    (true, _), _, _ = run(small_llama(), weights, side)
+    np.testing.assert_allclose(loss, true, rtol=0.02)
+    assert {g.dtype for g in jax.tree.leaves(gradients)} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("llama2-7b", 6_738_415_616),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3.1-70b", 70_553_706_496),
+    ],
+)
+def test_presets_have_the_published_number_of_parameters(name: str, count: int):
+    config = models.LlamaConfig(**models.PRESETS[name])
+    tree = models.llama_weights(config)
+    layers = models.stacked(tree["layer"], (config.base_num_decoder_layers,), ("layers",))
+    assert models.num_parameters(tree | {"layer": layers}) == count
+
+
+def test_the_smallest_preset_is_the_default_of_a_run():
+    config = Config()
+    assert config.model_name == "llama-tiny"
+    for key, value in models.PRESETS["llama-tiny"].items():
+        assert getattr(config, key) == value, key
+
+
+@pytest.mark.parametrize("name", models.PRESETS)
+def test_presets_give_every_size(name: str):
+    fields = {field.name for field in dataclasses.fields(models.LlamaConfig)}
+    assert models.PRESETS[name].keys() == fields
+
+
+def test_flops_are_those_of_a_hand_count():
+    # Forward multiply-adds of a token in one layer: q, k, v, out, three of the MLP.
+    layer = 16 * 32 + 2 * 16 * 16 + 32 * 16 + 3 * 16 * 24
+    # Scores and their sum of values: each 4 heads x 8 channels x half of 10 tokens.
+    attention = 2 * 4 * 8 * 5
+    forward = 2 * (2 * (layer + attention) + 16 * 32)
+    assert models.matmul_flops_per_token(SMALL, 10) == 3 * forward
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"base_num_kv_heads": 3},
+            r"`base_num_query_heads` is 4, not a multiple of `base_num_kv_heads` = 3\. Every group",
+        ),
+        ({"head_dim": 7}, r"`head_dim` is 7\. Rotary positions need an even number\."),
+        ({"rope_type": "yarn"}, r"`rope_type` is 'yarn'\. Give 'default' or 'llama3\.1'\."),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(change: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SMALL, **change)
