@@ -46,7 +46,7 @@ class Model:
 
 
 def at(tree: PyTree, index: Any) -> PyTree:
-    """Entry `index` of dim 0 of every leaf; an index out of range is clamped."""
+    """Entry `index` of dim 0 of every leaf. Any entry, if the index is out of range."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 

@@ -15,7 +15,10 @@ _FLAGS = {
 def emulate_devices(num_devices: int) -> None:
     """Makes this process see `num_devices` CPU devices instead of one.
 
-    Call it before JAX first touches a device. Flags already in `XLA_FLAGS` win.
+    Call it before JAX first touches a device. Other flags already in `XLA_FLAGS` win.
+
+    Raises:
+        ValueError: If it is too late, or `XLA_FLAGS` already asks for another number.
     """
     flags = {"xla_force_host_platform_device_count": str(num_devices), **_FLAGS}
     given = os.environ.get("XLA_FLAGS", "")
@@ -24,3 +27,9 @@ def emulate_devices(num_devices: int) -> None:
     import jax  # not at the top: commands that need no devices start faster without it
 
     jax.config.update("jax_platforms", "cpu")
+    found = len(jax.devices("cpu"))
+    if found != num_devices:
+        raise ValueError(
+            f"`emulate_devices` is {num_devices}, but JAX sees {found} CPU devices: it has been in "
+            "use before, or `XLA_FLAGS` asks for another number. Start a new process without it."
+        )

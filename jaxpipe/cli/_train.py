@@ -4,7 +4,7 @@ import argparse
 
 from ._emulate import emulate_devices
 
-_HELP = "train a model: YAML files and key=value pairs, the later ones win"
+_HELP = "train a model, set up by YAML files and key=value pairs; pairs win over files"
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -28,8 +28,8 @@ def run(args: argparse.Namespace) -> int:
     if args.keys:
         print(base_yaml())
         return 0
-    overrides = [text for text in args.settings if "=" in text]
-    files = [text for text in args.settings if "=" not in text]
+    files = [text for text in args.settings if text.endswith((".yml", ".yaml"))]
+    overrides = [text for text in args.settings if text not in files]
     config = load_config(files, overrides, presets=PRESETS)
     if config.emulate_devices:
         emulate_devices(config.emulate_devices)

@@ -138,11 +138,12 @@ def llama(
     @layer_remat
     def layer(w: PyTree, x: Float[Array, "b T D"], side: PyTree, key) -> Float[Array, "b T D"]:
         first, second = (key, key) if isinstance(key, tuple) else jax.random.split(key)
-        w = jax.tree.map(lambda leaf: leaf.astype(dtype), w)
+        matrices = {"attention": w["attention"], "mlp": w["mlp"]}
+        matrices = jax.tree.map(lambda leaf: leaf.astype(dtype), matrices)
         h = rms_norm(x, w["attention_norm"], epsilon)
-        h = _attend(w["attention"], h, side["positions"], side["segment_ids"])
+        h = _attend(matrices["attention"], h, side["positions"], side["segment_ids"])
         x = constrain(x + dropout(h, dropout_rate, first), _ACTIVATION)
-        h = _swiglu(w["mlp"], rms_norm(x, w["mlp_norm"], epsilon), constrain)
+        h = _swiglu(matrices["mlp"], rms_norm(x, w["mlp_norm"], epsilon), constrain)
         return constrain(x + dropout(h, dropout_rate, second), _ACTIVATION)
 
     def _attend(w, x, positions: Int[Array, "b T"], segment_ids: Int[Array, "b T"]):
@@ -165,7 +166,9 @@ def llama(
     def loss(ends: PyTree, x: Float[Array, "b T D"], side: PyTree):
         h = rms_norm(x, ends["head"]["norm"], epsilon)
         matrix = ends["embed"]["table"].T if "embed" in ends else ends["head"]["logits"]
-        logits = jnp.einsum("btd,dv->btv", h, matrix.astype(dtype))
+        logits = jnp.einsum(
+            "btd,dv->btv", h, matrix.astype(dtype), preferred_element_type=jnp.float32
+        )
         losses, hits = token_losses(constrain(logits, _LOGITS), side["targets"])
         share = side["target_weights"]
         return jnp.sum(losses * share), {"accuracy": jnp.sum(hits * share)}

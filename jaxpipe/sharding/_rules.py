@@ -44,10 +44,17 @@ def with_rules(changes: Rules, base: Rules = DEFAULT_RULES) -> Rules:
     """`base` with the rules of `changes` in place of its own for the same logical axes.
 
     Raises:
-        ValueError: If a rule names an axis that no mesh has, or a logical axis has two rules.
+        ValueError: If a rule is for a logical axis that `base` does not have or has two rules, or
+            names an axis that no mesh has.
     """
     names = [name for name, _ in changes]
+    known = dict(base)
     for name, mesh_axes in changes:
+        if name not in known:
+            raise ValueError(
+                f"`logical_axis_rules` has a rule for {name!r}, which nothing is named. Logical "
+                f"axes are {', '.join(sorted(known))}."
+            )
         if names.count(name) > 1:
             raise ValueError(f"`logical_axis_rules` has {names.count(name)} rules for {name!r}.")
         for axis in mesh_axes:

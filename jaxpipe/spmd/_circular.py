@@ -139,7 +139,7 @@ def run_rank(
         busy = (visit >= 0) & (visit < num_repeats * num_microbatches)
         enters = (lax.axis_index(AXIS) == 0) & (visit < num_microbatches)
         x = next_input(state, t, fresh=enters | ~busy)
-        # `at` clamps the repeat of a bubble: any of this rank's weights will do.
+        # The repeat of a bubble is out of range: any of this rank's weights will do.
         y, sums = work(weights, keys, x, side, visit)
         sums = jax.tree.map(lambda s: jnp.where(busy, s, jnp.zeros_like(s)), sums)
         return hand_over(phase, state, y, t), sums

@@ -4,14 +4,15 @@ This is what checkpoints hold, so that any layout and engine can go on from them
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jaxtyping import PyTree
 
 from .. import sharding
-from ._setup import Setup
-from ._step import STACKED, State, state_axes, state_shapes, state_shardings
+from ._setup import STACKED, Setup
+from ._step import State, state_axes, state_shapes, state_shardings
 
 
 def canonical_shapes(setup: Setup) -> PyTree[jax.ShapeDtypeStruct]:
@@ -27,15 +28,18 @@ def canonical_shapes(setup: Setup) -> PyTree[jax.ShapeDtypeStruct]:
     )
 
 
-def to_canonical(setup: Setup, state: State) -> State:
-    """A canonical copy of a state."""
+def make_canonical(setup: Setup) -> Callable[[State], State]:
+    """A function that makes a canonical copy of a state; it compiles at its first call.
+
+    The copy is as large as the state and lies beside it on the devices until it is written.
+    """
     shapes = canonical_shapes(setup)
     where = jax.tree.map(lambda leaf: leaf.sharding, shapes)
 
     def flatten(state: State) -> State:
         return jax.tree.map(lambda x, leaf: x.reshape(leaf.shape), state, shapes)
 
-    return jax.jit(flatten, out_shardings=where)(state)
+    return jax.jit(flatten, out_shardings=where)
 
 
 def from_canonical(setup: Setup, canonical: State) -> State:

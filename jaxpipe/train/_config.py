@@ -128,10 +128,8 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> "Config":
-        _check_heads(self.base_num_query_heads, self.base_num_kv_heads, self.head_dim)
-        _check_engine(
-            self.pipeline_engine, self.ici_pipeline_parallelism, self.dcn_pipeline_parallelism
-        )
+        if self.pipeline_engine == "none":
+            self._no_pipeline()
         if self.dataset_type == "text" and not self.text_files:
             raise ValueError(
                 "`dataset_type` is 'text' and `text_files` is empty. Give files, folders or "
@@ -139,20 +137,19 @@ class Config(BaseModel):
             )
         return self
 
-
-def _check_heads(num_query_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    if num_query_heads % num_kv_heads:
-        raise ValueError(
-            f"`base_num_query_heads` is {num_query_heads}, not a multiple of `base_num_kv_heads` = "
-            f"{num_kv_heads}. Every group of query heads shares one key and value head."
+    def _no_pipeline(self) -> None:
+        """Without a pipeline its settings would be ignored, so they must be the defaults."""
+        names = (
+            "ici_pipeline_parallelism",
+            "dcn_pipeline_parallelism",
+            "num_layers_per_pipeline_stage",
+            "num_pipeline_repeats",
+            "pipeline_delay_activation_forwarding",
         )
-    if head_dim % 2:
-        raise ValueError(f"`head_dim` is {head_dim}. Rotary embeddings turn pairs: make it even.")
-
-
-def _check_engine(engine: str, ici_stages: int, dcn_stages: int) -> None:
-    if engine == "none" and (ici_stages, dcn_stages) != (1, 1):
-        raise ValueError(
-            f"`pipeline_engine` is 'none' with `ici_pipeline_parallelism` = {ici_stages} and "
-            f"`dcn_pipeline_parallelism` = {dcn_stages}. Set both to 1 or choose an engine."
-        )
+        for name in names:
+            value, default = getattr(self, name), Config.model_fields[name].default
+            if value != default:
+                raise ValueError(
+                    f"`pipeline_engine` is 'none' and `{name}` is {value}, which nothing would "
+                    f"read. Leave it at {default} or choose an engine."
+                )

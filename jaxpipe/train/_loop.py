@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import yaml
 
 from .. import models
-from ._canonical import canonical_shapes, from_canonical, to_canonical
+from ._canonical import canonical_shapes, from_canonical, make_canonical
 from ._checkpoint import (
     latest_step,
     open_checkpoints,
@@ -33,7 +33,7 @@ from ._tokens import load_tokenizer
 Metrics = dict[str, float]
 
 
-def train(config: Config, *, stream: Stream = sys.stdout) -> list[Metrics]:
+def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
     """Trains, resuming from the newest checkpoint of the run if there is one.
 
     Writes `config.yml`, `metrics.jsonl`, TensorBoard events and `checkpoints/` into
@@ -41,7 +41,7 @@ def train(config: Config, *, stream: Stream = sys.stdout) -> list[Metrics]:
 
     Args:
         config: The run.
-        stream: Where progress is shown.
+        stream: Where progress is shown. Default: standard output.
 
     Returns:
         The metrics of every step this call has made.
@@ -50,6 +50,7 @@ def train(config: Config, *, stream: Stream = sys.stdout) -> list[Metrics]:
         ValueError: Before anything compiles, if the config does not suit the devices or the data,
             or the newest checkpoint is of another model.
     """
+    shown: Stream = stream or sys.stdout
     setup = set_up(config, jax.devices())
     batch_at = make_batches(setup)
     folder = Path(config.output_dir) / config.run_name
@@ -58,45 +59,47 @@ def train(config: Config, *, stream: Stream = sys.stdout) -> list[Metrics]:
         checkpoints = stack.enter_context(_checkpoints(config, folder))
         done = (latest_step(checkpoints) or 0) if checkpoints else 0
         if done >= config.steps:
-            print(f"{folder} has all {done} steps. Nothing to do.", file=stream)
+            print(f"{folder} has all {done} steps. Nothing to do.", file=shown)
             return []
         restored = restored_state(setup, checkpoints, done) if checkpoints and done else None
-        print(describe(setup, done), file=stream)
+        print(describe(setup, done), file=shown)
         _write_config(folder, config)
-        write, report = _outputs(stack, config, folder, stream, first_step=done + 1)
+        write, report = _outputs(stack, config, folder, shown, first_step=done + 1)
         history = []
-        state = initial_state(setup) if restored is None else restored
-        for step, metrics in run_steps(setup, state, done, batch_at, checkpoints):
+        first = initial_state(setup) if restored is None else restored
+        flatten = make_canonical(setup)
+        for step, metrics, state in run_steps(setup, first, done, batch_at):
             write(step, metrics)
             report(step, metrics)
             history.append(metrics)
+            # After the metrics: a run that is killed here resumes with nothing missing in them.
+            if checkpoints and state is not None:
+                save_checkpoint(checkpoints, step, flatten(state), _metadata(setup))
     return history
 
 
 def run_steps(
-    setup: Setup,
-    state: State,
-    done: int,
-    batch_at: BatchAt,
-    checkpoints: ocp.CheckpointManager | None,
-) -> Iterator[tuple[int, Metrics]]:
-    """Makes steps `done + 1` to `steps`, and checkpoints; yields each step with its metrics.
+    setup: Setup, state: State, done: int, batch_at: BatchAt
+) -> Iterator[tuple[int, Metrics, State | None]]:
+    """Makes steps `done + 1` to `steps`; yields each with its metrics.
 
-    The host reads the metrics of a step while the next one runs on the devices.
+    The host reads the metrics of a step while the next one runs. Only where a checkpoint is due the
+    next step waits, and the state is there too.
     """
     config, train_step = setup.config, make_train_step(setup)
     ended = time.perf_counter()
-    running: dict[int, dict[str, jax.Array]] = {}
+    previous: tuple[int, dict[str, jax.Array]] | None = None
     for step in range(done + 1, config.steps + 1):
         batch = place_batch(setup, batch_at(step - 1))
-        state, running[step] = train_step(state, batch)
-        if step - 1 in running:
-            ended, metrics = _finished(setup, running.pop(step - 1), ended)
-            yield step - 1, metrics
-        if checkpoints and (step % config.checkpoint_period == 0 or step == config.steps):
-            save_checkpoint(checkpoints, step, to_canonical(setup, state), _metadata(setup))
-    ended, metrics = _finished(setup, running.pop(config.steps), ended)
-    yield config.steps, metrics
+        state, metrics = train_step(state, batch)
+        if previous is not None:
+            ended, values = _finished(setup, previous[1], ended)
+            yield previous[0], values, None
+        previous = step, metrics
+        if step % config.checkpoint_period == 0 or step == config.steps:
+            ended, values = _finished(setup, metrics, ended)
+            yield step, values, state
+            previous = None
 
 
 def _finished(setup: Setup, metrics: dict[str, jax.Array], started: float) -> tuple[float, Metrics]:

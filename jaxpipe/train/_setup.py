@@ -14,9 +14,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from .. import models, sharding, spmd
+from .._versions import splash_aborts_in_pipelines
 from ..autodiff import Model
 from ._config import Config
 from ._data import global_batch_size
+
+STACKED = ("circular_repeats", "stage", "layers")
+"""Logical axes of `Layout.dims`, in front of every weight of a layer."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,7 @@ class Setup:
     def weight_tree(self) -> dict[str, Any]:
         """The abstract weights; leaves of `stages` are [R, S, layers per stage, ...]."""
         tree = models.llama_weights(self.llama, jnp.dtype(self.config.weight_dtype))
-        axes = ("circular_repeats", "stage", "layers")
-        stages = models.stacked(tree["layer"], self.layout.dims, axes)
+        stages = models.stacked(tree["layer"], self.layout.dims, STACKED)
         return {"embed": tree["embed"], "stages": stages, "head": tree["head"]}
 
 
@@ -61,6 +64,10 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
     Raises:
         ValueError: If sizes do not divide, do not suit the engine, or need other devices.
     """
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"There are {jax.process_count()} processes. The trainer runs in one process so far."
+        )
     mesh = sharding.make_mesh(
         _parallelism(config, "ici"), _parallelism(config, "dcn"), devices=devices
     )
@@ -68,7 +75,8 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
     layout = _layout(config, num_ranks)
     num_microbatches = config.num_pipeline_microbatches
     if num_microbatches == -1:
-        num_microbatches = num_ranks
+        rounds = 2 if config.pipeline_delay_activation_forwarding else 1
+        num_microbatches = rounds * num_ranks
     if config.pipeline_engine == "circular":
         spmd.check_circular(
             num_ranks,
@@ -87,6 +95,7 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
     rules = sharding.with_rules(_axis_rules(config))
     llama = _llama_config(config)
     setup = Setup(config, llama, mesh, rules, layout, num_microbatches, microbatch_size)
+    attention_kernel(setup)
     weights_shardings(setup)
     batch_shardings(setup)
     return setup
@@ -97,7 +106,7 @@ def build_model(setup: Setup) -> Model:
     config = setup.config
     pipelined = config.pipeline_engine != "none"
     attention = models.dot_product_attention
-    if _attention(config) == "splash":
+    if attention_kernel(setup) == "splash":
         attention = models.splash_attention(setup.rules)
     # A pipeline recomputes whole ticks; without one, each layer is recomputed on its own.
     per_layer = config.remat_policy == "full" and not pipelined
@@ -110,6 +119,26 @@ def build_model(setup: Setup) -> Model:
         layer_remat=spmd.recompute if per_layer else spmd.keep,
     )
     return Model(*functions, tied=config.logits_via_embedding)
+
+
+def attention_kernel(setup: Setup) -> str:
+    """`splash` or `dot_product`: what the config says, or with `auto` splash where it runs."""
+    config = setup.config
+    if config.attention == "dot_product":
+        return "dot_product"
+    platform = setup.mesh.devices.flat[0].platform
+    length = config.max_target_length
+    problems = {
+        f"the devices are {platform}s, not TPUs": platform != "tpu",
+        f"`max_target_length` is {length}, not a multiple of 128": length % 128 != 0,
+        "sequences are split over the axis 'context'": setup.mesh.shape["context"] > 1,
+        f"jax {jax.__version__} cannot compile it in a pipeline (take 0.11 or newer, or set "
+        "JAX_USE_SHARDY_PARTITIONER=false)": splash_aborts_in_pipelines(),
+    }
+    found = "; ".join(problem for problem, applies in problems.items() if applies)
+    if config.attention == "splash" and found:
+        raise ValueError(f"`attention` is 'splash', but {found}. Give 'auto' or 'dot_product'.")
+    return "dot_product" if found else "splash"
 
 
 def weights_shardings(setup: Setup) -> Any:
@@ -157,9 +186,3 @@ def _axis_rules(config: Config) -> sharding.Rules:
 def _llama_config(config: Config) -> models.LlamaConfig:
     names = [field.name for field in dataclasses.fields(models.LlamaConfig)]
     return models.LlamaConfig(**{name: getattr(config, name) for name in names})
-
-
-def _attention(config: Config) -> str:
-    if config.attention != "auto":
-        return config.attention
-    return "splash" if jax.default_backend() == "tpu" else "dot_product"

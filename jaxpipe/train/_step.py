@@ -15,12 +15,10 @@ from jaxtyping import Array, Int, PyTree
 from .. import models, sharding, spmd
 from ..autodiff import Model, unpipelined
 from ._optimizer import adamw, clip, decay_mask, gradient_norm, learning_rate_schedule
-from ._setup import Setup, batch_shardings, build_model
+from ._setup import STACKED, Setup, batch_shardings, build_model
 
 State = dict[str, Any]
 """`weights`, `optimizer` and `step`, the number of steps done."""
-
-STACKED = ("circular_repeats", "stage", "layers")
 
 
 def make_optimizer(setup: Setup) -> optax.GradientTransformation:
@@ -91,9 +89,9 @@ def state_shardings(setup: Setup) -> State:
 
 
 def make_train_step(setup: Setup) -> Callable[[State, PyTree], tuple[State, dict[str, Array]]]:
-    """The compiled step, `(state, batch from place_batch) -> (state, metrics)`.
+    """The step, `(state, batch from place_batch) -> (state, metrics)`.
 
-    The state that goes in is donated.
+    It compiles at its first call. The state that goes in is donated.
     """
     optimizer, schedule = make_optimizer(setup), make_schedule(setup)
     value_and_grad = ENGINES[setup.config.pipeline_engine](setup, build_model(setup))

@@ -42,9 +42,14 @@ def test_a_logical_axis_without_a_rule_is_an_error_that_lists_the_others():
 
 
 def test_changed_rules_replace_those_of_the_same_name_and_keep_the_rest():
-    rules = with_rules((("embed", ("tensor",)), ("mine", ("data", "stage"))))
-    assert dict(rules) == dict(DEFAULT_RULES) | {"embed": ("tensor",), "mine": ("data", "stage")}
+    rules = with_rules((("embed", ("tensor",)), ("mlp", ("data", "stage"))))
+    assert dict(rules) == dict(DEFAULT_RULES) | {"embed": ("tensor",), "mlp": ("data", "stage")}
     assert with_rules(()) == DEFAULT_RULES
+
+
+def test_a_rule_for_a_logical_axis_that_nothing_bears_is_refused():
+    with pytest.raises(ValueError, match=r"has a rule for 'mpl', .* Logical axes are activation_"):
+        with_rules((("mpl", ("tensor",)),))
 
 
 def test_a_rule_for_an_axis_that_no_mesh_has_is_refused():

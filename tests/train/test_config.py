@@ -23,19 +23,19 @@ def test_zero_is_refused_where_it_makes_no_sense(key: str):
         Config.model_validate({key: 0})
 
 
-def test_query_heads_must_share_key_value_heads_evenly():
-    with pytest.raises(ValueError, match=r"`base_num_query_heads` is 4, not a multiple of .* = 3"):
-        Config(base_num_query_heads=4, base_num_kv_heads=3)
-
-
-def test_head_dim_must_be_even():
-    with pytest.raises(ValueError, match=r"`head_dim` is 15\. Rotary embeddings turn pairs"):
-        Config(head_dim=15)
-
-
-def test_no_engine_and_a_pipeline_axis_contradict_each_other():
-    with pytest.raises(ValueError, match="'none' with `ici_pipeline_parallelism` = 2"):
-        Config(pipeline_engine="none", ici_pipeline_parallelism=2)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ici_pipeline_parallelism", 2),
+        ("dcn_pipeline_parallelism", 2),
+        ("num_layers_per_pipeline_stage", 2),
+        ("num_pipeline_repeats", 2),
+        ("pipeline_delay_activation_forwarding", True),
+    ],
+)
+def test_no_engine_and_a_setting_of_pipelines_contradict_each_other(name, value):
+    with pytest.raises(ValueError, match=f"'none' and `{name}` is {value}, which nothing would"):
+        Config.model_validate({"pipeline_engine": "none", name: value})
 
 
 def test_text_needs_files():

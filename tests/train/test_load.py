@@ -143,9 +143,10 @@ def test_all_wrong_values_are_told_at_once_each_with_its_source(file):
 
 
 def test_values_that_do_not_fit_together_are_refused():
-    assert refusal("head_dim=3") == (
-        "`head_dim` is 3. Rotary embeddings turn pairs: make it even."
-    )  # fmt: skip
+    assert refusal("dataset_type=text", "text_files=[]") == (
+        "`dataset_type` is 'text' and `text_files` is empty. Give files, folders or "
+        "'builtin:sonnets'."
+    )
 
 
 def test_a_tag_that_would_run_code_is_refused(file):

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from jaxpipe.train import Config, set_up, train
+from jaxpipe.train import Config, _checkpoint, _loop, read_metrics, set_up, train
 from jaxpipe.train import _canonical as canonical
 from jaxpipe.train import _step as step
 
@@ -92,7 +93,7 @@ def test_any_layout_goes_on_from_any_checkpoint(tmp_path, uninterrupted, other):
 def test_a_canonical_state_has_its_layers_in_forward_order_and_comes_back_unchanged():
     setup = set_up(config_of(CIRCULAR), jax.devices())
     state = step.initial_state(setup)
-    flat = canonical.to_canonical(setup, state)
+    flat = canonical.make_canonical(setup)(state)
     stacked = np.asarray(state["weights"]["stages"]["mlp"]["up"])
     np.testing.assert_array_equal(
         flat["weights"]["stages"]["mlp"]["up"], stacked.reshape(4, *stacked.shape[3:])
@@ -160,3 +161,60 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
 def test_settings_that_cannot_work_are_refused_before_anything_compiles(settings, message):
     with pytest.raises(ValueError, match=message):
         set_up(config_of(CIRCULAR, settings), jax.devices())
+
+
+def test_a_run_that_stops_while_it_saves_resumes_with_no_step_missing_in_its_metrics(
+    tmp_path, monkeypatch
+):
+    def fail(checkpoints, step, state, metadata):
+        _checkpoint.save_checkpoint(checkpoints, step, state, metadata)
+        raise KeyboardInterrupt
+
+    settings = {**CIRCULAR, "checkpoint_period": 2, "steps": 4}
+    monkeypatch.setattr(_loop, "save_checkpoint", fail)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, **settings)
+    monkeypatch.undo()
+    run(tmp_path, **settings)
+    lines = read_metrics(tmp_path / "default" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("weight_dtype", ["float32", "bfloat16"])
+def test_bfloat16_trains_with_and_without_a_pipeline_to_nearly_the_same_loss(
+    tmp_path, weight_dtype
+):
+    settings = {"dtype": "bfloat16", "weight_dtype": weight_dtype, "enable_checkpointing": False}
+    # JAX itself mixes types where it lowers `jax.nn.dot_product_attention` in bfloat16.
+    with jax.numpy_dtype_promotion("standard"):
+        pipelined = losses(run(tmp_path / "a", **CIRCULAR, **settings))
+        plain = losses(run(tmp_path / "b", **PLAIN, **settings))
+    np.testing.assert_allclose(pipelined, plain, rtol=2e-2)
+    assert len(pipelined) == 4
+
+
+def test_without_rematerialisation_the_losses_are_the_same(tmp_path, uninterrupted):
+    settings = {**CIRCULAR, "dataset_type": "text", "remat_policy": "none"}
+    np.testing.assert_allclose(losses(run(tmp_path, **settings)), uninterrupted, rtol=1e-5)
+
+
+def test_a_rule_of_the_users_own_changes_where_weights_lie_and_no_number(tmp_path, uninterrupted):
+    rules = (("embed", None), ("mlp", "fsdp"))
+    settings = {**CIRCULAR, "logical_axis_rules": rules}
+    where = step.state_shardings(set_up(config_of(settings), jax.devices()))
+    assert where["weights"]["stages"]["mlp"]["up"].spec == P(None, "stage", None, None, "fsdp")
+    history = run(tmp_path, **settings, dataset_type="text")
+    np.testing.assert_allclose(losses(history), uninterrupted, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "the devices are cpus, not TPUs"),
+        ({"max_target_length": 100}, "100, not a multiple of 128"),
+        ({"ici_context_parallelism": 2, "ici_fsdp_parallelism": 2}, "split over the axis"),
+    ],
+)
+def test_splash_attention_is_refused_where_it_does_not_run(settings, message):
+    with pytest.raises(ValueError, match=message):
+        set_up(config_of(CIRCULAR, {"attention": "splash"}, settings), jax.devices())
