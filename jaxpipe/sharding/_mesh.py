@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 AXES = ("data", "stage", "fsdp", "tensor", "expert", "context")
@@ -40,13 +41,35 @@ def make_mesh(
     within = _fill([ici.get(axis, 1) for axis in AXES], len(devices) // math.prod(across))
     _check_count(within, across, len(devices))
 
+    _check_slices(across, devices)
+
     # [dcn of each axis, ici of each axis] -> [dcn x ici of each axis]
-    grid = np.empty(len(devices), dtype=object)
-    grid[:] = sorted(devices, key=_slice_of)  # stable: neighbours stay neighbours
-    grid = grid.reshape(*across, *within)
+    ordered = sorted(devices, key=_slice_of)
+    size = math.prod(within)
+    groups = [_arrange(ordered[i : i + size], within) for i in range(0, len(ordered), size)]
+    grid = np.stack(groups).reshape(*across, *within)
     grid = grid.transpose([i for axis in range(len(AXES)) for i in (axis, axis + len(AXES))])
     sizes = [a * w for a, w in zip(across, within, strict=True)]
     return Mesh(grid.reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _arrange(devices: list[Any], sizes: list[int]) -> np.ndarray:
+    """Devices of one slice on a grid: TPUs so that neighbours on it are neighbours on the torus."""
+    if getattr(devices[0], "platform", None) == "tpu":
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    grid = np.empty(len(devices), dtype=object)
+    grid[:] = devices
+    return grid.reshape(sizes)
+
+
+def _check_slices(across: list[int], devices: list[Any]) -> None:
+    slices = {getattr(device, "slice_index", None) for device in devices}
+    if len(slices) > 1 and math.prod(across) != len(slices):
+        raise ValueError(
+            f"The devices lie in {len(slices)} slices, but the `dcn` sizes multiply to "
+            f"{math.prod(across)}. Make them multiply to {len(slices)}, so that `ici` axes stay "
+            "inside a slice."
+        )
 
 
 def _slice_of(device: Any) -> int:

@@ -79,6 +79,14 @@ def test_an_axis_across_and_within_slices_keeps_neighbours_together(grid_of: Any
     assert ids.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
+@pytest.mark.parametrize("dcn", [{}, {"data": 4}])
+def test_axes_that_would_cross_slices_are_refused(dcn: dict[str, int]):
+    devices = [FakeDevice(i, 0, i // 4) for i in range(8)]
+    message = "lie in 2 slices, but the `dcn` sizes multiply to"
+    with pytest.raises(ValueError, match=message):
+        make_mesh({"stage": -1}, dcn, devices=devices)
+
+
 def test_a_slice_index_of_zero_counts_as_one(grid_of: Any):
     devices = [FakeDevice(0, 1, 0), FakeDevice(1, 0, 1)]
     assert grid_of({}, {"data": 2}, devices=devices).tolist() == [0, 1]
