@@ -63,7 +63,7 @@ def circular(
         its stage assignment interleaved.
     """
     stacked, microbatches = {"weights": weights, "keys": keys}, {"inputs": inputs, "side": side}
-    num_ranks, _ = _check_counts(stacked, microbatches, mesh, delay)
+    num_ranks = _check_counts(stacked, microbatches, mesh, delay)
 
     def rank(weights, inputs, side, keys):
         y, sums = run_rank(stage, weights, inputs, side, keys, delay=delay, remat=remat)
@@ -122,10 +122,8 @@ def circular_value_and_grad(
     return jax.value_and_grad(loss, has_aux=True)(weights)
 
 
-def _check_counts(
-    stacked: PyTree, microbatches: PyTree, mesh: Mesh | None, delay: bool
-) -> tuple[int, int]:
-    """S and M, after a check of every leaf, and of R, S and M against each other and the mesh.
+def _check_counts(stacked: PyTree, microbatches: PyTree, mesh: Mesh | None, delay: bool) -> int:
+    """S, after a check of every leaf, and of R, S and M against each other and the mesh.
 
     Args:
         stacked: Weights and keys, [R, S, ...] leaves.
@@ -141,7 +139,7 @@ def _check_counts(
             f"{dict(mesh.shape)} has {mesh.shape.get(AXIS)}. They must be equal."
         )
     check_circular(num_ranks, num_repeats, num_microbatches, delay=delay)
-    return num_ranks, num_microbatches
+    return num_ranks
 
 
 def _common_dims(tree: dict[str, PyTree], count: int, meaning: str) -> tuple[int, ...]:

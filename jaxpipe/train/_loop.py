@@ -49,6 +49,7 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
     Raises:
         ValueError: Before anything compiles, if the config does not suit the devices or the data,
             or the newest checkpoint is of another model.
+        RuntimeError: If a step, a checkpoint or a batch fails later.
     """
     shown: Stream = stream or sys.stdout
     setup = set_up(config, jax.devices())
@@ -68,13 +69,17 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
         history = []
         first = initial_state(setup) if restored is None else restored
         flatten = make_canonical(setup)
-        for step, metrics, state in run_steps(setup, first, done, batch_at):
-            write(step, metrics)
-            report(step, metrics)
-            history.append(metrics)
-            # After the metrics: a run that is killed here resumes with nothing missing in them.
-            if checkpoints and state is not None:
-                save_checkpoint(checkpoints, step, flatten(state), _metadata(setup))
+        try:
+            for step, metrics, state in run_steps(setup, first, done, batch_at):
+                write(step, metrics)
+                report(step, metrics)
+                history.append(metrics)
+                # After the metrics: a run that is killed here resumes with none of them missing.
+                if checkpoints and state is not None:
+                    save_checkpoint(checkpoints, step, flatten(state), _metadata(setup))
+        except ValueError as error:
+            # What the user could have got wrong was checked above.
+            raise RuntimeError(f"The run failed after step {done + len(history)}.") from error
     return history
 
 

@@ -180,6 +180,15 @@ def test_a_run_that_stops_while_it_saves_resumes_with_no_step_missing_in_its_met
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
 
 
+def test_what_fails_in_the_middle_is_not_blamed_on_the_settings(tmp_path, monkeypatch):
+    def fail(checkpoints, step, state, metadata):
+        raise ValueError("the disk is full")
+
+    monkeypatch.setattr(_loop, "save_checkpoint", fail)
+    with pytest.raises(RuntimeError, match="The run failed after step 2"):
+        run(tmp_path, **CIRCULAR, checkpoint_period=2)
+
+
 @pytest.mark.parametrize("weight_dtype", ["float32", "bfloat16"])
 def test_bfloat16_trains_with_and_without_a_pipeline_to_nearly_the_same_loss(
     tmp_path, weight_dtype
