@@ -30,6 +30,7 @@ def emulate_devices(num_devices: int) -> None:
     found = len(jax.devices("cpu"))
     if found != num_devices:
         raise ValueError(
-            f"`emulate_devices` is {num_devices}, but JAX sees {found} CPU devices: it has been in "
-            "use before, or `XLA_FLAGS` asks for another number. Start a new process without it."
+            f"`emulate_devices` is {num_devices}, but JAX sees {found} CPU devices: it was in use "
+            "before, or `XLA_FLAGS` asks for another number. Emulate before anything uses JAX, and "
+            "remove `--xla_force_host_platform_device_count` from `XLA_FLAGS`."
         )

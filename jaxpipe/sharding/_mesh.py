@@ -105,9 +105,10 @@ def _check_count(within: list[int], across: list[int], num_devices: int) -> None
     if needed > num_devices:
         raise ValueError(
             f"{wanted} and there are {num_devices}. Make an axis smaller or, to try it on a CPU, "
-            f"emulate them: `emulate_devices={needed}`."
+            f"emulate them: `emulate_devices={needed}` for `jaxpipe train`, or "
+            f"`jaxpipe.cli.emulate_devices({needed})` before anything else uses JAX."
         )
     raise ValueError(
         f"{wanted} and there are {num_devices}: some would idle. Make an axis larger (-1 takes "
-        "what is left), or pass fewer `devices`."
+        "what is left), or use fewer devices."
     )

@@ -76,18 +76,18 @@ def check_circular(num_ranks: int, num_repeats: int, num_microbatches: int, *, d
     """Raises a `ValueError` if the circular pipeline cannot run these counts."""
     if num_microbatches < num_ranks:
         raise ValueError(
-            f"`num_microbatches` is {num_microbatches} and there are {num_ranks} ranks. The "
+            f"There are {num_microbatches} microbatches for {num_ranks} ranks. The "
             "circular pipeline keeps an equal share of the microbatches on every rank: give at "
             f"least {num_ranks}."
         )
     if num_microbatches % num_ranks:
         raise ValueError(
-            f"`num_microbatches` is {num_microbatches}, not a multiple of the {num_ranks} ranks. "
+            f"There are {num_microbatches} microbatches, not a multiple of the {num_ranks} ranks. "
             "The circular pipeline keeps an equal share of the microbatches on every rank."
         )
     if delay and num_repeats > 1 and num_microbatches < 2 * num_ranks:
         raise ValueError(
-            f"`num_microbatches` is {num_microbatches}, but with delayed forwarding a microbatch "
+            f"There are {num_microbatches} microbatches, but with delayed forwarding each of them "
             f"needs 2 * {num_ranks} ticks for one round of {num_ranks} ranks. Give at least "
             f"{2 * num_ranks}, or turn the delay off."
         )

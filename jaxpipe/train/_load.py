@@ -93,7 +93,7 @@ def _checked(sources: Sequence[tuple[str, Values]]) -> Config:
             if key not in Config.model_fields:
                 raise ValueError(
                     f"{source} sets `{key}`, which is no key.{_nearest(key, Config.model_fields)} "
-                    "base.yml lists them all."
+                    "`jaxpipe train --keys` lists them all."
                 )
     merged = _merged(sources)
     try:

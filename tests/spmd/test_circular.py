@@ -207,9 +207,9 @@ def test_the_backward_finds_one_input_per_tick_and_no_weights():
 @pytest.mark.parametrize(
     ("ranks", "repeats", "microbatches", "delay", "message"),
     [
-        (4, 1, 2, False, "`num_microbatches` is 2 and there are 4 ranks"),
-        (4, 1, 6, False, "`num_microbatches` is 6, not a multiple of the 4 ranks"),
-        (4, 2, 4, True, "`num_microbatches` is 4, but with delayed forwarding .* at least 8"),
+        (4, 1, 2, False, "There are 2 microbatches for 4 ranks"),
+        (4, 1, 6, False, "There are 6 microbatches, not a multiple of the 4 ranks"),
+        (4, 2, 4, True, "There are 4 microbatches, but with delayed forwarding .* at least 8"),
     ],
 )
 def test_counts_that_do_not_fit_are_refused(ranks, repeats, microbatches, delay, message):

@@ -100,7 +100,7 @@ def test_rules_are_lists_of_pairs():
 def test_an_unknown_key_is_named_with_its_source_and_nearest_neighbour(file):
     assert refusal("step=3") == (
         "the command line sets `step`, which is no key. Did you mean `steps`? "
-        "base.yml lists them all."
+        "`jaxpipe train --keys` lists them all."
     )
     assert "my.yml sets `zzz`, which is no key. base.yml" in refusal(files=(file("zzz: 3\n"),))
 

@@ -138,7 +138,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
     [
         (
             {"num_pipeline_microbatches": 3},
-            "`num_microbatches` is 3, not a multiple of",
+            "There are 3 microbatches, not a multiple of",
         ),
         ({"num_pipeline_microbatches": 6}, "The batch .* is 16, not a multiple of .* = 6"),
         ({"base_num_decoder_layers": 5}, "`base_num_decoder_layers` is 5, not a multiple of"),
@@ -146,7 +146,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
             {"num_pipeline_repeats": 3},
             "`num_pipeline_repeats` is 3, but 4 layers .* make 2",
         ),
-        ({"num_pipeline_microbatches": 1}, "`num_microbatches` is 1 and there are 2 ranks"),
+        ({"num_pipeline_microbatches": 1}, "There are 1 microbatches for 2 ranks"),
         ({"ici_fsdp_parallelism": 8}, "needs 16 devices and there are 8.*`emulate_devices=16`"),
         ({"ici_fsdp_parallelism": 2}, "needs 4 devices and there are 8: some would idle"),
         ({"num_pipeline_microbatches": 8}, "`microbatches` has 2 in dim 1 .* over fsdp 4"),
