@@ -102,7 +102,9 @@ def test_an_unknown_key_is_named_with_its_source_and_nearest_neighbour(file):
         "the command line sets `step`, which is no key. Did you mean `steps`? "
         "`jaxpipe train --keys` lists them all."
     )
-    assert "my.yml sets `zzz`, which is no key. base.yml" in refusal(files=(file("zzz: 3\n"),))
+    assert "my.yml sets `zzz`, which is no key. `jaxpipe train --keys`" in refusal(
+        files=(file("zzz: 3\n"),)
+    )
 
 
 def test_an_unknown_model_lists_the_known_ones():
