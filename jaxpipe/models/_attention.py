@@ -17,7 +17,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from ..sharding import LogicalAxes, Rules, partition_spec
+from ..sharding import LogicalAxes, Rules, automatic_rules, partition_spec
 
 Attention = Callable[..., jax.Array]
 
@@ -63,7 +63,7 @@ def splash_attention(rules: Rules, *, interpret: bool = False) -> Attention:
         local = _splash_kernel(interpret)
         if not automatic:
             return local(q, k, v, segment_ids)
-        kept = [(name, [a for a in axes if a in automatic]) for name, axes in rules]
+        kept = automatic_rules(rules, mesh)
         _check_splits(kept, dict(mesh.shape))
         heads, kv_heads, segments = (
             partition_spec(axes, kept) for axes in (_HEAD_AXES, _KV_HEAD_AXES, _SEGMENT_AXES)

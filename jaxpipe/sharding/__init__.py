@@ -9,6 +9,7 @@ from ._rules import DEFAULT_RULES as DEFAULT_RULES
 from ._rules import Constrain as Constrain
 from ._rules import LogicalAxes as LogicalAxes
 from ._rules import Rules as Rules
+from ._rules import automatic_rules as automatic_rules
 from ._rules import check_divisible as check_divisible
 from ._rules import constrain_with as constrain_with
 from ._rules import named_shardings as named_shardings

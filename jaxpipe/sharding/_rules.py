@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ._mesh import AXES
 
@@ -126,6 +126,12 @@ def named_shardings(shapes: Any, axes: Any, mesh: Mesh, rules: Rules = DEFAULT_R
     return jax.tree_util.tree_map_with_path(sharding, shapes, axes)
 
 
+def automatic_rules(rules: Rules, mesh: AbstractMesh) -> Rules:
+    """`rules` without the axes that are manual in `mesh`, as inside `jax.shard_map`."""
+    automatic = set(mesh.axis_names) - set(mesh.manual_axes)
+    return [(name, [a for a in mesh_axes if a in automatic]) for name, mesh_axes in rules]
+
+
 Constrain = Callable[[jax.Array, LogicalAxes], jax.Array]
 
 
@@ -141,9 +147,7 @@ def constrain_with(rules: Rules = DEFAULT_RULES) -> Constrain:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:
             return x
-        automatic = set(mesh.axis_names) - set(mesh.manual_axes)
-        kept = [(name, [a for a in mesh_axes if a in automatic]) for name, mesh_axes in rules]
-        spec = partition_spec(axes, kept)
+        spec = partition_spec(axes, automatic_rules(rules, mesh))
         check_divisible(x.shape, spec, dict(mesh.shape), "activation " + str(axes))
         return jax.lax.with_sharding_constraint(x, spec)
 

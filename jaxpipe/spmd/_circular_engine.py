@@ -148,8 +148,8 @@ def _common_dims(tree: dict[str, PyTree], count: int, meaning: str) -> tuple[int
     if not leaves:
         raise ValueError(f"`{'` and `'.join(tree)}` have no arrays. Give leaves {meaning}.")
     dims = {jax.tree_util.keystr(path): x.shape[:count] for path, x in leaves}
-    (first, wanted), *others = dims.items()
-    for name, found in others:
+    first, wanted = next(iter(dims.items()))
+    for name, found in dims.items():
         if found != wanted or len(found) < count:
             raise ValueError(
                 f"{name} starts with dims {found} and {first} with {wanted}. All leaves of "

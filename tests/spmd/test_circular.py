@@ -223,6 +223,7 @@ def test_counts_that_do_not_fit_are_refused(ranks, repeats, microbatches, delay,
     [
         ({"side": {"bias": jnp.ones((2, 3, 4))}}, r"\['side'\]\['bias'\] starts with dims \(2,\)"),
         ({"keys": jnp.ones((1, 4))}, r"\['weights'\]\['w'\] starts with dims \(2, 4\)"),
+        ({"weights": jnp.ones((2,))}, r"\['weights'\] starts with dims \(2,\)"),
         ({"weights": {}}, "`weights` and `keys` have no arrays"),
     ],
 )
