@@ -1,5 +1,6 @@
 """The trainer: config, data, optimizer, checkpoints, metrics."""
 
+from ._ahead import compile_train_step as compile_train_step
 from ._checkpoint import latest_step as latest_step
 from ._checkpoint import open_checkpoints as open_checkpoints
 from ._checkpoint import read_metadata as read_metadata
@@ -16,6 +17,8 @@ from ._documents import read_documents as read_documents
 from ._documents import tokenize as tokenize
 from ._load import base_yaml as base_yaml
 from ._load import load_config as load_config
+from ._loop import describe as describe
+from ._loop import model_flops as model_flops
 from ._loop import train as train
 from ._metrics import metrics_writer as metrics_writer
 from ._metrics import read_metrics as read_metrics

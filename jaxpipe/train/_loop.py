@@ -145,14 +145,18 @@ def speed(setup: Setup, seconds: float) -> Metrics:
 
     Recomputed operations are not counted: it is the model's work, not the program's.
     """
-    length = setup.config.max_target_length
-    tokens = setup.batch_size * length
-    flops = models.matmul_flops_per_token(setup.llama, length) * tokens
+    tokens = setup.batch_size * setup.config.max_target_length
     return {
         "step_time_seconds": seconds,
         "tokens_per_second": tokens / seconds,
-        "tflops_per_second_per_device": flops / seconds / setup.mesh.size / 1e12,
+        "tflops_per_second_per_device": model_flops(setup) / seconds / setup.mesh.size / 1e12,
     }
+
+
+def model_flops(setup: Setup) -> float:
+    """Floating-point operations of the model in a step, over all devices."""
+    length = setup.config.max_target_length
+    return models.matmul_flops_per_token(setup.llama, length) * setup.batch_size * length
 
 
 def make_batches(setup: Setup) -> BatchAt:

@@ -1,0 +1,110 @@
+"""`jaxpipe compile`: memory and communication of a train step, for devices that are not here."""
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ._emulate import emulate_devices
+from ._settings import add_settings, read_settings
+
+if TYPE_CHECKING:
+    from ..train import Config, Setup
+
+_HELP = "compile the train step, and report memory and communication, without the hardware"
+
+# libtpu asks the cloud's metadata server for its topology, and locks out a second process.
+_OFF_TPU = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser("compile", help=_HELP, description=_HELP.capitalize() + ".")
+    add_settings(parser)
+    add = parser.add_argument
+    add("--topology", metavar="NAME", help="TPUs, such as v5p:2x2x1; else this machine's devices")
+    add("--num-slices", type=int, default=1, metavar="N", help="slices of that topology")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--dump-hlo", type=Path, metavar="DIR", help="write the optimized HLO text into DIR")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compiles and prints a report."""
+    if args.topology:
+        for name, value in _OFF_TPU.items():
+            os.environ.setdefault(name, value)
+    config = read_settings(args.settings)
+    devices = _devices(config, args.topology, args.num_slices)
+    dump = args.dump_hlo and _dump_file(args.dump_hlo, config.model_name, args.topology)
+    from ..plan import report_json, report_text
+    from ..train import describe, set_up
+
+    setup = set_up(config, devices)
+    report, hlo_text = _compile(setup)
+    if dump:
+        dump.write_text(hlo_text, encoding="utf-8")
+    print(report_json(report) if args.json else f"{describe(setup, 0)}\n{report_text(report)}")
+    return 0
+
+
+def _devices(config: "Config", topology: str | None, num_slices: int) -> list[Any]:
+    """Those of the topology, or of this machine, emulated if the config says so."""
+    if topology:
+        if config.emulate_devices:
+            raise ValueError(
+                f"`emulate_devices` is {config.emulate_devices} and `--topology` {topology}. Leave "
+                "one of them out."
+            )
+        from ..plan import tpu_topology
+
+        return tpu_topology(topology, num_slices)
+    if num_slices != 1:
+        raise ValueError(f"`--num-slices` is {num_slices}, of no `--topology`. Give one.")
+    if config.emulate_devices:
+        emulate_devices(config.emulate_devices)
+    import jax
+
+    return jax.devices()
+
+
+def _dump_file(folder: Path, model_name: str, topology: str | None) -> Path:
+    """The file the HLO will be written to, tried before the compiler takes its time."""
+    where = (topology or "this-machine").replace(":", "-")
+    file = folder / f"{model_name}-{where}-train-step.hlo"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    except OSError as error:
+        raise ValueError(
+            f"`--dump-hlo` is {folder}, where {file.name} cannot be written: {error.strerror}. "
+            "Give a folder of your own."
+        ) from None
+    return file
+
+
+def _compile(setup: "Setup") -> tuple[Any, str]:
+    """The report of a step, and its HLO."""
+    from .. import plan
+    from ..train import compile_train_step, model_flops
+
+    device = setup.mesh.devices.flat[0]
+    started = time.perf_counter()
+    compiled = compile_train_step(setup)
+    seconds = time.perf_counter() - started
+    hlo_text = compiled.as_text() or ""
+    report = plan.Report(
+        platform=device.device_kind,
+        num_devices=setup.mesh.size,
+        memory=plan.memory(compiled),
+        audit=plan.audit(hlo_text),
+        model_flops=model_flops(setup),
+        compile_seconds=seconds,
+        **plan.versions(device.platform),
+    )
+    return report, hlo_text

@@ -1,0 +1,145 @@
+"""Which instructions are collectives, and what they move, in the dialects of XLA's backends.
+
+On TPUs a collective takes these forms, each of which is one collective here:
+
+    all-gather                                  it runs alone
+    all-gather-start, all-gather-done           asynchronous; all kinds
+    call-start, call-update, call-done          asynchronous, on the SparseCore (tpu7x)
+    fusions with AsyncCollectiveStart,          asynchronous: the fusions between the first and the
+      async_collective_fusion, ...Done          last run other work; each repeats the collective
+    fusion of all-reduce and dynamic-slice      a reduce-scatter
+    send, recv of xla_megascale_runtime         between slices
+"""
+
+import re
+from dataclasses import dataclass
+
+from ._hlo import (
+    Computation,
+    Instruction,
+    attribute,
+    elements,
+    op_name,
+    plain_shape,
+    shape_bytes,
+)
+
+KINDS = (
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+
+_CHAINED = "async_collective_fusion_config"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective, wherever it stands. Attributes are those of `Site`."""
+
+    kind: str
+    name: str
+    shape: str
+    result_bytes: int
+    asynchronous: bool
+    across_slices: bool
+    groups: str
+    op_name: str
+
+
+def collective(
+    computation: Computation, instruction: Instruction, *, fused: bool
+) -> Collective | None:
+    """The collective that starts with `instruction`, or None. `fused`: in a fusion."""
+    opcode = instruction.opcode
+    kind = opcode.removesuffix("-start")
+    if opcode == "recv":
+        return _received(instruction)
+    if kind not in KINDS or _is_continuation(computation, instruction):
+        return None
+    slices = _slices(computation, instruction) if fused and opcode == "all-reduce" else []
+    if slices:
+        shapes = [x.shape for x in slices]
+        shape = shapes[0] if len(shapes) == 1 else f"({', '.join(shapes)})"
+        return _collective("reduce-scatter", instruction, shape, asynchronous=False)
+    started = opcode != kind
+    shape = _result_of_start(kind, instruction.shape) if started else instruction.shape
+    chained = _CHAINED in instruction.attributes
+    return _collective(kind, instruction, shape, asynchronous=started or chained)
+
+
+def _collective(
+    kind: str, instruction: Instruction, shape: str, *, asynchronous: bool, across: bool = False
+) -> Collective:
+    groups = (
+        attribute(instruction, "replica_groups")
+        or attribute(instruction, "source_target_pairs")
+        or _attribute_of_slices(instruction, "target")
+    )
+    return Collective(
+        kind,
+        instruction.name,
+        plain_shape(shape),
+        shape_bytes(shape),
+        asynchronous,
+        across,
+        groups,
+        op_name(instruction),
+    )
+
+
+def _result_of_start(kind: str, shape: str) -> str:
+    """A start's shape is (operands, result, contexts ...), but an all-reduce's is its result."""
+    return shape if kind == "all-reduce" or not shape.startswith("(") else elements(shape)[1]
+
+
+def _is_continuation(computation: Computation, instruction: Instruction) -> bool:
+    """Whether this is a repetition of a collective that an earlier fusion has started."""
+    if _CHAINED not in instruction.attributes:
+        return False
+    starts = [
+        x for x in computation.instructions.values() if '"AsyncCollectiveStart"' in x.attributes
+    ]
+    return not any(instruction.name in start.operands for start in starts)
+
+
+_SAME_DATA = {"bitcast", "copy", "reshape", "transpose", "convert", "get-tuple-element"}
+
+
+def _slices(computation: Computation, reduced: Instruction) -> list[Instruction]:
+    """The slices that a fused all-reduce is cut into: each device keeps only its own."""
+    whole, slices = {reduced.name}, []
+    for x in computation.instructions.values():  # operands stand before their users
+        if not x.operands or x.operands[0] not in whole:
+            continue
+        if x.opcode in _SAME_DATA:
+            whole.add(x.name)
+        elif x.opcode == "dynamic-slice":
+            slices.append(x)
+    return slices
+
+
+def _received(instruction: Instruction) -> Collective | None:
+    """A recv: of the network between slices, of a permute that XLA has split, or of the host."""
+    transfer = _attribute_of_slices(instruction, "transfer_type")
+    host = attribute(instruction, "is_host_transfer") == "true"
+    if host and not transfer:
+        return None
+    kind = transfer.lower().replace("_", "-")
+    return _collective(
+        kind if kind in KINDS else "collective-permute",
+        instruction,
+        elements(instruction.shape)[0],
+        asynchronous=True,
+        across=bool(transfer),
+    )
+
+
+def _attribute_of_slices(instruction: Instruction, name: str) -> str:
+    found = re.search(rf'_xla_megascale_{name}=("?)(.*?)\1[,}}]', instruction.attributes)
+    return found[2] if found else ""

@@ -1,0 +1,177 @@
+"""Optimized HLO text, as `compiled.as_text()` prints it, read into instructions by name.
+
+Only what an audit asks about is understood: names, shapes, opcodes, operands. Attributes stay text.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+        name: Without the `%`.
+        opcode: Such as `all-gather-start`.
+        shape: With layouts, such as `(f32[8,128]{1,0:T(8,128)}, u32[])`.
+        operands: Names of its operands; of a constant or parameter, none.
+        literal: The text between the parentheses.
+        attributes: The text after them.
+    """
+
+    name: str
+    opcode: str
+    shape: str
+    operands: tuple[str, ...]
+    literal: str
+    attributes: str
+
+
+@dataclass(frozen=True)
+class Computation:
+    """Instructions in program order; `root` is the one whose value is the result."""
+
+    name: str
+    instructions: dict[str, Instruction]
+    root: Instruction
+
+
+@dataclass(frozen=True)
+class Module:
+    """All computations by name, and the one that runs."""
+
+    computations: dict[str, Computation]
+    entry: Computation
+
+
+_HEADER = re.compile(r"(ENTRY )?%?([^\s(]+) \(.*\{$")
+_END = re.compile(r'\}(, execution_thread="[^"]*")?')
+_START = re.compile(r"\s+(ROOT )?%?(\S+) = ")
+_PARENTHESIS = re.compile(r"[()]")
+_OPERAND = re.compile(r"%([^\s,(){}]+)")
+_LITERALS = ("constant", "parameter")
+
+
+def parse(hlo_text: str) -> Module:
+    """Reads a module.
+
+    Raises:
+        ValueError: If the text has no `ENTRY` computation.
+    """
+    computations, entry = {}, None
+    for is_entry, name, lines in _blocks(hlo_text):
+        computations[name] = _computation(name, lines)
+        if is_entry:
+            entry = computations[name]
+    if entry is None:
+        raise ValueError(
+            f"`hlo_text` starts with {hlo_text[:40]!r} and has no ENTRY computation. "
+            "Give the text of a compiled program: `jax.jit(f).lower(...).compile().as_text()`."
+        )
+    return Module(computations, entry)
+
+
+def _blocks(hlo_text: str) -> Iterator[tuple[bool, str, list[str]]]:
+    """(is it the entry, name, lines) of each computation."""
+    header, lines = None, []
+    for line in hlo_text.splitlines():
+        if header is None:
+            header, lines = _HEADER.match(line), []
+        elif _END.fullmatch(line):
+            yield header[1] is not None, header[2], lines
+            header = None
+        elif _START.match(line):
+            lines.append(line)
+        else:  # the attributes of a Pallas kernel go on over several lines
+            lines[-1] += line
+
+
+def _computation(name: str, lines: list[str]) -> Computation:
+    instructions, root = {}, None
+    for line in lines:
+        start = _START.match(line)
+        assert start is not None
+        instruction = _instruction(start[2], line[start.end() :])
+        instructions[instruction.name] = instruction
+        if start[1]:
+            root = instruction
+    assert root is not None, f"{name} has no ROOT"
+    return Computation(name, instructions, root)
+
+
+def _instruction(name: str, text: str) -> Instruction:
+    """`text` is `shape opcode(operands), attributes`."""
+    shape_end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
+    opening = text.index("(", shape_end)
+    opcode, closing = text[shape_end:opening].strip(), _closing(text, opening)
+    literal = text[opening + 1 : closing]
+    operands = () if opcode in _LITERALS else tuple(_OPERAND.findall(literal))
+    return Instruction(name, opcode, text[:shape_end], operands, literal, text[closing + 1 :])
+
+
+def _closing(text: str, opening: int) -> int:
+    """Where the parenthesis at `opening` is closed."""
+    depth = 0
+    for found in _PARENTHESIS.finditer(text, opening):
+        depth += 1 if found[0] == "(" else -1
+        if depth == 0:
+            return found.start()
+    raise ValueError(f"`hlo_text` has a parenthesis that is never closed: {text[:80]!r}.")
+
+
+_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([0-9,<= ]*)\]")
+
+
+def plain_shape(shape: str) -> str:
+    """A shape without its layouts: `(f32[8,128], u32[])`."""
+    arrays = ", ".join(f"{dtype}[{sizes}]" for dtype, sizes in _ARRAY.findall(shape))
+    return f"({arrays})" if shape.startswith("(") else arrays
+
+
+def shape_bytes(shape: str) -> int:
+    """Bytes of an array, or of all arrays of a tuple, without the padding of layouts."""
+    return sum(_array_bytes(dtype, sizes) for dtype, sizes in _ARRAY.findall(shape))
+
+
+def _array_bytes(dtype: str, sizes: str) -> int:
+    count = math.prod(int(size) for size in re.findall(r"\d+", sizes))
+    bits = re.match(r"[a-z]+(\d+)", dtype)
+    if bits is None:
+        return count if dtype == "pred" else 0  # tokens and opaque values have no bytes
+    return math.ceil(count * int(bits[1]) / 8)
+
+
+def elements(shape: str) -> list[str]:
+    """The elements of a tuple's shape."""
+    parts, depth, start = [], 0, 1
+    for found in re.finditer(r"[(){}\[\],]", shape):
+        depth += {"(": 1, "{": 1, "[": 1, ",": 0}.get(found[0], -1)
+        if depth == 0 or (depth == 1 and found[0] == ","):
+            parts.append(shape[start : found.start()].strip())
+            start = found.end()
+    return [part for part in parts if part]
+
+
+def attribute(instruction: Instruction, name: str) -> str:
+    """The value of an attribute as text, or ""."""
+    found = re.search(rf"\b{name}=(.*?)(?=, [a-z_]+=|$)", instruction.attributes)
+    return found[1] if found else ""
+
+
+def called(instruction: Instruction, name: str) -> list[str]:
+    """Names of the computations in an attribute such as `calls` or `branch_computations`."""
+    return _OPERAND.findall(attribute(instruction, name))
+
+
+def callee(instruction: Instruction) -> str:
+    """The name of the computation that a fusion, a call or an asynchronous start runs."""
+    return (called(instruction, "calls") + called(instruction, "to_apply"))[0]
+
+
+def op_name(instruction: Instruction) -> str:
+    """Where the instruction comes from in the Python program, or ""."""
+    found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.attributes)
+    return found[1] if found else ""

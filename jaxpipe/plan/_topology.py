@@ -1,0 +1,39 @@
+"""The devices of a TPU topology, for compiling without any."""
+
+import importlib.util
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+
+def tpu_topology(name: str, num_slices: int = 1) -> list[Any]:
+    """The devices of `num_slices` slices of TPUs: they can be compiled for, not computed on.
+
+    libtpu holds the compiler. Away from TPUs set `TPU_SKIP_MDS_QUERY=1` before JAX is used, and
+    `ALLOW_MULTIPLE_LIBTPU_LOAD=1` if several processes compile at a time.
+
+    Args:
+        name: Generation and chips, such as `v5p:2x2x1`, `v5e:4x4`, `v6e:2x4` or `tpu7x:2x2x1`.
+        num_slices: Slices, each of that size.
+
+    Raises:
+        ValueError: If libtpu is missing or does not know the topology.
+    """
+    if num_slices < 1:
+        raise ValueError(f"`num_slices` is {num_slices}. Give at least 1.")
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError(
+            f"The topology {name!r} needs libtpu, which holds the TPU compiler and is not "
+            'installed. Run `pip install "jaxpipe[aot]"`.'
+        )
+    try:
+        topology = topologies.get_topology_desc(
+            platform="tpu", topology_name=name, num_slices=num_slices
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(
+            f"libtpu does not take the topology {name!r}: {error}. Give generation and chips, such "
+            "as v5p:2x2x1, v5e:4x4, v6e:2x4 or tpu7x:2x2x1."
+        ) from None
+    return list(topology.devices)
