@@ -25,6 +25,7 @@ install_import_hook(
         "jaxpipe.sharding",
         "jaxpipe.autodiff",
         "jaxpipe.spmd",
+        "jaxpipe.plan",
         "jaxpipe.models",
         "jaxpipe.train",
     ],

@@ -90,21 +90,40 @@ def _dump_file(folder: Path, model_name: str, topology: str | None) -> Path:
 
 def _compile(setup: "Setup") -> tuple[Any, str]:
     """The report of a step, and its HLO."""
+    import jax
+
     from .. import plan
     from ..train import compile_train_step, model_flops
 
     device = setup.mesh.devices.flat[0]
     started = time.perf_counter()
-    compiled = compile_train_step(setup)
+    try:
+        compiled = compile_train_step(setup)
+    except jax.errors.JaxRuntimeError as error:
+        raise _refused(error) from error
+    except ValueError as error:
+        # What the user could have got wrong, `set_up` has checked.
+        raise RuntimeError("The train step cannot be compiled.") from error
     seconds = time.perf_counter() - started
     hlo_text = compiled.as_text() or ""
     report = plan.Report(
         platform=device.device_kind,
         num_devices=setup.mesh.size,
-        memory=plan.memory(compiled),
+        memory=plan.memory(compiled, device.platform),
         audit=plan.audit(hlo_text),
         model_flops=model_flops(setup),
         compile_seconds=seconds,
         **plan.versions(device.platform),
     )
     return report, hlo_text
+
+
+def _refused(error: Exception) -> Exception:
+    """What the user can do something about: a step that does not fit. XLA:TPU checks it."""
+    first = str(error).splitlines()[0]
+    if "RESOURCE_EXHAUSTED" not in first:
+        return error
+    return ValueError(
+        f"The step does not fit into the devices' memory. XLA says: {first}\nSpread weights over "
+        "more devices (`ici_fsdp_parallelism`), or make `per_device_batch_size` smaller."
+    )

@@ -74,14 +74,26 @@ def trip_count(scope: Scope, loop: Instruction) -> int | None:
     compared = _comparison(scope.module, loop)
     if compared is None:
         return None
-    counter, limit, direction = compared
-    if counter.element is None:
-        counter, limit, direction = limit, counter, _MIRRORED[direction]
-    if counter.element is None:
-        return None
-    start, end = _start(scope, loop, counter.element), _fixed(scope, loop, limit)
-    step = _step(scope.module, loop, counter.element)
-    if start is None or end is None or not step:
+    left, right, direction = compared
+    if _moves(scope.module, loop, left):
+        return _trips(scope, loop, left, right, direction)
+    if _moves(scope.module, loop, right):
+        return _trips(scope, loop, right, left, _MIRRORED[direction])
+    return None
+
+
+def _moves(module: Module, loop: Instruction, side: Linear) -> bool:
+    """Whether this side of the comparison is a counter."""
+    return side.element is not None and _step(module, loop, side.element) not in (None, 0)
+
+
+def _trips(
+    scope: Scope, loop: Instruction, counter: Linear, limit: Linear, direction: str
+) -> int | None:
+    assert counter.element is not None
+    start, step = _start(scope, loop, counter.element), _step(scope.module, loop, counter.element)
+    end = _fixed(scope, loop, limit)
+    if start is None or step is None or end is None:
         return None
     return _iterations(start.offset + counter.offset, end, step, direction)
 

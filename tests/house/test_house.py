@@ -125,7 +125,7 @@ class Refuse:
             raise ImportError(f"{name} is blocked")
 sys.meta_path.insert(0, Refuse())
 import jaxpipe, jaxpipe.schedules, jaxpipe.sharding, jaxpipe.autodiff, jaxpipe.spmd
-import jaxpipe.models, jaxpipe.cli
+import jaxpipe.models, jaxpipe.plan, jaxpipe.cli
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,102 @@
+"""Memory and reports: what XLA says, as a table and as JSON."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxpipe.plan import Audit, Loop, Memory, Report, Site, memory, report_json, report_text
+
+SITE = Site(
+    kind="all-gather",
+    name="all-gather.1",
+    shape="bf16[4096,4096]",
+    result_bytes=33_554_432,
+    executions=100,
+    asynchronous=False,
+    loops=("while.1",),
+    conditional=False,
+    across_slices=False,
+    groups="{{0,1}}",
+    op_name="jit(step)/while/body/all_gather",
+)
+
+
+def report(trips: int | None = 100) -> Report:
+    return Report(
+        platform="TPU v5",
+        num_devices=4,
+        memory=Memory(
+            argument_bytes=21_003_500_000,
+            output_bytes=21_002_500_000,
+            alias_bytes=21_002_500_000,
+            temp_bytes=42_070_700_000,
+            peak_bytes=48_427_700_000,
+        ),
+        audit=Audit((SITE,), (Loop("while.1", trips, (), "jit(step)/while"),)),
+        model_flops=4.055e15,
+        compile_seconds=86.7,
+        jax_version="0.12.0",
+        libtpu_version="0.0.50",
+    )
+
+
+TEXT = """\
+4 x TPU v5, jax 0.12.0, libtpu 0.0.50
+compiled in 86.7 s; 4.055e+15 model FLOPs a step
+
+memory per device      MB
+  argument       21,003.5
+  output         21,002.5
+  alias          21,002.5
+  temp           42,070.7
+  peak           48,427.7
+
+collectives  sites  per step     GB  async GB  in loops GB  slices GB
+all-gather       1       100  3.355     0.000        3.355      0.000
+all              1       100  3.355     0.000        3.355      0.000
+
+largest        GB  times  MB each  async  loops  shape            from
+all-gather  3.355    100    33.55     no      1  bf16[4096,4096]  jit(step)/while/body/all_gather
+
+1 while loops  trips  inside  from
+while.1          100          jit(step)/while"""
+
+
+def test_a_report_reads_like_this():
+    assert report_text(report()) == TEXT
+
+
+def test_a_loop_of_unknown_length_is_said_aloud():
+    text = report_text(report(None))
+    assert "AT LEAST: the trip count of while.1 is unknown; what is in it is counted once." in text
+    assert json.loads(report_json(report(None)))["uncounted_loops"] == ["while.1"]
+
+
+def test_json_has_everything():
+    found = json.loads(report_json(report()))
+    assert found["memory"]["peak_bytes"] == 48_427_700_000
+    assert found["totals"]["all-gather"]["result_bytes"] == 3_355_443_200
+    assert found["audit"]["sites"][0]["loops"] == ["while.1"]
+    assert found["audit"]["loops"][0]["trips"] == 100
+    assert found["libtpu_version"] == "0.0.50"
+
+
+def test_memory_is_what_xla_says_and_on_a_cpu_the_peak_is_a_sum():
+    f = jax.jit(lambda x: (jnp.sin(x) @ x, x + 1), donate_argnums=0)
+    found = memory(f.lower(jnp.ones((64, 64))).compile(), "cpu")
+    size = 64 * 64 * 4
+    assert (found.argument_bytes, found.alias_bytes) == (size, size)
+    assert found.output_bytes >= 2 * size
+    assert found.temp_bytes >= size
+    assert found.peak_bytes == found.output_bytes + found.temp_bytes
+
+
+def test_a_backend_that_does_not_tell_its_memory_is_refused():
+    class Silent:
+        def memory_analysis(self):
+            return None
+
+    with pytest.raises(ValueError, match="has no memory analysis"):
+        memory(Silent(), "cpu")
