@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from ._audit import Audit, Total, total, totals, uncounted_loops
+from ._audit import Audit, Site, Total, total, totals, uncounted_loops
 from ._memory import Memory
 
 
@@ -53,10 +53,10 @@ def report_json(report: Report) -> str:
     return json.dumps(values, indent=2)
 
 
-def report_text(report: Report, *, num_sites: int = 12) -> str:
-    """Tables of memory, collectives, the `num_sites` that move most, and loops."""
+def report_text(report: Report, *, num_rows: int = 12) -> str:
+    """Tables of memory, collectives, the `num_rows` that move most, and loops."""
     parts = (_heading(report), _memory(report.memory), _totals(report.audit))
-    lines = [*(line for part in parts for line in (*part, "")), *_sites(report.audit, num_sites)]
+    lines = [*(line for part in parts for line in (*part, "")), *_sites(report.audit, num_rows)]
     return "\n".join([*lines, "", *_loops(report.audit)])
 
 
@@ -73,16 +73,15 @@ def _memory(memory: Memory) -> Iterator[str]:
 
 
 def _totals(audit: Audit) -> list[str]:
-    rows = [("collectives", "sites", "per step", "GB", "async GB", "in loops GB", "slices GB")]
+    rows = [("collectives", "sites", "per step", "GB", "async GB", "in loops GB", "dcn GB")]
     rows += [(kind, *_numbers(sums)) for kind, sums in totals(audit).items()]
     rows += [("all", *_numbers(total(audit.sites)))]
     return [*_table(rows), *_warnings(audit)]
 
 
 def _numbers(sums: Total) -> tuple[str, ...]:
-    sizes = (
-        sums.result_bytes, sums.asynchronous_bytes, sums.in_loops_bytes, sums.across_slices_bytes
-    )  # fmt: skip
+    inside, across = sums.in_loops_bytes, sums.across_slices_bytes
+    sizes = (sums.result_bytes, sums.asynchronous_bytes, inside, across)
     return (str(sums.sites), str(sums.executions), *(f"{size / 1e9:.3f}" for size in sizes))
 
 
@@ -91,28 +90,38 @@ def _warnings(audit: Audit) -> Iterator[str]:
         yield f"AT LEAST: the trip count of {name} is unknown; what is in it is counted once."
 
 
-def _sites(audit: Audit, num_sites: int) -> list[str]:
-    largest = sorted(audit.sites, key=lambda site: -site.executions * site.result_bytes)
-    rows = [("largest", "GB", "times", "MB each", "async", "loops", "shape", "from")]
-    for site in largest[:num_sites]:
-        size = site.executions * site.result_bytes / 1e9
-        flags = (_yes(site.asynchronous), str(len(site.loops)))
-        each = f"{site.result_bytes / 1e6:.2f}"
-        start = (site.kind, f"{size:.3f}", str(site.executions), each)
-        rows.append((*start, *flags, _short(site.shape, 40), _short(site.op_name, -60)))
-    return _table(rows, left=(0, 6, 7))
+def _sites(audit: Audit, num_rows: int) -> list[str]:
+    """What moves most; sites that differ in nothing but their name share a row."""
+    groups: dict[tuple[str, ...], list[Site]] = {}
+    for site in audit.sites:
+        groups.setdefault(_traits(site), []).append(site)
+    sums = [(total(tuple(sites)), traits) for traits, sites in groups.items()]
+    sums.sort(key=lambda item: -item[0].result_bytes)
+    rows: list[tuple[str, ...]] = [
+        ("largest", "sites", "per step", "GB", "async", "loops", "branch", "shape", "from")
+    ]
+    for moved, (kind, *others) in sums[:num_rows]:
+        rows.append((kind, *_numbers(moved)[:3], *others))
+    return _table(rows, left=(0, 7, 8))
+
+
+def _traits(site: Site) -> tuple[str, ...]:
+    return (
+        site.kind,
+        "yes" if site.asynchronous else "no",
+        str(len(site.loops)),
+        "yes" if site.conditional else "no",
+        _short(site.shape, 40),
+        _short(site.op_name, -60),
+    )
 
 
 def _loops(audit: Audit) -> list[str]:
-    rows = [(f"{len(audit.loops)} while loops", "trips", "inside", "from")]
+    rows = [(f"{len(audit.loops)} loop(s)", "trips", "inside", "from")]
     for loop in audit.loops:
         trips = "unknown" if loop.trips is None else str(loop.trips)
         rows.append((loop.name, trips, " ".join(loop.loops), _short(loop.op_name, -60)))
     return _table(rows, left=(0, 2, 3))
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
 
 
 def _short(text: str, width: int) -> str:

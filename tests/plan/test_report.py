@@ -1,5 +1,6 @@
 """Memory and reports: what XLA says, as a table and as JSON."""
 
+import dataclasses
 import json
 
 import jax
@@ -19,7 +20,7 @@ SITE = Site(
     conditional=False,
     across_slices=False,
     groups="{{0,1}}",
-    op_name="jit(step)/while/body/all_gather",
+    op_name="jit(step)/all_gather",
 )
 
 
@@ -53,19 +54,26 @@ memory per device      MB
   temp           42,070.7
   peak           48,427.7
 
-collectives  sites  per step     GB  async GB  in loops GB  slices GB
-all-gather       1       100  3.355     0.000        3.355      0.000
-all              1       100  3.355     0.000        3.355      0.000
+collectives  sites  per step     GB  async GB  in loops GB  dcn GB
+all-gather       1       100  3.355     0.000        3.355   0.000
+all              1       100  3.355     0.000        3.355   0.000
 
-largest        GB  times  MB each  async  loops  shape            from
-all-gather  3.355    100    33.55     no      1  bf16[4096,4096]  jit(step)/while/body/all_gather
+largest     sites  per step     GB  async  loops  branch  shape            from
+all-gather      1       100  3.355     no      1      no  bf16[4096,4096]  jit(step)/all_gather
 
-1 while loops  trips  inside  from
-while.1          100          jit(step)/while"""
+1 loop(s)  trips  inside  from
+while.1      100          jit(step)/while"""
 
 
 def test_a_report_reads_like_this():
     assert report_text(report()) == TEXT
+
+
+def test_sites_that_differ_in_their_name_alone_share_a_row():
+    other = dataclasses.replace(SITE, name="all-gather.2")
+    one = report()
+    two = dataclasses.replace(one, audit=Audit((SITE, other), one.audit.loops))
+    assert "all-gather      2       200  6.711     no      1" in report_text(two)
 
 
 def test_a_loop_of_unknown_length_is_said_aloud():
