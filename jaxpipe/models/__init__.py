@@ -1,4 +1,4 @@
-"""Single-device model code over abstract trees: the llama family, and an MLP for tests."""
+"""Models as pure functions over abstract trees: llama, DeepSeek, and an MLP for tests."""
 
 from ._abstract import Weight as Weight
 from ._abstract import initialize as initialize
@@ -11,6 +11,17 @@ from ._abstract import stacked as stacked
 from ._attention import Attention as Attention
 from ._attention import dot_product_attention as dot_product_attention
 from ._attention import splash_attention as splash_attention
+from ._deepseek import deepseek as deepseek
+from ._deepseek import deepseek_weights as deepseek_weights
+from ._deepseek_config import DeepseekConfig as DeepseekConfig
+from ._experts import Experts as Experts
+from ._experts import routed_experts as routed_experts
+from ._flops import matmul_flops_per_token as matmul_flops_per_token
+from ._grouped_matmul import GroupedMatmul as GroupedMatmul
+from ._grouped_matmul import megablox as megablox
+from ._grouped_matmul import ragged_dot as ragged_dot
+from ._latent_attention import latent_attention as latent_attention
+from ._latent_attention import latent_attention_weights as latent_attention_weights
 from ._layers import rms_norm as rms_norm
 from ._layers import rope as rope
 from ._layers import rope_frequencies as rope_frequencies
@@ -18,7 +29,12 @@ from ._layers import token_losses as token_losses
 from ._llama import LlamaConfig as LlamaConfig
 from ._llama import llama as llama
 from ._llama import llama_weights as llama_weights
-from ._llama import matmul_flops_per_token as matmul_flops_per_token
 from ._mlp import mlp as mlp
 from ._mlp import mlp_weights as mlp_weights
+from ._moe import moe as moe
+from ._moe import moe_weights as moe_weights
 from ._presets import PRESETS as PRESETS
+from ._router import Routing as Routing
+from ._router import route as route
+from ._yarn import yarn_frequencies as yarn_frequencies
+from ._yarn import yarn_score_scale as yarn_score_scale

@@ -39,6 +39,16 @@ def is_weight(x: Any) -> bool:
     return isinstance(x, Weight)
 
 
+def scale(size: int, dtype: Any) -> Weight:
+    """A norm's factor per channel, 1 at first."""
+    return Weight((size,), ("norm",), jax.nn.initializers.ones, dtype)
+
+
+def matrix(shape: tuple[int, ...], axes: LogicalAxes, fan_in: int, dtype: Any) -> Weight:
+    """A matrix whose entries start with variance `1 / fan_in`, cut off at two deviations."""
+    return Weight(shape, axes, jax.nn.initializers.truncated_normal(fan_in**-0.5), dtype)
+
+
 def stacked(tree: PyTree, dims: Sequence[int], axes: LogicalAxes) -> PyTree:
     """The tree of many equal layers: `dims`, with logical axes `axes`, in front of every leaf."""
 

@@ -1,25 +1,25 @@
 """Causal attention over packed sequences, by the kernel that suits the device.
 
-b sequences, T tokens, H query heads, K key and value heads, C channels of a head.
+b sequences, T tokens, H query heads, K key and value heads, C channels of a query and key head, V
+of a value head.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import cast
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel,
     splash_attention_mask,
 )
-from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
 from ..sharding import LogicalAxes, Rules, automatic_rules, partition_spec
+from ._on_shards import Local, automatic_axes, on_shards
 
 Attention = Callable[..., jax.Array]
+"""`(q, k, v, segment_ids) -> out`; scores are divided by sqrt(C), and V is at most C."""
 
 
 def causal_mask(segment_ids: Int[Array, "b T"]) -> Bool[Array, "b 1 T T"]:
@@ -32,18 +32,18 @@ def causal_mask(segment_ids: Int[Array, "b T"]) -> Bool[Array, "b 1 T T"]:
 def dot_product_attention(
     q: Float[Array, "b T H C"],
     k: Float[Array, "b T K C"],
-    v: Float[Array, "b T K C"],
+    v: Float[Array, "b T K V"],
     segment_ids: Int[Array, "b T"],
-) -> Float[Array, "b T H C"]:
+) -> Float[Array, "b T H V"]:
     """`jax.nn.dot_product_attention`, grouped-query if K < H. For CPU and GPU."""
-    return jax.nn.dot_product_attention(q, k, v, mask=causal_mask(segment_ids))
+    missing = q.shape[3] - v.shape[3]  # the kernels want values as wide as keys
+    v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, missing)))
+    out = jax.nn.dot_product_attention(q, k, v, mask=causal_mask(segment_ids))
+    return out[..., : out.shape[3] - missing]
 
 
 def splash_attention(rules: Rules, *, interpret: bool = False) -> Attention:
     """JAX's Pallas flash attention for TPU, on the shards that `rules` give.
-
-    A Pallas kernel is opaque to XLA's partitioner, so the axes that are still automatic are made
-    manual around it.
 
     Args:
         rules: Logical axis rules; batch and heads may be split, the sequence may not.
@@ -57,19 +57,19 @@ def splash_attention(rules: Rules, *, interpret: bool = False) -> Attention:
             of queries and of keys are split differently.
     """
 
+    local = _splash_kernel(interpret)
+
     def attention(q, k, v, segment_ids):
+        if not automatic_axes():
+            return local((q, k, v), segment_ids)
         mesh = jax.sharding.get_abstract_mesh()
-        automatic = set(mesh.axis_names) - set(mesh.manual_axes)
-        local = _splash_kernel(interpret)
-        if not automatic:
-            return local(q, k, v, segment_ids)
         kept = automatic_rules(rules, mesh)
         _check_splits(kept, dict(mesh.shape))
         heads, kv_heads, segments = (
             partition_spec(axes, kept) for axes in (_HEAD_AXES, _KV_HEAD_AXES, _SEGMENT_AXES)
         )
-        on_shards = _on_shards(local, automatic, (heads, kv_heads, kv_heads, segments))
-        return on_shards(q, k, v, segment_ids)
+        specs = (heads, kv_heads, kv_heads)
+        return on_shards(local, automatic_axes(), specs, segments, heads)((q, k, v), segment_ids)
 
     return attention
 
@@ -79,66 +79,9 @@ _KV_HEAD_AXES: LogicalAxes = ("activation_batch", None, "activation_kv_heads", N
 _SEGMENT_AXES: LogicalAxes = ("activation_batch", None)
 
 
-def _on_shards(local: Attention, axes: set[str], specs: tuple[PartitionSpec, ...]) -> Attention:
-    """`local` on every shard over `axes`, differentiable inside a `jax.shard_map` over others.
-
-    Pallas calls do not say over which axes their results vary, so the check is off in here, and
-    what comes out looks equal on all ranks of a pipeline around it: JAX would add the gradients of
-    the ranks up. Hence a derivative of our own, which says of every result that it varies.
-    """
-    shard_map = partial(jax.shard_map, axis_names=axes, check_vma=False)
-    one_each = PartitionSpec(tuple(sorted(axes)))  # of what a device keeps for its own backward
-
-    @jax.custom_vjp
-    def attend(q, k, v, segment_ids):
-        out = shard_map(local, in_specs=specs, out_specs=specs[0])(q, k, v, segment_ids)
-        return _varying_like(q, out)
-
-    def forward(q, k, v, segment_ids):
-        def on_shard(q, k, v, segment_ids):
-            return jax.vjp(lambda *qkv: local(*qkv, segment_ids), q, k, v)
-
-        def run(*arguments):
-            out, pull_back = _as_if_equal(on_shard, *arguments)
-            return out, jax.tree.map(lambda x: jnp.expand_dims(x, 0), pull_back)
-
-        run = shard_map(run, in_specs=specs, out_specs=(specs[0], one_each))
-        return _varying_like(q, run(q, k, v, segment_ids))
-
-    def backward(pull_back, gradient):
-        def run(pull_back, gradient):
-            pull_back = jax.tree.map(lambda x: jnp.squeeze(x, 0), pull_back)
-            return _as_if_equal(lambda pull_back, g: pull_back(g), pull_back, gradient)
-
-        run = shard_map(run, in_specs=(one_each, specs[0]), out_specs=specs[:3])
-        return *_varying_like(gradient, run(pull_back, gradient)), None
-
-    attend.defvjp(forward, backward)
-    return attend
-
-
-def _as_if_equal(f: Callable, *arguments: PyTree) -> PyTree:
-    """`f(*arguments)`, traced as if they varied over no axis: as Pallas calls see the world."""
-    plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
-    program, result = jax.make_jaxpr(f, return_shape=True)(*plain)
-    leaves = jax.extend.core.jaxpr_as_fun(program)(*jax.tree.leaves(arguments))
-    return jax.tree.unflatten(jax.tree.structure(result), leaves)
-
-
-def _varying_like(example: jax.Array, tree: PyTree) -> PyTree:
-    """`tree`, declared to vary over the manual axes over which `example` does."""
-    varying = _varying(example)
-    return jax.tree.map(
-        lambda x: jax.lax.pcast(x, tuple(varying - _varying(x)), to="varying"), tree
-    )
-
-
-def _varying(x: jax.Array) -> frozenset[str]:
-    return jax.typeof(x).manual_axis_type.varying
-
-
-def _splash_kernel(interpret: bool) -> Attention:
-    def attend(q, k, v, segment_ids):
+def _splash_kernel(interpret: bool) -> Local:
+    def attend(qkv, segment_ids):
+        q, k, v = qkv
         _, length, num_heads, head_dim = q.shape
         block = next((size for size in (512, 256, 128) if length % size == 0), None)
         if block is None:

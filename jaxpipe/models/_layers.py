@@ -1,10 +1,18 @@
 """Pieces that models share: normalization, rotary positions, dropout, the loss of a token."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+
+from ..sharding import Constrain
+from ._abstract import Weight, matrix
+
+ACTIVATION = ("activation_batch", "activation_length", "activation_embed")
+HEADS = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
+_HIDDEN = ("activation_batch", "activation_length", "activation_mlp")
 
 
 def rms_norm(
@@ -48,6 +56,21 @@ def rope(
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)
+
+
+def swiglu(w: PyTree, x: Float[Array, "b T D"], constrain: Constrain) -> Float[Array, "b T D"]:
+    """The gated MLP of `w["gate"]`, `w["up"]` and `w["down"]`: Shazeer, 2020, arXiv 2002.05202."""
+    gate, up = (constrain(x @ w[name].astype(x.dtype), _HIDDEN) for name in ("gate", "up"))
+    return (jax.nn.silu(gate) * up) @ w["down"].astype(x.dtype)
+
+
+def swiglu_weights(D: int, F: int, *, branches: int, dtype: Any) -> dict[str, Weight]:
+    """Of a gated MLP of width `F`. What it adds starts smaller where there are more `branches`."""
+    return {
+        "gate": matrix((D, F), ("embed", "mlp"), D, dtype),
+        "up": matrix((D, F), ("embed", "mlp"), D, dtype),
+        "down": matrix((F, D), ("mlp", "embed"), F * branches, dtype),
+    }
 
 
 def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | tuple) -> Float[Array, "..."]:

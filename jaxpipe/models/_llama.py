@@ -13,9 +13,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from ..sharding import Constrain
-from ._abstract import Weight
+from ._abstract import matrix, scale, stacked
 from ._attention import Attention
-from ._layers import dropout, rms_norm, rope, rope_frequencies, token_losses
+from ._ends import embed_tokens, end_weights, next_token_loss
+from ._layers import (
+    ACTIVATION,
+    HEADS,
+    dropout,
+    rms_norm,
+    rope,
+    rope_frequencies,
+    swiglu,
+    swiglu_weights,
+)
 
 
 @dataclass(frozen=True)
@@ -63,44 +73,42 @@ class LlamaConfig:
             raise ValueError(f"`rope_type` is {self.rope_type!r}. Give 'default' or 'llama3.1'.")
 
 
-def llama_weights(config: LlamaConfig, dtype: Any = jnp.float32) -> dict[str, Any]:
-    """`{"embed", "layer", "head"}`: abstract weights, those of one layer unstacked."""
-    D, V = config.base_emb_dim, config.vocab_size
-    ends = {"norm": _scale(D, dtype)}
-    if not config.logits_via_embedding:
-        ends["logits"] = _matrix((D, V), ("embed", "vocab"), D, dtype)
-    table = Weight((V, D), ("vocab", "embed"), jax.nn.initializers.normal(D**-0.5), dtype)
-    return {"embed": {"table": table}, "layer": _layer_weights(config, dtype), "head": ends}
+def llama_weights(
+    config: LlamaConfig, dtype: Any = jnp.float32, *, layers_after: int = 0
+) -> dict[str, Any]:
+    """`{"embed", "layer", "head"}`: abstract weights, those of one layer unstacked.
+
+    Args:
+        config: Sizes.
+        dtype: What weights are stored in.
+        layers_after: How many of the last layers run after the pipeline, with the loss. They are
+            `["head"]["layers"]`, stacked.
+    """
+    ends = end_weights(
+        config.base_emb_dim, config.vocab_size, tied=config.logits_via_embedding, dtype=dtype
+    )
+    layer = _layer_weights(config, dtype)
+    if layers_after:
+        ends["head"]["layers"] = stacked(layer, (layers_after,), ("layers",))
+    return ends | {"layer": layer}
 
 
 def _layer_weights(config: LlamaConfig, dtype: Any) -> dict[str, Any]:
-    D, F, C = config.base_emb_dim, config.base_mlp_dim, config.head_dim
+    D, C = config.base_emb_dim, config.head_dim
     H, K = config.base_num_query_heads, config.base_num_kv_heads
     # What a branch adds to the residual stream starts smaller in deeper models, as in GPT-2.
     branches = 2 * config.base_num_decoder_layers
     return {
-        "attention_norm": _scale(D, dtype),
+        "attention_norm": scale(D, dtype),
         "attention": {
-            "query": _matrix((D, H, C), ("embed", "q_heads", "kv"), D, dtype),
-            "key": _matrix((D, K, C), ("embed", "kv_heads", "kv"), D, dtype),
-            "value": _matrix((D, K, C), ("embed", "kv_heads", "kv"), D, dtype),
-            "out": _matrix((H, C, D), ("q_heads", "kv", "embed"), H * C * branches, dtype),
+            "query": matrix((D, H, C), ("embed", "q_heads", "kv"), D, dtype),
+            "key": matrix((D, K, C), ("embed", "kv_heads", "kv"), D, dtype),
+            "value": matrix((D, K, C), ("embed", "kv_heads", "kv"), D, dtype),
+            "out": matrix((H, C, D), ("q_heads", "kv", "embed"), H * C * branches, dtype),
         },
-        "mlp_norm": _scale(D, dtype),
-        "mlp": {
-            "gate": _matrix((D, F), ("embed", "mlp"), D, dtype),
-            "up": _matrix((D, F), ("embed", "mlp"), D, dtype),
-            "down": _matrix((F, D), ("mlp", "embed"), F * branches, dtype),
-        },
+        "mlp_norm": scale(D, dtype),
+        "mlp": swiglu_weights(D, config.base_mlp_dim, branches=branches, dtype=dtype),
     }
-
-
-def _scale(size: int, dtype: Any) -> Weight:
-    return Weight((size,), ("norm",), jax.nn.initializers.ones, dtype)
-
-
-def _matrix(shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int, dtype: Any) -> Weight:
-    return Weight(shape, axes, jax.nn.initializers.truncated_normal(fan_in**-0.5), dtype)
 
 
 def llama(
@@ -122,7 +130,8 @@ def llama(
         attention: `(q, k, v, segment_ids) -> out`.
         constrain: Shards an activation by its logical axes.
         dtype: What layers compute in. Norms, angles and the loss are float32 throughout.
-        dropout_rate: Share of each residual branch that is dropped; 0 where a stage gets no keys.
+        dropout_rate: Share of each residual branch that is dropped; 0 where a stage gets no keys,
+            and in the layers after the pipeline.
         layer_remat: Wraps one layer, `jax.checkpoint` for instance.
     """
     frequencies = rope_frequencies(
@@ -131,29 +140,25 @@ def llama(
     epsilon = config.normalization_layer_epsilon
 
     def embed(weights: PyTree, side: PyTree) -> Float[Array, "b T D"]:
-        # Whole rows: XLA's partitioner fails on a look-up in a table that is split both ways.
-        table = constrain(weights["table"].astype(dtype), ("vocab", None))
-        return constrain(jnp.take(table, side["tokens"], axis=0), _ACTIVATION)
+        return embed_tokens(weights["table"], side["tokens"], constrain=constrain, dtype=dtype)
 
     @layer_remat
     def layer(w: PyTree, x: Float[Array, "b T D"], side: PyTree, key) -> Float[Array, "b T D"]:
         first, second = (key, key) if isinstance(key, tuple) else jax.random.split(key)
-        matrices = {"attention": w["attention"], "mlp": w["mlp"]}
-        matrices = jax.tree.map(lambda leaf: leaf.astype(dtype), matrices)
         h = rms_norm(x, w["attention_norm"], epsilon)
-        h = _attend(matrices["attention"], h, side["positions"], side["segment_ids"])
-        x = constrain(x + dropout(h, dropout_rate, first), _ACTIVATION)
-        h = _swiglu(matrices["mlp"], rms_norm(x, w["mlp_norm"], epsilon), constrain)
-        return constrain(x + dropout(h, dropout_rate, second), _ACTIVATION)
+        h = _attend(w["attention"], h, side["positions"], side["segment_ids"])
+        x = constrain(x + dropout(h, dropout_rate, first), ACTIVATION)
+        h = swiglu(w["mlp"], rms_norm(x, w["mlp_norm"], epsilon), constrain)
+        return constrain(x + dropout(h, dropout_rate, second), ACTIVATION)
 
     def _attend(w, x, positions: Int[Array, "b T"], segment_ids: Int[Array, "b T"]):
         q, k, v = (
-            constrain(jnp.einsum("btd,dhc->bthc", x, w[name]), axes)
-            for name, axes in (("query", _QUERY), ("key", _KEY), ("value", _KEY))
+            constrain(jnp.einsum("btd,dhc->bthc", x, w[name].astype(dtype)), axes)
+            for name, axes in (("query", HEADS), ("key", _KEY), ("value", _KEY))
         )
         q, k = (rope(heads, positions, frequencies) for heads in (q, k))
-        out = constrain(attention(q, k, v, segment_ids), _QUERY)
-        return jnp.einsum("bthc,hcd->btd", out, w["out"])
+        out = constrain(attention(q, k, v, segment_ids), HEADS)
+        return jnp.einsum("bthc,hcd->btd", out, w["out"].astype(dtype))
 
     def stage(weights: PyTree, x: Float[Array, "b T D"], side: PyTree, rng: PyTree):
         def step(x, layer_and_key):
@@ -164,38 +169,11 @@ def llama(
         return x, {}
 
     def loss(ends: PyTree, x: Float[Array, "b T D"], side: PyTree):
-        h = rms_norm(x, ends["head"]["norm"], epsilon)
-        matrix = ends["embed"]["table"].T if "embed" in ends else ends["head"]["logits"]
-        logits = jnp.einsum(
-            "btd,dv->btv", h, matrix.astype(dtype), preferred_element_type=jnp.float32
-        )
-        losses, hits = token_losses(constrain(logits, _LOGITS), side["targets"])
-        share = side["target_weights"]
-        return jnp.sum(losses * share), {"accuracy": jnp.sum(hits * share)}
+        if "layers" in ends["head"]:
+            x, _ = stage(ends["head"]["layers"], x, side, ())
+        return next_token_loss(ends, x, side, epsilon=epsilon, constrain=constrain)
 
     return embed, stage, loss
 
 
-_ACTIVATION = ("activation_batch", "activation_length", "activation_embed")
-_QUERY = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
 _KEY = ("activation_batch", "activation_length", "activation_kv_heads", "activation_kv")
-_HIDDEN = ("activation_batch", "activation_length", "activation_mlp")
-_LOGITS = ("activation_batch", "activation_length", "activation_vocab")
-
-
-def _swiglu(w: PyTree, x: Float[Array, "b T D"], constrain: Constrain) -> Float[Array, "b T D"]:
-    """Shazeer, 2020, arXiv 2002.05202."""
-    gate, up = (constrain(x @ w[name], _HIDDEN) for name in ("gate", "up"))
-    return (jax.nn.silu(gate) * up) @ w["down"]
-
-
-def matmul_flops_per_token(config: LlamaConfig, length: int) -> float:
-    """Floating-point operations of a training step per token: 6 per weight, plus attention.
-
-    Attention counts the causal half of the T x T scores. The embedding look-up counts nothing.
-    """
-    D, F, C = config.base_emb_dim, config.base_mlp_dim, config.head_dim
-    H, K = config.base_num_query_heads, config.base_num_kv_heads
-    layer = 2 * D * H * C + 2 * D * K * C + 3 * D * F
-    scores = 2 * H * C * length / 2
-    return 6.0 * (config.base_num_decoder_layers * (layer + scores) + D * config.vocab_size)

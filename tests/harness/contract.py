@@ -196,7 +196,40 @@ def _llama(row: Row):
     return models.llama_weights(config), functions
 
 
-MODELS: dict[str, Callable[[Row], Any]] = {"mlp": _mlp, "llama": _llama}
+def _deepseek(row: Row):
+    """V3 in small: a dense layer before the pipeline, and a layer with experts after it."""
+    config = models.DeepseekConfig(
+        base_emb_dim=16,
+        base_num_decoder_layers=2 + row.repeats * row.ranks * row.layers_per_stage,
+        first_num_dense_layers=1,
+        base_num_query_heads=2,
+        base_mlp_dim=32,
+        base_moe_mlp_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        shared_experts=1,
+        routed_score_func="sigmoid",
+        routed_bias=True,
+        norm_topk_prob=True,
+        load_balance_loss_weight=0.1,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        vocab_size=VOCAB,
+    )
+    functions = models.deepseek(
+        config,
+        attention=models.dot_product_attention,
+        experts=models.routed_experts(sharding.DEFAULT_RULES),
+        constrain=sharding.no_constraint if row.axes is None else sharding.constrain_with(),
+        dropout_rate=row.dropout,
+    )
+    return models.deepseek_weights(config, layers_after=1), functions
+
+
+MODELS: dict[str, Callable[[Row], Any]] = {"mlp": _mlp, "llama": _llama, "deepseek": _deepseek}
 
 
 def mesh_of(row: Row) -> Any:

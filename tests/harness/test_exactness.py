@@ -8,7 +8,7 @@ RANKS = (2, 3, 4, 8)
 
 
 def rows() -> list[Row]:
-    return [*twins(), *meshes(), *compositions()]
+    return [*twins(), *meshes(), *compositions(), *experts()]
 
 
 def twins() -> list[Row]:
@@ -60,6 +60,31 @@ def compositions() -> list[Row]:
         Row("circular", "llama", 2, 2, 4, axes=(("fsdp", 2), ("tensor", 2)), delay=True, tied=True),
         Row("circular", "llama", 1, 2, 2, axes=(("fsdp", 2),), packed=True),
         Row("circular", "llama", 3, 1, 9, axes=None, packed=True, dropout=0.1),
+    ]
+
+
+def experts() -> list[Row]:
+    """Routed experts: split over devices, beside every other axis, and on one device."""
+    sizes = [(2, 2), (3, 1), (4, 1)]
+    meshes = {
+        2: [
+            (("expert", 2),),
+            (("expert", 2), ("fsdp", 2)),
+            (("expert", 2), ("tensor", 2)),
+            (("context", 2), ("tensor", 2)),
+        ],
+        3: [(("expert", 2),), (("fsdp", 2),), (("tensor", 2),)],
+        4: [(("expert", 2),), (("tensor", 2),)],
+    }
+    base = [
+        Row("circular", "deepseek", ranks, repeats, 2 * ranks, axes=axes, packed=True)
+        for ranks, repeats in sizes
+        for axes in meshes[ranks]
+    ]
+    return [
+        *base,
+        Row("circular", "deepseek", 2, 1, 4, axes=(("expert", 4),), delay=True, dropout=0.1),
+        Row("circular", "deepseek", 3, 1, 6, axes=None, packed=True, layers_per_stage=2),
     ]
 
 

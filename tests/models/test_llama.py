@@ -150,7 +150,7 @@ def test_the_smallest_preset_is_the_default_of_a_run():
         assert getattr(config, key) == value, key
 
 
-@pytest.mark.parametrize("name", models.PRESETS)
+@pytest.mark.parametrize("name", [name for name in models.PRESETS if name.startswith("llama")])
 def test_presets_give_every_size(name: str):
     fields = {field.name for field in dataclasses.fields(models.LlamaConfig)}
     assert models.PRESETS[name].keys() == fields

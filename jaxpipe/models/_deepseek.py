@@ -1,0 +1,134 @@
+"""DeepSeek-V2 and V3: latent attention, a few dense layers, then mixtures of experts.
+
+The dense layers run before the pipeline, in `embed`; layers with experts are the pipeline's, but
+the last ones may run after it, in `loss`. V3's prediction of tokens further ahead is left out.
+
+b sequences, T tokens, D embed.
+DeepSeek-AI, 2024, arXiv 2405.04434 and 2412.19437.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from ..sharding import Constrain
+from ._abstract import scale, stacked
+from ._attention import Attention
+from ._deepseek_config import DeepseekConfig
+from ._ends import embed_tokens, end_weights, next_token_loss
+from ._experts import Experts
+from ._latent_attention import latent_attention, latent_attention_weights
+from ._layers import ACTIVATION, dropout, rms_norm, swiglu, swiglu_weights
+from ._moe import moe, moe_weights
+
+Remat = Callable[[Callable], Callable]
+
+
+def deepseek_weights(
+    config: DeepseekConfig, dtype: Any = jnp.float32, *, layers_after: int = 0
+) -> dict[str, Any]:
+    """`{"embed", "layer", "head"}`: abstract weights, those of one layer with experts unstacked.
+
+    The pipeline has `base_num_decoder_layers - first_num_dense_layers - layers_after` of these.
+
+    Args:
+        config: Sizes.
+        dtype: What weights are stored in.
+        layers_after: How many of the last layers run after the pipeline, with the loss. They are
+            `["head"]["layers"]`, stacked. (MaxText takes the first ones, before its pipeline; the
+            model is the same.)
+    """
+    D, dense_layers = config.base_emb_dim, config.first_num_dense_layers
+    branches = 2 * config.base_num_decoder_layers
+    ends = end_weights(D, config.vocab_size, tied=False, dtype=dtype)
+    layer = _half_weights(config, branches, dtype)
+    if dense_layers:
+        mlp = swiglu_weights(D, config.base_mlp_dim, branches=branches, dtype=dtype)
+        ends["embed"]["layers"] = stacked(layer | {"mlp": mlp}, (dense_layers,), ("layers",))
+    layer["moe"] = moe_weights(config, branches=branches, dtype=dtype)
+    if layers_after:
+        ends["head"]["layers"] = stacked(layer, (layers_after,), ("layers",))
+    return ends | {"layer": layer}
+
+
+def _half_weights(config: DeepseekConfig, branches: int, dtype: Any) -> dict[str, Any]:
+    """What dense layers and layers with experts have in common."""
+    return {
+        "attention_norm": scale(config.base_emb_dim, dtype),
+        "attention": latent_attention_weights(config, branches=branches, dtype=dtype),
+        "mlp_norm": scale(config.base_emb_dim, dtype),
+    }
+
+
+def deepseek(
+    config: DeepseekConfig,
+    *,
+    attention: Attention,
+    experts: Experts,
+    constrain: Constrain,
+    dtype: Any = jnp.float32,
+    dropout_rate: float = 0.0,
+    layer_remat: Remat = lambda f: f,
+    embed_remat: Remat = lambda f: f,
+) -> tuple[Callable, Callable, Callable]:
+    """`(embed, stage, loss)`, each a pure function of one microbatch.
+
+    `side` is that of `llama`. `stage` sums up a load-balance loss, which the engines add to the
+    loss and which is a metric too. That of layers after the pipeline is in the loss that `loss`
+    returns, and its metric is called `load_balance_loss_after`.
+
+    Args:
+        config: Sizes.
+        attention: `(q, k, v, segment_ids) -> out`.
+        experts: `(weights, x, chosen, shares) -> y`, as `routed_experts` makes it.
+        constrain: Shards an activation by its logical axes.
+        dtype: What layers compute in. Norms, angles, routers and the loss are float32 throughout.
+        dropout_rate: Share of each residual branch that is dropped; 0 where a stage gets no keys,
+            and in the layers before and after the pipeline.
+        layer_remat: Wraps one layer with experts, `jax.checkpoint` for instance.
+        embed_remat: Wraps one dense layer. Engines recompute stages as they are told, but not what
+            `embed` does.
+    """
+    epsilon = config.normalization_layer_epsilon
+    attend = latent_attention(config, attention=attention, constrain=constrain)
+    mix = moe(config, experts=experts, constrain=constrain)
+
+    def add(x, branch, key):
+        return constrain(x + dropout(branch, dropout_rate, key), ACTIVATION)
+
+    @embed_remat
+    def dense_layer(w: PyTree, x: Float[Array, "b T D"], side: PyTree) -> Float[Array, "b T D"]:
+        x = add(x, attend(w["attention"], rms_norm(x, w["attention_norm"], epsilon), side), ())
+        return add(x, swiglu(w["mlp"], rms_norm(x, w["mlp_norm"], epsilon), constrain), ())
+
+    @layer_remat
+    def layer(w: PyTree, x: Float[Array, "b T D"], side: PyTree, key):
+        first, second = (key, key) if isinstance(key, tuple) else jax.random.split(key)
+        x = add(x, attend(w["attention"], rms_norm(x, w["attention_norm"], epsilon), side), first)
+        y, sums = mix(w["moe"], rms_norm(x, w["mlp_norm"], epsilon), side)
+        return add(x, y, second), sums
+
+    def embed(weights: PyTree, side: PyTree) -> Float[Array, "b T D"]:
+        x = embed_tokens(weights["table"], side["tokens"], constrain=constrain, dtype=dtype)
+        if "layers" in weights:
+            x, _ = jax.lax.scan(lambda x, w: (dense_layer(w, x, side), None), x, weights["layers"])
+        return x
+
+    def stage(weights: PyTree, x: Float[Array, "b T D"], side: PyTree, rng: PyTree):
+        x, sums = jax.lax.scan(lambda x, wk: layer(wk[0], x, side, wk[1]), x, (weights, rng))
+        return x, jax.tree.map(jnp.sum, sums)
+
+    def loss(ends: PyTree, x: Float[Array, "b T D"], side: PyTree):
+        head = ends["head"]
+        if "layers" not in head:
+            return next_token_loss(ends, x, side, epsilon=epsilon, constrain=constrain)
+        x, of_layers = stage(head["layers"], x, side, ())
+        loss, sums = next_token_loss(ends, x, side, epsilon=epsilon, constrain=constrain)
+        return loss + of_layers["loss"], sums | {
+            "load_balance_loss_after": of_layers["load_balance_loss"]
+        }
+
+    return embed, stage, loss

@@ -1,0 +1,129 @@
+"""The sizes of a DeepSeek-V2 or V3. Names are MaxText's.
+
+D embed, H heads, E experts.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DeepseekConfig:
+    """Sizes and choices of a model with latent attention and routed experts.
+
+    Attributes:
+        base_emb_dim: D.
+        base_num_decoder_layers: Layers, the dense ones included.
+        first_num_dense_layers: How many of them, from the first on, have one MLP and no experts.
+        base_num_query_heads: H. Every query head has a key and a value head of its own.
+        base_mlp_dim: Width of the MLP of a dense layer.
+        base_moe_mlp_dim: Width of one expert.
+        num_experts: E, the routed ones.
+        num_experts_per_tok: How many of them a token is sent to.
+        shared_experts: How many experts every token goes to beside. They are one wide MLP.
+        routed_score_func: `softmax` (V2) or `sigmoid` (V3), from router logits to scores.
+        routed_bias: Whether a bias per expert, which the loss does not train, steers the choice.
+        routed_scaling_factor: What the shares of the chosen experts are multiplied by.
+        norm_topk_prob: Whether the shares of a token's chosen experts are made to sum to 1 before.
+        n_routing_groups: Groups of neighbouring experts; 1 for none.
+        topk_routing_group: To how many groups the choice of a token is limited.
+        load_balance_loss_weight: Factor of each layer's loss from an uneven load.
+        q_lora_rank: Width of the compressed queries; 0 where queries are not compressed.
+        kv_lora_rank: Width of the compressed keys and values.
+        qk_nope_head_dim: Channels of a query and key head without position.
+        qk_rope_head_dim: Channels with rotary position, even. All key heads share theirs.
+        v_head_dim: Channels of a value head.
+        vocab_size: Number of tokens.
+        rope_max_timescale: The base of the rotary angles.
+        rope_type: `default`, or `yarn` for angles stretched beyond the trained length.
+        rope_factor: YaRN: how many times longer.
+        original_max_position_embeddings: YaRN: the trained length, in tokens.
+        beta_fast: YaRN: pairs of channels that turn more often within it stay as they are.
+        beta_slow: YaRN: pairs that turn less often are stretched in full.
+        mscale: YaRN: how much sharper attention becomes with the factor.
+        normalization_layer_epsilon: Added to the mean square in RMSNorm.
+    """
+
+    base_emb_dim: int
+    base_num_decoder_layers: int
+    first_num_dense_layers: int
+    base_num_query_heads: int
+    base_mlp_dim: int
+    base_moe_mlp_dim: int
+    num_experts: int
+    num_experts_per_tok: int
+    shared_experts: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    vocab_size: int
+    q_lora_rank: int = 0
+    routed_score_func: str = "softmax"
+    routed_bias: bool = False
+    routed_scaling_factor: float = 1.0
+    norm_topk_prob: bool = False
+    n_routing_groups: int = 1
+    topk_routing_group: int = 1
+    load_balance_loss_weight: float = 0.0
+    rope_max_timescale: float = 10_000.0
+    rope_type: str = "default"
+    rope_factor: float = 40.0
+    original_max_position_embeddings: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    normalization_layer_epsilon: float = 1e-6
+
+    def __post_init__(self):
+        _check_choices(self)
+        _check_experts(self)
+        _check_heads(self)
+
+
+def _check_choices(config: DeepseekConfig) -> None:
+    if config.routed_score_func not in ("softmax", "sigmoid"):
+        raise ValueError(
+            f"`routed_score_func` is {config.routed_score_func!r}. Give 'softmax' or 'sigmoid'."
+        )
+    if config.rope_type not in ("default", "yarn"):
+        raise ValueError(f"`rope_type` is {config.rope_type!r}. Give 'default' or 'yarn'.")
+    if not 0 <= config.first_num_dense_layers < config.base_num_decoder_layers:
+        raise ValueError(
+            f"`first_num_dense_layers` is {config.first_num_dense_layers} of "
+            f"`base_num_decoder_layers` = {config.base_num_decoder_layers}. Give 0 or more, and "
+            "leave at least one layer with experts."
+        )
+
+
+def _check_experts(config: DeepseekConfig) -> None:
+    groups, kept = config.n_routing_groups, config.topk_routing_group
+    if groups < 1 or config.num_experts % groups or not 1 <= kept <= groups:
+        raise ValueError(
+            f"`num_experts` is {config.num_experts}, `n_routing_groups` {groups} and "
+            f"`topk_routing_group` {kept}. Groups are equal, and a token keeps 1 to all of them."
+        )
+    per_group = config.num_experts // groups
+    if groups > 1 and per_group < 2:
+        raise ValueError(
+            f"`n_routing_groups` is {groups} for {config.num_experts} experts. Groups are ranked "
+            "by their two best experts: give at most half as many groups as experts."
+        )
+    if not 1 <= config.num_experts_per_tok <= kept * per_group:
+        raise ValueError(
+            f"`num_experts_per_tok` is {config.num_experts_per_tok}, and a token chooses among "
+            f"{kept * per_group} experts. Give 1 to {kept * per_group}."
+        )
+
+
+def _check_heads(config: DeepseekConfig) -> None:
+    if config.qk_rope_head_dim % 2:
+        raise ValueError(
+            f"`qk_rope_head_dim` is {config.qk_rope_head_dim}. Rotary positions need an even "
+            "number."
+        )
+    channels = config.qk_nope_head_dim + config.qk_rope_head_dim
+    if config.v_head_dim > channels:
+        raise ValueError(
+            f"`v_head_dim` is {config.v_head_dim}, more than the {channels} of `qk_nope_head_dim` "
+            "+ `qk_rope_head_dim`. Attention kernels take values of at most the keys' width."
+        )

@@ -1,0 +1,56 @@
+"""The two ends of a decoder: tokens to embeddings, and the last activations to the loss.
+
+b sequences, T tokens, D embed, V vocab.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from ..sharding import Constrain
+from ._abstract import Weight, matrix, scale
+from ._layers import ACTIVATION, rms_norm, token_losses
+
+_LOGITS = ("activation_batch", "activation_length", "activation_vocab")
+
+
+def end_weights(embed_dim: int, vocab_size: int, *, tied: bool, dtype: Any) -> dict[str, Any]:
+    """`{"embed", "head"}`: the table, the last norm and, unless `tied`, the matrix of logits."""
+    D, V = embed_dim, vocab_size
+    head = {"norm": scale(D, dtype)}
+    if not tied:
+        head["logits"] = matrix((D, V), ("embed", "vocab"), D, dtype)
+    table = Weight((V, D), ("vocab", "embed"), jax.nn.initializers.normal(D**-0.5), dtype)
+    return {"embed": {"table": table}, "head": head}
+
+
+def embed_tokens(
+    table: Float[Array, "V D"], tokens: Int[Array, "b T"], *, constrain: Constrain, dtype: Any
+) -> Float[Array, "b T D"]:
+    # Whole rows: XLA's partitioner fails on a look-up in a table that is split both ways.
+    table = constrain(table.astype(dtype), ("vocab", None))
+    return constrain(jnp.take(table, tokens, axis=0), ACTIVATION)
+
+
+def next_token_loss(
+    ends: PyTree, x: Float[Array, "b T D"], side: PyTree, *, epsilon: float, constrain: Constrain
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """This microbatch's share of the batch's cross entropy in nats, and of its accuracy.
+
+    Args:
+        ends: `{"head"}`, and `"embed"` beside it if the logits come from the embedding's table.
+        x: What the last layer returned.
+        side: `targets` and `target_weights` [b, T].
+        epsilon: Added to the mean square in the last norm.
+        constrain: Shards an activation by its logical axes.
+    """
+    h = rms_norm(x, ends["head"]["norm"], epsilon)
+    weights = ends["embed"]["table"].T if "embed" in ends else ends["head"]["logits"]
+    logits = jnp.einsum(
+        "btd,dv->btv", h, weights.astype(x.dtype), preferred_element_type=jnp.float32
+    )
+    losses, hits = token_losses(constrain(logits, _LOGITS), side["targets"])
+    share = side["target_weights"]
+    return jnp.sum(losses * share), {"accuracy": jnp.sum(hits * share)}

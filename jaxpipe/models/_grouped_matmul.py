@@ -1,0 +1,99 @@
+"""Grouped matrix products: each group of rows times the matrix of its group.
+
+m rows, E groups, D embed, F width.
+"""
+
+from collections.abc import Callable
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.megablox import gmm
+from jaxtyping import Array, Bool, Float, Int
+
+GroupedMatmul = Callable[[Array, Array, Array], Array]
+"""`(rows [m, D], weights [E, D, F], group_sizes [E]) -> [m, F]`. Rows are sorted by group; those
+past the last group come back as zeros, and so do their gradients."""
+
+
+def ragged_dot(
+    rows: Float[Array, "m D"], weights: Float[Array, "E D F"], group_sizes: Int[Array, " E"]
+) -> Float[Array, "m F"]:
+    """XLA's own, for every device."""
+    return _zero_rest(_product, rows, weights, group_sizes)
+
+
+def _vmap_all(f: Callable) -> Callable:
+    """`f`, made to vmap where only some arguments are mapped: JAX's `ragged_dot` wants all."""
+    mapped = jax.custom_batching.custom_vmap(f)
+
+    @mapped.def_vmap
+    def rule(size: int, is_mapped: list[bool], *arguments: Array):
+        every = (
+            x if here else jnp.broadcast_to(x, (size, *x.shape))
+            for x, here in zip(arguments, is_mapped, strict=True)
+        )
+        out = jax.vmap(f)(*every)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return mapped
+
+
+@_vmap_all
+def _forward(rows: Array, weights: Array, group_sizes: Array) -> Array:
+    return jax.lax.ragged_dot(rows, weights, group_sizes)
+
+
+@_vmap_all
+def _backward(rows: Array, weights: Array, group_sizes: Array, gradient: Array):
+    def product(rows, weights):
+        return jax.lax.ragged_dot(rows, weights, group_sizes)
+
+    return jax.vjp(product, rows, weights)[1](gradient)
+
+
+@jax.custom_vjp  # JAX cannot differentiate what `_vmap_all` returns
+def _product(rows: Array, weights: Array, group_sizes: Array) -> Array:
+    return _forward(rows, weights, group_sizes)
+
+
+_product.defvjp(
+    lambda *arguments: (_forward(*arguments), arguments),
+    lambda arguments, gradient: (*_backward(*arguments, gradient), None),
+)
+
+
+def megablox(*, interpret: bool = False) -> GroupedMatmul:
+    """JAX's Pallas kernel for TPU: its work grows with the rows in groups, not with all rows.
+
+    Args:
+        interpret: Run the kernel in Pallas's interpreter, on any device: for tests.
+
+    References:
+        Gale et al., 2022, arXiv 2211.15841.
+    """
+
+    def kernel(rows, weights, group_sizes):
+        tile, _, _ = _tiles(rows.shape[0], rows.shape[1], weights.shape[2])
+        padded = jnp.pad(rows, ((0, -rows.shape[0] % tile), (0, 0)))
+        # By position: its gradient is declared so. No offset, nothing to add to, not transposed.
+        options = (rows.dtype, _tiles, None, None, False, interpret)
+        out = cast(Callable, gmm)(padded, weights, group_sizes, *options)
+        return out[: rows.shape[0]]
+
+    def grouped_matmul(rows, weights, group_sizes):
+        return _zero_rest(kernel, rows, weights, group_sizes)
+
+    return grouped_matmul
+
+
+def _tiles(m: int, k: int, n: int) -> tuple[int, int, int]:
+    """MaxText's: 512 rows times 1024 x 1024, or less where there is less."""
+    return min(512, -(-m // 128) * 128), min(1024, k), min(1024, n)
+
+
+def _zero_rest(kernel: GroupedMatmul, rows: Array, weights: Array, group_sizes: Array) -> Array:
+    """`kernel`, whatever it leaves in the rows of no group, in its results and its gradients."""
+    grouped: Bool[Array, "m 1"] = (jnp.arange(rows.shape[0]) < jnp.sum(group_sizes))[:, None]
+    out = kernel(jnp.where(grouped, rows, jnp.zeros_like(rows)), weights, group_sizes)
+    return jnp.where(grouped, out, jnp.zeros_like(out))
