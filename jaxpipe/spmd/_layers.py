@@ -1,0 +1,183 @@
+"""Layers of any framework as a circular pipeline, with what they record on the way.
+
+R repeats, S ranks, L layers per stage, M microbatches. A layer is a pure function `(weights, x,
+side, rng) -> (y, records)`. Records (what Flax calls sown values) travel with their microbatch:
+every stage writes its rows, so they come out per layer and microbatch, whatever their shapes.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int, PyTree
+
+from ._circular import Remat
+from ._settings import PipelineSettings
+
+Layer = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+
+
+class Underway(NamedTuple):
+    """An activation, and what the stages behind it have recorded.
+
+    Attributes:
+        x: The activation.
+        records: [R * S, L, ...] leaves.
+        stage: The number of the next stage.
+    """
+
+    x: PyTree
+    records: PyTree
+    stage: Int[Array, "..."]
+
+
+def layer_keys(key: jax.Array, dims: tuple[int, int, int]) -> jax.Array:
+    """[R, S, L] keys: `key` folded with the number of the layer, which no layout changes."""
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(math.prod(dims)))
+    return keys.reshape(dims)
+
+
+def to_microbatches(x: PyTree, num_microbatches: int, batch_size: int | None = None) -> PyTree:
+    """[batch, ...] -> [M, batch / M, ...]
+
+    Raises:
+        ValueError: If a leaf has another number of rows, or one that M does not divide.
+    """
+
+    def split(path, leaf):
+        rows, name = leaf.shape[0], jax.tree_util.keystr(path, simple=True, separator=".")
+        if batch_size not in (None, rows):
+            raise ValueError(
+                f"`{name}` has {rows} rows and `micro_batch_size_to_train_on` is {batch_size}. "
+                "It is the number of rows of the whole batch: make them equal."
+            )
+        if rows % num_microbatches:
+            raise ValueError(
+                f"`{name}` has {rows} rows, not a multiple of `num_pipeline_microbatches` = "
+                f"{num_microbatches}."
+            )
+        return leaf.reshape(num_microbatches, -1, *leaf.shape[1:])
+
+    return jax.tree_util.tree_map_with_path(split, x)
+
+
+def from_microbatches(x: PyTree) -> PyTree:
+    """[M, rows, ...] -> [M * rows, ...]"""
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), x)
+
+
+def stage_of_layers(layer: Layer, *, scan: bool, remat: Remat) -> Layer:
+    """A stage of L layers: like a layer, for weights, keys and records with [L, ...] leaves."""
+    layer = remat(layer)
+
+    def scanned(weights, x, side, rng):
+        return lax.scan(lambda x, of: layer(of[0], x, side, of[1]), x, (weights, rng))
+
+    def unrolled(weights, x, side, rng):
+        records = []
+        for i in range(jax.tree.leaves(weights)[0].shape[0]):
+            w, key = jax.tree.map(lambda leaf: leaf[i], (weights, rng))  # noqa: B023
+            x, of_layer = layer(w, x, side, key)
+            records.append(of_layer)
+        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *records)
+
+    return scanned if scan else unrolled
+
+
+def without_records(stage: Layer) -> Layer:
+    """`stage` as engines call it: activations in and out, no sums."""
+    return lambda weights, x, side, rng: (stage(weights, x, side, rng)[0], {})
+
+
+def with_records(stage: Layer) -> Layer:
+    """`stage` as engines call it, on `Underway`."""
+
+    def record(weights, underway, side, rng):
+        y, new = stage(weights, underway.x, side, rng)
+        records = jax.tree.map(
+            lambda rows, row: lax.dynamic_update_index_in_dim(rows, row, underway.stage, 0),
+            underway.records,
+            new,
+        )
+        return Underway(y, records, underway.stage + 1), {}
+
+    return record
+
+
+def pipeline_layers(
+    engine: Callable,
+    layer: Layer,
+    weights: PyTree,
+    inputs: PyTree,
+    side: PyTree,
+    keys: PyTree,
+    settings: PipelineSettings,
+) -> tuple[PyTree, PyTree]:
+    """Sends every microbatch through all layers.
+
+    Args:
+        engine: `circular`, or one with its contract, its options filled in.
+        layer: The layer.
+        weights: [R, S, L, ...] leaves.
+        inputs: [M, ...] leaves.
+        side: [M, ...] leaves.
+        keys: [R, S, L] leaves, or ().
+        settings: How.
+
+    Returns:
+        (outputs like `inputs`, records with [R, S, L, M, ...] leaves).
+
+    Raises:
+        ValueError: If `layer` does not return what it was given.
+    """
+    shapes = layer_shapes(layer, weights, inputs, side, keys)
+    stage = settings_stage(layer, settings)
+    if not jax.tree.leaves(shapes):
+        return engine(without_records(stage), weights, inputs, side, keys)[0], shapes
+    repeats, ranks, layers = settings.dims
+    microbatches = settings.counts.num_microbatches
+    empty = jax.tree.map(
+        lambda s: jnp.zeros((microbatches, repeats * ranks, layers, *s.shape), s.dtype), shapes
+    )
+    underway = Underway(inputs, empty, jnp.zeros(microbatches, jnp.int32))
+    done = engine(with_records(stage), weights, underway, side, keys)[0]
+
+    def in_order(x):  # [M, R * S, L, ...] -> [R, S, L, M, ...]
+        return jnp.moveaxis(x, 0, 2).reshape(repeats, ranks, layers, microbatches, *x.shape[3:])
+
+    return done.x, jax.tree.map(in_order, done.records)
+
+
+def settings_stage(layer: Layer, settings: PipelineSettings) -> Layer:
+    """The stage that `settings` make of `layer`."""
+    scan = settings.scan_layers and settings.layers_per_stage > 1
+    return stage_of_layers(layer, scan=scan, remat=settings.remat_layer)
+
+
+def layer_shapes(layer: Layer, weights: Any, inputs: Any, side: Any, keys: Any) -> PyTree:
+    """Shapes and dtypes of a layer's records, after a check that it returns what it was given."""
+
+    def first(weights, inputs, side, keys):
+        w, key = jax.tree.map(lambda leaf: leaf[0, 0, 0], (weights, keys))
+        x, of = jax.tree.map(lambda leaf: leaf[0], (inputs, side))
+        return (x, *layer(w, x, of, key))
+
+    x, y, records = jax.eval_shape(first, weights, inputs, side, keys)
+    given, returned = _described(x), _described(y)
+    if given != returned:
+        raise ValueError(
+            f"`layers` was given {given} and returned {returned}. A layer must return what the "
+            "next one can take: the same structure, shapes and dtypes."
+        )
+    return records
+
+
+def _described(tree: PyTree) -> dict[str, str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}" for path, x in leaves}

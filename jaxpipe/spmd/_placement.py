@@ -1,0 +1,209 @@
+"""How the weights of a Flax module lie on a mesh: from the names of their dims to what is gathered.
+
+A stacked weight is [R, S, L, ...] with the names ("circular_repeats", "stage", "layers", ...). A
+logical spec is a `PartitionSpec` of names, a physical one of mesh axes; dims that a spec does not
+reach stay as they are.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from ..sharding import check_divisible
+from ._ranks import AXIS, on_ranks
+from ._settings import AxisRules
+
+STACKED = ("circular_repeats", "stage", "layers")
+GATHERED = ("fsdp", "fsdp_transpose", "context", "expert")
+"""Mesh axes that weights are split over to save memory, and whole again where they are used."""
+
+
+def physical_spec(
+    names: PartitionSpec, rules: AxisRules, mesh_axes: Sequence[str]
+) -> PartitionSpec:
+    """The mesh axes that each dim is split over.
+
+    Args:
+        names: A logical spec.
+        rules: Of several rules for a name the first counts whose axes no earlier dim has. Axes that
+            the mesh does not have are left out.
+        mesh_axes: The axes of the mesh. A name without a rule that is one of them means itself; any
+            other name without a rule is not split, as in Flax.
+    """
+    used: set[str] = set()
+
+    def axes_of(name: Any) -> tuple[str, ...]:
+        if isinstance(name, tuple):
+            return tuple(axis for part in name for axis in axes_of(part))
+        offers = [axes for of, axes in rules if of == name] or [(name,)]
+        for offer in offers:
+            axes = tuple(axis for axis in offer if axis in mesh_axes)
+            if not used.intersection(axes):
+                used.update(axes)
+                return axes
+        return ()
+
+    return PartitionSpec(*(_entry(axes_of(name)) for name in names))
+
+
+def physical_specs(names: PyTree, rules: AxisRules, mesh: Mesh | None) -> PyTree:
+    """`physical_spec` of every leaf; `PartitionSpec()` everywhere without a mesh."""
+    if mesh is None:
+        return jax.tree.map(lambda _: PartitionSpec(), names, is_leaf=_is_spec)
+    axes = mesh.axis_names
+    return jax.tree.map(lambda spec: physical_spec(spec, rules, axes), names, is_leaf=_is_spec)
+
+
+def without_repeats(names: PyTree) -> PyTree:
+    """Every logical spec without the name "circular_repeats"."""
+
+    def rest(spec):
+        return PartitionSpec(*(name for name in spec if name != STACKED[0]))
+
+    return jax.tree.map(rest, names, is_leaf=_is_spec)
+
+
+def without_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+    """`spec` with dims no longer split over any of `axes`."""
+
+    def rest(entry):
+        names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        return _entry(tuple(name for name in names if name not in axes))
+
+    return PartitionSpec(*map(rest, spec))
+
+
+def place(x: jax.Array, spec: PartitionSpec, mesh: Mesh | None) -> jax.Array:
+    """`x`, split over `mesh` as `spec` says."""
+    if mesh is None or not len(spec):
+        return x
+    spec = _padded(x, spec, mesh)
+    if AxisType.Explicit in mesh.axis_types:
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def shard_dim_by_stages(
+    x: jax.Array,
+    dim: int,
+    spec: PartitionSpec | None,
+    mesh: Mesh | None,
+    *,
+    is_weight: bool = False,
+) -> jax.Array:
+    """`x` with `dim` split over the ranks.
+
+    Args:
+        x: An array.
+        dim: The dim with one entry per rank.
+        spec: How the other dims are split. Those that it does not reach stay as they are.
+        mesh: The mesh. None does nothing.
+        is_weight: `x` is a weight in use: what splits it to save memory is gathered.
+    """
+    if mesh is None:
+        return x
+    spec = spec or PartitionSpec()
+    entries = [*_padded(x, without_axes(spec, GATHERED) if is_weight else spec, mesh)]
+    entries[dim] = AXIS
+    return place(x, PartitionSpec(*entries), mesh)
+
+
+def place_microbatches(x: PyTree, rules: AxisRules, mesh: Mesh | None) -> PyTree:
+    """[M, rows, ...] leaves: M over the ranks, rows as the rule of "activation_batch" says.
+
+    Raises:
+        ValueError: If the rows of a microbatch do not divide over those axes.
+    """
+    if mesh is None:
+        return x
+    spec = physical_spec(PartitionSpec(AXIS, "activation_batch"), rules, mesh.axis_names)
+
+    def place_leaf(leaf):
+        check_divisible(leaf.shape, spec, dict(mesh.shape), "inputs [microbatch, row, ...]")
+        return place(leaf, spec, mesh)
+
+    return jax.tree.map(place_leaf, x)
+
+
+def gather_all(weights: PyTree, specs: PyTree, mesh: Mesh | None, axes: Sequence[str]) -> PyTree:
+    """`weights` with physical specs `specs`, but whole along `axes`."""
+    return jax.tree.map(lambda w, spec: place(w, without_axes(spec, axes), mesh), weights, specs)
+
+
+def gather_stage(specs: PyTree, axes: Sequence[str] = GATHERED) -> Callable[[PyTree], PyTree]:
+    """A function of one stage's weights, as a rank sees them, that makes them whole along `axes`.
+
+    Args:
+        specs: Physical specs of [S, ...] leaves.
+        axes: What to gather.
+    """
+
+    def constrain(w: jax.Array, spec: PartitionSpec) -> jax.Array:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or not len(spec):
+            return w
+        whole = _padded(w, without_axes(PartitionSpec(*spec[1:]), axes), mesh)
+        if AxisType.Explicit in mesh.axis_types:
+            return jax.sharding.reshard(w, whole)
+        return lax.with_sharding_constraint(w, whole)
+
+    return lambda weights: jax.tree.map(constrain, weights, specs)
+
+
+def gather_block(
+    weights: PyTree, specs: PyTree, mesh: Mesh | None, axes: Sequence[str], use_shardmap: bool
+) -> PyTree:
+    """[S, ...] weights of one repeat, whole along `axes`: by constraint, or by `lax.all_gather`."""
+    if mesh is None:
+        return weights
+    if not use_shardmap:
+        gather = gather_stage(specs, axes)
+        return on_ranks(gather, mesh=mesh, in_dims=(0,), out_dims=0)(weights)
+    return jax.tree.map(partial(_all_gather, mesh=mesh, axes=axes), weights, specs)
+
+
+def describe_placement(weights: PyTree, names: PyTree, specs: PyTree) -> str:
+    """A line for every weight: its path, dtype and shape, the names of its dims, their axes."""
+
+    def line(path, w, logical, physical):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return f"{name}  {w.dtype}{list(w.shape)}  {tuple(logical)} -> {tuple(physical)}"
+
+    return "\n".join(jax.tree.leaves(jax.tree_util.tree_map_with_path(line, weights, names, specs)))
+
+
+def _all_gather(w: jax.Array, spec: PartitionSpec, *, mesh: Mesh, axes: Sequence[str]) -> jax.Array:
+    whole = without_axes(spec, axes)
+
+    def gather(shard):
+        for dim, (now, then) in enumerate(zip(spec, whole, strict=True)):
+            if now != then:
+                names = now if isinstance(now, tuple) else (now,)
+                gone = tuple(name for name in names if name in axes)
+                shard = lax.all_gather(shard, gone, axis=dim, tiled=True)
+        return shard
+
+    # What is gathered is equal on all devices of `axes`, which `check_vma` cannot know.
+    return jax.shard_map(gather, mesh=mesh, in_specs=spec, out_specs=whole, check_vma=False)(w)
+
+
+def _padded(x: jax.Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """`spec`, which leaves the dims of `x` that it does not reach as they are."""
+    if AxisType.Explicit in mesh.axis_types:
+        rest = jax.typeof(x).sharding.spec[len(spec) :]
+    else:
+        rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - len(spec))
+    return PartitionSpec(*spec, *rest)
+
+
+def _entry(axes: tuple[str, ...]) -> Any:
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)

@@ -1,0 +1,238 @@
+"""What a config with MaxText's field names says about a pipeline, checked before anything runs.
+
+S ranks, R repeats, L layers per stage, M microbatches. The config is any object with attributes; a
+field that it does not have, or that is None, has the default that `pipeline_settings` documents.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from ..sharding import layout
+from ._circular import Remat, check_circular
+from ._circular_engine import keep, recompute
+from ._iteration import Counts
+from ._ranks import AXIS
+
+AxisRules = tuple[tuple[str, tuple[str, ...]], ...]
+"""Pairs (logical axis, mesh axes). Of several for one logical axis the first that fits counts."""
+
+REMAT_POLICIES: dict[str, Remat] = {"full": recompute, "none": keep}
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """How a stack of layers runs as a pipeline.
+
+    Attributes:
+        counts: S, R, M and the ticks of a hand-over.
+        layers_per_stage: L.
+        batch_size: Rows of the batch, or None if any multiple of M will do.
+        gather: When weights that are split over fsdp, context and expert are gathered.
+        scan_ticks: One loop over ticks; else every tick is compiled by itself.
+        scan_layers: One loop over the layers of a stage; else each is compiled by itself.
+        remat_tick: Wraps the work of a tick.
+        remat_layer: Wraps a layer.
+        rules: The config's `logical_axis_rules`, or None if it has none.
+        debug_sharding: Log how every weight is split.
+    """
+
+    counts: Counts
+    layers_per_stage: int
+    batch_size: int | None
+    gather: Literal["tick", "once", "repeat"]
+    scan_ticks: bool
+    scan_layers: bool
+    remat_tick: Callable
+    remat_layer: Callable
+    rules: AxisRules | None
+    debug_sharding: bool
+
+    @property
+    def dims(self) -> tuple[int, int, int]:
+        """[R, S, L], the leading dims of every stacked weight."""
+        return self.counts.num_repeats, self.counts.num_ranks, self.layers_per_stage
+
+
+def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) -> PipelineSettings:
+    """Reads and checks `config`.
+
+    Args:
+        config: Any object. Its fields and their defaults: `ici_pipeline_parallelism` (the axis
+            `stage` of `mesh`, or 1), `dcn_pipeline_parallelism` (1), their product being S;
+            `num_layers_per_pipeline_stage` (1); `num_decoder_layers` (unknown);
+            `pipeline_parallel_layers` (-1: all of them); `num_pipeline_repeats` (-1: as many as the
+            layers give, 1 if their number is unknown); `num_pipeline_microbatches` (-1: S, or 2 * S
+            with delay); `micro_batch_size_to_train_on`, rows of the whole batch (any);
+            `pipeline_delay_activation_forwarding`, `pipeline_fsdp_ag_once`,
+            `pipeline_fsdp_ag_per_repeat`, `set_remat_policy_on_layers_per_stage`, `debug_sharding`
+            (False); `scan_pipeline_iterations`, `scan_layers_per_stage`,
+            `set_remat_policy_on_pipeline_iterations` (True); `scan_pipeline_repeats` (as
+            `scan_pipeline_iterations`); `remat_policy` ("full"); `shard_mode` ("auto");
+            `logical_axis_rules` (none).
+        mesh: A mesh with an axis `stage` of size S, or None.
+        remat_policy: A policy of `jax.checkpoint`, in place of the config's.
+
+    Raises:
+        ValueError: If a field has no valid value, or fields contradict each other or `mesh`.
+    """
+    delay = _flag(config, "pipeline_delay_activation_forwarding", False)
+    num_ranks = _ranks(config, mesh)
+    layers_per_stage = _count(config, "num_layers_per_pipeline_stage", 1)
+    num_repeats = _repeats(config, num_ranks, layers_per_stage)
+    microbatches = _count(config, "num_pipeline_microbatches", num_ranks * (2 if delay else 1))
+    check_circular(num_ranks, num_repeats, microbatches, delay=delay)
+    _check_shard_mode(_field(config, "shard_mode", "auto"), mesh)
+    remat = _remat(_field(config, "remat_policy", "full"), remat_policy)
+    rules = _field(config, "logical_axis_rules", None)
+    on_ticks = _flag(config, "set_remat_policy_on_pipeline_iterations", True)
+    on_layers = _flag(config, "set_remat_policy_on_layers_per_stage", False)
+    return PipelineSettings(
+        counts=Counts(num_ranks, num_repeats, microbatches, 2 if delay else 1),
+        layers_per_stage=layers_per_stage,
+        batch_size=_batch_size(config, microbatches),
+        gather=_gather(config),
+        scan_ticks=_scan_ticks(config),
+        scan_layers=_flag(config, "scan_layers_per_stage", True),
+        remat_tick=remat if on_ticks else keep,
+        remat_layer=remat if on_layers else keep,
+        rules=axis_rules(rules) if rules is not None else None,
+        debug_sharding=_flag(config, "debug_sharding", False),
+    )
+
+
+def _field(config: Any, name: str, default: Any) -> Any:
+    value = getattr(config, name, None)
+    return default if value is None else value
+
+
+def _flag(config: Any, name: str, default: bool) -> bool:
+    value = _field(config, name, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"`{name}` is {value!r}. Give True or False.")
+    return value
+
+
+def _count(config: Any, name: str, default: int) -> int:
+    """A positive number, `default` in place of -1."""
+    value = _field(config, name, -1)
+    if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
+        raise ValueError(f"`{name}` is {value!r}. Give at least 1, or -1 for the default.")
+    return default if value == -1 else value
+
+
+def _ranks(config: Any, mesh: Mesh | None) -> int:
+    of_mesh = 1 if mesh is None else mesh.shape.get(AXIS, 1)
+    if mesh is not None and AXIS not in mesh.shape:
+        raise ValueError(
+            f"`mesh` has the axes {tuple(mesh.axis_names)}. A pipeline needs one that is named "
+            f"{AXIS!r}."
+        )
+    across = _count(config, "dcn_pipeline_parallelism", 1)
+    within = _count(config, "ici_pipeline_parallelism", max(of_mesh // across, 1))
+    if mesh is not None and within * across != of_mesh:
+        raise ValueError(
+            f"`ici_pipeline_parallelism` x `dcn_pipeline_parallelism` is {within} x {across}, but "
+            f"the axis {AXIS!r} of `mesh` has {of_mesh}. They must be equal."
+        )
+    return within * across
+
+
+def _repeats(config: Any, num_ranks: int, layers_per_stage: int) -> int:
+    repeats = _count(config, "num_pipeline_repeats", -1)
+    layers = _pipelined_layers(config)
+    if layers is None:
+        return 1 if repeats == -1 else repeats
+    return layout(
+        layers, num_ranks=num_ranks, layers_per_stage=layers_per_stage, num_repeats=repeats
+    ).num_repeats
+
+
+def _pipelined_layers(config: Any) -> int | None:
+    """`pipeline_parallel_layers`, by default all layers of the model, None if nothing says."""
+    layers, model = (
+        _field(config, name, -1) for name in ("pipeline_parallel_layers", "num_decoder_layers")
+    )
+    if layers == -1:
+        return None if model == -1 else model
+    if layers < 1 or (model != -1 and layers > model):
+        of_model = "" if model == -1 else f" of the {model} of `num_decoder_layers`"
+        raise ValueError(
+            f"`pipeline_parallel_layers` is {layers}. Give at least 1 and at most all{of_model}, "
+            "or -1 for all."
+        )
+    return layers
+
+
+def _batch_size(config: Any, num_microbatches: int) -> int | None:
+    rows = _count(config, "micro_batch_size_to_train_on", -1)
+    if rows == -1:
+        return None
+    if rows % num_microbatches:
+        raise ValueError(
+            f"`micro_batch_size_to_train_on` is {rows}, not a multiple of "
+            f"`num_pipeline_microbatches` = {num_microbatches}."
+        )
+    return rows
+
+
+def _gather(config: Any) -> Literal["tick", "once", "repeat"]:
+    once = _flag(config, "pipeline_fsdp_ag_once", False)
+    per_repeat = _flag(config, "pipeline_fsdp_ag_per_repeat", False)
+    if once and per_repeat:
+        raise ValueError(
+            "`pipeline_fsdp_ag_once` and `pipeline_fsdp_ag_per_repeat` are both on. Weights are "
+            "gathered once a step, once a repeat, or, with both off, in every iteration: turn one "
+            "off."
+        )
+    return "once" if once else "repeat" if per_repeat else "tick"
+
+
+def _scan_ticks(config: Any) -> bool:
+    ticks = _flag(config, "scan_pipeline_iterations", True)
+    repeats = _flag(config, "scan_pipeline_repeats", ticks)
+    if ticks != repeats:
+        raise ValueError(
+            f"`scan_pipeline_iterations` is {ticks} and `scan_pipeline_repeats` {repeats}. "
+            "Iterations of all repeats are in one loop or in none: give both the same value."
+        )
+    return ticks
+
+
+def _remat(name: str, policy: Any) -> Remat:
+    if policy is not None:
+        return partial(jax.checkpoint, prevent_cse=False, policy=policy)
+    if name not in REMAT_POLICIES:
+        raise ValueError(
+            f"`remat_policy` is {name!r}. Give one of {', '.join(REMAT_POLICIES)}, or a policy of "
+            "`jax.checkpoint` as the argument `remat_policy`."
+        )
+    return REMAT_POLICIES[name]
+
+
+def _check_shard_mode(mode: str, mesh: Mesh | None) -> None:
+    if mode not in ("auto", "explicit"):
+        raise ValueError(f"`shard_mode` is {mode!r}. Give 'auto' or 'explicit'.")
+    if mesh is None:
+        return
+    wanted = AxisType.Auto if mode == "auto" else AxisType.Explicit
+    others = {a: t for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t != wanted}
+    if others:
+        types = ", ".join(f"{axis} {kind.name}" for axis, kind in others.items())
+        raise ValueError(
+            f"`shard_mode` is {mode!r}, but `mesh` has axes of another type: {types}. Make the "
+            f"mesh with `axis_types=({wanted},) * {len(mesh.axis_names)}`."
+        )
+
+
+def axis_rules(rules: Iterable) -> AxisRules:
+    """Rules with their mesh axes as a tuple, also where there is one name or None."""
+
+    def axes(given: Any) -> tuple[str, ...]:
+        return () if given is None else (given,) if isinstance(given, str) else tuple(given)
+
+    return tuple((name, axes(given)) for name, given in rules)
