@@ -1,0 +1,36 @@
+"""The step that is compiled ahead of time is the step that training runs."""
+
+import jax
+import numpy as np
+
+from jaxpipe.models import PRESETS
+from jaxpipe.train import (
+    compile_train_step,
+    initial_state,
+    load_config,
+    make_train_step,
+    place_batch,
+    set_up,
+    synthetic_batches,
+)
+
+SETTINGS = (
+    "ici_pipeline_parallelism=2",
+    "ici_fsdp_parallelism=4",
+    "dtype=float32",
+    "base_emb_dim=16",
+    "base_num_decoder_layers=2",
+    "base_mlp_dim=32",
+    "max_target_length=16",
+    "per_device_batch_size=1",
+)
+
+
+def test_what_is_compiled_ahead_takes_real_states_and_batches_and_gives_the_same():
+    setup = set_up(load_config((), SETTINGS, presets=PRESETS), jax.devices())
+    sizes = {"batch_size": setup.batch_size, "length": 16}
+    batch = place_batch(setup, synthetic_batches(vocab_size=320, seed=0, **sizes)(0))
+    ahead, metrics = compile_train_step(setup)(initial_state(setup), batch)
+    with jax.set_mesh(setup.mesh):
+        now, expected = make_train_step(setup)(initial_state(setup), batch)
+    jax.tree.map(np.testing.assert_array_equal, (ahead, metrics), (now, expected))
