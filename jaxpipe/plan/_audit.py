@@ -164,7 +164,7 @@ def _called_place(place: _Place, call: Instruction) -> _Place:
         place,
         asynchronous=place.asynchronous or call.opcode.endswith("-start"),
         fused=call.opcode == "fusion",
-        op_name=op_name(call),
+        op_name=op_name(call) or place.op_name,
     )
 
 
