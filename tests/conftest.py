@@ -25,6 +25,8 @@ install_import_hook(
         "jaxpipe.sharding",
         "jaxpipe.autodiff",
         "jaxpipe.spmd",
+        "jaxpipe.linen",
+        "jaxpipe.nnx",
         "jaxpipe.plan",
         "jaxpipe.models",
         "jaxpipe.train",

@@ -39,13 +39,13 @@ class PipelineBase(spmd.PipelineMethods, nn.Module):
     @property
     def axis_rules(self) -> spmd.AxisRules:
         """The config's logical axis rules, else those in Flax's context, else jaxpipe's."""
-        return run.axis_rules(self.settings)
+        return self.settings.rules_or(nn.get_logical_axis_rules())
 
     def layer_function(
         self, deterministic: bool, model_mode: str, instance: nn.Module | None = None
     ) -> spmd.Layer:
         """The layer, or `instance`, as a pure function that records nothing."""
-        rules = run.rules_in_stage(self.settings.rules)
+        rules = spmd.rules_in_stage(self.settings.rules)
         layer = self.layers if instance is None else instance
         return run.layer_function(layer, rules, [], deterministic, model_mode)
 

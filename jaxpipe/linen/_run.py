@@ -1,17 +1,14 @@
 """A Linen layer as a pure function, and the two things a pipeline module does with it."""
 
-import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import jax
 from flax import linen as nn
 from flax.core import unfreeze
-from flax.core.spmd import get_logical_axis_rules
 
-from .. import sharding, spmd
+from .. import spmd
 from . import _collections as collections
 from . import _stacked as stacked
 
@@ -46,27 +43,9 @@ def layer_function(
             )
         sown = {name: of for name, of in unfreeze(sown).items() if jax.tree.leaves(of)}
         collections.check_sown(sown)
-        return outputs_of(y, x), sown
+        return spmd.outputs_of(y, x), sown
 
     return apply
-
-
-def outputs_of(y: Any, x: Any) -> Any:
-    """`y`, or its first entry if it is (outputs, None), as of layers that are made for scans."""
-    is_pair = isinstance(y, tuple) and len(y) == 2 and y[1] is None
-    return y[0] if is_pair and jax.tree.structure(y) != jax.tree.structure(x) else y
-
-
-def axis_rules(settings: spmd.PipelineSettings) -> spmd.AxisRules:
-    """The config's rules, else those in Flax's context, else jaxpipe's."""
-    if settings.rules is not None:
-        return settings.rules
-    return spmd.axis_rules(get_logical_axis_rules() or sharding.DEFAULT_RULES)
-
-
-def rules_in_stage(rules: spmd.AxisRules | None) -> spmd.AxisRules | None:
-    """`rules` where the axis `stage` is each rank's own."""
-    return rules and tuple((name, tuple(a for a in axes if a != "stage")) for name, axes in rules)
 
 
 def init_of(layer: nn.Module, rules: spmd.AxisRules | None) -> Callable:
@@ -82,7 +61,7 @@ def init_of(layer: nn.Module, rules: spmd.AxisRules | None) -> Callable:
 
 def init_stages(pipeline: Any) -> Callable:
     """The layer's `init` for all layers of a repeat."""
-    rules = rules_in_stage(pipeline.settings.rules)
+    rules = spmd.rules_in_stage(pipeline.settings.rules)
     return stacked.init_stages(init_of(pipeline.layers, rules))
 
 
@@ -97,24 +76,32 @@ def init_all(pipeline: Any) -> Callable:
     return init
 
 
-def microbatches(pipeline: Any, inputs: Any, segment_ids: Any, positions: Any) -> tuple[Any, Any]:
-    """[batch, ...] leaves as [M, rows, ...]: (inputs, side)."""
-    counts, rows = pipeline.settings.counts, pipeline.settings.batch_size
-    side = spmd.side_of(segment_ids, positions)
-    split = spmd.to_microbatches({"inputs": inputs} | side, counts.num_microbatches, rows)
-    inputs = spmd.place_microbatches(split.pop("inputs"), pipeline.axis_rules, pipeline.mesh)
-    return inputs, split
-
-
 def initialize(pipeline: Any, inputs: Any, segment_ids: Any, positions: Any, *options: Any) -> Any:
     """Makes the variables of all layers, and returns the inputs: nothing is computed with them."""
-    xs, side = microbatches(pipeline, inputs, segment_ids, positions)
-    x, of = jax.tree.map(lambda leaf: leaf[0], (xs, side))
     keys = {name: pipeline.make_rng(name) for name in pipeline.scope.rngs}
-    variables = init_all(pipeline)(keys, x, of["segment_ids"], of["positions"], *options)
+    variables = init_batch(pipeline, keys, inputs, segment_ids, positions, *options)
     for name, collection in variables.items():
         pipeline.put_variable(name, NAME, collection)
     return inputs
+
+
+def init_batch(
+    pipeline: Any, keys: dict, inputs: Any, segment_ids: Any, positions: Any, *options: Any
+) -> dict[str, Any]:
+    """The variables of all layers, from keys by stream and the arguments of a call."""
+    x, side = spmd.first_microbatch(pipeline, inputs, spmd.side_of(segment_ids, positions))
+    return init_all(pipeline)(keys, x, side["segment_ids"], side["positions"], *options)
+
+
+def weight_sharding(pipeline: Any, *arguments: Any) -> Any:
+    """Logical specs of the variables that a call with these arguments would make."""
+    filled = (*arguments, *(None, None, False, "train")[len(arguments) - 1 :])
+    arrays, options = filled[:3], filled[3:]
+
+    def init(*arrays):
+        return init_batch(pipeline, {"params": jax.random.key(0)}, *arrays, *options)
+
+    return stacked.logical_specs(jax.eval_shape(init, *arrays))
 
 
 def stacked_variables(pipeline: Any) -> dict[str, Any]:
@@ -134,34 +121,18 @@ def run(
     pipeline: Any, inputs: Any, segment_ids: Any, positions: Any, names: Any, *options: Any
 ) -> Any:
     """Sends [batch, ...] inputs through all layers, and stores what these sow."""
-    settings, mesh = pipeline.settings, pipeline.mesh
     boxed = stacked_variables(pipeline)
-    names = stacked.logical_specs(boxed) if names is None else names
-    weights = stacked.without_boxes(boxed)
-    if settings.debug_sharding:
-        specs = spmd.physical_specs(names, pipeline.axis_rules, mesh)
-        logging.getLogger("jaxpipe").info(spmd.describe_placement(weights, names, specs))
     mutable = collections.mutable_in_layer(pipeline.scope.mutable, boxed)
-    layer = layer_function(pipeline.layers, rules_in_stage(settings.rules), mutable, *options)
-    xs, side = microbatches(pipeline, inputs, segment_ids, positions)
-    engine = spmd.circular if settings.scan_ticks else spmd.circular_unrolled
-    engine = partial(engine, mesh=mesh, delay=settings.counts.hop > 1, remat=settings.remat_tick)
-    keys = draw_keys(pipeline)
-    ys, sown = spmd.pipeline_layers(engine, layer, weights, xs, side, keys, settings)
+    rules = spmd.rules_in_stage(pipeline.settings.rules)
+    ys, sown = spmd.run_batch(
+        layer_function(pipeline.layers, rules, mutable, *options),
+        stacked.without_boxes(boxed),
+        stacked.logical_specs(boxed) if names is None else names,
+        inputs,
+        spmd.side_of(segment_ids, positions),
+        draw_keys(pipeline),
+        pipeline,
+    )
     for name, collection in sown.items():
         pipeline.put_variable(name, NAME, collection)
-    return spmd.from_microbatches(ys)
-
-
-def weight_sharding(pipeline: Any, inputs: Any, *rest: Any) -> Any:
-    """Logical specs of the variables that a call with these arguments would make."""
-    segment_ids, positions, *options = (*rest, *(None, None, False, "train")[len(rest) :])
-
-    def init(inputs, segment_ids, positions):
-        key = jax.random.key(0)
-        xs, side = microbatches(pipeline, inputs, segment_ids, positions)
-        x, of = jax.tree.map(lambda leaf: leaf[0], (xs, side))
-        keys = {"params": key}
-        return init_all(pipeline)(keys, x, of["segment_ids"], of["positions"], *options)
-
-    return stacked.logical_specs(jax.eval_shape(init, inputs, segment_ids, positions))
+    return ys

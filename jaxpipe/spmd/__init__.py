@@ -32,6 +32,7 @@ from ._iteration_window import window_at as window_at
 from ._layers import Layer as Layer
 from ._layers import from_microbatches as from_microbatches
 from ._layers import layer_keys as layer_keys
+from ._layers import outputs_of as outputs_of
 from ._layers import pipeline_layers as pipeline_layers
 from ._layers import to_microbatches as to_microbatches
 from ._methods import LoopMethods as LoopMethods
@@ -48,9 +49,12 @@ from ._placement import physical_spec as physical_spec
 from ._placement import physical_specs as physical_specs
 from ._placement import place as place
 from ._placement import place_microbatches as place_microbatches
+from ._placement import rules_in_stage as rules_in_stage
 from ._placement import shard_dim_by_stages as shard_dim_by_stages
 from ._placement import without_axes as without_axes
 from ._placement import without_repeats as without_repeats
+from ._rim import first_microbatch as first_microbatch
+from ._rim import run_batch as run_batch
 from ._settings import AxisRules as AxisRules
 from ._settings import PipelineSettings as PipelineSettings
 from ._settings import axis_rules as axis_rules

@@ -72,6 +72,12 @@ def from_microbatches(x: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), x)
 
 
+def outputs_of(y: PyTree, x: PyTree) -> PyTree:
+    """`y`, or its first entry if it is (outputs, None), as of layers that are made for scans."""
+    is_pair = isinstance(y, tuple) and len(y) == 2 and y[1] is None
+    return y[0] if is_pair and jax.tree.structure(y) != jax.tree.structure(x) else y
+
+
 def stage_of_layers(layer: Layer, *, scan: bool, remat: Remat) -> Layer:
     """A stage of L layers: like a layer, for weights, keys and records with [L, ...] leaves."""
     layer = remat(layer)

@@ -59,6 +59,13 @@ def physical_specs(names: PyTree, rules: AxisRules, mesh: Mesh | None) -> PyTree
     return jax.tree.map(lambda spec: physical_spec(spec, rules, axes), names, is_leaf=_is_spec)
 
 
+def rules_in_stage(rules: AxisRules | None) -> AxisRules | None:
+    """`rules` without the axis "stage", which is each rank's own where a stage runs."""
+    if rules is None:
+        return None
+    return tuple((name, tuple(axis for axis in axes if axis != AXIS)) for name, axes in rules)
+
+
 def without_repeats(names: PyTree) -> PyTree:
     """Every logical spec without the name "circular_repeats"."""
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import AxisType, Mesh
 
-from ..sharding import layout
+from ..sharding import DEFAULT_RULES, layout
 from ._circular import Remat, check_circular
 from ._circular_engine import keep, recompute
 from ._iteration import Counts
@@ -56,6 +56,10 @@ class PipelineSettings:
     def dims(self) -> tuple[int, int, int]:
         """[R, S, L], the leading dims of every stacked weight."""
         return self.counts.num_repeats, self.counts.num_ranks, self.layers_per_stage
+
+    def rules_or(self, in_context: Iterable) -> AxisRules:
+        """The config's rules, else those `in_context` if there are any, else jaxpipe's."""
+        return axis_rules(self.rules or in_context or DEFAULT_RULES)
 
 
 def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) -> PipelineSettings:

@@ -1,0 +1,104 @@
+"""An NNX layer as a pure function, and what becomes of its variables.
+
+Weights are all variables but random state and what is sown; a call reads them. Random state is
+seeded anew for every layer and microbatch. What a layer sows comes out once per layer and
+microbatch. A variable that a call changes, to be read by the next microbatch, cannot be carried:
+microbatches are in different stages at the same time.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.core.spmd import logical_axis_rules
+from jaxtyping import PyTree
+
+from .. import spmd
+from ._sown import call, captured_types, without_sown
+from ._stacked import without_names
+
+
+def weights_of(state: PyTree) -> dict[str, Any]:
+    """The arrays by the path of their variable, "mlp.up.kernel"."""
+    return {_name(path): v.get_value() for path, v in nnx.to_flat_state(state)}
+
+
+def _name(path: tuple) -> str:
+    return ".".join(map(str, path))
+
+
+def with_weights(state: PyTree, weights: dict[str, Any]) -> PyTree:
+    """`state` with other arrays: `weights_of`, undone."""
+    flat = [(path, v.replace(weights[_name(path)])) for path, v in nnx.to_flat_state(state)]
+    return nnx.from_flat_state(flat)
+
+
+def layer_function(
+    layers: nnx.Module, rules: spmd.AxisRules | None, records: bool, *options: Any
+) -> spmd.Layer:
+    """A layer as `(weights, x, side, keys) -> (y, sown)`.
+
+    Args:
+        layers: The stacked module. Its call is `(inputs, segment_ids, positions, deterministic,
+            model_mode)`, and it returns the outputs, or (outputs, None).
+        rules: Logical axis rules to run it under, without "stage", or None for those in context.
+        records: Whether to return what it sows.
+        options: `deterministic` and `model_mode`.
+    """
+    graph, counts, _, weight_state = nnx.split(without_sown(layers), nnx.RngCount, nnx.RngKey, ...)
+    names = list(weights_of(counts))
+    weight_state = without_names(weight_state)
+    types = captured_types(layers)
+
+    def apply(weights, x, side, keys):
+        zeros = with_weights(counts, {name: jnp.zeros((), jnp.uint32) for name in names})
+        layer = nnx.merge(graph, with_weights(weight_state, weights), zeros, keys or nnx.State({}))
+        with nullcontext() if rules is None else logical_axis_rules(rules):
+            y, sown = call(layer, types, x, side["segment_ids"], side["positions"], *options)
+        check_unchanged(weights, weights_of(nnx.state(layer, nnx.Not(nnx.RngState))))
+        return spmd.outputs_of(y, x), sown if records else {}
+
+    return apply
+
+
+def check_unchanged(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Raises a `ValueError` if a layer's call has set or made a variable other than by `sow`."""
+    same = lambda name: name in before and _is_same(before[name], after[name])  # noqa: E731
+    changed = sorted(name for name in after if not same(name))
+    if changed:
+        raise ValueError(
+            f"A layer's call changes its variables {changed}, so that its next call may read them. "
+            "In a pipeline that would be the next microbatch, which other stages already work on. "
+            "Switch that off (running statistics: `use_running_average=True`); what layers report "
+            "is sown as `nnx.Intermediate`."
+        )
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    a, b = jax.tree.leaves(before), jax.tree.leaves(after)
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def draw_keys(layers: nnx.Module, *, advance: bool) -> Any:
+    """[R, S, L] keys of all streams of all layers, () if there are none.
+
+    Args:
+        layers: The stacked module.
+        advance: Count the call, so that the next one has other keys.
+    """
+    counts, keys, _ = nnx.state(layers, nnx.RngCount, nnx.RngKey, ...)
+    number = weights_of(counts)
+    drawn = [
+        (path, key.replace(_fold_each(key.get_value(), number[_name((*path[:-1], "count"))])))
+        for path, key in nnx.to_flat_state(keys)
+    ]
+    if advance:
+        nnx.update(layers, jax.tree.map(lambda count: count + jnp.uint32(1), counts))
+    return nnx.from_flat_state(drawn) if drawn else ()
+
+
+def _fold_each(keys: jax.Array, numbers: jax.Array) -> jax.Array:
+    folded = jax.vmap(jax.random.fold_in)(keys.reshape(-1), numbers.reshape(-1))
+    return folded.reshape(keys.shape)

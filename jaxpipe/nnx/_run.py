@@ -1,0 +1,39 @@
+"""The call of a pipeline of NNX layers."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import PyTree
+
+from .. import spmd
+from . import _layer as layers_of
+from . import _stacked as stacked
+from ._sown import store, without_sown
+
+
+def weight_state(layers: nnx.Module) -> PyTree:
+    """All variables but random state and what is sown."""
+    return nnx.state(without_sown(layers), nnx.Not(nnx.RngState))
+
+
+def run(
+    pipeline: Any, inputs: Any, segment_ids: Any, positions: Any, names: Any, *options: Any
+) -> Any:
+    """Sends [batch, ...] inputs through all layers; what these sow is in `pipeline.layers` then."""
+    layers, deterministic = pipeline.layers, options[0]
+    state = weight_state(layers)
+    names = stacked.logical_specs(state) if names is None else names
+    rules = spmd.rules_in_stage(pipeline.settings.rules)
+    ys, sown = spmd.run_batch(
+        layers_of.layer_function(layers, rules, True, *options),
+        layers_of.weights_of(state),
+        names,
+        inputs,
+        spmd.side_of(segment_ids, positions),
+        layers_of.draw_keys(layers, advance=not deterministic),
+        pipeline,
+    )
+    if jax.tree.leaves(sown):
+        store(layers, sown)
+    return ys

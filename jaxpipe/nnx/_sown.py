@@ -1,0 +1,64 @@
+"""What layers sow: taken out of a layer, and put into the module of all layers.
+
+Under `nnx.capture` modules hold what they sow beside their variables, in `__captures__`; otherwise
+each `sow` makes a variable, `nnx.Intermediate` or one that holds a tuple.
+"""
+
+from typing import Any
+
+from flax import nnx
+from jaxtyping import PyTree
+
+
+def is_sown(path: Any, variable: Any) -> bool:
+    """Whether `sow` has made it: by its type, or since it holds a tuple."""
+    del path
+    if isinstance(variable, nnx.Perturbation):
+        return False
+    return isinstance(variable, nnx.Intermediate) or isinstance(variable.get_value(), tuple)
+
+
+def captured_types(layers: nnx.Module) -> tuple[type[nnx.Variable], ...]:
+    """The types that an `nnx.capture` around the pipeline asks for, if there is one.
+
+    Raises:
+        ValueError: If it asks for perturbations.
+    """
+    types = tuple(type(variable) for variable in getattr(layers, "__captures__", ()))
+    if nnx.Perturbation in types:
+        raise ValueError(
+            "`nnx.capture` asks for `nnx.Perturbation`. A pipeline hands no values from outside to "
+            "single microbatches: capture `nnx.Intermediate`, or differentiate by the inputs."
+        )
+    return types
+
+
+def without_sown(layers: nnx.Module) -> nnx.Module:
+    """A copy that shares the arrays."""
+    layers = nnx.clone(layers)
+    for _, module in nnx.iter_modules(layers):
+        if hasattr(module, "__captures__"):
+            delattr(module, "__captures__")
+    nnx.pop(layers, is_sown)
+    return layers
+
+
+def call(layer: nnx.Module, types: tuple, *arguments: Any) -> tuple[Any, PyTree]:
+    """What `layer` returns, and what it sows."""
+    if not types:
+        return layer(*arguments), nnx.pop(layer, is_sown)  # type: ignore[operator]
+    y, *sown = nnx.capture(layer, *types)(*arguments)
+    return y, nnx.merge_state(*sown)
+
+
+def store(layers: nnx.Module, sown: PyTree) -> None:
+    """Puts `sown`, of all layers, where each module would have put its own."""
+    if not captured_types(layers):
+        nnx.pop(layers, is_sown)
+        nnx.update(layers, sown)
+        return
+    for path, variable in nnx.to_flat_state(sown):
+        owner: Any = layers
+        for name in path[:-1]:
+            owner = owner[name] if isinstance(owner, nnx.List | nnx.Dict) else getattr(owner, name)
+        owner.sow(type(variable), path[-1], variable.get_value(), lambda _, new: new)

@@ -1,0 +1,99 @@
+"""All layers in one module: variables [R, S, L, ...], and the names of their dims.
+
+Variables that name their dims (`out_sharding`) have "circular_repeats", "stage" and "layers" in
+front of the layer's own names.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import PyTree
+
+from .. import spmd
+
+Factory = Callable[[nnx.Rngs], nnx.Module]
+
+
+def init_stages(factory: Factory) -> Callable[[dict[str, jax.Array]], PyTree]:
+    """The state of all layers of a repeat, [S, L, ...] leaves, from [S, L] keys by stream."""
+
+    def init(keys: dict[str, jax.Array]) -> PyTree:
+        return nnx.state(one_layer(factory, keys))
+
+    return jax.vmap(jax.vmap(init))
+
+
+def one_layer(factory: Factory, keys: dict[str, Any]) -> nnx.Module:
+    """A layer by itself. It is not placed as its names say: that is for stacked variables."""
+    with nnx.use_eager_sharding(False):
+        return factory(nnx.Rngs(**keys))
+
+
+def stacked_module(
+    factory: Factory, rngs: nnx.Rngs, dims: tuple[int, int, int], place: Callable
+) -> nnx.Module:
+    """The module that `factory` makes, with the variables of all layers.
+
+    Args:
+        factory: Makes a layer.
+        rngs: Streams of keys. Layer l has its own streams, whose keys are folded with l.
+        dims: [R, S, L].
+        place: `(array, logical spec) -> array`.
+    """
+    keys = {name: spmd.layer_keys(stream(), dims) for name, stream in rngs.items()}
+    layer = nnx.eval_shape(lambda: one_layer(factory, dict.fromkeys(keys, 0)))
+    state = with_names(jax.vmap(init_stages(factory))(keys))
+    state = jax.tree.map(
+        lambda v: v.replace(jax.tree.map(lambda x: place(x, logical_spec(v)), v.get_value())),
+        state,
+        is_leaf=_is_variable,
+    )
+    with nnx.use_eager_sharding(False):
+        return nnx.merge(nnx.graphdef(layer), state)
+
+
+def with_names(state: PyTree) -> PyTree:
+    """Variables that name their dims learn the names of the three in front."""
+    for index, name in enumerate(spmd.STACKED):
+        state = nnx.spmd.add_axis(state, index, {nnx.PARTITION_NAME: name})
+    return state
+
+
+def without_names(state: PyTree) -> PyTree:
+    """`with_names`, undone on a copy."""
+    state = jax.tree.map(lambda x: x, state)
+    for name in spmd.STACKED:
+        state = nnx.spmd.remove_axis(state, 0, {nnx.PARTITION_NAME: name})
+    return state
+
+
+def logical_specs(state: PyTree) -> Any:
+    """A `PartitionSpec` of names for every variable, by its path."""
+    return {
+        ".".join(map(str, path)): logical_spec(variable)
+        for path, variable in nnx.to_flat_state(state)
+    }
+
+
+def logical_spec(variable: nnx.Variable) -> PartitionSpec:
+    """The names of a stacked variable; if it has none, those of the three dims in front."""
+    names = variable.get_metadata().get("out_sharding") or spmd.STACKED
+    return PartitionSpec(*names)
+
+
+def placed(rules: spmd.AxisRules, mesh: Mesh | None) -> Callable:
+    """`(array, logical spec) -> array`, split over the mesh."""
+
+    def place(x: jax.Array, names: PartitionSpec) -> jax.Array:
+        if mesh is None:
+            return x
+        return spmd.place(x, spmd.physical_spec(names, rules, mesh.axis_names), mesh)
+
+    return place
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)

@@ -1,0 +1,268 @@
+"""A user's own Linen decoder layer in a pipeline: the numbers of a loop over its layers."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax.core import meta
+
+from harness import rims
+from harness.rims import Row
+from jaxpipe import linen, spmd
+
+
+def dense(width: int, name: str, axes: tuple[str, str]) -> nn.Dense:
+    init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), axes)
+    return nn.Dense(width, use_bias=False, kernel_init=init, name=name)
+
+
+class Decoder(nn.Module):
+    """Attention and an MLP, with dropout; sows the mean of its hidden layer."""
+
+    @nn.compact
+    def __call__(self, inputs, segment_ids, positions, deterministic, model_mode):
+        assert model_mode == "train"
+        h = nn.RMSNorm(name="norm1")(inputs)
+        q, k, v = (dense(rims.EMBED, name, ("embed", "heads"))(h) for name in "qkv")
+        mixed = rims.attention(q, k, v, segment_ids, positions)
+        x = inputs + dense(rims.EMBED, "out", ("heads", "embed"))(mixed)
+        h = nn.gelu(dense(rims.MLP, "up", ("embed", "mlp"))(nn.RMSNorm(name="norm2")(x)))
+        self.sow("metrics", "hidden", jnp.mean(h))
+        h = nn.Dropout(0.2)(h, deterministic=deterministic)
+        return x + dense(rims.EMBED, "down", ("mlp", "embed"))(h), None
+
+
+KEY = jax.random.key(7)
+
+
+def built(row: Row, **more: Any):
+    """(pipeline, its variables)"""
+    pipeline = linen.create_pipeline(row.config(**more), Decoder(), row.mesh())
+    return pipeline, jax.jit(pipeline.init)(KEY, *row.batch())
+
+
+def true_outputs(row: Row, weights: Any, base: Any, *batch: Any) -> Any:
+    """Without a pipeline. `base` is what the pipeline folds its dropout keys from, or None."""
+
+    def layer(w, x, segments, positions, number, m):
+        key = None if base is None else jax.random.fold_in(jax.random.fold_in(base, number), m)
+        rngs = None if base is None else {"dropout": key}
+        return Decoder().apply(w, x, segments, positions, base is None, "train", rngs=rngs)[0]
+
+    return rims.plain_loop(layer, row, weights, *batch)
+
+
+@pytest.mark.parametrize("row", rims.EXACT, ids=str)
+def test_loss_and_all_gradients_are_those_of_a_loop_over_the_layers(row):
+    pipeline, variables = built(row)
+    inputs, *side = row.batch()
+    dropout = {"dropout": jax.random.key(11)}
+    base = pipeline.apply(variables, "dropout", method="make_rng", rngs=dropout)
+
+    def loss(variables, inputs):
+        return rims.scalar(pipeline.apply(variables, inputs, *side, rngs=dropout))
+
+    def true_loss(variables, inputs):
+        weights = {"params": meta.unbox(variables)["params"]["layers"]}
+        return rims.scalar(true_outputs(row, weights, base, inputs, *side))
+
+    got = jax.jit(jax.value_and_grad(loss, (0, 1)))(variables, inputs)
+    rims.assert_trees_close(got, jax.value_and_grad(true_loss, (0, 1))(variables, inputs))
+
+
+@pytest.mark.parametrize("row", rims.BY_HAND, ids=str)
+def test_driven_by_hand_it_gives_what_the_call_gives(row):
+    pipeline, variables = built(row)
+    inputs, segments, positions = row.batch()
+    dropout = {"dropout": jax.random.key(11)}
+    wanted = jax.jit(lambda: pipeline.apply(variables, inputs, segments, positions, rngs=dropout))()
+    xs, seg, pos = (
+        x.reshape(row.microbatches, -1, *x.shape[1:]) for x in (inputs, segments, positions)
+    )
+
+    @jax.jit
+    def step(state, weights):
+        bound = pipeline.bind(variables)
+        return bound.run_one_iteration(state, weights, pos, seg, False, "train")
+
+    bound = pipeline.bind(variables, rngs=dropout)
+    weights, state, M = bound.layer_variables(), bound.init_states(xs), row.microbatches
+    in_use = weights
+    for t in range(spmd.num_ticks(row.ranks, row.repeats, M, delay="delay" in row.fields)):
+        if "repeat" in row.fields and t % M == 0:
+            in_use = bound.weight_prefetching(weights, None, t - 1)
+        state = step(state, in_use)
+    done = (
+        bound.realign_output_microbatches(state["state_io"])
+        if isinstance(bound, linen.CircularPipeline)
+        else bound.permute_output_micro_per_stage_dim(state["state_io"])
+    )
+    rims.assert_trees_close(done.reshape(inputs.shape), wanted)
+
+
+def test_a_layers_first_weights_depend_on_its_number_alone():
+    flat = []
+    for row in (Row(2, 2, 1), Row(4, 1, 1, fsdp=2), Row(2, 1, 2)):
+        variables = meta.unbox(built(row)[1])
+        flat.append(jax.tree.map(lambda w: w.reshape(-1, *w.shape[3:]), variables))
+    jax.tree.map(np.testing.assert_array_equal, flat[0], flat[1])
+    jax.tree.map(np.testing.assert_array_equal, flat[0], flat[2])
+    pipeline = linen.create_pipeline(Row(2, 2, 1).config(), Decoder(), None)
+    base = pipeline.apply({}, "params", method="make_rng", rngs={"params": KEY})
+    x, segments, positions = (a[: rims.ROWS] for a in Row(2, 2, 1).batch())
+    alone = Decoder().init(jax.random.fold_in(base, 3), x, segments, positions, False, "train")
+    third = jax.tree.map(lambda w: w[3], flat[0]["params"]["layers"])
+    rims.assert_trees_close(third, meta.unbox(alone["params"]))
+
+
+def test_names_of_stacked_dims_stand_in_front_of_the_layers_own():
+    row = Row(2, 2, 2)
+    pipeline, variables = built(row)
+    specs = nn.get_partition_spec(variables)["params"]["layers"]
+    stacked = ("circular_repeats", "stage", "layers")
+    assert tuple(specs["q"]["kernel"]) == (*stacked, "embed", "heads")
+    logical = pipeline.get_weight_sharding(*row.batch())["params"]
+    assert tuple(logical["down"]["kernel"]) == (*stacked, "mlp", "embed")
+    assert tuple(logical["norm1"]["scale"]) == stacked  # has no box
+    removed = linen.Pipeline.get_logical_spec_repeats_removed(logical)
+    assert tuple(removed["up"]["kernel"]) == ("stage", "layers", "embed", "mlp")
+
+
+def test_names_that_are_mesh_axes_stay_mesh_axes():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, *_):
+            init = nn.with_partitioning(nn.initializers.lecun_normal(), ("fsdp", None))
+            return nn.Dense(4, kernel_init=init)(x)
+
+    row = Row(2, 1, 1, fsdp=2)
+    pipeline = linen.create_pipeline(row.config(), Layer(), row.mesh())
+    variables = pipeline.init(KEY, jnp.ones((4, 3, 4)))
+    spec = nn.get_partition_spec(variables)["params"]["layers"]["Dense_0"]["kernel"]
+    assert tuple(spec) == (None, "stage", None, "fsdp", None)
+
+
+def test_what_layers_sow_comes_out_per_layer_and_microbatch():
+    row = Row(2, 2, 2, "delay")
+    pipeline, variables = built(row)
+    assert set(variables) == {"params"}  # what is sown at `init` is not kept
+    inputs, segments, positions = row.batch()
+
+    def run(variables):
+        return pipeline.apply(
+            variables, inputs, segments, positions, deterministic=True, mutable=["metrics"]
+        )
+
+    _, sown = jax.jit(run)(variables)
+    (hidden,) = sown["metrics"]["layers"]["hidden"]
+    assert hidden.shape == (2, 2, 2, 4)  # [R, S, L, M]
+    weights = {"params": meta.unbox(variables)["params"]["layers"]}
+    true = np.zeros((8, 4))
+
+    def layer(w, x, segments, positions, number, m):
+        (y, _), sown = Decoder().apply(
+            w, x, segments, positions, True, "train", mutable=["metrics"]
+        )
+        jax.debug.callback(true.__setitem__, (number, m), sown["metrics"]["hidden"][0])
+        return y
+
+    rims.plain_loop(layer, row, weights, inputs, segments, positions)
+    jax.effects_barrier()
+    rims.assert_trees_close(hidden.reshape(8, 4), true)
+
+
+def test_a_loss_that_is_sown_has_its_gradient():
+    row = Row(2, 1, 1)
+    pipeline, variables = built(row)
+
+    def loss(variables):
+        _, sown = pipeline.apply(variables, *row.batch(), deterministic=True, mutable=["metrics"])
+        return jnp.sum(sown["metrics"]["layers"]["hidden"][0])
+
+    grads = meta.unbox(jax.jit(jax.grad(loss))(variables))["params"]["layers"]
+    assert np.abs(grads["up"]["kernel"]).min() >= 0 and np.abs(grads["up"]["kernel"]).max() > 0
+    assert np.abs(grads["q"]["kernel"][0, 0]).max() > 0
+    assert np.abs(grads["down"]["kernel"][0, 1]).max() == 0  # no layer comes after it
+
+
+def test_any_pytree_may_be_the_activation_and_its_pairs_stay_pairs():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, inputs, *_):
+            x, visits = inputs
+            return nn.Dense(3)(x), visits + 1
+
+    pipeline = linen.create_pipeline(SimpleNamespace(ici_pipeline_parallelism=2), Layer(), None)
+    inputs = (jnp.ones((4, 3)), jnp.zeros(4, jnp.int32))
+    variables = pipeline.init(KEY, inputs)
+    _, visits = pipeline.apply(variables, inputs)
+    np.testing.assert_array_equal(visits, [2, 2, 2, 2])
+
+
+class Normed(nn.Module):
+    """Keeps running statistics, as no pipeline can while it trains."""
+
+    @nn.compact
+    def __call__(self, x, segment_ids, positions, deterministic, model_mode):
+        return nn.BatchNorm(use_running_average=deterministic)(x)
+
+
+def test_running_statistics_are_read_and_not_written():
+    pipeline = linen.create_pipeline(SimpleNamespace(ici_pipeline_parallelism=2), Normed(), None)
+    x = jax.random.normal(KEY, (4, 3, 4))
+    variables = pipeline.init(KEY, x)
+    mean = variables["batch_stats"]["layers"]["BatchNorm_0"]["mean"]
+    assert mean.shape == (1, 2, 1, 4)
+    y = pipeline.apply(variables, x, deterministic=True)
+    np.testing.assert_allclose(y, x, rtol=1e-4)
+    with pytest.raises(ValueError, match=r"'batch_stats' is mutable.*next microbatch"):
+        pipeline.apply(variables, x, mutable=["batch_stats"])
+
+
+def test_a_cache_that_a_call_would_make_is_refused():
+    class Caches(nn.Module):
+        @nn.compact
+        def __call__(self, x, *_):
+            self.variable("cache", "last", lambda: x).value = x
+            return nn.Dense(3)(x)
+
+    pipeline = linen.create_pipeline(SimpleNamespace(ici_pipeline_parallelism=2), Caches(), None)
+    variables = pipeline.init(KEY, jnp.ones((2, 3)))
+    variables = {"params": variables["params"]}
+    with pytest.raises(ValueError, match="'cache' is mutable"):
+        pipeline.apply(variables, jnp.ones((2, 3)), mutable=["cache"])
+
+
+@pytest.mark.parametrize(("fields", "message"), rims.REFUSED.values(), ids=rims.REFUSED.keys())
+def test_a_config_that_cannot_work_is_refused(fields, message):
+    config = SimpleNamespace(**{"ici_pipeline_parallelism": 2} | fields)
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        linen.create_pipeline(config, Decoder(), None)
+
+
+def test_a_batch_or_a_layer_that_does_not_fit_is_refused():
+    config = SimpleNamespace(ici_pipeline_parallelism=2, micro_batch_size_to_train_on=4)
+    pipeline = linen.create_pipeline(config, nn.Dense(3), None)
+    with pytest.raises(ValueError, match=r"`inputs` has 6 rows .*is 4"):
+        pipeline.init(KEY, jnp.ones((6, 3)))
+
+    class Wider(nn.Module):
+        @nn.compact
+        def __call__(self, x, *_):
+            return nn.Dense(5)(x)
+
+    pipeline = linen.create_pipeline(config, Wider(), None)
+    variables = pipeline.init(KEY, jnp.ones((4, 3)))
+    with pytest.raises(ValueError, match=r"`layers` was given .*\[2, 3\].* and returned"):
+        pipeline.apply(variables, jnp.ones((4, 3)))
+
+
+def test_the_gather_per_repeat_chooses_the_class():
+    config = SimpleNamespace(ici_pipeline_parallelism=2)
+    assert isinstance(linen.create_pipeline(config, Decoder(), None), linen.Pipeline)
+    config.pipeline_fsdp_ag_per_repeat = True
+    assert isinstance(linen.create_pipeline(config, Decoder(), None), linen.CircularPipeline)

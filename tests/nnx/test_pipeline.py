@@ -1,0 +1,207 @@
+"""A user's own NNX decoder layer in a pipeline: the numbers of a loop over its layers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from harness import rims
+from harness.rims import Row
+from jaxpipe import nnx as rim
+from jaxpipe import spmd
+
+# Layers may sow without `nnx.capture`, as before Flax 0.12.
+pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+CONFIG = Row(2, 1, 1)
+
+
+def linear(fan_in: int, width: int, axes: tuple[str, str], rngs: nnx.Rngs) -> nnx.Linear:
+    metadata = {"out_sharding": axes}
+    return nnx.Linear(fan_in, width, use_bias=False, kernel_metadata=metadata, rngs=rngs)
+
+
+class Mlp(nnx.Module):
+    """Sows the mean of its hidden layer."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = linear(rims.EMBED, rims.MLP, ("embed", "mlp"), rngs)
+        self.down = linear(rims.MLP, rims.EMBED, ("mlp", "embed"), rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x, deterministic):
+        h = nnx.gelu(self.up(x))
+        self.sow(nnx.Intermediate, "hidden", jnp.mean(h))
+        return self.down(self.dropout(h, deterministic=deterministic))
+
+
+class Decoder(nnx.Module):
+    """Attention and an MLP, with dropout."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        for name in ("q", "k", "v"):
+            setattr(self, name, linear(rims.EMBED, rims.EMBED, ("embed", "heads"), rngs))
+        self.out = linear(rims.EMBED, rims.EMBED, ("heads", "embed"), rngs)
+        self.norm1 = nnx.RMSNorm(rims.EMBED, rngs=rngs)
+        self.norm2 = nnx.RMSNorm(rims.EMBED, rngs=rngs)
+        self.mlp = Mlp(rngs)
+
+    def __call__(self, inputs, segment_ids, positions, deterministic, model_mode):
+        assert model_mode == "train"
+        h = self.norm1(inputs)
+        mixed = rims.attention(self.q(h), self.k(h), self.v(h), segment_ids, positions)
+        x = inputs + self.out(mixed)
+        return x + self.mlp(self.norm2(x), deterministic), None
+
+
+def built(row: Row, **more: Any) -> rim.PipelineBase:
+    return rim.create_pipeline(row.config(**more), Decoder, row.mesh(), rngs=nnx.Rngs(7))
+
+
+def alone(key: Any) -> Decoder:
+    """A layer without a pipeline, or a mesh."""
+    with nnx.use_eager_sharding(False):
+        return Decoder(nnx.Rngs(key))
+
+
+def flat(state: Any) -> Any:
+    """[R, S, L, ...] -> [layers, ...]"""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), state)
+
+
+@pytest.mark.parametrize("row", rims.EXACT, ids=str)
+def test_loss_and_all_gradients_are_those_of_a_loop_over_the_layers(row):
+    pipeline = built(row)
+    inputs, *side = row.batch()
+    graph, params, rest = nnx.split(pipeline, nnx.Param, ...)
+    layer_graph, dropout, _ = nnx.split(alone(0), nnx.RngState, ...)
+    keys = jax.tree.leaves(nnx.state(pipeline.layers, nnx.RngKey))[0].reshape(-1)
+
+    def loss(params, inputs):
+        return rims.scalar(nnx.merge(graph, params, rest, copy=True)(inputs, *side))
+
+    def layer(w, x, segments, positions, number, m):
+        key = jax.random.fold_in(jax.random.fold_in(keys[number], 0), m)  # of call 0
+        state = jax.tree.map(lambda x: key if x.dtype == key.dtype else x, dropout)
+        return nnx.merge(layer_graph, w, state, copy=True)(x, segments, positions, False, "train")[
+            0
+        ]
+
+    def true_loss(params, inputs):
+        return rims.scalar(rims.plain_loop(layer, row, params["layers"], inputs, *side))
+
+    got = jax.jit(jax.value_and_grad(loss, (0, 1)))(params, inputs)
+    rims.assert_trees_close(got, jax.value_and_grad(true_loss, (0, 1))(params, inputs))
+
+
+@pytest.mark.parametrize("row", rims.BY_HAND[::5], ids=str)
+def test_driven_by_hand_it_gives_what_the_call_gives(row):
+    inputs, segments, positions = row.batch()
+    wanted = nnx.jit(lambda p: p(inputs, segments, positions))(built(row))
+    pipeline, M = built(row), row.microbatches
+    xs, seg, pos = (x.reshape(M, -1, *x.shape[1:]) for x in (inputs, segments, positions))
+    weights, state = pipeline.layer_variables(), pipeline.init_states(xs)
+    step = jax.jit(lambda state, w: pipeline.run_one_iteration(state, w, pos, seg, False, "train"))
+    in_use = weights
+    for t in range(spmd.num_ticks(row.ranks, row.repeats, M, delay="delay" in row.fields)):
+        if "repeat" in row.fields and t % M == 0:
+            in_use = pipeline.weight_prefetching(weights, None, t - 1)
+        state = step(state, in_use)
+    done = spmd.permute_output(state["state_io"], pipeline.settings.counts)
+    rims.assert_trees_close(done.reshape(inputs.shape), wanted)
+
+
+def test_a_layers_first_weights_depend_on_its_number_alone():
+    layouts = (Row(2, 2, 1), Row(4, 1, 1, fsdp=2), Row(2, 1, 2))
+    first, *others = (flat(nnx.state(built(row).layers, nnx.Param)) for row in layouts)
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, first, other)
+    key = jax.random.fold_in(nnx.Rngs(7)(), 3)
+    wanted = nnx.state(alone(key), nnx.Param)
+    rims.assert_trees_close(
+        jax.tree.leaves(jax.tree.map(lambda w: w[3], first)), jax.tree.leaves(wanted)
+    )
+
+
+def test_names_of_stacked_dims_stand_in_front_and_weights_lie_where_they_say():
+    row = Row(2, 2, 2, fsdp=2)
+    pipeline = built(row)
+    kernel = pipeline.layers.mlp.up.kernel
+    stacked = ("circular_repeats", "stage", "layers")
+    assert tuple(kernel.get_metadata()["out_sharding"]) == (*stacked, "embed", "mlp")
+    value = kernel.get_value()
+    assert value.sharding.shard_shape(value.shape) == (2, 1, 2, rims.EMBED // 2, rims.MLP)
+    logical = pipeline.get_weight_sharding()
+    assert tuple(logical["mlp.up.kernel"]) == (*stacked, "embed", "mlp")
+    assert tuple(logical["norm1.scale"]) == stacked  # names nothing
+
+
+def test_dropout_differs_from_call_to_call_and_not_between_equal_pipelines():
+    batch = CONFIG.batch()
+    once, again = built(CONFIG), built(CONFIG)
+    call = nnx.jit(lambda pipeline: pipeline(*batch))
+    first, second = call(once), call(once)
+    assert np.abs(first - second).max() > 1e-3
+    np.testing.assert_array_equal(call(again), first)
+
+
+def test_what_layers_sow_comes_out_per_layer_and_microbatch_in_every_call_anew():
+    row = Row(2, 2, 2, "delay")
+    pipeline = built(row)
+    batch = row.batch()
+    for _ in range(2):
+        nnx.jit(lambda pipeline: pipeline(*batch, deterministic=True))(pipeline)
+        (hidden,) = pipeline.layers.mlp.hidden.get_value()
+        assert hidden.shape == (2, 2, 2, 4)  # [R, S, L, M]
+    graph, params, rest = nnx.split(alone(0), nnx.Param, ...)
+    del params
+    true = np.zeros((8, 4))
+
+    def layer(w, x, segments, positions, number, m):
+        decoder = nnx.merge(graph, w, rest, copy=True)
+        y, _ = decoder(x, segments, positions, True, "train")
+        jax.debug.callback(true.__setitem__, (number, m), decoder.mlp.hidden.get_value()[0])
+        return y
+
+    rims.plain_loop(layer, row, nnx.state(pipeline.layers, nnx.Param), *batch)
+    jax.effects_barrier()
+    rims.assert_trees_close(hidden.reshape(8, 4), true)
+    left = nnx.pop(pipeline, nnx.Intermediate)
+
+    @nnx.jit
+    def captured(pipeline):
+        return nnx.capture(pipeline, nnx.Intermediate)(*batch, deterministic=True)
+
+    rims.assert_trees_close(captured(pipeline)[1], left)
+    assert not jax.tree.leaves(nnx.state(pipeline, nnx.Intermediate))
+
+
+class Normed(nnx.Module):
+    """Keeps running statistics, as no pipeline can while it trains."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+    def __call__(self, x, segment_ids, positions, deterministic, model_mode):
+        return self.norm(x, use_running_average=deterministic)
+
+
+def test_running_statistics_are_read_and_not_written():
+    pipeline = rim.create_pipeline(CONFIG.config(), Normed, None)
+    x = jax.random.normal(jax.random.key(0), (4, 3, 4))
+    np.testing.assert_allclose(pipeline(x, deterministic=True), x, rtol=1e-4)
+    with pytest.raises(ValueError, match=r"changes its variables \['norm.mean', 'norm.var'\]"):
+        pipeline(x)
+
+
+@pytest.mark.parametrize(("fields", "message"), rims.REFUSED.values(), ids=rims.REFUSED.keys())
+def test_a_config_that_cannot_work_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        rim.create_pipeline(CONFIG.config(**fields), Decoder, None)
+
+
+def test_the_gather_per_repeat_chooses_the_class():
+    assert isinstance(built(CONFIG), rim.Pipeline)
+    assert isinstance(built(Row(2, 1, 1, "repeat")), rim.CircularPipeline)
