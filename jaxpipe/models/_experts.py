@@ -45,7 +45,8 @@ def routed_experts(rules: Rules, grouped_matmul: GroupedMatmul = ragged_dot) -> 
         inputs = (w, x, shares.astype(x.dtype))
         constants = (chosen, jnp.arange(w["gate"].shape[0], dtype=chosen.dtype))
         run = _on_all_shards(local, rules) if automatic_axes() else local
-        return jnp.sum(run(inputs, constants), axis=0)
+        # Not `jnp.sum`: devices would exchange float32 where layers compute in bfloat16.
+        return jax.lax.reduce_sum(run(inputs, constants), axes=(0,))
 
     return experts
 

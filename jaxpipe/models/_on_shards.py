@@ -70,7 +70,10 @@ def on_shards(
             return jax.tree.map(lambda x: jnp.expand_dims(x, 0), of_inputs)
 
         on_all = shard_map(pull, in_specs=(one_each, out_spec), out_specs=partial_specs)
-        of_inputs = jax.tree.map(partial(jnp.sum, axis=0), on_all(pull_back, gradient))
+        # Not `jnp.sum`: devices would exchange float32 where layers compute in bfloat16.
+        of_inputs = jax.tree.map(
+            partial(jax.lax.reduce_sum, axes=(0,)), on_all(pull_back, gradient)
+        )
         return _varying_like(gradient, of_inputs), None
 
     run.defvjp(forward, backward)
