@@ -12,7 +12,8 @@ import jax
 from flax.core import scope as flax_scope
 from flax.linen import fp8_ops
 
-WEIGHTS = ("params", fp8_ops.OVERWRITE_WITH_GRADIENT)
+OVERWRITTEN = (fp8_ops.OVERWRITE_WITH_GRADIENT,)
+WEIGHTS = ("params", *OVERWRITTEN)
 SOWN = ("intermediates", "metrics")
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import jax
@@ -80,7 +81,8 @@ def initialize(pipeline: Any, inputs: Any, segment_ids: Any, positions: Any, *op
     """Makes the variables of all layers, and returns the inputs: nothing is computed with them."""
     keys = {name: pipeline.make_rng(name) for name in pipeline.scope.rngs}
     variables = init_batch(pipeline, keys, inputs, segment_ids, positions, *options)
-    for name, collection in variables.items():
+    place = partial(spmd.place_weight, rules=pipeline.axis_rules, mesh=pipeline.mesh)
+    for name, collection in stacked.placed(variables, place).items():
         pipeline.put_variable(name, NAME, collection)
     return inputs
 
@@ -89,7 +91,7 @@ def init_batch(
     pipeline: Any, keys: dict, inputs: Any, segment_ids: Any, positions: Any, *options: Any
 ) -> dict[str, Any]:
     """The variables of all layers, from keys by stream and the arguments of a call."""
-    x, side = spmd.first_microbatch(pipeline, inputs, spmd.side_of(segment_ids, positions))
+    x, side = spmd.first_microbatch(pipeline.settings, inputs, spmd.side_of(segment_ids, positions))
     return init_all(pipeline)(keys, x, side["segment_ids"], side["positions"], *options)
 
 
@@ -132,6 +134,7 @@ def run(
         spmd.side_of(segment_ids, positions),
         draw_keys(pipeline),
         pipeline,
+        overwritten=collections.OVERWRITTEN,
     )
     for name, collection in sown.items():
         pipeline.put_variable(name, NAME, collection)

@@ -55,6 +55,18 @@ def _spec(leaf: Any) -> PartitionSpec:
     return PartitionSpec(*spmd.STACKED)
 
 
+def placed(variables: Any, place: Callable) -> Any:
+    """`variables`, each array through `place(array, logical spec, path=name)`."""
+
+    def place_leaf(path, leaf, names):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return jax.tree.map(lambda x: place(x, names, path=name), leaf)
+
+    return jax.tree_util.tree_map_with_path(
+        place_leaf, variables, logical_specs(variables), is_leaf=meta.is_axis_metadata
+    )
+
+
 def without_boxes(variables: Any) -> Any:
     """The arrays. (`meta.unbox` would constrain them by rules that may not know "stage".)"""
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.core.spmd import logical_axis_rules
+from flax.linen import fp8_ops
 from jaxtyping import PyTree
 
 from .. import spmd
@@ -27,6 +28,16 @@ def weights_of(state: PyTree) -> dict[str, Any]:
 
 def _name(path: tuple) -> str:
     return ".".join(map(str, path))
+
+
+def overwritten_in(state: PyTree) -> tuple[str, ...]:
+    """Paths of the variables that are overwritten with their gradient, as FP8 scales are.
+
+    Flax has no type for them. They are known by the name of theirs: that of Linen's collection, or
+    `OverwriteWithGradient`.
+    """
+    names = ("OverwriteWithGradient", fp8_ops.OVERWRITE_WITH_GRADIENT)
+    return tuple(_name(path) for path, v in nnx.to_flat_state(state) if type(v).__name__ in names)
 
 
 def with_weights(state: PyTree, weights: dict[str, Any]) -> PyTree:

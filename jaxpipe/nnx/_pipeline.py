@@ -1,6 +1,7 @@
 """The NNX modules: what they do is in `_run`, and in methods that `jaxpipe.spmd` lends them."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -53,7 +54,7 @@ class PipelineBase(spmd.PipelineMethods, nnx.Module):
 
     def setup(self, rngs: nnx.Rngs) -> None:
         """Makes `layers` anew."""
-        place = stacked.placed(self.axis_rules, self.mesh)
+        place = partial(spmd.place_weight, rules=self.axis_rules, mesh=self.mesh)
         self.layers = stacked.stacked_module(self.factory, rngs, self.settings.dims, place)
 
     @property

@@ -33,6 +33,7 @@ def run(
         spmd.side_of(segment_ids, positions),
         layers_of.draw_keys(layers, advance=not deterministic),
         pipeline,
+        overwritten=layers_of.overwritten_in(state),
     )
     if jax.tree.leaves(sown):
         store(layers, sown)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from .. import spmd
@@ -41,18 +41,14 @@ def stacked_module(
         factory: Makes a layer.
         rngs: Streams of keys. Layer l has its own streams, whose keys are folded with l.
         dims: [R, S, L].
-        place: `(array, logical spec) -> array`.
+        place: `(array, logical spec, path=name) -> array`.
     """
     keys = {name: spmd.layer_keys(stream(), dims) for name, stream in rngs.items()}
     layer = nnx.eval_shape(lambda: one_layer(factory, dict.fromkeys(keys, 0)))
     state = with_names(jax.vmap(init_stages(factory))(keys))
-    state = jax.tree.map(
-        lambda v: v.replace(jax.tree.map(lambda x: place(x, logical_spec(v)), v.get_value())),
-        state,
-        is_leaf=_is_variable,
-    )
+    placed = [(path, _placed(path, v, place)) for path, v in nnx.to_flat_state(state)]
     with nnx.use_eager_sharding(False):
-        return nnx.merge(nnx.graphdef(layer), state)
+        return nnx.merge(nnx.graphdef(layer), nnx.from_flat_state(placed))
 
 
 def with_names(state: PyTree) -> PyTree:
@@ -84,16 +80,6 @@ def logical_spec(variable: nnx.Variable) -> PartitionSpec:
     return PartitionSpec(*names)
 
 
-def placed(rules: spmd.AxisRules, mesh: Mesh | None) -> Callable:
-    """`(array, logical spec) -> array`, split over the mesh."""
-
-    def place(x: jax.Array, names: PartitionSpec) -> jax.Array:
-        if mesh is None:
-            return x
-        return spmd.place(x, spmd.physical_spec(names, rules, mesh.axis_names), mesh)
-
-    return place
-
-
-def _is_variable(x: Any) -> bool:
-    return isinstance(x, nnx.Variable)
+def _placed(path: tuple, variable: nnx.Variable, place: Callable) -> nnx.Variable:
+    value, name = variable.get_value(), ".".join(map(str, path))
+    return variable.replace(place(value, logical_spec(variable), path=name))

@@ -49,6 +49,7 @@ from ._placement import physical_spec as physical_spec
 from ._placement import physical_specs as physical_specs
 from ._placement import place as place
 from ._placement import place_microbatches as place_microbatches
+from ._placement import place_weight as place_weight
 from ._placement import rules_in_stage as rules_in_stage
 from ._placement import shard_dim_by_stages as shard_dim_by_stages
 from ._placement import without_axes as without_axes

@@ -95,6 +95,21 @@ def place(x: jax.Array, spec: PartitionSpec, mesh: Mesh | None) -> jax.Array:
     return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
+def place_weight(
+    w: jax.Array, names: PartitionSpec, rules: AxisRules, mesh: Mesh | None, path: str
+) -> jax.Array:
+    """`w`, split over `mesh` as the names of its dims say.
+
+    Raises:
+        ValueError: If a dim does not divide; it names `path`.
+    """
+    if mesh is None:
+        return w
+    spec = physical_spec(names, rules, mesh.axis_names)
+    check_divisible(w.shape, spec, dict(mesh.shape), path)
+    return place(w, spec, mesh)
+
+
 def shard_dim_by_stages(
     x: jax.Array,
     dim: int,

@@ -5,31 +5,34 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ._circular_engine import circular
 from ._layers import Layer, from_microbatches, pipeline_layers, to_microbatches
 from ._methods import PipelineMethods
+from ._overwritten import MICROBATCH, split_weights, to_slots, with_slots
 from ._placement import describe_placement, physical_specs, place_microbatches
+from ._settings import PipelineSettings
 from ._unrolled import circular_unrolled
 
 
-def split_batch(pipeline: PipelineMethods, inputs: PyTree, side: PyTree) -> tuple[PyTree, PyTree]:
-    """[batch, ...] leaves of inputs and side as [M, rows, ...], on the pipeline's mesh."""
-    counts, rows = pipeline.settings.counts, pipeline.settings.batch_size
+def split_batch(settings: PipelineSettings, inputs: PyTree, side: PyTree) -> tuple[PyTree, PyTree]:
+    """[batch, ...] leaves of inputs and side as [M, rows, ...]."""
+    counts, rows = settings.counts, settings.batch_size
     split = to_microbatches({"inputs": inputs} | side, counts.num_microbatches, rows)
-    inputs = place_microbatches(split.pop("inputs"), pipeline.axis_rules, pipeline.mesh)
-    return inputs, split
+    return split.pop("inputs"), split
 
 
 def run_batch(
     layer: Layer,
-    weights: PyTree,
+    weights: dict[str, Any],
     names: PyTree,
     inputs: PyTree,
     side: dict[str, Any],
     keys: PyTree,
     pipeline: PipelineMethods,
+    overwritten: tuple[str, ...] = (),
 ) -> tuple[PyTree, PyTree]:
     """Sends a batch through all layers.
 
@@ -41,6 +44,7 @@ def run_batch(
         side: [batch, ...] leaves by name.
         keys: [R, S, L] leaves, or ().
         pipeline: Settings, axis rules and mesh.
+        overwritten: Entries of `weights` that are overwritten with their gradient.
 
     Returns:
         (outputs like `inputs`, records with [R, S, L, M, ...] leaves).
@@ -55,13 +59,19 @@ def run_batch(
         delay=settings.counts.hop > 1,
         remat=settings.remat_tick,
     )
-    xs, side = split_batch(pipeline, inputs, side)
+    xs, side = split_batch(settings, inputs, side)
+    others, slots = split_weights(weights, overwritten)
+    if slots:
+        M = settings.counts.num_microbatches
+        layer, weights = with_slots(layer), (others, to_slots(slots, M))
+        side = side | {MICROBATCH: jnp.arange(M)}
+    xs = place_microbatches(xs, pipeline.axis_rules, mesh)
     ys, records = pipeline_layers(engine, layer, weights, xs, side, keys, settings)
     return from_microbatches(ys), records
 
 
 def first_microbatch(
-    pipeline: PipelineMethods, inputs: PyTree, side: dict[str, Any]
+    settings: PipelineSettings, inputs: PyTree, side: dict[str, Any]
 ) -> tuple[PyTree, PyTree]:
     """What a layer is initialised with: (inputs, side) of microbatch 0."""
-    return jax.tree.map(lambda leaf: leaf[0], split_batch(pipeline, inputs, side))
+    return jax.tree.map(lambda leaf: leaf[0], split_batch(settings, inputs, side))

@@ -1,5 +1,6 @@
 """A user's own Linen decoder layer in a pipeline: the numbers of a loop over its layers."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax.core import meta
+from flax.linen import fp8_ops
 
 from harness import rims
 from harness.rims import Row
@@ -201,6 +203,39 @@ def test_any_pytree_may_be_the_activation_and_its_pairs_stay_pairs():
     variables = pipeline.init(KEY, inputs)
     _, visits = pipeline.apply(variables, inputs)
     np.testing.assert_array_equal(visits, [2, 2, 2, 2])
+
+
+class Fp8(nn.Module):
+    """A matrix product in FP8: its scales are overwritten with their gradients."""
+
+    @nn.compact
+    def __call__(self, x, *_):
+        cls = partial(fp8_ops.Fp8DirectDotGeneralOp, amax_history_length=2)
+        return x + jnp.tanh(nn.Dense(8, dot_general_cls=cls)(x))
+
+
+@pytest.mark.parametrize("row", [Row(2, 2, 1), Row(3, 1, 2, fsdp=2)], ids=str)
+def test_scales_of_fp8_take_the_largest_of_the_microbatches_and_none_of_a_bubble(row):
+    pipeline = linen.create_pipeline(row.config(), Fp8(), row.mesh())
+    rows = row.microbatches * rims.ROWS
+    x = jax.random.normal(KEY, (rows, 4, 8)) * jnp.linspace(1, 9, rows)[:, None, None]
+    variables = pipeline.init(KEY, x)
+    got = jax.jit(jax.grad(lambda v: rims.scalar(pipeline.apply(v, x))))(variables)
+
+    def microbatch_loss(weights, x, share):
+        for number in range(row.repeats * row.ranks * row.layers):
+            w = jax.tree.map(lambda w: w.reshape(-1, *w.shape[3:])[number], weights)  # noqa: B023
+            x = Fp8().apply(w, x)
+        return jnp.sum(jnp.sin(x) * share)
+
+    share = jnp.linspace(0.5, 1.5, x.size).reshape(row.microbatches, -1, *x.shape[1:])
+    weights = {name: of["layers"] for name, of in variables.items()}
+    xs = x.reshape(share.shape)
+    each = jax.jit(jax.vmap(jax.grad(microbatch_loss), (None, 0, 0)))(weights, xs, share)
+    true = {"params": jax.tree.map(lambda g: jnp.sum(g, 0), each["params"])}
+    name = fp8_ops.OVERWRITE_WITH_GRADIENT
+    true[name] = jax.tree.map(lambda g: jnp.max(g, 0), each[name])
+    rims.assert_trees_close({name: of["layers"] for name, of in got.items()}, true)
 
 
 class Normed(nn.Module):

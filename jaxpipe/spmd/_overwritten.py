@@ -1,0 +1,95 @@
+"""Weights that a step overwrites with their gradient: the scales and histories of FP8.
+
+The "gradient" of a scale is its next value, and of the values that several microbatches bring the
+largest counts: adding them up, as for other weights, would be wrong. So every microbatch has its
+own slot, [M, ...], and the largest is taken where the slots were made. A bubble brings values too,
+although nobody reads what it computes; it is known by the cotangents of its results, all zero.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, PyTree
+
+from ._layers import Layer
+
+MICROBATCH = "microbatch"
+"""The entry of `side` with the number of the microbatch."""
+
+
+def split_weights(weights: dict[str, Any], names: tuple[str, ...]) -> tuple[dict, dict]:
+    """(the others, those that are overwritten)"""
+    overwritten = {name: weights[name] for name in names if name in weights}
+    return {name: w for name, w in weights.items() if name not in overwritten}, overwritten
+
+
+def to_slots(overwritten: PyTree, num_microbatches: int) -> PyTree:
+    """[R, S, L, ...] -> [R, S, L, M, ...]; backwards the largest of the slots, if one was set."""
+    return jax.tree.map(lambda w: _to_slots(w, num_microbatches), overwritten)
+
+
+def with_slots(layer: Layer) -> Layer:
+    """`layer` for weights (the others, [M, ...] slots of those that are overwritten)."""
+
+    def run(weights, x, side, rng):
+        others, slots = weights
+        own = jax.tree.map(
+            lambda w: lax.dynamic_index_in_dim(w, side[MICROBATCH], keepdims=False), slots
+        )
+        own, tag = _enter(own)
+        y, records = layer(others | own, x, side, rng)
+        return _leave(y, tag), records
+
+    return run
+
+
+def _slots_of(w: jax.Array, num_microbatches: int) -> jax.Array:
+    shape = (*w.shape[:3], num_microbatches, *w.shape[3:])
+    return jnp.broadcast_to(jnp.expand_dims(w, 3), shape)
+
+
+def _largest(num_microbatches: int, w: jax.Array, slots: jax.Array) -> tuple[jax.Array]:
+    del num_microbatches
+    # What is overwritten is never negative, and a slot that nobody set is zero.
+    largest = jnp.max(slots, axis=3)
+    was_set = jnp.any(slots != 0, axis=tuple(range(3, slots.ndim)))
+    return (jnp.where(was_set.reshape(*was_set.shape, *[1] * (w.ndim - 3)), largest, w),)
+
+
+_to_slots: Callable = jax.custom_vjp(_slots_of, nondiff_argnums=(1,))
+_to_slots.defvjp(lambda w, num: (_slots_of(w, num), w), _largest)
+
+
+def _with_tag(own: PyTree) -> tuple[PyTree, jax.Array]:
+    # Made of weights so that it varies over ranks as its cotangent does.
+    return own, jnp.sum(0 * jax.tree.leaves(own)[0])
+
+
+def _drop_of_bubble(_: None, cotangents: tuple[PyTree, jax.Array]) -> tuple[PyTree]:
+    own, tag = cotangents
+    return (jax.tree.map(lambda w: jnp.where(tag != 0, w, jnp.zeros_like(w)), own),)
+
+
+_enter: Callable = jax.custom_vjp(_with_tag)
+_enter.defvjp(lambda own: (_with_tag(own), None), _drop_of_bubble)
+
+
+def _first(y: PyTree, tag: jax.Array) -> PyTree:
+    del tag
+    return y
+
+
+def _tell_bubble(tag: PyTree, y: PyTree) -> tuple[PyTree, jax.Array]:
+    return y, _any_nonzero(y).astype(tag.dtype)
+
+
+def _any_nonzero(tree: PyTree) -> Bool[Array, ""]:
+    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.stack([jnp.any(x != 0) for x in floats]).any()
+
+
+_leave: Callable = jax.custom_vjp(_first)
+_leave.defvjp(lambda y, tag: (y, jnp.zeros_like(tag)), _tell_bubble)
