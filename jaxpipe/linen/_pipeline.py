@@ -118,7 +118,7 @@ class CircularPipeline(spmd.WindowMethods, PipelineBase):
 
 def create_pipeline(
     config: Any, layers: nn.Module, mesh: Any, remat_policy: Any = None
-) -> PipelineBase:
+) -> Pipeline | CircularPipeline:
     """`CircularPipeline` if the config has `pipeline_fsdp_ag_per_repeat`, else `Pipeline`.
 
     Raises:

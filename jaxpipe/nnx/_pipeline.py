@@ -138,7 +138,7 @@ def create_pipeline(
     remat_policy: Any = None,
     *,
     rngs: nnx.Rngs | None = None,
-) -> PipelineBase:
+) -> Pipeline | CircularPipeline:
     """`CircularPipeline` if the config has `pipeline_fsdp_ag_per_repeat`, else `Pipeline`.
 
     Arguments are those of `PipelineBase`.

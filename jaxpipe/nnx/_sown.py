@@ -60,5 +60,5 @@ def store(layers: nnx.Module, sown: PyTree) -> None:
     for path, variable in nnx.to_flat_state(sown):
         owner: Any = layers
         for name in path[:-1]:
-            owner = owner[name] if isinstance(owner, nnx.List | nnx.Dict) else getattr(owner, name)
+            owner = getattr(owner, name) if isinstance(name, str) else owner[name]
         owner.sow(type(variable), path[-1], variable.get_value(), lambda _, new: new)

@@ -1,18 +1,26 @@
 """The call of a pipeline module, the same for both rims: a layer's function, and a batch."""
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ._circular_engine import circular
 from ._layers import Layer, from_microbatches, pipeline_layers, to_microbatches
 from ._methods import PipelineMethods
 from ._overwritten import MICROBATCH, split_weights, to_slots, with_slots
-from ._placement import describe_placement, physical_specs, place_microbatches
+from ._placement import (
+    describe_placement,
+    gather_stage,
+    physical_specs,
+    place_microbatches,
+    without_repeats,
+)
 from ._settings import PipelineSettings
 from ._unrolled import circular_unrolled
 
@@ -26,8 +34,8 @@ def split_batch(settings: PipelineSettings, inputs: PyTree, side: PyTree) -> tup
 
 def run_batch(
     layer: Layer,
-    weights: dict[str, Any],
-    names: PyTree,
+    weights: Any,
+    names: dict[str, Any],
     inputs: PyTree,
     side: dict[str, Any],
     keys: PyTree,
@@ -38,7 +46,7 @@ def run_batch(
 
     Args:
         layer: `(weights, x, side, rng) -> (y, records)`.
-        weights: [R, S, L, ...] leaves.
+        weights: A dict with [R, S, L, ...] leaves.
         names: Logical specs of the weights.
         inputs: [batch, ...] leaves.
         side: [batch, ...] leaves by name.
@@ -50,24 +58,36 @@ def run_batch(
         (outputs like `inputs`, records with [R, S, L, M, ...] leaves).
     """
     settings, mesh = pipeline.settings, pipeline.mesh
-    specs = physical_specs(names, pipeline.axis_rules, mesh)
+    specs = physical_specs(without_repeats(names), pipeline.axis_rules, mesh)
     if settings.debug_sharding:
         logging.getLogger("jaxpipe").info(describe_placement(weights, names, specs))
-    engine = partial(
-        circular if settings.scan_ticks else circular_unrolled,
-        mesh=mesh,
-        delay=settings.counts.hop > 1,
-        remat=settings.remat_tick,
-    )
     xs, side = split_batch(settings, inputs, side)
-    others, slots = split_weights(weights, overwritten)
-    if slots:
-        M = settings.counts.num_microbatches
-        layer, weights = with_slots(layer), (others, to_slots(slots, M))
-        side = side | {MICROBATCH: jnp.arange(M)}
     xs = place_microbatches(xs, pipeline.axis_rules, mesh)
-    ys, records = pipeline_layers(engine, layer, weights, xs, side, keys, settings)
+    others, slots = split_weights(weights, overwritten)
+    gathered = gather_stage({name: specs[name] for name in others})
+    if not slots:
+        engine = engine_of(settings, mesh, gathered)
+        ys, records = pipeline_layers(engine, layer, weights, xs, side, keys, settings)
+        return from_microbatches(ys), records
+    M = settings.counts.num_microbatches
+    engine = engine_of(settings, mesh, lambda weights: (gathered(weights[0]), weights[1]))
+    weights, side = (others, to_slots(slots, M)), side | {MICROBATCH: jnp.arange(M)}
+    ys, records = pipeline_layers(engine, with_slots(layer), weights, xs, side, keys, settings)
     return from_microbatches(ys), records
+
+
+def engine_of(
+    settings: PipelineSettings, mesh: Mesh | None, gathered: Callable[[PyTree], PyTree]
+) -> Callable:
+    """The engine that `settings` choose, its options filled in."""
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "delay": settings.counts.hop > 1,
+        "remat": settings.remat_tick,
+    }
+    if settings.scan_ticks:
+        return partial(circular, **options)
+    return partial(circular_unrolled, gather=settings.gather, gathered=gathered, **options)
 
 
 def first_microbatch(

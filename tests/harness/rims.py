@@ -78,14 +78,14 @@ EXACT = [
     Row(4, 2, 1, "repeat", fsdp=2),
     Row(2, 1, 2, "once loop", fsdp=2),
     Row(3, 1, 1, "remat"),
-    Row(2, 2, 1, "repeat unrolled delay", fsdp=2),
+    Row(2, 2, 1, "repeat unrolled", fsdp=2),
 ]
 BY_HAND = [
     Row(ranks, repeats, 1, fields)
     for ranks in (2, 3, 4)
     for repeats in (1, 2)
     for fields in ("", "repeat", "delay", "repeat delay")
-    if ranks < 4 or fields != "delay"
+    if repeats > 1 or fields != "repeat"
 ]
 
 

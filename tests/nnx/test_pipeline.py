@@ -41,8 +41,9 @@ class Decoder(nnx.Module):
     """Attention and an MLP, with dropout."""
 
     def __init__(self, rngs: nnx.Rngs):
-        for name in ("q", "k", "v"):
-            setattr(self, name, linear(rims.EMBED, rims.EMBED, ("embed", "heads"), rngs))
+        self.q, self.k, self.v = (
+            linear(rims.EMBED, rims.EMBED, ("embed", "heads"), rngs) for _ in range(3)
+        )
         self.out = linear(rims.EMBED, rims.EMBED, ("heads", "embed"), rngs)
         self.norm1 = nnx.RMSNorm(rims.EMBED, rngs=rngs)
         self.norm2 = nnx.RMSNorm(rims.EMBED, rngs=rngs)
@@ -56,11 +57,11 @@ class Decoder(nnx.Module):
         return x + self.mlp(self.norm2(x), deterministic), None
 
 
-def built(row: Row, **more: Any) -> rim.PipelineBase:
+def built(row: Row, **more: Any) -> Any:
     return rim.create_pipeline(row.config(**more), Decoder, row.mesh(), rngs=nnx.Rngs(7))
 
 
-def alone(key: Any) -> Decoder:
+def alone(key: Any) -> Any:
     """A layer without a pipeline, or a mesh."""
     with nnx.use_eager_sharding(False):
         return Decoder(nnx.Rngs(key))
@@ -71,7 +72,7 @@ def flat(state: Any) -> Any:
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), state)
 
 
-@pytest.mark.parametrize("row", rims.EXACT, ids=str)
+@pytest.mark.parametrize("row", rims.EXACT[:2], ids=str)
 def test_loss_and_all_gradients_are_those_of_a_loop_over_the_layers(row):
     pipeline = built(row)
     inputs, *side = row.batch()
@@ -96,7 +97,7 @@ def test_loss_and_all_gradients_are_those_of_a_loop_over_the_layers(row):
     rims.assert_trees_close(got, jax.value_and_grad(true_loss, (0, 1))(params, inputs))
 
 
-@pytest.mark.parametrize("row", rims.BY_HAND[::5], ids=str)
+@pytest.mark.parametrize("row", rims.BY_HAND[1::8], ids=str)
 def test_driven_by_hand_it_gives_what_the_call_gives(row):
     inputs, segments, positions = row.batch()
     wanted = nnx.jit(lambda p: p(inputs, segments, positions))(built(row))
@@ -160,7 +161,7 @@ def test_what_layers_sow_comes_out_per_layer_and_microbatch_in_every_call_anew()
     true = np.zeros((8, 4))
 
     def layer(w, x, segments, positions, number, m):
-        decoder = nnx.merge(graph, w, rest, copy=True)
+        decoder: Any = nnx.merge(graph, w, rest, copy=True)
         y, _ = decoder(x, segments, positions, True, "train")
         jax.debug.callback(true.__setitem__, (number, m), decoder.mlp.hidden.get_value()[0])
         return y
