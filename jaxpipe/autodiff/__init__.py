@@ -7,5 +7,21 @@ from ._model import at as at
 from ._model import fold as fold
 from ._model import joined as joined
 from ._model import total as total
+from ._pullback import Pullback as Pullback
+from ._pullback import floating as floating
+from ._pullback import merge as merge
+from ._pullback import pullback as pullback
 
-__all__ = ["Model", "Sums", "at", "fold", "joined", "total", "unpipelined"]
+__all__ = [
+    "Model",
+    "Pullback",
+    "Sums",
+    "at",
+    "floating",
+    "fold",
+    "joined",
+    "merge",
+    "pullback",
+    "total",
+    "unpipelined",
+]

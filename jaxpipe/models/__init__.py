@@ -6,6 +6,7 @@ from ._abstract import initialize_layers as initialize_layers
 from ._abstract import is_weight as is_weight
 from ._abstract import logical_axes as logical_axes
 from ._abstract import num_parameters as num_parameters
+from ._abstract import read_dtypes as read_dtypes
 from ._abstract import shapes as shapes
 from ._abstract import stacked as stacked
 from ._attention import Attention as Attention

@@ -24,12 +24,15 @@ class Weight:
         axes: One logical axis per dim.
         init: `(key, shape, dtype) -> array`, as in `jax.nn.initializers`.
         dtype: What it is stored in.
+        exact: Whether the model computes with it as it is stored: norms and routers do. The others
+            may be cast to the dtype of the computation beforehand.
     """
 
     shape: tuple[int, ...]
     axes: LogicalAxes
     init: Initializer
     dtype: Any = jnp.float32
+    exact: bool = False
 
     def __post_init__(self):
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
@@ -41,12 +44,17 @@ def is_weight(x: Any) -> bool:
 
 def scale(size: int, dtype: Any) -> Weight:
     """A norm's factor per channel, 1 at first."""
-    return Weight((size,), ("norm",), jax.nn.initializers.ones, dtype)
+    return Weight((size,), ("norm",), jax.nn.initializers.ones, dtype, exact=True)
 
 
 def matrix(shape: tuple[int, ...], axes: LogicalAxes, fan_in: int, dtype: Any) -> Weight:
     """A matrix whose entries start with variance `1 / fan_in`, cut off at two deviations."""
     return Weight(shape, axes, jax.nn.initializers.truncated_normal(fan_in**-0.5), dtype)
+
+
+def read_dtypes(tree: PyTree, dtype: Any) -> PyTree:
+    """What each weight may be cast to before a model that computes in `dtype` reads it."""
+    return jax.tree.map(lambda w: jnp.dtype(w.dtype if w.exact else dtype), tree, is_leaf=is_weight)
 
 
 def stacked(tree: PyTree, dims: Sequence[int], axes: LogicalAxes) -> PyTree:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
-from ..sharding import Constrain
+from ..sharding import Constrain, own_rows
 from ._abstract import Weight, matrix
 
 ACTIVATION = ("activation_batch", "activation_length", "activation_embed")
@@ -77,7 +77,7 @@ def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | tuple) -> F
     """Zeroes a share `rate` of `x` and scales up the rest; with `key` = () it does nothing."""
     if rate == 0.0 or isinstance(key, tuple):
         return x
-    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    keep = own_rows(lambda shape: jax.random.bernoulli(key, 1.0 - rate, shape), x.shape)
     return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
 
 

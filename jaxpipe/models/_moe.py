@@ -4,6 +4,7 @@ b sequences, T tokens, D embed, E experts, F width of an expert.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -23,9 +24,9 @@ Sums = dict[str, Float[Array, ""]]
 def moe_weights(config: DeepseekConfig, *, branches: int, dtype: Any) -> PyTree:
     """Abstract weights. With more `branches`, what it adds to the stream starts smaller."""
     D, E, F = config.base_emb_dim, config.num_experts, config.base_moe_mlp_dim
-    router = {"logits": matrix((D, E), ("embed", None), D, dtype)}
+    router = {"logits": replace(matrix((D, E), ("embed", None), D, dtype), exact=True)}
     if config.routed_bias:
-        router["bias"] = Weight((E,), ("norm",), jax.nn.initializers.zeros, dtype)
+        router["bias"] = Weight((E,), ("norm",), jax.nn.initializers.zeros, dtype, exact=True)
     weights = {
         "router": router,
         "experts": {

@@ -158,6 +158,17 @@ def constrain_with(rules: Rules = DEFAULT_RULES) -> Constrain:
     return constrain
 
 
+GATHERED_AXES = ("fsdp", "context", "expert")
+
+
+def gathered_rules(rules: Rules, axes: Sequence[str] = GATHERED_AXES) -> Rules:
+    """`rules` for weights that are whole along `axes`. The dim of routed experts stays split."""
+    return [
+        (name, mesh_axes if name == "exp" else tuple(a for a in mesh_axes if a not in axes))
+        for name, mesh_axes in rules
+    ]
+
+
 def no_constraint(x: jax.Array, axes: LogicalAxes) -> jax.Array:
     """Leaves `x` as it is: what a model gets when it runs on one device."""
     del axes

@@ -8,14 +8,19 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree, Scalar
 
-from ..autodiff import Model, Sums, joined, total
-from ._circular import Remat, check_circular, run_rank
+from ..autodiff import Model, Sums, floating
+from ._circular import check_circular
+from ._circular_loss import rank_value_and_grad
+from ._circular_passes import How, Stage, backward_rank, forward_rank
+from ._gather import EACH_TICK, Gather
 from ._ranks import AXIS, on_ranks
+
+Remat = Callable[[Callable], Callable]
+"""What wraps a stage: `jax.checkpoint` with a policy, or the identity."""
 
 # Inside a scan nothing can be shared between forward and backward but what the scan saves.
 recompute: Remat = partial(jax.checkpoint, prevent_cse=False)
@@ -28,7 +33,7 @@ def keep(work: Callable) -> Callable:
 
 
 def circular(
-    stage: Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, Sums]],
+    stage: Stage,
     weights: PyTree,
     inputs: PyTree,
     side: PyTree = (),
@@ -37,6 +42,8 @@ def circular(
     mesh: Mesh | None = None,
     delay: bool = False,
     remat: Remat = recompute,
+    gather: Gather = EACH_TICK,
+    scan_repeats: bool = True,
 ) -> tuple[PyTree, Sums]:
     """A stack of R * S stages as one differentiable layer, stage `repeat * S + rank` on `rank`.
 
@@ -50,7 +57,9 @@ def circular(
         mesh: A mesh with an axis `stage` of size S. None: one device plays all ranks.
         delay: Hand results over one tick late, so that the transfer overlaps with work. Costs S - 1
             ticks more and, if R > 1, needs M >= 2 * S.
-        remat: Wraps the work of a tick. Default: keep one input per tick, compute the rest again.
+        remat: Wraps the stage. Default: keep one input per tick, compute the rest again.
+        gather: When weights that are split over other axes are gathered.
+        scan_repeats: Whether repeats are a loop of the program (compiles fast), or written out.
 
     Returns:
         (outputs like `inputs`, sums over all stages and microbatches).
@@ -64,14 +73,61 @@ def circular(
     """
     stacked, microbatches = {"weights": weights, "keys": keys}, {"inputs": inputs, "side": side}
     num_ranks = _check_counts(stacked, microbatches, mesh, delay)
-
-    def rank(weights, inputs, side, keys):
-        y, sums = run_rank(stage, weights, inputs, side, keys, delay=delay, remat=remat)
-        return y, lax.psum(sums, AXIS)
-
-    run = on_ranks(rank, mesh=mesh, in_dims=(1, 0, None, 1), out_dims=(0, None))
-    y, sums = run(weights, _to_shares(inputs, num_ranks), side, keys)
+    layer = _layer(stage, mesh, How(delay, remat, gather, scan_repeats))
+    y, sums = layer(weights, _to_shares(inputs, num_ranks), side, keys)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), y), sums
+
+
+def _layer(stage: Stage, mesh: Mesh | None, how: How) -> Callable:
+    """`(weights, inputs [S, n, ...], side, keys) -> (outputs, sums)` with its own backward."""
+
+    gather = how.gather
+    weights, gradients = _stacked(gather.weight_specs), _stacked(gather.gradient_specs)
+    shares, side, keys = _rows(gather, P(AXIS, None)), _rows(gather, P(None)), 1
+    device = P((AXIS, *gather.batch_axes))
+
+    def forward(keep: bool) -> Callable:
+        return on_ranks(
+            partial(forward_rank, stage, how, keep),
+            mesh=mesh,
+            in_dims=(weights, shares, side, keys),
+            out_dims=((shares, None), device),
+        )
+
+    backward = on_ranks(
+        partial(backward_rank, stage, how),
+        mesh=mesh,
+        in_dims=(weights, shares, side, keys, device, shares, None),
+        out_dims=(gradients, shares, side),
+    )
+
+    @jax.custom_vjp
+    def layer(weights, inputs, side, keys):
+        return forward(False)(weights, inputs, side, keys)[0]
+
+    def layer_forward(*arguments):
+        results, kept = forward(True)(*arguments)
+        return results, (arguments, kept)
+
+    def layer_backward(saved, cotangents):
+        (weights, inputs, side, keys), kept = saved
+        doutputs, dsums = cotangents
+        return *backward(weights, inputs, side, keys, kept, floating(doutputs), dsums), None
+
+    layer.defvjp(layer_forward, layer_backward)
+    return layer
+
+
+def _rows(gather: Gather, lead: P) -> P:
+    """For arrays whose rows come after the dims of `lead`."""
+    return P(*lead, gather.batch_axes) if gather.batch_axes else lead
+
+
+def _stacked(specs: PyTree) -> PyTree:
+    """From weights of one stage to leaves [R, S, ...]."""
+    return jax.tree.map(
+        lambda spec: P(None, AXIS, *spec), specs, is_leaf=lambda x: isinstance(x, P)
+    )
 
 
 def circular_value_and_grad(
@@ -83,6 +139,9 @@ def circular_value_and_grad(
     mesh: Mesh | None = None,
     delay: bool = False,
     remat: Remat = recompute,
+    gather: Gather = EACH_TICK,
+    ends_gather: Gather = EACH_TICK,
+    scan_repeats: bool = True,
 ) -> tuple[tuple[Scalar, Sums], dict[str, Any]]:
     """Loss, metrics and gradients of a batch through the circular pipeline.
 
@@ -95,7 +154,11 @@ def circular_value_and_grad(
         keys: [R, S, ...] leaves, or () without dropout.
         mesh: As in `circular`.
         delay: As in `circular`.
-        remat: As in `circular`; it wraps the loss of a microbatch too.
+        remat: As in `circular`.
+        gather: As in `circular`, for the stages.
+        ends_gather: The same for `{"embed": ..., "head": ...}`, whatever its `when`: they are
+            gathered once.
+        scan_repeats: As in `circular`.
 
     Returns:
         ((loss, metrics), gradients like `weights`).
@@ -104,22 +167,21 @@ def circular_value_and_grad(
         ValueError: As `circular`.
     """
     _check_counts({"weights": weights["stages"], "keys": keys}, {"side": side}, mesh, delay)
-
-    def rank_loss(stages, ends, side, keys):
-        share = _share_of_rank(side)
-        x = jax.vmap(model.embed, in_axes=(None, 0))(ends["embed"], share)
-        y, of_stages = run_rank(model.stage, stages, x, side, keys, delay=delay, remat=remat)
-        loss = remat(partial(model.loss, model.ends(ends)))
-        losses, of_loss = lax.map(lambda xs: loss(*xs), (y, share))
-        return lax.psum(joined(jnp.sum(losses), total(of_loss), of_stages), AXIS)
-
-    run = on_ranks(rank_loss, mesh=mesh, in_dims=(1, None, None, 1), out_dims=None)
-
-    def loss(weights):
-        ends = {name: w for name, w in weights.items() if name != "stages"}
-        return run(weights["stages"], ends, side, keys)
-
-    return jax.value_and_grad(loss, has_aux=True)(weights)
+    how = How(delay, remat, gather, scan_repeats)
+    ends = {name: w for name, w in weights.items() if name != "stages"}
+    run = on_ranks(
+        partial(rank_value_and_grad, model, how, ends_gather),
+        mesh=mesh,
+        in_dims=(
+            _stacked(gather.weight_specs),
+            ends_gather.weight_specs,
+            _rows(gather, P(None)),
+            1,
+        ),
+        out_dims=(None, (_stacked(gather.gradient_specs), ends_gather.gradient_specs)),
+    )
+    value, (of_stages, of_ends) = run(weights["stages"], ends, side, keys)
+    return value, of_ends | {"stages": of_stages}
 
 
 def _check_counts(stacked: PyTree, microbatches: PyTree, mesh: Mesh | None, delay: bool) -> int:
@@ -161,13 +223,3 @@ def _common_dims(tree: dict[str, PyTree], count: int, meaning: str) -> tuple[int
 def _to_shares(tree: PyTree, num_ranks: int) -> PyTree:
     """[M, ...] -> [S, n, ...]"""
     return jax.tree.map(lambda x: x.reshape(num_ranks, -1, *x.shape[1:]), tree)
-
-
-def _share_of_rank(tree: PyTree) -> PyTree:
-    """[M, ...] -> this rank's [n, ...]"""
-
-    def share(x):
-        size = x.shape[0] // lax.axis_size(AXIS)
-        return lax.dynamic_slice_in_dim(x, lax.axis_index(AXIS) * size, size)
-
-    return jax.tree.map(share, tree)

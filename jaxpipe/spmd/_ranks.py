@@ -13,65 +13,128 @@ from jax.sharding import Mesh, PartitionSpec
 AXIS = "stage"
 
 
-def on_ranks(f: Callable, *, mesh: Mesh | None, in_dims: tuple, out_dims: Any) -> Callable:
+def on_ranks(
+    f: Callable,
+    *,
+    mesh: Mesh | None,
+    in_dims: tuple,
+    out_dims: Any,
+    num_ranks: int | None = None,
+) -> Callable:
     """Maps `f`, written for one rank inside the axis `stage`, over the ranks.
 
     Args:
-        f: A function of arrays of one rank. It may use collectives over `stage`.
+        f: A function of arrays of one rank. It may use collectives over the manual axes.
         mesh: A mesh with the axis `stage`; its other axes stay automatic. None runs all ranks on
             one device, under `jax.vmap`.
         in_dims: For each argument the dim, of size S, that holds one slice per rank and that `f`
-            does not see; None if every rank gets the whole argument. An argument may have a tree of
-            these.
+            does not see; None if every rank gets the whole argument. A `PartitionSpec` with `stage`
+            in one dim says the same, and its other axes become manual too: `f` sees the shard of
+            one device. An argument may have a tree of these.
         out_dims: The same for the result. None: every rank returns the same, as `psum` does.
+        num_ranks: S. It may be missing where the mesh or a dim of `in_dims` tells.
 
     Returns:
         A function of whole arrays.
     """
+    in_specs, out_specs = (jax.tree.map(_spec, d, is_leaf=_is_dim) for d in (in_dims, out_dims))
     if mesh is None:
-        return jax.vmap(f, axis_name=AXIS, in_axes=in_dims, out_axes=out_dims)
+        ins, outs = (jax.tree.map(_dim, d, is_leaf=_is_dim) for d in (in_specs, out_specs))
+        return jax.vmap(f, axis_name=AXIS, axis_size=num_ranks, in_axes=ins, out_axes=outs)
 
     def local(*arguments):
-        seen = [_each(x, dim, _drop, _vary) for x, dim in zip(arguments, in_dims, strict=True)]
-        return _each(f(*seen), out_dims, _add, lambda x: x)
+        seen = [_each(_drop, x, spec) for x, spec in zip(arguments, in_specs, strict=True)]
+        return _each(_add, f(*jax.tree.map(vary, seen)), out_specs)
 
+    leaves = jax.tree.leaves((in_specs, out_specs), is_leaf=_is_dim)
     return jax.shard_map(
         local,
         mesh=mesh,
-        axis_names={AXIS},
-        in_specs=tuple(_specs(dim) for dim in in_dims),
-        out_specs=_specs(out_dims),
+        axis_names={AXIS}.union(*map(_axes, leaves)),
+        in_specs=in_specs,
+        out_specs=out_specs,
     )
 
 
-def _is_dim(x: Any) -> bool:
-    return x is None or isinstance(x, int)
+def vary(x: jax.Array) -> jax.Array:
+    """Marks what devices share as varying over all manual axes.
 
-
-def _specs(dims: Any) -> Any:
-    def spec(dim):
-        return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, AXIS)
-
-    return jax.tree.map(spec, dims, is_leaf=_is_dim)
-
-
-def _each(tree: Any, dims: Any, with_dim: Callable, without: Callable) -> Any:
-    """`with_dim(leaf, dim)` where the prefix tree `dims` has a dim, `without(leaf)` elsewhere."""
-
-    def below(dim, subtree):
-        return jax.tree.map(lambda x: without(x) if dim is None else with_dim(x, dim), subtree)
-
-    return jax.tree.map(below, dims, tree, is_leaf=_is_dim)
-
-
-def _vary(x: jax.Array) -> jax.Array:
-    """Marks what all ranks share as varying, so that its gradient is summed over ranks here, once.
-
-    Otherwise JAX sums at every use, in a loop as often as it runs, and in the dtype of the use.
-    Sums of bfloat16 are made in float32: for precision, and because XLA:CPU fails on the others.
+    At the entry: so that its gradient is summed there, once. Otherwise JAX sums at every use, in a
+    loop as often as it runs, and in the dtype of the use. Sums of bfloat16 are made in float32: for
+    precision, and because XLA:CPU fails on the others.
     """
+    missing = tuple(set(jax.sharding.get_abstract_mesh().manual_axes) - varying(x))
+    if not missing:
+        return x
     wide = x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
-    return jax.lax.pcast(wide, AXIS, to="varying").astype(x.dtype)
+    return jax.lax.pcast(wide, missing, to="varying").astype(x.dtype)
+
+
+def varying(x: jax.Array) -> frozenset[str]:
+    """The manual axes over which `x` differs."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def _is_dim(x: Any) -> bool:
+    return x is None or isinstance(x, int | PartitionSpec)
+
+
+def _spec(dim: int | PartitionSpec | None) -> PartitionSpec:
+    if isinstance(dim, PartitionSpec):
+        return dim
+    return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, AXIS)
+
+
+def _dim(spec: PartitionSpec) -> int | None:
+    """The dim that is split over the ranks, and over nothing that leaves more than one slice."""
+    return next((i for i, axes in enumerate(spec) if AXIS in names_of(axes)), None)
+
+
+def _axes(spec: PartitionSpec) -> set[str]:
+    return {axis for axes in spec for axis in names_of(axes)}
+
+
+def names_of(axes: Any) -> tuple[str, ...]:
+    """One dim of a `PartitionSpec`, as a tuple of axes."""
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def _each(change: Callable, tree: Any, specs: Any) -> Any:
+    """`change(leaf, dim)` where the prefix tree `specs` has a dim of ranks."""
+
+    def below(spec, subtree):
+        dim = _dim(spec)
+        return jax.tree.map(lambda x: x if dim is None else change(x, dim), subtree)
+
+    return jax.tree.map(below, specs, tree, is_leaf=_is_dim)
+
+
+def poison(x: jax.Array) -> jax.Array:
+    """Like `x`, but nothing one could compute with. (The `where` ties it to this rank.)"""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        worst = jnp.nan
+    elif jnp.issubdtype(x.dtype, jnp.integer):
+        worst = jnp.iinfo(x.dtype).max
+    else:
+        return x  # booleans and random keys have no value that would show
+    return jnp.where(jax.lax.axis_index(AXIS) < 0, x, jnp.full_like(x, worst))
+
+
+def zeros(x: Any, *, lead: tuple[int, ...] = (), dtype: Any = None) -> jax.Array:
+    """Zeros like `x`, varying as it does, as the carry of a scan must.
+
+    Args:
+        x: An array; or a shape and dtype, for zeros that vary over all manual axes.
+        lead: Sizes of dims in front.
+        dtype: None for that of `x`.
+    """
+    dtype = dtype or x.dtype
+    if not isinstance(x, jax.Array):
+        return vary(jnp.zeros((*lead, *x.shape), dtype))
+    axes = tuple(varying(x))
+    nothing = jnp.zeros_like(x, dtype=dtype)
+    nothing = jax.lax.pcast(nothing, tuple(set(axes) - varying(nothing)), to="varying")
+    return jnp.broadcast_to(nothing, (*lead, *x.shape))
 
 
 def _drop(x: jax.Array, dim: int) -> jax.Array:

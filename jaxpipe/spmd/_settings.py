@@ -13,8 +13,8 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from ..sharding import DEFAULT_RULES, layout
-from ._circular import Remat, check_circular
-from ._circular_engine import keep, recompute
+from ._circular import check_circular
+from ._circular_engine import Remat, keep, recompute
 from ._iteration import Counts
 from ._ranks import AXIS
 

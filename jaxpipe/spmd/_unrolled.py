@@ -8,8 +8,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ..autodiff import Sums
-from ._circular import Remat
-from ._circular_engine import recompute
+from ._circular_engine import Remat, recompute
 from ._iteration import (
     Counts,
     init_states,

@@ -100,6 +100,9 @@ class Config(BaseModel):
     num_pipeline_repeats: CountOrAuto = -1
     num_pipeline_microbatches: CountOrAuto = -1
     pipeline_delay_activation_forwarding: bool = False
+    pipeline_fsdp_ag_once: bool = False
+    pipeline_fsdp_ag_per_repeat: bool = False
+    scan_pipeline_repeats: bool = True
     remat_policy: Literal["full", "none"] = "full"
 
     # The devices.
@@ -130,6 +133,11 @@ class Config(BaseModel):
     def _keys_agree(self) -> "Config":
         if self.pipeline_engine == "none":
             self._no_pipeline()
+        if self.pipeline_fsdp_ag_once and self.pipeline_fsdp_ag_per_repeat:
+            raise ValueError(
+                "`pipeline_fsdp_ag_once` and `pipeline_fsdp_ag_per_repeat` are both true. Weights "
+                "are gathered either once or per repeat: choose one."
+            )
         if self.dataset_type == "text" and not self.text_files:
             raise ValueError(
                 "`dataset_type` is 'text' and `text_files` is empty. Give files, folders or "
@@ -145,6 +153,9 @@ class Config(BaseModel):
             "num_layers_per_pipeline_stage",
             "num_pipeline_repeats",
             "pipeline_delay_activation_forwarding",
+            "pipeline_fsdp_ag_once",
+            "pipeline_fsdp_ag_per_repeat",
+            "scan_pipeline_repeats",
         )
         for name in names:
             value, default = getattr(self, name), Config.model_fields[name].default

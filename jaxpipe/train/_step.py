@@ -3,8 +3,9 @@
 R repeats, S ranks, L layers, M microbatches of b rows, T tokens a row.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jaxtyping import Array, Int, PyTree
 
 from .. import models, sharding, spmd
 from ..autodiff import Model, unpipelined
+from ._config import Config
 from ._optimizer import adamw, clip, decay_mask, gradient_norm, learning_rate_schedule
 from ._setup import STACKED, Setup, batch_shardings, build_model
 
@@ -140,6 +142,20 @@ def place_batch(setup: Setup, batch: dict[str, np.ndarray]) -> dict[str, Array]:
 def _circular(setup: Setup, model: Model) -> Callable:
     remat = spmd.recompute if setup.config.remat_policy == "full" else spmd.keep
 
+    config = setup.config
+    ends = {name: setup.weight_tree[name] for name in ("embed", "head")}
+    stage = jax.tree.map(_without_ranks, setup.weight_tree["stages"], is_leaf=models.is_weight)
+
+    def gather(tree: PyTree) -> spmd.Gather:
+        dtypes = models.read_dtypes(tree, config.dtype)
+        return spmd.gather_weights(
+            models.logical_axes(tree),
+            setup.rules,
+            when=_gathering(config),
+            cast=lambda w: jax.tree.map(lambda x, dtype: x.astype(dtype), w, dtypes),
+            batch_axes=("data", "fsdp"),
+        )
+
     def value_and_grad(weights, side, keys):
         return spmd.circular_value_and_grad(
             model,
@@ -149,9 +165,23 @@ def _circular(setup: Setup, model: Model) -> Callable:
             mesh=setup.mesh,
             delay=setup.config.pipeline_delay_activation_forwarding,
             remat=remat,
+            gather=gather(stage),
+            ends_gather=gather(ends),
+            scan_repeats=config.scan_pipeline_repeats,
         )
 
     return value_and_grad
+
+
+def _gathering(config: Config) -> Literal["tick", "repeat", "once"]:
+    if config.pipeline_fsdp_ag_per_repeat:
+        return "repeat"
+    return "once" if config.pipeline_fsdp_ag_once else "tick"
+
+
+def _without_ranks(weight: models.Weight) -> models.Weight:
+    """One stage's part of a weight [R, S, ...]."""
+    return dataclasses.replace(weight, shape=weight.shape[2:], axes=weight.axes[2:])
 
 
 def _none(setup: Setup, model: Model) -> Callable:

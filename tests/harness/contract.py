@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,11 +36,16 @@ class Row:
     dropout: float = 0.0
     packed: bool = False
     layers_per_stage: int = 1
+    gather: Literal["tick", "repeat", "once"] = "tick"
+    batch_axes: tuple[str, ...] = ()
+    scan_repeats: bool = True
 
     def __str__(self) -> str:
         flags = [name for name in ("delay", "tied", "dropout", "packed") if getattr(self, name)]
         axes = "twin" if self.axes is None else "x".join(f"{a}{n}" for a, n in self.axes) or "mesh"
         sizes = f"S{self.ranks}-R{self.repeats}-M{self.microbatches}-L{self.layers_per_stage}"
+        flags += [self.gather] * (self.gather != "tick") + [f"{a}manual" for a in self.batch_axes]
+        flags += ["unrolled"] * (not self.scan_repeats)
         return "-".join([self.engine, self.model, sizes, axes, *flags])
 
 
@@ -61,13 +66,31 @@ def circular(row: Row, case: Case) -> Any:
 
     def run(weights, side, keys):
         return spmd.circular_value_and_grad(
-            case.model, weights, side, keys, mesh=mesh, delay=row.delay
+            case.model,
+            weights,
+            side,
+            keys,
+            mesh=mesh,
+            delay=row.delay,
+            gather=gather_of(row, case.axes["stages"], stacked=2),
+            ends_gather=gather_of(row, {name: case.axes[name] for name in ("embed", "head")}),
+            scan_repeats=row.scan_repeats,
         )
 
     if mesh is None:
         return jax.jit(run)(weights, case.side, case.keys)
     with jax.set_mesh(mesh):
         return jax.jit(run)(weights, case.side, case.keys)
+
+
+def gather_of(row: Row, axes: Any, stacked: int = 0) -> spmd.Gather:
+    """How the row gathers weights with these logical axes, of which some only stack."""
+    if row.axes is None:
+        return spmd.Gather(row.gather)
+    logical = jax.tree.map(lambda a: a[stacked:], axes, is_leaf=lambda x: isinstance(x, tuple))
+    return spmd.gather_weights(
+        logical, sharding.DEFAULT_RULES, when=row.gather, batch_axes=row.batch_axes
+    )
 
 
 ENGINES: dict[str, Callable[[Row, Case], Any]] = {"circular": circular}
@@ -77,7 +100,15 @@ def check_row(row: Row) -> None:
     """Runs a row and its reference; fails with the name of the first leaf that differs."""
     (loss, metrics), grads = ENGINES[row.engine](row, make_case(row))
     (true_loss, true_metrics), true_grads = reference(
-        dataclasses.replace(row, engine="unpipelined", axes=None, delay=False)
+        dataclasses.replace(
+            row,
+            engine="unpipelined",
+            axes=None,
+            delay=False,
+            gather="tick",
+            batch_axes=(),
+            scan_repeats=True,
+        )
     )
     assert_close(loss, true_loss, "loss")
     assert metrics.keys() == true_metrics.keys()

@@ -8,7 +8,7 @@ RANKS = (2, 3, 4, 8)
 
 
 def rows() -> list[Row]:
-    return [*twins(), *meshes(), *compositions(), *experts()]
+    return [*twins(), *meshes(), *compositions(), *gathers(), *experts()]
 
 
 def twins() -> list[Row]:
@@ -61,6 +61,21 @@ def compositions() -> list[Row]:
         Row("circular", "llama", 1, 2, 2, axes=(("fsdp", 2),), packed=True),
         Row("circular", "llama", 3, 1, 9, axes=None, packed=True, dropout=0.1),
     ]
+
+
+def gathers() -> list[Row]:
+    """Weights gathered once, or per repeat, as XLA likes or by each device with its own rows."""
+    return [
+        Row("circular", "llama", ranks, repeats, rounds * ranks, axes=(("fsdp", 2),), delay=delay,
+            dropout=0.1, packed=True, layers_per_stage=layers, gather=gather, batch_axes=batch_axes)
+        for ranks, repeats, rounds, layers, delay in GATHERED_SIZES
+        for gather in ("tick", "once", "repeat")
+        for batch_axes in ((), ("data", "fsdp"))
+        if gather != "tick" or batch_axes
+    ]  # fmt: skip
+
+
+GATHERED_SIZES = [(2, 4, 1, 2, False), (3, 3, 2, 1, True), (4, 2, 2, 1, True)]
 
 
 def experts() -> list[Row]:

@@ -1,7 +1,6 @@
 """The circular pipeline as a layer: what it refuses, what bubbles see, what it moves and keeps."""
 
 import dataclasses
-import math
 from collections.abc import Iterator
 
 import jax
@@ -13,8 +12,10 @@ from jax.extend.core import jaxprs_in_params
 from harness.contract import Row, circular, make_case, mesh_of, placed
 from jaxpipe import sharding, spmd
 from jaxpipe.autodiff import Model
-from jaxpipe.spmd import _circular
+from jaxpipe.spmd import _circular, _circular_passes
+from jaxpipe.spmd._circular import Counts
 from jaxpipe.spmd._ranks import AXIS
+from jaxpipe.spmd._segments import segments
 
 
 def stage(w, x, side, rng):
@@ -86,15 +87,13 @@ BUBBLES = [
 def test_nobody_reads_what_a_bubble_computes(row, monkeypatch):
     """NaN in place of every result of a bubble: the loss and all gradients stay, bit for bit."""
     clean = circular(row, make_case(row))
-    hand_over = _circular.hand_over
-    hop = 2 if row.delay else 1
+    counts = Counts(row.ranks, row.repeats, row.microbatches, 2 if row.delay else 1)
 
-    def poisoned(phase, state, y, t):
-        visit = t - jax.lax.axis_index(AXIS) * hop
-        busy = (visit >= 0) & (visit < row.repeats * row.microbatches)
-        return hand_over(phase, state, jnp.where(busy, y, jnp.nan), t)
+    def poisoned(state, y, t, **how):
+        busy = _circular.visit_at(t, counts).busy
+        return _circular.hand_over(state, jnp.where(busy, y, jnp.nan), t, **how)
 
-    monkeypatch.setattr(_circular, "hand_over", poisoned)
+    monkeypatch.setattr(_circular_passes, "hand_over", poisoned)
     jax.tree.map(np.testing.assert_array_equal, circular(row, make_case(row)), clean)
 
 
@@ -102,7 +101,7 @@ def test_buffers_are_poisoned_before_they_are_written():
     inputs = {"x": jnp.ones((2, 3)), "n": jnp.ones((2,), jnp.int32)}
 
     def first(inputs):
-        return _circular.first_state(inputs, 2, 2, 4, 2)
+        return _circular.first_state(inputs, Counts(2, 2, 4, 2))
 
     state = jax.vmap(first, axis_name=AXIS)(jax.tree.map(lambda x: jnp.stack([x, x]), inputs))
     for buffer in (state.handoff, *state.underway, state.waiting):
@@ -114,16 +113,32 @@ def test_buffers_are_poisoned_before_they_are_written():
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("repeats", [1, 2, 4])
 @pytest.mark.parametrize("hop", [1, 2])
-def test_phases_cover_every_tick_once_and_the_stream_moves_only_for_microbatches(
+def test_segments_cover_every_tick_once_and_the_stream_moves_only_for_microbatches(
     ranks, repeats, hop
 ):
     microbatches = 3 * ranks
-    phases = list(_circular.phases(ranks, repeats, microbatches, hop))
-    ticks = [t for p in phases for t in range(p.first, p.last)]
+    parts = segments(Counts(ranks, repeats, microbatches, hop))
+    ticks = [t for p in parts for t in range(p.first, p.first + p.length)]
     # reference/formulas.md: m R iterations of work and d (p - 1) of bubble.
     assert ticks == list(range(microbatches * repeats + hop * (ranks - 1)))
-    assert sum(p.last - p.first for p in phases if p.enters) == microbatches
-    assert sum(p.last - p.first for p in phases if p.leaves) == microbatches
+    assert sum(p.length for p in parts if p.enters) == microbatches
+    assert sum(p.length for p in parts if p.leaves) == microbatches
+
+
+def test_the_transposed_movements_are_what_jax_makes_of_them():
+    counts = Counts(3, 2, 6, 1)
+    inputs = jax.random.normal(jax.random.key(0), (3, 2, 4))
+
+    def both(inputs):
+        state = _circular.State(inputs, inputs[0], (), jnp.stack([inputs[1]] * 4))
+        dx, t = jnp.sin(inputs[0]), jnp.int32(7)
+        fresh = _circular.visit_at(t, counts).fresh
+        nothing = jax.tree.map(jnp.zeros_like, state)
+        _, pull = jax.vjp(lambda s: _circular.next_input(s, t, fresh=fresh), state)
+        return _circular.add_input(nothing, dx, t, fresh=fresh), pull(dx)[0]
+
+    mine, jaxs = jax.vmap(both, axis_name=AXIS)(inputs)
+    jax.tree.map(np.testing.assert_array_equal, mine, jaxs)
 
 
 def scans(jaxpr) -> Iterator:
@@ -186,7 +201,7 @@ def test_ranks_exchange_nothing_but_permutes_and_sums():
 
 
 def test_the_backward_finds_one_input_per_tick_and_no_weights():
-    # Phases of 6, 7 and 6 ticks; nothing that is carried has 6 or 7 in dim 0.
+    # 19 ticks, and nothing else has 19 in dim 0.
     weights, inputs, side = problem(ranks=2, repeats=3, microbatches=6, dim=64, rows=1)
     mesh = sharding.make_mesh({"stage": 2}, devices=jax.devices()[:2])
 
@@ -194,14 +209,26 @@ def test_the_backward_finds_one_input_per_tick_and_no_weights():
         return jnp.sum(spmd.circular(stage, weights, inputs, side, mesh=mesh)[0])
 
     jaxpr = jax.make_jaxpr(jax.grad(loss))(weights).jaxpr
-    assert len(list(scans(jaxpr))) == 6  # three phases, forward and backward
-    for scan in scans(jaxpr):
-        ticks = scan.params["length"]
-        assert ticks in (6, 7)
-        saved = [v.aval.shape[1:] for v in scan.outvars if v.aval.shape[:1] == (ticks,)]
-        per_tick = sum(math.prod(shape) for shape in saved)
-        # One activation [1, 64] and a few counters; a weight would be 4096.
-        assert per_tick < 64 + 16
+    loops = list(scans(jaxpr))
+    assert len(loops) == 2 * len(segments(Counts(2, 3, 6, 1)))
+    kept = {v.aval.shape for loop in loops for v in loop.outvars if v.aval.shape[:1] == (19,)}
+    assert kept == {(19, 1, 64)}
+
+
+def test_weights_are_no_residuals_even_if_nothing_is_recomputed():
+    weights, inputs, side = problem(ranks=2, repeats=3, microbatches=6, dim=64, rows=1)
+
+    def cast_first(w, x, side, rng):
+        return stage({"w": w["w"].astype(jnp.bfloat16).astype(jnp.float32)}, x, side, rng)
+
+    def loss(weights):
+        return jnp.sum(spmd.circular(cast_first, weights, inputs, side, remat=spmd.keep)[0])
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(weights).jaxpr
+    kept = [v.aval.shape for loop in scans(jaxpr) for v in loop.outvars]
+    kept = [shape for shape in kept if 19 in shape[:2]]
+    assert kept
+    assert all(shape[-2:] != (64, 64) for shape in kept)
 
 
 @pytest.mark.parametrize(

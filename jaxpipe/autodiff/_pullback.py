@@ -1,0 +1,128 @@
+"""A stage as two programs, forward and backward, and what the first must keep for the second.
+
+A pipeline runs a stage's backward long after its forward, and with its own hands: it decides where
+residuals lie, when weights are gathered again, and how gradients add up. So the two programs are
+separate functions of arrays, and weights are no residuals: whatever can be computed from them alone
+(a cast, a slice) is computed again, never kept per microbatch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.interpreters import partial_eval
+from jaxtyping import PyTree
+
+
+@dataclass(frozen=True)
+class Pullback:
+    """A function and its derivative.
+
+    Attributes:
+        forward: `(weights, x, side, rng) -> (out, residuals)`, a list of arrays.
+        backward: `(weights, side, rng, residuals, cotangent) -> (dweights, dx, dside)`. The
+            cotangent is like `floating(out)`, the results are like `floating` of the inputs.
+    """
+
+    forward: Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, list[jax.Array]]]
+    backward: Callable[..., tuple[PyTree, PyTree, PyTree]]
+
+
+def floating(tree: PyTree) -> PyTree:
+    """`tree` with None for the leaves that have no derivative: integers, booleans, keys."""
+    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, tree)
+
+
+def merge(differentiated: PyTree, tree: PyTree) -> PyTree:
+    """`tree` with the leaves of `differentiated` where that has any."""
+    return jax.tree.map(
+        lambda new, old: old if new is None else new, differentiated, tree, is_leaf=_is_none
+    )
+
+
+def pullback(f: Callable, weights: PyTree, x: PyTree, side: PyTree, rng: PyTree) -> Pullback:
+    """Traces `f(weights, x, side, rng) -> out` once and divides it.
+
+    `jax.checkpoint` in or around `f` decides which intermediate values become residuals.
+
+    Args:
+        f: A function of arrays. It closes over nothing that is differentiated.
+        weights: Examples: only shapes, dtypes and where they vary are read.
+        x: The same.
+        side: The same.
+        rng: The same.
+    """
+    vjp_tree = None
+
+    def traced(weights, x, side, rng):
+        nonlocal vjp_tree
+
+        def of_floating(*differentiated):
+            w, h, s = map(merge, differentiated, (weights, x, side))
+            out = f(w, h, s, rng)
+            return floating(out), out
+
+        arguments = map(floating, (weights, x, side))
+        _, vjp, out = jax.vjp(of_floating, *arguments, has_aux=True)
+        leaves, vjp_tree = jax.tree.flatten(vjp)
+        return out, leaves
+
+    closed, (out_shape, _) = jax.make_jaxpr(traced, return_shape=True)(weights, x, side, rng)
+    num_out = len(jax.tree.leaves(out_shape))
+    sizes = [len(jax.tree.leaves(tree)) for tree in (weights, x, side, rng)]
+    sources = _sources(closed, num_out, sizes)
+    kept = [i for i, source in enumerate(sources) if source == "kept"]
+    run, out_tree = jaxpr_as_fun(closed), jax.tree.structure(out_shape)
+    again = _only(closed, [num_out + i for i, s in enumerate(sources) if s == "weights"])
+
+    def forward(weights, x, side, rng):
+        values = run(*jax.tree.leaves((weights, x, side, rng)))
+        return jax.tree.unflatten(out_tree, values[:num_out]), [values[num_out + i] for i in kept]
+
+    def backward(weights, side, rng, residuals, cotangent):
+        given = [*jax.tree.leaves(weights), *[None] * sizes[1], *jax.tree.leaves((side, rng))]
+        recomputed, remaining = iter(again(given)), iter(residuals)
+        leaves = [
+            next(recomputed) if s == "weights" else next(remaining) if s == "kept" else given[s]
+            for s in sources
+        ]
+        assert vjp_tree is not None
+        return jax.tree.unflatten(vjp_tree, leaves)(cotangent)
+
+    return Pullback(forward, backward)
+
+
+def _sources(closed: ClosedJaxpr, num_out: int, sizes: list[int]) -> list[Any]:
+    """Where the backward finds each residual: "kept", from "weights" alone, or input number i."""
+    invars = {var: i for i, var in enumerate(closed.jaxpr.invars)}
+    of_x = range(sizes[0], sizes[0] + sizes[1])
+
+    def source(index: int) -> Any:
+        var = closed.jaxpr.outvars[index]
+        given = None if isinstance(var, Literal) else invars.get(var)
+        if given is not None and given not in of_x:
+            return given
+        beyond_weights = _used(closed, [index])[1][sizes[0] :]
+        return "kept" if any(beyond_weights) else "weights"
+
+    return [source(i) for i in range(num_out, len(closed.jaxpr.outvars))]
+
+
+def _used(closed: ClosedJaxpr, outputs: list[int]) -> tuple[Any, list[bool]]:
+    """What of a program is needed for some of its outputs, and which inputs that reads."""
+    wanted = [i in outputs for i in range(len(closed.jaxpr.outvars))]
+    return partial_eval.dce_jaxpr(closed.jaxpr, wanted)
+
+
+def _only(closed: ClosedJaxpr, outputs: list[int]) -> Callable[[list], list[jax.Array]]:
+    """A function of all inputs, in a list, that computes some of the outputs."""
+    jaxpr, used = _used(closed, outputs)
+    run = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
+    return lambda inputs: run(*[x for x, use in zip(inputs, used, strict=True) if use])
+
+
+def _is_none(x: Any) -> bool:
+    return x is None

@@ -1,0 +1,38 @@
+"""Rows of a batch where each device holds its own: inside a `jax.shard_map` over batch axes.
+
+A pipeline may make the axes that split the batch manual. A stage then sees the rows of one device,
+and what concerns all rows of a microbatch goes through these two functions. Elsewhere they do
+nothing special.
+"""
+
+from collections.abc import Callable
+
+import jax
+from jax import lax
+
+
+def row_axes() -> tuple[str, ...]:
+    """The manual axes that split the batch, those beside `stage`, in mesh order."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(a for a in mesh.axis_names if a in mesh.manual_axes and a != "stage")
+
+
+def sum_over_rows(x: jax.Array) -> jax.Array:
+    """Adds up what each device has summed over its own rows."""
+    axes = row_axes()
+    return lax.psum(x, axes) if axes else x
+
+
+def own_rows(make: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, ...]) -> jax.Array:
+    """This device's rows of `make(shape of the microbatch)`: the same random numbers on any mesh.
+
+    Args:
+        make: From a shape to an array; dim 0 are rows.
+        shape: Of this device's share.
+    """
+    axes = row_axes()
+    if not axes:
+        return make(shape)
+    rows = shape[0]
+    whole = make((rows * lax.axis_size(axes), *shape[1:]))
+    return lax.dynamic_slice_in_dim(whole, lax.axis_index(axes) * rows, rows)
