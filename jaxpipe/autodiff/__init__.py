@@ -7,21 +7,39 @@ from ._model import at as at
 from ._model import fold as fold
 from ._model import joined as joined
 from ._model import total as total
+from ._policies import OFFLOADED as OFFLOADED
+from ._policies import POLICIES as POLICIES
+from ._policies import TENSORS as TENSORS
+from ._policies import Place as Place
+from ._policies import Remat as Remat
+from ._policies import check_offload as check_offload
+from ._policies import keep as keep
+from ._policies import recompute as recompute
+from ._policies import remat_by_name as remat_by_name
 from ._pullback import Pullback as Pullback
 from ._pullback import floating as floating
 from ._pullback import merge as merge
 from ._pullback import pullback as pullback
 
 __all__ = [
+    "OFFLOADED",
+    "POLICIES",
+    "TENSORS",
     "Model",
+    "Place",
     "Pullback",
+    "Remat",
     "Sums",
     "at",
+    "check_offload",
     "floating",
     "fold",
     "joined",
+    "keep",
     "merge",
     "pullback",
+    "recompute",
+    "remat_by_name",
     "total",
     "unpipelined",
 ]

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
 from ..sharding import Constrain
@@ -101,12 +102,14 @@ def deepseek(
 
     @embed_remat
     def dense_layer(w: PyTree, x: Float[Array, "b T D"], side: PyTree) -> Float[Array, "b T D"]:
+        x = checkpoint_name(x, "decoder_layer_input")
         x = add(x, attend(w["attention"], rms_norm(x, w["attention_norm"], epsilon), side), ())
         return add(x, swiglu(w["mlp"], rms_norm(x, w["mlp_norm"], epsilon), constrain), ())
 
     @layer_remat
     def layer(w: PyTree, x: Float[Array, "b T D"], side: PyTree, key):
         first, second = (key, key) if isinstance(key, tuple) else jax.random.split(key)
+        x = checkpoint_name(x, "decoder_layer_input")
         x = add(x, attend(w["attention"], rms_norm(x, w["attention_norm"], epsilon), side), first)
         y, sums = mix(w["moe"], rms_norm(x, w["mlp_norm"], epsilon), side)
         return add(x, y, second), sums

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -66,9 +67,9 @@ def sort_and_multiply(
     sizes = jnp.sum(group[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
 
     rows = _rows(x, order // k)
-    hidden = jax.nn.silu(grouped_matmul(rows, w["gate"], sizes))
-    hidden *= grouped_matmul(rows, w["up"], sizes)
-    out = grouped_matmul(hidden, w["down"], sizes)
+    gate = checkpoint_name(grouped_matmul(rows, w["gate"], sizes), "moe_mlpwi_0")
+    up = checkpoint_name(grouped_matmul(rows, w["up"], sizes), "moe_mlpwi_1")
+    out = checkpoint_name(grouped_matmul(jax.nn.silu(gate) * up, w["down"], sizes), "moe_mlpwo")
     by_token = _rows(out, jnp.argsort(order)).reshape(n, k, -1)
     return jnp.sum(by_token * shares[..., None], axis=1)
 

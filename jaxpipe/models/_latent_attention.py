@@ -12,13 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
 from ..sharding import Constrain
 from ._abstract import matrix, scale
 from ._attention import Attention
 from ._deepseek_config import DeepseekConfig
-from ._layers import HEADS, rms_norm, rope, rope_frequencies
+from ._layers import HEADS, name_qkv, rms_norm, rope, rope_frequencies
 from ._yarn import yarn_frequencies, yarn_score_scale
 
 
@@ -72,14 +73,16 @@ def latent_attention(
         q = jnp.concatenate([plain, rope(turned, positions, frequencies)], axis=-1) * sharper
 
         latent = rms_norm(x @ w["kv_down"].astype(x.dtype), w["kv_norm"], epsilon)
+        latent = checkpoint_name(latent, "mla_kv")
         plain, v = (_to_heads(latent, w[name]) for name in ("key_up", "value_up"))
         shared = rope((x @ w["rope_key"].astype(x.dtype))[:, :, None], positions, frequencies)
         shared = jnp.broadcast_to(shared, (*plain.shape[:3], shared.shape[3]))
         k = jnp.concatenate([plain, shared], axis=-1)
 
-        q, k, v = (constrain(heads, HEADS) for heads in (q, k, v))
-        out = constrain(attention(q, k, v, side["segment_ids"]), HEADS)
-        return jnp.einsum("bthc,hcd->btd", out, w["out"].astype(x.dtype))
+        q, k, v = name_qkv(*(constrain(heads, HEADS) for heads in (q, k, v)))
+        out = checkpoint_name(constrain(attention(q, k, v, side["segment_ids"]), HEADS), "context")
+        y = jnp.einsum("bthc,hcd->btd", out, w["out"].astype(x.dtype))
+        return checkpoint_name(y, "out_proj")
 
     return attend
 
@@ -107,7 +110,7 @@ def _direct(w: PyTree, x: Float[Array, "b T D"], epsilon: float) -> Float[Array,
 
 def _compressed(w: PyTree, x: Float[Array, "b T D"], epsilon: float) -> Float[Array, "b T H C"]:
     latent = rms_norm(x @ w["query_down"].astype(x.dtype), w["query_norm"], epsilon)
-    return _to_heads(latent, w["query_up"])
+    return _to_heads(checkpoint_name(latent, "mla_q"), w["query_up"])
 
 
 def _to_heads(x: Float[Array, "b T R"], w: Float[Array, "R H C"]) -> Float[Array, "b T H C"]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from ..sharding import Constrain, own_rows
@@ -58,10 +59,17 @@ def rope(
     return turned.astype(x.dtype)
 
 
+def name_qkv(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+    """What attention takes, by the names of rematerialisation policies."""
+    named = checkpoint_name
+    return named(q, "query_proj"), named(k, "key_proj"), named(v, "value_proj")
+
+
 def swiglu(w: PyTree, x: Float[Array, "b T D"], constrain: Constrain) -> Float[Array, "b T D"]:
     """The gated MLP of `w["gate"]`, `w["up"]` and `w["down"]`: Shazeer, 2020, arXiv 2002.05202."""
     gate, up = (constrain(x @ w[name].astype(x.dtype), _HIDDEN) for name in ("gate", "up"))
-    return (jax.nn.silu(gate) * up) @ w["down"].astype(x.dtype)
+    gate, up = checkpoint_name(gate, "mlpwi_0"), checkpoint_name(up, "mlpwi_1")
+    return checkpoint_name((jax.nn.silu(gate) * up) @ w["down"].astype(x.dtype), "mlpwo")
 
 
 def swiglu_weights(D: int, F: int, *, branches: int, dtype: Any) -> dict[str, Weight]:

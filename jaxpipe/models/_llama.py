@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
 from ..sharding import Constrain
@@ -20,6 +21,7 @@ from ._layers import (
     ACTIVATION,
     HEADS,
     dropout,
+    name_qkv,
     rms_norm,
     rope,
     rope_frequencies,
@@ -145,6 +147,7 @@ def llama(
     @layer_remat
     def layer(w: PyTree, x: Float[Array, "b T D"], side: PyTree, key) -> Float[Array, "b T D"]:
         first, second = (key, key) if isinstance(key, tuple) else jax.random.split(key)
+        x = checkpoint_name(x, "decoder_layer_input")
         h = rms_norm(x, w["attention_norm"], epsilon)
         h = _attend(w["attention"], h, side["positions"], side["segment_ids"])
         x = constrain(x + dropout(h, dropout_rate, first), ACTIVATION)
@@ -157,8 +160,9 @@ def llama(
             for name, axes in (("query", HEADS), ("key", _KEY), ("value", _KEY))
         )
         q, k = (rope(heads, positions, frequencies) for heads in (q, k))
-        out = constrain(attention(q, k, v, segment_ids), HEADS)
-        return jnp.einsum("bthc,hcd->btd", out, w["out"].astype(dtype))
+        out = constrain(attention(*name_qkv(q, k, v), segment_ids), HEADS)
+        out = checkpoint_name(out, "context")
+        return checkpoint_name(jnp.einsum("bthc,hcd->btd", out, w["out"].astype(dtype)), "out_proj")
 
     def stage(weights: PyTree, x: Float[Array, "b T D"], side: PyTree, rng: PyTree):
         def step(x, layer_and_key):

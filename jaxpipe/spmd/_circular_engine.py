@@ -12,24 +12,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree, Scalar
 
-from ..autodiff import Model, Sums, floating
+from ..autodiff import Model, Remat, Sums, floating, recompute
 from ._circular import check_circular
 from ._circular_loss import rank_value_and_grad
 from ._circular_passes import How, Stage, backward_rank, forward_rank
 from ._gather import EACH_TICK, Gather
 from ._ranks import AXIS, on_ranks
-
-Remat = Callable[[Callable], Callable]
-"""What wraps a stage: `jax.checkpoint` with a policy, or the identity."""
-
-# Inside a scan nothing can be shared between forward and backward but what the scan saves.
-recompute: Remat = partial(jax.checkpoint, prevent_cse=False)
-"""Keeps the input of a tick and computes the rest again in the backward."""
-
-
-def keep(work: Callable) -> Callable:
-    """Keeps everything that the backward needs: no rematerialisation."""
-    return work
 
 
 def circular(

@@ -298,15 +298,30 @@ def _zeros(tree: PyTree) -> PyTree:
 
 
 def _room(run: Run, inputs: PyTree) -> list[jax.Array]:
-    """A buffer of [ticks, ...] for every residual of a tick."""
+    """A buffer of [ticks, ...] for every residual of a tick, in the memory where this lies.
+
+    Raises:
+        ValueError: If residuals are to lie in the host's memory, but ranks are not devices.
+    """
 
     def residuals(inputs):
         w = run.weights.read(run.weights.window(0))
         side, keys = at(run.side, 0), at(run.keys, 0)
         return run.stage.forward(w, at(inputs, 0), side, keys)[1]
 
-    ticks = ticks_of(run.counts)
-    return [zeros(x, lead=(ticks,)) for x in jax.eval_shape(residuals, inputs)]
+    def room(x: Any) -> jax.Array:
+        nothing = zeros(x, lead=(ticks_of(run.counts),))
+        if x.memory_space != jax.memory.Space.Host:
+            return nothing
+        if AXIS not in jax.sharding.get_abstract_mesh().manual_axes:
+            raise ValueError(
+                "`remat` offloads, but without a `mesh` one device plays all ranks, and JAX cannot "
+                "index into the host's memory for several of them. Give a mesh, or a policy that "
+                "keeps tensors on the device."
+            )
+        return jax.device_put(nothing, jax.memory.Space.Host)
+
+    return [room(x) for x in jax.make_jaxpr(residuals)(inputs).out_avals]
 
 
 def _check_output(x: PyTree, y: PyTree) -> None:

@@ -12,16 +12,14 @@ from typing import Any, Literal
 import jax
 from jax.sharding import AxisType, Mesh
 
+from ..autodiff import TENSORS, Remat, keep, remat_by_name
 from ..sharding import DEFAULT_RULES, layout
 from ._circular import check_circular
-from ._circular_engine import Remat, keep, recompute
 from ._iteration import Counts
 from ._ranks import AXIS
 
 AxisRules = tuple[tuple[str, tuple[str, ...]], ...]
 """Pairs (logical axis, mesh axes). Of several for one logical axis the first that fits counts."""
-
-REMAT_POLICIES: dict[str, Remat] = {"full": recompute, "none": keep}
 
 
 @dataclass(frozen=True)
@@ -76,8 +74,9 @@ def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) 
             `pipeline_fsdp_ag_per_repeat`, `set_remat_policy_on_layers_per_stage`, `debug_sharding`
             (False); `scan_pipeline_iterations`, `scan_layers_per_stage`,
             `set_remat_policy_on_pipeline_iterations` (True); `scan_pipeline_repeats` (as
-            `scan_pipeline_iterations`); `remat_policy` ("full"); `shard_mode` ("auto");
-            `logical_axis_rules` (none).
+            `scan_pipeline_iterations`); `remat_policy` ("full", or another name of
+            `autodiff.POLICIES`), and for "custom" the place of each tensor of `autodiff.TENSORS`
+            ("remat"); `shard_mode` ("auto"); `logical_axis_rules` (none).
         mesh: A mesh with an axis `stage` of size S, or None.
         remat_policy: A policy of `jax.checkpoint`, in place of the config's.
 
@@ -91,7 +90,7 @@ def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) 
     microbatches = _count(config, "num_pipeline_microbatches", num_ranks * (2 if delay else 1))
     check_circular(num_ranks, num_repeats, microbatches, delay=delay)
     _check_shard_mode(_field(config, "shard_mode", "auto"), mesh)
-    remat = _remat(_field(config, "remat_policy", "full"), remat_policy)
+    remat = _remat(config, remat_policy)
     rules = _field(config, "logical_axis_rules", None)
     on_ticks = _flag(config, "set_remat_policy_on_pipeline_iterations", True)
     on_layers = _flag(config, "set_remat_policy_on_layers_per_stage", False)
@@ -207,15 +206,11 @@ def _scan_ticks(config: Any) -> bool:
     return ticks
 
 
-def _remat(name: str, policy: Any) -> Remat:
+def _remat(config: Any, policy: Any) -> Remat:
     if policy is not None:
         return partial(jax.checkpoint, prevent_cse=False, policy=policy)
-    if name not in REMAT_POLICIES:
-        raise ValueError(
-            f"`remat_policy` is {name!r}. Give one of {', '.join(REMAT_POLICIES)}, or a policy of "
-            "`jax.checkpoint` as the argument `remat_policy`."
-        )
-    return REMAT_POLICIES[name]
+    places = {tensor: _field(config, tensor, "remat") for tensor in TENSORS}
+    return remat_by_name(_field(config, "remat_policy", "full"), places)
 
 
 def _check_shard_mode(mode: str, mesh: Mesh | None) -> None:

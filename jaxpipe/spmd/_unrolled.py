@@ -7,8 +7,7 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ..autodiff import Sums
-from ._circular_engine import Remat, recompute
+from ..autodiff import Remat, Sums, recompute
 from ._iteration import (
     Counts,
     init_states,

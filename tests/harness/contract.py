@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe import models, sharding, spmd
-from jaxpipe.autodiff import Model, unpipelined
+from jaxpipe.autodiff import Model, remat_by_name, unpipelined
 
 TOLERANCE = 1e-5
 
@@ -39,13 +39,14 @@ class Row:
     gather: Literal["tick", "repeat", "once"] = "tick"
     batch_axes: tuple[str, ...] = ()
     scan_repeats: bool = True
+    remat: str = "full"
 
     def __str__(self) -> str:
         flags = [name for name in ("delay", "tied", "dropout", "packed") if getattr(self, name)]
         axes = "twin" if self.axes is None else "x".join(f"{a}{n}" for a, n in self.axes) or "mesh"
         sizes = f"S{self.ranks}-R{self.repeats}-M{self.microbatches}-L{self.layers_per_stage}"
         flags += [self.gather] * (self.gather != "tick") + [f"{a}manual" for a in self.batch_axes]
-        flags += ["unrolled"] * (not self.scan_repeats)
+        flags += ["unrolled"] * (not self.scan_repeats) + [self.remat] * (self.remat != "full")
         return "-".join([self.engine, self.model, sizes, axes, *flags])
 
 
@@ -72,6 +73,7 @@ def circular(row: Row, case: Case) -> Any:
             keys,
             mesh=mesh,
             delay=row.delay,
+            remat=remat_by_name(row.remat, PLACES),
             gather=gather_of(row, case.axes["stages"], stacked=2),
             ends_gather=gather_of(row, {name: case.axes[name] for name in ("embed", "head")}),
             scan_repeats=row.scan_repeats,
@@ -93,6 +95,8 @@ def gather_of(row: Row, axes: Any, stacked: int = 0) -> spmd.Gather:
     )
 
 
+# For rows of `custom`: something in every place.
+PLACES = {"decoder_layer_input": "device", "query_proj": "offload", "mlpwi_0": "device"}
 ENGINES: dict[str, Callable[[Row, Case], Any]] = {"circular": circular}
 
 
@@ -108,6 +112,7 @@ def check_row(row: Row) -> None:
             gather="tick",
             batch_axes=(),
             scan_repeats=True,
+            remat="full",
         )
     )
     assert_close(loss, true_loss, "loss")

@@ -3,12 +3,13 @@
 import pytest
 
 from harness.contract import Row, check_row
+from jaxpipe.autodiff import OFFLOADED, POLICIES
 
 RANKS = (2, 3, 4, 8)
 
 
 def rows() -> list[Row]:
-    return [*twins(), *meshes(), *compositions(), *gathers(), *experts()]
+    return [*twins(), *meshes(), *compositions(), *gathers(), *experts(), *policies()]
 
 
 def twins() -> list[Row]:
@@ -101,6 +102,22 @@ def experts() -> list[Row]:
         Row("circular", "deepseek", 2, 1, 4, axes=(("expert", 4),), delay=True, dropout=0.1),
         Row("circular", "deepseek", 3, 1, 6, axes=None, packed=True, layers_per_stage=2),
     ]
+
+
+def policies() -> list[Row]:
+    """Every rematerialisation policy, on devices with their own rows and on one device."""
+    of_llama = [
+        Row("circular", "llama", 2, 1, 4, axes=(("fsdp", 2),), packed=True, layers_per_stage=2,
+            batch_axes=("data", "fsdp"), remat=policy)
+        for policy in POLICIES
+    ]  # fmt: skip
+    of_deepseek = [
+        Row("circular", "deepseek", 2, 1, 4, axes=(("expert", 2),) if on_mesh else None,
+            packed=True, remat=policy)
+        for policy in POLICIES
+        for on_mesh in [policy in ("none", "minimal", "custom", *OFFLOADED)]
+    ]  # fmt: skip
+    return [*of_llama, *of_deepseek]
 
 
 @pytest.mark.parametrize("row", rows(), ids=str)
