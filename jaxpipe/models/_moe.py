@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from ..sharding import Constrain
+from ..sharding import Constrain, sum_over_rows
 from ._abstract import Weight, matrix
 from ._deepseek_config import DeepseekConfig
 from ._experts import Experts
@@ -48,7 +48,8 @@ def moe(
 
     `sums["load_balance_loss"]` is the microbatch's share of the batch's balance loss, already
     weighted, and `sums["loss"]` has it too. Every microbatch weighs as much in it as its target
-    weights, which sum to 1 over the batch. Tokens of segment 0 are padding and do not count.
+    weights, which sum to 1 over the batch. Tokens of segment 0 are padding and do not count. Where
+    each device has its own rows of a microbatch, these sums over devices are those of all rows.
 
     The bias steers choices and nothing else, so the loss does not depend on it. What comes back as
     its gradient is the surplus of each expert's load over 1 / E, through a term of the loss that is
@@ -91,10 +92,10 @@ def _route(config: DeepseekConfig, matrix: Array, bias: Array | None, x: Array, 
 def _sums(
     routing: Routing, bias: Array | None, weight: float, target_weights: Float[Array, "b T"]
 ) -> Sums:
-    share = jnp.sum(target_weights)
-    balance = weight * share * routing.balance
+    own = jnp.sum(target_weights)
+    balance = weight * sum_over_rows(own) * routing.balance
     if bias is None:
         return {"loss": balance, "load_balance_loss": balance}
     surplus = routing.load - 1 / routing.load.shape[0]
     nothing = jnp.sum(surplus * (bias - jax.lax.stop_gradient(bias)))
-    return {"loss": balance + share * nothing, "load_balance_loss": balance}
+    return {"loss": balance + own * nothing, "load_balance_loss": balance}

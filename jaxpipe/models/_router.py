@@ -9,18 +9,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ..sharding import sum_over_rows
+
 Scores = Float[Array, "b T E"]
 Choice = Int[Array, "b T k"]
 
 
 class Routing(NamedTuple):
-    """What the router decided for one microbatch.
+    """What the router decided for one microbatch, or for one device's rows of it.
 
     Attributes:
         chosen: [b, T, k] experts of each token.
         shares: [b, T, k] what their results are multiplied by, float32.
-        load: [E] the share of each expert in all choices of real tokens, float32. Its sum is 1.
+        load: [E] the share of each expert in all choices of the microbatch's real tokens, float32.
+            Its sum is 1.
         balance: How uneven scores and load are: 1 if all experts are equal, E if one has all.
+            Where each device has its own rows it is their part in this: the sum over devices is.
     """
 
     chosen: Choice
@@ -67,7 +71,7 @@ def route(
     shares = jnp.sum(jnp.where(is_chosen, scores[..., None, :], 0.0), axis=-1)
     if normalized:
         shares /= jnp.sum(shares, axis=-1, keepdims=True)
-    load = _mean_over_tokens(jnp.sum(is_chosen, axis=-2) / num_chosen, real)
+    load = sum_over_rows(_part_of_mean(jnp.sum(is_chosen, axis=-2) / num_chosen, real))
     return Routing(chosen, shares * scaling_factor, load, _balance(scores, load, real))
 
 
@@ -81,11 +85,15 @@ def _within_best_groups(scores: Scores, num_groups: int, num_kept: int) -> Score
 
 
 def _balance(scores: Scores, load: Float[Array, " E"], real: Bool[Array, "b T"]) -> Array:
-    """Fedus et al., 2021, arXiv 2101.03961, equation 4, over all real tokens of the microbatch."""
+    """Fedus et al., 2021, arXiv 2101.03961, equation 4, over all real tokens of the microbatch.
+
+    The load has no gradient, and in the rest this is linear: the parts of devices add up.
+    """
     probabilities = scores / jnp.sum(scores, axis=-1, keepdims=True)
-    return load.shape[0] * jnp.sum(load * _mean_over_tokens(probabilities, real))
+    return load.shape[0] * jnp.sum(load * _part_of_mean(probabilities, real))
 
 
-def _mean_over_tokens(x: Scores, real: Bool[Array, "b T"]) -> Float[Array, " E"]:
-    count = jnp.maximum(jnp.sum(real), 1).astype(x.dtype)
+def _part_of_mean(x: Scores, real: Bool[Array, "b T"]) -> Float[Array, " E"]:
+    """What the rows that are here add to the mean over the microbatch's real tokens."""
+    count = jnp.maximum(sum_over_rows(jnp.sum(real)), 1).astype(x.dtype)
     return jnp.sum(jnp.where(real[..., None], x, 0.0), axis=(0, 1)) / count

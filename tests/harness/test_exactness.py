@@ -99,6 +99,7 @@ def experts() -> list[Row]:
     ]
     return [
         *base,
+        *gathered_experts(),
         Row("circular", "deepseek", 2, 1, 4, axes=(("expert", 4),), delay=True, dropout=0.1),
         Row("circular", "deepseek", 3, 1, 6, axes=None, packed=True, layers_per_stage=2),
     ]
@@ -118,6 +119,27 @@ def policies() -> list[Row]:
         for on_mesh in [policy in ("none", "minimal", "custom", *OFFLOADED)]
     ]  # fmt: skip
     return [*of_llama, *of_deepseek]
+
+
+def gathered_experts() -> list[Row]:
+    """Routed experts whose other weights are gathered, and whose balance concerns all devices."""
+    expert, fsdp, both = (("expert", 2),), (("fsdp", 2),), (("fsdp", 2), ("expert", 2))
+    sizes = [(2, 2, 1, 2, both), (3, 3, 2, 1, fsdp), (4, 2, 2, 1, fsdp)]
+    base = [
+        Row("circular", "deepseek", ranks, repeats, rounds * ranks, axes=axes, delay=rounds > 1,
+            packed=True, layers_per_stage=layers, gather=gather, batch_axes=batch_axes)
+        for ranks, repeats, rounds, layers, axes in sizes
+        for gather in ("tick", "once", "repeat")
+        for batch_axes in ((), ("data", "fsdp"))
+    ]  # fmt: skip
+    manual = {"gather": "repeat", "batch_axes": ("data", "fsdp"), "packed": True}
+    return [
+        *base,
+        Row("circular", "deepseek", 2, 2, 4, axes=(("data", 2), ("fsdp", 2)), **manual),
+        Row("circular", "deepseek", 2, 1, 4, axes=(("fsdp", 2), ("tensor", 2)), **manual),
+        Row("circular", "deepseek", 3, 2, 6, axes=expert, **manual),
+        Row("circular", "deepseek", 4, 1, 4, axes=expert, layers_per_stage=2, **manual),
+    ]
 
 
 @pytest.mark.parametrize("row", rows(), ids=str)
