@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
+from ..autodiff import at
 from ._layers import Layer
 
 MICROBATCH = "microbatch"
@@ -26,21 +26,22 @@ def split_weights(weights: dict[str, Any], names: tuple[str, ...]) -> tuple[dict
     return {name: w for name, w in weights.items() if name not in overwritten}, overwritten
 
 
+def slotted(others: PyTree, slots: PyTree) -> dict[str, PyTree]:
+    """What a layer `with_slots` takes as its weights."""
+    return {"others": others, "slots": slots}
+
+
 def to_slots(overwritten: PyTree, num_microbatches: int) -> PyTree:
     """[R, S, L, ...] -> [R, S, L, M, ...]; backwards the largest of the slots, if one was set."""
     return jax.tree.map(lambda w: _to_slots(w, num_microbatches), overwritten)
 
 
 def with_slots(layer: Layer) -> Layer:
-    """`layer` for weights (the others, [M, ...] slots of those that are overwritten)."""
+    """`layer` for `slotted` weights, with [M, ...] slots."""
 
     def run(weights, x, side, rng):
-        others, slots = weights
-        own = jax.tree.map(
-            lambda w: lax.dynamic_index_in_dim(w, side[MICROBATCH], keepdims=False), slots
-        )
-        own, tag = _enter(own)
-        y, records = layer(others | own, x, side, rng)
+        own, tag = _enter(at(weights["slots"], side[MICROBATCH]))
+        y, records = layer(weights["others"] | own, x, side, rng)
         return _leave(y, tag), records
 
     return run

@@ -138,10 +138,12 @@ def shard_dim_by_stages(
 def place_microbatches(x: PyTree, rules: AxisRules, mesh: Mesh | None) -> PyTree:
     """[M, rows, ...] leaves: M over the ranks, rows as the rule of "activation_batch" says.
 
+    On a mesh of explicit axes rows stay as the caller has split them.
+
     Raises:
         ValueError: If the rows of a microbatch do not divide over those axes.
     """
-    if mesh is None:
+    if mesh is None or AxisType.Explicit in mesh.axis_types:
         return x
     spec = physical_spec(PartitionSpec(AXIS, "activation_batch"), rules, mesh.axis_names)
 
@@ -162,19 +164,22 @@ def gather_stage(specs: PyTree, axes: Sequence[str] = GATHERED) -> Callable[[PyT
 
     Args:
         specs: Physical specs of [S, ...] leaves.
-        axes: What to gather.
+        axes: What to gather. () puts weights where `specs` say.
     """
 
-    def constrain(w: jax.Array, spec: PartitionSpec) -> jax.Array:
+    def constrain(w: jax.Array | None, spec: PartitionSpec) -> jax.Array | None:
         mesh = jax.sharding.get_abstract_mesh()
-        if mesh.empty or not len(spec):
+        if w is None or mesh.empty or not len(spec):
             return w
         whole = _padded(w, without_axes(PartitionSpec(*spec[1:]), axes), mesh)
         if AxisType.Explicit in mesh.axis_types:
             return jax.sharding.reshard(w, whole)
         return lax.with_sharding_constraint(w, whole)
 
-    return lambda weights: jax.tree.map(constrain, weights, specs)
+    def gather(weights: PyTree) -> PyTree:
+        return jax.tree.map(constrain, weights, specs, is_leaf=lambda x: x is None)
+
+    return gather
 
 
 def gather_block(

@@ -7,20 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from ._circular_engine import circular
 from ._layers import Layer, from_microbatches, pipeline_layers, to_microbatches
 from ._methods import PipelineMethods
-from ._overwritten import MICROBATCH, split_weights, to_slots, with_slots
-from ._placement import (
-    describe_placement,
-    gather_stage,
-    physical_specs,
-    place_microbatches,
-    without_repeats,
-)
+from ._overwritten import MICROBATCH, slotted, split_weights, to_slots, with_slots
+from ._placement import describe_placement, physical_specs, place_microbatches
+from ._rim_gather import gather_of_names
 from ._settings import PipelineSettings
 from ._unrolled import circular_unrolled
 
@@ -58,36 +53,40 @@ def run_batch(
         (outputs like `inputs`, records with [R, S, L, M, ...] leaves).
     """
     settings, mesh = pipeline.settings, pipeline.mesh
-    specs = physical_specs(without_repeats(names), pipeline.axis_rules, mesh)
+    specs = physical_specs(names, pipeline.axis_rules, mesh)
     if settings.debug_sharding:
         logging.getLogger("jaxpipe").info(describe_placement(weights, names, specs))
     xs, side = split_batch(settings, inputs, side)
     xs = place_microbatches(xs, pipeline.axis_rules, mesh)
     others, slots = split_weights(weights, overwritten)
-    gathered = gather_stage({name: specs[name] for name in others})
-    if not slots:
-        engine = engine_of(settings, mesh, gathered)
-        ys, records = pipeline_layers(engine, layer, weights, xs, side, keys, settings)
-        return from_microbatches(ys), records
-    M = settings.counts.num_microbatches
-    engine = engine_of(settings, mesh, lambda weights: (gathered(weights[0]), weights[1]))
-    weights, side = (others, to_slots(slots, M)), side | {MICROBATCH: jnp.arange(M)}
-    ys, records = pipeline_layers(engine, with_slots(layer), weights, xs, side, keys, settings)
+    if slots:
+        M = settings.counts.num_microbatches
+        layer, side = with_slots(layer), side | {MICROBATCH: jnp.arange(M)}
+        nothing = jax.tree.map(lambda _: PartitionSpec(*[None] * 3), slots)
+        weights = slotted(others, to_slots(slots, M))
+        names, specs = (slotted(_of(tree, others), nothing) for tree in (names, specs))
+    gather = gather_of_names(weights, names, specs, mesh=mesh, when=settings.gather)
+    engine = partial(
+        ENGINES[settings.scan_ticks, settings.scan_repeats],
+        mesh=mesh,
+        delay=settings.counts.hop > 1,
+        remat=settings.remat_tick,
+        gather=gather,
+    )
+    ys, records = pipeline_layers(engine, layer, weights, xs, side, keys, settings)
     return from_microbatches(ys), records
 
 
-def engine_of(
-    settings: PipelineSettings, mesh: Mesh | None, gathered: Callable[[PyTree], PyTree]
-) -> Callable:
-    """The engine that `settings` choose, its options filled in."""
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "delay": settings.counts.hop > 1,
-        "remat": settings.remat_tick,
-    }
-    if settings.scan_ticks:
-        return partial(circular, **options)
-    return partial(circular_unrolled, gather=settings.gather, gathered=gathered, **options)
+ENGINES: dict[tuple[bool, bool], Callable] = {
+    (True, True): circular,
+    (True, False): partial(circular, scan_repeats=False),
+    (False, False): circular_unrolled,
+}
+"""By `scan_pipeline_iterations` and `scan_pipeline_repeats`."""
+
+
+def _of(tree: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
+    return {name: tree[name] for name in names}
 
 
 def first_microbatch(

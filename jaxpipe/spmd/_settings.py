@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import AxisType, Mesh
 
-from ..autodiff import TENSORS, Remat, keep, remat_by_name
+from ..autodiff import TENSORS, Remat, check_offload, keep, remat_by_name
 from ..sharding import DEFAULT_RULES, layout
 from ._circular import check_circular
 from ._iteration import Counts
@@ -31,7 +31,8 @@ class PipelineSettings:
         layers_per_stage: L.
         batch_size: Rows of the batch, or None if any multiple of M will do.
         gather: When weights that are split over fsdp, context and expert are gathered.
-        scan_ticks: One loop over ticks; else every tick is compiled by itself.
+        scan_ticks: Loops over ticks; else every tick is compiled by itself.
+        scan_repeats: A loop over repeats too; else every repeat is compiled by itself.
         scan_layers: One loop over the layers of a stage; else each is compiled by itself.
         remat_tick: Wraps the work of a tick.
         remat_layer: Wraps a layer.
@@ -44,6 +45,7 @@ class PipelineSettings:
     batch_size: int | None
     gather: Literal["tick", "once", "repeat"]
     scan_ticks: bool
+    scan_repeats: bool
     scan_layers: bool
     remat_tick: Callable
     remat_layer: Callable
@@ -90,8 +92,9 @@ def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) 
     microbatches = _count(config, "num_pipeline_microbatches", num_ranks * (2 if delay else 1))
     check_circular(num_ranks, num_repeats, microbatches, delay=delay)
     _check_shard_mode(_field(config, "shard_mode", "auto"), mesh)
-    remat = _remat(config, remat_policy)
+    remat = _remat(config, mesh, remat_policy)
     rules = _field(config, "logical_axis_rules", None)
+    scan_ticks, scan_repeats = _scans(config)
     on_ticks = _flag(config, "set_remat_policy_on_pipeline_iterations", True)
     on_layers = _flag(config, "set_remat_policy_on_layers_per_stage", False)
     return PipelineSettings(
@@ -99,7 +102,8 @@ def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) 
         layers_per_stage=layers_per_stage,
         batch_size=_batch_size(config, microbatches),
         gather=_gather(config),
-        scan_ticks=_scan_ticks(config),
+        scan_ticks=scan_ticks,
+        scan_repeats=scan_repeats,
         scan_layers=_flag(config, "scan_layers_per_stage", True),
         remat_tick=remat if on_ticks else keep,
         remat_layer=remat if on_layers else keep,
@@ -195,22 +199,27 @@ def _gather(config: Any) -> Literal["tick", "once", "repeat"]:
     return "once" if once else "repeat" if per_repeat else "tick"
 
 
-def _scan_ticks(config: Any) -> bool:
+def _scans(config: Any) -> tuple[bool, bool]:
+    """Whether ticks are in loops, and repeats."""
     ticks = _flag(config, "scan_pipeline_iterations", True)
     repeats = _flag(config, "scan_pipeline_repeats", ticks)
-    if ticks != repeats:
+    if repeats and not ticks:
         raise ValueError(
-            f"`scan_pipeline_iterations` is {ticks} and `scan_pipeline_repeats` {repeats}. "
-            "Iterations of all repeats are in one loop or in none: give both the same value."
+            "`scan_pipeline_repeats` is True and `scan_pipeline_iterations` False. A loop over "
+            "repeats is one over their iterations: give the first as False, or the second as True."
         )
-    return ticks
+    return ticks, repeats
 
 
-def _remat(config: Any, policy: Any) -> Remat:
+def _remat(config: Any, mesh: Mesh | None, policy: Any) -> Remat:
     if policy is not None:
         return partial(jax.checkpoint, prevent_cse=False, policy=policy)
-    places = {tensor: _field(config, tensor, "remat") for tensor in TENSORS}
-    return remat_by_name(_field(config, "remat_policy", "full"), places)
+    name = _field(config, "remat_policy", "full")
+    places = {tensor: place for tensor in TENSORS if (place := _field(config, tensor, None))}
+    remat = remat_by_name(name, places)
+    if mesh is not None:
+        check_offload(name, places, mesh.devices.flat)
+    return remat
 
 
 def _check_shard_mode(mode: str, mesh: Mesh | None) -> None:

@@ -1,13 +1,13 @@
 """The circular pipeline without a loop: every iteration compiled by itself."""
 
 from collections.abc import Callable
-from typing import Literal
 
 import jax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ..autodiff import Remat, Sums, recompute
+from ._gather import EACH_TICK, Gather
 from ._iteration import (
     Counts,
     init_states,
@@ -30,26 +30,23 @@ def circular_unrolled(
     mesh: Mesh | None = None,
     delay: bool = False,
     remat: Remat = recompute,
-    gather: Literal["tick", "once", "repeat"] = "tick",
-    gathered: Callable[[PyTree], PyTree] = lambda weights: weights,
+    gather: Gather = EACH_TICK,
 ) -> tuple[PyTree, Sums]:
     """`circular`, for stages that return no sums; arguments and results are the same.
+
+    How gradients are summed is left to XLA.
 
     XLA sees every iteration and may overlap and fuse across them; it compiles for as many times
     longer.
     """
     repeats, ranks = jax.tree.leaves(weights)[0].shape[:2]
     counts = Counts(ranks, repeats, jax.tree.leaves(inputs)[0].shape[0], 2 if delay else 1)
-    weights_at = GATHERS[gather](weights, counts, on_ranks_of(gathered, mesh), mesh)
+    whole = on_ranks(lambda w: gather.whole(gather.cast(w)), mesh=mesh, in_dims=(0,), out_dims=0)
+    weights_at = GATHERS[gather.when](weights, counts, whole, mesh)
     state = init_states(inputs, keys, counts)
     for t in range(counts.num_ticks):
         state = run_one_iteration(remat(stage), state, weights_at(t), side, counts, mesh)
     return permute_output(state["state_io"], counts), {}
-
-
-def on_ranks_of(gathered: Callable[[PyTree], PyTree], mesh: Mesh | None) -> Callable:
-    """`gathered` for [S, ...] leaves."""
-    return on_ranks(gathered, mesh=mesh, in_dims=(0,), out_dims=0)
 
 
 def _every_tick(weights: PyTree, counts: Counts, gather: Callable, mesh: Mesh | None) -> Callable:

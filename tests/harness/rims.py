@@ -17,6 +17,7 @@ FIELDS = {
     "repeat": {"pipeline_fsdp_ag_per_repeat": True},
     "delay": {"pipeline_delay_activation_forwarding": True},
     "loop": {"scan_layers_per_stage": False},
+    "flat": {"scan_pipeline_repeats": False},
     "unrolled": {"scan_pipeline_iterations": False},
     "remat": {
         "set_remat_policy_on_layers_per_stage": True,
@@ -99,22 +100,18 @@ def attention(q, k, v, segment_ids, positions):
     return jnp.einsum("bhqk,bkhc->bqhc", weights, v).reshape(*q.shape[:2], -1)
 
 
-def plain_loop(layer: Any, row: Row, weights: Any, inputs: Any, segments: Any, positions: Any):
-    """Every layer of every microbatch, one after the other: `layer(w, x, seg, pos, l, m)`.
-
-    The loop is Python's; a layer is compiled once.
-    """
-    layer = jax.jit(layer)
+def plain_loop(layer: Any, row: Row, weights: Any, *batch: Any) -> Any:
+    """Every layer of every microbatch, one after the other: `layer(w, x, seg, pos, l, m)`."""
     flat = jax.tree.map(lambda w: w.reshape(-1, *w.shape[3:]), weights)
-    outputs = []
-    for m in range(row.microbatches):
-        rows = slice(m * ROWS, (m + 1) * ROWS)
-        x = inputs[rows]
-        for number in range(int(np.prod(row.dims))):
-            w = jax.tree.map(lambda leaf: leaf[number], flat)  # noqa: B023
-            x = layer(w, x, segments[rows], positions[rows], number, m)
-        outputs.append(x)
-    return jnp.concatenate(outputs)
+    numbers = jnp.arange(int(np.prod(row.dims)))
+
+    def microbatch(of):
+        (x, *side), m = of
+        step = lambda x, of: (layer(of[0], x, *side, of[1], m), None)  # noqa: E731
+        return jax.lax.scan(step, x, (flat, numbers))[0]
+
+    split = [x.reshape(row.microbatches, ROWS, *x.shape[1:]) for x in batch]
+    return jax.lax.map(microbatch, (split, jnp.arange(row.microbatches))).reshape(batch[0].shape)
 
 
 def scalar(y: jax.Array) -> jax.Array:
@@ -153,7 +150,10 @@ REFUSED = {
     ),
     "remat policy": ({"remat_policy": "fulll"}, "`remat_policy` is 'fulll'. Give one of full"),
     "shard mode": ({"shard_mode": "both"}, "`shard_mode` is 'both'. Give 'auto' or 'explicit'"),
-    "loops": ({"scan_pipeline_repeats": False}, "give both the same value"),
+    "a loop over repeats without one over iterations": (
+        {"scan_pipeline_repeats": True, "scan_pipeline_iterations": False},
+        "A loop over repeats is one over their iterations",
+    ),
     "a text for a flag": ({"pipeline_fsdp_ag_once": "false"}, "Give True or False"),
     "no ranks": ({"ici_pipeline_parallelism": 0}, "`ici_pipeline_parallelism` is 0"),
 }

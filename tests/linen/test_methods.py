@@ -214,7 +214,7 @@ def test_debug_sharding_logs_how_every_weight_lies(caplog):
     with caplog.at_level(logging.INFO, "jaxpipe"):
         jax.eval_shape(module.apply, variables, x)
     line = "params.w  float32[2, 2, 1, 8, 8]  ('circular_repeats', 'stage', 'layers', 'embed', 'm"
-    assert line in caplog.text and "-> ('stage', None" in caplog.text
+    assert line in caplog.text and "-> (None, 'stage', None" in caplog.text
 
 
 def test_own_rules_say_where_weights_lie():
