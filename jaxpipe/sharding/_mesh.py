@@ -17,6 +17,7 @@ def make_mesh(
     dcn: Mapping[str, int] | None = None,
     *,
     devices: Sequence[Any] | None = None,
+    explicit: bool = False,
 ) -> Mesh:
     """A mesh over all of `AXES`, every axis being `dcn` groups of `ici` neighbours.
 
@@ -25,9 +26,12 @@ def make_mesh(
             takes the devices that the others leave.
         dcn: Size of each axis across slices, or across processes where devices have no slices.
         devices: The devices to use, all of them. Default: `jax.devices()`.
+        explicit: Whether data, stage and fsdp are of type Explicit: an array's type then says how
+            it is split over them, and JAX, not the compiler, decides what is communicated. What
+            remains inside a layer (tensor, expert, context) is the compiler's either way.
 
     Returns:
-        A mesh whose axes are `AXES`, in that order, of type Auto.
+        A mesh whose axes are `AXES`, in that order, of type Auto but for `explicit`.
 
     Raises:
         ValueError: If an axis is unknown, a size is not positive, or the sizes do not multiply to
@@ -50,7 +54,9 @@ def make_mesh(
     grid = np.stack(groups).reshape(*across, *within)
     grid = grid.transpose([i for axis in range(len(AXES)) for i in (axis, axis + len(AXES))])
     sizes = [a * w for a, w in zip(across, within, strict=True)]
-    return Mesh(grid.reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    typed = ("data", "stage", "fsdp") if explicit else ()
+    types = tuple(AxisType.Explicit if axis in typed else AxisType.Auto for axis in AXES)
+    return Mesh(grid.reshape(sizes), AXES, axis_types=types)
 
 
 def _arrange(devices: list[Any], sizes: list[int]) -> np.ndarray:

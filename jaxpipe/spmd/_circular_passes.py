@@ -29,11 +29,11 @@ from ._circular import (
     put,
     realign,
     take_back,
-    ticks_of,
     visit_at,
 )
 from ._gather import Access, Gather, access
-from ._ranks import AXIS, vary, zeros
+from ._kept import Kept, first_late_repeat, read_early, read_late, room, store
+from ._ranks import AXIS, zeros
 from ._segments import Segment, enter, last, mixed, only_repeat, settled
 
 Stage = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, Sums]]
@@ -84,7 +84,7 @@ class How(NamedTuple):
 
 def forward_rank(
     stage: Stage, how: How, keep: bool, weights: PyTree, inputs: PyTree, side: PyTree, keys: PyTree
-) -> tuple[tuple[PyTree, Sums], list[jax.Array]]:
+) -> tuple[tuple[PyTree, Sums], Kept | None]:
     """Sends every microbatch through all stages. Runs on one rank inside the axis `stage`.
 
     Args:
@@ -114,7 +114,7 @@ def backward_rank(
     inputs: PyTree,
     side: PyTree,
     keys: PyTree,
-    kept: list[jax.Array],
+    kept: Kept,
     doutputs: PyTree,
     dsums: Sums,
 ) -> tuple[PyTree, PyTree, PyTree]:
@@ -149,8 +149,8 @@ def prepare(
 
 def forward(
     run: Run, inputs: PyTree, sums: PyTree, *, keep: bool
-) -> tuple[tuple[PyTree, Sums], list[jax.Array]]:
-    """All ticks: outputs and sums, and residuals, [ticks, ...] each, if they are to be kept.
+) -> tuple[tuple[PyTree, Sums], Kept | None]:
+    """All ticks: outputs and sums, and the residuals if they are to be kept.
 
     Args:
         run: What to run.
@@ -160,7 +160,7 @@ def forward(
     """
     counts, window = run.counts, run.weights.window
     ticks = partial(_forward_ticks, run)
-    carry = first_state(inputs, counts), _zeros(sums), _room(run, inputs) if keep else []
+    carry = first_state(inputs, counts), _zeros(sums), _room(run, inputs) if keep else None
 
     def repeat(carry, j):
         (old, new), carry = carry
@@ -183,34 +183,56 @@ def forward(
     return (realign(state.stream, counts), totals), kept
 
 
-def backward(
-    run: Run, kept: list[jax.Array], doutputs: PyTree, dsums: Sums
-) -> tuple[PyTree, PyTree, PyTree]:
+def backward(run: Run, kept: Kept, doutputs: PyTree, dsums: Sums) -> tuple[PyTree, PyTree, PyTree]:
     """All ticks, the last one first: gradients of weights, inputs and side."""
+    final, half = run.counts.num_repeats - 1, first_late_repeat(run.counts)
+    carry = Backward(last_cotangent(doutputs, run.counts), _zeros(floating(run.side)))
+    # Else the compiler would take this window in the forward, and hold it until it is used.
+    window = run.weights.window(_after(final, carry.state))
+    sums = (window, run.weights.zeros(window)), carry
+    gradients, sums = _backward_repeats(
+        run, partial(read_late, kept, run.counts), dsums, half, final, sums
+    )
+    if half:
+        read = partial(read_early, kept, run.counts)
+        early, sums = _backward_repeats(run, read, dsums, 0, half - 1, sums)
+        gradients = jax.tree.map(lambda *g: jnp.concatenate(g), early, gradients)
+    _, carry = sums
+    return gradients, carry.state.stream, carry.side
+
+
+def _backward_repeats(
+    run: Run, read: Callable, dsums: Sums, lowest: int, highest: int, carry: tuple
+) -> tuple[PyTree, tuple]:
+    """Repeats `highest` to `lowest`, but for mixed ticks with the repeat above, which are done.
+
+    Returns their gradients, [highest - lowest + 1, ...], and the carry: window and gradient of the
+    repeat below, and `Backward`.
+    """
     counts, weights = run.counts, run.weights
-    ticks = partial(_backward_ticks, run, kept, dsums)
-    carry = Backward(last_cotangent(doutputs, counts), _zeros(floating(run.side)))
     final = counts.num_repeats - 1
+    ticks = partial(_backward_ticks, run, read, dsums)
 
     def repeat(carry, j, rest=settled):
-        (new, dnew, gradients), carry = carry
-        old = weights.window(j - 1)  # nothing in the settled ticks waits for it
+        gradients, ((new, dnew), carry) = carry
+        # Nothing in the settled ticks waits for it.
+        old = weights.window(j - 1 if rest is settled else _after(j - 1, carry.state))
         (dnew,), carry = ticks(rest(counts, j), (new,), (dnew,), j, carry)
         grads = weights.zeros(old), dnew
         (dold, dnew), carry = ticks(mixed(counts, j), (old, new), grads, j, carry)
-        return (old, dold, put(gradients, weights.close(dnew), j)), carry
+        return put(gradients, weights.close(dnew), j - lowest), ((old, dold), carry)
 
-    window = weights.window(final)
-    carry = (window, weights.zeros(window), weights.gradients()), carry
-    if counts.num_repeats > 1:
+    carry = weights.gradients(highest - lowest + 1), carry
+    if 0 < final == highest:
         carry = repeat(carry, final, lambda counts, _: last(counts))
-        carry = _loop(repeat, carry, jnp.arange(final - 1, 0, -1), scan=run.scan)
-    (only, grads, gradients), carry = carry
-    first = [enter(counts)] if counts.num_repeats > 1 else reversed([*only_repeat(counts)])
-    for segment in first:
-        (grads,), carry = ticks(segment, (only,), (grads,), 0, carry)
-    gradients = put(gradients, weights.close(grads), 0)
-    return gradients, carry.state.stream, carry.side
+    below = min(highest, final - 1)
+    carry = _loop(repeat, carry, jnp.arange(below, max(lowest, 1) - 1, -1), scan=run.scan)
+    if lowest > 0:
+        return carry
+    gradients, ((window, grads), carry) = carry
+    for segment in [enter(counts)] if final else reversed([*only_repeat(counts)]):
+        (grads,), carry = ticks(segment, (window,), (grads,), 0, carry)
+    return put(gradients, weights.close(grads), 0), ((window, grads), carry)
 
 
 def _forward_ticks(
@@ -226,7 +248,7 @@ def _forward_ticks(
         side, keys = _of_visit(run, visit)
         (y, sums), residuals = run.stage.forward(w, x, side, keys)
         totals = jax.tree.map(lambda a, b: a + jnp.where(visit.busy, b, 0), totals, sums)
-        kept = put(kept, [vary(x) for x in residuals], t) if kept else kept
+        kept = store(kept, residuals, t, run.counts) if kept else kept
         state = hand_over(state, y, t, enters=segment.enters, leaves=segment.leaves)
         return (state, totals, kept), None
 
@@ -235,7 +257,7 @@ def _forward_ticks(
 
 def _backward_ticks(
     run: Run,
-    kept: list[jax.Array],
+    read: Callable[[Any], list[jax.Array]],
     dsums: Sums,
     segment: Segment,
     windows: tuple[PyTree, ...],
@@ -252,7 +274,7 @@ def _backward_ticks(
         of_sums = jax.tree.map(lambda d: jnp.where(visit.busy, d, 0), dsums)
         w = run.weights.read(_choose(windows, visit.repeat >= newest))
         side, keys = _of_visit(run, visit)
-        dw, dx, ds = run.stage.backward(w, side, keys, at(kept, t), (dy, of_sums))
+        dw, dx, ds = run.stage.backward(w, side, keys, read(t), (dy, of_sums))
         dw = run.weights.give(dw)
         gradients = _add(gradients, dw, visit.repeat >= newest)
         dside = put(dside, jax.tree.map(jnp.add, at(dside, visit.microbatch), ds), visit.microbatch)
@@ -293,35 +315,24 @@ def _loop(body: Callable, carry: Any, values: Int[Array, " n"], *, scan: bool) -
     return carry
 
 
+def _after(index: int, tree: PyTree) -> Int[Array, ""]:
+    """`index`, not before `tree` is there."""
+    return lax.optimization_barrier((jnp.int32(index), jax.tree.leaves(tree)[0]))[0]
+
+
 def _zeros(tree: PyTree) -> PyTree:
     return jax.tree.map(zeros, tree)
 
 
-def _room(run: Run, inputs: PyTree) -> list[jax.Array]:
-    """A buffer of [ticks, ...] for every residual of a tick, in the memory where this lies.
-
-    Raises:
-        ValueError: If residuals are to lie in the host's memory, but ranks are not devices.
-    """
+def _room(run: Run, inputs: PyTree) -> Kept:
+    """Buffers for what the ticks keep."""
 
     def residuals(inputs):
         w = run.weights.read(run.weights.window(0))
         side, keys = at(run.side, 0), at(run.keys, 0)
         return run.stage.forward(w, at(inputs, 0), side, keys)[1]
 
-    def room(x: Any) -> jax.Array:
-        nothing = zeros(x, lead=(ticks_of(run.counts),))
-        if x.memory_space != jax.memory.Space.Host:
-            return nothing
-        if AXIS not in jax.sharding.get_abstract_mesh().manual_axes:
-            raise ValueError(
-                "`remat` offloads, but without a `mesh` one device plays all ranks, and JAX cannot "
-                "index into the host's memory for several of them. Give a mesh, or a policy that "
-                "keeps tensors on the device."
-            )
-        return jax.device_put(nothing, jax.memory.Space.Host)
-
-    return [room(x) for x in jax.make_jaxpr(residuals)(inputs).out_avals]
+    return room(jax.make_jaxpr(residuals)(inputs).out_avals, run.counts)
 
 
 def _check_output(x: PyTree, y: PyTree) -> None:

@@ -173,7 +173,7 @@ class Access(NamedTuple):
         give: From gradients of these, to float32 gradients that add up over ticks.
         close: From a repeat's sum of these, to gradients as they are stored.
         zeros: From a window to a sum of nothing.
-        gradients: [R, ...] leaves for the gradients of all repeats.
+        gradients: From a number of repeats to room for their gradients, with that dim in front.
     """
 
     window: Callable[[Any], PyTree]
@@ -181,12 +181,11 @@ class Access(NamedTuple):
     give: Trees
     close: Trees
     zeros: Trees
-    gradients: Callable[[], PyTree]
+    gradients: Callable[[int], PyTree]
 
 
 def access(gather: Gather, weights: PyTree) -> Access:
     """Access to weights with [R, ...] leaves."""
-    num_repeats = jax.tree.leaves(weights)[0].shape[0]
 
     def stored(repeat: Any) -> PyTree:
         return at(weights, repeat)
@@ -213,7 +212,7 @@ def access(gather: Gather, weights: PyTree) -> Access:
     def nothing(w: PyTree) -> PyTree:
         return jax.tree.map(zeros, give(floating(read(w))))
 
-    def gradients() -> PyTree:
+    def gradients(num_repeats: int) -> PyTree:
         closed = close(nothing(window(0)))
         return jax.tree.map(lambda x: zeros(x, lead=(num_repeats,)), closed)
 

@@ -1,0 +1,107 @@
+"""Memory and communication of llama2-7b on a v5p-8, as the TPU's compiler reports them.
+
+    pip install "jaxpipe[train,aot]"
+    python benchmarks/tpu_memory.py [row ...]
+
+Compiles the real train step of every row for four chips that are not there, one row after the
+other: one to two minutes each on two cores. Beside ours stand MaxText's figures for the same model,
+batch and dtypes, measured with jax 0.11.2 and libtpu 0.0.51, and what we set out to reach.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+COMMON = {
+    "model_name": "llama2-7b",
+    "max_target_length": 2048,
+    "per_device_batch_size": 12,
+}
+TWO_RANKS = {"ici_pipeline_parallelism": 2, "num_pipeline_microbatches": 8}
+PER_REPEAT = {"pipeline_fsdp_ag_per_repeat": True}
+ONCE = {"pipeline_fsdp_ag_once": True}
+ZERO_1 = {
+    "ici_data_parallelism": 2,
+    "ici_fsdp_parallelism": 1,
+    "shard_optimizer_over_data": True,
+}
+
+# name: (settings, MaxText's row, our target)
+ROWS: dict[str, tuple[dict, str, str]] = {
+    "FSDP": (
+        {"pipeline_engine": "none", "num_pipeline_microbatches": 1},
+        "40272 | 26.2 13.2 0 0.4 0",
+        "",
+    ),
+    "A": (TWO_RANKS | ONCE, "48712 | 7.0 0.3 6.9 40.1 45.4", "42500 | A2A 1.5, CP 15"),
+    "A explicit": (TWO_RANKS | ONCE | {"shard_mode": "explicit"}, "does not trace", "as A"),
+    "B": (TWO_RANKS | ONCE | ZERO_1, "69958 | 14.0 0.3 6.9 26.7 51.9", ""),
+    "C": (TWO_RANKS, "39394 | 105.0 52.7 0.4 1.2 39.1", ""),
+    "C per repeat": (
+        TWO_RANKS | PER_REPEAT,
+        "49329 | 13.5 6.8 4.1 1.2 38.9",
+        "40000 | AG 14, RS 7, CP 15",
+    ),
+    "C 4 layers": (
+        TWO_RANKS | {"num_layers_per_pipeline_stage": 4},
+        "42226 | 107.4 54.0 0.4 1.2 10.1",
+        "",
+    ),
+    "GPipe": (
+        TWO_RANKS | ONCE | {"num_layers_per_pipeline_stage": 16},
+        "96602 | 7.0 0.3 44.2 1.2 1.8",
+        "",
+    ),
+}
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="llama2-7b on a v5p-8, compiled ahead of time")
+    parser.add_argument("rows", nargs="*", default=[*ROWS], help=f"of {', '.join(ROWS)}")
+    names = parser.parse_args().rows
+    unknown = [name for name in names if name not in ROWS]
+    if unknown:
+        parser.error(f"{unknown} are no rows. Rows are {', '.join(ROWS)}.")
+    print("MB (1e6 bytes) per chip; GB of results per step and chip: AG RS AR A2A CP")
+    for line in table(names):
+        print(line, flush=True)
+
+
+def table(names: list[str]) -> Iterator[str]:
+    yield (
+        f"{'row':<13}{'args':>7}{'temp':>7}{'peak':>7} | {'GB AG / RS / AR / A2A / CP':<28} "
+        f"{'compile':>8}  {'MaxText: peak | GB':<34} target: peak | GB at most"
+    )
+    for name in names:
+        settings, peer, target = ROWS[name]
+        report = compile_row(COMMON | settings)
+        memory, totals = report["memory"], report["totals"]
+        moved = " ".join(f"{gigabytes(totals, kind):5.1f}" for kind in KINDS)
+        sizes = "".join(
+            f"{memory[f'{part}_bytes'] / 1e6:>7.0f}" for part in ("argument", "temp", "peak")
+        )
+        seconds = report["compile_seconds"]
+        yield f"{name:<13}{sizes} | {moved:<28} {seconds:>6.0f} s  {peer:<34} {target}"
+    yield f"jax {report['jax_version']}, libtpu {report['libtpu_version']}"
+
+
+def gigabytes(totals: dict, kind: str) -> float:
+    return totals.get(kind, {"result_bytes": 0})["result_bytes"] / 1e9
+
+
+def compile_row(settings: dict) -> dict:
+    """The report of `jaxpipe compile` in a process of its own: a compiler's crash ends one row."""
+    keys = [f"{key}={str(value).lower()}" for key, value in settings.items()]
+    command = [sys.executable, "-m", "jaxpipe", "compile", *keys]
+    command += ["--topology", "v5p:2x2x1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
+    return json.loads(done.stdout)
+
+
+if __name__ == "__main__":
+    main()
