@@ -8,6 +8,7 @@ DeepSeek-AI, 2024, arXiv 2405.04434 and 2412.19437.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -72,6 +73,7 @@ def deepseek(
     constrain: Constrain,
     dtype: Any = jnp.float32,
     dropout_rate: float = 0.0,
+    num_vocab_tiling: int = 1,
     layer_remat: Remat = lambda f: f,
     embed_remat: Remat = lambda f: f,
 ) -> tuple[Callable, Callable, Callable]:
@@ -89,6 +91,7 @@ def deepseek(
         dtype: What layers compute in. Norms, angles, routers and the loss are float32 throughout.
         dropout_rate: Share of each residual branch that is dropped; 0 where a stage gets no keys,
             and in the layers before and after the pipeline.
+        num_vocab_tiling: Chunks of the tokens whose logits exist at a time.
         layer_remat: Wraps one layer with experts, `jax.checkpoint` for instance.
         embed_remat: Wraps one dense layer. Engines recompute stages as they are told, but not what
             `embed` does.
@@ -124,12 +127,16 @@ def deepseek(
         x, sums = jax.lax.scan(lambda x, wk: layer(wk[0], x, side, wk[1]), x, (weights, rng))
         return x, jax.tree.map(jnp.sum, sums)
 
+    token_loss = partial(
+        next_token_loss, epsilon=epsilon, constrain=constrain, num_chunks=num_vocab_tiling
+    )
+
     def loss(ends: PyTree, x: Float[Array, "b T D"], side: PyTree):
         head = ends["head"]
         if "layers" not in head:
-            return next_token_loss(ends, x, side, epsilon=epsilon, constrain=constrain)
+            return token_loss(ends, x, side)
         x, of_layers = stage(head["layers"], x, side, ())
-        loss, sums = next_token_loss(ends, x, side, epsilon=epsilon, constrain=constrain)
+        loss, sums = token_loss(ends, x, side)
         return loss + of_layers["loss"], sums | {
             "load_balance_loss_after": of_layers["load_balance_loss"]
         }

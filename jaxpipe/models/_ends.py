@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from ..sharding import Constrain
 from ._abstract import Weight, matrix, scale
+from ._chunked_loss import in_chunks
 from ._layers import ACTIVATION, rms_norm, token_losses
 
 _LOGITS = ("activation_batch", "activation_length", "activation_vocab")
@@ -35,7 +36,13 @@ def embed_tokens(
 
 
 def next_token_loss(
-    ends: PyTree, x: Float[Array, "b T D"], side: PyTree, *, epsilon: float, constrain: Constrain
+    ends: PyTree,
+    x: Float[Array, "b T D"],
+    side: PyTree,
+    *,
+    epsilon: float,
+    constrain: Constrain,
+    num_chunks: int = 1,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """This microbatch's share of the batch's cross entropy in nats, and of its accuracy.
 
@@ -45,12 +52,16 @@ def next_token_loss(
         side: `targets` and `target_weights` [b, T].
         epsilon: Added to the mean square in the last norm.
         constrain: Shards an activation by its logical axes.
+        num_chunks: Compute logits for this share of the tokens at a time; 1 is all at once.
     """
+
+    def loss(weights, h, targets, shares):
+        logits = jnp.einsum("btd,dv->btv", h, weights, preferred_element_type=jnp.float32)
+        losses, hits = token_losses(constrain(logits, _LOGITS), targets)
+        return jnp.sum(losses * shares), jnp.sum(hits * shares)
+
     h = rms_norm(x, ends["head"]["norm"], epsilon)
     weights = ends["embed"]["table"].T if "embed" in ends else ends["head"]["logits"]
-    logits = jnp.einsum(
-        "btd,dv->btv", h, weights.astype(x.dtype), preferred_element_type=jnp.float32
-    )
-    losses, hits = token_losses(constrain(logits, _LOGITS), side["targets"])
-    share = side["target_weights"]
-    return jnp.sum(losses * share), {"accuracy": jnp.sum(hits * share)}
+    of_tokens = loss if num_chunks == 1 else in_chunks(loss, num_chunks)
+    value, accuracy = of_tokens(weights.astype(x.dtype), h, side["targets"], side["target_weights"])
+    return value, {"accuracy": accuracy}

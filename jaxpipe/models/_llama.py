@@ -6,6 +6,7 @@ Touvron et al., 2023, arXiv 2302.13971 and 2307.09288; Dubey et al., 2024, arXiv
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -120,6 +121,7 @@ def llama(
     constrain: Constrain,
     dtype: Any = jnp.float32,
     dropout_rate: float = 0.0,
+    num_vocab_tiling: int = 1,
     layer_remat: Callable[[Callable], Callable] = lambda f: f,
 ) -> tuple[Callable, Callable, Callable]:
     """`(embed, stage, loss)` of a llama, each a pure function of one microbatch.
@@ -134,6 +136,7 @@ def llama(
         dtype: What layers compute in. Norms, angles and the loss are float32 throughout.
         dropout_rate: Share of each residual branch that is dropped; 0 where a stage gets no keys,
             and in the layers after the pipeline.
+        num_vocab_tiling: Chunks of the tokens whose logits exist at a time.
         layer_remat: Wraps one layer, `jax.checkpoint` for instance.
     """
     frequencies = rope_frequencies(
@@ -172,10 +175,14 @@ def llama(
         x, _ = jax.lax.scan(step, x, (weights, rng))
         return x, {}
 
+    token_loss = partial(
+        next_token_loss, epsilon=epsilon, constrain=constrain, num_chunks=num_vocab_tiling
+    )
+
     def loss(ends: PyTree, x: Float[Array, "b T D"], side: PyTree):
         if "layers" in ends["head"]:
             x, _ = stage(ends["head"]["layers"], x, side, ())
-        return next_token_loss(ends, x, side, epsilon=epsilon, constrain=constrain)
+        return token_loss(ends, x, side)
 
     return embed, stage, loss
 

@@ -50,7 +50,7 @@ def on_shards(
     @jax.custom_vjp
     def run(inputs, constants):
         on_all = shard_map(local, in_specs=(specs, constant_specs), out_specs=out_spec)
-        return _varying_like(inputs, on_all(inputs, constants))
+        return varying_like(inputs, on_all(inputs, constants))
 
     def forward(inputs, constants):
         def on_shard(inputs, constants):
@@ -61,7 +61,7 @@ def on_shards(
             return out, jax.tree.map(lambda x: jnp.expand_dims(x, 0), pull_back)
 
         on_all = shard_map(keep, in_specs=(specs, constant_specs), out_specs=(out_spec, one_each))
-        return _varying_like(inputs, on_all(inputs, constants))
+        return varying_like(inputs, on_all(inputs, constants))
 
     def backward(pull_back, gradient):
         def pull(pull_back, gradient):
@@ -74,10 +74,10 @@ def on_shards(
         of_inputs = jax.tree.map(
             partial(jax.lax.reduce_sum, axes=(0,)), on_all(pull_back, gradient)
         )
-        return _varying_like(gradient, of_inputs), None
+        return varying_like(gradient, of_inputs), None
 
     run.defvjp(forward, backward)
-    return lambda inputs, constants: run(_varying_like(inputs, inputs), constants)
+    return lambda inputs, constants: run(varying_like(inputs, inputs), constants)
 
 
 def _with_partial_sums(spec: PartitionSpec, out_spec: PartitionSpec) -> PartitionSpec:
@@ -97,7 +97,7 @@ def _as_if_equal(f: Callable, *arguments: PyTree) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(result), leaves)
 
 
-def _varying_like(example: PyTree, tree: PyTree) -> PyTree:
+def varying_like(example: PyTree, tree: PyTree) -> PyTree:
     """`tree`, declared to vary over the manual axes over which any leaf of `example` does."""
     varying = frozenset().union(*map(_varying, jax.tree.leaves(example)))
     return jax.tree.map(

@@ -1,0 +1,83 @@
+"""The loss in chunks of tokens, so that the logits of a whole microbatch never exist.
+
+b sequences, T tokens, D embed, V vocab, n chunks.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ._on_shards import varying_like
+
+Loss = Callable[[Array, Array, Array, Array], tuple[Array, Array]]
+"""`(weights [D, V], h [b, T, D], targets [b, T], shares [b, T]) -> (loss, accuracy)`, both sums
+over tokens; `accuracy` has no derivative."""
+
+
+def in_chunks(loss: Loss, num_chunks: int) -> Loss:
+    """`loss`, computed for T / n tokens of every sequence at a time.
+
+    The gradients come right with the loss, so logits are computed once. Those of the weights add up
+    in float32.
+
+    Raises:
+        ValueError: When called, if n does not divide T.
+    """
+
+    @jax.custom_vjp
+    def in_all(weights, h, targets, shares):
+        chunks = _split(num_chunks, h, targets, shares)
+        losses, hits = jax.lax.map(lambda chunk: loss(weights, *chunk), chunks)
+        return jnp.sum(losses), jnp.sum(hits)
+
+    def forward(weights, h, targets, shares):
+        def step(dweights, chunk):
+            of_chunk = jax.value_and_grad(loss, argnums=(0, 1, 3), has_aux=True)
+            sums, (dw, dh, dshares) = of_chunk(weights, *chunk)
+            return dweights + dw.astype(jnp.float32), (sums, (dh, dshares))
+
+        nothing = jnp.zeros_like(weights, dtype=jnp.float32)
+        chunks = _split(num_chunks, h, targets, shares)
+        dweights, (sums, of_chunks) = jax.lax.scan(step, nothing, chunks)
+        return jax.tree.map(jnp.sum, sums), (dweights, *map(_join, of_chunks))
+
+    def backward(gradients, cotangents):
+        dweights, dh, dshares = gradients
+        dloss, _ = cotangents
+        dweights = (dweights * dloss).astype(dh.dtype)
+        return dweights, dh * dloss.astype(dh.dtype), None, dshares * dloss
+
+    in_all.defvjp(forward, backward)
+
+    def checked(
+        weights: Float[Array, "D V"],
+        h: Float[Array, "b T D"],
+        targets: Int[Array, "b T"],
+        shares: Float[Array, "b T"],
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        if h.shape[1] % num_chunks:
+            raise ValueError(
+                f"`num_vocab_tiling` is {num_chunks}, which does not divide the {h.shape[1]} "
+                "tokens of a sequence. Give a divisor of `max_target_length`."
+            )
+        # Devices that share weights differ in what they add to them.
+        return in_all(varying_like(h, weights), h, targets, shares)
+
+    return checked
+
+
+def _split(n: int, *arrays: Array) -> tuple[Array, ...]:
+    """[b, T, ...] -> [n, b, T / n, ...]. Every n-th token, so that a split of T stays as it is."""
+
+    def split(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, n, *x.shape[2:]), 2, 0)
+
+    return tuple(map(split, arrays))
+
+
+def _join(x: Array) -> Array:
+    """[n, b, T / n, ...] -> [b, T, ...]"""
+    x = jnp.moveaxis(x, 0, 2)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
