@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from ..autodiff import POLICIES, TENSORS, Place
+
 
 def _tuples(value: Any) -> Any:
     """Lists, at any depth, as tuples: a config is frozen all the way down."""
@@ -34,6 +36,15 @@ FloatType = Literal["bfloat16", "float32"]
 Paths = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
 AxisRule = tuple[str, str | tuple[str, ...] | None]
 AxisRules = Annotated[tuple[AxisRule, ...], BeforeValidator(_tuples)]
+
+
+def _policy(value: str) -> str:
+    if value not in POLICIES:
+        raise ValueError(f"Input should be one of {', '.join(POLICIES)}")
+    return value
+
+
+Policy = Annotated[str, AfterValidator(_policy)]
 
 
 class Config(BaseModel):
@@ -66,6 +77,7 @@ class Config(BaseModel):
     dtype: FloatType = "bfloat16"
     weight_dtype: FloatType = "float32"
     attention: Literal["auto", "dot_product", "splash"] = "auto"
+    num_vocab_tiling: Count = 1
 
     # The data.
     dataset_type: Literal["synthetic", "text"] = "synthetic"
@@ -103,7 +115,23 @@ class Config(BaseModel):
     pipeline_fsdp_ag_once: bool = False
     pipeline_fsdp_ag_per_repeat: bool = False
     scan_pipeline_repeats: bool = True
-    remat_policy: Literal["full", "none"] = "full"
+    set_remat_policy_on_pipeline_iterations: bool = True
+    set_remat_policy_on_layers_per_stage: bool = False
+    remat_policy: Policy = "full"
+    decoder_layer_input: Place = "device"
+    query_proj: Place = "remat"
+    key_proj: Place = "remat"
+    value_proj: Place = "remat"
+    context: Place = "remat"
+    out_proj: Place = "remat"
+    mlpwi_0: Place = "remat"
+    mlpwi_1: Place = "remat"
+    mlpwo: Place = "remat"
+    mla_q: Place = "remat"
+    mla_kv: Place = "remat"
+    moe_mlpwi_0: Place = "remat"
+    moe_mlpwi_1: Place = "remat"
+    moe_mlpwo: Place = "remat"
 
     # The devices.
     ici_data_parallelism: CountOrAuto = 1
@@ -138,12 +166,24 @@ class Config(BaseModel):
                 "`pipeline_fsdp_ag_once` and `pipeline_fsdp_ag_per_repeat` are both true. Weights "
                 "are gathered either once or per repeat: choose one."
             )
+        if self.remat_policy != "custom":
+            self._no_places()
         if self.dataset_type == "text" and not self.text_files:
             raise ValueError(
                 "`dataset_type` is 'text' and `text_files` is empty. Give files, folders or "
                 "'builtin:sonnets'."
             )
         return self
+
+    def _no_places(self) -> None:
+        """Only `custom` reads the places of tensors, so they must be the defaults elsewhere."""
+        for name in TENSORS:
+            value, default = getattr(self, name), Config.model_fields[name].default
+            if value != default:
+                raise ValueError(
+                    f"`{name}` is {value!r} and `remat_policy` {self.remat_policy!r}, which does "
+                    f"not read it. Give `remat_policy=custom`, or leave it at {default!r}."
+                )
 
     def _no_pipeline(self) -> None:
         """Without a pipeline its settings would be ignored, so they must be the defaults."""
@@ -156,6 +196,8 @@ class Config(BaseModel):
             "pipeline_fsdp_ag_once",
             "pipeline_fsdp_ag_per_repeat",
             "scan_pipeline_repeats",
+            "set_remat_policy_on_pipeline_iterations",
+            "set_remat_policy_on_layers_per_stage",
         )
         for name in names:
             value, default = getattr(self, name), Config.model_fields[name].default

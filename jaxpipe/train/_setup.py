@@ -18,6 +18,7 @@ from .._versions import splash_aborts_in_pipelines
 from ..autodiff import Model
 from ._config import Config
 from ._data import global_batch_size
+from ._remat import check_remat, remat_of_layers
 
 STACKED = ("circular_repeats", "stage", "layers")
 """Logical axes of `Layout.dims`, in front of every weight of a layer."""
@@ -96,6 +97,14 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
     llama = _llama_config(config)
     setup = Setup(config, llama, mesh, rules, layout, num_microbatches, microbatch_size)
     attention_kernel(setup)
+    check_remat(config, mesh.devices.flat)
+    sharding.divide(
+        config.max_target_length,
+        config.num_vocab_tiling * mesh.shape["context"],
+        name="`max_target_length`",
+        into="`num_vocab_tiling` x the shards of the sequence",
+        fix="Change one of them.",
+    )
     weights_shardings(setup)
     batch_shardings(setup)
     return setup
@@ -104,19 +113,17 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
 def build_model(setup: Setup) -> Model:
     """The three functions that the engines run."""
     config = setup.config
-    pipelined = config.pipeline_engine != "none"
     attention = models.dot_product_attention
     if attention_kernel(setup) == "splash":
         attention = models.splash_attention(setup.rules)
-    # A pipeline recomputes whole ticks; without one, each layer is recomputed on its own.
-    per_layer = config.remat_policy == "full" and not pipelined
     functions = models.llama(
         setup.llama,
         attention=attention,
         constrain=sharding.constrain_with(setup.rules),
         dtype=jnp.dtype(config.dtype),
         dropout_rate=config.dropout_rate if config.enable_dropout else 0.0,
-        layer_remat=spmd.recompute if per_layer else spmd.keep,
+        num_vocab_tiling=config.num_vocab_tiling,
+        layer_remat=remat_of_layers(config),
     )
     return Model(*functions, tied=config.logits_via_embedding)
 

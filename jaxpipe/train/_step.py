@@ -17,6 +17,7 @@ from .. import models, sharding, spmd
 from ..autodiff import Model, unpipelined
 from ._config import Config
 from ._optimizer import adamw, clip, decay_mask, gradient_norm, learning_rate_schedule
+from ._remat import remat_of_ticks
 from ._setup import STACKED, Setup, batch_shardings, build_model
 
 State = dict[str, Any]
@@ -140,8 +141,6 @@ def place_batch(setup: Setup, batch: dict[str, np.ndarray]) -> dict[str, Array]:
 
 
 def _circular(setup: Setup, model: Model) -> Callable:
-    remat = spmd.recompute if setup.config.remat_policy == "full" else spmd.keep
-
     config = setup.config
     ends = {name: setup.weight_tree[name] for name in ("embed", "head")}
     stage = jax.tree.map(_without_ranks, setup.weight_tree["stages"], is_leaf=models.is_weight)
@@ -164,7 +163,7 @@ def _circular(setup: Setup, model: Model) -> Callable:
             keys,
             mesh=setup.mesh,
             delay=setup.config.pipeline_delay_activation_forwarding,
-            remat=remat,
+            remat=remat_of_ticks(config),
             gather=gather(stage),
             ends_gather=gather(ends),
             scan_repeats=config.scan_pipeline_repeats,
