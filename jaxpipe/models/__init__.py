@@ -35,6 +35,10 @@ from ._mlp import mlp_weights as mlp_weights
 from ._moe import moe as moe
 from ._moe import moe_weights as moe_weights
 from ._presets import PRESETS as PRESETS
+from ._projection import PROJECTIONS as PROJECTIONS
+from ._projection import Projection as Projection
+from ._projection import fp8_projection as fp8_projection
+from ._projection import projection as projection
 from ._router import Routing as Routing
 from ._router import route as route
 from ._yarn import yarn_frequencies as yarn_frequencies

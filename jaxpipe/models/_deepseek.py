@@ -25,6 +25,7 @@ from ._experts import Experts
 from ._latent_attention import latent_attention, latent_attention_weights
 from ._layers import ACTIVATION, dropout, rms_norm, swiglu, swiglu_weights
 from ._moe import moe, moe_weights
+from ._projection import Projection, projection
 
 Remat = Callable[[Callable], Callable]
 
@@ -76,6 +77,7 @@ def deepseek(
     num_vocab_tiling: int = 1,
     layer_remat: Remat = lambda f: f,
     embed_remat: Remat = lambda f: f,
+    project: Projection = projection,
 ) -> tuple[Callable, Callable, Callable]:
     """`(embed, stage, loss)`, each a pure function of one microbatch.
 
@@ -95,10 +97,12 @@ def deepseek(
         layer_remat: Wraps one layer with experts, `jax.checkpoint` for instance.
         embed_remat: Wraps one dense layer. Engines recompute stages as they are told, but not what
             `embed` does.
+        project: The matrix products of attention and of dense and shared MLPs: `projection`, or
+            `fp8_projection`.
     """
     epsilon = config.normalization_layer_epsilon
-    attend = latent_attention(config, attention=attention, constrain=constrain)
-    mix = moe(config, experts=experts, constrain=constrain)
+    attend = latent_attention(config, attention=attention, constrain=constrain, project=project)
+    mix = moe(config, experts=experts, constrain=constrain, project=project)
 
     def add(x, branch, key):
         return constrain(x + dropout(branch, dropout_rate, key), ACTIVATION)
@@ -107,7 +111,8 @@ def deepseek(
     def dense_layer(w: PyTree, x: Float[Array, "b T D"], side: PyTree) -> Float[Array, "b T D"]:
         x = checkpoint_name(x, "decoder_layer_input")
         x = add(x, attend(w["attention"], rms_norm(x, w["attention_norm"], epsilon), side), ())
-        return add(x, swiglu(w["mlp"], rms_norm(x, w["mlp_norm"], epsilon), constrain), ())
+        h = swiglu(w["mlp"], rms_norm(x, w["mlp_norm"], epsilon), constrain, project)
+        return add(x, h, ())
 
     @layer_remat
     def layer(w: PyTree, x: Float[Array, "b T D"], side: PyTree, key):

@@ -20,6 +20,7 @@ from ._abstract import matrix, scale
 from ._attention import Attention
 from ._deepseek_config import DeepseekConfig
 from ._layers import HEADS, name_qkv, rms_norm, rope, rope_frequencies
+from ._projection import Projection, projection
 from ._yarn import yarn_frequencies, yarn_score_scale
 
 
@@ -54,7 +55,11 @@ def _query_weights(config: DeepseekConfig, dtype: Any) -> dict[str, Any]:
 
 
 def latent_attention(
-    config: DeepseekConfig, *, attention: Attention, constrain: Constrain
+    config: DeepseekConfig,
+    *,
+    attention: Attention,
+    constrain: Constrain,
+    project: Projection = projection,
 ) -> Callable[[PyTree, Array, PyTree], Array]:
     """`(weights, x, side) -> y`, where x and y are [b, T, D].
 
@@ -62,6 +67,7 @@ def latent_attention(
         config: Sizes.
         attention: `(q, k, v, segment_ids) -> out` that divides scores by sqrt(C).
         constrain: Shards an activation by its logical axes.
+        project: All its matrix products with weights.
     """
     frequencies, sharper = _positions(config)
     queries = _compressed if config.q_lora_rank else _direct
@@ -69,19 +75,19 @@ def latent_attention(
 
     def attend(w: PyTree, x: Float[Array, "b T D"], side: PyTree) -> Float[Array, "b T D"]:
         positions: Int[Array, "b T"] = side["positions"]
-        plain, turned = jnp.split(queries(w, x, epsilon), [num_nope], axis=-1)
+        plain, turned = jnp.split(queries(w, x, epsilon, project), [num_nope], axis=-1)
         q = jnp.concatenate([plain, rope(turned, positions, frequencies)], axis=-1) * sharper
 
-        latent = rms_norm(x @ w["kv_down"].astype(x.dtype), w["kv_norm"], epsilon)
+        latent = rms_norm(project(x, w["kv_down"]), w["kv_norm"], epsilon)
         latent = checkpoint_name(latent, "mla_kv")
-        plain, v = (_to_heads(latent, w[name]) for name in ("key_up", "value_up"))
-        shared = rope((x @ w["rope_key"].astype(x.dtype))[:, :, None], positions, frequencies)
+        plain, v = (project(latent, w[name]) for name in ("key_up", "value_up"))
+        shared = rope(project(x, w["rope_key"])[:, :, None], positions, frequencies)
         shared = jnp.broadcast_to(shared, (*plain.shape[:3], shared.shape[3]))
         k = jnp.concatenate([plain, shared], axis=-1)
 
         q, k, v = name_qkv(*(constrain(heads, HEADS) for heads in (q, k, v)))
         out = checkpoint_name(constrain(attention(q, k, v, side["segment_ids"]), HEADS), "context")
-        y = jnp.einsum("bthc,hcd->btd", out, w["out"].astype(x.dtype))
+        y = project(out, w["out"])
         return checkpoint_name(y, "out_proj")
 
     return attend
@@ -103,15 +109,11 @@ def _positions(config: DeepseekConfig) -> tuple[Float[Array, " half"], float]:
     return frequencies, yarn_score_scale(config.rope_factor, config.mscale)
 
 
-def _direct(w: PyTree, x: Float[Array, "b T D"], epsilon: float) -> Float[Array, "b T H C"]:
+def _direct(w: PyTree, x: Float[Array, "b T D"], epsilon: float, project: Projection) -> Array:
     del epsilon
-    return _to_heads(x, w["query"])
+    return project(x, w["query"])
 
 
-def _compressed(w: PyTree, x: Float[Array, "b T D"], epsilon: float) -> Float[Array, "b T H C"]:
-    latent = rms_norm(x @ w["query_down"].astype(x.dtype), w["query_norm"], epsilon)
-    return _to_heads(checkpoint_name(latent, "mla_q"), w["query_up"])
-
-
-def _to_heads(x: Float[Array, "b T R"], w: Float[Array, "R H C"]) -> Float[Array, "b T H C"]:
-    return jnp.einsum("btr,rhc->bthc", x, w.astype(x.dtype))
+def _compressed(w: PyTree, x: Float[Array, "b T D"], epsilon: float, project: Projection) -> Array:
+    latent = rms_norm(project(x, w["query_down"]), w["query_norm"], epsilon)
+    return project(checkpoint_name(latent, "mla_q"), w["query_up"])

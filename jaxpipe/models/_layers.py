@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from ..sharding import Constrain, own_rows
 from ._abstract import Weight, matrix
+from ._projection import Projection
 
 ACTIVATION = ("activation_batch", "activation_length", "activation_embed")
 HEADS = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
@@ -65,11 +66,13 @@ def name_qkv(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
     return named(q, "query_proj"), named(k, "key_proj"), named(v, "value_proj")
 
 
-def swiglu(w: PyTree, x: Float[Array, "b T D"], constrain: Constrain) -> Float[Array, "b T D"]:
+def swiglu(
+    w: PyTree, x: Float[Array, "b T D"], constrain: Constrain, project: Projection
+) -> Float[Array, "b T D"]:
     """The gated MLP of `w["gate"]`, `w["up"]` and `w["down"]`: Shazeer, 2020, arXiv 2002.05202."""
-    gate, up = (constrain(x @ w[name].astype(x.dtype), _HIDDEN) for name in ("gate", "up"))
+    gate, up = (constrain(project(x, w[name]), _HIDDEN) for name in ("gate", "up"))
     gate, up = checkpoint_name(gate, "mlpwi_0"), checkpoint_name(up, "mlpwi_1")
-    return checkpoint_name((jax.nn.silu(gate) * up) @ w["down"].astype(x.dtype), "mlpwo")
+    return checkpoint_name(project(jax.nn.silu(gate) * up, w["down"]), "mlpwo")
 
 
 def swiglu_weights(D: int, F: int, *, branches: int, dtype: Any) -> dict[str, Weight]:

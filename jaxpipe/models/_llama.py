@@ -29,6 +29,7 @@ from ._layers import (
     swiglu,
     swiglu_weights,
 )
+from ._projection import Projection, projection
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ def llama(
     dropout_rate: float = 0.0,
     num_vocab_tiling: int = 1,
     layer_remat: Callable[[Callable], Callable] = lambda f: f,
+    project: Projection = projection,
 ) -> tuple[Callable, Callable, Callable]:
     """`(embed, stage, loss)` of a llama, each a pure function of one microbatch.
 
@@ -138,6 +140,7 @@ def llama(
             and in the layers after the pipeline.
         num_vocab_tiling: Chunks of the tokens whose logits exist at a time.
         layer_remat: Wraps one layer, `jax.checkpoint` for instance.
+        project: The matrix products of layers: `projection`, or `fp8_projection`.
     """
     frequencies = rope_frequencies(
         config.head_dim, config.rope_max_timescale, llama31_scaling=config.rope_type == "llama3.1"
@@ -154,18 +157,18 @@ def llama(
         h = rms_norm(x, w["attention_norm"], epsilon)
         h = _attend(w["attention"], h, side["positions"], side["segment_ids"])
         x = constrain(x + dropout(h, dropout_rate, first), ACTIVATION)
-        h = swiglu(w["mlp"], rms_norm(x, w["mlp_norm"], epsilon), constrain)
+        h = swiglu(w["mlp"], rms_norm(x, w["mlp_norm"], epsilon), constrain, project)
         return constrain(x + dropout(h, dropout_rate, second), ACTIVATION)
 
     def _attend(w, x, positions: Int[Array, "b T"], segment_ids: Int[Array, "b T"]):
         q, k, v = (
-            constrain(jnp.einsum("btd,dhc->bthc", x, w[name].astype(dtype)), axes)
+            constrain(project(x, w[name]), axes)
             for name, axes in (("query", HEADS), ("key", _KEY), ("value", _KEY))
         )
         q, k = (rope(heads, positions, frequencies) for heads in (q, k))
         out = constrain(attention(*name_qkv(q, k, v), segment_ids), HEADS)
         out = checkpoint_name(out, "context")
-        return checkpoint_name(jnp.einsum("bthc,hcd->btd", out, w["out"].astype(dtype)), "out_proj")
+        return checkpoint_name(project(out, w["out"]), "out_proj")
 
     def stage(weights: PyTree, x: Float[Array, "b T D"], side: PyTree, rng: PyTree):
         def step(x, layer_and_key):

@@ -16,6 +16,7 @@ from ._abstract import Weight, matrix
 from ._deepseek_config import DeepseekConfig
 from ._experts import Experts
 from ._layers import ACTIVATION, swiglu, swiglu_weights
+from ._projection import Projection, projection
 from ._router import Routing, route
 
 Sums = dict[str, Float[Array, ""]]
@@ -42,7 +43,11 @@ def moe_weights(config: DeepseekConfig, *, branches: int, dtype: Any) -> PyTree:
 
 
 def moe(
-    config: DeepseekConfig, *, experts: Experts, constrain: Constrain
+    config: DeepseekConfig,
+    *,
+    experts: Experts,
+    constrain: Constrain,
+    project: Projection = projection,
 ) -> Callable[[PyTree, Array, PyTree], tuple[Array, Sums]]:
     """`(weights, x, side) -> (y, sums)`, where x and y are [b, T, D].
 
@@ -59,6 +64,7 @@ def moe(
         config: Sizes.
         experts: `(weights, x, chosen, shares) -> y`, as `routed_experts` makes it.
         constrain: Shards an activation by its logical axes.
+        project: The matrix products of the shared experts.
     """
 
     def mix(w: PyTree, x: Float[Array, "b T D"], side: PyTree) -> tuple[Array, Sums]:
@@ -67,7 +73,7 @@ def moe(
         y = experts(w["experts"], x, routing.chosen, routing.shares)
         y = constrain(y, ACTIVATION)
         if config.shared_experts:
-            y += swiglu(w["shared"], x, constrain)
+            y += swiglu(w["shared"], x, constrain, project)
         return y, _sums(routing, bias, config.load_balance_loss_weight, side["target_weights"])
 
     return mix

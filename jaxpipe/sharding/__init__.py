@@ -5,6 +5,7 @@ from ._divide import divide as divide
 from ._divide import layout as layout
 from ._mesh import AXES as AXES
 from ._mesh import make_mesh as make_mesh
+from ._rows import max_over_rows as max_over_rows
 from ._rows import own_rows as own_rows
 from ._rows import row_axes as row_axes
 from ._rows import sum_over_rows as sum_over_rows

@@ -1,7 +1,7 @@
 """Rows of a batch where each device holds its own: inside a `jax.shard_map` over batch axes.
 
 A pipeline may make the axes that split the batch manual. A stage then sees the rows of one device,
-and what concerns all rows of a microbatch goes through these two functions. Elsewhere they do
+and what concerns all rows of a microbatch goes through these functions. Elsewhere they do
 nothing special.
 """
 
@@ -21,6 +21,12 @@ def sum_over_rows(x: jax.Array) -> jax.Array:
     """Adds up what each device has summed over its own rows."""
     axes = row_axes()
     return lax.psum(x, axes) if axes else x
+
+
+def max_over_rows(x: jax.Array) -> jax.Array:
+    """The largest of what each device has found in its own rows."""
+    axes = row_axes()
+    return lax.pmax(x, axes) if axes else x
 
 
 def own_rows(make: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, ...]) -> jax.Array:

@@ -35,6 +35,7 @@ class Row:
     tied: bool = False
     dropout: float = 0.0
     packed: bool = False
+    quantization: str = ""
     layers_per_stage: int = 1
     gather: Literal["tick", "repeat", "once"] = "tick"
     batch_axes: tuple[str, ...] = ()
@@ -43,6 +44,7 @@ class Row:
 
     def __str__(self) -> str:
         flags = [name for name in ("delay", "tied", "dropout", "packed") if getattr(self, name)]
+        flags += [self.quantization] * bool(self.quantization)
         axes = "twin" if self.axes is None else "x".join(f"{a}{n}" for a, n in self.axes) or "mesh"
         sizes = f"S{self.ranks}-R{self.repeats}-M{self.microbatches}-L{self.layers_per_stage}"
         flags += [self.gather] * (self.gather != "tick") + [f"{a}manual" for a in self.batch_axes]
@@ -228,6 +230,7 @@ def _llama(row: Row):
         attention=models.dot_product_attention,
         constrain=sharding.no_constraint if row.axes is None else sharding.constrain_with(),
         dropout_rate=row.dropout,
+        project=models.PROJECTIONS[row.quantization],
     )
     return models.llama_weights(config), functions
 
@@ -261,6 +264,7 @@ def _deepseek(row: Row):
         experts=models.routed_experts(sharding.DEFAULT_RULES),
         constrain=sharding.no_constraint if row.axes is None else sharding.constrain_with(),
         dropout_rate=row.dropout,
+        project=models.PROJECTIONS[row.quantization],
     )
     return models.deepseek_weights(config, layers_after=1), functions
 
