@@ -75,19 +75,18 @@ class Row:
 
 EXACT = [
     Row(2, 2, 2, fsdp=2),
-    Row(3, 2, 1, "delay"),
+    Row(3, 2, 1, "delay flat"),
     Row(4, 2, 1, "repeat", fsdp=2),
-    Row(2, 1, 2, "once loop", fsdp=2),
-    Row(3, 1, 1, "remat"),
-    Row(2, 2, 1, "repeat unrolled", fsdp=2),
+    Row(2, 1, 2, "once loop remat"),
+    Row(2, 2, 1, "repeat unrolled"),
 ]
 BY_HAND = [
     Row(ranks, repeats, 1, fields)
     for ranks in (2, 3, 4)
     for repeats in (1, 2)
-    for fields in ("", "repeat", "delay", "repeat delay")
-    if repeats > 1 or fields != "repeat"
+    for fields in ("delay", "repeat delay")
 ]
+BY_HAND += [Row(3, 2, 1), Row(3, 2, 1, "repeat"), Row(2, 1, 1)]
 
 
 def attention(q, k, v, segment_ids, positions):

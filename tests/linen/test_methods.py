@@ -12,7 +12,8 @@ from flax import linen as nn
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from harness.rims import Row, scalar
-from jaxpipe import linen, sharding
+from jaxpipe import linen, sharding, spmd
+from jaxpipe.spmd._rim import ENGINES
 
 KEY = jax.random.key(5)
 ROW = Row(2, 2, 1, fsdp=2)
@@ -132,6 +133,21 @@ def test_the_window_holds_the_repeats_that_ranks_are_in():
     np.testing.assert_array_equal(active, np.stack([w[1, 0], w[0, 1]]))
     active = module.fetch_active_stage_weights(window, M + 1)["params"]["w"]
     np.testing.assert_array_equal(active, w[1])
+
+
+@pytest.mark.parametrize("when", ["tick", "once", "repeat"])
+def test_the_call_gathers_weights_when_the_config_says(when, monkeypatch):
+    seen = []
+
+    def engine(*arguments, gather, **options):
+        seen.append(gather)
+        return spmd.circular(*arguments, gather=gather, **options)
+
+    monkeypatch.setitem(ENGINES, (True, True), engine)
+    module, variables, x = pipeline("" if when == "tick" else when)
+    text = jax.jit(module.apply).lower(variables, x).compile().as_text() or ""
+    assert seen[-1].when == when
+    assert "all-gather" in text
 
 
 def test_all_stages_are_made_and_run_at_once():

@@ -72,7 +72,7 @@ def flat(state: Any) -> Any:
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), state)
 
 
-@pytest.mark.parametrize("row", rims.EXACT[:2], ids=str)
+@pytest.mark.parametrize("row", rims.EXACT[:1], ids=str)
 def test_loss_and_all_gradients_are_those_of_a_loop_over_the_layers(row):
     pipeline = built(row)
     inputs, *side = row.batch()
@@ -97,7 +97,7 @@ def test_loss_and_all_gradients_are_those_of_a_loop_over_the_layers(row):
     rims.assert_trees_close(got, jax.jit(jax.value_and_grad(true_loss, (0, 1)))(params, inputs))
 
 
-@pytest.mark.parametrize("row", rims.BY_HAND[1::8], ids=str)
+@pytest.mark.parametrize("row", rims.BY_HAND[3::8], ids=str)
 def test_driven_by_hand_it_gives_what_the_call_gives(row):
     inputs, segments, positions = row.batch()
     wanted = nnx.jit(lambda p: p(inputs, segments, positions))(built(row))
