@@ -75,13 +75,16 @@ def initialize(tree: PyTree, key: PRNGKeyArray) -> PyTree:
     return jax.tree_util.tree_map_with_path(leaf, tree, is_leaf=is_weight)
 
 
-def initialize_layers(layer: PyTree, key: PRNGKeyArray, dims: Sequence[int]) -> PyTree:
-    """[*dims, ...] arrays for a stack of layers.
+def initialize_layers(
+    layer: PyTree, key: PRNGKeyArray, dims: Sequence[int], *, first: int = 0
+) -> PyTree:
+    """[*dims, ...] arrays for a stack of layers, the first of which is number `first` of the model.
 
     A layer's values depend on its number in forward order, not on `dims`: a model starts equal in
     every pipeline layout.
     """
-    keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(jnp.arange(math.prod(dims)))
+    numbers = first + jnp.arange(math.prod(dims))
+    keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(numbers)
     flat = jax.vmap(lambda k: initialize(layer, k))(keys)
     return jax.tree.map(lambda x: x.reshape(*dims, *x.shape[1:]), flat)
 

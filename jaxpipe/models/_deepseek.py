@@ -76,7 +76,7 @@ def deepseek(
     dropout_rate: float = 0.0,
     num_vocab_tiling: int = 1,
     layer_remat: Remat = lambda f: f,
-    embed_remat: Remat = lambda f: f,
+    outside_remat: Remat = lambda f: f,
     project: Projection = projection,
 ) -> tuple[Callable, Callable, Callable]:
     """`(embed, stage, loss)`, each a pure function of one microbatch.
@@ -94,9 +94,9 @@ def deepseek(
         dropout_rate: Share of each residual branch that is dropped; 0 where a stage gets no keys,
             and in the layers before and after the pipeline.
         num_vocab_tiling: Chunks of the tokens whose logits exist at a time.
-        layer_remat: Wraps one layer with experts, `jax.checkpoint` for instance.
-        embed_remat: Wraps one dense layer. Engines recompute stages as they are told, but not what
-            `embed` does.
+        layer_remat: Wraps one layer of a stage, `jax.checkpoint` for instance.
+        outside_remat: Wraps one layer before or after the stages. Engines recompute stages as they
+            are told, but not what `embed` and `loss` do.
         project: The matrix products of attention and of dense and shared MLPs: `projection`, or
             `fp8_projection`.
     """
@@ -107,14 +107,13 @@ def deepseek(
     def add(x, branch, key):
         return constrain(x + dropout(branch, dropout_rate, key), ACTIVATION)
 
-    @embed_remat
+    @outside_remat
     def dense_layer(w: PyTree, x: Float[Array, "b T D"], side: PyTree) -> Float[Array, "b T D"]:
         x = checkpoint_name(x, "decoder_layer_input")
         x = add(x, attend(w["attention"], rms_norm(x, w["attention_norm"], epsilon), side), ())
         h = swiglu(w["mlp"], rms_norm(x, w["mlp_norm"], epsilon), constrain, project)
         return add(x, h, ())
 
-    @layer_remat
     def layer(w: PyTree, x: Float[Array, "b T D"], side: PyTree, key):
         first, second = (key, key) if isinstance(key, tuple) else jax.random.split(key)
         x = checkpoint_name(x, "decoder_layer_input")
@@ -128,8 +127,8 @@ def deepseek(
             x, _ = jax.lax.scan(lambda x, w: (dense_layer(w, x, side), None), x, weights["layers"])
         return x
 
-    def stage(weights: PyTree, x: Float[Array, "b T D"], side: PyTree, rng: PyTree):
-        x, sums = jax.lax.scan(lambda x, wk: layer(wk[0], x, side, wk[1]), x, (weights, rng))
+    def layers(one: Callable, weights: PyTree, x: Float[Array, "b T D"], side: PyTree, rng: PyTree):
+        x, sums = jax.lax.scan(lambda x, wk: one(wk[0], x, side, wk[1]), x, (weights, rng))
         return x, jax.tree.map(jnp.sum, sums)
 
     token_loss = partial(
@@ -140,10 +139,10 @@ def deepseek(
         head = ends["head"]
         if "layers" not in head:
             return token_loss(ends, x, side)
-        x, of_layers = stage(head["layers"], x, side, ())
+        x, of_layers = layers(outside_remat(layer), head["layers"], x, side, ())
         loss, sums = token_loss(ends, x, side)
         return loss + of_layers["loss"], sums | {
             "load_balance_loss_after": of_layers["load_balance_loss"]
         }
 
-    return embed, stage, loss
+    return embed, partial(layers, layer_remat(layer)), loss

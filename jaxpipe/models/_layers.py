@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
@@ -28,7 +29,7 @@ def rms_norm(
 
 def rope_frequencies(
     head_dim: int, max_timescale: float, *, llama31_scaling: bool = False
-) -> Float[Array, " half"]:
+) -> Float[np.ndarray, " half"]:
     """Angles per position of each pair of channels, in radians.
 
     Args:
@@ -40,17 +41,19 @@ def rope_frequencies(
     References:
         Su et al., 2021, arXiv 2104.09864; Llama 3.1's scaling: arXiv 2407.21783.
     """
-    frequencies = max_timescale ** -(jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    frequencies = max_timescale ** -(np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
     if not llama31_scaling:
         return frequencies
     factor, low, high, trained_length = 8.0, 1.0, 4.0, 8192.0
     turns = trained_length * frequencies / (2 * math.pi)
-    kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return frequencies * (kept + (1 - kept) / factor)
 
 
 def rope(
-    x: Float[Array, "b T H C"], positions: Int[Array, "b T"], frequencies: Float[Array, " half"]
+    x: Float[Array, "b T H C"],
+    positions: Int[Array, "b T"],
+    frequencies: Float[np.ndarray, " half"],
 ) -> Float[Array, "b T H C"]:
     """Turns the first and second half of each head's channels against each other, by position."""
     angles = positions[..., None, None].astype(jnp.float32) * frequencies

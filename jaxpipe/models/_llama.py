@@ -124,6 +124,7 @@ def llama(
     dropout_rate: float = 0.0,
     num_vocab_tiling: int = 1,
     layer_remat: Callable[[Callable], Callable] = lambda f: f,
+    outside_remat: Callable[[Callable], Callable] = lambda f: f,
     project: Projection = projection,
 ) -> tuple[Callable, Callable, Callable]:
     """`(embed, stage, loss)` of a llama, each a pure function of one microbatch.
@@ -139,7 +140,9 @@ def llama(
         dropout_rate: Share of each residual branch that is dropped; 0 where a stage gets no keys,
             and in the layers after the pipeline.
         num_vocab_tiling: Chunks of the tokens whose logits exist at a time.
-        layer_remat: Wraps one layer, `jax.checkpoint` for instance.
+        layer_remat: Wraps one layer of a stage, `jax.checkpoint` for instance.
+        outside_remat: Wraps one layer after the stages. Engines recompute stages as they are told,
+            but not what `loss` does.
         project: The matrix products of layers: `projection`, or `fp8_projection`.
     """
     frequencies = rope_frequencies(
@@ -150,7 +153,6 @@ def llama(
     def embed(weights: PyTree, side: PyTree) -> Float[Array, "b T D"]:
         return embed_tokens(weights["table"], side["tokens"], constrain=constrain, dtype=dtype)
 
-    @layer_remat
     def layer(w: PyTree, x: Float[Array, "b T D"], side: PyTree, key) -> Float[Array, "b T D"]:
         first, second = (key, key) if isinstance(key, tuple) else jax.random.split(key)
         x = checkpoint_name(x, "decoder_layer_input")
@@ -170,10 +172,10 @@ def llama(
         out = checkpoint_name(out, "context")
         return checkpoint_name(project(out, w["out"]), "out_proj")
 
-    def stage(weights: PyTree, x: Float[Array, "b T D"], side: PyTree, rng: PyTree):
+    def layers(one: Callable, weights: PyTree, x: Float[Array, "b T D"], side: PyTree, rng: PyTree):
         def step(x, layer_and_key):
             w, key = layer_and_key
-            return layer(w, x, side, key), None
+            return one(w, x, side, key), None
 
         x, _ = jax.lax.scan(step, x, (weights, rng))
         return x, {}
@@ -184,10 +186,10 @@ def llama(
 
     def loss(ends: PyTree, x: Float[Array, "b T D"], side: PyTree):
         if "layers" in ends["head"]:
-            x, _ = stage(ends["head"]["layers"], x, side, ())
+            x, _ = layers(outside_remat(layer), ends["head"]["layers"], x, side, ())
         return token_loss(ends, x, side)
 
-    return embed, stage, loss
+    return embed, partial(layers, layer_remat(layer)), loss
 
 
 _KEY = ("activation_batch", "activation_length", "activation_kv_heads", "activation_kv")

@@ -7,8 +7,8 @@ between. Peng et al., 2023, arXiv 2309.00071, with the constants of DeepSeek-V2,
 
 import math
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Float
 
 from ._layers import rope_frequencies
 
@@ -21,7 +21,7 @@ def yarn_frequencies(
     trained_length: int,
     beta_fast: float,
     beta_slow: float,
-) -> Float[Array, " half"]:
+) -> Float[np.ndarray, " half"]:
     """Angles per position of each pair of channels, in radians.
 
     Args:
@@ -39,8 +39,8 @@ def yarn_frequencies(
 
     first = max(math.floor(pair_that_turns(beta_fast)), 0)
     last = min(math.ceil(pair_that_turns(beta_slow)), head_dim - 1)
-    pairs = jnp.arange(head_dim // 2, dtype=jnp.float32)
-    slowed = jnp.clip((pairs - first) / max(last - first, 1e-3), 0.0, 1.0)
+    pairs = np.arange(head_dim // 2, dtype=np.float32)
+    slowed = np.clip((pairs - first) / max(last - first, 1e-3), 0.0, 1.0)
     return rope_frequencies(head_dim, max_timescale) * (1 - slowed + slowed / factor)
 
 

@@ -21,4 +21,6 @@ from ._rules import gathered_rules as gathered_rules
 from ._rules import named_shardings as named_shardings
 from ._rules import no_constraint as no_constraint
 from ._rules import partition_spec as partition_spec
+from ._rules import place as place
 from ._rules import with_rules as with_rules
+from ._rules import zero_rules as zero_rules

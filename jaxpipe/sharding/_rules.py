@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ._mesh import AXES
 
@@ -130,6 +130,27 @@ def named_shardings(shapes: Any, axes: Any, mesh: Mesh, rules: Rules = DEFAULT_R
     return jax.tree_util.tree_map_with_path(sharding, shapes, axes)
 
 
+def place(tree: Any, shardings: Any) -> Any:
+    """`tree` with every leaf split as `shardings` say, inside or outside `jax.jit`."""
+
+    def of_leaf(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        mesh = sharding.mesh
+        if AxisType.Explicit not in mesh.axis_types:
+            return jax.lax.with_sharding_constraint(x, sharding)
+        # How it is split over automatic axes beside them is the compiler's to find out.
+        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        typed = {axis for axis, kind in types.items() if kind == AxisType.Explicit}
+        return jax.sharding.reshard(x, NamedSharding(mesh, _only(sharding.spec, typed)))
+
+    return jax.tree.map(of_leaf, tree, shardings)
+
+
+def _only(spec: PartitionSpec, axes: set[str]) -> PartitionSpec:
+    """`spec` without the axes that are not among `axes`."""
+    dims = ((dim,) if isinstance(dim, str) else dim or () for dim in spec)
+    return PartitionSpec(*(tuple(axis for axis in dim if axis in axes) or None for dim in dims))
+
+
 def automatic_rules(rules: Rules, mesh: AbstractMesh) -> Rules:
     """`rules` without the axes that are manual in `mesh`, as inside `jax.shard_map`."""
     automatic = set(mesh.axis_names) - set(mesh.manual_axes)
@@ -167,6 +188,19 @@ def gathered_rules(rules: Rules, axes: Sequence[str] = GATHERED_AXES) -> Rules:
         (name, mesh_axes if name == "exp" else tuple(a for a in mesh_axes if a not in axes))
         for name, mesh_axes in rules
     ]
+
+
+def zero_rules(rules: Rules) -> Rules:
+    """`rules` for what ZeRO-1 splits over data as well: every dim that is split over fsdp.
+
+    Source: Rajbhandari et al., 2020, arXiv 1910.02054, stage 1.
+    """
+
+    def also(name: str, mesh_axes: Sequence[str]) -> tuple[str, ...]:
+        of_weights = "fsdp" in mesh_axes and not name.startswith("activation")
+        return (*mesh_axes, "data") if of_weights else tuple(mesh_axes)
+
+    return [(name, also(name, mesh_axes)) for name, mesh_axes in rules]
 
 
 def no_constraint(x: jax.Array, axes: LogicalAxes) -> jax.Array:

@@ -1,13 +1,16 @@
 """A state without its pipeline: layers in forward order, [L, ...], whatever ranks they lay on.
 
-This is what checkpoints hold, so that any layout and engine can go on from them.
+This is what checkpoints hold, so that any layout and engine can go on from them. Layers after the
+pipeline stay apart, and are put with the others only for a run that divides the layers otherwise.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .. import sharding
@@ -16,12 +19,13 @@ from ._step import State, state_axes, state_shapes, state_shardings
 
 
 def canonical_shapes(setup: Setup) -> PyTree[jax.ShapeDtypeStruct]:
-    """Shapes and shardings of a canonical state. Layers are split over the ranks."""
+    """Shapes and shardings of a canonical state. Layers are split over the ranks if they divide."""
+    num_ranks = setup.mesh.shape["stage"]
     shapes, axes = state_shapes(setup), state_axes(setup)
     flat = jax.tree.map(
         lambda leaf, a: jax.ShapeDtypeStruct(_flat_shape(leaf.shape, a), leaf.dtype), shapes, axes
     )
-    flat_axes = jax.tree.map(lambda _, a: _flat_axes(a), shapes, axes)
+    flat_axes = jax.tree.map(lambda leaf, a: _flat_axes(leaf.shape, a, num_ranks), flat, axes)
     where = sharding.named_shardings(flat, flat_axes, setup.mesh, setup.rules)
     return jax.tree.map(
         lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), flat, where
@@ -43,12 +47,43 @@ def make_canonical(setup: Setup) -> Callable[[State], State]:
 
 
 def from_canonical(setup: Setup, canonical: State) -> State:
-    """A state laid out for this run."""
+    """A state laid out for this run, of a canonical one with any number of layers after."""
 
     def stack(canonical: State) -> State:
-        return jax.tree.map(lambda x, leaf: x.reshape(leaf.shape), canonical, state_shapes(setup))
+        cut = _regrouped(canonical, setup.layout.num_layers)
+        return jax.tree.map(lambda x, leaf: x.reshape(leaf.shape), cut, state_shapes(setup))
 
     return jax.jit(stack, out_shardings=state_shardings(setup))(canonical)
+
+
+def with_layers_after(setup: Setup, layers_after: int) -> Setup:
+    """`setup`, if that many layers ran after a pipeline that is one stage."""
+    if layers_after == setup.layers_after:
+        return setup
+    num_layers = setup.layout.num_layers + setup.layers_after - layers_after
+    return dataclasses.replace(setup, layout=sharding.Layout(1, 1, num_layers))
+
+
+def _regrouped(state: State, num_layers: int) -> State:
+    """A canonical state with `num_layers` in its stages and the others after them."""
+
+    def of_weights(w: dict[str, Any]) -> dict[str, Any]:
+        head = {name: leaf for name, leaf in w["head"].items() if name != "layers"}
+        parts = [w["stages"], w["head"]["layers"]] if "layers" in w["head"] else [w["stages"]]
+        layers = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+        if any(leaf.shape[0] > num_layers for leaf in jax.tree.leaves(layers)):
+            head["layers"] = jax.tree.map(lambda leaf: leaf[num_layers:], layers)
+        stages = jax.tree.map(lambda leaf: leaf[:num_layers], layers)
+        return w | {"head": head, "stages": stages}
+
+    return jax.tree.map(
+        lambda x: of_weights(x) if _is_weights(x) else x, state, is_leaf=_is_weights
+    )
+
+
+def _is_weights(x: Any) -> bool:
+    """Whether `x` is a state's weights, or Adam's moments of them."""
+    return isinstance(x, dict) and {"head", "stages"} <= x.keys()
 
 
 def _is_stacked(axes: Any) -> bool:
@@ -61,5 +96,9 @@ def _flat_shape(shape: tuple[int, ...], axes: sharding.LogicalAxes) -> tuple[int
     return (math.prod(shape[: len(STACKED)]), *shape[len(STACKED) :])
 
 
-def _flat_axes(axes: sharding.LogicalAxes) -> sharding.LogicalAxes:
-    return ("stage", *axes[len(STACKED) :]) if _is_stacked(axes) else axes
+def _flat_axes(
+    shape: tuple[int, ...], axes: sharding.LogicalAxes, num_ranks: int
+) -> sharding.LogicalAxes:
+    if not _is_stacked(axes):
+        return axes
+    return ("layers" if shape[0] % num_ranks else "stage", *axes[len(STACKED) :])

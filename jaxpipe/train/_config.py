@@ -27,6 +27,7 @@ def _count_or_auto(value: int) -> int:
 
 CountOrAuto = Annotated[int, AfterValidator(_count_or_auto)]
 Count = Annotated[int, Field(ge=1)]
+CountOrNone = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -62,6 +63,7 @@ class Config(BaseModel):
 
     # The model.
     model_name: str = "llama-tiny"
+    decoder_block: Literal["llama", "deepseek"] = "llama"
     base_emb_dim: Count = 64
     base_num_decoder_layers: Count = 8
     base_num_query_heads: Count = 4
@@ -71,13 +73,40 @@ class Config(BaseModel):
     vocab_size: Count = 320
     normalization_layer_epsilon: Positive = 1e-5
     rope_max_timescale: Positive = 10000.0
-    rope_type: Literal["default", "llama3.1"] = "default"
+    rope_type: Literal["default", "llama3.1", "yarn"] = "default"
     logits_via_embedding: bool = True
     dropout_rate: BelowOne = 0.0
     dtype: FloatType = "bfloat16"
     weight_dtype: FloatType = "float32"
+    quantization: Literal["", "fp8"] = ""
     attention: Literal["auto", "dot_product", "splash"] = "auto"
     num_vocab_tiling: Count = 1
+
+    # Experts and latent attention.
+    first_num_dense_layers: CountOrNone = 0
+    base_moe_mlp_dim: Count = 64
+    shared_experts: CountOrNone = 0
+    num_experts: Count = 1
+    num_experts_per_tok: Count = 1
+    load_balance_loss_weight: NotNegative = 0.0
+    routed_score_func: Literal["softmax", "sigmoid"] = "softmax"
+    routed_bias: bool = False
+    routed_bias_update_rate: NotNegative = 1e-3
+    routed_scaling_factor: Positive = 1.0
+    norm_topk_prob: bool = False
+    n_routing_groups: Count = 1
+    topk_routing_group: Count = 1
+    megablox: Literal["auto"] | bool = "auto"
+    q_lora_rank: CountOrNone = 0
+    kv_lora_rank: Count = 32
+    qk_nope_head_dim: Count = 16
+    qk_rope_head_dim: Count = 8
+    v_head_dim: Count = 16
+    rope_factor: Positive = 40.0
+    original_max_position_embeddings: Count = 4096
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    mscale: NotNegative = 1.0
 
     # The data.
     dataset_type: Literal["synthetic", "text"] = "synthetic"
@@ -108,6 +137,7 @@ class Config(BaseModel):
 
     # The pipeline.
     pipeline_engine: Literal["none", "circular"] = "circular"
+    pipeline_parallel_layers: CountOrAuto = -1
     num_layers_per_pipeline_stage: Count = 1
     num_pipeline_repeats: CountOrAuto = -1
     num_pipeline_microbatches: CountOrAuto = -1
@@ -147,7 +177,10 @@ class Config(BaseModel):
     dcn_expert_parallelism: Count = 1
     dcn_context_parallelism: Count = 1
     logical_axis_rules: AxisRules | None = None
-    emulate_devices: Annotated[int, Field(ge=0)] = 0
+    shard_mode: Literal["auto", "explicit"] = "auto"
+    shard_optimizer_over_data: bool = False
+    debug_sharding: bool = False
+    emulate_devices: CountOrNone = 0
 
     # Checkpoints and reports.
     enable_checkpointing: bool = True
@@ -190,11 +223,13 @@ class Config(BaseModel):
         names = (
             "ici_pipeline_parallelism",
             "dcn_pipeline_parallelism",
+            "pipeline_parallel_layers",
             "num_layers_per_pipeline_stage",
             "num_pipeline_repeats",
             "pipeline_delay_activation_forwarding",
             "pipeline_fsdp_ag_once",
             "pipeline_fsdp_ag_per_repeat",
+            "shard_mode",
             "scan_pipeline_repeats",
             "set_remat_policy_on_pipeline_iterations",
             "set_remat_policy_on_layers_per_stage",

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import yaml
 
 from .. import models
-from ._canonical import canonical_shapes, from_canonical, make_canonical
+from ._canonical import canonical_shapes, from_canonical, make_canonical, with_layers_after
 from ._checkpoint import (
     latest_step,
     open_checkpoints,
@@ -26,7 +26,7 @@ from ._data import BatchAt, synthetic_batches, text_batches
 from ._documents import read_documents, tokenize
 from ._metrics import Write, metrics_writer
 from ._progress import Report, Stream, progress
-from ._setup import Setup, set_up
+from ._setup import Setup, set_up, weights_shardings
 from ._step import State, initial_state, make_train_step, place_batch
 from ._tokens import load_tokenizer
 
@@ -156,7 +156,7 @@ def speed(setup: Setup, seconds: float) -> Metrics:
 def model_flops(setup: Setup) -> float:
     """Floating-point operations of the model in a step, over all devices."""
     length = setup.config.max_target_length
-    return models.matmul_flops_per_token(setup.llama, length) * setup.batch_size * length
+    return models.matmul_flops_per_token(setup.model, length) * setup.batch_size * length
 
 
 def make_batches(setup: Setup) -> BatchAt:
@@ -198,7 +198,8 @@ def restored_state(setup: Setup, checkpoints: ocp.CheckpointManager, step: int) 
             + "\n  ".join(differing)
             + "\nUse the config it was saved with, or another `run_name`."
         )
-    return from_canonical(setup, restore_checkpoint(checkpoints, step, canonical_shapes(setup)))
+    as_saved = with_layers_after(setup, saved.get("layers_after", 0))
+    return from_canonical(setup, restore_checkpoint(checkpoints, step, canonical_shapes(as_saved)))
 
 
 def describe(setup: Setup, done: int) -> str:
@@ -209,17 +210,37 @@ def describe(setup: Setup, done: int) -> str:
     lines = [
         f"{config.model_name}: {millions:.2f}M parameters, {config.base_num_decoder_layers} layers",
         f"engine {config.pipeline_engine} on {axes or 'one device'}: {layout.num_repeats} "
-        f"repeat(s) x {layout.num_ranks} rank(s) x {layout.layers_per_stage} layer(s), "
+        f"repeat(s) x {layout.num_ranks} rank(s) x {layout.layers_per_stage} layer(s)"
+        f"{_outside(setup)}, "
         f"{setup.num_microbatches} microbatches of {setup.microbatch_size} x "
         f"{config.max_target_length} tokens",
     ]
+    if config.debug_sharding:
+        lines += shardings_shown(setup)
     if done:
         lines.append(f"resumed after step {done}")
     return "\n".join(lines)
 
 
+def shardings_shown(setup: Setup) -> list[str]:
+    """A line for every weight: its shape, and the mesh axes that each dim is split over."""
+    shapes = jax.tree_util.tree_leaves_with_path(models.shapes(setup.weight_tree))
+    specs = (sharding.spec for sharding in jax.tree.leaves(weights_shardings(setup)))
+    return [
+        f"{jax.tree_util.keystr(path, simple=True, separator='.')}: {list(leaf.shape)} over {spec}"
+        for (path, leaf), spec in zip(shapes, specs, strict=True)
+    ]
+
+
+def _outside(setup: Setup) -> str:
+    """The layers that are in no stage."""
+    before, after = setup.config.first_num_dense_layers, setup.layers_after
+    parts = [f"{count} {where}" for count, where in ((before, "before"), (after, "after")) if count]
+    return f" ({' and '.join(parts)} them)" if parts else ""
+
+
 def _metadata(setup: Setup) -> Mapping[str, Any]:
-    return {"model": dataclasses.asdict(setup.llama)}
+    return {"model": dataclasses.asdict(setup.model), "layers_after": setup.layers_after}
 
 
 def _write_config(folder: Path, config: Config) -> None:

@@ -3,7 +3,6 @@
 R repeats, S ranks, M microbatches of b rows, T tokens a row.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,8 @@ from .._versions import splash_aborts_in_pipelines
 from ..autodiff import Model
 from ._config import Config
 from ._data import global_batch_size
-from ._remat import check_remat, remat_of_layers
+from ._family import Sizes, family_of, sizes_of
+from ._remat import check_remat, remat_of_layers, remat_outside
 
 STACKED = ("circular_repeats", "stage", "layers")
 """Logical axes of `Layout.dims`, in front of every weight of a layer."""
@@ -30,7 +30,7 @@ class Setup:
 
     Attributes:
         config: Where everything comes from.
-        llama: The model's sizes.
+        model: The model's sizes.
         mesh: All devices.
         rules: Logical axis rules.
         layout: How the layers lie on the ranks; one stage on one rank without a pipeline.
@@ -39,7 +39,7 @@ class Setup:
     """
 
     config: Config
-    llama: models.LlamaConfig
+    model: Sizes
     mesh: Mesh
     rules: sharding.Rules
     layout: sharding.Layout
@@ -52,9 +52,21 @@ class Setup:
         return self.num_microbatches * self.microbatch_size
 
     @property
+    def layers_after(self) -> int:
+        """The last layers, if they run after the pipeline: `head.layers`."""
+        return num_alike_layers(self.config) - self.layout.num_layers
+
+    @property
+    def layer_tree(self) -> dict[str, Any]:
+        """The abstract weights of the ends, and of one `layer`."""
+        weights = family_of(self.config).weights
+        dtype = jnp.dtype(self.config.weight_dtype)
+        return weights(self.model, dtype, layers_after=self.layers_after)
+
+    @property
     def weight_tree(self) -> dict[str, Any]:
         """The abstract weights; leaves of `stages` are [R, S, layers per stage, ...]."""
-        tree = models.llama_weights(self.llama, jnp.dtype(self.config.weight_dtype))
+        tree = self.layer_tree
         stages = models.stacked(tree["layer"], self.layout.dims, STACKED)
         return {"embed": tree["embed"], "stages": stages, "head": tree["head"]}
 
@@ -69,8 +81,12 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
         raise ValueError(
             f"There are {jax.process_count()} processes. The trainer runs in one process so far."
         )
+    model = sizes_of(config)
     mesh = sharding.make_mesh(
-        _parallelism(config, "ici"), _parallelism(config, "dcn"), devices=devices
+        _parallelism(config, "ici"),
+        _parallelism(config, "dcn"),
+        devices=devices,
+        explicit=config.shard_mode == "explicit",
     )
     num_ranks = mesh.shape["stage"]
     layout = _layout(config, num_ranks)
@@ -94,9 +110,9 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
         fix="Change one of them.",
     )
     rules = sharding.with_rules(_axis_rules(config))
-    llama = _llama_config(config)
-    setup = Setup(config, llama, mesh, rules, layout, num_microbatches, microbatch_size)
+    setup = Setup(config, model, mesh, rules, layout, num_microbatches, microbatch_size)
     attention_kernel(setup)
+    grouped_matmul(setup)
     check_remat(config, mesh.devices.flat)
     sharding.divide(
         config.max_target_length,
@@ -116,16 +132,18 @@ def build_model(setup: Setup) -> Model:
     attention = models.dot_product_attention
     if attention_kernel(setup) == "splash":
         attention = models.splash_attention(setup.rules)
-    functions = models.llama(
-        setup.llama,
+    return family_of(config).model(
+        setup.model,
         attention=attention,
+        experts=models.routed_experts(setup.rules, grouped_matmul(setup)),
         constrain=sharding.constrain_with(setup.rules),
         dtype=jnp.dtype(config.dtype),
         dropout_rate=config.dropout_rate if config.enable_dropout else 0.0,
+        project=models.PROJECTIONS[config.quantization],
         num_vocab_tiling=config.num_vocab_tiling,
         layer_remat=remat_of_layers(config),
+        outside_remat=remat_outside(config),
     )
-    return Model(*functions, tied=config.logits_via_embedding)
 
 
 def attention_kernel(setup: Setup) -> str:
@@ -146,6 +164,16 @@ def attention_kernel(setup: Setup) -> str:
     if config.attention == "splash" and found:
         raise ValueError(f"`attention` is 'splash', but {found}. Give 'auto' or 'dot_product'.")
     return "dot_product" if found else "splash"
+
+
+def grouped_matmul(setup: Setup) -> models.GroupedMatmul:
+    """Of the experts: what the config says, or with `auto` the kernel where it runs."""
+    platform, wanted = setup.mesh.devices.flat[0].platform, setup.config.megablox
+    if wanted is True and platform != "tpu":
+        raise ValueError(
+            f"`megablox` is true, but the devices are {platform}s, not TPUs. Give 'auto' or false."
+        )
+    return models.megablox() if platform == "tpu" and wanted else models.ragged_dot
 
 
 def weights_shardings(setup: Setup) -> Any:
@@ -172,15 +200,52 @@ def _parallelism(config: Config, kind: str) -> dict[str, int]:
     }
 
 
+def num_alike_layers(config: Config) -> int:
+    """Layers that may be in a pipeline: all but the dense ones before layers with experts."""
+    return config.base_num_decoder_layers - config.first_num_dense_layers
+
+
 def _layout(config: Config, num_ranks: int) -> sharding.Layout:
     if config.pipeline_engine == "none":
-        return sharding.Layout(1, 1, config.base_num_decoder_layers)
+        return sharding.Layout(1, 1, num_alike_layers(config))
+    per_repeat = num_ranks * config.num_layers_per_pipeline_stage
+    name, num_layers = _pipelined_layers(config)
+    sharding.divide(
+        num_layers,
+        per_repeat,
+        name=name,
+        into="ranks x `num_layers_per_pipeline_stage`",
+        fix=_fitting(num_alike_layers(config), per_repeat),
+    )
     return sharding.layout(
-        config.base_num_decoder_layers,
+        num_layers,
         num_ranks=num_ranks,
         layers_per_stage=config.num_layers_per_pipeline_stage,
         num_repeats=config.num_pipeline_repeats,
     )
+
+
+def _pipelined_layers(config: Config) -> tuple[str, int]:
+    """How many layers the pipeline has, and what says so."""
+    wanted, available = config.pipeline_parallel_layers, num_alike_layers(config)
+    if wanted > available:
+        raise ValueError(
+            f"`pipeline_parallel_layers` is {wanted}, and there are {available} layers for a "
+            f"pipeline. Give 1 to {available}, or -1 for all of them."
+        )
+    if wanted != -1:
+        return "`pipeline_parallel_layers`", wanted
+    dense = " - `first_num_dense_layers`" if config.first_num_dense_layers else ""
+    return f"`base_num_decoder_layers`{dense}", available
+
+
+def _fitting(available: int, per_repeat: int) -> str:
+    """Advice where layers do not divide."""
+    advice = "Choose ranks and layers per stage whose product divides the layers"
+    if available < per_repeat:
+        return advice + "."
+    fits = available - available % per_repeat
+    return f"{advice}, or `pipeline_parallel_layers={fits}`: the others run after the pipeline."
 
 
 def _axis_rules(config: Config) -> sharding.Rules:
@@ -188,8 +253,3 @@ def _axis_rules(config: Config) -> sharding.Rules:
         return (axes,) if isinstance(axes, str) else axes or ()
 
     return tuple((name, as_tuple(axes)) for name, axes in config.logical_axis_rules or ())
-
-
-def _llama_config(config: Config) -> models.LlamaConfig:
-    names = [field.name for field in dataclasses.fields(models.LlamaConfig)]
-    return models.LlamaConfig(**{name: getattr(config, name) for name in names})

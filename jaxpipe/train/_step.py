@@ -3,9 +3,8 @@
 R repeats, S ranks, L layers, M microbatches of b rows, T tokens a row.
 """
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +14,10 @@ from jaxtyping import Array, Int, PyTree
 
 from .. import models, sharding, spmd
 from ..autodiff import Model, unpipelined
-from ._config import Config
+from ._gathering import gathers, optimizer_rules
 from ._optimizer import adamw, clip, decay_mask, gradient_norm, learning_rate_schedule
 from ._remat import remat_of_ticks
+from ._router_bias import with_router_biases, without_router_biases
 from ._setup import STACKED, Setup, batch_shardings, build_model
 
 State = dict[str, Any]
@@ -27,15 +27,28 @@ State = dict[str, Any]
 def make_optimizer(setup: Setup) -> optax.GradientTransformation:
     """AdamW; norms' scales do not decay."""
     config = setup.config
-    stacked = {"embed": 0, "stages": len(STACKED), "head": 0}
+    stacked = _stacked_dims(setup)
     return adamw(
         make_schedule(setup),
         b1=config.adam_b1,
         b2=config.adam_b2,
         eps=config.adam_eps,
         weight_decay=config.adam_weight_decay,
-        decay_mask=decay_mask(models.shapes(setup.weight_tree), stacked),
+        decay_mask=decay_mask(models.shapes(_trained(setup)), stacked),
     )
+
+
+def _trained(setup: Setup) -> PyTree:
+    """The abstract weights that the optimizer sees."""
+    return without_router_biases(setup.weight_tree)
+
+
+def _stacked_dims(setup: Setup) -> PyTree:
+    """How many leading dims of the weights only stack layers."""
+    ends = {name: dict.fromkeys(setup.weight_tree[name], 0) for name in ("embed", "head")}
+    for end in ends.values():
+        end |= {"layers": 1} if "layers" in end else {}
+    return ends | {"stages": len(STACKED)}
 
 
 def make_schedule(setup: Setup) -> optax.Schedule:
@@ -52,23 +65,33 @@ def make_schedule(setup: Setup) -> optax.Schedule:
 
 def initial_state(setup: Setup) -> State:
     """Weights, optimizer state and step 0, each made on the devices that hold it."""
-    optimizer, layout = make_optimizer(setup), setup.layout
+    optimizer = make_optimizer(setup)
 
     def make() -> State:
-        tree = models.llama_weights(setup.llama, jnp.dtype(setup.config.weight_dtype))
-        key = jax.random.key(setup.config.init_weights_seed)
-        ends = {name: tree[name] for name in ("embed", "head")}
-        stages = models.initialize_layers(tree["layer"], key, layout.dims)
-        weights = models.initialize(ends, key) | {"stages": stages}
-        return {"weights": weights, "optimizer": optimizer.init(weights), "step": jnp.int32(0)}
+        weights = _first_weights(setup)
+        moments = optimizer.init(without_router_biases(weights))
+        return {"weights": weights, "optimizer": moments, "step": jnp.int32(0)}
 
     return jax.jit(make, out_shardings=state_shardings(setup))()
+
+
+def _first_weights(setup: Setup) -> PyTree:
+    """Every layer starts equal in every layout, also after the pipeline."""
+    tree, layout = setup.layer_tree, setup.layout
+    key = jax.random.key(setup.config.init_weights_seed)
+    weights = models.initialize({name: tree[name] for name in ("embed", "head")}, key)
+    weights["stages"] = models.initialize_layers(tree["layer"], key, layout.dims)
+    if setup.layers_after:
+        after = (setup.layers_after,)
+        layers = models.initialize_layers(tree["layer"], key, after, first=layout.num_layers)
+        weights["head"]["layers"] = layers
+    return weights
 
 
 def state_shapes(setup: Setup) -> State:
     """`jax.ShapeDtypeStruct` for every leaf of a state."""
     weights = models.shapes(setup.weight_tree)
-    optimizer = jax.eval_shape(make_optimizer(setup).init, weights)
+    optimizer = jax.eval_shape(make_optimizer(setup).init, models.shapes(_trained(setup)))
     step = jax.ShapeDtypeStruct((), jnp.int32)
     return {"weights": weights, "optimizer": optimizer, "step": step}
 
@@ -80,7 +103,7 @@ def state_axes(setup: Setup) -> State:
         make_optimizer(setup),
         lambda _, of_weight: of_weight,
         state_shapes(setup)["optimizer"],
-        axes,
+        models.logical_axes(_trained(setup)),
         transform_non_params=lambda _: (),
     )
     return {"weights": axes, "optimizer": optimizer, "step": ()}
@@ -88,7 +111,21 @@ def state_axes(setup: Setup) -> State:
 
 def state_shardings(setup: Setup) -> State:
     """A sharding for every leaf of a state."""
-    return sharding.named_shardings(state_shapes(setup), state_axes(setup), setup.mesh, setup.rules)
+    shapes, axes = state_shapes(setup), state_axes(setup)
+    rules = {"weights": setup.rules, "optimizer": optimizer_rules(setup), "step": setup.rules}
+    return {
+        name: sharding.named_shardings(shapes[name], axes[name], setup.mesh, of_part)
+        for name, of_part in rules.items()
+    }
+
+
+def gradient_shardings(setup: Setup) -> PyTree:
+    """A sharding for every gradient: they lie as the optimizer's state does."""
+    tree = setup.weight_tree
+    rules = optimizer_rules(setup)
+    return sharding.named_shardings(
+        models.shapes(tree), models.logical_axes(tree), setup.mesh, rules
+    )
 
 
 def make_train_step(setup: Setup) -> Callable[[State, PyTree], tuple[State, dict[str, Array]]]:
@@ -99,23 +136,29 @@ def make_train_step(setup: Setup) -> Callable[[State, PyTree], tuple[State, dict
     optimizer, schedule = make_optimizer(setup), make_schedule(setup)
     value_and_grad = ENGINES[setup.config.pipeline_engine](setup, build_model(setup))
     threshold = setup.config.gradient_clipping_threshold
+    bias_rate = setup.config.routed_bias_update_rate
+    shardings = state_shardings(setup)
+    stored, lie = map(without_router_biases, (shardings["weights"], gradient_shardings(setup)))
 
     def step(state: State, batch: PyTree) -> tuple[State, dict[str, Array]]:
         weights = state["weights"]
         keys = _dropout_keys(setup, state["step"])
         (loss, metrics), grads = value_and_grad(weights, batch, keys)
-        norm = gradient_norm(grads)
-        grads = clip(grads, norm, threshold=threshold)
-        updates, moments = optimizer.update(grads, state["optimizer"], weights)
+        trained, of_trained = without_router_biases(weights), without_router_biases(grads)
+        norm = gradient_norm(of_trained)
+        of_trained = clip(of_trained, norm, threshold=threshold)
+        # With ZeRO-1 every device updates its part of the weights, and gathers the others'.
+        part, of_part = sharding.place(trained, lie), sharding.place(of_trained, lie)
+        updates, moments = optimizer.update(of_part, state["optimizer"], part)
+        trained = sharding.place(optax.apply_updates(part, updates), stored)
         new = {
-            "weights": optax.apply_updates(weights, updates),
+            "weights": with_router_biases(trained, weights, grads, rate=bias_rate),
             "optimizer": moments,
             "step": state["step"] + 1,
         }
         rate = jnp.asarray(schedule(state["step"]))
         return new, {"loss": loss, **metrics, "gradient_norm": norm, "learning_rate": rate}
 
-    shardings = state_shardings(setup)
     return jax.jit(
         step,
         in_shardings=(shardings, batch_shardings(setup)),
@@ -142,18 +185,7 @@ def place_batch(setup: Setup, batch: dict[str, np.ndarray]) -> dict[str, Array]:
 
 def _circular(setup: Setup, model: Model) -> Callable:
     config = setup.config
-    ends = {name: setup.weight_tree[name] for name in ("embed", "head")}
-    stage = jax.tree.map(_without_ranks, setup.weight_tree["stages"], is_leaf=models.is_weight)
-
-    def gather(tree: PyTree) -> spmd.Gather:
-        dtypes = models.read_dtypes(tree, config.dtype)
-        return spmd.gather_weights(
-            models.logical_axes(tree),
-            setup.rules,
-            when=_gathering(config),
-            cast=lambda w: jax.tree.map(lambda x, dtype: x.astype(dtype), w, dtypes),
-            batch_axes=("data", "fsdp"),
-        )
+    gather, ends_gather = gathers(setup)
 
     def value_and_grad(weights, side, keys):
         return spmd.circular_value_and_grad(
@@ -164,23 +196,12 @@ def _circular(setup: Setup, model: Model) -> Callable:
             mesh=setup.mesh,
             delay=setup.config.pipeline_delay_activation_forwarding,
             remat=remat_of_ticks(config),
-            gather=gather(stage),
-            ends_gather=gather(ends),
+            gather=gather,
+            ends_gather=ends_gather,
             scan_repeats=config.scan_pipeline_repeats,
         )
 
     return value_and_grad
-
-
-def _gathering(config: Config) -> Literal["tick", "repeat", "once"]:
-    if config.pipeline_fsdp_ag_per_repeat:
-        return "repeat"
-    return "once" if config.pipeline_fsdp_ag_once else "tick"
-
-
-def _without_ranks(weight: models.Weight) -> models.Weight:
-    """One stage's part of a weight [R, S, ...]."""
-    return dataclasses.replace(weight, shape=weight.shape[2:], axes=weight.axes[2:])
 
 
 def _none(setup: Setup, model: Model) -> Callable:

@@ -41,10 +41,11 @@ class Row:
     batch_axes: tuple[str, ...] = ()
     scan_repeats: bool = True
     remat: str = "full"
+    explicit: bool = False
 
     def __str__(self) -> str:
         flags = [name for name in ("delay", "tied", "dropout", "packed") if getattr(self, name)]
-        flags += [self.quantization] * bool(self.quantization)
+        flags += [self.quantization] * bool(self.quantization) + ["explicit"] * self.explicit
         axes = "twin" if self.axes is None else "x".join(f"{a}{n}" for a, n in self.axes) or "mesh"
         sizes = f"S{self.ranks}-R{self.repeats}-M{self.microbatches}-L{self.layers_per_stage}"
         flags += [self.gather] * (self.gather != "tick") + [f"{a}manual" for a in self.batch_axes]
@@ -114,6 +115,7 @@ def check_row(row: Row) -> None:
             gather="tick",
             batch_axes=(),
             scan_repeats=True,
+            explicit=False,
             remat="full",
         )
     )
@@ -277,7 +279,8 @@ def mesh_of(row: Row) -> Any:
     if row.axes is None:
         return None
     sizes = dict(row.axes) | {"stage": row.ranks}
-    return sharding.make_mesh(sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    return sharding.make_mesh(sizes, devices=devices, explicit=row.explicit)
 
 
 def placed(case: Case, mesh: Any) -> Any:

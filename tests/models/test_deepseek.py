@@ -153,7 +153,7 @@ def test_remat_of_layers_with_and_without_experts_changes_nothing():
     def gradients(functions):
         return jax.jit(jax.grad(lambda w: run(functions, w, side)[0][0]))(weights)
 
-    again = functions_of(layer_remat=jax.checkpoint, embed_remat=jax.checkpoint)
+    again = functions_of(layer_remat=jax.checkpoint, outside_remat=jax.checkpoint)
     assert_all_close(gradients(again), gradients(functions_of()))
 
 

@@ -1,0 +1,55 @@
+"""How the trainer's weights are gathered, and where gradients and the optimizer's state lie."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from .. import models, sharding, spmd
+from ._config import Config
+from ._setup import Setup
+
+
+def gathers(setup: Setup) -> tuple[spmd.Gather, spmd.Gather]:
+    """Of the stages, and of embedding and head."""
+    ends = {name: setup.weight_tree[name] for name in ("embed", "head")}
+    stage = jax.tree.map(_without_ranks, setup.weight_tree["stages"], is_leaf=models.is_weight)
+    return _gather(setup, stage), _gather(setup, ends)
+
+
+def optimizer_rules(setup: Setup) -> sharding.Rules:
+    """ZeRO-1 splits the optimizer's state, and the gradients it takes, over data too."""
+    if setup.config.shard_optimizer_over_data:
+        return sharding.zero_rules(setup.rules)
+    return setup.rules
+
+
+def _gather(setup: Setup, tree: PyTree) -> spmd.Gather:
+    dtypes = models.read_dtypes(tree, jnp.dtype(setup.config.dtype))
+    return spmd.gather_weights(
+        models.logical_axes(tree),
+        setup.rules,
+        when=_when(setup.config),
+        cast=lambda weights: jax.tree.map(lambda x, dtype: x.astype(dtype), weights, dtypes),
+        batch_axes=_row_axes(setup),
+        gradient_rules=optimizer_rules(setup),
+    )
+
+
+def _row_axes(setup: Setup) -> tuple[str, ...]:
+    """Axes that split the batch and nothing else inside a layer: each device has its own rows."""
+    batch = dict(setup.rules)["activation_batch"]
+    return tuple(axis for axis in ("data", "fsdp") if axis in batch)
+
+
+def _when(config: Config) -> Literal["tick", "repeat", "once"]:
+    if config.pipeline_fsdp_ag_per_repeat:
+        return "repeat"
+    return "once" if config.pipeline_fsdp_ag_once else "tick"
+
+
+def _without_ranks(weight: Any) -> models.Weight:
+    """One stage's part of a weight [R, S, ...]."""
+    return dataclasses.replace(weight, shape=weight.shape[2:], axes=weight.axes[2:])
