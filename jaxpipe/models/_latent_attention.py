@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -93,7 +94,7 @@ def latent_attention(
     return attend
 
 
-def _positions(config: DeepseekConfig) -> tuple[Float[Array, " half"], float]:
+def _positions(config: DeepseekConfig) -> tuple[Float[np.ndarray, " half"], float]:
     """Rotary angles per position, and what scores are multiplied by."""
     channels, base = config.qk_rope_head_dim, config.rope_max_timescale
     if config.rope_type == "default":
