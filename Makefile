@@ -14,8 +14,8 @@ test-slow: .venv/dev
 	$(BIN)/pytest -m slow
 
 lint: .venv/dev
-	$(BIN)/ruff check jaxpipe tests examples
-	$(BIN)/ruff format --check jaxpipe tests examples
+	$(BIN)/ruff check jaxpipe tests examples benchmarks
+	$(BIN)/ruff format --check jaxpipe tests examples benchmarks
 	$(BIN)/pyright
 
 # Stamps: an environment is installed again when pyproject.toml is newer.

@@ -1,5 +1,7 @@
 """Every engine, at every size that it may be used at, equals the unpipelined program."""
 
+import functools
+
 import pytest
 
 from harness.contract import Row, check_row
@@ -9,7 +11,16 @@ RANKS = (2, 3, 4, 8)
 
 
 def rows() -> list[Row]:
-    return [*twins(), *meshes(), *compositions(), *gathers(), *experts(), *policies()]
+    return [
+        *twins(),
+        *meshes(),
+        *compositions(),
+        *gathers(),
+        *explicit(),
+        *many_repeats(),
+        *experts(),
+        *policies(),
+    ]
 
 
 def twins() -> list[Row]:
@@ -77,6 +88,33 @@ def gathers() -> list[Row]:
 
 
 GATHERED_SIZES = [(2, 4, 1, 2, False), (3, 3, 2, 1, True), (4, 2, 2, 1, True)]
+
+
+def explicit() -> list[Row]:
+    """Data, stage and fsdp as explicit axes, the others inside a layer automatic."""
+    row = functools.partial(Row, "circular", batch_axes=("data", "fsdp"), explicit=True)
+    llama = functools.partial(row, "llama", dropout=0.1, packed=True)
+    return [
+        llama(2, 2, 4, axes=(("fsdp", 2), ("tensor", 2)), gather="once"),
+        llama(3, 2, 6, axes=(("fsdp", 2),), gather="repeat", delay=True),
+        llama(4, 1, 4, axes=(("data", 2),), layers_per_stage=2),
+        row("deepseek", 2, 3, 4, axes=(("expert", 2), ("fsdp", 2)), gather="repeat"),
+    ]
+
+
+def many_repeats() -> list[Row]:
+    """From 8 repeats on, residuals and gradients lie in two halves; 8 ranks gather nothing."""
+    return [
+        Row("circular", "mlp", 2, 8, 4, delay=True, tied=True),
+        Row("circular", "mlp", 2, 9, 2, tied=True),
+        Row("circular", "llama", 2, 8, 4, axes=(("fsdp", 2),), gather="repeat", dropout=0.1,
+            batch_axes=("data", "fsdp")),
+        Row("circular", "llama", 8, 2, 8, axes=(), gather="repeat", batch_axes=("data", "fsdp")),
+        Row("circular", "llama", 8, 2, 16, axes=(), gather="once", delay=True, explicit=True,
+            batch_axes=("data", "fsdp")),
+        Row("circular", "llama", 2, 4, 4, axes=(("fsdp", 2),), gather="repeat", packed=True,
+            batch_axes=("data", "fsdp"), scan_repeats=False),
+    ]  # fmt: skip
 
 
 def experts() -> list[Row]:
