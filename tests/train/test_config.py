@@ -31,11 +31,23 @@ def test_zero_is_refused_where_it_makes_no_sense(key: str):
         ("num_layers_per_pipeline_stage", 2),
         ("num_pipeline_repeats", 2),
         ("pipeline_delay_activation_forwarding", True),
+        ("set_remat_policy_on_layers_per_stage", True),
     ],
 )
 def test_no_engine_and_a_setting_of_pipelines_contradict_each_other(name, value):
     with pytest.raises(ValueError, match=f"'none' and `{name}` is {value}, which nothing would"):
         Config.model_validate({"pipeline_engine": "none", name: value})
+
+
+def test_a_policy_that_does_not_exist_is_refused_with_those_that_do():
+    with pytest.raises(ValidationError, match="one of full, none, minimal_with_context, minimal"):
+        Config(remat_policy="ful")
+
+
+def test_places_of_tensors_without_the_policy_that_reads_them_are_refused():
+    with pytest.raises(ValueError, match="`mlpwo` is 'device' and `remat_policy` 'full', which do"):
+        Config(mlpwo="device")
+    assert Config(mlpwo="device", remat_policy="custom").mlpwo == "device"
 
 
 def test_text_needs_files():

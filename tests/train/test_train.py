@@ -156,6 +156,10 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
             "with delayed forwarding .* at least 4",
         ),
         ({"logical_axis_rules": (("mlp", "tensr"),)}, "maps 'mlp' to 'tensr'"),
+        (
+            {"num_vocab_tiling": 3},
+            "`max_target_length` is 16, not a multiple of `num_vocab_tiling` x .* = 3",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused_before_anything_compiles(settings, message):
@@ -205,6 +209,26 @@ def test_bfloat16_trains_with_and_without_a_pipeline_to_nearly_the_same_loss(
 def test_without_rematerialisation_the_losses_are_the_same(tmp_path, uninterrupted):
     settings = {**CIRCULAR, "dataset_type": "text", "remat_policy": "none"}
     np.testing.assert_allclose(losses(run(tmp_path, **settings)), uninterrupted, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"remat_policy": "minimal_offloaded", "set_remat_policy_on_layers_per_stage": True},
+        {
+            "remat_policy": "custom",
+            "context": "device",
+            "mlpwo": "offload",
+            "set_remat_policy_on_pipeline_iterations": False,
+            "set_remat_policy_on_layers_per_stage": True,
+        },
+        {"num_vocab_tiling": 4},
+    ],
+    ids=lambda settings: next(iter(settings.values())),
+)
+def test_what_is_kept_and_how_the_loss_is_cut_change_no_loss(tmp_path, uninterrupted, settings):
+    history = run(tmp_path, **CIRCULAR, dataset_type="text", **settings)
+    np.testing.assert_allclose(losses(history), uninterrupted, rtol=1e-5)
 
 
 def test_a_rule_of_the_users_own_changes_where_weights_lie_and_no_number(tmp_path, uninterrupted):
