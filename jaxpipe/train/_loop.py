@@ -233,7 +233,7 @@ def shardings_shown(setup: Setup) -> list[str]:
 
 
 def _outside(setup: Setup) -> str:
-    """The layers that are in no stage."""
+    """How many layers are in no stage, if any."""
     before, after = setup.config.first_num_dense_layers, setup.layers_after
     parts = [f"{count} {where}" for count, where in ((before, "before"), (after, "after")) if count]
     return f" ({' and '.join(parts)} them)" if parts else ""

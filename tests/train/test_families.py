@@ -1,0 +1,182 @@
+"""Every family of models trains; keys that it does not read are refused; layers outside stages."""
+
+import functools
+import io
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpipe import models
+from jaxpipe.cli import main
+from jaxpipe.train import Config, build_model, set_up, train
+from jaxpipe.train import _step as step
+from jaxpipe.train._family import FAMILIES
+
+RUN: dict[str, Any] = {
+    "base_emb_dim": 16,
+    "base_num_decoder_layers": 5,
+    "dtype": "float32",
+    "max_target_length": 16,
+    "per_device_batch_size": 2.0,
+    "num_pipeline_microbatches": 4,
+    "learning_rate": 1e-2,
+    "learning_rate_schedule_steps": 3,
+    "enable_tensorboard": False,
+    "dataset_type": "text",
+    "steps": 3,
+}
+TINY: dict[str, Any] = {
+    **models.PRESETS["deepseek-tiny"],
+    **RUN,
+    "model_name": "deepseek-tiny",
+    "load_balance_loss_weight": 0.1,
+    "routed_bias_update_rate": 0.05,
+}
+CIRCULAR: dict[str, Any] = {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 4}
+# Balance is a matter of a microbatch, so all runs have the same: of 4 rows.
+PLAIN: dict[str, Any] = {
+    "pipeline_engine": "none",
+    "ici_fsdp_parallelism": 4,
+    "ici_context_parallelism": 2,
+}
+
+
+def config_of(*settings: dict[str, Any]) -> Config:
+    return Config.model_validate(functools.reduce(operator.or_, settings, TINY))
+
+
+def run(folder, *settings: dict[str, Any]) -> list[dict[str, float]]:
+    return train(config_of(*settings, {"output_dir": str(folder)}), stream=io.StringIO())
+
+
+def losses(history) -> list[float]:
+    return [metrics["loss"] for metrics in history]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("plain"), PLAIN)
+
+
+def test_a_pipelined_deepseek_with_split_experts_has_the_losses_of_the_plain_run(tmp_path, plain):
+    axes = {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_expert_parallelism": 2}
+    history = run(tmp_path, axes)
+    np.testing.assert_allclose(losses(history), losses(plain), rtol=1e-5)
+    for name in ("load_balance_loss", "gradient_norm"):
+        np.testing.assert_allclose(history[-1][name], plain[-1][name], rtol=1e-5)
+    assert losses(history)[-1] < losses(history)[0]
+
+
+def test_layers_after_the_pipeline_change_nothing_and_a_run_may_go_on_with_others(tmp_path, plain):
+    first = run(tmp_path, CIRCULAR, {"pipeline_parallel_layers": 2, "steps": 1})
+    gathered = {"pipeline_fsdp_ag_per_repeat": True}
+    second = run(tmp_path, CIRCULAR, gathered, {"steps": 2})
+    third = run(tmp_path, CIRCULAR, {"pipeline_parallel_layers": 2})
+    np.testing.assert_allclose(losses(first + second + third), losses(plain), rtol=1e-5)
+
+
+def test_biases_of_routers_move_by_their_rate_against_the_load_and_nothing_else_touches_them():
+    settings = {"adam_weight_decay": 0.5, "pipeline_parallel_layers": 2}
+    setup = set_up(config_of(CIRCULAR, settings), jax.devices())
+    with jax.set_mesh(setup.mesh):
+        state = step.initial_state(setup)
+        zeros = np.zeros((setup.batch_size, 16), np.int32)
+        batch = dict.fromkeys(("tokens", "targets", "positions"), zeros)
+        batch |= {"segment_ids": zeros + 1, "target_weights": zeros.astype(np.float32) + 1}
+        train_step = step.make_train_step(setup)
+        for count in (1, 2):
+            state, metrics = train_step(state, step.place_batch(setup, batch))
+            moved = np.concatenate([bias.ravel() for bias in biases(state["weights"])])
+            # Tokens are alike: two experts have them all, which are not the same two in step 2.
+            steps = moved / 0.05
+            np.testing.assert_allclose(steps, np.round(steps), atol=1e-5)
+            assert {*np.round(steps)} == ({-1, 1}, {0, 2})[count - 1]
+    assert biases(state["optimizer"]) == []
+    assert np.isfinite(metrics["gradient_norm"])
+
+
+def biases(tree) -> list[np.ndarray]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [np.asarray(x) for path, x in leaves if "router'" in str(path) and "bias'" in str(path)]
+
+
+def test_the_norm_of_gradients_leaves_biases_out():
+    gradients = {"router": {"logits": jnp.ones(4), "bias": jnp.full(4, 9.0)}, "bias": jnp.ones(1)}
+    kept = step.without_router_biases(gradients)
+    assert step.gradient_norm(kept) == np.sqrt(np.float32(5))
+
+
+@pytest.mark.parametrize("name", [*models.PRESETS])
+def test_a_preset_is_a_model_of_its_family(name):
+    preset: dict[str, Any] = models.PRESETS[name] | {"vocab_size": 320}
+    setup = set_up(Config.model_validate(RUN | preset | PLAIN), jax.devices())
+    family = FAMILIES[preset.pop("decoder_block", "llama")]
+    assert setup.model == family.sizes(**preset)
+    assert build_model(setup).tied == getattr(setup.model, "logits_via_embedding", False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"head_dim": 8}, "`head_dim` is 8 and `decoder_block` is 'deepseek', which has no such"),
+        ({"logits_via_embedding": False}, "`logits_via_embedding` is False .* Leave it at True"),
+        ({"decoder_block": "llama"}, "`base_.*|`first_num.* `decoder_block` is 'llama'"),
+        ({"megablox": True}, "`megablox` is true, but the devices are cpus"),
+        ({"num_experts_per_tok": 9}, "`num_experts_per_tok` is 9"),
+        ({"rope_type": "llama3.1"}, "`rope_type` is 'llama3.1'. Give 'default' or 'yarn'"),
+        ({"first_num_dense_layers": 5}, "leave at least one layer with experts"),
+        ({"pipeline_parallel_layers": 5}, "is 5, and there are 4 layers .* Give 1 to 4, or -1"),
+        ({"pipeline_parallel_layers": 3}, "`pipeline_parallel_layers` is 3, not a multiple of"),
+        (
+            {"base_num_decoder_layers": 6},
+            "`base_num_decoder_layers` - `first_num_dense_layers` is 5, not .*_layers=4`: the oth",
+        ),
+        ({"num_pipeline_repeats": 3}, "`num_pipeline_repeats` is 3, but 4 layers"),
+    ],
+)
+def test_settings_that_no_deepseek_can_have_are_refused_before_anything_compiles(settings, message):
+    with pytest.raises(ValueError, match=message):
+        set_up(config_of(CIRCULAR, settings), jax.devices())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_experts": 8}, "`num_experts` is 8 and `decoder_block` is 'llama'"),
+        ({"routed_bias_update_rate": 1.0}, "`routed_bias_update_rate` is 1.0 and"),
+        ({"megablox": False}, "`megablox` is False and `decoder_block` is 'llama'"),
+        ({"rope_type": "yarn"}, "`rope_type` is 'yarn'. Give 'default' or 'llama3.1'"),
+    ],
+)
+def test_settings_of_deepseek_are_refused_for_a_llama(settings, message):
+    with pytest.raises(ValueError, match=message):
+        set_up(Config.model_validate(RUN | PLAIN | settings), jax.devices())
+
+
+def test_no_layers_in_the_pipeline_are_refused():
+    with pytest.raises(ValueError, match=r"pipeline_parallel_layers"):
+        config_of({"pipeline_parallel_layers": 0})
+
+
+def test_a_llama_with_layers_after_the_pipeline_has_the_losses_of_the_plain_run(tmp_path):
+    def losses_of(folder: str, *settings: dict[str, Any]) -> list[float]:
+        values = functools.reduce(operator.or_, settings, RUN | {"steps": 2})
+        config = Config.model_validate(values | {"output_dir": str(tmp_path / folder)})
+        return losses(train(config, stream=io.StringIO()))
+
+    piped = losses_of("a", CIRCULAR, {"pipeline_parallel_layers": 4})
+    np.testing.assert_allclose(piped, losses_of("b", PLAIN), rtol=1e-5)
+
+
+def test_a_deepseek_is_compiled_ahead(capsys):
+    settings = [f"{k}={v}" for k, v in CIRCULAR.items()]
+    sizes = ["base_emb_dim=16", "base_num_decoder_layers=3", "max_target_length=16"]
+    settings += ["model_name=deepseek-tiny", "emulate_devices=8", "dtype=float32", *sizes]
+    assert main(["compile", *settings]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("deepseek-tiny: ")
+    assert "1 repeat(s) x 2 rank(s) x 1 layer(s) (1 before them)" in text
