@@ -84,7 +84,7 @@ class How(NamedTuple):
 
 def forward_rank(
     stage: Stage, how: How, keep: bool, weights: PyTree, inputs: PyTree, side: PyTree, keys: PyTree
-) -> tuple[tuple[PyTree, Sums], Kept | None]:
+) -> tuple[tuple[PyTree, Sums], Kept]:
     """Sends every microbatch through all stages. Runs on one rank inside the axis `stage`.
 
     Args:
@@ -149,7 +149,7 @@ def prepare(
 
 def forward(
     run: Run, inputs: PyTree, sums: PyTree, *, keep: bool
-) -> tuple[tuple[PyTree, Sums], Kept | None]:
+) -> tuple[tuple[PyTree, Sums], Kept]:
     """All ticks: outputs and sums, and the residuals if they are to be kept.
 
     Args:
@@ -160,7 +160,7 @@ def forward(
     """
     counts, window = run.counts, run.weights.window
     ticks = partial(_forward_ticks, run)
-    carry = first_state(inputs, counts), _zeros(sums), _room(run, inputs) if keep else None
+    carry = first_state(inputs, counts), _zeros(sums), _room(run, inputs) if keep else Kept([], [])
 
     def repeat(carry, j):
         (old, new), carry = carry
@@ -229,10 +229,10 @@ def _backward_repeats(
     carry = _loop(repeat, carry, jnp.arange(below, max(lowest, 1) - 1, -1), scan=run.scan)
     if lowest > 0:
         return carry
-    gradients, ((window, grads), carry) = carry
+    gradients, ((window, grads), rest) = carry
     for segment in [enter(counts)] if final else reversed([*only_repeat(counts)]):
-        (grads,), carry = ticks(segment, (window,), (grads,), 0, carry)
-    return put(gradients, weights.close(grads), 0), ((window, grads), carry)
+        (grads,), rest = ticks(segment, (window,), (grads,), 0, rest)
+    return put(gradients, weights.close(grads), 0), ((window, grads), rest)
 
 
 def _forward_ticks(
@@ -248,7 +248,7 @@ def _forward_ticks(
         side, keys = _of_visit(run, visit)
         (y, sums), residuals = run.stage.forward(w, x, side, keys)
         totals = jax.tree.map(lambda a, b: a + jnp.where(visit.busy, b, 0), totals, sums)
-        kept = store(kept, residuals, t, run.counts) if kept else kept
+        kept = store(kept, residuals, t, run.counts) if kept.late else kept
         state = hand_over(state, y, t, enters=segment.enters, leaves=segment.leaves)
         return (state, totals, kept), None
 
