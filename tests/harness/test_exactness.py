@@ -180,6 +180,19 @@ def gathered_experts() -> list[Row]:
     ]
 
 
-@pytest.mark.parametrize("row", rows(), ids=str)
+def is_slow(row: Row) -> bool:
+    """Rows of the second job: each has neighbours in the first that differ in one count or word."""
+    if row.model == "mlp":
+        return (row.ranks + row.repeats + row.delay) % 2 == 1
+    if row.model == "deepseek" and row.remat not in ("full", "none", "minimal", "custom"):
+        return True
+    return row.model == "deepseek" and row.gather != "repeat" and row.axes == (("fsdp", 2),)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[pytest.mark.slow] * is_slow(row)) for row in rows()],
+    ids=str,
+)
 def test_the_engine_equals_the_unpipelined_program(row: Row):
     check_row(row)
