@@ -60,11 +60,11 @@ def test_loss_accuracy_and_gradients_are_those_of_all_tokens_at_once(num_chunks:
 def test_gradients_of_the_head_add_up_in_float32():
     """In bfloat16 a sum of many small gradients would stop growing."""
     ends, x, side = batch()
-    narrow = jax.tree.map(lambda w: w.astype(jnp.bfloat16), (ends, x))
-    program = jax.make_jaxpr(partial(gradients, 12))(*narrow, side)
+    ends, x = jax.tree.map(lambda w: w.astype(jnp.bfloat16), (ends, x))
+    program = jax.make_jaxpr(partial(gradients, 12))(ends, x, side)
     assert f"f32[{D},{V}]" in str(program)
-    ((_, _), (dends, _, _)) = gradients(12, *narrow, side)
-    ((_, _), (true, _, _)) = gradients(1, *narrow, side)
+    ((_, _), (dends, _, _)) = gradients(12, ends, x, side)
+    ((_, _), (true, _, _)) = gradients(1, ends, x, side)
     error = dends["head"]["logits"].astype(jnp.float32) - true["head"]["logits"].astype(jnp.float32)
     assert float(jnp.max(jnp.abs(error))) <= 2**-7 * float(jnp.max(jnp.abs(true["head"]["logits"])))
 
@@ -76,7 +76,7 @@ def test_no_array_has_the_logits_of_a_whole_microbatch(num_chunks: int):
     for text in (str(jax.make_jaxpr(partial(gradients, num_chunks))(*arguments)), step.as_text()):
         text = text.replace("x", ",")  # StableHLO writes 2x12x32
         assert (f"{b},{T},{V}" in text) == (num_chunks == 1)
-    assert (f"f32[{b},{T},{V}]" in step.compile().as_text()) == (num_chunks == 1)
+    assert (f"f32[{b},{T},{V}]" in (step.compile().as_text() or "")) == (num_chunks == 1)
 
 
 def test_chunks_that_do_not_divide_the_tokens_are_refused():
