@@ -3,6 +3,7 @@
 S ranks, R repeats, M microbatches, n = M / S of them on each rank.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -35,9 +36,12 @@ def circular(
 ) -> tuple[PyTree, Sums]:
     """A stack of R * S stages as one differentiable layer, stage `repeat * S + rank` on `rank`.
 
+    Its derivative is written out: it has a reverse mode only.
+
     Args:
         stage: `(weights of one stage, x, side of one microbatch, its keys) -> (y, sums)`; y is like
-            x. Written for one device; axes of the mesh other than `stage` are XLA's business.
+            x. Written for one device; axes of the mesh other than `stage` are XLA's business, but
+            for `gather.batch_axes`. It closes over nothing that is differentiated.
         weights: [R, S, ...] leaves, dim 1 split over the axis `stage`.
         inputs: [M, ...] leaves, dim 0 split over the axis `stage`. Any pytree.
         side: [M, ...] leaves that every stage may read, on every rank.
@@ -53,7 +57,8 @@ def circular(
         (outputs like `inputs`, sums over all stages and microbatches).
 
     Raises:
-        ValueError: If M is not a multiple of S, or too small; if `stage` changes shapes.
+        ValueError: If M is not a multiple of S, or too small; if `stage` changes shapes; if rows do
+            not divide over `gather.batch_axes`.
 
     References:
         The schedule is MaxText's circular pipeline; Narayanan et al., 2021, arXiv 2104.04473, call
@@ -61,6 +66,7 @@ def circular(
     """
     stacked, microbatches = {"weights": weights, "keys": keys}, {"inputs": inputs, "side": side}
     num_ranks = _check_counts(stacked, microbatches, mesh, delay)
+    _check_rows(microbatches, gather.batch_axes, mesh)
     layer = _layer(stage, mesh, How(delay, remat, gather, scan_repeats))
     y, sums = layer(weights, _to_shares(inputs, num_ranks), side, keys)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), y), sums
@@ -155,6 +161,7 @@ def circular_value_and_grad(
         ValueError: As `circular`.
     """
     _check_counts({"weights": weights["stages"], "keys": keys}, {"side": side}, mesh, delay)
+    _check_rows({"side": side}, gather.batch_axes, mesh)
     how = How(delay, remat, gather, scan_repeats)
     ends = {name: w for name, w in weights.items() if name != "stages"}
     run = on_ranks(
@@ -190,6 +197,24 @@ def _check_counts(stacked: PyTree, microbatches: PyTree, mesh: Mesh | None, dela
         )
     check_circular(num_ranks, num_repeats, num_microbatches, delay=delay)
     return num_ranks
+
+
+def _check_rows(microbatches: PyTree, batch_axes: tuple[str, ...], mesh: Mesh | None) -> None:
+    """Dim 1 of every leaf holds rows, if devices are to have rows of their own."""
+    if not batch_axes:
+        return
+    if mesh is None:
+        raise ValueError(
+            f"`gather.batch_axes` is {batch_axes} and `mesh` is None: one device has all rows. Give "
+            "a mesh, or no batch axes."
+        )
+    parts = math.prod(mesh.shape[axis] for axis in batch_axes)
+    for path, x in jax.tree_util.tree_leaves_with_path(microbatches):
+        if x.ndim < 2 or x.shape[1] % parts:
+            raise ValueError(
+                f"{jax.tree_util.keystr(path)} has dims {x.shape}. Dim 1 must hold rows that divide "
+                f"over {' x '.join(batch_axes)} = {parts}, as `gather.batch_axes` says."
+            )
 
 
 def _common_dims(tree: dict[str, PyTree], count: int, meaning: str) -> tuple[int, ...]:

@@ -286,3 +286,17 @@ def test_one_name_for_two_metrics_is_refused():
     assert isinstance(model, Model)
     with pytest.raises(ValueError, match=r"both return \['hidden'\]"):
         spmd.circular_value_and_grad(model, case.weights, case.side)
+
+
+@pytest.mark.parametrize(
+    ("on_mesh", "message"),
+    [(True, r"\['inputs'\] has dims \(2, 3, 4\). Dim 1 must hold rows"), (False, "`mesh` is None")],
+)
+def test_rows_that_devices_cannot_share_are_refused(on_mesh, message):
+    weights, inputs, side = problem(2, 1, 2)
+    mesh = sharding.make_mesh({"stage": 2, "fsdp": 2}, devices=jax.devices()[:4])
+    gather = spmd.gather_weights(
+        {"w": (None, None)}, sharding.DEFAULT_RULES, when="once", batch_axes=("fsdp",)
+    )
+    with pytest.raises(ValueError, match=message):
+        spmd.circular(stage, weights, inputs, side, mesh=mesh if on_mesh else None, gather=gather)
