@@ -205,15 +205,15 @@ def _check_rows(microbatches: PyTree, batch_axes: tuple[str, ...], mesh: Mesh | 
         return
     if mesh is None:
         raise ValueError(
-            f"`gather.batch_axes` is {batch_axes} and `mesh` is None: one device has all rows. Give "
-            "a mesh, or no batch axes."
+            f"`gather.batch_axes` is {batch_axes} and `mesh` is None: one device has all rows. "
+            "Give a mesh, or no batch axes."
         )
     parts = math.prod(mesh.shape[axis] for axis in batch_axes)
     for path, x in jax.tree_util.tree_leaves_with_path(microbatches):
         if x.ndim < 2 or x.shape[1] % parts:
             raise ValueError(
-                f"{jax.tree_util.keystr(path)} has dims {x.shape}. Dim 1 must hold rows that divide "
-                f"over {' x '.join(batch_axes)} = {parts}, as `gather.batch_axes` says."
+                f"{jax.tree_util.keystr(path)} has dims {x.shape}. Dim 1 must hold rows that "
+                f"divide over {' x '.join(batch_axes)} = {parts}, as `gather.batch_axes` says."
             )
 
 

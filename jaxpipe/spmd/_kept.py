@@ -19,7 +19,7 @@ Buffers = list[jax.Array]
 
 
 class Kept(NamedTuple):
-    """Residuals, [ticks + 1, ...] each: the last entry takes what belongs into the other half.
+    """Residuals, [ticks, ...] each; with two halves each has one entry more, for the other's ticks.
 
     Attributes:
         early: Of the ticks before the first late repeat; no buffers if that is repeat 0.
@@ -43,7 +43,8 @@ def room(residuals: list[Any], counts: Counts) -> Kept:
     """
     cut = _first_late_tick(counts)
     early, late = (
-        [_buffer(x, ticks + 1) for x in residuals] for ticks in (cut, ticks_of(counts) - cut)
+        [_buffer(x, ticks + bool(cut)) for x in residuals]
+        for ticks in (cut, ticks_of(counts) - cut)
     )
     return Kept(early if cut else [], late)
 
