@@ -184,7 +184,7 @@ def is_slow(row: Row) -> bool:
     """Rows of the second job: each has neighbours in the first that differ in one count or word."""
     if row.model == "mlp":
         return (row.ranks + row.repeats + row.delay) % 2 == 1
-    if row.model == "deepseek" and row.remat not in ("full", "none", "minimal", "custom"):
+    if row.remat not in ("full", "none", "minimal", "custom"):
         return True
     return row.model == "deepseek" and row.gather != "repeat" and row.axes == (("fsdp", 2),)
 
