@@ -1,4 +1,4 @@
-"""A matrix product of activations and a weight, as they are or in FP8: models take either.
+"""The product of activations and a weight, in their dtype or in FP8: models take either.
 
 FP8 is Micikevicius et al., 2022, arXiv 2209.05433: e4m3 for activations and weights, e5m2 for
 gradients, with scales that are computed as they are needed: no state. Sums are float32.
@@ -11,10 +11,11 @@ gradients, with scales that are computed as they are needed: no state. Sums are 
 
 So y and dx of a token depend on no other token, and a device that holds some rows of a microbatch
 computes what one with all of them does. Only the scale of the last product needs all rows: a `pmax`
-over the axes that split them. x and w are kept for the backward as e4m3, not as they came.
+over the axes that split them. The backward keeps x as e4m3 and w as it came: rounding w again is
+cheap, and engines know a weight where they see one, and keep no copies of it.
 
-A scale is a power of two. Multiplying by it is exact, so it does not matter when that is done, and
-e4m3 and e5m2 lose nothing by it but half of the range that they have below the largest value.
+A scale is a power of two. Multiplying by it is exact, so it does not matter when that is done; what
+it costs is range, at most a factor of two.
 
 b sequences, T tokens; a weight goes from dims `in` to dims `out`, heads and channels for instance.
 """
@@ -62,18 +63,19 @@ def _fp8(x: Array, w: Array) -> Array:
     return _forward(x, w)[0]
 
 
-def _forward(x: Array, w: Array) -> tuple[Array, tuple[Scaled, Scaled]]:
+def _forward(x: Array, w: Array) -> tuple[Array, tuple[Scaled, Array]]:
     ins = range(x.ndim - len(_TOKENS))
     qx = quantize(x, FORWARD, over=range(len(_TOKENS), x.ndim))
     qw = quantize(w, FORWARD, over=ins)
     y = _dot(qx.values, qw.values, range(len(_TOKENS), x.ndim), ins)
     y *= _per_token(qx, y.ndim) * lax.squeeze(qw.scale, tuple(ins))
-    return y.astype(x.dtype), (qx, qw)
+    return y.astype(x.dtype), (qx, w)
 
 
-def _backward(kept: tuple[Scaled, Scaled], dy: Array) -> tuple[Array, Array]:
-    qx, qw = kept
+def _backward(kept: tuple[Scaled, Array], dy: Array) -> tuple[Array, Array]:
+    qx, w = kept
     num_tokens, num_ins = len(_TOKENS), qx.values.ndim - len(_TOKENS)
+    qw = quantize(w, FORWARD, over=range(num_ins))
     wide = dy.astype(jnp.float32)
 
     of_outputs = lax.squeeze(qw.scale, tuple(range(num_ins)))

@@ -102,6 +102,14 @@ def test_the_program_multiplies_8_bit_numbers_and_adds_in_float32():
     assert y.dtype == dx.dtype == dw.dtype == jnp.bfloat16
 
 
+def test_the_backward_keeps_activations_in_8_bits_and_the_weight_itself():
+    x, w, _ = inputs(SHAPES["a matrix"], jnp.bfloat16)
+    _, pull = jax.vjp(models.fp8_projection, x, w)
+    kept = sorted((a.shape, str(a.dtype)) for a in jax.tree.leaves(pull))
+    scale = ((*x.shape[:2], 1), "float32")
+    assert kept == sorted([(x.shape, "float8_e4m3fn"), scale, (w.shape, "bfloat16")])
+
+
 def test_a_token_does_not_depend_on_the_others():
     x, w, dy = inputs(SHAPES["a matrix"])
     y, dx, _ = run(models.fp8_projection, x, w, dy)
