@@ -78,6 +78,8 @@ class PipelineBase(spmd.PipelineMethods, nn.Module):
         deterministic: bool = False,
         model_mode: str = "train",
         logical_partition_spec: Any = None,
+        *,
+        microbatched: bool = False,
     ) -> Any:
         """Sends a batch through all layers.
 
@@ -88,6 +90,8 @@ class PipelineBase(spmd.PipelineMethods, nn.Module):
             deterministic: Handed to the layers.
             model_mode: Handed to the layers.
             logical_partition_spec: As of `get_weight_sharding`, in place of the names in boxes.
+            microbatched: Arrays are [microbatches, rows, ...] instead, in and out: nothing is
+                moved to split a batch.
 
         Returns:
             Outputs like `inputs`; while the module is initialised, `inputs`.
@@ -96,7 +100,10 @@ class PipelineBase(spmd.PipelineMethods, nn.Module):
             ValueError: If counts do not divide, or a collection cannot be carried.
         """
         if self.is_initializing():
-            return run.initialize(self, inputs, segment_ids, positions, deterministic, model_mode)
+            options = deterministic, model_mode
+            return run.initialize(
+                self, inputs, segment_ids, positions, *options, microbatched=microbatched
+            )
         return run.run(
             self,
             inputs,
@@ -105,6 +112,7 @@ class PipelineBase(spmd.PipelineMethods, nn.Module):
             logical_partition_spec,
             deterministic,
             model_mode,
+            microbatched=microbatched,
         )
 
 

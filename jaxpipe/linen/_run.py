@@ -77,10 +77,18 @@ def init_all(pipeline: Any) -> Callable:
     return init
 
 
-def initialize(pipeline: Any, inputs: Any, segment_ids: Any, positions: Any, *options: Any) -> Any:
+def initialize(
+    pipeline: Any,
+    inputs: Any,
+    segment_ids: Any,
+    positions: Any,
+    *options: Any,
+    microbatched: bool = False,
+) -> Any:
     """Makes the variables of all layers, and returns the inputs: nothing is computed with them."""
     keys = {name: pipeline.make_rng(name) for name in pipeline.scope.rngs}
-    variables = init_batch(pipeline, keys, inputs, segment_ids, positions, *options)
+    arrays = inputs, segment_ids, positions
+    variables = init_batch(pipeline, keys, *arrays, *options, microbatched=microbatched)
     place = partial(spmd.place_weight, rules=pipeline.axis_rules, mesh=pipeline.mesh)
     for name, collection in stacked.placed(variables, place).items():
         pipeline.put_variable(name, NAME, collection)
@@ -88,10 +96,17 @@ def initialize(pipeline: Any, inputs: Any, segment_ids: Any, positions: Any, *op
 
 
 def init_batch(
-    pipeline: Any, keys: dict, inputs: Any, segment_ids: Any, positions: Any, *options: Any
+    pipeline: Any,
+    keys: dict,
+    inputs: Any,
+    segment_ids: Any,
+    positions: Any,
+    *options: Any,
+    microbatched: bool = False,
 ) -> dict[str, Any]:
     """The variables of all layers, from keys by stream and the arguments of a call."""
-    x, side = spmd.first_microbatch(pipeline.settings, inputs, spmd.side_of(segment_ids, positions))
+    side = spmd.side_of(segment_ids, positions)
+    x, side = spmd.first_microbatch(pipeline.settings, inputs, side, microbatched)
     return init_all(pipeline)(keys, x, side["segment_ids"], side["positions"], *options)
 
 
@@ -120,7 +135,13 @@ def draw_keys(pipeline: Any) -> dict[str, jax.Array] | tuple:
 
 
 def run(
-    pipeline: Any, inputs: Any, segment_ids: Any, positions: Any, names: Any, *options: Any
+    pipeline: Any,
+    inputs: Any,
+    segment_ids: Any,
+    positions: Any,
+    names: Any,
+    *options: Any,
+    microbatched: bool = False,
 ) -> Any:
     """Sends [batch, ...] inputs through all layers, and stores what these sow."""
     boxed = stacked_variables(pipeline)
@@ -135,6 +156,7 @@ def run(
         draw_keys(pipeline),
         pipeline,
         overwritten=collections.OVERWRITTEN,
+        microbatched=microbatched,
     )
     for name, collection in sown.items():
         pipeline.put_variable(name, NAME, collection)

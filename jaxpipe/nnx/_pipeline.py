@@ -95,6 +95,8 @@ class PipelineBase(spmd.PipelineMethods, nnx.Module):
         deterministic: bool = False,
         model_mode: str = "train",
         logical_partition_spec: Any = None,
+        *,
+        microbatched: bool = False,
     ) -> Any:
         """Sends a batch through all layers.
 
@@ -105,6 +107,8 @@ class PipelineBase(spmd.PipelineMethods, nnx.Module):
             deterministic: Handed to the layers.
             model_mode: Handed to the layers.
             logical_partition_spec: As of `get_weight_sharding`, in place of the variables' names.
+            microbatched: Arrays are [microbatches, rows, ...] instead, in and out: nothing is
+                moved to split a batch.
 
         Returns:
             Outputs like `inputs`. What layers sow is in the variables of `layers` afterwards.
@@ -120,6 +124,7 @@ class PipelineBase(spmd.PipelineMethods, nnx.Module):
             logical_partition_spec,
             deterministic,
             model_mode,
+            microbatched=microbatched,
         )
 
 

@@ -18,7 +18,13 @@ def weight_state(layers: nnx.Module) -> PyTree:
 
 
 def run(
-    pipeline: Any, inputs: Any, segment_ids: Any, positions: Any, names: Any, *options: Any
+    pipeline: Any,
+    inputs: Any,
+    segment_ids: Any,
+    positions: Any,
+    names: Any,
+    *options: Any,
+    microbatched: bool = False,
 ) -> Any:
     """Sends [batch, ...] inputs through all layers; what these sow is in `pipeline.layers` then."""
     layers, deterministic = pipeline.layers, options[0]
@@ -34,6 +40,7 @@ def run(
         layers_of.draw_keys(layers, advance=not deterministic),
         pipeline,
         overwritten=layers_of.overwritten_in(state),
+        microbatched=microbatched,
     )
     if jax.tree.leaves(sown):
         store(layers, sown)

@@ -44,11 +44,12 @@ def stacked_module(
         place: `(array, logical spec, path=name) -> array`.
     """
     keys = {name: spmd.layer_keys(stream(), dims) for name, stream in rngs.items()}
-    layer = nnx.eval_shape(lambda: one_layer(factory, dict.fromkeys(keys, 0)))
+    # Not `nnx.eval_shape`: inside `jax.set_mesh` it takes logical names for axes of the mesh.
+    graph, _ = jax.eval_shape(lambda: nnx.split(one_layer(factory, dict.fromkeys(keys, 0))))
     state = with_names(jax.vmap(init_stages(factory))(keys))
     placed = [(path, _placed(path, v, place)) for path, v in nnx.to_flat_state(state)]
     with nnx.use_eager_sharding(False):
-        return nnx.merge(nnx.graphdef(layer), nnx.from_flat_state(placed))
+        return nnx.merge(graph, nnx.from_flat_state(placed))
 
 
 def with_names(state: PyTree) -> PyTree:

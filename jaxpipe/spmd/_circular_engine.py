@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree, Scalar
 
@@ -18,6 +18,7 @@ from ._circular import check_circular
 from ._circular_loss import rank_value_and_grad
 from ._circular_passes import How, Stage, backward_rank, forward_rank
 from ._gather import EACH_TICK, Gather
+from ._placement import place
 from ._ranks import AXIS, on_ranks
 
 
@@ -68,7 +69,8 @@ def circular(
     num_ranks = _check_counts(stacked, microbatches, mesh, delay)
     _check_rows(microbatches, gather.batch_axes, mesh)
     layer = _layer(stage, mesh, How(delay, remat, gather, scan_repeats))
-    y, sums = layer(weights, _to_shares(inputs, num_ranks), side, keys)
+    shares = _typed(_to_shares(inputs, num_ranks), _rows(gather, P(AXIS, None)), mesh)
+    y, sums = layer(weights, shares, _typed(side, _rows(gather, P(None)), mesh), keys)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), y), sums
 
 
@@ -115,6 +117,13 @@ def _layer(stage: Stage, mesh: Mesh | None, how: How) -> Callable:
 def _rows(gather: Gather, lead: P) -> P:
     """For arrays whose rows come after the dims of `lead`."""
     return P(*lead, gather.batch_axes) if gather.batch_axes else lead
+
+
+def _typed(tree: PyTree, spec: P, mesh: Mesh | None) -> PyTree:
+    """`tree`, split as its cotangent will be: with explicit axes that is part of its type."""
+    if mesh is None or AxisType.Explicit not in mesh.axis_types:
+        return tree
+    return jax.tree.map(lambda x: place(x, spec, mesh), tree)
 
 
 def _stacked(specs: PyTree) -> PyTree:

@@ -1,8 +1,9 @@
 """Layers of any framework as a circular pipeline, with what they record on the way.
 
-R repeats, S ranks, L layers per stage, M microbatches. A layer is a pure function `(weights, x,
-side, rng) -> (y, records)`. Records (what Flax calls sown values) travel with their microbatch:
-every stage writes its rows, so they come out per layer and microbatch, whatever their shapes.
+R repeats, S ranks, L layers per stage, M microbatches; p devices that share the rows of one, each
+calling the stage with its own, or 1. A layer is a pure function `(weights, x, side, rng) -> (y,
+records)`. Records (what Flax calls sown values) travel with their microbatch: every stage writes
+its entries, so they come out per layer and microbatch, whatever their shapes.
 """
 
 import math
@@ -13,9 +14,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
 from ..autodiff import Remat
+from ._ranks import AXIS
 from ._settings import PipelineSettings
 
 Layer = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -26,13 +29,13 @@ class Underway(NamedTuple):
 
     Attributes:
         x: The activation.
-        records: [R * S, L, ...] leaves.
-        stage: The number of the next stage.
+        records: [p, R * S, L, ...] leaves; where a stage runs p is 1.
+        stage: [p], the number of the next stage.
     """
 
     x: PyTree
     records: PyTree
-    stage: Int[Array, "..."]
+    stage: Int[Array, "... p"]
 
 
 def layer_keys(key: jax.Array, dims: tuple[int, int, int]) -> jax.Array:
@@ -106,8 +109,9 @@ def with_records(stage: Layer) -> Layer:
 
     def record(weights, underway, side, rng):
         y, new = stage(weights, underway.x, side, rng)
+        (number,) = underway.stage
         records = jax.tree.map(
-            lambda rows, row: lax.dynamic_update_index_in_dim(rows, row, underway.stage, 0),
+            lambda entries, one: lax.dynamic_update_index_in_dim(entries, one[None], number, 1),
             underway.records,
             new,
         )
@@ -124,6 +128,7 @@ def pipeline_layers(
     side: PyTree,
     keys: PyTree,
     settings: PipelineSettings,
+    mesh: Mesh | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Sends every microbatch through all layers.
 
@@ -135,29 +140,46 @@ def pipeline_layers(
         side: [M, ...] leaves.
         keys: [R, S, L] leaves, or ().
         settings: How.
+        mesh: The mesh of `engine`.
 
     Returns:
-        (outputs like `inputs`, records with [R, S, L, M, ...] leaves).
+        (outputs like `inputs`, records with [R, S, L, M, ...] leaves). What p devices record of
+        their own rows is added up.
 
     Raises:
-        ValueError: If `layer` does not return what it was given.
+        ValueError: If `layer` does not return what it was given, or records arrays in parts.
     """
-    shapes = layer_shapes(layer, weights, inputs, side, keys)
+    shapes = layer_shapes(layer, weights, inputs, side, keys, mesh, settings.batch_axes)
     stage = settings_stage(layer, settings)
     if not jax.tree.leaves(shapes):
         return engine(without_records(stage), weights, inputs, side, keys)[0], shapes
     repeats, ranks, layers = settings.dims
     microbatches = settings.counts.num_microbatches
+    if settings.batch_axes:
+        _check_scalars(shapes, settings.batch_axes)
+    each = (microbatches, num_parts(mesh, settings.batch_axes))
     empty = jax.tree.map(
-        lambda s: jnp.zeros((microbatches, repeats * ranks, layers, *s.shape), s.dtype), shapes
+        lambda s: jnp.zeros((*each, repeats * ranks, layers, *s.shape), s.dtype), shapes
     )
-    underway = Underway(inputs, empty, jnp.zeros(microbatches, jnp.int32))
+    underway = Underway(inputs, empty, jnp.zeros(each, jnp.int32))
     done = engine(with_records(stage), weights, underway, side, keys)[0]
 
-    def in_order(x):  # [M, R * S, L, ...] -> [R, S, L, M, ...]
-        return jnp.moveaxis(x, 0, 2).reshape(repeats, ranks, layers, microbatches, *x.shape[3:])
+    def in_order(x):  # [M, p, R * S, L, ...] -> [R, S, L, M, ...]
+        x = jnp.moveaxis(jnp.sum(x, axis=1, dtype=x.dtype), 0, 2)
+        return x.reshape(repeats, ranks, layers, microbatches, *x.shape[3:])
 
     return done.x, jax.tree.map(in_order, done.records)
+
+
+def _check_scalars(records: PyTree, batch_axes: tuple[str, ...]) -> None:
+    """What devices record of their own rows is added up, which makes sense for scalars alone."""
+    for path, x in jax.tree_util.tree_leaves_with_path(records):
+        if x.ndim:
+            raise ValueError(
+                f"A layer records {jax.tree_util.keystr(path)} of shape {x.shape}, and with "
+                f"`pipeline_batch_axes` = {batch_axes} devices see their own rows, and their "
+                "records are added up. Record scalars, or leave `pipeline_batch_axes` at ()."
+            )
 
 
 def settings_stage(layer: Layer, settings: PipelineSettings) -> Layer:
@@ -166,21 +188,51 @@ def settings_stage(layer: Layer, settings: PipelineSettings) -> Layer:
     return stage_of_layers(layer, scan=scan, remat=settings.remat_layer)
 
 
-def layer_shapes(layer: Layer, weights: Any, inputs: Any, side: Any, keys: Any) -> PyTree:
+def num_parts(mesh: Mesh | None, batch_axes: tuple[str, ...]) -> int:
+    """p"""
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in batch_axes)
+
+
+def layer_shapes(
+    layer: Layer,
+    weights: Any,
+    inputs: Any,
+    side: Any,
+    keys: Any,
+    mesh: Mesh | None = None,
+    batch_axes: tuple[str, ...] = (),
+) -> PyTree:
     """Shapes and dtypes of a layer's records, after a check that it returns what it was given."""
 
     def first(dims, tree):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[dims:], x.dtype), tree)
 
-    x = first(1, inputs)
-    y, records = jax.eval_shape(layer, first(3, weights), x, first(1, side), first(3, keys))
-    given, returned = _described(x), _described(y)
+    def run(weights, x, side, rng):
+        y, records = layer(weights, x, side, rng)
+        found.append((_described(x), _described(y), first(0, records)))
+
+    found: list[Any] = []
+    arrays = first(3, weights), first(1, inputs), first(1, side), first(3, keys)
+    if mesh is not None:  # A layer may communicate over the axes that are manual where it runs.
+        rows = PartitionSpec(batch_axes)
+        arrays = *arrays[:1], *(_placed(tree, mesh, rows) for tree in arrays[1:3]), arrays[3]
+        specs = PartitionSpec(), rows, rows, PartitionSpec()
+        run = jax.shard_map(
+            run, mesh=mesh, axis_names={AXIS, *batch_axes}, in_specs=specs, out_specs=None
+        )
+    jax.eval_shape(run, *arrays)
+    ((given, returned, records),) = found
     if given != returned:
         raise ValueError(
             f"`layers` was given {given} and returned {returned}. A layer must return what the "
             "next one can take: the same structure, shapes and dtypes."
         )
     return records
+
+
+def _placed(tree: PyTree, mesh: Mesh, spec: PartitionSpec) -> PyTree:
+    where = NamedSharding(mesh, spec)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
 
 
 def _described(tree: PyTree) -> dict[str, str]:

@@ -2,8 +2,9 @@
 
 The "gradient" of a scale is its next value, and of the values that several microbatches bring the
 largest counts: adding them up, as for other weights, would be wrong. So every microbatch has its
-own slot, [M, ...], and the largest is taken where the slots were made. A bubble brings values too,
-although nobody reads what it computes; it is known by the cotangents of its results, all zero.
+own slot, and so has every device with its own rows: [M * p, ...] for p such devices. The largest is
+taken where the slots were made. A bubble brings values too, although nobody reads what it computes;
+it is known by the cotangents of its results, all zero.
 """
 
 from collections.abc import Callable
@@ -11,9 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
 from ..autodiff import at
+from ..sharding import row_axes
 from ._layers import Layer
 
 MICROBATCH = "microbatch"
@@ -31,29 +34,37 @@ def slotted(others: PyTree, slots: PyTree) -> dict[str, PyTree]:
     return {"others": others, "slots": slots}
 
 
-def to_slots(overwritten: PyTree, num_microbatches: int) -> PyTree:
-    """[R, S, L, ...] -> [R, S, L, M, ...]; backwards the largest of the slots, if one was set."""
-    return jax.tree.map(lambda w: _to_slots(w, num_microbatches), overwritten)
+def to_slots(overwritten: PyTree, num_slots: int) -> PyTree:
+    """[R, S, L, ...] -> [R, S, L, M * p, ...]; backwards the largest slot, if one was set."""
+    return jax.tree.map(lambda w: _to_slots(w, num_slots), overwritten)
 
 
 def with_slots(layer: Layer) -> Layer:
-    """`layer` for `slotted` weights, with [M, ...] slots."""
+    """`layer` for `slotted` weights, with [M * p, ...] slots."""
 
     def run(weights, x, side, rng):
-        own, tag = _enter(at(weights["slots"], side[MICROBATCH]))
+        own, tag = _enter(at(weights["slots"], _slot(side[MICROBATCH])))
         y, records = layer(weights["others"] | own, x, side, rng)
         return _leave(y, tag), records
 
     return run
 
 
-def _slots_of(w: jax.Array, num_microbatches: int) -> jax.Array:
-    shape = (*w.shape[:3], num_microbatches, *w.shape[3:])
+def _slot(microbatch: jax.Array) -> jax.Array:
+    """The slot of this device, from [1]: the dim is that of rows, which devices share out."""
+    axes = row_axes()
+    if not axes:
+        return microbatch[0]
+    return microbatch[0] * lax.axis_size(axes) + lax.axis_index(axes)
+
+
+def _slots_of(w: jax.Array, num_slots: int) -> jax.Array:
+    shape = (*w.shape[:3], num_slots, *w.shape[3:])
     return jnp.broadcast_to(jnp.expand_dims(w, 3), shape)
 
 
-def _largest(num_microbatches: int, w: jax.Array, slots: jax.Array) -> tuple[jax.Array]:
-    del num_microbatches
+def _largest(num_slots: int, w: jax.Array, slots: jax.Array) -> tuple[jax.Array]:
+    del num_slots
     # What is overwritten is never negative, and a slot that nobody set is zero.
     largest = jnp.max(slots, axis=3)
     was_set = jnp.any(slots != 0, axis=tuple(range(3, slots.ndim)))

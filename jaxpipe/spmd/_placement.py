@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ..sharding import check_divisible
+from .. import sharding
 from ._ranks import AXIS, on_ranks
 from ._settings import AxisRules
 
@@ -89,10 +89,7 @@ def place(x: jax.Array, spec: PartitionSpec, mesh: Mesh | None) -> jax.Array:
     """`x`, split over `mesh` as `spec` says."""
     if mesh is None or not len(spec):
         return x
-    spec = _padded(x, spec, mesh)
-    if AxisType.Explicit in mesh.axis_types:
-        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
-    return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    return sharding.place(x, NamedSharding(mesh, _padded(x, spec, mesh)))
 
 
 def place_weight(
@@ -106,7 +103,7 @@ def place_weight(
     if mesh is None:
         return w
     spec = physical_spec(names, rules, mesh.axis_names)
-    check_divisible(w.shape, spec, dict(mesh.shape), path)
+    sharding.check_divisible(w.shape, spec, dict(mesh.shape), path)
     return place(w, spec, mesh)
 
 
@@ -135,20 +132,26 @@ def shard_dim_by_stages(
     return place(x, PartitionSpec(*entries), mesh)
 
 
-def place_microbatches(x: PyTree, rules: AxisRules, mesh: Mesh | None) -> PyTree:
+def place_microbatches(
+    x: PyTree, rules: AxisRules, mesh: Mesh | None, batch_axes: tuple[str, ...] = ()
+) -> PyTree:
     """[M, rows, ...] leaves: M over the ranks, rows as the rule of "activation_batch" says.
 
-    On a mesh of explicit axes rows stay as the caller has split them.
+    Or over `batch_axes`, if there are any. On a mesh of explicit axes without them rows stay as the
+    caller has split them.
 
     Raises:
         ValueError: If the rows of a microbatch do not divide over those axes.
     """
-    if mesh is None or AxisType.Explicit in mesh.axis_types:
+    if mesh is None or (AxisType.Explicit in mesh.axis_types and not batch_axes):
         return x
-    spec = physical_spec(PartitionSpec(AXIS, "activation_batch"), rules, mesh.axis_names)
+    rule = physical_spec(PartitionSpec(AXIS, "activation_batch"), rules, mesh.axis_names)
+    spec = PartitionSpec(AXIS, batch_axes) if batch_axes else rule
 
     def place_leaf(leaf):
-        check_divisible(leaf.shape, spec, dict(mesh.shape), "inputs [microbatch, row, ...]")
+        sharding.check_divisible(
+            leaf.shape, spec, dict(mesh.shape), "inputs [microbatch, row, ...]"
+        )
         return place(leaf, spec, mesh)
 
     return jax.tree.map(place_leaf, x)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from ._circular_engine import circular
-from ._layers import Layer, from_microbatches, pipeline_layers, to_microbatches
+from ._layers import Layer, from_microbatches, num_parts, pipeline_layers, to_microbatches
 from ._methods import PipelineMethods
 from ._overwritten import MICROBATCH, slotted, split_weights, to_slots, with_slots
 from ._placement import describe_placement, physical_specs, place_microbatches
@@ -36,6 +36,8 @@ def run_batch(
     keys: PyTree,
     pipeline: PipelineMethods,
     overwritten: tuple[str, ...] = (),
+    *,
+    microbatched: bool = False,
 ) -> tuple[PyTree, PyTree]:
     """Sends a batch through all layers.
 
@@ -48,24 +50,30 @@ def run_batch(
         keys: [R, S, L] leaves, or ().
         pipeline: Settings, axis rules and mesh.
         overwritten: Entries of `weights` that are overwritten with their gradient.
+        microbatched: Leaves of inputs and side are [M, rows, ...] already, and so are outputs.
 
     Returns:
         (outputs like `inputs`, records with [R, S, L, M, ...] leaves).
     """
     settings, mesh = pipeline.settings, pipeline.mesh
+    parts = num_parts(mesh, settings.batch_axes)
+    _check_keys(keys, settings)
     specs = physical_specs(names, pipeline.axis_rules, mesh)
     if settings.debug_sharding:
         logging.getLogger("jaxpipe").info(describe_placement(weights, names, specs))
-    xs, side = split_batch(settings, inputs, side)
-    xs = place_microbatches(xs, pipeline.axis_rules, mesh)
+    xs, side = (inputs, side) if microbatched else split_batch(settings, inputs, side)
+    xs = place_microbatches(xs, pipeline.axis_rules, mesh, settings.batch_axes)
     others, slots = split_weights(weights, overwritten)
     if slots:
         M = settings.counts.num_microbatches
-        layer, side = with_slots(layer), side | {MICROBATCH: jnp.arange(M)}
+        numbers = jnp.broadcast_to(jnp.arange(M)[:, None], (M, parts))
+        layer, side = with_slots(layer), side | {MICROBATCH: numbers}
         nothing = jax.tree.map(lambda _: PartitionSpec(*[None] * 3), slots)
-        weights = slotted(others, to_slots(slots, M))
+        weights = slotted(others, to_slots(slots, M * parts))
         names, specs = (slotted(_of(tree, others), nothing) for tree in (names, specs))
-    gather = gather_of_names(weights, names, specs, mesh=mesh, when=settings.gather)
+    gather = gather_of_names(
+        weights, names, specs, mesh=mesh, when=settings.gather, batch_axes=settings.batch_axes
+    )
     engine = partial(
         ENGINES[settings.scan_ticks, settings.scan_repeats],
         mesh=mesh,
@@ -73,8 +81,17 @@ def run_batch(
         remat=settings.remat_tick,
         gather=gather,
     )
-    ys, records = pipeline_layers(engine, layer, weights, xs, side, keys, settings)
-    return from_microbatches(ys), records
+    ys, records = pipeline_layers(engine, layer, weights, xs, side, keys, settings, mesh)
+    return ys if microbatched else from_microbatches(ys), records
+
+
+def _check_keys(keys: PyTree, settings: PipelineSettings) -> None:
+    if settings.batch_axes and jax.tree.leaves(keys):
+        raise ValueError(
+            f"`pipeline_batch_axes` is {settings.batch_axes} and layers draw random numbers: each "
+            "device would draw, for its own rows, other numbers than one with all rows. Leave "
+            "`pipeline_batch_axes` at (), or the random streams out."
+        )
 
 
 ENGINES: dict[tuple[bool, bool], Callable] = {
@@ -90,7 +107,8 @@ def _of(tree: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
 
 
 def first_microbatch(
-    settings: PipelineSettings, inputs: PyTree, side: dict[str, Any]
+    settings: PipelineSettings, inputs: PyTree, side: dict[str, Any], microbatched: bool = False
 ) -> tuple[PyTree, PyTree]:
     """What a layer is initialised with: (inputs, side) of microbatch 0."""
-    return jax.tree.map(lambda leaf: leaf[0], split_batch(settings, inputs, side))
+    split = (inputs, side) if microbatched else split_batch(settings, inputs, side)
+    return jax.tree.map(lambda leaf: leaf[0], split)

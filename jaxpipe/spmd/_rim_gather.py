@@ -20,7 +20,13 @@ EXPERTS = "exp"
 
 
 def gather_of_names(
-    weights: PyTree, names: PyTree, specs: PyTree, *, mesh: Mesh | None, when: When
+    weights: PyTree,
+    names: PyTree,
+    specs: PyTree,
+    *,
+    mesh: Mesh | None,
+    when: When,
+    batch_axes: tuple[str, ...] = (),
 ) -> Gather:
     """How the weights of one stage become whole over fsdp, context and expert.
 
@@ -30,10 +36,11 @@ def gather_of_names(
         specs: Their physical specs. Dims that they do not reach are whole on every device.
         mesh: The mesh, or None.
         when: As in `Gather`.
+        batch_axes: As in `Gather`.
     """
     if mesh is None:
         return Gather(when)
-    if AxisType.Explicit in mesh.axis_types:
+    if AxisType.Explicit in mesh.axis_types and not batch_axes:
         of_ranks = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), specs, is_leaf=_is_spec)
         whole = gather_stage(of_ranks)
         return Gather(when, whole=whole, hold=whole, scatter=gather_stage(of_ranks, ()))
@@ -44,7 +51,7 @@ def gather_of_names(
         return (*dims, *[None] * (w.ndim - 2 - len(dims)))
 
     axes = jax.tree.map(logical, weights, names, specs)
-    return gather_weights(axes, list(rules.items()), when=when)
+    return gather_weights(axes, list(rules.items()), when=when, batch_axes=batch_axes)
 
 
 def _encode(name: Any, entry: Any, rules: dict[str, tuple[str, ...]]) -> str | None:

@@ -31,6 +31,8 @@ class PipelineSettings:
         layers_per_stage: L.
         batch_size: Rows of the batch, or None if any multiple of M will do.
         gather: When weights that are split over fsdp, context and expert are gathered.
+        batch_axes: Mesh axes that split rows and are manual in the pipeline: each device calls the
+            layers with its own rows.
         scan_ticks: Loops over ticks; else every tick is compiled by itself.
         scan_repeats: A loop over repeats too; else every repeat is compiled by itself.
         scan_layers: One loop over the layers of a stage; else each is compiled by itself.
@@ -44,6 +46,7 @@ class PipelineSettings:
     layers_per_stage: int
     batch_size: int | None
     gather: Literal["tick", "once", "repeat"]
+    batch_axes: tuple[str, ...]
     scan_ticks: bool
     scan_repeats: bool
     scan_layers: bool
@@ -78,7 +81,8 @@ def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) 
             `set_remat_policy_on_pipeline_iterations` (True); `scan_pipeline_repeats` (as
             `scan_pipeline_iterations`); `remat_policy` ("full", or another name of
             `autodiff.POLICIES`), and for "custom" the place of each tensor of `autodiff.TENSORS`
-            ("remat"); `shard_mode` ("auto"); `logical_axis_rules` (none).
+            ("remat"); `shard_mode` ("auto"); `logical_axis_rules` (none); and one that MaxText has
+            not, `pipeline_batch_axes` (()), see `PipelineSettings.batch_axes`.
         mesh: A mesh with an axis `stage` of size S, or None.
         remat_policy: A policy of `jax.checkpoint`, in place of the config's.
 
@@ -91,10 +95,11 @@ def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) 
     num_repeats = _repeats(config, num_ranks, layers_per_stage)
     microbatches = _count(config, "num_pipeline_microbatches", num_ranks * (2 if delay else 1))
     check_circular(num_ranks, num_repeats, microbatches, delay=delay)
-    _check_shard_mode(_field(config, "shard_mode", "auto"), mesh)
+    scan_ticks, scan_repeats = _scans(config)
+    batch_axes = _batch_axes(config, mesh, scan_ticks)
+    _check_shard_mode(_field(config, "shard_mode", "auto"), mesh, batch_axes)
     remat = _remat(config, mesh, remat_policy)
     rules = _field(config, "logical_axis_rules", None)
-    scan_ticks, scan_repeats = _scans(config)
     on_ticks = _flag(config, "set_remat_policy_on_pipeline_iterations", True)
     on_layers = _flag(config, "set_remat_policy_on_layers_per_stage", False)
     return PipelineSettings(
@@ -102,6 +107,7 @@ def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) 
         layers_per_stage=layers_per_stage,
         batch_size=_batch_size(config, microbatches),
         gather=_gather(config),
+        batch_axes=batch_axes,
         scan_ticks=scan_ticks,
         scan_repeats=scan_repeats,
         scan_layers=_flag(config, "scan_layers_per_stage", True),
@@ -199,6 +205,26 @@ def _gather(config: Any) -> Literal["tick", "once", "repeat"]:
     return "once" if once else "repeat" if per_repeat else "tick"
 
 
+def _batch_axes(config: Any, mesh: Mesh | None, scan_ticks: bool) -> tuple[str, ...]:
+    """`pipeline_batch_axes`, axes of `mesh` beside `stage`."""
+    axes = tuple(_field(config, "pipeline_batch_axes", ()))
+    if not axes:
+        return ()
+    offered = [axis for axis in (() if mesh is None else mesh.axis_names) if axis != AXIS]
+    wrong = [axis for axis in axes if axis not in offered]
+    if wrong:
+        raise ValueError(
+            f"`pipeline_batch_axes` is {axes}, and {wrong} are no axes that `mesh` has beside "
+            f"{AXIS!r}. It has {', '.join(offered) or 'none'}."
+        )
+    if not scan_ticks:
+        raise ValueError(
+            f"`pipeline_batch_axes` is {axes} and `scan_pipeline_iterations` False. Iterations "
+            "that are written out leave rows to the compiler: give () or True."
+        )
+    return axes
+
+
 def _scans(config: Any) -> tuple[bool, bool]:
     """Whether ticks are in loops, and repeats."""
     ticks = _flag(config, "scan_pipeline_iterations", True)
@@ -222,17 +248,20 @@ def _remat(config: Any, mesh: Mesh | None, policy: Any) -> Remat:
     return remat
 
 
-def _check_shard_mode(mode: str, mesh: Mesh | None) -> None:
+def _check_shard_mode(mode: str, mesh: Mesh | None, batch_axes: tuple[str, ...]) -> None:
+    """Axes are of one type; with `batch_axes` those that are not manual may stay automatic."""
     if mode not in ("auto", "explicit"):
         raise ValueError(f"`shard_mode` is {mode!r}. Give 'auto' or 'explicit'.")
     if mesh is None:
         return
     wanted = AxisType.Auto if mode == "auto" else AxisType.Explicit
-    others = {a: t for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t != wanted}
+    free = set(mesh.axis_names) - {AXIS, *batch_axes} if batch_axes and mode == "explicit" else ()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    others = {a: t for a, t in types if t != wanted and a not in free}
     if others:
-        types = ", ".join(f"{axis} {kind.name}" for axis, kind in others.items())
+        found = ", ".join(f"{axis} {kind.name}" for axis, kind in others.items())
         raise ValueError(
-            f"`shard_mode` is {mode!r}, but `mesh` has axes of another type: {types}. Make the "
+            f"`shard_mode` is {mode!r}, but `mesh` has axes of another type: {found}. Make the "
             f"mesh with `axis_types=({wanted},) * {len(mesh.axis_names)}`."
         )
 

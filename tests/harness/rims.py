@@ -19,6 +19,7 @@ FIELDS = {
     "loop": {"scan_layers_per_stage": False},
     "flat": {"scan_pipeline_repeats": False},
     "unrolled": {"scan_pipeline_iterations": False},
+    "rows": {"pipeline_batch_axes": ("fsdp",)},
     "remat": {
         "set_remat_policy_on_layers_per_stage": True,
         "set_remat_policy_on_pipeline_iterations": False,
@@ -152,6 +153,10 @@ REFUSED = {
     "a loop over repeats without one over iterations": (
         {"scan_pipeline_repeats": True, "scan_pipeline_iterations": False},
         "A loop over repeats is one over their iterations",
+    ),
+    "batch axes without a mesh": (
+        {"pipeline_batch_axes": ("fsdp",)},
+        "are no axes that `mesh` has beside 'stage'. It has none.",
     ),
     "a text for a flag": ({"pipeline_fsdp_ag_once": "false"}, "Give True or False"),
     "no ranks": ({"ici_pipeline_parallelism": 0}, "`ici_pipeline_parallelism` is 0"),

@@ -201,6 +201,70 @@ def test_a_loss_that_is_sown_has_its_gradient():
     assert np.abs(grads["down"]["kernel"][0, 1]).max() == 0  # no layer comes after it
 
 
+class Sowing(nn.Module):
+    """Sows `of(hidden)`."""
+
+    of: Any
+
+    @nn.compact
+    def __call__(self, x, *_):
+        h = jnp.tanh(nn.Dense(rims.EMBED)(x))
+        self.sow("metrics", "sown", self.of(h))
+        return x + h
+
+
+def test_what_devices_sow_of_their_own_rows_is_added_up():
+    def loss_and_sown(fields: str) -> Any:
+        row = Row(2, 2, 1, fields, fsdp=2)
+        pipeline: Any = linen.create_pipeline(row.config(), Sowing(jnp.sum), row.mesh())
+        inputs, *_ = row.batch()
+
+        def loss(variables):
+            y, sown = pipeline.apply(variables, inputs, mutable=["metrics"])
+            (of_layers,) = sown["metrics"]["layers"]["sown"]
+            return rims.scalar(y) + rims.scalar(of_layers), of_layers
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(pipeline.init(KEY, inputs))
+
+    rims.assert_trees_close(loss_and_sown("rows"), loss_and_sown(""))
+
+
+@pytest.mark.parametrize(
+    ("of", "rngs", "message"),
+    [
+        (jnp.mean, {"dropout": KEY}, "and layers draw random numbers"),
+        (lambda h: h[0], {}, r"A layer records .*'sown'.* of shape \(4, 16\), and with"),
+    ],
+    ids=["random numbers", "arrays"],
+)
+def test_devices_with_their_own_rows_refuse_what_concerns_all_rows(of, rngs, message):
+    row = Row(2, 1, 1, "rows", fsdp=2)
+    pipeline: Any = linen.create_pipeline(row.config(), Sowing(of), row.mesh())
+    inputs, *_ = row.batch()
+    variables = pipeline.init(KEY, inputs)
+    with pytest.raises(ValueError, match=message):
+        pipeline.apply(variables, inputs, rngs=rngs, mutable=["metrics"])
+
+
+def test_batch_axes_must_be_of_the_mesh_and_iterations_a_loop():
+    row = Row(2, 1, 1, "rows", fsdp=2)
+    with pytest.raises(ValueError, match=r"are no axes that `mesh` has .*It has data, fsdp, tens"):
+        linen.create_pipeline(row.config(pipeline_batch_axes=("rows",)), Decoder(), row.mesh())
+    with pytest.raises(ValueError, match="and `scan_pipeline_iterations` False"):
+        linen.create_pipeline(row.config(scan_pipeline_iterations=False), Decoder(), row.mesh())
+
+
+def test_arrays_may_be_split_into_microbatches_beforehand():
+    row = Row(2, 2, 1, "rows", fsdp=2)
+    pipeline: Any = linen.create_pipeline(row.config(), Small(), row.mesh())
+    batch = row.batch()
+    split = [x.reshape(row.microbatches, rims.ROWS, *x.shape[1:]) for x in batch]
+    call = partial(pipeline.apply, deterministic=True)
+    variables = pipeline.init(KEY, *split, microbatched=True)
+    y = jax.jit(partial(call, microbatched=True))(variables, *split)
+    rims.assert_trees_close(y.reshape(batch[0].shape), jax.jit(call)(variables, *batch))
+
+
 def test_any_pytree_may_be_the_activation_and_its_pairs_stay_pairs():
     class Layer(nn.Module):
         @nn.compact
@@ -226,7 +290,7 @@ class Fp8(nn.Module):
         return x + jnp.tanh(nn.Dense(8, dot_general_cls=cls)(x))
 
 
-@pytest.mark.parametrize("row", [Row(2, 2, 1, fsdp=2)], ids=str)
+@pytest.mark.parametrize("row", [Row(2, 2, 1, fsdp=2), Row(2, 2, 1, "rows", fsdp=2)], ids=str)
 def test_scales_of_fp8_take_the_largest_of_the_microbatches_and_none_of_a_bubble(row):
     pipeline: Any = linen.create_pipeline(row.config(), Fp8(), row.mesh())
     rows = row.microbatches * rims.ROWS
