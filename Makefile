@@ -2,16 +2,19 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow test-product lint clean
 
 demo: .venv/demo
 	$(BIN)/python examples/demo.py
 
 test: .venv/dev
-	$(BIN)/pytest -n 2 -m "not slow"
+	$(BIN)/pytest -n 2 -m "not slow and not product"
 
 test-slow: .venv/dev
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -n 2 -m slow
+
+test-product: .venv/dev
+	$(BIN)/pytest -n 2 -m product
 
 lint: .venv/dev
 	$(BIN)/ruff check jaxpipe tests examples benchmarks

@@ -78,6 +78,7 @@ def deepseek(
     layer_remat: Remat = lambda f: f,
     outside_remat: Remat = lambda f: f,
     project: Projection = projection,
+    scan_layers: bool = True,
 ) -> tuple[Callable, Callable, Callable]:
     """`(embed, stage, loss)`, each a pure function of one microbatch.
 
@@ -99,6 +100,7 @@ def deepseek(
             are told, but not what `embed` and `loss` do.
         project: The matrix products of attention and of dense and shared MLPs: `projection`, or
             `fp8_projection`.
+        scan_layers: Whether the layers of a stage are a loop of the program, or written out.
     """
     epsilon = config.normalization_layer_epsilon
     attend = latent_attention(config, attention=attention, constrain=constrain, project=project)
@@ -127,8 +129,20 @@ def deepseek(
             x, _ = jax.lax.scan(lambda x, w: (dense_layer(w, x, side), None), x, weights["layers"])
         return x
 
-    def layers(one: Callable, weights: PyTree, x: Float[Array, "b T D"], side: PyTree, rng: PyTree):
-        x, sums = jax.lax.scan(lambda x, wk: one(wk[0], x, side, wk[1]), x, (weights, rng))
+    def layers(
+        one: Callable,
+        weights: PyTree,
+        x: Float[Array, "b T D"],
+        side: PyTree,
+        rng: PyTree,
+        *,
+        unroll: bool = False,
+    ):
+        def step(x, layer_and_key):
+            w, key = layer_and_key
+            return one(w, x, side, key)
+
+        x, sums = jax.lax.scan(step, x, (weights, rng), unroll=unroll)
         return x, jax.tree.map(jnp.sum, sums)
 
     token_loss = partial(
@@ -145,4 +159,4 @@ def deepseek(
             "load_balance_loss_after": of_layers["load_balance_loss"]
         }
 
-    return embed, partial(layers, layer_remat(layer)), loss
+    return embed, partial(layers, layer_remat(layer), unroll=not scan_layers), loss

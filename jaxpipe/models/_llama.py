@@ -126,6 +126,7 @@ def llama(
     layer_remat: Callable[[Callable], Callable] = lambda f: f,
     outside_remat: Callable[[Callable], Callable] = lambda f: f,
     project: Projection = projection,
+    scan_layers: bool = True,
 ) -> tuple[Callable, Callable, Callable]:
     """`(embed, stage, loss)` of a llama, each a pure function of one microbatch.
 
@@ -144,6 +145,7 @@ def llama(
         outside_remat: Wraps one layer after the stages. Engines recompute stages as they are told,
             but not what `loss` does.
         project: The matrix products of layers: `projection`, or `fp8_projection`.
+        scan_layers: Whether the layers of a stage are a loop of the program, or written out.
     """
     frequencies = rope_frequencies(
         config.head_dim, config.rope_max_timescale, llama31_scaling=config.rope_type == "llama3.1"
@@ -172,12 +174,20 @@ def llama(
         out = checkpoint_name(out, "context")
         return checkpoint_name(project(out, w["out"]), "out_proj")
 
-    def layers(one: Callable, weights: PyTree, x: Float[Array, "b T D"], side: PyTree, rng: PyTree):
+    def layers(
+        one: Callable,
+        weights: PyTree,
+        x: Float[Array, "b T D"],
+        side: PyTree,
+        rng: PyTree,
+        *,
+        unroll: bool = False,
+    ):
         def step(x, layer_and_key):
             w, key = layer_and_key
             return one(w, x, side, key), None
 
-        x, _ = jax.lax.scan(step, x, (weights, rng))
+        x, _ = jax.lax.scan(step, x, (weights, rng), unroll=unroll)
         return x, {}
 
     token_loss = partial(
@@ -189,7 +199,7 @@ def llama(
             x, _ = layers(outside_remat(layer), ends["head"]["layers"], x, side, ())
         return token_loss(ends, x, side)
 
-    return embed, partial(layers, layer_remat(layer)), loss
+    return embed, partial(layers, layer_remat(layer), unroll=not scan_layers), loss
 
 
 _KEY = ("activation_batch", "activation_length", "activation_kv_heads", "activation_kv")

@@ -144,7 +144,11 @@ class Config(BaseModel):
     pipeline_delay_activation_forwarding: bool = False
     pipeline_fsdp_ag_once: bool = False
     pipeline_fsdp_ag_per_repeat: bool = False
+    scan_pipeline_iterations: bool = True
     scan_pipeline_repeats: bool = True
+    scan_layers_per_stage: bool = True
+    enable_nnx: bool | None = None
+    pure_nnx_decoder: bool = False
     set_remat_policy_on_pipeline_iterations: bool = True
     set_remat_policy_on_layers_per_stage: bool = False
     remat_policy: Policy = "full"
@@ -199,6 +203,7 @@ class Config(BaseModel):
                 "`pipeline_fsdp_ag_once` and `pipeline_fsdp_ag_per_repeat` are both true. Weights "
                 "are gathered either once or per repeat: choose one."
             )
+        self._flax_agrees()
         if self.remat_policy != "custom":
             self._no_places()
         if self.dataset_type == "text" and not self.text_files:
@@ -207,6 +212,39 @@ class Config(BaseModel):
                 "'builtin:sonnets'."
             )
         return self
+
+    def _flax_agrees(self) -> None:
+        """What a decoder of Flax modules cannot do, or only such a decoder can."""
+        if self.pure_nnx_decoder != (self.enable_nnx is True):
+            raise ValueError(
+                f"`pure_nnx_decoder` is {self.pure_nnx_decoder} and `enable_nnx` {self.enable_nnx}."
+                " An NNX decoder is NNX throughout: give both as true, or neither."
+            )
+        if self.enable_nnx is None:
+            if not self.scan_pipeline_iterations:
+                raise ValueError(
+                    "`scan_pipeline_iterations` is False and `enable_nnx` None. Only decoders of "
+                    "Flax modules have their iterations written out: give `enable_nnx` as true or "
+                    "false, or leave this at true."
+                )
+            return
+        dropout = self.dropout_rate if self.enable_dropout else 0.0
+        problems = {
+            "`pipeline_engine` is 'none', and Flax's modules run in the pipeline alone": (
+                self.pipeline_engine == "none"
+            ),
+            f"`dropout_rate` is {dropout}, and Flax would draw other masks than the model's "
+            "functions": dropout > 0,
+            "`shard_mode` is 'explicit', which needs `scan_pipeline_iterations`": (
+                self.shard_mode == "explicit" and not self.scan_pipeline_iterations
+            ),
+        }
+        found = "; ".join(problem for problem, applies in problems.items() if applies)
+        if found:
+            raise ValueError(
+                f"`enable_nnx` is {self.enable_nnx}, but {found}. Leave `enable_nnx` at null, or "
+                "change that."
+            )
 
     def _no_places(self) -> None:
         """Only `custom` reads the places of tensors, so they must be the defaults elsewhere."""

@@ -24,12 +24,14 @@ class Family:
         weights: `(sizes, dtype, layers_after=...) -> abstract weights`.
         model: `(sizes, experts=..., **options) -> Model`; the options are those of all families.
         more_keys: Keys that this family reads beside its sizes, and not all others.
+        more_side: What its stages read of a batch beside positions and segment ids.
     """
 
     sizes: Callable[..., Sizes]
     weights: Callable[..., dict[str, Any]]
     model: Callable[..., Model]
     more_keys: tuple[str, ...] = ()
+    more_side: tuple[str, ...] = ()
 
     @property
     def keys(self) -> set[str]:
@@ -53,6 +55,7 @@ FAMILIES: dict[str, Family] = {
         models.deepseek_weights,
         _deepseek,
         more_keys=("routed_bias_update_rate", "megablox"),
+        more_side=("target_weights",),
     ),
 }
 

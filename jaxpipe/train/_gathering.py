@@ -19,6 +19,11 @@ def gathers(setup: Setup) -> tuple[spmd.Gather, spmd.Gather]:
     return _gather(setup, stage), _gather(setup, ends)
 
 
+def end_gathers(setup: Setup) -> dict[str, spmd.Gather]:
+    """Of embedding and head, each by itself."""
+    return {name: _gather(setup, setup.weight_tree[name]) for name in ("embed", "head")}
+
+
 def optimizer_rules(setup: Setup) -> sharding.Rules:
     """ZeRO-1 splits the optimizer's state, and the gradients it takes, over data too."""
     if setup.config.shard_optimizer_over_data:
@@ -33,12 +38,12 @@ def _gather(setup: Setup, tree: PyTree) -> spmd.Gather:
         setup.rules,
         when=_when(setup.config),
         cast=lambda weights: jax.tree.map(lambda x, dtype: x.astype(dtype), weights, dtypes),
-        batch_axes=_row_axes(setup),
+        batch_axes=row_axes(setup),
         gradient_rules=optimizer_rules(setup),
     )
 
 
-def _row_axes(setup: Setup) -> tuple[str, ...]:
+def row_axes(setup: Setup) -> tuple[str, ...]:
     """Axes that split the batch and nothing else inside a layer: each device has its own rows."""
     batch = dict(setup.rules)["activation_batch"]
     return tuple(axis for axis in ("data", "fsdp") if axis in batch)

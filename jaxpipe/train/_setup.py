@@ -123,7 +123,25 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
     )
     weights_shardings(setup)
     batch_shardings(setup)
+    if config.enable_nnx is not None:
+        flax_decoder().check_rim(setup)
     return setup
+
+
+def flax_decoder() -> Any:
+    """The module `_flax_decoder`, which needs Flax.
+
+    Raises:
+        ValueError: If Flax is not installed.
+    """
+    try:
+        from . import _flax_decoder
+    except ImportError as error:
+        raise ValueError(
+            "`enable_nnx` is set, which needs Flax, and it cannot be imported "
+            f'({error}). `pip install "jaxpipe[flax]"`, or leave `enable_nnx` at null.'
+        ) from error
+    return _flax_decoder
 
 
 def build_model(setup: Setup) -> Model:
@@ -141,6 +159,7 @@ def build_model(setup: Setup) -> Model:
         dropout_rate=config.dropout_rate if config.enable_dropout else 0.0,
         project=models.PROJECTIONS[config.quantization],
         num_vocab_tiling=config.num_vocab_tiling,
+        scan_layers=config.scan_layers_per_stage,
         layer_remat=remat_of_layers(config),
         outside_remat=remat_outside(config),
     )

@@ -18,7 +18,7 @@ from ._gathering import gathers, optimizer_rules
 from ._optimizer import adamw, clip, decay_mask, gradient_norm, learning_rate_schedule
 from ._remat import remat_of_ticks
 from ._router_bias import with_router_biases, without_router_biases
-from ._setup import STACKED, Setup, batch_shardings, build_model
+from ._setup import STACKED, Setup, batch_shardings, build_model, flax_decoder
 
 State = dict[str, Any]
 """`weights`, `optimizer` and `step`, the number of steps done."""
@@ -134,7 +134,7 @@ def make_train_step(setup: Setup) -> Callable[[State, PyTree], tuple[State, dict
     It compiles at its first call. The state that goes in is donated.
     """
     optimizer, schedule = make_optimizer(setup), make_schedule(setup)
-    value_and_grad = ENGINES[setup.config.pipeline_engine](setup, build_model(setup))
+    value_and_grad = ENGINES[_engine(setup)](setup, build_model(setup))
     threshold = setup.config.gradient_clipping_threshold
     bias_rate = setup.config.routed_bias_update_rate
     shardings = state_shardings(setup)
@@ -217,7 +217,28 @@ def _none(setup: Setup, model: Model) -> Callable:
     return value_and_grad
 
 
-ENGINES: dict[str, Callable[[Setup, Model], Callable]] = {"none": _none, "circular": _circular}
+def _linen(setup: Setup, model: Model) -> Callable:
+    rim = flax_decoder()
+    return rim.linen_value_and_grad(rim.decoder_of(setup, model))
+
+
+def _nnx(setup: Setup, model: Model) -> Callable:
+    rim = flax_decoder()
+    return rim.nnx_value_and_grad(rim.decoder_of(setup, model))
+
+
+ENGINES: dict[str, Callable[[Setup, Model], Callable]] = {
+    "none": _none,
+    "circular": _circular,
+    "linen": _linen,
+    "nnx": _nnx,
+}
+
+
+def _engine(setup: Setup) -> str:
+    """`pipeline_engine`, or the rim whose modules run in it."""
+    rims = {None: setup.config.pipeline_engine, False: "linen", True: "nnx"}
+    return rims[setup.config.enable_nnx]
 
 
 def _dropout_keys(setup: Setup, step: Int[Array, ""]) -> PyTree:

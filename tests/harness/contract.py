@@ -5,10 +5,12 @@ A row says which engine runs which model over which ranks. The contract of all r
 engines add rows and an entry in `ENGINES`; nothing else changes.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import jax
@@ -17,6 +19,8 @@ import numpy as np
 
 from jaxpipe import models, sharding, spmd
 from jaxpipe.autodiff import Model, remat_by_name, unpipelined
+from jaxpipe.train._family import FAMILIES
+from jaxpipe.train._flax_decoder import Decoder, linen_value_and_grad, nnx_value_and_grad
 
 TOLERANCE = 1e-5
 
@@ -55,9 +59,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """A row made concrete: leaves of stages and keys are [R, S, ...]."""
+    """A row made concrete: leaves of stages and keys are [R, S, ...]; `layer` is abstract."""
 
     model: Model
+    layer: Any
     weights: dict[str, Any]
     axes: dict[str, Any]
     side: dict[str, jax.Array]
@@ -88,6 +93,31 @@ def circular(row: Row, case: Case) -> Any:
         return jax.jit(run)(weights, case.side, case.keys)
 
 
+def flax(value_and_grad: Callable, row: Row, case: Case) -> Any:
+    """The model's layer as a module of Linen or NNX, in the rim's pipeline."""
+    assert not row.dropout, "Flax draws other masks than the model's functions"
+    mesh = mesh_of(row)
+    ends = {name: gather_of(row, case.axes[name]) for name in ("embed", "head")}
+    config = SimpleNamespace(
+        ici_pipeline_parallelism=row.ranks,
+        num_pipeline_repeats=row.repeats,
+        num_layers_per_pipeline_stage=row.layers_per_stage,
+        num_pipeline_microbatches=row.microbatches,
+        pipeline_delay_activation_forwarding=row.delay,
+        pipeline_fsdp_ag_once=row.gather == "once",
+        pipeline_fsdp_ag_per_repeat=row.gather == "repeat",
+        pipeline_batch_axes=row.batch_axes,
+        scan_pipeline_repeats=row.scan_repeats,
+        remat_policy=row.remat,
+        shard_mode="explicit" if row.explicit else "auto",
+        **PLACES,
+    )
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        more = FAMILIES[row.model].more_side
+        decoder = Decoder(case.model, case.layer, config, mesh, ends, more, row.batch_axes)
+        return jax.jit(value_and_grad(decoder))(placed(case, mesh), case.side, case.keys)
+
+
 def gather_of(row: Row, axes: Any, stacked: int = 0) -> spmd.Gather:
     """How the row gathers weights with these logical axes, of which some only stack."""
     if row.axes is None:
@@ -100,7 +130,11 @@ def gather_of(row: Row, axes: Any, stacked: int = 0) -> spmd.Gather:
 
 # For rows of `custom`: something in every place.
 PLACES = {"decoder_layer_input": "device", "query_proj": "offload", "mlpwi_0": "device"}
-ENGINES: dict[str, Callable[[Row, Case], Any]] = {"circular": circular}
+ENGINES: dict[str, Callable[[Row, Case], Any]] = {
+    "circular": circular,
+    "linen": functools.partial(flax, linen_value_and_grad),
+    "nnx": functools.partial(flax, nnx_value_and_grad),
+}
 
 
 def check_row(row: Row) -> None:
@@ -180,7 +214,7 @@ def make_case(row: Row) -> Case:
         count = int(np.prod(dims))
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count)).reshape(dims)
     model = Model(*functions, tied=row.tied)
-    return Case(model, weights, axes, make_side(row), keys)
+    return Case(model, tree["layer"], weights, axes, make_side(row), keys)
 
 
 VOCAB, LENGTH, MICROBATCH = 32, 8, 4

@@ -1,0 +1,110 @@
+"""A decoder of Flax modules trains as the model's functions do, through Linen and through NNX."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpipe.cli import main
+from jaxpipe.train import Config, read_metrics, set_up
+
+PR = (
+    "model_name=llama2-7b dataset_type=synthetic debug_sharding=true per_device_batch_size=2 "
+    "max_target_length=32 num_pipeline_microbatches=4 enable_checkpointing=false "
+    "async_checkpointing=false"
+)
+"""The command of MaxText's PR 2885, but for the settings of pipelines."""
+
+PIPELINE = (
+    "ici_pipeline_parallelism=2 num_layers_per_pipeline_stage=2 scan_layers_per_stage=false "
+    "ici_fsdp_parallelism=4"
+)
+TINY = (
+    "base_emb_dim=16 base_num_decoder_layers=8 base_num_query_heads=4 base_num_kv_heads=2 "
+    "base_mlp_dim=32 head_dim=8 vocab_size=64 emulate_devices=8 steps=3 dtype=float32 "
+    "learning_rate=1e-2 enable_tensorboard=false enable_progress_bar=false"
+)
+NNX, LINEN = "enable_nnx=true pure_nnx_decoder=true", "enable_nnx=false"
+
+
+def metrics(folder: Path, *settings: str) -> list[dict[str, float]]:
+    words = f"{PR} {TINY} {' '.join(settings)}".split()
+    assert main(["train", *words, f"output_dir={folder}"]) == 0
+    return read_metrics(folder / "default" / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory):
+    return metrics(tmp_path_factory.mktemp("functions"), PIPELINE)
+
+
+def assert_same(history, expected) -> None:
+    for name in ("loss", "gradient_norm"):
+        values, wanted = ([of_step[name] for of_step in run] for run in (history, expected))
+        np.testing.assert_allclose(values, wanted, rtol=1e-5)
+    assert len(history) == 3
+
+
+def test_without_a_pipeline_the_losses_are_those_of_the_functions(tmp_path, functions):
+    plain = "pipeline_engine=none ici_fsdp_parallelism=4 ici_context_parallelism=2"
+    assert_same(metrics(tmp_path, plain), functions)
+    assert functions[-1]["loss"] < functions[0]["loss"]
+
+
+@pytest.mark.parametrize("rim", [NNX, LINEN], ids=["nnx", "linen"])
+def test_a_decoder_of_flax_modules_has_the_losses_of_the_functions(tmp_path, functions, rim):
+    assert_same(metrics(tmp_path, PIPELINE, rim), functions)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        f"{NNX} pipeline_fsdp_ag_once=true logits_via_embedding=true num_vocab_tiling=4",
+        f"{LINEN} pipeline_fsdp_ag_per_repeat=true pipeline_parallel_layers=4 "
+        "set_remat_policy_on_layers_per_stage=true",
+        f"{NNX} pipeline_delay_activation_forwarding=true scan_pipeline_iterations=false "
+        "scan_pipeline_repeats=false",
+    ],
+    ids=["once, tied", "per repeat, layers after", "delayed, written out"],
+)
+def test_settings_of_the_pipeline_reach_the_rim(tmp_path, functions, settings):
+    expected = functions
+    if "logits_via_embedding" in settings:
+        expected = metrics(tmp_path / "functions", PIPELINE, "logits_via_embedding=true")
+    assert_same(metrics(tmp_path / "flax", PIPELINE, settings), expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pure_nnx_decoder": True}, "`pure_nnx_decoder` is True and `enable_nnx` None"),
+        ({"enable_nnx": True}, "`pure_nnx_decoder` is False and `enable_nnx` True"),
+        ({"enable_nnx": False, "pure_nnx_decoder": True}, "is True and `enable_nnx` False"),
+        ({"enable_nnx": False, "dropout_rate": 0.1}, "`dropout_rate` is 0.1, and Flax would"),
+        ({"enable_nnx": False, "decoder_block": "deepseek"}, "is 'deepseek', whose sums"),
+        ({"enable_nnx": False, "shard_mode": "explicit"}, "`shard_mode` is 'explicit'. Leave"),
+        ({"enable_nnx": False, "pipeline_engine": "none"}, "`pipeline_engine` is 'none'"),
+        ({"scan_pipeline_iterations": False}, "`scan_pipeline_iterations` is False and `enable_n"),
+    ],
+)
+def test_what_a_rim_cannot_carry_is_refused_by_name(settings: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        Config.model_validate(settings)
+
+
+def test_a_rims_own_refusals_come_before_anything_compiles():
+    settings = {"ici_pipeline_parallelism": 2, "scan_pipeline_iterations": False}
+    config = Config.model_validate(settings | {"enable_nnx": False})
+    with pytest.raises(ValueError, match="`scan_pipeline_repeats` is True and"):
+        set_up(config, jax.devices())
+
+
+def test_without_flax_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jaxpipe.train._flax_decoder", None)
+    monkeypatch.delattr("jaxpipe.train._flax_decoder", raising=False)
+    config = Config.model_validate({"ici_pipeline_parallelism": 2, "enable_nnx": False})
+    with pytest.raises(ValueError, match=r'pip install "jaxpipe\[flax\]"'):
+        set_up(config, jax.devices())
