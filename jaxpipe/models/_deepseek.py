@@ -23,7 +23,7 @@ from ._deepseek_config import DeepseekConfig
 from ._ends import embed_tokens, end_weights, next_token_loss
 from ._experts import Experts
 from ._latent_attention import latent_attention, latent_attention_weights
-from ._layers import ACTIVATION, dropout, rms_norm, swiglu, swiglu_weights
+from ._layers import ACTIVATION, dropout, rms_norm, stack, swiglu, swiglu_weights
 from ._moe import moe, moe_weights
 from ._projection import Projection, projection
 
@@ -109,12 +109,11 @@ def deepseek(
     def add(x, branch, key):
         return constrain(x + dropout(branch, dropout_rate, key), ACTIVATION)
 
-    @outside_remat
-    def dense_layer(w: PyTree, x: Float[Array, "b T D"], side: PyTree) -> Float[Array, "b T D"]:
+    def dense_layer(w: PyTree, x: Float[Array, "b T D"], side: PyTree, _):
         x = checkpoint_name(x, "decoder_layer_input")
         x = add(x, attend(w["attention"], rms_norm(x, w["attention_norm"], epsilon), side), ())
         h = swiglu(w["mlp"], rms_norm(x, w["mlp_norm"], epsilon), constrain, project)
-        return add(x, h, ())
+        return add(x, h, ()), {}
 
     def layer(w: PyTree, x: Float[Array, "b T D"], side: PyTree, key):
         first, second = (key, key) if isinstance(key, tuple) else jax.random.split(key)
@@ -126,24 +125,8 @@ def deepseek(
     def embed(weights: PyTree, side: PyTree) -> Float[Array, "b T D"]:
         x = embed_tokens(weights["table"], side["tokens"], constrain=constrain, dtype=dtype)
         if "layers" in weights:
-            x, _ = jax.lax.scan(lambda x, w: (dense_layer(w, x, side), None), x, weights["layers"])
+            x, _ = stack(outside_remat(dense_layer))(weights["layers"], x, side, ())
         return x
-
-    def layers(
-        one: Callable,
-        weights: PyTree,
-        x: Float[Array, "b T D"],
-        side: PyTree,
-        rng: PyTree,
-        *,
-        unroll: bool = False,
-    ):
-        def step(x, layer_and_key):
-            w, key = layer_and_key
-            return one(w, x, side, key)
-
-        x, sums = jax.lax.scan(step, x, (weights, rng), unroll=unroll)
-        return x, jax.tree.map(jnp.sum, sums)
 
     token_loss = partial(
         next_token_loss, epsilon=epsilon, constrain=constrain, num_chunks=num_vocab_tiling
@@ -153,10 +136,10 @@ def deepseek(
         head = ends["head"]
         if "layers" not in head:
             return token_loss(ends, x, side)
-        x, of_layers = layers(outside_remat(layer), head["layers"], x, side, ())
+        x, of_layers = stack(outside_remat(layer))(head["layers"], x, side, ())
         loss, sums = token_loss(ends, x, side)
         return loss + of_layers["loss"], sums | {
             "load_balance_loss_after": of_layers["load_balance_loss"]
         }
 
-    return embed, partial(layers, layer_remat(layer), unroll=not scan_layers), loss
+    return embed, stack(layer_remat(layer), scan=scan_layers), loss

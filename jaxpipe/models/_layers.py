@@ -1,6 +1,7 @@
 """Pieces that models share: normalization, rotary positions, dropout, the loss of a token."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -76,6 +77,28 @@ def swiglu(
     gate, up = (constrain(project(x, w[name]), _HIDDEN) for name in ("gate", "up"))
     gate, up = checkpoint_name(gate, "mlpwi_0"), checkpoint_name(up, "mlpwi_1")
     return checkpoint_name(project(jax.nn.silu(gate) * up, w["down"]), "mlpwo")
+
+
+def stack(layer: Callable, *, scan: bool = True) -> Callable:
+    """Layers with equal weights, one after the other, and the sums of what they sum up.
+
+    Args:
+        layer: `(weights, x, side, key) -> (y, sums)`.
+        scan: Whether they are a loop of the program, or written out.
+
+    Returns:
+        The same for weights and keys with [L, ...] leaves; keys may be ().
+    """
+
+    def run(weights: PyTree, x: Float[Array, "b T D"], side: PyTree, keys: PyTree):
+        def step(x, of_layer):
+            w, key = of_layer
+            return layer(w, x, side, key)
+
+        x, sums = jax.lax.scan(step, x, (weights, keys), unroll=not scan)
+        return x, jax.tree.map(jnp.sum, sums)
+
+    return run
 
 
 def swiglu_weights(D: int, F: int, *, branches: int, dtype: Any) -> dict[str, Weight]:

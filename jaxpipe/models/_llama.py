@@ -26,6 +26,7 @@ from ._layers import (
     rms_norm,
     rope,
     rope_frequencies,
+    stack,
     swiglu,
     swiglu_weights,
 )
@@ -155,14 +156,14 @@ def llama(
     def embed(weights: PyTree, side: PyTree) -> Float[Array, "b T D"]:
         return embed_tokens(weights["table"], side["tokens"], constrain=constrain, dtype=dtype)
 
-    def layer(w: PyTree, x: Float[Array, "b T D"], side: PyTree, key) -> Float[Array, "b T D"]:
+    def layer(w: PyTree, x: Float[Array, "b T D"], side: PyTree, key):
         first, second = (key, key) if isinstance(key, tuple) else jax.random.split(key)
         x = checkpoint_name(x, "decoder_layer_input")
         h = rms_norm(x, w["attention_norm"], epsilon)
         h = _attend(w["attention"], h, side["positions"], side["segment_ids"])
         x = constrain(x + dropout(h, dropout_rate, first), ACTIVATION)
         h = swiglu(w["mlp"], rms_norm(x, w["mlp_norm"], epsilon), constrain, project)
-        return constrain(x + dropout(h, dropout_rate, second), ACTIVATION)
+        return constrain(x + dropout(h, dropout_rate, second), ACTIVATION), {}
 
     def _attend(w, x, positions: Int[Array, "b T"], segment_ids: Int[Array, "b T"]):
         q, k, v = (
@@ -174,32 +175,16 @@ def llama(
         out = checkpoint_name(out, "context")
         return checkpoint_name(project(out, w["out"]), "out_proj")
 
-    def layers(
-        one: Callable,
-        weights: PyTree,
-        x: Float[Array, "b T D"],
-        side: PyTree,
-        rng: PyTree,
-        *,
-        unroll: bool = False,
-    ):
-        def step(x, layer_and_key):
-            w, key = layer_and_key
-            return one(w, x, side, key), None
-
-        x, _ = jax.lax.scan(step, x, (weights, rng), unroll=unroll)
-        return x, {}
-
     token_loss = partial(
         next_token_loss, epsilon=epsilon, constrain=constrain, num_chunks=num_vocab_tiling
     )
 
     def loss(ends: PyTree, x: Float[Array, "b T D"], side: PyTree):
         if "layers" in ends["head"]:
-            x, _ = layers(outside_remat(layer), ends["head"]["layers"], x, side, ())
+            x, _ = stack(outside_remat(layer))(ends["head"]["layers"], x, side, ())
         return token_loss(ends, x, side)
 
-    return embed, partial(layers, layer_remat(layer), unroll=not scan_layers), loss
+    return embed, stack(layer_remat(layer), scan=scan_layers), loss
 
 
 _KEY = ("activation_batch", "activation_length", "activation_kv_heads", "activation_kv")

@@ -8,7 +8,8 @@ that lies in its stream: real data, since a norm's gradient at zero is NaN. The 
 
 Inputs lie spread over the ranks, n on each. They reach rank 0 by moving one rank down whenever it
 has taken one, and outputs, entering on the last rank, fill the places that become free. This
-stream moves in the M ticks in which microbatches enter and the M in which they leave.
+stream moves in the M ticks in which microbatches enter and the M in which they leave; with several
+repeats also in the d * (S - 1) ticks before, whose segment it is (`_segments`).
 
 All of this is linear, so the backward is the same movement transposed: every function here has the
 cotangents of a state go through it backwards.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Bool, Int, PyTree
 
 from ..autodiff import Pullback, Sums, at, floating, fold, pullback
 from ._circular import (
@@ -31,10 +31,10 @@ from ._circular import (
     take_back,
     visit_at,
 )
-from ._gather import Access, Gather, access
+from ._gather import Access, Gather, access, same
 from ._kept import Kept, first_late_repeat, read_early, read_late, room, store
 from ._ranks import AXIS, zeros
-from ._segments import Segment, enter, last, mixed, only_repeat, settled
+from ._segments import Segment, enter, last, middle, only_repeat
 
 Stage = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, Sums]]
 
@@ -64,6 +64,20 @@ class Backward(NamedTuple):
 
     state: State
     side: PyTree
+
+
+class Held(NamedTuple):
+    """What a rank has of the repeat that it works on, in the backward.
+
+    Attributes:
+        window: Its weights.
+        gradient: Their gradient so far.
+        done: The gradient of the repeat before, which is that of a later one.
+    """
+
+    window: PyTree
+    gradient: PyTree
+    done: PyTree
 
 
 class How(NamedTuple):
@@ -138,7 +152,7 @@ def prepare(
 
     rooms = access(how.gather, weights)
     # Nobody computes with this visit: it is there for its types.
-    visit = rooms.read(rooms.window(0)), at(inputs, 0), at(side, 0), at(keys, 0)
+    visit = rooms.read(rooms.window(rooms.ahead(0), 0)), at(inputs, 0), at(side, 0), at(keys, 0)
     y, sums = jax.eval_shape(stage, *visit)
     _check_output(visit[1], y)
     counts = Counts(S, R, S * n, 2 if how.delay else 1)
@@ -158,99 +172,107 @@ def forward(
         sums: Shapes of the sums of one tick.
         keep: Whether a backward follows.
     """
-    counts, window = run.counts, run.weights.window
+    counts, weights = run.counts, run.weights
     ticks = partial(_forward_ticks, run)
-    carry = first_state(inputs, counts), _zeros(sums), _room(run, inputs) if keep else Kept([], [])
+    flow = first_state(inputs, counts), _zeros(sums), _room(run, inputs) if keep else Kept([], [])
+    carry = weights.window(weights.ahead(0), 0), flow
 
-    def repeat(carry, j):
-        (old, new), carry = carry
-        carry = ticks(mixed(counts, j), (old, new), j, carry)
-        following = window(j + 1)  # nothing below waits for it
-        return (new, following), ticks(settled(counts, j), (new,), j, carry)
+    def block(carry, j):
+        ahead, carry = carry
+        following = weights.ahead(j + 1)  # nothing in this block waits for it
+        return following, ticks(middle(counts, j), ahead, carry)
 
     if counts.num_repeats == 1:
-        only = (window(0),)
         for segment in only_repeat(counts):
-            carry = ticks(segment, only, 0, carry)
+            carry = ticks(segment, None, carry)
     else:
-        final = counts.num_repeats - 1
-        old, new = window(0), window(1)
-        carry = ticks(enter(counts), (old,), 0, carry)
-        (old, new), carry = _loop(repeat, ((old, new), carry), jnp.arange(1, final), scan=run.scan)
-        carry = ticks(mixed(counts, final), (old, new), final, carry)
-        carry = ticks(last(counts), (new,), final, carry)
-    state, totals, kept = carry
+        following = weights.ahead(1)
+        carry = following, ticks(enter(counts), None, carry)
+        repeats = jnp.arange(1, counts.num_repeats - 1)
+        ahead, carry = _loop(block, carry, repeats, scan=run.scan)
+        carry = ticks(last(counts), ahead, carry)
+    _, (state, totals, kept) = carry
     return (realign(state.stream, counts), totals), kept
 
 
 def backward(run: Run, kept: Kept, doutputs: PyTree, dsums: Sums) -> tuple[PyTree, PyTree, PyTree]:
     """All ticks, the last one first: gradients of weights, inputs and side."""
-    final, half = run.counts.num_repeats - 1, first_late_repeat(run.counts)
-    carry = Backward(last_cotangent(doutputs, run.counts), _zeros(floating(run.side)))
-    # Else the compiler would take this window in the forward, and hold it until it is used.
-    window = run.weights.window(_after(final, carry.state))
-    sums = (window, run.weights.zeros(window)), carry
-    gradients, sums = _backward_repeats(
-        run, partial(read_late, kept, run.counts), dsums, half, final, sums
-    )
+    counts, weights = run.counts, run.weights
+    final, half = counts.num_repeats - 1, first_late_repeat(counts)
+    flow = Backward(last_cotangent(doutputs, counts), _zeros(floating(run.side)))
+    window, ahead = _first_windows(weights, final, flow)
+    nothing = weights.zeros(window)
+    carry = ahead, (Held(window, nothing, nothing), flow)
+    blocks = partial(_backward_blocks, run, dsums)
+    gradients, carry = blocks(partial(read_late, kept, counts), half, final, carry)
     if half:
-        read = partial(read_early, kept, run.counts)
-        early, sums = _backward_repeats(run, read, dsums, 0, half - 1, sums)
+        early, carry = blocks(partial(read_early, kept, counts), 0, half - 1, carry)
         gradients = jax.tree.map(lambda *g: jnp.concatenate(g), early, gradients)
-    _, carry = sums
-    return gradients, carry.state.stream, carry.side
+    _, (_, flow) = carry
+    return gradients, flow.state.stream, flow.side
 
 
-def _backward_repeats(
-    run: Run, read: Callable, dsums: Sums, lowest: int, highest: int, carry: tuple
+def _first_windows(weights: Access, final: int, flow: Backward) -> tuple[PyTree, PyTree]:
+    """The window of the last repeat, and what comes ahead of the one below it, if there is one.
+
+    Else the compiler would take them in the forward, and hold them until they are used.
+    """
+    window = weights.window(weights.ahead(_after(final, flow.state)), final)
+    return window, weights.ahead(_after(final - 1, flow.state)) if final else ()
+
+
+def _backward_blocks(
+    run: Run, dsums: Sums, read: Callable, lowest: int, highest: int, carry: tuple
 ) -> tuple[PyTree, tuple]:
-    """Repeats `highest` to `lowest`, but for mixed ticks with the repeat above, which are done.
+    """The blocks of repeats `highest` to `lowest`.
 
-    Returns their gradients, [highest - lowest + 1, ...], and the carry: window and gradient of the
-    repeat below, and `Backward`.
+    `carry` is what came ahead of the repeat below `highest`, and (`Held`, `Backward`).
+
+    Returns their gradients, [highest - lowest + 1, ...], and the carry for the repeats below.
     """
     counts, weights = run.counts, run.weights
     final = counts.num_repeats - 1
     ticks = partial(_backward_ticks, run, read, dsums)
 
-    def repeat(carry, j, rest=settled):
-        gradients, ((new, dnew), carry) = carry
-        # Nothing in the settled ticks waits for it.
-        old = weights.window(j - 1 if rest is settled else _after(j - 1, carry.state))
-        (dnew,), carry = ticks(rest(counts, j), (new,), (dnew,), j, carry)
-        grads = weights.zeros(old), dnew
-        (dold, dnew), carry = ticks(mixed(counts, j), (old, new), grads, j, carry)
-        return put(gradients, weights.close(dnew), j - lowest), ((old, dold), carry)
+    def block(carry, j, segment=None):
+        gradients, (ahead, carry) = carry
+        held, flow = carry
+        # For the next block, and nothing in this one waits for it. Repeat 0 comes once too often.
+        below = jnp.maximum(j - 2, 0)
+        following = weights.ahead(below if segment is None else _after(below, flow.state))
+        held, flow = ticks(segment or middle(counts, j), ahead, carry)
+        gradients = put(gradients, weights.close(held.done), j - lowest)
+        return gradients, (following, (held, flow))
 
     carry = weights.gradients(highest - lowest + 1), carry
     if 0 < final == highest:
-        carry = repeat(carry, final, lambda counts, _: last(counts))
+        carry = block(carry, final, last(counts))
     below = min(highest, final - 1)
-    carry = _loop(repeat, carry, jnp.arange(below, max(lowest, 1) - 1, -1), scan=run.scan)
+    carry = _loop(block, carry, jnp.arange(below, max(lowest, 1) - 1, -1), scan=run.scan)
     if lowest > 0:
         return carry
-    gradients, ((window, grads), rest) = carry
+    gradients, (_, carry) = carry
     for segment in [enter(counts)] if final else reversed([*only_repeat(counts)]):
-        (grads,), rest = ticks(segment, (window,), (grads,), 0, rest)
-    return put(gradients, weights.close(grads), 0), ((window, grads), rest)
+        carry = ticks(segment, None, carry)
+    return put(gradients, weights.close(carry[0].gradient), 0), ((), carry)
 
 
-def _forward_ticks(
-    run: Run, segment: Segment, windows: tuple[PyTree, ...], newest: Any, carry: tuple
-) -> tuple:
-    """The ticks of a segment. `windows` hold the weights of repeats up to `newest`."""
+def _forward_ticks(run: Run, segment: Segment, ahead: PyTree | None, carry: tuple) -> tuple:
+    """The ticks of a segment. `ahead` came before the repeat that ranks begin in it, if they do."""
 
     def tick(carry, t):
-        state, totals, kept = carry
+        window, (state, totals, kept) = carry
         visit = visit_at(t, run.counts)
-        w = run.weights.read(_choose(windows, visit.repeat >= newest))
+        if ahead is not None:
+            begin = lambda _: run.weights.window(ahead, visit.repeat)  # noqa: E731
+            window = lax.cond(_is_first(visit), begin, same, window)
         x = next_input(state, t, fresh=visit.fresh)
         side, keys = _of_visit(run, visit)
-        (y, sums), residuals = run.stage.forward(w, x, side, keys)
+        (y, sums), residuals = run.stage.forward(run.weights.read(window), x, side, keys)
         totals = jax.tree.map(lambda a, b: a + jnp.where(visit.busy, b, 0), totals, sums)
         kept = store(kept, residuals, t, run.counts) if kept.late else kept
         state = hand_over(state, y, t, enters=segment.enters, leaves=segment.leaves)
-        return (state, totals, kept), None
+        return (window, (state, totals, kept)), None
 
     return lax.scan(tick, carry, segment.ticks)[0]
 
@@ -260,45 +282,39 @@ def _backward_ticks(
     read: Callable[[Any], list[jax.Array]],
     dsums: Sums,
     segment: Segment,
-    windows: tuple[PyTree, ...],
-    gradients: tuple[PyTree, ...],
-    newest: Any,
-    carry: Backward,
-) -> tuple[tuple[PyTree, ...], Backward]:
-    """The ticks of a segment, the last one first. `gradients` add up, one for each window."""
+    ahead: PyTree | None,
+    carry: tuple[Held, Backward],
+) -> tuple[Held, Backward]:
+    """The ticks of a segment, the last one first. `ahead` came before the repeat that ranks go on
+    with in it, if they do."""
 
     def tick(carry, t):
-        gradients, (dstate, dside) = carry
+        held, (dstate, dside) = carry
         visit = visit_at(t, run.counts)
         dstate, dy = take_back(dstate, t, enters=segment.enters, leaves=segment.leaves)
         of_sums = jax.tree.map(lambda d: jnp.where(visit.busy, d, 0), dsums)
-        w = run.weights.read(_choose(windows, visit.repeat >= newest))
         side, keys = _of_visit(run, visit)
+        w = run.weights.read(held.window)
         dw, dx, ds = run.stage.backward(w, side, keys, read(t), (dy, of_sums))
-        dw = run.weights.give(dw)
-        gradients = _add(gradients, dw, visit.repeat >= newest)
+        gradient = jax.tree.map(jnp.add, held.gradient, run.weights.give(dw))
+        held = held._replace(gradient=gradient)
+        if ahead is not None:
+            go_on = lambda held: _below(run.weights, ahead, visit.repeat - 1, held)  # noqa: E731
+            held = lax.cond(_is_first(visit), go_on, same, held)
         dside = put(dside, jax.tree.map(jnp.add, at(dside, visit.microbatch), ds), visit.microbatch)
-        return (gradients, Backward(add_input(dstate, dx, t, fresh=visit.fresh), dside)), None
+        return (held, Backward(add_input(dstate, dx, t, fresh=visit.fresh), dside)), None
 
-    return lax.scan(tick, (gradients, carry), segment.ticks, reverse=True)[0]
-
-
-def _choose(windows: tuple[PyTree, ...], moved_on: Any) -> PyTree:
-    if len(windows) == 1:
-        return windows[0]
-    return jax.tree.map(lambda old, new: jnp.where(moved_on, new, old), *windows)
+    return lax.scan(tick, carry, segment.ticks, reverse=True)[0]
 
 
-def _add(gradients: tuple[PyTree, ...], dw: PyTree, moved_on: Any) -> tuple[PyTree, ...]:
-    """Adds the gradient of a tick to that of the window that the tick has read."""
-    if len(gradients) == 1:
-        return (jax.tree.map(jnp.add, gradients[0], dw),)
-    old, new = _where(~moved_on, dw), _where(moved_on, dw)
-    return tuple(jax.tree.map(jnp.add, g, d) for g, d in zip(gradients, (old, new), strict=True))
+def _below(weights: Access, ahead: PyTree, repeat: Any, held: Held) -> Held:
+    """A rank has done with a repeat, and goes on with the one below."""
+    return Held(weights.window(ahead, repeat), _zeros(held.gradient), held.gradient)
 
 
-def _where(condition: Any, tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: jnp.where(condition, x, jnp.zeros_like(x)), tree)
+def _is_first(visit: Visit) -> Bool[Array, ""]:
+    """Whether it is a rank's first in its repeat."""
+    return visit.busy & (visit.microbatch == 0)
 
 
 def _of_visit(run: Run, visit: Visit) -> tuple[PyTree, PyTree]:
@@ -315,7 +331,7 @@ def _loop(body: Callable, carry: Any, values: Int[Array, " n"], *, scan: bool) -
     return carry
 
 
-def _after(index: int, tree: PyTree) -> Int[Array, ""]:
+def _after(index: Any, tree: PyTree) -> Int[Array, ""]:
     """`index`, not before `tree` is there."""
     return lax.optimization_barrier((jnp.int32(index), jax.tree.leaves(tree)[0]))[0]
 
@@ -328,7 +344,7 @@ def _room(run: Run, inputs: PyTree) -> Kept:
     """Buffers for what the ticks keep."""
 
     def residuals(inputs):
-        w = run.weights.read(run.weights.window(0))
+        w = run.weights.read(run.weights.window(run.weights.ahead(0), 0))
         side, keys = at(run.side, 0), at(run.keys, 0)
         return run.stage.forward(w, at(inputs, 0), side, keys)[1]
 

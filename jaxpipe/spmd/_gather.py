@@ -1,13 +1,14 @@
 """When and how weights that are split over fsdp and its like become whole for a stage.
 
-Three moments, with one contract. A `window` is what a repeat of a rank holds while it runs; a tick
-`reads` weights from it and `gives` gradients, which add up in float32; `close` ends the repeat.
+Three moments, with one contract. What a repeat needs comes `ahead` of it, for all ranks at once. A
+rank makes its `window` of that when it begins the repeat, and holds it to the end. A tick `reads`
+weights from the window and `gives` gradients, which add up in float32; `close` ends the repeat.
 
-|        | window               | read    | give           | close          |
-|--------|----------------------|---------|----------------|----------------|
-| tick   | as stored            | gathers | reduce-scatters|                |
-| repeat | gathers              |         |                | reduce-scatters|
-| once   | of a gathered copy   |         |                | reduce-scatters|
+|        | ahead   | window             | read    | give            | close           |
+|--------|---------|--------------------|---------|-----------------|-----------------|
+| tick   |         | as stored          | gathers | reduce-scatters |                 |
+| repeat | gathers | what came ahead    |         |                 | reduce-scatters |
+| once   |         | of a gathered copy |         |                 | reduce-scatters |
 """
 
 from collections.abc import Callable
@@ -45,8 +46,8 @@ class Gather:
     """How the weights of one stage become what the stage reads.
 
     Attributes:
-        when: In every `tick`; `once` before the first; or once per `repeat`, the next one's ahead
-            of time, in a window of two.
+        when: In every `tick`; `once` before the first; or once per `repeat`, ahead of it: a rank
+            holds the weights of its repeat and those of the next, while others are on their way.
         cast: Of the weights of one stage, before they are gathered: to the dtype it computes in.
         whole: From stored to whole: gathers.
         hold: Keeps gradients that add up over ticks whole; no communication.
@@ -168,7 +169,8 @@ class Access(NamedTuple):
     """How a rank gets at its weights: the functions of the table above, and where gradients start.
 
     Attributes:
-        window: From a repeat's number to what the rank holds while it runs.
+        ahead: From a repeat's number to what is gathered before any rank begins it.
+        window: From that and the repeat's number to what the rank holds while it runs.
         read: From a window to the weights that a stage reads.
         give: From gradients of these, to float32 gradients that add up over ticks.
         close: From a repeat's sum of these, to gradients as they are stored.
@@ -176,7 +178,8 @@ class Access(NamedTuple):
         gradients: From a number of repeats to room for their gradients, with that dim in front.
     """
 
-    window: Callable[[Any], PyTree]
+    ahead: Callable[[Any], PyTree]
+    window: Callable[[PyTree, Any], PyTree]
     read: Trees
     give: Trees
     close: Trees
@@ -199,24 +202,31 @@ def access(gather: Gather, weights: PyTree) -> Access:
     def scattered(dw: PyTree) -> PyTree:
         return gather.scatter(wide(dw))
 
+    def nothing_ahead(repeat: Any) -> PyTree:
+        del repeat
+        return ()
+
+    ahead, read, give, close = nothing_ahead, same, held, gather.scatter
     match gather.when:
         case "tick":
-            window, read, give, close = stored, gathered, scattered, same
+            window = lambda _, j: stored(j)  # noqa: E731
+            read, give, close = gathered, scattered, same
         case "repeat":
-            window, read, give, close = lambda j: gathered(stored(j)), same, held, gather.scatter
+            ahead = lambda j: gathered(stored(j))  # noqa: E731
+            window = lambda there, _: there  # noqa: E731
         case "once":
             copy = jax.vmap(gathered)(weights)
-            window, read, give, close = lambda j: at(copy, j), same, held, gather.scatter
+            window = lambda _, j: at(copy, j)  # noqa: E731
 
     # Only the types of what these two compute are used.
     def nothing(w: PyTree) -> PyTree:
         return jax.tree.map(zeros, give(floating(read(w))))
 
     def gradients(num_repeats: int) -> PyTree:
-        closed = close(nothing(window(0)))
+        closed = close(nothing(window(ahead(0), 0)))
         return jax.tree.map(lambda x: zeros(x, lead=(num_repeats,)), closed)
 
-    return Access(window, read, give, close, nothing, gradients)
+    return Access(ahead, window, read, give, close, nothing, gradients)
 
 
 def wide(tree: PyTree) -> PyTree:

@@ -1,13 +1,10 @@
-"""The ticks of a circular pipeline, cut into segments with one set of weights, or two, each.
+"""The ticks of a circular pipeline, cut into blocks: one for each repeat.
 
-Rank r begins repeat j at tick j * M + r * d, so for the first d * (S - 1) ticks of a repeat the
-ranks work on two different ones. Those ticks are `mixed`: some ranks need the weights of repeat
-j - 1, some those of j. In the `settled` rest all work on repeat j, and the weights of repeat j + 1
-can be on their way: two sets of weights are enough at any time. In order:
-
-    enter                      repeat 0, and the bubbles before it
-    mixed(j), settled(j)       for j = 1 ... R - 2
-    mixed(R - 1), last         repeat R - 1, and the bubbles after it
+Rank 0 begins repeat j at tick j * M, with the block, and rank r at tick j * M + r * d, inside it:
+until then it works on repeat j - 1. So a rank needs the weights of two repeats in a block, and
+those of a third can be on their way. Microbatches enter in the first block and leave in the last,
+which has the bubbles behind it too. There they leave only after d * (S - 1) ticks; what the last
+rank puts into the stream before that falls out again on rank 0.
 """
 
 from collections.abc import Iterator
@@ -21,7 +18,7 @@ from ._circular import Counts, ticks_of
 
 
 class Segment(NamedTuple):
-    """`length` ticks from `first` on, in all of which microbatches enter and leave, or do not."""
+    """`length` ticks from `first` on, in all of which the stream moves, or does not."""
 
     first: Any
     length: int
@@ -33,23 +30,21 @@ class Segment(NamedTuple):
         return self.first + jnp.arange(self.length)
 
 
-def mixed(counts: Counts, repeat: Any) -> Segment:
-    return Segment(repeat * counts.num_microbatches, _skew(counts))
+def enter(counts: Counts) -> Segment:
+    """The block of repeat 0."""
+    return Segment(0, counts.num_microbatches, enters=True)
 
 
-def settled(counts: Counts, repeat: Any) -> Segment:
+def middle(counts: Counts, repeat: Any) -> Segment:
+    """The block of a repeat that is neither the first nor the last."""
     M = counts.num_microbatches
-    return Segment(repeat * M + _skew(counts), M - _skew(counts))
+    return Segment(repeat * M, M)
 
 
 def last(counts: Counts) -> Segment:
-    """The settled segment of the last repeat and the bubbles after it."""
-    first = ticks_of(counts) - counts.num_microbatches
-    return Segment(first, counts.num_microbatches, leaves=True)
-
-
-def enter(counts: Counts) -> Segment:
-    return Segment(0, counts.num_microbatches, enters=True)
+    """The block of the last repeat, if it is not the first."""
+    first = (counts.num_repeats - 1) * counts.num_microbatches
+    return Segment(first, ticks_of(counts) - first, leaves=True)
 
 
 def only_repeat(counts: Counts) -> Iterator[Segment]:
@@ -60,15 +55,9 @@ def only_repeat(counts: Counts) -> Iterator[Segment]:
         yield Segment(first, after - first, enters=first < M, leaves=first >= end - M)
 
 
-def _skew(counts: Counts) -> int:
-    """Ticks that the last rank is behind the first."""
-    return counts.hop * (counts.num_ranks - 1)
-
-
 def segments(counts: Counts) -> list[Segment]:
     """All of them, in order."""
     final = counts.num_repeats - 1
     if final == 0:
         return [*only_repeat(counts)]
-    middle = [part(counts, j) for j in range(1, final) for part in (mixed, settled)]
-    return [enter(counts), *middle, mixed(counts, final), last(counts)]
+    return [enter(counts), *(middle(counts, j) for j in range(1, final)), last(counts)]

@@ -128,7 +128,7 @@ def linen_value_and_grad(decoder: Decoder) -> Callable:
     pipeline = linen_rim.create_pipeline(decoder.config, layer, decoder.mesh)
     tree = models.stacked(decoder.layer, pipeline.settings.dims, STACKED)
 
-    def run(stages: PyTree, *arrays: jax.Array) -> tuple[PyTree, Sums]:
+    def run(stages: PyTree, *arrays: PyTree) -> tuple[PyTree, Sums]:
         variables = {"params": {"layers": _boxed(tree, stages)}}
         out: Any = pipeline.apply(variables, *arrays, microbatched=True, mutable=[METRICS])
         y, sown = out
@@ -145,12 +145,12 @@ def nnx_value_and_grad(decoder: Decoder) -> Callable:
     # No arrays: the caller has them.
     graph, state = jax.eval_shape(lambda: nnx.split(make()))
 
-    def run(stages: PyTree, *arrays: jax.Array) -> tuple[PyTree, Sums]:
+    def run(stages: PyTree, *arrays: PyTree) -> tuple[PyTree, Sums]:
         with nnx.use_eager_sharding(False):
             pipeline = nnx.merge(graph, _with_arrays(state, stages), copy=True)
-        y = pipeline(*arrays, microbatched=True)
-        sown = nnx.to_flat_state(nnx.pop(pipeline, nnx.Intermediate))
-        return y, {str(path[-1]): jnp.sum(values.get_value()[0]) for path, values in sown}
+        y, sown = nnx.capture(pipeline, nnx.Intermediate)(*arrays, microbatched=True)
+        flat = nnx.to_flat_state(sown)
+        return y, {str(path[-1]): jnp.sum(values.get_value()[0]) for path, values in flat}
 
     return _value_and_grad(decoder, run)
 

@@ -113,7 +113,7 @@ def test_buffers_are_poisoned_before_they_are_written():
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("repeats", [1, 2, 4])
 @pytest.mark.parametrize("hop", [1, 2])
-def test_segments_cover_every_tick_once_and_the_stream_moves_only_for_microbatches(
+def test_segments_cover_every_tick_once_and_the_stream_moves_only_in_the_outer_ones(
     ranks, repeats, hop
 ):
     microbatches = 3 * ranks
@@ -122,7 +122,9 @@ def test_segments_cover_every_tick_once_and_the_stream_moves_only_for_microbatch
     # reference/formulas.md: m R iterations of work and d (p - 1) of bubble.
     assert ticks == list(range(microbatches * repeats + hop * (ranks - 1)))
     assert sum(p.length for p in parts if p.enters) == microbatches
-    assert sum(p.length for p in parts if p.leaves) == microbatches
+    # Of several repeats the last block has them leave, and what is ahead of them in the stream.
+    ahead = hop * (ranks - 1) if repeats > 1 else 0
+    assert sum(p.length for p in parts if p.leaves) == microbatches + ahead
 
 
 def test_the_transposed_movements_are_what_jax_makes_of_them():
@@ -160,7 +162,7 @@ def count(jaxpr, name) -> int:
     return total
 
 
-@pytest.mark.parametrize(("repeats", "moves"), [(1, 8 + 3), (2, 16), (3, 16)])
+@pytest.mark.parametrize(("repeats", "moves"), [(1, 8 + 3), (2, 16 + 3), (3, 16 + 3)])
 def test_one_permute_per_tick_and_one_more_only_while_microbatches_enter_or_leave(repeats, moves):
     weights, inputs, side = problem(ranks=4, repeats=repeats, microbatches=8)
     mesh = sharding.make_mesh({"stage": 4}, devices=jax.devices()[:4])

@@ -1,6 +1,7 @@
 """A decoder of Flax modules trains as the model's functions do, through Linen and through NNX."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,11 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpipe import models
 from jaxpipe.cli import main
 from jaxpipe.train import Config, read_metrics, set_up
+from jaxpipe.train._loop import make_batches
+from jaxpipe.train._step import initial_state, make_train_step, place_batch
 
 PR = (
     "model_name=llama2-7b dataset_type=synthetic debug_sharding=true per_device_batch_size=2 "
@@ -67,14 +71,44 @@ def test_a_decoder_of_flax_modules_has_the_losses_of_the_functions(tmp_path, fun
         "set_remat_policy_on_layers_per_stage=true",
         f"{NNX} pipeline_delay_activation_forwarding=true scan_pipeline_iterations=false "
         "scan_pipeline_repeats=false",
+        f"{LINEN} shard_mode=explicit pipeline_fsdp_ag_per_repeat=true",
     ],
-    ids=["once, tied", "per repeat, layers after", "delayed, written out"],
+    ids=["once, tied", "per repeat, layers after", "delayed, written out", "explicit, per repeat"],
 )
 def test_settings_of_the_pipeline_reach_the_rim(tmp_path, functions, settings):
     expected = functions
     if "logits_via_embedding" in settings:
         expected = metrics(tmp_path / "functions", PIPELINE, "logits_via_embedding=true")
     assert_same(metrics(tmp_path / "flax", PIPELINE, settings), expected)
+
+
+def test_what_experts_sum_up_is_sown_and_has_its_gradient():
+    settings = {
+        **models.PRESETS["deepseek-tiny"],
+        "base_emb_dim": 16,
+        "base_num_decoder_layers": 3,
+        "num_experts": 4,
+        "dtype": "float32",
+        "ici_pipeline_parallelism": 2,
+        "ici_fsdp_parallelism": 2,
+        "per_device_batch_size": 2,
+        "max_target_length": 16,
+        "load_balance_loss_weight": 0.1,
+        "routed_bias_update_rate": 0.01,
+    }
+    rims = ({}, {"enable_nnx": True, "pure_nnx_decoder": True}, {"enable_nnx": False})
+    runs = []
+    for rim in rims:
+        setup = set_up(Config.model_validate(settings | rim), jax.devices()[:4])
+        with jax.set_mesh(setup.mesh):
+            batch = place_batch(setup, make_batches(setup)(0))
+            runs.append(jax.device_get(make_train_step(setup)(initial_state(setup), batch)))
+    true, *found = runs
+    for state, metrics_of_step in found:
+        assert metrics_of_step.keys() == true[1].keys() > {"load_balance_loss"}
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), metrics_of_step, true[1])
+        close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7)
+        jax.tree.map(close, state["weights"], true[0]["weights"])
 
 
 @pytest.mark.parametrize(
@@ -84,8 +118,15 @@ def test_settings_of_the_pipeline_reach_the_rim(tmp_path, functions, settings):
         ({"enable_nnx": True}, "`pure_nnx_decoder` is False and `enable_nnx` True"),
         ({"enable_nnx": False, "pure_nnx_decoder": True}, "is True and `enable_nnx` False"),
         ({"enable_nnx": False, "dropout_rate": 0.1}, "`dropout_rate` is 0.1, and Flax would"),
-        ({"enable_nnx": False, "decoder_block": "deepseek"}, "is 'deepseek', whose sums"),
-        ({"enable_nnx": False, "shard_mode": "explicit"}, "`shard_mode` is 'explicit'. Leave"),
+        (
+            {
+                "enable_nnx": False,
+                "shard_mode": "explicit",
+                "scan_pipeline_iterations": False,
+                "scan_pipeline_repeats": False,
+            },
+            "`shard_mode` is 'explicit', which needs `scan_pipeline_iterations`. Leave",
+        ),
         ({"enable_nnx": False, "pipeline_engine": "none"}, "`pipeline_engine` is 'none'"),
         ({"scan_pipeline_iterations": False}, "`scan_pipeline_iterations` is False and `enable_n"),
     ],
