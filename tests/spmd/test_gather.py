@@ -1,0 +1,72 @@
+"""When weights are gathered, read from the program: while nothing waits for them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import Literal
+
+from jaxpipe import sharding, spmd
+
+RANKS, REPEATS, MICROBATCHES, DIM = 2, 5, 4, 8
+
+
+def stage(w, x, side, rng):
+    return jnp.tanh(x @ w), {}
+
+
+def loss(weights, inputs):
+    mesh = sharding.make_mesh({"stage": RANKS, "fsdp": 2}, devices=jax.devices()[: 2 * RANKS])
+    gather = spmd.gather_weights(
+        ("embed", "mlp"), sharding.DEFAULT_RULES, when="repeat", batch_axes=("fsdp",)
+    )
+    return jnp.sum(spmd.circular(stage, weights, inputs, mesh=mesh, gather=gather)[0])
+
+
+def inner_jaxprs(eqn: Any) -> list[Any]:
+    found = [x for x in jax.tree.leaves(list(eqn.params.values())) if hasattr(x, "eqns")]
+    return [getattr(x, "jaxpr", x) for x in found]
+
+
+def bodies(jaxpr: Any) -> list[Any]:
+    """Of all loops, those around others first."""
+    found = []
+    for eqn in jaxpr.eqns:
+        for inner in inner_jaxprs(eqn):
+            found += [inner] * (eqn.primitive.name == "scan") + bodies(inner)
+    return found
+
+
+def reached(jaxpr: Any, sources: list[Any]) -> set[Any]:
+    """All variables that are computed from what `sources`, equations of `jaxpr`, compute."""
+    found = {var for eqn in sources for var in eqn.outvars}
+    for eqn in jaxpr.eqns:
+        if found.intersection(read(eqn)):
+            found.update(eqn.outvars)
+    return found
+
+
+def read(*eqns: Any) -> list[Any]:
+    return [v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)]
+
+
+def named(jaxpr: Any, *names: str) -> list[Any]:
+    return [eqn for eqn in jaxpr.eqns if eqn.primitive.name in names]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_block_neither_waits_for_the_next_gather_nor_lets_it_wait(direction):
+    weights = jnp.ones((REPEATS, RANKS, DIM, DIM))
+    inputs = jnp.ones((MICROBATCHES, 2, 3, DIM))
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(weights, inputs).jaxpr
+    loops = [body for body in bodies(jaxpr) if named(body, "scan")]  # over repeats
+    body = loops[0 if direction == "forward" else 1]
+    ticks, gathers = named(body, "scan"), named(body, "all_gather")
+    assert len(loops) == 2 and len(ticks) == len(gathers) == 1
+    assert not reached(body, ticks).intersection(read(*gathers))
+    assert not reached(body, gathers).intersection(read(*ticks))
+    assert reached(body, gathers).intersection(body.outvars)
+    scatters = named(body, "reduce_scatter", "psum_scatter")
+    assert len(scatters) == (direction == "backward")
+    assert all(reached(body, ticks).intersection(read(eqn)) for eqn in scatters)
