@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ..autodiff import POLICIES, TENSORS, Place
+from ._xla_flags import compiler_options
 
 
 def _tuples(value: Any) -> Any:
@@ -184,6 +185,7 @@ class Config(BaseModel):
     shard_mode: Literal["auto", "explicit"] = "auto"
     shard_optimizer_over_data: bool = False
     debug_sharding: bool = False
+    compile_xla_flags: str = ""
     emulate_devices: CountOrNone = 0
 
     # Checkpoints and reports.
@@ -203,6 +205,7 @@ class Config(BaseModel):
                 "`pipeline_fsdp_ag_once` and `pipeline_fsdp_ag_per_repeat` are both true. Weights "
                 "are gathered either once or per repeat: choose one."
             )
+        compiler_options(self.compile_xla_flags)
         self._flax_agrees()
         if self.remat_policy != "custom":
             self._no_places()

@@ -19,6 +19,7 @@ from ._optimizer import adamw, clip, decay_mask, gradient_norm, learning_rate_sc
 from ._remat import remat_of_ticks
 from ._router_bias import with_router_biases, without_router_biases
 from ._setup import STACKED, Setup, batch_shardings, build_model, flax_decoder
+from ._xla_flags import compiler_options
 
 State = dict[str, Any]
 """`weights`, `optimizer` and `step`, the number of steps done."""
@@ -164,6 +165,7 @@ def make_train_step(setup: Setup) -> Callable[[State, PyTree], tuple[State, dict
         in_shardings=(shardings, batch_shardings(setup)),
         out_shardings=(shardings, None),
         donate_argnums=0,
+        compiler_options=compiler_options(setup.config.compile_xla_flags),
     )
 
 
