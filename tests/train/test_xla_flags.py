@@ -37,7 +37,9 @@ def test_they_reach_the_compiler(monkeypatch):
 
 
 def test_an_option_that_xla_does_not_know_is_named(capsys):
-    settings = "base_emb_dim=16 base_num_decoder_layers=1 max_target_length=8 vocab_size=32"
+    settings = (
+        "dtype=float32 base_emb_dim=16 base_num_decoder_layers=1 max_target_length=8 vocab_size=32"
+    )
     flags = "compile_xla_flags=--xla_no_such_thing=1"
     assert main(["compile", *settings.split(), "pipeline_engine=none", flags]) == 2
     assert "`compile_xla_flags` has an option that XLA does not" in capsys.readouterr().err
