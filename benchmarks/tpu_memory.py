@@ -22,6 +22,8 @@ COMMON = {
 TWO_RANKS = {"ici_pipeline_parallelism": 2, "num_pipeline_microbatches": 8}
 PER_REPEAT = {"pipeline_fsdp_ag_per_repeat": True}
 ONCE = {"pipeline_fsdp_ag_once": True}
+# Of several layers in a stage, the backward computes one at a time again.
+BOTH = {"set_remat_policy_on_layers_per_stage": True}
 ON_SPARSE_CORES = "--xla_tpu_enable_sparse_core_collective_offload_all_gather=true"
 ZERO_1 = {
     "ici_data_parallelism": 2,
@@ -51,12 +53,12 @@ ROWS: dict[str, tuple[dict, str, str]] = {
         "gathers overlap",
     ),
     "C 4 layers": (
-        TWO_RANKS | {"num_layers_per_pipeline_stage": 4},
+        TWO_RANKS | BOTH | {"num_layers_per_pipeline_stage": 4},
         "42226 | 107.4 54.0 0.4 1.2 10.1",
         "",
     ),
     "GPipe": (
-        TWO_RANKS | ONCE | {"num_layers_per_pipeline_stage": 16},
+        TWO_RANKS | ONCE | BOTH | {"num_layers_per_pipeline_stage": 16},
         "96602 | 7.0 0.3 44.2 1.2 1.8",
         "",
     ),

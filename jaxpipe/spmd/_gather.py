@@ -11,8 +11,9 @@ weights from the window and `gives` gradients, which add up in float32; `close` 
 | once   |         | of a gathered copy |         |                 | reduce-scatters |
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -24,7 +25,6 @@ from jaxtyping import PyTree
 from ..autodiff import at, floating
 from ..sharding import (
     GATHERED_AXES,
-    LogicalAxes,
     Rules,
     constrain_with,
     gathered_rules,
@@ -93,17 +93,15 @@ def gather_weights(
     stored, whole, of_gradients = (
         _manual_specs(logical, r, batch_axes) for r in (rules, whole_rules, gradient_rules or rules)
     )
+    kept = _specs(logical, whole_rules)
     hold = _constrained(logical, whole_rules)
     as_gradients = _constrained(logical, gradient_rules or rules)
 
     def gather(tree: PyTree) -> PyTree:
-        return hold(_map(_all_gather, tree, stored, whole))
+        return hold(_map(_all_gather, tree, stored, whole, kept))
 
     def scatter(tree: PyTree) -> PyTree:
-        def sum_up(x, spec):
-            return _reduce_scatter(x, spec, batch_axes)
-
-        return as_gradients(_map(sum_up, _wall(tree), of_gradients))
+        return as_gradients(_map(partial(_reduce_scatter, batch_axes), tree, of_gradients, kept))
 
     return Gather(when, cast, gather, hold, scatter, batch_axes, stored, of_gradients)
 
@@ -123,42 +121,90 @@ def _constrained(logical: PyTree, rules: Rules) -> Trees:
 
 def _manual_specs(logical: PyTree, rules: Rules, axes: tuple[str, ...]) -> PyTree:
     """For every weight, how it is split over `axes`."""
-
-    def spec(of_weight: LogicalAxes) -> PartitionSpec:
-        dims = map(names_of, partition_spec(of_weight, rules))
-        return PartitionSpec(*(tuple(a for a in names if a in axes) or None for names in dims))
-
-    return jax.tree.map(spec, logical, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.map(partial(_only, axes), _specs(logical, rules), is_leaf=_is_spec)
 
 
-def _all_gather(x: jax.Array, stored: PartitionSpec, whole: PartitionSpec) -> jax.Array:
-    for dim, (axes, kept) in enumerate(zip(stored, whole, strict=True)):
-        gathered = tuple(axis for axis in names_of(axes) if axis not in names_of(kept))
-        x = lax.all_gather(x, gathered, axis=dim, tiled=True) if gathered else x
-    return x
+def _specs(logical: PyTree, rules: Rules) -> PyTree:
+    """For every weight, how it is split over all axes."""
+    return jax.tree.map(
+        lambda axes: partition_spec(axes, rules), logical, is_leaf=lambda x: isinstance(x, tuple)
+    )
 
 
-def _reduce_scatter(x: jax.Array, spec: PartitionSpec, axes: tuple[str, ...]) -> jax.Array:
-    """Sums over the devices of `axes`; each keeps its shard."""
-    scattered = {axis for names in spec for axis in names_of(names)}
-    rest = tuple(axis for axis in axes if axis not in scattered)
-    for dim, names in enumerate(spec):
-        x = lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True) if names else x
-    return lax.psum(x, rest) if rest else x
+def _only(axes: Collection[str], spec: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(*(tuple(a for a in names_of(dim) if a in axes) or None for dim in spec))
 
 
-def _wall(tree: PyTree) -> PyTree:
-    """`tree`, whole over the automatic axes, whatever it is used for afterwards.
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def _all_gather(
+    x: jax.Array, stored: PartitionSpec, whole: PartitionSpec, kept: PartitionSpec
+) -> jax.Array:
+    """From `stored` to `whole`, over manual axes; automatic ones split it as `kept` throughout."""
+    gathered = [
+        tuple(axis for axis in names_of(axes) if axis not in names_of(rest))
+        for axes, rest in zip(stored, whole, strict=True)
+    ]
+
+    def gather(x: jax.Array) -> jax.Array:
+        for dim, axes in enumerate(gathered):
+            x = lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+        return x
+
+    return _on_shards(gather, x, kept, moved=gathered)
+
+
+def _reduce_scatter(
+    axes: tuple[str, ...], x: jax.Array, spec: PartitionSpec, kept: PartitionSpec
+) -> jax.Array:
+    """Sums over the devices of `axes`; each keeps its shard. Automatic axes as in `_all_gather`.
 
     A compiler that knows that a sum is split later splits it from the start, inside the loop that
-    makes it: that is one reduce-scatter per tick. The boundary of a `shard_map` stops it. Then the
-    sums can stay on their devices until the loop has ended, and are reduce-scattered once.
+    makes it: that is one reduce-scatter per tick. The boundary of a `shard_map` over the automatic
+    axes stops it. Then sums can stay on their devices until the loop has ended.
+    """
+    scattered = {axis for names in spec for axis in names_of(names)}
+    rest = tuple(axis for axis in axes if axis not in scattered)
+
+    def sum_up(x: jax.Array) -> jax.Array:
+        for dim, names in enumerate(spec):
+            x = lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True) if names else x
+        return lax.psum(x, rest) if rest else x
+
+    return _on_shards(sum_up, x, kept, moved=[*map(names_of, spec)], also=GATHERED_AXES)
+
+
+def _on_shards(
+    f: Trees,
+    x: jax.Array,
+    kept: PartitionSpec,
+    *,
+    moved: Sequence[tuple[str, ...]],
+    also: Collection[str] = (),
+) -> jax.Array:
+    """`f`, which communicates over manual axes, of shards over the automatic axes of `kept`.
+
+    XLA's partitioner makes an operand of a manual collective whole over automatic axes, and splits
+    the result again. Where a dim is split over both kinds it cannot be done by hand either.
+
+    Args:
+        f: The function.
+        x: Its argument.
+        kept: How `x` is split, before and after.
+        moved: For every dim the manual axes over which `f` communicates.
+        also: Axes over which `x` is whole, and `f` a boundary.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    axes = {axis for axis in GATHERED_AXES if mesh.shape.get(axis, 1) > 1} - set(mesh.manual_axes)
+    automatic = {a for a in mesh.axis_names if mesh.shape[a] > 1} - set(mesh.manual_axes)
+    spec = _only(automatic, kept)
+    if any(names and axes for names, axes in zip(spec, moved, strict=True)):
+        return f(x)
+    axes = automatic & {*also, *(axis for names in spec for axis in names_of(names))}
     if not axes:
-        return tree
-    return jax.shard_map(same, in_specs=WHOLE, out_specs=WHOLE, axis_names=axes)(tree)
+        return f(x)
+    return jax.shard_map(f, in_specs=spec, out_specs=spec, axis_names=axes)(x)
 
 
 EACH_TICK = Gather()

@@ -1,5 +1,8 @@
 """When weights are gathered, read from the program: while nothing waits for them."""
 
+import math
+import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,14 +13,17 @@ from jax.extend.core import Literal
 from jaxpipe import sharding, spmd
 
 RANKS, REPEATS, MICROBATCHES, DIM = 2, 5, 4, 8
+WEIGHTS = jnp.ones((REPEATS, RANKS, DIM, DIM))
+INPUTS = jnp.ones((MICROBATCHES, 2, 3, DIM))
 
 
 def stage(w, x, side, rng):
     return jnp.tanh(x @ w), {}
 
 
-def loss(weights, inputs):
-    mesh = sharding.make_mesh({"stage": RANKS, "fsdp": 2}, devices=jax.devices()[: 2 * RANKS])
+def loss(weights, inputs, **more_axes):
+    sizes = {"stage": RANKS, "fsdp": 2, **more_axes}
+    mesh = sharding.make_mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())])
     gather = spmd.gather_weights(
         ("embed", "mlp"), sharding.DEFAULT_RULES, when="repeat", batch_axes=("fsdp",)
     )
@@ -57,9 +63,7 @@ def named(jaxpr: Any, *names: str) -> list[Any]:
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_block_neither_waits_for_the_next_gather_nor_lets_it_wait(direction):
-    weights = jnp.ones((REPEATS, RANKS, DIM, DIM))
-    inputs = jnp.ones((MICROBATCHES, 2, 3, DIM))
-    jaxpr = jax.make_jaxpr(jax.grad(loss))(weights, inputs).jaxpr
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(WEIGHTS, INPUTS).jaxpr
     loops = [body for body in bodies(jaxpr) if named(body, "scan")]  # over repeats
     body = loops[0 if direction == "forward" else 1]
     ticks, gathers = named(body, "scan"), named(body, "all_gather")
@@ -70,3 +74,12 @@ def test_a_block_neither_waits_for_the_next_gather_nor_lets_it_wait(direction):
     scatters = named(body, "reduce_scatter", "psum_scatter")
     assert len(scatters) == (direction == "backward")
     assert all(reached(body, ticks).intersection(read(eqn)) for eqn in scatters)
+
+
+def test_what_tensor_shards_split_stays_split_where_fsdp_is_gathered():
+    gradient = jax.jit(jax.grad(partial(loss, tensor=2)))
+    text = gradient.lower(WEIGHTS, INPUTS).compile().as_text() or ""
+    results = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
+    sizes = {math.prod(map(int, dims.split(","))) for dims in results}
+    assert DIM * DIM // 2 in sizes  # of a weight; activations are smaller
+    assert max(sizes) == DIM * DIM // 2
