@@ -140,19 +140,7 @@ ENGINES: dict[str, Callable[[Row, Case], Any]] = {
 def check_row(row: Row) -> None:
     """Runs a row and its reference; fails with the name of the first leaf that differs."""
     (loss, metrics), grads = ENGINES[row.engine](row, make_case(row))
-    (true_loss, true_metrics), true_grads = reference(
-        dataclasses.replace(
-            row,
-            engine="unpipelined",
-            axes=None,
-            delay=False,
-            gather="tick",
-            batch_axes=(),
-            scan_repeats=True,
-            explicit=False,
-            remat="full",
-        )
-    )
+    (true_loss, true_metrics), true_grads = reference(plain(row))
     assert_close(loss, true_loss, "loss")
     assert metrics.keys() == true_metrics.keys()
     for name in metrics:
@@ -164,6 +152,21 @@ def check_row(row: Row) -> None:
     for (path, leaf), true in leaves:
         assert leaf.dtype == true.dtype == jnp.float32
         assert_close(leaf, true, "grads" + jax.tree_util.keystr(path))
+
+
+def plain(row: Row) -> Row:
+    """The row's model, weights and batch without a pipeline: what many rows share."""
+    return dataclasses.replace(
+        row,
+        engine="unpipelined",
+        axes=None,
+        delay=False,
+        gather="tick",
+        batch_axes=(),
+        scan_repeats=True,
+        explicit=False,
+        remat="full",
+    )
 
 
 @functools.cache
@@ -201,22 +204,30 @@ def make_case(row: Row) -> Case:
     dims = (row.repeats, row.ranks, row.layers_per_stage)
     ends = {name: tree[name] for name in ("embed", "head")}
     stages = models.stacked(tree["layer"], dims, ("circular_repeats", "stage", "layers"))
-    key = jax.random.key(7)
-    weights = jax.jit(
-        lambda: (
-            models.initialize(ends, key)
-            | {"stages": models.initialize_layers(tree["layer"], key, dims)}
-        )
-    )()
     axes = models.logical_axes(ends | {"stages": stages})
     keys = ()
     if row.dropout:
         count = int(np.prod(dims))
-        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count)).reshape(dims)
+        keys = jax.vmap(lambda i: jax.random.fold_in(KEY, i))(jnp.arange(count)).reshape(dims)
     model = Model(*functions, tied=row.tied)
-    return Case(model, tree["layer"], weights, axes, make_side(row), keys)
+    return Case(model, tree["layer"], weights_of(plain(row)), axes, make_side(row), keys)
 
 
+@functools.cache
+def weights_of(row: Row) -> dict[str, Any]:
+    """The weights at the start, the same in every layout."""
+    tree, _ = MODELS[row.model](row)
+    ends = {name: tree[name] for name in ("embed", "head")}
+    dims = (row.repeats, row.ranks, row.layers_per_stage)
+
+    def make():
+        layers = models.initialize_layers(tree["layer"], KEY, dims)
+        return models.initialize(ends, KEY) | {"stages": layers}
+
+    return jax.jit(make)()
+
+
+KEY = jax.random.key(7)
 VOCAB, LENGTH, MICROBATCH = 32, 8, 4
 
 
