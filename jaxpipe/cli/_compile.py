@@ -121,8 +121,6 @@ def _compile(setup: "Setup") -> tuple[Any, str]:
 def _refused(error: Exception) -> Exception:
     """What the user can do something about: a step that does not fit. XLA:TPU checks it."""
     first = str(error).splitlines()[0]
-    if "No such compile option" in first:
-        return ValueError(f"`compile_xla_flags` has an option that XLA does not know: {first}")
     if "RESOURCE_EXHAUSTED" not in first:
         return error
     return ValueError(

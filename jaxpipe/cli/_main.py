@@ -30,6 +30,10 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(f"{error.filename}: no such file.")
     except ValueError as error:
         return _fail(str(error))
+    except RuntimeError as error:  # what JAX makes of XLA's errors
+        if "No such compile option" not in str(error):
+            raise
+        return _fail(f"`compile_xla_flags` has an option that XLA does not know: {error}")
 
 
 def _fail(message: str) -> int:

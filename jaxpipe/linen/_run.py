@@ -143,7 +143,7 @@ def run(
     *options: Any,
     microbatched: bool = False,
 ) -> Any:
-    """Sends [batch, ...] inputs through all layers, and stores what these sow."""
+    """Sends inputs through all layers, and stores what these sow."""
     boxed = stacked_variables(pipeline)
     mutable = collections.mutable_in_layer(pipeline.scope.mutable, boxed)
     rules = spmd.rules_in_stage(pipeline.settings.rules)

@@ -133,7 +133,7 @@ class Pipeline(spmd.LoopMethods, PipelineBase):
 
 
 class CircularPipeline(spmd.WindowMethods, PipelineBase):
-    """Weights are gathered once per repeat, into a sliding window."""
+    """Weights are gathered once per repeat, ahead of it."""
 
 
 def create_pipeline(

@@ -26,7 +26,7 @@ def run(
     *options: Any,
     microbatched: bool = False,
 ) -> Any:
-    """Sends [batch, ...] inputs through all layers; what these sow is in `pipeline.layers` then."""
+    """Sends inputs through all layers; what these sow is in `pipeline.layers` then."""
     layers, deterministic = pipeline.layers, options[0]
     state = weight_state(layers)
     names = stacked.logical_specs(state) if names is None else names

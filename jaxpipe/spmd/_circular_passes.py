@@ -239,7 +239,8 @@ def _backward_blocks(
         held, flow = carry
         # For the next block, and nothing in this one waits for it. Repeat 0 comes once too often.
         below = jnp.maximum(j - 2, 0)
-        following = weights.ahead(below if segment is None else _after(below, flow.state))
+        in_loop = segment is None and run.scan
+        following = weights.ahead(below if in_loop else _after(below, flow.state))
         held, flow = ticks(segment or middle(counts, j), ahead, carry)
         gradients = put(gradients, weights.close(held.done), j - lowest)
         return gradients, (following, (held, flow))

@@ -198,10 +198,15 @@ def _on_shards(
     """
     mesh = jax.sharding.get_abstract_mesh()
     automatic = {a for a in mesh.axis_names if mesh.shape[a] > 1} - set(mesh.manual_axes)
-    spec = _only(automatic, kept)
+    spec, boundary = _only(automatic, kept), automatic.intersection(also)
     if any(names and axes for names, axes in zip(spec, moved, strict=True)):
-        return f(x)
-    axes = automatic & {*also, *(axis for names in spec for axis in names_of(names))}
+        return f(_inside(same, x, WHOLE, boundary))
+    split = {axis for names in spec for axis in names_of(names)}
+    return _inside(f, x, spec, boundary | split if any(moved) or boundary else boundary)
+
+
+def _inside(f: Trees, x: jax.Array, spec: PartitionSpec, axes: set[str]) -> jax.Array:
+    """`f` of shards over `axes`."""
     if not axes:
         return f(x)
     return jax.shard_map(f, in_specs=spec, out_specs=spec, axis_names=axes)(x)

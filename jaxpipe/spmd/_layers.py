@@ -70,6 +70,27 @@ def to_microbatches(x: PyTree, num_microbatches: int, batch_size: int | None = N
     return jax.tree_util.tree_map_with_path(split, x)
 
 
+def check_microbatches(x: PyTree, num_microbatches: int, batch_size: int | None = None) -> PyTree:
+    """`x`, if its leaves are [M, rows, ...].
+
+    Raises:
+        ValueError: If a leaf has another M, or another number of rows in all than `batch_size`.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(x):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if leaf.ndim < 2 or leaf.shape[0] != num_microbatches:
+            raise ValueError(
+                f"`{name}` has dims {leaf.shape}. With `microbatched` they are [microbatches, "
+                f"rows, ...], and `num_pipeline_microbatches` is {num_microbatches}."
+            )
+        if batch_size not in (None, leaf.shape[0] * leaf.shape[1]):
+            raise ValueError(
+                f"`{name}` has {leaf.shape[0]} x {leaf.shape[1]} rows and "
+                f"`micro_batch_size_to_train_on` is {batch_size}. Make them equal."
+            )
+    return x
+
+
 def from_microbatches(x: PyTree) -> PyTree:
     """[M, rows, ...] -> [M * rows, ...]"""
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), x)

@@ -11,7 +11,14 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from ._circular_engine import circular
-from ._layers import Layer, from_microbatches, num_parts, pipeline_layers, to_microbatches
+from ._layers import (
+    Layer,
+    check_microbatches,
+    from_microbatches,
+    num_parts,
+    pipeline_layers,
+    to_microbatches,
+)
 from ._methods import PipelineMethods
 from ._overwritten import MICROBATCH, slotted, split_weights, to_slots, with_slots
 from ._placement import describe_placement, physical_specs, place_microbatches
@@ -20,11 +27,14 @@ from ._settings import PipelineSettings
 from ._unrolled import circular_unrolled
 
 
-def split_batch(settings: PipelineSettings, inputs: PyTree, side: PyTree) -> tuple[PyTree, PyTree]:
-    """[batch, ...] leaves of inputs and side as [M, rows, ...]."""
-    counts, rows = settings.counts, settings.batch_size
-    split = to_microbatches({"inputs": inputs} | side, counts.num_microbatches, rows)
-    return split.pop("inputs"), split
+def split_batch(
+    settings: PipelineSettings, inputs: PyTree, side: PyTree, microbatched: bool
+) -> tuple[PyTree, PyTree]:
+    """Leaves of inputs and side as [M, rows, ...]; from [batch, ...], unless `microbatched`."""
+    split = check_microbatches if microbatched else to_microbatches
+    whole = {"inputs": inputs} | side
+    parts = split(whole, settings.counts.num_microbatches, settings.batch_size)
+    return parts["inputs"], {name: parts[name] for name in side}
 
 
 def run_batch(
@@ -61,7 +71,7 @@ def run_batch(
     specs = physical_specs(names, pipeline.axis_rules, mesh)
     if settings.debug_sharding:
         logging.getLogger("jaxpipe").info(describe_placement(weights, names, specs))
-    xs, side = (inputs, side) if microbatched else split_batch(settings, inputs, side)
+    xs, side = split_batch(settings, inputs, side, microbatched)
     xs = place_microbatches(xs, pipeline.axis_rules, mesh, settings.batch_axes)
     others, slots = split_weights(weights, overwritten)
     if slots:
@@ -88,9 +98,9 @@ def run_batch(
 def _check_keys(keys: PyTree, settings: PipelineSettings) -> None:
     if settings.batch_axes and jax.tree.leaves(keys):
         raise ValueError(
-            f"`pipeline_batch_axes` is {settings.batch_axes} and layers draw random numbers: each "
+            f"`pipeline_batch_axes` is {settings.batch_axes} and layers have random streams: each "
             "device would draw, for its own rows, other numbers than one with all rows. Leave "
-            "`pipeline_batch_axes` at (), or the random streams out."
+            "`pipeline_batch_axes` at (), or the streams out."
         )
 
 
@@ -110,5 +120,5 @@ def first_microbatch(
     settings: PipelineSettings, inputs: PyTree, side: dict[str, Any], microbatched: bool = False
 ) -> tuple[PyTree, PyTree]:
     """What a layer is initialised with: (inputs, side) of microbatch 0."""
-    split = (inputs, side) if microbatched else split_batch(settings, inputs, side)
+    split = split_batch(settings, inputs, side, microbatched)
     return jax.tree.map(lambda leaf: leaf[0], split)

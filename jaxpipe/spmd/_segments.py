@@ -53,11 +53,3 @@ def only_repeat(counts: Counts) -> Iterator[Segment]:
     cuts = sorted({0, M, end - M, end})
     for first, after in pairwise(cuts):
         yield Segment(first, after - first, enters=first < M, leaves=first >= end - M)
-
-
-def segments(counts: Counts) -> list[Segment]:
-    """All of them, in order."""
-    final = counts.num_repeats - 1
-    if final == 0:
-        return [*only_repeat(counts)]
-    return [enter(counts), *(middle(counts, j) for j in range(1, final)), last(counts)]

@@ -207,9 +207,12 @@ def _gather(config: Any) -> Literal["tick", "once", "repeat"]:
 
 def _batch_axes(config: Any, mesh: Mesh | None, scan_ticks: bool) -> tuple[str, ...]:
     """`pipeline_batch_axes`, axes of `mesh` beside `stage`."""
-    axes = tuple(_field(config, "pipeline_batch_axes", ()))
+    given = _field(config, "pipeline_batch_axes", ())
+    axes = (given,) if isinstance(given, str) else tuple(given)
     if not axes:
         return ()
+    if len({*axes}) < len(axes):
+        raise ValueError(f"`pipeline_batch_axes` is {axes} and names an axis twice.")
     offered = [axis for axis in (() if mesh is None else mesh.axis_names) if axis != AXIS]
     wrong = [axis for axis in axes if axis not in offered]
     if wrong:
@@ -260,9 +263,14 @@ def _check_shard_mode(mode: str, mesh: Mesh | None, batch_axes: tuple[str, ...])
     others = {a: t for a, t in types if t != wanted and a not in free}
     if others:
         found = ", ".join(f"{axis} {kind.name}" for axis, kind in others.items())
+        typed = f"({wanted},) * {len(mesh.axis_names)}"
+        if batch_axes and mode == "explicit":
+            typed = (
+                f"{wanted} for {', '.join((AXIS, *batch_axes))}, and Auto for what splits weights"
+            )
         raise ValueError(
             f"`shard_mode` is {mode!r}, but `mesh` has axes of another type: {found}. Make the "
-            f"mesh with `axis_types=({wanted},) * {len(mesh.axis_names)}`."
+            f"mesh with `axis_types={typed}`."
         )
 
 

@@ -219,9 +219,9 @@ def _value_and_grad(decoder: Decoder, pipeline: Pipeline) -> Callable:
     specs = {name: gather.weight_specs for name, gather in decoder.ends.items()}
     axes = ("stage", *decoder.batch_axes)
 
+    # As they are stored: so that their gradients add up over microbatches in float32.
     def whole(ends: dict[str, PyTree]) -> dict[str, PyTree]:
-        gathers = {name: decoder.ends[name] for name in ends}
-        return {name: gather.whole(gather.cast(ends[name])) for name, gather in gathers.items()}
+        return {name: decoder.ends[name].whole(of_end) for name, of_end in ends.items()}
 
     def embed_share(ends, share):
         return jax.vmap(model.embed, in_axes=(None, 0))(whole(ends)["embed"], share)

@@ -12,12 +12,12 @@ def compiler_options(flags: str) -> dict[str, str]:
     """
     options: dict[str, str] = {}
     for word in flags.split():
-        name, _, value = word.removeprefix("--").partition("=")
+        name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not name or name in options:
             fault = "comes twice" if name in options else "is no flag"
             raise ValueError(
                 f"`compile_xla_flags` is {flags!r}, in which {word!r} {fault}. Give flags such as "
                 "--xla_a=true --xla_b=2, each once."
             )
-        options[name] = value or "true"
+        options[name] = value if equals else "true"
     return options

@@ -46,10 +46,12 @@ class Row:
     scan_repeats: bool = True
     remat: str = "full"
     explicit: bool = False
+    zero: bool = False
 
     def __str__(self) -> str:
         flags = [name for name in ("delay", "tied", "dropout", "packed") if getattr(self, name)]
-        flags += [self.quantization] * bool(self.quantization) + ["explicit"] * self.explicit
+        flags += [self.quantization] * bool(self.quantization)
+        flags += ["explicit"] * self.explicit + ["zero"] * self.zero
         axes = "twin" if self.axes is None else "x".join(f"{a}{n}" for a, n in self.axes) or "mesh"
         sizes = f"S{self.ranks}-R{self.repeats}-M{self.microbatches}-L{self.layers_per_stage}"
         flags += [self.gather] * (self.gather != "tick") + [f"{a}manual" for a in self.batch_axes]
@@ -96,6 +98,7 @@ def circular(row: Row, case: Case) -> Any:
 def flax(value_and_grad: Callable, row: Row, case: Case) -> Any:
     """The model's layer as a module of Linen or NNX, in the rim's pipeline."""
     assert not row.dropout, "Flax draws other masks than the model's functions"
+    assert not row.zero, "gradients of rims lie as their weights do"
     mesh = mesh_of(row)
     ends = {name: gather_of(row, case.axes[name]) for name in ("embed", "head")}
     config = SimpleNamespace(
@@ -123,8 +126,13 @@ def gather_of(row: Row, axes: Any, stacked: int = 0) -> spmd.Gather:
     if row.axes is None:
         return spmd.Gather(row.gather)
     logical = jax.tree.map(lambda a: a[stacked:], axes, is_leaf=lambda x: isinstance(x, tuple))
+    rules = sharding.DEFAULT_RULES
     return spmd.gather_weights(
-        logical, sharding.DEFAULT_RULES, when=row.gather, batch_axes=row.batch_axes
+        logical,
+        rules,
+        when=row.gather,
+        batch_axes=row.batch_axes,
+        gradient_rules=sharding.zero_rules(rules) if row.zero else None,
     )
 
 
@@ -141,6 +149,9 @@ def check_row(row: Row) -> None:
     """Runs a row and its reference; fails with the name of the first leaf that differs."""
     (loss, metrics), grads = ENGINES[row.engine](row, make_case(row))
     (true_loss, true_metrics), true_grads = reference(plain(row))
+    if row.zero:
+        assert "data" in str(grads["head"]["logits"].sharding.spec)
+        assert "data" in str(jax.tree.leaves(grads["stages"])[0].sharding.spec)
     assert_close(loss, true_loss, "loss")
     assert metrics.keys() == true_metrics.keys()
     for name in metrics:
@@ -165,6 +176,7 @@ def plain(row: Row) -> Row:
         batch_axes=(),
         scan_repeats=True,
         explicit=False,
+        zero=False,
         remat="full",
     )
 

@@ -19,6 +19,7 @@ def rows() -> list[Row]:
         *compositions(),
         *gathers(),
         *explicit(),
+        *zero(),
         *many_repeats(),
         *experts(),
         *policies(),
@@ -103,6 +104,18 @@ def explicit() -> list[Row]:
         llama(3, 2, 6, axes=(("fsdp", 2),), gather="repeat", delay=True),
         llama(4, 1, 4, axes=(("data", 2),), layers_per_stage=2),
         row("deepseek", 2, 3, 4, axes=(("expert", 2), ("fsdp", 2)), gather="repeat"),
+    ]
+
+
+def zero() -> list[Row]:
+    """ZeRO-1: gradients come out split over data too, as the optimizer takes them."""
+    row = functools.partial(Row, "circular", dropout=0.1, batch_axes=("data", "fsdp"), zero=True)
+    both = (("data", 2), ("fsdp", 2))
+    return [
+        row("llama", 2, 2, 4, axes=both, gather="repeat", explicit=True),
+        row("llama", 3, 1, 3, axes=(("data", 2),), gather="once", packed=True),
+        row("llama", 4, 2, 4, axes=(("data", 2),), layers_per_stage=2),
+        row("deepseek", 2, 1, 4, axes=both, gather="once"),
     ]
 
 
@@ -205,22 +218,27 @@ def in_fp8() -> list[Row]:
 
 
 def is_slow(row: Row) -> bool:
-    """Rows of the second job: each has neighbours in the first that differ in one count or word."""
+    """Rows of the second job: each has neighbours in the first that differ in a count or a word."""
     if row.model == "mlp":
         return (row.ranks + row.repeats + row.delay) % 2 == 1
     if row.remat not in ("full", "none", "minimal", "custom"):
         return True
     if row.quantization:
         return row.gather != "repeat"
-    return row.model == "deepseek" and row.gather != "repeat" and row.axes == (("fsdp", 2),)
+    # Of the rest `pairs` has neighbours in the first job.
+    if row.model == "deepseek":
+        fsdp = ("fsdp", 2) in (row.axes or ())
+        return (row.ranks > 2 and row.axes is not None) or (row.gather != "repeat" and fsdp)
+    return row.ranks == 3 and row.delay and row.gather != "repeat"
 
 
 def marked() -> list[Any]:
     """All rows, with the job that runs them."""
-    few = rows()
+    few, always = rows(), pairs()
     rest = [row for row in product() if row not in few]
+    slow = {row for row in few if is_slow(row) and row not in always}
     return [
-        *(pytest.param(row, marks=[pytest.mark.slow] * is_slow(row)) for row in few),
+        *(pytest.param(row, marks=[pytest.mark.slow] * (row in slow)) for row in few),
         *(pytest.param(row, marks=[pytest.mark.product]) for row in rest),
     ]
 

@@ -11,6 +11,7 @@ import pytest
 from flax import linen as nn
 from flax.core import meta
 from flax.linen import fp8_ops
+from jax.sharding import AxisType, Mesh
 
 from harness import rims
 from harness.rims import Row
@@ -232,7 +233,7 @@ def test_what_devices_sow_of_their_own_rows_is_added_up():
 @pytest.mark.parametrize(
     ("of", "rngs", "message"),
     [
-        (jnp.mean, {"dropout": KEY}, "and layers draw random numbers"),
+        (jnp.mean, {"dropout": KEY}, "and layers have random streams"),
         (lambda h: h[0], {}, r"A layer records .*'sown'.* of shape \(4, 16\), and with"),
     ],
     ids=["random numbers", "arrays"],
@@ -250,8 +251,41 @@ def test_batch_axes_must_be_of_the_mesh_and_iterations_a_loop():
     row = Row(2, 1, 1, "rows", fsdp=2)
     with pytest.raises(ValueError, match=r"are no axes that `mesh` has .*It has data, fsdp, tens"):
         linen.create_pipeline(row.config(pipeline_batch_axes=("rows",)), Decoder(), row.mesh())
+    with pytest.raises(ValueError, match="names an axis twice"):
+        linen.create_pipeline(row.config(pipeline_batch_axes=("fsdp",) * 2), Decoder(), row.mesh())
     with pytest.raises(ValueError, match="and `scan_pipeline_iterations` False"):
         linen.create_pipeline(row.config(scan_pipeline_iterations=False), Decoder(), row.mesh())
+
+
+@pytest.mark.parametrize(
+    ("axes", "mesh_axes", "explicit", "message"),
+    [
+        (("tensor",), {"tensor": 2}, (), r"'Dense_0'.*over 'tensor', one of `pipeline_batch_axes`"),
+        (("fsdp",), {"fsdp": 2, "tensor": 1}, ("tensor",), "over 'tensor', which is Explicit"),
+    ],
+)
+def test_axes_that_stay_in_a_weight_can_be_neither_manual_nor_explicit(
+    axes, mesh_axes, explicit, message
+):
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, *_):
+            return x + dense(rims.EMBED, "Dense_0", ("embed", "mlp"))(x)
+
+    sizes = {"stage": 2} | mesh_axes
+    types = dict.fromkeys(sizes, AxisType.Auto)
+    mode = "explicit" if explicit else "auto"
+    if explicit:
+        types |= dict.fromkeys(("stage", *axes, *explicit), AxisType.Explicit)
+    devices = np.array(jax.devices()[: int(np.prod([*sizes.values()]))])
+    mesh = Mesh(devices.reshape(*sizes.values()), (*sizes,), axis_types=(*types.values(),))
+    config = Row(2, 1, 1).config(pipeline_batch_axes=axes, shard_mode=mode)
+    pipeline: Any = linen.create_pipeline(config, Layer(), mesh)
+    x = jnp.ones((4, 4, rims.EMBED))
+    with jax.set_mesh(mesh):
+        variables = pipeline.init(KEY, x)
+        with pytest.raises(ValueError, match=message):
+            pipeline.apply(variables, x)
 
 
 def test_arrays_may_be_split_into_microbatches_beforehand():
@@ -262,6 +296,8 @@ def test_arrays_may_be_split_into_microbatches_beforehand():
     call = partial(pipeline.apply, deterministic=True)
     variables = pipeline.init(KEY, *split, microbatched=True)
     y = jax.jit(partial(call, microbatched=True))(variables, *split)
+    with pytest.raises(ValueError, match=r"`inputs` has dims \(4, 4, 16\). With `microbatched`"):
+        call(variables, *batch, microbatched=True)
     rims.assert_trees_close(y.reshape(batch[0].shape), jax.jit(call)(variables, *batch))
 
 

@@ -71,6 +71,31 @@ def test_a_pipelined_deepseek_with_split_experts_has_the_losses_of_the_plain_run
     assert losses(history)[-1] < losses(history)[0]
 
 
+def test_deepseek2_16b_made_small_trains_on_2_ranks_x_2_halves_of_the_experts(tmp_path):
+    small = {
+        **models.PRESETS["deepseek2-16b"],
+        "model_name": "deepseek2-16b",
+        "vocab_size": 320,
+        "base_num_decoder_layers": 3,
+        "base_num_query_heads": 2,
+        "base_mlp_dim": 64,
+        "base_moe_mlp_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "load_balance_loss_weight": 0.1,
+        "routed_bias_update_rate": 0.0,
+        "base_emb_dim": 32,
+    }
+    axes = {"ici_pipeline_parallelism": 2, "ici_expert_parallelism": 2, "ici_fsdp_parallelism": 2}
+    plain, piped = (run(tmp_path / name, small, more) for name, more in (("a", PLAIN), ("b", axes)))
+    np.testing.assert_allclose(losses(piped), losses(plain), rtol=1e-5)
+    assert losses(piped)[-1] < losses(piped)[0]
+
+
 def test_layers_after_the_pipeline_change_nothing_and_a_run_may_go_on_with_others(tmp_path, plain):
     first = run(tmp_path, CIRCULAR, {"pipeline_parallel_layers": 2, "steps": 1})
     gathered = {"pipeline_fsdp_ag_per_repeat": True}

@@ -82,6 +82,23 @@ def test_settings_of_the_pipeline_reach_the_rim(tmp_path, functions, settings):
     assert_same(metrics(tmp_path / "flax", PIPELINE, settings), expected)
 
 
+def test_in_bfloat16_it_has_nearly_the_loss_and_the_gradients_of_float32():
+    settings = {"model_name": "llama-tiny", "base_emb_dim": 16, "base_num_decoder_layers": 2}
+    settings |= {"base_mlp_dim": 32, "head_dim": 8, "max_target_length": 16, "vocab_size": 320}
+    settings |= {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2, "dtype": "bfloat16"}
+    settings |= {"num_pipeline_microbatches": 8, "per_device_batch_size": 4.0}
+    norms = []
+    for rim in ({}, {"enable_nnx": False}, {"dtype": "float32"}):
+        setup = set_up(Config.model_validate(settings | rim), jax.devices()[:4])
+        with jax.set_mesh(setup.mesh), jax.numpy_dtype_promotion("standard"):
+            batch = place_batch(setup, make_batches(setup)(0))
+            _, metrics_of_step = make_train_step(setup)(initial_state(setup), batch)
+        norms.append([float(metrics_of_step[name]) for name in ("loss", "gradient_norm")])
+    functions, linen, exact = norms
+    np.testing.assert_allclose(functions, exact, rtol=1e-2)
+    np.testing.assert_allclose(linen, exact, rtol=1e-2)
+
+
 def test_what_experts_sum_up_is_sown_and_has_its_gradient():
     settings = {
         **models.PRESETS["deepseek-tiny"],

@@ -10,8 +10,9 @@ from jaxpipe.train._xla_flags import compiler_options
 
 
 def test_flags_become_options_and_a_bare_one_means_true():
-    flags = "--xla_a=true  --xla_b=2 --xla_c"
-    assert compiler_options(flags) == {"xla_a": "true", "xla_b": "2", "xla_c": "true"}
+    flags = "--xla_a=true  --xla_b=2 --xla_c --xla_d="
+    options = {"xla_a": "true", "xla_b": "2", "xla_c": "true", "xla_d": ""}
+    assert compiler_options(flags) == options
     assert compiler_options("") == {}
 
 
@@ -36,10 +37,12 @@ def test_they_reach_the_compiler(monkeypatch):
     assert seen["compiler_options"] == {"xla_a": "1"}
 
 
-def test_an_option_that_xla_does_not_know_is_named(capsys):
+@pytest.mark.parametrize("command", ["compile", "train"])
+def test_an_option_that_xla_does_not_know_is_named(command, capsys, tmp_path):
     settings = (
         "dtype=float32 base_emb_dim=16 base_num_decoder_layers=1 max_target_length=8 vocab_size=32"
     )
     flags = "compile_xla_flags=--xla_no_such_thing=1"
-    assert main(["compile", *settings.split(), "pipeline_engine=none", flags]) == 2
+    run = ["pipeline_engine=none", "per_device_batch_size=1", f"output_dir={tmp_path}", flags]
+    assert main([command, *settings.split(), *run]) == 2
     assert "`compile_xla_flags` has an option that XLA does not" in capsys.readouterr().err
