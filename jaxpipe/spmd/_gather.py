@@ -30,7 +30,7 @@ from ..sharding import (
     gathered_rules,
     partition_spec,
 )
-from ._ranks import names_of, zeros
+from ._ranks import is_spec, names_of, zeros
 
 Trees = Callable[[PyTree], PyTree]
 When = Literal["tick", "repeat", "once"]
@@ -121,7 +121,7 @@ def _constrained(logical: PyTree, rules: Rules) -> Trees:
 
 def _manual_specs(logical: PyTree, rules: Rules, axes: tuple[str, ...]) -> PyTree:
     """For every weight, how it is split over `axes`."""
-    return jax.tree.map(partial(_only, axes), _specs(logical, rules), is_leaf=_is_spec)
+    return jax.tree.map(partial(_only, axes), _specs(logical, rules), is_leaf=is_spec)
 
 
 def _specs(logical: PyTree, rules: Rules) -> PyTree:
@@ -133,10 +133,6 @@ def _specs(logical: PyTree, rules: Rules) -> PyTree:
 
 def _only(axes: Collection[str], spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*(tuple(a for a in names_of(dim) if a in axes) or None for dim in spec))
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
 
 
 def _all_gather(

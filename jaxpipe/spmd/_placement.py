@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import PyTree
 
 from .. import sharding
-from ._ranks import AXIS, on_ranks
+from ._ranks import AXIS, is_spec, on_ranks
 from ._settings import AxisRules
 
 STACKED = ("circular_repeats", "stage", "layers")
@@ -54,9 +54,9 @@ def physical_spec(
 def physical_specs(names: PyTree, rules: AxisRules, mesh: Mesh | None) -> PyTree:
     """`physical_spec` of every leaf; `PartitionSpec()` everywhere without a mesh."""
     if mesh is None:
-        return jax.tree.map(lambda _: PartitionSpec(), names, is_leaf=_is_spec)
+        return jax.tree.map(lambda _: PartitionSpec(), names, is_leaf=is_spec)
     axes = mesh.axis_names
-    return jax.tree.map(lambda spec: physical_spec(spec, rules, axes), names, is_leaf=_is_spec)
+    return jax.tree.map(lambda spec: physical_spec(spec, rules, axes), names, is_leaf=is_spec)
 
 
 def rules_in_stage(rules: AxisRules | None) -> AxisRules | None:
@@ -72,7 +72,7 @@ def without_repeats(names: PyTree) -> PyTree:
     def rest(spec):
         return PartitionSpec(*(name for name in spec if name != STACKED[0]))
 
-    return jax.tree.map(rest, names, is_leaf=_is_spec)
+    return jax.tree.map(rest, names, is_leaf=is_spec)
 
 
 def without_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
@@ -233,7 +233,3 @@ def _padded(x: jax.Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> Par
 
 def _entry(axes: tuple[str, ...]) -> Any:
     return None if not axes else axes[0] if len(axes) == 1 else axes
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)

@@ -94,6 +94,11 @@ def _axes(spec: PartitionSpec) -> set[str]:
     return {axis for axes in spec for axis in names_of(axes)}
 
 
+def is_spec(x: Any) -> bool:
+    """Whether it is a `PartitionSpec`, which trees of them have as leaves."""
+    return isinstance(x, PartitionSpec)
+
+
 def names_of(axes: Any) -> tuple[str, ...]:
     """One dim of a `PartitionSpec`, as a tuple of axes."""
     return (axes,) if isinstance(axes, str) else tuple(axes or ())

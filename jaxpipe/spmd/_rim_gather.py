@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 from ..sharding import GATHERED_AXES, Rules, gathered_rules, partition_spec
 from ._gather import Gather, When, gather_weights
 from ._placement import gather_stage
-from ._ranks import names_of
+from ._ranks import is_spec, names_of
 
 EXPERTS = "exp"
 """The name of the dim of routed experts, which stays split over "expert"."""
@@ -47,7 +47,7 @@ def gather_of_names(
     if mesh is None:
         return Gather(when)
     if AxisType.Explicit in mesh.axis_types and not batch_axes:
-        of_ranks = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), specs, is_leaf=_is_spec)
+        of_ranks = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), specs, is_leaf=is_spec)
         whole = gather_stage(of_ranks)
         return Gather(when, whole=whole, hold=whole, scatter=gather_stage(of_ranks, ()))
     rules: dict[str, tuple[str, ...]] = {}
@@ -90,7 +90,3 @@ def _encode(name: Any, entry: Any, rules: dict[str, tuple[str, ...]]) -> str | N
     code = EXPERTS if name == EXPERTS else "+".join(axes)
     rules[code] = axes
     return code
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
