@@ -14,6 +14,7 @@ from jaxpipe.schedules import (
     check,
     family,
     grid,
+    lock_step,
     makespan,
     num_ranks,
     num_slices,
@@ -22,6 +23,7 @@ from jaxpipe.schedules import (
     read_csv,
     rectangular_bubble,
     simulate,
+    simulate_ticks,
     time_unit,
     to_csv,
     to_svg,
@@ -70,6 +72,7 @@ def _with_schedule(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add("--spare", type=int, metavar="N", help="microbatches zero_bubble_h2 may hold in addition")
     add("--costs", default="1,1,1", metavar="F,I,W", help="of a stage; 1/2/1/1,... is per stage")
     add("--transfer", default="0", metavar="T", help="time between ranks")
+    add("--lock-step", action="store_true", help="in ticks of all ranks, as one XLA program has it")
     return parser
 
 
@@ -134,7 +137,10 @@ def _schedule(args: argparse.Namespace) -> Schedule:
 
 
 def _timeline(args: argparse.Namespace) -> Timeline:
-    return simulate(_schedule(args), parse_costs(args.costs, args.transfer))
+    schedule, costs = _schedule(args), parse_costs(args.costs, args.transfer)
+    if args.lock_step:
+        return simulate_ticks(lock_step(schedule, costs), costs)
+    return simulate(schedule, costs)
 
 
 def parse_costs(costs: str, transfer: str) -> Costs:

@@ -26,6 +26,7 @@ from ._interleaved import interleaved_gpipe as interleaved_gpipe
 from ._interleaved import interleaved_one_f_one_b as interleaved_one_f_one_b
 from ._interleaved import interleaved_zero_bubble as interleaved_zero_bubble
 from ._interleaved import kimi_k2 as kimi_k2
+from ._lock_step import lock_step as lock_step
 from ._looped_bfs import circular as circular
 from ._looped_bfs import looped_bfs as looped_bfs
 from ._measure import activation_bytes as activation_bytes
@@ -64,8 +65,18 @@ from ._simulate import Timeline as Timeline
 from ._simulate import check_costs as check_costs
 from ._simulate import simulate as simulate
 from ._svg import to_svg as to_svg
+from ._tables import Home as Home
+from ._tables import Tables as Tables
+from ._tables import Work as Work
+from ._tables import homes as homes
+from ._tables import tables as tables
 from ._text import grid as grid
 from ._text import time_unit as time_unit
+from ._ticks import Ticks as Ticks
+from ._ticks import check_ticks as check_ticks
+from ._ticks import num_ticks as num_ticks
+from ._ticks import simulate_ticks as simulate_ticks
+from ._ticks import ticked as ticked
 from ._trace import to_trace as to_trace
 from ._zbv import zbv as zbv
 from ._zero_bubble import zero_bubble_h1 as zero_bubble_h1

@@ -75,7 +75,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             for need in needs(action, schedule.num_stages, slices):
                 home, end = finished[need]
                 start = max(start, end if home == rank else end + costs.transfer)
-        length = _duration(step, costs)
+        length = duration(step, costs)
         end = start + (length * scales[step] if step in scales else length)
         for action in halves:
             finished.update(dict.fromkeys(results(action), (rank, end)))
@@ -101,9 +101,10 @@ def check_costs(costs: Costs, num_stages: int) -> None:
             raise ValueError(f"`{name}` is {cost}. Give times of 0 or more.")
 
 
-def _duration(step: Step, costs: Costs) -> Time:
+def duration(step: Step, costs: Costs) -> Time:
+    """How long a rank takes for a step."""
     if isinstance(step, Pair):
-        halves = _duration(step.forward, costs) + _duration(step.backward, costs)
+        halves = duration(step.forward, costs) + duration(step.backward, costs)
         return halves * costs.pair_factor
     forward, inputs, weight = (
         cost[step.stage] if isinstance(cost, tuple) else cost

@@ -47,6 +47,17 @@ def test_show_draws_the_timeline_and_writes_pictures(tmp_path: Path, capsys):
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+def test_lock_step_is_drawn_and_has_its_price(capsys):
+    assert run("show", "1f1b", "--ranks", "2", "--microbatches", "2", "--lock-step") == 0
+    assert "rank 0  0F0 0F1 .   .   0B0 --- .   0B1 ---\n" in capsys.readouterr().out
+    options = ("simulate", "zero_bubble_h1", *COUNTS, "--json")
+    makespans = []
+    for more in ((), ("--lock-step",)):
+        assert run(*options, *more) == 0
+        makespans.append(json.loads(capsys.readouterr().out)["makespan"])
+    assert makespans == [27, 28]
+
+
 def test_simulate_prints_json_of_a_name_or_a_file(tmp_path: Path, capsys):
     file = tmp_path / "schedule.csv"
     assert run("export", "zbv", *COUNTS, "--csv", str(file)) == 0

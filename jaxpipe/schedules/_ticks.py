@@ -1,0 +1,98 @@
+"""A schedule in lock-step: which action each rank runs in which tick, and what that costs.
+
+One program for all ranks is one loop for all ranks. In a tick a rank runs at most one F, then at
+most one B or I, then at most one W; then all ranks hand over. What a rank has made it can use at
+once, what another has made a tick later; and a tick takes as long as its busiest rank.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ._action import Action, Op, Step, actions_of
+from ._dependencies import ScheduleError, needs, results
+from ._schedule import Schedule
+from ._simulate import Costs, Time, Timed, Timeline, check_costs, duration
+
+PLACE = {Op.F: 0, Op.B: 1, Op.I: 1, Op.W: 2}
+"""Where in a tick an action stands. Two of a tick and rank never stand at one place."""
+
+
+@dataclass(frozen=True)
+class Ticks:
+    """A schedule and the tick of every step of it.
+
+    Attributes:
+        schedule: The order in which ranks run; no fused pairs.
+        numbers: For every rank the ticks of its steps, counted from 0.
+    """
+
+    schedule: Schedule
+    numbers: tuple[tuple[int, ...], ...]
+
+
+def num_ticks(ticks: Ticks) -> int:
+    return 1 + max((number for row in ticks.numbers for number in row), default=-1)
+
+
+def ticked(ticks: Ticks) -> Iterator[tuple[int, int, Action]]:
+    """Every action with its rank and its tick, rank by rank."""
+    for rank, (program, numbers) in enumerate(
+        zip(ticks.schedule.programs, ticks.numbers, strict=True)
+    ):
+        for step, number in zip(program, numbers, strict=True):
+            for action in actions_of(step):
+                yield rank, number, action
+
+
+def check_ticks(ticks: Ticks) -> Ticks:
+    """Returns `ticks` if a loop over them computes what the schedule does.
+
+    Raises:
+        ScheduleError: Naming the first action that comes too early, or twice in a tick.
+    """
+    made = {
+        result: (rank, tick) for rank, tick, action in ticked(ticks) for result in results(action)
+    }
+    before: dict[int, tuple[int, int]] = {}
+    for rank, tick, action in ticked(ticks):
+        now = tick, PLACE[action.op]
+        if before.get(rank, (-1, 0)) >= now:
+            raise ScheduleError(
+                f"Rank {rank} runs {action} in tick {tick}, after what it cannot follow there. A "
+                "tick is one F, then one B or I, then one W at the most. Take a later tick."
+            )
+        before[rank] = now
+        for need in needs(action, ticks.schedule.num_stages, 1):
+            home, ready = made[need]
+            if ready > tick or (home != rank and ready == tick):
+                raise ScheduleError(
+                    f"Rank {rank} runs {action} in tick {tick}, but {need} runs on rank {home} in "
+                    f"tick {ready}. Take a later tick."
+                )
+    return ticks
+
+
+def simulate_ticks(ticks: Ticks, costs: Costs) -> Timeline:
+    """Tick after tick, each as soon as every rank has done with the one before.
+
+    Its makespan beside that of `simulate` is the price of lock-step.
+
+    Raises:
+        ValueError: If costs are negative, or not one per stage.
+    """
+    check_costs(costs, ticks.schedule.num_stages)
+    work: list[list[list[Step]]] = [[[] for _ in ticks.numbers] for _ in range(num_ticks(ticks))]
+    for rank, tick, action in ticked(ticks):
+        work[tick][rank].append(action)
+    rows: list[list[Timed]] = [[] for _ in ticks.numbers]
+    start: Time = 0
+    for tick in work:
+        ends = [start]
+        for rank, steps in enumerate(tick):
+            end = start
+            for step in steps:
+                end, begin = end + duration(step, costs), end
+                rows[rank].append(Timed(step, begin, end))
+            ends.append(end)
+        start = max(ends) + costs.transfer
+    return Timeline(ticks.schedule, tuple(map(tuple, rows)))

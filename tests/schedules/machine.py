@@ -1,0 +1,98 @@
+"""A machine that runs tables with the names of things instead of arrays.
+
+Its buffers refuse to be read where nothing or something else lies, and to be written where there
+is still something.
+"""
+
+from typing import Any
+
+from jaxpipe.schedules import Action, Op, Schedule, Tables
+
+Buffer = dict[int, tuple[int, int]]
+"""Slots with the (stage, microbatch) of what lies there."""
+
+
+def run_tables(table: Tables, schedule: Schedule) -> set[Action]:
+    """Every action that ran. Fails where an engine would compute with the wrong array."""
+    buffers: list[dict[str, Buffer]] = [
+        {name: {} for name in table.num_slots} for _ in schedule.programs
+    ]
+    done: set[Action] = set()
+    last = schedule.num_stages - 1
+    for tick in range(len(table.forward.microbatch)):
+        for rank, mine in enumerate(buffers):
+            done |= _forward(_row(table.forward, tick, rank), mine, last)
+        _hand_over(table, "activations", tick, buffers, 1, last)
+        for rank, mine in enumerate(buffers):
+            done |= _backward(_row(table.backward, tick, rank), mine)
+            done |= _weight(_row(table.weight, tick, rank), mine)
+        _hand_over(table, "cotangents", tick, buffers, -1, 0)
+    for mine in buffers:
+        for name, buffer in mine.items():
+            assert not buffer, f"{name} still has {buffer}"
+    return done
+
+
+def _row(work: Any, tick: int, rank: int) -> dict[str, int]:
+    return {name: column[tick][rank] for name, column in work._asdict().items()}
+
+
+def _write(buffer: Buffer, slot: int, place: tuple[int, int]) -> None:
+    assert slot >= 0 and slot not in buffer, f"{place} overwrites {buffer.get(slot)}"
+    buffer[slot] = place
+
+
+def _forward(row: dict[str, int], mine: dict[str, Buffer], last: int) -> set[Action]:
+    if row["microbatch"] < 0:
+        return set()
+    place = row["stage"], row["microbatch"]
+    if place[0]:
+        assert mine["inputs"].pop(row["input"]) == place
+    for name in ("for_backward", "for_weight"):
+        _write(mine[name], row[name], place)
+    if place[0] == last:
+        _write(mine["cotangents"], row["cotangent"], place)
+    return {Action(place[0], Op.F, place[1])}
+
+
+def _backward(row: dict[str, int], mine: dict[str, Buffer]) -> set[Action]:
+    if row["microbatch"] < 0:
+        return set()
+    place = row["stage"], row["microbatch"]
+    assert mine["cotangents"].pop(row["cotangent"]) == place
+    assert mine["for_backward"].pop(row["for_backward"]) == place
+    assert mine["for_weight"][row["for_weight"]] == place
+    if row["link"] < 0:
+        del mine["for_weight"][row["for_weight"]]
+        return {Action(place[0], Op.B, place[1])}
+    _write(mine["links"], row["link"], place)
+    return {Action(place[0], Op.I, place[1])}
+
+
+def _weight(row: dict[str, int], mine: dict[str, Buffer]) -> set[Action]:
+    if row["microbatch"] < 0:
+        return set()
+    place = row["stage"], row["microbatch"]
+    assert mine["links"].pop(row["link"]) == place
+    assert mine["for_weight"].pop(row["for_weight"]) == place
+    return {Action(place[0], Op.W, place[1])}
+
+
+def _hand_over(
+    table: Tables, kind: str, tick: int, buffers: list[dict[str, Buffer]], step: int, end: int
+) -> None:
+    """What every rank made goes to the rank that has a slot for it, and all of it arrives."""
+    work, waiting = (
+        (table.forward, "inputs") if kind == "activations" else (table.backward, "cotangents")
+    )
+    arrived = 0
+    for offset, slots in getattr(table, kind).items():
+        for rank, mine in enumerate(buffers):
+            if slots[tick][rank] >= 0:
+                made = _row(work, tick, (rank - offset) % len(buffers))
+                assert made["microbatch"] >= 0
+                place = made["stage"] + step, made["microbatch"]
+                _write(mine[waiting], slots[tick][rank], place)
+                arrived += 1
+    rows = [_row(work, tick, rank) for rank in range(len(buffers))]
+    assert arrived == sum(row["microbatch"] >= 0 and row["stage"] != end for row in rows)

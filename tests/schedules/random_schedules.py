@@ -1,0 +1,48 @@
+"""Valid schedules that nobody would write: any placement, any order that does not deadlock."""
+
+from random import Random
+from typing import NamedTuple
+
+from hypothesis import strategies as st
+
+from jaxpipe.schedules import Action, Op, Schedule, check, needs, results
+
+
+class Draft(NamedTuple):
+    """What a random schedule is made of."""
+
+    ranks: int
+    chunks: int
+    microbatches: int
+    seed: int
+
+
+def drafts(ranks: tuple[int, ...] = (1, 2, 3, 4)) -> st.SearchStrategy[Draft]:
+    """Not built yet: beartype looks at random items of a list, which hypothesis forbids here."""
+    return st.builds(
+        Draft, st.sampled_from(ranks), st.integers(1, 2), st.integers(1, 6), st.integers(0, 2**32)
+    )
+
+
+def random_schedule(draft: Draft) -> Schedule:
+    """Stages lie anywhere, as many on every rank; each backward is whole or split.
+
+    Whatever is ready may come next, so the order of microbatches differs from stage to stage.
+    """
+    rng = Random(draft.seed)
+    num_stages = draft.ranks * draft.chunks
+    home = [stage % draft.ranks for stage in range(num_stages)]
+    rng.shuffle(home)
+    waiting = [
+        Action(stage, op, microbatch)
+        for stage in range(num_stages)
+        for microbatch in range(draft.microbatches)
+        for op in rng.choice(((Op.F, Op.B), (Op.F, Op.I, Op.W)))
+    ]
+    programs, done = [[] for _ in range(draft.ranks)], set[Action]()
+    while waiting:
+        action = rng.choice([a for a in waiting if done.issuperset(needs(a, num_stages, 1))])
+        waiting.remove(action)
+        programs[home[action.stage]].append(action)
+        done.update(results(action))
+    return check(Schedule(num_stages, draft.microbatches, tuple(map(tuple, programs))))

@@ -1,0 +1,175 @@
+"""Ticks: what lock-step costs, what it never breaks, and where everything lies."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpipe.schedules import (
+    FAMILIES,
+    Costs,
+    Op,
+    Schedule,
+    ScheduleError,
+    Ticks,
+    actions,
+    build,
+    check,
+    check_ticks,
+    dualpipe,
+    gpipe,
+    lock_step,
+    makespan,
+    one_f_one_b,
+    parse,
+    peak_activations,
+    seq1f1b,
+    simulate,
+    simulate_ticks,
+    tables,
+    ticked,
+    without_pairs,
+    zbv,
+    zero_bubble_h1,
+)
+
+from .machine import run_tables
+from .random_schedules import drafts, random_schedule
+
+ONES = Costs()
+LIKE_MODELS = Costs(10, 20, 10)
+
+
+def price(schedule: Schedule, costs: Costs) -> tuple[Any, Any]:
+    """Makespans: free, and in lock-step."""
+    ticks = check_ticks(lock_step(schedule, costs))
+    return makespan(simulate(schedule, costs)), makespan(simulate_ticks(ticks, costs))
+
+
+@pytest.mark.parametrize("costs", [ONES, LIKE_MODELS, Costs(10, 12, 8)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (3, 7), (4, 8), (4, 16), (8, 32)])
+def test_the_textbook_schedules_cost_what_they_do_without_lock_step(ranks, microbatches, costs):
+    for schedule in (gpipe(ranks, microbatches), one_f_one_b(ranks, microbatches)):
+        free, lock = price(schedule, costs)
+        whole = costs.forward + costs.input + costs.weight
+        assert free == lock == (microbatches + ranks - 1) * whole
+
+
+@pytest.mark.parametrize("costs", [ONES, LIKE_MODELS])
+@pytest.mark.parametrize("num_chunks", [2, 3])
+def test_interleaved_schedules_do_too(num_chunks, costs):
+    for schedule in (
+        build("interleaved_1f1b", ranks=4, microbatches=16, chunks=num_chunks),
+        build("looped_bfs", ranks=4, microbatches=16, chunks=num_chunks),
+    ):
+        free, lock = price(schedule, costs)
+        whole = costs.forward + costs.input + costs.weight
+        assert free == lock == (16 * num_chunks + 3) * whole
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (4, 16), (8, 32)])
+def test_one_forward_one_backward_lies_on_the_grid_of_the_formula(ranks, microbatches):
+    ticks = lock_step(one_f_one_b(ranks, microbatches))
+    for rank, tick, action in ticked(ticks):
+        late = rank if action.op is Op.F else 2 * (ranks - 1) - rank
+        assert tick == action.microbatch + late
+    assert peak_activations(ticks.schedule) == tuple(2 * (ranks - 1 - r) + 1 for r in range(ranks))
+
+
+def test_zero_bubble_pays_the_bubble_of_lock_step():
+    for ranks, microbatches in ((4, 16), (8, 32)):
+        _, lock = price(zero_bubble_h1(ranks, microbatches), ONES)
+        assert lock == 3 * microbatches + 2 * (ranks - 1)  # formulas.md: (p - 1) (F + I)
+
+
+def test_gpipe_stays_gpipe():
+    ticks = lock_step(gpipe(4, 8))
+    assert peak_activations(ticks.schedule) == (8, 8, 8, 8)
+
+
+@settings(max_examples=150, deadline=None)
+@given(drafts(), st.sampled_from([ONES, LIKE_MODELS]))
+def test_any_schedule_is_run_whole_and_in_its_order(draft, costs):
+    schedule = random_schedule(draft)
+    ticks = check_ticks(lock_step(schedule, costs))
+    check(ticks.schedule)
+    for rank in range(len(schedule.programs)):
+        program, old = ([a for r, a in actions(s) if r == rank] for s in (ticks.schedule, schedule))
+        for kind in ((Op.F,), (Op.B, Op.I), (Op.W,)):
+            assert [a for a in program if a.op in kind] == [a for a in old if a.op in kind]
+        for forward in (a for a in old if a.op is Op.F):
+            before = [a for a in program[: program.index(forward)] if a.op in (Op.B, Op.I)]
+            assert set(before) <= set(old[: old.index(forward)])
+
+
+@settings(max_examples=100, deadline=None)
+@given(drafts(), st.integers(0, 2))
+def test_a_rank_never_holds_more_than_it_may(draft, spare):
+    schedule = random_schedule(draft)
+    ticks = check_ticks(lock_step(schedule, spare=spare))
+    for peak, cap in zip(peak_activations(ticks.schedule), peak_activations(schedule), strict=True):
+        assert peak <= cap + spare
+
+
+@settings(max_examples=150, deadline=None)
+@given(drafts())
+def test_tables_can_be_run_and_nothing_is_overwritten_before_it_is_read(draft):
+    schedule = random_schedule(draft)
+    ticks = lock_step(schedule)
+    assert run_tables(tables(ticks), schedule) == {action for _, _, action in ticked(ticks)}
+
+
+def test_buffers_are_as_large_as_the_peak_of_the_grid():
+    for name in ("1f1b", "gpipe", "interleaved_1f1b"):
+        ticks = lock_step(build(name, ranks=4, microbatches=16))
+        sizes = tables(ticks).num_slots
+        assert sizes["for_backward"] == sizes["for_weight"] == max(peak_activations(ticks.schedule))
+        assert sizes["inputs"] == 1 and sizes["links"] == 0
+
+
+def test_activations_are_handed_on_where_the_placement_needs_it():
+    straight, v = tables(lock_step(one_f_one_b(4, 8))), tables(lock_step(zbv(4, 8)))
+    assert (set(straight.activations), set(straight.cotangents)) == ({1}, {3})
+    assert (set(v.activations), set(v.cotangents)) == ({0, 1, 3}, {0, 1, 3})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (dualpipe(4, 8), "Stage 0 lies on ranks 0 and 3: two copies of its weights"),
+        (seq1f1b(4, 8), "slices of sequences"),
+    ],
+)
+def test_what_has_no_lock_step_is_refused_with_the_reason(schedule, message):
+    with pytest.raises(ValueError, match=message):
+        lock_step(schedule)
+
+
+def test_a_negative_spare_is_refused():
+    with pytest.raises(ValueError, match="`spare` is -1"):
+        lock_step(gpipe(2, 2), spare=-1)
+
+
+def test_ranks_with_different_numbers_of_stages_are_refused():
+    uneven = check(parse("0F0 1F0 1B0 0B0\n2F0 2B0"))
+    with pytest.raises(ValueError, match="Ranks hold 2, 1 stages"):
+        tables(lock_step(uneven))
+
+
+def test_a_grid_whose_hand_over_comes_too_late_is_refused():
+    schedule = check(parse("0F0 0B0\n1F0 1B0"))
+    with pytest.raises(ScheduleError, match=r"Rank 1 runs 1F0 in tick 0, but 0F0 runs on rank 0"):
+        check_ticks(Ticks(schedule, ((0, 1), (0, 0))))
+    with pytest.raises(ScheduleError, match=r"Rank 0 runs 0B0 in tick 0"):
+        check_ticks(Ticks(schedule, ((1, 0), (2, 2))))
+
+
+def test_lock_step_is_never_cheaper_than_it_would_be_to_wait_for_less():
+    for name in FAMILIES:
+        if name in ("dualpipe", "seq1f1b", "circular"):
+            continue
+        schedule = build(name, ranks=4, microbatches=8)
+        ticks = lock_step(schedule, LIKE_MODELS)
+        in_order = makespan(simulate(without_pairs(ticks.schedule), LIKE_MODELS))
+        assert makespan(simulate_ticks(ticks, LIKE_MODELS)) >= in_order
