@@ -1,5 +1,7 @@
 """What differs between versions of JAX, from 0.10 on: here and nowhere else."""
 
+from typing import Any
+
 import jax
 
 
@@ -11,3 +13,14 @@ def splash_aborts_in_pipelines() -> bool:
     """
     shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)
     return jax.__version_info__ < (0, 11) and shardy
+
+
+def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
+    """Consts and carries of an equation of `lax.scan`: its inputs, but for the xs that follow.
+
+    jax 0.12 has trees of its inputs in place of the numbers.
+    """
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))

@@ -1,6 +1,9 @@
 """What all engines share: the contract of a model, and the unpipelined reference."""
 
 from . import _unpipelined as unpipelined
+from ._accumulate import accumulate as accumulate
+from ._fission import Fission as Fission
+from ._fission import fission as fission
 from ._model import Model as Model
 from ._model import Sums as Sums
 from ._model import at as at
@@ -14,32 +17,47 @@ from ._policies import Place as Place
 from ._policies import Remat as Remat
 from ._policies import check_offload as check_offload
 from ._policies import keep as keep
+from ._policies import keep_but_gathered as keep_but_gathered
+from ._policies import name_gathered as name_gathered
 from ._policies import recompute as recompute
 from ._policies import remat_by_name as remat_by_name
+from ._program import Program as Program
+from ._program import program as program
 from ._pullback import Pullback as Pullback
 from ._pullback import floating as floating
 from ._pullback import merge as merge
 from ._pullback import pullback as pullback
+from ._split import Split as Split
+from ._split import split as split
 
 __all__ = [
     "OFFLOADED",
     "POLICIES",
     "TENSORS",
+    "Fission",
     "Model",
     "Place",
+    "Program",
     "Pullback",
     "Remat",
+    "Split",
     "Sums",
+    "accumulate",
     "at",
     "check_offload",
+    "fission",
     "floating",
     "fold",
     "joined",
     "keep",
+    "keep_but_gathered",
     "merge",
+    "name_gathered",
+    "program",
     "pullback",
     "recompute",
     "remat_by_name",
+    "split",
     "total",
     "unpipelined",
 ]

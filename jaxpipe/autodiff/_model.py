@@ -2,7 +2,8 @@
 
 weights = {"embed": ..., "stages": leaves with stage dims in front, "head": ...}
 side    = pytree of [M, ...] arrays every stage may read: tokens, positions, segment ids, targets
-keys    = pytree of per-stage dropout keys, stage dims in front, or () without dropout
+keys    = pytree with stage dims in front of what else a stage is given: dropout keys, which layers
+          it has; or () without any
 
 Everything is a sum. `loss` returns the share of one microbatch in the loss of the batch (its
 target weights are divided by those of the whole batch beforehand), so an engine adds shares up and
@@ -28,8 +29,9 @@ class Model:
     Attributes:
         embed: `(weights["embed"], side_m) -> x`, what enters the first stage: any pytree.
         stage: `(weights of one stage, x, side_m, rng) -> (y, sums)`, where y is like x and rng is
-            this stage's leaves of `keys`, folded with the microbatch's index. `sums["loss"]`, if
-            there, is added to the loss (a load-balance loss, say); the others become metrics.
+            this stage's leaves of `keys`; random ones are folded with the microbatch's index.
+            `sums["loss"]`, if there, is added to the loss (a load-balance loss, say); the others
+            become metrics.
         loss: `(ends, y, side_m) -> (loss, sums)` with ends = `{"head": weights["head"]}`, and
             `"embed"` beside it if the model is tied.
         tied: Whether `loss` reads the embedding's weights too.
@@ -51,9 +53,11 @@ def at(tree: PyTree, index: Any) -> PyTree:
 
 
 def fold(keys: PyTree, microbatch: Any) -> PyTree:
-    """The keys of one microbatch: every key in `keys`, whatever its dims, folded with it."""
+    """The keys of one microbatch: every random key, whatever its dims, folded with it."""
 
     def fold_leaf(leaf: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return leaf
         folded = jax.vmap(lambda key: jax.random.fold_in(key, microbatch))(leaf.reshape(-1))
         return folded.reshape(leaf.shape)
 

@@ -9,6 +9,7 @@ from ._abstract import num_parameters as num_parameters
 from ._abstract import read_dtypes as read_dtypes
 from ._abstract import shapes as shapes
 from ._abstract import stacked as stacked
+from ._abstract import where_present as where_present
 from ._attention import Attention as Attention
 from ._attention import dot_product_attention as dot_product_attention
 from ._attention import splash_attention as splash_attention

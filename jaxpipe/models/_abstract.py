@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..sharding import LogicalAxes
@@ -76,17 +77,30 @@ def initialize(tree: PyTree, key: PRNGKeyArray) -> PyTree:
 
 
 def initialize_layers(
-    layer: PyTree, key: PRNGKeyArray, dims: Sequence[int], *, first: int = 0
+    layer: PyTree,
+    key: PRNGKeyArray,
+    dims: Sequence[int],
+    *,
+    first: int = 0,
+    numbers: Sequence[int] | None = None,
 ) -> PyTree:
     """[*dims, ...] arrays for a stack of layers, the first of which is number `first` of the model.
 
     A layer's values depend on its number in forward order, not on `dims`: a model starts equal in
-    every pipeline layout.
+    every pipeline layout. `numbers` are those of a stack that is in another order; -1 is a place
+    without a layer, and gets zeros.
     """
-    numbers = first + jnp.arange(math.prod(dims))
-    keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(numbers)
+    of_model = np.asarray(range(first, first + math.prod(dims)) if numbers is None else numbers)
+    keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(of_model)
     flat = jax.vmap(lambda k: initialize(layer, k))(keys)
+    flat = jax.tree.map(lambda x: where_present(x, of_model), flat)
     return jax.tree.map(lambda x: x.reshape(*dims, *x.shape[1:]), flat)
+
+
+def where_present(x: jax.Array, numbers: np.ndarray) -> jax.Array:
+    """[places, ...] with zeros where the number of the layer is -1."""
+    present = (numbers >= 0).reshape(-1, *[1] * (x.ndim - 1))
+    return x if present.all() else jnp.where(present, x, 0)
 
 
 def shapes(tree: PyTree) -> PyTree:

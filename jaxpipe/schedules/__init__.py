@@ -49,6 +49,7 @@ from ._registry import build as build
 from ._registry import family as family
 from ._schedule import Schedule as Schedule
 from ._schedule import actions as actions
+from ._schedule import forward_only as forward_only
 from ._schedule import num_ranks as num_ranks
 from ._schedule import num_slices as num_slices
 from ._schedule import parse as parse
@@ -78,6 +79,9 @@ from ._ticks import num_ticks as num_ticks
 from ._ticks import simulate_ticks as simulate_ticks
 from ._ticks import ticked as ticked
 from ._trace import to_trace as to_trace
+from ._visits import AHEAD as AHEAD
+from ._visits import HELD as HELD
+from ._visits import OF_FORWARD as OF_FORWARD
 from ._zbv import zbv as zbv
 from ._zero_bubble import zero_bubble_h1 as zero_bubble_h1
 from ._zero_bubble import zero_bubble_h2 as zero_bubble_h2

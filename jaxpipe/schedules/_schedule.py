@@ -7,7 +7,7 @@ with different microbatches.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ._action import Action, Step, actions_of, parse_step
+from ._action import Action, Op, Step, actions_of, parse_step
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,15 @@ def without_pairs(schedule: Schedule) -> Schedule:
     """The same order with every fused pair taken apart into its forward, then its backward."""
     programs = tuple(
         tuple(action for step in program for action in actions_of(step))
+        for program in schedule.programs
+    )
+    return Schedule(schedule.num_stages, schedule.num_microbatches, programs)
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The forwards of a schedule, in its order: what evaluation runs."""
+    programs = tuple(
+        tuple(action for step in program for action in actions_of(step) if action.op is Op.F)
         for program in schedule.programs
     )
     return Schedule(schedule.num_stages, schedule.num_microbatches, programs)

@@ -5,11 +5,12 @@ A table is [num_ticks][num_ranks]; -1 stands for nothing.
 
 from typing import NamedTuple
 
-from ._action import Action, Op
+from ._action import Action, Op, actions_of
 from ._require import require
 from ._schedule import Schedule, num_ranks, stages_of_rank
 from ._slots import HAND_OVER, Slots, count, slots_of
 from ._ticks import PLACE, Ticks, num_ticks, ticked
+from ._visits import Visit, visits
 
 Table = tuple[tuple[int, ...], ...]
 
@@ -26,6 +27,9 @@ class Work(NamedTuple):
         for_backward: Slot of what F leaves for B or I.
         for_weight: Slot of what F leaves for W.
         link: Slot of what I leaves for W; -1 in a B, which leaves nothing.
+        source: Where the weights are (`_visits`).
+        following: Which of the rank's stages to gather ahead, or -1.
+        closes: 1 after the last backward of a visit.
     """
 
     microbatch: Table
@@ -36,6 +40,9 @@ class Work(NamedTuple):
     for_backward: Table
     for_weight: Table
     link: Table
+    source: Table
+    following: Table
+    closes: Table
 
 
 class Tables(NamedTuple):
@@ -49,6 +56,7 @@ class Tables(NamedTuple):
             arrive in; 0 is from a rank's stage to its own next one.
         cotangents: The same for cotangents.
         num_slots: Sizes of the buffers.
+        first: For every rank, which of its stages it begins with.
     """
 
     forward: Work
@@ -57,6 +65,7 @@ class Tables(NamedTuple):
     activations: dict[int, Table]
     cotangents: dict[int, Table]
     num_slots: dict[str, int]
+    first: tuple[int, ...]
 
 
 class Home(NamedTuple):
@@ -104,11 +113,14 @@ def tables(ticks: Ticks) -> Tables:
         ValueError: If ranks hold different numbers of stages.
     """
     schedule, slots = ticks.schedule, slots_of(ticks)
-    places = homes(schedule)
+    places, of_visits = homes(schedule), visits(ticks)
     phases = [{name: _empty(ticks) for name in Work._fields} for _ in range(HAND_OVER)]
     hand_overs: tuple[dict[int, _Draft], dict[int, _Draft]] = {}, {}
     for rank, tick, action in ticked(ticks):
-        for name, value in _entries(action, places, slots, schedule.num_stages).items():
+        entries = _entries(action, places, slots, schedule.num_stages)
+        if action in of_visits:
+            entries |= _visit_entries(of_visits[action], places)
+        for name, value in entries.items():
             phases[PLACE[action.op]][name][tick][rank] = value
         forward, step = (action.op is Op.F), (1 if action.op is Op.F else -1)
         target = action.stage + step
@@ -128,14 +140,20 @@ def tables(ticks: Ticks) -> Tables:
         for drafts in hand_overs
     )
     sizes = {name: count(buffer) for name, buffer in slots._asdict().items()}
-    return Tables(forward, backward, weight, activations, cotangents, sizes)
+    first = tuple(places[actions_of(program[0])[0].stage].chunk for program in schedule.programs)
+    return Tables(forward, backward, weight, activations, cotangents, sizes, first)
+
+
+def _visit_entries(visit: Visit, places: dict[int, Home]) -> dict[str, int]:
+    following = places[visit.following].chunk if visit.following >= 0 else -1
+    return {"source": visit.source, "following": following, "closes": int(visit.closes)}
 
 
 def _entries(
     action: Action, places: dict[int, Home], slots: Slots, num_stages: int
 ) -> dict[str, int]:
     place = action.stage, action.microbatch
-    buffers = dict(zip(Work._fields[3:], slots, strict=True))
+    buffers = dict(zip(Work._fields[3:8], slots, strict=True))
     names = _FIELDS[action.op]
     if action.op is Op.F and action.stage == num_stages - 1:
         names = (*names, "cotangent")

@@ -3,6 +3,7 @@
 from ._divide import Layout as Layout
 from ._divide import divide as divide
 from ._divide import layout as layout
+from ._layout_string import parse_layout as parse_layout
 from ._mesh import AXES as AXES
 from ._mesh import make_mesh as make_mesh
 from ._rows import max_over_rows as max_over_rows

@@ -1,6 +1,7 @@
 """Counts that must divide: the batch into microbatches, the layers into stages."""
 
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 
 def divide(whole: int, parts: int, *, name: str, into: str, fix: str) -> int:
@@ -14,21 +15,41 @@ def divide(whole: int, parts: int, *, name: str, into: str, fix: str) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the layers of a model lie on the ranks: stage = repeat * num_ranks + rank.
+    """How the layers of a model lie on the ranks.
 
     Attributes:
         num_repeats: R, stages per rank.
         num_ranks: S.
-        layers_per_stage: Consecutive layers in a stage.
+        layers_per_stage: Consecutive layers in a stage, or room for so many.
+        stages: [R][S] which stage of the model lies where; None: stage `repeat * num_ranks + rank`.
+        counts: How many layers each stage has, if not all have `layers_per_stage`.
     """
 
     num_repeats: int
     num_ranks: int
     layers_per_stage: int
+    stages: tuple[tuple[int, ...], ...] | None = None
+    counts: tuple[int, ...] | None = None
 
     @property
     def num_layers(self) -> int:
-        return self.num_repeats * self.num_ranks * self.layers_per_stage
+        return sum(self._counts)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The number of the layer at every place of `dims`, -1 where there is none."""
+        counts = self._counts
+        first = (0, *accumulate(counts))
+        order = chain(*self.stages) if self.stages else range(len(counts))
+        return tuple(
+            first[stage] + layer if layer < counts[stage] else -1
+            for stage in order
+            for layer in range(self.layers_per_stage)
+        )
+
+    @property
+    def _counts(self) -> tuple[int, ...]:
+        return self.counts or (self.layers_per_stage,) * (self.num_repeats * self.num_ranks)
 
     @property
     def dims(self) -> tuple[int, int, int]:

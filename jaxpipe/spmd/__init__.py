@@ -8,8 +8,16 @@ from ._circular import num_ticks as num_ticks
 from ._circular_engine import circular as circular
 from ._circular_engine import circular_value_and_grad as circular_value_and_grad
 from ._gather import Gather as Gather
+from ._gather import gather_in_layers as gather_in_layers
 from ._gather import gather_weights as gather_weights
+from ._gather import layer_gather as layer_gather
+from ._present import if_present as if_present
 from ._ranks import on_ranks as on_ranks
+from ._scheduled_engine import scheduled_value as scheduled_value
+from ._scheduled_engine import scheduled_value_and_grad as scheduled_value_and_grad
+from ._stage_order import stages_on_ranks as stages_on_ranks
+from ._stage_order import to_ranks as to_ranks
+from ._stage_order import to_stages as to_stages
 
 # isort: split
 # What the rims, `jaxpipe.linen` and `jaxpipe.nnx`, are made of.

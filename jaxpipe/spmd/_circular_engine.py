@@ -67,10 +67,10 @@ def circular(
     """
     stacked, microbatches = {"weights": weights, "keys": keys}, {"inputs": inputs, "side": side}
     num_ranks = _check_counts(stacked, microbatches, mesh, delay)
-    _check_rows(microbatches, gather.batch_axes, mesh)
+    check_rows(microbatches, gather.batch_axes, mesh)
     layer = _layer(stage, mesh, How(delay, remat, gather, scan_repeats))
-    shares = _typed(_to_shares(inputs, num_ranks), _rows(gather, P(AXIS, None)), mesh)
-    y, sums = layer(weights, shares, _typed(side, _rows(gather, P(None)), mesh), keys)
+    shares = _typed(_to_shares(inputs, num_ranks), rows_of(gather, P(AXIS, None)), mesh)
+    y, sums = layer(weights, shares, _typed(side, rows_of(gather, P(None)), mesh), keys)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), y), sums
 
 
@@ -78,8 +78,8 @@ def _layer(stage: Stage, mesh: Mesh | None, how: How) -> Callable:
     """`(weights, inputs [S, n, ...], side, keys) -> (outputs, sums)` with its own backward."""
 
     gather = how.gather
-    weights, gradients = _stacked(gather.weight_specs), _stacked(gather.gradient_specs)
-    shares, side, keys = _rows(gather, P(AXIS, None)), _rows(gather, P(None)), 1
+    weights, gradients = stacked_specs(gather.weight_specs), stacked_specs(gather.gradient_specs)
+    shares, side, keys = rows_of(gather, P(AXIS, None)), rows_of(gather, P(None)), 1
     device = P((AXIS, *gather.batch_axes))
 
     def forward(keep: bool) -> Callable:
@@ -114,7 +114,7 @@ def _layer(stage: Stage, mesh: Mesh | None, how: How) -> Callable:
     return layer
 
 
-def _rows(gather: Gather, lead: P) -> P:
+def rows_of(gather: Gather, lead: P) -> P:
     """For arrays whose rows come after the dims of `lead`."""
     return P(*lead, gather.batch_axes) if gather.batch_axes else lead
 
@@ -126,7 +126,7 @@ def _typed(tree: PyTree, spec: P, mesh: Mesh | None) -> PyTree:
     return jax.tree.map(lambda x: place(x, spec, mesh), tree)
 
 
-def _stacked(specs: PyTree) -> PyTree:
+def stacked_specs(specs: PyTree) -> PyTree:
     """From weights of one stage to leaves [R, S, ...]."""
     return jax.tree.map(
         lambda spec: P(None, AXIS, *spec), specs, is_leaf=lambda x: isinstance(x, P)
@@ -170,19 +170,19 @@ def circular_value_and_grad(
         ValueError: As `circular`.
     """
     _check_counts({"weights": weights["stages"], "keys": keys}, {"side": side}, mesh, delay)
-    _check_rows({"side": side}, gather.batch_axes, mesh)
+    check_rows({"side": side}, gather.batch_axes, mesh)
     how = How(delay, remat, gather, scan_repeats)
     ends = {name: w for name, w in weights.items() if name != "stages"}
     run = on_ranks(
         partial(rank_value_and_grad, model, how, ends_gather),
         mesh=mesh,
         in_dims=(
-            _stacked(gather.weight_specs),
+            stacked_specs(gather.weight_specs),
             ends_gather.weight_specs,
-            _rows(gather, P(None)),
+            rows_of(gather, P(None)),
             1,
         ),
-        out_dims=(None, (_stacked(gather.gradient_specs), ends_gather.gradient_specs)),
+        out_dims=(None, (stacked_specs(gather.gradient_specs), ends_gather.gradient_specs)),
     )
     value, (of_stages, of_ends) = run(weights["stages"], ends, side, keys)
     return value, of_ends | {"stages": of_stages}
@@ -197,8 +197,8 @@ def _check_counts(stacked: PyTree, microbatches: PyTree, mesh: Mesh | None, dela
         mesh: The mesh, or None.
         delay: Whether hand-overs are delayed.
     """
-    num_repeats, num_ranks = _common_dims(stacked, 2, "[repeats, ranks, ...]")
-    (num_microbatches,) = _common_dims(microbatches, 1, "[microbatches, ...]")
+    num_repeats, num_ranks = common_dims(stacked, 2, "[repeats, ranks, ...]")
+    (num_microbatches,) = common_dims(microbatches, 1, "[microbatches, ...]")
     if mesh is not None and mesh.shape.get(AXIS) != num_ranks:
         raise ValueError(
             f"`weights` has {num_ranks} ranks in dim 1, but the axis {AXIS!r} of `mesh` "
@@ -208,7 +208,7 @@ def _check_counts(stacked: PyTree, microbatches: PyTree, mesh: Mesh | None, dela
     return num_ranks
 
 
-def _check_rows(microbatches: PyTree, batch_axes: tuple[str, ...], mesh: Mesh | None) -> None:
+def check_rows(microbatches: PyTree, batch_axes: tuple[str, ...], mesh: Mesh | None) -> None:
     """Dim 1 of every leaf holds rows, if devices are to have rows of their own."""
     if not batch_axes:
         return
@@ -226,7 +226,7 @@ def _check_rows(microbatches: PyTree, batch_axes: tuple[str, ...], mesh: Mesh | 
             )
 
 
-def _common_dims(tree: dict[str, PyTree], count: int, meaning: str) -> tuple[int, ...]:
+def common_dims(tree: dict[str, PyTree], count: int, meaning: str) -> tuple[int, ...]:
     """The first `count` dims, which all leaves must share."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     if not leaves:

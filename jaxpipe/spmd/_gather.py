@@ -106,6 +106,94 @@ def gather_weights(
     return Gather(when, cast, gather, hold, scatter, batch_axes, stored, of_gradients)
 
 
+def gather_in_layers(
+    logical: PyTree,
+    rules: Rules,
+    *,
+    batch_axes: tuple[str, ...] = (),
+    gradient_rules: Rules | None = None,
+) -> Gather:
+    """A `Gather` for a stage whose layers gather their own weights, with `layer_gather`.
+
+    The arguments are those of `gather_weights`. Gradients come out of such a stage as its weights
+    are stored; what is left to do after the last tick is to sum them over the axes that do not
+    split them, and with ZeRO-1 to scatter them further.
+    """
+    stored, of_gradients = (
+        _manual_specs(logical, r, batch_axes) for r in (rules, gradient_rules or rules)
+    )
+    hold = _constrained(logical, rules)
+    as_gradients = _constrained(logical, gradient_rules or rules)
+    kept = _specs(logical, gathered_rules(rules))
+
+    def sum_up(x: jax.Array, done: PartitionSpec, spec: PartitionSpec, kept: PartitionSpec):
+        axes = tuple(a for a in batch_axes if a not in {n for d in done for n in names_of(d)})
+        return _reduce_scatter(axes, x, _without(spec, done), kept)
+
+    def scatter(tree: PyTree) -> PyTree:
+        return as_gradients(_map(sum_up, tree, stored, of_gradients, kept))
+
+    return Gather("once", same, same, hold, scatter, batch_axes, stored, of_gradients)
+
+
+def layer_gather(
+    logical: PyTree, rules: Rules, *, cast: Trees = same, batch_axes: tuple[str, ...] = ()
+) -> Callable[[PyTree, PyTree], PyTree]:
+    """`(stored weights of a layer, what it is given) -> whole weights`. Their gradients are
+    scattered in float32.
+
+    Args:
+        logical: A tuple of logical axes for every weight of a layer.
+        rules: From logical axes to mesh axes.
+        cast: Before they are gathered: to the dtype that the layer computes in.
+        batch_axes: As in `Gather`.
+    """
+    stored = _manual_specs(logical, rules, batch_axes)
+    kept = _specs(logical, gathered_rules(rules))
+    whole = gather_weights(logical, rules, when="tick", batch_axes=batch_axes).whole
+    as_stored = _constrained(logical, rules)
+
+    def scatter(x: jax.Array, spec: PartitionSpec, kept: PartitionSpec) -> jax.Array:
+        return _reduce_scatter(tuple(a for d in spec for a in names_of(d)), x, spec, kept)
+
+    @jax.custom_vjp
+    def gather(weights: PyTree, given: PyTree) -> PyTree:
+        return whole(cast(jax.tree.map(partial(_only_after, given), weights)))
+
+    def forward(weights: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
+        # The dtypes, in something that JAX takes for arrays.
+        return gather(weights, given), jax.tree.map(lambda x: jnp.zeros((0,), x.dtype), weights)
+
+    def backward(like: PyTree, gradients: PyTree) -> tuple[PyTree, None]:
+        scattered = as_stored(_map(scatter, wide(gradients), stored, kept))
+        return jax.tree.map(lambda g, x: g.astype(x.dtype), scattered, like), None
+
+    gather.defvjp(forward, backward)
+    return lambda weights, given: gather(weights, lax.stop_gradient(given))
+
+
+def _only_after(given: PyTree, x: jax.Array) -> jax.Array:
+    """`x`, in a way that XLA can neither compute nor cast before `given` is there.
+
+    Otherwise it casts all weights before the loop over layers, even through a barrier, and holds a
+    copy of them. Integers it does not cast.
+    """
+    if x.dtype != jnp.float32:
+        return lax.optimization_barrier((x, given))[0]
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return lax.bitcast_convert_type(lax.optimization_barrier((bits, given))[0], x.dtype)
+
+
+def _without(spec: PartitionSpec, done: PartitionSpec) -> PartitionSpec:
+    """What `spec` splits more than `done`."""
+    return PartitionSpec(
+        *(
+            tuple(a for a in names_of(axes) if a not in names_of(before)) or None
+            for axes, before in zip(spec, done, strict=True)
+        )
+    )
+
+
 def _map(f: Callable, tree: PyTree, *specs: PyTree) -> PyTree:
     """Over the leaves of `tree` that are there."""
 

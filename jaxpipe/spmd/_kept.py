@@ -43,13 +43,13 @@ def room(residuals: list[Any], counts: Counts) -> Kept:
     """
     cut = _first_late_tick(counts)
     early, late = (
-        [_buffer(x, ticks + bool(cut)) for x in residuals]
-        for ticks in (cut, ticks_of(counts) - cut)
+        [buffer(x, ticks + bool(cut)) for x in residuals] for ticks in (cut, ticks_of(counts) - cut)
     )
     return Kept(early if cut else [], late)
 
 
-def _buffer(x: Any, length: int) -> jax.Array:
+def buffer(x: Any, length: int) -> jax.Array:
+    """Room for so many of an abstract value, in the memory where it lies."""
     nothing = zeros(x, lead=(length,))
     if x.memory_space != jax.memory.Space.Host:
         return nothing

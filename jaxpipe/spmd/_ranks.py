@@ -75,6 +75,28 @@ def varying(x: jax.Array) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
 
+def either(predicate: Any, yes: Callable, no: Callable, *operands: Any, like: Any) -> Any:
+    """`yes(*operands)` or `no(*operands)`: where ranks are devices only that one runs.
+
+    Results vary over the manual axes as the leaves of `like` do.
+    """
+
+    def branch(f: Callable) -> Callable:
+        # Never one result: of such XLA's verifier wants that branches split it alike.
+        return lambda *operands: (jax.tree.map(_vary_like, f(*operands), like), jnp.int32(0))
+
+    result, second = jax.lax.cond(predicate, branch(yes), branch(no), *operands)
+    leaves, tree = jax.tree.flatten(result)
+    if len(leaves) == 1:
+        leaves = jax.lax.optimization_barrier((*leaves, second))[:1]  # or it would be dropped
+    return jax.tree.unflatten(tree, leaves)
+
+
+def _vary_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    missing = tuple(varying(like) - varying(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
 def _is_dim(x: Any) -> bool:
     return x is None or isinstance(x, int | PartitionSpec)
 

@@ -22,6 +22,7 @@ from ._loop import model_flops as model_flops
 from ._loop import train as train
 from ._metrics import metrics_writer as metrics_writer
 from ._metrics import read_metrics as read_metrics
+from ._model import build_model as build_model
 from ._optimizer import adamw as adamw
 from ._optimizer import clip as clip
 from ._optimizer import decay_mask as decay_mask
@@ -30,7 +31,6 @@ from ._optimizer import learning_rate_schedule as learning_rate_schedule
 from ._pictures import loss_curve as loss_curve
 from ._progress import progress as progress
 from ._setup import Setup as Setup
-from ._setup import build_model as build_model
 from ._setup import set_up as set_up
 from ._step import initial_state as initial_state
 from ._step import make_train_step as make_train_step

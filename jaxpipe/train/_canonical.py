@@ -5,25 +5,28 @@ pipeline stay apart, and are put with the others only for a run that divides the
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
 
-from .. import sharding
+from .. import models, sharding
+from ..sharding import LogicalAxes
 from ._setup import STACKED, Setup
 from ._step import State, state_axes, state_shapes, state_shardings
 
 
 def canonical_shapes(setup: Setup) -> PyTree[jax.ShapeDtypeStruct]:
     """Shapes and shardings of a canonical state. Layers are split over the ranks if they divide."""
-    num_ranks = setup.mesh.shape["stage"]
+    num_ranks, num_layers = setup.mesh.shape["stage"], setup.layout.num_layers
     shapes, axes = state_shapes(setup), state_axes(setup)
     flat = jax.tree.map(
-        lambda leaf, a: jax.ShapeDtypeStruct(_flat_shape(leaf.shape, a), leaf.dtype), shapes, axes
+        lambda leaf, a: jax.ShapeDtypeStruct(_flat_shape(leaf.shape, a, num_layers), leaf.dtype),
+        shapes,
+        axes,
     )
     flat_axes = jax.tree.map(lambda leaf, a: _flat_axes(leaf.shape, a, num_ranks), flat, axes)
     where = sharding.named_shardings(flat, flat_axes, setup.mesh, setup.rules)
@@ -40,8 +43,17 @@ def make_canonical(setup: Setup) -> Callable[[State], State]:
     shapes = canonical_shapes(setup)
     where = jax.tree.map(lambda leaf: leaf.sharding, shapes)
 
+    numbers = np.asarray(setup.layout.numbers)
+    absent = np.sum(numbers < 0)
+    places = np.argsort(numbers, stable=True)[absent:]
+
+    def flatten_leaf(x: jax.Array, leaf: jax.ShapeDtypeStruct, axes: LogicalAxes) -> jax.Array:
+        if not setup.layout.stages or not _is_stacked(axes):
+            return x.reshape(leaf.shape)
+        return x.reshape(-1, *leaf.shape[1:])[places]
+
     def flatten(state: State) -> State:
-        return jax.tree.map(lambda x, leaf: x.reshape(leaf.shape), state, shapes)
+        return jax.tree.map(flatten_leaf, state, shapes, state_axes(setup))
 
     return jax.jit(flatten, out_shardings=where)
 
@@ -49,9 +61,16 @@ def make_canonical(setup: Setup) -> Callable[[State], State]:
 def from_canonical(setup: Setup, canonical: State) -> State:
     """A state laid out for this run, of a canonical one with any number of layers after."""
 
+    numbers = np.asarray(setup.layout.numbers)
+
+    def stack_leaf(x: jax.Array, leaf: jax.ShapeDtypeStruct, axes: LogicalAxes) -> jax.Array:
+        if setup.layout.stages and _is_stacked(axes):
+            x = models.where_present(x[numbers], numbers)
+        return x.reshape(leaf.shape)
+
     def stack(canonical: State) -> State:
         cut = _regrouped(canonical, setup.layout.num_layers)
-        return jax.tree.map(lambda x, leaf: x.reshape(leaf.shape), cut, state_shapes(setup))
+        return jax.tree.map(stack_leaf, cut, state_shapes(setup), state_axes(setup))
 
     return jax.jit(stack, out_shardings=state_shardings(setup))(canonical)
 
@@ -90,15 +109,11 @@ def _is_stacked(axes: Any) -> bool:
     return axes[: len(STACKED)] == STACKED
 
 
-def _flat_shape(shape: tuple[int, ...], axes: sharding.LogicalAxes) -> tuple[int, ...]:
-    if not _is_stacked(axes):
-        return shape
-    return (math.prod(shape[: len(STACKED)]), *shape[len(STACKED) :])
+def _flat_shape(shape: tuple[int, ...], axes: LogicalAxes, num_layers: int) -> tuple[int, ...]:
+    return (num_layers, *shape[len(STACKED) :]) if _is_stacked(axes) else shape
 
 
-def _flat_axes(
-    shape: tuple[int, ...], axes: sharding.LogicalAxes, num_ranks: int
-) -> sharding.LogicalAxes:
+def _flat_axes(shape: tuple[int, ...], axes: LogicalAxes, num_ranks: int) -> LogicalAxes:
     if not _is_stacked(axes):
         return axes
     return ("layers" if shape[0] % num_ranks else "stage", *axes[len(STACKED) :])

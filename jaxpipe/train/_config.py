@@ -49,6 +49,14 @@ def _policy(value: str) -> str:
 Policy = Annotated[str, AfterValidator(_policy)]
 
 
+_OF_SCHEDULED = ("pipeline_schedule", "pipeline_layout")
+_OF_CIRCULAR = (
+    "pipeline_delay_activation_forwarding",
+    "scan_pipeline_repeats",
+    "enable_nnx",
+)
+
+
 class Config(BaseModel):
     """One run. Make one with `load_config`, or `Config(steps=3)` in a test."""
 
@@ -137,7 +145,9 @@ class Config(BaseModel):
     dropout_seed: Seed = 0
 
     # The pipeline.
-    pipeline_engine: Literal["none", "circular"] = "circular"
+    pipeline_engine: Literal["none", "circular", "scheduled"] = "circular"
+    pipeline_schedule: str = "auto"
+    pipeline_layout: str = ""
     pipeline_parallel_layers: CountOrAuto = -1
     num_layers_per_pipeline_stage: Count = 1
     num_pipeline_repeats: CountOrAuto = -1
@@ -145,6 +155,7 @@ class Config(BaseModel):
     pipeline_delay_activation_forwarding: bool = False
     pipeline_fsdp_ag_once: bool = False
     pipeline_fsdp_ag_per_repeat: bool = False
+    pipeline_fsdp_ag_per_layer: bool = False
     scan_pipeline_iterations: bool = True
     scan_pipeline_repeats: bool = True
     scan_layers_per_stage: bool = True
@@ -200,11 +211,8 @@ class Config(BaseModel):
     def _keys_agree(self) -> "Config":
         if self.pipeline_engine == "none":
             self._no_pipeline()
-        if self.pipeline_fsdp_ag_once and self.pipeline_fsdp_ag_per_repeat:
-            raise ValueError(
-                "`pipeline_fsdp_ag_once` and `pipeline_fsdp_ag_per_repeat` are both true. Weights "
-                "are gathered either once or per repeat: choose one."
-            )
+        self._schedule_agrees()
+        self._one_gather()
         compiler_options(self.compile_xla_flags)
         self._flax_agrees()
         if self.remat_policy != "custom":
@@ -215,6 +223,37 @@ class Config(BaseModel):
                 "'builtin:sonnets'."
             )
         return self
+
+    def _schedule_agrees(self) -> None:
+        """Keys that one of the engines `circular` and `scheduled` would not read."""
+        scheduled = self.pipeline_engine == "scheduled"
+        unread = _OF_CIRCULAR if scheduled else _OF_SCHEDULED
+        for name in unread:
+            value, default = getattr(self, name), Config.model_fields[name].default
+            if value != default:
+                raise ValueError(
+                    f"`pipeline_engine` is {self.pipeline_engine!r} and `{name}` is {value!r}, "
+                    f"which it does not read. Leave it at {default!r}, or choose "
+                    f"`pipeline_engine={'circular' if scheduled else 'scheduled'}`."
+                )
+        if self.pipeline_layout and (
+            self.num_pipeline_repeats,
+            self.num_layers_per_pipeline_stage,
+        ) != (-1, 1):
+            raise ValueError(
+                f"`pipeline_layout` is {self.pipeline_layout!r}, which says how many stages and "
+                "layers there are. Leave `num_pipeline_repeats` at -1 and "
+                "`num_layers_per_pipeline_stage` at 1."
+            )
+
+    def _one_gather(self) -> None:
+        names = ("once", "per_repeat", "per_layer")
+        chosen = [f"pipeline_fsdp_ag_{n}" for n in names if getattr(self, f"pipeline_fsdp_ag_{n}")]
+        if len(chosen) > 1:
+            raise ValueError(
+                f"`{'` and `'.join(chosen)}` are both true. Weights are gathered either once, per "
+                "repeat or per layer: choose one."
+            )
 
     def _flax_agrees(self) -> None:
         """What a decoder of Flax modules cannot do, or only such a decoder can."""
@@ -270,6 +309,7 @@ class Config(BaseModel):
             "pipeline_delay_activation_forwarding",
             "pipeline_fsdp_ag_once",
             "pipeline_fsdp_ag_per_repeat",
+            "pipeline_fsdp_ag_per_layer",
             "shard_mode",
             "scan_pipeline_repeats",
             "set_remat_policy_on_pipeline_iterations",

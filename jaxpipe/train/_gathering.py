@@ -1,13 +1,14 @@
 """How the trainer's weights are gathered, and where gradients and the optimizer's state lie."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .. import models, sharding, spmd
+from .. import autodiff, models, sharding, spmd
 from ._config import Config
 from ._setup import Setup
 
@@ -16,7 +17,31 @@ def gathers(setup: Setup) -> tuple[spmd.Gather, spmd.Gather]:
     """Of the stages, and of embedding and head."""
     ends = {name: setup.weight_tree[name] for name in ("embed", "head")}
     stage = jax.tree.map(_without_ranks, setup.weight_tree["stages"], is_leaf=models.is_weight)
-    return _gather(setup, stage), _gather(setup, ends)
+    of_stages = _in_layers(setup, stage) if gathers_in_layers(setup) else _gather(setup, stage)
+    return of_stages, _gather(setup, ends)
+
+
+def gathers_in_layers(setup: Setup) -> bool:
+    return setup.config.pipeline_fsdp_ag_per_layer
+
+
+def with_gather(setup: Setup) -> Callable[[Callable], Callable]:
+    """What wraps a layer so that it gathers its own weights, in the forward and in the backward."""
+    logical = models.logical_axes(setup.layer_tree["layer"])
+    gather = spmd.layer_gather(
+        logical,
+        setup.rules,
+        cast=_cast(setup, setup.layer_tree["layer"]),
+        batch_axes=row_axes(setup),
+    )
+
+    def wrap(layer: Callable) -> Callable:
+        def gathered(weights: PyTree, x: PyTree, *arguments: PyTree) -> PyTree:
+            return layer(autodiff.name_gathered(gather(weights, x)), x, *arguments)
+
+        return autodiff.keep_but_gathered(gathered)
+
+    return wrap
 
 
 def end_gathers(setup: Setup) -> dict[str, spmd.Gather]:
@@ -32,15 +57,29 @@ def optimizer_rules(setup: Setup) -> sharding.Rules:
 
 
 def _gather(setup: Setup, tree: PyTree) -> spmd.Gather:
-    dtypes = models.read_dtypes(tree, jnp.dtype(setup.config.dtype))
     return spmd.gather_weights(
         models.logical_axes(tree),
         setup.rules,
         when=_when(setup.config),
-        cast=lambda weights: jax.tree.map(lambda x, dtype: x.astype(dtype), weights, dtypes),
+        cast=_cast(setup, tree),
         batch_axes=row_axes(setup),
         gradient_rules=optimizer_rules(setup),
     )
+
+
+def _in_layers(setup: Setup, tree: PyTree) -> spmd.Gather:
+    return spmd.gather_in_layers(
+        models.logical_axes(tree),
+        setup.rules,
+        batch_axes=row_axes(setup),
+        gradient_rules=optimizer_rules(setup),
+    )
+
+
+def _cast(setup: Setup, tree: PyTree) -> Callable[[PyTree], PyTree]:
+    """To the dtypes that layers read their weights in."""
+    dtypes = models.read_dtypes(tree, jnp.dtype(setup.config.dtype))
+    return lambda weights: jax.tree.map(lambda x, dtype: x.astype(dtype), weights, dtypes)
 
 
 def row_axes(setup: Setup) -> tuple[str, ...]:

@@ -203,7 +203,7 @@ def restored_state(setup: Setup, checkpoints: ocp.CheckpointManager, step: int) 
 
 
 def describe(setup: Setup, done: int) -> str:
-    """The run in two lines: what is trained, and how it lies on the devices."""
+    """The run in a few lines: what is trained, and how it lies on the devices."""
     config, layout = setup.config, setup.layout
     millions = models.num_parameters(setup.weight_tree) / 1e6
     axes = " x ".join(f"{axis} {size}" for axis, size in setup.mesh.shape.items() if size > 1)
@@ -215,6 +215,8 @@ def describe(setup: Setup, done: int) -> str:
         f"{setup.num_microbatches} microbatches of {setup.microbatch_size} x "
         f"{config.max_target_length} tokens",
     ]
+    if setup.schedule is not None:
+        lines.append(f"schedule {setup.schedule.reason}")
     if config.debug_sharding:
         lines += shardings_shown(setup)
     if done:

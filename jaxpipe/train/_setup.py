@@ -14,11 +14,11 @@ from jax.sharding import Mesh
 
 from .. import models, sharding, spmd
 from .._versions import splash_aborts_in_pipelines
-from ..autodiff import Model
 from ._config import Config
 from ._data import global_batch_size
 from ._family import Sizes, family_of, sizes_of
-from ._remat import check_remat, remat_of_layers, remat_outside
+from ._remat import check_remat
+from ._ticks import Choice, choose_schedule
 
 STACKED = ("circular_repeats", "stage", "layers")
 """Logical axes of `Layout.dims`, in front of every weight of a layer."""
@@ -36,6 +36,7 @@ class Setup:
         layout: How the layers lie on the ranks; one stage on one rank without a pipeline.
         num_microbatches: M.
         microbatch_size: b, over all devices.
+        schedule: What the engine `scheduled` runs; None for the others.
     """
 
     config: Config
@@ -45,6 +46,7 @@ class Setup:
     layout: sharding.Layout
     num_microbatches: int
     microbatch_size: int
+    schedule: Choice | None = None
 
     @property
     def batch_size(self) -> int:
@@ -89,11 +91,15 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
         explicit=config.shard_mode == "explicit",
     )
     num_ranks = mesh.shape["stage"]
-    layout = _layout(config, num_ranks)
     num_microbatches = config.num_pipeline_microbatches
     if num_microbatches == -1:
         rounds = 2 if config.pipeline_delay_activation_forwarding else 1
         num_microbatches = rounds * num_ranks
+    schedule = None
+    if config.pipeline_engine == "scheduled":
+        schedule, layout = _scheduled(config, num_ranks, num_microbatches)
+    else:
+        layout = _layout(config, num_ranks)
     if config.pipeline_engine == "circular":
         spmd.check_circular(
             num_ranks,
@@ -110,7 +116,7 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
         fix="Change one of them.",
     )
     rules = sharding.with_rules(_axis_rules(config))
-    setup = Setup(config, model, mesh, rules, layout, num_microbatches, microbatch_size)
+    setup = Setup(config, model, mesh, rules, layout, num_microbatches, microbatch_size, schedule)
     attention_kernel(setup)
     grouped_matmul(setup)
     check_remat(config, mesh.devices.flat)
@@ -142,27 +148,6 @@ def flax_decoder() -> Any:
             f'({error}). `pip install "jaxpipe[flax]"`, or leave `enable_nnx` at null.'
         ) from error
     return _flax_decoder
-
-
-def build_model(setup: Setup) -> Model:
-    """The three functions that the engines run."""
-    config = setup.config
-    attention = models.dot_product_attention
-    if attention_kernel(setup) == "splash":
-        attention = models.splash_attention(setup.rules)
-    return family_of(config).model(
-        setup.model,
-        attention=attention,
-        experts=models.routed_experts(setup.rules, grouped_matmul(setup)),
-        constrain=sharding.constrain_with(setup.rules),
-        dtype=jnp.dtype(config.dtype),
-        dropout_rate=config.dropout_rate if config.enable_dropout else 0.0,
-        project=models.PROJECTIONS[config.quantization],
-        num_vocab_tiling=config.num_vocab_tiling,
-        scan_layers=config.scan_layers_per_stage,
-        layer_remat=remat_of_layers(config),
-        outside_remat=remat_outside(config),
-    )
 
 
 def attention_kernel(setup: Setup) -> str:
@@ -242,6 +227,59 @@ def _layout(config: Config, num_ranks: int) -> sharding.Layout:
         layers_per_stage=config.num_layers_per_pipeline_stage,
         num_repeats=config.num_pipeline_repeats,
     )
+
+
+def _scheduled(
+    config: Config, num_ranks: int, num_microbatches: int
+) -> tuple[Choice, sharding.Layout]:
+    """The schedule, and the layers where it has their stages."""
+    name, num_layers = _pipelined_layers(config)
+    counts = _layers_of_stages(config, name, num_layers, num_ranks)
+    choice = choose_schedule(
+        config,
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        num_layers=num_layers,
+        counts=counts,
+    )
+    num_stages = choice.ticks.schedule.num_stages
+    stages = spmd.stages_on_ranks(choice.ticks.schedule)
+    if counts:
+        if len(counts) != num_stages:
+            raise ValueError(
+                f"`pipeline_layout` has {len(counts)} stages and `pipeline_schedule` {num_stages}. "
+                "They must be equal."
+            )
+        return choice, sharding.Layout(len(stages), num_ranks, max(counts), stages, counts)
+    per_stage = sharding.divide(
+        num_layers,
+        num_stages,
+        name=name,
+        into="the stages of `pipeline_schedule`",
+        fix=_fitting(num_alike_layers(config), num_stages),
+    )
+    return choice, sharding.Layout(len(stages), num_ranks, per_stage, stages)
+
+
+def _layers_of_stages(
+    config: Config, name: str, num_layers: int, num_ranks: int
+) -> tuple[int, ...] | None:
+    """What `pipeline_layout` says."""
+    if not config.pipeline_layout:
+        return None
+    counts = sharding.parse_layout(config.pipeline_layout)
+    if sum(counts) != num_layers:
+        raise ValueError(
+            f"`pipeline_layout` has {sum(counts)} layers and {name} is {num_layers}. Change one."
+        )
+    sharding.divide(
+        len(counts),
+        num_ranks,
+        name="The number of stages in `pipeline_layout`",
+        into="the ranks of the pipeline",
+        fix="Every rank has as many.",
+    )
+    return counts
 
 
 def _pipelined_layers(config: Config) -> tuple[str, int]:

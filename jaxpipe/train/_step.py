@@ -15,10 +15,11 @@ from jaxtyping import Array, Int, PyTree
 from .. import models, sharding, spmd
 from ..autodiff import Model, unpipelined
 from ._gathering import gathers, optimizer_rules
+from ._model import build_model
 from ._optimizer import adamw, clip, decay_mask, gradient_norm, learning_rate_schedule
 from ._remat import remat_of_ticks
 from ._router_bias import with_router_biases, without_router_biases
-from ._setup import STACKED, Setup, batch_shardings, build_model, flax_decoder
+from ._setup import STACKED, Setup, batch_shardings, flax_decoder
 from ._xla_flags import compiler_options
 
 State = dict[str, Any]
@@ -81,7 +82,9 @@ def _first_weights(setup: Setup) -> PyTree:
     tree, layout = setup.layer_tree, setup.layout
     key = jax.random.key(setup.config.init_weights_seed)
     weights = models.initialize({name: tree[name] for name in ("embed", "head")}, key)
-    weights["stages"] = models.initialize_layers(tree["layer"], key, layout.dims)
+    weights["stages"] = models.initialize_layers(
+        tree["layer"], key, layout.dims, numbers=layout.numbers
+    )
     if setup.layers_after:
         after = (setup.layers_after,)
         layers = models.initialize_layers(tree["layer"], key, after, first=layout.num_layers)
@@ -206,6 +209,27 @@ def _circular(setup: Setup, model: Model) -> Callable:
     return value_and_grad
 
 
+def _scheduled(setup: Setup, model: Model) -> Callable:
+    gather, ends_gather = gathers(setup)
+    assert setup.schedule is not None
+    ticks = setup.schedule.ticks
+
+    def value_and_grad(weights, side, keys):
+        return spmd.scheduled_value_and_grad(
+            model,
+            weights,
+            side,
+            keys,
+            ticks=ticks,
+            mesh=setup.mesh,
+            remat=remat_of_ticks(setup.config),
+            gather=gather,
+            ends_gather=ends_gather,
+        )
+
+    return value_and_grad
+
+
 def _none(setup: Setup, model: Model) -> Callable:
     del setup
 
@@ -232,6 +256,7 @@ def _nnx(setup: Setup, model: Model) -> Callable:
 ENGINES: dict[str, Callable[[Setup, Model], Callable]] = {
     "none": _none,
     "circular": _circular,
+    "scheduled": _scheduled,
     "linen": _linen,
     "nnx": _nnx,
 }
@@ -244,10 +269,20 @@ def _engine(setup: Setup) -> str:
 
 
 def _dropout_keys(setup: Setup, step: Int[Array, ""]) -> PyTree:
-    """[R, S, layers per stage] keys of this step by layer number, or () without dropout."""
+    """[R, S, layers per stage] keys of this step by layer number, or () without dropout; and which
+    layers are there, if not all are."""
+    layout = setup.layout
+    keys = _keys_of_layers(setup, step)
+    if not layout.counts:
+        return keys
+    present = jnp.asarray(layout.numbers) >= 0
+    return {"dropout": keys, "present": present.reshape(layout.dims)}
+
+
+def _keys_of_layers(setup: Setup, step: Int[Array, ""]) -> PyTree:
     config, layout = setup.config, setup.layout
     if not (config.enable_dropout and config.dropout_rate):
         return ()
     key = jax.random.fold_in(jax.random.key(config.dropout_seed), step)
-    keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.arange(layout.num_layers))
+    keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.asarray(layout.numbers))
     return keys.reshape(layout.dims)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe import models, sharding, spmd
+from jaxpipe import models, schedules, sharding, spmd
 from jaxpipe.autodiff import Model, remat_by_name, unpipelined
 from jaxpipe.train._family import FAMILIES
 from jaxpipe.train._flax_decoder import Decoder, linen_value_and_grad, nnx_value_and_grad
@@ -47,6 +47,7 @@ class Row:
     remat: str = "full"
     explicit: bool = False
     zero: bool = False
+    schedule: str = ""
 
     def __str__(self) -> str:
         flags = [name for name in ("delay", "tied", "dropout", "packed") if getattr(self, name)]
@@ -56,7 +57,8 @@ class Row:
         sizes = f"S{self.ranks}-R{self.repeats}-M{self.microbatches}-L{self.layers_per_stage}"
         flags += [self.gather] * (self.gather != "tick") + [f"{a}manual" for a in self.batch_axes]
         flags += ["unrolled"] * (not self.scan_repeats) + [self.remat] * (self.remat != "full")
-        return "-".join([self.engine, self.model, sizes, axes, *flags])
+        engine = [self.engine, *[self.schedule] * bool(self.schedule)]
+        return "-".join([*engine, self.model, sizes, axes, *flags])
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,52 @@ def circular(row: Row, case: Case) -> Any:
         return jax.jit(run)(weights, case.side, case.keys)
     with jax.set_mesh(mesh):
         return jax.jit(run)(weights, case.side, case.keys)
+
+
+def scheduled(row: Row, case: Case) -> Any:
+    """The row's schedule; its repeats are chunks."""
+    return run_ticks(row, case, ticks_of(row))
+
+
+def run_ticks(row: Row, case: Case, ticks: schedules.Ticks) -> Any:
+    """Any ticks. Stages lie where the schedule has them, and are back in order in the result."""
+    mesh = mesh_of(row)
+
+    def to_ranks(tree: Any) -> Any:
+        return spmd.to_ranks(_flat(tree), ticks.schedule)
+
+    def run(weights, side, keys):
+        value, grads = spmd.scheduled_value_and_grad(
+            case.model,
+            weights,
+            side,
+            keys,
+            ticks=ticks,
+            mesh=mesh,
+            remat=remat_by_name(row.remat, PLACES),
+            gather=gather_of(row, case.axes["stages"], stacked=2),
+            ends_gather=gather_of(row, {name: case.axes[name] for name in ("embed", "head")}),
+        )
+        return value, grads
+
+    stages = case.weights["stages"]
+    moved = dataclasses.replace(case, weights=case.weights | {"stages": to_ranks(stages)})
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        value, grads = jax.jit(run)(placed(moved, mesh), case.side, to_ranks(case.keys))
+    in_order = spmd.to_stages(jax.device_get(grads["stages"]), ticks.schedule)
+    shaped = jax.tree.map(lambda g, w: g.reshape(w.shape), in_order, stages)
+    return value, grads | {"stages": shaped}
+
+
+@functools.cache
+def _ticks(name: str, ranks: int, microbatches: int, chunks: int | None) -> schedules.Ticks:
+    schedule = schedules.build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+    return schedules.lock_step(schedules.check(schedule), schedules.Costs(1, 2, 1))
+
+
+def ticks_of(row: Row) -> schedules.Ticks:
+    chunks = row.repeats if "chunks" in schedules.FAMILIES[row.schedule].takes else None
+    return _ticks(row.schedule, row.ranks, row.microbatches, chunks)
 
 
 def flax(value_and_grad: Callable, row: Row, case: Case) -> Any:
@@ -140,6 +188,7 @@ def gather_of(row: Row, axes: Any, stacked: int = 0) -> spmd.Gather:
 PLACES = {"decoder_layer_input": "device", "query_proj": "offload", "mlpwi_0": "device"}
 ENGINES: dict[str, Callable[[Row, Case], Any]] = {
     "circular": circular,
+    "scheduled": scheduled,
     "linen": functools.partial(flax, linen_value_and_grad),
     "nnx": functools.partial(flax, nnx_value_and_grad),
 }
@@ -147,7 +196,12 @@ ENGINES: dict[str, Callable[[Row, Case], Any]] = {
 
 def check_row(row: Row) -> None:
     """Runs a row and its reference; fails with the name of the first leaf that differs."""
-    (loss, metrics), grads = ENGINES[row.engine](row, make_case(row))
+    check_result(row, ENGINES[row.engine](row, make_case(row)))
+
+
+def check_result(row: Row, result: Any) -> None:
+    """What an engine returned for a row."""
+    (loss, metrics), grads = result
     (true_loss, true_metrics), true_grads = reference(plain(row))
     if row.zero:
         assert "data" in str(grads["head"]["logits"].sharding.spec)
@@ -178,6 +232,7 @@ def plain(row: Row) -> Row:
         explicit=False,
         zero=False,
         remat="full",
+        schedule="",
     )
 
 

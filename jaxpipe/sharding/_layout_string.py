@@ -1,0 +1,51 @@
+"""How many layers each stage has, in Megatron's notation: `Et*3|t*4|t*4|t*3L`.
+
+`|` ends a stage, `t` is a layer, `E` the embedding and `L` the loss. `x*3` and `(xy)*3` repeat, and
+commas mean nothing.
+"""
+
+import re
+
+_REPEATED = re.compile(r"(\w|\([^()]*\))\*(\d+)")
+
+
+def parse_layout(text: str) -> tuple[int, ...]:
+    """Layers per stage, in forward order.
+
+    Raises:
+        ValueError: If the text has other signs, does not begin with E or end with L, or if a stage
+            in the middle is empty.
+    """
+    stages = _expanded(text).split("|")
+    inner = "|".join(stages)
+    if set(inner) - set("EtL|m"):
+        raise ValueError(
+            f"`pipeline_layout` is {text!r}. Give E, then t for every layer with | between stages, "
+            "then L, such as 'Et*3|t*4|t*4|t*3L'; x*n and (xy)*n repeat."
+        )
+    if "m" in inner:
+        raise ValueError(
+            f"`pipeline_layout` is {text!r}, and m is a layer that predicts further tokens, which "
+            "no model here has. Leave it out."
+        )
+    if inner.count("E") != 1 or inner.count("L") != 1 or inner[0] + inner[-1] != "EL":
+        raise ValueError(
+            f"`pipeline_layout` is {text!r}. The first stage begins with the one E, the embedding, "
+            "and the last one ends with the one L, the loss."
+        )
+    empty = [number for number, stage in enumerate(stages) if not stage]
+    if empty:
+        raise ValueError(
+            f"`pipeline_layout` is {text!r}, where stage {empty[0]} has no layer. Only the stages "
+            "of E and of L may have none."
+        )
+    return tuple(stage.count("t") for stage in stages)
+
+
+def _expanded(text: str) -> str:
+    """Without repetition, the innermost first."""
+    text = re.sub(r"[,\s]", "", text)
+    while (match := _REPEATED.search(text)) is not None:
+        once = match[1].strip("()")
+        text = text[: match.start()] + once * int(match[2]) + text[match.end() :]
+    return text

@@ -1,0 +1,163 @@
+"""Any schedule in one XLA program, on whole arrays.
+
+S ranks, v chunks on each, M microbatches.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree, Scalar
+
+from ..autodiff import Model, Remat, Sums, recompute
+from ..schedules import Ticks, check_ticks, homes, num_ranks, tables
+from ._circular_engine import check_rows, common_dims, rows_of, stacked_specs
+from ._gather import EACH_TICK, Gather
+from ._ranks import AXIS, on_ranks
+from ._scheduled import How, rank_value, rank_value_and_grad
+
+
+def scheduled_value_and_grad(
+    model: Model,
+    weights: dict[str, Any],
+    side: PyTree,
+    keys: PyTree = (),
+    *,
+    ticks: Ticks,
+    mesh: Mesh | None = None,
+    remat: Remat = recompute,
+    gather: Gather = EACH_TICK,
+    ends_gather: Gather = EACH_TICK,
+) -> tuple[tuple[Scalar, Sums], dict[str, Any]]:
+    """Loss, metrics and gradients of a batch by any schedule.
+
+    Args:
+        model: The model.
+        weights: The three groups; leaves of `weights["stages"]` are [v, S, ...], a rank's stages in
+            forward order (`schedules.homes` says which those are).
+        side: [M, ...] leaves.
+        keys: [v, S, ...] leaves, or () without dropout.
+        ticks: The schedule in lock-step, of `schedules.lock_step`.
+        mesh: A mesh with an axis `stage` of size S. None: one device plays all ranks.
+        remat: Wraps the stage. Default: keep its input, compute the rest again in the backward.
+        gather: When the stages' weights that are split over other axes are gathered: in every
+            `tick`, `once`, or per `repeat`: whenever a rank turns to another of its stages, and one
+            such visit ahead.
+        ends_gather: The same for `{"embed": ..., "head": ...}`, whatever its `when`: they are
+            gathered once.
+
+    Returns:
+        ((loss, metrics), gradients like `weights`).
+
+    Raises:
+        ValueError: If counts do not agree with each other, the schedule or the mesh; if rows do not
+            divide over `gather.batch_axes`; if `gather.when` is "repeat" and backwards are split;
+            if ranks hold different numbers of stages.
+        ScheduleError: If `ticks` cannot be run.
+    """
+    how = _how(weights, side, keys, ticks, mesh, remat, gather, ends_gather)
+    gradients = stacked_specs(gather.gradient_specs), ends_gather.gradient_specs
+    run = _on_ranks(partial(rank_value_and_grad, model, how), how, mesh, (None, gradients))
+    value, (of_stages, of_ends) = run(weights["stages"], _ends(weights), side, keys)
+    return value, of_ends | {"stages": of_stages}
+
+
+def scheduled_value(
+    model: Model,
+    weights: dict[str, Any],
+    side: PyTree,
+    keys: PyTree = (),
+    *,
+    ticks: Ticks,
+    mesh: Mesh | None = None,
+    gather: Gather = EACH_TICK,
+    ends_gather: Gather = EACH_TICK,
+) -> tuple[Scalar, Sums]:
+    """Loss and metrics of a batch, without gradients.
+
+    Args:
+        model: The model.
+        weights: As in `scheduled_value_and_grad`.
+        side: As there.
+        keys: As there.
+        ticks: The forwards alone, `lock_step(forward_only(schedule))`.
+        mesh: As there.
+        gather: As there.
+        ends_gather: As there.
+
+    Returns:
+        (loss, metrics).
+
+    Raises:
+        ValueError: As there, and if `ticks` has backwards.
+    """
+    how = _how(weights, side, keys, ticks, mesh, recompute, gather, ends_gather)
+    if how.tables.num_slots["cotangents"]:
+        raise ValueError(
+            "`ticks` has backwards, which a value alone does not need. Give "
+            "`lock_step(forward_only(schedule))`."
+        )
+    run = _on_ranks(partial(rank_value, model, how), how, mesh, None)
+    return run(weights["stages"], _ends(weights), side, keys)
+
+
+def _how(
+    weights: dict[str, Any],
+    side: PyTree,
+    keys: PyTree,
+    ticks: Ticks,
+    mesh: Mesh | None,
+    remat: Remat,
+    gather: Gather,
+    ends_gather: Gather,
+) -> How:
+    """Everything checked against everything else."""
+    table = tables(check_ticks(ticks))
+    _check(weights["stages"], keys, side, ticks, mesh)
+    check_rows({"side": side}, gather.batch_axes, mesh)
+    if gather.when == "repeat" and table.num_slots["links"]:
+        raise ValueError(
+            "`gather.when` is 'repeat' and `ticks` has W apart from I. There are windows of "
+            "weights for F and B alone. Give 'once' or 'tick', or a schedule of whole backwards."
+        )
+    return How(table, ticks.schedule.num_stages, remat, gather, ends_gather)
+
+
+def _on_ranks(f: Callable, how: How, mesh: Mesh | None, out_dims: Any) -> Callable:
+    in_dims = (
+        stacked_specs(how.gather.weight_specs),
+        how.ends_gather.weight_specs,
+        rows_of(how.gather, P(None)),
+        1,
+    )
+    return on_ranks(f, mesh=mesh, in_dims=in_dims, out_dims=out_dims)
+
+
+def _ends(weights: dict[str, Any]) -> dict[str, Any]:
+    return {name: w for name, w in weights.items() if name != "stages"}
+
+
+def _check(stages: PyTree, keys: PyTree, side: PyTree, ticks: Ticks, mesh: Mesh | None) -> None:
+    """Ranks, chunks and microbatches are the schedule's."""
+    schedule = ticks.schedule
+    places = homes(schedule).values()
+    wanted = 1 + max(place.chunk for place in places), num_ranks(schedule)
+    found = common_dims({"weights": stages, "keys": keys}, 2, "[chunks, ranks, ...]")
+    if found != wanted:
+        raise ValueError(
+            f"`weights` has stages {found}, chunks x ranks, and `ticks` is a schedule of {wanted}. "
+            "They must be equal."
+        )
+    (microbatches,) = common_dims({"side": side}, 1, "[microbatches, ...]")
+    if microbatches != schedule.num_microbatches:
+        raise ValueError(
+            f"`side` has {microbatches} microbatches, and `ticks` is a schedule of "
+            f"{schedule.num_microbatches}. They must be equal."
+        )
+    if mesh is not None and mesh.shape.get(AXIS) != wanted[1]:
+        raise ValueError(
+            f"`ticks` is a schedule of {wanted[1]} ranks, but the axis {AXIS!r} of `mesh` "
+            f"{dict(mesh.shape)} has {mesh.shape.get(AXIS)}. They must be equal."
+        )

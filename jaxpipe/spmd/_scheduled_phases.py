@@ -1,0 +1,229 @@
+"""What a rank does in a tick of a schedule: F, with embedding and loss where these are; B; I; W.
+
+The first stage embeds its microbatch, and the last one computes its loss and the loss's gradient
+right after its F. Every phase takes what waits between ticks and what adds up over them, and
+returns both, and what it hands to another stage.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree, Scalar
+
+from ..autodiff import Model, Split, Sums, at, floating, fold, merge
+from ..schedules import Tables
+from ._gather import wide
+from ._ranks import either
+from ._scheduled_weights import Chunks, Held, Work
+
+
+class Run(NamedTuple):
+    """What stays the same from tick to tick, on one rank.
+
+    Attributes:
+        model: The model.
+        last: The number of the last stage.
+        stage: The stage as F, B, I and W.
+        weights: How this rank gets at its weights.
+        ends: Weights of embedding and head, gathered.
+        side: [M, ...] leaves.
+        keys: [v, ...] leaves, or ().
+        dsums: Cotangents of a stage's sums.
+        keep: Whether a backward follows.
+    """
+
+    model: Model
+    last: int
+    stage: Split
+    weights: Chunks
+    ends: dict[str, PyTree]
+    side: PyTree
+    keys: PyTree
+    dsums: Sums
+    keep: bool
+
+
+class Waiting(NamedTuple):
+    """Buffers, [slots, ...] leaves: what lies where between ticks (`schedules.Slots`)."""
+
+    inputs: PyTree
+    cotangents: PyTree
+    for_backward: list[jax.Array]
+    for_weight: list[jax.Array]
+    links: list[jax.Array]
+
+
+class Totals(NamedTuple):
+    """What adds up over ticks.
+
+    Attributes:
+        loss: Of the microbatches whose loss this rank computed.
+        of_loss: Their sums.
+        of_stages: The sums of this rank's stages.
+        stages: Gradients of the stages' weights, float32 as all gradients here, and weights that
+            have been gathered.
+        ends: Gradients of embedding and head.
+    """
+
+    loss: Scalar
+    of_loss: Sums
+    of_stages: Sums
+    stages: Held
+    ends: dict[str, PyTree]
+
+
+class Left(NamedTuple):
+    """What an F leaves: what it hands on, and what waits on its rank."""
+
+    activation: PyTree
+    cotangent: PyTree
+    for_backward: list[jax.Array]
+    for_weight: list[jax.Array]
+
+
+def divide(stage: Split, residuals: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Into those that only B or I reads, and those that W reads too."""
+    pairs = list(zip(residuals, stage.for_weight, strict=True))
+    return [r for r, late in pairs if not late], [r for r, late in pairs if late]
+
+
+def forward(
+    run: Run, work: Work, waiting: Waiting, totals: Totals, nothing: Left
+) -> tuple[Totals, Left]:
+    """F. On the last stage it leaves the cotangent of what it returns, too."""
+    side, keys = _of(run, work)
+    w = run.weights.read(totals.stages, work, True)
+    arrived = at(waiting.inputs, work.input)
+    embed = lambda: run.model.embed(run.ends["embed"], side)  # noqa: E731
+    x = either(work.stage == 0, embed, lambda: arrived, like=arrived)
+    (y, sums), residuals = run.stage.forward(w, x, side, keys)
+    totals = totals._replace(of_stages=_add(totals.of_stages, sums))
+    totals, cotangent = either(
+        work.stage == run.last,
+        lambda totals: _loss(run, y, side, totals),
+        lambda totals: (totals, nothing.cotangent),
+        totals,
+        like=(totals, nothing.cotangent),
+    )
+    return totals, Left(y, cotangent, *divide(run.stage, residuals)) if run.keep else Left(
+        y, cotangent, [], []
+    )
+
+
+def _of(run: Run, work: Work) -> tuple[PyTree, PyTree]:
+    """Side and keys of a stage and a microbatch."""
+    return at(run.side, work.microbatch), fold(at(run.keys, work.chunk), work.microbatch)
+
+
+def _loss(run: Run, y: PyTree, side: PyTree, totals: Totals) -> tuple[Totals, PyTree]:
+    """With the loss of a microbatch, and its gradient by what the last stage returned.
+
+    The gradients come right with the loss, so the logits are computed once.
+    """
+    read = run.model.ends(run.ends)
+    if not run.keep:
+        value, sums = run.model.loss(read, y, side)
+        return _with_loss(totals, value, sums), ()
+
+    def loss(ends, differentiated):
+        return run.model.loss(ends, merge(differentiated, y), side)
+
+    of_microbatch = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    (value, sums), (of_ends, dy) = of_microbatch(read, floating(y))
+    so_far = {name: totals.ends[name] for name in read}
+    ends = totals.ends | _add(so_far, wide(of_ends))
+    return _with_loss(totals, value, sums)._replace(ends=ends), dy
+
+
+def _with_loss(totals: Totals, value: Scalar, sums: Sums) -> Totals:
+    return totals._replace(loss=totals.loss + value, of_loss=_add(totals.of_loss, sums))
+
+
+Backward = tuple[Totals, tuple[PyTree, list[jax.Array]]]
+"""Totals, what goes to the stage before, and a link."""
+
+
+def backward(tables: Tables) -> Callable:
+    """B, I, or the one of them that the table says, where the schedule has both.
+
+    Each is `(run, work, waiting, totals, an empty link) -> Backward`.
+    """
+    links = {
+        link >= 0
+        for microbatches, row in zip(tables.backward.microbatch, tables.backward.link, strict=True)
+        for microbatch, link in zip(microbatches, row, strict=True)
+        if microbatch >= 0
+    }
+
+    def as_told(run: Run, work: Work, waiting: Waiting, totals: Totals, empty: list) -> Backward:
+        return either(
+            work.link >= 0,
+            lambda totals: _half(run, work, waiting, totals, empty),
+            lambda totals: _whole(run, work, waiting, totals, empty),
+            totals,
+            like=(totals, (at(waiting.cotangents, work.cotangent), empty)),
+        )
+
+    return as_told if len(links) == 2 else _half if True in links else _whole
+
+
+def _whole(run: Run, work: Work, waiting: Waiting, totals: Totals, empty: list) -> Backward:
+    """B"""
+    side, keys = _of(run, work)
+    w = run.weights.read(totals.stages, work, False)
+    kept, cotangent = _kept(run, work, waiting)
+
+    def add(gradient):
+        gradient, dx, _ = run.stage.backward(w, side, keys, kept, cotangent, gradient)
+        return gradient, dx
+
+    stages, dx = run.weights.add(totals.stages, work, add)
+    return _embedded(run, work, side, dx, totals._replace(stages=stages)), (dx, empty)
+
+
+def _half(run: Run, work: Work, waiting: Waiting, totals: Totals, empty: list) -> Backward:
+    """I"""
+    del empty
+    side, keys = _of(run, work)
+    w = run.weights.read(totals.stages, work, False)
+    dx, _, link = run.stage.input(w, side, keys, *_kept(run, work, waiting))
+    return _embedded(run, work, side, dx, totals), (dx, link)
+
+
+def weight(run: Run, work: Work, waiting: Waiting, totals: Totals) -> Totals:
+    """W"""
+    side, keys = _of(run, work)
+    w = run.weights.read(totals.stages, work, False)
+    kept, link = at(waiting.for_weight, work.for_weight), at(waiting.links, work.link)
+
+    def add(gradient):
+        return run.stage.weight(w, side, keys, kept, link, gradient), ()
+
+    return totals._replace(stages=run.weights.add(totals.stages, work, add)[0])
+
+
+def _kept(run: Run, work: Work, waiting: Waiting) -> tuple[list[jax.Array], tuple[PyTree, Sums]]:
+    """What F left, and the cotangent of what it returned."""
+    early = iter(at(waiting.for_backward, work.for_backward))
+    late = iter(at(waiting.for_weight, work.for_weight))
+    residuals = [next(late) if is_late else next(early) for is_late in run.stage.for_weight]
+    return residuals, (at(waiting.cotangents, work.cotangent), run.dsums)
+
+
+def _embedded(run: Run, work: Work, side: PyTree, dx: PyTree, totals: Totals) -> Totals:
+    """With the gradient of the embedding, if this is the backward of the first stage."""
+
+    def add(so_far):
+        embed = lambda w: floating(run.model.embed(w, side))  # noqa: E731
+        _, pull = jax.vjp(embed, run.ends["embed"])
+        return _add(so_far, wide(pull(dx)[0]))
+
+    so_far = totals.ends["embed"]
+    of_embed = either(work.stage == 0, add, lambda so_far: so_far, so_far, like=so_far)
+    return totals._replace(ends=totals.ends | {"embed": of_embed})
+
+
+def _add(so_far: PyTree, new: PyTree) -> PyTree:
+    return jax.tree.map(jnp.add, so_far, new)

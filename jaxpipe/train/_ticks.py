@@ -1,0 +1,129 @@
+"""Which schedule `pipeline_engine=scheduled` runs, and why."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import schedules
+from ..schedules import Costs, Schedule, Ticks
+from ._config import Config
+
+_LEAST_BETTER = 0.98
+"""A schedule is worth its trouble if it takes this share of the time of a simpler one."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A schedule in lock-step, and one line that says why it is this one."""
+
+    ticks: Ticks
+    reason: str
+
+
+def choose_schedule(
+    config: Config,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    num_layers: int,
+    counts: tuple[int, ...] | None = None,
+) -> Choice:
+    """The schedule that the config names, or the best of the usual ones.
+
+    Args:
+        config: The run.
+        num_ranks: S.
+        num_microbatches: M.
+        num_layers: Of the pipeline.
+        counts: Of every stage, where stages differ.
+
+    Raises:
+        ValueError: If it is for other ranks, cannot run in one program, or does not exist.
+    """
+    name = config.pipeline_schedule
+    if name in schedules.FAMILIES or not (name.endswith(".csv") or Path(name).is_file()):
+        chunks = len(counts) // num_ranks if counts else _chunks_wanted(config)
+        if name == "auto":
+            fitting = (chunks,) if chunks else _chunks(num_ranks, num_microbatches, num_layers)
+            return _best(config, num_ranks, num_microbatches, fitting, counts)
+        takes = "chunks" in schedules.family(name).takes
+        chunks = chunks or max(1, num_layers // (num_ranks * config.num_layers_per_pipeline_stage))
+        schedule = schedules.build(
+            name,
+            ranks=num_ranks,
+            microbatches=num_microbatches,
+            chunks=chunks if takes else None,
+        )
+    else:
+        schedule = schedules.read_csv(name)
+        _check_counts(name, schedule, num_ranks, num_microbatches)
+    costs = costs_of(config, counts)
+    ticks = schedules.lock_step(schedules.check(schedule), costs)
+    return Choice(ticks, f"{name}: {_price(ticks, costs)}")
+
+
+def costs_of(config: Config, counts: tuple[int, ...] | None = None) -> Costs:
+    """Of the stages of a transformer: matrix products alone, so I and W cost what F does.
+
+    With rematerialisation I computes F once more, or part of it.
+    """
+    unit = 10 if counts is None else tuple(10 * count for count in counts)
+    again = 1 if config.remat_policy == "none" else 2
+    inputs = 10 * again if counts is None else tuple(10 * again * count for count in counts)
+    return Costs(forward=unit, input=inputs, weight=unit)
+
+
+def _chunks_wanted(config: Config) -> int | None:
+    return None if config.num_pipeline_repeats == -1 else config.num_pipeline_repeats
+
+
+def _check_counts(name: str, schedule: Schedule, num_ranks: int, num_microbatches: int) -> None:
+    found = schedules.num_ranks(schedule), schedule.num_microbatches
+    if found != (num_ranks, num_microbatches):
+        raise ValueError(
+            f"`pipeline_schedule` {name} is for {found[0]} ranks and {found[1]} microbatches, but "
+            f"the mesh has {num_ranks} ranks and `num_pipeline_microbatches` is "
+            f"{num_microbatches}. Give another file, or change these."
+        )
+
+
+def _price(ticks: Ticks, costs: Costs) -> str:
+    timeline = schedules.simulate_ticks(ticks, costs)
+    share = schedules.rectangular_bubble(timeline) / schedules.makespan(timeline)
+    peak = max(schedules.peak_activations(ticks.schedule))
+    return (
+        f"{schedules.num_ticks(ticks)} ticks, bubble {share:.1%} in lock-step, "
+        f"{peak} stage inputs held at most"
+    )
+
+
+def _best(
+    config: Config,
+    num_ranks: int,
+    num_microbatches: int,
+    fitting: tuple[int, ...],
+    counts: tuple[int, ...] | None,
+) -> Choice:
+    """1F1B, or interleaved 1F1B with as many chunks as save 2% of the step each time.
+
+    Schedules that split the backward are left out: what lies between I and W is many times as large
+    as the input of a stage.
+    """
+    costs = costs_of(config, counts)
+    best, least = None, 0.0
+    for chunks in fitting:
+        name, more = ("1f1b", {}) if chunks == 1 else ("interleaved_1f1b", {"chunks": chunks})
+        schedule = schedules.build(name, ranks=num_ranks, microbatches=num_microbatches, **more)
+        ticks = schedules.lock_step(schedules.check(schedule), costs)
+        time = float(schedules.makespan(schedules.simulate_ticks(ticks, costs))) / chunks
+        if best is None or time < least * _LEAST_BETTER:
+            words = name if chunks == 1 else f"{name} with {chunks} stages per rank"
+            best, least = Choice(ticks, f"{words}: {_price(ticks, costs)}"), time
+    assert best is not None
+    return best
+
+
+def _chunks(num_ranks: int, num_microbatches: int, num_layers: int) -> tuple[int, ...]:
+    """How many stages a rank may have."""
+    groups = num_microbatches % max(1, num_microbatches // num_ranks) == 0
+    fitting = [v for v in (2, 3, 4) if groups and num_layers % (v * num_ranks) == 0]
+    return (1, *fitting)

@@ -1,0 +1,81 @@
+"""Rows of the engine `scheduled`: any schedule, in one program."""
+
+import functools
+
+from harness.contract import Row
+from jaxpipe.schedules import FAMILIES
+
+REFUSED = ("dualpipe", "seq1f1b")
+"""Two copies of the weights; slices of sequences: see tests/schedules/test_lock_step.py."""
+V_SHAPED = ("zbv", "v_half", "v_min", "dualpipev")
+
+scheduled = functools.partial(Row, "scheduled")
+
+
+def names() -> list[str]:
+    return [name for name in FAMILIES if name not in (*REFUSED, "circular")]
+
+
+def chunks(name: str, wanted: int) -> int:
+    """How many stages a rank has in a family, where `wanted` are wanted."""
+    if name in V_SHAPED:
+        return 2
+    return wanted if "chunks" in FAMILIES[name].takes else 1
+
+
+def every_family() -> list[Row]:
+    """One row for each, on one device, with what differs between schedules: how often each number
+    of ranks, and whether something is kept for the backward."""
+    return [
+        scheduled("mlp", 2 + i % 3, chunks(name, 2 + i % 2), 2 * (2 + i % 3), schedule=name,
+                  tied=True, dropout=0.1, remat=("full", "none")[i % 2])
+        for i, name in enumerate(names())
+    ]  # fmt: skip
+
+
+def compositions() -> list[Row]:
+    """Transformers on meshes, with every moment of gathering."""
+    llama = functools.partial(scheduled, "llama", tied=True, dropout=0.1, packed=True)
+    fsdp, manual = (("fsdp", 2),), ("data", "fsdp")
+    both = (("fsdp", 2), ("tensor", 2))
+    return [
+        llama(2, 1, 4, axes=both, schedule="1f1b", gather="once", batch_axes=manual,
+              layers_per_stage=2),
+        llama(4, 1, 8, axes=fsdp, schedule="zero_bubble_h1", gather="once", remat="none"),
+        llama(2, 2, 4, axes=both, schedule="interleaved_1f1b", layers_per_stage=2, remat="none"),
+        llama(3, 2, 6, axes=fsdp, schedule="looped_bfs", gather="repeat", batch_axes=manual),
+        llama(4, 2, 8, axes=fsdp, schedule="zbv", batch_axes=manual, explicit=True),
+        llama(8, 1, 8, axes=(), schedule="gpipe"),
+        llama(2, 1, 4, axes=(("data", 2), ("context", 2)), schedule="1f1b", remat="minimal"),
+        llama(2, 1, 4, axes=(("data", 2), ("fsdp", 2)), schedule="1f1b", batch_axes=manual,
+              gather="once", zero=True),
+        scheduled("deepseek", 2, 1, 4, axes=(("fsdp", 2), ("expert", 2)), schedule="1f1b",
+                  gather="once", batch_axes=manual, packed=True),
+        scheduled("deepseek", 2, 2, 4, axes=fsdp, schedule="interleaved_zero_bubble",
+                  remat="none"),
+    ]  # fmt: skip
+
+
+def product() -> list[Row]:
+    """Every schedule x ranks x chunks x rematerialisation x dense, experts x fsdp, tensor."""
+    rows = []
+    for name in names():
+        for ranks in (2, 3, 4, 8):
+            for wanted in (1, 2, 3):
+                v = chunks(name, wanted)
+                if v != wanted and (wanted > 1 or v != 2):
+                    continue
+                for remat in ("full", "none"):
+                    rows += [
+                        scheduled("mlp", ranks, v, 2 * ranks, axes=(), schedule=name, remat=remat,
+                                  tied=True, dropout=0.1),
+                        scheduled("llama", ranks, v, 2 * ranks, schedule=name, remat=remat,
+                                  axes=(("fsdp", 2),) if ranks < 8 else (), packed=True,
+                                  gather="once", batch_axes=("data", "fsdp"), layers_per_stage=2),
+                        scheduled("llama", ranks, v, 2 * ranks, schedule=name, remat=remat,
+                                  axes=(("tensor", 2),) if ranks < 8 else (), tied=True,
+                                  dropout=0.1),
+                        scheduled("deepseek", ranks, v, 2 * ranks, schedule=name, remat=remat,
+                                  axes=(("fsdp", 2),) if ranks < 8 else ()),
+                    ]  # fmt: skip
+    return rows
