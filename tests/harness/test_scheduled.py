@@ -12,8 +12,10 @@ from jaxpipe import schedules
 
 
 def is_slow(row: Row) -> bool:
-    """One of two, of those on meshes."""
-    return row.axes is not None and row.remat == "none"
+    """Rows of the second job; each of their words is in a row of the first."""
+    if row.axes is None:
+        return row.schedule in ("eager_1f1b", "interleaved_gpipe", "kimi_k2", "zero_bubble_h2")
+    return row.remat != "full" or row.model == "deepseek" or row.ranks > 3 or row.zero
 
 
 def marked() -> list[Any]:
@@ -36,7 +38,7 @@ def check_random(draft: Draft) -> None:
     check_result(row, run_ticks(row, make_case(row), schedules.lock_step(schedule)))
 
 
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=3, deadline=None, derandomize=True)
 @given(drafts(ranks=(2, 3, 4)))
 def test_schedules_that_nobody_would_write_are_right_too(draft):
     check_random(draft)
