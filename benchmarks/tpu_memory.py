@@ -24,6 +24,9 @@ PER_REPEAT = {"pipeline_fsdp_ag_per_repeat": True}
 ONCE = {"pipeline_fsdp_ag_once": True}
 # Of several layers in a stage, the backward computes one at a time again.
 BOTH = {"set_remat_policy_on_layers_per_stage": True}
+PER_LAYER = {"pipeline_fsdp_ag_per_layer": True}
+ONE_F_ONE_B = {"pipeline_engine": "scheduled", "pipeline_schedule": "1f1b"}
+LOOPED_BFS = ONE_F_ONE_B | {"pipeline_schedule": "looped_bfs", "num_pipeline_repeats": 8}
 ON_SPARSE_CORES = "--xla_tpu_enable_sparse_core_collective_offload_all_gather=true"
 ZERO_1 = {
     "ici_data_parallelism": 2,
@@ -62,6 +65,9 @@ ROWS: dict[str, tuple[dict, str, str]] = {
         "96602 | 7.0 0.3 44.2 1.2 1.8",
         "",
     ),
+    "1F1B once": (TWO_RANKS | ONCE | BOTH | ONE_F_ONE_B, "none", "40000 | all 20"),
+    "1F1B per layer": (TWO_RANKS | PER_LAYER | BOTH | ONE_F_ONE_B, "none", "34000"),
+    "BFS windows": (TWO_RANKS | PER_REPEAT | BOTH | LOOPED_BFS, "none", "38000 | all 35"),
 }
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 

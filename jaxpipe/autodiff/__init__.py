@@ -2,6 +2,7 @@
 
 from . import _unpipelined as unpipelined
 from ._accumulate import accumulate as accumulate
+from ._accumulate import add_gradients as add_gradients
 from ._fission import Fission as Fission
 from ._fission import fission as fission
 from ._model import Model as Model
@@ -43,6 +44,7 @@ __all__ = [
     "Split",
     "Sums",
     "accumulate",
+    "add_gradients",
     "at",
     "check_offload",
     "fission",

@@ -7,7 +7,7 @@ made. Sums are in the dtype of what they add to.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,8 +18,21 @@ import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Literal
+from jaxtyping import PyTree
 
-from ._program import Atom, Choice, Loop, Plain, Program, Step, Value, pick, values, vary_as
+from ._program import (
+    Atom,
+    Choice,
+    Loop,
+    Plain,
+    Program,
+    Step,
+    Value,
+    pick,
+    program,
+    values,
+    vary_as,
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +110,8 @@ def _origin(
     return None, output, ()
 
 
-_MOVES = ("convert_element_type", "copy", "expand_dims", "reshape", "squeeze", "transpose")
+_CASTS = ("convert_element_type", "copy", "sharding_constraint")
+_MOVES = (*_CASTS, "expand_dims", "reshape", "squeeze", "transpose")
 
 
 def _only_moves(step: Step) -> bool:
@@ -147,7 +161,8 @@ def _can_add(step: Step, made: Value, way: Sequence[Step], makers: Mapping[Value
 
 
 def _is_cast(step: Step) -> bool:
-    return isinstance(step.operation, Plain) and step.operation.name == "convert_element_type"
+    """Whether it leaves numbers where they are; a sum has a dtype and a sharding of its own."""
+    return isinstance(step.operation, Plain) and step.operation.name in _CASTS
 
 
 def _keeps_first_dim(step: Step) -> bool:
@@ -237,3 +252,21 @@ def _transpose(permutation: tuple[int, ...], x: Any) -> list[jax.Array]:
 
 def _reshape(shape: tuple[int, ...], x: Any) -> list[jax.Array]:
     return [jnp.reshape(x, shape)]
+
+
+def add_gradients(f: Callable, *arguments: PyTree) -> Callable[[PyTree], PyTree]:
+    """`(sums) -> sums + f(*arguments)`, in place where that can be.
+
+    Args:
+        f: Returns gradients: arrays, and None where there is none.
+        arguments: Arrays.
+    """
+    closed, shape = jax.make_jaxpr(f, return_shape=True)(*arguments)
+    count = len(jax.tree.leaves(shape))
+    add = accumulate(program(closed), [True] * count)
+
+    def added(sums: PyTree) -> PyTree:
+        leaves, tree = jax.tree.flatten(sums)
+        return tree.unflatten(add(*jax.tree.leaves(arguments), *leaves))
+
+    return added

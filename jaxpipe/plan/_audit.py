@@ -3,8 +3,11 @@
 XLA's own cost analysis counts the body of a loop once.
 """
 
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from ._collectives import KINDS, Collective, collective
 from ._hlo import Instruction, called, callee, op_name, parse
@@ -30,7 +33,8 @@ class Site:
         executions: How often a step runs it; at least once where a trip count is unknown.
         asynchronous: Whether other instructions may run between its start and its end.
         loops: Names of the loops around it, outermost first.
-        conditional: Whether it is in a branch; then `executions` counts as if always taken.
+        conditional: Whether it is in a branch; then `executions` counts as if always taken, unless
+            the conditional is in a name scope `taken_3_of_10`.
         across_slices: Whether it crosses the network between slices.
         groups: The devices that talk, as XLA writes them.
         op_name: Where it comes from in the Python program.
@@ -83,7 +87,8 @@ def audit(hlo_text: str) -> Audit:
     """Finds every collective of an optimized program and counts how often a step runs it.
 
     A loop multiplies by its trip count. Of the branches of a conditional, the one that moves most
-    bytes counts. An asynchronous collective is one, however many instructions XLA made of it.
+    bytes counts: every time, or as often as a name scope says that it is taken. An asynchronous
+    collective is one, however many instructions XLA made of it.
 
     Args:
         hlo_text: `compiled.as_text()`.
@@ -93,7 +98,7 @@ def audit(hlo_text: str) -> Audit:
     """
     module = parse(hlo_text)
     scope = Scope(module, module.entry, unknown_argument)
-    found = tuple(_walk(scope, _Place(1, (), False, False, False, "")))
+    found = tuple(_walk(scope, _Place(1, Fraction(1), (), False, False, False, "")))
     sites = tuple(item for item in found if isinstance(item, Site))
     return Audit(sites, tuple(item for item in found if isinstance(item, Loop)))
 
@@ -129,9 +134,13 @@ def uncounted_loops(audit: Audit) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a computation stands in the step."""
+    """Where a computation stands in the step.
+
+    `executions` are those if every branch were taken, and `taken` of them are.
+    """
 
     executions: int
+    taken: Fraction
     loops: tuple[str, ...]
     conditional: bool
     asynchronous: bool
@@ -174,7 +183,7 @@ def _site(found: Collective, place: _Place) -> Site:
         found.name,
         found.shape,
         found.result_bytes,
-        place.executions,
+        math.ceil(place.executions * place.taken),
         found.asynchronous or place.asynchronous,
         place.loops,
         place.conditional,
@@ -203,8 +212,16 @@ def _largest_branch(scope: Scope, conditional: Instruction, place: _Place) -> _F
     branches = []
     for index, name in enumerate(names):
         inside = enter_branch(scope, conditional, index, name)
-        branches.append(tuple(_walk(inside, replace(place, conditional=True))))
+        taken = min(place.taken, _taken(conditional))
+        of_branch = replace(place, conditional=True, taken=taken)
+        branches.append(tuple(_walk(inside, of_branch)))
     yield from max(branches, key=_size)
+
+
+def _taken(conditional: Instruction) -> Fraction:
+    """The share that its name scope says; the innermost, if there are several."""
+    shares = re.findall(r"taken_(\d+)_of_(\d+)/", op_name(conditional))
+    return Fraction(int(shares[-1][0]), int(shares[-1][1])) if shares else Fraction(1)
 
 
 def _size(found: tuple[Site | Loop, ...]) -> tuple[int, int]:

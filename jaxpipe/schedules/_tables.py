@@ -57,6 +57,7 @@ class Tables(NamedTuple):
         cotangents: The same for cotangents.
         num_slots: Sizes of the buffers.
         first: For every rank, which of its stages it begins with.
+        side_by_side: Whether forward and backward hold weights of their own (`_visits`).
     """
 
     forward: Work
@@ -66,6 +67,7 @@ class Tables(NamedTuple):
     cotangents: dict[int, Table]
     num_slots: dict[str, int]
     first: tuple[int, ...]
+    side_by_side: bool
 
 
 class Home(NamedTuple):
@@ -118,8 +120,8 @@ def tables(ticks: Ticks) -> Tables:
     hand_overs: tuple[dict[int, _Draft], dict[int, _Draft]] = {}, {}
     for rank, tick, action in ticked(ticks):
         entries = _entries(action, places, slots, schedule.num_stages)
-        if action in of_visits:
-            entries |= _visit_entries(of_visits[action], places)
+        if action in of_visits.of:
+            entries |= _visit_entries(of_visits.of[action], places)
         for name, value in entries.items():
             phases[PLACE[action.op]][name][tick][rank] = value
         forward, step = (action.op is Op.F), (1 if action.op is Op.F else -1)
@@ -141,7 +143,16 @@ def tables(ticks: Ticks) -> Tables:
     )
     sizes = {name: count(buffer) for name, buffer in slots._asdict().items()}
     first = tuple(places[actions_of(program[0])[0].stage].chunk for program in schedule.programs)
-    return Tables(forward, backward, weight, activations, cotangents, sizes, first)
+    return Tables(
+        forward,
+        backward,
+        weight,
+        activations,
+        cotangents,
+        sizes,
+        first,
+        of_visits.side_by_side,
+    )
 
 
 def _visit_entries(visit: Visit, places: dict[int, Home]) -> dict[str, int]:

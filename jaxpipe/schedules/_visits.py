@@ -1,8 +1,9 @@
 """Which weights a rank needs next: what to gather ahead, and when gradients of a stage are done.
 
-A rank works on one stage for a while, then on another: a visit. Forward and backward make visits
-side by side, and hold the weights of one stage each. What a visit needs is gathered when the visit
-before it begins, on either side; unless it is a backward's, and the forward holds just that.
+A rank works on one stage for a while, then on another: a visit. What it needs is gathered when the
+visit before it begins. Forward and backward make visits side by side, and hold the weights of one
+stage each; a backward's begin without a gather where the forward holds just these. Where that saves
+nothing, as with all forwards before all backwards, they hold the same.
 """
 
 from itertools import pairwise
@@ -29,17 +30,38 @@ class Visit(NamedTuple):
     closes: bool
 
 
-def visits(ticks: Ticks) -> dict[Action, Visit]:
-    """The visit of every F, B and I of a grid that passes `check_ticks`."""
+class Visits(NamedTuple):
+    """The visits of a grid.
+
+    Attributes:
+        of: That of every F, B and I.
+        side_by_side: Whether forward and backward hold weights of their own.
+    """
+
+    of: dict[Action, Visit]
+    side_by_side: bool
+
+
+def visits(ticks: Ticks) -> Visits:
+    """The visits of a grid that passes `check_ticks`."""
     programs: list[list[Action]] = [[] for _ in ticks.numbers]
     for rank, _, action in ticked(ticks):
         if action.op is not Op.W:
             programs[rank].append(action)
-    return {action: visit for program in programs for action, visit in _of_rank(program).items()}
+    apart, together = (
+        [_sources(program, side_by_side=apart) for program in programs] for apart in (True, False)
+    )
+    side_by_side = _gathers(apart) < _gathers(together)
+    of_ranks = zip(programs, apart if side_by_side else together, strict=True)
+    of = {action: visit for pair in of_ranks for action, visit in _of_rank(*pair).items()}
+    return Visits(of, side_by_side)
 
 
-def _of_rank(program: list[Action]) -> dict[Action, Visit]:
-    sources = _sources(program)
+def _gathers(sources: list[dict[Action, int]]) -> int:
+    return sum(source == AHEAD for of_rank in sources for source in of_rank.values())
+
+
+def _of_rank(program: list[Action], sources: dict[Action, int]) -> dict[Action, Visit]:
     ahead = [action for action in program if sources[action] == AHEAD]
     following = {action: after.stage for action, after in pairwise(ahead)}
     backwards = [action for action in program if action.op is not Op.F]
@@ -54,20 +76,16 @@ def _of_rank(program: list[Action]) -> dict[Action, Visit]:
     }
 
 
-def _sources(program: list[Action]) -> dict[Action, int]:
-    forward, backward = None, None
+def _sources(program: list[Action], *, side_by_side: bool) -> dict[Action, int]:
+    held: dict[bool, int | None] = {True: None, False: None}
     sources = {}
     for action in program:
-        if action.op is Op.F:
-            sources[action] = HELD if action.stage == forward else AHEAD
-            forward = action.stage
+        is_forward = action.op is Op.F or not side_by_side
+        if held[is_forward] == action.stage:
+            sources[action] = HELD
+        elif not is_forward and held[True] == action.stage:
+            sources[action] = OF_FORWARD
         else:
-            sources[action] = (
-                HELD
-                if action.stage == backward
-                else OF_FORWARD
-                if action.stage == forward
-                else AHEAD
-            )
-            backward = action.stage
+            sources[action] = AHEAD
+        held[is_forward] = action.stage
     return sources

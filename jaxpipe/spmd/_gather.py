@@ -158,7 +158,7 @@ def layer_gather(
 
     @jax.custom_vjp
     def gather(weights: PyTree, given: PyTree) -> PyTree:
-        return whole(cast(jax.tree.map(partial(_only_after, given), weights)))
+        return whole(cast(jax.tree.map(partial(only_after, given), weights)))
 
     def forward(weights: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
         # The dtypes, in something that JAX takes for arrays.
@@ -172,7 +172,7 @@ def layer_gather(
     return lambda weights, given: gather(weights, lax.stop_gradient(given))
 
 
-def _only_after(given: PyTree, x: jax.Array) -> jax.Array:
+def only_after(given: PyTree, x: jax.Array) -> jax.Array:
     """`x`, in a way that XLA can neither compute nor cast before `given` is there.
 
     Otherwise it casts all weights before the loop over layers, even through a barrier, and holds a

@@ -3,7 +3,8 @@
 The same function runs both ways, so every pipeline has a one-device twin to test against.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -75,21 +76,31 @@ def varying(x: jax.Array) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
 
-def either(predicate: Any, yes: Callable, no: Callable, *operands: Any, like: Any) -> Any:
+def either(
+    predicate: Any, yes: Callable, no: Callable, *operands: Any, like: Any, often: str = ""
+) -> Any:
     """`yes(*operands)` or `no(*operands)`: where ranks are devices only that one runs.
 
-    Results vary over the manual axes as the leaves of `like` do.
+    Results vary over the manual axes as the leaves of `like` do. `often`, of `how_often`, is a name
+    scope by which an audit knows how often `yes` runs.
     """
 
     def branch(f: Callable) -> Callable:
         # Never one result: of such XLA's verifier wants that branches split it alike.
         return lambda *operands: (jax.tree.map(_vary_like, f(*operands), like), jnp.int32(0))
 
-    result, second = jax.lax.cond(predicate, branch(yes), branch(no), *operands)
+    with jax.named_scope(often) if often else nullcontext():
+        result, second = jax.lax.cond(predicate, branch(yes), branch(no), *operands)
     leaves, tree = jax.tree.flatten(result)
     if len(leaves) == 1:
         leaves = jax.lax.optimization_barrier((*leaves, second))[:1]  # or it would be dropped
     return jax.tree.unflatten(tree, leaves)
+
+
+def how_often(table: Sequence[Sequence[int]], chosen: Callable[[int], bool]) -> str:
+    """Of a table [num_ticks][num_ranks]: `taken_3_of_10`, on the rank that chooses most often."""
+    most = max(sum(map(chosen, column)) for column in zip(*table, strict=True))
+    return f"taken_{most}_of_{len(table)}"
 
 
 def _vary_like(x: jax.Array, like: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ from ..schedules import Tables
 from ._circular import put
 from ._gather import Gather, wide
 from ._kept import buffer
-from ._ranks import AXIS, either, vary, zeros
+from ._ranks import AXIS, either, how_often, vary, zeros
 from ._scheduled_phases import Left, Run, Totals, Waiting, backward, divide, forward, weight
 from ._scheduled_weights import chunks_of
 
@@ -104,7 +104,7 @@ def _rows(tables: Tables) -> Row:
     def column(table: tuple) -> Int[Array, " ticks"]:
         return jnp.take(jnp.asarray(table, jnp.int32), lax.axis_index(AXIS), axis=1)
 
-    of_ticks = tables._replace(num_slots={}, first=None)  # type: ignore[arg-type]
+    of_ticks = tables._replace(num_slots={}, first=None, side_by_side=None)  # type: ignore[arg-type]
     return jax.tree.map(column, of_ticks, is_leaf=lambda x: type(x) is tuple)
 
 
@@ -112,7 +112,7 @@ def _prepare(
     model: Model, how: How, stages: PyTree, ends: dict[str, PyTree], side: PyTree, keys: PyTree
 ) -> tuple[Run, Left, Waiting, Totals]:
     """The stage traced and divided, what an F leaves, empty, and everything at its start."""
-    weights = chunks_of(how.gather, stages, how.tables.first)
+    weights = chunks_of(how.gather, stages, how.tables)
     keep = how.tables.num_slots["cotangents"] > 0
     held = weights.start(keep)
     whole = how.ends_gather.whole(how.ends_gather.cast(ends))
@@ -189,6 +189,7 @@ def _tick(run: Run, tables: Tables, nothing: Left, carry: tuple, row: Row) -> tu
         lambda totals: (totals, nothing),
         totals,
         like=(totals, nothing),
+        often=how_often(tables.forward.microbatch, _is_one),
     )
     waiting = waiting._replace(inputs=_hand_over(waiting.inputs, left.activation, row.activations))
     if not run.keep:
@@ -206,6 +207,7 @@ def _tick(run: Run, tables: Tables, nothing: Left, carry: tuple, row: Row) -> tu
             lambda totals: totals,
             totals,
             like=totals,
+            often=how_often(tables.weight.microbatch, _is_one),
         )
     return waiting, totals
 
@@ -222,12 +224,18 @@ def _tick_backward(
         lambda totals: (totals, (nothing.cotangent, no_link)),
         totals,
         like=(totals, (nothing.cotangent, no_link)),
+        often=how_often(tables.backward.microbatch, _is_one),
     )
     totals = totals._replace(stages=run.weights.leave(totals.stages, work))
     return waiting._replace(
         cotangents=_hand_over(waiting.cotangents, dx, row.cotangents),
         links=_store(waiting.links, link, work.link),
     ), totals
+
+
+def _is_one(number: int) -> bool:
+    """Whether it is a microbatch, or a slot."""
+    return number >= 0
 
 
 def _hand_over(waiting: PyTree, x: PyTree, arrivals: dict[int, Index]) -> PyTree:

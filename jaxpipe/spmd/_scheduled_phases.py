@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree, Scalar
 
-from ..autodiff import Model, Split, Sums, at, floating, fold, merge
+from ..autodiff import Model, Split, Sums, add_gradients, at, floating, fold, merge
 from ..schedules import Tables
 from ._gather import wide
 from ._ranks import either
@@ -215,10 +215,12 @@ def _kept(run: Run, work: Work, waiting: Waiting) -> tuple[list[jax.Array], tupl
 def _embedded(run: Run, work: Work, side: PyTree, dx: PyTree, totals: Totals) -> Totals:
     """With the gradient of the embedding, if this is the backward of the first stage."""
 
+    def gradient(weights, side, dx):
+        _, pull = jax.vjp(lambda w: floating(run.model.embed(w, side)), weights)
+        return pull(dx)[0]
+
     def add(so_far):
-        embed = lambda w: floating(run.model.embed(w, side))  # noqa: E731
-        _, pull = jax.vjp(embed, run.ends["embed"])
-        return _add(so_far, wide(pull(dx)[0]))
+        return add_gradients(gradient, run.ends["embed"], side, dx)(so_far)
 
     so_far = totals.ends["embed"]
     of_embed = either(work.stage == 0, add, lambda so_far: so_far, so_far, like=so_far)

@@ -9,6 +9,7 @@
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,10 +18,10 @@ from jax import lax
 from jaxtyping import PyTree
 
 from ..autodiff import at, floating
-from ..schedules import AHEAD, OF_FORWARD
+from ..schedules import AHEAD, OF_FORWARD, Tables
 from ._circular import put
-from ._gather import Gather, wide
-from ._ranks import AXIS, either, zeros
+from ._gather import Gather, only_after, wide
+from ._ranks import AXIS, either, how_often, zeros
 
 Held = Any
 """What a rank carries from tick to tick: gradients, and windows if there are any."""
@@ -49,15 +50,15 @@ class Chunks(NamedTuple):
     close: Callable[[Held], PyTree]
 
 
-def chunks_of(gather: Gather, weights: PyTree, first: tuple[int, ...]) -> Chunks:
-    """Access to weights with [v, ...] leaves; `first` is where each rank begins."""
+def chunks_of(gather: Gather, weights: PyTree, tables: Tables) -> Chunks:
+    """Access to weights with [v, ...] leaves."""
     match gather.when:
         case "tick":
             return _each_tick(gather, weights)
         case "once":
             return _once(gather, weights)
         case "repeat":
-            return _each_visit(gather, weights, first)
+            return _each_visit(gather, weights, tables)
 
 
 def _same(held: Held, work: Work, is_forward: bool = True) -> Held:
@@ -109,7 +110,7 @@ class _Windows(NamedTuple):
 
     Attributes:
         forward: Weights of the forward's visit.
-        backward: Of the backward's.
+        backward: Of the backward's; () if it reads the same.
         ahead: Of the next visit of either.
         gradient: Of the backward's visit, whole.
         done: Gradients of earlier visits, as they are stored.
@@ -122,40 +123,45 @@ class _Windows(NamedTuple):
     done: PyTree
 
 
-def _each_visit(gather: Gather, weights: PyTree, first: tuple[int, ...]) -> Chunks:
+def _each_visit(gather: Gather, weights: PyTree, tables: Tables) -> Chunks:
     def gathered(chunk: Any) -> PyTree:
-        return gather.whole(gather.cast(at(weights, chunk)))
+        stored = jax.tree.map(partial(only_after, chunk), at(weights, chunk))
+        return gather.whole(gather.cast(stored))
 
     def start(keep: bool) -> _Windows:
-        ahead = gathered(jnp.asarray(first)[lax.axis_index(AXIS)])
+        ahead = gathered(jnp.asarray(tables.first)[lax.axis_index(AXIS)])
         nothing = _zeros(ahead)
         if not keep:
             return _Windows(nothing, (), ahead, (), ())
         gradient = gather.hold(_zeros(wide(floating(ahead))))
         done = _room(gather.scatter(gradient), weights)
-        return _Windows(nothing, nothing, ahead, gradient, done)
+        return _Windows(nothing, nothing if tables.side_by_side else (), ahead, gradient, done)
 
     def enter(held: _Windows, work: Work, is_forward: bool) -> _Windows:
-        side = "forward" if is_forward else "backward"
-
-        def begin(window: PyTree, ahead: PyTree) -> tuple[PyTree, PyTree]:
-            # Nothing of this visit waits for what comes next.
-            del window
-            following = either(
-                work.following >= 0, lambda: gathered(work.following), lambda: ahead, like=ahead
-            )
-            return ahead, following
-
-        pair = getattr(held, side), held.ahead
-        window, ahead = either(work.source == AHEAD, begin, lambda *a: a, *pair, like=pair)
-        if not is_forward:
+        side = _side(is_forward)
+        window = getattr(held, side)
+        begins = work.source == AHEAD
+        following = (tables.forward if is_forward else tables.backward).following
+        window = either(begins, lambda: held.ahead, lambda: window, like=window)
+        if side == "backward":
             shared = work.source == OF_FORWARD
             window = either(shared, lambda: held.forward, lambda: window, like=window)
+        # Nothing of this visit waits for what the next one needs.
+        ahead = either(
+            begins & (work.following >= 0),
+            lambda: gathered(work.following),
+            lambda: held.ahead,
+            like=held.ahead,
+            often=how_often(following, lambda chunk: chunk >= 0),
+        )
         return held._replace(**{side: window, "ahead": ahead})
 
     def read(held: _Windows, work: Work, is_forward: bool) -> PyTree:
         del work
-        return held.forward if is_forward else held.backward
+        return getattr(held, _side(is_forward))
+
+    def _side(is_forward: bool) -> str:
+        return "forward" if is_forward or not tables.side_by_side else "backward"
 
     def add(held: _Windows, work: Work, f: Callable) -> tuple[_Windows, PyTree]:
         del work
@@ -163,13 +169,23 @@ def _each_visit(gather: Gather, weights: PyTree, first: tuple[int, ...]) -> Chun
         return held._replace(gradient=gradient), result
 
     def leave(held: _Windows, work: Work) -> _Windows:
-        def scatter(gradient: PyTree, done: PyTree) -> tuple[PyTree, PyTree]:
-            total = jax.tree.map(jnp.add, at(done, work.chunk), gather.scatter(gradient))
-            return _zeros(gradient), put(done, total, work.chunk)
+        """One weight after the other, so that what is under way is small."""
+        gradients, tree = jax.tree.flatten(held.gradient)
+        done = jax.tree.leaves(held.done)
 
-        pair = held.gradient, held.done
-        gradient, done = either(work.closes == 1, scatter, lambda *a: a, *pair, like=pair)
-        return held._replace(gradient=gradient, done=done)
+        def scatter(i: int, gradient: jax.Array, done: jax.Array) -> tuple[jax.Array, jax.Array]:
+            alone = tree.unflatten(gradient if j == i else None for j in range(len(gradients)))
+            (scattered,) = jax.tree.leaves(gather.scatter(alone))
+            return jnp.zeros_like(gradient), put(done, at(done, work.chunk) + scattered, work.chunk)
+
+        often = how_often(tables.backward.closes, lambda closes: closes == 1)
+        same = lambda *pair: pair  # noqa: E731
+        pairs = [
+            either(work.closes == 1, partial(scatter, i), same, *pair, like=pair, often=often)
+            for i, pair in enumerate(zip(gradients, done, strict=True))
+        ]
+        gradients, done = (tree.unflatten(leaves) for leaves in zip(*pairs, strict=True))
+        return held._replace(gradient=gradients, done=done)
 
     return Chunks(start, enter, read, add, leave, lambda held: held.done)
 

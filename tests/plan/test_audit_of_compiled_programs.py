@@ -132,6 +132,16 @@ def test_of_a_conditional_the_branch_that_moves_most_counts():
     assert all(site.conditional for site in found.sites)
 
 
+def test_a_branch_counts_as_often_as_its_name_scope_says():
+    def turn(x, t):
+        with jax.named_scope("taken_3_of_6"):
+            x = lax.cond(t % 2 == 0, times(permute, 5), jnp.cos, x)
+        return x, ()
+
+    found = audited(lambda x: lax.scan(turn, x, jnp.arange(6))[0])
+    assert counts(found) == {"collective-permute": (15, 15 * SHARD_BYTES)}
+
+
 def test_a_program_on_its_own_device_communicates_nothing():
     assert audited(jnp.sin) == Audit((), ())
 

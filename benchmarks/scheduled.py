@@ -1,0 +1,182 @@
+"""Schedules in one program against a loop that JAX differentiates, on emulated CPU devices.
+
+    pip install "jaxpipe[train]"
+    python benchmarks/scheduled.py
+
+Four ranks x two shards on however many cores there are: bubbles that compute nothing cost nothing
+here, and what is computed in vain does. So the first column is work, not waiting; what waiting would
+cost on four devices is the second, in the ticks of the schedule.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxpipe import models, schedules, sharding, spmd
+from jaxpipe.autodiff import Model, recompute, unpipelined
+
+S, MICROBATCHES, ROWS, LENGTH = 4, 16, 4, 64
+CONFIG = models.LlamaConfig(
+    base_emb_dim=128,
+    base_num_decoder_layers=8,
+    base_num_query_heads=4,
+    base_num_kv_heads=4,
+    base_mlp_dim=384,
+    head_dim=32,
+    vocab_size=512,
+    logits_via_embedding=False,
+)
+COSTS = schedules.Costs(10, 20, 10)
+"""With rematerialisation: an I computes F again."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="schedules in one program, on emulated devices")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of every row")
+    steps = parser.parse_args().steps
+    mesh = sharding.make_mesh({"stage": S, "fsdp": 2}, devices=jax.devices())
+    weights, side, model = make()
+    rows: dict[str, tuple[Callable, schedules.Ticks | None]] = {
+        "unpipelined": (partial(plain, model), None),
+        "loop, differentiated by JAX": (partial(differentiated, model, mesh), None),
+        "circular": (partial(circular, model, mesh), None),
+    }
+    for name in ("1f1b", "interleaved_1f1b", "gpipe", "zero_bubble_h1", "zbv"):
+        schedule = schedules.build(name, ranks=S, microbatches=MICROBATCHES)
+        ticks = schedules.lock_step(schedules.check(schedule), COSTS)
+        rows[name] = partial(scheduled, model, mesh, ticks), ticks
+    print(f"{'row':<29}{'ms':>8}{'of the loop':>13}{'temp MB':>9}{'compile s':>11}  lock-step")
+    with jax.set_mesh(mesh):
+        times = {}
+        for name, (run, ticks) in rows.items():
+            times[name], temp, seconds = measure(run, weights, side, steps)
+            share = times[name] / times.get("loop, differentiated by JAX", times[name])
+            print(
+                f"{name:<29}{times[name] * 1e3:>8.0f}{share:>13.2f}{temp / 1e6:>9.1f}"
+                f"{seconds:>11.1f}  {price(ticks) if ticks else ''}",
+                flush=True,
+            )
+
+
+def price(ticks: schedules.Ticks) -> str:
+    """What the schedule costs with and without lock-step, beside the work of a rank."""
+    lock = schedules.simulate_ticks(ticks, COSTS)
+    work = max(schedules.busy(lock))
+    free = schedules.makespan(schedules.simulate(ticks.schedule, COSTS))
+    return (
+        f"{schedules.num_ticks(ticks)} ticks, {schedules.makespan(lock) / work:.3f} of the work "
+        f"of a rank ({free / work:.3f} without)"
+    )
+
+
+def measure(run: Callable, weights: Any, side: Any, steps: int) -> tuple[float, int, float]:
+    """Seconds of the fastest step, bytes of temporaries, and seconds to compile."""
+    start = time.perf_counter()
+    compiled = jax.jit(run).lower(weights, side).compile()
+    seconds = time.perf_counter() - start
+    jax.block_until_ready(compiled(weights, side))
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(weights, side))
+        times.append(time.perf_counter() - start)
+    return min(times), compiled.memory_analysis().temp_size_in_bytes, seconds
+
+
+def make() -> tuple[Any, Any, Model]:
+    """Weights with stages [num_layers, ...], a batch, and the model."""
+    tree = models.llama_weights(CONFIG)
+    key = jax.random.key(0)
+    weights = models.initialize({name: tree[name] for name in ("embed", "head")}, key)
+    weights["stages"] = models.initialize_layers(
+        tree["layer"], key, (CONFIG.base_num_decoder_layers,)
+    )
+    tokens = np.random.default_rng(0).integers(0, 512, (MICROBATCHES, ROWS, LENGTH + 1))
+    shape = (MICROBATCHES, ROWS, LENGTH)
+    side = {
+        "tokens": tokens[..., :-1],
+        "targets": tokens[..., 1:],
+        "positions": np.broadcast_to(np.arange(LENGTH), shape),
+        "segment_ids": np.ones(shape, int),
+    }
+    side = {name: jnp.asarray(x, jnp.int32) for name, x in side.items()}
+    side["target_weights"] = jnp.full(shape, 1 / np.prod(shape), jnp.float32)
+    functions = models.llama(
+        CONFIG, attention=models.dot_product_attention, constrain=sharding.constrain_with()
+    )
+    return weights, side, Model(*functions)
+
+
+def plain(model: Model, weights: Any, side: Any) -> Any:
+    stages = jax.tree.map(lambda x: x[:, None], weights["stages"])
+    recomputing = Model(model.embed, recompute(model.stage), model.loss)
+    return unpipelined.value_and_grad(recomputing, weights | {"stages": stages}, side)
+
+
+def circular(model: Model, mesh: Any, weights: Any, side: Any) -> Any:
+    stages = jax.tree.map(lambda x: x.reshape(1, S, -1, *x.shape[1:]), weights["stages"])
+    return spmd.circular_value_and_grad(model, weights | {"stages": stages}, side, mesh=mesh)
+
+
+def scheduled(model: Model, mesh: Any, ticks: schedules.Ticks, weights: Any, side: Any) -> Any:
+    num_stages = ticks.schedule.num_stages
+    stages = jax.tree.map(lambda x: x.reshape(num_stages, -1, *x.shape[1:]), weights["stages"])
+    stages = spmd.to_ranks(stages, ticks.schedule)
+    return spmd.scheduled_value_and_grad(
+        model, weights | {"stages": stages}, side, ticks=ticks, mesh=mesh
+    )
+
+
+def differentiated(model: Model, mesh: Any, weights: Any, side: Any) -> Any:
+    """The usual pipeline in JAX: a scan over ticks with a permute, and `jax.grad` of it all."""
+    stages = jax.tree.map(lambda x: x.reshape(S, -1, *x.shape[1:]), weights["stages"])
+
+    def rank(stages, x, side):
+        index = lax.axis_index("stage")
+        stages = jax.tree.map(lambda w: w[0], stages)
+        ring = [(r, (r + 1) % S) for r in range(S)]
+
+        def tick(carry, t):
+            arrived, outputs = carry
+            m = jnp.clip(t - index, 0, MICROBATCHES - 1)
+            at = partial(jax.tree.map, lambda a: lax.dynamic_index_in_dim(a, m, keepdims=False))
+            x_m = jnp.where(index == 0, at(x), arrived)
+            y, _ = recompute(model.stage)(stages, x_m, at(side), ())
+            leaves = jnp.where(t >= index, y, outputs[m])
+            outputs = lax.dynamic_update_index_in_dim(outputs, leaves, m, 0)
+            return (lax.ppermute(y, "stage", ring), outputs), None
+
+        varying = lambda a: lax.pcast(a, "stage", to="varying")  # noqa: E731
+        x, side = jax.tree.map(varying, (x, side))
+        start = jnp.zeros_like(x[0]), jnp.zeros_like(x)
+        (_, outputs), _ = lax.scan(tick, start, jnp.arange(MICROBATCHES + S - 1))
+        return lax.psum(jnp.where(index == S - 1, outputs, 0), "stage")
+
+    stage_dim, whole = PartitionSpec("stage"), PartitionSpec()
+    pipeline = jax.shard_map(
+        rank, mesh=mesh, in_specs=(stage_dim, whole, whole), out_specs=whole, axis_names={"stage"}
+    )
+
+    def loss(weights):
+        x = jax.vmap(model.embed, (None, 0))(weights["embed"], side)
+        y = pipeline(weights["stages"], x, side)
+        head = {"head": weights["head"]}
+        losses = lax.map(lambda batch: model.loss(head, *batch)[0], (y, side))
+        return jnp.sum(losses)
+
+    return jax.value_and_grad(loss)(weights | {"stages": stages})
+
+
+if __name__ == "__main__":
+    main()
