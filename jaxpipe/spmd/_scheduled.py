@@ -119,12 +119,12 @@ def _prepare(
     # Nobody computes with this visit: it is there for its types.
     x = jax.tree.map(vary, model.embed(whole["embed"], at(side, 0)))
     visit = weights.read(held, _FIRST, True), x, at(side, 0), at(keys, 0)
-    divided = split(how.remat(model.stage), *visit)
+    divided = split(how.remat(model.stage), *visit) if keep else None
     _, sums = jax.eval_shape(model.stage, *visit)
     _, of_loss = jax.eval_shape(model.loss, model.ends(whole), x, at(side, 0))
     nothing = {name: zeros(s) for name, s in sums.items()}
     dsums = {name: jnp.full_like(s, name == "loss") for name, s in nothing.items()}
-    run = Run(model, how.num_stages - 1, divided, weights, whole, side, keys, dsums, keep)
+    run = Run(model, how.num_stages - 1, divided, weights, whole, side, keys, dsums)
     totals = Totals(
         zeros(jax.ShapeDtypeStruct((), jnp.float32)),
         jax.tree.map(zeros, of_loss),
@@ -151,16 +151,18 @@ def _waiting(run: Run, num_slots: dict[str, int], visit: tuple) -> Waiting:
         slots = max(1, num_slots[name])
         return jax.tree.map(lambda a: buffer(_type(a), slots + _on_host(a)), tree)
 
+    stage = run.stage
+    if stage is None:
+        return Waiting(room(x, "inputs"), (), [], [], [])
+
     def residuals(x):
-        return run.stage.forward(w, x, side, keys)[1]
+        return stage.forward(w, x, side, keys)[1]
 
     def links(x):
-        out, kept = run.stage.forward(w, x, side, keys)
-        return run.stage.input(w, side, keys, kept, floating(out))[2]
+        out, kept = stage.forward(w, x, side, keys)
+        return stage.input(w, side, keys, kept, floating(out))[2]
 
-    if not run.keep:
-        return Waiting(room(x, "inputs"), (), [], [], [])
-    for_backward, for_weight = divide(run.stage, jax.make_jaxpr(residuals)(x).out_avals)
+    for_backward, for_weight = divide(stage, jax.make_jaxpr(residuals)(x).out_avals)
     return Waiting(
         room(x, "inputs"),
         room(floating(x), "cotangents"),
@@ -192,7 +194,7 @@ def _tick(run: Run, tables: Tables, nothing: Left, carry: tuple, row: Row) -> tu
         often=how_often(tables.forward.microbatch, _is_one),
     )
     waiting = waiting._replace(inputs=_hand_over(waiting.inputs, left.activation, row.activations))
-    if not run.keep:
+    if run.stage is None:
         return waiting, totals
     waiting = waiting._replace(
         cotangents=_store(waiting.cotangents, left.cotangent, row.forward.cotangent),

@@ -25,24 +25,22 @@ class Run(NamedTuple):
     Attributes:
         model: The model.
         last: The number of the last stage.
-        stage: The stage as F, B, I and W.
+        stage: The stage as F, B, I and W; None if no backward follows.
         weights: How this rank gets at its weights.
         ends: Weights of embedding and head, gathered.
         side: [M, ...] leaves.
         keys: [v, ...] leaves, or ().
         dsums: Cotangents of a stage's sums.
-        keep: Whether a backward follows.
     """
 
     model: Model
     last: int
-    stage: Split
+    stage: Split | None
     weights: Chunks
     ends: dict[str, PyTree]
     side: PyTree
     keys: PyTree
     dsums: Sums
-    keep: bool
 
 
 class Waiting(NamedTuple):
@@ -98,7 +96,12 @@ def forward(
     arrived = at(waiting.inputs, work.input)
     embed = lambda: run.model.embed(run.ends["embed"], side)  # noqa: E731
     x = either(work.stage == 0, embed, lambda: arrived, like=arrived)
-    (y, sums), residuals = run.stage.forward(w, x, side, keys)
+    kept: tuple[list, list] = ([], [])
+    if run.stage is None:
+        y, sums = run.model.stage(w, x, side, keys)
+    else:
+        (y, sums), residuals = run.stage.forward(w, x, side, keys)
+        kept = divide(run.stage, residuals)
     totals = totals._replace(of_stages=_add(totals.of_stages, sums))
     totals, cotangent = either(
         work.stage == run.last,
@@ -107,9 +110,7 @@ def forward(
         totals,
         like=(totals, nothing.cotangent),
     )
-    return totals, Left(y, cotangent, *divide(run.stage, residuals)) if run.keep else Left(
-        y, cotangent, [], []
-    )
+    return totals, Left(y, cotangent, *kept)
 
 
 def _of(run: Run, work: Work) -> tuple[PyTree, PyTree]:
@@ -123,7 +124,7 @@ def _loss(run: Run, y: PyTree, side: PyTree, totals: Totals) -> tuple[Totals, Py
     The gradients come right with the loss, so the logits are computed once.
     """
     read = run.model.ends(run.ends)
-    if not run.keep:
+    if run.stage is None:
         value, sums = run.model.loss(read, y, side)
         return _with_loss(totals, value, sums), ()
 
@@ -171,12 +172,13 @@ def backward(tables: Tables) -> Callable:
 
 def _whole(run: Run, work: Work, waiting: Waiting, totals: Totals, empty: list) -> Backward:
     """B"""
+    stage = _divided(run)
     side, keys = _of(run, work)
     w = run.weights.read(totals.stages, work, False)
     kept, cotangent = _kept(run, work, waiting)
 
     def add(gradient):
-        gradient, dx, _ = run.stage.backward(w, side, keys, kept, cotangent, gradient)
+        gradient, dx, _ = stage.backward(w, side, keys, kept, cotangent, gradient)
         return gradient, dx
 
     stages, dx = run.weights.add(totals.stages, work, add)
@@ -186,29 +188,36 @@ def _whole(run: Run, work: Work, waiting: Waiting, totals: Totals, empty: list) 
 def _half(run: Run, work: Work, waiting: Waiting, totals: Totals, empty: list) -> Backward:
     """I"""
     del empty
+    stage = _divided(run)
     side, keys = _of(run, work)
     w = run.weights.read(totals.stages, work, False)
-    dx, _, link = run.stage.input(w, side, keys, *_kept(run, work, waiting))
+    dx, _, link = stage.input(w, side, keys, *_kept(run, work, waiting))
     return _embedded(run, work, side, dx, totals), (dx, link)
 
 
 def weight(run: Run, work: Work, waiting: Waiting, totals: Totals) -> Totals:
     """W"""
+    stage = _divided(run)
     side, keys = _of(run, work)
     w = run.weights.read(totals.stages, work, False)
     kept, link = at(waiting.for_weight, work.for_weight), at(waiting.links, work.link)
 
     def add(gradient):
-        return run.stage.weight(w, side, keys, kept, link, gradient), ()
+        return stage.weight(w, side, keys, kept, link, gradient), ()
 
     return totals._replace(stages=run.weights.add(totals.stages, work, add)[0])
+
+
+def _divided(run: Run) -> Split:
+    assert run.stage is not None, "a schedule with backwards has a stage that is divided"
+    return run.stage
 
 
 def _kept(run: Run, work: Work, waiting: Waiting) -> tuple[list[jax.Array], tuple[PyTree, Sums]]:
     """What F left, and the cotangent of what it returned."""
     early = iter(at(waiting.for_backward, work.for_backward))
     late = iter(at(waiting.for_weight, work.for_weight))
-    residuals = [next(late) if is_late else next(early) for is_late in run.stage.for_weight]
+    residuals = [next(late) if is_late else next(early) for is_late in _divided(run).for_weight]
     return residuals, (at(waiting.cotangents, work.cotangent), run.dsums)
 
 
