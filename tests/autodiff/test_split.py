@@ -237,6 +237,14 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+SLOW = ("deepseek, recomputed", "llama written out", "llama, some kept", "llama, recomputed")
+some_slow = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.slow] * (name in SLOW))
+        for name, case in CASES.items()
+    ],
+)
 
 
 def cotangents(case: Case) -> Any:
@@ -292,7 +300,7 @@ def assert_close(got: Any, true: Any) -> None:
         assert error <= TOLERANCE, f"{jax.tree_util.keystr(path)}: {error:.2e}"
 
 
-@cases
+@some_slow
 def test_the_whole_and_the_halves_are_the_gradients_of_jax(case: Callable[[], Case]):
     made = case()
     both = jax.jit(lambda: (whole(made), in_halves(made)))()
@@ -479,7 +487,9 @@ def on_rank(case: Case) -> Callable:
     return run
 
 
-@pytest.mark.parametrize("case", [mlp, deepseek, with_absent_layers])
+@pytest.mark.parametrize(
+    "case", [mlp, pytest.param(deepseek, marks=pytest.mark.slow), with_absent_layers]
+)
 def test_under_vmap_every_rank_has_its_own_gradients(case: Callable[[], Case]):
     made = case()
     stacked, true = ranked(made)
@@ -507,6 +517,7 @@ def test_on_a_mesh_every_rank_has_its_own_gradients(case: Callable[[], Case]):
             assert_close(got, true)
 
 
+@pytest.mark.slow
 def test_experts_on_their_own_devices_wait_for_the_second_half_too():
     stacked, true = ranked(deepseek())
     mesh = sharding.make_mesh({"stage": 2, "expert": 2}, devices=jax.devices()[:4])

@@ -1,6 +1,7 @@
 """Every engine, at every size that it may be used at, equals the unpipelined program."""
 
 import functools
+import zlib
 from typing import Any
 
 import pytest
@@ -225,7 +226,9 @@ def is_slow(row: Row) -> bool:
         return True
     if row.quantization:
         return row.gather != "repeat"
-    # Of the rest `pairs` has neighbours in the first job.
+    # Of the rest `pairs` has neighbours in the first job. One of two is drawn, always alike.
+    if row.remat == "full" and zlib.crc32(str(row).encode()) % 2:
+        return True
     if row.model == "deepseek":
         fsdp = ("fsdp", 2) in (row.axes or ())
         return (row.ranks > 2 and row.axes is not None) or (row.gather != "repeat" and fsdp)
