@@ -35,12 +35,16 @@ class Model:
         loss: `(ends, y, side_m) -> (loss, sums)` with ends = `{"head": weights["head"]}`, and
             `"embed"` beside it if the model is tied.
         tied: Whether `loss` reads the embedding's weights too.
+        shared_loss: `(ends, y, side_m, axis) -> ((loss, sums), (of_ends, dy))`: the same loss by
+            all ranks of an axis together, and its gradients. All are given the same, and return
+            shares that add up over the axis; but dy, the gradient by y, each has whole.
     """
 
     embed: Callable[[Any, Any], Any]
     stage: Callable[[Any, Any, Any, Any], tuple[Any, Sums]]
     loss: Callable[[Any, Any, Any], tuple[Float[Array, ""], Sums]]
     tied: bool = False
+    shared_loss: Callable[[Any, Any, Any, str], tuple[Any, Any]] | None = None
 
     def ends(self, weights: dict[str, Any]) -> dict[str, Any]:
         """The weights that `loss` reads."""

@@ -42,5 +42,6 @@ from ._projection import fp8_projection as fp8_projection
 from ._projection import projection as projection
 from ._router import Routing as Routing
 from ._router import route as route
+from ._shared_loss import shared_next_token_loss as shared_next_token_loss
 from ._yarn import yarn_frequencies as yarn_frequencies
 from ._yarn import yarn_score_scale as yarn_score_scale

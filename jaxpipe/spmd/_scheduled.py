@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int, PyTree, Scalar
+from jaxtyping import Array, Bool, Int, PyTree, Scalar
 
 from .. import schedules
 from ..autodiff import Model, Remat, Sums, at, floating, joined, split
@@ -23,8 +23,18 @@ from ._circular import put
 from ._gather import Gather, wide
 from ._kept import buffer
 from ._ranks import AXIS, either, how_often, vary, zeros
-from ._scheduled_phases import Left, Run, Totals, Waiting, backward, divide, forward, weight
-from ._scheduled_weights import chunks_of
+from ._scheduled_phases import (
+    Left,
+    Run,
+    Totals,
+    Waiting,
+    backward,
+    divide,
+    forward,
+    shared_loss,
+    weight,
+)
+from ._scheduled_weights import Work, chunks_of
 
 Index = Int[Array, ""]
 Row = Any
@@ -41,6 +51,7 @@ class How(NamedTuple):
         remat: Wraps a stage: what an F keeps for B, I and W.
         gather: When the stages' weights are gathered.
         ends_gather: How those of embedding and head are.
+        share_head: Whether all ranks compute the loss together.
     """
 
     tables: Tables
@@ -48,6 +59,7 @@ class How(NamedTuple):
     remat: Remat
     gather: Gather
     ends_gather: Gather
+    share_head: bool
 
 
 def rank_value_and_grad(
@@ -87,9 +99,18 @@ def rank_value(
 
 def _all_ticks(how: How, run: Run, nothing: Left, waiting: Waiting, totals: Totals) -> Totals:
     def tick(carry, row):
-        return _tick(run, how.tables, nothing, carry, row), None
+        return _tick(run, how.tables, nothing, carry, *row), None
 
-    return lax.scan(tick, (waiting, totals), _rows(how.tables))[0][1]
+    rows = _rows(how.tables), jnp.asarray(_losses(how)) if how.share_head else None
+    return lax.scan(tick, (waiting, totals), rows)[0][1]
+
+
+def _losses(how: How) -> list[int]:
+    """[num_ticks] the microbatch that leaves the last stage, or -1."""
+    forward = how.tables.forward
+    rows = zip(forward.microbatch, forward.stage, strict=True)
+    last = how.num_stages - 1
+    return [max(m if s == last else -1 for m, s in zip(*row, strict=True)) for row in rows]
 
 
 def _summed(how: How, totals: Totals) -> tuple[Scalar, Sums]:
@@ -124,7 +145,8 @@ def _prepare(
     _, of_loss = jax.eval_shape(model.loss, model.ends(whole), x, at(side, 0))
     nothing = {name: zeros(s) for name, s in sums.items()}
     dsums = {name: jnp.full_like(s, name == "loss") for name, s in nothing.items()}
-    run = Run(model, how.num_stages - 1, divided, weights, whole, side, keys, dsums)
+    last_alone = how.num_stages if how.share_head else how.num_stages - 1
+    run = Run(model, how.num_stages, last_alone, divided, weights, whole, side, keys, dsums)
     totals = Totals(
         zeros(jax.ShapeDtypeStruct((), jnp.float32)),
         jax.tree.map(zeros, of_loss),
@@ -177,8 +199,11 @@ def _type(x: Any) -> Any:
     return jax.typeof(x) if isinstance(x, jax.Array) else x
 
 
-def _tick(run: Run, tables: Tables, nothing: Left, carry: tuple, row: Row) -> tuple:
-    """One tick. `nothing` is like what an F leaves.
+def _tick(
+    run: Run, tables: Tables, nothing: Left, carry: tuple, row: Row, leaves: Index | None
+) -> tuple:
+    """One tick. `nothing` is like what an F leaves; `leaves` is the microbatch whose loss all ranks
+    compute together.
 
     What comes out of a condition is as large as what one action makes. Buffers stay outside, and
     are written in place: going through a condition they would be copied.
@@ -193,6 +218,9 @@ def _tick(run: Run, tables: Tables, nothing: Left, carry: tuple, row: Row) -> tu
         like=(totals, nothing),
         often=how_often(tables.forward.microbatch, _is_one),
     )
+    if leaves is not None:
+        totals, cotangent = _shared_loss(run, nothing, row.forward, left.activation, leaves, totals)
+        left = left._replace(cotangent=cotangent)
     waiting = waiting._replace(inputs=_hand_over(waiting.inputs, left.activation, row.activations))
     if run.stage is None:
         return waiting, totals
@@ -212,6 +240,34 @@ def _tick(run: Run, tables: Tables, nothing: Left, carry: tuple, row: Row) -> tu
             often=how_often(tables.weight.microbatch, _is_one),
         )
     return waiting, totals
+
+
+def _shared_loss(
+    run: Run, nothing: Left, work: Work, y: PyTree, microbatch: Index, totals: Totals
+) -> tuple[Totals, PyTree]:
+    """All ranks have what the last stage returned, and compute its loss together.
+
+    The condition is the same on all of them, so they may communicate under it.
+    """
+    is_last = (work.microbatch >= 0) & (work.stage == run.num_stages - 1)
+
+    def loss(totals: Totals) -> tuple[Totals, PyTree]:
+        shared = jax.tree.map(lambda y: _from_one(is_last, y), y)
+        return shared_loss(run, shared, at(run.side, microbatch), totals)
+
+    return either(
+        microbatch >= 0,
+        loss,
+        lambda totals: (totals, nothing.cotangent),
+        totals,
+        like=(totals, nothing.cotangent),
+    )
+
+
+def _from_one(has_it: Bool[Array, ""], x: jax.Array) -> jax.Array:
+    """What one rank has, on all. A sum with zeros is exact in float32, which XLA:CPU can do."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return lax.psum(jnp.where(has_it, x, 0).astype(wide), AXIS).astype(x.dtype)
 
 
 def _tick_backward(

@@ -30,6 +30,7 @@ def scheduled_value_and_grad(
     remat: Remat = recompute,
     gather: Gather = EACH_TICK,
     ends_gather: Gather = EACH_TICK,
+    share_head: bool = False,
 ) -> tuple[tuple[Scalar, Sums], dict[str, Any]]:
     """Loss, metrics and gradients of a batch by any schedule.
 
@@ -47,6 +48,8 @@ def scheduled_value_and_grad(
             such visit ahead.
         ends_gather: The same for `{"embed": ..., "head": ...}`, whatever its `when`: they are
             gathered once.
+        share_head: Compute the loss by all ranks together, `model.shared_loss`. Else the last stage
+            takes longer than the others by that.
 
     Returns:
         ((loss, metrics), gradients like `weights`).
@@ -58,6 +61,7 @@ def scheduled_value_and_grad(
         ScheduleError: If `ticks` cannot be run.
     """
     how = _how(weights, side, keys, ticks, mesh, remat, gather, ends_gather)
+    how = how._replace(share_head=_checked(model, share_head))
     gradients = stacked_specs(gather.gradient_specs), ends_gather.gradient_specs
     run = _on_ranks(partial(rank_value_and_grad, model, how), how, mesh, (None, gradients))
     value, (of_stages, of_ends) = run(weights["stages"], _ends(weights), side, keys)
@@ -74,6 +78,7 @@ def scheduled_value(
     mesh: Mesh | None = None,
     gather: Gather = EACH_TICK,
     ends_gather: Gather = EACH_TICK,
+    share_head: bool = False,
 ) -> tuple[Scalar, Sums]:
     """Loss and metrics of a batch, without gradients.
 
@@ -86,6 +91,7 @@ def scheduled_value(
         mesh: As there.
         gather: As there.
         ends_gather: As there.
+        share_head: As there.
 
     Returns:
         (loss, metrics).
@@ -94,6 +100,7 @@ def scheduled_value(
         ValueError: As there, and if `ticks` has backwards.
     """
     how = _how(weights, side, keys, ticks, mesh, recompute, gather, ends_gather)
+    how = how._replace(share_head=_checked(model, share_head))
     if how.tables.num_slots["cotangents"]:
         raise ValueError(
             "`ticks` has backwards, which a value alone does not need. Give "
@@ -122,7 +129,7 @@ def _how(
             "`gather.when` is 'repeat' and `ticks` has W apart from I. There are windows of "
             "weights for F and B alone. Give 'once' or 'tick', or a schedule of whole backwards."
         )
-    return How(table, ticks.schedule.num_stages, remat, gather, ends_gather)
+    return How(table, ticks.schedule.num_stages, remat, gather, ends_gather, False)
 
 
 def _on_ranks(f: Callable, how: How, mesh: Mesh | None, out_dims: Any) -> Callable:
@@ -133,6 +140,15 @@ def _on_ranks(f: Callable, how: How, mesh: Mesh | None, out_dims: Any) -> Callab
         1,
     )
     return on_ranks(f, mesh=mesh, in_dims=in_dims, out_dims=out_dims)
+
+
+def _checked(model: Model, share_head: bool) -> bool:
+    if share_head and model.shared_loss is None:
+        raise ValueError(
+            "`share_head` is True and `model.shared_loss` None: there is no loss that ranks can "
+            "compute together. Give one, or leave `share_head` at False."
+        )
+    return share_head
 
 
 def _ends(weights: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from jaxtyping import PyTree, Scalar
 from ..autodiff import Model, Split, Sums, add_gradients, at, floating, fold, merge
 from ..schedules import Tables
 from ._gather import wide
-from ._ranks import either
+from ._ranks import AXIS, either
 from ._scheduled_weights import Chunks, Held, Work
 
 
@@ -24,7 +24,8 @@ class Run(NamedTuple):
 
     Attributes:
         model: The model.
-        last: The number of the last stage.
+        num_stages: Of the model.
+        last: The stage after which a rank computes the loss alone; none, if they do it together.
         stage: The stage as F, B, I and W; None if no backward follows.
         weights: How this rank gets at its weights.
         ends: Weights of embedding and head, gathered.
@@ -34,6 +35,7 @@ class Run(NamedTuple):
     """
 
     model: Model
+    num_stages: int
     last: int
     stage: Split | None
     weights: Chunks
@@ -134,6 +136,18 @@ def _loss(run: Run, y: PyTree, side: PyTree, totals: Totals) -> tuple[Totals, Py
     of_microbatch = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
     (value, sums), (of_ends, dy) = of_microbatch(read, floating(y))
     so_far = {name: totals.ends[name] for name in read}
+    ends = totals.ends | _add(so_far, wide(of_ends))
+    return _with_loss(totals, value, sums)._replace(ends=ends), dy
+
+
+def shared_loss(run: Run, y: PyTree, side: PyTree, totals: Totals) -> tuple[Totals, PyTree]:
+    """This rank's share of the loss of a microbatch, and the gradient by y, on all ranks alike."""
+    shared = run.model.shared_loss
+    assert shared is not None, "checked at the entry"
+    (value, sums), (of_ends, dy) = shared(run.model.ends(run.ends), y, side, AXIS)
+    if run.stage is None:
+        return _with_loss(totals, value, sums), ()
+    so_far = {name: totals.ends[name] for name in of_ends}
     ends = totals.ends | _add(so_far, wide(of_ends))
     return _with_loss(totals, value, sums)._replace(ends=ends), dy
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from .. import models, sharding
@@ -55,7 +56,7 @@ def make_canonical(setup: Setup) -> Callable[[State], State]:
     def flatten(state: State) -> State:
         return jax.tree.map(flatten_leaf, state, shapes, state_axes(setup))
 
-    return jax.jit(flatten, out_shardings=where)
+    return _compiled(setup, flatten, where)
 
 
 def from_canonical(setup: Setup, canonical: State) -> State:
@@ -72,7 +73,32 @@ def from_canonical(setup: Setup, canonical: State) -> State:
         cut = _regrouped(canonical, setup.layout.num_layers)
         return jax.tree.map(stack_leaf, cut, state_shapes(setup), state_axes(setup))
 
-    return jax.jit(stack, out_shardings=state_shardings(setup))(canonical)
+    return _compiled(setup, stack, state_shardings(setup))(canonical)
+
+
+def _compiled(setup: Setup, f: Callable[[State], State], where: PyTree) -> Callable:
+    """`f` for states on `setup.mesh`, whose explicit axes do not follow when layers move."""
+    work: Any = f
+    if setup.config.shard_mode == "explicit":
+        work = jax.sharding.auto_axes(f, out_sharding=jax.tree.map(_on_explicit_axes, where))
+    compiled = jax.jit(work, out_shardings=where)
+
+    def run(state: State) -> State:
+        with jax.set_mesh(setup.mesh):
+            return compiled(state)
+
+    return run
+
+
+def _on_explicit_axes(where: NamedSharding) -> NamedSharding:
+    """What a type says of `where`."""
+    kinds = dict(zip(where.mesh.axis_names, where.mesh.axis_types, strict=True))
+
+    def explicit(dim: Any) -> tuple[str, ...] | None:
+        names = (dim,) if isinstance(dim, str) else dim or ()
+        return tuple(name for name in names if kinds[name] is AxisType.Explicit) or None
+
+    return NamedSharding(where.mesh, PartitionSpec(*map(explicit, where.spec)))
 
 
 def with_layers_after(setup: Setup, layers_after: int) -> Setup:

@@ -49,7 +49,7 @@ def _policy(value: str) -> str:
 Policy = Annotated[str, AfterValidator(_policy)]
 
 
-_OF_SCHEDULED = ("pipeline_schedule", "pipeline_layout")
+_OF_SCHEDULED = ("pipeline_schedule", "pipeline_layout", "pipeline_share_head")
 _OF_CIRCULAR = (
     "pipeline_delay_activation_forwarding",
     "scan_pipeline_repeats",
@@ -148,6 +148,7 @@ class Config(BaseModel):
     pipeline_engine: Literal["none", "circular", "scheduled"] = "circular"
     pipeline_schedule: str = "auto"
     pipeline_layout: str = ""
+    pipeline_share_head: bool = False
     pipeline_parallel_layers: CountOrAuto = -1
     num_layers_per_pipeline_stage: Count = 1
     num_pipeline_repeats: CountOrAuto = -1
@@ -277,6 +278,9 @@ class Config(BaseModel):
             ),
             f"`dropout_rate` is {dropout}, and Flax would draw other masks than the model's "
             "functions": dropout > 0,
+            "`pipeline_fsdp_ag_per_layer` is True, and Flax's pipelines gather a stage at a time": (
+                self.pipeline_fsdp_ag_per_layer
+            ),
             "`shard_mode` is 'explicit', which needs `scan_pipeline_iterations`": (
                 self.shard_mode == "explicit" and not self.scan_pipeline_iterations
             ),

@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import PyTree
 
-from .. import autodiff, models, sharding, spmd
+from .. import models, sharding, spmd
 from ._config import Config
 from ._setup import Setup
 
@@ -27,21 +28,41 @@ def gathers_in_layers(setup: Setup) -> bool:
 
 def with_gather(setup: Setup) -> Callable[[Callable], Callable]:
     """What wraps a layer so that it gathers its own weights, in the forward and in the backward."""
-    logical = models.logical_axes(setup.layer_tree["layer"])
+    layer_tree = setup.layer_tree["layer"]
+    cast = _cast(setup, layer_tree)
     gather = spmd.layer_gather(
-        logical,
+        models.logical_axes(layer_tree),
         setup.rules,
-        cast=_cast(setup, setup.layer_tree["layer"]),
+        cast=lambda weights: _named(cast(weights)),
         batch_axes=row_axes(setup),
     )
 
     def wrap(layer: Callable) -> Callable:
         def gathered(weights: PyTree, x: PyTree, *arguments: PyTree) -> PyTree:
-            return layer(autodiff.name_gathered(gather(weights, x)), x, *arguments)
+            return layer(_named(gather(weights, x)), x, *arguments)
 
-        return autodiff.keep_but_gathered(gathered)
+        return jax.checkpoint(gathered, prevent_cse=False, policy=_is_kept)
 
     return wrap
+
+
+_GATHERED = "gathered_weights"
+
+
+def _named(weights: PyTree) -> PyTree:
+    return jax.tree.map(lambda w: checkpoint_name(w, _GATHERED), weights)
+
+
+def _is_kept(primitive: Any, *_: Any, **parameters: Any) -> bool:
+    """Everything but gathered weights, which the backward gathers again.
+
+    They are what has the name, and what a call returns that gives the name inside: what the name
+    is given to would else be kept in its place. JAX's `save_anything_except_these_names` keeps all.
+    """
+    del primitive
+    call = parameters.get("call_jaxpr")
+    inside = () if call is None else (step.params.get("name") for step in call.jaxpr.eqns)
+    return _GATHERED not in (parameters.get("name"), *inside)
 
 
 def end_gathers(setup: Setup) -> dict[str, spmd.Gather]:

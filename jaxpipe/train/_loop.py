@@ -205,12 +205,12 @@ def restored_state(setup: Setup, checkpoints: ocp.CheckpointManager, step: int) 
 def describe(setup: Setup, done: int) -> str:
     """The run in a few lines: what is trained, and how it lies on the devices."""
     config, layout = setup.config, setup.layout
-    millions = models.num_parameters(setup.weight_tree) / 1e6
+    millions = setup.num_parameters / 1e6
     axes = " x ".join(f"{axis} {size}" for axis, size in setup.mesh.shape.items() if size > 1)
     lines = [
         f"{config.model_name}: {millions:.2f}M parameters, {config.base_num_decoder_layers} layers",
         f"engine {config.pipeline_engine} on {axes or 'one device'}: {layout.num_repeats} "
-        f"repeat(s) x {layout.num_ranks} rank(s) x {layout.layers_per_stage} layer(s)"
+        f"repeat(s) x {layout.num_ranks} rank(s) x {_per_stage(setup)} layer(s)"
         f"{_outside(setup)}, "
         f"{setup.num_microbatches} microbatches of {setup.microbatch_size} x "
         f"{config.max_target_length} tokens",
@@ -232,6 +232,12 @@ def shardings_shown(setup: Setup) -> list[str]:
         f"{jax.tree_util.keystr(path, simple=True, separator='.')}: {list(leaf.shape)} over {spec}"
         for (path, leaf), spec in zip(shapes, specs, strict=True)
     ]
+
+
+def _per_stage(setup: Setup) -> str:
+    """Layers of a stage, or the fewest and the most."""
+    counts = setup.layout.counts
+    return f"{min(counts)} to {max(counts)}" if counts else f"{setup.layout.layers_per_stage}"
 
 
 def _outside(setup: Setup) -> str:

@@ -1,5 +1,6 @@
 """The model that a config describes, as the three functions that engines run."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -14,6 +15,14 @@ from ._setup import Setup, attention_kernel, grouped_matmul
 
 def build_model(setup: Setup) -> Model:
     """Embedding, stage and loss, each of one microbatch."""
+    model = _build_model(setup)
+    if not setup.config.pipeline_share_head:
+        return model
+    shared_loss = models.shared_next_token_loss(setup.config.normalization_layer_epsilon)
+    return dataclasses.replace(model, shared_loss=shared_loss)
+
+
+def _build_model(setup: Setup) -> Model:
     config = setup.config
     attention = models.dot_product_attention
     if attention_kernel(setup) == "splash":

@@ -59,6 +59,14 @@ class Setup:
         return num_alike_layers(self.config) - self.layout.num_layers
 
     @property
+    def num_parameters(self) -> int:
+        """Of the model: places in stages that have no layer do not count."""
+        tree = self.layer_tree
+        ends = {"embed": tree["embed"], "head": tree["head"]}
+        per_layer = models.num_parameters(tree["layer"])
+        return models.num_parameters(ends) + self.layout.num_layers * per_layer
+
+    @property
     def layer_tree(self) -> dict[str, Any]:
         """The abstract weights of the ends, and of one `layer`."""
         weights = family_of(self.config).weights
@@ -127,11 +135,30 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
         into="`num_vocab_tiling` x the shards of the sequence",
         fix="Change one of them.",
     )
+    if config.pipeline_share_head:
+        _check_shared_head(setup)
     weights_shardings(setup)
     batch_shardings(setup)
     if config.enable_nnx is not None:
         flax_decoder().check_rim(setup)
     return setup
+
+
+def _check_shared_head(setup: Setup) -> None:
+    sharding.divide(
+        setup.model.vocab_size,
+        setup.mesh.shape["stage"],
+        name="`vocab_size`",
+        into="the ranks of the pipeline",
+        fix="Change one of them, or leave `pipeline_share_head` at false.",
+    )
+    if setup.layers_after or setup.config.num_vocab_tiling > 1:
+        raise ValueError(
+            f"`pipeline_share_head` is true, and {setup.layers_after} layers come after the "
+            f"pipeline and `num_vocab_tiling` is {setup.config.num_vocab_tiling}. Ranks share the "
+            "vocabulary alone, and all of it at once: have no layers after, and leave "
+            "`num_vocab_tiling` at 1."
+        )
 
 
 def flax_decoder() -> Any:
@@ -245,12 +272,8 @@ def _scheduled(
     num_stages = choice.ticks.schedule.num_stages
     stages = spmd.stages_on_ranks(choice.ticks.schedule)
     if counts:
-        if len(counts) != num_stages:
-            raise ValueError(
-                f"`pipeline_layout` has {len(counts)} stages and `pipeline_schedule` {num_stages}. "
-                "They must be equal."
-            )
-        return choice, sharding.Layout(len(stages), num_ranks, max(counts), stages, counts)
+        uneven = counts if len(set(counts)) > 1 else None
+        return choice, sharding.Layout(len(stages), num_ranks, max(counts), stages, uneven)
     per_stage = sharding.divide(
         num_layers,
         num_stages,
@@ -258,7 +281,24 @@ def _scheduled(
         into="the stages of `pipeline_schedule`",
         fix=_fitting(num_alike_layers(config), num_stages),
     )
-    return choice, sharding.Layout(len(stages), num_ranks, per_stage, stages)
+    layout = sharding.Layout(len(stages), num_ranks, per_stage, stages)
+    _check_sizes(config, layout)
+    return choice, layout
+
+
+def _check_sizes(config: Config, layout: sharding.Layout) -> None:
+    """The schedule has the stages that the config says, if it says."""
+    for name, usual, found in (
+        ("num_pipeline_repeats", -1, layout.num_repeats),
+        ("num_layers_per_pipeline_stage", 1, layout.layers_per_stage),
+    ):
+        value = getattr(config, name)
+        if value not in (usual, found):
+            raise ValueError(
+                f"`{name}` is {value}, but `pipeline_schedule` {config.pipeline_schedule} has "
+                f"{layout.num_repeats} stage(s) of {layout.layers_per_stage} layer(s) per rank. "
+                f"Give {found} or {usual}."
+            )
 
 
 def _layers_of_stages(

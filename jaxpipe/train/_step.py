@@ -225,6 +225,7 @@ def _scheduled(setup: Setup, model: Model) -> Callable:
             remat=remat_of_ticks(setup.config),
             gather=gather,
             ends_gather=ends_gather,
+            share_head=setup.config.pipeline_share_head,
         )
 
     return value_and_grad

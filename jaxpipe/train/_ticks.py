@@ -1,10 +1,12 @@
 """Which schedule `pipeline_engine=scheduled` runs, and why."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from .. import schedules
-from ..schedules import Costs, Schedule, Ticks
+from ..schedules import Costs, Op, Schedule, Ticks
 from ._config import Config
 
 _LEAST_BETTER = 0.98
@@ -40,24 +42,23 @@ def choose_schedule(
         ValueError: If it is for other ranks, cannot run in one program, or does not exist.
     """
     name = config.pipeline_schedule
-    if name in schedules.FAMILIES or not (name.endswith(".csv") or Path(name).is_file()):
-        chunks = len(counts) // num_ranks if counts else _chunks_wanted(config)
-        if name == "auto":
-            fitting = (chunks,) if chunks else _chunks(num_ranks, num_microbatches, num_layers)
-            return _best(config, num_ranks, num_microbatches, fitting, counts)
-        takes = "chunks" in schedules.family(name).takes
-        chunks = chunks or max(1, num_layers // (num_ranks * config.num_layers_per_pipeline_stage))
-        schedule = schedules.build(
-            name,
-            ranks=num_ranks,
-            microbatches=num_microbatches,
-            chunks=chunks if takes else None,
-        )
-    else:
+    chunks = len(counts) // num_ranks if counts else _chunks_wanted(config, num_ranks, num_layers)
+    if name == "auto":
+        fitting = (chunks,) if chunks else _chunks(num_ranks, num_microbatches, num_layers)
+        return _best(config, num_ranks, num_microbatches, fitting, counts)
+    if name not in schedules.FAMILIES and (name.endswith(".csv") or Path(name).is_file()):
         schedule = schedules.read_csv(name)
         _check_counts(name, schedule, num_ranks, num_microbatches)
+    else:
+        schedule = _built(name, num_ranks, num_microbatches, chunks or num_layers // num_ranks)
+    if counts and len(counts) != schedule.num_stages:
+        raise ValueError(
+            f"`pipeline_layout` has {len(counts)} stages and `pipeline_schedule` {name} has "
+            f"{schedule.num_stages}. They must be equal."
+        )
     costs = costs_of(config, counts)
-    ticks = schedules.lock_step(schedules.check(schedule), costs)
+    ticks = _in_lock_step(name, schedule, costs)
+    _check_windows(config, schedule)
     return Choice(ticks, f"{name}: {_price(ticks, costs)}")
 
 
@@ -72,8 +73,39 @@ def costs_of(config: Config, counts: tuple[int, ...] | None = None) -> Costs:
     return Costs(forward=unit, input=inputs, weight=unit)
 
 
-def _chunks_wanted(config: Config) -> int | None:
-    return None if config.num_pipeline_repeats == -1 else config.num_pipeline_repeats
+def _chunks_wanted(config: Config, num_ranks: int, num_layers: int) -> int | None:
+    """Stages per rank, if the config says how many."""
+    if config.num_pipeline_repeats != -1:
+        return config.num_pipeline_repeats
+    per_stage = config.num_layers_per_pipeline_stage
+    return None if per_stage == 1 else max(1, num_layers // (num_ranks * per_stage))
+
+
+def _built(name: str, num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
+    with _naming(name):
+        takes = "chunks" in schedules.family(name).takes
+        return schedules.build(
+            name,
+            ranks=num_ranks,
+            microbatches=num_microbatches,
+            chunks=max(1, chunks) if takes else None,
+        )
+
+
+def _in_lock_step(name: str, schedule: Schedule, costs: Costs) -> Ticks:
+    with _naming(name):
+        ticks = schedules.lock_step(schedules.check(schedule), costs)
+        schedules.homes(ticks.schedule)
+        return ticks
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Errors about a schedule say which key chose it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"`pipeline_schedule` is {name!r}. {error}") from None
 
 
 def _check_counts(name: str, schedule: Schedule, num_ranks: int, num_microbatches: int) -> None:
@@ -83,6 +115,18 @@ def _check_counts(name: str, schedule: Schedule, num_ranks: int, num_microbatche
             f"`pipeline_schedule` {name} is for {found[0]} ranks and {found[1]} microbatches, but "
             f"the mesh has {num_ranks} ranks and `num_pipeline_microbatches` is "
             f"{num_microbatches}. Give another file, or change these."
+        )
+
+
+def _check_windows(config: Config, schedule: Schedule) -> None:
+    """Windows of weights are held for F and B alone."""
+    split = any(action.op is Op.W for _, action in schedules.actions(schedule))
+    if split and config.pipeline_fsdp_ag_per_repeat:
+        raise ValueError(
+            f"`pipeline_fsdp_ag_per_repeat` is true and `pipeline_schedule` is "
+            f"{config.pipeline_schedule!r}, which splits backwards: when W comes, the weights of "
+            "its stage are gone. Give `pipeline_fsdp_ag_once` or `pipeline_fsdp_ag_per_layer` "
+            "instead, or a schedule of whole backwards."
         )
 
 
@@ -111,9 +155,8 @@ def _best(
     costs = costs_of(config, counts)
     best, least = None, 0.0
     for chunks in fitting:
-        name, more = ("1f1b", {}) if chunks == 1 else ("interleaved_1f1b", {"chunks": chunks})
-        schedule = schedules.build(name, ranks=num_ranks, microbatches=num_microbatches, **more)
-        ticks = schedules.lock_step(schedules.check(schedule), costs)
+        name = "1f1b" if chunks == 1 else "interleaved_1f1b"
+        ticks = _in_lock_step(name, _built(name, num_ranks, num_microbatches, chunks), costs)
         time = float(schedules.makespan(schedules.simulate_ticks(ticks, costs))) / chunks
         if best is None or time < least * _LEAST_BETTER:
             words = name if chunks == 1 else f"{name} with {chunks} stages per rank"

@@ -48,6 +48,7 @@ class Row:
     explicit: bool = False
     zero: bool = False
     schedule: str = ""
+    share_head: bool = False
 
     def __str__(self) -> str:
         flags = [name for name in ("delay", "tied", "dropout", "packed") if getattr(self, name)]
@@ -55,6 +56,7 @@ class Row:
         flags += ["explicit"] * self.explicit + ["zero"] * self.zero
         axes = "twin" if self.axes is None else "x".join(f"{a}{n}" for a, n in self.axes) or "mesh"
         sizes = f"S{self.ranks}-R{self.repeats}-M{self.microbatches}-L{self.layers_per_stage}"
+        flags += ["shared"] * self.share_head
         flags += [self.gather] * (self.gather != "tick") + [f"{a}manual" for a in self.batch_axes]
         flags += ["unrolled"] * (not self.scan_repeats) + [self.remat] * (self.remat != "full")
         engine = [self.engine, *[self.schedule] * bool(self.schedule)]
@@ -120,6 +122,7 @@ def run_ticks(row: Row, case: Case, ticks: schedules.Ticks) -> Any:
             remat=remat_by_name(row.remat, PLACES),
             gather=gather_of(row, case.axes["stages"], stacked=2),
             ends_gather=gather_of(row, {name: case.axes[name] for name in ("embed", "head")}),
+            share_head=row.share_head,
         )
         return value, grads
 
@@ -233,6 +236,7 @@ def plain(row: Row) -> Row:
         zero=False,
         remat="full",
         schedule="",
+        share_head=False,
     )
 
 
@@ -276,7 +280,8 @@ def make_case(row: Row) -> Case:
     if row.dropout:
         count = int(np.prod(dims))
         keys = jax.vmap(lambda i: jax.random.fold_in(KEY, i))(jnp.arange(count)).reshape(dims)
-    model = Model(*functions, tied=row.tied)
+    shared_loss = models.shared_next_token_loss(models.LlamaConfig.normalization_layer_epsilon)
+    model = Model(*functions, tied=row.tied, shared_loss=shared_loss)
     return Case(model, tree["layer"], weights_of(plain(row)), axes, make_side(row), keys)
 
 

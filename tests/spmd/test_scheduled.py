@@ -129,6 +129,10 @@ def test_windows_for_halves_of_backwards_are_refused():
     refused("`ticks` has W apart from I", ticks=ticks, gather=spmd.Gather("repeat"))
 
 
+def test_a_head_that_cannot_be_shared_is_refused():
+    refused("`share_head` is True and `model.shared_loss` None", share_head=True)
+
+
 def test_a_value_alone_takes_forwards_alone():
     weights, side, model = identity(4)
     ticks = schedules.lock_step(schedules.build("1f1b", ranks=S, microbatches=4))

@@ -1,0 +1,71 @@
+"""The loss by all ranks together is the loss of one."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxpipe.models import shared_next_token_loss
+from jaxpipe.models._ends import next_token_loss
+from jaxpipe.sharding import no_constraint
+
+b, T, D, V, EPSILON = 2, 5, 8, 12, 1e-5
+
+
+def ends(*, tied: bool) -> dict:
+    keys = jax.random.split(jax.random.key(0), 2)
+    head = {"norm": 1 + jax.random.normal(keys[0], (D,)) / 4}
+    if tied:
+        return {"head": head, "embed": {"table": jax.random.normal(keys[1], (V, D))}}
+    return {"head": head | {"logits": jax.random.normal(keys[1], (D, V))}}
+
+
+def batch() -> tuple[jax.Array, dict]:
+    keys = jax.random.split(jax.random.key(1), 3)
+    side = {
+        "targets": jax.random.randint(keys[1], (b, T), 0, V),
+        "target_weights": jax.random.uniform(keys[2], (b, T)),
+    }
+    return jax.random.normal(keys[0], (b, T, D)), side
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_shares_add_up_to_the_loss_and_its_gradients(num_ranks, tied):
+    x, side = batch()
+
+    def loss(ends, x):
+        return next_token_loss(ends, x, side, epsilon=EPSILON, constrain=no_constraint)
+
+    true, gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(ends(tied=tied), x)
+    shared = shared_next_token_loss(EPSILON)
+
+    def of_rank(_):
+        return shared(ends(tied=tied), x, side, "stage")
+
+    shares, (of_ends, dx) = jax.vmap(of_rank, axis_name="stage")(jnp.arange(num_ranks))
+    added = jax.tree.map(lambda s: jnp.sum(s, axis=0), (shares, of_ends))
+    assert_close(added, (true, gradients[0]))
+    for of_one in dx:
+        assert_close(of_one, gradients[1])
+
+
+def assert_close(got, true):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(true), strict=True):
+        assert jnp.max(jnp.abs(x - y)) <= 1e-5 * jnp.max(jnp.abs(y))
+
+
+def test_of_equal_logits_the_first_is_the_likeliest():
+    x, side = batch()
+    alike = {"head": {"norm": jnp.ones(D), "logits": jnp.zeros((D, V))}}
+    side = side | {"targets": jnp.zeros((b, T), int)}
+    shared = shared_next_token_loss(EPSILON)
+    (_, sums), _ = jax.vmap(lambda _: shared(alike, x, side, "s"), axis_name="s")(jnp.arange(3))
+    hits = jnp.sum(sums["accuracy"])
+    assert hits == pytest.approx(float(jnp.sum(side["target_weights"])), rel=1e-6)
+
+
+def test_a_vocabulary_that_does_not_divide_is_refused():
+    x, side = batch()
+    shared = shared_next_token_loss(EPSILON)
+    with pytest.raises(ValueError, match="`vocab_size` is 12, which 5 ranks cannot share"):
+        jax.vmap(lambda _: shared(ends(tied=False), x, side, "s"), axis_name="s")(jnp.arange(5))
