@@ -18,8 +18,6 @@ from ._policies import Place as Place
 from ._policies import Remat as Remat
 from ._policies import check_offload as check_offload
 from ._policies import keep as keep
-from ._policies import keep_but_gathered as keep_but_gathered
-from ._policies import name_gathered as name_gathered
 from ._policies import recompute as recompute
 from ._policies import remat_by_name as remat_by_name
 from ._program import Program as Program
@@ -52,9 +50,7 @@ __all__ = [
     "fold",
     "joined",
     "keep",
-    "keep_but_gathered",
     "merge",
-    "name_gathered",
     "program",
     "pullback",
     "recompute",

@@ -12,8 +12,6 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import PyTree
 
 Remat = Callable[[Callable], Callable]
 """What wraps a stage or a layer: `jax.checkpoint` with a policy, or the identity."""
@@ -71,22 +69,6 @@ recompute: Remat = partial(jax.checkpoint, prevent_cse=False)
 def keep(work: Callable) -> Callable:
     """Keeps everything that the backward needs: no rematerialisation."""
     return work
-
-
-_GATHERED = "gathered_weights"
-
-
-def name_gathered(weights: PyTree) -> PyTree:
-    """Weights that a layer has gathered, by the name that `keep_but_gathered` knows."""
-    return jax.tree.map(lambda w: checkpoint_name(w, _GATHERED), weights)
-
-
-keep_but_gathered: Remat = partial(
-    jax.checkpoint,
-    prevent_cse=False,
-    policy=jax.checkpoint_policies.save_anything_except_these_names(_GATHERED),
-)
-"""Keeps everything but weights, which the backward gathers again."""
 
 
 def remat_by_name(policy: str, places: Mapping[str, str] | None = None) -> Remat:

@@ -143,14 +143,14 @@ def _prepare(
     divided = split(how.remat(model.stage), *visit) if keep else None
     _, sums = jax.eval_shape(model.stage, *visit)
     _, of_loss = jax.eval_shape(model.loss, model.ends(whole), x, at(side, 0))
-    nothing = {name: zeros(s) for name, s in sums.items()}
-    dsums = {name: jnp.full_like(s, name == "loss") for name, s in nothing.items()}
+    no_sums = {name: zeros(s) for name, s in sums.items()}
+    dsums = {name: jnp.full_like(s, name == "loss") for name, s in no_sums.items()}
     last_alone = how.num_stages if how.share_head else how.num_stages - 1
     run = Run(model, how.num_stages, last_alone, divided, weights, whole, side, keys, dsums)
     totals = Totals(
         zeros(jax.ShapeDtypeStruct((), jnp.float32)),
         jax.tree.map(zeros, of_loss),
-        nothing,
+        no_sums,
         held,
         jax.tree.map(zeros, wide(floating(whole))) if keep else {},
     )

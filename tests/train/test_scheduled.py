@@ -1,0 +1,466 @@
+"""The trainer's engine `scheduled`: any schedule, uneven stages, and states that go anywhere."""
+
+import functools
+import io
+import operator
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpipe import models, plan, schedules
+from jaxpipe.cli import main
+from jaxpipe.train import (
+    Config,
+    compile_train_step,
+    describe,
+    set_up,
+    synthetic_batches,
+    train,
+)
+from jaxpipe.train import _canonical as canonical
+from jaxpipe.train import _step as step
+from jaxpipe.train._setup import Setup
+from jaxpipe.train._ticks import choose_schedule
+
+Settings = dict[str, Any]
+
+TINY: Settings = {
+    "base_emb_dim": 16,
+    "base_num_decoder_layers": 4,
+    "base_mlp_dim": 32,
+    "base_num_query_heads": 2,
+    "base_num_kv_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "dtype": "float32",
+    "max_target_length": 16,
+    "num_pipeline_microbatches": 4,
+    "learning_rate": 1e-2,
+    "adam_weight_decay": 0.5,
+    "enable_tensorboard": False,
+    "steps": 3,
+}
+ROWS = 8
+SCHEDULED: Settings = {"pipeline_engine": "scheduled", "ici_pipeline_parallelism": 2}
+CIRCULAR: Settings = {"ici_pipeline_parallelism": 2}
+PER_LAYER: Settings = {"pipeline_fsdp_ag_per_layer": True}
+NONE: Settings = {"pipeline_engine": "none"}
+ZBV: Settings = SCHEDULED | {"pipeline_schedule": "zbv"}
+UNEVEN: Settings = SCHEDULED | {"pipeline_schedule": "1f1b", "pipeline_layout": "Et|t*3L"}
+
+# 1F1B, but rank 0 runs all its forwards first.
+CSV = """0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3
+1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3
+"""
+DATA_AND_FSDP: Settings = {
+    "ici_pipeline_parallelism": 2,
+    "ici_data_parallelism": 2,
+    "ici_fsdp_parallelism": 2,
+    "shard_optimizer_over_data": True,
+    "num_pipeline_microbatches": 2,
+}
+DEEPSEEK: Settings = {
+    **models.PRESETS["deepseek-tiny"],
+    "model_name": "deepseek-tiny",
+    "base_num_decoder_layers": 5,
+    "head_dim": 16,
+    "base_num_kv_heads": 2,
+    "base_emb_dim": 16,
+    "load_balance_loss_weight": 0.1,
+}
+DROPOUT: Settings = {"dropout_rate": 0.3}
+
+# Devices and settings. Those with a text for a schedule read it from a file.
+RUNS: dict[str, tuple[int, Settings]] = {
+    "none": (1, NONE),
+    "zbv, a V": (2, ZBV),
+    "auto, which interleaves": (2, SCHEDULED),
+    "uneven stages by a CSV": (2, UNEVEN | {"pipeline_schedule": CSV}),
+    "a gather per layer, tensor 2": (
+        4,
+        SCHEDULED | PER_LAYER | {"pipeline_schedule": "1f1b", "ici_tensor_parallelism": 2},
+    ),
+    "a gather per visit": (
+        4,
+        SCHEDULED
+        | {"pipeline_schedule": "looped_bfs", "ici_fsdp_parallelism": 2}
+        | {"pipeline_fsdp_ag_per_repeat": True},
+    ),
+}
+SLOW: dict[str, tuple[int, Settings]] = {
+    "circular": (2, CIRCULAR),
+    "1f1b": (2, SCHEDULED | {"pipeline_schedule": "1f1b", "num_layers_per_pipeline_stage": 2}),
+    "a V with empty ends": (2, ZBV | {"pipeline_layout": "E|t|ttt|L"}),
+    "a gather per layer, ZeRO-1, explicit axes, a policy, uneven": (
+        8,
+        UNEVEN
+        | PER_LAYER
+        | DATA_AND_FSDP
+        | {"remat_policy": "minimal", "set_remat_policy_on_layers_per_stage": True}
+        | {"shard_mode": "explicit"},
+    ),
+    "circular, a gather per layer, ZeRO-1, explicit axes": (
+        8,
+        PER_LAYER | DATA_AND_FSDP | {"num_layers_per_pipeline_stage": 2, "shard_mode": "explicit"},
+    ),
+    "layers after an uneven pipeline": (
+        2,
+        SCHEDULED | {"pipeline_parallel_layers": 3, "pipeline_layout": "Ett|tL"},
+    ),
+    "dropout, none": (1, DROPOUT | NONE),
+    "dropout, uneven": (2, DROPOUT | ZBV | {"pipeline_layout": "Et|t|tt|L"}),
+    "deepseek, none": (1, DEEPSEEK | NONE),
+    "deepseek, uneven": (4, DEEPSEEK | UNEVEN | PER_LAYER | {"ici_expert_parallelism": 2}),
+}
+
+
+class Run(NamedTuple):
+    """Three steps of a run.
+
+    Attributes:
+        setup: What they ran on.
+        go_on: From a canonical state to the loss of the run's next step.
+        metrics: Of the three steps.
+        first: The canonical state before them.
+        saved: The canonical state after two.
+        last: The state after three.
+    """
+
+    setup: Setup
+    go_on: Callable[[step.State], float]
+    metrics: list[dict[str, float]]
+    first: step.State
+    saved: step.State
+    last: step.State
+
+
+def config_of(num_devices: int, *settings: Settings) -> Config:
+    base = TINY | {"per_device_batch_size": ROWS / num_devices, "ici_fsdp_parallelism": 1}
+    return Config.model_validate(functools.reduce(operator.or_, settings, base))
+
+
+def setup_of(num_devices: int, *settings: Settings) -> Setup:
+    return set_up(config_of(num_devices, *settings), jax.devices()[:num_devices])
+
+
+def setup_of_run(name: str) -> Setup:
+    num_devices, settings = (RUNS | SLOW)[name]
+    text = settings.get("pipeline_schedule", "")
+    if "\n" not in text:
+        return setup_of(num_devices, settings)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "schedule.csv"
+        file.write_text(text)
+        return setup_of(num_devices, settings, {"pipeline_schedule": str(file)})
+
+
+@functools.cache
+def run(name: str) -> Run:
+    setup = setup_of_run(name)
+    batch_at = synthetic_batches(vocab_size=64, batch_size=ROWS, length=16, seed=0)
+    train_step, flatten = step.make_train_step(setup), canonical.make_canonical(setup)
+
+    def one(state: step.State) -> tuple[step.State, dict[str, float]]:
+        with jax.set_mesh(setup.mesh):
+            batch = step.place_batch(setup, batch_at(int(state["step"])))
+            state, metrics = train_step(state, batch)
+        return state, {name: float(value) for name, value in metrics.items()}
+
+    def go_on(saved: step.State) -> float:
+        # As a checkpoint would be restored: with the layers after the pipeline that it has.
+        after = jax.tree.leaves(saved["weights"]["head"].get("layers", ()))
+        as_saved = canonical.with_layers_after(setup, len(after[0]) if after else 0)
+        where = jax.tree.map(lambda leaf: leaf.sharding, canonical.canonical_shapes(as_saved))
+        return one(canonical.from_canonical(setup, jax.device_put(saved, where)))[1]["loss"]
+
+    state, metrics = step.initial_state(setup), []
+    canonicals = [jax.device_get(flatten(state))]
+    for _ in range(3):
+        state, of_step = one(state)
+        metrics.append(of_step)
+        canonicals.append(jax.device_get(flatten(state)))
+    return Run(setup, go_on, metrics, canonicals[0], canonicals[2], state)
+
+
+def losses(name: str) -> list[float]:
+    return [metrics["loss"] for metrics in run(name).metrics]
+
+
+def marked(*names: str) -> Iterator[Any]:
+    """One or two runs of a test, which is slow if one of them is."""
+    for name in names:
+        parts = name.split(" -> ")
+        slow = any(part in SLOW for part in parts)
+        yield pytest.param(*parts, marks=pytest.mark.slow if slow else (), id=name)
+
+
+@pytest.mark.parametrize("name", [*marked(*RUNS, *SLOW)])
+def test_losses_are_those_of_the_run_without_a_pipeline(name):
+    family = f"{name.split(',')[0]}, none"
+    plain, metrics = run(family if family in SLOW else "none").metrics, run(name).metrics
+    assert metrics[0].keys() == plain[0].keys()
+    for key, value in plain[0].items():
+        np.testing.assert_allclose(metrics[0][key], value, rtol=1e-5, err_msg=key)
+    found, expected = ([of_step["loss"] for of_step in of_run] for of_run in (metrics, plain))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        *marked(
+            "none -> uneven stages by a CSV",
+            "zbv, a V -> none",
+            "uneven stages by a CSV -> zbv, a V",
+            "zbv, a V -> circular",
+            "circular -> a V with empty ends",
+            "a V with empty ends -> circular",
+            "layers after an uneven pipeline -> zbv, a V",
+            "circular, a gather per layer, ZeRO-1, explicit axes"
+            " -> a gather per layer, ZeRO-1, explicit axes, a policy, uneven",
+        )
+    ],
+)
+def test_a_run_goes_on_under_another_schedule_and_engine(writer, reader):
+    np.testing.assert_allclose(run(reader).go_on(run(writer).saved), losses("none")[2], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*marked(*RUNS, "circular", "a V with empty ends")])
+def test_every_layout_starts_from_the_same_canonical_state(name):
+    jax.tree.map(np.testing.assert_array_equal, run(name).first, run("none").first)
+
+
+def test_places_without_a_layer_stay_zero():
+    found = run("uneven stages by a CSV")
+    layout = found.setup.layout
+    assert layout.counts == (1, 3)
+    assert layout.numbers == (0, -1, -1, 1, 2, 3)
+    absent = np.reshape(layout.numbers, layout.dims) < 0
+    adam = next(part for part in found.last["optimizer"] if hasattr(part, "mu"))
+    for tree in (found.last["weights"], adam.mu, adam.nu):
+        for leaf in map(np.asarray, jax.tree.leaves(tree["stages"])):
+            assert not leaf[absent].any()
+            assert leaf[~absent].any()
+
+
+def test_places_without_a_layer_are_no_parameters_and_the_run_tells_how_uneven_it_is():
+    plain, uneven, even = (setup_of(n, s) for n, s in ((1, NONE), (2, UNEVEN), (2, ZBV)))
+    leaves = jax.tree.leaves(step.state_shapes(plain)["weights"])
+    assert plain.num_parameters == sum(leaf.size for leaf in leaves)
+    assert uneven.num_parameters == even.num_parameters == plain.num_parameters
+    first, second, third = describe(uneven, 0).splitlines()
+    assert first == describe(plain, 0).splitlines()[0]
+    assert "engine scheduled on stage 2: 1 repeat(s) x 2 rank(s) x 1 to 3 layer(s), 4" in second
+    assert third.startswith("schedule 1f1b: 6 ticks, bubble ")
+    assert "schedule zbv: 14 ticks, " in describe(even, 0)
+
+
+def test_layers_that_are_spread_evenly_by_a_layout_need_no_condition():
+    setup = setup_of(2, SCHEDULED, {"pipeline_layout": "Ett|ttL"})
+    assert setup.layout.counts is None
+    assert setup.layout.dims == (1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "layers", "settings", "words"),
+    [
+        (2, 4, 4, {}, "interleaved_1f1b with 2 stages per rank: 12 ticks, bubble 11.1% in lock-st"),
+        (2, 4, 2, {}, "1f1b: 6 ticks, bubble 20.0% in lock-step, 3 stage inputs held at most"),
+        (2, 64, 4, {}, "1f1b: "),
+        (1, 4, 4, {}, "1f1b: "),
+        (4, 4, 16, {}, "interleaved_1f1b with 4 stages per rank: "),
+        (4, 4, 16, {"num_pipeline_repeats": 2}, "interleaved_1f1b with 2 stages per rank: "),
+        (4, 4, 16, {"num_pipeline_repeats": 1}, "1f1b: "),
+        (4, 4, 16, {"num_layers_per_pipeline_stage": 2}, "interleaved_1f1b with 2 stages per"),
+        (4, 7, 16, {}, "interleaved_1f1b with "),
+        (3, 7, 12, {}, "1f1b: "),
+    ],
+)
+def test_auto_takes_more_stages_per_rank_while_they_save_time_and_says_so(
+    ranks, microbatches, layers, settings, words
+):
+    found = choose_schedule(
+        Config.model_validate(settings | {"pipeline_engine": "scheduled"}),
+        num_ranks=ranks,
+        num_microbatches=microbatches,
+        num_layers=layers,
+    )
+    assert found.reason.startswith(words)
+    assert schedules.num_ranks(schedules.check_ticks(found.ticks).schedule) == ranks
+
+
+def test_a_name_has_as_many_stages_as_layers_unless_the_config_says_how_many():
+    def dims(settings: Settings) -> tuple[int, ...]:
+        more = {"pipeline_schedule": "interleaved_1f1b", "base_num_decoder_layers": 8}
+        return setup_of(2, SCHEDULED, more, settings).layout.dims
+
+    assert dims({}) == (4, 2, 1)
+    assert dims({"num_layers_per_pipeline_stage": 2}) == dims({"num_pipeline_repeats": 2})
+    assert dims({"num_pipeline_repeats": 2}) == (2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pipeline_schedule": "dualpipe"}, "'dualpipe'. Stage 0 lies on ranks 0 and 1: two cop"),
+        ({"pipeline_schedule": "seq1f1b"}, "'seq1f1b'. `schedule` has slices of sequences, whose"),
+        ({"pipeline_schedule": "1f1"}, "`pipeline_schedule` is '1f1'. .* Did you mean '1f1b'"),
+        ({"pipeline_schedule": "zero_bubble_h2", "num_pipeline_microbatches": 2}, "'zero_bubble_h"),
+        (
+            {"pipeline_schedule": "zbv", "pipeline_fsdp_ag_per_repeat": True},
+            "`pipeline_fsdp_ag_per_repeat` is true and `pipeline_schedule` is 'zbv', which splits",
+        ),
+        (
+            {"pipeline_schedule": "1f1b", "num_pipeline_repeats": 2},
+            r"`num_pipeline_repeats` is 2, but `pipeline_schedule` 1f1b has 1 stage\(s\) of 2",
+        ),
+        (
+            {"pipeline_schedule": "zbv", "num_layers_per_pipeline_stage": 2},
+            "`num_layers_per_pipeline_stage` is 2, but .* Give 1",
+        ),
+        ({"num_pipeline_repeats": 3}, "is 4, not a multiple of the stages of .* = 6"),
+        ({"base_num_decoder_layers": 5}, "is 5, not a multiple of .* `pipeline_parallel_layers=4`"),
+        ({"pipeline_layout": "Et|ttL"}, "`pipeline_layout` has 3 layers and `base_num_decoder_la"),
+        (
+            {"pipeline_layout": "Ett|ttL", "pipeline_parallel_layers": 3},
+            "has 4 layers and `pipeline_parallel_layers` is 3",
+        ),
+        ({"pipeline_layout": "Et|tt|tL"}, "number of stages in `pipeline_layout` is 3, not a mul"),
+        (
+            {"pipeline_layout": "Ett|ttL", "pipeline_schedule": "zbv"},
+            "`pipeline_layout` has 2 stages and `pipeline_schedule` zbv has 4. They must be equal",
+        ),
+        (
+            {"pipeline_layout": "Et|t|t|tL", "pipeline_schedule": "1f1b"},
+            "`pipeline_layout` has 4 stages and `pipeline_schedule` 1f1b has 2",
+        ),
+        ({"pipeline_layout": "Ett|tmL"}, "m is a layer that predicts further tokens"),
+        ({"pipeline_layout": "tt|tt"}, "The first stage begins with the one E"),
+    ],
+)
+def test_a_schedule_or_layout_that_cannot_be_is_refused_before_anything_compiles(settings, message):
+    with pytest.raises(ValueError, match=message):
+        setup_of(2, SCHEDULED, settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0B0\n1F0,1B0\n", "is for 2 ranks and 1 microbatches, but the mesh has 2 ranks and"),
+        (schedules.to_csv(schedules.one_f_one_b(4, 4)), "is for 4 ranks and 4 microbatches"),
+        (
+            schedules.to_csv(
+                schedules.parse("0F0 0B0 2F0 2B0\n1F0 1B0".replace("0B0 2F0 2B0", "2F0 2B0 0B0"))
+            ),
+            "is for 2 ranks and 1 micro",
+        ),
+        (CSV.replace("1B0,", ""), "No rank runs 1"),
+        ("hello\n", "Row 1, cell 1: 'hello' is not an action"),
+    ],
+)
+def test_a_file_that_does_not_suit_the_run_is_refused(tmp_path, text, message):
+    file = tmp_path / "schedule.csv"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        setup_of(2, SCHEDULED, {"pipeline_schedule": str(file)})
+
+
+def test_a_file_with_more_stages_on_one_rank_than_on_another_is_refused(tmp_path):
+    file = tmp_path / "schedule.csv"
+    file.write_text("0F0,2F0,2B0,0B0\n1F0,1B0\n")
+    more = {"pipeline_schedule": str(file), "num_pipeline_microbatches": 1}
+    with pytest.raises(ValueError, match=r"schedule.csv'. Ranks hold 2, 1 stages"):
+        setup_of(2, SCHEDULED, more)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (SCHEDULED | {"pipeline_delay_activation_forwarding": True}, "`pipeline_delay_activation"),
+        (SCHEDULED | {"scan_pipeline_repeats": False}, "'scheduled' and `scan_pipeline_repeats` i"),
+        (
+            SCHEDULED | {"enable_nnx": True, "pure_nnx_decoder": True},
+            "`enable_nnx` is True, which it does not read. .* choose `pipeline_engine=circular`",
+        ),
+        (SCHEDULED | {"enable_nnx": False}, "'scheduled' and `enable_nnx` is False"),
+        ({"pipeline_schedule": "1f1b"}, "'circular' and `pipeline_schedule` is '1f1b', which it d"),
+        ({"pipeline_layout": "Et|tL"}, "'circular' and `pipeline_layout` is .*engine=scheduled`"),
+        ({"pipeline_engine": "none", "pipeline_schedule": "zbv"}, "'none' and `pipeline_schedule"),
+        ({"pipeline_engine": "none", "pipeline_layout": "EtL"}, "'none' and `pipeline_layout` is"),
+        (PER_LAYER | {"pipeline_engine": "none"}, "'none' and `pipeline_fsdp_ag_per_layer` is"),
+        (PER_LAYER | {"enable_nnx": False}, "`pipeline_fsdp_ag_per_layer` is True, and Flax's"),
+        (PER_LAYER | {"pipeline_fsdp_ag_once": True}, "ag_once` and .*_layer` are both true"),
+        (PER_LAYER | {"pipeline_fsdp_ag_per_repeat": True}, "ag_per_repeat` and .*ag_per_layer` a"),
+        (UNEVEN | {"num_pipeline_repeats": 1}, "Leave `num_pipeline_repeats` at -1 and"),
+        (UNEVEN | {"num_layers_per_pipeline_stage": 2}, "which says how many stages and layers"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Config.model_validate(settings)
+
+
+@pytest.mark.slow
+def test_a_run_in_files_says_its_schedule_and_goes_on_with_another_engine(tmp_path):
+    base = TINY | {"output_dir": str(tmp_path), "per_device_batch_size": 1.0}
+    base |= {"learning_rate_schedule_steps": 3, "num_pipeline_microbatches": 2}
+    shards: Settings = {"ici_fsdp_parallelism": 4, "ici_pipeline_parallelism": 2}
+
+    def history(settings: Settings) -> tuple[list[float], str]:
+        shown = io.StringIO()
+        config = Config.model_validate(base | settings)
+        return [metrics["loss"] for metrics in train(config, stream=shown)], shown.getvalue()
+
+    first, text = history(shards | UNEVEN | {"steps": 1, "debug_sharding": True})
+    assert "schedule 1f1b: " in text
+    second, text = history(shards | {"steps": 2})
+    assert "resumed after step 1" in text
+    third, _ = history(shards | ZBV)
+    plain, _ = history(
+        NONE | {"num_pipeline_microbatches": 1, "ici_fsdp_parallelism": 8, "run_name": "a"}
+    )
+    np.testing.assert_allclose(first + second + third, plain, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_step_of_uneven_stages_is_compiled_ahead(capsys):
+    settings = {**TINY, **UNEVEN, **PER_LAYER, "ici_fsdp_parallelism": 4, "emulate_devices": 8}
+    settings |= {"per_device_batch_size": 2.0}
+    words = [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in settings.items()]
+    assert main(["compile", *words]) == 0
+    text = capsys.readouterr().out
+    assert "1 repeat(s) x 2 rank(s) x 1 to 3 layer(s)" in text
+    assert "schedule 1f1b: 6 ticks" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["full", "none"])
+@pytest.mark.parametrize("engine", [SCHEDULED | {"pipeline_schedule": "1f1b"}, CIRCULAR])
+def test_no_two_layers_are_whole_at_a_time_and_a_backward_gathers_again(engine, policy):
+    shapes = {"base_num_decoder_layers": 8, "base_emb_dim": 24, "base_mlp_dim": 48}
+    more = {"num_layers_per_pipeline_stage": 4, "ici_fsdp_parallelism": 2, "remat_policy": policy}
+    setup = setup_of(4, engine, PER_LAYER, shapes, more)
+    text = compile_train_step(setup).as_text() or ""
+    assert re.search(r"\[4,12,48\]", text)
+    assert not re.search(r"[\[,]4,24,48\]", text)
+    totals = plan.totals(plan.audit(text))
+    # The table of embedding and head once, everything else in the forward and in the backward,
+    # and once more where a stage runs again in between.
+    times = {"full": 3, "none": 2}[policy]
+    scatters = totals["reduce-scatter"].executions - 1
+    assert totals["all-gather"].executions == 1 + times * scatters
+
+
+@pytest.mark.slow
+def test_what_is_compiled_ahead_is_the_step_of_the_run():
+    found = run("zbv, a V")
+    ahead = compile_train_step(found.setup)
+    batch_at = synthetic_batches(vocab_size=64, batch_size=ROWS, length=16, seed=0)
+    batch = step.place_batch(found.setup, batch_at(0))
+    assert float(ahead(step.initial_state(found.setup), batch)[1]["loss"]) == losses("zbv, a V")[0]
