@@ -1,7 +1,8 @@
 """The loss of a microbatch by all ranks of an axis together, a slice of the vocabulary each.
 
-So the last rank of a pipeline has no more to do than the others. The gradients are written out:
-every number that another rank needs goes through one sum or maximum per token.
+So the rank of a pipeline's last stage has no more to do than the others. The gradients are written
+out: beside the sum of the gradient by x, every number that another rank needs is a sum, a maximum
+or a minimum per token.
 
 b sequences, T tokens, D embed, V vocab, S ranks.
 """
@@ -72,7 +73,7 @@ def _slice_of(vocab_size: int, num_ranks: int) -> int:
     if vocab_size % num_ranks:
         raise ValueError(
             f"`vocab_size` is {vocab_size}, which {num_ranks} ranks cannot share evenly. Change "
-            "one of them, or leave the head to the last rank."
+            "one of them, or leave the head to the last stage's rank."
         )
     return vocab_size // num_ranks
 

@@ -55,6 +55,7 @@ from ._schedule import num_slices as num_slices
 from ._schedule import parse as parse
 from ._schedule import ranks_of_stage as ranks_of_stage
 from ._schedule import slice_names as slice_names
+from ._schedule import splits_backwards as splits_backwards
 from ._schedule import stages_of_rank as stages_of_rank
 from ._schedule import without_pairs as without_pairs
 from ._search import Candidate as Candidate

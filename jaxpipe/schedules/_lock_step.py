@@ -13,27 +13,28 @@ from typing import NamedTuple
 from ._action import Action, Op, Step
 from ._measure import makespan, peak_activations
 from ._require import require
-from ._schedule import Schedule, num_ranks, num_slices, ranks_of_stage, without_pairs
+from ._schedule import Schedule, num_ranks, splits_backwards, without_pairs
 from ._simulate import Costs, Time, duration, simulate
-from ._ticks import Ticks, simulate_ticks
+from ._ticks import Ticks, check_runs_in_ticks, simulate_ticks
 
 
 def lock_step(schedule: Schedule, costs: Costs | None = None, *, spare: int | None = None) -> Ticks:
     """The leanest of the grids that cost no more than the schedule does without lock-step; if there
-    are none, the cheapest.
+    are none, the leanest that costs no more than the one with most memory.
 
     1F1B and interleaved 1F1B come to their ideal, (M + (S - 1) / v) (F + B) for F and B of a rank.
     A rank then holds up to 2 (S - 1 - rank) + 1 microbatches instead of S - rank.
 
     Args:
-        schedule: A schedule that passes `check`.
+        schedule: A schedule that passes `check`, or the `forward_only` of one.
         costs: Of a stage. None: one each.
         spare: Activations that a rank may hold beyond its peak in `schedule`. None: what pays.
 
     Raises:
         ValueError: If microbatches are sliced, a stage lies on two ranks, or `spare` is negative.
     """
-    _check(schedule, spare)
+    require(spare is None or spare >= 0, f"`spare` is {spare}.", "Give 0 or more activations.")
+    check_runs_in_ticks(schedule)
     costs, plain = costs or Costs(), without_pairs(schedule)
     peaks = peak_activations(plain)
 
@@ -53,23 +54,6 @@ def lock_step(schedule: Schedule, costs: Costs | None = None, *, spare: int | No
     return next((g for c, g in map(cheapest, lean) if c <= enough), grid)
 
 
-def _check(schedule: Schedule, spare: int | None) -> None:
-    require(spare is None or spare >= 0, f"`spare` is {spare}.", "Give 0 or more activations.")
-    require(
-        num_slices(schedule) == 1,
-        "`schedule` has slices of sequences, whose order attention would have to know.",
-        "Give a schedule of whole microbatches, such as 1f1b.",
-    )
-    for stage in range(schedule.num_stages):
-        ranks = ranks_of_stage(schedule, stage)
-        require(
-            len(ranks) == 1,
-            f"Stage {stage} lies on ranks {' and '.join(map(str, ranks))}: two copies of its "
-            "weights.",
-            "Give a schedule with one, such as dualpipev instead of dualpipe.",
-        )
-
-
 def _spares(schedule: Schedule) -> tuple[int, ...]:
     """Fewer tries the larger they are. More than fill every hand-over with a tick do not pay."""
     spares = [0]
@@ -81,8 +65,11 @@ def _spares(schedule: Schedule) -> tuple[int, ...]:
 def _lags(schedule: Schedule) -> tuple[int, ...]:
     """How many W a rank puts off: more of them fill more bubbles, and hold more activations."""
     S = num_ranks(schedule)
-    split = any(step.op is Op.W for program in schedule.programs for step in _plain(program))
-    return tuple(sorted({0, 1, 2, S // 2, S - 1, S, 2 * S - 1})) if split else (0,)
+    return (
+        tuple(sorted({0, 1, 2, S // 2, S - 1, S, 2 * S - 1}))
+        if splits_backwards(schedule)
+        else (0,)
+    )
 
 
 def _plain(program: tuple[Step, ...]) -> list[Action]:

@@ -89,6 +89,11 @@ def ranks_of_stage(schedule: Schedule, stage: int) -> tuple[int, ...]:
     return tuple(sorted({rank for rank, action in actions(schedule) if action.stage == stage}))
 
 
+def splits_backwards(schedule: Schedule) -> bool:
+    """Whether any W runs apart from its I."""
+    return any(action.op is Op.W for _, action in actions(schedule))
+
+
 def without_pairs(schedule: Schedule) -> Schedule:
     """The same order with every fused pair taken apart into its forward, then its backward."""
     programs = tuple(

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from ._action import Action, Op
-from ._ticks import PLACE, Ticks, ticked
+from ._ticks import PHASE, Ticks, ticked
 
 HAND_OVER = 3
 _PHASES = 4
@@ -42,7 +42,7 @@ class Slots(NamedTuple):
 
 def slots_of(ticks: Ticks) -> Slots:
     """The slots of a grid that passes `check_ticks`."""
-    at = {action: tick * _PHASES + PLACE[action.op] for _, tick, action in ticked(ticks)}
+    at = {action: tick * _PHASES + PHASE[action.op] for _, tick, action in ticked(ticks)}
     ranks = {action: rank for rank, _, action in ticked(ticks)}
     names = Slots._fields
     lives: dict[str, dict[int, list[_Life]]] = {name: {} for name in names}

@@ -9,7 +9,7 @@ from ._action import Action, Op, actions_of
 from ._require import require
 from ._schedule import Schedule, num_ranks, stages_of_rank
 from ._slots import HAND_OVER, Slots, count, slots_of
-from ._ticks import PLACE, Ticks, num_ticks, ticked
+from ._ticks import PHASE, Ticks, num_ticks, ticked
 from ._visits import Visit, visits
 
 Table = tuple[tuple[int, ...], ...]
@@ -123,7 +123,7 @@ def tables(ticks: Ticks) -> Tables:
         if action in of_visits.of:
             entries |= _visit_entries(of_visits.of[action], places)
         for name, value in entries.items():
-            phases[PLACE[action.op]][name][tick][rank] = value
+            phases[PHASE[action.op]][name][tick][rank] = value
         forward, step = (action.op is Op.F), (1 if action.op is Op.F else -1)
         target = action.stage + step
         if action.op is Op.W or target not in places:
@@ -164,7 +164,13 @@ def _entries(
     action: Action, places: dict[int, Home], slots: Slots, num_stages: int
 ) -> dict[str, int]:
     place = action.stage, action.microbatch
-    buffers = dict(zip(Work._fields[3:8], slots, strict=True))
+    buffers = {
+        "input": slots.inputs,
+        "cotangent": slots.cotangents,
+        "for_backward": slots.for_backward,
+        "for_weight": slots.for_weight,
+        "link": slots.links,
+    }
     names = _FIELDS[action.op]
     if action.op is Op.F and action.stage == num_stages - 1:
         names = (*names, "cotangent")

@@ -5,15 +5,18 @@ most one B or I, then at most one W; then all ranks hand over. What a rank has m
 once, what another has made a tick later; and a tick takes as long as its busiest rank.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ._action import Action, Op, Step, actions_of
+from ._check import check
 from ._dependencies import ScheduleError, needs, results
-from ._schedule import Schedule
+from ._require import require
+from ._schedule import Schedule, actions, num_slices, ranks_of_stage
 from ._simulate import Costs, Time, Timed, Timeline, check_costs, duration
 
-PLACE = {Op.F: 0, Op.B: 1, Op.I: 1, Op.W: 2}
+PHASE = {Op.F: 0, Op.B: 1, Op.I: 1, Op.W: 2}
 """Where in a tick an action stands. Two of a tick and rank never stand at one place."""
 
 
@@ -47,15 +50,30 @@ def ticked(ticks: Ticks) -> Iterator[tuple[int, int, Action]]:
 def check_ticks(ticks: Ticks) -> Ticks:
     """Returns `ticks` if a loop over them computes what the schedule does.
 
+    The schedule may have forwards alone.
+
     Raises:
-        ScheduleError: Naming the first action that comes too early, or twice in a tick.
+        ScheduleError: Naming the first action that comes too early, or twice in a tick; or if the
+            schedule is none.
+        ValueError: If microbatches are sliced, or a stage lies on two ranks.
     """
+    lengths = [len(program) for program in ticks.schedule.programs]
+    if [len(numbers) for numbers in ticks.numbers] != lengths:
+        raise ScheduleError(
+            f"`numbers` has {', '.join(str(len(n)) for n in ticks.numbers)} ticks for programs of "
+            f"{', '.join(map(str, lengths))} steps. Give one for each."
+        )
+    check_runs_in_ticks(ticks.schedule)
+    if any(action.op is not Op.F for _, _, action in ticked(ticks)):
+        check(ticks.schedule)
+    else:
+        _check_forwards(ticks.schedule)
     made = {
         result: (rank, tick) for rank, tick, action in ticked(ticks) for result in results(action)
     }
     before: dict[int, tuple[int, int]] = {}
     for rank, tick, action in ticked(ticks):
-        now = tick, PLACE[action.op]
+        now = tick, PHASE[action.op]
         if before.get(rank, (-1, 0)) >= now:
             raise ScheduleError(
                 f"Rank {rank} runs {action} in tick {tick}, after what it cannot follow there. A "
@@ -70,6 +88,39 @@ def check_ticks(ticks: Ticks) -> Ticks:
                     f"tick {ready}. Take a later tick."
                 )
     return ticks
+
+
+def check_runs_in_ticks(schedule: Schedule) -> None:
+    """Refuses what one program for all ranks cannot run.
+
+    Raises:
+        ValueError: If microbatches are sliced, or a stage lies on two ranks.
+    """
+    require(
+        num_slices(schedule) == 1,
+        "`schedule` has slices of sequences, whose order attention would have to know.",
+        "Give a schedule of whole microbatches, such as 1f1b.",
+    )
+    for stage in range(schedule.num_stages):
+        ranks = ranks_of_stage(schedule, stage)
+        require(
+            len(ranks) < 2,
+            f"Stage {stage} lies on ranks {' and '.join(map(str, ranks))}: two copies of its "
+            "weights.",
+            "Give a schedule with one, such as dualpipev instead of dualpipe.",
+        )
+
+
+def _check_forwards(schedule: Schedule) -> None:
+    """Every stage has every microbatch once."""
+    found = Counter(action for _, action in actions(schedule))
+    for stage in range(schedule.num_stages):
+        for microbatch in range(schedule.num_microbatches):
+            forward = Action(stage, Op.F, microbatch)
+            if found.pop(forward, 0) != 1:
+                raise ScheduleError(f"No rank runs {forward}, or it runs twice:\n{schedule}")
+    if found:
+        raise ScheduleError(f"{next(iter(found))} is out of range:\n{schedule}")
 
 
 def simulate_ticks(ticks: Ticks, costs: Costs) -> Timeline:

@@ -6,7 +6,7 @@ commas mean nothing.
 
 import re
 
-_REPEATED = re.compile(r"(\w|\([^()]*\))\*(\d+)")
+_REPEATED = re.compile(r"([A-Za-z]|\([^()]*\))\*(\d+)(?![\d*])")
 
 
 def parse_layout(text: str) -> tuple[int, ...]:
@@ -16,8 +16,8 @@ def parse_layout(text: str) -> tuple[int, ...]:
         ValueError: If the text has other signs, does not begin with E or end with L, or if a stage
             in the middle is empty.
     """
-    stages = _expanded(text).split("|")
-    inner = "|".join(stages)
+    inner = _expanded(text)
+    stages = inner.split("|")
     if set(inner) - set("EtL|m"):
         raise ValueError(
             f"`pipeline_layout` is {text!r}. Give E, then t for every layer with | between stages, "

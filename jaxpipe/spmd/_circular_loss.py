@@ -53,7 +53,7 @@ def rank_value_and_grad(
     of_ends["embed"] = jax.tree.map(jnp.add, of_ends["embed"], wide(of_embed))
     sums = lax.psum((loss, of_loss, of_stages), (AXIS, *how.gather.batch_axes))
     of_ends = ends_gather.scatter(lax.psum(of_ends, AXIS))
-    return joined(*sums), (_like(gradients, stages), _like(of_ends, ends))
+    return joined(*sums), (like(gradients, stages), like(of_ends, ends))
 
 
 def _loss_and_gradients(
@@ -93,7 +93,7 @@ def _pullback(f: Callable, weights: PyTree) -> tuple[PyTree, Callable]:
     return out, pull
 
 
-def _like(gradients: PyTree, weights: PyTree) -> PyTree:
+def like(gradients: PyTree, weights: PyTree) -> PyTree:
     return jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, weights)
 
 

@@ -97,7 +97,9 @@ def either(
     return jax.tree.unflatten(tree, leaves)
 
 
-def how_often(table: Sequence[Sequence[int]], chosen: Callable[[int], bool]) -> str:
+def how_often(
+    table: Sequence[Sequence[int]], chosen: Callable[[int], bool] = lambda number: number >= 0
+) -> str:
     """Of a table [num_ticks][num_ranks]: `taken_3_of_10`, on the rank that chooses most often."""
     most = max(sum(map(chosen, column)) for column in zip(*table, strict=True))
     return f"taken_{most}_of_{len(table)}"

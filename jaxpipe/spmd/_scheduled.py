@@ -20,6 +20,7 @@ from .. import schedules
 from ..autodiff import Model, Remat, Sums, at, floating, joined, split
 from ..schedules import Tables
 from ._circular import put
+from ._circular_loss import like
 from ._gather import Gather, wide
 from ._kept import buffer
 from ._ranks import AXIS, either, how_often, vary, zeros
@@ -87,7 +88,7 @@ def rank_value_and_grad(
     totals = _all_ticks(how, run, nothing, waiting, totals)
     of_ends = how.ends_gather.scatter(lax.psum(totals.ends, AXIS))
     of_stages = run.weights.close(totals.stages)
-    return _summed(how, totals), (_like(of_stages, stages), _like(of_ends, ends))
+    return _summed(how, totals), (like(of_stages, stages), like(of_ends, ends))
 
 
 def rank_value(
@@ -205,8 +206,8 @@ def _tick(
     """One tick. `nothing` is like what an F leaves; `leaves` is the microbatch whose loss all ranks
     compute together.
 
-    What comes out of a condition is as large as what one action makes. Buffers stay outside, and
-    are written in place: going through a condition they would be copied.
+    The buffers stay outside of conditions, and are written in place: going through one they would
+    be copied. Totals go through, of which JAX forwards what a branch does not change.
     """
     waiting, totals = carry
     totals = totals._replace(stages=run.weights.enter(totals.stages, row.forward, True))
@@ -216,7 +217,7 @@ def _tick(
         lambda totals: (totals, nothing),
         totals,
         like=(totals, nothing),
-        often=how_often(tables.forward.microbatch, _is_one),
+        often=how_often(tables.forward.microbatch),
     )
     if leaves is not None:
         totals, cotangent = _shared_loss(run, nothing, row.forward, left.activation, leaves, totals)
@@ -237,7 +238,7 @@ def _tick(
             lambda totals: totals,
             totals,
             like=totals,
-            often=how_often(tables.weight.microbatch, _is_one),
+            often=how_often(tables.weight.microbatch),
         )
     return waiting, totals
 
@@ -265,9 +266,9 @@ def _shared_loss(
 
 
 def _from_one(has_it: Bool[Array, ""], x: jax.Array) -> jax.Array:
-    """What one rank has, on all. A sum with zeros is exact in float32, which XLA:CPU can do."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    return lax.psum(jnp.where(has_it, x, 0).astype(wide), AXIS).astype(x.dtype)
+    """What one rank has, on all. A sum with zeros is exact; bfloat16 XLA:CPU cannot sum."""
+    dtype = jnp.float32 if x.dtype == jnp.bfloat16 else x.dtype
+    return lax.psum(jnp.where(has_it, x, jnp.zeros_like(x)).astype(dtype), AXIS).astype(x.dtype)
 
 
 def _tick_backward(
@@ -282,18 +283,13 @@ def _tick_backward(
         lambda totals: (totals, (nothing.cotangent, no_link)),
         totals,
         like=(totals, (nothing.cotangent, no_link)),
-        often=how_often(tables.backward.microbatch, _is_one),
+        often=how_often(tables.backward.microbatch),
     )
     totals = totals._replace(stages=run.weights.leave(totals.stages, work))
     return waiting._replace(
         cotangents=_hand_over(waiting.cotangents, dx, row.cotangents),
         links=_store(waiting.links, link, work.link),
     ), totals
-
-
-def _is_one(number: int) -> bool:
-    """Whether it is a microbatch, or a slot."""
-    return number >= 0
 
 
 def _hand_over(waiting: PyTree, x: PyTree, arrivals: dict[int, Index]) -> PyTree:
@@ -318,7 +314,3 @@ def _store(buffers: PyTree, new: PyTree, slot: Index) -> PyTree:
 
 def _on_host(x: Any) -> bool:
     return _type(x).memory_space == jax.memory.Space.Host
-
-
-def _like(gradients: PyTree, weights: PyTree) -> PyTree:
-    return jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, weights)

@@ -62,6 +62,11 @@ def scheduled_value_and_grad(
     """
     how = _how(weights, side, keys, ticks, mesh, remat, gather, ends_gather)
     how = how._replace(share_head=_checked(model, share_head))
+    if not how.tables.num_slots["cotangents"]:
+        raise ValueError(
+            "`ticks` has no backwards, and gradients are wanted. Give `lock_step(schedule)`, or "
+            "call `scheduled_value`."
+        )
     gradients = stacked_specs(gather.gradient_specs), ends_gather.gradient_specs
     run = _on_ranks(partial(rank_value_and_grad, model, how), how, mesh, (None, gradients))
     value, (of_stages, of_ends) = run(weights["stages"], _ends(weights), side, keys)

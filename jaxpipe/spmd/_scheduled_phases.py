@@ -2,7 +2,7 @@
 
 The first stage embeds its microbatch, and the last one computes its loss and the loss's gradient
 right after its F. Every phase takes what waits between ticks and what adds up over them, and
-returns both, and what it hands to another stage.
+returns the latter, with what is to be stored or handed on.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ class Waiting(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What adds up over ticks.
+    """What is carried from tick to tick beside the buffers.
 
     Attributes:
         loss: Of the microbatches whose loss this rank computed.

@@ -1,11 +1,11 @@
 """How a rank that works on its chunks in any order gets at their weights, and adds up gradients.
 
-|        | held                         | enter            | read    | add             |
-|--------|------------------------------|------------------|---------|-----------------|
-| tick   | gradients as stored          |                  | gathers | reduce-scatters |
-| once   | gradients, whole             |                  |         |                 |
-| repeat | windows, a whole gradient,   | moves a window,  |         | reduce-scatters |
-|        | gradients as stored          | gathers ahead    |         | after a visit   |
+|        | held                  | enter          | read      | add             | leave, close    |
+|--------|-----------------------|----------------|-----------|-----------------|-----------------|
+| tick   | gradients as stored   |                | gathers   | reduce-scatters |                 |
+| once   | gradients, whole      |                | of a copy |                 | reduce-scatters |
+| repeat | windows, a gradient   | gathers ahead, | a window  |                 | reduce-scatters |
+|        | whole, others stored  | moves a window |           |                 | after a visit   |
 """
 
 from collections.abc import Callable
@@ -152,7 +152,7 @@ def _each_visit(gather: Gather, weights: PyTree, tables: Tables) -> Chunks:
             lambda: gathered(work.following),
             lambda: held.ahead,
             like=held.ahead,
-            often=how_often(following, lambda chunk: chunk >= 0),
+            often=how_often(following),
         )
         return held._replace(**{side: window, "ahead": ahead})
 

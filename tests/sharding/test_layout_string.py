@@ -24,6 +24,7 @@ def test_a_layout_is_the_layers_of_every_stage(text, layers):
     [
         ("Et*3|t*3mL", "m is a layer that predicts further tokens"),
         ("Et|xL", "Give E, then t for every layer"),
+        ("Et*3*2|tL", "Give E, then t for every layer"),
         ("Et*x|tL", "Give E, then t for every layer"),
         ("t|tL", "begins with the one E"),
         ("EtL|t", "begins with the one E"),
