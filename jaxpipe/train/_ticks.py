@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import schedules
-from ..schedules import Costs, Op, Schedule, Ticks
+from ..schedules import Costs, Schedule, Ticks
 from ._config import Config
 
 _LEAST_BETTER = 0.98
@@ -39,7 +39,8 @@ def choose_schedule(
         counts: Of every stage, where stages differ.
 
     Raises:
-        ValueError: If it is for other ranks, cannot run in one program, or does not exist.
+        ValueError: If it is for other ranks, cannot run in one program, or has no such name.
+        FileNotFoundError: If it is a CSV that is not there.
     """
     name = config.pipeline_schedule
     chunks = len(counts) // num_ranks if counts else _chunks_wanted(config, num_ranks, num_layers)
@@ -57,8 +58,8 @@ def choose_schedule(
             f"{schedule.num_stages}. They must be equal."
         )
     costs = costs_of(config, counts)
-    ticks = _in_lock_step(name, schedule, costs)
     _check_windows(config, schedule)
+    ticks = _in_lock_step(name, schedule, costs)
     return Choice(ticks, f"{name}: {_price(ticks, costs)}")
 
 
@@ -120,8 +121,7 @@ def _check_counts(name: str, schedule: Schedule, num_ranks: int, num_microbatche
 
 def _check_windows(config: Config, schedule: Schedule) -> None:
     """Windows of weights are held for F and B alone."""
-    split = any(action.op is Op.W for _, action in schedules.actions(schedule))
-    if split and config.pipeline_fsdp_ag_per_repeat:
+    if schedules.splits_backwards(schedule) and config.pipeline_fsdp_ag_per_repeat:
         raise ValueError(
             f"`pipeline_fsdp_ag_per_repeat` is true and `pipeline_schedule` is "
             f"{config.pipeline_schedule!r}, which splits backwards: when W comes, the weights of "
@@ -154,6 +154,12 @@ def _best(
     """
     costs = costs_of(config, counts)
     best, least = None, 0.0
+    if min(fitting) > 1 and not _in_groups(num_ranks, num_microbatches):
+        raise ValueError(
+            f"`pipeline_schedule` is 'auto', and with {fitting[0]} stages per rank, as the config "
+            f"has it, interleaved 1F1B passes {num_microbatches} microbatches over {num_ranks} "
+            "ranks in unequal groups. Change `num_pipeline_microbatches`, or name a schedule."
+        )
     for chunks in fitting:
         name = "1f1b" if chunks == 1 else "interleaved_1f1b"
         ticks = _in_lock_step(name, _built(name, num_ranks, num_microbatches, chunks), costs)
@@ -167,6 +173,11 @@ def _best(
 
 def _chunks(num_ranks: int, num_microbatches: int, num_layers: int) -> tuple[int, ...]:
     """How many stages a rank may have."""
-    groups = num_microbatches % max(1, num_microbatches // num_ranks) == 0
+    groups = _in_groups(num_ranks, num_microbatches)
     fitting = [v for v in (2, 3, 4) if groups and num_layers % (v * num_ranks) == 0]
     return (1, *fitting)
+
+
+def _in_groups(num_ranks: int, num_microbatches: int) -> bool:
+    """Whether interleaved schedules have equal groups of microbatches."""
+    return num_microbatches % max(1, num_microbatches // num_ranks) == 0
