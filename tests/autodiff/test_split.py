@@ -237,7 +237,13 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-SLOW = ("deepseek, recomputed", "llama written out", "llama, some kept", "llama, recomputed")
+SLOW = (
+    "deepseek, recomputed",
+    "llama written out",
+    "llama, written out and recomputed",
+    "llama, some kept",
+    "llama, recomputed",
+)
 some_slow = pytest.mark.parametrize(
     "case",
     [
@@ -488,7 +494,8 @@ def on_rank(case: Case) -> Callable:
 
 
 @pytest.mark.parametrize(
-    "case", [mlp, pytest.param(deepseek, marks=pytest.mark.slow), with_absent_layers]
+    "case",
+    [*(pytest.param(case, marks=pytest.mark.slow) for case in (mlp, deepseek)), with_absent_layers],
 )
 def test_under_vmap_every_rank_has_its_own_gradients(case: Callable[[], Case]):
     made = case()
@@ -507,7 +514,9 @@ def on_mesh(mesh: Any, local: Callable) -> Callable:
     return jax.shard_map(on_one, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"stage"})
 
 
-@pytest.mark.parametrize("case", [mlp, llama, with_absent_layers])
+@pytest.mark.parametrize(
+    "case", [mlp, pytest.param(llama, marks=pytest.mark.slow), with_absent_layers]
+)
 def test_on_a_mesh_every_rank_has_its_own_gradients(case: Callable[[], Case]):
     made = case()
     stacked, true = ranked(made)
