@@ -368,6 +368,6 @@ def wide(tree: PyTree) -> PyTree:
     """Gradients add up over microbatches in float32 at least."""
 
     def widen(x: jax.Array) -> jax.Array:
-        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
 
     return jax.tree.map(widen, tree)
