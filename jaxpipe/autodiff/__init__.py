@@ -22,6 +22,7 @@ from ._policies import recompute as recompute
 from ._policies import remat_by_name as remat_by_name
 from ._program import Program as Program
 from ._program import program as program
+from ._program import vary_as as vary_as
 from ._pullback import Pullback as Pullback
 from ._pullback import floating as floating
 from ._pullback import merge as merge
@@ -58,4 +59,5 @@ __all__ = [
     "split",
     "total",
     "unpipelined",
+    "vary_as",
 ]

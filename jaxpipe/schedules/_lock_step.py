@@ -36,11 +36,11 @@ def lock_step(schedule: Schedule, costs: Costs | None = None, *, spare: int | No
     require(spare is None or spare >= 0, f"`spare` is {spare}.", "Give 0 or more activations.")
     check_runs_in_ticks(schedule)
     costs, plain = costs or Costs(), without_pairs(schedule)
-    peaks = peak_activations(plain)
+    peaks, lags = peak_activations(plain), _lags(plain)
 
     def cheapest(spare: int) -> tuple[Time, Ticks]:
         caps = tuple(peak + spare for peak in peaks)
-        grids = [_grid(plain, caps, lag, costs) for lag in _lags(plain)]
+        grids = [_grid(plain, caps, lag, costs) for lag in lags]
         return min(
             ((makespan(simulate_ticks(grid, costs)), grid) for grid in grids),
             key=lambda found: found[0],

@@ -172,20 +172,34 @@ def circular_value_and_grad(
     _check_counts({"weights": weights["stages"], "keys": keys}, {"side": side}, mesh, delay)
     check_rows({"side": side}, gather.batch_axes, mesh)
     how = How(delay, remat, gather, scan_repeats)
-    ends = {name: w for name, w in weights.items() if name != "stages"}
-    run = on_ranks(
-        partial(rank_value_and_grad, model, how, ends_gather),
-        mesh=mesh,
-        in_dims=(
-            stacked_specs(gather.weight_specs),
-            ends_gather.weight_specs,
-            rows_of(gather, P(None)),
-            1,
-        ),
-        out_dims=(None, (stacked_specs(gather.gradient_specs), ends_gather.gradient_specs)),
-    )
-    value, (of_stages, of_ends) = run(weights["stages"], ends, side, keys)
+    of_rank = partial(rank_value_and_grad, model, how, ends_gather)
+    run = on_parts(of_rank, mesh, gather, ends_gather, (None, gradient_dims(gather, ends_gather)))
+    value, (of_stages, of_ends) = run(weights, side, keys)
     return value, of_ends | {"stages": of_stages}
+
+
+def on_parts(
+    f: Callable, mesh: Mesh | None, gather: Gather, ends_gather: Gather, out_dims: Any
+) -> Callable:
+    """`(weights, side, keys) -> ...` of `f(stages, ends, side, keys)`, written for one rank."""
+    in_dims = (
+        stacked_specs(gather.weight_specs),
+        ends_gather.weight_specs,
+        rows_of(gather, P(None)),
+        1,
+    )
+    run = on_ranks(f, mesh=mesh, in_dims=in_dims, out_dims=out_dims)
+
+    def of_whole(weights: dict[str, Any], side: PyTree, keys: PyTree) -> Any:
+        ends = {name: w for name, w in weights.items() if name != "stages"}
+        return run(weights["stages"], ends, side, keys)
+
+    return of_whole
+
+
+def gradient_dims(gather: Gather, ends_gather: Gather) -> tuple[PyTree, PyTree]:
+    """`out_dims` for gradients of the stages and of the ends."""
+    return stacked_specs(gather.gradient_specs), ends_gather.gradient_specs
 
 
 def _check_counts(stacked: PyTree, microbatches: PyTree, mesh: Mesh | None, delay: bool) -> int:

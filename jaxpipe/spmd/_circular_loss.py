@@ -64,22 +64,32 @@ def _loss_and_gradients(
     The gradients come right with the loss, so the logits are computed once and live as long as one
     microbatch does.
     """
-    read = model.ends(ends)
 
     def step(gradients, microbatch):
-        y, side = microbatch
-
-        def loss(ends, differentiated):
-            return model.loss(ends, merge(differentiated, y), side)
-
-        of_microbatch = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-        value, (of_ends, dy) = of_microbatch(read, floating(y))
-        so_far = {name: gradients[name] for name in read}
-        return gradients | jax.tree.map(jnp.add, so_far, wide(of_ends)), (value, dy)
+        value, (of_ends, dy) = loss_and_gradients(model, ends, *microbatch)
+        return add_to_ends(gradients, of_ends), (value, dy)
 
     nothing = jax.tree.map(zeros, wide(ends))
     gradients, ((losses, sums), dy) = lax.scan(step, nothing, (y, share))
     return (jnp.sum(losses), total(sums)), (gradients, dy)
+
+
+def loss_and_gradients(
+    model: Model, ends: dict[str, PyTree], y: PyTree, side: PyTree
+) -> tuple[tuple[Scalar, Sums], tuple[dict[str, PyTree], PyTree]]:
+    """Of one microbatch: ((loss, sums), (gradients of the ends that `model.loss` reads, of y))."""
+
+    def loss(ends, differentiated):
+        return model.loss(ends, merge(differentiated, y), side)
+
+    of_microbatch = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    return of_microbatch(model.ends(ends), floating(y))
+
+
+def add_to_ends(gradients: dict[str, PyTree], new: dict[str, PyTree]) -> dict[str, PyTree]:
+    """Gradients of all ends, with those of some of them added."""
+    so_far = {name: gradients[name] for name in new}
+    return gradients | jax.tree.map(jnp.add, so_far, wide(new))
 
 
 def _pullback(f: Callable, weights: PyTree) -> tuple[PyTree, Callable]:

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from ..autodiff import vary_as
+
 AXIS = "stage"
 
 
@@ -85,9 +87,11 @@ def either(
     scope by which an audit knows how often `yes` runs.
     """
 
+    types = jax.tree.map(jax.typeof, like)
+
     def branch(f: Callable) -> Callable:
         # Never one result: of such XLA's verifier wants that branches split it alike.
-        return lambda *operands: (jax.tree.map(_vary_like, f(*operands), like), jnp.int32(0))
+        return lambda *operands: (jax.tree.map(vary_as, types, f(*operands)), jnp.int32(0))
 
     with jax.named_scope(often) if often else nullcontext():
         result, second = jax.lax.cond(predicate, branch(yes), branch(no), *operands)
@@ -103,11 +107,6 @@ def how_often(
     """Of a table [num_ticks][num_ranks]: `taken_3_of_10`, on the rank that chooses most often."""
     most = max(sum(map(chosen, column)) for column in zip(*table, strict=True))
     return f"taken_{most}_of_{len(table)}"
-
-
-def _vary_like(x: jax.Array, like: jax.Array) -> jax.Array:
-    missing = tuple(varying(like) - varying(x))
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _is_dim(x: Any) -> bool:

@@ -156,14 +156,9 @@ def _prepare(
         jax.tree.map(zeros, wide(floating(whole))) if keep else {},
     )
     waiting = _waiting(run, how.tables.num_slots, visit)
-    kept = _first_slot((waiting.for_backward, waiting.for_weight))
+    kept = at((waiting.for_backward, waiting.for_weight), 0)
     nothing = Left(jax.tree.map(zeros, x), jax.tree.map(zeros, floating(x)) if keep else (), *kept)
     return run, nothing, waiting, totals
-
-
-def _first_slot(buffers: PyTree) -> PyTree:
-    """Something like what lies in a slot."""
-    return at(buffers, 0)
 
 
 def _waiting(run: Run, num_slots: dict[str, int], visit: tuple) -> Waiting:
@@ -275,7 +270,7 @@ def _tick_backward(
     run: Run, tables: Tables, nothing: Left, waiting: Waiting, totals: Totals, row: Row
 ) -> tuple[Waiting, Totals]:
     work = row.backward
-    no_link = _first_slot(waiting.links)
+    no_link = at(waiting.links, 0)
     totals = totals._replace(stages=run.weights.enter(totals.stages, work, False))
     totals, (dx, link) = either(
         work.microbatch >= 0,

@@ -3,19 +3,18 @@
 S ranks, v chunks on each, M microbatches.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree, Scalar
 
 from ..autodiff import Model, Remat, Sums, recompute
-from ..schedules import Ticks, check_ticks, homes, num_ranks, tables
-from ._circular_engine import check_rows, common_dims, rows_of, stacked_specs
+from ..schedules import Tables, Ticks, check_ticks, homes, num_ranks
+from ..schedules import tables as tables_of
+from ._circular_engine import check_rows, common_dims, gradient_dims, on_parts
 from ._gather import EACH_TICK, Gather
-from ._ranks import AXIS, on_ranks
+from ._ranks import AXIS
 from ._scheduled import How, rank_value, rank_value_and_grad
 
 
@@ -60,16 +59,17 @@ def scheduled_value_and_grad(
             if ranks hold different numbers of stages.
         ScheduleError: If `ticks` cannot be run.
     """
-    how = _how(weights, side, keys, ticks, mesh, remat, gather, ends_gather)
-    how = how._replace(share_head=_checked(model, share_head))
-    if not how.tables.num_slots["cotangents"]:
+    _check_head(model, share_head)
+    tables = _checked(weights, side, keys, ticks, mesh, gather)
+    if not tables.num_slots["cotangents"]:
         raise ValueError(
             "`ticks` has no backwards, and gradients are wanted. Give `lock_step(schedule)`, or "
             "call `scheduled_value`."
         )
-    gradients = stacked_specs(gather.gradient_specs), ends_gather.gradient_specs
-    run = _on_ranks(partial(rank_value_and_grad, model, how), how, mesh, (None, gradients))
-    value, (of_stages, of_ends) = run(weights["stages"], _ends(weights), side, keys)
+    how = How(tables, ticks.schedule.num_stages, remat, gather, ends_gather, share_head)
+    of_rank = partial(rank_value_and_grad, model, how)
+    run = on_parts(of_rank, mesh, gather, ends_gather, (None, gradient_dims(gather, ends_gather)))
+    value, (of_stages, of_ends) = run(weights, side, keys)
     return value, of_ends | {"stages": of_stages}
 
 
@@ -104,60 +104,44 @@ def scheduled_value(
     Raises:
         ValueError: As there, and if `ticks` has backwards.
     """
-    how = _how(weights, side, keys, ticks, mesh, recompute, gather, ends_gather)
-    how = how._replace(share_head=_checked(model, share_head))
-    if how.tables.num_slots["cotangents"]:
+    _check_head(model, share_head)
+    tables = _checked(weights, side, keys, ticks, mesh, gather)
+    if tables.num_slots["cotangents"]:
         raise ValueError(
             "`ticks` has backwards, which a value alone does not need. Give "
             "`lock_step(forward_only(schedule))`."
         )
-    run = _on_ranks(partial(rank_value, model, how), how, mesh, None)
-    return run(weights["stages"], _ends(weights), side, keys)
+    how = How(tables, ticks.schedule.num_stages, recompute, gather, ends_gather, share_head)
+    run = on_parts(partial(rank_value, model, how), mesh, gather, ends_gather, None)
+    return run(weights, side, keys)
 
 
-def _how(
+def _checked(
     weights: dict[str, Any],
     side: PyTree,
     keys: PyTree,
     ticks: Ticks,
     mesh: Mesh | None,
-    remat: Remat,
     gather: Gather,
-    ends_gather: Gather,
-) -> How:
-    """Everything checked against everything else."""
-    table = tables(check_ticks(ticks))
+) -> Tables:
+    """The tables of `ticks`, after everything is checked against everything else."""
+    tables = tables_of(check_ticks(ticks))
     _check(weights["stages"], keys, side, ticks, mesh)
     check_rows({"side": side}, gather.batch_axes, mesh)
-    if gather.when == "repeat" and table.num_slots["links"]:
+    if gather.when == "repeat" and tables.num_slots["links"]:
         raise ValueError(
             "`gather.when` is 'repeat' and `ticks` has W apart from I. There are windows of "
             "weights for F and B alone. Give 'once' or 'tick', or a schedule of whole backwards."
         )
-    return How(table, ticks.schedule.num_stages, remat, gather, ends_gather, False)
+    return tables
 
 
-def _on_ranks(f: Callable, how: How, mesh: Mesh | None, out_dims: Any) -> Callable:
-    in_dims = (
-        stacked_specs(how.gather.weight_specs),
-        how.ends_gather.weight_specs,
-        rows_of(how.gather, P(None)),
-        1,
-    )
-    return on_ranks(f, mesh=mesh, in_dims=in_dims, out_dims=out_dims)
-
-
-def _checked(model: Model, share_head: bool) -> bool:
+def _check_head(model: Model, share_head: bool) -> None:
     if share_head and model.shared_loss is None:
         raise ValueError(
             "`share_head` is True and `model.shared_loss` None: there is no loss that ranks can "
             "compute together. Give one, or leave `share_head` at False."
         )
-    return share_head
-
-
-def _ends(weights: dict[str, Any]) -> dict[str, Any]:
-    return {name: w for name, w in weights.items() if name != "stages"}
 
 
 def _check(stages: PyTree, keys: PyTree, side: PyTree, ticks: Ticks, mesh: Mesh | None) -> None:

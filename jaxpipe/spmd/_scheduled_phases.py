@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree, Scalar
 
-from ..autodiff import Model, Split, Sums, add_gradients, at, floating, fold, merge
+from ..autodiff import Model, Split, Sums, add_gradients, at, floating, fold
 from ..schedules import Tables
-from ._gather import wide
+from ._circular_loss import add_to_ends, loss_and_gradients
 from ._ranks import AXIS, either
 from ._scheduled_weights import Chunks, Held, Work
 
@@ -125,19 +125,11 @@ def _loss(run: Run, y: PyTree, side: PyTree, totals: Totals) -> tuple[Totals, Py
 
     The gradients come right with the loss, so the logits are computed once.
     """
-    read = run.model.ends(run.ends)
     if run.stage is None:
-        value, sums = run.model.loss(read, y, side)
+        value, sums = run.model.loss(run.model.ends(run.ends), y, side)
         return _with_loss(totals, value, sums), ()
-
-    def loss(ends, differentiated):
-        return run.model.loss(ends, merge(differentiated, y), side)
-
-    of_microbatch = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-    (value, sums), (of_ends, dy) = of_microbatch(read, floating(y))
-    so_far = {name: totals.ends[name] for name in read}
-    ends = totals.ends | _add(so_far, wide(of_ends))
-    return _with_loss(totals, value, sums)._replace(ends=ends), dy
+    (value, sums), (of_ends, dy) = loss_and_gradients(run.model, run.ends, y, side)
+    return _with_loss(totals, value, sums, of_ends), dy
 
 
 def shared_loss(run: Run, y: PyTree, side: PyTree, totals: Totals) -> tuple[Totals, PyTree]:
@@ -147,13 +139,17 @@ def shared_loss(run: Run, y: PyTree, side: PyTree, totals: Totals) -> tuple[Tota
     (value, sums), (of_ends, dy) = shared(run.model.ends(run.ends), y, side, AXIS)
     if run.stage is None:
         return _with_loss(totals, value, sums), ()
-    so_far = {name: totals.ends[name] for name in of_ends}
-    ends = totals.ends | _add(so_far, wide(of_ends))
-    return _with_loss(totals, value, sums)._replace(ends=ends), dy
+    return _with_loss(totals, value, sums, of_ends), dy
 
 
-def _with_loss(totals: Totals, value: Scalar, sums: Sums) -> Totals:
-    return totals._replace(loss=totals.loss + value, of_loss=_add(totals.of_loss, sums))
+def _with_loss(
+    totals: Totals, value: Scalar, sums: Sums, of_ends: dict[str, PyTree] | None = None
+) -> Totals:
+    return totals._replace(
+        loss=totals.loss + value,
+        of_loss=_add(totals.of_loss, sums),
+        ends=add_to_ends(totals.ends, of_ends or {}),
+    )
 
 
 Backward = tuple[Totals, tuple[PyTree, list[jax.Array]]]
