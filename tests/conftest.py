@@ -30,6 +30,7 @@ install_import_hook(
         "jaxpipe.nnx",
         "jaxpipe.plan",
         "jaxpipe.models",
+        "jaxpipe.mpmd",
         "jaxpipe.train",
     ],
     "beartype.beartype",

@@ -3,6 +3,9 @@
 from . import _unpipelined as unpipelined
 from ._accumulate import accumulate as accumulate
 from ._accumulate import add_gradients as add_gradients
+from ._cost import is_cheap as is_cheap
+from ._cost import is_light as is_light
+from ._cost import is_move as is_move
 from ._fission import Fission as Fission
 from ._fission import fission as fission
 from ._model import Model as Model
@@ -20,8 +23,19 @@ from ._policies import check_offload as check_offload
 from ._policies import keep as keep
 from ._policies import recompute as recompute
 from ._policies import remat_by_name as remat_by_name
+from ._program import Atom as Atom
+from ._program import Choice as Choice
+from ._program import Constant as Constant
+from ._program import Loop as Loop
+from ._program import Plain as Plain
 from ._program import Program as Program
+from ._program import Shards as Shards
+from ._program import Step as Step
+from ._program import Value as Value
+from ._program import pick as pick
 from ._program import program as program
+from ._program import read as read
+from ._program import values as values
 from ._program import vary_as as vary_as
 from ._pullback import Pullback as Pullback
 from ._pullback import floating as floating
@@ -34,14 +48,22 @@ __all__ = [
     "OFFLOADED",
     "POLICIES",
     "TENSORS",
+    "Atom",
+    "Choice",
+    "Constant",
     "Fission",
+    "Loop",
     "Model",
     "Place",
+    "Plain",
     "Program",
     "Pullback",
     "Remat",
+    "Shards",
     "Split",
+    "Step",
     "Sums",
+    "Value",
     "accumulate",
     "add_gradients",
     "at",
@@ -49,15 +71,21 @@ __all__ = [
     "fission",
     "floating",
     "fold",
+    "is_cheap",
+    "is_light",
+    "is_move",
     "joined",
     "keep",
     "merge",
+    "pick",
     "program",
     "pullback",
+    "read",
     "recompute",
     "remat_by_name",
     "split",
     "total",
     "unpipelined",
+    "values",
     "vary_as",
 ]

@@ -1,0 +1,136 @@
+"""What every rank does, in order: programs on named buffers, and what ranks send each other.
+
+All instructions of all ranks stand in one order in which they could run; what a rank does is the
+instructions that name it. A receive stands behind its send, so ranks that follow the order never
+wait for each other in a circle.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..autodiff import Program, Value
+from ..schedules import Action
+
+
+class Buffer(NamedTuple):
+    """An array on a rank: a value, for one microbatch or version, or of the whole step."""
+
+    value: Value
+    number: int | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A program: `(reads) -> writes`.
+
+    Attributes:
+        actions: What it does of its schedule, if it is part of a loop.
+        donated: Places of the reads whose memory may become that of writes.
+    """
+
+    rank: int
+    name: str
+    program: Program
+    reads: tuple[Buffer, ...]
+    writes: tuple[Buffer, ...]
+    actions: tuple[Action, ...] = ()
+    donated: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Send:
+    """Copies of buffers leave for another rank, named after what made them."""
+
+    rank: int
+    to: int
+    buffers: tuple[Buffer, ...]
+    name: str
+
+
+@dataclass(frozen=True)
+class Receive:
+    """The other end of a send."""
+
+    rank: int
+    source: int
+    buffers: tuple[Buffer, ...]
+    name: str
+
+
+@dataclass(frozen=True)
+class Free:
+    """Buffers that a rank is done with."""
+
+    rank: int
+    buffers: tuple[Buffer, ...]
+
+
+Instruction = Run | Send | Receive | Free
+
+
+@dataclass(frozen=True)
+class Code:
+    """A step of all ranks.
+
+    Attributes:
+        num_ranks: How many take part.
+        inputs: The ranks that each argument of the function must be on; none if nobody needs it.
+        outputs: What each result of the function is, and the ranks it is on.
+        indices: Buffers that hold a number of a microbatch.
+        instructions: In an order in which they could run.
+    """
+
+    num_ranks: int
+    inputs: tuple[tuple[Buffer, tuple[int, ...]], ...]
+    outputs: tuple[tuple[Buffer, tuple[int, ...]], ...]
+    indices: Mapping[Buffer, int] = field(default_factory=dict)
+    instructions: tuple[Instruction, ...] = ()
+
+    def __str__(self) -> str:
+        from ._text import text
+
+        return text(self)
+
+
+def check(code: Code) -> None:
+    """Checks that ranks only read what they have, and that sends and receives meet in order.
+
+    Raises:
+        AssertionError: Naming the instruction.
+    """
+    has: list[set[Buffer]] = [set() for _ in range(code.num_ranks)]
+    for buffer, ranks in code.inputs:
+        for rank in ranks:
+            has[rank].add(buffer)
+    for of_rank in has:
+        of_rank.update(code.indices)
+    sent: dict[tuple[int, int], list[Send]] = {}
+    for instruction in code.instructions:
+        mine = has[instruction.rank]
+        match instruction:
+            case Run(reads=reads, writes=writes):
+                missing = [buffer for buffer in reads if buffer not in mine]
+                assert not missing, f"{instruction.name} reads {missing}, which are not there"
+                mine.difference_update(instruction.reads[i] for i in instruction.donated)
+                assert mine.isdisjoint(writes), f"{instruction.name} writes what is there"
+                mine.update(writes)
+            case Send(rank, to, buffers):
+                assert mine.issuperset(buffers), f"{instruction} sends what is not there"
+                sent.setdefault((rank, to), []).append(instruction)
+            case Receive(rank, source, buffers):
+                first = sent[source, rank].pop(0)
+                assert first.buffers == buffers, f"{instruction} meets {first}"
+                assert mine.isdisjoint(buffers), f"{instruction} receives what is there"
+                mine.update(buffers)
+            case Free(buffers=buffers):
+                assert mine.issuperset(buffers), f"{instruction} frees what is not there"
+                mine.difference_update(buffers)
+    assert not any(sent.values()), f"nobody receives {sent}"
+    for buffer, ranks in code.outputs:
+        assert all(buffer in has[rank] for rank in ranks), f"{buffer} is not where it is returned"
+
+
+def of_rank(code: Code, rank: int) -> tuple[Instruction, ...]:
+    """What one rank does, in order."""
+    return tuple(i for i in code.instructions if i.rank == rank)

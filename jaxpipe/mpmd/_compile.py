@@ -1,0 +1,144 @@
+"""Every program of a step, compiled before the first one runs; equal ones once.
+
+Where a group has several devices, how a value is divided is known once the program that makes it
+is compiled, so programs wait for those whose values they read. On single devices none waits.
+"""
+
+import warnings
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._versions import on_other_devices
+from ..autodiff import Program
+from ._array import MpmdMesh
+from ._code import Buffer, Code, Receive, Run
+from ._content import content
+from ._submesh import on_submesh
+
+Specs = tuple[PartitionSpec | None, ...]
+
+
+@dataclass(frozen=True)
+class Executables:
+    """Compiled programs.
+
+    Attributes:
+        programs: By the place of their `Run` in the code. Only those of local ranks.
+        specs: How each buffer is divided on each rank that has it.
+    """
+
+    programs: Mapping[int, Callable[..., Any]]
+    specs: Mapping[tuple[Buffer, int], PartitionSpec]
+
+
+def compile_code(
+    code: Code,
+    mesh: MpmdMesh,
+    known: Callable[[Buffer], PartitionSpec | None],
+    *,
+    num_threads: int,
+) -> Executables:
+    """Compiles what ranks of this process run.
+
+    Args:
+        code: Complete.
+        mesh: The groups.
+        known: How a buffer is divided, if that is decided; None leaves it to the compiler.
+        num_threads: How many programs are compiled at a time.
+    """
+    local = set(mesh.local_ranks)
+    single = all(group.size == 1 for group in mesh.unstack)
+    specs: dict[tuple[Buffer, int], PartitionSpec | Callable[[], PartitionSpec]] = {}
+    for buffer, ranks in code.inputs:
+        specs |= {(buffer, rank): known(buffer) or P() for rank in ranks}
+    specs |= {(buffer, rank): P() for buffer in code.indices for rank in range(code.num_ranks)}
+
+    def spec_of(buffer: Buffer, rank: int) -> PartitionSpec:
+        found = specs[buffer, rank]
+        return found() if callable(found) else found
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        compiler = _Compiler(mesh, pool)
+        futures: dict[int, Future] = {}
+        for place, instruction in enumerate(code.instructions):
+            rank = instruction.rank
+            match instruction:
+                case Run(reads=reads, writes=writes) if rank in local:
+                    given = tuple(spec_of(buffer, rank) for buffer in reads)
+                    wanted = tuple(P() if single else known(buffer) for buffer in writes)
+                    future = compiler.submit(instruction, given, wanted)
+                    futures[place] = future
+                    for i, buffer in enumerate(writes):
+                        specs[buffer, rank] = wanted[i] or _later(future, i)
+                case Run(writes=writes):
+                    specs |= {(buffer, rank): known(buffer) or P() for buffer in writes}
+                case Receive(source=source, buffers=buffers):
+                    specs |= {(b, rank): specs[b, source] for b in buffers}
+        programs = {place: future.result() for place, future in futures.items()}
+    resolved = {key: spec() if callable(spec) else spec for key, spec in specs.items()}
+    return Executables(programs, resolved)
+
+
+P = PartitionSpec
+
+
+def _later(future: Future, i: int) -> Callable[[], PartitionSpec]:
+    return lambda: future.result().output_shardings[i].spec
+
+
+class _Compiler:
+    """Compiles equal programs once for each group of devices, and only once if they can move."""
+
+    def __init__(self, mesh: MpmdMesh, pool: ThreadPoolExecutor) -> None:
+        self.mesh = mesh
+        self.pool = pool
+        self.contents: dict[int, Hashable] = {}
+        self.first: dict[Hashable, tuple[int, Future]] = {}
+        self.on_rank: dict[tuple[Hashable, int], Future] = {}
+
+    def submit(self, run: Run, given: Specs, wanted: Specs) -> Future:
+        if id(run.program) not in self.contents:
+            self.contents[id(run.program)] = content(run.program)
+        key = self.contents[id(run.program)], given, wanted, run.donated
+        rank = run.rank
+        if (key, rank) not in self.on_rank:
+            if key not in self.first:
+                self.first[key] = rank, self.pool.submit(self._compile, run, given, wanted)
+                self.on_rank[key, rank] = self.first[key][1]
+            else:
+                self.on_rank[key, rank] = self.pool.submit(
+                    self._again, *self.first[key], run, given, wanted
+                )
+        return self.on_rank[key, rank]
+
+    def _compile(self, run: Run, given: Specs, wanted: Specs) -> Any:
+        mesh = self.mesh.unstack[run.rank]
+        program = on_submesh(run.program, mesh, self.mesh.mpmd_axis_name)
+        return compile_program(program, mesh, given, wanted, run.donated)
+
+    def _again(self, rank: int, first: Future, run: Run, given: Specs, wanted: Specs) -> Any:
+        """The same program on the devices of another group."""
+        devices = [tuple(self.mesh.unstack[r].devices.flat) for r in (rank, run.rank)]
+        moved = on_other_devices(first.result(), *devices)
+        return moved or self._compile(run, given, wanted)
+
+
+def compile_program(
+    program: Program, mesh: Any, given: Specs, wanted: Specs, donated: tuple[int, ...]
+) -> Any:
+    """Compiles a program for the devices of a mesh."""
+    shapes = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=NamedSharding(mesh, spec or P()))
+        for v, spec in zip(program.inputs, given, strict=True)
+    ]
+    out = [None if spec is None else NamedSharding(mesh, spec) for spec in wanted]
+    jitted = jax.jit(program, out_shardings=out, donate_argnums=donated, keep_unused=True)
+    with warnings.catch_warnings():
+        # What is donated and turns out to be laid out otherwise is just not used again.
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        return jitted.lower(*shapes).compile()

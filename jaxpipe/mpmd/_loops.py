@@ -1,0 +1,173 @@
+"""The loops of a traced function: invariants come out of them, the rest becomes tasks."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .. import schedules
+from ..autodiff import Atom, Constant, Plain, Program, Step, Value, program, values
+from ..schedules import Op, Schedule
+from ._content import Numbers, is_barrier
+from ._reduce import NAME, Operation, Total, totals
+from ._stages import cut_into_stages, is_mark
+from ._steps import ADD, aval_of, substituted, with_outputs
+from ._tasks import Task, tasks_of
+
+LOOP = "pipelined_loop"
+
+
+@dataclass(frozen=True, eq=False)
+class PipelinedLoop:
+    """A loop in tasks.
+
+    Attributes:
+        schedule: Who runs which task, in which order.
+        invariants: The values of its body that every microbatch is given.
+        index: The value of its body that is the number of the microbatch.
+        tasks: Of every stage.
+        totals: How each share of a result is put together, in the order of its outputs.
+    """
+
+    schedule: Schedule
+    invariants: tuple[Value, ...]
+    index: Value
+    tasks: tuple[Mapping[Op, Task], ...]
+    totals: Mapping[Value, Total]
+
+
+def loop_of(step: Step) -> PipelinedLoop | None:
+    operation = step.operation
+    if isinstance(operation, Plain) and operation.name == LOOP:
+        return operation.params["loop"]
+    return None
+
+
+def loop_results(outer: Program) -> list[Value]:
+    """What loops return: sums, whose first and last version lie alike."""
+    return [value for step in outer.steps if loop_of(step) is not None for value in step.outputs]
+
+
+def pipeline_loops(outer: Program, schedule_of: Callable[[Any, int], Schedule]) -> Program:
+    """Replaces every loop over microbatches by one in tasks, and the sums of its shares.
+
+    Args:
+        outer: A traced function.
+        schedule_of: A checked schedule from what the user gave, and a number of microbatches.
+    """
+    steps: list[Step] = []
+    for step in outer.steps:
+        if isinstance(step.operation, Plain) and step.operation.name == NAME:
+            steps += _pipelined(step, schedule_of)
+        else:
+            if is_mark(step):
+                raise ValueError(
+                    "A stage is marked outside of a loop over microbatches. Call `treduce` around "
+                    "it, or use `mpmd_jit_by_yield` for a function that has no loop."
+                )
+            steps.append(step)
+    return replace(outer, steps=tuple(steps))
+
+
+def _pipelined(step: Step, schedule_of: Callable[[Any, int], Schedule]) -> list[Step]:
+    assert isinstance(step.operation, Plain)
+    params = step.operation.params
+    count, operations = params["num_microbatches"], params["operations"]
+    schedule = schedule_of(params["schedule"], count)
+    before, body, inputs = _hoisted(program(params["jaxpr"]), step.inputs)
+    adds = [operation is Operation.ADD for operation in operations]
+    staged = cut_into_stages(body, schedule.num_stages, adds)
+    each = totals([aval_of(atom) for atom in body.outputs], operations, count)
+    shares = {
+        share: total for shares, total in zip(staged.shares, each, strict=True) for share in shares
+    }
+    splits = schedules.splits_backwards(schedule)
+    tasks = tuple(
+        tasks_of(stage, body=body, totals=shares, splits=splits) for stage in staged.stages
+    )
+    if not any(op is not Op.F for of_stage in tasks for op in of_stage):
+        schedule = schedules.forward_only(schedule)
+    loop = PipelinedLoop(schedule, body.inputs[:-1], body.inputs[-1], tasks, shares)
+    outputs = {share: Value(total.aval) for share, total in shares.items()}
+    for result, of_result in zip(step.outputs, staged.shares, strict=True):
+        if len(of_result) == 1:
+            outputs[of_result[0]] = result
+    operation = Plain(LOOP, _never, {"loop": loop})
+    pipelined = Step(operation, tuple(inputs), tuple(outputs.values()))
+    sums = [
+        added
+        for result, of_result in zip(step.outputs, staged.shares, strict=True)
+        for added in _sum_of([outputs[share] for share in of_result], result)
+    ]
+    return [*before, pipelined, *sums]
+
+
+def _never(*inputs: Any) -> Sequence[Any]:
+    raise AssertionError("a loop in tasks runs on ranks")
+
+
+def _sum_of(shares: Sequence[Value], result: Value) -> list[Step]:
+    """Steps that make `result`; none if it comes in one share."""
+    steps, total = [], shares[0]
+    for i, share in enumerate(shares[1:], 1):
+        new = result if i == len(shares) - 1 else Value(result.aval)
+        steps.append(Step(ADD, (total, share), (new,)))
+        total = new
+    return steps
+
+
+def _hoisted(body: Program, inputs: Sequence[Atom]) -> tuple[list[Step], Program, list[Atom]]:
+    """What every microbatch would compute anew from invariants, such as weights in another dtype,
+    out of the loop: the steps before it, its body, and what that is given.
+
+    What is larger than what it is made of stays inside, and so does what is made of nothing.
+    """
+    known: dict[Value, Atom] = {}  # of the body, as it is outside
+    constants: dict[Value, Atom] = {}
+    for value, atom in zip(body.inputs, inputs, strict=False):
+        (constants if isinstance(atom, Constant) else known)[value] = atom
+    numbers, first = Numbers(body.inputs), {}
+    before: list[Step] = []
+    inside: list[Step] = []
+    for step in substituted(body.steps, constants):
+        number = numbers.of_step(step)
+        if not _can_come_out(step, known):
+            inside.append(step)
+            continue
+        if is_barrier(step):
+            known.update(
+                (o, known[v]) for o, v in zip(step.outputs, values(step.inputs), strict=True)
+            )
+            continue
+        if number not in first:
+            (out,) = substituted([step], known)
+            first[number] = tuple(Value(value.aval) for value in step.outputs)
+            before.append(replace(out, outputs=first[number]))
+        known.update(zip(step.outputs, first[number], strict=True))
+    return _with_fewest_inputs(body, inside, before, known, constants)
+
+
+def _can_come_out(step: Step, known: Mapping[Value, Atom]) -> bool:
+    given = values(step.inputs)
+    if not given or is_mark(step) or not all(value in known for value in given):
+        return False
+    size = sum(value.num_bytes for value in step.outputs)
+    return size <= sum(value.num_bytes for value in given)
+
+
+def _with_fewest_inputs(
+    body: Program,
+    inside: Sequence[Step],
+    before: Sequence[Step],
+    known: Mapping[Value, Atom],
+    constants: dict[Value, Atom],
+) -> tuple[list[Step], Program, list[Atom]]:
+    """One input of the body for each value outside."""
+    read = [*(a for step in inside for a in step.inputs), *body.outputs]
+    given: dict[Atom, Value] = {}
+    renamed: dict[Value, Atom] = dict(constants)
+    for value in values(read):
+        if value in known:
+            renamed[value] = given.setdefault(known[value], Value(value.aval))
+    index = body.inputs[-1]
+    renewed = with_outputs(body, substituted(inside, renamed), renamed)
+    return list(before), replace(renewed, inputs=(*given.values(), index)), list(given)

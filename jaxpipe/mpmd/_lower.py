@@ -1,0 +1,65 @@
+"""From a traced function to code: the passes, in order."""
+
+from collections.abc import Callable
+from typing import Any
+
+from ..autodiff import Constant, Program
+from ..schedules import Schedule
+from ._code import Code, check
+from ._emit import emit
+from ._exchange import exchange
+from ._frees import free
+from ._fuse import fuse
+from ._loops import pipeline_loops
+from ._placement import place
+from ._steps import copy_of
+
+Observe = Callable[[str, Any], None]
+
+
+def lower(
+    traced: Program,
+    num_ranks: int,
+    schedule_of: Callable[[Any, int], Schedule],
+    *,
+    donated_inputs: frozenset[int] = frozenset(),
+    observe: Observe = lambda name, result: None,
+) -> tuple[Program, Code]:
+    """Cuts loops into tasks, places everything, and adds what ranks exchange.
+
+    Args:
+        traced: The whole function.
+        num_ranks: The number of groups.
+        schedule_of: A checked schedule from what the user gave, and a number of microbatches.
+        donated_inputs: Which arguments may be overwritten.
+        observe: Sees the result of every pass, for dumps and tests.
+
+    Returns:
+        The function with its loops in tasks, and the code.
+    """
+    looped = pipeline_loops(_with_values_for_outputs(traced), schedule_of)
+    observe("pipeline_loops", looped)
+    outer, placement = place(looped, num_ranks)
+    observe("place", placement)
+    code = emit(outer, placement, num_ranks)
+    observe("emit", code)
+    for name, one_pass in (
+        ("exchange", exchange),
+        ("fuse", fuse),
+        ("free", lambda code: free(code, donated_inputs=donated_inputs)),
+    ):
+        code = one_pass(code)
+        check(code)
+        observe(name, code)
+    return outer, code
+
+
+def _with_values_for_outputs(traced: Program) -> Program:
+    """Constants that are returned as values."""
+    steps, outputs = list(traced.steps), []
+    for atom in traced.outputs:
+        if isinstance(atom, Constant):
+            steps.append(copy_of(atom))
+            atom = steps[-1].outputs[0]
+        outputs.append(atom)
+    return Program(traced.inputs, tuple(steps), tuple(outputs))

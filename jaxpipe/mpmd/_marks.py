@@ -1,0 +1,80 @@
+"""Marks that cut a function into stages: they compute nothing, and stay visible in its jaxpr.
+
+A mark in the forward has one in the backward, on the cotangents of what it marks: what leaves a
+stage forward is where its backward begins.
+"""
+
+from typing import Any, TypeVar
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+T = TypeVar("T")
+
+NAME = "stage_end"
+stage_end_p = Primitive(NAME)
+stage_end_p.multiple_results = True
+
+
+def mark_stage_end(x: T) -> T:
+    """Says that a stage ends here and what it hands to the next one. Computes nothing.
+
+    Marks may stand anywhere outside loops: also inside `jax.jit`, `jax.checkpoint` and Flax
+    modules. They count in the order in which the program runs through them; a mark after the last
+    stage, before the loss, may stand there or not.
+
+    Args:
+        x: A pytree of arrays of any shapes: all that leaves the stage.
+
+    Returns:
+        `x`. Go on with this, not with what was marked.
+    """
+    leaves, tree = jax.tree.flatten(x)
+    return tree.unflatten(stage_end_p.bind(*leaves, backward=False)) if leaves else x
+
+
+def pipeline_enter_stage(x: T, name: str | None = None) -> T:
+    """`mark_stage_end` under JaxPP's name: what comes after it is the next stage.
+
+    Args:
+        x: A pytree of arrays.
+        name: Of the stage, for the reader of the code.
+    """
+    del name
+    return mark_stage_end(x)
+
+
+def _jvp(primals: Any, tangents: Any, *, backward: bool) -> tuple[list[Any], list[Any]]:
+    out = stage_end_p.bind(*primals, backward=backward)
+    moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+    moved = stage_end_p.bind(*(tangents[i] for i in moving), backward=backward) if moving else []
+    by_place = dict(zip(moving, moved, strict=True))
+    return out, [by_place.get(i, t) for i, t in enumerate(tangents)]
+
+
+def _transpose(cotangents: Any, *arguments: Any, backward: bool) -> list[Any]:
+    del arguments
+    given = [i for i, t in enumerate(cotangents) if not isinstance(t, ad.Zero)]
+    if not given:
+        return list(cotangents)
+    marked = stage_end_p.bind(*(cotangents[i] for i in given), backward=not backward)
+    by_place = dict(zip(given, marked, strict=True))
+    return [by_place.get(i, t) for i, t in enumerate(cotangents)]
+
+
+def _batch(arguments: Any, dims: Any, *, backward: bool) -> tuple[list[Any], Any]:
+    return stage_end_p.bind(*arguments, backward=backward), dims
+
+
+def _same(*arguments: Any, backward: bool) -> list[Any]:
+    del backward
+    return list(arguments)
+
+
+stage_end_p.def_impl(_same)
+stage_end_p.def_abstract_eval(_same)
+mlir.register_lowering(stage_end_p, mlir.lower_fun(_same, multiple_results=True))
+ad.primitive_jvps[stage_end_p] = _jvp
+ad.primitive_transposes[stage_end_p] = _transpose
+batching.primitive_batchers[stage_end_p] = _batch

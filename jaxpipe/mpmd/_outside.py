@@ -1,0 +1,144 @@
+"""What runs outside of loops, as few programs: one per rank between two exchanges with others.
+
+A segment is what comes before the first loop, between two, or after the last. Within a segment
+steps have levels: what needs a value of another rank is one level behind it.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..autodiff import Program, Step, Value, read, values
+from ._code import Buffer, Run
+from ._loops import loop_of
+from ._placement import Placement
+
+Instance = tuple[Step, int]
+"""A step on a rank."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The programs of every segment, in order."""
+
+    runs: tuple[tuple[Run, ...], ...]
+
+
+def segments(outer: Program, placement: Placement) -> list[list[Run]]:
+    """For every segment its programs, each after those whose values it needs.
+
+    Args:
+        outer: A function whose loops are in tasks.
+        placement: Where its other steps run.
+    """
+    count = 1 + sum(loop_of(step) is not None for step in outer.steps)
+    of_segment = _segment_of_each(outer, count - 1)
+    exported = _exported(outer, placement)
+    found = []
+    for segment in range(count):
+        steps = [step for step, s in of_segment.items() if s == segment]
+        levels = _levels(steps, placement, exported)
+        found.append(list(_runs(levels, placement, exported, _segment_name(segment, count))))
+    return found
+
+
+def _segment_name(segment: int, count: int) -> str:
+    if count == 1:
+        return "step"
+    if segment == 0:
+        return "before_loop"
+    return "after_loop" if segment == count - 1 else f"between_loops_{segment}"
+
+
+def _segment_of_each(outer: Program, last: int) -> dict[Step, int]:
+    """As late as those who need it allow, so that little is kept across a loop."""
+    latest: dict[Value, int] = dict.fromkeys(values(outer.outputs), last)
+    of_step: dict[Step, int] = {}
+    loops = last
+    for step in reversed(outer.steps):
+        if loop_of(step) is not None:
+            loops -= 1
+            segment = loops
+        else:
+            segment = min((latest[v] for v in step.outputs if v in latest), default=last)
+            of_step[step] = segment
+        for value in values(step.inputs):
+            latest[value] = min(latest.get(value, segment), segment)
+    return dict(reversed(of_step.items()))
+
+
+def _exported(outer: Program, placement: Placement) -> dict[tuple[Value, int], bool]:
+    """Values on ranks that loops, other ranks or the caller need, beside steps of the rank."""
+    found: dict[tuple[Value, int], bool] = {}
+    for step in outer.steps:
+        if loop_of(step) is not None:
+            for value in values(step.inputs):
+                found |= dict.fromkeys(((value, r) for r in placement.needed_on[value]), True)
+    for value in values(outer.outputs):
+        found |= dict.fromkeys(((value, r) for r in placement.needed_on[value]), True)
+    for value, ranks in placement.made_on.items():
+        if ranks and set(placement.needed_on.get(value, ())) - set(ranks):
+            found[value, ranks[0]] = True
+    return found
+
+
+def _levels(
+    steps: Sequence[Step], placement: Placement, exported: Mapping[tuple[Value, int], bool]
+) -> dict[Instance, int]:
+    makers = {value: step for step in steps for value in step.outputs}
+    earliest: dict[Instance, int] = {}
+
+    def source(value: Value, rank: int) -> tuple[Instance, int] | None:
+        """Who makes what a rank needs, and how many levels before."""
+        maker = makers.get(value)
+        if maker is None:
+            return None
+        ranks = placement.runs_on[maker]
+        return ((maker, rank), 0) if rank in ranks else ((maker, ranks[0]), 1)
+
+    for step in steps:
+        for rank in placement.runs_on[step]:
+            sources = [s for v in values(step.inputs) if (s := source(v, rank)) is not None]
+            earliest[step, rank] = max((earliest[i] + hops for i, hops in sources), default=0)
+
+    latest: dict[Instance, int] = {}
+    for step in reversed(steps):
+        for rank in placement.runs_on[step]:
+            instance = step, rank
+            leaves = any((value, rank) in exported for value in step.outputs)
+            level = latest.get(instance, earliest[instance])
+            latest[instance] = earliest[instance] if leaves else max(level, earliest[instance])
+            for value in values(step.inputs):
+                found = source(value, rank)
+                if found is not None:
+                    maker, hops = found
+                    bound = latest[instance] - hops
+                    latest[maker] = min(latest.get(maker, bound), bound)
+    return {(step, rank): latest[step, rank] for step in steps for rank in placement.runs_on[step]}
+
+
+def _runs(
+    levels: Mapping[Instance, int],
+    placement: Placement,
+    exported: Mapping[tuple[Value, int], bool],
+    name: str,
+) -> Iterator[Run]:
+    groups: defaultdict[tuple[int, int], list[Step]] = defaultdict(list)
+    for (step, rank), level in levels.items():
+        groups[level, rank].append(step)
+    several = len({level for level, _ in groups}) > 1
+    for level, rank in sorted(groups):
+        steps = groups[level, rank]
+        inside = set(steps)
+        used = {
+            value
+            for (step, r), _ in levels.items()
+            if r == rank and step not in inside
+            for value in values(step.inputs)
+        }
+        made = [value for step in steps for value in step.outputs]
+        writes = tuple(v for v in made if (v, rank) in exported or v in used)
+        reads = tuple(read(steps, writes))
+        label = f"{name}_{level}" if several else name
+        program = Program(reads, tuple(steps), writes)
+        yield Run(rank, label, program, tuple(map(Buffer, reads)), tuple(map(Buffer, writes)))

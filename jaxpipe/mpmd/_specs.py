@@ -1,0 +1,52 @@
+"""How arrays are divided within a group, where the caller has not said so.
+
+A sum of gradients lies as what is made of it: the new weights, whose spec is known. Everything
+else the compiler decides when it compiles the program that makes it.
+"""
+
+from collections.abc import Mapping
+
+from jax.sharding import PartitionSpec
+
+from ..autodiff import Plain, Program, Step, Value, is_cheap, is_move, values
+
+
+def spread(
+    outer: Program, known: Mapping[Value, PartitionSpec | None]
+) -> dict[Value, PartitionSpec]:
+    """The specs of values, from those that are known.
+
+    What is made number by number of arrays of its own shape lies as they do.
+    """
+    group: dict[Value, Value] = {}
+
+    def root(value: Value) -> Value:
+        while value in group:
+            value = group[value]
+        return value
+
+    for step in outer.steps:
+        if not _is_number_by_number(step):
+            continue
+        for value in values(step.inputs):
+            for made in step.outputs:
+                same = value.aval.shape == made.aval.shape and value.aval.shape
+                if same and root(value) is not root(made):
+                    group[root(made)] = root(value)
+    found: dict[Value, PartitionSpec] = {}
+    for value, spec in known.items():
+        if spec is not None:
+            found.setdefault(root(value), spec)
+    everything = [*outer.inputs, *(v for step in outer.steps for v in step.outputs)]
+    return {v: found[root(v)] for v in everything if root(v) in found} | {
+        value: spec for value, spec in known.items() if spec is not None
+    }
+
+
+def _is_number_by_number(step: Step) -> bool:
+    if not isinstance(step.operation, Plain):
+        return False
+    return step.operation.name in _CASTS or (is_cheap(step) and not is_move(step))
+
+
+_CASTS = ("convert_element_type", "copy", "optimization_barrier")

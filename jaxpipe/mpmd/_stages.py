@@ -1,0 +1,300 @@
+"""The body of a loop over microbatches, cut at its marks into one program per stage.
+
+S stages. A value's place is how far the pipeline has come when it is there: 0 to S - 1 on the way
+forward, S to 2S - 1 on the way back, so that places p and 2S - 1 - p are of one stage. What depends
+on nothing that a stage hands on has no place: weights, the batch, and what is made of them. It is
+computed where it is needed.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..autodiff import Atom, Plain, Program, Step, Value, is_light, values
+from ._content import Numbers
+from ._marks import NAME
+from ._scopes import is_transposed
+from ._steps import ADD, copy_of, is_sum, live, substituted, with_outputs
+
+Places = Mapping[Value, int]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one stage computes of one microbatch, forward and backward.
+
+    Attributes:
+        program: `(values it needs) -> (values others need, its shares of results)`.
+        backward: Its inputs and outputs that come on the way back.
+        handed_on: Its outputs that other stages need.
+    """
+
+    program: Program
+    backward: frozenset[Value]
+    handed_on: frozenset[Value]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Stages, and for every result of the body its shares, which add up to it."""
+
+    stages: tuple[Stage, ...]
+    shares: tuple[tuple[Value, ...], ...]
+
+
+def cut_into_stages(body: Program, num_stages: int, adds: Sequence[bool]) -> Staged:
+    """Cuts at marks.
+
+    Args:
+        body: `(loop invariants, number of the microbatch) -> results`.
+        num_stages: S.
+        adds: Which results add up over microbatches: only these can come in shares.
+
+    Raises:
+        ValueError: If there are not S or S - 1 marks in a row, or one stands in an inner loop.
+    """
+    _check_nothing_marked_inside(body)
+    body, marks = _number_marks(_without_recomputed_marks(body), num_stages)
+    places = _places(body, marks, num_stages)
+    body, shares = _shares(body, places, adds, num_stages)
+    places = _places(body, marks, num_stages)
+    homes, uses = _homes(body, marks, places, shares, num_stages)
+    stages = tuple(
+        _stage(i, body, places, homes, uses, [v for share in shares for v in share], num_stages)
+        for i in range(num_stages)
+    )
+    return Staged(stages, shares)
+
+
+def is_mark(step: Step) -> bool:
+    return isinstance(step.operation, Plain) and step.operation.name == NAME
+
+
+def _is_backward_mark(step: Step) -> bool:
+    assert isinstance(step.operation, Plain)
+    return step.operation.params["backward"]
+
+
+def _inner(step: Step) -> Iterable[Program]:
+    operation: Any = step.operation
+    return getattr(operation, "branches", None) or [
+        body for body in [getattr(operation, "body", None)] if body is not None
+    ]
+
+
+def _check_nothing_marked_inside(program: Program) -> None:
+    for step in program.steps:
+        for body in _inner(step):
+            if any(map(is_mark, body.steps)):
+                raise ValueError(
+                    f"A stage ends inside a {type(step.operation).__name__.lower()} within a "
+                    "stage, where it cannot be cut. Mark stages in a Python loop, and leave "
+                    "`lax.scan`, `lax.cond` and `shard_map` to what is inside a stage."
+                )
+            _check_nothing_marked_inside(body)
+
+
+def _without_recomputed_marks(body: Program) -> Program:
+    """What is rematerialised of a stage begins where the stage begins: what the stage before hands
+    on is there already, so its mark is not computed a second time."""
+    numbers, first, known = Numbers(body.inputs), {}, {}
+    steps = []
+    for step in body.steps:
+        (step,) = substituted([step], known)
+        number = numbers.of_step(step)
+        if is_mark(step) and not _is_backward_mark(step):
+            original = first.setdefault(number, step)
+            if original is not step:
+                known.update(zip(step.outputs, original.outputs, strict=True))
+                continue
+        steps.append(step)
+    return with_outputs(body, steps, known)
+
+
+def _number_marks(body: Program, num_stages: int) -> tuple[Program, dict[Step, int]]:
+    """Which stage every mark ends; a last one, behind all stages, is taken out.
+
+    Transposition turns the order around, and cotangents that flow through a mark flow through all
+    that come after it: so the last mark is the first in the backward.
+    """
+    forward = [step for step in body.steps if is_mark(step) and not _is_backward_mark(step)]
+    backward = [step for step in body.steps if is_mark(step) and _is_backward_mark(step)]
+    if len(forward) not in (num_stages, num_stages - 1):
+        raise ValueError(
+            f"The loop has {len(forward)} marks where stages end, and its schedule {num_stages} "
+            f"stages. Mark the end of every stage but the last ({num_stages - 1} marks), or of "
+            f"all of them ({num_stages})."
+        )
+    last = len(forward) - 1
+    numbered = {step: i for i, step in enumerate(forward)}
+    numbered |= {step: last - i for i, step in enumerate(backward)}
+    behind = [step for step, i in numbered.items() if i == num_stages - 1]
+    known: dict[Value, Atom] = {}
+    steps = []
+    for step in body.steps:
+        if step in behind:
+            (now,) = substituted([step], known)
+            known.update(zip(step.outputs, now.inputs, strict=True))
+        else:
+            steps.append(step)
+    marks: dict[Step, int] = {}
+    renamed = substituted(steps, known)
+    for old, new in zip(steps, renamed, strict=True):
+        if old in numbered:
+            marks[new] = numbered[old]
+    return with_outputs(body, renamed, known), marks
+
+
+def _places(body: Program, marks: Mapping[Step, int], num_stages: int) -> Places:
+    places: dict[Value, int] = {}
+    for step in body.steps:
+        place = max((places[v] for v in values(step.inputs) if v in places), default=None)
+        if step in marks:
+            stage = marks[step]
+            back = _is_backward_mark(step)
+            if place is not None and place > (2 * num_stages - 2 - stage if back else stage):
+                raise ValueError(
+                    f"Mark {stage} is given what comes from behind it. Mark stages in the order "
+                    "in which values run through them."
+                )
+            place = 2 * num_stages - 1 - stage if back else stage + 1
+        if place is not None:
+            places.update(dict.fromkeys(step.outputs, place))
+    return places
+
+
+def _stage_of(place: int, num_stages: int) -> int:
+    return place if place < num_stages else 2 * num_stages - 1 - place
+
+
+def _shares(
+    body: Program, places: Places, adds: Sequence[bool], num_stages: int
+) -> tuple[Program, tuple[tuple[Value, ...], ...]]:
+    """Results as copies of their own, and those that are sums of several stages in shares.
+
+    The gradient of a weight that several stages use is such a sum. Every stage adds up its share
+    over all microbatches, and the shares come together once, behind the loop.
+    """
+    makers = {value: step for step in body.steps for value in step.outputs}
+    uses = Counter(values([*(a for step in body.steps for a in step.inputs), *body.outputs]))
+
+    def terms(atom: Atom) -> list[Atom]:
+        step = makers.get(atom) if isinstance(atom, Value) else None
+        if step is None or uses[step.outputs[0]] > 1 or not is_sum(step):
+            return [atom]
+        return [term for part in step.inputs for term in terms(part)]
+
+    def stage(atom: Atom) -> int:
+        place = places.get(atom, 0) if isinstance(atom, Value) else 0
+        return _stage_of(place, num_stages)
+
+    steps = list(body.steps)
+    shares: list[tuple[Value, ...]] = []
+    for output, may_share in zip(body.outputs, adds, strict=True):
+        parts: dict[int, list[Atom]] = {}
+        for term in terms(output) if may_share else [output]:
+            parts.setdefault(stage(term), []).append(term)
+        if len(parts) == 1:
+            parts = {0: [output]}
+        share = []
+        for atoms in parts.values():
+            total = atoms[0]
+            for atom in atoms[1:]:
+                added = Value(output.aval) if isinstance(output, Value) else None
+                assert added is not None, "a constant is no sum"
+                steps.append(Step(ADD, (total, atom), (added,)))
+                total = added
+            steps.append(copy_of(total))
+            share.append(steps[-1].outputs[0])
+        shares.append(tuple(share))
+    outputs = tuple(value for share in shares for value in share)
+    return live(Program(body.inputs, tuple(steps), outputs)), tuple(shares)
+
+
+def _homes(
+    body: Program,
+    marks: Mapping[Step, int],
+    places: Places,
+    shares: Sequence[Sequence[Value]],
+    num_stages: int,
+) -> tuple[dict[Step, set[int]], dict[Value, set[int]]]:
+    """The stages that run each step, and those that use each value."""
+    homes: dict[Step, set[int]] = {}
+    uses: defaultdict[Value, set[int]] = defaultdict(set)
+    results = {value for share in shares for value in share}
+    for step in reversed(body.steps):
+        if step in marks:
+            stage = marks[step] + _is_backward_mark(step)
+            home = {stage}
+        elif step.outputs[0] in places:
+            home = {_stage_of(places[step.outputs[0]], num_stages)}
+        else:
+            home = set().union(*(uses[value] for value in step.outputs))
+            if not home:
+                assert results.intersection(step.outputs)
+                home = {0}
+            if len(home) > 1 and not _is_quick(step):
+                home = {min(home)}
+        homes[step] = home
+        for value in values(step.inputs):
+            uses[value] |= home
+    return homes, uses
+
+
+_FEW_BYTES = 4096
+
+
+def _is_quick(step: Step) -> bool:
+    """Whether to compute it twice rather than to send what it gives."""
+    if is_light(step):
+        return True
+    moved = [*values(step.inputs), *step.outputs]
+    return isinstance(step.operation, Plain) and sum(v.num_bytes for v in moved) <= _FEW_BYTES
+
+
+def _stage(
+    stage: int,
+    body: Program,
+    places: Places,
+    homes: Mapping[Step, set[int]],
+    uses: Mapping[Value, set[int]],
+    results: Sequence[Value],
+    num_stages: int,
+) -> Stage:
+    steps = [step for step in body.steps if stage in homes[step]]
+    made = {value for step in steps for value in step.outputs}
+    handed_on = [
+        value for step in steps for value in step.outputs if uses.get(value, set()) - homes[step]
+    ]
+    outputs = (*handed_on, *(value for value in results if value in made))
+    needed = dict.fromkeys(v for step in steps for v in values(step.inputs) if v not in made)
+    back = _backward_values(steps, places, stage, num_stages)
+    back.update(value for value in needed if places.get(value, 0) >= num_stages)
+    shared = [step for step in steps if len(homes[step]) > 1]
+    program = Program(tuple(needed), tuple(_own(steps, shared)), outputs)
+    return Stage(program, frozenset(back), frozenset(handed_on))
+
+
+def _own(steps: Sequence[Step], shared: Sequence[Step]) -> list[Step]:
+    """The steps, with values of their own where other stages run some too."""
+    own: dict[Value, Atom] = {v: Value(v.aval) for step in shared for v in step.outputs}
+    renamed = []
+    for step in substituted(steps, own):
+        outputs = tuple(own.get(value, value) for value in step.outputs)
+        renamed.append(replace(step, outputs=outputs))
+    return renamed
+
+
+def _backward_values(
+    steps: Sequence[Step], places: Places, stage: int, num_stages: int
+) -> set[Value]:
+    """What comes on the way back. In the last stage no mark says so, but JAX does."""
+    back: set[Value] = set()
+    is_last = stage == num_stages - 1
+    for step in steps:
+        place = places.get(step.outputs[0], stage)
+        of_last = is_last and (is_transposed(step) or not back.isdisjoint(values(step.inputs)))
+        if place >= num_stages or of_last:
+            back.update(step.outputs)
+    return back
