@@ -6,6 +6,7 @@ The names are JaxPP's where it has them.
 from ._array import MpmdArray as MpmdArray
 from ._array import MpmdMesh as MpmdMesh
 from ._array import MpmdSharding as MpmdSharding
+from ._engine import mpmd_value_and_grad as mpmd_value_and_grad
 from ._jaxpp_schedules import DualPipeV as DualPipeV
 from ._jaxpp_schedules import Eager1F1B as Eager1F1B
 from ._jaxpp_schedules import GPipe as GPipe

@@ -1,4 +1,4 @@
-"""Every program of a step, compiled before the first one runs; equal ones once.
+"""Every program of a step, compiled before the first one runs; equal ones of a group once.
 
 Where a group has several devices, how a value is divided is known once the program that makes it
 is compiled, so programs wait for those whose values they read. On single devices none waits.
@@ -13,7 +13,6 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._versions import on_other_devices
 from ..autodiff import Program
 from ._array import MpmdMesh
 from ._code import Buffer, Code, Receive, Run
@@ -58,6 +57,11 @@ def compile_code(
         specs |= {(buffer, rank): known(buffer) or P() for rank in ranks}
     specs |= {(buffer, rank): P() for buffer in code.indices for rank in range(code.num_ranks)}
 
+    def decided(buffer: Buffer) -> PartitionSpec | None:
+        """None where the compiler decides; on a single device there is nothing to decide."""
+        spec = known(buffer)
+        return P() if spec is None and single else spec
+
     def spec_of(buffer: Buffer, rank: int) -> PartitionSpec:
         found = specs[buffer, rank]
         return found() if callable(found) else found
@@ -70,11 +74,11 @@ def compile_code(
             match instruction:
                 case Run(reads=reads, writes=writes) if rank in local:
                     given = tuple(spec_of(buffer, rank) for buffer in reads)
-                    wanted = tuple(P() if single else known(buffer) for buffer in writes)
+                    wanted = tuple(decided(buffer) for buffer in writes)
                     future = compiler.submit(instruction, given, wanted)
                     futures[place] = future
                     for i, buffer in enumerate(writes):
-                        specs[buffer, rank] = wanted[i] or _later(future, i)
+                        specs[buffer, rank] = _later(future, i) if wanted[i] is None else wanted[i]
                 case Run(writes=writes):
                     specs |= {(buffer, rank): known(buffer) or P() for buffer in writes}
                 case Receive(source=source, buffers=buffers):
@@ -92,40 +96,26 @@ def _later(future: Future, i: int) -> Callable[[], PartitionSpec]:
 
 
 class _Compiler:
-    """Compiles equal programs once for each group of devices, and only once if they can move."""
+    """Compiles equal programs once for each group of devices."""
 
     def __init__(self, mesh: MpmdMesh, pool: ThreadPoolExecutor) -> None:
         self.mesh = mesh
         self.pool = pool
         self.contents: dict[int, Hashable] = {}
-        self.first: dict[Hashable, tuple[int, Future]] = {}
-        self.on_rank: dict[tuple[Hashable, int], Future] = {}
+        self.known: dict[Hashable, Future] = {}
 
     def submit(self, run: Run, given: Specs, wanted: Specs) -> Future:
         if id(run.program) not in self.contents:
             self.contents[id(run.program)] = content(run.program)
-        key = self.contents[id(run.program)], given, wanted, run.donated
-        rank = run.rank
-        if (key, rank) not in self.on_rank:
-            if key not in self.first:
-                self.first[key] = rank, self.pool.submit(self._compile, run, given, wanted)
-                self.on_rank[key, rank] = self.first[key][1]
-            else:
-                self.on_rank[key, rank] = self.pool.submit(
-                    self._again, *self.first[key], run, given, wanted
-                )
-        return self.on_rank[key, rank]
+        key = self.contents[id(run.program)], given, wanted, run.donated, run.rank
+        if key not in self.known:
+            self.known[key] = self.pool.submit(self._compile, run, given, wanted)
+        return self.known[key]
 
     def _compile(self, run: Run, given: Specs, wanted: Specs) -> Any:
         mesh = self.mesh.unstack[run.rank]
         program = on_submesh(run.program, mesh, self.mesh.mpmd_axis_name)
         return compile_program(program, mesh, given, wanted, run.donated)
-
-    def _again(self, rank: int, first: Future, run: Run, given: Specs, wanted: Specs) -> Any:
-        """The same program on the devices of another group."""
-        devices = [tuple(self.mesh.unstack[r].devices.flat) for r in (rank, run.rank)]
-        moved = on_other_devices(first.result(), *devices)
-        return moved or self._compile(run, given, wanted)
 
 
 def compile_program(

@@ -6,7 +6,7 @@ Nothing is looked up while it runs: buffers are places in a list, programs and s
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ Place = tuple[Buffer, int]
 """A buffer on a rank."""
 
 
+@runtime_checkable
 class Remote(Protocol):
     """How arrays come to ranks of other processes and from there."""
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import schedules
-from ..autodiff import Atom, Constant, Plain, Program, Step, Value, program, values
+from ..autodiff import Atom, Plain, Program, Step, Value, is_move, program, read, values
 from ..schedules import Op, Schedule
 from ._content import Numbers, is_barrier
 from ._reduce import NAME, Operation, Total, totals
@@ -115,59 +115,63 @@ def _sum_of(shares: Sequence[Value], result: Value) -> list[Step]:
     return steps
 
 
-def _hoisted(body: Program, inputs: Sequence[Atom]) -> tuple[list[Step], Program, list[Atom]]:
+def _hoisted(body: Program, inputs: Sequence[Atom]) -> tuple[list[Step], Program, list[Value]]:
     """What every microbatch would compute anew from invariants, such as weights in another dtype,
     out of the loop: the steps before it, its body, and what that is given.
 
-    What is larger than what it is made of stays inside, and so does what is made of nothing.
+    What is larger than what it is made of stays inside, and so does what is made of nothing or
+    only moves numbers around.
     """
-    known: dict[Value, Atom] = {}  # of the body, as it is outside
-    constants: dict[Value, Atom] = {}
-    for value, atom in zip(body.inputs, inputs, strict=False):
-        (constants if isinstance(atom, Constant) else known)[value] = atom
+    index = body.inputs[-1]
+    known: dict[Value, Atom] = dict(zip(body.inputs[:-1], inputs, strict=True))
     numbers, first = Numbers(body.inputs), {}
     before: list[Step] = []
     inside: list[Step] = []
-    for step in substituted(body.steps, constants):
+    invariant = set(known)
+    for step in body.steps:
         number = numbers.of_step(step)
-        if not _can_come_out(step, known):
-            inside.append(step)
-            continue
-        if is_barrier(step):
-            known.update(
-                (o, known[v]) for o, v in zip(step.outputs, values(step.inputs), strict=True)
-            )
-            continue
-        if number not in first:
-            (out,) = substituted([step], known)
-            first[number] = tuple(Value(value.aval) for value in step.outputs)
-            before.append(replace(out, outputs=first[number]))
-        known.update(zip(step.outputs, first[number], strict=True))
-    return _with_fewest_inputs(body, inside, before, known, constants)
+        (out,) = substituted([step], known)
+        if not _can_come_out(step, invariant):
+            inside.append(out)
+        elif is_barrier(step):
+            known.update(zip(step.outputs, out.inputs, strict=True))
+            invariant.update(step.outputs)
+        else:
+            if number not in first:
+                first[number] = out.outputs
+                before.append(out)
+            known.update(zip(step.outputs, first[number], strict=True))
+            invariant.update(step.outputs)
+    renewed = with_outputs(body, inside, known)
+    before, inside = _with_moves_inside(before, renewed)
+    given = [v for v in read(inside, renewed.outputs) if v is not index]
+    return before, replace(renewed, inputs=(*given, index), steps=tuple(inside)), given
 
 
-def _can_come_out(step: Step, known: Mapping[Value, Atom]) -> bool:
+def _can_come_out(step: Step, invariant: set[Value]) -> bool:
     given = values(step.inputs)
-    if not given or is_mark(step) or not all(value in known for value in given):
+    if not given or is_mark(step) or not invariant.issuperset(given):
         return False
     size = sum(value.num_bytes for value in step.outputs)
     return size <= sum(value.num_bytes for value in given)
 
 
-def _with_fewest_inputs(
-    body: Program,
-    inside: Sequence[Step],
-    before: Sequence[Step],
-    known: Mapping[Value, Atom],
-    constants: dict[Value, Atom],
-) -> tuple[list[Step], Program, list[Atom]]:
-    """One input of the body for each value outside."""
-    read = [*(a for step in inside for a in step.inputs), *body.outputs]
-    given: dict[Atom, Value] = {}
-    renamed: dict[Value, Atom] = dict(constants)
-    for value in values(read):
-        if value in known:
-            renamed[value] = given.setdefault(known[value], Value(value.aval))
-    index = body.inputs[-1]
-    renewed = with_outputs(body, substituted(inside, renamed), renamed)
-    return list(before), replace(renewed, inputs=(*given.values(), index)), list(given)
+def _with_moves_inside(before: Sequence[Step], body: Program) -> tuple[list[Step], list[Step]]:
+    """Steps that give the body what they only move, such as a reshaped weight, back in: an array
+    more would cost memory, and moving fuses with what reads it."""
+    inside = list(body.steps)
+    needed = set(read(inside, body.outputs))
+    stay: list[Step] = []
+    for step in reversed(before):
+        if needed.intersection(step.outputs) and is_move(step) and not _is_cast(step):
+            inside.insert(0, step)
+            needed.update(values(step.inputs))
+        else:
+            stay.append(step)
+    outside = {value for step in stay for value in values(step.inputs)}
+    again = [step for step in inside if outside.intersection(step.outputs)]
+    return [*again, *reversed(stay)], inside
+
+
+def _is_cast(step: Step) -> bool:
+    return isinstance(step.operation, Plain) and step.operation.name == "convert_element_type"

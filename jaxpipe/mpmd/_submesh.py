@@ -34,10 +34,11 @@ def _operation(step: Step, mesh: Mesh, mpmd_axis: str) -> Any:
         case Choice(branches):
             return Choice(tuple(on_submesh(branch, mesh, mpmd_axis) for branch in branches))
         case Shards() as shards:
-            if mpmd_axis in shards.axes:
+            if mpmd_axis in shards.axes and shards.mesh.shape[mpmd_axis] > 1:
                 raise ValueError(
-                    f"A `shard_map` inside a stage is over {mpmd_axis!r}, the axis along which "
-                    "programs differ. Give it the other axes."
+                    f"A `shard_map` inside a stage is over the axis {mpmd_axis!r} of all groups, "
+                    "along which programs differ. Take the mesh from the context, "
+                    "`jax.sharding.get_abstract_mesh()`: there it has size 1."
                 )
             return replace(shards, body=on_submesh(shards.body, mesh, mpmd_axis), mesh=mesh)
         case Plain("sharding_constraint", params=params) as plain:

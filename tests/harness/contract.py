@@ -16,8 +16,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
-from jaxpipe import models, schedules, sharding, spmd
+from jaxpipe import models, mpmd, schedules, sharding, spmd
 from jaxpipe.autodiff import Model, remat_by_name, unpipelined
 from jaxpipe.train._family import FAMILIES
 from jaxpipe.train._flax_decoder import Decoder, linen_value_and_grad, nnx_value_and_grad
@@ -135,6 +136,51 @@ def run_ticks(row: Row, case: Case, ticks: schedules.Ticks) -> Any:
     return value, grads | {"stages": shaped}
 
 
+def mpmd_one_process(row: Row, case: Case) -> Any:
+    """The row's schedule as programs of every rank; its repeats are chunks."""
+    return run_mpmd(row, case, schedule_of(row))
+
+
+def run_mpmd(row: Row, case: Case, schedule: schedules.Schedule) -> Any:
+    """Any schedule. Stages are taken apart, and their gradients stacked again."""
+    mesh = mesh_of(dataclasses.replace(row, axes=row.axes or ()))
+    stages = case.weights["stages"]
+    apart = case.weights | {"stages": _unstacked(_flat(stages))}
+
+    def run(weights, side, keys):
+        remat = remat_by_name(row.remat, PLACES)
+        return mpmd.mpmd_value_and_grad(
+            case.model, weights, side, keys, schedule=schedule, remat=remat
+        )
+
+    groups = mpmd.MpmdMesh(mesh, "stage")
+    specs = None
+    if row.axes:
+        placed_as = sharding.named_shardings(case.weights, case.axes, mesh)
+        of_stage = jax.tree.map(lambda s: P(*s.spec[2:]), placed_as["stages"])
+        ends = {n: jax.tree.map(lambda s: s.spec, placed_as[n]) for n in ("embed", "head")}
+        specs = ends | {"stages": [of_stage] * len(apart["stages"])}
+    out_specs = None if specs is None else (None, specs)
+    step = mpmd.mpmd_jit_with_loop(run, groups, in_specs=(specs, None, None), out_specs=out_specs)
+    value, grads = step(apart, case.side, _unstacked(_flat(case.keys)))
+    grads = jax.tree.map(np.asarray, grads)
+    stacked = jax.tree.map(lambda w, *g: np.stack(g).reshape(w.shape), stages, *grads["stages"])
+    return jax.tree.map(np.asarray, value), grads | {"stages": stacked}
+
+
+def _unstacked(tree: Any) -> list[Any]:
+    leaves, structure = jax.tree.flatten(tree)
+    count = leaves[0].shape[0] if leaves else 0
+    return [structure.unflatten([leaf[i] for leaf in leaves]) for i in range(count)]
+
+
+def schedule_of(row: Row) -> schedules.Schedule:
+    chunks = row.repeats if "chunks" in schedules.FAMILIES[row.schedule].takes else None
+    return schedules.check(
+        schedules.build(row.schedule, ranks=row.ranks, microbatches=row.microbatches, chunks=chunks)
+    )
+
+
 @functools.cache
 def _ticks(name: str, ranks: int, microbatches: int, chunks: int | None) -> schedules.Ticks:
     schedule = schedules.build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
@@ -192,6 +238,7 @@ PLACES = {"decoder_layer_input": "device", "query_proj": "offload", "mlpwi_0": "
 ENGINES: dict[str, Callable[[Row, Case], Any]] = {
     "circular": circular,
     "scheduled": scheduled,
+    "mpmd": mpmd_one_process,
     "linen": functools.partial(flax, linen_value_and_grad),
     "nnx": functools.partial(flax, nnx_value_and_grad),
 }
