@@ -1,0 +1,65 @@
+"""Tests with real processes: a script that each of them runs, and what became of them."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended.
+
+    Attributes:
+        code: Negative if a signal has ended it.
+        seconds: From the start of all to its end.
+    """
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+def run_processes(script: Path, case: str, num_processes: int, *, seconds: float) -> list[Ended]:
+    """Runs `script CASE PROCESS NUM_PROCESSES PORT` once per process; none outlives this.
+
+    Raises:
+        AssertionError: If one has not ended by itself within `seconds`.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    began = time.monotonic()
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-u", script, case, str(process), str(num_processes), str(port)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(num_processes)
+    ]
+    ends: dict[int, float] = {}
+    try:
+        while len(ends) < num_processes and time.monotonic() - began < seconds:
+            time.sleep(0.02)
+            for process, popen in enumerate(running):
+                if process not in ends and popen.poll() is not None:
+                    ends[process] = time.monotonic() - began
+    finally:
+        for popen in running:
+            popen.kill()  # SIGTERM would not do: JAX takes it for a notice of preemption
+        outputs = [popen.communicate() for popen in running]
+    logs = "\n".join(f"--- {p}: {out}\n{err}" for p, (out, err) in enumerate(outputs))
+    assert len(ends) == num_processes, f"only {sorted(ends)} have ended in {seconds} s\n{logs}"
+    return [
+        Ended(popen.returncode, out, err, ends[process])
+        for process, (popen, (out, err)) in enumerate(zip(running, outputs, strict=True))
+    ]
