@@ -1,7 +1,7 @@
 """A mesh whose groups run programs of their own, and arrays that live on some of these groups."""
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -121,12 +121,18 @@ class MpmdArray:
     """
 
     def __init__(
-        self, shape: Sequence[int], dtype: Any, sharding: MpmdSharding, arrays: Mapping[int, Any]
+        self,
+        shape: Sequence[int],
+        dtype: Any,
+        sharding: MpmdSharding,
+        arrays: Mapping[int, Any],
+        wait: Callable[[Any], Any] = jax.block_until_ready,
     ) -> None:
         self.shape = tuple(shape)
         self.dtype = dtype
         self.mpmd_sharding = sharding
         self._partially_addressable_arrays = OrderedDict(arrays)
+        self._wait = wait
 
     @property
     def mpmd_idxs(self) -> tuple[int, ...]:
@@ -174,8 +180,7 @@ class MpmdArray:
         )
 
     def block_until_ready(self) -> "MpmdArray":
-        for array in self._partially_addressable_arrays.values():
-            array.block_until_ready()
+        self._wait(list(self._partially_addressable_arrays.values()))
         return self
 
     def is_ready(self) -> bool:
@@ -190,22 +195,26 @@ class MpmdArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy
-        return np.asarray(self.to_mpmd_local_array(), dtype)
+        return np.asarray(self._ready(), dtype)
+
+    def _ready(self) -> jax.Array:
+        self.block_until_ready()
+        return self.to_mpmd_local_array()
 
     def item(self) -> Any:
-        return self.to_mpmd_local_array().item()
+        return self._ready().item()
 
     def __float__(self) -> float:
-        return float(self.to_mpmd_local_array())
+        return float(self._ready())
 
     def __int__(self) -> int:
-        return int(self.to_mpmd_local_array())
+        return int(self._ready())
 
     def __bool__(self) -> bool:
-        return bool(self.to_mpmd_local_array())
+        return bool(self._ready())
 
     def __format__(self, spec: str) -> str:
-        return format(self.to_mpmd_local_array(), spec) if self.is_addressable else repr(self)
+        return format(self._ready(), spec) if self.is_addressable else repr(self)
 
     def __repr__(self) -> str:
         return (

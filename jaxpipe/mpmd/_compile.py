@@ -17,6 +17,7 @@ from ..autodiff import Program
 from ._array import MpmdMesh
 from ._code import Buffer, Code, Receive, Run
 from ._content import content
+from ._session import Agreement
 from ._submesh import on_submesh
 
 Specs = tuple[PartitionSpec | None, ...]
@@ -41,6 +42,7 @@ def compile_code(
     known: Callable[[Buffer], PartitionSpec | None],
     *,
     num_threads: int,
+    agreement: Agreement | None = None,
 ) -> Executables:
     """Compiles what ranks of this process run.
 
@@ -49,6 +51,7 @@ def compile_code(
         mesh: The groups.
         known: How a buffer is divided, if that is decided; None leaves it to the compiler.
         num_threads: How many programs are compiled at a time.
+        agreement: How processes tell each other what their compilers decide, if there are several.
     """
     local = set(mesh.local_ranks)
     single = all(group.size == 1 for group in mesh.unstack)
@@ -77,10 +80,18 @@ def compile_code(
                     wanted = tuple(decided(buffer) for buffer in writes)
                     future = compiler.submit(instruction, given, wanted)
                     futures[place] = future
-                    for i, buffer in enumerate(writes):
-                        specs[buffer, rank] = _later(future, i) if wanted[i] is None else wanted[i]
+                    for i, (buffer, spec) in enumerate(zip(writes, wanted, strict=True)):
+                        specs[buffer, rank] = _later(future, i) if spec is None else spec
+                    if agreement is not None and None in wanted:
+                        future.add_done_callback(_teller(agreement, place))
                 case Run(writes=writes):
-                    specs |= {(buffer, rank): known(buffer) or P() for buffer in writes}
+                    decided_there = [decided(buffer) for buffer in writes]
+                    if agreement is not None and any(spec is None for spec in decided_there):
+                        told = agreement.ask_specs(place, mesh.process_of(rank))
+                        specs |= {(b, rank): spec for b, spec in zip(writes, told, strict=True)}
+                    else:
+                        pairs = zip(writes, decided_there, strict=True)
+                        specs |= {(b, rank): P() if spec is None else spec for b, spec in pairs}
                 case Receive(source=source, buffers=buffers):
                     specs |= {(b, rank): specs[b, source] for b in buffers}
         programs = {place: future.result() for place, future in futures.items()}
@@ -93,6 +104,14 @@ P = PartitionSpec
 
 def _later(future: Future, i: int) -> Callable[[], PartitionSpec]:
     return lambda: future.result().output_shardings[i].spec
+
+
+def _teller(agreement: Agreement, place: int) -> Callable[[Future], None]:
+    def tell(future: Future) -> None:
+        if future.exception() is None:
+            agreement.tell_specs(place, [s.spec for s in future.result().output_shardings])
+
+    return tell
 
 
 class _Compiler:

@@ -6,7 +6,7 @@ Nothing is looked up while it runs: buffers are places in a list, programs and s
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,22 +15,15 @@ from jax.sharding import NamedSharding
 from ._array import MpmdMesh
 from ._code import Buffer, Code, Free, Instruction, Receive, Run, Send
 from ._compile import Executables
+from ._session import Session
+from ._transport import mover, receiver, sender
+from ._watchdog import begin
+from ._watchdog import made as finish
 
 Slots = list[Any]
 Act = Callable[[Slots], None]
 Place = tuple[Buffer, int]
 """A buffer on a rank."""
-
-
-@runtime_checkable
-class Remote(Protocol):
-    """How arrays come to ranks of other processes and from there."""
-
-    def send(self, name: str, rank: int, to: int, arrays: Sequence[jax.Array]) -> None: ...
-
-    def receive(
-        self, name: str, rank: int, source: int, shapes: Sequence[jax.ShapeDtypeStruct]
-    ) -> Sequence[jax.Array]: ...
 
 
 @dataclass(frozen=True)
@@ -48,10 +41,11 @@ class Bound:
     start: Slots
 
 
-def bind(code: Code, mesh: MpmdMesh, executables: Executables, remote: Remote | None) -> Bound:
+def bind(code: Code, mesh: MpmdMesh, executables: Executables, session: Session | None) -> Bound:
     """Binds the instructions of local ranks to places in a list."""
     local = set(mesh.local_ranks)
     places: dict[Place, int] = {}
+    tags: dict[tuple[int, int, tuple[Buffer, ...]], int] = {}
 
     def place(buffer: Buffer, rank: int) -> int:
         return places.setdefault((buffer, rank), len(places))
@@ -59,9 +53,16 @@ def bind(code: Code, mesh: MpmdMesh, executables: Executables, remote: Remote | 
     def sharding(buffer: Buffer, rank: int) -> NamedSharding:
         return NamedSharding(mesh.unstack[rank], executables.specs[buffer, rank])
 
+    def shape(buffer: Buffer, rank: int) -> jax.ShapeDtypeStruct:
+        aval = buffer.value.aval
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding(buffer, rank))
+
     def acts() -> Iterator[tuple[Instruction, Act]]:
         for i, instruction in enumerate(code.instructions):
             rank = instruction.rank
+            if isinstance(instruction, Send):
+                tag = _route(session, mesh, rank, instruction.to)
+                tags[instruction.to, rank, instruction.buffers] = tag
             if rank not in local:
                 continue
             match instruction:
@@ -69,25 +70,36 @@ def bind(code: Code, mesh: MpmdMesh, executables: Executables, remote: Remote | 
                     given = [place(buffer, rank) for buffer in reads]
                     made = [place(buffer, rank) for buffer in writes]
                     gone = [given[d] for d in donated]
-                    yield instruction, _run(executables.programs[i], given, made, gone)
-                case Send(to=to, buffers=buffers) if to in local:
+                    act = _run(executables.programs[i], given, made, gone)
+                    yield instruction, act
+                case Send(to=to, buffers=buffers):
                     given = [place(buffer, rank) for buffer in buffers]
-                    made = [place(buffer, to) for buffer in buffers]
-                    shardings = [sharding(buffer, to) for buffer in buffers]
-                    yield instruction, _move(given, made, shardings)
-                case Send(to=to, buffers=buffers, name=name):
-                    assert remote is not None
-                    given = [place(buffer, rank) for buffer in buffers]
-                    yield instruction, _send(remote, name, rank, to, given)
-                case Receive(source=source, buffers=buffers, name=name) if source not in local:
-                    assert remote is not None
+                    sources = [shape(buffer, rank) for buffer in buffers]
+                    if to in local:
+                        made = [place(buffer, to) for buffer in buffers]
+                        move = mover(sources, [shape(buffer, to) for buffer in buffers])
+                        yield instruction, _move(given, made, move)
+                    else:
+                        assert session is not None
+                        peer = mesh.process_of(to)
+                        send = sender(session.transport, peer, tags[to, rank, buffers], sources)
+                        yield instruction, _send(given, send)
+                case Receive(source=source, buffers=buffers) if source not in local:
+                    assert session is not None
+                    peer, tag = mesh.process_of(source), tags[rank, source, buffers]
+                    targets = [shape(buffer, rank) for buffer in buffers]
                     made = [place(buffer, rank) for buffer in buffers]
-                    shapes = [_shape(buffer, sharding(buffer, rank)) for buffer in buffers]
-                    yield instruction, _receive(remote, name, rank, source, made, shapes)
+                    yield (
+                        instruction,
+                        _receive(made, receiver(session.transport, peer, tag, targets)),
+                    )
                 case Free(buffers=buffers):
                     yield instruction, _free([place(buffer, rank) for buffer in buffers])
 
-    bound = tuple(acts())
+    bound = tuple(
+        (instruction, act if session is None else _watched(session, mesh, instruction, act, places))
+        for instruction, act in acts()
+    )
     for buffer, ranks in (*code.inputs, *code.outputs):
         for rank in local.intersection(ranks):
             place(buffer, rank)
@@ -99,9 +111,45 @@ def bind(code: Code, mesh: MpmdMesh, executables: Executables, remote: Remote | 
     return Bound(bound, places, start)
 
 
-def _shape(buffer: Buffer, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    aval = buffer.value.aval
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+def _route(session: Session | None, mesh: MpmdMesh, rank: int, to: int) -> int:
+    """The number of a route among all between two processes; all processes count alike."""
+    if session is None:
+        return 0
+    ends = mesh.process_of(rank), mesh.process_of(to)
+    session.routes[ends] += 1
+    return session.routes[ends]
+
+
+def _watched(
+    session: Session,
+    mesh: MpmdMesh,
+    instruction: Instruction,
+    act: Act,
+    places: Mapping[Place, int],
+) -> Act:
+    """With an eye on what it makes: if that does not come, the error has its name."""
+    rank = instruction.rank
+    match instruction:
+        case Run(name=name, writes=writes):
+            label, buffers = f"{name} on rank {rank}", writes
+        case Receive(source=source, name=name, buffers=buffers):
+            peer = f"rank {source} (process {mesh.process_of(source)})"
+            label = f"rank {rank}'s receive of {name} from {peer}"
+        case _:
+            return act
+    if not buffers:
+        return act
+    smallest = places[min(buffers, key=lambda buffer: buffer.value.num_bytes), rank]
+    dog = session.dog
+
+    def watched(slots: Slots) -> None:
+        entry = begin(dog, label)
+        try:
+            act(slots)
+        finally:
+            finish(entry, [slots[smallest]] if slots[smallest] is not None else [])
+
+    return watched
 
 
 def _read(places: Sequence[int]) -> Callable[[Slots], Sequence[Any]]:
@@ -126,33 +174,26 @@ def _run(
     return act
 
 
-def _move(given: Sequence[int], made: Sequence[int], shardings: Sequence[NamedSharding]) -> Act:
-    read, shardings = _read(given), list(shardings)
+def _move(
+    given: Sequence[int], made: Sequence[int], move: Callable[[Sequence[Any]], Sequence[Any]]
+) -> Act:
+    read = _read(given)
 
     def act(slots: Slots) -> None:
-        moved = jax.device_put(list(read(slots)), shardings)
-        for place, array in zip(made, moved, strict=True):
+        for place, array in zip(made, move(read(slots)), strict=True):
             slots[place] = array
 
     return act
 
 
-def _send(remote: Remote, name: str, rank: int, to: int, given: Sequence[int]) -> Act:
+def _send(given: Sequence[int], send: Callable[[Sequence[Any]], None]) -> Act:
     read = _read(given)
-    return lambda slots: remote.send(name, rank, to, read(slots))
+    return lambda slots: send(list(read(slots)))
 
 
-def _receive(
-    remote: Remote,
-    name: str,
-    rank: int,
-    source: int,
-    made: Sequence[int],
-    shapes: Sequence[jax.ShapeDtypeStruct],
-) -> Act:
+def _receive(made: Sequence[int], receive: Callable[[], Sequence[Any]]) -> Act:
     def act(slots: Slots) -> None:
-        arrays = remote.receive(name, rank, source, shapes)
-        for place, array in zip(made, arrays, strict=True):
+        for place, array in zip(made, receive(), strict=True):
             slots[place] = array
 
     return act

@@ -1,22 +1,32 @@
 """Buffers go as soon as nobody reads them any more, or become memory of what is made next."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ._code import Buffer, Code, Free, Instruction, Receive, Run, Send
 
 
-def free(code: Code, *, donated_inputs: frozenset[int] = frozenset()) -> Code:
+def free(
+    code: Code, *, donated_inputs: frozenset[int] = frozenset(), processes: Sequence[int] = ()
+) -> Code:
     """Donates to programs what they are the last to read, and frees the rest.
 
     Args:
         code: With its exchanges.
         donated_inputs: Which arguments the caller gives away; the others stay as they are.
+        processes: That of each rank, if there are several. What another process has yet to pull
+            is not donated.
     """
     last = _last_reads(code)
     given = {b for i, (b, _) in enumerate(code.inputs) if i not in donated_inputs}
     returned = {(buffer, rank) for buffer, ranks in code.outputs for rank in ranks}
+    pulled = {
+        (buffer, instruction.rank)
+        for instruction in code.instructions
+        if isinstance(instruction, Send) and _crosses(instruction, processes)
+        for buffer in instruction.buffers
+    }
     stays = {(b, r) for r in range(code.num_ranks) for b in (*given, *code.indices)} | returned
 
     def instructions() -> Iterator[Instruction]:
@@ -28,7 +38,8 @@ def free(code: Code, *, donated_inputs: frozenset[int] = frozenset()) -> Code:
                 if last[rank].get(buffer) == place and (buffer, rank) not in stays
             ]
             if isinstance(instruction, Run):
-                donated = _donated(instruction, dying)
+                may_go = [buffer for buffer in dying if (buffer, rank) not in pulled]
+                donated = _donated(instruction, may_go)
                 yield replace(instruction, donated=donated)
                 gone = {instruction.reads[i] for i in donated}
                 dying = [buffer for buffer in dying if buffer not in gone]
@@ -38,6 +49,10 @@ def free(code: Code, *, donated_inputs: frozenset[int] = frozenset()) -> Code:
                 yield Free(rank, tuple(dict.fromkeys(dying)))
 
     return replace(code, instructions=tuple(instructions()))
+
+
+def _crosses(send: Send, processes: Sequence[int]) -> bool:
+    return bool(processes) and processes[send.rank] != processes[send.to]
 
 
 def _buffers(instruction: Instruction) -> tuple[Buffer, ...]:

@@ -3,6 +3,7 @@
 As with `jax.jit`: trace, lower, compile, call. Each stage prints.
 """
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,8 +26,10 @@ from ._jaxpp_schedules import as_schedule
 from ._loops import loop_results
 from ._lower import lower
 from ._place import placed
+from ._session import Agreement, Session, open_session
 from ._specs import spread
 from ._submesh import check_spec
+from ._watchdog import wait
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Settings:
     out_specs: PyTree
     donate_argnums: tuple[int, ...]
     static_argnums: tuple[int, ...]
-    schedule: Schedule | None = None
+    timeout: float
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,13 @@ class Traced:
         self, *, observe: Callable[[str, Any], None] = lambda name, result: None
     ) -> "Lowered":
         """Cuts, places and orders it."""
-        ranks = self.settings.mesh.mpmd_dim
+        mesh = self.settings.mesh
         outer, code = lower(
             self.program,
-            ranks,
-            partial(_checked_schedule, ranks),
+            mesh.mpmd_dim,
+            partial(_checked_schedule, mesh.mpmd_dim),
             donated_inputs=self.donated,
+            processes=[mesh.process_of(rank) for rank in range(mesh.mpmd_dim)],
             observe=observe,
         )
         return Lowered(self, outer, code)
@@ -96,8 +100,17 @@ class Lowered:
         def spec_of(buffer: Buffer) -> P | None:
             return specs.get(buffer.value)
 
-        executables = compile_code(code, mesh, spec_of, num_threads=os.cpu_count() or 1)
-        return Compiled(self, bind(code, mesh, executables, None), executables.specs)
+        session = agreement = None
+        if jax.process_count() > 1:
+            session = open_session(traced.settings.timeout)
+            agreement = Agreement(f"program/{next(session.programs)}")
+            agreement.check_program(_digest(str(code)))
+        threads = os.cpu_count() or 1
+        executables = compile_code(code, mesh, spec_of, num_threads=threads, agreement=agreement)
+        bound = bind(code, mesh, executables, session)
+        if agreement is not None:
+            agreement.wait_for_all()
+        return Compiled(self, bound, executables.specs, session)
 
 
 Specs = Mapping[tuple[Buffer, int], P]
@@ -109,11 +122,14 @@ class Compiled:
     Call it with the arguments it was compiled for.
     """
 
-    def __init__(self, lowered: Lowered, bound: Bound, specs: Specs) -> None:
+    def __init__(
+        self, lowered: Lowered, bound: Bound, specs: Specs, session: Session | None
+    ) -> None:
         self.lowered = lowered
         self._specs = specs
         self._bound = bound
         self._acts = [act for _, act in bound.acts]
+        self._wait = jax.block_until_ready if session is None else partial(wait, session.dog)
         mesh, code = lowered.traced.settings.mesh, lowered.code
         local = set(mesh.local_ranks)
         self._inputs = [
@@ -158,8 +174,9 @@ class Compiled:
         placed(leaves, self._inputs, slots)
         for act in self._acts:
             act(slots)
+        wait = self._wait
         out = [
-            MpmdArray(aval.shape, aval.dtype, sharding, {r: slots[p] for r, p in places})
+            MpmdArray(aval.shape, aval.dtype, sharding, {r: slots[p] for r, p in places}, wait)
             for aval, sharding, places in self._outputs
         ]
         return traced.out_tree.unflatten(out)
@@ -217,6 +234,10 @@ class MpmdFunction:
         if key not in self._compiled:
             self._compiled[key] = self.compile(*args)
         return self._compiled[key](*args)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _type_of(leaf: Any) -> Any:
@@ -283,6 +304,7 @@ def mpmd_jit_with_loop(
     out_specs: PyTree = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
+    timeout: float = 300.0,
 ) -> MpmdFunction:
     """Compiles a function with `treduce` loops into programs of its own for each group.
 
@@ -296,13 +318,20 @@ def mpmd_jit_with_loop(
         out_specs: The same of results.
         donate_argnums: Arguments whose memory results may take.
         static_argnums: Arguments that are no arrays, hashable. Others give another program.
+        timeout: With several processes: how long no program and no transfer may finish, in seconds,
+            before every process ends with an error that names what it waits for.
 
     Raises:
         ValueError: If a spec divides something over the groups; and when compiling, if marks and
             schedule do not fit, or the mesh and the schedule.
     """
     settings = Settings(
-        mpmd_mesh, in_specs, out_specs, _numbers(donate_argnums), _numbers(static_argnums)
+        mpmd_mesh,
+        in_specs,
+        out_specs,
+        _numbers(donate_argnums),
+        _numbers(static_argnums),
+        timeout,
     )
     return MpmdFunction(f, settings)
 

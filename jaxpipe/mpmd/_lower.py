@@ -1,6 +1,7 @@
 """From a traced function to code: the passes, in order."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ..autodiff import Constant, Program
@@ -23,6 +24,7 @@ def lower(
     schedule_of: Callable[[Any, int], Schedule],
     *,
     donated_inputs: frozenset[int] = frozenset(),
+    processes: Sequence[int] = (),
     observe: Observe = lambda name, result: None,
 ) -> tuple[Program, Code]:
     """Cuts loops into tasks, places everything, and adds what ranks exchange.
@@ -32,6 +34,7 @@ def lower(
         num_ranks: The number of groups.
         schedule_of: A checked schedule from what the user gave, and a number of microbatches.
         donated_inputs: Which arguments may be overwritten.
+        processes: That of each rank, if there are several.
         observe: Sees the result of every pass, for dumps and tests.
 
     Returns:
@@ -46,7 +49,7 @@ def lower(
     for name, one_pass in (
         ("exchange", exchange),
         ("fuse", fuse),
-        ("free", lambda code: free(code, donated_inputs=donated_inputs)),
+        ("free", partial(free, donated_inputs=donated_inputs, processes=processes)),
     ):
         code = one_pass(code)
         check(code)

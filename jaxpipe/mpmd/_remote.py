@@ -60,7 +60,7 @@ def open_transport(timeout: float, host: str | None = None) -> Transport:
         max_num_parallel_copies=NUM_CHUNKS,
         transfer_size=CHUNK_BYTES,
     )
-    _tell("address", server.address())
+    tell("address", server.address())
     return Transport(jax.process_index(), timeout, server)
 
 
@@ -71,7 +71,7 @@ def connect(transport: Transport, peer: int) -> Any:
     Raises:
         TimeoutError: If the peer does not open its transport in time.
     """
-    addresses = _ask("address", [peer], transport.timeout)
+    addresses = ask("address", [peer], transport.timeout)
     if peer not in addresses:
         raise TimeoutError(
             f"Process {peer} has not opened its transport within {transport.timeout} seconds. "
@@ -115,8 +115,8 @@ def check_agreement(
     if not others:
         return
     mine = json.dumps(dict(facts))
-    _tell(f"facts/{name}", mine)
-    told = _ask(f"facts/{name}", others, timeout)
+    tell(f"facts/{name}", mine)
+    told = ask(f"facts/{name}", others, timeout)
     late = [process for process in others if process not in told]
     if late:
         raise TimeoutError(
@@ -136,11 +136,12 @@ def check_agreement(
             )
 
 
-def _tell(what: str, value: str) -> None:
+def tell(what: str, value: str) -> None:
+    """Says something to all processes, once."""
     _distributed().client.key_value_set(f"jaxpipe/{what}/{jax.process_index()}", value)
 
 
-def _ask(what: str, processes: Iterable[int], timeout: float) -> dict[int, str]:
+def ask(what: str, processes: Iterable[int], timeout: float) -> dict[int, str]:
     """What processes tell, without those that have not told within `timeout` seconds."""
     client, deadline = _distributed().client, time.monotonic() + timeout
     told = {}

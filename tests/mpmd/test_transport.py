@@ -1,5 +1,6 @@
 """Arrays arrive as they left, in one process and across several; and nobody waits forever."""
 
+import itertools
 import json
 import re
 import threading
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.transfer import make_error_array
+from jax.experimental.transfer import make_error_array, start_transfer_server
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -125,12 +126,6 @@ def watch(dog: Watchdog, label: str, x: jax.Array) -> None:
     made(begin(dog, label), [x])
 
 
-def behind(function, x: jax.Array) -> jax.Array:
-    """The function of x in a program of its own. It does enough for it not to run in the call."""
-    program = jax.jit(lambda x, w: jax.pure_callback(function, x, x + (w @ w @ w).sum() * 0))
-    return program(x, np.ones((256, 256), np.float32))
-
-
 def test_the_watchdog_lets_go_of_what_is_there(dog):
     x = jnp.ones(4) + 1
     watch(dog, "0F0", x)
@@ -143,35 +138,36 @@ def test_the_watchdog_lets_go_of_what_is_there(dog):
     assert gone() is None
 
 
-def test_what_is_stuck_raises_where_the_main_thread_waits(dog, capfd):
-    go_on = threading.Event()
+@pytest.fixture(scope="module")
+def late():
+    """A function of seconds and of an array: a copy that is there that much later."""
+    server = start_transfer_server(jax.local_devices()[0].client, "127.0.0.1:0", ["127.0.0.1:0"])
+    connection = server.connect(server.address())
+    numbers = itertools.count()
 
-    def hang(x):
-        go_on.wait(60)
-        return x
+    def pull(seconds: float, x: jax.Array) -> jax.Array:
+        number = next(numbers)
+        threading.Timer(seconds, server.await_pull, (number, [x])).start()
+        return connection.pull(number, [Spec(x.shape, x.dtype, sharding=x.sharding)])[0]
 
+    return pull
+
+
+def test_what_is_stuck_raises_where_the_main_thread_waits(dog, late, capfd):
     watch(dog, "0F0", jnp.zeros(4) + 1)
-    stuck = behind(hang, jnp.zeros(4))
+    stuck = late(0.6, jnp.zeros(4))
     watch(dog, "rank 1: 1F0", stuck)
-    try:
-        with pytest.raises(MpmdError, match=r"process 0: rank 1: 1F0 .* within 0\.3 seconds"):
-            wait(dog, [stuck])
-    finally:
-        go_on.set()
-        stuck.block_until_ready()
+    with pytest.raises(MpmdError, match=r"process 0: rank 1: 1F0 .* within 0\.3 seconds"):
+        wait(dog, [stuck])
     assert "jaxpipe: process 0: rank 1: 1F0 has not finished" in capfd.readouterr().err
+    stuck.block_until_ready()
 
 
-def test_the_clock_runs_for_the_oldest_only(dog):
-    def slow(x):
-        time.sleep(0.15)
-        return x
-
-    x = jnp.zeros(4)
-    for n in range(6):  # 0.9 seconds, and none of them more than 0.3
-        x = behind(slow, x)
+def test_the_clock_runs_for_the_oldest_only(dog, late):
+    slow = [late(0.15 * n, jnp.zeros(4)) for n in range(1, 6)]
+    for n, x in enumerate(slow):
         watch(dog, f"0F{n}", x)
-    wait(dog, [x])
+    wait(dog, slow)
 
 
 def test_alone_an_error_is_left_to_whoever_reads_the_array(dog):
@@ -183,7 +179,7 @@ def test_alone_an_error_is_left_to_whoever_reads_the_array(dog):
 
 
 def test_a_timeout_must_be_positive():
-    with pytest.raises(ValueError, match="`timeout` is 0.0"):
+    with pytest.raises(ValueError, match=r"`timeout` is 0\.0"):
         start_watchdog(0.0)
 
 
