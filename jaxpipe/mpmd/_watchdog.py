@@ -128,6 +128,15 @@ def wait(dog: Watchdog, arrays: Sequence[jax.Array]) -> None:
     raise MpmdError(dog.reasons[0])
 
 
+def give_up(dog: Watchdog, error: Exception) -> None:
+    """Says that a step has ended in the middle. Peers wait for what never comes, so with them the
+    process ends too, as soon as there was time for the traceback.
+    """
+    if dog.has_peers:
+        dog.raised.set()
+        _say(dog, f"{type(error).__name__}: {error}")
+
+
 def stop(dog: Watchdog) -> None:
     """Ends the watch, not the process."""
     dog.stopped.set()
@@ -139,14 +148,16 @@ def _patrol(dog: Watchdog) -> None:
         _name_aborts(dog)
     oldest, since = None, 0.0
     while not dog.stopped.wait(POLL_SECONDS):
-        reason = _look(dog)
+        failure = _look(dog)
         first = dog.under_way[0] if dog.under_way else None
         if first is not oldest:
             oldest, since = first, time.monotonic()
         elif first is not None and time.monotonic() - since > dog.timeout:
-            reason = reason or f"{first[0]} has not finished within {dog.timeout} seconds"
-        if reason is not None:
-            _end(dog, f"process {dog.process}: {reason}")
+            failure = failure or f"{first[0]} has not finished within {dog.timeout} seconds"
+        if failure and not dog.reasons:
+            _say(dog, failure)
+        if dog.reasons:
+            _leave(dog)
             return
 
 
@@ -165,10 +176,13 @@ def _look(dog: Watchdog) -> str | None:
     return None
 
 
-def _end(dog: Watchdog, reason: str) -> None:
-    """Says why, and ends the process unless the main thread has raised and nobody waits for it."""
-    dog.reasons.append(reason)
-    print(f"jaxpipe: {reason}", file=sys.stderr, flush=True)
+def _say(dog: Watchdog, reason: str) -> None:
+    dog.reasons.append(f"process {dog.process}: {reason}")
+    print(f"jaxpipe: {dog.reasons[0]}", file=sys.stderr, flush=True)
+
+
+def _leave(dog: Watchdog) -> None:
+    """Ends the process, unless the main thread has raised the reason and nobody waits for it."""
     if not dog.raised.wait(dog.grace):
         faulthandler.dump_traceback(sys.__stderr__ or 2)
     elif dog.has_peers:
@@ -196,14 +210,17 @@ def _failure(watched: Watched) -> str | None:
             array.block_until_ready()
         except RuntimeError as error:
             if not array.is_deleted():  # donated to the next program: it was fine
-                return f"{label} has failed{_meaning(str(error))}"
+                return f"{label} has failed: {_meaning(str(error))}"
     return None
 
 
 def _meaning(error: str) -> str:
     first = error.splitlines()[0]
-    lost = "the connection is lost, so the peer has died or left" if "SocketServer" in first else ""
-    return f": {lost} ({first})" if lost else f": {first}"
+    if "Error while transferring" in first:
+        return f"the peer has nothing to send ({first})"
+    if "recv()" in first:
+        return f"the connection is lost, so the peer has died or left ({first})"
+    return first
 
 
 def _numbers(array: Any) -> Any:
@@ -220,9 +237,10 @@ def _name_aborts(dog: Watchdog) -> None:
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int)
     def say(_: int) -> None:
-        what = next((label for label, _ in (*dog.under_way, *dog.new)), "nothing")
-        line = f"jaxpipe: process {dog.process}: aborted by JAX; under way: {what}\n"
-        os.write(2, line.encode())
+        if not dog.reasons:
+            first = [f"{label} is under way" for label, _ in dog.under_way[:1]]
+            what = _look(dog) or (first or ["nothing is under way"])[0]
+            os.write(2, f"jaxpipe: process {dog.process}: {what}, and JAX aborts\n".encode())
 
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(say))  # for the life of the process
     libc = ctypes.CDLL(None)
