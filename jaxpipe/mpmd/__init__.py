@@ -3,9 +3,15 @@
 The names are JaxPP's where it has them.
 """
 
+from ._across import cross_mpmd_all_reduce as cross_mpmd_all_reduce
+from ._across import cross_mpmd_stack as cross_mpmd_stack
+from ._across import place_with as place_with
 from ._array import MpmdArray as MpmdArray
 from ._array import MpmdMesh as MpmdMesh
 from ._array import MpmdSharding as MpmdSharding
+from ._compiled import Compiled as Compiled
+from ._compiled import Lowered as Lowered
+from ._compiled import Traced as Traced
 from ._engine import mpmd_value_and_grad as mpmd_value_and_grad
 from ._jaxpp_schedules import DualPipeV as DualPipeV
 from ._jaxpp_schedules import Eager1F1B as Eager1F1B
@@ -15,15 +21,19 @@ from ._jaxpp_schedules import InterleavedGPipe as InterleavedGPipe
 from ._jaxpp_schedules import KimiK2 as KimiK2
 from ._jaxpp_schedules import Std1F1B as Std1F1B
 from ._jaxpp_schedules import ZeroBubble as ZeroBubble
-from ._jit import Compiled as Compiled
-from ._jit import Lowered as Lowered
 from ._jit import MpmdFunction as MpmdFunction
-from ._jit import Traced as Traced
+from ._jit import mpmd_jit_by_yield as mpmd_jit_by_yield
 from ._jit import mpmd_jit_with_loop as mpmd_jit_with_loop
 from ._marks import mark_stage_end as mark_stage_end
 from ._marks import pipeline_enter_stage as pipeline_enter_stage
+from ._measured import collect_task_times_ms as collect_task_times_ms
+from ._measured import timed_step as timed_step
+from ._measured import to_timeline as to_timeline
 from ._reduce import Add as Add
 from ._reduce import Concat as Concat
 from ._reduce import Max as Max
 from ._reduce import treduce as treduce
 from ._reduce import treduce_i as treduce_i
+from ._reshard import mpmd_to_spmd_reshard as mpmd_to_spmd_reshard
+from ._reshard import spmd_to_mpmd_reshard as spmd_to_mpmd_reshard
+from ._watchdog import MpmdError as MpmdError

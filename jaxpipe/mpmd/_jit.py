@@ -1,185 +1,19 @@
-"""A function with pipelined loops, as programs of its own for every group of a mesh.
+"""A function with pipelined loops, as programs of its own for every group of a mesh."""
 
-As with `jax.jit`: trace, lower, compile, call. Each stage prints.
-"""
-
-import hashlib
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from ..autodiff import Program, Value, program
-from ..schedules import Schedule
-from ._array import MpmdArray, MpmdMesh, MpmdSharding
-from ._code import Buffer, Code
-from ._compile import compile_code
-from ._execute import Bound, bind
-from ._jaxpp_schedules import as_schedule
-from ._loops import loop_results
-from ._lower import lower
-from ._place import placed
-from ._session import Agreement, Session, open_session
-from ._specs import spread
+from .. import schedules
+from ..autodiff import Program, program
+from ._array import MpmdArray, MpmdMesh
+from ._compiled import Compiled, Lowered, Settings, Traced
+from ._reduce import Last, treduce_i
 from ._submesh import check_spec
-from ._watchdog import wait
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What `mpmd_jit_with_loop` is given beside a function."""
-
-    mesh: MpmdMesh
-    in_specs: PyTree
-    out_specs: PyTree
-    donate_argnums: tuple[int, ...]
-    static_argnums: tuple[int, ...]
-    timeout: float
-
-
-@dataclass(frozen=True)
-class Traced:
-    """A function of arrays.
-
-    Attributes:
-        in_specs: Of each argument, flat; None where the caller leaves it open.
-        out_specs: Of each result, flat, likewise.
-    """
-
-    settings: Settings
-    program: Program
-    in_tree: Any
-    out_tree: Any
-    in_specs: tuple[P | None, ...]
-    out_specs: tuple[P | None, ...]
-    donated: frozenset[int]
-
-    def lower(
-        self, *, observe: Callable[[str, Any], None] = lambda name, result: None
-    ) -> "Lowered":
-        """Cuts, places and orders it."""
-        mesh = self.settings.mesh
-        outer, code = lower(
-            self.program,
-            mesh.mpmd_dim,
-            partial(_checked_schedule, mesh.mpmd_dim),
-            donated_inputs=self.donated,
-            processes=[mesh.process_of(rank) for rank in range(mesh.mpmd_dim)],
-            observe=observe,
-        )
-        return Lowered(self, outer, code)
-
-
-@dataclass(frozen=True)
-class Lowered:
-    """What every rank does, which `str` shows."""
-
-    traced: Traced
-    outer: Program
-    code: Code
-
-    def __str__(self) -> str:
-        return str(self.code)
-
-    def compile(self) -> "Compiled":
-        """Compiles every program of this process."""
-        traced, code, mesh = self.traced, self.code, self.traced.settings.mesh
-        known: dict[Value, P | None] = dict(zip(self.outer.inputs, traced.in_specs, strict=True))
-        for (buffer, _), spec in zip(code.outputs, traced.out_specs, strict=True):
-            if known.get(buffer.value) is None:
-                known[buffer.value] = spec
-        specs = {value: P() for value in loop_results(self.outer)} | spread(self.outer, known)
-
-        def spec_of(buffer: Buffer) -> P | None:
-            return specs.get(buffer.value)
-
-        session = agreement = None
-        if jax.process_count() > 1:
-            session = open_session(traced.settings.timeout)
-            agreement = Agreement(f"program/{next(session.programs)}")
-            agreement.check_program(_digest(str(code)))
-        threads = os.cpu_count() or 1
-        executables = compile_code(code, mesh, spec_of, num_threads=threads, agreement=agreement)
-        bound = bind(code, mesh, executables, session)
-        if agreement is not None:
-            agreement.wait_for_all()
-        return Compiled(self, bound, executables.specs, session)
-
-
-Specs = Mapping[tuple[Buffer, int], P]
-
-
-class Compiled:
-    """A step that is ready to run.
-
-    Call it with the arguments it was compiled for.
-    """
-
-    def __init__(
-        self, lowered: Lowered, bound: Bound, specs: Specs, session: Session | None
-    ) -> None:
-        self.lowered = lowered
-        self._specs = specs
-        self._bound = bound
-        self._acts = [act for _, act in bound.acts]
-        self._wait = jax.block_until_ready if session is None else partial(wait, session.dog)
-        mesh, code = lowered.traced.settings.mesh, lowered.code
-        local = set(mesh.local_ranks)
-        self._inputs = [
-            [
-                (rank, bound.places[buffer, rank], NamedSharding(mesh.unstack[rank], spec))
-                for rank in ranks
-                if rank in local
-                for spec in [specs[buffer, rank]]
-            ]
-            for buffer, ranks in code.inputs
-        ]
-        self._outputs = [
-            (
-                b.value.aval,
-                MpmdSharding(mesh, ranks, specs[b, ranks[0]]),
-                [(r, bound.places[b, r]) for r in ranks if r in local],
-            )
-            for b, ranks in code.outputs
-        ]
-
-    @property
-    def closed_jaxpr(self) -> Code:
-        """What every rank does, to be printed."""
-        return self.lowered.code
-
-    @property
-    def in_shardings(self) -> PyTree[MpmdSharding]:
-        """Where the arguments should be, so that calls move nothing."""
-        traced, mesh = self.lowered.traced, self.lowered.traced.settings.mesh
-        shardings = [
-            MpmdSharding(mesh, ranks, self._specs[b, ranks[0]]) if ranks else None
-            for b, ranks in self.lowered.code.inputs
-        ]
-        return traced.in_tree.unflatten(shardings)
-
-    def __call__(self, *args: Any) -> PyTree[MpmdArray]:
-        traced = self.lowered.traced
-        static = traced.settings.static_argnums
-        dynamic = [x for i, x in enumerate(args) if i not in static]
-        leaves = traced.in_tree.flatten_up_to(tuple(dynamic))
-        slots = list(self._bound.start)
-        placed(leaves, self._inputs, slots)
-        for act in self._acts:
-            act(slots)
-        wait = self._wait
-        out = [
-            MpmdArray(aval.shape, aval.dtype, sharding, {r: slots[p] for r, p in places}, wait)
-            for aval, sharding, places in self._outputs
-        ]
-        return traced.out_tree.unflatten(out)
 
 
 class MpmdFunction:
@@ -234,10 +68,6 @@ class MpmdFunction:
         if key not in self._compiled:
             self._compiled[key] = self.compile(*args)
         return self._compiled[key](*args)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _type_of(leaf: Any) -> Any:
@@ -336,15 +166,47 @@ def mpmd_jit_with_loop(
     return MpmdFunction(f, settings)
 
 
+def mpmd_jit_by_yield(
+    f: Callable[..., PyTree],
+    mpmd_mesh: MpmdMesh,
+    *,
+    in_specs: PyTree = None,
+    out_specs: PyTree = None,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    timeout: float = 300.0,
+) -> MpmdFunction:
+    """Compiles a function without a loop: each group runs what stands between two of its marks.
+
+    With `jax.value_and_grad` inside, groups run their backwards in turn as well.
+
+    Args:
+        f: A function with a mark at the end of every stage, as many stages as there are groups.
+        mpmd_mesh: The groups, in the order of the stages.
+        in_specs: As in `mpmd_jit_with_loop`.
+        out_specs: As there.
+        donate_argnums: As there.
+        static_argnums: As there.
+        timeout: As there.
+
+    Raises:
+        ValueError: As there.
+    """
+    schedule = schedules.gpipe(mpmd_mesh.mpmd_dim, 1)
+
+    def once(*args: Any) -> PyTree:
+        return treduce_i(lambda _: f(*args), 1, schedule=schedule, operation=Last)
+
+    return mpmd_jit_with_loop(
+        once,
+        mpmd_mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        donate_argnums=donate_argnums,
+        static_argnums=static_argnums,
+        timeout=timeout,
+    )
+
+
 def _numbers(argnums: int | Sequence[int]) -> tuple[int, ...]:
     return (argnums,) if isinstance(argnums, int) else tuple(argnums)
-
-
-def _checked_schedule(num_ranks: int, schedule: Any, num_microbatches: int) -> Schedule:
-    checked = as_schedule(schedule, num_microbatches)
-    if len(checked.programs) != num_ranks:
-        raise ValueError(
-            f"The schedule is for {len(checked.programs)} ranks, and the mesh has {num_ranks} "
-            "groups. Give as many of one as of the other."
-        )
-    return checked

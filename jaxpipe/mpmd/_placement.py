@@ -6,11 +6,12 @@ placed value, such as a count of steps or a cast of weights, is light to repeat:
 needs it computes it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .. import schedules
-from ..autodiff import Program, Step, Value, values
+from ..autodiff import Plain, Program, Step, Value, values
+from ._across import STACK, SUM, WITH
 from ._loops import PipelinedLoop, loop_of
 from ._steps import ADD, is_sum, live
 
@@ -123,9 +124,20 @@ def _homes(outer: Program, wanted: Mapping[Value, set[int]]) -> dict[Value, set[
             continue
         behind.update(step.outputs)
         placed = [(v, homes.get(v) or wanted.get(v, set())) for v in given]
-        _, ranks = max(((v, r) for v, r in placed if r), key=lambda p: (p[0].num_bytes, len(p[1])))
-        homes |= dict.fromkeys(step.outputs, ranks)
+        homes |= dict.fromkeys(step.outputs, _home(step, [(v, r) for v, r in placed if r]))
     return homes
+
+
+def _home(step: Step, placed: Sequence[tuple[Value, set[int]]]) -> set[int]:
+    """Where a step runs, given where those of its inputs are that have a place."""
+    name = step.operation.name if isinstance(step.operation, Plain) else ""
+    if name in (SUM, STACK):
+        return set().union(*(ranks for _, ranks in placed))
+    if name == WITH:
+        found = [ranks for value, ranks in placed if value is step.inputs[-1]]
+        if found:
+            return found[0]
+    return max(placed, key=lambda pair: (pair[0].num_bytes, len(pair[1])))[1]
 
 
 def _needed(

@@ -25,12 +25,14 @@ class Operation(Enum):
     ADD = "add"
     MAX = "max"
     CONCAT = "concat"
+    LAST = "last"
 
     def __repr__(self) -> str:
         return self.value.capitalize()
 
 
 Add, Max, Concat = Operation.ADD, Operation.MAX, Operation.CONCAT
+Last = Operation.LAST
 
 NAME = "treduce"
 treduce_p = Primitive(NAME)
@@ -130,7 +132,7 @@ class Total:
     def start(self) -> jax.Array:
         """Before the first microbatch."""
         match self.operation:
-            case Operation.ADD:
+            case Operation.ADD | Operation.LAST:
                 return jnp.zeros(self.shape, self.dtype)
             case Operation.MAX:
                 return jnp.full(self.shape, _lowest(self.dtype), self.dtype)
@@ -146,6 +148,8 @@ class Total:
                 return jnp.maximum(so_far, new)
             case Operation.CONCAT:
                 return lax.dynamic_update_index_in_dim(so_far, new, i, 0)
+            case Operation.LAST:
+                return new
 
 
 def _lowest(dtype: Any) -> Any:

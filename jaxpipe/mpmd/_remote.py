@@ -16,10 +16,12 @@ from typing import Any
 import jax
 from jax.experimental import transfer
 
-CHUNK_BYTES = 1 << 25
+CHUNK_BYTES = 1 << 24
 """How much of an array travels at a time."""
-NUM_CHUNKS = 4
-"""How many chunks travel at a time; each server keeps host memory for three times as many."""
+NUM_CHUNKS = 8
+"""How many chunks travel at a time. A server reserves host memory for three times as many."""
+NUM_SOCKETS = 4
+"""How many connections they share."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def open_transport(timeout: float, host: str | None = None) -> Transport:
     host = host or _own_host()
     # Without addresses of its own for the bulk of the data, a server dies when it is connected to
     # from another process (`Check failed: fd_ == -1`).
-    bulk = [f"{host}:0"] * NUM_CHUNKS
+    bulk = [f"{host}:0"] * NUM_SOCKETS
     server = transfer.start_transfer_server(
         jax.local_devices()[0].client,
         f"{host}:0",

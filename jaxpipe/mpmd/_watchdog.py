@@ -129,8 +129,10 @@ def wait(dog: Watchdog, arrays: Sequence[jax.Array]) -> None:
 
 
 def give_up(dog: Watchdog, error: Exception) -> None:
-    """Says that a step has ended in the middle. Peers wait for what never comes, so with them the
-    process ends too, as soon as there was time for the traceback.
+    """Says that a step has ended in the middle, by this error.
+
+    Peers wait for what never comes, so if there are any, this process ends once there was time for
+    the traceback.
     """
     if dog.has_peers:
         dog.raised.set()
@@ -170,7 +172,7 @@ def _look(dog: Watchdog) -> str | None:
     if dog.has_peers and any(map(_failure, there)):
         # A failure spreads to all that needs the array, maybe while we looked: once more.
         there = (watched for watched in dog.under_way if _is_there(watched))
-        return next(failure for failure in map(_failure, there) if failure)
+        return next(filter(None, map(_failure, there)), None)
     gone = set(map(id, there))
     dog.under_way[:] = [watched for watched in dog.under_way if id(watched) not in gone]
     return None
@@ -199,7 +201,10 @@ def _is_there(watched: Watched) -> bool:
 
 
 def _are_ready(arrays: Sequence[jax.Array]) -> bool:
-    return all(array.is_deleted() or _numbers(array).is_ready() for array in arrays)
+    try:
+        return all(array.is_deleted() or _numbers(array).is_ready() for array in arrays)
+    except RuntimeError:  # deleted in between
+        return False
 
 
 def _failure(watched: Watched) -> str | None:

@@ -1,0 +1,215 @@
+"""From a function to a step that is ready: trace, lower, compile, call. Each stage prints.
+
+As with `jax.stages`.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
+
+from ..autodiff import Program, Value
+from ..schedules import Schedule
+from ._array import MpmdArray, MpmdMesh, MpmdSharding
+from ._code import Buffer, Code, Instruction
+from ._compile import compile_code
+from ._execute import Act, Bound, Place, bind
+from ._jaxpp_schedules import as_schedule
+from ._loops import loop_of, loop_results
+from ._lower import lower
+from ._place import placed
+from ._session import Agreement, Session, open_session
+from ._specs import spread
+from ._watchdog import wait
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `mpmd_jit_with_loop` is given beside a function."""
+
+    mesh: MpmdMesh
+    in_specs: PyTree
+    out_specs: PyTree
+    donate_argnums: tuple[int, ...]
+    static_argnums: tuple[int, ...]
+    timeout: float
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A function of arrays.
+
+    Attributes:
+        in_specs: Of each argument, flat; None where the caller leaves it open.
+        out_specs: Of each result, flat, likewise.
+    """
+
+    settings: Settings
+    program: Program
+    in_tree: Any
+    out_tree: Any
+    in_specs: tuple[P | None, ...]
+    out_specs: tuple[P | None, ...]
+    donated: frozenset[int]
+
+    def lower(
+        self, *, observe: Callable[[str, Any], None] = lambda name, result: None
+    ) -> "Lowered":
+        """Cuts, places and orders it."""
+        mesh = self.settings.mesh
+        outer, code = lower(
+            self.program,
+            mesh.mpmd_dim,
+            partial(_checked_schedule, mesh.mpmd_dim),
+            donated_inputs=self.donated,
+            processes=[mesh.process_of(rank) for rank in range(mesh.mpmd_dim)],
+            observe=observe,
+        )
+        return Lowered(self, outer, code)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """What every rank does, which `str` shows."""
+
+    traced: Traced
+    outer: Program
+    code: Code
+
+    def __str__(self) -> str:
+        return str(self.code)
+
+    @property
+    def schedules(self) -> list[Schedule]:
+        """Of each loop, in order."""
+        return [loop.schedule for step in self.outer.steps if (loop := loop_of(step))]
+
+    def compile(self) -> "Compiled":
+        """Compiles every program of this process."""
+        traced, code, mesh = self.traced, self.code, self.traced.settings.mesh
+        known: dict[Value, P | None] = dict(zip(self.outer.inputs, traced.in_specs, strict=True))
+        for (buffer, _), spec in zip(code.outputs, traced.out_specs, strict=True):
+            if known.get(buffer.value) is None:
+                known[buffer.value] = spec
+        specs = {value: P() for value in loop_results(self.outer)} | spread(self.outer, known)
+
+        def spec_of(buffer: Buffer) -> P | None:
+            return specs.get(buffer.value)
+
+        session = agreement = None
+        if jax.process_count() > 1:
+            session = open_session(traced.settings.timeout)
+            agreement = Agreement(f"program/{next(session.programs)}")
+            agreement.check_program(_digest(str(code)))
+        threads = os.cpu_count() or 1
+        executables = compile_code(code, mesh, spec_of, num_threads=threads, agreement=agreement)
+        bound = bind(code, mesh, executables, session)
+        if agreement is not None:
+            agreement.wait_for_all()
+        return Compiled(self, bound, executables.specs, session)
+
+
+Specs = Mapping[tuple[Buffer, int], P]
+
+
+class Compiled:
+    """A step that is ready to run.
+
+    Call it with the arguments it was compiled for.
+    """
+
+    def __init__(
+        self, lowered: Lowered, bound: Bound, specs: Specs, session: Session | None
+    ) -> None:
+        self.lowered = lowered
+        self._bound = bound
+        self._specs = specs
+        self._session = session
+        self._acts = [act for _, act in bound.acts]
+        self._wait = jax.block_until_ready if session is None else partial(wait, session.dog)
+        mesh, code = lowered.traced.settings.mesh, lowered.code
+        local = set(mesh.local_ranks)
+        self._inputs = [
+            [
+                (rank, bound.places[buffer, rank], NamedSharding(mesh.unstack[rank], spec))
+                for rank in ranks
+                if rank in local
+                for spec in [specs[buffer, rank]]
+            ]
+            for buffer, ranks in code.inputs
+        ]
+        self._outputs = [
+            (
+                b.value.aval,
+                MpmdSharding(mesh, ranks, specs[b, ranks[0]]),
+                [(r, bound.places[b, r]) for r in ranks if r in local],
+            )
+            for b, ranks in code.outputs
+        ]
+
+    @property
+    def places(self) -> Mapping[Place, int]:
+        """Where the array of each buffer on each local rank is in the list that acts are given."""
+        return self._bound.places
+
+    def with_acts(self, wrap: Callable[[Instruction, Act], Act]) -> "Compiled":
+        """The same step with other acts: to measure, to disturb, to watch.
+
+        Args:
+            wrap: Is given every instruction of this process and what carries it out.
+        """
+        acts = tuple((instruction, wrap(instruction, act)) for instruction, act in self._bound.acts)
+        bound = replace(self._bound, acts=acts)
+        return Compiled(self.lowered, bound, self._specs, self._session)
+
+    @property
+    def closed_jaxpr(self) -> Code:
+        """What every rank does, to be printed."""
+        return self.lowered.code
+
+    @property
+    def in_shardings(self) -> PyTree[MpmdSharding]:
+        """Where the arguments should be, so that calls move nothing."""
+        traced, mesh = self.lowered.traced, self.lowered.traced.settings.mesh
+        shardings = [
+            MpmdSharding(mesh, ranks, self._specs[b, ranks[0]]) if ranks else None
+            for b, ranks in self.lowered.code.inputs
+        ]
+        return traced.in_tree.unflatten(shardings)
+
+    def __call__(self, *args: Any) -> PyTree[MpmdArray]:
+        traced = self.lowered.traced
+        static = traced.settings.static_argnums
+        dynamic = [x for i, x in enumerate(args) if i not in static]
+        leaves = traced.in_tree.flatten_up_to(tuple(dynamic))
+        slots = list(self._bound.start)
+        placed(leaves, self._inputs, slots)
+        for act in self._acts:
+            act(slots)
+        wait = self._wait
+        out = [
+            MpmdArray(aval.shape, aval.dtype, sharding, {r: slots[p] for r, p in places}, wait)
+            for aval, sharding, places in self._outputs
+        ]
+        return traced.out_tree.unflatten(out)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _checked_schedule(num_ranks: int, schedule: Any, num_microbatches: int) -> Schedule:
+    checked = as_schedule(schedule, num_microbatches)
+    if len(checked.programs) != num_ranks:
+        raise ValueError(
+            f"The schedule is for {len(checked.programs)} ranks, and the mesh has {num_ranks} "
+            "groups. Give as many of one as of the other."
+        )
+    return checked
