@@ -19,6 +19,7 @@ from ._jaxpp_schedules import GPipe as GPipe
 from ._jaxpp_schedules import Interleaved1F1B as Interleaved1F1B
 from ._jaxpp_schedules import InterleavedGPipe as InterleavedGPipe
 from ._jaxpp_schedules import KimiK2 as KimiK2
+from ._jaxpp_schedules import NamedSchedule as NamedSchedule
 from ._jaxpp_schedules import Std1F1B as Std1F1B
 from ._jaxpp_schedules import ZeroBubble as ZeroBubble
 from ._jit import MpmdFunction as MpmdFunction
