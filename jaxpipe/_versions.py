@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+from jax.experimental import serialize_executable
 
 
 def splash_aborts_in_pipelines() -> bool:
@@ -31,22 +34,37 @@ def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
 def on_other_devices(compiled: Any, devices: Sequence[Any], others: Sequence[Any]) -> Any:
     """A compiled program for other devices of the same kind, or None if that cannot be done.
 
-    JAX can save a program and load it again, on the same devices. What it saved names them by
-    number; here other devices answer to these numbers.
+    JAX saves programs and loads them again, for the same devices. Here others answer to what was
+    saved of them, and the compiler's own options are told so. What came out of JAX's persistent
+    cache cannot be saved once more on CPU (`Function wrapped_broadcast not found` when it runs):
+    with a cache nothing moves, and another compilation finds its program there.
     """
-    return None
-    from jax.experimental import serialize_executable
-
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
+        return None
     try:
         payload, in_tree, out_tree = serialize_executable.serialize(compiled)
-        client = others[0].client
-        unpickler = serialize_executable._JaxPjrtUnpickler(io.BytesIO(payload), client, others)
+        unpickler = _Elsewhere(io.BytesIO(payload), others[0].client, tuple(others))
         unpickler.devices_by_id = {
             device.id: other for device, other in zip(devices, others, strict=True)
         }
         unloaded, args_info, no_kwargs = unpickler.load()
-        loaded = unloaded.load()
+        if list(unloaded.xla_executable.local_devices()) != list(others):
+            return None
         info = in_tree.unflatten(args_info)
-        return jax.stages.Compiled(loaded, [], info, out_tree, no_kwargs=no_kwargs)
-    except Exception:  # any part of this may be missing in another version
-        return None
+        return jax.stages.Compiled(unloaded.load(), [], info, out_tree, no_kwargs=no_kwargs)
+    except (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError):
+        return None  # another version, or a device whose programs cannot be saved
+
+
+class _Elsewhere(serialize_executable._JaxPjrtUnpickler):
+    """Reads a saved program for other devices than it was compiled for."""
+
+    def persistent_load(self, pid: Any) -> Any:
+        if pid[0] != "exec":
+            return super().persistent_load(pid)
+        options = xla_client.CompileOptions()
+        build = options.executable_build_options
+        ids = np.array([[device.id for device in self.execution_devices]])
+        build.num_replicas, build.num_partitions = ids.shape
+        build.device_assignment = xla_client.DeviceAssignment.create(ids)
+        return self.backend.deserialize_executable(pid[1], self.execution_devices, options)
