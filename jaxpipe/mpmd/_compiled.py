@@ -27,7 +27,7 @@ from ._lower import lower
 from ._place import placed
 from ._session import Agreement, Session, open_session
 from ._specs import spread
-from ._watchdog import wait
+from ._watchdog import give_up, wait
 
 
 @dataclass(frozen=True)
@@ -191,8 +191,13 @@ class Compiled:
         leaves = traced.in_tree.flatten_up_to(tuple(dynamic))
         slots = list(self._bound.start)
         placed(leaves, self._inputs, slots)
-        for act in self._acts:
-            act(slots)
+        try:
+            for act in self._acts:
+                act(slots)
+        except Exception as error:
+            if self._session is not None:
+                give_up(self._session.dog, error)
+            raise
         wait = self._wait
         out = [
             MpmdArray(aval.shape, aval.dtype, sharding, {r: slots[p] for r, p in places}, wait)

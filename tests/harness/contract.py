@@ -143,9 +143,17 @@ def mpmd_one_process(row: Row, case: Case) -> Any:
 
 def run_mpmd(row: Row, case: Case, schedule: schedules.Schedule) -> Any:
     """Any schedule. Stages are taken apart, and their gradients stacked again."""
-    mesh = mesh_of(dataclasses.replace(row, axes=row.axes or ()))
+    value, grads = mpmd_result(row, case, schedule)
+    grads = jax.tree.map(np.asarray, grads)
     stages = case.weights["stages"]
-    apart = case.weights | {"stages": _unstacked(_flat(stages))}
+    stacked = jax.tree.map(lambda w, *g: np.stack(g).reshape(w.shape), stages, *grads["stages"])
+    return jax.tree.map(np.asarray, value), grads | {"stages": stacked}
+
+
+def mpmd_result(row: Row, case: Case, schedule: schedules.Schedule, **options: Any) -> Any:
+    """Value and gradients as `MpmdArray`, `stages` a list of trees: of any number of processes."""
+    mesh = mesh_of(dataclasses.replace(row, axes=row.axes or ()))
+    apart = case.weights | {"stages": _unstacked(_flat(case.weights["stages"]))}
 
     def run(weights, side, keys):
         remat = remat_by_name(row.remat, PLACES)
@@ -153,7 +161,6 @@ def run_mpmd(row: Row, case: Case, schedule: schedules.Schedule) -> Any:
             case.model, weights, side, keys, schedule=schedule, remat=remat
         )
 
-    groups = mpmd.MpmdMesh(mesh, "stage")
     specs = None
     if row.axes:
         placed_as = sharding.named_shardings(case.weights, case.axes, mesh)
@@ -161,11 +168,25 @@ def run_mpmd(row: Row, case: Case, schedule: schedules.Schedule) -> Any:
         ends = {n: jax.tree.map(lambda s: s.spec, placed_as[n]) for n in ("embed", "head")}
         specs = ends | {"stages": [of_stage] * len(apart["stages"])}
     out_specs = None if specs is None else (None, specs)
-    step = mpmd.mpmd_jit_with_loop(run, groups, in_specs=(specs, None, None), out_specs=out_specs)
-    value, grads = step(apart, case.side, _unstacked(_flat(case.keys)))
-    grads = jax.tree.map(np.asarray, grads)
-    stacked = jax.tree.map(lambda w, *g: np.stack(g).reshape(w.shape), stages, *grads["stages"])
-    return jax.tree.map(np.asarray, value), grads | {"stages": stacked}
+    groups = mpmd.MpmdMesh(mesh, "stage")
+    step = mpmd.mpmd_jit_with_loop(
+        run, groups, in_specs=(specs, None, None), out_specs=out_specs, **options
+    )
+    return step(apart, case.side, _unstacked(_flat(case.keys)))
+
+
+def check_mpmd_result(row: Row, result: Any) -> int:
+    """Checks what this process has of a result, and returns how many leaves that is."""
+    (value, grads), (true_value, true_grads) = result, reference(plain(row))
+    stages = _unstacked(_flat(true_grads["stages"]))
+    true = (true_value, true_grads | {"stages": stages})
+    leaves = zip(
+        jax.tree_util.tree_leaves_with_path((value, grads)), jax.tree.leaves(true), strict=True
+    )
+    mine = [(path, leaf, x) for (path, leaf), x in leaves if leaf.is_addressable]
+    for path, leaf, x in mine:
+        assert_close(leaf, x, jax.tree_util.keystr(path))
+    return len(mine)
 
 
 def _unstacked(tree: Any) -> list[Any]:

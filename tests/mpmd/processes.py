@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +25,24 @@ class Ended:
     seconds: float
 
 
-def run_processes(script: Path, case: str, num_processes: int, *, seconds: float) -> list[Ended]:
+def run_processes(
+    script: Path,
+    case: str,
+    num_processes: int,
+    *,
+    seconds: float,
+    devices: int = 2,
+    watch: Callable[[list[subprocess.Popen]], None] = lambda running: None,
+) -> list[Ended]:
     """Runs `script CASE PROCESS NUM_PROCESSES PORT` once per process; none outlives this.
+
+    Args:
+        script: A Python file.
+        case: Its first argument.
+        num_processes: How many.
+        seconds: How long they may take.
+        devices: How many devices each of them has.
+        watch: Is called again and again while they run.
 
     Raises:
         AssertionError: If one has not ended by itself within `seconds`.
@@ -33,8 +50,10 @@ def run_processes(script: Path, case: str, num_processes: int, *, seconds: float
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    count = f"--xla_force_host_platform_device_count={devices}"
+    flags = f"{count} --xla_backend_optimization_level=0"
+    # XLA's threads must outnumber what waits in them: see `emulate_devices`.
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "NPROC": "64"}
     began = time.monotonic()
     running = [
         subprocess.Popen(
@@ -50,6 +69,7 @@ def run_processes(script: Path, case: str, num_processes: int, *, seconds: float
     try:
         while len(ends) < num_processes and time.monotonic() - began < seconds:
             time.sleep(0.02)
+            watch(running)
             for process, popen in enumerate(running):
                 if process not in ends and popen.poll() is not None:
                     ends[process] = time.monotonic() - began

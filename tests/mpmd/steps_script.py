@@ -1,0 +1,123 @@
+"""What the processes of test_processes.py do. Arguments: CASE PROCESS NUM_PROCESSES PORT."""
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxpipe import mpmd
+
+TIMEOUT = 5.0
+
+
+def rows(process: int, num_processes: int, names: str) -> None:
+    """Rows of the harness, each process checking what it has."""
+    # These make arrays, which must not be before `jax.distributed` is there.
+    from harness.contract import check_mpmd_result, make_case, mpmd_result, schedule_of
+    from mpmd.process_rows import ROWS
+
+    for row in ROWS[names]():
+        result = mpmd_result(row, make_case(row), schedule_of(row), timeout=60.0)
+        print(f"{row}: {check_mpmd_result(row, result)} leaves are right", flush=True)
+
+
+def groups() -> mpmd.MpmdMesh:
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    return mpmd.MpmdMesh(Mesh(np.array(devices), ("stage",)), "stage")
+
+
+def make_step(schedule: mpmd.NamedSchedule):
+    """A compiled step of an MLP, its weights and its batch."""
+    rng = np.random.default_rng(0)
+    weights = [np.asarray(rng.normal(size=(8, 8)), np.float32) for _ in range(schedule.num_stages)]
+    xs = np.asarray(rng.normal(size=(8, 2, 8)), np.float32)
+
+    def loss(weights, x):
+        for weight in weights:
+            x = mpmd.mark_stage_end(jnp.tanh(x @ weight))
+        return jnp.sum(x**2)
+
+    def step(weights, xs):
+        value, grads = mpmd.treduce(
+            lambda x: jax.value_and_grad(loss)(weights, x), xs, schedule=schedule
+        )
+        return jax.tree.map(lambda w, g: w - 1e-2 * g, weights, grads), value
+
+    compiled = mpmd.mpmd_jit_with_loop(step, groups(), timeout=TIMEOUT).compile(weights, xs)
+    return compiled, weights, xs
+
+
+def numbers(result) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(result) if leaf.is_addressable]
+
+
+def delays(process: int, num_processes: int, steps: str) -> None:
+    """Steps with pauses before actions at random give what a step without gives, every time."""
+    compiled, weights, xs = make_step(mpmd.ZeroBubble(num_processes))
+    expected = numbers(compiled(weights, xs))
+    rng = random.Random(process)
+
+    def disturbed(instruction, act):
+        def run(slots):
+            if rng.random() < 0.1:
+                time.sleep(rng.random() / 50)
+            act(slots)
+
+        return run
+
+    slow = compiled.with_acts(disturbed)
+    for _ in range(int(steps)):
+        for got, true in zip(numbers(slow(weights, xs)), expected, strict=True):
+            np.testing.assert_array_equal(got, true)
+    print(f"{steps} steps are equal", flush=True)
+
+
+def forever(process: int, num_processes: int, _: str) -> None:
+    """Steps until somebody kills a process."""
+    compiled, weights, xs = make_step(mpmd.Std1F1B(num_processes))
+    for step in range(10**9):
+        weights, value = compiled(weights, xs)
+        value.block_until_ready()
+        if step == 3:
+            print("running", flush=True)
+
+
+def differ(process: int, num_processes: int, _: str) -> None:
+    """Process 1 has another program."""
+    make_step(mpmd.Std1F1B(num_processes) if process else mpmd.GPipe(num_processes))
+
+
+def stuck(process: int, num_processes: int, _: str) -> None:
+    """Process 1 stops in the middle of a step."""
+    compiled, weights, xs = make_step(mpmd.Std1F1B(num_processes))
+
+    def freeze(instruction, act):
+        def run(slots):
+            if process == 1 and "fwd_1__2" in getattr(instruction, "name", ""):
+                os.kill(os.getpid(), signal.SIGSTOP)
+            act(slots)
+
+        return run
+
+    compiled(weights, xs)[1].block_until_ready()
+    jax.block_until_ready(compiled.with_acts(freeze)(weights, xs))
+
+
+if __name__ == "__main__":
+    case, *counts = sys.argv[1:]
+    process, num_processes, port = map(int, counts)
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes, process)
+    name, _, argument = case.partition(":")
+    {f.__name__: f for f in (rows, delays, forever, differ, stuck)}[name](
+        process, num_processes, argument
+    )
+    jax.distributed.shutdown()

@@ -1,0 +1,103 @@
+"""Steps over several processes: right, never stuck, and ended by name when they cannot go on."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from .process_rows import ROWS, num_devices
+from .processes import run_processes
+
+SCRIPT = Path(__file__).parent / "steps_script.py"
+TIMEOUT = 5.0  # of the script
+
+
+def check_rows(num_processes: int, names: str, seconds: float) -> None:
+    rows = ROWS[names]()
+    (devices,) = {num_devices(row) // num_processes for row in rows}
+    ended = run_processes(SCRIPT, f"rows:{names}", num_processes, seconds=seconds, devices=devices)
+    for end in ended:
+        assert end.code == 0, end.err
+        assert end.out.count("leaves are right") == len(rows)
+
+
+def test_two_processes_compute_what_one_computes():
+    check_rows(2, "few", 240)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [2, 4])
+@pytest.mark.parametrize("names", ["every", "sharded"])
+def test_every_schedule_runs_over_processes(num_processes, names):
+    check_rows(num_processes, names, 1500)
+
+
+def check_delays(num_processes: int, steps: int) -> None:
+    ended = run_processes(
+        SCRIPT, f"delays:{steps}", num_processes, seconds=60 + 2 * steps, devices=1
+    )
+    assert [end.code for end in ended] == [0] * num_processes, ended[0].err
+    assert all(f"{steps} steps are equal" in end.out for end in ended)
+
+
+def test_delays_change_nothing():
+    check_delays(2, 10)
+
+
+@pytest.mark.slow
+def test_a_hundred_steps_with_delays_on_four_processes_neither_hang_nor_differ():
+    check_delays(4, 100)
+
+
+def test_processes_with_other_programs_say_so_before_the_first_step():
+    for end in run_processes(SCRIPT, "differ", 2, seconds=60, devices=1):
+        assert end.code != 0
+        assert "Processes differ" in end.err and "[0]" in end.err and "[1]" in end.err
+
+
+def test_a_step_that_stands_still_ends_with_the_name_of_what_it_waits_for():
+    def release(running) -> None:
+        # The frozen process cannot end itself; it goes once the other has.
+        if running[0].poll() is not None:
+            running[1].kill()
+
+    first, _ = run_processes(SCRIPT, "stuck", 2, seconds=60 + 3 * TIMEOUT, devices=1, watch=release)
+    assert first.code != 0
+    assert "on rank 0" in first.err or "rank 0's receive" in first.err
+    assert "has not finished within 5.0 seconds" in first.err
+
+
+def check_kill(num_processes: int, victim: int, after: float) -> None:
+    """Kills a process in the middle of a step: the others end, with a reason, in bounded time."""
+    killed: list[float] = []
+    began = time.monotonic()
+
+    def kill(running) -> None:
+        if not killed and time.monotonic() - began > after:
+            running[victim].send_signal(signal.SIGKILL)
+            killed.append(time.monotonic() - began)
+
+    ended = run_processes(
+        SCRIPT, "forever", num_processes, seconds=after + 60, devices=1, watch=kill
+    )
+    for process, end in enumerate(ended):
+        if process == victim:
+            assert end.code == -signal.SIGKILL
+            continue
+        assert end.code != 0
+        assert end.seconds - killed[0] < 2 * TIMEOUT
+        assert f"jaxpipe: process {process}:" in end.err, end.err
+
+
+def test_when_a_process_dies_the_others_end_and_say_why():
+    check_kill(2, 1, 12.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", range(20))
+def test_whoever_dies_whenever_the_others_end_and_say_why(run):
+    rng = random.Random(run + os.getpid())
+    check_kill(4, rng.randrange(4), 20.0 + 10 * rng.random())
