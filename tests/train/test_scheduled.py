@@ -25,8 +25,9 @@ from jaxpipe.train import (
 )
 from jaxpipe.train import _canonical as canonical
 from jaxpipe.train import _step as step
+from jaxpipe.train._choice import choose_schedule
 from jaxpipe.train._setup import Setup
-from jaxpipe.train._ticks import choose_schedule
+from jaxpipe.train._state import state_shapes
 
 Settings = dict[str, Any]
 
@@ -251,7 +252,7 @@ def test_places_without_a_layer_stay_zero():
 
 def test_places_without_a_layer_are_no_parameters_and_the_run_tells_how_uneven_it_is():
     plain, uneven, even = (setup_of(n, s) for n, s in ((1, NONE), (2, UNEVEN), (2, ZBV)))
-    leaves = jax.tree.leaves(step.state_shapes(plain)["weights"])
+    leaves = jax.tree.leaves(state_shapes(plain)["weights"])
     assert plain.num_parameters == sum(leaf.size for leaf in leaves)
     assert uneven.num_parameters == even.num_parameters == plain.num_parameters
     first, second, third = describe(uneven, 0).splitlines()
@@ -292,6 +293,7 @@ def test_auto_takes_more_stages_per_rank_while_they_save_time_and_says_so(
         num_layers=layers,
     )
     assert found.reason.startswith(words)
+    assert found.ticks is not None
     assert schedules.num_ranks(schedules.check_ticks(found.ticks).schedule) == ranks
 
 
