@@ -21,6 +21,7 @@ from ._policies import Place as Place
 from ._policies import Remat as Remat
 from ._policies import check_offload as check_offload
 from ._policies import keep as keep
+from ._policies import kept_names as kept_names
 from ._policies import recompute as recompute
 from ._policies import remat_by_name as remat_by_name
 from ._program import Atom as Atom

@@ -87,6 +87,11 @@ class Loop:
     def run(self, *inputs: Any) -> list[Any]:
         ends = self.num_consts, self.num_consts + self.num_carry, len(inputs) - self.num_sums
         consts, init, xs, sums = (list(part) for part in cut(inputs, ends))
+        if not self.length:  # no slice to look at, and none to put back
+            slices = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (*xs, *sums)]
+            outputs = jax.eval_shape(self.body, *consts, *init, *slices)
+            ys = outputs[self.num_carry : len(outputs) - self.num_sums]
+            return [*init, *(jnp.zeros((0, *y.shape), y.dtype) for y in ys), *sums]
 
         def turn(carry: Any, slices: Any) -> Any:
             (carry, sums), (xs, i) = carry, slices

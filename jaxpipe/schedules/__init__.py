@@ -75,6 +75,7 @@ from ._tables import tables as tables
 from ._text import grid as grid
 from ._text import time_unit as time_unit
 from ._ticks import Ticks as Ticks
+from ._ticks import check_plain as check_plain
 from ._ticks import check_ticks as check_ticks
 from ._ticks import num_ticks as num_ticks
 from ._ticks import simulate_ticks as simulate_ticks

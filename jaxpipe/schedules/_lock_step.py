@@ -15,7 +15,7 @@ from ._measure import makespan, peak_activations
 from ._require import require
 from ._schedule import Schedule, num_ranks, splits_backwards, without_pairs
 from ._simulate import Costs, Time, duration, simulate
-from ._ticks import Ticks, check_runs_in_ticks, simulate_ticks
+from ._ticks import Ticks, check_plain, simulate_ticks
 
 
 def lock_step(schedule: Schedule, costs: Costs | None = None, *, spare: int | None = None) -> Ticks:
@@ -34,7 +34,7 @@ def lock_step(schedule: Schedule, costs: Costs | None = None, *, spare: int | No
         ValueError: If microbatches are sliced, a stage lies on two ranks, or `spare` is negative.
     """
     require(spare is None or spare >= 0, f"`spare` is {spare}.", "Give 0 or more activations.")
-    check_runs_in_ticks(schedule)
+    check_plain(schedule)
     costs, plain = costs or Costs(), without_pairs(schedule)
     peaks, lags = peak_activations(plain), _lags(plain)
 

@@ -63,7 +63,7 @@ def check_ticks(ticks: Ticks) -> Ticks:
             f"`numbers` has {', '.join(str(len(n)) for n in ticks.numbers)} ticks for programs of "
             f"{', '.join(map(str, lengths))} steps. Give one for each."
         )
-    check_runs_in_ticks(ticks.schedule)
+    check_plain(ticks.schedule)
     if any(action.op is not Op.F for _, _, action in ticked(ticks)):
         check(ticks.schedule)
     else:
@@ -90,8 +90,8 @@ def check_ticks(ticks: Ticks) -> Ticks:
     return ticks
 
 
-def check_runs_in_ticks(schedule: Schedule) -> None:
-    """Refuses what one program for all ranks cannot run.
+def check_plain(schedule: Schedule) -> None:
+    """Refuses what engines that differentiate stage by stage cannot run.
 
     Raises:
         ValueError: If microbatches are sliced, or a stage lies on two ranks.

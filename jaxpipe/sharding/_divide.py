@@ -48,6 +48,12 @@ class Layout:
         )
 
     @property
+    def layers_of_stages(self) -> tuple[range, ...]:
+        """The numbers of the layers of every stage, in forward order."""
+        ends = tuple(accumulate(self._counts, initial=0))
+        return tuple(map(range, ends, ends[1:]))
+
+    @property
     def _counts(self) -> tuple[int, ...]:
         return self.counts or (self.layers_per_stage,) * (self.num_repeats * self.num_ranks)
 

@@ -1,5 +1,6 @@
 """The trainer: config, data, optimizer, checkpoints, metrics."""
 
+from ._ahead import check_one_program as check_one_program
 from ._ahead import compile_train_step as compile_train_step
 from ._checkpoint import latest_step as latest_step
 from ._checkpoint import open_checkpoints as open_checkpoints

@@ -3,20 +3,38 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ._setup import Setup, batch_shardings
-from ._step import State, make_train_step, state_shapes, state_shardings
+from ._setup import Setup, batch_shapes, batch_shardings
+from ._state import State, state_shapes, state_shardings
+from ._step import make_train_step
 
 
 def compile_train_step(setup: Setup) -> jax.stages.Compiled:
-    """Lowers and compiles the step that `train` runs. Nothing is computed."""
+    """Lowers and compiles the step that `train` runs. Nothing is computed.
+
+    Raises:
+        ValueError: If the step is not one program.
+    """
+    check_one_program(setup)
     # Made outside of the mesh: a number that is computed on the way needs a device that is here.
     step: Any = make_train_step(setup)
     arguments = abstract_state(setup), abstract_batch(setup)
     with jax.set_mesh(setup.mesh):
         return step.lower(*arguments).compile()
+
+
+def check_one_program(setup: Setup) -> None:
+    """Refuses an engine whose step is a program of its own for every rank.
+
+    Raises:
+        ValueError: If it is.
+    """
+    if setup.stages_apart:
+        raise ValueError(
+            "`pipeline_engine` is 'mpmd', whose step is many programs, and what is compiled ahead "
+            "is one. Give `pipeline_engine=scheduled`, which runs the same schedules."
+        )
 
 
 def abstract_state(setup: Setup) -> State:
@@ -26,13 +44,7 @@ def abstract_state(setup: Setup) -> State:
 
 def abstract_batch(setup: Setup) -> PyTree:
     """`jax.ShapeDtypeStruct` with a sharding for every array [M, b, T] of a batch."""
-    shape = (setup.num_microbatches, setup.microbatch_size, setup.config.max_target_length)
-    return {
-        name: jax.ShapeDtypeStruct(
-            shape, jnp.float32 if name == "target_weights" else jnp.int32, sharding=where
-        )
-        for name, where in batch_shardings(setup).items()
-    }
+    return jax.tree.map(_placed, batch_shapes(setup), batch_shardings(setup))
 
 
 def _placed(leaf: jax.ShapeDtypeStruct, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:

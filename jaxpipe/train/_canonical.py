@@ -16,12 +16,14 @@ from jaxtyping import PyTree
 
 from .. import models, sharding
 from ..sharding import LogicalAxes
+from ._mpmd import put_on_ranks, state_places
 from ._setup import STACKED, Setup
-from ._step import State, state_axes, state_shapes, state_shardings
+from ._state import State, state_axes, state_shapes, state_shardings
 
 
 def canonical_shapes(setup: Setup) -> PyTree[jax.ShapeDtypeStruct]:
     """Shapes and shardings of a canonical state. Layers are split over the ranks if they divide."""
+    setup = _together(setup)
     num_ranks, num_layers = setup.mesh.shape["stage"], setup.layout.num_layers
     shapes, axes = state_shapes(setup), state_axes(setup)
     flat = jax.tree.map(
@@ -39,8 +41,11 @@ def canonical_shapes(setup: Setup) -> PyTree[jax.ShapeDtypeStruct]:
 def make_canonical(setup: Setup) -> Callable[[State], State]:
     """A function that makes a canonical copy of a state; it compiles at its first call.
 
-    The copy is as large as the state and lies beside it on the devices until it is written.
+    The copy is as large as the state and lies beside it on the devices until it is written. Of
+    stages that lie apart it lies in host memory.
     """
+    if setup.stages_apart:
+        return _joined
     shapes = canonical_shapes(setup)
     where = jax.tree.map(lambda leaf: leaf.sharding, shapes)
 
@@ -61,6 +66,8 @@ def make_canonical(setup: Setup) -> Callable[[State], State]:
 
 def from_canonical(setup: Setup, canonical: State) -> State:
     """A state laid out for this run, of a canonical one with any number of layers after."""
+    if setup.stages_apart:
+        return put_on_ranks(_apart(setup, jax.device_get(canonical)), state_places(setup))
 
     numbers = np.asarray(setup.layout.numbers)
 
@@ -74,6 +81,44 @@ def from_canonical(setup: Setup, canonical: State) -> State:
         return jax.tree.map(stack_leaf, cut, state_shapes(setup), state_axes(setup))
 
     return _compiled(setup, stack, state_shardings(setup))(canonical)
+
+
+def _joined(state: State) -> State:
+    """A canonical copy, in host memory, of a state whose stages lie apart."""
+
+    def of_weights(w: dict[str, Any]) -> dict[str, Any]:
+        stages = jax.tree.map(
+            lambda *leaves: np.concatenate(list(map(np.asarray, leaves))), *w["stages"]
+        )
+        return w | {"stages": stages}
+
+    state = _map_weights(of_weights, state)
+    # A copy of the others too: what `numpy.asarray` gives may be memory that the next step takes.
+    return jax.tree.map(np.array, state)
+
+
+def _apart(setup: Setup, canonical: State) -> State:
+    """A state in host memory whose stages lie apart."""
+
+    def of_weights(w: dict[str, Any]) -> dict[str, Any]:
+        layers = setup.layout.layers_of_stages
+        return w | {"stages": [_cut(w["stages"], numbers) for numbers in layers]}
+
+    cut = _regrouped(canonical, setup.layout.num_layers, np.concatenate)
+    return _map_weights(of_weights, cut)
+
+
+def _cut(tree: PyTree, numbers: range) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf[numbers.start : numbers.stop], tree)
+
+
+def _together(setup: Setup) -> Setup:
+    """`setup`, with stages that lie apart as one stack of layers instead."""
+    if not setup.stages_apart:
+        return setup
+    config = setup.config.model_copy(update={"pipeline_engine": "none"})
+    layout = sharding.Layout(1, 1, setup.layout.num_layers)
+    return dataclasses.replace(setup, config=config, layout=layout)
 
 
 def _compiled(setup: Setup, f: Callable[[State], State], where: PyTree) -> Callable:
@@ -109,21 +154,24 @@ def with_layers_after(setup: Setup, layers_after: int) -> Setup:
     return dataclasses.replace(setup, layout=sharding.Layout(1, 1, num_layers))
 
 
-def _regrouped(state: State, num_layers: int) -> State:
+def _regrouped(state: State, num_layers: int, concatenate: Callable = jnp.concatenate) -> State:
     """A canonical state with `num_layers` in its stages and the others after them."""
 
     def of_weights(w: dict[str, Any]) -> dict[str, Any]:
         head = {name: leaf for name, leaf in w["head"].items() if name != "layers"}
         parts = [w["stages"], w["head"]["layers"]] if "layers" in w["head"] else [w["stages"]]
-        layers = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+        layers = jax.tree.map(lambda *leaves: concatenate(leaves), *parts)
         if any(leaf.shape[0] > num_layers for leaf in jax.tree.leaves(layers)):
             head["layers"] = jax.tree.map(lambda leaf: leaf[num_layers:], layers)
         stages = jax.tree.map(lambda leaf: leaf[:num_layers], layers)
         return w | {"head": head, "stages": stages}
 
-    return jax.tree.map(
-        lambda x: of_weights(x) if _is_weights(x) else x, state, is_leaf=_is_weights
-    )
+    return _map_weights(of_weights, state)
+
+
+def _map_weights(f: Callable[[dict[str, Any]], dict[str, Any]], state: State) -> State:
+    """`f` of a state's weights and of Adam's moments of them."""
+    return jax.tree.map(lambda x: f(x) if _is_weights(x) else x, state, is_leaf=_is_weights)
 
 
 def _is_weights(x: Any) -> bool:

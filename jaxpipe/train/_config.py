@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from ..autodiff import POLICIES, TENSORS, Place
+from ..autodiff import POLICIES, TENSORS, Place, kept_names
 from ._xla_flags import compiler_options
 
 
@@ -49,12 +49,22 @@ def _policy(value: str) -> str:
 Policy = Annotated[str, AfterValidator(_policy)]
 
 
-_OF_SCHEDULED = ("pipeline_schedule", "pipeline_layout", "pipeline_share_head")
-_OF_CIRCULAR = (
-    "pipeline_delay_activation_forwarding",
-    "scan_pipeline_repeats",
-    "enable_nnx",
-)
+_ONE_PROGRAM = ("none", "circular", "scheduled")
+_READ_BY: dict[str, tuple[str, ...]] = {
+    "pipeline_schedule": ("scheduled", "mpmd"),
+    "pipeline_layout": ("scheduled", "mpmd"),
+    "pipeline_share_head": ("scheduled",),
+    "pipeline_delay_activation_forwarding": ("circular",),
+    "scan_pipeline_repeats": ("circular",),
+    "enable_nnx": ("circular",),
+    "pipeline_fsdp_ag_once": ("circular", "scheduled"),
+    "pipeline_fsdp_ag_per_repeat": ("circular", "scheduled"),
+    "pipeline_fsdp_ag_per_layer": ("circular", "scheduled"),
+    "shard_mode": ("circular", "scheduled"),
+    "shard_optimizer_over_data": _ONE_PROGRAM,
+    "compile_xla_flags": _ONE_PROGRAM,
+}
+"""Keys that not all engines read."""
 
 
 class Config(BaseModel):
@@ -145,7 +155,7 @@ class Config(BaseModel):
     dropout_seed: Seed = 0
 
     # The pipeline.
-    pipeline_engine: Literal["none", "circular", "scheduled"] = "circular"
+    pipeline_engine: Literal["none", "circular", "scheduled", "mpmd"] = "circular"
     pipeline_schedule: str = "auto"
     pipeline_layout: str = ""
     pipeline_share_head: bool = False
@@ -212,12 +222,14 @@ class Config(BaseModel):
     def _keys_agree(self) -> "Config":
         if self.pipeline_engine == "none":
             self._no_pipeline()
-        self._schedule_agrees()
+        self._flax_agrees()
+        self._engine_reads()
         self._one_gather()
         compiler_options(self.compile_xla_flags)
-        self._flax_agrees()
         if self.remat_policy != "custom":
             self._no_places()
+        if self.pipeline_engine == "mpmd":
+            self._nothing_offloaded()
         if self.dataset_type == "text" and not self.text_files:
             raise ValueError(
                 "`dataset_type` is 'text' and `text_files` is empty. Give files, folders or "
@@ -225,17 +237,15 @@ class Config(BaseModel):
             )
         return self
 
-    def _schedule_agrees(self) -> None:
-        """Keys that one of the engines `circular` and `scheduled` would not read."""
-        scheduled = self.pipeline_engine == "scheduled"
-        unread = _OF_CIRCULAR if scheduled else _OF_SCHEDULED
-        for name in unread:
+    def _engine_reads(self) -> None:
+        """Keys that the engine would not read."""
+        for name, readers in _READ_BY.items():
             value, default = getattr(self, name), Config.model_fields[name].default
-            if value != default:
+            if self.pipeline_engine not in readers and value != default:
+                others = "`pipeline_engine=" + "` or `".join(readers) + "`"
                 raise ValueError(
                     f"`pipeline_engine` is {self.pipeline_engine!r} and `{name}` is {value!r}, "
-                    f"which it does not read. Leave it at {default!r}, or choose "
-                    f"`pipeline_engine={'circular' if scheduled else 'scheduled'}`."
+                    f"which it does not read. Leave it at {default!r}, or choose {others}."
                 )
         if self.pipeline_layout and (
             self.num_pipeline_repeats,
@@ -301,6 +311,17 @@ class Config(BaseModel):
                     f"`{name}` is {value!r} and `remat_policy` {self.remat_policy!r}, which does "
                     f"not read it. Give `remat_policy=custom`, or leave it at {default!r}."
                 )
+
+    def _nothing_offloaded(self) -> None:
+        """What one program of a rank leaves for another one stays where programs return it."""
+        places = {tensor: getattr(self, tensor) for tensor in TENSORS}
+        _, offloaded = kept_names(self.remat_policy, places)
+        if offloaded:
+            raise ValueError(
+                f"`pipeline_engine` is 'mpmd' and `remat_policy` {self.remat_policy!r} offloads "
+                f"{', '.join(offloaded)}, but what its programs leave for each other stays on the "
+                "device. Give a policy that keeps tensors there, or choose another engine."
+            )
 
     def _no_pipeline(self) -> None:
         """Without a pipeline its settings would be ignored, so they must be the defaults."""

@@ -27,7 +27,8 @@ from ._documents import read_documents, tokenize
 from ._metrics import Write, metrics_writer
 from ._progress import Report, Stream, progress
 from ._setup import Setup, set_up, weights_shardings
-from ._step import State, initial_state, make_train_step, place_batch
+from ._state import State
+from ._step import initial_state, make_train_step, place_batch
 from ._tokens import load_tokenizer
 
 Metrics = dict[str, float]
@@ -56,7 +57,8 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
     batch_at = make_batches(setup)
     folder = Path(config.output_dir) / config.run_name
     with ExitStack() as stack:
-        stack.enter_context(jax.set_mesh(setup.mesh))
+        if not setup.stages_apart:
+            stack.enter_context(jax.set_mesh(setup.mesh))
         checkpoints = stack.enter_context(_checkpoints(config, folder))
         done = (latest_step(checkpoints) or 0) if checkpoints else 0
         if done >= config.steps:
@@ -204,14 +206,13 @@ def restored_state(setup: Setup, checkpoints: ocp.CheckpointManager, step: int) 
 
 def describe(setup: Setup, done: int) -> str:
     """The run in a few lines: what is trained, and how it lies on the devices."""
-    config, layout = setup.config, setup.layout
+    config = setup.config
     millions = setup.num_parameters / 1e6
     axes = " x ".join(f"{axis} {size}" for axis, size in setup.mesh.shape.items() if size > 1)
     lines = [
         f"{config.model_name}: {millions:.2f}M parameters, {config.base_num_decoder_layers} layers",
-        f"engine {config.pipeline_engine} on {axes or 'one device'}: {layout.num_repeats} "
-        f"repeat(s) x {layout.num_ranks} rank(s) x {_per_stage(setup)} layer(s)"
-        f"{_outside(setup)}, "
+        f"engine {config.pipeline_engine} on {axes or 'one device'}: {_stages(setup)} x "
+        f"{_per_stage(setup)} layer(s){_outside(setup)}, "
         f"{setup.num_microbatches} microbatches of {setup.microbatch_size} x "
         f"{config.max_target_length} tokens",
     ]
@@ -234,10 +235,18 @@ def shardings_shown(setup: Setup) -> list[str]:
     ]
 
 
+def _stages(setup: Setup) -> str:
+    layout = setup.layout
+    if setup.stages_apart:
+        return f"{len(layout.layers_of_stages)} stage(s) on {layout.num_ranks} rank(s)"
+    return f"{layout.num_repeats} repeat(s) x {layout.num_ranks} rank(s)"
+
+
 def _per_stage(setup: Setup) -> str:
     """Layers of a stage, or the fewest and the most."""
-    counts = setup.layout.counts
-    return f"{min(counts)} to {max(counts)}" if counts else f"{setup.layout.layers_per_stage}"
+    counts = list(map(len, setup.layout.layers_of_stages))
+    least, most = min(counts), max(counts)
+    return f"{most}" if least == most else f"{least} to {most}"
 
 
 def _outside(setup: Setup) -> str:

@@ -44,7 +44,8 @@ def _build_model(setup: Setup) -> Model:
 
 def _of_layers(setup: Setup) -> Callable[[Callable], Callable]:
     """What wraps a layer, from outside: whether it is there, rematerialisation, its gather."""
-    present = spmd.if_present if setup.layout.counts else keep
+    somewhere = setup.layout.counts and not setup.stages_apart
+    present = spmd.if_present if somewhere else keep
     remat = remat_of_layers(setup.config)
     gather = with_gather(setup) if gathers_in_layers(setup) else keep
     return lambda layer: present(remat(gather(layer)))

@@ -14,11 +14,12 @@ from jax.sharding import Mesh
 
 from .. import models, sharding, spmd
 from .._versions import splash_aborts_in_pipelines
+from ._choice import Choice
 from ._config import Config
 from ._data import global_batch_size
 from ._family import Sizes, family_of, sizes_of
+from ._layout import circular_layout, num_alike_layers, scheduled_layout
 from ._remat import check_remat
-from ._ticks import Choice, choose_schedule
 
 STACKED = ("circular_repeats", "stage", "layers")
 """Logical axes of `Layout.dims`, in front of every weight of a layer."""
@@ -36,7 +37,7 @@ class Setup:
         layout: How the layers lie on the ranks; one stage on one rank without a pipeline.
         num_microbatches: M.
         microbatch_size: b, over all devices.
-        schedule: What the engine `scheduled` runs; None for the others.
+        schedule: What the engines `scheduled` and `mpmd` run; None for the others.
     """
 
     config: Config
@@ -52,6 +53,11 @@ class Setup:
     def batch_size(self) -> int:
         """Rows of a step, over all devices."""
         return self.num_microbatches * self.microbatch_size
+
+    @property
+    def stages_apart(self) -> bool:
+        """Whether every stage has a tree of weights of its own, instead of a part of each leaf."""
+        return self.config.pipeline_engine == "mpmd"
 
     @property
     def layers_after(self) -> int:
@@ -75,9 +81,16 @@ class Setup:
 
     @property
     def weight_tree(self) -> dict[str, Any]:
-        """The abstract weights; leaves of `stages` are [R, S, layers per stage, ...]."""
+        """The abstract weights; leaves of `stages` are [R, S, layers per stage, ...].
+
+        Where stages lie apart, they are a list in forward order, with leaves [layers, ...].
+        """
         tree = self.layer_tree
-        stages = models.stacked(tree["layer"], self.layout.dims, STACKED)
+        if self.stages_apart:
+            counts = map(len, self.layout.layers_of_stages)
+            stages = [models.stacked(tree["layer"], (count,), ("layers",)) for count in counts]
+        else:
+            stages = models.stacked(tree["layer"], self.layout.dims, STACKED)
         return {"embed": tree["embed"], "stages": stages, "head": tree["head"]}
 
 
@@ -104,10 +117,10 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
         rounds = 2 if config.pipeline_delay_activation_forwarding else 1
         num_microbatches = rounds * num_ranks
     schedule = None
-    if config.pipeline_engine == "scheduled":
-        schedule, layout = _scheduled(config, num_ranks, num_microbatches)
+    if config.pipeline_engine in ("scheduled", "mpmd"):
+        schedule, layout = scheduled_layout(config, num_ranks, num_microbatches)
     else:
-        layout = _layout(config, num_ranks)
+        layout = circular_layout(config, num_ranks)
     if config.pipeline_engine == "circular":
         spmd.check_circular(
             num_ranks,
@@ -137,6 +150,8 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
     )
     if config.pipeline_share_head:
         _check_shared_head(setup)
+    if setup.stages_apart:
+        _check_rules(rules)
     weights_shardings(setup)
     batch_shardings(setup)
     if config.enable_nnx is not None:
@@ -159,6 +174,17 @@ def _check_shared_head(setup: Setup) -> None:
             "vocabulary alone, and all of it at once: have no layers after, and leave "
             "`num_vocab_tiling` at 1."
         )
+
+
+def _check_rules(rules: sharding.Rules) -> None:
+    """Programs of ranks divide nothing over ranks."""
+    for name, mesh_axes in rules:
+        if "stage" in mesh_axes and name not in ("stage", "activation_stage"):
+            raise ValueError(
+                f"`logical_axis_rules` maps {name!r} to 'stage' and `pipeline_engine` is 'mpmd', "
+                "where ranks run programs of their own and divide nothing among them. Map it to "
+                "other axes."
+            )
 
 
 def flax_decoder() -> Any:
@@ -214,14 +240,24 @@ def weights_shardings(setup: Setup) -> Any:
     return named(models.shapes(tree), models.logical_axes(tree))
 
 
+def batch_shapes(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:
+    """[M, b, T] of every array of a batch."""
+    shape = (setup.num_microbatches, setup.microbatch_size, setup.config.max_target_length)
+    numbers = jax.ShapeDtypeStruct(shape, jnp.int32)
+    return {
+        "tokens": numbers,
+        "targets": numbers,
+        "target_weights": jax.ShapeDtypeStruct(shape, jnp.float32),
+        "positions": numbers,
+        "segment_ids": numbers,
+    }
+
+
 def batch_shardings(setup: Setup) -> Any:
     """A sharding for each array [M, b, T] of a batch."""
-    shape = (setup.num_microbatches, setup.microbatch_size, setup.config.max_target_length)
-    rows = {"microbatches": jax.ShapeDtypeStruct(shape, jnp.int32)}
-    axes = {"microbatches": ("microbatches", "activation_batch", "activation_length")}
-    where = sharding.named_shardings(rows, axes, setup.mesh, setup.rules)["microbatches"]
-    names = ("tokens", "targets", "target_weights", "positions", "segment_ids")
-    return dict.fromkeys(names, where)
+    shapes = batch_shapes(setup)
+    axes = dict.fromkeys(shapes, ("microbatches", "activation_batch", "activation_length"))
+    return sharding.named_shardings(shapes, axes, setup.mesh, setup.rules)
 
 
 def _parallelism(config: Config, kind: str) -> dict[str, int]:
@@ -229,120 +265,6 @@ def _parallelism(config: Config, kind: str) -> dict[str, int]:
         axis: getattr(config, f"{kind}_{'pipeline' if axis == 'stage' else axis}_parallelism")
         for axis in sharding.AXES
     }
-
-
-def num_alike_layers(config: Config) -> int:
-    """Layers that may be in a pipeline: all but the dense ones before layers with experts."""
-    return config.base_num_decoder_layers - config.first_num_dense_layers
-
-
-def _layout(config: Config, num_ranks: int) -> sharding.Layout:
-    if config.pipeline_engine == "none":
-        return sharding.Layout(1, 1, num_alike_layers(config))
-    per_repeat = num_ranks * config.num_layers_per_pipeline_stage
-    name, num_layers = _pipelined_layers(config)
-    sharding.divide(
-        num_layers,
-        per_repeat,
-        name=name,
-        into="ranks x `num_layers_per_pipeline_stage`",
-        fix=_fitting(num_alike_layers(config), per_repeat),
-    )
-    return sharding.layout(
-        num_layers,
-        num_ranks=num_ranks,
-        layers_per_stage=config.num_layers_per_pipeline_stage,
-        num_repeats=config.num_pipeline_repeats,
-    )
-
-
-def _scheduled(
-    config: Config, num_ranks: int, num_microbatches: int
-) -> tuple[Choice, sharding.Layout]:
-    """The schedule, and the layers where it has their stages."""
-    name, num_layers = _pipelined_layers(config)
-    counts = _layers_of_stages(config, name, num_layers, num_ranks)
-    choice = choose_schedule(
-        config,
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        num_layers=num_layers,
-        counts=counts,
-    )
-    num_stages = choice.ticks.schedule.num_stages
-    stages = spmd.stages_on_ranks(choice.ticks.schedule)
-    if counts:
-        uneven = counts if len(set(counts)) > 1 else None
-        return choice, sharding.Layout(len(stages), num_ranks, max(counts), stages, uneven)
-    per_stage = sharding.divide(
-        num_layers,
-        num_stages,
-        name=name,
-        into="the stages of `pipeline_schedule`",
-        fix=_fitting(num_alike_layers(config), num_stages),
-    )
-    layout = sharding.Layout(len(stages), num_ranks, per_stage, stages)
-    _check_sizes(config, layout)
-    return choice, layout
-
-
-def _check_sizes(config: Config, layout: sharding.Layout) -> None:
-    """The schedule has the stages that the config says, if it says."""
-    for name, usual, found in (
-        ("num_pipeline_repeats", -1, layout.num_repeats),
-        ("num_layers_per_pipeline_stage", 1, layout.layers_per_stage),
-    ):
-        value = getattr(config, name)
-        if value not in (usual, found):
-            raise ValueError(
-                f"`{name}` is {value}, but `pipeline_schedule` {config.pipeline_schedule} has "
-                f"{layout.num_repeats} stage(s) of {layout.layers_per_stage} layer(s) per rank. "
-                f"Give {found} or {usual}."
-            )
-
-
-def _layers_of_stages(
-    config: Config, name: str, num_layers: int, num_ranks: int
-) -> tuple[int, ...] | None:
-    """What `pipeline_layout` says."""
-    if not config.pipeline_layout:
-        return None
-    counts = sharding.parse_layout(config.pipeline_layout)
-    if sum(counts) != num_layers:
-        raise ValueError(
-            f"`pipeline_layout` has {sum(counts)} layers and {name} is {num_layers}. Change one."
-        )
-    sharding.divide(
-        len(counts),
-        num_ranks,
-        name="The number of stages in `pipeline_layout`",
-        into="the ranks of the pipeline",
-        fix="Every rank has as many.",
-    )
-    return counts
-
-
-def _pipelined_layers(config: Config) -> tuple[str, int]:
-    """How many layers the pipeline has, and what says so."""
-    wanted, available = config.pipeline_parallel_layers, num_alike_layers(config)
-    if wanted > available:
-        raise ValueError(
-            f"`pipeline_parallel_layers` is {wanted}, and there are {available} layers for a "
-            f"pipeline. Give 1 to {available}, or -1 for all of them."
-        )
-    if wanted != -1:
-        return "`pipeline_parallel_layers`", wanted
-    dense = " - `first_num_dense_layers`" if config.first_num_dense_layers else ""
-    return f"`base_num_decoder_layers`{dense}", available
-
-
-def _fitting(available: int, per_repeat: int) -> str:
-    """Advice where layers do not divide."""
-    advice = "Choose ranks and layers per stage whose product divides the layers"
-    if available < per_repeat:
-        return advice + "."
-    fits = available - available % per_repeat
-    return f"{advice}, or `pipeline_parallel_layers={fits}`: the others run after the pipeline."
 
 
 def _axis_rules(config: Config) -> sharding.Rules:

@@ -2,55 +2,26 @@
 
 import functools
 import io
-import operator
 import re
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from jaxpipe import models, plan, schedules
+from jaxpipe import plan, schedules
 from jaxpipe.cli import main
-from jaxpipe.train import (
-    Config,
-    compile_train_step,
-    describe,
-    set_up,
-    synthetic_batches,
-    train,
-)
-from jaxpipe.train import _canonical as canonical
+from jaxpipe.train import Config, compile_train_step, describe, synthetic_batches, train
 from jaxpipe.train import _step as step
-from jaxpipe.train._setup import Setup
-from jaxpipe.train._ticks import choose_schedule
+from jaxpipe.train._choice import choose_schedule
+from jaxpipe.train._state import state_shapes
 
-Settings = dict[str, Any]
+from .runs import DEEPSEEK, DROPOUT, NONE, ROWS, TINY, Run, Settings, setup_of, three_steps
 
-TINY: Settings = {
-    "base_emb_dim": 16,
-    "base_num_decoder_layers": 4,
-    "base_mlp_dim": 32,
-    "base_num_query_heads": 2,
-    "base_num_kv_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "dtype": "float32",
-    "max_target_length": 16,
-    "num_pipeline_microbatches": 4,
-    "learning_rate": 1e-2,
-    "adam_weight_decay": 0.5,
-    "enable_tensorboard": False,
-    "steps": 3,
-}
-ROWS = 8
 SCHEDULED: Settings = {"pipeline_engine": "scheduled", "ici_pipeline_parallelism": 2}
 CIRCULAR: Settings = {"ici_pipeline_parallelism": 2}
 PER_LAYER: Settings = {"pipeline_fsdp_ag_per_layer": True}
-NONE: Settings = {"pipeline_engine": "none"}
 ZBV: Settings = SCHEDULED | {"pipeline_schedule": "zbv"}
 UNEVEN: Settings = SCHEDULED | {"pipeline_schedule": "1f1b", "pipeline_layout": "Et|t*3L"}
 
@@ -65,17 +36,6 @@ DATA_AND_FSDP: Settings = {
     "shard_optimizer_over_data": True,
     "num_pipeline_microbatches": 2,
 }
-DEEPSEEK: Settings = {
-    **models.PRESETS["deepseek-tiny"],
-    "model_name": "deepseek-tiny",
-    "base_num_decoder_layers": 5,
-    "head_dim": 16,
-    "base_num_kv_heads": 2,
-    "base_emb_dim": 16,
-    "load_balance_loss_weight": 0.1,
-}
-DROPOUT: Settings = {"dropout_rate": 0.3}
-
 # Devices and settings. Those with a text for a schedule read it from a file.
 RUNS: dict[str, tuple[int, Settings]] = {
     "none": (1, NONE),
@@ -120,72 +80,9 @@ SLOW: dict[str, tuple[int, Settings]] = {
 }
 
 
-class Run(NamedTuple):
-    """Three steps of a run.
-
-    Attributes:
-        setup: What they ran on.
-        go_on: From a canonical state to the loss of the run's next step.
-        metrics: Of the three steps.
-        first: The canonical state before them.
-        saved: The canonical state after two.
-        last: The state after three.
-    """
-
-    setup: Setup
-    go_on: Callable[[step.State], float]
-    metrics: list[dict[str, float]]
-    first: step.State
-    saved: step.State
-    last: step.State
-
-
-def config_of(num_devices: int, *settings: Settings) -> Config:
-    base = TINY | {"per_device_batch_size": ROWS / num_devices, "ici_fsdp_parallelism": 1}
-    return Config.model_validate(functools.reduce(operator.or_, settings, base))
-
-
-def setup_of(num_devices: int, *settings: Settings) -> Setup:
-    return set_up(config_of(num_devices, *settings), jax.devices()[:num_devices])
-
-
-def setup_of_run(name: str) -> Setup:
-    num_devices, settings = (RUNS | SLOW)[name]
-    text = settings.get("pipeline_schedule", "")
-    if "\n" not in text:
-        return setup_of(num_devices, settings)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "schedule.csv"
-        file.write_text(text)
-        return setup_of(num_devices, settings, {"pipeline_schedule": str(file)})
-
-
 @functools.cache
 def run(name: str) -> Run:
-    setup = setup_of_run(name)
-    batch_at = synthetic_batches(vocab_size=64, batch_size=ROWS, length=16, seed=0)
-    train_step, flatten = step.make_train_step(setup), canonical.make_canonical(setup)
-
-    def one(state: step.State) -> tuple[step.State, dict[str, float]]:
-        with jax.set_mesh(setup.mesh):
-            batch = step.place_batch(setup, batch_at(int(state["step"])))
-            state, metrics = train_step(state, batch)
-        return state, {name: float(value) for name, value in metrics.items()}
-
-    def go_on(saved: step.State) -> float:
-        # As a checkpoint would be restored: with the layers after the pipeline that it has.
-        after = jax.tree.leaves(saved["weights"]["head"].get("layers", ()))
-        as_saved = canonical.with_layers_after(setup, len(after[0]) if after else 0)
-        where = jax.tree.map(lambda leaf: leaf.sharding, canonical.canonical_shapes(as_saved))
-        return one(canonical.from_canonical(setup, jax.device_put(saved, where)))[1]["loss"]
-
-    state, metrics = step.initial_state(setup), []
-    canonicals = [jax.device_get(flatten(state))]
-    for _ in range(3):
-        state, of_step = one(state)
-        metrics.append(of_step)
-        canonicals.append(jax.device_get(flatten(state)))
-    return Run(setup, go_on, metrics, canonicals[0], canonicals[2], state)
+    return three_steps(*(RUNS | SLOW)[name])
 
 
 def losses(name: str) -> list[float]:
@@ -251,7 +148,7 @@ def test_places_without_a_layer_stay_zero():
 
 def test_places_without_a_layer_are_no_parameters_and_the_run_tells_how_uneven_it_is():
     plain, uneven, even = (setup_of(n, s) for n, s in ((1, NONE), (2, UNEVEN), (2, ZBV)))
-    leaves = jax.tree.leaves(step.state_shapes(plain)["weights"])
+    leaves = jax.tree.leaves(state_shapes(plain)["weights"])
     assert plain.num_parameters == sum(leaf.size for leaf in leaves)
     assert uneven.num_parameters == even.num_parameters == plain.num_parameters
     first, second, third = describe(uneven, 0).splitlines()
@@ -292,6 +189,7 @@ def test_auto_takes_more_stages_per_rank_while_they_save_time_and_says_so(
         num_layers=layers,
     )
     assert found.reason.startswith(words)
+    assert found.ticks is not None
     assert schedules.num_ranks(schedules.check_ticks(found.ticks).schedule) == ranks
 
 

@@ -1,4 +1,8 @@
-"""Which schedule `pipeline_engine=scheduled` runs, and why."""
+"""Which schedule the engines `scheduled` and `mpmd` run, and why.
+
+The first runs it in lock-step, so there it costs what its ticks cost. In the second every rank goes
+on as soon as it can.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import schedules
-from ..schedules import Costs, Schedule, Ticks
+from ..schedules import Costs, Schedule, Ticks, Timeline
 from ._config import Config
 
 _LEAST_BETTER = 0.98
@@ -15,10 +19,17 @@ _LEAST_BETTER = 0.98
 
 @dataclass(frozen=True)
 class Choice:
-    """A schedule in lock-step, and one line that says why it is this one."""
+    """A schedule, and one line that says why it is this one.
 
-    ticks: Ticks
+    Attributes:
+        schedule: Who runs what, in which order.
+        reason: The line.
+        ticks: The schedule in lock-step, if it runs so.
+    """
+
+    schedule: Schedule
     reason: str
+    ticks: Ticks | None = None
 
 
 def choose_schedule(
@@ -39,7 +50,7 @@ def choose_schedule(
         counts: Of every stage, where stages differ.
 
     Raises:
-        ValueError: If it is for other ranks, cannot run in one program, or has no such name.
+        ValueError: If it is for other ranks, no engine can run it, or it has no such name.
         FileNotFoundError: If it is a CSV that is not there.
     """
     name = config.pipeline_schedule
@@ -47,7 +58,7 @@ def choose_schedule(
     if name == "auto":
         fitting = (chunks,) if chunks else _chunks(num_ranks, num_microbatches, num_layers)
         return _best(config, num_ranks, num_microbatches, fitting, counts)
-    if name not in schedules.FAMILIES and (name.endswith(".csv") or Path(name).is_file()):
+    if is_file(config):
         schedule = schedules.read_csv(name)
         _check_counts(name, schedule, num_ranks, num_microbatches)
     else:
@@ -57,10 +68,15 @@ def choose_schedule(
             f"`pipeline_layout` has {len(counts)} stages and `pipeline_schedule` {name} has "
             f"{schedule.num_stages}. They must be equal."
         )
-    costs = costs_of(config, counts)
     _check_windows(config, schedule)
-    ticks = _in_lock_step(name, schedule, costs)
-    return Choice(ticks, f"{name}: {_price(ticks, costs)}")
+    with _naming(name):
+        return _priced(config, name, schedule, costs_of(config, counts))[0]
+
+
+def is_file(config: Config) -> bool:
+    """Whether the schedule is read from a file."""
+    name = config.pipeline_schedule
+    return name not in schedules.FAMILIES and (name.endswith(".csv") or Path(name).is_file())
 
 
 def costs_of(config: Config, counts: tuple[int, ...] | None = None) -> Costs:
@@ -93,11 +109,28 @@ def _built(name: str, num_ranks: int, num_microbatches: int, chunks: int) -> Sch
         )
 
 
-def _in_lock_step(name: str, schedule: Schedule, costs: Costs) -> Ticks:
-    with _naming(name):
-        ticks = schedules.lock_step(schedules.check(schedule), costs)
-        schedules.homes(ticks.schedule)
-        return ticks
+def _priced(config: Config, words: str, schedule: Schedule, costs: Costs) -> tuple[Choice, float]:
+    """The schedule as the engine runs it, and how long it takes."""
+    schedules.check_plain(schedules.check(schedule))
+    if config.pipeline_engine == "mpmd":
+        timeline = schedules.simulate(schedule, costs)
+        reason = f"{words}: {_bubble(timeline)}, {_held(schedule)}"
+        return Choice(schedule, reason), float(schedules.makespan(timeline))
+    ticks = schedules.lock_step(schedule, costs)
+    schedules.homes(ticks.schedule)
+    timeline = schedules.simulate_ticks(ticks, costs)
+    number = f"{schedules.num_ticks(ticks)} ticks"
+    reason = f"{words}: {number}, {_bubble(timeline)} in lock-step, {_held(ticks.schedule)}"
+    return Choice(ticks.schedule, reason, ticks), float(schedules.makespan(timeline))
+
+
+def _bubble(timeline: Timeline) -> str:
+    share = schedules.rectangular_bubble(timeline) / schedules.makespan(timeline)
+    return f"bubble {share:.1%}"
+
+
+def _held(schedule: Schedule) -> str:
+    return f"{max(schedules.peak_activations(schedule))} stage inputs held at most"
 
 
 @contextmanager
@@ -130,16 +163,6 @@ def _check_windows(config: Config, schedule: Schedule) -> None:
         )
 
 
-def _price(ticks: Ticks, costs: Costs) -> str:
-    timeline = schedules.simulate_ticks(ticks, costs)
-    share = schedules.rectangular_bubble(timeline) / schedules.makespan(timeline)
-    peak = max(schedules.peak_activations(ticks.schedule))
-    return (
-        f"{schedules.num_ticks(ticks)} ticks, bubble {share:.1%} in lock-step, "
-        f"{peak} stage inputs held at most"
-    )
-
-
 def _best(
     config: Config,
     num_ranks: int,
@@ -162,11 +185,11 @@ def _best(
         )
     for chunks in fitting:
         name = "1f1b" if chunks == 1 else "interleaved_1f1b"
-        ticks = _in_lock_step(name, _built(name, num_ranks, num_microbatches, chunks), costs)
-        time = float(schedules.makespan(schedules.simulate_ticks(ticks, costs))) / chunks
-        if best is None or time < least * _LEAST_BETTER:
-            words = name if chunks == 1 else f"{name} with {chunks} stages per rank"
-            best, least = Choice(ticks, f"{words}: {_price(ticks, costs)}"), time
+        words = name if chunks == 1 else f"{name} with {chunks} stages per rank"
+        schedule = _built(name, num_ranks, num_microbatches, chunks)
+        choice, time = _priced(config, words, schedule, costs)
+        if best is None or time / chunks < least * _LEAST_BETTER:
+            best, least = choice, time / chunks
     assert best is not None
     return best
 

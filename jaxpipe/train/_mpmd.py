@@ -1,0 +1,128 @@
+"""The engine `mpmd`: a state whose stages lie apart, and the step that ranks run as programs.
+
+Every rank holds the weights and moments of its own stages, and the ends that it reads.
+"""
+
+from collections.abc import Callable
+from functools import cache, lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, PyTree
+
+from .. import mpmd
+from ._initial import first_ends, first_layers, layer_keys
+from ._model import build_model
+from ._remat import remat_of_ticks
+from ._setup import Setup, batch_shapes, batch_shardings
+from ._state import State, state_shapes, state_shardings
+from ._update import make_step
+
+
+def make_mpmd_step(setup: Setup) -> Callable[[State, PyTree], tuple[State, dict[str, Any]]]:
+    """As `make_train_step`."""
+
+    @cache
+    def compiled() -> mpmd.Compiled:
+        return _lowered(setup).compile()
+
+    return lambda state, batch: compiled()(state, batch)
+
+
+def initial_mpmd_state(setup: Setup) -> State:
+    """As `initial_state`. No device ever holds more than its own part."""
+    where = state_places(setup)
+    leaves, tree = jax.tree.flatten(where)
+    mesh = leaves[0].mpmd_mesh
+    found: list[dict[int, jax.Array]] = [{} for _ in leaves]
+    for rank in mesh.local_ranks:
+        mine = [i for i, leaf in enumerate(leaves) if rank in leaf.mpmd_idxs]
+        make = jax.jit(
+            partial(_first_leaves, setup, where, rank),
+            out_shardings=[leaves[i].of_rank(rank) for i in mine],
+        )
+        with jax.set_mesh(mesh.unstack[rank]):
+            for i, array in zip(mine, make(), strict=True):
+                found[i][rank] = array
+    shapes = jax.tree.leaves(state_shapes(setup))
+    arrays = [
+        mpmd.MpmdArray(shape.shape, shape.dtype, place, of_leaf)
+        for shape, place, of_leaf in zip(shapes, leaves, found, strict=True)
+    ]
+    return tree.unflatten(arrays)
+
+
+def _first_leaves(setup: Setup, where: PyTree, rank: int) -> list[jax.Array]:
+    """What a rank has of the first state: weights as their seed gives them, and zeros."""
+
+    def is_here(places: PyTree) -> bool:
+        return any(rank in place.mpmd_idxs for place in jax.tree.leaves(places))
+
+    state, stages = state_shapes(setup), []
+    for i, numbers in enumerate(setup.layout.layers_of_stages):
+        here = is_here(where["weights"]["stages"][i])
+        stages.append(
+            first_layers(setup, (len(numbers),), numbers=numbers)
+            if here
+            else state["weights"]["stages"][i]
+        )
+    state["weights"] = first_ends(setup) | {"stages": stages}
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(where), strict=True)
+    return [
+        leaf if isinstance(leaf, jax.Array) else jnp.zeros(leaf.shape, leaf.dtype)
+        for leaf, place in pairs
+        if rank in place.mpmd_idxs
+    ]
+
+
+def state_places(setup: Setup) -> PyTree[mpmd.MpmdSharding]:
+    """The ranks that hold every leaf of a state, and how it is divided there."""
+    mesh = mpmd.MpmdMesh(setup.mesh, "stage")
+    shardings, tree = jax.tree.flatten(state_shardings(setup))
+    inputs = _lowered(setup).code.inputs[: len(shardings)]
+    places = [
+        mpmd.MpmdSharding(mesh, ranks, sharding.spec)
+        for (_, ranks), sharding in zip(inputs, shardings, strict=True)
+    ]
+    return tree.unflatten(places)
+
+
+def put_on_ranks(state: PyTree[np.ndarray], where: PyTree[mpmd.MpmdSharding]) -> State:
+    """A state in host memory onto the ranks that hold its leaves."""
+
+    def put(leaf: np.ndarray, place: mpmd.MpmdSharding) -> mpmd.MpmdArray:
+        local = set(place.mpmd_mesh.local_ranks).intersection(place.mpmd_idxs)
+        arrays = {rank: jax.device_put(leaf, place.of_rank(rank)) for rank in sorted(local)}
+        return mpmd.MpmdArray(leaf.shape, leaf.dtype, place, arrays)
+
+    return jax.tree.map(put, state, where)
+
+
+# The state's places, its first numbers and the step all come of one program, which takes a while.
+@lru_cache(maxsize=1)
+def _lowered(setup: Setup) -> mpmd.Lowered:
+    """The step on all ranks, before it is compiled."""
+    assert setup.schedule is not None
+    model, schedule = build_model(setup), setup.schedule.schedule
+    remat, layers = remat_of_ticks(setup.config), setup.layout.layers_of_stages
+
+    def value_and_grad(weights: Any, side: Any, keys: Any) -> Any:
+        return mpmd.mpmd_value_and_grad(model, weights, side, keys, schedule=schedule, remat=remat)
+
+    def keys_of(step: Int[Array, ""]) -> list[PyTree]:
+        return [layer_keys(setup, step, numbers) for numbers in layers]
+
+    def specs(shardings: PyTree) -> PyTree:
+        return jax.tree.map(lambda sharding: sharding.spec, shardings)
+
+    of_state, batch = specs(state_shardings(setup)), batch_shapes(setup)
+    step = mpmd.mpmd_jit_with_loop(
+        make_step(setup, value_and_grad, keys_of),
+        mpmd.MpmdMesh(setup.mesh, "stage"),
+        in_specs=(of_state, specs(batch_shardings(setup))),
+        out_specs=(of_state, None),
+        donate_argnums=0,
+    )
+    return step.lower(state_shapes(setup), batch)

@@ -1,0 +1,116 @@
+"""Three steps of a tiny model under any settings, and the states between them."""
+
+import functools
+import operator
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxpipe import models
+from jaxpipe.train import Config, set_up, synthetic_batches
+from jaxpipe.train import _canonical as canonical
+from jaxpipe.train import _step as step
+from jaxpipe.train._setup import Setup
+from jaxpipe.train._state import State
+
+Settings = dict[str, Any]
+
+TINY: Settings = {
+    "base_emb_dim": 16,
+    "base_num_decoder_layers": 4,
+    "base_mlp_dim": 32,
+    "base_num_query_heads": 2,
+    "base_num_kv_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "dtype": "float32",
+    "max_target_length": 16,
+    "num_pipeline_microbatches": 4,
+    "learning_rate": 1e-2,
+    "adam_weight_decay": 0.5,
+    "enable_tensorboard": False,
+    "steps": 3,
+}
+ROWS = 8
+NONE: Settings = {"pipeline_engine": "none"}
+DEEPSEEK: Settings = {
+    **models.PRESETS["deepseek-tiny"],
+    "model_name": "deepseek-tiny",
+    "base_num_decoder_layers": 5,
+    "head_dim": 16,
+    "base_num_kv_heads": 2,
+    "base_emb_dim": 16,
+    "load_balance_loss_weight": 0.1,
+}
+DROPOUT: Settings = {"dropout_rate": 0.3}
+
+
+class Run(NamedTuple):
+    """Three steps of a run.
+
+    Attributes:
+        setup: What they ran on.
+        go_on: From a canonical state to the loss of the run's next step.
+        metrics: Of the three steps.
+        first: The canonical state before them.
+        saved: The canonical state after two.
+        last: The state after three.
+    """
+
+    setup: Setup
+    go_on: Callable[[State], float]
+    metrics: list[dict[str, float]]
+    first: State
+    saved: State
+    last: State
+
+
+def config_of(num_devices: int, *settings: Settings) -> Config:
+    base = TINY | {"per_device_batch_size": ROWS / num_devices, "ici_fsdp_parallelism": 1}
+    return Config.model_validate(functools.reduce(operator.or_, settings, base))
+
+
+def setup_of(num_devices: int, *settings: Settings) -> Setup:
+    return set_up(config_of(num_devices, *settings), jax.devices()[:num_devices])
+
+
+def setup_with_file(num_devices: int, settings: Settings) -> Setup:
+    """A schedule of several lines is read from a file."""
+    text = settings.get("pipeline_schedule", "")
+    if "\n" not in text:
+        return setup_of(num_devices, settings)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "schedule.csv"
+        file.write_text(text)
+        return setup_of(num_devices, settings, {"pipeline_schedule": str(file)})
+
+
+def three_steps(num_devices: int, settings: Settings) -> Run:
+    """Runs them, and keeps what tests ask about."""
+    setup = setup_with_file(num_devices, settings)
+    batch_at = synthetic_batches(vocab_size=64, batch_size=ROWS, length=16, seed=0)
+    train_step, flatten = step.make_train_step(setup), canonical.make_canonical(setup)
+
+    def one(state: State) -> tuple[State, dict[str, float]]:
+        with jax.set_mesh(setup.mesh):
+            batch = step.place_batch(setup, batch_at(int(state["step"])))
+            state, metrics = train_step(state, batch)
+        return state, {name: float(value) for name, value in metrics.items()}
+
+    def go_on(saved: State) -> float:
+        # As a checkpoint would be restored: with the layers after the pipeline that it has.
+        after = jax.tree.leaves(saved["weights"]["head"].get("layers", ()))
+        as_saved = canonical.with_layers_after(setup, len(after[0]) if after else 0)
+        where = jax.tree.map(lambda leaf: leaf.sharding, canonical.canonical_shapes(as_saved))
+        return one(canonical.from_canonical(setup, jax.device_put(saved, where)))[1]["loss"]
+
+    state, metrics = step.initial_state(setup), []
+    canonicals = [jax.device_get(flatten(state))]
+    for _ in range(3):
+        state, of_step = one(state)
+        metrics.append(of_step)
+        canonicals.append(jax.device_get(flatten(state)))
+    return Run(setup, go_on, metrics, canonicals[0], canonicals[2], state)
