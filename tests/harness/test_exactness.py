@@ -221,18 +221,27 @@ def in_fp8() -> list[Row]:
 def is_slow(row: Row) -> bool:
     """Rows of the second job: each has neighbours in the first that differ in a count or a word."""
     if row.model == "mlp":
-        return (row.ranks + row.repeats + row.delay) % 2 == 1
+        # With more than two repeats or ranks a row differs from its neighbours in counts alone.
+        few = (row.ranks + row.repeats + row.delay) % 2 == 0
+        return not few or (row.ranks + row.repeats > 4 and not _drawn(row, 2))
     if row.remat not in ("full", "none", "minimal", "custom"):
         return True
+    if row.remat != "full":
+        return row.model == "deepseek" and row.remat != "minimal"
     if row.quantization:
-        return row.gather != "repeat"
-    # Of the rest `pairs` has neighbours in the first job. One of three is drawn, always alike.
-    if row.remat == "full" and zlib.crc32(str(row).encode()) % 3:
+        return row.gather != "repeat" or not row.explicit
+    # Of the rest `pairs` has neighbours in the first job.
+    if not _drawn(row, 5):
         return True
     if row.model == "deepseek":
         fsdp = ("fsdp", 2) in (row.axes or ())
         return (row.ranks > 2 and row.axes is not None) or (row.gather != "repeat" and fsdp)
     return row.ranks == 3 and row.delay and row.gather != "repeat"
+
+
+def _drawn(row: Row, one_of: int) -> bool:
+    """Whether the row is one of so many, always the same."""
+    return zlib.crc32(str(row).encode()) % one_of == 0
 
 
 def marked() -> list[Any]:
