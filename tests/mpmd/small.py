@@ -1,4 +1,4 @@
-"""Training steps in small, and that groups with programs of their own compute what `jax.jit` does."""
+"""Training steps in small, and that groups with their own programs compute what `jax.jit` does."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import PyTree
 
 from jaxpipe.mpmd import MpmdMesh, mark_stage_end, mpmd_jit_with_loop, treduce
@@ -28,11 +29,9 @@ def numbers(seed: int, *shape: int) -> jax.Array:
 
 def layers(count: int, width: int = WIDTH) -> list[dict[str, jax.Array]]:
     """Weights of `layer`."""
+    inner = 2 * width
     return [
-        {
-            "in": numbers(2 * i, width, 2 * width) / 4,
-            "out": numbers(2 * i + 1, 2 * width, width) / 4,
-        }
+        {"in": numbers(2 * i, width, inner) / 4, "out": numbers(2 * i + 1, inner, width) / 4}
         for i in range(count)
     ]
 
@@ -64,6 +63,18 @@ def gradients(schedule: Any, loss: Callable = marked_loss) -> Callable[..., Any]
     def step(weights: PyTree, *data: Any) -> Any:
         grad = jax.value_and_grad(loss)
         return treduce(lambda of_m: grad(weights, *of_m), data, schedule=schedule)
+
+    return step
+
+
+def training(optimizer: Any, schedule: Any, loss: Callable = marked_loss) -> Callable[..., Any]:
+    """`(state, inputs, targets) -> (state, loss)`, where a state is (weights, optimizer's)."""
+
+    def step(state: Any, *data: Any) -> Any:
+        weights, moments = state
+        value, grads = gradients(schedule, loss)(weights, *data)
+        updates, moments = optimizer.update(grads, moments, weights)
+        return (optax.apply_updates(weights, updates), moments), value
 
     return step
 

@@ -38,6 +38,7 @@ from mpmd.small import (
     numbers,
     on_host,
     squared_error,
+    training,
 )
 
 
@@ -179,18 +180,6 @@ def test_dropout_keys(schedule: Any):
 # Arrays that go in and come out.
 
 
-def training(optimizer: Any, schedule: Any) -> Any:
-    """`(state, inputs, targets) -> (state, loss)`, where a state is (weights, optimizer's)."""
-
-    def step(state: Any, *data: Any) -> Any:
-        weights, moments = state
-        value, grads = gradients(schedule)(weights, *data)
-        updates, moments = optimizer.update(grads, moments, weights)
-        return (optax.apply_updates(weights, updates), moments), value
-
-    return step
-
-
 def leaves_of(array: MpmdArray) -> list[jax.Array]:
     return list(array._partially_addressable_arrays.values())
 
@@ -271,9 +260,8 @@ def test_donated_arguments_are_deleted_and_others_are_not():
 
     def fresh() -> Any:
         def put(w: Any, sharding: Any) -> MpmdArray:
-            arrays = {
-                r: jax.device_put(np.array(w), sharding.of_rank(r)) for r in sharding.mpmd_idxs
-            }
+            ranks = sharding.mpmd_idxs
+            arrays = {r: jax.device_put(np.array(w), sharding.of_rank(r)) for r in ranks}
             return MpmdArray(w.shape, w.dtype, sharding, arrays)
 
         return jax.tree.map(put, weights, in_shardings[0])

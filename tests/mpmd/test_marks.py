@@ -122,9 +122,8 @@ def test_the_mark_behind_the_last_stage_may_be_left_out():
 
 def test_a_mark_takes_trees_and_pipeline_enter_stage_a_name():
     def loss(weights: Any, x: Any, y: Any) -> Any:
-        tree = mark_stage_end(
-            {"x": layer(weights[0], x), "more": [jnp.sin(x), x @ weights[0]["in"]]}
-        )
+        more = [jnp.sin(x), x @ weights[0]["in"]]
+        tree = mark_stage_end({"x": layer(weights[0], x), "more": more})
         x = layer(weights[1], tree["x"] + tree["more"][0]) + tree["more"][1][:, :8]
         return squared_error(pipeline_enter_stage(x, name="the loss"), y)
 
@@ -253,9 +252,7 @@ def test_effects():
         jax.debug.print("{}", x[0, 0])
         return marked_loss(weights, x, y)
 
-    with pytest.raises(
-        ValueError, match="A stage has the effects Debug. .* take prints, callbacks"
-    ):
+    with pytest.raises(ValueError, match=r"A stage has the effects Debug\. .* take prints,"):
         run(printing, Std1F1B(2), 2)
 
     def step(*args: Any) -> Any:
@@ -263,12 +260,12 @@ def test_effects():
         jax.debug.print("{}", value)
         return grads
 
-    with pytest.raises(ValueError, match="The function has the effects Debug. .* take prints and"):
+    with pytest.raises(ValueError, match=r"The function has the effects Debug\. .* take prints"):
         mpmd_jit_with_loop(step, groups(2)).lower(layers(2), *batch(2))
 
 
 def test_microbatches_that_disagree():
     with pytest.raises(ValueError, match=r"arrays whose first dims are \[\(2,\), \(3,\)\]"):
         treduce(lambda x: x, (jnp.ones(2), jnp.ones(3)), schedule=GPipe(2))
-    with pytest.raises(ValueError, match="`operation` has 'add'. Give Add, Max or Concat."):
+    with pytest.raises(ValueError, match=r"`operation` has 'add'\. Give Add, Max or Concat"):
         treduce(lambda x: x, jnp.ones(2), schedule=GPipe(2), operation="add")

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.mpmd import DualPipeV, Std1F1B, ZeroBubble, mark_stage_end, mpmd_jit_with_loop
-from mpmd.small import assert_close, batch, gradients, groups, layers, squared_error
+from mpmd.small import assert_close, batch, gradients, groups, layers, squared_error, training
 
 AXES = {
     "fsdp2": {"fsdp": 2, "tensor": 1},
@@ -79,29 +79,27 @@ def test_dualpipev_with_fsdp_and_tensor():
     )
 
 
-@pytest.mark.parametrize("given", ["specs", "nothing"])
-def test_a_training_step_with_fsdp_and_tensor(given: str):
+@pytest.mark.parametrize("given", [True, False], ids=["out_specs", "no_out_specs"])
+def test_a_training_step_with_fsdp_and_tensor(given: bool):
     """Weights and moments come back as they are given, step after step, also where results are
     left open."""
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 
-    def step(state: Any, *data: Any) -> Any:
-        weights, moments = state
-        value, grads = gradients(Std1F1B(2), loss)(weights, *data)
-        updates, moments = optimizer.update(grads, moments, weights)
-        return (optax.apply_updates(weights, updates), moments), value
-
-    weights = layers(2)
+    step, weights = training(optimizer, Std1F1B(2), loss), layers(2)
     with jax.numpy_dtype_promotion("standard"):
         state = weights, optimizer.init(weights)
         specs = jax.tree_util.tree_map_with_path(
             lambda path, x: SPEC[path[-1].key] if x.ndim else P(), state
         )
-        options = {"in_specs": (specs, P(None, "fsdp"), P(None, "fsdp"))}
-        if given == "specs":
-            options["out_specs"] = (specs, P())
-        mesh = groups(2, fsdp=2, tensor=2)
-        state, _ = compare_on(mesh, step, state, *batch(4, ROWS), **options)
+        mesh, data = groups(2, fsdp=2, tensor=2), P(None, "fsdp")
+        state, _ = compare_on(
+            mesh,
+            step,
+            state,
+            *batch(4, ROWS),
+            in_specs=(specs, data, data),
+            out_specs=(specs, P()) if given else None,
+        )
     assert jax.tree.map(lambda x: x.spec, state) == specs
 
 
