@@ -119,6 +119,7 @@ def check(code: Code) -> None:
                 assert mine.issuperset(buffers), f"{instruction} sends what is not there"
                 sent.setdefault((rank, to), []).append(instruction)
             case Receive(rank, source, buffers):
+                assert sent.get((source, rank)), f"{instruction} waits for what nobody sends"
                 first = sent[source, rank].pop(0)
                 assert first.buffers == buffers, f"{instruction} meets {first}"
                 assert mine.isdisjoint(buffers), f"{instruction} receives what is there"

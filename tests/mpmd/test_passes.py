@@ -1,0 +1,304 @@
+"""The compiler's passes: what every rank does in readable text, and what it costs."""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import jaxprs_in_params
+
+from jaxpipe import schedules
+from jaxpipe.autodiff import Program, Value
+from jaxpipe.mpmd import GPipe, Std1F1B, ZeroBubble, mark_stage_end, mpmd_jit_with_loop, treduce
+from jaxpipe.mpmd._code import Buffer, Code, Free, Receive, Run, Send, check, of_rank
+from jaxpipe.schedules import Op
+from mpmd.small import batch, gradients, groups, layer, layers, marked_loss
+
+# What ranks do.
+
+
+def words(code: Code, rank: int) -> list[str]:
+    """What a rank does: programs by name; `>` sends to, `<` receives from, `-` frees how many."""
+    found = []
+    for instruction in of_rank(code, rank):
+        match instruction:
+            case Run(name=name):
+                found.append(name)
+            case Send(to=to, buffers=buffers):
+                found.append(f">{to}:{len(buffers)}")
+            case Receive(source=source, buffers=buffers):
+                found.append(f"<{source}:{len(buffers)}")
+            case Free(buffers=buffers):
+                found.append(f"-{len(buffers)}")
+    return found
+
+
+def lowered(schedule: Any, num_microbatches: int, loss: Callable = marked_loss) -> Any:
+    """A layer for each stage."""
+    step = mpmd_jit_with_loop(gradients(schedule, loss), groups(schedule.mpmd_dim))
+    return step.lower(layers(schedule.num_stages), *batch(num_microbatches))
+
+
+def test_two_ranks_of_1f1b_read_like_this():
+    code = lowered(Std1F1B(2), 2).code
+    assert words(code, 0) == ["start", "fwd_0__0", ">1:1", "-1", "fwd_0__1", ">1:1", "-1", "<1:1", "<1:1", "bwd_0__0", "-2", "bwd_0__1", "-2"]
+    assert words(code, 1) == [
+        *("start", "<0:1", "<0:1"),
+        *("FusedTask(fwd_1__0, bwd_1__0)", ">0:1", "-1"),
+        *("FusedTask(fwd_1__1, bwd_1__1)", ">0:1", "-1"),
+    ]
+
+
+def test_two_ranks_of_zero_bubble_read_like_this():
+    """The last stage hands its cotangent back before it makes gradients."""
+    code = lowered(ZeroBubble(2), 2).code
+    names = [[i.name for i in of_rank(code, rank) if isinstance(i, Run)] for rank in range(2)]
+    assert names == [
+        ["start", "fwd_0__0", "fwd_0__1", "bwd_w_0__0", "bwd_w_0__1"],
+        [
+            "start",
+            "FusedTask(fwd_1__0, bwd_i_1__0)",
+            "FusedTask(fwd_1__1, bwd_i_1__1)",
+            "bwd_w_1__0",
+            "bwd_w_1__1",
+        ],
+    ]
+
+
+def test_a_step_prints_like_a_jaxpr():
+    def step(weights: Any, xs: Any) -> Any:
+        def of_microbatch(x: Any) -> Any:
+            return jnp.sum(mark_stage_end(x * weights[0]) * weights[1])
+
+        return treduce(of_microbatch, xs, schedule=GPipe(2))
+
+    two = [jnp.float32(1), jnp.float32(2)]
+    text = str(mpmd_jit_with_loop(step, groups(2)).lower(two, jnp.ones((1, 3))))
+    assert re.sub(r"num_steps=\d+", "num_steps=n", text) == (
+        "{ lambda v0:f32[]@0 v1:f32[]@1 v2:f32[1,3]@0 . let\n"
+        "    v3:0:f32[] = task[\n"
+        "      mpmd_idx=1\n"
+        "      donate_invars=()\n"
+        "      num_steps=n\n"
+        "      task_name=start\n"
+        "    ] \n"
+        "    v4:0:f32[3] = task[\n"
+        "      task_info=(0, F, 0)\n"
+        "      mpmd_idx=0\n"
+        "      donate_invars=(False, False, False)\n"
+        "      num_steps=n\n"
+        "      task_name=fwd_0__0\n"
+        "    ] v5:0 v2 v0\n"
+        "    send[mpmd_idx=0 tgt_mpmd_idx=1] v4:0\n"
+        "    _ = delete[mpmd_idx=0] v4:0\n"
+        "    v4:0 = receive[mpmd_idx=1 src_mpmd_idx=0]\n"
+        "    v3:f32[] = task[\n"
+        "      task_info=(1, F, 0)\n"
+        "      mpmd_idx=1\n"
+        "      donate_invars=(False, False, True)\n"
+        "      num_steps=n\n"
+        "      task_name=fwd_1__0\n"
+        "    ] v4:0 v1 v3:0\n"
+        "    _ = delete[mpmd_idx=1] v4:0\n"
+        "  in v3@1 }"
+    )
+
+
+def observed(schedule: Any, num_microbatches: int, loss: Callable = marked_loss) -> dict[str, Any]:
+    """The result of every pass, in order."""
+    found: dict[str, Any] = {}
+    step = mpmd_jit_with_loop(gradients(schedule, loss), groups(schedule.mpmd_dim))
+    traced = step.trace(layers(schedule.num_stages), *batch(num_microbatches))
+    traced.lower(observe=found.__setitem__)
+    return found
+
+
+def test_passes_run_in_this_order():
+    passes = ["pipeline_loops", "place", "emit", "exchange", "fuse", "free"]
+    assert list(observed(Std1F1B(2), 2)) == passes
+
+
+# What halves of a backward compute.
+
+
+def matmul_flops(program: Program) -> int:
+    """Of all matrix products, those in loops as often as they run."""
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.inputs]
+    return _flops(jax.make_jaxpr(program)(*shapes).jaxpr)
+
+
+def _flops(jaxpr: Any) -> int:
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            left = equation.invars[0].aval.shape
+            terms = math.prod(left[dim] for dim in contracted)
+            total += 2 * terms * math.prod(equation.outvars[0].aval.shape)
+        turns = equation.params.get("length", 1)
+        total += turns * sum(map(_flops, jaxprs_in_params(equation.params)))
+    return total
+
+
+def flops_of_tasks(schedule: Any, loss: Callable) -> dict[tuple[int, Op], int]:
+    found = {}
+    for run in observed(schedule, 3, loss)["emit"].instructions:
+        for action in run.actions:
+            found[action.stage, action.op] = matmul_flops(run.program)
+    return found
+
+
+def scanned(w: Any, x: Any) -> Any:
+    """The same layer three times."""
+    return lax.scan(lambda x, _: (layer(w, x), None), x, None, 3)[0]
+
+
+STAGES = {
+    "plain": layer,
+    "remat": jax.checkpoint(layer),
+    "remat_of_jit": jax.checkpoint(jax.jit(layer)),
+    "scan": scanned,
+    "scan_with_remat": jax.checkpoint(scanned),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_i_and_w_of_a_stage_multiply_as_much_as_b(stage: str):
+    def loss(weights: Any, x: Any, y: Any) -> Any:
+        return marked_loss(weights, x, y, stage=STAGES[stage])
+
+    whole, halves = flops_of_tasks(Std1F1B(3), loss), flops_of_tasks(ZeroBubble(3), loss)
+    for i in range(3):
+        assert whole[i, Op.F] == halves[i, Op.F] > 0
+        assert whole[i, Op.B] == halves.get((i, Op.I), 0) + halves[i, Op.W]
+    assert (0, Op.I) not in halves
+
+
+def test_halves_of_two_matmuls_are_two_and_two():
+    """Of stage 0 nothing is handed on, so one product falls away and the rest is in W."""
+    flops = flops_of_tasks(ZeroBubble(2), marked_loss)
+    one = 2 * 2 * 8 * 16
+    assert {key: count // one for key, count in flops.items()} == {
+        (0, Op.F): 2,
+        (0, Op.W): 3,
+        (1, Op.F): 2,
+        (1, Op.I): 2,
+        (1, Op.W): 2,
+    }
+
+
+# What is kept, and for how long.
+
+
+def peak_microbatches(code: Code, rank: int) -> int:
+    """The most (stage, microbatch)es that hold an array between forward and last backward."""
+    versions = {buffer.value for buffer, _ in code.outputs}
+    alive: set[Buffer] = set()
+    of_forward: dict[tuple[int, int], set[Buffer]] = {}
+    peak = 0
+    for instruction in of_rank(code, rank):
+        match instruction:
+            case Run(reads=reads, writes=writes, actions=actions, donated=donated):
+                alive.update(reads, writes)
+                for action in actions:
+                    if action.op is Op.F:
+                        of_forward[action.stage, action.microbatch] = {
+                            buffer
+                            for buffer in (*reads, *writes)
+                            if buffer.number is not None
+                            and buffer.value not in versions
+                            and buffer not in code.indices
+                        }
+                now = {key for key, buffers in of_forward.items() if buffers & alive}
+                now.update((action.stage, action.microbatch) for action in actions)
+                peak = max(peak, len(now))
+                alive.difference_update(reads[i] for i in donated)
+            case Receive(buffers=buffers):
+                alive.update(buffers)
+            case Free(buffers=buffers):
+                alive.difference_update(buffers)
+    return peak
+
+
+BUILDERS = ("gpipe", "1f1b", "eager_1f1b", "zero_bubble_h1", "interleaved_1f1b")
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_activations_are_freed_as_soon_as_the_schedule_allows(name: str):
+    chunks = 2 if name == "interleaved_1f1b" else None
+    schedule = schedules.build(name, ranks=4, microbatches=8, chunks=chunks)
+    step = mpmd_jit_with_loop(gradients(schedule), groups(4))
+    code = step.lower(layers(schedule.num_stages), *batch(8)).code
+    found = tuple(peak_microbatches(code, rank) for rank in range(4))
+    assert found == schedules.peak_activations(schedule)
+
+
+def test_after_a_step_only_arguments_and_results_are_left():
+    code = lowered(ZeroBubble(3), 4).code
+    for rank in range(3):
+        alive = {buffer for buffer, ranks in code.inputs if rank in ranks}
+        given = set(alive)
+        for instruction in of_rank(code, rank):
+            match instruction:
+                case Run(reads=reads, writes=writes, donated=donated):
+                    alive.difference_update(reads[i] for i in donated)
+                    alive.update(writes)
+                case Receive(buffers=buffers):
+                    alive.update(buffers)
+                case Free(buffers=buffers):
+                    alive.difference_update(buffers)
+        assert alive == given | {buffer for buffer, ranks in code.outputs if rank in ranks}
+
+
+# What `check` sees.
+
+X, Y = (Buffer(Value(ShapedArray((), jnp.dtype("float32")))) for _ in range(2))
+EMPTY = Program((), (), ())
+
+
+def run(rank: int, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...], **more: Any) -> Run:
+    return Run(rank, "p", EMPTY, reads, writes, **more)
+
+
+MAKE, SEND, RECEIVE = run(0, (), (X,)), Send(0, 1, (X,), "p"), Receive(1, 0, (X,), "p")
+BROKEN = {
+    "p reads .* which are not there": (run(1, (X,), (Y,)), MAKE, SEND, RECEIVE),
+    "p writes what is there": (MAKE, MAKE),
+    "sends what is not there": (SEND, RECEIVE),
+    "nobody receives": (MAKE, SEND),
+    "waits for what nobody sends": (MAKE, RECEIVE),
+    "meets Send": (
+        *(MAKE, run(0, (), (Y,)), SEND, Send(0, 1, (Y,), "p")),
+        *(Receive(1, 0, (Y,), "p"), RECEIVE),
+    ),
+    "receives what is there": (MAKE, run(1, (), (X,)), SEND, RECEIVE),
+    "frees what is not there": (MAKE, Free(0, (X,)), Free(0, (X,))),
+    "p reads .* not there": (MAKE, run(0, (X,), (Y,), donated=(0,)), run(0, (X,), ())),
+    "is not where it is returned": (MAKE,),
+}
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_check_names_what_is_broken(message: str):
+    with pytest.raises(AssertionError, match=message):
+        check(Code(2, (), ((X, (1,)),), {}, BROKEN[message]))
+
+
+def test_check_passes_what_is_whole():
+    check(Code(2, (), ((X, (0, 1)),), {}, (MAKE, SEND, RECEIVE)))
+
+
+@pytest.mark.parametrize("kind", [Send, Receive, Run])
+def test_check_sees_that_an_instruction_is_missing(kind: type):
+    code = lowered(Std1F1B(2), 2).code
+    check(code)
+    for i, instruction in enumerate(code.instructions):
+        if isinstance(instruction, kind):
+            rest = (*code.instructions[:i], *code.instructions[i + 1 :])
+            with pytest.raises(AssertionError):
+                check(Code(2, code.inputs, code.outputs, code.indices, rest))
