@@ -33,9 +33,7 @@ def main() -> None:
         for rank in range(RANKS)
     ]
     results = [json.loads(process.communicate()[0].splitlines()[-1]) for process in processes]
-    print(
-        f"{'schedule':<16}{'M':>4}{'predicted ms':>14}{'measured ms':>13}{'measured / predicted':>22}"
-    )
+    print(f"{'schedule':<16}{'M':>4}{'predicted ms':>14}{'measured ms':>13}{'ratio':>8}")
     for row in zip(*results, strict=True):
         report(*row)
 
