@@ -5,8 +5,9 @@ is compiled, so programs wait for those whose values they read. On single device
 """
 
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -71,7 +72,7 @@ def compile_code(
         found = specs[buffer, rank]
         return found() if callable(found) else found
 
-    with ThreadPoolExecutor(num_threads) as pool:
+    with _vain_donations(), ThreadPoolExecutor(num_threads) as pool:
         compiler = _Compiler(mesh, pool)
         futures: dict[int, Future] = {}
         for place, instruction in enumerate(code.instructions):
@@ -102,6 +103,18 @@ def compile_code(
 
 
 P = PartitionSpec
+
+
+@contextmanager
+def _vain_donations() -> Iterator[None]:
+    """What is donated and turns out to be laid out otherwise is just not used again.
+
+    Around all threads, as what is ignored is a setting of the process: a thread that restores it
+    would do so for the others too.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        yield
 
 
 def _later(future: Future, i: int) -> Callable[[], PartitionSpec]:
@@ -161,10 +174,7 @@ def compile_program(
     ]
     out = [None if spec is None else NamedSharding(mesh, spec) for spec in wanted]
     jitted = jax.jit(program, out_shardings=out, donate_argnums=donated, keep_unused=True)
-    with warnings.catch_warnings():
-        # What is donated and turns out to be laid out otherwise is just not used again.
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        return jitted.lower(*shapes).compile(compiler_options=_options(mesh))
+    return jitted.lower(*shapes).compile(compiler_options=_options(mesh))
 
 
 def _options(mesh: Mesh) -> dict[str, bool | str]:
