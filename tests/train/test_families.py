@@ -12,9 +12,8 @@ import pytest
 
 from jaxpipe import models
 from jaxpipe.cli import main
-from jaxpipe.train import Config, build_model, set_up, train
+from jaxpipe.train import Config, _update, build_model, set_up, train
 from jaxpipe.train import _step as step
-from jaxpipe.train import _update
 from jaxpipe.train._family import FAMILIES
 
 RUN: dict[str, Any] = {
