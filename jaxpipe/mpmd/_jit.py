@@ -1,5 +1,6 @@
 """A function with pipelined loops, as programs of its own for every group of a mesh."""
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from ._array import MpmdArray, MpmdMesh
 from ._compiled import Compiled, Lowered, Settings, Traced
 from ._reduce import Last, treduce_i
 from ._submesh import check_spec
+
+_LOG = logging.getLogger("jaxpipe.mpmd")
 
 
 class MpmdFunction:
@@ -66,6 +69,12 @@ class MpmdFunction:
         leaves, tree = jax.tree.flatten(dynamic)
         key = tree, tuple(map(_type_of, leaves)), tuple(args[i] for i in static)
         if key not in self._compiled:
+            if self._compiled:
+                _LOG.warning(
+                    "%s is compiled once more: it is called with other shapes, dtypes or static "
+                    "arguments than before.",
+                    getattr(self._f, "__name__", "A step"),
+                )
             self._compiled[key] = self.compile(*args)
         return self._compiled[key](*args)
 
@@ -132,6 +141,8 @@ def mpmd_jit_with_loop(
     *,
     in_specs: PyTree = None,
     out_specs: PyTree = None,
+    in_shardings: PyTree = None,
+    out_shardings: PyTree = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     timeout: float = 300.0,
@@ -146,6 +157,8 @@ def mpmd_jit_with_loop(
         in_specs: How arguments are divided within a group: a tree of `PartitionSpec`, a prefix of
             the arguments that are not static. None leaves it open.
         out_specs: The same of results.
+        in_shardings: In place of `in_specs`, a tree of shardings of which only the specs are read.
+        out_shardings: In place of `out_specs`, likewise.
         donate_argnums: Arguments whose memory results may take.
         static_argnums: Arguments that are no arrays, hashable. Others give another program.
         timeout: With several processes: how long no program and no transfer may finish, in seconds,
@@ -157,8 +170,8 @@ def mpmd_jit_with_loop(
     """
     settings = Settings(
         mpmd_mesh,
-        in_specs,
-        out_specs,
+        _specs("in", in_specs, in_shardings),
+        _specs("out", out_specs, out_shardings),
         _numbers(donate_argnums),
         _numbers(static_argnums),
         timeout,
@@ -172,6 +185,8 @@ def mpmd_jit_by_yield(
     *,
     in_specs: PyTree = None,
     out_specs: PyTree = None,
+    in_shardings: PyTree = None,
+    out_shardings: PyTree = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     timeout: float = 300.0,
@@ -185,6 +200,8 @@ def mpmd_jit_by_yield(
         mpmd_mesh: The groups, in the order of the stages.
         in_specs: As in `mpmd_jit_with_loop`.
         out_specs: As there.
+        in_shardings: As there.
+        out_shardings: As there.
         donate_argnums: As there.
         static_argnums: As there.
         timeout: As there.
@@ -202,10 +219,23 @@ def mpmd_jit_by_yield(
         mpmd_mesh,
         in_specs=in_specs,
         out_specs=out_specs,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
         donate_argnums=donate_argnums,
         static_argnums=static_argnums,
         timeout=timeout,
     )
+
+
+def _specs(side: str, specs: PyTree, shardings: PyTree) -> PyTree:
+    if shardings is None:
+        return specs
+    if specs is not None:
+        raise ValueError(
+            f"Both `{side}_specs` and `{side}_shardings` are given. Give one of them: only the "
+            "specs of shardings count."
+        )
+    return jax.tree.map(lambda sharding: sharding.spec, shardings)
 
 
 def _numbers(argnums: int | Sequence[int]) -> tuple[int, ...]:

@@ -288,3 +288,12 @@ def test_loss_and_gradients_of_one_device_per_rank_are_those_of_jit_to_the_last_
     args = layers(2), *batch(4)
     step = gradients(Std1F1B(2), marked_loss)
     assert_equal(mpmd_jit_with_loop(step, groups(2))(*args), jax.jit(step)(*args))
+
+
+def test_a_call_with_another_shape_says_once_that_it_compiles(caplog):
+    mesh = groups(2)
+    step = mpmd_jit_with_loop(lambda x: 2 * x, mesh)
+    for size in (2, 2, 3, 3):
+        step(jnp.ones(size))
+    said = [record.message for record in caplog.records if record.name == "jaxpipe.mpmd"]
+    assert len(said) == 1 and "compiled once more" in said[0]
