@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
@@ -57,7 +58,7 @@ def latest_step(checkpoints: ocp.CheckpointManager) -> int | None:
 def save_checkpoint(
     checkpoints: ocp.CheckpointManager,
     step: int,
-    state: PyTree[jax.Array],
+    state: PyTree[jax.Array | np.ndarray],
     metadata: Mapping[str, Any],
 ) -> None:
     """Saves a step. One that is there already stays as it is.
@@ -65,7 +66,7 @@ def save_checkpoint(
     Args:
         checkpoints: From `open_checkpoints`.
         step: Steps done so far, more than in any checkpoint there is.
-        state: Arrays; may be donated to the next step at once.
+        state: Arrays on devices, which may be donated to the next step at once, or in host memory.
         metadata: What JSON can hold.
 
     Raises:

@@ -12,7 +12,7 @@ import jax
 import orbax.checkpoint as ocp
 import yaml
 
-from .. import models
+from .. import models, mpmd
 from ._canonical import canonical_shapes, from_canonical, make_canonical, with_layers_after
 from ._checkpoint import (
     latest_step,
@@ -32,6 +32,9 @@ from ._step import initial_state, make_train_step, place_batch
 from ._tokens import load_tokenizer
 
 Metrics = dict[str, float]
+
+Values = Mapping[str, jax.Array | mpmd.MpmdArray]
+"""Metrics that may not be computed yet."""
 
 
 def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
@@ -95,7 +98,7 @@ def run_steps(
     """
     config, train_step = setup.config, make_train_step(setup)
     ended = time.perf_counter()
-    previous: tuple[int, dict[str, jax.Array]] | None = None
+    previous: tuple[int, Values] | None = None
     for step in range(done + 1, config.steps + 1):
         batch = place_batch(setup, batch_at(step - 1))
         state, metrics = train_step(state, batch)
@@ -109,7 +112,7 @@ def run_steps(
             previous = None
 
 
-def _finished(setup: Setup, metrics: dict[str, jax.Array], started: float) -> tuple[float, Metrics]:
+def _finished(setup: Setup, metrics: Values, started: float) -> tuple[float, Metrics]:
     """Waits for a step. When it ended, in seconds, and its metrics, the loss first."""
     values = {name: float(x) for name, x in jax.device_get(metrics).items()}
     ended = time.perf_counter()

@@ -265,6 +265,19 @@ def test_many_programs_are_not_compiled_ahead_as_one(capsys):
     assert "Give `pipeline_engine=scheduled`" in capsys.readouterr().err
 
 
+def test_a_run_in_files_resumes(tmp_path):
+    settings = TINY | UNEVEN | {"output_dir": str(tmp_path), "per_device_batch_size": 1.0}
+    settings |= {"ici_fsdp_parallelism": 4, "num_pipeline_microbatches": 2}
+
+    def run_to(steps: int) -> str:
+        shown = io.StringIO()
+        assert len(train(Config.model_validate(settings | {"steps": steps}), stream=shown)) == 1
+        return shown.getvalue()
+
+    assert "resumed" not in run_to(1)
+    assert "resumed after step 1" in run_to(2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("weight_dtype", ["float32", "bfloat16"])
 def test_a_run_in_files_goes_on_with_another_engine_and_back(tmp_path, weight_dtype):
