@@ -8,13 +8,13 @@ demo: .venv/demo
 	$(BIN)/python examples/demo.py
 
 test: .venv/dev
-	$(BIN)/pytest -n 2 -m "not slow and not product"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not product"
 
 test-slow: .venv/dev
-	$(BIN)/pytest -n 2 -m slow
+	$(BIN)/pytest -n 2 --dist worksteal -m slow
 
 test-product: .venv/dev
-	$(BIN)/pytest -n 2 -m product
+	$(BIN)/pytest -n 2 --dist worksteal -m product
 
 lint: .venv/dev
 	$(BIN)/ruff check jaxpipe tests examples benchmarks
