@@ -185,7 +185,9 @@ def _of_outputs(
             continue
         places = [needed[source] for source in made_of[value] if needed[source]]
         everywhere = set(range(num_ranks)) if value.aval.shape == () else {0}
-        found[value] = set.intersection(*places) or min(places) if places else everywhere
+        found[value] = (
+            set.intersection(*places) or min(places, key=sorted) if places else everywhere
+        )
     return found
 
 
