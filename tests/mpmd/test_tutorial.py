@@ -1,8 +1,9 @@
 """JaxPP's tutorial, run by us: what it prints is what the document shows, and trains as plain JIT.
 
-It runs under the XLA flags of all tests. Without fused multiply-add a program computes the same
-numbers however it is cut, so weights are compared to the last bit; with it they differ in the last
-bits, which Adam makes larger where gradients are next to nothing.
+It runs under the XLA flags of all tests, without fused multiply-add and LLVM's optimizations: so a
+program computes the same numbers however it is cut, and weights are compared to the last bit. With
+these, the last bits depend on what is compiled together, and Adam makes them larger where gradients
+are next to nothing.
 """
 
 import json
