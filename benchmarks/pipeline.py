@@ -102,7 +102,7 @@ def measure(schedule: Any, rank: int) -> dict[str, Any]:
     mesh = mpmd.MpmdMesh(Mesh(np.array(devices), ("stage",)), "stage")
     compiled = mpmd.mpmd_jit_with_loop(step, mesh).compile(weights, xs)
     weights, _ = compiled(weights, jnp.asarray(xs))
-    times = mpmd.collect_task_times_ms(compiled, weights, xs)
+    times = mpmd.collect_task_times_ms(compiled, weights, xs, repeats=5)
     seconds = []
     for _ in range(STEPS):
         start = time.perf_counter()
@@ -122,14 +122,11 @@ def costs_of(times: dict[str, float]) -> dict[str, float]:
 
     fused = median("FusedTask")
     forward = fused / 3 or median("fwd_")
-    halves = median("bwd_i_"), median("bwd_w_")
-    if any(halves):
-        # A whole backward in a schedule of halves is its halves one after the other.
-        return {"forward": forward, "input": halves[0], "weight": halves[1]}
-    whole = 2 * fused / 3 or statistics.median(
-        ms for task, ms in times.items() if task.startswith("bwd_")
-    )
-    return {"forward": forward, "input": whole / 2, "weight": whole / 2}
+    backward = 2 * fused / 3 or median("bwd_i_") or median("bwd_")
+    if any(task.startswith("bwd_w_") for task in times):
+        return {"forward": forward, "input": median("bwd_i_") or 2 * fused / 3,
+                "weight": median("bwd_w_")}  # fmt: skip
+    return {"forward": forward, "input": backward / 2, "weight": backward / 2}
 
 
 if __name__ == "__main__":

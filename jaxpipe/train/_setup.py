@@ -256,8 +256,10 @@ def batch_shapes(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:
 def batch_shardings(setup: Setup) -> Any:
     """A sharding for each array [M, b, T] of a batch."""
     shapes = batch_shapes(setup)
-    axes = dict.fromkeys(shapes, ("microbatches", "activation_batch", "activation_length"))
-    return sharding.named_shardings(shapes, axes, setup.mesh, setup.rules)
+    rows = {"microbatches": next(iter(shapes.values()))}  # all alike; an error names them so
+    axes = {"microbatches": ("microbatches", "activation_batch", "activation_length")}
+    where = sharding.named_shardings(rows, axes, setup.mesh, setup.rules)["microbatches"]
+    return dict.fromkeys(shapes, where)
 
 
 def _parallelism(config: Config, kind: str) -> dict[str, int]:

@@ -73,7 +73,7 @@ def test_a_run_that_was_killed_and_started_again_has_the_losses_of_one_that_was_
         (["dataset_type=text", "text_files=no/such/file.txt"], "no/such/file.txt"),
         (["ici_pipeline_parallelism=16"], "needs 16 devices and there are 8"),
         (["num_pipeline_microbatches=3"], "`num_pipeline_microbatches` = 3"),
-        (["pipeline_engine=mpmd"], "It should be 'none', 'circular' or 'scheduled'"),
+        (["pipeline_engine=spmd"], "It should be 'none', 'circular', 'scheduled' or 'mpmd'"),
     ],
 )
 def test_wrong_settings_give_one_message_and_exit_code_2(settings, message, tmp_path, capsys):
