@@ -96,13 +96,16 @@ def measure(schedule: mpmd.NamedSchedule | None) -> tuple[float, float]:
 
 
 def prepare(schedule: mpmd.NamedSchedule | None, state: Any, x: jax.Array) -> Callable:
+    # DualPipeV needs two microbatches for every group.
+    count = 8 if isinstance(schedule, mpmd.DualPipeV) else NUM_MICROBATCHES
+
     def loss_of(params: Any, state: Any, x: jax.Array) -> jax.Array:
         return jnp.mean((state.apply_fn({"params": params}, x) - 1) ** 2)
 
     def train_step(state: Any, x: jax.Array) -> Any:
         loss, gradients = mpmd.treduce(
             lambda x: jax.value_and_grad(loss_of)(state.params, state, x),
-            x.reshape(NUM_MICROBATCHES, -1, *x.shape[1:]),
+            x.reshape(count, -1, *x.shape[1:]),
             schedule=schedule,
         )
         return state.apply_gradients(grads=gradients), loss
