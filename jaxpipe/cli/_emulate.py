@@ -33,7 +33,7 @@ def emulate_devices(num_devices: int) -> None:
     import jax  # not at the top: commands that need no devices start faster without it
 
     jax.config.update("jax_platforms", "cpu")
-    found = len(jax.devices("cpu"))
+    found = len(jax.local_devices(backend="cpu"))
     if found != num_devices:
         raise ValueError(
             f"`emulate_devices` is {num_devices}, but JAX sees {found} CPU devices: it was in use "

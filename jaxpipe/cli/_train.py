@@ -3,6 +3,7 @@
 import argparse
 
 from ._emulate import emulate_devices
+from ._processes import join_processes, leaving_on_error
 from ._settings import add_settings, read_settings
 
 _HELP = "train a model, set up by YAML files and key=value pairs; pairs win over files"
@@ -17,14 +18,16 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains. Devices are emulated before JAX looks for real ones."""
+    """Trains. Processes join and devices are emulated before JAX looks for devices."""
     from ..train import base_yaml, train
 
     if args.keys:
         print(base_yaml())
         return 0
     config = read_settings(args.settings)
+    join_processes(detect=config.distributed)
     if config.emulate_devices:
         emulate_devices(config.emulate_devices)
-    train(config)
+    with leaving_on_error():
+        train(config)
     return 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from .. import schedules
 from ..autodiff import Plain, Program, Step, Value, values
-from ._across import STACK, SUM, WITH
+from ._across import EVERYWHERE, STACK, SUM, WITH
 from ._loops import PipelinedLoop, loop_of
 from ._steps import ADD, is_sum, live
 
@@ -46,9 +46,9 @@ def place(outer: Program, num_ranks: int) -> tuple[Program, Placement]:
         The program with these sums, and where its steps run.
     """
     wanted = _wanted_by_loops(outer)
-    homes = _homes(outer, wanted)
+    homes = _homes(outer, wanted, num_ranks)
     outer = _with_partial_sums(outer, homes)
-    homes = _homes(outer, wanted)
+    homes = _homes(outer, wanted, num_ranks)
     needed = _needed(outer, homes, wanted, {})
     free = _of_outputs(outer, homes, needed, num_ranks)
     needed = _needed(outer, homes, wanted, free)
@@ -105,7 +105,9 @@ def _wanted_by_loops(outer: Program) -> dict[Value, set[int]]:
     return wanted
 
 
-def _homes(outer: Program, wanted: Mapping[Value, set[int]]) -> dict[Value, set[int]]:
+def _homes(
+    outer: Program, wanted: Mapping[Value, set[int]], num_ranks: int
+) -> dict[Value, set[int]]:
     """The ranks of values that have a place of their own.
 
     An input of the function that loops need is where they need it; what depends on loops is where
@@ -120,9 +122,12 @@ def _homes(outer: Program, wanted: Mapping[Value, set[int]]) -> dict[Value, set[
             behind.update(step.outputs)
             continue
         given = values(step.inputs)
-        if behind.isdisjoint(given):
+        if not behind.isdisjoint(given):
+            behind.update(step.outputs)
+        if _name(step) == EVERYWHERE:
+            homes[step.outputs[0]] = set(range(num_ranks))
+        if behind.isdisjoint(step.outputs) or _name(step) == EVERYWHERE:
             continue
-        behind.update(step.outputs)
         placed = [(v, homes.get(v) or wanted.get(v, set())) for v in given]
         homes |= dict.fromkeys(step.outputs, _home(step, [(v, r) for v, r in placed if r]))
     return homes
@@ -130,7 +135,7 @@ def _homes(outer: Program, wanted: Mapping[Value, set[int]]) -> dict[Value, set[
 
 def _home(step: Step, placed: Sequence[tuple[Value, set[int]]]) -> set[int]:
     """Where a step runs, given where those of its inputs are that have a place."""
-    name = step.operation.name if isinstance(step.operation, Plain) else ""
+    name = _name(step)
     if name in (SUM, STACK):
         return set().union(*(ranks for _, ranks in placed))
     if name == WITH:
@@ -138,6 +143,10 @@ def _home(step: Step, placed: Sequence[tuple[Value, set[int]]]) -> set[int]:
         if found:
             return found[0]
     return max(placed, key=lambda pair: (pair[0].num_bytes, len(pair[1])))[1]
+
+
+def _name(step: Step) -> str:
+    return step.operation.name if isinstance(step.operation, Plain) else ""
 
 
 def _needed(

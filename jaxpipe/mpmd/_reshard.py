@@ -64,7 +64,8 @@ def _to_groups(mesh: MpmdMesh, x: Any, where: MpmdSharding) -> MpmdArray:
 def _from_groups(mesh: MpmdMesh, x: MpmdArray, where: Any) -> jax.Array:
     if jax.process_count() == 1:
         return jax.device_put(x.to_mpmd_local_array(), where)
-    return _moved(_stacked(mesh, x), x.mpmd_idxs[0], where)
+    move = jax.jit(_of_group, static_argnums=1, out_shardings=where)
+    return move(_stacked(mesh, x), x.mpmd_idxs[0])
 
 
 def _stacked(mesh: MpmdMesh, x: MpmdArray) -> jax.Array:
@@ -82,8 +83,8 @@ def _stacked(mesh: MpmdMesh, x: MpmdArray) -> jax.Array:
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 
-def _moved(stacked: jax.Array, rank: int, where: Any) -> jax.Array:
-    return jax.jit(lambda x: x[rank], out_shardings=where)(stacked)
+def _of_group(stacked: jax.Array, rank: int) -> jax.Array:
+    return stacked[rank]
 
 
 def _same(x: jax.Array) -> jax.Array:

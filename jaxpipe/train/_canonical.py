@@ -14,9 +14,16 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from .. import models, sharding
+from .. import models, mpmd, sharding
 from ..sharding import LogicalAxes
-from ._mpmd import put_on_ranks, state_places
+from ._apart import (
+    layers_of_ranks,
+    mpmd_mesh,
+    stack_of_stages,
+    stack_shardings,
+    stages_of_stack,
+)
+from ._mpmd import state_places
 from ._setup import STACKED, Setup
 from ._state import State, state_axes, state_shapes, state_shardings
 
@@ -41,11 +48,10 @@ def canonical_shapes(setup: Setup) -> PyTree[jax.ShapeDtypeStruct]:
 def make_canonical(setup: Setup) -> Callable[[State], State]:
     """A function that makes a canonical copy of a state; it compiles at its first call.
 
-    The copy is as large as the state and lies beside it on the devices until it is written. Of
-    stages that lie apart it lies in host memory.
+    The copy is as large as the state and lies beside it on the devices until it is written.
     """
     if setup.stages_apart:
-        return _joined
+        return _make_joined(setup)
     shapes = canonical_shapes(setup)
     where = jax.tree.map(lambda leaf: leaf.sharding, shapes)
 
@@ -67,7 +73,7 @@ def make_canonical(setup: Setup) -> Callable[[State], State]:
 def from_canonical(setup: Setup, canonical: State) -> State:
     """A state laid out for this run, of a canonical one with any number of layers after."""
     if setup.stages_apart:
-        return put_on_ranks(_apart(setup, jax.device_get(canonical)), state_places(setup))
+        return _apart(setup, canonical)
 
     numbers = np.asarray(setup.layout.numbers)
 
@@ -83,33 +89,79 @@ def from_canonical(setup: Setup, canonical: State) -> State:
     return _compiled(setup, stack, state_shardings(setup))(canonical)
 
 
-def _joined(state: State) -> State:
-    """A canonical copy, in host memory, of a state whose stages lie apart."""
+def _make_joined(setup: Setup) -> Callable[[State], State]:
+    """`make_canonical` of states whose stages lie apart."""
+    places, mesh = state_places(setup), mpmd_mesh(setup)
+    where = jax.tree.map(lambda leaf: leaf.sharding, canonical_shapes(setup))
+    numbers = layers_of_ranks(setup).ravel()
+    order = np.argsort(numbers, stable=True)[np.sum(numbers < 0) :]
 
-    def of_weights(w: dict[str, Any]) -> dict[str, Any]:
-        stages = jax.tree.map(
-            lambda *leaves: np.concatenate(list(map(np.asarray, leaves))), *w["stages"]
-        )
+    def stack(of_stages: dict[str, Any], places: dict[str, Any], where: dict[str, Any]) -> Any:
+        ends = {
+            name: mpmd.mpmd_to_spmd_reshard(mesh, of_stages[name], where[name])
+            for name in of_stages
+            if name != "stages"
+        }
+        return ends | {"stages": stack_of_stages(setup, of_stages["stages"], places["stages"])}
+
+    def in_order(w: dict[str, Any]) -> dict[str, Any]:
+        stages = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[order], w["stages"])
         return w | {"stages": stages}
 
-    state = _map_weights(of_weights, state)
-    # A copy of the others too: what `numpy.asarray` gives may be memory that the next step takes.
-    return jax.tree.map(np.array, state)
+    put_in_order = _compiled(setup, lambda state: _map_weights(in_order, state), where)
+
+    def join(state: State) -> State:
+        return put_in_order(
+            jax.tree.map(
+                lambda x, *others: (
+                    stack(x, *others)
+                    if _is_weights(x)
+                    else mpmd.mpmd_to_spmd_reshard(mesh, x, others[1])
+                ),
+                state,
+                places,
+                where,
+                is_leaf=_is_weights,
+            )
+        )
+
+    return join
 
 
 def _apart(setup: Setup, canonical: State) -> State:
-    """A state in host memory whose stages lie apart."""
+    """`from_canonical` for stages that lie apart."""
+    places, mesh = state_places(setup), mpmd_mesh(setup)
+    numbers = np.maximum(layers_of_ranks(setup), 0)
 
-    def of_weights(w: dict[str, Any]) -> dict[str, Any]:
-        layers = setup.layout.layers_of_stages
-        return w | {"stages": [_cut(w["stages"], numbers) for numbers in layers]}
+    def everywhere(place: mpmd.MpmdSharding) -> NamedSharding:
+        return NamedSharding(setup.mesh, place.spec)
 
-    cut = _regrouped(canonical, setup.layout.num_layers, np.concatenate)
-    return _map_weights(of_weights, cut)
+    def of_stack(places: dict[str, Any]) -> dict[str, Any]:
+        ends = {name: places[name] for name in places if name != "stages"}
+        stages = stack_shardings(setup, places["stages"])
+        return jax.tree.map(everywhere, ends) | {"stages": stages}
 
+    def stack(canonical: State) -> State:
+        cut = _regrouped(canonical, setup.layout.num_layers)
+        return _map_weights(
+            lambda w: w | {"stages": jax.tree.map(lambda x: x[numbers], w["stages"])}, cut
+        )
 
-def _cut(tree: PyTree, numbers: range) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf[numbers.start : numbers.stop], tree)
+    def part(stacked: Any, places: Any) -> Any:
+        if not _is_weights(stacked):
+            return mpmd.spmd_to_mpmd_reshard(mesh, stacked, places)
+        ends = {
+            name: mpmd.spmd_to_mpmd_reshard(mesh, stacked[name], places[name])
+            for name in stacked
+            if name != "stages"
+        }
+        return ends | {"stages": stages_of_stack(setup, stacked["stages"], places["stages"])}
+
+    where = jax.tree.map(
+        lambda x: of_stack(x) if _is_weights(x) else everywhere(x), places, is_leaf=_is_weights
+    )
+    stacked = _compiled(setup, stack, where)(canonical)
+    return jax.tree.map(part, stacked, places, is_leaf=_is_weights)
 
 
 def _together(setup: Setup) -> Setup:
@@ -154,13 +206,13 @@ def with_layers_after(setup: Setup, layers_after: int) -> Setup:
     return dataclasses.replace(setup, layout=sharding.Layout(1, 1, num_layers))
 
 
-def _regrouped(state: State, num_layers: int, concatenate: Callable = jnp.concatenate) -> State:
+def _regrouped(state: State, num_layers: int) -> State:
     """A canonical state with `num_layers` in its stages and the others after them."""
 
     def of_weights(w: dict[str, Any]) -> dict[str, Any]:
         head = {name: leaf for name, leaf in w["head"].items() if name != "layers"}
         parts = [w["stages"], w["head"]["layers"]] if "layers" in w["head"] else [w["stages"]]
-        layers = jax.tree.map(lambda *leaves: concatenate(leaves), *parts)
+        layers = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
         if any(leaf.shape[0] > num_layers for leaf in jax.tree.leaves(layers)):
             head["layers"] = jax.tree.map(lambda leaf: leaf[num_layers:], layers)
         stages = jax.tree.map(lambda leaf: leaf[:num_layers], layers)

@@ -63,6 +63,7 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "shard_mode": ("circular", "scheduled"),
     "shard_optimizer_over_data": _ONE_PROGRAM,
     "compile_xla_flags": _ONE_PROGRAM,
+    "mpmd_timeout_seconds": ("mpmd",),
 }
 """Keys that not all engines read."""
 
@@ -209,6 +210,8 @@ class Config(BaseModel):
     debug_sharding: bool = False
     compile_xla_flags: str = ""
     emulate_devices: CountOrNone = 0
+    distributed: bool = False
+    mpmd_timeout_seconds: Positive = 300.0
 
     # Checkpoints and reports.
     enable_checkpointing: bool = True

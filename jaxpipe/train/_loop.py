@@ -1,6 +1,7 @@
 """The training loop: state, batches, metrics and checkpoints, step after step."""
 
 import dataclasses
+import io
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 import yaml
+from jax.experimental import multihost_utils
 
 from .. import models, mpmd
 from ._canonical import canonical_shapes, from_canonical, make_canonical, with_layers_after
@@ -41,7 +44,8 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
     """Trains, resuming from the newest checkpoint of the run if there is one.
 
     Writes `config.yml`, `metrics.jsonl`, TensorBoard events and `checkpoints/` into
-    `output_dir/run_name`.
+    `output_dir/run_name`. Of several processes all call it, with one `output_dir` that all of them
+    see, and the first writes and shows what is not a checkpoint.
 
     Args:
         config: The run.
@@ -55,7 +59,7 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
             or the newest checkpoint is of another model.
         RuntimeError: If a step, a checkpoint or a batch fails later.
     """
-    shown: Stream = stream or sys.stdout
+    shown: Stream = (stream or sys.stdout) if _is_first() else io.StringIO()
     setup = set_up(config, jax.devices())
     batch_at = make_batches(setup)
     folder = Path(config.output_dir) / config.run_name
@@ -63,13 +67,14 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
         if not setup.stages_apart:
             stack.enter_context(jax.set_mesh(setup.mesh))
         checkpoints = stack.enter_context(_checkpoints(config, folder))
-        done = (latest_step(checkpoints) or 0) if checkpoints else 0
+        done = agreed((latest_step(checkpoints) or 0) if checkpoints else 0)
         if done >= config.steps:
             print(f"{folder} has all {done} steps. Nothing to do.", file=shown)
             return []
         restored = restored_state(setup, checkpoints, done) if checkpoints and done else None
         print(describe(setup, done), file=shown)
-        _write_config(folder, config)
+        if _is_first():
+            _write_config(folder, config)
         write, report = _outputs(stack, config, folder, shown, first_step=done + 1)
         history = []
         first = initial_state(setup) if restored is None else restored
@@ -134,6 +139,8 @@ def _checkpoints(
 def _outputs(
     stack: ExitStack, config: Config, folder: Path, stream: Stream, *, first_step: int
 ) -> tuple[Write, Report]:
+    if not _is_first():
+        return (lambda step, metrics: None), (lambda step, metrics: None)
     write = metrics_writer(folder, first_step=first_step, tensorboard=config.enable_tensorboard)
     report = progress(
         stream,
@@ -162,6 +169,17 @@ def model_flops(setup: Setup) -> float:
     """Floating-point operations of the model in a step, over all devices."""
     length = setup.config.max_target_length
     return models.matmul_flops_per_token(setup.model, length) * setup.batch_size * length
+
+
+def _is_first() -> bool:
+    return jax.process_index() == 0
+
+
+def agreed(step: int) -> int:
+    """What the first process says, on all of them: a folder may look different meanwhile."""
+    if jax.process_count() == 1:
+        return step
+    return int(multihost_utils.broadcast_one_to_all(np.int32(step)))
 
 
 def make_batches(setup: Setup) -> BatchAt:

@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from .. import mpmd
+from ._apart import mpmd_mesh
 from ._initial import first_ends, first_layers, layer_keys
 from ._model import build_model
 from ._remat import remat_of_ticks
@@ -79,7 +79,7 @@ def _first_leaves(setup: Setup, where: PyTree, rank: int) -> list[jax.Array]:
 
 def state_places(setup: Setup) -> PyTree[mpmd.MpmdSharding]:
     """The ranks that hold every leaf of a state, and how it is divided there."""
-    mesh = mpmd.MpmdMesh(setup.mesh, "stage")
+    mesh = mpmd_mesh(setup)
     shardings, tree = jax.tree.flatten(state_shardings(setup))
     inputs = _lowered(setup).code.inputs[: len(shardings)]
     places = [
@@ -87,17 +87,6 @@ def state_places(setup: Setup) -> PyTree[mpmd.MpmdSharding]:
         for (_, ranks), sharding in zip(inputs, shardings, strict=True)
     ]
     return tree.unflatten(places)
-
-
-def put_on_ranks(state: PyTree[np.ndarray], where: PyTree[mpmd.MpmdSharding]) -> State:
-    """A state in host memory onto the ranks that hold its leaves."""
-
-    def put(leaf: np.ndarray, place: mpmd.MpmdSharding) -> mpmd.MpmdArray:
-        local = set(place.mpmd_mesh.local_ranks).intersection(place.mpmd_idxs)
-        arrays = {rank: jax.device_put(leaf, place.of_rank(rank)) for rank in sorted(local)}
-        return mpmd.MpmdArray(leaf.shape, leaf.dtype, place, arrays)
-
-    return jax.tree.map(put, state, where)
 
 
 # The state's places, its first numbers and the step all come of one program, which takes a while.
@@ -119,10 +108,21 @@ def _lowered(setup: Setup) -> mpmd.Lowered:
 
     of_state, batch = specs(state_shardings(setup)), batch_shapes(setup)
     step = mpmd.mpmd_jit_with_loop(
-        make_step(setup, value_and_grad, keys_of),
-        mpmd.MpmdMesh(setup.mesh, "stage"),
+        _with_metrics_everywhere(make_step(setup, value_and_grad, keys_of)),
+        mpmd_mesh(setup),
         in_specs=(of_state, specs(batch_shardings(setup))),
         out_specs=(of_state, None),
         donate_argnums=0,
+        timeout=setup.config.mpmd_timeout_seconds,
     )
     return step.lower(state_shapes(setup), batch)
+
+
+def _with_metrics_everywhere(step: Callable) -> Callable:
+    """So that every process can read them."""
+
+    def wrapped(state: State, batch: PyTree) -> tuple[State, dict[str, Any]]:
+        new, metrics = step(state, batch)
+        return new, mpmd.on_all_groups(metrics)
+
+    return wrapped

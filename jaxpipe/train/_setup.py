@@ -100,10 +100,6 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
     Raises:
         ValueError: If sizes do not divide, do not suit the engine, or need other devices.
     """
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"There are {jax.process_count()} processes. The trainer runs in one process so far."
-        )
     model = sizes_of(config)
     mesh = sharding.make_mesh(
         _parallelism(config, "ici"),

@@ -1,0 +1,167 @@
+"""`jaxpipe launch` from the outside: runs over processes, and what is left when one of them dies."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxpipe.cli import main
+from jaxpipe.cli._processes import ADDRESS, NUM_PROCESSES, PROCESS, join_processes
+
+SETTINGS = [
+    "dtype=float32",
+    "base_emb_dim=16",
+    "base_num_decoder_layers=4",
+    "base_mlp_dim=32",
+    "max_target_length=16",
+    "num_pipeline_microbatches=4",
+    "ici_fsdp_parallelism=1",
+    "enable_tensorboard=false",
+    "checkpoint_period=2",
+    "learning_rate_schedule_steps=8",
+]
+NONE = (0, ["pipeline_engine=none", "emulate_devices=1", "per_device_batch_size=8"])
+MPMD = ["pipeline_engine=mpmd", "mpmd_timeout_seconds=60"]
+ON_TWO = [*MPMD, "emulate_devices=1", "ici_pipeline_parallelism=2", "per_device_batch_size=4"]
+RUNS: dict[str, tuple[int, list[str]]] = {
+    "none": NONE,
+    "mpmd on 2": (2, [*ON_TWO, "pipeline_schedule=zbv", "pipeline_layout=Et|t|tt|L"]),
+    "mpmd on 2, interleaved": (2, [*ON_TWO, "pipeline_schedule=interleaved_1f1b"]),
+    "mpmd on 2, fsdp 2": (
+        2,
+        [*MPMD, "emulate_devices=2", "dcn_pipeline_parallelism=2", "ici_fsdp_parallelism=2"]
+        + ["per_device_batch_size=2", "pipeline_schedule=1f1b"],
+    ),
+    "mpmd on 4": (
+        4,
+        [*MPMD, "emulate_devices=1", "dcn_pipeline_parallelism=4", "per_device_batch_size=2"],
+    ),
+    "circular on 2": (
+        2,
+        ["emulate_devices=2", "dcn_pipeline_parallelism=2", "ici_fsdp_parallelism=2"]
+        + ["per_device_batch_size=2"],
+    ),
+    "scheduled on 4, stages and data": (
+        4,
+        ["pipeline_engine=scheduled", "pipeline_schedule=1f1b", "emulate_devices=1"]
+        + ["dcn_pipeline_parallelism=2", "dcn_data_parallelism=2", "per_device_batch_size=2"],
+    ),
+}
+
+
+def run(name: str, folder: Path, steps: int) -> str:
+    """Trains up to a step, resuming; what process 0 has said."""
+    num_processes, settings = RUNS[name]
+    words = ["train"] if not num_processes else ["launch", "--processes", str(num_processes)]
+    words += [*SETTINGS, *settings, f"steps={steps}", f"output_dir={folder}"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "jaxpipe", *words],
+        env=os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def losses(folder: Path) -> list[float]:
+    lines = (folder / "default" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> list[float]:
+    folder = tmp_path_factory.mktemp("plain")
+    run("none", folder, 8)
+    return losses(folder)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("mpmd on 2", "none"),
+        pytest.param(
+            ("none", "mpmd on 2, interleaved", "mpmd on 4", "mpmd on 2"), marks=pytest.mark.slow
+        ),
+        pytest.param(("mpmd on 2, fsdp 2", "circular on 2"), marks=pytest.mark.slow),
+        pytest.param(("scheduled on 4, stages and data", "mpmd on 4"), marks=pytest.mark.slow),
+        pytest.param(("circular on 2", "mpmd on 2, fsdp 2", "none"), marks=pytest.mark.slow),
+    ],
+    ids=" -> ".join,
+)
+def test_runs_go_on_over_other_processes_with_the_losses_of_the_run_in_one(plain, names, tmp_path):
+    for i, name in enumerate(names):
+        said = run(name, tmp_path, 2 * i + 2)
+        assert ("resumed after step" in said) == bool(i)
+    np.testing.assert_allclose(losses(tmp_path), plain[: 2 * len(names)], rtol=1e-5)
+
+
+def test_when_a_process_dies_the_launcher_says_so_and_leaves_none(tmp_path):
+    words = [*SETTINGS, *RUNS["mpmd on 2"][1], "steps=1000000", f"output_dir={tmp_path}"]
+    words += ["enable_checkpointing=false"]
+    command = [sys.executable, "-m", "jaxpipe", "launch", "--processes", "2", "--grace", "20"]
+    environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    launcher = subprocess.Popen(
+        [*command, *words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        metrics, deadline = tmp_path / "default" / "metrics.jsonl", time.monotonic() + 300
+        while not metrics.exists() or not metrics.read_text():
+            assert launcher.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        children = _children(launcher.pid)
+        os.kill(children[1], signal.SIGKILL)
+        output, _ = launcher.communicate(timeout=60)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 128 + signal.SIGKILL, output
+    assert "process 1 has ended by SIGKILL" in output
+    assert "jaxpipe: process 0: " in output  # what it waited for
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def _children(process: int) -> list[int]:
+    """In the order of their start."""
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process)], capture_output=True)
+    return sorted(map(int, listed.stdout.split()))
+
+
+def test_settings_that_are_wrong_are_said_once_and_nothing_starts(capsys):
+    assert main(["launch", "--processes", "2", "steps=many"]) == 2
+    assert capsys.readouterr().err.count("jaxpipe: error: ") == 1
+    assert main(["launch", "--processes", "0"]) == 2
+    assert "`--processes` is 0. Give at least 1." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({NUM_PROCESSES: "two"}, f"{NUM_PROCESSES} is 'two'"),
+        ({NUM_PROCESSES: "2"}, f"{PROCESS} is '' and {NUM_PROCESSES} is set. Give a number."),
+        ({NUM_PROCESSES: "2", PROCESS: "1"}, f"{NUM_PROCESSES} is set and {ADDRESS} is not."),
+    ],
+)
+def test_a_job_that_cannot_be_joined_says_what_is_missing(environment, message, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        join_processes(detect=False)
+
+
+def test_a_process_outside_of_any_job_says_how_to_start_one():
+    command = [sys.executable, "-m", "jaxpipe", "train", "distributed=true"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 2
+    assert "`distributed` is true, but JAX finds no job around this process" in ended.stderr
