@@ -11,13 +11,14 @@ NUM_PROCESSES, PROCESS = "JAXPIPE_NUM_PROCESSES", "JAXPIPE_PROCESS_ID"
 
 
 def join_processes(*, detect: bool) -> None:
-    """Connects this process with the others of its job, if there are any. Before any device is used.
+    """Connects this process with the others of its job, if there are any, before it uses devices.
+
+    It is one of several if `JAXPIPE_NUM_PROCESSES` says how many there are, `JAXPIPE_PROCESS_ID`
+    which of them it is, and `JAX_COORDINATOR_ADDRESS` the host:port at which process 0 is reached.
 
     Args:
-        detect: Whether this is a job of SLURM, Kubernetes, Open MPI or a TPU pod, of which JAX reads
-            everything from the environment. Without, it is a job if `JAXPIPE_NUM_PROCESSES` says
-            how many processes there are, `JAXPIPE_PROCESS_ID` which of them this one is, and
-            `JAX_COORDINATOR_ADDRESS` the host:port at which process 0 can be reached.
+        detect: Whether it is one without these: of a job of SLURM, Kubernetes, Open MPI or a TPU
+            pod, of which JAX reads everything from the environment.
 
     Raises:
         ValueError: If the environment says less.

@@ -1,4 +1,4 @@
-"""`jaxpipe launch` from the outside: runs over processes, and what is left when one of them dies."""
+"""`jaxpipe launch` from the outside: runs over processes, and what is left when one dies."""
 
 import json
 import os
@@ -26,31 +26,36 @@ SETTINGS = [
     "checkpoint_period=2",
     "learning_rate_schedule_steps=8",
 ]
-NONE = (0, ["pipeline_engine=none", "emulate_devices=1", "per_device_batch_size=8"])
-MPMD = ["pipeline_engine=mpmd", "mpmd_timeout_seconds=60"]
-ON_TWO = [*MPMD, "emulate_devices=1", "ici_pipeline_parallelism=2", "per_device_batch_size=4"]
-RUNS: dict[str, tuple[int, list[str]]] = {
-    "none": NONE,
-    "mpmd on 2": (2, [*ON_TWO, "pipeline_schedule=zbv", "pipeline_layout=Et|t|tt|L"]),
-    "mpmd on 2, interleaved": (2, [*ON_TWO, "pipeline_schedule=interleaved_1f1b"]),
+RUNS: dict[str, tuple[int, str]] = {
+    "none": (0, "pipeline_engine=none emulate_devices=1 per_device_batch_size=8"),
+    "mpmd on 2": (
+        2,
+        "pipeline_engine=mpmd emulate_devices=1 ici_pipeline_parallelism=2 per_device_batch_size=4 "
+        "pipeline_schedule=zbv pipeline_layout=Et|t|tt|L mpmd_timeout_seconds=60",
+    ),
+    "mpmd on 2, interleaved": (
+        2,
+        "pipeline_engine=mpmd emulate_devices=1 ici_pipeline_parallelism=2 per_device_batch_size=4 "
+        "pipeline_schedule=interleaved_1f1b",
+    ),
     "mpmd on 2, fsdp 2": (
         2,
-        [*MPMD, "emulate_devices=2", "dcn_pipeline_parallelism=2", "ici_fsdp_parallelism=2"]
-        + ["per_device_batch_size=2", "pipeline_schedule=1f1b"],
+        "pipeline_engine=mpmd emulate_devices=2 dcn_pipeline_parallelism=2 per_device_batch_size=2 "
+        "ici_fsdp_parallelism=2 pipeline_schedule=1f1b",
     ),
     "mpmd on 4": (
         4,
-        [*MPMD, "emulate_devices=1", "dcn_pipeline_parallelism=4", "per_device_batch_size=2"],
+        "pipeline_engine=mpmd emulate_devices=1 dcn_pipeline_parallelism=4 per_device_batch_size=2",
     ),
     "circular on 2": (
         2,
-        ["emulate_devices=2", "dcn_pipeline_parallelism=2", "ici_fsdp_parallelism=2"]
-        + ["per_device_batch_size=2"],
+        "emulate_devices=2 dcn_pipeline_parallelism=2 ici_fsdp_parallelism=2 "
+        "per_device_batch_size=2",
     ),
     "scheduled on 4, stages and data": (
         4,
-        ["pipeline_engine=scheduled", "pipeline_schedule=1f1b", "emulate_devices=1"]
-        + ["dcn_pipeline_parallelism=2", "dcn_data_parallelism=2", "per_device_batch_size=2"],
+        "pipeline_engine=scheduled pipeline_schedule=1f1b emulate_devices=1 "
+        "dcn_pipeline_parallelism=2 dcn_data_parallelism=2 per_device_batch_size=2",
     ),
 }
 
@@ -59,7 +64,7 @@ def run(name: str, folder: Path, steps: int) -> str:
     """Trains up to a step, resuming; what process 0 has said."""
     num_processes, settings = RUNS[name]
     words = ["train"] if not num_processes else ["launch", "--processes", str(num_processes)]
-    words += [*SETTINGS, *settings, f"steps={steps}", f"output_dir={folder}"]
+    words += [*SETTINGS, *settings.split(), f"steps={steps}", f"output_dir={folder}"]
     ended = subprocess.run(
         [sys.executable, "-m", "jaxpipe", *words],
         env=os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"},
@@ -104,7 +109,7 @@ def test_runs_go_on_over_other_processes_with_the_losses_of_the_run_in_one(plain
 
 
 def test_when_a_process_dies_the_launcher_says_so_and_leaves_none(tmp_path):
-    words = [*SETTINGS, *RUNS["mpmd on 2"][1], "steps=1000000", f"output_dir={tmp_path}"]
+    words = [*SETTINGS, *RUNS["mpmd on 2"][1].split(), "steps=1000000", f"output_dir={tmp_path}"]
     words += ["enable_checkpointing=false"]
     command = [sys.executable, "-m", "jaxpipe", "launch", "--processes", "2", "--grace", "20"]
     environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
