@@ -80,10 +80,11 @@ def _running(
     before = signal.signal(signal.SIGTERM, end)
     try:
         for process, (command, environment) in enumerate(commands):
-            of_others = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if process else {}
-            running.append(subprocess.Popen(command, env=environment, **of_others))
+            out, err = (subprocess.PIPE, subprocess.STDOUT) if process else (None, None)
+            popen = subprocess.Popen(command, env=environment, stdout=out, stderr=err)
+            running.append(popen)
             if process:
-                _show(process, running[-1].stdout)
+                _show(process, popen.stdout)
         yield running
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -31,6 +31,8 @@ from ._marks import pipeline_enter_stage as pipeline_enter_stage
 from ._measured import collect_task_times_ms as collect_task_times_ms
 from ._measured import timed_step as timed_step
 from ._measured import to_timeline as to_timeline
+from ._profile import annotated as annotated
+from ._profile import trace_step as trace_step
 from ._reduce import Add as Add
 from ._reduce import Concat as Concat
 from ._reduce import Max as Max

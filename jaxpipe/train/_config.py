@@ -64,6 +64,7 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "shard_optimizer_over_data": _ONE_PROGRAM,
     "compile_xla_flags": _ONE_PROGRAM,
     "mpmd_timeout_seconds": ("mpmd",),
+    "mpmd_trace_step": ("mpmd",),
 }
 """Keys that not all engines read."""
 
@@ -212,6 +213,7 @@ class Config(BaseModel):
     emulate_devices: CountOrNone = 0
     distributed: bool = False
     mpmd_timeout_seconds: Positive = 300.0
+    mpmd_trace_step: CountOrNone = 0
 
     # Checkpoints and reports.
     enable_checkpointing: bool = True

@@ -28,6 +28,7 @@ from ._config import Config
 from ._data import BatchAt, synthetic_batches, text_batches
 from ._documents import read_documents, tokenize
 from ._metrics import Write, metrics_writer
+from ._mpmd import traced_mpmd_step
 from ._progress import Report, Stream, progress
 from ._setup import Setup, set_up, weights_shardings
 from ._state import State
@@ -106,7 +107,11 @@ def run_steps(
     previous: tuple[int, Values] | None = None
     for step in range(done + 1, config.steps + 1):
         batch = place_batch(setup, batch_at(step - 1))
-        state, metrics = train_step(state, batch)
+        if step == config.mpmd_trace_step:
+            (state, metrics), trace = traced_mpmd_step(setup, state, batch)
+            _write_trace(config, trace)
+        else:
+            state, metrics = train_step(state, batch)
         if previous is not None:
             ended, values = _finished(setup, previous[1], ended)
             yield previous[0], values, None
@@ -115,6 +120,12 @@ def run_steps(
             ended, values = _finished(setup, metrics, ended)
             yield step, values, state
             previous = None
+
+
+def _write_trace(config: Config, trace: str) -> None:
+    if _is_first():
+        file = Path(config.output_dir) / config.run_name / f"trace_{config.mpmd_trace_step}.json"
+        file.write_text(trace, encoding="utf-8")
 
 
 def _finished(setup: Setup, metrics: Values, started: float) -> tuple[float, Metrics]:

@@ -4,7 +4,7 @@ Every rank holds the weights and moments of its own stages, and the ends that it
 """
 
 from collections.abc import Callable
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -23,12 +23,14 @@ from ._update import make_step
 
 def make_mpmd_step(setup: Setup) -> Callable[[State, PyTree], tuple[State, dict[str, Any]]]:
     """As `make_train_step`."""
+    return lambda state, batch: _compiled(setup)(state, batch)
 
-    @cache
-    def compiled() -> mpmd.Compiled:
-        return _lowered(setup).compile()
 
-    return lambda state, batch: compiled()(state, batch)
+def traced_mpmd_step(
+    setup: Setup, state: State, batch: PyTree
+) -> tuple[tuple[State, dict[str, Any]], str]:
+    """A step, and a trace of it beside what its schedule predicts."""
+    return mpmd.trace_step(_compiled(setup), state, batch)
 
 
 def initial_mpmd_state(setup: Setup) -> State:
@@ -87,6 +89,12 @@ def state_places(setup: Setup) -> PyTree[mpmd.MpmdSharding]:
         for (_, ranks), sharding in zip(inputs, shardings, strict=True)
     ]
     return tree.unflatten(places)
+
+
+@lru_cache(maxsize=1)
+def _compiled(setup: Setup) -> mpmd.Compiled:
+    """The step with every action by its name in profiles."""
+    return mpmd.annotated(_lowered(setup).compile())
 
 
 # The state's places, its first numbers and the step all come of one program, which takes a while.
