@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ._action import Op, Pair, Step, actions_of
-from ._measure import alive
 from ._simulate import Time, Timeline
 
 _KINDS = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
@@ -33,7 +32,7 @@ def _of_rank(
     """The events of one row, as a process of the trace."""
     yield _event("M", process, name="process_name", args={"name": title})
     yield _event("M", process, name="process_sort_index", args={"sort_index": process})
-    counts = alive(timeline.schedule, rank, [1] * timeline.schedule.num_stages)
+    alive = 0
     for timed in timeline.rows[rank]:
         start, end = timed.start * microseconds, timed.end * microseconds
         first = actions_of(timed.step)[0]
@@ -48,8 +47,8 @@ def _of_rank(
         )
         for action in actions_of(timed.step):
             at = start if action.op is Op.F else end
-            count = {"count": next(counts)}
-            yield _event("C", process, name="live activations", ts=at, args=count)
+            alive += {Op.F: 1, Op.I: 0}.get(action.op, -1)
+            yield _event("C", process, name="live activations", ts=at, args={"count": alive})
 
 
 def _event(phase: str, rank: int, **fields: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -32,6 +33,12 @@ def compiled_step(schedule: Any) -> tuple[mpmd.Compiled, list[np.ndarray], np.nd
     return mpmd.mpmd_jit_with_loop(step, mesh).compile(weights, xs), weights, xs
 
 
+def halves(steps: Iterable[schedules.Step]) -> set[str]:
+    """Actions, a B as its two halves: where a schedule splits some, all of its B run so."""
+    actions = (str(action) for step in steps for action in schedules.actions_of(step))
+    return {half for a in actions for half in ((a.replace("B", "I"), a.replace("B", "W")))}
+
+
 @pytest.mark.parametrize("schedule", [mpmd.Std1F1B(2), mpmd.ZeroBubble(2), mpmd.DualPipeV(4)])
 def test_a_traced_step_computes_the_same_and_has_every_action_beside_its_prediction(schedule):
     compiled, weights, xs = compiled_step(schedule)
@@ -50,9 +57,7 @@ def test_a_traced_step_computes_the_same_and_has_every_action_beside_its_predict
     for process, name in names.items():
         found = [e for e in events if e["ph"] == "X" and e["pid"] == process]
         steps = [schedules.parse_step(e["name"]) for e in found]
-        actions = {str(action) for step in steps for action in schedules.actions_of(step)}
-        program = of_step.programs[int(name[5])]
-        assert actions == {str(a) for step in program for a in schedules.actions_of(step)}
+        assert halves(steps) == halves(of_step.programs[int(name[5])])
         assert all(e["dur"] > 0 for e in found)
         for one, other in itertools.pairwise(found):
             assert one["ts"] + one["dur"] <= other["ts"] * (1 + 1e-9)
