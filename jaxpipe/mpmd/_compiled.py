@@ -25,6 +25,7 @@ from ._jaxpp_schedules import as_schedule
 from ._loops import loop_of, loop_results
 from ._lower import lower
 from ._place import placed
+from ._routes import layouts_of_routes
 from ._session import Agreement, Session, open_session
 from ._specs import spread
 from ._watchdog import give_up, wait
@@ -112,7 +113,7 @@ class Lowered:
         executables = compile_code(code, mesh, spec_of, num_threads=threads, agreement=agreement)
         bound = bind(code, mesh, executables, session)
         if agreement is not None:
-            agreement.wait_for_all()
+            agreement.wait_for_all(*layouts_of_routes(code, mesh, executables.specs))
         return Compiled(self, bound, executables.specs, session)
 
 

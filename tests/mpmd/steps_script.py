@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe import mpmd
 
@@ -31,8 +32,12 @@ def rows(process: int, num_processes: int, names: str) -> None:
 
 
 def groups() -> mpmd.MpmdMesh:
-    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-    return mpmd.MpmdMesh(Mesh(np.array(devices), ("stage",)), "stage")
+    return mpmd.MpmdMesh(Mesh(in_order(), ("stage",)), "stage")
+
+
+def in_order() -> np.ndarray:
+    """All devices, process by process."""
+    return np.array(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))
 
 
 def make_step(schedule: mpmd.NamedSchedule):
@@ -96,6 +101,27 @@ def differ(process: int, num_processes: int, _: str) -> None:
     make_step(mpmd.Std1F1B(num_processes) if process else mpmd.GPipe(num_processes))
 
 
+def meshes(process: int, num_processes: int, _: str) -> None:
+    """Process 1 divides a group's arrays along another axis."""
+    shape = (num_processes, 1, 2) if process == 1 else (num_processes, 2, 1)
+    mesh = Mesh(in_order().reshape(shape), ("stage", "fsdp", "tensor"))
+
+    def loss(weights, x):
+        for weight in weights:
+            x = jax.lax.with_sharding_constraint(jnp.tanh(x @ weight), P("fsdp"))
+            x = mpmd.mark_stage_end(x)
+        return jnp.sum(x**2)
+
+    def step(weights, xs):
+        return mpmd.treduce(
+            lambda x: jax.value_and_grad(loss)(weights, x), xs, schedule=mpmd.GPipe(num_processes)
+        )
+
+    weights = [np.eye(8, dtype=np.float32)] * num_processes
+    compiled = mpmd.mpmd_jit_with_loop(step, mpmd.MpmdMesh(mesh, "stage"), timeout=TIMEOUT)
+    compiled.compile(weights, np.ones((2, 2, 8), np.float32))
+
+
 def stuck(process: int, num_processes: int, _: str) -> None:
     """Process 1 stops in the middle of a step."""
     compiled, weights, xs = make_step(mpmd.Std1F1B(num_processes))
@@ -117,7 +143,7 @@ if __name__ == "__main__":
     process, num_processes, port = map(int, counts)
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes, process)
     name, _, argument = case.partition(":")
-    {f.__name__: f for f in (rows, delays, forever, differ, stuck)}[name](
+    {f.__name__: f for f in (rows, delays, forever, differ, meshes, stuck)}[name](
         process, num_processes, argument
     )
     jax.distributed.shutdown()
