@@ -50,6 +50,7 @@ class Traced:
     Attributes:
         in_specs: Of each argument, flat; None where the caller leaves it open.
         out_specs: Of each result, flat, likewise.
+        out_ranks: The groups on which the caller wants each result, flat, likewise.
     """
 
     settings: Settings
@@ -58,6 +59,7 @@ class Traced:
     out_tree: Any
     in_specs: tuple[P | None, ...]
     out_specs: tuple[P | None, ...]
+    out_ranks: tuple[tuple[int, ...] | None, ...]
     donated: frozenset[int]
 
     def lower(
@@ -69,6 +71,7 @@ class Traced:
             self.program,
             mesh.mpmd_dim,
             partial(_checked_schedule, mesh.mpmd_dim),
+            out_ranks=self.out_ranks,
             donated_inputs=self.donated,
             processes=[mesh.process_of(rank) for rank in range(mesh.mpmd_dim)],
             observe=observe,
