@@ -28,6 +28,12 @@ def test_two_processes_compute_what_one_computes():
     check_rows(2, "few", 240)
 
 
+def test_weights_of_two_processes_are_made_apart_and_go_over_all_devices_and_back():
+    for end in run_processes(SCRIPT, "apart", 2, seconds=120, devices=2):
+        assert end.code == 0, end.err
+        assert "every shard is right" in end.out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [2, 4])
 @pytest.mark.parametrize("names", ["every", "sharded"])
