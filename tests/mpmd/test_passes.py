@@ -352,5 +352,9 @@ def test_tasks_that_neither_change_nor_communicate_are_fused(schedule: Any, num_
 
 @pytest.mark.parametrize("cls", [Interleaved1F1B, KimiK2])
 def test_a_fused_steady_state_computes_the_same(cls: Any):
-    args = layers(4), *batch(5)
-    compare(gradients(cls(4, 2, fuse_steady_state=True)), groups(2), *args)
+    """What a forward hands on leaves before a backward of another microbatch begins."""
+    schedule, args = cls(4, 2, fuse_steady_state=True), (layers(4), *batch(5))
+    compare(gradients(schedule), groups(2), *args)
+    for run in observed(schedule, 5)["fuse"].instructions:
+        if isinstance(run, Run):
+            assert len({(action.stage, action.microbatch) for action in run.actions}) <= 1
