@@ -5,7 +5,6 @@ The names are JaxPP's where it has them.
 
 from ._across import cross_mpmd_all_reduce as cross_mpmd_all_reduce
 from ._across import cross_mpmd_stack as cross_mpmd_stack
-from ._across import on_all_groups as on_all_groups
 from ._across import place_with as place_with
 from ._array import MpmdArray as MpmdArray
 from ._array import MpmdMesh as MpmdMesh

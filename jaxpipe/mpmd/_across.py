@@ -15,8 +15,7 @@ from jaxtyping import Array, Shaped
 T = TypeVar("T")
 
 SUM, STACK, WITH = "cross_mpmd_all_reduce", "cross_mpmd_stack", "place_with"
-EVERYWHERE = "on_all_groups"
-sum_p, stack_p, with_p, everywhere_p = map(Primitive, (SUM, STACK, WITH, EVERYWHERE))
+sum_p, stack_p, with_p = map(Primitive, (SUM, STACK, WITH))
 
 
 def cross_mpmd_all_reduce(*args: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
@@ -55,15 +54,6 @@ def place_with(x: T, other: Shaped[Array, "..."]) -> T:
     return jax.tree.map(lambda leaf: with_p.bind(leaf, other), x)
 
 
-def on_all_groups(x: T) -> T:
-    """`x`, on every group of the mesh, so that every process can read it.
-
-    Args:
-        x: A pytree of arrays.
-    """
-    return jax.tree.map(everywhere_p.bind, x)
-
-
 def _check_alike(name: str, args: tuple[Any, ...]) -> None:
     kinds = {(jnp.shape(x), str(jnp.result_type(x))) for x in args}
     if len(kinds) != 1:
@@ -84,8 +74,8 @@ def _stack(*args: Any) -> Any:
     return jnp.stack(args)
 
 
-def _first(x: Any, *others: Any) -> Any:
-    del others
+def _first(x: Any, other: Any) -> Any:
+    del other
     return x
 
 
@@ -106,4 +96,3 @@ def _aval(shape: jax.ShapeDtypeStruct) -> ShapedArray:
 _define(sum_p, _sum)
 _define(stack_p, _stack)
 _define(with_p, _first)
-_define(everywhere_p, _first)

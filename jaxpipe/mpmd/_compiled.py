@@ -25,6 +25,7 @@ from ._jaxpp_schedules import as_schedule
 from ._loops import loop_of, loop_results
 from ._lower import lower
 from ._place import placed
+from ._routes import layouts_of_routes
 from ._session import Agreement, Session, open_session
 from ._specs import spread
 from ._watchdog import give_up, wait
@@ -49,6 +50,7 @@ class Traced:
     Attributes:
         in_specs: Of each argument, flat; None where the caller leaves it open.
         out_specs: Of each result, flat, likewise.
+        out_ranks: The groups on which the caller wants each result, flat, likewise.
     """
 
     settings: Settings
@@ -57,6 +59,7 @@ class Traced:
     out_tree: Any
     in_specs: tuple[P | None, ...]
     out_specs: tuple[P | None, ...]
+    out_ranks: tuple[tuple[int, ...] | None, ...]
     donated: frozenset[int]
 
     def lower(
@@ -68,6 +71,7 @@ class Traced:
             self.program,
             mesh.mpmd_dim,
             partial(_checked_schedule, mesh.mpmd_dim),
+            out_ranks=self.out_ranks,
             donated_inputs=self.donated,
             processes=[mesh.process_of(rank) for rank in range(mesh.mpmd_dim)],
             observe=observe,
@@ -112,7 +116,7 @@ class Lowered:
         executables = compile_code(code, mesh, spec_of, num_threads=threads, agreement=agreement)
         bound = bind(code, mesh, executables, session)
         if agreement is not None:
-            agreement.wait_for_all()
+            agreement.wait_for_all(*layouts_of_routes(code, mesh, executables.specs))
         return Compiled(self, bound, executables.specs, session)
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
 from ._array import MpmdMesh
 from ._code import Buffer, Code, Free, Instruction, Receive, Run, Send
 from ._compile import Executables
+from ._routes import on_rank
 from ._session import Session
-from ._transport import mover, receiver, sender
+from ._transport import Spec, mover, receiver, sender
 from ._watchdog import begin
 from ._watchdog import made as finish
 
@@ -50,12 +50,8 @@ def bind(code: Code, mesh: MpmdMesh, executables: Executables, session: Session 
     def place(buffer: Buffer, rank: int) -> int:
         return places.setdefault((buffer, rank), len(places))
 
-    def sharding(buffer: Buffer, rank: int) -> NamedSharding:
-        return NamedSharding(mesh.unstack[rank], executables.specs[buffer, rank])
-
-    def shape(buffer: Buffer, rank: int) -> jax.ShapeDtypeStruct:
-        aval = buffer.value.aval
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding(buffer, rank))
+    def shape(buffer: Buffer, rank: int) -> Spec:
+        return on_rank(buffer, rank, mesh, executables.specs)
 
     def acts() -> Iterator[tuple[Instruction, Act]]:
         for i, instruction in enumerate(code.instructions):
@@ -107,7 +103,7 @@ def bind(code: Code, mesh: MpmdMesh, executables: Executables, session: Session 
     for (buffer, rank), where in places.items():
         if buffer in code.indices:
             number = jnp.asarray(code.indices[buffer], jnp.int32)
-            start[where] = jax.device_put(number, sharding(buffer, rank))
+            start[where] = jax.device_put(number, shape(buffer, rank).sharding)
     return Bound(bound, places, start)
 
 

@@ -208,8 +208,9 @@ class Interleaved1F1B(NamedSchedule):
     Args:
         num_stages: Stages of the model.
         mpmd_dim: Ranks, over which the stages go round and round.
-        fuse_steady_state: Between warmup and cooldown, run every forward and the backward after it
-            as one program: the schedule then has `Pair`s.
+        fuse_steady_state: Between warmup and cooldown, start every forward together with the
+            backward after it: the schedule then has `Pair`s. Where both are of one microbatch they
+            are one program, else two in a row, so that what the forward hands on leaves at once.
     """
 
     fuse_steady_state: bool = False
@@ -224,8 +225,8 @@ class Interleaved1F1B(NamedSchedule):
 class KimiK2(NamedSchedule):
     """Interleaved 1F1B with one more warmup forward: `schedules.kimi_k2`.
 
-    The neighbours that `fuse_steady_state` makes one program are then of different microbatches on
-    the last rank too, so that on every rank one's communication can hide behind the other.
+    The neighbours that `fuse_steady_state` pairs are then of different microbatches on the last
+    rank too, so that on every rank one's communication can hide behind the other.
 
     Args:
         num_stages: Stages of the model.

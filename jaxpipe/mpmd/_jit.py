@@ -7,11 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jax.sharding import Sharding
 from jaxtyping import PyTree
 
 from .. import schedules
 from ..autodiff import Program, program
-from ._array import MpmdArray, MpmdMesh
+from ._array import MpmdArray, MpmdMesh, MpmdSharding
 from ._compiled import Compiled, Lowered, Settings, Traced
 from ._reduce import Last, treduce_i
 from ._submesh import check_spec
@@ -42,17 +43,17 @@ class MpmdFunction:
         mesh = settings.mesh.unstack[0].abstract_mesh
         with jax.sharding.use_abstract_mesh(mesh):
             closed, out = jax.make_jaxpr(of_dynamic, return_shape=True)(*shapes)
-        axis = settings.mesh.mpmd_axis_name
-        in_specs = _spread_specs(settings.in_specs, dynamic, axis, "in_specs")
-        out_specs = _spread_specs(settings.out_specs, out, axis, "out_specs")
+        in_places = _spread(settings.in_specs, dynamic, settings.mesh, "in_specs")
+        out_places = _spread(settings.out_specs, out, settings.mesh, "out_specs")
         donated = _places_of(names, dynamic, settings.donate_argnums)
         return Traced(
             settings,
             _pure(closed),
             jax.tree.structure(dynamic),
             jax.tree.structure(out),
-            in_specs,
-            out_specs,
+            tuple(map(_spec_of, in_places)),
+            tuple(map(_spec_of, out_places)),
+            tuple(x.mpmd_idxs if isinstance(x, MpmdSharding) else None for x in out_places),
             donated,
         )
 
@@ -98,27 +99,37 @@ def _pure(closed: Any) -> Program:
     return program(closed)
 
 
-def _is_spec(x: Any) -> bool:
-    return x is None or isinstance(x, P)
+def _is_place(x: Any) -> bool:
+    return x is None or isinstance(x, P | Sharding | MpmdSharding)
 
 
-def _spread_specs(specs: PyTree, tree: PyTree, axis: str, name: str) -> tuple[P | None, ...]:
-    """One spec for each leaf, from a tree of them that is a prefix of `tree`."""
-    if specs is None:
+def _spec_of(place: Any) -> P | None:
+    return place if place is None or isinstance(place, P) else place.spec
+
+
+def _spread(places: PyTree, tree: PyTree, mesh: MpmdMesh, name: str) -> tuple[Any, ...]:
+    """One spec or sharding for each leaf, from a tree of them that is a prefix of `tree`."""
+    if places is None:
         return (None,) * len(jax.tree.leaves(tree))
     try:
         spread = jax.tree.map(
-            lambda spec, part: [spec] * len(jax.tree.leaves(part)), specs, tree, is_leaf=_is_spec
+            lambda place, part: [place] * len(jax.tree.leaves(part)),
+            places,
+            tree,
+            is_leaf=_is_place,
         )
     except ValueError as error:
         raise ValueError(
             f"`{name}` does not fit the tree it is for: {error} Give a tree of PartitionSpecs "
             "that is a prefix of it."
         ) from None
-    flat = tuple(jax.tree.leaves(spread, is_leaf=_is_spec))
-    for spec in flat:
+    flat = tuple(jax.tree.leaves(spread, is_leaf=_is_place))
+    for place in flat:
+        spec = _spec_of(place)
         if spec is not None:
-            check_spec(spec, axis, f"`{name}`")
+            check_spec(spec, mesh.mpmd_axis_name, f"`{name}`")
+        if isinstance(place, MpmdSharding):
+            mesh.mpmd_submesh(place.mpmd_idxs)  # raises if there are no such groups
     return flat
 
 
@@ -158,7 +169,9 @@ def mpmd_jit_with_loop(
             the arguments that are not static. None leaves it open.
         out_specs: The same of results.
         in_shardings: In place of `in_specs`, a tree of shardings of which only the specs are read.
-        out_shardings: In place of `out_specs`, likewise.
+        out_shardings: In place of `out_specs`, likewise. Of an `MpmdSharding` the groups count too:
+            the result is put there. So a function that makes the first weights, given the
+            `in_shardings` of a compiled step, makes those of a stage on that stage's group alone.
         donate_argnums: Arguments whose memory results may take.
         static_argnums: Arguments that are no arrays, hashable. Others give another program.
         timeout: With several processes: how long no program and no transfer may finish, in seconds,
@@ -233,9 +246,9 @@ def _specs(side: str, specs: PyTree, shardings: PyTree) -> PyTree:
     if specs is not None:
         raise ValueError(
             f"Both `{side}_specs` and `{side}_shardings` are given. Give one of them: only the "
-            "specs of shardings count."
+            "specs of shardings count, and of results the groups of an `MpmdSharding`."
         )
-    return jax.tree.map(lambda sharding: sharding.spec, shardings)
+    return shardings
 
 
 def _numbers(argnums: int | Sequence[int]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from ._exchange import exchange
 from ._frees import free
 from ._fuse import fuse
 from ._loops import pipeline_loops
-from ._placement import place
+from ._placement import Ranks, place
 from ._steps import copy_of
 
 Observe = Callable[[str, Any], None]
@@ -23,6 +23,7 @@ def lower(
     num_ranks: int,
     schedule_of: Callable[[Any, int], Schedule],
     *,
+    out_ranks: Sequence[Ranks | None],
     donated_inputs: frozenset[int] = frozenset(),
     processes: Sequence[int] = (),
     observe: Observe = lambda name, result: None,
@@ -33,6 +34,7 @@ def lower(
         traced: The whole function.
         num_ranks: The number of groups.
         schedule_of: A checked schedule from what the user gave, and a number of microbatches.
+        out_ranks: Where the caller wants each result; None leaves it open.
         donated_inputs: Which arguments may be overwritten.
         processes: That of each rank, if there are several.
         observe: Sees the result of every pass, for dumps and tests.
@@ -42,7 +44,7 @@ def lower(
     """
     looped = pipeline_loops(_with_values_for_outputs(traced), schedule_of)
     observe("pipeline_loops", looped)
-    outer, placement = place(looped, num_ranks)
+    outer, placement = place(looped, num_ranks, out_ranks)
     observe("place", placement)
     code = emit(outer, placement, num_ranks)
     observe("emit", code)

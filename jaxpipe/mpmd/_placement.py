@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from .. import schedules
 from ..autodiff import Plain, Program, Step, Value, values
-from ._across import EVERYWHERE, STACK, SUM, WITH
+from ._across import STACK, SUM, WITH
 from ._loops import PipelinedLoop, loop_of
 from ._steps import ADD, is_sum, live
 
@@ -39,19 +39,27 @@ def rank_of_stage(loop: PipelinedLoop, stage: int) -> int:
     return rank
 
 
-def place(outer: Program, num_ranks: int) -> tuple[Program, Placement]:
+def place(
+    outer: Program, num_ranks: int, out_ranks: Sequence[Ranks | None]
+) -> tuple[Program, Placement]:
     """Places every step. Sums over values of several ranks become sums of each rank first.
+
+    Args:
+        outer: A function whose loops are in tasks.
+        num_ranks: How many there are.
+        out_ranks: Where the caller wants each result; None leaves it open.
 
     Returns:
         The program with these sums, and where its steps run.
     """
     wanted = _wanted_by_loops(outer)
-    homes = _homes(outer, wanted, num_ranks)
+    homes = _homes(outer, wanted)
     outer = _with_partial_sums(outer, homes)
-    homes = _homes(outer, wanted, num_ranks)
-    needed = _needed(outer, homes, wanted, {})
-    free = _of_outputs(outer, homes, needed, num_ranks)
-    needed = _needed(outer, homes, wanted, free)
+    homes = _homes(outer, wanted)
+    asked = _asked(outer, homes, out_ranks)
+    needed = _needed(outer, homes, asked)
+    asked |= _of_outputs(outer, asked, needed, num_ranks)
+    needed = _needed(outer, homes, asked)
     runs_on = {
         step: _sorted(homes.get(step.outputs[0]) or set().union(*(needed[v] for v in step.outputs)))
         for step in outer.steps
@@ -105,9 +113,7 @@ def _wanted_by_loops(outer: Program) -> dict[Value, set[int]]:
     return wanted
 
 
-def _homes(
-    outer: Program, wanted: Mapping[Value, set[int]], num_ranks: int
-) -> dict[Value, set[int]]:
+def _homes(outer: Program, wanted: Mapping[Value, set[int]]) -> dict[Value, set[int]]:
     """The ranks of values that have a place of their own.
 
     An input of the function that loops need is where they need it; what depends on loops is where
@@ -122,12 +128,9 @@ def _homes(
             behind.update(step.outputs)
             continue
         given = values(step.inputs)
-        if not behind.isdisjoint(given):
-            behind.update(step.outputs)
-        if _name(step) == EVERYWHERE:
-            homes[step.outputs[0]] = set(range(num_ranks))
-        if behind.isdisjoint(step.outputs) or _name(step) == EVERYWHERE:
+        if behind.isdisjoint(given):
             continue
+        behind.update(step.outputs)
         placed = [(v, homes.get(v) or wanted.get(v, set())) for v in given]
         homes |= dict.fromkeys(step.outputs, _home(step, [(v, r) for v, r in placed if r]))
     return homes
@@ -135,7 +138,7 @@ def _homes(
 
 def _home(step: Step, placed: Sequence[tuple[Value, set[int]]]) -> set[int]:
     """Where a step runs, given where those of its inputs are that have a place."""
-    name = _name(step)
+    name = step.operation.name if isinstance(step.operation, Plain) else ""
     if name in (SUM, STACK):
         return set().union(*(ranks for _, ranks in placed))
     if name == WITH:
@@ -145,21 +148,26 @@ def _home(step: Step, placed: Sequence[tuple[Value, set[int]]]) -> set[int]:
     return max(placed, key=lambda pair: (pair[0].num_bytes, len(pair[1])))[1]
 
 
-def _name(step: Step) -> str:
-    return step.operation.name if isinstance(step.operation, Plain) else ""
+def _asked(
+    outer: Program, homes: Mapping[Value, set[int]], out_ranks: Sequence[Ranks | None]
+) -> dict[Value, set[int]]:
+    """Where outputs go: where the caller wants them, else where they are at home, if anywhere."""
+    found: dict[Value, set[int]] = {}
+    for atom, ranks in zip(outer.outputs, out_ranks, strict=True):
+        for value in values([atom]) if ranks is not None else ():
+            found.setdefault(value, set()).update(ranks or ())
+    at_home = {value: homes[value] for value in values(outer.outputs) if value in homes}
+    return at_home | found
 
 
 def _needed(
-    outer: Program,
-    homes: Mapping[Value, set[int]],
-    wanted: Mapping[Value, set[int]],
-    free: Mapping[Value, set[int]],
+    outer: Program, homes: Mapping[Value, set[int]], asked: Mapping[Value, set[int]]
 ) -> dict[Value, set[int]]:
     """Who needs each value, from the end to the beginning."""
     needed: dict[Value, set[int]] = {value: set() for value in outer.inputs}
     needed |= {value: set() for step in outer.steps for value in step.outputs}
     for value in values(outer.outputs):
-        needed[value] |= homes.get(value) or free.get(value, set())
+        needed[value] |= asked.get(value, set())
     for step in reversed(outer.steps):
         loop = loop_of(step)
         if loop is not None:
@@ -178,19 +186,19 @@ def _needed(
 
 def _of_outputs(
     outer: Program,
-    homes: Mapping[Value, set[int]],
+    asked: Mapping[Value, set[int]],
     needed: Mapping[Value, set[int]],
     num_ranks: int,
 ) -> dict[Value, set[int]]:
-    """Where outputs go that depend on no loop: where the inputs are that they are made of. Those
-    that nobody else needs are on all ranks if they are scalars, and else on the first."""
+    """Where other outputs go, which depend on no loop: where the inputs are that they are made of.
+    Those that nobody else needs are on all ranks if they are scalars, and else on the first."""
     made_of: dict[Value, set[Value]] = {value: {value} for value in outer.inputs}
     for step in outer.steps:
         sources = set().union(*(made_of[value] for value in values(step.inputs)))
         made_of |= dict.fromkeys(step.outputs, sources)
     found: dict[Value, set[int]] = {}
     for value in values(outer.outputs):
-        if value in homes:
+        if value in asked:
             continue
         places = [needed[source] for source in made_of[value] if needed[source]]
         everywhere = set(range(num_ranks)) if value.aval.shape == () else {0}

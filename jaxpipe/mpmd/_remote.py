@@ -16,6 +16,8 @@ from typing import Any
 import jax
 from jax.experimental import transfer
 
+from .._versions import distributed_state
+
 CHUNK_BYTES = 1 << 24
 """How much of an array travels at a time."""
 NUM_CHUNKS = 8
@@ -170,12 +172,11 @@ def _own_host() -> str:
 
 
 def _distributed() -> Any:
-    """The state of `jax.distributed`. It has no public door to the store or to the address."""
-    from jax._src import distributed
-
-    if distributed.global_state.client is None:
+    """The state of `jax.distributed`, once there is one."""
+    state = distributed_state()
+    if state.client is None:
         raise ValueError(
             "Ranks are in several processes, and these do not know each other. Call "
             "`jax.distributed.initialize` before anything else."
         )
-    return distributed.global_state
+    return state

@@ -4,7 +4,7 @@ import functools
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -74,7 +74,22 @@ class Agreement:
             for spec in json.loads(told[process])
         ]
 
-    def wait_for_all(self) -> None:
-        """Until every process has compiled, so that the first step's clock starts for all."""
-        processes = range(jax.process_count())
-        check_agreement(f"{self.name}/compiled", {}, processes, timeout=START_SECONDS)
+    def wait_for_all(self, layouts: Mapping[str, str], peers: Iterable[int]) -> None:
+        """Until every process has compiled, so that the first step's clock starts for all.
+
+        Args:
+            layouts: What travels on each route of this process, in words.
+            peers: The processes at the other ends.
+
+        Raises:
+            ValueError: On every process, if two ends of a route differ, naming both.
+        """
+        problem = ""
+        try:
+            check_agreement(f"{self.name}/routes", layouts, peers, timeout=START_SECONDS)
+        except ValueError as error:
+            problem = str(error)
+        everyone, fact = range(jax.process_count()), {"what travels": problem or "it fits"}
+        check_agreement(f"{self.name}/compiled", fact, everyone, timeout=START_SECONDS)
+        if problem:  # all say the same
+            raise ValueError(problem)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from .._versions import copier
 from ._remote import Transport, connect
 
 Spec = jax.ShapeDtypeStruct
@@ -32,7 +33,7 @@ def mover(sources: Sequence[Spec], targets: Sequence[Spec]) -> Callable[[Arrays]
     shardings = [_sharding(target) for target in targets]
     keys = any(_is_key(target) for target in targets)
     if not keys and layout(sources) == layout(targets):
-        return _copier(shardings)
+        return copier(shardings)
     return lambda arrays: jax.device_put(list(arrays), shardings)
 
 
@@ -179,16 +180,3 @@ def _key_impl(spec: Spec) -> Any:
 
     jax.eval_shape(look, spec)
     return found[0]
-
-
-def _copier(shardings: Sequence[Sharding]) -> Callable[[Arrays], Arrays]:
-    """`jax.device_put`, or in a third of its time what it does once it has looked at everything."""
-    try:
-        from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
-
-        copy = xla_client.batched_copy_array_to_devices_with_sharding
-        semantics = [xla_client.ArrayCopySemantics.REUSE_INPUT] * len(shardings)
-        devices = [s._internal_device_list.addressable_device_list for s in shardings]
-    except (ImportError, AttributeError):
-        return lambda arrays: jax.device_put(list(arrays), shardings)
-    return lambda arrays: copy(arrays, devices, shardings, semantics)

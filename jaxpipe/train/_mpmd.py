@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
 from .. import mpmd
@@ -111,26 +112,15 @@ def _lowered(setup: Setup) -> mpmd.Lowered:
     def keys_of(step: Int[Array, ""]) -> list[PyTree]:
         return [layer_keys(setup, step, numbers) for numbers in layers]
 
-    def specs(shardings: PyTree) -> PyTree:
-        return jax.tree.map(lambda sharding: sharding.spec, shardings)
-
-    of_state, batch = specs(state_shardings(setup)), batch_shapes(setup)
+    mesh, of_state = mpmd_mesh(setup), state_shardings(setup)
+    # Every process reads the metrics.
+    everywhere = mpmd.MpmdSharding(mesh, tuple(range(mesh.mpmd_dim)), PartitionSpec())
     step = mpmd.mpmd_jit_with_loop(
-        _with_metrics_everywhere(make_step(setup, value_and_grad, keys_of)),
-        mpmd_mesh(setup),
-        in_specs=(of_state, specs(batch_shardings(setup))),
-        out_specs=(of_state, None),
+        make_step(setup, value_and_grad, keys_of),
+        mesh,
+        in_shardings=(of_state, batch_shardings(setup)),
+        out_shardings=(of_state, everywhere),
         donate_argnums=0,
         timeout=setup.config.mpmd_timeout_seconds,
     )
-    return step.lower(state_shapes(setup), batch)
-
-
-def _with_metrics_everywhere(step: Callable) -> Callable:
-    """So that every process can read them."""
-
-    def wrapped(state: State, batch: PyTree) -> tuple[State, dict[str, Any]]:
-        new, metrics = step(state, batch)
-        return new, mpmd.on_all_groups(metrics)
-
-    return wrapped
+    return step.lower(state_shapes(setup), batch_shapes(setup))

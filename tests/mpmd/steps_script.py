@@ -12,7 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe import mpmd
 
@@ -31,8 +32,12 @@ def rows(process: int, num_processes: int, names: str) -> None:
 
 
 def groups() -> mpmd.MpmdMesh:
-    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-    return mpmd.MpmdMesh(Mesh(np.array(devices), ("stage",)), "stage")
+    return mpmd.MpmdMesh(Mesh(in_order(), ("stage",)), "stage")
+
+
+def in_order() -> np.ndarray:
+    """All devices, process by process."""
+    return np.array(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))
 
 
 def make_step(schedule: mpmd.NamedSchedule):
@@ -96,6 +101,79 @@ def differ(process: int, num_processes: int, _: str) -> None:
     make_step(mpmd.Std1F1B(num_processes) if process else mpmd.GPipe(num_processes))
 
 
+def meshes(process: int, num_processes: int, _: str) -> None:
+    """Process 1 divides a group's arrays along another axis."""
+    shape = (num_processes, 1, 2) if process == 1 else (num_processes, 2, 1)
+    mesh = Mesh(in_order().reshape(shape), ("stage", "fsdp", "tensor"))
+
+    def loss(weights, x):
+        for weight in weights:
+            x = jax.lax.with_sharding_constraint(jnp.tanh(x @ weight), P("fsdp"))
+            x = mpmd.mark_stage_end(x)
+        return jnp.sum(x**2)
+
+    def step(weights, xs):
+        return mpmd.treduce(
+            lambda x: jax.value_and_grad(loss)(weights, x), xs, schedule=mpmd.GPipe(num_processes)
+        )
+
+    weights = [np.eye(8, dtype=np.float32)] * num_processes
+    compiled = mpmd.mpmd_jit_with_loop(step, mpmd.MpmdMesh(mesh, "stage"), timeout=TIMEOUT)
+    compiled.compile(weights, np.ones((2, 2, 8), np.float32))
+
+
+def apart(process: int, num_processes: int, _: str) -> None:
+    """Weights that are made, trained, brought over all devices and back where they belong."""
+    mesh = mpmd.MpmdMesh(Mesh(in_order().reshape(num_processes, -1), ("stage", "fsdp")), "stage")
+
+    def first_weights(key):
+        keys = jax.random.split(key, num_processes)
+        return [jax.random.normal(k, (8, 8)) / 3 for k in keys]
+
+    def loss(weights, x):
+        for weight in weights:
+            x = mpmd.mark_stage_end(jnp.tanh(x @ weight))
+        return jnp.sum(x**2)
+
+    def step(weights, xs):
+        value, grads = mpmd.treduce(
+            lambda x: jax.value_and_grad(loss)(weights, x),
+            xs,
+            schedule=mpmd.Std1F1B(num_processes),
+        )
+        return jax.tree.map(lambda w, g: w - 1e-2 * g, weights, grads), value
+
+    key, xs = jax.random.key(0), np.ones((4, 2, 8), np.float32)
+    specs = [P("fsdp")] * num_processes
+    jitted = mpmd.mpmd_jit_with_loop(
+        step, mesh, in_specs=(specs, None), out_specs=(specs, None), timeout=4 * TIMEOUT
+    )
+    compiled = jitted.compile(jax.eval_shape(first_weights, key), xs)
+    where = compiled.in_shardings[0]
+    weights = mpmd.mpmd_jit_with_loop(
+        first_weights, mesh, out_shardings=where, timeout=4 * TIMEOUT
+    )(key)
+    assert [leaf.is_addressable for leaf in weights] == [s == process for s in range(num_processes)]
+    with jax.default_device(jax.local_devices()[0]):
+        true = jax.jit(first_weights)(key)
+        over_all = [NamedSharding(mesh.jax_mesh, P(("stage", "fsdp")))] * num_processes
+        for _step in range(2):
+            weights, value = compiled(weights, xs)
+            true, true_value = jax.jit(step)(true, xs)
+            spmd = mpmd.mpmd_to_spmd_reshard(mesh, weights, over_all)
+            for x, y in zip(spmd, true, strict=True):
+                assert x.sharding == over_all[0]
+                for shard in x.addressable_shards:
+                    np.testing.assert_allclose(shard.data, y[shard.index], rtol=1e-5, atol=1e-6)
+            again = mpmd.spmd_to_mpmd_reshard(mesh, spmd, where)
+            np.testing.assert_array_equal(again[process], weights[process])
+            assert again[process].sharding == weights[process].sharding
+            weights = again
+    if value.is_addressable:
+        np.testing.assert_allclose(value, true_value, rtol=1e-5)
+    print("every shard is right", flush=True)
+
+
 def stuck(process: int, num_processes: int, _: str) -> None:
     """Process 1 stops in the middle of a step."""
     compiled, weights, xs = make_step(mpmd.Std1F1B(num_processes))
@@ -114,10 +192,11 @@ def stuck(process: int, num_processes: int, _: str) -> None:
 
 if __name__ == "__main__":
     case, *counts = sys.argv[1:]
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
     process, num_processes, port = map(int, counts)
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes, process)
     name, _, argument = case.partition(":")
-    {f.__name__: f for f in (rows, delays, forever, differ, stuck)}[name](
+    {f.__name__: f for f in (rows, delays, forever, differ, meshes, apart, stuck)}[name](
         process, num_processes, argument
     )
     jax.distributed.shutdown()

@@ -214,10 +214,6 @@ def test_what_a_step_returns_goes_into_the_next_one_as_it_is():
     weights, _ = pipelined(layers(2), *batch(3))
     again, _ = pipelined(weights, *batch(3))
 
-    def memory(tree: Any) -> list[int]:
-        arrays = [a for leaf in jax.tree.leaves(tree) for a in leaves_of(leaf)]
-        return [array.unsafe_buffer_pointer() for array in arrays]
-
     assert memory(again) == memory(weights)
 
 
@@ -268,6 +264,25 @@ def test_donated_arguments_are_deleted_and_others_are_not():
     assert all(w.is_deleted() for w in jax.tree.leaves(state))
     assert not any(x.is_deleted() for x in jax.tree.leaves((kept, data)))
     assert_close(pipelined(result[0], kept, *data), jax.jit(step)(true[0], weights, *data))
+
+
+def memory(tree: Any) -> set[int]:
+    return {a.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) for a in leaves_of(x)}
+
+
+def test_new_weights_take_memory_of_old_ones_if_these_are_donated():
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    with jax.numpy_dtype_promotion("standard"):
+        state = layers(2), optimizer.init(layers(2))
+        step, mesh = training(optimizer, Std1F1B(2)), groups(2)
+        keeping, donating = (mpmd_jit_with_loop(step, mesh, donate_argnums=n) for n in ((), 0))
+        state, _ = keeping(state, *batch(3))
+        true, _ = keeping(state, *batch(3))
+        assert memory(true).isdisjoint(memory(state))
+        before = memory(state)
+        state, _ = donating(state, *batch(3))
+    assert_equal(state, true)
+    assert len(before & memory(state)) >= len(before) // 2  # the rest takes that of gradients
 
 
 def test_without_donation_nothing_is_deleted():

@@ -33,6 +33,7 @@ from jaxpipe.schedules import (
     parse,
     without_pairs,
 )
+from mpmd.small import batch, compare, gradients, groups, layers
 
 
 def printed(schedule: NamedSchedule, num_microbatches: int) -> list[list[str]]:
@@ -135,6 +136,13 @@ def test_tasks_are_the_actions_of_the_schedule(case: str):
         for part in ((task.forward, task.backward) if isinstance(task, FusedTask) else (task,))
     ]
     assert unfused == list(actions(schedule.schedule(8)))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.endswith(("-1", "-3"))])
+def test_a_schedule_of_every_name_computes_what_jit_does(case: str):
+    schedule = CASES[case].make(2)
+    data = batch(6)
+    compare(gradients(schedule), groups(2), layers(schedule.num_stages), *data)
 
 
 def test_interleaved_1f1b_of_one_stage_per_rank_is_eager_1f1b():

@@ -14,10 +14,19 @@ from jax.extend.core import jaxprs_in_params
 
 from jaxpipe import schedules
 from jaxpipe.autodiff import Program, Value
-from jaxpipe.mpmd import GPipe, Std1F1B, ZeroBubble, mark_stage_end, mpmd_jit_with_loop, treduce
+from jaxpipe.mpmd import (
+    GPipe,
+    Interleaved1F1B,
+    KimiK2,
+    Std1F1B,
+    ZeroBubble,
+    mark_stage_end,
+    mpmd_jit_with_loop,
+    treduce,
+)
 from jaxpipe.mpmd._code import Buffer, Code, Free, Receive, Run, Send, check, of_rank
 from jaxpipe.schedules import Op
-from mpmd.small import batch, gradients, groups, layer, layers, marked_loss
+from mpmd.small import batch, compare, gradients, groups, layer, layers, marked_loss
 
 # What ranks do.
 
@@ -305,3 +314,47 @@ def test_check_sees_that_an_instruction_is_missing(kind: type):
             rest = (*code.instructions[:i], *code.instructions[i + 1 :])
             with pytest.raises(AssertionError):
                 check(Code(2, code.inputs, code.outputs, code.indices, rest))
+
+
+# What is fused.
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_fused"),
+    [(Std1F1B(1), 4), (Std1F1B(3), 4), (Interleaved1F1B(4, 2), 4), (ZeroBubble(2), 4)],
+    ids=str,
+)
+def test_tasks_that_neither_change_nor_communicate_are_fused(schedule: Any, num_fused: int):
+    """Of each microbatch the last forward and its backward are one program; what lies between
+    them, and no W reads, is no array of any rank."""
+    found = observed(schedule, 4)
+    apart, fused = found["exchange"], found["fuse"]
+    pairs = [i for i in fused.instructions if isinstance(i, Run) and len(i.actions) == 2]
+    assert len(pairs) == num_fused
+    runs = [i for i in apart.instructions if isinstance(i, Run)]
+    by_action = {action: run for run in runs for action in run.actions}
+    for pair in pairs:
+        first, second = (by_action[action] for action in pair.actions)
+        assert pair.name == f"FusedTask({first.name}, {second.name})"
+        later = {b for run in runs if run not in (first, second) for b in run.reads}
+        between = {b for b in first.writes if b in second.reads and b not in later}
+        assert between.isdisjoint((*pair.reads, *pair.writes))
+        assert between or not isinstance(schedule, Std1F1B)
+        assert set(pair.writes) == {*first.writes, *second.writes} - between
+    alone = [i for i in fused.instructions if not isinstance(i, Run)]
+    assert alone == [i for i in apart.instructions if not isinstance(i, Run)]
+    compare(
+        gradients(schedule),
+        groups(schedule.mpmd_dim),
+        *(layers(schedule.num_stages), *batch(4)),
+    )
+
+
+@pytest.mark.parametrize("cls", [Interleaved1F1B, KimiK2])
+def test_a_fused_steady_state_computes_the_same(cls: Any):
+    """What a forward hands on leaves before a backward of another microbatch begins."""
+    schedule, args = cls(4, 2, fuse_steady_state=True), (layers(4), *batch(5))
+    compare(gradients(schedule), groups(2), *args)
+    for run in observed(schedule, 5)["fuse"].instructions:
+        if isinstance(run, Run):
+            assert len({(action.stage, action.microbatch) for action in run.actions}) <= 1

@@ -28,6 +28,12 @@ def test_two_processes_compute_what_one_computes():
     check_rows(2, "few", 240)
 
 
+def test_weights_of_two_processes_are_made_apart_and_go_over_all_devices_and_back():
+    for end in run_processes(SCRIPT, "apart", 2, seconds=120, devices=2):
+        assert end.code == 0, end.err
+        assert "every shard is right" in end.out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [2, 4])
 @pytest.mark.parametrize("names", ["every", "sharded"])
@@ -56,6 +62,18 @@ def test_processes_with_other_programs_say_so_before_the_first_step():
     for end in run_processes(SCRIPT, "differ", 2, seconds=60, devices=1):
         assert end.code != 0
         assert "Processes differ" in end.err and "[0]" in end.err and "[1]" in end.err
+
+
+def test_processes_that_differ_in_what_travels_say_so_before_the_first_step():
+    """The third has no such route, and hears of it too."""
+    ended = run_processes(SCRIPT, "meshes", 3, seconds=120, devices=2)
+    message = (
+        "Of route 1 from rank 0 to rank 1, behind fwd_0__0, they say: "
+        "float32[2, 8] as [0:1,0:8 | 1:2,0:8] on [0]; float32[2, 8] as [0:2,0:8 | 0:2,0:8] on [1]."
+    )
+    for end in ended:
+        assert end.code != 0
+        assert "ValueError: Processes differ" in end.err and message in end.err, end.err
 
 
 def test_a_step_that_stands_still_ends_with_the_name_of_what_it_waits_for():

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.mpmd._remote import Transport, check_same_program
+from jaxpipe.mpmd._routes import brief
 from jaxpipe.mpmd._transport import Spec, layout, mover, sender
 from jaxpipe.mpmd._watchdog import (
     EXIT_CODE,
@@ -101,6 +102,13 @@ def test_a_layout_says_which_numbers_lie_where():
     assert laid_out(0, P("f"), f=2) != laid_out(0, P(None, "f"), f=2)
     assert laid_out(0, P("f"), f=2) != laid_out(0, P("f"), (2, 4), f=2)
     assert laid_out(0, P(), (), f=2) == "float32[] as [ | ]"
+
+
+def test_a_long_layout_is_told_by_its_beginning_and_differs_where_it_differs():
+    assert brief("float32[] as [ | ]") == "float32[] as [ | ]"
+    long = "float32[4096]" + "x" * 10_000
+    assert brief(long).startswith("float32[4096]") and len(brief(long)) < 250
+    assert brief(long) != brief(long + "y")
 
 
 def test_a_tag_out_of_range_is_refused():

@@ -22,6 +22,7 @@ from jaxpipe.mpmd._code import Run, Send
 from mpmd.small import (
     WIDTH,
     assert_close,
+    assert_equal,
     batch,
     compare,
     gradients,
@@ -203,3 +204,13 @@ def test_casts_of_weights_come_out_of_the_loop():
     runs = [run for run in step.lower(*args).code.instructions if isinstance(run, Run)]
     casts = {(run.name, run.rank): n for run in runs if (n := casts_of_weights(run))}
     assert casts == {("before_loop", 0): 2, ("before_loop", 1): 2}
+
+
+@pytest.mark.parametrize("schedule", [GPipe(2), Std1F1B(2), ZeroBubble(2)], ids=str)
+def test_casts_that_come_out_of_the_loop_change_no_number(schedule: Any):
+    """Gradients are those of the float32 weights, and to the last bit those of `jax.jit`, which
+    casts in every microbatch."""
+    args = layers(2), *batch(4)
+    value, grads = compare(gradients(schedule, in_bfloat16), groups(2), *args)
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+    assert_equal((value, grads), jax.jit(gradients(schedule, in_bfloat16))(*args))

@@ -1,0 +1,82 @@
+"""A step with a clock: which tasks there were, and that the clock changes nothing."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import pytest
+
+from jaxpipe import schedules
+from jaxpipe.mpmd import (
+    GPipe,
+    Interleaved1F1B,
+    Std1F1B,
+    ZeroBubble,
+    collect_task_times_ms,
+    mpmd_jit_with_loop,
+    timed_step,
+    to_timeline,
+)
+from jaxpipe.mpmd._code import Run
+from mpmd.small import assert_equal, batch, gradients, groups, layers
+
+STEPS = {
+    "Std1F1B": Std1F1B(2),
+    "Interleaved1F1B": Interleaved1F1B(4, 2),
+    "GPipe": GPipe(2),
+    "ZeroBubble": ZeroBubble(2),
+}
+
+
+def compiled(schedule: Any) -> tuple[Any, tuple[Any, ...]]:
+    def step(weights: Any, *data: Any) -> Any:
+        value, grads = gradients(schedule)(weights, *data)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+    args = layers(schedule.num_stages), *batch(4)
+    return mpmd_jit_with_loop(step, groups(2)).compile(*args), args
+
+
+def parts(tasks: Iterable[str]) -> list[str]:
+    """Of fused tasks, both."""
+    return sorted(part for task in tasks for part in re.findall(r"\w+__\d+", task))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_collect_task_times_ms(name: str):
+    """Names are those of the tasks, each with the milliseconds of its program."""
+    schedule = STEPS[name]
+    step, args = compiled(schedule)
+    times = collect_task_times_ms(step, *args)
+    tasks = parts(str(task) for of_rank in schedule.tasks(4) for task in of_rank)
+    if name == "ZeroBubble":  # the first stage hands nothing back, so it has no such half
+        tasks = [task for task in tasks if not task.startswith("bwd_i_0")]
+    assert parts(task for task in times if "@" not in task) == tasks
+    outside = {f"{what}@{rank}" for what in ("start", "after_loop") for rank in range(2)}
+    assert {task for task in times if "@" in task} == outside
+    assert all(isinstance(ms, float) and 0 < ms < 60_000 for ms in times.values())
+    assert not any(x.is_deleted() for x in jax.tree.leaves(args))
+
+
+def test_a_step_with_a_clock_gives_the_same_numbers():
+    step, args = compiled(Std1F1B(2))
+    result, times = timed_step(step, *args)
+    assert_equal(result, step(*args))
+    runs = [i for i in step.lowered.code.instructions if isinstance(i, Run)]
+    assert [run for run, _, _ in times] == runs
+    assert all(start < end for _, start, end in times)
+    ends = [end for _, _, end in times]
+    assert ends == sorted(ends)
+
+
+def test_a_timeline_has_every_task_of_the_loop_on_its_rank():
+    step, args = compiled(Interleaved1F1B(4, 2))
+    _, times = timed_step(step, *args)
+    timeline = to_timeline(step, times)
+    (schedule,) = step.lowered.schedules
+    for row, program in zip(timeline.rows, schedule.programs, strict=True):
+        actions = [a for timed in row for a in schedules.actions_of(timed.step)]
+        assert actions == [a for each in program for a in schedules.actions_of(each)]
+        assert all(timed.start < timed.end for timed in row)
+    assert min(timed.start for row in timeline.rows for timed in row) == 0
