@@ -4,6 +4,7 @@ Where a group has several devices, how a value is divided is known once the prog
 is compiled, so programs wait for those whose values they read. On single devices none waits.
 """
 
+import os
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,6 +38,27 @@ class Executables:
 
     programs: Mapping[int, Callable[..., Any]]
     specs: Mapping[tuple[Buffer, int], PartitionSpec]
+
+
+def check_threads(mesh: MpmdMesh) -> None:
+    """Checks that XLA's threads outnumber the CPU devices that wait in them for each other.
+
+    A program of several devices that was started on one of them waits in a thread of XLA's pool for
+    the others. If all threads wait, none is left for what they wait for.
+
+    Raises:
+        ValueError: If they may run out.
+    """
+    devices = [device for rank in mesh.local_ranks for device in mesh.unstack[rank].devices.flat]
+    if len(devices) == len(mesh.local_ranks) or devices[0].platform != "cpu":
+        return
+    threads = int(os.environ.get("NPROC", os.cpu_count() or 1))
+    if threads <= 2 * len(devices):
+        raise ValueError(
+            f"Groups have several CPU devices, {len(devices)} in this process, and XLA has "
+            f"{threads} threads, which can all come to wait for each other. Set NPROC=64 before "
+            "JAX is imported, or call `jaxpipe.cli.emulate_devices`."
+        )
 
 
 def compile_code(

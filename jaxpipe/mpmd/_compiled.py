@@ -19,7 +19,7 @@ from ..autodiff import Program, Value
 from ..schedules import Schedule
 from ._array import MpmdArray, MpmdMesh, MpmdSharding
 from ._code import Buffer, Code, Instruction
-from ._compile import compile_code
+from ._compile import check_threads, compile_code
 from ._execute import Act, Bound, Place, bind
 from ._jaxpp_schedules import as_schedule
 from ._loops import loop_of, loop_results
@@ -98,6 +98,7 @@ class Lowered:
     def compile(self) -> "Compiled":
         """Compiles every program of this process."""
         traced, code, mesh = self.traced, self.code, self.traced.settings.mesh
+        check_threads(mesh)
         known: dict[Value, P | None] = dict(zip(self.outer.inputs, traced.in_specs, strict=True))
         for (buffer, _), spec in zip(code.outputs, traced.out_specs, strict=True):
             if known.get(buffer.value) is None:
