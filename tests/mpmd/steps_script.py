@@ -86,14 +86,14 @@ def delays(process: int, num_processes: int, steps: str) -> None:
     print(f"{steps} steps are equal", flush=True)
 
 
-def forever(process: int, num_processes: int, _: str) -> None:
-    """Steps until somebody kills a process."""
+def forever(process: int, num_processes: int, folder: str) -> None:
+    """Steps until somebody kills a process. A file of its name says that a process has begun."""
     compiled, weights, xs = make_step(mpmd.Std1F1B(num_processes))
     for step in range(10**9):
         weights, value = compiled(weights, xs)
         value.block_until_ready()
         if step == 3:
-            print("running", flush=True)
+            (Path(folder) / str(process)).touch()
 
 
 def differ(process: int, num_processes: int, _: str) -> None:
