@@ -2,10 +2,14 @@
 
     pip install "jaxpipe[train]"
     python benchmarks/scheduled.py
+    python benchmarks/scheduled.py --compile    # how long compiling takes, by microbatches
 
 Four ranks x two shards on however many cores there are: bubbles that compute nothing cost nothing
 here, and what is computed in vain does. So the times are work, not waiting; what waiting would cost
 on four devices is the last column, in the ticks of the schedule. Rows take turns, step by step.
+
+The unpipelined scan does all the work on every rank, so a rank's share of its time is the least that
+any row could take: "of the least" is what a row takes beyond that.
 """
 
 import argparse
@@ -27,6 +31,7 @@ from jaxpipe import models, schedules, sharding, spmd
 from jaxpipe.autodiff import Model, recompute, unpipelined
 
 S, MICROBATCHES, ROWS, LENGTH = 4, 16, 4, 64
+LOOP = "loop, differentiated by JAX"
 CONFIG = models.LlamaConfig(
     base_emb_dim=128,
     base_num_decoder_layers=8,
@@ -44,32 +49,59 @@ COSTS = schedules.Costs(10, 20, 10)
 def main() -> None:
     parser = argparse.ArgumentParser(description="schedules in one program, on emulated devices")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of every row")
-    steps = parser.parse_args().steps
+    parser.add_argument("--compile", action="store_true", help="only compile, for 8 to 64")
+    args = parser.parse_args()
+    compile_times() if args.compile else step_times(args.steps)
+
+
+def step_times(steps: int) -> None:
+    """Steps of every row."""
     mesh = sharding.make_mesh({"stage": S, "fsdp": 2}, devices=jax.devices())
-    weights, side, model = make()
+    weights, side, model = make(MICROBATCHES)
     rows: dict[str, tuple[Callable, schedules.Ticks | None]] = {
         "unpipelined": (partial(plain, model), None),
-        "loop, differentiated by JAX": (partial(differentiated, model, mesh), None),
+        LOOP: (partial(differentiated, model, mesh), None),
         "circular": (partial(circular, model, mesh), None),
     }
     for name in ("1f1b", "interleaved_1f1b", "gpipe", "zero_bubble_h1", "zbv"):
-        schedule = schedules.build(name, ranks=S, microbatches=MICROBATCHES)
-        ticks = schedules.lock_step(schedules.check(schedule), COSTS)
+        ticks = ticks_of(name, MICROBATCHES)
         rows[name] = partial(scheduled, model, mesh, ticks), ticks
-    print(f"{'row':<29}{'ms':>8}{'of the loop':>13}{'temp MB':>9}{'compile s':>11}  lock-step")
+    heads = f"{'of the loop':>13}{'of the least':>14}{'temp MB':>9}{'compile s':>11}  lock-step"
+    print(f"{'row':<29}{'ms':>8}{heads}")
     with jax.set_mesh(mesh):
         compiled = {name: compile_row(run, weights, side) for name, (run, _) in rows.items()}
         times = {name: [] for name in rows}
         for _ in range(steps):
             for name, row in compiled.items():
                 times[name].append(timed(row.step, weights, side))
-    loop = min(times["loop, differentiated by JAX"])
+    loop, least = min(times[LOOP]), min(times["unpipelined"]) / S
     for name, (_, ticks) in rows.items():
         row, fastest = compiled[name], min(times[name])
         print(
-            f"{name:<29}{fastest * 1e3:>8.0f}{fastest / loop:>13.2f}{row.temp_bytes / 1e6:>9.1f}"
-            f"{row.seconds:>11.1f}  {price(ticks) if ticks else ''}"
+            f"{name:<29}{fastest * 1e3:>8.0f}{fastest / loop:>13.2f}{fastest / least:>14.2f}"
+            f"{row.temp_bytes / 1e6:>9.1f}{row.seconds:>11.1f}  {price(ticks) if ticks else ''}"
         )
+
+
+def compile_times() -> None:
+    """Seconds to compile and lines of the program, by microbatches and so by ticks."""
+    mesh = sharding.make_mesh({"stage": S, "fsdp": 2}, devices=jax.devices())
+    print(f"{'schedule':<18}{'M':>4}{'ticks':>7}{'compile s':>11}{'lines':>8}")
+    for name in ("1f1b", "interleaved_1f1b", "zbv"):
+        for count in (8, 8, 16, 32, 64):  # the first one warms up
+            weights, side, model = make(count)
+            ticks = ticks_of(name, count)
+            with jax.set_mesh(mesh):
+                row = compile_row(partial(scheduled, model, mesh, ticks), weights, side)
+            lines = row.step.as_text().count("\n")
+            print(
+                f"{name:<18}{count:>4}{schedules.num_ticks(ticks):>7}{row.seconds:>11.1f}{lines:>8}"
+            )
+
+
+def ticks_of(name: str, microbatches: int) -> schedules.Ticks:
+    schedule = schedules.build(name, ranks=S, microbatches=microbatches)
+    return schedules.lock_step(schedules.check(schedule), COSTS)
 
 
 def price(ticks: schedules.Ticks) -> str:
@@ -86,7 +118,7 @@ def price(ticks: schedules.Ticks) -> str:
 class Compiled(NamedTuple):
     """A step that has run once, bytes of its temporaries, and the seconds it took to compile."""
 
-    step: Callable
+    step: Any
     temp_bytes: int
     seconds: float
 
@@ -107,7 +139,7 @@ def timed(step: Callable, weights: Any, side: Any) -> float:
     return time.perf_counter() - start
 
 
-def make() -> tuple[Any, Any, Model]:
+def make(num_microbatches: int) -> tuple[Any, Any, Model]:
     """Weights with stages [num_layers, ...], a batch, and the model."""
     tree = models.llama_weights(CONFIG)
     key = jax.random.key(0)
@@ -115,8 +147,8 @@ def make() -> tuple[Any, Any, Model]:
     weights["stages"] = models.initialize_layers(
         tree["layer"], key, (CONFIG.base_num_decoder_layers,)
     )
-    tokens = np.random.default_rng(0).integers(0, 512, (MICROBATCHES, ROWS, LENGTH + 1))
-    shape = (MICROBATCHES, ROWS, LENGTH)
+    tokens = np.random.default_rng(0).integers(0, 512, (num_microbatches, ROWS, LENGTH + 1))
+    shape = (num_microbatches, ROWS, LENGTH)
     side = {
         "tokens": tokens[..., :-1],
         "targets": tokens[..., 1:],
@@ -146,8 +178,17 @@ def scheduled(model: Model, mesh: Any, ticks: schedules.Ticks, weights: Any, sid
     num_stages = ticks.schedule.num_stages
     stages = jax.tree.map(lambda x: x.reshape(num_stages, -1, *x.shape[1:]), weights["stages"])
     stages = spmd.to_ranks(stages, ticks.schedule)
+    once = spmd.Gather(
+        "once"
+    )  # nothing is split, so nothing is gathered: gradients add up in place
     return spmd.scheduled_value_and_grad(
-        model, weights | {"stages": stages}, side, ticks=ticks, mesh=mesh
+        model,
+        weights | {"stages": stages},
+        side,
+        ticks=ticks,
+        mesh=mesh,
+        gather=once,
+        ends_gather=once,
     )
 
 
