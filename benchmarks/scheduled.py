@@ -8,8 +8,8 @@ Four ranks x two shards on however many cores there are: bubbles that compute no
 here, and what is computed in vain does. So the times are work, not waiting; what waiting would cost
 on four devices is the last column, in the ticks of the schedule. Rows take turns, step by step.
 
-The unpipelined scan does all the work on every rank, so a rank's share of its time is the least that
-any row could take: "of the least" is what a row takes beyond that.
+The unpipelined scan does all the work on every rank, so a rank's share of its time is the least
+that any row could take: "of the least" is what a row takes beyond that.
 """
 
 import argparse
@@ -178,9 +178,7 @@ def scheduled(model: Model, mesh: Any, ticks: schedules.Ticks, weights: Any, sid
     num_stages = ticks.schedule.num_stages
     stages = jax.tree.map(lambda x: x.reshape(num_stages, -1, *x.shape[1:]), weights["stages"])
     stages = spmd.to_ranks(stages, ticks.schedule)
-    once = spmd.Gather(
-        "once"
-    )  # nothing is split, so nothing is gathered: gradients add up in place
+    once = spmd.Gather("once")  # nothing is split or gathered, and gradients add up in place
     return spmd.scheduled_value_and_grad(
         model,
         weights | {"stages": stages},
