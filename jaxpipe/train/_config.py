@@ -155,6 +155,7 @@ class Config(BaseModel):
 
     # Chance.
     init_weights_seed: Seed = 0
+    init_from: str = ""
     enable_dropout: bool = True
     dropout_seed: Seed = 0
 
