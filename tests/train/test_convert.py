@@ -178,4 +178,4 @@ def test_memory_holds_the_model_once_on_the_way_in_and_one_leaf_on_the_way_out(t
     few = 2_000_000  # of Python's objects
     assert peak(to_hugging_face, tmp_path / "run", tmp_path / "theirs") < 2 * largest + few
     assert peak(from_hugging_face, tmp_path / "theirs", tmp_path / "ours") < total + few
-    assert total > 3 * (2 * largest)
+    assert total > 1.5 * (2 * largest + few)

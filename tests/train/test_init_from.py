@@ -78,9 +78,7 @@ def test_a_run_trains_from_them_resumes_by_itself_and_gives_them_to_another(
     llama: Path, tmp_path: Path
 ):
     settings = {"weight_dtype": "float32", **ENGINES["circular"]}
-    other = train(Config.model_validate(RUN | settings | {"output_dir": str(tmp_path / "other")}))
     first = train(config_of(tmp_path, llama, **settings))
-    assert abs(first[0]["loss"] - other[0]["loss"]) > 1e-3
     third = train(config_of(tmp_path, llama, **settings, init_from="nowhere", steps=3))
     assert len(third) == 1
     run = tmp_path / "default"
