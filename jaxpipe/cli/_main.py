@@ -12,9 +12,15 @@ def commands() -> tuple[Callable[[argparse._SubParsersAction], None], ...]:
     to import, such as JAX, that function imports.
     """
     # Not at the top: `jaxpipe.cli` also has `emulate_devices`, which must run before all else.
-    from . import _compile, _launch, _schedule, _train
+    from . import _compile, _convert, _launch, _schedule, _train
 
-    return (_schedule.add_parser, _train.add_parser, _launch.add_parser, _compile.add_parser)
+    return (
+        _schedule.add_parser,
+        _train.add_parser,
+        _launch.add_parser,
+        _compile.add_parser,
+        _convert.add_parser,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

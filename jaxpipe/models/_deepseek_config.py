@@ -26,6 +26,8 @@ class DeepseekConfig:
         norm_topk_prob: Whether the shares of a token's chosen experts are made to sum to 1 before.
         n_routing_groups: Groups of neighbouring experts; 1 for none.
         topk_routing_group: To how many groups the choice of a token is limited.
+        group_score_experts: Groups are ranked by the sum of this many best experts: 1 in V2, 2 in
+            V3.
         load_balance_loss_weight: Factor of each layer's loss from an uneven load.
         q_lora_rank: Width of the compressed queries; 0 where queries are not compressed.
         kv_lora_rank: Width of the compressed keys and values.
@@ -64,6 +66,7 @@ class DeepseekConfig:
     norm_topk_prob: bool = False
     n_routing_groups: int = 1
     topk_routing_group: int = 1
+    group_score_experts: int = 2
     load_balance_loss_weight: float = 0.0
     rope_max_timescale: float = 10_000.0
     rope_type: str = "default"
@@ -103,10 +106,11 @@ def _check_experts(config: DeepseekConfig) -> None:
             f"`topk_routing_group` {kept}. Groups are equal, and a token keeps 1 to all of them."
         )
     per_group = config.num_experts // groups
-    if groups > 1 and per_group < 2:
+    if groups > 1 and per_group < config.group_score_experts:
         raise ValueError(
             f"`n_routing_groups` is {groups} for {config.num_experts} experts. Groups are ranked "
-            "by their two best experts: give at most half as many groups as experts."
+            f"by their {config.group_score_experts} best experts (`group_score_experts`): give "
+            "fewer groups."
         )
     if not 1 <= config.num_experts_per_tok <= kept * per_group:
         raise ValueError(

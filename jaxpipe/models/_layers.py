@@ -29,26 +29,26 @@ def rms_norm(
 
 
 def rope_frequencies(
-    head_dim: int, max_timescale: float, *, llama31_scaling: bool = False
+    head_dim: int, max_timescale: float, *, llama31_factor: float = 1.0
 ) -> Float[np.ndarray, " half"]:
     """Angles per position of each pair of channels, in radians.
 
     Args:
         head_dim: Channels of a head; half as many angles come back.
         max_timescale: The base, 10,000 in the paper.
-        llama31_scaling: Stretch wavelengths beyond the 8,192 tokens of Llama 3's training by 8, as
-            Llama 3.1 does.
+        llama31_factor: Stretch wavelengths beyond the 8,192 tokens of Llama 3's training by this,
+            which is 8 in Llama 3.1 and 32 in 3.2.
 
     References:
         Su et al., 2021, arXiv 2104.09864; Llama 3.1's scaling: arXiv 2407.21783.
     """
     frequencies = max_timescale ** -(np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
-    if not llama31_scaling:
+    if llama31_factor == 1.0:
         return frequencies
-    factor, low, high, trained_length = 8.0, 1.0, 4.0, 8192.0
+    low, high, trained_length = 1.0, 4.0, 8192.0
     turns = trained_length * frequencies / (2 * math.pi)
     kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return frequencies * (kept + (1 - kept) / factor)
+    return frequencies * (kept + (1 - kept) / llama31_factor)
 
 
 def rope(

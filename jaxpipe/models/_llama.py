@@ -47,6 +47,7 @@ class LlamaConfig:
         vocab_size: V.
         rope_max_timescale: The base of the rotary angles.
         rope_type: `default`, or `llama3.1` for its stretched wavelengths.
+        llama31_rope_factor: How far these are stretched: 8 in Llama 3.1, 32 in 3.2.
         normalization_layer_epsilon: Added to the mean square in RMSNorm.
         logits_via_embedding: Whether the head is the embedding (tied).
     """
@@ -60,6 +61,7 @@ class LlamaConfig:
     vocab_size: int
     rope_max_timescale: float = 10_000.0
     rope_type: str = "default"
+    llama31_rope_factor: float = 8.0
     normalization_layer_epsilon: float = 1e-5
     logits_via_embedding: bool = False
 
@@ -148,8 +150,9 @@ def llama(
         project: The matrix products of layers: `projection`, or `fp8_projection`.
         scan_layers: Whether the layers of a stage are a loop of the program, or written out.
     """
+    stretch = config.llama31_rope_factor if config.rope_type == "llama3.1" else 1.0
     frequencies = rope_frequencies(
-        config.head_dim, config.rope_max_timescale, llama31_scaling=config.rope_type == "llama3.1"
+        config.head_dim, config.rope_max_timescale, llama31_factor=stretch
     )
     epsilon = config.normalization_layer_epsilon
 

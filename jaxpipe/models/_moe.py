@@ -92,6 +92,7 @@ def _route(config: DeepseekConfig, matrix: Array, bias: Array | None, x: Array, 
         scaling_factor=config.routed_scaling_factor,
         num_groups=config.n_routing_groups,
         num_kept_groups=config.topk_routing_group,
+        num_ranking=config.group_score_experts,
     )
 
 

@@ -44,6 +44,7 @@ def route(
     scaling_factor: float,
     num_groups: int,
     num_kept_groups: int,
+    num_ranking: int = 2,
 ) -> Routing:
     """Sends every token to its `num_chosen` best experts; none is ever too full.
 
@@ -56,7 +57,9 @@ def route(
         normalized: Whether the shares of a token sum to 1 before they are scaled.
         scaling_factor: Multiplies the shares.
         num_groups: G; 1 for a free choice.
-        num_kept_groups: How many groups a token may choose from: those with the best two experts.
+        num_kept_groups: How many groups a token may choose from: those with the largest sums of
+            their best experts.
+        num_ranking: How many experts are in such a sum: 1 in V2, 2 in V3.
 
     References:
         V2: DeepSeek-AI, 2024, arXiv 2405.04434, section 2.2; V3: arXiv 2412.19437, section 2.1.2.
@@ -64,7 +67,7 @@ def route(
     scores = jax.nn.softmax(logits) if score_func == "softmax" else jax.nn.sigmoid(logits)
     ranked = jax.lax.stop_gradient(scores if bias is None else scores + bias)
     if num_groups > 1:
-        ranked = _within_best_groups(ranked, num_groups, num_kept_groups)
+        ranked = _within_best_groups(ranked, num_groups, num_kept_groups, num_ranking)
     _, chosen = jax.lax.top_k(ranked, num_chosen)
     # Sums over masks, not look-ups: XLA's partitioner fails on those inside a pipeline.
     is_chosen = chosen[..., None] == jnp.arange(logits.shape[-1])
@@ -75,10 +78,10 @@ def route(
     return Routing(chosen, shares * scaling_factor, load, _balance(scores, load, real))
 
 
-def _within_best_groups(scores: Scores, num_groups: int, num_kept: int) -> Scores:
-    """The scores, and minus infinity outside the groups with the largest sums of two experts."""
+def _within_best_groups(scores: Scores, num_groups: int, num_kept: int, num_ranking: int) -> Scores:
+    """The scores, and minus infinity outside the groups with the largest sums of best experts."""
     grouped = scores.reshape(*scores.shape[:-1], num_groups, -1)
-    of_groups = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+    of_groups = jnp.sum(jax.lax.top_k(grouped, num_ranking)[0], axis=-1)
     _, best = jax.lax.top_k(of_groups, num_kept)
     is_best = jnp.any(best[..., None] == jnp.arange(num_groups), axis=-2)
     return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(scores.shape)

@@ -8,6 +8,9 @@ from ._checkpoint import read_metadata as read_metadata
 from ._checkpoint import restore_checkpoint as restore_checkpoint
 from ._checkpoint import save_checkpoint as save_checkpoint
 from ._config import Config as Config
+from ._convert import Converted as Converted
+from ._convert import from_hugging_face as from_hugging_face
+from ._convert import to_hugging_face as to_hugging_face
 from ._data import Batch as Batch
 from ._data import BatchAt as BatchAt
 from ._data import global_batch_size as global_batch_size

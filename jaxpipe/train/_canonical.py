@@ -71,7 +71,14 @@ def make_canonical(setup: Setup) -> Callable[[State], State]:
 
 
 def from_canonical(setup: Setup, canonical: State) -> State:
-    """A state laid out for this run, of a canonical one with any number of layers after."""
+    """A state laid out for this run, of a canonical one with any number of layers after.
+
+    Of a part of it, such as the weights, the same part.
+    """
+
+    def part(state: State) -> State:
+        return {name: state[name] for name in canonical}
+
     if setup.stages_apart:
         return _apart(setup, canonical)
 
@@ -84,9 +91,9 @@ def from_canonical(setup: Setup, canonical: State) -> State:
 
     def stack(canonical: State) -> State:
         cut = _regrouped(canonical, setup.layout.num_layers)
-        return jax.tree.map(stack_leaf, cut, state_shapes(setup), state_axes(setup))
+        return jax.tree.map(stack_leaf, cut, part(state_shapes(setup)), part(state_axes(setup)))
 
-    return _compiled(setup, stack, state_shardings(setup))(canonical)
+    return _compiled(setup, stack, part(state_shardings(setup)))(canonical)
 
 
 def _make_joined(setup: Setup) -> Callable[[State], State]:
@@ -130,7 +137,8 @@ def _make_joined(setup: Setup) -> Callable[[State], State]:
 
 def _apart(setup: Setup, canonical: State) -> State:
     """`from_canonical` for stages that lie apart."""
-    places, mesh = state_places(setup), mpmd_mesh(setup)
+    mesh, of_state = mpmd_mesh(setup), state_places(setup)
+    places = {name: of_state[name] for name in canonical}
     numbers = np.maximum(layers_of_ranks(setup), 0)
 
     def everywhere(place: mpmd.MpmdSharding) -> NamedSharding:

@@ -21,7 +21,7 @@ MAX_LISTED = 8
 
 
 def open_checkpoints(
-    folder: str | PathLike[str], *, max_to_keep: int, asynchronous: bool
+    folder: str | PathLike[str], *, max_to_keep: int | None, asynchronous: bool
 ) -> ocp.CheckpointManager:
     """Opens, or makes, a folder of checkpoints. Close it, or use it in a `with`, to flush saves.
 
@@ -31,7 +31,7 @@ def open_checkpoints(
 
     Args:
         folder: Made if it does not exist.
-        max_to_keep: How many of the newest steps stay.
+        max_to_keep: How many of the newest steps stay; None for all.
         asynchronous: Write files while the program goes on.
     """
     path = Path(folder).absolute()
@@ -105,12 +105,50 @@ def restore_checkpoint(
     Raises:
         ValueError: If names, shapes or dtypes differ; before any array is read.
     """
-    saved = _leaves(checkpoints.item_metadata(step)["state"].tree)
-    _check_same(saved, _leaves(abstract_state), f"{checkpoints.directory} step {step}")
+    saved = saved_leaves(checkpoints, step)
+    check_same(saved, leaves_of(abstract_state), f"{checkpoints.directory} step {step}")
     restored = checkpoints.restore(
         step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
     )
     return restored["state"]
+
+
+def restore_weights(
+    checkpoints: ocp.CheckpointManager, step: int, abstract_weights: PyTree[jax.ShapeDtypeStruct]
+) -> PyTree[jax.Array]:
+    """The weights of a step alone, in the shardings and dtypes asked for."""
+    wanted = {"weights": abstract_weights}
+    how = ocp.checkpoint_utils.construct_restore_args(wanted)
+    return _restored_part(checkpoints, step, wanted, how)["weights"]
+
+
+def restore_leaf(checkpoints: ocp.CheckpointManager, step: int, path: str) -> np.ndarray:
+    """One leaf of a step in host memory, by its path, such as `weights/head/norm`."""
+    names = path.split("/")
+    wanted: Any = 0
+    how: Any = ocp.RestoreArgs(restore_type=np.ndarray)
+    for name in reversed(names):
+        wanted, how = {name: wanted}, {name: how}
+    found = _restored_part(checkpoints, step, wanted, how)
+    for name in names:
+        found = found[name]
+    return found
+
+
+def saved_leaves(checkpoints: ocp.CheckpointManager, step: int, branch: str = "") -> Leaves:
+    """What is saved of a step, or of a branch of its state. No array is read."""
+    tree = checkpoints.item_metadata(step)["state"].tree
+    return leaves_of(tree[branch] if branch else tree)
+
+
+def _restored_part(
+    checkpoints: ocp.CheckpointManager, step: int, wanted: PyTree, how: PyTree
+) -> PyTree:
+    """Some leaves of a state, each as its restore arguments say."""
+    folder = checkpoints.directory / str(step) / "state"
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        args = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=True)
+        return checkpointer.restore(folder, args=args)
 
 
 def _set_aside_incomplete(folder: Path) -> None:
@@ -120,8 +158,8 @@ def _set_aside_incomplete(folder: Path) -> None:
             step.rename(step.with_name(f"{step.name}.incomplete"))
 
 
-def _leaves(tree: PyTree) -> Leaves:
-    """The same for a state and for orbax's metadata of it, whose tuples are lists or dicts."""
+def leaves_of(tree: PyTree) -> Leaves:
+    """Of any tree; the same for a state and orbax's metadata of it, whose tuples are lists."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): (
             tuple(leaf.shape),
@@ -131,7 +169,13 @@ def _leaves(tree: PyTree) -> Leaves:
     }
 
 
-def _check_same(saved: Leaves, wanted: Leaves, where: str) -> None:
+def check_same(
+    saved: Leaves,
+    wanted: Leaves,
+    where: str,
+    advice: str = "Use the config it was saved with, or another `run_name`.",
+) -> None:
+    """Raises ValueError with the leaves that differ, between `where` and `advice`."""
     lines = [f"{name}: only in the checkpoint" for name in saved if name not in wanted]
     lines += [f"{name}: only in the model" for name in wanted if name not in saved]
     lines += [
@@ -147,7 +191,7 @@ def _check_same(saved: Leaves, wanted: Leaves, where: str) -> None:
     raise ValueError(
         f"{where} is of another model: {len(lines)} of {len({*saved, *wanted})} leaves differ.\n  "
         + "\n  ".join(listed)
-        + "\nUse the config it was saved with, or another `run_name`."
+        + f"\n{advice}"
     )
 
 

@@ -95,6 +95,7 @@ class Config(BaseModel):
     normalization_layer_epsilon: Positive = 1e-5
     rope_max_timescale: Positive = 10000.0
     rope_type: Literal["default", "llama3.1", "yarn"] = "default"
+    llama31_rope_factor: Positive = 8.0
     logits_via_embedding: bool = True
     dropout_rate: BelowOne = 0.0
     dtype: FloatType = "bfloat16"
@@ -117,6 +118,7 @@ class Config(BaseModel):
     norm_topk_prob: bool = False
     n_routing_groups: Count = 1
     topk_routing_group: Count = 1
+    group_score_experts: Count = 2
     megablox: Literal["auto"] | bool = "auto"
     q_lora_rank: CountOrNone = 0
     kv_lora_rank: Count = 32
@@ -153,6 +155,7 @@ class Config(BaseModel):
 
     # Chance.
     init_weights_seed: Seed = 0
+    init_from: str = ""
     enable_dropout: bool = True
     dropout_seed: Seed = 0
 

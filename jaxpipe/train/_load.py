@@ -83,6 +83,11 @@ def _preset(name: Any, presets: Mapping[str, Mapping[str, Any]]) -> Values:
     return dict(presets[name])
 
 
+def check_values(values: Values, source: str) -> None:
+    """Raises ValueError if some keys' values are wrong, or do not fit together."""
+    _checked([(source, values)])
+
+
 def _merged(sources: Sequence[tuple[str, Values]]) -> Values:
     return {key: value for _, values in sources for key, value in values.items()}
 

@@ -31,8 +31,9 @@ from ._metrics import Write, metrics_writer
 from ._mpmd import traced_mpmd_step
 from ._progress import Report, Stream, progress
 from ._setup import Setup, set_up, weights_shardings
+from ._start import check_same_sizes, first_state
 from ._state import State
-from ._step import initial_state, make_train_step, place_batch
+from ._step import make_train_step, place_batch
 from ._tokens import load_tokenizer
 
 Metrics = dict[str, float]
@@ -74,11 +75,11 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
             return []
         restored = restored_state(setup, checkpoints, done) if checkpoints and done else None
         print(describe(setup, done), file=shown)
+        first = first_state(setup) if restored is None else restored
         if _is_first():
             _write_config(folder, config)
         write, report = _outputs(stack, config, folder, shown, first_step=done + 1)
         history = []
-        first = initial_state(setup) if restored is None else restored
         flatten = make_canonical(setup)
         try:
             for step, metrics, state in run_steps(setup, first, done, batch_at):
@@ -220,18 +221,8 @@ def restored_state(setup: Setup, checkpoints: ocp.CheckpointManager, step: int) 
     Raises:
         ValueError: If the checkpoint is of another model.
     """
-    saved, wanted = read_metadata(checkpoints, step), _metadata(setup)
-    differing = [
-        f"{key} is {saved['model'].get(key)!r} in the checkpoint, {value!r} in the config"
-        for key, value in wanted["model"].items()
-        if saved["model"].get(key) != value
-    ]
-    if differing:
-        raise ValueError(
-            f"{checkpoints.directory} step {step} is of another model:\n  "
-            + "\n  ".join(differing)
-            + "\nUse the config it was saved with, or another `run_name`."
-        )
+    saved = read_metadata(checkpoints, step)
+    check_same_sizes(saved["model"], setup, f"{checkpoints.directory} step {step}")
     as_saved = with_layers_after(setup, saved.get("layers_after", 0))
     return from_canonical(setup, restore_checkpoint(checkpoints, step, canonical_shapes(as_saved)))
 

@@ -205,7 +205,7 @@ def test_flops_are_those_of_a_hand_count():
         ({"first_num_dense_layers": 5}, r"is 5 of `base_num_decoder_layers` = 5\. Give 0 or more"),
         ({"n_routing_groups": 3}, r"`num_experts` is 4, `n_routing_groups` 3 .* Groups are equal"),
         ({"topk_routing_group": 2}, r"`topk_routing_group` 2\. .* keeps 1 to all of them"),
-        ({"n_routing_groups": 4}, r"`n_routing_groups` is 4 for 4 experts\. .* at most half as"),
+        ({"n_routing_groups": 4}, r"`n_routing_groups` is 4 for 4 experts\. .* by their 2 best"),
         ({"num_experts_per_tok": 5}, r"is 5, and a token chooses among 4 experts\. Give 1 to 4"),
         ({"qk_rope_head_dim": 3}, r"`qk_rope_head_dim` is 3\. Rotary positions need an even"),
         ({"v_head_dim": 13}, r"`v_head_dim` is 13, more than the 12 of `qk_nope_head_dim` \+"),

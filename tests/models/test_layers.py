@@ -59,7 +59,8 @@ def test_heads_are_turned_pair_by_pair():
     close(out, expected)
 
 
-def test_llama31_frequencies_are_the_published_piecewise_ones():
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama31_frequencies_are_the_published_piecewise_ones(factor: float):
     """Meta's `apply_scaling` of llama-models, value by value."""
     expected = []
     for i in range(0, 128, 2):
@@ -68,11 +69,11 @@ def test_llama31_frequencies_are_the_published_piecewise_ones():
         if wavelength < 8192 / 4:
             expected.append(frequency)
         elif wavelength > 8192 / 1:
-            expected.append(frequency / 8)
+            expected.append(frequency / factor)
         else:
             smooth = (8192 / wavelength - 1) / (4 - 1)
-            expected.append((1 - smooth) * frequency / 8 + smooth * frequency)
-    close(rope_frequencies(128, 500_000.0, llama31_scaling=True), expected, atol=0)
+            expected.append((1 - smooth) * frequency / factor + smooth * frequency)
+    close(rope_frequencies(128, 500_000.0, llama31_factor=factor), expected, atol=0)
     assert len({round(f * 500_000 ** (i / 64), 4) for i, f in enumerate(expected)}) > 3
 
 

@@ -51,6 +51,9 @@ V3 = dataclasses.replace(
     n_routing_groups=4,
     topk_routing_group=2,
 )
+V2_IN_GROUPS = dataclasses.replace(
+    V2, n_routing_groups=4, topk_routing_group=2, group_score_experts=1
+)
 
 
 def weights_of(config: DeepseekConfig) -> Any:
@@ -88,10 +91,10 @@ def choices(config: DeepseekConfig, w, x) -> dict[tuple[int, int], list[int]]:
     """The experts of every token, by sorting."""
     size = config.num_experts // config.n_routing_groups
     groups = [range(g * size, (g + 1) * size) for g in range(config.n_routing_groups)]
-    chosen = {}
+    chosen, best_of = {}, config.group_score_experts
     for b, t in np.ndindex(ROWS, LENGTH):
         ranked = np.asarray(scores_of(config, w, x[b, t]) + w["router"].get("bias", 0.0))
-        best = sorted(groups, key=lambda group: -sum(sorted(ranked[list(group)])[-2:]))
+        best = sorted(groups, key=lambda group: -sum(sorted(ranked[list(group)])[-best_of:]))
         kept = [e for group in best[: config.topk_routing_group] for e in group]
         chosen[b, t] = sorted(kept, key=lambda e: -ranked[e])[: config.num_experts_per_tok]
     return chosen
@@ -154,7 +157,7 @@ def assert_all_close(tree, true):
         assert_close(leaf, expected, jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize("config", [V2, V3], ids=["V2", "V3"])
+@pytest.mark.parametrize("config", [V2, V2_IN_GROUPS, V3], ids=["V2", "V2 in groups", "V3"])
 def test_a_mixture_and_its_gradients_are_those_of_a_loop_over_tokens_and_experts(config):
     w, (x, side) = weights_of(config), inputs()
     chosen = choices(config, w, x)

@@ -1,0 +1,100 @@
+"""The fields of a config.json: each is understood, or named before anything else is read."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Values = dict[str, Any]
+
+ALWAYS_IGNORED = frozenset(
+    (
+        *("_attn_implementation", "_name_or_path", "architectures", "auto_map", "model_type"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"),
+        *("dtype", "torch_dtype", "transformers_version", "initializer_range", "pretraining_tp"),
+        *("output_router_logits", "use_cache"),
+    )
+)
+"""Fields that do not change what a model computes from weights and tokens."""
+
+ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
+
+
+@dataclass(frozen=True)
+class Fields:
+    """What the config.json of a kind of model may say.
+
+    Attributes:
+        sizes: From a field to the key of ours that it gives.
+        defaults: What transformers takes for a field that is missing. The others must be there.
+        fixed: From a field to the values of it that our model can be; the first is what it is
+            where the field is missing.
+        ignored: Further fields that do not change what the model computes.
+    """
+
+    sizes: Mapping[str, str]
+    defaults: Mapping[str, Any]
+    fixed: Mapping[str, tuple[Any, ...]]
+    ignored: Collection[str] = ()
+
+
+def read_fields(config: Mapping[str, Any], fields: Fields) -> Values:
+    """The keys of ours that the fields give, but for rotary positions.
+
+    Raises:
+        ValueError: Naming every field that is unknown, missing or has a value we cannot be.
+    """
+    known = {*fields.sizes, *fields.fixed, *fields.ignored, *ROPE, *ALWAYS_IGNORED}
+    problems = [f"`{name}` is {config[name]!r}: unknown" for name in config if name not in known]
+    for name, values in fields.fixed.items():
+        found = config.get(name, values[0])
+        if found not in values:
+            can_be = " or ".join(map(repr, values))
+            problems.append(f"`{name}` is {found!r}: only {can_be} is supported")
+    required = [name for name in fields.sizes if name not in fields.defaults]
+    problems += [f"`{name}` is missing" for name in required if config.get(name) is None]
+    check_no_problems(problems)
+    present = {name: value for name, value in config.items() if value is not None}
+    given = {**fields.defaults, **present}
+    return {key: given[name] for name, key in fields.sizes.items()}
+
+
+def read_rope(
+    config: Mapping[str, Any], defaults: Mapping[str, Any], types: Mapping[str, Collection[str]]
+) -> Values:
+    """The fields of rotary positions, with `rope_type` and `rope_theta`, in one mapping.
+
+    Older files have `rope_theta` and `rope_scaling`; newer ones have all in `rope_parameters`.
+
+    Args:
+        config: A config.json.
+        defaults: Of `rope_theta`, and of others that may be missing.
+        types: From a `rope_type` to the fields that it has.
+
+    Raises:
+        ValueError: Naming what is unknown or missing.
+    """
+    name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    inner = {key: value for key, value in (config.get(name) or {}).items() if value is not None}
+    kind = inner.pop("rope_type", inner.pop("type", "default"))
+    outer = {"rope_theta": config["rope_theta"]} if config.get("rope_theta") else {}
+    if kind not in types:
+        raise ValueError(f"`{name}.rope_type` is {kind!r}: only {', '.join(types)} are supported")
+    inner.pop("type", None)
+    takes = {"rope_theta", *types[kind]}
+    problems = [f"`{name}.{key}` is {inner[key]!r}: unknown" for key in inner if key not in takes]
+    found = {**defaults, **outer, **inner}
+    problems += [f"`{name}.{key}` is missing" for key in takes if key not in found]
+    check_no_problems(problems)
+    return {"rope_type": kind, **{key: found[key] for key in takes}}
+
+
+def check_no_problems(problems: list[str]) -> None:
+    """Raises ValueError with all of them."""
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def written(values: Mapping[str, Any], fields: Fields) -> Values:
+    """The fields that give these keys of ours, and those that are fixed."""
+    sizes = {name: values[key] for name, key in fields.sizes.items()}
+    return sizes | {name: fixed[0] for name, fixed in fields.fixed.items()}

@@ -1,0 +1,105 @@
+"""Where a leaf of ours lies in the tensors of Hugging Face: the same numbers, seen two ways.
+
+Both sides of a part are views of equal shape. Copying one onto the other, in either direction,
+moves numbers and changes none, so that there and back is exact to the bit.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+View = Callable[[np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Numbers that a leaf and a tensor have in common.
+
+    Attributes:
+        tensor: The tensor's name.
+        shape: Of the whole tensor.
+        of_leaf: From the leaf to a view of these numbers.
+        of_tensor: From the tensor to a view of them, equal in shape.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    of_leaf: View
+    of_tensor: View
+
+
+Parts = dict[str, tuple[Part, ...]]
+"""The parts of every leaf by its path, such as `attention/query`. Together they are all of it."""
+
+
+def whole(tensor: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    """A leaf that is a tensor as it stands."""
+    return (Part(tensor, shape, _same, _same),)
+
+
+def linear(tensor: str, ins: tuple[int, ...], outs: tuple[int, ...]) -> tuple[Part, ...]:
+    """A leaf [*ins, *outs], of a tensor [outs, ins]: torch's layers store the transpose."""
+    num_outs, num_dims = len(outs), len(ins) + len(outs)
+    order = (*range(num_outs, num_dims), *range(num_outs))
+
+    def of_tensor(x: np.ndarray) -> np.ndarray:
+        return x.reshape(*outs, *ins).transpose(order)
+
+    shape = (int(np.prod(outs)), int(np.prod(ins)))
+    return (Part(tensor, shape, _same, of_tensor),)
+
+
+def swiglu(prefix: str, embed_dim: int, mlp_dim: int) -> Parts:
+    """The leaves of a gated MLP."""
+    return {
+        "gate": linear(f"{prefix}.gate_proj.weight", (embed_dim,), (mlp_dim,)),
+        "up": linear(f"{prefix}.up_proj.weight", (embed_dim,), (mlp_dim,)),
+        "down": linear(f"{prefix}.down_proj.weight", (mlp_dim,), (embed_dim,)),
+    }
+
+
+def ends(embed_dim: int, vocab_size: int, *, tied: bool) -> Parts:
+    """The leaves before and after all layers."""
+    found = {
+        "embed/table": whole("model.embed_tokens.weight", (vocab_size, embed_dim)),
+        "head/norm": whole("model.norm.weight", (embed_dim,)),
+    }
+    if not tied:
+        found["head/logits"] = linear("lm_head.weight", (embed_dim,), (vocab_size,))
+    return found
+
+
+def under(path: str, parts: Parts) -> Parts:
+    """The same leaves in a branch of the tree."""
+    return {f"{path}/{name}": found for name, found in parts.items()}
+
+
+def entries(of_entry: list[tuple[Part, ...]]) -> tuple[Part, ...]:
+    """A leaf whose entries along the first dim have these parts: experts, or layers."""
+    return tuple(
+        replace(part, of_leaf=_entry(i, part.of_leaf))
+        for i, parts in enumerate(of_entry)
+        for part in parts
+    )
+
+
+def layers(parts: Parts, first: int, count: int) -> Parts:
+    """The leaves of a stack of layers, the first of which is number `first` of the model."""
+    numbers = range(first, first + count)
+    return {
+        path: entries([tuple(_in_layer(n, part) for part in found) for n in numbers])
+        for path, found in parts.items()
+    }
+
+
+def _in_layer(number: int, part: Part) -> Part:
+    return replace(part, tensor=f"model.layers.{number}.{part.tensor}")
+
+
+def _entry(i: int, of_leaf: View) -> View:
+    return lambda x: of_leaf(x[i])
+
+
+def _same(x: np.ndarray) -> np.ndarray:
+    return x

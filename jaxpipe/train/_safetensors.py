@@ -1,0 +1,240 @@
+"""Safetensors files: named tensors behind a JSON header, mapped into memory one at a time.
+
+A file is 8 bytes with the length of the header, the header, and the tensors one after the other:
+https://huggingface.co/docs/safetensors. A folder has one file, or several and an index.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+DTYPES: dict[str, np.dtype] = {
+    "F32": np.dtype(np.float32),
+    "BF16": np.dtype(jnp.bfloat16),
+    "F16": np.dtype(np.float16),
+}
+"""What weights may be stored in, by the format's names."""
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Where a tensor lies.
+
+    Attributes:
+        file: The file.
+        start: Its first byte there.
+        dtype: A key of `DTYPES`.
+        shape: Its dims; the last one is contiguous.
+    """
+
+    file: Path
+    start: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """What a tensor takes."""
+    return math.prod(shape) * DTYPES[dtype].itemsize
+
+
+def mapped(tensor: Tensor, *, writable: bool = False) -> np.ndarray:
+    """The tensor as an array on the file's pages, which nothing reads before it is used."""
+    size = num_bytes(tensor.dtype, tensor.shape)
+    mode = "r+" if writable else "r"
+    raw = np.memmap(tensor.file, np.uint8, mode, offset=tensor.start, shape=(size,))
+    return np.asarray(raw).view(DTYPES[tensor.dtype]).reshape(tensor.shape)
+
+
+def tensors_in_folder(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a folder by its name; no more than headers are read.
+
+    Raises:
+        ValueError: If a file is missing or damaged, or the index is not that of the files.
+    """
+    single, index = folder / SINGLE, folder / INDEX
+    if index.is_file():
+        return _indexed(folder, _index(index))
+    if single.is_file():
+        return tensors_in_file(single)
+    raise ValueError(
+        f"{folder} has neither {SINGLE} nor {INDEX}. Weights in other formats must be saved as "
+        "safetensors first, by transformers' `save_pretrained` for instance."
+    )
+
+
+def tensors_in_file(file: Path) -> dict[str, Tensor]:
+    """Every tensor of a file by its name.
+
+    Raises:
+        ValueError: If the header is damaged, or the file is shorter than its header says.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise ValueError(
+                f"{file} has {size} bytes, and its header says that it takes {8 + length} alone. "
+                "The file is cut off, or is no safetensors file: copy it again."
+            )
+        header = _parsed(opened.read(length), file)
+    header.pop("__metadata__", None)
+    found = {name: _tensor(file, name, entry, 8 + length, size) for name, entry in header.items()}
+    _check_apart(file, found)
+    return found
+
+
+def create_files(
+    folder: Path, wanted: Mapping[str, tuple[str, tuple[int, ...]]], max_shard_bytes: int
+) -> dict[str, Tensor]:
+    """Makes files with room for tensors, to be filled through `mapped`, and an index of several.
+
+    Args:
+        folder: Where.
+        wanted: Dtype and shape of every tensor by its name.
+        max_shard_bytes: What the tensors of a file take at most, if it has more than one.
+
+    Raises:
+        OSError: If the disk has no room; before anything is written into a tensor.
+    """
+    shards = _shards(wanted, max_shard_bytes)
+    found: dict[str, Tensor] = {}
+    for i, shard in enumerate(shards):
+        several = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        found |= _create(folder / (several if len(shards) > 1 else SINGLE), shard)
+    if len(shards) > 1:
+        total = sum(num_bytes(*entry) for entry in wanted.values())
+        weight_map = {name: tensor.file.name for name, tensor in found.items()}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return found
+
+
+def _parsed(text: bytes, file: Path) -> dict[str, Any]:
+    try:
+        header = json.loads(text)
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise ValueError(f"{file} has a damaged header: {error}. Copy it again.") from None
+    if not isinstance(header, dict):
+        raise ValueError(f"{file} has a damaged header: it is no JSON object. Copy it again.")
+    return header
+
+
+def _tensor(file: Path, name: str, entry: Any, data: int, size: int) -> Tensor:
+    """An entry of a header, checked. `data` is the first byte after the header."""
+    try:
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        start, end = entry["data_offsets"]
+        sound = all(isinstance(n, int) and n >= 0 for n in (*shape, start, end))
+    except (TypeError, KeyError, ValueError):
+        sound, dtype, shape, start, end = False, "", (), 0, 0
+    if not sound:
+        raise ValueError(
+            f"{file}: tensor {name} has a damaged entry in the header: {entry!r}. Copy it again."
+        )
+    if dtype not in DTYPES:
+        raise ValueError(
+            f"{file}: tensor {name} is stored as {dtype}. Only {', '.join(DTYPES)} are read: save "
+            "the model in one of these first."
+        )
+    if end - start != num_bytes(dtype, shape):
+        raise ValueError(
+            f"{file}: tensor {name} is {dtype}{[*shape]}, which takes {num_bytes(dtype, shape)} "
+            f"bytes, and has {end - start}. The header is damaged: copy the file again."
+        )
+    if data + end > size:
+        raise ValueError(
+            f"{file}: tensor {name} ends at byte {data + end}, and the file has {size}. It is cut "
+            "off: copy it again."
+        )
+    return Tensor(file, data + start, dtype, shape)
+
+
+def _check_apart(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """No two tensors share bytes."""
+    previous, end = "", 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
+        if tensor.start < end:
+            raise ValueError(
+                f"{file}: tensors {previous} and {name} share bytes. The header is damaged: copy "
+                "the file again."
+            )
+        previous, end = name, tensor.start + num_bytes(tensor.dtype, tensor.shape)
+
+
+def _index(file: Path) -> dict[str, str]:
+    """Of every tensor the name of its file."""
+    found = _parsed(file.read_bytes(), file).get("weight_map")
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and Path(name).name == name for name in found.values()
+    ):
+        raise ValueError(
+            f"{file} has no `weight_map` from tensors to files beside it. Copy it again."
+        )
+    return found
+
+
+def _indexed(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name in sorted({*weight_map.values()}):
+        file = folder / name
+        if not file.is_file():
+            first = next(tensor for tensor, at in weight_map.items() if at == name)
+            raise ValueError(f"{folder / INDEX} has tensor {first} in {name}, which is missing.")
+        of_file = tensors_in_file(file)
+        for tensor in of_file:
+            if weight_map.get(tensor) != name:
+                raise ValueError(f"{file}: tensor {tensor} is not there in the index.")
+        found |= of_file
+    for tensor, name in weight_map.items():
+        if tensor not in found:
+            raise ValueError(f"{folder / name}: tensor {tensor} is missing, and in the index.")
+    return found
+
+
+def _shards(
+    wanted: Mapping[str, tuple[str, tuple[int, ...]]], max_shard_bytes: int
+) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
+    """Tensors of each file, in order. One that is too large for any has its own."""
+    shards: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
+    filled = 0
+    for name, entry in wanted.items():
+        size = num_bytes(*entry)
+        if shards[-1] and filled + size > max_shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = entry
+        filled += size
+    return shards
+
+
+def _create(file: Path, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Tensor]:
+    """One file: its header, and room for its tensors."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    offset = 0
+    for name, (dtype, shape) in wanted.items():
+        end = offset + num_bytes(dtype, shape)
+        header[name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    with file.open("wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        opened.flush()
+        opened.truncate(8 + len(text) + offset)
+        # A page of a hole kills the process where the disk is full. (macOS cannot ask for more.)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(opened.fileno(), 0, 8 + len(text) + offset)
+    return {
+        name: Tensor(file, 8 + len(text) + header[name]["data_offsets"][0], dtype, shape)
+        for name, (dtype, shape) in wanted.items()
+    }

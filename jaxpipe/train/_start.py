@@ -1,0 +1,122 @@
+"""The first state of a run whose weights are given: those of `init_from`, and a fresh optimizer."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from ._canonical import canonical_shapes, from_canonical, with_layers_after
+from ._checkpoint import (
+    Leaves,
+    check_same,
+    leaves_of,
+    open_checkpoints,
+    read_metadata,
+    restore_weights,
+    saved_leaves,
+)
+from ._setup import Setup
+from ._state import State
+from ._step import initial_state
+
+CHECKPOINTS, WEIGHTS = "checkpoints", "weights"
+"""Folders of a run, and of `jaxpipe convert`."""
+
+_NOT_COMPUTED = ("load_balance_loss_weight",)
+"""Sizes that change how a model is trained, and not what it computes."""
+
+
+_ADVICE = "Give the sizes it was saved with: `config.yml` in that folder has them."
+
+
+def first_state(setup: Setup) -> State:
+    """Weights of `init_from`, or of the seed; a fresh optimizer; step 0.
+
+    Raises:
+        ValueError: If `init_from` is no such folder or of another model; before anything compiles.
+    """
+    if not setup.config.init_from:
+        return initial_state(setup)
+    folder = checkpoints_in(Path(setup.config.init_from))
+    with open_checkpoints(folder, max_to_keep=None, asynchronous=False) as checkpoints:
+        step = step_in(checkpoints, None)
+        metadata = read_metadata(checkpoints, step)
+        as_saved = with_layers_after(setup, metadata.get("layers_after", 0))
+        wanted = canonical_shapes(as_saved)["weights"]
+        where = f"`init_from` is {setup.config.init_from!r}: {checkpoints.directory} step {step}"
+        saved = saved_leaves(checkpoints, step, "weights")
+        check_same(_widened(saved, setup), leaves_of(wanted), where, _ADVICE)
+        check_same_sizes(metadata["model"], setup, where, _ADVICE, ignored=_NOT_COMPUTED)
+        state = initial_state(setup)
+        del state["weights"]  # room for the others
+        weights = restore_weights(checkpoints, step, wanted)
+    return state | from_canonical(setup, {"weights": weights})
+
+
+def _widened(saved: Leaves, setup: Setup) -> Leaves:
+    """What `saved` is as it will be read: bfloat16 may become float32, and nothing is rounded."""
+    if setup.config.weight_dtype != "float32":
+        return saved
+    return {
+        name: (shape, "float32" if dtype == "bfloat16" else dtype)
+        for name, (shape, dtype) in saved.items()
+    }
+
+
+def checkpoints_in(folder: Path) -> Path:
+    """The checkpoints of a run's folder, or of one that `jaxpipe convert` made.
+
+    Raises:
+        ValueError: If it has none.
+    """
+    for name in (CHECKPOINTS, WEIGHTS):
+        if (folder / name).is_dir():
+            return folder / name
+    raise ValueError(
+        f"{folder} has neither `{CHECKPOINTS}` nor `{WEIGHTS}`. Give the folder of a run, or one "
+        "that `jaxpipe convert` made."
+    )
+
+
+def step_in(checkpoints: ocp.CheckpointManager, step: int | None) -> int:
+    """The step, or the newest one.
+
+    Raises:
+        ValueError: If it is not there.
+    """
+    steps = checkpoints.all_steps()
+    if step is None and steps:
+        return max(steps)
+    if step is None or step not in steps:
+        there = ", ".join(map(str, sorted(steps))) or "none"
+        wanted = "any step" if step is None else f"step {step}"
+        raise ValueError(f"{checkpoints.directory} does not have {wanted}. It has: {there}.")
+    return step
+
+
+def check_same_sizes(
+    saved: Mapping[str, Any],
+    setup: Setup,
+    where: str,
+    advice: str = "Use the config it was saved with, or another `run_name`.",
+    *,
+    ignored: tuple[str, ...] = (),
+) -> None:
+    """Raises ValueError if a checkpoint's sizes are not those of the config.
+
+    A size that was no key yet when the checkpoint was saved has its default there.
+    """
+    fields = dataclasses.fields(setup.model)
+    defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    found = defaults | dict(saved)
+    differing = [
+        f"{key} is {found.get(key)!r} in the checkpoint, {value!r} in the config"
+        for key, value in dataclasses.asdict(setup.model).items()
+        if found.get(key) != value and key not in ignored
+    ]
+    if differing:
+        raise ValueError(
+            f"{where} is of another model:\n  " + "\n  ".join(differing) + f"\n{advice}"
+        )

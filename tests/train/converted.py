@@ -1,0 +1,88 @@
+"""What a converted folder computes, and small models to convert."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe import models
+from jaxpipe.train import build_model, load_config, open_checkpoints, save_checkpoint, set_up
+from jaxpipe.train._hf_models import canonical_weights
+from jaxpipe.train._start import first_state
+
+GOLDEN = Path(__file__).parent / "golden"
+LLAMA = models.LlamaConfig(
+    base_emb_dim=16,
+    base_num_decoder_layers=3,
+    base_num_query_heads=4,
+    base_num_kv_heads=2,
+    base_mlp_dim=24,
+    head_dim=8,
+    vocab_size=40,
+)
+DEEPSEEK = models.DeepseekConfig(
+    base_emb_dim=16,
+    base_num_decoder_layers=4,
+    first_num_dense_layers=1,
+    base_num_query_heads=2,
+    base_mlp_dim=24,
+    base_moe_mlp_dim=8,
+    num_experts=4,
+    num_experts_per_tok=2,
+    shared_experts=2,
+    kv_lora_rank=8,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+    vocab_size=40,
+)
+
+
+def logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    """[b, T, V] of a folder that `convert` made, in float32, through `init_from`."""
+    settings = ["dtype=float32", "weight_dtype=float32", "pipeline_engine=none"]
+    settings += ["ici_fsdp_parallelism=1", f"init_from={folder}"]
+    config = load_config([folder / "config.yml"], settings, presets=models.PRESETS)
+    setup = set_up(config, jax.devices()[:1])
+    weights, model = first_state(setup)["weights"], build_model(setup)
+    rows, length = tokens.shape
+    side = {
+        "tokens": jnp.asarray(tokens, jnp.int32),
+        "positions": jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length)),
+        "segment_ids": jnp.ones((rows, length), jnp.int32),
+        "target_weights": jnp.ones((rows, length)),
+    }
+    x = model.embed(weights["embed"], side)
+    stages = jax.tree.map(lambda leaf: leaf[0, 0], weights["stages"])
+    x, _ = model.stage(stages, x, side, ())
+    x = models.rms_norm(x, weights["head"]["norm"], config.normalization_layer_epsilon)
+    matrix = weights["embed"]["table"].T if model.tied else weights["head"]["logits"]
+    return np.asarray(x @ matrix)
+
+
+def make_run(
+    folder: Path, sizes: Any, *, layers_after: int = 0, dtype: Any = np.float32, step: int = 7
+) -> Any:
+    """A run's folder with a checkpoint of random weights, which come back by their paths."""
+    block = "llama" if isinstance(sizes, models.LlamaConfig) else "deepseek"
+    tree = models.shapes(canonical_weights(block, sizes, dtype, layers_after))
+    noise = np.random.default_rng(step)
+    weights = jax.tree.map(lambda x: noise.standard_normal(x.shape).astype(x.dtype), tree)
+    state = {
+        "weights": weights,
+        "optimizer": {"count": np.array(step, np.int32)},
+        "step": np.array(step, np.int32),
+    }
+    metadata = {"model": vars(sizes), "layers_after": layers_after}
+    with open_checkpoints(folder / "checkpoints", max_to_keep=None, asynchronous=False) as saved:
+        save_checkpoint(saved, step, state, metadata)
+    return weights
+
+
+def change(file: Path, **fields: Any) -> None:
+    """Sets fields of a JSON file; None removes one."""
+    values = json.loads(file.read_text()) | fields
+    file.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))

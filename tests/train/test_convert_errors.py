@@ -1,0 +1,289 @@
+"""What is wrong with a folder is said before a weight is read, with file and tensor."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxpipe.train import from_hugging_face, to_hugging_face
+
+from .converted import DEEPSEEK, GOLDEN, LLAMA, change, make_run
+
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def copy(name: str, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(GOLDEN / name, tmp_path / "theirs"))
+
+
+def refusal(folder: Path) -> str:
+    """The message, without which nothing is left behind."""
+    before = {*folder.parent.iterdir()}
+    with pytest.raises(ValueError) as error:
+        from_hugging_face(folder, folder.parent / "ours")
+    assert {*folder.parent.iterdir()} == before
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "parts"),
+    [
+        ("llama2", {"foo": 3, "bar": "x"}, ("`foo` is 3: unknown", "`bar` is 'x': unknown")),
+        ("llama2", {"quantization_config": {"bits": 4}}, ("`quantization_config` is {'bits': 4}",)),
+        (
+            "llama2",
+            {"attention_bias": True},
+            ("`attention_bias` is True: only False is supported",),
+        ),
+        ("llama2", {"hidden_act": "gelu"}, ("`hidden_act` is 'gelu': only 'silu'",)),
+        ("llama2", {"hidden_size": None}, ("`hidden_size` is missing",)),
+        ("llama2", {"hidden_size": "32"}, ("`base_emb_dim` would be '32': no int",)),
+        ("llama2", {"vocab_size": -1}, ("`vocab_size` is -1 (from ", "It should be ")),
+        ("llama2", {"model_type": "mamba"}, ("`model_type` is 'mamba': only llama, deepseek_v2",)),
+        (
+            "llama2",
+            {"num_key_value_heads": 3},
+            ("is 4, not a multiple of `base_num_kv_heads` = 3",),
+        ),
+        (
+            "llama2",
+            {"rope_parameters": {"rope_type": "longrope"}},
+            ("`rope_parameters.rope_type` is 'longrope': only default, llama3 are supported",),
+        ),
+        (
+            "llama2",
+            {"rope_parameters": None, "rope_scaling": {"type": "llama3", "factor": 8.0, "a": 1}},
+            ("`rope_scaling.a` is 1: unknown", "`rope_scaling.low_freq_factor` is missing"),
+        ),
+        (
+            "llama3",
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 4096,
+                }
+            },
+            ("`original_max_position_embeddings` of rotary positions is 4096: only 8192",),
+        ),
+        ("deepseek_v2", {"norm_topk_prob": True}, ("`norm_topk_prob` is True: only False",)),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}, ("`scoring_func` is 'sigmoid': only 'soft",)),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, ("`topk_method` is 'noaux_tc'",)),
+        ("deepseek_v2", {"moe_layer_freq": 2}, ("`moe_layer_freq` is 2: only 1 is supported",)),
+        ("deepseek_v2", {"first_k_dense_replace": 2}, ("`first_num_dense_layers` is 2 of",)),
+        ("deepseek_v3", {"rope_interleave": False}, ("`rope_interleave` is False: only True",)),
+    ],
+)
+def test_fields_that_are_not_understood_are_named(
+    name: str, fields: dict[str, Any], parts: tuple[str, ...], tmp_path: Path
+):
+    folder = copy(name, tmp_path)
+    change(folder / "config.json", **fields)
+    (folder / FILE).unlink()  # nothing else has been looked at
+    message = refusal(folder)
+    assert str(folder / "config.json") in message
+    for part in parts:
+        assert part in message
+
+
+def test_unequal_mscales_are_refused(tmp_path: Path):
+    folder = copy("deepseek_v2", tmp_path)
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    change(folder / "config.json", rope_parameters=rope | {"mscale": 1.0})
+    assert "is 1.0 and `mscale_all_dim` 0.707: only equal ones" in refusal(folder)
+
+
+def test_old_and_new_names_of_rotary_fields_mean_the_same(tmp_path: Path):
+    folder = copy("deepseek_v2", tmp_path)
+    from_hugging_face(folder, tmp_path / "new")
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    base, kind = rope.pop("rope_theta"), rope.pop("rope_type")
+    scaling = rope | {"type": kind}
+    change(folder / "config.json", rope_parameters=None, rope_theta=base, rope_scaling=scaling)
+    from_hugging_face(folder, tmp_path / "old")
+    assert (tmp_path / "old/config.yml").read_text() == (tmp_path / "new/config.yml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "config.json is missing"), ("{", "config.json is no JSON"), ("[]", "no JSON object")],
+)
+def test_a_config_that_cannot_be_read_is_named(text: str | None, message: str, tmp_path: Path):
+    folder = copy("llama2", tmp_path)
+    (folder / "config.json").unlink()
+    if text is not None:
+        (folder / "config.json").write_text(text)
+    assert message in refusal(folder)
+
+
+def header_of(file: Path) -> tuple[dict[str, Any], bytes]:
+    """The header, and the bytes of the tensors."""
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
+def write(file: Path, header: dict[str, Any], data: bytes) -> None:
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"dtype": "I8"}, "is stored as I8. Only F32, BF16, F16 are read"),
+        ({"shape": [31]}, "is BF16[31], which takes 62 bytes, and has 64"),
+        ({"shape": [-32]}, "has a damaged entry in the header"),
+        ({"shape": "32"}, "has a damaged entry in the header"),
+        ({"data_offsets": [0]}, "has a damaged entry in the header"),
+        ({"data_offsets": [0, 64]}, "share bytes"),
+        ({"data_offsets": [2**40, 2**40 + 64]}, "It is cut off: copy it again."),
+    ],
+)
+def test_a_damaged_header_is_refused_with_file_and_tensor(
+    entry: dict[str, Any], message: str, tmp_path: Path
+):
+    file = copy("llama2", tmp_path) / FILE
+    header, data = header_of(file)
+    header[NORM] |= entry
+    write(file, header, data)
+    found = refusal(file.parent)
+    assert message in found
+    assert str(file) in found
+    assert NORM in found
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (0, "has 0 bytes"),
+        (5, "has 5 bytes"),
+        (100, "has 100 bytes, and its header says that it takes"),
+        (-1, "It is cut off: copy it again."),
+    ],
+)
+def test_a_file_that_is_cut_off_is_refused(size: int, message: str, tmp_path: Path):
+    file = copy("llama2", tmp_path) / FILE
+    file.write_bytes(file.read_bytes()[:size])
+    found = refusal(file.parent)
+    assert message in found
+    assert str(file) in found
+
+
+@pytest.mark.parametrize("text", [b"{]", b"[]", b"\xff\xfe{}"])
+def test_a_header_that_is_no_object_is_refused(text: bytes, tmp_path: Path):
+    file = copy("llama2", tmp_path) / FILE
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    assert f"{file} has a damaged header" in refusal(file.parent)
+
+
+def test_tensors_that_are_missing_or_too_many_or_of_other_shapes_are_all_named(tmp_path: Path):
+    folder = copy("llama2", tmp_path)
+    tensors = load_file(folder / FILE)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["model.layers.2.mlp.up_proj.weight"] = np.zeros((2, 2), np.float32)
+    tensors[NORM] = np.zeros(31, np.float32)
+    save_file(tensors, folder / FILE)
+    message = refusal(folder)
+    assert f"{folder}: tensor model.layers.1.mlp.up_proj.weight is missing" in message
+    extra = "tensor model.layers.2.mlp.up_proj.weight is not in the model of config.json"
+    assert f"{folder / FILE}: {extra}" in message
+    assert (
+        f"{folder / FILE}: tensor {NORM} is [31], and the model of config.json has [32]" in message
+    )
+
+
+def test_many_wrong_tensors_are_listed_up_to_a_few(tmp_path: Path):
+    folder = copy("llama2", tmp_path)
+    change(folder / "config.json", num_hidden_layers=4)
+    assert refusal(folder).endswith("is missing\n  and 10 more")
+
+
+def test_no_safetensors_at_all_is_said(tmp_path: Path):
+    folder = copy("llama2", tmp_path)
+    (folder / FILE).rename(folder / "pytorch_model.bin")
+    assert f"has neither {FILE} nor {INDEX}. Weights in other formats" in refusal(folder)
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    make_run(tmp_path / "run", LLAMA)
+    to_hugging_face(tmp_path / "run", tmp_path / "theirs", max_shard_bytes=6_000)
+    return tmp_path / "theirs"
+
+
+def test_a_missing_shard_is_named_with_a_tensor_of_it(sharded: Path):
+    file = min(sharded.glob("model-*"))
+    file.unlink()
+    assert f"{INDEX} has tensor lm_head.weight in {file.name}, which is missing" in refusal(sharded)
+
+
+def test_an_index_that_is_not_that_of_its_files_is_refused(sharded: Path):
+    index = json.loads((sharded / INDEX).read_text())
+    first, last = min(sharded.glob("model-*")), max(sharded.glob("model-*"))
+    moved = {**index["weight_map"], "lm_head.weight": last.name}
+    change(sharded / INDEX, weight_map=moved)
+    assert f"{first}: tensor lm_head.weight is not there in the index" in refusal(sharded)
+    change(sharded / INDEX, weight_map={**index["weight_map"], "more": last.name})
+    assert f"{last}: tensor more is missing, and in the index" in refusal(sharded)
+    for wrong in (None, 3, {"lm_head.weight": "../model.safetensors"}):
+        change(sharded / INDEX, weight_map=wrong)
+        assert "has no `weight_map` from tensors to files beside it" in refusal(sharded)
+
+
+def test_a_head_beside_a_tied_embedding_must_be_the_same(tmp_path: Path):
+    folder = copy("llama3", tmp_path)
+    tensors = load_file(folder / FILE)
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}, folder / FILE)
+    from_hugging_face(folder, tmp_path / "same")
+    save_file(
+        {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] * 2}, folder / FILE
+    )
+    assert "tensor lm_head.weight is not model.embed_tokens.weight" in refusal(folder)
+
+
+def test_buffers_that_old_versions_saved_are_left_out(tmp_path: Path):
+    folder = copy("llama2", tmp_path)
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+    save_file({**load_file(folder / FILE), **buffer}, folder / FILE)
+    assert from_hugging_face(folder, tmp_path / "ours").num_tensors == 21
+
+
+def test_what_is_there_already_is_not_written_into(tmp_path: Path):
+    folder = copy("llama2", tmp_path)
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "mine").write_text("")
+    assert "ours is there already. Give another folder" in refusal(folder)
+    (tmp_path / "ours" / "mine").unlink()
+    from_hugging_face(folder, tmp_path / "ours")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"norm_topk_prob": True}, "`norm_topk_prob` is True, and `routed_score_func` 'softmax'"),
+        ({"routed_bias": True}, "`routed_bias` is True"),
+        ({"n_routing_groups": 2}, "`group_score_experts` is 2"),
+        ({"shared_experts": 0}, "`shared_experts` is 0"),
+        ({"routed_score_func": "sigmoid"}, "`routed_bias` is False, and `routed_score_func` 'sigm"),
+    ],
+)
+def test_a_model_that_hugging_face_does_not_have_is_refused(
+    sizes: dict[str, Any], message: str, tmp_path: Path
+):
+    make_run(tmp_path / "run", dataclasses.replace(DEEPSEEK, **sizes))
+    with pytest.raises(ValueError) as error:
+        to_hugging_face(tmp_path / "run", tmp_path / "theirs")
+    assert message in str(error.value)
+    assert str(error.value).endswith("Hugging Face has no such model.")
+    assert not (tmp_path / "theirs").exists()
