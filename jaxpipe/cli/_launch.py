@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import IO
 
 from ._processes import ADDRESS, NUM_PROCESSES, PROCESS
@@ -31,7 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="how long the others may go on to say what they waited for when one has failed (30)",
+        help="how long the others may go on when one has failed, and all after SIGTERM (30)",
     )
     add_settings(parser)
     parser.set_defaults(func=run)
@@ -41,13 +42,14 @@ def run(args: argparse.Namespace) -> int:
     """Runs `jaxpipe train` in every process. The exit code of the first that fails, or 0.
 
     Process 0 has the terminal; lines of the others come with their number, on standard error. No
-    process outlives this one unless it is killed by SIGKILL.
+    process outlives this one, unless it is itself ended by SIGKILL.
     """
     if args.processes < 1:
         raise ValueError(f"`--processes` is {args.processes}. Give at least 1.")
     read_settings(args.settings)  # what is wrong in them is said once
-    with _running(_commands(args.settings, args.processes, args.gpus_per_process)) as running:
-        return _first_failure(running, args.grace)
+    commands = _commands(args.settings, args.processes, args.gpus_per_process)
+    with _started(commands) as job:
+        return _first_failure(job, args.grace)
 
 
 def _commands(
@@ -66,51 +68,77 @@ def _commands(
     return found
 
 
+@dataclass
+class _Job:
+    """Processes.
+
+    Attributes:
+        running: Of each process, in order.
+        told_to_stop: When the others were told to end, in seconds of `time.monotonic`.
+    """
+
+    running: list[subprocess.Popen]
+    told_to_stop: float | None = None
+
+    @property
+    def failed(self) -> tuple[int, int] | None:
+        """The first process that ended in vain, and its code."""
+        return next(((i, p.returncode) for i, p in enumerate(self.running) if p.poll()), None)
+
+    @property
+    def left(self) -> list[int]:
+        return [i for i, popen in enumerate(self.running) if popen.poll() is None]
+
+
 @contextlib.contextmanager
-def _running(
-    commands: Sequence[tuple[list[str], dict[str, str]]],
-) -> Iterator[list[subprocess.Popen]]:
-    """Processes, none of which is left behind."""
-    running: list[subprocess.Popen] = []
+def _started(commands: Sequence[tuple[list[str], dict[str, str]]]) -> Iterator[_Job]:
+    """Processes, none of which is left behind. They get the SIGTERM that this one gets."""
+    job = _Job([])
 
-    def end(number: int, frame: object) -> None:
+    def pass_on(number: int, frame: object) -> None:
         del frame
-        raise SystemExit(128 + number)
+        job.told_to_stop = time.monotonic()
+        for popen in job.running:
+            popen.send_signal(number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = signal.signal(signal.SIGTERM, pass_on)
     try:
         for process, (command, environment) in enumerate(commands):
             out, err = (subprocess.PIPE, subprocess.STDOUT) if process else (None, None)
             popen = subprocess.Popen(command, env=environment, stdout=out, stderr=err)
-            running.append(popen)
+            job.running.append(popen)
             if process:
                 _show(process, popen.stdout)
-        yield running
+        yield job
     finally:
         signal.signal(signal.SIGTERM, before)
-        for popen in running:
-            popen.kill()  # SIGTERM would not do: JAX takes it for a notice of preemption
-        for popen in running:
+        for popen in job.running:
+            popen.kill()  # SIGTERM would not do: it is a wish to stop after the next step
+        for popen in job.running:
             popen.wait()
 
 
-def _first_failure(running: Sequence[subprocess.Popen], grace: float) -> int:
-    """Waits until all have ended, or one has failed and the others had time to say why they end."""
-    failed: tuple[int, int] | None = None
-    deadline = float("inf")
-    while any(popen.poll() is None for popen in running) and time.monotonic() < deadline:
+def _first_failure(job: _Job, grace: float) -> int:
+    """Waits until all have ended, or until those who should have had time for it."""
+    first: tuple[int, int] | None = None
+    while job.left:
         time.sleep(_POLL_SECONDS)
-        if failed is None:
-            failed = next(((i, p.returncode) for i, p in enumerate(running) if p.poll()), None)
-            deadline = time.monotonic() + grace if failed else deadline
-    failed = failed or next(((i, p.returncode) for i, p in enumerate(running) if p.poll()), None)
-    if failed is None:
-        return 0
-    process, code = failed
+        if first is None and (first := job.failed):
+            job.told_to_stop = time.monotonic()
+        if job.told_to_stop is not None and time.monotonic() > job.told_to_stop + grace:
+            break
+    rest = f"The processes {job.left} have not ended within {grace:g} s, and are killed."
+    if first is None and (first := job.failed) is None:
+        if not job.left:
+            return 0
+        print(f"jaxpipe: error: {rest}", file=sys.stderr)
+        return 128 + signal.SIGTERM
+    process, code = first
     how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
-    left = [i for i, popen in enumerate(running) if popen.poll() is None]
-    rest = f" The processes {left} had not ended {grace:g} s later and are killed." if left else ""
-    print(f"jaxpipe: error: process {process} has ended {how}.{rest}", file=sys.stderr)
+    print(
+        f"jaxpipe: error: process {process} has ended {how}. {rest if job.left else ''}".rstrip(),
+        file=sys.stderr,
+    )
     return 128 - code if code < 0 else code
 
 

@@ -4,6 +4,8 @@ import argparse
 import sys
 from collections.abc import Callable
 
+from ._processes import is_run_error
+
 
 def commands() -> tuple[Callable[[argparse._SubParsersAction], None], ...]:
     """One function per command, which registers a parser.
@@ -24,7 +26,10 @@ def commands() -> tuple[Callable[[argparse._SubParsersAction], None], ...]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command and returns its exit code: 2 where the user has to change something."""
+    """Runs a command and returns its exit code: 2 where the user has to change something.
+
+    1 where a run ends before its time for a reason that it names.
+    """
     parser = argparse.ArgumentParser(prog="jaxpipe", description="Pipeline parallelism for JAX.")
     subparsers = parser.add_subparsers(required=True, metavar="command")
     for add_parser in commands():
@@ -36,12 +41,14 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(f"{error.filename}: no such file.")
     except ValueError as error:
         return _fail(str(error))
-    except RuntimeError as error:  # what JAX makes of XLA's errors
-        if "No such compile option" not in str(error):
+    except RuntimeError as error:
+        if is_run_error(error):
+            return _fail(str(error), code=1)
+        if "No such compile option" not in str(error):  # what JAX makes of XLA's error
             raise
         return _fail(f"`compile_xla_flags` has an option that XLA does not know: {error}")
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, *, code: int = 2) -> int:
     print(f"jaxpipe: error: {message}", file=sys.stderr)
-    return 2
+    return code

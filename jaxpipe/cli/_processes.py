@@ -59,13 +59,20 @@ def leaving_on_error() -> Iterator[None]:
 
         if jax.process_count() == 1:
             raise
-        if isinstance(error, ValueError):
+        if isinstance(error, ValueError) or is_run_error(error):
             print(f"jaxpipe: process {jax.process_index()}: error: {error}", file=sys.stderr)
         else:
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(2 if isinstance(error, ValueError) else 1)
+
+
+def is_run_error(error: BaseException) -> bool:
+    """Whether a run has ended by a reason that needs no traceback."""
+    from ..train import RunError  # not at the top: it imports JAX
+
+    return isinstance(error, RunError)
 
 
 def _number(name: str) -> int:

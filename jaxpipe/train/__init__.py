@@ -39,6 +39,7 @@ from ._setup import set_up as set_up
 from ._step import initial_state as initial_state
 from ._step import make_train_step as make_train_step
 from ._step import place_batch as place_batch
+from ._stop import RunError as RunError
 from ._tokens import ByteTokenizer as ByteTokenizer
 from ._tokens import HuggingFaceTokenizer as HuggingFaceTokenizer
 from ._tokens import Tokenizer as Tokenizer

@@ -5,6 +5,7 @@ by name without their layout, so a state loads into any sharding.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
+
+from ._digests import write_digests
 
 Leaves = dict[str, tuple[tuple[int, ...], str]]
 """Shape and dtype of every leaf, by its path."""
@@ -38,16 +41,28 @@ def open_checkpoints(
     path.mkdir(parents=True, exist_ok=True)
     if jax.process_index() == 0:
         _set_aside_incomplete(path)
+    finish = partial(_finish, path)
     return ocp.CheckpointManager(
         path,
         options=ocp.CheckpointManagerOptions(
-            max_to_keep=max_to_keep, enable_async_checkpointing=asynchronous
+            max_to_keep=max_to_keep,
+            enable_async_checkpointing=asynchronous,
+            async_options=ocp.AsyncOptions(post_finalization_callback=finish)
+            if asynchronous
+            else None,
         ),
         item_handlers={
             "state": ocp.StandardCheckpointHandler(),
             "metadata": ocp.JsonCheckpointHandler(),
         },
     )
+
+
+# Orbax calls it when all files of a step are there, before it gives the step its name: so no step
+# has a name without digests.
+def _finish(folder: Path) -> None:
+    if jax.process_index() == 0:
+        write_digests(folder)
 
 
 def latest_step(checkpoints: ocp.CheckpointManager) -> int | None:
@@ -84,6 +99,8 @@ def save_checkpoint(
             state=ocp.args.StandardSave(state), metadata=ocp.args.JsonSave(dict(metadata))
         ),
     )
+    if not checkpoints.is_saving_in_progress():
+        _finish(Path(checkpoints.directory))
 
 
 def read_metadata(checkpoints: ocp.CheckpointManager, step: int) -> dict[str, Any]:

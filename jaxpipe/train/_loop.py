@@ -4,7 +4,7 @@ import dataclasses
 import io
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,17 @@ from ._checkpoint import (
 )
 from ._config import Config
 from ._data import BatchAt, synthetic_batches, text_batches
+from ._digests import set_aside_damaged
 from ._documents import read_documents, tokenize
 from ._metrics import Write, metrics_writer
 from ._mpmd import traced_mpmd_step
+from ._profile import profiled_steps, profiler
 from ._progress import Report, Stream, progress
 from ._setup import Setup, set_up, weights_shardings
 from ._start import check_same_sizes, first_state
 from ._state import State
 from ._step import make_train_step, place_batch
+from ._stop import ShouldStop, check_step, stop_requests
 from ._tokens import load_tokenizer
 
 Metrics = dict[str, float]
@@ -59,16 +62,19 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
     Raises:
         ValueError: Before anything compiles, if the config does not suit the devices or the data,
             or the newest checkpoint is of another model.
+        RunError: If a step is bad and `bad_step_policy` is to stop.
         RuntimeError: If a step, a checkpoint or a batch fails later.
     """
     shown: Stream = (stream or sys.stdout) if _is_first() else io.StringIO()
+    if config.jax_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", config.jax_cache_dir)
     setup = set_up(config, jax.devices())
     batch_at = make_batches(setup)
     folder = Path(config.output_dir) / config.run_name
     with ExitStack() as stack:
         if not setup.stages_apart:
             stack.enter_context(jax.set_mesh(setup.mesh))
-        checkpoints = stack.enter_context(_checkpoints(config, folder))
+        checkpoints = stack.enter_context(_checkpoints(config, folder, shown))
         done = agreed((latest_step(checkpoints) or 0) if checkpoints else 0)
         if done >= config.steps:
             print(f"{folder} has all {done} steps. Nothing to do.", file=shown)
@@ -79,34 +85,57 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
         if _is_first():
             _write_config(folder, config)
         write, report = _outputs(stack, config, folder, shown, first_step=done + 1)
+        should_stop = stack.enter_context(stop_requests(config.max_minutes))
+        before = stack.enter_context(profiler(profiled_steps(config.profile_steps), folder))
         history = []
         flatten = make_canonical(setup)
         try:
-            for step, metrics, state in run_steps(setup, first, done, batch_at):
+            for step, metrics, state in run_steps(
+                setup, first, done, batch_at, before=before, should_stop=should_stop
+            ):
                 write(step, metrics)
                 report(step, metrics)
                 history.append(metrics)
+                if skipped := check_step(config, step, metrics):
+                    print(skipped, file=shown)
                 # After the metrics: a run that is killed here resumes with none of them missing.
                 if checkpoints and state is not None:
                     save_checkpoint(checkpoints, step, flatten(state), _metadata(setup))
         except ValueError as error:
             # What the user could have got wrong was checked above.
             raise RuntimeError(f"The run failed after step {done + len(history)}.") from error
+        if done + len(history) < config.steps:
+            print(f"stopped after step {done + len(history)}: start again to go on", file=shown)
     return history
 
 
 def run_steps(
-    setup: Setup, state: State, done: int, batch_at: BatchAt
+    setup: Setup,
+    state: State,
+    done: int,
+    batch_at: BatchAt,
+    *,
+    before: Callable[[int], None] = lambda step: None,
+    should_stop: ShouldStop = lambda step: False,
 ) -> Iterator[tuple[int, Metrics, State | None]]:
     """Makes steps `done + 1` to `steps`; yields each with its metrics.
 
     The host reads the metrics of a step while the next one runs. Only where a checkpoint is due the
     next step waits, and the state is there too.
+
+    Args:
+        setup: The run.
+        state: What the first of them starts from.
+        done: How many steps were done before.
+        batch_at: The batch of every step.
+        before: Is called before every step.
+        should_stop: Whether a step is the last one, with a checkpoint.
     """
     config, train_step = setup.config, make_train_step(setup)
     ended = time.perf_counter()
     previous: tuple[int, Values] | None = None
     for step in range(done + 1, config.steps + 1):
+        before(step)
         batch = place_batch(setup, batch_at(step - 1))
         if step == config.mpmd_trace_step:
             (state, metrics), trace = traced_mpmd_step(setup, state, batch)
@@ -117,10 +146,13 @@ def run_steps(
             ended, values = _finished(setup, previous[1], ended)
             yield previous[0], values, None
         previous = step, metrics
-        if step % config.checkpoint_period == 0 or step == config.steps:
+        is_last = should_stop(step) or step == config.steps
+        if is_last or step % config.checkpoint_period == 0:
             ended, values = _finished(setup, metrics, ended)
             yield step, values, state
             previous = None
+        if is_last:
+            return
 
 
 def _write_trace(config: Config, trace: str) -> None:
@@ -137,10 +169,15 @@ def _finished(setup: Setup, metrics: Values, started: float) -> tuple[float, Met
 
 
 def _checkpoints(
-    config: Config, folder: Path
+    config: Config, folder: Path, shown: Stream
 ) -> AbstractContextManager[ocp.CheckpointManager | None]:
     if not config.enable_checkpointing:
         return nullcontext()
+    if _is_first() and (folder / "checkpoints").exists():
+        for found in set_aside_damaged(folder / "checkpoints"):
+            print(found, file=shown)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("damaged checkpoints are set aside")
     return open_checkpoints(
         folder / "checkpoints",
         max_to_keep=config.max_to_keep,

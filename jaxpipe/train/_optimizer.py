@@ -13,18 +13,46 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
 
+WSD_FRACTION = 0.2
+"""Share of a schedule in which `wsd` falls (Hu et al., 2024, arXiv 2404.06395: 10 to 20%)."""
+
+
+def _cosine(progress: Array, final: float) -> Array:
+    return final + (1 - final) * (1 + jnp.cos(jnp.pi * progress)) / 2
+
+
+def _linear(progress: Array, final: float) -> Array:
+    return 1 - (1 - final) * progress
+
+
+def _wsd(progress: Array, final: float) -> Array:
+    return _linear(jnp.clip((progress - 1) / WSD_FRACTION + 1, 0, 1), final)
+
+
+_FALLING = {"cosine": _cosine, "linear": _linear, "wsd": _wsd}
+
+SHAPES = ("cosine", "linear", "constant", "inverse_sqrt", "wsd")
+"""Names of schedules: warmup, stable, decay is `wsd`."""
+
 
 def learning_rate_schedule(
-    peak: float, *, num_steps: int, warmup_fraction: float, final_fraction: float
+    peak: float,
+    *,
+    num_steps: int,
+    warmup_fraction: float,
+    final_fraction: float,
+    shape: str = "cosine",
 ) -> optax.Schedule:
-    """Straight up to `peak`, then down a cosine to `peak * final_fraction`, and on at that.
+    """Straight up to `peak`, then down to `peak * final_fraction`, and on at that.
 
     Args:
         peak: The largest learning rate.
-        num_steps: Steps of warmup and cosine together.
+        num_steps: Steps of warmup and what follows together.
         warmup_fraction: Share of them that warm up, below 1. If that is less than one step there is
             no warmup.
-        final_fraction: Share of the peak that is left after `num_steps`.
+        final_fraction: Share of the peak that is left after `num_steps`, if the shape has an end:
+            `constant` stays at the peak, `inverse_sqrt` falls with the root of the steps for ever.
+        shape: One of `SHAPES`.
 
     Raises:
         ValueError: If a number is out of range.
@@ -33,6 +61,8 @@ def learning_rate_schedule(
         raise ValueError(f"`num_steps` is {num_steps}. Give at least 1.")
     if not 0 <= warmup_fraction < 1:
         raise ValueError(f"`warmup_fraction` is {warmup_fraction}. Give 0 or more and less than 1.")
+    if shape not in SHAPES:
+        raise ValueError(f"`shape` is {shape!r}. Give one of {', '.join(SHAPES)}.")
     warmup_steps = int(num_steps * warmup_fraction)
 
     def schedule(step: ArrayLike) -> Float[Array, ""]:
@@ -40,7 +70,12 @@ def learning_rate_schedule(
         # The first step moves already: by 1 / (warmup_steps + 1) of the peak, not by 0.
         rising = (step + 1) / (warmup_steps + 1)
         progress = jnp.clip((step - warmup_steps) / (num_steps - warmup_steps), 0, 1)
-        falling = final_fraction + (1 - final_fraction) * (1 + jnp.cos(jnp.pi * progress)) / 2
+        if shape == "inverse_sqrt":
+            falling = jnp.sqrt((warmup_steps + 1) / jnp.maximum(step + 1, warmup_steps + 1))
+        elif shape == "constant":
+            falling = jnp.ones_like(step)
+        else:
+            falling = _FALLING[shape](progress, final_fraction)
         return peak * jnp.where(step < warmup_steps, rising, falling)
 
     return schedule

@@ -17,6 +17,7 @@ from ._checkpoint import (
     restore_weights,
     saved_leaves,
 )
+from ._digests import damage, described
 from ._setup import Setup
 from ._state import State
 from ._step import initial_state
@@ -84,15 +85,18 @@ def step_in(checkpoints: ocp.CheckpointManager, step: int | None) -> int:
     """The step, or the newest one.
 
     Raises:
-        ValueError: If it is not there.
+        ValueError: If it is not there, or damaged.
     """
     steps = checkpoints.all_steps()
     if step is None and steps:
-        return max(steps)
+        step = max(steps)
     if step is None or step not in steps:
         there = ", ".join(map(str, sorted(steps))) or "none"
         wanted = "any step" if step is None else f"step {step}"
         raise ValueError(f"{checkpoints.directory} does not have {wanted}. It has: {there}.")
+    saved = Path(checkpoints.directory) / str(step)
+    if problems := damage(saved):
+        raise ValueError(f"{described(saved, problems)} Give another step, or copy it again.")
     return step
 
 

@@ -53,6 +53,7 @@ def make_schedule(setup: Setup) -> optax.Schedule:
         num_steps=config.steps if num_steps == -1 else num_steps,
         warmup_fraction=config.warmup_steps_fraction,
         final_fraction=config.learning_rate_final_fraction,
+        shape=config.learning_rate_schedule,
     )
 
 

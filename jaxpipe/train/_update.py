@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ._optimizer import clip, gradient_norm
 from ._router_bias import with_router_biases, without_router_biases
@@ -47,9 +48,22 @@ def make_step(
         new = {
             "weights": with_router_biases(trained, weights, grads, rate=bias_rate),
             "optimizer": moments,
-            "step": state["step"] + 1,
         }
+        if setup.config.bad_step_policy == "skip":
+            old = {name: state[name] for name in new}
+            new = _chosen(_is_good(norm, setup.config.max_gradient_norm), new, old)
         rate = jnp.asarray(schedule(state["step"]))
-        return new, {"loss": loss, **metrics, "gradient_norm": norm, "learning_rate": rate}
+        found = {"loss": loss, **metrics, "gradient_norm": norm, "learning_rate": rate}
+        return new | {"step": state["step"] + 1}, found
 
     return step
+
+
+def _is_good(norm: Float[Array, ""], limit: float) -> Bool[Array, ""]:
+    """Whether the gradients can be used. A loss that is NaN makes their norm NaN."""
+    finite = jnp.isfinite(norm)
+    return finite & (norm <= limit) if limit else finite
+
+
+def _chosen(first: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
+    return jax.tree.map(lambda x, y: jnp.where(first, x, y), new, old)

@@ -26,6 +26,35 @@ def test_a_warmup_shorter_than_a_step_is_none():
     assert rates(1, 0.9, 1) == [2.0]
 
 
+def of_shape(shape: str, upto: int = 101) -> np.ndarray:
+    """With a peak of 2, 10 steps of warmup and 100 in all."""
+    schedule = learning_rate_schedule(
+        2.0, num_steps=100, warmup_fraction=0.1, final_fraction=0.25, shape=shape
+    )
+    return np.asarray([schedule(jnp.int32(step)) for step in range(upto)])
+
+
+@pytest.mark.parametrize("shape", ["cosine", "linear", "constant", "inverse_sqrt", "wsd"])
+def test_every_shape_rises_to_the_peak_and_never_again(shape):
+    rates = of_shape(shape)
+    assert np.all(np.diff(rates[:10]) > 0) and np.all(np.diff(rates[10:]) <= 0)
+    np.testing.assert_allclose(rates[10], 2.0, rtol=1e-6)
+
+
+def test_shapes_fall_as_their_names_say():
+    np.testing.assert_allclose(of_shape("constant")[10:], 2.0)
+    np.testing.assert_allclose(of_shape("linear")[[55, 100]], [2 * (1 + 0.25) / 2, 0.5], rtol=1e-6)
+    # The last fifth of what follows the warmup: 18 of 90 steps.
+    np.testing.assert_allclose(of_shape("wsd")[[82, 91, 100]], [2, 1.25, 0.5], rtol=1e-5)
+    # Four times the steps of the peak's, counted from 1, have half of its rate.
+    np.testing.assert_allclose(of_shape("inverse_sqrt")[43], 1.0, rtol=1e-6)
+
+
+def test_a_shape_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="`shape` is 'step'. Give one of cosine, linear, constant"):
+        of_shape("step", 1)
+
+
 def test_a_schedule_of_no_steps_or_of_warmup_alone_is_refused():
     with pytest.raises(ValueError, match=r"`num_steps` is 0\. Give at least 1"):
         rates(0, 0.1, 1)

@@ -1,0 +1,71 @@
+"""When a run ends before its last step: a signal, or its time is up."""
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import jax
+from jax.experimental import multihost_utils
+
+from ._config import Config
+
+ShouldStop = Callable[[int], bool]
+"""Whether the run ends after this step; all processes ask after every step, and hear the same."""
+
+
+class RunError(RuntimeError):
+    """A run that ends before its time, by a reason that needs no traceback."""
+
+
+@contextmanager
+def stop_requests(max_minutes: float) -> Iterator[ShouldStop]:
+    """Takes SIGTERM, by which schedulers announce that a job will be ended, for a wish to stop.
+
+    With several processes JAX takes it, on any of them, and finds a step that all can stop after.
+
+    Args:
+        max_minutes: After which this process sends it to itself; 0 for never.
+    """
+    asked: list[int] = []
+    alone = jax.process_count() == 1
+    before = signal.signal(signal.SIGTERM, lambda *_: asked.append(1)) if alone else None
+    deadline = time.monotonic() + 60 * max_minutes if max_minutes else math.inf
+    is_over = False
+
+    def should_stop(step: int) -> bool:
+        nonlocal is_over
+        if not is_over and time.monotonic() > deadline:
+            is_over = True
+            os.kill(os.getpid(), signal.SIGTERM)
+        return bool(asked) if alone else multihost_utils.reached_preemption_sync_point(step)
+
+    try:
+        yield should_stop
+    finally:
+        if alone:
+            signal.signal(signal.SIGTERM, before)
+
+
+def check_step(config: Config, step: int, metrics: Mapping[str, float]) -> str | None:
+    """What is wrong with a step that was skipped; None if nothing is, or nobody minds.
+
+    Raises:
+        RunError: If something is, and the policy is to stop.
+    """
+    names = ("loss", "gradient_norm")
+    bad = [f"its {name} is {metrics[name]}" for name in names if not math.isfinite(metrics[name])]
+    limit = config.max_gradient_norm
+    if not bad and limit and metrics["gradient_norm"] > limit:
+        bad = [f"its gradient_norm is {metrics['gradient_norm']:.4g}, above {limit:g}"]
+    if not bad or config.bad_step_policy == "ignore":
+        return None
+    if config.bad_step_policy == "skip":
+        return f"step {step} has changed nothing: {' and '.join(bad)}"
+    raise RunError(
+        f"Step {step} is bad: {' and '.join(bad)}. The run ends; its checkpoints are older than "
+        "this step. Resume with a lower `learning_rate`, or with `bad_step_policy=skip`, which "
+        "leaves such steps out."
+    )

@@ -1,0 +1,157 @@
+"""Runs that end before their last step: signals, time, bad numbers; and steps that are skipped."""
+
+import io
+import math
+import os
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpipe.cli import main
+from jaxpipe.train import Config, RunError, train
+from jaxpipe.train import _step as step
+from jaxpipe.train._profile import profiled_steps
+from jaxpipe.train._stop import check_step
+
+from .runs import NONE, ROWS, TINY, setup_of
+
+SETTINGS = TINY | NONE | {"ici_fsdp_parallelism": 8, "per_device_batch_size": 1.0}
+SETTINGS |= {"num_pipeline_microbatches": 1}
+
+
+def run(folder: Path, **settings) -> tuple[list[dict[str, float]], str]:
+    shown = io.StringIO()
+    config = SETTINGS | {"output_dir": str(folder)} | settings
+    return train(Config.model_validate(config), stream=shown), shown.getvalue()
+
+
+def losses(history) -> list[float]:
+    return [metrics["loss"] for metrics in history]
+
+
+def test_sigterm_ends_a_run_after_its_step_with_a_checkpoint_and_it_resumes_bit_for_bit(tmp_path):
+    settings = {"steps": 300, "learning_rate_schedule_steps": 8}
+    before = signal.getsignal(signal.SIGTERM)
+
+    class Stream(io.StringIO):
+        """Sends the signal once a step is done, so that the run is in its loop."""
+
+        def write(self, text: str) -> int:
+            if "step 3/300" in text:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().write(text)
+
+    shown = Stream()
+    config = Config.model_validate(SETTINGS | settings | {"output_dir": str(tmp_path / "a")})
+    first = train(config, stream=shown)
+    assert 3 <= len(first) < 300
+    assert f"stopped after step {len(first)}: start again to go on" in shown.getvalue()
+    assert (tmp_path / "a" / "default" / "checkpoints" / str(len(first))).is_dir()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+    steps = len(first) + 2
+    second, said = run(tmp_path / "a", **settings | {"steps": steps})
+    assert f"resumed after step {len(first)}" in said
+    whole, _ = run(tmp_path / "b", **settings | {"steps": steps})
+    assert losses(first) + losses(second) == losses(whole)
+
+
+def test_a_run_ends_when_its_time_is_over(tmp_path):
+    history, said = run(tmp_path, steps=100000, max_minutes=1e-4)
+    assert "stopped after step" in said
+    assert (tmp_path / "default" / "checkpoints" / str(len(history))).is_dir()
+
+
+BAD = {"adam_eps": 1e-30, "learning_rate": 1e25, "warmup_steps_fraction": 0.0, "steps": 6}
+"""The first update throws every weight far away, so the second step is not finite."""
+
+
+def test_a_step_that_is_not_finite_stops_the_run_and_is_in_no_checkpoint(tmp_path, capsys):
+    with pytest.raises(RunError, match=r"Step 2 is bad: its .* or with `bad_step_policy=skip`"):
+        run(tmp_path, checkpoint_period=1, **BAD)
+    assert not (tmp_path / "default" / "checkpoints" / "2").exists()
+    words = [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in SETTINGS.items()]
+    words += [f"{k}={v}" for k, v in BAD.items()]
+    assert main(["train", *words, f"output_dir={tmp_path / 'cli'}"]) == 1
+    assert "jaxpipe: error: Step 2 is bad: " in capsys.readouterr().err
+
+
+def test_bad_steps_may_be_ignored(tmp_path):
+    history, _ = run(tmp_path, bad_step_policy="ignore", **BAD)
+    assert not math.isfinite(history[-1]["loss"])
+
+
+def test_a_skipped_step_changes_nothing_but_the_count_of_steps(tmp_path):
+    first, _ = run(tmp_path / "a", bad_step_policy="skip")
+    norms = [metrics["gradient_norm"] for metrics in first]
+    limit = sorted(norms)[-1] * (1 - 1e-6)  # leaves out the largest
+    history, said = run(tmp_path / "b", bad_step_policy="skip", max_gradient_norm=limit)
+    skipped = 1 + norms.index(max(norms))
+    assert f"step {skipped} has changed nothing: its gradient_norm is " in said
+    assert losses(history)[:skipped] == losses(first)[:skipped]
+
+
+@pytest.mark.parametrize(
+    ("devices", "settings"),
+    [
+        (1, NONE),
+        (2, {"ici_pipeline_parallelism": 2}),
+        (2, {"pipeline_engine": "scheduled", "ici_pipeline_parallelism": 2}),
+        (2, {"pipeline_engine": "mpmd", "ici_pipeline_parallelism": 2}),
+        (
+            8,
+            {"shard_mode": "explicit", "ici_pipeline_parallelism": 2, "ici_data_parallelism": 2}
+            | {"ici_fsdp_parallelism": 2, "shard_optimizer_over_data": True}
+            | {"num_pipeline_microbatches": 2},
+        ),
+    ],
+)
+def test_every_engine_skips(devices, settings):
+    setup = setup_of(devices, settings, {"bad_step_policy": "skip", "max_gradient_norm": 1e-9})
+    state = step.initial_state(setup)
+    before = jax.tree.map(np.asarray, state)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 64, (ROWS, 16)).astype(np.int32)
+    batch = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), tokens)
+    batch |= {"positions": np.zeros_like(tokens), "segment_ids": np.ones_like(tokens)}
+    batch |= {"target_weights": np.ones((ROWS, 16), np.float32)}
+    with jax.set_mesh(setup.mesh):
+        state, metrics = step.make_train_step(setup)(state, step.place_batch(setup, batch))
+    assert float(metrics["gradient_norm"]) > 1e-9
+    assert int(state.pop("step")) == 1
+    before.pop("step")
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), before)
+
+
+def test_checks_name_what_is_bad():
+    config = Config(max_gradient_norm=2.0, bad_step_policy="skip")
+    assert check_step(config, 3, {"loss": 1.0, "gradient_norm": 2.0}) is None
+    assert "its gradient_norm is 2.5, above 2" in str(
+        check_step(config, 3, {"loss": 1.0, "gradient_norm": 2.5})
+    )
+    assert "its loss is nan and its gradient_norm is inf" in str(
+        check_step(config, 3, {"loss": math.nan, "gradient_norm": math.inf})
+    )
+
+
+def test_a_profile_of_some_steps_is_written(tmp_path):
+    run(tmp_path, steps=4, profile_steps="2:3")
+    assert list((tmp_path / "default" / "profile").rglob("*.xplane.pb"))
+
+
+@pytest.mark.parametrize("text", ["3", "0:2", "5:4", "1-2", "1:2:3"])
+def test_windows_that_are_none_are_refused(text):
+    with pytest.raises(ValueError, match=r"`profile_steps` is .* Give the first and the last step"):
+        profiled_steps(text)
+
+
+def test_compiled_programs_are_kept_for_the_next_start(tmp_path):
+    before = jax.config.values["jax_compilation_cache_dir"]
+    try:
+        run(tmp_path, steps=1, jax_cache_dir=str(tmp_path / "cache"))
+        assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "cache")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
