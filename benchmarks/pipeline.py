@@ -3,10 +3,10 @@
     pip install "jaxpipe[train]"
     python benchmarks/pipeline.py
 
-Each process is a rank. Tasks are timed one by one, in a step of their own; from their medians
-`simulate` predicts the time of a step, which is then measured, many steps in a row. A step begins
-with the forward of rank 0, which needs its new weights, and ends with their update, so steps do not
-overlap. Needs two cores with nothing else to do.
+Each process is a rank. A round is a step in which every task and the first transfer are timed, from
+which `simulate` predicts the time of a step, and one that is timed as a whole; the ratio is the
+median over rounds. A step begins with the forward of rank 0, which needs its new weights, and ends
+with their update, so steps do not overlap. Needs two cores with nothing else to do.
 """
 
 import json
@@ -18,7 +18,7 @@ import sys
 import time
 from typing import Any
 
-RANKS, WIDTH, LAYERS, ROWS, STEPS = 2, 512, 4, 256, 12
+RANKS, WIDTH, LAYERS, ROWS, ROUNDS = 2, 512, 4, 256, 8
 MICROBATCHES = (4, 8, 16)
 SCHEDULES = ("gpipe", "1f1b", "zero_bubble_h1")
 
@@ -33,26 +33,37 @@ def main() -> None:
         for rank in range(RANKS)
     ]
     results = [json.loads(process.communicate()[0].splitlines()[-1]) for process in processes]
-    print(f"{'schedule':<16}{'M':>4}{'predicted ms':>14}{'measured ms':>13}{'ratio':>8}")
+    heads = f"{'transfer ms':>13}{'predicted ms':>14}{'measured ms':>13}{'ratio':>8}"
+    print(f"{'schedule':<16}{'M':>4}{heads}")
     for row in zip(*results, strict=True):
         report(*row)
 
 
 def report(*of_ranks: dict[str, Any]) -> None:
-    """One row: the costs of both ranks, simulated, and the time that the slower one has seen."""
+    """One row: each round's costs of both ranks, simulated, and the time the slower one saw."""
     from jaxpipe import schedules
 
     name, count = of_ranks[0]["schedule"], of_ranks[0]["microbatches"]
     schedule = schedules.build(name, ranks=RANKS, microbatches=count)
-    costs = [rank["costs"] for rank in of_ranks]
-    forward, inputs, weight = (
-        tuple(cost[key] for cost in costs) for key in ("forward", "input", "weight")
+    predicted, measured, transfers = [], [], []
+    for rounds in zip(*(rank["rounds"] for rank in of_ranks), strict=True):
+        of_tasks = [costs_of(of_rank["tasks"]) for of_rank in rounds]
+        forward, inputs, weight = (
+            tuple(cost[key] for cost in of_tasks) for key in ("forward", "input", "weight")
+        )
+        # Rank 1 waits for its first task, so the transfer before it is all that is in between.
+        transfer = 1e3 * (rounds[1]["first"][0] - rounds[0]["first"][1])
+        transfers.append(transfer)
+        costs = schedules.Costs(forward, inputs, weight, transfer)
+        timeline = schedules.simulate(schedule, costs)
+        rest = max(of_rank["rest"] for of_rank in rounds)
+        predicted.append(float(schedules.makespan(timeline)) + rest)
+        measured.append(max(of_rank["ms"] for of_rank in rounds))
+    ratios = [m / p for m, p in zip(measured, predicted, strict=True)]
+    figures = map(statistics.median, (transfers, predicted, measured, ratios))
+    print(
+        "{:<16}{:>4}{:>13.1f}{:>14.1f}{:>13.1f}{:>8.3f}".format(name, count, *figures), flush=True
     )
-    timeline = schedules.simulate(schedule, schedules.Costs(forward, inputs, weight))
-    predicted = schedules.makespan(timeline) + max(rank["rest"] for rank in of_ranks)
-    measured = max(rank["ms"] for rank in of_ranks)
-    shares = f"{predicted:>14.1f}{measured:>13.1f}{measured / predicted:>8.3f}"
-    print(f"{name:<16}{count:>4}{shares}", flush=True)
 
 
 def work(port: int, rank: int) -> None:
@@ -102,15 +113,17 @@ def measure(schedule: Any, rank: int) -> dict[str, Any]:
     mesh = mpmd.MpmdMesh(Mesh(np.array(devices), ("stage",)), "stage")
     compiled = mpmd.mpmd_jit_with_loop(step, mesh).compile(weights, xs)
     weights, _ = compiled(weights, jnp.asarray(xs))
-    times = mpmd.collect_task_times_ms(compiled, weights, xs, repeats=5)
-    seconds = []
-    for _ in range(STEPS):
+    rounds = []
+    for _ in range(ROUNDS):  # both in turn: the machine is not equally fast all the time
+        _, times = mpmd.timed_step(compiled, weights, xs)
+        tasks = {run.name: 1e3 * (end - start) for run, start, end in times if run.actions}
+        rest = sum(1e3 * (end - start) for run, start, end in times if not run.actions)
+        first = next((start, end) for run, start, end in times if run.actions)
         start = time.perf_counter()
-        weights, _ = jax.block_until_ready(compiled(weights, xs))
-        seconds.append(time.perf_counter() - start)
-    rest = sum(ms for task, ms in times.items() if "@" in task)
-    ms = 1e3 * statistics.median(seconds[2:])
-    return {"costs": costs_of(times), "rest": rest, "ms": ms}
+        jax.block_until_ready(compiled(weights, xs))
+        ms = 1e3 * (time.perf_counter() - start)
+        rounds.append({"tasks": tasks, "rest": rest, "ms": ms, "first": first})
+    return {"rounds": rounds[1:]}
 
 
 def costs_of(times: dict[str, float]) -> dict[str, float]:

@@ -96,6 +96,7 @@ def test_deepseek2_16b_made_small_trains_on_2_ranks_x_2_halves_of_the_experts(tm
     assert losses(piped)[-1] < losses(piped)[0]
 
 
+@pytest.mark.slow
 def test_layers_after_the_pipeline_change_nothing_and_a_run_may_go_on_with_others(tmp_path, plain):
     first = run(tmp_path, CIRCULAR, {"pipeline_parallel_layers": 2, "steps": 1})
     gathered = {"pipeline_fsdp_ag_per_repeat": True}

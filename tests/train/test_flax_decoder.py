@@ -82,6 +82,7 @@ def test_settings_of_the_pipeline_reach_the_rim(tmp_path, functions, settings):
     assert_same(metrics(tmp_path / "flax", PIPELINE, settings), expected)
 
 
+@pytest.mark.slow
 def test_in_bfloat16_it_has_nearly_the_loss_and_the_gradients_of_float32():
     settings = {"model_name": "llama-tiny", "base_emb_dim": 16, "base_num_decoder_layers": 2}
     settings |= {"base_mlp_dim": 32, "head_dim": 8, "max_target_length": 16, "vocab_size": 320}

@@ -51,7 +51,7 @@ def test_shapes_fall_as_their_names_say():
 
 
 def test_a_shape_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="`shape` is 'step'. Give one of cosine, linear, constant"):
+    with pytest.raises(ValueError, match=r"`shape` is 'step'. Give one of cosine, linear, const"):
         of_shape("step", 1)
 
 
