@@ -105,7 +105,8 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
             # What the user could have got wrong was checked above.
             raise RuntimeError(f"The run failed after step {done + len(history)}.") from error
         if done + len(history) < config.steps:
-            print(f"stopped after step {done + len(history)}: start again to go on", file=shown)
+            rest = "start again to go on" if checkpoints else "nothing is saved"
+            print(f"stopped after step {done + len(history)}: {rest}", file=shown)
     return history
 
 

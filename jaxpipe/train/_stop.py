@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,11 +28,14 @@ def stop_requests(max_minutes: float) -> Iterator[ShouldStop]:
     With several processes JAX takes it, on any of them, and finds a step that all can stop after.
 
     Args:
-        max_minutes: After which this process sends it to itself; 0 for never.
+        max_minutes: After which the run ends; 0 for never. Of several processes each sends itself
+            the signal then.
     """
     asked: list[int] = []
     alone = jax.process_count() == 1
-    before = signal.signal(signal.SIGTERM, lambda *_: asked.append(1)) if alone else None
+    # Python lets no other thread handle signals.
+    handles = alone and threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, lambda *_: asked.append(1)) if handles else None
     deadline = time.monotonic() + 60 * max_minutes if max_minutes else math.inf
     is_over = False
 
@@ -39,13 +43,16 @@ def stop_requests(max_minutes: float) -> Iterator[ShouldStop]:
         nonlocal is_over
         if not is_over and time.monotonic() > deadline:
             is_over = True
-            os.kill(os.getpid(), signal.SIGTERM)
-        return bool(asked) if alone else multihost_utils.reached_preemption_sync_point(step)
+            if not alone:
+                os.kill(os.getpid(), signal.SIGTERM)
+        if alone:
+            return is_over or bool(asked)
+        return multihost_utils.reached_preemption_sync_point(step)
 
     try:
         yield should_stop
     finally:
-        if alone:
+        if handles:
             signal.signal(signal.SIGTERM, before)
 
 

@@ -108,25 +108,29 @@ def test_runs_go_on_over_other_processes_with_the_losses_of_the_run_in_one(plain
     np.testing.assert_allclose(losses(tmp_path), plain[: 2 * len(names)], rtol=1e-5)
 
 
-def test_when_a_process_dies_the_launcher_says_so_and_leaves_none(tmp_path):
-    words = [*SETTINGS, *RUNS["mpmd on 2"][1].split(), "steps=1000000", f"output_dir={tmp_path}"]
-    words += ["enable_checkpointing=false"]
-    command = [sys.executable, "-m", "jaxpipe", "launch", "--processes", "2", "--grace", "20"]
+def started(folder: Path, *settings: str) -> tuple[subprocess.Popen, list[int]]:
+    """A launcher whose two processes train without end, and these, once they do."""
+    words = [*SETTINGS, *RUNS["mpmd on 2"][1].split(), "steps=1000000", f"output_dir={folder}"]
+    command = [sys.executable, "-m", "jaxpipe", "launch", "--processes", "2", "--grace", "30"]
     environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
     launcher = subprocess.Popen(
-        [*command, *words],
+        [*command, *words, *settings],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
+    metrics, deadline = folder / "default" / "metrics.jsonl", time.monotonic() + 300
+    while not metrics.exists() or not metrics.read_text():
+        assert launcher.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    return launcher, _children(launcher.pid)
+
+
+def test_when_a_process_dies_the_launcher_says_so_and_leaves_none(tmp_path):
+    launcher, children = started(tmp_path, "enable_checkpointing=false")
     try:
-        metrics, deadline = tmp_path / "default" / "metrics.jsonl", time.monotonic() + 300
-        while not metrics.exists() or not metrics.read_text():
-            assert launcher.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-        children = _children(launcher.pid)
         os.kill(children[1], signal.SIGKILL)
         output, _ = launcher.communicate(timeout=60)
     finally:
@@ -134,6 +138,21 @@ def test_when_a_process_dies_the_launcher_says_so_and_leaves_none(tmp_path):
     assert launcher.returncode == 128 + signal.SIGKILL, output
     assert "process 1 has ended by SIGKILL" in output
     assert "jaxpipe: process 0: " in output  # what it waited for
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_launcher_ends_all_processes_after_one_step_with_a_checkpoint(tmp_path):
+    launcher, children = started(tmp_path, "checkpoint_period=1000000")
+    try:
+        launcher.send_signal(signal.SIGTERM)
+        output, _ = launcher.communicate(timeout=60)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 0, output
+    done = len(losses(tmp_path))
+    assert f"stopped after step {done}: start again to go on" in output
+    assert (tmp_path / "default" / "checkpoints" / str(done)).is_dir()
     assert not any(Path(f"/proc/{child}").exists() for child in children)
 
 
