@@ -14,7 +14,7 @@ _FLAGS = {
 
 # A program of several devices whose input has come on one of them waits in a thread of XLA's pool
 # for the others. With as few threads as cores all may wait for what needs a thread to arrive.
-_THREADS = "64"
+_THREADS = 64
 
 
 def emulate_devices(num_devices: int) -> None:
@@ -29,7 +29,7 @@ def emulate_devices(num_devices: int) -> None:
     given = os.environ.get("XLA_FLAGS", "")
     added = [f"--{name}={value}" for name, value in flags.items() if name not in given]
     os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
-    os.environ.setdefault("NPROC", _THREADS)
+    os.environ.setdefault("NPROC", str(max(_THREADS, 4 * num_devices)))
     import jax  # not at the top: commands that need no devices start faster without it
 
     jax.config.update("jax_platforms", "cpu")

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -32,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="how long the others may go on when one has failed, and all after SIGTERM (30)",
+        help="how long the others may go on when one has failed (30)",
     )
     add_settings(parser)
     parser.set_defaults(func=run)
@@ -42,10 +43,12 @@ def run(args: argparse.Namespace) -> int:
     """Runs `jaxpipe train` in every process. The exit code of the first that fails, or 0.
 
     Process 0 has the terminal; lines of the others come with their number, on standard error. No
-    process outlives this one, unless it is itself ended by SIGKILL.
+    process outlives this one where it can help it: SIGTERM reaches all, Ctrl-C too.
     """
     if args.processes < 1:
         raise ValueError(f"`--processes` is {args.processes}. Give at least 1.")
+    if args.gpus_per_process is not None and args.gpus_per_process < 1:
+        raise ValueError(f"`--gpus-per-process` is {args.gpus_per_process}. Give at least 1.")
     read_settings(args.settings)  # what is wrong in them is said once
     commands = _commands(args.settings, args.processes, args.gpus_per_process)
     with _started(commands) as job:
@@ -74,11 +77,13 @@ class _Job:
 
     Attributes:
         running: Of each process, in order.
-        told_to_stop: When the others were told to end, in seconds of `time.monotonic`.
+        outputs: The threads that show what they print.
+        signals: How often all were told to end.
     """
 
     running: list[subprocess.Popen]
-    told_to_stop: float | None = None
+    outputs: list[threading.Thread]
+    signals: int = 0
 
     @property
     def failed(self) -> tuple[int, int] | None:
@@ -92,12 +97,13 @@ class _Job:
 
 @contextlib.contextmanager
 def _started(commands: Sequence[tuple[list[str], dict[str, str]]]) -> Iterator[_Job]:
-    """Processes, none of which is left behind. They get the SIGTERM that this one gets."""
-    job = _Job([])
+    """Processes, none of which is left behind. They get the SIGTERM that this one gets; after a
+    second one they are killed."""
+    job = _Job([], [])
 
     def pass_on(number: int, frame: object) -> None:
         del frame
-        job.told_to_stop = time.monotonic()
+        job.signals += 1
         for popen in job.running:
             popen.send_signal(number)
 
@@ -107,8 +113,10 @@ def _started(commands: Sequence[tuple[list[str], dict[str, str]]]) -> Iterator[_
             out, err = (subprocess.PIPE, subprocess.STDOUT) if process else (None, None)
             popen = subprocess.Popen(command, env=environment, stdout=out, stderr=err)
             job.running.append(popen)
+            if job.signals:
+                popen.send_signal(signal.SIGTERM)
             if process:
-                _show(process, popen.stdout)
+                job.outputs.append(_show(process, popen.stdout))
         yield job
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -116,22 +124,24 @@ def _started(commands: Sequence[tuple[list[str], dict[str, str]]]) -> Iterator[_
             popen.kill()  # SIGTERM would not do: it is a wish to stop after the next step
         for popen in job.running:
             popen.wait()
+        for output in job.outputs:
+            output.join(timeout=5)
 
 
 def _first_failure(job: _Job, grace: float) -> int:
     """Waits until all have ended, or until those who should have had time for it."""
     first: tuple[int, int] | None = None
-    while job.left:
+    deadline = math.inf
+    while job.left and time.monotonic() < deadline and job.signals < 2:
         time.sleep(_POLL_SECONDS)
         if first is None and (first := job.failed):
-            job.told_to_stop = time.monotonic()
-        if job.told_to_stop is not None and time.monotonic() > job.told_to_stop + grace:
-            break
-    rest = f"The processes {job.left} have not ended within {grace:g} s, and are killed."
-    if first is None and (first := job.failed) is None:
+            deadline = time.monotonic() + grace
+    first = first or job.failed
+    rest = f"The processes {job.left} have not ended, and are killed."
+    if first is None:
         if not job.left:
             return 0
-        print(f"jaxpipe: error: {rest}", file=sys.stderr)
+        print(f"jaxpipe: error: SIGTERM came twice. {rest}", file=sys.stderr)
         return 128 + signal.SIGTERM
     process, code = first
     how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
@@ -142,7 +152,7 @@ def _first_failure(job: _Job, grace: float) -> int:
     return 128 - code if code < 0 else code
 
 
-def _show(process: int, lines: IO[bytes] | None) -> None:
+def _show(process: int, lines: IO[bytes] | None) -> threading.Thread:
     """Copies what a process prints, with its number before every line."""
 
     def copy() -> None:
@@ -151,7 +161,9 @@ def _show(process: int, lines: IO[bytes] | None) -> None:
             sys.stderr.write(f"[{process}] {line.decode(errors='replace')}")
             sys.stderr.flush()
 
-    threading.Thread(target=copy, daemon=True, name=f"output of process {process}").start()
+    thread = threading.Thread(target=copy, daemon=True, name=f"output of process {process}")
+    thread.start()
+    return thread
 
 
 def _free_port() -> int:

@@ -57,10 +57,10 @@ def leaving_on_error() -> Iterator[None]:
     except BaseException as error:
         import jax
 
-        if jax.process_count() == 1:
+        if not jax.distributed.is_initialized():
             raise
         if isinstance(error, ValueError) or is_run_error(error):
-            print(f"jaxpipe: process {jax.process_index()}: error: {error}", file=sys.stderr)
+            print(f"jaxpipe: error: {error}", file=sys.stderr)
         else:
             traceback.print_exc()
         sys.stdout.flush()

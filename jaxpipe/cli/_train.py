@@ -26,8 +26,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     config = read_settings(args.settings)
     join_processes(detect=config.distributed)
-    if config.emulate_devices:
-        emulate_devices(config.emulate_devices)
     with leaving_on_error():
+        if config.emulate_devices:
+            emulate_devices(config.emulate_devices)
         train(config)
     return 0

@@ -56,8 +56,9 @@ def check_threads(mesh: MpmdMesh) -> None:
     if threads <= 2 * len(devices):
         raise ValueError(
             f"Groups have several CPU devices, {len(devices)} in this process, and XLA has "
-            f"{threads} threads, which can all come to wait for each other. Set NPROC=64 before "
-            "JAX is imported, or call `jaxpipe.cli.emulate_devices`."
+            f"{threads} threads, which can all come to wait for each other. Set "
+            f"NPROC={max(64, 4 * len(devices))} before JAX is imported, or call "
+            "`jaxpipe.cli.emulate_devices`."
         )
 
 

@@ -84,6 +84,8 @@ def _of_all_processes(compiled: Compiled, here: Timeline, began: float) -> list[
         what = f"trace/{next(session.programs)}"
         tell(what, told[jax.process_index()])
         told = ask(what, range(jax.process_count()), SECONDS)
+        if late := [p for p in range(jax.process_count()) if p not in told]:
+            raise TimeoutError(f"Processes {late} have not ended the step within {SECONDS:g} s.")
     found = [json.loads(text) for text in told.values()]
     zero = min((began for began, rows in found if any(rows)), default=0.0)
     merged: list[list[Timed]] = [[] for _ in here.rows]

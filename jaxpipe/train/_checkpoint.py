@@ -13,9 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from ._digests import write_digests
+from ._digests import set_aside, write_digests
 
 Leaves = dict[str, tuple[tuple[int, ...], str]]
 """Shape and dtype of every leaf, by its path."""
@@ -58,11 +59,18 @@ def open_checkpoints(
     )
 
 
-# Orbax calls it when all files of a step are there, before it gives the step its name: so no step
-# has a name without digests.
+# Where saves are asynchronous orbax calls it when all files of a step are there, before it gives
+# the step its name: none has a name without digests.
 def _finish(folder: Path) -> None:
     if jax.process_index() == 0:
         write_digests(folder)
+
+
+def agreed(step: int) -> int:
+    """What the first process says, on all of them: a folder may look different meanwhile."""
+    if jax.process_count() == 1:
+        return step
+    return int(multihost_utils.broadcast_one_to_all(np.int32(step)))
 
 
 def latest_step(checkpoints: ocp.CheckpointManager) -> int | None:
@@ -172,7 +180,7 @@ def _set_aside_incomplete(folder: Path) -> None:
     """Orbax takes every folder with a number for a step, and would resume from an empty one."""
     for step in folder.iterdir():
         if step.name.isdigit() and not (step / "_CHECKPOINT_METADATA").exists():
-            step.rename(step.with_name(f"{step.name}.incomplete"))
+            set_aside(step, "incomplete")
 
 
 def leaves_of(tree: PyTree) -> Leaves:

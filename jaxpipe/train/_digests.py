@@ -67,10 +67,16 @@ def set_aside_damaged(folder: Path) -> list[str]:
         problems = damage(step)
         if not problems:
             break
-        aside = step.with_name(f"{step.name}.damaged")
+        aside = set_aside(step, "damaged")
         found.append(f"{described(step, problems)} It is left out, and kept as {aside.name}.")
-        step.rename(aside)
     return found
+
+
+def set_aside(step: Path, why: str) -> Path:
+    """Renames the folder of a step to `<step>.<why>`, or `<step>.<why>-2` and so on."""
+    names = (f"{step.name}.{why}", *(f"{step.name}.{why}-{i}" for i in range(2, 1000)))
+    free = (step.with_name(name) for name in names if not step.with_name(name).exists())
+    return step.rename(next(free))
 
 
 def described(step: Path, problems: list[str]) -> str:

@@ -4,13 +4,12 @@ import dataclasses
 import io
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 import yaml
 from jax.experimental import multihost_utils
@@ -18,6 +17,7 @@ from jax.experimental import multihost_utils
 from .. import models, mpmd
 from ._canonical import canonical_shapes, from_canonical, make_canonical, with_layers_after
 from ._checkpoint import (
+    agreed,
     latest_step,
     open_checkpoints,
     read_metadata,
@@ -30,7 +30,7 @@ from ._digests import set_aside_damaged
 from ._documents import read_documents, tokenize
 from ._metrics import Write, metrics_writer
 from ._mpmd import traced_mpmd_step
-from ._profile import profiled_steps, profiler
+from ._profile import Before, profiled_steps, profiler
 from ._progress import Report, Stream, progress
 from ._setup import Setup, set_up, weights_shardings
 from ._start import check_same_sizes, first_state
@@ -116,7 +116,7 @@ def run_steps(
     done: int,
     batch_at: BatchAt,
     *,
-    before: Callable[[int], None] = lambda step: None,
+    before: Before = lambda step, previous: None,
     should_stop: ShouldStop = lambda step: False,
 ) -> Iterator[tuple[int, Metrics, State | None]]:
     """Makes steps `done + 1` to `steps`; yields each with its metrics.
@@ -129,14 +129,15 @@ def run_steps(
         state: What the first of them starts from.
         done: How many steps were done before.
         batch_at: The batch of every step.
-        before: Is called before every step.
+        before: Is called before every step, with the metrics of the one before it if that may not
+            have ended yet.
         should_stop: Whether a step is the last one, with a checkpoint.
     """
     config, train_step = setup.config, make_train_step(setup)
     ended = time.perf_counter()
     previous: tuple[int, Values] | None = None
     for step in range(done + 1, config.steps + 1):
-        before(step)
+        before(step, previous and previous[1])
         batch = place_batch(setup, batch_at(step - 1))
         if step == config.mpmd_trace_step:
             (state, metrics), trace = traced_mpmd_step(setup, state, batch)
@@ -223,13 +224,6 @@ def model_flops(setup: Setup) -> float:
 
 def _is_first() -> bool:
     return jax.process_index() == 0
-
-
-def agreed(step: int) -> int:
-    """What the first process says, on all of them: a folder may look different meanwhile."""
-    if jax.process_count() == 1:
-        return step
-    return int(multihost_utils.broadcast_one_to_all(np.int32(step)))
 
 
 def make_batches(setup: Setup) -> BatchAt:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -25,24 +26,31 @@ def profiled_steps(text: str) -> range:
     return range(first, last + 1)
 
 
+Before = Callable[[int, Any], None]
+"""`before(step, previous)`: what the step before makes, None if nothing of it is under way."""
+
+
 @contextmanager
-def profiler(steps: range, folder: Path) -> Iterator[Callable[[int], None]]:
-    """`before(step)`, to be called before every step, starts and ends the profile.
+def profiler(steps: range, folder: Path) -> Iterator[Before]:
+    """A function to be called before every step, which starts and ends the profile.
 
     Args:
         steps: What is profiled.
-        folder: Gets a folder `profile`, which xprof and TensorBoard read.
+        folder: Gets a folder `profile`, which xprof and TensorBoard read; one for each process.
     """
     running = False
+    process = (f"process_{jax.process_index()}",) if jax.process_count() > 1 else ()
 
-    def before(step: int) -> None:
+    def before(step: int, previous: Any) -> None:
         nonlocal running
-        if running and step not in steps:
+        if running == (step in steps):
+            return
+        jax.block_until_ready(previous)
+        if running:
             jax.profiler.stop_trace()
-            running = False
-        elif not running and step in steps:
-            jax.profiler.start_trace(folder / "profile")
-            running = True
+        else:
+            jax.profiler.start_trace(folder.joinpath("profile", *process))
+        running = not running
 
     try:
         yield before

@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 from ._canonical import canonical_shapes, from_canonical, with_layers_after
 from ._checkpoint import (
     Leaves,
+    agreed,
     check_same,
     leaves_of,
     open_checkpoints,
@@ -42,7 +43,7 @@ def first_state(setup: Setup) -> State:
         return initial_state(setup)
     folder = checkpoints_in(Path(setup.config.init_from))
     with open_checkpoints(folder, max_to_keep=None, asynchronous=False) as checkpoints:
-        step = step_in(checkpoints, None)
+        step = agreed(step_in(checkpoints, None))
         metadata = read_metadata(checkpoints, step)
         as_saved = with_layers_after(setup, metadata.get("layers_after", 0))
         wanted = canonical_shapes(as_saved)["weights"]

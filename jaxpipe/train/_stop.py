@@ -66,11 +66,13 @@ def check_step(config: Config, step: int, metrics: Mapping[str, float]) -> str |
     bad = [f"its {name} is {metrics[name]}" for name in names if not math.isfinite(metrics[name])]
     limit = config.max_gradient_norm
     if not bad and limit and metrics["gradient_norm"] > limit:
-        bad = [f"its gradient_norm is {metrics['gradient_norm']:.4g}, above {limit:g}"]
+        bad = [f"its gradient_norm is {metrics['gradient_norm']:.6g}, above {limit:g}"]
+    if config.bad_step_policy == "skip":  # decided on the devices
+        return (
+            f"step {step} has changed nothing: {' and '.join(bad)}" if metrics["skipped"] else None
+        )
     if not bad or config.bad_step_policy == "ignore":
         return None
-    if config.bad_step_policy == "skip":
-        return f"step {step} has changed nothing: {' and '.join(bad)}"
     raise RunError(
         f"Step {step} is bad: {' and '.join(bad)}. The run ends; its checkpoints are older than "
         "this step. Resume with a lower `learning_rate`, or with `bad_step_policy=skip`, which "

@@ -49,19 +49,20 @@ def make_step(
             "weights": with_router_biases(trained, weights, grads, rate=bias_rate),
             "optimizer": moments,
         }
-        if setup.config.bad_step_policy == "skip":
-            old = {name: state[name] for name in new}
-            new = _chosen(_is_good(norm, setup.config.max_gradient_norm), new, old)
         rate = jnp.asarray(schedule(state["step"]))
         found = {"loss": loss, **metrics, "gradient_norm": norm, "learning_rate": rate}
+        if setup.config.bad_step_policy == "skip":
+            is_good = _is_good(loss, norm, setup.config.max_gradient_norm)
+            new = _chosen(is_good, new, {name: state[name] for name in new})
+            found["skipped"] = 1 - is_good.astype(jnp.float32)
         return new | {"step": state["step"] + 1}, found
 
     return step
 
 
-def _is_good(norm: Float[Array, ""], limit: float) -> Bool[Array, ""]:
-    """Whether the gradients can be used. A loss that is NaN makes their norm NaN."""
-    finite = jnp.isfinite(norm)
+def _is_good(loss: Float[Array, ""], norm: Float[Array, ""], limit: float) -> Bool[Array, ""]:
+    """Whether the gradients can be used."""
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     return finite & (norm <= limit) if limit else finite
 
 

@@ -96,6 +96,16 @@ def test_a_damaged_checkpoint_is_left_out_and_the_run_goes_on_from_the_one_befor
     assert (checkpoints / "3.damaged").is_dir() and damage(checkpoints / "3") == []
 
 
+def test_a_step_may_be_damaged_twice(whole, tmp_path):
+    folder, losses = whole
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    for _ in range(2):
+        flip_a_bit(checkpoints_in(tmp_path) / "3")
+        assert run_to(tmp_path, 3)[0] == losses[2:]
+    names = {step.name for step in checkpoints_in(tmp_path).iterdir()}
+    assert {"3", "3.damaged", "3.damaged-2"} <= names
+
+
 def test_if_all_are_damaged_the_run_says_so_of_each_and_begins_anew(whole, tmp_path):
     folder, losses = whole
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)

@@ -84,13 +84,14 @@ def test_bad_steps_may_be_ignored(tmp_path):
     assert not math.isfinite(history[-1]["loss"])
 
 
-def test_a_skipped_step_changes_nothing_but_the_count_of_steps(tmp_path):
+def test_a_step_above_the_limit_is_skipped_and_said(tmp_path):
     first, _ = run(tmp_path / "a", bad_step_policy="skip")
     norms = [metrics["gradient_norm"] for metrics in first]
     limit = sorted(norms)[-1] * (1 - 1e-6)  # leaves out the largest
     history, said = run(tmp_path / "b", bad_step_policy="skip", max_gradient_norm=limit)
     skipped = 1 + norms.index(max(norms))
     assert f"step {skipped} has changed nothing: its gradient_norm is " in said
+    assert [metrics["skipped"] for metrics in history[:skipped]] == [0.0] * (skipped - 1) + [1.0]
     assert losses(history)[:skipped] == losses(first)[:skipped]
 
 
@@ -128,12 +129,12 @@ def test_every_engine_skips(devices, settings):
 
 def test_checks_name_what_is_bad():
     config = Config(max_gradient_norm=2.0, bad_step_policy="skip")
-    assert check_step(config, 3, {"loss": 1.0, "gradient_norm": 2.0}) is None
+    assert check_step(config, 3, {"loss": 1.0, "gradient_norm": 2.0, "skipped": 0.0}) is None
     assert "its gradient_norm is 2.5, above 2" in str(
-        check_step(config, 3, {"loss": 1.0, "gradient_norm": 2.5})
+        check_step(config, 3, {"loss": 1.0, "gradient_norm": 2.5, "skipped": 1.0})
     )
     assert "its loss is nan and its gradient_norm is inf" in str(
-        check_step(config, 3, {"loss": math.nan, "gradient_norm": math.inf})
+        check_step(config, 3, {"loss": math.nan, "gradient_norm": math.inf, "skipped": 1.0})
     )
 
 

@@ -1,0 +1,85 @@
+"""Stages with different numbers of layers: loss and every gradient of the unpipelined program."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from train.runs import DEEPSEEK, DROPOUT, NONE, ROWS, Settings, setup_of
+
+from harness.contract import assert_close
+from jaxpipe.train import build_model, initial_state, place_batch, synthetic_batches
+from jaxpipe.train._canonical import make_canonical
+from jaxpipe.train._step import ENGINES, _dropout_keys
+
+EIGHT: Settings = {"base_num_decoder_layers": 8}
+# Devices, ranks, and what differs. Every run of a line has the same layers.
+LAYOUTS: dict[str, tuple[int, int, Settings]] = {
+    "1f1b on 2": (2, 2, {"pipeline_schedule": "1f1b", "pipeline_layout": "Et|t*7L"}),
+    "1f1b on 3": (3, 3, {"pipeline_schedule": "1f1b", "pipeline_layout": "Et*4|t|t*3L"}),
+    "zero bubble on 4": (
+        4,
+        4,
+        {"pipeline_schedule": "zero_bubble_h1", "pipeline_layout": "E|t*3|t*4|tL"},
+    ),
+    "interleaved on 2, fsdp 2": (
+        4,
+        2,
+        {"pipeline_schedule": "interleaved_1f1b", "pipeline_layout": "Et|t*3|tt|ttL"}
+        | {"ici_fsdp_parallelism": 2, "pipeline_fsdp_ag_once": True},
+    ),
+    "zbv on 3, keeping all": (
+        3,
+        3,
+        {"pipeline_schedule": "zbv", "pipeline_layout": "Et|t|tt|t|tt|tL", "remat_policy": "none"},
+    ),
+    "1f1b on 8": (8, 8, {"pipeline_schedule": "1f1b", "pipeline_layout": "E|tt|t|t|t|t|t|tL"}),
+}
+
+
+def gradients(devices: int, *settings: Settings) -> tuple[Any, Any]:
+    """Loss and metrics, and the gradients with layers in forward order."""
+    setup = setup_of(devices, EIGHT, {"remat_policy": "full"}, *settings)
+    engine = ENGINES[setup.config.pipeline_engine](setup, build_model(setup))
+    state = initial_state(setup)
+    batch = synthetic_batches(vocab_size=64, batch_size=ROWS, length=16, seed=0)(0)
+    with jax.set_mesh(setup.mesh):
+        keys = jax.jit(functools.partial(_dropout_keys, setup))(jnp.int32(3))
+        value, grads = jax.jit(engine)(state["weights"], place_batch(setup, batch), keys)
+    return jax.device_get(value), jax.device_get(make_canonical(setup)(state | {"weights": grads}))
+
+
+@functools.cache
+def plain(model: str) -> tuple[Any, Any]:
+    return gradients(1, MODELS[model], NONE)
+
+
+MODELS: dict[str, Settings] = {
+    "llama": DROPOUT,
+    "deepseek": DEEPSEEK | {"base_num_decoder_layers": 9},
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        *((name, "llama") for name in LAYOUTS),
+        pytest.param("1f1b on 2", "deepseek", marks=pytest.mark.slow),
+        pytest.param("interleaved on 2, fsdp 2", "deepseek", marks=pytest.mark.slow),
+    ],
+)
+def test_uneven_stages_have_the_loss_and_gradients_of_the_unpipelined_program(layout, model):
+    devices, ranks, settings = LAYOUTS[layout]
+    engine = {"pipeline_engine": "scheduled", "ici_pipeline_parallelism": ranks}
+    (loss, metrics), found = gradients(devices, MODELS[model], engine, settings)
+    (true_loss, true_metrics), true = plain(model)
+    assert_close(loss, true_loss, "loss")
+    assert metrics.keys() == true_metrics.keys()
+    for name, value in metrics.items():
+        np.testing.assert_allclose(value, true_metrics[name], rtol=1e-5, err_msg=name)
+    leaves = jax.tree_util.tree_leaves_with_path(found["weights"])
+    for (path, leaf), other in zip(leaves, jax.tree.leaves(true["weights"]), strict=True):
+        assert leaf.shape == other.shape and np.any(other)
+        assert_close(leaf, other, jax.tree_util.keystr(path))
