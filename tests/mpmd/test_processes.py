@@ -19,8 +19,9 @@ def check_rows(num_processes: int, names: str, seconds: float) -> None:
     rows = ROWS[names]()
     (devices,) = {num_devices(row) // num_processes for row in rows}
     ended = run_processes(SCRIPT, f"rows:{names}", num_processes, seconds=seconds, devices=devices)
+    logs = "\n".join(f"--- process {p}, code {end.code}: {end.err}" for p, end in enumerate(ended))
     for end in ended:
-        assert end.code == 0, end.err
+        assert end.code == 0, logs
         assert end.out.count("leaves are right") == len(rows)
 
 
