@@ -154,8 +154,9 @@ def _asked(
     """Where outputs go: where the caller wants them, else where they are at home, if anywhere."""
     found: dict[Value, set[int]] = {}
     for atom, ranks in zip(outer.outputs, out_ranks, strict=True):
-        for value in values([atom]) if ranks is not None else ():
-            found.setdefault(value, set()).update(ranks or ())
+        if ranks is not None:
+            for value in values([atom]):
+                found.setdefault(value, set()).update(ranks)
     at_home = {value: homes[value] for value in values(outer.outputs) if value in homes}
     return at_home | found
 

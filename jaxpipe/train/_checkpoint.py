@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from ._digests import set_aside, write_digests
+from ._digests import is_complete, set_aside, write_digests
 
 Leaves = dict[str, tuple[tuple[int, ...], str]]
 """Shape and dtype of every leaf, by its path."""
@@ -179,7 +179,7 @@ def _restored_part(
 def _set_aside_incomplete(folder: Path) -> None:
     """Orbax takes every folder with a number for a step, and would resume from an empty one."""
     for step in folder.iterdir():
-        if step.name.isdigit() and not (step / "_CHECKPOINT_METADATA").exists():
+        if step.name.isdigit() and not is_complete(step):
             set_aside(step, "incomplete")
 
 

@@ -22,18 +22,22 @@ _TEMPORARY = ".orbax-checkpoint-tmp"
 MAX_LISTED = 4
 
 
+def is_complete(step: Path) -> bool:
+    """Whether orbax has written all of a step."""
+    return (step / _COMPLETE).exists()
+
+
 def steps_in(folder: Path) -> list[Path]:
     """The folders of complete steps, the newest first."""
-    steps = [step for step in folder.iterdir() if step.name.isdigit()]
-    complete = [step for step in steps if (step / _COMPLETE).exists()]
-    return sorted(complete, key=lambda step: int(step.name), reverse=True)
+    steps = [step for step in folder.iterdir() if step.name.isdigit() and is_complete(step)]
+    return sorted(steps, key=lambda step: int(step.name), reverse=True)
 
 
 def write_digests(folder: Path) -> None:
     """Of every complete step that has none yet, also of one that orbax is about to rename."""
     unnamed = [step for step in folder.iterdir() if _TEMPORARY in step.name]
     for step in [*steps_in(folder), *unnamed]:
-        if (step / FILE).exists() or not (step / _COMPLETE).exists():
+        if (step / FILE).exists() or not is_complete(step):
             continue
         try:
             found = {str(file.relative_to(step)): _digest(file) for file in _files(step)}
@@ -93,9 +97,8 @@ def _files(step: Path) -> Iterator[Path]:
 
 def _digest(file: Path) -> tuple[int, str]:
     with file.open("rb") as content:
-        return os.fstat(content.fileno()).st_size, hashlib.file_digest(
-            content, "sha256"
-        ).hexdigest()
+        digest = hashlib.file_digest(content, "sha256")
+        return os.fstat(content.fileno()).st_size, digest.hexdigest()
 
 
 def _problems(file: Path, size: int, digest: str) -> Iterator[str]:

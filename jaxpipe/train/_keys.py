@@ -3,6 +3,7 @@
 What a key means stands beside it in `base.yml`, which has the same keys and the same defaults.
 """
 
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -40,20 +41,17 @@ AxisRule = tuple[str, str | tuple[str, ...] | None]
 AxisRules = Annotated[tuple[AxisRule, ...], BeforeValidator(_tuples)]
 
 
-def _policy(value: str) -> str:
-    if value not in POLICIES:
-        raise ValueError(f"Input should be one of {', '.join(POLICIES)}")
-    return value
+def _one_of(names: Collection[str]) -> AfterValidator:
+    def check(value: str) -> str:
+        if value not in names:
+            raise ValueError(f"Input should be one of {', '.join(names)}")
+        return value
+
+    return AfterValidator(check)
 
 
-def _shape(value: str) -> str:
-    if value not in SHAPES:
-        raise ValueError(f"Input should be one of {', '.join(SHAPES)}")
-    return value
-
-
-Policy = Annotated[str, AfterValidator(_policy)]
-Shape = Annotated[str, AfterValidator(_shape)]
+Policy = Annotated[str, _one_of(POLICIES)]
+Shape = Annotated[str, _one_of(SHAPES)]
 
 
 class Keys(BaseModel):

@@ -40,11 +40,8 @@ def in_order() -> np.ndarray:
     return np.array(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))
 
 
-def make_step(schedule: mpmd.NamedSchedule):
-    """A compiled step of an MLP, its weights and its batch."""
-    rng = np.random.default_rng(0)
-    weights = [np.asarray(rng.normal(size=(8, 8)), np.float32) for _ in range(schedule.num_stages)]
-    xs = np.asarray(rng.normal(size=(8, 2, 8)), np.float32)
+def training(schedule: mpmd.NamedSchedule):
+    """A step of an MLP with a layer in each stage."""
 
     def loss(weights, x):
         for weight in weights:
@@ -57,6 +54,16 @@ def make_step(schedule: mpmd.NamedSchedule):
         )
         return jax.tree.map(lambda w, g: w - 1e-2 * g, weights, grads), value
 
+    return step
+
+
+def make_step(schedule: mpmd.NamedSchedule):
+    """A compiled step of an MLP, its weights and its batch."""
+    rng = np.random.default_rng(0)
+    weights = [np.asarray(rng.normal(size=(8, 8)), np.float32) for _ in range(schedule.num_stages)]
+    xs = np.asarray(rng.normal(size=(8, 2, 8)), np.float32)
+
+    step = training(schedule)
     compiled = mpmd.mpmd_jit_with_loop(step, groups(), timeout=TIMEOUT).compile(weights, xs)
     return compiled, weights, xs
 
@@ -130,19 +137,7 @@ def apart(process: int, num_processes: int, _: str) -> None:
         keys = jax.random.split(key, num_processes)
         return [jax.random.normal(k, (8, 8)) / 3 for k in keys]
 
-    def loss(weights, x):
-        for weight in weights:
-            x = mpmd.mark_stage_end(jnp.tanh(x @ weight))
-        return jnp.sum(x**2)
-
-    def step(weights, xs):
-        value, grads = mpmd.treduce(
-            lambda x: jax.value_and_grad(loss)(weights, x),
-            xs,
-            schedule=mpmd.Std1F1B(num_processes),
-        )
-        return jax.tree.map(lambda w, g: w - 1e-2 * g, weights, grads), value
-
+    step = training(mpmd.Std1F1B(num_processes))
     key, xs = jax.random.key(0), np.ones((4, 2, 8), np.float32)
     specs = [P("fsdp")] * num_processes
     jitted = mpmd.mpmd_jit_with_loop(
