@@ -15,6 +15,7 @@ import yaml
 from jax.experimental import multihost_utils
 
 from .. import models, mpmd
+from ._batches import make_batches
 from ._canonical import canonical_shapes, from_canonical, make_canonical, with_layers_after
 from ._checkpoint import (
     agreed,
@@ -25,9 +26,8 @@ from ._checkpoint import (
     save_checkpoint,
 )
 from ._config import Config
-from ._data import BatchAt, synthetic_batches, text_batches
+from ._data import BatchAt
 from ._digests import set_aside_damaged
-from ._documents import read_documents, tokenize
 from ._metrics import Write, metrics_writer
 from ._mpmd import traced_mpmd_step
 from ._profile import Before, profiled_steps, profiler
@@ -37,7 +37,6 @@ from ._start import check_same_sizes, first_state
 from ._state import State
 from ._step import make_train_step, place_batch
 from ._stop import ShouldStop, check_step, stop_requests
-from ._tokens import load_tokenizer
 
 Metrics = dict[str, float]
 
@@ -224,27 +223,6 @@ def model_flops(setup: Setup) -> float:
 
 def _is_first() -> bool:
     return jax.process_index() == 0
-
-
-def make_batches(setup: Setup) -> BatchAt:
-    """The batches of a run, by step."""
-    config = setup.config
-    if config.dataset_type == "synthetic":
-        return synthetic_batches(
-            vocab_size=config.vocab_size,
-            batch_size=setup.batch_size,
-            length=config.max_target_length,
-            seed=config.data_shuffle_seed,
-        )
-    tokenizer = load_tokenizer(config.tokenizer_path, vocab_size=config.vocab_size)
-    documents = read_documents(config.text_files, separator=config.text_separator)
-    return text_batches(
-        tokenize(documents, tokenizer),
-        batch_size=setup.batch_size,
-        length=config.max_target_length,
-        packing=config.packing,
-        shuffle_seed=config.data_shuffle_seed if config.enable_data_shuffling else None,
-    )
 
 
 def restored_state(setup: Setup, checkpoints: ocp.CheckpointManager, step: int) -> State:

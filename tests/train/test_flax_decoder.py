@@ -12,7 +12,7 @@ import pytest
 from jaxpipe import models
 from jaxpipe.cli import main
 from jaxpipe.train import Config, read_metrics, set_up
-from jaxpipe.train._loop import make_batches
+from jaxpipe.train._batches import make_batches
 from jaxpipe.train._step import initial_state, make_train_step, place_batch
 
 PR = (

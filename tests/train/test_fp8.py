@@ -9,7 +9,7 @@ import numpy as np
 from jaxpipe.train import Config, set_up
 from jaxpipe.train import _canonical as canonical
 from jaxpipe.train import _step as step
-from jaxpipe.train._loop import make_batches
+from jaxpipe.train._batches import make_batches
 
 SMALL: dict[str, Any] = {
     "quantization": "fp8",
