@@ -1,2 +1,3 @@
 from ._emulate import emulate_devices as emulate_devices
+from ._emulate import emulation as emulation
 from ._main import main as main

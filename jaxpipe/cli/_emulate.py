@@ -1,6 +1,7 @@
 """Emulated CPU devices: the one place that sets XLA's flags for them."""
 
 import os
+from collections.abc import Mapping
 
 # Emulated devices outnumber cores. XLA:CPU's concurrency-optimised scheduler then starts
 # collectives in an order that can starve one of its participants, and 40 s (the default) is not
@@ -17,6 +18,15 @@ _FLAGS = {
 _THREADS = 64
 
 
+def emulation(num_devices: int, given: Mapping[str, str]) -> dict[str, str]:
+    """What a process's environment needs for that many devices, besides what is `given` in it."""
+    flags = {"xla_force_host_platform_device_count": str(num_devices), **_FLAGS}
+    old = given.get("XLA_FLAGS", "")
+    added = [f"--{name}={value}" for name, value in flags.items() if name not in old]
+    threads = given.get("NPROC", str(max(_THREADS, 4 * num_devices)))
+    return {"XLA_FLAGS": " ".join([old, *added]).strip(), "NPROC": threads}
+
+
 def emulate_devices(num_devices: int) -> None:
     """Makes this process see `num_devices` CPU devices instead of one.
 
@@ -25,11 +35,7 @@ def emulate_devices(num_devices: int) -> None:
     Raises:
         ValueError: If it is too late, or `XLA_FLAGS` already asks for another number.
     """
-    flags = {"xla_force_host_platform_device_count": str(num_devices), **_FLAGS}
-    given = os.environ.get("XLA_FLAGS", "")
-    added = [f"--{name}={value}" for name, value in flags.items() if name not in given]
-    os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
-    os.environ.setdefault("NPROC", str(max(_THREADS, 4 * num_devices)))
+    os.environ |= emulation(num_devices, os.environ)
     import jax  # not at the top: commands that need no devices start faster without it
 
     jax.config.update("jax_platforms", "cpu")

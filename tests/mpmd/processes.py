@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxpipe.cli import emulation
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -50,10 +52,8 @@ def run_processes(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    count = f"--xla_force_host_platform_device_count={devices}"
-    flags = f"{count} --xla_backend_optimization_level=0"
-    # XLA's threads must outnumber what waits in them: see `emulate_devices`.
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "NPROC": "64"}
+    emulated = emulation(devices, {"XLA_FLAGS": "--xla_backend_optimization_level=0"})
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", **emulated}
     began = time.monotonic()
     running = [
         subprocess.Popen(
