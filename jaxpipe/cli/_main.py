@@ -1,8 +1,10 @@
 """`jaxpipe COMMAND`: finds the command and turns what a user did wrong into one message."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 from ._processes import is_run_error
 
@@ -23,6 +25,17 @@ def commands() -> tuple[Callable[[argparse._SubParsersAction], None], ...]:
         _compile.add_parser,
         _convert.add_parser,
     )
+
+
+def script() -> NoReturn:
+    """The command `jaxpipe`."""
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == 1:
+        # At once: threads of a save that failed would have more to say than the reason.
+        os._exit(code)
+    sys.exit(code)
 
 
 def main(argv: list[str] | None = None) -> int:

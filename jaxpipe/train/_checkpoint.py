@@ -4,7 +4,8 @@ A step's folder holds `state`, a pytree of arrays, and `metadata`, a JSON object
 by name without their layout, so a state loads into any sharding.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -16,7 +17,8 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from ._digests import is_complete, set_aside, write_digests
+from ._digests import is_complete, set_aside, steps_in, write_digests
+from ._stop import RunError
 
 Leaves = dict[str, tuple[tuple[int, ...], str]]
 """Shape and dtype of every leaf, by its path."""
@@ -25,7 +27,11 @@ MAX_LISTED = 8
 
 
 def open_checkpoints(
-    folder: str | PathLike[str], *, max_to_keep: int | None, asynchronous: bool
+    folder: str | PathLike[str],
+    *,
+    max_to_keep: int | None,
+    asynchronous: bool,
+    remove_unfinished: bool = False,
 ) -> ocp.CheckpointManager:
     """Opens, or makes, a folder of checkpoints. Close it, or use it in a `with`, to flush saves.
 
@@ -37,6 +43,8 @@ def open_checkpoints(
         folder: Made if it does not exist.
         max_to_keep: How many of the newest steps stay; None for all.
         asynchronous: Write files while the program goes on.
+        remove_unfinished: Remove what killed runs left of steps. Only where nobody else may be
+            saving.
     """
     path = Path(folder).absolute()
     path.mkdir(parents=True, exist_ok=True)
@@ -47,6 +55,7 @@ def open_checkpoints(
         path,
         options=ocp.CheckpointManagerOptions(
             max_to_keep=max_to_keep,
+            cleanup_tmp_directories=remove_unfinished,
             enable_async_checkpointing=asynchronous,
             async_options=ocp.AsyncOptions(post_finalization_callback=finish)
             if asynchronous
@@ -94,6 +103,7 @@ def save_checkpoint(
 
     Raises:
         ValueError: If there is a newer checkpoint: two runs share a folder.
+        RunError: If this save, or an asynchronous one before it, failed.
     """
     newest = latest_step(checkpoints)
     if newest is not None and newest > step:
@@ -101,14 +111,48 @@ def save_checkpoint(
             f"`step` is {step} and {checkpoints.directory} has a checkpoint of step {newest}. "
             "Resume from that one, or choose another `run_name`."
         )
-    checkpoints.save(
-        step,
-        args=ocp.args.Composite(
-            state=ocp.args.StandardSave(state), metadata=ocp.args.JsonSave(dict(metadata))
-        ),
-    )
-    if not checkpoints.is_saving_in_progress():
-        _finish(Path(checkpoints.directory))
+    with naming_failed_saves(checkpoints):
+        checkpoints.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(state), metadata=ocp.args.JsonSave(dict(metadata))
+            ),
+        )
+        if not checkpoints.is_saving_in_progress():
+            _finish(Path(checkpoints.directory))
+
+
+@contextmanager
+def closing(checkpoints: ocp.CheckpointManager) -> Iterator[ocp.CheckpointManager]:
+    """Waits in the end for what is being saved.
+
+    Raises:
+        RunError: If that failed.
+    """
+    try:
+        yield checkpoints
+    finally:
+        with naming_failed_saves(checkpoints):
+            checkpoints.close()
+
+
+@contextmanager
+def naming_failed_saves(checkpoints: ocp.CheckpointManager) -> Iterator[None]:
+    """Around what waits for a save, this one's or the one before.
+
+    Raises:
+        RunError: If it failed.
+    """
+    try:
+        yield
+    except RunError:
+        raise
+    except Exception as error:  # orbax passes on what the storage below it raises
+        steps = ", ".join(step.name for step in steps_in(Path(checkpoints.directory))) or "none"
+        raise RunError(
+            f"A checkpoint could not be written to {checkpoints.directory}: {error}\nComplete "
+            f"ones are as they were: {steps}. Remove the cause, and start again to go on."
+        ) from error
 
 
 def read_metadata(checkpoints: ocp.CheckpointManager, step: int) -> dict[str, Any]:

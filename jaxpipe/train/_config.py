@@ -32,6 +32,11 @@ class Config(Keys):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> "Config":
+        if "://" in self.output_dir:
+            raise ValueError(
+                f"`output_dir` is {self.output_dir!r}, and runs are written to folders: mount the "
+                "bucket, with gcsfuse for example, and give where."
+            )
         if self.pipeline_engine == "none":
             self._no_pipeline()
         self._flax_agrees()

@@ -19,6 +19,7 @@ from ._batches import make_batches
 from ._canonical import canonical_shapes, from_canonical, make_canonical, with_layers_after
 from ._checkpoint import (
     agreed,
+    closing,
     latest_step,
     open_checkpoints,
     read_metadata,
@@ -28,6 +29,7 @@ from ._checkpoint import (
 from ._config import Config
 from ._data import BatchAt
 from ._digests import set_aside_damaged
+from ._folder import run_folder
 from ._metrics import Write, metrics_writer
 from ._mpmd import traced_mpmd_step
 from ._profile import Before, profiled_steps, profiler
@@ -60,8 +62,8 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
 
     Raises:
         ValueError: Before anything compiles, if the config does not suit the devices or the data,
-            or the newest checkpoint is of another model.
-        RunError: If a step is bad and `bad_step_policy` is to stop.
+            or the newest checkpoint is of another model, or another run writes to the same folder.
+        RunError: If a step is bad and `bad_step_policy` is to stop, or the disk fails.
         RuntimeError: If a step, a checkpoint or a batch fails later.
     """
     shown: Stream = (stream or sys.stdout) if _is_first() else io.StringIO()
@@ -73,6 +75,7 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
     with ExitStack() as stack:
         if not setup.stages_apart:
             stack.enter_context(jax.set_mesh(setup.mesh))
+        stack.enter_context(run_folder(folder))
         checkpoints = stack.enter_context(_checkpoints(config, folder, shown))
         done = agreed((latest_step(checkpoints) or 0) if checkpoints else 0)
         if done >= config.steps:
@@ -179,10 +182,13 @@ def _checkpoints(
             print(found, file=shown)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("damaged checkpoints are set aside")
-    return open_checkpoints(
-        folder / "checkpoints",
-        max_to_keep=config.max_to_keep,
-        asynchronous=config.async_checkpointing,
+    return closing(
+        open_checkpoints(
+            folder / "checkpoints",
+            max_to_keep=config.max_to_keep,
+            asynchronous=config.async_checkpointing,
+            remove_unfinished=True,
+        )
     )
 
 
@@ -294,6 +300,5 @@ def _metadata(setup: Setup) -> Mapping[str, Any]:
 
 
 def _write_config(folder: Path, config: Config) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
     (folder / "config.yml").write_text(text, encoding="utf-8")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from os import PathLike
@@ -12,6 +13,9 @@ Write = Callable[[int, Mapping[str, float]], None]
 """`write(step, metrics)`; step counts from 1, the steps that are done."""
 
 FILE = "metrics.jsonl"
+
+FLUSH_SECONDS = 10
+"""After which TensorBoard sees what was written."""
 
 
 @contextmanager
@@ -83,15 +87,30 @@ def _nothing(step: int, metrics: Mapping[str, float]) -> None:
 
 @contextmanager
 def _events(folder: str | PathLike[str], first_step: int) -> Iterator[Write]:
-    from tensorboardX import SummaryWriter
+    # Not its `SummaryWriter`: that writes in a thread, and once a full disk has ended the thread,
+    # adding to its queue waits for ever.
+    import tensorboardX.proto.event_pb2 as protos
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.summary import scalar
 
-    # purge_step: TensorBoard hides what an earlier, killed run wrote from there on. The suffix:
-    # files are named by the second, and a short run may resume within one.
-    suffix = f".{first_step}"
-    with SummaryWriter(os.fspath(folder), purge_step=first_step, filename_suffix=suffix) as writer:
+    events: Any = protos  # its members are made when it is imported
+    # Files are named by the second, and a short run may resume within one.
+    writer = EventsWriter(os.path.join(folder, "events"), f".{first_step}")
+    # TensorBoard hides what an earlier, killed run wrote from there on.
+    start = events.SessionLog(status=events.SessionLog.START)
+    writer.write_event(events.Event(step=first_step, session_log=start))
+    flushed = time.monotonic()
 
-        def write(step: int, metrics: Mapping[str, float]) -> None:
-            for name, value in metrics.items():
-                writer.add_scalar(name, value, step)
+    def write(step: int, metrics: Mapping[str, float]) -> None:
+        nonlocal flushed
+        for name, value in metrics.items():
+            summary = scalar(name, value)
+            writer.write_event(events.Event(step=step, wall_time=time.time(), summary=summary))
+        if time.monotonic() > flushed + FLUSH_SECONDS:
+            writer.flush()
+            flushed = time.monotonic()
 
+    try:
         yield write
+    finally:
+        writer.close()
