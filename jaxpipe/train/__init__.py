@@ -2,6 +2,7 @@
 
 from ._ahead import check_one_program as check_one_program
 from ._ahead import compile_train_step as compile_train_step
+from ._checkpoint import best_step as best_step
 from ._checkpoint import latest_step as latest_step
 from ._checkpoint import open_checkpoints as open_checkpoints
 from ._checkpoint import read_metadata as read_metadata

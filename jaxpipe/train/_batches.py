@@ -1,9 +1,28 @@
 """The batches that a run's config asks for."""
 
-from ._data import BatchAt, synthetic_batches, text_batches
+from collections.abc import Sequence
+
+from ._data import Batch, BatchAt, synthetic_batches, text_batches
 from ._documents import read_documents, tokenize
 from ._setup import Setup
 from ._tokens import load_tokenizer
+
+EVALUATION = 2**32
+"""Of synthetic batches the seed, beyond those that a config may have."""
+
+
+def make_eval_batches(setup: Setup) -> Sequence[Batch] | None:
+    """What the run evaluates on, if the config says so."""
+    config = setup.config
+    if config.dataset_type != "synthetic":
+        return None
+    batch_at = synthetic_batches(
+        vocab_size=config.vocab_size,
+        batch_size=setup.batch_size,
+        length=config.max_target_length,
+        seed=EVALUATION + config.data_shuffle_seed,
+    )
+    return [batch_at(step) for step in range(config.eval_steps)]
 
 
 def make_batches(setup: Setup) -> BatchAt:

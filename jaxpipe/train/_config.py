@@ -48,7 +48,28 @@ class Config(Keys):
                 "`dataset_type` is 'text' and `text_files` is empty. Give files, folders or "
                 "'builtin:sonnets'."
             )
+        self._evaluation_agrees()
         return self
+
+    def _evaluation_agrees(self) -> None:
+        if not self.eval_interval:
+            for name in ("eval_steps", "keep_best"):
+                value, default = getattr(self, name), Config.model_fields[name].default
+                if value != default:
+                    raise ValueError(
+                        f"`eval_interval` is 0 and `{name}` is {value}, which nothing would read. "
+                        f"Leave it at {default}, or say after how many steps to evaluate."
+                    )
+        elif self.dataset_type == "synthetic" and self.eval_steps == -1:
+            raise ValueError(
+                "`eval_interval` is not 0 and `eval_steps` -1, all batches, but synthetic data has "
+                "no end. Give `eval_steps`."
+            )
+        if self.keep_best and not self.enable_checkpointing:
+            raise ValueError(
+                f"`keep_best` is {self.keep_best} and `enable_checkpointing` false: there are no "
+                "checkpoints to keep. Change one of them."
+            )
 
     def _engine_reads(self) -> None:
         """Keys that the engine would not read."""

@@ -142,6 +142,11 @@ class Keys(BaseModel):
     max_gradient_norm: NotNegative = 0.0
     bad_step_policy: Literal["stop", "skip", "ignore"] = "stop"
 
+    # Evaluation.
+    eval_interval: CountOrNone = 0
+    eval_steps: CountOrAuto = -1
+    keep_best: CountOrNone = 0
+
     # Chance.
     init_weights_seed: Seed = 0
     init_from: str = ""
