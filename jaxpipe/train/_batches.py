@@ -1,9 +1,14 @@
 """The batches that a run's config asks for."""
 
-from ._data import BatchAt, synthetic_batches, text_batches
-from ._documents import read_documents, tokenize
+from ..data import (
+    BatchAt,
+    load_tokenizer,
+    read_documents,
+    synthetic_batches,
+    text_batches,
+    tokenize,
+)
 from ._setup import Setup
-from ._tokens import load_tokenizer
 
 
 def make_batches(setup: Setup) -> BatchAt:

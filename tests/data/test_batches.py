@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpipe.train import (
+from jaxpipe.data import (
     Batch,
     BatchAt,
     Corpus,

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from ._tokens import Tokenizer
+from ._tokenizers import Tokenizer
 
 BUILTIN = "builtin:"
 
@@ -75,7 +75,7 @@ def _files(path: str) -> list[Path] | list[Traversable]:
 
 
 def _builtin(path: str) -> Traversable:
-    folder = resources.files("jaxpipe.train").joinpath("text")
+    folder = resources.files("jaxpipe.data").joinpath("text")
     names = sorted(file.name.removesuffix(".txt") for file in folder.iterdir())
     name = path.removeprefix(BUILTIN)
     if name not in names:
