@@ -42,13 +42,19 @@ def make_evaluate(setup: Setup) -> Evaluate | None:
     Raises:
         ValueError: If there is nothing to evaluate on, or less than `eval_steps`.
     """
-    if not setup.config.eval_interval:
+    config = setup.config
+    if not config.eval_interval:
+        if config.eval_files:
+            raise ValueError(
+                f"`eval_files` is {config.eval_files!r} and `eval_interval` 0, so nothing reads "
+                "them. Leave them out, or say after how many steps to evaluate."
+            )
         return None
-    batches, count = make_eval_batches(setup), setup.config.eval_steps
+    batches, count = make_eval_batches(setup), config.eval_steps
     if not batches:
         raise ValueError(
-            f"`eval_interval` is {setup.config.eval_interval}, and there is nothing to evaluate "
-            "on. Say what (docs/training.md, Evaluation), or leave `eval_interval` at 0."
+            f"`eval_interval` is {config.eval_interval}, and there is nothing to evaluate on. Give "
+            "`eval_files` or `eval_split_fraction`, or leave it at 0."
         )
     if count > len(batches):
         raise ValueError(

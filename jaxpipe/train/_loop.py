@@ -15,6 +15,7 @@ import yaml
 from jax.experimental import multihost_utils
 
 from .. import models, mpmd
+from ..data import BatchAt
 from ._batches import make_batches
 from ._canonical import canonical_shapes, from_canonical, make_canonical, with_layers_after
 from ._checkpoint import (
@@ -27,7 +28,6 @@ from ._checkpoint import (
     save_checkpoint,
 )
 from ._config import Config
-from ._data import BatchAt
 from ._digests import set_aside_damaged
 from ._evaluate import Evaluate, make_evaluate
 from ._metrics import Write, metrics_writer

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpipe.data import Batch
 from jaxpipe.train import Config, _loop, best_step, open_checkpoints, read_metrics, set_up, train
 from jaxpipe.train import _evaluate as evaluation
 from jaxpipe.train import _step as step
-from jaxpipe.train._data import Batch
 
 from .runs import DEEPSEEK, NONE, ROWS, TINY, Settings, setup_of
 
@@ -193,6 +193,19 @@ def test_the_best_checkpoints_stay_beside_the_newest(tmp_path, monkeypatch, asyn
 def test_keys_that_nothing_would_read_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         Config(**settings)
+
+
+def test_held_out_documents_are_evaluated_on(tmp_path):
+    settings = {"dataset_type": "text", "eval_split_fraction": 0.1, "vocab_size": 257}
+    run(tmp_path, steps=2, eval_interval=1, **settings)
+    lines = read_metrics(tmp_path / "default" / "metrics.jsonl")
+    assert lines[1]["eval_loss"] < lines[0]["eval_loss"]
+
+
+def test_files_that_nobody_reads_are_refused():
+    config = Config(dataset_type="text", eval_files=("builtin:sonnets",), vocab_size=257)
+    with pytest.raises(ValueError, match=r"`eval_files` is .* and `eval_interval` 0"):
+        evaluation.make_evaluate(set_up(config, jax.devices()))
 
 
 @pytest.mark.parametrize(
