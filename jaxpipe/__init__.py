@@ -1,7 +1,8 @@
 """Pipeline parallelism for JAX: exactly the numbers of the unpipelined program.
 
 Import a folder by its name: `jaxpipe.schedules` (needs no JAX), `jaxpipe.sharding`,
-`jaxpipe.autodiff`, `jaxpipe.spmd`, `jaxpipe.models`, `jaxpipe.plan`, `jaxpipe.train`.
+`jaxpipe.autodiff`, `jaxpipe.spmd`, `jaxpipe.models`, `jaxpipe.plan`, `jaxpipe.data`,
+`jaxpipe.train`.
 """
 
 __version__ = "0.1.0"

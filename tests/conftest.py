@@ -35,6 +35,7 @@ install_import_hook(
         "jaxpipe.plan",
         "jaxpipe.models",
         "jaxpipe.mpmd",
+        "jaxpipe.data",
         "jaxpipe.train",
     ],
     "beartype.beartype",

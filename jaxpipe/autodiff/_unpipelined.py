@@ -1,10 +1,11 @@
 """The reference: the same model on one device, one microbatch after the other."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree, Scalar
+from jaxtyping import Array, PyTree, Scalar
 
 from ._model import Model, Sums, fold, joined, total
 
@@ -24,7 +25,34 @@ def value_and_grad(
         ((loss, metrics), gradients like `weights`). Gradients add up in the weights' dtype.
     """
 
-    def microbatch_loss(weights, side_m, index):
+    of_microbatch = jax.value_and_grad(_microbatch_loss(model, keys), has_aux=True)
+
+    def step(grads, microbatch):
+        value, new = of_microbatch(weights, *microbatch)
+        return jax.tree.map(jnp.add, grads, new), value
+
+    zeros = jax.tree.map(jnp.zeros_like, weights)
+    grads, (losses, metrics) = jax.lax.scan(step, zeros, _microbatches(side))
+    return (jnp.sum(losses), total(metrics)), grads
+
+
+def value(
+    model: Model, weights: dict[str, Any], side: PyTree, keys: PyTree = ()
+) -> tuple[Scalar, Sums]:
+    """(loss, metrics) alone; the arguments are those of `value_and_grad`."""
+    of_microbatch = _microbatch_loss(model, keys)
+
+    def step(_, microbatch):
+        return (), of_microbatch(weights, *microbatch)
+
+    _, (losses, metrics) = jax.lax.scan(step, (), _microbatches(side))
+    return jnp.sum(losses), total(metrics)
+
+
+def _microbatch_loss(model: Model, keys: PyTree) -> Callable:
+    """`(weights, side of one microbatch, its index) -> (loss, metrics)`."""
+
+    def loss(weights, side_m, index):
         def step(x, stage):
             return model.stage(stage[0], x, side_m, fold(stage[1], index))
 
@@ -33,11 +61,8 @@ def value_and_grad(
         loss, of_loss = model.loss(model.ends(weights), y, side_m)
         return joined(loss, of_loss, total(of_stages))
 
-    def step(grads, microbatch):
-        value, new = jax.value_and_grad(microbatch_loss, has_aux=True)(weights, *microbatch)
-        return jax.tree.map(jnp.add, grads, new), value
+    return loss
 
-    num_microbatches = jax.tree.leaves(side)[0].shape[0]
-    zeros = jax.tree.map(jnp.zeros_like, weights)
-    grads, (losses, metrics) = jax.lax.scan(step, zeros, (side, jnp.arange(num_microbatches)))
-    return (jnp.sum(losses), total(metrics)), grads
+
+def _microbatches(side: PyTree) -> tuple[PyTree, Array]:
+    return side, jnp.arange(jax.tree.leaves(side)[0].shape[0])

@@ -12,6 +12,7 @@ from ._array import MpmdSharding as MpmdSharding
 from ._compiled import Compiled as Compiled
 from ._compiled import Lowered as Lowered
 from ._compiled import Traced as Traced
+from ._engine import mpmd_value as mpmd_value
 from ._engine import mpmd_value_and_grad as mpmd_value_and_grad
 from ._jaxpp_schedules import DualPipeV as DualPipeV
 from ._jaxpp_schedules import Eager1F1B as Eager1F1B

@@ -1,6 +1,6 @@
 """The contract of all engines: loss, metrics and gradients of a batch, stage by stage."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -36,11 +36,40 @@ def mpmd_value_and_grad(
     Returns:
         ((loss, metrics), gradients like `weights`).
     """
-    stage = remat(model.stage)
-    of_stage = keys if len(keys) else [()] * len(weights["stages"])
+    loss = _microbatch_loss(model, remat(model.stage), keys)
+    grad = jax.value_and_grad(loss, has_aux=True)
+    return _over_microbatches(grad, weights, side, schedule)
 
-    def microbatch_loss(weights: dict[str, Any], side_m: PyTree, index: Any) -> Any:
+
+def mpmd_value(
+    model: Model,
+    weights: dict[str, Any],
+    side: PyTree,
+    keys: Sequence[PyTree] = (),
+    *,
+    schedule: Any,
+) -> tuple[Scalar, Sums]:
+    """(loss, metrics) alone: of the schedule the forwards run, without anything kept.
+
+    The arguments are those of `mpmd_value_and_grad`.
+    """
+    return _over_microbatches(_microbatch_loss(model, model.stage, keys), weights, side, schedule)
+
+
+def _over_microbatches(f: Callable, weights: dict[str, Any], side: PyTree, schedule: Any) -> Any:
+    def of_microbatch(index: Any) -> Any:
+        return f(weights, at(side, index), index)
+
+    num_microbatches = jax.tree.leaves(side)[0].shape[0]
+    return treduce_i(of_microbatch, num_microbatches, schedule=schedule)
+
+
+def _microbatch_loss(model: Model, stage: Callable, keys: Sequence[PyTree]) -> Callable:
+    """`(weights, side of one microbatch, its index) -> (loss, metrics)`, with marks."""
+
+    def loss(weights: dict[str, Any], side_m: PyTree, index: Any) -> Any:
         x, of_stages = model.embed(weights["embed"], side_m), None
+        of_stage = keys if len(keys) else [()] * len(weights["stages"])
         for of_weights, key in zip(weights["stages"], of_stage, strict=True):
             x, sums = stage(of_weights, x, side_m, fold(key, index))
             x = mark_stage_end(x)
@@ -48,12 +77,7 @@ def mpmd_value_and_grad(
         loss, of_loss = model.loss(model.ends(weights), x, side_m)
         return joined(loss, of_loss, of_stages or {})
 
-    def of_microbatch(index: Any) -> Any:
-        grad = jax.value_and_grad(microbatch_loss, has_aux=True)
-        return grad(weights, at(side, index), index)
-
-    num_microbatches = jax.tree.leaves(side)[0].shape[0]
-    return treduce_i(of_microbatch, num_microbatches, schedule=schedule)
+    return loss
 
 
 def _added(sums: Sums, more: Sums) -> Sums:

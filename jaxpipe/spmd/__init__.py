@@ -6,6 +6,7 @@ from ..autodiff import recompute as recompute
 from ._circular import check_circular as check_circular
 from ._circular import num_ticks as num_ticks
 from ._circular_engine import circular as circular
+from ._circular_engine import circular_value as circular_value
 from ._circular_engine import circular_value_and_grad as circular_value_and_grad
 from ._gather import Gather as Gather
 from ._gather import gather_in_layers as gather_in_layers

@@ -15,7 +15,7 @@ from jaxtyping import PyTree, Scalar
 
 from ..autodiff import Model, Remat, Sums, floating, recompute
 from ._circular import check_circular
-from ._circular_loss import rank_value_and_grad
+from ._circular_loss import rank_value, rank_value_and_grad
 from ._circular_passes import How, Stage, backward_rank, forward_rank
 from ._gather import EACH_TICK, Gather
 from ._placement import place
@@ -176,6 +176,44 @@ def circular_value_and_grad(
     run = on_parts(of_rank, mesh, gather, ends_gather, (None, gradient_dims(gather, ends_gather)))
     value, (of_stages, of_ends) = run(weights, side, keys)
     return value, of_ends | {"stages": of_stages}
+
+
+def circular_value(
+    model: Model,
+    weights: dict[str, Any],
+    side: PyTree,
+    keys: PyTree = (),
+    *,
+    mesh: Mesh | None = None,
+    delay: bool = False,
+    gather: Gather = EACH_TICK,
+    ends_gather: Gather = EACH_TICK,
+    scan_repeats: bool = True,
+) -> tuple[Scalar, Sums]:
+    """Loss and metrics of a batch, without gradients.
+
+    Args:
+        model: The model.
+        weights: As in `circular_value_and_grad`.
+        side: As there.
+        keys: As there.
+        mesh: As there.
+        delay: As there.
+        gather: As there.
+        ends_gather: As there.
+        scan_repeats: As there.
+
+    Returns:
+        (loss, metrics).
+
+    Raises:
+        ValueError: As `circular`.
+    """
+    _check_counts({"weights": weights["stages"], "keys": keys}, {"side": side}, mesh, delay)
+    check_rows({"side": side}, gather.batch_axes, mesh)
+    how = How(delay, recompute, gather, scan_repeats)
+    of_rank = partial(rank_value, model, how, ends_gather)
+    return on_parts(of_rank, mesh, gather, ends_gather, None)(weights, side, keys)
 
 
 def on_parts(

@@ -56,6 +56,30 @@ def rank_value_and_grad(
     return joined(*sums), (like(gradients, stages), like(of_ends, ends))
 
 
+def rank_value(
+    model: Model,
+    how: How,
+    ends_gather: Gather,
+    stages: PyTree,
+    ends: dict[str, PyTree],
+    side: PyTree,
+    keys: PyTree,
+) -> tuple[Scalar, Sums]:
+    """(loss, metrics) alone, of what `rank_value_and_grad` takes. Nothing is kept or derived."""
+    whole = ends_gather.whole(ends_gather.cast(ends))
+    share = _share_of_rank(side)
+    x = jax.vmap(model.embed, in_axes=(None, 0))(whole["embed"], share)
+    run, of_tick = prepare(model.stage, how, stages, x, side, keys)
+    (y, of_stages), _ = forward(run, x, of_tick, keep=False)
+
+    def step(_, microbatch):
+        return (), model.loss(model.ends(whole), *microbatch)
+
+    _, (losses, of_loss) = lax.scan(step, (), (y, share))
+    sums = jnp.sum(losses), total(of_loss), of_stages
+    return joined(*lax.psum(sums, (AXIS, *how.gather.batch_axes)))
+
+
 def _loss_and_gradients(
     model: Model, ends: dict[str, PyTree], y: PyTree, share: PyTree
 ) -> tuple[tuple[Scalar, Sums], tuple[dict[str, PyTree], PyTree]]:

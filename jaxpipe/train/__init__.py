@@ -1,7 +1,20 @@
-"""The trainer: config, data, optimizer, checkpoints, metrics."""
+"""The trainer: config, optimizer, checkpoints, metrics; with the names of `jaxpipe.data`."""
 
+from ..data import Batch as Batch
+from ..data import BatchAt as BatchAt
+from ..data import ByteTokenizer as ByteTokenizer
+from ..data import Corpus as Corpus
+from ..data import HuggingFaceTokenizer as HuggingFaceTokenizer
+from ..data import Tokenizer as Tokenizer
+from ..data import global_batch_size as global_batch_size
+from ..data import load_tokenizer as load_tokenizer
+from ..data import read_documents as read_documents
+from ..data import synthetic_batches as synthetic_batches
+from ..data import text_batches as text_batches
+from ..data import tokenize as tokenize
 from ._ahead import check_one_program as check_one_program
 from ._ahead import compile_train_step as compile_train_step
+from ._checkpoint import best_step as best_step
 from ._checkpoint import latest_step as latest_step
 from ._checkpoint import open_checkpoints as open_checkpoints
 from ._checkpoint import read_metadata as read_metadata
@@ -11,14 +24,6 @@ from ._config import Config as Config
 from ._convert import Converted as Converted
 from ._convert import from_hugging_face as from_hugging_face
 from ._convert import to_hugging_face as to_hugging_face
-from ._data import Batch as Batch
-from ._data import BatchAt as BatchAt
-from ._data import global_batch_size as global_batch_size
-from ._data import synthetic_batches as synthetic_batches
-from ._data import text_batches as text_batches
-from ._documents import Corpus as Corpus
-from ._documents import read_documents as read_documents
-from ._documents import tokenize as tokenize
 from ._load import base_yaml as base_yaml
 from ._load import load_config as load_config
 from ._loop import describe as describe
@@ -40,7 +45,3 @@ from ._step import initial_state as initial_state
 from ._step import make_train_step as make_train_step
 from ._step import place_batch as place_batch
 from ._stop import RunError as RunError
-from ._tokens import ByteTokenizer as ByteTokenizer
-from ._tokens import HuggingFaceTokenizer as HuggingFaceTokenizer
-from ._tokens import Tokenizer as Tokenizer
-from ._tokens import load_tokenizer as load_tokenizer

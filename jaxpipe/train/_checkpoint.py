@@ -4,7 +4,8 @@ A step's folder holds `state`, a pytree of arrays, and `metadata`, a JSON object
 by name without their layout, so a state loads into any sharding.
 """
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from os import PathLike
@@ -32,6 +33,7 @@ def open_checkpoints(
     max_to_keep: int | None,
     asynchronous: bool,
     remove_unfinished: bool = False,
+    keep_best: int = 0,
 ) -> ocp.CheckpointManager:
     """Opens, or makes, a folder of checkpoints. Close it, or use it in a `with`, to flush saves.
 
@@ -45,17 +47,25 @@ def open_checkpoints(
         asynchronous: Write files while the program goes on.
         remove_unfinished: Remove what killed runs left of steps. Only where nobody else may be
             saving.
+        keep_best: How many steps with the least loss stay beside them, of those that have one.
     """
     path = Path(folder).absolute()
     path.mkdir(parents=True, exist_ok=True)
     if jax.process_index() == 0:
         _set_aside_incomplete(path)
     finish = partial(_finish, path)
+    newest = ocp.checkpoint_managers.LatestN(max_to_keep)
+    best = ocp.checkpoint_managers.BestN(
+        get_metric_fn=_loss_of, reverse=True, n=keep_best, keep_checkpoints_without_metrics=False
+    )
+    policies = (newest, best) if keep_best else (newest,)
     return ocp.CheckpointManager(
         path,
         options=ocp.CheckpointManagerOptions(
-            max_to_keep=max_to_keep,
             cleanup_tmp_directories=remove_unfinished,
+            preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(policies),
+            best_fn=_loss_of if keep_best else None,  # without one orbax keeps no metrics
+            best_mode="min",
             enable_async_checkpointing=asynchronous,
             async_options=ocp.AsyncOptions(post_finalization_callback=finish)
             if asynchronous
@@ -66,6 +76,10 @@ def open_checkpoints(
             "metadata": ocp.JsonCheckpointHandler(),
         },
     )
+
+
+def _loss_of(metrics: Mapping[str, float]) -> float:
+    return metrics.get("eval_loss", math.inf)
 
 
 # Where saves are asynchronous orbax calls it when all files of a step are there, before it gives
@@ -87,11 +101,48 @@ def latest_step(checkpoints: ocp.CheckpointManager) -> int | None:
     return checkpoints.latest_step()
 
 
+def best_step(checkpoints: ocp.CheckpointManager) -> int | None:
+    """The complete step with the least `eval_loss`, if any has one."""
+    found = _losses(checkpoints)
+    return min(found, key=lambda step: found[step]) if found else None
+
+
+def _losses(checkpoints: ocp.CheckpointManager) -> dict[int, float]:
+    """The `eval_loss` of every complete step that has one."""
+    found = {step: checkpoints.metrics(step) for step in checkpoints.all_steps()}
+    return {step: _loss_of(metrics) for step, metrics in found.items() if metrics}
+
+
+def best_keeper(
+    checkpoints: ocp.CheckpointManager | None, keep_best: int
+) -> Callable[[float], bool]:
+    """Whether a state with this `eval_loss` is one of the best so far; all processes hear the same.
+
+    Args:
+        checkpoints: From `open_checkpoints`, or None if there are none.
+        keep_best: How many are kept.
+    """
+    if checkpoints is None or not keep_best:
+        return lambda loss: False
+    losses = [*_losses(checkpoints).values()]
+
+    def is_best(loss: float) -> bool:
+        ahead = sum(other <= loss for other in losses)
+        if not agreed(int(math.isfinite(loss) and ahead < keep_best)):
+            return False
+        losses.append(loss)
+        return True
+
+    return is_best
+
+
 def save_checkpoint(
     checkpoints: ocp.CheckpointManager,
     step: int,
     state: PyTree[jax.Array | np.ndarray],
     metadata: Mapping[str, Any],
+    *,
+    eval_loss: float | None = None,
 ) -> None:
     """Saves a step. One that is there already stays as it is.
 
@@ -100,6 +151,8 @@ def save_checkpoint(
         step: Steps done so far, more than in any checkpoint there is.
         state: Arrays on devices, which may be donated to the next step at once, or in host memory.
         metadata: What JSON can hold.
+        eval_loss: By which the best steps are found, where these are kept; None if the step was
+            not evaluated.
 
     Raises:
         ValueError: If there is a newer checkpoint: two runs share a folder.
@@ -117,6 +170,7 @@ def save_checkpoint(
             args=ocp.args.Composite(
                 state=ocp.args.StandardSave(state), metadata=ocp.args.JsonSave(dict(metadata))
             ),
+            metrics={} if eval_loss is None else {"eval_loss": eval_loss},
         )
         if not checkpoints.is_saving_in_progress():
             _finish(Path(checkpoints.directory))

@@ -48,12 +48,54 @@ class Config(Keys):
             self._no_places()
         if self.pipeline_engine == "mpmd":
             self._nothing_offloaded()
-        if self.dataset_type == "text" and not self.text_files:
+        self._data_agrees()
+        self._evaluation_agrees()
+        return self
+
+    def _data_agrees(self) -> None:
+        if self.dataset_type == "text" and not self.data_files:
             raise ValueError(
-                "`dataset_type` is 'text' and `text_files` is empty. Give files, folders or "
+                "`dataset_type` is 'text' and `data_files` is empty. Give files, folders or "
                 "'builtin:sonnets'."
             )
-        return self
+        for name in ("eval_files", "eval_split_fraction"):
+            if self.dataset_type == "synthetic" and getattr(self, name):
+                raise ValueError(
+                    f"`dataset_type` is 'synthetic' and `{name}` is {getattr(self, name)!r}, which "
+                    "random tokens do not come from. Leave it out, or choose "
+                    "another `dataset_type`."
+                )
+        if self.eval_files and self.eval_split_fraction:
+            raise ValueError(
+                f"`eval_files` is {self.eval_files!r} and `eval_split_fraction` "
+                f"{self.eval_split_fraction:g}. Evaluation reads files of its own, or documents "
+                "that are held out: give one of the two."
+            )
+        if self.eval_split_seed and not self.eval_split_fraction:
+            raise ValueError(
+                f"`eval_split_seed` is {self.eval_split_seed} and `eval_split_fraction` 0, so no "
+                "document is held out. Give a fraction, or leave the seed at 0."
+            )
+
+    def _evaluation_agrees(self) -> None:
+        if not self.eval_interval:
+            for name in ("eval_steps", "keep_best"):
+                value, default = getattr(self, name), Config.model_fields[name].default
+                if value != default:
+                    raise ValueError(
+                        f"`eval_interval` is 0 and `{name}` is {value}, which nothing would read. "
+                        f"Leave it at {default}, or say after how many steps to evaluate."
+                    )
+        elif self.dataset_type == "synthetic" and self.eval_steps == -1:
+            raise ValueError(
+                "`eval_interval` is not 0 and `eval_steps` -1, all batches, but synthetic data has "
+                "no end. Give `eval_steps`."
+            )
+        if self.keep_best and not self.enable_checkpointing:
+            raise ValueError(
+                f"`keep_best` is {self.keep_best} and `enable_checkpointing` false: there are no "
+                "checkpoints to keep. Change one of them."
+            )
 
     def _engine_reads(self) -> None:
         """Keys that the engine would not read."""

@@ -124,6 +124,11 @@ class NnxLayer(nnx.Module):
 
 def linen_value_and_grad(decoder: Decoder) -> Callable:
     """Loss and gradients by `(weights, side, keys)`, as `spmd.circular_value_and_grad`."""
+    return jax.value_and_grad(linen_value(decoder), has_aux=True)
+
+
+def linen_value(decoder: Decoder) -> Callable:
+    """(loss, metrics) alone, by the same arguments."""
     layer = LinenLayer(decoder.layer, _call_of(decoder.model))
     pipeline = linen_rim.create_pipeline(decoder.config, layer, decoder.mesh)
     tree = models.stacked(decoder.layer, pipeline.settings.dims, STACKED)
@@ -135,11 +140,16 @@ def linen_value_and_grad(decoder: Decoder) -> Callable:
         values = sown.get(METRICS, {}).get("layers", {})
         return y, {name: jnp.sum(value) for name, (value,) in values.items()}
 
-    return _value_and_grad(decoder, run)
+    return _value(decoder, run)
 
 
 def nnx_value_and_grad(decoder: Decoder) -> Callable:
-    """The same through NNX."""
+    """As `linen_value_and_grad`, through NNX."""
+    return jax.value_and_grad(nnx_value(decoder), has_aux=True)
+
+
+def nnx_value(decoder: Decoder) -> Callable:
+    """As `linen_value`, through NNX."""
     factory = partial(NnxLayer, decoder.layer, _call_of(decoder.model))
     make = partial(nnx_rim.create_pipeline, decoder.config, factory, decoder.mesh)
     # No arrays: the caller has them.
@@ -152,7 +162,7 @@ def nnx_value_and_grad(decoder: Decoder) -> Callable:
         flat = nnx.to_flat_state(sown)
         return y, {str(path[-1]): jnp.sum(values.get_value()[0]) for path, values in flat}
 
-    return _value_and_grad(decoder, run)
+    return _value(decoder, run)
 
 
 def _with_arrays(state: PyTree, stages: PyTree) -> PyTree:
@@ -212,7 +222,7 @@ def _call_of(model: Model) -> Call:
     return call
 
 
-def _value_and_grad(decoder: Decoder, pipeline: Pipeline) -> Callable:
+def _value(decoder: Decoder, pipeline: Pipeline) -> Callable:
     """Every rank embeds its share of the microbatches, and computes their loss."""
     model, mesh = decoder.model, decoder.mesh
     rows = P("stage", None, decoder.batch_axes) if decoder.batch_axes else 0
@@ -244,7 +254,7 @@ def _value_and_grad(decoder: Decoder, pipeline: Pipeline) -> Callable:
         value, of_loss = loss_of(model.ends(weights), (shares(y["x"]), shares(side)))
         return joined(value, of_loss, of_stages)
 
-    return jax.value_and_grad(loss, has_aux=True)
+    return loss
 
 
 def _share_loss(model: Model, ends: PyTree, microbatches: PyTree) -> tuple[jax.Array, Sums]:

@@ -119,7 +119,7 @@ class Keys(BaseModel):
 
     # The data.
     dataset_type: Literal["synthetic", "text"] = "synthetic"
-    text_files: Paths = ("builtin:sonnets",)
+    data_files: Paths = ("builtin:sonnets",)
     text_separator: str = "\n\n\n"
     tokenizer_path: str = ""
     max_target_length: Count = 128
@@ -127,6 +127,9 @@ class Keys(BaseModel):
     enable_data_shuffling: bool = True
     data_shuffle_seed: Seed = 0
     packing: bool = True
+    eval_files: Paths = ()
+    eval_split_fraction: BelowOne = 0.0
+    eval_split_seed: Seed = 0
 
     # The optimizer.
     learning_rate: NotNegative = 1e-3
@@ -141,6 +144,11 @@ class Keys(BaseModel):
     gradient_clipping_threshold: NotNegative = 1.0
     max_gradient_norm: NotNegative = 0.0
     bad_step_policy: Literal["stop", "skip", "ignore"] = "stop"
+
+    # Evaluation.
+    eval_interval: CountOrNone = 0
+    eval_steps: CountOrAuto = -1
+    keep_best: CountOrNone = 0
 
     # Chance.
     init_weights_seed: Seed = 0

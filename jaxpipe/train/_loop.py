@@ -4,7 +4,7 @@ import dataclasses
 import io
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,12 @@ import yaml
 from jax.experimental import multihost_utils
 
 from .. import models, mpmd
+from ..data import BatchAt
 from ._batches import make_batches
 from ._canonical import canonical_shapes, from_canonical, make_canonical, with_layers_after
 from ._checkpoint import (
     agreed,
+    best_keeper,
     closing,
     latest_step,
     open_checkpoints,
@@ -27,8 +29,8 @@ from ._checkpoint import (
     save_checkpoint,
 )
 from ._config import Config
-from ._data import BatchAt
 from ._digests import set_aside_damaged
+from ._evaluate import Evaluate, make_evaluate
 from ._folder import run_folder
 from ._metrics import Write, metrics_writer
 from ._mpmd import traced_mpmd_step
@@ -71,6 +73,7 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
         jax.config.update("jax_compilation_cache_dir", config.jax_cache_dir)
     setup = set_up(config, jax.devices())
     batch_at = make_batches(setup)
+    evaluate = make_evaluate(setup)
     folder = Path(config.output_dir) / config.run_name
     with ExitStack() as stack:
         if not setup.stages_apart:
@@ -93,7 +96,14 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
         flatten = make_canonical(setup)
         try:
             for step, metrics, state in run_steps(
-                setup, first, done, batch_at, before=before, should_stop=should_stop
+                setup,
+                first,
+                done,
+                batch_at,
+                before=before,
+                should_stop=should_stop,
+                evaluate=evaluate,
+                is_best=best_keeper(checkpoints, config.keep_best),
             ):
                 write(step, metrics)
                 report(step, metrics)
@@ -102,7 +112,13 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
                     print(skipped, file=shown)
                 # After the metrics: a run that is killed here resumes with none of them missing.
                 if checkpoints and state is not None:
-                    save_checkpoint(checkpoints, step, flatten(state), _metadata(setup))
+                    save_checkpoint(
+                        checkpoints,
+                        step,
+                        flatten(state),
+                        _metadata(setup),
+                        eval_loss=metrics.get("eval_loss"),
+                    )
         except ValueError as error:
             # What the user could have got wrong was checked above.
             raise RuntimeError(f"The run failed after step {done + len(history)}.") from error
@@ -120,11 +136,13 @@ def run_steps(
     *,
     before: Before = lambda step, previous: None,
     should_stop: ShouldStop = lambda step: False,
+    evaluate: Evaluate | None = None,
+    is_best: Callable[[float], bool] = lambda loss: False,
 ) -> Iterator[tuple[int, Metrics, State | None]]:
     """Makes steps `done + 1` to `steps`; yields each with its metrics.
 
-    The host reads the metrics of a step while the next one runs. Only where a checkpoint is due the
-    next step waits, and the state is there too.
+    The host reads the metrics of a step while the next one runs. Only where an evaluation or a
+    checkpoint is due the next step waits; for a checkpoint the state is there too.
 
     Args:
         setup: The run.
@@ -134,6 +152,8 @@ def run_steps(
         before: Is called before every step, with the metrics of the one before it if that may not
             have ended yet.
         should_stop: Whether a step is the last one, with a checkpoint.
+        evaluate: What evaluates a state, if anything does.
+        is_best: Whether a state with this `eval_loss` is worth a checkpoint.
     """
     config, train_step = setup.config, make_train_step(setup)
     ended = time.perf_counter()
@@ -150,12 +170,19 @@ def run_steps(
             ended, values = _finished(setup, previous[1], ended)
             yield previous[0], values, None
         previous = step, metrics
-        is_last = should_stop(step) or step == config.steps
-        if is_last or step % config.checkpoint_period == 0:
+        is_stopped, is_last = should_stop(step), step == config.steps
+        is_due = is_stopped or is_last or step % config.checkpoint_period == 0
+        # Who is stopped has little time, and needs it for the checkpoint.
+        evaluates = evaluate and not is_stopped and (is_last or step % config.eval_interval == 0)
+        if is_due or evaluates:
             ended, values = _finished(setup, metrics, ended)
-            yield step, values, state
+            if evaluate and evaluates:
+                values |= evaluate(state)
+                ended = time.perf_counter()
+                is_due = is_best(values["eval_loss"]) or is_due
+            yield step, values, state if is_due else None
             previous = None
-        if is_last:
+        if is_stopped:
             return
 
 
@@ -188,6 +215,7 @@ def _checkpoints(
             max_to_keep=config.max_to_keep,
             asynchronous=config.async_checkpointing,
             remove_unfinished=True,
+            keep_best=config.keep_best,
         )
     )
 

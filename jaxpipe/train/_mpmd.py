@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from .. import mpmd
+from .. import models, mpmd
 from ._apart import mpmd_mesh
 from ._initial import first_ends, first_layers, layer_keys
 from ._model import build_model
 from ._remat import remat_of_ticks
-from ._setup import Setup, batch_shapes, batch_shardings
+from ._setup import Setup, batch_shapes, batch_shardings, weights_shardings
 from ._state import State, state_shapes, state_shardings
 from ._update import make_step
 
@@ -25,6 +25,25 @@ from ._update import make_step
 def make_mpmd_step(setup: Setup) -> Callable[[State, PyTree], tuple[State, dict[str, Any]]]:
     """As `make_train_step`."""
     return lambda state, batch: _compiled(setup)(state, batch)
+
+
+def make_mpmd_eval_step(setup: Setup) -> Callable[[PyTree, PyTree], dict[str, Any]]:
+    """`(weights, batch) -> loss and metrics`. The programs are compiled at once."""
+    assert setup.schedule is not None
+    model, schedule = build_model(setup), setup.schedule.schedule
+
+    def step(weights: Any, batch: Any) -> dict[str, Any]:
+        loss, metrics = mpmd.mpmd_value(model, weights, batch, schedule=schedule)
+        return {"loss": loss, **metrics}
+
+    compiled = mpmd.mpmd_jit_with_loop(
+        step,
+        mpmd_mesh(setup),
+        in_shardings=(weights_shardings(setup), batch_shardings(setup)),
+        out_shardings=_everywhere(setup),
+        timeout=setup.config.mpmd_timeout_seconds,
+    ).compile(models.shapes(setup.weight_tree), batch_shapes(setup))
+    return lambda weights, batch: compiled(weights, batch)
 
 
 def traced_mpmd_step(
@@ -113,14 +132,18 @@ def _lowered(setup: Setup) -> mpmd.Lowered:
         return [layer_keys(setup, step, numbers) for numbers in layers]
 
     mesh, of_state = mpmd_mesh(setup), state_shardings(setup)
-    # Every process reads the metrics.
-    everywhere = mpmd.MpmdSharding(mesh, tuple(range(mesh.mpmd_dim)), PartitionSpec())
     step = mpmd.mpmd_jit_with_loop(
         make_step(setup, value_and_grad, keys_of),
         mesh,
         in_shardings=(of_state, batch_shardings(setup)),
-        out_shardings=(of_state, everywhere),
+        out_shardings=(of_state, _everywhere(setup)),
         donate_argnums=0,
         timeout=setup.config.mpmd_timeout_seconds,
     )
     return step.lower(state_shapes(setup), batch_shapes(setup))
+
+
+def _everywhere(setup: Setup) -> mpmd.MpmdSharding:
+    """Of metrics: every process reads them."""
+    mesh = mpmd_mesh(setup)
+    return mpmd.MpmdSharding(mesh, tuple(range(mesh.mpmd_dim)), PartitionSpec())

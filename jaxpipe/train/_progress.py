@@ -25,7 +25,8 @@ def progress(
     Args:
         stream: Where to write, such as `sys.stdout`.
         num_steps: Steps of the whole run.
-        log_period: Lines show every so many steps, and the last one; the bar shows every step.
+        log_period: Lines show every so many steps, those with an evaluation, and the last one; the
+            bar shows every step, and the last evaluation.
         first_step: 1, or one more than the step the run resumed from.
         bar: True, False, or "auto" for a bar if `stream` is a terminal.
 
@@ -43,10 +44,14 @@ def describe(metrics: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
 
+def _is_evaluation(name: str) -> bool:
+    return name.startswith("eval_")
+
+
 @contextmanager
 def _lines(stream: Stream, num_steps: int, log_period: int) -> Iterator[Report]:
     def report(step: int, metrics: Mapping[str, float]) -> None:
-        if step % log_period == 0 or step == num_steps:
+        if step % log_period == 0 or step == num_steps or any(map(_is_evaluation, metrics)):
             print(f"step {step}/{num_steps}  {describe(metrics)}", file=stream, flush=True)
 
     yield report
@@ -62,8 +67,10 @@ def _bar(stream: Stream, num_steps: int, first_step: int) -> Iterator[Report]:
     console = Console(file=cast(TextIO, stream), force_terminal=True)
     with Progress(*columns, TextColumn("{task.fields[metrics]}"), console=console) as bar:
         task = bar.add_task("", total=num_steps, completed=first_step - 1, metrics="")
+        evaluation: dict[str, float] = {}
 
         def report(step: int, metrics: Mapping[str, float]) -> None:
-            bar.update(task, completed=step, metrics=describe(metrics))
+            evaluation.update({name: x for name, x in metrics.items() if _is_evaluation(name)})
+            bar.update(task, completed=step, metrics=describe({**metrics, **evaluation}))
 
         yield report

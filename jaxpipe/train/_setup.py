@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 
 from .. import models, sharding, spmd
 from .._versions import splash_aborts_in_pipelines
+from ..data import global_batch_size
 from ._choice import Choice
 from ._config import Config
-from ._data import global_batch_size
 from ._family import Sizes, family_of, sizes_of
 from ._layout import circular_layout, num_alike_layers, scheduled_layout
 from ._remat import check_remat

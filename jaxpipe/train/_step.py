@@ -54,7 +54,7 @@ def make_train_step(setup: Setup) -> Callable[[State, PyTree], tuple[State, dict
     """
     if setup.stages_apart:
         return make_mpmd_step(setup)
-    value_and_grad = ENGINES[_engine(setup)](setup, build_model(setup))
+    value_and_grad = ENGINES[engine_name(setup)](setup, build_model(setup))
     shardings = state_shardings(setup)
     stored, lie = map(without_router_biases, (shardings["weights"], gradient_shardings(setup)))
     step = make_step(
@@ -82,7 +82,7 @@ def place_batch(setup: Setup, batch: dict[str, np.ndarray]) -> dict[str, ArrayLi
     `target_weights` come out divided by their sum over the batch: the share of each token in the
     loss, so that uneven masks need no care anywhere else.
     """
-    weight = max(float(batch["target_weights"].sum(dtype=np.float64)), 1.0)
+    weight = total_weight(batch) or 1.0
     batch = batch | {"target_weights": (batch["target_weights"] / weight).astype(np.float32)}
 
     shape = (setup.num_microbatches, setup.microbatch_size, -1)
@@ -94,6 +94,11 @@ def place_batch(setup: Setup, batch: dict[str, np.ndarray]) -> dict[str, ArrayLi
         return jax.make_array_from_callback(rows.shape, where, lambda index: rows[index])
 
     return jax.tree.map(place, batch, batch_shardings(setup))
+
+
+def total_weight(batch: dict[str, np.ndarray]) -> float:
+    """The sum of the target weights of a batch, as the host has it."""
+    return float(batch["target_weights"].sum(dtype=np.float64))
 
 
 def _circular(setup: Setup, model: Model) -> Callable:
@@ -171,18 +176,22 @@ ENGINES: dict[str, Callable[[Setup, Model], Callable]] = {
 }
 
 
-def _engine(setup: Setup) -> str:
+def engine_name(setup: Setup) -> str:
     """`pipeline_engine`, or the rim whose modules run in it."""
     rims = {None: setup.config.pipeline_engine, False: "linen", True: "nnx"}
     return rims[setup.config.enable_nnx]
 
 
 def _dropout_keys(setup: Setup, step: Int[Array, ""]) -> PyTree:
-    """[R, S, layers per stage] keys of this step by layer number, or () without dropout; and which
-    layers are there, if not all are."""
+    """[R, S, layers per stage] keys of this step by layer number, or () without dropout."""
     layout = setup.layout
     keys = layer_keys(setup, step, layout.numbers)
-    keys = jax.tree.map(lambda x: x.reshape(layout.dims), keys)
+    return present_layers(setup, jax.tree.map(lambda x: x.reshape(layout.dims), keys))
+
+
+def present_layers(setup: Setup, keys: PyTree) -> PyTree:
+    """What stages are given: their `keys`, and which layers are there, if not all are."""
+    layout = setup.layout
     if not layout.counts:
         return keys
     present = jnp.asarray(layout.numbers) >= 0

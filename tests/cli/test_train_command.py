@@ -70,7 +70,7 @@ def test_a_run_that_was_killed_and_started_again_has_the_losses_of_one_that_was_
     [
         (["stepz=3"], "sets `stepz`, which is no key. Did you mean `steps`?"),
         (["model_name=llama9"], "`model_name` is 'llama9'"),
-        (["dataset_type=text", "text_files=no/such/file.txt"], "no/such/file.txt"),
+        (["dataset_type=text", "data_files=no/such/file.txt"], "no/such/file.txt"),
         (["ici_pipeline_parallelism=16"], "needs 16 devices and there are 8"),
         (["num_pipeline_microbatches=3"], "`num_pipeline_microbatches` = 3"),
         (["pipeline_engine=spmd"], "It should be 'none', 'circular', 'scheduled' or 'mpmd'"),
@@ -86,7 +86,7 @@ def test_wrong_settings_give_one_message_and_exit_code_2(settings, message, tmp_
 
 def test_an_empty_text_is_refused(tmp_path, capsys):
     (tmp_path / "empty.txt").write_text("")
-    settings = ["dataset_type=text", f"text_files={tmp_path / 'empty.txt'}"]
+    settings = ["dataset_type=text", f"data_files={tmp_path / 'empty.txt'}"]
     assert main(["train", f"output_dir={tmp_path / 'runs'}", *settings]) == 2
     assert "empty.txt" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()

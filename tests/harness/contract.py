@@ -150,12 +150,21 @@ def run_mpmd(row: Row, case: Case, schedule: schedules.Schedule) -> Any:
     return jax.tree.map(np.asarray, value), grads | {"stages": stacked}
 
 
-def mpmd_result(row: Row, case: Case, schedule: schedules.Schedule, **options: Any) -> Any:
+def mpmd_result(
+    row: Row,
+    case: Case,
+    schedule: schedules.Schedule,
+    *,
+    value_alone: bool = False,
+    **options: Any,
+) -> Any:
     """Value and gradients as `MpmdArray`, `stages` a list of trees: of any number of processes."""
     mesh = mesh_of(dataclasses.replace(row, axes=row.axes or ()))
     apart = case.weights | {"stages": _unstacked(_flat(case.weights["stages"]))}
 
     def run(weights, side, keys):
+        if value_alone:
+            return mpmd.mpmd_value(case.model, weights, side, keys, schedule=schedule)
         remat = remat_by_name(row.remat, PLACES)
         return mpmd.mpmd_value_and_grad(
             case.model, weights, side, keys, schedule=schedule, remat=remat
@@ -167,7 +176,7 @@ def mpmd_result(row: Row, case: Case, schedule: schedules.Schedule, **options: A
         of_stage = jax.tree.map(lambda s: P(*s.spec[2:]), placed_as["stages"])
         ends = {n: jax.tree.map(lambda s: s.spec, placed_as[n]) for n in ("embed", "head")}
         specs = ends | {"stages": [of_stage] * len(apart["stages"])}
-    out_specs = None if specs is None else (None, specs)
+    out_specs = None if specs is None or value_alone else (None, specs)
     groups = mpmd.MpmdMesh(mesh, "stage")
     step = mpmd.mpmd_jit_with_loop(
         run, groups, in_specs=(specs, None, None), out_specs=out_specs, **options

@@ -21,7 +21,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "linen": {"spmd", "mpmd", "autodiff", "schedules", "sharding"},
     "nnx": {"spmd", "mpmd", "autodiff", "schedules", "sharding"},
     "plan": {"spmd", "mpmd", "autodiff", "schedules", "sharding"},
+    "data": set(),
     "train": {
+        "data",
         "plan",
         "linen",
         "nnx",

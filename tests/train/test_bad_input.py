@@ -145,7 +145,7 @@ def test_metrics_that_no_longer_fit_end_the_run(tmp_path):
 def test_tensorboard_on_a_full_disk_says_so_at_once(tmp_path, monkeypatch):
     from tensorboardX import record_writer
 
-    full = Path("/dev/full").open("wb", buffering=0)
+    full = io.FileIO("/dev/full", "wb")
     monkeypatch.setattr(record_writer, "open_file", lambda path: full)
     with (
         full,

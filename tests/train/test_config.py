@@ -51,5 +51,5 @@ def test_places_of_tensors_without_the_policy_that_reads_them_are_refused():
 
 
 def test_text_needs_files():
-    with pytest.raises(ValueError, match="`text_files` is empty"):
-        Config(dataset_type="text", text_files=())
+    with pytest.raises(ValueError, match="`data_files` is empty"):
+        Config(dataset_type="text", data_files=())

@@ -84,8 +84,8 @@ def test_values_may_hold_equals_signs_and_nothing_at_all():
 
 
 def test_one_text_file_needs_no_list():
-    assert load("text_files=a.txt").text_files == ("a.txt",)
-    assert load("text_files=[a.txt, b]").text_files == ("a.txt", "b")
+    assert load("data_files=a.txt").data_files == ("a.txt",)
+    assert load("data_files=[a.txt, b]").data_files == ("a.txt", "b")
 
 
 def test_rules_are_lists_of_pairs():
@@ -128,7 +128,7 @@ def test_an_unknown_model_lists_the_known_ones():
         ("learning_rate=fast", "'fast'", "a valid number"),
         ("dtype=int8", "'int8'", "'bfloat16' or 'float32'"),
         ("enable_progress_bar=x", "'x'", "'auto' or a valid boolean"),
-        ("text_files=[1]", "[1]", "a valid string"),
+        ("data_files=[1]", "[1]", "a valid string"),
     ],
 )
 def test_a_wrong_value_is_shown_with_what_is_expected(override: str, value: str, wish: str):
@@ -145,8 +145,8 @@ def test_all_wrong_values_are_told_at_once_each_with_its_source(file):
 
 
 def test_values_that_do_not_fit_together_are_refused():
-    assert refusal("dataset_type=text", "text_files=[]") == (
-        "`dataset_type` is 'text' and `text_files` is empty. Give files, folders or "
+    assert refusal("dataset_type=text", "data_files=[]") == (
+        "`dataset_type` is 'text' and `data_files` is empty. Give files, folders or "
         "'builtin:sonnets'."
     )
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpipe.train import ByteTokenizer, Tokenizer, load_tokenizer
+from jaxpipe.data import ByteTokenizer, Tokenizer, load_tokenizer
 
 
 @pytest.fixture

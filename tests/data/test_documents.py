@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxpipe.train import ByteTokenizer, read_documents, tokenize
+from jaxpipe.data import ByteTokenizer, read_documents, tokenize
 
 BLANKS = "\n\n\n"
 

@@ -3,13 +3,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpipe.train import (
+from jaxpipe.data import (
+    AllRows,
     Batch,
-    BatchAt,
+    Batches,
     Corpus,
+    Rows,
     global_batch_size,
+    split_off,
     synthetic_batches,
     text_batches,
+    whole_corpus,
 )
 
 DTYPES = {
@@ -26,12 +30,12 @@ corpora = st.lists(st.integers(1, 20), min_size=1, max_size=12)
 
 def numbered(lengths: list[int]) -> Corpus:
     """A corpus whose every token is another one: 1, 2, 3, ..."""
-    return Corpus(np.arange(1, sum(lengths) + 1, dtype=np.int32), np.cumsum(lengths))
+    return whole_corpus(np.arange(1, sum(lengths) + 1, dtype=np.int32), np.cumsum(lengths))
 
 
 def batches(
     lengths: list[int], *, rows: int = 1, length: int, packing: bool = True, seed: int | None = None
-) -> BatchAt:
+) -> Batches:
     return text_batches(
         numbered(lengths), batch_size=rows, length=length, packing=packing, shuffle_seed=seed
     )
@@ -131,7 +135,7 @@ def test_epochs_and_seeds_have_different_orders():
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_step_has_the_same_batch_however_it_is_reached(packing: bool):
-    def fresh() -> BatchAt:
+    def fresh() -> Batches:
         return batches([5, 9, 30, 2], rows=3, length=8, packing=packing, seed=1)
 
     uninterrupted = fresh()
@@ -178,3 +182,92 @@ def test_the_global_batch_is_a_whole_number_of_rows():
     assert global_batch_size(0.25, 8) == 2
     with pytest.raises(ValueError, match=r"= 0\.3 on 8 devices makes 2\.4 rows"):
         global_batch_size(0.3, 8)
+
+
+@settings(max_examples=20)
+@given(corpora, st.integers(1, 24), st.booleans())
+def test_targets_are_counted_without_their_tokens(lengths: list[int], length: int, packing: bool):
+    rows = Rows(numbered(lengths), length, packing)
+    for i in range(len(rows)):
+        assert rows.num_targets(i) == rows[i]["target_weights"].sum()
+    batch_at = batches(lengths, rows=3, length=length, packing=packing, seed=5)
+    assert batch_at.num_targets(2) == batch_at(2)["target_weights"].sum()
+
+
+@pytest.mark.parametrize("source", ["text", "synthetic"])
+def test_some_rows_of_a_batch_are_those_of_the_whole_one(source: str):
+    if source == "synthetic":
+        batch_at = synthetic_batches(vocab_size=11, batch_size=6, length=8, seed=0)
+    else:
+        batch_at = batches([5, 9, 30, 2], rows=6, length=8, seed=1)
+    for name, values in batch_at.rows(3, [4, 1]).items():
+        np.testing.assert_array_equal(values, batch_at(3)[name][[4, 1]])
+
+
+@settings(max_examples=20)
+@given(corpora, st.integers(1, 24), st.integers(1, 5), st.booleans())
+def test_all_rows_come_once_and_the_last_batch_is_filled_with_padding(
+    lengths: list[int], length: int, batch_size: int, packing: bool
+):
+    rows = Rows(numbered(lengths), length, packing)
+    found = AllRows((rows, rows), batch_size)
+    assert len(found) == len(list(found)) == -(-2 * len(rows) // batch_size)
+    expected = 2 * [rows[i] for i in range(len(rows))]
+    for name, dtype in DTYPES.items():
+        flat = np.concatenate([batch[name] for batch in found])
+        assert flat.dtype == dtype
+        assert flat.shape == (len(found) * batch_size, length)
+        np.testing.assert_array_equal(flat[: len(expected)], [row[name] for row in expected])
+        assert not flat[len(expected) :].any()
+    with pytest.raises(IndexError, match=f"and no batch {len(found)}"):
+        found[len(found)]
+
+
+def split(lengths: list[int], fraction: float, seed: int = 0) -> list[set[int]]:
+    """The tokens that stay, and those that are held out."""
+    sides = split_off(numbered(lengths), fraction=fraction, seed=seed)
+    found = []
+    for side in sides:
+        assert len(side) == side.ends[-1] > 0
+        rows = Rows(side, 7, True)
+        kept = [rows[i]["tokens"][rows[i]["segment_ids"] > 0] for i in range(len(rows))]
+        found.append(np.concatenate(kept))
+    assert len(set(found[0]) | set(found[1])) == len(found[0]) + len(found[1])
+    return [set(side.tolist()) for side in found]
+
+
+def test_documents_that_are_held_out_are_whole_and_training_never_sees_them():
+    lengths = [1 + i % 5 for i in range(200)]
+    train, held_out = split(lengths, 0.25)
+    assert train | held_out == set(range(1, sum(lengths) + 1))
+    first = 1
+    sizes = 0
+    for count in lengths:
+        document = set(range(first, first + count))
+        assert document <= train or document <= held_out
+        sizes += document <= held_out
+        first += count
+    assert 30 <= sizes <= 70
+    # Rows of documents that no longer lie side by side are those of a corpus without the others.
+    kept, _ = split_off(numbered(lengths), fraction=0.25, seed=0)
+    copied = whole_corpus(kept.ids(np.arange(len(kept))), kept.ends)
+    rows, others = Rows(kept, 8, True), Rows(copied, 8, True)
+    assert len(rows) == len(others)
+    for i in range(len(rows)):
+        for name, values in rows[i].items():
+            np.testing.assert_array_equal(values, others[i][name])
+
+
+def test_which_documents_are_held_out_depends_on_their_numbers_and_the_seed_alone():
+    ones = [1] * 100
+    _, held_out = split(ones, 0.2)
+    assert split(ones, 0.2)[1] == held_out != split(ones, 0.2, seed=1)[1]
+    longer = split([1] * 130, 0.2)[1]
+    assert {token for token in longer if token <= 100} == held_out
+
+
+def test_a_split_that_leaves_one_side_empty_is_refused():
+    with pytest.raises(ValueError, match=r"`eval_split_fraction` is 1e-06, which holds out 0 of 3"):
+        split_off(numbered([1, 2, 3]), fraction=1e-6, seed=0)
+    with pytest.raises(ValueError, match="holds out 3 of 3 documents, and both sides need one"):
+        split_off(numbered([1, 2, 3]), fraction=0.999999, seed=0)

@@ -1,0 +1,131 @@
+"""Batches by step: a pure function from a step's number to its rows, so there is no state to save.
+
+B rows a batch, T tokens a row.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import grain
+import numpy as np
+
+from ._corpus import Corpus
+from ._rows import Row, Rows, empty_row
+
+Batch = dict[str, np.ndarray]
+"""The arrays of `Row`, [B, T]."""
+
+BatchAt = Callable[[int], Batch]
+"""The batch of a step: always the same one, in any order of steps."""
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Batches of which single rows can be made. Called with a step, it is a `BatchAt`.
+
+    Attributes:
+        batch_size: B.
+        rows: From a step and the numbers of n of its rows, 0 to B - 1, to these, [n, T].
+        num_targets: From a step to the sum of `target_weights` over all of its rows.
+    """
+
+    batch_size: int
+    rows: Callable[[int, Sequence[int]], Batch]
+    num_targets: Callable[[int], int]
+
+    def __call__(self, step: int) -> Batch:
+        return self.rows(step, range(self.batch_size))
+
+
+def global_batch_size(per_device_batch_size: float, num_devices: int) -> int:
+    """Rows of one step on all devices; the product must be whole."""
+    rows = per_device_batch_size * num_devices
+    if rows < 1 or rows != round(rows):
+        raise ValueError(
+            f"`per_device_batch_size` = {per_device_batch_size:g} on {num_devices} devices makes "
+            f"{rows:g} rows. Choose it so that the product is a whole number."
+        )
+    return round(rows)
+
+
+def synthetic_batches(*, vocab_size: int, batch_size: int, length: int, seed: int) -> Batches:
+    """Random tokens, one document of full length a row, from (seed, step) alone."""
+
+    def rows(step: int, numbers: Sequence[int]) -> Batch:
+        random = np.random.default_rng((seed, step))
+        tokens = random.integers(vocab_size, size=(batch_size, length + 1), dtype=np.int32)
+        tokens = tokens[np.asarray(numbers)]
+        shape = (len(numbers), length)
+        return {
+            "tokens": tokens[:, :-1],
+            "targets": tokens[:, 1:],
+            "target_weights": np.ones(shape, np.float32),
+            "positions": np.broadcast_to(np.arange(length, dtype=np.int32), shape),
+            "segment_ids": np.ones(shape, np.int32),
+        }
+
+    return Batches(batch_size, rows, lambda step: batch_size * length)
+
+
+def text_batches(
+    corpus: Corpus, *, batch_size: int, length: int, packing: bool, shuffle_seed: int | None
+) -> Batches:
+    """Rows of a corpus, epoch after epoch.
+
+    Rows are cut once and then shuffled, with another order in each epoch. A batch may reach from
+    one epoch into the next, and may be larger than the corpus.
+
+    Args:
+        corpus: From `tokenize`.
+        batch_size: B.
+        length: T.
+        packing: Rows of several documents, or of one: see `Rows`.
+        shuffle_seed: 0 to 2**32 - 1, or None for the corpus's own order in every epoch.
+    """
+    rows = Rows(corpus, length, packing)
+    numbers = grain.MapDataset.range(len(rows))
+    if shuffle_seed is not None:
+        numbers = numbers.shuffle(seed=shuffle_seed)
+    numbers = numbers.repeat()
+
+    def chosen(step: int, of_batch: Iterable[int]) -> list[int]:
+        found = [numbers[step * batch_size + i] for i in of_batch]
+        return [number for number in found if number is not None]  # none is: for type checkers
+
+    return Batches(
+        batch_size,
+        lambda step, of_batch: stacked([rows[i] for i in chosen(step, of_batch)]),
+        lambda step: sum(rows.num_targets(i) for i in chosen(step, range(batch_size))),
+    )
+
+
+@dataclass(frozen=True)
+class AllRows(Sequence[Batch]):
+    """Every row of some corpora once, in order, as batches that are made when they are asked for.
+
+    The last batch is filled up with rows of padding, whose `target_weights` are 0.
+    """
+
+    sources: tuple[Rows, ...]
+    batch_size: int
+
+    def __len__(self) -> int:
+        return -(-sum(map(len, self.sources)) // self.batch_size)
+
+    def __getitem__(self, index: int) -> Batch:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not 0 <= index < len(self):
+            raise IndexError(f"There are {len(self)} batches, and no batch {index}.")
+        first = index * self.batch_size
+        return stacked([self._row(first + i) for i in range(self.batch_size)])
+
+    def _row(self, number: int) -> Row:
+        for rows in self.sources:
+            if number < len(rows):
+                return rows[number]
+            number -= len(rows)
+        return empty_row(self.sources[0].length)
+
+
+def stacked(rows: Sequence[Row]) -> Batch:
+    """Rows as a batch."""
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}

@@ -1,0 +1,82 @@
+"""Rows of a corpus: windows of its stream, padded with zeros.
+
+T tokens a row. `segment_ids` count its documents from 1 (0 is padding), `positions` restart with
+each of them, and a target is the next token of the same document; where there is none its weight is
+0.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ._corpus import Corpus
+
+Row = dict[str, np.ndarray]
+"""[T] tokens, targets, positions, segment_ids (int32) and target_weights (float32, 0 or 1)."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """All rows of a corpus; each is made when it is asked for.
+
+    Packed, the stream is cut every T tokens. Not best fit: nothing is padded but the last row,
+    nothing is dropped, and rows do not depend on a search. The price is that a document cut by a
+    row's edge goes on in the next row without what came before; its token at the edge still has its
+    target. Otherwise a row is one document, without what exceeds T tokens.
+
+    Attributes:
+        corpus: Where they come from.
+        length: T.
+        packing: Whether a row may have several documents.
+    """
+
+    corpus: Corpus
+    length: int
+    packing: bool
+
+    def __len__(self) -> int:
+        return -(-len(self.corpus) // self.length) if self.packing else len(self.corpus.ends)
+
+    def __getitem__(self, row: int) -> Row:
+        return cut(self.corpus, *self.window(row), length=self.length)
+
+    def window(self, row: int) -> tuple[int, int]:
+        """Where a row starts in the stream, and where it stops."""
+        if self.packing:
+            start, end = row * self.length, len(self.corpus)
+        else:
+            start = int(self.corpus.ends[row - 1]) if row else 0
+            end = int(self.corpus.ends[row])
+        return start, min(start + self.length, end)
+
+    def num_targets(self, row: int) -> int:
+        """The sum of a row's `target_weights`: all but a document's last token have a target."""
+        start, stop = self.window(row)
+        first, last = np.searchsorted(self.corpus.ends, (start, stop), side="right")
+        return stop - start - int(last - first)
+
+
+def cut(corpus: Corpus, start: int, stop: int, *, length: int) -> Row:
+    """The row of the window [start, stop), padded to `length`."""
+    at = np.arange(start, stop)
+    document = corpus.documents_at(at)
+    has_target = at + 1 < corpus.ends[document]
+    row = {
+        "tokens": corpus.ids(at),
+        "targets": np.where(has_target, corpus.ids(np.minimum(at + 1, len(corpus) - 1)), 0),
+        "positions": at - np.maximum(corpus.starts(document), start),
+        "segment_ids": document - document[0] + 1,
+    }
+    padded = {name: _pad(values.astype(np.int32), length) for name, values in row.items()}
+    return padded | {"target_weights": _pad(has_target.astype(np.float32), length)}
+
+
+def empty_row(length: int) -> Row:
+    """Nothing but padding."""
+    names = ("tokens", "targets", "positions", "segment_ids")
+    zeros = {name: np.zeros(length, np.int32) for name in names}
+    return zeros | {"target_weights": np.zeros(length, np.float32)}
+
+
+def _pad(values: np.ndarray, length: int) -> np.ndarray:
+    return np.pad(values, (0, length - len(values)))

@@ -1,0 +1,113 @@
+"""What every engine computes forward only is the value of the unpipelined program."""
+
+import contextlib
+import functools
+from typing import Any
+
+import jax
+import pytest
+
+from harness import contract
+from harness.contract import Case, Row, assert_close, gather_of, mesh_of, placed
+from jaxpipe import schedules, spmd
+from jaxpipe.autodiff import unpipelined
+from jaxpipe.train._flax_decoder import linen_value, nnx_value
+
+
+def value_of(row: Row, case: Case) -> Any:
+    """(loss, metrics) by the row's engine."""
+    if row.engine in ("linen", "nnx"):
+        rims = {"linen": linen_value, "nnx": nnx_value}
+        return contract.flax(rims[row.engine], row, case)
+    mesh = mesh_of(row)
+    how: dict[str, Any] = {
+        "mesh": mesh,
+        "gather": gather_of(row, case.axes["stages"], stacked=2),
+        "ends_gather": gather_of(row, {name: case.axes[name] for name in ("embed", "head")}),
+    }
+    weights, keys = placed(case, mesh), case.keys
+    if row.engine == "circular":
+        run = functools.partial(spmd.circular_value, case.model, delay=row.delay, **how)
+    else:
+        schedule = contract.ticks_of(row).schedule
+        ticks = schedules.lock_step(schedules.forward_only(schedule))
+        how |= {"ticks": ticks, "share_head": row.share_head}
+        run = functools.partial(spmd.scheduled_value, case.model, **how)
+        stages, keys = (spmd.to_ranks(_flat(x), schedule) for x in (weights["stages"], keys))
+        weights = weights | {"stages": stages}
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        return jax.jit(run)(weights, case.side, keys)
+
+
+def _flat(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+
+
+circular = functools.partial(Row, "circular")
+scheduled = functools.partial(Row, "scheduled")
+FSDP: Any = (("fsdp", 2),)
+MANUAL = ("data", "fsdp")
+
+
+def rows() -> list[Row]:
+    return [
+        circular("mlp", 3, 2, 6, axes=(), delay=True, dropout=0.1, tied=True),
+        circular("llama", 2, 3, 4, axes=FSDP, gather="repeat", batch_axes=MANUAL, packed=True),
+        circular("llama", 4, 1, 4, axes=FSDP, gather="once", explicit=True, batch_axes=MANUAL),
+        circular("deepseek", 2, 2, 4, axes=(("expert", 2), ("fsdp", 2)), packed=True),
+        scheduled("mlp", 2, 2, 4, axes=(), schedule="zbv", dropout=0.1, tied=True),
+        scheduled("llama", 3, 1, 6, axes=FSDP, schedule="zero_bubble_h1", gather="once"),
+        scheduled("llama", 2, 2, 4, axes=FSDP, schedule="interleaved_1f1b", share_head=True,
+                  gather="repeat", batch_axes=MANUAL, packed=True),
+        scheduled("llama", 4, 2, 8, axes=(), schedule="dualpipev", packed=True),
+        scheduled("deepseek", 2, 1, 4, axes=FSDP, schedule="gpipe", packed=True),
+        Row("linen", "llama", 2, 2, 4, axes=FSDP, packed=True, batch_axes=MANUAL),
+        Row("nnx", "deepseek", 2, 1, 4, axes=FSDP, packed=True),
+    ]  # fmt: skip
+
+
+def is_slow(row: Row) -> bool:
+    return row.model != "mlp"
+
+
+def check_value(row: Row, found: Any) -> None:
+    (loss, metrics), (true, true_metrics) = found, contract.reference(contract.plain(row))[0]
+    assert_close(loss, true, "loss")
+    assert metrics.keys() == true_metrics.keys()
+    for name in metrics:
+        assert_close(metrics[name], true_metrics[name], f"metrics[{name!r}]")
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[pytest.mark.slow] * is_slow(row)) for row in rows()], ids=str
+)
+def test_a_value_alone_is_that_beside_gradients(row: Row):
+    check_value(row, value_of(row, contract.make_case(row)))
+
+
+def test_so_is_that_of_the_reference():
+    row = circular("mlp", 3, 2, 6, dropout=0.1, tied=True)
+    case = contract.make_case(row)
+    flat = case.weights | {"stages": _flat(case.weights["stages"])}
+    run = functools.partial(unpipelined.value, case.model)
+    check_value(row, jax.jit(run)(flat, case.side, _flat(case.keys)))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row("mpmd", "mlp", 2, 2, 4, axes=(), schedule="zbv", dropout=0.1, tied=True),
+        pytest.param(
+            Row("mpmd", "deepseek", 2, 2, 4, axes=FSDP, schedule="interleaved_1f1b", packed=True),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Row("mpmd", "llama", 3, 1, 6, axes=FSDP, schedule="zero_bubble_h1", dropout=0.1),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)
+def test_programs_of_every_rank_run_forwards_alone(row: Row):
+    case, schedule = contract.make_case(row), contract.schedule_of(row)
+    check_value(row, contract.mpmd_result(row, case, schedule, value_alone=True))

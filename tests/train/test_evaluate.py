@@ -1,0 +1,219 @@
+"""Evaluation through every engine equals the plain one; the best checkpoints stay."""
+
+import io
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpipe.data import Batch
+from jaxpipe.train import Config, _loop, best_step, open_checkpoints, read_metrics, set_up, train
+from jaxpipe.train import _evaluate as evaluation
+from jaxpipe.train import _step as step
+
+from .runs import DEEPSEEK, NONE, ROWS, TINY, Settings, setup_of
+
+LENGTH, VOCAB = 16, 64
+
+
+def batches() -> list[Batch]:
+    """Three, with masks that differ in weight; of the last one most rows are padding."""
+    rng = np.random.default_rng(3)
+    made = []
+    for share in (1.0, 0.4, 0.1):
+        tokens = rng.integers(0, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
+        mask = (rng.random((ROWS, LENGTH)) < share).astype(np.float32)
+        mask[3:] *= share > 0.1
+        made.append(
+            {
+                "tokens": tokens[:, :-1],
+                "targets": tokens[:, 1:],
+                "target_weights": mask,
+                "positions": np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (ROWS, LENGTH)),
+                "segment_ids": np.ones((ROWS, LENGTH), np.int32),
+            }
+        )
+    return made
+
+
+def evaluated(monkeypatch, devices: int, *settings: Settings, given: Sequence[Batch] = ()) -> Any:
+    """Metrics of the first weights."""
+    found = given or batches()
+    monkeypatch.setattr(evaluation, "make_eval_batches", lambda setup: found)
+    setup = setup_of(devices, {"eval_interval": 1, "eval_steps": len(found)}, *settings)
+    with nullcontext() if setup.stages_apart else jax.set_mesh(setup.mesh):
+        evaluate = evaluation.make_evaluate(setup)
+        assert evaluate is not None
+        return evaluate(step.initial_state(setup))
+
+
+RANKS: Settings = {"ici_pipeline_parallelism": 2}
+ENGINES: dict[str, tuple[int, Settings]] = {
+    "circular": (4, {"ici_fsdp_parallelism": 2, "pipeline_fsdp_ag_per_repeat": True}),
+    "scheduled": (2, {"pipeline_engine": "scheduled", "pipeline_schedule": "zbv"}),
+    "uneven": (
+        2,
+        {"pipeline_engine": "scheduled", "pipeline_layout": "Et|t*3L", "pipeline_share_head": True},
+    ),
+    "mpmd": (2, {"pipeline_engine": "mpmd", "pipeline_schedule": "zero_bubble_h1"}),
+    "linen": (2, {"enable_nnx": False}),
+    "nnx": (2, {"enable_nnx": True, "pure_nnx_decoder": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, float]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return evaluated(monkeypatch, 1, NONE)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("scheduled", "linen")))
+        for name in ENGINES
+    ],
+)
+def test_every_engine_evaluates_to_the_plain_loss(monkeypatch, plain, name: str):
+    devices, settings = ENGINES[name]
+    # Dropout is for training alone.
+    dropout = {} if name in ("linen", "nnx") else {"dropout_rate": 0.5}
+    found = evaluated(monkeypatch, devices, RANKS, settings, dropout)
+    assert found.keys() == plain.keys()
+    for key in ("eval_loss", "eval_perplexity", "eval_accuracy"):
+        np.testing.assert_allclose(found[key], plain[key], rtol=1e-5)
+
+
+def test_the_loss_is_that_of_all_tokens_however_they_lie_in_batches(monkeypatch, plain):
+    several = batches()
+    whole = {name: np.concatenate([batch[name] for batch in several]) for name in several[0]}
+    settings = {"per_device_batch_size": 24.0}
+    found = evaluated(monkeypatch, 1, NONE, settings, given=[whole])
+    np.testing.assert_allclose(found["eval_loss"], plain["eval_loss"], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_losses_beside_the_cross_entropy_are_apart(monkeypatch):
+    with_balance = evaluated(monkeypatch, 1, NONE, DEEPSEEK)
+    without = evaluated(monkeypatch, 1, NONE, DEEPSEEK, {"load_balance_loss_weight": 0.0})
+    assert with_balance["eval_load_balance_loss"] > 0.01
+    np.testing.assert_allclose(with_balance["eval_loss"], without["eval_loss"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        pytest.param(
+            {"pipeline_engine": "scheduled", "pipeline_share_head": True}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["circular", "scheduled"],
+)
+def test_no_gradient_is_computed(settings: Settings):
+    """A step has 3 matrix products for each one of the evaluation, or 4 with the forward again."""
+    setup = setup_of(2, RANKS, {"remat_policy": "none"}, settings)
+    with jax.set_mesh(setup.mesh):
+        state, batch = step.initial_state(setup), step.place_batch(setup, batches()[0])
+        forward: Any = evaluation.make_eval_step(setup)
+        both: Any = step.make_train_step(setup)
+        forward = forward.lower(state["weights"], batch).compile().as_text()
+        both = both.lower(state, batch).compile().as_text()
+    assert forward.count(" dot(") > 5
+    assert both.count(" dot(") >= 2.5 * forward.count(" dot(")
+
+
+SETTINGS = TINY | NONE | {"ici_fsdp_parallelism": 8, "per_device_batch_size": 1.0}
+SETTINGS |= {"num_pipeline_microbatches": 1, "eval_steps": 2, "eval_interval": 1}
+
+
+def run(folder: Path, **settings: Any) -> str:
+    shown = io.StringIO()
+    train(Config.model_validate(SETTINGS | {"output_dir": str(folder)} | settings), stream=shown)
+    return shown.getvalue()
+
+
+def with_losses(monkeypatch, losses: dict[int, float]) -> None:
+    """Evaluations find these, by step."""
+
+    def make(setup):
+        return lambda state: {"eval_loss": losses[int(state["step"])]}
+
+    monkeypatch.setattr(_loop, "make_evaluate", make)
+
+
+def test_a_run_evaluates_every_few_steps_and_at_its_end_and_trains_as_without(tmp_path):
+    said = run(tmp_path / "a", steps=5, eval_interval=2, log_period=5)
+    run(tmp_path / "b", steps=5, eval_interval=0, eval_steps=-1)
+    lines, plain = (read_metrics(tmp_path / x / "default" / "metrics.jsonl") for x in "ab")
+    assert [line["loss"] for line in lines] == [line["loss"] for line in plain]
+    assert [line["step"] for line in lines if "eval_loss" in line] == [2, 4, 5]
+    assert all(line["eval_seconds"] > 0 for line in lines if "eval_loss" in line)
+    assert [f"step {step}/5" in said for step in range(1, 6)] == [False, True, False, True, True]
+    # It is the loss of the newest weights on other tokens.
+    assert len({line["eval_loss"] for line in lines if "eval_loss" in line}) == 3
+
+
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_best_checkpoints_stay_beside_the_newest(tmp_path, monkeypatch, asynchronous):
+    losses = {1: 5.0, 2: 3.0, 3: 4.0, 4: float("nan"), 5: 3.5, 6: 9.0, 7: 8.0, 8: 2.0}
+    settings: dict[str, Any] = {"keep_best": 2, "max_to_keep": 1, "checkpoint_period": 3}
+    settings |= {"async_checkpointing": asynchronous, "learning_rate_schedule_steps": 9}
+    with_losses(monkeypatch, losses)
+    run(tmp_path, steps=7, **settings)
+    folder = tmp_path / "default" / "checkpoints"
+
+    def kept() -> list[int]:
+        return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+
+    assert kept() == [2, 5, 7]  # the best two, and the newest
+    assert all((folder / str(number) / "digests.json").exists() for number in kept())
+    with open_checkpoints(folder, max_to_keep=1, asynchronous=False) as checkpoints:
+        assert best_step(checkpoints) == 2
+    assert "resumed after step 7" in run(tmp_path, steps=8, **settings)
+    assert kept() == [2, 8]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"eval_steps": 3}, "`eval_interval` is 0 and `eval_steps` is 3"),
+        ({"keep_best": 1}, "`eval_interval` is 0 and `keep_best` is 1"),
+        ({"eval_interval": 5}, "synthetic data has no end. Give `eval_steps`"),
+        (
+            {"eval_interval": 5, "eval_steps": 1, "keep_best": 1, "enable_checkpointing": False},
+            "`keep_best` is 1 and `enable_checkpointing` false",
+        ),
+    ],
+)
+def test_keys_that_nothing_would_read_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Config(**settings)
+
+
+def test_held_out_documents_are_evaluated_on(tmp_path):
+    settings = {"dataset_type": "text", "eval_split_fraction": 0.1, "vocab_size": 257}
+    run(tmp_path, steps=2, eval_interval=1, **settings)
+    lines = read_metrics(tmp_path / "default" / "metrics.jsonl")
+    assert lines[1]["eval_loss"] < lines[0]["eval_loss"]
+
+
+def test_files_that_nobody_reads_are_refused():
+    config = Config(dataset_type="text", eval_files=("builtin:sonnets",), vocab_size=257)
+    with pytest.raises(ValueError, match=r"`eval_files` is .* and `eval_interval` 0"):
+        evaluation.make_evaluate(set_up(config, jax.devices()))
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [(None, "there is nothing to evaluate on"), (batches(), "`eval_steps` is 4, and there are 3")],
+)
+def test_too_little_to_evaluate_on_is_refused(monkeypatch, found, message):
+    monkeypatch.setattr(evaluation, "make_eval_batches", lambda setup: found)
+    setup = set_up(Config.model_validate(SETTINGS | {"eval_steps": 4}), jax.devices())
+    with pytest.raises(ValueError, match=message):
+        evaluation.make_evaluate(setup)
