@@ -164,9 +164,12 @@ def save_checkpoint(
             f"`step` is {step} and {checkpoints.directory} has a checkpoint of step {newest}. "
             "Resume from that one, or choose another `run_name`."
         )
+    if newest == step:
+        return
     with naming_failed_saves(checkpoints):
         checkpoints.save(
             step,
+            force=True,  # else nothing is saved, nor said, while an asynchronous save goes on
             args=ocp.args.Composite(
                 state=ocp.args.StandardSave(state), metadata=ocp.args.JsonSave(dict(metadata))
             ),

@@ -156,3 +156,12 @@ def test_other_names_are_listed_up_to_a_few(saved: Path):
     assert "and 4 more" in message
     message = refusal(saved, abstract(state(where) | {"extra": jnp.ones(1)}, where))
     assert "extra: only in the model" in message
+
+
+def test_a_step_is_saved_also_while_the_one_before_is_being_saved(tmp_path: Path, monkeypatch):
+    with open_checkpoints(tmp_path, max_to_keep=None, asynchronous=True) as checkpoints:
+        monkeypatch.setattr(type(checkpoints), "is_saving_in_progress", lambda self: True)
+        for step in (1, 2, 3):
+            save_checkpoint(checkpoints, step, {"x": jnp.ones(2)}, {})
+        checkpoints.wait_until_finished()
+        assert checkpoints.all_steps() == [1, 2, 3]
