@@ -14,6 +14,7 @@ from ..data import text_batches as text_batches
 from ..data import tokenize as tokenize
 from ._ahead import check_one_program as check_one_program
 from ._ahead import compile_train_step as compile_train_step
+from ._batches import make_batches as make_batches
 from ._checkpoint import best_step as best_step
 from ._checkpoint import latest_step as latest_step
 from ._checkpoint import open_checkpoints as open_checkpoints

@@ -64,7 +64,7 @@ def command(engine: str, folder: Path, *settings: str) -> list[str]:
     rows = ROWS / devices / max(num_processes, 1)
     words += [*SETTINGS, *more.split(), f"emulate_devices={devices}"]
     words += [f"per_device_batch_size={rows:g}", *settings]
-    return [sys.executable, "-m", "jaxpipe", *words, f"output_dir={folder}"]
+    return [sys.executable, "-u", "-m", "jaxpipe", *words, f"output_dir={folder}"]
 
 
 def train(engine: str, folder: Path, *settings: str) -> str:
@@ -107,8 +107,14 @@ def test_every_engine_goes_on_from_the_checkpoint_of_every_other(saves, loads, w
         assert found == expected
 
 
+def num_steps(folder: Path) -> int:
+    file = folder / "default" / "metrics.jsonl"
+    return file.read_text().count("\n") if file.exists() else 0
+
+
 def kill_one(folder: Path, settings: tuple[str, ...], rng: random.Random) -> str:
     """Starts a run and kills it at a random moment, in most cases after its first step."""
+    is_late = rng.random() < 0.8
     run = subprocess.Popen(
         command("circular, 4 ranks x 2 repeats", folder, *settings),
         env=os.environ | {"XLA_FLAGS": FLAGS},
@@ -116,14 +122,14 @@ def kill_one(folder: Path, settings: tuple[str, ...], rng: random.Random) -> str
         stderr=subprocess.STDOUT,
         text=True,
     )
-    file = folder / "default" / "metrics.jsonl"
+    deadline = time.monotonic() + 300
     try:
-        if rng.random() < 0.8:
-            before = file.stat().st_mtime_ns if file.exists() else 0
-            deadline = time.monotonic() + 300
-            while not file.exists() or file.stat().st_mtime_ns == before:
-                assert run.poll() is None and time.monotonic() < deadline
-                time.sleep(0.01)
+        # A start drops the lines of steps that come again; from then on every step adds one.
+        fewest = num_steps(folder)
+        while is_late and (count := num_steps(folder)) <= fewest:
+            fewest = count
+            assert run.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
         time.sleep(3 * rng.random())
     finally:
         run.kill()
