@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Integer
 
+from ._documents import read_documents
+from ._source import Source
+from ._token_files import TokenFiles, open_token_files
 from ._tokenizers import Tokenizer
 
 
@@ -23,7 +26,7 @@ class Corpus:
         shifts: [D] how much further on a document lies in `tokens` than in the stream.
     """
 
-    tokens: Integer[np.ndarray, " n"]
+    tokens: Integer[np.ndarray, " n"] | TokenFiles
     ends: Int64[np.ndarray, " D"]
     shifts: Int64[np.ndarray, " D"]
 
@@ -44,7 +47,9 @@ class Corpus:
         return self.tokens[places + self.shifts[self.documents_at(places)]].astype(np.int32)
 
 
-def whole_corpus(tokens: Integer[np.ndarray, " N"], ends: Int64[np.ndarray, " D"]) -> Corpus:
+def whole_corpus(
+    tokens: Integer[np.ndarray, " N"] | TokenFiles, ends: Int64[np.ndarray, " D"]
+) -> Corpus:
     """All of `tokens`, with documents that end where `ends` says."""
     return Corpus(tokens, ends, np.broadcast_to(np.int64(0), ends.shape))
 
@@ -54,6 +59,29 @@ def tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> Corpus:
     end = np.asarray([tokenizer.eod], np.int32)
     pieces = [np.concatenate([tokenizer.encode(text), end]) for text in documents]
     return whole_corpus(np.concatenate(pieces), np.cumsum([len(piece) for piece in pieces]))
+
+
+def read_corpus(
+    source: Source, tokenizer: Tokenizer | None, *, vocab_size: int, key: str = "data_files"
+) -> Corpus:
+    """The documents of a source.
+
+    Those of text are tokenised and held in memory, 4 bytes a token. Files of tokens stay where they
+    are.
+
+    Args:
+        source: Of any type.
+        tokenizer: For all types but `tokens`.
+        vocab_size: Rows of the model's embedding.
+        key: What errors call the source's files.
+
+    Raises:
+        ValueError: If a file is not there, or does not hold what the source says.
+    """
+    if source.type == "tokens":
+        return whole_corpus(*open_token_files(source, vocab_size=vocab_size, key=key))
+    assert tokenizer is not None, "text is tokenised"
+    return tokenize(read_documents(source, key=key), tokenizer)
 
 
 def select(corpus: Corpus, chosen: Bool[np.ndarray, " D"]) -> Corpus:
@@ -82,6 +110,6 @@ def split_off(
         raise ValueError(
             f"`eval_split_fraction` is {fraction:g}, which holds out {out.sum()} of "
             f"{num_documents} documents, and both sides need one. Change it or "
-            "`eval_split_seed`, or give `eval_files`."
+            "`eval_split_seed`, or give evaluation files of its own."
         )
     return select(corpus, ~out), select(corpus, out)

@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpipe.cli import main
 from jaxpipe.data import Batch, ByteTokenizer
-from jaxpipe.train import Config, set_up
+from jaxpipe.train import Config, load_config, set_up
 from jaxpipe.train._batches import make_batches, make_eval_batches
 from jaxpipe.train._setup import Setup
 
@@ -18,6 +19,8 @@ TINY: dict[str, Any] = {
     "per_device_batch_size": 8.0,
     "enable_checkpointing": False,
 }
+TEXT: dict[str, Any] = {"type": "text", "files": "builtin:sonnets"}
+MIXED: dict[str, Any] = {"data_sources": [TEXT]}
 
 
 def setup_of(**settings: Any) -> Setup:
@@ -75,9 +78,22 @@ def test_what_is_held_out_is_in_no_batch_of_training(tmp_path: Path):
         ({"eval_files": "a", "eval_split_fraction": 0.1}, "0.1. Evaluation reads files of its own"),
         ({"eval_split_seed": 1}, "`eval_split_seed` is 1 and `eval_split_fraction` 0"),
         ({"eval_split_fraction": 1.0}, "less than 1"),
+        ({"dataset_type": "jsonl", "text_separator": "x"}, "'jsonl' and `text_separator` is 'x'"),
+        (
+            {"text_field": "x"},
+            "`text_field` is 'x', which it does not read. Leave it at 'text', or",
+        ),
+        ({"dataset_type": "tokens"}, "'tokens' and `token_eod` is not set"),
+        ({"dataset_type": "tokens", "token_eod": 1, "tokenizer_path": "a"}, "`tokenizer_path` is"),
+        ({"dataset_type": "mixture"}, "'mixture' and `data_sources` is empty. Give sources"),
+        ({"dataset_type": "mixture", "data_files": "a"}, "'mixture' and `data_files` is"),
+        (
+            {"dataset_type": "mixture", **MIXED, "eval_data_sources": [TEXT | {"weight": 2.0}]},
+            r"`eval_data_sources\[0\].weight` is 2, which nothing reads",
+        ),
     ],
 )
-def test_settings_of_evaluation_that_say_nothing_or_two_things_are_refused(settings, message):
+def test_settings_that_nothing_reads_or_that_say_two_things_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         Config.model_validate(TINY | settings)
 
@@ -85,3 +101,62 @@ def test_settings_of_evaluation_that_say_nothing_or_two_things_are_refused(setti
 def test_files_of_evaluation_that_are_missing_are_named_with_their_key():
     with pytest.raises(ValueError, match="`eval_files` names 'no/file', which does not exist"):
         make_eval_batches(setup_of(eval_files="no/file"))
+
+
+def test_a_run_on_written_tokens_has_the_batches_of_the_text(tmp_path: Path, capsys):
+    file = tmp_path / "sonnets.bin"
+    assert main(["tokenize", str(file), "dataset_type=text"]) == 0
+    settings = capsys.readouterr().out.splitlines()[-1].split()
+    assert settings[0] == "dataset_type=tokens"
+    found = load_config([], [*settings, "max_target_length=64"], presets={"llama-tiny": {}})
+    batch_at = make_batches(set_up(found, jax.devices()[:1]))
+    for name, values in make_batches(setup_of())(7).items():
+        np.testing.assert_array_equal(batch_at(7)[name], values)
+    assert main(["tokenize", str(file), "dataset_type=text"]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert main(["tokenize", str(tmp_path / "b.bin")]) == 2
+    assert "`dataset_type` is 'synthetic', and a file of tokens" in capsys.readouterr().err
+
+
+def source(folder: Path, name: str, count: int, **fields: Any) -> dict[str, Any]:
+    """A JSONL source whose documents are its name, each of one row without packing."""
+    (folder / f"{name}.jsonl").write_text(f'{{"text": "{name}"}}\n' * count)
+    return {"type": "jsonl", "files": str(folder / f"{name}.jsonl"), **fields}
+
+
+def names(batch: Batch) -> list[str]:
+    return [ByteTokenizer().decode(row[row != 0]) for row in batch["tokens"]]
+
+
+def test_a_mixture_has_rows_of_its_sources_by_weight(tmp_path: Path):
+    sources = [source(tmp_path, "a", 3, weight=0.7), source(tmp_path, "b", 500, weight=0.3)]
+    mixture: dict[str, Any] = {"dataset_type": "mixture", "packing": False}
+    setup = setup_of(**mixture, data_sources=sources, per_device_batch_size=10.0)
+    for step in (0, 1, 1000):
+        assert sorted(names(make_batches(setup)(step))) == ["a"] * 7 + ["b"] * 3
+    sources = [source(tmp_path, "a", 40, weight=2.0), source(tmp_path, "b", 20)]
+    split = setup_of(**mixture, data_sources=sources, eval_split_fraction=0.5)
+    found = make_eval_batches(split)
+    assert found is not None
+    held_out = [name for batch in found for name in names(batch) if name]
+    assert held_out == sorted(held_out)
+    assert 10 < held_out.count("a") < 30
+    assert 3 < held_out.count("b") < 17
+    apart = setup_of(**mixture, data_sources=sources, eval_data_sources=sources[1:])
+    found = make_eval_batches(apart)
+    assert found is not None
+    assert [name for batch in found for name in names(batch)] == ["b"] * 20 + [""] * 4
+
+
+def test_sources_whose_documents_end_differently_are_refused(tmp_path: Path):
+    np.asarray([1, 0], np.uint16).tofile(tmp_path / "a.bin")
+    binary = {"type": "tokens", "files": str(tmp_path / "a.bin"), "token_eod": 0}
+    sources = [TEXT, binary]
+    with pytest.raises(ValueError, match="Documents of `data_sources` end with the ids 0, 256"):
+        make_batches(setup_of(dataset_type="mixture", data_sources=sources))
+
+
+def test_a_file_of_a_mixture_that_is_missing_is_named_by_its_source():
+    sources = [TEXT, {"type": "text", "files": "no/file"}]
+    with pytest.raises(ValueError, match=r"`data_sources\[1\].files` names 'no/file'"):
+        make_batches(setup_of(dataset_type="mixture", data_sources=sources))
