@@ -22,6 +22,7 @@ from ._source import TokenType as TokenType
 from ._token_files import LostFileError as LostFileError
 from ._tokenizers import ByteTokenizer as ByteTokenizer
 from ._tokenizers import HuggingFaceTokenizer as HuggingFaceTokenizer
+from ._tokenizers import SentencePieceTokenizer as SentencePieceTokenizer
 from ._tokenizers import Tokenizer as Tokenizer
 from ._tokenizers import load_tokenizer as load_tokenizer
 from ._write import Written as Written
