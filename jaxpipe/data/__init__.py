@@ -8,6 +8,7 @@ from ._batches import corpus_batches as corpus_batches
 from ._batches import global_batch_size as global_batch_size
 from ._batches import synthetic_batches as synthetic_batches
 from ._corpus import Corpus as Corpus
+from ._corpus import fingerprint as fingerprint
 from ._corpus import read_corpus as read_corpus
 from ._corpus import split_off as split_off
 from ._corpus import tokenize as tokenize

@@ -5,10 +5,11 @@ B rows a batch, T tokens a row.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from ._corpus import Corpus
+from ._corpus import Corpus, fingerprint
 from ._order import row_order
 from ._rows import Row, Rows, empty_row
 
@@ -27,11 +28,13 @@ class Batches:
         batch_size: B.
         rows: From a step and the numbers of n of its rows, 0 to B - 1, to these, [n, T].
         num_targets: From a step to the sum of `target_weights` over all of its rows.
+        decided_by: What the rows depend on, by name, as JSON can keep it.
     """
 
     batch_size: int
     rows: Callable[[int, Sequence[int]], Batch]
     num_targets: Callable[[int], int]
+    decided_by: dict[str, Any]
 
     def __call__(self, step: int) -> Batch:
         return self.rows(step, range(self.batch_size))
@@ -64,7 +67,8 @@ def synthetic_batches(*, vocab_size: int, batch_size: int, length: int, seed: in
             "segment_ids": np.ones(shape, np.int32),
         }
 
-    return Batches(batch_size, rows, lambda step: batch_size * length)
+    decided_by = {"vocabulary": vocab_size, "rows": batch_size, "length": length, "seed": seed}
+    return Batches(batch_size, rows, lambda step: batch_size * length, decided_by)
 
 
 def corpus_batches(
@@ -93,8 +97,8 @@ def corpus_batches(
         ValueError: If shares repeat after more than 100,000 rows only.
     """
     sources = [Rows(corpus, length, packing) for corpus in corpora]
-    sizes = list(map(len, sources))
-    order = row_order(sizes, weights=weights or [1.0] * len(sizes), shuffle_seed=shuffle_seed)
+    weights = weights or [1.0] * len(corpora)
+    order = row_order(list(map(len, sources)), weights=weights, shuffle_seed=shuffle_seed)
 
     def chosen(step: int, numbers: Iterable[int]) -> Iterator[tuple[Rows, int]]:
         for number in numbers:
@@ -105,6 +109,14 @@ def corpus_batches(
         batch_size,
         lambda step, numbers: stacked([rows[i] for rows, i in chosen(step, numbers)]),
         lambda step: sum(rows.num_targets(i) for rows, i in chosen(step, range(batch_size))),
+        {
+            "rows": batch_size,
+            "length": length,
+            "packing": packing,
+            "seed": shuffle_seed,
+            "weights": list(weights),
+            "sources": [fingerprint(corpus) for corpus in corpora],
+        },
     )
 
 

@@ -5,6 +5,7 @@ D documents.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from zlib import crc32
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Integer
@@ -91,6 +92,14 @@ def select(corpus: Corpus, chosen: Bool[np.ndarray, " D"]) -> Corpus:
     ends = np.cumsum(corpus.ends[documents] - starts)
     shifts = corpus.shifts[documents] + corpus.ends[documents] - ends
     return Corpus(corpus.tokens, ends, shifts)
+
+
+def fingerprint(corpus: Corpus) -> dict[str, int]:
+    """What JSON can keep of a corpus, by which another one is told from it."""
+    tokens = corpus.tokens
+    of_tokens = tokens.checksum if isinstance(tokens, TokenFiles) else crc32(tokens.tobytes())
+    checksum = crc32(corpus.shifts.tobytes(), crc32(corpus.ends.tobytes(), of_tokens))
+    return {"tokens": len(corpus), "documents": len(corpus.ends), "checksum": checksum}
 
 
 def split_off(

@@ -24,9 +24,14 @@ def read_documents(source: Source, *, key: str = "data_files") -> Iterator[str]:
     for path in source.files:
         is_empty = True
         for file in files_of(path, source.type, key=key):
-            for document in _of_file(file, source):
-                is_empty = False
-                yield document
+            try:
+                for document in _of_file(file, source):
+                    is_empty = False
+                    yield document
+            except OSError as error:
+                raise ValueError(
+                    f"{str(file)!r}, of `{key}`, cannot be read: {error.strerror}."
+                ) from None
         if is_empty:
             raise ValueError(
                 f"`{key}` names {path!r}, which holds no document. Remove it or give one that does."

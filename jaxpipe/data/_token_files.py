@@ -99,6 +99,10 @@ def open_token_files(
 
 
 def _open(path: Path, dtype: str) -> TokenFile:
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}.") from None
     size = path.stat().st_size
     if path.suffix == ".npy":
         try:
@@ -138,7 +142,8 @@ def _scan(
                 f"`vocab_size` is {vocab_size}. Raise it, or correct `token_dtype`."
             )
         ends.append(np.flatnonzero(tokens == eod) + start + 1)
-        checksum = zlib.crc32(tokens.tobytes(), checksum)
+        # Of the numbers, not of how wide they are: as of the same tokens in memory.
+        checksum = zlib.crc32(tokens.astype("<i4").tobytes(), checksum)
     found = np.concatenate(ends)
     if not len(found) or found[-1] != len(file.tokens):
         found = np.append(found, len(file.tokens))

@@ -1,7 +1,9 @@
 """The batches that a run's config asks for."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from zlib import crc32
 
 from ..data import (
     READ_BY,
@@ -38,7 +40,7 @@ def make_batches(setup: Setup) -> Batches:
     corpora = _corpora(config, sources, "data_files", "data_sources")
     if config.eval_split_fraction:
         corpora = [kept for kept, _ in _split(config, corpora)]
-    return corpus_batches(
+    batches = corpus_batches(
         corpora,
         weights=[source.weight for source in sources],
         batch_size=setup.batch_size,
@@ -46,6 +48,15 @@ def make_batches(setup: Setup) -> Batches:
         packing=config.packing,
         shuffle_seed=config.data_shuffle_seed if config.enable_data_shuffling else None,
     )
+    return dataclasses.replace(batches, decided_by=batches.decided_by | _tokenizer(config, sources))
+
+
+def _tokenizer(config: Config, sources: Sequence[Source]) -> dict[str, int | str]:
+    """Its checksum, if one is used."""
+    if all(source.type == "tokens" for source in sources):
+        return {}
+    path = config.tokenizer_path
+    return {"tokenizer": crc32(Path(path).read_bytes()) if path else "bytes"}
 
 
 def make_eval_batches(setup: Setup) -> Sequence[Batch] | None:

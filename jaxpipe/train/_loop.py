@@ -15,7 +15,7 @@ import yaml
 from jax.experimental import multihost_utils
 
 from .. import models, mpmd
-from ..data import BatchAt
+from ..data import BatchAt, Batches
 from ._batches import make_batches
 from ._canonical import canonical_shapes, from_canonical, make_canonical, with_layers_after
 from ._checkpoint import (
@@ -27,6 +27,7 @@ from ._checkpoint import (
     save_checkpoint,
 )
 from ._config import Config
+from ._data_changes import data_changes
 from ._digests import set_aside_damaged
 from ._metrics import Write, metrics_writer
 from ._mpmd import traced_mpmd_step
@@ -80,6 +81,8 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
             return []
         restored = restored_state(setup, checkpoints, done) if checkpoints and done else None
         print(describe(setup, done), file=shown)
+        if checkpoints and done and (changed := _changed_data(checkpoints, done, batch_at)):
+            print(changed, file=shown)
         first = first_state(setup) if restored is None else restored
         if _is_first():
             _write_config(folder, config)
@@ -87,7 +90,7 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
         should_stop = stack.enter_context(stop_requests(config.max_minutes))
         before = stack.enter_context(profiler(profiled_steps(config.profile_steps), folder))
         history = []
-        flatten = make_canonical(setup)
+        flatten, metadata = make_canonical(setup), _metadata(setup, batch_at)
         try:
             for step, metrics, state in run_steps(
                 setup, first, done, batch_at, before=before, should_stop=should_stop
@@ -99,7 +102,7 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
                     print(skipped, file=shown)
                 # After the metrics: a run that is killed here resumes with none of them missing.
                 if checkpoints and state is not None:
-                    save_checkpoint(checkpoints, step, flatten(state), _metadata(setup))
+                    save_checkpoint(checkpoints, step, flatten(state), metadata)
         except ValueError as error:
             # What the user could have got wrong was checked above.
             raise RuntimeError(f"The run failed after step {done + len(history)}.") from error
@@ -289,8 +292,17 @@ def _outside(setup: Setup) -> str:
     return f" ({' and '.join(parts)} them)" if parts else ""
 
 
-def _metadata(setup: Setup) -> Mapping[str, Any]:
-    return {"model": dataclasses.asdict(setup.model), "layers_after": setup.layers_after}
+def _metadata(setup: Setup, batches: Batches) -> Mapping[str, Any]:
+    return {
+        "model": dataclasses.asdict(setup.model),
+        "layers_after": setup.layers_after,
+        "data": batches.decided_by,
+    }
+
+
+def _changed_data(checkpoints: ocp.CheckpointManager, step: int, batches: Batches) -> str:
+    saved = read_metadata(checkpoints, step)
+    return data_changes(saved["data"], batches.decided_by) if "data" in saved else ""
 
 
 def _write_config(folder: Path, config: Config) -> None:

@@ -118,6 +118,14 @@ def test_a_row_that_is_not_utf_8_is_named(tmp_path: Path):
         read("arrow", tmp_path / "a.feather")
 
 
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "arrow", "tokens"])
+def test_a_file_that_vanishes_while_files_are_read_is_named(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxpipe.data._documents.files_of", lambda *_, **__: [tmp_path / "gone"])
+    monkeypatch.setattr("jaxpipe.data._token_files.files_of", lambda *_, **__: [tmp_path / "gone"])
+    with pytest.raises(ValueError, match=r"gone'.* cannot be read.*: .*No such file"):
+        read(kind, tmp_path) if kind != "tokens" else tokens(tmp_path)
+
+
 def test_text_that_ships_with_the_package_is_no_other_kind():
     with pytest.raises(ValueError, match="names 'builtin:sonnets', which is text, not jsonl"):
         read("jsonl", Path("builtin:sonnets"))

@@ -1,5 +1,7 @@
 """Which batches a config asks for."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,10 @@ import numpy as np
 import pytest
 
 from jaxpipe.cli import main
-from jaxpipe.data import Batch, ByteTokenizer
+from jaxpipe.data import Batch, ByteTokenizer, Source
 from jaxpipe.train import Config, load_config, set_up
-from jaxpipe.train._batches import make_batches, make_eval_batches
+from jaxpipe.train._batches import _tokenizer, make_batches, make_eval_batches
+from jaxpipe.train._data_changes import data_changes
 from jaxpipe.train._setup import Setup
 
 TINY: dict[str, Any] = {
@@ -160,3 +163,74 @@ def test_a_file_of_a_mixture_that_is_missing_is_named_by_its_source():
     sources = [TEXT, {"type": "text", "files": "no/file"}]
     with pytest.raises(ValueError, match=r"`data_sources\[1\].files` names 'no/file'"):
         make_batches(setup_of(dataset_type="mixture", data_sources=sources))
+
+
+def test_a_run_whose_file_vanishes_ends_with_its_name(tmp_path: Path, capsys, monkeypatch):
+    file = tmp_path / "a.bin"
+    (np.arange(4000) % 300).astype(np.uint16).tofile(file)
+
+    settings = f"""dataset_type=tokens token_eod=0 data_files={file} output_dir={tmp_path}
+        base_emb_dim=16 base_num_decoder_layers=2 base_mlp_dim=32 max_target_length=16 dtype=float32
+        enable_tensorboard=false enable_checkpointing=false ici_pipeline_parallelism=2
+        per_device_batch_size=1 steps=5"""
+    monkeypatch.setattr("jaxpipe.train._loop.first_state", lambda _: {"gone": file.unlink()})
+    assert main(["train", *settings.split()]) == 1
+    assert f"{str(file)!r} was there when the run began, and cannot be" in capsys.readouterr().err
+
+
+def decided_by(tmp_path: Path, text: str = "a b", **settings: Any) -> dict[str, Any]:
+    """As a checkpoint gives it back."""
+    file = tmp_path / "text.txt"
+    file.write_text(text)
+    found = make_batches(setup_of(data_files=str(file), **settings)).decided_by
+    return json.loads(json.dumps(found))
+
+
+def test_changed_data_is_told_by_what_has_changed(tmp_path: Path):
+    before = decided_by(tmp_path)
+    assert data_changes(before, decided_by(tmp_path)) == ""
+    for now, changes in {
+        "length was 64 and is 32": decided_by(tmp_path, max_target_length=32),
+        "rows was 8 and is 4": decided_by(tmp_path, per_device_batch_size=4.0),
+        "seed was 0 and is 1": decided_by(tmp_path, data_shuffle_seed=1),
+        "seed was 0 and is None": decided_by(tmp_path, enable_data_shuffling=False),
+        "packing was True and is False": decided_by(tmp_path, packing=False),
+        r"sources\[0\].checksum was \d+ and is \d+": decided_by(tmp_path, "b a"),
+        r"sources\[0\].tokens was 4 and is 5; sources.*": decided_by(tmp_path, "b aa"),
+    }.items():
+        said = data_changes(before, changes)
+        assert re.search(f"of the checkpoint: {now}. The run goes on", said)
+    other = make_batches(setup_of(dataset_type="synthetic")).decided_by
+    assert "vocabulary was not there and is 320" in data_changes(before, other)
+    (tmp_path / "tokenizer.json").write_text("another")
+    config = Config(tokenizer_path=str(tmp_path / "tokenizer.json"), dataset_type="text")
+    tokenizer = _tokenizer(config, [Source(type="text", files=("a",))])
+    assert re.search(r"tokenizer was bytes and is \d+", data_changes(before, before | tokenizer))
+
+
+def test_the_same_tokens_in_a_file_are_the_same_data(tmp_path: Path):
+    before = decided_by(tmp_path)
+    for dtype in ("uint16", "int64"):
+        np.asarray([*b"a b", 256], dtype).tofile(tmp_path / "a.bin")
+        settings = {"dataset_type": "tokens", "token_dtype": dtype, "token_eod": 256}
+        found = make_batches(setup_of(data_files=str(tmp_path / "a.bin"), **settings))
+        assert data_changes(before, found.decided_by) == ""
+
+
+def test_a_run_that_goes_on_with_other_data_says_so(tmp_path: Path, capsys, monkeypatch):
+    def one_step(setup, state, done, batch_at, **_):
+        yield done + 1, {"loss": 1.0, "gradient_norm": 1.0}, state
+
+    monkeypatch.setattr("jaxpipe.train._loop.run_steps", one_step)
+    settings = f"""output_dir={tmp_path} base_emb_dim=16 base_num_decoder_layers=1 base_mlp_dim=32
+        max_target_length=16 dtype=float32 enable_tensorboard=false per_device_batch_size=1
+        pipeline_engine=none dataset_type=text"""
+
+    def run(*words: str) -> str:
+        assert main(["train", *settings.split(), *words]) == 0
+        return capsys.readouterr().out
+
+    assert "warning" not in run("steps=1")
+    assert "warning" not in run("steps=2")
+    said = run("steps=3", "data_shuffle_seed=5")
+    assert "the data is not that of the checkpoint: seed was 0 and is 5. The run goes on" in said
