@@ -16,7 +16,7 @@ def commands() -> tuple[Callable[[argparse._SubParsersAction], None], ...]:
     to import, such as JAX, that function imports.
     """
     # Not at the top: `jaxpipe.cli` also has `emulate_devices`, which must run before all else.
-    from . import _compile, _convert, _launch, _schedule, _train
+    from . import _compile, _convert, _launch, _schedule, _tokenize, _train
 
     return (
         _schedule.add_parser,
@@ -24,6 +24,7 @@ def commands() -> tuple[Callable[[argparse._SubParsersAction], None], ...]:
         _launch.add_parser,
         _compile.add_parser,
         _convert.add_parser,
+        _tokenize.add_parser,
     )
 
 

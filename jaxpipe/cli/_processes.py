@@ -70,9 +70,10 @@ def leaving_on_error() -> Iterator[None]:
 
 def is_run_error(error: BaseException) -> bool:
     """Whether a run has ended by a reason that needs no traceback."""
+    from ..data import LostFileError
     from ..train import RunError  # not at the top: it imports JAX
 
-    return isinstance(error, RunError)
+    return isinstance(error, RunError | LostFileError)
 
 
 def _number(name: str) -> int:

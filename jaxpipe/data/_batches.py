@@ -3,13 +3,14 @@
 B rows a batch, T tokens a row.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import grain
 import numpy as np
 
-from ._corpus import Corpus
+from ._corpus import Corpus, fingerprint
+from ._order import row_order
 from ._rows import Row, Rows, empty_row
 
 Batch = dict[str, np.ndarray]
@@ -27,11 +28,13 @@ class Batches:
         batch_size: B.
         rows: From a step and the numbers of n of its rows, 0 to B - 1, to these, [n, T].
         num_targets: From a step to the sum of `target_weights` over all of its rows.
+        decided_by: What the rows depend on, by name, as JSON can keep it.
     """
 
     batch_size: int
     rows: Callable[[int, Sequence[int]], Batch]
     num_targets: Callable[[int], int]
+    decided_by: dict[str, Any]
 
     def __call__(self, step: int) -> Batch:
         return self.rows(step, range(self.batch_size))
@@ -64,38 +67,56 @@ def synthetic_batches(*, vocab_size: int, batch_size: int, length: int, seed: in
             "segment_ids": np.ones(shape, np.int32),
         }
 
-    return Batches(batch_size, rows, lambda step: batch_size * length)
+    decided_by = {"vocabulary": vocab_size, "rows": batch_size, "length": length, "seed": seed}
+    return Batches(batch_size, rows, lambda step: batch_size * length, decided_by)
 
 
-def text_batches(
-    corpus: Corpus, *, batch_size: int, length: int, packing: bool, shuffle_seed: int | None
+def corpus_batches(
+    corpora: Sequence[Corpus],
+    *,
+    batch_size: int,
+    length: int,
+    packing: bool,
+    shuffle_seed: int | None,
+    weights: Sequence[float] | None = None,
 ) -> Batches:
-    """Rows of a corpus, epoch after epoch.
+    """Rows of one or several corpora, epoch after epoch.
 
-    Rows are cut once and then shuffled, with another order in each epoch. A batch may reach from
-    one epoch into the next, and may be larger than the corpus.
+    Each corpus is cut into rows by itself, and these are then shuffled, with another order in each
+    epoch. A batch may reach from one epoch into the next, and may be larger than a corpus.
 
     Args:
-        corpus: From `tokenize`.
+        corpora: From `tokenize` or `read_corpus`.
         batch_size: B.
         length: T.
         packing: Rows of several documents, or of one: see `Rows`.
-        shuffle_seed: 0 to 2**32 - 1, or None for the corpus's own order in every epoch.
-    """
-    rows = Rows(corpus, length, packing)
-    numbers = grain.MapDataset.range(len(rows))
-    if shuffle_seed is not None:
-        numbers = numbers.shuffle(seed=shuffle_seed)
-    numbers = numbers.repeat()
+        shuffle_seed: 0 to 2**32 - 1, or None for a corpus's own order in every epoch.
+        weights: The corpora's shares of the rows, relative to each other; all alike by default.
 
-    def chosen(step: int, of_batch: Iterable[int]) -> list[int]:
-        found = [numbers[step * batch_size + i] for i in of_batch]
-        return [number for number in found if number is not None]  # none is: for type checkers
+    Raises:
+        ValueError: If shares repeat after more than 100,000 rows only.
+    """
+    sources = [Rows(corpus, length, packing) for corpus in corpora]
+    weights = weights or [1.0] * len(corpora)
+    order = row_order(list(map(len, sources)), weights=weights, shuffle_seed=shuffle_seed)
+
+    def chosen(step: int, numbers: Iterable[int]) -> Iterator[tuple[Rows, int]]:
+        for number in numbers:
+            source, row = order(step * batch_size + number)
+            yield sources[source], row
 
     return Batches(
         batch_size,
-        lambda step, of_batch: stacked([rows[i] for i in chosen(step, of_batch)]),
-        lambda step: sum(rows.num_targets(i) for i in chosen(step, range(batch_size))),
+        lambda step, numbers: stacked([rows[i] for rows, i in chosen(step, numbers)]),
+        lambda step: sum(rows.num_targets(i) for rows, i in chosen(step, range(batch_size))),
+        {
+            "rows": batch_size,
+            "length": length,
+            "packing": packing,
+            "seed": shuffle_seed,
+            "weights": list(weights),
+            "sources": [fingerprint(corpus) for corpus in corpora],
+        },
     )
 
 

@@ -5,10 +5,14 @@ D documents.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from zlib import crc32
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Integer
 
+from ._documents import read_documents
+from ._source import Source
+from ._token_files import TokenFiles, open_token_files
 from ._tokenizers import Tokenizer
 
 
@@ -23,7 +27,7 @@ class Corpus:
         shifts: [D] how much further on a document lies in `tokens` than in the stream.
     """
 
-    tokens: Integer[np.ndarray, " n"]
+    tokens: Integer[np.ndarray, " n"] | TokenFiles
     ends: Int64[np.ndarray, " D"]
     shifts: Int64[np.ndarray, " D"]
 
@@ -44,7 +48,9 @@ class Corpus:
         return self.tokens[places + self.shifts[self.documents_at(places)]].astype(np.int32)
 
 
-def whole_corpus(tokens: Integer[np.ndarray, " N"], ends: Int64[np.ndarray, " D"]) -> Corpus:
+def whole_corpus(
+    tokens: Integer[np.ndarray, " N"] | TokenFiles, ends: Int64[np.ndarray, " D"]
+) -> Corpus:
     """All of `tokens`, with documents that end where `ends` says."""
     return Corpus(tokens, ends, np.broadcast_to(np.int64(0), ends.shape))
 
@@ -56,6 +62,29 @@ def tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> Corpus:
     return whole_corpus(np.concatenate(pieces), np.cumsum([len(piece) for piece in pieces]))
 
 
+def read_corpus(
+    source: Source, tokenizer: Tokenizer | None, *, vocab_size: int, key: str = "data_files"
+) -> Corpus:
+    """The documents of a source.
+
+    Those of text are tokenised and held in memory, 4 bytes a token. Files of tokens stay where they
+    are.
+
+    Args:
+        source: Of any type.
+        tokenizer: For all types but `tokens`.
+        vocab_size: Rows of the model's embedding.
+        key: What errors call the source's files.
+
+    Raises:
+        ValueError: If a file is not there, or does not hold what the source says.
+    """
+    if source.type == "tokens":
+        return whole_corpus(*open_token_files(source, vocab_size=vocab_size, key=key))
+    assert tokenizer is not None, "text is tokenised"
+    return tokenize(read_documents(source, key=key), tokenizer)
+
+
 def select(corpus: Corpus, chosen: Bool[np.ndarray, " D"]) -> Corpus:
     """The stream of some of the documents, of which there must be one. Copies no tokens."""
     documents = np.flatnonzero(chosen)
@@ -63,6 +92,14 @@ def select(corpus: Corpus, chosen: Bool[np.ndarray, " D"]) -> Corpus:
     ends = np.cumsum(corpus.ends[documents] - starts)
     shifts = corpus.shifts[documents] + corpus.ends[documents] - ends
     return Corpus(corpus.tokens, ends, shifts)
+
+
+def fingerprint(corpus: Corpus) -> dict[str, int]:
+    """What JSON can keep of a corpus, by which another one is told from it."""
+    tokens = corpus.tokens
+    of_tokens = tokens.checksum if isinstance(tokens, TokenFiles) else crc32(tokens.tobytes())
+    checksum = crc32(corpus.shifts.tobytes(), crc32(corpus.ends.tobytes(), of_tokens))
+    return {"tokens": len(corpus), "documents": len(corpus.ends), "checksum": checksum}
 
 
 def split_off(
@@ -82,6 +119,6 @@ def split_off(
         raise ValueError(
             f"`eval_split_fraction` is {fraction:g}, which holds out {out.sum()} of "
             f"{num_documents} documents, and both sides need one. Change it or "
-            "`eval_split_seed`, or give `eval_files`."
+            "`eval_split_seed`, or give evaluation files of its own."
         )
     return select(corpus, ~out), select(corpus, out)

@@ -1,58 +1,51 @@
-"""Text files as documents."""
+"""Text and JSONL files as documents, and the documents of any source of text."""
 
-from collections.abc import Iterator, Sequence
-from importlib import resources
+import json
+from collections.abc import Iterator
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-BUILTIN = "builtin:"
+from ._files import files_of
+from ._source import Source
+from ._tables import arrow_documents, parquet_documents
 
 
-def read_documents(paths: Sequence[str], *, separator: str, key: str = "data_files") -> list[str]:
-    """All documents of some text files, in order.
+def read_documents(source: Source, *, key: str = "data_files") -> Iterator[str]:
+    """All documents of a source of text, in order; none is held in memory.
 
     Args:
-        paths: Files; folders, for all their *.txt at any depth in sorted order; or
-            `builtin:sonnets`, which ships with the package.
-        separator: What stands between two documents of a file; "" if a file is one document.
-        key: What errors call `paths`.
+        source: Of any type but `tokens`.
+        key: What errors call its files.
 
     Raises:
-        ValueError: If a path does not exist or holds no text, or a file is not UTF-8.
+        ValueError: If a path does not exist or holds no document, or a file does not hold what the
+            source says, with the line or row.
     """
-    documents: list[str] = []
-    for path in paths:
-        found = [text for file in _files(path, key) for text in _split(_read(file), separator)]
-        if not found:
+    for path in source.files:
+        is_empty = True
+        for file in files_of(path, source.type, key=key):
+            try:
+                for document in _of_file(file, source):
+                    is_empty = False
+                    yield document
+            except OSError as error:
+                raise ValueError(
+                    f"{str(file)!r}, of `{key}`, cannot be read: {error.strerror}."
+                ) from None
+        if is_empty:
             raise ValueError(
-                f"`{key}` names {path!r}, which holds no document: all of it is blank, or a "
-                "folder without *.txt files. Remove it or give a file with text."
+                f"`{key}` names {path!r}, which holds no document. Remove it or give one that does."
             )
-        documents += found
-    return documents
 
 
-def _files(path: str, key: str) -> list[Path] | list[Traversable]:
-    if path.startswith(BUILTIN):
-        return [_builtin(path, key)]
-    if Path(path).is_dir():
-        return sorted(file for file in Path(path).rglob("*.txt") if file.is_file())
-    if not Path(path).is_file():
-        raise ValueError(
-            f"`{key}` names {path!r}, which does not exist. Give a file, a folder or "
-            f"{BUILTIN}sonnets."
-        )
-    return [Path(path)]
-
-
-def _builtin(path: str, key: str) -> Traversable:
-    folder = resources.files("jaxpipe.data").joinpath("text")
-    names = sorted(file.name.removesuffix(".txt") for file in folder.iterdir())
-    name = path.removeprefix(BUILTIN)
-    if name not in names:
-        valid = ", ".join(BUILTIN + name for name in names)
-        raise ValueError(f"`{key}` names {path!r}. Built in: {valid}.")
-    return folder.joinpath(f"{name}.txt")
+def _of_file(file: Path | Traversable, source: Source) -> Iterator[str]:
+    if source.type == "text":
+        return _split(_read(file), source.text_separator)
+    assert isinstance(file, Path), "only text is built in"
+    if source.type == "jsonl":
+        return _jsonl(file, source.text_field)
+    readers = {"parquet": parquet_documents, "arrow": arrow_documents}
+    return readers[source.type](file, source.text_field)
 
 
 def _read(file: Path | Traversable) -> str:
@@ -73,3 +66,38 @@ def _split(text: str, separator: str) -> Iterator[str]:
     for piece in text.split(separator) if separator else [text]:
         if piece.strip():
             yield piece.strip("\n")
+
+
+def _jsonl(file: Path, field: str) -> Iterator[str]:
+    """One document a line. Blank lines are none."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield _of_line(line, field, f"{str(file)!r}, line {number},")
+
+
+def _of_line(line: bytes, field: str, where: str) -> str:
+    try:
+        values = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{where} is not UTF-8: byte 0x{line[error.start]:02x} at offset {error.start} of the "
+            "line. Repair or remove it."
+        ) from None
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{where} is not JSON: {error.msg.removesuffix(' at')} at character {error.pos + 1}. "
+            "Repair or remove it."
+        ) from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{where} holds a {type(values).__name__}. Give an object a line.")
+    if field not in values:
+        raise ValueError(
+            f"{where} has no field {field!r}: it has {', '.join(map(repr, values)) or 'none'}. Set "
+            "`text_field` to the one that holds the text, or repair the line."
+        )
+    if not isinstance(values[field], str):
+        raise ValueError(
+            f"{where} has {json.dumps(values[field])[:40]} in {field!r}. Give a string."
+        )
+    return values[field]

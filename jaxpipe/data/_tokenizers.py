@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, or any tokenizer of Hugging Face's `tokenizers` library."""
+"""Text to token ids and back: bytes, or a tokenizer of Hugging Face or of sentencepiece."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Int32
 
 if TYPE_CHECKING:
+    import sentencepiece
     import tokenizers
 
 # What the well-known tokenizers call the token that ends a document, tried in this order.
@@ -64,16 +65,36 @@ class HuggingFaceTokenizer:
         return self.tokenizer.decode([int(i) for i in ids])
 
 
+@dataclass(frozen=True)
+class SentencePieceTokenizer:
+    """A sentencepiece .model, without the beginning and end of sentence that it could add.
+
+    Most models read a newline as a blank.
+    """
+
+    processor: "sentencepiece.SentencePieceProcessor"
+    vocab_size: int
+    eod: int
+
+    def encode(self, text: str) -> Int32[np.ndarray, " N"]:
+        return np.asarray(self.processor.encode(text), np.int32)
+
+    def decode(self, ids: Sequence[int] | Int32[np.ndarray, " N"]) -> str:
+        """The text without ends of documents, and without ids that only pad a vocabulary."""
+        return self.processor.decode([int(i) for i in ids if i < self.vocab_size])
+
+
 def load_tokenizer(path: str, *, vocab_size: int) -> Tokenizer:
     """The tokenizer at `path`.
 
     Args:
-        path: A Hugging Face tokenizer.json, or "" for bytes.
+        path: A Hugging Face tokenizer.json, a sentencepiece .model, or "" for bytes.
         vocab_size: Rows of the model's embedding.
 
     Raises:
-        ValueError: If the file does not exist or is no tokenizer, has no token that ends a
-            document, or has ids that the model's embedding has no row for.
+        ValueError: If the file does not exist or is no tokenizer, sentencepiece is not installed,
+            the tokenizer has no token that ends a document, or it has ids that the model's
+            embedding has no row for.
     """
     tokenizer = _from_file(path) if path else ByteTokenizer()
     if tokenizer.vocab_size > vocab_size:
@@ -84,11 +105,38 @@ def load_tokenizer(path: str, *, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _from_file(path: str) -> HuggingFaceTokenizer:
-    import tokenizers
-
+def _from_file(path: str) -> Tokenizer:
     if not Path(path).is_file():
         raise ValueError(f'`tokenizer_path` is {path!r}, which is not a file. Give "" for bytes.')
+    return _sentencepiece(path) if path.endswith(".model") else _hugging_face(path)
+
+
+def _sentencepiece(path: str) -> SentencePieceTokenizer:
+    try:
+        import sentencepiece
+    except ImportError as error:
+        raise ValueError(
+            f"`tokenizer_path` is {path!r}, which needs sentencepiece, and it cannot be imported "
+            f'({error}). `pip install "jaxpipe[data]"`.'
+        ) from error
+    processor = sentencepiece.SentencePieceProcessor()
+    try:
+        processor.load(path)
+    except (RuntimeError, OSError) as error:
+        raise ValueError(
+            f"`tokenizer_path` is {path!r}, which is not a model of sentencepiece: {error}"
+        ) from None
+    if processor.eos_id() < 0:
+        raise ValueError(
+            f"`tokenizer_path` is {path!r}, which has no token that ends a sentence. Train it with "
+            "`eos_id`."
+        )
+    return SentencePieceTokenizer(processor, processor.get_piece_size(), processor.eos_id())
+
+
+def _hugging_face(path: str) -> HuggingFaceTokenizer:
+    import tokenizers
+
     try:
         tokenizer = tokenizers.Tokenizer.from_file(path)
     except Exception as error:  # the Rust side raises plain Exception

@@ -6,15 +6,16 @@ from ..data import ByteTokenizer as ByteTokenizer
 from ..data import Corpus as Corpus
 from ..data import HuggingFaceTokenizer as HuggingFaceTokenizer
 from ..data import Tokenizer as Tokenizer
+from ..data import corpus_batches as corpus_batches
 from ..data import global_batch_size as global_batch_size
 from ..data import load_tokenizer as load_tokenizer
 from ..data import read_documents as read_documents
 from ..data import synthetic_batches as synthetic_batches
-from ..data import text_batches as text_batches
 from ..data import tokenize as tokenize
 from ._ahead import check_one_program as check_one_program
 from ._ahead import compile_train_step as compile_train_step
 from ._batches import make_batches as make_batches
+from ._batches import write_corpus as write_corpus
 from ._checkpoint import best_step as best_step
 from ._checkpoint import latest_step as latest_step
 from ._checkpoint import open_checkpoints as open_checkpoints

@@ -1,19 +1,26 @@
 """The batches that a run's config asks for."""
 
+import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
+from zlib import crc32
 
 from ..data import (
+    READ_BY,
     AllRows,
     Batch,
     Batches,
     Corpus,
     Rows,
+    Source,
+    Written,
+    corpus_batches,
     load_tokenizer,
+    read_corpus,
     read_documents,
     split_off,
     synthetic_batches,
-    text_batches,
-    tokenize,
+    write_tokens,
 )
 from ._config import Config
 from ._setup import Setup
@@ -32,16 +39,27 @@ def make_batches(setup: Setup) -> Batches:
             length=config.max_target_length,
             seed=config.data_shuffle_seed,
         )
-    corpus = _corpus(config, "data_files")
+    sources = _sources(config)
+    corpora = _corpora(config, sources, "data_files", "data_sources")
     if config.eval_split_fraction:
-        corpus, _ = _split(config, corpus)
-    return text_batches(
-        corpus,
+        corpora = [kept for kept, _ in _split(config, corpora)]
+    batches = corpus_batches(
+        corpora,
+        weights=[source.weight for source in sources],
         batch_size=setup.batch_size,
         length=config.max_target_length,
         packing=config.packing,
         shuffle_seed=config.data_shuffle_seed if config.enable_data_shuffling else None,
     )
+    return dataclasses.replace(batches, decided_by=batches.decided_by | _tokenizer(config, sources))
+
+
+def _tokenizer(config: Config, sources: Sequence[Source]) -> dict[str, int | str]:
+    """Its checksum, if one is used."""
+    if all(source.type == "tokens" for source in sources):
+        return {}
+    path = config.tokenizer_path
+    return {"tokenizer": crc32(Path(path).read_bytes()) if path else "bytes"}
 
 
 def make_eval_batches(setup: Setup) -> Sequence[Batch] | None:
@@ -65,21 +83,74 @@ def make_eval_batches(setup: Setup) -> Sequence[Batch] | None:
         )
         return [batch_at(step) for step in range(config.eval_steps)]
     if config.eval_split_fraction:
-        _, corpus = _split(config, _corpus(config, "data_files"))
-    elif config.eval_files:
-        corpus = _corpus(config, "eval_files")
+        corpora = _corpora(config, _sources(config), "data_files", "data_sources")
+        corpora = [held_out for _, held_out in _split(config, corpora)]
+    elif config.eval_files or config.eval_data_sources:
+        corpora = _corpora(config, _eval_sources(config), "eval_files", "eval_data_sources")
     else:
         return None
-    rows = Rows(corpus, config.max_target_length, config.packing)
-    return AllRows((rows,), setup.batch_size)
+    rows = (Rows(corpus, config.max_target_length, config.packing) for corpus in corpora)
+    return AllRows(tuple(rows), setup.batch_size)
 
 
-def _split(config: Config, corpus: Corpus) -> tuple[Corpus, Corpus]:
-    return split_off(corpus, fraction=config.eval_split_fraction, seed=config.eval_split_seed)
+def write_corpus(config: Config, file: Path) -> Written:
+    """Writes the documents of a config as a file of tokens, for `dataset_type=tokens`.
 
-
-def _corpus(config: Config, key: str) -> Corpus:
-    """What the files of a key hold."""
+    Raises:
+        ValueError: If the config's data is no source of text, or the file cannot be written.
+    """
+    if config.dataset_type in ("synthetic", "tokens", "mixture"):
+        raise ValueError(
+            f"`dataset_type` is {config.dataset_type!r}, and a file of tokens is written of one "
+            "source of text. Give text, jsonl, parquet or arrow."
+        )
     tokenizer = load_tokenizer(config.tokenizer_path, vocab_size=config.vocab_size)
-    files = getattr(config, key)
-    return tokenize(read_documents(files, separator=config.text_separator, key=key), tokenizer)
+    return write_tokens(file, read_documents(_source(config, config.data_files)), tokenizer)
+
+
+def _sources(config: Config) -> tuple[Source, ...]:
+    return config.data_sources or (_source(config, config.data_files),)
+
+
+def _eval_sources(config: Config) -> tuple[Source, ...]:
+    return config.eval_data_sources or (_source(config, config.eval_files),)
+
+
+def _source(config: Config, files: tuple[str, ...]) -> Source:
+    """Files that are read as the keys for a single source say."""
+    read = {name: getattr(config, name) for name in READ_BY}
+    return Source.model_validate({"type": config.dataset_type, "files": files, **read})
+
+
+def _split(config: Config, corpora: Sequence[Corpus]) -> list[tuple[Corpus, Corpus]]:
+    return [
+        split_off(corpus, fraction=config.eval_split_fraction, seed=(config.eval_split_seed, k))
+        for k, corpus in enumerate(corpora)
+    ]
+
+
+def _corpora(
+    config: Config, sources: Sequence[Source], of_one: str, of_mixture: str
+) -> list[Corpus]:
+    """What some sources hold, which stand in one of these keys.
+
+    Raises:
+        ValueError: If sources of one model end documents with different ids.
+    """
+    keys = [of_one]
+    if config.dataset_type == "mixture":
+        keys = [f"{of_mixture}[{k}].files" for k in range(len(sources))]
+    tokenizer = None
+    if any(source.type != "tokens" for source in sources):
+        tokenizer = load_tokenizer(config.tokenizer_path, vocab_size=config.vocab_size)
+    eods = {source.token_eod for source in sources if source.token_eod is not None}
+    eods |= {tokenizer.eod} if tokenizer else set()
+    if len(eods) > 1:
+        raise ValueError(
+            f"Documents of `{of_mixture}` end with the ids {', '.join(map(str, sorted(eods)))}: "
+            "`token_eod` of tokens, and what the tokenizer has. A model reads one: make them equal."
+        )
+    return [
+        read_corpus(source, tokenizer, vocab_size=config.vocab_size, key=key)
+        for source, key in zip(sources, keys, strict=True)
+    ]

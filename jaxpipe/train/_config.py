@@ -1,8 +1,11 @@
 """What the keys of a training run must say together."""
 
+from typing import get_args
+
 from pydantic import model_validator
 
 from ..autodiff import TENSORS, kept_names
+from ..data import READ_BY, Kind
 from ._keys import Keys
 from ._profile import profiled_steps
 from ._xla_flags import compiler_options
@@ -25,6 +28,18 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "mpmd_trace_step": ("mpmd",),
 }
 """Keys that not all engines read."""
+
+_FILES = get_args(Kind)
+_READ_BY_DATA: dict[str, tuple[str, ...]] = {
+    "data_files": _FILES,
+    **READ_BY,
+    "data_sources": ("mixture",),
+    "tokenizer_path": ("text", "jsonl", "parquet", "arrow", "mixture"),
+    "eval_files": _FILES,
+    "eval_data_sources": ("mixture",),
+    "eval_split_fraction": (*_FILES, "mixture"),
+}
+"""Keys that not all kinds of data read."""
 
 
 class Config(Keys):
@@ -53,23 +68,38 @@ class Config(Keys):
         return self
 
     def _data_agrees(self) -> None:
-        if self.dataset_type == "text" and not self.data_files:
-            raise ValueError(
-                "`dataset_type` is 'text' and `data_files` is empty. Give files, folders or "
-                "'builtin:sonnets'."
-            )
-        for name in ("eval_files", "eval_split_fraction"):
-            if self.dataset_type == "synthetic" and getattr(self, name):
+        for name, readers in _READ_BY_DATA.items():
+            value, default = getattr(self, name), Config.model_fields[name].default
+            if self.dataset_type not in readers and value != default:
+                others = "`dataset_type=" + "` or `".join(readers) + "`"
                 raise ValueError(
-                    f"`dataset_type` is 'synthetic' and `{name}` is {getattr(self, name)!r}, which "
-                    "random tokens do not come from. Leave it out, or choose "
-                    "another `dataset_type`."
+                    f"`dataset_type` is {self.dataset_type!r} and `{name}` is {value!r}, which it "
+                    f"does not read. Leave it at {default!r}, or choose {others}."
                 )
-        if self.eval_files and self.eval_split_fraction:
+        key = "data_sources" if self.dataset_type == "mixture" else "data_files"
+        if self.dataset_type != "synthetic" and not getattr(self, key):
             raise ValueError(
-                f"`eval_files` is {self.eval_files!r} and `eval_split_fraction` "
-                f"{self.eval_split_fraction:g}. Evaluation reads files of its own, or documents "
-                "that are held out: give one of the two."
+                f"`dataset_type` is {self.dataset_type!r} and `{key}` is empty. Give "
+                + ("sources." if self.dataset_type == "mixture" else "files or folders.")
+            )
+        if self.dataset_type == "tokens" and self.token_eod is None:
+            raise ValueError(
+                "`dataset_type` is 'tokens' and `token_eod` is not set. Give the id that ends a "
+                "document: 256 for bytes, 50256 for GPT-2's; `jaxpipe tokenize` prints it."
+            )
+        for k, source in enumerate(self.eval_data_sources):
+            if source.weight != 1:
+                raise ValueError(
+                    f"`eval_data_sources[{k}].weight` is {source.weight:g}, which nothing reads: "
+                    "evaluation has every row once. Leave it out."
+                )
+        apart = self.eval_files or self.eval_data_sources
+        if apart and self.eval_split_fraction:
+            name = "eval_files" if self.eval_files else "eval_data_sources"
+            raise ValueError(
+                f"`{name}` is {apart!r} and `eval_split_fraction` {self.eval_split_fraction:g}. "
+                "Evaluation reads files of its own, or documents that are held out: give one of "
+                "the two."
             )
         if self.eval_split_seed and not self.eval_split_fraction:
             raise ValueError(

@@ -9,16 +9,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from ..autodiff import POLICIES, Place
+from ..data import Kind, Paths, Source, TokenType
 from ._optimizer import SHAPES
 
 
 def _tuples(value: Any) -> Any:
     """Lists, at any depth, as tuples: a config is frozen all the way down."""
     return tuple(_tuples(item) for item in value) if isinstance(value, list | tuple) else value
-
-
-def _one_or_many(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else _tuples(value)
 
 
 def _count_or_auto(value: int) -> int:
@@ -36,7 +33,7 @@ NotNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 FloatType = Literal["bfloat16", "float32"]
-Paths = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
+Sources = Annotated[tuple[Source, ...], BeforeValidator(_tuples)]
 AxisRule = tuple[str, str | tuple[str, ...] | None]
 AxisRules = Annotated[tuple[AxisRule, ...], BeforeValidator(_tuples)]
 
@@ -118,9 +115,13 @@ class Keys(BaseModel):
     mscale: NotNegative = 1.0
 
     # The data.
-    dataset_type: Literal["synthetic", "text"] = "synthetic"
+    dataset_type: Literal["synthetic", "mixture"] | Kind = "synthetic"
     data_files: Paths = ("builtin:sonnets",)
     text_separator: str = "\n\n\n"
+    text_field: str = "text"
+    token_dtype: TokenType = "uint16"
+    token_eod: CountOrNone | None = None
+    data_sources: Sources = ()
     tokenizer_path: str = ""
     max_target_length: Count = 128
     per_device_batch_size: Positive = 8.0
@@ -128,6 +129,7 @@ class Keys(BaseModel):
     data_shuffle_seed: Seed = 0
     packing: bool = True
     eval_files: Paths = ()
+    eval_data_sources: Sources = ()
     eval_split_fraction: BelowOne = 0.0
     eval_split_seed: Seed = 0
 

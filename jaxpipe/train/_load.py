@@ -119,8 +119,15 @@ def _message(error: ValidationError, values: Values, origin: Mapping[str, str]) 
     for detail in error.errors():
         key = str(detail["loc"][0]) if detail["loc"] else ""
         start = f"`{key}` is {values[key]!r} (from {origin[key]}). " if key else ""
-        lines.setdefault(start, []).append(detail["msg"].removeprefix("Value error, "))
+        inside = _inside(detail["loc"][1:]) if key.endswith("data_sources") else ""
+        lines.setdefault(start + inside, []).append(detail["msg"].removeprefix("Value error, "))
     return "\n".join(start + _wish(messages) for start, messages in lines.items())
+
+
+def _inside(path: tuple[int | str, ...]) -> str:
+    """Where in a list of sources something is wrong: "`[0].files`: "."""
+    names = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return f"`{names}`: " if names else ""
 
 
 def _wish(messages: Sequence[str]) -> str:

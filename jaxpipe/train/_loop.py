@@ -15,7 +15,7 @@ import yaml
 from jax.experimental import multihost_utils
 
 from .. import models, mpmd
-from ..data import BatchAt
+from ..data import BatchAt, Batches
 from ._batches import make_batches
 from ._canonical import canonical_shapes, from_canonical, make_canonical, with_layers_after
 from ._checkpoint import (
@@ -29,6 +29,7 @@ from ._checkpoint import (
     save_checkpoint,
 )
 from ._config import Config
+from ._data_changes import data_changes
 from ._digests import set_aside_damaged
 from ._evaluate import Evaluate, make_evaluate
 from ._folder import run_folder
@@ -86,6 +87,8 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
             return []
         restored = restored_state(setup, checkpoints, done) if checkpoints and done else None
         print(describe(setup, done), file=shown)
+        if checkpoints and done and (changed := _changed_data(checkpoints, done, batch_at)):
+            print(changed, file=shown)
         first = first_state(setup) if restored is None else restored
         if _is_first():
             _write_config(folder, config)
@@ -93,7 +96,7 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
         should_stop = stack.enter_context(stop_requests(config.max_minutes))
         before = stack.enter_context(profiler(profiled_steps(config.profile_steps), folder))
         history = []
-        flatten = make_canonical(setup)
+        flatten, metadata = make_canonical(setup), _metadata(setup, batch_at)
         try:
             for step, metrics, state in run_steps(
                 setup,
@@ -116,7 +119,7 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
                         checkpoints,
                         step,
                         flatten(state),
-                        _metadata(setup),
+                        metadata,
                         eval_loss=metrics.get("eval_loss"),
                     )
         except ValueError as error:
@@ -323,8 +326,17 @@ def _outside(setup: Setup) -> str:
     return f" ({' and '.join(parts)} them)" if parts else ""
 
 
-def _metadata(setup: Setup) -> Mapping[str, Any]:
-    return {"model": dataclasses.asdict(setup.model), "layers_after": setup.layers_after}
+def _metadata(setup: Setup, batches: Batches) -> Mapping[str, Any]:
+    return {
+        "model": dataclasses.asdict(setup.model),
+        "layers_after": setup.layers_after,
+        "data": batches.decided_by,
+    }
+
+
+def _changed_data(checkpoints: ocp.CheckpointManager, step: int, batches: Batches) -> str:
+    saved = read_metadata(checkpoints, step)
+    return data_changes(saved["data"], batches.decided_by) if "data" in saved else ""
 
 
 def _write_config(folder: Path, config: Config) -> None:

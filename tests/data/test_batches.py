@@ -9,10 +9,10 @@ from jaxpipe.data import (
     Batches,
     Corpus,
     Rows,
+    corpus_batches,
     global_batch_size,
     split_off,
     synthetic_batches,
-    text_batches,
     whole_corpus,
 )
 
@@ -36,8 +36,8 @@ def numbered(lengths: list[int]) -> Corpus:
 def batches(
     lengths: list[int], *, rows: int = 1, length: int, packing: bool = True, seed: int | None = None
 ) -> Batches:
-    return text_batches(
-        numbered(lengths), batch_size=rows, length=length, packing=packing, shuffle_seed=seed
+    return corpus_batches(
+        [numbered(lengths)], batch_size=rows, length=length, packing=packing, shuffle_seed=seed
     )
 
 

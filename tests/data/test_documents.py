@@ -3,13 +3,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxpipe.data import ByteTokenizer, read_documents, tokenize
+from jaxpipe.data import ByteTokenizer, Source, read_documents, tokenize
 
 BLANKS = "\n\n\n"
 
 
 def read(*paths: Path | str, separator: str = BLANKS) -> list[str]:
-    return read_documents([str(path) for path in paths], separator=separator)
+    files = tuple(map(str, paths))
+    return list(read_documents(Source(type="text", files=files, text_separator=separator)))
 
 
 def test_the_sonnets_ship_with_the_package():
@@ -47,7 +48,7 @@ def test_a_path_without_text_is_named(tmp_path: Path):
         read(tmp_path / "none.txt")
     with pytest.raises(ValueError, match=r"names .*blank.txt', which holds no document"):
         read("builtin:sonnets", tmp_path / "blank.txt")
-    with pytest.raises(ValueError, match=r"names .*folder', which holds no document"):
+    with pytest.raises(ValueError, match=r"names .*folder', a folder without \*.txt files"):
         read(tmp_path / "folder")
 
 

@@ -1,12 +1,21 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpipe.data import ByteTokenizer, Tokenizer, load_tokenizer
+from jaxpipe.data import (
+    ByteTokenizer,
+    SentencePieceTokenizer,
+    Source,
+    Tokenizer,
+    load_tokenizer,
+    read_documents,
+    tokenize,
+)
 
 
 @pytest.fixture
@@ -68,3 +77,55 @@ def test_a_path_that_is_no_tokenizer_is_named(tmp_path: Path):
     (tmp_path / "other.json").write_text(json.dumps({"a": 1}))
     with pytest.raises(ValueError, match=r"other.json', which is not a tokenizer.json"):
         load_tokenizer(str(tmp_path / "other.json"), vocab_size=10)
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory):
+    """Trains a sentencepiece model of the sonnets."""
+    import sentencepiece
+
+    folder = tmp_path_factory.mktemp("pieces")
+    sonnets = list(read_documents(Source(type="text", files=("builtin:sonnets",))))
+
+    def train(name: str, **options: Any) -> str:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(sonnets),
+            model_prefix=str(folder / name),
+            vocab_size=300,
+            model_type="bpe",
+            num_threads=1,
+            minloglevel=2,
+            **options,
+        )
+        return str(folder / f"{name}.model")
+
+    return train
+
+
+def test_a_model_of_sentencepiece_is_a_tokenizer(pieces):
+    path = pieces("usual")
+    tokenizer = load_tokenizer(path, vocab_size=300)
+    assert isinstance(tokenizer, SentencePieceTokenizer)
+    assert isinstance(tokenizer, Tokenizer)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (300, 2)
+    line = "Shall I compare thee to a summer's day?"
+    ids = tokenizer.encode(line)
+    assert ids.dtype == np.int32
+    assert 3 <= ids.min() <= ids.max() < 300
+    assert len(ids) < len(line)
+    assert tokenizer.decode([*ids.tolist(), tokenizer.eod, 310]) == line
+    assert len(tokenizer.encode("")) == 0
+    corpus = tokenize([line, line], tokenizer)
+    np.testing.assert_array_equal(corpus.ends, [len(ids) + 1, 2 * len(ids) + 2])
+    with pytest.raises(ValueError, match=r"has 300 ids\. Make `vocab_size` at least 300"):
+        load_tokenizer(path, vocab_size=299)
+
+
+def test_a_model_of_sentencepiece_that_cannot_be_used_is_refused(pieces, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"endless.model', which has no token that ends a sente"):
+        load_tokenizer(pieces("endless", eos_id=-1), vocab_size=300)
+    (tmp_path / "other.model").write_text("no model")
+    with pytest.raises(ValueError, match=r"other.model', which is not a model of sentencepiece"):
+        load_tokenizer(str(tmp_path / "other.model"), vocab_size=300)
+    with pytest.raises(ValueError, match=r"none.model', which is not a file"):
+        load_tokenizer(str(tmp_path / "none.model"), vocab_size=300)

@@ -123,7 +123,8 @@ import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in {"flax", "optax", "orbax", "grain", "pydantic", "yaml", "rich",
-                                  "tensorboardX", "tokenizers", "matplotlib", "beartype"}:
+                                  "tensorboardX", "tokenizers", "matplotlib", "beartype", "pyarrow",
+                                  "sentencepiece"}:
             raise ImportError(f"{name} is blocked")
 sys.meta_path.insert(0, Refuse())
 import jaxpipe, jaxpipe.schedules, jaxpipe.sharding, jaxpipe.autodiff, jaxpipe.spmd

@@ -1,5 +1,7 @@
 """Which batches a config asks for."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpipe.data import Batch, ByteTokenizer
-from jaxpipe.train import Config, set_up
-from jaxpipe.train._batches import make_batches, make_eval_batches
+from jaxpipe.cli import main
+from jaxpipe.data import Batch, ByteTokenizer, Source
+from jaxpipe.train import Config, load_config, set_up
+from jaxpipe.train._batches import _tokenizer, make_batches, make_eval_batches
+from jaxpipe.train._data_changes import data_changes
 from jaxpipe.train._setup import Setup
 
 TINY: dict[str, Any] = {
@@ -18,6 +22,8 @@ TINY: dict[str, Any] = {
     "per_device_batch_size": 8.0,
     "enable_checkpointing": False,
 }
+TEXT: dict[str, Any] = {"type": "text", "files": "builtin:sonnets"}
+MIXED: dict[str, Any] = {"data_sources": [TEXT]}
 
 
 def setup_of(**settings: Any) -> Setup:
@@ -75,9 +81,22 @@ def test_what_is_held_out_is_in_no_batch_of_training(tmp_path: Path):
         ({"eval_files": "a", "eval_split_fraction": 0.1}, "0.1. Evaluation reads files of its own"),
         ({"eval_split_seed": 1}, "`eval_split_seed` is 1 and `eval_split_fraction` 0"),
         ({"eval_split_fraction": 1.0}, "less than 1"),
+        ({"dataset_type": "jsonl", "text_separator": "x"}, "'jsonl' and `text_separator` is 'x'"),
+        (
+            {"text_field": "x"},
+            "`text_field` is 'x', which it does not read. Leave it at 'text', or",
+        ),
+        ({"dataset_type": "tokens"}, "'tokens' and `token_eod` is not set"),
+        ({"dataset_type": "tokens", "token_eod": 1, "tokenizer_path": "a"}, "`tokenizer_path` is"),
+        ({"dataset_type": "mixture"}, "'mixture' and `data_sources` is empty. Give sources"),
+        ({"dataset_type": "mixture", "data_files": "a"}, "'mixture' and `data_files` is"),
+        (
+            {"dataset_type": "mixture", **MIXED, "eval_data_sources": [TEXT | {"weight": 2.0}]},
+            r"`eval_data_sources\[0\].weight` is 2, which nothing reads",
+        ),
     ],
 )
-def test_settings_of_evaluation_that_say_nothing_or_two_things_are_refused(settings, message):
+def test_settings_that_nothing_reads_or_that_say_two_things_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         Config.model_validate(TINY | settings)
 
@@ -85,3 +104,133 @@ def test_settings_of_evaluation_that_say_nothing_or_two_things_are_refused(setti
 def test_files_of_evaluation_that_are_missing_are_named_with_their_key():
     with pytest.raises(ValueError, match="`eval_files` names 'no/file', which does not exist"):
         make_eval_batches(setup_of(eval_files="no/file"))
+
+
+def test_a_run_on_written_tokens_has_the_batches_of_the_text(tmp_path: Path, capsys):
+    file = tmp_path / "sonnets.bin"
+    assert main(["tokenize", str(file), "dataset_type=text"]) == 0
+    settings = capsys.readouterr().out.splitlines()[-1].split()
+    assert settings[0] == "dataset_type=tokens"
+    found = load_config([], [*settings, "max_target_length=64"], presets={"llama-tiny": {}})
+    batch_at = make_batches(set_up(found, jax.devices()[:1]))
+    for name, values in make_batches(setup_of())(7).items():
+        np.testing.assert_array_equal(batch_at(7)[name], values)
+    assert main(["tokenize", str(file), "dataset_type=text"]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert main(["tokenize", str(tmp_path / "b.bin")]) == 2
+    assert "`dataset_type` is 'synthetic', and a file of tokens" in capsys.readouterr().err
+
+
+def source(folder: Path, name: str, count: int, **fields: Any) -> dict[str, Any]:
+    """A JSONL source whose documents are its name, each of one row without packing."""
+    (folder / f"{name}.jsonl").write_text(f'{{"text": "{name}"}}\n' * count)
+    return {"type": "jsonl", "files": str(folder / f"{name}.jsonl"), **fields}
+
+
+def names(batch: Batch) -> list[str]:
+    return [ByteTokenizer().decode(row[row != 0]) for row in batch["tokens"]]
+
+
+def test_a_mixture_has_rows_of_its_sources_by_weight(tmp_path: Path):
+    sources = [source(tmp_path, "a", 3, weight=0.7), source(tmp_path, "b", 500, weight=0.3)]
+    mixture: dict[str, Any] = {"dataset_type": "mixture", "packing": False}
+    setup = setup_of(**mixture, data_sources=sources, per_device_batch_size=10.0)
+    for step in (0, 1, 1000):
+        assert sorted(names(make_batches(setup)(step))) == ["a"] * 7 + ["b"] * 3
+    sources = [source(tmp_path, "a", 40, weight=2.0), source(tmp_path, "b", 20)]
+    split = setup_of(**mixture, data_sources=sources, eval_split_fraction=0.5)
+    found = make_eval_batches(split)
+    assert found is not None
+    held_out = [name for batch in found for name in names(batch) if name]
+    assert held_out == sorted(held_out)
+    assert 10 < held_out.count("a") < 30
+    assert 3 < held_out.count("b") < 17
+    apart = setup_of(**mixture, data_sources=sources, eval_data_sources=sources[1:])
+    found = make_eval_batches(apart)
+    assert found is not None
+    assert [name for batch in found for name in names(batch)] == ["b"] * 20 + [""] * 4
+
+
+def test_sources_whose_documents_end_differently_are_refused(tmp_path: Path):
+    np.asarray([1, 0], np.uint16).tofile(tmp_path / "a.bin")
+    binary = {"type": "tokens", "files": str(tmp_path / "a.bin"), "token_eod": 0}
+    sources = [TEXT, binary]
+    with pytest.raises(ValueError, match="Documents of `data_sources` end with the ids 0, 256"):
+        make_batches(setup_of(dataset_type="mixture", data_sources=sources))
+
+
+def test_a_file_of_a_mixture_that_is_missing_is_named_by_its_source():
+    sources = [TEXT, {"type": "text", "files": "no/file"}]
+    with pytest.raises(ValueError, match=r"`data_sources\[1\].files` names 'no/file'"):
+        make_batches(setup_of(dataset_type="mixture", data_sources=sources))
+
+
+def test_a_run_whose_file_vanishes_ends_with_its_name(tmp_path: Path, capsys, monkeypatch):
+    file = tmp_path / "a.bin"
+    (np.arange(4000) % 300).astype(np.uint16).tofile(file)
+
+    settings = f"""dataset_type=tokens token_eod=0 data_files={file} output_dir={tmp_path}
+        base_emb_dim=16 base_num_decoder_layers=2 base_mlp_dim=32 max_target_length=16 dtype=float32
+        enable_tensorboard=false enable_checkpointing=false ici_pipeline_parallelism=2
+        per_device_batch_size=1 steps=5"""
+    monkeypatch.setattr("jaxpipe.train._loop.first_state", lambda _: {"gone": file.unlink()})
+    assert main(["train", *settings.split()]) == 1
+    assert f"{str(file)!r} was there when the run began, and cannot be" in capsys.readouterr().err
+
+
+def decided_by(tmp_path: Path, text: str = "a b", **settings: Any) -> dict[str, Any]:
+    """As a checkpoint gives it back."""
+    file = tmp_path / "text.txt"
+    file.write_text(text)
+    found = make_batches(setup_of(data_files=str(file), **settings)).decided_by
+    return json.loads(json.dumps(found))
+
+
+def test_changed_data_is_told_by_what_has_changed(tmp_path: Path):
+    before = decided_by(tmp_path)
+    assert data_changes(before, decided_by(tmp_path)) == ""
+    for now, changes in {
+        "length was 64 and is 32": decided_by(tmp_path, max_target_length=32),
+        "rows was 8 and is 4": decided_by(tmp_path, per_device_batch_size=4.0),
+        "seed was 0 and is 1": decided_by(tmp_path, data_shuffle_seed=1),
+        "seed was 0 and is None": decided_by(tmp_path, enable_data_shuffling=False),
+        "packing was True and is False": decided_by(tmp_path, packing=False),
+        r"sources\[0\].checksum was \d+ and is \d+": decided_by(tmp_path, "b a"),
+        r"sources\[0\].tokens was 4 and is 5; sources.*": decided_by(tmp_path, "b aa"),
+    }.items():
+        said = data_changes(before, changes)
+        assert re.search(f"of the checkpoint: {now}. The run goes on", said)
+    other = make_batches(setup_of(dataset_type="synthetic")).decided_by
+    assert "vocabulary was not there and is 320" in data_changes(before, other)
+    (tmp_path / "tokenizer.json").write_text("another")
+    config = Config(tokenizer_path=str(tmp_path / "tokenizer.json"), dataset_type="text")
+    tokenizer = _tokenizer(config, [Source(type="text", files=("a",))])
+    assert re.search(r"tokenizer was bytes and is \d+", data_changes(before, before | tokenizer))
+
+
+def test_the_same_tokens_in_a_file_are_the_same_data(tmp_path: Path):
+    before = decided_by(tmp_path)
+    for dtype in ("uint16", "int64"):
+        np.asarray([*b"a b", 256], dtype).tofile(tmp_path / "a.bin")
+        settings = {"dataset_type": "tokens", "token_dtype": dtype, "token_eod": 256}
+        found = make_batches(setup_of(data_files=str(tmp_path / "a.bin"), **settings))
+        assert data_changes(before, found.decided_by) == ""
+
+
+def test_a_run_that_goes_on_with_other_data_says_so(tmp_path: Path, capsys, monkeypatch):
+    def one_step(setup, state, done, batch_at, **_):
+        yield done + 1, {"loss": 1.0, "gradient_norm": 1.0}, state
+
+    monkeypatch.setattr("jaxpipe.train._loop.run_steps", one_step)
+    settings = f"""output_dir={tmp_path} base_emb_dim=16 base_num_decoder_layers=1 base_mlp_dim=32
+        max_target_length=16 dtype=float32 enable_tensorboard=false per_device_batch_size=1
+        pipeline_engine=none dataset_type=text"""
+
+    def run(*words: str) -> str:
+        assert main(["train", *settings.split(), *words]) == 0
+        return capsys.readouterr().out
+
+    assert "warning" not in run("steps=1")
+    assert "warning" not in run("steps=2")
+    said = run("steps=3", "data_shuffle_seed=5")
+    assert "the data is not that of the checkpoint: seed was 0 and is 5. The run goes on" in said

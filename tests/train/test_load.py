@@ -2,6 +2,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from jaxpipe.train import Config, base_yaml, load_config
 from jaxpipe.train._load import parse_yaml
@@ -84,8 +85,8 @@ def test_values_may_hold_equals_signs_and_nothing_at_all():
 
 
 def test_one_text_file_needs_no_list():
-    assert load("data_files=a.txt").data_files == ("a.txt",)
-    assert load("data_files=[a.txt, b]").data_files == ("a.txt", "b")
+    assert load("dataset_type=text", "data_files=a.txt").data_files == ("a.txt",)
+    assert load("dataset_type=text", "data_files=[a.txt, b]").data_files == ("a.txt", "b")
 
 
 def test_rules_are_lists_of_pairs():
@@ -146,8 +147,7 @@ def test_all_wrong_values_are_told_at_once_each_with_its_source(file):
 
 def test_values_that_do_not_fit_together_are_refused():
     assert refusal("dataset_type=text", "data_files=[]") == (
-        "`dataset_type` is 'text' and `data_files` is empty. Give files, folders or "
-        "'builtin:sonnets'."
+        "`dataset_type` is 'text' and `data_files` is empty. Give files or folders."
     )
 
 
@@ -172,3 +172,36 @@ def test_a_file_that_is_missing_broken_or_no_mapping_is_refused(tmp_path: Path, 
     assert "which is not a file" in refusal(files=(tmp_path / "none.yml",))
     assert "my.yml is not valid YAML" in refusal(files=(file("a: [1\n"),))
     assert "my.yml holds a list" in refusal(files=(file("- 1\n"),))
+
+
+SOURCES = "data_sources=[{type: text, files: a.txt, weight: 3}, {type: jsonl, files: [b, c]}]"
+
+
+def test_sources_of_a_mixture_are_lists_of_mappings():
+    first, second = load("dataset_type=mixture", SOURCES).data_sources
+    assert (first.type, first.files, first.weight) == ("text", ("a.txt",), 3.0)
+    assert (second.type, second.files, second.weight) == ("jsonl", ("b", "c"), 1.0)
+
+
+def test_the_sources_of_a_runs_config_yml_can_be_read_again(file):
+    config = load("dataset_type=mixture", SOURCES)
+    text = yaml.safe_dump(config.model_dump(mode="json"))
+    assert load(files=(file(text),)) == config
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ("[{type: text, file: a}]", "`[0].file`: Extra inputs are not permitted."),
+        ("[{type: text}]", "`[0].files`: Field required."),
+        ("[{type: text, files: a}, {type: csv, files: a}]", "`[1].type`: It should be 'text', "),
+        ("[{type: text, files: a, weight: 0}]", "`[0].weight`: It should be greater than 0."),
+        ("[{type: text, files: []}]", "`[0]`: `files` is empty. Give files or folders."),
+        ("[{type: tokens, files: a}]", "`[0]`: `type` is 'tokens' and `token_eod` is not set."),
+        ("[{type: text, files: a, text_field: b}]", "`[0]`: `type` is 'text' and `text_field` is"),
+    ],
+)
+def test_a_source_of_a_mixture_that_is_wrong_is_named_by_its_place(sources: str, message: str):
+    found = refusal("dataset_type=mixture", f"data_sources={sources}")
+    assert found.startswith("`data_sources` is [{")
+    assert message in found

@@ -1,0 +1,61 @@
+"""The files that paths name, in order."""
+
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from ._source import Kind
+
+BUILTIN = "builtin:"
+ENDINGS: dict[Kind, tuple[str, ...]] = {
+    "text": (".txt",),
+    "jsonl": (".jsonl",),
+    "parquet": (".parquet",),
+    "arrow": (".arrow", ".feather"),
+    "tokens": (".bin", ".npy"),
+}
+"""Of the files of a folder that belong to a kind."""
+
+
+def files_of(path: str, kind: Kind, *, key: str) -> list[Path] | list[Traversable]:
+    """The files of one path.
+
+    Args:
+        path: A file; a folder, for all its files of the kind at any depth in sorted order; or a
+            text that ships with the package, such as `builtin:sonnets`.
+        kind: What they hold.
+        key: What errors call the path's list.
+
+    Raises:
+        ValueError: If nothing is there.
+    """
+    if path.startswith(BUILTIN):
+        return [_builtin(path, kind, key)]
+    if Path(path).is_dir():
+        found = (file for file in Path(path).rglob("*") if file.suffix in ENDINGS[kind])
+        files = sorted(file for file in found if file.is_file())
+        if not files:
+            raise ValueError(
+                f"`{key}` names {path!r}, a folder without "
+                f"{' or '.join('*' + ending for ending in ENDINGS[kind])} files. Remove it or give "
+                "one with such files."
+            )
+        return files
+    if not Path(path).is_file():
+        also = f" or {BUILTIN}sonnets" if kind == "text" else ""
+        raise ValueError(
+            f"`{key}` names {path!r}, which does not exist. Give a file, a folder{also}."
+        )
+    return [Path(path)]
+
+
+def _builtin(path: str, kind: Kind, key: str) -> Traversable:
+    if kind != "text":
+        raise ValueError(f"`{key}` names {path!r}, which is text, not {kind}. Give files.")
+    folder = resources.files("jaxpipe.data").joinpath("text")
+    names = sorted(file.name.removesuffix(".txt") for file in folder.iterdir())
+    name = path.removeprefix(BUILTIN)
+    if name not in names:
+        valid = ", ".join(BUILTIN + name for name in names)
+        raise ValueError(f"`{key}` names {path!r}. Built in: {valid}.")
+    return folder.joinpath(f"{name}.txt")

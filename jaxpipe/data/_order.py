@@ -1,0 +1,79 @@
+"""Which row of which source comes when: a function of the row's number in the whole run."""
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from math import gcd, lcm
+
+import grain
+import numpy as np
+
+LONGEST_PERIOD = 100_000
+
+Order = Callable[[int], tuple[int, int]]
+"""From the number of a row in the run to its source and its number there."""
+
+
+def row_order(sizes: Sequence[int], *, weights: Sequence[float], shuffle_seed: int | None) -> Order:
+    """Every source epoch after epoch, mixed in exact proportions.
+
+    A source has another order in each of its epochs, and begins its next one when it has ended,
+    whatever the others do.
+
+    Args:
+        sizes: [K] rows of each source.
+        weights: [K] their shares of the rows, relative to each other.
+        shuffle_seed: 0 to 2**32 - 1, or None for the sources' own orders in every epoch.
+
+    Raises:
+        ValueError: If shares repeat after more than 100,000 rows only.
+    """
+    numbers = [_epochs(size, _seed(shuffle_seed, k)) for k, size in enumerate(sizes)]
+    turns = period(weights)
+    source, before = turns.T
+    counts = np.bincount(source)
+
+    def at(n: int) -> tuple[int, int]:
+        cycle, place = divmod(n, len(turns))
+        k = int(source[place])
+        row = numbers[k][cycle * int(counts[k]) + int(before[place])]
+        assert row is not None, "nothing filters rows"
+        return k, int(row)
+
+    return at
+
+
+# Not grain's MapDataset.mix, which rounds weights: of 7 to 3 it makes 233 to 100.
+def period(weights: Sequence[float]) -> np.ndarray:
+    """[P, (source, how often it came before)]: the turns of sources, which then repeat.
+
+    Each turn goes to the source that is furthest behind its share.
+    """
+    exact = [Fraction(repr(float(weight))) for weight in weights]
+    whole = [int(weight * lcm(*(w.denominator for w in exact))) for weight in exact]
+    shares = np.asarray([weight // gcd(*whole) for weight in whole], object)
+    length = int(sum(shares))
+    if length > LONGEST_PERIOD:
+        raise ValueError(
+            f"The weights of sources are {', '.join(f'{weight:g}' for weight in weights)}, which "
+            f"repeat after {length} rows. Round them, so that it is at most {LONGEST_PERIOD}."
+        )
+    shares = shares.astype(np.int64)
+    taken = np.zeros_like(shares)
+    turns = np.empty((length, 2), np.int64)
+    for n in range(length):
+        k = int(np.argmax((n + 1) * shares - taken * length))
+        turns[n] = k, taken[k]
+        taken[k] += 1
+    return turns
+
+
+def _epochs(size: int, seed: int | None) -> grain.MapDataset:
+    numbers = grain.MapDataset.range(size)
+    return (numbers if seed is None else numbers.shuffle(seed=seed)).repeat()
+
+
+def _seed(seed: int | None, source: int) -> int | None:
+    """One for each source. Grain adds the epoch to it, so neighbours would be the same orders."""
+    if seed is None or source == 0:
+        return seed
+    return int(np.random.SeedSequence((seed, source)).generate_state(1)[0])

@@ -1,0 +1,68 @@
+"""A source of documents: which files, and how they are read."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+Kind = Literal["text", "jsonl", "parquet", "arrow", "tokens"]
+TokenType = Literal["uint8", "uint16", "uint32", "int32", "int64"]
+
+READ_BY: dict[str, tuple[Kind, ...]] = {
+    "text_separator": ("text",),
+    "text_field": ("jsonl", "parquet", "arrow"),
+    "token_dtype": ("tokens",),
+    "token_eod": ("tokens",),
+}
+"""The fields that not all kinds read."""
+
+
+def _one_or_many(value: Any) -> Any:
+    return (
+        (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+    )
+
+
+Paths = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
+
+
+class Source(BaseModel):
+    """Where documents come from.
+
+    Attributes:
+        type: What the files hold: text; jsonl: an object a line; parquet; arrow (IPC files and
+            streams, Feather); or tokens: ids, one after the other.
+        files: Files, and folders, for all files in them that are named so.
+        weight: The share of rows, relative to the other sources of a mixture.
+        text_separator: What stands between two documents of a text file; "" for one document.
+        text_field: The field of an object, or the column of a table, that holds a document.
+        token_dtype: Of .bin files, little-endian.
+        token_eod: The id that ends each document of tokens.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    type: Kind
+    files: Paths
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    text_separator: str = "\n\n\n"
+    text_field: str = "text"
+    token_dtype: TokenType = "uint16"
+    token_eod: Annotated[int, Field(ge=0)] | None = None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> "Source":
+        for name, readers in READ_BY.items():
+            value, default = getattr(self, name), Source.model_fields[name].default
+            if self.type not in readers and value != default:
+                raise ValueError(
+                    f"`type` is {self.type!r} and `{name}` is {value!r}, which it does not read. "
+                    f"Leave it out, or choose {' or '.join(readers)}."
+                )
+        if not self.files:
+            raise ValueError("`files` is empty. Give files or folders.")
+        if self.type == "tokens" and self.token_eod is None:
+            raise ValueError(
+                "`type` is 'tokens' and `token_eod` is not set. Give the id that ends a document: "
+                "256 for bytes, 50256 for GPT-2's; `jaxpipe tokenize` prints it."
+            )
+        return self

@@ -1,0 +1,166 @@
+"""Files of token ids, mapped into memory and never loaded: .npy, or .bin without a header.
+
+F files of N tokens in all, D documents.
+"""
+
+import os
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int64, Integer
+
+from ._files import files_of
+from ._source import Source
+
+CHUNK = 1 << 24
+"""Tokens that are looked at together when a file is checked."""
+
+
+class LostFileError(RuntimeError):
+    """A file that was there when the run began has gone, or has another size."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenFile:
+    """One file.
+
+    Attributes:
+        path: Of the file.
+        tokens: Its ids, mapped.
+        num_bytes: Its size when it was opened.
+    """
+
+    path: Path
+    tokens: Integer[np.ndarray, " n"]
+    num_bytes: int
+
+    def __getitem__(self, places: Int64[np.ndarray, " n"]) -> Integer[np.ndarray, " n"]:
+        # Where the pages of a mapping are gone, as after a truncation or on a network's file
+        # system, reading them ends the process without a word.
+        _check_there(self.path, self.num_bytes)
+        return self.tokens[places]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenFiles:
+    """Some files, one behind the other.
+
+    Attributes:
+        files: F of them.
+        ends: [F] where each ends.
+        checksum: Of all of their ids.
+    """
+
+    files: tuple[TokenFile, ...]
+    ends: Int64[np.ndarray, " F"]
+    checksum: int
+
+    def __getitem__(self, places: Int64[np.ndarray, " n"]) -> Integer[np.ndarray, " n"]:
+        """The ids at some places."""
+        of_file = np.searchsorted(self.ends, places, side="right")
+        found = np.empty(len(places), np.int64)
+        for number in np.unique(of_file):
+            here = of_file == number
+            start = self.ends[number - 1] if number else 0
+            found[here] = self.files[number][places[here] - start]
+        return found
+
+
+def open_token_files(
+    source: Source, *, vocab_size: int, key: str = "data_files"
+) -> tuple[TokenFiles, Int64[np.ndarray, " D"]]:
+    """The files of a source, and where their documents end.
+
+    Every file is read once, a piece at a time: a few seconds for each gigabyte. What is kept are 8
+    bytes for each document. A file that does not end with an end of document ends with a document
+    all the same.
+
+    Args:
+        source: Of the type `tokens`.
+        vocab_size: Rows of the model's embedding.
+        key: What errors call its files.
+
+    Raises:
+        ValueError: If a file does not exist, holds no flat array of integers, or has an id that the
+            embedding has no row for.
+    """
+    paths = [file for path in source.files for file in files_of(path, "tokens", key=key)]
+    files = [_open(Path(str(path)), source.token_dtype) for path in paths]
+    assert source.token_eod is not None, "the source's own check"
+    ends, checksum, start = [], 0, 0
+    for file in files:
+        of_file, checksum = _scan(file, source.token_eod, vocab_size, checksum)
+        ends.append(start + of_file)
+        start += len(file.tokens)
+    of_files = np.cumsum([len(file.tokens) for file in files])
+    return TokenFiles(tuple(files), of_files, checksum), np.concatenate(ends)
+
+
+def _open(path: Path, dtype: str) -> TokenFile:
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}.") from None
+    size = path.stat().st_size
+    if path.suffix == ".npy":
+        try:
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError, OSError) as error:
+            raise ValueError(f"{str(path)!r} is not an .npy file: {error}") from None
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise ValueError(
+                f"{str(path)!r} holds {tokens.dtype}{list(tokens.shape)}. Give a flat array of "
+                "integers."
+            )
+    else:
+        wanted = np.dtype(dtype).newbyteorder("<")
+        if size % wanted.itemsize:
+            raise ValueError(
+                f"{str(path)!r} has {size} bytes, which are no whole number of {dtype}. Set "
+                "`token_dtype` to what it holds."
+            )
+        tokens = np.memmap(path, wanted, mode="r") if size else np.zeros(0, wanted)
+    if not len(tokens):
+        raise ValueError(f"{str(path)!r} holds no token. Remove it.")
+    return TokenFile(path, tokens, size)
+
+
+def _scan(
+    file: TokenFile, eod: int, vocab_size: int, checksum: int
+) -> tuple[Int64[np.ndarray, " d"], int]:
+    """Where documents end, and a checksum that goes on from the one given."""
+    ends = []
+    for start in range(0, len(file.tokens), CHUNK):
+        _check_there(file.path, file.num_bytes)
+        tokens = np.asarray(file.tokens[start : start + CHUNK])
+        if tokens.min() < 0 or tokens.max() >= vocab_size:
+            bad = int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
+            raise ValueError(
+                f"{str(file.path)!r} has the id {tokens[bad]} at token {start + bad}, and "
+                f"`vocab_size` is {vocab_size}. Raise it, or correct `token_dtype`."
+            )
+        ends.append(np.flatnonzero(tokens == eod) + start + 1)
+        # Of the numbers, not of how wide they are: as of the same tokens in memory.
+        checksum = zlib.crc32(tokens.astype("<i4").tobytes(), checksum)
+    found = np.concatenate(ends)
+    if not len(found) or found[-1] != len(file.tokens):
+        found = np.append(found, len(file.tokens))
+    return found, checksum
+
+
+def _check_there(path: Path, num_bytes: int) -> None:
+    """Raises LostFileError if a file is not what it was."""
+    try:
+        size = os.stat(path).st_size
+    except OSError as error:
+        raise LostFileError(
+            f"{str(path)!r} was there when the run began, and cannot be read any more: "
+            f"{error.strerror}. Put it back; the run goes on from its newest checkpoint."
+        ) from None
+    if size != num_bytes:
+        raise LostFileError(
+            f"{str(path)!r} had {num_bytes} bytes when the run began, and has {size} now. Put the "
+            "old one back; the run goes on from its newest checkpoint."
+        )
