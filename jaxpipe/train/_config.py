@@ -43,6 +43,12 @@ class Config(Keys):
             self._no_places()
         if self.pipeline_engine == "mpmd":
             self._nothing_offloaded()
+        if self.mpmd_trace_step and self.gradient_accumulation_steps > 1:
+            raise ValueError(
+                f"`mpmd_trace_step` is {self.mpmd_trace_step} and `gradient_accumulation_steps` "
+                f"{self.gradient_accumulation_steps}, but a trace is of one loop over "
+                "microbatches. Leave one of them out."
+            )
         self._data_agrees()
         self._evaluation_agrees()
         return self

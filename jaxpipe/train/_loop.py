@@ -275,7 +275,7 @@ def describe(setup: Setup, done: int) -> str:
         f"engine {config.pipeline_engine} on {axes or 'one device'}: {_stages(setup)} x "
         f"{_per_stage(setup)} layer(s){_outside(setup)}, "
         f"{setup.num_microbatches} microbatches of {setup.microbatch_size} x "
-        f"{config.max_target_length} tokens",
+        f"{config.max_target_length} tokens{_calls(setup)}",
     ]
     if setup.schedule is not None:
         lines.append(f"schedule {setup.schedule.reason}")
@@ -308,6 +308,10 @@ def _per_stage(setup: Setup) -> str:
     counts = list(map(len, setup.layout.layers_of_stages))
     least, most = min(counts), max(counts)
     return f"{most}" if least == most else f"{least} to {most}"
+
+
+def _calls(setup: Setup) -> str:
+    return f", {setup.num_calls} times a step" if setup.num_calls > 1 else ""
 
 
 def _outside(setup: Setup) -> str:
