@@ -92,11 +92,12 @@ class Config(Keys):
                 "`eval_interval` is not 0 and `eval_steps` -1, all batches, but synthetic data has "
                 "no end. Give `eval_steps`."
             )
-        if self.keep_best and not self.enable_checkpointing:
-            raise ValueError(
-                f"`keep_best` is {self.keep_best} and `enable_checkpointing` false: there are no "
-                "checkpoints to keep. Change one of them."
-            )
+        for name in ("keep_best", "checkpoint_minutes"):
+            if getattr(self, name) and not self.enable_checkpointing:
+                raise ValueError(
+                    f"`{name}` is {getattr(self, name)} and `enable_checkpointing` false: there "
+                    "are no checkpoints. Change one of them."
+                )
 
     def _engine_reads(self) -> None:
         """Keys that the engine would not read."""

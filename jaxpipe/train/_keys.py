@@ -219,6 +219,7 @@ class Keys(BaseModel):
     # Checkpoints and reports.
     enable_checkpointing: bool = True
     checkpoint_period: Count = 100
+    checkpoint_minutes: NotNegative = 0.0
     async_checkpointing: bool = True
     max_to_keep: Count = 3
     enable_tensorboard: bool = True

@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 from .. import models, mpmd
 from ..data import BatchAt
 from ._batches import make_batches
+from ._by_time import ByTime
 from ._canonical import canonical_shapes, from_canonical, make_canonical, with_layers_after
 from ._checkpoint import (
     agreed,
@@ -90,7 +91,7 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
         should_stop = stack.enter_context(stop_requests(config.max_minutes))
         before = stack.enter_context(profiler(profiled_steps(config.profile_steps), folder))
         history = []
-        flatten = make_canonical(setup)
+        flatten, by_time = make_canonical(setup), ByTime(config.checkpoint_minutes)
         try:
             for step, metrics, state in run_steps(
                 setup,
@@ -101,6 +102,7 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
                 should_stop=should_stop,
                 evaluate=evaluate,
                 is_best=best_keeper(checkpoints, config.keep_best),
+                is_due=by_time.is_due,
             ):
                 write(step, metrics)
                 report(step, metrics)
@@ -116,6 +118,7 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
                         _metadata(setup),
                         eval_loss=metrics.get("eval_loss"),
                     )
+                    by_time.saved()
         except ValueError as error:
             # What the user could have got wrong was checked above.
             raise RuntimeError(f"The run failed after step {done + len(history)}.") from error
@@ -135,6 +138,7 @@ def run_steps(
     should_stop: ShouldStop = lambda step: False,
     evaluate: Evaluate | None = None,
     is_best: Callable[[float], bool] = lambda loss: False,
+    is_due: Callable[[int], bool] = lambda step: False,
 ) -> Iterator[tuple[int, Metrics, State | None]]:
     """Makes steps `done + 1` to `steps`; yields each with its metrics.
 
@@ -151,6 +155,7 @@ def run_steps(
         should_stop: Whether a step is the last one, with a checkpoint.
         evaluate: What evaluates a state, if anything does.
         is_best: Whether a state with this `eval_loss` is worth a checkpoint.
+        is_due: Whether a step is, beside those of `checkpoint_period`.
     """
     config, train_step = setup.config, make_train_step(setup)
     ended = time.perf_counter()
@@ -168,16 +173,16 @@ def run_steps(
             yield previous[0], values, None
         previous = step, metrics
         is_stopped, is_last = should_stop(step), step == config.steps
-        is_due = is_stopped or is_last or step % config.checkpoint_period == 0
+        saves = is_stopped or is_last or step % config.checkpoint_period == 0 or is_due(step)
         # Who is stopped has little time, and needs it for the checkpoint.
         evaluates = evaluate and not is_stopped and (is_last or step % config.eval_interval == 0)
-        if is_due or evaluates:
+        if saves or evaluates:
             ended, values = _finished(setup, metrics, ended)
             if evaluate and evaluates:
                 values |= evaluate(state)
                 ended = time.perf_counter()
-                is_due = is_best(values["eval_loss"]) or is_due
-            yield step, values, state if is_due else None
+                saves = is_best(values["eval_loss"]) or saves
+            yield step, values, state if saves else None
             previous = None
         if is_stopped:
             return
