@@ -63,6 +63,12 @@ class Config(Keys):
             self._no_places()
         if self.pipeline_engine == "mpmd":
             self._nothing_offloaded()
+        if self.mpmd_trace_step and self.gradient_accumulation_steps > 1:
+            raise ValueError(
+                f"`mpmd_trace_step` is {self.mpmd_trace_step} and `gradient_accumulation_steps` "
+                f"{self.gradient_accumulation_steps}, but a trace is of one loop over "
+                "microbatches. Leave one of them out."
+            )
         self._data_agrees()
         self._evaluation_agrees()
         return self
@@ -121,11 +127,12 @@ class Config(Keys):
                 "`eval_interval` is not 0 and `eval_steps` -1, all batches, but synthetic data has "
                 "no end. Give `eval_steps`."
             )
-        if self.keep_best and not self.enable_checkpointing:
-            raise ValueError(
-                f"`keep_best` is {self.keep_best} and `enable_checkpointing` false: there are no "
-                "checkpoints to keep. Change one of them."
-            )
+        for name in ("keep_best", "checkpoint_minutes"):
+            if getattr(self, name) and not self.enable_checkpointing:
+                raise ValueError(
+                    f"`{name}` is {getattr(self, name)} and `enable_checkpointing` false: there "
+                    "are no checkpoints. Change one of them."
+                )
 
     def _engine_reads(self) -> None:
         """Keys that the engine would not read."""

@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 from .. import mpmd, schedules, spmd
 from ..autodiff import Model, unpipelined
 from ._batches import make_eval_batches
+from ._calls import in_calls
 from ._gathering import gathers
 from ._model import build_model
 from ._mpmd import make_mpmd_eval_step
@@ -111,7 +112,7 @@ def make_eval_step(setup: Setup) -> Callable[[PyTree, PyTree], Values]:
     """`(weights, batch from place_batch) -> loss and metrics`. It compiles at its first call."""
     if setup.stages_apart:
         return make_mpmd_eval_step(setup)
-    value = VALUES[engine_name(setup)](setup, build_model(setup))
+    value = in_calls(VALUES[engine_name(setup)](setup, build_model(setup)), setup.num_calls)
 
     def step(weights: PyTree, batch: PyTree) -> Values:
         loss, metrics = value(weights, batch, present_layers(setup, ()))

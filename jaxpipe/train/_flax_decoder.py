@@ -195,7 +195,7 @@ def rim_config(setup: Setup) -> SimpleNamespace:
         "num_decoder_layers": setup.layout.num_layers,
         "pipeline_parallel_layers": -1,
         "num_pipeline_microbatches": setup.num_microbatches,
-        "micro_batch_size_to_train_on": setup.batch_size,
+        "micro_batch_size_to_train_on": setup.num_microbatches * setup.microbatch_size,
         "logical_axis_rules": setup.rules,
         # Iterations that are written out leave rows to the compiler.
         "pipeline_batch_axes": row_axes(setup) if setup.config.scan_pipeline_iterations else (),

@@ -143,6 +143,7 @@ class Keys(BaseModel):
     adam_b2: BelowOne = 0.95
     adam_eps: Positive = 1e-8
     adam_weight_decay: NotNegative = 0.1
+    gradient_accumulation_steps: Count = 1
     gradient_clipping_threshold: NotNegative = 1.0
     max_gradient_norm: NotNegative = 0.0
     bad_step_policy: Literal["stop", "skip", "ignore"] = "stop"
@@ -220,6 +221,7 @@ class Keys(BaseModel):
     # Checkpoints and reports.
     enable_checkpointing: bool = True
     checkpoint_period: Count = 100
+    checkpoint_minutes: NotNegative = 0.0
     async_checkpointing: bool = True
     max_to_keep: Count = 3
     enable_tensorboard: bool = True

@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 from .. import models, mpmd
 from ..data import BatchAt, Batches
 from ._batches import make_batches
+from ._by_time import ByTime
 from ._canonical import canonical_shapes, from_canonical, make_canonical, with_layers_after
 from ._checkpoint import (
     agreed,
@@ -97,6 +98,7 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
         before = stack.enter_context(profiler(profiled_steps(config.profile_steps), folder))
         history = []
         flatten, metadata = make_canonical(setup), _metadata(setup, batch_at)
+        by_time = ByTime(config.checkpoint_minutes)
         try:
             for step, metrics, state in run_steps(
                 setup,
@@ -107,6 +109,7 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
                 should_stop=should_stop,
                 evaluate=evaluate,
                 is_best=best_keeper(checkpoints, config.keep_best),
+                is_due=by_time.is_due,
             ):
                 write(step, metrics)
                 report(step, metrics)
@@ -122,6 +125,7 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
                         metadata,
                         eval_loss=metrics.get("eval_loss"),
                     )
+                    by_time.saved()
         except ValueError as error:
             # What the user could have got wrong was checked above.
             raise RuntimeError(f"The run failed after step {done + len(history)}.") from error
@@ -141,6 +145,7 @@ def run_steps(
     should_stop: ShouldStop = lambda step: False,
     evaluate: Evaluate | None = None,
     is_best: Callable[[float], bool] = lambda loss: False,
+    is_due: Callable[[int], bool] = lambda step: False,
 ) -> Iterator[tuple[int, Metrics, State | None]]:
     """Makes steps `done + 1` to `steps`; yields each with its metrics.
 
@@ -157,6 +162,7 @@ def run_steps(
         should_stop: Whether a step is the last one, with a checkpoint.
         evaluate: What evaluates a state, if anything does.
         is_best: Whether a state with this `eval_loss` is worth a checkpoint.
+        is_due: Whether a step is, beside those of `checkpoint_period`.
     """
     config, train_step = setup.config, make_train_step(setup)
     ended = time.perf_counter()
@@ -174,16 +180,16 @@ def run_steps(
             yield previous[0], values, None
         previous = step, metrics
         is_stopped, is_last = should_stop(step), step == config.steps
-        is_due = is_stopped or is_last or step % config.checkpoint_period == 0
+        saves = is_stopped or is_last or step % config.checkpoint_period == 0 or is_due(step)
         # Who is stopped has little time, and needs it for the checkpoint.
         evaluates = evaluate and not is_stopped and (is_last or step % config.eval_interval == 0)
-        if is_due or evaluates:
+        if saves or evaluates:
             ended, values = _finished(setup, metrics, ended)
             if evaluate and evaluates:
                 values |= evaluate(state)
                 ended = time.perf_counter()
-                is_due = is_best(values["eval_loss"]) or is_due
-            yield step, values, state if is_due else None
+                saves = is_best(values["eval_loss"]) or saves
+            yield step, values, state if saves else None
             previous = None
         if is_stopped:
             return
@@ -284,7 +290,7 @@ def describe(setup: Setup, done: int) -> str:
         f"engine {config.pipeline_engine} on {axes or 'one device'}: {_stages(setup)} x "
         f"{_per_stage(setup)} layer(s){_outside(setup)}, "
         f"{setup.num_microbatches} microbatches of {setup.microbatch_size} x "
-        f"{config.max_target_length} tokens",
+        f"{config.max_target_length} tokens{_calls(setup)}",
     ]
     if setup.schedule is not None:
         lines.append(f"schedule {setup.schedule.reason}")
@@ -317,6 +323,10 @@ def _per_stage(setup: Setup) -> str:
     counts = list(map(len, setup.layout.layers_of_stages))
     least, most = min(counts), max(counts)
     return f"{most}" if least == most else f"{least} to {most}"
+
+
+def _calls(setup: Setup) -> str:
+    return f", {setup.num_calls} times a step" if setup.num_calls > 1 else ""
 
 
 def _outside(setup: Setup) -> str:

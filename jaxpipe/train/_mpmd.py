@@ -14,6 +14,7 @@ from jaxtyping import Array, Int, PyTree
 
 from .. import models, mpmd
 from ._apart import mpmd_mesh
+from ._calls import in_loops
 from ._initial import first_ends, first_layers, layer_keys
 from ._model import build_model
 from ._remat import remat_of_ticks
@@ -32,8 +33,10 @@ def make_mpmd_eval_step(setup: Setup) -> Callable[[PyTree, PyTree], dict[str, An
     assert setup.schedule is not None
     model, schedule = build_model(setup), setup.schedule.schedule
 
+    value = in_loops(partial(mpmd.mpmd_value, model, schedule=schedule), setup.num_calls)
+
     def step(weights: Any, batch: Any) -> dict[str, Any]:
-        loss, metrics = mpmd.mpmd_value(model, weights, batch, schedule=schedule)
+        loss, metrics = value(weights, batch, ())
         return {"loss": loss, **metrics}
 
     compiled = mpmd.mpmd_jit_with_loop(
@@ -125,15 +128,14 @@ def _lowered(setup: Setup) -> mpmd.Lowered:
     model, schedule = build_model(setup), setup.schedule.schedule
     remat, layers = remat_of_ticks(setup.config), setup.layout.layers_of_stages
 
-    def value_and_grad(weights: Any, side: Any, keys: Any) -> Any:
-        return mpmd.mpmd_value_and_grad(model, weights, side, keys, schedule=schedule, remat=remat)
+    call = partial(mpmd.mpmd_value_and_grad, model, schedule=schedule, remat=remat)
 
     def keys_of(step: Int[Array, ""]) -> list[PyTree]:
         return [layer_keys(setup, step, numbers) for numbers in layers]
 
     mesh, of_state = mpmd_mesh(setup), state_shardings(setup)
     step = mpmd.mpmd_jit_with_loop(
-        make_step(setup, value_and_grad, keys_of),
+        make_step(setup, in_loops(call, setup.num_calls), keys_of),
         mesh,
         in_shardings=(of_state, batch_shardings(setup)),
         out_shardings=(of_state, _everywhere(setup)),

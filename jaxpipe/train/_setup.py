@@ -1,6 +1,6 @@
 """What a config decides before anything compiles: devices, layout, shapes, and that they agree.
 
-R repeats, S ranks, M microbatches of b rows, T tokens a row.
+R repeats, S ranks, M microbatches of b rows in each of A calls of the engine, T tokens a row.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,12 @@ class Setup:
     @property
     def batch_size(self) -> int:
         """Rows of a step, over all devices."""
-        return self.num_microbatches * self.microbatch_size
+        return self.num_calls * self.num_microbatches * self.microbatch_size
+
+    @property
+    def num_calls(self) -> int:
+        """A, how often the engine is called in a step, each time with M microbatches."""
+        return self.config.gradient_accumulation_steps
 
     @property
     def stages_apart(self) -> bool:
@@ -237,8 +242,9 @@ def weights_shardings(setup: Setup) -> Any:
 
 
 def batch_shapes(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:
-    """[M, b, T] of every array of a batch."""
-    shape = (setup.num_microbatches, setup.microbatch_size, setup.config.max_target_length)
+    """[A * M, b, T] of every array of a batch."""
+    count = setup.num_calls * setup.num_microbatches
+    shape = (count, setup.microbatch_size, setup.config.max_target_length)
     numbers = jax.ShapeDtypeStruct(shape, jnp.int32)
     return {
         "tokens": numbers,
@@ -250,7 +256,7 @@ def batch_shapes(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def batch_shardings(setup: Setup) -> Any:
-    """A sharding for each array [M, b, T] of a batch."""
+    """A sharding for each array [A * M, b, T] of a batch."""
     shapes = batch_shapes(setup)
     rows = {"microbatches": next(iter(shapes.values()))}  # all alike; an error names them so
     axes = {"microbatches": ("microbatches", "activation_batch", "activation_length")}

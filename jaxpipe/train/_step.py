@@ -1,6 +1,6 @@
 """The train step: a state goes in, the next one and its metrics come out.
 
-R repeats, S ranks, L layers, M microbatches of b rows, T tokens a row.
+R repeats, S ranks, L layers, M microbatches of b rows in each of A calls, T tokens a row.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from jaxtyping import Array, Int, PyTree
 
 from .. import sharding, spmd
 from ..autodiff import Model, unpipelined
+from ._calls import in_calls
 from ._gathering import gathers
 from ._initial import first_ends, first_layers, layer_keys
 from ._model import build_model
@@ -54,9 +55,13 @@ def make_train_step(setup: Setup) -> Callable[[State, PyTree], tuple[State, dict
     """
     if setup.stages_apart:
         return make_mpmd_step(setup)
-    value_and_grad = ENGINES[engine_name(setup)](setup, build_model(setup))
-    shardings = state_shardings(setup)
-    stored, lie = map(without_router_biases, (shardings["weights"], gradient_shardings(setup)))
+    shardings, of_gradients = state_shardings(setup), gradient_shardings(setup)
+    stored, lie = map(without_router_biases, (shardings["weights"], of_gradients))
+    value_and_grad = in_calls(
+        ENGINES[engine_name(setup)](setup, build_model(setup)),
+        setup.num_calls,
+        place=lambda found: (found[0], sharding.place(found[1], of_gradients)),
+    )
     step = make_step(
         setup,
         value_and_grad,
@@ -75,7 +80,7 @@ def make_train_step(setup: Setup) -> Callable[[State, PyTree], tuple[State, dict
 
 
 def place_batch(setup: Setup, batch: dict[str, np.ndarray]) -> dict[str, ArrayLike]:
-    """[B, T] rows in host memory -> [M, b, T] on the devices.
+    """[B, T] rows in host memory -> [A * M, b, T] on the devices.
 
     With stages apart they stay in host memory: the step puts each where it is read.
 
@@ -85,7 +90,7 @@ def place_batch(setup: Setup, batch: dict[str, np.ndarray]) -> dict[str, ArrayLi
     weight = total_weight(batch) or 1.0
     batch = batch | {"target_weights": (batch["target_weights"] / weight).astype(np.float32)}
 
-    shape = (setup.num_microbatches, setup.microbatch_size, -1)
+    shape = (-1, setup.microbatch_size, setup.config.max_target_length)
     if setup.stages_apart:
         return {name: rows.reshape(shape) for name, rows in batch.items()}
 
