@@ -36,6 +36,7 @@ install_import_hook(
         "jaxpipe.models",
         "jaxpipe.mpmd",
         "jaxpipe.train",
+        "jaxpipe.report",
     ],
     "beartype.beartype",
 )

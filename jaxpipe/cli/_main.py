@@ -14,7 +14,7 @@ def commands() -> tuple[Callable[[argparse._SubParsersAction], None], ...]:
     to import, such as JAX, that function imports.
     """
     # Not at the top: `jaxpipe.cli` also has `emulate_devices`, which must run before all else.
-    from . import _compile, _convert, _launch, _schedule, _train
+    from . import _compile, _convert, _launch, _report, _schedule, _train
 
     return (
         _schedule.add_parser,
@@ -22,6 +22,7 @@ def commands() -> tuple[Callable[[argparse._SubParsersAction], None], ...]:
         _launch.add_parser,
         _compile.add_parser,
         _convert.add_parser,
+        _report.add_parser,
     )
 
 
