@@ -67,8 +67,8 @@ def _planned(found: "Run") -> "tuple[Setup | None, str]":
         return None, f"Not computed for more than {_MOST_DEVICES} devices."
     import jax
 
-    emulate_devices(count)
     try:
+        emulate_devices(count)
         return set_up(_on_any_device(found), jax.devices()), ""
     except (ValueError, FileNotFoundError) as error:
         return None, f"The run cannot be planned here: {error}"
