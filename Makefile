@@ -7,7 +7,7 @@ BIN := .venv/bin
 demo: .venv/demo
 	$(BIN)/python examples/demo.py
 
-test: .venv/dev
+test: .venv/dev .venv/browser
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not product"
 
 test-slow: .venv/dev
@@ -28,6 +28,10 @@ lint: .venv/dev
 
 .venv/dev: pyproject.toml | .venv/made
 	$(BIN)/pip install --quiet --editable ".[dev]"
+	touch $@
+
+.venv/browser: .ci/browser | .venv/made
+	.ci/browser $@
 	touch $@
 
 .venv/made:

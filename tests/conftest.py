@@ -37,6 +37,7 @@ install_import_hook(
         "jaxpipe.mpmd",
         "jaxpipe.data",
         "jaxpipe.train",
+        "jaxpipe.report",
     ],
     "beartype.beartype",
 )

@@ -37,8 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compiles and prints a report."""
     if args.topology:
-        for name, value in _OFF_TPU.items():
-            os.environ.setdefault(name, value)
+        leave_tpus_alone()
     config = read_settings(args.settings)
     devices = _devices(config, args.topology, args.num_slices)
     dump = args.dump_hlo and _dump_file(args.dump_hlo, config.model_name, args.topology)
@@ -52,6 +51,12 @@ def run(args: argparse.Namespace) -> int:
         dump.write_text(hlo_text, encoding="utf-8")
     print(report_json(report) if args.json else f"{describe(setup, 0)}\n{report_text(report)}")
     return 0
+
+
+def leave_tpus_alone() -> None:
+    """Lets libtpu compile where other processes use it, and without TPUs. Before JAX is used."""
+    for name, value in _OFF_TPU.items():
+        os.environ.setdefault(name, value)
 
 
 def _devices(config: "Config", topology: str | None, num_slices: int) -> list[Any]:

@@ -16,7 +16,7 @@ def commands() -> tuple[Callable[[argparse._SubParsersAction], None], ...]:
     to import, such as JAX, that function imports.
     """
     # Not at the top: `jaxpipe.cli` also has `emulate_devices`, which must run before all else.
-    from . import _compile, _convert, _launch, _schedule, _tokenize, _train
+    from . import _compile, _convert, _launch, _report, _schedule, _tokenize, _train
 
     return (
         _schedule.add_parser,
@@ -25,6 +25,7 @@ def commands() -> tuple[Callable[[argparse._SubParsersAction], None], ...]:
         _compile.add_parser,
         _convert.add_parser,
         _tokenize.add_parser,
+        _report.add_parser,
     )
 
 

@@ -65,6 +65,7 @@ from ._simulate import Costs as Costs
 from ._simulate import Timed as Timed
 from ._simulate import Timeline as Timeline
 from ._simulate import check_costs as check_costs
+from ._simulate import duration as duration
 from ._simulate import simulate as simulate
 from ._svg import to_svg as to_svg
 from ._tables import Home as Home

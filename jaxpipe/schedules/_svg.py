@@ -2,8 +2,13 @@
 
 Colour is what is done, lightness which chunk of the rank does it, the number the microbatch, and
 what stays empty is the bubble. A fused pair is two halves, one above the other.
+
+A page may give other colours to what is no action: `--picture-ground`, `-lane`, `-line`, `-ink` and
+`-quiet`.
 """
 
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from html import escape
 
 from ._action import Action, Op, actions_of
@@ -22,12 +27,25 @@ _COLOURS = {
     Op.I: ("#d9485f", "input gradient I"),
     Op.W: ("#2f9e62", "weight gradient W"),
 }
+_NEUTRAL = {
+    "ground": "#fff",
+    "lane": "#e9edf2",
+    "line": "#d0d7de",
+    "ink": "#30363d",
+    "quiet": "#6e7781",
+}
+# Twice, for programs that know no variables of CSS.
+_FILL = {name: f"fill:{c};fill:var(--picture-{name},{c})" for name, c in _NEUTRAL.items()}
 _STYLE = (
-    "text{font-family:ui-sans-serif,system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;"
-    "font-size:12px;fill:#30363d}"
-    ".title{font-size:16px;font-weight:600}.quiet{fill:#6e7781}"
-    ".n{text-anchor:middle;fill:#fff;font-weight:600}.dark{fill:#1f2328}"
+    ".schedule text{font-family:ui-sans-serif,system-ui,-apple-system,'Segoe UI',Helvetica,Arial,"
+    f"sans-serif;font-size:12px;{_FILL['ink']}}}"
+    f".schedule .title{{font-size:16px;font-weight:600}}.schedule .quiet{{{_FILL['quiet']}}}"
+    f".schedule .ground{{{_FILL['ground']}}}.schedule .lane{{{_FILL['lane']}}}"
+    f".schedule .line{{{_FILL['line'].replace('fill', 'stroke')};stroke-width:0.7}}"
+    ".schedule .n{text-anchor:middle;fill:#fff;font-weight:600}.schedule .dark{fill:#1f2328}"
 )
+_MOST_BOXES = 4000
+"""More actions than that are drawn without names and numbers, a path for each colour of a rank."""
 
 
 def to_svg(timeline: Timeline, title: str) -> str:
@@ -41,16 +59,18 @@ def to_svg(timeline: Timeline, title: str) -> str:
     bottom = _TOP + _ROW * len(timeline.rows)
     height = bottom + 68
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="schedule" viewBox="0 0 {_WIDTH} {height}" '
         f'width="{_WIDTH}" height="{height}" role="img" aria-label="{escape(title)}">',
         f"<style>{_STYLE}</style>",
-        f'<rect width="{_WIDTH}" height="{height}" fill="#fff"/>',
+        f'<rect class="ground" width="{_WIDTH}" height="{height}"/>',
         _text(_LEFT, 28, title, "title"),
         *_legend(timeline),
         *_axis(makespan(timeline), scale, bottom),
     ]
+    draw = _blocks if sum(map(len, timeline.rows)) <= _MOST_BOXES else _paths
     for rank, row in enumerate(timeline.rows):
-        parts += _row(timeline, rank, row, scale)
+        y = _TOP + rank * _ROW + (_ROW - _BAR) / 2
+        parts += [*_lane(rank, y), *draw(row, stages_of_rank(timeline.schedule, rank), y, scale)]
     parts += [_text(_LEFT, bottom + 46 + 16 * i, line) for i, line in enumerate(_caption(timeline))]
     return "\n".join([*parts, "</svg>\n"])
 
@@ -86,8 +106,7 @@ def _axis(end: Time, scale: Time, bottom: Time) -> list[str]:
     for i in range(int(end / step) + 1):
         x = _LEFT + i * step * scale
         parts.append(
-            f'<line x1="{x:.1f}" y1="{_TOP - 4}" x2="{x:.1f}" y2="{bottom}" stroke="#d0d7de" '
-            'stroke-width="0.7"/>'
+            f'<line class="line" x1="{x:.1f}" y1="{_TOP - 4}" x2="{x:.1f}" y2="{bottom}"/>'
         )
         parts.append(_text(x, bottom + 14, f"{i * step:g}", "quiet", "middle"))
     return parts
@@ -101,23 +120,38 @@ def _round_step(least: Time) -> Time:
     return next((k * power for k in (1, 2, 5) if k * power >= least), 10 * power)
 
 
-def _row(timeline: Timeline, rank: int, row: tuple[Timed, ...], scale: Time) -> list[str]:
-    y = _TOP + rank * _ROW + (_ROW - _BAR) / 2
-    stages = stages_of_rank(timeline.schedule, rank)
-    lane = _box(_LEFT, y, _WIDTH - _LEFT - _RIGHT, _BAR, "#e9edf2")
-    parts = [_text(_LEFT - 10, y + _BAR / 2 + 4, f"rank {rank}", anchor="end"), lane]
+def _lane(rank: int, y: Time) -> list[str]:
+    where = f'x="{_LEFT}" y="{y:.2f}" width="{_WIDTH - _LEFT - _RIGHT}" height="{_BAR}"'
+    label = _text(_LEFT - 10, y + _BAR / 2 + 4, f"rank {rank}", anchor="end")
+    return [label, f'<rect class="lane" {where} rx="2"/>']
+
+
+def _blocks(row: tuple[Timed, ...], stages: Sequence[int], y: Time, scale: Time) -> Iterator[str]:
+    """What a rank does, each action with its name and times."""
     for timed in row:
         x, width = _LEFT + timed.start * scale, (timed.end - timed.start) * scale
         halves = actions_of(timed.step)
         height = _BAR / len(halves)
-        parts.append(
-            f"<g><title>{escape(f'{timed.step} from {timed.start:g} to {timed.end:g}')}</title>"
-        )
+        yield f"<g><title>{escape(f'{timed.step} from {timed.start:g} to {timed.end:g}')}</title>"
         for i, action in enumerate(halves):
             chunk = stages.index(action.stage)
-            parts += _block(action, x, y + i * height, width, height, chunk, len(stages))
-        parts.append("</g>")
-    return parts
+            yield from _block(action, x, y + i * height, width, height, chunk, len(stages))
+        yield "</g>"
+
+
+def _paths(row: tuple[Timed, ...], stages: Sequence[int], y: Time, scale: Time) -> Iterator[str]:
+    """The same without names, in few bytes."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for timed in row:
+        x, width = _LEFT + timed.start * scale, (timed.end - timed.start) * scale
+        halves = actions_of(timed.step)
+        height = _BAR / len(halves)
+        for i, action in enumerate(halves):
+            fill = _shade(_COLOURS[action.op][0], stages.index(action.stage), len(stages))
+            box = f"h{width:.2f}v{height:g}h-{width:.2f}z"
+            found[fill].append(f"M{x:.2f} {y + i * height:g}{box}")
+    for fill, boxes in found.items():
+        yield f'<path fill="{fill}" d="{"".join(boxes)}"/>'
 
 
 def _block(

@@ -26,6 +26,12 @@ from ._config import Config as Config
 from ._convert import Converted as Converted
 from ._convert import from_hugging_face as from_hugging_face
 from ._convert import to_hugging_face as to_hugging_face
+from ._digests import is_complete as is_complete
+from ._footprint import Footprint as Footprint
+from ._footprint import footprints as footprints
+from ._footprint import held_at_most as held_at_most
+from ._history import read_starts as read_starts
+from ._history import record_start as record_start
 from ._load import base_yaml as base_yaml
 from ._load import load_config as load_config
 from ._loop import describe as describe
@@ -40,6 +46,7 @@ from ._optimizer import decay_mask as decay_mask
 from ._optimizer import gradient_norm as gradient_norm
 from ._optimizer import learning_rate_schedule as learning_rate_schedule
 from ._pictures import loss_curve as loss_curve
+from ._predicted import predicted_timeline as predicted_timeline
 from ._progress import progress as progress
 from ._setup import Setup as Setup
 from ._setup import set_up as set_up

@@ -34,6 +34,7 @@ from ._data_changes import data_changes
 from ._digests import set_aside_damaged
 from ._evaluate import Evaluate, make_evaluate
 from ._folder import run_folder
+from ._history import record_start
 from ._metrics import Write, metrics_writer
 from ._mpmd import traced_mpmd_step
 from ._profile import Before, profiled_steps, profiler
@@ -93,6 +94,7 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
         first = first_state(setup) if restored is None else restored
         if _is_first():
             _write_config(folder, config)
+            record_start(folder, setup, done)
         write, report = _outputs(stack, config, folder, shown, first_step=done + 1)
         should_stop = stack.enter_context(stop_requests(config.max_minutes))
         before = stack.enter_context(profiler(profiled_steps(config.profile_steps), folder))

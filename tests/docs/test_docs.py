@@ -1,10 +1,15 @@
 """What the documents say is run: Python of the README, and the sessions in docs/."""
 
 import doctest
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,3 +31,41 @@ def test_links_in_the_documents_lead_somewhere():
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+# Plans runs on as many devices as their sizes ask for.
+PLAN = """
+import json, math, sys
+from jaxpipe.cli import emulate_devices
+emulate_devices(32)
+import jax
+from jaxpipe.models import PRESETS
+from jaxpipe.train import load_config, set_up
+for settings in json.load(sys.stdin):
+    sizes = [int(word.split("=")[1]) for word in settings if "_parallelism=" in word]
+    setup = set_up(load_config([], settings, presets=PRESETS), jax.devices()[:math.prod(sizes)])
+    print(setup.mesh.size, setup.mesh.shape["stage"])
+"""
+
+
+def test_the_runs_for_clusters_can_be_planned():
+    text = (ROOT / "docs" / "clusters.md").read_text()
+    shell = [
+        text.split("## SLURM")[1].split("```")[1],
+        text.split("## TPU pods")[1].split("```")[1],
+    ]
+    runs = [re.findall(r"(\b[a-z_]+=[^\s\"]+)", block.split("jaxpipe train")[1]) for block in shell]
+    job = yaml.safe_load(text.split("```yaml")[1].split("```")[0])
+    pods = job["spec"]["replicatedJobs"][0]["template"]["spec"]
+    (container,) = pods["template"]["spec"]["containers"]
+    environment = {variable["name"]: variable.get("value") for variable in container["env"]}
+    assert environment["JAXPIPE_NUM_PROCESSES"] == str(pods["parallelism"]) == "4"
+    planned = subprocess.run(
+        [sys.executable, "-c", PLAN],
+        input=json.dumps([*runs, container["args"]]),
+        env=os.environ | {"XLA_FLAGS": ""},  # it asks for eight devices
+        capture_output=True,
+        text=True,
+    )
+    assert planned.returncode == 0, planned.stderr
+    assert planned.stdout.splitlines() == ["32 4", "8 2", "32 4"]

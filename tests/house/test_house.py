@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "sharding",
     },
 }
+MAY_IMPORT["report"] = {"train", "plan", "models", "schedules", "sharding"}
 MAY_IMPORT["cli"] = {*MAY_IMPORT, "cli"}
 
 MAX_FILE_LINES = 400

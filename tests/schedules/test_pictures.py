@@ -26,6 +26,8 @@ from jaxpipe.schedules import (
 
 from .legal import Case, cases, made
 
+SVG = "{http://www.w3.org/2000/svg}"
+
 
 def test_a_grid_has_a_column_per_unit_and_a_dot_per_idle_one():
     assert grid(simulate(one_f_one_b(2, 2), Costs()), 1) == (
@@ -76,7 +78,7 @@ def test_a_unit_of_no_time_is_refused():
 def test_an_svg_is_wellformed_and_shows_every_action(name: str):
     schedule = build(name, ranks=4, microbatches=8)
     root = ElementTree.fromstring(to_svg(simulate(schedule, Costs(2, 2, 1)), name))
-    titles = {element.text for element in root.iter("{http://www.w3.org/2000/svg}title")}
+    titles = {element.text for element in root.iter(f"{SVG}title")}
     assert {title.split(" from ")[0] for title in titles if title} == {
         str(step) for program in schedule.programs for step in program
     }
@@ -96,6 +98,15 @@ def test_an_svg_stands_alone_and_escapes_its_title():
     ElementTree.fromstring(text)
     assert "<script>" not in text
     assert "href" not in text
+
+
+def test_an_svg_of_very_many_actions_has_a_path_for_each_colour_of_a_rank():
+    schedule = build("interleaved_1f1b", ranks=8, microbatches=256, chunks=2)
+    text = to_svg(simulate(schedule, Costs()), "many")
+    paths = [path.get("d") or "" for path in ElementTree.fromstring(text).iter(f"{SVG}path")]
+    assert len(paths) == 8 * 2 * 2
+    assert sum(path.count("M") for path in paths) == 8 * 256 * 2 * 2
+    assert len(text) < 300_000
 
 
 @given(cases())

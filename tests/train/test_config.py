@@ -3,6 +3,8 @@ from pydantic import ValidationError
 
 from jaxpipe.train import Config
 
+from .runs import setup_of
+
 
 def test_a_config_cannot_be_changed():
     with pytest.raises(ValidationError, match="frozen"):
@@ -37,6 +39,17 @@ def test_zero_is_refused_where_it_makes_no_sense(key: str):
 def test_no_engine_and_a_setting_of_pipelines_contradict_each_other(name, value):
     with pytest.raises(ValueError, match=f"'none' and `{name}` is {value}, which nothing would"):
         Config.model_validate({"pipeline_engine": "none", name: value})
+
+
+def test_ranks_across_slices_are_the_outermost_ones():
+    sizes = {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2}
+    mesh = setup_of(8, sizes | {"dcn_pipeline_parallelism": 2}).mesh
+    ids = [[device.id for device in rank] for rank in mesh.devices.reshape(4, 2)]
+    assert ids == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    # Copies across slices, and the pipeline inside each.
+    mesh = setup_of(8, sizes | {"dcn_data_parallelism": 2, "num_pipeline_microbatches": 2}).mesh
+    ids = [[device.id for device in rank.flat] for rank in mesh.devices[1, :2]]
+    assert ids == [[4, 5], [6, 7]]
 
 
 def test_a_policy_that_does_not_exist_is_refused_with_those_that_do():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxpipe.cli import main
-from jaxpipe.train import Config, RunError, train
+from jaxpipe.train import Config, RunError, read_starts, train
 from jaxpipe.train import _step as step
 from jaxpipe.train._profile import profiled_steps
 from jaxpipe.train._stop import check_step
@@ -55,6 +55,8 @@ def test_sigterm_ends_a_run_after_its_step_with_a_checkpoint_and_it_resumes_bit_
     steps = len(first) + 2
     second, said = run(tmp_path / "a", **settings | {"steps": steps})
     assert f"resumed after step {len(first)}" in said
+    starts = read_starts(tmp_path / "a" / "default")
+    assert [start["first_step"] for start in starts] == [1, len(first) + 1]
     whole, _ = run(tmp_path / "b", **settings | {"steps": steps})
     assert losses(first) + losses(second) == losses(whole)
 

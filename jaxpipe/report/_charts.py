@@ -1,0 +1,108 @@
+"""What the page draws: curves, and marks beside them."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ._findings import Finding
+from ._run import Run
+from ._series import MOST_POINTS, points
+
+_MOST_MARKS = 200
+
+# Title, unit, and the metrics that share a chart.
+_MAIN = (
+    ("Loss", "", ("loss", "eval_loss")),
+    ("Throughput", "tokens/s", ("tokens_per_second",)),
+    ("Step time", "s", ("step_time_seconds",)),
+    ("Learning rate", "", ("learning_rate",)),
+    ("Gradient norm", "", ("gradient_norm",)),
+    ("Accuracy", "", ("accuracy", "eval_accuracy")),
+    ("Model FLOPs per device", "TFLOP/s", ("tflops_per_second_per_device",)),
+    ("Model FLOPs utilisation", "of peak", ("mfu",)),
+)
+
+
+def chart_data(run: Run, found: Sequence[Finding]) -> dict[str, Any]:
+    """All of it, as JSON can hold it: numbers of five digits, None for what is none.
+
+    Curves of one length share their steps: `charts[i].series[j].steps` is an index into `steps`.
+    """
+    shared: dict[bytes, int] = {}
+    steps: list[list[int]] = []
+
+    def of(name: str) -> dict[str, Any]:
+        drawn = points(run.series[name])
+        key = drawn.steps.tobytes()
+        if key not in shared:
+            shared[key] = len(steps)
+            steps.append(drawn.steps.tolist())
+        series = {"name": name, "steps": shared[key], "mean": _numbers(drawn.mean)}
+        if len(drawn.low):
+            series |= {"low": _numbers(drawn.low), "high": _numbers(drawn.high)}
+        return series
+
+    known = {name for _, _, names in _MAIN for name in names}
+    groups = [*_MAIN, *((_title(n), "", (n,)) for n in run.series if n not in known)]
+    charts = []
+    for title, unit, names in groups:
+        if there := [name for name in names if name in run.series]:
+            charts.append(_chart(run, title, unit, there) | {"series": [of(n) for n in there]})
+    return {
+        "first": run.steps[0],
+        "last": run.steps[-1],
+        "bucket": -(-len(run.steps) // MOST_POINTS),
+        "steps": steps,
+        "charts": charts,
+        "marks": _marks(run, found),
+    }
+
+
+def main_and_more(charts: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:
+    """Which charts everybody looks at, and the others."""
+    titles = {title for title, _, _ in _MAIN}
+    main = [i for i, chart in enumerate(charts) if chart["title"] in titles]
+    return main, [i for i in range(len(charts)) if i not in main]
+
+
+def _chart(run: Run, title: str, unit: str, names: list[str]) -> dict[str, Any]:
+    finite = [run.series[name].finite for name in names]
+    return {
+        "title": title,
+        "unit": unit,
+        "wide": title == "Loss",
+        "from_zero": unit != "",
+        "may_log": all(len(values) and (values > 0).all() for values in finite),
+        "label": f"{title} over steps. " + " ".join(_in_words(run, name) for name in names),
+    }
+
+
+def _in_words(run: Run, name: str) -> str:
+    values = run.series[name].finite
+    if not len(values):
+        return f"{name} has no finite value."
+    return (
+        f"{name} goes from {values[0]:.4g} to {values[-1]:.4g}, between {values.min():.4g} and "
+        f"{values.max():.4g}."
+    )
+
+
+def _marks(run: Run, found: Sequence[Finding]) -> dict[str, list[int]]:
+    titles = ("Skipped steps", "loss is not a number", "gradient_norm is not a number")
+    bad = {step for finding in found if finding.title in titles for step in finding.steps}
+    marks = {
+        "restarts": [s["first_step"] for s in run.starts if s["first_step"] > 1],
+        "checkpoints": [saved.step for saved in run.saved if saved.state == "complete"],
+        "bad": sorted(bad),
+    }
+    return {name: steps[:_MOST_MARKS] for name, steps in marks.items()}
+
+
+def _title(name: str) -> str:
+    return name.replace("_", " ").capitalize()
+
+
+def _numbers(values: np.ndarray) -> list[float | None]:
+    return [float(f"{v:.5g}") if math.isfinite(v) else None for v in values.tolist()]

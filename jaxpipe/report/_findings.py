@@ -1,0 +1,190 @@
+"""What somebody who looks at a run should know: bad steps, slow steps, damaged files."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from ._run import Run
+from ._series import Series
+from ._status import Status
+
+_MOST_LISTED = 8
+_WINDOW = 32  # steps before one, which its loss is compared with
+_SPIKE = 8.0  # deviations above their median, each of them 1.48 median absolute deviations
+_LEAST_SPIKE = 1.1  # times that median
+_SLOW = 2.0  # times the median step time
+_FALL = 0.9  # of the fastest tenth of a run
+_LARGE_BUBBLE = 0.25
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Attributes:
+    level: `bad`, `warning` or `note`.
+    title: A few words.
+    text: What was seen, with numbers.
+    steps: Where, as far as a step can be named.
+    """
+
+    level: str
+    title: str
+    text: str
+    steps: tuple[int, ...] = ()
+
+
+def findings(run: Run, status: Status, bubble: float | None) -> list[Finding]:
+    """All of them, the worst first.
+
+    Args:
+        run: The run.
+        status: Where it stands.
+        bubble: The predicted share of a step in which the busiest rank waits, if known.
+    """
+    found = [
+        *_not_finite(run),
+        *_skipped(run),
+        *_spikes(run),
+        *_damaged(run),
+        *_unsaved(run, status),
+        *_repeated(run),
+        *_gaps(run),
+        *_slow(run),
+        *_falling(run),
+        *_waiting(bubble),
+    ]
+    order = ("bad", "warning", "note")
+    return sorted(found, key=lambda finding: order.index(finding.level))
+
+
+def spikes(series: Series) -> np.ndarray:
+    """[n] steps where a loss leaves the range of the steps before it, the first of each spike."""
+    finite = np.isfinite(series.values)
+    steps, values = series.steps[finite], series.values[finite]
+    if len(values) <= _WINDOW:
+        return np.array([], int)
+    before = sliding_window_view(values, _WINDOW)[:-1]
+    middle = np.median(before, axis=1)
+    deviation = 1.48 * np.median(np.abs(before - middle[:, None]), axis=1)
+    after = values[_WINDOW:]
+    high = (after > middle + _SPIKE * deviation) & (after > _LEAST_SPIKE * np.abs(middle))
+    first = high & ~np.concatenate([[False], high[:-1]])
+    return steps[_WINDOW:][first]
+
+
+def _not_finite(run: Run) -> Iterator[Finding]:
+    for name, series in run.series.items():
+        steps = series.steps[~np.isfinite(series.values)]
+        if len(steps):
+            yield _at("bad", f"{name} is not a number", steps, "NaN or infinite in {}.")
+
+
+def _skipped(run: Run) -> Iterator[Finding]:
+    if "skipped" in run.series:
+        steps = run.series["skipped"].steps[run.series["skipped"].values > 0]
+        if len(steps):
+            yield _at("warning", "Skipped steps", steps, "Weights did not change in {}.")
+
+
+def _spikes(run: Run) -> Iterator[Finding]:
+    if "loss" in run.series:
+        steps = spikes(run.series["loss"])
+        if len(steps):
+            text = f"The loss left the range of the {_WINDOW} steps before in {{}}."
+            yield _at("warning", "Spikes in the loss", steps, text)
+
+
+def _damaged(run: Run) -> Iterator[Finding]:
+    for saved in run.saved:
+        if "damaged" in saved.state or "incomplete" in saved.state:
+            text = f"The checkpoint of step {saved.step} is {saved.state}."
+            yield Finding("warning", "Damaged checkpoint", text, (saved.step,))
+
+
+def _unsaved(run: Run, status: Status) -> Iterator[Finding]:
+    if not run.values.get("enable_checkpointing", True) or status.kind == "finished":
+        return
+    newest = max((saved.step for saved in run.saved if saved.state == "complete"), default=0)
+    if lost := status.done - newest:
+        text = f"Started again, the run goes on after step {newest}: {_steps(lost)} come again."
+        yield Finding("note", "Steps after the newest checkpoint", text)
+
+
+def _repeated(run: Run) -> Iterator[Finding]:
+    again = [start for start in run.starts if start["first_step"] > 1]
+    if again:
+        repeated = sum(start.get("repeated_steps", 0) for start in run.starts)
+        where = ", ".join(f"{start['first_step']}" for start in again[:_MOST_LISTED])
+        more = ", ..." if len(again) > _MOST_LISTED else ""
+        often = "once" if len(again) == 1 else f"{len(again)} times"
+        text = f"The run went on {often}, at step {where}{more}; "
+        text += f"{_steps(repeated)} came again." if repeated else "no step came again."
+        level = "warning" if repeated else "note"
+        yield Finding(level, "Restarts", text, tuple(start["first_step"] for start in again))
+
+
+def _gaps(run: Run) -> Iterator[Finding]:
+    steps = np.array(run.steps)
+    missing = int(steps[-1] - len(steps))
+    if missing > 0:
+        after = steps[:-1][np.diff(steps) > 1].tolist()
+        first = [0] if steps[0] > 1 else []
+        yield _at(
+            "warning",
+            "Missing lines",
+            np.array([*first, *after]),
+            f"metrics.jsonl has no line of {_steps(missing)}, after {{}}.",
+        )
+
+
+def _slow(run: Run) -> Iterator[Finding]:
+    series = run.series.get("step_time_seconds")
+    if series is None or len(series.finite) < 10:
+        return
+    firsts = {1, run.steps[0], *(start["first_step"] for start in run.starts)}
+    median = float(np.median(series.finite))
+    is_slow = (series.values > _SLOW * median) & ~np.isin(series.steps, list(firsts))
+    if not is_slow.any():
+        return
+    lost = float((series.values[is_slow] - median).sum())
+    text = (
+        f"More than {_SLOW:g} times the median of {median:.3g} s in {{}}: {lost:.3g} s in all, "
+        f"{lost / float(series.finite.sum()):.1%} of the run."
+    )
+    yield _at("warning" if lost > 0.05 * series.finite.sum() else "note", "Slow steps",
+              series.steps[is_slow], text)  # fmt: skip
+
+
+def _falling(run: Run) -> Iterator[Finding]:
+    series = run.series.get("tokens_per_second")
+    if series is None or len(series.finite) < 50:
+        return
+    tenths = [float(np.median(tenth)) for tenth in np.array_split(series.finite, 10)]
+    if tenths[-1] < _FALL * max(tenths):
+        text = (
+            f"The last tenth of the steps has a median of {tenths[-1]:,.0f} tokens/s, the fastest "
+            f"tenth {max(tenths):,.0f}."
+        )
+        yield Finding("warning", "Falling throughput", text)
+
+
+def _waiting(bubble: float | None) -> Iterator[Finding]:
+    if bubble is not None and bubble > _LARGE_BUBBLE:
+        text = (
+            f"By its schedule even the busiest rank waits for {bubble:.0%} of a step. More "
+            "microbatches, or stages per rank, make that less."
+        )
+        yield Finding("note", "Large bubble", text)
+
+
+def _at(level: str, title: str, steps: np.ndarray, text: str) -> Finding:
+    numbers: Sequence[int] = steps.tolist()
+    listed = ", ".join(map(str, numbers[:_MOST_LISTED]))
+    more = f" and {len(numbers) - _MOST_LISTED:,} more" if len(numbers) > _MOST_LISTED else ""
+    where = f"{'step' if len(numbers) == 1 else 'steps'} {listed}{more}"
+    return Finding(level, title, text.format(where), tuple(numbers))
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count:,} steps"

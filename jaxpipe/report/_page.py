@@ -1,0 +1,158 @@
+"""The page: a template, filled with what is known of a run."""
+
+import importlib.metadata
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from datetime import datetime
+from importlib import resources
+from typing import Any
+
+import jinja2
+from markupsafe import Markup, escape
+
+from ..train import Setup
+from . import _memory, _pictures
+from ._charts import chart_data, main_and_more
+from ._findings import findings
+from ._run import Run, num_devices
+from ._settings import settings
+from ._status import status
+from ._summary import cards, facts, metric_rows
+
+
+def render(
+    run: Run,
+    setup: Setup | None,
+    *,
+    now: datetime,
+    why_no_setup: str = "",
+    compiled: _memory.Compiled | None = None,
+) -> str:
+    """The HTML of a run, with all it needs in it.
+
+    Args:
+        run: What its folder has.
+        setup: On as many devices as it ran on, of any kind; None if that cannot be made.
+        now: When the page is made.
+        why_no_setup: What is said in place of the schedule and of memory.
+        compiled: The step, if it was compiled.
+    """
+    state = status(run, now.timestamp())
+    predicted = _pictures.predicted(setup) if setup else None
+    traced = [picture for file in run.traces for picture in _pictures.traced(file)]
+    found = findings(run, state, predicted.bubble if predicted else None)
+    data = chart_data(run, found)
+    main, more = main_and_more(data["charts"])
+    rows = settings(run.values)
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(
+            run=run,
+            status=state,
+            facts=facts(run, num_devices(run), setup),
+            cards=cards(run, state),
+            findings=found,
+            charts=data["charts"],
+            marks=data["marks"],
+            bucket=data["bucket"],
+            main=main,
+            more=more,
+            metrics=metric_rows(run),
+            figures=_pictures.figures(setup) if setup else [],
+            pictures=[*([predicted] if predicted else []), *traced],
+            traced=traced,
+            schedule_notes=_schedule_notes(setup, why_no_setup, bool(traced)),
+            memory_notes=_memory.remarks(setup) if setup else [why_no_setup],
+            compiled=compiled,
+            changed=[(s.key, s.value, s.default, _meaning(s)) for s in rows if s.source],
+            settings=[(s.key, s.value, s.meaning) for s in rows],
+            made=f"{now:%Y-%m-%d %H:%M} UTC",
+            version=importlib.metadata.version("jaxpipe"),
+            data=data,
+            **_tables(run, setup, compiled),
+        )
+    )
+
+
+def _environment() -> jinja2.Environment:
+    """Everything is escaped, but for our own files and the pictures of `schedules`."""
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_file), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    for name in ("style", "script"):
+        file = {"style": "page.css", "script": "page.js"}[name]
+        environment.globals[name] = Markup(_file(file))
+    environment.filters |= {"size": in_bytes, "code": with_code}
+    return environment
+
+
+def _file(name: str) -> str:
+    return resources.files("jaxpipe.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def in_bytes(count: int) -> str:
+    """`12.3 MB`; units are powers of 1000."""
+    size, unit = float(count), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(size) < 1000 or unit == "TB":
+            break
+        size /= 1000
+    return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
+
+
+def with_code(text: object) -> Markup:
+    """Escaped, and `names` in the type of code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+
+
+def _schedule_notes(setup: Setup | None, why_not: str, is_traced: bool) -> Iterable[str]:
+    if setup is None:
+        yield why_not
+    elif setup.config.pipeline_engine == "none":
+        yield "The run has no pipeline."
+    else:
+        yield (
+            "Predicted by the costs that `auto` compares schedules with: matrix products of layers "
+            "alone, 10 for the forward of a layer; no embedding, loss, optimizer or transfer."
+        )
+    if is_traced:
+        yield (
+            "In the traced step a rank waited for each of its actions; ranks of one process take "
+            "turns, so their pipeline shows only where each has a process of its own."
+        )
+
+
+def _meaning(setting: Any) -> str:
+    origin = {"preset": "(of the preset) ", "unknown": "no key of this version of jaxpipe"}
+    return origin.get(setting.source, "") + setting.meaning
+
+
+def _tables(run: Run, setup: Setup | None, compiled: _memory.Compiled | None) -> dict[str, Any]:
+    table = _memory.kept(setup) if setup else None
+    of_compiled = asdict(compiled.memory) if compiled else {}
+    return {
+        "memory": table,
+        "memory_rows": [
+            *([part.name, *map(in_bytes, part.sizes)] for part in table.parts),
+            ["Sum", *map(in_bytes, table.totals)],
+        ]
+        if table
+        else [],
+        "compiled_rows": [
+            (name.removesuffix("_bytes").capitalize(), in_bytes(size))
+            for name, size in of_compiled.items()
+        ],
+        "checkpoint_rows": [
+            (s.step, s.state, in_bytes(s.num_bytes), s.num_files, f"{s.time:%Y-%m-%d %H:%M:%S}")
+            for s in run.saved
+        ],
+        "start_rows": [_start_row(start) for start in run.starts],
+    }
+
+
+def _start_row(start: Mapping[str, Any]) -> tuple[Any, ...]:
+    names = ("num_devices", "num_processes", "repeated_steps", "jax_version")
+    time = str(start.get("time", "")).replace("T", " ").removesuffix("+00:00")
+    return start["first_step"], time, *(start.get(name, "") for name in names)

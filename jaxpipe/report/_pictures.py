@@ -1,0 +1,99 @@
+"""A run's schedule as pictures: what is predicted, and what a traced step did."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import schedules
+from ..schedules import Timed, Timeline
+from ..train import Setup, held_at_most, predicted_timeline
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A timeline, drawn.
+
+    Attributes:
+        title: What it shows.
+        svg: The drawing.
+        bubble: The share of its time in which the busiest rank waits.
+    """
+
+    title: str
+    svg: str
+    bubble: float
+
+
+def predicted(setup: Setup) -> Picture | None:
+    """The schedule by its costs; None without a pipeline."""
+    timeline = predicted_timeline(setup)
+    return None if timeline is None else _drawn("Predicted", _name(setup), timeline)
+
+
+def figures(setup: Setup) -> list[tuple[str, str]]:
+    """Names and values of what is known of a schedule."""
+    timeline = predicted_timeline(setup)
+    if timeline is None:
+        return []
+    schedule, end = timeline.schedule, schedules.makespan(timeline)
+    held = held_at_most(setup)
+    lock_step = setup.schedule is None or setup.schedule.ticks is not None
+    return [
+        ("Schedule", _name(setup)),
+        ("Ranks", f"{schedules.num_ranks(schedule)}"),
+        ("Stages", f"{schedule.num_stages}"),
+        ("Microbatches", f"{schedule.num_microbatches}"),
+        ("Bubble", f"{_bubble(timeline):.1%}"),
+        ("Parallelogram bubble", f"{schedules.parallelogram_bubble(timeline) / end:.1%}"),
+        ("Runs", "in ticks of all ranks" if lock_step else "each rank as soon as it can"),
+        ("Stage inputs held", " ".join(map(str, held)) + (" by rank" if len(held) > 1 else "")),
+    ]
+
+
+def traced(file: Path) -> list[Picture]:
+    """What ran when in a step, in milliseconds, and what its schedule takes with those lengths.
+
+    Raises:
+        ValueError: If it is no trace of `mpmd_trace_step`.
+    """
+    try:
+        events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+        names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+        rows: dict[str, dict[int, list[Timed]]] = {}
+        for event in events:
+            if event["ph"] == "X":
+                rank, kind = names[event["pid"]].removeprefix("rank ").split(", ")
+                start, end = event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3
+                timed = Timed(schedules.parse_step(event["name"]), start, end)
+                rows.setdefault(kind, {}).setdefault(int(rank), []).append(timed)
+        step = f"step {file.stem.removeprefix('trace_')}"
+        titles = {
+            "measured": f"Measured in {step}",
+            "predicted": f"Predicted with the lengths of {step}",
+        }
+        return [
+            _drawn(titles[kind], f"{step.capitalize()}, milliseconds", _timeline(ranks))
+            for kind, ranks in rows.items()
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{file} is no trace of `mpmd_trace_step`: {error!r}. Remove it, or write it again."
+        ) from None
+
+
+def _timeline(ranks: dict[int, list[Timed]]) -> Timeline:
+    rows = [tuple(sorted(ranks.get(r, []), key=lambda t: t.start)) for r in range(max(ranks) + 1)]
+    text = "\n".join(" ".join(str(timed.step) for timed in row) for row in rows)
+    return Timeline(schedules.parse(text), tuple(rows))
+
+
+def _drawn(title: str, inside: str, timeline: Timeline) -> Picture:
+    return Picture(title, schedules.to_svg(timeline, inside), _bubble(timeline))
+
+
+def _name(setup: Setup) -> str:
+    return setup.schedule.reason.split(":")[0] if setup.schedule else "circular"
+
+
+def _bubble(timeline: Timeline) -> float:
+    return schedules.rectangular_bubble(timeline) / (schedules.makespan(timeline) or 1)

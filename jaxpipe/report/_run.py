@@ -1,0 +1,123 @@
+"""What lies in a run's folder."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..sharding import AXES
+from ..train import Config, read_metrics, read_starts
+from ._checkpoints import Saved, saved_steps
+from ._series import Series, to_series
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, read from its folder.
+
+    Attributes:
+        folder: Of the run.
+        values: `config.yml` as it is.
+        config: The same, checked; None if this version cannot read it.
+        problem: Why it cannot, or "".
+        steps: The number of each line of `metrics.jsonl`, in order.
+        series: Every metric by its name.
+        starts: When and on what the run began and went on; none are known of older runs.
+        saved: Its checkpoints, and what was set aside.
+        traces: What `mpmd_trace_step` wrote.
+        profile: The folder of a profile, if there is one.
+        written: When the newest line of metrics came, in seconds since 1970.
+    """
+
+    folder: Path
+    values: Values
+    config: Config | None
+    problem: str
+    steps: list[int]
+    series: dict[str, Series]
+    starts: list[Values]
+    saved: list[Saved]
+    traces: list[Path]
+    profile: Path | None
+    written: float
+
+    @property
+    def name(self) -> str:
+        return str(self.values.get("run_name", self.folder.name))
+
+    @property
+    def wanted_steps(self) -> int:
+        """Steps of the whole run."""
+        wanted = self.values.get("steps")
+        return wanted if isinstance(wanted, int) else self.steps[-1]
+
+
+def read_run(folder: Path) -> Run:
+    """Reads a run that has ended or is under way.
+
+    Raises:
+        ValueError: If it is no folder of a run, has no step yet, or a file in it is broken.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder. Give that of a run: `output_dir/run_name`.")
+    file = folder / "metrics.jsonl"
+    for needed in (folder / "config.yml", file):
+        if not needed.is_file():
+            raise ValueError(
+                f"{folder} has no {needed.name}. Give the folder of a run: `output_dir/run_name`."
+            )
+    entries = read_metrics(file)
+    if not entries:
+        raise ValueError(f"{file} has no line yet. Wait until the run's first step has ended.")
+    values = _config_values(folder / "config.yml")
+    config, problem = _checked(values)
+    profile = folder / "profile"
+    steps, series = to_series(entries, str(file))
+    return Run(
+        folder=folder,
+        values=values,
+        config=config,
+        problem=problem,
+        steps=steps,
+        series=series,
+        starts=read_starts(folder),
+        saved=saved_steps(folder / "checkpoints"),
+        traces=sorted(folder.glob("trace_*.json")),
+        profile=profile if profile.is_dir() else None,
+        written=file.stat().st_mtime,
+    )
+
+
+def num_devices(run: Run) -> int | None:
+    """Of all processes: as it was recorded, or else as the mesh sizes say, if they do."""
+    recorded = run.starts[-1].get("num_devices") if run.starts else None
+    if isinstance(recorded, int):
+        return recorded
+    kinds = ("ici", "dcn")
+    names = ["pipeline" if axis == "stage" else axis for axis in AXES]
+    sizes = [run.values.get(f"{kind}_{name}_parallelism", 1) for kind in kinds for name in names]
+    known = all(isinstance(size, int) and size > 0 for size in sizes)
+    return math.prod(sizes) if known else None
+
+
+def _config_values(file: Path) -> Values:
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not valid YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} holds no `key: value` lines.")
+    return {str(key): value for key, value in values.items()}
+
+
+def _checked(values: Values) -> tuple[Config | None, str]:
+    """The config, or why there is none. Keys that this version does not have are left out."""
+    known = {key: value for key, value in values.items() if key in Config.model_fields}
+    try:
+        return Config.model_validate(known), ""
+    except ValueError as error:
+        return None, str(error)

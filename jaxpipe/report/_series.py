@@ -1,0 +1,91 @@
+"""Metrics as columns, short enough to be drawn."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+MOST_POINTS = 500
+"""Of a curve. Longer ones are drawn as means of neighbours, and the band they lie in."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """A metric over steps.
+
+    Attributes:
+        steps: [N] ascending, where the metric was written.
+        values: [N] what was written; may be NaN or infinite.
+    """
+
+    steps: np.ndarray
+    values: np.ndarray
+
+    @property
+    def finite(self) -> np.ndarray:
+        """[n] the values that are numbers."""
+        return self.values[np.isfinite(self.values)]
+
+
+@dataclass(frozen=True)
+class Points:
+    """What is drawn of a series.
+
+    Attributes:
+        steps: [n] the first step of each bucket.
+        mean: [n] NaN where a bucket has no finite value.
+        low: [n] the least of each bucket; empty if a bucket is one step.
+        high: [n] the most, likewise.
+    """
+
+    steps: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def to_series(entries: Sequence[dict[str, Any]], where: str) -> tuple[list[int], dict[str, Series]]:
+    """The steps of all lines, and each number in them as a series.
+
+    Raises:
+        ValueError: If steps do not ascend.
+    """
+    steps = [entry["step"] for entry in entries]
+    for number, (before, after) in enumerate(pairwise(steps), start=2):
+        if not isinstance(after, int) or after <= before:
+            raise ValueError(
+                f"{where} line {number} is of step {after!r}, after one of step {before!r}. Remove "
+                "the line."
+            )
+    columns: dict[str, tuple[list[int], list[float]]] = {}
+    for entry in entries:
+        for name, value in entry.items():
+            if name != "step" and isinstance(value, int | float):
+                at, found = columns.setdefault(name, ([], []))
+                at.append(entry["step"])
+                found.append(float(value))
+    return steps, {
+        name: Series(np.array(at), np.array(found)) for name, (at, found) in columns.items()
+    }
+
+
+def points(series: Series, most: int = MOST_POINTS) -> Points:
+    """At most `most` buckets of equally many steps each."""
+    count = len(series.steps)
+    size = -(-count // most)
+    values = np.where(np.isfinite(series.values), series.values, np.nan)
+    if size == 1:
+        return Points(series.steps, values, np.array([]), np.array([]))
+    edges = np.arange(0, count, size)
+    valid = np.isfinite(values)
+    number = np.add.reduceat(valid.astype(int), edges)
+    empty = number == 0
+    total = np.add.reduceat(np.where(valid, values, 0.0), edges)
+    low = np.minimum.reduceat(np.where(valid, values, np.inf), edges)
+    high = np.maximum.reduceat(np.where(valid, values, -np.inf), edges)
+    mean = np.where(empty, np.nan, total / np.maximum(number, 1))
+    return Points(
+        series.steps[edges], mean, np.where(empty, np.nan, low), np.where(empty, np.nan, high)
+    )

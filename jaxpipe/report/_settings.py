@@ -1,0 +1,65 @@
+"""The configuration as a table: what differs from the defaults, and all of it."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..models import PRESETS
+from ..train import Config, base_yaml
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key of a run.
+
+    Attributes:
+        key: Its name.
+        value: What the run has.
+        default: What base.yml has.
+        source: `preset` where the model's preset says so, `run` for another value, "" for the
+            default, `unknown` for a key that this version does not have.
+        meaning: One line of base.yml.
+    """
+
+    key: str
+    value: str
+    default: str
+    source: str
+    meaning: str
+
+
+def settings(values: Mapping[str, Any]) -> list[Setting]:
+    """Every key of a `config.yml`, in its order."""
+    defaults = Config().model_dump(mode="json")
+    preset = PRESETS.get(str(values.get("model_name")), {})
+    meanings = _meanings()
+    found = []
+    for key, value in values.items():
+        if key not in defaults:
+            source = "unknown"
+        elif value == defaults[key]:
+            source = ""
+        else:
+            source = "preset" if key in preset and preset[key] == value else "run"
+        default = _text(defaults[key]) if key in defaults else ""
+        found.append(Setting(key, _text(value), default, source, meanings.get(key, "")))
+    return found
+
+
+def _meanings() -> dict[str, str]:
+    """What stands beside each key in base.yml."""
+    lines = (re.fullmatch(r"(\w+): .*?  # (.*)", line) for line in base_yaml().splitlines())
+    return {match[1]: match[2] for match in lines if match}
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    if value == "":
+        return '""'
+    return repr(value) if isinstance(value, list | dict) else str(value)

@@ -1,0 +1,111 @@
+"""A run in a few figures."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..train import Setup
+from ._run import Run
+from ._status import Status
+
+
+@dataclass(frozen=True)
+class Card:
+    """A figure in large digits, with its unit and a line below it."""
+
+    name: str
+    value: str
+    unit: str = ""
+    more: str = ""
+
+
+def facts(run: Run, devices: int | None, setup: Setup | None) -> list[tuple[str, str]]:
+    """What is trained, and on what."""
+    values, last = run.values, run.starts[-1] if run.starts else {}
+    kind = last.get("device_kind", "")
+    found = [
+        ("Model", str(values.get("model_name", "unknown"))),
+        ("Engine", str(values.get("pipeline_engine", "unknown"))),
+        ("Devices", f"{devices or 'unknown'}{f' x {kind}' if kind else ''}"),
+    ]
+    if last.get("num_processes", 1) > 1:
+        found.append(("Processes", str(last["num_processes"])))
+    if setup:
+        axes = [f"{axis} {size}" for axis, size in setup.mesh.shape.items() if size > 1]
+        found += [
+            ("Mesh", " × ".join(axes) or "one device"),
+            ("Parameters", _short(setup.num_parameters)),
+            ("Batch", f"{setup.batch_size} × {setup.config.max_target_length} tokens"),
+            (
+                "Microbatches",
+                f"{setup.num_microbatches} of {setup.microbatch_size} rows",
+            ),
+        ]
+    return found
+
+
+def cards(run: Run, status: Status) -> Iterator[Card]:
+    """The figures of a run, as far as it has them."""
+    loss, evaluation = _finite(run, "loss"), _finite(run, "eval_loss")
+    if len(loss):
+        yield Card("Loss", f"{loss[-1]:.4g}", more=f"from {loss[0]:.4g}, least {loss.min():.4g}")
+    if len(evaluation):
+        best = run.series["eval_loss"].steps[int(np.nanargmin(run.series["eval_loss"].values))]
+        more = f"best {evaluation.min():.4g} at step {best}"
+        yield Card("Evaluation loss", f"{evaluation[-1]:.4g}", more=more)
+    times, rates = _finite(run, "step_time_seconds"), _finite(run, "tokens_per_second")
+    if len(rates):
+        yield Card("Throughput", _short(float(np.median(rates))), "tokens/s", "median of steps")
+    if len(times):
+        median = float(np.median(times))
+        yield Card("Step", _duration(median), more="median of steps")
+        yield Card("Time in steps", _duration(float(times.sum())), more=_left(status, median))
+    if len(rates) and len(rates) == len(times):
+        yield Card("Tokens", _short(float((rates * times).sum())), more="in these steps")
+    if len(shares := _finite(run, "mfu")):
+        yield Card("Utilisation", f"{np.median(shares):.1%}", "of peak", "median of steps")
+    if len(flops := _finite(run, "tflops_per_second_per_device")):
+        median = float(np.median(flops))
+        scale, unit = (1, "TFLOP/s") if median >= 0.1 else (1e3, "GFLOP/s")
+        yield Card("Model FLOPs", f"{median * scale:.3g}", unit, "per device, median")
+
+
+def metric_rows(run: Run) -> list[tuple[str, ...]]:
+    """Of each metric the ends, then the least, median and largest finite value, and their count."""
+    rows = []
+    for name, series in run.series.items():
+        values = series.finite
+        ends = f"{series.values[0]:.5g}", f"{series.values[-1]:.5g}"
+        found = (values.min(), np.median(values), values.max()) if len(values) else (np.nan,) * 3
+        rows.append((name, *ends, *(f"{v:.5g}" for v in found), f"{len(series.steps):,}"))
+    return rows
+
+
+def _finite(run: Run, name: str) -> np.ndarray:
+    return run.series[name].finite if name in run.series else np.array([])
+
+
+def _left(status: Status, seconds: float) -> str:
+    if status.kind != "running":
+        return f"of {status.done:,} steps"
+    return f"about {_duration(seconds * (status.wanted - status.done))} left"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{1e3 * seconds:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    if minutes < 120:
+        return f"{minutes} min"
+    hours = minutes // 60
+    return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def _short(number: int | float) -> str:
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if number >= size:
+            return f"{number / (1e3 if unit == 'k' else size):.3g}{unit}"
+    return f"{number:.4g}"

@@ -1,0 +1,88 @@
+"""What arithmetic says a run keeps is what its devices hold."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import pytest
+
+from jaxpipe.train import footprints, held_at_most, initial_state
+from jaxpipe.train._setup import Setup
+
+from .runs import NONE, Settings, setup_of
+
+S2F2: Settings = {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2}
+MPMD: Settings = {"pipeline_engine": "mpmd", "ici_pipeline_parallelism": 2}
+ONE_PROGRAM: dict[str, tuple[int, Settings]] = {
+    "circular": (4, S2F2),
+    "scheduled, a V": (4, S2F2 | {"pipeline_engine": "scheduled", "pipeline_schedule": "zbv"}),
+    "no pipeline, zero": (
+        4,
+        NONE
+        | {
+            "ici_fsdp_parallelism": 2,
+            "ici_data_parallelism": 2,
+            "shard_optimizer_over_data": True,
+            "num_pipeline_microbatches": 1,
+        },
+    ),
+}
+
+
+def on_device(device: Any, tree: Any) -> int:
+    """Bytes of a tree that lie there."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    shards = (shard for leaf in leaves for shard in leaf.addressable_shards)
+    return sum(shard.data.nbytes for shard in shards if shard.device == device)
+
+
+@pytest.mark.parametrize("name", ONE_PROGRAM)
+def test_every_device_holds_the_weights_and_the_optimizer_that_it_says(name: str):
+    setup = setup_of(ONE_PROGRAM[name][0], ONE_PROGRAM[name][1])
+    state, (found,) = initial_state(setup), footprints(setup)
+    for device in setup.mesh.devices.flat:
+        assert on_device(device, state["weights"]) == found.weights
+        assert on_device(device, state["optimizer"]) == found.optimizer
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, pytest.param({"logits_via_embedding": False}, marks=pytest.mark.slow)],
+    ids=["tied", "untied"],
+)
+def test_every_rank_holds_its_stages_and_the_ends_that_it_reads(settings: Settings):
+    layout = {"pipeline_schedule": "1f1b", "pipeline_layout": "Et|t*3L"}
+    setup = setup_of(2, MPMD | layout, settings)
+    state, found = initial_state(setup), footprints(setup)
+    for rank, kept in enumerate(found):
+        weights, optimizer = (_on_rank(rank, state[part]) for part in ("weights", "optimizer"))
+        assert weights == kept.weights
+        assert optimizer == kept.optimizer
+    assert found[0].weights != found[1].weights
+
+
+def _on_rank(rank: int, tree: Any) -> int:
+    held = (leaf._partially_addressable_arrays.get(rank) for leaf in jax.tree.leaves(tree))
+    return sum(array.nbytes for array in held if array is not None)
+
+
+def held(setup: Setup, settings: Settings) -> tuple[int, ...]:
+    config = setup.config.model_copy(update=settings)
+    return held_at_most(dataclasses.replace(setup, config=config))
+
+
+def test_a_loop_keeps_what_enters_every_tick_and_a_schedule_what_waits():
+    circular = setup_of(2, {"ici_pipeline_parallelism": 2})
+    assert held_at_most(circular) == (4 * 2 + 1,)
+    assert held(circular, {"pipeline_delay_activation_forwarding": True}) == (4 * 2 + 2,)
+    assert held_at_most(setup_of(2, MPMD | {"pipeline_schedule": "1f1b"})) == (2, 1)
+    scheduled = MPMD | {"pipeline_engine": "scheduled", "pipeline_schedule": "1f1b"}
+    in_ticks = setup_of(2, scheduled)
+    assert in_ticks.schedule is not None
+    (most,) = held_at_most(in_ticks)
+    assert f", {most} stage inputs held at most" in in_ticks.schedule.reason
+    # float32, 2 rows of 16 tokens of width 16, halved by fsdp.
+    (found,) = footprints(setup_of(4, S2F2))
+    assert found.stage_inputs == 9 * 2 * 16 * 16 * 4 // 2
+    total = found.weights + found.gradients + found.optimizer + found.stage_inputs
+    assert found.total == total
