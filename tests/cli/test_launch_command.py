@@ -60,11 +60,11 @@ RUNS: dict[str, tuple[int, str]] = {
 }
 
 
-def run(name: str, folder: Path, steps: int) -> str:
+def run(name: str, folder: Path, steps: int, *more: str) -> str:
     """Trains up to a step, resuming; what process 0 has said."""
     num_processes, settings = RUNS[name]
     words = ["train"] if not num_processes else ["launch", "--processes", str(num_processes)]
-    words += [*SETTINGS, *settings.split(), f"steps={steps}", f"output_dir={folder}"]
+    words += [*SETTINGS, *settings.split(), f"steps={steps}", f"output_dir={folder}", *more]
     ended = subprocess.run(
         [sys.executable, "-m", "jaxpipe", *words],
         env=os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"},
@@ -106,6 +106,18 @@ def test_runs_go_on_over_other_processes_with_the_losses_of_the_run_in_one(plain
         said = run(name, tmp_path, 2 * i + 2)
         assert ("resumed after step" in said) == bool(i)
     np.testing.assert_allclose(losses(tmp_path), plain[: 2 * len(names)], rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mpmd on 2, fsdp 2", "circular on 2"])
+def test_a_run_over_processes_begins_with_the_weights_of_another(name, tmp_path):
+    run("none", tmp_path / "first", 2)
+    begin = f"init_from={tmp_path / 'first' / 'default'}"
+    run("none", tmp_path / "one", 2, begin)
+    run(name, tmp_path / "several", 2, begin)
+    expected = losses(tmp_path / "one")
+    assert expected[0] != losses(tmp_path / "first")[0]
+    np.testing.assert_allclose(losses(tmp_path / "several"), expected, rtol=1e-5)
 
 
 def started(folder: Path, *settings: str) -> tuple[subprocess.Popen, list[int]]:
