@@ -5,7 +5,7 @@ B rows a batch, T tokens a row.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -20,14 +20,29 @@ BatchAt = Callable[[int], Batch]
 """The batch of a step: always the same one, in any order of steps."""
 
 
+@runtime_checkable
+class RowsByStep(Protocol):
+    """Batches of which single rows can be made."""
+
+    @property
+    def rows(self) -> Callable[[int, Sequence[int]], Batch]:
+        """From a step and the numbers of n of its rows, 0 to B - 1, to these, [n, T]."""
+        ...
+
+    @property
+    def num_targets(self) -> Callable[[int], int]:
+        """From a step to the sum of `target_weights` over all of its rows, without making them."""
+        ...
+
+
 @dataclass(frozen=True)
 class Batches:
-    """Batches of which single rows can be made. Called with a step, it is a `BatchAt`.
+    """Batches without end, `RowsByStep`. Called with a step, it is a `BatchAt`.
 
     Attributes:
         batch_size: B.
-        rows: From a step and the numbers of n of its rows, 0 to B - 1, to these, [n, T].
-        num_targets: From a step to the sum of `target_weights` over all of its rows.
+        rows: As in `RowsByStep`.
+        num_targets: Likewise.
         decided_by: What the rows depend on, by name, as JSON can keep it.
     """
 
@@ -124,7 +139,8 @@ def corpus_batches(
 class AllRows(Sequence[Batch]):
     """Every row of some corpora once, in order, as batches that are made when they are asked for.
 
-    The last batch is filled up with rows of padding, whose `target_weights` are 0.
+    They are `RowsByStep` too, by their index. The last batch is filled up with rows of padding,
+    whose `target_weights` are 0.
     """
 
     sources: tuple[Rows, ...]
@@ -136,15 +152,27 @@ class AllRows(Sequence[Batch]):
     def __getitem__(self, index: int) -> Batch:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not 0 <= index < len(self):
             raise IndexError(f"There are {len(self)} batches, and no batch {index}.")
-        first = index * self.batch_size
-        return stacked([self._row(first + i) for i in range(self.batch_size)])
+        return self.rows(index, range(self.batch_size))
 
-    def _row(self, number: int) -> Row:
+    def rows(self, index: int, numbers: Sequence[int]) -> Batch:
+        """Some rows of a batch."""
+        found = [self._found(index * self.batch_size + number) for number in numbers]
+        empty = empty_row(self.sources[0].length)
+        return stacked([rows[i] if rows is not None else empty for rows, i in found])
+
+    def num_targets(self, index: int) -> int:
+        """The sum of `target_weights` over a batch."""
+        first = index * self.batch_size
+        found = [self._found(first + number) for number in range(self.batch_size)]
+        return sum(rows.num_targets(i) for rows, i in found if rows is not None)
+
+    def _found(self, number: int) -> tuple[Rows | None, int]:
+        """Which source a row comes from, none behind the last one, and its number there."""
         for rows in self.sources:
             if number < len(rows):
-                return rows[number]
+                return rows, number
             number -= len(rows)
-        return empty_row(self.sources[0].length)
+        return None, number
 
 
 def stacked(rows: Sequence[Row]) -> Batch:

@@ -53,4 +53,5 @@ from ._setup import set_up as set_up
 from ._step import initial_state as initial_state
 from ._step import make_train_step as make_train_step
 from ._step import place_batch as place_batch
+from ._step import place_step as place_step
 from ._stop import RunError as RunError

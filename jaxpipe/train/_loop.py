@@ -15,7 +15,7 @@ import yaml
 from jax.experimental import multihost_utils
 
 from .. import models, mpmd
-from ..data import BatchAt, Batches
+from ..data import Batches
 from ._batches import make_batches
 from ._by_time import ByTime
 from ._canonical import canonical_shapes, from_canonical, make_canonical, with_layers_after
@@ -42,7 +42,7 @@ from ._progress import Report, Stream, progress
 from ._setup import Setup, set_up, weights_shardings
 from ._start import check_same_sizes, first_state
 from ._state import State
-from ._step import make_train_step, place_batch
+from ._step import make_train_step, place_step
 from ._stop import ShouldStop, check_step, stop_requests
 
 Metrics = dict[str, float]
@@ -141,7 +141,7 @@ def run_steps(
     setup: Setup,
     state: State,
     done: int,
-    batch_at: BatchAt,
+    batch_at: Batches,
     *,
     before: Before = lambda step, previous: None,
     should_stop: ShouldStop = lambda step: False,
@@ -171,7 +171,7 @@ def run_steps(
     previous: tuple[int, Values] | None = None
     for step in range(done + 1, config.steps + 1):
         before(step, previous and previous[1])
-        batch = place_batch(setup, batch_at(step - 1))
+        batch = place_step(setup, batch_at, step - 1)
         if step == config.mpmd_trace_step:
             (state, metrics), trace = traced_mpmd_step(setup, state, batch)
             _write_trace(config, trace)

@@ -3,17 +3,20 @@
 R repeats, S ranks, L layers, M microbatches of b rows in each of A calls, T tokens a row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int, Int64, PyTree
 
 from .. import sharding, spmd
 from ..autodiff import Model, unpipelined
+from ..data import Batch, RowsByStep
 from ._calls import in_calls
 from ._gathering import gathers
 from ._initial import first_ends, first_layers, layer_keys
@@ -21,7 +24,7 @@ from ._model import build_model
 from ._mpmd import initial_mpmd_state, make_mpmd_step
 from ._remat import remat_of_ticks
 from ._router_bias import without_router_biases
-from ._setup import Setup, batch_shardings, flax_decoder
+from ._setup import Setup, batch_shapes, batch_shardings, flax_decoder
 from ._state import State, gradient_shardings, make_optimizer, state_shardings
 from ._update import make_step
 from ._xla_flags import compiler_options
@@ -79,7 +82,7 @@ def make_train_step(setup: Setup) -> Callable[[State, PyTree], tuple[State, dict
     )
 
 
-def place_batch(setup: Setup, batch: dict[str, np.ndarray]) -> dict[str, ArrayLike]:
+def place_batch(setup: Setup, batch: Batch) -> dict[str, ArrayLike]:
     """[B, T] rows in host memory -> [A * M, b, T] on the devices.
 
     With stages apart they stay in host memory: the step puts each where it is read.
@@ -87,16 +90,53 @@ def place_batch(setup: Setup, batch: dict[str, np.ndarray]) -> dict[str, ArrayLi
     `target_weights` come out divided by their sum over the batch: the share of each token in the
     loss, so that uneven masks need no care anywhere else.
     """
-    weight = total_weight(batch) or 1.0
-    batch = batch | {"target_weights": (batch["target_weights"] / weight).astype(np.float32)}
+    return _place(setup, batch, np.arange(setup.batch_size), total_weight(batch))
 
-    shape = (-1, setup.microbatch_size, setup.config.max_target_length)
+
+def place_step(setup: Setup, batches: RowsByStep, step: int) -> dict[str, ArrayLike]:
+    """As `place_batch`, of one batch by its number; makes only the rows that this process needs."""
+    shape = batch_shapes(setup)["tokens"].shape
+    where = batch_shardings(setup)["tokens"]
+    numbers = rows_at(where.addressable_devices_indices_map(shape).values(), shape)
+    # Ranks that run programs of their own each read all rows, a share on each of their devices.
+    if setup.stages_apart or len(numbers) == setup.batch_size:
+        return place_batch(setup, batches.rows(step, range(setup.batch_size)))
+    # All processes must divide by the same number, whatever rows they hold.
+    return _place(
+        setup, batches.rows(step, numbers.tolist()), numbers, float(batches.num_targets(step))
+    )
+
+
+def rows_at(
+    indices: Iterable[tuple[slice, ...] | None], shape: tuple[int, ...]
+) -> Int64[np.ndarray, " n"]:
+    """The numbers of the rows, in order, that some indices into arrays [A * M, b, T] reach."""
+    needed = np.zeros(shape[:2], bool)
+    for index in indices:
+        assert index is not None, "devices of this process have a part"
+        needed[index[:2]] = True
+    return np.flatnonzero(needed)
+
+
+def _place(
+    setup: Setup, batch: Batch, numbers: Int64[np.ndarray, " n"], total: float
+) -> dict[str, ArrayLike]:
+    """Some rows of a batch, by their numbers, whose `target_weights` add up to `total` over all."""
+    weights = (batch["target_weights"] / (total or 1.0)).astype(np.float32)
+    batch = batch | {"target_weights": weights}
+    shape = batch_shapes(setup)["tokens"].shape[:2]
     if setup.stages_apart:
-        return {name: rows.reshape(shape) for name, rows in batch.items()}
+        return {name: rows.reshape(*shape, -1) for name, rows in batch.items()}
+    found = np.full(setup.batch_size, -1)  # no device of this process asks for the others
+    found[numbers] = np.arange(len(numbers))
+    found = found.reshape(shape)
 
-    def place(rows: np.ndarray, where: jax.sharding.NamedSharding) -> Array:
-        rows = rows.reshape(shape)
-        return jax.make_array_from_callback(rows.shape, where, lambda index: rows[index])
+    def place(rows: np.ndarray, where: NamedSharding) -> Any:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None, "arrays are not scalars"
+            return rows[found[index[:2]], index[2]]
+
+        return jax.make_array_from_callback((*shape, rows.shape[1]), where, part)
 
     return jax.tree.map(place, batch, batch_shardings(setup))
 

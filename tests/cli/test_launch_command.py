@@ -120,6 +120,26 @@ def test_a_run_over_processes_begins_with_the_weights_of_another(name, tmp_path)
     np.testing.assert_allclose(losses(tmp_path / "several"), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "axes",
+    [
+        "dcn_data_parallelism=2 ici_pipeline_parallelism=2",
+        "dcn_pipeline_parallelism=2 ici_data_parallelism=2",
+    ],
+)
+def test_processes_that_each_make_their_own_rows_have_the_losses_of_one(axes, tmp_path):
+    # A line of a sonnet is a row: they have different numbers of targets.
+    settings = 'dataset_type=text packing=false max_target_length=64 text_separator="\\n"'
+    one = "pipeline_engine=none emulate_devices=1 per_device_batch_size=8"
+    two = f"emulate_devices=2 per_device_batch_size=2 {axes}"
+    for name, (processes, words) in {"one": (0, one), "two": (2, two)}.items():
+        RUNS[name] = (processes, f"{settings} {words}")
+    run("one", tmp_path / "one", 3)
+    run("two", tmp_path / "two", 3)
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5)
+
+
 def started(folder: Path, *settings: str) -> tuple[subprocess.Popen, list[int]]:
     """A launcher whose two processes train without end, and these, once they do."""
     words = [*SETTINGS, *RUNS["mpmd on 2"][1].split(), "steps=1000000", f"output_dir={folder}"]

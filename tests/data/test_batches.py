@@ -219,6 +219,10 @@ def test_all_rows_come_once_and_the_last_batch_is_filled_with_padding(
         assert flat.shape == (len(found) * batch_size, length)
         np.testing.assert_array_equal(flat[: len(expected)], [row[name] for row in expected])
         assert not flat[len(expected) :].any()
+    last = len(found) - 1
+    assert found.num_targets(last) == found[last]["target_weights"].sum()
+    some = found.rows(last, [batch_size - 1, 0])
+    np.testing.assert_array_equal(some["tokens"], found[last]["tokens"][[-1, 0]])
     with pytest.raises(IndexError, match=f"and no batch {len(found)}"):
         found[len(found)]
 

@@ -1,13 +1,17 @@
 """Which batches a config asks for."""
 
+import dataclasses
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 from jaxpipe.cli import main
 from jaxpipe.data import Batch, ByteTokenizer, Source
@@ -15,6 +19,7 @@ from jaxpipe.train import Config, load_config, set_up
 from jaxpipe.train._batches import _tokenizer, make_batches, make_eval_batches
 from jaxpipe.train._data_changes import data_changes
 from jaxpipe.train._setup import Setup
+from jaxpipe.train._step import place_step
 
 TINY: dict[str, Any] = {
     "dataset_type": "text",
@@ -231,6 +236,52 @@ def test_a_run_that_goes_on_with_other_data_says_so(tmp_path: Path, capsys, monk
         return capsys.readouterr().out
 
     assert "warning" not in run("steps=1")
-    assert "warning" not in run("steps=2")
-    said = run("steps=3", "data_shuffle_seed=5")
+    said = run("steps=2", "data_shuffle_seed=5")
     assert "the data is not that of the checkpoint: seed was 0 and is 5. The run goes on" in said
+
+
+@pytest.mark.parametrize(
+    ("axes", "across", "numbers"),
+    [
+        # Of 2 microbatches of 8 rows.
+        ({"data": 2, "pipeline": 2, "fsdp": 2}, "data", [0, 1, 2, 3, 8, 9, 10, 11]),
+        ({"data": 2, "pipeline": 2, "fsdp": 2}, "fsdp", [0, 1, 4, 5, 8, 9, 12, 13]),
+        ({"data": 2, "pipeline": 2, "fsdp": 2}, "stage", list(range(16))),
+        ({"context": 2, "fsdp": 4}, "context", list(range(16))),
+    ],
+)
+def test_the_rows_of_a_process_are_made_and_placed_as_those_of_the_whole_batch(
+    axes, across, numbers, monkeypatch
+):
+    sizes = {"ici_fsdp_parallelism": 1} | {f"ici_{a}_parallelism": n for a, n in axes.items()}
+    settings = {"per_device_batch_size": 2.0, "num_pipeline_microbatches": 2, "packing": False}
+    settings["text_separator"] = "\n"  # lines, of different lengths
+    setup = set_up(Config.model_validate(TINY | settings | sizes), jax.devices())
+    batches, asked = make_batches(setup), []
+
+    def rows(step: int, numbers: Sequence[int]) -> Batch:
+        asked.append(list(numbers))
+        return batches.rows(step, numbers)
+
+    whole: Any = place_step(setup, dataclasses.replace(batches, rows=rows), 3)
+    # As if the first half of the mesh along an axis were the devices of this process.
+    half = np.split(setup.mesh.devices, 2, setup.mesh.axis_names.index(across))[0].ravel()
+
+    def of_half(self, shape):
+        return {d: i for d, i in self.devices_indices_map(shape).items() if d in half}
+
+    parts = []
+
+    def placed(shape, where, part):
+        parts.append({d: part(i) for d, i in of_half(where, shape).items()})
+        return jnp.zeros(shape)
+
+    monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", of_half)
+    monkeypatch.setattr(jax, "make_array_from_callback", placed)
+    place_step(setup, dataclasses.replace(batches, rows=rows), 3)
+    assert asked == [list(range(16)), numbers]
+    for name, of_devices in zip(sorted(whole), parts, strict=True):  # in the order of pytrees
+        shards = {shard.device: shard.data for shard in whole[name].addressable_shards}
+        assert len(of_devices) == len(half) == 4
+        for device, part in of_devices.items():
+            np.testing.assert_array_equal(part, shards[device])
