@@ -8,6 +8,9 @@ from .. import schedules
 from ..schedules import Timed, Timeline
 from ..train import Setup, held_at_most, predicted_timeline
 
+MOST_ACTIONS = 20_000
+"""Of a drawing: half a megabyte."""
+
 
 @dataclass(frozen=True)
 class Picture:
@@ -15,7 +18,7 @@ class Picture:
 
     Attributes:
         title: What it shows.
-        svg: The drawing.
+        svg: The drawing; "" of more actions than a page can take.
         bubble: The share of its time in which the busiest rank waits.
     """
 
@@ -88,7 +91,9 @@ def _timeline(ranks: dict[int, list[Timed]]) -> Timeline:
 
 
 def _drawn(title: str, inside: str, timeline: Timeline) -> Picture:
-    return Picture(title, schedules.to_svg(timeline, inside), _bubble(timeline))
+    is_small = sum(map(len, timeline.rows)) <= MOST_ACTIONS
+    svg = schedules.to_svg(timeline, inside) if is_small else ""
+    return Picture(title, svg, _bubble(timeline))
 
 
 def _name(setup: Setup) -> str:

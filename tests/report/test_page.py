@@ -185,6 +185,15 @@ def test_long_runs_make_small_pages_in_a_few_seconds(tmp_path: Path):
     )
 
 
+def test_a_schedule_of_more_actions_than_a_page_can_take_is_not_drawn(tmp_path: Path, monkeypatch):
+    folder = write_run(tmp_path)
+    assert 'class="schedule"' in page_of(folder)
+    monkeypatch.setattr("jaxpipe.report._pictures.MOST_ACTIONS", 4 * 2 * 2 * 8 - 1)
+    page = page_of(folder)
+    assert 'class="schedule"' not in page
+    assert "It has too many actions to be drawn." in page
+
+
 def test_buckets_have_the_mean_and_the_ends_of_their_finite_values():
     values = np.array([1.0, 3.0, math.nan, 5.0, math.nan, math.inf, 7.0])
     found = points(Series(np.arange(1, 8), values), most=4)
