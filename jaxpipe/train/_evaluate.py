@@ -29,7 +29,7 @@ Metrics = dict[str, float]
 
 Evaluate = Callable[[State], Metrics]
 
-AUXILIARY = ("load_balance_loss", "load_balance_loss_after")
+AUXILIARY = ("load_balance_loss", "load_balance_loss_after", "z_loss")
 """Metrics of a batch that are terms of its loss beside the cross entropy."""
 
 
