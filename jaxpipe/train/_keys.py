@@ -141,6 +141,7 @@ class Keys(BaseModel):
     adam_b2: BelowOne = 0.95
     adam_eps: Positive = 1e-8
     adam_weight_decay: NotNegative = 0.1
+    weight_decay_exclude: Paths = ()
     z_loss_multiplier: NotNegative = 0.0
     gradient_accumulation_steps: Count = 1
     gradient_clipping_threshold: NotNegative = 1.0

@@ -17,9 +17,11 @@ from .._versions import splash_aborts_in_pipelines
 from ..data import global_batch_size
 from ._choice import Choice
 from ._config import Config
+from ._decay import check_excluded
 from ._family import Sizes, family_of, sizes_of
 from ._layout import circular_layout, num_alike_layers, scheduled_layout
 from ._remat import check_remat
+from ._router_bias import without_router_biases
 
 STACKED = ("circular_repeats", "stage", "layers")
 """Logical axes of `Layout.dims`, in front of every weight of a layer."""
@@ -155,6 +157,7 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
         _check_rules(rules)
     weights_shardings(setup)
     batch_shardings(setup)
+    check_excluded(config.weight_decay_exclude, without_router_biases(setup.weight_tree))
     if config.enable_nnx is not None:
         flax_decoder().check_rim(setup)
     return setup
