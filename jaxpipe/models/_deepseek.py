@@ -130,13 +130,8 @@ def deepseek(
             x, _ = stack(outside_remat(dense_layer))(weights["layers"], x, side, ())
         return x
 
-    token_loss = partial(
-        next_token_loss,
-        epsilon=epsilon,
-        constrain=constrain,
-        num_chunks=num_vocab_tiling,
-        z_loss_multiplier=z_loss_multiplier,
-    )
+    of_tokens = partial(next_token_loss, epsilon=epsilon, z_loss_multiplier=z_loss_multiplier)
+    token_loss = partial(of_tokens, constrain=constrain, num_chunks=num_vocab_tiling)
 
     def loss(ends: PyTree, x: Float[Array, "b T D"], side: PyTree):
         head = ends["head"]

@@ -180,13 +180,8 @@ def llama(
         out = checkpoint_name(out, "context")
         return checkpoint_name(project(out, w["out"]), "out_proj")
 
-    token_loss = partial(
-        next_token_loss,
-        epsilon=epsilon,
-        constrain=constrain,
-        num_chunks=num_vocab_tiling,
-        z_loss_multiplier=z_loss_multiplier,
-    )
+    of_tokens = partial(next_token_loss, epsilon=epsilon, z_loss_multiplier=z_loss_multiplier)
+    token_loss = partial(of_tokens, constrain=constrain, num_chunks=num_vocab_tiling)
 
     def loss(ends: PyTree, x: Float[Array, "b T D"], side: PyTree):
         if "layers" in ends["head"]:

@@ -215,6 +215,7 @@ class Keys(BaseModel):
     compile_xla_flags: str = ""
     emulate_devices: CountOrNone = 0
     distributed: bool = False
+    deterministic: bool = False
     mpmd_timeout_seconds: Positive = 300.0
     mpmd_trace_step: CountOrNone = 0
 
@@ -225,6 +226,9 @@ class Keys(BaseModel):
     async_checkpointing: bool = True
     max_to_keep: Count = 3
     enable_tensorboard: bool = True
+    enable_wandb: bool = False
+    wandb_project: str = "jaxpipe"
+    peak_tflops_per_device: NotNegative = 0.0
     enable_progress_bar: Literal["auto"] | bool = "auto"
     profile_steps: str = ""
     jax_cache_dir: str = ""
