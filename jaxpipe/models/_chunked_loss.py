@@ -11,9 +11,10 @@ from jaxtyping import Array, Float, Int
 
 from ._on_shards import varying_like
 
-Loss = Callable[[Array, Array, Array, Array], tuple[Array, Array]]
-"""`(weights [D, V], h [b, T, D], targets [b, T], shares [b, T]) -> (loss, accuracy)`, both sums
-over tokens; `accuracy` has no derivative."""
+Sums = dict[str, Float[Array, ""]]
+Loss = Callable[[Array, Array, Array, Array], tuple[Array, Sums]]
+"""`(weights [D, V], h [b, T, D], targets [b, T], shares [b, T]) -> (loss, sums)`, all of them sums
+over tokens; of the loss alone there is a derivative."""
 
 
 def in_chunks(loss: Loss, num_chunks: int) -> Loss:
@@ -29,8 +30,7 @@ def in_chunks(loss: Loss, num_chunks: int) -> Loss:
     @jax.custom_vjp
     def in_all(weights, h, targets, shares):
         chunks = _split(num_chunks, h, targets, shares)
-        losses, hits = jax.lax.map(lambda chunk: loss(weights, *chunk), chunks)
-        return jnp.sum(losses), jnp.sum(hits)
+        return jax.tree.map(jnp.sum, jax.lax.map(lambda chunk: loss(weights, *chunk), chunks))
 
     def forward(weights, h, targets, shares):
         def step(dweights, chunk):
@@ -56,7 +56,7 @@ def in_chunks(loss: Loss, num_chunks: int) -> Loss:
         h: Float[Array, "b T D"],
         targets: Int[Array, "b T"],
         shares: Float[Array, "b T"],
-    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    ) -> tuple[Float[Array, ""], Sums]:
         if h.shape[1] % num_chunks:
             raise ValueError(
                 f"`num_vocab_tiling` is {num_chunks}, which does not divide the {h.shape[1]} "

@@ -79,6 +79,7 @@ def deepseek(
     outside_remat: Remat = lambda f: f,
     project: Projection = projection,
     scan_layers: bool = True,
+    z_loss_multiplier: float = 0.0,
 ) -> tuple[Callable, Callable, Callable]:
     """`(embed, stage, loss)`, each a pure function of one microbatch.
 
@@ -101,6 +102,7 @@ def deepseek(
         project: The matrix products of attention and of dense and shared MLPs: `projection`, or
             `fp8_projection`.
         scan_layers: Whether the layers of a stage are a loop of the program, or written out.
+        z_loss_multiplier: As in `next_token_loss`.
     """
     epsilon = config.normalization_layer_epsilon
     attend = latent_attention(config, attention=attention, constrain=constrain, project=project)
@@ -128,9 +130,8 @@ def deepseek(
             x, _ = stack(outside_remat(dense_layer))(weights["layers"], x, side, ())
         return x
 
-    token_loss = partial(
-        next_token_loss, epsilon=epsilon, constrain=constrain, num_chunks=num_vocab_tiling
-    )
+    of_tokens = partial(next_token_loss, epsilon=epsilon, z_loss_multiplier=z_loss_multiplier)
+    token_loss = partial(of_tokens, constrain=constrain, num_chunks=num_vocab_tiling)
 
     def loss(ends: PyTree, x: Float[Array, "b T D"], side: PyTree):
         head = ends["head"]

@@ -43,6 +43,7 @@ def next_token_loss(
     epsilon: float,
     constrain: Constrain,
     num_chunks: int = 1,
+    z_loss_multiplier: float = 0.0,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """This microbatch's share of the batch's cross entropy in nats, and of its accuracy.
 
@@ -53,15 +54,23 @@ def next_token_loss(
         epsilon: Added to the mean square in the last norm.
         constrain: Shards an activation by its logical axes.
         num_chunks: Compute logits for this share of the tokens at a time; 1 is all at once.
+        z_loss_multiplier: If it is not 0, the loss has this times the mean square of the logarithm
+            of the sum of exponentials too, by the same shares; and that is the metric `z_loss`.
+
+    References:
+        Chowdhery et al., 2022, arXiv 2204.02311, section 5.
     """
 
     def loss(weights, h, targets, shares):
         logits = jnp.einsum("btd,dv->btv", h, weights, preferred_element_type=jnp.float32)
-        losses, hits = token_losses(constrain(logits, _LOGITS), targets)
-        return jnp.sum(losses * shares), jnp.sum(hits * shares)
+        losses, hits, of_all = token_losses(constrain(logits, _LOGITS), targets)
+        value, sums = jnp.sum(losses * shares), {"accuracy": jnp.sum(hits * shares)}
+        if not z_loss_multiplier:
+            return value, sums
+        z_loss = z_loss_multiplier * jnp.sum(jnp.square(of_all) * shares)
+        return value + z_loss, sums | {"z_loss": z_loss}
 
     h = rms_norm(x, ends["head"]["norm"], epsilon)
     weights = ends["embed"]["table"].T if "embed" in ends else ends["head"]["logits"]
     of_tokens = loss if num_chunks == 1 else in_chunks(loss, num_chunks)
-    value, accuracy = of_tokens(weights.astype(x.dtype), h, side["targets"], side["target_weights"])
-    return value, {"accuracy": accuracy}
+    return of_tokens(weights.astype(x.dtype), h, side["targets"], side["target_weights"])

@@ -120,11 +120,13 @@ def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | tuple) -> F
 
 def token_losses(
     logits: Float[Array, "b T V"], targets: Int[Array, "b T"]
-) -> tuple[Float[Array, "b T"], Float[Array, "b T"]]:
-    """Cross entropy in nats of every token, and 1 where the likeliest token is the target."""
+) -> tuple[Float[Array, "b T"], Float[Array, "b T"], Float[Array, "b T"]]:
+    """Of every token: cross entropy in nats; 1 where the likeliest token is the target, else 0; and
+    the logarithm of the sum of exponentials."""
     logits = logits.astype(jnp.float32)
     # A sum over a mask, not a gather: it stays local where the vocabulary is split.
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
     picked = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
     hits = (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32)
-    return jax.nn.logsumexp(logits, axis=-1) - picked, hits
+    of_all = jax.nn.logsumexp(logits, axis=-1)
+    return of_all - picked, hits, of_all

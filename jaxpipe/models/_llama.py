@@ -130,6 +130,7 @@ def llama(
     outside_remat: Callable[[Callable], Callable] = lambda f: f,
     project: Projection = projection,
     scan_layers: bool = True,
+    z_loss_multiplier: float = 0.0,
 ) -> tuple[Callable, Callable, Callable]:
     """`(embed, stage, loss)` of a llama, each a pure function of one microbatch.
 
@@ -149,6 +150,7 @@ def llama(
             but not what `loss` does.
         project: The matrix products of layers: `projection`, or `fp8_projection`.
         scan_layers: Whether the layers of a stage are a loop of the program, or written out.
+        z_loss_multiplier: As in `next_token_loss`.
     """
     stretch = config.llama31_rope_factor if config.rope_type == "llama3.1" else 1.0
     frequencies = rope_frequencies(
@@ -178,9 +180,8 @@ def llama(
         out = checkpoint_name(out, "context")
         return checkpoint_name(project(out, w["out"]), "out_proj")
 
-    token_loss = partial(
-        next_token_loss, epsilon=epsilon, constrain=constrain, num_chunks=num_vocab_tiling
-    )
+    of_tokens = partial(next_token_loss, epsilon=epsilon, z_loss_multiplier=z_loss_multiplier)
+    token_loss = partial(of_tokens, constrain=constrain, num_chunks=num_vocab_tiling)
 
     def loss(ends: PyTree, x: Float[Array, "b T D"], side: PyTree):
         if "layers" in ends["head"]:

@@ -52,7 +52,7 @@ def mlp(*, dropout_rate: float = 0.0) -> tuple[Callable, Callable, Callable]:
 
     def loss(ends: PyTree, x: PyTree, side: PyTree) -> tuple[Float[Array, ""], dict]:
         matrix = ends["head"]["logits"] if "embed" not in ends else ends["embed"]["table"].T
-        losses, hits = token_losses(x["x"] @ matrix, side["targets"])
+        losses, hits, _ = token_losses(x["x"] @ matrix, side["targets"])
         share = side["target_weights"]
         return jnp.sum(losses * share), {"accuracy": jnp.sum(hits * share)}
 

@@ -21,7 +21,7 @@ from ._on_shards import varying_like
 Shared = Callable[[PyTree, Array, PyTree, str], tuple[Any, Any]]
 
 
-def shared_next_token_loss(epsilon: float) -> Shared:
+def shared_next_token_loss(epsilon: float, z_loss_multiplier: float = 0.0) -> Shared:
     """`(ends, x, side, axis) -> ((loss, sums), (gradients of ends, gradient of x))`, inside `axis`.
 
     `ends`, `x` and `side` are the same on all ranks, as in `next_token_loss`, and so is the
@@ -29,6 +29,7 @@ def shared_next_token_loss(epsilon: float) -> Shared:
 
     Args:
         epsilon: Added to the mean square in the last norm.
+        z_loss_multiplier: As in `next_token_loss`.
     """
 
     def shared(ends: PyTree, x: Float[Array, "b T D"], side: PyTree, axis: str):
@@ -46,7 +47,14 @@ def shared_next_token_loss(epsilon: float) -> Shared:
         weights = mine.T if tied else mine
         targets = side["targets"] - rank * size
 
-        losses, hits, dlogits = _losses(h, weights, targets, side["target_weights"], axis)
+        shares = side["target_weights"]
+        losses, hits, of_all, probabilities = _losses(h, weights, targets, axis)
+        z_losses = z_loss_multiplier * jnp.square(of_all)
+        # Of the square: 2 log(sum) times its derivative, the probabilities.
+        more = 1 + 2 * z_loss_multiplier * of_all
+        is_target = jnp.arange(size) == targets[..., None]
+        dlogits = probabilities * more[..., None] - is_target.astype(jnp.float32)
+        dlogits *= shares[..., None]
         dlogits = dlogits.astype(x.dtype)
         dweights = jnp.einsum("btd,btv->dv", h, dlogits, preferred_element_type=jnp.float32)
         dh = jnp.einsum("btv,dv->btd", dlogits, weights, preferred_element_type=jnp.float32)
@@ -63,8 +71,10 @@ def shared_next_token_loss(epsilon: float) -> Shared:
         of_ends = {"head": {"norm": once(dnorm)}}
         of_ends |= {"embed": {"table": of_whole}} if tied else {}
         of_ends["head"] |= {} if tied else {"logits": of_whole}
-        sums = once(jnp.sum(losses)), {"accuracy": once(jnp.sum(hits))}
-        return sums, (of_ends, dx)
+        value = once(jnp.sum((losses + z_losses) * shares))
+        sums = {"accuracy": once(jnp.sum(hits * shares))}
+        sums |= {"z_loss": once(jnp.sum(z_losses * shares))} if z_loss_multiplier else {}
+        return (value, sums), (of_ends, dx)
 
     return shared
 
@@ -79,12 +89,12 @@ def _slice_of(vocab_size: int, num_ranks: int) -> int:
 
 
 def _losses(
-    h: Float[Array, "b T D"], weights: Array, targets: Array, shares: Array, axis: str
-) -> tuple[Float[Array, "b T"], Float[Array, "b T"], Array]:
-    """Losses and hits of every token, times its share, and the gradient by this rank's logits.
+    h: Float[Array, "b T D"], weights: Array, targets: Array, axis: str
+) -> tuple[Float[Array, "b T"], Float[Array, "b T"], Float[Array, "b T"], Array]:
+    """What `token_losses` returns, and the probabilities of this rank's slice of the vocabulary.
 
     `weights` are [D, V / S], `targets` [b, T] counted from this rank's first logit, and the
-    gradient is [b, T, V / S].
+    probabilities are [b, T, V / S].
     """
     logits = jnp.einsum("btd,dv->btv", h, weights, preferred_element_type=jnp.float32)
     highest = jnp.max(logits, axis=-1)
@@ -98,6 +108,5 @@ def _losses(
     far = jnp.iinfo(first.dtype).max
     likeliest = lax.pmin(jnp.where(highest == most, first, far), axis)
     hits = (likeliest == 0).astype(jnp.float32)
-    probabilities = exponentials / sums[..., None]
-    dlogits = (probabilities - is_target.astype(jnp.float32)) * shares[..., None]
-    return (jnp.log(sums) + most - picked) * shares, hits * shares, dlogits
+    of_all = jnp.log(sums) + most
+    return of_all - picked, hits, of_all, exponentials / sums[..., None]

@@ -69,6 +69,11 @@ class Config(Keys):
                 f"{self.gradient_accumulation_steps}, but a trace is of one loop over "
                 "microbatches. Leave one of them out."
             )
+        if self.wandb_project != "jaxpipe" and not self.enable_wandb:
+            raise ValueError(
+                f"`wandb_project` is {self.wandb_project!r} and `enable_wandb` false, so nothing "
+                "reads it. Leave it at 'jaxpipe', or set `enable_wandb`."
+            )
         self._data_agrees()
         self._evaluation_agrees()
         return self

@@ -19,17 +19,16 @@ from ._calls import in_calls
 from ._gathering import gathers
 from ._model import build_model
 from ._mpmd import make_mpmd_eval_step
-from ._setup import Setup, batch_shardings, flax_decoder, weights_shardings
+from ._setup import Setup, batch_shardings, flax_decoder, options_of_steps, weights_shardings
 from ._state import State
 from ._step import engine_name, place_batch, present_layers, total_weight
-from ._xla_flags import compiler_options
 
 Values = Mapping[str, jax.Array | mpmd.MpmdArray]
 Metrics = dict[str, float]
 
 Evaluate = Callable[[State], Metrics]
 
-AUXILIARY = ("load_balance_loss", "load_balance_loss_after")
+AUXILIARY = ("load_balance_loss", "load_balance_loss_after", "z_loss")
 """Metrics of a batch that are terms of its loss beside the cross entropy."""
 
 
@@ -121,7 +120,7 @@ def make_eval_step(setup: Setup) -> Callable[[PyTree, PyTree], Values]:
     return jax.jit(
         step,
         in_shardings=(weights_shardings(setup), batch_shardings(setup)),
-        compiler_options=compiler_options(setup.config.compile_xla_flags),
+        compiler_options=options_of_steps(setup),
     )
 
 

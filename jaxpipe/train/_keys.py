@@ -143,6 +143,8 @@ class Keys(BaseModel):
     adam_b2: BelowOne = 0.95
     adam_eps: Positive = 1e-8
     adam_weight_decay: NotNegative = 0.1
+    weight_decay_exclude: Paths = ()
+    z_loss_multiplier: NotNegative = 0.0
     gradient_accumulation_steps: Count = 1
     gradient_clipping_threshold: NotNegative = 1.0
     max_gradient_norm: NotNegative = 0.0
@@ -215,6 +217,7 @@ class Keys(BaseModel):
     compile_xla_flags: str = ""
     emulate_devices: CountOrNone = 0
     distributed: bool = False
+    deterministic: bool = False
     mpmd_timeout_seconds: Positive = 300.0
     mpmd_trace_step: CountOrNone = 0
 
@@ -225,6 +228,9 @@ class Keys(BaseModel):
     async_checkpointing: bool = True
     max_to_keep: Count = 3
     enable_tensorboard: bool = True
+    enable_wandb: bool = False
+    wandb_project: str = "jaxpipe"
+    peak_tflops_per_device: NotNegative = 0.0
     enable_progress_bar: Literal["auto"] | bool = "auto"
     profile_steps: str = ""
     jax_cache_dir: str = ""

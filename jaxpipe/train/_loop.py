@@ -37,6 +37,7 @@ from ._folder import run_folder
 from ._history import record_start
 from ._metrics import Write, metrics_writer
 from ._mpmd import traced_mpmd_step
+from ._peak import peak_tflops
 from ._profile import Before, profiled_steps, profiler
 from ._progress import Report, Stream, progress
 from ._setup import Setup, set_up, weights_shardings
@@ -44,6 +45,7 @@ from ._start import check_same_sizes, first_state
 from ._state import State
 from ._step import make_train_step, place_step
 from ._stop import ShouldStop, check_step, stop_requests
+from ._wandb import load_wandb, wandb_writer
 
 Metrics = dict[str, float]
 
@@ -74,6 +76,8 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
     shown: Stream = (stream or sys.stdout) if _is_first() else io.StringIO()
     if config.jax_cache_dir:
         jax.config.update("jax_compilation_cache_dir", config.jax_cache_dir)
+    if config.enable_wandb:
+        load_wandb()
     setup = set_up(config, jax.devices())
     batch_at = make_batches(setup)
     evaluate = make_evaluate(setup)
@@ -120,13 +124,8 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
                     print(skipped, file=shown)
                 # After the metrics: a run that is killed here resumes with none of them missing.
                 if checkpoints and state is not None:
-                    save_checkpoint(
-                        checkpoints,
-                        step,
-                        flatten(state),
-                        metadata,
-                        eval_loss=metrics.get("eval_loss"),
-                    )
+                    loss = metrics.get("eval_loss")
+                    save_checkpoint(checkpoints, step, flatten(state), metadata, eval_loss=loss)
                     by_time.saved()
         except ValueError as error:
             # What the user could have got wrong was checked above.
@@ -236,7 +235,12 @@ def _outputs(
 ) -> tuple[Write, Report]:
     if not _is_first():
         return (lambda step, metrics: None), (lambda step, metrics: None)
-    write = metrics_writer(folder, first_step=first_step, tensorboard=config.enable_tensorboard)
+    write = metrics_writer(
+        folder,
+        first_step=first_step,
+        tensorboard=config.enable_tensorboard,
+        also=wandb_writer(config, folder) if config.enable_wandb else None,
+    )
     report = progress(
         stream,
         num_steps=config.steps,
@@ -248,16 +252,20 @@ def _outputs(
 
 
 def speed(setup: Setup, seconds: float) -> Metrics:
-    """Step time in seconds, tokens per second, and model FLOPs per second and device (1e12).
+    """Step time in seconds, tokens per second, and model FLOPs per second and device (1e12); and
+    `mfu`, their share of what the device can do, if that is known.
 
     Recomputed operations are not counted: it is the model's work, not the program's.
     """
     tokens = setup.batch_size * setup.config.max_target_length
-    return {
+    tflops = model_flops(setup) / seconds / setup.mesh.size / 1e12
+    found = {
         "step_time_seconds": seconds,
         "tokens_per_second": tokens / seconds,
-        "tflops_per_second_per_device": model_flops(setup) / seconds / setup.mesh.size / 1e12,
+        "tflops_per_second_per_device": tflops,
     }
+    peak = peak_tflops(setup.mesh.devices.flat[0], setup.config.peak_tflops_per_device)
+    return found | ({"mfu": tflops / peak} if peak else {})
 
 
 def model_flops(setup: Setup) -> float:

@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,11 @@ FLUSH_SECONDS = 10
 
 @contextmanager
 def metrics_writer(
-    folder: str | PathLike[str], *, first_step: int, tensorboard: bool
+    folder: str | PathLike[str],
+    *,
+    first_step: int,
+    tensorboard: bool,
+    also: AbstractContextManager[Write] | None = None,
 ) -> Iterator[Write]:
     """Opens a run's metrics to go on with `first_step`.
 
@@ -32,6 +36,7 @@ def metrics_writer(
         folder: Where `metrics.jsonl` and TensorBoard's events lie. Made if it does not exist.
         first_step: The first step to be written: 1, or one more than the restored step.
         tensorboard: Write TensorBoard events too.
+        also: Something else that is told every step.
 
     Yields:
         `write(step, metrics)`. A line is on disk when it returns.
@@ -41,12 +46,14 @@ def metrics_writer(
     _drop_from(path, first_step)
     with ExitStack() as stack:
         file = stack.enter_context(path.open("a", encoding="utf-8", buffering=1))
+        more = stack.enter_context(also) if also else _nothing
         event = _nothing if not tensorboard else stack.enter_context(_events(folder, first_step))
 
         def write(step: int, metrics: Mapping[str, float]) -> None:
             values = {name: float(value) for name, value in metrics.items()}
             file.write(json.dumps({"step": step, **values}) + "\n")
             event(step, values)
+            more(step, values)
 
         yield write
 

@@ -18,7 +18,10 @@ def build_model(setup: Setup) -> Model:
     model = _build_model(setup)
     if not setup.config.pipeline_share_head:
         return model
-    shared_loss = models.shared_next_token_loss(setup.config.normalization_layer_epsilon)
+    config = setup.config
+    shared_loss = models.shared_next_token_loss(
+        config.normalization_layer_epsilon, config.z_loss_multiplier
+    )
     return dataclasses.replace(model, shared_loss=shared_loss)
 
 
@@ -39,6 +42,7 @@ def _build_model(setup: Setup) -> Model:
         scan_layers=config.scan_layers_per_stage,
         layer_remat=_of_layers(setup),
         outside_remat=remat_outside(config),
+        z_loss_multiplier=config.z_loss_multiplier,
     )
 
 

@@ -17,9 +17,12 @@ from .._versions import splash_aborts_in_pipelines
 from ..data import global_batch_size
 from ._choice import Choice
 from ._config import Config
+from ._decay import check_excluded
 from ._family import Sizes, family_of, sizes_of
 from ._layout import circular_layout, num_alike_layers, scheduled_layout
 from ._remat import check_remat
+from ._router_bias import without_router_biases
+from ._xla_flags import compiler_options
 
 STACKED = ("circular_repeats", "stage", "layers")
 """Logical axes of `Layout.dims`, in front of every weight of a layer."""
@@ -153,11 +156,25 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
         _check_shared_head(setup)
     if setup.stages_apart:
         _check_rules(rules)
+        _check_options(options_of_steps(setup))
     weights_shardings(setup)
     batch_shardings(setup)
+    check_excluded(config.weight_decay_exclude, without_router_biases(setup.weight_tree))
     if config.enable_nnx is not None:
         flax_decoder().check_rim(setup)
     return setup
+
+
+def options_of_steps(setup: Setup) -> dict[str, str]:
+    """XLA's options for what a run computes."""
+    return _options(setup.config, setup.mesh.devices.flat[0].platform)
+
+
+def _options(config: Config, platform: str) -> dict[str, str]:
+    options = compiler_options(config.compile_xla_flags)
+    if config.deterministic and platform == "gpu":
+        return {"xla_gpu_deterministic_ops": "true"} | options
+    return options
 
 
 def _check_shared_head(setup: Setup) -> None:
@@ -174,6 +191,16 @@ def _check_shared_head(setup: Setup) -> None:
             f"pipeline and `num_vocab_tiling` is {setup.config.num_vocab_tiling}. Ranks share the "
             "vocabulary alone, and all of it at once: have no layers after, and leave "
             "`num_vocab_tiling` at 1."
+        )
+
+
+def _check_options(options: dict[str, str]) -> None:
+    """Programs of ranks are compiled without any."""
+    if options:
+        raise ValueError(
+            "`deterministic` is true and `pipeline_engine` 'mpmd', whose programs are compiled for "
+            "GPUs without options. Set XLA_FLAGS=--xla_gpu_deterministic_ops=true in place of it, "
+            "or choose another engine."
         )
 
 

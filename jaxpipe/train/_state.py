@@ -8,6 +8,7 @@ import optax
 from jaxtyping import PyTree
 
 from .. import models, sharding
+from ._decay import without_excluded
 from ._gathering import optimizer_rules
 from ._optimizer import adamw, decay_mask, learning_rate_schedule
 from ._router_bias import without_router_biases
@@ -18,16 +19,16 @@ State = dict[str, Any]
 
 
 def make_optimizer(setup: Setup) -> optax.GradientTransformation:
-    """AdamW; norms' scales do not decay."""
+    """AdamW; norms' scales do not decay, nor what the config leaves out."""
     config = setup.config
-    stacked = _stacked_dims(setup)
+    mask = decay_mask(models.shapes(trained(setup)), _stacked_dims(setup))
     return adamw(
         make_schedule(setup),
         b1=config.adam_b1,
         b2=config.adam_b2,
         eps=config.adam_eps,
         weight_decay=config.adam_weight_decay,
-        decay_mask=decay_mask(models.shapes(trained(setup)), stacked),
+        decay_mask=without_excluded(mask, config.weight_decay_exclude),
     )
 
 

@@ -24,10 +24,9 @@ from ._model import build_model
 from ._mpmd import initial_mpmd_state, make_mpmd_step
 from ._remat import remat_of_ticks
 from ._router_bias import without_router_biases
-from ._setup import Setup, batch_shapes, batch_shardings, flax_decoder
+from ._setup import Setup, batch_shapes, batch_shardings, flax_decoder, options_of_steps
 from ._state import State, gradient_shardings, make_optimizer, state_shardings
 from ._update import make_step
-from ._xla_flags import compiler_options
 
 
 def initial_state(setup: Setup) -> State:
@@ -78,7 +77,7 @@ def make_train_step(setup: Setup) -> Callable[[State, PyTree], tuple[State, dict
         in_shardings=(shardings, batch_shardings(setup)),
         out_shardings=(shardings, None),
         donate_argnums=0,
-        compiler_options=compiler_options(setup.config.compile_xla_flags),
+        compiler_options=options_of_steps(setup),
     )
 
 

@@ -50,6 +50,7 @@ class Row:
     zero: bool = False
     schedule: str = ""
     share_head: bool = False
+    z_loss: float = 0.0
 
     def __str__(self) -> str:
         flags = [name for name in ("delay", "tied", "dropout", "packed") if getattr(self, name)]
@@ -57,7 +58,7 @@ class Row:
         flags += ["explicit"] * self.explicit + ["zero"] * self.zero
         axes = "twin" if self.axes is None else "x".join(f"{a}{n}" for a, n in self.axes) or "mesh"
         sizes = f"S{self.ranks}-R{self.repeats}-M{self.microbatches}-L{self.layers_per_stage}"
-        flags += ["shared"] * self.share_head
+        flags += ["shared"] * self.share_head + ["z_loss"] * bool(self.z_loss)
         flags += [self.gather] * (self.gather != "tick") + [f"{a}manual" for a in self.batch_axes]
         flags += ["unrolled"] * (not self.scan_repeats) + [self.remat] * (self.remat != "full")
         engine = [self.engine, *[self.schedule] * bool(self.schedule)]
@@ -357,7 +358,8 @@ def make_case(row: Row) -> Case:
     if row.dropout:
         count = int(np.prod(dims))
         keys = jax.vmap(lambda i: jax.random.fold_in(KEY, i))(jnp.arange(count)).reshape(dims)
-    shared_loss = models.shared_next_token_loss(models.LlamaConfig.normalization_layer_epsilon)
+    epsilon = models.LlamaConfig.normalization_layer_epsilon
+    shared_loss = models.shared_next_token_loss(epsilon, row.z_loss)
     model = Model(*functions, tied=row.tied, shared_loss=shared_loss)
     return Case(model, tree["layer"], weights_of(plain(row)), axes, make_side(row), keys)
 
@@ -427,6 +429,7 @@ def _llama(row: Row):
         constrain=sharding.no_constraint if row.axes is None else sharding.constrain_with(),
         dropout_rate=row.dropout,
         project=models.PROJECTIONS[row.quantization],
+        z_loss_multiplier=row.z_loss,
     )
     return models.llama_weights(config), functions
 
@@ -461,6 +464,7 @@ def _deepseek(row: Row):
         constrain=sharding.no_constraint if row.axes is None else sharding.constrain_with(),
         dropout_rate=row.dropout,
         project=models.PROJECTIONS[row.quantization],
+        z_loss_multiplier=row.z_loss,
     )
     return models.deepseek_weights(config, layers_after=1), functions
 

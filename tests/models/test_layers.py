@@ -94,7 +94,7 @@ def test_dropout_without_a_key_or_a_rate_does_nothing(rate: float, key):
 def test_the_loss_of_a_token_is_minus_its_log_softmax(dtype):
     logits = (5 * normal(0, 2, 3, 11)).astype(dtype)
     targets = jax.random.randint(jax.random.key(1), (2, 3), 0, 11)
-    losses, hits = token_losses(logits, targets)
+    losses, hits, _ = token_losses(logits, targets)
     log_probabilities = np.asarray(jax.nn.log_softmax(logits.astype(jnp.float32)))
     assert losses.dtype == hits.dtype == jnp.float32
     for i in np.ndindex(2, 3):

@@ -28,16 +28,18 @@ def batch() -> tuple[jax.Array, dict]:
     return jax.random.normal(keys[0], (b, T, D)), side
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_shares_add_up_to_the_loss_and_its_gradients(num_ranks, tied):
+def test_shares_add_up_to_the_loss_and_its_gradients(num_ranks, tied, z_loss):
     x, side = batch()
 
     def loss(ends, x):
-        return next_token_loss(ends, x, side, epsilon=EPSILON, constrain=no_constraint)
+        more = {"epsilon": EPSILON, "constrain": no_constraint, "z_loss_multiplier": z_loss}
+        return next_token_loss(ends, x, side, **more)
 
     true, gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(ends(tied=tied), x)
-    shared = shared_next_token_loss(EPSILON)
+    shared = shared_next_token_loss(EPSILON, z_loss)
 
     def of_rank(_):
         return shared(ends(tied=tied), x, side, "stage")

@@ -98,9 +98,10 @@ def test_the_loss_is_that_of_all_tokens_however_they_lie_in_batches(monkeypatch,
 
 @pytest.mark.slow
 def test_losses_beside_the_cross_entropy_are_apart(monkeypatch):
-    with_balance = evaluated(monkeypatch, 1, NONE, DEEPSEEK)
+    with_balance = evaluated(monkeypatch, 1, NONE, DEEPSEEK, {"z_loss_multiplier": 0.01})
     without = evaluated(monkeypatch, 1, NONE, DEEPSEEK, {"load_balance_loss_weight": 0.0})
     assert with_balance["eval_load_balance_loss"] > 0.01
+    assert with_balance["eval_z_loss"] > 0.01
     np.testing.assert_allclose(with_balance["eval_loss"], without["eval_loss"], rtol=1e-6)
 
 

@@ -170,8 +170,8 @@ def test_settings_that_cannot_work_are_refused_before_anything_compiles(settings
 def test_a_run_that_stops_while_it_saves_resumes_with_no_step_missing_in_its_metrics(
     tmp_path, monkeypatch
 ):
-    def fail(checkpoints, step, state, metadata):
-        _checkpoint.save_checkpoint(checkpoints, step, state, metadata)
+    def fail(checkpoints, step, state, metadata, *, eval_loss):
+        _checkpoint.save_checkpoint(checkpoints, step, state, metadata, eval_loss=eval_loss)
         raise KeyboardInterrupt
 
     settings = {**CIRCULAR, "checkpoint_period": 2, "steps": 4}
@@ -185,7 +185,7 @@ def test_a_run_that_stops_while_it_saves_resumes_with_no_step_missing_in_its_met
 
 
 def test_what_fails_in_the_middle_is_not_blamed_on_the_settings(tmp_path, monkeypatch):
-    def fail(checkpoints, step, state, metadata):
+    def fail(checkpoints, step, state, metadata, *, eval_loss):
         raise ValueError("the disk is full")
 
     monkeypatch.setattr(_loop, "save_checkpoint", fail)
