@@ -29,5 +29,5 @@ def run(args: argparse.Namespace) -> int:
     with leaving_on_error():
         if config.emulate_devices:
             emulate_devices(config.emulate_devices)
-        train(config)
+        train(config, keep_history=False)
     return 0

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,9 @@ Values = Mapping[str, jax.Array | mpmd.MpmdArray]
 """Metrics that may not be computed yet."""
 
 
-def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
+def train(
+    config: Config, *, stream: Stream | None = None, keep_history: bool = True
+) -> list[Metrics]:
     """Trains, resuming from the newest checkpoint of the run if there is one.
 
     Writes `config.yml`, `metrics.jsonl`, TensorBoard events and `checkpoints/` into
@@ -63,9 +66,10 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
     Args:
         config: The run.
         stream: Where progress is shown. Default: standard output.
+        keep_history: Keep the metrics in memory too, some 1 kB a step.
 
     Returns:
-        The metrics of every step this call has made.
+        The metrics of every step this call has made, or none if they are not kept.
 
     Raises:
         ValueError: Before anything compiles, if the config does not suit the devices or the data,
@@ -79,8 +83,7 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
     if config.enable_wandb:
         load_wandb()
     setup = set_up(config, jax.devices())
-    batch_at = make_batches(setup)
-    evaluate = make_evaluate(setup)
+    batch_at, evaluate = make_batches(setup), make_evaluate(setup)
     folder = Path(config.output_dir) / config.run_name
     with ExitStack() as stack:
         if not setup.stages_apart:
@@ -96,44 +99,68 @@ def train(config: Config, *, stream: Stream | None = None) -> list[Metrics]:
         if checkpoints and done and (changed := _changed_data(checkpoints, done, batch_at)):
             print(changed, file=shown)
         first = first_state(setup) if restored is None else restored
-        if _is_first():
-            _write_config(folder, config)
-            record_start(folder, setup, done)
-        write, report = _outputs(stack, config, folder, shown, first_step=done + 1)
-        should_stop = stack.enter_context(stop_requests(config.max_minutes))
-        before = stack.enter_context(profiler(profiled_steps(config.profile_steps), folder))
-        history = []
-        flatten, metadata = make_canonical(setup), _metadata(setup, batch_at)
-        by_time = ByTime(config.checkpoint_minutes)
+        run = _Run(setup, batch_at, evaluate, checkpoints, folder, shown)
+        step, history = done, []
         try:
-            for step, metrics, state in run_steps(
-                setup,
-                first,
-                done,
-                batch_at,
-                before=before,
-                should_stop=should_stop,
-                evaluate=evaluate,
-                is_best=best_keeper(checkpoints, config.keep_best),
-                is_due=by_time.is_due,
-            ):
-                write(step, metrics)
-                report(step, metrics)
-                history.append(metrics)
-                if skipped := check_step(config, step, metrics):
-                    print(skipped, file=shown)
-                # After the metrics: a run that is killed here resumes with none of them missing.
-                if checkpoints and state is not None:
-                    loss = metrics.get("eval_loss")
-                    save_checkpoint(checkpoints, step, flatten(state), metadata, eval_loss=loss)
-                    by_time.saved()
+            for metrics in _recorded_steps(run, first, done):
+                step += 1
+                if keep_history:
+                    history.append(metrics)
         except ValueError as error:
             # What the user could have got wrong was checked above.
-            raise RuntimeError(f"The run failed after step {done + len(history)}.") from error
-        if done + len(history) < config.steps:
+            raise RuntimeError(f"The run failed after step {step}.") from error
+        if step < config.steps:
             rest = "start again to go on" if checkpoints else "nothing is saved"
-            print(f"stopped after step {done + len(history)}: {rest}", file=shown)
+            print(f"stopped after step {step}: {rest}", file=shown)
     return history
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a run reads, and where it writes."""
+
+    setup: Setup
+    batch_at: Batches
+    evaluate: Evaluate | None
+    checkpoints: ocp.CheckpointManager | None
+    folder: Path
+    shown: Stream
+
+
+def _recorded_steps(run: _Run, state: State, done: int) -> Iterator[Metrics]:
+    """Makes the steps from `state` on, with all that each of them leaves; yields its metrics."""
+    setup, checkpoints = run.setup, run.checkpoints
+    config = setup.config
+    if _is_first():
+        _write_config(run.folder, config)
+        record_start(run.folder, setup, done)
+    flatten, metadata = make_canonical(setup), _metadata(setup, run.batch_at)
+    by_time = ByTime(config.checkpoint_minutes)
+    with ExitStack() as stack:
+        write, report = _outputs(stack, config, run.folder, run.shown, first_step=done + 1)
+        should_stop = stack.enter_context(stop_requests(config.max_minutes))
+        before = stack.enter_context(profiler(profiled_steps(config.profile_steps), run.folder))
+        for step, metrics, after in run_steps(
+            setup,
+            state,
+            done,
+            run.batch_at,
+            before=before,
+            should_stop=should_stop,
+            evaluate=run.evaluate,
+            is_best=best_keeper(checkpoints, config.keep_best),
+            is_due=by_time.is_due,
+        ):
+            write(step, metrics)
+            report(step, metrics)
+            if skipped := check_step(config, step, metrics):
+                print(skipped, file=run.shown)
+            yield metrics
+            # After the metrics: a run that is killed here resumes with none of them missing.
+            if checkpoints and after is not None:
+                loss = metrics.get("eval_loss")
+                save_checkpoint(checkpoints, step, flatten(after), metadata, eval_loss=loss)
+                by_time.saved()
 
 
 def run_steps(
