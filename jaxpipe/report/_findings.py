@@ -16,6 +16,7 @@ _SPIKE = 8.0  # deviations above their median, each of them 1.48 median absolute
 _LEAST_SPIKE = 1.1  # times that median
 _SLOW = 2.0  # times the median step time
 _FALL = 0.9  # of the fastest tenth of a run
+_RISE = 1.05  # times the least evaluation loss
 _LARGE_BUBBLE = 0.25
 
 
@@ -46,6 +47,7 @@ def findings(run: Run, status: Status, bubble: float | None) -> list[Finding]:
         *_not_finite(run),
         *_skipped(run),
         *_spikes(run),
+        *_rising(run),
         *_damaged(run),
         *_unsaved(run, status),
         *_repeated(run),
@@ -93,6 +95,21 @@ def _spikes(run: Run) -> Iterator[Finding]:
         if len(steps):
             text = f"The loss left the range of the {_WINDOW} steps before in {{}}."
             yield _at("warning", "Spikes in the loss", steps, text)
+
+
+def _rising(run: Run) -> Iterator[Finding]:
+    series = run.series.get("eval_loss")
+    if series is None or not len(series.finite):
+        return
+    steps = series.steps[np.isfinite(series.values)]
+    best, last = int(np.argmin(series.finite)), float(series.finite[-1])
+    least = float(series.finite[best])
+    if len(steps) - best > 3 and last > _RISE * least:
+        text = (
+            f"It was {least:.4g} after step {steps[best]} and is {last:.4g}: the model learns its "
+            "data by heart. More data, dropout or fewer steps help."
+        )
+        yield Finding("warning", "Rising evaluation loss", text, (int(steps[best]),))
 
 
 def _damaged(run: Run) -> Iterator[Finding]:

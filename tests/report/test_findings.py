@@ -29,6 +29,11 @@ def changed(at: range, **values: float) -> Metrics:
     return metrics
 
 
+def evaluated(step: int) -> Mapping[str, float]:
+    """Usual metrics, with an evaluation after every tenth step that is best after step 20."""
+    return usual(step) | ({"eval_loss": 3 + abs(step - 20) / 20} if step % 10 == 0 else {})
+
+
 def test_a_run_where_all_is_well_has_no_findings(tmp_path: Path):
     folder = write_run(tmp_path)
     write_checkpoint(folder, "60")
@@ -50,6 +55,7 @@ def test_a_run_where_all_is_well_has_no_findings(tmp_path: Path):
             "The loss left the range of the 32 steps before in step 50.",
             (50,),
         ),
+        (evaluated, "Rising evaluation loss", "It was 3 after step 20 and is 5: ", (20,)),
         (
             changed(range(20, 30), step_time_seconds=5.0),
             "Slow steps",
