@@ -49,7 +49,7 @@ def _label(instruction: Instruction) -> str:
             return f"rank {rank} frees"
 
 
-def trace_step(compiled: Compiled, *args: Any) -> tuple[Any, str]:
+def trace_step(compiled: Compiled, *args: Any) -> tuple[Any, dict[str, Timeline]]:
     """A step, and what ran when, beside what its first schedule takes with tasks of that length.
 
     Every process calls it. A rank waits for each of its tasks, so that its end is seen: where every
@@ -61,7 +61,8 @@ def trace_step(compiled: Compiled, *args: Any) -> tuple[Any, str]:
         args: Its arguments. What it donates is gone.
 
     Returns:
-        Its result; and the JSON of a trace for ui.perfetto.dev, of all ranks.
+        Its result; and of all ranks, in seconds, what is `measured` and `predicted`, as
+        `schedules.to_trace` and `schedules.bubble_share` take it.
     """
     result, times = timed_step(compiled, *args)
     schedule = compiled.lowered.schedules[0]
@@ -72,8 +73,7 @@ def trace_step(compiled: Compiled, *args: Any) -> tuple[Any, str]:
     rows = _of_all_processes(compiled, here, began)
     measured = Timeline(schedule, tuple(map(tuple, rows)))
     predicted = schedules.simulate(schedule, _costs(measured))
-    both = {"measured": measured, "predicted": predicted}
-    return result, schedules.to_trace(both, microseconds=1e6)
+    return result, {"measured": measured, "predicted": predicted}
 
 
 def _of_all_processes(compiled: Compiled, here: Timeline, began: float) -> list[list[Timed]]:

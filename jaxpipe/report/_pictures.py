@@ -46,7 +46,7 @@ def figures(setup: Setup) -> list[tuple[str, str]]:
         ("Ranks", f"{schedules.num_ranks(schedule)}"),
         ("Stages", f"{schedule.num_stages}"),
         ("Microbatches", f"{schedule.num_microbatches}"),
-        ("Bubble", f"{_bubble(timeline):.1%}"),
+        ("Bubble", f"{schedules.bubble_share(timeline):.1%}"),
         ("Parallelogram bubble", f"{schedules.parallelogram_bubble(timeline) / end:.1%}"),
         ("Runs", "in ticks of all ranks" if lock_step else "each rank as soon as it can"),
         ("Stage inputs held", " ".join(map(str, held)) + (" by rank" if len(held) > 1 else "")),
@@ -93,12 +93,8 @@ def _timeline(ranks: dict[int, list[Timed]]) -> Timeline:
 def _drawn(title: str, inside: str, timeline: Timeline) -> Picture:
     is_small = sum(map(len, timeline.rows)) <= MOST_ACTIONS
     svg = schedules.to_svg(timeline, inside) if is_small else ""
-    return Picture(title, svg, _bubble(timeline))
+    return Picture(title, svg, schedules.bubble_share(timeline))
 
 
 def _name(setup: Setup) -> str:
     return setup.schedule.reason.split(":")[0] if setup.schedule else "circular"
-
-
-def _bubble(timeline: Timeline) -> float:
-    return schedules.rectangular_bubble(timeline) / (schedules.makespan(timeline) or 1)

@@ -30,6 +30,7 @@ from ._lock_step import lock_step as lock_step
 from ._looped_bfs import circular as circular
 from ._looped_bfs import looped_bfs as looped_bfs
 from ._measure import activation_bytes as activation_bytes
+from ._measure import bubble_share as bubble_share
 from ._measure import busy as busy
 from ._measure import makespan as makespan
 from ._measure import parallelogram_bubble as parallelogram_bubble

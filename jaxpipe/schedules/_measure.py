@@ -22,6 +22,11 @@ def rectangular_bubble(timeline: Timeline) -> Time:
     return makespan(timeline) - max(busy(timeline), default=0)
 
 
+def bubble_share(timeline: Timeline) -> float:
+    """The share of the makespan in which even the busiest rank waits."""
+    return float(rectangular_bubble(timeline) / (makespan(timeline) or 1))
+
+
 def parallelogram_bubble(timeline: Timeline) -> Time:
     """The longest time between a rank's first start and last end, minus the work of the busiest.
 

@@ -125,8 +125,7 @@ def _priced(config: Config, words: str, schedule: Schedule, costs: Costs) -> tup
 
 
 def _bubble(timeline: Timeline) -> str:
-    share = schedules.rectangular_bubble(timeline) / schedules.makespan(timeline)
-    return f"bubble {share:.1%}"
+    return f"bubble {schedules.bubble_share(timeline):.1%}"
 
 
 def _held(schedule: Schedule) -> str:

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import yaml
 from jax.experimental import multihost_utils
 
-from .. import models, mpmd
+from .. import models, mpmd, schedules
 from ..data import Batches
 from ._batches import make_batches
 from ._by_time import ByTime
@@ -39,6 +39,7 @@ from ._history import record_start
 from ._metrics import Write, metrics_writer
 from ._mpmd import traced_mpmd_step
 from ._peak import peak_tflops
+from ._predicted import predicted_timeline
 from ._profile import Before, profiled_steps, profiler
 from ._progress import Report, Stream, progress
 from ._setup import Setup, set_up, weights_shardings
@@ -331,6 +332,8 @@ def describe(setup: Setup, done: int) -> str:
     ]
     if setup.schedule is not None:
         lines.append(f"schedule {setup.schedule.reason}")
+    elif (timeline := predicted_timeline(setup)) is not None:
+        lines.append(f"schedule circular: bubble {schedules.bubble_share(timeline):.1%}")
     if config.debug_sharding:
         lines += shardings_shown(setup)
     if done:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from .. import models, mpmd
+from .. import models, mpmd, schedules
 from ._apart import mpmd_mesh
 from ._calls import in_loops
 from ._initial import first_ends, first_layers, layer_keys
@@ -52,8 +52,13 @@ def make_mpmd_eval_step(setup: Setup) -> Callable[[PyTree, PyTree], dict[str, An
 def traced_mpmd_step(
     setup: Setup, state: State, batch: PyTree
 ) -> tuple[tuple[State, dict[str, Any]], str]:
-    """A step, and a trace of it beside what its schedule predicts."""
-    return mpmd.trace_step(_compiled(setup), state, batch)
+    """A step, and the JSON of a trace of it beside what its schedule predicts.
+
+    Its metrics have both bubbles too, as shares of the loop.
+    """
+    (state, metrics), found = mpmd.trace_step(_compiled(setup), state, batch)
+    bubbles = {f"bubble_{name}": schedules.bubble_share(line) for name, line in found.items()}
+    return (state, metrics | bubbles), schedules.to_trace(found, microseconds=1e6)
 
 
 def initial_mpmd_state(setup: Setup) -> State:

@@ -43,10 +43,10 @@ def halves(steps: Iterable[schedules.Step]) -> set[str]:
 def test_a_traced_step_computes_the_same_and_has_every_action_beside_its_prediction(schedule):
     compiled, weights, xs = compiled_step(schedule)
     expected = compiled(weights, xs)
-    result, text = mpmd.trace_step(compiled, weights, xs)
+    result, found = mpmd.trace_step(compiled, weights, xs)
     jax.tree.map(np.testing.assert_array_equal, result, expected)
 
-    events = json.loads(text)["traceEvents"]
+    events = json.loads(schedules.to_trace(found, microseconds=1e6))["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {
         2 * rank + i: f"rank {rank}, {kind}"

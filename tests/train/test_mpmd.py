@@ -2,6 +2,7 @@
 
 import functools
 import io
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -265,17 +266,23 @@ def test_many_programs_are_not_compiled_ahead_as_one(capsys):
     assert "Give `pipeline_engine=scheduled`" in capsys.readouterr().err
 
 
-def test_a_run_in_files_resumes(tmp_path):
+def test_a_run_in_files_resumes_and_a_step_of_it_is_traced(tmp_path):
     settings = TINY | UNEVEN | {"output_dir": str(tmp_path), "per_device_batch_size": 1.0}
-    settings |= {"ici_fsdp_parallelism": 4, "num_pipeline_microbatches": 2}
+    settings |= {"ici_fsdp_parallelism": 4, "num_pipeline_microbatches": 2, "mpmd_trace_step": 2}
 
-    def run_to(steps: int) -> str:
+    def run_to(steps: int) -> tuple[str, dict[str, float]]:
         shown = io.StringIO()
-        assert len(train(Config.model_validate(settings | {"steps": steps}), stream=shown)) == 1
-        return shown.getvalue()
+        (metrics,) = train(Config.model_validate(settings | {"steps": steps}), stream=shown)
+        return shown.getvalue(), metrics
 
-    assert "resumed" not in run_to(1)
-    assert "resumed after step 1" in run_to(2)
+    said, first = run_to(1)
+    assert "resumed" not in said and "bubble_measured" not in first
+    said, second = run_to(2)
+    assert "resumed after step 1" in said
+    assert 0 < second["bubble_predicted"] < 1 and 0 < second["bubble_measured"] < 1
+    trace = json.loads((tmp_path / "default" / "trace_2.json").read_text())
+    names = {event["args"].get("name") for event in trace["traceEvents"]}
+    assert {"rank 0, measured", "rank 1, predicted"} <= names
 
 
 @pytest.mark.slow
