@@ -71,11 +71,23 @@ def open_checkpoints(
             if asynchronous
             else None,
         ),
-        item_handlers={
-            "state": ocp.StandardCheckpointHandler(),
-            "metadata": ocp.JsonCheckpointHandler(),
-        },
+        item_handlers=_handlers(),
     )
+
+
+def read_checkpoints(folder: str | PathLike[str]) -> ocp.CheckpointManager:
+    """Opens what another run has saved, and may be saving: nothing changes there.
+
+    Its steps may be incomplete.
+    """
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    return ocp.CheckpointManager(
+        Path(folder).absolute(), options=options, item_handlers=_handlers()
+    )
+
+
+def _handlers() -> dict[str, ocp.CheckpointHandler]:
+    return {"state": ocp.StandardCheckpointHandler(), "metadata": ocp.JsonCheckpointHandler()}
 
 
 def _loss_of(metrics: Mapping[str, float]) -> float:

@@ -25,6 +25,7 @@ from ._checkpoint import (
     check_same,
     leaves_of,
     open_checkpoints,
+    read_checkpoints,
     read_metadata,
     restore_leaf,
     save_checkpoint,
@@ -119,7 +120,7 @@ def to_hugging_face(
         ValueError: If there is no such checkpoint, or Hugging Face has no such model.
     """
     folder = checkpoints_in(source)
-    with open_checkpoints(folder, max_to_keep=None, asynchronous=False) as checkpoints:
+    with read_checkpoints(folder) as checkpoints:
         step = step_in(checkpoints, step)
         metadata = read_metadata(checkpoints, step)
         layers_after = metadata.get("layers_after", 0)

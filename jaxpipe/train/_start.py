@@ -13,12 +13,12 @@ from ._checkpoint import (
     agreed,
     check_same,
     leaves_of,
-    open_checkpoints,
+    read_checkpoints,
     read_metadata,
     restore_weights,
     saved_leaves,
 )
-from ._digests import damage, described
+from ._digests import damage, described, is_complete
 from ._setup import Setup
 from ._state import State
 from ._step import initial_state
@@ -42,7 +42,7 @@ def first_state(setup: Setup) -> State:
     if not setup.config.init_from:
         return initial_state(setup)
     folder = checkpoints_in(Path(setup.config.init_from))
-    with open_checkpoints(folder, max_to_keep=None, asynchronous=False) as checkpoints:
+    with read_checkpoints(folder) as checkpoints:
         step = agreed(step_in(checkpoints, None))
         metadata = read_metadata(checkpoints, step)
         as_saved = with_layers_after(setup, metadata.get("layers_after", 0))
@@ -83,19 +83,20 @@ def checkpoints_in(folder: Path) -> Path:
 
 
 def step_in(checkpoints: ocp.CheckpointManager, step: int | None) -> int:
-    """The step, or the newest one.
+    """The step, or the newest complete one.
 
     Raises:
         ValueError: If it is not there, or damaged.
     """
-    steps = checkpoints.all_steps()
+    folder = Path(checkpoints.directory)
+    steps = [found for found in checkpoints.all_steps() if is_complete(folder / str(found))]
     if step is None and steps:
         step = max(steps)
     if step is None or step not in steps:
         there = ", ".join(map(str, sorted(steps))) or "none"
         wanted = "any step" if step is None else f"step {step}"
         raise ValueError(f"{checkpoints.directory} does not have {wanted}. It has: {there}.")
-    saved = Path(checkpoints.directory) / str(step)
+    saved = folder / str(step)
     if problems := damage(saved):
         raise ValueError(f"{described(saved, problems)} Give another step, or copy it again.")
     return step

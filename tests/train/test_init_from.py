@@ -82,9 +82,13 @@ def test_a_run_trains_from_them_resumes_by_itself_and_gives_them_to_another(
     third = train(config_of(tmp_path, llama, **settings, init_from="nowhere", steps=3))
     assert len(third) == 1
     run = tmp_path / "default"
+    copied = run / "checkpoints" / "9" / "state"  # a step that is not all there yet
+    copied.mkdir(parents=True)
+    before = sorted(run.rglob("*"))
     again = train(config_of(tmp_path, run, **settings, run_name="again", init_from=str(run)))
     assert len(again) == 2
     assert again[0]["loss"] < first[0]["loss"]
+    assert sorted(run.rglob("*")) == before
 
 
 def test_layers_after_the_pipeline_may_be_others_than_in_the_folder(tmp_path: Path):
