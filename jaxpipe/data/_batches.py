@@ -66,11 +66,13 @@ def global_batch_size(per_device_batch_size: float, num_devices: int) -> int:
     return round(rows)
 
 
-def synthetic_batches(*, vocab_size: int, batch_size: int, length: int, seed: int) -> Batches:
-    """Random tokens, one document of full length a row, from (seed, step) alone."""
+def synthetic_batches(
+    *, vocab_size: int, batch_size: int, length: int, seed: int, stream: int = 0
+) -> Batches:
+    """Random tokens, one document of full length a row, from (seed, step, stream) alone."""
 
     def rows(step: int, numbers: Sequence[int]) -> Batch:
-        random = np.random.default_rng((seed, step))
+        random = np.random.default_rng((seed, step, stream))
         tokens = random.integers(vocab_size, size=(batch_size, length + 1), dtype=np.int32)
         tokens = tokens[np.asarray(numbers)]
         shape = (len(numbers), length)

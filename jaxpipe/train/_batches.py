@@ -25,8 +25,8 @@ from ..data import (
 from ._config import Config
 from ._setup import Setup
 
-EVALUATION = 2**32
-"""Of synthetic batches the seed, beyond those that a config may have."""
+EVALUATION = 1
+"""Of synthetic batches the stream; that of training is 0."""
 
 
 def make_batches(setup: Setup) -> Batches:
@@ -79,7 +79,8 @@ def make_eval_batches(setup: Setup) -> Sequence[Batch] | None:
             vocab_size=config.vocab_size,
             batch_size=setup.batch_size,
             length=config.max_target_length,
-            seed=EVALUATION + config.data_shuffle_seed,
+            seed=config.data_shuffle_seed,
+            stream=EVALUATION,
         )
         return [batch_at(step) for step in range(config.eval_steps)]
     if config.eval_split_fraction:

@@ -61,6 +61,10 @@ def in_loops(
             for call in range(num_calls)
         )
         found = [f(weights, part, fold(keys, call)) for call, part in enumerate(parts)]
-        return jax.tree.map(lambda *x: sum(x[1:], start=x[0]), *found)
+        return jax.tree.map(added, *found)
+
+    def added(*found: jax.Array) -> jax.Array:
+        first, *others = (x.astype(jnp.float32) for x in found)
+        return sum(others, start=first).astype(found[0].dtype)
 
     return run if num_calls > 1 else f

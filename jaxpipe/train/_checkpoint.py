@@ -5,8 +5,9 @@ by name without their layout, so a state loads into any sharding.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -55,10 +56,7 @@ def open_checkpoints(
         _set_aside_incomplete(path)
     finish = partial(_finish, path)
     newest = ocp.checkpoint_managers.LatestN(max_to_keep)
-    best = ocp.checkpoint_managers.BestN(
-        get_metric_fn=_loss_of, reverse=True, n=keep_best, keep_checkpoints_without_metrics=False
-    )
-    policies = (newest, best) if keep_best else (newest,)
+    policies = (newest, _Best(keep_best)) if keep_best else (newest,)
     return ocp.CheckpointManager(
         path,
         options=ocp.CheckpointManagerOptions(
@@ -90,8 +88,29 @@ def _handlers() -> dict[str, ocp.CheckpointHandler]:
     return {"state": ocp.StandardCheckpointHandler(), "metadata": ocp.JsonCheckpointHandler()}
 
 
+# Not orbax's `BestN`: it sorts NaN, and counts steps that have no loss.
+@dataclass(frozen=True)
+class _Best:
+    """Keeps the steps with the least `eval_loss`, of those where that is a number."""
+
+    count: int
+
+    def should_preserve(
+        self,
+        checkpoints: Sequence[Any],  # orbax's type is a protocol that beartype cannot check
+        *,
+        context: ocp.checkpoint_managers.PreservationContext,
+    ) -> Sequence[bool]:
+        del context
+        losses = [_loss_of(checkpoint.metrics or {}) for checkpoint in checkpoints]
+        by_loss = sorted(range(len(losses)), key=lambda i: losses[i])
+        kept = {i for i in by_loss[: self.count] if math.isfinite(losses[i])}
+        return [i in kept for i in range(len(losses))]
+
+
 def _loss_of(metrics: Mapping[str, float]) -> float:
-    return metrics.get("eval_loss", math.inf)
+    loss = metrics.get("eval_loss", math.inf)
+    return loss if math.isfinite(loss) else math.inf
 
 
 # Where saves are asynchronous orbax calls it when all files of a step are there, before it gives
@@ -115,7 +134,7 @@ def latest_step(checkpoints: ocp.CheckpointManager) -> int | None:
 
 def best_step(checkpoints: ocp.CheckpointManager) -> int | None:
     """The complete step with the least `eval_loss`, if any has one."""
-    found = _losses(checkpoints)
+    found = {step: x for step, x in _losses(checkpoints).items() if math.isfinite(x)}
     return min(found, key=lambda step: found[step]) if found else None
 
 

@@ -120,12 +120,12 @@ class Config(Keys):
 
     def _evaluation_agrees(self) -> None:
         if not self.eval_interval:
-            for name in ("eval_steps", "keep_best"):
+            for name in ("eval_files", "eval_data_sources", "eval_steps", "keep_best"):
                 value, default = getattr(self, name), Config.model_fields[name].default
                 if value != default:
                     raise ValueError(
-                        f"`eval_interval` is 0 and `{name}` is {value}, which nothing would read. "
-                        f"Leave it at {default}, or say after how many steps to evaluate."
+                        f"`eval_interval` is 0 and `{name}` is {value!r}, which nothing would "
+                        f"read. Leave it at {default!r}, or say after how many steps to evaluate."
                     )
         elif self.dataset_type == "synthetic" and self.eval_steps == -1:
             raise ValueError(

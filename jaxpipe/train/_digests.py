@@ -106,5 +106,12 @@ def _problems(file: Path, size: int, digest: str) -> Iterator[str]:
         yield f"{file.name} is missing"
     elif file.stat().st_size != size:
         yield f"{file.name} has {file.stat().st_size} bytes of {size}"
-    elif _digest(file)[1] != digest:
-        yield f"{file.name} has changed"
+    elif problem := _changed(file, digest):
+        yield f"{file.name} {problem}"
+
+
+def _changed(file: Path, digest: str) -> str:
+    try:
+        return "has changed" if _digest(file)[1] != digest else ""
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"

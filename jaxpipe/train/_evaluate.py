@@ -44,17 +44,13 @@ def make_evaluate(setup: Setup) -> Evaluate | None:
     """
     config = setup.config
     if not config.eval_interval:
-        if config.eval_files:
-            raise ValueError(
-                f"`eval_files` is {config.eval_files!r} and `eval_interval` 0, so nothing reads "
-                "them. Leave them out, or say after how many steps to evaluate."
-            )
         return None
     batches, count = make_eval_batches(setup), config.eval_steps
     if not batches:
+        files = "eval_data_sources" if config.dataset_type == "mixture" else "eval_files"
         raise ValueError(
             f"`eval_interval` is {config.eval_interval}, and there is nothing to evaluate on. Give "
-            "`eval_files` or `eval_split_fraction`, or leave it at 0."
+            f"`{files}` or `eval_split_fraction`, or leave it at 0."
         )
     if count > len(batches):
         raise ValueError(

@@ -49,8 +49,8 @@ def run_folder(path: Path) -> Iterator[None]:
             raise
         name = repr(error.filename) if error.filename else f"A file in {str(path)!r}"
         raise RunError(
-            f"{name} could not be written: {error.strerror}. Checkpoints that were complete still "
-            "are. Make space, or choose another `output_dir`, and start again to go on."
+            f"{name} could not be read or written: {error.strerror}. Checkpoints that were "
+            "complete still are. Make space, or choose another `output_dir`, and start again."
         ) from error
     finally:
         if held is not None:
@@ -59,23 +59,31 @@ def run_folder(path: Path) -> Iterator[None]:
 
 def _locked(path: Path) -> int:
     """The descriptor that holds the lock until it is closed."""
+    descriptor = None
     try:
         path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise ValueError(
-            f"Nothing can be written to {str(path)!r} (`output_dir`/`run_name`): {error.strerror}. "
-            "Choose another `output_dir`, or change this one."
-        ) from None
-    try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
     except BlockingIOError:
+        assert descriptor is not None, "only the lock blocks"
         owner = os.pread(descriptor, 200, 0).decode("utf-8", "replace") or "another process"
         os.close(descriptor)
         raise ValueError(
             f"{str(path)!r} belongs to a run that goes on: {owner} writes there. Wait for it, end "
             "it, or choose another `run_name`."
         ) from None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    except OSError as error:
+        if descriptor is not None:
+            os.close(descriptor)
+        raise ValueError(
+            f"Nothing can be {'locked in' if _has_no_locks(error) else 'written to'} {str(path)!r} "
+            f"(`output_dir`/`run_name`): {error.strerror}. Choose another `output_dir`, or "
+            f"{'mount this one with locks' if _has_no_locks(error) else 'change this one'}."
+        ) from None
     return descriptor
+
+
+def _has_no_locks(error: OSError) -> bool:
+    return error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)

@@ -4,7 +4,7 @@ Every rank holds the weights and moments of its own stages, and the ends that it
 """
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ def make_mpmd_step(setup: Setup) -> Callable[[State, PyTree], tuple[State, dict[
 
 
 def make_mpmd_eval_step(setup: Setup) -> Callable[[PyTree, PyTree], dict[str, Any]]:
-    """`(weights, batch) -> loss and metrics`. The programs are compiled at once."""
+    """`(weights, batch) -> loss and metrics`. The programs are compiled at its first call."""
     assert setup.schedule is not None
     model, schedule = build_model(setup), setup.schedule.schedule
 
@@ -39,14 +39,17 @@ def make_mpmd_eval_step(setup: Setup) -> Callable[[PyTree, PyTree], dict[str, An
         loss, metrics = value(weights, batch, ())
         return {"loss": loss, **metrics}
 
-    compiled = mpmd.mpmd_jit_with_loop(
-        step,
-        mpmd_mesh(setup),
-        in_shardings=(weights_shardings(setup), batch_shardings(setup)),
-        out_shardings=_everywhere(setup),
-        timeout=setup.config.mpmd_timeout_seconds,
-    ).compile(models.shapes(setup.weight_tree), batch_shapes(setup))
-    return lambda weights, batch: compiled(weights, batch)
+    @cache
+    def compiled() -> mpmd.Compiled:
+        return mpmd.mpmd_jit_with_loop(
+            step,
+            mpmd_mesh(setup),
+            in_shardings=(weights_shardings(setup), batch_shardings(setup)),
+            out_shardings=_everywhere(setup),
+            timeout=setup.config.mpmd_timeout_seconds,
+        ).compile(models.shapes(setup.weight_tree), batch_shapes(setup))
+
+    return lambda weights, batch: compiled()(weights, batch)
 
 
 def traced_mpmd_step(

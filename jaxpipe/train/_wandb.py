@@ -1,7 +1,7 @@
 """Metrics to Weights & Biases, if it is installed."""
 
-import hashlib
 import importlib
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,12 +28,17 @@ def load_wandb() -> Any:
 
 @contextmanager
 def wandb_writer(config: Config, folder: Path) -> Iterator[Write]:
-    """What is told every step. A run that is resumed in its folder goes on there too."""
-    digest = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()
+    """What is told every step. A run that is resumed in its folder goes on there too.
+
+    Steps that come again after a kill keep their first values there.
+    """
+    file = folder / "wandb_id"
+    if not file.exists():
+        file.write_text(secrets.token_hex(8), encoding="utf-8")
     run = load_wandb().init(
         project=config.wandb_project,
         name=config.run_name,
-        id=digest[:16],
+        id=file.read_text(encoding="utf-8"),
         resume="allow",
         dir=str(folder),
         config=config.model_dump(mode="json"),
@@ -44,5 +49,7 @@ def wandb_writer(config: Config, folder: Path) -> Iterator[Write]:
 
     try:
         yield write
-    finally:
-        run.finish()
+    except BaseException:
+        run.finish(exit_code=1)
+        raise
+    run.finish()

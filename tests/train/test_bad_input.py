@@ -1,5 +1,6 @@
 """What goes wrong around a run, its folder and its disk: a clear error, and nothing lost."""
 
+import errno
 import io
 import json
 import os
@@ -83,6 +84,18 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_compiles(tmp_pa
     assert "default' (`output_dir`/`run_name`): Not a directory." in capsys.readouterr().err
 
 
+def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
+    def flock(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with (
+        pytest.raises(ValueError, match=r"Nothing can be locked in .* or mount this one with"),
+        run_folder(tmp_path),
+    ):
+        pass
+
+
 def test_a_url_is_no_folder():
     with pytest.raises(ValueError, match=r"`output_dir` is 'gs://bucket/runs'.* mount the bucket"):
         Config(output_dir="gs://bucket/runs")
@@ -135,7 +148,7 @@ def test_metrics_that_no_longer_fit_end_the_run(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (16384, hard))
     try:
-        with pytest.raises(RunError, match=r"A file in .* could not be written: File too large"):
+        with pytest.raises(RunError, match=r"A file in .* read or written: File too large"):
             run(tmp_path, steps=1000, enable_checkpointing=False)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -56,6 +56,18 @@ def delete(step: Path) -> None:
     largest_file(step).unlink()
 
 
+def put_a_folder_there(step: Path) -> None:
+    """Reading it fails, as on a disk that does."""
+    file = largest_file(step)
+    size = file.stat().st_size
+    file.unlink()
+    file.mkdir()
+    known = json.loads((step / "digests.json").read_text())
+    known[str(file.relative_to(step))][0] = file.stat().st_size
+    assert size != file.stat().st_size
+    (step / "digests.json").write_text(json.dumps(known))
+
+
 def garble_the_digests(step: Path) -> None:
     (step / "digests.json").write_text("{")
 
@@ -79,6 +91,7 @@ def test_every_file_of_a_complete_step_has_a_digest(tmp_path, asynchronous):
         (truncate, "bytes of"),
         (flip_a_bit, "has changed"),
         (delete, "is missing"),
+        (put_a_folder_there, "cannot be read: Is a directory"),
         (garble_the_digests, "digests.json cannot be read"),
     ],
 )

@@ -1,6 +1,7 @@
 """Evaluation through every engine equals the plain one; the best checkpoints stay."""
 
 import io
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,9 +12,19 @@ import numpy as np
 import pytest
 
 from jaxpipe.data import Batch
-from jaxpipe.train import Config, _loop, best_step, open_checkpoints, read_metrics, set_up, train
+from jaxpipe.train import (
+    Config,
+    _loop,
+    best_step,
+    make_batches,
+    open_checkpoints,
+    read_metrics,
+    set_up,
+    train,
+)
 from jaxpipe.train import _evaluate as evaluation
 from jaxpipe.train import _step as step
+from jaxpipe.train._batches import make_eval_batches
 
 from .runs import DEEPSEEK, NONE, ROWS, TINY, Settings, setup_of
 
@@ -161,7 +172,8 @@ def test_a_run_evaluates_every_few_steps_and_at_its_end_and_trains_as_without(tm
 
 @pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_best_checkpoints_stay_beside_the_newest(tmp_path, monkeypatch, asynchronous):
-    losses = {1: 5.0, 2: 3.0, 3: 4.0, 4: float("nan"), 5: 3.5, 6: 9.0, 7: 8.0, 8: 2.0}
+    # After step 6, which has a checkpoint in any case, the loss is no number.
+    losses = {1: 5.0, 2: 3.0, 3: 4.0, 4: math.nan, 5: 3.5, 6: math.nan, 7: 8.0, 8: 2.0}
     settings: dict[str, Any] = {"keep_best": 2, "max_to_keep": 1, "checkpoint_period": 3}
     settings |= {"async_checkpointing": asynchronous, "learning_rate_schedule_steps": 9}
     with_losses(monkeypatch, losses)
@@ -184,6 +196,10 @@ def test_the_best_checkpoints_stay_beside_the_newest(tmp_path, monkeypatch, asyn
     [
         ({"eval_steps": 3}, "`eval_interval` is 0 and `eval_steps` is 3"),
         ({"keep_best": 1}, "`eval_interval` is 0 and `keep_best` is 1"),
+        (
+            {"dataset_type": "text", "eval_files": ("builtin:sonnets",)},
+            "`eval_interval` is 0 and `eval_files` is .*sonnets",
+        ),
         ({"eval_interval": 5}, "synthetic data has no end. Give `eval_steps`"),
         (
             {"eval_interval": 5, "eval_steps": 1, "keep_best": 1, "enable_checkpointing": False},
@@ -203,10 +219,13 @@ def test_held_out_documents_are_evaluated_on(tmp_path):
     assert lines[1]["eval_loss"] < lines[0]["eval_loss"]
 
 
-def test_files_that_nobody_reads_are_refused():
-    config = Config(dataset_type="text", eval_files=("builtin:sonnets",), vocab_size=257)
-    with pytest.raises(ValueError, match=r"`eval_files` is .* and `eval_interval` 0"):
-        evaluation.make_evaluate(set_up(config, jax.devices()))
+def test_synthetic_rows_of_evaluation_are_none_of_training():
+    setup = set_up(Config(eval_interval=1, eval_steps=4, per_device_batch_size=1), jax.devices())
+    found = make_eval_batches(setup)
+    assert found is not None and len(found) == 4
+    trained = [make_batches(setup)(step)["tokens"] for step in range(8)]
+    rows = {row.tobytes() for batch in trained for row in batch}
+    assert not rows & {row.tobytes() for batch in found for row in batch["tokens"]}
 
 
 @pytest.mark.parametrize(

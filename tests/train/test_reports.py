@@ -43,7 +43,8 @@ def test_mfu_is_the_share_of_it():
 def test_wandb_is_told_every_step(tmp_path, monkeypatch):
     begun, logged, ended = [], [], []
     of_run = SimpleNamespace(
-        log=lambda metrics, step: logged.append((step, metrics)), finish=lambda: ended.append(1)
+        log=lambda metrics, step: logged.append((step, metrics)),
+        finish=lambda exit_code=0: ended.append(exit_code),
     )
 
     def init(**options: Any) -> Any:
@@ -56,7 +57,7 @@ def test_wandb_is_told_every_step(tmp_path, monkeypatch):
     assert logged == list(zip((1, 2, 3), history, strict=True))
     run(tmp_path, **more, steps=4)
     assert [step for step, _ in logged] == [1, 2, 3, 4]
-    assert len(ended) == 2
+    assert ended == [0, 0]
     assert {options["project"] for options in begun} == {"small"}
     assert len({options["id"] for options in begun}) == 1  # it goes on in the same run
     assert begun[0]["resume"] == "allow"
