@@ -2,7 +2,6 @@
 
 from ._batches import AllRows as AllRows
 from ._batches import Batch as Batch
-from ._batches import BatchAt as BatchAt
 from ._batches import Batches as Batches
 from ._batches import RowsByStep as RowsByStep
 from ._batches import corpus_batches as corpus_batches

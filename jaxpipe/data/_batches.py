@@ -16,9 +16,6 @@ from ._rows import Row, Rows, empty_row
 Batch = dict[str, np.ndarray]
 """The arrays of `Row`, [B, T]."""
 
-BatchAt = Callable[[int], Batch]
-"""The batch of a step: always the same one, in any order of steps."""
-
 
 @runtime_checkable
 class RowsByStep(Protocol):
@@ -37,7 +34,7 @@ class RowsByStep(Protocol):
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches without end, `RowsByStep`. Called with a step, it is a `BatchAt`.
+    """Batches without end, `RowsByStep`. A call with a step gives its batch, always the same one.
 
     Attributes:
         batch_size: B.

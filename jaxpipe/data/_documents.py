@@ -100,4 +100,16 @@ def _of_line(line: bytes, field: str, where: str) -> str:
         raise ValueError(
             f"{where} has {json.dumps(values[field])[:40]} in {field!r}. Give a string."
         )
-    return values[field]
+    return _checked(values[field], field, where)
+
+
+def _checked(text: str, field: str, where: str) -> str:
+    """JSON may escape half of a surrogate pair, which is no character that tokenizers read."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where} has \\u{ord(text[error.start]):04x} in {field!r}, half of a surrogate pair, "
+            f"at character {error.start + 1} of the text. Repair or remove it."
+        ) from None
+    return text

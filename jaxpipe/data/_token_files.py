@@ -84,16 +84,30 @@ def open_token_files(
 
     Raises:
         ValueError: If a file does not exist, holds no flat array of integers, or has an id that the
-            embedding has no row for.
+            embedding has no row for; or if `token_eod` is such an id, or in none of the files.
     """
+    eod = source.token_eod
+    assert eod is not None, "the source's own check"
+    if eod >= vocab_size:
+        raise ValueError(
+            f"`token_eod` is {eod} and `vocab_size` is {vocab_size}, so ids end at "
+            f"{vocab_size - 1}. Make `vocab_size` at least {eod + 1}, or correct `token_eod`."
+        )
     paths = [file for path in source.files for file in files_of(path, "tokens", key=key)]
     files = [_open(Path(str(path)), source.token_dtype) for path in paths]
-    assert source.token_eod is not None, "the source's own check"
-    ends, checksum, start = [], 0, 0
+    ends, checksum, start, has_end = [], 0, 0, False
     for file in files:
-        of_file, checksum = _scan(file, source.token_eod, vocab_size, checksum)
+        of_file, checksum = _scan(file, eod, vocab_size, checksum)
+        has_end = has_end or len(of_file) > 0
+        if not len(of_file) or of_file[-1] != len(file.tokens):
+            of_file = np.append(of_file, len(file.tokens))
         ends.append(start + of_file)
         start += len(file.tokens)
+    if not has_end:
+        raise ValueError(
+            f"`token_eod` is {eod}, which {str(files[0].path)!r} does not hold, nor does any other "
+            f"file of `{key}`: each would be one document. Give the id that ends theirs."
+        )
     of_files = np.cumsum([len(file.tokens) for file in files])
     return TokenFiles(tuple(files), of_files, checksum), np.concatenate(ends)
 
@@ -130,7 +144,7 @@ def _open(path: Path, dtype: str) -> TokenFile:
 def _scan(
     file: TokenFile, eod: int, vocab_size: int, checksum: int
 ) -> tuple[Int64[np.ndarray, " d"], int]:
-    """Where documents end, and a checksum that goes on from the one given."""
+    """Where `eod` ends documents, and a checksum that goes on from the one given."""
     ends = []
     for start in range(0, len(file.tokens), CHUNK):
         _check_there(file.path, file.num_bytes)
@@ -143,11 +157,8 @@ def _scan(
             )
         ends.append(np.flatnonzero(tokens == eod) + start + 1)
         # Of the numbers, not of how wide they are: as of the same tokens in memory.
-        checksum = zlib.crc32(tokens.astype("<i4").tobytes(), checksum)
-    found = np.concatenate(ends)
-    if not len(found) or found[-1] != len(file.tokens):
-        found = np.append(found, len(file.tokens))
-    return found, checksum
+        checksum = zlib.crc32(tokens.astype("<i4").data, checksum)
+    return np.concatenate(ends), checksum
 
 
 def _check_there(path: Path, num_bytes: int) -> None:

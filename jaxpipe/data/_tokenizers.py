@@ -51,7 +51,10 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class HuggingFaceTokenizer:
-    """A tokenizer.json, without the beginning- and end-of-text tokens it would add by itself."""
+    """A tokenizer.json, without what it would add by itself.
+
+    From `load_tokenizer` it reads special tokens that stand in a text as text, and cuts none.
+    """
 
     tokenizer: "tokenizers.Tokenizer"
     vocab_size: int
@@ -143,12 +146,18 @@ def _hugging_face(path: str) -> HuggingFaceTokenizer:
         raise ValueError(
             f"`tokenizer_path` is {path!r}, which is not a tokenizer.json: {error}"
         ) from None
+    # The file may say how a model that reads single sentences cuts and fills them.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     ids: dict[str, Any] = tokenizer.get_vocab(with_added_tokens=True)
-    eod = next((ids[token] for token in END_OF_DOCUMENT if token in ids), None)
-    if eod is None:
+    end = next((token for token in END_OF_DOCUMENT if token in ids), None)
+    if end is None:
         raise ValueError(
             f"`tokenizer_path` is {path!r}, which has no token that ends a document. Add one of "
             f"{', '.join(END_OF_DOCUMENT)} to its added tokens."
         )
+    # A document that talks about the token does not end there. Some files do not call it special.
+    tokenizer.add_special_tokens([end])
+    tokenizer.encode_special_tokens = True
     # Ids can have gaps, so the count of tokens is not enough.
-    return HuggingFaceTokenizer(tokenizer, vocab_size=max(ids.values()) + 1, eod=eod)
+    return HuggingFaceTokenizer(tokenizer, vocab_size=max(ids.values()) + 1, eod=ids[end])

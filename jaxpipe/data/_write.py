@@ -1,8 +1,10 @@
 """Documents as a file of tokens, so that no later start has to tokenise them or hold them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -29,22 +31,53 @@ class Written:
 def write_tokens(file: Path, documents: Iterable[str], tokenizer: Tokenizer) -> Written:
     """Writes the ids of all documents, little-endian and without a header; one is held at a time.
 
-    Until it is complete the file has `.partial` behind its name.
+    Until it is complete the file has `.partial` behind its name. After a failure neither is left.
 
     Raises:
-        ValueError: If the file's name does not end with .bin, or it is there already.
+        ValueError: If the file's name does not end with .bin, it is there already or being
+            written, or it cannot be written.
     """
     if file.suffix != ".bin":
         raise ValueError(f"{str(file)!r} does not end with .bin, by which it is read. Rename it.")
-    if file.exists():
-        raise ValueError(f"{str(file)!r} is there already. Remove it, or choose another name.")
+    partial = file.with_name(file.name + ".partial")
+    try:
+        with _removed_on_failure(partial) as out:
+            if file.exists():
+                raise ValueError(
+                    f"{str(file)!r} is there already. Remove it, or choose another name."
+                )
+            written = _write(out, documents, tokenizer)
+            out.close()  # which may be what fills the disk
+            partial.rename(file)
+    except FileExistsError:
+        raise ValueError(
+            f"{str(partial)!r} is there: another command is writing it, or one was killed before "
+            "it was complete. Wait for that, or remove it."
+        ) from None
+    except OSError as error:
+        raise ValueError(
+            f"{str(file)!r} cannot be written: {error.strerror}. Choose a folder that is there, "
+            "that you may write to, and that has room."
+        ) from None
+    return written
+
+
+@contextmanager
+def _removed_on_failure(file: Path) -> Iterator[BinaryIO]:
+    """A new file."""
+    with file.open("xb") as out:
+        try:
+            yield out
+        except BaseException:
+            file.unlink(missing_ok=True)
+            raise
+
+
+def _write(out: BinaryIO, documents: Iterable[str], tokenizer: Tokenizer) -> Written:
     dtype = np.dtype("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32")
     num_tokens = num_documents = 0
-    partial = file.with_name(file.name + ".partial")
-    with partial.open("wb") as out:
-        for document in documents:
-            ids = np.append(tokenizer.encode(document), tokenizer.eod)
-            out.write(ids.astype(dtype.newbyteorder("<")).tobytes())
-            num_tokens, num_documents = num_tokens + len(ids), num_documents + 1
-    partial.rename(file)
+    for document in documents:
+        ids = np.append(tokenizer.encode(document), tokenizer.eod)
+        out.write(ids.astype(dtype.newbyteorder("<")).tobytes())
+        num_tokens, num_documents = num_tokens + len(ids), num_documents + 1
     return Written(num_tokens, num_documents, dtype.name, tokenizer.eod)

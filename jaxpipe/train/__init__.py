@@ -1,7 +1,6 @@
 """The trainer: config, optimizer, checkpoints, metrics; with the names of `jaxpipe.data`."""
 
 from ..data import Batch as Batch
-from ..data import BatchAt as BatchAt
 from ..data import ByteTokenizer as ByteTokenizer
 from ..data import Corpus as Corpus
 from ..data import HuggingFaceTokenizer as HuggingFaceTokenizer

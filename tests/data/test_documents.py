@@ -1,9 +1,11 @@
+import tracemalloc
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import pytest
 
-from jaxpipe.data import ByteTokenizer, Source, read_documents, tokenize
+from jaxpipe.data import ByteTokenizer, Source, fingerprint, read_documents, tokenize, whole_corpus
 
 BLANKS = "\n\n\n"
 
@@ -68,3 +70,15 @@ def test_every_document_ends_with_the_end_of_document():
     np.testing.assert_array_equal(corpus.ends, [3, 4, 8])
     np.testing.assert_array_equal(corpus.starts(np.arange(3)), [0, 3, 4])
     np.testing.assert_array_equal(corpus.tokens, [104, 105, 256, 256, 121, 111, 117, 256])
+
+
+def test_the_checksum_of_a_corpus_is_that_of_its_bytes_and_copies_none_of_them():
+    tokens, ends = np.arange(1 << 20, dtype=np.int32), np.asarray([1 << 20])
+    of_ends = crc32(ends.tobytes(), crc32(tokens.tobytes()))
+    tracemalloc.start()
+    found = fingerprint(whole_corpus(tokens, ends))["checksum"]
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found == crc32(bytes(8), of_ends)
+    assert peak_bytes < tokens.nbytes / 10
+    assert fingerprint(whole_corpus(np.repeat(tokens, 2)[::2], ends))["checksum"] == found

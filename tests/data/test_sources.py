@@ -1,6 +1,7 @@
 """What every kind of file holds, and what is said of files that do not hold it."""
 
 import json
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,10 @@ def test_a_file_of_another_kind_is_refused(name: str, tmp_path: Path):
         (b'{"text": "caf\xe9"}', "is not UTF-8: byte 0xe9 at offset 13 of the line"),
         (b'{"text": "cut off', "is not JSON: Invalid control character at character 18"),
         (b'["text"]', "holds a list. Give an object a line"),
+        (
+            rb'{"text": "ab\ud83d"}',
+            r"has \\ud83d in 'text', half of a .* at character 3 of the text",
+        ),
         (b'{"text": ["a"]}', r"has \[\"a\"\] in 'text'. Give a string"),
     ],
 )
@@ -164,6 +169,17 @@ def test_a_token_that_the_model_has_no_row_for_is_named_before_training(tmp_path
         tokens(tmp_path, vocab_size=5)
 
 
+def test_an_end_of_document_that_cannot_be_right_is_refused(tmp_path: Path):
+    for name, ids in {"a.bin": [5, 6], "b.bin": [7, 0, 8]}.items():
+        np.asarray(ids, np.uint16).tofile(tmp_path / name)
+    np.testing.assert_array_equal(tokens(tmp_path).ends, [2, 4, 5])
+    with pytest.raises(ValueError, match=r"`token_eod` is 0, which .*a.bin' does not hold, nor"):
+        tokens(tmp_path / "a.bin")
+    source = Source(type="tokens", files=(str(tmp_path),), token_eod=10)
+    with pytest.raises(ValueError, match=r"`token_eod` is 10 and `vocab_size` is 10, .* least 11,"):
+        read_corpus(source, None, vocab_size=10)
+
+
 def test_files_that_hold_no_flat_ids_are_refused(tmp_path: Path):
     (tmp_path / "odd.bin").write_bytes(b"abc")
     (tmp_path / "empty.bin").write_bytes(b"")
@@ -214,3 +230,34 @@ def test_tokens_of_text_are_those_of_the_text(tmp_path: Path):
         write_tokens(tmp_path / "a.bin", read_documents(source), ByteTokenizer())
     with pytest.raises(ValueError, match=r"a.npy' does not end with .bin"):
         write_tokens(tmp_path / "a.npy", read_documents(source), ByteTokenizer())
+
+
+def test_a_file_of_tokens_that_another_command_writes_is_left_alone(tmp_path: Path):
+    partial = tmp_path / "a.bin.partial"
+    partial.write_bytes(b"theirs")
+    with pytest.raises(ValueError, match=r"a.bin.partial' is there: another command is writing it"):
+        write_tokens(tmp_path / "a.bin", ["a"], ByteTokenizer())
+    assert [file.name for file in tmp_path.iterdir()] == [partial.name]
+    assert partial.read_bytes() == b"theirs"
+
+
+@pytest.mark.parametrize("document", ["short", "long" * 10_000])
+def test_a_file_of_tokens_that_cannot_be_written_leaves_nothing(document: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"none/a.bin' cannot be written: No such file"):
+        write_tokens(tmp_path / "none" / "a.bin", [document], ByteTokenizer())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, limits[1]))  # as a full disk
+    try:
+        with pytest.raises(ValueError, match=r"a.bin' cannot be written: File too large\. Choose"):
+            write_tokens(tmp_path / "a.bin", [document], ByteTokenizer())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_broken_document_leaves_no_part_of_a_file_of_tokens(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "cut')
+    source = Source(type="jsonl", files=(str(tmp_path / "a.jsonl"),))
+    with pytest.raises(ValueError, match="line 2, is not JSON"):
+        write_tokens(tmp_path / "a.bin", read_documents(source), ByteTokenizer())
+    assert [file.name for file in tmp_path.iterdir()] == ["a.jsonl"]

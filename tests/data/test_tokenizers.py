@@ -63,6 +63,38 @@ def test_a_hugging_face_file_is_a_tokenizer(words):
         load_tokenizer(path, vocab_size=9)
 
 
+def test_a_document_is_neither_cut_nor_filled_whatever_the_file_says(words):
+    from tokenizers import Tokenizer
+
+    path = words({"[UNK]": 0, "to": 1, "be": 2, "</s>": 3})
+    fitted = Tokenizer.from_file(path)
+    fitted.enable_truncation(3)
+    fitted.enable_padding(length=3, pad_id=0)
+    fitted.save(path)
+    assert [len(Tokenizer.from_file(path).encode(text).ids) for text in ("to", "to " * 5)] == [3, 3]
+    tokenizer = load_tokenizer(path, vocab_size=4)
+    np.testing.assert_array_equal(tokenizer.encode("to"), [1])
+    np.testing.assert_array_equal(tokenizer.encode("to be to be to"), [1, 2, 1, 2, 1])
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_special_tokens_in_a_document_are_text(is_special: bool, tmp_path: Path):
+    from tokenizers import AddedToken, Tokenizer, models
+
+    letters = {letter: i for i, letter in enumerate(sorted(set("a<|endoftext|>")))}
+    written = Tokenizer(models.BPE(letters, []))
+    written.add_tokens([AddedToken("<|endoftext|>", special=is_special), "aa"])
+    path = str(tmp_path / "tokenizer.json")
+    written.save(path)
+    assert written.encode("a<|endoftext|>").ids == [letters["a"], len(letters)]
+    tokenizer = load_tokenizer(path, vocab_size=20)
+    assert (tokenizer.eod, tokenizer.vocab_size) == (len(letters), len(letters) + 2)
+    spelled = [letters[letter] for letter in "a<|endoftext|>"]
+    np.testing.assert_array_equal(tokenizer.encode("a<|endoftext|>"), spelled)
+    # Added tokens that are no special ones stay tokens.
+    np.testing.assert_array_equal(tokenizer.encode("aa"), [len(letters) + 1])
+
+
 def test_a_tokenizer_without_an_end_of_document_is_refused(words):
     path = words({"[UNK]": 0})
     with pytest.raises(
@@ -115,6 +147,7 @@ def test_a_model_of_sentencepiece_is_a_tokenizer(pieces):
     assert len(ids) < len(line)
     assert tokenizer.decode([*ids.tolist(), tokenizer.eod, 310]) == line
     assert len(tokenizer.encode("")) == 0
+    assert not {1, 2} & set(tokenizer.encode("a <s> b </s>").tolist()), "control symbols are text"
     corpus = tokenize([line, line], tokenizer)
     np.testing.assert_array_equal(corpus.ends, [len(ids) + 1, 2 * len(ids) + 2])
     with pytest.raises(ValueError, match=r"has 300 ids\. Make `vocab_size` at least 300"):
