@@ -47,7 +47,7 @@ def test_without_data_for_it_there_is_no_evaluation():
 def test_evaluation_reads_its_files_whole_and_in_order(tmp_path: Path):
     file = tmp_path / "eval.txt"
     file.write_text("\n\n\n".join(f"document {i}" for i in range(100)))
-    setup = setup_of(eval_files=[str(file)])
+    setup = setup_of(eval_files=[str(file)], eval_interval=1)
     found = make_eval_batches(setup)
     assert found is not None
     tokens = sum(len(f"document {i}") + 1 for i in range(100))
@@ -108,7 +108,7 @@ def test_settings_that_nothing_reads_or_that_say_two_things_are_refused(settings
 
 def test_files_of_evaluation_that_are_missing_are_named_with_their_key():
     with pytest.raises(ValueError, match="`eval_files` names 'no/file', which does not exist"):
-        make_eval_batches(setup_of(eval_files="no/file"))
+        make_eval_batches(setup_of(eval_files="no/file", eval_interval=1))
 
 
 def test_a_run_on_written_tokens_has_the_batches_of_the_text(tmp_path: Path, capsys):
@@ -150,7 +150,8 @@ def test_a_mixture_has_rows_of_its_sources_by_weight(tmp_path: Path):
     assert held_out == sorted(held_out)
     assert 10 < held_out.count("a") < 30
     assert 3 < held_out.count("b") < 17
-    apart = setup_of(**mixture, data_sources=sources, eval_data_sources=sources[1:])
+    evaluation = {"eval_data_sources": sources[1:], "eval_interval": 1}
+    apart = setup_of(**mixture, data_sources=sources, **evaluation)
     found = make_eval_batches(apart)
     assert found is not None
     assert [name for batch in found for name in names(batch)] == ["b"] * 20 + [""] * 4
