@@ -34,7 +34,10 @@ def saved_steps(folder: Path) -> list[Saved]:
     """Every step in a folder of checkpoints, the newest first; also what was set aside."""
     if not folder.is_dir():
         return []
-    found = [_saved(step) for step in folder.iterdir() if step.name.split(".")[0].isdigit()]
+    steps = [step for step in folder.iterdir() if step.name.split(".")[0].isdigit()]
+    found = [_saved(step) for step in steps]
+    # A run that goes on may have removed an old step, or renamed a new one, meanwhile.
+    found = [saved for saved, step in zip(found, steps, strict=True) if step.exists()]
     return sorted(found, key=lambda saved: (-saved.step, saved.state))
 
 
@@ -52,10 +55,11 @@ def _saved(step: Path) -> Saved:
 
 
 def _stats(step: Path) -> Iterator[os.stat_result]:
-    for file in step.rglob("*"):
-        with suppress(FileNotFoundError):  # an old step may be removed meanwhile
-            if file.is_file():
-                yield file.stat()
+    with suppress(FileNotFoundError):  # of a folder in it that is removed meanwhile
+        for file in step.rglob("*"):
+            with suppress(FileNotFoundError):
+                if file.is_file():
+                    yield file.stat()
 
 
 def _state(step: Path, suffix: str) -> str:

@@ -52,6 +52,7 @@ class Table:
 _NAMES = {
     "weights": "Weights",
     "gradients": "Gradients",
+    "gradient_sums": "Sums of gradients",
     "optimizer": "Optimizer state",
     "stage_inputs": "Stage inputs kept",
 }
@@ -65,7 +66,8 @@ def kept(setup: Setup) -> Table:
     parts = []
     for attribute, name in _NAMES.items():
         sizes = [getattr(each, attribute) for each in found]
-        parts.append(Part(name, sizes, [size / largest for size in sizes]))
+        if any(sizes):
+            parts.append(Part(name, sizes, [size / largest for size in sizes]))
     alike = len(found) == 1
     columns = ["Every device"] if alike else [f"Rank {rank}" for rank in range(len(found))]
     return Table(columns, parts, totals)

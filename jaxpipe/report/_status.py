@@ -1,8 +1,8 @@
 """Where a run stands."""
 
-import math
 from dataclasses import dataclass
 
+from ..train import bad_step
 from ._run import Run
 
 _FRESH_SECONDS = 60.0
@@ -57,13 +57,7 @@ def _bad(run: Run) -> str:
         for name in ("loss", "gradient_norm")
         if name in run.series and run.series[name].steps[-1] == run.steps[-1]
     }
-    limit = run.values.get("max_gradient_norm") or math.inf
-    for name, value in last.items():
-        if not math.isfinite(value):
-            return f"its {name} is {value}"
-    if last.get("gradient_norm", 0.0) > limit:
-        return f"its gradient_norm is {last['gradient_norm']:.4g}, above {limit:g}"
-    return ""
+    return bad_step(last, run.values.get("max_gradient_norm") or 0.0)
 
 
 def _step_seconds(run: Run) -> float:

@@ -37,12 +37,15 @@ def facts(run: Run, devices: int | None, setup: Setup | None) -> list[tuple[str,
             ("Mesh", " × ".join(axes) or "one device"),
             ("Parameters", _short(setup.num_parameters)),
             ("Batch", f"{setup.batch_size} × {setup.config.max_target_length} tokens"),
-            (
-                "Microbatches",
-                f"{setup.num_microbatches} of {setup.microbatch_size} rows",
-            ),
+            ("Microbatches", _microbatches(setup)),
         ]
     return found
+
+
+def _microbatches(setup: Setup) -> str:
+    """Factors of the batch: calls of the engine if there are several, microbatches, rows."""
+    calls = f"{setup.num_calls} calls × " if setup.num_calls > 1 else ""
+    return f"{calls}{setup.num_microbatches} × {setup.microbatch_size} rows"
 
 
 def cards(run: Run, status: Status) -> Iterator[Card]:

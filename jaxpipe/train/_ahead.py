@@ -43,7 +43,7 @@ def abstract_state(setup: Setup) -> State:
 
 
 def abstract_batch(setup: Setup) -> PyTree:
-    """`jax.ShapeDtypeStruct` with a sharding for every array [M, b, T] of a batch."""
+    """`jax.ShapeDtypeStruct` with a sharding for every array [A * M, b, T] of a batch."""
     return jax.tree.map(_placed, batch_shapes(setup), batch_shardings(setup))
 
 

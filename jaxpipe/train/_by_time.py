@@ -39,7 +39,7 @@ class ByTime:
         self._asked, self._ask_at = 0, 0
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is due after this step. All processes ask after every step."""
+        """Whether a checkpoint is due after this step. All processes ask after the same steps."""
         if self._seconds == math.inf or step < self._ask_at:
             return False
         steps = self._agree(self._steps_left(step))

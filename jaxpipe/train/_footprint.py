@@ -25,36 +25,48 @@ class Footprint:
     Attributes:
         weights: As they are stored between steps.
         gradients: Of all weights, as the optimizer takes them.
+        gradient_sums: Beside those of a call of the engine, with several calls in a step: what adds
+            up in float32, or on ranks with programs of their own every other call's.
         optimizer: Its state.
         stage_inputs: Of all microbatches that wait for their backward at the same time.
     """
 
     weights: int
     gradients: int
+    gradient_sums: int
     optimizer: int
     stage_inputs: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.stage_inputs
+        gradients = self.gradients + self.gradient_sums
+        return self.weights + gradients + self.optimizer + self.stage_inputs
 
 
 def footprints(setup: Setup) -> tuple[Footprint, ...]:
     """Of a device of each rank; of one-program engines, whose devices are alike, a single one."""
     shapes, where = state_shapes(setup), state_shardings(setup)
-    inputs = _stage_inputs(setup)
+    of_gradients, in_float32 = gradient_shardings(setup), jax.tree.map(_float32, shapes["weights"])
     found = []
-    for rank, held in enumerate(inputs):
-        weights, gradients, optimizer = (
+    for rank, held in enumerate(_stage_inputs(setup)):
+        weights, gradients, sums, optimizer = (
             sum(_sizes(setup, rank, tree, lie))
             for tree, lie in (
                 (shapes["weights"], where["weights"]),
-                (shapes["weights"], gradient_shardings(setup)),
+                (shapes["weights"], of_gradients),
+                (in_float32, of_gradients),
                 (shapes["optimizer"], where["optimizer"]),
             )
         )
-        found.append(Footprint(weights, gradients, optimizer, held))
+        # One program adds up call by call; programs of ranks add after their last loop.
+        calls = setup.num_calls
+        sums = (calls - 1) * gradients if setup.stages_apart else min(calls - 1, 1) * sums
+        found.append(Footprint(weights, gradients, sums, optimizer, held))
     return tuple(found)
+
+
+def _float32(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
 
 
 def _sizes(setup: Setup, rank: int, tree: PyTree, shardings: PyTree) -> Iterable[int]:

@@ -1,12 +1,12 @@
 """On what a run ran: `starts.jsonl` has an object for each time it began or went on."""
 
-import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from ._json_lines import read_lines, write_lines
 from ._metrics import FILE as METRICS
 from ._metrics import read_metrics
 from ._setup import Setup
@@ -17,10 +17,15 @@ FILE = "starts.jsonl"
 def record_start(folder: Path, setup: Setup, done: int) -> None:
     """Adds a line, before the metrics of steps that come again are dropped.
 
+    The file is written anew: what is appended to a torn line is torn with it.
+
     Args:
         folder: Of the run.
         setup: The run.
         done: Steps of the checkpoint it goes on from.
+
+    Raises:
+        ValueError: If a line of `metrics.jsonl` or of `starts.jsonl` is broken.
     """
     path = folder / METRICS
     before = read_metrics(path) if path.exists() else []
@@ -33,8 +38,7 @@ def record_start(folder: Path, setup: Setup, done: int) -> None:
         "num_processes": jax.process_count(),
         "jax_version": jax.__version__,
     }
-    with (folder / FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(start) + "\n")
+    write_lines(folder / FILE, [*read_starts(folder), start])
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
@@ -44,18 +48,4 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
         ValueError: If a line is not a JSON object with a `first_step`; a last one may be torn.
     """
     path = folder / FILE
-    if not path.exists():
-        return []
-    found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
-        try:
-            start = json.loads(line)
-        except json.JSONDecodeError:
-            start = None
-        if not isinstance(start, dict) or not isinstance(start.get("first_step"), int):
-            raise ValueError(
-                f"{path} line {number} is {line[:80]!r}, not an object with a `first_step`. "
-                "Remove the line."
-            )
-        found.append(start)
-    return found
+    return read_lines(path, key="first_step") if path.exists() else []

@@ -9,6 +9,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from ._json_lines import read_lines, write_lines
+
 Write = Callable[[int, Mapping[str, float]], None]
 """`write(step, metrics)`; step counts from 1, the steps that are done."""
 
@@ -62,30 +64,14 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl`; of a last line that was torn by a kill, nothing.
 
     Raises:
-        ValueError: If another line is not a JSON object with a `step`.
+        ValueError: If another line is not a JSON object with an integer `step`.
     """
-    lines = Path(path).read_text(encoding="utf-8").split("\n")
-    # Whole lines end in a newline, so the last piece is empty or torn.
-    return [_parse(line, f"{path} line {n}") for n, line in enumerate(lines[:-1], start=1)]
-
-
-def _parse(line: str, where: str) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON: {error}. Remove the line.") from None
-    if not isinstance(entry, dict) or "step" not in entry:
-        raise ValueError(f"{where} is {line!r}, not an object with a `step`. Remove the line.")
-    return entry
+    return read_lines(Path(path), key="step")
 
 
 def _drop_from(path: Path, first_step: int) -> None:
-    if not path.exists():
-        return
-    kept = [entry for entry in read_metrics(path) if entry["step"] < first_step]
-    new = path.with_suffix(".new")
-    new.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
-    os.replace(new, path)
+    if path.exists():
+        write_lines(path, (entry for entry in read_metrics(path) if entry["step"] < first_step))
 
 
 def _nothing(step: int, metrics: Mapping[str, float]) -> None:

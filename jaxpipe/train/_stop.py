@@ -62,19 +62,28 @@ def check_step(config: Config, step: int, metrics: Mapping[str, float]) -> str |
     Raises:
         RunError: If something is, and the policy is to stop.
     """
-    names = ("loss", "gradient_norm")
-    bad = [f"its {name} is {metrics[name]}" for name in names if not math.isfinite(metrics[name])]
-    limit = config.max_gradient_norm
-    if not bad and limit and metrics["gradient_norm"] > limit:
-        bad = [f"its gradient_norm is {metrics['gradient_norm']:.6g}, above {limit:g}"]
+    bad = bad_step(metrics, config.max_gradient_norm)
     if config.bad_step_policy == "skip":  # decided on the devices
-        return (
-            f"step {step} has changed nothing: {' and '.join(bad)}" if metrics["skipped"] else None
-        )
+        return f"step {step} has changed nothing: {bad}" if metrics["skipped"] else None
     if not bad or config.bad_step_policy == "ignore":
         return None
     raise RunError(
-        f"Step {step} is bad: {' and '.join(bad)}. The run ends; its checkpoints are older than "
+        f"Step {step} is bad: {bad}. The run ends; its checkpoints are older than "
         "this step. Resume with a lower `learning_rate`, or with `bad_step_policy=skip`, which "
         "leaves such steps out."
     )
+
+
+def bad_step(metrics: Mapping[str, float], max_gradient_norm: float) -> str:
+    """What is wrong with a step, such as `its loss is nan`; "" if nothing is.
+
+    Args:
+        metrics: Of the step; without `loss` or `gradient_norm` nothing is wrong with these.
+        max_gradient_norm: 0 for no limit.
+    """
+    found = {name: metrics[name] for name in ("loss", "gradient_norm") if name in metrics}
+    bad = [f"its {name} is {value}" for name, value in found.items() if not math.isfinite(value)]
+    norm = found.get("gradient_norm", 0.0)
+    if not bad and max_gradient_norm and norm > max_gradient_norm:
+        bad = [f"its gradient_norm is {norm:.6g}, above {max_gradient_norm:g}"]
+    return " and ".join(bad)

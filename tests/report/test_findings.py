@@ -1,6 +1,7 @@
 """What a page warns of: in runs that are made to have it, and not in others."""
 
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -110,6 +111,37 @@ def test_a_checkpoint_whose_file_has_another_size_is_damaged(tmp_path: Path):
     assert (saved.state, saved.step) == ("damaged", 60)
     (step / "state").unlink()
     assert report.read_run(folder).saved[0].state == "damaged"
+
+
+def test_an_old_step_that_is_removed_while_it_is_looked_at_is_gone(tmp_path: Path, monkeypatch):
+    folder = write_run(tmp_path)
+    write_checkpoint(folder, "60")
+    old = write_checkpoint(folder, "40")
+    (old / "weights").mkdir()
+    look = Path.is_file
+
+    def is_file(path: Path) -> bool:
+        if old in path.parents:
+            shutil.rmtree(old, ignore_errors=True)
+        return look(path)
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    assert [(saved.step, saved.state) for saved in report.read_run(folder).saved] == [
+        (60, "complete")
+    ]
+    assert not old.exists()
+
+
+def test_a_bad_step_is_said_as_the_run_says_it(tmp_path: Path):
+    limited = {"max_gradient_norm": 2.0}
+    run = report.read_run(
+        write_run(tmp_path, settings=limited, metrics=changed(range(60, 61), gradient_norm=2.0001))
+    )
+    said = status(run, NOW.timestamp())
+    assert (said.kind, said.text) == (
+        "bad",
+        "Step 60 of 60 is bad: its gradient_norm is 2.0001, above 2",
+    )
 
 
 def test_a_loss_that_falls_with_noise_has_no_spikes():

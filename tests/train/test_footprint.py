@@ -1,12 +1,15 @@
 """What arithmetic says a run keeps is what its devices hold."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import pytest
 
+from jaxpipe.mpmd._code import Run
 from jaxpipe.train import footprints, held_at_most, initial_state
+from jaxpipe.train._mpmd import _lowered
 from jaxpipe.train._setup import Setup
 
 from .runs import NONE, Settings, setup_of
@@ -85,4 +88,26 @@ def test_a_loop_keeps_what_enters_every_tick_and_a_schedule_what_waits():
     (found,) = footprints(setup_of(4, S2F2))
     assert found.stage_inputs == 9 * 2 * 16 * 16 * 4 // 2
     total = found.weights + found.gradients + found.optimizer + found.stage_inputs
-    assert found.total == total
+    assert (found.total, found.gradient_sums) == (total, 0)
+
+
+def test_calls_keep_a_sum_of_gradients_in_float32_and_programs_of_ranks_one_for_each_call():
+    three, low = {"gradient_accumulation_steps": 3}, {"weight_dtype": "bfloat16"}
+    (one,), (found,) = (footprints(setup_of(4, S2F2, low, calls)) for calls in ({}, three))
+    assert found.gradient_sums == 2 * one.gradients
+    assert found.total == one.total + found.gradient_sums
+    for rank in footprints(setup_of(2, MPMD, three)):
+        assert rank.gradient_sums == 2 * rank.gradients
+
+
+def test_programs_of_ranks_read_the_gradients_of_every_call_after_the_last():
+    calls = {"gradient_accumulation_steps": 3, "logits_via_embedding": False}
+    setup = setup_of(2, MPMD, calls)
+    runs = [run for run in _lowered(setup).code.instructions if isinstance(run, Run)]
+    of_rank = [run for run in runs if run.rank == 0]
+    of_loops = {buffer for run in of_rank if run.actions for buffer in run.writes}
+    after = {b for run in of_rank if run.name.startswith("after_loop") for b in run.reads}
+    avals = [buffer.value.aval for buffer in of_loops & after]
+    found = footprints(setup)[0]
+    kept = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+    assert kept == found.gradients + found.gradient_sums

@@ -5,7 +5,7 @@ import pytest
 
 from jaxpipe.train import read_starts, record_start
 
-from .runs import setup_of
+from .runs import NONE, setup_of
 
 
 def test_a_start_says_on_what_it_was_and_which_steps_come_again(tmp_path: Path):
@@ -22,10 +22,13 @@ def test_a_start_says_on_what_it_was_and_which_steps_come_again(tmp_path: Path):
     assert first["device_kind"] == "cpu"
 
 
-def test_a_torn_start_is_left_out_and_a_broken_one_named(tmp_path: Path):
+def test_a_torn_start_is_replaced_by_the_next_and_a_broken_one_named(tmp_path: Path):
     file = tmp_path / "starts.jsonl"
     file.write_text('{"first_step": 1}\n{"first_s')
     assert read_starts(tmp_path) == [{"first_step": 1}]
+    record_start(tmp_path, setup_of(1, NONE), 6)
+    assert [start["first_step"] for start in read_starts(tmp_path)] == [1, 7]
+    assert [path.name for path in tmp_path.iterdir()] == ["starts.jsonl"]
     file.write_text('{"first_step": "<b>"}\n')
     with pytest.raises(ValueError, match=r"starts\.jsonl line 1 is .*, not an object with a `firs"):
         read_starts(tmp_path)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxpipe.cli import main
-from jaxpipe.train import Config, RunError, read_starts, train
+from jaxpipe.train import Config, RunError, bad_step, read_starts, train
 from jaxpipe.train import _step as step
 from jaxpipe.train._profile import profiled_steps
 from jaxpipe.train._stop import check_step
@@ -138,6 +138,13 @@ def test_checks_name_what_is_bad():
     assert "its loss is nan and its gradient_norm is inf" in str(
         check_step(config, 3, {"loss": math.nan, "gradient_norm": math.inf, "skipped": 1.0})
     )
+
+
+def test_a_bad_step_is_said_of_what_is_known():
+    assert bad_step({"loss": 1.0, "gradient_norm": 9.0}, 0.0) == ""
+    assert bad_step({"loss": -math.inf}, 2.0) == "its loss is -inf"
+    norm = {"loss": 1.0, "gradient_norm": 2.0001}
+    assert bad_step(norm, 2.0) == "its gradient_norm is 2.0001, above 2"
 
 
 def test_a_profile_of_some_steps_is_written(tmp_path):
