@@ -102,14 +102,10 @@ def train(
         first = first_state(setup) if restored is None else restored
         run = _Run(setup, batch_at, evaluate, checkpoints, folder, shown)
         step, history = done, []
-        try:
-            for metrics in _recorded_steps(run, first, done):
-                step += 1
-                if keep_history:
-                    history.append(metrics)
-        except ValueError as error:
-            # What the user could have got wrong was checked above.
-            raise RuntimeError(f"The run failed after step {step}.") from error
+        for metrics in _recorded_steps(run, first, done):
+            step += 1
+            if keep_history:
+                history.append(metrics)
         if step < config.steps:
             rest = "start again to go on" if checkpoints else "nothing is saved"
             print(f"stopped after step {step}: {rest}", file=shown)
@@ -141,7 +137,7 @@ def _recorded_steps(run: _Run, state: State, done: int) -> Iterator[Metrics]:
         write, report = _outputs(stack, config, run.folder, run.shown, first_step=done + 1)
         should_stop = stack.enter_context(stop_requests(config.max_minutes))
         before = stack.enter_context(profiler(profiled_steps(config.profile_steps), run.folder))
-        for step, metrics, after in run_steps(
+        steps = run_steps(
             setup,
             state,
             done,
@@ -151,17 +147,23 @@ def _recorded_steps(run: _Run, state: State, done: int) -> Iterator[Metrics]:
             evaluate=run.evaluate,
             is_best=best_keeper(checkpoints, config.keep_best),
             is_due=by_time.is_due,
-        ):
-            write(step, metrics)
-            report(step, metrics)
-            if skipped := check_step(config, step, metrics):
-                print(skipped, file=run.shown)
-            yield metrics
-            # After the metrics: a run that is killed here resumes with none of them missing.
-            if checkpoints and after is not None:
-                loss = metrics.get("eval_loss")
-                save_checkpoint(checkpoints, step, flatten(after), metadata, eval_loss=loss)
-                by_time.saved()
+        )
+        step = done
+        try:
+            for step, metrics, after in steps:
+                write(step, metrics)
+                report(step, metrics)
+                if skipped := check_step(config, step, metrics):
+                    print(skipped, file=run.shown)
+                # After the metrics: a run that is killed here resumes with none of them missing.
+                if checkpoints and after is not None:
+                    loss = metrics.get("eval_loss")
+                    save_checkpoint(checkpoints, step, flatten(after), metadata, eval_loss=loss)
+                    by_time.saved()
+                yield metrics
+        except ValueError as error:
+            # What the user could have got wrong was checked before.
+            raise RuntimeError(f"The run failed after step {step}.") from error
 
 
 def run_steps(

@@ -166,3 +166,11 @@ def test_tensorboard_on_a_full_disk_says_so_at_once(tmp_path, monkeypatch):
         metrics_writer(tmp_path, first_step=1, tensorboard=True) as write,
     ):
         write(1, {"loss": 1.0})
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "starts.jsonl"])
+def test_a_line_that_is_no_json_is_named_before_the_first_step(tmp_path, name):
+    (tmp_path / "default").mkdir()
+    (tmp_path / "default" / name).write_text('{"step": 1,\n')
+    with pytest.raises(ValueError, match=rf"{name} line 1 is not JSON: .* Remove the line"):
+        run(tmp_path)
