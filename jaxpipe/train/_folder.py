@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
+from ._checkpoint import agreed
 from ._stop import RunError
 
 LOCK = "lock"
@@ -36,10 +35,8 @@ def run_folder(path: Path) -> Iterator[None]:
             held = _locked(path)
         except ValueError as error:
             problem = error
-    if jax.process_count() > 1:
-        is_ours = multihost_utils.broadcast_one_to_all(np.int32(problem is None))
-        if not is_ours and problem is None:
-            problem = ValueError(f"Process 0 cannot have {str(path)!r} for this run; it says why.")
+    if not agreed(int(problem is None)) and problem is None:
+        problem = ValueError(f"Process 0 cannot have {str(path)!r} for this run; it says why.")
     if problem is not None:
         raise problem
     try:

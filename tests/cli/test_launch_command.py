@@ -1,6 +1,5 @@
 """`jaxpipe launch` from the outside: runs over processes, and what is left when one dies."""
 
-import json
 import os
 import signal
 import subprocess
@@ -14,15 +13,11 @@ import pytest
 from jaxpipe.cli import main
 from jaxpipe.cli._processes import ADDRESS, NUM_PROCESSES, PROCESS, join_processes
 
+from .runs import QUICK_TO_COMPILE, SMALL, losses, run_jaxpipe
+
 SETTINGS = [
-    "dtype=float32",
-    "base_emb_dim=16",
+    *SMALL,
     "base_num_decoder_layers=4",
-    "base_mlp_dim=32",
-    "max_target_length=16",
-    "num_pipeline_microbatches=4",
-    "ici_fsdp_parallelism=1",
-    "enable_tensorboard=false",
     "checkpoint_period=2",
     "learning_rate_schedule_steps=8",
 ]
@@ -65,20 +60,7 @@ def run(name: str, folder: Path, steps: int, *more: str) -> str:
     num_processes, settings = RUNS[name]
     words = ["train"] if not num_processes else ["launch", "--processes", str(num_processes)]
     words += [*SETTINGS, *settings.split(), f"steps={steps}", f"output_dir={folder}", *more]
-    ended = subprocess.run(
-        [sys.executable, "-m", "jaxpipe", *words],
-        env=os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
-
-
-def losses(folder: Path) -> list[float]:
-    lines = (folder / "default" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+    return run_jaxpipe(*words)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +126,7 @@ def started(folder: Path, *settings: str) -> tuple[subprocess.Popen, list[int]]:
     """A launcher whose two processes train without end, and these, once they do."""
     words = [*SETTINGS, *RUNS["mpmd on 2"][1].split(), "steps=1000000", f"output_dir={folder}"]
     command = [sys.executable, "-m", "jaxpipe", "launch", "--processes", "2", "--grace", "30"]
-    environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    environment = os.environ | {"XLA_FLAGS": QUICK_TO_COMPILE}
     launcher = subprocess.Popen(
         [*command, *words, *settings],
         env=environment,

@@ -1,6 +1,5 @@
 """Runs that go on: with any engine where any other one stopped, and after any number of kills."""
 
-import json
 import os
 import random
 import shutil
@@ -13,16 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from .runs import QUICK_TO_COMPILE, SMALL, losses, run_jaxpipe
+
 SETTINGS = [
+    *SMALL,
     "dataset_type=text",
-    "dtype=float32",
-    "base_emb_dim=16",
     "base_num_decoder_layers=8",
-    "base_mlp_dim=32",
-    "max_target_length=16",
-    "num_pipeline_microbatches=4",
-    "enable_tensorboard=false",
-    "ici_fsdp_parallelism=1",
     "checkpoint_period=5",
     "learning_rate_schedule_steps=10",
 ]
@@ -55,33 +50,20 @@ ENGINES: dict[str, tuple[int, int, str]] = {
     ),
 }
 # One environment for all: the last bits depend on how XLA compiles.
-FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_max_isa=AVX"
+FLAGS = f"{QUICK_TO_COMPILE} --xla_cpu_max_isa=AVX"
 
 
-def command(engine: str, folder: Path, *settings: str) -> list[str]:
+def words_of(engine: str, folder: Path, *settings: str) -> list[str]:
     num_processes, devices, more = ENGINES[engine]
     words = ["launch", "--processes", str(num_processes)] if num_processes else ["train"]
     rows = ROWS / devices / max(num_processes, 1)
     words += [*SETTINGS, *more.split(), f"emulate_devices={devices}"]
     words += [f"per_device_batch_size={rows:g}", *settings]
-    return [sys.executable, "-u", "-m", "jaxpipe", *words, f"output_dir={folder}"]
+    return [*words, f"output_dir={folder}"]
 
 
 def train(engine: str, folder: Path, *settings: str) -> str:
-    ended = subprocess.run(
-        command(engine, folder, *settings),
-        env=os.environ | {"XLA_FLAGS": FLAGS},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
-
-
-def losses(folder: Path) -> list[float]:
-    lines = (folder / "default" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+    return run_jaxpipe(*words_of(engine, folder, *settings), flags=FLAGS)
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +97,9 @@ def num_steps(folder: Path) -> int:
 def kill_one(folder: Path, settings: tuple[str, ...], rng: random.Random) -> str:
     """Starts a run and kills it at a random moment, in most cases after its first step."""
     is_late = rng.random() < 0.8
+    words = words_of("circular, 4 ranks x 2 repeats", folder, *settings)
     run = subprocess.Popen(
-        command("circular, 4 ranks x 2 repeats", folder, *settings),
+        [sys.executable, "-u", "-m", "jaxpipe", *words],
         env=os.environ | {"XLA_FLAGS": FLAGS},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,6 +1,5 @@
 """`jaxpipe train` from the outside: killed and resumed, and what it says to wrong settings."""
 
-import json
 import os
 import signal
 import subprocess
@@ -10,6 +9,8 @@ import time
 import pytest
 
 from jaxpipe.cli import main
+
+from .runs import losses
 
 SETTINGS = [
     "dataset_type=text",
@@ -39,11 +40,6 @@ def start(folder, *settings) -> subprocess.Popen:
 def finished(process: subprocess.Popen) -> None:
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output.decode()
-
-
-def losses(folder) -> list[float]:
-    lines = (folder / "default" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
 
 
 def test_a_run_that_was_killed_and_started_again_has_the_losses_of_one_that_was_not(tmp_path):
