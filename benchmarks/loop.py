@@ -3,47 +3,101 @@
     python benchmarks/loop.py [key=value ...]
 
 Trains on the built-in text, 4 ranks of the circular engine on emulated devices unless told
-otherwise, with metrics and TensorBoard events of every step and a checkpoint after every 50. Each
-round times that, to the end of the last save, and as many calls of the bare compiled step on one
-batch, in the same process. Settings win over those of this file.
+otherwise, with metrics and TensorBoard events of every step and a checkpoint after every 50. After
+every 25 steps the run pauses for as many calls of the bare compiled step, so that both see the same
+machine, however its speed changes. A round is 50 steps of each: the run's part has a whole save in
+it, since it pauses before one. Takes about seven minutes on two cores. Settings win over those of
+this file.
 """
 
 import io
+import re
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from typing import NamedTuple
 
 from jaxpipe.cli import emulate_devices
 from jaxpipe.models import PRESETS
 from jaxpipe.train import Config, load_config
 
-STEPS, ROUNDS = 200, 3
+TURN, TURNS, ROUNDS = 25, 2, 10
+STEPS = TURN * TURNS * (ROUNDS + 1)  # the first round warms up
 SETTINGS = [
     "dataset_type=text",
     "emulate_devices=4",
     "ici_pipeline_parallelism=4",
     "per_device_batch_size=4",
-    "checkpoint_period=50",
+    f"checkpoint_period={TURN * TURNS}",
     "dtype=float32",
 ]
 
 
+class Time(NamedTuple):
+    """In seconds: on the wall, and of the CPU in all threads of the process."""
+
+    wall: float
+    cpu: float
+
+    def __sub__(self, other: "Time") -> "Time":
+        return Time(self.wall - other.wall, self.cpu - other.cpu)
+
+
+def now() -> Time:
+    return Time(time.perf_counter(), time.process_time())
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        fixed = [f"output_dir={folder}", f"jax_cache_dir={folder}/cache", f"steps={STEPS + 1}"]
+        fixed = [f"output_dir={folder}", f"steps={STEPS}"]
         config = load_config(overrides=[*SETTINGS, *sys.argv[1:], *fixed], presets=PRESETS)
         emulate_devices(config.emulate_devices)
-        _loop(config, "first")  # fills the cache of compiled programs
-        pairs = [(_bare(config), _loop(config, str(i))) for i in range(ROUNDS)]
-    print(f"{'round':<8}{'bare step, ms':>16}{'loop, ms':>12}{'loop / bare':>14}")
-    for i, (bare, loop) in enumerate(pairs, start=1):
-        print(f"{i:<8}{1e3 * bare / STEPS:>16.2f}{1e3 * loop / STEPS:>12.2f}{loop / bare:>14.3f}")
-    print(f"median of the ratios: {statistics.median(loop / bare for bare, loop in pairs):.3f}")
+        turns = _run(config)
+    rounds = [turns[i : i + TURNS] for i in range(TURNS, len(turns), TURNS)]
+    print(f"{'':<8}{'bare step, ms':>16}{'loop, ms':>12}{'loop / bare':>14}{'of CPU time':>14}")
+    ratios = []
+    for i, pairs in enumerate(rounds, start=1):
+        bare, loop = (Time(*map(sum, zip(*side, strict=True))) for side in zip(*pairs, strict=True))
+        ratios.append((loop.wall / bare.wall, loop.cpu / bare.cpu))
+        steps, times = (1e3 * part.wall / (TURN * TURNS) for part in (bare, loop)), ratios[-1]
+        print("{:<8}{:>16.2f}{:>12.2f}{:>14.3f}{:>14.3f}".format(i, *steps, *times))
+    wall, cpu = map(statistics.median, zip(*ratios, strict=True))
+    print(f"{'median':<36}{wall:>14.3f}{cpu:>14.3f}")
 
 
-def _bare(config: Config) -> float:
-    """Seconds of `STEPS` calls of the step, after a first one."""
+def _run(config: Config) -> list[tuple[Time, Time]]:
+    """Of every turn, what the bare steps and what the run have taken."""
+    import jax
+
+    from jaxpipe.train import train
+
+    bare = _bare_steps(config)
+    turns: list[tuple[Time, Time]] = []
+    started = now()
+
+    class Stream(io.StringIO):
+        """Pauses the run when it shows the last step of a turn."""
+
+        def write(self, text: str) -> int:
+            nonlocal started
+            shown = re.match(r"step (\d+)/", text)
+            if shown and int(shown[1]) % TURN == 0:
+                jax.block_until_ready(jax.live_arrays())  # the step that is on its way, if one is
+                ended = now()
+                taken, paused = bare(), ended - started
+                turns.append((taken, paused))
+                started = now()
+            return super().write(text)
+
+    train(config, stream=Stream())
+    assert len(turns) == TURNS * (ROUNDS + 1), "the run shows the last step of every turn"
+    return turns
+
+
+def _bare_steps(config: Config) -> Callable[[], Time]:
+    """What makes a turn of the step alone, on one batch, and says what that took."""
     import jax
 
     from jaxpipe.train import initial_state, make_batches, make_train_step, place_batch, set_up
@@ -52,34 +106,16 @@ def _bare(config: Config) -> float:
     with jax.set_mesh(setup.mesh):
         step, state = make_train_step(setup), initial_state(setup)
         batch = place_batch(setup, make_batches(setup)(0))
-        state, metrics = step(state, batch)
-        jax.block_until_ready(metrics)
-        start = time.perf_counter()
-        for _ in range(STEPS):
+
+    def bare() -> Time:
+        nonlocal state
+        started = now()
+        for _ in range(TURN):
             state, metrics = step(state, batch)
         jax.block_until_ready((state, metrics))
-        return time.perf_counter() - start
+        return now() - started
 
-
-class _Stream(io.StringIO):
-    """Takes the time when the first step is shown."""
-
-    first: float | None = None
-
-    def write(self, text: str) -> int:
-        if self.first is None and text.startswith("step 1/"):
-            self.first = time.perf_counter()
-        return super().write(text)
-
-
-def _loop(config: Config, name: str) -> float:
-    """Seconds of a run, from the end of its first step to when all is saved."""
-    from jaxpipe.train import train
-
-    stream = _Stream()
-    train(config.model_copy(update={"run_name": name}), stream=stream)
-    assert stream.first is not None, "the run shows its first step"
-    return time.perf_counter() - stream.first
+    return bare
 
 
 if __name__ == "__main__":
