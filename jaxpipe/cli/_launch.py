@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from ._processes import ADDRESS, NUM_PROCESSES, PROCESS
+from ._processes import ADDRESS, NUM_PROCESSES, PROCESS, TERMINATED
 from ._settings import add_settings, read_settings
 
 _HELP = "train a model in several processes on this machine"
@@ -142,8 +142,10 @@ def _first_failure(job: _Job, grace: float) -> int:
         if not job.left:
             return 0
         print(f"jaxpipe: error: SIGTERM came twice. {rest}", file=sys.stderr)
-        return 128 + signal.SIGTERM
+        return TERMINATED
     process, code = first
+    if job.signals and not job.left and code == TERMINATED:
+        return code  # they did what they were told
     how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
     print(
         f"jaxpipe: error: process {process} has ended {how}. {rest if job.left else ''}".rstrip(),

@@ -1,6 +1,7 @@
 """The processes of a job: how one joins the others, and leaves them when it fails."""
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -8,6 +9,9 @@ from contextlib import contextmanager
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
 NUM_PROCESSES, PROCESS = "JAXPIPE_NUM_PROCESSES", "JAXPIPE_PROCESS_ID"
+
+TERMINATED = 128 + signal.SIGTERM
+"""The exit code of what SIGTERM has ended, as shells have it."""
 
 
 def join_processes(*, detect: bool) -> None:

@@ -3,7 +3,7 @@
 import argparse
 
 from ._emulate import emulate_devices
-from ._processes import join_processes, leaving_on_error
+from ._processes import TERMINATED, join_processes, leaving_on_error
 from ._settings import add_settings, read_settings
 
 _HELP = "train a model, set up by YAML files and key=value pairs; pairs win over files"
@@ -18,8 +18,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains. Processes join and devices are emulated before JAX looks for devices."""
-    from ..train import base_yaml, train
+    """Trains. Processes join and devices are emulated before JAX looks for devices.
+
+    The exit code is 143 if SIGTERM has ended the run before its last step, so that what starts
+    failures again goes on with it.
+    """
+    from ..train import TerminatedError, base_yaml, train
 
     if args.keys:
         print(base_yaml())
@@ -29,5 +33,8 @@ def run(args: argparse.Namespace) -> int:
     with leaving_on_error():
         if config.emulate_devices:
             emulate_devices(config.emulate_devices)
-        train(config, keep_history=False)
+        try:
+            train(config, keep_history=False)
+        except TerminatedError:  # it has said so
+            return TERMINATED
     return 0

@@ -54,4 +54,5 @@ from ._step import make_train_step as make_train_step
 from ._step import place_batch as place_batch
 from ._step import place_step as place_step
 from ._stop import RunError as RunError
+from ._stop import TerminatedError as TerminatedError
 from ._stop import bad_step as bad_step

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import jax
 
-from ._checkpoint import agreed
+from ._together import agreed
 
 
 class ByTime:

@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from ._digests import is_complete, set_aside, steps_in, write_digests
 from ._stop import RunError
+from ._together import agreed, is_first
 
 Leaves = dict[str, tuple[tuple[int, ...], str]]
 """Shape and dtype of every leaf, by its path."""
@@ -52,7 +52,7 @@ def open_checkpoints(
     """
     path = Path(folder).absolute()
     path.mkdir(parents=True, exist_ok=True)
-    if jax.process_index() == 0:
+    if is_first():
         _set_aside_incomplete(path)
     finish = partial(_finish, path)
     newest = ocp.checkpoint_managers.LatestN(max_to_keep)
@@ -116,15 +116,8 @@ def _loss_of(metrics: Mapping[str, float]) -> float:
 # Where saves are asynchronous orbax calls it when all files of a step are there, before it gives
 # the step its name: none has a name without digests.
 def _finish(folder: Path) -> None:
-    if jax.process_index() == 0:
+    if is_first():
         write_digests(folder)
-
-
-def agreed(step: int) -> int:
-    """What the first process says, on all of them: a folder may look different meanwhile."""
-    if jax.process_count() == 1:
-        return step
-    return int(multihost_utils.broadcast_one_to_all(np.int32(step)))
 
 
 def latest_step(checkpoints: ocp.CheckpointManager) -> int | None:

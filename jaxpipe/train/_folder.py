@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import jax
-
-from ._checkpoint import agreed
 from ._stop import RunError
+from ._together import agreed, is_first
 
 LOCK = "lock"
 """Held while a run goes on, and let go by the system however that ends. Names who has it."""
@@ -30,7 +28,7 @@ def run_folder(path: Path) -> Iterator[None]:
         RunError: If the disk fails while the run goes on.
     """
     problem, held = None, None
-    if jax.process_index() == 0:
+    if is_first():
         try:
             held = _locked(path)
         except ValueError as error:

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 import yaml
-from jax.experimental import multihost_utils
 
 from .. import models, mpmd, schedules
 from ..data import Batches
@@ -21,7 +20,6 @@ from ._batches import make_batches
 from ._by_time import ByTime
 from ._canonical import canonical_shapes, from_canonical, make_canonical, with_layers_after
 from ._checkpoint import (
-    agreed,
     best_keeper,
     closing,
     latest_step,
@@ -46,7 +44,8 @@ from ._setup import Setup, set_up, weights_shardings
 from ._start import check_same_sizes, first_state
 from ._state import State
 from ._step import make_train_step, place_step
-from ._stop import ShouldStop, check_step, stop_requests
+from ._stop import ShouldStop, TerminatedError, check_step, stop_requests
+from ._together import agreed, is_first, wait_for_all
 from ._wandb import load_wandb, wandb_writer
 
 Metrics = dict[str, float]
@@ -76,9 +75,10 @@ def train(
         ValueError: Before anything compiles, if the config does not suit the devices or the data,
             or the newest checkpoint is of another model, or another run writes to the same folder.
         RunError: If a step is bad and `bad_step_policy` is to stop, or the disk fails.
+        TerminatedError: When all is saved, if SIGTERM has ended the run before its last step.
         RuntimeError: If a step, a checkpoint or a batch fails later.
     """
-    shown: Stream = (stream or sys.stdout) if _is_first() else io.StringIO()
+    shown: Stream = (stream or sys.stdout) if is_first() else io.StringIO()
     if config.jax_cache_dir:
         jax.config.update("jax_compilation_cache_dir", config.jax_cache_dir)
     if config.enable_wandb:
@@ -101,15 +101,7 @@ def train(
             print(changed, file=shown)
         first = first_state(setup) if restored is None else restored
         run = _Run(setup, batch_at, evaluate, checkpoints, folder, shown)
-        step, history = done, []
-        for metrics in _recorded_steps(run, first, done):
-            step += 1
-            if keep_history:
-                history.append(metrics)
-        if step < config.steps:
-            rest = "start again to go on" if checkpoints else "nothing is saved"
-            print(f"stopped after step {step}: {rest}", file=shown)
-    return history
+        return [metrics for metrics in _recorded_steps(run, first, done) if keep_history]
 
 
 @dataclass(frozen=True)
@@ -128,7 +120,7 @@ def _recorded_steps(run: _Run, state: State, done: int) -> Iterator[Metrics]:
     """Makes the steps from `state` on, with all that each of them leaves; yields its metrics."""
     setup, checkpoints = run.setup, run.checkpoints
     config = setup.config
-    if _is_first():
+    if is_first():
         _write_config(run.folder, config)
         record_start(run.folder, setup, done)
     flatten, metadata = make_canonical(setup), _metadata(setup, run.batch_at)
@@ -164,6 +156,11 @@ def _recorded_steps(run: _Run, state: State, done: int) -> Iterator[Metrics]:
         except ValueError as error:
             # What the user could have got wrong was checked before.
             raise RuntimeError(f"The run failed after step {step}.") from error
+        if step < config.steps:
+            rest = "start again to go on" if checkpoints else "nothing is saved"
+            print(f"stopped after step {step}: {rest}", file=run.shown)
+            if should_stop.by_signal():
+                raise TerminatedError(f"SIGTERM has ended the run after step {step}.")
 
 
 def run_steps(
@@ -227,7 +224,7 @@ def run_steps(
 
 
 def _write_trace(config: Config, trace: str) -> None:
-    if _is_first():
+    if is_first():
         file = Path(config.output_dir) / config.run_name / f"trace_{config.mpmd_trace_step}.json"
         file.write_text(trace, encoding="utf-8")
 
@@ -244,11 +241,10 @@ def _checkpoints(
 ) -> AbstractContextManager[ocp.CheckpointManager | None]:
     if not config.enable_checkpointing:
         return nullcontext()
-    if _is_first() and (folder / "checkpoints").exists():
+    if is_first() and (folder / "checkpoints").exists():
         for found in set_aside_damaged(folder / "checkpoints"):
             print(found, file=shown)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("damaged checkpoints are set aside")
+    wait_for_all("damaged checkpoints are set aside")
     return closing(
         open_checkpoints(
             folder / "checkpoints",
@@ -263,7 +259,7 @@ def _checkpoints(
 def _outputs(
     stack: ExitStack, config: Config, folder: Path, stream: Stream, *, first_step: int
 ) -> tuple[Write, Report]:
-    if not _is_first():
+    if not is_first():
         return (lambda step, metrics: None), (lambda step, metrics: None)
     write = metrics_writer(
         folder,
@@ -302,10 +298,6 @@ def model_flops(setup: Setup) -> float:
     """Floating-point operations of the model in a step, over all devices."""
     length = setup.config.max_target_length
     return models.matmul_flops_per_token(setup.model, length) * setup.batch_size * length
-
-
-def _is_first() -> bool:
-    return jax.process_index() == 0
 
 
 def restored_state(setup: Setup, checkpoints: ocp.CheckpointManager, step: int) -> State:

@@ -10,7 +10,6 @@ import orbax.checkpoint as ocp
 from ._canonical import canonical_shapes, from_canonical, with_layers_after
 from ._checkpoint import (
     Leaves,
-    agreed,
     check_same,
     leaves_of,
     read_checkpoints,
@@ -22,6 +21,7 @@ from ._digests import damage, described, is_complete
 from ._setup import Setup
 from ._state import State
 from ._step import initial_state
+from ._together import agreed
 
 CHECKPOINTS, WEIGHTS = "checkpoints", "weights"
 """Folders of a run, and of `jaxpipe convert`."""

@@ -12,6 +12,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from ._config import Config
+from ._together import agreed
 
 ShouldStop = Callable[[int], bool]
 """Whether the run ends after this step; all processes ask after every step, and hear the same."""
@@ -21,8 +22,38 @@ class RunError(RuntimeError):
     """A run that ends before its time, by a reason that needs no traceback."""
 
 
+class TerminatedError(RunError):
+    """A run that SIGTERM has ended, with a checkpoint of its last step if it has any."""
+
+
+class StopRequests:
+    """What may end a run after any step: SIGTERM and the clock. A `ShouldStop`."""
+
+    def __init__(self, max_minutes: float) -> None:
+        self._deadline = time.monotonic() + 60 * max_minutes if max_minutes else math.inf
+        self._is_alone = jax.process_count() == 1
+        self._is_asked = self._is_over = False
+
+    def ask(self) -> None:
+        """Wishes the run, of one process, to end."""
+        self._is_asked = True
+
+    def __call__(self, step: int) -> bool:
+        if not self._is_over and time.monotonic() > self._deadline:
+            self._is_over = True
+            if not self._is_alone:
+                os.kill(os.getpid(), signal.SIGTERM)
+        if self._is_alone:
+            return self._is_over or self._is_asked
+        return multihost_utils.reached_preemption_sync_point(step)
+
+    def by_signal(self) -> bool:
+        """Whether it was no clock that has ended the run. All processes ask, and hear the same."""
+        return not agreed(self._is_over)
+
+
 @contextmanager
-def stop_requests(max_minutes: float) -> Iterator[ShouldStop]:
+def stop_requests(max_minutes: float) -> Iterator[StopRequests]:
     """Takes SIGTERM, by which schedulers announce that a job will be ended, for a wish to stop.
 
     With several processes JAX takes it, on any of them, and finds a step that all can stop after.
@@ -31,26 +62,13 @@ def stop_requests(max_minutes: float) -> Iterator[ShouldStop]:
         max_minutes: After which the run ends; 0 for never. Of several processes each sends itself
             the signal then.
     """
-    asked: list[int] = []
-    alone = jax.process_count() == 1
+    requests = StopRequests(max_minutes)
     # Python lets no other thread handle signals.
-    handles = alone and threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, lambda *_: asked.append(1)) if handles else None
-    deadline = time.monotonic() + 60 * max_minutes if max_minutes else math.inf
-    is_over = False
-
-    def should_stop(step: int) -> bool:
-        nonlocal is_over
-        if not is_over and time.monotonic() > deadline:
-            is_over = True
-            if not alone:
-                os.kill(os.getpid(), signal.SIGTERM)
-        if alone:
-            return is_over or bool(asked)
-        return multihost_utils.reached_preemption_sync_point(step)
-
+    is_main = threading.current_thread() is threading.main_thread()
+    handles = jax.process_count() == 1 and is_main
+    before = signal.signal(signal.SIGTERM, lambda *_: requests.ask()) if handles else None
     try:
-        yield should_stop
+        yield requests
     finally:
         if handles:
             signal.signal(signal.SIGTERM, before)

@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 
 from jaxpipe.cli import main
-from jaxpipe.train import Config, RunError, bad_step, read_starts, train
+from jaxpipe.train import (
+    Config,
+    RunError,
+    TerminatedError,
+    bad_step,
+    read_metrics,
+    read_starts,
+    train,
+)
 from jaxpipe.train import _step as step
 from jaxpipe.train._profile import profiled_steps
 from jaxpipe.train._stop import check_step
@@ -20,6 +28,21 @@ from .runs import NONE, ROWS, TINY, setup_of
 
 SETTINGS = TINY | NONE | {"ici_fsdp_parallelism": 8, "per_device_batch_size": 1.0}
 SETTINGS |= {"num_pipeline_microbatches": 1}
+
+
+class Terminating(io.StringIO):
+    """Sends SIGTERM once a step is done, so that the run is in its loop."""
+
+    def write(self, text: str) -> int:
+        if "step 3/300" in text:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().write(text)
+
+
+def words(**settings) -> list[str]:
+    """For a command line."""
+    pairs = (SETTINGS | settings).items()
+    return [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in pairs]
 
 
 def run(folder: Path, **settings) -> tuple[list[dict[str, float]], str]:
@@ -35,18 +58,11 @@ def losses(history) -> list[float]:
 def test_sigterm_ends_a_run_after_its_step_with_a_checkpoint_and_it_resumes_bit_for_bit(tmp_path):
     settings = {"steps": 300, "learning_rate_schedule_steps": 8}
     before = signal.getsignal(signal.SIGTERM)
-
-    class Stream(io.StringIO):
-        """Sends the signal once a step is done, so that the run is in its loop."""
-
-        def write(self, text: str) -> int:
-            if "step 3/300" in text:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return super().write(text)
-
-    shown = Stream()
+    shown = Terminating()
     config = Config.model_validate(SETTINGS | settings | {"output_dir": str(tmp_path / "a")})
-    first = train(config, stream=shown)
+    with pytest.raises(TerminatedError, match="SIGTERM has ended the run after step"):
+        train(config, stream=shown)
+    first = read_metrics(tmp_path / "a" / "default" / "metrics.jsonl")
     assert 3 <= len(first) < 300
     assert f"stopped after step {len(first)}: start again to go on" in shown.getvalue()
     assert (tmp_path / "a" / "default" / "checkpoints" / str(len(first))).is_dir()
@@ -59,6 +75,12 @@ def test_sigterm_ends_a_run_after_its_step_with_a_checkpoint_and_it_resumes_bit_
     assert [start["first_step"] for start in starts] == [1, len(first) + 1]
     whole, _ = run(tmp_path / "b", **settings | {"steps": steps})
     assert losses(first) + losses(second) == losses(whole)
+
+
+def test_the_command_tells_by_its_exit_code_that_sigterm_has_ended_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdout", Terminating())
+    assert main(["train", *words(steps=300, output_dir=tmp_path)]) == 128 + signal.SIGTERM
+    assert main(["train", *words(steps=1000, output_dir=tmp_path, max_minutes=1e-4)]) == 0
 
 
 def test_a_run_ends_when_its_time_is_over(tmp_path):
@@ -75,9 +97,7 @@ def test_a_step_that_is_not_finite_stops_the_run_and_is_in_no_checkpoint(tmp_pat
     with pytest.raises(RunError, match=r"Step 2 is bad: its .* or with `bad_step_policy=skip`"):
         run(tmp_path, checkpoint_period=1, **BAD)
     assert not (tmp_path / "default" / "checkpoints" / "2").exists()
-    words = [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in SETTINGS.items()]
-    words += [f"{k}={v}" for k, v in BAD.items()]
-    assert main(["train", *words, f"output_dir={tmp_path / 'cli'}"]) == 1
+    assert main(["train", *words(**BAD, output_dir=tmp_path / "cli")]) == 1
     assert "jaxpipe: error: Step 2 is bad: " in capsys.readouterr().err
 
 

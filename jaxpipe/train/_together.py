@@ -1,0 +1,27 @@
+"""What the processes of a run do together. All of them call these, in the same order."""
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes and shows what is no checkpoint."""
+    return jax.process_index() == 0
+
+
+def agreed(number: int) -> int:
+    """What the first process says, on all of them: a clock or a folder may look different."""
+    if jax.process_count() == 1:
+        return number
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
+def wait_for_all(why: str) -> None:
+    """Goes on when all are here.
+
+    Args:
+        why: The same on all of them.
+    """
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(why)
