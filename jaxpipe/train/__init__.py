@@ -25,6 +25,7 @@ from ._config import Config as Config
 from ._convert import Converted as Converted
 from ._convert import from_hugging_face as from_hugging_face
 from ._convert import to_hugging_face as to_hugging_face
+from ._describe import describe as describe
 from ._digests import is_complete as is_complete
 from ._footprint import Footprint as Footprint
 from ._footprint import footprints as footprints
@@ -33,7 +34,6 @@ from ._history import read_starts as read_starts
 from ._history import record_start as record_start
 from ._load import base_yaml as base_yaml
 from ._load import load_config as load_config
-from ._loop import describe as describe
 from ._loop import model_flops as model_flops
 from ._loop import train as train
 from ._metrics import metrics_writer as metrics_writer

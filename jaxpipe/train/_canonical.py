@@ -2,174 +2,194 @@
 
 This is what checkpoints hold, so that any layout and engine can go on from them. Layers after the
 pipeline stay apart, and are put with the others only for a run that divides the layers otherwise.
+
+Devices that are nearly full with a state have no room for another one. So the stacks of layers are
+moved one at a time, and each is deleted where it was.
 """
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from .. import models, mpmd, sharding
+from .. import mpmd, sharding
 from ..sharding import LogicalAxes
-from ._apart import (
-    layers_of_ranks,
-    mpmd_mesh,
-    stack_of_stages,
-    stack_shardings,
-    stages_of_stack,
-)
+from ._apart import mpmd_mesh, stack_of_stages, stack_shardings, stages_of_stack
+from ._moves import Moves, compiled, delete, is_in_order
 from ._mpmd import state_places
 from ._setup import STACKED, Setup
-from ._state import State, state_axes, state_shapes, state_shardings
+from ._state import State, rules_of_state, state_axes, state_shapes, state_shardings
 
 
 def canonical_shapes(setup: Setup) -> PyTree[jax.ShapeDtypeStruct]:
-    """Shapes and shardings of a canonical state. Layers are split over the ranks if they divide."""
-    setup = _together(setup)
-    num_ranks, num_layers = setup.mesh.shape["stage"], setup.layout.num_layers
-    shapes, axes = state_shapes(setup), state_axes(setup)
-    flat = jax.tree.map(
-        lambda leaf, a: jax.ShapeDtypeStruct(_flat_shape(leaf.shape, a, num_layers), leaf.dtype),
-        shapes,
-        axes,
-    )
-    flat_axes = jax.tree.map(lambda leaf, a: _flat_axes(leaf.shape, a, num_ranks), flat, axes)
-    where = sharding.named_shardings(flat, flat_axes, setup.mesh, setup.rules)
-    return jax.tree.map(
-        lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), flat, where
-    )
+    """Shapes and shardings of a canonical state.
 
-
-def make_canonical(setup: Setup) -> Callable[[State], State]:
-    """A function that makes a canonical copy of a state; it compiles at its first call.
-
-    The copy is as large as the state and lies beside it on the devices until it is written.
+    The ranks divide every stack: by layers if they have them in forward order, so that nothing
+    moves; else by another dim, for then no rank ever has more than its share; by layers if no
+    other dim divides. If stages lie apart they divide what is in no stage, too. What does not
+    divide at all, every rank has.
     """
+    in_order, apart, setup = is_in_order(setup), setup.stages_apart, _together(setup)
+    shapes, axes, rules = state_shapes(setup), state_axes(setup), rules_of_state(setup)
+
+    def flat(leaf: jax.ShapeDtypeStruct, axes: LogicalAxes) -> jax.ShapeDtypeStruct:
+        rest = leaf.shape[len(STACKED) :]
+        shape = (setup.layout.num_layers, *rest) if _is_stacked(axes) else leaf.shape
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+    def of_leaf(
+        leaf: jax.ShapeDtypeStruct, where: NamedSharding, axes: LogicalAxes
+    ) -> jax.ShapeDtypeStruct:
+        if apart or _is_stacked(axes):
+            where = _over_ranks(leaf.shape, where, in_order and _is_stacked(axes))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    def of_part(name: str) -> PyTree[jax.ShapeDtypeStruct]:
+        leaves = jax.tree.map(flat, shapes[name], axes[name])
+        flat_axes = jax.tree.map(lambda _, axes: _flat_axes(axes), leaves, axes[name])
+        where = sharding.named_shardings(leaves, flat_axes, setup.mesh, rules[name])
+        return jax.tree.map(of_leaf, leaves, where, axes[name])
+
+    return {name: of_part(name) for name in shapes}
+
+
+Take = Callable[[State], State]
+PutBack = Callable[[State, State], State]
+
+
+def lending(setup: Setup) -> tuple[Take, PutBack]:
+    """`canonical = take(state)`, and `state = put_back(state, canonical)`. Compiled when used.
+
+    `take` deletes the stacks of the state and `put_back` those of `canonical`, one by one as they
+    are moved; what is in no stack, the two may share.
+    """
+    moves, shardings = Moves(setup), _canonical_shardings(setup)
     if setup.stages_apart:
-        return _make_joined(setup)
-    shapes = canonical_shapes(setup)
-    where = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+        return (
+            lambda state: _joined(setup, moves, state, shardings),
+            lambda state, canonical: _with_stages(setup, moves, state, canonical, shardings),
+        )
+    axes, wanted = state_axes(setup), state_shardings(setup)
 
-    numbers = np.asarray(setup.layout.numbers)
-    absent = np.sum(numbers < 0)
-    places = np.argsort(numbers, stable=True)[absent:]
+    def take(x: jax.Array, where: NamedSharding, axes: LogicalAxes) -> jax.Array:
+        return moves.in_order(x, where) if _is_stacked(axes) else x
 
-    def flatten_leaf(x: jax.Array, leaf: jax.ShapeDtypeStruct, axes: LogicalAxes) -> jax.Array:
-        if not setup.layout.stages or not _is_stacked(axes):
-            return x.reshape(leaf.shape)
-        return x.reshape(-1, *leaf.shape[1:])[places]
+    def put_back(
+        x: jax.Array, where: NamedSharding, wanted: NamedSharding, axes: LogicalAxes
+    ) -> jax.Array:
+        return moves.to_ranks(x, where, wanted) if _is_stacked(axes) else x
 
-    def flatten(state: State) -> State:
-        return jax.tree.map(flatten_leaf, state, shapes, state_axes(setup))
-
-    return _compiled(setup, flatten, where)
+    return (
+        lambda state: jax.tree.map(take, state, shardings, axes),
+        lambda _, canonical: jax.tree.map(put_back, canonical, shardings, wanted, axes),
+    )
 
 
 def from_canonical(setup: Setup, canonical: State) -> State:
     """A state laid out for this run, of a canonical one with any number of layers after.
 
-    Of a part of it, such as the weights, the same part.
+    Of a part of it, such as the weights, the same part. Stacks of `canonical` are deleted.
     """
-
-    def part(state: State) -> State:
-        return {name: state[name] for name in canonical}
-
+    moves, shardings = Moves(setup), _canonical_shardings(setup)
+    canonical = {name: _regrouped(setup, x, shardings[name]) for name, x in canonical.items()}
     if setup.stages_apart:
-        return _apart(setup, canonical)
+        rest = _ends_apart(setup, canonical)
+        return _with_stages(setup, moves, rest, canonical, shardings)
+    axes, wanted = state_axes(setup), state_shardings(setup)
 
-    numbers = np.asarray(setup.layout.numbers)
+    def lay_out(
+        x: jax.Array, where: NamedSharding, wanted: NamedSharding, axes: LogicalAxes
+    ) -> jax.Array:
+        if _is_stacked(axes):
+            return moves.to_ranks(x, where, wanted)
+        return moves.copied(wanted)(x)
 
-    def stack_leaf(x: jax.Array, leaf: jax.ShapeDtypeStruct, axes: LogicalAxes) -> jax.Array:
-        if setup.layout.stages and _is_stacked(axes):
-            x = models.where_present(x[numbers], numbers)
-        return x.reshape(leaf.shape)
-
-    def stack(canonical: State) -> State:
-        cut = _regrouped(canonical, setup.layout.num_layers)
-        return jax.tree.map(stack_leaf, cut, part(state_shapes(setup)), part(state_axes(setup)))
-
-    return _compiled(setup, stack, part(state_shardings(setup)))(canonical)
+    return {
+        name: jax.tree.map(lay_out, x, shardings[name], wanted[name], axes[name])
+        for name, x in canonical.items()
+    }
 
 
-def _make_joined(setup: Setup) -> Callable[[State], State]:
-    """`make_canonical` of states whose stages lie apart."""
-    places, mesh = state_places(setup), mpmd_mesh(setup)
-    where = jax.tree.map(lambda leaf: leaf.sharding, canonical_shapes(setup))
-    numbers = layers_of_ranks(setup).ravel()
-    order = np.argsort(numbers, stable=True)[np.sum(numbers < 0) :]
+def with_layers_after(setup: Setup, layers_after: int) -> Setup:
+    """`setup`, if that many layers ran after a pipeline that is one stage."""
+    if layers_after == setup.layers_after:
+        return setup
+    num_layers = setup.layout.num_layers + setup.layers_after - layers_after
+    return dataclasses.replace(setup, layout=sharding.Layout(1, 1, num_layers))
 
-    def stack(of_stages: dict[str, Any], places: dict[str, Any], where: dict[str, Any]) -> Any:
-        ends = {
-            name: mpmd.mpmd_to_spmd_reshard(mesh, of_stages[name], where[name])
-            for name in of_stages
-            if name != "stages"
+
+def _canonical_shardings(setup: Setup) -> PyTree[NamedSharding]:
+    return jax.tree.map(lambda leaf: leaf.sharding, canonical_shapes(setup))
+
+
+def _joined(setup: Setup, moves: Moves, state: State, shardings: PyTree[NamedSharding]) -> State:
+    """The canonical state of one whose stages lie apart, which are deleted."""
+    mesh = mpmd_mesh(setup)
+
+    def stack(where: NamedSharding, *stages_and_places: Any) -> jax.Array:
+        half = len(stages_and_places) // 2
+        stages, places = stages_and_places[:half], stages_and_places[half:]
+        stacked = stack_of_stages(setup, stages, places)
+        delete(stages, once=stacked)
+        return moves.in_order(stacked, where)
+
+    def join(x: PyTree, where: PyTree, places: PyTree) -> PyTree:
+        if not _is_weights(x):
+            return mpmd.mpmd_to_spmd_reshard(mesh, x, where)
+        stages = jax.tree.map(stack, where["stages"], *x["stages"], *places["stages"])
+        return mpmd.mpmd_to_spmd_reshard(mesh, _ends(x), _ends(where)) | {"stages": stages}
+
+    return jax.tree.map(join, state, shardings, state_places(setup), is_leaf=_is_weights)
+
+
+def _ends_apart(setup: Setup, canonical: State) -> State:
+    """What is in no stage, on the ranks that have it."""
+    mesh, places = mpmd_mesh(setup), state_places(setup)
+
+    def move(x: PyTree, places: PyTree) -> PyTree:
+        if not _is_weights(x):
+            return mpmd.spmd_to_mpmd_reshard(mesh, x, places)
+        return mpmd.spmd_to_mpmd_reshard(mesh, _ends(x), _ends(places))
+
+    return {
+        name: jax.tree.map(move, x, places[name], is_leaf=_is_weights)
+        for name, x in canonical.items()
+    }
+
+
+def _with_stages(
+    setup: Setup, moves: Moves, rest: State, canonical: State, shardings: PyTree[NamedSharding]
+) -> State:
+    """`rest` with the stages of a canonical state, each on its rank."""
+
+    def cut(x: jax.Array, where: NamedSharding, *places: mpmd.MpmdSharding) -> list[Any]:
+        stacked = moves.to_ranks(x, where, stack_shardings(setup, places))
+        stages = stages_of_stack(setup, stacked, places)
+        delete(stacked, once=stages)
+        return stages
+
+    def with_stages(x: PyTree, where: PyTree, places: PyTree, rest: PyTree) -> PyTree:
+        if not _is_weights(x):
+            return rest
+        trees = (x["stages"], where["stages"], *places["stages"])
+        of_leaves = [cut(*leaf) for leaf in zip(*map(jax.tree.leaves, trees), strict=True)]
+        tree = jax.tree.structure(x["stages"])
+        return rest | {
+            "stages": [tree.unflatten(leaves) for leaves in zip(*of_leaves, strict=True)]
         }
-        return ends | {"stages": stack_of_stages(setup, of_stages["stages"], places["stages"])}
 
-    def in_order(w: dict[str, Any]) -> dict[str, Any]:
-        stages = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[order], w["stages"])
-        return w | {"stages": stages}
-
-    put_in_order = _compiled(setup, lambda state: _map_weights(in_order, state), where)
-
-    def join(state: State) -> State:
-        return put_in_order(
-            jax.tree.map(
-                lambda x, *others: (
-                    stack(x, *others)
-                    if _is_weights(x)
-                    else mpmd.mpmd_to_spmd_reshard(mesh, x, others[1])
-                ),
-                state,
-                places,
-                where,
-                is_leaf=_is_weights,
-            )
+    places = state_places(setup)
+    return {
+        name: jax.tree.map(
+            with_stages, x, shardings[name], places[name], rest[name], is_leaf=_is_weights
         )
-
-    return join
-
-
-def _apart(setup: Setup, canonical: State) -> State:
-    """`from_canonical` for stages that lie apart."""
-    mesh, of_state = mpmd_mesh(setup), state_places(setup)
-    places = {name: of_state[name] for name in canonical}
-    numbers = np.maximum(layers_of_ranks(setup), 0)
-
-    def everywhere(place: mpmd.MpmdSharding) -> NamedSharding:
-        return NamedSharding(setup.mesh, place.spec)
-
-    def of_stack(places: dict[str, Any]) -> dict[str, Any]:
-        ends = {name: places[name] for name in places if name != "stages"}
-        stages = stack_shardings(setup, places["stages"])
-        return jax.tree.map(everywhere, ends) | {"stages": stages}
-
-    def stack(canonical: State) -> State:
-        cut = _regrouped(canonical, setup.layout.num_layers)
-        return _map_weights(
-            lambda w: w | {"stages": jax.tree.map(lambda x: x[numbers], w["stages"])}, cut
-        )
-
-    def part(stacked: Any, places: Any) -> Any:
-        if not _is_weights(stacked):
-            return mpmd.spmd_to_mpmd_reshard(mesh, stacked, places)
-        ends = {
-            name: mpmd.spmd_to_mpmd_reshard(mesh, stacked[name], places[name])
-            for name in stacked
-            if name != "stages"
-        }
-        return ends | {"stages": stages_of_stack(setup, stacked["stages"], places["stages"])}
-
-    where = jax.tree.map(
-        lambda x: of_stack(x) if _is_weights(x) else everywhere(x), places, is_leaf=_is_weights
-    )
-    stacked = _compiled(setup, stack, where)(canonical)
-    return jax.tree.map(part, stacked, places, is_leaf=_is_weights)
+        for name, x in canonical.items()
+    }
 
 
 def _together(setup: Setup) -> Setup:
@@ -181,57 +201,48 @@ def _together(setup: Setup) -> Setup:
     return dataclasses.replace(setup, config=config, layout=layout)
 
 
-def _compiled(setup: Setup, f: Callable[[State], State], where: PyTree) -> Callable:
-    """`f` for states on `setup.mesh`, whose explicit axes do not follow when layers move."""
-    work: Any = f
-    if setup.config.shard_mode == "explicit":
-        work = jax.sharding.auto_axes(f, out_sharding=jax.tree.map(_on_explicit_axes, where))
-    compiled = jax.jit(work, out_shardings=where)
+def _regrouped(setup: Setup, part: PyTree, shardings: PyTree[NamedSharding]) -> PyTree:
+    """Part of a canonical state, with as many layers in its stages as this run has, and the others
+    after them."""
+    num_layers = setup.layout.num_layers
 
-    def run(state: State) -> State:
-        with jax.set_mesh(setup.mesh):
-            return compiled(state)
+    def split(*parts: jax.Array) -> tuple[jax.Array, jax.Array]:
+        whole = jnp.concatenate(parts)
+        return whole[:num_layers], whole[num_layers:]
 
-    return run
+    def of_leaf(*parts: jax.Array, where: Sequence[NamedSharding]) -> Sequence[jax.Array]:
+        found = compiled(setup, lambda *parts: split(*parts)[: len(where)], tuple(where))(*parts)
+        delete(parts, once=found)
+        return found
 
-
-def _on_explicit_axes(where: NamedSharding) -> NamedSharding:
-    """What a type says of `where`."""
-    kinds = dict(zip(where.mesh.axis_names, where.mesh.axis_types, strict=True))
-
-    def explicit(dim: Any) -> tuple[str, ...] | None:
-        names = (dim,) if isinstance(dim, str) else dim or ()
-        return tuple(name for name in names if kinds[name] is AxisType.Explicit) or None
-
-    return NamedSharding(where.mesh, PartitionSpec(*map(explicit, where.spec)))
-
-
-def with_layers_after(setup: Setup, layers_after: int) -> Setup:
-    """`setup`, if that many layers ran after a pipeline that is one stage."""
-    if layers_after == setup.layers_after:
-        return setup
-    num_layers = setup.layout.num_layers + setup.layers_after - layers_after
-    return dataclasses.replace(setup, layout=sharding.Layout(1, 1, num_layers))
-
-
-def _regrouped(state: State, num_layers: int) -> State:
-    """A canonical state with `num_layers` in its stages and the others after them."""
-
-    def of_weights(w: dict[str, Any]) -> dict[str, Any]:
+    def of_weights(w: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
+        before, after = _stacks(w), _stacks(where)
+        lengths = {len(leaf) for leaf in jax.tree.leaves(w["stages"])}
+        if lengths == {num_layers}:
+            return w
+        leaves = zip(*map(jax.tree.leaves, before), strict=True)
+        wanted = zip(*map(jax.tree.leaves, after), strict=True)
+        found = [of_leaf(*x, where=where) for x, where in zip(leaves, wanted, strict=True)]
+        stages, *rest = map(jax.tree.structure(w["stages"]).unflatten, zip(*found, strict=True))
         head = {name: leaf for name, leaf in w["head"].items() if name != "layers"}
-        parts = [w["stages"], w["head"]["layers"]] if "layers" in w["head"] else [w["stages"]]
-        layers = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
-        if any(leaf.shape[0] > num_layers for leaf in jax.tree.leaves(layers)):
-            head["layers"] = jax.tree.map(lambda leaf: leaf[num_layers:], layers)
-        stages = jax.tree.map(lambda leaf: leaf[:num_layers], layers)
+        head |= {"layers": rest[0]} if rest else {}
         return w | {"head": head, "stages": stages}
 
-    return _map_weights(of_weights, state)
+    return jax.tree.map(
+        lambda x, where: of_weights(x, where) if _is_weights(x) else x,
+        part,
+        shardings,
+        is_leaf=_is_weights,
+    )
 
 
-def _map_weights(f: Callable[[dict[str, Any]], dict[str, Any]], state: State) -> State:
-    """`f` of a state's weights and of Adam's moments of them."""
-    return jax.tree.map(lambda x: f(x) if _is_weights(x) else x, state, is_leaf=_is_weights)
+def _stacks(w: dict[str, Any]) -> list[PyTree]:
+    """The layers of the pipeline, and those after it if there are any."""
+    return [w["stages"], *([w["head"]["layers"]] if "layers" in w["head"] else [])]
+
+
+def _ends(w: dict[str, Any]) -> dict[str, Any]:
+    return {name: part for name, part in w.items() if name != "stages"}
 
 
 def _is_weights(x: Any) -> bool:
@@ -243,11 +254,18 @@ def _is_stacked(axes: Any) -> bool:
     return axes[: len(STACKED)] == STACKED
 
 
-def _flat_shape(shape: tuple[int, ...], axes: LogicalAxes, num_layers: int) -> tuple[int, ...]:
-    return (num_layers, *shape[len(STACKED) :]) if _is_stacked(axes) else shape
+def _flat_axes(axes: LogicalAxes) -> LogicalAxes:
+    return ("layers", *axes[len(STACKED) :]) if _is_stacked(axes) else axes
 
 
-def _flat_axes(shape: tuple[int, ...], axes: LogicalAxes, num_ranks: int) -> LogicalAxes:
-    if not _is_stacked(axes):
-        return axes
-    return ("layers" if shape[0] % num_ranks else "stage", *axes[len(STACKED) :])
+def _over_ranks(shape: Sequence[int], where: NamedSharding, by_first: bool) -> NamedSharding:
+    """`where`, with the ranks dividing a dim: the first of all, or else of all but the first the
+    largest that divides."""
+    sizes = where.mesh.shape
+    dims = [(dim,) if isinstance(dim, str) else tuple(dim or ()) for dim in where.spec]
+    wanted = sorted(range(len(shape)), key=lambda i: ((i == 0) != by_first, -shape[i]))
+    for i in wanted:
+        axes = (*dims[i], "stage")
+        if shape[i] % math.prod(sizes[axis] for axis in axes) == 0:
+            return NamedSharding(where.mesh, PartitionSpec(*dims[:i], axes, *dims[i + 1 :]))
+    return where

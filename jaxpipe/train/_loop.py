@@ -14,11 +14,11 @@ import jax
 import orbax.checkpoint as ocp
 import yaml
 
-from .. import models, mpmd, schedules
+from .. import models, mpmd
 from ..data import Batches
 from ._batches import make_batches
 from ._by_time import ByTime
-from ._canonical import canonical_shapes, from_canonical, make_canonical, with_layers_after
+from ._canonical import canonical_shapes, from_canonical, lending, with_layers_after
 from ._checkpoint import (
     best_keeper,
     closing,
@@ -30,6 +30,7 @@ from ._checkpoint import (
 )
 from ._config import Config
 from ._data_changes import data_changes
+from ._describe import describe
 from ._digests import set_aside_damaged
 from ._evaluate import Evaluate, make_evaluate
 from ._folder import run_folder
@@ -37,10 +38,9 @@ from ._history import record_start
 from ._metrics import Write, metrics_writer
 from ._mpmd import traced_mpmd_step
 from ._peak import peak_tflops
-from ._predicted import predicted_timeline
 from ._profile import Before, profiled_steps, profiler
 from ._progress import Report, Stream, progress
-from ._setup import Setup, set_up, weights_shardings
+from ._setup import Setup, set_up
 from ._start import check_same_sizes, first_state
 from ._state import State
 from ._step import make_train_step, place_step
@@ -49,6 +49,8 @@ from ._together import agreed, is_first, wait_for_all
 from ._wandb import load_wandb, wandb_writer
 
 Metrics = dict[str, float]
+
+Save = Callable[[int, State, Metrics], State]
 
 Values = Mapping[str, jax.Array | mpmd.MpmdArray]
 """Metrics that may not be computed yet."""
@@ -123,7 +125,6 @@ def _recorded_steps(run: _Run, state: State, done: int) -> Iterator[Metrics]:
     if is_first():
         _write_config(run.folder, config)
         record_start(run.folder, setup, done)
-    flatten, metadata = make_canonical(setup), _metadata(setup, run.batch_at)
     by_time = ByTime(config.checkpoint_minutes)
     with ExitStack() as stack:
         write, report = _outputs(stack, config, run.folder, run.shown, first_step=done + 1)
@@ -134,6 +135,7 @@ def _recorded_steps(run: _Run, state: State, done: int) -> Iterator[Metrics]:
             state,
             done,
             run.batch_at,
+            save=_saver(run, checkpoints, by_time) if checkpoints else None,
             before=before,
             should_stop=should_stop,
             evaluate=run.evaluate,
@@ -142,16 +144,11 @@ def _recorded_steps(run: _Run, state: State, done: int) -> Iterator[Metrics]:
         )
         step = done
         try:
-            for step, metrics, after in steps:
+            for step, metrics in steps:
                 write(step, metrics)
                 report(step, metrics)
                 if skipped := check_step(config, step, metrics):
                     print(skipped, file=run.shown)
-                # After the metrics: a run that is killed here resumes with none of them missing.
-                if checkpoints and after is not None:
-                    loss = metrics.get("eval_loss")
-                    save_checkpoint(checkpoints, step, flatten(after), metadata, eval_loss=loss)
-                    by_time.saved()
                 yield metrics
         except ValueError as error:
             # What the user could have got wrong was checked before.
@@ -163,28 +160,44 @@ def _recorded_steps(run: _Run, state: State, done: int) -> Iterator[Metrics]:
                 raise TerminatedError(f"SIGTERM has ended the run after step {step}.")
 
 
+def _saver(run: _Run, checkpoints: ocp.CheckpointManager, by_time: ByTime) -> Save:
+    """What saves a state, which it takes and puts back."""
+    (take, put_back), metadata = lending(run.setup), _metadata(run.setup, run.batch_at)
+
+    def save(step: int, state: State, metrics: Metrics) -> State:
+        canonical, loss = take(state), metrics.get("eval_loss")
+        save_checkpoint(checkpoints, step, canonical, metadata, eval_loss=loss)
+        by_time.saved()
+        return put_back(state, canonical)
+
+    return save
+
+
 def run_steps(
     setup: Setup,
     state: State,
     done: int,
     batch_at: Batches,
     *,
+    save: Save | None = None,
     before: Before = lambda step, previous: None,
     should_stop: ShouldStop = lambda step: False,
     evaluate: Evaluate | None = None,
     is_best: Callable[[float], bool] = lambda loss: False,
     is_due: Callable[[int], bool] = lambda step: False,
-) -> Iterator[tuple[int, Metrics, State | None]]:
+) -> Iterator[tuple[int, Metrics]]:
     """Makes steps `done + 1` to `steps`; yields each with its metrics.
 
     The host reads the metrics of a step while the next one runs. Only where an evaluation or a
-    checkpoint is due the next step waits; for a checkpoint the state is there too.
+    checkpoint is due the next step waits. The metrics are out before the checkpoint is taken: a run
+    that is killed there resumes with none of them missing.
 
     Args:
         setup: The run.
         state: What the first of them starts from.
         done: How many steps were done before.
         batch_at: The batch of every step.
+        save: What takes a checkpoint of a state, if anything does, and returns the state.
         before: Is called before every step, with the metrics of the one before it if that may not
             have ended yet.
         should_stop: Whether a step is the last one, with a checkpoint.
@@ -205,7 +218,7 @@ def run_steps(
             state, metrics = train_step(state, batch)
         if previous is not None:
             ended, values = _finished(setup, previous[1], ended)
-            yield previous[0], values, None
+            yield previous[0], values
         previous = step, metrics
         is_stopped, is_last = should_stop(step), step == config.steps
         saves = is_stopped or is_last or step % config.checkpoint_period == 0 or is_due(step)
@@ -217,7 +230,9 @@ def run_steps(
                 values |= evaluate(state)
                 ended = time.perf_counter()
                 saves = is_best(values["eval_loss"]) or saves
-            yield step, values, state if saves else None
+            yield step, values
+            if saves and save:
+                state = save(step, state, values)
             previous = None
         if is_stopped:
             return
@@ -310,64 +325,6 @@ def restored_state(setup: Setup, checkpoints: ocp.CheckpointManager, step: int) 
     check_same_sizes(saved["model"], setup, f"{checkpoints.directory} step {step}")
     as_saved = with_layers_after(setup, saved.get("layers_after", 0))
     return from_canonical(setup, restore_checkpoint(checkpoints, step, canonical_shapes(as_saved)))
-
-
-def describe(setup: Setup, done: int) -> str:
-    """The run in a few lines: what is trained, and how it lies on the devices."""
-    config = setup.config
-    millions = setup.num_parameters / 1e6
-    axes = " x ".join(f"{axis} {size}" for axis, size in setup.mesh.shape.items() if size > 1)
-    lines = [
-        f"{config.model_name}: {millions:.2f}M parameters, {config.base_num_decoder_layers} layers",
-        f"engine {config.pipeline_engine} on {axes or 'one device'}: {_stages(setup)} x "
-        f"{_per_stage(setup)} layer(s){_outside(setup)}, "
-        f"{setup.num_microbatches} microbatches of {setup.microbatch_size} x "
-        f"{config.max_target_length} tokens{_calls(setup)}",
-    ]
-    if setup.schedule is not None:
-        lines.append(f"schedule {setup.schedule.reason}")
-    elif (timeline := predicted_timeline(setup)) is not None:
-        lines.append(f"schedule circular: bubble {schedules.bubble_share(timeline):.1%}")
-    if config.debug_sharding:
-        lines += shardings_shown(setup)
-    if done:
-        lines.append(f"resumed after step {done}")
-    return "\n".join(lines)
-
-
-def shardings_shown(setup: Setup) -> list[str]:
-    """A line for every weight: its shape, and the mesh axes that each dim is split over."""
-    shapes = jax.tree_util.tree_leaves_with_path(models.shapes(setup.weight_tree))
-    specs = (sharding.spec for sharding in jax.tree.leaves(weights_shardings(setup)))
-    return [
-        f"{jax.tree_util.keystr(path, simple=True, separator='.')}: {list(leaf.shape)} over {spec}"
-        for (path, leaf), spec in zip(shapes, specs, strict=True)
-    ]
-
-
-def _stages(setup: Setup) -> str:
-    layout = setup.layout
-    if setup.stages_apart:
-        return f"{len(layout.layers_of_stages)} stage(s) on {layout.num_ranks} rank(s)"
-    return f"{layout.num_repeats} repeat(s) x {layout.num_ranks} rank(s)"
-
-
-def _per_stage(setup: Setup) -> str:
-    """Layers of a stage, or the fewest and the most."""
-    counts = list(map(len, setup.layout.layers_of_stages))
-    least, most = min(counts), max(counts)
-    return f"{most}" if least == most else f"{least} to {most}"
-
-
-def _calls(setup: Setup) -> str:
-    return f", {setup.num_calls} times a step" if setup.num_calls > 1 else ""
-
-
-def _outside(setup: Setup) -> str:
-    """How many layers are in no stage, if any."""
-    before, after = setup.config.first_num_dense_layers, setup.layers_after
-    parts = [f"{count} {where}" for count, where in ((before, "before"), (after, "after")) if count]
-    return f" ({' and '.join(parts)} them)" if parts else ""
 
 
 def _metadata(setup: Setup, batches: Batches) -> Mapping[str, Any]:

@@ -81,12 +81,16 @@ def state_axes(setup: Setup) -> State:
 
 def state_shardings(setup: Setup) -> State:
     """A sharding for every leaf of a state."""
-    shapes, axes = state_shapes(setup), state_axes(setup)
-    rules = {"weights": setup.rules, "optimizer": optimizer_rules(setup), "step": setup.rules}
+    shapes, axes, rules = state_shapes(setup), state_axes(setup), rules_of_state(setup)
     return {
-        name: sharding.named_shardings(shapes[name], axes[name], setup.mesh, of_part)
-        for name, of_part in rules.items()
+        name: sharding.named_shardings(shapes[name], axes[name], setup.mesh, rules[name])
+        for name in shapes
     }
+
+
+def rules_of_state(setup: Setup) -> dict[str, sharding.Rules]:
+    """The logical axis rules of every part of a state."""
+    return {"weights": setup.rules, "optimizer": optimizer_rules(setup), "step": setup.rules}
 
 
 def gradient_shardings(setup: Setup) -> PyTree:

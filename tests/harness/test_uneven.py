@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from train.runs import DEEPSEEK, DROPOUT, NONE, ROWS, Settings, setup_of
+from train.runs import DEEPSEEK, DROPOUT, NONE, ROWS, Settings, flat, setup_of
 
 from harness.contract import assert_close
 from jaxpipe.train import build_model, initial_state, place_batch, synthetic_batches
-from jaxpipe.train._canonical import make_canonical
 from jaxpipe.train._step import ENGINES, _dropout_keys
 
 EIGHT: Settings = {"base_num_decoder_layers": 8}
@@ -48,7 +47,7 @@ def gradients(devices: int, *settings: Settings) -> tuple[Any, Any]:
     with jax.set_mesh(setup.mesh):
         keys = jax.jit(functools.partial(_dropout_keys, setup))(jnp.int32(3))
         value, grads = jax.jit(engine)(state["weights"], place_batch(setup, batch), keys)
-    return jax.device_get(value), jax.device_get(make_canonical(setup)(state | {"weights": grads}))
+    return jax.device_get(value), flat(setup, state | {"weights": grads})
 
 
 @functools.cache

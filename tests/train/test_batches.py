@@ -224,8 +224,9 @@ def test_the_same_tokens_in_a_file_are_the_same_data(tmp_path: Path):
 
 
 def test_a_run_that_goes_on_with_other_data_says_so(tmp_path: Path, capsys, monkeypatch):
-    def one_step(setup, state, done, batch_at, **_):
-        yield done + 1, {"loss": 1.0, "gradient_norm": 1.0}, state
+    def one_step(setup, state, done, batch_at, *, save, **_):
+        yield done + 1, {"loss": 1.0, "gradient_norm": 1.0}
+        save(done + 1, state, {})
 
     monkeypatch.setattr("jaxpipe.train._loop.run_steps", one_step)
     settings = f"""output_dir={tmp_path} base_emb_dim=16 base_num_decoder_layers=1 base_mlp_dim=32

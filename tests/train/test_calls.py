@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from jaxpipe.train import Config, describe, model_flops
-from jaxpipe.train import _canonical as canonical
 from jaxpipe.train import _evaluate as evaluation
 from jaxpipe.train import _step as step
 from jaxpipe.train._loop import speed
 
-from .runs import DEEPSEEK, NONE, ROWS, Settings, setup_of
+from .runs import DEEPSEEK, NONE, ROWS, Settings, flat, setup_of
 from .test_evaluate import batches
 
 RANKS: Settings = {"ici_pipeline_parallelism": 2}
@@ -41,9 +40,9 @@ def result(devices: int, calls: int, *settings: Settings) -> tuple[Any, Any]:
         batch = step.place_batch(setup, batches()[1])
         state, metrics = step.make_train_step(setup)(step.initial_state(setup), batch)
         after = evaluation.make_eval_step(setup)(state["weights"], batch)
-        flat = canonical.make_canonical(setup)(state)
+        found = flat(setup, state)
     both = dict(metrics) | {f"eval_{name}": value for name, value in after.items()}
-    return {name: float(value) for name, value in both.items()}, jax.device_get(flat)
+    return {name: float(value) for name, value in both.items()}, found
 
 
 @pytest.mark.parametrize(

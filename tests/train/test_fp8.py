@@ -11,6 +11,8 @@ from jaxpipe.train import _canonical as canonical
 from jaxpipe.train import _step as step
 from jaxpipe.train._batches import make_batches
 
+from .runs import flat
+
 SMALL: dict[str, Any] = {
     "quantization": "fp8",
     "base_emb_dim": 16,
@@ -37,14 +39,13 @@ def run_of(gather: str) -> list[tuple[Any, Any, Any]]:
     """Of every step: the state before it, canonical; its metrics; the state after it."""
     settings = {gather: True} if gather else {}
     setup = set_up(Config.model_validate(SMALL | CIRCULAR | settings), jax.devices()[:4])
-    flatten, batch_at = canonical.make_canonical(setup), make_batches(setup)
-    train_step, steps = step.make_train_step(setup), []
+    batch_at, train_step, steps = make_batches(setup), step.make_train_step(setup), []
     with jax.set_mesh(setup.mesh):
         state = step.initial_state(setup)
         for number in range(setup.config.steps):
-            before = jax.device_get(flatten(state))
+            before = flat(setup, state)
             state, metrics = train_step(state, step.place_batch(setup, batch_at(number)))
-            steps.append((before, *jax.device_get((metrics, flatten(state)))))
+            steps.append((before, jax.device_get(metrics), flat(setup, state)))
     return steps
 
 
@@ -73,13 +74,12 @@ def test_every_step_from_the_same_state_is_that_of_the_plain_program():
     on a device are so many that XLA:CPU sums products in one order: see docs/dev/LOG.md.
     """
     setup = set_up(Config.model_validate(SMALL | PLAIN), jax.devices()[:1])
-    flatten, batch_at = canonical.make_canonical(setup), make_batches(setup)
-    train_step = step.make_train_step(setup)
+    batch_at, train_step = make_batches(setup), step.make_train_step(setup)
     for number, (before, true, true_after) in enumerate(run_of("")):
         with jax.set_mesh(setup.mesh):
-            state = canonical.from_canonical(setup, before)
+            state = canonical.from_canonical(setup, jax.device_put(before))
             state, metrics = train_step(state, step.place_batch(setup, batch_at(number)))
-            after = jax.device_get(flatten(state))
+            after = flat(setup, state)
         for name in ("loss", "gradient_norm"):
             np.testing.assert_allclose(metrics[name], true[name], rtol=1e-5, err_msg=name)
         jax.tree.map(assert_close, momentum(after), momentum(true_after))

@@ -9,10 +9,10 @@ import pytest
 
 from jaxpipe import models
 from jaxpipe.train import Config, from_hugging_face, load_config, set_up, train
-from jaxpipe.train._canonical import make_canonical
 from jaxpipe.train._start import check_same_sizes, first_state
 
 from .converted import DEEPSEEK, GOLDEN, LLAMA, make_run
+from .runs import flat
 
 RUN: dict[str, Any] = {
     "steps": 2,
@@ -64,12 +64,11 @@ def test_every_engine_begins_with_the_weights_and_with_fresh_moments(
     config = config_of(tmp_path, llama, weight_dtype="float32", **ENGINES[engine])
     setup = set_up(config, jax.devices())
     state = first_state(setup)
-    found = jax.device_get(make_canonical(setup)(state))
+    found = flat(setup, state)
     plain = config_of(tmp_path, llama, weight_dtype="float32", **ENGINES["none"])
-    expected = make_canonical(set_up(plain, jax.devices()))(
-        first_state(set_up(plain, jax.devices()))
-    )
-    jax.tree.map(np.testing.assert_array_equal, found, jax.device_get(expected))
+    setup = set_up(plain, jax.devices())
+    expected = flat(setup, first_state(setup))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert found["step"] == 0
     assert not any(np.any(x) for x in jax.tree.leaves(found["optimizer"]))
 

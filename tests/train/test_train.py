@@ -12,7 +12,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.train import Config, _checkpoint, _loop, read_metrics, set_up, train
-from jaxpipe.train import _canonical as canonical
 from jaxpipe.train import _step as step
 
 TINY: dict[str, Any] = {
@@ -88,17 +87,6 @@ def test_any_layout_goes_on_from_any_checkpoint(tmp_path, uninterrupted, other):
     first = losses(run(tmp_path, **CIRCULAR, **settings, steps=2))
     rest = losses(run(tmp_path, **other, **settings, steps=4))
     np.testing.assert_allclose(first + rest, uninterrupted, rtol=1e-5)
-
-
-def test_a_canonical_state_has_its_layers_in_forward_order_and_comes_back_unchanged():
-    setup = set_up(config_of(CIRCULAR), jax.devices())
-    state = step.initial_state(setup)
-    flat = canonical.make_canonical(setup)(state)
-    stacked = np.asarray(state["weights"]["stages"]["mlp"]["up"])
-    np.testing.assert_array_equal(
-        flat["weights"]["stages"]["mlp"]["up"], stacked.reshape(4, *stacked.shape[3:])
-    )
-    jax.tree.map(np.testing.assert_array_equal, canonical.from_canonical(setup, flat), state)
 
 
 def test_moments_and_weights_are_split_alike():

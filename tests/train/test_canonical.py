@@ -1,0 +1,173 @@
+"""States in forward order and back: what is where, bit for bit, and what the devices hold."""
+
+import gc
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpipe.mpmd import MpmdArray
+from jaxpipe.train import _canonical as canonical
+from jaxpipe.train import _moves as moves
+from jaxpipe.train import _step as step
+from jaxpipe.train._apart import layers_of_ranks
+from jaxpipe.train._setup import Setup
+from jaxpipe.train._state import State
+
+from .runs import DEEPSEEK, NONE, Settings, flat, setup_of
+
+EIGHT: Settings = {"base_num_decoder_layers": 8}
+RANKS: Settings = {"ici_pipeline_parallelism": 4}
+SCHEDULED: Settings = RANKS | {"pipeline_engine": "scheduled"}
+MPMD: Settings = RANKS | {"pipeline_engine": "mpmd"}
+ZERO: Settings = {
+    "shard_mode": "explicit",
+    "ici_data_parallelism": 2,
+    "shard_optimizer_over_data": True,
+}
+UNEVEN: Settings = {"pipeline_schedule": "1f1b", "pipeline_layout": "Et|t*3|t|tL"}
+# Devices, and what differs.
+SETUPS: dict[str, tuple[int, Settings]] = {
+    "none": (2, EIGHT | NONE | {"ici_fsdp_parallelism": 2}),
+    "one stage a rank": (8, EIGHT | RANKS | {"ici_fsdp_parallelism": 2}),
+    "circular": (8, EIGHT | RANKS | ZERO | {"num_pipeline_repeats": 2}),
+    "three repeats": (4, RANKS | {"base_num_decoder_layers": 12}),
+    "V": (4, EIGHT | SCHEDULED | {"pipeline_schedule": "zbv"}),
+    "uneven": (
+        4,
+        EIGHT | SCHEDULED | {"pipeline_schedule": "1f1b", "pipeline_layout": "Et|t*4|tt|tL"},
+    ),
+    "layers after": (
+        4,
+        DEEPSEEK | RANKS | {"base_num_decoder_layers": 7, "pipeline_parallel_layers": 4},
+    ),
+    "mpmd": (8, EIGHT | MPMD | {"ici_fsdp_parallelism": 2, "pipeline_schedule": "1f1b"}),
+    "mpmd, interleaved": (4, EIGHT | MPMD | {"pipeline_schedule": "interleaved_1f1b"}),
+    "mpmd, uneven": (4, EIGHT | MPMD | {"pipeline_layout": "Et|t*4|tt|tL"}),
+}
+
+
+SLOW = ("three repeats", "mpmd", "mpmd, interleaved")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SETUPS],
+)
+def setup(request: pytest.FixtureRequest) -> Setup:
+    devices, settings = SETUPS[request.param]
+    return setup_of(devices, settings)
+
+
+def test_layers_come_in_forward_order_and_go_back_bit_for_bit(setup: Setup):
+    state = step.initial_state(setup)
+    before, where = jax.device_get(state), places(state)
+    take, put_back = canonical.lending(setup)
+    lent = take(state)
+    for found, true in zip(stacks(lent), in_forward_order(setup, before), strict=True):
+        np.testing.assert_array_equal(found, true)
+    again = put_back(state, lent)
+    assert all(leaf.is_deleted() for tree in (state, lent) for leaf in stacks(tree))
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(again))
+    assert places(again) == where
+
+
+def test_a_run_goes_on_from_what_another_saved(setup: Setup):
+    state = step.initial_state(setup)
+    before, saved = jax.device_get(state), flat(setup, state)
+    where = jax.tree.map(lambda leaf: leaf.sharding, canonical.canonical_shapes(setup))
+    again = canonical.from_canonical(setup, jax.device_put(saved, where))
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(again))
+    assert places(again) == places(state)
+
+
+def test_no_device_holds_a_second_state_on_the_way(setup: Setup, monkeypatch: pytest.MonkeyPatch):
+    others = held(setup)
+    state = step.initial_state(setup)
+    before = held(setup) - others
+    found, delete, calls = [], moves.delete, itertools.count()
+
+    def watched(tree: Any, *, once: Any) -> None:
+        jax.block_until_ready(once)
+        if next(calls) % 9 == 0:  # which takes a while
+            found.append(held(setup) - others)
+        delete(tree, once=once)
+
+    for module in (moves, canonical):
+        monkeypatch.setattr(module, "delete", watched)
+    take, put_back = canonical.lending(setup)
+    lent = take(state)
+    after, largest = held(setup) - others, of_largest(setup, stacks(lent))
+    put_back(state, lent)
+    assert next(calls) >= 2 * len(stacks(lent))
+    if not setup.stages_apart:
+        assert np.all(found <= before + largest)
+    else:  # parts are joined on their ranks first, and room is made for as many as any rank has
+        padded = layers_of_ranks(setup).size / setup.layout.num_layers
+        assert np.all(found <= np.maximum(before, after) + 3 * padded * largest)
+
+
+def test_ranks_divide_what_layers_do_not():
+    setup = setup_of(4, RANKS, {"base_num_decoder_layers": 12})  # 3 repeats
+    odd = setup_of(4, SCHEDULED, UNEVEN, {"base_num_decoder_layers": 6})
+    for leaf in [
+        *stacks(canonical.canonical_shapes(setup)),
+        *stacks(canonical.canonical_shapes(odd)),
+    ]:
+        assert leaf.sharding.shard_shape(leaf.shape)[0] == leaf.shape[0]
+        assert 4 * np.prod(leaf.sharding.shard_shape(leaf.shape)) == leaf.size
+
+
+def stacks(tree: State) -> list[Any]:
+    """The leaves with layers of the pipeline, of the weights and of Adam's moments."""
+    adam = next(part for part in tree["optimizer"] if hasattr(part, "mu"))
+    return jax.tree.leaves([w["stages"] for w in (tree["weights"], adam.mu, adam.nu)])
+
+
+def in_forward_order(setup: Setup, state: State) -> list[np.ndarray]:
+    """`stacks` of a state in host memory, one layer after the other."""
+    if not setup.stages_apart:
+        numbers = np.array(setup.layout.numbers)
+        order = [np.flatnonzero(numbers == i)[0] for i in range(setup.layout.num_layers)]
+        return [leaf.reshape(-1, *leaf.shape[3:])[order] for leaf in stacks(state)]
+    adam = next(part for part in state["optimizer"] if hasattr(part, "mu"))
+    found = []
+    for w in (state["weights"], adam.mu, adam.nu):
+        leaves = zip(*map(jax.tree.leaves, w["stages"]), strict=True)
+        found += [np.concatenate(of_stages) for of_stages in leaves]
+    return found
+
+
+def places(state: State) -> list[Any]:
+    """How every leaf lies."""
+    return [
+        (x.mpmd_sharding.mpmd_idxs, x.spec) if isinstance(x, MpmdArray) else x.sharding
+        for x in jax.tree.leaves(state)
+    ]
+
+
+def held(setup: Setup) -> np.ndarray:
+    """Bytes on every device, of buffers that several arrays may share."""
+    gc.collect()
+    return by_device(setup, jax.live_arrays())
+
+
+def of_largest(setup: Setup, leaves: list[Any]) -> np.ndarray:
+    """Bytes on every device of that leaf of which it has most."""
+    return np.max([by_device(setup, [leaf]) for leaf in leaves], axis=0)
+
+
+def by_device(setup: Setup, arrays: Iterable[jax.Array]) -> np.ndarray:
+    buffers = {
+        (shard.device, shard.data.unsafe_buffer_pointer()): shard.data.nbytes
+        for array in arrays
+        for shard in array.addressable_shards
+    }
+    devices = list(setup.mesh.devices.flat)
+    found = np.zeros(len(devices))
+    for (device, _), size in buffers.items():
+        found[devices.index(device)] += size
+    return found
