@@ -4,7 +4,7 @@ A segment is what comes before the first loop, between two, or after the last. W
 steps have levels: what needs a value of another rank is one level behind it.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +33,7 @@ def segments(outer: Program, placement: Placement) -> list[list[Run]]:
     """
     count = 1 + sum(loop_of(step) is not None for step in outer.steps)
     of_segment = _segment_of_each(outer, count - 1)
-    exported = _exported(outer, placement)
+    exported = _exported(outer, placement, of_segment)
     found = []
     for segment in range(count):
         steps = [step for step, s in of_segment.items() if s == segment]
@@ -51,7 +51,8 @@ def _segment_name(segment: int, count: int) -> str:
 
 
 def _segment_of_each(outer: Program, last: int) -> dict[Step, int]:
-    """As late as those who need it allow, so that little is kept across a loop."""
+    """Where each step leaves least to be kept across a loop: as late as those who need it allow,
+    but as early as possible where it takes more than it leaves, as additions do."""
     latest: dict[Value, int] = dict.fromkeys(values(outer.outputs), last)
     of_step: dict[Step, int] = {}
     loops = last
@@ -64,12 +65,33 @@ def _segment_of_each(outer: Program, last: int) -> dict[Step, int]:
             of_step[step] = segment
         for value in values(step.inputs):
             latest[value] = min(latest.get(value, segment), segment)
-    return dict(reversed(of_step.items()))
+    of_step = dict(reversed(of_step.items()))
+
+    uses = Counter(value for step in outer.steps for value in set(values(step.inputs)))
+    uses.update(values(outer.outputs))
+    made_in: dict[Value, int] = {}
+    for step in outer.steps:
+        if loop_of(step) is not None:
+            loops += 1
+            made_in |= dict.fromkeys(step.outputs, loops)
+            continue
+        inputs = {value for value in values(step.inputs) if value in made_in}
+        taken = sum(value.num_bytes for value in inputs if uses[value] == 1)
+        if sum(value.num_bytes for value in step.outputs) <= taken:
+            of_step[step] = max(made_in[value] for value in inputs) if inputs else of_step[step]
+        made_in |= dict.fromkeys(step.outputs, of_step[step])
+    return of_step
 
 
-def _exported(outer: Program, placement: Placement) -> dict[tuple[Value, int], bool]:
-    """Values on ranks that loops, other ranks or the caller need, beside steps of the rank."""
+def _exported(
+    outer: Program, placement: Placement, of_segment: Mapping[Step, int]
+) -> dict[tuple[Value, int], bool]:
+    """Values on ranks that loops, other ranks, other segments or the caller need."""
     found: dict[tuple[Value, int], bool] = {}
+    made_in = {value: segment for step, segment in of_segment.items() for value in step.outputs}
+    for step, segment in of_segment.items():
+        later = [v for v in values(step.inputs) if made_in.get(v, segment) != segment]
+        found |= {(value, rank): True for value in later for rank in placement.runs_on[step]}
     for step in outer.steps:
         if loop_of(step) is not None:
             for value in values(step.inputs):
