@@ -3,7 +3,9 @@
 from ._batches import AllRows as AllRows
 from ._batches import Batch as Batch
 from ._batches import Batches as Batches
+from ._batches import FirstBatches as FirstBatches
 from ._batches import RowsByStep as RowsByStep
+from ._batches import SomeBatches as SomeBatches
 from ._batches import corpus_batches as corpus_batches
 from ._batches import global_batch_size as global_batch_size
 from ._batches import synthetic_batches as synthetic_batches

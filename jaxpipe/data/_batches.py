@@ -3,6 +3,7 @@
 B rows a batch, T tokens a row.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -134,12 +135,51 @@ def corpus_batches(
     )
 
 
-@dataclass(frozen=True)
-class AllRows(Sequence[Batch]):
-    """Every row of some corpora once, in order, as batches that are made when they are asked for.
+class SomeBatches(Sequence[Batch]):
+    """Batches that are made when they are asked for; `RowsByStep`, by their index."""
 
-    They are `RowsByStep` too, by their index. The last batch is filled up with rows of padding,
-    whose `target_weights` are 0.
+    batch_size: int
+
+    def __getitem__(self, index: int) -> Batch:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not 0 <= index < len(self):
+            raise IndexError(f"There are {len(self)} batches, and no batch {index}.")
+        return self.rows(index, range(self.batch_size))
+
+    @abstractmethod
+    def rows(self, index: int, numbers: Sequence[int]) -> Batch:
+        """Some rows of a batch."""
+
+    @abstractmethod
+    def num_targets(self, index: int) -> int:
+        """The sum of `target_weights` over a batch."""
+
+
+@dataclass(frozen=True)
+class FirstBatches(SomeBatches):
+    """The first `count` of batches without end."""
+
+    batches: Batches
+    count: int
+
+    @property
+    def batch_size(self) -> int:
+        return self.batches.batch_size
+
+    def __len__(self) -> int:
+        return self.count
+
+    def rows(self, index: int, numbers: Sequence[int]) -> Batch:
+        return self.batches.rows(index, numbers)
+
+    def num_targets(self, index: int) -> int:
+        return self.batches.num_targets(index)
+
+
+@dataclass(frozen=True)
+class AllRows(SomeBatches):
+    """Every row of some corpora once, in order.
+
+    The last batch is filled up with rows of padding, whose `target_weights` are 0.
     """
 
     sources: tuple[Rows, ...]
@@ -148,19 +188,12 @@ class AllRows(Sequence[Batch]):
     def __len__(self) -> int:
         return -(-sum(map(len, self.sources)) // self.batch_size)
 
-    def __getitem__(self, index: int) -> Batch:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if not 0 <= index < len(self):
-            raise IndexError(f"There are {len(self)} batches, and no batch {index}.")
-        return self.rows(index, range(self.batch_size))
-
     def rows(self, index: int, numbers: Sequence[int]) -> Batch:
-        """Some rows of a batch."""
         found = [self._found(index * self.batch_size + number) for number in numbers]
         empty = empty_row(self.sources[0].length)
         return stacked([rows[i] if rows is not None else empty for rows, i in found])
 
     def num_targets(self, index: int) -> int:
-        """The sum of `target_weights` over a batch."""
         first = index * self.batch_size
         found = [self._found(first + number) for number in range(self.batch_size)]
         return sum(rows.num_targets(i) for rows, i in found if rows is not None)

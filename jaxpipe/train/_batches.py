@@ -2,16 +2,18 @@
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
 from ..data import (
     READ_BY,
     AllRows,
-    Batch,
     Batches,
     Corpus,
+    FirstBatches,
     Rows,
+    SomeBatches,
     Source,
     Written,
     corpus_batches,
@@ -29,20 +31,38 @@ EVALUATION = 1
 """Of synthetic batches the stream; that of training is 0."""
 
 
-def make_batches(setup: Setup) -> Batches:
-    """The batches of a run, by step."""
+@dataclass(frozen=True)
+class Data:
+    """What a run reads.
+
+    Attributes:
+        training: Its batches, by step.
+        evaluation: The same batches every time, shaped as those of training; None if the config
+            names no data for that. Every row is there once, in the order of the files, and the
+            last batch is filled up with rows whose `target_weights` are 0.
+    """
+
+    training: Batches
+    evaluation: SomeBatches | None
+
+
+def make_data(setup: Setup) -> Data:
+    """The data of a config.
+
+    Raises:
+        ValueError: If files are missing or hold something else, or sources do not agree.
+    """
     config = setup.config
     if config.dataset_type == "synthetic":
-        return synthetic_batches(
-            vocab_size=config.vocab_size,
-            batch_size=setup.batch_size,
-            length=config.max_target_length,
-            seed=config.data_shuffle_seed,
-        )
+        held_out = FirstBatches(_synthetic(setup, EVALUATION), config.eval_steps)
+        return Data(_synthetic(setup, 0), held_out if config.eval_interval else None)
     sources = _sources(config)
     corpora = _corpora(config, sources, "data_files", "data_sources")
+    held_out = []
     if config.eval_split_fraction:
-        corpora = [kept for kept, _ in _split(config, corpora)]
+        corpora, held_out = zip(*_split(config, corpora), strict=True)
+    elif config.eval_interval and (config.eval_files or config.eval_data_sources):
+        held_out = _corpora(config, _eval_sources(config), "eval_files", "eval_data_sources")
     batches = corpus_batches(
         corpora,
         weights=[source.weight for source in sources],
@@ -51,7 +71,28 @@ def make_batches(setup: Setup) -> Batches:
         packing=config.packing,
         shuffle_seed=config.data_shuffle_seed if config.enable_data_shuffling else None,
     )
-    return dataclasses.replace(batches, decided_by=batches.decided_by | _tokenizer(config, sources))
+    decided_by = batches.decided_by | _tokenizer(config, sources)
+    rows = tuple(Rows(corpus, config.max_target_length, config.packing) for corpus in held_out)
+    return Data(
+        dataclasses.replace(batches, decided_by=decided_by),
+        AllRows(rows, setup.batch_size) if rows else None,
+    )
+
+
+def make_batches(setup: Setup) -> Batches:
+    """The batches that a run is trained on, by step."""
+    return make_data(setup).training
+
+
+def _synthetic(setup: Setup, stream: int) -> Batches:
+    config = setup.config
+    return synthetic_batches(
+        vocab_size=config.vocab_size,
+        batch_size=setup.batch_size,
+        length=config.max_target_length,
+        seed=config.data_shuffle_seed,
+        stream=stream,
+    )
 
 
 def _tokenizer(config: Config, sources: Sequence[Source]) -> dict[str, int | str]:
@@ -60,38 +101,6 @@ def _tokenizer(config: Config, sources: Sequence[Source]) -> dict[str, int | str
         return {}
     path = config.tokenizer_path
     return {"tokenizer": crc32(Path(path).read_bytes()) if path else "bytes"}
-
-
-def make_eval_batches(setup: Setup) -> Sequence[Batch] | None:
-    """What a run is evaluated on: the same batches every time, shaped as those of training.
-
-    Every row is there once, in the order of the files. The last batch is filled up with rows whose
-    `target_weights` are 0.
-
-    Returns:
-        Batches that are made when they are asked for, or None if the config names no such data.
-    """
-    config = setup.config
-    if config.dataset_type == "synthetic" and not config.eval_interval:
-        return None
-    if config.dataset_type == "synthetic":
-        batch_at = synthetic_batches(
-            vocab_size=config.vocab_size,
-            batch_size=setup.batch_size,
-            length=config.max_target_length,
-            seed=config.data_shuffle_seed,
-            stream=EVALUATION,
-        )
-        return [batch_at(step) for step in range(config.eval_steps)]
-    if config.eval_split_fraction:
-        corpora = _corpora(config, _sources(config), "data_files", "data_sources")
-        corpora = [held_out for _, held_out in _split(config, corpora)]
-    elif config.eval_files or config.eval_data_sources:
-        corpora = _corpora(config, _eval_sources(config), "eval_files", "eval_data_sources")
-    else:
-        return None
-    rows = (Rows(corpus, config.max_target_length, config.packing) for corpus in corpora)
-    return AllRows(tuple(rows), setup.batch_size)
 
 
 def write_corpus(config: Config, file: Path) -> Written:

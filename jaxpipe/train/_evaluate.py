@@ -14,14 +14,14 @@ from jaxtyping import PyTree
 
 from .. import mpmd, schedules, spmd
 from ..autodiff import Model, unpipelined
-from ._batches import make_eval_batches
+from ..data import SomeBatches
 from ._calls import in_calls
 from ._gathering import gathers
 from ._model import build_model
 from ._mpmd import make_mpmd_eval_step
 from ._setup import Setup, batch_shardings, flax_decoder, options_of_steps, weights_shardings
 from ._state import State
-from ._step import engine_name, place_batch, present_layers, total_weight
+from ._step import engine_name, place_step, present_layers
 
 Values = Mapping[str, jax.Array | mpmd.MpmdArray]
 Metrics = dict[str, float]
@@ -32,12 +32,16 @@ AUXILIARY = ("load_balance_loss", "load_balance_loss_after", "z_loss")
 """Metrics of a batch that are terms of its loss beside the cross entropy."""
 
 
-def make_evaluate(setup: Setup) -> Evaluate | None:
+def make_evaluate(setup: Setup, batches: SomeBatches | None) -> Evaluate | None:
     """From a state to the metrics of an evaluation; None if the run has none.
 
     They are `eval_loss`, the cross entropy in nats of all target tokens over their total weight,
     however they lie in batches; its `eval_perplexity`; the other metrics of a batch, weighted
     alike, among them the losses that training adds; and `eval_seconds`.
+
+    Args:
+        setup: The run.
+        batches: What it is evaluated on.
 
     Raises:
         ValueError: If there is nothing to evaluate on, or less than `eval_steps`.
@@ -45,7 +49,7 @@ def make_evaluate(setup: Setup) -> Evaluate | None:
     config = setup.config
     if not config.eval_interval:
         return None
-    batches, count = make_eval_batches(setup), config.eval_steps
+    count = config.eval_steps
     if not batches:
         files = "eval_data_sources" if config.dataset_type == "mixture" else "eval_files"
         raise ValueError(
@@ -62,8 +66,8 @@ def make_evaluate(setup: Setup) -> Evaluate | None:
     def evaluate(state: State) -> Metrics:
         started, mean = time.perf_counter(), _Mean()
         for i in range(len(batches) if count == -1 else count):
-            batch = batches[i]
-            mean.add(total_weight(batch), eval_step(state["weights"], place_batch(setup, batch)))
+            found = eval_step(state["weights"], place_step(setup, batches, i))
+            mean.add(float(batches.num_targets(i)), found)
         found = _with_loss_alone(mean.close())
         found["perplexity"] = math.exp(min(found["loss"], 700.0))
         found["seconds"] = time.perf_counter() - started

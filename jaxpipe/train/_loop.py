@@ -16,7 +16,7 @@ import yaml
 
 from .. import models, mpmd
 from ..data import Batches
-from ._batches import make_batches
+from ._batches import make_data
 from ._by_time import ByTime
 from ._canonical import canonical_shapes, from_canonical, lending, with_layers_after
 from ._checkpoint import (
@@ -86,7 +86,8 @@ def train(
     if config.enable_wandb:
         load_wandb()
     setup = set_up(config, jax.devices())
-    batch_at, evaluate = make_batches(setup), make_evaluate(setup)
+    data = make_data(setup)
+    batch_at, evaluate = data.training, make_evaluate(setup, data.evaluation)
     folder = Path(config.output_dir) / config.run_name
     with ExitStack() as stack:
         if not setup.stages_apart:

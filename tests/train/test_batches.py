@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jaxpipe.cli import main
 from jaxpipe.data import Batch, ByteTokenizer, Source
 from jaxpipe.train import Config, load_config, set_up
-from jaxpipe.train._batches import _tokenizer, make_batches, make_eval_batches
+from jaxpipe.train._batches import _tokenizer, make_batches, make_data
 from jaxpipe.train._data_changes import data_changes
 from jaxpipe.train._setup import Setup
 from jaxpipe.train._step import place_step
@@ -40,15 +40,15 @@ def texts(batch: Batch) -> str:
 
 
 def test_without_data_for_it_there_is_no_evaluation():
-    assert make_eval_batches(setup_of()) is None
-    assert make_eval_batches(setup_of(dataset_type="synthetic")) is None
+    assert make_data(setup_of()).evaluation is None
+    assert make_data(setup_of(dataset_type="synthetic")).evaluation is None
 
 
 def test_evaluation_reads_its_files_whole_and_in_order(tmp_path: Path):
     file = tmp_path / "eval.txt"
     file.write_text("\n\n\n".join(f"document {i}" for i in range(100)))
     setup = setup_of(eval_files=[str(file)], eval_interval=1)
-    found = make_eval_batches(setup)
+    found = make_data(setup).evaluation
     assert found is not None
     tokens = sum(len(f"document {i}") + 1 for i in range(100))
     assert len(found) == -(-tokens // (64 * 8))
@@ -56,7 +56,7 @@ def test_evaluation_reads_its_files_whole_and_in_order(tmp_path: Path):
     assert {name: values.shape for name, values in found[0].items()} == {
         name: values.shape for name, values in make_batches(setup)(0).items()
     }
-    again = make_eval_batches(setup)
+    again = make_data(setup).evaluation
     assert again is not None
     np.testing.assert_array_equal(found[1]["tokens"], again[1]["tokens"])
 
@@ -66,14 +66,14 @@ def test_what_is_held_out_is_in_no_batch_of_training(tmp_path: Path):
     file.write_text("\n\n\n".join(f"<{i}>" for i in range(200)))
     settings = {"data_files": [str(file)], "eval_split_fraction": 0.2, "packing": False}
     setup = setup_of(**settings)
-    batch_at, found = make_batches(setup), make_eval_batches(setup)
+    batch_at, found = make_batches(setup), make_data(setup).evaluation
     assert found is not None
     held_out = set("".join(map(texts, found)).split(">")) - {""}
     epoch = "".join(texts(batch_at(step)) for step in range(25))
     trained = set(epoch.split(">")) - {""}
     assert held_out | trained == {f"<{i}" for i in range(200)}
     assert not held_out & trained
-    other = make_eval_batches(setup_of(**settings, eval_split_seed=1))
+    other = make_data(setup_of(**settings, eval_split_seed=1)).evaluation
     assert other is not None
     assert set("".join(map(texts, other)).split(">")) - {""} != held_out
 
@@ -108,7 +108,7 @@ def test_settings_that_nothing_reads_or_that_say_two_things_are_refused(settings
 
 def test_files_of_evaluation_that_are_missing_are_named_with_their_key():
     with pytest.raises(ValueError, match="`eval_files` names 'no/file', which does not exist"):
-        make_eval_batches(setup_of(eval_files="no/file", eval_interval=1))
+        make_data(setup_of(eval_files="no/file", eval_interval=1))
 
 
 def test_a_run_on_written_tokens_has_the_batches_of_the_text(tmp_path: Path, capsys):
@@ -144,7 +144,7 @@ def test_a_mixture_has_rows_of_its_sources_by_weight(tmp_path: Path):
         assert sorted(names(make_batches(setup)(step))) == ["a"] * 7 + ["b"] * 3
     sources = [source(tmp_path, "a", 40, weight=2.0), source(tmp_path, "b", 20)]
     split = setup_of(**mixture, data_sources=sources, eval_split_fraction=0.5)
-    found = make_eval_batches(split)
+    found = make_data(split).evaluation
     assert found is not None
     held_out = [name for batch in found for name in names(batch) if name]
     assert held_out == sorted(held_out)
@@ -152,7 +152,7 @@ def test_a_mixture_has_rows_of_its_sources_by_weight(tmp_path: Path):
     assert 3 < held_out.count("b") < 17
     evaluation = {"eval_data_sources": sources[1:], "eval_interval": 1}
     apart = setup_of(**mixture, data_sources=sources, **evaluation)
-    found = make_eval_batches(apart)
+    found = make_data(apart).evaluation
     assert found is not None
     assert [name for batch in found for name in names(batch)] == ["b"] * 20 + [""] * 4
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpipe.data import Batch
+from jaxpipe.data import Batch, SomeBatches
 from jaxpipe.train import (
     Config,
     _loop,
@@ -24,7 +24,7 @@ from jaxpipe.train import (
 )
 from jaxpipe.train import _evaluate as evaluation
 from jaxpipe.train import _step as step
-from jaxpipe.train._batches import make_eval_batches
+from jaxpipe.train._batches import make_data
 
 from .runs import DEEPSEEK, NONE, ROWS, TINY, Settings, setup_of
 
@@ -51,13 +51,28 @@ def batches() -> list[Batch]:
     return made
 
 
-def evaluated(monkeypatch, devices: int, *settings: Settings, given: Sequence[Batch] = ()) -> Any:
+class Given(SomeBatches):
+    """Batches that are there."""
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self.batches, self.batch_size = batches, ROWS
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def rows(self, index: int, numbers: Sequence[int]) -> Batch:
+        return {name: rows[list(numbers)] for name, rows in self.batches[index].items()}
+
+    def num_targets(self, index: int) -> int:
+        return int(self.batches[index]["target_weights"].sum())
+
+
+def evaluated(devices: int, *settings: Settings, given: Sequence[Batch] = ()) -> Any:
     """Metrics of the first weights."""
-    found = given or batches()
-    monkeypatch.setattr(evaluation, "make_eval_batches", lambda setup: found)
+    found = Given(given or batches())
     setup = setup_of(devices, {"eval_interval": 1, "eval_steps": len(found)}, *settings)
     with nullcontext() if setup.stages_apart else jax.set_mesh(setup.mesh):
-        evaluate = evaluation.make_evaluate(setup)
+        evaluate = evaluation.make_evaluate(setup, found)
         assert evaluate is not None
         return evaluate(step.initial_state(setup))
 
@@ -78,8 +93,7 @@ ENGINES: dict[str, tuple[int, Settings]] = {
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, float]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        return evaluated(monkeypatch, 1, NONE)
+    return evaluated(1, NONE)
 
 
 @pytest.mark.parametrize(
@@ -89,28 +103,28 @@ def plain() -> dict[str, float]:
         for name in ENGINES
     ],
 )
-def test_every_engine_evaluates_to_the_plain_loss(monkeypatch, plain, name: str):
+def test_every_engine_evaluates_to_the_plain_loss(plain, name: str):
     devices, settings = ENGINES[name]
     # Dropout is for training alone.
     dropout = {} if name in ("linen", "nnx") else {"dropout_rate": 0.5}
-    found = evaluated(monkeypatch, devices, RANKS, settings, dropout)
+    found = evaluated(devices, RANKS, settings, dropout)
     assert found.keys() == plain.keys()
     for key in ("eval_loss", "eval_perplexity", "eval_accuracy"):
         np.testing.assert_allclose(found[key], plain[key], rtol=1e-5)
 
 
-def test_the_loss_is_that_of_all_tokens_however_they_lie_in_batches(monkeypatch, plain):
+def test_the_loss_is_that_of_all_tokens_however_they_lie_in_batches(plain):
     several = batches()
     whole = {name: np.concatenate([batch[name] for batch in several]) for name in several[0]}
     settings = {"per_device_batch_size": 24.0}
-    found = evaluated(monkeypatch, 1, NONE, settings, given=[whole])
+    found = evaluated(1, NONE, settings, given=[whole])
     np.testing.assert_allclose(found["eval_loss"], plain["eval_loss"], rtol=1e-5)
 
 
 @pytest.mark.slow
-def test_losses_beside_the_cross_entropy_are_apart(monkeypatch):
-    with_balance = evaluated(monkeypatch, 1, NONE, DEEPSEEK, {"z_loss_multiplier": 0.01})
-    without = evaluated(monkeypatch, 1, NONE, DEEPSEEK, {"load_balance_loss_weight": 0.0})
+def test_losses_beside_the_cross_entropy_are_apart():
+    with_balance = evaluated(1, NONE, DEEPSEEK, {"z_loss_multiplier": 0.01})
+    without = evaluated(1, NONE, DEEPSEEK, {"load_balance_loss_weight": 0.0})
     assert with_balance["eval_load_balance_loss"] > 0.01
     assert with_balance["eval_z_loss"] > 0.01
     np.testing.assert_allclose(with_balance["eval_loss"], without["eval_loss"], rtol=1e-6)
@@ -152,7 +166,7 @@ def run(folder: Path, **settings: Any) -> str:
 def with_losses(monkeypatch, losses: dict[int, float]) -> None:
     """Evaluations find these, by step."""
 
-    def make(setup):
+    def make(setup, batches):
         return lambda state: {"eval_loss": losses[int(state["step"])]}
 
     monkeypatch.setattr(_loop, "make_evaluate", make)
@@ -221,7 +235,7 @@ def test_held_out_documents_are_evaluated_on(tmp_path):
 
 def test_synthetic_rows_of_evaluation_are_none_of_training():
     setup = set_up(Config(eval_interval=1, eval_steps=4, per_device_batch_size=1), jax.devices())
-    found = make_eval_batches(setup)
+    found = make_data(setup).evaluation
     assert found is not None and len(found) == 4
     trained = [make_batches(setup)(step)["tokens"] for step in range(8)]
     rows = {row.tobytes() for batch in trained for row in batch}
@@ -230,10 +244,12 @@ def test_synthetic_rows_of_evaluation_are_none_of_training():
 
 @pytest.mark.parametrize(
     ("found", "message"),
-    [(None, "there is nothing to evaluate on"), (batches(), "`eval_steps` is 4, and there are 3")],
+    [
+        (None, "there is nothing to evaluate on"),
+        (Given(batches()), "`eval_steps` is 4, and there are 3"),
+    ],
 )
-def test_too_little_to_evaluate_on_is_refused(monkeypatch, found, message):
-    monkeypatch.setattr(evaluation, "make_eval_batches", lambda setup: found)
+def test_too_little_to_evaluate_on_is_refused(found, message):
     setup = set_up(Config.model_validate(SETTINGS | {"eval_steps": 4}), jax.devices())
     with pytest.raises(ValueError, match=message):
-        evaluation.make_evaluate(setup)
+        evaluation.make_evaluate(setup, found)
