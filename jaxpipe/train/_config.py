@@ -1,5 +1,6 @@
 """What the keys of a training run must say together."""
 
+from collections.abc import Mapping
 from typing import get_args
 
 from pydantic import model_validator
@@ -11,7 +12,15 @@ from ._profile import profiled_steps
 from ._xla_flags import compiler_options
 
 _ONE_PROGRAM = ("none", "circular", "scheduled")
-_READ_BY: dict[str, tuple[str, ...]] = {
+_PIPELINES = ("circular", "scheduled", "mpmd")
+_READ_BY_ENGINE: dict[str, tuple[str, ...]] = {
+    "ici_pipeline_parallelism": _PIPELINES,
+    "dcn_pipeline_parallelism": _PIPELINES,
+    "pipeline_parallel_layers": _PIPELINES,
+    "num_layers_per_pipeline_stage": _PIPELINES,
+    "num_pipeline_repeats": _PIPELINES,
+    "set_remat_policy_on_pipeline_iterations": _PIPELINES,
+    "set_remat_policy_on_layers_per_stage": _PIPELINES,
     "pipeline_schedule": ("scheduled", "mpmd"),
     "pipeline_layout": ("scheduled", "mpmd"),
     "pipeline_share_head": ("scheduled",),
@@ -52,15 +61,14 @@ class Config(Keys):
                 f"`output_dir` is {self.output_dir!r}, and runs are written to folders: mount the "
                 "bucket, with gcsfuse for example, and give where."
             )
-        if self.pipeline_engine == "none":
-            self._no_pipeline()
+        self._are_read("pipeline_engine", _READ_BY_ENGINE)
+        self._are_read("dataset_type", _READ_BY_DATA)
+        self._are_read("remat_policy", dict.fromkeys(TENSORS, ("custom",)))
         self._flax_agrees()
-        self._engine_reads()
+        self._layout_agrees()
         self._one_gather()
         compiler_options(self.compile_xla_flags)
         profiled_steps(self.profile_steps)
-        if self.remat_policy != "custom":
-            self._no_places()
         if self.pipeline_engine == "mpmd":
             self._nothing_offloaded()
         if self.mpmd_trace_step and self.gradient_accumulation_steps > 1:
@@ -78,15 +86,24 @@ class Config(Keys):
         self._evaluation_agrees()
         return self
 
-    def _data_agrees(self) -> None:
-        for name, readers in _READ_BY_DATA.items():
+    def _are_read(self, key: str, readers: Mapping[str, tuple[str, ...]]) -> None:
+        """Keys that another one's value would leave unread must be the defaults.
+
+        Args:
+            key: The other one.
+            readers: By key the values that read it.
+        """
+        choice = getattr(self, key)
+        for name, choices in readers.items():
             value, default = getattr(self, name), Config.model_fields[name].default
-            if self.dataset_type not in readers and value != default:
-                others = "`dataset_type=" + "` or `".join(readers) + "`"
+            if choice not in choices and value != default:
+                others = " or ".join(f"`{key}={other}`" for other in choices)
                 raise ValueError(
-                    f"`dataset_type` is {self.dataset_type!r} and `{name}` is {value!r}, which it "
-                    f"does not read. Leave it at {default!r}, or choose {others}."
+                    f"`{key}` is {choice!r} and `{name}` is {value!r}, which it does not read. "
+                    f"Leave it at {default!r}, or choose {others}."
                 )
+
+    def _data_agrees(self) -> None:
         key = "data_sources" if self.dataset_type == "mixture" else "data_files"
         if self.dataset_type != "synthetic" and not getattr(self, key):
             raise ValueError(
@@ -139,16 +156,7 @@ class Config(Keys):
                     "are no checkpoints. Change one of them."
                 )
 
-    def _engine_reads(self) -> None:
-        """Keys that the engine would not read."""
-        for name, readers in _READ_BY.items():
-            value, default = getattr(self, name), Config.model_fields[name].default
-            if self.pipeline_engine not in readers and value != default:
-                others = "`pipeline_engine=" + "` or `".join(readers) + "`"
-                raise ValueError(
-                    f"`pipeline_engine` is {self.pipeline_engine!r} and `{name}` is {value!r}, "
-                    f"which it does not read. Leave it at {default!r}, or choose {others}."
-                )
+    def _layout_agrees(self) -> None:
         if self.pipeline_layout and (
             self.num_pipeline_repeats,
             self.num_layers_per_pipeline_stage,
@@ -204,16 +212,6 @@ class Config(Keys):
                 "change that."
             )
 
-    def _no_places(self) -> None:
-        """Only `custom` reads the places of tensors, so they must be the defaults elsewhere."""
-        for name in TENSORS:
-            value, default = getattr(self, name), Config.model_fields[name].default
-            if value != default:
-                raise ValueError(
-                    f"`{name}` is {value!r} and `remat_policy` {self.remat_policy!r}, which does "
-                    f"not read it. Give `remat_policy=custom`, or leave it at {default!r}."
-                )
-
     def _nothing_offloaded(self) -> None:
         """What one program of a rank leaves for another one stays where programs return it."""
         places = {tensor: getattr(self, tensor) for tensor in TENSORS}
@@ -224,28 +222,3 @@ class Config(Keys):
                 f"{', '.join(offloaded)}, but what its programs leave for each other stays on the "
                 "device. Give a policy that keeps tensors there, or choose another engine."
             )
-
-    def _no_pipeline(self) -> None:
-        """Without a pipeline its settings would be ignored, so they must be the defaults."""
-        names = (
-            "ici_pipeline_parallelism",
-            "dcn_pipeline_parallelism",
-            "pipeline_parallel_layers",
-            "num_layers_per_pipeline_stage",
-            "num_pipeline_repeats",
-            "pipeline_delay_activation_forwarding",
-            "pipeline_fsdp_ag_once",
-            "pipeline_fsdp_ag_per_repeat",
-            "pipeline_fsdp_ag_per_layer",
-            "shard_mode",
-            "scan_pipeline_repeats",
-            "set_remat_policy_on_pipeline_iterations",
-            "set_remat_policy_on_layers_per_stage",
-        )
-        for name in names:
-            value, default = getattr(self, name), Config.model_fields[name].default
-            if value != default:
-                raise ValueError(
-                    f"`pipeline_engine` is 'none' and `{name}` is {value}, which nothing would "
-                    f"read. Leave it at {default} or choose an engine."
-                )

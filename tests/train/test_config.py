@@ -37,7 +37,7 @@ def test_zero_is_refused_where_it_makes_no_sense(key: str):
     ],
 )
 def test_no_engine_and_a_setting_of_pipelines_contradict_each_other(name, value):
-    with pytest.raises(ValueError, match=f"'none' and `{name}` is {value}, which nothing would"):
+    with pytest.raises(ValueError, match=f"'none' and `{name}` is {value}, which it does not"):
         Config.model_validate({"pipeline_engine": "none", name: value})
 
 
