@@ -58,7 +58,9 @@ def test_a_policy_that_does_not_exist_is_refused_with_those_that_do():
 
 
 def test_places_of_tensors_without_the_policy_that_reads_them_are_refused():
-    with pytest.raises(ValueError, match="`remat_policy` is 'full' and `mlpwo` is 'device', which it"):
+    with pytest.raises(
+        ValueError, match="`remat_policy` is 'full' and `mlpwo` is 'device', which it"
+    ):
         Config(mlpwo="device")
     assert Config(mlpwo="device", remat_policy="custom").mlpwo == "device"
 
