@@ -87,8 +87,10 @@ class _Job:
 
     @property
     def failed(self) -> tuple[int, int] | None:
-        """The first process that ended in vain, and its code."""
-        return next(((i, p.returncode) for i, p in enumerate(self.running) if p.poll()), None)
+        """The first process that ended in vain, and its code; not those that were told to end."""
+        codes = enumerate(popen.poll() for popen in self.running)
+        obeyed = (0, TERMINATED) if self.signals else (0,)
+        return next(((i, code) for i, code in codes if code not in (None, *obeyed)), None)
 
     @property
     def left(self) -> list[int]:
@@ -140,12 +142,10 @@ def _first_failure(job: _Job, grace: float) -> int:
     rest = f"The processes {job.left} have not ended, and are killed."
     if first is None:
         if not job.left:
-            return 0
+            return max(popen.returncode for popen in job.running)
         print(f"jaxpipe: error: SIGTERM came twice. {rest}", file=sys.stderr)
         return TERMINATED
     process, code = first
-    if job.signals and not job.left and code == TERMINATED:
-        return code  # they did what they were told
     how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
     print(
         f"jaxpipe: error: process {process} has ended {how}. {rest if job.left else ''}".rstrip(),

@@ -6,7 +6,6 @@ steps have levels: what needs a value of another rank is one level behind it.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from ..autodiff import Program, Step, Value, read, values
 from ._code import Buffer, Run
@@ -15,13 +14,6 @@ from ._placement import Placement
 
 Instance = tuple[Step, int]
 """A step on a rank."""
-
-
-@dataclass(frozen=True)
-class Segments:
-    """The programs of every segment, in order."""
-
-    runs: tuple[tuple[Run, ...], ...]
 
 
 def segments(outer: Program, placement: Placement) -> list[list[Run]]:
@@ -51,8 +43,12 @@ def _segment_name(segment: int, count: int) -> str:
 
 
 def _segment_of_each(outer: Program, last: int) -> dict[Step, int]:
-    """Where each step leaves least to be kept across a loop: as late as those who need it allow,
-    but as early as possible where it takes more than it leaves, as additions do."""
+    """Where each step leaves least to be kept across a loop."""
+    return _earlier(outer, _latest(outer, last))
+
+
+def _latest(outer: Program, last: int) -> dict[Step, int]:
+    """As late as those who need it allow."""
     latest: dict[Value, int] = dict.fromkeys(values(outer.outputs), last)
     of_step: dict[Step, int] = {}
     loops = last
@@ -65,11 +61,17 @@ def _segment_of_each(outer: Program, last: int) -> dict[Step, int]:
             of_step[step] = segment
         for value in values(step.inputs):
             latest[value] = min(latest.get(value, segment), segment)
-    of_step = dict(reversed(of_step.items()))
+    return dict(reversed(of_step.items()))
 
+
+def _earlier(outer: Program, of_step: Mapping[Step, int]) -> dict[Step, int]:
+    """As early as possible instead where a step leaves no more than it takes of what only it reads,
+    as an addition of gradients does. What the function is given, its caller keeps in any case."""
+    found = dict(of_step)
     uses = Counter(value for step in outer.steps for value in set(values(step.inputs)))
     uses.update(values(outer.outputs))
     made_in: dict[Value, int] = {}
+    loops = 0
     for step in outer.steps:
         if loop_of(step) is not None:
             loops += 1
@@ -77,10 +79,10 @@ def _segment_of_each(outer: Program, last: int) -> dict[Step, int]:
             continue
         inputs = {value for value in values(step.inputs) if value in made_in}
         taken = sum(value.num_bytes for value in inputs if uses[value] == 1)
-        if sum(value.num_bytes for value in step.outputs) <= taken:
-            of_step[step] = max(made_in[value] for value in inputs) if inputs else of_step[step]
-        made_in |= dict.fromkeys(step.outputs, of_step[step])
-    return of_step
+        if inputs and sum(value.num_bytes for value in step.outputs) <= taken:
+            found[step] = max(made_in[value] for value in inputs)
+        made_in |= dict.fromkeys(step.outputs, found[step])
+    return found
 
 
 def _exported(

@@ -37,9 +37,9 @@ class Data:
 
     Attributes:
         training: Its batches, by step.
-        evaluation: The same batches every time, shaped as those of training; None if the config
-            names no data for that. Every row is there once, in the order of the files, and the
-            last batch is filled up with rows whose `target_weights` are 0.
+        evaluation: The same batches every time, shaped as those of training; None if there is
+            no evaluation or the config names no data for it. Every row is there once, in the order
+            of the files, and the last batch is filled up with rows whose `target_weights` are 0.
     """
 
     training: Batches
@@ -75,7 +75,7 @@ def make_data(setup: Setup) -> Data:
     rows = tuple(Rows(corpus, config.max_target_length, config.packing) for corpus in held_out)
     return Data(
         dataclasses.replace(batches, decided_by=decided_by),
-        AllRows(rows, setup.batch_size) if rows else None,
+        AllRows(rows, setup.batch_size) if rows and config.eval_interval else None,
     )
 
 

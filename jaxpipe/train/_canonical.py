@@ -10,6 +10,7 @@ moved one at a time, and each is deleted where it was.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jaxtyping import PyTree
 from .. import mpmd, sharding
 from ..sharding import LogicalAxes
 from ._apart import mpmd_mesh, stack_of_stages, stack_shardings, stages_of_stack
-from ._moves import Moves, compiled, delete, is_in_order
+from ._moves import Moves, delete, deleting, is_in_order, moves_of, on_mesh
 from ._mpmd import state_places
 from ._setup import STACKED, Setup
 from ._state import State, rules_of_state, state_axes, state_shapes, state_shardings
@@ -35,27 +36,22 @@ def canonical_shapes(setup: Setup) -> PyTree[jax.ShapeDtypeStruct]:
     divide at all, every rank has.
     """
     in_order, apart, setup = is_in_order(setup), setup.stages_apart, _together(setup)
-    shapes, axes, rules = state_shapes(setup), state_axes(setup), rules_of_state(setup)
+    axes, rules = state_axes(setup), rules_of_state(setup)
 
-    def flat(leaf: jax.ShapeDtypeStruct, axes: LogicalAxes) -> jax.ShapeDtypeStruct:
-        rest = leaf.shape[len(STACKED) :]
-        shape = (setup.layout.num_layers, *rest) if _is_stacked(axes) else leaf.shape
-        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+    def of_part(name: str, shapes: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
+        def of_leaf(leaf: jax.ShapeDtypeStruct, axes: LogicalAxes) -> jax.ShapeDtypeStruct:
+            shape, spec = leaf.shape, sharding.partition_spec(axes, rules[name])
+            if _is_stacked(axes):
+                shape = (setup.layout.num_layers, *shape[len(STACKED) :])
+                spec = PartitionSpec(None, *spec[len(STACKED) :])
+            where = NamedSharding(setup.mesh, spec)
+            if apart or _is_stacked(axes):
+                where = _over_ranks(shape, where, in_order and _is_stacked(axes))
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
 
-    def of_leaf(
-        leaf: jax.ShapeDtypeStruct, where: NamedSharding, axes: LogicalAxes
-    ) -> jax.ShapeDtypeStruct:
-        if apart or _is_stacked(axes):
-            where = _over_ranks(leaf.shape, where, in_order and _is_stacked(axes))
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+        return jax.tree.map(of_leaf, shapes, axes[name])
 
-    def of_part(name: str) -> PyTree[jax.ShapeDtypeStruct]:
-        leaves = jax.tree.map(flat, shapes[name], axes[name])
-        flat_axes = jax.tree.map(lambda _, axes: _flat_axes(axes), leaves, axes[name])
-        where = sharding.named_shardings(leaves, flat_axes, setup.mesh, rules[name])
-        return jax.tree.map(of_leaf, leaves, where, axes[name])
-
-    return {name: of_part(name) for name in shapes}
+    return {name: of_part(name, shapes) for name, shapes in state_shapes(setup).items()}
 
 
 Take = Callable[[State], State]
@@ -68,7 +64,7 @@ def lending(setup: Setup) -> tuple[Take, PutBack]:
     `take` deletes the stacks of the state and `put_back` those of `canonical`, one by one as they
     are moved; what is in no stack, the two may share.
     """
-    moves, shardings = Moves(setup), _canonical_shardings(setup)
+    moves, shardings = moves_of(setup), _canonical_shardings(setup)
     if setup.stages_apart:
         return (
             lambda state: _joined(setup, moves, state, shardings),
@@ -77,7 +73,7 @@ def lending(setup: Setup) -> tuple[Take, PutBack]:
     axes, wanted = state_axes(setup), state_shardings(setup)
 
     def take(x: jax.Array, where: NamedSharding, axes: LogicalAxes) -> jax.Array:
-        return moves.in_order(x, where) if _is_stacked(axes) else x
+        return moves.to_order(x, where) if _is_stacked(axes) else x
 
     def put_back(
         x: jax.Array, where: NamedSharding, wanted: NamedSharding, axes: LogicalAxes
@@ -93,21 +89,23 @@ def lending(setup: Setup) -> tuple[Take, PutBack]:
 def from_canonical(setup: Setup, canonical: State) -> State:
     """A state laid out for this run, of a canonical one with any number of layers after.
 
-    Of a part of it, such as the weights, the same part. Stacks of `canonical` are deleted.
+    Of a part of it, such as the weights, the same part. Its arrays are deleted as theirs come to
+    be; but if stages lie apart, what is in none of them stays.
     """
-    moves, shardings = Moves(setup), _canonical_shardings(setup)
+    moves, shardings = moves_of(setup), _canonical_shardings(setup)
     canonical = {name: _regrouped(setup, x, shardings[name]) for name, x in canonical.items()}
     if setup.stages_apart:
         rest = _ends_apart(setup, canonical)
         return _with_stages(setup, moves, rest, canonical, shardings)
     axes, wanted = state_axes(setup), state_shardings(setup)
+    copied = cache(partial(on_mesh, setup, jnp.copy))
 
     def lay_out(
         x: jax.Array, where: NamedSharding, wanted: NamedSharding, axes: LogicalAxes
     ) -> jax.Array:
         if _is_stacked(axes):
             return moves.to_ranks(x, where, wanted)
-        return moves.copied(wanted)(x)
+        return deleting(copied(wanted), x)
 
     return {
         name: jax.tree.map(lay_out, x, shardings[name], wanted[name], axes[name])
@@ -120,7 +118,7 @@ def with_layers_after(setup: Setup, layers_after: int) -> Setup:
     if layers_after == setup.layers_after:
         return setup
     num_layers = setup.layout.num_layers + setup.layers_after - layers_after
-    return dataclasses.replace(setup, layout=sharding.Layout(1, 1, num_layers))
+    return dataclasses.replace(_together(setup), layout=sharding.Layout(1, 1, num_layers))
 
 
 def _canonical_shardings(setup: Setup) -> PyTree[NamedSharding]:
@@ -136,7 +134,7 @@ def _joined(setup: Setup, moves: Moves, state: State, shardings: PyTree[NamedSha
         stages, places = stages_and_places[:half], stages_and_places[half:]
         stacked = stack_of_stages(setup, stages, places)
         delete(stages, once=stacked)
-        return moves.in_order(stacked, where)
+        return moves.to_order(stacked, where)
 
     def join(x: PyTree, where: PyTree, places: PyTree) -> PyTree:
         if not _is_weights(x):
@@ -211,7 +209,7 @@ def _regrouped(setup: Setup, part: PyTree, shardings: PyTree[NamedSharding]) -> 
         return whole[:num_layers], whole[num_layers:]
 
     def of_leaf(*parts: jax.Array, where: Sequence[NamedSharding]) -> Sequence[jax.Array]:
-        found = compiled(setup, lambda *parts: split(*parts)[: len(where)], tuple(where))(*parts)
+        found = on_mesh(setup, lambda *parts: split(*parts)[: len(where)], tuple(where))(*parts)
         delete(parts, once=found)
         return found
 
@@ -252,10 +250,6 @@ def _is_weights(x: Any) -> bool:
 
 def _is_stacked(axes: Any) -> bool:
     return axes[: len(STACKED)] == STACKED
-
-
-def _flat_axes(axes: LogicalAxes) -> LogicalAxes:
-    return ("layers", *axes[len(STACKED) :]) if _is_stacked(axes) else axes
 
 
 def _over_ranks(shape: Sequence[int], where: NamedSharding, by_first: bool) -> NamedSharding:

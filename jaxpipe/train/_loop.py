@@ -44,7 +44,7 @@ from ._setup import Setup, set_up
 from ._start import check_same_sizes, first_state
 from ._state import State
 from ._step import make_train_step, place_step
-from ._stop import ShouldStop, TerminatedError, check_step, stop_requests
+from ._stop import ShouldStop, StopRequests, TerminatedError, check_step
 from ._together import agreed, is_first, wait_for_all
 from ._wandb import load_wandb, wandb_writer
 
@@ -71,7 +71,8 @@ def train(
         keep_history: Keep the metrics in memory too, some 1 kB a step.
 
     Returns:
-        The metrics of every step this call has made, or none if they are not kept.
+        The metrics of every step this call has made, or none if they are not kept. All steps are
+        done then, or `max_minutes` are over.
 
     Raises:
         ValueError: Before anything compiles, if the config does not suit the devices or the data,
@@ -126,10 +127,10 @@ def _recorded_steps(run: _Run, state: State, done: int) -> Iterator[Metrics]:
     if is_first():
         _write_config(run.folder, config)
         record_start(run.folder, setup, done)
-    by_time = ByTime(config.checkpoint_minutes)
+    by_time, stop, step = ByTime(config.checkpoint_minutes), StopRequests(config.max_minutes), done
     with ExitStack() as stack:
         write, report = _outputs(stack, config, run.folder, run.shown, first_step=done + 1)
-        should_stop = stack.enter_context(stop_requests(config.max_minutes))
+        stack.enter_context(stop)
         before = stack.enter_context(profiler(profiled_steps(config.profile_steps), run.folder))
         steps = run_steps(
             setup,
@@ -138,12 +139,11 @@ def _recorded_steps(run: _Run, state: State, done: int) -> Iterator[Metrics]:
             run.batch_at,
             save=_saver(run, checkpoints, by_time) if checkpoints else None,
             before=before,
-            should_stop=should_stop,
+            should_stop=stop,
             evaluate=run.evaluate,
             is_best=best_keeper(checkpoints, config.keep_best),
             is_due=by_time.is_due,
         )
-        step = done
         try:
             for step, metrics in steps:
                 write(step, metrics)
@@ -154,11 +154,11 @@ def _recorded_steps(run: _Run, state: State, done: int) -> Iterator[Metrics]:
         except ValueError as error:
             # What the user could have got wrong was checked before.
             raise RuntimeError(f"The run failed after step {step}.") from error
-        if step < config.steps:
-            rest = "start again to go on" if checkpoints else "nothing is saved"
-            print(f"stopped after step {step}: {rest}", file=run.shown)
-            if should_stop.by_signal():
-                raise TerminatedError(f"SIGTERM has ended the run after step {step}.")
+    if step < config.steps:
+        rest = "start again to go on" if checkpoints else "nothing is saved"
+        print(f"stopped after step {step}: {rest}", file=run.shown)
+        if stop.by_signal():
+            raise TerminatedError(f"SIGTERM has ended the run after step {step}.")
 
 
 def _saver(run: _Run, checkpoints: ocp.CheckpointManager, by_time: ByTime) -> Save:

@@ -1,8 +1,9 @@
 """How a stack of layers moves between the ranks of a run and the forward order of checkpoints."""
 
+import math
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -15,90 +16,122 @@ from ._apart import layers_of_ranks
 from ._setup import Setup
 
 
-class Moves:
-    """Programs that move a stack of layers, by where its result lies."""
+@runtime_checkable
+class Moves(Protocol):
+    """From a stack as it lies on ranks, such as [R, S, layers, ...], to [L, ...] and back.
 
-    def __init__(self, setup: Setup) -> None:
-        self._numbers, self._is_in_order = _numbers(setup), is_in_order(setup)
-        num_absent = np.sum(self._numbers < 0)
-        self._places = np.argsort(self._numbers, axis=None, stable=True)[num_absent:]
-        self.copied = cache(partial(compiled, setup, jnp.copy))
-        self._ordered = cache(partial(compiled, setup, self._order))
-        self._placed = cache(partial(compiled, setup, self._place))
+    What has been moved is deleted.
+    """
 
-    def in_order(self, x: jax.Array, where: NamedSharding) -> jax.Array:
-        """[L, ...] of a stack as it lies on ranks, such as [R, S, layers, ...], which it deletes.
+    def to_order(self, x: jax.Array, where: NamedSharding) -> jax.Array:
+        """Layers in forward order.
 
         Args:
-            x: The stack.
+            x: The stack on ranks.
             where: How the result lies.
         """
-        if not self._is_in_order:
-            x = _deleting(self.copied(self._whole_layers(where)), x)
-        return _deleting(self._ordered(where), x)
+        ...
 
     def to_ranks(self, x: jax.Array, where: NamedSharding, wanted: NamedSharding) -> jax.Array:
-        """The inverse of `in_order`.
+        """The inverse.
 
         Args:
-            x: [L, ...], which is deleted.
-            where: How it lies.
+            x: Layers in forward order.
+            where: How they lie.
             wanted: How the result lies.
         """
-        if self._is_in_order:
-            return _deleting(self._placed(wanted), x)
-        x = _deleting(self._placed(self._whole_layers(where)), x)
-        return _deleting(self.copied(wanted), x)
+        ...
 
-    def _whole_layers(self, where: NamedSharding) -> NamedSharding:
-        """How a stack on ranks lies if its other dims are divided so, and it is in no other way.
 
-        From there to forward order and back every device needs what it has.
-        """
-        dims = (None,) * self._numbers.ndim
-        return NamedSharding(where.mesh, PartitionSpec(*dims, *where.spec[1:]))
-
-    def _order(self, x: jax.Array) -> jax.Array:
-        x = x.reshape(self._numbers.size, *x.shape[self._numbers.ndim :])
-        return x if self._is_in_order else x[self._places]
-
-    def _place(self, x: jax.Array) -> jax.Array:
-        numbers = self._numbers.ravel()
-        if not self._is_in_order:
-            x = models.where_present(x[numbers], numbers)
-        return x.reshape(*self._numbers.shape, *x.shape[1:])
+def moves_of(setup: Setup) -> Moves:
+    """Those of a run. They compile at their first call for every shape and sharding."""
+    numbers = _numbers(setup)
+    return _Reshapes(setup, numbers.shape) if is_in_order(setup) else _Exchanges(setup, numbers)
 
 
 def is_in_order(setup: Setup) -> bool:
-    """Whether a stack on ranks is one in forward order, divided over the ranks."""
+    """Whether ranks have their layers in forward order, none of them twice or padded."""
     numbers = _numbers(setup)
     ranks_first = setup.stages_apart or setup.layout.num_repeats == 1
     return ranks_first and np.array_equal(numbers.ravel(), np.arange(numbers.size))
 
 
-def delete(tree: PyTree, *, once: PyTree) -> None:
-    """Deletes arrays on devices when those that were made of them are there."""
-    jax.block_until_ready(once)
-    for x in jax.tree.leaves(tree):
-        if not isinstance(x, np.ndarray):
-            x.delete()
+class _Reshapes:
+    """Of ranks that have their layers in forward order: nothing leaves its device."""
+
+    def __init__(self, setup: Setup, dims: tuple[int, ...]) -> None:
+        def flat(x: jax.Array) -> jax.Array:
+            return x.reshape(math.prod(dims), *x.shape[len(dims) :])
+
+        def stacked(x: jax.Array) -> jax.Array:
+            return x.reshape(*dims, *x.shape[1:])
+
+        self._flat = cache(partial(on_mesh, setup, flat))
+        self._stacked = cache(partial(on_mesh, setup, stacked))
+
+    def to_order(self, x: jax.Array, where: NamedSharding) -> jax.Array:
+        return deleting(self._flat(where), x)
+
+    def to_ranks(self, x: jax.Array, where: NamedSharding, wanted: NamedSharding) -> jax.Array:
+        del where
+        return deleting(self._stacked(wanted), x)
 
 
-def _deleting(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+class _Exchanges:
+    """Of all others: ranks exchange parts of layers, until each has its part of every layer. There
+    any order is within reach without another exchange."""
+
+    def __init__(self, setup: Setup, numbers: Int[np.ndarray, "..."]) -> None:
+        num_absent = np.sum(numbers < 0)
+        places = np.argsort(numbers, axis=None, stable=True)[num_absent:]
+        self._num_dims = numbers.ndim
+
+        def ordered(x: jax.Array) -> jax.Array:
+            return x.reshape(numbers.size, *x.shape[numbers.ndim :])[places]
+
+        def stacked(x: jax.Array) -> jax.Array:
+            x = models.where_present(x[numbers.ravel()], numbers)
+            return x.reshape(*numbers.shape, *x.shape[1:])
+
+        self._ordered = cache(partial(on_mesh, setup, ordered))
+        self._stacked = cache(partial(on_mesh, setup, stacked))
+        self._exchanged = cache(partial(on_mesh, setup, jnp.copy))
+
+    def to_order(self, x: jax.Array, where: NamedSharding) -> jax.Array:
+        x = deleting(self._exchanged(self._whole_layers(where)), x)
+        return deleting(self._ordered(where), x)
+
+    def to_ranks(self, x: jax.Array, where: NamedSharding, wanted: NamedSharding) -> jax.Array:
+        x = deleting(self._stacked(self._whole_layers(where)), x)
+        return deleting(self._exchanged(wanted), x)
+
+    def _whole_layers(self, where: NamedSharding) -> NamedSharding:
+        """How a stack on ranks lies that is divided as one in forward order, but not by layers."""
+        return NamedSharding(where.mesh, PartitionSpec(*[None] * self._num_dims, *where.spec[1:]))
+
+
+def deleting(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """What `move` makes of an array, which is then deleted."""
     found = move(x)
     delete(x, once=found)
     return found
 
 
-def _numbers(setup: Setup) -> Int[np.ndarray, "..."]:
-    """Of every place of a stack on ranks the number of its layer, or -1 if it has none."""
-    if setup.stages_apart:
-        return layers_of_ranks(setup)
-    return np.array(setup.layout.numbers, int).reshape(setup.layout.dims)
+def delete(tree: PyTree, *, once: PyTree) -> None:
+    """Deletes arrays when those that were made of them are there."""
+    jax.block_until_ready(once)
+    for x in jax.tree.leaves(tree):
+        x.delete()
 
 
-def compiled(setup: Setup, f: Callable[..., PyTree], where: PyTree) -> Callable[..., PyTree]:
-    """`f` for arrays on `setup.mesh`, whose explicit axes do not follow when layers move."""
+def on_mesh(setup: Setup, f: Callable[..., PyTree], where: PyTree) -> Callable[..., PyTree]:
+    """`f` compiled for arrays on `setup.mesh`, whose explicit axes do not follow moving layers.
+
+    Args:
+        setup: The run.
+        f: What moves arrays.
+        where: How its results lie.
+    """
     work: Any = f
     if setup.config.shard_mode == "explicit":
         work = jax.sharding.auto_axes(f, out_sharding=jax.tree.map(_on_explicit_axes, where))
@@ -120,3 +153,10 @@ def _on_explicit_axes(where: NamedSharding) -> NamedSharding:
         return tuple(name for name in names if kinds[name] is AxisType.Explicit) or None
 
     return NamedSharding(where.mesh, PartitionSpec(*map(explicit, where.spec)))
+
+
+def _numbers(setup: Setup) -> Int[np.ndarray, "..."]:
+    """Of every place of a stack on ranks the number of its layer, or -1 if it has none."""
+    if setup.stages_apart:
+        return layers_of_ranks(setup)
+    return np.array(setup.layout.numbers, int).reshape(setup.layout.dims)

@@ -5,14 +5,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
 
 from ._config import Config
-from ._together import agreed
+from ._together import any_says
 
 ShouldStop = Callable[[int], bool]
 """Whether the run ends after this step; all processes ask after every step, and hear the same."""
@@ -27,15 +27,35 @@ class TerminatedError(RunError):
 
 
 class StopRequests:
-    """What may end a run after any step: SIGTERM and the clock. A `ShouldStop`."""
+    """What may end a run after any step, a `ShouldStop`. A context manager.
+
+    Inside it takes SIGTERM, by which schedulers announce that a job will be ended, for a wish to
+    stop. With several processes JAX takes it, on any of them, and finds a step that all can stop
+    after.
+    """
 
     def __init__(self, max_minutes: float) -> None:
+        """
+        Args:
+            max_minutes: After which the run ends; 0 for never. Of several processes each sends
+                itself the signal then.
+        """
         self._deadline = time.monotonic() + 60 * max_minutes if max_minutes else math.inf
         self._is_alone = jax.process_count() == 1
         self._is_asked = self._is_over = False
+        self._before: Any = None
 
-    def ask(self) -> None:
-        """Wishes the run, of one process, to end."""
+    def __enter__(self) -> "StopRequests":
+        # Python lets no other thread handle signals.
+        if self._is_alone and threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _ask(self, *_: object) -> None:
         self._is_asked = True
 
     def __call__(self, step: int) -> bool:
@@ -48,30 +68,8 @@ class StopRequests:
         return multihost_utils.reached_preemption_sync_point(step)
 
     def by_signal(self) -> bool:
-        """Whether it was no clock that has ended the run. All processes ask, and hear the same."""
-        return not agreed(self._is_over)
-
-
-@contextmanager
-def stop_requests(max_minutes: float) -> Iterator[StopRequests]:
-    """Takes SIGTERM, by which schedulers announce that a job will be ended, for a wish to stop.
-
-    With several processes JAX takes it, on any of them, and finds a step that all can stop after.
-
-    Args:
-        max_minutes: After which the run ends; 0 for never. Of several processes each sends itself
-            the signal then.
-    """
-    requests = StopRequests(max_minutes)
-    # Python lets no other thread handle signals.
-    is_main = threading.current_thread() is threading.main_thread()
-    handles = jax.process_count() == 1 and is_main
-    before = signal.signal(signal.SIGTERM, lambda *_: requests.ask()) if handles else None
-    try:
-        yield requests
-    finally:
-        if handles:
-            signal.signal(signal.SIGTERM, before)
+        """Whether no clock has ended the run. All processes ask, and hear the same."""
+        return not any_says(self._is_over)
 
 
 def check_step(config: Config, step: int, metrics: Mapping[str, float]) -> str | None:

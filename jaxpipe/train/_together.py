@@ -17,6 +17,13 @@ def agreed(number: int) -> int:
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
+def any_says(flag: bool) -> bool:
+    """Whether a process says so, on all of them."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(multihost_utils.process_allgather(np.asarray(flag)).any())
+
+
 def wait_for_all(why: str) -> None:
     """Goes on when all are here.
 

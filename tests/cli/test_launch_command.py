@@ -6,11 +6,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxpipe.cli import main
+from jaxpipe.cli._launch import _first_failure, _Job
 from jaxpipe.cli._processes import ADDRESS, NUM_PROCESSES, PROCESS, join_processes
 
 from .runs import QUICK_TO_COMPILE, SMALL, losses, run_jaxpipe
@@ -169,6 +171,40 @@ def test_sigterm_to_the_launcher_ends_all_processes_after_one_step_with_a_checkp
     assert f"stopped after step {done}: start again to go on" in output
     assert (tmp_path / "default" / "checkpoints" / str(done)).is_dir()
     assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+class Ended:
+    """A process that has."""
+
+    def __init__(self, code: int) -> None:
+        self.returncode = code
+
+    def poll(self) -> int:
+        return self.returncode
+
+
+@pytest.mark.parametrize(
+    ("codes", "signals", "code", "said"),
+    [
+        ((0, 0), 0, 0, ""),
+        ((143, 143), 1, 143, ""),
+        ((143, 1), 1, 1, "process 1 has ended with code 1."),
+        ((143, 143), 0, 143, "process 0 has ended with code 143."),
+        ((0, -9), 0, 137, "process 1 has ended by SIGKILL."),
+    ],
+)
+def test_the_exit_code_is_that_of_the_first_process_that_was_not_told_to_end(
+    codes, signals, code, said, capsys
+):
+    running: list[Any] = [Ended(code) for code in codes]
+    assert _first_failure(_Job(running, [], signals), grace=0) == code
+    assert capsys.readouterr().err.replace("jaxpipe: error: ", "").strip() == said
+
+
+@pytest.mark.slow
+def test_processes_whose_time_is_over_have_done_what_they_should(tmp_path):
+    said = run("mpmd on 2", tmp_path, 1000000, "max_minutes=0.05")
+    assert "start again to go on" in said
 
 
 def _children(process: int) -> list[int]:

@@ -40,7 +40,8 @@ def texts(batch: Batch) -> str:
 
 
 def test_without_data_for_it_there_is_no_evaluation():
-    assert make_data(setup_of()).evaluation is None
+    assert make_data(setup_of(eval_interval=1)).evaluation is None
+    assert make_data(setup_of(eval_split_fraction=0.1)).evaluation is None
     assert make_data(setup_of(dataset_type="synthetic")).evaluation is None
 
 
@@ -65,6 +66,7 @@ def test_what_is_held_out_is_in_no_batch_of_training(tmp_path: Path):
     file = tmp_path / "all.txt"
     file.write_text("\n\n\n".join(f"<{i}>" for i in range(200)))
     settings = {"data_files": [str(file)], "eval_split_fraction": 0.2, "packing": False}
+    settings |= {"eval_interval": 1}
     setup = setup_of(**settings)
     batch_at, found = make_batches(setup), make_data(setup).evaluation
     assert found is not None
@@ -143,7 +145,7 @@ def test_a_mixture_has_rows_of_its_sources_by_weight(tmp_path: Path):
     for step in (0, 1, 1000):
         assert sorted(names(make_batches(setup)(step))) == ["a"] * 7 + ["b"] * 3
     sources = [source(tmp_path, "a", 40, weight=2.0), source(tmp_path, "b", 20)]
-    split = setup_of(**mixture, data_sources=sources, eval_split_fraction=0.5)
+    split = setup_of(**mixture, data_sources=sources, eval_split_fraction=0.5, eval_interval=1)
     found = make_data(split).evaluation
     assert found is not None
     held_out = [name for batch in found for name in names(batch) if name]

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,7 +20,7 @@ from jaxpipe.train._state import State
 
 from .runs import DEEPSEEK, NONE, Settings, flat, setup_of
 
-EIGHT: Settings = {"base_num_decoder_layers": 8}
+EIGHT: Settings = {"base_num_decoder_layers": 8, "vocab_size": 512}
 RANKS: Settings = {"ici_pipeline_parallelism": 4}
 SCHEDULED: Settings = RANKS | {"pipeline_engine": "scheduled"}
 MPMD: Settings = RANKS | {"pipeline_engine": "mpmd"}
@@ -34,6 +35,10 @@ SETUPS: dict[str, tuple[int, Settings]] = {
     "none": (2, EIGHT | NONE | {"ici_fsdp_parallelism": 2}),
     "one stage a rank": (8, EIGHT | RANKS | {"ici_fsdp_parallelism": 2}),
     "circular": (8, EIGHT | RANKS | ZERO | {"num_pipeline_repeats": 2}),
+    "one stage a rank, a rule onto the stages": (
+        4,
+        EIGHT | RANKS | {"logical_axis_rules": [["embed", ["fsdp", "stage"]]]},
+    ),
     "three repeats": (4, RANKS | {"base_num_decoder_layers": 12}),
     "V": (4, EIGHT | SCHEDULED | {"pipeline_schedule": "zbv"}),
     "uneven": (
@@ -87,7 +92,7 @@ def test_a_run_goes_on_from_what_another_saved(setup: Setup):
 def test_no_device_holds_a_second_state_on_the_way(setup: Setup, monkeypatch: pytest.MonkeyPatch):
     others = held(setup)
     state = step.initial_state(setup)
-    before = held(setup) - others
+    before, saved = held(setup) - others, flat(setup, state)
     found, delete, calls = [], moves.delete, itertools.count()
 
     def watched(tree: Any, *, once: Any) -> None:
@@ -100,14 +105,28 @@ def test_no_device_holds_a_second_state_on_the_way(setup: Setup, monkeypatch: py
         monkeypatch.setattr(module, "delete", watched)
     take, put_back = canonical.lending(setup)
     lent = take(state)
-    after, largest = held(setup) - others, of_largest(setup, stacks(lent))
+    after, largest = held(setup) - others, of_largest(setup, lent)
+    of_stacks = of_largest(setup, stacks(lent))
     put_back(state, lent)
     assert next(calls) >= 2 * len(stacks(lent))
     if not setup.stages_apart:
-        assert np.all(found <= before + largest)
+        assert np.all(found <= before + of_stacks)
     else:  # parts are joined on their ranks first, and room is made for as many as any rank has
         padded = layers_of_ranks(setup).size / setup.layout.num_layers
-        assert np.all(found <= np.maximum(before, after) + 3 * padded * largest)
+        assert np.all(found <= np.maximum(before, after) + 3 * padded * of_stacks)
+
+    del state, lent
+    of_state = before
+    found.clear()
+    others = held(setup)
+    where = jax.tree.map(lambda leaf: leaf.sharding, canonical.canonical_shapes(setup))
+    restored = jax.block_until_ready(jax.tree.map(jnp.copy, jax.device_put(saved, where)))
+    before = held(setup) - others
+    canonical.from_canonical(setup, restored)
+    assert len(found) > 3
+    if not setup.stages_apart:  # here too ranks may have room for more layers than there are
+        padded = np.prod(setup.layout.dims) / setup.layout.num_layers
+        assert np.all(found <= np.maximum(before, of_state) + padded * largest)
 
 
 def test_ranks_divide_what_layers_do_not():
@@ -155,9 +174,9 @@ def held(setup: Setup) -> np.ndarray:
     return by_device(setup, jax.live_arrays())
 
 
-def of_largest(setup: Setup, leaves: list[Any]) -> np.ndarray:
+def of_largest(setup: Setup, tree: Any) -> np.ndarray:
     """Bytes on every device of that leaf of which it has most."""
-    return np.max([by_device(setup, [leaf]) for leaf in leaves], axis=0)
+    return np.max([by_device(setup, [leaf]) for leaf in jax.tree.leaves(tree)], axis=0)
 
 
 def by_device(setup: Setup, arrays: Iterable[jax.Array]) -> np.ndarray:

@@ -55,7 +55,7 @@ class Given(SomeBatches):
     """Batches that are there."""
 
     def __init__(self, batches: Sequence[Batch]) -> None:
-        self.batches, self.batch_size = batches, ROWS
+        self.batches, self.batch_size = batches, len(batches[0]["tokens"])
 
     def __len__(self) -> int:
         return len(self.batches)
