@@ -97,7 +97,7 @@ class Config(Keys):
         for name, choices in readers.items():
             value, default = getattr(self, name), Config.model_fields[name].default
             if choice not in choices and value != default:
-                others = " or ".join(f"`{key}={other}`" for other in choices)
+                others = f"`{key}=" + "` or `".join(choices) + "`"
                 raise ValueError(
                     f"`{key}` is {choice!r} and `{name}` is {value!r}, which it does not read. "
                     f"Leave it at {default!r}, or choose {others}."

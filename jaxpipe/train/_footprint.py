@@ -26,7 +26,8 @@ class Footprint:
         weights: As they are stored between steps.
         gradients: Of all weights, as the optimizer takes them.
         gradient_sums: Beside those of a call of the engine, with several calls in a step: what adds
-            up in float32, or on ranks with programs of their own every other call's.
+            up in float32, or on ranks with programs of their own, if weights are not float32,
+            every other call's.
         optimizer: Its state.
         stage_inputs: Of all microbatches that wait for their backward at the same time.
     """
@@ -58,9 +59,10 @@ def footprints(setup: Setup) -> tuple[Footprint, ...]:
                 (shapes["optimizer"], where["optimizer"]),
             )
         )
-        # One program adds up call by call; programs of ranks add after their last loop.
-        calls = setup.num_calls
-        sums = (calls - 1) * gradients if setup.stages_apart else min(calls - 1, 1) * sums
+        others = setup.num_calls - 1
+        # Of others than float32, programs of ranks add after their last loop.
+        adds_late = setup.stages_apart and jnp.dtype(setup.config.weight_dtype) != jnp.float32
+        sums = others * gradients if adds_late else min(others, 1) * sums
         found.append(Footprint(weights, gradients, sums, optimizer, held))
     return tuple(found)
 

@@ -71,6 +71,6 @@ def test_zero_1_halves_adams_moments_where_weights_are_split_over_fsdp(auto):
 
 def test_explicit_axes_without_a_pipeline_are_refused():
     with pytest.raises(
-        ValueError, match=r"`pipeline_engine` is 'none' and `shard_mode` is explici"
+        ValueError, match=r"`pipeline_engine` is 'none' and `shard_mode` is 'explici"
     ):
         load_config((), ("pipeline_engine=none", EXPLICIT), presets=PRESETS)
