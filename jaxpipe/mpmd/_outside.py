@@ -24,7 +24,7 @@ def segments(outer: Program, placement: Placement) -> list[list[Run]]:
         placement: Where its other steps run.
     """
     count = 1 + sum(loop_of(step) is not None for step in outer.steps)
-    of_segment = _segment_of_each(outer, count - 1)
+    of_segment = _earlier(outer, _latest(outer, count - 1))
     exported = _exported(outer, placement, of_segment)
     found = []
     for segment in range(count):
@@ -42,13 +42,9 @@ def _segment_name(segment: int, count: int) -> str:
     return "after_loop" if segment == count - 1 else f"between_loops_{segment}"
 
 
-def _segment_of_each(outer: Program, last: int) -> dict[Step, int]:
-    """Where each step leaves least to be kept across a loop."""
-    return _earlier(outer, _latest(outer, last))
-
-
 def _latest(outer: Program, last: int) -> dict[Step, int]:
-    """As late as those who need it allow."""
+    """Of every step its segment: as late as those who need it allow, so that little is kept across
+    a loop."""
     latest: dict[Value, int] = dict.fromkeys(values(outer.outputs), last)
     of_step: dict[Step, int] = {}
     loops = last

@@ -237,15 +237,18 @@ def _name_aborts(dog: Watchdog) -> None:
     """Lets the process say what was under way when JAX aborts it.
 
     JAX does so as soon as process 0 is gone (`client.h: Terminating process`), from a thread of its
-    own. Handlers of the `signal` module would run after the process has ended.
+    own. Handlers of the `signal` module would run after the process has ended. If the watchdog has
+    said more already, it has the time it needs for ending the process with its own exit code.
     """
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int)
     def say(_: int) -> None:
-        if not dog.reasons:
-            first = [f"{label} is under way" for label, _ in dog.under_way[:1]]
-            what = _look(dog) or (first or ["nothing is under way"])[0]
-            os.write(2, f"jaxpipe: process {dog.process}: {what}, and JAX aborts\n".encode())
+        if dog.reasons:
+            time.sleep(2 * dog.grace + 1.0)
+            return
+        first = [f"{label} is under way" for label, _ in dog.under_way[:1]]
+        what = _look(dog) or (first or ["nothing is under way"])[0]
+        os.write(2, f"jaxpipe: process {dog.process}: {what}, and JAX aborts\n".encode())
 
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(say))  # for the life of the process
     libc = ctypes.CDLL(None)

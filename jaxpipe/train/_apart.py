@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from .. import mpmd, schedules
+from .. import mpmd
 from ._setup import Setup
 
 Places = Sequence[PyTree[mpmd.MpmdSharding]]
@@ -25,8 +25,8 @@ Places = Sequence[PyTree[mpmd.MpmdSharding]]
 
 def layers_of_ranks(setup: Setup) -> Int[np.ndarray, "S K"]:
     """The numbers of each rank's layers, stage after stage in forward order, and -1 behind them."""
-    layers, num_ranks = setup.layout.layers_of_stages, setup.layout.num_ranks
-    rows = [[i for stage in _stages_of(setup, r) for i in layers[stage]] for r in range(num_ranks)]
+    layers = setup.layout.layers_of_stages
+    rows = [[i for stage in stages for i in layers[stage]] for stages in setup.stages_of_ranks]
     most = max(map(len, rows))
     return np.array([row + [-1] * (most - len(row)) for row in rows])
 
@@ -44,7 +44,7 @@ def stack_of_stages(
     for rank in mesh.local_ranks:
         shardings = [NamedSharding(mesh.unstack[rank], spec) for spec in specs]
         shapes = map(_shape, dims, dtypes, shardings)
-        mine = [stage for stage in _stages_of(setup, rank) if _counts(setup)[stage]]
+        mine = [stage for stage in setup.stages_of_ranks[rank] if _counts(setup)[stage]]
         parts = [[of_stages[stage].on_rank(rank) for stage in mine] for of_stages in of_leaves]
         for found, joined in zip(shards, _joining(tuple(shapes))(parts), strict=True):
             found += [shard.data[None] for shard in joined.addressable_shards]
@@ -67,7 +67,7 @@ def stages_of_stack(
     for rank in mesh.local_ranks:
         shardings = tuple(NamedSharding(mesh.unstack[rank], spec) for spec in specs)
         part = [_on_rank(leaf, where) for leaf, where in zip(leaves, shardings, strict=True)]
-        mine = [stage for stage in _stages_of(setup, rank) if counts[stage]]
+        mine = [stage for stage in setup.stages_of_ranks[rank] if counts[stage]]
         cut = _cutting(tuple(counts[stage] for stage in mine), shardings)(part)
         for stage, of_stage in zip(mine, cut, strict=True):
             for arrays, array in zip(found[stage], of_stage, strict=True):
@@ -94,11 +94,6 @@ def mpmd_mesh(setup: Setup) -> mpmd.MpmdMesh:
 
 def _of_stack(mesh: mpmd.MpmdMesh, spec: PartitionSpec) -> NamedSharding:
     return NamedSharding(mesh.jax_mesh, PartitionSpec(mesh.mpmd_axis_name, *spec))
-
-
-def _stages_of(setup: Setup, rank: int) -> tuple[int, ...]:
-    assert setup.schedule is not None
-    return schedules.stages_of_rank(setup.schedule.schedule, rank)
 
 
 def _counts(setup: Setup) -> list[int]:

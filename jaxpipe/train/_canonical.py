@@ -66,9 +66,12 @@ def lending(setup: Setup) -> tuple[Take, PutBack]:
     """
     moves, shardings = moves_of(setup), _canonical_shardings(setup)
     if setup.stages_apart:
+        places = state_places(setup)
         return (
-            lambda state: _joined(setup, moves, state, shardings),
-            lambda state, canonical: _with_stages(setup, moves, state, canonical, shardings),
+            lambda state: _joined(setup, moves, state, shardings, places),
+            lambda state, canonical: _with_stages(
+                setup, moves, state, canonical, shardings, places
+            ),
         )
     axes, wanted = state_axes(setup), state_shardings(setup)
 
@@ -95,8 +98,9 @@ def from_canonical(setup: Setup, canonical: State) -> State:
     moves, shardings = moves_of(setup), _canonical_shardings(setup)
     canonical = {name: _regrouped(setup, x, shardings[name]) for name, x in canonical.items()}
     if setup.stages_apart:
-        rest = _ends_apart(setup, canonical)
-        return _with_stages(setup, moves, rest, canonical, shardings)
+        places = state_places(setup)
+        rest = _ends_apart(setup, canonical, places)
+        return _with_stages(setup, moves, rest, canonical, shardings, places)
     axes, wanted = state_axes(setup), state_shardings(setup)
     copied = cache(partial(on_mesh, setup, jnp.copy))
 
@@ -125,7 +129,13 @@ def _canonical_shardings(setup: Setup) -> PyTree[NamedSharding]:
     return jax.tree.map(lambda leaf: leaf.sharding, canonical_shapes(setup))
 
 
-def _joined(setup: Setup, moves: Moves, state: State, shardings: PyTree[NamedSharding]) -> State:
+def _joined(
+    setup: Setup,
+    moves: Moves,
+    state: State,
+    shardings: PyTree[NamedSharding],
+    places: PyTree[mpmd.MpmdSharding],
+) -> State:
     """The canonical state of one whose stages lie apart, which are deleted."""
     mesh = mpmd_mesh(setup)
 
@@ -142,12 +152,12 @@ def _joined(setup: Setup, moves: Moves, state: State, shardings: PyTree[NamedSha
         stages = jax.tree.map(stack, where["stages"], *x["stages"], *places["stages"])
         return mpmd.mpmd_to_spmd_reshard(mesh, _ends(x), _ends(where)) | {"stages": stages}
 
-    return jax.tree.map(join, state, shardings, state_places(setup), is_leaf=_is_weights)
+    return jax.tree.map(join, state, shardings, places, is_leaf=_is_weights)
 
 
-def _ends_apart(setup: Setup, canonical: State) -> State:
+def _ends_apart(setup: Setup, canonical: State, places: PyTree[mpmd.MpmdSharding]) -> State:
     """What is in no stage, on the ranks that have it."""
-    mesh, places = mpmd_mesh(setup), state_places(setup)
+    mesh = mpmd_mesh(setup)
 
     def move(x: PyTree, places: PyTree) -> PyTree:
         if not _is_weights(x):
@@ -161,7 +171,12 @@ def _ends_apart(setup: Setup, canonical: State) -> State:
 
 
 def _with_stages(
-    setup: Setup, moves: Moves, rest: State, canonical: State, shardings: PyTree[NamedSharding]
+    setup: Setup,
+    moves: Moves,
+    rest: State,
+    canonical: State,
+    shardings: PyTree[NamedSharding],
+    places: PyTree[mpmd.MpmdSharding],
 ) -> State:
     """`rest` with the stages of a canonical state, each on its rank."""
 
@@ -181,7 +196,6 @@ def _with_stages(
             "stages": [tree.unflatten(leaves) for leaves in zip(*of_leaves, strict=True)]
         }
 
-    places = state_places(setup)
     return {
         name: jax.tree.map(
             with_stages, x, shardings[name], places[name], rest[name], is_leaf=_is_weights
@@ -208,8 +222,14 @@ def _regrouped(setup: Setup, part: PyTree, shardings: PyTree[NamedSharding]) -> 
         whole = jnp.concatenate(parts)
         return whole[:num_layers], whole[num_layers:]
 
-    def of_leaf(*parts: jax.Array, where: Sequence[NamedSharding]) -> Sequence[jax.Array]:
-        found = on_mesh(setup, lambda *parts: split(*parts)[: len(where)], tuple(where))(*parts)
+    @cache
+    def splitting(where: tuple[NamedSharding, ...]) -> Callable[..., tuple[jax.Array, ...]]:
+        return on_mesh(setup, lambda *parts: split(*parts)[: len(where)], where)
+
+    def of_leaf(
+        parts: tuple[jax.Array, ...], where: tuple[NamedSharding, ...]
+    ) -> tuple[jax.Array, ...]:
+        found = splitting(where)(*parts)
         delete(parts, once=found)
         return found
 
@@ -220,7 +240,7 @@ def _regrouped(setup: Setup, part: PyTree, shardings: PyTree[NamedSharding]) -> 
             return w
         leaves = zip(*map(jax.tree.leaves, before), strict=True)
         wanted = zip(*map(jax.tree.leaves, after), strict=True)
-        found = [of_leaf(*x, where=where) for x, where in zip(leaves, wanted, strict=True)]
+        found = list(map(of_leaf, leaves, wanted))
         stages, *rest = map(jax.tree.structure(w["stages"]).unflatten, zip(*found, strict=True))
         head = {name: leaf for name, leaf in w["head"].items() if name != "layers"}
         head |= {"layers": rest[0]} if rest else {}

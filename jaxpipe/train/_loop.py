@@ -50,7 +50,8 @@ from ._wandb import load_wandb, wandb_writer
 
 Metrics = dict[str, float]
 
-Save = Callable[[int, State, Metrics], State]
+Save = Callable[[int, State, Metrics], Callable[[], State]]
+"""Takes a checkpoint and the state with it. Returns what puts the state back."""
 
 Values = Mapping[str, jax.Array | mpmd.MpmdArray]
 """Metrics that may not be computed yet."""
@@ -162,14 +163,13 @@ def _recorded_steps(run: _Run, state: State, done: int) -> Iterator[Metrics]:
 
 
 def _saver(run: _Run, checkpoints: ocp.CheckpointManager, by_time: ByTime) -> Save:
-    """What saves a state, which it takes and puts back."""
     (take, put_back), metadata = lending(run.setup), _metadata(run.setup, run.batch_at)
 
-    def save(step: int, state: State, metrics: Metrics) -> State:
+    def save(step: int, state: State, metrics: Metrics) -> Callable[[], State]:
         canonical, loss = take(state), metrics.get("eval_loss")
         save_checkpoint(checkpoints, step, canonical, metadata, eval_loss=loss)
         by_time.saved()
-        return put_back(state, canonical)
+        return lambda: put_back(state, canonical)
 
     return save
 
@@ -198,7 +198,7 @@ def run_steps(
         state: What the first of them starts from.
         done: How many steps were done before.
         batch_at: The batch of every step.
-        save: What takes a checkpoint of a state, if anything does, and returns the state.
+        save: What takes checkpoints, if anything does.
         before: Is called before every step, with the metrics of the one before it if that may not
             have ended yet.
         should_stop: Whether a step is the last one, with a checkpoint.
@@ -233,7 +233,8 @@ def run_steps(
                 saves = is_best(values["eval_loss"]) or saves
             yield step, values
             if saves and save:
-                state = save(step, state, values)
+                put_back = save(step, state, values)
+                state = state if is_stopped or is_last else put_back()
             previous = None
         if is_stopped:
             return

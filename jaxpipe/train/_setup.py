@@ -5,14 +5,14 @@ R repeats, S ranks, M microbatches of b rows in each of A calls of the engine, T
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from .. import models, sharding, spmd
+from .. import models, schedules, sharding, spmd
 from .._versions import splash_aborts_in_pipelines
 from ..data import global_batch_size
 from ._choice import Choice
@@ -66,6 +66,13 @@ class Setup:
     def stages_apart(self) -> bool:
         """Whether every stage has a tree of weights of its own, instead of a part of each leaf."""
         return self.config.pipeline_engine == "mpmd"
+
+    @cached_property
+    def stages_of_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of every rank in forward order, if a schedule says them."""
+        assert self.schedule is not None
+        stages_of_rank = partial(schedules.stages_of_rank, self.schedule.schedule)
+        return tuple(map(stages_of_rank, range(self.layout.num_ranks)))
 
     @property
     def layers_after(self) -> int:

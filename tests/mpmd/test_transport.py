@@ -239,6 +239,13 @@ def test_a_program_that_hangs_is_an_error_on_both_sides():
     assert "jaxpipe: process 1: rank 1: 1F0 has not finished within" in hangs.err
 
 
+def test_an_abort_after_the_reason_is_said_does_not_take_its_exit_code():
+    ended = run_processes(SCRIPT, "aborted", 2, seconds=120)
+    for one in ended:
+        assert one.code == EXIT_CODE, one
+        assert "rank 1: 1F0 has not finished within" in one.err
+
+
 def test_processes_with_different_programs_hear_of_it_before_the_first_step():
     ended = run_processes(SCRIPT, "differ", 2, seconds=120)
     for one in ended:

@@ -167,6 +167,15 @@ def stuck(process: int, num_processes: int) -> None:
         program(jax.device_put(np.ones(4, np.float32), jax.local_devices()[0]))
 
 
+def aborted(process: int, num_processes: int) -> None:
+    """Aborts, as JAX does when process 0 is gone, between the reason and the end of the process."""
+    dog = start_watchdog(1.0)
+    begin(dog, "rank 1: 1F0")
+    while not dog.reasons:
+        time.sleep(1e-3)
+    os.abort()
+
+
 def differ(process: int, num_processes: int) -> None:
     """Process 1 has another program, and another idea of a route; 0 is alone at one occasion."""
     if process == 0:

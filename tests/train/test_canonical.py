@@ -142,8 +142,12 @@ def test_ranks_divide_what_layers_do_not():
 
 def stacks(tree: State) -> list[Any]:
     """The leaves with layers of the pipeline, of the weights and of Adam's moments."""
-    adam = next(part for part in tree["optimizer"] if hasattr(part, "mu"))
-    return jax.tree.leaves([w["stages"] for w in (tree["weights"], adam.mu, adam.nu)])
+    return jax.tree.leaves([w["stages"] for w in weights_and_moments(tree)])
+
+
+def weights_and_moments(state: State) -> tuple[Any, Any, Any]:
+    adam = next(part for part in state["optimizer"] if hasattr(part, "mu"))
+    return state["weights"], adam.mu, adam.nu
 
 
 def in_forward_order(setup: Setup, state: State) -> list[np.ndarray]:
@@ -152,9 +156,8 @@ def in_forward_order(setup: Setup, state: State) -> list[np.ndarray]:
         numbers = np.array(setup.layout.numbers)
         order = [np.flatnonzero(numbers == i)[0] for i in range(setup.layout.num_layers)]
         return [leaf.reshape(-1, *leaf.shape[3:])[order] for leaf in stacks(state)]
-    adam = next(part for part in state["optimizer"] if hasattr(part, "mu"))
     found = []
-    for w in (state["weights"], adam.mu, adam.nu):
+    for w in weights_and_moments(state):
         leaves = zip(*map(jax.tree.leaves, w["stages"]), strict=True)
         found += [np.concatenate(of_stages) for of_stages in leaves]
     return found
