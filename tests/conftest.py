@@ -1,23 +1,21 @@
 """Eight emulated CPU devices, strict dtypes, and the package under jaxtyping and beartype."""
 
 import os
-from importlib.metadata import version
+from collections.abc import Iterator
 
-# Tests compile much and compute little: without LLVM's optimizations they take half the time.
-# XLA's own passes, the partitioner's among them, run as ever.
-# And without fused multiply-add, which AVX does not have: with it a number's last bit depends on
-# what XLA fuses, and where it is then rounded to FP8 that bit may become a large one.
-# And without an MLIR context for every fusion, which took half of the time that compiling took.
-flags = " --xla_backend_optimization_level=0 --xla_cpu_max_isa=AVX"
-if version("jaxlib").startswith("0.10."):  # later ones do not know the flag, and stop
-    flags += " --xla_cpu_use_fusion_emitters=false"
-os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + flags).strip()
+from quick import ENVIRONMENT
+
+flags = f"{os.environ.get('XLA_FLAGS', '')} {ENVIRONMENT['XLA_FLAGS']}".strip()
+os.environ |= ENVIRONMENT | {"XLA_FLAGS": flags}
 
 from jaxpipe.cli import emulate_devices
 
 emulate_devices(8)
 
+import gc
+
 import jax
+import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
@@ -41,3 +39,18 @@ install_import_hook(
     ],
     "beartype.beartype",
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget() -> Iterator[None]:
+    """What JAX has traced and compiled for a module is of no use to the next: garbage collection
+    would go through it again and again."""
+    yield
+    jax.clear_caches()
+
+
+def pytest_collection_finish() -> None:
+    """Leaves modules and tests to no garbage collection."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from quick import ENVIRONMENT
+
 SMALL = [
     "dtype=float32",
     "base_emb_dim=16",
@@ -15,14 +17,13 @@ SMALL = [
     "ici_fsdp_parallelism=1",
     "enable_tensorboard=false",
 ]
-QUICK_TO_COMPILE = "--xla_backend_optimization_level=0"
 
 
-def run_jaxpipe(*words: str, flags: str = QUICK_TO_COMPILE) -> str:
+def run_jaxpipe(*words: str) -> str:
     """What `jaxpipe WORDS`, which must succeed, prints."""
     ended = subprocess.run(
         [sys.executable, "-m", "jaxpipe", *words],
-        env=os.environ | {"XLA_FLAGS": flags},
+        env=os.environ | ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=600,

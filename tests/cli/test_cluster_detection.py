@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from .runs import QUICK_TO_COMPILE, SMALL, losses
+from quick import ENVIRONMENT
+
+from .runs import SMALL, losses
 
 NUM_PROCESSES = 2
 SETTINGS = [
@@ -47,10 +49,9 @@ ENGINES = {
 
 def started(folder: Path, settings: list[str], more: dict[str, str]) -> subprocess.Popen:
     command = [sys.executable, "-m", "jaxpipe", "train", *SETTINGS, *settings]
-    flags = {"XLA_FLAGS": QUICK_TO_COMPILE}
     return subprocess.Popen(
         [*command, f"output_dir={folder}", "emulate_devices=1"],
-        env={**os.environ, **flags, **more},
+        env={**os.environ, **ENVIRONMENT, **more},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -14,8 +14,9 @@ import pytest
 from jaxpipe.cli import main
 from jaxpipe.cli._launch import _first_failure, _Job
 from jaxpipe.cli._processes import ADDRESS, NUM_PROCESSES, PROCESS, join_processes
+from quick import ENVIRONMENT
 
-from .runs import QUICK_TO_COMPILE, SMALL, losses, run_jaxpipe
+from .runs import SMALL, losses, run_jaxpipe
 
 SETTINGS = [
     *SMALL,
@@ -128,10 +129,9 @@ def started(folder: Path, *settings: str) -> tuple[subprocess.Popen, list[int]]:
     """A launcher whose two processes train without end, and these, once they do."""
     words = [*SETTINGS, *RUNS["mpmd on 2"][1].split(), "steps=1000000", f"output_dir={folder}"]
     command = [sys.executable, "-m", "jaxpipe", "launch", "--processes", "2", "--grace", "30"]
-    environment = os.environ | {"XLA_FLAGS": QUICK_TO_COMPILE}
     launcher = subprocess.Popen(
         [*command, *words, *settings],
-        env=environment,
+        env=os.environ | ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

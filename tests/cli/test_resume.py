@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from .runs import QUICK_TO_COMPILE, SMALL, losses, run_jaxpipe
+from quick import ENVIRONMENT
+
+from .runs import SMALL, losses, run_jaxpipe
 
 SETTINGS = [
     *SMALL,
@@ -49,8 +51,6 @@ ENGINES: dict[str, tuple[int, int, str]] = {
         "mpmd_timeout_seconds=120",
     ),
 }
-# One environment for all: the last bits depend on how XLA compiles.
-FLAGS = f"{QUICK_TO_COMPILE} --xla_cpu_max_isa=AVX"
 
 
 def words_of(engine: str, folder: Path, *settings: str) -> list[str]:
@@ -63,7 +63,7 @@ def words_of(engine: str, folder: Path, *settings: str) -> list[str]:
 
 
 def train(engine: str, folder: Path, *settings: str) -> str:
-    return run_jaxpipe(*words_of(engine, folder, *settings), flags=FLAGS)
+    return run_jaxpipe(*words_of(engine, folder, *settings))
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def kill_one(folder: Path, settings: tuple[str, ...], rng: random.Random) -> str
     words = words_of("circular, 4 ranks x 2 repeats", folder, *settings)
     run = subprocess.Popen(
         [sys.executable, "-u", "-m", "jaxpipe", *words],
-        env=os.environ | {"XLA_FLAGS": FLAGS},
+        env=os.environ | ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from jaxpipe.cli import main
+from quick import ENVIRONMENT
 
 from .runs import losses
 
@@ -31,9 +32,11 @@ SETTINGS = [
 
 def start(folder, *settings) -> subprocess.Popen:
     command = [sys.executable, "-m", "jaxpipe", "train", *SETTINGS, f"output_dir={folder}"]
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     return subprocess.Popen(
-        [*command, *settings], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [*command, *settings],
+        env=os.environ | ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
 
 

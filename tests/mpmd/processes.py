@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxpipe.cli import emulation
+from quick import ENVIRONMENT
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def run_processes(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    emulated = emulation(devices, {"XLA_FLAGS": "--xla_backend_optimization_level=0"})
+    emulated = emulation(devices, ENVIRONMENT)
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", **emulated}
     began = time.monotonic()
     running = [
