@@ -1,5 +1,6 @@
 """Eight emulated CPU devices, strict dtypes, and the package under jaxtyping and beartype."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -11,8 +12,6 @@ os.environ |= ENVIRONMENT | {"XLA_FLAGS": flags}
 from jaxpipe.cli import emulate_devices
 
 emulate_devices(8)
-
-import gc
 
 import jax
 import pytest

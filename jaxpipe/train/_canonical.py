@@ -218,13 +218,13 @@ def _regrouped(setup: Setup, part: PyTree, shardings: PyTree[NamedSharding]) -> 
     after them."""
     num_layers = setup.layout.num_layers
 
-    def split(*parts: jax.Array) -> tuple[jax.Array, jax.Array]:
-        whole = jnp.concatenate(parts)
-        return whole[:num_layers], whole[num_layers:]
-
     @cache
     def splitting(where: tuple[NamedSharding, ...]) -> Callable[..., tuple[jax.Array, ...]]:
-        return on_mesh(setup, lambda *parts: split(*parts)[: len(where)], where)
+        def split(*parts: jax.Array) -> tuple[jax.Array, ...]:
+            whole = jnp.concatenate(parts)
+            return (whole[:num_layers], whole[num_layers:])[: len(where)]
+
+        return on_mesh(setup, split, where)
 
     def of_leaf(
         parts: tuple[jax.Array, ...], where: tuple[NamedSharding, ...]
