@@ -65,7 +65,10 @@ def _step(mesh: mpmd.MpmdMesh, schedule: mpmd.NamedSchedule) -> Row:
 
     def step(weights: list[jax.Array], xs: jax.Array) -> tuple[list[jax.Array], jax.Array]:
         value, gradients = mpmd.treduce(
-            lambda x: jax.value_and_grad(loss)(weights, x), xs, schedule=schedule
+            lambda x: jax.value_and_grad(loss)(weights, x),
+            xs,
+            schedule=schedule,
+            operation=mpmd.Add,
         )
         return jax.tree.map(lambda w, g: w - 1e-3 * g, weights, gradients), value
 

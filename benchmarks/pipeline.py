@@ -99,7 +99,10 @@ def measure(schedule: Any, rank: int) -> dict[str, Any]:
 
     def step(weights, xs):
         value, grads = mpmd.treduce(
-            lambda x: jax.value_and_grad(loss)(weights, x), xs, schedule=schedule
+            lambda x: jax.value_and_grad(loss)(weights, x),
+            xs,
+            schedule=schedule,
+            operation=mpmd.Add,
         )
         return jax.tree.map(lambda w, g: w - 1e-3 * g, weights, grads), value
 

@@ -107,6 +107,7 @@ def prepare(schedule: mpmd.NamedSchedule | None, state: Any, x: jax.Array) -> Ca
             lambda x: jax.value_and_grad(loss_of)(state.params, state, x),
             x.reshape(count, -1, *x.shape[1:]),
             schedule=schedule,
+            operation=mpmd.Add,
         )
         return state.apply_gradients(grads=gradients), loss
 

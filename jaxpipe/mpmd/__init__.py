@@ -36,6 +36,7 @@ from ._profile import trace_step as trace_step
 from ._reduce import Add as Add
 from ._reduce import Concat as Concat
 from ._reduce import Max as Max
+from ._reduce import Op as Op
 from ._reduce import treduce as treduce
 from ._reduce import treduce_i as treduce_i
 from ._reshard import mpmd_to_spmd_reshard as mpmd_to_spmd_reshard

@@ -8,7 +8,7 @@ from jaxtyping import PyTree, Scalar
 
 from ..autodiff import Model, Remat, Sums, at, fold, joined, recompute
 from ._marks import mark_stage_end
-from ._reduce import treduce_i
+from ._reduce import Add, treduce_i
 
 
 def mpmd_value_and_grad(
@@ -61,7 +61,7 @@ def _over_microbatches(f: Callable, weights: dict[str, Any], side: PyTree, sched
         return f(weights, at(side, index), index)
 
     num_microbatches = jax.tree.leaves(side)[0].shape[0]
-    return treduce_i(of_microbatch, num_microbatches, schedule=schedule)
+    return treduce_i(of_microbatch, num_microbatches, schedule=schedule, operation=Add)
 
 
 def _microbatch_loss(model: Model, stage: Callable, keys: Sequence[PyTree]) -> Callable:

@@ -8,7 +8,7 @@ from .. import schedules
 from ..autodiff import Atom, Plain, Program, Step, Value, is_move, program, read, values
 from ..schedules import Op, Schedule
 from ._content import Numbers, is_barrier
-from ._reduce import NAME, Operation, Total, totals
+from ._reduce import NAME, Total, is_add, totals
 from ._stages import cut_into_stages, is_mark
 from ._steps import ADD, aval_of, substituted, with_outputs
 from ._tasks import Task, tasks_of
@@ -74,7 +74,7 @@ def _pipelined(step: Step, schedule_of: Callable[[Any, int], Schedule]) -> list[
     count, operations = params["num_microbatches"], params["operations"]
     schedule = schedule_of(params["schedule"], count)
     before, body, inputs = _hoisted(program(params["jaxpr"]), step.inputs)
-    adds = [operation is Operation.ADD for operation in operations]
+    adds = list(map(is_add, operations))
     staged = cut_into_stages(body, schedule.num_stages, adds)
     each = totals([aval_of(atom) for atom in body.outputs], operations, count)
     shares = {

@@ -6,8 +6,7 @@ and without a pipeline.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -15,24 +14,109 @@ import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
-from jax.interpreters import mlir
+from jax.interpreters import ad, batching, mlir
 from jaxtyping import PyTree
 
 
-class Operation(Enum):
-    """How results of microbatches become one."""
+@runtime_checkable
+class Op(Protocol):
+    """Says how the results of microbatches become one array.
 
-    ADD = "add"
-    MAX = "max"
-    CONCAT = "concat"
-    LAST = "last"
+    Any object with these two methods serves as `operation` of `treduce`. Microbatches need not come
+    in order, and a result may start at any stage, so `update` must not depend on their order.
+    """
+
+    def state(self, n: int, a: jax.ShapeDtypeStruct) -> jax.Array:
+        """Returns the array before the first microbatch.
+
+        Args:
+            n: The number of microbatches.
+            a: The shape and dtype of one microbatch's result.
+        """
+        ...
+
+    def update(self, state: jax.Array, update: jax.Array, index: Any) -> jax.Array:
+        """Returns the array after one more microbatch, with the shape and dtype of `state`.
+
+        Args:
+            state: The array so far.
+            update: The result of this microbatch.
+            index: The number of this microbatch, an int32 scalar.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class _Add:
+    def state(self, n: int, a: jax.ShapeDtypeStruct) -> jax.Array:
+        del n
+        return jnp.zeros(a.shape, a.dtype)
+
+    def update(self, state: Any, update: Any, index: Any) -> Any:
+        del index
+        return state + update
 
     def __repr__(self) -> str:
-        return self.value.capitalize()
+        return "Add"
 
 
-Add, Max, Concat = Operation.ADD, Operation.MAX, Operation.CONCAT
-Last = Operation.LAST
+@dataclass(frozen=True)
+class _Max:
+    def state(self, n: int, a: jax.ShapeDtypeStruct) -> jax.Array:
+        del n
+        return jnp.full(a.shape, _lowest(a.dtype), a.dtype)
+
+    def update(self, state: Any, update: Any, index: Any) -> Any:
+        del index
+        return jnp.maximum(state, update)
+
+    def __repr__(self) -> str:
+        return "Max"
+
+
+@dataclass(frozen=True)
+class Concat:
+    """Stacks the results of all microbatches along a new dim.
+
+    Attributes:
+        axis: The index of the new dim in the stacked array. A negative one counts from its end.
+    """
+
+    axis: int = 0
+
+    def state(self, n: int, a: jax.ShapeDtypeStruct) -> jax.Array:
+        """Returns zeros, with a dim of size `n` at `axis`."""
+        axis = self._of(a.ndim)
+        return jnp.zeros((*a.shape[:axis], n, *a.shape[axis:]), a.dtype)
+
+    def update(self, state: Any, update: Any, index: Any) -> Any:
+        """Returns `state` with `update` at `index`."""
+        return lax.dynamic_update_index_in_dim(state, update, index, self._of(update.ndim))
+
+    def _of(self, ndim: int) -> int:
+        if not -ndim - 1 <= self.axis <= ndim:
+            raise ValueError(
+                f"`operation` has Concat(axis={self.axis}) for a result with {ndim} dims. Give an "
+                f"axis from {-ndim - 1} to {ndim}."
+            )
+        return self.axis % (ndim + 1)
+
+
+@dataclass(frozen=True)
+class _Last:
+    """What the only microbatch gives."""
+
+    def state(self, n: int, a: jax.ShapeDtypeStruct) -> jax.Array:
+        assert n == 1
+        return jnp.zeros(a.shape, a.dtype)
+
+    def update(self, state: Any, update: Any, index: Any) -> Any:
+        del state, index
+        return update
+
+
+Add, Max, Last = _Add(), _Max(), _Last()
+DEFAULT = (Concat(), Add)
 
 NAME = "treduce"
 treduce_p = Primitive(NAME)
@@ -40,89 +124,120 @@ treduce_p.multiple_results = True
 
 
 def treduce(
-    f: Callable[[Any], PyTree], xs: PyTree, *, schedule: Any, operation: PyTree = Add
+    fun: Callable[[Any], PyTree],
+    xs: PyTree,
+    schedule: Any,
+    axis: int = 0,
+    operation: PyTree = DEFAULT,
 ) -> PyTree:
-    """Runs `f` for every microbatch, in the order of a schedule, and reduces its results.
+    """Runs `fun` for every microbatch, in the order of a schedule, and reduces its results.
 
     Args:
-        f: `(slices of xs) -> out`, with marks between its stages. It may contain its own
+        fun: `(slices of xs) -> out`, with marks between its stages. It may contain its own
             `jax.value_and_grad`.
-        xs: A pytree of [M, ...] arrays.
+        xs: A pytree of arrays, [M, ...] where `axis` is 0.
         schedule: A `jaxpipe.schedules.Schedule`, or one of the classes under JaxPP's names.
-        operation: `Add`, `Max` or `Concat`, one for all results or a tree of them that is a
-            prefix of `out`.
+        axis: The dim of every array of `xs` that counts microbatches.
+        operation: `Add`, `Max`, `Concat()` or an object with the methods of `Op`: one for all
+            results or a tree of them that is a prefix of `out`. The default `(Concat(), Add)` is
+            for what `jax.value_and_grad` returns: it stacks losses and metrics and adds gradients.
 
     Returns:
-        Like `out`: sums or maxima over microbatches, or [M, ...] arrays of all results.
+        Like `out`: for each result what its operation makes of those of all microbatches.
 
     Raises:
-        ValueError: If there is nothing to slice, or arrays disagree about M.
+        ValueError: If there is nothing to slice, if arrays disagree about M, or if `operation` is
+            not a prefix of `out`.
     """
-    sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(xs)}
-    if len(sizes) != 1 or () in sizes:
+    shapes = [jnp.shape(x) for x in jax.tree.leaves(xs)]
+    flat = [shape for shape in shapes if not -len(shape) <= axis < len(shape)]
+    sizes = {shape[axis] for shape in shapes if shape not in flat}
+    if len(sizes) != 1 or flat:
+        where = "first dims" if axis == 0 else f"dims at `axis` {axis}"
+        found = sorted({shape[axis : axis + 1] if axis >= 0 else shape for shape in shapes})
         raise ValueError(
-            f"`xs` has arrays whose first dims are {sorted(sizes)}. Give arrays that share the "
-            "first dim, the number of microbatches."
+            f"`xs` has arrays whose {where} are {found}. Give arrays that share this dim, the "
+            "number of microbatches."
         )
-    ((count,),) = sizes
+    (count,) = sizes
 
     def of_microbatch(i: Any) -> PyTree:
-        return f(jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), xs))
+        return fun(jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, axis, False), xs))
 
-    return treduce_i(of_microbatch, count, schedule=schedule, operation=operation)
+    return treduce_i(of_microbatch, count, schedule, operation)
 
 
 def treduce_i(
-    f: Callable[[Any], PyTree],
-    num_microbatches: int,
-    *,
-    schedule: Any,
-    operation: PyTree = Add,
+    fun: Callable[[Any], PyTree], length: int, schedule: Any, operation: PyTree = DEFAULT
 ) -> PyTree:
-    """`treduce` over `range(num_microbatches)`: `f` is given the number of the microbatch.
+    """`treduce` over `range(length)`: `fun` is given the number of the microbatch.
 
     Args:
-        f: `(int32 scalar) -> out`.
-        num_microbatches: M.
+        fun: `(int32 scalar) -> out`.
+        length: M, the number of microbatches.
         schedule: As in `treduce`.
         operation: As in `treduce`.
 
     Raises:
         ValueError: If M is below 1, or `operation` names something else.
     """
-    if num_microbatches < 1:
-        raise ValueError(f"`num_microbatches` is {num_microbatches}. Give 1 or more.")
-    closed, shape = jax.make_jaxpr(f, return_shape=True)(jax.ShapeDtypeStruct((), jnp.int32))
+    if length < 1:
+        raise ValueError(f"`length`, the number of microbatches, is {length}. Give 1 or more.")
+    closed, shape = jax.make_jaxpr(fun, return_shape=True)(jax.ShapeDtypeStruct((), jnp.int32))
     operations = _broadcast(operation, shape)
+    totals(closed.out_avals, operations, length)  # raises if one does not fit
     jaxpr = closed.jaxpr
     lifted = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
     out = treduce_p.bind(
         *closed.consts,
         jaxpr=ClosedJaxpr(lifted, ()),
-        num_microbatches=num_microbatches,
+        num_microbatches=length,
         schedule=schedule,
         operations=operations,
     )
     return jax.tree.structure(shape).unflatten(out)
 
 
-def _broadcast(operation: PyTree, shape: PyTree) -> tuple[Operation, ...]:
-    leaves = jax.tree.leaves(operation)
-    wrong = [leaf for leaf in leaves if not isinstance(leaf, Operation)]
-    if wrong:
-        raise ValueError(f"`operation` has {wrong[0]!r}. Give Add, Max or Concat.")
-    spread = jax.tree.map(lambda op, part: jax.tree.map(lambda _: op, part), operation, shape)
-    return tuple(jax.tree.leaves(spread))
+def _broadcast(operation: PyTree, shape: PyTree) -> tuple[Op, ...]:
+    """One operation for each result, from a tree of them that is a prefix of the results."""
+
+    def is_op(x: Any) -> bool:
+        return isinstance(x, Op)
+
+    operation = jax.tree.map(lambda op: op() if op is Concat else op, operation, is_leaf=is_op)
+    for leaf in jax.tree.leaves(operation, is_leaf=is_op):
+        if isinstance(leaf, type) or not isinstance(leaf, Op):
+            raise ValueError(
+                f"`operation` has {leaf!r}. Give Add, Max, Concat() or an object with the methods "
+                "`state(n, a)` and `update(state, update, index)`."
+            )
+    try:
+        spread = jax.tree.map(
+            lambda op, part: [op] * len(jax.tree.leaves(part)), operation, shape, is_leaf=is_op
+        )
+    except ValueError:
+        given = "is by default" if operation == DEFAULT else "is"
+        raise ValueError(
+            f"`operation` {given} {operation}, which is no prefix of what a microbatch returns: "
+            f"{jax.tree.structure(shape)}. Give one operation for all results, such as "
+            "`operation=Add`, or a tree of them that is a prefix."
+        ) from None
+    return tuple(jax.tree.leaves(spread, is_leaf=is_op))
 
 
 @dataclass(frozen=True)
 class Total:
-    """How one result is put together: [] or [M] of what a microbatch gives."""
+    """How one result is put together, given what a microbatch gives of it."""
 
-    operation: Operation
+    operation: Op
     shape: tuple[int, ...]
     dtype: Any
     num_microbatches: int
+
+    @property
+    def adds(self) -> bool:
+        """Whether it is a plain sum, which may come in shares."""
+        return is_add(self.operation)
 
     @property
     def aval(self) -> ShapedArray:
@@ -131,25 +246,16 @@ class Total:
 
     def start(self) -> jax.Array:
         """Before the first microbatch."""
-        match self.operation:
-            case Operation.ADD | Operation.LAST:
-                return jnp.zeros(self.shape, self.dtype)
-            case Operation.MAX:
-                return jnp.full(self.shape, _lowest(self.dtype), self.dtype)
-            case Operation.CONCAT:
-                return jnp.zeros((self.num_microbatches, *self.shape), self.dtype)
+        one = jax.ShapeDtypeStruct(self.shape, self.dtype)
+        return self.operation.state(self.num_microbatches, one)
 
     def with_result(self, so_far: Any, new: Any, i: Any) -> Any:
         """After microbatch `i`."""
-        match self.operation:
-            case Operation.ADD:
-                return so_far + new
-            case Operation.MAX:
-                return jnp.maximum(so_far, new)
-            case Operation.CONCAT:
-                return lax.dynamic_update_index_in_dim(so_far, new, i, 0)
-            case Operation.LAST:
-                return new
+        return self.operation.update(so_far, jnp.asarray(new, self.dtype), i)
+
+
+def is_add(operation: Op) -> bool:
+    return isinstance(operation, _Add)
 
 
 def _lowest(dtype: Any) -> Any:
@@ -158,14 +264,32 @@ def _lowest(dtype: Any) -> Any:
     return False if dtype == jnp.bool_ else jnp.iinfo(dtype).min
 
 
-def totals(
-    avals: Sequence[Any], operations: Sequence[Operation], num_microbatches: int
-) -> list[Total]:
-    """One for each result of a microbatch, given what it looks like."""
-    return [
+def totals(avals: Sequence[Any], operations: Sequence[Op], num_microbatches: int) -> list[Total]:
+    """One for each result of a microbatch, given what it looks like.
+
+    Raises:
+        ValueError: If an operation's `update` does not give what its `state` gives.
+    """
+    found = [
         Total(operation, aval.shape, aval.dtype, num_microbatches)
         for aval, operation in zip(avals, operations, strict=True)
     ]
+    for total, aval in zip(found, avals, strict=True):
+        _check(total, aval)
+    return found
+
+
+def _check(total: Total, aval: Any) -> None:
+    start = jax.eval_shape(total.start)
+    one = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    end = jax.eval_shape(total.with_result, start, one, index)
+    kinds = [[(x.shape, str(x.dtype)) for x in jax.tree.leaves(shape)] for shape in (start, end)]
+    if kinds[0] != kinds[1] or len(kinds[0]) != 1:
+        raise ValueError(
+            f"`operation` has {total.operation!r}, whose `state` returns {kinds[0]} and whose "
+            f"`update` returns {kinds[1]}. Let both return one array of the same shape and dtype."
+        )
 
 
 def _scan(
@@ -191,3 +315,20 @@ def _abstract(*consts: Any, jaxpr: Any, num_microbatches: int, operations: Any, 
 treduce_p.def_impl(lambda *consts, **params: jax.jit(lambda *c: _scan(*c, **params))(*consts))
 treduce_p.def_abstract_eval(_abstract)
 mlir.register_lowering(treduce_p, mlir.lower_fun(_scan, multiple_results=True))
+
+
+def _refuse(what: str, instead: str) -> Callable[..., Any]:
+    def rule(*args: Any, **params: Any) -> Any:
+        raise ValueError(f"`treduce` is called inside {what}. {instead}")
+
+    return rule
+
+
+ad.primitive_jvps[treduce_p] = _refuse(
+    "a function that is differentiated",
+    "Call `jax.value_and_grad` inside of the function that `treduce` is given: a schedule orders "
+    "the backward of every microbatch too.",
+)
+batching.primitive_batchers[treduce_p] = _refuse(
+    "`jax.vmap`", "Call `jax.vmap` inside of the function that `treduce` is given."
+)

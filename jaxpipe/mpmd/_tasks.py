@@ -11,7 +11,7 @@ from typing import Any
 
 from ..autodiff import Plain, Program, Step, Value, accumulate, fission, read, values
 from ..schedules import Op
-from ._reduce import Operation, Total
+from ._reduce import Total
 from ._stages import Stage
 
 Kind = Any
@@ -80,8 +80,8 @@ def _task(program: Program, totals: Mapping[Value, Total], index: Value) -> Task
     outputs = [value for value in dict.fromkeys(values(program.outputs)) if value in made]
     writes = tuple(value for value in outputs if value not in totals)
     results = [value for value in outputs if value in totals]
-    adds = [v for v in results if totals[v].operation is Operation.ADD]
-    others = [v for v in results if totals[v].operation is not Operation.ADD]
+    adds = [v for v in results if totals[v].adds]
+    others = [v for v in results if not totals[v].adds]
 
     starts = {value: Value(totals[value].aval) for value in others}
     ends = {value: Value(totals[value].aval) for value in others}

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from jaxpipe.mpmd import MpmdMesh, mark_stage_end, mpmd_jit_with_loop, treduce
+from jaxpipe.mpmd import Add, MpmdMesh, mark_stage_end, mpmd_jit_with_loop, treduce
 from jaxpipe.sharding import make_mesh
 
 WIDTH = 8
@@ -62,7 +62,7 @@ def gradients(schedule: Any, loss: Callable = marked_loss) -> Callable[..., Any]
 
     def step(weights: PyTree, *data: Any) -> Any:
         grad = jax.value_and_grad(loss)
-        return treduce(lambda of_m: grad(weights, *of_m), data, schedule=schedule)
+        return treduce(lambda of_m: grad(weights, *of_m), data, schedule=schedule, operation=Add)
 
     return step
 

@@ -50,7 +50,10 @@ def training(schedule: mpmd.NamedSchedule):
 
     def step(weights, xs):
         value, grads = mpmd.treduce(
-            lambda x: jax.value_and_grad(loss)(weights, x), xs, schedule=schedule
+            lambda x: jax.value_and_grad(loss)(weights, x),
+            xs,
+            schedule=schedule,
+            operation=mpmd.Add,
         )
         return jax.tree.map(lambda w, g: w - 1e-2 * g, weights, grads), value
 
@@ -121,7 +124,7 @@ def meshes(process: int, num_processes: int, _: str) -> None:
 
     def step(weights, xs):
         return mpmd.treduce(
-            lambda x: jax.value_and_grad(loss)(weights, x), xs, schedule=mpmd.GPipe(num_processes)
+            lambda x: jax.value_and_grad(loss)(weights, x), xs, mpmd.GPipe(num_processes)
         )
 
     weights = [np.eye(8, dtype=np.float32)] * num_processes

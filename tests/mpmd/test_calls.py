@@ -105,7 +105,7 @@ def test_two_loops():
         def of_microbatch(batch: Any) -> Any:
             return squared_error(of_stages(new, batch[0]), batch[1])
 
-        after = treduce(of_microbatch, (xs, ys), schedule=GPipe(2))
+        after = treduce(of_microbatch, (xs, ys), schedule=GPipe(2), operation=Add)
         return new, value, after
 
     compare(step, groups(2), layers(2), *batch(4))
@@ -150,7 +150,7 @@ def test_treduce_i_gives_the_number_of_the_microbatch():
             return jnp.sum(of_stages(weights, xs[i]) * i.astype(jnp.float32))
 
         grad = jax.value_and_grad(loss)
-        return treduce_i(lambda i: grad(weights, i), 4, schedule=ZeroBubble(2))
+        return treduce_i(lambda i: grad(weights, i), 4, ZeroBubble(2), operation=Add)
 
     compare(step, groups(2), layers(2), batch(4)[0])
 
@@ -168,7 +168,7 @@ def test_dropout_keys(schedule: Any):
             return squared_error(x, ys[i])
 
         grad = jax.value_and_grad(loss)
-        return treduce_i(lambda i: grad(weights, i), 4, schedule=schedule)
+        return treduce_i(lambda i: grad(weights, i), 4, schedule, operation=Add)
 
     compare(step, groups(2), layers(2), jax.random.key(3), *batch(4))
 

@@ -268,5 +268,5 @@ def test_effects():
 def test_microbatches_that_disagree():
     with pytest.raises(ValueError, match=r"arrays whose first dims are \[\(2,\), \(3,\)\]"):
         treduce(lambda x: x, (jnp.ones(2), jnp.ones(3)), schedule=GPipe(2))
-    with pytest.raises(ValueError, match=r"`operation` has 'add'\. Give Add, Max or Concat"):
+    with pytest.raises(ValueError, match=r"`operation` has .add.\. Give Add, Max, Concat"):
         treduce(lambda x: x, jnp.ones(2), schedule=GPipe(2), operation="add")

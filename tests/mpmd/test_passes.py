@@ -15,6 +15,7 @@ from jax.extend.core import jaxprs_in_params
 from jaxpipe import schedules
 from jaxpipe.autodiff import Program, Value
 from jaxpipe.mpmd import (
+    Add,
     GPipe,
     Interleaved1F1B,
     KimiK2,
@@ -87,7 +88,7 @@ def test_a_step_prints_like_a_jaxpr():
         def of_microbatch(x: Any) -> Any:
             return jnp.sum(mark_stage_end(x * weights[0]) * weights[1])
 
-        return treduce(of_microbatch, xs, schedule=GPipe(2))
+        return treduce(of_microbatch, xs, schedule=GPipe(2), operation=Add)
 
     two = [jnp.float32(1), jnp.float32(2)]
     text = str(mpmd_jit_with_loop(step, groups(2)).lower(two, jnp.ones((1, 3))))

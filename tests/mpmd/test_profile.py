@@ -26,7 +26,7 @@ def compiled_step(schedule: Any) -> tuple[mpmd.Compiled, list[np.ndarray], np.nd
         return jnp.sum(x**2)
 
     def step(weights, xs):
-        return mpmd.treduce(lambda x: jax.value_and_grad(loss)(weights, x), xs, schedule=schedule)
+        return mpmd.treduce(lambda x: jax.value_and_grad(loss)(weights, x), xs, schedule)
 
     mesh = mpmd.MpmdMesh(Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
     weights = list(numbers)
