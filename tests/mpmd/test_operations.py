@@ -71,7 +71,8 @@ class SumOfSquares:
         return jnp.full(a.shape, float(n), jnp.float32)
 
     def update(self, state: jax.Array, update: jax.Array, index: Any) -> jax.Array:
-        return state + self.scale * update.astype(jnp.float32) ** 2 * (1 + index).astype(jnp.float32)
+        scale = self.scale * (1 + index).astype(jnp.float32)
+        return state + scale * update.astype(jnp.float32) ** 2
 
 
 @pytest.mark.parametrize("schedule", [Std1F1B(2), ZeroBubble(2)], ids=str)
