@@ -3,6 +3,8 @@
 Without them a step goes where the largest of what it reads is, which is right for updates.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -31,17 +33,27 @@ def cross_mpmd_all_reduce(*args: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     return sum_p.bind(*args)
 
 
-def cross_mpmd_stack(*args: Shaped[Array, "..."]) -> Shaped[Array, "n ..."]:
-    """Arrays of several groups, or of one, as one array with a new first dim, on all these groups.
+def cross_mpmd_stack(arrays: Sequence[Shaped[Array, "..."]], axis: int = 0) -> Shaped[Array, "..."]:
+    """Stacks arrays of several groups, or of one, into one array on all these groups.
 
     Args:
-        args: Arrays of one shape and dtype.
+        arrays: Arrays of one shape and dtype.
+        axis: The dim of the result that numbers the arrays.
+
+    Returns:
+        An array with one dim more than each of `arrays`.
 
     Raises:
-        ValueError: If there is none, or they differ in shape or dtype.
+        ValueError: If there is none, they differ in shape or dtype, or there is no such `axis`.
     """
-    _check_alike(STACK, args)
-    return stack_p.bind(*args)
+    _check_alike(STACK, arrays)
+    ndim = len(jnp.shape(arrays[0]))
+    if not -ndim - 1 <= axis <= ndim:
+        raise ValueError(
+            f"`axis` is {axis}, and the stack of arrays of {ndim} dims has {ndim + 1} dims. Give "
+            f"{-ndim - 1} to {ndim}."
+        )
+    return stack_p.bind(*arrays, axis=axis % (ndim + 1))
 
 
 def place_with(x: T, other: Shaped[Array, "..."]) -> T:
@@ -54,7 +66,7 @@ def place_with(x: T, other: Shaped[Array, "..."]) -> T:
     return jax.tree.map(lambda leaf: with_p.bind(leaf, other), x)
 
 
-def _check_alike(name: str, args: tuple[Any, ...]) -> None:
+def _check_alike(name: str, args: Sequence[Any]) -> None:
     kinds = {(jnp.shape(x), str(jnp.result_type(x))) for x in args}
     if len(kinds) != 1:
         raise ValueError(
@@ -70,8 +82,8 @@ def _sum(*args: Any) -> Any:
     return total
 
 
-def _stack(*args: Any) -> Any:
-    return jnp.stack(args)
+def _stack(*args: Any, axis: int) -> Any:
+    return jnp.stack(args, axis)
 
 
 def _first(x: Any, other: Any) -> Any:
@@ -81,7 +93,11 @@ def _first(x: Any, other: Any) -> Any:
 
 def _define(primitive: Primitive, work: Any) -> None:
     primitive.def_impl(work)
-    primitive.def_abstract_eval(lambda *avals: _aval(jax.eval_shape(work, *map(_shape, avals))))
+
+    def abstract(*avals: Any, **params: Any) -> ShapedArray:
+        return _aval(jax.eval_shape(partial(work, **params), *map(_shape, avals)))
+
+    primitive.def_abstract_eval(abstract)
     mlir.register_lowering(primitive, mlir.lower_fun(work, multiple_results=False))
 
 

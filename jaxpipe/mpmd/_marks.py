@@ -17,7 +17,7 @@ stage_end_p = Primitive(NAME)
 stage_end_p.multiple_results = True
 
 
-def mark_stage_end(x: T) -> T:
+def mark_stage_end(anchor: T, name: str | None = None) -> T:
     """Says that a stage ends here and what it hands to the next one. Computes nothing.
 
     Marks may stand anywhere outside loops: also inside `jax.jit`, `jax.checkpoint` and Flax
@@ -25,24 +25,28 @@ def mark_stage_end(x: T) -> T:
     stage, before the loss, may stand there or not.
 
     Args:
-        x: A pytree of arrays of any shapes: all that leaves the stage.
+        anchor: A pytree of arrays of any shapes: all that leaves the stage.
+        name: A label of the stage for the reader of the code. It changes nothing.
 
     Returns:
-        `x`. Go on with this, not with what was marked.
-    """
-    leaves, tree = jax.tree.flatten(x)
-    return tree.unflatten(stage_end_p.bind(*leaves, backward=False)) if leaves else x
-
-
-def pipeline_enter_stage(x: T, name: str | None = None) -> T:
-    """`mark_stage_end` under JaxPP's name: what comes after it is the next stage.
-
-    Args:
-        x: A pytree of arrays.
-        name: Of the stage, for the reader of the code.
+        `anchor`. Go on with this, not with what was marked.
     """
     del name
-    return mark_stage_end(x)
+    leaves, tree = jax.tree.flatten(anchor)
+    return tree.unflatten(stage_end_p.bind(*leaves, backward=False)) if leaves else anchor
+
+
+def pipeline_enter_stage(anchor: T, name: str | None = None) -> T:
+    """`mark_stage_end` under JaxPP's older name: what comes after it is the next stage.
+
+    Args:
+        anchor: A pytree of arrays.
+        name: As in `mark_stage_end`.
+
+    Returns:
+        As `mark_stage_end`.
+    """
+    return mark_stage_end(anchor, name)
 
 
 def _jvp(primals: Any, tangents: Any, *, backward: bool) -> tuple[list[Any], list[Any]]:

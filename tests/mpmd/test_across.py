@@ -82,12 +82,15 @@ def test_cross_mpmd_all_reduce_of_one_group_and_of_one_array():
 def test_cross_mpmd_stack_on_several_groups():
     def step(weights: Any, *data: Any) -> Any:
         _, grads = gradients(Std1F1B(3))(weights, *data)
-        return cross_mpmd_stack(*norms(grads)), cross_mpmd_stack(grads[2]["in"], grads[0]["in"])
+        two = [grads[2]["in"], grads[0]["in"]]
+        return cross_mpmd_stack(norms(grads)), cross_mpmd_stack(two), cross_mpmd_stack(two, 1)
 
-    of_norms, of_arrays = compare(step, groups(3), layers(3), *batch(4))
+    of_norms, of_arrays, along = compare(step, groups(3), layers(3), *batch(4))
     check_copies(of_norms, (0, 1, 2))
     check_copies(of_arrays, (0, 2))
+    check_copies(along, (0, 2))
     assert of_norms.shape == (3,) and of_arrays.shape == (2, WIDTH, 2 * WIDTH)
+    assert along.shape == (WIDTH, 2, 2 * WIDTH)
 
 
 def test_cross_mpmd_stack_on_one_group():
@@ -95,8 +98,8 @@ def test_cross_mpmd_stack_on_one_group():
 
     def step(weights: Any, *data: Any) -> Any:
         _, grads = gradients(Std1F1B(2))(weights, *data)
-        two = cross_mpmd_stack(grads[1]["in"], grads[1]["in"] ** 2)
-        return two, cross_mpmd_stack(grads[0]["out"])
+        two = cross_mpmd_stack([grads[1]["in"], grads[1]["in"] ** 2])
+        return two, cross_mpmd_stack([grads[0]["out"]])
 
     two, one = compare(step, groups(2), layers(2), *batch(3))
     check_copies(two, (1,))
@@ -104,7 +107,7 @@ def test_cross_mpmd_stack_on_one_group():
 
     def alone(weights: Any, *data: Any) -> Any:
         value, grads = gradients(Std1F1B(1))(weights, *data)
-        return value, cross_mpmd_stack(*jax.tree.leaves(norms(grads)), value)
+        return value, cross_mpmd_stack([*jax.tree.leaves(norms(grads)), value])
 
     _, stacked = compare(alone, groups(1), layers(1), *batch(3))
     check_copies(stacked, (0,))
@@ -112,7 +115,7 @@ def test_cross_mpmd_stack_on_one_group():
 
 def test_both_without_a_loop():
     def step(x: Any, y: Any) -> Any:
-        return cross_mpmd_all_reduce(x, y, x), cross_mpmd_stack(x, y)
+        return cross_mpmd_all_reduce(x, y, x), cross_mpmd_stack([x, y])
 
     compare(step, groups(2), numbers(0, 3), numbers(1, 3))
 
@@ -154,9 +157,14 @@ def test_place_with_an_array_of_several_groups():
     check_copies(compare(step, groups(3), weights, *batch(4)), (0, 2))
 
 
-@pytest.mark.parametrize("together", [cross_mpmd_all_reduce, cross_mpmd_stack])
-def test_arrays_that_do_not_go_together(together: Any):
-    with pytest.raises(ValueError, match=f"`{together.__name__}` is given arrays of"):
-        together(jnp.ones(2), jnp.ones(3))
-    with pytest.raises(ValueError, match="Give one array or more"):
-        together()
+def test_arrays_that_do_not_go_together():
+    for together in (lambda *arrays: cross_mpmd_stack(arrays), cross_mpmd_all_reduce):
+        with pytest.raises(ValueError, match=r"`cross_mpmd_\w+` is given arrays of"):
+            together(jnp.ones(2), jnp.ones(3))
+        with pytest.raises(ValueError, match="Give one array or more"):
+            together()
+
+
+def test_a_stack_along_a_dim_that_it_has_not():
+    with pytest.raises(ValueError, match=r"`axis` is 2, .* arrays of 1 dims .* Give -2 to 1"):
+        cross_mpmd_stack([jnp.ones(2)], axis=2)
