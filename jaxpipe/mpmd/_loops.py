@@ -8,10 +8,11 @@ from .. import schedules
 from ..autodiff import Atom, Plain, Program, Step, Value, is_move, program, read, values
 from ..schedules import Op, Schedule
 from ._content import Numbers, is_barrier
-from ._reduce import NAME, Total, is_add, totals
+from ._reduce import Total, is_add, totals
 from ._stages import cut_into_stages, is_mark
 from ._steps import ADD, aval_of, substituted, with_outputs
 from ._tasks import Task, tasks_of
+from ._unroll import check_reachable, is_loop, unrolled
 
 LOOP = "pipelined_loop"
 
@@ -54,9 +55,11 @@ def pipeline_loops(outer: Program, schedule_of: Callable[[Any, int], Schedule]) 
         outer: A traced function.
         schedule_of: A checked schedule from what the user gave, and a number of microbatches.
     """
+    outer = unrolled(outer)
+    check_reachable(outer, "the function")
     steps: list[Step] = []
     for step in outer.steps:
-        if isinstance(step.operation, Plain) and step.operation.name == NAME:
+        if is_loop(step):
             steps += _pipelined(step, schedule_of)
         else:
             if is_mark(step):
@@ -73,7 +76,9 @@ def _pipelined(step: Step, schedule_of: Callable[[Any, int], Schedule]) -> list[
     params = step.operation.params
     count, operations = params["num_microbatches"], params["operations"]
     schedule = schedule_of(params["schedule"], count)
-    before, body, inputs = _hoisted(program(params["jaxpr"]), step.inputs)
+    whole = program(params["jaxpr"])
+    check_reachable(whole, "a stage")
+    before, body, inputs = _hoisted(whole, step.inputs)
     adds = list(map(is_add, operations))
     staged = cut_into_stages(body, schedule.num_stages, adds)
     each = totals([aval_of(atom) for atom in body.outputs], operations, count)

@@ -7,9 +7,8 @@ computed where it is needed.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..autodiff import Atom, Plain, Program, Step, Value, is_light, values
 from ._content import Numbers
@@ -52,9 +51,8 @@ def cut_into_stages(body: Program, num_stages: int, adds: Sequence[bool]) -> Sta
         adds: Which results add up over microbatches: only these can come in shares.
 
     Raises:
-        ValueError: If there are not S or S - 1 marks in a row, or one stands in an inner loop.
+        ValueError: If there are not S or S - 1 marks in a row.
     """
-    _check_nothing_marked_inside(body)
     body, marks = _number_marks(_without_recomputed_marks(body), num_stages)
     places = _places(body, marks, num_stages)
     body, shares = _shares(body, places, adds, num_stages)
@@ -74,25 +72,6 @@ def is_mark(step: Step) -> bool:
 def _is_backward_mark(step: Step) -> bool:
     assert isinstance(step.operation, Plain)
     return step.operation.params["backward"]
-
-
-def _inner(step: Step) -> Iterable[Program]:
-    operation: Any = step.operation
-    return getattr(operation, "branches", None) or [
-        body for body in [getattr(operation, "body", None)] if body is not None
-    ]
-
-
-def _check_nothing_marked_inside(program: Program) -> None:
-    for step in program.steps:
-        for body in _inner(step):
-            if any(map(is_mark, body.steps)):
-                raise ValueError(
-                    f"A stage ends inside a {type(step.operation).__name__.lower()} within a "
-                    "stage, where it cannot be cut. Mark stages in a Python loop, and leave "
-                    "`lax.scan`, `lax.cond` and `shard_map` to what is inside a stage."
-                )
-            _check_nothing_marked_inside(body)
 
 
 def _without_recomputed_marks(body: Program) -> Program:

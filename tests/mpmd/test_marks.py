@@ -191,10 +191,10 @@ def test_marks_outside_of_a_loop():
 
 
 @pytest.mark.parametrize(
-    ("loss", "what"), [(marked_in_a_scan, "loop"), (marked_in_a_cond, "choice")]
+    ("loss", "what"), [(marked_in_a_scan, "lax.scan"), (marked_in_a_cond, "lax.cond")]
 )
 def test_a_mark_inside_of_a_loop_or_a_choice_of_a_stage(loss: Callable, what: str):
-    with pytest.raises(ValueError, match=f"A stage ends inside a {what} within a stage"):
+    with pytest.raises(ValueError, match=f"A stage ends inside `{what}` within a stage"):
         run(loss, Std1F1B(2), 2)
 
 
