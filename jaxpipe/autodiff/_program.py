@@ -176,13 +176,19 @@ class Program:
         return [read(atom) for atom in self.outputs]
 
 
-def program(closed: ClosedJaxpr) -> Program:
+def program(closed: ClosedJaxpr, *, keep_dead: bool = False) -> Program:
     """The steps of a jaxpr that its outputs depend on.
+
+    Args:
+        closed: The jaxpr.
+        keep_dead: Keeps the other steps too.
 
     Raises:
         ValueError: If it does more than compute its outputs.
     """
     check_pure(closed)
+    if keep_dead:
+        return _program(closed)
     everything = [True] * len(closed.jaxpr.outvars)
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, everything, instantiate=True)
     return _program(ClosedJaxpr(jaxpr, closed.consts))

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from .. import schedules
 from ..autodiff import Atom, Plain, Program, Step, Value, is_move, program, read, values
 from ..schedules import Op, Schedule
 from ._content import Numbers, is_barrier
-from ._reduce import Total, is_add, totals
+from ._reduce import Last, Total, is_add, totals
+from ._reduce import Op as Operation
 from ._stages import cut_into_stages, is_mark
 from ._steps import ADD, aval_of, substituted, with_outputs
 from ._tasks import Task, tasks_of
@@ -58,9 +60,11 @@ def pipeline_loops(outer: Program, schedule_of: Callable[[Any, int], Schedule]) 
     outer = unrolled(outer)
     check_reachable(outer, "the function")
     steps: list[Step] = []
+    known: dict[Value, Atom] = {}
     for step in outer.steps:
+        (step,) = substituted([step], known)
         if is_loop(step):
-            steps += _pipelined(step, schedule_of)
+            steps += _pipelined(step, schedule_of, known)
         else:
             if is_mark(step):
                 raise ValueError(
@@ -68,19 +72,24 @@ def pipeline_loops(outer: Program, schedule_of: Callable[[Any, int], Schedule]) 
                     "it, or use `mpmd_jit_by_yield` for a function that has no loop."
                 )
             steps.append(step)
-    return replace(outer, steps=tuple(steps))
+    return with_outputs(outer, steps, known)
 
 
-def _pipelined(step: Step, schedule_of: Callable[[Any, int], Schedule]) -> list[Step]:
+def _pipelined(
+    step: Step, schedule_of: Callable[[Any, int], Schedule], known: dict[Value, Atom]
+) -> list[Step]:
+    """The steps in place of a loop. What needs none of them becomes `known`."""
     assert isinstance(step.operation, Plain)
     params = step.operation.params
-    count, operations = params["num_microbatches"], params["operations"]
+    count = params["num_microbatches"]
     schedule = schedule_of(params["schedule"], count)
     whole = program(params["jaxpr"])
     check_reachable(whole, "a stage")
     before, body, inputs = _hoisted(whole, step.inputs)
+    step, body, operations = _without_invariants(step, body, inputs, known)
     adds = list(map(is_add, operations))
-    staged = cut_into_stages(body, schedule.num_stages, adds)
+    written = partial(program, params["jaxpr"], keep_dead=True)
+    staged = cut_into_stages(body, schedule.num_stages, adds, written)
     each = totals([aval_of(atom) for atom in body.outputs], operations, count)
     shares = {
         share: total for shares, total in zip(staged.shares, each, strict=True) for share in shares
@@ -104,6 +113,25 @@ def _pipelined(step: Step, schedule_of: Callable[[Any, int], Schedule]) -> list[
         for added in _sum_of([outputs[share] for share in of_result], result)
     ]
     return [*before, pipelined, *sums]
+
+
+def _without_invariants(
+    step: Step, body: Program, inputs: Sequence[Atom], known: dict[Value, Atom]
+) -> tuple[Step, Program, list[Operation]]:
+    """The loop without results that the only microbatch passes through: they stay where they are,
+    on any group."""
+    assert isinstance(step.operation, Plain)
+    outside = dict(zip(body.inputs[:-1], inputs, strict=True))
+    kept = []
+    for result, output, operation in zip(
+        step.outputs, body.outputs, step.operation.params["operations"], strict=True
+    ):
+        if operation is Last and isinstance(output, Value) and output in outside:
+            known[result] = outside[output]
+        else:
+            kept.append((result, output, operation))
+    results, outputs, operations = zip(*kept, strict=True) if kept else ((), (), ())
+    return replace(step, outputs=results), replace(body, outputs=outputs), list(operations)
 
 
 def _never(*inputs: Any) -> Sequence[Any]:

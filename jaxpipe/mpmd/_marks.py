@@ -4,6 +4,7 @@ A mark in the forward has one in the backward, on the cotangents of what it mark
 stage forward is where its backward begins.
 """
 
+from itertools import count
 from typing import Any, TypeVar
 
 import jax
@@ -15,6 +16,9 @@ T = TypeVar("T")
 NAME = "stage_end"
 stage_end_p = Primitive(NAME)
 stage_end_p.multiple_results = True
+
+_NUMBERS = count()
+"""A mark and its transpose have one of these in common: so the two are known to be of one stage."""
 
 
 def mark_stage_end(anchor: T, name: str | None = None) -> T:
@@ -33,7 +37,11 @@ def mark_stage_end(anchor: T, name: str | None = None) -> T:
     """
     del name
     leaves, tree = jax.tree.flatten(anchor)
-    return tree.unflatten(stage_end_p.bind(*leaves, backward=False)) if leaves else anchor
+    return (
+        tree.unflatten(stage_end_p.bind(*leaves, backward=False, number=next(_NUMBERS)))
+        if leaves
+        else anchor
+    )
 
 
 def pipeline_enter_stage(anchor: T, name: str | None = None) -> T:
@@ -49,30 +57,30 @@ def pipeline_enter_stage(anchor: T, name: str | None = None) -> T:
     return mark_stage_end(anchor, name)
 
 
-def _jvp(primals: Any, tangents: Any, *, backward: bool) -> tuple[list[Any], list[Any]]:
-    out = stage_end_p.bind(*primals, backward=backward)
+def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[list[Any], list[Any]]:
+    out = stage_end_p.bind(*primals, **params)
     moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
-    moved = stage_end_p.bind(*(tangents[i] for i in moving), backward=backward) if moving else []
+    moved = stage_end_p.bind(*(tangents[i] for i in moving), **params) if moving else []
     by_place = dict(zip(moving, moved, strict=True))
     return out, [by_place.get(i, t) for i, t in enumerate(tangents)]
 
 
-def _transpose(cotangents: Any, *arguments: Any, backward: bool) -> list[Any]:
+def _transpose(cotangents: Any, *arguments: Any, backward: bool, number: int) -> list[Any]:
     del arguments
     given = [i for i, t in enumerate(cotangents) if not isinstance(t, ad.Zero)]
     if not given:
         return list(cotangents)
-    marked = stage_end_p.bind(*(cotangents[i] for i in given), backward=not backward)
+    marked = stage_end_p.bind(*(cotangents[i] for i in given), backward=not backward, number=number)
     by_place = dict(zip(given, marked, strict=True))
     return [by_place.get(i, t) for i, t in enumerate(cotangents)]
 
 
-def _batch(arguments: Any, dims: Any, *, backward: bool) -> tuple[list[Any], Any]:
-    return stage_end_p.bind(*arguments, backward=backward), dims
+def _batch(arguments: Any, dims: Any, **params: Any) -> tuple[list[Any], Any]:
+    return stage_end_p.bind(*arguments, **params), dims
 
 
-def _same(*arguments: Any, backward: bool) -> list[Any]:
-    del backward
+def _same(*arguments: Any, **params: Any) -> list[Any]:
+    del params
     return list(arguments)
 
 

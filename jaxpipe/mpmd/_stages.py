@@ -7,10 +7,15 @@ computed where it is needed.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
-from ..autodiff import Atom, Plain, Program, Step, Value, is_light, values
+import numpy as np
+from jax.extend.core import Literal
+
+from ..autodiff import Atom, Constant, Plain, Program, Step, Value, is_light, values
 from ._content import Numbers
 from ._marks import NAME
 from ._scopes import is_transposed
@@ -42,18 +47,23 @@ class Staged:
     shares: tuple[tuple[Value, ...], ...]
 
 
-def cut_into_stages(body: Program, num_stages: int, adds: Sequence[bool]) -> Staged:
+def cut_into_stages(
+    body: Program, num_stages: int, adds: Sequence[bool], written: Callable[[], Program]
+) -> Staged:
     """Cuts at marks.
 
     Args:
         body: `(loop invariants, number of the microbatch) -> results`.
         num_stages: S.
         adds: Which results add up over microbatches: only these can come in shares.
+        written: Returns the body with what its results do not depend on. It is asked for only where
+            the results depend on some of the marks alone.
 
     Raises:
         ValueError: If there are not S or S - 1 marks in a row.
     """
-    body, marks = _number_marks(_without_recomputed_marks(body), num_stages)
+    body = _without_recomputed_marks(_of_values(body))
+    body, marks = _number_marks(body, num_stages, lambda: _marks_in(written()))
     places = _places(body, marks, num_stages)
     body, shares = _shares(body, places, adds, num_stages)
     places = _places(body, marks, num_stages)
@@ -74,6 +84,52 @@ def _is_backward_mark(step: Step) -> bool:
     return step.operation.params["backward"]
 
 
+def _of_values(body: Program) -> Program:
+    """Marks of values alone: a constant, such as the cotangent of a loss, is there in every stage,
+    so a mark around it does nothing."""
+    known: dict[Value, Atom] = {}
+    steps = []
+    for step in body.steps:
+        (step,) = substituted([step], known)
+        if is_mark(step):
+            assert isinstance(step.operation, Plain)
+            atoms, params = _marked(step), step.operation.params
+            pairs = zip(step.outputs, atoms, strict=True)
+            known.update((o, a) for o, a in pairs if isinstance(a, Constant))
+            outputs = tuple(o for o in step.outputs if o not in known)
+            run = partial(_handed_on, backward=params["backward"])
+            step = Step(Plain(NAME, run, params), tuple(values(atoms)), outputs)
+        steps.append(step)
+    return with_outputs(body, steps, known)
+
+
+def _marked(step: Step) -> list[Atom]:
+    """What a mark is around: its inputs, and between these the literals of its equation."""
+    assert isinstance(step.operation, Plain) and step.operation.equation is not None
+    inputs = iter(step.inputs)
+    variables: list[Any] = step.operation.equation.invars
+    return [
+        Constant(np.asarray(x.val, x.aval.dtype)) if isinstance(x, Literal) else next(inputs)
+        for x in variables
+    ]
+
+
+def _handed_on(*arguments: Any, backward: bool) -> list[Any]:
+    del backward
+    return list(arguments)
+
+
+def _marks_in(body: Program) -> list[int]:
+    """The numbers of the marks in a body, in the order in which they were written."""
+    steps = _without_recomputed_marks(_of_values(body)).steps
+    return [_number(step) for step in steps if is_mark(step) and not _is_backward_mark(step)]
+
+
+def _number(step: Step) -> int:
+    assert isinstance(step.operation, Plain)
+    return step.operation.params["number"]
+
+
 def _without_recomputed_marks(body: Program) -> Program:
     """What is rematerialised of a stage begins where the stage begins: what the stage before hands
     on is there already, so its mark is not computed a second time."""
@@ -91,23 +147,31 @@ def _without_recomputed_marks(body: Program) -> Program:
     return with_outputs(body, steps, known)
 
 
-def _number_marks(body: Program, num_stages: int) -> tuple[Program, dict[Step, int]]:
+def _number_marks(
+    body: Program, num_stages: int, written: Callable[[], list[int]]
+) -> tuple[Program, dict[Step, int]]:
     """Which stage every mark ends; a last one, behind all stages, is taken out.
 
-    Transposition turns the order around, and cotangents that flow through a mark flow through all
-    that come after it: so the last mark is the first in the backward.
+    Marks count in the order in which they are written, and transposition turns it around. Results
+    may depend on some marks only, or cotangents flow through some only: then the numbers of marks
+    tell which these are.
     """
     forward = [step for step in body.steps if is_mark(step) and not _is_backward_mark(step)]
     backward = [step for step in body.steps if is_mark(step) and _is_backward_mark(step)]
-    if len(forward) not in (num_stages, num_stages - 1):
+    numbers, possible = [_number(step) for step in forward], (num_stages, num_stages - 1)
+    if len(forward) not in possible or len(backward) not in (0, len(forward)):
+        all_numbers = written()
+        if len(all_numbers) in possible or len(forward) not in possible:
+            numbers = all_numbers
+    if len(numbers) not in possible:
         raise ValueError(
-            f"The loop has {len(forward)} marks where stages end, and its schedule {num_stages} "
+            f"The loop has {len(numbers)} marks where stages end, and its schedule {num_stages} "
             f"stages. Mark the end of every stage but the last ({num_stages - 1} marks), or of "
             f"all of them ({num_stages})."
         )
-    last = len(forward) - 1
-    numbered = {step: i for i, step in enumerate(forward)}
-    numbered |= {step: last - i for i, step in enumerate(backward)}
+    last = len(numbers) - 1
+    numbered = _aligned(forward, numbers)
+    numbered |= {step: last - i for step, i in _aligned(backward, numbers[::-1]).items()}
     behind = [step for step, i in numbered.items() if i == num_stages - 1]
     known: dict[Value, Atom] = {}
     steps = []
@@ -123,6 +187,17 @@ def _number_marks(body: Program, num_stages: int) -> tuple[Program, dict[Step, i
         if old in numbered:
             marks[new] = numbered[old]
     return with_outputs(body, renamed, known), marks
+
+
+def _aligned(marks: Sequence[Step], numbers: Sequence[int]) -> dict[Step, int]:
+    """Where the numbers of marks stand among all numbers, of which they are a part, in order."""
+    found: dict[Step, int] = {}
+    start = 0
+    for step in marks:
+        assert _number(step) in numbers[start:], "marks keep their order"
+        found[step] = numbers.index(_number(step), start)
+        start = found[step] + 1
+    return found
 
 
 def _places(body: Program, marks: Mapping[Step, int], num_stages: int) -> Places:

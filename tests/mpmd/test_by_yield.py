@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -96,3 +97,42 @@ def test_mpmd_jit_by_yield_needs_a_stage_for_every_group():
     message = "has 2 marks where stages end, and its schedule 4 stages"
     with pytest.raises(ValueError, match=message):
         mpmd_jit_by_yield(forward, groups(4)).lower(layers(STAGES), one_batch()[0])
+
+
+def test_mpmd_jit_by_yield_of_results_that_need_early_stages_only():
+    """Later groups have nothing to do then; gradients come from the same groups as results."""
+
+    def early(weights: Any, x: Any) -> Any:
+        def value(weights: Any) -> Any:
+            y = first = x
+            for i, w in enumerate(weights):
+                y = pipeline_enter_stage(layer(w, y))
+                first = y if i == 0 else first
+            return (first**2).mean()
+
+        return jax.value_and_grad(value)(weights)
+
+    args = layers(STAGES), one_batch()[0]
+    pipelined = mpmd_jit_by_yield(early, groups(STAGES))
+    assert_close(pipelined(*args), jax.jit(early)(*args))
+    code = pipelined.lower(*args).code
+    assert {i.rank for i in code.instructions if isinstance(i, Run) and i.actions} == {0, 1}
+
+
+def test_mpmd_jit_by_yield_of_constants_and_of_arguments_that_pass_through():
+    """An argument that passes through stays on its group and is not copied."""
+
+    def passing(weights: Any, x: Any) -> Any:
+        return forward(weights, x), weights, x, 3, 1.5
+
+    args = layers(STAGES), one_batch()[0]
+    pipelined = mpmd_jit_by_yield(passing, groups(STAGES))
+    result = pipelined(*args)
+    assert_close(result, jax.jit(passing)(*args))
+    assert [w["in"].mpmd_idxs for w in result[1]] == [(0,), (1,), (2,)]
+
+    def only_passing(weights: Any, x: Any) -> Any:
+        forward(weights, x)
+        return weights, 2
+
+    assert_close(mpmd_jit_by_yield(only_passing, groups(STAGES))(*args), (args[0], jnp.int32(2)))
