@@ -10,15 +10,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import IO
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
 
-from ._processes import ADDRESS, NUM_PROCESSES, PROCESS, TERMINATED
+from .._exit import EXIT_CODE
+from ._lifeline import Lifelines
+from ._processes import ADDRESS, NUM_PROCESSES, PROCESS
 from ._settings import add_settings, read_settings
 
 _HELP = "train a model in several processes on this machine"
 _POLL_SECONDS = 0.05
+_USER_ERROR = 2
+"""The exit code of what the user has to change, which another start does not."""
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""The signals that end a run."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -35,6 +41,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="SECONDS",
         help="how long the others may go on when one has failed (30)",
     )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how often all start again, from the newest checkpoint, when a process dies (0)",
+    )
     add_settings(parser)
     parser.set_defaults(func=run)
 
@@ -42,17 +55,28 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs `jaxpipe train` in every process. The exit code of the first that fails, or 0.
 
-    Process 0 has the terminal; lines of the others come with their number, on standard error. No
-    process outlives this one where it can help it: SIGTERM reaches all, Ctrl-C too.
+    Process 0 has the terminal; lines of the others come with their number, on standard error. The
+    signals that end a run reach all processes once. No process outlives this one.
     """
     if args.processes < 1:
         raise ValueError(f"`--processes` is {args.processes}. Give at least 1.")
     if args.gpus_per_process is not None and args.gpus_per_process < 1:
         raise ValueError(f"`--gpus-per-process` is {args.gpus_per_process}. Give at least 1.")
+    if not args.grace >= 0:
+        raise ValueError(f"`--grace` is {args.grace:g}. Give seconds, at least 0.")
+    if args.max_restarts < 0:
+        raise ValueError(f"`--max-restarts` is {args.max_restarts}. Give at least 0.")
     read_settings(args.settings)  # what is wrong in them is said once
-    commands = _commands(args.settings, args.processes, args.gpus_per_process)
-    with _started(commands) as job:
-        return _first_failure(job, args.grace)
+    for restart in range(1, args.max_restarts + 2):
+        # The address is a new one each time: the port of a process that was killed may be taken.
+        commands = _commands(args.settings, args.processes, args.gpus_per_process)
+        with _started(commands) as job:
+            code = _first_failure(job, args.grace)
+        if code in (0, _USER_ERROR) or job.signals or restart > args.max_restarts:
+            break
+        which = f"restart {restart} of {args.max_restarts}"
+        print(f"jaxpipe: the job starts again from its newest checkpoint: {which}", file=sys.stderr)
+    return code
 
 
 def _commands(
@@ -78,80 +102,129 @@ class _Job:
     Attributes:
         running: Of each process, in order.
         outputs: The threads that show what they print.
-        signals: How often all were told to end.
+        signals: Those by which all were told to end, in the order in which they came.
+        tell: Tells all others that a process has ended, and how.
     """
 
     running: list[subprocess.Popen]
-    outputs: list[threading.Thread]
-    signals: int = 0
+    outputs: list[threading.Thread] = field(default_factory=list)
+    signals: list[signal.Signals] = field(default_factory=list)
+    tell: Callable[[int, str], None] = lambda ended, how: None
 
     @property
     def failed(self) -> tuple[int, int] | None:
-        """The first process that ended in vain, and its code; not those that were told to end."""
+        """The process that failed first, and its code; not those that were told to end.
+
+        Of several that have ended since the last look it is one that a signal has killed, if there
+        is one: the others may have ended because it was gone.
+        """
         codes = enumerate(popen.poll() for popen in self.running)
-        obeyed = (0, TERMINATED) if self.signals else (0,)
-        return next(((i, code) for i, code in codes if code not in (None, *obeyed)), None)
+        obeyed = {0, *(128 + number for number in self.signals)}
+        failed = [(i, x) for i, x in codes if x is not None and _exit_code(x) not in obeyed]
+        return min(failed, key=lambda one: (_may_follow(one[1]), one[0]), default=None)
 
     @property
     def left(self) -> list[int]:
         return [i for i, popen in enumerate(self.running) if popen.poll() is None]
 
 
+def _may_follow(code: int) -> int:
+    """How likely it is that a process has ended with this code because of another one."""
+    return 2 if code in (EXIT_CODE, -signal.SIGABRT) else int(code > 0)
+
+
 @contextlib.contextmanager
 def _started(commands: Sequence[tuple[list[str], dict[str, str]]]) -> Iterator[_Job]:
-    """Processes, none of which is left behind. They get the SIGTERM that this one gets; after a
-    second one they are killed."""
-    job = _Job([], [])
+    """Processes, none of which is left behind. They get the signals that this one gets; after a
+    second one they are killed.
+
+    Each is a process group, so that it gets Ctrl-C from here alone and not from the terminal too:
+    twice would mean at once.
+    """
+    job, lifelines = _Job([]), Lifelines()
 
     def pass_on(number: int, frame: object) -> None:
         del frame
-        job.signals += 1
+        job.signals.append(signal.Signals(number))
         for popen in job.running:
             popen.send_signal(number)
 
-    before = signal.signal(signal.SIGTERM, pass_on)
+    def suspend(number: int, frame: object) -> None:
+        del number, frame
+        for popen in job.running:
+            popen.send_signal(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        for popen in job.running:
+            popen.send_signal(signal.SIGCONT)
+
+    with _handled(dict.fromkeys(_ENDING, pass_on) | {signal.SIGTSTP: suspend}):
+        try:
+            for process, (command, environment) in enumerate(commands):
+                out, err = (subprocess.PIPE, subprocess.STDOUT) if process else (None, None)
+                popen = lifelines.start(
+                    process, command, environment, stdout=out, stderr=err, process_group=0
+                )
+                job.running.append(popen)
+                if job.signals:
+                    popen.send_signal(job.signals[-1])
+                if process:
+                    job.outputs.append(_show(process, popen.stdout))
+            job.tell = lifelines.tell
+            yield job
+        finally:
+            for popen in job.running:
+                popen.kill()  # SIGTERM would not do: it is a wish to stop after the next step
+            for popen in job.running:
+                popen.wait()
+            lifelines.close()
+            for output in job.outputs:
+                output.join(timeout=5)
+
+
+@contextlib.contextmanager
+def _handled(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> Iterator[None]:
+    """Handles signals inside, but for those that are ignored, as after `nohup`."""
+    taken = {n: h for n, h in handlers.items() if signal.getsignal(n) != signal.SIG_IGN}
+    before = {number: signal.signal(number, handler) for number, handler in taken.items()}
     try:
-        for process, (command, environment) in enumerate(commands):
-            out, err = (subprocess.PIPE, subprocess.STDOUT) if process else (None, None)
-            popen = subprocess.Popen(command, env=environment, stdout=out, stderr=err)
-            job.running.append(popen)
-            if job.signals:
-                popen.send_signal(signal.SIGTERM)
-            if process:
-                job.outputs.append(_show(process, popen.stdout))
-        yield job
+        yield
     finally:
-        signal.signal(signal.SIGTERM, before)
-        for popen in job.running:
-            popen.kill()  # SIGTERM would not do: it is a wish to stop after the next step
-        for popen in job.running:
-            popen.wait()
-        for output in job.outputs:
-            output.join(timeout=5)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _first_failure(job: _Job, grace: float) -> int:
     """Waits until all have ended, or until those who should have had time for it."""
     first: tuple[int, int] | None = None
     deadline = math.inf
-    while job.left and time.monotonic() < deadline and job.signals < 2:
+    while job.left and time.monotonic() < deadline and len(job.signals) < 2:
         time.sleep(_POLL_SECONDS)
         if first is None and (first := job.failed):
             deadline = time.monotonic() + grace
+            job.tell(first[0], _how(first[1]))
     first = first or job.failed
     rest = f"The processes {job.left} have not ended, and are killed."
     if first is None:
         if not job.left:
-            return max(popen.returncode for popen in job.running)
-        print(f"jaxpipe: error: SIGTERM came twice. {rest}", file=sys.stderr)
-        return TERMINATED
+            return max(_exit_code(popen.returncode) for popen in job.running)
+        name = job.signals[-1].name
+        print(f"jaxpipe: error: {name} came again. {rest}", file=sys.stderr)
+        return 128 + job.signals[-1]
     process, code = first
-    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+    said = f"process {process} has ended {_how(code)}."
     print(
-        f"jaxpipe: error: process {process} has ended {how}. {rest if job.left else ''}".rstrip(),
-        file=sys.stderr,
+        f"jaxpipe: error: {said} {rest}" if job.left else f"jaxpipe: error: {said}", file=sys.stderr
     )
+    return _exit_code(code)
+
+
+def _exit_code(code: int) -> int:
+    """The exit code of this process for that of another one, which is negative after a signal."""
     return 128 - code if code < 0 else code
+
+
+def _how(code: int) -> str:
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
 
 
 def _show(process: int, lines: IO[bytes] | None) -> threading.Thread:
@@ -159,9 +232,10 @@ def _show(process: int, lines: IO[bytes] | None) -> threading.Thread:
 
     def copy() -> None:
         assert lines is not None
-        for line in lines:
-            sys.stderr.write(f"[{process}] {line.decode(errors='replace')}")
-            sys.stderr.flush()
+        with lines:
+            for line in lines:
+                sys.stderr.write(f"[{process}] {line.decode(errors='replace')}")
+                sys.stderr.flush()
 
     thread = threading.Thread(target=copy, daemon=True, name=f"output of process {process}")
     thread.start()

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from ._interrupts import INTERRUPTED, interruptible, say_interrupted, watch_interrupts
 from ._processes import is_run_error
 
 
@@ -31,10 +32,11 @@ def commands() -> tuple[Callable[[argparse._SubParsersAction], None], ...]:
 
 def script() -> NoReturn:
     """The command `jaxpipe`."""
+    watch_interrupts()
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    if code == 1:
+    if code in (1, INTERRUPTED):
         # At once: threads of a save that failed would have more to say than the reason.
         os._exit(code)
     sys.exit(code)
@@ -43,7 +45,7 @@ def script() -> NoReturn:
 def main(argv: list[str] | None = None) -> int:
     """Runs a command and returns its exit code: 2 where the user has to change something.
 
-    1 where a run ends before its time for a reason that it names.
+    1 where a run ends before its time for a reason that it names, 130 after Ctrl-C.
     """
     parser = argparse.ArgumentParser(prog="jaxpipe", description="Pipeline parallelism for JAX.")
     subparsers = parser.add_subparsers(required=True, metavar="command")
@@ -51,7 +53,10 @@ def main(argv: list[str] | None = None) -> int:
         add_parser(subparsers)
     args = parser.parse_args(argv)
     try:
-        return args.func(args)
+        with interruptible():
+            return args.func(args)
+    except KeyboardInterrupt:
+        return say_interrupted()
     except FileNotFoundError as error:
         return _fail(f"{error.filename}: no such file.")
     except ValueError as error:

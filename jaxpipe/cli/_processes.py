@@ -1,17 +1,21 @@
 """The processes of a job: how one joins the others, and leaves them when it fails."""
 
+import errno
 import os
-import signal
+import re
+import socket
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-ADDRESS = "JAX_COORDINATOR_ADDRESS"
+from ._interrupts import interruptible, say_interrupted
+
+ADDRESS, BIND_ADDRESS = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS"
 NUM_PROCESSES, PROCESS = "JAXPIPE_NUM_PROCESSES", "JAXPIPE_PROCESS_ID"
 
-TERMINATED = 128 + signal.SIGTERM
-"""The exit code of what SIGTERM has ended, as shells have it."""
+HEARTBEAT_SECONDS = 60
+"""After so long without a sign of a process JAX takes it for dead, and ends all others."""
 
 
 def join_processes(*, detect: bool) -> None:
@@ -25,10 +29,12 @@ def join_processes(*, detect: bool) -> None:
             pod, of which JAX reads everything from the environment.
 
     Raises:
-        ValueError: If the environment says less.
+        ValueError: If the environment says less, or says it wrong.
     """
     import jax  # not at the top: most commands need no devices
 
+    if ADDRESS in os.environ:
+        check_address(os.environ[ADDRESS])
     if NUM_PROCESSES in os.environ:
         num_processes, process = _number(NUM_PROCESSES), _number(PROCESS)
         if ADDRESS not in os.environ:
@@ -36,18 +42,74 @@ def join_processes(*, detect: bool) -> None:
                 f"{NUM_PROCESSES} is set and {ADDRESS} is not. Set it to the host:port at which "
                 "process 0 can be reached."
             )
+        if not process < num_processes:
+            raise ValueError(
+                f"{PROCESS} is {process} and {NUM_PROCESSES} is {num_processes}. Processes are "
+                "numbered from 0."
+            )
         jax.distributed.initialize(
-            num_processes=num_processes, process_id=process, cluster_detection_method="deactivate"
+            num_processes=num_processes,
+            process_id=process,
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=None if process else _bind_address(os.environ[ADDRESS]),
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         )
     elif detect:
         try:
-            jax.distributed.initialize()
+            jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
         except ValueError as error:
             raise ValueError(
                 f"`distributed` is true, but JAX finds no job around this process ({error}) Start "
                 "it by srun, mpirun or in an indexed Kubernetes job; or set "
                 f"{NUM_PROCESSES}, {PROCESS} and {ADDRESS}; or use `jaxpipe launch`."
             ) from None
+
+
+def check_address(address: str) -> None:
+    """Checks the address of process 0.
+
+    Raises:
+        ValueError: If it is not host:port.
+    """
+    host, _, port = address.rpartition(":")
+    number = int(port) if port.isascii() and port.isdigit() and len(port) < 6 else 0
+    is_host = re.fullmatch(r"\[[0-9a-fA-F:.%\w]+\]|[\w.-]+", host)
+    if not is_host or not 0 < number < 1 << 16:
+        raise ValueError(
+            f"{ADDRESS} is {address!r}. Give the host:port at which process 0 can be reached, such "
+            "as node0:55527 or [fd00::1]:55527."
+        )
+
+
+def _bind_address(address: str) -> str | None:
+    """The address at which process 0 listens: the one at which the others reach it.
+
+    None, and it listens at all addresses of its host, which it says, where that one is not of this
+    host, as behind a translation of addresses. `JAX_COORDINATOR_BIND_ADDRESS` wins.
+    """
+    if BIND_ADDRESS in os.environ:
+        return None  # JAX reads it
+    host, _, port = address.rpartition(":")
+    try:
+        family, kind, _, _, there = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(there)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(
+                f"{ADDRESS} is {address!r}, and another program listens there. Give a free port."
+            ) from None
+        print(
+            f"jaxpipe: process 0 listens at port {port} of all addresses of this host: {host!r} is "
+            f"not one of them ({error.strerror or error}). {BIND_ADDRESS} says another one.",
+            file=sys.stderr,
+        )
+        return None
+    number = f"[{there[0]}]" if family == socket.AF_INET6 else there[0]
+    return f"{number}:{port}"
 
 
 @contextmanager
@@ -57,12 +119,15 @@ def leaving_on_error() -> Iterator[None]:
     They wait for it somewhere, so it must not wait for them, as JAX does at exit.
     """
     try:
-        yield
+        with interruptible():
+            yield
     except BaseException as error:
         import jax
 
         if not jax.distributed.is_initialized():
             raise
+        if isinstance(error, KeyboardInterrupt):
+            os._exit(say_interrupted())
         if isinstance(error, ValueError) or is_run_error(error):
             print(f"jaxpipe: error: {error}", file=sys.stderr)
         else:
@@ -75,9 +140,10 @@ def leaving_on_error() -> Iterator[None]:
 def is_run_error(error: BaseException) -> bool:
     """Whether a run has ended by a reason that needs no traceback."""
     from ..data import LostFileError
-    from ..train import RunError  # not at the top: it imports JAX
+    from ..mpmd import MpmdError
+    from ..train import RunError  # not at the top: they import JAX
 
-    return isinstance(error, RunError | LostFileError)
+    return isinstance(error, RunError | MpmdError | LostFileError)
 
 
 def _number(name: str) -> int:

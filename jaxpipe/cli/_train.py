@@ -1,9 +1,11 @@
 """`jaxpipe train [CONFIG.yml ...] [key=value ...]`"""
 
 import argparse
+import os
 
 from ._emulate import emulate_devices
-from ._processes import TERMINATED, join_processes, leaving_on_error
+from ._lifeline import follow_launcher
+from ._processes import PROCESS, join_processes, leaving_on_error
 from ._settings import add_settings, read_settings
 
 _HELP = "train a model, set up by YAML files and key=value pairs; pairs win over files"
@@ -20,9 +22,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains. Processes join and devices are emulated before JAX looks for devices.
 
-    The exit code is 143 if SIGTERM has ended the run before its last step, so that what starts
-    failures again goes on with it.
+    The exit code is 143 if SIGTERM has ended the run before its last step, 130 if SIGINT and 129 if
+    SIGHUP has, so that what starts failures again goes on with it.
     """
+    follow_launcher(f"process {os.environ.get(PROCESS, 0)}")
     from ..train import TerminatedError, base_yaml, train
 
     if args.keys:
@@ -35,6 +38,6 @@ def run(args: argparse.Namespace) -> int:
             emulate_devices(config.emulate_devices)
         try:
             train(config, keep_history=False)
-        except TerminatedError:  # it has said so
-            return TERMINATED
+        except TerminatedError as error:  # it has said so
+            return 128 + error.signal
     return 0

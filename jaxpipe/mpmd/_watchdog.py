@@ -7,10 +7,8 @@ does, or what is under way has failed because its peer is gone, it says so on st
 thread raises, if it is in `wait`, and else the process ends. So peers notice, and end too.
 """
 
-import ctypes
 import faulthandler
 import os
-import signal
 import sys
 import threading
 import time
@@ -21,9 +19,9 @@ from typing import Any
 
 import jax
 
+from .._exit import before_abort, leave
+
 POLL_SECONDS = 0.02
-EXIT_CODE = 70
-"""Of a process that the watchdog ends: EX_SOFTWARE of sysexits.h."""
 
 Watched = list[Any]
 """Something under way: its label, and its arrays, or None as long as it is being dispatched."""
@@ -147,7 +145,7 @@ def stop(dog: Watchdog) -> None:
 def _patrol(dog: Watchdog) -> None:
     """The thread."""
     if dog.has_peers:
-        _name_aborts(dog)
+        before_abort(lambda: _say_before_abort(dog))
     oldest, since = None, 0.0
     while not dog.stopped.wait(POLL_SECONDS):
         failure = _look(dog)
@@ -192,8 +190,7 @@ def _leave(dog: Watchdog) -> None:
         time.sleep(dog.grace)
     else:
         return
-    sys.stdout.flush()
-    os._exit(EXIT_CODE)
+    leave()
 
 
 def _is_there(watched: Watched) -> bool:
@@ -233,24 +230,15 @@ def _numbers(array: Any) -> Any:
     return array if hasattr(array, "is_ready") else jax.random.key_data(array)
 
 
-def _name_aborts(dog: Watchdog) -> None:
-    """Lets the process say what was under way when JAX aborts it.
+def _say_before_abort(dog: Watchdog) -> None:
+    """Says what is under way when JAX aborts the process.
 
-    JAX does so as soon as process 0 is gone (`client.h: Terminating process`), from a thread of its
-    own. Handlers of the `signal` module would run after the process has ended. If the watchdog has
-    said more already, it has the time it needs for ending the process with its own exit code.
+    If the watchdog has said more already, it has the time it needs for ending the process with its
+    own exit code.
     """
-
-    @ctypes.CFUNCTYPE(None, ctypes.c_int)
-    def say(_: int) -> None:
-        if dog.reasons:
-            time.sleep(2 * dog.grace + 1.0)
-            return
-        first = [f"{label} is under way" for label, _ in dog.under_way[:1]]
-        what = _look(dog) or (first or ["nothing is under way"])[0]
-        os.write(2, f"jaxpipe: process {dog.process}: {what}, and JAX aborts\n".encode())
-
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(say))  # for the life of the process
-    libc = ctypes.CDLL(None)
-    libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
-    libc.signal(signal.SIGABRT, ctypes.cast(say, ctypes.c_void_p))
+    if dog.reasons:
+        time.sleep(2 * dog.grace + 1.0)
+        return
+    first = [f"{label} is under way" for label, _ in dog.under_way[:1]]
+    what = _look(dog) or (first or ["nothing is under way"])[0]
+    os.write(2, f"jaxpipe: process {dog.process}: {what}, and JAX aborts\n".encode())

@@ -79,7 +79,8 @@ def train(
         ValueError: Before anything compiles, if the config does not suit the devices or the data,
             or the newest checkpoint is of another model, or another run writes to the same folder.
         RunError: If a step is bad and `bad_step_policy` is to stop, or the disk fails.
-        TerminatedError: When all is saved, if SIGTERM has ended the run before its last step.
+        TerminatedError: If a signal has ended the run before its last step, when all is saved.
+        KeyboardInterrupt: If SIGINT came before the first step was made, or a second time.
         RuntimeError: If a step, a checkpoint or a batch fails later.
     """
     shown: Stream = (stream or sys.stdout) if is_first() else io.StringIO()
@@ -95,6 +96,7 @@ def train(
         if not setup.stages_apart:
             stack.enter_context(jax.set_mesh(setup.mesh))
         stack.enter_context(run_folder(folder))
+        stop = stack.enter_context(StopRequests())  # until the last checkpoint is written
         checkpoints = stack.enter_context(_checkpoints(config, folder, shown))
         done = agreed((latest_step(checkpoints) or 0) if checkpoints else 0)
         if done >= config.steps:
@@ -105,7 +107,7 @@ def train(
         if checkpoints and done and (changed := _changed_data(checkpoints, done, batch_at)):
             print(changed, file=shown)
         first = first_state(setup) if restored is None else restored
-        run = _Run(setup, batch_at, evaluate, checkpoints, folder, shown)
+        run = _Run(setup, batch_at, evaluate, checkpoints, folder, shown, stop)
         return [metrics for metrics in _recorded_steps(run, first, done) if keep_history]
 
 
@@ -119,6 +121,7 @@ class _Run:
     checkpoints: ocp.CheckpointManager | None
     folder: Path
     shown: Stream
+    stop: StopRequests
 
 
 def _recorded_steps(run: _Run, state: State, done: int) -> Iterator[Metrics]:
@@ -128,10 +131,10 @@ def _recorded_steps(run: _Run, state: State, done: int) -> Iterator[Metrics]:
     if is_first():
         _write_config(run.folder, config)
         record_start(run.folder, setup, done)
-    by_time, stop, step = ByTime(config.checkpoint_minutes), StopRequests(config.max_minutes), done
+    by_time, step = ByTime(config.checkpoint_minutes), done
+    run.stop.start_clock(config.max_minutes)
     with ExitStack() as stack:
         write, report = _outputs(stack, config, run.folder, run.shown, first_step=done + 1)
-        stack.enter_context(stop)
         before = stack.enter_context(profiler(profiled_steps(config.profile_steps), run.folder))
         steps = run_steps(
             setup,
@@ -140,7 +143,7 @@ def _recorded_steps(run: _Run, state: State, done: int) -> Iterator[Metrics]:
             run.batch_at,
             save=_saver(run, checkpoints, by_time) if checkpoints else None,
             before=before,
-            should_stop=stop,
+            should_stop=run.stop,
             evaluate=run.evaluate,
             is_best=best_keeper(checkpoints, config.keep_best),
             is_due=by_time.is_due,
@@ -158,8 +161,8 @@ def _recorded_steps(run: _Run, state: State, done: int) -> Iterator[Metrics]:
     if step < config.steps:
         rest = "start again to go on" if checkpoints else "nothing is saved"
         print(f"stopped after step {step}: {rest}", file=run.shown)
-        if stop.by_signal():
-            raise TerminatedError(f"SIGTERM has ended the run after step {step}.")
+        if number := run.stop.cause():
+            raise TerminatedError(number, step)
 
 
 def _saver(run: _Run, checkpoints: ocp.CheckpointManager, by_time: ByTime) -> Save:

@@ -12,7 +12,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from ._config import Config
-from ._together import any_says
+from ._together import any_says, largest
 
 ShouldStop = Callable[[int], bool]
 """Whether the run ends after this step; all processes ask after every step, and hear the same."""
@@ -23,53 +23,85 @@ class RunError(RuntimeError):
 
 
 class TerminatedError(RunError):
-    """A run that SIGTERM has ended, with a checkpoint of its last step if it has any."""
+    """A run that a signal has ended, with a checkpoint of its last step if it has any.
+
+    Attributes:
+        signal: SIGTERM, SIGINT or SIGHUP.
+    """
+
+    def __init__(self, number: int, step: int) -> None:
+        self.signal = signal.Signals(number)
+        super().__init__(f"{self.signal.name} has ended the run after step {step}.")
 
 
 class StopRequests:
     """What may end a run after any step, a `ShouldStop`. A context manager.
 
-    Inside it takes SIGTERM, by which schedulers announce that a job will be ended, for a wish to
-    stop. With several processes JAX takes it, on any of them, and finds a step that all can stop
-    after.
+    Inside it takes SIGTERM, by which schedulers announce that a job will be ended, and SIGHUP, by
+    which a terminal says that it closes, for a wish to stop; and from the first step on SIGINT,
+    that is Ctrl-C, of which a second one raises KeyboardInterrupt. Signals that are ignored stay
+    so. With several processes JAX takes SIGTERM, on any of them, and finds a step that all can
+    stop after; so the other signals are passed on as SIGTERM.
     """
 
-    def __init__(self, max_minutes: float) -> None:
-        """
-        Args:
-            max_minutes: After which the run ends; 0 for never. Of several processes each sends
-                itself the signal then.
-        """
-        self._deadline = time.monotonic() + 60 * max_minutes if max_minutes else math.inf
+    def __init__(self) -> None:
+        self._deadline = math.inf
         self._is_alone = jax.process_count() == 1
-        self._is_asked = self._is_over = False
-        self._before: Any = None
+        self._is_over = False
+        self._cause = self._interrupts = 0
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequests":
-        # Python lets no other thread handle signals.
-        if self._is_alone and threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._ask)
+        self._take(*([signal.SIGTERM] if self._is_alone else []), signal.SIGHUP)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
 
-    def _ask(self, *_: object) -> None:
-        self._is_asked = True
+    def start_clock(self, max_minutes: float) -> None:
+        """Starts the time that the run has.
+
+        Args:
+            max_minutes: After which it ends; 0 for never. Of several processes each sends itself
+                SIGTERM then.
+        """
+        self._deadline = time.monotonic() + 60 * max_minutes if max_minutes else math.inf
+
+    def _take(self, *numbers: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python lets no other thread handle signals
+        for number in numbers:
+            if number not in self._before and signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._ask)
+
+    def _ask(self, number: int, _: object) -> None:
+        self._interrupts += number == signal.SIGINT
+        if self._interrupts > 1:
+            raise KeyboardInterrupt
+        self._cause = self._cause or number
+        if not self._is_alone:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def __call__(self, step: int) -> bool:
+        self._take(signal.SIGINT)
         if not self._is_over and time.monotonic() > self._deadline:
             self._is_over = True
             if not self._is_alone:
                 os.kill(os.getpid(), signal.SIGTERM)
         if self._is_alone:
-            return self._is_over or self._is_asked
+            return self._is_over or self._cause != 0
         return multihost_utils.reached_preemption_sync_point(step)
 
-    def by_signal(self) -> bool:
-        """Whether no clock has ended the run. All processes ask, and hear the same."""
-        return not any_says(self._is_over)
+    def cause(self) -> int:
+        """Returns the signal that has ended the run, or 0 if a clock has.
+
+        Collective: every process must call it and receives the same answer.
+        """
+        if any_says(self._is_over):
+            return 0
+        return largest(self._cause) or signal.SIGTERM  # which JAX takes without a word
 
 
 def check_step(config: Config, step: int, metrics: Mapping[str, float]) -> str | None:

@@ -19,9 +19,14 @@ def agreed(number: int) -> int:
 
 def any_says(flag: bool) -> bool:
     """Whether a process says so, on all of them."""
+    return bool(largest(int(flag)))
+
+
+def largest(number: int) -> int:
+    """The largest of what the processes say, on all of them."""
     if jax.process_count() == 1:
-        return flag
-    return bool(multihost_utils.process_allgather(np.asarray(flag)).any())
+        return number
+    return int(multihost_utils.process_allgather(np.int32(number)).max())
 
 
 def wait_for_all(why: str) -> None:

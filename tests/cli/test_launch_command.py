@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,9 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxpipe._exit import EXIT_CODE
 from jaxpipe.cli import main
 from jaxpipe.cli._launch import _first_failure, _Job
-from jaxpipe.cli._processes import ADDRESS, NUM_PROCESSES, PROCESS, join_processes
+from jaxpipe.cli._lifeline import Lifelines
+from jaxpipe.cli._processes import (
+    ADDRESS,
+    NUM_PROCESSES,
+    PROCESS,
+    _bind_address,
+    join_processes,
+)
 from quick import ENVIRONMENT
 
 from .runs import SMALL, losses, run_jaxpipe
@@ -186,18 +195,24 @@ class Ended:
 @pytest.mark.parametrize(
     ("codes", "signals", "code", "said"),
     [
-        ((0, 0), 0, 0, ""),
-        ((143, 143), 1, 143, ""),
-        ((143, 1), 1, 1, "process 1 has ended with code 1."),
-        ((143, 143), 0, 143, "process 0 has ended with code 143."),
-        ((0, -9), 0, 137, "process 1 has ended by SIGKILL."),
+        ((0, 0), "", 0, ""),
+        ((143, 143), "SIGTERM", 143, ""),
+        ((130, 130), "SIGINT", 130, ""),
+        ((129, 129), "SIGHUP", 129, ""),
+        ((143, -15), "SIGTERM", 143, ""),  # before it joined the others
+        ((143, 1), "SIGTERM", 1, "process 1 has ended with code 1."),
+        ((143, 143), "", 143, "process 0 has ended with code 143."),
+        ((0, -9), "", 137, "process 1 has ended by SIGKILL."),
+        ((1, -9), "", 137, "process 1 has ended by SIGKILL."),  # and 0 because of it
+        ((70, -6, 1), "", 1, "process 2 has ended with code 1."),
     ],
 )
 def test_the_exit_code_is_that_of_the_first_process_that_was_not_told_to_end(
     codes, signals, code, said, capsys
 ):
     running: list[Any] = [Ended(code) for code in codes]
-    assert _first_failure(_Job(running, [], signals), grace=0) == code
+    told = [signal.Signals[name] for name in signals.split()]
+    assert _first_failure(_Job(running, signals=told), grace=0) == code
     assert capsys.readouterr().err.replace("jaxpipe: error: ", "").strip() == said
 
 
@@ -240,3 +255,119 @@ def test_a_process_outside_of_any_job_says_how_to_start_one():
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 2
     assert "`distributed` is true, but JAX finds no job around this process" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "address", ["garbage", "host:", ":1234", "host:0", "host:70000", "a b:1", "host:1:2", "::1"]
+)
+def test_an_address_that_is_none_is_refused_before_anything_waits_for_it(
+    address, monkeypatch, capsys
+):
+    monkeypatch.setenv(ADDRESS, address)
+    assert main(["train"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"jaxpipe: error: {ADDRESS} is {address!r}. Give the host:port at")
+
+
+def test_process_0_listens_at_the_address_that_it_is_given_if_that_is_one_of_its_host(capsys):
+    assert _bind_address("127.0.0.1:54321") == "127.0.0.1:54321"
+    assert _bind_address("localhost:54321") in ("127.0.0.1:54321", "[::1]:54321")
+    assert capsys.readouterr().err == ""
+    assert _bind_address("192.0.2.77:54321") is None  # an address of no host
+    assert (
+        "process 0 listens at port 54321 of all addresses of this host" in capsys.readouterr().err
+    )
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(ValueError, match="another program listens there"):
+            _bind_address(address)
+
+
+def test_a_process_follows_its_launcher_and_hears_of_others(tmp_path):
+    code = "from jaxpipe.cli import _lifeline as line; import time; line.GRACE_SECONDS = 0.1; "
+    code += "line.follow_launcher('process 7'); time.sleep(60)"
+    lifelines = Lifelines()
+    running = [
+        lifelines.start(i, [sys.executable, "-c", code], os.environ, stderr=subprocess.PIPE)
+        for i in range(2)
+    ]
+    try:
+        lifelines.tell(1, "by SIGKILL")
+        _, said = running[0].communicate(timeout=60)
+        assert said == b"jaxpipe: process 7: process 1 has ended by SIGKILL, so this process ends\n"
+        lifelines.close()
+        _, said = running[1].communicate(timeout=60)
+        assert said == b"jaxpipe: process 7: the launcher has ended, so this process ends\n"
+    finally:
+        for popen in running:
+            popen.kill()
+    assert [popen.returncode for popen in running] == [EXIT_CODE, EXIT_CODE]
+
+
+def test_no_process_survives_a_launcher_that_is_killed_even_one_that_is_stopped():
+    sleeps = "from jaxpipe.cli._lifeline import follow_launcher as f; f(''); print(1, flush=True); "
+    sleeps += "import time; time.sleep(60)"
+    code = f"""
+import os, sys, time
+from jaxpipe.cli._lifeline import Lifelines
+child = Lifelines().start(0, [sys.executable, "-c", {sleeps!r}], os.environ)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert launcher.stdout is not None
+        child = int(launcher.stdout.readline())
+        assert launcher.stdout.readline() == "1\n"  # of the child, when it follows
+        os.kill(child, signal.SIGSTOP)
+    finally:
+        launcher.kill()
+        launcher.communicate(timeout=60)
+    deadline = time.monotonic() + 30
+    while is_running(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_running(process: int) -> bool:
+    """Whether a process is there, and not only waits for its parent to hear of its end."""
+    stat = Path(f"/proc/{process}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+class Fails:
+    """Starts what fails at once, some times, instead of training."""
+
+    def __init__(self, code: int, times: int) -> None:
+        self.code, self.left = code, times
+        self.addresses: list[str] = []
+
+    def __call__(self, settings, num_processes, num_gpus):
+        del settings, num_gpus
+        self.addresses.append(f"{len(self.addresses)}")
+        code, self.left = (self.code, self.left - 1) if self.left else (0, 0)
+        quits = [sys.executable, "-c", f"raise SystemExit({code})"]
+        return [(quits, dict(os.environ))] * num_processes
+
+
+@pytest.mark.parametrize(
+    ("code", "times", "allowed", "starts", "ended"),
+    [(1, 2, 5, 3, 0), (1, 9, 1, 2, 1), (2, 1, 5, 1, 2), (1, 1, 0, 1, 1)],
+)
+def test_a_job_starts_again_as_often_as_is_allowed_but_not_after_an_error_of_the_user(
+    code, times, allowed, starts, ended, monkeypatch, capsys
+):
+    monkeypatch.setattr("jaxpipe.cli._launch._commands", fails := Fails(code, times))
+    words = ["launch", "--processes", "2", "--max-restarts", f"{allowed}"]
+    assert main(words) == ended
+    assert len(fails.addresses) == starts
+    said = capsys.readouterr().err
+    for restart in range(1, starts):
+        line = f"starts again from its newest checkpoint: restart {restart} of {allowed}\n"
+        assert line in said
+    assert said.count("starts again") == starts - 1

@@ -16,11 +16,11 @@ from jax.experimental.transfer import make_error_array, start_transfer_server
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe._exit import EXIT_CODE
 from jaxpipe.mpmd._remote import Transport, check_same_program
 from jaxpipe.mpmd._routes import brief
 from jaxpipe.mpmd._transport import Spec, layout, mover, sender
 from jaxpipe.mpmd._watchdog import (
-    EXIT_CODE,
     MpmdError,
     Watchdog,
     begin,

@@ -22,7 +22,7 @@ from jaxpipe.train import (
 )
 from jaxpipe.train import _step as step
 from jaxpipe.train._profile import profiled_steps
-from jaxpipe.train._stop import check_step
+from jaxpipe.train._stop import StopRequests, check_step
 
 from .runs import NONE, ROWS, TINY, setup_of
 
@@ -31,11 +31,15 @@ SETTINGS |= {"num_pipeline_microbatches": 1}
 
 
 class Terminating(io.StringIO):
-    """Sends SIGTERM once a step is done, so that the run is in its loop."""
+    """Sends a signal once a step is done, so that the run is in its loop."""
+
+    def __init__(self, number: signal.Signals = signal.SIGTERM) -> None:
+        super().__init__()
+        self.number = number
 
     def write(self, text: str) -> int:
         if "step 3/300" in text:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), self.number)
         return super().write(text)
 
 
@@ -77,10 +81,67 @@ def test_sigterm_ends_a_run_after_its_step_with_a_checkpoint_and_it_resumes_bit_
     assert losses(first) + losses(second) == losses(whole)
 
 
-def test_the_command_tells_by_its_exit_code_that_sigterm_has_ended_a_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.stdout", Terminating())
-    assert main(["train", *words(steps=300, output_dir=tmp_path)]) == 128 + signal.SIGTERM
-    assert main(["train", *words(steps=1000, output_dir=tmp_path, max_minutes=1e-4)]) == 0
+def test_the_command_tells_by_its_exit_code_which_signal_has_ended_a_run(
+    tmp_path, monkeypatch, handlers, capsys
+):
+    steps = 0
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        monkeypatch.setattr("sys.stdout", shown := Terminating(number))
+        folder = tmp_path / number.name
+        assert main(["train", *words(steps=300, output_dir=folder)]) == 128 + number
+        steps = len(read_metrics(folder / "default" / "metrics.jsonl"))
+        assert f"stopped after step {steps}: start again to go on" in shown.getvalue()
+        assert (folder / "default" / "checkpoints" / str(steps)).is_dir()
+    assert capsys.readouterr().err == ""
+    assert main(["train", *words(steps=1000, output_dir=folder, max_minutes=1e-4)]) == 0
+
+
+@pytest.fixture
+def handlers():
+    """The handlers of a terminal's foreground, also where the tests run in the background."""
+    given = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in given.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_second_interrupt_does_not_wait_for_the_step(handlers):
+    with StopRequests() as stop:
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # nothing is done
+        assert not stop(1)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop(2) and stop.cause() == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+
+
+def test_signals_that_are_ignored_stay_so(handlers):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+    with StopRequests() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop(1)
+
+
+def test_of_several_processes_each_passes_an_interrupt_on_to_jax_and_knows_the_cause(
+    handlers, monkeypatch
+):
+    passed = list[int]()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: passed.append(number))  # JAX's
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr("jaxpipe.train._stop.any_says", bool)
+    monkeypatch.setattr("jaxpipe.train._stop.largest", lambda number: number)
+    try:
+        with StopRequests() as stop:
+            assert not stop(1)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert passed == [signal.SIGTERM] and stop.cause() == signal.SIGINT
+        with StopRequests() as stop:
+            assert stop.cause() == signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_run_ends_when_its_time_is_over(tmp_path):
