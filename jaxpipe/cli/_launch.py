@@ -37,9 +37,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--grace",
         type=float,
-        default=30.0,
+        default=15.0,
         metavar="SECONDS",
-        help="how long the others may go on when one has failed (30)",
+        help="how long the others may go on when one has failed (15)",
     )
     parser.add_argument(
         "--max-restarts",

@@ -32,7 +32,9 @@ AUXILIARY = ("load_balance_loss", "load_balance_loss_after", "z_loss")
 """Metrics of a batch that are terms of its loss beside the cross entropy."""
 
 
-def make_evaluate(setup: Setup, batches: SomeBatches | None) -> Evaluate | None:
+def make_evaluate(
+    setup: Setup, batches: SomeBatches | None, go_on: Callable[[], None] = lambda: None
+) -> Evaluate | None:
     """From a state to the metrics of an evaluation; None if the run has none.
 
     They are `eval_loss`, the cross entropy in nats of all target tokens over their total weight,
@@ -42,6 +44,7 @@ def make_evaluate(setup: Setup, batches: SomeBatches | None) -> Evaluate | None:
     Args:
         setup: The run.
         batches: What it is evaluated on.
+        go_on: Is called after each of them.
 
     Raises:
         ValueError: If there is nothing to evaluate on, or less than `eval_steps`.
@@ -68,6 +71,7 @@ def make_evaluate(setup: Setup, batches: SomeBatches | None) -> Evaluate | None:
         for i in range(len(batches) if count == -1 else count):
             found = eval_step(state["weights"], place_step(setup, batches, i))
             mean.add(float(batches.num_targets(i)), found)
+            go_on()
         found = _with_loss_alone(mean.close())
         found["perplexity"] = math.exp(min(found["loss"], 700.0))
         found["seconds"] = time.perf_counter() - started

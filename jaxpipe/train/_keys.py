@@ -218,6 +218,7 @@ class Keys(BaseModel):
     emulate_devices: CountOrNone = 0
     distributed: bool = False
     deterministic: bool = False
+    step_timeout_minutes: NotNegative = 30.0
     mpmd_timeout_seconds: Positive = 300.0
     mpmd_trace_step: CountOrNone = 0
 

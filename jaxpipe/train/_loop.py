@@ -44,6 +44,7 @@ from ._setup import Setup, set_up
 from ._start import check_same_sizes, first_state
 from ._state import State
 from ._step import make_train_step, place_step
+from ._step_watch import StepWatch
 from ._stop import ShouldStop, StopRequests, TerminatedError, check_step
 from ._together import agreed, is_first, wait_for_all
 from ._wandb import load_wandb, wandb_writer
@@ -90,9 +91,11 @@ def train(
         load_wandb()
     setup = set_up(config, jax.devices())
     data = make_data(setup)
-    batch_at, evaluate = data.training, make_evaluate(setup, data.evaluation)
+    watch = StepWatch(config.step_timeout_minutes)
+    batch_at, evaluate = data.training, make_evaluate(setup, data.evaluation, watch.go_on)
     folder = Path(config.output_dir) / config.run_name
     with ExitStack() as stack:
+        stack.enter_context(watch)
         if not setup.stages_apart:
             stack.enter_context(jax.set_mesh(setup.mesh))
         stack.enter_context(run_folder(folder))
@@ -107,7 +110,7 @@ def train(
         if checkpoints and done and (changed := _changed_data(checkpoints, done, batch_at)):
             print(changed, file=shown)
         first = first_state(setup) if restored is None else restored
-        run = _Run(setup, batch_at, evaluate, checkpoints, folder, shown, stop)
+        run = _Run(setup, batch_at, evaluate, checkpoints, folder, shown, stop, watch)
         return [metrics for metrics in _recorded_steps(run, first, done) if keep_history]
 
 
@@ -122,6 +125,7 @@ class _Run:
     folder: Path
     shown: Stream
     stop: StopRequests
+    watch: StepWatch
 
 
 def _recorded_steps(run: _Run, state: State, done: int) -> Iterator[Metrics]:
@@ -147,6 +151,7 @@ def _recorded_steps(run: _Run, state: State, done: int) -> Iterator[Metrics]:
             evaluate=run.evaluate,
             is_best=best_keeper(checkpoints, config.keep_best),
             is_due=by_time.is_due,
+            enter=run.watch.enter,
         )
         try:
             for step, metrics in steps:
@@ -158,6 +163,7 @@ def _recorded_steps(run: _Run, state: State, done: int) -> Iterator[Metrics]:
         except ValueError as error:
             # What the user could have got wrong was checked before.
             raise RuntimeError(f"The run failed after step {step}.") from error
+    run.watch.enter(step, "checkpoint")  # which may still be written
     if step < config.steps:
         rest = "start again to go on" if checkpoints else "nothing is saved"
         print(f"stopped after step {step}: {rest}", file=run.shown)
@@ -189,6 +195,7 @@ def run_steps(
     evaluate: Evaluate | None = None,
     is_best: Callable[[float], bool] = lambda loss: False,
     is_due: Callable[[int], bool] = lambda step: False,
+    enter: Callable[[int, str], None] = lambda step, phase: None,
 ) -> Iterator[tuple[int, Metrics]]:
     """Makes steps `done + 1` to `steps`; yields each with its metrics.
 
@@ -208,13 +215,16 @@ def run_steps(
         evaluate: What evaluates a state, if anything does.
         is_best: Whether a state with this `eval_loss` is worth a checkpoint.
         is_due: Whether a step is, beside those of `checkpoint_period`.
+        enter: Is told the step and its phase, one of `PHASES`, before each.
     """
     config, train_step = setup.config, make_train_step(setup)
     ended = time.perf_counter()
     previous: tuple[int, Values] | None = None
     for step in range(done + 1, config.steps + 1):
+        enter(step, "data")
         before(step, previous and previous[1])
         batch = place_step(setup, batch_at, step - 1)
+        enter(step, "traced step" if step == config.mpmd_trace_step else "step")
         if step == config.mpmd_trace_step:
             (state, metrics), trace = traced_mpmd_step(setup, state, batch)
             _write_trace(config, trace)
@@ -231,11 +241,13 @@ def run_steps(
         if saves or evaluates:
             ended, values = _finished(setup, metrics, ended)
             if evaluate and evaluates:
+                enter(step, "evaluation")
                 values |= evaluate(state)
                 ended = time.perf_counter()
                 saves = is_best(values["eval_loss"]) or saves
             yield step, values
             if saves and save:
+                enter(step, "checkpoint")
                 put_back = save(step, state, values)
                 state = state if is_stopped or is_last else put_back()
             previous = None
