@@ -1,15 +1,21 @@
 """What differs between versions of JAX, from 0.10 on, and what has no public door: here only."""
 
 import io
-from collections.abc import Callable, Sequence
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed
+from jax._src import distributed, pjit, sharding_impls
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import serialize_executable
-from jax.sharding import Sharding
+from jax.sharding import AxisType, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
 
 
 def splash_aborts_in_pipelines() -> bool:
@@ -91,3 +97,130 @@ class _Elsewhere(serialize_executable._JaxPjrtUnpickler):
         build.num_replicas, build.num_partitions = ids.shape
         build.device_assignment = xla_client.DeviceAssignment.create(ids)
         return self.backend.deserialize_executable(pid[1], self.execution_devices, options)
+
+
+_translate: ContextVar[Callable[[NamedSharding], NamedSharding] | None] = ContextVar(
+    "translate", default=None
+)
+_patching = threading.Lock()
+_patches: list[tuple[Any, str, Any]] = []
+_patched = 0
+
+
+@contextmanager
+def translated_shardings(
+    translate: Callable[[NamedSharding], NamedSharding],
+) -> Iterator[None]:
+    """Lets functions traced inside name shardings of a mesh whose axes are partly manual there.
+
+    JAX has no door for this: `jax.lax.with_sharding_constraint`, `jax.sharding.reshard` and
+    `out_sharding=` refuse a mesh that is not the one in context. So the functions behind them,
+    which a user's import cannot bypass, are wrapped while a `with` of any thread is open; they
+    translate in the threads that opened one.
+
+    Args:
+        translate: Returns what a sharding means in the current context, or the same object if it
+            means what it says.
+    """
+    global _patched
+    with _patching:
+        _patched += 1
+        if _patched == 1:
+            _patches.extend(_patch(*patch) for patch in _sharding_patches())
+    token = _translate.set(translate)
+    try:
+        yield
+    finally:
+        _translate.reset(token)
+        with _patching:
+            _patched -= 1
+            while not _patched and _patches:
+                owner, name, old = _patches.pop()
+                delattr(owner, name) if old is None else setattr(owner, name, old)
+
+
+def _patch(owner: Any, name: str, new: Callable) -> tuple[Any, str, Any]:
+    """Replaces an attribute; `(owner, name, its own value before, or None)`."""
+    old = vars(owner).get(name)
+    setattr(owner, name, new)
+    return owner, name, old
+
+
+def _sharding_patches() -> list[tuple[Any, str, Callable]]:
+    """What to put where in JAX's modules."""
+    canonicalize = sharding_impls.canonicalize_sharding
+    users = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("jax._src") and vars(module).get("canonicalize_sharding") is canonicalize
+    ]
+    return [
+        (pjit.sharding_constraint_p, "bind", _constrain(pjit.sharding_constraint_p.bind)),
+        (pjit.reshard_p, "bind", _reshard(pjit.reshard_p.bind)),
+        (pjit, "check_shardings_are_auto", _check_auto(pjit.check_shardings_are_auto)),
+        *((module, "canonicalize_sharding", _canonicalize(canonicalize)) for module in users),
+    ]
+
+
+def _meant(sharding: Any) -> Any:
+    """`sharding` translated, if this thread translates and it is a `NamedSharding`."""
+    translate = _translate.get()
+    if translate is None or not isinstance(sharding, NamedSharding):
+        return sharding
+    return translate(sharding)
+
+
+def _constrain(bind: Callable) -> Callable:
+    def constrain(x: Any, *, sharding: Any, **params: Any) -> Any:
+        meant = _meant(sharding)
+        if meant is sharding:
+            return bind(x, sharding=sharding, **params)
+        mesh, spec = meant.mesh, meant.spec
+        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        if AxisType.Explicit in types.values():
+            typed = _of_type(spec, types, AxisType.Explicit)
+            now = jax.typeof(x).sharding.spec
+            dims = (a if b is P.UNCONSTRAINED else b for a, b in itertools.zip_longest(now, typed))
+            x = jax.sharding.reshard(x, NamedSharding(mesh, P(*dims)))
+        if AxisType.Auto not in types.values():
+            return x
+        meant = NamedSharding(mesh, _of_type(spec, types, AxisType.Auto))
+        return bind(x, sharding=meant, **(params | {"context_mesh": mesh}))
+
+    return constrain
+
+
+def _reshard(bind: Callable) -> Callable:
+    def reshard(x: Any, *, dst_sharding: Any, concrete_mesh: Any, **params: Any) -> Any:
+        meant = _meant(dst_sharding)
+        mesh = concrete_mesh if meant is dst_sharding else None
+        return bind(x, dst_sharding=meant, concrete_mesh=mesh, **params)
+
+    return reshard
+
+
+def _check_auto(check: Callable) -> Callable:
+    def check_auto(sharding: Any) -> None:
+        if _meant(sharding) is sharding:  # else `constrain` knows what to do with other axes
+            check(sharding)
+
+    return check_auto
+
+
+def _canonicalize(canonicalize: Callable) -> Callable:
+    def translated(sharding: Any, *rest: Any, **options: Any) -> Any:
+        return canonicalize(_meant(sharding), *rest, **options)
+
+    return translated
+
+
+def _of_type(spec: P, types: dict[str, AxisType], wanted: AxisType) -> P:
+    """`spec` with only the axes of one type."""
+
+    def kept(dim: Any) -> Any:
+        if dim is None or dim is P.UNCONSTRAINED:
+            return dim
+        axes = (dim,) if isinstance(dim, str) else dim
+        return tuple(axis for axis in axes if types[axis] == wanted) or None
+
+    return P(*map(kept, spec))

@@ -14,6 +14,7 @@ from ._model import at as at
 from ._model import fold as fold
 from ._model import joined as joined
 from ._model import total as total
+from ._model import with_aux as with_aux
 from ._policies import OFFLOADED as OFFLOADED
 from ._policies import POLICIES as POLICIES
 from ._policies import TENSORS as TENSORS
@@ -89,4 +90,5 @@ __all__ = [
     "unpipelined",
     "values",
     "vary_as",
+    "with_aux",
 ]

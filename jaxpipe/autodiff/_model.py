@@ -12,10 +12,12 @@ nobody scales anything.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jaxtyping import Array, Float, PyTree, Scalar, Shaped
 
 Sums = dict[str, Scalar]
@@ -31,7 +33,7 @@ class Model:
         stage: `(weights of one stage, x, side_m, rng) -> (y, sums)`, where y is like x and rng is
             this stage's leaves of `keys`; random ones are folded with the microbatch's index.
             `sums["loss"]`, if there, is added to the loss (a load-balance loss, say); the others
-            become metrics.
+            become metrics. A stage without sums may return y alone.
         loss: `(ends, y, side_m) -> (loss, sums)` with ends = `{"head": weights["head"]}`, and
             `"embed"` beside it if the model is tied.
         tied: Whether `loss` reads the embedding's weights too.
@@ -46,9 +48,79 @@ class Model:
     tied: bool = False
     shared_loss: Callable[[Any, Any, Any, str], tuple[Any, Any]] | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stage", with_aux(self.stage))
+
     def ends(self, weights: dict[str, Any]) -> dict[str, Any]:
         """The weights that `loss` reads."""
         return {name: weights[name] for name in ("head", *(("embed",) if self.tied else ()))}
+
+
+_MARK = "returns_aux"
+"""An attribute of functions that `with_aux` returns."""
+
+
+def with_aux(stage: Callable) -> Callable[[Any, Any, Any, Any], tuple[Any, Sums]]:
+    """Returns `stage` as all engines call it: its result is always a pair (y, sums).
+
+    A stage may return y alone, that is a tree of the same structure as its activation, or
+    (y, None); then there are no sums. On a mesh with explicit axes y is resharded to the type of
+    the activation, which is that of the next stage's.
+
+    Args:
+        stage: `(weights of one stage, x, side_m, rng) -> (y, sums)` or `-> y`.
+
+    The result raises a `ValueError` if y is not like x.
+    """
+    if getattr(stage, _MARK, False):
+        return stage
+
+    @wraps(stage)
+    def run(weights: Any, x: Any, side_m: Any, rng: Any) -> tuple[Any, Sums]:
+        y, sums = _outputs(stage(weights, x, side_m, rng), x)
+        _check_like(x, y)
+        return jax.tree.map(_typed_like, y, x), sums
+
+    setattr(run, _MARK, True)
+    return run
+
+
+def _outputs(returned: Any, x: Any) -> tuple[Any, Sums]:
+    if jax.tree.structure(returned) == jax.tree.structure(x):
+        return returned, {}
+    if isinstance(returned, tuple) and len(returned) == 2:
+        y, sums = returned
+        if sums is None or isinstance(sums, dict):
+            return y, sums or {}
+    raise ValueError(
+        f"`stage` was given {_described(x)} and returned {_described(returned)}. It must return y, "
+        "of the same structure, shapes and dtypes, or (y, aux) with a dict of scalars `aux`."
+    )
+
+
+def _check_like(x: Any, y: Any) -> None:
+    if jax.tree.structure(x) != jax.tree.structure(y) or _described(x) != _described(y):
+        raise ValueError(
+            f"`stage` was given {_described(x)} and returned {_described(y)}. It must return what "
+            "the next stage can take: the same structure, shapes and dtypes."
+        )
+
+
+def _described(tree: Any) -> str:
+    """The tree with a dtype and a shape in place of each leaf."""
+
+    def of_leaf(x: Any) -> str:
+        kind = jax.typeof(x)
+        return f"{kind.dtype}{list(kind.shape)}"
+
+    return str(jax.tree.map(of_leaf, tree)).replace("'", "")
+
+
+def _typed_like(y: Any, x: Any) -> Any:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or AxisType.Explicit not in mesh.axis_types:
+        return y
+    return jax.sharding.reshard(y, jax.typeof(x).sharding.spec)
 
 
 def at(tree: PyTree, index: Any) -> PyTree:

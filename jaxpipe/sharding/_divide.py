@@ -64,7 +64,12 @@ class Layout:
 
 
 def layout(
-    num_layers: int, *, num_ranks: int, layers_per_stage: int, num_repeats: int = -1
+    num_layers: int,
+    *,
+    num_ranks: int,
+    layers_per_stage: int,
+    num_repeats: int = -1,
+    name: str = "`base_num_decoder_layers`",
 ) -> Layout:
     """The layout of `num_layers` over `num_ranks`.
 
@@ -73,6 +78,7 @@ def layout(
         num_ranks: Ranks of the pipeline.
         layers_per_stage: Layers of one stage.
         num_repeats: Stages per rank, -1 for as many as the layers give.
+        name: Where the caller gave the number of layers.
 
     Raises:
         ValueError: If the layers are not `num_repeats * num_ranks * layers_per_stage`.
@@ -81,7 +87,7 @@ def layout(
     repeats = divide(
         num_layers,
         per_repeat,
-        name="`base_num_decoder_layers`",
+        name=name,
         into="ranks x `num_layers_per_pipeline_stage`",
         fix="Choose ranks and layers per stage whose product divides the layers.",
     )

@@ -86,24 +86,41 @@ def visit_at(t: Int[Array, ""], counts: Counts) -> Visit:
     return Visit(visit // M, visit % M, busy, enters | ~busy)
 
 
-def check_circular(num_ranks: int, num_repeats: int, num_microbatches: int, *, delay: bool) -> None:
-    """Raises a `ValueError` if the circular pipeline cannot run these counts."""
+def check_circular(
+    num_ranks: int,
+    num_repeats: int,
+    num_microbatches: int,
+    *,
+    delay: bool,
+    names: tuple[str, str] = ("dim 0 of `inputs` and `side`", "`delay`"),
+) -> None:
+    """Raises a `ValueError` if the circular pipeline cannot run these counts.
+
+    Args:
+        num_ranks: S.
+        num_repeats: R.
+        num_microbatches: M.
+        delay: Whether hand-overs are delayed.
+        names: Where the caller gave M and the delay.
+    """
+    in_microbatches, in_delay = names
     if num_microbatches < num_ranks:
         raise ValueError(
-            f"There are {num_microbatches} microbatches for {num_ranks} ranks. The "
-            "circular pipeline keeps an equal share of the microbatches on every rank: give at "
-            f"least {num_ranks}."
+            f"There are {num_microbatches} microbatches for {num_ranks} ranks. The circular "
+            "pipeline keeps an equal share of the microbatches on every rank: make "
+            f"{in_microbatches} at least {num_ranks}."
         )
     if num_microbatches % num_ranks:
         raise ValueError(
             f"There are {num_microbatches} microbatches, not a multiple of the {num_ranks} ranks. "
-            "The circular pipeline keeps an equal share of the microbatches on every rank."
+            "The circular pipeline keeps an equal share of the microbatches on every rank: make "
+            f"{in_microbatches} a multiple of {num_ranks}."
         )
     if delay and num_repeats > 1 and num_microbatches < 2 * num_ranks:
         raise ValueError(
             f"There are {num_microbatches} microbatches, but with delayed forwarding each of them "
-            f"needs 2 * {num_ranks} ticks for one round of {num_ranks} ranks. Give at least "
-            f"{2 * num_ranks}, or turn the delay off."
+            f"needs 2 * {num_ranks} ticks for one round of {num_ranks} ranks. Make "
+            f"{in_microbatches} at least {2 * num_ranks}, or {in_delay} False."
         )
 
 

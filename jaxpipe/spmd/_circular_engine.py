@@ -9,11 +9,12 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree, Scalar
 
-from ..autodiff import Model, Remat, Sums, floating, recompute
+from ..autodiff import Model, Remat, Sums, floating, recompute, with_aux
 from ._circular import check_circular
 from ._circular_loss import rank_value, rank_value_and_grad
 from ._circular_passes import How, Stage, backward_rank, forward_rank
@@ -23,7 +24,7 @@ from ._ranks import AXIS, on_ranks
 
 
 def circular(
-    stage: Stage,
+    stage: Callable[[PyTree, PyTree, PyTree, PyTree], Any],
     weights: PyTree,
     inputs: PyTree,
     side: PyTree = (),
@@ -40,9 +41,11 @@ def circular(
     Its derivative is written out: it has a reverse mode only.
 
     Args:
-        stage: `(weights of one stage, x, side of one microbatch, its keys) -> (y, sums)`; y is like
-            x. Written for one device; axes of the mesh other than `stage` are XLA's business, but
-            for `gather.batch_axes`. It closes over nothing that is differentiated.
+        stage: `(weights of one stage, x, side of one microbatch, its keys) -> (y, sums)`, or `-> y`
+            without sums; y is like x. Written for one device; axes of the mesh other than `stage`
+            are XLA's business, but for `gather.batch_axes`. Shardings that it names may be over the
+            whole mesh: `stage` and batch axes are left out of them. It closes over nothing that is
+            differentiated.
         weights: [R, S, ...] leaves, dim 1 split over the axis `stage`.
         inputs: [M, ...] leaves, dim 0 split over the axis `stage`. Any pytree.
         side: [M, ...] leaves that every stage may read, on every rank.
@@ -68,7 +71,7 @@ def circular(
     stacked, microbatches = {"weights": weights, "keys": keys}, {"inputs": inputs, "side": side}
     num_ranks = _check_counts(stacked, microbatches, mesh, delay)
     check_rows(microbatches, gather.batch_axes, mesh)
-    layer = _layer(stage, mesh, How(delay, remat, gather, scan_repeats))
+    layer = _layer(with_aux(stage), mesh, How(delay, remat, gather, scan_repeats))
     shares = _typed(_to_shares(inputs, num_ranks), rows_of(gather, P(AXIS, None)), mesh)
     y, sums = layer(weights, shares, _typed(side, rows_of(gather, P(None)), mesh), keys)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), y), sums
@@ -169,7 +172,8 @@ def circular_value_and_grad(
     Raises:
         ValueError: As `circular`.
     """
-    _check_counts({"weights": weights["stages"], "keys": keys}, {"side": side}, mesh, delay)
+    stacked = {"weights['stages']": weights["stages"], "keys": keys}
+    _check_counts(stacked, {"side": side}, mesh, delay)
     check_rows({"side": side}, gather.batch_axes, mesh)
     how = How(delay, remat, gather, scan_repeats)
     of_rank = partial(rank_value_and_grad, model, how, ends_gather)
@@ -209,7 +213,8 @@ def circular_value(
     Raises:
         ValueError: As `circular`.
     """
-    _check_counts({"weights": weights["stages"], "keys": keys}, {"side": side}, mesh, delay)
+    stacked = {"weights['stages']": weights["stages"], "keys": keys}
+    _check_counts(stacked, {"side": side}, mesh, delay)
     check_rows({"side": side}, gather.batch_axes, mesh)
     how = How(delay, recompute, gather, scan_repeats)
     of_rank = partial(rank_value, model, how, ends_gather)
@@ -251,13 +256,51 @@ def _check_counts(stacked: PyTree, microbatches: PyTree, mesh: Mesh | None, dela
     """
     num_repeats, num_ranks = common_dims(stacked, 2, "[repeats, ranks, ...]")
     (num_microbatches,) = common_dims(microbatches, 1, "[microbatches, ...]")
-    if mesh is not None and mesh.shape.get(AXIS) != num_ranks:
-        raise ValueError(
-            f"`weights` has {num_ranks} ranks in dim 1, but the axis {AXIS!r} of `mesh` "
-            f"{dict(mesh.shape)} has {mesh.shape.get(AXIS)}. They must be equal."
-        )
+    check_mesh(mesh, num_ranks, stacked)
     check_circular(num_ranks, num_repeats, num_microbatches, delay=delay)
     return num_ranks
+
+
+def check_mesh(mesh: Mesh | None, num_ranks: int, stacked: PyTree) -> None:
+    """Raises a `ValueError` unless `mesh` has as many ranks as the leaves in dim 1.
+
+    Args:
+        mesh: The mesh, or None.
+        num_ranks: The size of dim 1.
+        stacked: [R, S, ...] leaves.
+    """
+    if mesh is None:
+        return
+    ranks = mesh.shape.get(AXIS)
+    if ranks is None:
+        raise ValueError(
+            f"`mesh` has the axes {tuple(mesh.axis_names)}. A pipeline needs one that is named "
+            f"{AXIS!r}."
+        )
+    if ranks == num_ranks:
+        return
+    path, leaf = jax.tree_util.tree_leaves_with_path(stacked)[0]
+    name = _name_of(path)
+    raise ValueError(
+        f"{name} has shape {leaf.shape}, of which the first two dims are [repeats, ranks]: "
+        f"{num_ranks} ranks, but the axis {AXIS!r} of `mesh` {dict(mesh.shape)} has {ranks}. "
+        + _stacked_hint(leaf.shape, ranks)
+    )
+
+
+def _stacked_hint(shape: tuple[int, ...], ranks: int) -> str:
+    if shape[0] == ranks:
+        return (
+            f"If dim 0 holds the {ranks} ranks, the repeats are missing: give `w[None]`, of shape "
+            f"{(1, *shape)}."
+        )
+    if shape[0] % ranks == 0:
+        stacked = shape[0] // ranks, ranks, *shape[1:]
+        return (
+            f"If dim 0 holds the {shape[0]} stages in forward order, give "
+            f"`w.reshape({stacked[0]}, {ranks}, *w.shape[1:])`, of shape {stacked}."
+        )
+    return "They must be equal."
 
 
 def check_rows(microbatches: PyTree, batch_axes: tuple[str, ...], mesh: Mesh | None) -> None:
@@ -283,15 +326,25 @@ def common_dims(tree: dict[str, PyTree], count: int, meaning: str) -> tuple[int,
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     if not leaves:
         raise ValueError(f"`{'` and `'.join(tree)}` have no arrays. Give leaves {meaning}.")
-    dims = {jax.tree_util.keystr(path): x.shape[:count] for path, x in leaves}
-    first, wanted = next(iter(dims.items()))
-    for name, found in dims.items():
-        if found != wanted or len(found) < count:
+    given = [(_name_of(path), jnp.shape(x)) for path, x in leaves]
+    first, wanted = given[0]
+    for name, shape in given:
+        if len(shape) < count:
             raise ValueError(
-                f"{name} starts with dims {found} and {first} with {wanted}. All leaves of "
-                f"`{'` and `'.join(tree)}` are {meaning}."
+                f"{name} has shape {shape}. All leaves of `{'` and `'.join(tree)}` are {meaning}: "
+                "give it these dims in front."
             )
-    return wanted
+        if shape[:count] != wanted[:count]:
+            raise ValueError(
+                f"{name} has shape {shape} and {first} {wanted}. All leaves of "
+                f"`{'` and `'.join(tree)}` are {meaning}, with the same sizes of these dims."
+            )
+    return wanted[:count]
+
+
+def _name_of(path: tuple) -> str:
+    """A leaf as the caller would write it: `weights['w']` of the path `['weights']['w']`."""
+    return path[0].key + jax.tree_util.keystr(path[1:])
 
 
 def _to_shares(tree: PyTree, num_ranks: int) -> PyTree:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int, PyTree
 
-from ..autodiff import fold
+from ..autodiff import fold, with_aux
 from ._ranks import AXIS, on_ranks
 
 LoopState = dict[str, Any]
@@ -180,6 +180,8 @@ def take_repeats(
 
 def run_stages(stage: Callable, mesh: Mesh | None = None) -> Callable:
     """`stage` on all ranks: `(weights [S, ...], x [S, ...], side [S, ...], rng [S, ...]) -> y`."""
+
+    stage = with_aux(stage)
 
     def rank(weights, x, side, rng):
         return stage(weights, x, side, rng)[0]

@@ -20,6 +20,7 @@ from jaxtyping import Array, Int, PyTree
 from ..autodiff import Remat
 from ._ranks import AXIS
 from ._settings import PipelineSettings
+from ._stage_shardings import in_stage
 
 Layer = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
@@ -239,7 +240,7 @@ def layer_shapes(
         arrays = *arrays[:1], *(_placed(tree, mesh, rows) for tree in arrays[1:3]), arrays[3]
         specs = PartitionSpec(), rows, rows, PartitionSpec()
         run = jax.shard_map(
-            run, mesh=mesh, axis_names={AXIS, *batch_axes}, in_specs=specs, out_specs=None
+            in_stage(run), mesh=mesh, axis_names={AXIS, *batch_axes}, in_specs=specs, out_specs=None
         )
     jax.eval_shape(run, *arrays)
     ((given, returned, records),) = found

@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..autodiff import vary_as
+from ._stage_shardings import in_stage
 
 AXIS = "stage"
 
@@ -51,7 +52,7 @@ def on_ranks(
 
     leaves = jax.tree.leaves((in_specs, out_specs), is_leaf=_is_dim)
     return jax.shard_map(
-        local,
+        in_stage(local),
         mesh=mesh,
         axis_names={AXIS}.union(*map(_axes, leaves)),
         in_specs=in_specs,
@@ -169,11 +170,19 @@ def zeros(x: Any, *, lead: tuple[int, ...] = (), dtype: Any = None) -> jax.Array
     """
     dtype = dtype or x.dtype
     if not isinstance(x, jax.Array):
-        return vary(jnp.zeros((*lead, *x.shape), dtype))
+        return vary(_split_like(x, jnp.zeros((*lead, *x.shape), dtype)))
     axes = tuple(varying(x))
     nothing = jnp.zeros_like(x, dtype=dtype)
     nothing = jax.lax.pcast(nothing, tuple(set(axes) - varying(nothing)), to="varying")
     return jnp.broadcast_to(nothing, (*lead, *x.shape))
+
+
+def _split_like(aval: Any, x: jax.Array) -> jax.Array:
+    """`x`, whose last dims are split over explicit axes as those of `aval` are."""
+    split = getattr(aval, "sharding", None)
+    if not isinstance(split, NamedSharding) or not any(split.spec):
+        return x
+    return jax.sharding.reshard(x, PartitionSpec(*[None] * (x.ndim - aval.ndim), *split.spec))
 
 
 def _drop(x: jax.Array, dim: int) -> jax.Array:

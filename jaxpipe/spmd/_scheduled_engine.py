@@ -149,11 +149,11 @@ def _check(stages: PyTree, keys: PyTree, side: PyTree, ticks: Ticks, mesh: Mesh 
     schedule = ticks.schedule
     places = homes(schedule).values()
     wanted = 1 + max(place.chunk for place in places), num_ranks(schedule)
-    found = common_dims({"weights": stages, "keys": keys}, 2, "[chunks, ranks, ...]")
+    found = common_dims({"weights['stages']": stages, "keys": keys}, 2, "[chunks, ranks, ...]")
     if found != wanted:
         raise ValueError(
-            f"`weights` has stages {found}, chunks x ranks, and `ticks` is a schedule of {wanted}. "
-            "They must be equal."
+            f"Leaves of `weights['stages']` begin with {found}, chunks x ranks, and `ticks` is a "
+            f"schedule of {wanted}. They must be equal: `spmd.to_ranks` reorders stacked stages."
         )
     (microbatches,) = common_dims({"side": side}, 1, "[microbatches, ...]")
     if microbatches != schedule.num_microbatches:

@@ -22,6 +22,10 @@ AxisRules = tuple[tuple[str, tuple[str, ...]], ...]
 """Pairs (logical axis, mesh axes). Of several for one logical axis the first that fits counts."""
 
 
+NAMES = "`num_pipeline_microbatches`", "`pipeline_delay_activation_forwarding`"
+"""Fields that `check_circular` names."""
+
+
 @dataclass(frozen=True)
 class PipelineSettings:
     """How a stack of layers runs as a pipeline.
@@ -94,7 +98,7 @@ def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) 
     layers_per_stage = _count(config, "num_layers_per_pipeline_stage", 1)
     num_repeats = _repeats(config, num_ranks, layers_per_stage)
     microbatches = _count(config, "num_pipeline_microbatches", num_ranks * (2 if delay else 1))
-    check_circular(num_ranks, num_repeats, microbatches, delay=delay)
+    check_circular(num_ranks, num_repeats, microbatches, delay=delay, names=NAMES)
     scan_ticks, scan_repeats = _scans(config)
     batch_axes = _batch_axes(config, mesh, scan_ticks)
     _check_shard_mode(_field(config, "shard_mode", "auto"), mesh, batch_axes)
@@ -157,28 +161,30 @@ def _ranks(config: Any, mesh: Mesh | None) -> int:
 
 def _repeats(config: Any, num_ranks: int, layers_per_stage: int) -> int:
     repeats = _count(config, "num_pipeline_repeats", -1)
-    layers = _pipelined_layers(config)
+    layers, name = _pipelined_layers(config)
     if layers is None:
         return 1 if repeats == -1 else repeats
-    return layout(
-        layers, num_ranks=num_ranks, layers_per_stage=layers_per_stage, num_repeats=repeats
-    ).num_repeats
+    counts = {"num_ranks": num_ranks, "layers_per_stage": layers_per_stage}
+    return layout(layers, **counts, num_repeats=repeats, name=name).num_repeats
 
 
-def _pipelined_layers(config: Any) -> int | None:
-    """`pipeline_parallel_layers`, by default all layers of the model, None if nothing says."""
+def _pipelined_layers(config: Any) -> tuple[int | None, str]:
+    """How many layers the pipeline has, None if nothing says, and the field that says it.
+
+    That is `pipeline_parallel_layers`, by default all layers of the model.
+    """
     layers, model = (
         _field(config, name, -1) for name in ("pipeline_parallel_layers", "num_decoder_layers")
     )
     if layers == -1:
-        return None if model == -1 else model
+        return (None if model == -1 else model), "`num_decoder_layers`"
     if layers < 1 or (model != -1 and layers > model):
         of_model = "" if model == -1 else f" of the {model} of `num_decoder_layers`"
         raise ValueError(
             f"`pipeline_parallel_layers` is {layers}. Give at least 1 and at most all{of_model}, "
             "or -1 for all."
         )
-    return layers
+    return layers, "`pipeline_parallel_layers`"
 
 
 def _batch_size(config: Any, num_microbatches: int) -> int | None:

@@ -138,6 +138,7 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
             layout.num_repeats,
             num_microbatches,
             delay=config.pipeline_delay_activation_forwarding,
+            names=("`num_pipeline_microbatches`", "`pipeline_delay_activation_forwarding`"),
         )
     batch_size = global_batch_size(config.per_device_batch_size, len(devices))
     microbatch_size = sharding.divide(

@@ -139,10 +139,22 @@ REFUSED = {
         {"pipeline_parallel_layers": 8, "num_decoder_layers": 4},
         "`pipeline_parallel_layers` is 8",
     ),
-    "layers that do not divide": ({"num_decoder_layers": 5}, "not a multiple of"),
+    "layers that do not divide": (
+        {"num_decoder_layers": 5},
+        "^`num_decoder_layers` is 5, not a multiple of ranks x",
+    ),
+    "pipelined layers that do not divide": (
+        {"num_decoder_layers": 8, "pipeline_parallel_layers": 5},
+        "^`pipeline_parallel_layers` is 5, not a multiple of ranks x",
+    ),
     "microbatches that do not divide": (
         {"num_pipeline_microbatches": 3},
-        "not a multiple of the 2",
+        "not a multiple of the 2 ranks.*make `num_pipeline_microbatches` a multiple of 2",
+    ),
+    "too few microbatches for the delay": (
+        {"num_pipeline_repeats": 2, "pipeline_delay_activation_forwarding": True}
+        | {"num_pipeline_microbatches": 2},
+        "at least 4, or `pipeline_delay_activation_forwarding` False",
     ),
     "rows that do not divide": (
         {"micro_batch_size_to_train_on": 7},

@@ -232,9 +232,12 @@ def test_counts_that_do_not_fit_are_refused(ranks, repeats, microbatches, delay,
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"side": {"bias": jnp.ones((2, 3, 4))}}, r"\['side'\]\['bias'\] starts with dims \(2,\)"),
-        ({"keys": jnp.ones((1, 4))}, r"\['weights'\]\['w'\] starts with dims \(2, 4\)"),
-        ({"weights": jnp.ones((2,))}, r"\['weights'\] starts with dims \(2,\)"),
+        (
+            {"side": {"bias": jnp.ones((2, 3, 4))}},
+            r"side\['bias'\] has shape \(2, 3, 4\) and inputs \(8, 3, 4\)",
+        ),
+        ({"keys": jnp.ones((1, 4))}, r"weights\['w'\] has shape \(2, 4, 4, 4\) and keys \(1, 4\)"),
+        ({"weights": jnp.ones((2,))}, r"weights has shape \(2,\).* \[repeats, ranks, \.\.\.\]"),
         ({"weights": {}}, "`weights` and `keys` have no arrays"),
     ],
 )
@@ -248,14 +251,48 @@ def test_leaves_that_disagree_about_the_counts_are_refused(changes, message):
 def test_a_mesh_of_another_size_is_refused():
     weights, inputs, side = problem(4, 1, 4)
     mesh = sharding.make_mesh({"stage": 2}, devices=jax.devices()[:2])
-    with pytest.raises(ValueError, match="`weights` has 4 ranks in dim 1, but the axis 'stage'"):
+    message = r"weights\['w'\] has shape \(1, 4, 4, 4\).*4 ranks, but the axis 'stage' of .* has 2"
+    with pytest.raises(ValueError, match=message):
         spmd.circular(stage, weights, inputs, side, mesh=mesh)
+    plain = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    with pytest.raises(ValueError, match=r"`mesh` has the axes \('data',\)"):
+        spmd.circular(stage, weights, inputs, side, mesh=plain)
+
+
+def test_weights_without_the_repeats_dim_are_told_how_to_get_it():
+    _, inputs, side = problem(4, 1, 4)
+    mesh = sharding.make_mesh({"stage": 4}, devices=jax.devices()[:4])
+    of_ranks = {"w": jnp.zeros((4, 8, 8))}
+    message = (
+        r"has shape \(4, 8, 8\).*repeats are missing: give `w\[None\]`, of shape \(1, 4, 8, 8\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        spmd.circular(stage, of_ranks, inputs, side, mesh=mesh)
+    of_stages = {"w": jnp.zeros((8, 6, 6))}
+    message = r"give `w.reshape\(2, 4, \*w.shape\[1:\]\)`, of shape \(2, 4, 6, 6\)"
+    with pytest.raises(ValueError, match=message):
+        spmd.circular(stage, of_stages, inputs, side, mesh=mesh)
 
 
 def test_a_stage_that_changes_the_shape_of_activations_is_refused():
     weights, inputs, side = problem(2, 1, 2)
     with pytest.raises(ValueError, match=r"`stage` was given .* and returned"):
         spmd.circular(lambda w, x, side, rng: (x[:1], {}), weights, inputs, side)
+    with pytest.raises(ValueError, match=r"float32\[3, 4\], float32\[3, 4\].*It must return y"):
+        spmd.circular(lambda w, x, side, rng: (x, x), weights, inputs, side)
+
+
+def test_a_stage_without_sums_may_return_its_activation_alone():
+    weights, inputs, side = problem(2, 2, 4)
+    wanted = spmd.circular(lambda *given: (stage(*given)[0], {}), weights, inputs, side)
+    for alone in (lambda *given: stage(*given)[0], lambda *given: (stage(*given)[0], None)):
+        got = spmd.circular(alone, weights, inputs, side)
+        assert got[1] == wanted[1] == {}
+        np.testing.assert_array_equal(got[0], wanted[0])
+    pair = jax.eval_shape(
+        lambda x: spmd.circular(lambda w, x, *_: x, weights, (x, {"a": x})), inputs
+    )
+    assert pair[0][1]["a"].shape == inputs.shape
 
 
 def test_one_name_for_two_metrics_is_refused():

@@ -119,7 +119,7 @@ def refused(message: str, *, microbatches: int = 4, ticks: Any = None, **options
 
 def test_counts_that_disagree_are_refused():
     refused("`side` has 8 microbatches, and `ticks` is a schedule of 4", microbatches=8)
-    refused(r"`weights` has stages \(2, 4\).* `ticks` is a schedule of \(1, 4\)", chunks=2)
+    refused(r"begin with \(2, 4\).* `ticks` is a schedule of \(1, 4\)", chunks=2)
     mesh = jax.make_mesh((2,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
     refused("`ticks` is a schedule of 4 ranks, but the axis 'stage'", mesh=mesh)
 

@@ -1,0 +1,55 @@
+"""Shardings that a stage names, where some axes of the mesh are already manual.
+
+A layer is written for the whole mesh: it constrains an activation to `NamedSharding(mesh,
+P("fsdp"))`. Inside a pipeline each rank runs its own stage, so the axis `stage`, and batch axes if
+there are any, are manual: an array of a stage has no part on other devices along them. Those axes
+are left out of what a stage names, and the other axes mean what they mean outside.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._versions import translated_shardings
+
+
+def on_automatic_axes(sharding: NamedSharding) -> NamedSharding:
+    """Returns `sharding` over the mesh in context, without the axes that are manual there.
+
+    A sharding of another mesh (other names or sizes of axes), or one that names no manual axis of
+    the mesh in context, is returned as it is.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = frozenset(mesh.manual_axes)
+    theirs = sharding.mesh.abstract_mesh
+    if not manual or tuple(theirs.shape.items()) != tuple(mesh.shape.items()):
+        return sharding
+    spec = _without(sharding.spec, manual)
+    if theirs == mesh and spec == sharding.spec:
+        return sharding
+    return NamedSharding(mesh, spec)
+
+
+def _without(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
+    def rest(dim: Any) -> Any:
+        if isinstance(dim, str):
+            return None if dim in axes else dim
+        if isinstance(dim, tuple):
+            return tuple(axis for axis in dim if axis not in axes) or None
+        return dim
+
+    return PartitionSpec(*map(rest, spec))
+
+
+def in_stage(f: Callable) -> Callable:
+    """Returns `f`, whose callees may name shardings over the whole mesh while they are traced."""
+
+    @wraps(f)
+    def traced(*arguments: Any) -> Any:
+        with translated_shardings(on_automatic_axes):
+            return f(*arguments)
+
+    return traced

@@ -1,0 +1,150 @@
+"""A stage that names shardings over the whole mesh, as layers do that are written for it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src import pjit
+from jax._src.lax import lax
+from jax.lax import with_sharding_constraint
+from jax.sharding import AxisType, Mesh, NamedSharding, reshard
+from jax.sharding import PartitionSpec as P
+
+from harness.contract import assert_close
+from jaxpipe import spmd
+
+AXES = ("stage", "fsdp", "tensor")
+D, ROWS = 4, 4
+EACH_TICK = spmd.Gather()
+SHAPES = (1, 2), (2, ROWS, D)
+"""Of weights that scale, and of inputs."""
+
+
+def mesh_of(*explicit: str) -> Mesh:
+    types = tuple(AxisType.Explicit if axis in explicit else AxisType.Auto for axis in AXES)
+    return Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), AXES, axis_types=types)
+
+
+def plain(w, x, side, rng):
+    return jnp.tanh(x @ w["w"]) * 2.0 + x, {}
+
+
+def constrained(mesh: Mesh) -> Any:
+    """`plain`, with constraints."""
+
+    def stage(w, x, side, rng):
+        h = with_sharding_constraint(x @ w["w"], NamedSharding(mesh, P("fsdp")))
+        h = with_sharding_constraint(h, NamedSharding(mesh, P(("stage", "fsdp"), "tensor")))
+        return jnp.tanh(h) * 2.0 + x, {}
+
+    return stage
+
+
+def resharded(mesh: Mesh) -> Any:
+    """`plain`, with the explicit axes in the types of its arrays."""
+
+    def stage(w, x, side, rng):
+        rows = NamedSharding(mesh, P(("stage", "fsdp")))
+        h = jnp.einsum("rd,de->re", x, w["w"], out_sharding=rows)
+        h = with_sharding_constraint(h, rows)
+        assert jax.typeof(h).sharding.spec == P("fsdp", None)
+        whole = reshard(h, NamedSharding(mesh, P("stage")))
+        assert jax.typeof(whole).sharding.spec == P(None, None)
+        return reshard(jnp.tanh(whole) * 2.0, rows) + x, {}
+
+    return stage
+
+
+def gradients(stage: Any, mesh: Mesh | None, gather: spmd.Gather = EACH_TICK) -> Any:
+    key = jax.random.key(0)
+    weights = {"w": jax.random.normal(key, (2, 2, D, D))}
+    inputs = jax.random.normal(jax.random.fold_in(key, 1), (4, ROWS, D))
+    if mesh is not None:
+        put = P(None, "stage", "fsdp" if gather.when != "tick" else None)
+        weights = jax.device_put(weights, NamedSharding(mesh, put))
+        inputs = jax.device_put(inputs, NamedSharding(mesh, P("stage", "fsdp")))
+
+    def loss(weights, inputs):
+        y = spmd.circular(stage, weights, inputs, mesh=mesh, gather=gather)[0]
+        return jnp.sum(jnp.sin(y))
+
+    return jax.device_get(jax.jit(jax.value_and_grad(loss, (0, 1)))(weights, inputs))
+
+
+def assert_same(got: Any, true: Any) -> None:
+    jax.tree.map(lambda a, b: assert_close(a, b, "gradient"), got, true)
+
+
+@pytest.fixture(scope="module")
+def true() -> Any:
+    return gradients(plain, None)
+
+
+LOGICAL, RULES = {"w": ("embed", "mlp")}, [("embed", ("fsdp",)), ("mlp", ())]
+
+
+@pytest.mark.parametrize(
+    ("when", "batch_axes"), [("tick", ()), ("once", ()), ("repeat", ()), ("repeat", ("fsdp",))]
+)
+def test_constraints_of_a_stage_over_the_whole_mesh_keep_the_numbers(when, batch_axes, true):
+    mesh = mesh_of()
+    gather = spmd.gather_weights(LOGICAL, RULES, when=when, batch_axes=batch_axes)
+    assert_same(gradients(constrained(mesh), mesh, gather), true)
+
+
+def test_reshards_of_a_stage_over_the_whole_mesh_keep_the_numbers(true):
+    mesh = mesh_of("stage", "fsdp")
+    assert_same(gradients(resharded(mesh), mesh), true)
+    mesh = mesh_of(*AXES)
+    assert_same(gradients(resharded(mesh), mesh), true)
+
+
+def test_a_stage_that_splits_what_it_was_given_whole_returns_it_as_given(true):
+    mesh = mesh_of(*AXES)
+
+    def stage(w, x, side, rng):
+        y, sums = plain(w, x, side, rng)
+        return reshard(y, NamedSharding(mesh, P(None, "tensor"))), sums
+
+    assert_same(gradients(stage, mesh), true)
+
+
+def test_axes_that_are_automatic_in_a_stage_are_constrained_and_manual_ones_left_out():
+    mesh = mesh_of()
+
+    def stage(w, x, side, rng):
+        where = NamedSharding(mesh, P(("stage", "fsdp"), "tensor"))
+        return with_sharding_constraint(x * w, where)
+
+    run = jax.jit(lambda w, x: spmd.circular(stage, w, x, mesh=mesh))
+    assert '[{"fsdp"}, {"tensor"}]' in run.lower(*map(jnp.ones, SHAPES)).as_text()
+
+
+def test_a_sharding_of_another_mesh_is_refused_by_jax_as_ever():
+    mesh = mesh_of()
+    other = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "fsdp"))
+
+    def stage(w, x, side, rng):
+        return with_sharding_constraint(x * w, NamedSharding(other, P("fsdp"))), {}
+
+    with pytest.raises(ValueError, match="manual_axis_type"):
+        jax.eval_shape(lambda w, x: spmd.circular(stage, w, x, mesh=mesh), *map(jnp.ones, SHAPES))
+
+
+def test_outside_of_a_stage_jax_is_as_it_was():
+    def seen():
+        primitives = pjit.sharding_constraint_p, pjit.reshard_p
+        return [*("bind" in vars(p) for p in primitives), vars(lax)["canonicalize_sharding"]]
+
+    before, during = seen(), []
+
+    def stage(w, x, side, rng):
+        during.append(seen())
+        return x * w, {}
+
+    mesh = mesh_of()
+    jax.eval_shape(lambda w, x: spmd.circular(stage, w, x, mesh=mesh), *map(jnp.ones, SHAPES))
+    assert before[:2] == [False, False] and during[0][:2] == [True, True]
+    assert seen() == before
