@@ -157,7 +157,8 @@ def _sharding_patches() -> list[tuple[Any, str, Callable]]:
     return [
         (pjit.sharding_constraint_p, "bind", _constrain(pjit.sharding_constraint_p.bind)),
         (pjit.reshard_p, "bind", _reshard(pjit.reshard_p.bind)),
-        (pjit, "check_shardings_are_auto", _check_auto(pjit.check_shardings_are_auto)),
+        (pjit, "check_shardings_are_auto", _check(pjit.check_shardings_are_auto)),
+        (pjit, "assert_shardings_equal", _check(pjit.assert_shardings_equal)),
         *((module, "canonicalize_sharding", _canonicalize(canonicalize)) for module in users),
     ]
 
@@ -199,12 +200,14 @@ def _reshard(bind: Callable) -> Callable:
     return reshard
 
 
-def _check_auto(check: Callable) -> Callable:
-    def check_auto(sharding: Any) -> None:
-        if _meant(sharding) is sharding:  # else `constrain` knows what to do with other axes
-            check(sharding)
+def _check(check: Callable) -> Callable:
+    """Of the last argument, a sharding that is not translated."""
 
-    return check_auto
+    def check_own(*arguments: Any) -> None:
+        if _meant(arguments[-1]) is arguments[-1]:
+            check(*arguments)
+
+    return check_own
 
 
 def _canonicalize(canonicalize: Callable) -> Callable:

@@ -54,10 +54,14 @@ def check_sown(new: dict[str, Any]) -> None:
             raise ValueError(_cannot_flow(name))
 
 
+NOT_CARRIED = (
+    "A layer's call would leave values in it for its next call. In a pipeline that would be the "
+    "next microbatch, which other stages already work on. Let the layer only read it (running "
+    "statistics: `nn.BatchNorm(use_running_average=True)`), and leave its collection out of "
+    "`mutable`; if it holds what layers report, sow it with the default `reduce_fn`, or into "
+    "'intermediates' or 'metrics'."
+)
+
+
 def _cannot_flow(name: str) -> str:
-    return (
-        f"The collection {name!r} is mutable, so that a layer may leave values in it for its next "
-        "call. In a pipeline that would be the next microbatch, which other stages already work "
-        "on. Leave it out of `mutable` (it is then read only); if it holds what layers report, sow "
-        "it with the default `reduce_fn`, or into 'intermediates' or 'metrics'."
-    )
+    return f"The collection {name!r} is mutable. {NOT_CARRIED}"

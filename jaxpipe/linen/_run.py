@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 from flax.core import unfreeze
+from flax.errors import ModifyScopeVariableError
 
 from .. import spmd
 from . import _collections as collections
@@ -33,15 +34,20 @@ def layer_function(
 
     def apply(variables, x, side, rngs):
         with nullcontext() if rules is None else nn.logical_axis_rules(rules):
-            y, sown = layer.apply(
-                variables,
-                x,
-                side["segment_ids"],
-                side["positions"],
-                *options,
-                rngs=rngs or None,
-                mutable=mutable,
-            )
+            try:
+                y, sown = layer.apply(
+                    variables,
+                    x,
+                    side["segment_ids"],
+                    side["positions"],
+                    *options,
+                    rngs=rngs or None,
+                    mutable=mutable,
+                )
+            except ModifyScopeVariableError as error:
+                raise ValueError(
+                    f"{str(error).split(' (http')[0]}. {collections.NOT_CARRIED}"
+                ) from error
         sown = {name: of for name, of in unfreeze(sown).items() if jax.tree.leaves(of)}
         collections.check_sown(sown)
         return spmd.outputs_of(y, x), sown
@@ -57,7 +63,7 @@ def init_of(layer: nn.Module, rules: spmd.AxisRules | None) -> Callable:
         with nullcontext() if rules is None else nn.logical_axis_rules(rules):
             return collections.stored(unfreeze(layer.init(keys, *arguments)))
 
-    return init
+    return spmd.at_init(init)
 
 
 def init_stages(pipeline: Any) -> Callable:

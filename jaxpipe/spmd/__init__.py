@@ -71,4 +71,5 @@ from ._settings import AxisRules as AxisRules
 from ._settings import PipelineSettings as PipelineSettings
 from ._settings import axis_rules as axis_rules
 from ._settings import pipeline_settings as pipeline_settings
+from ._stage_shardings import at_init as at_init
 from ._unrolled import circular_unrolled as circular_unrolled

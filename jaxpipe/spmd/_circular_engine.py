@@ -73,7 +73,9 @@ def circular(
     check_rows(microbatches, gather.batch_axes, mesh)
     layer = _layer(with_aux(stage), mesh, How(delay, remat, gather, scan_repeats))
     shares = _typed(_to_shares(inputs, num_ranks), rows_of(gather, P(AXIS, None)), mesh)
-    y, sums = layer(weights, shares, _typed(side, rows_of(gather, P(None)), mesh), keys)
+    of_rows, of_ranks = rows_of(gather, P(None)), stacked_specs(gather.weight_specs)
+    weights, keys = _typed(weights, of_ranks, mesh), _typed(keys, P(None, AXIS), mesh)
+    y, sums = layer(weights, shares, _typed(side, of_rows, mesh), keys)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), y), sums
 
 
@@ -122,11 +124,21 @@ def rows_of(gather: Gather, lead: P) -> P:
     return P(*lead, gather.batch_axes) if gather.batch_axes else lead
 
 
-def _typed(tree: PyTree, spec: P, mesh: Mesh | None) -> PyTree:
-    """`tree`, split as its cotangent will be: with explicit axes that is part of its type."""
+def _typed(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> PyTree:
+    """`tree`, split as its cotangent will be: with explicit axes that is part of its type.
+
+    Args:
+        tree: Arrays, of numpy too.
+        specs: A spec for every leaf, or for all of a subtree.
+        mesh: The mesh, or None.
+    """
     if mesh is None or AxisType.Explicit not in mesh.axis_types:
         return tree
-    return jax.tree.map(lambda x: place(x, spec, mesh), tree)
+
+    def of_subtree(spec, subtree):
+        return jax.tree.map(lambda x: place(jnp.asarray(x), spec, mesh), subtree)
+
+    return jax.tree.map(of_subtree, specs, tree, is_leaf=lambda x: isinstance(x, P))
 
 
 def stacked_specs(specs: PyTree) -> PyTree:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
@@ -107,6 +108,16 @@ def place_weight(
     return place(w, spec, mesh)
 
 
+def type_weights(weights: PyTree, specs: PyTree, mesh: Mesh | None) -> PyTree:
+    """`weights` with their physical specs in their types, if the mesh has explicit axes.
+
+    They may come as numpy arrays or lie on one device; their gradients have the same types.
+    """
+    if mesh is None or AxisType.Explicit not in mesh.axis_types:
+        return weights
+    return jax.tree.map(lambda w, spec: place(jnp.asarray(w), spec, mesh), weights, specs)
+
+
 def shard_dim_by_stages(
     x: jax.Array,
     dim: int,
@@ -174,10 +185,10 @@ def gather_stage(specs: PyTree, axes: Sequence[str] = GATHERED) -> Callable[[PyT
         mesh = jax.sharding.get_abstract_mesh()
         if w is None or mesh.empty or not len(spec):
             return w
-        whole = _padded(w, without_axes(PartitionSpec(*spec[1:]), axes), mesh)
+        kept = without_axes(PartitionSpec(*spec[1:]), axes)
         if AxisType.Explicit in mesh.axis_types:
-            return jax.sharding.reshard(w, whole)
-        return lax.with_sharding_constraint(w, whole)
+            return _typed(w, kept, mesh)
+        return lax.with_sharding_constraint(w, _padded(w, kept, mesh))
 
     def gather(weights: PyTree) -> PyTree:
         return jax.tree.map(constrain, weights, specs, is_leaf=lambda x: x is None)
@@ -220,6 +231,19 @@ def _all_gather(w: jax.Array, spec: PartitionSpec, *, mesh: Mesh, axes: Sequence
 
     # What is gathered is equal on all devices of `axes`, which `check_vma` cannot know.
     return jax.shard_map(gather, mesh=mesh, in_specs=spec, out_specs=whole, check_vma=False)(w)
+
+
+def _typed(x: jax.Array, spec: PartitionSpec, mesh: AbstractMesh) -> jax.Array:
+    """`x`, split as `spec` says: its type says it of explicit axes, a constraint of others."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    automatic, explicit = (
+        without_axes(spec, [axis for axis, kind in types.items() if kind != wanted])
+        for wanted in (AxisType.Auto, AxisType.Explicit)
+    )
+    x = jax.sharding.reshard(x, _padded(x, explicit, mesh))
+    if AxisType.Auto not in types.values() or len(spec) < x.ndim:
+        return x
+    return lax.with_sharding_constraint(x, automatic)
 
 
 def _padded(x: jax.Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:

@@ -21,7 +21,7 @@ from ._layers import (
 )
 from ._methods import PipelineMethods
 from ._overwritten import MICROBATCH, slotted, split_weights, to_slots, with_slots
-from ._placement import describe_placement, physical_specs, place_microbatches
+from ._placement import describe_placement, physical_specs, place_microbatches, type_weights
 from ._rim_gather import gather_of_names
 from ._settings import PipelineSettings
 from ._unrolled import circular_unrolled
@@ -73,6 +73,7 @@ def run_batch(
         logging.getLogger("jaxpipe").info(describe_placement(weights, names, specs))
     xs, side = split_batch(settings, inputs, side, microbatched)
     xs = place_microbatches(xs, pipeline.axis_rules, mesh, settings.batch_axes)
+    weights = type_weights(weights, specs, mesh)
     others, slots = split_weights(weights, overwritten)
     if slots:
         M = settings.counts.num_microbatches

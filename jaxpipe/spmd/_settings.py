@@ -4,12 +4,14 @@ S ranks, R repeats, L layers per stage, M microbatches. The config is any object
 field that it does not have, or that is None, has the default that `pipeline_settings` documents.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from ..autodiff import TENSORS, Remat, check_offload, keep, remat_by_name
@@ -93,6 +95,11 @@ def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) 
     Raises:
         ValueError: If a field has no valid value, or fields contradict each other or `mesh`.
     """
+    if isinstance(config, Mapping):
+        raise ValueError(
+            f"`config` is a {type(config).__name__}, whose keys are no attributes. Give an object "
+            "with fields, such as `types.SimpleNamespace(**config)`."
+        )
     delay = _flag(config, "pipeline_delay_activation_forwarding", False)
     num_ranks = _ranks(config, mesh)
     layers_per_stage = _count(config, "num_layers_per_pipeline_stage", 1)
@@ -101,7 +108,7 @@ def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) 
     check_circular(num_ranks, num_repeats, microbatches, delay=delay, names=NAMES)
     scan_ticks, scan_repeats = _scans(config)
     batch_axes = _batch_axes(config, mesh, scan_ticks)
-    _check_shard_mode(_field(config, "shard_mode", "auto"), mesh, batch_axes)
+    _check_shard_mode(_field(config, "shard_mode", "auto"), mesh, batch_axes, scan_ticks)
     remat = _remat(config, mesh, remat_policy)
     rules = _field(config, "logical_axis_rules", None)
     on_ticks = _flag(config, "set_remat_policy_on_pipeline_iterations", True)
@@ -123,21 +130,34 @@ def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) 
 
 
 def _field(config: Any, name: str, default: Any) -> Any:
-    value = getattr(config, name, None)
+    """A field of the config, the value of an Enum's member; `default` if it is missing or None."""
+    try:
+        value = getattr(config, name, None)
+    except (KeyError, ValueError):  # older configs of MaxText raise these for unknown names
+        value = None
+    value = value.value if isinstance(value, Enum) else value
     return default if value is None else value
 
 
 def _flag(config: Any, name: str, default: bool) -> bool:
     value = _field(config, name, default)
-    if not isinstance(value, bool):
+    if not isinstance(value, bool | np.bool_):
         raise ValueError(f"`{name}` is {value!r}. Give True or False.")
-    return value
+    return bool(value)
+
+
+def _integer(config: Any, name: str) -> int:
+    """A whole number, -1 if the field is missing."""
+    value = _field(config, name, -1)
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ValueError(f"`{name}` is {value!r}. Give a whole number, or -1 for the default.")
+    return int(value)
 
 
 def _count(config: Any, name: str, default: int) -> int:
     """A positive number, `default` in place of -1."""
-    value = _field(config, name, -1)
-    if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
+    value = _integer(config, name)
+    if value < 1 and value != -1:
         raise ValueError(f"`{name}` is {value!r}. Give at least 1, or -1 for the default.")
     return default if value == -1 else value
 
@@ -173,9 +193,8 @@ def _pipelined_layers(config: Any) -> tuple[int | None, str]:
 
     That is `pipeline_parallel_layers`, by default all layers of the model.
     """
-    layers, model = (
-        _field(config, name, -1) for name in ("pipeline_parallel_layers", "num_decoder_layers")
-    )
+    layers = _integer(config, "pipeline_parallel_layers")
+    model = _count(config, "num_decoder_layers", -1)
     if layers == -1:
         return (None if model == -1 else model), "`num_decoder_layers`"
     if layers < 1 or (model != -1 and layers > model):
@@ -257,26 +276,37 @@ def _remat(config: Any, mesh: Mesh | None, policy: Any) -> Remat:
     return remat
 
 
-def _check_shard_mode(mode: str, mesh: Mesh | None, batch_axes: tuple[str, ...]) -> None:
-    """Axes are of one type; with `batch_axes` those that are not manual may stay automatic."""
+def _check_shard_mode(
+    mode: Any, mesh: Mesh | None, batch_axes: tuple[str, ...], scan_ticks: bool
+) -> None:
+    """Explicit axes are `stage`, batch axes and any others; without `explicit` there are none."""
     if mode not in ("auto", "explicit"):
         raise ValueError(f"`shard_mode` is {mode!r}. Give 'auto' or 'explicit'.")
     if mesh is None:
         return
-    wanted = AxisType.Auto if mode == "auto" else AxisType.Explicit
-    free = set(mesh.axis_names) - {AXIS, *batch_axes} if batch_axes and mode == "explicit" else ()
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    others = {a: t for a, t in types if t != wanted and a not in free}
+    if mode == "explicit" and not scan_ticks:
+        raise ValueError(
+            "`shard_mode` is 'explicit' and `scan_pipeline_iterations` False. Iterations that are "
+            "written out leave to the compiler how their buffers are split: give 'auto' or True."
+        )
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if mode == "auto":
+        others = {axis: kind for axis, kind in types.items() if kind != AxisType.Auto}
+        advice = (
+            "Make the mesh with `sharding.make_mesh(...)` or `axis_types=(AxisType.Auto,) * "
+            f"{len(types)}`, or give `shard_mode` = 'explicit'."
+        )
+    else:
+        needed = (AXIS, *batch_axes)
+        others = {axis: types[axis] for axis in needed if types[axis] != AxisType.Explicit}
+        advice = (
+            "Make the mesh with `sharding.make_mesh(..., explicit=True)` or with "
+            f"`AxisType.Explicit` for {', '.join(needed)}, or give `shard_mode` = 'auto'."
+        )
     if others:
         found = ", ".join(f"{axis} {kind.name}" for axis, kind in others.items())
-        typed = f"({wanted},) * {len(mesh.axis_names)}"
-        if batch_axes and mode == "explicit":
-            typed = (
-                f"{wanted} for {', '.join((AXIS, *batch_axes))}, and Auto for what splits weights"
-            )
         raise ValueError(
-            f"`shard_mode` is {mode!r}, but `mesh` has axes of another type: {found}. Make the "
-            f"mesh with `axis_types={typed}`."
+            f"`shard_mode` is {mode!r}, but `mesh` has axes of another type: {found}. {advice}"
         )
 
 

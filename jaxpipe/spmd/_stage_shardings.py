@@ -46,10 +46,22 @@ def _without(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
 
 def in_stage(f: Callable) -> Callable:
     """Returns `f`, whose callees may name shardings over the whole mesh while they are traced."""
+    return _translating(on_automatic_axes, f)
 
+
+def at_init(f: Callable) -> Callable:
+    """Returns `f`, whose callees may constrain arrays to explicit axes while they are traced.
+
+    A layer's `init` makes arrays that are not split yet, and JAX would compare their types with the
+    constraint. They are split once they are stacked.
+    """
+    return _translating(lambda sharding: NamedSharding(sharding.mesh, sharding.spec), f)
+
+
+def _translating(translate: Callable[[NamedSharding], NamedSharding], f: Callable) -> Callable:
     @wraps(f)
     def traced(*arguments: Any) -> Any:
-        with translated_shardings(on_automatic_axes):
+        with translated_shardings(translate):
             return f(*arguments)
 
     return traced

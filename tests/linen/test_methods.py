@@ -212,8 +212,14 @@ def test_explicit_sharding_gives_the_same_numbers():
 
 def test_the_type_of_the_mesh_must_suit_the_shard_mode():
     config = SimpleNamespace(ici_pipeline_parallelism=2, shard_mode="explicit")
-    with pytest.raises(ValueError, match="'explicit', but `mesh` has axes of another type"):
+    message = r"'explicit', but `mesh` has axes of another type: stage Auto.*explicit=True\)"
+    with pytest.raises(ValueError, match=message):
         linen.create_pipeline(config, Layer(), ROW.mesh())
+    mesh = sharding.make_mesh({"stage": 2, "fsdp": 2}, devices=jax.devices()[:4], explicit=True)
+    with pytest.raises(
+        ValueError, match=r"'auto', but .* fsdp Explicit.*or give `shard_mode` = 'exp"
+    ):
+        linen.create_pipeline(SimpleNamespace(), Layer(), mesh)
 
 
 def test_a_mesh_without_ranks_or_with_others_is_refused():

@@ -371,6 +371,10 @@ def test_running_statistics_are_read_and_not_written():
     np.testing.assert_allclose(y, x, rtol=1e-4)
     with pytest.raises(ValueError, match=r"'batch_stats' is mutable.*next microbatch"):
         pipeline.apply(variables, x, mutable=["batch_stats"])
+    with pytest.raises(
+        ValueError, match=r"\"mean\" in .*next microbatch.*use_running_average=True"
+    ):
+        pipeline.apply(variables, x)
 
 
 def test_a_cache_that_a_call_would_make_is_refused():

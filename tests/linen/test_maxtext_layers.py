@@ -1,0 +1,127 @@
+"""MaxText's config object and layers that constrain their activations over the whole mesh."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax.core import meta
+
+from harness import rims
+from harness.maxtext_like import Config, ShardMode, mesh_of, shard_as
+from jaxpipe import linen
+
+WIDTH, LENGTH, ROWS = 8, 4, 8
+NAMES = ("activation_batch", "activation_length", "activation_embed")
+
+
+class Layer(nn.Module):
+    """As MaxText's: constraints in between and at the end, and a pair for scans."""
+
+    mesh: Any = None
+    mode: ShardMode = ShardMode.AUTO
+
+    @nn.compact
+    def __call__(self, inputs, segment_ids, positions, deterministic, model_mode):
+        def shard(x, names):
+            return x if self.mesh is None else shard_as(x, names, self.mesh, self.mode)
+
+        init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+        x = shard(inputs, NAMES)
+        h = x @ self.param("wi", init, (WIDTH, WIDTH))
+        h = jnp.tanh(shard(h, ("activation_batch", "activation_length", "activation_mlp")))
+        if self.mesh is not None and self.mode == ShardMode.AUTO:
+            h = nn.with_logical_constraint(h, NAMES, mesh=self.mesh)
+        return shard(x + h @ self.param("wo", init, (WIDTH, WIDTH)), NAMES), None
+
+
+def gradients(pipeline: Any, variables: Any, x: jax.Array) -> Any:
+    def loss(variables, x):
+        return rims.scalar(pipeline.apply(variables, x))
+
+    grads = jax.jit(jax.value_and_grad(loss, (0, 1)))(variables, x)
+    return jax.device_get(meta.unbox(grads))
+
+
+@pytest.fixture(scope="module")
+def batch() -> jax.Array:
+    return jax.random.normal(jax.random.key(1), (ROWS, LENGTH, WIDTH))
+
+
+@pytest.fixture(scope="module")
+def plain(batch: jax.Array) -> tuple[Any, Any]:
+    """Weights of all layers as numpy arrays, and the loss and gradients of a loop over them."""
+    pipeline: Any = linen.create_pipeline(Config(), Layer(), None)
+    variables = jax.device_get(meta.unbox(pipeline.init(jax.random.key(0), batch)))
+
+    def loss(variables, x):
+        flat = jax.tree.map(lambda w: w.reshape(-1, *w.shape[3:]), variables["params"]["layers"])
+        for number in range(4):
+            weights = jax.tree.map(lambda w: w[number], flat)  # noqa: B023
+            x = Layer().apply({"params": weights}, x, None, None, False, "train")[0]
+        # In the order of the pipeline: microbatches of consecutive rows.
+        return rims.scalar(x)
+
+    return variables, jax.device_get(jax.value_and_grad(loss, (0, 1))(variables, batch))
+
+
+GATHERS = {
+    "tick": {},
+    "once": {"pipeline_fsdp_ag_once": True},
+    "repeat": {"pipeline_fsdp_ag_per_repeat": True},
+    "rows": {"pipeline_fsdp_ag_per_repeat": True, "pipeline_batch_axes": ("fsdp",)},
+    "unrolled": {"scan_pipeline_iterations": False},
+    "delay": {"pipeline_delay_activation_forwarding": True, "num_pipeline_microbatches": 4},
+}
+
+
+@pytest.mark.parametrize("gather", GATHERS)
+def test_layers_that_name_shardings_of_the_whole_mesh_run_with_maxtexts_own_config(
+    gather, plain, batch
+):
+    mesh = mesh_of(ShardMode.AUTO)
+    fields = GATHERS[gather]
+    if gather == "rows":  # what splits weights where a layer reads them may not be a batch axis
+        fields = fields | {"logical_axis_rules": [["embed", "fsdp"], ["mlp", "tensor"]]}
+    pipeline = linen.create_pipeline(Config(**fields), Layer(mesh), mesh)
+    rims.assert_trees_close(gradients(pipeline, plain[0], batch), plain[1])
+
+
+@pytest.mark.parametrize("every_axis", [False, True])
+@pytest.mark.parametrize("context", [False, True])
+def test_explicit_axes_take_weights_that_are_not_placed_yet(every_axis, context, plain, batch):
+    mode = ShardMode.EXPLICIT
+    mesh = mesh_of(mode, every_axis=every_axis)
+    layer = Layer(mesh, mode) if every_axis else Layer()
+    config = Config(shard_mode=mode, pipeline_fsdp_ag_once=True)
+    pipeline: Any = linen.create_pipeline(config, layer, mesh)
+    if context:
+        with jax.set_mesh(mesh):
+            on_one_device = jax.tree.map(jnp.asarray, plain[0])
+            got = gradients(pipeline, on_one_device, batch)
+            made = pipeline.init(jax.random.key(0), batch)
+        spec = meta.unbox(made)["params"]["layers"]["wi"].sharding.spec
+        assert spec[1] == "stage" and "fsdp" in str(spec[3])
+    else:
+        got = gradients(pipeline, plain[0], batch)
+    rims.assert_trees_close(got, plain[1])
+
+
+def test_a_config_that_is_a_dict_is_refused():
+    with pytest.raises(ValueError, match=r"`config` is a dict.*SimpleNamespace\(\*\*config\)"):
+        linen.create_pipeline({"ici_pipeline_parallelism": 2}, Layer(), None)
+
+
+def test_numbers_and_flags_of_numpy_are_numbers_and_flags():
+    config = Config(num_pipeline_microbatches=np.int64(4), pipeline_fsdp_ag_once=np.bool_(True))
+    settings: Any = linen.create_pipeline(config, Layer(), None)
+    assert settings.settings.counts.num_microbatches == 4 and settings.settings.gather == "once"
+
+
+def test_explicit_axes_refuse_iterations_that_are_written_out():
+    mode = ShardMode.EXPLICIT
+    config = Config(shard_mode=mode, scan_pipeline_iterations=False)
+    with pytest.raises(ValueError, match="'explicit' and `scan_pipeline_iterations` False"):
+        linen.create_pipeline(config, Layer(), mesh_of(mode))
