@@ -86,7 +86,7 @@ def mesh_of(mode: ShardMode, *, every_axis: bool = False) -> Mesh:
 
 def shard_as(x: jax.Array, names: tuple[str | None, ...], mesh: Mesh, mode: ShardMode) -> jax.Array:
     """What MaxText's layers do with their activations: rules in context, the whole mesh."""
-    where = nn.logical_to_mesh_sharding(jax.sharding.PartitionSpec(*names), mesh)
+    where = nn.spmd.logical_to_mesh_sharding(jax.sharding.PartitionSpec(*names), mesh)
     if mode == ShardMode.EXPLICIT:
         types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         kept = (

@@ -23,18 +23,21 @@ class Layer(nn.Module):
     mesh: Any = None
     mode: ShardMode = ShardMode.AUTO
 
+    def kernel(self, name: str) -> Any:
+        init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+        return self.param(name, init, (WIDTH, WIDTH))
+
     @nn.compact
     def __call__(self, inputs, segment_ids, positions, deterministic, model_mode):
         def shard(x, names):
             return x if self.mesh is None else shard_as(x, names, self.mesh, self.mode)
 
-        init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
         x = shard(inputs, NAMES)
-        h = x @ self.param("wi", init, (WIDTH, WIDTH))
+        h = x @ self.kernel("wi")
         h = jnp.tanh(shard(h, ("activation_batch", "activation_length", "activation_mlp")))
         if self.mesh is not None and self.mode == ShardMode.AUTO:
-            h = nn.with_logical_constraint(h, NAMES, mesh=self.mesh)
-        return shard(x + h @ self.param("wo", init, (WIDTH, WIDTH)), NAMES), None
+            h = nn.spmd.with_logical_constraint(h, NAMES, mesh=self.mesh)
+        return shard(x + h @ self.kernel("wo"), NAMES), None
 
 
 def gradients(pipeline: Any, variables: Any, x: jax.Array) -> Any:
