@@ -27,7 +27,7 @@ from ._lower import lower
 from ._place import placed
 from ._routes import layouts_of_routes
 from ._session import Agreement, Session, open_session
-from ._specs import spread
+from ._specs import constrained, spread
 from ._watchdog import give_up, wait
 
 
@@ -103,6 +103,9 @@ class Lowered:
         for (buffer, _), spec in zip(code.outputs, traced.out_specs, strict=True):
             if known.get(buffer.value) is None:
                 known[buffer.value] = spec
+        for value, spec in constrained(self.outer, mesh.mpmd_axis_name).items():
+            if known.get(value) is None:
+                known[value] = spec
         specs = {value: P() for value in loop_results(self.outer)} | spread(self.outer, known)
 
         def spec_of(buffer: Buffer) -> P | None:
@@ -178,6 +181,14 @@ class Compiled:
     def closed_jaxpr(self) -> Code:
         """What every rank does, to be printed."""
         return self.lowered.code
+
+    @property
+    def programs(self) -> Mapping[str, jax.stages.Compiled]:
+        """Returns what XLA compiled for this process, by `name@rank`, such as `fwd_0__1@0`.
+
+        Each has JAX's `as_text`, `cost_analysis` and `memory_analysis`. Equal tasks share one.
+        """
+        return self._bound.programs
 
     @property
     def in_shardings(self) -> PyTree[MpmdSharding]:

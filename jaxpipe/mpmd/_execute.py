@@ -34,11 +34,13 @@ class Bound:
         acts: What to do, in order, each with the program or transfer that it stands for.
         places: Where the array of each buffer on each local rank is.
         start: The list of arrays at the start of a step.
+        programs: Those that this process runs, by `name@rank`.
     """
 
     acts: tuple[tuple[Instruction, Act], ...]
     places: Mapping[Place, int]
     start: Slots
+    programs: Mapping[str, Any]
 
 
 def bind(code: Code, mesh: MpmdMesh, executables: Executables, session: Session | None) -> Bound:
@@ -104,7 +106,12 @@ def bind(code: Code, mesh: MpmdMesh, executables: Executables, session: Session 
         if buffer in code.indices:
             number = jnp.asarray(code.indices[buffer], jnp.int32)
             start[where] = jax.device_put(number, shape(buffer, rank).sharding)
-    return Bound(bound, places, start)
+    named = {
+        f"{run.name}@{run.rank}": executables.programs[i]
+        for i, run in enumerate(code.instructions)
+        if isinstance(run, Run) and i in executables.programs
+    }
+    return Bound(bound, places, start, named)
 
 
 def _route(session: Session | None, mesh: MpmdMesh, rank: int, to: int) -> int:

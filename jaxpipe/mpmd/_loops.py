@@ -5,9 +5,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from .. import schedules
 from ..autodiff import Atom, Plain, Program, Step, Value, is_move, program, read, values
 from ..schedules import Op, Schedule
+from ._accumulators import constrained_results, spec_of_total
 from ._content import Numbers, is_barrier
 from ._reduce import Last, Total, is_add, totals
 from ._reduce import Op as Operation
@@ -29,6 +32,7 @@ class PipelinedLoop:
         index: The value of its body that is the number of the microbatch.
         tasks: Of every stage.
         totals: How each share of a result is put together, in the order of its outputs.
+        specs: How a share is divided within a group, where the user says so.
     """
 
     schedule: Schedule
@@ -36,6 +40,7 @@ class PipelinedLoop:
     index: Value
     tasks: tuple[Mapping[Op, Task], ...]
     totals: Mapping[Value, Total]
+    specs: Mapping[Value, PartitionSpec]
 
 
 def loop_of(step: Step) -> PipelinedLoop | None:
@@ -88,11 +93,18 @@ def _pipelined(
     before, body, inputs = _hoisted(whole, step.inputs)
     step, body, operations = _without_invariants(step, body, inputs, known)
     adds = list(map(is_add, operations))
+    body, constraints = constrained_results(body, adds)
     written = partial(program, params["jaxpr"], keep_dead=True)
     staged = cut_into_stages(body, schedule.num_stages, adds, written)
     each = totals([aval_of(atom) for atom in body.outputs], operations, count)
     shares = {
         share: total for shares, total in zip(staged.shares, each, strict=True) for share in shares
+    }
+    specs = {
+        share: spec
+        for shares, total, constraint in zip(staged.shares, each, constraints, strict=True)
+        for share in shares
+        if (spec := spec_of_total(constraint, total)) is not None
     }
     splits = schedules.splits_backwards(schedule)
     tasks = tuple(
@@ -100,7 +112,7 @@ def _pipelined(
     )
     if not any(op is not Op.F for of_stage in tasks for op in of_stage):
         schedule = schedules.forward_only(schedule)
-    loop = PipelinedLoop(schedule, body.inputs[:-1], body.inputs[-1], tasks, shares)
+    loop = PipelinedLoop(schedule, body.inputs[:-1], body.inputs[-1], tasks, shares, specs)
     outputs = {share: Value(total.aval) for share, total in shares.items()}
     for result, of_result in zip(step.outputs, staged.shares, strict=True):
         if len(of_result) == 1:

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from jax.sharding import PartitionSpec
 
 from ..autodiff import Plain, Program, Step, Value, is_cheap, is_move, values
+from ._accumulators import constraint_of
+from ._loops import loop_of
+from ._submesh import check_spec
 
 
 def spread(
@@ -41,6 +44,31 @@ def spread(
     return {v: found[root(v)] for v in everything if root(v) in found} | {
         value: spec for value, spec in known.items() if spec is not None
     }
+
+
+def constrained(outer: Program, mpmd_axis: str) -> dict[Value, PartitionSpec]:
+    """Returns the specs of values outside of loops that users constrain, results of loops first.
+
+    Args:
+        outer: A function whose loops are in tasks.
+        mpmd_axis: The axis that tells groups apart.
+
+    Raises:
+        ValueError: If a constraint is over that axis.
+    """
+    found: dict[Value, PartitionSpec] = {}
+    behind: dict[Value, PartitionSpec] = {}
+    for step in outer.steps:
+        loop, spec = loop_of(step), constraint_of(step)
+        if loop is not None:
+            of_share = dict(zip(loop.totals, step.outputs, strict=True))
+            found |= {of_share[share]: of_share_spec for share, of_share_spec in loop.specs.items()}
+        if spec is not None:
+            behind |= dict.fromkeys(values(step.outputs), spec)
+            behind |= {v: spec for v in values(step.inputs) if v not in behind}
+    for spec in (*found.values(), *behind.values()):
+        check_spec(spec, mpmd_axis, "`with_sharding_constraint`")
+    return behind | found
 
 
 def _is_number_by_number(step: Step) -> bool:

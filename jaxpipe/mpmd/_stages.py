@@ -107,11 +107,12 @@ def _marked(step: Step) -> list[Atom]:
     """What a mark is around: its inputs, and between these the literals of its equation."""
     assert isinstance(step.operation, Plain) and step.operation.equation is not None
     inputs = iter(step.inputs)
-    variables: list[Any] = step.operation.equation.invars
-    return [
-        Constant(np.asarray(x.val, x.aval.dtype)) if isinstance(x, Literal) else next(inputs)
-        for x in variables
-    ]
+
+    def constant(literal: Any) -> Constant:
+        return Constant(np.asarray(literal.val, literal.aval.dtype))
+
+    variables = step.operation.equation.invars
+    return [constant(x) if isinstance(x, Literal) else next(inputs) for x in variables]
 
 
 def _handed_on(*arguments: Any, backward: bool) -> list[Any]:

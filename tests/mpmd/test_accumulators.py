@@ -1,0 +1,141 @@
+"""How sums of gradients are divided within a group: as the user says, without a gather."""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.mpmd import Add, Std1F1B, ZeroBubble, mark_stage_end, mpmd_jit_with_loop, treduce
+from jaxpipe.mpmd._code import Run
+from mpmd.small import WIDTH, assert_close, groups, layer, layers, numbers, squared_error
+
+FSDP, MICROBATCHES, ROWS = 2, 3, 2
+KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+COLLECTIVE = re.compile(rf"= (\S+|\(.+?\)) ({KINDS})(?:-start)?\(")
+
+
+def loss(weights: Any, x: Any, y: Any) -> Any:
+    """Weights are gathered where they are used; rows stay where they are."""
+    for w in weights:
+        w, x = lax.with_sharding_constraint((w, x), P())
+        x = mark_stage_end(layer(w, x))
+    return squared_error(x, y)
+
+
+def delayed(schedule: Any, *, inside: bool) -> Callable:
+    """A step as JaxPP documents it for automatic axes: a gradient for each replica, which are added
+    up once. The constraint stands in the loop, or behind it."""
+    constrain = lambda tree: lax.with_sharding_constraint(tree, P("fsdp"))  # noqa: E731
+
+    def step(weights: Any, xs: Any, ys: Any) -> Any:
+        grad = jax.vmap(jax.value_and_grad(loss), (None, 0, 0), spmd_axis_name="fsdp")
+
+        def of_microbatch(of_m: Any) -> Any:
+            return constrain(grad(weights, *of_m)) if inside else grad(weights, *of_m)
+
+        parts = treduce(of_microbatch, (xs, ys), schedule, operation=Add)
+        values, grads = parts if inside else constrain(parts)
+        return values.sum(), jax.tree.map(lambda g: g.sum(0), grads)
+
+    return step
+
+
+def by_hand(weights: Any, xs: Any, ys: Any) -> Any:
+    flat = (FSDP * MICROBATCHES, ROWS, WIDTH)
+    each = [
+        jax.value_and_grad(loss)(weights, x, y)
+        for x, y in zip(xs.reshape(flat), ys.reshape(flat), strict=True)
+    ]
+    return jax.tree.map(lambda *parts: sum(parts), *each)
+
+
+def collectives(text: str | None) -> Counter:
+    """How many of each there are, with the shapes of their results."""
+    found = Counter()
+    for shapes, kind in COLLECTIVE.findall(text or ""):
+        found.update((kind, shape) for shape in re.findall(r"\w+\[[\d,]*\]", shapes))
+    return found
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["in_the_loop", "behind_the_loop"])
+@pytest.mark.parametrize("spec", [P(), P("fsdp")], ids=["replicated", "fsdp"])
+@pytest.mark.parametrize("schedule", [Std1F1B(2), ZeroBubble(2)], ids=lambda s: type(s).__name__)
+def test_a_delayed_reduction_is_one_per_step_and_no_accumulator_is_gathered(
+    schedule: Any, spec: Any, inside: bool
+):
+    """Read in the compiled programs of every task of every rank."""
+    shape = MICROBATCHES, FSDP, ROWS, WIDTH
+    args = layers(2), numbers(7, *shape), numbers(8, *shape)
+    step = mpmd_jit_with_loop(
+        delayed(schedule, inside=inside),
+        groups(2, fsdp=FSDP),
+        in_specs=(spec, P(None, "fsdp"), P(None, "fsdp")),
+        out_specs=(P(), spec),
+    )
+    compiled = step.compile(*args)
+    with jax.set_mesh(jax.sharding.Mesh(jax.devices()[:1], "fsdp")):
+        true = jax.jit(by_hand)(*args)
+    assert_close(compiled(*args), true)
+
+    found = {name: collectives(program.as_text()) for name, program in compiled.programs.items()}
+    names = {f"{i.name}@{i.rank}" for i in compiled.lowered.code.instructions if isinstance(i, Run)}
+    assert names == set(found)
+    accumulators = {"f32[2,8,16]", "f32[2,16,8]"}
+    for name, of_program in found.items():
+        gathered = {shape for kind, shape in of_program if kind == "all-gather"}
+        assert gathered.isdisjoint(accumulators), f"{name}: {of_program}"
+        reductions = {kind: n for (kind, _), n in of_program.items() if kind != "all-gather"}
+        if name.startswith("after_loop"):
+            assert set(reductions) == {"all-reduce"}, f"{name}: {of_program}"
+            assert not gathered, f"{name}: {of_program}"
+        else:
+            assert not reductions, f"{name}: {of_program}"
+            assert spec == P("fsdp") or not gathered, f"{name}: {of_program}"
+
+
+def test_the_gradient_of_a_shared_weight_stays_a_sum_of_shares_when_it_is_constrained():
+    """Each stage adds up its share in the layout that is asked for, and sends it once."""
+
+    def shared(weights: Any, x: Any, y: Any) -> Any:
+        for w in weights[:2]:
+            x = mark_stage_end(layer(weights[0], layer(w, x)))
+        return squared_error(x, y)
+
+    def step(weights: Any, xs: Any, ys: Any) -> Any:
+        def of_microbatch(of_m: Any) -> Any:
+            value, grads = jax.value_and_grad(shared)(weights, *of_m)
+            return value, lax.with_sharding_constraint(grads, P("fsdp"))
+
+        return treduce(of_microbatch, (xs, ys), Std1F1B(2), operation=Add)
+
+    shape = MICROBATCHES, ROWS, WIDTH
+    args = layers(2), numbers(7, *shape), numbers(8, *shape)
+    pipelined = mpmd_jit_with_loop(step, groups(2, fsdp=FSDP))
+    value, grads = pipelined(*args)
+    one = jax.sharding.Mesh(jax.devices()[:1], ("fsdp",))
+    with jax.set_mesh(one):
+        assert_close((value, grads), jax.jit(step)(*args))
+    assert {g.spec for g in jax.tree.leaves(grads)} == {P("fsdp")}
+    code = pipelined.lower(*args).code
+    loops = [i for i in code.instructions if isinstance(i, Run) and i.name != "after_loop"]
+    written = [b for i in loops if i.rank == 1 for b in i.writes if b.value.aval.shape == (8, 16)]
+    assert {b.number for b in written} == {0, 1, 2, None}, "only versions of sums"
+
+
+def test_a_constraint_on_a_result_over_the_axis_of_groups_is_refused():
+    def step(weights: Any, xs: Any) -> Any:
+        def of_microbatch(x: Any) -> Any:
+            value, grads = jax.value_and_grad(loss)(weights, x, x)
+            return value, lax.with_sharding_constraint(grads, P("stage"))
+
+        return treduce(of_microbatch, xs, Std1F1B(2), operation=Add)
+
+    lowered = mpmd_jit_with_loop(step, groups(2)).lower(layers(2), jnp.ones((2, ROWS, WIDTH)))
+    with pytest.raises(ValueError, match=r"`with_sharding_constraint` has the spec P\(.stage"):
+        lowered.compile()
