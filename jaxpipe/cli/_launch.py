@@ -25,6 +25,10 @@ _USER_ERROR = 2
 """The exit code of what the user has to change, which another start does not."""
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """The signals that end a run."""
+_STOPPED = tuple(128 + number for number in _ENDING)
+"""The exit codes of a run that a signal has ended in order, also one that only a process got."""
+_STOP_SECONDS = 5.0
+"""How far apart the processes of such a run may end."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -196,12 +200,17 @@ def _handled(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> I
 def _first_failure(job: _Job, grace: float) -> int:
     """Waits until all have ended, or until those who should have had time for it."""
     first: tuple[int, int] | None = None
-    deadline = math.inf
+    deadline = tell_at = math.inf
     while job.left and time.monotonic() < deadline and len(job.signals) < 2:
         time.sleep(_POLL_SECONDS)
         if first is None and (first := job.failed):
             deadline = time.monotonic() + grace
+            tell_at = time.monotonic() + (_STOP_SECONDS if first[1] in _STOPPED else 0.0)
+        if first and time.monotonic() > tell_at:
+            tell_at = math.inf
             job.tell(first[0], _how(first[1]))
+    if not job.left and {popen.returncode for popen in job.running} in [{x} for x in _STOPPED]:
+        return job.running[0].returncode
     first = first or job.failed
     rest = f"The processes {job.left} have not ended, and are killed."
     if first is None:

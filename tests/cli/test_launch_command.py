@@ -1,6 +1,7 @@
 """`jaxpipe launch` from the outside: runs over processes, and what is left when one dies."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from jaxpipe.cli._processes import (
 )
 from quick import ENVIRONMENT
 
+from . import kills
 from .runs import SMALL, losses, run_jaxpipe
 
 SETTINGS = [
@@ -201,7 +203,8 @@ class Ended:
         ((129, 129), "SIGHUP", 129, ""),
         ((143, -15), "SIGTERM", 143, ""),  # before it joined the others
         ((143, 1), "SIGTERM", 1, "process 1 has ended with code 1."),
-        ((143, 143), "", 143, "process 0 has ended with code 143."),
+        ((143, 143), "", 143, ""),  # one of them was told, and all have stopped
+        ((143, 0), "", 143, "process 0 has ended with code 143."),
         ((0, -9), "", 137, "process 1 has ended by SIGKILL."),
         ((1, -9), "", 137, "process 1 has ended by SIGKILL."),  # and 0 because of it
         ((70, -6, 1), "", 1, "process 2 has ended with code 1."),
@@ -325,19 +328,7 @@ time.sleep(60)
     finally:
         launcher.kill()
         launcher.communicate(timeout=60)
-    deadline = time.monotonic() + 30
-    while is_running(child):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def is_running(process: int) -> bool:
-    """Whether a process is there, and not only waits for its parent to hear of its end."""
-    stat = Path(f"/proc/{process}/stat")
-    try:
-        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    kills.wait_until_none_runs([child], 30)
 
 
 class Fails:
@@ -371,3 +362,32 @@ def test_a_job_starts_again_as_often_as_is_allowed_but_not_after_an_error_of_the
         line = f"starts again from its newest checkpoint: restart {restart} of {allowed}\n"
         assert line in said
     assert said.count("starts again") == starts - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    "engine", ["", "pipeline_engine=scheduled pipeline_schedule=1f1b", "pipeline_engine=mpmd"]
+)
+def test_when_a_process_is_stuck_all_end_within_the_timeout_and_name_it(engine, victim, tmp_path):
+    words = ["launch", "--processes", "2", "--grace", "10", *SETTINGS, *engine.split()]
+    words += ["emulate_devices=1", "dcn_pipeline_parallelism=2", "per_device_batch_size=4"]
+    words += ["enable_checkpointing=false", "step_timeout_minutes=0.2", "steps=1000000"]
+    running = kills.start([*words, f"output_dir={tmp_path}"])
+    try:
+        kills.wait_for_steps(running, tmp_path)
+        processes = running.processes()
+        os.kill(processes[victim], signal.SIGSTOP)
+        began = time.monotonic()
+        assert running.end(120) == EXIT_CODE, running.said
+        seconds = time.monotonic() - began
+    finally:
+        running.popen.kill()
+    kills.wait_until_none_runs(processes, 30)
+    name = (
+        rf"jaxpipe: process {1 - victim}: no process has gone on for 1\d seconds, while this one "
+    )
+    name += rf"is in step \d+ \(\w+\): process {victim} has given no sign of life for \d+ seconds, "
+    name += r"last heard of in step \d+ \((data|step)\)"
+    assert re.search(name, running.said), running.said
+    assert seconds < 12 + 10 + 30  # the timeout, the grace, and a machine that is busy
