@@ -9,6 +9,7 @@ gives no sign of life, the others say so too.
 import itertools
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -34,6 +35,11 @@ GRACE_SECONDS = 2.0
 
 PHASES = ("start", "data", "step", "traced step", "evaluation", "checkpoint", "end")
 """In the order in which a step has them."""
+
+_STATUS = re.compile(
+    r"(ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN): "
+)
+"""How errors of the runtime begin which the end of another process may cause."""
 
 _runs = itertools.count()
 
@@ -291,7 +297,7 @@ class StepWatch:
         print(f"jaxpipe: process {self._process}: {what}.", file=sys.stderr, flush=True)
 
     def _say_before_abort(self) -> None:
-        if self._is_over.is_set():
+        if self._is_over.is_set() and not self._place.left:
             return
         gone = self._ledger.gone(LOST_SECONDS)
         who = self._ledger.described(gone) if gone else "process 0, at which all meet, has gone"
@@ -302,7 +308,8 @@ class StepWatch:
 def may_come_of_a_peer(error: BaseException) -> bool:
     """Returns whether an error may be there because another process is not.
 
-    It may if JAX's runtime has raised it or what caused it, but for memory that was not enough.
+    It may if JAX's runtime has raised it or what caused it, but for memory that was not enough. The
+    runtime's errors begin with a status; some of them, as Gloo's, come as ValueError.
     """
     causes: list[BaseException] = []
     cause: BaseException | None = error
@@ -310,6 +317,7 @@ def may_come_of_a_peer(error: BaseException) -> bool:
         causes.append(cause)
         cause = cause.__cause__ or cause.__context__
     return any(
-        isinstance(cause, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(cause)
+        isinstance(cause, jax.errors.JaxRuntimeError) or _STATUS.match(str(cause))
         for cause in causes
+        if "RESOURCE_EXHAUSTED" not in str(cause)
     )

@@ -121,5 +121,6 @@ def test_errors_of_the_runtime_may_come_of_another_process():
     full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
     assert may_come_of_a_peer(raised(reset))
     assert may_come_of_a_peer(raised(reset, RuntimeError("A checkpoint could not be written")))
+    assert may_come_of_a_peer(raised(ValueError("FAILED_PRECONDITION: Gloo all-reduce failed")))
     assert not may_come_of_a_peer(raised(full))
     assert not may_come_of_a_peer(raised(ValueError("wrong")))
