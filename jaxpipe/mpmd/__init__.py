@@ -3,17 +3,17 @@
 The names are JaxPP's where it has them.
 """
 
+from .. import __version__ as __version__
 from ._across import cross_mpmd_all_reduce as cross_mpmd_all_reduce
 from ._across import cross_mpmd_stack as cross_mpmd_stack
 from ._across import place_with as place_with
 from ._array import MpmdArray as MpmdArray
-from ._array import MpmdMesh as MpmdMesh
-from ._array import MpmdSharding as MpmdSharding
 from ._compiled import Compiled as Compiled
 from ._compiled import Lowered as Lowered
 from ._compiled import Traced as Traced
 from ._engine import mpmd_value as mpmd_value
 from ._engine import mpmd_value_and_grad as mpmd_value_and_grad
+from ._jaxpp_schedules import BaseSchedule as BaseSchedule
 from ._jaxpp_schedules import DualPipeV as DualPipeV
 from ._jaxpp_schedules import Eager1F1B as Eager1F1B
 from ._jaxpp_schedules import GPipe as GPipe
@@ -31,6 +31,8 @@ from ._marks import pipeline_enter_stage as pipeline_enter_stage
 from ._measured import collect_task_times_ms as collect_task_times_ms
 from ._measured import timed_step as timed_step
 from ._measured import to_timeline as to_timeline
+from ._mesh import MpmdMesh as MpmdMesh
+from ._mesh import MpmdSharding as MpmdSharding
 from ._profile import annotated as annotated
 from ._profile import trace_step as trace_step
 from ._reduce import Add as Add

@@ -1,116 +1,15 @@
-"""A mesh whose groups run programs of their own, and arrays that live on some of these groups."""
+"""Arrays that live on some groups of a mesh."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.core import ShapedArray
+from jax.sharding import NamedSharding, PartitionSpec
 
-
-@dataclass(frozen=True)
-class MpmdMesh:
-    """A mesh of devices, one axis of which tells apart groups with programs of their own.
-
-    Args:
-        jax_mesh: All devices. Its other axes shard arrays within a group, automatically.
-        mpmd_axis_name: The axis along which the groups lie: a rank is an index along it.
-
-    Raises:
-        ValueError: If there is no such axis, or another one is explicit or manual.
-    """
-
-    jax_mesh: Mesh
-    mpmd_axis_name: str
-
-    def __post_init__(self) -> None:
-        mesh, name = self.jax_mesh, self.mpmd_axis_name
-        if name not in mesh.axis_names:
-            raise ValueError(
-                f"`mpmd_axis_name` is {name!r}, and the mesh has the axes {mesh.axis_names}. "
-                "Name the one along which programs differ."
-            )
-        other = [n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t != _AUTO]
-        if other:
-            raise ValueError(
-                f"The axes {other} of `jax_mesh` are not automatic. Make the mesh with "
-                "`AxisType.Auto`: the compiler divides the programs of a group."
-            )
-
-    @property
-    def mpmd_dim(self) -> int:
-        """The number of groups."""
-        return self.jax_mesh.shape[self.mpmd_axis_name]
-
-    @cached_property
-    def unstack(self) -> list[Mesh]:
-        """The mesh of each group, where the axis has size 1."""
-        return [self.mpmd_submesh([rank]).jax_mesh for rank in range(self.mpmd_dim)]
-
-    def mpmd_submesh(self, mpmd_idxs: Sequence[int]) -> "MpmdMesh":
-        """The groups with these indices, in this order.
-
-        Raises:
-            ValueError: If there is no such group.
-        """
-        outside = [i for i in mpmd_idxs if not 0 <= i < self.mpmd_dim]
-        if outside or not mpmd_idxs:
-            raise ValueError(
-                f"`mpmd_idxs` is {tuple(mpmd_idxs)}, and the mesh has the groups 0 to "
-                f"{self.mpmd_dim - 1}. Name at least one of these."
-            )
-        mesh = self.jax_mesh
-        devices = np.take(mesh.devices, list(mpmd_idxs), mesh.axis_names.index(self.mpmd_axis_name))
-        return MpmdMesh(
-            Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types), self.mpmd_axis_name
-        )
-
-    @cached_property
-    def local_ranks(self) -> tuple[int, ...]:
-        """The groups whose devices belong to this process.
-
-        Raises:
-            ValueError: If a group has devices of several processes.
-        """
-        found = []
-        for rank, mesh in enumerate(self.unstack):
-            processes = {device.process_index for device in mesh.devices.flat}
-            if len(processes) > 1:
-                raise ValueError(
-                    f"Group {rank} of {self.mpmd_axis_name!r} has devices of the processes "
-                    f"{sorted(processes)}. Lay the mesh out so that every group is in one process."
-                )
-            if processes == {jax.process_index()}:
-                found.append(rank)
-        return tuple(found)
-
-    def process_of(self, rank: int) -> int:
-        """The process that runs a group."""
-        return self.unstack[rank].devices.flat[0].process_index
-
-
-_AUTO = AxisType.Auto
-
-
-@dataclass(frozen=True)
-class MpmdSharding:
-    """Where an array lives: whole on each of some groups, and how it is divided within them."""
-
-    mpmd_mesh: MpmdMesh
-    mpmd_idxs: tuple[int, ...]
-    spec: PartitionSpec
-
-    def of_rank(self, rank: int) -> NamedSharding:
-        """On one group."""
-        return NamedSharding(self.mpmd_mesh.unstack[rank], self.spec)
-
-    @property
-    def sharding(self) -> NamedSharding:
-        """Over the devices of all its groups."""
-        return NamedSharding(self.mpmd_mesh.mpmd_submesh(self.mpmd_idxs).jax_mesh, self.spec)
+from ._mesh import MpmdSharding
 
 
 class MpmdArray:
@@ -118,26 +17,102 @@ class MpmdArray:
 
     A leaf of pytrees. Where one of its groups is in this process, `numpy.asarray` and the like
     give its numbers; `mpmd_to_spmd_reshard` makes a `jax.Array` of it.
+
+    Args:
+        partially_addressable_arrays: The array of each of its groups that is in this process, in
+            any order. Each must be on the devices of its group.
+        mpmd_sharding: Its groups, and how it is divided within them.
+        shape: The shape, needed where `partially_addressable_arrays` is empty.
+        dtype: The dtype, likewise.
+
+    Raises:
+        ValueError: If an array is not on one of the groups, two are on the same one, shapes, dtypes
+            or specs differ, or neither an array nor `shape` and `dtype` are given.
     """
 
     def __init__(
         self,
+        partially_addressable_arrays: Iterable[jax.Array],
+        mpmd_sharding: MpmdSharding,
+        shape: Sequence[int] | None = None,
+        dtype: Any = None,
+    ) -> None:
+        arrays = _by_rank(list(partially_addressable_arrays), mpmd_sharding)
+        first = next(iter(arrays.values()), None)
+        shape = shape if first is None or shape is not None else first.shape
+        dtype = dtype if first is None or dtype is not None else first.dtype
+        if shape is None or dtype is None:
+            raise ValueError(
+                "`partially_addressable_arrays` is empty, so nothing says what the array is like. "
+                "Give `shape` and `dtype`."
+            )
+        wrong = [a for a in arrays.values() if a.shape != tuple(shape) or a.dtype != dtype]
+        if wrong:
+            raise ValueError(
+                f"An array of `partially_addressable_arrays` is {_kind(wrong[0])}, and the whole "
+                f"is {_kind(jax.ShapeDtypeStruct(shape, dtype))}. Give arrays of one kind."
+            )
+        dtype = jax.ShapeDtypeStruct((), dtype).dtype
+        self._set(arrays, mpmd_sharding, tuple(shape), dtype)
+
+    @classmethod
+    def of_ranks(
+        cls,
+        arrays: Mapping[int, jax.Array],
+        mpmd_sharding: MpmdSharding,
         shape: Sequence[int],
         dtype: Any,
-        sharding: MpmdSharding,
-        arrays: Mapping[int, Any],
+        *,
+        weak_type: bool = False,
+        wait: Callable[[Any], Any] = jax.block_until_ready,
+    ) -> "MpmdArray":
+        """Returns the array of arrays whose groups are known, without looking at them.
+
+        Args:
+            arrays: The array of each group that is in this process, by the group's index.
+            mpmd_sharding: Its groups, and how it is divided within them.
+            shape: The shape.
+            dtype: The dtype.
+            weak_type: Whether the dtype is weak, as that of a Python number is.
+            wait: Waits for arrays.
+        """
+        array = cls.__new__(cls)
+        ordered = {rank: arrays[rank] for rank in sorted(arrays)} if len(arrays) > 1 else arrays
+        array._set(ordered, mpmd_sharding, tuple(shape), dtype, weak_type=weak_type, wait=wait)
+        return array
+
+    def _set(
+        self,
+        arrays: Mapping[int, jax.Array],
+        mpmd_sharding: MpmdSharding,
+        shape: tuple[int, ...],
+        dtype: Any,
+        *,
+        weak_type: bool = False,
         wait: Callable[[Any], Any] = jax.block_until_ready,
     ) -> None:
-        self.shape = tuple(shape)
+        self.shape = shape
         self.dtype = dtype
-        self.mpmd_sharding = sharding
-        self._partially_addressable_arrays = OrderedDict(arrays)
+        self.weak_type = weak_type
+        self.mpmd_sharding = mpmd_sharding
+        self._partially_addressable_arrays: OrderedDict[int, Any] = OrderedDict(arrays)
         self._wait = wait
+        self._is_gone = False
+
+    @property
+    def aval(self) -> ShapedArray:
+        """The shape and dtype."""
+        return ShapedArray(self.shape, self.dtype, weak_type=self.weak_type)
 
     @property
     def mpmd_idxs(self) -> tuple[int, ...]:
-        """The groups it lives on."""
+        """The groups it lives on, in ascending order."""
         return self.mpmd_sharding.mpmd_idxs
+
+    @property
+    def is_mpmd_replicated(self) -> bool:
+        """Whether it lives on more than one group."""
+        return len(self.mpmd_idxs) > 1
 
     @property
     def sharding(self) -> NamedSharding:
@@ -146,6 +121,7 @@ class MpmdArray:
 
     @property
     def spec(self) -> PartitionSpec:
+        """How it is divided within a group."""
         return self.mpmd_sharding.spec
 
     @property
@@ -157,16 +133,27 @@ class MpmdArray:
         return int(np.prod(self.shape, dtype=int))
 
     @property
-    def is_addressable(self) -> bool:
+    def is_partially_addressable(self) -> bool:
         """Whether one of its groups is in this process."""
         return bool(self._partially_addressable_arrays)
 
     def on_rank(self, rank: int) -> jax.Array | None:
-        """The array of a group, if it lives there and the group is in this process."""
+        """Returns the array of a group, if it lives there and the group is in this process."""
         return self._partially_addressable_arrays.get(rank)
 
-    def to_mpmd_local_array(self) -> jax.Array:
-        """The array of its first group in this process.
+    @property
+    def to_mpmd_local_array(self) -> jax.Array | list[jax.Array] | None:
+        """The array of its group in this process, a list if there are several, None if none."""
+        arrays = list(self._partially_addressable_arrays.values())
+        return arrays[0] if len(arrays) == 1 else arrays or None
+
+    @property
+    def first_mpmd_replica(self) -> jax.Array | None:
+        """The array of the first of all its groups, if that group is in this process."""
+        return self.on_rank(self.mpmd_idxs[0]) if self.mpmd_idxs else None
+
+    def first_local_array(self) -> jax.Array:
+        """Returns the array of its first group in this process.
 
         Raises:
             ValueError: If it has none here.
@@ -180,26 +167,55 @@ class MpmdArray:
         )
 
     def block_until_ready(self) -> "MpmdArray":
+        """Waits until its numbers are there, and returns it."""
         self._wait(list(self._partially_addressable_arrays.values()))
         return self
 
     def is_ready(self) -> bool:
+        """Returns whether its numbers are there."""
         return all(array.is_ready() for array in self._partially_addressable_arrays.values())
 
     def delete(self) -> None:
-        for array in self._partially_addressable_arrays.values():
-            array.delete()
+        """Frees the memory of its arrays in this process."""
+        self.give_away()
+
+    def give_away(self, kept: Collection[int] = ()) -> None:
+        """Marks it as deleted, and deletes its arrays in this process.
+
+        Args:
+            kept: The groups whose array is part of another `MpmdArray` by now, and stays.
+        """
+        self._is_gone = True
+        for rank, array in self._partially_addressable_arrays.items():
+            if rank not in kept:
+                array.delete()
 
     def is_deleted(self) -> bool:
-        return any(array.is_deleted() for array in self._partially_addressable_arrays.values())
+        """Returns whether it was deleted, or given to a function that may overwrite it."""
+        arrays = self._partially_addressable_arrays.values()
+        return self._is_gone or any(array.is_deleted() for array in arrays)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy
         return np.asarray(self._ready(), dtype)
 
+    def check_not_deleted(self) -> None:
+        """Checks that it was not deleted.
+
+        Raises:
+            RuntimeError: If it was.
+        """
+        if self._is_gone:
+            raise RuntimeError(
+                f"MpmdArray(shape={self.shape}, dtype={self.dtype}) has been deleted. It was "
+                "donated to a function, moved by a reshard, or deleted by hand: use what came of "
+                "it."
+            )
+
     def _ready(self) -> jax.Array:
+        self.check_not_deleted()
         self.block_until_ready()
-        return self.to_mpmd_local_array()
+        return self.first_local_array()
 
     def item(self) -> Any:
         return self._ready().item()
@@ -214,10 +230,40 @@ class MpmdArray:
         return bool(self._ready())
 
     def __format__(self, spec: str) -> str:
-        return format(self._ready(), spec) if self.is_addressable else repr(self)
+        return format(self._ready(), spec) if self.is_partially_addressable else repr(self)
 
     def __repr__(self) -> str:
         return (
-            f"MpmdArray(shape={self.shape}, dtype={np.dtype(self.dtype).name}, "
+            f"MpmdArray(shape={self.shape}, dtype={self.dtype}, "
             f"mpmd_idxs={self.mpmd_idxs}, sharding={self.sharding})"
         )
+
+
+def _by_rank(arrays: Sequence[jax.Array], where: MpmdSharding) -> dict[int, jax.Array]:
+    """Returns each array by the group on whose devices it is, in the order of the groups."""
+    mesh, found = where.mpmd_mesh, {}
+    for i, array in enumerate(arrays):
+        name = f"`partially_addressable_arrays[{i}]`, {_kind(array)},"
+        ranks = {mesh.device_mpmd_idx.get(device) for device in array.devices()}
+        rank = ranks.pop()
+        if ranks or rank is None or array.devices() != set(mesh.unstack[rank].devices.flat):
+            raise ValueError(
+                f"{name} is on {sorted(map(str, array.devices()))}, which are not the devices of "
+                "one group of `mpmd_mesh`. Put it on a mesh of `mpmd_mesh.unstack`."
+            )
+        if rank not in where.mesh_ids or rank in found:
+            raise ValueError(
+                f"{name} is on group {rank}, and `mesh_ids` is {where.mpmd_idxs}. Give one array "
+                "for each of these groups that is in this process."
+            )
+        if not array.sharding.is_equivalent_to(where.of_rank(rank), array.ndim):
+            raise ValueError(
+                f"{name} is divided by {array.sharding}, and `mpmd_sharding` says {where.spec}. "
+                "Let them agree."
+            )
+        found[rank] = array
+    return {rank: found[rank] for rank in sorted(found)}
+
+
+def _kind(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}"

@@ -7,7 +7,7 @@ wait for each other in a circle.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..autodiff import Program, Value
 from ..schedules import Action
@@ -86,6 +86,18 @@ class Code:
     outputs: tuple[tuple[Buffer, tuple[int, ...]], ...]
     indices: Mapping[Buffer, int] = field(default_factory=dict)
     instructions: tuple[Instruction, ...] = ()
+
+    @property
+    def eqns(self) -> list[Any]:
+        """The instructions as equations: see `_eqns.Eqn`."""
+        from ._eqns import eqns
+
+        return eqns(self)
+
+    @property
+    def jaxpr(self) -> "Code":
+        """The code itself: JaxPP has a closed jaxpr here."""
+        return self
 
     def __str__(self) -> str:
         from ._text import text

@@ -18,9 +18,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._versions import on_other_devices
 from ..autodiff import Program
-from ._array import MpmdMesh
 from ._code import Buffer, Code, Receive, Run
 from ._content import content
+from ._mesh import MpmdMesh
 from ._session import Agreement
 from ._submesh import on_submesh
 
@@ -67,6 +67,7 @@ def compile_code(
     mesh: MpmdMesh,
     known: Callable[[Buffer], PartitionSpec | None],
     *,
+    options: Mapping[str, Any],
     num_threads: int,
     agreement: Agreement | None = None,
 ) -> Executables:
@@ -76,6 +77,7 @@ def compile_code(
         code: Complete.
         mesh: The groups.
         known: How a buffer is divided, if that is decided; None leaves it to the compiler.
+        options: Those of the caller for XLA.
         num_threads: How many programs are compiled at a time.
         agreement: How processes tell each other what their compilers decide, if there are several.
     """
@@ -96,7 +98,7 @@ def compile_code(
         return found() if callable(found) else found
 
     with _vain_donations(), ThreadPoolExecutor(num_threads) as pool:
-        compiler = _Compiler(mesh, pool)
+        compiler = _Compiler(mesh, pool, options)
         futures: dict[int, Future] = {}
         for place, instruction in enumerate(code.instructions):
             rank = instruction.rank
@@ -155,9 +157,12 @@ def _teller(agreement: Agreement, place: int) -> Callable[[Future], None]:
 class _Compiler:
     """Compiles equal programs once, and for each group of devices again only if it must."""
 
-    def __init__(self, mesh: MpmdMesh, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, mesh: MpmdMesh, pool: ThreadPoolExecutor, options: Mapping[str, Any]
+    ) -> None:
         self.mesh = mesh
         self.pool = pool
+        self.options = options
         self.contents: dict[int, Hashable] = {}
         self.first: dict[Hashable, tuple[int, Future]] = {}
         self.on_rank: dict[tuple[Hashable, int], Future] = {}
@@ -178,7 +183,7 @@ class _Compiler:
     def _compile(self, run: Run, given: Specs, wanted: Specs) -> Any:
         mesh = self.mesh.unstack[run.rank]
         program = on_submesh(run.program, mesh, self.mesh.mpmd_axis_name)
-        return compile_program(program, mesh, given, wanted, run.donated)
+        return compile_program(program, mesh, given, wanted, run.donated, self.options)
 
     def _again(self, rank: int, first: Future, run: Run, given: Specs, wanted: Specs) -> Any:
         """The same program on the devices of another group."""
@@ -188,19 +193,29 @@ class _Compiler:
 
 
 def compile_program(
-    program: Program, mesh: Mesh, given: Specs, wanted: Specs, donated: tuple[int, ...]
+    program: Program,
+    mesh: Mesh,
+    given: Specs,
+    wanted: Specs,
+    donated: tuple[int, ...],
+    options: Mapping[str, Any],
 ) -> Any:
     """Compiles a program for the devices of a mesh."""
     shapes = [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=NamedSharding(mesh, spec or P()))
-        for v, spec in zip(program.inputs, given, strict=True)
+        jax.ShapeDtypeStruct(
+            value.aval.shape,
+            value.aval.dtype,
+            sharding=NamedSharding(mesh, spec or P()),
+            weak_type=value.aval.weak_type,
+        )
+        for value, spec in zip(program.inputs, given, strict=True)
     ]
     out = [None if spec is None else NamedSharding(mesh, spec) for spec in wanted]
     jitted = jax.jit(program, out_shardings=out, donate_argnums=donated, keep_unused=True)
-    return jitted.lower(*shapes).compile(compiler_options=_options(mesh))
+    return jitted.lower(*shapes).compile(compiler_options=_own_options(mesh) | dict(options))
 
 
-def _options(mesh: Mesh) -> dict[str, bool | str]:
+def _own_options(mesh: Mesh) -> dict[str, Any]:
     # Programs are compiled side by side, so XLA:CPU need not divide each among threads as well: of
     # a small transformer that took a quarter more of the processor's time.
     is_cpu = mesh.devices.flat[0].platform == "cpu"

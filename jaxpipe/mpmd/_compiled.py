@@ -17,13 +17,16 @@ from jaxtyping import PyTree
 
 from ..autodiff import Program, Value
 from ..schedules import Schedule
-from ._array import MpmdArray, MpmdMesh, MpmdSharding
+from ._arguments import StaticArguments, leaves_like
+from ._array import MpmdArray
 from ._code import Buffer, Code, Instruction
 from ._compile import check_threads, compile_code
+from ._donate import give_away, given_away
 from ._execute import Act, Bound, Place, bind
 from ._jaxpp_schedules import as_schedule
 from ._loops import loop_of, loop_results
 from ._lower import lower
+from ._mesh import MpmdMesh, MpmdSharding, no_ambient_mesh
 from ._place import placed
 from ._routes import layouts_of_routes
 from ._session import Agreement, Session, open_session
@@ -33,13 +36,18 @@ from ._watchdog import give_up, wait
 
 @dataclass(frozen=True)
 class Settings:
-    """What `mpmd_jit_with_loop` is given beside a function."""
+    """What `mpmd_jit_with_loop` is given beside a function.
+
+    Attributes:
+        names: Those by which the caller gave `in_specs` and `out_specs`.
+    """
 
     mesh: MpmdMesh
     in_specs: PyTree
     out_specs: PyTree
-    donate_argnums: tuple[int, ...]
-    static_argnums: tuple[int, ...]
+    names: tuple[str, str]
+    static: StaticArguments
+    compiler_options: Mapping[str, Any]
     timeout: float
 
 
@@ -117,7 +125,14 @@ class Lowered:
             agreement = Agreement(f"program/{next(session.programs)}")
             agreement.check_program(_digest(str(code)))
         threads = os.cpu_count() or 1
-        executables = compile_code(code, mesh, spec_of, num_threads=threads, agreement=agreement)
+        executables = compile_code(
+            code,
+            mesh,
+            spec_of,
+            options=traced.settings.compiler_options,
+            num_threads=threads,
+            agreement=agreement,
+        )
         bound = bind(code, mesh, executables, session)
         if agreement is not None:
             agreement.wait_for_all(*layouts_of_routes(code, mesh, executables.specs))
@@ -162,6 +177,8 @@ class Compiled:
             for b, ranks in code.outputs
         ]
 
+        self._given_away = given_away(code, lowered.traced.donated, crosses=session is not None)
+
     @property
     def places(self) -> Mapping[Place, int]:
         """Where the array of each buffer on each local rank is in the list that acts are given."""
@@ -192,33 +209,46 @@ class Compiled:
 
     @property
     def in_shardings(self) -> PyTree[MpmdSharding]:
-        """Where the arguments should be, so that calls move nothing."""
+        """Where arguments should be, so that calls move nothing: positional ones, and by name.
+
+        An argument that no group needs has an `MpmdSharding` without groups.
+        """
         traced, mesh = self.lowered.traced, self.lowered.traced.settings.mesh
+        inputs = zip(self.lowered.code.inputs, traced.in_specs, strict=True)
         shardings = [
-            MpmdSharding(mesh, ranks, self._specs[b, ranks[0]]) if ranks else None
-            for b, ranks in self.lowered.code.inputs
+            MpmdSharding(mesh, ranks, self._specs[b, ranks[0]] if ranks else spec or P())
+            for (b, ranks), spec in inputs
         ]
         return traced.in_tree.unflatten(shardings)
 
-    def __call__(self, *args: Any) -> PyTree[MpmdArray]:
+    def __call__(self, *args: Any, **kwargs: Any) -> PyTree[MpmdArray]:
         traced = self.lowered.traced
-        static = traced.settings.static_argnums
-        dynamic = [x for i, x in enumerate(args) if i not in static]
-        leaves = traced.in_tree.flatten_up_to(tuple(dynamic))
+        arguments, _ = traced.settings.static.split(args, kwargs)
+        leaves = leaves_like(traced.in_tree, arguments)
         slots = list(self._bound.start)
-        placed(leaves, self._inputs, slots)
-        try:
-            for act in self._acts:
-                act(slots)
-        except Exception as error:
-            if self._session is not None:
-                give_up(self._session.dog, error)
-            raise
+        with no_ambient_mesh():
+            placed(leaves, self._inputs, slots)
+            try:
+                for act in self._acts:
+                    act(slots)
+            except Exception as error:
+                if self._session is not None:
+                    give_up(self._session.dog, error)
+                raise
         wait = self._wait
         out = [
-            MpmdArray(aval.shape, aval.dtype, sharding, {r: slots[p] for r, p in places}, wait)
+            MpmdArray.of_ranks(
+                {r: slots[p] for r, p in places},
+                sharding,
+                aval.shape,
+                aval.dtype,
+                weak_type=aval.weak_type,
+                wait=wait,
+            )
             for aval, sharding, places in self._outputs
         ]
+        if self._given_away:
+            give_away(leaves, self._given_away)
         return traced.out_tree.unflatten(out)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._array import MpmdMesh
 from ._code import Buffer, Code, Free, Instruction, Receive, Run, Send
 from ._compile import Executables
+from ._mesh import MpmdMesh
 from ._routes import on_rank
 from ._session import Session
 from ._transport import Spec, mover, receiver, sender

@@ -6,6 +6,7 @@ JaxPP counts ranks as `mpmd_dim`. p ranks, v stages on each, M microbatches.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ..schedules import (
     Action,
@@ -37,14 +38,23 @@ class Task:
 
     action: Action
 
+    @property
+    def stage_id(self) -> int:
+        """The stage."""
+        return self.action.stage
+
+    @property
+    def mubatch_idx(self) -> int:
+        """The microbatch."""
+        return self.action.microbatch
+
     def __str__(self) -> str:
         stage, microbatch = self.action.stage, self.action.microbatch
         piece = "" if self.action.slice is None else f"s{self.action.slice}"
         return f"{_NAMES[self.action.op]}_{stage}__{microbatch}{piece}"
 
 
-@dataclass(frozen=True)
-class FusedTask:
+class FusedTask(NamedTuple):
     """A forward and a backward that run as one program, in this order where one needs the other."""
 
     forward: Task
@@ -54,7 +64,7 @@ class FusedTask:
         return f"FusedTask({self.forward}, {self.backward})"
 
 
-Tasks = tuple[tuple[Task | FusedTask, ...], ...]
+Tasks = list[list[Task | FusedTask]]
 
 
 def tasks_of(schedule: Schedule) -> Tasks:
@@ -70,10 +80,10 @@ def tasks_of(schedule: Schedule) -> Tasks:
     Returns:
         [num_ranks] programs, in rank order.
     """
-    return tuple(_tasks(program, schedule.num_stages - 1) for program in schedule.programs)
+    return [_tasks(program, schedule.num_stages - 1) for program in schedule.programs]
 
 
-def _tasks(program: Iterable[Step], last_stage: int) -> tuple[Task | FusedTask, ...]:
+def _tasks(program: Iterable[Step], last_stage: int) -> list[Task | FusedTask]:
     tasks: list[Task | FusedTask] = []
     for step in program:
         if isinstance(step, Pair):
@@ -84,11 +94,46 @@ def _tasks(program: Iterable[Step], last_stage: int) -> tuple[Task | FusedTask, 
             tasks[-1] = FusedTask(forward, Task(step))
         else:
             tasks.append(Task(step))
-    return tuple(tasks)
+    return tasks
 
 
 @dataclass(frozen=True)
-class NamedSchedule(ABC):
+class BaseSchedule(ABC):
+    """A kind of schedule under JaxPP's name.
+
+    Args:
+        num_stages: The number of stages of the model.
+    """
+
+    num_stages: int
+
+    @property
+    def is_partial_bwd(self) -> bool:
+        """Whether backwards come in two halves."""
+        return False
+
+    @abstractmethod
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """Returns the order of every rank's actions, checked.
+
+        Args:
+            num_microbatches: M.
+
+        Raises:
+            ValueError: If this kind of schedule cannot take so many or so few microbatches.
+        """
+
+    @abstractmethod
+    def get_mpmd_idx(self, stage_id: int) -> int:
+        """Returns the rank of a stage."""
+
+    def tasks(self, n_mubatches: int) -> Tasks:
+        """Returns the same order as tasks, whose `str` JaxPP users know: `tasks(M)[rank]`."""
+        return tasks_of(self.schedule(n_mubatches))
+
+
+@dataclass(frozen=True)
+class NamedSchedule(BaseSchedule):
     """A kind of schedule and how many stages it is for; how many microbatches is said later.
 
     Args:
@@ -99,7 +144,6 @@ class NamedSchedule(ABC):
         ValueError: If a count is below 1 or the ranks do not divide the stages.
     """
 
-    num_stages: int
     mpmd_dim: int
 
     def __post_init__(self) -> None:
@@ -110,26 +154,18 @@ class NamedSchedule(ABC):
                 f"{self.mpmd_dim}. Give every rank the same number of stages."
             )
 
-    @abstractmethod
-    def schedule(self, num_microbatches: int) -> Schedule:
-        """The order of every rank's actions, checked.
-
-        Raises:
-            ValueError: If this kind of schedule cannot take so many or so few microbatches.
-        """
-
-    def tasks(self, num_microbatches: int) -> Tasks:
-        """The same order as tasks, whose `str` JaxPP users know: `tasks(M)[rank]`."""
-        return tasks_of(self.schedule(num_microbatches))
+    def get_mpmd_idx(self, stage_id: int) -> int:
+        """Returns the rank of a stage: stages go round and round."""
+        return stage_id % self.mpmd_dim
 
 
-def as_schedule(schedule: NamedSchedule | Schedule, num_microbatches: int) -> Schedule:
+def as_schedule(schedule: BaseSchedule | Schedule, num_microbatches: int) -> Schedule:
     """The schedule for this many microbatches, checked, from either way to say it.
 
     Raises:
         ValueError: If a `Schedule` is for another number of microbatches, or fails `check`.
     """
-    if isinstance(schedule, NamedSchedule):
+    if isinstance(schedule, BaseSchedule):
         return schedule.schedule(num_microbatches)
     if schedule.num_microbatches != num_microbatches:
         raise ValueError(
@@ -184,6 +220,10 @@ class ZeroBubble(_OneStagePerRank):
 
     Takes at least as many microbatches as stages.
     """
+
+    @property
+    def is_partial_bwd(self) -> bool:
+        return True
 
     def schedule(self, num_microbatches: int) -> Schedule:
         return check(zero_bubble_h1(self.num_stages, num_microbatches))
@@ -260,6 +300,14 @@ class DualPipeV(NamedSchedule):
                 "stages on each rank. Give an even `num_stages`, and half of it or no `mpmd_dim`."
             )
         super().__init__(num_stages, ranks)
+
+    @property
+    def is_partial_bwd(self) -> bool:
+        return True
+
+    def get_mpmd_idx(self, stage_id: int) -> int:
+        """Returns the rank of a stage: down the ranks, and back up."""
+        return min(stage_id, self.num_stages - 1 - stage_id)
 
     def schedule(self, num_microbatches: int) -> Schedule:
         return check(dualpipev(self.mpmd_dim, num_microbatches))

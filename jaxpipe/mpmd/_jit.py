@@ -1,21 +1,23 @@
 """A function with pipelined loops, as programs of its own for every group of a mesh."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
-from jax.sharding import Sharding
 from jaxtyping import PyTree
 
 from .. import schedules
 from ..autodiff import Program, program
-from ._array import MpmdArray, MpmdMesh, MpmdSharding
+from ._arguments import shortened, spread, static_arguments, type_of
+from ._array import MpmdArray
 from ._compiled import Compiled, Lowered, Settings, Traced
+from ._mesh import MpmdMesh, MpmdSharding, axes_of, check_memory_kind, no_ambient_mesh, without_axis
 from ._reduce import Last, treduce_i
-from ._submesh import check_spec
 
 _LOG = logging.getLogger("jaxpipe.mpmd")
 
@@ -23,71 +25,102 @@ _LOG = logging.getLogger("jaxpipe.mpmd")
 class MpmdFunction:
     """A function that compiles itself for the arguments it is called with."""
 
-    def __init__(self, f: Callable[..., PyTree], settings: Settings) -> None:
-        self._f = f
+    def __init__(self, jitted: Any, settings: Settings) -> None:
+        self._jitted = jitted
         self._settings = settings
         self._compiled: dict[Any, Compiled] = {}
 
-    def trace(self, *args: Any) -> Traced:
-        """Of arguments only shapes and dtypes are read, and what is static."""
+    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+        """Traces it. Of arguments only shapes and dtypes are read, and what is static."""
         settings = self._settings
-        static = settings.static_argnums
-        names = [i for i in range(len(args)) if i not in static]
-        dynamic = tuple(args[i] for i in names)
-        shapes = jax.tree.map(_shape_of, dynamic)
-
-        def of_dynamic(*dynamic: Any) -> PyTree:
-            given = dict(zip(names, dynamic, strict=True))
-            return self._f(*(given.get(i, x) for i, x in enumerate(args)))
-
-        mesh = settings.mesh.unstack[0].abstract_mesh
-        with jax.sharding.use_abstract_mesh(mesh):
-            closed, out = jax.make_jaxpr(of_dynamic, return_shape=True)(*shapes)
-        in_places = _spread(settings.in_specs, dynamic, settings.mesh, "in_specs")
-        out_places = _spread(settings.out_specs, out, settings.mesh, "out_specs")
-        donated = _places_of(names, dynamic, settings.donate_argnums)
+        static = settings.static
+        args = tuple(
+            x if i in static.argnums else jax.tree.map(_shape_of, x) for i, x in enumerate(args)
+        )
+        kwargs = {
+            name: x if name in static.argnames else jax.tree.map(_shape_of, x)
+            for name, x in kwargs.items()
+        }
+        traced = _traced(self._jitted, settings.mesh, args, kwargs)
+        in_info, out_info = traced.args_info, traced.out_info
+        in_places = _places(settings.in_specs, in_info[0], settings.mesh, settings.names[0])
+        out_places = _places(settings.out_specs, out_info, settings.mesh, settings.names[1])
+        named = jax.tree.leaves(in_info[1])
+        donated = [i for i, x in enumerate(jax.tree.leaves(in_info)) if x.donated]
         return Traced(
             settings,
-            _pure(closed),
-            jax.tree.structure(dynamic),
-            jax.tree.structure(out),
-            tuple(map(_spec_of, in_places)),
+            _pure(traced.jaxpr),
+            jax.tree.structure(in_info),
+            jax.tree.structure(out_info),
+            (*map(_spec_of, in_places), *(None for _ in named)),
             tuple(map(_spec_of, out_places)),
-            tuple(x.mpmd_idxs if isinstance(x, MpmdSharding) else None for x in out_places),
-            donated,
+            tuple(_ranks_of(place) for place in out_places),
+            frozenset(donated),
         )
 
-    def lower(self, *args: Any) -> Lowered:
-        return self.trace(*args).lower()
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Cuts, places and orders what arguments like these are for."""
+        return self.trace(*args, **kwargs).lower()
 
-    def compile(self, *args: Any) -> Compiled:
+    def compile(self, *args: Any, **kwargs: Any) -> Compiled:
         """Compiles all programs for arguments like these."""
-        return self.lower(*args).compile()
+        return self.lower(*args, **kwargs).compile()
 
-    def __call__(self, *args: Any) -> PyTree[MpmdArray]:
-        static = self._settings.static_argnums
-        dynamic = [x for i, x in enumerate(args) if i not in static]
+    def __call__(self, *args: Any, **kwargs: Any) -> PyTree[MpmdArray]:
+        dynamic, static = self._settings.static.split(args, kwargs)
         leaves, tree = jax.tree.flatten(dynamic)
-        key = tree, tuple(map(_type_of, leaves)), tuple(args[i] for i in static)
-        if key not in self._compiled:
+        key = tree, tuple(map(type_of, leaves)), static
+        try:
+            known = key in self._compiled
+        except TypeError:
+            raise ValueError(
+                f"The static arguments {shortened(repr(static[0] + static[2]))} are not hashable. "
+                "Give hashable values, such as tuples in place of lists."
+            ) from None
+        if not known:
             if self._compiled:
                 _LOG.warning(
                     "%s is compiled once more: it is called with other shapes, dtypes or static "
                     "arguments than before.",
-                    getattr(self._f, "__name__", "A step"),
+                    getattr(self._jitted, "__name__", "A step"),
                 )
-            self._compiled[key] = self.compile(*args)
-        return self._compiled[key](*args)
+            self._compiled[key] = self.compile(*args, **kwargs)
+        return self._compiled[key](*args, **kwargs)
 
 
-def _type_of(leaf: Any) -> Any:
-    return (leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else type(leaf)
+def _traced(jitted: Any, mesh: MpmdMesh, args: Any, kwargs: Any) -> Any:
+    """A function traced with the mesh of a group, or of all groups if that is what it names.
+
+    A constraint to a `NamedSharding` of all groups gives its result a type on that mesh, and JAX
+    does not let the two meshes meet.
+    """
+    with no_ambient_mesh():
+        try:
+            with jax.sharding.use_abstract_mesh(mesh.unstack[0].abstract_mesh):
+                traced = jitted.trace(*args, **kwargs)
+            if not _changes_mesh(traced.jaxpr.jaxpr, mesh.mpmd_axis_name):
+                return traced
+        except ValueError as error:
+            if "cannot change the size of the mesh" not in str(error):
+                raise
+        with jax.sharding.use_abstract_mesh(mesh.auto_mesh.abstract_mesh):
+            return jitted.trace(*args, **kwargs)
 
 
-def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    return jax.eval_shape(lambda: jnp.asarray(leaf))
+def _changes_mesh(jaxpr: Any, axis: str) -> bool:
+    """Whether something in it goes over to a mesh of several groups."""
+    return any(
+        (e.primitive.name == "reshard" and e.params["dst_sharding"].mesh.shape.get(axis, 1) > 1)
+        or any(_changes_mesh(inner, axis) for inner in jaxprs_in_params(e.params))
+        for e in jaxpr.eqns
+    )
+
+
+def _shape_of(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array | MpmdArray | jax.ShapeDtypeStruct):
+        shape, dtype, weak_type = type_of(leaf)
+        return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
+    return leaf
 
 
 def _pure(closed: Any) -> Program:
@@ -99,109 +132,129 @@ def _pure(closed: Any) -> Program:
     return program(closed)
 
 
-def _is_place(x: Any) -> bool:
-    return x is None or isinstance(x, P | Sharding | MpmdSharding)
-
-
 def _spec_of(place: Any) -> P | None:
     return place if place is None or isinstance(place, P) else place.spec
 
 
-def _spread(places: PyTree, tree: PyTree, mesh: MpmdMesh, name: str) -> tuple[Any, ...]:
-    """One spec or sharding for each leaf, from a tree of them that is a prefix of `tree`."""
-    if places is None:
-        return (None,) * len(jax.tree.leaves(tree))
-    try:
-        spread = jax.tree.map(
-            lambda place, part: [place] * len(jax.tree.leaves(part)),
-            places,
-            tree,
-            is_leaf=_is_place,
-        )
-    except ValueError as error:
-        raise ValueError(
-            f"`{name}` does not fit the tree it is for: {error} Give a tree of PartitionSpecs "
-            "that is a prefix of it."
-        ) from None
-    flat = tuple(jax.tree.leaves(spread, is_leaf=_is_place))
-    for place in flat:
-        spec = _spec_of(place)
-        if spec is not None:
-            check_spec(spec, mesh.mpmd_axis_name, f"`{name}`")
+def _ranks_of(place: Any) -> tuple[int, ...] | None:
+    return place.mpmd_idxs or None if isinstance(place, MpmdSharding) else None
+
+
+def _places(places: PyTree, tree: PyTree, mesh: MpmdMesh, name: str) -> list[Any]:
+    """One spec or sharding for each leaf, from a tree of them that is a prefix of `tree`.
+
+    Within a group the axis of the groups has size 1, so a spec that names it divides nothing by it.
+    """
+    places = tuple(places) if isinstance(places, list) and isinstance(tree, tuple) else places
+    axis, found = mesh.mpmd_axis_name, []
+    for path, place in spread(places, tree, name):
         if isinstance(place, MpmdSharding):
-            mesh.mpmd_submesh(place.mpmd_idxs)  # raises if there are no such groups
-    return flat
-
-
-def _places_of(
-    names: Sequence[int], dynamic: tuple[Any, ...], argnums: tuple[int, ...]
-) -> frozenset[int]:
-    """The places of the leaves of some arguments among all leaves."""
-    found, place = set[int](), 0
-    for number, argument in zip(names, dynamic, strict=True):
-        count = len(jax.tree.leaves(argument))
-        if number in argnums:
-            found.update(range(place, place + count))
-        place += count
-    return frozenset(found)
+            if place.mesh_ids:
+                mesh.mpmd_submesh(place.mpmd_idxs)  # raises if there are no such groups
+        elif isinstance(place, Sharding):
+            check_memory_kind(place.memory_kind, mesh.jax_mesh, f"`{path}`")
+            if not isinstance(place, NamedSharding):
+                raise ValueError(
+                    f"`{path}` is a {type(place).__name__}, which has no spec. Give a "
+                    "`PartitionSpec`, a `NamedSharding` or an `MpmdSharding`."
+                )
+        spec = _spec_of(place)
+        if spec is not None and axis in axes_of(spec):
+            _LOG.warning(
+                "`%s` has the spec %s. Within a group %r has size 1 and divides nothing: the array "
+                "is whole on every group that needs it.",
+                *(path, spec, axis),
+            )
+            place = without_axis(spec, axis)
+        found.append(place)
+    return found
 
 
 def mpmd_jit_with_loop(
-    f: Callable[..., PyTree],
+    fun: Callable[..., PyTree],
     mpmd_mesh: MpmdMesh,
     *,
-    in_specs: PyTree = None,
-    out_specs: PyTree = None,
     in_shardings: PyTree = None,
     out_shardings: PyTree = None,
-    donate_argnums: int | Sequence[int] = (),
-    static_argnums: int | Sequence[int] = (),
+    in_specs: PyTree = None,
+    out_specs: PyTree = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    compiler_options: dict[str, Any] | None = None,
     timeout: float = 300.0,
 ) -> MpmdFunction:
     """Compiles a function with `treduce` loops into programs of its own for each group.
 
     Args:
-        f: A function of pytrees of arrays, such as a training step. It may have any number of
+        fun: A function of pytrees of arrays, such as a training step. It may have any number of
             loops, or none. What comes before and after them runs on the groups that have what it
             touches: an update of weights where these are.
         mpmd_mesh: The groups.
-        in_specs: How arguments are divided within a group: a tree of `PartitionSpec`, a prefix of
-            the arguments that are not static. None leaves it open.
-        out_specs: The same of results.
-        in_shardings: In place of `in_specs`, a tree of shardings of which only the specs are read.
-        out_shardings: In place of `out_specs`, likewise. Of an `MpmdSharding` the groups count too:
-            the result is put there. So a function that makes the first weights, given the
-            `in_shardings` of a compiled step, makes those of a stage on that stage's group alone.
-        donate_argnums: Arguments whose memory results may take.
-        static_argnums: Arguments that are no arrays, hashable. Others give another program.
+        in_shardings: How arguments are divided within a group: a tree of `PartitionSpec`,
+            `NamedSharding` or `MpmdSharding`, a prefix of the positional arguments that are not
+            static. Of a sharding only the spec counts. None leaves it open, as it is for keyword
+            arguments.
+        out_shardings: The same of results. Of an `MpmdSharding` the groups count too: the result is
+            put there. So a function that makes the first weights, given the `in_shardings` of a
+            compiled step, makes those of a stage on that stage's group alone.
+        in_specs: Another name of `in_shardings`.
+        out_specs: Another name of `out_shardings`.
+        static_argnums: Places of arguments that are no arrays, hashable. Other values give another
+            program.
+        static_argnames: Their names, likewise.
+        donate_argnums: Places of arguments whose memory results may take. As with `jax.jit`, those
+            of the shape and dtype of a result are deleted by the call.
+        donate_argnames: Their names, likewise.
+        compiler_options: Options of XLA for every program.
         timeout: With several processes: how long no program and no transfer may finish, in seconds,
             before every process ends with an error that names what it waits for.
 
+    Returns:
+        A function that is called like `fun`.
+
     Raises:
-        ValueError: If a spec divides something over the groups; and when compiling, if marks and
-            schedule do not fit, or the mesh and the schedule.
+        ValueError: If an argument is both donated and static or is none of `fun`'s; when compiling,
+            if specs do not fit arguments and results, a sharding asks for other than the default
+            memory, marks and schedule do not fit, or the mesh and the schedule.
     """
+    jitted = jax.jit(  # it checks the names, and traces
+        fun,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
+    )
     settings = Settings(
         mpmd_mesh,
-        _specs("in", in_specs, in_shardings),
-        _specs("out", out_specs, out_shardings),
-        _numbers(donate_argnums),
-        _numbers(static_argnums),
+        _either("in", in_specs, in_shardings),
+        _either("out", out_specs, out_shardings),
+        (
+            "in_specs" if in_shardings is None else "in_shardings",
+            "out_specs" if out_shardings is None else "out_shardings",
+        ),
+        static_arguments(fun, _listed(static_argnums), _listed(static_argnames)),
+        dict(compiler_options or {}),
         timeout,
     )
-    return MpmdFunction(f, settings)
+    return MpmdFunction(jitted, settings)
 
 
 def mpmd_jit_by_yield(
-    f: Callable[..., PyTree],
+    fun: Callable[..., PyTree],
     mpmd_mesh: MpmdMesh,
     *,
-    in_specs: PyTree = None,
-    out_specs: PyTree = None,
+    target_num_stages: int | None = None,
     in_shardings: PyTree = None,
     out_shardings: PyTree = None,
-    donate_argnums: int | Sequence[int] = (),
-    static_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    compiler_options: dict[str, Any] | None = None,
+    in_specs: PyTree = None,
+    out_specs: PyTree = None,
     timeout: float = 300.0,
 ) -> MpmdFunction:
     """Compiles a function without a loop: each group runs what stands between two of its marks.
@@ -209,47 +262,73 @@ def mpmd_jit_by_yield(
     With `jax.value_and_grad` inside, groups run their backwards in turn as well.
 
     Args:
-        f: A function with a mark at the end of every stage, as many stages as there are groups.
-        mpmd_mesh: The groups, in the order of the stages.
+        fun: A function with a mark at the end of every stage.
+        mpmd_mesh: The groups, in the order of the stages. With more stages than groups, stages go
+            round and round.
+        target_num_stages: The number of stages, a multiple of the number of groups, which it is if
+            it is None.
+        in_shardings: As in `mpmd_jit_with_loop`.
+        out_shardings: As in `mpmd_jit_with_loop`.
+        static_argnums: As in `mpmd_jit_with_loop`.
+        static_argnames: As in `mpmd_jit_with_loop`.
+        donate_argnums: As in `mpmd_jit_with_loop`.
+        donate_argnames: As in `mpmd_jit_with_loop`.
+        compiler_options: As in `mpmd_jit_with_loop`.
         in_specs: As in `mpmd_jit_with_loop`.
-        out_specs: As there.
-        in_shardings: As there.
-        out_shardings: As there.
-        donate_argnums: As there.
-        static_argnums: As there.
-        timeout: As there.
+        out_specs: As in `mpmd_jit_with_loop`.
+        timeout: As in `mpmd_jit_with_loop`.
+
+    Returns:
+        A function that is called like `fun`.
 
     Raises:
-        ValueError: As there.
+        ValueError: As in `mpmd_jit_with_loop`, or if `target_num_stages` is no multiple of the
+            number of groups.
     """
-    schedule = schedules.gpipe(mpmd_mesh.mpmd_dim, 1)
+    ranks = mpmd_mesh.mpmd_dim
+    chunks, rest = divmod(ranks if target_num_stages is None else target_num_stages, ranks)
+    if rest or chunks < 1:
+        raise ValueError(
+            f"`target_num_stages` is {target_num_stages}, and the mesh has {ranks} groups. Give a "
+            f"multiple of {ranks}: every group runs as many stages."
+        )
+    schedule = (
+        schedules.gpipe(ranks, 1)
+        if chunks == 1
+        else schedules.interleaved_gpipe(ranks, 1, num_chunks=chunks, group_size=1)
+    )
 
-    def once(*args: Any) -> PyTree:
-        return treduce_i(lambda _: f(*args), 1, schedule=schedule, operation=Last)
+    @wraps(fun)
+    def once(*args: Any, **kwargs: Any) -> PyTree:
+        return treduce_i(lambda _: fun(*args, **kwargs), 1, schedule, Last)
 
     return mpmd_jit_with_loop(
         once,
         mpmd_mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
         in_shardings=in_shardings,
         out_shardings=out_shardings,
-        donate_argnums=donate_argnums,
+        in_specs=in_specs,
+        out_specs=out_specs,
         static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
+        compiler_options=compiler_options,
         timeout=timeout,
     )
 
 
-def _specs(side: str, specs: PyTree, shardings: PyTree) -> PyTree:
-    if shardings is None:
-        return specs
-    if specs is not None:
+def _either(side: str, specs: PyTree, shardings: PyTree) -> PyTree:
+    if shardings is not None and specs is not None:
         raise ValueError(
-            f"Both `{side}_specs` and `{side}_shardings` are given. Give one of them: only the "
-            "specs of shardings count, and of results the groups of an `MpmdSharding`."
+            f"Both `{side}_specs` and `{side}_shardings` are given. Give one of them: they are two "
+            "names of one argument."
         )
-    return shardings
+    return specs if shardings is None else shardings
 
 
-def _numbers(argnums: int | Sequence[int]) -> tuple[int, ...]:
-    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+def _listed(names: Any) -> list[Any]:
+    """A name or a number, or several, as a list."""
+    if names is None:
+        return []
+    return [names] if isinstance(names, str | int) else list(names)

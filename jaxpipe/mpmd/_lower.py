@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ..autodiff import Constant, Program
+from ..autodiff import Atom, Constant, Program
 from ..schedules import Schedule
 from ._code import Code, check
 from ._emit import emit
@@ -60,11 +60,15 @@ def lower(
 
 
 def _with_values_for_outputs(traced: Program) -> Program:
-    """Constants that are returned as values."""
-    steps, outputs = list(traced.steps), []
+    """Each output as a value of its own: constants, and what is returned twice, are copied.
+
+    Two results that shared their arrays could not be donated apart.
+    """
+    steps, outputs, known = list(traced.steps), [], set[Atom]()
     for atom in traced.outputs:
-        if isinstance(atom, Constant):
+        if isinstance(atom, Constant) or atom in known:
             steps.append(copy_of(atom))
             atom = steps[-1].outputs[0]
+        known.add(atom)
         outputs.append(atom)
     return Program(traced.inputs, tuple(steps), tuple(outputs))

@@ -36,11 +36,10 @@ def _from_groups(
     slots: list[Any],
     moving: list[tuple[Any, int, NamedSharding]],
 ) -> None:
+    array.check_not_deleted()
     for rank, place, sharding in targets:
         there = array.on_rank(rank)
         if there is not None and (there.sharding is sharding or there.sharding == sharding):
             slots[place] = there
         else:
-            moving.append(
-                (array.to_mpmd_local_array() if there is None else there, place, sharding)
-            )
+            moving.append((array.first_local_array() if there is None else there, place, sharding))

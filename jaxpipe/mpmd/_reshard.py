@@ -4,74 +4,171 @@ Within a process it is a copy. Across processes groups have nothing in common bu
 every array takes part in one, of its own size; one array is under way at a time.
 """
 
+import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
-from ._array import MpmdArray, MpmdMesh, MpmdSharding
+from ._arguments import spread
+from ._array import MpmdArray
+from ._mesh import MpmdMesh, MpmdSharding, no_ambient_mesh
 
 
 def spmd_to_mpmd_reshard(
-    mpmd_mesh: MpmdMesh, spmd_arrays: PyTree, mpmd_shardings: PyTree
+    mpmd_mesh: MpmdMesh,
+    spmd_arrays: PyTree,
+    mpmd_shardings: PyTree,
+    threshold: int | None = None,
+    *,
+    donate: bool = True,
 ) -> PyTree[MpmdArray]:
-    """Arrays of all devices as arrays of some groups.
+    """Moves arrays of all devices onto some groups, and deletes the former.
 
     Args:
         mpmd_mesh: The groups.
         spmd_arrays: A tree of `jax.Array`: of this process if there is one process, else on the
             devices of the whole mesh.
-        mpmd_shardings: A tree like it, of `MpmdSharding`.
+        mpmd_shardings: A tree of `MpmdSharding`, a prefix of `spmd_arrays`. An array whose sharding
+            has no groups, which no group needs, goes to group 0.
+        threshold: Bytes of arrays that may be on their way at a time, or None for no bound. A
+            single array may be larger.
+        donate: Whether `spmd_arrays` are deleted.
+
+    Returns:
+        A tree like `spmd_arrays`.
+
+    Raises:
+        ValueError: If `mpmd_shardings` does not fit `spmd_arrays`.
     """
-    return jax.tree.map(
-        lambda x, where: _to_groups(mpmd_mesh, x, where), spmd_arrays, mpmd_shardings
+
+    def to_groups(x: Any, where: MpmdSharding) -> MpmdArray:
+        return _to_groups(mpmd_mesh, x, where, shares=not donate)
+
+    return _moved(
+        to_groups, spmd_arrays, mpmd_shardings, "mpmd_shardings", MpmdSharding, threshold, donate
     )
 
 
 def mpmd_to_spmd_reshard(
-    mpmd_mesh: MpmdMesh, mpmd_arrays: PyTree, spmd_shardings: PyTree
+    mpmd_mesh: MpmdMesh,
+    mpmd_arrays: PyTree,
+    spmd_shardings: PyTree,
+    threshold: int | None = None,
+    *,
+    donate: bool = True,
 ) -> PyTree[jax.Array]:
-    """Arrays of some groups as arrays of all devices.
+    """Moves arrays of some groups onto all devices, and deletes the former.
 
     Args:
         mpmd_mesh: The groups.
         mpmd_arrays: A tree of `MpmdArray`.
-        spmd_shardings: A tree like it, of shardings over the devices of the whole mesh.
+        spmd_shardings: A tree of shardings over the devices of the whole mesh, a prefix of
+            `mpmd_arrays`.
+        threshold: As in `spmd_to_mpmd_reshard`.
+        donate: Whether `mpmd_arrays` are deleted.
+
+    Returns:
+        A tree like `mpmd_arrays`.
+
+    Raises:
+        ValueError: If `spmd_shardings` does not fit `mpmd_arrays`.
     """
-    return jax.tree.map(
-        lambda x, where: _from_groups(mpmd_mesh, x, where), mpmd_arrays, spmd_shardings
+
+    def from_groups(x: MpmdArray, where: Any) -> jax.Array:
+        return _from_groups(mpmd_mesh, x, where, shares=not donate)
+
+    return _moved(
+        from_groups, mpmd_arrays, spmd_shardings, "spmd_shardings", Sharding, threshold, donate
     )
 
 
-def _to_groups(mesh: MpmdMesh, x: Any, where: MpmdSharding) -> MpmdArray:
+def _moved(
+    move: Callable[[Any, Any], Any],
+    arrays: PyTree,
+    shardings: PyTree,
+    name: str,
+    kind: type,
+    threshold: int | None,
+    donate: bool,
+) -> PyTree:
+    if threshold is not None and threshold < 1:
+        raise ValueError(f"`threshold` is {threshold}. Give a number of bytes, 1 or more, or None.")
+    leaves, tree = jax.tree.flatten(arrays)
+    if isinstance(arrays, list | tuple) and isinstance(shardings, list | tuple):
+        shardings = type(arrays)(shardings)
+    places = spread(shardings, arrays, name)
+    wrong = [(path, place) for path, place in places if not isinstance(place, kind)]
+    if wrong:
+        path, place = wrong[0]
+        raise ValueError(f"`{path}` is {place!r}. Give a {kind.__name__} for every array.")
+    last = {id(x): i for i, x in enumerate(leaves)}
+    moved, on_the_way, size = [], [], 0
+    with no_ambient_mesh():
+        for i, (x, (_, place)) in enumerate(zip(leaves, places, strict=True)):
+            num_bytes = math.prod(x.shape) * x.dtype.itemsize
+            if threshold is not None and on_the_way and size + num_bytes > threshold:
+                jax.block_until_ready(on_the_way)
+                on_the_way, size = [], 0
+            moved.append(move(x, place))
+            on_the_way.append(moved[-1])
+            size += num_bytes
+            if donate and last[id(x)] == i:
+                x.delete()
+    return tree.unflatten(moved)
+
+
+def _put(x: Any, where: Sharding, *, shares: bool) -> jax.Array:
+    """`jax.device_put`, of a copy if the result would share memory with `x` and must not."""
+    if not shares and isinstance(x, jax.Array) and x.devices() & where.device_set:
+        x = jnp.copy(x)
+    return jax.device_put(x, where)
+
+
+def _to_groups(mesh: MpmdMesh, x: Any, where: MpmdSharding, *, shares: bool) -> MpmdArray:
+    if not where.mesh_ids:
+        where = replace(where, mesh_ids=(0,))
     local = [rank for rank in where.mpmd_idxs if rank in mesh.local_ranks]
+    weak = getattr(x, "weak_type", False)
     if jax.process_count() == 1:
-        arrays = {rank: jax.device_put(x, where.of_rank(rank)) for rank in local}
-        return MpmdArray(x.shape, x.dtype, where, arrays)
-    everywhere = jax.jit(_same, out_shardings=NamedSharding(mesh.jax_mesh, where.spec))(x)
+        arrays = {rank: _put(x, where.of_rank(rank), shares=shares) for rank in local}
+        return MpmdArray.of_ranks(arrays, where, x.shape, x.dtype, weak_type=weak)
+    x = jax.device_put(x, _automatic(x.sharding))
+    everywhere = jax.jit(_same, out_shardings=NamedSharding(mesh.auto_mesh, where.spec))(x)
     shards = {shard.device: shard.data for shard in everywhere.addressable_shards}
     arrays = {}
     for rank in local:
         sharding = where.of_rank(rank)
         of_rank = [shards[device] for device in sharding.addressable_devices]
         arrays[rank] = jax.make_array_from_single_device_arrays(x.shape, sharding, of_rank)
-    return MpmdArray(x.shape, x.dtype, where, arrays)
+    return MpmdArray.of_ranks(arrays, where, x.shape, x.dtype, weak_type=weak)
 
 
-def _from_groups(mesh: MpmdMesh, x: MpmdArray, where: Any) -> jax.Array:
+def _from_groups(mesh: MpmdMesh, x: MpmdArray, where: Any, *, shares: bool) -> jax.Array:
+    x.check_not_deleted()
     if jax.process_count() == 1:
-        return jax.device_put(x.to_mpmd_local_array(), where)
-    move = jax.jit(_of_group, static_argnums=1, out_shardings=where)
-    return move(_stacked(mesh, x), x.mpmd_idxs[0])
+        return _put(x.first_local_array(), where, shares=shares)
+    move = jax.jit(_of_group, static_argnums=1, out_shardings=_automatic(where))
+    return jax.device_put(move(_stacked(mesh, x), x.mpmd_idxs[0]), where)
+
+
+def _automatic(sharding: Sharding) -> Sharding:
+    """The same sharding on a mesh without explicit axes, which are part of an array's type."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    mesh = sharding.mesh
+    return NamedSharding(Mesh(np.asarray(mesh.devices), mesh.axis_names), sharding.spec)
 
 
 def _stacked(mesh: MpmdMesh, x: MpmdArray) -> jax.Array:
     """[groups, ...], each group's part on its devices; zeros where there is none."""
     spec = PartitionSpec(mesh.mpmd_axis_name, *x.spec)
-    sharding = NamedSharding(mesh.jax_mesh, spec)
+    sharding = NamedSharding(mesh.auto_mesh, spec)
     parts = []
     for rank in mesh.local_ranks:
         of_rank = x.on_rank(rank)

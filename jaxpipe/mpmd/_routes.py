@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ._array import MpmdMesh
 from ._code import Buffer, Code, Receive, Send
+from ._mesh import MpmdMesh
 from ._transport import Spec, layout
 
 MOST_LETTERS = 200

@@ -8,6 +8,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..autodiff import Choice, Loop, Plain, Program, Shards, Step
+from ._mesh import axes_of, check_memory_kind
 
 
 def on_submesh(program: Program, mesh: Mesh, mpmd_axis: str) -> Program:
@@ -44,6 +45,9 @@ def _operation(step: Step, mesh: Mesh, mpmd_axis: str) -> Any:
         case Plain("sharding_constraint", params=params) as plain:
             spec = params["sharding"].spec
             check_spec(spec, mpmd_axis, "`with_sharding_constraint` inside a stage")
+            check_memory_kind(
+                params["sharding"].memory_kind, mesh, "`with_sharding_constraint` inside a stage"
+            )
             sharding = NamedSharding(mesh, spec)
             params = {"sharding": spec, "dims": params["unconstrained_dims"]}
             return replace(plain, run=_constrain(sharding), params=params, equation=None)
@@ -60,15 +64,8 @@ def check_spec(spec: PartitionSpec, mpmd_axis: str, what: str) -> None:
     Raises:
         ValueError: If it does not.
     """
-    names = {n for part in spec if part is not None for n in _names(part)}
-    if mpmd_axis in names:
+    if mpmd_axis in axes_of(spec):
         raise ValueError(
             f"{what} has the spec {spec}, over {mpmd_axis!r}. Along this axis groups run programs "
             "of their own, so no array is divided over it. Name other axes."
         )
-
-
-def _names(part: Any) -> tuple[str, ...]:
-    if part is PartitionSpec.UNCONSTRAINED:
-        return ()
-    return (part,) if isinstance(part, str) else tuple(part)

@@ -113,7 +113,7 @@ def _of_stage(
         here = set(place.mpmd_mesh.local_ranks).intersection(place.mpmd_idxs)
         nothing = np.zeros(shape, leaf.dtype)
         arrays = {rank: jax.device_put(nothing, place.of_rank(rank)) for rank in sorted(here)}
-    return mpmd.MpmdArray(shape, leaf.dtype, place, arrays)
+    return mpmd.MpmdArray.of_ranks(arrays, place, shape, leaf.dtype)
 
 
 def _on_rank(leaf: jax.Array, where: NamedSharding) -> jax.Array:

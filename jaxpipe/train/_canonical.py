@@ -148,9 +148,11 @@ def _joined(
 
     def join(x: PyTree, where: PyTree, places: PyTree) -> PyTree:
         if not _is_weights(x):
-            return mpmd.mpmd_to_spmd_reshard(mesh, x, where)
+            return mpmd.mpmd_to_spmd_reshard(mesh, x, where, donate=False)
         stages = jax.tree.map(stack, where["stages"], *x["stages"], *places["stages"])
-        return mpmd.mpmd_to_spmd_reshard(mesh, _ends(x), _ends(where)) | {"stages": stages}
+        return mpmd.mpmd_to_spmd_reshard(mesh, _ends(x), _ends(where), donate=False) | {
+            "stages": stages
+        }
 
     return jax.tree.map(join, state, shardings, places, is_leaf=_is_weights)
 
@@ -161,8 +163,8 @@ def _ends_apart(setup: Setup, canonical: State, places: PyTree[mpmd.MpmdSharding
 
     def move(x: PyTree, places: PyTree) -> PyTree:
         if not _is_weights(x):
-            return mpmd.spmd_to_mpmd_reshard(mesh, x, places)
-        return mpmd.spmd_to_mpmd_reshard(mesh, _ends(x), _ends(places))
+            return mpmd.spmd_to_mpmd_reshard(mesh, x, places, donate=False)
+        return mpmd.spmd_to_mpmd_reshard(mesh, _ends(x), _ends(places), donate=False)
 
     return {
         name: jax.tree.map(move, x, places[name], is_leaf=_is_weights)

@@ -81,7 +81,7 @@ def initial_mpmd_state(setup: Setup) -> State:
                 found[i][rank] = array
     shapes = jax.tree.leaves(state_shapes(setup))
     arrays = [
-        mpmd.MpmdArray(shape.shape, shape.dtype, place, of_leaf)
+        mpmd.MpmdArray.of_ranks(of_leaf, place, shape.shape, shape.dtype)
         for shape, place, of_leaf in zip(shapes, leaves, found, strict=True)
     ]
     return tree.unflatten(arrays)

@@ -195,12 +195,12 @@ def test_an_array_already_on_one_of_its_owners():
     for rank in range(2):
         there = jax.device_put(weights, mesh.unstack[rank].devices.flat[0])
         assert_close(compiled(there, *batch(3)), true)
-    of_shared = compiled.in_shardings[0]["shared"]
+    of_shared = compiled.in_shardings[0][0]["shared"]
     assert of_shared.mpmd_idxs == (0, 1)
     for ranks in [(0,), (1,), (0, 1)]:
         arrays = {r: jax.device_put(weights["shared"], of_shared.of_rank(r)) for r in ranks}
         sharding = type(of_shared)(mesh, ranks, P())
-        shared = MpmdArray((WIDTH, WIDTH), jnp.dtype("float32"), sharding, arrays)
+        shared = MpmdArray(list(arrays.values()), sharding)
         assert_close(compiled(weights | {"shared": shared}, *batch(3)), true)
 
 
@@ -248,13 +248,13 @@ def test_donated_arguments_are_deleted_and_others_are_not():
     weights = layers(2)
     true = jax.jit(step)(weights, weights, *batch(3))
     pipelined = mpmd_jit_with_loop(step, groups(2), donate_argnums=0)
-    in_shardings = pipelined.compile(weights, weights, *batch(3)).in_shardings
+    in_shardings, _ = pipelined.compile(weights, weights, *batch(3)).in_shardings
 
     def fresh() -> Any:
         def put(w: Any, sharding: Any) -> MpmdArray:
             ranks = sharding.mpmd_idxs
             arrays = {r: jax.device_put(np.array(w), sharding.of_rank(r)) for r in ranks}
-            return MpmdArray(w.shape, w.dtype, sharding, arrays)
+            return MpmdArray(list(arrays.values()), sharding)
 
         return jax.tree.map(put, weights, in_shardings[0])
 

@@ -75,7 +75,7 @@ def steps_and_specs(**axes: int) -> tuple[Any, Any, Any]:
         donate_argnums=0,
     )
     compiled = step.compile(shapes, *batch(4))
-    return mesh, compiled, compiled.in_shardings[0]
+    return mesh, compiled, compiled.in_shardings[0][0]
 
 
 def check_apart(state: Any, mesh: Any, axes: dict[str, int]) -> None:
@@ -173,7 +173,9 @@ def test_results_of_a_loop_go_where_they_are_asked_for():
 def test_results_on_groups_that_are_not_there():
     mesh = groups(2)
     where = MpmdSharding(groups(4), (3,), P())
-    with pytest.raises(ValueError, match=r"`mpmd_idxs` is \(3,\), and the mesh has the groups 0"):
+    with pytest.raises(
+        ValueError, match=r"`mpmd_indices` is \(3,\), and the mesh has the groups 0"
+    ):
         mpmd_jit_with_loop(jnp.sin, mesh, out_shardings=where).lower(1.0)
 
 
@@ -198,7 +200,7 @@ def test_saving_and_restoring_a_state_in_parts(tmp_path: Any):
 
     def whole(leaf: MpmdArray, arrays: Any) -> MpmdArray:
         of_ranks = {rank: arrays[f"rank {rank}"] for rank in leaf.mpmd_idxs}
-        return MpmdArray(leaf.shape, leaf.dtype, leaf.mpmd_sharding, of_ranks)
+        return MpmdArray(list(of_ranks.values()), leaf.mpmd_sharding)
 
     restored = jax.tree.map(whole, state, read)
     check_apart(restored, mesh, axes)

@@ -23,6 +23,7 @@ from jaxpipe.mpmd import (
     treduce,
 )
 from mpmd.small import (
+    assert_close,
     assert_equal,
     batch,
     compare,
@@ -204,17 +205,21 @@ def test_a_schedule_of_another_size_than_the_mesh():
         run(marked_loss, GPipe(2), 4)
 
 
-def test_a_spec_over_the_axis_of_groups():
-    weights = layers(2)
-    message = "`in_specs` has the spec P('stage',), over 'stage'."
-    with pytest.raises(ValueError, match=re.escape(message)):
-        mpmd_jit_with_loop(
-            gradients(Std1F1B(2)), groups(2), in_specs=(P("stage"), None, None)
-        ).lower(weights, *batch(2))
-    with pytest.raises(ValueError, match="`out_specs` has the spec"):
-        mpmd_jit_with_loop(
-            gradients(Std1F1B(2)), groups(2), out_specs=(P(), P(None, ("stage",)))
-        ).lower(weights, *batch(2))
+def test_a_spec_over_the_axis_of_groups_divides_nothing_and_says_so(caplog):
+    """As in JaxPP, whose scripts give the specs of weights on all devices."""
+    mesh, specs = groups(2, fsdp=2), [{"in": P(("stage", "fsdp")), "out": P(None, "stage")}] * 2
+    step = mpmd_jit_with_loop(
+        gradients(Std1F1B(2)), mesh, in_specs=(specs, None, None), out_specs=(P(), specs)
+    )
+    args = layers(2), *batch(2)
+    found = step(*args)
+    assert_close(found, jax.jit(gradients(Std1F1B(2)))(*args))
+    assert [x.spec for x in jax.tree.leaves(found[1])] == [P("fsdp"), P(None, None)] * 2
+    said = [record.message for record in caplog.records if record.name == "jaxpipe.mpmd"]
+    assert said[0].startswith(
+        "`in_specs[0][0]['in']` has the spec P(('stage', 'fsdp'),). Within a group 'stage' has size"
+    )
+    assert any(message.startswith("`out_specs[1][0]['out']` has the spec") for message in said)
 
 
 def test_a_constraint_over_the_axis_of_groups():
@@ -226,15 +231,16 @@ def test_a_constraint_over_the_axis_of_groups():
 
 
 def test_specs_that_do_not_fit_their_tree():
-    with pytest.raises(ValueError, match="`in_specs` does not fit the tree it is for"):
+    message = r"`in_specs` is a tuple of 2 .* and what it is for is a tuple of 3"
+    with pytest.raises(ValueError, match=message):
         mpmd_jit_with_loop(gradients(Std1F1B(2)), groups(2), in_specs=(P(), P())).lower(
             layers(2), *batch(2)
         )
 
 
-def test_explicit_axes():
-    mesh = Mesh(jax.devices()[:2], "stage", axis_types=(AxisType.Explicit,))
-    with pytest.raises(ValueError, match=r"The axes \['stage'\] of `jax_mesh` are not automatic"):
+def test_manual_axes():
+    mesh = Mesh(jax.devices()[:2], "stage", axis_types=(AxisType.Manual,))
+    with pytest.raises(ValueError, match=r"The axes \['stage'\] of `jax_mesh` are manual"):
         MpmdMesh(mesh, "stage")
 
 
@@ -244,7 +250,7 @@ def test_an_axis_that_is_not_there():
 
 
 def test_groups_that_are_not_there():
-    with pytest.raises(ValueError, match=r"`mpmd_idxs` is \(1, 2\), and the mesh has the groups 0"):
+    with pytest.raises(ValueError, match=r"`mpmd_indices` is \(1, 2\), and the mesh has the g"):
         groups(2).mpmd_submesh([1, 2])
 
 

@@ -49,10 +49,12 @@ def test_there_and_back_with_fsdp(ranks: tuple[int, ...], world: str):
                 for shard in array.addressable_shards:
                     assert shard.data.size == leaf.size // 4
                     np.testing.assert_array_equal(shard.data, numbers[shard.index])
-    back = mpmd_to_spmd_reshard(mesh, there, jax.tree.map(lambda _: over_all, there))
+    assert all(x.is_deleted() for x in jax.tree.leaves(spmd))
+    assert_equal(there, true)
+    back = mpmd_to_spmd_reshard(mesh, there, over_all)
     assert all(x.sharding == over_all for x in jax.tree.leaves(back))
     assert_equal(back, true)
-    assert_equal(there, true)
+    assert all(x.is_deleted() for x in jax.tree.leaves(there))
 
 
 def test_a_state_that_comes_from_one_program_and_returns_to_it():
@@ -74,7 +76,41 @@ def test_a_state_that_comes_from_one_program_and_returns_to_it():
     shardings = jax.tree.map(lambda _: over_all, true)
     of_all = jax.jit(update, out_shardings=shardings)
     for _ in range(2):
-        mpmd = compiled(spmd_to_mpmd_reshard(mesh, spmd, compiled.in_shardings[0]), *data)
+        mpmd = compiled(spmd_to_mpmd_reshard(mesh, spmd, compiled.in_shardings[0][0]), *data)
         spmd = of_all(mpmd_to_spmd_reshard(mesh, mpmd, shardings), *data)
         true = jax.jit(update)(jax.jit(update)(true, *data), *data)
     assert_close(spmd, true)
+
+
+def test_a_threshold_bounds_what_is_on_its_way_and_the_same_array_twice_moves_twice():
+    """Also from a device that is one of the group's: what is deleted takes nothing with it."""
+    mesh = groups(2)
+    x, y = (jax.device_put(x, mesh.unstack[0].devices.flat[0]) for x in layers(1)[0].values())
+    true = on_host([x, x, y])
+    where = MpmdSharding(mesh, {0}, P())
+    there = spmd_to_mpmd_reshard(mesh, [x, x, y], (where, where, where), threshold=1)
+    assert x.is_deleted() and y.is_deleted()
+    assert_equal(there, true)
+    kept = mpmd_to_spmd_reshard(mesh, there, NamedSharding(mesh.jax_mesh, P()), donate=False)
+    assert_equal(there, true)
+    assert_equal(kept, true)
+    with pytest.raises(ValueError, match=r"`threshold` is 0\. Give a number of bytes"):
+        mpmd_to_spmd_reshard(mesh, there, where.sharding, threshold=0)
+
+
+def test_shardings_that_do_not_fit_the_arrays_are_named():
+    mesh = groups(2)
+    arrays = {"a": layers(1), "b": layers(1)[0]["in"]}
+    where = MpmdSharding(mesh, {0}, P())
+    with pytest.raises(ValueError, match=r"`mpmd_shardings\['a'\]` is None\. Give a MpmdSharding"):
+        spmd_to_mpmd_reshard(mesh, arrays, {"a": None, "b": where})
+    with pytest.raises(ValueError, match=r"`mpmd_shardings` is a dict of 1 \(\['b'\]\), and what"):
+        spmd_to_mpmd_reshard(mesh, arrays, {"b": where})
+    assert not arrays["b"].is_deleted()
+
+
+def test_an_array_that_no_group_needs_goes_to_the_first():
+    mesh = groups(2)
+    nowhere = MpmdSharding(mesh, (), P())
+    x = spmd_to_mpmd_reshard(mesh, layers(1)[0]["in"], nowhere)
+    assert x.mpmd_idxs == (0,)

@@ -100,7 +100,7 @@ def _copied(x: jax.Array | MpmdArray) -> jax.Array | MpmdArray:
     if not isinstance(x, MpmdArray):
         return jnp.copy(x)
     arrays = {rank: jnp.asarray(x.on_rank(rank), copy=True) for rank in x.mpmd_idxs}
-    return MpmdArray(x.shape, x.dtype, x.mpmd_sharding, arrays)
+    return MpmdArray.of_ranks(arrays, x.mpmd_sharding, x.shape, x.dtype)
 
 
 def three_steps(num_devices: int, settings: Settings) -> Run:

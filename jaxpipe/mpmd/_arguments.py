@@ -1,0 +1,172 @@
+"""The arguments of a compiled function: which are static, and whether trees are those expected.
+
+Errors name paths such as `args[0]['w']` and shapes. They never show the numbers of an array.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec, Sharding
+from jaxtyping import PyTree
+
+from ._array import MpmdArray
+from ._mesh import MpmdSharding
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+
+
+@dataclass(frozen=True)
+class StaticArguments:
+    """Which arguments of a function are static.
+
+    Attributes:
+        argnums: Their places among the positional arguments.
+        argnames: Their names.
+    """
+
+    argnums: frozenset[int]
+    argnames: frozenset[str]
+
+    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, Any]:
+        """Returns the arguments that are arrays, and those that are static."""
+        if not self.argnums and not self.argnames:
+            return (args, kwargs), ()
+        dynamic = tuple(x for i, x in enumerate(args) if i not in self.argnums)
+        named = {name: x for name, x in kwargs.items() if name not in self.argnames}
+        static = tuple(x for i, x in enumerate(args) if i in self.argnums)
+        names = tuple(sorted(self.argnames.intersection(kwargs)))
+        return (dynamic, named), (static, names, tuple(kwargs[name] for name in names))
+
+
+def static_arguments(
+    fun: Callable[..., Any], argnums: Sequence[int], argnames: Sequence[str]
+) -> StaticArguments:
+    """Returns which arguments are static, by place and by name, where one of these is given.
+
+    Args:
+        fun: The function.
+        argnums: Places among its positional arguments. Negative ones count from the end.
+        argnames: Names of its arguments.
+    """
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except ValueError:
+        parameters = []
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = [p.name for p in parameters if p.kind in kinds]
+    places = {i % len(names) if i < 0 else i for i in argnums}
+    by_name = {i for i, name in enumerate(names) if name in argnames}
+    by_place = {name for i, name in enumerate(names) if i in places}
+    return StaticArguments(frozenset(places | by_name), frozenset({*argnames, *by_place}))
+
+
+def type_of(leaf: Any) -> Any:
+    """Returns shape, dtype and weak type of an argument, equal for arguments of one program."""
+    if isinstance(leaf, jax.Array | MpmdArray | jax.ShapeDtypeStruct):
+        return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)  # keys have none
+    aval = jax.typeof(leaf)
+    return aval.shape, aval.dtype, aval.weak_type
+
+
+def leaves_like(tree: Any, arguments: Arguments) -> list[Any]:
+    """Returns the leaves of `arguments`, which must have the tree `tree`.
+
+    Raises:
+        ValueError: If it is another tree, naming what is missing, new or of another kind.
+    """
+    try:
+        return tree.flatten_up_to(arguments)
+    except ValueError:
+        pass
+    expected = _paths(tree.unflatten(range(tree.num_leaves)))
+    given = _paths(arguments)
+    missing = [path for path in expected if path not in given]
+    new = [path for path in given if path not in expected]
+    found = [
+        f"{what} {_some(paths)}"
+        for what, paths in (("they lack", missing), ("they have beside", new))
+        if paths
+    ]
+    kinds = str(jax.tree.structure(arguments))
+    reason = " and ".join(found) or f"their containers are others: {shortened(kinds)}"
+    raise ValueError(
+        f"The arguments are not like those that the function was compiled for: {reason}. Compile "
+        "it for these, or call the function that compiles itself."
+    )
+
+
+def _paths(arguments: Arguments) -> dict[str, Any]:
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
+        which, *rest = path
+        if getattr(which, "idx", 0):
+            name, rest = getattr(rest[0], "key", ""), rest[1:]
+        else:
+            name = "args"
+        found[f"{name}{jax.tree_util.keystr(tuple(rest))}"] = leaf
+    return found
+
+
+def _some(paths: Sequence[str], most: int = 3) -> str:
+    more = f" and {len(paths) - most} more" if len(paths) > most else ""
+    return ", ".join(f"`{path}`" for path in paths[:most]) + more
+
+
+def shortened(text: str, most: int = 300) -> str:
+    """Returns a text, or its beginning."""
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def is_place(x: Any) -> bool:
+    """Returns whether something says how arrays are divided, rather than being a tree of such."""
+    return x is None or isinstance(x, PartitionSpec | Sharding | MpmdSharding)
+
+
+def spread(places: PyTree, tree: PyTree, name: str) -> list[tuple[str, Any]]:
+    """Returns the place of each leaf of `tree`, and the path by which `places` has it.
+
+    Args:
+        places: A tree of specs or shardings that is a prefix of `tree`.
+        tree: A tree of anything.
+        name: The argument that `places` is.
+
+    Raises:
+        ValueError: If `places` is no prefix of `tree`, naming where they differ.
+    """
+    if is_place(places):
+        return [(name, places)] * len(jax.tree.leaves(tree))
+    of_places, kind = _children(places)
+    of_tree, expected = _children(tree)
+    is_leaf = kind.num_nodes == kind.num_leaves == 1
+    if kind != expected or is_leaf:
+        raise ValueError(
+            f"`{name}` is {_brief(places)}, and what it is for is {_brief(tree)}. Give a tree of "
+            "PartitionSpecs or shardings that is a prefix of what it is for."
+        )
+    return [
+        place
+        for (key, part), (_, of_part) in zip(of_places, of_tree, strict=True)
+        for place in spread(part, of_part, name + key)
+    ]
+
+
+def _children(x: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """Returns what a container holds, each by its key, and what kind of container it is."""
+    found, kind = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
+    return [(jax.tree_util.keystr(path), child) for path, child in found], kind
+
+
+def _brief(x: Any) -> str:
+    children, _ = _children(x)
+    if len(children) == 1 and not children[0][0]:
+        aval = getattr(x, "_aval", x)
+        if not hasattr(aval, "dtype"):
+            return f"a {type(x).__name__}, which is no spec or sharding"
+        return f"one array, {aval.dtype}{list(aval.shape)}"
+    keys = [key for key, _ in children]
+    more = ", ..." if len(keys) > 8 else ""
+    return f"a {type(x).__name__} of {len(keys)} ({', '.join(keys[:8])}{more})"

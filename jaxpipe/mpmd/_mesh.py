@@ -1,0 +1,245 @@
+"""A mesh whose groups run programs of their own, and where arrays live on it."""
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+
+@dataclass(frozen=True)
+class MpmdMesh:
+    """A mesh of devices, one axis of which tells apart groups with programs of their own.
+
+    Args:
+        jax_mesh: All devices. Its other axes shard arrays within a group. Explicit axes, the
+            default of `jax.make_mesh`, are automatic there: the compiler divides the programs of a
+            group.
+        mpmd_axis_name: The axis along which the groups lie: a rank is an index along it.
+
+    Raises:
+        ValueError: If there is no such axis, or one is manual.
+    """
+
+    jax_mesh: Mesh
+    mpmd_axis_name: str
+
+    def __post_init__(self) -> None:
+        mesh, name = self.jax_mesh, self.mpmd_axis_name
+        if name not in mesh.axis_names:
+            raise ValueError(
+                f"`mpmd_axis_name` is {name!r}, and the mesh has the axes {mesh.axis_names}. "
+                "Name the one along which programs differ."
+            )
+        manual = [n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == _MANUAL]
+        if manual:
+            raise ValueError(
+                f"The axes {manual} of `jax_mesh` are manual, as inside a `jax.shard_map`. Make "
+                "the mesh outside of it."
+            )
+
+    def __enter__(self) -> "MpmdMesh":
+        """Returns itself. It changes nothing: a compiled function knows its mesh."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        del exception
+
+    @property
+    def mpmd_dim(self) -> int:
+        """The number of groups."""
+        return self.jax_mesh.shape[self.mpmd_axis_name]
+
+    @property
+    def mpmd_axis(self) -> int:
+        """The dim of `jax_mesh.devices` along which the groups lie."""
+        return self.jax_mesh.axis_names.index(self.mpmd_axis_name)
+
+    @cached_property
+    def auto_mesh(self) -> Mesh:
+        """All devices, with automatic axes."""
+        return Mesh(self.jax_mesh.devices, self.jax_mesh.axis_names)
+
+    @cached_property
+    def unstack(self) -> list[Mesh]:
+        """The mesh of each group, where the axis has size 1."""
+        return [self.mpmd_submesh([rank]).jax_mesh for rank in range(self.mpmd_dim)]
+
+    def lowering_mesh(self) -> Mesh:
+        """Returns the mesh with which programs are traced: that of this process's first group."""
+        return self.unstack[(*self.local_ranks, 0)[0]]
+
+    @cached_property
+    def device_coords(self) -> Mapping[Any, tuple[int, ...]]:
+        """Where each device stands in `jax_mesh.devices`."""
+        return {device: place for place, device in np.ndenumerate(self.jax_mesh.devices)}
+
+    @cached_property
+    def device_mpmd_idx(self) -> Mapping[Any, int]:
+        """The group of each device."""
+        return {device: place[self.mpmd_axis] for device, place in self.device_coords.items()}
+
+    @cached_property
+    def mpmd_idx_for_mesh(self) -> Mapping[Mesh, int]:
+        """The index of each group, by its mesh."""
+        return {mesh: rank for rank, mesh in enumerate(self.unstack)}
+
+    @property
+    def my_mpmd_axis_index(self) -> int:
+        """The index of the one group whose devices belong to this process.
+
+        Raises:
+            ValueError: If this process has no group or several.
+        """
+        if len(self.local_ranks) != 1:
+            raise ValueError(
+                f"`my_mpmd_axis_index` is asked for, and process {jax.process_index()} has the "
+                f"groups {self.local_ranks}. Use `local_ranks`."
+            )
+        return self.local_ranks[0]
+
+    @property
+    def my_mpmd_group_mesh(self) -> Mesh:
+        """The mesh of the one group whose devices belong to this process.
+
+        Raises:
+            ValueError: If this process has no group or several.
+        """
+        return self.unstack[self.my_mpmd_axis_index]
+
+    def mpmd_submesh(self, mpmd_indices: Sequence[int]) -> "MpmdMesh":
+        """The groups with these indices, in this order.
+
+        Raises:
+            ValueError: If there is no such group.
+        """
+        outside = [i for i in mpmd_indices if not 0 <= i < self.mpmd_dim]
+        if outside or not mpmd_indices:
+            raise ValueError(
+                f"`mpmd_indices` is {tuple(mpmd_indices)}, and the mesh has the groups 0 to "
+                f"{self.mpmd_dim - 1}. Name at least one of these."
+            )
+        devices = np.take(self.jax_mesh.devices, list(mpmd_indices), self.mpmd_axis)
+        return MpmdMesh(Mesh(devices, self.jax_mesh.axis_names), self.mpmd_axis_name)
+
+    @cached_property
+    def local_ranks(self) -> tuple[int, ...]:
+        """The groups whose devices belong to this process.
+
+        Raises:
+            ValueError: If a group has devices of several processes.
+        """
+        found = []
+        for rank, mesh in enumerate(self.unstack):
+            processes = {device.process_index for device in mesh.devices.flat}
+            if len(processes) > 1:
+                raise ValueError(
+                    f"Group {rank} of {self.mpmd_axis_name!r} has devices of the processes "
+                    f"{sorted(processes)}. Lay the mesh out so that every group is in one process."
+                )
+            if processes == {jax.process_index()}:
+                found.append(rank)
+        return tuple(found)
+
+    def process_of(self, rank: int) -> int:
+        """The process that runs a group."""
+        return self.unstack[rank].devices.flat[0].process_index
+
+
+_MANUAL = AxisType.Manual
+
+
+@dataclass(frozen=True)
+class MpmdSharding:
+    """Where an array lives: whole on each of some groups, and how it is divided within them.
+
+    Args:
+        mpmd_mesh: The groups.
+        mesh_ids: The indices of the groups that have the array. Empty for an argument that no group
+            needs.
+        spec: How the array is divided within a group. The axis of the groups is dropped from it:
+            within a group it has size 1.
+        memory_kind: The memory of the devices, or None for their default memory.
+
+    Raises:
+        ValueError: If `memory_kind` is not the default memory of the devices.
+    """
+
+    mpmd_mesh: MpmdMesh
+    mesh_ids: Collection[int]
+    spec: PartitionSpec
+    memory_kind: str | None = None
+
+    def __post_init__(self) -> None:
+        check_memory_kind(self.memory_kind, self.mpmd_mesh.jax_mesh, "`MpmdSharding`")
+        object.__setattr__(self, "mesh_ids", frozenset(self.mesh_ids))
+        within = without_axis(self.spec, self.mpmd_mesh.mpmd_axis_name)
+        object.__setattr__(self, "spec", within)
+
+    @property
+    def mpmd_idxs(self) -> tuple[int, ...]:
+        """The indices of the groups in ascending order."""
+        return tuple(sorted(self.mesh_ids))
+
+    def of_rank(self, rank: int) -> NamedSharding:
+        """Returns the sharding on one group."""
+        return NamedSharding(self.mpmd_mesh.unstack[rank], self.spec)
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Over the devices of all its groups.
+
+        Raises:
+            ValueError: If there are no groups.
+        """
+        return NamedSharding(self.mpmd_mesh.mpmd_submesh(self.mpmd_idxs).jax_mesh, self.spec)
+
+
+def no_ambient_mesh() -> AbstractContextManager[Any]:
+    """Returns a context without the mesh of the caller's `jax.set_mesh`.
+
+    That mesh is of all groups. JAX refuses arrays of a group's devices inside it, and the trace of
+    a program for a group.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return nullcontext()
+    return jax.set_mesh(Mesh(np.empty((), object), ()))
+
+
+def without_axis(spec: PartitionSpec, axis: str) -> PartitionSpec:
+    """Returns `spec` without one axis of the mesh."""
+    if axis not in axes_of(spec):
+        return spec
+
+    def rest(part: Any) -> Any:
+        if part is PartitionSpec.UNCONSTRAINED or part is None or isinstance(part, str):
+            return None if part == axis else part
+        names = tuple(name for name in part if name != axis)
+        return names or None
+
+    return PartitionSpec(*map(rest, spec), unreduced=spec.unreduced, reduced=spec.reduced)
+
+
+def axes_of(spec: PartitionSpec) -> set[str]:
+    """Returns the axes of the mesh that a spec names."""
+    parts = [part for part in spec if part is not PartitionSpec.UNCONSTRAINED and part is not None]
+    return {n for part in parts for n in ((part,) if isinstance(part, str) else part)}
+
+
+def check_memory_kind(kind: str | None, mesh: Mesh, what: str) -> None:
+    """Checks that a memory kind is the default of the devices: others are not supported.
+
+    Raises:
+        ValueError: If it is another one.
+    """
+    default = mesh.devices.flat[0].default_memory().kind
+    if kind is not None and kind != default:
+        raise ValueError(
+            f"{what} has memory_kind={kind!r}. Arrays of groups live in the default memory of "
+            f"their devices, {default!r}: leave `memory_kind` out, and move what should be "
+            "elsewhere with `jax.device_put` between steps."
+        )

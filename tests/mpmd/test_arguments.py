@@ -1,0 +1,314 @@
+"""How a compiled function is called: names, static and donated arguments, types, trees, memory."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.mpmd import (
+    MpmdArray,
+    MpmdSharding,
+    Std1F1B,
+    mark_stage_end,
+    mpmd_jit_by_yield,
+    mpmd_jit_with_loop,
+)
+from mpmd.small import (
+    assert_close,
+    batch,
+    gradients,
+    groups,
+    layer,
+    layers,
+    marked_loss,
+    numbers,
+    squared_error,
+)
+
+
+def scaled(weights: Any, xs: Any, ys: Any, *, scale: Any = 1.0, kind: str = "tanh") -> Any:
+    def loss(weights: Any, x: Any, y: Any) -> Any:
+        for w in weights:
+            x = mark_stage_end({"tanh": jnp.tanh, "sin": jnp.sin}[kind](layer(w, x)))
+        return squared_error(x, y) * scale
+
+    return gradients(Std1F1B(2), loss)(weights, xs, ys)
+
+
+def test_arguments_may_be_given_by_name():
+    """Static ones too, which give another program, and those of a compiled step."""
+    (xs, ys), weights = batch(3), layers(2)
+    step = mpmd_jit_with_loop(scaled, groups(2), static_argnames="kind")
+    for kwargs in ({"scale": 2.0}, {"scale": 2.0, "kind": "sin"}, {}):
+        true = jax.jit(scaled, static_argnames="kind")(weights, xs, ys, **kwargs)
+        assert_close(step(weights, ys=ys, xs=xs, **kwargs), true)
+    compiled = step.compile(weights, xs, ys=ys, scale=2.0, kind="sin")
+    assert_close(
+        compiled(weights, xs, ys=ys, scale=3.0, kind="sin"),
+        jax.jit(scaled, static_argnames="kind")(weights, xs, ys, scale=3.0, kind="sin"),
+    )
+    args, kwargs = compiled.in_shardings
+    assert [w["in"].mesh_ids for w in args[0]] == [{0}, {1}] and args[1].mesh_ids == {0}
+    assert {name: x.mesh_ids for name, x in kwargs.items()} == {"scale": {1}, "ys": {1}}
+
+
+def test_a_static_argument_is_static_by_place_and_by_name():
+    """Whichever of the two is said, as with `jax.jit`."""
+    step = mpmd_jit_with_loop(lambda x, n: x * n.bit_length(), groups(1), static_argnums=1)
+    assert float(step(jnp.float32(3), 4)) == float(step(jnp.float32(3), n=5)) == 9
+    step = mpmd_jit_with_loop(lambda n, x: x * n.bit_length(), groups(1), static_argnames="n")
+    assert float(step(4, jnp.float32(3))) == 9
+    with pytest.raises(
+        ValueError, match=r"The static arguments \(\[1\],\) are not hashable\. Give"
+    ):
+        step([1], jnp.float32(3))
+
+
+WRONG_NAMES = {
+    r"donate_argnums=\(7,\), but only accepts 2 positional": {"donate_argnums": 7},
+    r"static_argnums=\(2,\), but only accepts 2 positional": {"static_argnums": (2,)},
+    r"invalid argnames \{'z'\} in donate_argnames": {"donate_argnames": "z"},
+    r"invalid argnames \{'z'\} in static_argnames": {"static_argnames": ("z",)},
+    r"appear in both": {"static_argnums": 0, "donate_argnames": "x"},
+}
+
+
+@pytest.mark.parametrize("message", WRONG_NAMES)
+def test_arguments_that_a_function_does_not_have_are_refused_as_jit_does(message: str):
+    for function in (mpmd_jit_with_loop, mpmd_jit_by_yield):
+        with pytest.raises(ValueError, match=message):
+            function(lambda x, y: x, groups(1), **WRONG_NAMES[message])
+
+
+# Types.
+
+
+def test_a_train_state_compiles_once(caplog):
+    """Its step is a Python number at first and an array afterwards, weak as with `jax.jit`."""
+
+    def step(state: Any, xs: Any, ys: Any) -> Any:
+        value, grads = gradients(Std1F1B(2))(state.params, xs, ys)
+        return state.apply_gradients(grads=grads), value * 0.9**state.step
+
+    with jax.numpy_dtype_promotion("standard"):
+        state: Any = TrainState.create(apply_fn=None, params=layers(2), tx=optax.adam(1e-2))
+        assert state.step == 0 and not hasattr(state.step, "dtype")
+        pipelined, plain, true = mpmd_jit_with_loop(step, groups(2)), jax.jit(step), state
+        for _ in range(3):
+            (state, value), (true, true_value) = pipelined(state, *batch(3)), plain(true, *batch(3))
+            assert_close((state.params, value), (true.params, true_value))
+    assert len(pipelined._compiled) == 1
+    assert not [r for r in caplog.records if "compiled once more" in r.message]
+    assert state.step.weak_type and int(state.step) == 3
+
+
+def test_python_and_numpy_numbers_have_one_program_for_each_type():
+    def step(x: Any, scale: Any) -> Any:
+        return x * scale, scale + 1
+
+    pipelined, plain = mpmd_jit_with_loop(step, groups(1)), jax.jit(step)
+    x = jnp.ones(3, jnp.bfloat16)
+    for scale in (2, 3, np.int32(2), 2.0, 3.0, True, False):
+        with jax.numpy_dtype_promotion("standard"):
+            (y, z), (true_y, true_z) = pipelined(x, scale), plain(x, scale)
+        assert (y.dtype, z.dtype, z.weak_type) == (true_y.dtype, true_z.dtype, true_z.weak_type)
+        np.testing.assert_array_equal(y, true_y)
+    assert len(pipelined._compiled) == 4
+
+
+# Trees.
+
+
+def test_wrong_trees_are_named_and_never_shown():
+    """A state has millions of numbers, and an error says where it differs in a line."""
+    weights, data = layers(2), batch(3)
+    step = mpmd_jit_with_loop(gradients(Std1F1B(2)), groups(2))
+    compiled = step.compile(weights, *data)
+    other = [weights[0], {"in": weights[1]["in"], "bias": jnp.ones(1000)}]
+    specs = [{"in": P(), "out": P()}] * 2
+    jitted = partial(mpmd_jit_with_loop, gradients(Std1F1B(2)), groups(2))
+    other_specs = [specs[0], {"in": P(), "bias": P()}]
+    cases = [
+        (
+            r"they lack `args\[0\]\[1\]\['out'\]` and they have beside `args\[0\]\[1\]\['bias'\]`",
+            lambda: compiled(other, *data),
+        ),
+        (r"they lack `args\[2\]`", lambda: compiled(weights, data[0])),
+        (r"they have beside `more\['x'\]`", lambda: compiled(weights, *data, more={"x": 1})),
+        ("their containers are others", lambda: compiled(tuple(weights), *data)),
+        (
+            r"`in_specs\[0\]\[1\]` is a dict of 2 \(\['bias'\], \['in'\]\), and what it",
+            lambda: jitted(in_specs=(other_specs, P(), P()))(weights, *data),
+        ),
+        (
+            r"`out_shardings\[1\]` is a list of 3 .* and what it is for is a list of 2",
+            lambda: jitted(out_shardings=(P(), [P()] * 3))(weights, *data),
+        ),
+        (
+            r"`in_specs\[1\]` is a str, which is no spec .* one array, float32\[3, 2, 8\]",
+            lambda: jitted(in_specs=(P(), "fsdp", P()))(weights, *data),
+        ),
+    ]
+    for message, run in cases:
+        with pytest.raises(ValueError, match=message) as caught:
+            run()
+        assert len(str(caught.value)) < 700 and "Array(" not in str(caught.value)
+
+
+# Donation.
+
+
+def test_donated_arguments_are_deleted_wherever_they_were():
+    """On the host's first device, on all devices, or on their own groups, as with `jax.jit`.
+
+    A donated argument that no result is like stays, as there.
+    """
+
+    def step(weights: Any, xs: Any, ys: Any) -> Any:
+        value, grads = gradients(Std1F1B(2))(weights, xs, ys)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+    data = batch(3)
+    true = jax.jit(step)(layers(2), *data)
+    mesh = groups(2)
+    pipelined = mpmd_jit_with_loop(step, mesh, donate_argnums=0, donate_argnames="xs")
+    everywhere = NamedSharding(mesh.jax_mesh, P())
+    for weights in (layers(2), jax.device_put(layers(2), everywhere)):
+        new, value = pipelined(weights, *data)
+        assert all(w.is_deleted() for w in jax.tree.leaves(weights))
+        assert_close((new, value), true)
+    again, _ = pipelined(new, *data)
+    assert all(w.is_deleted() for w in jax.tree.leaves(new))
+    with pytest.raises(RuntimeError, match=r"MpmdArray\(shape=\(8, 16\), .* has been deleted"):
+        pipelined(new, *data)
+    assert not any(x.is_deleted() for x in data)
+    assert not any(w.is_deleted() for w in jax.tree.leaves(again))
+
+
+def test_what_is_donated_and_returned_as_it_is_keeps_its_numbers():
+    """Frozen weights of a state: the result shares their memory, and the argument is gone."""
+
+    def step(state: Any, xs: Any, ys: Any) -> Any:
+        _, grads = gradients(Std1F1B(2))(state["new"], xs, ys)
+        new = jax.tree.map(lambda w, g: w - 0.1 * g, state["new"], grads)
+        return {"new": new, "frozen": state["frozen"], "twice": state["frozen"]}
+
+    pipelined, plain = mpmd_jit_with_loop(step, groups(2), donate_argnums=0), jax.jit(step)
+
+    def first() -> Any:
+        return {"new": layers(2), "frozen": numbers(7, 3, 5), "twice": numbers(8, 3, 5)}
+
+    state, true = first(), first()
+    for _ in range(3):
+        before = state
+        state, true = pipelined(state, *batch(3)), plain(true, *batch(3))
+        assert_close(state, true)
+        assert all(w.is_deleted() for w in jax.tree.leaves(before["new"]))
+    assert before["frozen"].is_deleted() and not state["frozen"].is_deleted()
+
+
+def test_an_argument_given_twice_and_donated_once_stays():
+    step = mpmd_jit_with_loop(lambda x, y: x + y, groups(1), donate_argnums=0)
+    x = jax.device_put(jnp.ones(3), jax.devices()[1])
+    np.testing.assert_array_equal(step(x, x), 2 * np.ones(3))
+    assert not x.is_deleted()
+
+
+def test_donated_memory_is_free_after_the_call():
+    step = mpmd_jit_with_loop(lambda x: x + 1, groups(1), donate_argnums=0)
+    x = step(jax.device_put(np.zeros(1000), jax.devices()[1]))
+    alive = {id(a) for a in jax.live_arrays()}
+    for _ in range(3):
+        x = step(x)
+    assert len([a for a in jax.live_arrays() if id(a) not in alive and a.shape == (1000,)]) <= 1
+    np.testing.assert_array_equal(x, np.full(1000, 4.0, np.float32))
+
+
+# Meshes and memory.
+
+
+def test_a_call_inside_set_mesh_of_all_groups():
+    """Tracing sees the mesh of a group, and the caller's mesh is there again afterwards."""
+    mesh, args = groups(2, fsdp=2), (layers(2), *batch(3))
+    true = jax.jit(gradients(Std1F1B(2)))(*args)
+    with jax.set_mesh(mesh.jax_mesh):
+        step = mpmd_jit_with_loop(gradients(Std1F1B(2)), mesh)
+        assert_close(step(*args), true)
+        assert_close(step.compile(*args)(*args), true)
+        assert jax.sharding.get_abstract_mesh() == mesh.jax_mesh.abstract_mesh
+    with mesh as same:
+        assert same is mesh
+        assert_close(step(*args), true)
+
+
+@pytest.mark.parametrize("context", ["nothing", "set_mesh", "mpmd_mesh"])
+def test_constraints_that_name_the_mesh_of_all_groups(context: str):
+    """Within a stage they hold on its group."""
+    mesh = groups(2, fsdp=2)
+
+    def stage(w: Any, x: Any) -> Any:
+        rows = NamedSharding(mesh.jax_mesh, P("fsdp"))
+        return lax.with_sharding_constraint(layer(w, lax.with_sharding_constraint(x, rows)), rows)
+
+    def loss(weights: Any, x: Any, y: Any) -> Any:
+        return marked_loss(weights, x, y, stage=jax.checkpoint(stage))
+
+    args = layers(2), *batch(3)
+    around = {"set_mesh": lambda: jax.set_mesh(mesh.jax_mesh), "mpmd_mesh": lambda: mesh}
+    with around[context]() if context in around else jax.numpy_dtype_promotion("strict"):
+        found = mpmd_jit_with_loop(gradients(Std1F1B(2), loss), mesh)(*args)
+    assert_close(found, jax.jit(gradients(Std1F1B(2)))(*args))
+
+
+def test_another_memory_kind_is_refused_by_name():
+    mesh, x = groups(2), jnp.ones(4)
+    host = NamedSharding(mesh.jax_mesh, P(), memory_kind="pinned_host")
+    for side in ("in", "out"):
+        with pytest.raises(
+            ValueError, match=rf"`{side}_shardings.*` has memory_kind='pinned_host'\. .* 'device'"
+        ):
+            shardings: Any = [host] if side == "out" else ([host],)
+            partial(mpmd_jit_with_loop, **{f"{side}_shardings": shardings})(list, mesh)([x])
+    with pytest.raises(ValueError, match=r"`MpmdSharding` has memory_kind='pinned_host'"):
+        MpmdSharding(mesh, {0}, P(), "pinned_host")
+
+    def step(xs: Any) -> Any:
+        return lax.with_sharding_constraint(xs * 2, host)
+
+    with pytest.raises(ValueError, match="`with_sharding_constraint` inside a stage has memory_k"):
+        mpmd_jit_with_loop(step, mesh)(x)
+    device = NamedSharding(mesh.jax_mesh, P(), memory_kind="device")
+    np.testing.assert_array_equal(
+        mpmd_jit_with_loop(jnp.sin, mesh, in_shardings=(device,))(x), jnp.sin(x)
+    )
+
+
+def test_compiler_options_reach_xla():
+    step = partial(mpmd_jit_with_loop, jnp.sin, groups(1))
+    options = {"xla_cpu_enable_fast_math": True}
+    np.testing.assert_allclose(step(compiler_options=options)(1.0), np.sin(1.0), rtol=1e-6)
+    with pytest.raises(Exception, match="No such compile option: 'xla_no_such_option'"):
+        step(compiler_options={"xla_no_such_option": 1})(1.0)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_by_yield_runs_stages_round_and_round(stages: int):
+    def step(weights: Any, x: Any, *, y: Any) -> Any:
+        return jax.value_and_grad(marked_loss)(weights, x, y)
+
+    x, y = (x[0] for x in batch(1))
+    pipelined = mpmd_jit_by_yield(step, groups(2), target_num_stages=stages)
+    value, grads = pipelined(layers(stages), x, y=y)
+    assert_close((value, grads), jax.jit(step)(layers(stages), x, y=y))
+    assert isinstance(value, MpmdArray)
+    assert [g["in"].mpmd_idxs for g in grads] == [(i % 2,) for i in range(stages)]
+    with pytest.raises(ValueError, match=r"`target_num_stages` is 3, and the mesh has 2 groups"):
+        mpmd_jit_by_yield(step, groups(2), target_num_stages=3)
