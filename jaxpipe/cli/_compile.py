@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._emulate import emulate_devices
+from ._options import integer, path, text
 from ._settings import add_settings, read_settings
 
 if TYPE_CHECKING:
@@ -27,10 +28,15 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("compile", help=_HELP, description=_HELP.capitalize() + ".")
     add_settings(parser)
     add = parser.add_argument
-    add("--topology", metavar="NAME", help="TPUs, such as v5p:2x2x1; else this machine's devices")
-    add("--num-slices", type=int, default=1, metavar="N", help="slices of that topology")
+    add(
+        "--topology",
+        type=text,
+        metavar="NAME",
+        help="TPUs, such as v5p:2x2x1; else this machine's devices",
+    )
+    add("--num-slices", type=integer(1, 4096), default=1, metavar="N", help="slices of it")
     add("--json", action="store_true", help="print one JSON object")
-    add("--dump-hlo", type=Path, metavar="DIR", help="write the optimized HLO text into DIR")
+    add("--dump-hlo", type=path, metavar="DIR", help="write the optimized HLO text into DIR")
     parser.set_defaults(func=run)
 
 

@@ -5,10 +5,14 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .._input import shown
+from ._options import integer, path, text
+
 if TYPE_CHECKING:
     from ..train import Converted
 
 _HELP = "convert a checkpoint to Hugging Face's safetensors, or from them"
+_OF_MAX_LENGTH = "`max_position_embeddings`"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -20,13 +24,20 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         description=f"{_HELP.capitalize()}: which way, the folder SOURCE says.",
     )
     add = parser.add_argument
-    add("source", type=Path, metavar="SOURCE", help="folder with config.json, or of a run")
-    add("destination", type=Path, metavar="DESTINATION", help="a new folder")
+    add("source", type=path, metavar="SOURCE", help="folder with config.json, or of a run")
+    add("destination", type=path, metavar="DESTINATION", help="a new folder")
     add("--dtype", choices=("float32", "bfloat16"), help="of the result; default: as it is")
     out = parser.add_argument_group("to Hugging Face")
-    out.add_argument("--step", type=int, metavar="N", help="of which checkpoint; default: newest")
-    out.add_argument("--max-shard-size", metavar="SIZE", help="of a file: 5GB (default), 200MB")
-    out.add_argument("--max-length", type=int, metavar="T", help="`max_position_embeddings`")
+    out.add_argument(
+        "--step",
+        type=integer(0, 2**31 - 1),
+        metavar="N",
+        help="of which checkpoint; default: newest",
+    )
+    out.add_argument(
+        "--max-shard-size", type=text, metavar="SIZE", help="of a file: 5GB (default), 200MB"
+    )
+    out.add_argument("--max-length", type=integer(1, 2**31 - 1), metavar="T", help=_OF_MAX_LENGTH)
     parser.set_defaults(func=run)
 
 
@@ -35,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from ..train import from_hugging_face, to_hugging_face
 
     if not args.source.is_dir():
-        raise ValueError(f"{args.source} is no folder. Give one with config.json, or of a run.")
+        raise ValueError(f"{args.source} is not a folder. Give one with config.json, or of a run.")
     dtype = args.dtype or ""
     if (args.source / "config.json").exists():
         _check_no_options(args)
@@ -55,12 +66,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def parse_size(text: str) -> int:
+def parse_size(size_text: str) -> int:
     """Bytes, of `5GB`, `200MB` or a number; units are powers of 1000."""
-    match = re.fullmatch(r"(\d+)\s*([KMG]?B)?", text.strip().upper())
+    match = re.fullmatch(r"([0-9]{1,15})\s*([KMG]?B)?", size_text.strip().upper())
     size = int(match[1]) * _UNITS[match[2] or ""] if match else 0
     if not size:
-        raise ValueError(f"`--max-shard-size` is {text!r}. Give a size such as 5GB or 200MB.")
+        raise ValueError(
+            f"`--max-shard-size` is {shown(size_text)}. Give a size such as 5GB or 200MB."
+        )
     return size
 
 

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from .._exit import EXIT_CODE
 from ._lifeline import Lifelines
+from ._options import integer, number
 from ._processes import ADDRESS, NUM_PROCESSES, PROCESS
 from ._settings import add_settings, read_settings
 
@@ -34,20 +35,25 @@ _STOP_SECONDS = 5.0
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Registers the command."""
     parser = subparsers.add_parser("launch", help=_HELP, description=_HELP.capitalize() + ".")
-    parser.add_argument("--processes", type=int, required=True, metavar="N", help="how many")
     parser.add_argument(
-        "--gpus-per-process", type=int, metavar="K", help="process i uses the GPUs i K to (i+1) K-1"
+        "--processes", type=integer(1, 1024), required=True, metavar="N", help="how many"
+    )
+    parser.add_argument(
+        "--gpus-per-process",
+        type=integer(1, 64),
+        metavar="K",
+        help="process i uses the GPUs i K to (i+1) K-1",
     )
     parser.add_argument(
         "--grace",
-        type=float,
+        type=number(0, 1e6),
         default=15.0,
         metavar="SECONDS",
         help="how long the others may go on when one has failed (15)",
     )
     parser.add_argument(
         "--max-restarts",
-        type=int,
+        type=integer(0, 10**6),
         default=0,
         metavar="N",
         help="how often all start again, from the newest checkpoint, when a process dies (0)",
@@ -62,14 +68,6 @@ def run(args: argparse.Namespace) -> int:
     Process 0 has the terminal; lines of the others come with their number, on standard error. The
     signals that end a run reach all processes once. No process outlives this one.
     """
-    if args.processes < 1:
-        raise ValueError(f"`--processes` is {args.processes}. Give at least 1.")
-    if args.gpus_per_process is not None and args.gpus_per_process < 1:
-        raise ValueError(f"`--gpus-per-process` is {args.gpus_per_process}. Give at least 1.")
-    if not args.grace >= 0:
-        raise ValueError(f"`--grace` is {args.grace:g}. Give seconds, at least 0.")
-    if args.max_restarts < 0:
-        raise ValueError(f"`--max-restarts` is {args.max_restarts}. Give at least 0.")
     read_settings(args.settings)  # what is wrong in them is said once
     for restart in range(1, args.max_restarts + 2):
         # The address is a new one each time: the port of a process that was killed may be taken.

@@ -1,13 +1,16 @@
 """`jaxpipe COMMAND`: finds the command and turns what a user did wrong into one message."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from .._input import shown
+from ._errors import tell
 from ._interrupts import INTERRUPTED, interruptible, say_interrupted, watch_interrupts
-from ._processes import is_run_error
+from ._options import Parser
 
 
 def commands() -> tuple[Callable[[argparse._SubParsersAction], None], ...]:
@@ -42,33 +45,44 @@ def script() -> NoReturn:
     sys.exit(code)
 
 
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands."""
+    parser = Parser(prog="jaxpipe", description="Pipeline parallelism for JAX.")
+    subparsers = parser.add_subparsers(required=True, metavar="command", dest="command")
+    for add_parser in commands():
+        add_parser(subparsers)
+    return parser
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Returns the parsed arguments; settings may stand before, between and after options."""
+    parser = make_parser()
+    args, rest = parser.parse_known_args(argv)
+    if any(word.startswith("-") for word in rest) or (rest and not hasattr(args, "settings")):
+        parser.error(f"unrecognized arguments: {' '.join(map(shown, rest))}")
+    if rest:
+        args.settings += rest
+    return args
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a command and returns its exit code: 2 where the user has to change something.
 
     1 where a run ends before its time for a reason that it names, 130 after Ctrl-C.
     """
-    parser = argparse.ArgumentParser(prog="jaxpipe", description="Pipeline parallelism for JAX.")
-    subparsers = parser.add_subparsers(required=True, metavar="command")
-    for add_parser in commands():
-        add_parser(subparsers)
-    args = parser.parse_args(argv)
+    args = parse(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not know all characters
     try:
         with interruptible():
-            return args.func(args)
+            code = args.func(args)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return say_interrupted()
-    except FileNotFoundError as error:
-        return _fail(f"{error.filename}: no such file.")
-    except ValueError as error:
-        return _fail(str(error))
-    except RuntimeError as error:
-        if is_run_error(error):
-            return _fail(str(error), code=1)
-        if "No such compile option" not in str(error):  # what JAX makes of XLA's error
-            raise
-        return _fail(f"`compile_xla_flags` has an option that XLA does not know: {error}")
-
-
-def _fail(message: str, *, code: int = 2) -> int:
-    print(f"jaxpipe: error: {message}", file=sys.stderr)
-    return code
+    except BrokenPipeError:
+        # Whoever reads the output has enough. What is left must not be flushed at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        return tell(error, args.command)

@@ -5,10 +5,10 @@ import os
 import re
 import socket
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ._errors import tell
 from ._interrupts import interruptible, say_interrupted
 
 ADDRESS, BIND_ADDRESS = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS"
@@ -128,13 +128,10 @@ def leaving_on_error() -> Iterator[None]:
             raise
         if isinstance(error, KeyboardInterrupt):
             os._exit(say_interrupted())
-        if isinstance(error, ValueError) or is_run_error(error):
-            print(f"jaxpipe: error: {error}", file=sys.stderr)
-        else:
-            traceback.print_exc()
+        code = tell(error, "train")
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(2 if isinstance(error, ValueError) else 1)
+        os._exit(code)
 
 
 def is_run_error(error: BaseException) -> bool:

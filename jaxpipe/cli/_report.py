@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ._compile import leave_tpus_alone
 from ._emulate import emulate_devices
+from ._options import integer, path, text
 
 if TYPE_CHECKING:
     from ..report import Compiled, Run
@@ -22,11 +23,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Registers the command."""
     parser = subparsers.add_parser("report", help=_HELP, description=_HELP.capitalize() + ".")
     add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="the folder `output_dir/run_name`")
-    add("--output", type=Path, metavar="FILE", help="default: RUN/report.html")
+    add("run", type=path, metavar="RUN", help="the folder `output_dir/run_name`")
+    add("--output", type=path, metavar="FILE", help="default: RUN/report.html")
     add("--compile", action="store_true", help="compile the step too, for its exact memory")
-    add("--topology", metavar="NAME", help="for TPUs, such as v5p:2x2x1; else for CPUs")
-    add("--num-slices", type=int, default=1, metavar="N", help="slices of that topology")
+    add("--topology", type=text, metavar="NAME", help="for TPUs, such as v5p:2x2x1; else for CPUs")
+    add("--num-slices", type=integer(1, 4096), default=1, metavar="N", help="slices of it")
     add("--open", action="store_true", help="show it in a browser")
     parser.set_defaults(func=run)
 
@@ -37,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.topology and not args.compile:
         raise ValueError(f"`--topology` is {args.topology} without `--compile`. Give both.")
+    if args.num_slices != 1 and not args.topology:
+        raise ValueError(f"`--num-slices` is {args.num_slices}, of no `--topology`. Give one.")
     if args.topology:
         leave_tpus_alone()
     found = read_run(args.run)

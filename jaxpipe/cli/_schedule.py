@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from jaxpipe.schedules import (
@@ -30,6 +31,9 @@ from jaxpipe.schedules import (
     to_trace,
 )
 
+from .._input import is_file, shown
+from ._options import integer, number, path, text
+
 _COUNTS = ("ranks", "microbatches", "chunks", "group", "slices", "latency", "spare")
 
 
@@ -42,12 +46,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     command.set_defaults(func=_list)
 
     command = _with_schedule(commands.add_parser("show", help="draw a schedule in the terminal"))
-    command.add_argument("--svg", type=Path, metavar="FILE", help="write a picture too")
-    command.add_argument("--trace", type=Path, metavar="FILE", help="write a Perfetto trace too")
+    command.add_argument("--svg", type=path, metavar="FILE", help="write a picture too")
+    command.add_argument("--trace", type=path, metavar="FILE", help="write a Perfetto trace too")
     command.set_defaults(func=_show)
 
     command = _with_schedule(commands.add_parser("export", help="write torch's CSV"))
-    command.add_argument("--csv", type=Path, metavar="FILE", help="instead of standard output")
+    command.add_argument("--csv", type=path, metavar="FILE", help="instead of standard output")
     command.set_defaults(func=_export)
 
     command = _with_schedule(commands.add_parser("simulate", help="makespan, bubbles and memory"))
@@ -55,23 +59,45 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     command.set_defaults(func=_simulate)
 
     command = commands.add_parser("check", help="check a CSV: complete, ordered, free of deadlock")
-    command.add_argument("file", type=Path, metavar="FILE")
+    command.add_argument("file", type=path, metavar="FILE")
     command.set_defaults(func=_check)
 
 
 def _with_schedule(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the arguments that say which schedule, and at which costs."""
     add = parser.add_argument
-    add("name", metavar="NAME_OR_CSV", help="a name of `jaxpipe schedule list`, or a CSV file")
-    add("--ranks", type=int, metavar="P")
-    add("--microbatches", type=int, metavar="M")
-    add("--chunks", type=int, metavar="V", help="stages per rank")
-    add("--group", type=int, metavar="G", help="microbatches that pass a chunk in a row")
-    add("--slices", type=int, metavar="S", help="slices per sequence")
-    add("--latency", type=float, metavar="L", help="of transfers, in actions, for zero_bubble_h2")
-    add("--spare", type=int, metavar="N", help="microbatches zero_bubble_h2 may hold in addition")
-    add("--costs", default="1,1,1", metavar="F,I,W", help="of a stage; 1/2/1/1,... is per stage")
-    add("--transfer", default="0", metavar="T", help="time between ranks")
+    add(
+        "name",
+        type=text,
+        metavar="NAME_OR_CSV",
+        help="a name of `jaxpipe schedule list`, or a CSV file",
+    )
+    count = integer(1, 2**31 - 1)
+    add("--ranks", type=count, metavar="P")
+    add("--microbatches", type=count, metavar="M")
+    add("--chunks", type=count, metavar="V", help="stages per rank")
+    add("--group", type=count, metavar="G", help="microbatches that pass a chunk in a row")
+    add("--slices", type=count, metavar="S", help="slices per sequence")
+    add(
+        "--latency",
+        type=number(0, 1e6),
+        metavar="L",
+        help="of transfers, in actions, for zero_bubble_h2",
+    )
+    add(
+        "--spare",
+        type=integer(0, 10**6),
+        metavar="N",
+        help="microbatches zero_bubble_h2 may hold in addition",
+    )
+    add(
+        "--costs",
+        type=text,
+        default="1,1,1",
+        metavar="F,I,W",
+        help="of a stage; 1/2/1/1,... is per stage",
+    )
+    add("--transfer", type=text, default="0", metavar="T", help="time between ranks")
     add("--lock-step", action="store_true", help="in ticks of all ranks, as one XLA program has it")
     return parser
 
@@ -91,19 +117,34 @@ def _show(args: argparse.Namespace) -> int:
     print(grid(timeline, time_unit(timeline)))
     print(_figures_text(timeline))
     if args.svg:
-        args.svg.write_text(to_svg(timeline, args.name), encoding="utf-8")
+        _write("svg", args.svg, to_svg(timeline, args.name))
     if args.trace:
-        args.trace.write_text(to_trace(timeline), encoding="utf-8")
+        _write("trace", args.trace, to_trace(timeline))
     return 0
 
 
 def _export(args: argparse.Namespace) -> int:
-    text = to_csv(_schedule(args))
+    exported = to_csv(_schedule(args))
     if args.csv:
-        args.csv.write_text(text, encoding="utf-8")
+        _write("csv", args.csv, exported)
     else:
-        print(text, end="")
+        print(exported, end="")
     return 0
+
+
+def _write(option: str, file: Path, content: str) -> None:
+    """Writes what an option asked for.
+
+    Raises:
+        ValueError: If nothing can be written there.
+    """
+    try:
+        file.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"`--{option}` is {shown(str(file))}, which cannot be written: {error.strerror}. Give "
+            "a file in a folder that is there, on a disk with room."
+        ) from None
 
 
 def _simulate(args: argparse.Namespace) -> int:
@@ -124,7 +165,7 @@ def _check(args: argparse.Namespace) -> int:
 def _schedule(args: argparse.Namespace) -> Schedule:
     """The schedule the arguments name, checked."""
     given = {name: getattr(args, name) for name in _COUNTS if getattr(args, name) is not None}
-    if args.name not in FAMILIES and (args.name.endswith(".csv") or Path(args.name).is_file()):
+    if args.name not in FAMILIES and (args.name.endswith(".csv") or is_file(args.name)):
         if given:
             names = ", ".join(f"--{name}" for name in given)
             raise ValueError(f"{args.name} is a file and has its counts. Leave out {names}.")
@@ -133,21 +174,37 @@ def _schedule(args: argparse.Namespace) -> Schedule:
     for name in ("ranks", "microbatches"):
         if name not in given:
             raise ValueError(f"`--{name}` is missing. Give the number of {name}.")
-    return check(build(args.name, **given))
+    try:
+        return check(build(args.name, **given))
+    except ValueError as error:
+        ours = {f"`{name}`": f"`--{name}`" for name in _COUNTS}
+        raise ValueError(_renamed(str(error), ours)) from None
 
 
 def _timeline(args: argparse.Namespace) -> Timeline:
-    schedule, costs = _schedule(args), parse_costs(args.costs, args.transfer)
-    if args.lock_step:
-        return simulate_ticks(lock_step(schedule, costs), costs)
-    return simulate(schedule, costs)
+    costs = parse_costs(args.costs, args.transfer)
+    schedule = _schedule(args)
+    try:
+        if args.lock_step:
+            return simulate_ticks(lock_step(schedule, costs), costs)
+        return simulate(schedule, costs)
+    except ValueError as error:
+        letters = {"forward": "F", "input": "I", "weight": "W"}
+        names = {f"`{name}`": f"{letter} of `--costs`" for name, letter in letters.items()}
+        raise ValueError(_renamed(str(error), {**names, "`transfer`": "`--transfer`"})) from None
+
+
+def _renamed(message: str, names: Mapping[str, str]) -> str:
+    for name, ours in names.items():
+        message = message.replace(name, ours)
+    return message
 
 
 def parse_costs(costs: str, transfer: str) -> Costs:
     """Reads `F,I,W`, each a number or numbers per stage with `/` between them."""
     parts = costs.split(",")
     if len(parts) != 3:
-        raise ValueError(f"`--costs` is {costs!r}. Give three costs F,I,W, such as 10,12,8.")
+        raise ValueError(f"`--costs` is {shown(costs)}. Give three costs F,I,W, such as 10,12,8.")
     forward, inputs, weight = (
         _number("costs", part)
         if "/" not in part
@@ -157,12 +214,14 @@ def parse_costs(costs: str, transfer: str) -> Costs:
     return Costs(forward, inputs, weight, transfer=_number("transfer", transfer))
 
 
-def _number(argument: str, text: str) -> int | float:
+def _number(argument: str, written: str) -> int | float:
     """An integer stays one, so that times are exact."""
     try:
-        return float(text) if not text.strip().isdecimal() else int(text)
+        return float(written) if not written.strip().isdecimal() else int(written)
     except ValueError:
-        raise ValueError(f"`--{argument}` has {text!r}, which is no number. Give one.") from None
+        raise ValueError(
+            f"`--{argument}` has {shown(written)}, which is no number. Give one."
+        ) from None
 
 
 def _figures(timeline: Timeline) -> dict[str, object]:

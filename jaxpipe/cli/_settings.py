@@ -3,6 +3,8 @@
 import argparse
 from typing import TYPE_CHECKING
 
+from .._input import is_file
+
 if TYPE_CHECKING:  # the imports that take long happen when a command runs
     from ..train import Config
 
@@ -26,6 +28,16 @@ def read_settings(settings: list[str]) -> "Config":
     from ..models import PRESETS
     from ..train import load_config
 
-    files = [text for text in settings if text.endswith((".yml", ".yaml"))]
+    files = [text for text in settings if _is_config_file(text)]
     overrides = [text for text in settings if text not in files]
     return load_config(files, overrides, presets=PRESETS)
+
+
+def _is_config_file(text: str) -> bool:
+    """Returns whether a word names a file. `tokenizer_path=x.yml` does not, `lr=3.yml` may."""
+    from ..train import Config
+
+    key, equals, _ = text.partition("=")
+    is_pair = bool(equals) and (key in Config.model_fields or key.isidentifier())
+    is_known = key in Config.model_fields or not is_file(text)
+    return text.endswith((".yml", ".yaml")) and not (is_pair and is_known)

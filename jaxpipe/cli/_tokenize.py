@@ -1,8 +1,8 @@
 """`jaxpipe tokenize FILE.bin [CONFIG.yml ...] [key=value ...]`"""
 
 import argparse
-from pathlib import Path
 
+from ._options import path
 from ._settings import add_settings, read_settings
 
 _HELP = "write the data of a run as a file of tokens, which later runs read without loading it"
@@ -11,7 +11,7 @@ _HELP = "write the data of a run as a file of tokens, which later runs read with
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Registers the command."""
     parser = subparsers.add_parser("tokenize", help=_HELP, description=_HELP.capitalize() + ".")
-    parser.add_argument("file", type=Path, metavar="FILE.bin", help="the file to write")
+    parser.add_argument("file", type=path, metavar="FILE.bin", help="the file to write")
     add_settings(parser)
     parser.set_defaults(func=run)
 

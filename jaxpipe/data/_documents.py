@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
+from .._input import MOST_JSON_BYTES, listed, parse_json, shortened
 from ._files import files_of
 from ._source import Source
 from ._tables import arrow_documents, parquet_documents
@@ -53,9 +54,10 @@ def _read(file: Path | Traversable) -> str:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
         raise ValueError(
-            f"{str(file)!r} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}. "
-            "Convert it, for example with iconv."
+            f"{str(file)!r} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}, "
+            f"in line {line}. Convert it, for example with iconv."
         ) from None
     # As text files open everywhere: separators are written with \n.
     return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
@@ -71,34 +73,41 @@ def _split(text: str, separator: str) -> Iterator[str]:
 def _jsonl(file: Path, field: str) -> Iterator[str]:
     """One document a line. Blank lines are none."""
     with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        number = 0
+        while line := lines.readline(MOST_JSON_BYTES + 1):
+            number += 1
+            where = f"{str(file)!r}, line {number},"
+            if len(line) > MOST_JSON_BYTES:
+                raise ValueError(
+                    f"{where} has more than {MOST_JSON_BYTES:,} bytes. Give an object a line, each "
+                    "of one document."
+                )
             if line.strip():
-                yield _of_line(line, field, f"{str(file)!r}, line {number},")
+                yield _of_line(line, field, where)
 
 
 def _of_line(line: bytes, field: str, where: str) -> str:
     try:
-        values = json.loads(line.decode("utf-8"))
+        text = line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{where} is not UTF-8: byte 0x{line[error.start]:02x} at offset {error.start} of the "
             "line. Repair or remove it."
         ) from None
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{where} is not JSON: {error.msg.removesuffix(' at')} at character {error.pos + 1}. "
-            "Repair or remove it."
-        ) from None
+    try:
+        values = parse_json(text, where)
+    except ValueError as error:
+        raise ValueError(f"{error} Repair or remove it.") from None
     if not isinstance(values, dict):
         raise ValueError(f"{where} holds a {type(values).__name__}. Give an object a line.")
     if field not in values:
         raise ValueError(
-            f"{where} has no field {field!r}: it has {', '.join(map(repr, values)) or 'none'}. Set "
+            f"{where} has no field {field!r}: it has {listed(values)}. Set "
             "`text_field` to the one that holds the text, or repair the line."
         )
     if not isinstance(values[field], str):
         raise ValueError(
-            f"{where} has {json.dumps(values[field])[:40]} in {field!r}. Give a string."
+            f"{where} has {shortened(json.dumps(values[field]), 40)} in {field!r}. Give a string."
         )
     return _checked(values[field], field, where)
 

@@ -1,9 +1,11 @@
 """The files that paths name, in order."""
 
+import os
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
+from .._input import is_file
 from ._source import Kind
 
 BUILTIN = "builtin:"
@@ -31,9 +33,9 @@ def files_of(path: str, kind: Kind, *, key: str) -> list[Path] | list[Traversabl
     """
     if path.startswith(BUILTIN):
         return [_builtin(path, kind, key)]
-    if Path(path).is_dir():
+    if os.path.isdir(path):
         found = (file for file in Path(path).rglob("*") if file.suffix in ENDINGS[kind])
-        files = sorted(file for file in found if file.is_file())
+        files = sorted(file for file in found if is_file(file))
         if not files:
             raise ValueError(
                 f"`{key}` names {path!r}, a folder without "
@@ -41,7 +43,9 @@ def files_of(path: str, kind: Kind, *, key: str) -> list[Path] | list[Traversabl
                 "one with such files."
             )
         return files
-    if not Path(path).is_file():
+    if os.path.exists(path) and not is_file(path):
+        raise ValueError(f"`{key}` names {path!r}, a device or a pipe. Give a regular file.")
+    if not is_file(path):
         also = f" or {BUILTIN}sonnets" if kind == "text" else ""
         raise ValueError(
             f"`{key}` names {path!r}, which does not exist. Give a file, a folder{also}."

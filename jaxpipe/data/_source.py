@@ -2,7 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from .._input import plain_text
 
 Kind = Literal["text", "jsonl", "parquet", "arrow", "tokens"]
 TokenType = Literal["uint8", "uint16", "uint32", "int32", "int64"]
@@ -22,7 +24,8 @@ def _one_or_many(value: Any) -> Any:
     )
 
 
-Paths = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
+Name = Annotated[str, Field(max_length=4096), AfterValidator(plain_text)]
+Paths = Annotated[tuple[Name, ...], BeforeValidator(_one_or_many)]
 
 
 class Source(BaseModel):
@@ -43,11 +46,11 @@ class Source(BaseModel):
 
     type: Kind
     files: Paths
-    weight: Annotated[float, Field(gt=0)] = 1.0
-    text_separator: str = "\n\n\n"
-    text_field: str = "text"
+    weight: Annotated[float, Field(gt=0, le=1e9)] = 1.0
+    text_separator: Annotated[str, Field(max_length=4096)] = "\n\n\n"
+    text_field: Name = "text"
     token_dtype: TokenType = "uint16"
-    token_eod: Annotated[int, Field(ge=0)] | None = None
+    token_eod: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> "Source":

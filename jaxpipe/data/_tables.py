@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._input import listed, shortened
+
 if TYPE_CHECKING:
     import pyarrow
 
@@ -49,7 +51,8 @@ def _documents(
                 row += 1
                 yield _text(value, f"{str(file)!r}, row {row},", column)
     except (arrow.ArrowException, OSError) as error:
-        raise ValueError(f"{str(file)!r} cannot be read after row {row}: {error}") from None
+        what = shortened(str(error), 300)
+        raise ValueError(f"{str(file)!r} cannot be read after row {row}: {what}") from None
 
 
 def _text(value: Any, where: str, column: str) -> str:
@@ -68,7 +71,7 @@ def _check_column(schema: "pyarrow.Schema", column: str, file: Path) -> None:
     if column not in schema.names:
         raise ValueError(
             f"{str(file)!r} has no column {column!r}: it has "
-            f"{', '.join(map(repr, schema.names)) or 'none'}. Set `text_field` to the one that "
+            f"{listed(schema.names)}. Set `text_field` to the one that "
             "holds the text."
         )
     found = schema.field(column).type

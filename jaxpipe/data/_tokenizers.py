@@ -2,15 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
 
+from .._input import MEGABYTE, is_file, read_bytes, read_text, shortened, shown
+
 if TYPE_CHECKING:
     import sentencepiece
     import tokenizers
+
+_MOST_BYTES = 128 * MEGABYTE
+"""Of a tokenizer's file; the largest published ones have 35 MB."""
 
 # What the well-known tokenizers call the token that ends a document, tried in this order.
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
@@ -61,7 +65,15 @@ class HuggingFaceTokenizer:
     eod: int
 
     def encode(self, text: str) -> Int32[np.ndarray, " N"]:
-        return np.asarray(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        try:
+            encoded = self.tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # the Rust side raises plain Exception
+            raise ValueError(
+                f"The tokenizer cannot encode {shown(text, 40)}: {shortened(str(error), 300)}. "
+                "Repair the tokenizer.json that `tokenizer_path` names: it may lack its token for "
+                "unknown words."
+            ) from None
+        return np.asarray(encoded.ids, np.int32)
 
     def decode(self, ids: Sequence[int] | Int32[np.ndarray, " N"]) -> str:
         """The text without special tokens."""
@@ -109,7 +121,7 @@ def load_tokenizer(path: str, *, vocab_size: int) -> Tokenizer:
 
 
 def _from_file(path: str) -> Tokenizer:
-    if not Path(path).is_file():
+    if not is_file(path):
         raise ValueError(f'`tokenizer_path` is {path!r}, which is not a file. Give "" for bytes.')
     return _sentencepiece(path) if path.endswith(".model") else _hugging_face(path)
 
@@ -123,11 +135,13 @@ def _sentencepiece(path: str) -> SentencePieceTokenizer:
             f'({error}). `pip install "jaxpipe[data]"`.'
         ) from error
     processor = sentencepiece.SentencePieceProcessor()
+    data = read_bytes(path, most_bytes=_MOST_BYTES)
     try:
-        processor.load(path)
+        processor.LoadFromSerializedProto(data)
     except (RuntimeError, OSError) as error:
         raise ValueError(
-            f"`tokenizer_path` is {path!r}, which is not a model of sentencepiece: {error}"
+            f"`tokenizer_path` is {path!r}, which is not a model of sentencepiece: "
+            f"{shortened(str(error), 300)}"
         ) from None
     if processor.eos_id() < 0:
         raise ValueError(
@@ -141,10 +155,15 @@ def _hugging_face(path: str) -> HuggingFaceTokenizer:
     import tokenizers
 
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(path)
-    except Exception as error:  # the Rust side raises plain Exception
+        tokenizer = tokenizers.Tokenizer.from_str(read_text(path, most_bytes=_MOST_BYTES))
+    except ValueError:
+        raise
+    except BaseException as error:  # the Rust side raises plain Exception, or panics
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
         raise ValueError(
-            f"`tokenizer_path` is {path!r}, which is not a tokenizer.json: {error}"
+            f"`tokenizer_path` is {path!r}, which is not a tokenizer.json: "
+            f"{shortened(str(error), 300)}"
         ) from None
     # The file may say how a model that reads single sentences cuts and fills them.
     tokenizer.no_truncation()

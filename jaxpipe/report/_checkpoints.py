@@ -1,6 +1,5 @@
 """The checkpoints of a run as they lie on the disk. None is read."""
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from .._input import MOST_JSON_BYTES, parse_json, read_text
 from ..train import is_complete
 
 
@@ -77,9 +77,10 @@ def _state(step: Path, suffix: str) -> str:
 def _has_its_sizes(step: Path) -> bool:
     """Whether files have the sizes they had when the step was complete, as far as that is known."""
     try:
-        wanted = json.loads((step / "digests.json").read_text(encoding="utf-8"))
+        file = step / "digests.json"
+        if not file.exists():
+            return True
+        wanted = parse_json(read_text(file, most_bytes=MOST_JSON_BYTES), str(file))
         return all((step / name).stat().st_size == size for name, (size, _) in wanted.items())
-    except FileNotFoundError as error:
-        return error.filename == str(step / "digests.json")
     except (OSError, ValueError, TypeError, AttributeError):
         return False

@@ -1,6 +1,5 @@
 """The page: a template, filled with what is known of a run."""
 
-import importlib.metadata
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
+from .. import __version__
 from ..train import Setup
 from . import _memory, _pictures
 from ._charts import chart_data, main_and_more
@@ -69,7 +69,7 @@ def render(
             changed=[(s.key, s.value, s.default, _meaning(s)) for s in rows if s.source],
             settings=[(s.key, s.value, s.meaning) for s in rows],
             made=f"{now:%Y-%m-%d %H:%M} UTC",
-            version=importlib.metadata.version("jaxpipe"),
+            version=__version__,
             data=data,
             **_tables(run, setup, compiled),
         )

@@ -1,10 +1,10 @@
 """A run's schedule as pictures: what is predicted, and what a traced step did."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from .. import schedules
+from .._input import MOST_JSON_BYTES, parse_json, read_text, shown
 from ..schedules import Timed, Timeline
 from ..train import Setup, held_at_most, predicted_timeline
 
@@ -60,7 +60,8 @@ def traced(file: Path) -> list[Picture]:
         ValueError: If it is no trace of `mpmd_trace_step`.
     """
     try:
-        events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+        text = read_text(file, most_bytes=MOST_JSON_BYTES)
+        events = parse_json(text, str(file))["traceEvents"]
         names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
         rows: dict[str, dict[int, list[Timed]]] = {}
         for event in events:
@@ -78,9 +79,10 @@ def traced(file: Path) -> list[Picture]:
             _drawn(titles[kind], f"{step.capitalize()}, milliseconds", _timeline(ranks))
             for kind, ranks in rows.items()
         ]
-    except (ValueError, TypeError, KeyError, AttributeError, UnicodeDecodeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise ValueError(
-            f"{file} is no trace of `mpmd_trace_step`: {error!r}. Remove it, or write it again."
+            f"{file} is no trace of `mpmd_trace_step`: {shown(error)}. Remove it, or write it "
+            "again."
         ) from None
 
 

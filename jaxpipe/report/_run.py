@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from .._input import read_text
 from ..sharding import AXES
-from ..train import Config, read_metrics, read_starts
+from ..train import MOST_YAML_BYTES, Config, load_yaml, read_metrics, read_starts
 from ._checkpoints import Saved, saved_steps
 from ._series import Series, to_series
 
@@ -63,7 +62,7 @@ def read_run(folder: Path) -> Run:
         ValueError: If it is no folder of a run, has no step yet, or a file in it is broken.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder. Give that of a run: `output_dir/run_name`.")
+        raise ValueError(f"{folder} is not a folder. Give that of a run: `output_dir/run_name`.")
     file = folder / "metrics.jsonl"
     for needed in (folder / "config.yml", file):
         if not needed.is_file():
@@ -105,10 +104,7 @@ def num_devices(run: Run) -> int | None:
 
 
 def _config_values(file: Path) -> Values:
-    try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not valid YAML: {error}") from None
+    values = load_yaml(read_text(file, most_bytes=MOST_YAML_BYTES), str(file))
     if not isinstance(values, dict):
         raise ValueError(f"{file} holds no `key: value` lines.")
     return {str(key): value for key, value in values.items()}

@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
+from .._input import shown
+
 
 class Op(Enum):
     """What is done to a microbatch. Zero-bubble papers write "B" for `I`: we never do."""
@@ -56,7 +58,8 @@ class Pair:
 Step = Action | Pair
 
 # No leading zeros, ASCII digits: every text has one reading and every reading one text.
-_NUMBER = "(0|[1-9][0-9]*)"
+# (Python reads no number of thousands of digits.)
+_NUMBER = "(0|[1-9][0-9]{0,99})"
 _ACTION = re.compile(f"{_NUMBER}([FBIW]){_NUMBER}(?:s{_NUMBER})?")
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
@@ -70,7 +73,7 @@ def parse_action(text: str) -> Action:
     match = _ACTION.fullmatch(text)
     if match is None:
         raise ValueError(
-            f"{text!r} is not an action. Write stage, one of F, B, I, W, and microbatch, "
+            f"{shown(text)} is not an action. Write stage, one of F, B, I, W, and microbatch, "
             "such as 3F0, with s and a number for a sequence slice, such as 3F0s1."
         )
     stage, op, microbatch, piece = match.groups()

@@ -1,5 +1,6 @@
 """Is a schedule right? Complete, in an order its dependencies allow, and free from deadlock."""
 
+from .._input import shortened
 from ._action import Action, Op, actions_of
 from ._dependencies import ScheduleError, mark, results, runnable_order
 from ._schedule import Schedule, slice_names
@@ -81,7 +82,7 @@ def _absent(schedule: Schedule, result: Action, found: _Found) -> str:
     whole = Action(result.stage, Op.B, result.microbatch, result.slice)
     neither_half = result.op is Op.I and results(whole)[1] not in found
     name = f"{result} (or {whole})" if neither_half else f"{result}"
-    return f"No rank runs {name}. Add it to {where}:\n{schedule}"
+    return f"No rank runs {name}. Add it to {where}:\n{shortened(str(schedule), 2000)}"
 
 
 def _check_same_rank(schedule: Schedule, found: _Found) -> None:

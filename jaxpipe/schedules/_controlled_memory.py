@@ -8,9 +8,11 @@ of the warmup and the cooldown move earlier while no rank's peak rises, W's take
 free, and at last only the order is kept.
 """
 
+from math import isqrt
+
 from ._action import Action, Op
 from ._placement import v_stage
-from ._require import require_positive
+from ._require import require, require_positive
 from ._schedule import Schedule
 
 _PERIOD = 6
@@ -48,7 +50,16 @@ def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
     return _from_blocks(blocks, num_microbatches)
 
 
+_MOST_WORK = 1 << 23
+
+
 def _from_blocks(blocks: list[tuple[int, int, int, int]], num_microbatches: int) -> Schedule:
+    require(
+        len(blocks) * num_microbatches**2 <= _MOST_WORK,
+        f"`num_microbatches` is {num_microbatches} for {len(blocks)} ranks, and the time to build "
+        "this schedule grows with its square.",
+        f"Give at most {isqrt(_MOST_WORK // len(blocks))}.",
+    )
     ranks = [
         {
             (kind, m): start + _PERIOD * m

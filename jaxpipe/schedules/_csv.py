@@ -8,9 +8,11 @@ import io
 from collections.abc import Iterator
 from pathlib import Path
 
+from .._input import MEGABYTE, read_text, shown
 from ._action import Step, parse_step
 from ._check import check
-from ._schedule import Schedule, from_programs
+from ._require import MOST_FORWARDS, MOST_RANKS, require
+from ._schedule import Schedule, from_programs, num_slices
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -26,8 +28,31 @@ def from_csv(text: str) -> Schedule:
         ScheduleError: If an action is missing, there twice, or could never run.
     """
     lines = [(i, line) for i, line in enumerate(io.StringIO(text), start=1) if _is_row(line)]
+    require(
+        len(lines) <= MOST_RANKS,
+        f"There are {len(lines)} rows, one for each rank.",
+        f"Give at most {MOST_RANKS}.",
+    )
     programs = tuple(tuple(_row(line, number)) for number, line in lines)
-    return check(from_programs(programs))
+    num_steps = sum(map(len, programs))
+    require(
+        num_steps <= 3 * MOST_FORWARDS,
+        f"There are {num_steps} actions.",
+        f"Give at most {3 * MOST_FORWARDS}.",
+    )
+    schedule = from_programs(programs)
+    for name, count in (
+        ("stages", schedule.num_stages),
+        ("microbatches", schedule.num_microbatches),
+        ("slices", num_slices(schedule)),
+    ):
+        # Nothing is made as large as a number says before all actions are known to be there.
+        require(
+            count <= num_steps * 2,
+            f"The actions are of {shown(count)} {name}, and there are {num_steps} of them.",
+            "Some are missing, or a number is wrong.",
+        )
+    return check(schedule)
 
 
 def write_csv(schedule: Schedule, path: str | Path) -> None:
@@ -36,9 +61,14 @@ def write_csv(schedule: Schedule, path: str | Path) -> None:
 
 
 def read_csv(path: str | Path) -> Schedule:
-    """Reads and checks a file; errors begin with its name. See `from_csv`."""
+    """Reads and checks a file; errors begin with its name. See `from_csv`.
+
+    Raises:
+        ValueError: If it is no regular file of UTF-8, or larger than 16 MiB.
+    """
+    text = read_text(path, most_bytes=16 * MEGABYTE)
     try:
-        return from_csv(Path(path).read_text(encoding="utf-8-sig"))
+        return from_csv(text)
     except ValueError as error:
         raise type(error)(f"{path}: {error}") from None
 
@@ -49,7 +79,11 @@ def _is_row(line: str) -> bool:
 
 def _row(line: str, number: int) -> Iterator[Step]:
     """The steps of one line. A row of commas alone is a rank without actions."""
-    for place, cell in enumerate(next(csv.reader([line])), start=1):
+    try:
+        cells = next(csv.reader([line]))
+    except csv.Error as error:
+        raise ValueError(f"Row {number}: {error}.") from None
+    for place, cell in enumerate(cells, start=1):
         if not cell.strip():
             continue
         try:

@@ -3,10 +3,15 @@
 Everything that looks at a whole schedule (checking, simulating, compiling) walks it in this order.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
+from heapq import heappop, heappush
 
 from ._action import Action, Op, Step, actions_of
 from ._schedule import Schedule, num_slices
+
+_MOST_DRAWN = 400  # actions
+_MOST_WAITING = 16  # ranks
 
 
 class ScheduleError(ValueError):
@@ -58,17 +63,25 @@ def runnable_order(schedule: Schedule) -> list[tuple[int, Step]]:
     places = [0] * len(schedule.programs)
     done: set[Action] = set()
     order: list[tuple[int, Step]] = []
-    moved = True
-    while moved:
-        moved = False
-        for rank, program in enumerate(schedule.programs):
-            while places[rank] < len(program) and done.issuperset(waits[rank][places[rank]]):
-                step = program[places[rank]]
-                for action in actions_of(step):
-                    done.update(results(action))
-                order.append((rank, step))
-                places[rank] += 1
-                moved = True
+    # Rank by rank, round after round. A rank that waits is left out until what it waits for is
+    # done: later in the same round, or in the next one if its turn is over.
+    turns = [(0, rank) for rank in range(len(schedule.programs))]
+    waiting: defaultdict[Action, list[int]] = defaultdict(list)
+    while turns:
+        turn, rank = heappop(turns)
+        program = schedule.programs[rank]
+        while places[rank] < len(program):
+            missing = next((need for need in waits[rank][places[rank]] if need not in done), None)
+            if missing is not None:
+                waiting[missing].append(rank)
+                break
+            step = program[places[rank]]
+            order.append((rank, step))
+            places[rank] += 1
+            for result in (result for action in actions_of(step) for result in results(action)):
+                done.add(result)
+                for other in waiting.pop(result, ()):
+                    heappush(turns, (turn if other > rank else turn + 1, other))
     if len(order) < sum(map(len, schedule.programs)):
         stuck = {
             rank: next(need for need in waits[rank][place] if need not in done)
@@ -106,7 +119,8 @@ def _deadlock(schedule: Schedule, places: list[int], waits: dict[int, Action]) -
     return "\n".join(
         [
             "The schedule deadlocks:",
-            *(f"  {line}" for line in lines),
+            *(f"  {line}" for line in lines[:_MOST_WAITING]),
+            *(["  ..."] if len(lines) > _MOST_WAITING else []),
             "Move the marked action behind what it waits for, or that before it:",
             mark(schedule, culprit, places[culprit]),
         ]
@@ -126,11 +140,19 @@ def _culprit(waits: dict[int, Action], producer: dict[Action, int]) -> int:
 
 
 def mark(schedule: Schedule, rank: int, place: int) -> str:
-    """The grid of a schedule, one line per rank, with `<- here` behind one action."""
+    """Returns the grid of a schedule, one line per rank, with `<- here` behind one action.
+
+    Of a large schedule, what is around the action.
+    """
+    is_large = sum(map(len, schedule.programs)) > _MOST_DRAWN
+    first, end = (max(0, place - 8), place + 8) if is_large else (0, None)
     lines = []
     for row, program in enumerate(schedule.programs):
-        words = [str(step) for step in program]
+        if is_large and abs(row - rank) > 4:
+            continue
+        words = [str(step) for step in program[first:end]]
         if row == rank:
-            words.insert(place + 1, "<- here")
-        lines.append(f"  {' '.join(words)}")
+            words.insert(place + 1 - first, "<- here")
+        words = [*(["..."] if first else []), *words, *(["..."] if end else [])]
+        lines.append(f"  {f'rank {row}: ' if is_large else ''}{' '.join(words)}")
     return "\n".join(lines)

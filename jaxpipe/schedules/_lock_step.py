@@ -46,12 +46,31 @@ def lock_step(schedule: Schedule, costs: Costs | None = None, *, spare: int | No
             key=lambda found: found[0],
         )
 
+    tries = _affordable_tries(plain)
     if spare is not None:
         return cheapest(spare)[1]
     *lean, most = _spares(plain)
+    thinned = max(1, -(-len(lean) // max(1, tries // len(lags))))
     cost, grid = cheapest(most)
+    lean = lean[::thinned]
     enough = max(cost, makespan(simulate(plain, costs)))
     return next((g for c, g in map(cheapest, lean) if c <= enough), grid)
+
+
+_MOST_TURNS = 3_000_000
+"""Turns of ranks, one in each tick of each grid that is tried: some 30 seconds."""
+
+
+def _affordable_tries(schedule: Schedule) -> int:
+    """Returns how many grids of a schedule may be tried: all, unless it is very large."""
+    ticks = makespan(simulate(schedule, Costs()))
+    tries = int(_MOST_TURNS / max(1, ticks * num_ranks(schedule)))
+    require(
+        tries > 0,
+        f"The schedule has {num_ranks(schedule)} ranks and lasts {ticks:g} actions.",
+        "That is too large to be put in lock-step: give fewer ranks or microbatches.",
+    )
+    return tries
 
 
 def _spares(schedule: Schedule) -> tuple[int, ...]:

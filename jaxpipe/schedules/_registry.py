@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from .._input import shown
 from ._controlled_memory import v_half, v_min
 from ._dualpipe import dualpipe, dualpipev
 from ._gpipe import gpipe
@@ -17,6 +18,7 @@ from ._interleaved import (
 )
 from ._looped_bfs import circular, looped_bfs
 from ._one_f_one_b import eager_one_f_one_b, one_f_one_b
+from ._require import require_positive, require_small
 from ._schedule import Schedule
 from ._seq1f1b import seq1f1b
 from ._zbv import zbv
@@ -115,6 +117,7 @@ _KEYWORDS = {
     "latency": "latency",
     "spare": "spare",
 }
+_MAY_BE_ZERO = ("latency", "spare")
 
 
 def family(name: str) -> Family:
@@ -125,9 +128,9 @@ def family(name: str) -> Family:
     """
     if name in FAMILIES:
         return FAMILIES[name]
-    nearest = get_close_matches(name, FAMILIES, n=1, cutoff=0)[0]
+    nearest = get_close_matches(name[:80], FAMILIES, n=1, cutoff=0)[0]
     raise ValueError(
-        f"`name` is {name!r}, which is no schedule. Did you mean {nearest!r}? "
+        f"`name` is {shown(name)}, which is no schedule. Did you mean {nearest!r}? "
         f"Give one of {', '.join(FAMILIES)}."
     )
 
@@ -178,7 +181,21 @@ def build(
                 f"{' and '.join(f'`{taken}`' for taken in chosen.takes) or 'none such'}. "
                 f"Leave `{option}` out, or choose one of {others}."
             )
+    counts = {"ranks": ranks, "microbatches": microbatches, **given}
+    require_positive(**{name: counts[name] for name in counts if name not in _MAY_BE_ZERO})
+    require_small(ranks, microbatches, given.get("chunks", 2), given.get("slices", 1))
     if chosen.group is not None and group is None:
         given["group"] = chosen.group(ranks, microbatches)
     keywords = {_KEYWORDS[option]: value for option, value in given.items()}
-    return chosen.builder(ranks, microbatches, **keywords)
+    try:
+        return chosen.builder(ranks, microbatches, **keywords)
+    except ValueError as error:
+        raise ValueError(_in_words_of_build(str(error))) from None
+
+
+def _in_words_of_build(message: str) -> str:
+    """Returns a builder's message with the names that `build` has for its arguments."""
+    builders = {"num_ranks": "ranks", "num_stages": "ranks", "num_microbatches": "microbatches"}
+    for name, theirs in (*((v, k) for k, v in _KEYWORDS.items()), *builders.items()):
+        message = message.replace(f"`{name}`", f"`{theirs}`")
+    return message

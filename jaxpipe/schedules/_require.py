@@ -1,11 +1,27 @@
 """What every builder asks of its counts, said in one way."""
 
+MOST_RANKS = 4096
+MOST_FORWARDS = 1 << 16
+"""Of a schedule: stages x microbatches x slices. Larger ones take minutes to be checked."""
+
 
 def require_positive(**counts: int) -> None:
     """Refuses counts below 1, naming the argument."""
     for name, count in counts.items():
         if count < 1:
             raise ValueError(f"`{name}` is {count}. Give at least 1.")
+
+
+def require_small(ranks: int, microbatches: int, chunks: int, slices: int) -> None:
+    """Refuses counts of schedules that are too large to be worked with."""
+    require(ranks <= MOST_RANKS, f"`ranks` is {ranks}.", f"Give at most {MOST_RANKS}.")
+    product = ranks * microbatches * chunks * slices
+    require(
+        product <= MOST_FORWARDS,
+        f"`ranks` {ranks} x `microbatches` {microbatches} x {chunks} stages per rank x {slices} "
+        f"slice(s) are {product} forwards.",
+        f"Schedules of up to {MOST_FORWARDS} are built: give fewer.",
+    )
 
 
 def require(holds: bool, problem: str, remedy: str) -> None:

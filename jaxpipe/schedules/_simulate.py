@@ -5,9 +5,12 @@ Time has no unit here: that of the costs. Where they are integers or fractions, 
 
 from dataclasses import dataclass
 
+from .._input import shown
 from ._action import Action, Op, Pair, Step, actions_of
 from ._dependencies import needs, results, runnable_order
 from ._schedule import Schedule, num_slices, without_pairs
+
+_LEAST_TIME, _MOST_TIME = 1e-9, 1e15  # sums of them keep their digits
 
 Time = int | float
 PerStage = Time | tuple[Time, ...]
@@ -97,8 +100,11 @@ def check_costs(costs: Costs, num_stages: int) -> None:
                 f"`{name}` has {len(cost)} entries for {num_stages} stages. "
                 "Give one number, or one per stage in forward order."
             )
-        if not all(0 <= value < float("inf") for value in each):
-            raise ValueError(f"`{name}` is {cost}. Give times of 0 or more.")
+        if not all(value == 0 or _LEAST_TIME <= value <= _MOST_TIME for value in each):
+            raise ValueError(
+                f"`{name}` is {shown(cost)}. Give times of 0 or more; if not 0, from "
+                f"{_LEAST_TIME:g} to {_MOST_TIME:g}."
+            )
 
 
 def duration(step: Step, costs: Costs) -> Time:

@@ -7,6 +7,8 @@ from ._action import Pair, Step
 from ._measure import makespan
 from ._simulate import Time, Timeline
 
+_MOST_COLUMNS = 10_000
+
 
 def grid(timeline: Timeline, unit: Time) -> str:
     """Draws a timeline, `unit` of time to a column.
@@ -39,14 +41,16 @@ def time_unit(timeline: Timeline) -> Time:
     """A unit to draw a timeline in.
 
     The longest time of which every start and end is a whole multiple. Where that makes more than
-    500 columns, the length of the shortest action instead, and places are rounded.
+    500 columns, the length of the shortest action instead, or a 10,000th of the whole if that is
+    longer, and places are rounded.
     """
     timed = [timed for row in timeline.rows for timed in row]
     times = [Fraction(time) for t in timed for time in (t.start, t.end)]
     below = lcm(*(time.denominator for time in times))
     unit = Fraction(gcd(*(int(time * below) for time in times)), below) or Fraction(1)
     if makespan(timeline) > 500 * unit:
-        return min((t.end - t.start for t in timed if t.end > t.start), default=1)
+        shortest = min((t.end - t.start for t in timed if t.end > t.start), default=1)
+        return max(shortest, makespan(timeline) / _MOST_COLUMNS)
     return unit.numerator if unit.denominator == 1 else float(unit)
 
 

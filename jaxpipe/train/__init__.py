@@ -56,3 +56,5 @@ from ._step import place_step as place_step
 from ._stop import RunError as RunError
 from ._stop import TerminatedError as TerminatedError
 from ._stop import bad_step as bad_step
+from ._yaml import MOST_YAML_BYTES as MOST_YAML_BYTES
+from ._yaml import load_yaml as load_yaml

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from .._input import plain_text
 from ..autodiff import POLICIES, Place
 from ..data import Kind, Paths, Source, TokenType
 from ._optimizer import SHAPES
@@ -24,14 +25,21 @@ def _count_or_auto(value: int) -> int:
     return value
 
 
-CountOrAuto = Annotated[int, AfterValidator(_count_or_auto)]
-Count = Annotated[int, Field(ge=1)]
-CountOrNone = Annotated[int, Field(ge=0)]
+_MOST = 2**31 - 1  # of an int32
+CountOrAuto = Annotated[int, Field(le=_MOST), AfterValidator(_count_or_auto)]
+Count = Annotated[int, Field(ge=1, le=_MOST)]
+CountOrNone = Annotated[int, Field(ge=0, le=_MOST)]
+Layers = Annotated[int, Field(ge=1, le=10_000)]
+Devices = Annotated[int, Field(ge=0, le=1024)]  # more take minutes to be emulated
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
+Minutes = Annotated[float, Field(ge=0, le=1e7)]
+Text = Annotated[str, Field(max_length=4096)]
+Name = Annotated[Text, AfterValidator(plain_text)]
 FloatType = Literal["bfloat16", "float32"]
 Sources = Annotated[tuple[Source, ...], BeforeValidator(_tuples)]
 AxisRule = tuple[str, str | tuple[str, ...] | None]
@@ -59,17 +67,17 @@ class Keys(BaseModel):
     )
 
     # The run.
-    run_name: str = "default"
-    output_dir: str = "runs"
+    run_name: Name = "default"
+    output_dir: Name = "runs"
     steps: Count = 200
     log_period: Count = 1
-    max_minutes: NotNegative = 0.0
+    max_minutes: Minutes = 0.0
 
     # The model.
-    model_name: str = "llama-tiny"
+    model_name: Name = "llama-tiny"
     decoder_block: Literal["llama", "deepseek"] = "llama"
     base_emb_dim: Count = 64
-    base_num_decoder_layers: Count = 8
+    base_num_decoder_layers: Layers = 8
     base_num_query_heads: Count = 4
     base_num_kv_heads: Count = 2
     base_mlp_dim: Count = 192
@@ -117,12 +125,12 @@ class Keys(BaseModel):
     # The data.
     dataset_type: Literal["synthetic", "mixture"] | Kind = "synthetic"
     data_files: Paths = ("builtin:sonnets",)
-    text_separator: str = "\n\n\n"
-    text_field: str = "text"
+    text_separator: Text = "\n\n\n"
+    text_field: Name = "text"
     token_dtype: TokenType = "uint16"
     token_eod: CountOrNone | None = None
     data_sources: Sources = ()
-    tokenizer_path: str = ""
+    tokenizer_path: Name = ""
     max_target_length: Count = 128
     per_device_batch_size: Positive = 8.0
     enable_data_shuffling: bool = True
@@ -157,14 +165,14 @@ class Keys(BaseModel):
 
     # Chance.
     init_weights_seed: Seed = 0
-    init_from: str = ""
+    init_from: Name = ""
     enable_dropout: bool = True
     dropout_seed: Seed = 0
 
     # The pipeline.
     pipeline_engine: Literal["none", "circular", "scheduled", "mpmd"] = "circular"
-    pipeline_schedule: str = "auto"
-    pipeline_layout: str = ""
+    pipeline_schedule: Name = "auto"
+    pipeline_layout: Name = ""
     pipeline_share_head: bool = False
     pipeline_parallel_layers: CountOrAuto = -1
     num_layers_per_pipeline_stage: Count = 1
@@ -214,24 +222,24 @@ class Keys(BaseModel):
     shard_mode: Literal["auto", "explicit"] = "auto"
     shard_optimizer_over_data: bool = False
     debug_sharding: bool = False
-    compile_xla_flags: str = ""
-    emulate_devices: CountOrNone = 0
+    compile_xla_flags: Name = ""
+    emulate_devices: Devices = 0
     distributed: bool = False
     deterministic: bool = False
-    step_timeout_minutes: NotNegative = 30.0
-    mpmd_timeout_seconds: Positive = 300.0
+    step_timeout_minutes: Minutes = 30.0
+    mpmd_timeout_seconds: Seconds = 300.0
     mpmd_trace_step: CountOrNone = 0
 
     # Checkpoints and reports.
     enable_checkpointing: bool = True
     checkpoint_period: Count = 100
-    checkpoint_minutes: NotNegative = 0.0
+    checkpoint_minutes: Minutes = 0.0
     async_checkpointing: bool = True
     max_to_keep: Count = 3
     enable_tensorboard: bool = True
     enable_wandb: bool = False
-    wandb_project: str = "jaxpipe"
+    wandb_project: Name = "jaxpipe"
     peak_tflops_per_device: NotNegative = 0.0
     enable_progress_bar: Literal["auto"] | bool = "auto"
-    profile_steps: str = ""
-    jax_cache_dir: str = ""
+    profile_steps: Name = ""
+    jax_cache_dir: Name = ""

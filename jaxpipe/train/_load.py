@@ -1,19 +1,24 @@
 """One config from many sources, weakest first: base.yml, the model's preset, files, overrides."""
 
-import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from importlib import resources
 from os import PathLike, fspath
-from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
+from .._input import read_text, shortened, shown
 from ._config import Config
+from ._yaml import MOST_YAML_BYTES, load_yaml
 
 Values = dict[str, Any]
+
+_TEXT_KEYS = {name for name, field in Config.model_fields.items() if field.annotation is str}
+"""Keys whose value is text, also where it looks like a number: `run_name=7`."""
+
+_MOST_PROBLEMS = 8
+"""Lines of one error."""
 
 
 def load_config(
@@ -37,7 +42,7 @@ def load_config(
             wrong type or range; all wrong values at once, each with where it came from.
     """
     base = parse_yaml(base_yaml(), "base.yml")
-    given = [(fspath(file), _read(Path(file))) for file in files]
+    given = [(fspath(file), _read(fspath(file))) for file in files]
     given += [("the command line", parse_override(text)) for text in overrides]
 
     name = _merged([("base.yml", base), *given])["model_name"]
@@ -54,31 +59,31 @@ def parse_override(text: str) -> Values:
     """`key=value` as a mapping with one key. No value at all is the empty string."""
     key, equals, value = text.partition("=")
     if not (key and equals):
-        raise ValueError(f"The override {text!r} is not `key=value`, such as `steps=10`.")
-    return {key: _load(value, f"the override {text!r}") if value.strip() else ""}
+        raise ValueError(f"The override {shown(text)} is not `key=value`, such as `steps=10`.")
+    found = load_yaml(value, f"The override {shown(text)}") if value.strip() else ""
+    is_number = isinstance(found, int | float) and not isinstance(found, bool)
+    return {key: value.strip() if is_number and key in _TEXT_KEYS else found}
 
 
 def parse_yaml(text: str, source: str) -> Values:
     """A YAML mapping. `source` names it in errors."""
-    values = _load(text, source)
+    values = load_yaml(text, source, text_keys=_TEXT_KEYS)
     if values is None:
         return {}
     if not isinstance(values, dict):
         raise ValueError(f"{source} holds a {type(values).__name__}. Write `key: value` lines.")
-    return {str(key): value for key, value in values.items()}
+    return {key if isinstance(key, str) else shown(key): value for key, value in values.items()}
 
 
-def _read(file: Path) -> Values:
-    if not file.is_file():
-        raise ValueError(f"`files` names {fspath(file)!r}, which is not a file.")
-    return parse_yaml(file.read_text(encoding="utf-8"), fspath(file))
+def _read(file: str) -> Values:
+    return parse_yaml(read_text(file, most_bytes=MOST_YAML_BYTES), file)
 
 
 def _preset(name: Any, presets: Mapping[str, Mapping[str, Any]]) -> Values:
     if not isinstance(name, str) or name not in presets:
         valid = ", ".join(sorted(presets))
         raise ValueError(
-            f"`model_name` is {name!r}.{_nearest(str(name), presets)} Models: {valid}."
+            f"`model_name` is {shown(name)}.{_nearest(str(name), presets)} Models: {valid}."
         )
     return dict(presets[name])
 
@@ -97,8 +102,8 @@ def _checked(sources: Sequence[tuple[str, Values]]) -> Config:
         for key in values:
             if key not in Config.model_fields:
                 raise ValueError(
-                    f"{source} sets `{key}`, which is no key.{_nearest(key, Config.model_fields)} "
-                    "`jaxpipe train --keys` lists them all."
+                    f"{source} sets `{shortened(key, 80)}`, which is no key."
+                    f"{_nearest(key, Config.model_fields)} `jaxpipe train --keys` lists them all."
                 )
     merged = _merged(sources)
     try:
@@ -109,19 +114,21 @@ def _checked(sources: Sequence[tuple[str, Values]]) -> Config:
 
 
 def _nearest(name: str, valid: Mapping[str, Any]) -> str:
-    near = get_close_matches(name, valid, n=1)
+    near = get_close_matches(name[:80], valid, n=1)
     return f" Did you mean `{near[0]}`?" if near else ""
 
 
 def _message(error: ValidationError, values: Values, origin: Mapping[str, str]) -> str:
     """One line for each wrong key, or for what does not fit together."""
     lines: dict[str, list[str]] = {}
-    for detail in error.errors():
+    for detail in error.errors(include_url=False, include_context=False, include_input=False):
         key = str(detail["loc"][0]) if detail["loc"] else ""
-        start = f"`{key}` is {values[key]!r} (from {origin[key]}). " if key else ""
+        start = f"`{key}` is {shown(values[key])} (from {origin[key]}). " if key else ""
         inside = _inside(detail["loc"][1:]) if key.endswith("data_sources") else ""
         lines.setdefault(start + inside, []).append(detail["msg"].removeprefix("Value error, "))
-    return "\n".join(start + _wish(messages) for start, messages in lines.items())
+    found = [start + _wish(messages) for start, messages in lines.items()]
+    rest = [f"and {len(found) - _MOST_PROBLEMS} more"] if len(found) > _MOST_PROBLEMS else []
+    return "\n".join([*found[:_MOST_PROBLEMS], *rest])
 
 
 def _inside(path: tuple[int | str, ...]) -> str:
@@ -133,46 +140,6 @@ def _inside(path: tuple[int | str, ...]) -> str:
 def _wish(messages: Sequence[str]) -> str:
     """Pydantic's "Input should be 'auto'", "Input should be a bool" as one sentence."""
     start = "Input should be "
-    first, *others = messages
+    first, *others = dict.fromkeys(messages[:_MOST_PROBLEMS])
     expected = " or ".join([first, *(message.removeprefix(start) for message in others)])
     return expected.replace(start, "It should be ").removesuffix(".") + "."
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML with two changes: 1e-3 is a number, and a key given twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"`{key}` stands there twice; keep one", node.start_mark
-                )
-        return super().construct_mapping(node, deep=deep)
-
-
-# YAML 1.1 wants a dot and a sign in a float's exponent and reads 1e-3 and 2.5e4 as strings.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$"),
-    list("-+.0123456789"),
-)
-
-
-def _load(text: str, source: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)  # a SafeLoader: plain data only
-    except yaml.constructor.ConstructorError as error:
-        raise ValueError(f"{source}: {_refusal(error)}") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"{source} is not valid YAML: {error}") from None
-
-
-def _refusal(error: yaml.constructor.ConstructorError) -> str:
-    if "determine a constructor" in (error.problem or ""):
-        return (
-            f"{error.problem}. A config is plain data; tags that would make Python objects are "
-            "refused. Remove the tag."
-        )
-    line = f" (line {error.problem_mark.line + 1})" if error.problem_mark else ""
-    return f"{error.problem}{line}."

@@ -64,7 +64,7 @@ def test_sizes_of_files_have_units():
 
 def test_wrong_arguments_give_one_message_and_exit_code_2(tmp_path, capsys):
     nowhere, out = tmp_path / "nowhere", tmp_path / "out"
-    assert f"{nowhere} is no folder" in failure(capsys, nowhere, out)
+    assert f"{nowhere} is not a folder" in failure(capsys, nowhere, out)
     assert "has neither `checkpoints` nor `weights`" in failure(capsys, tmp_path, out)
     message = failure(capsys, GOLDEN, out, "--step", 3)
     assert "`--step` is 3 and" in message

@@ -234,8 +234,10 @@ def _children(process: int) -> list[int]:
 def test_settings_that_are_wrong_are_said_once_and_nothing_starts(capsys):
     assert main(["launch", "--processes", "2", "steps=many"]) == 2
     assert capsys.readouterr().err.count("jaxpipe: error: ") == 1
-    assert main(["launch", "--processes", "0"]) == 2
-    assert "`--processes` is 0. Give at least 1." in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["launch", "--processes", "0"])
+    said = capsys.readouterr().err
+    assert "argument --processes: '0'. Give an integer from 1 to 1,024." in said
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_simulate_takes_costs_per_stage(capsys):
     [
         (["show", "1f1", *COUNTS], "`name` is '1f1', which is no schedule. Did you mean '1f1b'?"),
         (["show", "1f1b", "--ranks", "4"], "`--microbatches` is missing"),
-        (["show", "1f1b", *COUNTS, "--chunks", "2"], "`chunks` is 2, but 1f1b takes none such"),
+        (["show", "1f1b", *COUNTS, "--chunks", "2"], "`--chunks` is 2, but 1f1b takes none such"),
         (["simulate", "1f1b", *COUNTS, "--costs", "1,2"], "`--costs` is '1,2'. Give three costs"),
         (
             ["simulate", "1f1b", *COUNTS, "--costs", "1,2,x"],
@@ -92,7 +92,7 @@ def test_simulate_takes_costs_per_stage(capsys):
         ),
         (
             ["simulate", "1f1b", *COUNTS, "--costs", "1/2,1,1"],
-            "`forward` has 2 entries for 4 stages",
+            "F of `--costs` has 2 entries for 4 stages",
         ),
         (["check", "nowhere.csv"], "nowhere.csv: no such file"),
         (["show", "nowhere.csv"], "nowhere.csv: no such file"),

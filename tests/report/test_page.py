@@ -320,7 +320,7 @@ def broken(folder: Path, name: str) -> None:
         ("bad line", "metrics.jsonl line 2 is not JSON"),
         ("step twice", "metrics.jsonl line 3 is of step 2, after one of step 2. Remove the line."),
         ("no config", "has no config.yml. Give the folder of a run"),
-        ("tag", "config.yml is not valid YAML"),
+        ("tag", "config.yml: could not determine a constructor"),
     ],
 )
 def test_a_folder_that_is_broken_is_named(tmp_path: Path, capsys, name: str, message: str):
@@ -332,6 +332,6 @@ def test_a_folder_that_is_broken_is_named(tmp_path: Path, capsys, name: str, mes
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path, capsys):
     assert main(["report", str(tmp_path / "nowhere")]) == 2
-    assert "nowhere is no folder. Give that of a run" in capsys.readouterr().err
+    assert "nowhere is not a folder. Give that of a run" in capsys.readouterr().err
     assert main(["report", str(tmp_path), "--topology", "v5p:2x2x1"]) == 2
     assert "`--topology` is v5p:2x2x1 without `--compile`" in capsys.readouterr().err

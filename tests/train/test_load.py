@@ -124,7 +124,7 @@ def test_an_unknown_model_lists_the_known_ones():
         ("steps=0", "0", "greater than or equal to 1"),
         ("num_pipeline_repeats=0", "0", "at least 1, or -1"),
         ("packing=3", "3", "a valid boolean"),
-        ("run_name=3", "3", "a valid string"),
+        ("run_name=[3]", "[3]", "a valid string"),
         ("learning_rate=.inf", "inf", "a finite number"),
         ("learning_rate=fast", "'fast'", "a valid number"),
         ("dtype=int8", "'int8'", "'bfloat16' or 'float32'"),
@@ -163,13 +163,13 @@ def test_an_override_without_a_value_or_key_is_refused():
 
 
 def test_a_key_given_twice_in_a_file_is_refused(file):
-    assert "`steps` stands there twice; keep one (line 1)" in refusal(
+    assert "'steps' is given twice; keep one (line 2)" in refusal(
         files=(file("steps: 1\nsteps: 2\n"),)
     )
 
 
 def test_a_file_that_is_missing_broken_or_no_mapping_is_refused(tmp_path: Path, file):
-    assert "which is not a file" in refusal(files=(tmp_path / "none.yml",))
+    assert "none.yml: no such file" in refusal(files=(tmp_path / "none.yml",))
     assert "my.yml is not valid YAML" in refusal(files=(file("a: [1\n"),))
     assert "my.yml holds a list" in refusal(files=(file("- 1\n"),))
 

@@ -1,0 +1,144 @@
+"""Reads what users give, files and values, within bounds.
+
+No file, of whatever kind, fills the memory or blocks, and no value makes an error long.
+"""
+
+import json
+import os
+import re
+import reprlib
+import stat
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+MEGABYTE = 1 << 20
+MOST_JSON_BYTES = 32 * MEGABYTE
+"""Bytes of one JSON text. In memory it may become 25 times as large."""
+
+_CONTROL = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
+"""Python reads bytes of names that are not UTF-8 as halves of surrogate pairs."""
+
+
+def shown(value: object, most: int = 160) -> str:
+    """Returns the `repr` of a value, shortened to about `most` characters."""
+    short = _Repr()
+    short.maxstring = short.maxother = short.maxlong = most
+    text = short.repr(value)
+    return text if len(text) <= 4 * most else f"{text[: 4 * most]}..."
+
+
+def listed(names: Iterable[str]) -> str:
+    """Returns the first few names with commas between them, or "none"."""
+    found = [shown(name) for name in islice(names, 9)]
+    return ", ".join([*found[:8], *(["..."] if len(found) > 8 else [])]) or "none"
+
+
+def shortened(text: str, most: int) -> str:
+    """Returns a text without its middle if it has more than `most` characters."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]} ... ({len(text) - 2 * half} characters left out) ... {text[-half:]}"
+
+
+def plain_text(value: str) -> str:
+    """Returns a name or path as it is.
+
+    Raises:
+        ValueError: If it has control characters, or bytes that are not UTF-8.
+    """
+    if _CONTROL.search(value):
+        raise ValueError("Input should be UTF-8 text without control characters")
+    return value
+
+
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a path names a regular file. A path that cannot exist names none."""
+    return os.path.isfile(path)  # `Path.is_file` raises for names that are too long
+
+
+def read_bytes(path: str | os.PathLike[str], *, most_bytes: int) -> bytes:
+    """Returns the content of a regular file.
+
+    Args:
+        path: The file. Links are followed.
+        most_bytes: The size beyond which the file is refused.
+
+    Raises:
+        ValueError: If it does not exist, cannot be read, is a folder, a device or a pipe, or is
+            too large; the message begins with the file's name.
+    """
+    name = os.fspath(path)
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            raise ValueError(f"{name} is a folder. Give a file.")
+        if not stat.S_ISREG(mode):
+            raise ValueError(f"{name} is a device or a pipe. Give a regular file.")
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            data = file.read(most_bytes + 1)
+    except FileNotFoundError:
+        raise ValueError(f"{name}: no such file.") from None
+    except OSError as error:
+        raise ValueError(f"{name} cannot be read: {error.strerror}.") from None
+    if len(data) > most_bytes:
+        raise ValueError(
+            f"{name} has more than {most_bytes:,} bytes, which no file of this kind needs. Give "
+            "another file."
+        )
+    return data
+
+
+def read_text(path: str | os.PathLike[str], *, most_bytes: int) -> str:
+    """Returns the text of a regular file that holds UTF-8. A byte order mark is left out.
+
+    Args:
+        path: The file.
+        most_bytes: The size beyond which the file is refused.
+
+    Raises:
+        ValueError: As `read_bytes`, or if the file is not UTF-8, naming the line.
+    """
+    data = read_bytes(path, most_bytes=most_bytes)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"{os.fspath(path)} is not UTF-8: byte 0x{data[error.start]:02x} in line {line}. "
+            "Convert it, for example with iconv."
+        ) from None
+
+
+def parse_json(text: str, where: str) -> Any:
+    """Returns the value of a JSON text.
+
+    Args:
+        text: The text.
+        where: What errors begin with: the file, and the line if the file has one text a line.
+
+    Raises:
+        ValueError: If it is not JSON, nests too deeply, or has a number of thousands of digits.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply.") from None
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, character {error.colno}"
+        place = place if "\n" in text.strip() else f"character {error.colno}"
+        raise ValueError(
+            f"{where} is not JSON: {error.msg.removesuffix(' at')} at {place}."
+        ) from None
+    except ValueError:  # Python reads no integer of more than 4300 digits
+        raise ValueError(f"{where} is not usable: a number has thousands of digits.") from None
+
+
+class _Repr(reprlib.Repr):
+    """The standard library's shortened `repr`, also for integers that `repr` refuses."""
+
+    def repr_int(self, x: int, level: int) -> str:
+        if x.bit_length() > 4000:
+            return f"an integer of {x.bit_length()} bits"
+        return super().repr_int(x, level)

@@ -1,0 +1,95 @@
+"""What is said of an error that has ended a command, and the exit code."""
+
+import errno
+import os
+import sys
+import tempfile
+import traceback
+
+from .._input import shortened, shown
+
+_MOST_MESSAGE = 4000
+"""Characters of an error."""
+
+_OF_PATHS = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENXIO, errno.EINVAL),
+)
+"""What an OSError has where a path of the user's is wrong, and not the disk."""
+
+_NO_MEMORY = (
+    "There is not enough memory. What decides how much is needed: `base_emb_dim`, `base_mlp_dim`, "
+    "`base_num_decoder_layers`, `vocab_size` and `num_experts` for weights; "
+    "`per_device_batch_size`, `num_pipeline_microbatches`, `max_target_length` and `remat_policy` "
+    "for activations. Make them smaller, or use more devices."
+)
+
+SHOW = "JAXPIPE_TRACEBACK"
+"""The environment variable that shows the traceback itself."""
+
+
+def tell(error: BaseException, command: str) -> int:
+    """Prints one message for an error that has ended a command, and returns the exit code.
+
+    Args:
+        error: What was raised.
+        command: The command, such as `train`.
+    """
+    from ._processes import is_run_error  # not at the top: it imports this file
+
+    if isinstance(error, ValueError):
+        return _fail(str(error))
+    if isinstance(error, OSError) and error.strerror:
+        name = f"{shown(str(error.filename))}: " if error.filename is not None else ""
+        return _fail(f"{name}{error.strerror}.", code=2 if error.errno in _OF_PATHS else 1)
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)[:1000]:
+        return _fail(f"{_NO_MEMORY} ({shortened(str(error) or 'MemoryError', 500)})", code=1)
+    if "No such compile option" in str(error):  # what JAX makes of XLA's error
+        return _fail(f"`compile_xla_flags` has an option that XLA does not know: {error}")
+    if isinstance(error, RuntimeError) and is_run_error(error):
+        return _fail(str(error), code=1)
+    return _tell_unexpected(error, command)
+
+
+def _fail(message: str, *, code: int = 2) -> int:
+    print(f"jaxpipe: error: {shortened(message, _MOST_MESSAGE)}", file=sys.stderr)
+    return code
+
+
+def _tell_unexpected(error: BaseException, command: str) -> int:
+    """Says in one line that jaxpipe has a bug, and where the traceback is.
+
+    Args:
+        error: What was raised.
+        command: What the user ran, such as `train`.
+
+    Returns:
+        The exit code 1.
+    """
+    if os.environ.get(SHOW):
+        traceback.print_exception(error)
+    what = shortened(" ".join(f"{type(error).__name__}: {error}".split()), 500)
+    print(
+        f"jaxpipe: error: this is a bug of jaxpipe, in `jaxpipe {command}`: {what}. "
+        f"{_where_to_look(error)}",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def _where_to_look(error: BaseException) -> str:
+    """Writes the traceback to a file that stays, and returns a sentence that names it."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w",
+            prefix="jaxpipe-traceback-",
+            suffix=".txt",
+            delete=False,
+            encoding="utf-8",
+            errors="backslashreplace",
+        ) as file:
+            file.write(text)
+        return f"Please report it with {file.name}, which has the whole traceback."
+    except OSError:
+        return f"Run it again with {SHOW}=1 to see the traceback, and report it, please."

@@ -1,0 +1,70 @@
+"""The values of options: what each may be, and how a wrong one is told."""
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .._input import shortened, shown
+
+_MOST_MESSAGE = 2000
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are as short as all others."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(shortened(message, _MOST_MESSAGE))
+
+
+def integer(least: int, most: int) -> Callable[[str], int]:
+    """Returns what reads an option that is an integer from `least` to `most`."""
+    return _number(int, "an integer", least, most)
+
+
+def number(least: float, most: float) -> Callable[[str], float]:
+    """Returns what reads an option that is a number from `least` to `most`."""
+    return _number(float, "a number", least, most)
+
+
+def text(value: str) -> str:
+    """Reads an option that is a name.
+
+    Raises:
+        ArgumentTypeError: If it is empty, too long, or not printable.
+    """
+    if not value or len(value) > 4096 or not value.isprintable():
+        raise argparse.ArgumentTypeError(f"{shown(value)} is not a name.")
+    return value
+
+
+def path(value: str) -> Path:
+    """Reads an option that is a path.
+
+    Raises:
+        ArgumentTypeError: If no file can have it as a name.
+    """
+    try:
+        os.fsencode(value).decode("utf-8")
+    except UnicodeError:
+        raise argparse.ArgumentTypeError(f"{shown(value)} is not UTF-8.") from None
+    if not value or "\0" in value:
+        raise argparse.ArgumentTypeError(f"{shown(value)} is not a path.")
+    return Path(value)
+
+
+def _number(kind: Callable[[str], Any], name: str, least: float, most: float) -> Callable:
+    def read(given: str) -> Any:
+        try:
+            value = kind(given)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(
+                f"{shown(given)}. Give {name} from {least:,} to {most:,}."
+            )
+        return value
+
+    return read
