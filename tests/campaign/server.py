@@ -39,6 +39,8 @@ def stop_before_long_work() -> None:
 
 def import_everything() -> None:
     """What commands import when they run."""
+    import orbax.checkpoint  # noqa: F401
+    from jax._src import xla_bridge
 
     import jaxpipe.cli
     import jaxpipe.cli._main
