@@ -160,14 +160,16 @@ def apart(process: int, num_processes: int, _: str) -> None:
         for _step in range(2):
             weights, value = compiled(weights, xs)
             true, true_value = jax.jit(step)(true, xs)
+            mine, sharding = np.asarray(weights[process]), weights[process].sharding
             spmd = mpmd.mpmd_to_spmd_reshard(mesh, weights, over_all)
             for x, y in zip(spmd, true, strict=True):
                 assert x.sharding == over_all[0]
                 for shard in x.addressable_shards:
                     np.testing.assert_allclose(shard.data, y[shard.index], rtol=1e-5, atol=1e-6)
             again = mpmd.spmd_to_mpmd_reshard(mesh, spmd, where)
-            np.testing.assert_array_equal(again[process], weights[process])
-            assert again[process].sharding == weights[process].sharding
+            np.testing.assert_array_equal(again[process], mine)
+            assert again[process].sharding == sharding
+            assert all(x.is_deleted() for x in (*weights, *spmd))
             weights = again
     if value.is_partially_addressable:
         np.testing.assert_allclose(value, true_value, rtol=1e-5)
