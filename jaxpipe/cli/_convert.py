@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .._input import shown
+from ._interrupts import unwinding
 from ._options import integer, path, text
 
 if TYPE_CHECKING:
@@ -50,18 +51,20 @@ def run(args: argparse.Namespace) -> int:
     dtype = args.dtype or ""
     if (args.source / "config.json").exists():
         _check_no_options(args)
-        done = from_hugging_face(args.source, args.destination, dtype=dtype)
+        with unwinding():
+            done = from_hugging_face(args.source, args.destination, dtype=dtype)
         print(_sentence(args.source, done))
         print(f"jaxpipe train {args.destination}/config.yml init_from={args.destination} ...")
         return 0
-    done = to_hugging_face(
-        args.source,
-        args.destination,
-        step=args.step,
-        dtype=dtype,
-        max_shard_bytes=parse_size(args.max_shard_size or "5GB"),
-        max_length=args.max_length,
-    )
+    with unwinding():
+        done = to_hugging_face(
+            args.source,
+            args.destination,
+            step=args.step,
+            dtype=dtype,
+            max_shard_bytes=parse_size(args.max_shard_size or "5GB"),
+            max_length=args.max_length,
+        )
     print(_sentence(args.destination, done))
     return 0
 

@@ -14,16 +14,17 @@ CLEANUP_SECONDS = 3.0
 """How long an interrupted command has for removing what it has not finished."""
 
 _said = threading.Lock()
-_interrupted = threading.Event()
+_unwinds, _interrupted = threading.Event(), threading.Event()
 
 
 def watch_interrupts() -> None:
-    """Ends this process soon after a first SIGINT, and at once after a second one.
+    """Ends this process when SIGINT comes, whatever its main thread does.
 
     Python runs signal handlers between two bytecodes of the main thread, which may be inside XLA's
-    compiler for minutes. The operating system's own handler also writes the signal into a pipe,
-    which a thread reads. A run that has made a step handles SIGINT itself: it ends after its step,
-    and only a second SIGINT ends it here.
+    compiler for minutes; and an exception there may come out of an import or a callback as another
+    one. So the operating system's own handler writes the signal into a pipe, and a thread that
+    reads it ends the process: at once, or, inside `unwinding`, when there was time to unwind. A run
+    that has made a step handles SIGINT itself: only a second one ends it here.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return  # ignored, as in the background of a shell without job control
@@ -35,24 +36,27 @@ def watch_interrupts() -> None:
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
-    """Raises KeyboardInterrupt in place of any error that an interrupt has caused.
+def unwinding() -> Iterator[None]:
+    """Around what removes its files when it is broken off: SIGINT raises KeyboardInterrupt there.
 
-    Code that it breaks off may raise something else, as an import does of a module that is not
-    there as a whole.
+    So does any error that comes of that.
     """
+    _unwinds.set()
     try:
         yield
     except Exception:
         if _interrupted.is_set():
             raise KeyboardInterrupt from None
         raise
+    finally:
+        _unwinds.clear()
 
 
 def _interrupt(number: int, frame: object) -> None:
     del number, frame
-    _interrupted.set()
-    raise KeyboardInterrupt
+    if _unwinds.is_set():
+        _interrupted.set()
+        raise KeyboardInterrupt
 
 
 def say_interrupted() -> int:
@@ -71,4 +75,6 @@ def _read(reader: int) -> None:
         if is_over:
             os._exit(say_interrupted())
         if count and signal.getsignal(signal.SIGINT) is _interrupt:
+            if not _unwinds.is_set():
+                os._exit(say_interrupted())
             seconds = CLEANUP_SECONDS

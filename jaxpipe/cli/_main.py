@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from .._input import shown
 from ._errors import tell
-from ._interrupts import INTERRUPTED, interruptible, say_interrupted, watch_interrupts
+from ._interrupts import INTERRUPTED, say_interrupted, watch_interrupts
 from ._options import Parser
 
 
@@ -74,8 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not know all characters
     try:
-        with interruptible():
-            code = args.func(args)
+        code = args.func(args)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ._errors import tell
-from ._interrupts import interruptible, say_interrupted
+from ._interrupts import say_interrupted
 
 ADDRESS, BIND_ADDRESS = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS"
 NUM_PROCESSES, PROCESS = "JAXPIPE_NUM_PROCESSES", "JAXPIPE_PROCESS_ID"
@@ -119,8 +119,7 @@ def leaving_on_error() -> Iterator[None]:
     They wait for it somewhere, so it must not wait for them, as JAX does at exit.
     """
     try:
-        with interruptible():
-            yield
+        yield
     except BaseException as error:
         import jax
 

@@ -2,6 +2,7 @@
 
 import argparse
 
+from ._interrupts import unwinding
 from ._options import path
 from ._settings import add_settings, read_settings
 
@@ -20,7 +21,8 @@ def run(args: argparse.Namespace) -> int:
     """Writes the file, and prints the settings that read it."""
     from ..train import write_corpus
 
-    done = write_corpus(read_settings(args.settings), args.file)
+    with unwinding():
+        done = write_corpus(read_settings(args.settings), args.file)
     print(f"{args.file}: {done.num_tokens} tokens of {done.num_documents} documents. Train with")
     print(
         f"dataset_type=tokens data_files={args.file} token_dtype={done.token_dtype} "

@@ -34,10 +34,19 @@ def interrupted(code: str, times: int = 1) -> tuple[int, str, float]:
     return running.returncode, said, time.monotonic() - began
 
 
-def test_a_command_whose_main_thread_is_in_a_long_call_ends_in_one_line():
+UNWINDS = WATCHED + "u = i.unwinding(); u.__enter__(); "
+
+
+def test_a_command_whose_main_thread_is_in_a_long_call_ends_at_once_in_one_line():
     code, said, seconds = interrupted(WATCHED + LONG_CALL)
     assert (code, said) == (130, "jaxpipe: interrupted (SIGINT)\n")
-    assert seconds > interrupts.CLEANUP_SECONDS - 1  # there was time
+    assert seconds < interrupts.CLEANUP_SECONDS
+
+
+def test_a_command_that_unwinds_has_some_seconds_for_it():
+    code, said, seconds = interrupted(UNWINDS + LONG_CALL)
+    assert (code, said) == (130, "jaxpipe: interrupted (SIGINT)\n")
+    assert seconds > interrupts.CLEANUP_SECONDS - 1
 
 
 def test_an_error_that_an_interrupt_has_caused_is_not_shown():
@@ -46,7 +55,7 @@ def test_an_error_that_an_interrupt_has_caused_is_not_shown():
         + """
 import time
 def run():
-    with i.interruptible():
+    with i.unwinding():
         try:
             print(1, flush=True); time.sleep(60)
         finally:
@@ -61,7 +70,7 @@ except KeyboardInterrupt:
 
 
 def test_a_second_interrupt_ends_at_once():
-    code, said, seconds = interrupted(WATCHED + LONG_CALL, times=2)
+    code, said, seconds = interrupted(UNWINDS + LONG_CALL, times=2)
     assert (code, said) == (130, "jaxpipe: interrupted (SIGINT)\n")
     assert seconds < interrupts.CLEANUP_SECONDS
 
