@@ -19,8 +19,11 @@ class Op(Enum):
     I = "I"  # backward for the input: what the previous stage waits for  # noqa: E741
     W = "W"  # backward for the weights: nobody waits for it, so it can fill a bubble
 
+    # That of Enum hashes the name in Python, and an action's hash is taken for every look-up.
+    __hash__ = object.__hash__
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class Action:
     """One `op` of one stage on one microbatch, or on one sequence slice of it."""
 
@@ -34,7 +37,7 @@ class Action:
         return f"{self.stage}{self.op.value}{self.microbatch}{piece}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Pair:
     """A forward and a backward fused, so that the communication of one hides behind the other.
 

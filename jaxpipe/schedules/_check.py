@@ -1,12 +1,14 @@
 """Is a schedule right? Complete, in an order its dependencies allow, and free from deadlock."""
 
+from itertools import product
+
 from .._input import shortened
 from ._action import Action, Op, actions_of
-from ._dependencies import ScheduleError, mark, results, runnable_order
+from ._dependencies import Result, ScheduleError, mark, results_of, walk
 from ._schedule import Schedule, slice_names
 
 # Where a result stands: (rank, place in its program, action).
-_Found = dict[Action, tuple[int, int, Action]]
+_Found = dict[Result, tuple[int, int, Action]]
 
 
 def check(schedule: Schedule) -> Schedule:
@@ -21,7 +23,8 @@ def check(schedule: Schedule) -> Schedule:
     found = _find(schedule)
     _check_complete(schedule, found)
     _check_same_rank(schedule, found)
-    runnable_order(schedule)
+    for _ in walk(schedule):
+        pass  # it raises where ranks come to wait for each other
     return schedule
 
 
@@ -33,10 +36,11 @@ def _find(schedule: Schedule) -> _Found:
         for place, step in enumerate(program):
             for action in actions_of(step):
                 problem = _out_of_range(action, schedule, slices)
-                for result in results(action):
+                here = rank, place, action
+                for result in results_of(action):
                     if not problem and result in found:
-                        problem = _twice(result, found[result])
-                    found[result] = (rank, place, action)
+                        problem = _twice(Action(*result), found[result])
+                    found[result] = here
                 if problem:
                     raise ScheduleError(
                         f"Rank {rank} runs {action}, {problem}:\n{mark(schedule, rank, place)}"
@@ -63,36 +67,40 @@ def _twice(result: Action, first: tuple[int, int, Action]) -> str:
 
 def _check_complete(schedule: Schedule, found: _Found) -> None:
     slices = slice_names(schedule)
-    for stage in range(schedule.num_stages):
-        for microbatch in range(schedule.num_microbatches):
-            for piece in slices:
-                for op in (Op.F, Op.I, Op.W):
-                    result = Action(stage, op, microbatch, piece)
-                    if result not in found:
-                        raise ScheduleError(_absent(schedule, result, found))
+    # Every result that was found is in range and was found once, so counting them is enough.
+    if len(found) == 3 * schedule.num_stages * schedule.num_microbatches * len(slices):
+        return
+    every = product(
+        range(schedule.num_stages), range(schedule.num_microbatches), slices, (Op.F, Op.I, Op.W)
+    )
+    for stage, microbatch, piece, op in every:
+        if (stage, op, microbatch, piece) not in found:
+            result = Action(stage, op, microbatch, piece)
+            raise ScheduleError(_absent(schedule, result, found))
 
 
 def _absent(schedule: Schedule, result: Action, found: _Found) -> str:
     """Says which action is missing, and on which rank the rest of its microbatch is."""
-    near = [
-        found[a][0] for a in found if (a.stage, a.microbatch) == (result.stage, result.microbatch)
-    ]
-    ranks = near or [found[a][0] for a in found if a.stage == result.stage]
+    ranks_of_stage, ranks_of_microbatch = [], []
+    for (stage, _, microbatch, _), (rank, _, _) in found.items():
+        if stage == result.stage:
+            ranks_of_stage.append(rank)
+            if microbatch == result.microbatch:
+                ranks_of_microbatch.append(rank)
+    ranks = ranks_of_microbatch or ranks_of_stage
     where = f"rank {ranks[0]}" if ranks else "any rank"
     whole = Action(result.stage, Op.B, result.microbatch, result.slice)
-    neither_half = result.op is Op.I and results(whole)[1] not in found
+    neither_half = result.op is Op.I and results_of(whole)[1] not in found
     name = f"{result} (or {whole})" if neither_half else f"{result}"
     return f"No rank runs {name}. Add it to {where}:\n{shortened(str(schedule), 2000)}"
 
 
 def _check_same_rank(schedule: Schedule, found: _Found) -> None:
     """The forward's activations are where it ran: the backward cannot be elsewhere."""
-    for result, (rank, place, action) in found.items():
-        if result.op is Op.F:
-            continue
-        forward = Action(result.stage, Op.F, result.microbatch, result.slice)
-        home = found[forward][0]
+    for (stage, _, microbatch, piece), (rank, place, action) in found.items():
+        home = found[stage, Op.F, microbatch, piece][0]
         if rank != home:
+            forward = Action(stage, Op.F, microbatch, piece)
             raise ScheduleError(
                 f"Rank {rank} runs {action}, but {forward} and its activations are on rank {home}. "
                 f"Move one of them:\n{mark(schedule, rank, place)}"

@@ -8,6 +8,8 @@ of the warmup and the cooldown move earlier while no rank's peak rises, W's take
 free, and at last only the order is kept.
 """
 
+from bisect import bisect_left, insort
+from collections import deque
 from math import isqrt
 
 from ._action import Action, Op
@@ -85,8 +87,8 @@ def _without_weights(slots: Slots) -> Slots:
 def _with_weights(slots: Slots) -> Slots:
     """Puts a W into every free slot that has an I without one before it; the rest at the end."""
     taken = {slot: kind for (kind, _), slot in slots.items()}
-    filled, waiting, done, slot = dict(slots), 0, 0, 0
-    while slot <= max(taken) or waiting:
+    filled, waiting, done, slot, last = dict(slots), 0, 0, 0, max(taken)
+    while slot <= last or waiting:
         if slot in taken:
             waiting += taken[slot] in (_I1, _I0)
         elif waiting:
@@ -96,21 +98,55 @@ def _with_weights(slots: Slots) -> Slots:
     return filled
 
 
-def _peak(slots: Slots) -> int:
-    """The most chunk-microbatches alive on a rank. W's not placed yet take free slots."""
-    kinds = {slot: kind for (kind, _), slot in slots.items()}
-    implied = _W not in kinds.values()
-    alive = waiting = peak = 0
-    for slot in range(max(kinds) + 1):
-        kind = kinds.get(slot)
+class _Memory:
+    """Counts what a rank holds after every slot, while passes of it move to earlier slots.
+
+    Where no W is placed yet, each free slot runs one of those that wait.
+
+    Attributes:
+        kinds: [slots] The pass of each slot; None in free ones.
+        held: [slots] After each, how many chunk-microbatches are alive, and how many W's wait.
+    """
+
+    def __init__(self, slots: Slots):
+        self.kinds: list[int | None] = [None] * (1 + max(slots.values()))
+        for (kind, _), slot in slots.items():
+            self.kinds[slot] = kind
+        self._implied = _W not in self.kinds
+        self.held = [(0, 0)] * len(self.kinds)
+        for slot in range(len(self.kinds)):
+            self.held[slot] = self._after(slot, self.held[slot - 1])
+
+    def _after(self, slot: int, held: tuple[int, int]) -> tuple[int, int]:
+        kind, (alive, waiting) = self.kinds[slot], held
         if kind in (_F0, _F1):
-            alive += 1
-            peak = max(peak, alive)
-        elif kind in (_I1, _I0):
-            waiting += 1
-        elif kind == _W or (implied and waiting):
-            alive, waiting = alive - 1, waiting - 1
-    return peak
+            return alive + 1, waiting
+        if kind in (_I1, _I0):
+            return alive, waiting + 1
+        if kind == _W or (self._implied and waiting):
+            return alive - 1, waiting - 1
+        return held
+
+    def peak(self) -> int:
+        return max(alive for alive, _ in self.held)
+
+    def move(self, slot: int, earlier: int, cap: int) -> bool:
+        """Moves a pass to a free slot, unless the rank would hold more than `cap` then.
+
+        Only the slots from `earlier` on are counted anew, until they hold what they did before.
+        """
+        self.kinds[earlier], self.kinds[slot] = self.kinds[slot], None
+        held, changed = self.held[earlier - 1] if earlier else (0, 0), []
+        for place in range(earlier, len(self.kinds)):
+            held = self._after(place, held)
+            if held[0] > cap:
+                self.kinds[slot], self.kinds[earlier] = self.kinds[earlier], None
+                return False
+            if place >= slot and held == self.held[place]:
+                break
+            changed.append(held)
+        self.held[earlier : earlier + len(changed)] = changed
+        return True
 
 
 def _in_time_order(ranks: list[Slots]) -> list[tuple[int, int, int, int]]:
@@ -123,12 +159,10 @@ def _in_time_order(ranks: list[Slots]) -> list[tuple[int, int, int, int]]:
 
 
 def _ready(ranks: list[Slots], rank: int, kind: int, m: int) -> int:
-    """The first slot after everything that pass waits for."""
+    """The first slot after everything that pass waits for; of a W, without its I."""
     slots = ranks[rank]
     waits = [slots[kind, m - 1]] if m else []
-    if kind == _W:
-        waits.append(sorted(slots[key] for key in slots if key[0] in (_I1, _I0))[m])
-    elif kind > _F0:
+    if _F0 < kind < _W:
         waits.append(slots[kind - 1, m])
     neighbour = {_F0: rank - 1, _I1: rank - 1, _F1: rank + 1, _I0: rank + 1}.get(kind, -1)
     if 0 <= neighbour < len(ranks):
@@ -142,21 +176,26 @@ def _move_earlier(ranks: list[Slots], *, warmup: bool) -> list[Slots]:
     The steady state lasts from rank 0's first I0 to its last F0.
     """
     ranks = [dict(slots) for slots in ranks]
-    cap = max(map(_peak, ranks))
+    memories = [_Memory(slots) for slots in ranks]
+    cap = max(memory.peak() for memory in memories)
     steady_from = ranks[0][_I0, 0]
     steady_to = max(slot for (kind, _), slot in ranks[0].items() if kind == _F0)
     occupied: list[set[int]] = [set() for _ in ranks]
+    # The slots of all I's of a rank, in order: the W numbered m is that of the I at place m.
+    inputs = [sorted(s for (k, _), s in slots.items() if k in (_I1, _I0)) for slots in ranks]
     for slot, rank, kind, m in _in_time_order(ranks):
         before = (slot, rank) < (steady_from, 0)
         after = (slot, rank) > (max(steady_to, steady_from), 0)
         if after or (before and warmup):
-            for earlier in range(_ready(ranks, rank, kind, m), slot):
-                if earlier in occupied[rank]:
-                    continue
-                ranks[rank][kind, m] = earlier
-                if _peak(ranks[rank]) <= cap:
-                    break
-                ranks[rank][kind, m] = slot
+            ready = _ready(ranks, rank, kind, m)
+            if kind == _W:
+                ready = max(ready, 1 + inputs[rank][m])
+            free = (s for s in range(ready, slot) if s not in occupied[rank])
+            moved = next((s for s in free if memories[rank].move(slot, s, cap)), slot)
+            ranks[rank][kind, m] = moved
+            if kind in (_I1, _I0):
+                del inputs[rank][bisect_left(inputs[rank], slot)]
+                insort(inputs[rank], moved)
         occupied[rank].add(ranks[rank][kind, m])
     return ranks
 
@@ -164,10 +203,11 @@ def _move_earlier(ranks: list[Slots], *, warmup: bool) -> list[Slots]:
 def _squeeze(ranks: list[Slots]) -> list[Slots]:
     """Keeps the order and closes every gap that no dependency needs."""
     squeezed: list[Slots] = [{} for _ in ranks]
+    ends = [0] * len(ranks)
     for _, rank, kind, m in _in_time_order(ranks):
-        after_own = 1 + max(squeezed[rank].values(), default=-1)
         ready = 0 if kind == _W else _ready(squeezed, rank, kind, m)
-        squeezed[rank][kind, m] = max(after_own, ready)
+        slot = max(ends[rank], ready)
+        squeezed[rank][kind, m], ends[rank] = slot, slot + 1
     return squeezed
 
 
@@ -175,7 +215,7 @@ def _program(rank: int, num_ranks: int, slots: Slots) -> tuple[Action, ...]:
     """The order of a rank; a free slot runs the oldest W of chunk 1, or else of chunk 0."""
     stages = [v_stage(rank, chunk, num_ranks) for chunk in (0, 1)]
     passes = {slot: key for key, slot in slots.items()}
-    waiting: dict[int, list[int]] = {1: [], 0: []}
+    waiting: dict[int, deque[int]] = {1: deque(), 0: deque()}
     program: list[Action] = []
     for slot in range(max(passes) + 1):
         if slot in passes:
@@ -187,7 +227,7 @@ def _program(rank: int, num_ranks: int, slots: Slots) -> tuple[Action, ...]:
             continue
         for chunk, microbatches in waiting.items():
             if microbatches:
-                program.append(Action(stages[chunk], Op.W, microbatches.pop(0)))
+                program.append(Action(stages[chunk], Op.W, microbatches.popleft()))
                 break
     program += [Action(stages[chunk], Op.W, m) for chunk, ms in waiting.items() for m in ms]
     return tuple(program)

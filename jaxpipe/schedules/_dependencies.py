@@ -3,7 +3,6 @@
 Everything that looks at a whole schedule (checking, simulating, compiling) walks it in this order.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
 from heapq import heappop, heappush
 
@@ -18,11 +17,39 @@ class ScheduleError(ValueError):
     """A schedule that cannot run, or would not compute the gradient."""
 
 
+Result = tuple[int, Op, int, int | None]
+"""What others can wait for: the fields of an `Action`, which make and hash faster than one."""
+
+
+def results_of(action: Action) -> tuple[Result, ...]:
+    """Returns what others can wait for once `action` is done: `results` as tuples of fields."""
+    stage, op, microbatch, piece = action.stage, action.op, action.microbatch, action.slice
+    if op is not Op.B:
+        return ((stage, op, microbatch, piece),)
+    return (stage, Op.I, microbatch, piece), (stage, Op.W, microbatch, piece)
+
+
+def needs_of(action: Action, num_stages: int, num_slices: int) -> list[Result]:
+    """Returns the results an action waits for: `needs` as tuples of fields."""
+    stage, op, microbatch, piece = action.stage, action.op, action.microbatch, action.slice
+    if op is Op.W:
+        return [(stage, Op.I, microbatch, piece)]
+    if op is Op.F:
+        found = [(stage - 1, Op.F, microbatch, piece)] if stage > 0 else []
+        if piece is not None and piece > 0:
+            found.append((stage, Op.F, microbatch, piece - 1))
+        return found
+    found = [(stage, Op.F, microbatch, piece)]
+    if stage < num_stages - 1:
+        found.append((stage + 1, Op.I, microbatch, piece))
+    if piece is not None and piece < num_slices - 1:
+        found.append((stage, Op.I, microbatch, piece + 1))
+    return found
+
+
 def results(action: Action) -> tuple[Action, ...]:
     """What others can wait for once `action` is done: a full backward counts as its two halves."""
-    if action.op is not Op.B:
-        return (action,)
-    return tuple(Action(action.stage, op, action.microbatch, action.slice) for op in (Op.I, Op.W))
+    return tuple(Action(*result) for result in results_of(action))
 
 
 def needs(action: Action, num_stages: int, num_slices: int) -> Iterator[Action]:
@@ -31,20 +58,7 @@ def needs(action: Action, num_stages: int, num_slices: int) -> Iterator[Action]:
     A forward needs the previous stage; a backward its own forward and the next stage; a W its I.
     With causal attention a slice's forward needs the slice before, its backward the slice after.
     """
-    stage, op, microbatch, piece = action.stage, action.op, action.microbatch, action.slice
-    if op is Op.W:
-        yield Action(stage, Op.I, microbatch, piece)
-    elif op is Op.F:
-        if stage > 0:
-            yield Action(stage - 1, Op.F, microbatch, piece)
-        if piece is not None and piece > 0:
-            yield Action(stage, Op.F, microbatch, piece - 1)
-    else:
-        yield Action(stage, Op.F, microbatch, piece)
-        if stage < num_stages - 1:
-            yield Action(stage + 1, Op.I, microbatch, piece)
-        if piece is not None and piece < num_slices - 1:
-            yield Action(stage, Op.I, microbatch, piece + 1)
+    return (Action(*need) for need in needs_of(action, num_stages, num_slices))
 
 
 def runnable_order(schedule: Schedule) -> list[tuple[int, Step]]:
@@ -55,47 +69,50 @@ def runnable_order(schedule: Schedule) -> list[tuple[int, Step]]:
     Raises:
         ScheduleError: If the ranks come to wait for each other, showing where.
     """
+    return [(rank, step) for rank, step, _ in walk(schedule)]
+
+
+def walk(schedule: Schedule) -> Iterator[tuple[int, Step, list[Result]]]:
+    """Yields what `runnable_order` lists, each step with the results that it waits for.
+
+    Ranks have turns, round after round, and run as far as they can. One that has to wait for a
+    result has no turn until that is there.
+
+    Raises:
+        ScheduleError: As `runnable_order`, after the last step that can run.
+    """
     slices = num_slices(schedule)
-    waits: list[list[tuple[Action, ...]]] = [
-        [_step_needs(step, schedule.num_stages, slices) for step in program]
-        for program in schedule.programs
-    ]
     places = [0] * len(schedule.programs)
-    done: set[Action] = set()
-    order: list[tuple[int, Step]] = []
-    # Rank by rank, round after round. A rank that waits is left out until what it waits for is
-    # done: later in the same round, or in the next one if its turn is over.
-    turns = [(0, rank) for rank in range(len(schedule.programs))]
-    waiting: defaultdict[Action, list[int]] = defaultdict(list)
+    done: set[Result] = set()
+    waiting: dict[Result, list[int]] = {}
+    turns = [(0, rank) for rank in range(len(schedule.programs))]  # a heap of (round, rank)
     while turns:
-        turn, rank = heappop(turns)
+        this_round, rank = heappop(turns)
         program = schedule.programs[rank]
         while places[rank] < len(program):
-            missing = next((need for need in waits[rank][places[rank]] if need not in done), None)
-            if missing is not None:
-                waiting[missing].append(rank)
-                break
             step = program[places[rank]]
-            order.append((rank, step))
+            waits = _step_needs(step, schedule.num_stages, slices)
+            if not done.issuperset(waits):
+                missing = next(need for need in waits if need not in done)
+                waiting.setdefault(missing, []).append(rank)
+                break
+            for action in actions_of(step):
+                for result in results_of(action):
+                    done.add(result)
+                    for other in waiting.pop(result, ()):
+                        heappush(turns, (this_round + (other < rank), other))
             places[rank] += 1
-            for result in (result for action in actions_of(step) for result in results(action)):
-                done.add(result)
-                for other in waiting.pop(result, ()):
-                    heappush(turns, (turn if other > rank else turn + 1, other))
-    if len(order) < sum(map(len, schedule.programs)):
-        stuck = {
-            rank: next(need for need in waits[rank][place] if need not in done)
-            for rank, place in enumerate(places)
-            if place < len(schedule.programs[rank])
-        }
-        raise ScheduleError(_deadlock(schedule, places, stuck))
-    return order
+            yield rank, step, waits
+    if waiting:
+        stuck = {rank: Action(*need) for need, ranks in waiting.items() for rank in ranks}
+        waits_of = {rank: stuck[rank] for rank in sorted(stuck)}
+        raise ScheduleError(_deadlock(schedule, places, waits_of))
 
 
-def _step_needs(step: Step, num_stages: int, num_slices: int) -> tuple[Action, ...]:
-    return tuple(
-        need for action in actions_of(step) for need in needs(action, num_stages, num_slices)
-    )
+def _step_needs(step: Step, num_stages: int, num_slices: int) -> list[Result]:
+    return [
+        need for action in actions_of(step) for need in needs_of(action, num_stages, num_slices)
+    ]
 
 
 def _deadlock(schedule: Schedule, places: list[int], waits: dict[int, Action]) -> str:

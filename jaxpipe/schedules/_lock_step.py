@@ -7,15 +7,15 @@ earlier backwards, a W any time after its I. Nothing comes before an earlier for
 GPipe; and a rank holds no more activations than it may, so a lean schedule stays lean.
 """
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Sequence
+from math import inf
 
-from ._action import Action, Op, Step
+from ._grid import Grid, Orders, fill, orders_of, ticks_of
 from ._measure import makespan, peak_activations
 from ._require import require
 from ._schedule import Schedule, num_ranks, splits_backwards, without_pairs
-from ._simulate import Costs, Time, duration, simulate
-from ._ticks import Ticks, check_plain, simulate_ticks
+from ._simulate import Costs, Time, simulate
+from ._ticks import Ticks, check_plain
 
 
 def lock_step(schedule: Schedule, costs: Costs | None = None, *, spare: int | None = None) -> Ticks:
@@ -36,25 +36,15 @@ def lock_step(schedule: Schedule, costs: Costs | None = None, *, spare: int | No
     require(spare is None or spare >= 0, f"`spare` is {spare}.", "Give 0 or more activations.")
     check_plain(schedule)
     costs, plain = costs or Costs(), without_pairs(schedule)
-    peaks, lags = peak_activations(plain), _lags(plain)
-
-    def cheapest(spare: int) -> tuple[Time, Ticks]:
-        caps = tuple(peak + spare for peak in peaks)
-        grids = [_grid(plain, caps, lag, costs) for lag in lags]
-        return min(
-            ((makespan(simulate_ticks(grid, costs)), grid) for grid in grids),
-            key=lambda found: found[0],
-        )
-
-    tries = _affordable_tries(plain)
-    if spare is not None:
-        return cheapest(spare)[1]
-    *lean, most = _spares(plain)
-    thinned = max(1, -(-len(lean) // max(1, tries // len(lags))))
-    cost, grid = cheapest(most)
-    lean = lean[::thinned]
-    enough = max(cost, makespan(simulate(plain, costs)))
-    return next((g for c, g in map(cheapest, lean) if c <= enough), grid)
+    orders, peaks, lags = orders_of(plain, costs), peak_activations(plain), list(_lags(plain))
+    *lean, most = _spares(plain) if spare is None else (spare,)
+    grid = _cheapest(orders, peaks, most, lags)
+    assert grid, "without a longest makespan there is a grid"
+    if lean:
+        longest = max(grid.makespan, makespan(simulate(plain, costs)))
+        found = (_cheapest(orders, peaks, spare, lags, longest) for spare in lean)
+        grid = next((leaner for leaner in found if leaner), grid)
+    return ticks_of(plain, grid)
 
 
 _MOST_TURNS = 3_000_000
@@ -91,140 +81,29 @@ def _lags(schedule: Schedule) -> tuple[int, ...]:
     )
 
 
-def _plain(program: tuple[Step, ...]) -> list[Action]:
-    """A program without pairs."""
-    return [step for step in program if isinstance(step, Action)]
+def _cheapest(
+    orders: Orders, peaks: Sequence[int], spare: int, lags: list[int], longest: Time = inf
+) -> Grid | None:
+    """Returns the cheapest grid among those of all lags, the first of equals.
 
-
-class _Backward(NamedTuple):
-    """A B or an I, and how many forwards come before it in its program."""
-
-    action: Action
-    forwards: int
-
-
-@dataclass
-class _Rank:
-    """What a rank has still to do, the next of each kind last; and what it has done.
-
-    Attributes:
-        forwards: F.
-        backwards: B and I.
-        weights: W.
-        cap: Most activations that it may hold.
-        alive: Those that it holds.
-        done: Forwards that it has run.
-        owed: W whose I it has run.
-        now: What it runs in this tick.
-        program: What it has run.
-        numbers: The ticks of these.
+    Args:
+        orders: What the ranks have to run.
+        peaks: [ranks] the most activations that each holds in the schedule.
+        spare: How many more it may hold.
+        lags: The numbers of W's that a rank may put off, in ascending order. Those for which no
+            larger spare can give a grid that is short enough are removed.
+        longest: The longest makespan that is of use. None is returned if no grid is that short.
     """
-
-    forwards: list[Action]
-    backwards: list[_Backward]
-    weights: list[Action]
-    cap: int
-    alive: int = 0
-    done: int = 0
-    owed: int = 0
-    now: list[Action] = field(default_factory=list)
-    program: list[Action] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
-
-
-def _rank(program: tuple[Step, ...], cap: int) -> _Rank:
-    rank = _Rank([], [], [], cap)
-    for action in _plain(program):
-        if action.op is Op.F:
-            rank.forwards.append(action)
-        elif action.op is Op.W:
-            rank.weights.append(action)
-        else:
-            rank.backwards.append(_Backward(action, len(rank.forwards)))
-    for kind in (rank.forwards, rank.backwards, rank.weights):
-        kind.reverse()
-    return rank
-
-
-_Made = dict[tuple[int, int], int]
-"""The tick that made the result of a (stage, microbatch)."""
-
-
-def _grid(schedule: Schedule, caps: tuple[int, ...], lag: int, costs: Costs) -> Ticks:
-    """Tick by tick: every rank runs the F and the B or I that are ready.
-
-    It runs a W if it owes more than `lag` of them, if it waits for memory, if it has nothing else
-    to run, or if another rank takes as long anyway.
-    """
-    ranks = [_rank(program, cap) for program, cap in zip(schedule.programs, caps, strict=True)]
-    forwards, inputs = _Made(), _Made()
-    tick = 0
-    while any(rank.forwards or rank.backwards or rank.weights for rank in ranks):
-        for rank in ranks:
-            waits = not _forward(rank, tick, forwards)
-            _backward(rank, tick, schedule.num_stages, forwards, inputs)
-            if waits or rank.owed > lag or not rank.now:
-                _weight(rank, inputs)
-        times = [_time(rank, costs) for rank in ranks]
-        for rank, time in zip(ranks, times, strict=True):
-            if rank.weights and time + duration(rank.weights[-1], costs) <= max(times):
-                _weight(rank, inputs)
-        assert any(rank.now for rank in ranks), "a schedule that passes `check` always goes on"
-        for rank in ranks:
-            rank.program += rank.now
-            rank.numbers += [tick] * len(rank.now)
-            rank.now = []
-        tick += 1
-    programs = tuple(tuple(rank.program) for rank in ranks)
-    order = Schedule(schedule.num_stages, schedule.num_microbatches, programs)
-    return Ticks(order, tuple(tuple(rank.numbers) for rank in ranks))
-
-
-def _forward(rank: _Rank, tick: int, made: _Made) -> bool:
-    """Runs the next F if its input is there; False if there is no memory for it."""
-    if not rank.forwards:
-        return True
-    stage, microbatch = rank.forwards[-1].stage, rank.forwards[-1].microbatch
-    if stage and made.get((stage - 1, microbatch), tick) >= tick:
-        return True
-    if rank.alive >= rank.cap:
-        return False
-    rank.now.append(rank.forwards.pop())
-    rank.alive += 1
-    rank.done += 1
-    made[stage, microbatch] = tick
-    return True
-
-
-def _backward(rank: _Rank, tick: int, num_stages: int, forwards: _Made, inputs: _Made) -> None:
-    """Runs the next B or I, if its turn has come and its cotangent is there."""
-    if not rank.backwards or rank.backwards[-1].forwards > rank.done:
-        return
-    action = rank.backwards[-1].action
-    stage, microbatch = action.stage, action.microbatch
-    last = stage == num_stages - 1
-    if last and (stage, microbatch) not in forwards:
-        return
-    if not last and inputs.get((stage + 1, microbatch), tick) >= tick:
-        return
-    rank.backwards.pop()
-    rank.now.append(action)
-    inputs[stage, microbatch] = tick
-    if action.op is Op.B:
-        rank.alive -= 1
-    else:
-        rank.owed += 1
-
-
-def _weight(rank: _Rank, inputs: _Made) -> None:
-    """Runs the next W, if its I has run and no other W in this tick."""
-    if not rank.weights or any(action.op is Op.W for action in rank.now):
-        return
-    if (rank.weights[-1].stage, rank.weights[-1].microbatch) in inputs:
-        rank.now.append(rank.weights.pop())
-        rank.owed -= 1
-        rank.alive -= 1
-
-
-def _time(rank: _Rank, costs: Costs) -> Time:
-    return sum(duration(action, costs) for action in rank.now)
+    caps = [peak + spare for peak in peaks]
+    cheapest: Grid | None = None
+    for lag in lags.copy():
+        below = inf if cheapest is None else cheapest.makespan
+        filled = fill(orders, caps, lag, longest=longest, below=below)
+        same = [lag] if filled.lagged else [other for other in lags if other >= lag]
+        if filled.grid:
+            cheapest = filled.grid
+        elif cheapest is None and not filled.full:
+            lags[:] = [other for other in lags if other not in same]
+        if not filled.lagged:
+            break
+    return cheapest

@@ -89,6 +89,14 @@ def ranks_of_stage(schedule: Schedule, stage: int) -> tuple[int, ...]:
     return tuple(sorted({rank for rank, action in actions(schedule) if action.stage == stage}))
 
 
+def ranks_by_stage(schedule: Schedule) -> dict[int, tuple[int, ...]]:
+    """Returns the `ranks_of_stage` of every stage that has an action, found in one pass."""
+    found: dict[int, set[int]] = {}
+    for rank, action in actions(schedule):
+        found.setdefault(action.stage, set()).add(rank)
+    return {stage: tuple(sorted(ranks)) for stage, ranks in sorted(found.items())}
+
+
 def splits_backwards(schedule: Schedule) -> bool:
     """Whether any W runs apart from its I."""
     return any(action.op is Op.W for _, action in actions(schedule))

@@ -6,9 +6,9 @@ Time has no unit here: that of the costs. Where they are integers or fractions, 
 from dataclasses import dataclass
 
 from .._input import shown
-from ._action import Action, Op, Pair, Step, actions_of
-from ._dependencies import needs, results, runnable_order
-from ._schedule import Schedule, num_slices, without_pairs
+from ._action import Op, Pair, Step, actions_of
+from ._dependencies import Result, results_of, walk
+from ._schedule import Schedule, without_pairs
 
 _LEAST_TIME, _MOST_TIME = 1e-9, 1e15  # sums of them keep their digits
 
@@ -41,7 +41,7 @@ class Costs:
     atomic_pairs: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Timed:
     """A step with its start and end."""
 
@@ -68,21 +68,24 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     check_costs(costs, schedule.num_stages)
     runnable = schedule if costs.atomic_pairs else without_pairs(schedule)
     scales = {} if costs.atomic_pairs else _halves(schedule, costs.pair_factor)
-    slices = num_slices(schedule)
-    finished: dict[Action, tuple[int, Time]] = {}
+    finished: dict[Result, tuple[int, Time]] = {}
     rows: list[list[Timed]] = [[] for _ in schedule.programs]
-    for rank, step in runnable_order(runnable):
-        start = rows[rank][-1].end if rows[rank] else 0
-        halves = actions_of(step)
-        for action in halves:
-            for need in needs(action, schedule.num_stages, slices):
-                home, end = finished[need]
-                start = max(start, end if home == rank else end + costs.transfer)
+    now: list[Time] = [0] * len(rows)
+    for rank, step, waits in walk(runnable):
+        start = now[rank]
+        for need in waits:
+            home, ready = finished[need]
+            if home != rank:
+                ready += costs.transfer
+            if ready > start:
+                start = ready
         length = duration(step, costs)
         end = start + (length * scales[step] if step in scales else length)
-        for action in halves:
-            finished.update(dict.fromkeys(results(action), (rank, end)))
+        for action in actions_of(step):
+            for result in results_of(action):
+                finished[result] = rank, end
         rows[rank].append(Timed(step, start, end))
+        now[rank] = end
     return Timeline(schedule, tuple(map(tuple, rows)))
 
 
@@ -112,11 +115,17 @@ def duration(step: Step, costs: Costs) -> Time:
     if isinstance(step, Pair):
         halves = duration(step.forward, costs) + duration(step.backward, costs)
         return halves * costs.pair_factor
-    forward, inputs, weight = (
-        cost[step.stage] if isinstance(cost, tuple) else cost
-        for cost in (costs.forward, costs.input, costs.weight)
-    )
-    return {Op.F: forward, Op.I: inputs, Op.W: weight, Op.B: inputs + weight}[step.op]
+    if step.op is Op.F:
+        return _of_stage(costs.forward, step.stage)
+    if step.op is Op.I:
+        return _of_stage(costs.input, step.stage)
+    if step.op is Op.W:
+        return _of_stage(costs.weight, step.stage)
+    return _of_stage(costs.input, step.stage) + _of_stage(costs.weight, step.stage)
+
+
+def _of_stage(cost: PerStage, stage: int) -> Time:
+    return cost[stage] if isinstance(cost, tuple) else cost
 
 
 def _halves(schedule: Schedule, pair_factor: Time) -> dict[Step, Time]:

@@ -12,18 +12,18 @@ from collections.abc import Iterator
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from ._action import Action, Op
+from ._action import Op, actions_of
 from ._ticks import PHASE, Ticks, ticked
 
 HAND_OVER = 3
 _PHASES = 4
 
-Place = tuple[int, int]
-"""A (stage, microbatch)."""
-
 
 class Slots(NamedTuple):
-    """For each buffer the slot of every (stage, microbatch) that has one, on its own rank.
+    """For each buffer the slot of every microbatch on every stage, on the stage's own rank.
+
+    All are [stages * M]: entry `stage * M + microbatch`, where M is the number of microbatches, and
+    -1 where there is none.
 
     Attributes:
         inputs: Of F; none for stage 0, which reads the batch.
@@ -33,70 +33,93 @@ class Slots(NamedTuple):
         links: From I to W.
     """
 
-    inputs: dict[Place, int]
-    cotangents: dict[Place, int]
-    for_backward: dict[Place, int]
-    for_weight: dict[Place, int]
-    links: dict[Place, int]
+    inputs: list[int]
+    cotangents: list[int]
+    for_backward: list[int]
+    for_weight: list[int]
+    links: list[int]
 
 
 def slots_of(ticks: Ticks) -> Slots:
     """The slots of a grid that passes `check_ticks`."""
-    at = {action: tick * _PHASES + PHASE[action.op] for _, tick, action in ticked(ticks)}
-    ranks = {action: rank for rank, _, action in ticked(ticks)}
-    names = Slots._fields
-    lives: dict[str, dict[int, list[_Life]]] = {name: {} for name in names}
-    for forward, rank in ranks.items():
-        if forward.op is Op.F:
-            for name, life in _lives(forward, at, ticks.schedule.num_stages):
-                lives[name].setdefault(rank, []).append(life)
-    return Slots(*(_allocate_all(lives[name]) for name in names))
+    num_microbatches = ticks.schedule.num_microbatches
+    times = _times(ticks)
+    slots = Slots(*([-1] * len(times.forwards) for _ in Slots._fields))
+    for program in ticks.schedule.programs:
+        lives: dict[str, list[_Life]] = {name: [] for name in Slots._fields}
+        for action in (action for step in program for action in actions_of(step)):
+            if action.op is Op.F:
+                number = action.stage * num_microbatches + action.microbatch
+                for name, life in _lives(number, times, num_microbatches):
+                    lives[name].append(life)
+        for of_buffer, in_buffer in zip(slots, lives.values(), strict=True):
+            for number, slot in _allocate(in_buffer):
+                of_buffer[number] = slot
+    return slots
 
 
-def count(slots: dict[Place, int]) -> int:
+def count(slots: list[int]) -> int:
     """How many slots a buffer has: what the fullest rank needs, as all ranks run one program."""
-    return 1 + max(slots.values(), default=-1)
+    return 1 + max(slots, default=-1)
+
+
+class _Times(NamedTuple):
+    """When F, then B or I, then B or W of every microbatch run on every stage, as in `Slots`."""
+
+    forwards: list[int]
+    backwards: list[int]
+    weights: list[int]
+
+
+def _times(ticks: Ticks) -> _Times:
+    num_microbatches = ticks.schedule.num_microbatches
+    size = ticks.schedule.num_stages * num_microbatches
+    times = _Times([-1] * size, [-1] * size, [-1] * size)
+    for _, tick, action in ticked(ticks):
+        number = action.stage * num_microbatches + action.microbatch
+        time = tick * _PHASES + PHASE[action.op]
+        if action.op is Op.F:
+            times.forwards[number] = time
+        if action.op in (Op.B, Op.I):
+            times.backwards[number] = time
+        if action.op in (Op.B, Op.W):
+            times.weights[number] = time
+    return times
 
 
 class _Life(NamedTuple):
-    """When something comes into being, when it is last read, and what it is of."""
+    """When something comes into being, when it is last read, and the entry it has in `Slots`."""
 
     start: int
     end: int
-    place: Place
+    number: int
 
 
-def _lives(f: Action, at: dict[Action, int], num_stages: int) -> Iterator[tuple[str, _Life]]:
+def _lives(number: int, times: _Times, num_microbatches: int) -> Iterator[tuple[str, _Life]]:
     """What the F of a stage and microbatch, and all that follows from it, leave lying."""
-    place = stage, microbatch = f.stage, f.microbatch
-    whole, i, w = (Action(stage, op, microbatch) for op in (Op.B, Op.I, Op.W))
-    backward, weight = (whole, whole) if whole in at else (i, w)
-    if stage > 0:
-        yield "inputs", _Life(_handed_over(at, stage - 1, microbatch, (Op.F,)), at[f], place)
-    if backward not in at:
+    forward, backward, weight = (of_kind[number] for of_kind in times)
+    if number >= num_microbatches:
+        sent = times.forwards[number - num_microbatches]
+        yield "inputs", _Life(_handed_over(sent), forward, number)
+    if backward < 0:
         return
-    if stage < num_stages - 1:
-        arrival = _handed_over(at, stage + 1, microbatch, (Op.B, Op.I))
+    if number + num_microbatches < len(times.backwards):
+        arrival = _handed_over(times.backwards[number + num_microbatches])
     else:
-        arrival = at[f]  # the loss follows its F at once
-    yield "cotangents", _Life(arrival, at[backward], place)
-    yield "for_backward", _Life(at[f], at[backward], place)
-    yield "for_weight", _Life(at[f], at[weight], place)
-    if weight is not backward:
-        yield "links", _Life(at[i], at[w], place)
+        arrival = forward  # the loss follows its F at once
+    yield "cotangents", _Life(arrival, backward, number)
+    yield "for_backward", _Life(forward, backward, number)
+    yield "for_weight", _Life(forward, weight, number)
+    if weight != backward:
+        yield "links", _Life(backward, weight, number)
 
 
-def _handed_over(at: dict[Action, int], stage: int, microbatch: int, ops: tuple[Op, ...]) -> int:
-    """The hand-over of the tick in which one of `ops` ran."""
-    time = next(at[a] for op in ops if (a := Action(stage, op, microbatch)) in at)
+def _handed_over(time: int) -> int:
+    """The hand-over of the tick of `time`."""
     return time // _PHASES * _PHASES + HAND_OVER
 
 
-def _allocate_all(lives: dict[int, list[_Life]]) -> dict[Place, int]:
-    return {place: slot for rank in lives for place, slot in _allocate(lives[rank])}
-
-
-def _allocate(lives: list[_Life]) -> Iterator[tuple[Place, int]]:
+def _allocate(lives: list[_Life]) -> Iterator[tuple[int, int]]:
     """First come, lowest free slot: as many slots as lives overlap at most, and no more."""
     taken: list[tuple[int, int]] = []
     free: list[int] = []
@@ -105,4 +128,4 @@ def _allocate(lives: list[_Life]) -> Iterator[tuple[Place, int]]:
             heappush(free, heappop(taken)[1])
         slot = heappop(free) if free else len(taken)
         heappush(taken, (life.end, slot))
-        yield life.place, slot
+        yield life.number, slot

@@ -3,6 +3,7 @@
 A table is [num_ticks][num_ranks]; -1 stands for nothing.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from ._action import Action, Op, actions_of
@@ -10,7 +11,7 @@ from ._require import require
 from ._schedule import Schedule, num_ranks, stages_of_rank
 from ._slots import HAND_OVER, Slots, count, slots_of
 from ._ticks import PHASE, Ticks, num_ticks, ticked
-from ._visits import Visit, visits
+from ._visits import Visit, is_side_by_side, visits
 
 Table = tuple[tuple[int, ...], ...]
 
@@ -115,55 +116,33 @@ def tables(ticks: Ticks) -> Tables:
         ValueError: If ranks hold different numbers of stages.
     """
     schedule, slots = ticks.schedule, slots_of(ticks)
-    places, of_visits = homes(schedule), visits(ticks)
-    phases = [{name: _empty(ticks) for name in Work._fields} for _ in range(HAND_OVER)]
-    hand_overs: tuple[dict[int, _Draft], dict[int, _Draft]] = {}, {}
-    for rank, tick, action in ticked(ticks):
-        entries = _entries(action, places, slots, schedule.num_stages)
-        if action in of_visits.of:
-            entries |= _visit_entries(of_visits.of[action], places)
-        for name, value in entries.items():
-            phases[PHASE[action.op]][name][tick][rank] = value
-        forward, step = (action.op is Op.F), (1 if action.op is Op.F else -1)
-        target = action.stage + step
-        if action.op is Op.W or target not in places:
-            continue
-        home = places[target].rank
-        arrivals = hand_overs[not forward].setdefault(
-            (home - rank) % num_ranks(schedule), _empty(ticks)
-        )
-        waiting = slots.inputs if forward else slots.cotangents
-        arrivals[tick][home] = waiting[target, action.microbatch]
-    forward, backward, weight = (
-        Work(**{name: _frozen(draft) for name, draft in phase.items()}) for phase in phases
-    )
-    activations, cotangents = (
-        {offset: _frozen(draft) for offset, draft in sorted(drafts.items())}
-        for drafts in hand_overs
-    )
+    places = homes(schedule)
+    visiting: list[list[Action]] = [[] for _ in schedule.programs]
+    for rank, _, action in ticked(ticks):
+        if action.op is not Op.W:
+            visiting[rank].append(action)
+    side_by_side = is_side_by_side(visiting)
+    upcoming = (v for program in visiting for v in visits(program, side_by_side=side_by_side))
+    forward, backward, weight = _phases(ticks, places, slots, upcoming)
     sizes = {name: count(buffer) for name, buffer in slots._asdict().items()}
     first = tuple(places[actions_of(program[0])[0].stage].chunk for program in schedule.programs)
     return Tables(
         forward,
         backward,
         weight,
-        activations,
-        cotangents,
+        _arrivals(ticks, places, (Op.F,), 1, slots.inputs),
+        _arrivals(ticks, places, (Op.B, Op.I), -1, slots.cotangents),
         sizes,
         first,
-        of_visits.side_by_side,
+        side_by_side,
     )
 
 
-def _visit_entries(visit: Visit, places: dict[int, Home]) -> dict[str, int]:
-    following = places[visit.following].chunk if visit.following >= 0 else -1
-    return {"source": visit.source, "following": following, "closes": int(visit.closes)}
-
-
-def _entries(
-    action: Action, places: dict[int, Home], slots: Slots, num_stages: int
-) -> dict[str, int]:
-    place = action.stage, action.microbatch
+def _phases(
+    ticks: Ticks, places: dict[int, Home], slots: Slots, upcoming: Iterator[Visit]
+) -> Iterator[Work]:
+    """The phases of a tick. `upcoming` has the visits of every F, B and I, rank by rank."""
+    schedule = ticks.schedule
     buffers = {
         "input": slots.inputs,
         "cotangent": slots.cotangents,
@@ -171,19 +150,48 @@ def _entries(
         "for_weight": slots.for_weight,
         "link": slots.links,
     }
-    names = _FIELDS[action.op]
-    if action.op is Op.F and action.stage == num_stages - 1:
-        names = (*names, "cotangent")
-    found = {name: buffers[name].get(place, -1) for name in names}
-    return found | {
-        "microbatch": action.microbatch,
-        "stage": action.stage,
-        "chunk": places[action.stage].chunk,
-    }
+    size = num_ticks(ticks), num_ranks(schedule)
+    phases = [{name: _empty(*size) for name in Work._fields} for _ in range(HAND_OVER)]
+    for rank, tick, action in ticked(ticks):
+        stage, op, microbatch = action.stage, action.op, action.microbatch
+        phase = phases[PHASE[op]]
+        phase["microbatch"][tick][rank] = microbatch
+        phase["stage"][tick][rank] = stage
+        phase["chunk"][tick][rank] = places[stage].chunk
+        number = stage * schedule.num_microbatches + microbatch
+        for name in _FIELDS[op]:
+            phase[name][tick][rank] = buffers[name][number]
+        if op is Op.F and stage == schedule.num_stages - 1:
+            phase["cotangent"][tick][rank] = slots.cotangents[number]
+        if op is not Op.W:
+            source, following, closes = next(upcoming)
+            phase["source"][tick][rank] = source
+            phase["following"][tick][rank] = places[following].chunk if following >= 0 else -1
+            phase["closes"][tick][rank] = int(closes)
+    # Each draft is given up for its table: all of both would be twice the memory.
+    return (Work(*(_frozen(phase.pop(name)) for name in Work._fields)) for phase in phases)
 
 
-def _empty(ticks: Ticks) -> _Draft:
-    return [[-1] * len(ticks.numbers) for _ in range(num_ticks(ticks))]
+def _arrivals(
+    ticks: Ticks, places: dict[int, Home], ops: tuple[Op, ...], step: int, slots: list[int]
+) -> dict[int, Table]:
+    """The slots that results of `ops` arrive in, `step` stages further, by offset of ranks."""
+    schedule = ticks.schedule
+    drafts: dict[int, _Draft] = {}
+    for rank, tick, action in ticked(ticks):
+        target = action.stage + step
+        if action.op in ops and target in places:
+            home = places[target].rank
+            offset = (home - rank) % num_ranks(schedule)
+            if offset not in drafts:
+                drafts[offset] = _empty(num_ticks(ticks), num_ranks(schedule))
+            slot = slots[target * schedule.num_microbatches + action.microbatch]
+            drafts[offset][tick][home] = slot
+    return {offset: _frozen(draft) for offset, draft in sorted(drafts.items())}
+
+
+def _empty(num_ticks: int, num_ranks: int) -> _Draft:
+    return [[-1] * num_ranks for _ in range(num_ticks)]
 
 
 def _frozen(draft: _Draft) -> Table:

@@ -13,7 +13,7 @@ from ._action import Action, Op, Step, actions_of
 from ._check import check
 from ._dependencies import ScheduleError, needs, results
 from ._require import require
-from ._schedule import Schedule, actions, num_slices, ranks_of_stage
+from ._schedule import Schedule, actions, num_slices, ranks_by_stage
 from ._simulate import Costs, Time, Timed, Timeline, check_costs, duration
 
 PHASE = {Op.F: 0, Op.B: 1, Op.I: 1, Op.W: 2}
@@ -101,8 +101,7 @@ def check_plain(schedule: Schedule) -> None:
         "`schedule` has slices of sequences, whose order attention would have to know.",
         "Give a schedule of whole microbatches, such as 1f1b.",
     )
-    for stage in range(schedule.num_stages):
-        ranks = ranks_of_stage(schedule, stage)
+    for stage, ranks in ranks_by_stage(schedule).items():
         require(
             len(ranks) < 2,
             f"Stage {stage} lies on ranks {' and '.join(map(str, ranks))}: two copies of its "

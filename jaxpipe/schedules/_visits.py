@@ -6,11 +6,10 @@ stage each; a backward's begin without a gather where the forward holds just the
 nothing, as with all forwards before all backwards, they hold the same.
 """
 
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ._action import Action, Op
-from ._ticks import Ticks, ticked
 
 HELD, AHEAD, OF_FORWARD = 0, 1, 2
 """Where an action finds its weights: where the last one had them, ahead, or with the forward."""
@@ -30,62 +29,44 @@ class Visit(NamedTuple):
     closes: bool
 
 
-class Visits(NamedTuple):
-    """The visits of a grid.
+def is_side_by_side(programs: Sequence[Sequence[Action]]) -> bool:
+    """Returns whether forward and backward hold weights of their own, which must save gathers.
 
-    Attributes:
-        of: That of every F, B and I.
-        side_by_side: Whether forward and backward hold weights of their own.
+    Args:
+        programs: What every rank runs, without W's.
     """
-
-    of: dict[Action, Visit]
-    side_by_side: bool
-
-
-def visits(ticks: Ticks) -> Visits:
-    """The visits of a grid that passes `check_ticks`."""
-    programs: list[list[Action]] = [[] for _ in ticks.numbers]
-    for rank, _, action in ticked(ticks):
-        if action.op is not Op.W:
-            programs[rank].append(action)
     apart, together = (
-        [_sources(program, side_by_side=apart) for program in programs] for apart in (True, False)
+        sum(_sources(program, side_by_side=apart).count(AHEAD) for program in programs)
+        for apart in (True, False)
     )
-    side_by_side = _gathers(apart) < _gathers(together)
-    of_ranks = zip(programs, apart if side_by_side else together, strict=True)
-    of = {action: visit for pair in of_ranks for action, visit in _of_rank(*pair).items()}
-    return Visits(of, side_by_side)
+    return apart < together
 
 
-def _gathers(sources: list[dict[Action, int]]) -> int:
-    return sum(source == AHEAD for of_rank in sources for source in of_rank.values())
+def visits(program: Sequence[Action], *, side_by_side: bool) -> list[Visit]:
+    """Returns the visit of every action of a rank's program without W's."""
+    found: list[Visit] = []
+    following = next_backward = -1
+    sources = _sources(program, side_by_side=side_by_side)
+    for action, source in zip(reversed(program), reversed(sources), strict=True):
+        closes = action.op is not Op.F and action.stage != next_backward
+        found.append(Visit(source, following if source == AHEAD else -1, closes))
+        if source == AHEAD:
+            following = action.stage
+        if action.op is not Op.F:
+            next_backward = action.stage
+    return found[::-1]
 
 
-def _of_rank(program: list[Action], sources: dict[Action, int]) -> dict[Action, Visit]:
-    ahead = [action for action in program if sources[action] == AHEAD]
-    following = {action: after.stage for action, after in pairwise(ahead)}
-    backwards = [action for action in program if action.op is not Op.F]
-    goes_on = {action for action, after in pairwise(backwards) if action.stage == after.stage}
-    return {
-        action: Visit(
-            sources[action],
-            following.get(action, -1),
-            action.op is not Op.F and action not in goes_on,
-        )
-        for action in program
-    }
-
-
-def _sources(program: list[Action], *, side_by_side: bool) -> dict[Action, int]:
+def _sources(program: Sequence[Action], *, side_by_side: bool) -> list[int]:
     held: dict[bool, int | None] = {True: None, False: None}
-    sources = {}
+    sources = []
     for action in program:
         is_forward = action.op is Op.F or not side_by_side
         if held[is_forward] == action.stage:
-            sources[action] = HELD
+            sources.append(HELD)
         elif not is_forward and held[True] == action.stage:
-            sources[action] = OF_FORWARD
+            sources.append(OF_FORWARD)
         else:
-            sources[action] = AHEAD
+            sources.append(AHEAD)
         held[is_forward] = action.stage
     return sources
