@@ -20,12 +20,17 @@ def check(schedule: Schedule) -> Schedule:
     Raises:
         ScheduleError: Naming the action and its rank, with the grid and a mark where it helps.
     """
-    found = _find(schedule)
-    _check_complete(schedule, found)
-    _check_same_rank(schedule, found)
+    _check_results(schedule)
     for _ in walk(schedule):
         pass  # it raises where ranks come to wait for each other
     return schedule
+
+
+def _check_results(schedule: Schedule) -> None:
+    """Every result is there once, on the rank of its forward."""
+    found = _find(schedule)
+    _check_complete(schedule, found)
+    _check_same_rank(schedule, found)
 
 
 def _find(schedule: Schedule) -> _Found:

@@ -69,11 +69,11 @@ def runnable_order(schedule: Schedule) -> list[tuple[int, Step]]:
     Raises:
         ScheduleError: If the ranks come to wait for each other, showing where.
     """
-    return [(rank, step) for rank, step, _ in walk(schedule)]
+    return [(rank, step) for rank, step, *_ in walk(schedule)]
 
 
-def walk(schedule: Schedule) -> Iterator[tuple[int, Step, list[Result]]]:
-    """Yields what `runnable_order` lists, each step with the results that it waits for.
+def walk(schedule: Schedule) -> Iterator[tuple[int, Step, list[Result], list[Result]]]:
+    """Yields what `runnable_order` lists: (rank, step, what it waits for, what it gives).
 
     Ranks have turns, round after round, and run as far as they can. One that has to wait for a
     result has no turn until that is there.
@@ -96,13 +96,13 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Step, list[Result]]]:
                 missing = next(need for need in waits if need not in done)
                 waiting.setdefault(missing, []).append(rank)
                 break
-            for action in actions_of(step):
-                for result in results_of(action):
-                    done.add(result)
-                    for other in waiting.pop(result, ()):
-                        heappush(turns, (this_round + (other < rank), other))
+            given = [result for action in actions_of(step) for result in results_of(action)]
+            done.update(given)
+            for result in given:
+                for other in waiting.pop(result, ()):
+                    heappush(turns, (this_round + (other < rank), other))
             places[rank] += 1
-            yield rank, step, waits
+            yield rank, step, waits, given
     if waiting:
         stuck = {rank: Action(*need) for need, ranks in waiting.items() for rank in ranks}
         waits_of = {rank: stuck[rank] for rank in sorted(stuck)}

@@ -14,7 +14,7 @@ from ._grid import Grid, Orders, fill, orders_of, ticks_of
 from ._measure import makespan, peak_activations
 from ._require import require
 from ._schedule import Schedule, num_ranks, splits_backwards, without_pairs
-from ._simulate import Costs, Time, simulate
+from ._simulate import Costs, Time, check_costs, simulate
 from ._ticks import Ticks, check_plain
 
 
@@ -31,20 +31,21 @@ def lock_step(schedule: Schedule, costs: Costs | None = None, *, spare: int | No
         spare: Activations that a rank may hold beyond its peak in `schedule`. None: what pays.
 
     Raises:
-        ValueError: If microbatches are sliced, a stage lies on two ranks, or `spare` is negative.
+        ValueError: If microbatches are sliced, a stage lies on two ranks, `spare` is negative, or
+            costs are negative or not one per stage.
     """
     require(spare is None or spare >= 0, f"`spare` is {spare}.", "Give 0 or more activations.")
     check_plain(schedule)
     costs, plain = costs or Costs(), without_pairs(schedule)
+    check_costs(costs, schedule.num_stages)
+    free = 0 if spare is not None else makespan(simulate(plain, costs))
     orders, peaks, lags = orders_of(plain, costs), peak_activations(plain), list(_lags(plain))
     *lean, most = _spares(plain) if spare is None else (spare,)
     grid = _cheapest(orders, peaks, most, lags)
     assert grid, "without a longest makespan there is a grid"
-    if lean:
-        longest = max(grid.makespan, makespan(simulate(plain, costs)))
-        found = (_cheapest(orders, peaks, spare, lags, longest) for spare in lean)
-        grid = next((leaner for leaner in found if leaner), grid)
-    return ticks_of(plain, grid)
+    longest = max(grid.makespan, free)
+    found = (_cheapest(orders, peaks, spare, lags, longest) for spare in lean)
+    return ticks_of(plain, next((leaner for leaner in found if leaner), grid))
 
 
 _MOST_TURNS = 3_000_000

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .._input import shown
 from ._action import Op, Pair, Step, actions_of
-from ._dependencies import Result, results_of, walk
+from ._dependencies import Result, walk
 from ._schedule import Schedule, without_pairs
 
 _LEAST_TIME, _MOST_TIME = 1e-9, 1e15  # sums of them keep their digits
@@ -71,7 +71,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     finished: dict[Result, tuple[int, Time]] = {}
     rows: list[list[Timed]] = [[] for _ in schedule.programs]
     now: list[Time] = [0] * len(rows)
-    for rank, step, waits in walk(runnable):
+    for rank, step, waits, given in walk(runnable):
         start = now[rank]
         for need in waits:
             home, ready = finished[need]
@@ -81,9 +81,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
                 start = ready
         length = duration(step, costs)
         end = start + (length * scales[step] if step in scales else length)
-        for action in actions_of(step):
-            for result in results_of(action):
-                finished[result] = rank, end
+        finished.update(dict.fromkeys(given, (rank, end)))
         rows[rank].append(Timed(step, start, end))
         now[rank] = end
     return Timeline(schedule, tuple(map(tuple, rows)))

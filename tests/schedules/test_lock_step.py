@@ -33,6 +33,8 @@ from jaxpipe.schedules import (
     zbv,
     zero_bubble_h1,
 )
+from jaxpipe.schedules._grid import Grid, fill, orders_of, ticks_of
+from jaxpipe.schedules._lock_step import _lags, _spares
 
 from .machine import run_tables
 from .random_schedules import drafts, random_schedule
@@ -144,6 +146,47 @@ def test_activations_are_handed_on_where_the_placement_needs_it():
 def test_what_has_no_lock_step_is_refused_with_the_reason(schedule, message):
     with pytest.raises(ValueError, match=message):
         lock_step(schedule)
+
+
+def every_grid(schedule: Schedule, costs: Costs) -> Ticks:
+    """`lock_step` without giving anything up: every lag at every spare, and then the choice."""
+    peaks, orders = peak_activations(schedule), orders_of(schedule, costs)
+
+    def cheapest(spare: int) -> Grid:
+        caps = [peak + spare for peak in peaks]
+        grids = [fill(orders, caps, lag).grid for lag in _lags(schedule)]
+        return min((grid for grid in grids if grid), key=lambda grid: grid.makespan)
+
+    *lean, most = map(cheapest, _spares(schedule))
+    enough = max(most.makespan, makespan(simulate(schedule, costs)))
+    return ticks_of(schedule, next((grid for grid in lean if grid.makespan <= enough), most))
+
+
+@settings(max_examples=60, deadline=None)
+@given(drafts(), st.sampled_from([ONES, LIKE_MODELS, Costs(0.1, 0.2, 0.1, 0.03), Costs(1, 1, 0)]))
+def test_what_is_given_up_early_would_not_have_been_chosen(draft, costs):
+    schedule = random_schedule(draft)
+    assert lock_step(schedule, costs) == every_grid(schedule, costs)
+
+
+@pytest.mark.parametrize("name", ["zero_bubble_h1", "zbv", "v_half"])
+def test_what_is_given_up_early_would_not_have_been_chosen_of_larger_ones(name):
+    schedule = build(name, ranks=5, microbatches=12)
+    for costs in (LIKE_MODELS, Costs(1 / 3, 0.7, 0.3)):
+        assert lock_step(schedule, costs) == every_grid(schedule, costs)
+
+
+def test_a_makespan_of_a_grid_is_that_of_its_ticks():
+    costs = Costs(0.1, 0.2, 0.1, 0.03)
+    for name in ("1f1b", "zbv"):
+        schedule = build(name, ranks=4, microbatches=8)
+        grid = fill(orders_of(schedule, costs), [8] * 4, 1).grid
+        assert grid and grid.makespan == makespan(simulate_ticks(ticks_of(schedule, grid), costs))
+
+
+def test_costs_that_are_not_one_per_stage_are_refused():
+    with pytest.raises(ValueError, match="`input` has 1 entries for 2 stages"):
+        lock_step(gpipe(2, 2), Costs(input=(1,)), spare=0)
 
 
 def test_a_negative_spare_is_refused():

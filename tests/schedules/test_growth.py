@@ -1,0 +1,62 @@
+"""Planning stays near-linear: four times the actions take about four times the time."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jaxpipe.schedules import (
+    Costs,
+    Schedule,
+    build,
+    check,
+    check_ticks,
+    lock_step,
+    simulate,
+    simulate_ticks,
+    tables,
+)
+
+SMALL, LARGE = (8, 32), (16, 64)
+MOST = 6
+"""A step that is quadratic takes 16 times as long. Four times, and a little more for caches and for
+the grids that `lock_step` tries, whose number grows with the logarithm of the ranks, is linear."""
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    """The least CPU time of three runs, which the load of the machine hardly changes."""
+    times = []
+    for _ in range(3):
+        start = time.process_time()
+        run()
+        times.append(time.process_time() - start)
+    return min(times)
+
+
+def growth(run: Callable[[Any], Any], small: Any, large: Any) -> float:
+    return seconds(lambda: run(large)) / seconds(lambda: run(small))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "v_half"])
+def test_building_takes_time_in_proportion_to_the_actions(name):
+    def run(counts: tuple[int, int]) -> Schedule:
+        return build(name, ranks=counts[0], microbatches=counts[1])
+
+    assert growth(run, SMALL, LARGE) < MOST
+
+
+@pytest.mark.parametrize("step", [check, lambda s: simulate(s, Costs())])
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble_h1"])
+def test_checking_and_simulating_take_time_in_proportion_to_the_actions(name, step):
+    small, large = (build(name, ranks=p, microbatches=m) for p, m in (SMALL, LARGE))
+    assert growth(step, small, large) < MOST
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble_h1"])
+def test_lock_step_and_its_tables_take_time_in_proportion_to_the_actions(name):
+    small, large = (build(name, ranks=p, microbatches=m) for p, m in (SMALL, LARGE))
+    assert growth(lock_step, small, large) < MOST
+    grids = lock_step(small), lock_step(large)
+    for step in (tables, check_ticks, lambda ticks: simulate_ticks(ticks, Costs())):
+        assert growth(step, *grids) < MOST
