@@ -52,15 +52,15 @@ def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
     return _from_blocks(blocks, num_microbatches)
 
 
-_MOST_WORK = 1 << 23
+_MOST_WORK = 1 << 24
 
 
 def _from_blocks(blocks: list[tuple[int, int, int, int]], num_microbatches: int) -> Schedule:
     require(
-        len(blocks) * num_microbatches**2 <= _MOST_WORK,
-        f"`num_microbatches` is {num_microbatches} for {len(blocks)} ranks, and the time to build "
+        len(blocks) ** 2 * num_microbatches <= _MOST_WORK,
+        f"`num_ranks` is {len(blocks)} for {num_microbatches} microbatches, and the time to build "
         "this schedule grows with its square.",
-        f"Give at most {isqrt(_MOST_WORK // len(blocks))}.",
+        f"Give at most {isqrt(_MOST_WORK // num_microbatches)}.",
     )
     ranks = [
         {

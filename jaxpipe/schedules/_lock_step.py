@@ -38,27 +38,29 @@ def lock_step(schedule: Schedule, costs: Costs | None = None, *, spare: int | No
     check_plain(schedule)
     costs, plain = costs or Costs(), without_pairs(schedule)
     check_costs(costs, schedule.num_stages)
+    tries = _affordable_tries(plain)
     free = 0 if spare is not None else makespan(simulate(plain, costs))
     orders, peaks, lags = orders_of(plain, costs), peak_activations(plain), list(_lags(plain))
     *lean, most = _spares(plain) if spare is None else (spare,)
+    thinned = -(-len(lean) * len(lags) // tries) or 1
     grid = _cheapest(orders, peaks, most, lags)
     assert grid, "without a longest makespan there is a grid"
     longest = max(grid.makespan, free)
-    found = (_cheapest(orders, peaks, spare, lags, longest) for spare in lean)
+    found = (_cheapest(orders, peaks, spare, lags, longest) for spare in lean[::thinned])
     return ticks_of(plain, next((leaner for leaner in found if leaner), grid))
 
 
-_MOST_TURNS = 3_000_000
-"""Turns of ranks, one in each tick of each grid that is tried: some 30 seconds."""
+_MOST_TURNS = 1 << 27
+"""Turns of ranks, one in each tick of each grid that is tried: some two minutes."""
 
 
 def _affordable_tries(schedule: Schedule) -> int:
     """Returns how many grids of a schedule may be tried: all, unless it is very large."""
-    ticks = makespan(simulate(schedule, Costs()))
-    tries = int(_MOST_TURNS / max(1, ticks * num_ranks(schedule)))
+    ticks = max(map(len, schedule.programs), default=0) + 2 * schedule.num_stages
+    tries = _MOST_TURNS // (1 + ticks * num_ranks(schedule))
     require(
-        tries > 0,
-        f"The schedule has {num_ranks(schedule)} ranks and lasts {ticks:g} actions.",
+        tries >= len(_lags(schedule)),
+        f"The schedule has {num_ranks(schedule)} ranks and {schedule.num_stages} stages.",
         "That is too large to be put in lock-step: give fewer ranks or microbatches.",
     )
     return tries
