@@ -99,6 +99,33 @@ def leaves_like(tree: Any, arguments: Arguments) -> list[Any]:
     )
 
 
+def check_types(
+    arguments: Arguments, leaves: Sequence[Any], shapes: Sequence[Any], dtypes: Sequence[Any]
+) -> None:
+    """Checks that arguments have the shapes and dtypes that a function was compiled for.
+
+    Args:
+        arguments: The arguments.
+        leaves: Their leaves.
+        shapes: The shape of each leaf.
+        dtypes: The dtype of each leaf.
+
+    Raises:
+        ValueError: If one has another, naming it.
+    """
+    for i, (leaf, shape, dtype) in enumerate(zip(leaves, shapes, dtypes, strict=True)):
+        if isinstance(leaf, jax.Array | MpmdArray):
+            given = leaf.shape, leaf.dtype
+        else:
+            given = type_of(leaf)[:2]
+        if given[0] != shape or given[1] != dtype:
+            raise ValueError(
+                f"`{list(_paths(arguments))[i]}` is {given[1]}{list(given[0])}, and the function "
+                f"was compiled for {dtype}{list(shape)}. Compile it for this, or call the function "
+                "that compiles itself."
+            )
+
+
 def _paths(arguments: Arguments) -> dict[str, Any]:
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):

@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from ..autodiff import Program, Value
 from ..schedules import Schedule
-from ._arguments import StaticArguments, leaves_like
+from ._arguments import StaticArguments, check_types, leaves_like
 from ._array import MpmdArray
 from ._code import Buffer, Code, Instruction
 from ._compile import check_threads, compile_code
@@ -177,6 +177,9 @@ class Compiled:
             for b, ranks in code.outputs
         ]
 
+        avals = [buffer.value.aval for buffer, _ in code.inputs]
+        self._shapes = [aval.shape for aval in avals]
+        self._dtypes = [aval.dtype for aval in avals]
         self._given_away = given_away(code, lowered.traced.donated, crosses=session is not None)
 
     @property
@@ -225,6 +228,7 @@ class Compiled:
         traced = self.lowered.traced
         arguments, _ = traced.settings.static.split(args, kwargs)
         leaves = leaves_like(traced.in_tree, arguments)
+        check_types(arguments, leaves, self._shapes, self._dtypes)
         slots = list(self._bound.start)
         with no_ambient_mesh():
             placed(leaves, self._inputs, slots)

@@ -100,7 +100,8 @@ def test_a_train_state_compiles_once(caplog):
 
     with jax.numpy_dtype_promotion("standard"):
         state: Any = TrainState.create(apply_fn=None, params=layers(2), tx=optax.adam(1e-2))
-        assert state.step == 0 and not hasattr(state.step, "dtype")
+        first = state.step
+        assert first == 0 and not hasattr(first, "dtype")
         pipelined, plain, true = mpmd_jit_with_loop(step, groups(2)), jax.jit(step), state
         for _ in range(3):
             (state, value), (true, true_value) = pipelined(state, *batch(3)), plain(true, *batch(3))
@@ -161,6 +162,32 @@ def test_wrong_trees_are_named_and_never_shown():
         with pytest.raises(ValueError, match=message) as caught:
             run()
         assert len(str(caught.value)) < 700 and "Array(" not in str(caught.value)
+
+
+def test_arguments_of_another_type_are_named_before_anything_runs():
+    """What is donated is still there afterwards."""
+
+    def step(weights: Any, xs: Any, *, scale: Any) -> Any:
+        return jax.tree.map(lambda w: w * scale, weights), jnp.sum(xs)
+
+    weights, xs = layers(2), jnp.ones(3)
+    compiled = mpmd_jit_with_loop(step, groups(2), donate_argnums=0).compile(weights, xs, scale=1.0)
+    cases = [
+        (r"`args\[1\]` is float32\[4\], .* for float32\[3\]", weights, jnp.ones(4), 1.0),
+        (r"`args\[1\]` is int32\[3\], .* for float32\[3\]", weights, np.ones(3, int), 1.0),
+        (r"`scale` is int32\[\], .* for float32\[\]", weights, xs, 1),
+        (
+            r"`args\[0\]\[1\]\['in'\]` is float32\[\], .* for float32\[8, 16\]",
+            [weights[0], weights[1] | {"in": 1.0}],
+            xs,
+            1.0,
+        ),
+    ]
+    for message, *args, scale in cases:
+        with pytest.raises(ValueError, match=message):
+            compiled(*args, scale=scale)
+    new, _ = compiled(weights, np.ones(3), scale=np.float64(2))
+    assert_close(new[0]["in"], 2 * layers(1)[0]["in"])
 
 
 # Donation.
