@@ -28,7 +28,11 @@ class PipelineBase(spmd.PipelineMethods, nn.Module):
     remat_policy: Any = None
 
     def setup(self):
-        """Refuses a config that cannot work."""
+        """Refuses a config that cannot work.
+
+        The attributes that MaxText's `setup` calculates are properties, of
+        `jaxpipe.spmd.PipelineAttributes`, and exist without it.
+        """
         _ = self.settings
 
     @property

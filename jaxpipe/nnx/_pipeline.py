@@ -15,6 +15,22 @@ from . import _run as run
 from . import _stacked as stacked
 
 
+class _Given:
+    """A config, which may not be hashable, in a module whose attributes must be.
+
+    All are equal: modules differ by the settings that are read from their configs.
+    """
+
+    def __init__(self, config: Any):
+        self.config = config
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Given)
+
+    def __hash__(self) -> int:
+        return hash(_Given)
+
+
 class PipelineBase(spmd.PipelineMethods, nnx.Module):
     """A stack of equal layers, spread over the ranks of a pipeline.
 
@@ -22,6 +38,8 @@ class PipelineBase(spmd.PipelineMethods, nnx.Module):
         layers: A module with the variables of all layers, [R, S, L, ...].
         settings: What the config says.
         mesh: The mesh, or None.
+        remat_policy: The argument of that name.
+        name: The argument of that name.
         factory: What makes a layer.
     """
 
@@ -33,6 +51,7 @@ class PipelineBase(spmd.PipelineMethods, nnx.Module):
         remat_policy: Any = None,
         *,
         rngs: nnx.Rngs | None = None,
+        name: str | None = None,
     ):
         """Makes all layers.
 
@@ -43,14 +62,23 @@ class PipelineBase(spmd.PipelineMethods, nnx.Module):
             mesh: A mesh with the axis "stage", or None: one device plays all ranks.
             remat_policy: A policy of `jax.checkpoint`, in place of the config's.
             rngs: Streams of keys for the layers. Default: seed 0.
+            name: A name for the module, which nothing reads.
 
         Raises:
             ValueError: If the config has a value that is not valid, or asks for what cannot work.
         """
         self.settings = spmd.pipeline_settings(config, mesh, remat_policy)
         self.mesh = mesh
+        self.remat_policy = remat_policy
+        self.name = name
         self.factory = layers
+        self._given = _Given(config)
         self.setup(nnx.Rngs(0) if rngs is None else rngs)
+
+    @property
+    def config(self) -> Any:
+        """The argument of that name."""
+        return self._given.config
 
     def setup(self, rngs: nnx.Rngs) -> None:
         """Makes `layers` anew."""
@@ -143,6 +171,7 @@ def create_pipeline(
     remat_policy: Any = None,
     *,
     rngs: nnx.Rngs | None = None,
+    name: str | None = None,
 ) -> Pipeline | CircularPipeline:
     """`CircularPipeline` if the config has `pipeline_fsdp_ag_per_repeat`, else `Pipeline`.
 
@@ -150,4 +179,4 @@ def create_pipeline(
     """
     settings = spmd.pipeline_settings(config, mesh, remat_policy)
     kind = CircularPipeline if settings.gather == "repeat" else Pipeline
-    return kind(config, layers, mesh, remat_policy, rngs=rngs)
+    return kind(config, layers, mesh, remat_policy, rngs=rngs, name=name)

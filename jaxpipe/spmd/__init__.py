@@ -22,6 +22,7 @@ from ._stage_order import to_stages as to_stages
 
 # isort: split
 # What the rims, `jaxpipe.linen` and `jaxpipe.nnx`, are made of.
+from ._attributes import PipelineAttributes as PipelineAttributes
 from ._iteration import Counts as Counts
 from ._iteration import init_states as init_states
 from ._iteration import iteration_inputs as iteration_inputs

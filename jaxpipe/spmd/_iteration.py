@@ -146,12 +146,9 @@ def new_loop_state(
 
 
 def permute_output(output: PyTree, counts: Counts) -> PyTree:
-    """`state_io` after the last iteration as [M, ...], microbatches in the order of the inputs."""
+    """`state_io` [S, M / S, ...] after the last iteration, microbatches in the inputs' order."""
     first = iterations_of_first_microbatch(counts) % counts.slots
-    return jax.tree.map(
-        lambda x: jnp.roll(x, -first, axis=1).reshape(-1, *x.shape[2:]),
-        output,
-    )
+    return jax.tree.map(lambda x: jnp.roll(x, -first, axis=1), output)
 
 
 def take_per_rank(xs: PyTree, ids: Int[Array, " S"], dim: int = 0) -> PyTree:

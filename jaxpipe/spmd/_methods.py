@@ -16,11 +16,12 @@ from jax.sharding import Mesh
 from . import _iteration as iteration
 from . import _iteration_window as window
 from . import _placement as placement
+from ._attributes import PipelineAttributes
 from ._layers import Layer, settings_stage, without_records
 from ._settings import AxisRules, PipelineSettings
 
 
-class PipelineMethods:
+class PipelineMethods(PipelineAttributes):
     """What all pipelines have."""
 
     mesh: Mesh | None
@@ -30,6 +31,8 @@ class PipelineMethods:
     """`(deterministic, model_mode, instance=None) -> layer`, without records."""
     draw_keys: Callable[[], Any]
     """New [R, S, L] dropout keys, or ()."""
+    layer_variables: Callable[[], Any]
+    """The [R, S, L, ...] arrays of all layers."""
 
     def need_circ_storage(self) -> bool:
         """Whether results wait between the last rank and the next repeat on rank 0."""
@@ -54,8 +57,12 @@ class PipelineMethods:
         return iteration.microbatch_and_repeat_ids(loop_iteration, self.settings.counts)
 
     def get_pipeline_remat_policy(self) -> Callable:
-        """What wraps the work of an iteration: `jax.checkpoint`, or the identity."""
-        return self.settings.remat_tick
+        """Returns the policy of `jax.checkpoint` for iterations, whatever the config wraps with it.
+
+        It is the one of `remat_policy`, or the argument of that name, and unless that is "custom"
+        it also saves "iteration_input" and "decoder_layer_input".
+        """
+        return self.settings.policy
 
     def get_main_vmap_func_for_iterations(self) -> Callable:
         """All stages of an iteration, see `run`."""
@@ -131,7 +138,7 @@ class LoopMethods(PipelineMethods):
         return iteration.new_loop_state(output, loop_state, self.settings.counts, self.mesh)
 
     def permute_output_micro_per_stage_dim(self, output) -> Any:
-        """`state_io` [S, M / S, ...] after the last iteration as [M, ...], in the inputs' order."""
+        """`state_io` [S, M / S, ...] after the last iteration, in the order of the inputs' rows."""
         return iteration.permute_output(output, self.settings.counts)
 
     def get_current_stage_weights(
@@ -193,9 +200,12 @@ class WindowMethods(PipelineMethods):
     """What `CircularPipeline` has: whole weights of two repeats lie in a window, the "bsw"."""
 
     def init_states(self, inputs, weights=None) -> iteration.LoopState:
-        """The state before iteration 0, and its `bsw`: an empty window, None without `weights`."""
-        empty = None if weights is None else window.empty_window(weights)
-        return super().init_states(inputs) | {"bsw": empty}
+        """The state before iteration 0, and its `bsw`: an empty window, [2, S, ...] leaves.
+
+        `weights` are the [R, S, ...] leaves of all layers, by default the module's own.
+        """
+        weights = self.layer_variables() if weights is None else weights
+        return super().init_states(inputs) | {"bsw": window.empty_window(weights)}
 
     def gather_weights_across_stages_vmap(
         self, weights, repeat_ids, repeat_dim_in_weights=0, stages_dim_in_weights=1
@@ -214,7 +224,7 @@ class WindowMethods(PipelineMethods):
         return iteration.new_loop_state(output, loop_state, self.settings.counts, self.mesh)
 
     def realign_output_microbatches(self, output) -> Any:
-        """`state_io` [S, M / S, ...] after the last iteration as [M, ...], in the inputs' order."""
+        """`state_io` [S, M / S, ...] after the last iteration, in the order of the inputs' rows."""
         return iteration.permute_output(output, self.settings.counts)
 
     def fetch_active_stage_weights(

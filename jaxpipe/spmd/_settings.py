@@ -44,6 +44,7 @@ class PipelineSettings:
         scan_layers: One loop over the layers of a stage; else each is compiled by itself.
         remat_tick: Wraps the work of a tick.
         remat_layer: Wraps a layer.
+        policy: The policy of `jax.checkpoint` that the config names.
         rules: The config's `logical_axis_rules`, or None if it has none.
         debug_sharding: Log how every weight is split.
     """
@@ -58,6 +59,7 @@ class PipelineSettings:
     scan_layers: bool
     remat_tick: Callable
     remat_layer: Callable
+    policy: Callable
     rules: AxisRules | None
     debug_sharding: bool
 
@@ -124,6 +126,7 @@ def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) 
         scan_layers=_flag(config, "scan_layers_per_stage", True),
         remat_tick=remat if on_ticks else keep,
         remat_layer=remat if on_layers else keep,
+        policy=_policy(config, remat),
         rules=axis_rules(rules) if rules is not None else None,
         debug_sharding=_flag(config, "debug_sharding", False),
     )
@@ -274,6 +277,23 @@ def _remat(config: Any, mesh: Mesh | None, policy: Any) -> Remat:
     if mesh is not None:
         check_offload(name, places, mesh.devices.flat)
     return remat
+
+
+def _policy(config: Any, remat: Remat) -> Callable:
+    """What `remat` saves, and unless the policy is "custom" the inputs that MaxText names."""
+    policies = jax.checkpoint_policies
+    given: Callable = policies.everything_saveable
+    if isinstance(remat, partial):
+        given = remat.keywords.get("policy") or policies.nothing_saveable
+    if _field(config, "remat_policy", "full") == "custom":
+        return given
+    inputs = policies.save_only_these_names("iteration_input", "decoder_layer_input")
+
+    def policy(primitive: Any, *arguments: Any, **parameters: Any) -> Any:
+        saved = inputs(primitive, *arguments, **parameters)
+        return saved or given(primitive, *arguments, **parameters)
+
+    return policy
 
 
 def _check_shard_mode(

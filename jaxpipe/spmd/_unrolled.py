@@ -46,7 +46,8 @@ def circular_unrolled(
     state = init_states(inputs, keys, counts)
     for t in range(counts.num_ticks):
         state = run_one_iteration(remat(stage), state, weights_at(t), side, counts, mesh)
-    return permute_output(state["state_io"], counts), {}
+    outputs = permute_output(state["state_io"], counts)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs), {}
 
 
 def _every_tick(weights: PyTree, counts: Counts, gather: Callable, mesh: Mesh | None) -> Callable:

@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name, print_saved_residuals
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from harness.rims import Row, scalar
 from jaxpipe import linen, sharding, spmd
+from jaxpipe import nnx as nnx_pipelines
 from jaxpipe.spmd._rim import ENGINES
 
 KEY = jax.random.key(5)
@@ -57,6 +60,70 @@ def test_iterations_are_counted_as_documented():
     np.testing.assert_array_equal(repeats, [1, 0])
 
 
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_setup_gives_the_documented_attributes(framework):
+    mesh = sharding.make_mesh({"stage": 2, "fsdp": 2}, devices=jax.devices()[:4], explicit=True)
+    config = Row(2, 2, 1).config(
+        num_pipeline_microbatches=M, micro_batch_size_to_train_on=8, shard_mode="explicit"
+    )
+    for where in (mesh, None):
+        module: Any = (
+            linen.create_pipeline(config, Layer(), where)
+            if framework == "linen"
+            else nnx_pipelines.create_pipeline(
+                config, lambda rngs: nnx.Linear(2, 2, rngs=rngs), where, name="decoder"
+            )
+        )
+        sizes = module.num_stages, module.forwarding_delay, module.microbatches_per_stage
+        assert sizes == (2, 1, 2) and module.pipeline_microbatch_size == 2
+        assert module.use_circ_storage and module.remat_policy is None
+        assert module.config is config
+        names = ("activation_batch", "activation_length", "activation_embed")
+        assert module.stages_in_logical == ("activation_stage", *names)
+        assert module.state_io_logical == ("activation_stage", None, *names)
+    assert module.stages_in_sharding is None and module.spmd_axis_name == "stage"
+    assert module.name == ("decoder" if framework == "nnx" else None)
+    explicit: Any = linen.create_pipeline(config, Layer(), mesh)
+    rows, length = ("data", "fsdp", "expert"), "context"
+    assert explicit.stages_in_spec == PartitionSpec("stage", rows, length, None)
+    assert explicit.state_io_spec == PartitionSpec("stage", None, rows, length, None)
+    assert explicit.state_io_sharding == NamedSharding(mesh, explicit.state_io_spec)
+    assert explicit.input_sharding.spec == PartitionSpec(None, rows, length, None)
+    assert explicit.output_sharding.spec == PartitionSpec(rows, length, None)
+    assert explicit.spmd_axis_name is None
+
+
+def test_the_remat_policy_is_one_for_jax_checkpoint(capsys):
+    def saved(policy: Any) -> list[str]:
+        def f(x):
+            x = checkpoint_name(jnp.sin(x), "iteration_input")
+            return jnp.sum(jnp.sin(checkpoint_name(jnp.sin(x), "query_proj")) ** 3)
+
+        print_saved_residuals(jax.checkpoint(f, policy=policy), jnp.ones(3))
+        text = capsys.readouterr().out
+        return [name for name in ("iteration_input", "query_proj") if f"'{name}'" in text]
+
+    def of(**more):
+        return pipeline(**more)[0].get_pipeline_remat_policy()
+
+    assert saved(of()) == ["iteration_input"]
+    assert saved(of(remat_policy="save_qkv_proj")) == ["iteration_input", "query_proj"]
+    assert saved(of(remat_policy="custom", query_proj="device")) == ["query_proj"]
+
+
+@pytest.mark.parametrize(("fields", "repeats", "microbatches"), [("", 2, 6), ("delay", 1, 6)])
+def test_outputs_are_permuted_by_the_iterations_before_the_first(fields, repeats, microbatches):
+    config = Row(2, repeats, 1, fields).config(num_pipeline_microbatches=microbatches)
+    loop: Any = linen.create_pipeline(config, Layer(), None)
+    config.pipeline_fsdp_ag_per_repeat = True
+    window: Any = linen.create_pipeline(config, Layer(), None)
+    state_io = jnp.arange(2 * 3 * 5).reshape(2, 3, 5)
+    first = microbatches * (repeats - 1) + (2 if fields else 1)  # in which microbatch 0 leaves
+    wanted = np.asarray(state_io)[:, [(first + i) % 3 for i in range(3)]]
+    np.testing.assert_array_equal(loop.permute_output_micro_per_stage_dim(state_io), wanted)
+    np.testing.assert_array_equal(window.realign_output_microbatches(state_io), wanted)
+
+
 def test_states_have_the_documented_shapes():
     state = bound()[0].init_states(jnp.ones((M, 2, 3)))
     shapes = {name: getattr(x, "shape", None) for name, x in state.items()}
@@ -70,7 +137,8 @@ def test_states_have_the_documented_shapes():
         "keys": None,
     }
     module, weights, _ = bound("repeat delay")
-    state = module.init_states(jnp.ones((M, 2, 3)), weights)
+    assert module.init_states(jnp.ones((M, 2, 3)), weights)["bsw"].keys() == weights.keys()
+    state = module.init_states(jnp.ones((M, 2, 3)))
     assert state["prev_outputs"].shape == (2, 2, 3) and state["circ_storage"] is None
     assert state["bsw"]["params"]["w"].shape == (2, 2, 1, WIDTH, WIDTH)
 
@@ -195,7 +263,7 @@ def test_another_layer_may_run_in_place_of_the_pipelines_own():
     for _ in range(9):
         state = step(state)
     done = module.permute_output_micro_per_stage_dim(state["state_io"])
-    np.testing.assert_array_equal(done, jnp.full((M, 2, 3, WIDTH), 16.0))
+    np.testing.assert_array_equal(done, jnp.full((2, M // 2, 2, 3, WIDTH), 16.0))
 
 
 def test_explicit_sharding_gives_the_same_numbers():
