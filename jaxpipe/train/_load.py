@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from .._input import read_text, shortened, shown
 from ._config import Config
+from ._maxtext_keys import instead_of
 from ._yaml import MOST_YAML_BYTES, load_yaml
 
 Values = dict[str, Any]
@@ -102,8 +103,7 @@ def _checked(sources: Sequence[tuple[str, Values]]) -> Config:
         for key in values:
             if key not in Config.model_fields:
                 raise ValueError(
-                    f"{source} sets `{shortened(key, 80)}`, which is no key."
-                    f"{_nearest(key, Config.model_fields)} `jaxpipe train --keys` lists them all."
+                    f"{source} sets `{shortened(key, 80)}`, which is no key.{_advice(key)}"
                 )
     merged = _merged(sources)
     try:
@@ -111,6 +111,14 @@ def _checked(sources: Sequence[tuple[str, Values]]) -> Config:
     except ValidationError as error:
         origin = {key: source for source, values in sources for key in values}
         raise ValueError(_message(error, merged, origin)) from None
+
+
+def _advice(key: str) -> str:
+    """What to write instead of a key that is none."""
+    text = instead_of(key)
+    if text is not None:
+        return f" MaxText has it. {text}"
+    return f"{_nearest(key, Config.model_fields)} `jaxpipe train --keys` lists them all."
 
 
 def _nearest(name: str, valid: Mapping[str, Any]) -> str:
