@@ -1,8 +1,8 @@
 """What every builder asks of its counts, said in one way."""
 
 MOST_RANKS = 4096
-MOST_FORWARDS = 1 << 18
-"""Of a schedule: stages x microbatches x slices, such as 256 ranks x 1,024 microbatches."""
+MOST_FORWARDS = 1 << 19
+"""Of a schedule: stages x microbatches x slices, such as 2 x 256 stages x 1,024 microbatches."""
 
 
 def require_positive(**counts: int) -> None:

@@ -38,6 +38,10 @@ def growth(run: Callable[[Any], Any], small: Any, large: Any) -> float:
     return seconds(lambda: run(large)) / seconds(lambda: run(small))
 
 
+def test_256_ranks_and_1024_microbatches_are_not_too_large():
+    assert len(build("1f1b", ranks=256, microbatches=1024).programs) == 256
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "v_half"])
 def test_building_takes_time_in_proportion_to_the_actions(name):
     def run(counts: tuple[int, int]) -> Schedule:
