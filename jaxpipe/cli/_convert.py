@@ -39,6 +39,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--max-shard-size", type=text, metavar="SIZE", help="of a file: 5GB (default), 200MB"
     )
     out.add_argument("--max-length", type=integer(1, 2**31 - 1), metavar="T", help=_OF_MAX_LENGTH)
+    out.add_argument(
+        "--allow-unverified", action="store_true", help="take also a checkpoint without digests"
+    )
     parser.set_defaults(func=run)
 
 
@@ -64,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
             dtype=dtype,
             max_shard_bytes=parse_size(args.max_shard_size or "5GB"),
             max_length=args.max_length,
+            allow_unverified=args.allow_unverified,
         )
     print(_sentence(args.destination, done))
     return 0
@@ -81,9 +85,9 @@ def parse_size(size_text: str) -> int:
 
 
 def _check_no_options(args: argparse.Namespace) -> None:
-    for name in ("step", "max_shard_size", "max_length"):
+    for name in ("step", "max_shard_size", "max_length", "allow_unverified"):
         value = getattr(args, name)
-        if value is not None:
+        if value is not None and value is not False:
             raise ValueError(
                 f"`--{name.replace('_', '-')}` is {value} and {args.source} has a config.json. It "
                 "is for the way to Hugging Face alone: leave it out."

@@ -1,12 +1,12 @@
 """`jaxpipe report RUN`: a run as one page of HTML."""
 
 import argparse
-import os
 import webbrowser
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .._durable import write_file
 from ._compile import leave_tpus_alone
 from ._emulate import emulate_devices
 from ._options import integer, path, text
@@ -104,10 +104,8 @@ def _compiled(
 
 def _write(output: Path, page: str) -> None:
     """A page that is there is replaced in one go."""
-    new = output.with_name(output.name + ".new")
     try:
-        new.write_text(page, encoding="utf-8")
-        os.replace(new, output)
+        write_file(output, page)
     except OSError as error:
         raise ValueError(
             f"`--output` is {output}, which cannot be written: {error.strerror}. Give another."

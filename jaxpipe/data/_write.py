@@ -8,6 +8,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from .._durable import rename, sync
 from ._tokenizers import Tokenizer
 
 
@@ -48,7 +49,8 @@ def write_tokens(file: Path, documents: Iterable[str], tokenizer: Tokenizer) -> 
                 )
             written = _write(out, documents, tokenizer)
             out.close()  # which may be what fills the disk
-            partial.rename(file)
+            sync(partial)
+            rename(partial, file)
     except FileExistsError:
         raise ValueError(
             f"{str(partial)!r} is there: another command is writing it, or one was killed before "

@@ -1,14 +1,18 @@
-"""The checkpoints of a run as they lie on the disk. None is read."""
+"""The checkpoints of a run as they lie on the disk. Their arrays are not read."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from .._input import MOST_JSON_BYTES, parse_json, read_text
-from ..train import is_complete
+from ..train import RunError
+from ..train._digests import damage, has_digests, is_complete
+from ..train._reading import is_folder, names_in
+
+_NUMBER = re.compile(r"[0-9]{1,18}(\.|$)")
 
 
 @dataclass(frozen=True)
@@ -31,13 +35,17 @@ class Saved:
 
 
 def saved_steps(folder: Path) -> list[Saved]:
-    """Every step in a folder of checkpoints, the newest first; also what was set aside."""
-    if not folder.is_dir():
+    """Every step in a folder of checkpoints, the newest first; also what was set aside.
+
+    Raises:
+        RunError: If the folder cannot be read.
+    """
+    if not is_folder(folder):
         return []
-    steps = [step for step in folder.iterdir() if step.name.split(".")[0].isdigit()]
+    steps = [folder / name for name in names_in(folder) if _NUMBER.match(name)]
     found = [_saved(step) for step in steps]
     # A run that goes on may have removed an old step, or renamed a new one, meanwhile.
-    found = [saved for saved, step in zip(found, steps, strict=True) if step.exists()]
+    found = [saved for saved, step in zip(found, steps, strict=True) if os.path.lexists(step)]
     return sorted(found, key=lambda saved: (-saved.step, saved.state))
 
 
@@ -55,9 +63,9 @@ def _saved(step: Path) -> Saved:
 
 
 def _stats(step: Path) -> Iterator[os.stat_result]:
-    with suppress(FileNotFoundError):  # of a folder in it that is removed meanwhile
+    with suppress(OSError):  # of a folder in it that is removed meanwhile, or cannot be read
         for file in step.rglob("*"):
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 if file.is_file():
                     yield file.stat()
 
@@ -69,18 +77,11 @@ def _state(step: Path, suffix: str) -> str:
         return "incomplete, set aside"
     if suffix:
         return "being written, or left of a killed run"
-    if not is_complete(step):
-        return "incomplete"
-    return "complete" if _has_its_sizes(step) else "damaged"
-
-
-def _has_its_sizes(step: Path) -> bool:
-    """Whether files have the sizes they had when the step was complete, as far as that is known."""
     try:
-        file = step / "digests.json"
-        if not file.exists():
-            return True
-        wanted = parse_json(read_text(file, most_bytes=MOST_JSON_BYTES), str(file))
-        return all((step / name).stat().st_size == size for name, (size, _) in wanted.items())
-    except (OSError, ValueError, TypeError, AttributeError):
-        return False
+        if not is_complete(step):
+            return "incomplete"
+        if damage(step, quick=True):
+            return "damaged"
+        return "complete" if has_digests(step) else "complete, without digests"
+    except RunError:
+        return "cannot be read"

@@ -114,9 +114,14 @@ def _rising(run: Run) -> Iterator[Finding]:
 
 def _damaged(run: Run) -> Iterator[Finding]:
     for saved in run.saved:
+        text = f"The checkpoint of step {saved.step} is {saved.state}."
         if "damaged" in saved.state or "incomplete" in saved.state:
-            text = f"The checkpoint of step {saved.step} is {saved.state}."
             yield Finding("warning", "Damaged checkpoint", text, (saved.step,))
+        elif "without" in saved.state:
+            yield Finding("warning", "Checkpoint without digests", text, (saved.step,))
+        elif "cannot" in saved.state:
+            text = f"The checkpoint of step {saved.step} {saved.state}."
+            yield Finding("warning", "Unreadable checkpoint", text, (saved.step,))
 
 
 def _unsaved(run: Run, status: Status) -> Iterator[Finding]:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
-from ._digests import is_complete, set_aside, steps_in, write_digests
+from ._digests import is_complete, set_aside, steps_in
+from ._sealing import REMOVED, empty_removed, sealing
 from ._stop import RunError
 from ._together import agreed, is_first
 
@@ -33,41 +33,39 @@ def open_checkpoints(
     *,
     max_to_keep: int | None,
     asynchronous: bool,
-    remove_unfinished: bool = False,
     keep_best: int = 0,
+    on_saved: Callable[[int], None] = lambda step: None,
 ) -> ocp.CheckpointManager:
     """Opens, or makes, a folder of checkpoints. Close it, or use it in a `with`, to flush saves.
 
-    What a killed run left of a step is ignored: orbax writes a step under another name and renames
-    it when it is complete; a step's folder that is incomplete all the same (a copy that broke off)
-    is renamed to `<step>.incomplete`.
+    What a killed run left of a step is ignored: a step is written under another name and gets its
+    own when it is complete, has its digests and is on the disk; and it loses that name before it is
+    removed. A step's folder that is incomplete all the same (a copy that broke off) is renamed to
+    `<step>.incomplete`.
 
     Args:
         folder: Made if it does not exist.
         max_to_keep: How many of the newest steps stay; None for all.
         asynchronous: Write files while the program goes on.
-        remove_unfinished: Remove what killed runs left of steps. Only where nobody else may be
-            saving.
         keep_best: How many steps with the least loss stay beside them, of those that have one.
+        on_saved: Is told every step that has become complete, by the first process, maybe in
+            another thread.
     """
     path = Path(folder).absolute()
     path.mkdir(parents=True, exist_ok=True)
     if is_first():
         _set_aside_incomplete(path)
-    finish = partial(_finish, path)
     newest = ocp.checkpoint_managers.LatestN(max_to_keep)
     policies = (newest, _Best(keep_best)) if keep_best else (newest,)
     return ocp.CheckpointManager(
         path,
         options=ocp.CheckpointManagerOptions(
-            cleanup_tmp_directories=remove_unfinished,
+            temporary_path_class=sealing(on_saved),
+            todelete_subdir=REMOVED,
             preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(policies),
             best_fn=_loss_of if keep_best else None,  # without one orbax keeps no metrics
             best_mode="min",
             enable_async_checkpointing=asynchronous,
-            async_options=ocp.AsyncOptions(post_finalization_callback=finish)
-            if asynchronous
-            else None,
         ),
         item_handlers=_handlers(),
     )
@@ -111,13 +109,6 @@ class _Best:
 def _loss_of(metrics: Mapping[str, float]) -> float:
     loss = metrics.get("eval_loss", math.inf)
     return loss if math.isfinite(loss) else math.inf
-
-
-# Where saves are asynchronous orbax calls it when all files of a step are there, before it gives
-# the step its name: none has a name without digests.
-def _finish(folder: Path) -> None:
-    if is_first():
-        write_digests(folder)
 
 
 def latest_step(checkpoints: ocp.CheckpointManager) -> int | None:
@@ -191,6 +182,9 @@ def save_checkpoint(
     if newest == step:
         return
     with naming_failed_saves(checkpoints):
+        checkpoints.wait_until_finished()  # as orbax does, before another one goes to `.removed`
+        if is_first():
+            empty_removed(Path(checkpoints.directory))
         checkpoints.save(
             step,
             force=True,  # else nothing is saved, nor said, while an asynchronous save goes on
@@ -199,8 +193,6 @@ def save_checkpoint(
             ),
             metrics={} if eval_loss is None else {"eval_loss": eval_loss},
         )
-        if not checkpoints.is_saving_in_progress():
-            _finish(Path(checkpoints.directory))
 
 
 @contextmanager
@@ -215,6 +207,8 @@ def closing(checkpoints: ocp.CheckpointManager) -> Iterator[ocp.CheckpointManage
     finally:
         with naming_failed_saves(checkpoints):
             checkpoints.close()
+            if is_first():
+                empty_removed(Path(checkpoints.directory))
 
 
 @contextmanager
@@ -254,12 +248,19 @@ def restore_checkpoint(
 
     Raises:
         ValueError: If names, shapes or dtypes differ; before any array is read.
+        RunError: If it cannot be read.
     """
     saved = saved_leaves(checkpoints, step)
     check_same(saved, leaves_of(abstract_state), f"{checkpoints.directory} step {step}")
-    restored = checkpoints.restore(
-        step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
-    )
+    try:
+        restored = checkpoints.restore(
+            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
+        )
+    except (OSError, ValueError) as error:  # tensorstore's are ValueErrors
+        raise RunError(
+            f"{checkpoints.directory} step {step} could not be read: {error}\nNothing has been "
+            "changed. Remove the cause, and start again."
+        ) from error
     return restored["state"]
 
 
@@ -303,8 +304,8 @@ def _restored_part(
 
 def _set_aside_incomplete(folder: Path) -> None:
     """Orbax takes every folder with a number for a step, and would resume from an empty one."""
-    for step in folder.iterdir():
-        if step.name.isdigit() and not is_complete(step):
+    for step in steps_in(folder):
+        if not is_complete(step):
             set_aside(step, "incomplete")
 
 

@@ -21,6 +21,7 @@ import yaml
 from jaxtyping import PyTree
 
 from .. import models
+from .._durable import rename, sync_tree, write_file
 from ._checkpoint import (
     check_same,
     leaves_of,
@@ -92,7 +93,7 @@ def from_hugging_face(source: Path, destination: Path, *, dtype: str = "") -> Co
         with open_checkpoints(folder / WEIGHTS, max_to_keep=1, asynchronous=False) as checkpoints:
             save_checkpoint(checkpoints, 0, {"weights": weights}, metadata)
         text = yaml.safe_dump(values, sort_keys=False)
-        (folder / "config.yml").write_text(text, encoding="utf-8")
+        write_file(folder / "config.yml", text)
     return _converted(block, parts, tensors, dtype)
 
 
@@ -104,6 +105,7 @@ def to_hugging_face(
     dtype: str = "",
     max_shard_bytes: int = 5 * GIGABYTE,
     max_length: int | None = None,
+    allow_unverified: bool = False,
 ) -> Converted:
     """Makes a folder with config.json and safetensors of a checkpoint's weights.
 
@@ -115,13 +117,14 @@ def to_hugging_face(
         max_shard_bytes: Of a file, if there are several.
         max_length: `max_position_embeddings`, in tokens. Default: what the rotary positions were
             stretched to, or 4096.
+        allow_unverified: Take also a checkpoint without digests.
 
     Raises:
         ValueError: If there is no such checkpoint, or Hugging Face has no such model.
     """
     folder = checkpoints_in(source)
     with read_checkpoints(folder) as checkpoints:
-        step = step_in(checkpoints, step)
+        step = step_in(checkpoints, step, allow_unverified=allow_unverified)
         metadata = read_metadata(checkpoints, step)
         layers_after = metadata.get("layers_after", 0)
         block, sizes = read_sizes(metadata["model"])
@@ -140,7 +143,7 @@ def to_hugging_face(
                         leaf
                     )
             text = json.dumps(config | _NOT_OURS | {"torch_dtype": stored}, indent=2)
-            (new / "config.json").write_text(text + "\n", encoding="utf-8")
+            write_file(new / "config.json", text + "\n")
     return _converted(block, parts, tensors, stored)
 
 
@@ -161,7 +164,8 @@ def new_folder(destination: Path) -> Iterator[Path]:
         yield folder
         if destination.exists():
             destination.rmdir()
-        folder.rename(destination)
+        sync_tree(folder)
+        rename(folder, destination)
 
 
 def _read_config(file: Path) -> tuple[str, Sizes]:

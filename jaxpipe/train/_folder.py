@@ -4,9 +4,10 @@ import errno
 import fcntl
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from ._stop import RunError
 from ._together import agreed, is_first
@@ -14,7 +15,12 @@ from ._together import agreed, is_first
 LOCK = "lock"
 """Held while a run goes on, and let go by the system however that ends. Names who has it."""
 
-_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES)
+_OF_DISKS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM),
+    *(errno.ESTALE, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EEXIST, errno.ENOTEMPTY),
+)
+
+_Result = TypeVar("_Result")
 
 
 @contextmanager
@@ -27,16 +33,7 @@ def run_folder(path: Path) -> Iterator[None]:
         ValueError: If nothing can be written there, or another run has it.
         RunError: If the disk fails while the run goes on.
     """
-    problem, held = None, None
-    if is_first():
-        try:
-            held = _locked(path)
-        except ValueError as error:
-            problem = error
-    if not agreed(int(problem is None)) and problem is None:
-        problem = ValueError(f"Process 0 cannot have {str(path)!r} for this run; it says why.")
-    if problem is not None:
-        raise problem
+    held = by_first(lambda: _locked(path), f"cannot have {str(path)!r} for this run")
     try:
         yield
     except OSError as error:
@@ -52,12 +49,41 @@ def run_folder(path: Path) -> Iterator[None]:
             os.close(held)
 
 
+def by_first(action: Callable[[], _Result], failure: str) -> _Result | None:
+    """What an action of the first process gives there; None on the others.
+
+    Args:
+        action: Something that reads or writes in the folder of a run.
+        failure: What the first process does if it fails, in the errors of the others.
+
+    Raises:
+        ValueError: On all processes, if the action raises it.
+        RunError: On all processes, if the action raises it, or the disk fails.
+    """
+    result, problem = None, None
+    if is_first():
+        try:
+            result = action()
+        except (ValueError, RunError) as error:
+            problem = error
+        except OSError as error:
+            name = error.filename or "A file of the run"
+            problem = RunError(f"{name} could not be read or written: {error.strerror}.")
+    kind = agreed(0 if problem is None else 1 if isinstance(problem, ValueError) else 2)
+    if problem is not None:
+        raise problem
+    if kind:
+        raise (ValueError if kind == 1 else RunError)(f"Process 0 {failure}; it says why.")
+    return result
+
+
 def _locked(path: Path) -> int:
     """The descriptor that holds the lock until it is closed."""
     descriptor = None
     try:
         path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # which a pipe would do
+        descriptor = os.open(path / LOCK, flags, 0o644)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
@@ -72,6 +98,11 @@ def _locked(path: Path) -> int:
     except OSError as error:
         if descriptor is not None:
             os.close(descriptor)
+        if (path / LOCK).is_symlink():
+            raise ValueError(
+                f"{str(path / LOCK)!r} is a symbolic link, and what it points to is not written. "
+                "Remove it, or choose another `run_name`."
+            ) from None
         raise ValueError(
             f"Nothing can be {'locked in' if _has_no_locks(error) else 'written to'} {str(path)!r} "
             f"(`output_dir`/`run_name`): {error.strerror}. Choose another `output_dir`, or "

@@ -1,17 +1,27 @@
-"""On what a run ran: `starts.jsonl` has an object for each time it began or went on."""
+"""What a run has been through: `starts.jsonl` has an object for each time it began or went on, and
+`saved.json` the newest step of which a checkpoint has ever been complete."""
 
+import json
+import os
+from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from ._json_lines import read_lines, write_lines
+from .._durable import rename, sync, write_file
+from ._digests import sha256_of
+from ._json_lines import parse_line, read_lines, whole_lines, write_lines
 from ._metrics import FILE as METRICS
-from ._metrics import read_metrics
+from ._reading import read_file
 from ._setup import Setup
 
 FILE = "starts.jsonl"
+
+SAVED = "saved.json"
+"""Not among the checkpoints: it says that there were some where their disk is not mounted."""
 
 
 def record_start(folder: Path, setup: Setup, done: int) -> None:
@@ -25,14 +35,12 @@ def record_start(folder: Path, setup: Setup, done: int) -> None:
         done: Steps of the checkpoint it goes on from.
 
     Raises:
-        ValueError: If a line of `metrics.jsonl` or of `starts.jsonl` is broken.
+        ValueError: If a line of `starts.jsonl` is broken.
     """
-    path = folder / METRICS
-    before = read_metrics(path) if path.exists() else []
     start = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "first_step": done + 1,
-        "repeated_steps": sum(entry["step"] > done for entry in before),
+        "repeated_steps": sum(step > done for step in _steps_of_metrics(folder)),
         "num_devices": setup.mesh.size,
         "device_kind": setup.mesh.devices.flat[0].device_kind,
         "num_processes": jax.process_count(),
@@ -41,11 +49,55 @@ def record_start(folder: Path, setup: Setup, done: int) -> None:
     write_lines(folder / FILE, [*read_starts(folder), start])
 
 
+def _steps_of_metrics(folder: Path) -> list[int]:
+    """Those of which there are metrics. Lines that come again may be broken by a loss of power."""
+    found = []
+    for _, line in whole_lines(folder / METRICS):
+        with suppress(ValueError):
+            found.append(parse_line(line, "step", METRICS)["step"])
+    return found
+
+
 def read_starts(folder: Path) -> list[dict[str, Any]]:
     """The starts of a run, in order; none if it is older than this file.
 
     Raises:
         ValueError: If a line is not a JSON object with a `first_step`; a last one may be torn.
+        RunError: If the file is there and cannot be read.
     """
-    path = folder / FILE
-    return read_lines(path, key="first_step") if path.exists() else []
+    return read_lines(folder / FILE, key="first_step")
+
+
+def record_saved(folder: Path, step: int) -> None:
+    """Notes that a checkpoint of a step is complete; of step 0, that there is none yet."""
+    write_file(folder / SAVED, json.dumps({"newest_step": step}) + "\n")
+
+
+def read_saved(folder: Path) -> int | None:
+    """The newest step of which a checkpoint was ever complete, 0 for none; None if unknown.
+
+    Raises:
+        RunError: If the file is there and cannot be read.
+    """
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        return int(json.loads(read_file(folder / SAVED) or b"null")["newest_step"])
+    return None
+
+
+def kept_files(folder: Path) -> dict[str, tuple[int, str]]:
+    """How long the files of a run's history are, and their SHA-256. They are on the disk then."""
+    found = {}
+    for name in (METRICS, FILE):
+        if (content := read_file(folder / name)) is not None:
+            sync(folder / name)
+            found[name] = len(content), sha256_of(content)
+    return found
+
+
+def set_history_aside(folder: Path) -> list[str]:
+    """Renames a run's history to `before-1.metrics.jsonl` and so on; says the new names."""
+    there = [name for name in (METRICS, FILE, SAVED) if os.path.lexists(folder / name)]
+    number = next(n for n in count(1) if not any(folder.glob(f"before-{n}.*")))
+    for name in there:
+        rename(folder / name, folder / f"before-{number}.{name}")
+    return [f"before-{number}.{name}" for name in there]

@@ -1,43 +1,55 @@
 """Files with a JSON object a line, of which a kill or a full disk may have torn the last."""
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .._input import MEGABYTE, parse_json, read_text, shown
+from .._durable import write_file
+from .._input import MEGABYTE, parse_json, shown
+from ._reading import read_file
 
 _MOST_BYTES = 256 * MEGABYTE
 """A million steps, of 250 bytes each."""
 
 
 def read_lines(path: Path, *, key: str) -> list[dict[str, Any]]:
-    """The objects; of a torn last line, nothing.
+    """The objects; of a torn last line, nothing, and none if there is no such file.
 
     Raises:
         ValueError: If another line is not a JSON object with an integer `key`.
+        RunError: If the file cannot be read.
     """
+    return [parse_line(line, key, f"{path} line {n}") for n, line in whole_lines(path)]
+
+
+def whole_lines(path: Path) -> Iterable[tuple[int, bytes]]:
+    """Every line that is not torn, with its number from 1 on."""
     # Whole lines end in a newline, so the last piece is empty or torn.
-    lines = read_text(path, most_bytes=_MOST_BYTES).split("\n")[:-1]
-    return [_parse(line, key, f"{path} line {n}") for n, line in enumerate(lines, start=1)]
+    content = read_file(path, most_bytes=_MOST_BYTES) or b""
+    return enumerate(content.split(b"\n")[:-1], start=1)
 
 
 def write_lines(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
     """Replaces the file, at once: what it held is lost only when all of the new one is there."""
-    new = path.with_suffix(".new")
-    new.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
-    os.replace(new, path)
+    write_file(path, "".join(json.dumps(entry) + "\n" for entry in entries))
 
 
-def _parse(line: str, key: str, where: str) -> dict[str, Any]:
+def parse_line(line: bytes, key: str, where: str) -> dict[str, Any]:
+    """The object that a line holds.
+
+    Raises:
+        ValueError: Where it holds none with an integer `key`, and why.
+    """
     try:
-        entry = parse_json(line, where)
+        entry = parse_json(line.decode("utf-8"), where)
+    except UnicodeDecodeError:
+        raise ValueError(f"{where} is not UTF-8. Remove the line.") from None
     except ValueError as error:
         raise ValueError(f"{error} Remove the line.") from None
     if not isinstance(entry, dict) or not _is_number(entry.get(key)):
         raise ValueError(
-            f"{where} is {shown(line, 80)}, not an object with a `{key}`. Remove the line."
+            f"{where} is {shown(line.decode(), 80)}, not an object with a `{key}`. Remove the line."
         )
     return entry
 

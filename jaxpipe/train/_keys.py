@@ -55,6 +55,16 @@ def _one_of(names: Collection[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _folder_name(value: str) -> str:
+    if not value.strip() or value in (".", "..") or "/" in value or not value.isprintable():
+        raise ValueError(
+            "Input should be the name of one folder inside `output_dir`, without `/`, control "
+            "characters, `.` or `..` alone"
+        )
+    return value
+
+
+FolderName = Annotated[str, AfterValidator(_folder_name)]
 Policy = Annotated[str, _one_of(POLICIES)]
 Shape = Annotated[str, _one_of(SHAPES)]
 
@@ -67,7 +77,7 @@ class Keys(BaseModel):
     )
 
     # The run.
-    run_name: Name = "default"
+    run_name: FolderName = "default"
     output_dir: Name = "runs"
     steps: Count = 200
     log_period: Count = 1
@@ -236,6 +246,10 @@ class Keys(BaseModel):
     checkpoint_minutes: Minutes = 0.0
     async_checkpointing: bool = True
     max_to_keep: Count = 3
+    begin_anew: bool = False
+    allow_unverified: bool = False
+    allow_data_change: bool = False
+    allow_learning_rate_change: bool = False
     enable_tensorboard: bool = True
     enable_wandb: bool = False
     wandb_project: Name = "jaxpipe"

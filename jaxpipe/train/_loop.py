@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import orbax.checkpoint as ocp
 import yaml
 
 from .. import models, mpmd
+from .._durable import write_file
 from ..data import Batches
 from ._batches import make_data
 from ._by_time import ByTime
@@ -22,31 +24,29 @@ from ._canonical import canonical_shapes, from_canonical, lending, with_layers_a
 from ._checkpoint import (
     best_keeper,
     closing,
-    latest_step,
     open_checkpoints,
     read_metadata,
     restore_checkpoint,
     save_checkpoint,
 )
 from ._config import Config
-from ._data_changes import data_changes
 from ._describe import describe
-from ._digests import set_aside_damaged
 from ._evaluate import Evaluate, make_evaluate
-from ._folder import run_folder
-from ._history import record_start
+from ._folder import by_first, run_folder
+from ._history import read_saved, record_saved, record_start, set_history_aside
 from ._metrics import Write, metrics_writer
 from ._mpmd import traced_mpmd_step
 from ._peak import peak_tflops
 from ._profile import Before, profiled_steps, profiler
 from ._progress import Report, Stream, progress
+from ._resume import Resume, check_resume, cut_metrics, find_resume, history_metadata, tidy
 from ._setup import Setup, set_up
 from ._start import check_same_sizes, first_state
 from ._state import State
 from ._step import make_train_step, place_step
 from ._step_watch import StepWatch
 from ._stop import ShouldStop, StopRequests, TerminatedError, check_step
-from ._together import agreed, is_first, wait_for_all
+from ._together import agreed, is_first
 from ._wandb import load_wandb, wandb_writer
 
 Metrics = dict[str, float]
@@ -100,17 +100,20 @@ def train(
             stack.enter_context(jax.set_mesh(setup.mesh))
         stack.enter_context(run_folder(folder))
         stop = stack.enter_context(StopRequests())  # until the last checkpoint is written
-        checkpoints = stack.enter_context(_checkpoints(config, folder, shown))
-        done = agreed((latest_step(checkpoints) or 0) if checkpoints else 0)
+        found = by_first(lambda: find_resume(folder, config), f"cannot go on in {str(folder)!r}")
+        done = agreed(found.step if found else 0)
+        warnings = _checked(found, setup, batch_at, done)
+        said = by_first(lambda: tidy(found) if found else [], f"cannot tidy {str(folder)!r}")
+        print("".join(f"{line}\n" for line in said or []), end="", file=shown)
         if done >= config.steps:
             print(f"{folder} has all {done} steps. Nothing to do.", file=shown)
             return []
+        checkpoints = stack.enter_context(_checkpoints(config, folder))
         restored = restored_state(setup, checkpoints, done) if checkpoints and done else None
         print(describe(setup, done), file=shown)
-        if checkpoints and done and (changed := _changed_data(checkpoints, done, batch_at)):
-            print(changed, file=shown)
+        print("".join(f"{warning}\n" for warning in warnings), end="", file=shown)
         first = first_state(setup) if restored is None else restored
-        run = _Run(setup, batch_at, evaluate, checkpoints, folder, shown, stop, watch)
+        run = _Run(setup, batch_at, evaluate, checkpoints, folder, found, shown, stop, watch)
         return [metrics for metrics in _recorded_steps(run, first, done) if keep_history]
 
 
@@ -123,6 +126,7 @@ class _Run:
     evaluate: Evaluate | None
     checkpoints: ocp.CheckpointManager | None
     folder: Path
+    found: Resume | None  # of the first process
     shown: Stream
     stop: StopRequests
     watch: StepWatch
@@ -132,9 +136,7 @@ def _recorded_steps(run: _Run, state: State, done: int) -> Iterator[Metrics]:
     """Makes the steps from `state` on, with all that each of them leaves; yields its metrics."""
     setup, checkpoints = run.setup, run.checkpoints
     config = setup.config
-    if is_first():
-        _write_config(run.folder, config)
-        record_start(run.folder, setup, done)
+    by_first(lambda: _record(run, done), f"cannot write to {str(run.folder)!r}")
     by_time, step = ByTime(config.checkpoint_minutes), done
     run.stop.start_clock(config.max_minutes)
     with ExitStack() as stack:
@@ -172,10 +174,12 @@ def _recorded_steps(run: _Run, state: State, done: int) -> Iterator[Metrics]:
 
 
 def _saver(run: _Run, checkpoints: ocp.CheckpointManager, by_time: ByTime) -> Save:
-    (take, put_back), metadata = lending(run.setup), _metadata(run.setup, run.batch_at)
+    (take, put_back), decided = lending(run.setup), _metadata(run.setup, run.batch_at)
 
     def save(step: int, state: State, metrics: Metrics) -> Callable[[], State]:
-        canonical, loss = take(state), metrics.get("eval_loss")
+        canonical, loss, metadata = take(state), metrics.get("eval_loss"), {"step": step, **decided}
+        if is_first():
+            metadata |= history_metadata(run.folder, run.setup.config)
         save_checkpoint(checkpoints, step, canonical, metadata, eval_loss=loss)
         by_time.saved()
         return lambda: put_back(state, canonical)
@@ -258,7 +262,7 @@ def run_steps(
 def _write_trace(config: Config, trace: str) -> None:
     if is_first():
         file = Path(config.output_dir) / config.run_name / f"trace_{config.mpmd_trace_step}.json"
-        file.write_text(trace, encoding="utf-8")
+        write_file(file, trace)
 
 
 def _finished(setup: Setup, metrics: Values, started: float) -> tuple[float, Metrics]:
@@ -269,21 +273,17 @@ def _finished(setup: Setup, metrics: Values, started: float) -> tuple[float, Met
 
 
 def _checkpoints(
-    config: Config, folder: Path, shown: Stream
+    config: Config, folder: Path
 ) -> AbstractContextManager[ocp.CheckpointManager | None]:
     if not config.enable_checkpointing:
         return nullcontext()
-    if is_first() and (folder / "checkpoints").exists():
-        for found in set_aside_damaged(folder / "checkpoints"):
-            print(found, file=shown)
-    wait_for_all("damaged checkpoints are set aside")
     return closing(
         open_checkpoints(
             folder / "checkpoints",
             max_to_keep=config.max_to_keep,
             asynchronous=config.async_checkpointing,
-            remove_unfinished=True,
             keep_best=config.keep_best,
+            on_saved=partial(record_saved, folder),
         )
     )
 
@@ -352,11 +352,27 @@ def _metadata(setup: Setup, batches: Batches) -> Mapping[str, Any]:
     }
 
 
-def _changed_data(checkpoints: ocp.CheckpointManager, step: int, batches: Batches) -> str:
-    saved = read_metadata(checkpoints, step)
-    return data_changes(saved["data"], batches.decided_by) if "data" in saved else ""
+def _checked(found: Resume | None, setup: Setup, batches: Batches, done: int) -> list[str]:
+    """Warnings on what has changed since a checkpoint, of which the first process has all."""
+
+    def check() -> list[str]:
+        if not found or not 0 < done < setup.config.steps:
+            return []
+        return check_resume(found, setup, batches.decided_by)
+
+    return by_first(check, "finds that this run would not go on as it began") or []
 
 
-def _write_config(folder: Path, config: Config) -> None:
+def _record(run: _Run, done: int) -> None:
+    """Notes a start, before the first step of it."""
+    folder, found, config = run.folder, run.found, run.setup.config
+    if found and found.begins_anew:
+        names = ", ".join(set_history_aside(folder))
+        print(f"The run begins anew. What it was is kept as {names}.", file=run.shown)
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-    (folder / "config.yml").write_text(text, encoding="utf-8")
+    write_file(folder / "config.yml", text)
+    if read_saved(folder) is None:
+        record_saved(folder, done)
+    record_start(folder, run.setup, done)
+    if found and done:
+        cut_metrics(found)

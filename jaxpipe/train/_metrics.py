@@ -47,7 +47,8 @@ def metrics_writer(
     path.parent.mkdir(parents=True, exist_ok=True)
     _drop_from(path, first_step)
     with ExitStack() as stack:
-        file = stack.enter_context(path.open("a", encoding="utf-8", buffering=1))
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        file = stack.enter_context(open(descriptor, "a", encoding="utf-8", buffering=1))
         more = stack.enter_context(also) if also else _nothing
         event = _nothing if not tensorboard else stack.enter_context(_events(folder, first_step))
 
@@ -65,13 +66,15 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
 
     Raises:
         ValueError: If another line is not a JSON object with an integer `step`.
+        RunError: If the file is there and cannot be read.
     """
     return read_lines(Path(path), key="step")
 
 
 def _drop_from(path: Path, first_step: int) -> None:
-    if path.exists():
-        write_lines(path, (entry for entry in read_metrics(path) if entry["step"] < first_step))
+    kept = [] if first_step == 1 else read_metrics(path)
+    if os.path.lexists(path):
+        write_lines(path, (entry for entry in kept if entry["step"] < first_step))
 
 
 def _nothing(step: int, metrics: Mapping[str, float]) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from .._durable import write_file
+
 DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "BF16": np.dtype(jnp.bfloat16),
@@ -115,7 +117,7 @@ def create_files(
         total = sum(num_bytes(*entry) for entry in wanted.values())
         weight_map = {name: tensor.file.name for name, tensor in found.items()}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_file(folder / INDEX, json.dumps(index, indent=2) + "\n")
     return found
 
 

@@ -17,7 +17,9 @@ from ._checkpoint import (
     restore_weights,
     saved_leaves,
 )
-from ._digests import damage, described, is_complete
+from ._digests import FILE as DIGESTS
+from ._digests import damage, described, has_digests, is_complete
+from ._reading import is_folder, names_in
 from ._setup import Setup
 from ._state import State
 from ._step import initial_state
@@ -43,7 +45,8 @@ def first_state(setup: Setup) -> State:
         return initial_state(setup)
     folder = checkpoints_in(Path(setup.config.init_from))
     with read_checkpoints(folder) as checkpoints:
-        step = agreed(step_in(checkpoints, None))
+        step = step_in(checkpoints, None, allow_unverified=setup.config.allow_unverified)
+        step = agreed(step)
         metadata = read_metadata(checkpoints, step)
         as_saved = with_layers_after(setup, metadata.get("layers_after", 0))
         wanted = canonical_shapes(as_saved)["weights"]
@@ -72,9 +75,11 @@ def checkpoints_in(folder: Path) -> Path:
 
     Raises:
         ValueError: If it has none.
+        RunError: If it cannot be read.
     """
     for name in (CHECKPOINTS, WEIGHTS):
-        if (folder / name).is_dir():
+        if is_folder(folder / name):
+            names_in(folder / name)  # which orbax would fail to without a word on why
             return folder / name
     raise ValueError(
         f"{folder} has neither `{CHECKPOINTS}` nor `{WEIGHTS}`. Give the folder of a run, or one "
@@ -82,11 +87,14 @@ def checkpoints_in(folder: Path) -> Path:
     )
 
 
-def step_in(checkpoints: ocp.CheckpointManager, step: int | None) -> int:
+def step_in(
+    checkpoints: ocp.CheckpointManager, step: int | None, *, allow_unverified: bool = False
+) -> int:
     """The step, or the newest complete one.
 
     Raises:
-        ValueError: If it is not there, or damaged.
+        ValueError: If it is not there, or damaged, or has no digests and these are wanted.
+        RunError: If it cannot be read.
     """
     folder = Path(checkpoints.directory)
     steps = [found for found in checkpoints.all_steps() if is_complete(folder / str(found))]
@@ -97,6 +105,13 @@ def step_in(checkpoints: ocp.CheckpointManager, step: int | None) -> int:
         wanted = "any step" if step is None else f"step {step}"
         raise ValueError(f"{checkpoints.directory} does not have {wanted}. It has: {there}.")
     saved = folder / str(step)
+    if not has_digests(saved) and not allow_unverified:
+        raise ValueError(
+            f"{saved / DIGESTS} is missing, empty or of an older version, so nothing says whether "
+            "the checkpoint is still what was saved. Put the file back, give another step, or "
+            "allow this one: `allow_unverified=true` of `jaxpipe train`, `--allow-unverified` of "
+            "`jaxpipe convert`."
+        )
     if problems := damage(saved):
         raise ValueError(f"{described(saved, problems)} Give another step, or copy it again.")
     return step

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .._durable import write_file
 from ._config import Config
 from ._metrics import Write
 
@@ -34,7 +35,7 @@ def wandb_writer(config: Config, folder: Path) -> Iterator[Write]:
     """
     file = folder / "wandb_id"
     if not file.exists():
-        file.write_text(secrets.token_hex(8), encoding="utf-8")
+        write_file(file, secrets.token_hex(8))
     run = load_wandb().init(
         project=config.wandb_project,
         name=config.run_name,

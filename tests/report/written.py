@@ -12,6 +12,7 @@ import yaml
 
 from jaxpipe import report
 from jaxpipe.train import Config, set_up
+from jaxpipe.train._digests import write_digests
 
 NOW = datetime(2030, 1, 2, 3, 4, tzinfo=UTC)
 SETTINGS: dict[str, Any] = {
@@ -65,7 +66,7 @@ def write_checkpoint(folder: Path, name: str, *, complete: bool = True) -> Path:
     (step / "state").write_text("x" * 2500)
     if complete:
         (step / "_CHECKPOINT_METADATA").touch()
-        (step / "digests.json").write_text(json.dumps({"state": [2500, "?"]}))
+        write_digests(step, int(name.split(".")[0]))
     return step
 
 

@@ -196,24 +196,31 @@ def decided_by(tmp_path: Path, text: str = "a b", **settings: Any) -> dict[str, 
 
 def test_changed_data_is_told_by_what_has_changed(tmp_path: Path):
     before = decided_by(tmp_path)
-    assert data_changes(before, decided_by(tmp_path)) == ""
+    assert data_changes(before, decided_by(tmp_path)) == []
     for now, changes in {
-        "length was 64 and is 32": decided_by(tmp_path, max_target_length=32),
-        "rows was 8 and is 4": decided_by(tmp_path, per_device_batch_size=4.0),
-        "seed was 0 and is 1": decided_by(tmp_path, data_shuffle_seed=1),
-        "seed was 0 and is None": decided_by(tmp_path, enable_data_shuffling=False),
-        "packing was True and is False": decided_by(tmp_path, packing=False),
-        r"sources\[0\].checksum was \d+ and is \d+": decided_by(tmp_path, "b a"),
-        r"sources\[0\].tokens was 4 and is 5; sources.*": decided_by(tmp_path, "b aa"),
+        "`max_target_length` was 64 and is 32": decided_by(tmp_path, max_target_length=32),
+        "the number of rows in a batch was 8 and is 4": decided_by(
+            tmp_path, per_device_batch_size=4.0
+        ),
+        "`data_shuffle_seed` was 0 and is 1": decided_by(tmp_path, data_shuffle_seed=1),
+        r"`data_shuffle_seed` was 0 and is none \(not shuffled\)": decided_by(
+            tmp_path, enable_data_shuffling=False
+        ),
+        "`packing` was True and is False": decided_by(tmp_path, packing=False),
+        r"`checksum` of source 0 was \d+ and is \d+": decided_by(tmp_path, "b a"),
+        r"`tokens` of source 0 was 4 and is 5; `.*": decided_by(tmp_path, "b aa"),
     }.items():
-        said = data_changes(before, changes)
-        assert re.search(f"of the checkpoint: {now}. The run goes on", said)
-    other = make_batches(setup_of(dataset_type="synthetic")).decided_by
-    assert "vocabulary was not there and is 320" in data_changes(before, other)
+        assert re.fullmatch(now, "; ".join(data_changes(before, changes)))
+    other = make_batches(setup_of(dataset_type="synthetic", max_target_length=32)).decided_by
+    assert data_changes(before, other) == [
+        "`dataset_type` was for files and is for random tokens",
+        "`max_target_length` was 64 and is 32",
+    ]
     (tmp_path / "tokenizer.json").write_text("another")
     config = Config(tokenizer_path=str(tmp_path / "tokenizer.json"), dataset_type="text")
     tokenizer = _tokenizer(config, [Source(type="text", files=("a",))])
-    assert re.search(r"tokenizer was bytes and is \d+", data_changes(before, before | tokenizer))
+    (change,) = data_changes(before, before | tokenizer)
+    assert re.fullmatch(r"the tokenizer was bytes and is \d+", change)
 
 
 def test_the_same_tokens_in_a_file_are_the_same_data(tmp_path: Path):
@@ -222,16 +229,19 @@ def test_the_same_tokens_in_a_file_are_the_same_data(tmp_path: Path):
         np.asarray([*b"a b", 256], dtype).tofile(tmp_path / "a.bin")
         settings = {"dataset_type": "tokens", "token_dtype": dtype, "token_eod": 256}
         found = make_batches(setup_of(data_files=str(tmp_path / "a.bin"), **settings))
-        assert data_changes(before, found.decided_by) == ""
+        assert data_changes(before, found.decided_by) == []
 
 
-def test_a_run_that_goes_on_with_other_data_says_so(tmp_path: Path, capsys, monkeypatch):
+def test_a_run_with_other_data_is_refused_unless_the_user_allows_it(
+    tmp_path: Path, capsys, monkeypatch
+):
     def one_step(setup, state, done, batch_at, *, save, **_):
         yield done + 1, {"loss": 1.0, "gradient_norm": 1.0}
         save(done + 1, state, {})
 
     monkeypatch.setattr("jaxpipe.train._loop.run_steps", one_step)
-    settings = f"""output_dir={tmp_path} base_emb_dim=16 base_num_decoder_layers=1 base_mlp_dim=32
+    settings = f"""output_dir={tmp_path} base_emb_dim=16 base_num_decoder_layers=1
+        base_mlp_dim=32 learning_rate_schedule_steps=9
         max_target_length=16 dtype=float32 enable_tensorboard=false per_device_batch_size=1
         pipeline_engine=none dataset_type=text"""
 
@@ -240,8 +250,14 @@ def test_a_run_that_goes_on_with_other_data_says_so(tmp_path: Path, capsys, monk
         return capsys.readouterr().out
 
     assert "warning" not in run("steps=1")
-    said = run("steps=2", "data_shuffle_seed=5")
-    assert "the data is not that of the checkpoint: seed was 0 and is 5. The run goes on" in said
+    assert (
+        main(["train", *settings.split(), "steps=2", "packing=false", "data_shuffle_seed=5"]) == 2
+    )
+    refused = capsys.readouterr().err
+    assert "`packing` was True and is False; `data_shuffle_seed` was 0 and is 5. Some" in refused
+    assert "`allow_data_change=true`" in refused
+    said = run("steps=2", "data_shuffle_seed=5", "allow_data_change=true")
+    assert "warning: The data is not that of the checkpoint: `data_shuffle_seed` was 0" in said
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpipe.train import Config, train
-from jaxpipe.train._digests import damage, set_aside_damaged, steps_in
+from jaxpipe.train import Config, read_metrics, train
+from jaxpipe.train._digests import damage, steps_in
 
 from .runs import NONE, TINY
 
@@ -35,6 +35,12 @@ def checkpoints_in(folder: Path) -> Path:
     return folder / "default" / "checkpoints"
 
 
+def content_of(folder: Path) -> dict[str, bytes]:
+    """Every file but the lock, which says who looked last."""
+    files = (file for file in folder.rglob("*") if file.is_file() and file.name != "lock")
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
 def largest_file(step: Path) -> Path:
     files = (file for file in step.rglob("*") if file.is_file())
     return max(files, key=lambda file: file.stat().st_size)
@@ -57,19 +63,31 @@ def delete(step: Path) -> None:
 
 
 def put_a_folder_there(step: Path) -> None:
-    """Reading it fails, as on a disk that does."""
     file = largest_file(step)
-    size = file.stat().st_size
     file.unlink()
     file.mkdir()
-    known = json.loads((step / "digests.json").read_text())
-    known[str(file.relative_to(step))][0] = file.stat().st_size
-    assert size != file.stat().st_size
-    (step / "digests.json").write_text(json.dumps(known))
 
 
 def garble_the_digests(step: Path) -> None:
     (step / "digests.json").write_text("{")
+
+
+def change_the_digests(step: Path) -> None:
+    text = (step / "digests.json").read_text()
+    (step / "digests.json").write_text(text.replace('"step": 3', '"step": 4'))
+
+
+def delete_the_marker(step: Path) -> None:
+    (step / "_CHECKPOINT_METADATA").unlink()
+
+
+def change_the_marker(step: Path) -> None:
+    file = step / "_CHECKPOINT_METADATA"
+    file.write_text(file.read_text().replace("timestamp", "timestomp", 1))
+
+
+def add_a_file(step: Path) -> None:
+    (step / "state" / "more").touch()
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -80,8 +98,8 @@ def test_every_file_of_a_complete_step_has_a_digest(tmp_path, asynchronous):
     for step in steps:
         known = json.loads((step / "digests.json").read_text())
         files = {str(f.relative_to(step)) for f in step.rglob("*") if f.is_file()}
-        own = {"digests.json", "_CHECKPOINT_METADATA", "commit_success.txt"}
-        assert known.keys() | own == files | own and len(known) > 5
+        assert known["files"].keys() | {"digests.json"} == files and len(files) > 5
+        assert known["step"] == int(step.name)
         assert damage(step) == []
 
 
@@ -91,8 +109,12 @@ def test_every_file_of_a_complete_step_has_a_digest(tmp_path, asynchronous):
         (truncate, "bytes of"),
         (flip_a_bit, "has changed"),
         (delete, "is missing"),
-        (put_a_folder_there, "cannot be read: Is a directory"),
-        (garble_the_digests, "digests.json cannot be read"),
+        (put_a_folder_there, "is no file"),
+        (garble_the_digests, "digests.json is not what a run writes"),
+        (change_the_digests, "digests.json has changed"),
+        (delete_the_marker, "_CHECKPOINT_METADATA is missing"),
+        (change_the_marker, "_CHECKPOINT_METADATA has changed"),
+        (add_a_file, "state/more does not belong to it"),
     ],
 )
 def test_a_damaged_checkpoint_is_left_out_and_the_run_goes_on_from_the_one_before(
@@ -107,6 +129,7 @@ def test_a_damaged_checkpoint_is_left_out_and_the_run_goes_on_from_the_one_befor
     assert "resumed after step 2" in said
     assert found == losses[2:]
     assert (checkpoints / "3.damaged").is_dir() and damage(checkpoints / "3") == []
+    assert not (checkpoints / ".removed").exists()
 
 
 def test_a_step_may_be_damaged_twice(whole, tmp_path):
@@ -119,14 +142,20 @@ def test_a_step_may_be_damaged_twice(whole, tmp_path):
     assert {"3", "3.damaged", "3.damaged-2"} <= names
 
 
-def test_if_all_are_damaged_the_run_says_so_of_each_and_begins_anew(whole, tmp_path):
+def test_if_all_are_damaged_the_run_is_refused_until_it_is_told_to_begin_anew(whole, tmp_path):
     folder, losses = whole
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     for step in steps_in(checkpoints_in(tmp_path)):
         flip_a_bit(step)
-    found, said = run_to(tmp_path, 2)
+    before = content_of(tmp_path)
+    with pytest.raises(ValueError, match=r"3 that are damaged.*has changed.*`begin_anew=true`"):
+        run_to(tmp_path, 2)
+    assert content_of(tmp_path) == before
+    found, said = run_to(tmp_path, 2, begin_anew=True)
     assert said.count("is damaged") == 3 and "resumed" not in said
     assert found == losses[:2]
+    metrics = tmp_path / "default" / "before-1.metrics.jsonl"
+    assert len(read_metrics(metrics)) == 3
 
 
 def test_init_from_a_damaged_checkpoint_is_refused(whole, tmp_path):
@@ -137,7 +166,55 @@ def test_init_from_a_damaged_checkpoint_is_refused(whole, tmp_path):
         run_to(tmp_path / "new", 1, init_from=str(tmp_path / "saved" / "default"))
 
 
-def test_a_step_without_digests_is_taken_as_it_is(whole, tmp_path):
-    shutil.copytree(checkpoints_in(whole[0]), tmp_path, dirs_exist_ok=True)
-    (tmp_path / "3" / "digests.json").unlink()
-    assert set_aside_damaged(tmp_path) == []
+def empty(file: Path) -> None:
+    file.write_text("")
+
+
+def of_an_older_version(file: Path) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text())["files"]))
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, empty, of_an_older_version])
+def test_a_checkpoint_without_digests_is_refused_unless_the_user_allows_it(whole, tmp_path, harm):
+    shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
+    digests = checkpoints_in(tmp_path) / "3" / "digests.json"
+    harm(digests)
+    before = content_of(tmp_path)
+    with pytest.raises(ValueError, match=rf"{digests} is missing, empty or .*`allow_unverified=tr"):
+        run_to(tmp_path, 4)
+    with pytest.raises(ValueError, match=rf"{digests} is missing, .* `allow_unverified=true` of"):
+        run_to(tmp_path / "new", 1, init_from=str(tmp_path / "default"))
+    shutil.rmtree(tmp_path / "new")
+    assert content_of(tmp_path) == before
+    assert "resumed after step 3" in run_to(tmp_path, 4, allow_unverified=True)[1]
+    if harm is of_an_older_version:  # it says at least what the files were
+        flip_a_bit(checkpoints_in(tmp_path) / "3")
+        assert "has changed" in damage(checkpoints_in(tmp_path) / "3")[0]
+
+
+@pytest.mark.parametrize("how", ["renamed", "copied", "swapped", "linked"])
+def test_a_checkpoint_under_the_name_of_another_step_is_found(whole, tmp_path, how):
+    folder, losses = whole
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    steps = checkpoints_in(tmp_path)
+    if how == "renamed":
+        (steps / "3").rename(steps / "10")
+    elif how == "copied":
+        shutil.copytree(steps / "2", steps / "10")
+    elif how == "linked":
+        (steps / "10").symlink_to(steps / "1")
+    else:
+        (steps / "3").rename(steps / "x")
+        (steps / "2").rename(steps / "3")
+        (steps / "x").rename(steps / "2")
+    found, said = run_to(tmp_path, 3)
+    number = {"renamed": 3, "copied": 2, "swapped": 2, "linked": 1}[how]
+    name = "3" if how == "swapped" else "10"
+    assert (
+        f"The checkpoint {steps / name} is damaged: it is step {number}, renamed or copied" in said
+    )
+    assert (steps / f"{name}.damaged").is_dir()
+    if how in ("renamed", "swapped"):
+        assert found == losses[2 if how == "renamed" else 1 :]
+    else:
+        assert "has all 3 steps" in said

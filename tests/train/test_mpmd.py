@@ -269,6 +269,7 @@ def test_many_programs_are_not_compiled_ahead_as_one(capsys):
 def test_a_run_in_files_resumes_and_a_step_of_it_is_traced(tmp_path):
     settings = TINY | UNEVEN | {"output_dir": str(tmp_path), "per_device_batch_size": 1.0}
     settings |= {"ici_fsdp_parallelism": 4, "num_pipeline_microbatches": 2, "mpmd_trace_step": 2}
+    settings |= {"learning_rate_schedule_steps": 3}
 
     def run_to(steps: int) -> tuple[str, dict[str, float]]:
         shown = io.StringIO()
