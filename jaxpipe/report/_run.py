@@ -111,8 +111,12 @@ def _config_values(file: Path) -> Values:
 
 
 def _checked(values: Values) -> tuple[Config | None, str]:
-    """The config, or why there is none. Keys that this version does not have are left out."""
-    known = {key: value for key, value in values.items() if key in Config.model_fields}
+    """The config, or why there is none.
+
+    Keys that this version does not have are left out, and the name, which older ones let be any.
+    """
+    keys = Config.model_fields.keys() - {"run_name"}
+    known = {key: value for key, value in values.items() if key in keys}
     try:
         return Config.model_validate(known), ""
     except ValueError as error:

@@ -21,7 +21,7 @@ FILE = "digests.json"
 _COMPLETE = "_CHECKPOINT_METADATA"
 """Orbax writes it into the folder of a step."""
 
-_STEP = re.compile(r"0|[1-9][0-9]{0,17}")
+_STEP = re.compile(r"0|[1-9][0-9]*")
 
 MAX_LISTED = 4
 

@@ -77,10 +77,12 @@ def read_saved(folder: Path) -> int | None:
     """The newest step of which a checkpoint was ever complete, 0 for none; None if unknown.
 
     Raises:
+        ValueError: If something else has the name of the file.
         RunError: If the file is there and cannot be read.
     """
+    content = read_file(folder / SAVED) or b"null"
     with suppress(ValueError, TypeError, KeyError, RecursionError):
-        return int(json.loads(read_file(folder / SAVED) or b"null")["newest_step"])
+        return int(json.loads(content)["newest_step"])
     return None
 
 

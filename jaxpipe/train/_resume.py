@@ -79,6 +79,7 @@ def find_resume(folder: Path, config: Config) -> Resume:
             f"{checkpoints} is no folder, or a link to one that is not there. Put the folder "
             "back, mount its disk, or choose another `run_name`."
         )
+    read_starts(folder)  # a broken line is named before anything changes
     if not config.enable_checkpointing:
         _check_nothing_saved(folder, checkpoints)
         return Resume(folder)
@@ -149,6 +150,8 @@ def check_resume(found: Resume, setup: Setup, decided_by: Mapping[str, Any]) -> 
                 "lines up to there are missing or have changed. Put the file back, or give "
                 "`allow_unverified=true` to go on with what is there."
             )
+    if not _kept_metrics(found):
+        read_metrics(found.folder / METRICS)  # likewise
     warnings = []
     if "data" in saved:
         warnings += [check_data(saved["data"], decided_by, allowed=config.allow_data_change)]
@@ -188,11 +191,15 @@ def cut_metrics(found: Resume) -> None:
 
     What a loss of power leaves behind that place may be anything.
     """
-    path = found.folder / METRICS
+    if content := _kept_metrics(found):
+        write_file(found.folder / METRICS, content)
+
+
+def _kept_metrics(found: Resume) -> bytes:
+    """The metrics up to a checkpoint, if it says what they were and they are; else nothing."""
     num_bytes, digest = found.metadata.get("files", {}).get(METRICS, (0, ""))
-    content = (read_file(path) or b"")[:num_bytes]
-    if sha256_of(content) == digest:
-        write_file(path, content)
+    content = (read_file(found.folder / METRICS) or b"")[:num_bytes]
+    return content if sha256_of(content) == digest else b""
 
 
 def _problems(step: Path, config: Config, *, quick: bool) -> list[str]:

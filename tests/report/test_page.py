@@ -152,12 +152,13 @@ def test_everything_that_comes_from_files_is_escaped(tmp_path: Path):
     evil = "</script><script>alert(1)</script><b>&\"'"
     folder = write_run(
         tmp_path / "evil",
-        settings={"run_name": evil, "output_dir": evil},
+        settings={"output_dir": evil},
         metrics=lambda step: usual(step) | {evil: math.nan if step == 3 else 1.0},
     )
     write_starts(folder, {"first_step": 1, "device_kind": evil, "time": evil, "jax_version": evil})
     (folder / "config.yml").write_text(
-        (folder / "config.yml").read_text() + f"\n{json.dumps(evil)}: 1"
+        (folder / "config.yml").read_text().replace("a run", json.dumps(evil))
+        + f"\n{json.dumps(evil)}: 1"
     )
     page = page_of(folder)
     assert "alert(1)" in page

@@ -77,6 +77,7 @@ def test_a_run_trains_from_them_resumes_by_itself_and_gives_them_to_another(
     llama: Path, tmp_path: Path
 ):
     settings = {"weight_dtype": "float32", **ENGINES["circular"]}
+    settings |= {"learning_rate_schedule_steps": 2}
     first = train(config_of(tmp_path, llama, **settings))
     third = train(config_of(tmp_path, llama, **settings, init_from="nowhere", steps=3))
     assert len(third) == 1

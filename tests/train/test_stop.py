@@ -84,16 +84,17 @@ def test_sigterm_ends_a_run_after_its_step_with_a_checkpoint_and_it_resumes_bit_
 def test_the_command_tells_by_its_exit_code_which_signal_has_ended_a_run(
     tmp_path, monkeypatch, handlers, capsys
 ):
-    steps = 0
+    steps, same = 0, {}
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         monkeypatch.setattr("sys.stdout", shown := Terminating(number))
         folder = tmp_path / number.name
-        assert main(["train", *words(steps=300, output_dir=folder)]) == 128 + number
+        same = {"output_dir": folder, "learning_rate_schedule_steps": 300}
+        assert main(["train", *words(steps=300, **same)]) == 128 + number
         steps = len(read_metrics(folder / "default" / "metrics.jsonl"))
         assert f"stopped after step {steps}: start again to go on" in shown.getvalue()
         assert (folder / "default" / "checkpoints" / str(steps)).is_dir()
     assert capsys.readouterr().err == ""
-    assert main(["train", *words(steps=1000, output_dir=folder, max_minutes=1e-4)]) == 0
+    assert main(["train", *words(steps=1000, max_minutes=1e-4, **same)]) == 0
 
 
 @pytest.fixture
