@@ -4,6 +4,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from ._config import Config
 from ._optimizer import learning_rate_schedule
 
@@ -84,7 +86,7 @@ def check_learning_rate(before: int, config: Config, done: int) -> str:
     if config.learning_rate_schedule_steps != -1:  # changed by hand, if at all
         return ""
     was, found = (
-        float(
+        np.asarray(
             learning_rate_schedule(
                 config.learning_rate,
                 num_steps=num_steps,
@@ -92,7 +94,7 @@ def check_learning_rate(before: int, config: Config, done: int) -> str:
                 final_fraction=config.learning_rate_final_fraction,
                 shape=config.learning_rate_schedule,
             )(done)
-        )
+        ).item()
         for num_steps in (before, config.steps)
     )
     if abs(was - found) <= 1e-6 * max(was, found):

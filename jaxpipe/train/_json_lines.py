@@ -1,6 +1,7 @@
 """Files with a JSON object a line, of which a kill or a full disk may have torn the last."""
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,14 @@ def read_lines(path: Path, *, key: str) -> list[dict[str, Any]]:
         ValueError: If another line is not a JSON object with an integer `key`.
         RunError: If the file cannot be read.
     """
-    return [parse_line(line, key, f"{path} line {n}") for n, line in whole_lines(path)]
+    lines = whole_lines(path, most_bytes=_MOST_BYTES)
+    return [parse_line(line, key, f"{path} line {n}") for n, line in lines]
 
 
-def whole_lines(path: Path) -> Iterable[tuple[int, bytes]]:
+def whole_lines(path: Path, *, most_bytes: float = math.inf) -> Iterable[tuple[int, bytes]]:
     """Every line that is not torn, with its number from 1 on."""
     # Whole lines end in a newline, so the last piece is empty or torn.
-    content = read_file(path, most_bytes=_MOST_BYTES) or b""
+    content = read_file(path, most_bytes=most_bytes) or b""
     return enumerate(content.split(b"\n")[:-1], start=1)
 
 

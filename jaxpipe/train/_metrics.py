@@ -9,7 +9,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from ._json_lines import read_lines, write_lines
+from .._durable import write_file
+from ._json_lines import parse_line, read_lines, whole_lines
 
 Write = Callable[[int, Mapping[str, float]], None]
 """`write(step, metrics)`; step counts from 1, the steps that are done."""
@@ -72,9 +73,11 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _drop_from(path: Path, first_step: int) -> None:
-    kept = [] if first_step == 1 else read_metrics(path)
-    if os.path.lexists(path):
-        write_lines(path, (entry for entry in kept if entry["step"] < first_step))
+    if not os.path.lexists(path):
+        return
+    lines = [] if first_step == 1 else whole_lines(path)
+    steps = ((line, parse_line(line, "step", f"{path} line {n}")["step"]) for n, line in lines)
+    write_file(path, b"".join(line + b"\n" for line, step in steps if step < first_step))
 
 
 def _nothing(step: int, metrics: Mapping[str, float]) -> None:
