@@ -25,7 +25,7 @@ def read_lines(path: Path, *, key: str) -> list[dict[str, Any]]:
     return [parse_line(line, key, f"{path} line {n}") for n, line in lines]
 
 
-def whole_lines(path: Path, *, most_bytes: float = math.inf) -> Iterable[tuple[int, bytes]]:
+def whole_lines(path: Path, *, most_bytes: int | float = math.inf) -> Iterable[tuple[int, bytes]]:
     """Every line that is not torn, with its number from 1 on."""
     # Whole lines end in a newline, so the last piece is empty or torn.
     content = read_file(path, most_bytes=most_bytes) or b""

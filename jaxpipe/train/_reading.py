@@ -62,7 +62,7 @@ def is_folder(path: Path) -> bool:
     return found is not None and stat.S_ISDIR(found.st_mode)
 
 
-def read_file(path: Path, *, most_bytes: float = math.inf) -> bytes | None:
+def read_file(path: Path, *, most_bytes: int | float = math.inf) -> bytes | None:
     """What a file holds; None if there is no such file.
 
     Raises:
