@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax.core import meta
+from jax.sharding import NamedSharding, PartitionSpec
 
 from harness import rims
 from harness.maxtext_like import Config, ShardMode, mesh_of, shard_as
@@ -77,7 +78,10 @@ GATHERS = {
     "rows": {"pipeline_fsdp_ag_per_repeat": True, "pipeline_batch_axes": ("fsdp",)},
     "unrolled": {"scan_pipeline_iterations": False},
     "delay": {"pipeline_delay_activation_forwarding": True, "num_pipeline_microbatches": 4},
+    "extra microbatches": {"num_pipeline_microbatches": 4},
+    "not circular": {"num_layers_per_pipeline_stage": 2, "num_pipeline_repeats": 1},
 }
+"""The cases of MaxText's own tests of pipelines, and ours."""
 
 
 @pytest.mark.parametrize("gather", GATHERS)
@@ -88,8 +92,42 @@ def test_layers_that_name_shardings_of_the_whole_mesh_run_with_maxtexts_own_conf
     fields = GATHERS[gather]
     if gather == "rows":  # what splits weights where a layer reads them may not be a batch axis
         fields = fields | {"logical_axis_rules": [["embed", "fsdp"], ["mlp", "tensor"]]}
-    pipeline = linen.create_pipeline(Config(**fields), Layer(mesh), mesh)
-    rims.assert_trees_close(gradients(pipeline, plain[0], batch), plain[1])
+    pipeline: Any = linen.create_pipeline(Config(**fields), Layer(mesh), mesh)
+    dims = pipeline.settings.dims
+    variables, (loss, (of_weights, of_inputs)) = plain
+    variables, of_weights = jax.tree.map(
+        lambda w: w.reshape(*dims, *w.shape[3:]), (variables, of_weights)
+    )
+    true = loss, (of_weights, of_inputs)
+    rims.assert_trees_close(gradients(pipeline, variables, batch), true)
+
+
+def test_layers_outside_the_pipeline_use_stage_as_data(plain, batch):
+    mesh = mesh_of(ShardMode.AUTO)
+    rows = NamedSharding(mesh, PartitionSpec(("stage", "fsdp")))
+    fields = {"num_decoder_layers": 6, "pipeline_parallel_layers": 4}
+    pipeline: Any = linen.create_pipeline(Config(**fields), Layer(mesh), mesh)
+    outside = {"params": jax.tree.map(lambda w: w[0, 0, 0], plain[0]["params"]["layers"])}
+
+    def run(variables, outside, x, pipelined, shard):
+        layer = lambda x: Layer().apply(outside, shard(x), None, None, False, "train")[0]  # noqa: E731
+        return layer(pipelined(variables, layer(x)))
+
+    def loop(variables, x):
+        flat = jax.tree.map(lambda w: w.reshape(-1, *w.shape[3:]), variables["params"]["layers"])
+        for number in range(4):
+            weights = {"params": jax.tree.map(lambda w: w[number], flat)}  # noqa: B023
+            x = Layer().apply(weights, x, None, None, False, "train")[0]
+        return x
+
+    def grads(pipelined, shard):
+        def loss(*arguments):
+            return rims.scalar(run(*arguments, pipelined, shard))
+
+        return jax.device_get(jax.jit(jax.grad(loss, (0, 1, 2)))(plain[0], outside, batch))
+
+    got = grads(pipeline.apply, lambda x: jax.lax.with_sharding_constraint(x, rows))
+    rims.assert_trees_close(got, grads(loop, lambda x: x))
 
 
 @pytest.mark.parametrize("every_axis", [False, True])
