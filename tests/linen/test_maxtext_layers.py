@@ -109,7 +109,7 @@ def test_layers_outside_the_pipeline_use_stage_as_data(plain, batch):
     pipeline: Any = linen.create_pipeline(Config(**fields), Layer(mesh), mesh)
     outside = {"params": jax.tree.map(lambda w: w[0, 0, 0], plain[0]["params"]["layers"])}
 
-    def run(variables, outside, x, pipelined, shard):
+    def run(variables, outside, x, *, pipelined, shard):
         layer = lambda x: Layer().apply(outside, shard(x), None, None, False, "train")[0]  # noqa: E731
         return layer(pipelined(variables, layer(x)))
 
@@ -122,7 +122,7 @@ def test_layers_outside_the_pipeline_use_stage_as_data(plain, batch):
 
     def grads(pipelined, shard):
         def loss(*arguments):
-            return rims.scalar(run(*arguments, pipelined, shard))
+            return rims.scalar(run(*arguments, pipelined=pipelined, shard=shard))
 
         return jax.device_get(jax.jit(jax.grad(loss, (0, 1, 2)))(plain[0], outside, batch))
 
