@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed, pjit, sharding_impls
+from jax._src import api_util, distributed, pjit, sharding_impls
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import serialize_executable
 from jax.sharding import AxisType, NamedSharding, Sharding
@@ -26,6 +26,13 @@ def splash_aborts_in_pipelines() -> bool:
     """
     shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)
     return jax.__version_info__ < (0, 11) and shardy
+
+
+def nan_errors() -> tuple[type[Exception], ...]:
+    """The errors of a program whose results are not finite, with `jax_debug_nans` or
+    `jax_debug_infs`."""
+    internal = getattr(api_util, "InternalFloatingPointError", FloatingPointError)
+    return FloatingPointError, internal
 
 
 def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:

@@ -6,6 +6,7 @@ from ._accumulate import add_gradients as add_gradients
 from ._cost import is_cheap as is_cheap
 from ._cost import is_light as is_light
 from ._cost import is_move as is_move
+from ._effects import effects_of as effects_of
 from ._fission import Fission as Fission
 from ._fission import fission as fission
 from ._model import Model as Model

@@ -14,10 +14,18 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    jaxpr_as_fun,
+)
 from jax.interpreters import partial_eval
 
 from .._versions import scan_sizes
+from ._effects import effects_of
 
 T = TypeVar("T")
 
@@ -200,11 +208,10 @@ def check_pure(closed: ClosedJaxpr) -> None:
     Raises:
         ValueError: If it does not.
     """
-    effects = [e for e in closed.effects if type(e).__name__ != "NamedAxisEffect"]
-    if effects:
+    if names := effects_of(closed):
         raise ValueError(
-            f"A stage has the effects {', '.join(map(str, effects))}. A stage that is divided must "
-            "be pure: take prints, callbacks and references out of it."
+            f"A stage has the effects of {', '.join(names)}. A stage that is divided must be pure: "
+            "take prints, callbacks and references out of it, or return what they would show."
         )
 
 

@@ -174,9 +174,10 @@ class _Compiler:
         here = key, run.rank
         if here not in self.on_rank and key in self.first:
             again = partial(self._again, *self.first[key], run, given, wanted)
-            self.on_rank[here] = self.pool.submit(again)
+            self.on_rank[here] = self.pool.submit(_as_here(again))
         elif here not in self.on_rank:
-            self.on_rank[here] = self.pool.submit(self._compile, run, given, wanted)
+            compiled = _as_here(partial(self._compile, run, given, wanted))
+            self.on_rank[here] = self.pool.submit(compiled)
             self.first[key] = run.rank, self.on_rank[here]
         return self.on_rank[here]
 
@@ -190,6 +191,18 @@ class _Compiler:
         devices, others = (list(self.mesh.unstack[r].devices.flat) for r in (rank, run.rank))
         moved = on_other_devices(first.result(), devices, others)
         return self._compile(run, given, wanted) if moved is None else moved
+
+
+def _as_here(f: Callable[[], Any]) -> Callable[[], Any]:
+    """`f` for another thread, with the types that contexts of this one ask for."""
+    settings: Any = jax.config
+    x64, promotion = settings.jax_enable_x64, settings.jax_numpy_dtype_promotion
+
+    def run() -> Any:
+        with jax.enable_x64(x64), jax.numpy_dtype_promotion(promotion):
+            return f()
+
+    return run
 
 
 def compile_program(

@@ -5,7 +5,8 @@ As with `jax.stages`.
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -142,6 +143,11 @@ class Lowered:
 Specs = Mapping[tuple[Buffer, int], P]
 
 
+OBSERVER: ContextVar[Callable[["Compiled"], Sequence[Act]] | None]
+OBSERVER = ContextVar("observer", default=None)
+"""What compiled steps carry out in place of their own acts, while a context says so."""
+
+
 class Compiled:
     """A step that is ready to run.
 
@@ -181,6 +187,11 @@ class Compiled:
         self._shapes = [aval.shape for aval in avals]
         self._dtypes = [aval.dtype for aval in avals]
         self._given_away = given_away(code, lowered.traced.donated, crosses=session is not None)
+
+    @property
+    def acts(self) -> Sequence[tuple[Instruction, Act]]:
+        """Every instruction of this process, in order, and what carries it out."""
+        return self._bound.acts
 
     @property
     def places(self) -> Mapping[Place, int]:
@@ -232,8 +243,9 @@ class Compiled:
         slots = list(self._bound.start)
         with no_ambient_mesh():
             placed(leaves, self._inputs, slots)
+            observe = OBSERVER.get()
             try:
-                for act in self._acts:
+                for act in self._acts if observe is None else observe(self):
                     act(slots)
             except Exception as error:
                 if self._session is not None:
@@ -261,7 +273,7 @@ def _digest(text: str) -> str:
 
 
 def _checked_schedule(num_ranks: int, schedule: Any, num_microbatches: int) -> Schedule:
-    checked = as_schedule(schedule, num_microbatches)
+    checked = as_schedule(schedule, num_microbatches, num_ranks)
     if len(checked.programs) != num_ranks:
         raise ValueError(
             f"The schedule is for {len(checked.programs)} ranks, and the mesh has {num_ranks} "

@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._versions import nan_errors
+from ..schedules import Op
 from ._code import Buffer, Code, Free, Instruction, Receive, Run, Send
 from ._compile import Executables
 from ._mesh import MpmdMesh
@@ -68,7 +70,7 @@ def bind(code: Code, mesh: MpmdMesh, executables: Executables, session: Session 
                     given = [place(buffer, rank) for buffer in reads]
                     made = [place(buffer, rank) for buffer in writes]
                     gone = [given[d] for d in donated]
-                    act = _run(executables.programs[i], given, made, gone)
+                    act = _run(instruction, executables.programs[i], given, made, gone)
                     yield instruction, act
                 case Send(to=to, buffers=buffers):
                     given = [place(buffer, rank) for buffer in buffers]
@@ -162,19 +164,47 @@ def _read(places: Sequence[int]) -> Callable[[Slots], Sequence[Any]]:
     return lambda slots: [slots[place] for place in places]
 
 
+_NAN_ERRORS = nan_errors()
+
+
 def _run(
-    program: Callable[..., Any], given: Sequence[int], made: Sequence[int], gone: Sequence[int]
+    run: Run,
+    program: Callable[..., Any],
+    given: Sequence[int],
+    made: Sequence[int],
+    gone: Sequence[int],
 ) -> Act:
     read = _read(given)
 
     def act(slots: Slots) -> None:
-        results = program(*read(slots))
+        try:
+            results = program(*read(slots))
+        except _NAN_ERRORS as error:
+            raise FloatingPointError(_not_finite(run, error)) from None
         for place in gone:
             slots[place] = None
         for place, result in zip(made, results, strict=True):
             slots[place] = result
 
     return act
+
+
+def _not_finite(run: Run, error: Exception) -> str:
+    what = [f"{_WORDS[a.op]} of stage {a.stage} for microbatch {a.microbatch}" for a in run.actions]
+    kind = "inf" if "inf" in str(error) and "nan" not in str(error) else "nan"
+    told = f", the {' and the '.join(what)}," if what else ""
+    return (
+        f"Task {run.name}{told} on rank {run.rank} returned {kind}, and no task before it did. "
+        "`jax_debug_nans` or `jax_debug_infs` asks for this error."
+    )
+
+
+_WORDS = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "backward to the activations",
+    Op.W: "backward to the weights",
+}
 
 
 def _move(

@@ -6,14 +6,16 @@ JaxPP counts ranks as `mpmd_dim`. p ranks, v stages on each, M microbatches.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..schedules import (
+    FAMILIES,
     Action,
     Op,
     Pair,
     Schedule,
     Step,
+    build,
     check,
     dualpipev,
     eager_one_f_one_b,
@@ -159,14 +161,29 @@ class NamedSchedule(BaseSchedule):
         return stage_id % self.mpmd_dim
 
 
-def as_schedule(schedule: BaseSchedule | Schedule, num_microbatches: int) -> Schedule:
-    """The schedule for this many microbatches, checked, from either way to say it.
+def as_schedule(schedule: Any, num_microbatches: int, ranks: int = 1) -> Schedule:
+    """The schedule for this many microbatches, checked, from any way to say it.
+
+    Args:
+        schedule: A schedule, a kind of schedule, or the name of a family such as "1f1b".
+        num_microbatches: M.
+        ranks: The number of ranks, which a name leaves open.
 
     Raises:
-        ValueError: If a `Schedule` is for another number of microbatches, or fails `check`.
+        ValueError: If a `Schedule` is for another number of microbatches, or fails `check`; if no
+            family has that name; if it is no schedule at all.
     """
+    if isinstance(schedule, str):
+        return check(build(schedule, ranks=ranks, microbatches=num_microbatches))
     if isinstance(schedule, BaseSchedule):
         return schedule.schedule(num_microbatches)
+    if not isinstance(schedule, Schedule):
+        said = f"the class {schedule.__name__}" if isinstance(schedule, type) else repr(schedule)
+        raise ValueError(
+            f"`schedule` is {said}. Give a schedule with its number of stages, such as "
+            f"`Std1F1B({ranks})`, a `jaxpipe.schedules.Schedule`, or a name: "
+            f"{', '.join(FAMILIES)}."
+        )
     if schedule.num_microbatches != num_microbatches:
         raise ValueError(
             f"`schedule` is for {schedule.num_microbatches} microbatches, but `num_microbatches` "

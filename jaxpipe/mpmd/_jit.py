@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from .. import schedules
-from ..autodiff import Program, program
+from ..autodiff import Program, effects_of, program
 from ._arguments import shortened, spread, static_arguments, type_of
 from ._array import MpmdArray
 from ._compiled import Compiled, Lowered, Settings, Traced
@@ -124,10 +124,10 @@ def _shape_of(leaf: Any) -> Any:
 
 
 def _pure(closed: Any) -> Program:
-    if closed.effects:
+    if names := effects_of(closed):
         raise ValueError(
-            f"The function has the effects {', '.join(map(str, closed.effects))}. Programs of "
-            "several groups have no common order: take prints and callbacks out of it."
+            f"The function has the effects of {', '.join(names)}. Programs of several groups have "
+            "no common order: take prints and callbacks out of it, and return what they would show."
         )
     return program(closed)
 

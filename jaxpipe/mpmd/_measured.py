@@ -5,17 +5,19 @@ that are busy. Where every rank has a process of its own the times are those of 
 few microseconds a task. Ranks of one process take turns then, so only the lengths say something.
 """
 
+import re
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 
 from ..schedules import Action, Pair, Step, Timed, Timeline
 from ._code import Instruction, Run
-from ._compiled import Compiled
+from ._compiled import OBSERVER, Compiled
 from ._execute import Act, Place, Slots
 
 Times = list[tuple[Run, float, float]]
@@ -31,11 +33,20 @@ def timed_step(compiled: Compiled, *args: Any) -> tuple[Any, Times]:
     """
     times: Times = []
     places = compiled.places
-    timed = compiled.with_acts(lambda instruction, act: _timed(instruction, act, places, times))
+
+    def record(*time: Any) -> None:
+        times.append(time)
+
+    timed = compiled.with_acts(lambda instruction, act: _timed(instruction, act, places, record))
     return timed(*args), times
 
 
-def _timed(instruction: Instruction, act: Act, places: Mapping[Place, int], times: Times) -> Act:
+def _timed(
+    instruction: Instruction,
+    act: Act,
+    places: Mapping[Place, int],
+    record: Callable[[Run, float, float], None],
+) -> Act:
     if not isinstance(instruction, Run):
         return act
     reads = [places[buffer, instruction.rank] for buffer in instruction.reads]
@@ -46,22 +57,36 @@ def _timed(instruction: Instruction, act: Act, places: Mapping[Place, int], time
         start = time.perf_counter()
         act(slots)
         jax.block_until_ready([slots[place] for place in writes])
-        times.append((instruction, start, time.perf_counter()))
+        record(instruction, start, time.perf_counter())
 
     return run
 
 
-def collect_task_times_ms(compiled: Compiled, *args: Any, repeats: int = 3) -> dict[str, float]:
-    """How long each task of this process takes, in milliseconds: the median of some steps.
+def collect_task_times_ms(
+    compiled: Compiled | bool = True, *args: Any, repeats: int = 3, enabled: bool = True
+) -> Any:
+    """Measures how long each task of this process takes, in milliseconds.
+
+    With a compiled function and its arguments it runs some steps. Without, it is a context manager
+    as in JaxPP, for all steps that are called in it:
+
+        with collect_task_times_ms() as times:
+            step(*args)
 
     Args:
-        compiled: A compiled function that donates nothing, so that steps can be repeated.
-        args: Its arguments.
-        repeats: How many steps.
+        compiled: A compiled function that donates nothing, so that steps can be repeated; or, in
+            place of `enabled`, whether to measure.
+        args: The arguments of the function.
+        repeats: How many steps are run.
+        enabled: Whether the context measures.
 
     Returns:
-        By the name of the task, `fwd_2__0`, or `before_loop@1` for rank 1 outside of loops.
+        Of a function: the median of each task, by its name `fwd_2__0`, or `before_loop@1` for rank
+        1 outside of loops. Of the context: the times of each task in order, one for each
+        microbatch and step, by its name without the microbatch, `fwd_2`; None if it is not enabled.
     """
+    if isinstance(compiled, bool):
+        return _collecting(compiled and enabled)
     found: defaultdict[str, list[float]] = defaultdict(list)
     for _ in range(repeats):
         _, times = timed_step(compiled, *args)
@@ -69,6 +94,27 @@ def collect_task_times_ms(compiled: Compiled, *args: Any, repeats: int = 3) -> d
             name = run.name if run.actions else f"{run.name}@{run.rank}"
             found[name].append(1e3 * (end - start))
     return {name: statistics.median(each) for name, each in found.items()}
+
+
+@contextmanager
+def _collecting(enabled: bool) -> Iterator[dict[str, list[float]] | None]:
+    if not enabled:
+        yield None
+        return
+    found: dict[str, list[float]] = {}
+
+    def record(run: Run, start: float, end: float) -> None:
+        name = re.sub(r"__\d+", "", run.name) if run.actions else f"{run.name}@{run.rank}"
+        found.setdefault(name, []).append(1e3 * (end - start))
+
+    def observe(compiled: Compiled) -> list[Act]:
+        return [_timed(i, act, compiled.places, record) for i, act in compiled.acts]
+
+    token = OBSERVER.set(observe)
+    try:
+        yield found
+    finally:
+        OBSERVER.reset(token)
 
 
 def to_timeline(compiled: Compiled, times: Times) -> Timeline:

@@ -303,7 +303,9 @@ def _scan(
         new = jaxpr_as_fun(jaxpr)(*consts, i)
         return [t.with_result(x, y, i) for t, x, y in zip(each, carry, new, strict=True)], None
 
-    return lax.scan(turn, [t.start() for t in each], jnp.arange(num_microbatches))[0]
+    return lax.scan(turn, [t.start() for t in each], jnp.arange(num_microbatches, dtype=jnp.int32))[
+        0
+    ]
 
 
 def _abstract(*consts: Any, jaxpr: Any, num_microbatches: int, operations: Any, **_: Any) -> Any:

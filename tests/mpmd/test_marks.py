@@ -254,23 +254,6 @@ def test_groups_that_are_not_there():
         groups(2).mpmd_submesh([1, 2])
 
 
-def test_effects():
-    def printing(weights: Any, x: Any, y: Any) -> Any:
-        jax.debug.print("{}", x[0, 0])
-        return marked_loss(weights, x, y)
-
-    with pytest.raises(ValueError, match=r"A stage has the effects Debug\. .* take prints,"):
-        run(printing, Std1F1B(2), 2)
-
-    def step(*args: Any) -> Any:
-        value, grads = gradients(Std1F1B(2), marked_loss)(*args)
-        jax.debug.print("{}", value)
-        return grads
-
-    with pytest.raises(ValueError, match=r"The function has the effects Debug\. .* take prints"):
-        mpmd_jit_with_loop(step, groups(2)).lower(layers(2), *batch(2))
-
-
 def test_microbatches_that_disagree():
     with pytest.raises(ValueError, match=r"arrays whose first dims are \[\(2,\), \(3,\)\]"):
         treduce(lambda x: x, (jnp.ones(2), jnp.ones(3)), schedule=GPipe(2))
