@@ -148,7 +148,9 @@ class Ledger:
         if not self.timeout or self.process not in under_way:
             return ""
         for process, place in under_way.items():
-            limit = max(self.timeout, FIRST_SECONDS) if place.is_first else self.timeout
+            # Who compiles says so every second.
+            compiles = place.is_first and self.silent.get(process, 0.0) < SILENT_SECONDS
+            limit = max(self.timeout, FIRST_SECONDS) if compiles else self.timeout
             if self.still.get(process, 0.0) < limit:
                 return ""
         if gone := self.gone(min(LOST_SECONDS, self.timeout)):

@@ -99,12 +99,12 @@ def num_steps(folder: Path) -> int:
     return file.read_text().count("\n") if file.exists() else 0
 
 
-def wait_for_steps(run: Run, folder: Path) -> None:
-    """Waits until a run makes steps. A start drops the lines of steps that come again; from then on
-    every step adds one."""
+def wait_for_steps(run: Run, folder: Path, steps: int = 1) -> None:
+    """Waits until a run has made steps. A start drops the lines of steps that come again; from then
+    on every step adds one."""
     deadline, fewest = time.monotonic() + 300, num_steps(folder)
-    while (count := num_steps(folder)) <= fewest:
-        fewest = count
+    while (count := num_steps(folder)) < fewest + steps:
+        fewest = min(fewest, count)
         assert run.popen.poll() is None and time.monotonic() < deadline, run.said
         time.sleep(0.01)
 
@@ -136,8 +136,8 @@ class Campaign:
         run = start(self.words)
         try:
             if self.rng.random() < 0.8:
-                wait_for_steps(run, self.folder)
-                time.sleep(1.5 * self.rng.random())
+                wait_for_steps(run, self.folder, self.rng.randrange(1, 10))
+                time.sleep(0.5 * self.rng.random())
             else:
                 time.sleep(12 * self.rng.random())
             processes = run.processes() if self.num_processes else []

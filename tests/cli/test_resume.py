@@ -106,11 +106,11 @@ NAMED_WITHIN_SECONDS = 20.0
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", KILLED)
 def test_after_a_hundred_kills_every_loss_is_that_of_a_run_that_was_never_killed(engine, tmp_path):
-    """It evaluates after every third step and saves after every other one, so many kills come in
+    """It evaluates after every third step and saves after each, so many kills come in
     the middle of a save or of an evaluation; others come while it starts and compiles."""
     cache = f"jax_cache_dir={tmp_path / 'cache'}"
     settings = (cache, "learning_rate_schedule_steps=100", "enable_progress_bar=false")
-    often = ("checkpoint_period=2", "eval_interval=3", "eval_steps=1", "eval_split_fraction=0.1")
+    often = ("checkpoint_period=1", "eval_interval=3", "eval_steps=1", "eval_split_fraction=0.1")
     killed = tmp_path / "killed"
     words = words_of(engine, killed, *settings, *often, "steps=1000000")
     campaign = Campaign(words, killed, KILLED[engine][0], random.Random(os.getpid()))
@@ -123,9 +123,9 @@ def test_after_a_hundred_kills_every_loss_is_that_of_a_run_that_was_never_killed
     assert "resumed after step" in said
     train(engine, tmp_path / "whole", *settings, "eval_split_fraction=0.1", steps)
     whole = losses(tmp_path / "whole")
+    print(f"{engine}: {len(whole)} steps; seconds until named: {sorted(campaign.naming)}")
     assert losses(killed) == whole
     assert campaign.seen <= set(enumerate(whole))
     assert sum("resumed after step" in output for output in campaign.said) > len(campaign.said) / 3
     assert not any("damaged" in output for output in campaign.said)
-    print(f"{engine}: {len(whole)} steps; seconds until named: {sorted(campaign.naming)}")
     assert max(campaign.naming, default=0.0) < NAMED_WITHIN_SECONDS

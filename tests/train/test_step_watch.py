@@ -74,6 +74,13 @@ def test_a_run_is_not_stuck_while_one_process_goes_on_or_is_at_something_for_the
     assert never.stuck() == ""
 
 
+def test_a_process_that_was_last_heard_of_while_it_compiled_has_no_hour():
+    found = ledger()
+    compiling = at(1, "step", 2, 9, is_first=True)
+    waits(found, 62, at(2, "step", 4, 9), compiling, silent=(1,))
+    assert "process 1 has given no sign of life for 61 seconds" in found.stuck()
+
+
 def test_who_is_done_holds_nobody_up_and_need_not_say_more():
     found = ledger()
     waits(found, 62, at(9, "end", 50, 9), at(9, "end", 50, 9), silent=(1,))
