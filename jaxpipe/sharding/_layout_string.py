@@ -6,6 +6,11 @@ commas mean nothing.
 
 import re
 
+from .._input import shown
+
+_MOST = 100_000
+"""Letters of a layout that is written out."""
+
 _REPEATED = re.compile(r"([A-Za-z]|\([^()]*\))\*(\d+)(?![\d*])")
 
 
@@ -16,27 +21,34 @@ def parse_layout(text: str) -> tuple[int, ...]:
         ValueError: If the text has other signs, does not begin with E or end with L, or if a stage
             in the middle is empty.
     """
-    inner = _expanded(text)
+    given = f"`pipeline_layout` is {shown(text)}"
+    try:
+        inner = _expanded(text)
+    except OverflowError:
+        raise ValueError(
+            f"{given}, which has more than {_MOST} layers and stages. "
+            "Give smaller numbers behind *."
+        ) from None
     stages = inner.split("|")
     if set(inner) - set("EtL|m"):
         raise ValueError(
-            f"`pipeline_layout` is {text!r}. Give E, then t for every layer with | between stages, "
+            f"{given}. Give E, then t for every layer with | between stages, "
             "then L, such as 'Et*3|t*4|t*4|t*3L'; x*n and (xy)*n repeat."
         )
     if "m" in inner:
         raise ValueError(
-            f"`pipeline_layout` is {text!r}, and m is a layer that predicts further tokens, which "
+            f"{given}, and m is a layer that predicts further tokens, which "
             "no model here has. Leave it out."
         )
     if inner.count("E") != 1 or inner.count("L") != 1 or inner[0] + inner[-1] != "EL":
         raise ValueError(
-            f"`pipeline_layout` is {text!r}. The first stage begins with the one E, the embedding, "
+            f"{given}. The first stage begins with the one E, the embedding, "
             "and the last one ends with the one L, the loss."
         )
     empty = [number for number, stage in enumerate(stages) if not stage]
     if empty:
         raise ValueError(
-            f"`pipeline_layout` is {text!r}, where stage {empty[0]} has no layer. Only the stages "
+            f"{given}, where stage {empty[0]} has no layer. Only the stages "
             "of E and of L may have none."
         )
     return tuple(stage.count("t") for stage in stages)
@@ -47,5 +59,7 @@ def _expanded(text: str) -> str:
     text = re.sub(r"[,\s]", "", text)
     while (match := _REPEATED.search(text)) is not None:
         once = match[1].strip("()")
+        if len(match[2]) > 6 or len(text) + len(once) * int(match[2]) > _MOST:
+            raise OverflowError
         text = text[: match.start()] + once * int(match[2]) + text[match.end() :]
     return text

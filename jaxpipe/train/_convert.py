@@ -6,12 +6,14 @@ copied from pages of the files, so it holds the model once, and what is on its w
 
 import dataclasses
 import json
+import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import Any
 
 import jax
@@ -22,6 +24,7 @@ from jaxtyping import PyTree
 
 from .. import models
 from .._durable import rename, sync_tree, write_file
+from .._input import MEGABYTE, parse_json, read_text, shortened
 from ._checkpoint import (
     check_same,
     leaves_of,
@@ -36,9 +39,9 @@ from ._family import Sizes
 from ._hf_fields import Values
 from ._hf_models import KINDS, canonical_weights, parts_of, read_model, read_sizes
 from ._hf_parts import Parts
-from ._load import check_values
 from ._safetensors import DTYPES, Tensor, create_files, mapped, tensors_in_folder
 from ._start import WEIGHTS, checkpoints_in, step_in
+from ._stop import RunError
 
 GIGABYTE = 10**9
 NAMES = {"float32": "F32", "bfloat16": "BF16"}
@@ -80,7 +83,9 @@ def from_hugging_face(source: Path, destination: Path, *, dtype: str = "") -> Co
             supported, or tensors are missing, too many, damaged or of other shapes.
     """
     block, sizes = _read_config(source / "config.json")
-    parts, tensors = parts_of(block, sizes), tensors_in_folder(source)
+    tensors = tensors_in_folder(source)
+    _check_count(source, len(tensors), sizes)
+    parts = parts_of(block, sizes)
     tensors = _without_buffers(tensors, sizes)
     _check_tensors(source, tensors, parts)
     dtype = dtype or _widest(tensors)
@@ -154,35 +159,74 @@ _NOT_OURS: Values = {"bos_token_id": None, "eos_token_id": None, "use_cache": Tr
 @contextmanager
 def new_folder(destination: Path) -> Iterator[Path]:
     """A folder to be filled. It gets its name at the end, so what has the name is complete."""
-    if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
-        raise ValueError(f"{destination} is there already. Give another folder, or remove it.")
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{destination.name}."
-    with TemporaryDirectory(prefix=prefix, dir=destination.parent) as hidden:
-        folder = Path(hidden) / destination.name
+    destination = Path(os.path.abspath(destination))
+    try:
+        is_other = destination.is_symlink() or not destination.is_dir()
+        if os.path.lexists(destination) and (is_other or any(destination.iterdir())):
+            raise ValueError(f"{destination} is there already. Give another folder, or remove it.")
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        hidden = mkdtemp(prefix=".converted-", dir=destination.parent)
+    except OSError as error:
+        raise ValueError(
+            f"Nothing can be written to {destination}: {error.strerror}. Give another folder."
+        ) from None
+    try:
+        folder = Path(hidden) / "new"
         folder.mkdir()
-        yield folder
-        if destination.exists():
-            destination.rmdir()
-        sync_tree(folder)
-        rename(folder, destination)
+        with _naming_full_disks(destination):
+            yield folder
+            sync_tree(folder)
+        try:
+            rename(folder, destination)  # which replaces an empty folder
+        except OSError as error:
+            raise ValueError(
+                f"{destination} is there now, which it was not before: another command has made "
+                f"it. ({error.strerror}.) Give another folder, or remove it."
+            ) from None
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+@contextmanager
+def _naming_full_disks(destination: Path) -> Iterator[None]:
+    """Raises RunError where something could not be written, whatever has noticed it."""
+    try:
+        yield
+    except (MemoryError, RunError):
+        raise
+    except Exception as error:  # orbax passes on what the storage below it raises
+        what = error.strerror if isinstance(error, OSError) else None
+        raise RunError(
+            f"{destination} could not be written: {what or shortened(str(error), 500)}. Nothing is "
+            "left of it. Make space, or give a folder on another disk."
+        ) from error
 
 
 def _read_config(file: Path) -> tuple[str, Sizes]:
-    if not file.is_file():
+    if not os.path.lexists(file):
         raise ValueError(f"{file} is missing. Give a folder as `save_pretrained` writes it.")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}.") from None
+    config = parse_json(read_text(file, most_bytes=MEGABYTE), str(file))
     if not isinstance(config, dict):
-        raise ValueError(f"{file} is no JSON object.")
+        raise ValueError(f"{file} is not a JSON object.")
     try:
         block, sizes = read_model(config)
     except ValueError as error:
-        raise ValueError(f"{file}: {error}.") from None
-    check_values({"decoder_block": block, **dataclasses.asdict(sizes)}, str(file))
+        raise ValueError(f"{file}: {error}") from None
     return block, sizes
+
+
+def _check_count(folder: Path, num_tensors: int, sizes: Sizes) -> None:
+    """Refuses sizes of which far too few tensors are there, before anything is as large as they."""
+    num_experts = sizes.num_experts if isinstance(sizes, models.DeepseekConfig) else 0
+    num_sparse = sizes.base_num_decoder_layers - getattr(sizes, "first_num_dense_layers", 0)
+    least = sizes.base_num_decoder_layers + num_sparse * num_experts
+    if least > num_tensors:
+        raise ValueError(
+            f"config.json has {sizes.base_num_decoder_layers} layers"
+            + (f" and {num_experts} experts" if num_experts else "")
+            + f", and {folder} has {num_tensors} tensors: not one for each. Correct config.json, "
+            "or copy the missing files."
+        )
 
 
 def _config_values(block: str, sizes: Sizes, dtype: str) -> Values:

@@ -4,6 +4,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .._input import shortened, shown
+
 Values = dict[str, Any]
 
 ALWAYS_IGNORED = frozenset(
@@ -44,12 +46,16 @@ def read_fields(config: Mapping[str, Any], fields: Fields) -> Values:
         ValueError: Naming every field that is unknown, missing or has a value we cannot be.
     """
     known = {*fields.sizes, *fields.fixed, *fields.ignored, *ROPE, *ALWAYS_IGNORED}
-    problems = [f"`{name}` is {config[name]!r}: unknown" for name in config if name not in known]
+    problems = [
+        f"`{shortened(name, 80)}` is {shown(config[name])}: unknown"
+        for name in config
+        if name not in known
+    ]
     for name, values in fields.fixed.items():
         found = config.get(name, values[0])
         if found not in values:
             can_be = " or ".join(map(repr, values))
-            problems.append(f"`{name}` is {found!r}: only {can_be} is supported")
+            problems.append(f"`{name}` is {shown(found)}: only {can_be} is supported")
     required = [name for name in fields.sizes if name not in fields.defaults]
     problems += [f"`{name}` is missing" for name in required if config.get(name) is None]
     check_no_problems(problems)
@@ -74,16 +80,30 @@ def read_rope(
         ValueError: Naming what is unknown or missing.
     """
     name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    inner = {key: value for key, value in (config.get(name) or {}).items() if value is not None}
+    mapping = config.get(name) or {}
+    if not isinstance(mapping, Mapping):
+        raise ValueError(f"`{name}` is {shown(mapping)}: only an object is supported")
+    inner = {key: value for key, value in mapping.items() if value is not None}
     kind = inner.pop("rope_type", inner.pop("type", "default"))
-    outer = {"rope_theta": config["rope_theta"]} if config.get("rope_theta") else {}
-    if kind not in types:
-        raise ValueError(f"`{name}.rope_type` is {kind!r}: only {', '.join(types)} are supported")
+    outer = {"rope_theta": config["rope_theta"]} if config.get("rope_theta") is not None else {}
+    if not isinstance(kind, str) or kind not in types:
+        raise ValueError(
+            f"`{name}.rope_type` is {shown(kind)}: only {', '.join(types)} are supported"
+        )
     inner.pop("type", None)
     takes = {"rope_theta", *types[kind]}
-    problems = [f"`{name}.{key}` is {inner[key]!r}: unknown" for key in inner if key not in takes]
+    problems = [
+        f"`{name}.{shortened(key, 80)}` is {shown(inner[key])}: unknown"
+        for key in inner
+        if key not in takes
+    ]
     found = {**defaults, **outer, **inner}
     problems += [f"`{name}.{key}` is missing" for key in takes if key not in found]
+    problems += [
+        f"`{name}.{key}` is {shown(found[key])}: only numbers above 0 are supported"
+        for key in takes
+        if key in found and not _is_positive(found[key], zero=key.startswith("mscale"))
+    ]
     check_no_problems(problems)
     return {"rope_type": kind, **{key: found[key] for key in takes}}
 
@@ -91,7 +111,13 @@ def read_rope(
 def check_no_problems(problems: list[str]) -> None:
     """Raises ValueError with all of them."""
     if problems:
-        raise ValueError("; ".join(problems))
+        more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
+        raise ValueError("; ".join([*problems[:8], *more]))
+
+
+def _is_positive(value: Any, *, zero: bool) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and (0 < value < 1e18 or (zero and value == 0))
 
 
 def written(values: Mapping[str, Any], fields: Fields) -> Values:

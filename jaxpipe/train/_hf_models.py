@@ -8,11 +8,13 @@ from typing import Any
 from jaxtyping import PyTree
 
 from .. import models
+from .._input import shown
 from ._family import FAMILIES, Sizes
 from ._hf_deepseek import deepseek_parts, dense_parts, read_deepseek, write_deepseek
 from ._hf_fields import Values, check_no_problems
 from ._hf_llama import llama_parts, read_llama, write_llama
 from ._hf_parts import Parts, ends, layers, under
+from ._load import check_values
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,10 @@ def read_model(config: Mapping[str, Any]) -> tuple[str, Sizes]:
         ValueError: Naming all fields that are unknown, missing or not supported.
     """
     kind = config.get("model_type")
-    if kind not in MODEL_TYPES:
-        raise ValueError(f"`model_type` is {kind!r}: only {', '.join(MODEL_TYPES)} are supported")
+    if not isinstance(kind, str) or kind not in MODEL_TYPES:
+        raise ValueError(
+            f"`model_type` is {shown(kind)}: only {', '.join(MODEL_TYPES)} are supported"
+        )
     block = MODEL_TYPES[kind]
     return block, _typed(block, KINDS[block].read(config))
 
@@ -106,14 +110,17 @@ def _typed(block: str, values: Values) -> Sizes:
     types = {field.name: field.type for field in fields}
     floats = {name for name, kind in types.items() if kind is float}
     typed = {
-        name: float(value) if name in floats and type(value) is int else value
+        name: float(value)
+        if name in floats and type(value) is int and abs(value) < 2**63
+        else value
         for name, value in values.items()
     }
     check_no_problems(
         [
-            f"`{name}` would be {value!r}: no {getattr(types[name], '__name__', '')}"
+            f"`{name}` would be {shown(value)}, which is no {getattr(types[name], '__name__', '')}"
             for name, value in typed.items()
             if type(value) is not types[name]
         ]
     )
+    check_values({"decoder_block": block, **typed}, "config.json")
     return FAMILIES[block].sizes(**typed)

@@ -32,6 +32,7 @@ from ._checkpoint import (
 from ._config import Config
 from ._describe import describe
 from ._evaluate import Evaluate, make_evaluate
+from ._fits import check_fits
 from ._folder import by_first, run_folder
 from ._history import read_saved, record_saved, record_start, set_history_aside
 from ._metrics import Write, metrics_writer
@@ -90,6 +91,7 @@ def train(
     if config.enable_wandb:
         load_wandb()
     setup = set_up(config, jax.devices())
+    check_fits(setup)
     data = make_data(setup)
     watch = StepWatch(config.step_timeout_minutes)
     batch_at, evaluate = data.training, make_evaluate(setup, data.evaluation, watch.go_on)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._durable import write_file
+from .._input import MOST_JSON_BYTES, is_file, parse_json, read_bytes, shortened, shown
 
 DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
@@ -80,9 +81,16 @@ def tensors_in_file(file: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: If the header is damaged, or the file is shorter than its header says.
     """
+    if not is_file(file):
+        raise ValueError(f"{file} is not a regular file. Copy it again.")
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
+        if size >= 8 and length > MOST_JSON_BYTES:
+            raise ValueError(
+                f"{file} says that its header has {length:,} bytes, and a header has at most "
+                f"{MOST_JSON_BYTES:,}. The file is no safetensors file, or damaged: copy it again."
+            )
         if size < 8 or length > size - 8:
             raise ValueError(
                 f"{file} has {size} bytes, and its header says that it takes {8 + length} alone. "
@@ -90,6 +98,8 @@ def tensors_in_file(file: Path) -> dict[str, Tensor]:
             )
         header = _parsed(opened.read(length), file)
     header.pop("__metadata__", None)
+    if any(len(name) > 500 for name in header):
+        raise ValueError(f"{file} has a damaged header: a name is too long. Copy it again.")
     found = {name: _tensor(file, name, entry, 8 + length, size) for name, entry in header.items()}
     _check_apart(file, found)
     return found
@@ -123,9 +133,11 @@ def create_files(
 
 def _parsed(text: bytes, file: Path) -> dict[str, Any]:
     try:
-        header = json.loads(text)
+        header = parse_json(text.decode("utf-8"), "it")
     except ValueError as error:  # not JSON, or not UTF-8
-        raise ValueError(f"{file} has a damaged header: {error}. Copy it again.") from None
+        raise ValueError(
+            f"{file} has a damaged header: {shortened(str(error), 200)} Copy it again."
+        ) from None
     if not isinstance(header, dict):
         raise ValueError(f"{file} has a damaged header: it is no JSON object. Copy it again.")
     return header
@@ -136,17 +148,19 @@ def _tensor(file: Path, name: str, entry: Any, data: int, size: int) -> Tensor:
     try:
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         start, end = entry["data_offsets"]
-        sound = all(isinstance(n, int) and n >= 0 for n in (*shape, start, end))
+        sound = all(type(n) is int and 0 <= n < 2**62 for n in (*shape, start, end))
+        sound = sound and isinstance(dtype, str) and len(shape) <= 8
     except (TypeError, KeyError, ValueError):
         sound, dtype, shape, start, end = False, "", (), 0, 0
     if not sound:
         raise ValueError(
-            f"{file}: tensor {name} has a damaged entry in the header: {entry!r}. Copy it again."
+            f"{file}: tensor {name} has a damaged entry in the header: {shown(entry)}. Copy it "
+            "again."
         )
     if dtype not in DTYPES:
         raise ValueError(
-            f"{file}: tensor {name} is stored as {dtype}. Only {', '.join(DTYPES)} are read: save "
-            "the model in one of these first."
+            f"{file}: tensor {name} is stored as {shortened(dtype, 40)}. Only {', '.join(DTYPES)} "
+            "are read: save the model in one of these first."
         )
     if end - start != num_bytes(dtype, shape):
         raise ValueError(
@@ -175,7 +189,7 @@ def _check_apart(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _index(file: Path) -> dict[str, str]:
     """Of every tensor the name of its file."""
-    found = _parsed(file.read_bytes(), file).get("weight_map")
+    found = _parsed(read_bytes(file, most_bytes=MOST_JSON_BYTES), file).get("weight_map")
     if not isinstance(found, dict) or not all(
         isinstance(name, str) and Path(name).name == name for name in found.values()
     ):

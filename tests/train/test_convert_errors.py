@@ -42,7 +42,7 @@ def refusal(folder: Path) -> str:
         ),
         ("llama2", {"hidden_act": "gelu"}, ("`hidden_act` is 'gelu': only 'silu'",)),
         ("llama2", {"hidden_size": None}, ("`hidden_size` is missing",)),
-        ("llama2", {"hidden_size": "32"}, ("`base_emb_dim` would be '32': no int",)),
+        ("llama2", {"hidden_size": "32"}, ("`base_emb_dim` would be '32', which is no int",)),
         ("llama2", {"vocab_size": -1}, ("`vocab_size` is -1 (from ", "It should be ")),
         ("llama2", {"model_type": "mamba"}, ("`model_type` is 'mamba': only llama, deepseek_v2",)),
         (
@@ -113,7 +113,11 @@ def test_old_and_new_names_of_rotary_fields_mean_the_same(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "config.json is missing"), ("{", "config.json is no JSON"), ("[]", "no JSON object")],
+    [
+        (None, "config.json is missing"),
+        ("{", "config.json is not JSON"),
+        ("[]", "not a JSON object"),
+    ],
 )
 def test_a_config_that_cannot_be_read_is_named(text: str | None, message: str, tmp_path: Path):
     folder = copy("llama2", tmp_path)
