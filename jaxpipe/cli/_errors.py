@@ -1,6 +1,7 @@
 """What is said of an error that has ended a command, and the exit code."""
 
 import errno
+import logging
 import os
 import sys
 import tempfile
@@ -26,6 +27,17 @@ _NO_MEMORY = (
 
 SHOW = "JAXPIPE_TRACEBACK"
 """The environment variable that shows the traceback itself."""
+
+
+def hide_logged_tracebacks() -> None:
+    """Keeps orbax from logging a traceback of what it then raises, and a command tells."""
+    logger = logging.getLogger("absl")
+    if _has_no_traceback not in logger.filters:
+        logger.addFilter(_has_no_traceback)
+
+
+def _has_no_traceback(record: logging.LogRecord) -> bool:
+    return not record.exc_info
 
 
 def tell(error: BaseException, command: str) -> int:

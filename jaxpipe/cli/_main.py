@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from .._input import shown
-from ._errors import tell
+from ._errors import hide_logged_tracebacks, tell
 from ._interrupts import INTERRUPTED, say_interrupted, watch_interrupts
 from ._options import Parser
 
@@ -71,6 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     1 where a run ends before its time for a reason that it names, 130 after Ctrl-C.
     """
     args = parse(argv)
+    hide_logged_tracebacks()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not know all characters
     try:

@@ -192,7 +192,7 @@ def _naming_full_disks(destination: Path) -> Iterator[None]:
     """Raises RunError where something could not be written, whatever has noticed it."""
     try:
         yield
-    except (MemoryError, RunError):
+    except MemoryError:
         raise
     except Exception as error:  # orbax passes on what the storage below it raises
         what = error.strerror if isinstance(error, OSError) else None
