@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import tempfile
+import threading
 import traceback
 
 from .._input import shortened, shown
@@ -30,14 +31,24 @@ SHOW = "JAXPIPE_TRACEBACK"
 
 
 def hide_logged_tracebacks() -> None:
-    """Keeps orbax from logging a traceback of what it then raises, and a command tells."""
+    """Keeps orbax and its threads from showing tracebacks of what they raise, and a command tells.
+
+    What they warn of, such as the whole content of a damaged file, is left out too.
+    """
     logger = logging.getLogger("absl")
-    if _has_no_traceback not in logger.filters:
-        logger.addFilter(_has_no_traceback)
+    if _is_short not in logger.filters:
+        logger.addFilter(_is_short)
+    threading.excepthook = _tell_of_thread
 
 
-def _has_no_traceback(record: logging.LogRecord) -> bool:
-    return not record.exc_info
+def _is_short(record: logging.LogRecord) -> bool:
+    is_error = record.levelno >= logging.ERROR and not record.exc_info
+    return is_error and len(record.getMessage()) < 1000
+
+
+def _tell_of_thread(failed: threading.ExceptHookArgs) -> None:
+    what = " ".join(f"{failed.exc_type.__name__}: {failed.exc_value}".split())
+    print(f"jaxpipe: a thread has failed: {shortened(what, 500)}", file=sys.stderr)
 
 
 def tell(error: BaseException, command: str) -> int:

@@ -36,6 +36,7 @@ def commands() -> tuple[Callable[[argparse._SubParsersAction], None], ...]:
 def script() -> NoReturn:
     """The command `jaxpipe`."""
     watch_interrupts()
+    hide_logged_tracebacks()
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -71,7 +72,6 @@ def main(argv: list[str] | None = None) -> int:
     1 where a run ends before its time for a reason that it names, 130 after Ctrl-C.
     """
     args = parse(argv)
-    hide_logged_tracebacks()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not know all characters
     try:

@@ -7,6 +7,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
+from .._input import MOST_JSON_BYTES, is_file
 from ._canonical import canonical_shapes, from_canonical, with_layers_after
 from ._checkpoint import (
     Leaves,
@@ -80,11 +81,27 @@ def checkpoints_in(folder: Path) -> Path:
     for name in (CHECKPOINTS, WEIGHTS):
         if is_folder(folder / name):
             names_in(folder / name)  # which orbax would fail to without a word on why
+            _check_regular(folder / name)
             return folder / name
     raise ValueError(
         f"{folder} has neither `{CHECKPOINTS}` nor `{WEIGHTS}`. Give the folder of a run, or one "
         "that `jaxpipe convert` made."
     )
+
+
+def _check_regular(folder: Path) -> None:
+    """Refuses checkpoints with files that orbax would read for ever, or that fill the memory.
+
+    Raises:
+        ValueError: If something in the folder is neither a folder nor a regular file, or a file of
+            metadata is too large.
+    """
+    for file in folder.rglob("*"):
+        if not file.is_dir() and not is_file(file):
+            raise ValueError(f"{file} is a device, a pipe or a broken link. Copy the folder again.")
+        is_metadata = "METADATA" in file.name.upper() or file.suffix == ".json"
+        if is_metadata and file.is_file() and file.stat().st_size > MOST_JSON_BYTES:
+            raise ValueError(f"{file} has more than {MOST_JSON_BYTES:,} bytes. Copy it again.")
 
 
 def step_in(

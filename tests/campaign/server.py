@@ -25,12 +25,13 @@ def stop_before_long_work() -> None:
     """Commands end where a run would compile, or start processes."""
     import subprocess
 
-    from jaxpipe.cli import _compile
+    from jaxpipe.cli import _compile, _errors
     from jaxpipe.train import _loop, _start
 
     def checked(*args: object, **named: object) -> None:
         raise Checked
 
+    _errors.hide_logged_tracebacks()  # as the command does
     _compile._compile = checked
     _start.initial_state = checked
     _loop.restored_state = checked
