@@ -9,10 +9,9 @@ import random
 import shutil
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import jax
 import pytest
 
 from jaxpipe.train import Config, RunError, read_metrics, train
@@ -39,19 +38,6 @@ def run_to(folder: Path, steps: int, **settings) -> str:
 def losses(folder: Path) -> list[tuple[int, float]]:
     lines = read_metrics(folder / "default" / "metrics.jsonl")
     return [(line["step"], line["loss"]) for line in lines]
-
-
-@pytest.fixture(scope="module")
-def cached(tmp_path_factory) -> Iterator[None]:
-    """Programs are compiled once."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    names += ("jax_persistent_cache_min_entry_size_bytes",)
-    before = {name: getattr(jax.config, name) for name in names}
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("cache")), 0.0, -1), strict=True):
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
 
 
 @pytest.fixture(scope="module")

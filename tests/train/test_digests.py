@@ -26,7 +26,7 @@ def run_to(folder: Path, steps: int, **settings) -> tuple[list[float], str]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> tuple[Path, list[float]]:
+def whole(cached, tmp_path_factory) -> tuple[Path, list[float]]:
     folder = tmp_path_factory.mktemp("whole")
     return folder, run_to(folder, 3)[0]
 

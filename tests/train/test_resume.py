@@ -19,7 +19,7 @@ from .test_digests import checkpoints_in, content_of, flip_a_bit, run_to
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> tuple[Path, list[float]]:
+def whole(cached, tmp_path_factory) -> tuple[Path, list[float]]:
     """Three steps, each with a checkpoint."""
     folder = tmp_path_factory.mktemp("whole")
     return folder, run_to(folder, 3)[0]
