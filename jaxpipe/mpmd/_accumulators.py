@@ -1,8 +1,8 @@
-"""How the results of a loop are divided within a group while they are put together.
+"""Finds how users constrain the sharding of the results that a loop accumulates.
 
-A user says so with `lax.with_sharding_constraint` on what a microbatch returns. It matters where
-every device of a group keeps its own part of a sum, which is added up once behind the loop: divided
-otherwise, the parts would be gathered for every microbatch.
+Users apply `lax.with_sharding_constraint` to the results of a microbatch. The constraint matters if
+every device of a group keeps its own part of a sum, and the parts are added once after the loop:
+with another sharding the parts would be gathered for every microbatch.
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ from ._reduce import Concat, Total
 def constrained_results(body: Program, adds: Sequence[bool]) -> tuple[Program, list[P | None]]:
     """Finds the constraints on the results of a microbatch.
 
-    A sum keeps its spec as that of its accumulator and loses the constraint itself: so the gradient
-    of a weight that several stages use is still a sum of their shares.
+    The constraint of a sum is taken out of the body, and its spec becomes that of the accumulator.
+    So the gradient of a weight that several stages use is still a sum of their shares.
 
     Args:
-        body: `(loop invariants, number of the microbatch) -> results`.
-        adds: Which results add up over microbatches.
+        body: `(loop invariants, index of the microbatch) -> results`.
+        adds: For each result, whether it is summed over microbatches.
 
     Returns:
-        The body, and the spec of each result of it; None where there is no constraint.
+        The body without these constraints, and the spec of each result, None if it has none.
     """
     makers = {value: step for step in body.steps for value in step.outputs}
     outputs: list[Atom] = []
@@ -45,7 +45,7 @@ def constrained_results(body: Program, adds: Sequence[bool]) -> tuple[Program, l
 
 
 def constraint_of(step: Step) -> P | None:
-    """Returns the spec of a sharding constraint that says something of every dim."""
+    """Returns the spec of a constraint on all dims, None if `step` is not such a constraint."""
     operation = step.operation
     if not isinstance(operation, Plain) or operation.name != "sharding_constraint":
         return None
@@ -59,7 +59,15 @@ def _keeps_place(step: Step) -> bool:
 
 
 def spec_of_total(spec: P | None, total: Total) -> P | None:
-    """Returns how an accumulator is divided, given how what is put into it is."""
+    """Returns the spec of an accumulator.
+
+    Args:
+        spec: The spec of a microbatch's result, None if it has none.
+        total: How the results of all microbatches become one array.
+
+    Returns:
+        The spec; None if there is none, or the accumulator has another shape than a result.
+    """
     if spec is None:
         return None
     if isinstance(total.operation, Concat):

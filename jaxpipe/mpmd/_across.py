@@ -38,13 +38,13 @@ def cross_mpmd_stack(arrays: Sequence[Shaped[Array, "..."]], axis: int = 0) -> S
 
     Args:
         arrays: Arrays of one shape and dtype.
-        axis: The dim of the result that numbers the arrays.
+        axis: The index of the new dim in the result. A negative one counts from its end.
 
     Returns:
         An array with one dim more than each of `arrays`.
 
     Raises:
-        ValueError: If there is none, they differ in shape or dtype, or there is no such `axis`.
+        ValueError: If `arrays` is empty, they differ in shape or dtype, or `axis` is out of range.
     """
     _check_alike(STACK, arrays)
     ndim = len(jnp.shape(arrays[0]))

@@ -1,6 +1,6 @@
-"""The arguments of a compiled function: which are static, and whether trees are those expected.
+"""Checks the arguments of a compiled function: static ones, trees, shapes and dtypes.
 
-Errors name paths such as `args[0]['w']` and shapes. They never show the numbers of an array.
+Errors name paths such as `args[0]['w']` and shapes. They never show the contents of an array.
 """
 
 import inspect
@@ -12,6 +12,7 @@ import jax
 from jax.sharding import PartitionSpec, Sharding
 from jaxtyping import PyTree
 
+from .._input import shortened
 from ._array import MpmdArray
 from ._mesh import MpmdSharding
 
@@ -24,8 +25,8 @@ class StaticArguments:
     """Which arguments of a function are static.
 
     Attributes:
-        argnums: Their places among the positional arguments.
-        argnames: Their names.
+        argnums: The indices of the static ones among the positional arguments.
+        argnames: The names of the static ones.
     """
 
     argnums: frozenset[int]
@@ -45,12 +46,15 @@ class StaticArguments:
 def static_arguments(
     fun: Callable[..., Any], argnums: Sequence[int], argnames: Sequence[str]
 ) -> StaticArguments:
-    """Returns which arguments are static, by place and by name, where one of these is given.
+    """Returns the static arguments by index and by name, where the caller gave either.
 
     Args:
         fun: The function.
-        argnums: Places among its positional arguments. Negative ones count from the end.
-        argnames: Names of its arguments.
+        argnums: Indices of positional arguments. Negative ones count from the end.
+        argnames: Names of arguments.
+
+    Returns:
+        The indices and names of all of them, as far as the signature of `fun` tells.
     """
     try:
         parameters = list(inspect.signature(fun).parameters.values())
@@ -65,7 +69,7 @@ def static_arguments(
 
 
 def type_of(leaf: Any) -> Any:
-    """Returns shape, dtype and weak type of an argument, equal for arguments of one program."""
+    """Returns the shape, the dtype and whether the dtype is weak, for an array or a scalar."""
     if isinstance(leaf, jax.Array | MpmdArray | jax.ShapeDtypeStruct):
         return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)  # keys have none
     aval = jax.typeof(leaf)
@@ -73,10 +77,15 @@ def type_of(leaf: Any) -> Any:
 
 
 def leaves_like(tree: Any, arguments: Arguments) -> list[Any]:
-    """Returns the leaves of `arguments`, which must have the tree `tree`.
+    """Returns the leaves of `arguments`, which must have the structure `tree`.
+
+    Args:
+        tree: The structure that the function was compiled for.
+        arguments: The arguments of the call.
 
     Raises:
-        ValueError: If it is another tree, naming what is missing, new or of another kind.
+        ValueError: If the structure differs. The error names missing and additional leaves, or the
+            containers if only these differ.
     """
     try:
         return tree.flatten_up_to(arguments)
@@ -88,14 +97,14 @@ def leaves_like(tree: Any, arguments: Arguments) -> list[Any]:
     new = [path for path in given if path not in expected]
     found = [
         f"{what} {_some(paths)}"
-        for what, paths in (("they lack", missing), ("they have beside", new))
+        for what, paths in (("they lack", missing), ("they have in addition", new))
         if paths
     ]
     kinds = str(jax.tree.structure(arguments))
-    reason = " and ".join(found) or f"their containers are others: {shortened(kinds)}"
+    reason = " and ".join(found) or f"their containers differ: {shortened(kinds, 300)}"
     raise ValueError(
         f"The arguments are not like those that the function was compiled for: {reason}. Compile "
-        "it for these, or call the function that compiles itself."
+        "it for these arguments, or call the uncompiled function, which compiles again if needed."
     )
 
 
@@ -111,7 +120,7 @@ def check_types(
         dtypes: The dtype of each leaf.
 
     Raises:
-        ValueError: If one has another, naming it.
+        ValueError: If an argument has another shape or dtype. The error names its path.
     """
     for i, (leaf, shape, dtype) in enumerate(zip(leaves, shapes, dtypes, strict=True)):
         if isinstance(leaf, jax.Array | MpmdArray):
@@ -121,8 +130,8 @@ def check_types(
         if given[0] != shape or given[1] != dtype:
             raise ValueError(
                 f"`{list(_paths(arguments))[i]}` is {given[1]}{list(given[0])}, and the function "
-                f"was compiled for {dtype}{list(shape)}. Compile it for this, or call the function "
-                "that compiles itself."
+                f"was compiled for {dtype}{list(shape)}. Compile it for this shape and dtype, or "
+                "call the uncompiled function, which compiles again if needed."
             )
 
 
@@ -143,26 +152,21 @@ def _some(paths: Sequence[str], most: int = 3) -> str:
     return ", ".join(f"`{path}`" for path in paths[:most]) + more
 
 
-def shortened(text: str, most: int = 300) -> str:
-    """Returns a text, or its beginning."""
-    return text if len(text) <= most else f"{text[:most]}..."
-
-
 def is_place(x: Any) -> bool:
-    """Returns whether something says how arrays are divided, rather than being a tree of such."""
+    """Returns whether `x` is one spec or sharding, or None, and not a tree of these."""
     return x is None or isinstance(x, PartitionSpec | Sharding | MpmdSharding)
 
 
 def spread(places: PyTree, tree: PyTree, name: str) -> list[tuple[str, Any]]:
-    """Returns the place of each leaf of `tree`, and the path by which `places` has it.
+    """Returns for each leaf of `tree` the path of its spec or sharding in `places`, and that.
 
     Args:
         places: A tree of specs or shardings that is a prefix of `tree`.
-        tree: A tree of anything.
-        name: The argument that `places` is.
+        tree: A tree of arrays, or of anything else.
+        name: The name of the argument that the caller gave as `places`.
 
     Raises:
-        ValueError: If `places` is no prefix of `tree`, naming where they differ.
+        ValueError: If `places` is not a prefix of `tree`. The error names where they differ.
     """
     if is_place(places):
         return [(name, places)] * len(jax.tree.leaves(tree))
@@ -171,8 +175,8 @@ def spread(places: PyTree, tree: PyTree, name: str) -> list[tuple[str, Any]]:
     is_leaf = kind.num_nodes == kind.num_leaves == 1
     if kind != expected or is_leaf:
         raise ValueError(
-            f"`{name}` is {_brief(places)}, and what it is for is {_brief(tree)}. Give a tree of "
-            "PartitionSpecs or shardings that is a prefix of what it is for."
+            f"`{name}` is {_brief(places)}, and the value that it describes is {_brief(tree)}. "
+            "Give a tree of PartitionSpecs or shardings that is a prefix of that value."
         )
     return [
         place
@@ -182,7 +186,7 @@ def spread(places: PyTree, tree: PyTree, name: str) -> list[tuple[str, Any]]:
 
 
 def _children(x: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """Returns what a container holds, each by its key, and what kind of container it is."""
+    """Returns the children of a container, each with its key, and the container's structure."""
     found, kind = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
     return [(jax.tree_util.keystr(path), child) for path, child in found], kind
 
@@ -192,7 +196,7 @@ def _brief(x: Any) -> str:
     if len(children) == 1 and not children[0][0]:
         aval = getattr(x, "_aval", x)
         if not hasattr(aval, "dtype"):
-            return f"a {type(x).__name__}, which is no spec or sharding"
+            return f"a {type(x).__name__}, which is not a spec or sharding"
         return f"one array, {aval.dtype}{list(aval.shape)}"
     keys = [key for key, _ in children]
     more = ", ..." if len(keys) > 8 else ""

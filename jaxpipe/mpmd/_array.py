@@ -16,7 +16,7 @@ class MpmdArray:
     """An array that lives on some groups of a mesh, the same on each of them.
 
     A leaf of pytrees. Where one of its groups is in this process, `numpy.asarray` and the like
-    give its numbers; `mpmd_to_spmd_reshard` makes a `jax.Array` of it.
+    give its content; `mpmd_to_spmd_reshard` makes a `jax.Array` of it.
 
     Args:
         partially_addressable_arrays: The array of each of its groups that is in this process, in
@@ -43,7 +43,7 @@ class MpmdArray:
         dtype = dtype if first is None or dtype is not None else first.dtype
         if shape is None or dtype is None:
             raise ValueError(
-                "`partially_addressable_arrays` is empty, so nothing says what the array is like. "
+                "`partially_addressable_arrays` is empty, so its shape and dtype are unknown. "
                 "Give `shape` and `dtype`."
             )
         wrong = [a for a in arrays.values() if a.shape != tuple(shape) or a.dtype != dtype]
@@ -66,7 +66,7 @@ class MpmdArray:
         weak_type: bool = False,
         wait: Callable[[Any], Any] = jax.block_until_ready,
     ) -> "MpmdArray":
-        """Returns the array of arrays whose groups are known, without looking at them.
+        """Returns an array made of one array for each group, without checking these.
 
         Args:
             arrays: The array of each group that is in this process, by the group's index.
@@ -74,7 +74,7 @@ class MpmdArray:
             shape: The shape.
             dtype: The dtype.
             weak_type: Whether the dtype is weak, as that of a Python number is.
-            wait: Waits for arrays.
+            wait: A function that waits until the arrays in a list are computed.
         """
         array = cls.__new__(cls)
         ordered = {rank: arrays[rank] for rank in sorted(arrays)} if len(arrays) > 1 else arrays
@@ -167,12 +167,12 @@ class MpmdArray:
         )
 
     def block_until_ready(self) -> "MpmdArray":
-        """Waits until its numbers are there, and returns it."""
+        """Waits until it is computed, and returns it."""
         self._wait(list(self._partially_addressable_arrays.values()))
         return self
 
     def is_ready(self) -> bool:
-        """Returns whether its numbers are there."""
+        """Returns whether it is computed."""
         return all(array.is_ready() for array in self._partially_addressable_arrays.values())
 
     def delete(self) -> None:
@@ -183,7 +183,7 @@ class MpmdArray:
         """Marks it as deleted, and deletes its arrays in this process.
 
         Args:
-            kept: The groups whose array is part of another `MpmdArray` by now, and stays.
+            kept: The groups whose array now belongs to another `MpmdArray` too, and is not deleted.
         """
         self._is_gone = True
         for rank, array in self._partially_addressable_arrays.items():
@@ -200,16 +200,16 @@ class MpmdArray:
         return np.asarray(self._ready(), dtype)
 
     def check_not_deleted(self) -> None:
-        """Checks that it was not deleted.
+        """Raises an error if the array was deleted.
 
         Raises:
-            RuntimeError: If it was.
+            RuntimeError: If it was deleted.
         """
         if self._is_gone:
             raise RuntimeError(
                 f"MpmdArray(shape={self.shape}, dtype={self.dtype}) has been deleted. It was "
-                "donated to a function, moved by a reshard, or deleted by hand: use what came of "
-                "it."
+                "donated to a function, moved by a reshard, or deleted by hand: use the result of "
+                "that call instead."
             )
 
     def _ready(self) -> jax.Array:
@@ -258,8 +258,8 @@ def _by_rank(arrays: Sequence[jax.Array], where: MpmdSharding) -> dict[int, jax.
             )
         if not array.sharding.is_equivalent_to(where.of_rank(rank), array.ndim):
             raise ValueError(
-                f"{name} is divided by {array.sharding}, and `mpmd_sharding` says {where.spec}. "
-                "Let them agree."
+                f"{name} has the sharding {array.sharding}, and `mpmd_sharding` has the spec "
+                f"{where.spec}. Reshard the array, or give its spec."
             )
         found[rank] = array
     return {rank: found[rank] for rank in sorted(found)}

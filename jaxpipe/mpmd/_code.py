@@ -89,7 +89,7 @@ class Code:
 
     @property
     def eqns(self) -> list[Any]:
-        """The instructions as equations: see `_eqns.Eqn`."""
+        """The instructions of all ranks as equations, as JaxPP shows them."""
         from ._eqns import eqns
 
         return eqns(self)

@@ -77,7 +77,7 @@ def compile_code(
         code: Complete.
         mesh: The groups.
         known: How a buffer is divided, if that is decided; None leaves it to the compiler.
-        options: Those of the caller for XLA.
+        options: The options of XLA that the caller gives.
         num_threads: How many programs are compiled at a time.
         agreement: How processes tell each other what their compilers decide, if there are several.
     """
@@ -194,7 +194,7 @@ class _Compiler:
 
 
 def _as_here(f: Callable[[], Any]) -> Callable[[], Any]:
-    """`f` for another thread, with the types that contexts of this one ask for."""
+    """Returns `f` for another thread, with the x64 and dtype promotion settings of this one."""
     settings: Any = jax.config
     x64, promotion = settings.jax_enable_x64, settings.jax_numpy_dtype_promotion
 

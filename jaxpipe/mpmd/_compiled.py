@@ -40,7 +40,7 @@ class Settings:
     """What `mpmd_jit_with_loop` is given beside a function.
 
     Attributes:
-        names: Those by which the caller gave `in_specs` and `out_specs`.
+        names: The names of the arguments by which the caller gave `in_specs` and `out_specs`.
     """
 
     mesh: MpmdMesh
@@ -145,7 +145,7 @@ Specs = Mapping[tuple[Buffer, int], P]
 
 OBSERVER: ContextVar[Callable[["Compiled"], Sequence[Act]] | None]
 OBSERVER = ContextVar("observer", default=None)
-"""What compiled steps carry out in place of their own acts, while a context says so."""
+"""A function that returns the acts which compiled steps run instead of their own, or None."""
 
 
 class Compiled:
@@ -215,7 +215,7 @@ class Compiled:
 
     @property
     def programs(self) -> Mapping[str, jax.stages.Compiled]:
-        """Returns what XLA compiled for this process, by `name@rank`, such as `fwd_0__1@0`.
+        """The programs of this process as XLA compiled them, by `name@rank`: `fwd_0__1@0`.
 
         Each has JAX's `as_text`, `cost_analysis` and `memory_analysis`. Equal tasks share one.
         """
@@ -223,9 +223,9 @@ class Compiled:
 
     @property
     def in_shardings(self) -> PyTree[MpmdSharding]:
-        """Where arguments should be, so that calls move nothing: positional ones, and by name.
+        """The shardings of arguments with which a call moves none: (positional, by name).
 
-        An argument that no group needs has an `MpmdSharding` without groups.
+        An argument that no group reads has an `MpmdSharding` without groups.
         """
         traced, mesh = self.lowered.traced, self.lowered.traced.settings.mesh
         inputs = zip(self.lowered.code.inputs, traced.in_specs, strict=True)

@@ -1,4 +1,4 @@
-"""Arguments that the caller gives away: after a call they are deleted, as by `jax.jit`."""
+"""Deletes donated arguments after a call, as `jax.jit` does."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,19 +10,19 @@ from ._array import MpmdArray
 from ._code import Code, Send
 
 GivenAway = dict[int, tuple[int, ...]]
-"""Arguments by their place among all leaves, and the ranks whose array stays nevertheless."""
+"""The index of each deleted argument among all leaves, and the ranks that keep its array."""
 
 
 def given_away(code: Code, donated: frozenset[int], *, crosses: bool) -> GivenAway:
     """Returns the arguments that a call deletes.
 
     As with `jax.jit`, a donated argument is deleted if a result has its shape and dtype, and each
-    result stands for one argument. What is returned as it is, or sent, shares its memory with the
-    result or the transfer: there the array stays.
+    result accounts for one argument. An argument that is returned unchanged, or sent, shares its
+    memory with the result or the transfer, so that rank keeps its array.
 
     Args:
-        code: What ranks run.
-        donated: The places of donated arguments among all leaves.
+        code: The instructions of all ranks.
+        donated: The indices of donated arguments among all leaves.
         crosses: Whether there are several processes.
     """
     results = Counter(_type(buffer.value.aval) for buffer, _ in code.outputs)
@@ -44,7 +44,12 @@ def given_away(code: Code, donated: frozenset[int], *, crosses: bool) -> GivenAw
 
 
 def give_away(leaves: Sequence[Any], given: GivenAway) -> None:
-    """Deletes arguments of a call whose programs are all started."""
+    """Deletes the donated arguments of a call, all programs of which have been started.
+
+    Args:
+        leaves: All arguments of the call.
+        given: The arguments to delete.
+    """
     kept = {id(leaf) for i, leaf in enumerate(leaves) if i not in given}
     for i, ranks in given.items():
         leaf = leaves[i]

@@ -1,4 +1,4 @@
-"""Code as JaxPP's users walk it: a list of equations with primitives and parameters."""
+"""Shows code as JaxPP does: as a list of equations with primitives and parameters."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ class Eqn(NamedTuple):
         primitive: `task`, `send`, `receive` or `delete`, by its `name`.
         params: Parameters by name. Every instruction has `mpmd_idx`, the rank that runs it.
         invars: The buffers that it reads.
-        outvars: The buffers that it makes.
+        outvars: The buffers that it writes.
     """
 
     primitive: Primitive

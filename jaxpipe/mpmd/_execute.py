@@ -36,7 +36,7 @@ class Bound:
         acts: What to do, in order, each with the program or transfer that it stands for.
         places: Where the array of each buffer on each local rank is.
         start: The list of arrays at the start of a step.
-        programs: Those that this process runs, by `name@rank`.
+        programs: The compiled programs that this process runs, by `name@rank`.
     """
 
     acts: tuple[tuple[Instruction, Act], ...]
@@ -195,7 +195,7 @@ def _not_finite(run: Run, error: Exception) -> str:
     told = f", the {' and the '.join(what)}," if what else ""
     return (
         f"Task {run.name}{told} on rank {run.rank} returned {kind}, and no task before it did. "
-        "`jax_debug_nans` or `jax_debug_infs` asks for this error."
+        "This is checked because `jax_debug_nans` or `jax_debug_infs` is set."
     )
 
 

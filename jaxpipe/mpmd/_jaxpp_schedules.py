@@ -111,7 +111,7 @@ class BaseSchedule(ABC):
 
     @property
     def is_partial_bwd(self) -> bool:
-        """Whether backwards come in two halves."""
+        """Whether a backward is split into two tasks."""
         return False
 
     @abstractmethod
@@ -157,21 +157,21 @@ class NamedSchedule(BaseSchedule):
             )
 
     def get_mpmd_idx(self, stage_id: int) -> int:
-        """Returns the rank of a stage: stages go round and round."""
+        """Returns the rank of a stage: `stage_id` modulo the number of ranks."""
         return stage_id % self.mpmd_dim
 
 
 def as_schedule(schedule: Any, num_microbatches: int, ranks: int = 1) -> Schedule:
-    """The schedule for this many microbatches, checked, from any way to say it.
+    """Returns the schedule for a number of microbatches, checked.
 
     Args:
         schedule: A schedule, a kind of schedule, or the name of a family such as "1f1b".
         num_microbatches: M.
-        ranks: The number of ranks, which a name leaves open.
+        ranks: The number of ranks, for a name.
 
     Raises:
-        ValueError: If a `Schedule` is for another number of microbatches, or fails `check`; if no
-            family has that name; if it is no schedule at all.
+        ValueError: If `schedule` is a `Schedule` for another number of microbatches or fails
+            `check`, is a name that no family has, or is something else.
     """
     if isinstance(schedule, str):
         return check(build(schedule, ranks=ranks, microbatches=num_microbatches))
@@ -323,7 +323,7 @@ class DualPipeV(NamedSchedule):
         return True
 
     def get_mpmd_idx(self, stage_id: int) -> int:
-        """Returns the rank of a stage: down the ranks, and back up."""
+        """Returns the rank of a stage. The second half of the stages visits ranks in reverse."""
         return min(stage_id, self.num_stages - 1 - stage_id)
 
     def schedule(self, num_microbatches: int) -> Schedule:

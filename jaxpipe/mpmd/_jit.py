@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from .. import schedules
+from .._input import shortened
 from ..autodiff import Program, effects_of, program
-from ._arguments import shortened, spread, static_arguments, type_of
+from ._arguments import spread, static_arguments, type_of
 from ._array import MpmdArray
 from ._compiled import Compiled, Lowered, Settings, Traced
 from ._mesh import MpmdMesh, MpmdSharding, axes_of, check_memory_kind, no_ambient_mesh, without_axis
@@ -31,7 +32,12 @@ class MpmdFunction:
         self._compiled: dict[Any, Compiled] = {}
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
-        """Traces it. Of arguments only shapes and dtypes are read, and what is static."""
+        """Traces the function for arguments like these.
+
+        Args:
+            args: Positional arguments. Of arrays only shapes and dtypes are read.
+            kwargs: Keyword arguments, likewise.
+        """
         settings = self._settings
         static = settings.static
         args = tuple(
@@ -59,7 +65,7 @@ class MpmdFunction:
         )
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """Cuts, places and orders what arguments like these are for."""
+        """Traces the function for arguments like these, and cuts it into the tasks of each rank."""
         return self.trace(*args, **kwargs).lower()
 
     def compile(self, *args: Any, **kwargs: Any) -> Compiled:
@@ -74,8 +80,8 @@ class MpmdFunction:
             known = key in self._compiled
         except TypeError:
             raise ValueError(
-                f"The static arguments {shortened(repr(static[0] + static[2]))} are not hashable. "
-                "Give hashable values, such as tuples in place of lists."
+                f"The static arguments {shortened(repr(static[0] + static[2]), 300)} are not "
+                "hashable. Give hashable values, such as tuples in place of lists."
             ) from None
         if not known:
             if self._compiled:
@@ -89,10 +95,10 @@ class MpmdFunction:
 
 
 def _traced(jitted: Any, mesh: MpmdMesh, args: Any, kwargs: Any) -> Any:
-    """A function traced with the mesh of a group, or of all groups if that is what it names.
+    """Traces a function with the mesh of one group, or of all groups if it names their mesh.
 
-    A constraint to a `NamedSharding` of all groups gives its result a type on that mesh, and JAX
-    does not let the two meshes meet.
+    A constraint to a `NamedSharding` over all groups gives its result a type on that mesh, and JAX
+    refuses to combine it with a type on the mesh of one group.
     """
     with no_ambient_mesh():
         try:
@@ -108,7 +114,7 @@ def _traced(jitted: Any, mesh: MpmdMesh, args: Any, kwargs: Any) -> Any:
 
 
 def _changes_mesh(jaxpr: Any, axis: str) -> bool:
-    """Whether something in it goes over to a mesh of several groups."""
+    """Returns whether an equation of it reshards to a mesh of several groups."""
     return any(
         (e.primitive.name == "reshard" and e.params["dst_sharding"].mesh.shape.get(axis, 1) > 1)
         or any(_changes_mesh(inner, axis) for inner in jaxprs_in_params(e.params))
@@ -141,7 +147,7 @@ def _ranks_of(place: Any) -> tuple[int, ...] | None:
 
 
 def _places(places: PyTree, tree: PyTree, mesh: MpmdMesh, name: str) -> list[Any]:
-    """One spec or sharding for each leaf, from a tree of them that is a prefix of `tree`.
+    """Returns one spec or sharding for each leaf of `tree`, of which `places` is a prefix tree.
 
     Within a group the axis of the groups has size 1, so a spec that names it divides nothing by it.
     """
@@ -192,21 +198,21 @@ def mpmd_jit_with_loop(
             loops, or none. What comes before and after them runs on the groups that have what it
             touches: an update of weights where these are.
         mpmd_mesh: The groups.
-        in_shardings: How arguments are divided within a group: a tree of `PartitionSpec`,
+        in_shardings: How arguments are sharded within a group: a tree of `PartitionSpec`,
             `NamedSharding` or `MpmdSharding`, a prefix of the positional arguments that are not
-            static. Of a sharding only the spec counts. None leaves it open, as it is for keyword
-            arguments.
-        out_shardings: The same of results. Of an `MpmdSharding` the groups count too: the result is
-            put there. So a function that makes the first weights, given the `in_shardings` of a
-            compiled step, makes those of a stage on that stage's group alone.
+            static. Of a sharding only the spec is read. None leaves the choice to the compiler,
+            which also chooses for keyword arguments.
+        out_shardings: The same for results. Of an `MpmdSharding` the groups are read too: the
+            result is put there. So a function that makes the first weights, given the
+            `in_shardings` of a compiled step, makes those of a stage on that stage's group alone.
         in_specs: Another name of `in_shardings`.
         out_specs: Another name of `out_shardings`.
-        static_argnums: Places of arguments that are no arrays, hashable. Other values give another
-            program.
-        static_argnames: Their names, likewise.
-        donate_argnums: Places of arguments whose memory results may take. As with `jax.jit`, those
-            of the shape and dtype of a result are deleted by the call.
-        donate_argnames: Their names, likewise.
+        static_argnums: Indices of hashable arguments that are not arrays. The function is compiled
+            again for other values.
+        static_argnames: Names of such arguments.
+        donate_argnums: Indices of arguments whose memory results may take. As with `jax.jit`, the
+            call deletes those that have the shape and dtype of a result.
+        donate_argnames: Names of such arguments.
         compiler_options: Options of XLA for every program.
         timeout: With several processes: how long no program and no transfer may finish, in seconds,
             before every process ends with an error that names what it waits for.
@@ -215,9 +221,9 @@ def mpmd_jit_with_loop(
         A function that is called like `fun`.
 
     Raises:
-        ValueError: If an argument is both donated and static or is none of `fun`'s; when compiling,
-            if specs do not fit arguments and results, a sharding asks for other than the default
-            memory, marks and schedule do not fit, or the mesh and the schedule.
+        ValueError: If an argument is both donated and static, or `fun` does not have it. When
+            compiling: if specs do not fit arguments and results, a sharding asks for other than the
+            default memory, or the schedule fits neither the marks nor the mesh.
     """
     jitted = jax.jit(  # it checks the names, and traces
         fun,
@@ -263,34 +269,36 @@ def mpmd_jit_by_yield(
 
     Args:
         fun: A function with a mark at the end of every stage.
-        mpmd_mesh: The groups, in the order of the stages. With more stages than groups, stages go
-            round and round.
-        target_num_stages: The number of stages, a multiple of the number of groups, which it is if
-            it is None.
-        in_shardings: As in `mpmd_jit_with_loop`.
-        out_shardings: As in `mpmd_jit_with_loop`.
-        static_argnums: As in `mpmd_jit_with_loop`.
-        static_argnames: As in `mpmd_jit_with_loop`.
-        donate_argnums: As in `mpmd_jit_with_loop`.
-        donate_argnames: As in `mpmd_jit_with_loop`.
-        compiler_options: As in `mpmd_jit_with_loop`.
-        in_specs: As in `mpmd_jit_with_loop`.
-        out_specs: As in `mpmd_jit_with_loop`.
-        timeout: As in `mpmd_jit_with_loop`.
+        mpmd_mesh: The groups. Stage i runs on group i modulo the number of groups.
+        target_num_stages: The number of stages, a multiple of the number of groups. None means one
+            stage for each group.
+        in_shardings: How arguments are sharded within a group: a tree of `PartitionSpec`,
+            `NamedSharding` or `MpmdSharding`, a prefix of the positional ones that are not static.
+        out_shardings: The same for results. An `MpmdSharding` also names the groups of a result.
+        static_argnums: Indices of hashable arguments that are not arrays.
+        static_argnames: Names of such arguments.
+        donate_argnums: Indices of arguments whose memory results may take.
+        donate_argnames: Names of such arguments.
+        compiler_options: Options of XLA for every program.
+        in_specs: Another name of `in_shardings`.
+        out_specs: Another name of `out_shardings`.
+        timeout: With several processes: seconds without a finished program or transfer until the
+            step fails.
 
     Returns:
         A function that is called like `fun`.
 
     Raises:
-        ValueError: As in `mpmd_jit_with_loop`, or if `target_num_stages` is no multiple of the
-            number of groups.
+        ValueError: If `target_num_stages` is not a multiple of the number of groups, or an argument
+            is both donated and static. When compiling: if the number of marks is not the number of
+            stages or one less, or specs do not fit arguments and results.
     """
     ranks = mpmd_mesh.mpmd_dim
     chunks, rest = divmod(ranks if target_num_stages is None else target_num_stages, ranks)
     if rest or chunks < 1:
         raise ValueError(
             f"`target_num_stages` is {target_num_stages}, and the mesh has {ranks} groups. Give a "
-            f"multiple of {ranks}: every group runs as many stages."
+            f"multiple of {ranks}: every group runs the same number of stages."
         )
     schedule = (
         schedules.gpipe(ranks, 1)
@@ -328,7 +336,7 @@ def _either(side: str, specs: PyTree, shardings: PyTree) -> PyTree:
 
 
 def _listed(names: Any) -> list[Any]:
-    """A name or a number, or several, as a list."""
+    """Returns one name or number, or several, as a list."""
     if names is None:
         return []
     return [names] if isinstance(names, str | int) else list(names)

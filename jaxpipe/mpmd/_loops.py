@@ -32,7 +32,7 @@ class PipelinedLoop:
         index: The value of its body that is the number of the microbatch.
         tasks: Of every stage.
         totals: How each share of a result is put together, in the order of its outputs.
-        specs: How a share is divided within a group, where the user says so.
+        specs: The spec of each share that the user constrains, within a group.
     """
 
     schedule: Schedule
@@ -83,7 +83,7 @@ def pipeline_loops(outer: Program, schedule_of: Callable[[Any, int], Schedule]) 
 def _pipelined(
     step: Step, schedule_of: Callable[[Any, int], Schedule], known: dict[Value, Atom]
 ) -> list[Step]:
-    """The steps in place of a loop. What needs none of them becomes `known`."""
+    """Returns the steps that replace a loop, and maps results that need none of them in `known`."""
     assert isinstance(step.operation, Plain)
     params = step.operation.params
     count = params["num_microbatches"]
@@ -130,8 +130,10 @@ def _pipelined(
 def _without_invariants(
     step: Step, body: Program, inputs: Sequence[Atom], known: dict[Value, Atom]
 ) -> tuple[Step, Program, list[Operation]]:
-    """The loop without results that the only microbatch passes through: they stay where they are,
-    on any group."""
+    """Returns the loop without the results that its only microbatch returns unchanged.
+
+    `known` maps these to the inputs of the loop, so that they stay on the groups that have them.
+    """
     assert isinstance(step.operation, Plain)
     outside = dict(zip(body.inputs[:-1], inputs, strict=True))
     kept = []

@@ -60,9 +60,9 @@ def lower(
 
 
 def _with_values_for_outputs(traced: Program) -> Program:
-    """Each output as a value of its own: constants, and what is returned twice, are copied.
+    """Returns the program with a value for each output: constants and repeated values are copied.
 
-    Two results that shared their arrays could not be donated apart.
+    Two results that share an array could not be donated separately.
     """
     steps, outputs, known = list(traced.steps), [], set[Atom]()
     for atom in traced.outputs:

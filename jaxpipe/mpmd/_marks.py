@@ -18,7 +18,7 @@ stage_end_p = Primitive(NAME)
 stage_end_p.multiple_results = True
 
 _NUMBERS = count()
-"""A mark and its transpose have one of these in common: so the two are known to be of one stage."""
+"""A mark and its transpose have the same number, which tells that they belong to one stage."""
 
 
 def mark_stage_end(anchor: T, name: str | None = None) -> T:
@@ -45,14 +45,14 @@ def mark_stage_end(anchor: T, name: str | None = None) -> T:
 
 
 def pipeline_enter_stage(anchor: T, name: str | None = None) -> T:
-    """`mark_stage_end` under JaxPP's older name: what comes after it is the next stage.
+    """Marks the end of a stage, as `mark_stage_end`, under JaxPP's older name.
 
     Args:
-        anchor: A pytree of arrays.
-        name: As in `mark_stage_end`.
+        anchor: A pytree of arrays of any shapes: all that leaves the stage.
+        name: A label of the stage for the reader of the code. It changes nothing.
 
     Returns:
-        As `mark_stage_end`.
+        `anchor`. Continue with this value, not with the argument.
     """
     return mark_stage_end(anchor, name)
 

@@ -67,23 +67,24 @@ def collect_task_times_ms(
 ) -> Any:
     """Measures how long each task of this process takes, in milliseconds.
 
-    With a compiled function and its arguments it runs some steps. Without, it is a context manager
-    as in JaxPP, for all steps that are called in it:
+    With a compiled function and its arguments it runs some steps. Without these it returns a
+    context manager, as JaxPP's does, that measures all steps called inside it:
 
         with collect_task_times_ms() as times:
             step(*args)
 
     Args:
-        compiled: A compiled function that donates nothing, so that steps can be repeated; or, in
-            place of `enabled`, whether to measure.
+        compiled: A compiled function that donates nothing, so that steps can be repeated. For a
+            context this is a bool in place of `enabled`.
         args: The arguments of the function.
         repeats: How many steps are run.
         enabled: Whether the context measures.
 
     Returns:
-        Of a function: the median of each task, by its name `fwd_2__0`, or `before_loop@1` for rank
-        1 outside of loops. Of the context: the times of each task in order, one for each
-        microbatch and step, by its name without the microbatch, `fwd_2`; None if it is not enabled.
+        With a function: the median time of each task by its name, such as `fwd_2__0`, or
+        `before_loop@1` for rank 1 outside of loops. The context yields a list of times in
+        milliseconds for each task, one entry for each microbatch and step, by the name without the
+        microbatch, such as `fwd_2`; None if it is not enabled.
     """
     if isinstance(compiled, bool):
         return _collecting(compiled and enabled)

@@ -1,4 +1,4 @@
-"""A mesh whose groups run programs of their own, and where arrays live on it."""
+"""Defines a mesh whose groups run different programs, and the shardings of arrays on it."""
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 @dataclass(frozen=True)
 class MpmdMesh:
-    """A mesh of devices, one axis of which tells apart groups with programs of their own.
+    """A mesh of devices, divided along one axis into groups that run different programs.
 
     Args:
         jax_mesh: All devices. Its other axes shard arrays within a group. Explicit axes, the
@@ -75,7 +75,7 @@ class MpmdMesh:
 
     @cached_property
     def device_coords(self) -> Mapping[Any, tuple[int, ...]]:
-        """Where each device stands in `jax_mesh.devices`."""
+        """The index of each device in `jax_mesh.devices`."""
         return {device: place for place, device in np.ndenumerate(self.jax_mesh.devices)}
 
     @cached_property
@@ -97,8 +97,8 @@ class MpmdMesh:
         """
         if len(self.local_ranks) != 1:
             raise ValueError(
-                f"`my_mpmd_axis_index` is asked for, and process {jax.process_index()} has the "
-                f"groups {self.local_ranks}. Use `local_ranks`."
+                f"`my_mpmd_axis_index` needs exactly one group in this process, and process "
+                f"{jax.process_index()} has the groups {self.local_ranks}. Use `local_ranks`."
             )
         return self.local_ranks[0]
 
@@ -112,10 +112,13 @@ class MpmdMesh:
         return self.unstack[self.my_mpmd_axis_index]
 
     def mpmd_submesh(self, mpmd_indices: Sequence[int]) -> "MpmdMesh":
-        """The groups with these indices, in this order.
+        """Returns a mesh of some groups, in the given order.
+
+        Args:
+            mpmd_indices: The indices of the groups.
 
         Raises:
-            ValueError: If there is no such group.
+            ValueError: If `mpmd_indices` is empty, or the mesh has no group with one of them.
         """
         outside = [i for i in mpmd_indices if not 0 <= i < self.mpmd_dim]
         if outside or not mpmd_indices:
@@ -155,7 +158,7 @@ _MANUAL = AxisType.Manual
 
 @dataclass(frozen=True)
 class MpmdSharding:
-    """Where an array lives: whole on each of some groups, and how it is divided within them.
+    """The groups that each have the whole of an array, and how it is sharded within a group.
 
     Args:
         mpmd_mesh: The groups.
@@ -191,7 +194,7 @@ class MpmdSharding:
 
     @property
     def sharding(self) -> NamedSharding:
-        """Over the devices of all its groups.
+        """The sharding over the devices of all its groups.
 
         Raises:
             ValueError: If there are no groups.
@@ -200,10 +203,10 @@ class MpmdSharding:
 
 
 def no_ambient_mesh() -> AbstractContextManager[Any]:
-    """Returns a context without the mesh of the caller's `jax.set_mesh`.
+    """Returns a context in which the mesh of the caller's `jax.set_mesh` is not set.
 
-    That mesh is of all groups. JAX refuses arrays of a group's devices inside it, and the trace of
-    a program for a group.
+    That mesh has the devices of all groups. While it is set, JAX refuses arrays on the devices of
+    one group and refuses to trace programs for one group.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return nullcontext()
@@ -211,7 +214,12 @@ def no_ambient_mesh() -> AbstractContextManager[Any]:
 
 
 def without_axis(spec: PartitionSpec, axis: str) -> PartitionSpec:
-    """Returns `spec` without one axis of the mesh."""
+    """Returns `spec` without one axis of the mesh.
+
+    Args:
+        spec: The spec.
+        axis: The axis. Dims that were split over it alone become unsplit.
+    """
     if axis not in axes_of(spec):
         return spec
 
@@ -233,13 +241,18 @@ def axes_of(spec: PartitionSpec) -> set[str]:
 def check_memory_kind(kind: str | None, mesh: Mesh, what: str) -> None:
     """Checks that a memory kind is the default of the devices: others are not supported.
 
+    Args:
+        kind: The memory kind, or None for the default.
+        mesh: The devices.
+        what: What errors call the sharding that has the memory kind.
+
     Raises:
-        ValueError: If it is another one.
+        ValueError: If it is another kind than the default.
     """
     default = mesh.devices.flat[0].default_memory().kind
     if kind is not None and kind != default:
         raise ValueError(
             f"{what} has memory_kind={kind!r}. Arrays of groups live in the default memory of "
-            f"their devices, {default!r}: leave `memory_kind` out, and move what should be "
-            "elsewhere with `jax.device_put` between steps."
+            f"their devices, {default!r}: leave `memory_kind` out, and move arrays to other "
+            "memory with `jax.device_put` between steps."
         )

@@ -104,7 +104,7 @@ class Concat:
 
 @dataclass(frozen=True)
 class _Last:
-    """What the only microbatch gives."""
+    """The result of the only microbatch."""
 
     def state(self, n: int, a: jax.ShapeDtypeStruct) -> jax.Array:
         assert n == 1
@@ -143,10 +143,10 @@ def treduce(
             for what `jax.value_and_grad` returns: it stacks losses and metrics and adds gradients.
 
     Returns:
-        Like `out`: for each result what its operation makes of those of all microbatches.
+        A tree like `out`: each result, reduced over all microbatches by its operation.
 
     Raises:
-        ValueError: If there is nothing to slice, if arrays disagree about M, or if `operation` is
+        ValueError: If `xs` has no arrays, if their sizes along `axis` differ, or if `operation` is
             not a prefix of `out`.
     """
     shapes = [jnp.shape(x) for x in jax.tree.leaves(xs)]
@@ -175,8 +175,9 @@ def treduce_i(
     Args:
         fun: `(int32 scalar) -> out`.
         length: M, the number of microbatches.
-        schedule: As in `treduce`.
-        operation: As in `treduce`.
+        schedule: A `jaxpipe.schedules.Schedule`, or one of the classes under JaxPP's names.
+        operation: `Add`, `Max`, `Concat()` or an object with the methods of `Op`: one for all
+            results or a tree of them that is a prefix of `out`. The default is `(Concat(), Add)`.
 
     Raises:
         ValueError: If M is below 1, or `operation` names something else.
@@ -199,7 +200,7 @@ def treduce_i(
 
 
 def _broadcast(operation: PyTree, shape: PyTree) -> tuple[Op, ...]:
-    """One operation for each result, from a tree of them that is a prefix of the results."""
+    """Returns one operation for each result. `operation` is a prefix tree of the results."""
 
     def is_op(x: Any) -> bool:
         return isinstance(x, Op)
@@ -218,7 +219,7 @@ def _broadcast(operation: PyTree, shape: PyTree) -> tuple[Op, ...]:
     except ValueError:
         given = "is by default" if operation == DEFAULT else "is"
         raise ValueError(
-            f"`operation` {given} {operation}, which is no prefix of what a microbatch returns: "
+            f"`operation` {given} {operation}, which is not a prefix of what a microbatch returns: "
             f"{jax.tree.structure(shape)}. Give one operation for all results, such as "
             "`operation=Add`, or a tree of them that is a prefix."
         ) from None
@@ -227,7 +228,7 @@ def _broadcast(operation: PyTree, shape: PyTree) -> tuple[Op, ...]:
 
 @dataclass(frozen=True)
 class Total:
-    """How one result is put together, given what a microbatch gives of it."""
+    """How the results of all microbatches become one array."""
 
     operation: Op
     shape: tuple[int, ...]
@@ -236,7 +237,7 @@ class Total:
 
     @property
     def adds(self) -> bool:
-        """Whether it is a plain sum, which may come in shares."""
+        """Whether it is a plain sum, which stages may compute in shares."""
         return is_add(self.operation)
 
     @property
@@ -255,6 +256,7 @@ class Total:
 
 
 def is_add(operation: Op) -> bool:
+    """Returns whether an operation is `Add`."""
     return isinstance(operation, _Add)
 
 
@@ -265,10 +267,15 @@ def _lowest(dtype: Any) -> Any:
 
 
 def totals(avals: Sequence[Any], operations: Sequence[Op], num_microbatches: int) -> list[Total]:
-    """One for each result of a microbatch, given what it looks like.
+    """Returns the `Total` of each result of a microbatch.
+
+    Args:
+        avals: The shape and dtype of each result.
+        operations: The operation of each result.
+        num_microbatches: M.
 
     Raises:
-        ValueError: If an operation's `update` does not give what its `state` gives.
+        ValueError: If an operation's `update` and `state` return different shapes or dtypes.
     """
     found = [
         Total(operation, aval.shape, aval.dtype, num_microbatches)

@@ -28,16 +28,16 @@ def spmd_to_mpmd_reshard(
     *,
     donate: bool = True,
 ) -> PyTree[MpmdArray]:
-    """Moves arrays of all devices onto some groups, and deletes the former.
+    """Moves arrays from all devices to some groups, and deletes the originals.
 
     Args:
         mpmd_mesh: The groups.
         spmd_arrays: A tree of `jax.Array`: of this process if there is one process, else on the
             devices of the whole mesh.
         mpmd_shardings: A tree of `MpmdSharding`, a prefix of `spmd_arrays`. An array whose sharding
-            has no groups, which no group needs, goes to group 0.
-        threshold: Bytes of arrays that may be on their way at a time, or None for no bound. A
-            single array may be larger.
+            has no groups moves to group 0.
+        threshold: The most bytes that are in transfer at a time, or None for no limit. A single
+            array may be larger.
         donate: Whether `spmd_arrays` are deleted.
 
     Returns:
@@ -63,14 +63,15 @@ def mpmd_to_spmd_reshard(
     *,
     donate: bool = True,
 ) -> PyTree[jax.Array]:
-    """Moves arrays of some groups onto all devices, and deletes the former.
+    """Moves arrays from some groups to all devices, and deletes the originals.
 
     Args:
         mpmd_mesh: The groups.
         mpmd_arrays: A tree of `MpmdArray`.
         spmd_shardings: A tree of shardings over the devices of the whole mesh, a prefix of
             `mpmd_arrays`.
-        threshold: As in `spmd_to_mpmd_reshard`.
+        threshold: The most bytes that are in transfer at a time, or None for no limit. A single
+            array may be larger.
         donate: Whether `mpmd_arrays` are deleted.
 
     Returns:
@@ -124,7 +125,7 @@ def _moved(
 
 
 def _put(x: Any, where: Sharding, *, shares: bool) -> jax.Array:
-    """`jax.device_put`, of a copy if the result would share memory with `x` and must not."""
+    """Puts `x`, or a copy if the result could share memory with `x` and `shares` is False."""
     if not shares and isinstance(x, jax.Array) and x.devices() & where.device_set:
         x = jnp.copy(x)
     return jax.device_put(x, where)
@@ -158,7 +159,7 @@ def _from_groups(mesh: MpmdMesh, x: MpmdArray, where: Any, *, shares: bool) -> j
 
 
 def _automatic(sharding: Sharding) -> Sharding:
-    """The same sharding on a mesh without explicit axes, which are part of an array's type."""
+    """Returns the same sharding on automatic axes: explicit ones are part of an array's type."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     mesh = sharding.mesh

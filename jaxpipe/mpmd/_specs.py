@@ -47,14 +47,16 @@ def spread(
 
 
 def constrained(outer: Program, mpmd_axis: str) -> dict[Value, PartitionSpec]:
-    """Returns the specs of values outside of loops that users constrain, results of loops first.
+    """Returns the specs that users give to values outside of loops.
+
+    The spec of a loop's result inside the loop takes precedence over one after the loop.
 
     Args:
-        outer: A function whose loops are in tasks.
-        mpmd_axis: The axis that tells groups apart.
+        outer: A function whose loops are cut into tasks.
+        mpmd_axis: The axis of the mesh along which the groups lie.
 
     Raises:
-        ValueError: If a constraint is over that axis.
+        ValueError: If a spec names that axis.
     """
     found: dict[Value, PartitionSpec] = {}
     behind: dict[Value, PartitionSpec] = {}

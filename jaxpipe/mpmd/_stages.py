@@ -9,7 +9,6 @@ computed where it is needed.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,8 +55,8 @@ def cut_into_stages(
         body: `(loop invariants, number of the microbatch) -> results`.
         num_stages: S.
         adds: Which results add up over microbatches: only these can come in shares.
-        written: Returns the body with what its results do not depend on. It is asked for only where
-            the results depend on some of the marks alone.
+        written: Returns the body including the steps that its results do not depend on. It is
+            called only if the results depend on some of the marks but not on all.
 
     Raises:
         ValueError: If there are not S or S - 1 marks in a row.
@@ -85,8 +84,11 @@ def _is_backward_mark(step: Step) -> bool:
 
 
 def _of_values(body: Program) -> Program:
-    """Marks of values alone: a constant, such as the cotangent of a loss, is there in every stage,
-    so a mark around it does nothing."""
+    """Returns the body with constants taken out of its marks.
+
+    A constant, such as the cotangent of a loss, is available in every stage, so a mark on it does
+    nothing.
+    """
     known: dict[Value, Atom] = {}
     steps = []
     for step in body.steps:
@@ -97,14 +99,13 @@ def _of_values(body: Program) -> Program:
             pairs = zip(step.outputs, atoms, strict=True)
             known.update((o, a) for o, a in pairs if isinstance(a, Constant))
             outputs = tuple(o for o in step.outputs if o not in known)
-            run = partial(_handed_on, backward=params["backward"])
-            step = Step(Plain(NAME, run, params), tuple(values(atoms)), outputs)
+            step = Step(Plain(NAME, _handed_on, params), tuple(values(atoms)), outputs)
         steps.append(step)
     return with_outputs(body, steps, known)
 
 
 def _marked(step: Step) -> list[Atom]:
-    """What a mark is around: its inputs, and between these the literals of its equation."""
+    """Returns the operands of a mark in order: its inputs and the literals of its equation."""
     assert isinstance(step.operation, Plain) and step.operation.equation is not None
     inputs = iter(step.inputs)
 
@@ -115,13 +116,12 @@ def _marked(step: Step) -> list[Atom]:
     return [constant(x) if isinstance(x, Literal) else next(inputs) for x in variables]
 
 
-def _handed_on(*arguments: Any, backward: bool) -> list[Any]:
-    del backward
+def _handed_on(*arguments: Any) -> list[Any]:
     return list(arguments)
 
 
 def _marks_in(body: Program) -> list[int]:
-    """The numbers of the marks in a body, in the order in which they were written."""
+    """Returns the numbers of the forward marks in a body, in program order."""
     steps = _without_recomputed_marks(_of_values(body)).steps
     return [_number(step) for step in steps if is_mark(step) and not _is_backward_mark(step)]
 
@@ -153,9 +153,8 @@ def _number_marks(
 ) -> tuple[Program, dict[Step, int]]:
     """Which stage every mark ends; a last one, behind all stages, is taken out.
 
-    Marks count in the order in which they are written, and transposition turns it around. Results
-    may depend on some marks only, or cotangents flow through some only: then the numbers of marks
-    tell which these are.
+    Marks count in program order, and transposition reverses it. If results depend on only some of
+    the marks, or cotangents flow through only some, the marks' numbers tell which.
     """
     forward = [step for step in body.steps if is_mark(step) and not _is_backward_mark(step)]
     backward = [step for step in body.steps if is_mark(step) and _is_backward_mark(step)]
@@ -191,7 +190,7 @@ def _number_marks(
 
 
 def _aligned(marks: Sequence[Step], numbers: Sequence[int]) -> dict[Step, int]:
-    """Where the numbers of marks stand among all numbers, of which they are a part, in order."""
+    """Returns for each mark the index of its number in `numbers`, which has them in this order."""
     found: dict[Step, int] = {}
     start = 0
     for step in marks:

@@ -1,7 +1,8 @@
-"""Writes out scans around loops over microbatches, and finds loops and marks out of reach.
+"""Unrolls scans around loops over microbatches, and refuses loops and marks that cannot be cut.
 
-Only what stands at the top of a function, or of the body of `treduce`, can be cut into stages. What
-stands inside of another construct would run without a pipeline, so it is an error that names it.
+Only loops at the top level of a function can be pipelined, and only marks at the top level of the
+body of `treduce` can be cut. Inside another construct they would run without a pipeline, so both
+are errors that name the construct.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,34 +18,38 @@ from jax.extend.core import jaxprs_in_params
 from ..autodiff import Atom, Choice, Loop, Plain, Program, Shards, Step, Value
 from ._marks import NAME as MARK
 from ._reduce import NAME as LOOP
+from ._steps import aval_of, substituted, with_outputs
 
 MOST_TURNS = 64
-"""Longer scans would make programs that take minutes to lower."""
+"""The most turns of a scan that is unrolled. Longer ones would take minutes to lower."""
 
 
 def unrolled(outer: Program) -> Program:
-    """Returns the function with each `lax.scan` around a loop over microbatches written out.
+    """Returns the function with each `lax.scan` around a loop over microbatches unrolled.
+
+    Args:
+        outer: The function.
 
     Raises:
-        ValueError: If a loop stands where it cannot be pipelined, or in a scan that is too long.
+        ValueError: If such a scan has more than `MOST_TURNS` turns.
     """
     steps: list[Step] = []
     known: dict[Value, Atom] = {}
     for step in outer.steps:
-        steps += _unrolled(_with_inputs(step, known), known)
-    outputs = tuple(_known(atom, known) for atom in outer.outputs)
-    return replace(outer, steps=tuple(steps), outputs=outputs)
+        (step,) = substituted([step], known)
+        steps += _unrolled(step, known)
+    return with_outputs(outer, steps, known)
 
 
 def check_reachable(program: Program, where: str) -> None:
-    """Checks that neither marks nor loops stand inside of other constructs.
+    """Checks that no mark and no loop is inside another construct.
 
     Args:
-        program: A function without its scans around loops, or the body of a loop.
-        where: What the program is, for the error.
+        program: A function whose scans around loops are unrolled, or the body of a loop.
+        where: What errors call the program: "the function" or "a stage".
 
     Raises:
-        ValueError: If one does, naming both.
+        ValueError: If a mark or a loop is. The error names it and the construct.
     """
     for step in program.steps:
         if is_loop(step) and where == "a stage":
@@ -71,7 +76,7 @@ def is_loop(step: Step) -> bool:
 
 
 def _unrolled(step: Step, known: dict[Value, Atom]) -> list[Step]:
-    """The steps in place of one. What they make in place of its outputs becomes `known`."""
+    """Returns the steps that replace one, and maps its outputs to theirs in `known`."""
     if not isinstance(step.operation, Loop) or not any(_names_inside(step, LOOP)):
         return [step]
     loop = step.operation
@@ -107,7 +112,7 @@ def _cut(inputs: Sequence[Atom], num_consts: int, num_carry: int) -> Any:
 
 
 def _slice(x: Atom, i: int) -> Step:
-    aval = x.aval if isinstance(x, Value) else jax.typeof(x.value)
+    aval = aval_of(x)
     out = Value(ShapedArray(aval.shape[1:], aval.dtype))
     return Step(Plain("slice", partial(_indexed, i)), (x,), (out,))
 
@@ -121,29 +126,21 @@ def _stacked(aval: Any, *ys: Any) -> list[jax.Array]:
 
 
 def _turn(body: Program, given: Sequence[Atom]) -> tuple[list[Step], list[Atom]]:
-    """The steps of one turn, with values of their own, scans inside written out too."""
+    """Returns the steps of one turn with new values, and its outputs. Unrolls inner scans too."""
     known: dict[Value, Atom] = dict(zip(body.inputs, given, strict=True))
     steps: list[Step] = []
     for step in body.steps:
         outputs = tuple(Value(value.aval) for value in step.outputs)
-        own = replace(_with_inputs(step, known), outputs=outputs)
+        (own,) = substituted([replace(step, outputs=outputs)], known)
         known.update(zip(step.outputs, outputs, strict=True))
         later: dict[Value, Atom] = {}
         steps += _unrolled(own, later)
         known |= {old: later.get(new, new) for old, new in zip(step.outputs, outputs, strict=True)}
-    return steps, [_known(atom, known) for atom in body.outputs]
-
-
-def _with_inputs(step: Step, known: dict[Value, Atom]) -> Step:
-    return replace(step, inputs=tuple(_known(atom, known) for atom in step.inputs))
-
-
-def _known(atom: Atom, known: dict[Value, Atom]) -> Atom:
-    return known.get(atom, atom) if isinstance(atom, Value) else atom
+    return steps, list(with_outputs(body, steps, known).outputs)
 
 
 def _names_inside(step: Step, name: str) -> Iterator[bool]:
-    """True for each step of this name in what the step calls, however deep."""
+    """Yields True for each equation named `name` inside `step`, at any depth."""
     match step.operation:
         case Loop(body=body) | Shards(body=body):
             bodies = [body]
@@ -198,5 +195,5 @@ def _instead(step: Step) -> str:
                 "written out; or call the compiled function once for each turn."
             )
         case Plain(name="jit"):
-            return "Leave these out there, and give them to `mpmd_jit_with_loop`."
-    return "Call it outside of that."
+            return "Leave out its shardings, and give them to `mpmd_jit_with_loop` instead."
+    return "Call `treduce` outside of it."

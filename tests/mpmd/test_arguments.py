@@ -139,22 +139,24 @@ def test_wrong_trees_are_named_and_never_shown():
     other_specs = [specs[0], {"in": P(), "bias": P()}]
     cases = [
         (
-            r"they lack `args\[0\]\[1\]\['out'\]` and they have beside `args\[0\]\[1\]\['bias'\]`",
+            r"they lack `args\[0\]\[1\]\['out'\]` and they have in addition "
+            r"`args\[0\]\[1\]\['bias'\]`",
             lambda: compiled(other, *data),
         ),
         (r"they lack `args\[2\]`", lambda: compiled(weights, data[0])),
-        (r"they have beside `more\['x'\]`", lambda: compiled(weights, *data, more={"x": 1})),
-        ("their containers are others", lambda: compiled(tuple(weights), *data)),
+        (r"they have in addition `more\['x'\]`", lambda: compiled(weights, *data, more={"x": 1})),
+        ("their containers differ", lambda: compiled(tuple(weights), *data)),
         (
-            r"`in_specs\[0\]\[1\]` is a dict of 2 \(\['bias'\], \['in'\]\), and what it",
+            r"`in_specs\[0\]\[1\]` is a dict of 2 \(\['bias'\], \['in'\]\), and the value that it",
             lambda: jitted(in_specs=(other_specs, P(), P()))(weights, *data),
         ),
         (
-            r"`out_shardings\[1\]` is a list of 3 .* and what it is for is a list of 2",
+            r"`out_shardings\[1\]` is a list of 3 .*, and the value that it describes is a list "
+            r"of 2",
             lambda: jitted(out_shardings=(P(), [P()] * 3))(weights, *data),
         ),
         (
-            r"`in_specs\[1\]` is a str, which is no spec .* one array, float32\[3, 2, 8\]",
+            r"`in_specs\[1\]` is a str, which is not a spec .* one array, float32\[3, 2, 8\]",
             lambda: jitted(in_specs=(P(), "fsdp", P()))(weights, *data),
         ),
     ]

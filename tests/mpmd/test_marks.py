@@ -231,7 +231,7 @@ def test_a_constraint_over_the_axis_of_groups():
 
 
 def test_specs_that_do_not_fit_their_tree():
-    message = r"`in_specs` is a tuple of 2 .* and what it is for is a tuple of 3"
+    message = r"`in_specs` is a tuple of 2 .* and the value that it describes is a tuple of 3"
     with pytest.raises(ValueError, match=message):
         mpmd_jit_with_loop(gradients(Std1F1B(2)), groups(2), in_specs=(P(), P())).lower(
             layers(2), *batch(2)

@@ -54,8 +54,9 @@ def test_without_an_operation_losses_and_metrics_are_stacked_and_gradients_added
 
 def test_the_default_needs_a_pair_of_results():
     message = (
-        "`operation` is by default (Concat(axis=0), Add), which is no prefix of what a microbatch "
-        "returns: PyTreeDef(*). Give one operation for all results, such as `operation=Add`"
+        "`operation` is by default (Concat(axis=0), Add), which is not a prefix of what a "
+        "microbatch returns: PyTreeDef(*). Give one operation for all results, such as "
+        "`operation=Add`"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         treduce(jnp.sum, jnp.ones((2, 3)), GPipe(2))
@@ -125,7 +126,10 @@ def test_operations_that_do_not_fit():
         ("add", "`operation` has 'add'. Give Add, Max, Concat() or an object with the methods"),
         (Concat(2), "`operation` has Concat(axis=2) for a result with 1 dims. Give an axis from"),
         (Halves(), "`operation` has Halves, whose `state` returns [((3,), 'float32')] and whose"),
-        ((Add, Add), "`operation` is (Add, Add), which is no prefix of what a microbatch returns"),
+        (
+            (Add, Add),
+            "`operation` is (Add, Add), which is not a prefix of what a microbatch returns",
+        ),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             treduce(lambda x: x, x, GPipe(2), operation=operation)
