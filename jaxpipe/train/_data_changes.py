@@ -17,14 +17,18 @@ _NAMES = {
     "vocabulary": "`vocab_size`",
     "tokenizer": "the tokenizer",
 }
-"""What `Batches.decided_by` keeps, in the words of a config."""
+"""How errors name the entries of `Batches.decided_by`."""
 
 
 def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between `Batches.decided_by` of a checkpoint and of this run, in words.
+    """Returns how the data of a checkpoint and of this run differ.
+
+    Args:
+        before: `Batches.decided_by` of the checkpoint.
+        now: `Batches.decided_by` of this run.
 
     Returns:
-        Such as "`packing` was True and is False"; empty if the data is the same.
+        Texts such as "`packing` was True and is False"; none if the data is the same.
     """
     kinds = ["files" if "sources" in x else "random tokens" for x in (before, now)]
     changes = []
@@ -44,18 +48,18 @@ def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 
 def check_data(before: Mapping[str, Any], now: Mapping[str, Any], *, allowed: bool) -> str:
-    """Says that a run goes on with other data, if it may.
+    """Checks that a run resumes with the data of its checkpoint.
 
     Args:
         before: `Batches.decided_by` of the checkpoint.
-        now: The same of this run.
-        allowed: `allow_data_change`.
+        now: `Batches.decided_by` of this run.
+        allowed: Whether a change is only a warning: the key `allow_data_change`.
 
     Returns:
         A warning, or "" if nothing has changed.
 
     Raises:
-        ValueError: If something has changed and it may not.
+        ValueError: If the data has changed and `allowed` is False.
     """
     changes = "; ".join(data_changes(before, now))
     if not changes:
@@ -63,25 +67,25 @@ def check_data(before: Mapping[str, Any], now: Mapping[str, Any], *, allowed: bo
     what = f"The data is not that of the checkpoint: {changes}."
     if not allowed:
         raise ValueError(
-            f"{what} Some rows would come again, and others never. Give what it was, or "
+            f"{what} Some rows would be repeated, and others left out. Give the old values, or "
             "`allow_data_change=true` to go on with the rows that this data has at the next step."
         )
     return f"warning: {what} The run goes on with the rows that this data has at the next step."
 
 
 def check_learning_rate(before: int, config: Config, done: int) -> str:
-    """Says that the learning rate jumps because `steps` has changed, if it may.
+    """Checks that the learning rate does not jump because `steps` has changed.
 
     Args:
-        before: Steps of the schedule when the checkpoint was saved.
-        config: Of this run.
-        done: Steps of the checkpoint.
+        before: The number of steps of the schedule when the checkpoint was saved.
+        config: The config of this run.
+        done: The step of the checkpoint.
 
     Returns:
-        A warning, or "" if the next step has the learning rate that it was to have.
+        A warning, or "" if the next step has the learning rate that was planned.
 
     Raises:
-        ValueError: If it has not, and `allow_learning_rate_change` is false.
+        ValueError: If it has another one, and `allow_learning_rate_change` is false.
     """
     if config.learning_rate_schedule_steps != -1:  # changed by hand, if at all
         return ""

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint were when it was complete, and of which step it is.
+"""Records the digests of a checkpoint's files and its step, and compares them later.
 
 Orbax makes a checkpoint whole or not at all. What happens to its files later, on a failing disk, in
 a copy that broke off or under another name, it may load without a word.
@@ -16,7 +16,7 @@ from .._durable import rename, sync_tree, write_file
 from ._reading import UnreadableError, is_file, is_folder, names_in, status
 
 FILE = "digests.json"
-"""In the folder of a step: the step, and of the other files their size and SHA-256, by path."""
+"""The file in the folder of a step with the step, and the size and SHA-256 of all other files."""
 
 _COMPLETE = "_CHECKPOINT_METADATA"
 """Orbax writes it into the folder of a step."""
@@ -26,11 +26,11 @@ _STEP = re.compile(r"0|[1-9][0-9]*")
 MAX_LISTED = 4
 
 SMALL_BYTES = 1 << 20
-"""A quick look reads files up to this size, among them all but those of arrays."""
+"""A quick check reads files up to this size. Only files of arrays are larger."""
 
 
 def steps_in(folder: Path) -> list[Path]:
-    """All that has the name of a step in a folder of checkpoints, the newest first.
+    """Returns the entries of a folder of checkpoints that are named as a step, newest first.
 
     Raises:
         UnreadableError: If the folder cannot be read.
@@ -43,7 +43,7 @@ def steps_in(folder: Path) -> list[Path]:
 
 
 def is_complete(step: Path) -> bool:
-    """Whether orbax has written all of a step.
+    """Returns whether Orbax has written all of a step.
 
     Raises:
         UnreadableError: If the step's folder cannot be read.
@@ -52,7 +52,7 @@ def is_complete(step: Path) -> bool:
 
 
 def has_digests(step: Path) -> bool:
-    """Whether a step says of its files what they were, and which step it is.
+    """Returns whether a step has digests that also name the step.
 
     Raises:
         UnreadableError: If its digests cannot be read.
@@ -62,11 +62,11 @@ def has_digests(step: Path) -> bool:
 
 
 def write_digests(step: Path, number: int) -> None:
-    """Describes a complete step, all of which is on the disk then, before it has its name.
+    """Forces a complete step onto the disk, and writes its digests.
 
     Args:
-        step: The folder.
-        number: Of the step.
+        step: The folder of the step, before it is renamed.
+        number: The number of the step.
     """
     sync_tree(step)
     body = {
@@ -77,17 +77,20 @@ def write_digests(step: Path, number: int) -> None:
 
 
 def damage(step: Path, *, quick: bool = False) -> list[str]:
-    """What is wrong with a step. Of one without digests only what its folder shows.
+    """Finds what is wrong with a step. Without digests this is only whether it is complete.
 
     Args:
         step: The folder; its name is the number of the step that it should be.
-        quick: Compare large files by their sizes alone.
+        quick: Whether to compare large files by size alone.
+
+    Returns:
+        One text for each problem; none if the step is sound.
 
     Raises:
         UnreadableError: If a file is there and cannot be read.
     """
     if not is_folder(step):
-        return ["it is no folder"]
+        return ["it is not a folder"]
     text = _read(step / FILE)
     if not text:
         return [] if is_complete(step) else [f"{_COMPLETE} is missing"]
@@ -127,7 +130,7 @@ def described(step: Path, problems: list[str]) -> str:
 
 
 def sha256_of(content: bytes) -> str:
-    """In hexadecimal digits."""
+    """Returns the SHA-256 of some bytes in hexadecimal digits."""
     return hashlib.sha256(content).hexdigest()
 
 
@@ -137,7 +140,7 @@ def _of_body(known: Mapping[str, Any]) -> str:
 
 
 def _is_old(text: bytes) -> bool:
-    """Whether digests are as an older version wrote them: files alone, and not which step."""
+    """Returns whether an older version wrote these digests, which do not name the step."""
     try:
         known = json.loads(text)
     except (ValueError, RecursionError):
@@ -146,7 +149,7 @@ def _is_old(text: bytes) -> bool:
 
 
 def _read(file: Path) -> bytes:
-    """What a file holds; nothing if there is none."""
+    """Returns the content of a file; b"" if it does not exist."""
     if not is_file(file):
         return b""
     try:
@@ -156,7 +159,7 @@ def _read(file: Path) -> bytes:
 
 
 def _files(step: Path) -> Iterator[Path]:
-    """All in a step but its digests and hidden files, which file systems and desktops make."""
+    """Yields all files of a step except its digests and hidden files, which other programs make."""
 
     def stop(error: OSError) -> None:
         raise UnreadableError(step, error) from error
@@ -179,7 +182,7 @@ def _problems(file: Path, size: int, digest: str, quick: bool) -> Iterator[str]:
     if found is None:
         yield f"{file.name} is missing"
     elif not is_file(file):
-        yield f"{file.name} is no file"
+        yield f"{file.name} is not a regular file"
     elif found.st_size != size:
         yield f"{file.name} has {found.st_size} bytes of {size}"
     elif not quick or size <= SMALL_BYTES:

@@ -14,12 +14,15 @@ _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 def check_fits(setup: Setup) -> None:
-    """Refuses a run that needs more memory than this process's devices have.
+    """Checks that the devices of this process have the memory that a run needs.
 
-    The arithmetic leaves out what runs inside a stage, so a run that passes may still be too large.
+    The estimate leaves out activations inside a stage, so a run that passes may still be too large.
+
+    Args:
+        setup: The run.
 
     Raises:
-        ValueError: If it is too large, with the keys that decide how large it is.
+        ValueError: If the run needs more. The error names the keys that decide how much it needs.
     """
     devices = setup.mesh.local_devices
     found = max(footprints(setup), key=lambda footprint: footprint.total)

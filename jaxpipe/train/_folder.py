@@ -50,15 +50,18 @@ def run_folder(path: Path) -> Iterator[None]:
 
 
 def by_first(action: Callable[[], _Result], failure: str) -> _Result | None:
-    """What an action of the first process gives there; None on the others.
+    """Runs an action on the first process. Collective: every process must call it.
 
     Args:
-        action: Something that reads or writes in the folder of a run.
-        failure: What the first process does if it fails, in the errors of the others.
+        action: A function that reads or writes in the folder of a run.
+        failure: The predicate of "Process 0 ..." in the errors of the others if the action fails.
+
+    Returns:
+        The result of the action on the first process; None on the others.
 
     Raises:
         ValueError: On all processes, if the action raises it.
-        RunError: On all processes, if the action raises it, or the disk fails.
+        RunError: On all processes, if the action raises it or an `OSError`.
     """
     result, problem = None, None
     if is_first():
@@ -73,7 +76,7 @@ def by_first(action: Callable[[], _Result], failure: str) -> _Result | None:
     if problem is not None:
         raise problem
     if kind:
-        raise (ValueError if kind == 1 else RunError)(f"Process 0 {failure}; it says why.")
+        raise (ValueError if kind == 1 else RunError)(f"Process 0 {failure}: see its error.")
     return result
 
 

@@ -1,5 +1,5 @@
-"""What a run has been through: `starts.jsonl` has an object for each time it began or went on, and
-`saved.json` the newest step of which a checkpoint has ever been complete."""
+"""Records the history of a run: `starts.jsonl` has an object for each start, and `saved.json` the
+newest step of which a checkpoint was ever complete."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from ._setup import Setup
 FILE = "starts.jsonl"
 
 SAVED = "saved.json"
-"""Not among the checkpoints: it says that there were some where their disk is not mounted."""
+"""Kept outside of `checkpoints`, to show that there were some if their disk is not mounted."""
 
 
 def record_start(folder: Path, setup: Setup, done: int) -> None:
@@ -50,7 +50,7 @@ def record_start(folder: Path, setup: Setup, done: int) -> None:
 
 
 def _steps_of_metrics(folder: Path) -> list[int]:
-    """Those of which there are metrics. Lines that come again may be broken by a loss of power."""
+    """Returns the steps that have metrics. Broken lines, which a power loss leaves, are skipped."""
     found = []
     for _, line in whole_lines(folder / METRICS):
         with suppress(ValueError):
@@ -69,15 +69,25 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
 
 
 def record_saved(folder: Path, step: int) -> None:
-    """Notes that a checkpoint of a step is complete; of step 0, that there is none yet."""
+    """Records that the checkpoint of a step is complete.
+
+    Args:
+        folder: The folder of the run.
+        step: The step; 0 records that there is no checkpoint yet.
+
+    Raises:
+        OSError: If `saved.json` cannot be written.
+    """
     write_file(folder / SAVED, json.dumps({"newest_step": step}) + "\n")
 
 
 def read_saved(folder: Path) -> int | None:
-    """The newest step of which a checkpoint was ever complete, 0 for none; None if unknown.
+    """Returns the newest step of which a checkpoint was ever complete, 0 for none.
+
+    Returns None if `saved.json` does not exist or does not hold a step.
 
     Raises:
-        ValueError: If something else has the name of the file.
+        ValueError: If `saved.json` is not a regular file.
         RunError: If the file is there and cannot be read.
     """
     content = read_file(folder / SAVED) or b"null"
@@ -87,7 +97,7 @@ def read_saved(folder: Path) -> int | None:
 
 
 def kept_files(folder: Path) -> dict[str, tuple[int, str]]:
-    """How long the files of a run's history are, and their SHA-256. They are on the disk then."""
+    """Forces the files of a run's history onto the disk. Returns their bytes and SHA-256."""
     found = {}
     for name in (METRICS, FILE):
         if (content := read_file(folder / name)) is not None:
@@ -97,7 +107,7 @@ def kept_files(folder: Path) -> dict[str, tuple[int, str]]:
 
 
 def set_history_aside(folder: Path) -> list[str]:
-    """Renames a run's history to `before-1.metrics.jsonl` and so on; says the new names."""
+    """Renames the history of a run to `before-1.metrics.jsonl` and so on. Returns the new names."""
     there = [name for name in (METRICS, FILE, SAVED) if os.path.lexists(folder / name)]
     number = next(n for n in count(1) if not any(folder.glob(f"before-{n}.*")))
     for name in there:

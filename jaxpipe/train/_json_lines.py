@@ -11,11 +11,11 @@ from .._input import MEGABYTE, parse_json, shown
 from ._reading import read_file
 
 _MOST_BYTES = 256 * MEGABYTE
-"""A million steps, of 250 bytes each."""
+"""The size of a million lines of 250 bytes each."""
 
 
 def read_lines(path: Path, *, key: str) -> list[dict[str, Any]]:
-    """The objects; of a torn last line, nothing, and none if there is no such file.
+    """Returns the objects of all lines but a torn last one; none if the file does not exist.
 
     Raises:
         ValueError: If another line is not a JSON object with an integer `key`.
@@ -26,7 +26,16 @@ def read_lines(path: Path, *, key: str) -> list[dict[str, Any]]:
 
 
 def whole_lines(path: Path, *, most_bytes: int | float = math.inf) -> Iterable[tuple[int, bytes]]:
-    """Every line that is not torn, with its number from 1 on."""
+    """Returns every line that ends with a newline, with its number from 1 on.
+
+    Args:
+        path: The file; one that does not exist has no lines.
+        most_bytes: The size beyond which the file is refused.
+
+    Raises:
+        ValueError: If it is not a regular file or too large.
+        RunError: If it cannot be read.
+    """
     # Whole lines end in a newline, so the last piece is empty or torn.
     content = read_file(path, most_bytes=most_bytes) or b""
     return enumerate(content.split(b"\n")[:-1], start=1)
@@ -38,10 +47,15 @@ def write_lines(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
 
 
 def parse_line(line: bytes, key: str, where: str) -> dict[str, Any]:
-    """The object that a line holds.
+    """Returns the JSON object that a line holds.
+
+    Args:
+        line: The line.
+        key: A key that the object must have, with a non-negative integer.
+        where: The beginning of errors, such as the file and the number of the line.
 
     Raises:
-        ValueError: Where it holds none with an integer `key`, and why.
+        ValueError: If the line is not such an object.
     """
     try:
         entry = parse_json(line.decode("utf-8"), where)

@@ -16,10 +16,10 @@ from ._yaml import MOST_YAML_BYTES, load_yaml
 Values = dict[str, Any]
 
 _TEXT_KEYS = {name for name, field in Config.model_fields.items() if field.annotation is str}
-"""Keys whose value is text, also where it looks like a number: `run_name=7`."""
+"""Keys whose value is text even if it looks like a number, as in `run_name=7`."""
 
 _MOST_PROBLEMS = 8
-"""Lines of one error."""
+"""The most problems that one error lists, a line each."""
 
 
 def load_config(
@@ -114,7 +114,7 @@ def _checked(sources: Sequence[tuple[str, Values]]) -> Config:
 
 
 def _advice(key: str) -> str:
-    """What to write instead of a key that is none."""
+    """Returns what to write instead of an unknown key."""
     text = instead_of(key)
     if text is not None:
         return f" MaxText has it. {text}"

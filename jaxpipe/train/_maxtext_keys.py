@@ -98,7 +98,7 @@ INSTEAD: dict[str, str] = {
     "wandb_run_name": "It is `run_name`.",
     "dump_hlo": "Run `jaxpipe compile --dump-hlo FOLDER KEY=...`.",
 }
-"""By key what to write instead."""
+"""For each key, what to write instead."""
 
 PREFIXES: dict[str, str] = {
     r"(ici|dcn)_(fsdp_transpose|tensor_transpose)_parallelism": (
@@ -118,11 +118,18 @@ PREFIXES: dict[str, str] = {
         "`quantization=fp8` has scales of its own: leave it out."
     ),
 }
-"""By regular expression the same; `{0}` is its first group."""
+"""For each regular expression of keys, what to write instead; `{0}` is its first group."""
 
 
 def instead_of(key: str) -> str | None:
-    """What to write instead of a key of MaxText, None if it is not one that is known here."""
+    """Returns what to write instead of a key of MaxText.
+
+    Args:
+        key: The key.
+
+    Returns:
+        A sentence; None if the key is not listed here.
+    """
     if key in INSTEAD:
         return INSTEAD[key]
     for pattern, text in PREFIXES.items():

@@ -1,5 +1,8 @@
-"""Reading what another process or another start has written. What is there and cannot be read is
-neither missing nor damaged: nobody knows, so nothing is decided by it."""
+"""Reads files of a run that another process or an earlier start has written.
+
+A file that exists and cannot be read is neither missing nor damaged. It raises an error, so that no
+decision is based on it.
+"""
 
 import errno
 import math
@@ -10,17 +13,17 @@ from pathlib import Path
 from ._stop import RunError
 
 _NOT_SO = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
-"""Errors that say what is not there, or is something else. All others say that it is unknown."""
+"""Error numbers which mean that the file does not exist. Others leave open whether it does."""
 
 
 class UnreadableError(RunError):
-    """A file or a folder is there and cannot be read, which is no sign of damage."""
+    """A file or a folder exists and cannot be read, which is not a sign of damage."""
 
     def __init__(self, path: Path, error: OSError) -> None:
         """
         Args:
             path: The file or folder.
-            error: What the system says.
+            error: The error of the operating system.
         """
         super().__init__(
             f"{error.filename or path} cannot be read: {error.strerror}. This is not taken for "
@@ -29,10 +32,13 @@ class UnreadableError(RunError):
 
 
 def status(path: Path) -> os.stat_result | None:
-    """What the system says of a path; None if nothing is there.
+    """Returns the `os.stat` of a path, None if it does not exist.
+
+    Args:
+        path: The path. Links are followed.
 
     Raises:
-        UnreadableError: If it cannot say.
+        UnreadableError: If the system cannot tell.
     """
     try:
         return os.stat(path)
@@ -43,39 +49,51 @@ def status(path: Path) -> os.stat_result | None:
 
 
 def is_file(path: Path) -> bool:
-    """Whether a regular file is there: no folder, and no pipe that would never end.
+    """Returns whether a path is a regular file, and not a folder, a device or a pipe.
+
+    Args:
+        path: The path. Links are followed.
 
     Raises:
-        UnreadableError: If the system cannot say.
+        UnreadableError: If the system cannot tell.
     """
     found = status(path)
     return found is not None and stat.S_ISREG(found.st_mode)
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a folder is there.
+    """Returns whether a path is a folder.
+
+    Args:
+        path: The path. Links are followed.
 
     Raises:
-        UnreadableError: If the system cannot say.
+        UnreadableError: If the system cannot tell.
     """
     found = status(path)
     return found is not None and stat.S_ISDIR(found.st_mode)
 
 
 def read_file(path: Path, *, most_bytes: int | float = math.inf) -> bytes | None:
-    """What a file holds; None if there is no such file.
+    """Returns the content of a file, None if it does not exist.
+
+    Args:
+        path: The file.
+        most_bytes: The size beyond which the file is refused.
 
     Raises:
         UnreadableError: If it cannot be read.
-        ValueError: If something else has its name, or it has more bytes.
+        ValueError: If it is not a regular file, or has more than `most_bytes` bytes.
     """
     found = status(path)
     if found is None and not os.path.lexists(path):
         return None
     if found is None or not is_file(path):
-        raise ValueError(f"{path} is no file. Move it away, and put the file back.")
+        raise ValueError(f"{path} is not a regular file. Move it away, and put the file back.")
     if found.st_size > most_bytes:
-        raise ValueError(f"{path} has {found.st_size:,} bytes, more than {most_bytes:,}.")
+        raise ValueError(
+            f"{path} has {found.st_size:,} bytes, more than {most_bytes:,}. Move it away."
+        )
     try:
         return path.read_bytes()
     except OSError as error:
@@ -83,7 +101,7 @@ def read_file(path: Path, *, most_bytes: int | float = math.inf) -> bytes | None
 
 
 def names_in(folder: Path) -> list[str]:
-    """The names of what is in a folder, in order; none if it is not there.
+    """Returns the names of the entries of a folder, sorted; none if it does not exist.
 
     Raises:
         UnreadableError: If it cannot be read.

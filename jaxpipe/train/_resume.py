@@ -1,8 +1,8 @@
-"""Where a run goes on, decided by what its folder holds before anything in it changes.
+"""Decides from the folder of a run where it resumes, before anything in the folder changes.
 
-The rule: nothing that was ever saved is lost without a word. A run whose folder is not what it left
-there is refused, by the name of the file and with the key that lets it go on; what a kill can leave
-never is.
+The rule: nothing that was ever saved is lost without a message. A run is refused if files in its
+folder have changed since it wrote them; the error names the file and the key that allows the run to
+resume. A state that a kill can leave is never refused.
 """
 
 import json
@@ -40,16 +40,16 @@ _INCOMPLETE = re.compile(r"(\d+)\.incomplete(-\d+)?")
 
 @dataclass(frozen=True)
 class Resume:
-    """What a run starts from.
+    """The state from which a run starts.
 
     Attributes:
-        folder: Of the run.
-        step: The newest sound checkpoint; 0 if the run begins at step 1.
-        metadata: That was saved with it.
-        damaged: Newer checkpoints, or older ones, that are not sound, and what is wrong with each.
-        leftovers: What kills have left of saves and removals.
-        begins_anew: Whether there were checkpoints once, and the user says to begin at step 1.
-        notes: What the user is told.
+        folder: The folder of the run.
+        step: The step of the newest sound checkpoint; 0 if the run begins at step 1.
+        metadata: The metadata of that checkpoint.
+        damaged: The checkpoints that are not sound, and the problems of each.
+        leftovers: Partial folders that a killed run has left.
+        begins_anew: Whether checkpoints are lost and the user asks to begin at step 1.
+        notes: Messages for the user.
     """
 
     folder: Path
@@ -62,21 +62,21 @@ class Resume:
 
 
 def find_resume(folder: Path, config: Config) -> Resume:
-    """Finds where a run goes on. Nothing is written.
+    """Finds where a run resumes. Writes nothing.
 
     Args:
-        folder: Of the run; it may be empty.
-        config: Of the run.
+        folder: The folder of the run; it may be empty.
+        config: The config of the run.
 
     Raises:
-        ValueError: If checkpoints were there and are not, or one has no digests, or the run would
-            begin again beside its checkpoints.
-        RunError: If a file is there and cannot be read.
+        ValueError: If all checkpoints that the run has saved are lost, the newest one has no
+            digests, or checkpoints exist and `enable_checkpointing` is false.
+        RunError: If a file exists and cannot be read.
     """
     checkpoints = folder / CHECKPOINTS
     if names_in(folder).count(CHECKPOINTS) and not is_folder(checkpoints):
         raise ValueError(
-            f"{checkpoints} is no folder, or a link to one that is not there. Put the folder "
+            f"{checkpoints} is not a folder, or a link to one that does not exist. Put the folder "
             "back, mount its disk, or choose another `run_name`."
         )
     read_starts(folder)  # a broken line is named before anything changes
@@ -125,15 +125,15 @@ def find_resume(folder: Path, config: Config) -> Resume:
 
 
 def check_resume(found: Resume, setup: Setup, decided_by: Mapping[str, Any]) -> list[str]:
-    """Checks that a run goes on as it began.
+    """Checks that a run resumes with the model, the data and the learning rate of its checkpoint.
 
     Args:
-        found: Where it goes on, after a checkpoint.
+        found: The checkpoint from which it resumes.
         setup: The run.
-        decided_by: Of its batches.
+        decided_by: The `Batches.decided_by` of the run.
 
     Returns:
-        Warnings on what has changed, where the config allows that.
+        Warnings on changes that the config allows.
 
     Raises:
         ValueError: If the model, the data, the learning rate or the metrics so far have changed,
@@ -151,7 +151,7 @@ def check_resume(found: Resume, setup: Setup, decided_by: Mapping[str, Any]) -> 
                 "`allow_unverified=true` to go on with what is there."
             )
     if not _kept_metrics(found):
-        read_metrics(found.folder / METRICS)  # likewise
+        read_metrics(found.folder / METRICS)  # raises if a line is broken
     warnings = []
     if "data" in saved:
         warnings += [check_data(saved["data"], decided_by, allowed=config.allow_data_change)]
@@ -161,7 +161,12 @@ def check_resume(found: Resume, setup: Setup, decided_by: Mapping[str, Any]) -> 
 
 
 def history_metadata(folder: Path, config: Config) -> dict[str, Any]:
-    """What a checkpoint keeps for `check_resume`, beside model and data."""
+    """Returns the metadata of a checkpoint that `check_resume` needs besides model and data.
+
+    Args:
+        folder: The folder of the run.
+        config: The config of the run.
+    """
     length = config.learning_rate_schedule_steps
     return {
         "schedule_steps": config.steps if length == -1 else length,
@@ -170,7 +175,14 @@ def history_metadata(folder: Path, config: Config) -> dict[str, Any]:
 
 
 def tidy(found: Resume) -> list[str]:
-    """Sets aside what is damaged and removes what kills have left; says each."""
+    """Renames damaged checkpoints and removes leftovers of kills.
+
+    Args:
+        found: The state from which the run starts.
+
+    Returns:
+        A message for each.
+    """
     said = list(found.notes)
     for step, problems in found.damaged:
         why = "damaged" if is_complete(step) or has_digests(step) else "incomplete"
@@ -187,16 +199,19 @@ def tidy(found: Resume) -> list[str]:
 
 
 def cut_metrics(found: Resume) -> None:
-    """Drops from `metrics.jsonl` what comes again, if it is known where that begins.
+    """Drops from `metrics.jsonl` the steps after the checkpoint, if it recorded where they begin.
 
-    What a loss of power leaves behind that place may be anything.
+    A power loss may leave anything after that place.
+
+    Args:
+        found: The state from which the run starts.
     """
     if content := _kept_metrics(found):
         write_file(found.folder / METRICS, content)
 
 
 def _kept_metrics(found: Resume) -> bytes:
-    """The metrics up to a checkpoint, if it says what they were and they are; else nothing."""
+    """Returns the metrics up to a checkpoint, b"" if its digest of them is missing or differs."""
     num_bytes, digest = found.metadata.get("files", {}).get(METRICS, (0, ""))
     content = (read_file(found.folder / METRICS) or b"")[:num_bytes]
     return content if sha256_of(content) == digest else b""
@@ -212,7 +227,7 @@ def _problems(step: Path, config: Config, *, quick: bool) -> list[str]:
         )
     problems = damage(step, quick=quick)
     if not problems and not quick and _metadata_of(step) is None:
-        return ["its metadata is no JSON object"]
+        return ["its metadata is not a JSON object"]
     return problems
 
 
@@ -225,9 +240,9 @@ def _metadata_of(step: Path) -> dict[str, Any] | None:
 
 
 def _what_was_there(folder: Path, damaged: list[Path]) -> str:
-    """How the folder of a run without a sound checkpoint shows that it had one; "" if it does not.
+    """Returns the evidence that a run without a sound checkpoint once had one; "" if there is none.
 
-    A run that was killed before its first checkpoint says in `saved.json` that it has none.
+    For a run that was killed before its first checkpoint `saved.json` records that it has none.
     """
     if damaged:
         return f"{len(damaged)} that are damaged"
@@ -243,7 +258,7 @@ def _what_was_there(folder: Path, damaged: list[Path]) -> str:
 
 
 def _had_no_checkpoints(folder: Path) -> bool:
-    """Whether the last start of a run was told to save none."""
+    """Returns whether `enable_checkpointing` was false at the last start of a run."""
     try:
         config = yaml.safe_load(read_file(folder / "config.yml") or b"")
     except (yaml.YAMLError, ValueError, RecursionError):

@@ -1,8 +1,8 @@
-"""How the folder of a step gets its name, and loses it: no kill leaves a part of a step under it.
+"""Names the folder of a step only while it is complete: a kill leaves no part under that name.
 
 A step is written to `<step>.unsealed.orbax-checkpoint-tmp`, which orbax renames to
 `<step>.unsealed`; it gets its digests there, is forced onto the disk, and is renamed to `<step>`.
-An old one is renamed into `.removed` before its files go.
+An old one is renamed into `.removed` before its files are deleted.
 """
 
 import inspect
@@ -21,20 +21,20 @@ from ._reading import names_in
 _Temporary = ocp.path.atomicity.AtomicRenameTemporaryPath
 
 REMOVED = ".removed"
-"""In a folder of checkpoints: where a step goes at once, before its files go one by one."""
+"""The folder, among the checkpoints, to which a step is moved before its files are deleted."""
 
 UNSEALED = "unsealed"
-"""Behind the number of a step whose folder is written and has no digests yet."""
+"""The suffix of the folder of a step that is written and has no digests yet."""
 
 _TEMPORARY = ".orbax-checkpoint-tmp"
-"""In the name of a folder that orbax is writing."""
+"""A part of the name of every folder that Orbax is writing."""
 
 
 def sealing(on_saved: Callable[[int], None]) -> type[_Temporary]:
-    """Orbax's temporary folders, of which a step's gets its digests before its name.
+    """Returns a class of temporary folders for Orbax: digests are written before a step is named.
 
     Args:
-        on_saved: Is told every step that has its name.
+        on_saved: A function that is called with every step whose folder has got its name.
     """
 
     class Sealing(_Temporary):
@@ -67,7 +67,7 @@ def sealing(on_saved: Callable[[int], None]) -> type[_Temporary]:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """What killed runs have left of saves and of removals in a folder of checkpoints."""
+    """Returns the partial folders that killed runs have left in a folder of checkpoints."""
     names = (name for name in names_in(folder) if _TEMPORARY in name or name.endswith(UNSEALED))
     return [*map(folder.joinpath, names), *_removed(folder)]
 
@@ -77,7 +77,7 @@ def _removed(folder: Path) -> list[Path]:
 
 
 def empty_removed(folder: Path) -> None:
-    """Removes the files of old steps in a folder of checkpoints, where nothing is being saved."""
+    """Deletes the old steps in `.removed` of a folder of checkpoints, while no save is running."""
     for step in _removed(folder):
         shutil.rmtree(step, ignore_errors=True)
     with suppress(OSError):

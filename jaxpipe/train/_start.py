@@ -90,7 +90,7 @@ def checkpoints_in(folder: Path) -> Path:
 
 
 def _check_regular(folder: Path) -> None:
-    """Refuses checkpoints with files that orbax would read for ever, or that fill the memory.
+    """Checks that Orbax can read the files of checkpoints in bounded time and memory.
 
     Raises:
         ValueError: If something in the folder is neither a folder nor a regular file, or a file of
@@ -110,7 +110,8 @@ def step_in(
     """The step, or the newest complete one.
 
     Raises:
-        ValueError: If it is not there, or damaged, or has no digests and these are wanted.
+        ValueError: If it does not exist or is damaged, or has no digests and `allow_unverified` is
+            False.
         RunError: If it cannot be read.
     """
     folder = Path(checkpoints.directory)

@@ -1,9 +1,9 @@
-"""A watchdog over the steps of several processes: who is where, who is behind, who is gone.
+"""Watches the steps of several processes, and names the one that is behind or has ended.
 
 Once a second a thread writes where its process is, its step and phase, into the key-value store of
-`jax.distributed`, and reads where the others are. If no process has gone on for too long, every one
-says which is behind and ends: JAX alone would wait forever. If a process has left by an error, or
-gives no sign of life, the others say so too.
+`jax.distributed`, and reads where the others are. If no process makes progress for too long, each
+names the one that is behind and ends: JAX alone would wait forever. If a process has left with an
+error, or gives no sign of life, the others name it too.
 """
 
 import itertools
@@ -25,36 +25,36 @@ from ._stop import RunError, TerminatedError
 POLL_SECONDS = 0.25
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 10.0
-"""Without a sign of life for so long, a process is named; JAX ends the others later."""
+"""A process without a sign of life for so long is named. JAX ends the others later."""
 LOST_SECONDS = 5.0
-"""The same, where an error shows already that some process is gone."""
+"""The same if an error already shows that some process has ended."""
 FIRST_SECONDS = 3600.0
-"""What a phase may take that comes for the first time: it compiles."""
+"""How long the first phase of a kind may take, which compiles."""
 GRACE_SECONDS = 2.0
-"""How long the main thread has for saying more than the watch can."""
+"""How long the main thread has to report more than the watch can."""
 
 PHASES = ("start", "data", "step", "traced step", "evaluation", "checkpoint", "end")
-"""In the order in which a step has them."""
+"""The phases of a run and of a step, in order."""
 
 _STATUS = re.compile(
     r"(ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN): "
 )
-"""How errors of the runtime begin which the end of another process may cause."""
+"""The beginning of errors of the runtime that the end of another process may cause."""
 
 _runs = itertools.count()
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process is.
+    """The position of a process in a run.
 
     Attributes:
-        step: The step that it makes.
+        step: The step that it runs.
         phase: One of `PHASES`.
-        moves: How often it has gone on.
-        is_first: Whether the phase comes for the first time in this process.
-        left: Why it has left the run, if it has.
-        beat: How often it has said so.
+        moves: How often it has made progress.
+        is_first: Whether this is the first phase of its kind in this process.
+        left: The error by which it has left the run; "" if it has not.
+        beat: How often it has written its position.
     """
 
     step: int = 0
@@ -77,27 +77,27 @@ class KeyValueStore:
         self._client = distributed_state().client
 
     def put(self, text: str) -> None:
-        """Says something, in place of what this process has said before."""
+        """Stores a text for this process, in place of the one before."""
         key = f"{self._folder}{jax.process_index()}"
         self._client.key_value_set(key, text, allow_overwrite=True)
 
     def read(self) -> Mapping[int, str]:
-        """What each process has said last."""
+        """Returns the last text of each process."""
         told = self._client.key_value_dir_get(self._folder)
         return {int(key.rpartition("/")[2]): text for key, text in told}
 
 
 @dataclass
 class Ledger:
-    """What one process knows of all.
+    """What one process knows of the positions of all processes.
 
     Attributes:
         process: The index of this process.
-        timeout: After how many seconds without a move the run is stuck; 0 for never.
-        places: Where each process is, as it has said last.
-        still: For how many seconds each has not gone on.
-        silent: For how many seconds each has said nothing.
-        unanswered: For how many seconds process 0, at which all meet, has not answered.
+        timeout: The seconds without progress after which the run is stuck; 0 for never.
+        places: The last known position of each process.
+        still: The seconds since each process has made progress.
+        silent: The seconds since each process has written its position.
+        unanswered: The seconds since process 0, which has the key-value store, has answered.
     """
 
     process: int
@@ -108,12 +108,12 @@ class Ledger:
     unanswered: float = 0.0
 
     def hear(self, told: Mapping[int, Place], seconds: float, *, answered: bool) -> None:
-        """Takes down where processes are now.
+        """Records the positions of all processes.
 
         Args:
-            told: What is known, this process included.
-            seconds: Since the last time. What passed while this process was stopped is not counted.
-            answered: Whether process 0 has answered since.
+            told: The known positions, including that of this process.
+            seconds: The time since the last call, without time while this process was stopped.
+            answered: Whether process 0 has answered since the last call.
         """
         for process, before in self.places.items():
             now = told.get(process, before)
@@ -124,9 +124,10 @@ class Ledger:
         self.unanswered = 0.0 if answered else self.unanswered + seconds
 
     def gone(self, seconds: float) -> list[int]:
-        """Which others have given no sign of life for so long. The end of a run is none.
+        """Returns the other processes that have given no sign of life for so many seconds.
 
-        Nothing is heard of anyone while process 0 does not answer: then it is that one.
+        A process that has ended its run or left it does not count. While process 0 does not answer,
+        this process knows nothing of the others: then only process 0 is returned.
         """
         if self.unanswered >= seconds:
             return [0] if self.process else []
@@ -138,17 +139,17 @@ class Ledger:
         ]
 
     def left(self) -> str:
-        """Says which process has left by which error, if one has."""
+        """Returns which process has left the run by which error; "" if none has."""
         found = {p: place.left for p, place in self.places.items() if p != self.process}
         return next((f"process {p} has left the run: {why}" for p, why in found.items() if why), "")
 
     def stuck(self) -> str:
-        """Says which process is behind, if none has gone on for too long."""
+        """Returns which process is behind, if none has made progress for too long; else ""."""
         under_way = {p: place for p, place in self.places.items() if place.phase != "end"}
         if not self.timeout or self.process not in under_way:
             return ""
         for process, place in under_way.items():
-            # Who compiles says so every second.
+            # A process that compiles still gives signs of life.
             compiles = place.is_first and self.silent.get(process, 0.0) < SILENT_SECONDS
             limit = max(self.timeout, FIRST_SECONDS) if compiles else self.timeout
             if self.still.get(process, 0.0) < limit:
@@ -169,7 +170,7 @@ class Ledger:
         )
 
     def described(self, gone: list[int]) -> str:
-        """Says of processes that they give no sign of life, and where they were."""
+        """Returns a text on processes without a sign of life and their last known position."""
         seconds = max(self.silent.get(process, 0.0) for process in gone)
         have = "has" if len(gone) == 1 else "have"
         where = f", last heard of in {self.places[gone[0]]}" if len(gone) == 1 else ""
@@ -186,12 +187,13 @@ def _listed(processes: list[int]) -> str:
 
 
 class StepWatch:
-    """The watch of this process, a context manager. It does nothing where there is one process."""
+    """Watches the steps as a context manager. It does nothing if there is only one process."""
 
     def __init__(self, timeout_minutes: float) -> None:
         """
         Args:
-            timeout_minutes: After which a run in which no process goes on is stuck; 0 for never.
+            timeout_minutes: The time without progress of any process after which the run is stuck;
+                0 for never.
         """
         count, self._process = jax.process_count(), jax.process_index()
         self._is_alone = count == 1
@@ -206,14 +208,19 @@ class StepWatch:
         self._threads: list[threading.Thread] = []
 
     def enter(self, step: int, phase: str) -> None:
-        """Says that this process begins a phase of a step."""
+        """Records that this process begins a phase.
+
+        Args:
+            step: The step.
+            phase: One of `PHASES`.
+        """
         is_first = phase not in self._seen
         self._seen.add(phase)
         moves = self._place.moves + 1
         self._place = replace(self._place, step=step, phase=phase, moves=moves, is_first=is_first)
 
     def go_on(self) -> None:
-        """Says that this process has gone on within its phase."""
+        """Records progress of this process within its phase."""
         self._place = replace(self._place, moves=self._place.moves + 1, is_first=False)
 
     def __enter__(self) -> "StepWatch":
@@ -248,7 +255,7 @@ class StepWatch:
             thread.join(GRACE_SECONDS)  # says where this process is for the last time
 
     def _who_is_lost(self) -> str:
-        """Waits until it is clear whose end an error comes from; "" if it is not."""
+        """Waits until it is known which process caused an error. Returns "" if none is found."""
         deadline = time.monotonic() + LOST_SECONDS + 3 * BEAT_SECONDS
         while time.monotonic() < deadline:
             if left := self._ledger.left():
@@ -259,7 +266,7 @@ class StepWatch:
         return ""
 
     def _talk(self, store: KeyValueStore) -> None:
-        """A thread. Calls may take long when process 0 is stopped or gone."""
+        """Exchanges positions, in a thread: calls may take long if process 0 is stopped or gone."""
         for beat in itertools.count(1):
             is_last = self._is_over.is_set()
             try:
@@ -268,13 +275,13 @@ class StepWatch:
                 self._heard = {p: Place(**json.loads(text)) for p, text in told.items()}
                 self._answers += 1
             except jax.errors.JaxRuntimeError:
-                pass  # nobody answers
+                pass  # process 0 does not answer
             if is_last:
                 return
             self._is_over.wait(BEAT_SECONDS)
 
     def _patrol(self) -> None:
-        """A thread. It knows how long nothing has come."""
+        """Checks all positions, in a thread that `_talk` cannot block."""
         before, answers, named = time.monotonic(), 0, set[int]()
         has_left = 0.0
         while not self._is_over.wait(POLL_SECONDS):
@@ -308,10 +315,10 @@ class StepWatch:
 
 
 def may_come_of_a_peer(error: BaseException) -> bool:
-    """Returns whether an error may be there because another process is not.
+    """Returns whether the end of another process may have caused an error.
 
-    It may if JAX's runtime has raised it or what caused it, but for memory that was not enough. The
-    runtime's errors begin with a status; some of them, as Gloo's, come as ValueError.
+    It may if JAX's runtime has raised the error or one of its causes, except for lack of memory.
+    The runtime's errors begin with a status; some of them, such as Gloo's, are a `ValueError`.
     """
     causes: list[BaseException] = []
     cause: BaseException | None = error

@@ -23,7 +23,7 @@ class RunError(RuntimeError):
 
 
 class TerminatedError(RunError):
-    """A run that a signal has ended, with a checkpoint of its last step if it has any.
+    """A signal has ended the run, after a checkpoint of its last step if checkpoints are enabled.
 
     Attributes:
         signal: SIGTERM, SIGINT or SIGHUP.
@@ -61,11 +61,11 @@ class StopRequests:
         self._before.clear()
 
     def start_clock(self, max_minutes: float) -> None:
-        """Starts the time that the run has.
+        """Starts the clock that limits the time of the run.
 
         Args:
-            max_minutes: After which it ends; 0 for never. Of several processes each sends itself
-                SIGTERM then.
+            max_minutes: How long the run may take from now on; 0 for no limit. With several
+                processes each sends itself SIGTERM at the end.
         """
         self._deadline = time.monotonic() + 60 * max_minutes if max_minutes else math.inf
 
@@ -101,7 +101,7 @@ class StopRequests:
         """
         if any_says(self._is_over):
             return 0
-        return largest(self._cause) or signal.SIGTERM  # which JAX takes without a word
+        return largest(self._cause) or signal.SIGTERM  # JAX handles SIGTERM of several processes
 
 
 def check_step(config: Config, step: int, metrics: Mapping[str, float]) -> str | None:

@@ -23,7 +23,13 @@ def any_says(flag: bool) -> bool:
 
 
 def largest(number: int) -> int:
-    """The largest of what the processes say, on all of them."""
+    """Returns the largest of the numbers that the processes give.
+
+    Collective: every process must call it and receives the same answer.
+
+    Args:
+        number: The number of this process, an int32.
+    """
     if jax.process_count() == 1:
         return number
     return int(multihost_utils.process_allgather(np.int32(number)).max())

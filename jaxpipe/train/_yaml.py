@@ -1,6 +1,6 @@
 """Reads YAML as plain data, within bounds.
 
-It is YAML 1.1 where configs of the field rely on it (`yes`, `1_000`), and not where it surprises:
+It follows YAML 1.1 where common configs rely on it (`yes`, `1_000`), and not where that surprises:
 `10:12` is text and not 612, `010` is ten and not eight, `2026-01-01` is text, `1e-3` is a number,
 and a key that is given twice is an error.
 """
@@ -14,10 +14,10 @@ import yaml
 from .._input import MEGABYTE, shown
 
 MOST_YAML_BYTES = MEGABYTE
-"""Bytes of one text. The parser needs some 15 seconds for them."""
+"""The most bytes of one text. The parser needs some 15 seconds for so many."""
 
 _MOST_NODES = 500_000
-"""Scalars, lists and mappings of one text, each counted as often as aliases repeat it."""
+"""The most scalars, lists and mappings of one text, counted again wherever an alias repeats one."""
 
 _NULL, _BOOL, _INT, _FLOAT, _TEXT, _MERGE = (
     f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "merge")
@@ -29,12 +29,12 @@ def load_yaml(text: str, source: str, *, text_keys: Collection[str] = ()) -> Any
 
     Args:
         text: The text.
-        source: What errors call it.
-        text_keys: Keys of the outermost mapping whose numbers stay text, as they are written.
+        source: The name of the text in errors.
+        text_keys: Keys of the outermost mapping whose numbers are returned as text.
 
     Raises:
-        ValueError: If it is not YAML, asks for Python objects, repeats a key, nests too deeply, or
-            multiplies itself by aliases.
+        ValueError: If the text is too long, is not YAML, asks for Python objects, repeats a key,
+            nests too deeply, or has too many nodes through aliases.
     """
     if len(text) > MOST_YAML_BYTES:
         raise ValueError(
@@ -81,7 +81,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
     def construct_number_or_bool(self, node: yaml.ScalarNode) -> int | float | bool:
-        """A scalar may be none of these in spite of its tag, or have too many digits."""
+        """Returns the value of a scalar with one of these tags, which may still not fit its tag."""
         try:
             if node.tag == _BOOL:
                 return self.construct_yaml_bool(node)
@@ -118,7 +118,7 @@ _Loader.yaml_constructors = {
 
 
 def _count(node: yaml.Node, counts: dict[int, int], above: frozenset[int]) -> int:
-    """Returns how many nodes the tree has; more than the bound if it contains itself."""
+    """Returns the number of nodes of a tree; more than `_MOST_NODES` if it contains itself."""
     if id(node) in above:
         return _MOST_NODES + 1
     if id(node) not in counts:
@@ -131,7 +131,7 @@ def _count(node: yaml.Node, counts: dict[int, int], above: frozenset[int]) -> in
 
 
 def _keep_text(node: yaml.Node, keys: Collection[str]) -> None:
-    """Makes text of the numbers that these keys of the outermost mapping have."""
+    """Turns numbers of these keys of the outermost mapping into text."""
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         if key.value in keys and value.tag in (_INT, _FLOAT):
             value.tag = _TEXT

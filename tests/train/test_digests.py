@@ -109,7 +109,7 @@ def test_every_file_of_a_complete_step_has_a_digest(tmp_path, asynchronous):
         (truncate, "bytes of"),
         (flip_a_bit, "has changed"),
         (delete, "is missing"),
-        (put_a_folder_there, "is no file"),
+        (put_a_folder_there, "is not a regular file"),
         (garble_the_digests, "digests.json is not what a run writes"),
         (change_the_digests, "digests.json has changed"),
         (delete_the_marker, "_CHECKPOINT_METADATA is missing"),

@@ -110,7 +110,7 @@ def test_a_run_whose_checkpoints_are_gone_is_refused_and_begins_anew_if_told_to(
         run_to(copy, 4)
     assert content_of(copy) == before and str(checkpoints) in str(error.value)
     if how in ("dangling", "file"):
-        assert "is no folder, or a link to one that is not there" in str(error.value)
+        assert "is not a folder, or a link to one that does not exist" in str(error.value)
         return
     assert "but the run has saved step 3. Nothing has been changed." in str(error.value)
     assert "`begin_anew=true`" in str(error.value)
