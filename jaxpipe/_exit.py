@@ -1,4 +1,4 @@
-"""How a process ends when others wait for it and it cannot go on: at once, with the reason."""
+"""Ends a process that cannot go on while others wait for it: at once, with the reason."""
 
 import ctypes
 import os
@@ -8,27 +8,30 @@ from collections.abc import Callable
 from typing import NoReturn
 
 EXIT_CODE = 70
-"""Of a process that cannot go on for a reason outside of it: EX_SOFTWARE of sysexits.h."""
+"""The exit code of a process that another one has made fail: EX_SOFTWARE of sysexits.h."""
 
 _abort_handlers: list[Callable[[], None]] = []
 
 
 def leave(code: int = EXIT_CODE) -> NoReturn:
-    """Ends the process without waiting for threads, for other processes or for what JAX does at
-    exit."""
+    """Ends the process without waiting for threads, other processes or JAX's exit handlers.
+
+    Args:
+        code: The exit code.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def before_abort(say: Callable[[], None]) -> None:
-    """Calls a function when the C library's `abort` is called, before the process ends.
+    """Registers a function that runs when the C library's `abort` is called.
 
-    JAX calls it as soon as process 0 is gone (`client.h: Terminating process`), from a thread of
-    its own. Handlers of the `signal` module would run after the process has ended.
+    JAX calls `abort` as soon as process 0 is gone (`client.h: Terminating process`), from its own
+    thread. Handlers of the `signal` module would run after the process has ended.
 
     Args:
-        say: What to call, beside all functions given before, in order.
+        say: The function. It runs after all functions that were registered before it.
     """
     _abort_handlers.append(say)
     if len(_abort_handlers) > 1:

@@ -1,6 +1,6 @@
-"""Reads what users give, files and values, within bounds.
+"""Reads files and values that users give, within bounds.
 
-No file, of whatever kind, fills the memory or blocks, and no value makes an error long.
+A file of any kind neither fills the memory nor blocks, and no value makes an error message long.
 """
 
 import json
@@ -17,11 +17,16 @@ MOST_JSON_BYTES = 32 * MEGABYTE
 """Bytes of one JSON text. In memory it may become 25 times as large."""
 
 _CONTROL = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
-"""Python reads bytes of names that are not UTF-8 as halves of surrogate pairs."""
+"""Control characters, and lone surrogates, by which Python represents bytes that are not UTF-8."""
 
 
 def shown(value: object, most: int = 160) -> str:
-    """Returns the `repr` of a value, shortened to about `most` characters."""
+    """Returns the `repr` of a value, shortened if it is long.
+
+    Args:
+        value: The value.
+        most: Characters of a string in it. The whole has at most about four times as many.
+    """
     short = _Repr()
     short.maxstring = short.maxother = short.maxlong = most
     text = short.repr(value)
@@ -35,7 +40,12 @@ def listed(names: Iterable[str]) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Returns a text without its middle if it has more than `most` characters."""
+    """Returns a text, without its middle if it is long.
+
+    Args:
+        text: The text.
+        most: The number of characters beyond which the middle is left out.
+    """
     if len(text) <= most:
         return text
     half = most // 2
@@ -46,7 +56,8 @@ def plain_text(value: str) -> str:
     """Returns a name or path as it is.
 
     Raises:
-        ValueError: If it has control characters, or bytes that are not UTF-8.
+        ValueError: If it has control characters, or bytes that are not UTF-8. The error is for
+            pydantic, which names the key and the value.
     """
     if _CONTROL.search(value):
         raise ValueError("Input should be UTF-8 text without control characters")
@@ -98,7 +109,8 @@ def read_text(path: str | os.PathLike[str], *, most_bytes: int) -> str:
         most_bytes: The size beyond which the file is refused.
 
     Raises:
-        ValueError: As `read_bytes`, or if the file is not UTF-8, naming the line.
+        ValueError: If the file does not exist, cannot be read, is a folder, a device or a pipe, is
+            too large, or is not UTF-8; the message begins with the file's name.
     """
     data = read_bytes(path, most_bytes=most_bytes)
     try:
@@ -116,10 +128,10 @@ def parse_json(text: str, where: str) -> Any:
 
     Args:
         text: The text.
-        where: What errors begin with: the file, and the line if the file has one text a line.
+        where: The beginning of errors: the file, and the line if each line is a JSON text.
 
     Raises:
-        ValueError: If it is not JSON, nests too deeply, or has a number of thousands of digits.
+        ValueError: If it is not JSON, nests too deeply, or has a number of more than 4300 digits.
     """
     try:
         return json.loads(text)

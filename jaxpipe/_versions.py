@@ -29,8 +29,7 @@ def splash_aborts_in_pipelines() -> bool:
 
 
 def nan_errors() -> tuple[type[Exception], ...]:
-    """The errors of a program whose results are not finite, with `jax_debug_nans` or
-    `jax_debug_infs`."""
+    """Returns the errors that `jax_debug_nans` and `jax_debug_infs` raise for a program."""
     internal = getattr(api_util, "InternalFloatingPointError", FloatingPointError)
     return FloatingPointError, internal
 
@@ -118,16 +117,16 @@ _patched = 0
 def translated_shardings(
     translate: Callable[[NamedSharding], NamedSharding],
 ) -> Iterator[None]:
-    """Lets functions traced inside name shardings of a mesh whose axes are partly manual there.
+    """Lets functions traced inside name shardings of a mesh, some axes of which are manual there.
 
-    JAX has no door for this: `jax.lax.with_sharding_constraint`, `jax.sharding.reshard` and
-    `out_sharding=` refuse a mesh that is not the one in context. So the functions behind them,
-    which a user's import cannot bypass, are wrapped while a `with` of any thread is open; they
-    translate in the threads that opened one.
+    JAX has no public interface for this: `jax.lax.with_sharding_constraint`,
+    `jax.sharding.reshard` and `out_sharding=` refuse a mesh that is not the one in
+    context. So the functions behind them, which a user's import cannot bypass, are wrapped while
+    any thread is inside this context. They translate in these threads only.
 
     Args:
-        translate: Returns what a sharding means in the current context, or the same object if it
-            means what it says.
+        translate: Returns a sharding in terms of the current context, or the same object if it
+            needs no translation.
     """
     global _patched
     with _patching:
@@ -147,14 +146,14 @@ def translated_shardings(
 
 
 def _patch(owner: Any, name: str, new: Callable) -> tuple[Any, str, Any]:
-    """Replaces an attribute; `(owner, name, its own value before, or None)`."""
+    """Replaces an attribute. Returns (owner, name, old value), None for one that was inherited."""
     old = vars(owner).get(name)
     setattr(owner, name, new)
     return owner, name, old
 
 
 def _sharding_patches() -> list[tuple[Any, str, Callable]]:
-    """What to put where in JAX's modules."""
+    """Returns the attributes of JAX's modules to replace: (owner, name, new value)."""
     canonicalize = sharding_impls.canonicalize_sharding
     users = [
         module
@@ -171,7 +170,7 @@ def _sharding_patches() -> list[tuple[Any, str, Callable]]:
 
 
 def _meant(sharding: Any) -> Any:
-    """`sharding` translated, if this thread translates and it is a `NamedSharding`."""
+    """Returns `sharding` translated, if this thread translates and it is a `NamedSharding`."""
     translate = _translate.get()
     if translate is None or not isinstance(sharding, NamedSharding):
         return sharding
@@ -208,7 +207,7 @@ def _reshard(bind: Callable) -> Callable:
 
 
 def _check(check: Callable) -> Callable:
-    """Of the last argument, a sharding that is not translated."""
+    """Returns JAX's `check`, skipped if its last argument is a sharding that is translated."""
 
     def check_own(*arguments: Any) -> None:
         if _meant(arguments[-1]) is arguments[-1]:
@@ -225,7 +224,7 @@ def _canonicalize(canonicalize: Callable) -> Callable:
 
 
 def _of_type(spec: P, types: dict[str, AxisType], wanted: AxisType) -> P:
-    """`spec` with only the axes of one type."""
+    """Returns `spec` with only the axes of one type."""
 
     def kept(dim: Any) -> Any:
         if dim is None or dim is P.UNCONSTRAINED:

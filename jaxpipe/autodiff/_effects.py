@@ -1,4 +1,4 @@
-"""What a program does beside computing its outputs, in the words of who wrote it."""
+"""Lists the side effects of a program by the names of the functions that users call."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,14 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 
 
 def effects_of(closed: ClosedJaxpr) -> list[str]:
-    """Returns what in a program does more than compute its outputs, by the names of primitives."""
+    """Returns the names of the functions that give a program side effects.
+
+    Args:
+        closed: The program.
+
+    Returns:
+        Names in backticks such as "`jax.debug.print`", each once; empty if the program is pure.
+    """
     if all(type(e).__name__ == "NamedAxisEffect" for e in closed.effects):
         return []
     return list(dict.fromkeys(_with_effects(closed.jaxpr))) or [str(e) for e in closed.effects]

@@ -57,20 +57,22 @@ class Model:
 
 
 _MARK = "returns_aux"
-"""An attribute of functions that `with_aux` returns."""
+"""The attribute by which `with_aux` recognizes a function that it has returned."""
 
 
 def with_aux(stage: Callable) -> Callable[[Any, Any, Any, Any], tuple[Any, Sums]]:
     """Returns `stage` as all engines call it: its result is always a pair (y, sums).
 
-    A stage may return y alone, that is a tree of the same structure as its activation, or
-    (y, None); then there are no sums. On a mesh with explicit axes y is resharded to the type of
-    the activation, which is that of the next stage's.
+    A stage may return y alone, which is a tree of the same structure as x, or (y, None); then
+    `sums` is empty. On a mesh with explicit axes y is resharded to the type of x, which the next
+    stage expects.
 
     Args:
         stage: `(weights of one stage, x, side_m, rng) -> (y, sums)` or `-> y`.
 
-    The result raises a `ValueError` if y is not like x.
+    Returns:
+        `(weights of one stage, x, side_m, rng) -> (y, sums)`. It raises a `ValueError` if y differs
+        from x in structure, shapes or dtypes.
     """
     if getattr(stage, _MARK, False):
         return stage
@@ -107,7 +109,7 @@ def _check_like(x: Any, y: Any) -> None:
 
 
 def _described(tree: Any) -> str:
-    """The tree with a dtype and a shape in place of each leaf."""
+    """Returns a text of the tree with a dtype and a shape in place of each leaf."""
 
     def of_leaf(x: Any) -> str:
         kind = jax.typeof(x)

@@ -189,10 +189,10 @@ def program(closed: ClosedJaxpr, *, keep_dead: bool = False) -> Program:
 
     Args:
         closed: The jaxpr.
-        keep_dead: Keeps the other steps too.
+        keep_dead: Whether to keep the other steps too.
 
     Raises:
-        ValueError: If it does more than compute its outputs.
+        ValueError: If it has side effects.
     """
     check_pure(closed)
     if keep_dead:

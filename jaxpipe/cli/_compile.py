@@ -77,7 +77,7 @@ def _devices(config: "Config", topology: str | None, num_slices: int) -> list[An
 
         return tpu_topology(topology, num_slices)
     if num_slices != 1:
-        raise ValueError(f"`--num-slices` is {num_slices}, of no `--topology`. Give one.")
+        raise ValueError(f"`--num-slices` is {num_slices} without `--topology`. Give both.")
     if config.emulate_devices:
         emulate_devices(config.emulate_devices)
     import jax

@@ -1,4 +1,4 @@
-"""What is said of an error that has ended a command, and the exit code."""
+"""Reports an error that has ended a command, and chooses the exit code."""
 
 import errno
 import logging
@@ -11,29 +11,29 @@ import traceback
 from .._input import shortened, shown
 
 _MOST_MESSAGE = 4000
-"""Characters of an error."""
+"""The most characters of an error message."""
 
 _OF_PATHS = (
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG),
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENXIO, errno.EINVAL),
 )
-"""What an OSError has where a path of the user's is wrong, and not the disk."""
+"""Error numbers of an `OSError` that mean that the user gave a wrong path."""
 
 _NO_MEMORY = (
-    "There is not enough memory. What decides how much is needed: `base_emb_dim`, `base_mlp_dim`, "
-    "`base_num_decoder_layers`, `vocab_size` and `num_experts` for weights; "
+    "There is not enough memory. These keys decide how much is needed: `base_emb_dim`, "
+    "`base_mlp_dim`, `base_num_decoder_layers`, `vocab_size` and `num_experts` for weights; "
     "`per_device_batch_size`, `num_pipeline_microbatches`, `max_target_length` and `remat_policy` "
     "for activations. Make them smaller, or use more devices."
 )
 
 SHOW = "JAXPIPE_TRACEBACK"
-"""The environment variable that shows the traceback itself."""
+"""The environment variable that lets a command print the traceback."""
 
 
 def hide_logged_tracebacks() -> None:
-    """Keeps orbax and its threads from showing tracebacks of what they raise, and a command tells.
+    """Keeps Orbax and its threads from printing tracebacks of errors that a command reports itself.
 
-    What they warn of, such as the whole content of a damaged file, is left out too.
+    Their warnings, such as the whole content of a damaged file, are not printed either.
     """
     logger = logging.getLogger("absl")
     if _is_short not in logger.filters:
@@ -55,8 +55,11 @@ def tell(error: BaseException, command: str) -> int:
     """Prints one message for an error that has ended a command, and returns the exit code.
 
     Args:
-        error: What was raised.
+        error: The exception.
         command: The command, such as `train`.
+
+    Returns:
+        2 if the user has to change something, else 1.
     """
     from ._processes import is_run_error  # not at the top: it imports this file
 
@@ -80,11 +83,11 @@ def _fail(message: str, *, code: int = 2) -> int:
 
 
 def _tell_unexpected(error: BaseException, command: str) -> int:
-    """Says in one line that jaxpipe has a bug, and where the traceback is.
+    """Prints one line that reports a bug of jaxpipe and names the file with the traceback.
 
     Args:
-        error: What was raised.
-        command: What the user ran, such as `train`.
+        error: The exception.
+        command: The command, such as `train`.
 
     Returns:
         The exit code 1.

@@ -1,4 +1,4 @@
-"""Ctrl-C: a command that it ends says so in one line, also while its main thread compiles."""
+"""Handles Ctrl-C: the command ends with one line, also while its main thread compiles."""
 
 import os
 import select
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 INTERRUPTED = 128 + signal.SIGINT
-"""The exit code of a command that SIGINT has ended, as shells have it."""
+"""The exit code of a command that SIGINT has ended, as in shells."""
 CLEANUP_SECONDS = 3.0
-"""How long an interrupted command has for removing what it has not finished."""
+"""How long an interrupted command may take to remove its unfinished files."""
 
 _said = threading.Lock()
 _unwinds, _interrupted = threading.Event(), threading.Event()
@@ -21,10 +21,10 @@ def watch_interrupts() -> None:
     """Ends this process when SIGINT comes, whatever its main thread does.
 
     Python runs signal handlers between two bytecodes of the main thread, which may be inside XLA's
-    compiler for minutes; and an exception there may come out of an import or a callback as another
-    one. So the operating system's own handler writes the signal into a pipe, and a thread that
-    reads it ends the process: at once, or, inside `unwinding`, when there was time to unwind. A run
-    that has made a step handles SIGINT itself: only a second one ends it here.
+    compiler for minutes; and an import or a callback may turn an exception into another one. So the
+    signal handler of the C level writes the signal into a pipe, and a thread that reads the pipe
+    ends the process: at once, or, inside `unwinding`, after `CLEANUP_SECONDS`. A run that has made
+    a step handles SIGINT itself: only a second one ends it here.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return  # ignored, as in the background of a shell without job control
@@ -37,9 +37,9 @@ def watch_interrupts() -> None:
 
 @contextmanager
 def unwinding() -> Iterator[None]:
-    """Around what removes its files when it is broken off: SIGINT raises KeyboardInterrupt there.
+    """Lets SIGINT raise KeyboardInterrupt inside, so that the code inside removes its files.
 
-    So does any error that comes of that.
+    An error that the interrupt causes becomes KeyboardInterrupt too.
     """
     _unwinds.set()
     try:
@@ -60,7 +60,7 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def say_interrupted() -> int:
-    """Says once that SIGINT has ended the command. Returns its exit code."""
+    """Prints, the first time, that SIGINT has ended the command, and returns the exit code."""
     if _said.acquire(blocking=False):
         print("jaxpipe: interrupted (SIGINT)", file=sys.stderr, flush=True)
     return INTERRUPTED

@@ -23,11 +23,11 @@ from ._settings import add_settings, read_settings
 _HELP = "train a model in several processes on this machine"
 _POLL_SECONDS = 0.05
 _USER_ERROR = 2
-"""The exit code of what the user has to change, which another start does not."""
+"""The exit code of a user's mistake, which a restart does not repair."""
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """The signals that end a run."""
 _STOPPED = tuple(128 + number for number in _ENDING)
-"""The exit codes of a run that a signal has ended in order, also one that only a process got."""
+"""The exit codes of a run that has saved and ended after a signal to any of its processes."""
 _STOP_SECONDS = 5.0
 """How far apart the processes of such a run may end."""
 
@@ -104,8 +104,8 @@ class _Job:
     Attributes:
         running: Of each process, in order.
         outputs: The threads that show what they print.
-        signals: Those by which all were told to end, in the order in which they came.
-        tell: Tells all others that a process has ended, and how.
+        signals: The signals that were passed on to all processes, in order.
+        tell: A function that tells all other processes that one has ended, and how.
     """
 
     running: list[subprocess.Popen]
@@ -115,10 +115,11 @@ class _Job:
 
     @property
     def failed(self) -> tuple[int, int] | None:
-        """The process that failed first, and its code; not those that were told to end.
+        """The process that failed first, and its exit code; None if none has failed.
 
-        Of several that have ended since the last look it is one that a signal has killed, if there
-        is one: the others may have ended because it was gone.
+        A process that ended because of a signal that was passed on has not failed. If several have
+        ended since the last look, one that a signal has killed comes first: the others may have
+        ended because of it.
         """
         codes = enumerate(popen.poll() for popen in self.running)
         obeyed = {0, *(128 + number for number in self.signals)}
@@ -131,17 +132,16 @@ class _Job:
 
 
 def _may_follow(code: int) -> int:
-    """How likely it is that a process has ended with this code because of another one."""
+    """Returns a rank: the higher, the likelier another process caused the end with this code."""
     return 2 if code in (EXIT_CODE, -signal.SIGABRT) else int(code > 0)
 
 
 @contextlib.contextmanager
 def _started(commands: Sequence[tuple[list[str], dict[str, str]]]) -> Iterator[_Job]:
-    """Processes, none of which is left behind. They get the signals that this one gets; after a
-    second one they are killed.
+    """Starts processes, passes signals on to them, and kills those that are left at the end.
 
-    Each is a process group, so that it gets Ctrl-C from here alone and not from the terminal too:
-    twice would mean at once.
+    Each is a process group of its own, so that Ctrl-C reaches it from here and not a second time
+    from the terminal: a second signal ends a process at once.
     """
     job, lifelines = _Job([]), Lifelines()
 
@@ -185,7 +185,7 @@ def _started(commands: Sequence[tuple[list[str], dict[str, str]]]) -> Iterator[_
 
 @contextlib.contextmanager
 def _handled(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> Iterator[None]:
-    """Handles signals inside, but for those that are ignored, as after `nohup`."""
+    """Handles signals inside this context, except those that are ignored, as after `nohup`."""
     taken = {n: h for n, h in handlers.items() if signal.getsignal(n) != signal.SIG_IGN}
     before = {number: signal.signal(number, handler) for number, handler in taken.items()}
     try:
@@ -226,7 +226,7 @@ def _first_failure(job: _Job, grace: float) -> int:
 
 
 def _exit_code(code: int) -> int:
-    """The exit code of this process for that of another one, which is negative after a signal."""
+    """Returns the exit code as shells have it for one of `Popen`, negative after a signal."""
     return 128 - code if code < 0 else code
 
 

@@ -1,4 +1,4 @@
-"""The line from `jaxpipe launch` to each of its processes: who has ended, and that it is there.
+"""The pipe from `jaxpipe launch` to each process tells which others, or the launcher, have ended.
 
 Each process inherits the reading end of a pipe. A line in it names another process that has ended;
 the end of the pipe says that the launcher has, however it ended. On Linux the kernel also kills the
@@ -19,14 +19,14 @@ from typing import Any
 from .._exit import leave
 
 LIFELINE = "JAXPIPE_LAUNCHER_PIPE"
-"""The file descriptor of the pipe, for the process that inherits it."""
+"""The environment variable with the file descriptor of the pipe that a process inherits."""
 GRACE_SECONDS = 2.0
-"""How long a process goes on after such news: its main thread may have more to say."""
+"""How long a process runs after that message: its main thread may still report an error."""
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
 class Lifelines:
-    """The launcher's ends, one for each process."""
+    """The writing ends of the pipes to all processes, in the launcher."""
 
     def __init__(self) -> None:
         self._writers: dict[int, int] = {}
@@ -34,13 +34,16 @@ class Lifelines:
     def start(
         self, process: int, command: Sequence[str], environment: Mapping[str, str], **options: Any
     ) -> subprocess.Popen:
-        """Starts a process that follows this one.
+        """Starts a process with a pipe to it.
 
         Args:
             process: Its index.
             command: The command and its arguments.
-            environment: Of the process.
-            options: Of `subprocess.Popen`.
+            environment: The environment of the process.
+            options: Further arguments of `subprocess.Popen`.
+
+        Raises:
+            OSError: If the process cannot be started.
         """
         reader, self._writers[process] = os.pipe()
         try:
@@ -51,14 +54,19 @@ class Lifelines:
             os.close(reader)
 
     def tell(self, ended: int, how: str) -> None:
-        """Tells every other process that one has ended, and how."""
+        """Tells every other process that one has ended, and how.
+
+        Args:
+            ended: The index of the process that has ended.
+            how: How it has ended, such as "with code 1".
+        """
         for process, writer in self._writers.items():
             if process != ended:
                 with contextlib.suppress(BrokenPipeError):  # it has ended too
                     os.write(writer, f"process {ended} has ended {how}\n".encode())
 
     def close(self) -> None:
-        """Lets go of all processes."""
+        """Closes all pipes, on which processes that still run end."""
         for writer in self._writers.values():
             os.close(writer)
         self._writers.clear()
@@ -70,7 +78,7 @@ def follow_launcher(name: str) -> None:
     Does nothing in a process that `jaxpipe launch` has not started.
 
     Args:
-        name: Of this process, for what it says then.
+        name: The name of this process in its last message, such as "process 1".
     """
     reader = os.environ.pop(LIFELINE, None)  # not for the children of this process
     if reader is None:

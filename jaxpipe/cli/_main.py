@@ -56,7 +56,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Returns the parsed arguments; settings may stand before, between and after options."""
+    """Returns the parsed arguments. Settings may come before, between and after options.
+
+    Args:
+        argv: The words after `jaxpipe`, or None for those of this process.
+
+    Raises:
+        SystemExit: If an argument is unknown or wrong, after a message.
+    """
     parser = make_parser()
     args, rest = parser.parse_known_args(argv)
     if any(word.startswith("-") for word in rest) or (rest and not hasattr(args, "settings")):

@@ -1,4 +1,4 @@
-"""The values of options: what each may be, and how a wrong one is told."""
+"""Parses the values of options, within bounds and with short errors."""
 
 import argparse
 import math
@@ -13,19 +13,19 @@ _MOST_MESSAGE = 2000
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are as short as all others."""
+    """An argument parser whose error messages have at most `_MOST_MESSAGE` characters."""
 
     def error(self, message: str) -> NoReturn:
         super().error(shortened(message, _MOST_MESSAGE))
 
 
 def integer(least: int, most: int) -> Callable[[str], int]:
-    """Returns what reads an option that is an integer from `least` to `most`."""
+    """Returns a function that parses an option, an integer from `least` to `most`."""
     return _number(int, "an integer", least, most)
 
 
 def number(least: float, most: float) -> Callable[[str], float]:
-    """Returns what reads an option that is a number from `least` to `most`."""
+    """Returns a function that parses an option, a number from `least` to `most`."""
     return _number(float, "a number", least, most)
 
 
@@ -36,7 +36,7 @@ def text(value: str) -> str:
         ArgumentTypeError: If it is empty, too long, or not printable.
     """
     if not value or len(value) > 4096 or not value.isprintable():
-        raise argparse.ArgumentTypeError(f"{shown(value)} is not a name.")
+        raise argparse.ArgumentTypeError(f"{shown(value)}. Give printable text.")
     return value
 
 
@@ -44,7 +44,7 @@ def path(value: str) -> Path:
     """Reads an option that is a path.
 
     Raises:
-        ArgumentTypeError: If no file can have it as a name.
+        ArgumentTypeError: If it is empty, is not UTF-8, or has a null character.
     """
     try:
         os.fsencode(value).decode("utf-8")

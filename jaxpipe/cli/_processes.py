@@ -15,7 +15,7 @@ ADDRESS, BIND_ADDRESS = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS
 NUM_PROCESSES, PROCESS = "JAXPIPE_NUM_PROCESSES", "JAXPIPE_PROCESS_ID"
 
 HEARTBEAT_SECONDS = 60
-"""After so long without a sign of a process JAX takes it for dead, and ends all others."""
+"""How long JAX waits for a heartbeat before it takes a process for dead and ends all others."""
 
 
 def join_processes(*, detect: bool) -> None:
@@ -29,7 +29,7 @@ def join_processes(*, detect: bool) -> None:
             pod, of which JAX reads everything from the environment.
 
     Raises:
-        ValueError: If the environment says less, or says it wrong.
+        ValueError: If a variable of the environment is missing or has a wrong value.
     """
     import jax  # not at the top: most commands need no devices
 
@@ -44,8 +44,8 @@ def join_processes(*, detect: bool) -> None:
             )
         if not process < num_processes:
             raise ValueError(
-                f"{PROCESS} is {process} and {NUM_PROCESSES} is {num_processes}. Processes are "
-                "numbered from 0."
+                f"{PROCESS} is {process} and {NUM_PROCESSES} is {num_processes}. Give an "
+                "index of a process, counted from 0."
             )
         jax.distributed.initialize(
             num_processes=num_processes,
@@ -68,6 +68,9 @@ def join_processes(*, detect: bool) -> None:
 def check_address(address: str) -> None:
     """Checks the address of process 0.
 
+    Args:
+        address: The value of `JAX_COORDINATOR_ADDRESS`.
+
     Raises:
         ValueError: If it is not host:port.
     """
@@ -82,10 +85,11 @@ def check_address(address: str) -> None:
 
 
 def _bind_address(address: str) -> str | None:
-    """The address at which process 0 listens: the one at which the others reach it.
+    """Returns the address at which process 0 listens: the one at which the others reach it.
 
-    None, and it listens at all addresses of its host, which it says, where that one is not of this
-    host, as behind a translation of addresses. `JAX_COORDINATOR_BIND_ADDRESS` wins.
+    Returns None if this host does not have that address, as behind network address translation:
+    then process 0 listens at all addresses of its host, and a message says so. Returns None too if
+    `JAX_COORDINATOR_BIND_ADDRESS` is set, which JAX reads itself.
     """
     if BIND_ADDRESS in os.environ:
         return None  # JAX reads it
@@ -104,7 +108,7 @@ def _bind_address(address: str) -> str | None:
             ) from None
         print(
             f"jaxpipe: process 0 listens at port {port} of all addresses of this host: {host!r} is "
-            f"not one of them ({error.strerror or error}). {BIND_ADDRESS} says another one.",
+            f"not one of them ({error.strerror or error}). Set {BIND_ADDRESS} to choose one.",
             file=sys.stderr,
         )
         return None

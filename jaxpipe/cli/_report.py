@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.topology and not args.compile:
         raise ValueError(f"`--topology` is {args.topology} without `--compile`. Give both.")
     if args.num_slices != 1 and not args.topology:
-        raise ValueError(f"`--num-slices` is {args.num_slices}, of no `--topology`. Give one.")
+        raise ValueError(f"`--num-slices` is {args.num_slices} without `--topology`. Give both.")
     if args.topology:
         leave_tpus_alone()
     found = read_run(args.run)

@@ -133,17 +133,17 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _write(option: str, file: Path, content: str) -> None:
-    """Writes what an option asked for.
+    """Writes the file that an option names.
 
     Raises:
-        ValueError: If nothing can be written there.
+        ValueError: If the file cannot be written.
     """
     try:
         file.write_text(content, encoding="utf-8")
     except OSError as error:
         raise ValueError(
             f"`--{option}` is {shown(str(file))}, which cannot be written: {error.strerror}. Give "
-            "a file in a folder that is there, on a disk with room."
+            "a file in an existing folder, on a disk with free space."
         ) from None
 
 

@@ -34,7 +34,7 @@ def read_settings(settings: list[str]) -> "Config":
 
 
 def _is_config_file(text: str) -> bool:
-    """Returns whether a word names a file. `tokenizer_path=x.yml` does not, `lr=3.yml` may."""
+    """Returns whether an argument names a config file: `tokenizer_path=x.yml` does not."""
     from ..train import Config
 
     key, equals, _ = text.partition("=")

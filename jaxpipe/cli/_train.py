@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     """Trains. Processes join and devices are emulated before JAX looks for devices.
 
     The exit code is 143 if SIGTERM has ended the run before its last step, 130 if SIGINT and 129 if
-    SIGHUP has, so that what starts failures again goes on with it.
+    SIGHUP has, so that a scheduler that restarts failed jobs resumes it.
     """
     follow_launcher(f"process {os.environ.get(PROCESS, 0)}")
     from ..train import TerminatedError, base_yaml, train

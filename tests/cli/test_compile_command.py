@@ -51,7 +51,7 @@ def test_without_json_it_is_a_table(capsys):
     ("arguments", "message"),
     [
         (["stepz=3"], "sets `stepz`, which is no key. Did you mean `steps`?"),
-        (["--num-slices", "2"], "`--num-slices` is 2, of no `--topology`. Give one."),
+        (["--num-slices", "2"], "`--num-slices` is 2 without `--topology`. Give both."),
         (["emulate_devices=8", "--topology", "v5p:2x2x1"], "Leave one of them out."),
         (["ici_pipeline_parallelism=16"], "needs 16 devices and there are 8"),
     ],
