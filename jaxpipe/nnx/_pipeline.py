@@ -18,7 +18,7 @@ from . import _stacked as stacked
 class _Given:
     """A config, which may not be hashable, in a module whose attributes must be.
 
-    All are equal: modules differ by the settings that are read from their configs.
+    All instances are equal: modules are compared by the settings that are read from the config.
     """
 
     def __init__(self, config: Any):

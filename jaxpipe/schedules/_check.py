@@ -22,12 +22,12 @@ def check(schedule: Schedule) -> Schedule:
     """
     _check_results(schedule)
     for _ in walk(schedule):
-        pass  # it raises where ranks come to wait for each other
+        pass  # raises if ranks wait for each other
     return schedule
 
 
 def _check_results(schedule: Schedule) -> None:
-    """Every result is there once, on the rank of its forward."""
+    """Checks that every result is computed once, on the rank of its forward."""
     found = _find(schedule)
     _check_complete(schedule, found)
     _check_same_rank(schedule, found)

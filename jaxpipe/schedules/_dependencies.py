@@ -18,11 +18,11 @@ class ScheduleError(ValueError):
 
 
 Result = tuple[int, Op, int, int | None]
-"""What others can wait for: the fields of an `Action`, which make and hash faster than one."""
+"""A result that other actions wait for: the fields of an `Action`, faster to make and hash."""
 
 
 def results_of(action: Action) -> tuple[Result, ...]:
-    """Returns what others can wait for once `action` is done: `results` as tuples of fields."""
+    """Returns the results of an action, as tuples of fields."""
     stage, op, microbatch, piece = action.stage, action.op, action.microbatch, action.slice
     if op is not Op.B:
         return ((stage, op, microbatch, piece),)
@@ -30,7 +30,7 @@ def results_of(action: Action) -> tuple[Result, ...]:
 
 
 def needs_of(action: Action, num_stages: int, num_slices: int) -> list[Result]:
-    """Returns the results an action waits for: `needs` as tuples of fields."""
+    """Returns the results that an action waits for, as tuples of fields."""
     stage, op, microbatch, piece = action.stage, action.op, action.microbatch, action.slice
     if op is Op.W:
         return [(stage, Op.I, microbatch, piece)]
@@ -73,13 +73,13 @@ def runnable_order(schedule: Schedule) -> list[tuple[int, Step]]:
 
 
 def walk(schedule: Schedule) -> Iterator[tuple[int, Step, list[Result], list[Result]]]:
-    """Yields what `runnable_order` lists: (rank, step, what it waits for, what it gives).
+    """Yields (rank, step, results it waits for, results it gives) in the order of `runnable_order`.
 
-    Ranks have turns, round after round, and run as far as they can. One that has to wait for a
-    result has no turn until that is there.
+    Ranks take turns, round after round, and run as far as they can. One that waits for a result has
+    no turn until that result is computed.
 
     Raises:
-        ScheduleError: As `runnable_order`, after the last step that can run.
+        ScheduleError: If ranks wait for each other, after the last step that can run.
     """
     slices = num_slices(schedule)
     places = [0] * len(schedule.programs)

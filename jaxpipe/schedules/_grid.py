@@ -1,4 +1,4 @@
-"""Fills one grid of ticks: a list scheduler that looks at what a tick costs.
+"""Fills one grid of ticks with a list scheduler that accounts for the cost of each tick.
 
 An action is a number here: stage * M + microbatch, where M is the number of microbatches. Minus M
 that is the same microbatch on the stage before, plus M on the stage after.
@@ -18,7 +18,7 @@ _NEVER = 1 << 60
 
 
 class Order(NamedTuple):
-    """What a rank has to run: three orders, each with the next action last.
+    """The actions that a rank has to run: three lists, each with the next action last.
 
     Attributes:
         forwards: The (number, duration) of every F.
@@ -67,7 +67,7 @@ class Grid(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """What came of an attempt to fill a grid.
+    """The outcome of an attempt to fill a grid.
 
     Attributes:
         grid: The grid; None if it would have taken too long.
@@ -83,7 +83,7 @@ class Filled(NamedTuple):
 
 @dataclass(slots=True)
 class _Rank:
-    """What a rank has still to do, and what it has done.
+    """The state of a rank while a grid is filled.
 
     Attributes:
         forwards: The F's that it has still to run; likewise `backwards` and `weights`.
@@ -143,11 +143,11 @@ def fill(
     else to run, or if another rank takes as long anyway.
 
     Args:
-        orders: What the ranks have to run.
+        orders: The actions of the ranks.
         caps: [ranks] the most activations that each may hold.
-        lag: How many W's a rank puts off.
-        longest: The attempt ends when the makespan is certain to be more than that.
-        below: The attempt ends when the makespan is certain not to be below that.
+        lag: The most W's that a rank defers.
+        longest: The attempt ends as soon as the makespan must exceed this.
+        below: The attempt ends as soon as the makespan must be at least this.
     """
     num_microbatches = orders.schedule.num_microbatches
     total = orders.schedule.num_stages * num_microbatches

@@ -2,7 +2,7 @@
 
 MOST_RANKS = 4096
 MOST_FORWARDS = 1 << 19
-"""Of a schedule: stages x microbatches x slices, such as 2 x 256 stages x 1,024 microbatches."""
+"""The most stages x microbatches x slices of a schedule, such as 512 x 1,024 x 1."""
 
 
 def require_positive(**counts: int) -> None:
@@ -13,7 +13,17 @@ def require_positive(**counts: int) -> None:
 
 
 def require_small(ranks: int, microbatches: int, chunks: int, slices: int) -> None:
-    """Refuses counts of schedules that are too large to be worked with."""
+    """Checks that a schedule of these counts is small enough to be built.
+
+    Args:
+        ranks: The number of ranks.
+        microbatches: The number of microbatches.
+        chunks: Stages per rank.
+        slices: Slices per sequence.
+
+    Raises:
+        ValueError: If there are too many ranks or forwards.
+    """
     require(ranks <= MOST_RANKS, f"`ranks` is {ranks}.", f"Give at most {MOST_RANKS}.")
     product = ranks * microbatches * chunks * slices
     require(

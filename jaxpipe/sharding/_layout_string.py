@@ -9,7 +9,7 @@ import re
 from .._input import shown
 
 _MOST = 100_000
-"""Letters of a layout that is written out."""
+"""The most letters of a layout after its repetitions are expanded."""
 
 _REPEATED = re.compile(r"([A-Za-z]|\([^()]*\))\*(\d+)(?![\d*])")
 

@@ -94,14 +94,17 @@ def check_circular(
     delay: bool,
     names: tuple[str, str] = ("dim 0 of `inputs` and `side`", "`delay`"),
 ) -> None:
-    """Raises a `ValueError` if the circular pipeline cannot run these counts.
+    """Checks that the circular pipeline can run these counts.
 
     Args:
         num_ranks: S.
         num_repeats: R.
         num_microbatches: M.
         delay: Whether hand-overs are delayed.
-        names: Where the caller gave M and the delay.
+        names: The names of the arguments by which the caller gave M and the delay.
+
+    Raises:
+        ValueError: If it cannot. The error uses `names`.
     """
     in_microbatches, in_delay = names
     if num_microbatches < num_ranks:

@@ -125,7 +125,7 @@ def rows_of(gather: Gather, lead: P) -> P:
 
 
 def _typed(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> PyTree:
-    """`tree`, split as its cotangent will be: with explicit axes that is part of its type.
+    """Returns `tree` split as its cotangent will be: with explicit axes the type includes that.
 
     Args:
         tree: Arrays, of numpy too.

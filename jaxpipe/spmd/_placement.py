@@ -109,9 +109,14 @@ def place_weight(
 
 
 def type_weights(weights: PyTree, specs: PyTree, mesh: Mesh | None) -> PyTree:
-    """`weights` with their physical specs in their types, if the mesh has explicit axes.
+    """Returns `weights` with their specs in their types, if the mesh has explicit axes.
 
-    They may come as numpy arrays or lie on one device; their gradients have the same types.
+    Their gradients then have the same types.
+
+    Args:
+        weights: Arrays, also of numpy or on one device.
+        specs: The physical spec of each.
+        mesh: The mesh, or None.
     """
     if mesh is None or AxisType.Explicit not in mesh.axis_types:
         return weights
