@@ -187,14 +187,14 @@ def test_arrays_that_are_not_those_of_their_groups_are_refused():
         (r"arrays\[0\]`, float32\[4\], is on group 1, and `mesh_ids` is \(0,\)", [there], {}),
         (r"arrays\[1\]`, float32\[4\], is on group 0", [here, here], {}),
         (r"is float32\[4\], and the whole is float32\[8\]", [here], {"shape": (8,)}),
-        (r"is empty, so nothing says what .* Give `shape` and `dtype`", [], {}),
+        (r"is empty, so its shape and dtype are unknown. Give `shape` and `dtype`", [], {}),
     ]
     for message, arrays, more in cases:
         with pytest.raises(ValueError, match=message):
             jaxpp.MpmdArray(arrays, where, **more)
     whole = jax.device_put(x, jaxpp.MpmdSharding(mesh, {0}, P()).of_rank(0))
     with pytest.raises(
-        ValueError, match=r"is divided by .*, and `mpmd_sharding` says P\('fsdp',\)"
+        ValueError, match=r"has the sharding .*, and `mpmd_sharding` has the spec P\('fsdp',\)"
     ):
         jaxpp.MpmdArray([whole], where)
 
