@@ -36,8 +36,10 @@ from ._program import Shards as Shards
 from ._program import Step as Step
 from ._program import Value as Value
 from ._program import pick as pick
+from ._program import prints as prints
 from ._program import program as program
 from ._program import read as read
+from ._program import tokens as tokens
 from ._program import values as values
 from ._program import vary_as as vary_as
 from ._pullback import Pullback as Pullback
@@ -81,12 +83,14 @@ __all__ = [
     "keep",
     "merge",
     "pick",
+    "prints",
     "program",
     "pullback",
     "read",
     "recompute",
     "remat_by_name",
     "split",
+    "tokens",
     "total",
     "unpipelined",
     "values",

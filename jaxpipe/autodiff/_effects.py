@@ -1,35 +1,55 @@
 """Lists the side effects of a program by the names of the functions that users call."""
 
 from collections.abc import Iterator
+from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 
 
-def effects_of(closed: ClosedJaxpr) -> list[str]:
+def effects_of(closed: ClosedJaxpr, *, prints: bool = False) -> list[str]:
     """Returns the names of the functions that give a program side effects.
 
     Args:
         closed: The program.
+        prints: Whether to leave out `jax.debug.print` and `jax.debug.callback` that are unordered.
 
     Returns:
-        Names in backticks such as "`jax.debug.print`", each once; empty if the program is pure.
+        Names in backticks such as "`jax.debug.print`", each once; empty if there are none.
     """
-    if all(type(e).__name__ == "NamedAxisEffect" for e in closed.effects):
+    refused = [e for e in closed.effects if not _is_allowed(e, prints)]
+    if not refused:
         return []
-    return list(dict.fromkeys(_with_effects(closed.jaxpr))) or [str(e) for e in closed.effects]
+    return list(dict.fromkeys(_with_effects(closed.jaxpr, prints))) or [str(e) for e in refused]
 
 
-def _with_effects(jaxpr: Jaxpr) -> Iterator[str]:
+def is_print(equation: JaxprEqn) -> bool:
+    """Returns whether an equation, or something that it calls, prints or calls back unordered."""
+    return any(map(_is_unordered_print, equation.effects))
+
+
+def _is_unordered_print(effect: Any) -> bool:
+    return type(effect).__name__ == "DebugEffect"
+
+
+def _is_allowed(effect: Any, prints: bool) -> bool:
+    is_axis = type(effect).__name__ == "NamedAxisEffect"
+    return is_axis or (prints and _is_unordered_print(effect))
+
+
+def _with_effects(jaxpr: Jaxpr, prints: bool) -> Iterator[str]:
     for equation in jaxpr.eqns:
-        inner = [f for j in jaxprs_in_params(equation.params) for f in _with_effects(j)]
+        inner = [f for j in jaxprs_in_params(equation.params) for f in _with_effects(j, prints)]
         yield from inner
-        if equation.effects and not inner:
-            yield _EFFECTS.get(equation.primitive.name, f"`{equation.primitive.name}`")
+        if not inner and not all(_is_allowed(e, prints) for e in equation.effects):
+            name = equation.primitive.name
+            name = _EFFECTS.get(name, name)
+            is_ordered = any(type(e).__name__ == "OrderedDebugEffect" for e in equation.effects)
+            yield f"`{name}(ordered=True)`" if is_ordered else f"`{name}`"
 
 
 _EFFECTS = {
-    "debug_print": "`jax.debug.print`",
-    "debug_callback": "`jax.debug.callback`",
-    "io_callback": "`jax.experimental.io_callback`",
-    "check": "`checkify.check`",
+    "debug_print": "jax.debug.print",
+    "debug_callback": "jax.debug.callback",
+    "io_callback": "jax.experimental.io_callback",
+    "check": "checkify.check",
 }

@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
-from jax.extend.core import unmapped_aval
+from jax.extend.core import ClosedJaxpr, unmapped_aval
+from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
 from ._cost import is_cheap
+from ._equations import bind, jaxpr_of
 from ._program import (
     Atom,
     Choice,
@@ -28,7 +30,6 @@ from ._program import (
     Shards,
     Step,
     Value,
-    only_outputs,
     pick,
     program,
     read,
@@ -265,7 +266,32 @@ def _split_custom_vmap(step: Step, wanted: list[bool]) -> Pair:
     ours, theirs = (_needed(call, mask) for mask in (wanted, _not(wanted)))
     if any(inner in ours and not is_cheap(inner) for inner in theirs):
         return [step], []
-    return [only_outputs(step, wanted)], [only_outputs(step, _not(wanted))]
+    return [_only_outputs(step, wanted)], [_only_outputs(step, _not(wanted))]
+
+
+def _only_outputs(step: Step, wanted: Sequence[bool]) -> Step:
+    """A call with its own rule for `jax.vmap`, without the outputs that are not wanted."""
+    assert isinstance(step.operation, Plain) and step.operation.equation is not None
+    equation = step.operation.equation
+    params = equation.params
+    jaxpr, _ = partial_eval.dce_jaxpr(jaxpr_of(params["call"]), list(wanted), instantiate=True)
+
+    def rule(*arguments: Any) -> tuple[list[Any], list[bool]]:
+        result, is_mapped = map(jax.tree.leaves, params["rule"](*arguments))
+        return list(pick(result, wanted)), list(pick(is_mapped, wanted))
+
+    outputs = pick(equation.outvars, wanted)
+    part = equation.replace(
+        outvars=list(outputs),
+        params=params
+        | {
+            "call": ClosedJaxpr(jaxpr, params["call"].consts),
+            "rule": rule,
+            "out_tree": jax.tree.structure([0] * len(outputs)),
+        },
+    )
+    operation = Plain(part.primitive.name, bind(part, jaxpr), part.params, part)
+    return Step(operation, step.inputs, pick(step.outputs, wanted))
 
 
 def _needed(body: Program, wanted: Sequence[bool]) -> list[Step]:

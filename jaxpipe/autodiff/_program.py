@@ -8,24 +8,26 @@ of JAX whose equations differ.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import (
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
     Literal,
     Var,
-    jaxpr_as_fun,
 )
 from jax.interpreters import partial_eval
+from jax.sharding import PartitionSpec
 
 from .._versions import scan_sizes
-from ._effects import effects_of
+from ._effects import effects_of, is_print
+from ._equations import bind, called_jaxpr, jaxpr_of, scoped
 
 T = TypeVar("T")
 
@@ -184,17 +186,19 @@ class Program:
         return [read(atom) for atom in self.outputs]
 
 
-def program(closed: ClosedJaxpr, *, keep_dead: bool = False) -> Program:
+def program(closed: ClosedJaxpr, *, keep_dead: bool = False, prints: bool = False) -> Program:
     """The steps of a jaxpr that its outputs depend on.
 
     Args:
         closed: The jaxpr.
         keep_dead: Whether to keep the other steps too.
+        prints: Whether to allow unordered prints and callbacks, and to keep them. The last output
+            of a step that prints is a token, a zero: a program that returns it runs the print.
 
     Raises:
         ValueError: If it has side effects.
     """
-    check_pure(closed)
+    check_pure(closed, prints=prints)
     if keep_dead:
         return _program(closed)
     everything = [True] * len(closed.jaxpr.outvars)
@@ -202,17 +206,40 @@ def program(closed: ClosedJaxpr, *, keep_dead: bool = False) -> Program:
     return _program(ClosedJaxpr(jaxpr, closed.consts))
 
 
-def check_pure(closed: ClosedJaxpr) -> None:
+def check_pure(closed: ClosedJaxpr, *, prints: bool = False) -> None:
     """Checks that a program only computes its outputs.
+
+    Args:
+        closed: The program.
+        prints: Allows unordered prints and callbacks.
 
     Raises:
         ValueError: If it does not.
     """
-    if names := effects_of(closed):
+    if names := effects_of(closed, prints=prints):
+        instead = "take prints, callbacks and references out of it"
+        if prints:
+            instead = "use `jax.debug.print` or `jax.debug.callback` without `ordered`"
         raise ValueError(
             f"A stage has the effects of {', '.join(names)}. A stage that is divided must be pure: "
-            "take prints, callbacks and references out of it, or return what they would show."
+            f"{instead}, or return what they would show."
         )
+
+
+def prints(step: Step) -> bool:
+    """Returns whether a step prints or calls back: it must run exactly once."""
+    match step.operation:
+        case Plain(equation=equation):
+            return equation is not None and is_print(equation)
+        case Loop(body=body) | Shards(body=body):
+            return any(map(prints, body.steps))
+        case Choice(branches=branches):
+            return any(prints(inner) for branch in branches for inner in branch.steps)
+
+
+def tokens(steps: Iterable[Step]) -> list[Value]:
+    """Returns the tokens of steps that print, as `program` made them."""
+    return [step.outputs[-1] for step in steps if prints(step)]
 
 
 def read(steps: Iterable[Step], outputs: Iterable[Atom]) -> list[Value]:
@@ -251,10 +278,6 @@ def _program(jaxpr: Any, names: Any = "") -> Program:
     return Program(inputs, tuple(steps), tuple(outputs))
 
 
-def jaxpr_of(closed: Any) -> Jaxpr:
-    return getattr(closed, "jaxpr", closed)
-
-
 def _inline(called: Any, inputs: Sequence[Atom], names: Any, steps: list[Step]) -> list[Atom]:
     """Appends to `steps` those of a jaxpr that is called with `inputs`, and returns its outputs."""
     jaxpr, consts = jaxpr_of(called), getattr(called, "consts", ())
@@ -266,9 +289,9 @@ def _inline(called: Any, inputs: Sequence[Atom], names: Any, steps: list[Step]) 
         return Constant(variable.val) if isinstance(variable, Literal) else atoms[variable]
 
     for equation in jaxpr.eqns:
-        equation = _scoped(equation, names)
+        equation = scoped(equation, names)
         given = [look_up(x) for x in equation.invars]
-        inner = _called(equation)
+        inner = called_jaxpr(equation)
         if inner is not None:
             given = _behind_barrier(equation, given, steps)
             outputs = _inline(inner, given, equation.source_info.name_stack, steps)
@@ -277,38 +300,6 @@ def _inline(called: Any, inputs: Sequence[Atom], names: Any, steps: list[Step]) 
             steps.append(_step(equation, jaxpr, given, outputs))
         atoms.update(zip(equation.outvars, outputs, strict=True))
     return [look_up(x) for x in jaxpr.outvars]
-
-
-def _scoped(equation: JaxprEqn, names: Any) -> JaxprEqn:
-    """`equation` with the name scopes of the call that it is taken out of."""
-    if not names:
-        return equation
-    info = equation.source_info
-    return equation.replace(source_info=info.replace(name_stack=names + info.name_stack))
-
-
-_CALLS = {
-    "jit": "jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "call": "call_jaxpr",
-    "closed_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
-"""Primitives that only call a jaxpr, and the parameter that has it."""
-
-
-def _called(equation: JaxprEqn) -> Any:
-    """The jaxpr that an equation calls, if that is all it does."""
-    shardings = (
-        *equation.params.get("in_shardings", ()),
-        *equation.params.get("out_shardings", ()),
-    )
-    if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings):
-        return None
-    return equation.params.get(_CALLS.get(equation.primitive.name, ""))
 
 
 def _behind_barrier(equation: JaxprEqn, inputs: list[Atom], steps: list[Step]) -> list[Atom]:
@@ -356,43 +347,33 @@ def _step(
             operation = Plain(name, bind(equation, jaxpr), params, equation)
             given = zip(equation.invars, inputs, strict=True)
             inputs = [atom for var, atom in given if not isinstance(var, Literal)]
-    return Step(operation, tuple(inputs), tuple(outputs))
+    step = Step(operation, tuple(inputs), tuple(outputs))
+    return _with_token(step) if is_print(equation) else step
 
 
-def bind(equation: JaxprEqn, jaxpr: Jaxpr) -> Callable[..., Sequence[Any]]:
-    """A function of the inputs of an equation that are no literals. It may come from any jaxpr."""
-    inputs = [x for x in equation.invars if isinstance(x, Var)]
-    outputs = [Var(x.aval) for x in equation.outvars]  # some may be dropped
-    alone = jaxpr.replace(
-        constvars=[],
-        invars=inputs,
-        outvars=outputs,
-        eqns=[equation.replace(outvars=outputs)],
-        effects=equation.effects,
-    )
-    return jaxpr_as_fun(ClosedJaxpr(alone, ()))
+def _with_token(step: Step) -> Step:
+    shape: tuple[int, ...] = ()
+    match step.operation:
+        case Loop(body=body, length=length) as loop:
+            shape, operation = (length,), replace(loop, body=_returning_token(body))
+        case Choice(branches):
+            operation = Choice(tuple(map(_returning_token, branches)))
+        case Shards(body=body, out_specs=specs) as shards:
+            specs = (*specs, PartitionSpec())
+            operation = replace(shards, body=_returning_token(body), out_specs=specs)
+        case Plain(run=run) as plain:
+            operation = replace(plain, run=lambda *inputs: [*run(*inputs), *_token()])
+    token = Value(ShapedArray(shape, jnp.int32))
+    return replace(step, operation=operation, outputs=(*step.outputs, token))
 
 
-def only_outputs(step: Step, wanted: Sequence[bool]) -> Step:
-    """A call with its own rule for `jax.vmap`, without the outputs that are not wanted."""
-    assert isinstance(step.operation, Plain) and step.operation.equation is not None
-    equation = step.operation.equation
-    params = equation.params
-    jaxpr, _ = partial_eval.dce_jaxpr(jaxpr_of(params["call"]), list(wanted), instantiate=True)
+def _returning_token(body: Program) -> Program:
+    """One token for all that a program prints, behind its outputs."""
+    token = Value(ShapedArray((), jnp.int32))
+    joined = Step(Plain("token", _token), tuple(tokens(body.steps)), (token,))
+    return Program(body.inputs, (*body.steps, joined), (*body.outputs, token))
 
-    def rule(*arguments: Any) -> tuple[list[Any], list[bool]]:
-        result, is_mapped = map(jax.tree.leaves, params["rule"](*arguments))
-        return list(pick(result, wanted)), list(pick(is_mapped, wanted))
 
-    outputs = pick(equation.outvars, wanted)
-    part = equation.replace(
-        outvars=list(outputs),
-        params=params
-        | {
-            "call": ClosedJaxpr(jaxpr, params["call"].consts),
-            "rule": rule,
-            "out_tree": jax.tree.structure([0] * len(outputs)),
-        },
-    )
-    operation = Plain(part.primitive.name, bind(part, jaxpr), part.params, part)
-    return Step(operation, step.inputs, pick(step.outputs, wanted))
+def _token(*others: Any) -> list[jax.Array]:
+    del others
+    return [jnp.int32(0)]

@@ -17,7 +17,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._versions import on_other_devices
-from ..autodiff import Program
+from ..autodiff import Program, prints
 from ._code import Buffer, Code, Receive, Run
 from ._content import content
 from ._mesh import MpmdMesh
@@ -188,6 +188,8 @@ class _Compiler:
 
     def _again(self, rank: int, first: Future, run: Run, given: Specs, wanted: Specs) -> Any:
         """The same program on the devices of another group."""
+        if any(map(prints, run.program.steps)):
+            return self._compile(run, given, wanted)  # a program with callbacks cannot be saved
         devices, others = (list(self.mesh.unstack[r].devices.flat) for r in (rank, run.rank))
         moved = on_other_devices(first.result(), devices, others)
         return self._compile(run, given, wanted) if moved is None else moved

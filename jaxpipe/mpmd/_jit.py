@@ -130,12 +130,13 @@ def _shape_of(leaf: Any) -> Any:
 
 
 def _pure(closed: Any) -> Program:
-    if names := effects_of(closed):
+    if names := effects_of(closed, prints=True):
         raise ValueError(
             f"The function has the effects of {', '.join(names)}. Programs of several groups have "
-            "no common order: take prints and callbacks out of it, and return what they would show."
+            "no common order: use `jax.debug.print` or `jax.debug.callback` without `ordered`, or "
+            "return what is to be shown."
         )
-    return program(closed)
+    return program(closed, prints=True)
 
 
 def _spec_of(place: Any) -> P | None:

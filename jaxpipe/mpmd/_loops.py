@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from .. import schedules
-from ..autodiff import Atom, Plain, Program, Step, Value, is_move, program, read, values
+from ..autodiff import Atom, Plain, Program, Step, Value, is_move, prints, program, read, values
 from ..schedules import Op, Schedule
 from ._accumulators import constrained_results, spec_of_total
 from ._content import Numbers, is_barrier
@@ -88,13 +88,13 @@ def _pipelined(
     params = step.operation.params
     count = params["num_microbatches"]
     schedule = schedule_of(params["schedule"], count)
-    whole = program(params["jaxpr"])
+    whole = program(params["jaxpr"], prints=True)
     check_reachable(whole, "a stage")
     before, body, inputs = _hoisted(whole, step.inputs)
     step, body, operations = _without_invariants(step, body, inputs, known)
     adds = list(map(is_add, operations))
     body, constraints = constrained_results(body, adds)
-    written = partial(program, params["jaxpr"], keep_dead=True)
+    written = partial(program, params["jaxpr"], keep_dead=True, prints=True)
     staged = cut_into_stages(body, schedule.num_stages, adds, written)
     each = totals([aval_of(atom) for atom in body.outputs], operations, count)
     shares = {
@@ -166,8 +166,8 @@ def _hoisted(body: Program, inputs: Sequence[Atom]) -> tuple[list[Step], Program
     """What every microbatch would compute anew from invariants, such as weights in another dtype,
     out of the loop: the steps before it, its body, and what that is given.
 
-    What is larger than what it is made of stays inside, and so does what is made of nothing or
-    only moves numbers around.
+    What is larger than what it is made of stays inside, and so does what is made of nothing, only
+    moves numbers around or prints.
     """
     index = body.inputs[-1]
     known: dict[Value, Atom] = dict(zip(body.inputs[:-1], inputs, strict=True))
@@ -197,7 +197,7 @@ def _hoisted(body: Program, inputs: Sequence[Atom]) -> tuple[list[Step], Program
 
 def _can_come_out(step: Step, invariant: set[Value]) -> bool:
     given = values(step.inputs)
-    if not given or is_mark(step) or not invariant.issuperset(given):
+    if not given or is_mark(step) or prints(step) or not invariant.issuperset(given):
         return False
     size = sum(value.num_bytes for value in step.outputs)
     return size <= sum(value.num_bytes for value in given)

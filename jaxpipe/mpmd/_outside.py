@@ -7,7 +7,7 @@ steps have levels: what needs a value of another rank is one level behind it.
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..autodiff import Program, Step, Value, read, values
+from ..autodiff import Program, Step, Value, prints, read, values
 from ._code import Buffer, Run
 from ._loops import loop_of
 from ._placement import Placement
@@ -44,7 +44,7 @@ def _segment_name(segment: int, count: int) -> str:
 
 def _latest(outer: Program, last: int) -> dict[Step, int]:
     """Of every step its segment: as late as those who need it allow, so that little is kept across
-    a loop."""
+    a loop. What prints stays where it is written."""
     latest: dict[Value, int] = dict.fromkeys(values(outer.outputs), last)
     of_step: dict[Step, int] = {}
     loops = last
@@ -54,6 +54,7 @@ def _latest(outer: Program, last: int) -> dict[Step, int]:
             segment = loops
         else:
             segment = min((latest[v] for v in step.outputs if v in latest), default=last)
+            segment = loops if prints(step) else segment
             of_step[step] = segment
         for value in values(step.inputs):
             latest[value] = min(latest.get(value, segment), segment)
@@ -75,7 +76,7 @@ def _earlier(outer: Program, of_step: Mapping[Step, int]) -> dict[Step, int]:
             continue
         inputs = {value for value in values(step.inputs) if value in made_in}
         taken = sum(value.num_bytes for value in inputs if uses[value] == 1)
-        if inputs and sum(value.num_bytes for value in step.outputs) <= taken:
+        if not prints(step) and inputs and sum(value.num_bytes for value in step.outputs) <= taken:
             found[step] = max(made_in[value] for value in inputs)
         made_in |= dict.fromkeys(step.outputs, found[step])
     return found

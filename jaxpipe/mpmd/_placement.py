@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .. import schedules
-from ..autodiff import Plain, Program, Step, Value, values
+from ..autodiff import Plain, Program, Step, Value, prints, values
 from ._across import STACK, SUM, WITH
 from ._loops import PipelinedLoop, loop_of
 from ._steps import ADD, is_sum, live
@@ -56,6 +56,8 @@ def place(
     homes = _homes(outer, wanted)
     outer = _with_partial_sums(outer, homes)
     homes = _homes(outer, wanted)
+    asked = _asked(outer, homes, out_ranks)
+    homes |= _homes_of_prints(outer, homes, _needed(outer, homes, asked))
     asked = _asked(outer, homes, out_ranks)
     needed = _needed(outer, homes, asked)
     asked |= _of_outputs(outer, asked, needed, num_ranks)
@@ -132,8 +134,38 @@ def _homes(outer: Program, wanted: Mapping[Value, set[int]]) -> dict[Value, set[
             continue
         behind.update(step.outputs)
         placed = [(v, homes.get(v) or wanted.get(v, set())) for v in given]
-        homes |= dict.fromkeys(step.outputs, _home(step, [(v, r) for v, r in placed if r]))
+        home = _home(step, [(v, r) for v, r in placed if r])
+        homes |= dict.fromkeys(step.outputs, {min(home)} if prints(step) else home)
     return homes
+
+
+def _homes_of_prints(
+    outer: Program, homes: Mapping[Value, set[int]], needed: Mapping[Value, set[int]]
+) -> dict[Value, set[int]]:
+    """Returns the one rank of each step that prints and depends on no loop: it has what the step
+    shows, or what that is made of."""
+    found: dict[Value, set[int]] = {}
+    made_of = _made_of(outer)
+    for step in outer.steps:
+        if prints(step) and step.outputs[-1] not in homes:
+            sources = set().union(*(made_of[value] for value in values(step.inputs)))
+            places = [needed[source] for source in sources if needed[source]]
+            ranks = _common(places) if places else {0}
+            found |= {value: {min(ranks)} for value in step.outputs}
+    return found
+
+
+def _made_of(outer: Program) -> dict[Value, set[Value]]:
+    """Returns the inputs of the function that each value depends on."""
+    made_of: dict[Value, set[Value]] = {value: {value} for value in outer.inputs}
+    for step in outer.steps:
+        sources = set().union(*(made_of[value] for value in values(step.inputs)))
+        made_of |= dict.fromkeys(step.outputs, sources)
+    return made_of
+
+
+def _common(places: Sequence[set[int]]) -> set[int]:
+    return set.intersection(*places) or min(places, key=sorted)
 
 
 def _home(step: Step, placed: Sequence[tuple[Value, set[int]]]) -> set[int]:
@@ -177,6 +209,8 @@ def _needed(
                 for value in values([atom]):
                     needed[value] |= {r for r, needs in by_rank.items() if invariant in needs}
             continue
+        if prints(step):
+            needed[step.outputs[-1]] |= homes.get(step.outputs[-1], set())
         ranks = set().union(*(needed[value] for value in step.outputs))
         if ranks:
             ranks = homes.get(step.outputs[0]) or ranks
@@ -193,19 +227,14 @@ def _of_outputs(
 ) -> dict[Value, set[int]]:
     """Where other outputs go, which depend on no loop: where the inputs are that they are made of.
     Those that nobody else needs are on all ranks if they are scalars, and else on the first."""
-    made_of: dict[Value, set[Value]] = {value: {value} for value in outer.inputs}
-    for step in outer.steps:
-        sources = set().union(*(made_of[value] for value in values(step.inputs)))
-        made_of |= dict.fromkeys(step.outputs, sources)
+    made_of = _made_of(outer)
     found: dict[Value, set[int]] = {}
     for value in values(outer.outputs):
         if value in asked:
             continue
         places = [needed[source] for source in made_of[value] if needed[source]]
         everywhere = set(range(num_ranks)) if value.aval.shape == () else {0}
-        found[value] = (
-            set.intersection(*places) or min(places, key=sorted) if places else everywhere
-        )
+        found[value] = _common(places) if places else everywhere
     return found
 
 

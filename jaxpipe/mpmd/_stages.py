@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from ..autodiff import Atom, Constant, Plain, Program, Step, Value, is_light, values
+from ..autodiff import Atom, Constant, Plain, Program, Step, Value, is_light, prints, tokens, values
 from ._content import Numbers
 from ._marks import NAME
 from ._scopes import is_transposed
@@ -67,9 +67,9 @@ def cut_into_stages(
     body, shares = _shares(body, places, adds, num_stages)
     places = _places(body, marks, num_stages)
     homes, uses = _homes(body, marks, places, shares, num_stages)
+    results = [*(value for share in shares for value in share), *tokens(body.steps)]
     stages = tuple(
-        _stage(i, body, places, homes, uses, [v for share in shares for v in share], num_stages)
-        for i in range(num_stages)
+        _stage(i, body, places, homes, uses, results, num_stages) for i in range(num_stages)
     )
     return Staged(stages, shares)
 
@@ -262,7 +262,7 @@ def _shares(
             steps.append(copy_of(total))
             share.append(steps[-1].outputs[0])
         shares.append(tuple(share))
-    outputs = tuple(value for share in shares for value in share)
+    outputs = (*(value for share in shares for value in share), *tokens(steps))
     return live(Program(body.inputs, tuple(steps), outputs)), tuple(shares)
 
 
@@ -277,6 +277,7 @@ def _homes(
     homes: dict[Step, set[int]] = {}
     uses: defaultdict[Value, set[int]] = defaultdict(set)
     results = {value for share in shares for value in share}
+    written = _written(body, marks)
     for step in reversed(body.steps):
         if step in marks:
             stage = marks[step] + _is_backward_mark(step)
@@ -285,15 +286,29 @@ def _homes(
             home = {_stage_of(places[step.outputs[0]], num_stages)}
         else:
             home = set().union(*(uses[value] for value in step.outputs))
+            if not home and step in written:
+                home = {written[step]}
             if not home:
                 assert results.intersection(step.outputs)
                 home = {0}
-            if len(home) > 1 and not _is_quick(step):
+            if len(home) > 1 and (step in written or not _is_quick(step)):
                 home = {min(home)}
         homes[step] = home
         for value in values(step.inputs):
             uses[value] |= home
     return homes, uses
+
+
+def _written(body: Program, marks: Mapping[Step, int]) -> dict[Step, int]:
+    """Of each step that prints the stage in which it is written: that has what it shows."""
+    written: dict[Step, int] = {}
+    stage = 0
+    for step in body.steps:
+        if step in marks:
+            stage = marks[step] + (not _is_backward_mark(step))
+        elif prints(step):
+            written[step] = stage
+    return written
 
 
 _FEW_BYTES = 4096
@@ -349,6 +364,8 @@ def _backward_values(
     for step in steps:
         place = places.get(step.outputs[0], stage)
         of_last = is_last and (is_transposed(step) or not back.isdisjoint(values(step.inputs)))
-        if place >= num_stages or of_last:
+        # A print in what is rematerialised waits for it: the forward has printed already.
+        is_again = prints(step) and is_transposed(step)
+        if place >= num_stages or of_last or is_again:
             back.update(step.outputs)
     return back

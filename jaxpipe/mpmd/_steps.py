@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from ..autodiff import Atom, Constant, Plain, Program, Step, Value, values
+from ..autodiff import Atom, Constant, Plain, Program, Step, Value, prints, values
 
 ADD = Plain("add", lambda x, y: [x + y])
 COPY = Plain("copy", lambda x: [x])
@@ -49,10 +49,10 @@ def _known(atom: Atom, known: dict[Value, Atom]) -> Atom:
 
 
 def live(program: Program) -> Program:
-    """The steps that outputs depend on, whole."""
+    """The steps that outputs depend on, whole, and those that print."""
     needed, steps = set(values(program.outputs)), []
     for step in reversed(program.steps):
-        if needed.intersection(step.outputs):
+        if prints(step) or needed.intersection(step.outputs):
             needed.update(values(step.inputs))
             steps.append(step)
     return replace(program, steps=tuple(reversed(steps)))

@@ -9,7 +9,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..autodiff import Plain, Program, Step, Value, accumulate, fission, read, values
+from ..autodiff import (
+    Plain,
+    Program,
+    Step,
+    Value,
+    accumulate,
+    fission,
+    is_light,
+    prints,
+    read,
+    values,
+)
 from ..schedules import Op
 from ._reduce import Total
 from ._stages import Stage
@@ -65,13 +76,36 @@ def tasks_of(
 
 
 def _halves_of_backward(backward: Program, stage: Stage, always: set[Value]) -> dict[Op, Program]:
-    first = [value in stage.handed_on for value in backward.outputs]
+    shown = _shown_at_once(backward, stage.handed_on)
+    first = [value in stage.handed_on or value in shown for value in backward.outputs]
     kinds: list[Kind] = [
         "free" if value in always else ("gone" if value in stage.backward else "kept")
         for value in backward.inputs
     ]
     halves = fission(backward, first, kinds)
     return {Op.I: halves.first, Op.W: halves.second}
+
+
+def _shown_at_once(backward: Program, handed_on: frozenset[Value]) -> set[Value]:
+    """The outputs of steps that print what the first half has anyway: these print there."""
+    needed = handed_on.intersection(values(backward.outputs))
+    if not needed:
+        return set()
+    computed: set[Step] = set()
+    wanted = set(needed)
+    for step in reversed(backward.steps):
+        if wanted.intersection(step.outputs):
+            computed.add(step)
+            wanted.update(values(step.inputs))
+    shown: set[Value] = set()
+    has = set(backward.inputs)
+    for step in backward.steps:
+        ready = has.issuperset(values(step.inputs))
+        if step in computed or (ready and is_light(step)):
+            has.update(step.outputs)
+        if prints(step) and (step in computed or ready):
+            shown.update(step.outputs)
+    return shown.difference(handed_on)
 
 
 def _task(program: Program, totals: Mapping[Value, Total], index: Value) -> Task:
