@@ -4,17 +4,17 @@ import io
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import jax
 import numpy as np
-from jax._src import api_util, distributed, pjit, sharding_impls
+from jax._src import api_util, config, distributed, pjit, sharding_impls
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import serialize_executable
-from jax.sharding import AxisType, NamedSharding, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 
@@ -32,6 +32,32 @@ def nan_errors() -> tuple[type[Exception], ...]:
     """Returns the errors that `jax_debug_nans` and `jax_debug_infs` raise for a program."""
     internal = getattr(api_util, "InternalFloatingPointError", FloatingPointError)
     return FloatingPointError, internal
+
+
+def trace_settings() -> Hashable:
+    """Returns JAX's settings in this context that decide what a function is traced to.
+
+    These are the settings by which `jax.jit` keeps traces apart, such as `jax.enable_x64`, but for
+    the mesh in context.
+    """
+    names = config.trace_context_names()
+    values = zip(names, config.trace_context(), strict=True)
+    return tuple(x for name, x in values if not name.endswith("mesh_context_manager"))
+
+
+def spec_on(sharding: Sharding, mesh: Mesh) -> P:
+    """Returns the spec of a compiled program's sharding.
+
+    JAX gives no `NamedSharding` where it cannot tell which mesh the compiler's choice is for.
+
+    Args:
+        sharding: The sharding.
+        mesh: The mesh that the program was compiled for.
+    """
+    if isinstance(sharding, NamedSharding):
+        return sharding.spec
+    over_devices = sharding._to_xla_hlo_sharding(mesh.devices.ndim)
+    return sharding_impls.parse_flatten_op_sharding(over_devices, mesh)[0]
 
 
 def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:

@@ -42,6 +42,8 @@ def join_processes(*, detect: bool) -> None:
                 f"{NUM_PROCESSES} is set and {ADDRESS} is not. Set it to the host:port at which "
                 "process 0 can be reached."
             )
+        if num_processes < 1:
+            raise ValueError(f"{NUM_PROCESSES} is 0. Give the number of processes, at least 1.")
         if not process < num_processes:
             raise ValueError(
                 f"{PROCESS} is {process} and {NUM_PROCESSES} is {num_processes}. Give an "

@@ -25,22 +25,43 @@ class StaticArguments:
     """Which arguments of a function are static.
 
     Attributes:
-        argnums: The indices of the static ones among the positional arguments.
+        argnums: The indices of the static ones among the positional arguments. Negative ones count
+            from the end of those of a call.
         argnames: The names of the static ones.
     """
 
     argnums: frozenset[int]
     argnames: frozenset[str]
 
-    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, Any]:
+    def indices(self, num_args: int) -> frozenset[int]:
+        """Returns the indices of the static ones among `num_args` positional arguments."""
+        return frozenset(i + num_args if i < 0 else i for i in self.argnums)
+
+    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, "Static"]:
         """Returns the arguments that are arrays, and those that are static."""
         if not self.argnums and not self.argnames:
-            return (args, kwargs), ()
-        dynamic = tuple(x for i, x in enumerate(args) if i not in self.argnums)
+            return (args, kwargs), Static()
+        indices = self.indices(len(args))
+        dynamic = tuple(x for i, x in enumerate(args) if i not in indices)
         named = {name: x for name, x in kwargs.items() if name not in self.argnames}
-        static = tuple(x for i, x in enumerate(args) if i in self.argnums)
-        names = tuple(sorted(self.argnames.intersection(kwargs)))
-        return (dynamic, named), (static, names, tuple(kwargs[name] for name in names))
+        given = dict(enumerate(args)) | dict(sorted(kwargs.items()))
+        static = {k: x for k, x in given.items() if k in indices or k in self.argnames}
+        return (dynamic, named), Static(tuple((k, type(x), x) for k, x in static.items()))
+
+
+@dataclass(frozen=True)
+class Static:
+    """The static arguments of a call.
+
+    Attributes:
+        items: Each by its index or name, with its type: 1, 1.0 and True are equal.
+    """
+
+    items: tuple[tuple[int | str, type, Any], ...] = ()
+
+    def values(self) -> tuple[Any, ...]:
+        """Returns their values."""
+        return tuple(value for _, _, value in self.items)
 
 
 def static_arguments(
@@ -62,7 +83,8 @@ def static_arguments(
         parameters = []
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     names = [p.name for p in parameters if p.kind in kinds]
-    places = {i % len(names) if i < 0 else i for i in argnums}
+    any_number = not names or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
+    places = {i % len(names) if i < 0 and not any_number else i for i in argnums}
     by_name = {i for i, name in enumerate(names) if name in argnames}
     by_place = {name for i, name in enumerate(names) if i in places}
     return StaticArguments(frozenset(places | by_name), frozenset({*argnames, *by_place}))

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .._versions import on_other_devices
+from .._versions import on_other_devices, spec_on
 from ..autodiff import Program, prints
 from ._code import Buffer, Code, Receive, Run
 from ._content import content
@@ -109,9 +109,11 @@ def compile_code(
                     future = compiler.submit(instruction, given, wanted)
                     futures[place] = future
                     for i, (buffer, spec) in enumerate(zip(writes, wanted, strict=True)):
-                        specs[buffer, rank] = _later(future, i) if spec is None else spec
+                        specs[buffer, rank] = (
+                            _later(future, i, mesh.unstack[rank]) if spec is None else spec
+                        )
                     if agreement is not None and None in wanted:
-                        future.add_done_callback(_teller(agreement, place))
+                        future.add_done_callback(_teller(agreement, place, mesh.unstack[rank]))
                 case Run(writes=writes):
                     decided_there = [decided(buffer) for buffer in writes]
                     if agreement is not None and any(spec is None for spec in decided_there):
@@ -142,14 +144,15 @@ def _vain_donations() -> Iterator[None]:
         yield
 
 
-def _later(future: Future, i: int) -> Callable[[], PartitionSpec]:
-    return lambda: future.result().output_shardings[i].spec
+def _later(future: Future, i: int, group: Mesh) -> Callable[[], PartitionSpec]:
+    return lambda: spec_on(future.result().output_shardings[i], group)
 
 
-def _teller(agreement: Agreement, place: int) -> Callable[[Future], None]:
+def _teller(agreement: Agreement, place: int, group: Mesh) -> Callable[[Future], None]:
     def tell(future: Future) -> None:
         if future.exception() is None:
-            agreement.tell_specs(place, [s.spec for s in future.result().output_shardings])
+            chosen = future.result().output_shardings
+            agreement.tell_specs(place, [spec_on(sharding, group) for sharding in chosen])
 
     return tell
 

@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 
 from .. import schedules
 from .._input import shortened
+from .._versions import trace_settings
 from ..autodiff import Program, effects_of, program
 from ._arguments import spread, static_arguments, type_of
 from ._array import MpmdArray
@@ -40,9 +41,8 @@ class MpmdFunction:
         """
         settings = self._settings
         static = settings.static
-        args = tuple(
-            x if i in static.argnums else jax.tree.map(_shape_of, x) for i, x in enumerate(args)
-        )
+        argnums = static.indices(len(args))
+        args = tuple(x if i in argnums else jax.tree.map(_shape_of, x) for i, x in enumerate(args))
         kwargs = {
             name: x if name in static.argnames else jax.tree.map(_shape_of, x)
             for name, x in kwargs.items()
@@ -75,19 +75,19 @@ class MpmdFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> PyTree[MpmdArray]:
         dynamic, static = self._settings.static.split(args, kwargs)
         leaves, tree = jax.tree.flatten(dynamic)
-        key = tree, tuple(map(type_of, leaves)), static
+        key = tree, tuple(map(type_of, leaves)), static, trace_settings()
         try:
             known = key in self._compiled
         except TypeError:
             raise ValueError(
-                f"The static arguments {shortened(repr(static[0] + static[2]), 300)} are not "
+                f"The static arguments {shortened(repr(static.values()), 300)} are not "
                 "hashable. Give hashable values, such as tuples in place of lists."
             ) from None
         if not known:
             if self._compiled:
                 _LOG.warning(
                     "%s is compiled once more: it is called with other shapes, dtypes or static "
-                    "arguments than before.",
+                    "arguments, or under other settings of JAX, than before.",
                     getattr(self._jitted, "__name__", "A step"),
                 )
             self._compiled[key] = self.compile(*args, **kwargs)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import ShapedArray
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import PyTree
@@ -290,7 +290,12 @@ def _check(total: Total, aval: Any) -> None:
     start = jax.eval_shape(total.start)
     one = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     index = jax.ShapeDtypeStruct((), jnp.int32)
-    end = jax.eval_shape(total.with_result, start, one, index)
+    update, end = jax.make_jaxpr(total.with_result, return_shape=True)(start, one, index)
+    if any(isinstance(const, Tracer) for const in update.consts):
+        raise ValueError(
+            f"`operation` has {total.operation!r}, whose `update` reads an array that is traced "
+            "outside of it. Scale or combine the results after the loop instead."
+        )
     kinds = [[(x.shape, str(x.dtype)) for x in jax.tree.leaves(shape)] for shape in (start, end)]
     if kinds[0] != kinds[1] or len(kinds[0]) != 1:
         raise ValueError(

@@ -119,7 +119,7 @@ def _moved(
             moved.append(move(x, place))
             on_the_way.append(moved[-1])
             size += num_bytes
-            if donate and last[id(x)] == i:
+            if donate and last[id(x)] == i and isinstance(x, jax.Array | MpmdArray):
                 x.delete()
     return tree.unflatten(moved)
 

@@ -244,6 +244,7 @@ def test_settings_that_are_wrong_are_said_once_and_nothing_starts(capsys):
     ("environment", "message"),
     [
         ({NUM_PROCESSES: "two"}, f"{NUM_PROCESSES} is 'two'"),
+        ({NUM_PROCESSES: "0", PROCESS: "0", ADDRESS: "localhost:1"}, f"{NUM_PROCESSES} is 0. Give"),
         ({NUM_PROCESSES: "2"}, f"{PROCESS} is '' and {NUM_PROCESSES} is set. Give a number."),
         ({NUM_PROCESSES: "2", PROCESS: "1"}, f"{NUM_PROCESSES} is set and {ADDRESS} is not."),
     ],

@@ -17,12 +17,14 @@ from jaxpipe.mpmd import (
     MpmdArray,
     MpmdSharding,
     Std1F1B,
+    ZeroBubble,
     mark_stage_end,
     mpmd_jit_by_yield,
     mpmd_jit_with_loop,
 )
 from mpmd.small import (
     assert_close,
+    assert_equal,
     batch,
     gradients,
     groups,
@@ -70,6 +72,43 @@ def test_a_static_argument_is_static_by_place_and_by_name():
         ValueError, match=r"The static arguments \(\[1\],\) are not hashable\. Give"
     ):
         step([1], jnp.float32(3))
+
+
+def test_static_arguments_that_are_equal_and_of_another_type_have_another_program():
+    """1, 1.0 and True are equal, and a function may return something else for each."""
+    factors = {int: np.int32(1), float: np.float32(1), bool: np.int32(7)}
+
+    def scale(x: Any, n: Any) -> Any:
+        return x.astype(factors[type(n)].dtype) * factors[type(n)]
+
+    step, x = mpmd_jit_with_loop(scale, groups(1), static_argnums=1), jnp.arange(3)
+    found = [step(x, n) for n in (1, 1.0, True)]
+    assert [x.dtype for x in found] == [np.int32, np.float32, np.int32]
+    assert_equal(found[2], 7 * np.arange(3, dtype=np.int32))
+
+
+def test_a_negative_static_index_counts_from_the_end_of_a_call():
+    def scale(x: Any, *args: Any) -> Any:
+        return x * args[0] * len(args[-1])
+
+    step = mpmd_jit_with_loop(scale, groups(1), static_argnums=-1)
+    assert float(step(jnp.float32(3), jnp.float32(2), "ab")) == 12
+    assert float(step(jnp.float32(3), jnp.float32(2), jnp.float32(2), "abc")) == 18
+
+
+def test_settings_of_jax_that_change_a_trace_give_another_program():
+    step = mpmd_jit_with_loop(lambda x: jnp.sum(x.astype(float) / 3), groups(1))
+    x = np.arange(3, dtype=np.int32)
+    assert step(x).dtype == np.float32
+    with jax.enable_x64(True):
+        assert step(x).dtype == np.float64
+    draw = mpmd_jit_with_loop(lambda key: jax.random.uniform(key, (2,)), groups(1))
+    key = jax.random.key(0)
+    found = [draw(key)]
+    with jax.threefry_partitionable(not jax.config.values["jax_threefry_partitionable"]):
+        found.append(draw(key))
+        assert_equal(found[1], jax.jit(lambda key: jax.random.uniform(key, (2,)))(key))
+    assert not np.array_equal(np.asarray(found[0]), np.asarray(found[1]))
 
 
 WRONG_NAMES = {
@@ -295,6 +334,28 @@ def test_constraints_that_name_the_mesh_of_all_groups(context: str):
     with around[context]() if context in around else jax.numpy_dtype_promotion("strict"):
         found = mpmd_jit_with_loop(gradients(Std1F1B(2), loss), mesh)(*args)
     assert_close(found, jax.jit(gradients(Std1F1B(2)))(*args))
+
+
+@pytest.mark.parametrize("schedule", [Std1F1B(2), ZeroBubble(2)], ids=lambda s: type(s).__name__)
+def test_constraints_on_the_mesh_of_all_groups_inside_of_a_scan(schedule: Any):
+    """What a stage hands on has a sharding that only the compiler knows."""
+    mesh = groups(2, fsdp=2)
+
+    def stage(w: Any, x: Any) -> Any:
+        rows = NamedSharding(mesh.jax_mesh, P("fsdp"))
+
+        def turn(x: Any, _: Any) -> tuple[Any, None]:
+            return lax.with_sharding_constraint(layer(w, x), rows), None
+
+        return 2 * lax.scan(turn, x, None, length=2)[0]
+
+    def plain(w: Any, x: Any) -> Any:
+        return 2 * layer(w, layer(w, x))
+
+    args = layers(2), *batch(3)
+    losses = [partial(marked_loss, stage=f) for f in (stage, plain)]
+    found = mpmd_jit_with_loop(gradients(schedule, losses[0]), mesh)(*args)
+    assert_close(found, jax.jit(gradients(schedule, losses[1]))(*args))
 
 
 def test_another_memory_kind_is_refused_by_name():

@@ -16,6 +16,7 @@ from jaxpipe.mpmd import (
     Std1F1B,
     ZeroBubble,
     mark_stage_end,
+    mpmd_jit_with_loop,
     treduce,
     treduce_i,
 )
@@ -137,6 +138,21 @@ def test_operations_that_do_not_fit():
         treduce(lambda x: x, (x, jnp.ones((2, 2))), GPipe(2), axis=1, operation=Add)
     with pytest.raises(ValueError, match="`length`, the number of microbatches, is 0"):
         treduce_i(lambda i: i, 0, GPipe(2), operation=Add)
+
+
+def test_an_operation_that_reads_a_traced_array_is_refused():
+    def f(k: Any, xs: Any) -> Any:
+        class Scaled:
+            def state(self, n: int, a: Any) -> Any:
+                return jnp.zeros(a.shape, a.dtype)
+
+            def update(self, state: Any, update: Any, index: Any) -> Any:
+                return state + update * k
+
+        return treduce(mark_stage_end, xs, GPipe(1), operation=Scaled())
+
+    with pytest.raises(ValueError, match="whose `update` reads an array that is traced outside"):
+        mpmd_jit_with_loop(f, groups(1))(jnp.float32(2), jnp.ones((2, 3)))
 
 
 def test_a_loop_that_is_differentiated_or_mapped_says_where_to_put_that():

@@ -98,13 +98,18 @@ def test_a_threshold_bounds_what_is_on_its_way_and_the_same_array_twice_moves_tw
         mpmd_to_spmd_reshard(mesh, there, where.sharding, threshold=0)
 
 
+def test_arrays_of_numpy_are_moved_and_stay():
+    mesh, x = groups(2), np.arange(3, dtype=np.float32)
+    assert_equal(spmd_to_mpmd_reshard(mesh, [x], [MpmdSharding(mesh, {1}, P())]), [x])
+
+
 def test_shardings_that_do_not_fit_the_arrays_are_named():
     mesh = groups(2)
     arrays = {"a": layers(1), "b": layers(1)[0]["in"]}
     where = MpmdSharding(mesh, {0}, P())
     with pytest.raises(ValueError, match=r"`mpmd_shardings\['a'\]` is None\. Give a MpmdSharding"):
         spmd_to_mpmd_reshard(mesh, arrays, {"a": None, "b": where})
-    with pytest.raises(ValueError, match=r"`mpmd_shardings` is a dict of 1 \(\['b'\]\), and what"):
+    with pytest.raises(ValueError, match=r"`mpmd_shardings` is a dict of 1 \(\['b'\]\), and the"):
         spmd_to_mpmd_reshard(mesh, arrays, {"b": where})
     assert not arrays["b"].is_deleted()
 
