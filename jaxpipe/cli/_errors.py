@@ -39,6 +39,8 @@ def hide_logged_tracebacks() -> None:
     if _is_short not in logger.filters:
         logger.addFilter(_is_short)
     threading.excepthook = _tell_of_thread
+    # Tensorstore's threads end in this one, and `main` catches what the main thread raises.
+    sys.excepthook = lambda kind, error, _: _tell_of_failure(kind, error)
 
 
 def _is_short(record: logging.LogRecord) -> bool:
@@ -47,7 +49,11 @@ def _is_short(record: logging.LogRecord) -> bool:
 
 
 def _tell_of_thread(failed: threading.ExceptHookArgs) -> None:
-    what = " ".join(f"{failed.exc_type.__name__}: {failed.exc_value}".split())
+    _tell_of_failure(failed.exc_type, failed.exc_value)
+
+
+def _tell_of_failure(kind: type[BaseException], error: BaseException | None) -> None:
+    what = " ".join(f"{kind.__name__}: {error}".split())
     print(f"jaxpipe: a thread has failed: {shortened(what, 500)}", file=sys.stderr)
 
 

@@ -166,7 +166,7 @@ def run(folder: Path, **settings: Any) -> str:
 def with_losses(monkeypatch, losses: dict[int, float]) -> None:
     """Evaluations find these, by step."""
 
-    def make(setup, batches):
+    def make(setup, batches, go_on):
         return lambda state: {"eval_loss": losses[int(state["step"])]}
 
     monkeypatch.setattr(_loop, "make_evaluate", make)
