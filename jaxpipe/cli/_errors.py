@@ -30,6 +30,10 @@ SHOW = "JAXPIPE_TRACEBACK"
 """The environment variable that lets a command print the traceback."""
 
 
+_told: set[str] = set()
+"""Failures of threads that have been printed."""
+
+
 def hide_logged_tracebacks() -> None:
     """Keeps Orbax and its threads from printing tracebacks of errors that a command reports itself.
 
@@ -39,8 +43,8 @@ def hide_logged_tracebacks() -> None:
     if _is_short not in logger.filters:
         logger.addFilter(_is_short)
     threading.excepthook = _tell_of_thread
-    # Tensorstore's threads end in this one, and `main` catches what the main thread raises.
-    sys.excepthook = lambda kind, error, _: _tell_of_failure(kind, error)
+    # Callbacks of Tensorstore's threads end in this one, some dozens with the same error.
+    sys.unraisablehook = lambda failed: _tell_of_failure(failed.exc_type, failed.exc_value)
 
 
 def _is_short(record: logging.LogRecord) -> bool:
@@ -54,6 +58,9 @@ def _tell_of_thread(failed: threading.ExceptHookArgs) -> None:
 
 def _tell_of_failure(kind: type[BaseException], error: BaseException | None) -> None:
     what = " ".join(f"{kind.__name__}: {error}".split())
+    if what in _told:
+        return
+    _told.add(what)
     print(f"jaxpipe: a thread has failed: {shortened(what, 500)}", file=sys.stderr)
 
 
