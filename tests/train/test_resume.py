@@ -251,7 +251,7 @@ def test_steps_may_grow_where_the_learning_rate_does_not_jump(settings, done):
 
 
 @pytest.mark.parametrize(
-    "name", ["", " ", ".", "..", "../x", "a/../../b", "/tmp/x", "a/b", "a\nb", "a\0b", "a\x1bb"]
+    "name", ["", " ", ".", "..", "../x", "a/../../b", "/x/y", "a/b", "a\nb", "a\0b", "a\x1bb"]
 )
 def test_a_run_name_that_leaves_its_folder_is_refused(name):
     with pytest.raises(ValueError, match="the name of one folder inside `output_dir`"):
