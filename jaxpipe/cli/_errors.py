@@ -64,6 +64,15 @@ def _tell_of_failure(kind: type[BaseException], error: BaseException | None) -> 
     print(f"jaxpipe: a thread has failed: {shortened(what, 500)}", file=sys.stderr)
 
 
+def is_run_error(error: BaseException) -> bool:
+    """Returns whether a run has ended for a reason that needs no traceback."""
+    from ..data import LostFileError
+    from ..mpmd import MpmdError
+    from ..train import RunError  # not at the top: they import JAX
+
+    return isinstance(error, RunError | MpmdError | LostFileError)
+
+
 def tell(error: BaseException, command: str) -> int:
     """Prints one message for an error that has ended a command, and returns the exit code.
 
@@ -74,8 +83,6 @@ def tell(error: BaseException, command: str) -> int:
     Returns:
         2 if the user has to change something, else 1.
     """
-    from ._processes import is_run_error  # not at the top: it imports this file
-
     if isinstance(error, ValueError):
         return _fail(str(error))
     if isinstance(error, OSError) and error.strerror:

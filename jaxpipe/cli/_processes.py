@@ -139,15 +139,6 @@ def leaving_on_error() -> Iterator[None]:
         os._exit(code)
 
 
-def is_run_error(error: BaseException) -> bool:
-    """Whether a run has ended by a reason that needs no traceback."""
-    from ..data import LostFileError
-    from ..mpmd import MpmdError
-    from ..train import RunError  # not at the top: they import JAX
-
-    return isinstance(error, RunError | MpmdError | LostFileError)
-
-
 def _number(name: str) -> int:
     text = os.environ.get(name, "")
     if not text.isdigit():
