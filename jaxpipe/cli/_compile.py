@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._durable import failed_write
 from ._emulate import emulate_devices
 from ._options import integer, path, text
 from ._settings import add_settings, read_settings
@@ -93,9 +94,10 @@ def _dump_file(folder: Path, model_name: str, topology: str | None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         file.touch()
     except OSError as error:
-        raise ValueError(
+        raise failed_write(
             f"`--dump-hlo` is {folder}, where {file.name} cannot be written: {error.strerror}. "
-            "Give a folder of your own."
+            "Give a folder of your own.",
+            error,
         ) from None
     return file
 

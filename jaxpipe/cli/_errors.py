@@ -1,6 +1,5 @@
 """Reports an error that has ended a command, and chooses the exit code."""
 
-import errno
 import logging
 import os
 import sys
@@ -8,16 +7,11 @@ import tempfile
 import threading
 import traceback
 
+from .._durable import PATH_ERRORS, DiskError
 from .._input import shortened, shown
 
 _MOST_MESSAGE = 4000
 """The most characters of an error message."""
-
-_OF_PATHS = (
-    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG),
-    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENXIO, errno.EINVAL),
-)
-"""Error numbers of an `OSError` that mean that the user gave a wrong path."""
 
 _NO_MEMORY = (
     "There is not enough memory. These keys decide how much is needed: `base_emb_dim`, "
@@ -70,7 +64,7 @@ def is_run_error(error: BaseException) -> bool:
     from ..mpmd import MpmdError
     from ..train import RunError  # not at the top: they import JAX
 
-    return isinstance(error, RunError | MpmdError | LostFileError)
+    return isinstance(error, RunError | MpmdError | LostFileError | DiskError)
 
 
 def tell(error: BaseException, command: str) -> int:
@@ -87,7 +81,7 @@ def tell(error: BaseException, command: str) -> int:
         return _fail(str(error))
     if isinstance(error, OSError) and error.strerror:
         name = f"{shown(str(error.filename))}: " if error.filename is not None else ""
-        return _fail(f"{name}{error.strerror}.", code=2 if error.errno in _OF_PATHS else 1)
+        return _fail(f"{name}{error.strerror}.", code=2 if error.errno in PATH_ERRORS else 1)
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)[:1000]:
         return _fail(f"{_NO_MEMORY} ({shortened(str(error) or 'MemoryError', 500)})", code=1)
     if "No such compile option" in str(error):  # what JAX makes of XLA's error

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .._durable import write_file
+from .._durable import failed_write, write_output
 from ._compile import leave_tpus_alone
 from ._emulate import emulate_devices
 from ._options import integer, path, text
@@ -105,8 +105,9 @@ def _compiled(
 def _write(output: Path, page: str) -> None:
     """A page that is there is replaced in one go."""
     try:
-        write_file(output, page)
+        write_output(output, page)
     except OSError as error:
-        raise ValueError(
-            f"`--output` is {output}, which cannot be written: {error.strerror}. Give another."
+        raise failed_write(
+            f"`--output` is {output}, which cannot be written: {error.strerror}. Give another.",
+            error,
         ) from None

@@ -31,6 +31,7 @@ from jaxpipe.schedules import (
     to_trace,
 )
 
+from .._durable import failed_write, write_output
 from .._input import is_file, shown
 from ._options import integer, number, path, text
 
@@ -136,14 +137,16 @@ def _write(option: str, file: Path, content: str) -> None:
     """Writes the file that an option names.
 
     Raises:
-        ValueError: If the file cannot be written.
+        ValueError: If the file cannot be written because of its path.
+        DiskError: If the disk is full or fails.
     """
     try:
-        file.write_text(content, encoding="utf-8")
+        write_output(file, content)
     except OSError as error:
-        raise ValueError(
+        raise failed_write(
             f"`--{option}` is {shown(str(file))}, which cannot be written: {error.strerror}. Give "
-            "a file in an existing folder, on a disk with free space."
+            "a file in an existing folder, on a disk with free space.",
+            error,
         ) from None
 
 

@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from .._durable import rename, sync
+from .._durable import failed_write, rename, sync
 from ._tokenizers import Tokenizer
 
 
@@ -36,7 +36,8 @@ def write_tokens(file: Path, documents: Iterable[str], tokenizer: Tokenizer) -> 
 
     Raises:
         ValueError: If the file's name does not end with .bin, it is there already or being
-            written, or it cannot be written.
+            written, or it cannot be written because of its path.
+        DiskError: If the disk is full or fails.
     """
     if file.suffix != ".bin":
         raise ValueError(f"{str(file)!r} does not end with .bin, by which it is read. Rename it.")
@@ -57,9 +58,10 @@ def write_tokens(file: Path, documents: Iterable[str], tokenizer: Tokenizer) -> 
             "it was complete. Wait for that, or remove it."
         ) from None
     except OSError as error:
-        raise ValueError(
+        raise failed_write(
             f"{str(file)!r} cannot be written: {error.strerror}. Choose a folder that is there, "
-            "that you may write to, and that has room."
+            "that you may write to, and that has room.",
+            error,
         ) from None
     return written
 

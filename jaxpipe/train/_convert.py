@@ -5,6 +5,7 @@ copied from pages of the files, so it holds the model once, and what is on its w
 """
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -23,7 +24,7 @@ import yaml
 from jaxtyping import PyTree
 
 from .. import models
-from .._durable import rename, sync_tree, write_file
+from .._durable import PATH_ERRORS, failed_write, rename, sync_tree, write_file
 from .._input import MEGABYTE, parse_json, read_text, shortened
 from ._checkpoint import (
     check_same,
@@ -167,8 +168,9 @@ def new_folder(destination: Path) -> Iterator[Path]:
         destination.parent.mkdir(parents=True, exist_ok=True)
         hidden = mkdtemp(prefix=".converted-", dir=destination.parent)
     except OSError as error:
-        raise ValueError(
-            f"Nothing can be written to {destination}: {error.strerror}. Give another folder."
+        raise failed_write(
+            f"Nothing can be written to {destination}: {error.strerror}. Give another folder.",
+            error,
         ) from None
     try:
         folder = Path(hidden) / "new"
@@ -179,6 +181,8 @@ def new_folder(destination: Path) -> Iterator[Path]:
         try:
             rename(folder, destination)  # which replaces an empty folder
         except OSError as error:
+            if error.errno not in PATH_ERRORS and error.errno != errno.ENOTEMPTY:
+                raise RunError(f"{destination} could not be written: {error.strerror}.") from None
             raise ValueError(
                 f"{destination} is there now, which it was not before: another command has made "
                 f"it. ({error.strerror}.) Give another folder, or remove it."
