@@ -4,11 +4,12 @@ Where a group has several devices, how a value is divided is known once the prog
 is compiled, so programs wait for those whose values they read. On single devices none waits.
 """
 
+import ctypes
 import os
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -125,11 +126,23 @@ def compile_code(
                 case Receive(source=source, buffers=buffers):
                     specs |= {(b, rank): specs[b, source] for b in buffers}
         programs = {place: future.result() for place, future in futures.items()}
+    _return_free_memory()
     resolved = {key: spec() if callable(spec) else spec for key, spec in specs.items()}
     return Executables(programs, resolved)
 
 
 P = PartitionSpec
+
+
+def _return_free_memory() -> None:
+    """Returns the memory that compilers have freed to the system, where the C library is glibc.
+
+    glibc keeps it in the arenas of the threads that compiled. Programs run in other threads, whose
+    buffers would come on top of it: of a small transformer on four CPU devices that was a fifth of
+    the process's peak.
+    """
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager
