@@ -23,6 +23,7 @@ from ._array import MpmdArray
 from ._code import Buffer, Code, Instruction
 from ._compile import check_threads, compile_code
 from ._donate import give_away, given_away
+from ._eqns import ClosedJaxpr
 from ._execute import Act, Bound, Place, bind
 from ._jaxpp_schedules import as_schedule
 from ._loops import loop_of, loop_results
@@ -209,9 +210,9 @@ class Compiled:
         return Compiled(self.lowered, bound, self._specs, self._session)
 
     @property
-    def closed_jaxpr(self) -> Code:
-        """What every rank does, to be printed."""
-        return self.lowered.code
+    def closed_jaxpr(self) -> ClosedJaxpr:
+        """What every rank does, to be printed or read as equations."""
+        return ClosedJaxpr(self.lowered.code)
 
     @property
     def programs(self) -> Mapping[str, jax.stages.Compiled]:

@@ -1,5 +1,6 @@
 """Shows code as JaxPP does: as a list of equations with primitives and parameters."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jax.extend.core import Primitive
@@ -25,9 +26,28 @@ class Eqn(NamedTuple):
     outvars: tuple[Buffer, ...]
 
 
-def eqns(code: Code) -> list[Eqn]:
-    """Returns the instructions of all ranks, in an order in which they could run."""
-    return list(map(_eqn, code.instructions))
+@dataclass(frozen=True)
+class ClosedJaxpr:
+    """The instructions of all ranks, under the names that JaxPP has for them.
+
+    Attributes:
+        code: What every rank does.
+    """
+
+    code: Code
+
+    @property
+    def eqns(self) -> list[Eqn]:
+        """The instructions of all ranks, in an order in which they could run."""
+        return list(map(_eqn, self.code.instructions))
+
+    @property
+    def jaxpr(self) -> "ClosedJaxpr":
+        """The same object: JaxPP has a jaxpr inside of a closed jaxpr here."""
+        return self
+
+    def __str__(self) -> str:
+        return str(self.code)
 
 
 def _eqn(instruction: Instruction) -> Eqn:

@@ -21,7 +21,9 @@ from ._rules import constrain_with as constrain_with
 from ._rules import gathered_rules as gathered_rules
 from ._rules import named_shardings as named_shardings
 from ._rules import no_constraint as no_constraint
+from ._rules import padded_spec as padded_spec
 from ._rules import partition_spec as partition_spec
 from ._rules import place as place
+from ._rules import reshard_to_spec as reshard_to_spec
 from ._rules import with_rules as with_rules
 from ._rules import zero_rules as zero_rules

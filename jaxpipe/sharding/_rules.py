@@ -145,6 +145,31 @@ def place(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(of_leaf, tree, shardings)
 
 
+def reshard_to_spec(x: jax.Array, spec: PartitionSpec, mesh: Mesh | None) -> jax.Array:
+    """Returns `x` split over `mesh` as `spec` says, inside or outside `jax.jit`.
+
+    Args:
+        x: An array.
+        spec: How its leading dims are split. The dims that it does not reach stay as they are.
+        mesh: The mesh. None returns `x` unchanged.
+    """
+    if mesh is None or not len(spec):
+        return x
+    return place(x, NamedSharding(mesh, padded_spec(x, spec, mesh)))
+
+
+def padded_spec(x: jax.Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """Returns `spec` with entries for the dims of `x` that it does not reach.
+
+    The added entries leave those dims split as they are.
+    """
+    if AxisType.Explicit in mesh.axis_types:
+        rest = jax.typeof(x).sharding.spec[len(spec) :]
+    else:
+        rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - len(spec))
+    return PartitionSpec(*spec, *rest)
+
+
 def _only(spec: PartitionSpec, axes: set[str]) -> PartitionSpec:
     """`spec` without the axes that are not among `axes`."""
     dims = ((dim,) if isinstance(dim, str) else dim or () for dim in spec)

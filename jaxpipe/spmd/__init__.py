@@ -59,7 +59,6 @@ from ._placement import gather_block as gather_block
 from ._placement import gather_stage as gather_stage
 from ._placement import physical_spec as physical_spec
 from ._placement import physical_specs as physical_specs
-from ._placement import place as place
 from ._placement import place_microbatches as place_microbatches
 from ._placement import place_weight as place_weight
 from ._placement import rules_in_stage as rules_in_stage

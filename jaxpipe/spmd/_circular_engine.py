@@ -14,12 +14,12 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree, Scalar
 
+from .. import sharding
 from ..autodiff import Model, Remat, Sums, floating, recompute, with_aux
 from ._circular import check_circular
 from ._circular_loss import rank_value, rank_value_and_grad
 from ._circular_passes import How, Stage, backward_rank, forward_rank
 from ._gather import EACH_TICK, Gather
-from ._placement import place
 from ._ranks import AXIS, on_ranks
 
 
@@ -136,7 +136,7 @@ def _typed(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> PyTree:
         return tree
 
     def of_subtree(spec, subtree):
-        return jax.tree.map(lambda x: place(jnp.asarray(x), spec, mesh), subtree)
+        return jax.tree.map(lambda x: sharding.reshard_to_spec(jnp.asarray(x), spec, mesh), subtree)
 
     return jax.tree.map(of_subtree, specs, tree, is_leaf=lambda x: isinstance(x, P))
 

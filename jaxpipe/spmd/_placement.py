@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
 from .. import sharding
@@ -86,13 +86,6 @@ def without_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
     return PartitionSpec(*map(rest, spec))
 
 
-def place(x: jax.Array, spec: PartitionSpec, mesh: Mesh | None) -> jax.Array:
-    """`x`, split over `mesh` as `spec` says."""
-    if mesh is None or not len(spec):
-        return x
-    return sharding.place(x, NamedSharding(mesh, _padded(x, spec, mesh)))
-
-
 def place_weight(
     w: jax.Array, names: PartitionSpec, rules: AxisRules, mesh: Mesh | None, path: str
 ) -> jax.Array:
@@ -105,7 +98,7 @@ def place_weight(
         return w
     spec = physical_spec(names, rules, mesh.axis_names)
     sharding.check_divisible(w.shape, spec, dict(mesh.shape), path)
-    return place(w, spec, mesh)
+    return sharding.reshard_to_spec(w, spec, mesh)
 
 
 def type_weights(weights: PyTree, specs: PyTree, mesh: Mesh | None) -> PyTree:
@@ -120,7 +113,9 @@ def type_weights(weights: PyTree, specs: PyTree, mesh: Mesh | None) -> PyTree:
     """
     if mesh is None or AxisType.Explicit not in mesh.axis_types:
         return weights
-    return jax.tree.map(lambda w, spec: place(jnp.asarray(w), spec, mesh), weights, specs)
+    return jax.tree.map(
+        lambda w, spec: sharding.reshard_to_spec(jnp.asarray(w), spec, mesh), weights, specs
+    )
 
 
 def shard_dim_by_stages(
@@ -143,9 +138,9 @@ def shard_dim_by_stages(
     if mesh is None:
         return x
     spec = spec or PartitionSpec()
-    entries = [*_padded(x, without_axes(spec, GATHERED) if is_weight else spec, mesh)]
+    entries = [*sharding.padded_spec(x, without_axes(spec, GATHERED) if is_weight else spec, mesh)]
     entries[dim] = AXIS
-    return place(x, PartitionSpec(*entries), mesh)
+    return sharding.reshard_to_spec(x, PartitionSpec(*entries), mesh)
 
 
 def place_microbatches(
@@ -168,14 +163,16 @@ def place_microbatches(
         sharding.check_divisible(
             leaf.shape, spec, dict(mesh.shape), "inputs [microbatch, row, ...]"
         )
-        return place(leaf, spec, mesh)
+        return sharding.reshard_to_spec(leaf, spec, mesh)
 
     return jax.tree.map(place_leaf, x)
 
 
 def gather_all(weights: PyTree, specs: PyTree, mesh: Mesh | None, axes: Sequence[str]) -> PyTree:
     """`weights` with physical specs `specs`, but whole along `axes`."""
-    return jax.tree.map(lambda w, spec: place(w, without_axes(spec, axes), mesh), weights, specs)
+    return jax.tree.map(
+        lambda w, spec: sharding.reshard_to_spec(w, without_axes(spec, axes), mesh), weights, specs
+    )
 
 
 def gather_stage(specs: PyTree, axes: Sequence[str] = GATHERED) -> Callable[[PyTree], PyTree]:
@@ -193,7 +190,7 @@ def gather_stage(specs: PyTree, axes: Sequence[str] = GATHERED) -> Callable[[PyT
         kept = without_axes(PartitionSpec(*spec[1:]), axes)
         if AxisType.Explicit in mesh.axis_types:
             return _typed(w, kept, mesh)
-        return lax.with_sharding_constraint(w, _padded(w, kept, mesh))
+        return lax.with_sharding_constraint(w, sharding.padded_spec(w, kept, mesh))
 
     def gather(weights: PyTree) -> PyTree:
         return jax.tree.map(constrain, weights, specs, is_leaf=lambda x: x is None)
@@ -245,19 +242,10 @@ def _typed(x: jax.Array, spec: PartitionSpec, mesh: AbstractMesh) -> jax.Array:
         without_axes(spec, [axis for axis, kind in types.items() if kind != wanted])
         for wanted in (AxisType.Auto, AxisType.Explicit)
     )
-    x = jax.sharding.reshard(x, _padded(x, explicit, mesh))
+    x = jax.sharding.reshard(x, sharding.padded_spec(x, explicit, mesh))
     if AxisType.Auto not in types.values() or len(spec) < x.ndim:
         return x
     return lax.with_sharding_constraint(x, automatic)
-
-
-def _padded(x: jax.Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """`spec`, which leaves the dims of `x` that it does not reach as they are."""
-    if AxisType.Explicit in mesh.axis_types:
-        rest = jax.typeof(x).sharding.spec[len(spec) :]
-    else:
-        rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - len(spec))
-    return PartitionSpec(*spec, *rest)
 
 
 def _entry(axes: tuple[str, ...]) -> Any:

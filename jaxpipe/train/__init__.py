@@ -30,6 +30,7 @@ from ._digests import is_complete as is_complete
 from ._footprint import Footprint as Footprint
 from ._footprint import footprints as footprints
 from ._footprint import held_at_most as held_at_most
+from ._from_config import set_up as set_up
 from ._history import read_starts as read_starts
 from ._history import record_start as record_start
 from ._load import base_yaml as base_yaml
@@ -48,7 +49,6 @@ from ._pictures import loss_curve as loss_curve
 from ._predicted import predicted_timeline as predicted_timeline
 from ._progress import progress as progress
 from ._setup import Setup as Setup
-from ._setup import set_up as set_up
 from ._step import initial_state as initial_state
 from ._step import make_train_step as make_train_step
 from ._step import place_batch as place_batch

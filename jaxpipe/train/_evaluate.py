@@ -16,10 +16,11 @@ from .. import mpmd, schedules, spmd
 from ..autodiff import Model, unpipelined
 from ..data import SomeBatches
 from ._calls import in_calls
+from ._from_config import flax_decoder
 from ._gathering import gathers
 from ._model import build_model
 from ._mpmd import make_mpmd_eval_step
-from ._setup import Setup, batch_shardings, flax_decoder, options_of_steps, weights_shardings
+from ._setup import Setup, batch_shardings, options_of_steps, weights_shardings
 from ._state import State
 from ._step import engine_name, place_step, present_layers
 

@@ -34,6 +34,7 @@ from ._describe import describe
 from ._evaluate import Evaluate, make_evaluate
 from ._fits import check_fits
 from ._folder import by_first, run_folder
+from ._from_config import set_up
 from ._history import read_saved, record_saved, record_start, set_history_aside
 from ._metrics import Write, metrics_writer
 from ._mpmd import traced_mpmd_step
@@ -41,7 +42,7 @@ from ._peak import peak_tflops
 from ._profile import Before, profiled_steps, profiler
 from ._progress import Report, Stream, progress
 from ._resume import Resume, check_resume, cut_metrics, find_resume, history_metadata, tidy
-from ._setup import Setup, set_up
+from ._setup import Setup
 from ._start import check_same_sizes, first_state
 from ._state import State
 from ._step import make_train_step, place_step

@@ -18,13 +18,14 @@ from .. import sharding, spmd
 from ..autodiff import Model, unpipelined
 from ..data import Batch, RowsByStep
 from ._calls import in_calls
+from ._from_config import flax_decoder
 from ._gathering import gathers
 from ._initial import first_ends, first_layers, layer_keys
 from ._model import build_model
 from ._mpmd import initial_mpmd_state, make_mpmd_step
 from ._remat import remat_of_ticks
 from ._router_bias import without_router_biases
-from ._setup import Setup, batch_shapes, batch_shardings, flax_decoder, options_of_steps
+from ._setup import Setup, batch_shapes, batch_shardings, options_of_steps
 from ._state import State, gradient_shardings, make_optimizer, state_shardings
 from ._update import make_step
 

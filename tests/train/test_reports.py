@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from jaxpipe.train import Config, train
+from jaxpipe.train import _from_config as from_config
 from jaxpipe.train import _setup as setups
 from jaxpipe.train._loop import speed
 from jaxpipe.train._peak import peak_tflops
@@ -88,4 +89,4 @@ def test_on_gpus_xla_is_told_and_programs_of_ranks_refuse():
     assert setups._options(config, "gpu") == told
     assert setups._options(config, "cpu") == setups._options(Config(), "gpu") == {}
     with pytest.raises(ValueError, match="`deterministic` is true and `pipeline_engine` 'mpmd'"):
-        setups._check_options(told)
+        from_config._check_options(told)
