@@ -20,7 +20,7 @@ def commands() -> tuple[Callable[[argparse._SubParsersAction], None], ...]:
     to import, such as JAX, that function imports.
     """
     # Not at the top: `jaxpipe.cli` also has `emulate_devices`, which must run before all else.
-    from . import _compile, _convert, _launch, _report, _schedule, _tokenize, _train
+    from .commands import _compile, _convert, _launch, _report, _schedule, _tokenize, _train
 
     return (
         _schedule.add_parser,

@@ -6,16 +6,16 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from .. import spmd
+from .. import modules
 from . import _run as run
 from . import _stacked as stacked
 
 
-class PipelineBase(spmd.PipelineMethods, nn.Module):
+class PipelineBase(modules.PipelineMethods, nn.Module):
     """A stack of equal layers, spread over the ranks of a pipeline.
 
     Attributes:
-        config: Any object with the fields of `jaxpipe.spmd.pipeline_settings`.
+        config: Any object with the fields of `jaxpipe.modules.pipeline_settings`.
         layers: One layer. Its call is `(inputs, segment_ids, positions, deterministic, model_mode)`
             and returns outputs like inputs, or (outputs, None).
         mesh: A mesh with the axis "stage", or None: one device plays all ranks.
@@ -31,25 +31,25 @@ class PipelineBase(spmd.PipelineMethods, nn.Module):
         """Refuses a config that cannot work.
 
         The attributes that MaxText's `setup` calculates are properties, of
-        `jaxpipe.spmd.PipelineAttributes`, and exist without it.
+        `jaxpipe.modules.PipelineAttributes`, and exist without it.
         """
         _ = self.settings
 
     @property
-    def settings(self) -> spmd.PipelineSettings:
+    def settings(self) -> modules.PipelineSettings:
         """What `config` says."""
-        return spmd.pipeline_settings(self.config, self.mesh, self.remat_policy)
+        return modules.pipeline_settings(self.config, self.mesh, self.remat_policy)
 
     @property
-    def axis_rules(self) -> spmd.AxisRules:
+    def axis_rules(self) -> modules.AxisRules:
         """The config's logical axis rules, else those in Flax's context, else jaxpipe's."""
         return self.settings.rules_or(nn.get_logical_axis_rules())
 
     def layer_function(
         self, deterministic: bool, model_mode: str, instance: nn.Module | None = None
-    ) -> spmd.Layer:
+    ) -> modules.Layer:
         """The layer, or `instance`, as a pure function that records nothing."""
-        rules = spmd.rules_in_stage(self.settings.rules)
+        rules = modules.rules_in_stage(self.settings.rules)
         layer = self.layers if instance is None else instance
         return run.layer_function(layer, rules, [], deterministic, model_mode)
 
@@ -120,11 +120,11 @@ class PipelineBase(spmd.PipelineMethods, nn.Module):
         )
 
 
-class Pipeline(spmd.LoopMethods, PipelineBase):
+class Pipeline(modules.LoopMethods, PipelineBase):
     """Weights are gathered in every iteration or, with `pipeline_fsdp_ag_once`, once a step."""
 
 
-class CircularPipeline(spmd.WindowMethods, PipelineBase):
+class CircularPipeline(modules.WindowMethods, PipelineBase):
     """Weights are gathered once per repeat, ahead of it."""
 
 
@@ -136,6 +136,6 @@ def create_pipeline(
     Raises:
         ValueError: If the config has a value that is not valid, or asks for what cannot work.
     """
-    settings = spmd.pipeline_settings(config, mesh, remat_policy)
+    settings = modules.pipeline_settings(config, mesh, remat_policy)
     kind = CircularPipeline if settings.gather == "repeat" else Pipeline
     return kind(config, layers, mesh, remat_policy)

@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax.core import unfreeze
 from flax.errors import ModifyScopeVariableError
 
-from .. import spmd
+from .. import modules, spmd
 from . import _collections as collections
 from . import _stacked as stacked
 
@@ -19,8 +19,8 @@ NAME = "layers"
 
 
 def layer_function(
-    layer: nn.Module, rules: spmd.AxisRules | None, mutable: Any, *options: Any
-) -> spmd.Layer:
+    layer: nn.Module, rules: modules.AxisRules | None, mutable: Any, *options: Any
+) -> modules.Layer:
     """`layer` as `(variables, x, side, rngs) -> (y, sown)`.
 
     Args:
@@ -50,12 +50,12 @@ def layer_function(
                 ) from error
         sown = {name: of for name, of in unfreeze(sown).items() if jax.tree.leaves(of)}
         collections.check_sown(sown)
-        return spmd.outputs_of(y, x), sown
+        return modules.outputs_of(y, x), sown
 
     return apply
 
 
-def init_of(layer: nn.Module, rules: spmd.AxisRules | None) -> Callable:
+def init_of(layer: nn.Module, rules: modules.AxisRules | None) -> Callable:
     """`(keys, inputs, segment_ids, positions, deterministic, model_mode) -> variables`."""
     layer = layer.clone(parent=None, name=None)
 
@@ -68,7 +68,7 @@ def init_of(layer: nn.Module, rules: spmd.AxisRules | None) -> Callable:
 
 def init_stages(pipeline: Any) -> Callable:
     """The layer's `init` for all layers of a repeat."""
-    rules = spmd.rules_in_stage(pipeline.settings.rules)
+    rules = modules.rules_in_stage(pipeline.settings.rules)
     return stacked.init_stages(init_of(pipeline.layers, rules))
 
 
@@ -78,7 +78,8 @@ def init_all(pipeline: Any) -> Callable:
     stack = stacked.stack_repeats(init_stages(pipeline), dims)
 
     def init(keys: dict[str, jax.Array], *arguments: Any) -> dict[str, Any]:
-        return stack({name: spmd.layer_keys(key, dims) for name, key in keys.items()}, *arguments)
+        layers = {name: modules.layer_keys(key, dims) for name, key in keys.items()}
+        return stack(layers, *arguments)
 
     return init
 
@@ -95,7 +96,7 @@ def initialize(
     keys = {name: pipeline.make_rng(name) for name in pipeline.scope.rngs}
     arrays = inputs, segment_ids, positions
     variables = init_batch(pipeline, keys, *arrays, *options, microbatched=microbatched)
-    place = partial(spmd.place_weight, rules=pipeline.axis_rules, mesh=pipeline.mesh)
+    place = partial(modules.place_weight, rules=pipeline.axis_rules, mesh=pipeline.mesh)
     for name, collection in stacked.placed(variables, place).items():
         pipeline.put_variable(name, NAME, collection)
     return inputs
@@ -111,8 +112,8 @@ def init_batch(
     microbatched: bool = False,
 ) -> dict[str, Any]:
     """The variables of all layers, from keys by stream and the arguments of a call."""
-    side = spmd.side_of(segment_ids, positions)
-    x, side = spmd.first_microbatch(pipeline.settings, inputs, side, microbatched)
+    side = modules.side_of(segment_ids, positions)
+    x, side = modules.first_microbatch(pipeline.settings, inputs, side, microbatched)
     return init_all(pipeline)(keys, x, side["segment_ids"], side["positions"], *options)
 
 
@@ -137,7 +138,7 @@ def draw_keys(pipeline: Any) -> dict[str, jax.Array] | tuple:
     """[R, S, L] keys by stream, () if there are none."""
     dims = pipeline.settings.dims
     names = pipeline.scope.rngs
-    return {name: spmd.layer_keys(pipeline.make_rng(name), dims) for name in names} or ()
+    return {name: modules.layer_keys(pipeline.make_rng(name), dims) for name in names} or ()
 
 
 def run(
@@ -152,13 +153,13 @@ def run(
     """Sends inputs through all layers, and stores what these sow."""
     boxed = stacked_variables(pipeline)
     mutable = collections.mutable_in_layer(pipeline.scope.mutable, boxed)
-    rules = spmd.rules_in_stage(pipeline.settings.rules)
-    ys, sown = spmd.run_batch(
+    rules = modules.rules_in_stage(pipeline.settings.rules)
+    ys, sown = modules.run_batch(
         layer_function(pipeline.layers, rules, mutable, *options),
         stacked.without_boxes(boxed),
         stacked.logical_specs(boxed) if names is None else names,
         inputs,
-        spmd.side_of(segment_ids, positions),
+        modules.side_of(segment_ids, positions),
         draw_keys(pipeline),
         pipeline,
         overwritten=collections.OVERWRITTEN,

@@ -13,7 +13,7 @@ from flax import linen as nn
 from flax.core import meta
 from jax.sharding import PartitionSpec
 
-from .. import spmd
+from .. import modules
 
 
 def init_stages(init: Callable) -> Callable:
@@ -33,7 +33,7 @@ def init_stages(init: Callable) -> Callable:
 
 def with_names(variables: Any) -> Any:
     """Boxes around [R, S, L, ...] leaves learn the names of the three dims in front."""
-    for index, name in enumerate(spmd.STACKED):
+    for index, name in enumerate(modules.STACKED):
         variables = meta.map_axis_meta(lambda box: _add_name(box, index, name), variables)  # noqa: B023
     return variables
 
@@ -52,7 +52,7 @@ def logical_specs(variables: Any) -> Any:
 def _spec(leaf: Any) -> PartitionSpec:
     if isinstance(leaf, meta.AxisMetadata) and hasattr(leaf, "get_partition_spec"):
         return leaf.get_partition_spec()  # type: ignore[attr-defined]
-    return PartitionSpec(*spmd.STACKED)
+    return PartitionSpec(*modules.STACKED)
 
 
 def placed(variables: Any, place: Callable) -> Any:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ._on_shards import varying_like
+from .layers._on_shards import varying_like
 
 Sums = dict[str, Float[Array, ""]]
 Loss = Callable[[Array, Array, Array, Array], tuple[Array, Sums]]

@@ -18,14 +18,14 @@ from jaxtyping import Array, Float, PyTree
 
 from ..sharding import Constrain
 from ._abstract import scale, stacked
-from ._attention import Attention
+from ._boundary import embed_tokens, end_weights, next_token_loss
 from ._deepseek_config import DeepseekConfig
-from ._ends import embed_tokens, end_weights, next_token_loss
-from ._experts import Experts
-from ._latent_attention import latent_attention, latent_attention_weights
-from ._layers import ACTIVATION, dropout, rms_norm, stack, swiglu, swiglu_weights
-from ._moe import moe, moe_weights
-from ._projection import Projection, projection
+from .layers._attention import Attention
+from .layers._common import ACTIVATION, dropout, rms_norm, stack, swiglu, swiglu_weights
+from .layers._experts import Experts
+from .layers._latent_attention import latent_attention, latent_attention_weights
+from .layers._moe import moe, moe_weights
+from .layers._projection import Projection, projection
 
 Remat = Callable[[Callable], Callable]
 

@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from ..sharding import Constrain
 from ._abstract import matrix, scale, stacked
-from ._attention import Attention
-from ._ends import embed_tokens, end_weights, next_token_loss
-from ._layers import (
+from ._boundary import embed_tokens, end_weights, next_token_loss
+from .layers._attention import Attention
+from .layers._common import (
     ACTIVATION,
     HEADS,
     dropout,
@@ -30,7 +30,7 @@ from ._layers import (
     swiglu,
     swiglu_weights,
 )
-from ._projection import Projection, projection
+from .layers._projection import Projection, projection
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from ._abstract import Weight
-from ._layers import dropout, rms_norm, token_losses
+from .layers._common import dropout, rms_norm, token_losses
 
 
 def mlp_weights(

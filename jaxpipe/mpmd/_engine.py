@@ -7,8 +7,8 @@ import jax
 from jaxtyping import PyTree, Scalar
 
 from ..autodiff import Model, Remat, Sums, at, fold, joined, recompute
-from ._marks import mark_stage_end
-from ._reduce import Add, treduce_i
+from .ir._marks import mark_stage_end
+from .ir._reduce import Add, treduce_i
 
 
 def mpmd_value_and_grad(

@@ -16,7 +16,7 @@ from flax.core.spmd import logical_axis_rules
 from flax.linen import fp8_ops
 from jaxtyping import PyTree
 
-from .. import spmd
+from .. import modules
 from ._sown import call, captured_types, without_sown
 from ._stacked import without_names
 
@@ -47,8 +47,8 @@ def with_weights(state: PyTree, weights: dict[str, Any]) -> PyTree:
 
 
 def layer_function(
-    layers: nnx.Module, rules: spmd.AxisRules | None, records: bool, *options: Any
-) -> spmd.Layer:
+    layers: nnx.Module, rules: modules.AxisRules | None, records: bool, *options: Any
+) -> modules.Layer:
     """A layer as `(weights, x, side, keys) -> (y, sown)`.
 
     Args:
@@ -69,7 +69,7 @@ def layer_function(
         with nullcontext() if rules is None else logical_axis_rules(rules):
             y, sown = call(layer, types, x, side["segment_ids"], side["positions"], *options)
         check_unchanged(weights, weights_of(nnx.state(layer, nnx.Not(nnx.RngState))))
-        return spmd.outputs_of(y, x), sown if records else {}
+        return modules.outputs_of(y, x), sown if records else {}
 
     return apply
 

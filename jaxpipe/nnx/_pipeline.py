@@ -9,7 +9,7 @@ from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import Mesh
 
-from .. import spmd
+from .. import modules
 from . import _layer as layer
 from . import _run as run
 from . import _stacked as stacked
@@ -31,7 +31,7 @@ class _Given:
         return hash(_Given)
 
 
-class PipelineBase(spmd.PipelineMethods, nnx.Module):
+class PipelineBase(modules.PipelineMethods, nnx.Module):
     """A stack of equal layers, spread over the ranks of a pipeline.
 
     Attributes:
@@ -56,7 +56,7 @@ class PipelineBase(spmd.PipelineMethods, nnx.Module):
         """Makes all layers.
 
         Args:
-            config: Any object with the fields of `jaxpipe.spmd.pipeline_settings`.
+            config: Any object with the fields of `jaxpipe.modules.pipeline_settings`.
             layers: `rngs -> module`. The module's call is `(inputs, segment_ids, positions,
                 deterministic, model_mode)` and returns outputs like inputs, or (outputs, None).
             mesh: A mesh with the axis "stage", or None: one device plays all ranks.
@@ -67,7 +67,7 @@ class PipelineBase(spmd.PipelineMethods, nnx.Module):
         Raises:
             ValueError: If the config has a value that is not valid, or asks for what cannot work.
         """
-        self.settings = spmd.pipeline_settings(config, mesh, remat_policy)
+        self.settings = modules.pipeline_settings(config, mesh, remat_policy)
         self.mesh = mesh
         self.remat_policy = remat_policy
         self.name = name
@@ -82,19 +82,19 @@ class PipelineBase(spmd.PipelineMethods, nnx.Module):
 
     def setup(self, rngs: nnx.Rngs) -> None:
         """Makes `layers` anew."""
-        place = partial(spmd.place_weight, rules=self.axis_rules, mesh=self.mesh)
+        place = partial(modules.place_weight, rules=self.axis_rules, mesh=self.mesh)
         self.layers = stacked.stacked_module(self.factory, rngs, self.settings.dims, place)
 
     @property
-    def axis_rules(self) -> spmd.AxisRules:
+    def axis_rules(self) -> modules.AxisRules:
         """The config's logical axis rules, else those in Flax's context, else jaxpipe's."""
         return self.settings.rules_or(get_logical_axis_rules())
 
     def layer_function(
         self, deterministic: bool, model_mode: str, instance: nnx.Module | None = None
-    ) -> spmd.Layer:
+    ) -> modules.Layer:
         """A layer, or `instance`, as a pure function that records nothing."""
-        rules = spmd.rules_in_stage(self.settings.rules)
+        rules = modules.rules_in_stage(self.settings.rules)
         layers = self.layers if instance is None else instance
         return layer.layer_function(layers, rules, False, deterministic, model_mode)
 
@@ -156,11 +156,11 @@ class PipelineBase(spmd.PipelineMethods, nnx.Module):
         )
 
 
-class Pipeline(spmd.LoopMethods, PipelineBase):
+class Pipeline(modules.LoopMethods, PipelineBase):
     """Weights are gathered in every iteration or, with `pipeline_fsdp_ag_once`, once a step."""
 
 
-class CircularPipeline(spmd.WindowMethods, PipelineBase):
+class CircularPipeline(modules.WindowMethods, PipelineBase):
     """Weights are gathered once per repeat, ahead of it."""
 
 
@@ -177,6 +177,6 @@ def create_pipeline(
 
     Arguments are those of `PipelineBase`.
     """
-    settings = spmd.pipeline_settings(config, mesh, remat_policy)
+    settings = modules.pipeline_settings(config, mesh, remat_policy)
     kind = CircularPipeline if settings.gather == "repeat" else Pipeline
     return kind(config, layers, mesh, remat_policy, rngs=rngs, name=name)

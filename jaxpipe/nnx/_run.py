@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 from jaxtyping import PyTree
 
-from .. import spmd
+from .. import modules
 from . import _layer as layers_of
 from . import _stacked as stacked
 from ._sown import store, without_sown
@@ -30,13 +30,13 @@ def run(
     layers, deterministic = pipeline.layers, options[0]
     state = weight_state(layers)
     names = stacked.logical_specs(state) if names is None else names
-    rules = spmd.rules_in_stage(pipeline.settings.rules)
-    ys, sown = spmd.run_batch(
+    rules = modules.rules_in_stage(pipeline.settings.rules)
+    ys, sown = modules.run_batch(
         layers_of.layer_function(layers, rules, True, *options),
         layers_of.weights_of(state),
         names,
         inputs,
-        spmd.side_of(segment_ids, positions),
+        modules.side_of(segment_ids, positions),
         layers_of.draw_keys(layers, advance=not deterministic),
         pipeline,
         overwritten=layers_of.overwritten_in(state),

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from .. import spmd
+from .. import modules
 
 Factory = Callable[[nnx.Rngs], nnx.Module]
 
@@ -43,7 +43,7 @@ def stacked_module(
         dims: [R, S, L].
         place: `(array, logical spec, path=name) -> array`.
     """
-    keys = {name: spmd.layer_keys(stream(), dims) for name, stream in rngs.items()}
+    keys = {name: modules.layer_keys(stream(), dims) for name, stream in rngs.items()}
     # Not `nnx.eval_shape`: inside `jax.set_mesh` it takes logical names for axes of the mesh.
     graph, _ = jax.eval_shape(lambda: nnx.split(one_layer(factory, dict.fromkeys(keys, 0))))
     state = with_names(jax.vmap(init_stages(factory))(keys))
@@ -54,7 +54,7 @@ def stacked_module(
 
 def with_names(state: PyTree) -> PyTree:
     """Variables that name their dims learn the names of the three in front."""
-    for index, name in enumerate(spmd.STACKED):
+    for index, name in enumerate(modules.STACKED):
         state = nnx.spmd.add_axis(state, index, {nnx.PARTITION_NAME: name})
     return state
 
@@ -62,7 +62,7 @@ def with_names(state: PyTree) -> PyTree:
 def without_names(state: PyTree) -> PyTree:
     """`with_names`, undone on a copy."""
     state = jax.tree.map(lambda x: x, state)
-    for name in spmd.STACKED:
+    for name in modules.STACKED:
         state = nnx.spmd.remove_axis(state, 0, {nnx.PARTITION_NAME: name})
     return state
 
@@ -77,7 +77,7 @@ def logical_specs(state: PyTree) -> Any:
 
 def logical_spec(variable: nnx.Variable) -> PartitionSpec:
     """The names of a stacked variable; if it has none, those of the three dims in front."""
-    names = variable.get_metadata().get("out_sharding") or spmd.STACKED
+    names = variable.get_metadata().get("out_sharding") or modules.STACKED
     return PartitionSpec(*names)
 
 

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ..train import RunError
-from ..train._digests import damage, has_digests, is_complete
-from ..train._reading import is_folder, names_in
+from ..train.checkpoint._digests import damage, has_digests, is_complete
+from ..train.runtime._reading import is_folder, names_in
 
 _NUMBER = re.compile(r"[0-9]{1,18}(\.|$)")
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..autodiff import vary_as
+from ..ir import vary_as
 from ._stage_shardings import in_stage
 
 AXIS = "stage"

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxpipe.autodiff import accumulate, program, pullback, split
+from jaxpipe.autodiff import pullback, split
+from jaxpipe.ir import accumulate, program
 
 L, n = 3, 4
 x, ws = jnp.arange(1.0, n + 1), jnp.ones((L, n, n)) * 0.3

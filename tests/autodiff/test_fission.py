@@ -14,10 +14,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxpipe import sharding
-from jaxpipe.autodiff import Fission, Program, fission, program
-from jaxpipe.autodiff._cut import cheapest
-from jaxpipe.autodiff._nested import Kind
-from jaxpipe.autodiff._program import Choice, Loop, Plain, Shards
+from jaxpipe.ir import Fission, Program, fission, program
+from jaxpipe.ir._graph import Choice, Loop, Plain, Shards
+from jaxpipe.ir._minimal_cut import cheapest
+from jaxpipe.ir._partition_nested import Kind
 
 n = 4
 x, y, matrix = jnp.arange(1.0, n + 1), jnp.ones(n), jnp.eye(n) + 0.1

@@ -25,8 +25,10 @@ def stop_before_long_work() -> None:
     """Commands end where a run would compile, or start processes."""
     import subprocess
 
-    from jaxpipe.cli import _compile, _errors
-    from jaxpipe.train import _loop, _start
+    from jaxpipe.cli import _errors
+    from jaxpipe.cli.commands import _compile
+    from jaxpipe.train.checkpoint import _init_from as _start
+    from jaxpipe.train.loop import _loop
 
     def checked(*args: object, **named: object) -> None:
         raise Checked
@@ -42,15 +44,6 @@ def import_everything() -> None:
     """What commands import when they run."""
     import orbax.checkpoint  # noqa: F401
     from jax._src import xla_bridge
-
-    import jaxpipe.cli
-    import jaxpipe.cli._main
-    import jaxpipe.linen
-    import jaxpipe.nnx
-    import jaxpipe.plan
-    import jaxpipe.report
-    import jaxpipe.train
-    import jaxpipe.train._flax_decoder  # noqa: F401
 
     assert not xla_bridge.backends_are_initialized(), "a fork needs a JAX of its own"
 

@@ -147,7 +147,7 @@ def test_converting_into_a_link_loop_is_refused(tmp_path: Path, capsys):
 
 
 def test_two_commands_that_convert_to_one_folder_do_not_mix(tmp_path: Path):
-    from jaxpipe.train._convert import new_folder
+    from jaxpipe.hugging_face._convert import new_folder
 
     with pytest.raises(ValueError, match="is there now, which it was not before: another command"):  # noqa: SIM117
         with new_folder(tmp_path / "x") as first:

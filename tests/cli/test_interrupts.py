@@ -94,6 +94,6 @@ def test_a_command_that_is_interrupted_ends_in_one_line(monkeypatch, capsys):
     def run(args) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxpipe.cli._report.run", run)
+    monkeypatch.setattr("jaxpipe.cli.commands._report.run", run)
     assert main(["report", "folder"]) == 130
     assert capsys.readouterr().err == "jaxpipe: interrupted (SIGINT)\n"

@@ -15,15 +15,9 @@ import pytest
 
 from jaxpipe._exit import EXIT_CODE
 from jaxpipe.cli import main
-from jaxpipe.cli._launch import _first_failure, _Job
 from jaxpipe.cli._lifeline import Lifelines
-from jaxpipe.cli._processes import (
-    ADDRESS,
-    NUM_PROCESSES,
-    PROCESS,
-    _bind_address,
-    join_processes,
-)
+from jaxpipe.cli._processes import ADDRESS, NUM_PROCESSES, PROCESS, _bind_address, join_processes
+from jaxpipe.cli.commands._launch import _first_failure, _Job
 from quick import ENVIRONMENT
 
 from . import kills
@@ -356,7 +350,7 @@ class Fails:
 def test_a_job_starts_again_as_often_as_is_allowed_but_not_after_an_error_of_the_user(
     code, times, allowed, starts, ended, monkeypatch, capsys
 ):
-    monkeypatch.setattr("jaxpipe.cli._launch._commands", fails := Fails(code, times))
+    monkeypatch.setattr("jaxpipe.cli.commands._launch._commands", fails := Fails(code, times))
     words = ["launch", "--processes", "2", "--max-restarts", f"{allowed}"]
     assert main(words) == ended
     assert len(fails.addresses) == starts

@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe import models, mpmd, schedules, sharding, spmd
 from jaxpipe.autodiff import Model, remat_by_name, unpipelined
-from jaxpipe.train._family import FAMILIES
-from jaxpipe.train._flax_decoder import Decoder, linen_value_and_grad, nnx_value_and_grad
+from jaxpipe.train.plan._family import FAMILIES
+from jaxpipe.train.plan._flax_decoder import Decoder, linen_value_and_grad, nnx_value_and_grad
 
 TOLERANCE = 1e-5
 

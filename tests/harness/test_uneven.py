@@ -11,7 +11,7 @@ from train.runs import DEEPSEEK, DROPOUT, NONE, ROWS, Settings, flat, setup_of
 
 from harness.contract import assert_close
 from jaxpipe.train import build_model, initial_state, place_batch, synthetic_batches
-from jaxpipe.train._step import ENGINES, _dropout_keys
+from jaxpipe.train.step._step import ENGINES, _dropout_keys
 
 EIGHT: Settings = {"base_num_decoder_layers": 8}
 # Devices, ranks, and what differs. Every run of a line has the same layers.

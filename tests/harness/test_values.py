@@ -11,7 +11,7 @@ from harness import contract
 from harness.contract import Case, Row, assert_close, gather_of, mesh_of, placed
 from jaxpipe import schedules, spmd
 from jaxpipe.autodiff import unpipelined
-from jaxpipe.train._flax_decoder import linen_value, nnx_value
+from jaxpipe.train.plan._flax_decoder import linen_value, nnx_value
 
 
 def value_of(row: Row, case: Case) -> Any:

@@ -14,19 +14,21 @@ PACKAGE = Path(__file__).parents[2] / "jaxpipe"
 MAY_IMPORT: dict[str, set[str]] = {
     "schedules": set(),
     "sharding": set(),
-    "autodiff": {"schedules", "sharding"},
-    "spmd": {"autodiff", "schedules", "sharding"},
-    "mpmd": {"autodiff", "schedules", "sharding"},
-    "models": {"sharding"},
-    "linen": {"spmd", "mpmd", "autodiff", "schedules", "sharding"},
-    "nnx": {"spmd", "mpmd", "autodiff", "schedules", "sharding"},
-    "plan": {"spmd", "mpmd", "autodiff", "schedules", "sharding"},
     "data": set(),
+    "ir": set(),
+    "autodiff": {"ir"},
+    "spmd": {"autodiff", "ir", "schedules", "sharding"},
+    "mpmd": {"autodiff", "ir", "schedules", "sharding"},
+    "modules": {"spmd", "autodiff", "sharding"},
+    "linen": {"modules", "spmd"},
+    "nnx": {"modules"},
+    "models": {"autodiff", "sharding"},
+    "plan": set(),
     "train": {
         "data",
-        "plan",
         "linen",
         "nnx",
+        "modules",
         "models",
         "spmd",
         "mpmd",
@@ -34,9 +36,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "schedules",
         "sharding",
     },
+    "hugging_face": {"train", "models"},
+    "report": {"train", "plan", "models", "schedules", "sharding"},
+    "cli": {"report", "hugging_face", "train", "data", "plan", "models", "mpmd", "schedules"},
 }
-MAY_IMPORT["report"] = {"train", "plan", "models", "schedules", "sharding"}
-MAY_IMPORT["cli"] = {*MAY_IMPORT, "cli"}
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80

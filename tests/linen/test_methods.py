@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from harness.rims import Row, scalar
 from jaxpipe import linen, sharding, spmd
 from jaxpipe import nnx as nnx_pipelines
-from jaxpipe.spmd._rim import ENGINES
+from jaxpipe.modules._frontend import ENGINES
 
 KEY = jax.random.key(5)
 ROW = Row(2, 2, 1, fsdp=2)

@@ -10,7 +10,7 @@ import pytest
 
 from harness.contract import Row, assert_close, circular, make_case
 from jaxpipe import models, sharding
-from jaxpipe.models._ends import next_token_loss
+from jaxpipe.models._boundary import next_token_loss
 
 b, T, D, V = 2, 12, 16, 32
 

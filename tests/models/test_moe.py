@@ -22,7 +22,7 @@ from jaxpipe.models import (
     route,
     routed_experts,
 )
-from jaxpipe.models._experts import sort_and_multiply
+from jaxpipe.models.layers._experts import sort_and_multiply
 
 ROWS, LENGTH = 4, 6
 V2 = DeepseekConfig(

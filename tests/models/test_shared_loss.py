@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpipe.models import shared_next_token_loss
-from jaxpipe.models._ends import next_token_loss
+from jaxpipe.models._boundary import next_token_loss
 from jaxpipe.sharding import no_constraint
 
 b, T, D, V, EPSILON = 2, 5, 8, 12, 1e-5

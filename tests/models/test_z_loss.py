@@ -10,7 +10,7 @@ import pytest
 from harness.contract import Row, assert_close, check_row
 from jaxpipe import sharding
 from jaxpipe.models import rms_norm
-from jaxpipe.models._ends import next_token_loss
+from jaxpipe.models._boundary import next_token_loss
 
 from .test_chunked_loss import batch
 

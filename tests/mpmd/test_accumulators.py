@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.mpmd import Add, Std1F1B, ZeroBubble, mark_stage_end, mpmd_jit_with_loop, treduce
-from jaxpipe.mpmd._code import Run
+from jaxpipe.mpmd.ir._program import Run
 from mpmd.small import WIDTH, assert_close, groups, layer, layers, numbers, squared_error
 
 FSDP, MICROBATCHES, ROWS = 2, 3, 2

@@ -18,7 +18,7 @@ from jaxpipe.mpmd import (
     mpmd_jit_with_loop,
     place_with,
 )
-from jaxpipe.mpmd._code import Send
+from jaxpipe.mpmd.ir._program import Send
 from mpmd.small import WIDTH, batch, compare, gradients, groups, layers, numbers
 
 

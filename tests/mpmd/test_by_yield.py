@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.mpmd import MpmdArray, mpmd_jit_by_yield, pipeline_enter_stage
-from jaxpipe.mpmd._code import Run
+from jaxpipe.mpmd.ir._program import Run
 from mpmd.small import assert_close, assert_equal, batch, groups, layer, layers, squared_error
 
 STAGES = 3

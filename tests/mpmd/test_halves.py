@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from jaxpipe.mpmd import DualPipeV, ZeroBubble, mark_stage_end, mpmd_jit_with_loop
-from jaxpipe.mpmd._code import Run
+from jaxpipe.mpmd.ir._program import Run
 from jaxpipe.schedules import Op
 from mpmd.small import (
     WIDTH,

@@ -16,7 +16,7 @@ from jaxpipe.mpmd import (
     Std1F1B,
     mpmd_jit_with_loop,
 )
-from jaxpipe.mpmd._code import Run
+from jaxpipe.mpmd.ir._program import Run
 from mpmd.small import (
     WIDTH,
     assert_close,

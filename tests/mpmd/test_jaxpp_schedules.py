@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from jaxpipe.mpmd._jaxpp_schedules import (
+from jaxpipe.mpmd.jaxpp._schedules import (
     DualPipeV,
     Eager1F1B,
     FusedTask,

@@ -17,7 +17,7 @@ from jaxpipe.mpmd import (
     mpmd_jit_with_loop,
     treduce,
 )
-from jaxpipe.mpmd._code import Run
+from jaxpipe.mpmd.ir._program import Run
 from mpmd.small import batch, compare, groups, layer, layers, squared_error
 
 SCHEDULES = [Std1F1B(2), ZeroBubble(2), GPipe(3), Interleaved1F1B(4, 2), DualPipeV(4)]

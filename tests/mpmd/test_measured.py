@@ -18,7 +18,7 @@ from jaxpipe.mpmd import (
     timed_step,
     to_timeline,
 )
-from jaxpipe.mpmd._code import Run
+from jaxpipe.mpmd.ir._program import Run
 from mpmd.small import assert_equal, batch, gradients, groups, layers
 
 STEPS = {

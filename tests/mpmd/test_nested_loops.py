@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.mpmd import Std1F1B, mark_stage_end, mpmd_jit_with_loop, treduce
-from jaxpipe.mpmd._code import Run
+from jaxpipe.mpmd.ir._program import Run
 from mpmd.small import batch, compare, gradients, groups, layer, layers
 
 update = gradients(Std1F1B(2))

@@ -13,7 +13,7 @@ from jax.core import ShapedArray
 from jax.extend.core import jaxprs_in_params
 
 from jaxpipe import schedules
-from jaxpipe.autodiff import Program, Value
+from jaxpipe.ir import Program, Value
 from jaxpipe.mpmd import (
     Add,
     GPipe,
@@ -25,7 +25,7 @@ from jaxpipe.mpmd import (
     mpmd_jit_with_loop,
     treduce,
 )
-from jaxpipe.mpmd._code import Buffer, Code, Free, Receive, Run, Send, check, of_rank
+from jaxpipe.mpmd.ir._program import Buffer, Code, Free, Receive, Run, Send, check, of_rank
 from jaxpipe.schedules import Op
 from mpmd.small import batch, compare, gradients, groups, layer, layers, marked_loss
 

@@ -20,7 +20,7 @@ from jaxpipe.mpmd import (
     mpmd_jit_with_loop,
     treduce_i,
 )
-from jaxpipe.mpmd._code import Run
+from jaxpipe.mpmd.ir._program import Run
 from mpmd.small import assert_close, batch, gradients, groups, layer, layers, squared_error
 
 MICROBATCHES = 4

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.mpmd import Std1F1B, mpmd_jit_with_loop
-from jaxpipe.mpmd._code import Run
+from jaxpipe.mpmd.ir._program import Run
 from mpmd.small import WIDTH, assert_close, batch, gradients, groups, layers
 
 MATRIX = (WIDTH, 2 * WIDTH)

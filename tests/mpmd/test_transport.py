@@ -17,10 +17,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._exit import EXIT_CODE
-from jaxpipe.mpmd._remote import Transport, check_same_program
-from jaxpipe.mpmd._routes import brief
-from jaxpipe.mpmd._transport import Spec, layout, mover, sender
-from jaxpipe.mpmd._watchdog import (
+from jaxpipe.mpmd.runtime._channels import brief
+from jaxpipe.mpmd.runtime._remote import Transport, check_same_program
+from jaxpipe.mpmd.runtime._transport import Spec, layout, mover, sender
+from jaxpipe.mpmd.runtime._watchdog import (
     MpmdError,
     Watchdog,
     begin,

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpipe.autodiff import Plain
+from jaxpipe.ir import Plain
 from jaxpipe.mpmd import (
     Eager1F1B,
     GPipe,
@@ -18,7 +18,7 @@ from jaxpipe.mpmd import (
     mpmd_jit_with_loop,
     treduce,
 )
-from jaxpipe.mpmd._code import Run, Send
+from jaxpipe.mpmd.ir._program import Run, Send
 from mpmd.small import (
     WIDTH,
     assert_close,

@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.mpmd._remote import check_agreement, check_same_program, open_transport
-from jaxpipe.mpmd._transport import Spec, layout, receiver, sender
-from jaxpipe.mpmd._watchdog import begin, made, start_watchdog, wait
+from jaxpipe.mpmd.runtime._remote import check_agreement, check_same_program, open_transport
+from jaxpipe.mpmd.runtime._transport import Spec, layout, receiver, sender
+from jaxpipe.mpmd.runtime._watchdog import begin, made, start_watchdog, wait
 
 TIMEOUT = 4.0
 

@@ -33,8 +33,8 @@ from jaxpipe.schedules import (
     zbv,
     zero_bubble_h1,
 )
-from jaxpipe.schedules._grid import Grid, fill, orders_of, ticks_of
-from jaxpipe.schedules._lock_step import _lags, _spares
+from jaxpipe.schedules.lock_step._grid import Grid, fill, orders_of, ticks_of
+from jaxpipe.schedules.lock_step._grid_search import _lags, _spares
 
 from .machine import run_tables
 from .random_schedules import drafts, random_schedule

@@ -12,9 +12,10 @@ from jax.extend.core import jaxprs_in_params
 from harness.contract import Row, circular, make_case, mesh_of, placed
 from jaxpipe import sharding, spmd
 from jaxpipe.autodiff import Model
-from jaxpipe.spmd import _circular, _circular_passes
-from jaxpipe.spmd._circular import Counts
 from jaxpipe.spmd._ranks import AXIS
+from jaxpipe.spmd.circular_engine import _passes as _circular_passes
+from jaxpipe.spmd.circular_engine import _shape as _circular
+from jaxpipe.spmd.circular_engine._shape import Counts
 
 
 def stage(w, x, side, rng):

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe import models
+from jaxpipe.hugging_face._models import canonical_weights
 from jaxpipe.train import build_model, load_config, open_checkpoints, save_checkpoint, set_up
-from jaxpipe.train._hf_models import canonical_weights
-from jaxpipe.train._start import first_state
+from jaxpipe.train.checkpoint._init_from import first_state
 
 GOLDEN = Path(__file__).parent / "golden"
 LLAMA = models.LlamaConfig(

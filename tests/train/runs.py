@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jaxpipe import models
 from jaxpipe.mpmd import MpmdArray
 from jaxpipe.train import Config, set_up, synthetic_batches
-from jaxpipe.train import _canonical as canonical
-from jaxpipe.train import _step as step
-from jaxpipe.train._setup import Setup
-from jaxpipe.train._state import State
+from jaxpipe.train.checkpoint import _canonical as canonical
+from jaxpipe.train.plan._setup import Setup
+from jaxpipe.train.step import _step as step
+from jaxpipe.train.step._state import State
 
 Settings = dict[str, Any]
 

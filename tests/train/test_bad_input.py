@@ -16,7 +16,7 @@ import pytest
 
 from jaxpipe.cli import main
 from jaxpipe.train import Config, RunError, metrics_writer, read_metrics, train
-from jaxpipe.train._folder import LOCK, run_folder
+from jaxpipe.train.runtime._run_folder import LOCK, run_folder
 
 from .runs import NONE, TINY
 
@@ -44,7 +44,7 @@ def test_a_folder_has_one_run_at_a_time(tmp_path):
 
 def test_a_run_that_was_killed_leaves_its_folder_free(tmp_path):
     program = (
-        "import os, sys, pathlib; from jaxpipe.train._folder import run_folder\n"
+        "import os, sys, pathlib; from jaxpipe.train.runtime._run_folder import run_folder\n"
         "with run_folder(pathlib.Path(sys.argv[1])): os.kill(os.getpid(), 9)"
     )
     ended = subprocess.run([sys.executable, "-c", program, tmp_path / "default"])

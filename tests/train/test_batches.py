@@ -16,10 +16,10 @@ from jax.sharding import NamedSharding
 from jaxpipe.cli import main
 from jaxpipe.data import Batch, ByteTokenizer, Source
 from jaxpipe.train import Config, load_config, set_up
-from jaxpipe.train._batches import _tokenizer, make_batches, make_data
-from jaxpipe.train._data_changes import data_changes
-from jaxpipe.train._setup import Setup
-from jaxpipe.train._step import place_step
+from jaxpipe.train.loop._batches import _tokenizer, make_batches, make_data
+from jaxpipe.train.loop._data_changes import data_changes
+from jaxpipe.train.plan._setup import Setup
+from jaxpipe.train.step._step import place_step
 
 TINY: dict[str, Any] = {
     "dataset_type": "text",
@@ -181,7 +181,7 @@ def test_a_run_whose_file_vanishes_ends_with_its_name(tmp_path: Path, capsys, mo
         base_emb_dim=16 base_num_decoder_layers=2 base_mlp_dim=32 max_target_length=16 dtype=float32
         enable_tensorboard=false enable_checkpointing=false ici_pipeline_parallelism=2
         per_device_batch_size=1 steps=5"""
-    monkeypatch.setattr("jaxpipe.train._loop.first_state", lambda _: {"gone": file.unlink()})
+    monkeypatch.setattr("jaxpipe.train.loop._loop.first_state", lambda _: {"gone": file.unlink()})
     assert main(["train", *settings.split()]) == 1
     assert f"{str(file)!r} was there when the run began, and cannot be" in capsys.readouterr().err
 
@@ -239,7 +239,7 @@ def test_a_run_with_other_data_is_refused_unless_the_user_allows_it(
         yield done + 1, {"loss": 1.0, "gradient_norm": 1.0}
         save(done + 1, state, {})
 
-    monkeypatch.setattr("jaxpipe.train._loop.run_steps", one_step)
+    monkeypatch.setattr("jaxpipe.train.loop._loop.run_steps", one_step)
     settings = f"""output_dir={tmp_path} base_emb_dim=16 base_num_decoder_layers=1
         base_mlp_dim=32 learning_rate_schedule_steps=9
         max_target_length=16 dtype=float32 enable_tensorboard=false per_device_batch_size=1

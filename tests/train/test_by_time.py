@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from jaxpipe.train import Config, _loop, train
-from jaxpipe.train._by_time import ByTime
+from jaxpipe.train import Config, train
+from jaxpipe.train.checkpoint._checkpoint_timer import ByTime
+from jaxpipe.train.loop import _loop
 
 from .runs import NONE, TINY
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxpipe.train import Config, describe, model_flops
-from jaxpipe.train import _evaluate as evaluation
-from jaxpipe.train import _step as step
-from jaxpipe.train._loop import speed
+from jaxpipe.train.loop._loop import speed
+from jaxpipe.train.step import _evaluate as evaluation
+from jaxpipe.train.step import _step as step
 
 from .runs import DEEPSEEK, NONE, ROWS, Settings, flat, setup_of
 from .test_evaluate import batches

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from jaxpipe.mpmd import MpmdArray
-from jaxpipe.train import _canonical as canonical
-from jaxpipe.train import _moves as moves
-from jaxpipe.train import _step as step
-from jaxpipe.train._apart import layers_of_ranks
-from jaxpipe.train._setup import Setup
-from jaxpipe.train._state import State
+from jaxpipe.train.checkpoint import _canonical as canonical
+from jaxpipe.train.checkpoint import _layer_reordering as moves
+from jaxpipe.train.plan._setup import Setup
+from jaxpipe.train.step import _step as step
+from jaxpipe.train.step._per_stage_state import layers_of_ranks
+from jaxpipe.train.step._state import State
 
 from .runs import DEEPSEEK, NONE, Settings, flat, setup_of
 

@@ -14,15 +14,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from jaxpipe import models
-from jaxpipe.train import (
-    Config,
-    from_hugging_face,
-    load_config,
-    open_checkpoints,
-    read_metadata,
-    to_hugging_face,
-)
-from jaxpipe.train._checkpoint import restore_leaf, saved_leaves
+from jaxpipe.hugging_face import from_hugging_face, to_hugging_face
+from jaxpipe.train import Config, load_config, open_checkpoints, read_metadata
+from jaxpipe.train.checkpoint._store import restore_leaf, saved_leaves
 
 from .converted import DEEPSEEK, GOLDEN, LLAMA, logits, make_run
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxpipe.train import from_hugging_face, to_hugging_face
+from jaxpipe.hugging_face import from_hugging_face, to_hugging_face
 
 from .converted import DEEPSEEK, GOLDEN, LLAMA, change, make_run
 

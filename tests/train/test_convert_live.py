@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxpipe.train import from_hugging_face, to_hugging_face
+from jaxpipe.hugging_face import from_hugging_face, to_hugging_face
 
 from .converted import logits
 

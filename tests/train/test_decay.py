@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpipe import models
-from jaxpipe.train._decay import weight_name
-from jaxpipe.train._state import make_optimizer, trained
+from jaxpipe.train.optim._decay import weight_name
+from jaxpipe.train.step._state import make_optimizer, trained
 
 from .runs import DEEPSEEK, NONE, Settings, setup_of
 

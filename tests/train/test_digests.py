@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxpipe.train import Config, read_metrics, train
-from jaxpipe.train._digests import damage, steps_in
+from jaxpipe.train.checkpoint._digests import damage, steps_in
 
 from .runs import NONE, TINY
 

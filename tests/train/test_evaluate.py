@@ -14,7 +14,6 @@ import pytest
 from jaxpipe.data import Batch, SomeBatches
 from jaxpipe.train import (
     Config,
-    _loop,
     best_step,
     make_batches,
     open_checkpoints,
@@ -22,9 +21,10 @@ from jaxpipe.train import (
     set_up,
     train,
 )
-from jaxpipe.train import _evaluate as evaluation
-from jaxpipe.train import _step as step
-from jaxpipe.train._batches import make_data
+from jaxpipe.train.loop import _loop
+from jaxpipe.train.loop._batches import make_data
+from jaxpipe.train.step import _evaluate as evaluation
+from jaxpipe.train.step import _step as step
 
 from .runs import DEEPSEEK, NONE, ROWS, TINY, Settings, setup_of
 

@@ -12,9 +12,10 @@ import pytest
 
 from jaxpipe import models
 from jaxpipe.cli import main
-from jaxpipe.train import Config, _update, build_model, set_up, train
-from jaxpipe.train import _step as step
-from jaxpipe.train._family import FAMILIES
+from jaxpipe.train import Config, build_model, set_up, train
+from jaxpipe.train.plan._family import FAMILIES
+from jaxpipe.train.step import _optimizer_step as _update
+from jaxpipe.train.step import _step as step
 
 RUN: dict[str, Any] = {
     "base_emb_dim": 16,

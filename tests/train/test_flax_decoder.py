@@ -12,8 +12,8 @@ import pytest
 from jaxpipe import models
 from jaxpipe.cli import main
 from jaxpipe.train import Config, read_metrics, set_up
-from jaxpipe.train._batches import make_batches
-from jaxpipe.train._step import initial_state, make_train_step, place_batch
+from jaxpipe.train.loop._batches import make_batches
+from jaxpipe.train.step._step import initial_state, make_train_step, place_batch
 
 PR = (
     "model_name=llama2-7b dataset_type=synthetic debug_sharding=true per_device_batch_size=2 "
@@ -162,8 +162,8 @@ def test_a_rims_own_refusals_come_before_anything_compiles():
 
 
 def test_without_flax_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "jaxpipe.train._flax_decoder", None)
-    monkeypatch.delattr("jaxpipe.train._flax_decoder", raising=False)
+    monkeypatch.setitem(sys.modules, "jaxpipe.train.plan._flax_decoder", None)
+    monkeypatch.delattr("jaxpipe.train.plan._flax_decoder", raising=False)
     config = Config.model_validate({"ici_pipeline_parallelism": 2, "enable_nnx": False})
     with pytest.raises(ValueError, match=r'pip install "jaxpipe\[flax\]"'):
         set_up(config, jax.devices())

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import pytest
 
-from jaxpipe.mpmd._code import Run
+from jaxpipe.mpmd.ir._program import Run
 from jaxpipe.train import footprints, held_at_most, initial_state
-from jaxpipe.train._mpmd import _lowered
-from jaxpipe.train._setup import Setup
+from jaxpipe.train.plan._setup import Setup
+from jaxpipe.train.step._mpmd import _lowered
 
 from .runs import NONE, Settings, setup_of
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from jaxpipe import models
-from jaxpipe.train import Config, from_hugging_face, load_config, set_up, train
-from jaxpipe.train._start import check_same_sizes, first_state
+from jaxpipe.hugging_face import from_hugging_face
+from jaxpipe.train import Config, load_config, set_up, train
+from jaxpipe.train.checkpoint._init_from import check_same_sizes, first_state
 
 from .converted import DEEPSEEK, GOLDEN, LLAMA, make_run
 from .runs import flat

@@ -6,8 +6,8 @@ import pytest
 
 from jaxpipe import sharding
 from jaxpipe.train import Config, load_config
-from jaxpipe.train._load import parse_override
-from jaxpipe.train._maxtext_keys import INSTEAD, PREFIXES, instead_of
+from jaxpipe.train.config._load import parse_override
+from jaxpipe.train.config._maxtext_keys import INSTEAD, PREFIXES, instead_of
 
 PRESETS = {"llama-tiny": {}}
 SAMPLES = (

@@ -12,8 +12,8 @@ import pytest
 
 from jaxpipe.cli import main
 from jaxpipe.train import Config, compile_train_step, describe, initial_state, train
-from jaxpipe.train._choice import choose_schedule
-from jaxpipe.train._mpmd import state_places
+from jaxpipe.train.plan._schedule_selection import choose_schedule
+from jaxpipe.train.step._mpmd import state_places
 
 from .runs import DEEPSEEK, DROPOUT, NONE, TINY, Run, Settings, setup_of, three_steps
 

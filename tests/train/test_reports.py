@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from jaxpipe.train import Config, train
-from jaxpipe.train import _from_config as from_config
-from jaxpipe.train import _setup as setups
-from jaxpipe.train._loop import speed
-from jaxpipe.train._peak import peak_tflops
+from jaxpipe.train.estimate._device_flops import peak_tflops
+from jaxpipe.train.loop._loop import speed
+from jaxpipe.train.plan import _from_config as from_config
+from jaxpipe.train.plan import _setup as setups
 
 from .runs import NONE, TINY, setup_of
 

@@ -13,9 +13,9 @@ import pytest
 from jaxpipe import plan, schedules
 from jaxpipe.cli import main
 from jaxpipe.train import Config, compile_train_step, describe, synthetic_batches, train
-from jaxpipe.train import _step as step
-from jaxpipe.train._choice import choose_schedule
-from jaxpipe.train._state import state_shapes
+from jaxpipe.train.plan._schedule_selection import choose_schedule
+from jaxpipe.train.step import _step as step
+from jaxpipe.train.step._state import state_shapes
 
 from .runs import DEEPSEEK, DROPOUT, NONE, ROWS, TINY, Run, Settings, setup_of, three_steps
 

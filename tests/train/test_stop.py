@@ -20,9 +20,9 @@ from jaxpipe.train import (
     read_starts,
     train,
 )
-from jaxpipe.train import _step as step
-from jaxpipe.train._profile import profiled_steps
-from jaxpipe.train._stop import StopRequests, check_step
+from jaxpipe.train.logs._profile import profiled_steps
+from jaxpipe.train.runtime._stop import StopRequests, check_step
+from jaxpipe.train.step import _step as step
 
 from .runs import NONE, ROWS, TINY, setup_of
 
@@ -132,8 +132,8 @@ def test_of_several_processes_each_passes_an_interrupt_on_to_jax_and_knows_the_c
     passed = list[int]()
     before = signal.signal(signal.SIGTERM, lambda number, frame: passed.append(number))  # JAX's
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr("jaxpipe.train._stop.any_says", bool)
-    monkeypatch.setattr("jaxpipe.train._stop.largest", lambda number: number)
+    monkeypatch.setattr("jaxpipe.train.runtime._stop.any_says", bool)
+    monkeypatch.setattr("jaxpipe.train.runtime._stop.largest", lambda number: number)
     try:
         with StopRequests() as stop:
             assert not stop(1)

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.train import Config, _checkpoint, _loop, read_metrics, set_up, train
-from jaxpipe.train import _step as step
+from jaxpipe.train import Config, read_metrics, set_up, train
+from jaxpipe.train.checkpoint import _store as _checkpoint
+from jaxpipe.train.loop import _loop
+from jaxpipe.train.step import _step as step
 
 TINY: dict[str, Any] = {
     "base_emb_dim": 16,

@@ -1,0 +1,99 @@
+"""A stage's backward, whole or in halves: what the stage before waits for, and weights' gradients.
+
+The second half may run whenever there is time, and fills what were bubbles: Qi et al., 2023, arXiv
+2401.10241. They call the halves B and W; here they are I and W, and B is both.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+from jaxtyping import PyTree
+
+from ..ir._accumulate import accumulate
+from ..ir._graph import Program, check_pure, pick, program, vary_as
+from ..ir._partition import fission
+from ..ir._partition_nested import Kind
+from ._pullback import floating, pullback
+
+
+@dataclass(frozen=True)
+class Split:
+    """A function and its derivative, whole and in halves. Gradients add to those so far, in place.
+
+    `gradient` is like `floating(weights)`, in any floating dtype: sums are made in it. Cotangents
+    are like `floating` of what they belong to.
+
+    Attributes:
+        forward: `(weights, x, side, rng) -> (out, residuals)`, a list of arrays.
+        backward: `(weights, side, rng, residuals, cotangent, gradient) -> (gradient, dx, dside)`.
+        input: `(weights, side, rng, residuals, cotangent) -> (dx, dside, link)`, the half without
+            weights' gradients, and a list of arrays for the other.
+        weight: `(weights, side, rng, residuals for it, link, gradient) -> gradient`.
+        for_weight: Which residuals `weight` is given. The others are done with after `input`.
+    """
+
+    forward: Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, list[jax.Array]]]
+    backward: Callable[..., tuple[PyTree, PyTree, PyTree]]
+    input: Callable[..., tuple[PyTree, PyTree, list[jax.Array]]]
+    weight: Callable[..., PyTree]
+    for_weight: tuple[bool, ...]
+
+
+def split(f: Callable, weights: PyTree, x: PyTree, side: PyTree, rng: PyTree) -> Split:
+    """Traces `f(weights, x, side, rng) -> out` and divides it, and its derivative once more.
+
+    Args:
+        f: A pure function of arrays. It closes over nothing that is differentiated.
+        weights: Examples: only shapes, dtypes and where they vary are read.
+        x: The same.
+        side: The same.
+        rng: The same.
+
+    Raises:
+        ValueError: If `f` has side effects.
+    """
+    pulled = pullback(f, weights, x, side, rng)
+    ahead, shapes = jax.make_jaxpr(pulled.forward, return_shape=True)(weights, x, side, rng)
+    check_pure(ahead)
+    out, residuals = jax.tree.unflatten(jax.tree.structure(shapes), ahead.out_avals)
+    examples = weights, side, rng, residuals, floating(out)
+    closed, shapes = jax.make_jaxpr(pulled.backward, return_shape=True)(*examples)
+    whole = program(closed)
+
+    num_weights, num_residuals = len(jax.tree.leaves(shapes[0])), len(residuals)
+    is_weight = [i < num_weights for i in range(len(whole.outputs))]
+    sizes = [len(jax.tree.leaves(tree)) for tree in examples]
+    kinds: list[Kind] = [kind for kind, n in zip(_KINDS, sizes, strict=True) for _ in range(n)]
+    halves = fission(whole, [not w for w in is_weight], kinds)
+    gradient_tree, inputs_tree = jax.tree.structure(shapes[0]), jax.tree.structure(shapes[1:])
+    both, second = accumulate(whole, is_weight), accumulate(halves.second, [True] * num_weights)
+    start = sum(sizes[:3])
+    always, for_weight = halves.reads[:start], halves.reads[start : start + num_residuals]
+
+    def backward(weights, side, rng, residuals, cotangent, gradient):
+        leaves = _run(both, weights, side, rng, residuals, cotangent, gradient)
+        new = jax.tree.unflatten(gradient_tree, leaves[:num_weights])
+        return new, *jax.tree.unflatten(inputs_tree, leaves[num_weights:])
+
+    def input(weights, side, rng, residuals, cotangent):
+        leaves = _run(halves.first, weights, side, rng, residuals, cotangent)
+        dx, dside = jax.tree.unflatten(inputs_tree, leaves[: inputs_tree.num_leaves])
+        return dx, dside, leaves[inputs_tree.num_leaves :]
+
+    def weight(weights, side, rng, residuals, link, gradient):
+        given = pick(jax.tree.leaves((weights, side, rng)), always)
+        leaves = _run(second, given, residuals, link, gradient)
+        return jax.tree.unflatten(gradient_tree, leaves)
+
+    return Split(pulled.forward, backward, input, weight, for_weight)
+
+
+_KINDS: tuple[Kind, ...] = ("free", "free", "free", "kept", "gone")
+"""Of weights, side, rng, residuals and the cotangent, to the second half."""
+
+
+def _run(program: Program, *arguments: PyTree) -> list[jax.Array]:
+    """Runs it on the leaves, which may vary over fewer axes than in the examples."""
+    leaves = zip(program.inputs, jax.tree.leaves(arguments), strict=True)
+    return program(*(vary_as(value.aval, leaf) for value, leaf in leaves))

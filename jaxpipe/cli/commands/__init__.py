@@ -1,0 +1,1 @@
+"""The commands of `jaxpipe`, one a file."""

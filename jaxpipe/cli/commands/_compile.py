@@ -1,0 +1,143 @@
+"""`jaxpipe compile`: memory and communication of a train step, for devices that are not here."""
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..._durable import failed_write
+from .._emulate import emulate_devices
+from .._options import integer, path, text
+from .._settings import add_settings, read_settings
+
+if TYPE_CHECKING:
+    from ...train import Config, Setup
+
+_HELP = "compile the train step, and report memory and communication, without the hardware"
+
+# libtpu asks the cloud's metadata server for its topology, and locks out a second process.
+_OFF_TPU = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser("compile", help=_HELP, description=_HELP.capitalize() + ".")
+    add_settings(parser)
+    add = parser.add_argument
+    add(
+        "--topology",
+        type=text,
+        metavar="NAME",
+        help="TPUs, such as v5p:2x2x1; else this machine's devices",
+    )
+    add("--num-slices", type=integer(1, 4096), default=1, metavar="N", help="slices of it")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--dump-hlo", type=path, metavar="DIR", help="write the optimized HLO text into DIR")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compiles and prints a report."""
+    if args.topology:
+        leave_tpus_alone()
+    config = read_settings(args.settings)
+    devices = _devices(config, args.topology, args.num_slices)
+    dump = args.dump_hlo and _dump_file(args.dump_hlo, config.model_name, args.topology)
+    from ...plan import report_json, report_text
+    from ...train import check_one_program, describe, set_up
+
+    setup = set_up(config, devices)
+    check_one_program(setup)
+    report, hlo_text = _compile(setup)
+    if dump:
+        dump.write_text(hlo_text, encoding="utf-8")
+    print(report_json(report) if args.json else f"{describe(setup, 0)}\n{report_text(report)}")
+    return 0
+
+
+def leave_tpus_alone() -> None:
+    """Lets libtpu compile where other processes use it, and without TPUs. Before JAX is used."""
+    for name, value in _OFF_TPU.items():
+        os.environ.setdefault(name, value)
+
+
+def _devices(config: "Config", topology: str | None, num_slices: int) -> list[Any]:
+    """Those of the topology, or of this machine, emulated if the config says so."""
+    if topology:
+        if config.emulate_devices:
+            raise ValueError(
+                f"`emulate_devices` is {config.emulate_devices} and `--topology` {topology}. Leave "
+                "one of them out."
+            )
+        from ...plan import tpu_topology
+
+        return tpu_topology(topology, num_slices)
+    if num_slices != 1:
+        raise ValueError(f"`--num-slices` is {num_slices} without `--topology`. Give both.")
+    if config.emulate_devices:
+        emulate_devices(config.emulate_devices)
+    import jax
+
+    return jax.devices()
+
+
+def _dump_file(folder: Path, model_name: str, topology: str | None) -> Path:
+    """The file the HLO will be written to, tried before the compiler takes its time."""
+    where = (topology or "this-machine").replace(":", "-")
+    file = folder / f"{model_name}-{where}-train-step.hlo"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    except OSError as error:
+        raise failed_write(
+            f"`--dump-hlo` is {folder}, where {file.name} cannot be written: {error.strerror}. "
+            "Give a folder of your own.",
+            error,
+        ) from None
+    return file
+
+
+def _compile(setup: "Setup") -> tuple[Any, str]:
+    """The report of a step, and its HLO."""
+    import jax
+
+    from ... import plan
+    from ...train import compile_train_step, model_flops
+
+    device = setup.mesh.devices.flat[0]
+    started = time.perf_counter()
+    try:
+        compiled = compile_train_step(setup)
+    except jax.errors.JaxRuntimeError as error:
+        raise _refused(error) from error
+    except ValueError as error:
+        # What the user could have got wrong, `set_up` has checked.
+        raise RuntimeError("The train step cannot be compiled.") from error
+    seconds = time.perf_counter() - started
+    hlo_text = compiled.as_text() or ""
+    report = plan.Report(
+        platform=device.device_kind,
+        num_devices=setup.mesh.size,
+        memory=plan.memory(compiled, device.platform),
+        audit=plan.audit(hlo_text),
+        model_flops=model_flops(setup),
+        compile_seconds=seconds,
+        **plan.versions(device.platform),
+    )
+    return report, hlo_text
+
+
+def _refused(error: Exception) -> Exception:
+    """What the user can do something about: a step that does not fit. XLA:TPU checks it."""
+    first = str(error).splitlines()[0]
+    if "RESOURCE_EXHAUSTED" not in first:
+        return error
+    return ValueError(
+        f"The step does not fit into the devices' memory. XLA says: {first}\nSpread weights over "
+        "more devices (`ici_fsdp_parallelism`), or make `per_device_batch_size` smaller."
+    )

@@ -1,0 +1,255 @@
+"""`jaxpipe launch --processes N [CONFIG.yml ...] [key=value ...]`"""
+
+import argparse
+import contextlib
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from ..._exit import EXIT_CODE
+from .._lifeline import Lifelines
+from .._options import integer, number
+from .._processes import ADDRESS, NUM_PROCESSES, PROCESS
+from .._settings import add_settings, read_settings
+
+_HELP = "train a model in several processes on this machine"
+_POLL_SECONDS = 0.05
+_USER_ERROR = 2
+"""The exit code of a user's mistake, which a restart does not repair."""
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""The signals that end a run."""
+_STOPPED = tuple(128 + number for number in _ENDING)
+"""The exit codes of a run that has saved and ended after a signal to any of its processes."""
+_STOP_SECONDS = 5.0
+"""How far apart the processes of such a run may end."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser("launch", help=_HELP, description=_HELP.capitalize() + ".")
+    parser.add_argument(
+        "--processes", type=integer(1, 1024), required=True, metavar="N", help="how many"
+    )
+    parser.add_argument(
+        "--gpus-per-process",
+        type=integer(1, 64),
+        metavar="K",
+        help="process i uses the GPUs i K to (i+1) K-1",
+    )
+    parser.add_argument(
+        "--grace",
+        type=number(0, 1e6),
+        default=15.0,
+        metavar="SECONDS",
+        help="how long the others may go on when one has failed (15)",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=integer(0, 10**6),
+        default=0,
+        metavar="N",
+        help="how often all start again, from the newest checkpoint, when a process dies (0)",
+    )
+    add_settings(parser)
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs `jaxpipe train` in every process. The exit code of the first that fails, or 0.
+
+    Process 0 has the terminal; lines of the others come with their number, on standard error. The
+    signals that end a run reach all processes once. No process outlives this one.
+    """
+    read_settings(args.settings)  # what is wrong in them is said once
+    for restart in range(1, args.max_restarts + 2):
+        # The address is a new one each time: the port of a process that was killed may be taken.
+        commands = _commands(args.settings, args.processes, args.gpus_per_process)
+        with _started(commands) as job:
+            code = _first_failure(job, args.grace)
+        if code in (0, _USER_ERROR) or job.signals or restart > args.max_restarts:
+            break
+        which = f"restart {restart} of {args.max_restarts}"
+        print(f"jaxpipe: the job starts again from its newest checkpoint: {which}", file=sys.stderr)
+    return code
+
+
+def _commands(
+    settings: Sequence[str], num_processes: int, num_gpus: int | None
+) -> list[tuple[list[str], dict[str, str]]]:
+    """Of every process its arguments and its environment."""
+    address = f"127.0.0.1:{_free_port()}"
+    command = [sys.executable, "-m", "jaxpipe", "train", *settings]
+    found = []
+    for process in range(num_processes):
+        job = {ADDRESS: address, NUM_PROCESSES: str(num_processes), PROCESS: str(process)}
+        if num_gpus:
+            mine = range(process * num_gpus, (process + 1) * num_gpus)
+            job["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, mine))
+        found.append((command, {**os.environ, **job}))
+    return found
+
+
+@dataclass
+class _Job:
+    """Processes.
+
+    Attributes:
+        running: Of each process, in order.
+        outputs: The threads that show what they print.
+        signals: The signals that were passed on to all processes, in order.
+        tell: A function that tells all other processes that one has ended, and how.
+    """
+
+    running: list[subprocess.Popen]
+    outputs: list[threading.Thread] = field(default_factory=list)
+    signals: list[signal.Signals] = field(default_factory=list)
+    tell: Callable[[int, str], None] = lambda ended, how: None
+
+    @property
+    def failed(self) -> tuple[int, int] | None:
+        """The process that failed first, and its exit code; None if none has failed.
+
+        A process that ended because of a signal that was passed on has not failed. If several have
+        ended since the last look, one that a signal has killed comes first: the others may have
+        ended because of it.
+        """
+        codes = enumerate(popen.poll() for popen in self.running)
+        obeyed = {0, *(128 + number for number in self.signals)}
+        failed = [(i, x) for i, x in codes if x is not None and _exit_code(x) not in obeyed]
+        return min(failed, key=lambda one: (_may_follow(one[1]), one[0]), default=None)
+
+    @property
+    def left(self) -> list[int]:
+        return [i for i, popen in enumerate(self.running) if popen.poll() is None]
+
+
+def _may_follow(code: int) -> int:
+    """Returns a rank: the higher, the likelier another process caused the end with this code."""
+    return 2 if code in (EXIT_CODE, -signal.SIGABRT) else int(code > 0)
+
+
+@contextlib.contextmanager
+def _started(commands: Sequence[tuple[list[str], dict[str, str]]]) -> Iterator[_Job]:
+    """Starts processes, passes signals on to them, and kills those that are left at the end.
+
+    Each is a process group of its own, so that Ctrl-C reaches it from here and not a second time
+    from the terminal: a second signal ends a process at once.
+    """
+    job, lifelines = _Job([]), Lifelines()
+
+    def pass_on(number: int, frame: object) -> None:
+        del frame
+        job.signals.append(signal.Signals(number))
+        for popen in job.running:
+            popen.send_signal(number)
+
+    def suspend(number: int, frame: object) -> None:
+        del number, frame
+        for popen in job.running:
+            popen.send_signal(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        for popen in job.running:
+            popen.send_signal(signal.SIGCONT)
+
+    with _handled(dict.fromkeys(_ENDING, pass_on) | {signal.SIGTSTP: suspend}):
+        try:
+            for process, (command, environment) in enumerate(commands):
+                out, err = (subprocess.PIPE, subprocess.STDOUT) if process else (None, None)
+                popen = lifelines.start(
+                    process, command, environment, stdout=out, stderr=err, process_group=0
+                )
+                job.running.append(popen)
+                if job.signals:
+                    popen.send_signal(job.signals[-1])
+                if process:
+                    job.outputs.append(_show(process, popen.stdout))
+            job.tell = lifelines.tell
+            yield job
+        finally:
+            for popen in job.running:
+                popen.kill()  # SIGTERM would not do: it is a wish to stop after the next step
+            for popen in job.running:
+                popen.wait()
+            lifelines.close()
+            for output in job.outputs:
+                output.join(timeout=5)
+
+
+@contextlib.contextmanager
+def _handled(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> Iterator[None]:
+    """Handles signals inside this context, except those that are ignored, as after `nohup`."""
+    taken = {n: h for n, h in handlers.items() if signal.getsignal(n) != signal.SIG_IGN}
+    before = {number: signal.signal(number, handler) for number, handler in taken.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _first_failure(job: _Job, grace: float) -> int:
+    """Waits until all have ended, or until those who should have had time for it."""
+    first: tuple[int, int] | None = None
+    deadline = tell_at = math.inf
+    while job.left and time.monotonic() < deadline and len(job.signals) < 2:
+        time.sleep(_POLL_SECONDS)
+        if first is None and (first := job.failed):
+            deadline = time.monotonic() + grace
+            tell_at = time.monotonic() + (_STOP_SECONDS if first[1] in _STOPPED else 0.0)
+        if first and time.monotonic() > tell_at:
+            tell_at = math.inf
+            job.tell(first[0], _how(first[1]))
+    if not job.left and {popen.returncode for popen in job.running} in [{x} for x in _STOPPED]:
+        return job.running[0].returncode
+    first = first or job.failed
+    rest = f"The processes {job.left} have not ended, and are killed."
+    if first is None:
+        if not job.left:
+            return max(_exit_code(popen.returncode) for popen in job.running)
+        name = job.signals[-1].name
+        print(f"jaxpipe: error: {name} came again. {rest}", file=sys.stderr)
+        return 128 + job.signals[-1]
+    process, code = first
+    said = f"process {process} has ended {_how(code)}."
+    print(
+        f"jaxpipe: error: {said} {rest}" if job.left else f"jaxpipe: error: {said}", file=sys.stderr
+    )
+    return _exit_code(code)
+
+
+def _exit_code(code: int) -> int:
+    """Returns the exit code as shells have it for one of `Popen`, negative after a signal."""
+    return 128 - code if code < 0 else code
+
+
+def _how(code: int) -> str:
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+
+
+def _show(process: int, lines: IO[bytes] | None) -> threading.Thread:
+    """Copies what a process prints, with its number before every line."""
+
+    def copy() -> None:
+        assert lines is not None
+        with lines:
+            for line in lines:
+                sys.stderr.write(f"[{process}] {line.decode(errors='replace')}")
+                sys.stderr.flush()
+
+    thread = threading.Thread(target=copy, daemon=True, name=f"output of process {process}")
+    thread.start()
+    return thread
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,113 @@
+"""`jaxpipe report RUN`: a run as one page of HTML."""
+
+import argparse
+import webbrowser
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..._durable import failed_write, write_output
+from .._emulate import emulate_devices
+from .._options import integer, path, text
+from ._compile import leave_tpus_alone
+
+if TYPE_CHECKING:
+    from ...report import Compiled, Run
+    from ...train import Setup
+
+_HELP = "write a run as one page of HTML"
+_MOST_DEVICES = 1024  # more take minutes to be emulated
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser("report", help=_HELP, description=_HELP.capitalize() + ".")
+    add = parser.add_argument
+    add("run", type=path, metavar="RUN", help="the folder `output_dir/run_name`")
+    add("--output", type=path, metavar="FILE", help="default: RUN/report.html")
+    add("--compile", action="store_true", help="compile the step too, for its exact memory")
+    add("--topology", type=text, metavar="NAME", help="for TPUs, such as v5p:2x2x1; else for CPUs")
+    add("--num-slices", type=integer(1, 4096), default=1, metavar="N", help="slices of it")
+    add("--open", action="store_true", help="show it in a browser")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Reads the folder, plans the run anew on emulated devices, and writes the page."""
+    from ...report import read_run, render
+
+    if args.topology and not args.compile:
+        raise ValueError(f"`--topology` is {args.topology} without `--compile`. Give both.")
+    if args.num_slices != 1 and not args.topology:
+        raise ValueError(f"`--num-slices` is {args.num_slices} without `--topology`. Give both.")
+    if args.topology:
+        leave_tpus_alone()
+    found = read_run(args.run)
+    setup, why = _planned(found)
+    compiled = None
+    if args.compile:
+        compiled = _compiled(found, setup, why, args.topology, args.num_slices)
+    page = render(found, setup, now=datetime.now(UTC), why_no_setup=why, compiled=compiled)
+    output = args.output or args.run / "report.html"
+    _write(output, page)
+    print(f"{output}: {len(page.encode()) / 1e3:.0f} kB")
+    if args.open:
+        webbrowser.open(output.absolute().as_uri())
+    return 0
+
+
+def _planned(found: "Run") -> "tuple[Setup | None, str]":
+    """The run on emulated devices, whatever it ran on; or why it cannot be planned."""
+    from ...report import num_devices
+    from ...train import set_up
+
+    count = num_devices(found)
+    if found.config is None:
+        return None, "Unknown: this version of jaxpipe does not take the configuration."
+    if count is None:
+        return None, "Unknown: nothing says on how many devices the run was."
+    if count > _MOST_DEVICES:
+        return None, f"Not computed for more than {_MOST_DEVICES} devices."
+    import jax
+
+    try:
+        emulate_devices(count)
+        return set_up(_on_any_device(found), jax.devices()), ""
+    except (ValueError, FileNotFoundError) as error:
+        return None, f"The run cannot be planned here: {error}"
+
+
+def _on_any_device(found: "Run"):
+    """The config without the kernels of TPUs, which change no shape."""
+    assert found.config is not None
+    return found.config.model_copy(update={"attention": "dot_product", "megablox": "auto"})
+
+
+def _compiled(
+    found: "Run", setup: "Setup | None", why: str, topology: str | None, num_slices: int
+) -> "Compiled":
+    """The step's memory, for a topology or for the emulated devices."""
+    from ... import plan
+    from ...report import Compiled
+    from ...train import check_one_program, compile_train_step, set_up
+
+    if setup is None or found.config is None:
+        raise ValueError(f"`--compile` needs a run that can be planned. {why}")
+    check_one_program(setup)
+    if topology:
+        devices = plan.tpu_topology(topology, num_slices)
+        setup = set_up(found.config, devices)
+    device = setup.mesh.devices.flat[0]
+    memory = plan.memory(compile_train_step(setup), device.platform)
+    return Compiled(memory, device.device_kind)
+
+
+def _write(output: Path, page: str) -> None:
+    """A page that is there is replaced in one go."""
+    try:
+        write_output(output, page)
+    except OSError as error:
+        raise failed_write(
+            f"`--output` is {output}, which cannot be written: {error.strerror}. Give another.",
+            error,
+        ) from None

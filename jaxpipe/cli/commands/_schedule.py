@@ -1,0 +1,252 @@
+"""`jaxpipe schedule`: list, show, export, simulate and check schedules. Imports no JAX."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from jaxpipe.schedules import (
+    FAMILIES,
+    Costs,
+    Schedule,
+    Timeline,
+    build,
+    busy,
+    check,
+    family,
+    grid,
+    lock_step,
+    makespan,
+    num_ranks,
+    num_slices,
+    parallelogram_bubble,
+    peak_activations,
+    read_csv,
+    rectangular_bubble,
+    simulate,
+    simulate_ticks,
+    time_unit,
+    to_csv,
+    to_svg,
+    to_trace,
+)
+
+from ..._durable import failed_write, write_output
+from ..._input import is_file, shown
+from .._options import integer, number, path, text
+
+_COUNTS = ("ranks", "microbatches", "chunks", "group", "slices", "latency", "spare")
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Registers `schedule` and its sub-commands."""
+    parser = subparsers.add_parser("schedule", help="list, show, export, simulate, check schedules")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    command = commands.add_parser("list", help="every schedule, what it takes and asks for")
+    command.set_defaults(func=_list)
+
+    command = _with_schedule(commands.add_parser("show", help="draw a schedule in the terminal"))
+    command.add_argument("--svg", type=path, metavar="FILE", help="write a picture too")
+    command.add_argument("--trace", type=path, metavar="FILE", help="write a Perfetto trace too")
+    command.set_defaults(func=_show)
+
+    command = _with_schedule(commands.add_parser("export", help="write torch's CSV"))
+    command.add_argument("--csv", type=path, metavar="FILE", help="instead of standard output")
+    command.set_defaults(func=_export)
+
+    command = _with_schedule(commands.add_parser("simulate", help="makespan, bubbles and memory"))
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(func=_simulate)
+
+    command = commands.add_parser("check", help="check a CSV: complete, ordered, free of deadlock")
+    command.add_argument("file", type=path, metavar="FILE")
+    command.set_defaults(func=_check)
+
+
+def _with_schedule(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the arguments that say which schedule, and at which costs."""
+    add = parser.add_argument
+    add(
+        "name",
+        type=text,
+        metavar="NAME_OR_CSV",
+        help="a name of `jaxpipe schedule list`, or a CSV file",
+    )
+    count = integer(1, 2**31 - 1)
+    add("--ranks", type=count, metavar="P")
+    add("--microbatches", type=count, metavar="M")
+    add("--chunks", type=count, metavar="V", help="stages per rank")
+    add("--group", type=count, metavar="G", help="microbatches that pass a chunk in a row")
+    add("--slices", type=count, metavar="S", help="slices per sequence")
+    add(
+        "--latency",
+        type=number(0, 1e6),
+        metavar="L",
+        help="of transfers, in actions, for zero_bubble_h2",
+    )
+    add(
+        "--spare",
+        type=integer(0, 10**6),
+        metavar="N",
+        help="microbatches zero_bubble_h2 may hold in addition",
+    )
+    add(
+        "--costs",
+        type=text,
+        default="1,1,1",
+        metavar="F,I,W",
+        help="of a stage; 1/2/1/1,... is per stage",
+    )
+    add("--transfer", type=text, default="0", metavar="T", help="time between ranks")
+    add("--lock-step", action="store_true", help="in ticks of all ranks, as one XLA program has it")
+    return parser
+
+
+def _list(args: argparse.Namespace) -> int:
+    rows = [("name", "takes", "constraints", "paper")]
+    for name, known in FAMILIES.items():
+        rows.append((name, " ".join(known.takes), known.constraints, known.paper))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    timeline = _timeline(args)
+    print(grid(timeline, time_unit(timeline)))
+    print(_figures_text(timeline))
+    if args.svg:
+        _write("svg", args.svg, to_svg(timeline, args.name))
+    if args.trace:
+        _write("trace", args.trace, to_trace(timeline))
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    exported = to_csv(_schedule(args))
+    if args.csv:
+        _write("csv", args.csv, exported)
+    else:
+        print(exported, end="")
+    return 0
+
+
+def _write(option: str, file: Path, content: str) -> None:
+    """Writes the file that an option names.
+
+    Raises:
+        ValueError: If the file cannot be written because of its path.
+        DiskError: If the disk is full or fails.
+    """
+    try:
+        write_output(file, content)
+    except OSError as error:
+        raise failed_write(
+            f"`--{option}` is {shown(str(file))}, which cannot be written: {error.strerror}. Give "
+            "a file in an existing folder, on a disk with free space.",
+            error,
+        ) from None
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    timeline = _timeline(args)
+    print(json.dumps(_figures(timeline), indent=2) if args.json else _figures_text(timeline))
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    schedule = read_csv(args.file)
+    print(
+        f"{args.file}: {num_ranks(schedule)} ranks, {schedule.num_stages} stages and "
+        f"{schedule.num_microbatches} microbatches; complete and free of deadlock."
+    )
+    return 0
+
+
+def _schedule(args: argparse.Namespace) -> Schedule:
+    """The schedule the arguments name, checked."""
+    given = {name: getattr(args, name) for name in _COUNTS if getattr(args, name) is not None}
+    if args.name not in FAMILIES and (args.name.endswith(".csv") or is_file(args.name)):
+        if given:
+            names = ", ".join(f"--{name}" for name in given)
+            raise ValueError(f"{args.name} is a file and has its counts. Leave out {names}.")
+        return read_csv(args.name)
+    family(args.name)  # a wrong name is more worth saying than a missing count
+    for name in ("ranks", "microbatches"):
+        if name not in given:
+            raise ValueError(f"`--{name}` is missing. Give the number of {name}.")
+    try:
+        return check(build(args.name, **given))
+    except ValueError as error:
+        ours = {f"`{name}`": f"`--{name}`" for name in _COUNTS}
+        raise ValueError(_renamed(str(error), ours)) from None
+
+
+def _timeline(args: argparse.Namespace) -> Timeline:
+    costs = parse_costs(args.costs, args.transfer)
+    schedule = _schedule(args)
+    try:
+        if args.lock_step:
+            return simulate_ticks(lock_step(schedule, costs), costs)
+        return simulate(schedule, costs)
+    except ValueError as error:
+        letters = {"forward": "F", "input": "I", "weight": "W"}
+        names = {f"`{name}`": f"{letter} of `--costs`" for name, letter in letters.items()}
+        raise ValueError(_renamed(str(error), {**names, "`transfer`": "`--transfer`"})) from None
+
+
+def _renamed(message: str, names: Mapping[str, str]) -> str:
+    for name, ours in names.items():
+        message = message.replace(name, ours)
+    return message
+
+
+def parse_costs(costs: str, transfer: str) -> Costs:
+    """Reads `F,I,W`, each a number or numbers per stage with `/` between them."""
+    parts = costs.split(",")
+    if len(parts) != 3:
+        raise ValueError(f"`--costs` is {shown(costs)}. Give three costs F,I,W, such as 10,12,8.")
+    forward, inputs, weight = (
+        _number("costs", part)
+        if "/" not in part
+        else tuple(_number("costs", number) for number in part.split("/"))
+        for part in parts
+    )
+    return Costs(forward, inputs, weight, transfer=_number("transfer", transfer))
+
+
+def _number(argument: str, written: str) -> int | float:
+    """An integer stays one, so that times are exact."""
+    try:
+        return float(written) if not written.strip().isdecimal() else int(written)
+    except ValueError:
+        raise ValueError(
+            f"`--{argument}` has {shown(written)}, which is no number. Give one."
+        ) from None
+
+
+def _figures(timeline: Timeline) -> dict[str, object]:
+    schedule = timeline.schedule
+    return {
+        "ranks": num_ranks(schedule),
+        "stages": schedule.num_stages,
+        "microbatches": schedule.num_microbatches,
+        "slices": num_slices(schedule),
+        "makespan": makespan(timeline),
+        "bubble": rectangular_bubble(timeline),
+        "parallelogram_bubble": parallelogram_bubble(timeline),
+        "busy": busy(timeline),
+        "peak_activations": peak_activations(schedule),
+    }
+
+
+def _figures_text(timeline: Timeline) -> str:
+    figures = _figures(timeline)
+    width = max(map(len, figures))
+    return "\n".join(
+        f"{name.replace('_', ' ').ljust(width)}  "
+        + (" ".join(f"{v:g}" for v in value) if isinstance(value, tuple) else f"{value:g}")
+        for name, value in figures.items()
+    )

@@ -1,0 +1,31 @@
+"""`jaxpipe tokenize FILE.bin [CONFIG.yml ...] [key=value ...]`"""
+
+import argparse
+
+from .._interrupts import unwinding
+from .._options import path
+from .._settings import add_settings, read_settings
+
+_HELP = "write the data of a run as a file of tokens, which later runs read without loading it"
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser("tokenize", help=_HELP, description=_HELP.capitalize() + ".")
+    parser.add_argument("file", type=path, metavar="FILE.bin", help="the file to write")
+    add_settings(parser)
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the file, and prints the settings that read it."""
+    from ...train import write_corpus
+
+    with unwinding():
+        done = write_corpus(read_settings(args.settings), args.file)
+    print(f"{args.file}: {done.num_tokens} tokens of {done.num_documents} documents. Train with")
+    print(
+        f"dataset_type=tokens data_files={args.file} token_dtype={done.token_dtype} "
+        f"token_eod={done.token_eod}"
+    )
+    return 0

@@ -1,0 +1,43 @@
+"""`jaxpipe train [CONFIG.yml ...] [key=value ...]`"""
+
+import argparse
+import os
+
+from .._emulate import emulate_devices
+from .._lifeline import follow_launcher
+from .._processes import PROCESS, join_processes, leaving_on_error
+from .._settings import add_settings, read_settings
+
+_HELP = "train a model, set up by YAML files and key=value pairs; pairs win over files"
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser("train", help=_HELP, description=_HELP.capitalize() + ".")
+    add_settings(parser)
+    parser.add_argument("--keys", action="store_true", help="print every key with its default")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains. Processes join and devices are emulated before JAX looks for devices.
+
+    The exit code is 143 if SIGTERM has ended the run before its last step, 130 if SIGINT and 129 if
+    SIGHUP has, so that a scheduler that restarts failed jobs resumes it.
+    """
+    follow_launcher(f"process {os.environ.get(PROCESS, 0)}")
+    from ...train import TerminatedError, base_yaml, train
+
+    if args.keys:
+        print(base_yaml())
+        return 0
+    config = read_settings(args.settings)
+    join_processes(detect=config.distributed)
+    with leaving_on_error():
+        if config.emulate_devices:
+            emulate_devices(config.emulate_devices)
+        try:
+            train(config, keep_history=False)
+        except TerminatedError as error:  # it has said so
+            return 128 + error.signal
+    return 0

@@ -1,0 +1,337 @@
+"""Checkpoints of ours from folders of Hugging Face's safetensors, and the other way round.
+
+Leaves go one by one. Out of a checkpoint, memory holds one of them. Into one, their numbers are
+copied from pages of the files, so it holds the model once, and what is on its way to the disk.
+"""
+
+import dataclasses
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import yaml
+from jaxtyping import PyTree
+
+from .. import models
+from .._durable import PATH_ERRORS, failed_write, rename, sync_tree, write_file
+from .._input import MEGABYTE, parse_json, read_text, shortened
+from ..train.checkpoint._init_from import WEIGHTS, checkpoints_in, step_in
+from ..train.checkpoint._store import (
+    check_same,
+    leaves_of,
+    open_checkpoints,
+    read_checkpoints,
+    read_metadata,
+    restore_leaf,
+    save_checkpoint,
+    saved_leaves,
+)
+from ..train.plan._family import Sizes
+from ..train.runtime._stop import RunError
+from ._fields import Values
+from ._models import KINDS, canonical_weights, parts_of, read_model, read_sizes
+from ._safetensors import DTYPES, Tensor, create_files, mapped, tensors_in_folder
+from ._tensors import Parts
+
+GIGABYTE = 10**9
+NAMES = {"float32": "F32", "bfloat16": "BF16"}
+"""What weights of ours may be stored in, and the same for safetensors."""
+
+_BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+"""Tensors that old versions of transformers saved, and compute anew."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was done.
+
+    Attributes:
+        decoder_block: The kind of model.
+        num_parameters: Numbers in all weights.
+        num_tensors: On Hugging Face's side.
+        num_files: The same.
+        dtype: What the result is stored in.
+    """
+
+    decoder_block: str
+    num_parameters: int
+    num_tensors: int
+    num_files: int
+    dtype: str
+
+
+def from_hugging_face(source: Path, destination: Path, *, dtype: str = "") -> Converted:
+    """Makes a folder with `weights/`, for `init_from`, and `config.yml`, which has the sizes.
+
+    Args:
+        source: A folder with config.json and safetensors.
+        destination: The folder, which must not exist or be empty.
+        dtype: `float32` or `bfloat16`. Default: as the tensors are, the widest if they differ.
+
+    Raises:
+        ValueError: Before any weight is read, if a field of config.json is unknown or not
+            supported, or tensors are missing, too many, damaged or of other shapes.
+    """
+    block, sizes = _read_config(source / "config.json")
+    tensors = tensors_in_folder(source)
+    _check_count(source, len(tensors), sizes)
+    parts = parts_of(block, sizes)
+    tensors = _without_buffers(tensors, sizes)
+    _check_tensors(source, tensors, parts)
+    dtype = dtype or _widest(tensors)
+    values = _config_values(block, sizes, dtype)
+    weights = _filled(
+        canonical_weights(block, sizes, np.dtype(DTYPES[NAMES[dtype]])), parts, tensors
+    )
+    with new_folder(destination) as folder:
+        metadata = {"model": dataclasses.asdict(sizes), "layers_after": 0}
+        with open_checkpoints(folder / WEIGHTS, max_to_keep=1, asynchronous=False) as checkpoints:
+            save_checkpoint(checkpoints, 0, {"weights": weights}, metadata)
+        text = yaml.safe_dump(values, sort_keys=False)
+        write_file(folder / "config.yml", text)
+    return _converted(block, parts, tensors, dtype)
+
+
+def to_hugging_face(
+    source: Path,
+    destination: Path,
+    *,
+    step: int | None = None,
+    dtype: str = "",
+    max_shard_bytes: int = 5 * GIGABYTE,
+    max_length: int | None = None,
+    allow_unverified: bool = False,
+) -> Converted:
+    """Makes a folder with config.json and safetensors of a checkpoint's weights.
+
+    Args:
+        source: The folder of a run, or one that `from_hugging_face` made.
+        destination: The folder, which must not exist or be empty.
+        step: Of which checkpoint. Default: the newest.
+        dtype: `float32` or `bfloat16`. Default: as they are.
+        max_shard_bytes: Of a file, if there are several.
+        max_length: `max_position_embeddings`, in tokens. Default: what the rotary positions were
+            stretched to, or 4096.
+        allow_unverified: Take also a checkpoint without digests.
+
+    Raises:
+        ValueError: If there is no such checkpoint, or Hugging Face has no such model.
+    """
+    folder = checkpoints_in(source)
+    with read_checkpoints(folder) as checkpoints:
+        step = step_in(checkpoints, step, allow_unverified=allow_unverified)
+        metadata = read_metadata(checkpoints, step)
+        layers_after = metadata.get("layers_after", 0)
+        block, sizes = read_sizes(metadata["model"])
+        config = KINDS[block].write(sizes, max_length)
+        parts = parts_of(block, sizes, layers_after)
+        saved = _checked_leaves(checkpoints, step, block, sizes, layers_after)
+        stored = dtype or saved["embed/table"][1]
+        shapes = {part.tensor: part.shape for found in parts.values() for part in found}
+        wanted = {name: (NAMES[stored], shapes[name]) for name in sorted(shapes, key=_in_order)}
+        with new_folder(destination) as new:
+            tensors = create_files(new, wanted, max_shard_bytes)
+            for path, found in parts.items():
+                leaf = restore_leaf(checkpoints, step, f"weights/{path}")
+                for part in found:
+                    part.of_tensor(mapped(tensors[part.tensor], writable=True))[...] = part.of_leaf(
+                        leaf
+                    )
+            text = json.dumps(config | _NOT_OURS | {"torch_dtype": stored}, indent=2)
+            write_file(new / "config.json", text + "\n")
+    return _converted(block, parts, tensors, stored)
+
+
+_NOT_OURS: Values = {"bos_token_id": None, "eos_token_id": None, "use_cache": True}
+"""What a checkpoint does not know, lest transformers assume something."""
+
+
+@contextmanager
+def new_folder(destination: Path) -> Iterator[Path]:
+    """A folder to be filled. It gets its name at the end, so what has the name is complete."""
+    destination = Path(os.path.abspath(destination))
+    try:
+        is_other = destination.is_symlink() or not destination.is_dir()
+        if os.path.lexists(destination) and (is_other or any(destination.iterdir())):
+            raise ValueError(f"{destination} is there already. Give another folder, or remove it.")
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        hidden = mkdtemp(prefix=".converted-", dir=destination.parent)
+    except OSError as error:
+        raise failed_write(
+            f"Nothing can be written to {destination}: {error.strerror}. Give another folder.",
+            error,
+        ) from None
+    try:
+        folder = Path(hidden) / "new"
+        folder.mkdir()
+        with _naming_full_disks(destination):
+            yield folder
+            sync_tree(folder)
+        try:
+            rename(folder, destination)  # which replaces an empty folder
+        except OSError as error:
+            if error.errno not in PATH_ERRORS and error.errno != errno.ENOTEMPTY:
+                raise RunError(f"{destination} could not be written: {error.strerror}.") from None
+            raise ValueError(
+                f"{destination} is there now, which it was not before: another command has made "
+                f"it. ({error.strerror}.) Give another folder, or remove it."
+            ) from None
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+@contextmanager
+def _naming_full_disks(destination: Path) -> Iterator[None]:
+    """Raises RunError where something could not be written, whatever has noticed it."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:  # orbax passes on what the storage below it raises
+        what = error.strerror if isinstance(error, OSError) else None
+        raise RunError(
+            f"{destination} could not be written: {what or shortened(str(error), 500)}. Nothing is "
+            "left of it. Make space, or give a folder on another disk."
+        ) from error
+
+
+def _read_config(file: Path) -> tuple[str, Sizes]:
+    if not os.path.lexists(file):
+        raise ValueError(f"{file} is missing. Give a folder as `save_pretrained` writes it.")
+    config = parse_json(read_text(file, most_bytes=MEGABYTE), str(file))
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} is not a JSON object.")
+    try:
+        block, sizes = read_model(config)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    return block, sizes
+
+
+def _check_count(folder: Path, num_tensors: int, sizes: Sizes) -> None:
+    """Refuses sizes of which far too few tensors are there, before anything is as large as they."""
+    num_experts = sizes.num_experts if isinstance(sizes, models.DeepseekConfig) else 0
+    num_sparse = sizes.base_num_decoder_layers - getattr(sizes, "first_num_dense_layers", 0)
+    least = sizes.base_num_decoder_layers + num_sparse * num_experts
+    if least > num_tensors:
+        raise ValueError(
+            f"config.json has {sizes.base_num_decoder_layers} layers"
+            + (f" and {num_experts} experts" if num_experts else "")
+            + f", and {folder} has {num_tensors} tensors: not one for each. Correct config.json, "
+            "or copy the missing files."
+        )
+
+
+def _config_values(block: str, sizes: Sizes, dtype: str) -> Values:
+    """The keys that say which model it is."""
+    same = (name for name, preset in models.PRESETS.items() if _is_of(preset, block, sizes))
+    name = {"model_name": next(same, f"{block}-tiny")}
+    return {**name, "decoder_block": block, **dataclasses.asdict(sizes), "weight_dtype": dtype}
+
+
+def _is_of(preset: Mapping[str, Any], block: str, sizes: Sizes) -> bool:
+    keys = {"decoder_block": "llama", **preset}
+    return keys == {"decoder_block": block} | {
+        key: value for key, value in dataclasses.asdict(sizes).items() if key in keys
+    }
+
+
+def _without_buffers(tensors: dict[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
+    """Without what the model does not have, or has under another name too."""
+    found = {name: x for name, x in tensors.items() if not _BUFFERS.fullmatch(name)}
+    head, table = found.get("lm_head.weight"), found.get("model.embed_tokens.weight")
+    tied = isinstance(sizes, models.LlamaConfig) and sizes.logits_via_embedding
+    if not tied or head is None or table is None:
+        return found
+    if head.dtype != table.dtype or not np.array_equal(
+        mapped(head).view(np.uint8), mapped(table).view(np.uint8)
+    ):
+        raise ValueError(
+            f"{head.file}: tensor lm_head.weight is not model.embed_tokens.weight, and "
+            "`tie_word_embeddings` is true. Set it to false if the model has a head of its own."
+        )
+    return {name: x for name, x in found.items() if name != "lm_head.weight"}
+
+
+def _check_tensors(folder: Path, tensors: Mapping[str, Tensor], parts: Parts) -> None:
+    """All that the model has are there, in its shapes, and no others."""
+    wanted = {part.tensor: part.shape for found in parts.values() for part in found}
+    problems = [
+        f"{x.file}: tensor {name} is {[*x.shape]}, and the model of config.json has "
+        f"{[*wanted[name]]}"
+        for name, x in tensors.items()
+        if name in wanted and x.shape != wanted[name]
+    ]
+    problems += [f"{folder}: tensor {name} is missing" for name in wanted if name not in tensors]
+    problems += [
+        f"{x.file}: tensor {name} is not in the model of config.json"
+        for name, x in tensors.items()
+        if name not in wanted
+    ]
+    if problems:
+        more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
+        raise ValueError(
+            "The tensors are not those of the model that config.json describes:\n  "
+            + "\n  ".join([*problems[:8], *more])
+        )
+
+
+def _widest(tensors: Mapping[str, Tensor]) -> str:
+    """What holds every number exactly: bfloat16 if all are so, or else float32."""
+    return "bfloat16" if {x.dtype for x in tensors.values()} == {"BF16"} else "float32"
+
+
+class _NotCopied(np.ndarray):
+    """An array that orbax writes as it is. Others it copies first, lest the program change them."""
+
+    def __deepcopy__(self, memo: Any) -> "_NotCopied":
+        return self
+
+
+def _filled(tree: PyTree, parts: Parts, tensors: Mapping[str, Tensor]) -> PyTree:
+    """The weights of an abstract tree as arrays in host memory."""
+    shapes = models.shapes(tree)
+    assert leaves_of(shapes).keys() == parts.keys()
+
+    def fill(path: Any, leaf: Any) -> np.ndarray:
+        array = np.empty(leaf.shape, leaf.dtype).view(_NotCopied)
+        for part in parts[jax.tree_util.keystr(path, simple=True, separator="/")]:
+            part.of_leaf(array)[...] = part.of_tensor(mapped(tensors[part.tensor]))
+        return array
+
+    return jax.tree_util.tree_map_with_path(fill, shapes)
+
+
+def _checked_leaves(
+    checkpoints: ocp.CheckpointManager, step: int, block: str, sizes: Sizes, layers_after: int
+) -> Mapping[str, tuple[tuple[int, ...], str]]:
+    """What is saved, which must be the weights of that model, all of one dtype."""
+    saved = saved_leaves(checkpoints, step, "weights")
+    dtype = np.dtype(DTYPES[NAMES[saved["embed/table"][1]]])
+    wanted = models.shapes(canonical_weights(block, sizes, dtype, layers_after))
+    where = f"{checkpoints.directory} step {step}"
+    check_same(saved, leaves_of(wanted), where, "The checkpoint is damaged.")
+    return saved
+
+
+def _converted(block: str, parts: Parts, tensors: Mapping[str, Tensor], dtype: str) -> Converted:
+    shapes = {part.tensor: part.shape for found in parts.values() for part in found}
+    count = sum(int(np.prod(shape)) for shape in shapes.values())
+    files = {x.file for x in tensors.values()}
+    return Converted(block, count, len(shapes), len(files), dtype)
+
+
+def _in_order(name: str) -> list[Any]:
+    """Layer 10 comes after layer 9."""
+    return [(int(word), "") if word.isdigit() else (0, word) for word in name.split(".")]

@@ -1,0 +1,288 @@
+"""DeepSeek-V2 and V3 as Hugging Face has them.
+
+Their rotary channels lie in pairs that turn, 0 1, 2 3 and so on; ours are all first ones, then all
+second ones. So `[pairs, 2]` there is `[2, pairs]` here, in queries and in the key that heads share.
+
+D embed, H heads, Q width of compressed queries, R of compressed keys and values, N channels of a
+head without position, P with it, C = N + P, V channels of a value head, E experts, F their width.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .. import models
+from ._fields import Fields, Values, check_no_problems, read_fields, read_rope, written
+from ._tensors import Part, Parts, entries, linear, swiglu, under, whole
+
+_SIZES = {
+    "hidden_size": "base_emb_dim",
+    "num_hidden_layers": "base_num_decoder_layers",
+    "first_k_dense_replace": "first_num_dense_layers",
+    "num_attention_heads": "base_num_query_heads",
+    "intermediate_size": "base_mlp_dim",
+    "moe_intermediate_size": "base_moe_mlp_dim",
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_tok",
+    "n_shared_experts": "shared_experts",
+    "routed_scaling_factor": "routed_scaling_factor",
+    "aux_loss_alpha": "load_balance_loss_weight",
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_nope_head_dim",
+    "qk_rope_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+    "vocab_size": "vocab_size",
+    "rms_norm_eps": "normalization_layer_epsilon",
+}
+_DEFAULTS = {"rms_norm_eps": 1e-6, "aux_loss_alpha": 0.0, "q_lora_rank": 0}
+_FIXED = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "attention_dropout": (0.0, None),
+    "tie_word_embeddings": (False,),
+    "moe_layer_freq": (1,),
+}
+# Every head has its own keys, so their number says nothing; nor do those that others give.
+_IGNORED = ("ep_size", "head_dim", "num_key_value_heads", "qk_head_dim", "seq_aux")
+_V2 = Fields(
+    _SIZES,
+    _DEFAULTS,
+    # transformers takes no notice of `norm_topk_prob`, and the published code does.
+    fixed=_FIXED | {"mlp_bias": (False,), "scoring_func": ("softmax",), "norm_topk_prob": (False,)},
+    ignored=(*_IGNORED, "n_group", "topk_group", "topk_method"),
+)
+_V3 = Fields(
+    _SIZES
+    | {
+        "n_group": "n_routing_groups",
+        "topk_group": "topk_routing_group",
+        "norm_topk_prob": "norm_topk_prob",
+    },
+    _DEFAULTS | {"norm_topk_prob": True},
+    fixed=_FIXED
+    | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "rope_interleave": (True,)},
+    ignored=(*_IGNORED, "num_nextn_predict_layers"),
+)
+_V3_ROUTER: Values = {
+    "routed_score_func": "sigmoid",
+    "routed_bias": True,
+    "group_score_experts": 2,
+}
+_YARN = {
+    "factor": "rope_factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "mscale": "mscale",
+}
+
+
+def read_deepseek(config: Mapping[str, Any]) -> Values:
+    """Keys of ours, of a config.json.
+
+    Raises:
+        ValueError: Naming what our model cannot be.
+    """
+    if config["model_type"] == "deepseek_v2":
+        values = read_fields(config, _V2) | _v2_groups(config)
+    else:
+        values = read_fields(config, _V3) | _V3_ROUTER
+    return values | _read_positions(config)
+
+
+def _v2_groups(config: Mapping[str, Any]) -> Values:
+    method = config.get("topk_method", "greedy")
+    if method == "greedy":
+        return {}
+    groups, kept = config.get("n_group"), config.get("topk_group")
+    if method != "group_limited_greedy" or groups is None or kept is None:
+        raise ValueError(
+            f"`topk_method` is {method!r}, `n_group` {groups!r} and `topk_group` {kept!r}: only "
+            "'greedy', or 'group_limited_greedy' with both numbers, is supported"
+        )
+    return {"n_routing_groups": groups, "topk_routing_group": kept, "group_score_experts": 1}
+
+
+def _read_positions(config: Mapping[str, Any]) -> Values:
+    defaults = {"rope_theta": 10_000.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    rope = read_rope(config, defaults, {"default": (), "yarn": (*_YARN, "mscale_all_dim")})
+    base = {"rope_max_timescale": float(rope["rope_theta"])}
+    if rope["rope_type"] == "default":
+        return base
+    if rope["mscale"] != rope["mscale_all_dim"]:
+        check_no_problems(
+            [
+                f"`mscale` of rotary positions is {rope['mscale']!r} and `mscale_all_dim` "
+                f"{rope['mscale_all_dim']!r}: only equal ones are supported"
+            ]
+        )
+    yarn = {key: float(rope[name]) for name, key in _YARN.items()}
+    length = int(rope["original_max_position_embeddings"])
+    return base | yarn | {"original_max_position_embeddings": length, "rope_type": "yarn"}
+
+
+def write_deepseek(sizes: models.DeepseekConfig, max_length: int | None) -> Values:
+    """The config.json. `max_length` is for `max_position_embeddings`, in tokens.
+
+    Raises:
+        ValueError: If neither V2 nor V3 routes as this model does.
+    """
+    is_v3 = sizes.routed_score_func == "sigmoid"
+    _check_published(sizes, is_v3)
+    name = "DeepseekV3" if is_v3 else "DeepseekV2"
+    found = {
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
+        **written(dataclasses.asdict(sizes), _V3 if is_v3 else _V2),
+        "num_key_value_heads": sizes.base_num_query_heads,
+        "q_lora_rank": sizes.q_lora_rank or None,
+        "rope_theta": sizes.rope_max_timescale,
+        "rope_scaling": None,
+        "max_position_embeddings": max_length or 4096,
+    }
+    if is_v3:
+        found["num_nextn_predict_layers"] = 0
+    else:
+        in_groups = sizes.n_routing_groups > 1
+        found["topk_method"] = "group_limited_greedy" if in_groups else "greedy"
+        found |= {"n_group": sizes.n_routing_groups, "topk_group": sizes.topk_routing_group}
+    if sizes.rope_type == "yarn":
+        yarn = {name: getattr(sizes, key) for name, key in _YARN.items()}
+        found["rope_scaling"] = {"rope_type": "yarn", "type": "yarn", **yarn}
+        found["rope_scaling"]["mscale_all_dim"] = sizes.mscale
+        stretched = int(sizes.original_max_position_embeddings * sizes.rope_factor)
+        found["max_position_embeddings"] = max_length or stretched
+    return found
+
+
+def _check_published(sizes: models.DeepseekConfig, is_v3: bool) -> None:
+    """The router is that of V2 or of V3."""
+    wanted: Values = {"routed_bias": is_v3}
+    if sizes.n_routing_groups > 1:
+        wanted["group_score_experts"] = 2 if is_v3 else 1
+    if not is_v3:
+        wanted["norm_topk_prob"] = False
+    problems = [
+        f"`{key}` is {getattr(sizes, key)!r}"
+        for key, value in wanted.items()
+        if getattr(sizes, key) != value
+    ]
+    if not sizes.shared_experts:
+        problems.append("`shared_experts` is 0")
+    if problems:
+        version = "V3" if is_v3 else "V2"
+        raise ValueError(
+            f"{' and '.join(problems)}, and `routed_score_func` {sizes.routed_score_func!r}, as "
+            f"DeepSeek-{version} has it, which differs there. Hugging Face has no such model."
+        )
+
+
+def dense_parts(sizes: models.DeepseekConfig) -> Parts:
+    """Of the leaves of a dense layer; names come after the layer's."""
+    return _half(sizes) | under("mlp", swiglu("mlp", sizes.base_emb_dim, sizes.base_mlp_dim))
+
+
+def deepseek_parts(sizes: models.DeepseekConfig) -> Parts:
+    """Of the leaves of a layer with experts."""
+    D, E, F = sizes.base_emb_dim, sizes.num_experts, sizes.base_moe_mlp_dim
+    each = [swiglu(f"mlp.experts.{e}", D, F) for e in range(E)]
+    router = {"router/logits": linear("mlp.gate.weight", (D,), (E,))}
+    if sizes.routed_bias:
+        router["router/bias"] = whole("mlp.gate.e_score_correction_bias", (E,))
+    experts = {name: entries([parts[name] for parts in each]) for name in ("gate", "up", "down")}
+    found = _half(sizes) | under("moe", router | under("experts", experts))
+    if sizes.shared_experts:
+        shared = swiglu("mlp.shared_experts", D, F * sizes.shared_experts)
+        found |= under("moe/shared", shared)
+    return found
+
+
+def _half(sizes: models.DeepseekConfig) -> Parts:
+    """What dense layers and layers with experts have in common."""
+    D = sizes.base_emb_dim
+    return {
+        "attention_norm": whole("input_layernorm.weight", (D,)),
+        **under("attention", _attention(sizes)),
+        "mlp_norm": whole("post_attention_layernorm.weight", (D,)),
+    }
+
+
+def _attention(sizes: models.DeepseekConfig) -> Parts:
+    D, H, Q, R = (
+        sizes.base_emb_dim,
+        sizes.base_num_query_heads,
+        sizes.q_lora_rank,
+        sizes.kv_lora_rank,
+    )
+    V = sizes.v_head_dim
+    if Q:
+        queries = {
+            "query_down": linear("self_attn.q_a_proj.weight", (D,), (Q,)),
+            "query_norm": whole("self_attn.q_a_layernorm.weight", (Q,)),
+            "query_up": _queries("self_attn.q_b_proj.weight", sizes, Q),
+        }
+    else:
+        queries = {"query": _queries("self_attn.q_proj.weight", sizes, D)}
+    return {
+        **queries,
+        **_compressed(sizes),
+        "kv_norm": whole("self_attn.kv_a_layernorm.weight", (R,)),
+        **_heads(sizes),
+        "out": linear("self_attn.o_proj.weight", (H, V), (D,)),
+    }
+
+
+def _queries(tensor: str, sizes: models.DeepseekConfig, num_ins: int) -> tuple[Part, ...]:
+    """A leaf [ins, H, C], of a tensor [H C, ins]: channels that stay, and pairs that turn."""
+    H, N, P = sizes.base_num_query_heads, sizes.qk_nope_head_dim, sizes.qk_rope_head_dim
+    shape = (H * (N + P), num_ins)
+
+    def plain(x: np.ndarray) -> np.ndarray:
+        return x.reshape(H, N + P, num_ins)[:, :N].transpose(2, 0, 1)
+
+    def turned(x: np.ndarray) -> np.ndarray:
+        pairs = x.reshape(H, N + P, num_ins)[:, N:].reshape(H, P // 2, 2, num_ins)
+        return pairs.transpose(3, 0, 2, 1)
+
+    def halves(x: np.ndarray) -> np.ndarray:
+        return x[..., N:].reshape(num_ins, H, 2, P // 2)
+
+    return Part(tensor, shape, lambda x: x[..., :N], plain), Part(tensor, shape, halves, turned)
+
+
+def _compressed(sizes: models.DeepseekConfig) -> Parts:
+    """`kv_down` [D, R] and `rope_key` [D, P], which are one tensor [R + P, D]."""
+    D, R, P = sizes.base_emb_dim, sizes.kv_lora_rank, sizes.qk_rope_head_dim
+    tensor, shape = "self_attn.kv_a_proj_with_mqa.weight", (R + P, D)
+
+    def turned(x: np.ndarray) -> np.ndarray:
+        return x[R:].reshape(P // 2, 2, D).transpose(2, 1, 0)
+
+    def halves(x: np.ndarray) -> np.ndarray:
+        return x.reshape(D, 2, P // 2)
+
+    return {
+        "kv_down": (Part(tensor, shape, lambda x: x, lambda x: x[:R].T),),
+        "rope_key": (Part(tensor, shape, halves, turned),),
+    }
+
+
+def _heads(sizes: models.DeepseekConfig) -> Parts:
+    """`key_up` [R, H, N] and `value_up` [R, H, V], which are one tensor [H (N + V), R]."""
+    H, R = sizes.base_num_query_heads, sizes.kv_lora_rank
+    N, V = sizes.qk_nope_head_dim, sizes.v_head_dim
+    tensor, shape = "self_attn.kv_b_proj.weight", (H * (N + V), R)
+
+    def keys(x: np.ndarray) -> np.ndarray:
+        return x.reshape(H, N + V, R)[:, :N].transpose(2, 0, 1)
+
+    def values(x: np.ndarray) -> np.ndarray:
+        return x.reshape(H, N + V, R)[:, N:].transpose(2, 0, 1)
+
+    return {
+        "key_up": (Part(tensor, shape, lambda x: x, keys),),
+        "value_up": (Part(tensor, shape, lambda x: x, values),),
+    }

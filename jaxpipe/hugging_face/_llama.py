@@ -1,0 +1,100 @@
+"""Llama 2 and 3 as Hugging Face has them.
+
+Both sides turn the first half of a head's channels against the second, so rotary positions need no
+other order. D embed, H query heads, K key and value heads, C channels of a head.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from .. import models
+from ._fields import Fields, Values, check_no_problems, read_fields, read_rope, written
+from ._tensors import Parts, linear, swiglu, under, whole
+
+_FIELDS = Fields(
+    sizes={
+        "hidden_size": "base_emb_dim",
+        "num_hidden_layers": "base_num_decoder_layers",
+        "num_attention_heads": "base_num_query_heads",
+        "num_key_value_heads": "base_num_kv_heads",
+        "intermediate_size": "base_mlp_dim",
+        "head_dim": "head_dim",
+        "vocab_size": "vocab_size",
+        "rms_norm_eps": "normalization_layer_epsilon",
+        "tie_word_embeddings": "logits_via_embedding",
+    },
+    defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+    fixed={
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "attention_dropout": (0.0, None),
+    },
+)
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_LLAMA3_FIXED = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def read_llama(config: Mapping[str, Any]) -> Values:
+    """Keys of ours, of a config.json.
+
+    Raises:
+        ValueError: Naming what our llama cannot be.
+    """
+    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
+    given = {name: value for name, value in config.items() if value is not None}
+    if isinstance(heads, int) and isinstance(width, int) and heads > 0:
+        given = {"num_key_value_heads": heads, "head_dim": width // heads} | given
+    values = read_fields(given, _FIELDS)
+    rope = read_rope(config, {"rope_theta": 10_000.0}, {"default": (), "llama3": _LLAMA3})
+    values["rope_max_timescale"] = float(rope["rope_theta"])
+    if rope["rope_type"] == "default":
+        return values
+    check_no_problems(
+        [
+            f"`{name}` of rotary positions is {rope[name]!r}: only {value!r} is supported"
+            for name, value in _LLAMA3_FIXED.items()
+            if rope[name] != value
+        ]
+    )
+    return values | {"rope_type": "llama3.1", "llama31_rope_factor": float(rope["factor"])}
+
+
+def write_llama(sizes: models.LlamaConfig, max_length: int | None) -> Values:
+    """The config.json. `max_length` is for `max_position_embeddings`, in tokens."""
+    found = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **written(dataclasses.asdict(sizes), _FIELDS),
+        "rope_theta": sizes.rope_max_timescale,
+        "rope_scaling": None,
+        "max_position_embeddings": max_length or 4096,
+    }
+    if sizes.rope_type == "llama3.1":
+        factor = sizes.llama31_rope_factor
+        found["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **_LLAMA3_FIXED}
+        found["max_position_embeddings"] = max_length or 131_072  # as all published ones have it
+    return found
+
+
+def llama_parts(sizes: models.LlamaConfig) -> Parts:
+    """Of the leaves of one layer; names come after the layer's."""
+    D, C = sizes.base_emb_dim, sizes.head_dim
+    H, K = sizes.base_num_query_heads, sizes.base_num_kv_heads
+    attention = {
+        "query": linear("self_attn.q_proj.weight", (D,), (H, C)),
+        "key": linear("self_attn.k_proj.weight", (D,), (K, C)),
+        "value": linear("self_attn.v_proj.weight", (D,), (K, C)),
+        "out": linear("self_attn.o_proj.weight", (H, C), (D,)),
+    }
+    return {
+        "attention_norm": whole("input_layernorm.weight", (D,)),
+        **under("attention", attention),
+        "mlp_norm": whole("post_attention_layernorm.weight", (D,)),
+        **under("mlp", swiglu("mlp", D, sizes.base_mlp_dim)),
+    }

@@ -1,0 +1,126 @@
+"""Kinds of models that Hugging Face has too: their config.json, and their weights as a whole."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtyping import PyTree
+
+from .. import models
+from .._input import shown
+from ..train.config._load import check_values
+from ..train.plan._family import FAMILIES, Sizes
+from ._deepseek import deepseek_parts, dense_parts, read_deepseek, write_deepseek
+from ._fields import Values, check_no_problems
+from ._llama import llama_parts, read_llama, write_llama
+from ._tensors import Parts, ends, layers, under
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of model in both worlds.
+
+    Attributes:
+        read: `config.json -> keys of ours`. Its ValueErrors are lists of what is not supported.
+        write: `(sizes, max_length) -> config.json`.
+        layer: `sizes -> the parts of a layer of the pipeline`.
+        dense: The same of a layer before it.
+    """
+
+    read: Callable[[Mapping[str, Any]], Values]
+    write: Callable[..., Values]
+    layer: Callable[..., Parts]
+    dense: Callable[..., Parts] = lambda sizes: {}
+
+
+_LLAMA = Kind(read_llama, write_llama, llama_parts)
+_DEEPSEEK = Kind(read_deepseek, write_deepseek, deepseek_parts, dense_parts)
+KINDS = {"llama": _LLAMA, "deepseek": _DEEPSEEK}
+"""By `decoder_block`."""
+
+MODEL_TYPES = {"llama": "llama", "deepseek_v2": "deepseek", "deepseek_v3": "deepseek"}
+"""From Hugging Face's `model_type` to `decoder_block`."""
+
+
+def read_model(config: Mapping[str, Any]) -> tuple[str, Sizes]:
+    """`decoder_block` and the sizes that a config.json gives.
+
+    Raises:
+        ValueError: Naming all fields that are unknown, missing or not supported.
+    """
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in MODEL_TYPES:
+        raise ValueError(
+            f"`model_type` is {shown(kind)}: only {', '.join(MODEL_TYPES)} are supported"
+        )
+    block = MODEL_TYPES[kind]
+    return block, _typed(block, KINDS[block].read(config))
+
+
+def read_sizes(saved: Mapping[str, Any]) -> tuple[str, Sizes]:
+    """`decoder_block` and the sizes, of what a checkpoint says of its model."""
+    for block, family in FAMILIES.items():
+        fields = dataclasses.fields(family.sizes)  # pyright: ignore[reportArgumentType]
+        required = {f.name for f in fields if f.default is dataclasses.MISSING}
+        if required <= saved.keys() <= {f.name for f in fields}:
+            return block, family.sizes(**saved)
+    raise ValueError(
+        f"The checkpoint is of a model with {', '.join(sorted(saved))}, which is of no family: "
+        f"{', '.join(FAMILIES)}."
+    )
+
+
+def canonical_weights(
+    block: str, sizes: Sizes, dtype: Any, layers_after: int = 0
+) -> dict[str, PyTree]:
+    """The abstract weights of a checkpoint: layers in forward order, [L, ...]."""
+    tree = FAMILIES[block].weights(sizes, dtype, layers_after=layers_after)
+    count = (_num_layers(sizes, layers_after),)
+    stages = models.stacked(tree["layer"], count, ("layers",))
+    return {"embed": tree["embed"], "stages": stages, "head": tree["head"]}
+
+
+def parts_of(block: str, sizes: Sizes, layers_after: int = 0) -> Parts:
+    """The parts of every leaf of a checkpoint's weights."""
+    kind = KINDS[block]
+    tied = isinstance(sizes, models.LlamaConfig) and sizes.logits_via_embedding
+    num_dense, num_layers = _num_dense(sizes), _num_layers(sizes, layers_after)
+    first_after = num_dense + num_layers
+    layer = kind.layer(sizes)
+    return {
+        **ends(sizes.base_emb_dim, sizes.vocab_size, tied=tied),
+        **under("embed/layers", layers(kind.dense(sizes), 0, num_dense) if num_dense else {}),
+        **under("stages", layers(layer, num_dense, num_layers)),
+        **under("head/layers", layers(layer, first_after, layers_after) if layers_after else {}),
+    }
+
+
+def _num_dense(sizes: Sizes) -> int:
+    return sizes.first_num_dense_layers if isinstance(sizes, models.DeepseekConfig) else 0
+
+
+def _num_layers(sizes: Sizes, layers_after: int) -> int:
+    return sizes.base_num_decoder_layers - _num_dense(sizes) - layers_after
+
+
+def _typed(block: str, values: Values) -> Sizes:
+    """The sizes, of what JSON has: there 1 may be a float."""
+    fields = dataclasses.fields(FAMILIES[block].sizes)  # pyright: ignore[reportArgumentType]
+    types = {field.name: field.type for field in fields}
+    floats = {name for name, kind in types.items() if kind is float}
+    typed = {
+        name: float(value)
+        if name in floats and type(value) is int and abs(value) < 2**63
+        else value
+        for name, value in values.items()
+    }
+    check_no_problems(
+        [
+            f"`{name}` would be {shown(value)}, which is no {getattr(types[name], '__name__', '')}"
+            for name, value in typed.items()
+            if type(value) is not types[name]
+        ]
+    )
+    check_values({"decoder_block": block, **typed}, "config.json")
+    return FAMILIES[block].sizes(**typed)

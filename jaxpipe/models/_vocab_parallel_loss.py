@@ -1,0 +1,112 @@
+"""The loss of a microbatch by all ranks of an axis together, a slice of the vocabulary each.
+
+So the rank of a pipeline's last stage has no more to do than the others. The gradients are written
+out: beside the sum of the gradient by x, every number that another rank needs is a sum, a maximum
+or a minimum per token.
+
+b sequences, T tokens, D embed, V vocab, S ranks.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, PyTree
+
+from .layers._common import rms_norm
+from .layers._on_shards import varying_like
+
+Shared = Callable[[PyTree, Array, PyTree, str], tuple[Any, Any]]
+
+
+def shared_next_token_loss(epsilon: float, z_loss_multiplier: float = 0.0) -> Shared:
+    """`(ends, x, side, axis) -> ((loss, sums), (gradients of ends, gradient of x))`, inside `axis`.
+
+    `ends`, `x` and `side` are the same on all ranks, as in `next_token_loss`, and so is the
+    gradient of x. Of the rest every rank returns a share: they add up over the axis.
+
+    Args:
+        epsilon: Added to the mean square in the last norm.
+        z_loss_multiplier: As in `next_token_loss`.
+    """
+
+    def shared(ends: PyTree, x: Float[Array, "b T D"], side: PyTree, axis: str):
+        rank = lax.axis_index(axis)
+        # Each rank derives by a copy of its own: what is shared would get the sum of all.
+        x = varying_like(ends, x)
+        h, pull_norm = jax.vjp(
+            lambda x, scale: rms_norm(x, scale, epsilon), x, ends["head"]["norm"]
+        )
+        tied = "embed" in ends
+        whole = ends["embed"]["table"] if tied else ends["head"]["logits"]
+        dim = 0 if tied else 1
+        size = _slice_of(whole.shape[dim], lax.axis_size(axis))
+        mine = lax.dynamic_slice_in_dim(whole, rank * size, size, dim).astype(x.dtype)
+        weights = mine.T if tied else mine
+        targets = side["targets"] - rank * size
+
+        shares = side["target_weights"]
+        losses, hits, of_all, probabilities = _losses(h, weights, targets, axis)
+        z_losses = z_loss_multiplier * jnp.square(of_all)
+        # Of the square: 2 log(sum) times its derivative, the probabilities.
+        more = 1 + 2 * z_loss_multiplier * of_all
+        is_target = jnp.arange(size) == targets[..., None]
+        dlogits = probabilities * more[..., None] - is_target.astype(jnp.float32)
+        dlogits *= shares[..., None]
+        dlogits = dlogits.astype(x.dtype)
+        dweights = jnp.einsum("btd,btv->dv", h, dlogits, preferred_element_type=jnp.float32)
+        dh = jnp.einsum("btv,dv->btd", dlogits, weights, preferred_element_type=jnp.float32)
+        dx, dnorm = pull_norm(varying_like(h, lax.psum(dh, axis).astype(h.dtype)))
+        nothing = jnp.zeros(whole.shape, jnp.float32)
+        of_whole = lax.dynamic_update_slice_in_dim(
+            nothing, dweights.T if tied else dweights, rank * size, dim
+        )
+
+        def once(value: jax.Array) -> jax.Array:
+            """What all ranks have computed alike counts on the first."""
+            return jnp.where(rank == 0, value, jnp.zeros_like(value))
+
+        of_ends = {"head": {"norm": once(dnorm)}}
+        of_ends |= {"embed": {"table": of_whole}} if tied else {}
+        of_ends["head"] |= {} if tied else {"logits": of_whole}
+        value = once(jnp.sum((losses + z_losses) * shares))
+        sums = {"accuracy": once(jnp.sum(hits * shares))}
+        sums |= {"z_loss": once(jnp.sum(z_losses * shares))} if z_loss_multiplier else {}
+        return (value, sums), (of_ends, dx)
+
+    return shared
+
+
+def _slice_of(vocab_size: int, num_ranks: int) -> int:
+    if vocab_size % num_ranks:
+        raise ValueError(
+            f"`vocab_size` is {vocab_size}, which {num_ranks} ranks cannot share evenly. Change "
+            "one of them, or leave the head to the last stage's rank."
+        )
+    return vocab_size // num_ranks
+
+
+def _losses(
+    h: Float[Array, "b T D"], weights: Array, targets: Array, axis: str
+) -> tuple[Float[Array, "b T"], Float[Array, "b T"], Float[Array, "b T"], Array]:
+    """What `token_losses` returns, and the probabilities of this rank's slice of the vocabulary.
+
+    `weights` are [D, V / S], `targets` [b, T] counted from this rank's first logit, and the
+    probabilities are [b, T, V / S].
+    """
+    logits = jnp.einsum("btd,dv->btv", h, weights, preferred_element_type=jnp.float32)
+    highest = jnp.max(logits, axis=-1)
+    most = lax.pmax(highest, axis)
+    exponentials = jnp.exp(logits - most[..., None])
+    sums = lax.psum(jnp.sum(exponentials, axis=-1), axis)
+    is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
+    picked = lax.psum(jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1), axis)
+    # The likeliest token is the first of equals, as `argmax` has it.
+    first = jnp.argmax(logits, axis=-1) - targets
+    far = jnp.iinfo(first.dtype).max
+    likeliest = lax.pmin(jnp.where(highest == most, first, far), axis)
+    hits = (likeliest == 0).astype(jnp.float32)
+    of_all = jnp.log(sums) + most
+    return of_all - picked, hits, of_all, exponentials / sums[..., None]

@@ -1,0 +1,1 @@
+"""Layers that models share: attention, experts, projections, norms."""

@@ -1,0 +1,129 @@
+"""Causal attention over packed sequences, by the kernel that suits the device.
+
+b sequences, T tokens, H query heads, K key and value heads, C channels of a query and key head, V
+of a value head.
+"""
+
+from collections.abc import Callable
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask,
+)
+from jaxtyping import Array, Bool, Float, Int
+
+from ...sharding import LogicalAxes, Rules, automatic_rules, partition_spec
+from ._on_shards import Local, automatic_axes, on_shards
+
+Attention = Callable[..., jax.Array]
+"""`(q, k, v, segment_ids) -> out`; scores are divided by sqrt(C), and V is at most C."""
+
+
+def causal_mask(segment_ids: Int[Array, "b T"]) -> Bool[Array, "b 1 T T"]:
+    """True where query (dim 2) may look at key (dim 3): the same document, not the future."""
+    length = segment_ids.shape[1]
+    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    return (same & jnp.tril(jnp.ones((length, length), bool)))[:, None]
+
+
+def dot_product_attention(
+    q: Float[Array, "b T H C"],
+    k: Float[Array, "b T K C"],
+    v: Float[Array, "b T K V"],
+    segment_ids: Int[Array, "b T"],
+) -> Float[Array, "b T H V"]:
+    """`jax.nn.dot_product_attention`, grouped-query if K < H. For CPU and GPU."""
+    missing = q.shape[3] - v.shape[3]  # the kernels want values as wide as keys
+    v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, missing)))
+    out = jax.nn.dot_product_attention(q, k, v, mask=causal_mask(segment_ids))
+    return out[..., : out.shape[3] - missing]
+
+
+def splash_attention(rules: Rules, *, interpret: bool = False) -> Attention:
+    """JAX's Pallas flash attention for TPU, on the shards that `rules` give.
+
+    Args:
+        rules: Logical axis rules; batch and heads may be split, the sequence may not.
+        interpret: Run the kernel in Pallas's interpreter, on any device: for tests.
+
+    Returns:
+        A function like `dot_product_attention`.
+
+    Raises:
+        ValueError: When called: if the sequence is not a multiple of 128 or is split, or if heads
+            of queries and of keys are split differently.
+    """
+
+    local = _splash_kernel(interpret)
+
+    def attention(q, k, v, segment_ids):
+        if not automatic_axes():
+            return local((q, k, v), segment_ids)
+        mesh = jax.sharding.get_abstract_mesh()
+        kept = automatic_rules(rules, mesh)
+        _check_splits(kept, dict(mesh.shape))
+        heads, kv_heads, segments = (
+            partition_spec(axes, kept) for axes in (_HEAD_AXES, _KV_HEAD_AXES, _SEGMENT_AXES)
+        )
+        specs = (heads, kv_heads, kv_heads)
+        return on_shards(local, automatic_axes(), specs, segments, heads)((q, k, v), segment_ids)
+
+    return attention
+
+
+_HEAD_AXES: LogicalAxes = ("activation_batch", None, "activation_heads", None)
+_KV_HEAD_AXES: LogicalAxes = ("activation_batch", None, "activation_kv_heads", None)
+_SEGMENT_AXES: LogicalAxes = ("activation_batch", None)
+
+
+def _splash_kernel(interpret: bool) -> Local:
+    def attend(qkv, segment_ids):
+        q, k, v = qkv
+        _, length, num_heads, head_dim = q.shape
+        block = next((size for size in (512, 256, 128) if length % size == 0), None)
+        if block is None:
+            raise ValueError(
+                f"`max_target_length` is {length}. Splash attention works in blocks of 128 tokens: "
+                "give a multiple of 128, or `attention=dot_product`."
+            )
+        sizes = splash_attention_kernel.BlockSizes(
+            block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block,
+            block_kv_dkv=block, block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
+        )  # fmt: skip
+        mask = splash_attention_mask.MultiHeadMask(
+            [splash_attention_mask.CausalMask((length, length))] * num_heads
+        )
+        kernel = splash_attention_kernel.make_splash_mha_single_device(
+            mask, block_sizes=sizes, interpret=interpret
+        )
+        segments = splash_attention_kernel.SegmentIds(segment_ids, segment_ids)
+        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * head_dim**-0.5, k, v))
+        out = cast(jax.Array, jax.vmap(kernel)(q, k, v, segments))
+        return jnp.swapaxes(out, 1, 2)
+
+    return attend
+
+
+def _check_splits(rules: Rules, sizes: dict[str, int]) -> None:
+    length, heads, kv_heads = (
+        _split_over(name, rules, sizes)
+        for name in ("activation_length", "activation_heads", "activation_kv_heads")
+    )
+    if length:
+        raise ValueError(
+            f"`attention=splash` needs whole sequences, but the rule of 'activation_length' splits "
+            f"them over {length}. Give those axes size 1, or `attention=dot_product`."
+        )
+    if heads != kv_heads:
+        raise ValueError(
+            f"`attention=splash` needs every query head beside its key and value head, but the "
+            f"rule of 'activation_heads' splits over {heads} and that of 'activation_kv_heads' "
+            f"over {kv_heads}. Give both the same rule, or `attention=dot_product`."
+        )
+
+
+def _split_over(name: str, rules: Rules, sizes: dict[str, int]) -> list[str]:
+    return [axis for axis in dict(rules)[name] if sizes[axis] > 1]

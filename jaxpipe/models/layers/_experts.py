@@ -1,0 +1,98 @@
+"""Routed experts without capacity: no token is dropped, however unevenly they choose.
+
+Where experts are split over devices, each device takes in the tokens of all of them, computes the
+rows of its own experts, and what all have computed is added up.
+
+b sequences, T tokens, n = b * T, D embed, E experts, e of them on a device, k chosen by each token,
+F width of an expert.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, PyTree
+
+from ...sharding import Rules, automatic_rules, partition_spec
+from ._grouped_matmul import GroupedMatmul, ragged_dot
+from ._on_shards import automatic_axes, on_shards
+
+Experts = Callable[[PyTree, Array, Array, Array], Array]
+
+
+def routed_experts(rules: Rules, grouped_matmul: GroupedMatmul = ragged_dot) -> Experts:
+    """What each token's experts make of it, on the shards that `rules` give.
+
+    Args:
+        rules: Logical axis rules. 'exp' splits the experts, 'mlp' each of them, and
+            'activation_batch' and 'activation_length' the tokens.
+        grouped_matmul: `ragged_dot`, or `megablox()` on TPU.
+
+    Returns:
+        A function `(weights, x [b, T, D], chosen [b, T, k], shares [b, T, k]) -> [b, T, D]`, with
+        weights `gate` and `up` [E, D, F] and `down` [E, F, D].
+    """
+
+    def local(inputs, constants) -> Float[Array, "1 b T D"]:
+        (w, x, shares), (chosen, numbers) = inputs, constants
+        rows, flat = x.reshape(-1, x.shape[2]), (-1, chosen.shape[2])
+        flat = chosen.reshape(flat) - numbers[0], shares.reshape(flat)
+        return sort_and_multiply(grouped_matmul, w, rows, *flat).reshape(1, *x.shape)
+
+    def experts(w, x, chosen, shares):
+        w = jax.tree.map(lambda leaf: leaf.astype(x.dtype), w)
+        inputs = (w, x, shares.astype(x.dtype))
+        constants = (chosen, jnp.arange(w["gate"].shape[0], dtype=chosen.dtype))
+        run = _on_all_shards(local, rules) if automatic_axes() else local
+        # Not `jnp.sum`: devices would exchange float32 where layers compute in bfloat16.
+        return jax.lax.reduce_sum(run(inputs, constants), axes=(0,))
+
+    return experts
+
+
+def sort_and_multiply(
+    grouped_matmul: GroupedMatmul,
+    w: PyTree,
+    x: Float[Array, "n D"],
+    chosen: Int[Array, "n k"],
+    shares: Float[Array, "n k"],
+) -> Float[Array, "n D"]:
+    """The part that the experts 0 to e of `w` have in the result; others' rows are left out."""
+    num_experts, (n, k) = w["gate"].shape[0], chosen.shape
+    is_here = (chosen >= 0) & (chosen < num_experts)
+    group = jnp.where(is_here, chosen, num_experts).reshape(-1)  # the others are sorted last
+    order = jnp.argsort(group)
+    sizes = jnp.sum(group[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
+
+    rows = _rows(x, order // k)
+    gate = checkpoint_name(grouped_matmul(rows, w["gate"], sizes), "moe_mlpwi_0")
+    up = checkpoint_name(grouped_matmul(rows, w["up"], sizes), "moe_mlpwi_1")
+    out = checkpoint_name(grouped_matmul(jax.nn.silu(gate) * up, w["down"], sizes), "moe_mlpwo")
+    by_token = _rows(out, jnp.argsort(order)).reshape(n, k, -1)
+    return jnp.sum(by_token * shares[..., None], axis=1)
+
+
+def _rows(x: Float[Array, "n D"], index: Int[Array, " m"]) -> Float[Array, "m D"]:
+    return x.at[index].get(mode="promise_in_bounds")
+
+
+def _on_all_shards(local: Callable, rules: Rules) -> Callable:
+    """`local` over all automatic axes; a leading dim of its result has the parts of a sum."""
+    kept = automatic_rules(rules, jax.sharding.get_abstract_mesh())
+    inward, outward = (partition_spec(axes, kept) for axes in _WEIGHT_AXES)
+    parts = tuple(a for dim in inward if dim for a in ((dim,) if isinstance(dim, str) else dim))
+    # Devices that share tokens for their experts' sake must not split them.
+    apart = [(name, [a for a in axes if a not in parts]) for name, axes in kept]
+    tokens = partition_spec(("activation_batch", "activation_length", None), apart)
+    return on_shards(
+        local,
+        automatic_axes(),
+        ({"gate": inward, "up": inward, "down": outward}, tokens, tokens),
+        (tokens, PartitionSpec(inward[0])),
+        PartitionSpec(parts or None, *tokens),
+    )
+
+
+_WEIGHT_AXES = (("exp", None, "mlp"), ("exp", "mlp", None))

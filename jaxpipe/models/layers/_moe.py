@@ -1,0 +1,108 @@
+"""A mixture of experts in place of an MLP: a router, routed experts, and experts for every token.
+
+b sequences, T tokens, D embed, E experts, F width of an expert.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from ...sharding import Constrain, sum_over_rows
+from .._abstract import Weight, matrix
+from .._deepseek_config import DeepseekConfig
+from ._common import ACTIVATION, swiglu, swiglu_weights
+from ._experts import Experts
+from ._projection import Projection, projection
+from ._router import Routing, route
+
+Sums = dict[str, Float[Array, ""]]
+
+
+def moe_weights(config: DeepseekConfig, *, branches: int, dtype: Any) -> PyTree:
+    """Abstract weights. With more `branches`, what it adds to the stream starts smaller."""
+    D, E, F = config.base_emb_dim, config.num_experts, config.base_moe_mlp_dim
+    router = {"logits": replace(matrix((D, E), ("embed", None), D, dtype), exact=True)}
+    if config.routed_bias:
+        router["bias"] = Weight((E,), ("norm",), jax.nn.initializers.zeros, dtype, exact=True)
+    weights = {
+        "router": router,
+        "experts": {
+            "gate": matrix((E, D, F), ("exp", "embed_no_exp", "mlp"), D, dtype),
+            "up": matrix((E, D, F), ("exp", "embed_no_exp", "mlp"), D, dtype),
+            "down": matrix((E, F, D), ("exp", "mlp", "embed_no_exp"), F * branches, dtype),
+        },
+    }
+    if config.shared_experts:
+        width = F * config.shared_experts
+        weights["shared"] = swiglu_weights(D, width, branches=branches, dtype=dtype)
+    return weights
+
+
+def moe(
+    config: DeepseekConfig,
+    *,
+    experts: Experts,
+    constrain: Constrain,
+    project: Projection = projection,
+) -> Callable[[PyTree, Array, PyTree], tuple[Array, Sums]]:
+    """`(weights, x, side) -> (y, sums)`, where x and y are [b, T, D].
+
+    `sums["load_balance_loss"]` is the microbatch's share of the batch's balance loss, already
+    weighted, and `sums["loss"]` has it too. Every microbatch weighs as much in it as its target
+    weights, which sum to 1 over the batch. Tokens of segment 0 are padding and do not count. Where
+    each device has its own rows of a microbatch, these sums over devices are those of all rows.
+
+    The bias steers choices and nothing else, so the loss does not depend on it. What comes back as
+    its gradient is the surplus of each expert's load over 1 / E, through a term of the loss that is
+    always 0: a step against its sign is the update of DeepSeek-V3, section 2.1.2.
+
+    Args:
+        config: Sizes.
+        experts: `(weights, x, chosen, shares) -> y`, as `routed_experts` makes it.
+        constrain: Shards an activation by its logical axes.
+        project: The matrix products of the shared experts.
+    """
+
+    def mix(w: PyTree, x: Float[Array, "b T D"], side: PyTree) -> tuple[Array, Sums]:
+        bias = w["router"]["bias"].astype(jnp.float32) if config.routed_bias else None
+        routing = _route(config, w["router"]["logits"], bias, x, side)
+        y = experts(w["experts"], x, routing.chosen, routing.shares)
+        y = constrain(y, ACTIVATION)
+        if config.shared_experts:
+            y += swiglu(w["shared"], x, constrain, project)
+        return y, _sums(routing, bias, config.load_balance_loss_weight, side["target_weights"])
+
+    return mix
+
+
+def _route(config: DeepseekConfig, matrix: Array, bias: Array | None, x: Array, side: PyTree):
+    # In float32: a rounded score is another choice.
+    wide, matrix = x.astype(jnp.float32), matrix.astype(jnp.float32)
+    return route(
+        jnp.einsum("btd,de->bte", wide, matrix),
+        bias,
+        side["segment_ids"] != 0,
+        score_func=config.routed_score_func,
+        num_chosen=config.num_experts_per_tok,
+        normalized=config.norm_topk_prob,
+        scaling_factor=config.routed_scaling_factor,
+        num_groups=config.n_routing_groups,
+        num_kept_groups=config.topk_routing_group,
+        num_ranking=config.group_score_experts,
+    )
+
+
+def _sums(
+    routing: Routing, bias: Array | None, weight: float, target_weights: Float[Array, "b T"]
+) -> Sums:
+    own = jnp.sum(target_weights)
+    balance = weight * sum_over_rows(own) * routing.balance
+    if bias is None:
+        return {"loss": balance, "load_balance_loss": balance}
+    surplus = routing.load - 1 / routing.load.shape[0]
+    nothing = jnp.sum(surplus * (bias - jax.lax.stop_gradient(bias)))
+    return {"loss": balance + own * nothing, "load_balance_loss": balance}

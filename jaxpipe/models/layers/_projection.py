@@ -1,0 +1,124 @@
+"""The product of activations and a weight, in their dtype or in FP8: models take either.
+
+FP8 is Micikevicius et al., 2022, arXiv 2209.05433: e4m3 for activations and weights, e5m2 for
+gradients, with scales that are computed as they are needed: no state. Sums are float32.
+
+| product                        | summed over   | scales                                          |
+|--------------------------------|---------------|-------------------------------------------------|
+| y = x w                        | inputs        | of x per token, of w per output                 |
+| dx = (dy, scaled as w) w       | outputs       | of dy per token                                 |
+| dw = x (dy, scaled as x)       | tokens        | of dy per output, over all tokens of all devices|
+
+So y and dx of a token depend on no other token, and a device that holds some rows of a microbatch
+computes what one with all of them does. Only the scale of the last product needs all rows: a `pmax`
+over the axes that split them. The backward keeps x as e4m3 and w as it came: rounding w again is
+cheap, and engines know a weight where they see one, and keep no copies of it.
+
+A scale is a power of two. Multiplying by it is exact, so it does not matter when that is done; what
+it costs is range, at most a factor of two.
+
+b sequences, T tokens; a weight goes from dims `in` to dims `out`, heads and channels for instance.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from ...sharding import max_over_rows
+
+Projection = Callable[[Float[Array, "b T *ins"], Float[Array, "*ins_and_outs"]], Array]
+"""`(x [b, T, *in], w [*in, *out]) -> [b, T, *out]`, in the dtype of x."""
+
+FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
+_TOKENS = (0, 1)
+
+
+def projection(x: Float[Array, "b T *ins"], w: Float[Array, "*ins_and_outs"]) -> Array:
+    """The product in the dtype of `x`."""
+    return jnp.tensordot(x, w.astype(x.dtype), axes=x.ndim - len(_TOKENS))
+
+
+def fp8_projection(x: Float[Array, "b T *ins"], w: Float[Array, "*ins_and_outs"]) -> Array:
+    """The product in FP8, and both of its derivatives."""
+    return _fp8(x, w.astype(x.dtype))
+
+
+PROJECTIONS: dict[str, Projection] = {"": projection, "fp8": fp8_projection}
+"""By MaxText's `quantization`."""
+
+
+class Scaled(NamedTuple):
+    """`values * scale`, of which `values` are FP8; `scale` has size 1 in dims that it spans."""
+
+    values: Array
+    scale: Array
+
+
+@jax.custom_vjp
+def _fp8(x: Array, w: Array) -> Array:
+    return _forward(x, w)[0]
+
+
+def _forward(x: Array, w: Array) -> tuple[Array, tuple[Scaled, Array]]:
+    ins = range(x.ndim - len(_TOKENS))
+    qx = quantize(x, FORWARD, over=range(len(_TOKENS), x.ndim))
+    qw = quantize(w, FORWARD, over=ins)
+    y = _dot(qx.values, qw.values, range(len(_TOKENS), x.ndim), ins)
+    y *= _per_token(qx, y.ndim) * lax.squeeze(qw.scale, tuple(ins))
+    return y.astype(x.dtype), (qx, w)
+
+
+def _backward(kept: tuple[Scaled, Array], dy: Array) -> tuple[Array, Array]:
+    qx, w = kept
+    num_tokens, num_ins = len(_TOKENS), qx.values.ndim - len(_TOKENS)
+    qw = quantize(w, FORWARD, over=range(num_ins))
+    wide = dy.astype(jnp.float32)
+
+    of_outputs = lax.squeeze(qw.scale, tuple(range(num_ins)))
+    g = quantize(wide * of_outputs, BACKWARD, over=range(num_tokens, dy.ndim))
+    dx = _dot(g.values, qw.values, range(num_tokens, dy.ndim), range(num_ins, qw.values.ndim))
+    dx *= _per_token(g, dx.ndim)
+
+    g = quantize(wide * _per_token(qx, dy.ndim), BACKWARD, over=_TOKENS, largest=max_over_rows)
+    dw = _dot(qx.values, g.values, _TOKENS, _TOKENS) * lax.squeeze(g.scale, _TOKENS)
+    return dx.astype(dy.dtype), dw.astype(dy.dtype)
+
+
+_fp8.defvjp(_forward, _backward)
+
+
+def quantize(
+    x: Float[Array, "..."],
+    dtype: Any,
+    *,
+    over: Sequence[int],
+    largest: Callable[[Array], Array] = lambda x: x,
+) -> Scaled:
+    """`x` in FP8, with the smallest power of two as scale that lets nothing overflow.
+
+    Args:
+        x: What is not finite stays so.
+        dtype: An 8-bit type.
+        over: Dims that share a scale.
+        largest: What makes the largest magnitude that is seen here the one that counts.
+    """
+    wide = x.astype(jnp.float32)
+    magnitude = largest(jnp.max(jnp.abs(wide), axis=tuple(over), keepdims=True))
+    _, exponent = jnp.frexp(magnitude / float(jnp.finfo(dtype).max))
+    # Within what float32 can invert.
+    scale = jnp.ldexp(jnp.float32(1), jnp.clip(exponent, -120, 120))
+    return Scaled((wide / scale).astype(dtype), scale)
+
+
+def _per_token(x: Scaled, ndim: int) -> Array:
+    """[b, T, 1, ...] of `ndim` dims."""
+    return x.scale.reshape(*x.scale.shape[: len(_TOKENS)], *[1] * (ndim - len(_TOKENS)))
+
+
+def _dot(x: Array, y: Array, x_dims: Sequence[int], y_dims: Sequence[int]) -> Array:
+    dims = ((tuple(x_dims), tuple(y_dims)), ((), ()))
+    return lax.dot_general(x, y, dims, preferred_element_type=jnp.float32)

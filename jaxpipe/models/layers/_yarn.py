@@ -1,0 +1,49 @@
+"""YaRN: rotary positions for sequences longer than those of the training.
+
+Pairs of channels that turn often within the trained length tell neighbours apart and stay as they
+are; pairs that turn less than once are slowed down, so that no new angle occurs; a ramp lies
+between. Peng et al., 2023, arXiv 2309.00071, with the constants of DeepSeek-V2, arXiv 2405.04434.
+"""
+
+import math
+
+import numpy as np
+from jaxtyping import Float
+
+from ._common import rope_frequencies
+
+
+def yarn_frequencies(
+    head_dim: int,
+    max_timescale: float,
+    *,
+    factor: float,
+    trained_length: int,
+    beta_fast: float,
+    beta_slow: float,
+) -> Float[np.ndarray, " half"]:
+    """Angles per position of each pair of channels, in radians.
+
+    Args:
+        head_dim: Channels that turn; half as many angles come back.
+        max_timescale: The base of the rotary angles.
+        factor: How many times longer than `trained_length` sequences may be.
+        trained_length: In tokens.
+        beta_fast: Pairs that turn more often than this within `trained_length` stay as they are.
+        beta_slow: Pairs that turn less often than this are slowed down by `factor`.
+    """
+
+    def pair_that_turns(times: float) -> float:
+        wavelength = trained_length / (times * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(max_timescale))
+
+    first = max(math.floor(pair_that_turns(beta_fast)), 0)
+    last = min(math.ceil(pair_that_turns(beta_slow)), head_dim - 1)
+    pairs = np.arange(head_dim // 2, dtype=np.float32)
+    slowed = np.clip((pairs - first) / max(last - first, 1e-3), 0.0, 1.0)
+    return rope_frequencies(head_dim, max_timescale) * (1 - slowed + slowed / factor)
+
+
+def yarn_score_scale(factor: float, mscale: float) -> float:
+    """What scores are multiplied by, beside the usual `1 / sqrt(channels)`."""
+    return (0.1 * mscale * math.log(factor) + 1.0) ** 2

@@ -1,0 +1,33 @@
+"""What the Flax frontends share: settings, placement, and the call of a pipeline module."""
+
+from ._attributes import PipelineAttributes as PipelineAttributes
+from ._frontend import first_microbatch as first_microbatch
+from ._frontend import run_batch as run_batch
+from ._layers import Layer as Layer
+from ._layers import from_microbatches as from_microbatches
+from ._layers import layer_keys as layer_keys
+from ._layers import outputs_of as outputs_of
+from ._layers import pipeline_layers as pipeline_layers
+from ._layers import to_microbatches as to_microbatches
+from ._methods import LoopMethods as LoopMethods
+from ._methods import PipelineMethods as PipelineMethods
+from ._methods import WindowMethods as WindowMethods
+from ._methods import side_of as side_of
+from ._placement import GATHERED as GATHERED
+from ._placement import STACKED as STACKED
+from ._placement import describe_placement as describe_placement
+from ._placement import gather_all as gather_all
+from ._placement import gather_block as gather_block
+from ._placement import gather_stage as gather_stage
+from ._placement import physical_spec as physical_spec
+from ._placement import physical_specs as physical_specs
+from ._placement import place_microbatches as place_microbatches
+from ._placement import place_weight as place_weight
+from ._placement import rules_in_stage as rules_in_stage
+from ._placement import shard_dim_by_stages as shard_dim_by_stages
+from ._placement import without_axes as without_axes
+from ._placement import without_repeats as without_repeats
+from ._settings import AxisRules as AxisRules
+from ._settings import PipelineSettings as PipelineSettings
+from ._settings import axis_rules as axis_rules
+from ._settings import pipeline_settings as pipeline_settings

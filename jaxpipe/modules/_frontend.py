@@ -1,0 +1,125 @@
+"""The call of a pipeline module, the same for both rims: a layer's function, and a batch."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
+
+from ..spmd.circular_engine._engine import circular
+from ..spmd.circular_engine._unrolled import circular_unrolled
+from ._frontend_gather import gather_of_names
+from ._layers import (
+    Layer,
+    check_microbatches,
+    from_microbatches,
+    num_parts,
+    pipeline_layers,
+    to_microbatches,
+)
+from ._methods import PipelineMethods
+from ._overwritten_weights import MICROBATCH, slotted, split_weights, to_slots, with_slots
+from ._placement import describe_placement, physical_specs, place_microbatches, type_weights
+from ._settings import PipelineSettings
+
+
+def split_batch(
+    settings: PipelineSettings, inputs: PyTree, side: PyTree, microbatched: bool
+) -> tuple[PyTree, PyTree]:
+    """Leaves of inputs and side as [M, rows, ...]; from [batch, ...], unless `microbatched`."""
+    split = check_microbatches if microbatched else to_microbatches
+    whole = {"inputs": inputs} | side
+    parts = split(whole, settings.counts.num_microbatches, settings.batch_size)
+    return parts["inputs"], {name: parts[name] for name in side}
+
+
+def run_batch(
+    layer: Layer,
+    weights: Any,
+    names: dict[str, Any],
+    inputs: PyTree,
+    side: dict[str, Any],
+    keys: PyTree,
+    pipeline: PipelineMethods,
+    overwritten: tuple[str, ...] = (),
+    *,
+    microbatched: bool = False,
+) -> tuple[PyTree, PyTree]:
+    """Sends a batch through all layers.
+
+    Args:
+        layer: `(weights, x, side, rng) -> (y, records)`.
+        weights: A dict with [R, S, L, ...] leaves.
+        names: Logical specs of the weights.
+        inputs: [batch, ...] leaves.
+        side: [batch, ...] leaves by name.
+        keys: [R, S, L] leaves, or ().
+        pipeline: Settings, axis rules and mesh.
+        overwritten: Entries of `weights` that are overwritten with their gradient.
+        microbatched: Leaves of inputs and side are [M, rows, ...] already, and so are outputs.
+
+    Returns:
+        (outputs like `inputs`, records with [R, S, L, M, ...] leaves).
+    """
+    settings, mesh = pipeline.settings, pipeline.mesh
+    parts = num_parts(mesh, settings.batch_axes)
+    _check_keys(keys, settings)
+    specs = physical_specs(names, pipeline.axis_rules, mesh)
+    if settings.debug_sharding:
+        logging.getLogger("jaxpipe").info(describe_placement(weights, names, specs))
+    xs, side = split_batch(settings, inputs, side, microbatched)
+    xs = place_microbatches(xs, pipeline.axis_rules, mesh, settings.batch_axes)
+    weights = type_weights(weights, specs, mesh)
+    others, slots = split_weights(weights, overwritten)
+    if slots:
+        M = settings.counts.num_microbatches
+        numbers = jnp.broadcast_to(jnp.arange(M)[:, None], (M, parts))
+        layer, side = with_slots(layer), side | {MICROBATCH: numbers}
+        nothing = jax.tree.map(lambda _: PartitionSpec(*[None] * 3), slots)
+        weights = slotted(others, to_slots(slots, M * parts))
+        names, specs = (slotted(_of(tree, others), nothing) for tree in (names, specs))
+    gather = gather_of_names(
+        weights, names, specs, mesh=mesh, when=settings.gather, batch_axes=settings.batch_axes
+    )
+    engine = partial(
+        ENGINES[settings.scan_ticks, settings.scan_repeats],
+        mesh=mesh,
+        delay=settings.counts.hop > 1,
+        remat=settings.remat_tick,
+        gather=gather,
+    )
+    ys, records = pipeline_layers(engine, layer, weights, xs, side, keys, settings, mesh)
+    return ys if microbatched else from_microbatches(ys), records
+
+
+def _check_keys(keys: PyTree, settings: PipelineSettings) -> None:
+    if settings.batch_axes and jax.tree.leaves(keys):
+        raise ValueError(
+            f"`pipeline_batch_axes` is {settings.batch_axes} and layers have random streams: each "
+            "device would draw, for its own rows, other numbers than one with all rows. Leave "
+            "`pipeline_batch_axes` at (), or the streams out."
+        )
+
+
+ENGINES: dict[tuple[bool, bool], Callable] = {
+    (True, True): circular,
+    (True, False): partial(circular, scan_repeats=False),
+    (False, False): circular_unrolled,
+}
+"""By `scan_pipeline_iterations` and `scan_pipeline_repeats`."""
+
+
+def _of(tree: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
+    return {name: tree[name] for name in names}
+
+
+def first_microbatch(
+    settings: PipelineSettings, inputs: PyTree, side: dict[str, Any], microbatched: bool = False
+) -> tuple[PyTree, PyTree]:
+    """What a layer is initialised with: (inputs, side) of microbatch 0."""
+    split = split_batch(settings, inputs, side, microbatched)
+    return jax.tree.map(lambda leaf: leaf[0], split)

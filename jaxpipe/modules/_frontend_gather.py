@@ -1,0 +1,92 @@
+"""The `Gather` of a Flax module's weights, from the names of their dims.
+
+Flax's rules may have several entries for a name, and the first that fits an array counts. So names
+are resolved weight by weight, and the engine gets "logical axes" that say mesh axes: "fsdp+tensor"
+is a dim that is split over both.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, PartitionSpec
+from jaxtyping import PyTree
+
+from ..sharding import GATHERED_AXES, Rules, gathered_rules, partition_spec
+from ..spmd._ranks import is_spec, names_of
+from ..spmd._weight_gather import Gather, When, gather_weights
+from ._placement import gather_stage
+
+EXPERTS = "exp"
+"""The name of the dim of routed experts, which stays split over "expert"."""
+
+
+def gather_of_names(
+    weights: PyTree,
+    names: PyTree,
+    specs: PyTree,
+    *,
+    mesh: Mesh | None,
+    when: When,
+    batch_axes: tuple[str, ...] = (),
+) -> Gather:
+    """How the weights of one stage become whole over fsdp, context and expert.
+
+    Args:
+        weights: [R, S, L, ...] leaves.
+        names: Their logical specs.
+        specs: Their physical specs. Dims that they do not reach are whole on every device.
+        mesh: The mesh, or None.
+        when: As in `Gather`.
+        batch_axes: As in `Gather`.
+
+    Raises:
+        ValueError: If a weight stays split over one of `batch_axes`, or with these over an axis
+            that is explicit.
+    """
+    if mesh is None:
+        return Gather(when)
+    if AxisType.Explicit in mesh.axis_types and not batch_axes:
+        of_ranks = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), specs, is_leaf=is_spec)
+        whole = gather_stage(of_ranks)
+        return Gather(when, whole=whole, hold=whole, scatter=gather_stage(of_ranks, ()))
+    rules: dict[str, tuple[str, ...]] = {}
+
+    def logical(w: jax.Array, name: PartitionSpec, spec: PartitionSpec) -> tuple[str | None, ...]:
+        dims = [_encode(*dim, rules) for dim in zip(name[2:], spec[2:], strict=True)]
+        return (*dims, *[None] * (w.ndim - 2 - len(dims)))
+
+    axes = jax.tree.map(logical, weights, names, specs)
+    if batch_axes:
+        check = partial(_check_axes, list(rules.items()), mesh, batch_axes)
+        jax.tree_util.tree_map_with_path(check, axes, is_leaf=lambda x: isinstance(x, tuple))
+    return gather_weights(axes, list(rules.items()), when=when, batch_axes=batch_axes)
+
+
+def _check_axes(
+    rules: Rules, mesh: Mesh, batch_axes: tuple[str, ...], path: tuple, dims: tuple
+) -> None:
+    """Of a weight: what splits it where a stage reads it must be for the compiler to see to."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    whole = partition_spec(dims, gathered_rules(rules))
+    kept = {axis for names in whole for axis in names_of(names)}
+    stored = {axis for names in partition_spec(dims, rules) for axis in names_of(names)}
+    found = dict.fromkeys(kept.intersection(batch_axes), "one of `pipeline_batch_axes`")
+    for axis in stored.difference(batch_axes):
+        if types[axis] == AxisType.Explicit:
+            found[axis] = "which is Explicit and not one of `pipeline_batch_axes`"
+    for axis, what in found.items():
+        raise ValueError(
+            f"The weight {jax.tree_util.keystr(path)} is split over {axis!r}, {what}. Devices with "
+            f"their own rows need whole weights: choose among {', '.join(GATHERED_AXES)} and axes "
+            "that split no weights, and leave the others of type Auto."
+        )
+
+
+def _encode(name: Any, entry: Any, rules: dict[str, tuple[str, ...]]) -> str | None:
+    axes = names_of(entry)
+    if not axes:
+        return None
+    code = EXPERTS if name == EXPERTS else "+".join(axes)
+    rules[code] = axes
+    return code

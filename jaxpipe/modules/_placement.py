@@ -1,0 +1,252 @@
+"""How the weights of a Flax module lie on a mesh: from the names of their dims to what is gathered.
+
+A stacked weight is [R, S, L, ...] with the names ("circular_repeats", "stage", "layers", ...). A
+logical spec is a `PartitionSpec` of names, a physical one of mesh axes; dims that a spec does not
+reach stay as they are.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jaxtyping import PyTree
+
+from .. import sharding
+from ..spmd._ranks import AXIS, is_spec, on_ranks
+from ._settings import AxisRules
+
+STACKED = ("circular_repeats", "stage", "layers")
+GATHERED = ("fsdp", "fsdp_transpose", "context", "expert")
+"""Mesh axes that weights are split over to save memory, and whole again where they are used."""
+
+
+def physical_spec(
+    names: PartitionSpec, rules: AxisRules, mesh_axes: Sequence[str]
+) -> PartitionSpec:
+    """The mesh axes that each dim is split over.
+
+    Args:
+        names: A logical spec.
+        rules: Of several rules for a name the first counts whose axes no earlier dim has. Axes that
+            the mesh does not have are left out.
+        mesh_axes: The axes of the mesh. A name without a rule that is one of them means itself; any
+            other name without a rule is not split, as in Flax.
+    """
+    used: set[str] = set()
+
+    def axes_of(name: Any) -> tuple[str, ...]:
+        if isinstance(name, tuple):
+            return tuple(axis for part in name for axis in axes_of(part))
+        offers = [axes for of, axes in rules if of == name] or [(name,)]
+        for offer in offers:
+            axes = tuple(axis for axis in offer if axis in mesh_axes)
+            if not used.intersection(axes):
+                used.update(axes)
+                return axes
+        return ()
+
+    return PartitionSpec(*(_entry(axes_of(name)) for name in names))
+
+
+def physical_specs(names: PyTree, rules: AxisRules, mesh: Mesh | None) -> PyTree:
+    """`physical_spec` of every leaf; `PartitionSpec()` everywhere without a mesh."""
+    if mesh is None:
+        return jax.tree.map(lambda _: PartitionSpec(), names, is_leaf=is_spec)
+    axes = mesh.axis_names
+    return jax.tree.map(lambda spec: physical_spec(spec, rules, axes), names, is_leaf=is_spec)
+
+
+def rules_in_stage(rules: AxisRules | None) -> AxisRules | None:
+    """`rules` without the axis "stage", which is each rank's own where a stage runs."""
+    if rules is None:
+        return None
+    return tuple((name, tuple(axis for axis in axes if axis != AXIS)) for name, axes in rules)
+
+
+def without_repeats(names: PyTree) -> PyTree:
+    """Every logical spec without the name "circular_repeats"."""
+
+    def rest(spec):
+        return PartitionSpec(*(name for name in spec if name != STACKED[0]))
+
+    return jax.tree.map(rest, names, is_leaf=is_spec)
+
+
+def without_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+    """`spec` with dims no longer split over any of `axes`."""
+
+    def rest(entry):
+        names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        return _entry(tuple(name for name in names if name not in axes))
+
+    return PartitionSpec(*map(rest, spec))
+
+
+def place_weight(
+    w: jax.Array, names: PartitionSpec, rules: AxisRules, mesh: Mesh | None, path: str
+) -> jax.Array:
+    """`w`, split over `mesh` as the names of its dims say.
+
+    Raises:
+        ValueError: If a dim does not divide; it names `path`.
+    """
+    if mesh is None:
+        return w
+    spec = physical_spec(names, rules, mesh.axis_names)
+    sharding.check_divisible(w.shape, spec, dict(mesh.shape), path)
+    return sharding.reshard_to_spec(w, spec, mesh)
+
+
+def type_weights(weights: PyTree, specs: PyTree, mesh: Mesh | None) -> PyTree:
+    """Returns `weights` with their specs in their types, if the mesh has explicit axes.
+
+    Their gradients then have the same types.
+
+    Args:
+        weights: Arrays, also of numpy or on one device.
+        specs: The physical spec of each.
+        mesh: The mesh, or None.
+    """
+    if mesh is None or AxisType.Explicit not in mesh.axis_types:
+        return weights
+    return jax.tree.map(
+        lambda w, spec: sharding.reshard_to_spec(jnp.asarray(w), spec, mesh), weights, specs
+    )
+
+
+def shard_dim_by_stages(
+    x: jax.Array,
+    dim: int,
+    spec: PartitionSpec | None,
+    mesh: Mesh | None,
+    *,
+    is_weight: bool = False,
+) -> jax.Array:
+    """`x` with `dim` split over the ranks.
+
+    Args:
+        x: An array.
+        dim: The dim with one entry per rank.
+        spec: How the other dims are split. Those that it does not reach stay as they are.
+        mesh: The mesh. None does nothing.
+        is_weight: `x` is a weight in use: what splits it to save memory is gathered.
+    """
+    if mesh is None:
+        return x
+    spec = spec or PartitionSpec()
+    entries = [*sharding.padded_spec(x, without_axes(spec, GATHERED) if is_weight else spec, mesh)]
+    entries[dim] = AXIS
+    return sharding.reshard_to_spec(x, PartitionSpec(*entries), mesh)
+
+
+def place_microbatches(
+    x: PyTree, rules: AxisRules, mesh: Mesh | None, batch_axes: tuple[str, ...] = ()
+) -> PyTree:
+    """[M, rows, ...] leaves: M over the ranks, rows as the rule of "activation_batch" says.
+
+    Or over `batch_axes`, if there are any. On a mesh of explicit axes without them rows stay as the
+    caller has split them.
+
+    Raises:
+        ValueError: If the rows of a microbatch do not divide over those axes.
+    """
+    if mesh is None or (AxisType.Explicit in mesh.axis_types and not batch_axes):
+        return x
+    rule = physical_spec(PartitionSpec(AXIS, "activation_batch"), rules, mesh.axis_names)
+    spec = PartitionSpec(AXIS, batch_axes) if batch_axes else rule
+
+    def place_leaf(leaf):
+        sharding.check_divisible(
+            leaf.shape, spec, dict(mesh.shape), "inputs [microbatch, row, ...]"
+        )
+        return sharding.reshard_to_spec(leaf, spec, mesh)
+
+    return jax.tree.map(place_leaf, x)
+
+
+def gather_all(weights: PyTree, specs: PyTree, mesh: Mesh | None, axes: Sequence[str]) -> PyTree:
+    """`weights` with physical specs `specs`, but whole along `axes`."""
+    return jax.tree.map(
+        lambda w, spec: sharding.reshard_to_spec(w, without_axes(spec, axes), mesh), weights, specs
+    )
+
+
+def gather_stage(specs: PyTree, axes: Sequence[str] = GATHERED) -> Callable[[PyTree], PyTree]:
+    """A function of one stage's weights, as a rank sees them, that makes them whole along `axes`.
+
+    Args:
+        specs: Physical specs of [S, ...] leaves.
+        axes: What to gather. () puts weights where `specs` say.
+    """
+
+    def constrain(w: jax.Array | None, spec: PartitionSpec) -> jax.Array | None:
+        mesh = jax.sharding.get_abstract_mesh()
+        if w is None or mesh.empty or not len(spec):
+            return w
+        kept = without_axes(PartitionSpec(*spec[1:]), axes)
+        if AxisType.Explicit in mesh.axis_types:
+            return _typed(w, kept, mesh)
+        return lax.with_sharding_constraint(w, sharding.padded_spec(w, kept, mesh))
+
+    def gather(weights: PyTree) -> PyTree:
+        return jax.tree.map(constrain, weights, specs, is_leaf=lambda x: x is None)
+
+    return gather
+
+
+def gather_block(
+    weights: PyTree, specs: PyTree, mesh: Mesh | None, axes: Sequence[str], use_shardmap: bool
+) -> PyTree:
+    """[S, ...] weights of one repeat, whole along `axes`: by constraint, or by `lax.all_gather`."""
+    if mesh is None:
+        return weights
+    if not use_shardmap:
+        gather = gather_stage(specs, axes)
+        return on_ranks(gather, mesh=mesh, in_dims=(0,), out_dims=0)(weights)
+    return jax.tree.map(partial(_all_gather, mesh=mesh, axes=axes), weights, specs)
+
+
+def describe_placement(weights: PyTree, names: PyTree, specs: PyTree) -> str:
+    """A line for every weight: its path, dtype and shape, the names of its dims, their axes."""
+
+    def line(path, w, logical, physical):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return f"{name}  {w.dtype}{list(w.shape)}  {tuple(logical)} -> {tuple(physical)}"
+
+    return "\n".join(jax.tree.leaves(jax.tree_util.tree_map_with_path(line, weights, names, specs)))
+
+
+def _all_gather(w: jax.Array, spec: PartitionSpec, *, mesh: Mesh, axes: Sequence[str]) -> jax.Array:
+    whole = without_axes(spec, axes)
+
+    def gather(shard):
+        for dim, (now, then) in enumerate(zip(spec, whole, strict=True)):
+            if now != then:
+                names = now if isinstance(now, tuple) else (now,)
+                gone = tuple(name for name in names if name in axes)
+                shard = lax.all_gather(shard, gone, axis=dim, tiled=True)
+        return shard
+
+    # What is gathered is equal on all devices of `axes`, which `check_vma` cannot know.
+    return jax.shard_map(gather, mesh=mesh, in_specs=spec, out_specs=whole, check_vma=False)(w)
+
+
+def _typed(x: jax.Array, spec: PartitionSpec, mesh: AbstractMesh) -> jax.Array:
+    """`x`, split as `spec` says: its type says it of explicit axes, a constraint of others."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    automatic, explicit = (
+        without_axes(spec, [axis for axis, kind in types.items() if kind != wanted])
+        for wanted in (AxisType.Auto, AxisType.Explicit)
+    )
+    x = jax.sharding.reshard(x, sharding.padded_spec(x, explicit, mesh))
+    if AxisType.Auto not in types.values() or len(spec) < x.ndim:
+        return x
+    return lax.with_sharding_constraint(x, automatic)
+
+
+def _entry(axes: tuple[str, ...]) -> Any:
+    return None if not axes else axes[0] if len(axes) == 1 else axes

@@ -1,0 +1,1 @@
+"""What users call: meshes, arrays, and functions with pipelined loops."""

@@ -1,0 +1,225 @@
+"""Checks the arguments of a compiled function: static ones, trees, shapes and dtypes.
+
+Errors name paths such as `args[0]['w']` and shapes. They never show the contents of an array.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec, Sharding
+from jaxtyping import PyTree
+
+from ..._input import shortened
+from ._array import MpmdArray
+from ._mesh import MpmdSharding
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+
+
+@dataclass(frozen=True)
+class StaticArguments:
+    """Which arguments of a function are static.
+
+    Attributes:
+        argnums: The indices of the static ones among the positional arguments. Negative ones count
+            from the end of those of a call.
+        argnames: The names of the static ones.
+    """
+
+    argnums: frozenset[int]
+    argnames: frozenset[str]
+
+    def indices(self, num_args: int) -> frozenset[int]:
+        """Returns the indices of the static ones among `num_args` positional arguments."""
+        return frozenset(i + num_args if i < 0 else i for i in self.argnums)
+
+    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, "Static"]:
+        """Returns the arguments that are arrays, and those that are static."""
+        if not self.argnums and not self.argnames:
+            return (args, kwargs), Static()
+        indices = self.indices(len(args))
+        dynamic = tuple(x for i, x in enumerate(args) if i not in indices)
+        named = {name: x for name, x in kwargs.items() if name not in self.argnames}
+        given = dict(enumerate(args)) | dict(sorted(kwargs.items()))
+        static = {k: x for k, x in given.items() if k in indices or k in self.argnames}
+        return (dynamic, named), Static(tuple((k, type(x), x) for k, x in static.items()))
+
+
+@dataclass(frozen=True)
+class Static:
+    """The static arguments of a call.
+
+    Attributes:
+        items: Each by its index or name, with its type: 1, 1.0 and True are equal.
+    """
+
+    items: tuple[tuple[int | str, type, Any], ...] = ()
+
+    def values(self) -> tuple[Any, ...]:
+        """Returns their values."""
+        return tuple(value for _, _, value in self.items)
+
+
+def static_arguments(
+    fun: Callable[..., Any], argnums: Sequence[int], argnames: Sequence[str]
+) -> StaticArguments:
+    """Returns the static arguments by index and by name, where the caller gave either.
+
+    Args:
+        fun: The function.
+        argnums: Indices of positional arguments. Negative ones count from the end.
+        argnames: Names of arguments.
+
+    Returns:
+        The indices and names of all of them, as far as the signature of `fun` tells.
+    """
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except ValueError:
+        parameters = []
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = [p.name for p in parameters if p.kind in kinds]
+    any_number = not names or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
+    places = {i % len(names) if i < 0 and not any_number else i for i in argnums}
+    by_name = {i for i, name in enumerate(names) if name in argnames}
+    by_place = {name for i, name in enumerate(names) if i in places}
+    return StaticArguments(frozenset(places | by_name), frozenset({*argnames, *by_place}))
+
+
+def type_of(leaf: Any) -> Any:
+    """Returns the shape, the dtype and whether the dtype is weak, for an array or a scalar."""
+    if isinstance(leaf, jax.Array | MpmdArray | jax.ShapeDtypeStruct):
+        return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)  # keys have none
+    aval = jax.typeof(leaf)
+    return aval.shape, aval.dtype, aval.weak_type
+
+
+def leaves_like(tree: Any, arguments: Arguments) -> list[Any]:
+    """Returns the leaves of `arguments`, which must have the structure `tree`.
+
+    Args:
+        tree: The structure that the function was compiled for.
+        arguments: The arguments of the call.
+
+    Raises:
+        ValueError: If the structure differs. The error names missing and additional leaves, or the
+            containers if only these differ.
+    """
+    try:
+        return tree.flatten_up_to(arguments)
+    except ValueError:
+        pass
+    expected = _paths(tree.unflatten(range(tree.num_leaves)))
+    given = _paths(arguments)
+    missing = [path for path in expected if path not in given]
+    new = [path for path in given if path not in expected]
+    found = [
+        f"{what} {_some(paths)}"
+        for what, paths in (("they lack", missing), ("they have in addition", new))
+        if paths
+    ]
+    kinds = str(jax.tree.structure(arguments))
+    reason = " and ".join(found) or f"their containers differ: {shortened(kinds, 300)}"
+    raise ValueError(
+        f"The arguments are not like those that the function was compiled for: {reason}. Compile "
+        "it for these arguments, or call the uncompiled function, which compiles again if needed."
+    )
+
+
+def check_types(
+    arguments: Arguments, leaves: Sequence[Any], shapes: Sequence[Any], dtypes: Sequence[Any]
+) -> None:
+    """Checks that arguments have the shapes and dtypes that a function was compiled for.
+
+    Args:
+        arguments: The arguments.
+        leaves: Their leaves.
+        shapes: The shape of each leaf.
+        dtypes: The dtype of each leaf.
+
+    Raises:
+        ValueError: If an argument has another shape or dtype. The error names its path.
+    """
+    for i, (leaf, shape, dtype) in enumerate(zip(leaves, shapes, dtypes, strict=True)):
+        if isinstance(leaf, jax.Array | MpmdArray):
+            given = leaf.shape, leaf.dtype
+        else:
+            given = type_of(leaf)[:2]
+        if given[0] != shape or given[1] != dtype:
+            raise ValueError(
+                f"`{list(_paths(arguments))[i]}` is {given[1]}{list(given[0])}, and the function "
+                f"was compiled for {dtype}{list(shape)}. Compile it for this shape and dtype, or "
+                "call the uncompiled function, which compiles again if needed."
+            )
+
+
+def _paths(arguments: Arguments) -> dict[str, Any]:
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
+        which, *rest = path
+        if getattr(which, "idx", 0):
+            name, rest = getattr(rest[0], "key", ""), rest[1:]
+        else:
+            name = "args"
+        found[f"{name}{jax.tree_util.keystr(tuple(rest))}"] = leaf
+    return found
+
+
+def _some(paths: Sequence[str], most: int = 3) -> str:
+    more = f" and {len(paths) - most} more" if len(paths) > most else ""
+    return ", ".join(f"`{path}`" for path in paths[:most]) + more
+
+
+def is_place(x: Any) -> bool:
+    """Returns whether `x` is one spec or sharding, or None, and not a tree of these."""
+    return x is None or isinstance(x, PartitionSpec | Sharding | MpmdSharding)
+
+
+def spread(places: PyTree, tree: PyTree, name: str) -> list[tuple[str, Any]]:
+    """Returns for each leaf of `tree` the path of its spec or sharding in `places`, and that.
+
+    Args:
+        places: A tree of specs or shardings that is a prefix of `tree`.
+        tree: A tree of arrays, or of anything else.
+        name: The name of the argument that the caller gave as `places`.
+
+    Raises:
+        ValueError: If `places` is not a prefix of `tree`. The error names where they differ.
+    """
+    if is_place(places):
+        return [(name, places)] * len(jax.tree.leaves(tree))
+    of_places, kind = _children(places)
+    of_tree, expected = _children(tree)
+    is_leaf = kind.num_nodes == kind.num_leaves == 1
+    if kind != expected or is_leaf:
+        raise ValueError(
+            f"`{name}` is {_brief(places)}, and the value that it describes is {_brief(tree)}. "
+            "Give a tree of PartitionSpecs or shardings that is a prefix of that value."
+        )
+    return [
+        place
+        for (key, part), (_, of_part) in zip(of_places, of_tree, strict=True)
+        for place in spread(part, of_part, name + key)
+    ]
+
+
+def _children(x: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """Returns the children of a container, each with its key, and the container's structure."""
+    found, kind = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
+    return [(jax.tree_util.keystr(path), child) for path, child in found], kind
+
+
+def _brief(x: Any) -> str:
+    children, _ = _children(x)
+    if len(children) == 1 and not children[0][0]:
+        aval = getattr(x, "_aval", x)
+        if not hasattr(aval, "dtype"):
+            return f"a {type(x).__name__}, which is not a spec or sharding"
+        return f"one array, {aval.dtype}{list(aval.shape)}"
+    keys = [key for key, _ in children]
+    more = ", ..." if len(keys) > 8 else ""
+    return f"a {type(x).__name__} of {len(keys)} ({', '.join(keys[:8])}{more})"

@@ -1,0 +1,65 @@
+"""Deletes donated arguments after a call, as `jax.jit` does."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from ..ir._program import Code, Send
+from ._array import MpmdArray
+
+GivenAway = dict[int, tuple[int, ...]]
+"""The index of each deleted argument among all leaves, and the ranks that keep its array."""
+
+
+def given_away(code: Code, donated: frozenset[int], *, crosses: bool) -> GivenAway:
+    """Returns the arguments that a call deletes.
+
+    As with `jax.jit`, a donated argument is deleted if a result has its shape and dtype, and each
+    result accounts for one argument. An argument that is returned unchanged, or sent, shares its
+    memory with the result or the transfer, so that rank keeps its array.
+
+    Args:
+        code: The instructions of all ranks.
+        donated: The indices of donated arguments among all leaves.
+        crosses: Whether there are several processes.
+    """
+    results = Counter(_type(buffer.value.aval) for buffer, _ in code.outputs)
+    shared: dict[Any, set[int]] = {}
+    for buffer, ranks in code.outputs:
+        shared.setdefault(buffer, set()).update(ranks)
+    for instruction in code.instructions if crosses else ():
+        if isinstance(instruction, Send):
+            for buffer in instruction.buffers:
+                shared.setdefault(buffer, set()).add(instruction.rank)
+    found: GivenAway = {}
+    for i in sorted(donated):
+        buffer, _ = code.inputs[i]
+        kind = _type(buffer.value.aval)
+        if results[kind]:
+            results[kind] -= 1
+            found[i] = tuple(shared.get(buffer, ()))
+    return found
+
+
+def give_away(leaves: Sequence[Any], given: GivenAway) -> None:
+    """Deletes the donated arguments of a call, all programs of which have been started.
+
+    Args:
+        leaves: All arguments of the call.
+        given: The arguments to delete.
+    """
+    kept = {id(leaf) for i, leaf in enumerate(leaves) if i not in given}
+    for i, ranks in given.items():
+        leaf = leaves[i]
+        if id(leaf) in kept:
+            continue
+        if isinstance(leaf, MpmdArray):
+            leaf.give_away(ranks)
+        elif isinstance(leaf, jax.Array) and not ranks and not leaf.is_deleted():
+            leaf.delete()
+
+
+def _type(aval: Any) -> Any:
+    return aval.shape, aval.dtype

@@ -1,0 +1,343 @@
+"""A function with pipelined loops, as programs of its own for every group of a mesh."""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any
+
+import jax
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
+
+from ... import schedules
+from ..._input import shortened
+from ..._versions import trace_settings
+from ...ir import Program, effects_of, program
+from ..ir._reduce import Last, treduce_i
+from ._arguments import spread, static_arguments, type_of
+from ._array import MpmdArray
+from ._mesh import MpmdMesh, MpmdSharding, axes_of, check_memory_kind, no_ambient_mesh, without_axis
+from ._stages import Compiled, Lowered, Settings, Traced
+
+_LOG = logging.getLogger("jaxpipe.mpmd")
+
+
+class MpmdFunction:
+    """A function that compiles itself for the arguments it is called with."""
+
+    def __init__(self, jitted: Any, settings: Settings) -> None:
+        self._jitted = jitted
+        self._settings = settings
+        self._compiled: dict[Any, Compiled] = {}
+
+    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+        """Traces the function for arguments like these.
+
+        Args:
+            args: Positional arguments. Of arrays only shapes and dtypes are read.
+            kwargs: Keyword arguments, likewise.
+        """
+        settings = self._settings
+        static = settings.static
+        argnums = static.indices(len(args))
+        args = tuple(x if i in argnums else jax.tree.map(_shape_of, x) for i, x in enumerate(args))
+        kwargs = {
+            name: x if name in static.argnames else jax.tree.map(_shape_of, x)
+            for name, x in kwargs.items()
+        }
+        traced = _traced(self._jitted, settings.mesh, args, kwargs)
+        in_info, out_info = traced.args_info, traced.out_info
+        in_places = _places(settings.in_specs, in_info[0], settings.mesh, settings.names[0])
+        out_places = _places(settings.out_specs, out_info, settings.mesh, settings.names[1])
+        named = jax.tree.leaves(in_info[1])
+        donated = [i for i, x in enumerate(jax.tree.leaves(in_info)) if x.donated]
+        return Traced(
+            settings,
+            _pure(traced.jaxpr),
+            jax.tree.structure(in_info),
+            jax.tree.structure(out_info),
+            (*map(_spec_of, in_places), *(None for _ in named)),
+            tuple(map(_spec_of, out_places)),
+            tuple(_ranks_of(place) for place in out_places),
+            frozenset(donated),
+        )
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Traces the function for arguments like these, and cuts it into the tasks of each rank."""
+        return self.trace(*args, **kwargs).lower()
+
+    def compile(self, *args: Any, **kwargs: Any) -> Compiled:
+        """Compiles all programs for arguments like these."""
+        return self.lower(*args, **kwargs).compile()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> PyTree[MpmdArray]:
+        dynamic, static = self._settings.static.split(args, kwargs)
+        leaves, tree = jax.tree.flatten(dynamic)
+        key = tree, tuple(map(type_of, leaves)), static, trace_settings()
+        try:
+            known = key in self._compiled
+        except TypeError:
+            raise ValueError(
+                f"The static arguments {shortened(repr(static.values()), 300)} are not "
+                "hashable. Give hashable values, such as tuples in place of lists."
+            ) from None
+        if not known:
+            if self._compiled:
+                _LOG.warning(
+                    "%s is compiled once more: it is called with other shapes, dtypes or static "
+                    "arguments, or under other settings of JAX, than before.",
+                    getattr(self._jitted, "__name__", "A step"),
+                )
+            self._compiled[key] = self.compile(*args, **kwargs)
+        return self._compiled[key](*args, **kwargs)
+
+
+def _traced(jitted: Any, mesh: MpmdMesh, args: Any, kwargs: Any) -> Any:
+    """Traces a function with the mesh of one group, or of all groups if it names their mesh.
+
+    A constraint to a `NamedSharding` over all groups gives its result a type on that mesh, and JAX
+    refuses to combine it with a type on the mesh of one group.
+    """
+    with no_ambient_mesh():
+        try:
+            with jax.sharding.use_abstract_mesh(mesh.unstack[0].abstract_mesh):
+                traced = jitted.trace(*args, **kwargs)
+            if not _changes_mesh(traced.jaxpr.jaxpr, mesh.mpmd_axis_name):
+                return traced
+        except ValueError as error:
+            if "cannot change the size of the mesh" not in str(error):
+                raise
+        with jax.sharding.use_abstract_mesh(mesh.auto_mesh.abstract_mesh):
+            return jitted.trace(*args, **kwargs)
+
+
+def _changes_mesh(jaxpr: Any, axis: str) -> bool:
+    """Returns whether an equation of it reshards to a mesh of several groups."""
+    return any(
+        (e.primitive.name == "reshard" and e.params["dst_sharding"].mesh.shape.get(axis, 1) > 1)
+        or any(_changes_mesh(inner, axis) for inner in jaxprs_in_params(e.params))
+        for e in jaxpr.eqns
+    )
+
+
+def _shape_of(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array | MpmdArray | jax.ShapeDtypeStruct):
+        shape, dtype, weak_type = type_of(leaf)
+        return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
+    return leaf
+
+
+def _pure(closed: Any) -> Program:
+    if names := effects_of(closed, prints=True):
+        raise ValueError(
+            f"The function has the effects of {', '.join(names)}. Programs of several groups have "
+            "no common order: use `jax.debug.print` or `jax.debug.callback` without `ordered`, or "
+            "return what is to be shown."
+        )
+    return program(closed, prints=True)
+
+
+def _spec_of(place: Any) -> P | None:
+    return place if place is None or isinstance(place, P) else place.spec
+
+
+def _ranks_of(place: Any) -> tuple[int, ...] | None:
+    return place.mpmd_idxs or None if isinstance(place, MpmdSharding) else None
+
+
+def _places(places: PyTree, tree: PyTree, mesh: MpmdMesh, name: str) -> list[Any]:
+    """Returns one spec or sharding for each leaf of `tree`, of which `places` is a prefix tree.
+
+    Within a group the axis of the groups has size 1, so a spec that names it divides nothing by it.
+    """
+    places = tuple(places) if isinstance(places, list) and isinstance(tree, tuple) else places
+    axis, found = mesh.mpmd_axis_name, []
+    for path, place in spread(places, tree, name):
+        if isinstance(place, MpmdSharding):
+            if place.mesh_ids:
+                mesh.mpmd_submesh(place.mpmd_idxs)  # raises if there are no such groups
+        elif isinstance(place, Sharding):
+            check_memory_kind(place.memory_kind, mesh.jax_mesh, f"`{path}`")
+            if not isinstance(place, NamedSharding):
+                raise ValueError(
+                    f"`{path}` is a {type(place).__name__}, which has no spec. Give a "
+                    "`PartitionSpec`, a `NamedSharding` or an `MpmdSharding`."
+                )
+        spec = _spec_of(place)
+        if spec is not None and axis in axes_of(spec):
+            _LOG.warning(
+                "`%s` has the spec %s. Within a group %r has size 1 and divides nothing: the array "
+                "is whole on every group that needs it.",
+                *(path, spec, axis),
+            )
+            place = without_axis(spec, axis)
+        found.append(place)
+    return found
+
+
+def mpmd_jit_with_loop(
+    fun: Callable[..., PyTree],
+    mpmd_mesh: MpmdMesh,
+    *,
+    in_shardings: PyTree = None,
+    out_shardings: PyTree = None,
+    in_specs: PyTree = None,
+    out_specs: PyTree = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    compiler_options: dict[str, Any] | None = None,
+    timeout: float = 300.0,
+) -> MpmdFunction:
+    """Compiles a function with `treduce` loops into programs of its own for each group.
+
+    Args:
+        fun: A function of pytrees of arrays, such as a training step. It may have any number of
+            loops, or none. What comes before and after them runs on the groups that have what it
+            touches: an update of weights where these are.
+        mpmd_mesh: The groups.
+        in_shardings: How arguments are sharded within a group: a tree of `PartitionSpec`,
+            `NamedSharding` or `MpmdSharding`, a prefix of the positional arguments that are not
+            static. Of a sharding only the spec is read. None leaves the choice to the compiler,
+            which also chooses for keyword arguments.
+        out_shardings: The same for results. Of an `MpmdSharding` the groups are read too: the
+            result is put there. So a function that makes the first weights, given the
+            `in_shardings` of a compiled step, makes those of a stage on that stage's group alone.
+        in_specs: Another name of `in_shardings`.
+        out_specs: Another name of `out_shardings`.
+        static_argnums: Indices of hashable arguments that are not arrays. The function is compiled
+            again for other values.
+        static_argnames: Names of such arguments.
+        donate_argnums: Indices of arguments whose memory results may take. As with `jax.jit`, the
+            call deletes those that have the shape and dtype of a result.
+        donate_argnames: Names of such arguments.
+        compiler_options: Options of XLA for every program.
+        timeout: With several processes: how long no program and no transfer may finish, in seconds,
+            before every process ends with an error that names what it waits for.
+
+    Returns:
+        A function that is called like `fun`.
+
+    Raises:
+        ValueError: If an argument is both donated and static, or `fun` does not have it. When
+            compiling: if specs do not fit arguments and results, a sharding asks for other than the
+            default memory, or the schedule fits neither the marks nor the mesh.
+    """
+    jitted = jax.jit(  # it checks the names, and traces
+        fun,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
+    )
+    settings = Settings(
+        mpmd_mesh,
+        _either("in", in_specs, in_shardings),
+        _either("out", out_specs, out_shardings),
+        (
+            "in_specs" if in_shardings is None else "in_shardings",
+            "out_specs" if out_shardings is None else "out_shardings",
+        ),
+        static_arguments(fun, _listed(static_argnums), _listed(static_argnames)),
+        dict(compiler_options or {}),
+        timeout,
+    )
+    return MpmdFunction(jitted, settings)
+
+
+def mpmd_jit_by_yield(
+    fun: Callable[..., PyTree],
+    mpmd_mesh: MpmdMesh,
+    *,
+    target_num_stages: int | None = None,
+    in_shardings: PyTree = None,
+    out_shardings: PyTree = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    compiler_options: dict[str, Any] | None = None,
+    in_specs: PyTree = None,
+    out_specs: PyTree = None,
+    timeout: float = 300.0,
+) -> MpmdFunction:
+    """Compiles a function without a loop: each group runs what stands between two of its marks.
+
+    With `jax.value_and_grad` inside, groups run their backwards in turn as well.
+
+    Args:
+        fun: A function with a mark at the end of every stage.
+        mpmd_mesh: The groups. Stage i runs on group i modulo the number of groups.
+        target_num_stages: The number of stages, a multiple of the number of groups. None means one
+            stage for each group.
+        in_shardings: How arguments are sharded within a group: a tree of `PartitionSpec`,
+            `NamedSharding` or `MpmdSharding`, a prefix of the positional ones that are not static.
+        out_shardings: The same for results. An `MpmdSharding` also names the groups of a result.
+        static_argnums: Indices of hashable arguments that are not arrays.
+        static_argnames: Names of such arguments.
+        donate_argnums: Indices of arguments whose memory results may take.
+        donate_argnames: Names of such arguments.
+        compiler_options: Options of XLA for every program.
+        in_specs: Another name of `in_shardings`.
+        out_specs: Another name of `out_shardings`.
+        timeout: With several processes: seconds without a finished program or transfer until the
+            step fails.
+
+    Returns:
+        A function that is called like `fun`.
+
+    Raises:
+        ValueError: If `target_num_stages` is not a multiple of the number of groups, or an argument
+            is both donated and static. When compiling: if the number of marks is not the number of
+            stages or one less, or specs do not fit arguments and results.
+    """
+    ranks = mpmd_mesh.mpmd_dim
+    chunks, rest = divmod(ranks if target_num_stages is None else target_num_stages, ranks)
+    if rest or chunks < 1:
+        raise ValueError(
+            f"`target_num_stages` is {target_num_stages}, and the mesh has {ranks} groups. Give a "
+            f"multiple of {ranks}: every group runs the same number of stages."
+        )
+    schedule = (
+        schedules.gpipe(ranks, 1)
+        if chunks == 1
+        else schedules.interleaved_gpipe(ranks, 1, num_chunks=chunks, group_size=1)
+    )
+
+    @wraps(fun)
+    def once(*args: Any, **kwargs: Any) -> PyTree:
+        return treduce_i(lambda _: fun(*args, **kwargs), 1, schedule, Last)
+
+    return mpmd_jit_with_loop(
+        once,
+        mpmd_mesh,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
+        compiler_options=compiler_options,
+        timeout=timeout,
+    )
+
+
+def _either(side: str, specs: PyTree, shardings: PyTree) -> PyTree:
+    if shardings is not None and specs is not None:
+        raise ValueError(
+            f"Both `{side}_specs` and `{side}_shardings` are given. Give one of them: they are two "
+            "names of one argument."
+        )
+    return specs if shardings is None else shardings
+
+
+def _listed(names: Any) -> list[Any]:
+    """Returns one name or number, or several, as a list."""
+    if names is None:
+        return []
+    return [names] if isinstance(names, str | int) else list(names)

@@ -1,0 +1,283 @@
+"""From a function to a step that is ready: trace, lower, compile, call. Each stage prints.
+
+As with `jax.stages`.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
+
+from ...ir import Program, Value
+from ...schedules import Schedule
+from .._lowering import lower
+from ..ir._program import Buffer, Code, Instruction
+from ..jaxpp._eqns import ClosedJaxpr
+from ..jaxpp._schedules import as_schedule
+from ..passes._pipelined_loops import loop_of, loop_results
+from ..runtime._channels import layouts_of_routes
+from ..runtime._compile import check_threads, compile_code
+from ..runtime._execute import Act, Bound, Place, bind
+from ..runtime._propagate_shardings import constrained, spread
+from ..runtime._session import Agreement, Session, open_session
+from ..runtime._watchdog import give_up, wait
+from ._arguments import StaticArguments, check_types, leaves_like
+from ._array import MpmdArray
+from ._assign_arguments import placed
+from ._donate import give_away, given_away
+from ._mesh import MpmdMesh, MpmdSharding, no_ambient_mesh
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `mpmd_jit_with_loop` is given beside a function.
+
+    Attributes:
+        names: The names of the arguments by which the caller gave `in_specs` and `out_specs`.
+    """
+
+    mesh: MpmdMesh
+    in_specs: PyTree
+    out_specs: PyTree
+    names: tuple[str, str]
+    static: StaticArguments
+    compiler_options: Mapping[str, Any]
+    timeout: float
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A function of arrays.
+
+    Attributes:
+        in_specs: Of each argument, flat; None where the caller leaves it open.
+        out_specs: Of each result, flat, likewise.
+        out_ranks: The groups on which the caller wants each result, flat, likewise.
+    """
+
+    settings: Settings
+    program: Program
+    in_tree: Any
+    out_tree: Any
+    in_specs: tuple[P | None, ...]
+    out_specs: tuple[P | None, ...]
+    out_ranks: tuple[tuple[int, ...] | None, ...]
+    donated: frozenset[int]
+
+    def lower(
+        self, *, observe: Callable[[str, Any], None] = lambda name, result: None
+    ) -> "Lowered":
+        """Cuts, places and orders it."""
+        mesh = self.settings.mesh
+        outer, code = lower(
+            self.program,
+            mesh.mpmd_dim,
+            partial(_checked_schedule, mesh.mpmd_dim),
+            out_ranks=self.out_ranks,
+            donated_inputs=self.donated,
+            processes=[mesh.process_of(rank) for rank in range(mesh.mpmd_dim)],
+            observe=observe,
+        )
+        return Lowered(self, outer, code)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """What every rank does, which `str` shows."""
+
+    traced: Traced
+    outer: Program
+    code: Code
+
+    def __str__(self) -> str:
+        return str(self.code)
+
+    @property
+    def schedules(self) -> list[Schedule]:
+        """Of each loop, in order."""
+        return [loop.schedule for step in self.outer.steps if (loop := loop_of(step))]
+
+    def compile(self) -> "Compiled":
+        """Compiles every program of this process."""
+        traced, code, mesh = self.traced, self.code, self.traced.settings.mesh
+        check_threads(mesh)
+        known: dict[Value, P | None] = dict(zip(self.outer.inputs, traced.in_specs, strict=True))
+        for (buffer, _), spec in zip(code.outputs, traced.out_specs, strict=True):
+            if known.get(buffer.value) is None:
+                known[buffer.value] = spec
+        for value, spec in constrained(self.outer, mesh.mpmd_axis_name).items():
+            if known.get(value) is None:
+                known[value] = spec
+        specs = {value: P() for value in loop_results(self.outer)} | spread(self.outer, known)
+
+        def spec_of(buffer: Buffer) -> P | None:
+            return specs.get(buffer.value)
+
+        session = agreement = None
+        if jax.process_count() > 1:
+            session = open_session(traced.settings.timeout)
+            agreement = Agreement(f"program/{next(session.programs)}")
+            agreement.check_program(_digest(str(code)))
+        threads = os.cpu_count() or 1
+        executables = compile_code(
+            code,
+            mesh,
+            spec_of,
+            options=traced.settings.compiler_options,
+            num_threads=threads,
+            agreement=agreement,
+        )
+        bound = bind(code, mesh, executables, session)
+        if agreement is not None:
+            agreement.wait_for_all(*layouts_of_routes(code, mesh, executables.specs))
+        return Compiled(self, bound, executables.specs, session)
+
+
+Specs = Mapping[tuple[Buffer, int], P]
+
+
+OBSERVER: ContextVar[Callable[["Compiled"], Sequence[Act]] | None]
+OBSERVER = ContextVar("observer", default=None)
+"""A function that returns the acts which compiled steps run instead of their own, or None."""
+
+
+class Compiled:
+    """A step that is ready to run.
+
+    Call it with the arguments it was compiled for.
+    """
+
+    def __init__(
+        self, lowered: Lowered, bound: Bound, specs: Specs, session: Session | None
+    ) -> None:
+        self.lowered = lowered
+        self._bound = bound
+        self._specs = specs
+        self._session = session
+        self._acts = [act for _, act in bound.acts]
+        self._wait = jax.block_until_ready if session is None else partial(wait, session.dog)
+        mesh, code = lowered.traced.settings.mesh, lowered.code
+        local = set(mesh.local_ranks)
+        self._inputs = [
+            [
+                (rank, bound.places[buffer, rank], NamedSharding(mesh.unstack[rank], spec))
+                for rank in ranks
+                if rank in local
+                for spec in [specs[buffer, rank]]
+            ]
+            for buffer, ranks in code.inputs
+        ]
+        self._outputs = [
+            (
+                b.value.aval,
+                MpmdSharding(mesh, ranks, specs[b, ranks[0]]),
+                [(r, bound.places[b, r]) for r in ranks if r in local],
+            )
+            for b, ranks in code.outputs
+        ]
+
+        avals = [buffer.value.aval for buffer, _ in code.inputs]
+        self._shapes = [aval.shape for aval in avals]
+        self._dtypes = [aval.dtype for aval in avals]
+        self._given_away = given_away(code, lowered.traced.donated, crosses=session is not None)
+
+    @property
+    def acts(self) -> Sequence[tuple[Instruction, Act]]:
+        """Every instruction of this process, in order, and what carries it out."""
+        return self._bound.acts
+
+    @property
+    def places(self) -> Mapping[Place, int]:
+        """Where the array of each buffer on each local rank is in the list that acts are given."""
+        return self._bound.places
+
+    def with_acts(self, wrap: Callable[[Instruction, Act], Act]) -> "Compiled":
+        """The same step with other acts: to measure, to disturb, to watch.
+
+        Args:
+            wrap: Is given every instruction of this process and what carries it out.
+        """
+        acts = tuple((instruction, wrap(instruction, act)) for instruction, act in self._bound.acts)
+        bound = replace(self._bound, acts=acts)
+        return Compiled(self.lowered, bound, self._specs, self._session)
+
+    @property
+    def closed_jaxpr(self) -> ClosedJaxpr:
+        """What every rank does, to be printed or read as equations."""
+        return ClosedJaxpr(self.lowered.code)
+
+    @property
+    def programs(self) -> Mapping[str, jax.stages.Compiled]:
+        """The programs of this process as XLA compiled them, by `name@rank`: `fwd_0__1@0`.
+
+        Each has JAX's `as_text`, `cost_analysis` and `memory_analysis`. Equal tasks share one.
+        """
+        return self._bound.programs
+
+    @property
+    def in_shardings(self) -> PyTree[MpmdSharding]:
+        """The shardings of arguments with which a call moves none: (positional, by name).
+
+        An argument that no group reads has an `MpmdSharding` without groups.
+        """
+        traced, mesh = self.lowered.traced, self.lowered.traced.settings.mesh
+        inputs = zip(self.lowered.code.inputs, traced.in_specs, strict=True)
+        shardings = [
+            MpmdSharding(mesh, ranks, self._specs[b, ranks[0]] if ranks else spec or P())
+            for (b, ranks), spec in inputs
+        ]
+        return traced.in_tree.unflatten(shardings)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> PyTree[MpmdArray]:
+        traced = self.lowered.traced
+        arguments, _ = traced.settings.static.split(args, kwargs)
+        leaves = leaves_like(traced.in_tree, arguments)
+        check_types(arguments, leaves, self._shapes, self._dtypes)
+        slots = list(self._bound.start)
+        with no_ambient_mesh():
+            placed(leaves, self._inputs, slots)
+            observe = OBSERVER.get()
+            try:
+                for act in self._acts if observe is None else observe(self):
+                    act(slots)
+            except Exception as error:
+                if self._session is not None:
+                    give_up(self._session.dog, error)
+                raise
+        wait = self._wait
+        out = [
+            MpmdArray.of_ranks(
+                {r: slots[p] for r, p in places},
+                sharding,
+                aval.shape,
+                aval.dtype,
+                weak_type=aval.weak_type,
+                wait=wait,
+            )
+            for aval, sharding, places in self._outputs
+        ]
+        if self._given_away:
+            give_away(leaves, self._given_away)
+        return traced.out_tree.unflatten(out)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _checked_schedule(num_ranks: int, schedule: Any, num_microbatches: int) -> Schedule:
+    checked = as_schedule(schedule, num_microbatches, num_ranks)
+    if len(checked.programs) != num_ranks:
+        raise ValueError(
+            f"The schedule is for {len(checked.programs)} ranks, and the mesh has {num_ranks} "
+            "groups. Give as many of one as of the other."
+        )
+    return checked

@@ -1,0 +1,1 @@
+"""JaxPP's names for schedules and equations."""

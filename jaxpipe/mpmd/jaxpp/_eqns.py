@@ -1,0 +1,69 @@
+"""Shows code as JaxPP does: as a list of equations with primitives and parameters."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jax.extend.core import Primitive
+
+from ..ir._program import Buffer, Code, Free, Instruction, Receive, Run, Send
+
+TASK, SEND, RECEIVE, DELETE = map(Primitive, ("task", "send", "receive", "delete"))
+
+
+class Eqn(NamedTuple):
+    """An instruction of a rank.
+
+    Attributes:
+        primitive: `task`, `send`, `receive` or `delete`, by its `name`.
+        params: Parameters by name. Every instruction has `mpmd_idx`, the rank that runs it.
+        invars: The buffers that it reads.
+        outvars: The buffers that it writes.
+    """
+
+    primitive: Primitive
+    params: dict[str, Any]
+    invars: tuple[Buffer, ...]
+    outvars: tuple[Buffer, ...]
+
+
+@dataclass(frozen=True)
+class ClosedJaxpr:
+    """The instructions of all ranks, under the names that JaxPP has for them.
+
+    Attributes:
+        code: What every rank does.
+    """
+
+    code: Code
+
+    @property
+    def eqns(self) -> list[Eqn]:
+        """The instructions of all ranks, in an order in which they could run."""
+        return list(map(_eqn, self.code.instructions))
+
+    @property
+    def jaxpr(self) -> "ClosedJaxpr":
+        """The same object: JaxPP has a jaxpr inside of a closed jaxpr here."""
+        return self
+
+    def __str__(self) -> str:
+        return str(self.code)
+
+
+def _eqn(instruction: Instruction) -> Eqn:
+    match instruction:
+        case Run(rank, name, program, reads, writes, actions, donated):
+            params = {
+                "task_name": name,
+                "mpmd_idx": rank,
+                "task_info": tuple((a.stage, a.op, a.microbatch) for a in actions),
+                "call_jaxpr": program,
+                "donate_invars": tuple(i in donated for i in range(len(reads))),
+            }
+            return Eqn(TASK, params, reads, writes)
+        case Send(rank, to, buffers):
+            return Eqn(SEND, {"mpmd_idx": rank, "tgt_mpmd_idx": to}, buffers, ())
+        case Receive(rank, source, buffers):
+            return Eqn(RECEIVE, {"mpmd_idx": rank, "src_mpmd_idx": source}, (), buffers)
+        case Free(rank, buffers):
+            return Eqn(DELETE, {"mpmd_idx": rank}, buffers, ())

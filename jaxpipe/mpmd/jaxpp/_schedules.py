@@ -1,0 +1,390 @@
+"""jaxpipe's schedules under the names JaxPP gives them, printed as the tasks JaxPP prints.
+
+JaxPP counts ranks as `mpmd_dim`. p ranks, v stages on each, M microbatches.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ...schedules import (
+    FAMILIES,
+    Action,
+    Op,
+    Pair,
+    Schedule,
+    Step,
+    build,
+    check,
+    dualpipev,
+    eager_one_f_one_b,
+    gpipe,
+    interleaved_gpipe,
+    interleaved_one_f_one_b,
+    kimi_k2,
+    num_ranks,
+    one_f_one_b,
+    zero_bubble_h1,
+)
+
+_NAMES = {Op.F: "fwd", Op.B: "bwd", Op.I: "bwd_i", Op.W: "bwd_w"}
+
+
+@dataclass(frozen=True)
+class Task:
+    """An action by itself. `fwd_2__0` is the forward of stage 2 for microbatch 0.
+
+    `bwd_2__0` is its backward; `bwd_i_2__0` and `bwd_w_2__0` are the two halves of that.
+    """
+
+    action: Action
+
+    @property
+    def stage_id(self) -> int:
+        """The stage."""
+        return self.action.stage
+
+    @property
+    def mubatch_idx(self) -> int:
+        """The microbatch."""
+        return self.action.microbatch
+
+    def __str__(self) -> str:
+        stage, microbatch = self.action.stage, self.action.microbatch
+        piece = "" if self.action.slice is None else f"s{self.action.slice}"
+        return f"{_NAMES[self.action.op]}_{stage}__{microbatch}{piece}"
+
+
+class FusedTask(NamedTuple):
+    """A forward and a backward that run as one program, in this order where one needs the other."""
+
+    forward: Task
+    backward: Task
+
+    def __str__(self) -> str:
+        return f"FusedTask({self.forward}, {self.backward})"
+
+
+Tasks = list[list[Task | FusedTask]]
+
+
+def tasks_of(schedule: Schedule) -> Tasks:
+    """What each rank runs, in order.
+
+    A `Pair` is one task. So are a forward and the backward of the same microbatch where they stand
+    side by side on the last stage, for nothing is exchanged between them. These are no `Pair`: the
+    halves of a pair start together, but here the backward needs the forward.
+
+    Args:
+        schedule: A schedule that passes `check`.
+
+    Returns:
+        [num_ranks] programs, in rank order.
+    """
+    return [_tasks(program, schedule.num_stages - 1) for program in schedule.programs]
+
+
+def _tasks(program: Iterable[Step], last_stage: int) -> list[Task | FusedTask]:
+    tasks: list[Task | FusedTask] = []
+    for step in program:
+        if isinstance(step, Pair):
+            tasks.append(FusedTask(Task(step.forward), Task(step.backward)))
+            continue
+        forward = Task(replace(step, op=Op.F))
+        if step.op is Op.B and step.stage == last_stage and tasks[-1] == forward:
+            tasks[-1] = FusedTask(forward, Task(step))
+        else:
+            tasks.append(Task(step))
+    return tasks
+
+
+@dataclass(frozen=True)
+class BaseSchedule(ABC):
+    """A kind of schedule under JaxPP's name.
+
+    Args:
+        num_stages: The number of stages of the model.
+    """
+
+    num_stages: int
+
+    @property
+    def is_partial_bwd(self) -> bool:
+        """Whether a backward is split into two tasks."""
+        return False
+
+    @abstractmethod
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """Returns the order of every rank's actions, checked.
+
+        Args:
+            num_microbatches: M.
+
+        Raises:
+            ValueError: If this kind of schedule cannot take so many or so few microbatches.
+        """
+
+    @abstractmethod
+    def get_mpmd_idx(self, stage_id: int) -> int:
+        """Returns the rank of a stage."""
+
+    def tasks(self, n_mubatches: int) -> Tasks:
+        """Returns the same order as tasks, whose `str` JaxPP users know: `tasks(M)[rank]`."""
+        return tasks_of(self.schedule(n_mubatches))
+
+
+@dataclass(frozen=True)
+class NamedSchedule(BaseSchedule):
+    """A kind of schedule and how many stages it is for; how many microbatches is said later.
+
+    Args:
+        num_stages: Stages of the model.
+        mpmd_dim: Ranks the stages are spread over, the same number on each.
+
+    Raises:
+        ValueError: If a count is below 1 or the ranks do not divide the stages.
+    """
+
+    mpmd_dim: int
+
+    def __post_init__(self) -> None:
+        _require_positive(num_stages=self.num_stages, mpmd_dim=self.mpmd_dim)
+        if self.num_stages % self.mpmd_dim:
+            raise ValueError(
+                f"`num_stages` is {self.num_stages}, no multiple of `mpmd_dim`, which is "
+                f"{self.mpmd_dim}. Give every rank the same number of stages."
+            )
+
+    def get_mpmd_idx(self, stage_id: int) -> int:
+        """Returns the rank of a stage: `stage_id` modulo the number of ranks."""
+        return stage_id % self.mpmd_dim
+
+
+def as_schedule(schedule: Any, num_microbatches: int, ranks: int = 1) -> Schedule:
+    """Returns the schedule for a number of microbatches, checked.
+
+    Args:
+        schedule: A schedule, a kind of schedule, or the name of a family such as "1f1b".
+        num_microbatches: M.
+        ranks: The number of ranks, for a name.
+
+    Raises:
+        ValueError: If `schedule` is a `Schedule` for another number of microbatches or fails
+            `check`, is a name that no family has, or is something else.
+    """
+    if isinstance(schedule, str):
+        return check(build(schedule, ranks=ranks, microbatches=num_microbatches))
+    if isinstance(schedule, BaseSchedule):
+        return schedule.schedule(num_microbatches)
+    if not isinstance(schedule, Schedule):
+        said = f"the class {schedule.__name__}" if isinstance(schedule, type) else repr(schedule)
+        raise ValueError(
+            f"`schedule` is {said}. Give a schedule with its number of stages, such as "
+            f"`Std1F1B({ranks})`, a `jaxpipe.schedules.Schedule`, or a name: "
+            f"{', '.join(FAMILIES)}."
+        )
+    if schedule.num_microbatches != num_microbatches:
+        raise ValueError(
+            f"`schedule` is for {schedule.num_microbatches} microbatches, but `num_microbatches` "
+            f"is {num_microbatches}. Build it for {num_microbatches}, or pass a schedule that fits "
+            "any number, such as Std1F1B(num_stages)."
+        )
+    return check(schedule)
+
+
+@dataclass(frozen=True, init=False)
+class _OneStagePerRank(NamedSchedule):
+    """`mpmd_dim` is there to be read. JaxPP lets it be given too, if it says the same."""
+
+    def __init__(self, num_stages: int, mpmd_dim: int | None = None) -> None:
+        if mpmd_dim is not None and mpmd_dim != num_stages:
+            raise ValueError(
+                f"`mpmd_dim` is {mpmd_dim} for {num_stages} stages, but {type(self).__name__} has "
+                "one stage on each rank. Leave it out, or choose InterleavedGPipe or "
+                "Interleaved1F1B."
+            )
+        super().__init__(num_stages, num_stages)
+
+
+@dataclass(frozen=True, init=False)
+class GPipe(_OneStagePerRank):
+    """Every forward, then every backward: `schedules.gpipe`."""
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        return check(gpipe(self.num_stages, num_microbatches))
+
+
+@dataclass(frozen=True, init=False)
+class Std1F1B(_OneStagePerRank):
+    """1F1B, a backward as soon as one is ready: `schedules.one_f_one_b`."""
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        return check(one_f_one_b(self.num_stages, num_microbatches))
+
+
+@dataclass(frozen=True, init=False)
+class Eager1F1B(_OneStagePerRank):
+    """1F1B with twice the warmup, which hides transfers: `schedules.eager_one_f_one_b`."""
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        return check(eager_one_f_one_b(self.num_stages, num_microbatches))
+
+
+@dataclass(frozen=True, init=False)
+class ZeroBubble(_OneStagePerRank):
+    """1F1B with split backwards that fill the bubble: `schedules.zero_bubble_h1`.
+
+    Takes at least as many microbatches as stages.
+    """
+
+    @property
+    def is_partial_bwd(self) -> bool:
+        return True
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        return check(zero_bubble_h1(self.num_stages, num_microbatches))
+
+
+@dataclass(frozen=True)
+class InterleavedGPipe(NamedSchedule):
+    """GPipe with several stages on each rank: `schedules.interleaved_gpipe`."""
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        return check(
+            _interleaved(interleaved_gpipe, self.num_stages, self.mpmd_dim, num_microbatches)
+        )
+
+
+@dataclass(frozen=True)
+class Interleaved1F1B(NamedSchedule):
+    """1F1B with several stages on each rank: `schedules.interleaved_one_f_one_b`.
+
+    With one stage on each rank it is `Eager1F1B`.
+
+    Args:
+        num_stages: Stages of the model.
+        mpmd_dim: Ranks, over which the stages go round and round.
+        fuse_steady_state: Between warmup and cooldown, start every forward together with the
+            backward after it: the schedule then has `Pair`s. Where both are of one microbatch they
+            are one program, else two in a row, so that what the forward hands on leaves at once.
+    """
+
+    fuse_steady_state: bool = False
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        builder = interleaved_one_f_one_b
+        plain = _interleaved(builder, self.num_stages, self.mpmd_dim, num_microbatches)
+        return check(_pair_steady_state(plain, more_warmup=0) if self.fuse_steady_state else plain)
+
+
+@dataclass(frozen=True)
+class KimiK2(NamedSchedule):
+    """Interleaved 1F1B with one more warmup forward: `schedules.kimi_k2`.
+
+    The neighbours that `fuse_steady_state` pairs are then of different microbatches on the last
+    rank too, so that on every rank one's communication can hide behind the other.
+
+    Args:
+        num_stages: Stages of the model.
+        mpmd_dim: Ranks, over which the stages go round and round.
+        fuse_steady_state: As in `Interleaved1F1B`.
+    """
+
+    fuse_steady_state: bool = False
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        plain = _interleaved(kimi_k2, self.num_stages, self.mpmd_dim, num_microbatches)
+        return check(_pair_steady_state(plain, more_warmup=1) if self.fuse_steady_state else plain)
+
+
+@dataclass(frozen=True, init=False)
+class DualPipeV(NamedSchedule):
+    """Two stages on each rank, in a V, one's forward beside the other's backward.
+
+    `schedules.dualpipev`. Takes at least as many microbatches as stages.
+
+    Args:
+        num_stages: Stages of the model, an even number.
+        mpmd_dim: Ranks: half of the stages, given or not.
+    """
+
+    def __init__(self, num_stages: int, mpmd_dim: int | None = None) -> None:
+        ranks = num_stages // 2 if mpmd_dim is None else mpmd_dim
+        if num_stages != 2 * ranks:
+            raise ValueError(
+                f"`num_stages` is {num_stages} and `mpmd_dim` {ranks}, but DualPipeV has two "
+                "stages on each rank. Give an even `num_stages`, and half of it or no `mpmd_dim`."
+            )
+        super().__init__(num_stages, ranks)
+
+    @property
+    def is_partial_bwd(self) -> bool:
+        return True
+
+    def get_mpmd_idx(self, stage_id: int) -> int:
+        """Returns the rank of a stage. The second half of the stages visits ranks in reverse."""
+        return min(stage_id, self.num_stages - 1 - stage_id)
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        return check(dualpipev(self.mpmd_dim, num_microbatches))
+
+
+def _interleaved(
+    builder: Callable[..., Schedule], num_stages: int, num_ranks: int, num_microbatches: int
+) -> Schedule:
+    _require_positive(num_microbatches=num_microbatches)
+    group_size = _group_size(num_ranks, num_microbatches)
+    num_chunks = num_stages // num_ranks
+    return builder(num_ranks, num_microbatches, num_chunks=num_chunks, group_size=group_size)
+
+
+def _group_size(num_ranks: int, num_microbatches: int) -> int:
+    """About p microbatches in a group, as in JaxPP, for any M.
+
+    The last group takes the rest. Where that is shorter than the pipeline, there are fewer groups,
+    down to a single one. JaxPP keeps M // p groups then and spreads the rest over the first.
+    """
+    for num_groups in range(max(1, num_microbatches // num_ranks), 1, -1):
+        group_size = -(-num_microbatches // num_groups)
+        rest = num_microbatches % group_size
+        if rest == 0 or rest >= num_ranks:
+            return group_size
+    return num_microbatches
+
+
+def _pair_steady_state(schedule: Schedule, *, more_warmup: int) -> Schedule:
+    """Pairs the neighbours between a rank's warmup and its cooldown.
+
+    Only the warmup's length tells them: where it takes every forward, the last one too stands
+    before a backward, but one that waits for it, by way of the other ranks.
+    """
+    p = num_ranks(schedule)
+    v = schedule.num_stages // p
+    group_size = _group_size(p, schedule.num_microbatches)
+
+    def program(rank: int) -> tuple[Step, ...]:
+        steps = schedule.programs[rank]
+        warmup = (v - 1) * group_size + 2 * (p - 1 - rank) + more_warmup
+        warmup = min(warmup, len(steps) // 2)
+        cooldown = len(steps) - warmup
+        steady = steps[warmup:cooldown]
+        pairs = (_paired(*neighbours) for neighbours in zip(steady[::2], steady[1::2], strict=True))
+        return (*steps[:warmup], *(step for pair in pairs for step in pair), *steps[cooldown:])
+
+    programs = tuple(map(program, range(p)))
+    return Schedule(schedule.num_stages, schedule.num_microbatches, programs)
+
+
+def _paired(forward: Step, backward: Step) -> tuple[Step, ...]:
+    """One step of two. Of one microbatch they stay two: the backward needs the forward."""
+    assert isinstance(forward, Action) and isinstance(backward, Action)
+    if forward.microbatch == backward.microbatch:
+        return forward, backward
+    return (Pair(forward, backward),)
+
+
+def _require_positive(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"`{name}` is {count}. Give at least 1.")

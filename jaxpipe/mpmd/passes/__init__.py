@@ -1,0 +1,1 @@
+"""The passes that lower a traced function to the instructions of every rank, one a file."""

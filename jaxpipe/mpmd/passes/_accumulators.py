@@ -1,0 +1,77 @@
+"""Finds how users constrain the sharding of the results that a loop accumulates.
+
+Users apply `lax.with_sharding_constraint` to the results of a microbatch. The constraint matters if
+every device of a group keeps its own part of a sum, and the parts are added once after the loop:
+with another sharding the parts would be gathered for every microbatch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jax.sharding import PartitionSpec as P
+
+from ...ir import Atom, Plain, Program, Step, Value
+from ..ir._reduce import Concat, Total
+
+
+def constrained_results(body: Program, adds: Sequence[bool]) -> tuple[Program, list[P | None]]:
+    """Finds the constraints on the results of a microbatch.
+
+    The constraint of a sum is taken out of the body, and its spec becomes that of the accumulator.
+    So the gradient of a weight that several stages use is still a sum of their shares.
+
+    Args:
+        body: `(loop invariants, index of the microbatch) -> results`.
+        adds: For each result, whether it is summed over microbatches.
+
+    Returns:
+        The body without these constraints, and the spec of each result, None if it has none.
+    """
+    makers = {value: step for step in body.steps for value in step.outputs}
+    outputs: list[Atom] = []
+    specs: list[P | None] = []
+    for output, is_added in zip(body.outputs, adds, strict=True):
+        atom, spec = output, None
+        while (step := makers.get(atom) if isinstance(atom, Value) else None) is not None:
+            spec = constraint_of(step)
+            if spec is not None or not _keeps_place(step):
+                break
+            (atom,) = step.inputs
+        own = makers.get(output) if isinstance(output, Value) else None
+        is_constraint = own is not None and constraint_of(own) is not None
+        outputs.append(own.inputs[0] if own and is_added and is_constraint else output)
+        specs.append(spec)
+    return replace(body, outputs=tuple(outputs)), specs
+
+
+def constraint_of(step: Step) -> P | None:
+    """Returns the spec of a constraint on all dims, None if `step` is not such a constraint."""
+    operation = step.operation
+    if not isinstance(operation, Plain) or operation.name != "sharding_constraint":
+        return None
+    spec = operation.params["sharding"].spec
+    return None if P.UNCONSTRAINED in tuple(spec) else spec
+
+
+def _keeps_place(step: Step) -> bool:
+    names = ("convert_element_type", "copy", "optimization_barrier")
+    return isinstance(step.operation, Plain) and step.operation.name in names
+
+
+def spec_of_total(spec: P | None, total: Total) -> P | None:
+    """Returns the spec of an accumulator.
+
+    Args:
+        spec: The spec of a microbatch's result, None if it has none.
+        total: How the results of all microbatches become one array.
+
+    Returns:
+        The spec; None if there is none, or the accumulator has another shape than a result.
+    """
+    if spec is None:
+        return None
+    if isinstance(total.operation, Concat):
+        parts = [*spec, *[None] * (len(total.shape) - len(spec))]
+        parts.insert(total.operation.axis % (len(total.shape) + 1), None)
+        return P(*parts)
+    return spec if total.aval.shape == total.shape else None

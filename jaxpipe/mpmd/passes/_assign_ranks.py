@@ -1,0 +1,294 @@
+"""Where everything outside of loops is computed: on the ranks that have what it touches.
+
+A loop says which ranks need its inputs and which one has each output. From there on a step goes
+where the largest of its inputs is, so an update runs where its gradient is. What depends on no
+placed value, such as a count of steps or a cast of weights, is light to repeat: every rank that
+needs it computes it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ... import schedules
+from ...ir import Plain, Program, Step, Value, prints, values
+from ..api._across import STACK, SUM, WITH
+from ..ir._steps import ADD, is_sum, live
+from ._pipelined_loops import PipelinedLoop, loop_of
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Who computes and who needs what.
+
+    Attributes:
+        runs_on: The ranks that run each step outside of loops; none where nobody needs it.
+        needed_on: The ranks that need each value, computed there or sent there.
+        made_on: The ranks where each value comes to be: those of its step, for inputs of the
+            function those that need it.
+    """
+
+    runs_on: Mapping[Step, Ranks]
+    needed_on: Mapping[Value, Ranks]
+    made_on: Mapping[Value, Ranks]
+
+
+def rank_of_stage(loop: PipelinedLoop, stage: int) -> int:
+    (rank,) = schedules.ranks_of_stage(loop.schedule, stage)
+    return rank
+
+
+def place(
+    outer: Program, num_ranks: int, out_ranks: Sequence[Ranks | None]
+) -> tuple[Program, Placement]:
+    """Places every step. Sums over values of several ranks become sums of each rank first.
+
+    Args:
+        outer: A function whose loops are in tasks.
+        num_ranks: How many there are.
+        out_ranks: Where the caller wants each result; None leaves it open.
+
+    Returns:
+        The program with these sums, and where its steps run.
+    """
+    wanted = _wanted_by_loops(outer)
+    homes = _homes(outer, wanted)
+    outer = _with_partial_sums(outer, homes)
+    homes = _homes(outer, wanted)
+    asked = _asked(outer, homes, out_ranks)
+    homes |= _homes_of_prints(outer, homes, _needed(outer, homes, asked))
+    asked = _asked(outer, homes, out_ranks)
+    needed = _needed(outer, homes, asked)
+    asked |= _of_outputs(outer, asked, needed, num_ranks)
+    needed = _needed(outer, homes, asked)
+    runs_on = {
+        step: _sorted(homes.get(step.outputs[0]) or set().union(*(needed[v] for v in step.outputs)))
+        for step in outer.steps
+        if step.outputs and loop_of(step) is None
+    }
+    made_on = {value: _sorted(needed[value]) for value in outer.inputs}
+    for step in outer.steps:
+        loop = loop_of(step)
+        for i, value in enumerate(step.outputs):
+            made_on[value] = runs_on[step] if loop is None else (_rank_of_output(loop, i),)
+    return outer, Placement(runs_on, {v: _sorted(r) for v, r in needed.items()}, made_on)
+
+
+def _sorted(ranks: set[int]) -> Ranks:
+    return tuple(sorted(ranks))
+
+
+def _rank_of_output(loop: PipelinedLoop, i: int) -> int:
+    share = list(loop.totals)[i]
+    for stage, tasks in enumerate(loop.tasks):
+        if any(share in task.sums for task in tasks.values()):
+            return rank_of_stage(loop, stage)
+    raise AssertionError("every share is made by a stage")
+
+
+def invariants_by_rank(loop: PipelinedLoop) -> dict[int, set[Value]]:
+    """Which invariants of a loop each rank needs."""
+    found: dict[int, set[Value]] = {}
+    for stage, tasks in enumerate(loop.tasks):
+        reads = {value for task in tasks.values() for value in task.reads}
+        rank = rank_of_stage(loop, stage)
+        found.setdefault(rank, set()).update(reads.intersection(loop.invariants))
+    return found
+
+
+def _wanted_by_loops(outer: Program) -> dict[Value, set[int]]:
+    """The ranks whose loops need a value, or something made of it alone and of its like."""
+    wanted: dict[Value, set[int]] = {}
+    for step in reversed(outer.steps):
+        loop = loop_of(step)
+        if loop is not None:
+            by_rank = invariants_by_rank(loop)
+            for atom, invariant in zip(step.inputs, loop.invariants, strict=True):
+                ranks = {rank for rank, needs in by_rank.items() if invariant in needs}
+                for value in values([atom]):
+                    wanted.setdefault(value, set()).update(ranks)
+        else:
+            ranks = set().union(*(wanted.get(value, set()) for value in step.outputs))
+            for value in values(step.inputs) if ranks else ():
+                wanted.setdefault(value, set()).update(ranks)
+    return wanted
+
+
+def _homes(outer: Program, wanted: Mapping[Value, set[int]]) -> dict[Value, set[int]]:
+    """The ranks of values that have a place of their own.
+
+    An input of the function that loops need is where they need it; what depends on loops is where
+    the largest of what it is made of is, on all ranks that have that.
+    """
+    homes: dict[Value, set[int]] = {}
+    behind: set[Value] = set()  # what depends on a loop
+    for step in outer.steps:
+        loop = loop_of(step)
+        if loop is not None:
+            homes |= {value: {_rank_of_output(loop, i)} for i, value in enumerate(step.outputs)}
+            behind.update(step.outputs)
+            continue
+        given = values(step.inputs)
+        if behind.isdisjoint(given):
+            continue
+        behind.update(step.outputs)
+        placed = [(v, homes.get(v) or wanted.get(v, set())) for v in given]
+        home = _home(step, [(v, r) for v, r in placed if r])
+        homes |= dict.fromkeys(step.outputs, {min(home)} if prints(step) else home)
+    return homes
+
+
+def _homes_of_prints(
+    outer: Program, homes: Mapping[Value, set[int]], needed: Mapping[Value, set[int]]
+) -> dict[Value, set[int]]:
+    """Returns the one rank of each step that prints and depends on no loop: it has what the step
+    shows, or what that is made of."""
+    found: dict[Value, set[int]] = {}
+    made_of = _made_of(outer)
+    for step in outer.steps:
+        if prints(step) and step.outputs[-1] not in homes:
+            sources = set().union(*(made_of[value] for value in values(step.inputs)))
+            places = [needed[source] for source in sources if needed[source]]
+            ranks = _common(places) if places else {0}
+            found |= {value: {min(ranks)} for value in step.outputs}
+    return found
+
+
+def _made_of(outer: Program) -> dict[Value, set[Value]]:
+    """Returns the inputs of the function that each value depends on."""
+    made_of: dict[Value, set[Value]] = {value: {value} for value in outer.inputs}
+    for step in outer.steps:
+        sources = set().union(*(made_of[value] for value in values(step.inputs)))
+        made_of |= dict.fromkeys(step.outputs, sources)
+    return made_of
+
+
+def _common(places: Sequence[set[int]]) -> set[int]:
+    return set.intersection(*places) or min(places, key=sorted)
+
+
+def _home(step: Step, placed: Sequence[tuple[Value, set[int]]]) -> set[int]:
+    """Where a step runs, given where those of its inputs are that have a place."""
+    name = step.operation.name if isinstance(step.operation, Plain) else ""
+    if name in (SUM, STACK):
+        return set().union(*(ranks for _, ranks in placed))
+    if name == WITH:
+        found = [ranks for value, ranks in placed if value is step.inputs[-1]]
+        if found:
+            return found[0]
+    return max(placed, key=lambda pair: (pair[0].num_bytes, len(pair[1])))[1]
+
+
+def _asked(
+    outer: Program, homes: Mapping[Value, set[int]], out_ranks: Sequence[Ranks | None]
+) -> dict[Value, set[int]]:
+    """Where outputs go: where the caller wants them, else where they are at home, if anywhere."""
+    found: dict[Value, set[int]] = {}
+    for atom, ranks in zip(outer.outputs, out_ranks, strict=True):
+        if ranks is not None:
+            for value in values([atom]):
+                found.setdefault(value, set()).update(ranks)
+    at_home = {value: homes[value] for value in values(outer.outputs) if value in homes}
+    return at_home | found
+
+
+def _needed(
+    outer: Program, homes: Mapping[Value, set[int]], asked: Mapping[Value, set[int]]
+) -> dict[Value, set[int]]:
+    """Who needs each value, from the end to the beginning."""
+    needed: dict[Value, set[int]] = {value: set() for value in outer.inputs}
+    needed |= {value: set() for step in outer.steps for value in step.outputs}
+    for value in values(outer.outputs):
+        needed[value] |= asked.get(value, set())
+    for step in reversed(outer.steps):
+        loop = loop_of(step)
+        if loop is not None:
+            by_rank = invariants_by_rank(loop)
+            for atom, invariant in zip(step.inputs, loop.invariants, strict=True):
+                for value in values([atom]):
+                    needed[value] |= {r for r, needs in by_rank.items() if invariant in needs}
+            continue
+        if prints(step):
+            needed[step.outputs[-1]] |= homes.get(step.outputs[-1], set())
+        ranks = set().union(*(needed[value] for value in step.outputs))
+        if ranks:
+            ranks = homes.get(step.outputs[0]) or ranks
+            for value in values(step.inputs):
+                needed[value] |= ranks
+    return needed
+
+
+def _of_outputs(
+    outer: Program,
+    asked: Mapping[Value, set[int]],
+    needed: Mapping[Value, set[int]],
+    num_ranks: int,
+) -> dict[Value, set[int]]:
+    """Where other outputs go, which depend on no loop: where the inputs are that they are made of.
+    Those that nobody else needs are on all ranks if they are scalars, and else on the first."""
+    made_of = _made_of(outer)
+    found: dict[Value, set[int]] = {}
+    for value in values(outer.outputs):
+        if value in asked:
+            continue
+        places = [needed[source] for source in made_of[value] if needed[source]]
+        everywhere = set(range(num_ranks)) if value.aval.shape == () else {0}
+        found[value] = _common(places) if places else everywhere
+    return found
+
+
+def _with_partial_sums(outer: Program, homes: Mapping[Value, set[int]]) -> Program:
+    """Sums of many numbers, such as the norm of all gradients, over each rank and then over ranks:
+    one number leaves each rank."""
+    makers = {value: step for step in outer.steps for value in step.outputs}
+    uses: dict[Value, int] = {}
+    for value in values([*(a for step in outer.steps for a in step.inputs), *outer.outputs]):
+        uses[value] = uses.get(value, 0) + 1
+
+    def terms(value: Value, *, is_root: bool = False) -> list[Value]:
+        step = makers.get(value)
+        if step is None or (uses.get(value) != 1 and not is_root) or not is_sum(step):
+            return [value]
+        return [term for part in values(step.inputs) for term in terms(part)]
+
+    replaced: dict[Step, list[Step]] = {}
+    inner: set[Step] = set()
+    for step in reversed(outer.steps):
+        if step in inner or not is_sum(step) or step.outputs[0].aval.shape != ():
+            continue
+        parts = terms(step.outputs[0], is_root=True)
+        by_home: dict[Ranks, list[Value]] = {}
+        for part in parts:
+            by_home.setdefault(_sorted(homes.get(part, set())), []).append(part)
+        _inner_sums(step, makers, uses, inner)
+        if 1 < len(by_home) < len(parts):
+            replaced[step] = _sums_by_home(step, by_home)
+    steps = [new for step in outer.steps for new in replaced.get(step, [step])]
+    return live(replace(outer, steps=tuple(steps)))
+
+
+def _inner_sums(
+    step: Step, makers: Mapping[Value, Step], uses: Mapping[Value, int], inner: set[Step]
+) -> None:
+    for value in values(step.inputs):
+        maker = makers.get(value)
+        if maker is not None and uses.get(value) == 1 and is_sum(maker):
+            inner.add(maker)
+            _inner_sums(maker, makers, uses, inner)
+
+
+def _sums_by_home(step: Step, by_home: Mapping[Ranks, list[Value]]) -> list[Step]:
+    steps: list[Step] = []
+
+    def add(parts: list[Value], last: Value | None) -> Value:
+        total = parts[0]
+        for i, part in enumerate(parts[1:], 1):
+            new = last if last is not None and i == len(parts) - 1 else Value(part.aval)
+            steps.append(Step(ADD, (total, part), (new,)))
+            total = new
+        return total
+
+    partial = [add(parts, None) for parts in by_home.values()]
+    add(partial, step.outputs[0])
+    return steps

@@ -1,0 +1,224 @@
+"""The loops of a traced function: invariants come out of them, the rest becomes tasks."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from ... import schedules
+from ...ir import Atom, Plain, Program, Step, Value, is_move, prints, program, read, values
+from ...schedules import Op, Schedule
+from ..ir._reduce import Last, Total, is_add, totals
+from ..ir._reduce import Op as Operation
+from ..ir._steps import ADD, aval_of, substituted, with_outputs
+from ._accumulators import constrained_results, spec_of_total
+from ._fingerprint import Numbers, is_barrier
+from ._split_stages import cut_into_stages, is_mark
+from ._tasks import Task, tasks_of
+from ._unroll_scans import check_reachable, is_loop, unrolled
+
+LOOP = "pipelined_loop"
+
+
+@dataclass(frozen=True, eq=False)
+class PipelinedLoop:
+    """A loop in tasks.
+
+    Attributes:
+        schedule: Who runs which task, in which order.
+        invariants: The values of its body that every microbatch is given.
+        index: The value of its body that is the number of the microbatch.
+        tasks: Of every stage.
+        totals: How each share of a result is put together, in the order of its outputs.
+        specs: The spec of each share that the user constrains, within a group.
+    """
+
+    schedule: Schedule
+    invariants: tuple[Value, ...]
+    index: Value
+    tasks: tuple[Mapping[Op, Task], ...]
+    totals: Mapping[Value, Total]
+    specs: Mapping[Value, PartitionSpec]
+
+
+def loop_of(step: Step) -> PipelinedLoop | None:
+    operation = step.operation
+    if isinstance(operation, Plain) and operation.name == LOOP:
+        return operation.params["loop"]
+    return None
+
+
+def loop_results(outer: Program) -> list[Value]:
+    """What loops return: sums, whose first and last version lie alike."""
+    return [value for step in outer.steps if loop_of(step) is not None for value in step.outputs]
+
+
+def pipeline_loops(outer: Program, schedule_of: Callable[[Any, int], Schedule]) -> Program:
+    """Replaces every loop over microbatches by one in tasks, and the sums of its shares.
+
+    Args:
+        outer: A traced function.
+        schedule_of: A checked schedule from what the user gave, and a number of microbatches.
+    """
+    outer = unrolled(outer)
+    check_reachable(outer, "the function")
+    steps: list[Step] = []
+    known: dict[Value, Atom] = {}
+    for step in outer.steps:
+        (step,) = substituted([step], known)
+        if is_loop(step):
+            steps += _pipelined(step, schedule_of, known)
+        else:
+            if is_mark(step):
+                raise ValueError(
+                    "A stage is marked outside of a loop over microbatches. Call `treduce` around "
+                    "it, or use `mpmd_jit_by_yield` for a function that has no loop."
+                )
+            steps.append(step)
+    return with_outputs(outer, steps, known)
+
+
+def _pipelined(
+    step: Step, schedule_of: Callable[[Any, int], Schedule], known: dict[Value, Atom]
+) -> list[Step]:
+    """Returns the steps that replace a loop, and maps results that need none of them in `known`."""
+    assert isinstance(step.operation, Plain)
+    params = step.operation.params
+    count = params["num_microbatches"]
+    schedule = schedule_of(params["schedule"], count)
+    whole = program(params["jaxpr"], prints=True)
+    check_reachable(whole, "a stage")
+    before, body, inputs = _hoisted(whole, step.inputs)
+    step, body, operations = _without_invariants(step, body, inputs, known)
+    adds = list(map(is_add, operations))
+    body, constraints = constrained_results(body, adds)
+    written = partial(program, params["jaxpr"], keep_dead=True, prints=True)
+    staged = cut_into_stages(body, schedule.num_stages, adds, written)
+    each = totals([aval_of(atom) for atom in body.outputs], operations, count)
+    shares = {
+        share: total for shares, total in zip(staged.shares, each, strict=True) for share in shares
+    }
+    specs = {
+        share: spec
+        for shares, total, constraint in zip(staged.shares, each, constraints, strict=True)
+        for share in shares
+        if (spec := spec_of_total(constraint, total)) is not None
+    }
+    splits = schedules.splits_backwards(schedule)
+    tasks = tuple(
+        tasks_of(stage, body=body, totals=shares, splits=splits) for stage in staged.stages
+    )
+    if not any(op is not Op.F for of_stage in tasks for op in of_stage):
+        schedule = schedules.forward_only(schedule)
+    loop = PipelinedLoop(schedule, body.inputs[:-1], body.inputs[-1], tasks, shares, specs)
+    outputs = {share: Value(total.aval) for share, total in shares.items()}
+    for result, of_result in zip(step.outputs, staged.shares, strict=True):
+        if len(of_result) == 1:
+            outputs[of_result[0]] = result
+    operation = Plain(LOOP, _never, {"loop": loop})
+    pipelined = Step(operation, tuple(inputs), tuple(outputs.values()))
+    sums = [
+        added
+        for result, of_result in zip(step.outputs, staged.shares, strict=True)
+        for added in _sum_of([outputs[share] for share in of_result], result)
+    ]
+    return [*before, pipelined, *sums]
+
+
+def _without_invariants(
+    step: Step, body: Program, inputs: Sequence[Atom], known: dict[Value, Atom]
+) -> tuple[Step, Program, list[Operation]]:
+    """Returns the loop without the results that its only microbatch returns unchanged.
+
+    `known` maps these to the inputs of the loop, so that they stay on the groups that have them.
+    """
+    assert isinstance(step.operation, Plain)
+    outside = dict(zip(body.inputs[:-1], inputs, strict=True))
+    kept = []
+    for result, output, operation in zip(
+        step.outputs, body.outputs, step.operation.params["operations"], strict=True
+    ):
+        if operation is Last and isinstance(output, Value) and output in outside:
+            known[result] = outside[output]
+        else:
+            kept.append((result, output, operation))
+    results, outputs, operations = zip(*kept, strict=True) if kept else ((), (), ())
+    return replace(step, outputs=results), replace(body, outputs=outputs), list(operations)
+
+
+def _never(*inputs: Any) -> Sequence[Any]:
+    raise AssertionError("a loop in tasks runs on ranks")
+
+
+def _sum_of(shares: Sequence[Value], result: Value) -> list[Step]:
+    """Steps that make `result`; none if it comes in one share."""
+    steps, total = [], shares[0]
+    for i, share in enumerate(shares[1:], 1):
+        new = result if i == len(shares) - 1 else Value(result.aval)
+        steps.append(Step(ADD, (total, share), (new,)))
+        total = new
+    return steps
+
+
+def _hoisted(body: Program, inputs: Sequence[Atom]) -> tuple[list[Step], Program, list[Value]]:
+    """What every microbatch would compute anew from invariants, such as weights in another dtype,
+    out of the loop: the steps before it, its body, and what that is given.
+
+    What is larger than what it is made of stays inside, and so does what is made of nothing, only
+    moves numbers around or prints.
+    """
+    index = body.inputs[-1]
+    known: dict[Value, Atom] = dict(zip(body.inputs[:-1], inputs, strict=True))
+    numbers, first = Numbers(body.inputs), {}
+    before: list[Step] = []
+    inside: list[Step] = []
+    invariant = set(known)
+    for step in body.steps:
+        number = numbers.of_step(step)
+        (out,) = substituted([step], known)
+        if not _can_come_out(step, invariant):
+            inside.append(out)
+        elif is_barrier(step):
+            known.update(zip(step.outputs, out.inputs, strict=True))
+            invariant.update(step.outputs)
+        else:
+            if number not in first:
+                first[number] = out.outputs
+                before.append(out)
+            known.update(zip(step.outputs, first[number], strict=True))
+            invariant.update(step.outputs)
+    renewed = with_outputs(body, inside, known)
+    before, inside = _with_moves_inside(before, renewed)
+    given = [v for v in read(inside, renewed.outputs) if v is not index]
+    return before, replace(renewed, inputs=(*given, index), steps=tuple(inside)), given
+
+
+def _can_come_out(step: Step, invariant: set[Value]) -> bool:
+    given = values(step.inputs)
+    if not given or is_mark(step) or prints(step) or not invariant.issuperset(given):
+        return False
+    size = sum(value.num_bytes for value in step.outputs)
+    return size <= sum(value.num_bytes for value in given)
+
+
+def _with_moves_inside(before: Sequence[Step], body: Program) -> tuple[list[Step], list[Step]]:
+    """Steps that give the body what they only move, such as a reshaped weight, back in: an array
+    more would cost memory, and moving fuses with what reads it."""
+    inside = list(body.steps)
+    needed = set(read(inside, body.outputs))
+    stay: list[Step] = []
+    for step in reversed(before):
+        if needed.intersection(step.outputs) and is_move(step) and not _is_cast(step):
+            inside.insert(0, step)
+            needed.update(values(step.inputs))
+        else:
+            stay.append(step)
+    outside = {value for step in stay for value in values(step.inputs)}
+    again = [step for step in inside if outside.intersection(step.outputs)]
+    return [*again, *reversed(stay)], inside
+
+
+def _is_cast(step: Step) -> bool:
+    return isinstance(step.operation, Plain) and step.operation.name == "convert_element_type"

@@ -1,0 +1,371 @@
+"""The body of a loop over microbatches, cut at its marks into one program per stage.
+
+S stages. A value's place is how far the pipeline has come when it is there: 0 to S - 1 on the way
+forward, S to 2S - 1 on the way back, so that places p and 2S - 1 - p are of one stage. What depends
+on nothing that a stage hands on has no place: weights, the batch, and what is made of them. It is
+computed where it is needed.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Literal
+
+from ...ir import Atom, Constant, Plain, Program, Step, Value, is_light, prints, tokens, values
+from ..ir._marks import NAME
+from ..ir._scopes import is_transposed
+from ..ir._steps import ADD, copy_of, is_sum, live, substituted, with_outputs
+from ._fingerprint import Numbers
+
+Places = Mapping[Value, int]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one stage computes of one microbatch, forward and backward.
+
+    Attributes:
+        program: `(values it needs) -> (values others need, its shares of results)`.
+        backward: Its inputs and outputs that come on the way back.
+        handed_on: Its outputs that other stages need.
+    """
+
+    program: Program
+    backward: frozenset[Value]
+    handed_on: frozenset[Value]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Stages, and for every result of the body its shares, which add up to it."""
+
+    stages: tuple[Stage, ...]
+    shares: tuple[tuple[Value, ...], ...]
+
+
+def cut_into_stages(
+    body: Program, num_stages: int, adds: Sequence[bool], written: Callable[[], Program]
+) -> Staged:
+    """Cuts at marks.
+
+    Args:
+        body: `(loop invariants, number of the microbatch) -> results`.
+        num_stages: S.
+        adds: Which results add up over microbatches: only these can come in shares.
+        written: Returns the body including the steps that its results do not depend on. It is
+            called only if the results depend on some of the marks but not on all.
+
+    Raises:
+        ValueError: If there are not S or S - 1 marks in a row.
+    """
+    body = _without_recomputed_marks(_of_values(body))
+    body, marks = _number_marks(body, num_stages, lambda: _marks_in(written()))
+    places = _places(body, marks, num_stages)
+    body, shares = _shares(body, places, adds, num_stages)
+    places = _places(body, marks, num_stages)
+    homes, uses = _homes(body, marks, places, shares, num_stages)
+    results = [*(value for share in shares for value in share), *tokens(body.steps)]
+    stages = tuple(
+        _stage(i, body, places, homes, uses, results, num_stages) for i in range(num_stages)
+    )
+    return Staged(stages, shares)
+
+
+def is_mark(step: Step) -> bool:
+    return isinstance(step.operation, Plain) and step.operation.name == NAME
+
+
+def _is_backward_mark(step: Step) -> bool:
+    assert isinstance(step.operation, Plain)
+    return step.operation.params["backward"]
+
+
+def _of_values(body: Program) -> Program:
+    """Returns the body with constants taken out of its marks.
+
+    A constant, such as the cotangent of a loss, is available in every stage, so a mark on it does
+    nothing.
+    """
+    known: dict[Value, Atom] = {}
+    steps = []
+    for step in body.steps:
+        (step,) = substituted([step], known)
+        if is_mark(step):
+            assert isinstance(step.operation, Plain)
+            atoms, params = _marked(step), step.operation.params
+            pairs = zip(step.outputs, atoms, strict=True)
+            known.update((o, a) for o, a in pairs if isinstance(a, Constant))
+            outputs = tuple(o for o in step.outputs if o not in known)
+            step = Step(Plain(NAME, _handed_on, params), tuple(values(atoms)), outputs)
+        steps.append(step)
+    return with_outputs(body, steps, known)
+
+
+def _marked(step: Step) -> list[Atom]:
+    """Returns the operands of a mark in order: its inputs and the literals of its equation."""
+    assert isinstance(step.operation, Plain) and step.operation.equation is not None
+    inputs = iter(step.inputs)
+
+    def constant(literal: Any) -> Constant:
+        return Constant(np.asarray(literal.val, literal.aval.dtype))
+
+    variables = step.operation.equation.invars
+    return [constant(x) if isinstance(x, Literal) else next(inputs) for x in variables]
+
+
+def _handed_on(*arguments: Any) -> list[Any]:
+    return list(arguments)
+
+
+def _marks_in(body: Program) -> list[int]:
+    """Returns the numbers of the forward marks in a body, in program order."""
+    steps = _without_recomputed_marks(_of_values(body)).steps
+    return [_number(step) for step in steps if is_mark(step) and not _is_backward_mark(step)]
+
+
+def _number(step: Step) -> int:
+    assert isinstance(step.operation, Plain)
+    return step.operation.params["number"]
+
+
+def _without_recomputed_marks(body: Program) -> Program:
+    """What is rematerialised of a stage begins where the stage begins: what the stage before hands
+    on is there already, so its mark is not computed a second time."""
+    numbers, first, known = Numbers(body.inputs), {}, {}
+    steps = []
+    for step in body.steps:
+        (step,) = substituted([step], known)
+        number = numbers.of_step(step)
+        if is_mark(step) and not _is_backward_mark(step):
+            original = first.setdefault(number, step)
+            if original is not step:
+                known.update(zip(step.outputs, original.outputs, strict=True))
+                continue
+        steps.append(step)
+    return with_outputs(body, steps, known)
+
+
+def _number_marks(
+    body: Program, num_stages: int, written: Callable[[], list[int]]
+) -> tuple[Program, dict[Step, int]]:
+    """Which stage every mark ends; a last one, behind all stages, is taken out.
+
+    Marks count in program order, and transposition reverses it. If results depend on only some of
+    the marks, or cotangents flow through only some, the marks' numbers tell which.
+    """
+    forward = [step for step in body.steps if is_mark(step) and not _is_backward_mark(step)]
+    backward = [step for step in body.steps if is_mark(step) and _is_backward_mark(step)]
+    numbers, possible = [_number(step) for step in forward], (num_stages, num_stages - 1)
+    if len(forward) not in possible or len(backward) not in (0, len(forward)):
+        all_numbers = written()
+        if len(all_numbers) in possible or len(forward) not in possible:
+            numbers = all_numbers
+    if len(numbers) not in possible:
+        raise ValueError(
+            f"The loop has {len(numbers)} marks where stages end, and its schedule {num_stages} "
+            f"stages. Mark the end of every stage but the last ({num_stages - 1} marks), or of "
+            f"all of them ({num_stages})."
+        )
+    last = len(numbers) - 1
+    numbered = _aligned(forward, numbers)
+    numbered |= {step: last - i for step, i in _aligned(backward, numbers[::-1]).items()}
+    behind = [step for step, i in numbered.items() if i == num_stages - 1]
+    known: dict[Value, Atom] = {}
+    steps = []
+    for step in body.steps:
+        if step in behind:
+            (now,) = substituted([step], known)
+            known.update(zip(step.outputs, now.inputs, strict=True))
+        else:
+            steps.append(step)
+    marks: dict[Step, int] = {}
+    renamed = substituted(steps, known)
+    for old, new in zip(steps, renamed, strict=True):
+        if old in numbered:
+            marks[new] = numbered[old]
+    return with_outputs(body, renamed, known), marks
+
+
+def _aligned(marks: Sequence[Step], numbers: Sequence[int]) -> dict[Step, int]:
+    """Returns for each mark the index of its number in `numbers`, which has them in this order."""
+    found: dict[Step, int] = {}
+    start = 0
+    for step in marks:
+        assert _number(step) in numbers[start:], "marks keep their order"
+        found[step] = numbers.index(_number(step), start)
+        start = found[step] + 1
+    return found
+
+
+def _places(body: Program, marks: Mapping[Step, int], num_stages: int) -> Places:
+    places: dict[Value, int] = {}
+    for step in body.steps:
+        place = max((places[v] for v in values(step.inputs) if v in places), default=None)
+        if step in marks:
+            stage = marks[step]
+            back = _is_backward_mark(step)
+            if place is not None and place > (2 * num_stages - 2 - stage if back else stage):
+                raise ValueError(
+                    f"Mark {stage} is given what comes from behind it. Mark stages in the order "
+                    "in which values run through them."
+                )
+            place = 2 * num_stages - 1 - stage if back else stage + 1
+        if place is not None:
+            places.update(dict.fromkeys(step.outputs, place))
+    return places
+
+
+def _stage_of(place: int, num_stages: int) -> int:
+    return place if place < num_stages else 2 * num_stages - 1 - place
+
+
+def _shares(
+    body: Program, places: Places, adds: Sequence[bool], num_stages: int
+) -> tuple[Program, tuple[tuple[Value, ...], ...]]:
+    """Results as copies of their own, and those that are sums of several stages in shares.
+
+    The gradient of a weight that several stages use is such a sum. Every stage adds up its share
+    over all microbatches, and the shares come together once, behind the loop.
+    """
+    makers = {value: step for step in body.steps for value in step.outputs}
+    uses = Counter(values([*(a for step in body.steps for a in step.inputs), *body.outputs]))
+
+    def terms(atom: Atom) -> list[Atom]:
+        step = makers.get(atom) if isinstance(atom, Value) else None
+        if step is None or uses[step.outputs[0]] > 1 or not is_sum(step):
+            return [atom]
+        return [term for part in step.inputs for term in terms(part)]
+
+    def stage(atom: Atom) -> int:
+        place = places.get(atom, 0) if isinstance(atom, Value) else 0
+        return _stage_of(place, num_stages)
+
+    steps = list(body.steps)
+    shares: list[tuple[Value, ...]] = []
+    for output, may_share in zip(body.outputs, adds, strict=True):
+        parts: dict[int, list[Atom]] = {}
+        for term in terms(output) if may_share else [output]:
+            parts.setdefault(stage(term), []).append(term)
+        if len(parts) == 1:
+            parts = {0: [output]}
+        share = []
+        for atoms in parts.values():
+            total = atoms[0]
+            for atom in atoms[1:]:
+                added = Value(output.aval) if isinstance(output, Value) else None
+                assert added is not None, "a constant is no sum"
+                steps.append(Step(ADD, (total, atom), (added,)))
+                total = added
+            steps.append(copy_of(total))
+            share.append(steps[-1].outputs[0])
+        shares.append(tuple(share))
+    outputs = (*(value for share in shares for value in share), *tokens(steps))
+    return live(Program(body.inputs, tuple(steps), outputs)), tuple(shares)
+
+
+def _homes(
+    body: Program,
+    marks: Mapping[Step, int],
+    places: Places,
+    shares: Sequence[Sequence[Value]],
+    num_stages: int,
+) -> tuple[dict[Step, set[int]], dict[Value, set[int]]]:
+    """The stages that run each step, and those that use each value."""
+    homes: dict[Step, set[int]] = {}
+    uses: defaultdict[Value, set[int]] = defaultdict(set)
+    results = {value for share in shares for value in share}
+    written = _written(body, marks)
+    for step in reversed(body.steps):
+        if step in marks:
+            stage = marks[step] + _is_backward_mark(step)
+            home = {stage}
+        elif step.outputs[0] in places:
+            home = {_stage_of(places[step.outputs[0]], num_stages)}
+        else:
+            home = set().union(*(uses[value] for value in step.outputs))
+            if not home and step in written:
+                home = {written[step]}
+            if not home:
+                assert results.intersection(step.outputs)
+                home = {0}
+            if len(home) > 1 and (step in written or not _is_quick(step)):
+                home = {min(home)}
+        homes[step] = home
+        for value in values(step.inputs):
+            uses[value] |= home
+    return homes, uses
+
+
+def _written(body: Program, marks: Mapping[Step, int]) -> dict[Step, int]:
+    """Of each step that prints the stage in which it is written: that has what it shows."""
+    written: dict[Step, int] = {}
+    stage = 0
+    for step in body.steps:
+        if step in marks:
+            stage = marks[step] + (not _is_backward_mark(step))
+        elif prints(step):
+            written[step] = stage
+    return written
+
+
+_FEW_BYTES = 4096
+
+
+def _is_quick(step: Step) -> bool:
+    """Whether to compute it twice rather than to send what it gives."""
+    if is_light(step):
+        return True
+    moved = [*values(step.inputs), *step.outputs]
+    return isinstance(step.operation, Plain) and sum(v.num_bytes for v in moved) <= _FEW_BYTES
+
+
+def _stage(
+    stage: int,
+    body: Program,
+    places: Places,
+    homes: Mapping[Step, set[int]],
+    uses: Mapping[Value, set[int]],
+    results: Sequence[Value],
+    num_stages: int,
+) -> Stage:
+    steps = [step for step in body.steps if stage in homes[step]]
+    made = {value for step in steps for value in step.outputs}
+    handed_on = [
+        value for step in steps for value in step.outputs if uses.get(value, set()) - homes[step]
+    ]
+    outputs = (*handed_on, *(value for value in results if value in made))
+    needed = dict.fromkeys(v for step in steps for v in values(step.inputs) if v not in made)
+    back = _backward_values(steps, places, stage, num_stages)
+    back.update(value for value in needed if places.get(value, 0) >= num_stages)
+    shared = [step for step in steps if len(homes[step]) > 1]
+    program = Program(tuple(needed), tuple(_own(steps, shared)), outputs)
+    return Stage(program, frozenset(back), frozenset(handed_on))
+
+
+def _own(steps: Sequence[Step], shared: Sequence[Step]) -> list[Step]:
+    """The steps, with values of their own where other stages run some too."""
+    own: dict[Value, Atom] = {v: Value(v.aval) for step in shared for v in step.outputs}
+    renamed = []
+    for step in substituted(steps, own):
+        outputs = tuple(own.get(value, value) for value in step.outputs)
+        renamed.append(replace(step, outputs=outputs))
+    return renamed
+
+
+def _backward_values(
+    steps: Sequence[Step], places: Places, stage: int, num_stages: int
+) -> set[Value]:
+    """What comes on the way back. In the last stage no mark says so, but JAX does."""
+    back: set[Value] = set()
+    is_last = stage == num_stages - 1
+    for step in steps:
+        place = places.get(step.outputs[0], stage)
+        of_last = is_last and (is_transposed(step) or not back.isdisjoint(values(step.inputs)))
+        # A print in what is rematerialised waits for it: the forward has printed already.
+        is_again = prints(step) and is_transposed(step)
+        if place >= num_stages or of_last or is_again:
+            back.update(step.outputs)
+    return back

@@ -1,0 +1,129 @@
+"""A stage as tasks: its forward, and its backward whole or in halves.
+
+What one leaves behind for the other is the fewest bytes from which the rest can be computed at
+little cost: `autodiff` divides programs so.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ...ir import Plain, Program, Step, Value, accumulate, fission, is_light, prints, read, values
+from ...schedules import Op
+from ..ir._reduce import Total
+from ._split_stages import Stage
+
+Kind = Any
+
+
+@dataclass(frozen=True)
+class Task:
+    """A program that runs once per microbatch.
+
+    Attributes:
+        program: `(reads, sums so far) -> (writes, new sums)`.
+        reads: What it is given of its loop: invariants, the number of the microbatch, and what
+            other tasks wrote for the same microbatch.
+        writes: What it makes for other tasks.
+        sums: The shares of results that it adds to.
+    """
+
+    program: Program
+    reads: tuple[Value, ...]
+    writes: tuple[Value, ...]
+    sums: tuple[Value, ...]
+
+
+def tasks_of(
+    stage: Stage, *, body: Program, totals: Mapping[Value, Total], splits: bool
+) -> dict[Op, Task]:
+    """The tasks of a stage; those that would compute nothing are left out.
+
+    Args:
+        stage: What to divide.
+        body: The body of the loop. Its inputs are there for every task.
+        totals: How each share of a result is put together.
+        splits: Whether backwards come in halves.
+    """
+    program, index = stage.program, body.inputs[-1]
+    always = set(body.inputs)
+    forward = [value not in stage.backward for value in program.outputs]
+    kinds: list[Kind] = [
+        "free" if value in always else ("own" if value in stage.backward else "kept")
+        for value in program.inputs
+    ]
+    halves = fission(program, forward, kinds)
+    parts = {Op.F: halves.first}
+    if not all(forward):
+        if splits:
+            parts |= _halves_of_backward(halves.second, stage, always)
+        else:
+            parts[Op.B] = halves.second
+    tasks = {op: _task(part, totals, index) for op, part in parts.items()}
+    return {op: task for op, task in tasks.items() if task.writes or task.sums}
+
+
+def _halves_of_backward(backward: Program, stage: Stage, always: set[Value]) -> dict[Op, Program]:
+    shown = _shown_at_once(backward, stage.handed_on)
+    first = [value in stage.handed_on or value in shown for value in backward.outputs]
+    kinds: list[Kind] = [
+        "free" if value in always else ("gone" if value in stage.backward else "kept")
+        for value in backward.inputs
+    ]
+    halves = fission(backward, first, kinds)
+    return {Op.I: halves.first, Op.W: halves.second}
+
+
+def _shown_at_once(backward: Program, handed_on: frozenset[Value]) -> set[Value]:
+    """The outputs of steps that print what the first half has anyway: these print there."""
+    needed = handed_on.intersection(values(backward.outputs))
+    if not needed:
+        return set()
+    computed: set[Step] = set()
+    wanted = set(needed)
+    for step in reversed(backward.steps):
+        if wanted.intersection(step.outputs):
+            computed.add(step)
+            wanted.update(values(step.inputs))
+    shown: set[Value] = set()
+    has = set(backward.inputs)
+    for step in backward.steps:
+        ready = has.issuperset(values(step.inputs))
+        if step in computed or (ready and is_light(step)):
+            has.update(step.outputs)
+        if prints(step) and (step in computed or ready):
+            shown.update(step.outputs)
+    return shown.difference(handed_on)
+
+
+def _task(program: Program, totals: Mapping[Value, Total], index: Value) -> Task:
+    """With its sums: adding happens where gradients are made, in place."""
+    made = set(values(program.outputs)).difference(program.inputs)
+    outputs = [value for value in dict.fromkeys(values(program.outputs)) if value in made]
+    writes = tuple(value for value in outputs if value not in totals)
+    results = [value for value in outputs if value in totals]
+    adds = [v for v in results if totals[v].adds]
+    others = [v for v in results if not totals[v].adds]
+
+    starts = {value: Value(totals[value].aval) for value in others}
+    ends = {value: Value(totals[value].aval) for value in others}
+    updates = [
+        Step(Plain("with_result", partial(_updated, totals[v])), (starts[v], v, index), (ends[v],))
+        for v in others
+    ]
+    inputs = tuple(dict.fromkeys((*program.inputs, index)))
+    inner = Program(
+        (*inputs, *starts.values()), (*program.steps, *updates), (*writes, *ends.values(), *adds)
+    )
+    is_added = [False] * (len(writes) + len(ends)) + [True] * len(adds)
+    added = accumulate(inner, is_added)
+    used = set(read(added.steps, added.outputs))
+    reads = tuple(value for value in inputs if value in used)
+    sums = added.inputs[len(inputs) :]
+    whole = Program((*reads, *sums), added.steps, added.outputs)
+    return Task(whole, reads, writes, (*others, *adds))
+
+
+def _updated(total: Total, so_far: Any, new: Any, i: Any) -> list[Any]:
+    return [total.with_result(so_far, new, i)]

@@ -1,0 +1,107 @@
+"""A placed function as code: the programs outside of loops, and loops action by action."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import jax
+
+from ... import schedules
+from ...ir import Plain, Program, Step, Value
+from ...schedules import Action, Op
+from ..ir._program import Buffer, Code, Run
+from ..ir._reduce import Total
+from ._assign_ranks import Placement, rank_of_stage
+from ._outer_fragments import segments
+from ._pipelined_loops import PipelinedLoop, loop_of
+from ._tasks import Task
+
+
+def emit(outer: Program, placement: Placement, num_ranks: int) -> Code:
+    """Everything ranks run, without what they send each other."""
+    runs, loops = segments(outer, placement), [s for s in outer.steps if loop_of(s) is not None]
+    instructions: list[Run] = list(runs[0])
+    indices: dict[Buffer, int] = {}
+    for step, after in zip(loops, runs[1:], strict=True):
+        loop = loop_of(step)
+        assert loop is not None
+        count = loop.schedule.num_microbatches
+        indices |= {Buffer(loop.index, m): m for m in range(count)}
+        instructions += [*_starts(loop, step), *_actions(loop, step), *after]
+    outputs = []
+    for atom in outer.outputs:
+        assert isinstance(atom, Value), "constants were copied"
+        outputs.append((Buffer(atom), placement.needed_on[atom]))
+    inputs = tuple((Buffer(value), placement.needed_on[value]) for value in outer.inputs)
+    return Code(num_ranks, inputs, tuple(outputs), indices, tuple(instructions))
+
+
+def _starts(loop: PipelinedLoop, step: Step) -> Iterator[Run]:
+    """What sums are before the first microbatch, one program per rank."""
+    results = dict(zip(loop.totals, step.outputs, strict=True))
+    by_rank: dict[int, list[Value]] = {}
+    for stage, tasks in enumerate(loop.tasks):
+        for task in tasks.values():
+            by_rank.setdefault(rank_of_stage(loop, stage), []).extend(task.sums)
+    for rank, shares in sorted(by_rank.items()):
+        if shares:
+            steps = tuple(_start(loop.totals[share]) for share in shares)
+            outputs = tuple(step.outputs[0] for step in steps)
+            writes = tuple(Buffer(results[share], 0) for share in shares)
+            yield Run(rank, "start", Program((), steps, outputs), (), writes)
+
+
+def _start(total: Total) -> Step:
+    return Step(Plain("start", partial(_started, total)), (), (Value(total.aval),))
+
+
+def _started(total: Total) -> list[jax.Array]:
+    return [total.start()]
+
+
+def name_of(action: Action) -> str:
+    """As JaxPP prints tasks: what, of which stage, for which microbatch."""
+    what = {Op.F: "fwd", Op.B: "bwd", Op.I: "bwd_i", Op.W: "bwd_w"}[action.op]
+    return f"{what}_{action.stage}__{action.microbatch}"
+
+
+def _actions(loop: PipelinedLoop, step: Step) -> Iterator[Run]:
+    outside = {
+        invariant: Buffer(atom)
+        for invariant, atom in zip(loop.invariants, step.inputs, strict=True)
+        if isinstance(atom, Value)
+    }
+    results = dict(zip(loop.totals, step.outputs, strict=True))
+    versions = dict.fromkeys(results, 0)
+    for rank, of_rank in schedules.runnable_order(loop.schedule):
+        for action in schedules.actions_of(of_rank):
+            for part in _parts(action, loop.tasks[action.stage]):
+                task = loop.tasks[action.stage].get(part.op)
+                if task is not None:
+                    yield _run(rank, part, task, loop, outside, results, versions)
+
+
+def _parts(action: Action, tasks: Mapping[Op, Task]) -> list[Action]:
+    """A whole backward as its halves, where they were made."""
+    if action.op is Op.B and Op.B not in tasks:
+        return [Action(action.stage, op, action.microbatch) for op in (Op.I, Op.W)]
+    return [action]
+
+
+def _run(
+    rank: int,
+    action: Action,
+    task: Task,
+    loop: PipelinedLoop,
+    outside: Mapping[Value, Buffer],
+    results: Mapping[Value, Value],
+    versions: dict[Value, int],
+) -> Run:
+    microbatch = action.microbatch
+    reads = [outside.get(value, Buffer(value, microbatch)) for value in task.reads]
+    reads += [Buffer(results[share], versions[share]) for share in task.sums]
+    writes = [Buffer(value, microbatch) for value in task.writes]
+    for share in task.sums:
+        versions[share] += 1
+        is_last = versions[share] == loop.schedule.num_microbatches
+        writes.append(Buffer(results[share], None if is_last else versions[share]))
+    return Run(rank, name_of(action), task.program, tuple(reads), tuple(writes), (action,))

@@ -1,0 +1,1 @@
+"""Measured times of tasks, beside those that a schedule predicts."""

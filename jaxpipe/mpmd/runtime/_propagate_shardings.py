@@ -1,0 +1,82 @@
+"""How arrays are divided within a group, where the caller has not said so.
+
+A sum of gradients lies as what is made of it: the new weights, whose spec is known. Everything
+else the compiler decides when it compiles the program that makes it.
+"""
+
+from collections.abc import Mapping
+
+from jax.sharding import PartitionSpec
+
+from ...ir import Plain, Program, Step, Value, is_cheap, is_move, values
+from ..passes._accumulators import constraint_of
+from ..passes._pipelined_loops import loop_of
+from ._submesh import check_spec
+
+
+def spread(
+    outer: Program, known: Mapping[Value, PartitionSpec | None]
+) -> dict[Value, PartitionSpec]:
+    """The specs of values, from those that are known.
+
+    What is made number by number of arrays of its own shape lies as they do.
+    """
+    group: dict[Value, Value] = {}
+
+    def root(value: Value) -> Value:
+        while value in group:
+            value = group[value]
+        return value
+
+    for step in outer.steps:
+        if not _is_number_by_number(step):
+            continue
+        for value in values(step.inputs):
+            for made in step.outputs:
+                same = value.aval.shape == made.aval.shape and value.aval.shape
+                if same and root(value) is not root(made):
+                    group[root(made)] = root(value)
+    found: dict[Value, PartitionSpec] = {}
+    for value, spec in known.items():
+        if spec is not None:
+            found.setdefault(root(value), spec)
+    everything = [*outer.inputs, *(v for step in outer.steps for v in step.outputs)]
+    return {v: found[root(v)] for v in everything if root(v) in found} | {
+        value: spec for value, spec in known.items() if spec is not None
+    }
+
+
+def constrained(outer: Program, mpmd_axis: str) -> dict[Value, PartitionSpec]:
+    """Returns the specs that users give to values outside of loops.
+
+    The spec of a loop's result inside the loop takes precedence over one after the loop.
+
+    Args:
+        outer: A function whose loops are cut into tasks.
+        mpmd_axis: The axis of the mesh along which the groups lie.
+
+    Raises:
+        ValueError: If a spec names that axis.
+    """
+    found: dict[Value, PartitionSpec] = {}
+    behind: dict[Value, PartitionSpec] = {}
+    for step in outer.steps:
+        loop, spec = loop_of(step), constraint_of(step)
+        if loop is not None:
+            of_share = dict(zip(loop.totals, step.outputs, strict=True))
+            found |= {of_share[share]: of_share_spec for share, of_share_spec in loop.specs.items()}
+        if spec is not None:
+            behind |= dict.fromkeys(values(step.outputs), spec)
+            behind |= {v: spec for v in values(step.inputs) if v not in behind}
+    for spec in (*found.values(), *behind.values()):
+        check_spec(spec, mpmd_axis, "`with_sharding_constraint`")
+    return behind | found
+
+
+def _is_number_by_number(step: Step) -> bool:
+    if not isinstance(step.operation, Plain):
+        return False
+    return step.operation.name in _CASTS or (is_cheap(step) and not is_move(step))
+
+
+_CASTS = ("convert_element_type", "copy", "optimization_barrier")

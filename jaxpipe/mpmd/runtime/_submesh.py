@@ -1,0 +1,71 @@
+"""A program as it runs on the mesh of one group, whatever mesh it was traced with."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ...ir import Choice, Loop, Plain, Program, Shards, Step
+from ..api._mesh import axes_of, check_memory_kind
+
+
+def on_submesh(program: Program, mesh: Mesh, mpmd_axis: str) -> Program:
+    """Says of everything that names a mesh that it is this one.
+
+    Args:
+        program: Of one group.
+        mesh: Of that group.
+        mpmd_axis: The axis that tells groups apart.
+
+    Raises:
+        ValueError: If something in a program is divided over the groups.
+    """
+    steps = tuple(
+        replace(step, operation=_operation(step, mesh, mpmd_axis)) for step in program.steps
+    )
+    return replace(program, steps=steps)
+
+
+def _operation(step: Step, mesh: Mesh, mpmd_axis: str) -> Any:
+    match step.operation:
+        case Loop() as loop:
+            return replace(loop, body=on_submesh(loop.body, mesh, mpmd_axis))
+        case Choice(branches):
+            return Choice(tuple(on_submesh(branch, mesh, mpmd_axis) for branch in branches))
+        case Shards() as shards:
+            if mpmd_axis in shards.axes and shards.mesh.shape[mpmd_axis] > 1:
+                raise ValueError(
+                    f"A `shard_map` inside a stage is over the axis {mpmd_axis!r} of all groups, "
+                    "along which programs differ. Take the mesh from the context, "
+                    "`jax.sharding.get_abstract_mesh()`: there it has size 1."
+                )
+            return replace(shards, body=on_submesh(shards.body, mesh, mpmd_axis), mesh=mesh)
+        case Plain("sharding_constraint", params=params) as plain:
+            spec = params["sharding"].spec
+            check_spec(spec, mpmd_axis, "`with_sharding_constraint` inside a stage")
+            check_memory_kind(
+                params["sharding"].memory_kind, mesh, "`with_sharding_constraint` inside a stage"
+            )
+            sharding = NamedSharding(mesh, spec)
+            params = {"sharding": spec, "dims": params["unconstrained_dims"]}
+            return replace(plain, run=_constrain(sharding), params=params, equation=None)
+    return step.operation
+
+
+def _constrain(sharding: NamedSharding) -> Callable[[Any], Sequence[Any]]:
+    return lambda x: [lax.with_sharding_constraint(x, sharding)]
+
+
+def check_spec(spec: PartitionSpec, mpmd_axis: str, what: str) -> None:
+    """Checks that a spec leaves the axis alone along which programs differ.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    if mpmd_axis in axes_of(spec):
+        raise ValueError(
+            f"{what} has the spec {spec}, over {mpmd_axis!r}. Along this axis groups run programs "
+            "of their own, so no array is divided over it. Name other axes."
+        )

@@ -1,0 +1,63 @@
+"""A greedy list scheduler: whenever a rank is free, it starts the most urgent action that is ready.
+
+No proof comes with it; but it sees the costs, where a named schedule sees only counts.
+"""
+
+from collections.abc import Iterator
+
+from .._action import Action, Op
+from .._schedule import Schedule
+from ._simulate import Costs, Time
+
+_COSTS = {Op.F: "forward", Op.I: "input", Op.W: "weight"}
+
+
+def greedy(num_stages: int, num_microbatches: int, costs: Costs, most_alive: int) -> Schedule:
+    """One stage per rank; an I before an F, an F before a W, never more than `most_alive` alive.
+
+    A rank starts what can start first; of what can start at the same time, the most urgent. The
+    order of microbatches is kept, so a rank that is full waits only for later ranks, and none
+    deadlocks.
+
+    Args:
+        num_stages: Stages, one per rank.
+        num_microbatches: Pieces of the batch.
+        costs: Of a stage.
+        most_alive: Most microbatches a rank may hold, at least 1.
+    """
+    ended: dict[Action, Time] = {}
+    free: list[Time] = [0] * num_stages
+    programs: list[list[Action]] = [[] for _ in range(num_stages)]
+    counts = [dict.fromkeys(Op, 0) for _ in range(num_stages)]
+
+    def candidates(stage: int) -> Iterator[tuple[Time, int, Action]]:
+        """The next action of each kind: (when its input is there, urgency, action)."""
+        forwards, inputs, weights = (counts[stage][op] for op in (Op.F, Op.I, Op.W))
+        after = Action(stage + 1, Op.I, inputs)
+        if inputs < forwards and (stage == num_stages - 1 or after in ended):
+            yield arrival(after), 0, Action(stage, Op.I, inputs)
+        before = Action(stage - 1, Op.F, forwards)
+        room = forwards < num_microbatches and forwards - weights < most_alive
+        if room and (stage == 0 or before in ended):
+            yield arrival(before), 1, Action(stage, Op.F, forwards)
+        if weights < inputs:
+            yield 0, 2, Action(stage, Op.W, weights)
+
+    def arrival(action: Action) -> Time:
+        return ended[action] + costs.transfer if action in ended else 0
+
+    for _ in range(3 * num_stages * num_microbatches):
+        start, _, stage, action = min(
+            (max(free[stage], ready), urgency, stage, action)
+            for stage in range(num_stages)
+            for ready, urgency, action in candidates(stage)
+        )
+        free[stage] = ended[action] = start + _cost(costs, action)
+        programs[stage].append(action)
+        counts[stage][action.op] += 1
+    return Schedule(num_stages, num_microbatches, tuple(map(tuple, programs)))
+
+
+def _cost(costs: Costs, action: Action) -> Time:
+    cost = getattr(costs, _COSTS[action.op])
+    return cost[action.stage] if isinstance(cost, tuple) else cost

@@ -1,0 +1,96 @@
+"""The figures of a timeline or a schedule: makespan, bubbles, what is alive."""
+
+from collections.abc import Iterator, Sequence
+
+from .._action import Op, actions_of
+from .._schedule import Schedule, num_slices
+from ._simulate import Time, Timeline
+
+
+def makespan(timeline: Timeline) -> Time:
+    """The time from the start to the end of the last action."""
+    return max((timed.end for row in timeline.rows for timed in row), default=0)
+
+
+def busy(timeline: Timeline) -> tuple[Time, ...]:
+    """[num_ranks] the time each rank works."""
+    return tuple(sum(timed.end - timed.start for timed in row) for row in timeline.rows)
+
+
+def rectangular_bubble(timeline: Timeline) -> Time:
+    """Makespan minus the work of the busiest rank: what a step costs beyond the ideal."""
+    return makespan(timeline) - max(busy(timeline), default=0)
+
+
+def bubble_share(timeline: Timeline) -> float:
+    """The share of the makespan in which even the busiest rank waits."""
+    return float(rectangular_bubble(timeline) / (makespan(timeline) or 1))
+
+
+def parallelogram_bubble(timeline: Timeline) -> Time:
+    """The longest time between a rank's first start and last end, minus the work of the busiest.
+
+    Zero-bubble papers quote this one (arXiv 2401.10241). It is the lesser: it counts on the ranks'
+    different starts being lost only once, when steps follow each other without a barrier.
+    """
+    spans = (row[-1].end - row[0].start for row in timeline.rows if row)
+    return max(spans, default=0) - max(busy(timeline), default=0)
+
+
+def peak_activations(schedule: Schedule) -> tuple[int, ...]:
+    """[num_ranks] the most microbatches (or slices) alive in a rank's stages at one time.
+
+    Each is taken at its forward and freed at its B, or W where the backward is split. The forward
+    of a fused pair comes before the freeing.
+    """
+    ones = [1] * schedule.num_stages
+    return tuple(_peak(schedule, rank, ones) for rank in range(len(schedule.programs)))
+
+
+def activation_bytes(schedule: Schedule, stage_bytes: Sequence[int]) -> tuple[int, ...]:
+    """Peak bytes of saved activations on each rank.
+
+    A stage holds a microbatch's residuals from its forward to the action that frees them: `B`, or
+    `W` where the backward is split. Weights, gradients and optimizer state are not counted.
+
+    Args:
+        schedule: A schedule that passes `check`.
+        stage_bytes: [num_stages] bytes one microbatch leaves behind on each stage, per device.
+
+    Returns:
+        [num_ranks] bytes, in rank order, rounded up where slices divide a microbatch unevenly.
+
+    Raises:
+        ValueError: If `stage_bytes` does not have one entry per stage.
+
+    References:
+        For 1F1B this is `min(S - s, M) * stage_bytes[s]` on rank `s`: Narayanan et al., 2021, arXiv
+        2104.04473.
+    """
+    if len(stage_bytes) != schedule.num_stages:
+        raise ValueError(
+            f"`stage_bytes` has {len(stage_bytes)} entries for {schedule.num_stages} stages. "
+            "Give one per stage, in forward order, including stages that share a rank."
+        )
+    slices = num_slices(schedule)
+    peaks = (_peak(schedule, rank, stage_bytes) for rank in range(len(schedule.programs)))
+    return tuple(-(-peak // slices) for peak in peaks)
+
+
+def alive(schedule: Schedule, rank: int, weights: Sequence[int]) -> Iterator[int]:
+    """What is alive on a rank after each of its actions, pairs taken apart.
+
+    `weights` [num_stages] is what one microbatch, or one slice, counts on each stage.
+    """
+    now = 0
+    for step in schedule.programs[rank]:
+        for action in actions_of(step):
+            if action.op is Op.F:
+                now += weights[action.stage]
+            elif action.op in (Op.B, Op.W):
+                now -= weights[action.stage]
+            yield now
+
+
+def _peak(schedule: Schedule, rank: int, weights: Sequence[int]) -> int:
+    return max(alive(schedule, rank, weights), default=0)

@@ -1,0 +1,1 @@
+"""Builders: one paper family a file, and the registry that names them."""

@@ -1,0 +1,47 @@
+"""Breadth-first over chunks: every microbatch passes a chunk before the next chunk begins.
+
+A rank then needs each chunk's weights once per direction, which is what fully sharded weights want.
+"""
+
+from collections.abc import Iterator
+
+from .._action import Action, Op
+from .._placement import loop_stage
+from .._schedule import Schedule
+from ._require import require, require_positive
+
+
+def looped_bfs(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) -> Schedule:
+    """Looped BFS: chunk by chunk, all microbatches; the backward retraces the forward.
+
+    References:
+        Lamy-Poirier, 2023, arXiv 2211.05953, figure 4d.
+    """
+    require_positive(num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
+
+    def program(rank: int) -> Iterator[Action]:
+        for chunk in range(num_chunks):
+            for m in range(num_microbatches):
+                yield Action(loop_stage(rank, chunk, num_ranks), Op.F, m)
+        for chunk in reversed(range(num_chunks)):
+            for m in reversed(range(num_microbatches)):
+                yield Action(loop_stage(rank, chunk, num_ranks), Op.B, m)
+
+    programs = tuple(tuple(program(rank)) for rank in range(num_ranks))
+    return Schedule(num_chunks * num_ranks, num_microbatches, programs)
+
+
+def circular(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) -> Schedule:
+    """The circular pipeline of MaxText and praxis: a loop over repeats, differentiated.
+
+    Rank 0 takes up repeat k + 1 when the whole batch has passed repeat k, and the transpose of a
+    loop runs it backwards. Breadth-first, that is; but the loop's buffers ask for whole rounds of
+    ranks.
+    """
+    require_positive(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    require(
+        num_microbatches % num_ranks == 0,
+        f"`num_microbatches` is {num_microbatches}, no multiple of {num_ranks} ranks.",
+        f"Give {max(1, num_microbatches // num_ranks) * num_ranks}, or choose looped_bfs.",
+    )
+    return looped_bfs(num_ranks, num_microbatches, num_chunks=num_chunks)

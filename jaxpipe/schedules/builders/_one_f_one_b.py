@@ -1,0 +1,52 @@
+"""1F1B and its eager sibling: a rank alternates forwards and backwards after a warmup."""
+
+from collections.abc import Iterator
+
+from .._action import Action, Op
+from .._schedule import Schedule
+from ._require import require_positive
+
+
+def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
+    """1F1B: run a backward as soon as one is ready, so early stages stay lean.
+
+    References:
+        Narayanan et al., 2021, arXiv 2104.04473, figure 4 (top); as PipeDream-Flush, arXiv
+        2006.09503.
+    """
+    require_positive(num_stages=num_stages, num_microbatches=num_microbatches)
+
+    def program(stage: int) -> Iterator[Action]:
+        warmup = min(num_stages - 1 - stage, num_microbatches)
+        steady = num_microbatches - warmup
+        for m in range(warmup):
+            yield Action(stage, Op.F, m)
+        for m in range(steady):
+            yield Action(stage, Op.F, warmup + m)
+            yield Action(stage, Op.B, m)
+        for m in range(steady, num_microbatches):
+            yield Action(stage, Op.B, m)
+
+    programs = tuple(tuple(program(stage)) for stage in range(num_stages))
+    return Schedule(num_stages, num_microbatches, programs)
+
+
+def eager_one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
+    """Eager 1F1B: twice the warmup of 1F1B, so that a transfer has one forward's time to arrive.
+
+    References:
+        Zhuang et al., 2022, arXiv 2211.05322.
+    """
+    require_positive(num_stages=num_stages, num_microbatches=num_microbatches)
+
+    def program(stage: int) -> Iterator[Action]:
+        warmup = min(2 * (num_stages - stage) - 1, num_microbatches)
+        for m in range(warmup):
+            yield Action(stage, Op.F, m)
+        for m in range(num_microbatches):
+            yield Action(stage, Op.B, m)
+            if warmup + m < num_microbatches:
+                yield Action(stage, Op.F, warmup + m)
+
+    programs = tuple(tuple(program(stage)) for stage in range(num_stages))
+    return Schedule(num_stages, num_microbatches, programs)

@@ -1,0 +1,201 @@
+"""Every schedule by its name: what it takes, what it asks for, where it comes from."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from ..._input import shown
+from .._schedule import Schedule
+from ._controlled_memory import v_half, v_min
+from ._dualpipe import dualpipe, dualpipev
+from ._gpipe import gpipe
+from ._interleaved import (
+    even_group_size,
+    grouped_interleaved,
+    interleaved_gpipe,
+    interleaved_one_f_one_b,
+    interleaved_zero_bubble,
+    kimi_k2,
+)
+from ._looped_bfs import circular, looped_bfs
+from ._one_f_one_b import eager_one_f_one_b, one_f_one_b
+from ._require import require_positive, require_small
+from ._seq1f1b import seq1f1b
+from ._zbv import zbv
+from ._zero_bubble import zero_bubble_h1, zero_bubble_h2
+
+
+@dataclass(frozen=True)
+class Family:
+    """A builder and what to know before calling it.
+
+    `takes` names the arguments of `build` it has beyond ranks and microbatches. `group` says what
+    group size is usual for (ranks, microbatches), and is absent from families without groups.
+    """
+
+    builder: Callable[..., Schedule]
+    takes: tuple[str, ...]
+    constraints: str
+    paper: str
+    group: Callable[[int, int], int] | None = None
+
+
+def _half(num_ranks: int, num_microbatches: int) -> int:
+    return (num_ranks + 1) // 2
+
+
+_GROUPS = ("chunks", "group")
+_FULL_GROUPS = "microbatches % max(1, microbatches // ranks) == 0, or a group >= ranks"
+_CROSSING = "microbatches >= 2 ranks"
+
+FAMILIES: dict[str, Family] = {
+    "gpipe": Family(gpipe, (), "", "Huang et al., 2019, arXiv 1811.06965"),
+    "1f1b": Family(one_f_one_b, (), "", "Narayanan et al., 2021, arXiv 2104.04473"),
+    "eager_1f1b": Family(eager_one_f_one_b, (), "", "Zhuang et al., 2022, arXiv 2211.05322"),
+    "interleaved_1f1b": Family(
+        interleaved_one_f_one_b,
+        _GROUPS,
+        _FULL_GROUPS,
+        "Narayanan et al., 2021, arXiv 2104.04473",
+        even_group_size,
+    ),
+    "kimi_k2": Family(
+        kimi_k2, _GROUPS, _FULL_GROUPS, "Kimi K2, 2025, arXiv 2507.20534", even_group_size
+    ),
+    "looped_bfs": Family(looped_bfs, ("chunks",), "", "Lamy-Poirier, 2023, arXiv 2211.05953"),
+    "interleaved_gpipe": Family(
+        interleaved_gpipe, _GROUPS, _FULL_GROUPS, "NVIDIA JaxPP, 2025", even_group_size
+    ),
+    "zero_bubble_h1": Family(
+        zero_bubble_h1, (), "microbatches >= ranks", "Qi et al., 2023, arXiv 2401.10241"
+    ),
+    "zero_bubble_h2": Family(
+        zero_bubble_h2,
+        ("latency", "spare"),
+        "microbatches >= 2 ranks - 1, and more with latency",
+        "Qi et al., 2023, arXiv 2401.10241",
+    ),
+    "interleaved_zero_bubble": Family(
+        interleaved_zero_bubble,
+        _GROUPS,
+        _FULL_GROUPS,
+        "Qi et al., 2023, arXiv 2401.10241",
+        even_group_size,
+    ),
+    "zbv": Family(zbv, (), "2 chunks in a V", "Qi et al., 2023, arXiv 2401.10241"),
+    "v_half": Family(v_half, (), "2 chunks in a V", "Qi et al., 2024, arXiv 2405.15362"),
+    "v_min": Family(v_min, (), "2 chunks in a V", "Qi et al., 2024, arXiv 2405.15362"),
+    "dualpipe": Family(
+        dualpipe,
+        (),
+        f"ranks and microbatches even; {_CROSSING}",
+        "DeepSeek-V3, 2024, arXiv 2412.19437",
+    ),
+    "dualpipev": Family(
+        dualpipev, (), f"2 chunks in a V; {_CROSSING}", "DeepSeek-V3, 2024, arXiv 2412.19437"
+    ),
+    "seq1f1b": Family(
+        seq1f1b, ("slices",), "causal attention", "Sun et al., 2024, arXiv 2406.03488"
+    ),
+    "grouped_interleaved": Family(
+        grouped_interleaved,
+        _GROUPS,
+        "ranks / 2 <= group <= ranks",
+        "Wan et al., 2025, arXiv 2503.01328",
+        _half,
+    ),
+    "circular": Family(
+        circular, ("chunks",), "microbatches % ranks == 0", "Xu et al., 2021, arXiv 2105.04663"
+    ),
+}
+
+# `build`'s words and the builders'.
+_KEYWORDS = {
+    "chunks": "num_chunks",
+    "group": "group_size",
+    "slices": "num_slices",
+    "latency": "latency",
+    "spare": "spare",
+}
+_MAY_BE_ZERO = ("latency", "spare")
+
+
+def family(name: str) -> Family:
+    """The family of that name.
+
+    Raises:
+        ValueError: If there is none, with all names and the nearest.
+    """
+    if name in FAMILIES:
+        return FAMILIES[name]
+    nearest = get_close_matches(name[:80], FAMILIES, n=1, cutoff=0)[0]
+    raise ValueError(
+        f"`name` is {shown(name)}, which is no schedule. Did you mean {nearest!r}? "
+        f"Give one of {', '.join(FAMILIES)}."
+    )
+
+
+def build(
+    name: str,
+    *,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+    group: int | None = None,
+    slices: int | None = None,
+    latency: int | float | None = None,
+    spare: int | None = None,
+) -> Schedule:
+    """Builds a schedule by its name.
+
+    What is not given is the family's usual: 2 chunks, 2 slices, no latency, its own group size.
+
+    Args:
+        name: A key of `FAMILIES`.
+        ranks: Devices, or groups of devices, the stages are spread over.
+        microbatches: Pieces of the batch.
+        chunks: Stages per rank.
+        group: Microbatches that pass a chunk in a row before the next chunk has its turn.
+        slices: Pieces of each sequence.
+        latency: Time of a transfer as a multiple of the time of one action.
+        spare: Microbatches a rank may hold beyond the fewest that keep it busy.
+
+    Raises:
+        ValueError: If there is no such schedule; if it does not take an argument that is given; or
+            if it cannot schedule these counts.
+    """
+    chosen = family(name)
+    options = {
+        "chunks": chunks,
+        "group": group,
+        "slices": slices,
+        "latency": latency,
+        "spare": spare,
+    }
+    given = {option: value for option, value in options.items() if value is not None}
+    for option, value in given.items():
+        if option not in chosen.takes:
+            others = ", ".join(n for n, f in FAMILIES.items() if option in f.takes)
+            raise ValueError(
+                f"`{option}` is {value}, but {name} takes "
+                f"{' and '.join(f'`{taken}`' for taken in chosen.takes) or 'none such'}. "
+                f"Leave `{option}` out, or choose one of {others}."
+            )
+    counts = {"ranks": ranks, "microbatches": microbatches, **given}
+    require_positive(**{name: counts[name] for name in counts if name not in _MAY_BE_ZERO})
+    require_small(ranks, microbatches, given.get("chunks", 2), given.get("slices", 1))
+    if chosen.group is not None and group is None:
+        given["group"] = chosen.group(ranks, microbatches)
+    keywords = {_KEYWORDS[option]: value for option, value in given.items()}
+    try:
+        return chosen.builder(ranks, microbatches, **keywords)
+    except ValueError as error:
+        raise ValueError(_in_words_of_build(str(error))) from None
+
+
+def _in_words_of_build(message: str) -> str:
+    """Returns a builder's message with the names that `build` has for its arguments."""
+    builders = {"num_ranks": "ranks", "num_stages": "ranks", "num_microbatches": "microbatches"}
+    for name, theirs in (*((v, k) for k, v in _KEYWORDS.items()), *builders.items()):
+        message = message.replace(f"`{name}`", f"`{theirs}`")
+    return message

@@ -1,0 +1,104 @@
+"""Zero bubble: the backward split in two, and its second half used to fill the bubbles.
+
+Both schedules keep their stages busy while W's wait; H1 within 1F1B's memory, H2 with twice that.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from math import floor, inf
+
+from .._action import Action, Op
+from .._schedule import Schedule
+from ._require import require, require_positive
+
+
+def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
+    """ZB-H1: 1F1B whose later stages postpone W's, so that none holds more than p microbatches.
+
+    References:
+        Qi et al., 2023, arXiv 2401.10241, figure 2.
+    """
+    require_positive(num_stages=num_stages, num_microbatches=num_microbatches)
+    require(
+        num_microbatches >= num_stages,
+        f"`num_microbatches` is {num_microbatches}, fewer than {num_stages} stages.",
+        f"Give at least {num_stages}, or choose 1f1b.",
+    )
+
+    def program(stage: int) -> Iterator[Action]:
+        forwards, inputs, weights = (
+            deque(Action(stage, op, m) for m in range(num_microbatches))
+            for op in (Op.F, Op.I, Op.W)
+        )
+        for _ in range(num_stages - stage):
+            yield forwards.popleft()
+        for _ in range(stage):
+            yield inputs.popleft()
+            yield forwards.popleft()
+        while weights:
+            for queue in (inputs, weights, forwards):
+                if queue:
+                    yield queue.popleft()
+
+    programs = tuple(tuple(program(stage)) for stage in range(num_stages))
+    return Schedule(num_stages, num_microbatches, programs)
+
+
+def zero_bubble_h2(
+    num_stages: int, num_microbatches: int, *, latency: int | float = 0, spare: int = 0
+) -> Schedule:
+    """ZB-H2: forwards enough in flight that no stage ever waits, once it has begun.
+
+    Args:
+        num_stages: Stages, one per rank: p.
+        num_microbatches: At least as many as the warmup of stage 0: 2p - 1 without latency.
+        latency: Time of a transfer as a multiple of the time of one action; a longer warmup hides
+            it.
+        spare: Microbatches a stage may hold beyond the 2p - 1 it needs. The authors' code, given
+            twice the memory of 1F1B, has 1.
+
+    References:
+        Qi et al., 2023, arXiv 2401.10241, figure 3.
+    """
+    require_positive(num_stages=num_stages, num_microbatches=num_microbatches)
+    require(0 <= latency < inf, f"`latency` is {latency}.", "Give 0 or more, in actions.")
+    require(spare >= 0, f"`spare` is {spare}.", "Give 0 or more.")
+
+    def warmup(stage: int) -> int:
+        later = num_stages - 1 - stage
+        return floor(2 * later + 1 + 2 * later * latency)
+
+    require(
+        num_microbatches >= warmup(0),
+        f"`num_microbatches` is {num_microbatches}, fewer than the {warmup(0)} that keep "
+        f"{num_stages} stages busy until the first backward.",
+        f"Give at least {warmup(0)}, or choose zero_bubble_h1.",
+    )
+
+    def program(stage: int) -> Iterator[Action]:
+        most_alive = warmup(stage) + warmup(num_stages - 1 - stage) - 1 + spare
+        forwards = warmup(stage)
+        weights = 0
+        for m in range(forwards):
+            yield Action(stage, Op.F, m)
+        for m in range(num_microbatches):
+            full = forwards - weights == most_alive and forwards < num_microbatches
+            if full and weights < m:  # a W waits until its memory is needed
+                yield Action(stage, Op.W, weights)
+                weights += 1
+            forward = m > 0 and forwards < num_microbatches
+            if forward:
+                yield Action(stage, Op.F, forwards)
+                forwards += 1
+            # When forwards have ended, backwards arrive only at every other time and W's fill the
+            # gaps. The last stage has none; stage 0 need not hurry, as nobody waits for its I.
+            gap = forwards == num_microbatches and (stage == 0 or not forward)
+            if gap and stage < num_stages - 1 and weights < m:
+                yield Action(stage, Op.W, weights)
+                weights += 1
+            yield Action(stage, Op.I, m)
+        for m in range(weights, num_microbatches):
+            yield Action(stage, Op.W, m)
+
+    programs = tuple(tuple(program(stage)) for stage in range(num_stages))
+    return Schedule(num_stages, num_microbatches, programs)

@@ -1,0 +1,92 @@
+"""Torch's CSV of a schedule: one row per rank, one action per cell, empty cells idle.
+
+The files `torch.distributed.pipelining` writes and loads as "compute only".
+"""
+
+import csv
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..._input import MEGABYTE, read_text, shown
+from .._action import Step, parse_step
+from .._check import check
+from .._schedule import Schedule, from_programs, num_slices
+from ..builders._require import MOST_FORWARDS, MOST_RANKS, require
+
+
+def to_csv(schedule: Schedule) -> str:
+    """The text of a file. Order only: no cell is empty."""
+    return "".join(",".join(map(str, program)) + "\n" for program in schedule.programs)
+
+
+def from_csv(text: str) -> Schedule:
+    """Reads and checks a file's text. Empty cells and lines that begin with `#` are skipped.
+
+    Raises:
+        ValueError: If a cell is not an action, naming its row and cell, both counted from 1.
+        ScheduleError: If an action is missing, there twice, or could never run.
+    """
+    lines = [(i, line) for i, line in enumerate(io.StringIO(text), start=1) if _is_row(line)]
+    require(
+        len(lines) <= MOST_RANKS,
+        f"There are {len(lines)} rows, one for each rank.",
+        f"Give at most {MOST_RANKS}.",
+    )
+    programs = tuple(tuple(_row(line, number)) for number, line in lines)
+    num_steps = sum(map(len, programs))
+    require(
+        num_steps <= 3 * MOST_FORWARDS,
+        f"There are {num_steps} actions.",
+        f"Give at most {3 * MOST_FORWARDS}.",
+    )
+    schedule = from_programs(programs)
+    for name, count in (
+        ("stages", schedule.num_stages),
+        ("microbatches", schedule.num_microbatches),
+        ("slices", num_slices(schedule)),
+    ):
+        # Nothing is made as large as a number says before all actions are known to be there.
+        require(
+            count <= num_steps * 2,
+            f"The actions are of {shown(count)} {name}, and there are {num_steps} of them.",
+            "Some are missing, or a number is wrong.",
+        )
+    return check(schedule)
+
+
+def write_csv(schedule: Schedule, path: str | Path) -> None:
+    """Writes a file that torch and `read_csv` read."""
+    Path(path).write_text(to_csv(schedule), encoding="utf-8")
+
+
+def read_csv(path: str | Path) -> Schedule:
+    """Reads and checks a file; errors begin with its name. See `from_csv`.
+
+    Raises:
+        ValueError: If it is no regular file of UTF-8, or larger than 16 MiB.
+    """
+    text = read_text(path, most_bytes=16 * MEGABYTE)
+    try:
+        return from_csv(text)
+    except ValueError as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def _is_row(line: str) -> bool:
+    return bool(line.strip()) and not line.startswith("#")
+
+
+def _row(line: str, number: int) -> Iterator[Step]:
+    """The steps of one line. A row of commas alone is a rank without actions."""
+    try:
+        cells = next(csv.reader([line]))
+    except csv.Error as error:
+        raise ValueError(f"Row {number}: {error}.") from None
+    for place, cell in enumerate(cells, start=1):
+        if not cell.strip():
+            continue
+        try:
+            yield parse_step(cell.strip())
+        except ValueError as error:
+            raise ValueError(f"Row {number}, cell {place}: {error}") from None

@@ -1,0 +1,59 @@
+"""A timeline as a trace for ui.perfetto.dev or chrome://tracing."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .._action import Op, Pair, Step, actions_of
+from ..analysis._simulate import Time, Timeline
+
+_KINDS = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
+
+
+def to_trace(timelines: Timeline | Mapping[str, Timeline], microseconds: Time = 1000) -> str:
+    """The JSON of a trace: a track of actions per rank, and a counter of live activations.
+
+    Args:
+        timelines: What to draw; or several, by name, to be drawn rank by rank beside each other.
+        microseconds: What one unit of time is.
+    """
+    named = {"": timelines} if isinstance(timelines, Timeline) else timelines
+    events: list[dict[str, Any]] = []
+    for number, (name, timeline) in enumerate(named.items()):
+        for rank in range(len(timeline.rows)):
+            title = f"rank {rank}, {name}" if name else f"rank {rank}"
+            events += _of_rank(timeline, rank, title, rank * len(named) + number, microseconds)
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, indent=1)
+
+
+def _of_rank(
+    timeline: Timeline, rank: int, title: str, process: int, microseconds: Time
+) -> Iterator[dict[str, Any]]:
+    """The events of one row, as a process of the trace."""
+    yield _event("M", process, name="process_name", args={"name": title})
+    yield _event("M", process, name="process_sort_index", args={"sort_index": process})
+    alive = 0
+    for timed in timeline.rows[rank]:
+        start, end = timed.start * microseconds, timed.end * microseconds
+        first = actions_of(timed.step)[0]
+        yield _event(
+            "X",
+            process,
+            name=str(timed.step),
+            cat=_kind(timed.step),
+            ts=start,
+            dur=end - start,
+            args={"stage": first.stage, "microbatch": first.microbatch},
+        )
+        for action in actions_of(timed.step):
+            at = start if action.op is Op.F else end
+            alive += {Op.F: 1, Op.I: 0}.get(action.op, -1)
+            yield _event("C", process, name="live activations", ts=at, args={"count": alive})
+
+
+def _event(phase: str, rank: int, **fields: Any) -> dict[str, Any]:
+    return {"ph": phase, "pid": rank, "tid": 0, **fields}
+
+
+def _kind(step: Step) -> str:
+    return "fused pair" if isinstance(step, Pair) else _KINDS[step.op]

@@ -1,0 +1,197 @@
+"""A timeline as a picture: one self-contained SVG, 1000 pixels wide.
+
+Colour is what is done, lightness which chunk of the rank does it, the number the microbatch, and
+what stays empty is the bubble. A fused pair is two halves, one above the other.
+
+A page may give other colours to what is no action: `--picture-ground`, `-lane`, `-line`, `-ink` and
+`-quiet`.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from .._action import Action, Op, actions_of
+from .._schedule import stages_of_rank
+from ..analysis._measure import makespan, parallelogram_bubble, peak_activations, rectangular_bubble
+from ..analysis._simulate import Time, Timed, Timeline
+
+_WIDTH, _LEFT, _RIGHT, _TOP = 1000, 66, 18, 70
+_ROW, _BAR = 36, 28
+_CHARACTER = 0.64  # width of a digit, in its size
+_SMALLEST = 6.5  # a label that has to be smaller is left out
+
+_COLOURS = {
+    Op.F: ("#2f6fde", "forward F"),
+    Op.B: ("#e07b22", "backward B"),
+    Op.I: ("#d9485f", "input gradient I"),
+    Op.W: ("#2f9e62", "weight gradient W"),
+}
+_NEUTRAL = {
+    "ground": "#fff",
+    "lane": "#e9edf2",
+    "line": "#d0d7de",
+    "ink": "#30363d",
+    "quiet": "#6e7781",
+}
+# Twice, for programs that know no variables of CSS.
+_FILL = {name: f"fill:{c};fill:var(--picture-{name},{c})" for name, c in _NEUTRAL.items()}
+_STYLE = (
+    ".schedule text{font-family:ui-sans-serif,system-ui,-apple-system,'Segoe UI',Helvetica,Arial,"
+    f"sans-serif;font-size:12px;{_FILL['ink']}}}"
+    f".schedule .title{{font-size:16px;font-weight:600}}.schedule .quiet{{{_FILL['quiet']}}}"
+    f".schedule .ground{{{_FILL['ground']}}}.schedule .lane{{{_FILL['lane']}}}"
+    f".schedule .line{{{_FILL['line'].replace('fill', 'stroke')};stroke-width:0.7}}"
+    ".schedule .n{text-anchor:middle;fill:#fff;font-weight:600}.schedule .dark{fill:#1f2328}"
+)
+_MOST_BOXES = 4000
+"""More actions than that are drawn without names and numbers, a path for each colour of a rank."""
+
+
+def to_svg(timeline: Timeline, title: str) -> str:
+    """Draws a timeline.
+
+    Args:
+        timeline: At least one action.
+        title: The heading; any text.
+    """
+    scale = (_WIDTH - _LEFT - _RIGHT) / (makespan(timeline) or 1)
+    bottom = _TOP + _ROW * len(timeline.rows)
+    height = bottom + 68
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="schedule" viewBox="0 0 {_WIDTH} {height}" '
+        f'width="{_WIDTH}" height="{height}" role="img" aria-label="{escape(title)}">',
+        f"<style>{_STYLE}</style>",
+        f'<rect class="ground" width="{_WIDTH}" height="{height}"/>',
+        _text(_LEFT, 28, title, "title"),
+        *_legend(timeline),
+        *_axis(makespan(timeline), scale, bottom),
+    ]
+    draw = _blocks if sum(map(len, timeline.rows)) <= _MOST_BOXES else _paths
+    for rank, row in enumerate(timeline.rows):
+        y = _TOP + rank * _ROW + (_ROW - _BAR) / 2
+        parts += [*_lane(rank, y), *draw(row, stages_of_rank(timeline.schedule, rank), y, scale)]
+    parts += [_text(_LEFT, bottom + 46 + 16 * i, line) for i, line in enumerate(_caption(timeline))]
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def _text(x: Time, y: Time, text: str, kind: str = "", anchor: str = "start") -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">{escape(text)}</text>'
+    )
+
+
+def _legend(timeline: Timeline) -> list[str]:
+    """The operations that occur, and the lightness of chunks where a rank has several."""
+    steps = [timed.step for row in timeline.rows for timed in row]
+    used = {action.op for step in steps for action in actions_of(step)}
+    parts, x = [], float(_LEFT)
+    for op in Op:
+        if op in used:
+            colour, label = _COLOURS[op]
+            parts += [_box(x, 44, 12, 12, colour), _text(x + 17, 54, label)]
+            x += 38 + 6.4 * len(label)
+    chunks = max(len(stages_of_rank(timeline.schedule, r)) for r in range(len(timeline.rows)))
+    for chunk in range(chunks if chunks > 1 else 0):
+        parts.append(_box(x + 13 * chunk, 44, 12, 12, _shade("#57606a", chunk, chunks)))
+    if chunks > 1:
+        parts.append(_text(x + 13 * chunks + 5, 54, f"chunk 0 to {chunks - 1}"))
+    return parts
+
+
+def _axis(end: Time, scale: Time, bottom: Time) -> list[str]:
+    """Time, in some ten round steps."""
+    step = _round_step(end / 10)
+    parts = []
+    for i in range(int(end / step) + 1):
+        x = _LEFT + i * step * scale
+        parts.append(
+            f'<line class="line" x1="{x:.1f}" y1="{_TOP - 4}" x2="{x:.1f}" y2="{bottom}"/>'
+        )
+        parts.append(_text(x, bottom + 14, f"{i * step:g}", "quiet", "middle"))
+    return parts
+
+
+def _round_step(least: Time) -> Time:
+    """The first of 1, 2, 5, 10, 20, ... that is not below `least`, at any power of ten."""
+    power = 10.0 ** (len(f"{int(least)}") - 1) if least >= 1 else 1.0
+    while power > least > 0:
+        power /= 10
+    return next((k * power for k in (1, 2, 5) if k * power >= least), 10 * power)
+
+
+def _lane(rank: int, y: Time) -> list[str]:
+    where = f'x="{_LEFT}" y="{y:.2f}" width="{_WIDTH - _LEFT - _RIGHT}" height="{_BAR}"'
+    label = _text(_LEFT - 10, y + _BAR / 2 + 4, f"rank {rank}", anchor="end")
+    return [label, f'<rect class="lane" {where} rx="2"/>']
+
+
+def _blocks(row: tuple[Timed, ...], stages: Sequence[int], y: Time, scale: Time) -> Iterator[str]:
+    """What a rank does, each action with its name and times."""
+    for timed in row:
+        x, width = _LEFT + timed.start * scale, (timed.end - timed.start) * scale
+        halves = actions_of(timed.step)
+        height = _BAR / len(halves)
+        yield f"<g><title>{escape(f'{timed.step} from {timed.start:g} to {timed.end:g}')}</title>"
+        for i, action in enumerate(halves):
+            chunk = stages.index(action.stage)
+            yield from _block(action, x, y + i * height, width, height, chunk, len(stages))
+        yield "</g>"
+
+
+def _paths(row: tuple[Timed, ...], stages: Sequence[int], y: Time, scale: Time) -> Iterator[str]:
+    """The same without names, in few bytes."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for timed in row:
+        x, width = _LEFT + timed.start * scale, (timed.end - timed.start) * scale
+        halves = actions_of(timed.step)
+        height = _BAR / len(halves)
+        for i, action in enumerate(halves):
+            fill = _shade(_COLOURS[action.op][0], stages.index(action.stage), len(stages))
+            box = f"h{width:.2f}v{height:g}h-{width:.2f}z"
+            found[fill].append(f"M{x:.2f} {y + i * height:g}{box}")
+    for fill, boxes in found.items():
+        yield f'<path fill="{fill}" d="{"".join(boxes)}"/>'
+
+
+def _block(
+    action: Action, x: Time, y: Time, width: Time, height: Time, chunk: int, chunks: int
+) -> list[str]:
+    """One action's box, with its microbatch's number where that fits."""
+    fill = _shade(_COLOURS[action.op][0], chunk, chunks)
+    parts = [_box(x, y, max(width - 0.8, 0.4), height - 0.6, fill)]
+    label = str(action.microbatch)
+    if action.slice is not None:
+        label += "abcdefgh"[action.slice] if action.slice < 8 else f".{action.slice}"
+    size = min(11.0, (width - 1.5) / len(label) / _CHARACTER)
+    if size >= _SMALLEST:
+        kind = "n dark" if chunk > 0 and 2 * chunk >= chunks else "n"
+        place = f'x="{x + width / 2:.1f}" y="{y + height / 2 + size / 2.7:.1f}"'
+        parts.append(f'<text {place} class="{kind}" style="font-size:{size:.1f}px">{label}</text>')
+    return parts
+
+
+def _box(x: Time, y: Time, width: Time, height: Time, fill: str) -> str:
+    return (
+        f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" rx="2" '
+        f'fill="{fill}"/>'
+    )
+
+
+def _shade(colour: str, chunk: int, chunks: int) -> str:
+    """The colour of a chunk: chunk 0's is full, the last one's more than half white."""
+    white = 0.58 * chunk / max(chunks - 1, 1)
+    channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(c + (255 - c) * white):02x}" for c in channels)
+
+
+def _caption(timeline: Timeline) -> tuple[str, str]:
+    schedule = timeline.schedule
+    end, rectangular = makespan(timeline), rectangular_bubble(timeline)
+    peaks = peak_activations(schedule)
+    return (
+        f"{len(peaks)} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} "
+        f"microbatches. Makespan {end:g}; bubble {rectangular:g} ({rectangular / (end or 1):.1%}), "
+        f"parallelogram bubble {parallelogram_bubble(timeline):g}.",
+        f"Peak live activations {max(peaks)}, by rank {' '.join(map(str, peaks))}.",
+    )

@@ -1,0 +1,63 @@
+"""A timeline in the terminal: one row per rank, one column per time unit."""
+
+from fractions import Fraction
+from math import floor, gcd, lcm
+
+from .._action import Pair, Step
+from ..analysis._measure import makespan
+from ..analysis._simulate import Time, Timeline
+
+_MOST_COLUMNS = 10_000
+
+
+def grid(timeline: Timeline, unit: Time) -> str:
+    """Draws a timeline, `unit` of time to a column.
+
+    An action stands in the column it starts in, with `-` for as long as it lasts; `.` is a bubble.
+    A fused pair prints as `4F4+3B0`.
+
+    Raises:
+        ValueError: If `unit` is not positive.
+    """
+    if unit <= 0:
+        raise ValueError(f"`unit` is {unit}. Give a positive time, such as `time_unit(timeline)`.")
+    labels = [_label(timed.step) for row in timeline.rows for timed in row]
+    width = 1 + max(map(len, labels), default=1)
+    columns = _column(makespan(timeline), unit)
+    name_width = len(f"rank {len(timeline.rows) - 1}")
+    lines = []
+    for rank, row in enumerate(timeline.rows):
+        cells = ["."] * columns
+        for timed in row:
+            first, last = _column(timed.start, unit), _column(timed.end, unit)
+            if last > first:  # what takes no time has no column
+                cells[first:last] = [_label(timed.step), *["-" * (width - 1)] * (last - first - 1)]
+        line = "".join(cell.ljust(width) for cell in cells).rstrip()
+        lines.append(f"{f'rank {rank}'.ljust(name_width)}  {line}")
+    return "\n".join(lines)
+
+
+def time_unit(timeline: Timeline) -> Time:
+    """A unit to draw a timeline in.
+
+    The longest time of which every start and end is a whole multiple. Where that makes more than
+    500 columns, the length of the shortest action instead, or a 10,000th of the whole if that is
+    longer, and places are rounded.
+    """
+    timed = [timed for row in timeline.rows for timed in row]
+    times = [Fraction(time) for t in timed for time in (t.start, t.end)]
+    below = lcm(*(time.denominator for time in times))
+    unit = Fraction(gcd(*(int(time * below) for time in times)), below) or Fraction(1)
+    if makespan(timeline) > 500 * unit:
+        shortest = min((t.end - t.start for t in timed if t.end > t.start), default=1)
+        return max(shortest, makespan(timeline) / _MOST_COLUMNS)
+    return unit.numerator if unit.denominator == 1 else float(unit)
+
+
+def _column(time: Time, unit: Time) -> int:
+    """Rounds a half up: what lasts a unit gets a column, wherever it starts."""
+    return floor(time / unit + 0.5)
+
+
+def _label(step: Step) -> str:
+    return f"{step.forward}+{step.backward}" if isinstance(step, Pair) else str(step)

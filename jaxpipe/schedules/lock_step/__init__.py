@@ -1,0 +1,1 @@
+"""A schedule on a grid of ticks: its buffers, its weight prefetch and its tables."""

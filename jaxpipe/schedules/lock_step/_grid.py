@@ -1,0 +1,258 @@
+"""Fills one grid of ticks with a list scheduler that accounts for the cost of each tick.
+
+An action is a number here: stage * M + microbatch, where M is the number of microbatches. Minus M
+that is the same microbatch on the stage before, plus M on the stage after.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+from .._action import Action, Op, Step, actions_of
+from .._schedule import Schedule
+from ..analysis._simulate import Costs, Time, duration
+from ._ticks import PHASE, Ticks
+
+_NEVER = 1 << 60
+
+
+class Order(NamedTuple):
+    """The actions that a rank has to run: three lists, each with the next action last.
+
+    Attributes:
+        forwards: The (number, duration) of every F.
+        backwards: The (number, duration, number of forwards before it in its program, whether it is
+            an I) of every B and I.
+        weights: The (number, duration) of every W.
+        time: The time of all of them.
+    """
+
+    forwards: list[tuple[int, Time]]
+    backwards: list[tuple[int, Time, int, bool]]
+    weights: list[tuple[int, Time]]
+    time: Time
+
+
+class Orders(NamedTuple):
+    """A schedule without pairs, as `fill` reads it.
+
+    Attributes:
+        schedule: The schedule.
+        of_ranks: The order of every rank.
+        transfer: The time between two ticks.
+        trust: 1, or a little less where times are floating-point numbers and sums of them inexact.
+    """
+
+    schedule: Schedule
+    of_ranks: list[Order]
+    transfer: Time
+    trust: Time
+
+
+class Grid(NamedTuple):
+    """The ticks of all actions, by number.
+
+    Attributes:
+        makespan: The time that the grid takes.
+        forwards: [stages * M] the tick of every F.
+        inputs: [stages * M] the tick of every B or I.
+        weights: [stages * M] the tick of every W.
+    """
+
+    makespan: Time
+    forwards: list[int]
+    inputs: list[int]
+    weights: list[int]
+
+
+class Filled(NamedTuple):
+    """The outcome of an attempt to fill a grid.
+
+    Attributes:
+        grid: The grid; None if it would have taken too long.
+        full: Whether a forward waited for memory. If not, larger caps give the same.
+        lagged: Whether a W ran because more than `lag` were owed. If not, a larger lag gives the
+            same.
+    """
+
+    grid: Grid | None
+    full: bool
+    lagged: bool
+
+
+@dataclass(slots=True)
+class _Rank:
+    """The state of a rank while a grid is filled.
+
+    Attributes:
+        forwards: The F's that it has still to run; likewise `backwards` and `weights`.
+        left: The time of all of them.
+        cap: The most activations that it may hold.
+        alive: The activations that it holds.
+        done: The forwards that it has run.
+        owed: The W's whose I it has run.
+        time: How long it works in this tick.
+        end: When its work in this tick ends.
+        weighs: Whether it runs a W in this tick.
+    """
+
+    forwards: list[tuple[int, Time]]
+    backwards: list[tuple[int, Time, int, bool]]
+    weights: list[tuple[int, Time]]
+    left: Time
+    cap: int
+    alive: int = 0
+    done: int = 0
+    owed: int = 0
+    time: Time = 0
+    end: Time = 0
+    weighs: bool = False
+
+
+def orders_of(schedule: Schedule, costs: Costs) -> Orders:
+    """Returns what every rank of a schedule without pairs has to run."""
+    of_ranks = [_order(program, schedule.num_microbatches, costs) for program in schedule.programs]
+    every = (costs.forward, costs.input, costs.weight, costs.transfer)
+    times = [time for cost in every for time in (cost if isinstance(cost, tuple) else (cost,))]
+    inexact = any(isinstance(time, float) for time in times)
+    return Orders(schedule, of_ranks, costs.transfer, 1 - 1e-9 if inexact else 1)
+
+
+def _order(program: tuple[Step, ...], num_microbatches: int, costs: Costs) -> Order:
+    forwards, backwards, weights, total = [], [], [], 0
+    for action in (action for step in program for action in actions_of(step)):
+        number = action.stage * num_microbatches + action.microbatch
+        time = duration(action, costs)
+        total += time
+        if action.op is Op.F:
+            forwards.append((number, time))
+        elif action.op is Op.W:
+            weights.append((number, time))
+        else:
+            backwards.append((number, time, len(forwards), action.op is Op.I))
+    return Order(forwards[::-1], backwards[::-1], weights[::-1], total)
+
+
+def fill(
+    orders: Orders, caps: Sequence[int], lag: int, *, longest: Time = inf, below: Time = inf
+) -> Filled:
+    """Fills a grid tick by tick: every rank runs the F and the B or I that are ready.
+
+    A rank runs a W if it owes more than `lag` of them, if it waits for memory, if it has nothing
+    else to run, or if another rank takes as long anyway.
+
+    Args:
+        orders: The actions of the ranks.
+        caps: [ranks] the most activations that each may hold.
+        lag: The most W's that a rank defers.
+        longest: The attempt ends as soon as the makespan must exceed this.
+        below: The attempt ends as soon as the makespan must be at least this.
+    """
+    num_microbatches = orders.schedule.num_microbatches
+    total = orders.schedule.num_stages * num_microbatches
+    grid = Grid(0, [_NEVER] * total, [_NEVER] * total, [_NEVER] * total)
+    ranks = [
+        _Rank(order.forwards[:], order.backwards[:], order.weights[:], order.time, cap)
+        for order, cap in zip(orders.of_ranks, caps, strict=True)
+    ]
+    tick = 0
+    start: Time = 0
+    end: Time = 0
+    full = lagged = False
+    while ranks := [rank for rank in ranks if rank.forwards or rank.backwards or rank.weights]:
+        now_full, now_lagged = _run_ready(ranks, grid, tick, start, lag, num_microbatches)
+        full, lagged = full or now_full, lagged or now_lagged
+        _fill_up(ranks, grid, tick)
+        end = max([rank.end for rank in ranks])
+        # After this tick, ticks take no less than the rank with most to do.
+        least = (end + max([rank.left for rank in ranks])) * orders.trust
+        if least > longest or least >= below:
+            return Filled(None, full, lagged)
+        tick, start = tick + 1, end + orders.transfer
+        assert tick <= 3 * total, "a schedule that passes `check` always goes on"
+    is_short = end <= longest and end < below
+    return Filled(grid._replace(makespan=end) if is_short else None, full, lagged)
+
+
+def _run_ready(
+    ranks: list[_Rank], grid: Grid, tick: int, start: Time, lag: int, num_microbatches: int
+) -> tuple[bool, bool]:
+    """Runs the next F of every rank, its next B or I, and a W that is due.
+
+    Returns:
+        `full` and `lagged` of this tick, as in `Filled`.
+    """
+    forwards, inputs = grid.forwards, grid.inputs
+    last_stage = len(forwards) - num_microbatches
+    full = lagged = False
+    for rank in ranks:
+        time, end, runs, waits = 0, start, False, False
+        if rank.forwards:
+            number, length = rank.forwards[-1]
+            if number < num_microbatches or forwards[number - num_microbatches] < tick:
+                waits = rank.alive >= rank.cap
+                if not waits:
+                    rank.forwards.pop()
+                    forwards[number] = tick
+                    rank.alive += 1
+                    rank.done += 1
+                    time, end, runs = length, end + length, True
+        if rank.backwards:
+            number, length, after, is_split = rank.backwards[-1]
+            if rank.done >= after and (
+                inputs[number + num_microbatches] < tick
+                if number < last_stage
+                else forwards[number] <= tick
+            ):
+                rank.backwards.pop()
+                inputs[number] = tick
+                rank.owed += is_split
+                rank.alive -= not is_split
+                time, end, runs = time + length, end + length, True
+        rank.time, rank.end, rank.weighs = time, end, False
+        rank.left -= time
+        full = full or waits
+        if rank.weights and (waits or not runs or rank.owed > lag):
+            _run_weight(rank, grid, tick)
+            lagged = lagged or (runs and not waits)
+    return full, lagged
+
+
+def _fill_up(ranks: list[_Rank], grid: Grid, tick: int) -> None:
+    """Runs a W on every rank that would wait for another at least as long."""
+    longest = max([rank.time for rank in ranks])
+    for rank in ranks:
+        if rank.weights and not rank.weighs and rank.time + rank.weights[-1][1] <= longest:
+            _run_weight(rank, grid, tick)
+
+
+def _run_weight(rank: _Rank, grid: Grid, tick: int) -> None:
+    """Runs the next W if its I has run."""
+    number, length = rank.weights[-1]
+    if grid.inputs[number] <= tick:
+        rank.weights.pop()
+        grid.weights[number] = tick
+        rank.owed -= 1
+        rank.alive -= 1
+        rank.time += length
+        rank.end += length
+        rank.left -= length
+        rank.weighs = True
+
+
+def ticks_of(schedule: Schedule, grid: Grid) -> Ticks:
+    """Returns a schedule without pairs in the order of a grid that was filled with it."""
+    num_microbatches = schedule.num_microbatches
+    of_op = {Op.F: grid.forwards, Op.B: grid.inputs, Op.I: grid.inputs, Op.W: grid.weights}
+
+    def when(action: Action) -> tuple[int, int]:
+        number = action.stage * num_microbatches + action.microbatch
+        return of_op[action.op][number], PHASE[action.op]
+
+    programs = tuple(
+        tuple(sorted((action for step in program for action in actions_of(step)), key=when))
+        for program in schedule.programs
+    )
+    numbers = tuple(tuple(when(action)[0] for action in program) for program in programs)
+    return Ticks(Schedule(schedule.num_stages, num_microbatches, programs), numbers)

@@ -1,0 +1,112 @@
+"""From a schedule to ticks: a list scheduler that looks at what a tick costs, tried many ways.
+
+The order of a schedule, kept to the letter, costs too many ticks: 1F1B has the backward of
+microbatch 0 before the forward of microbatch S, which then meets a bubble on every rank. So only
+the order among forwards is kept, that among backwards, and that among W. A forward may come before
+earlier backwards, a W any time after its I. Nothing comes before an earlier forward, so GPipe stays
+GPipe; and a rank holds no more activations than it may, so a lean schedule stays lean.
+"""
+
+from collections.abc import Sequence
+from math import inf
+
+from .._schedule import Schedule, num_ranks, splits_backwards, without_pairs
+from ..analysis._measure import makespan, peak_activations
+from ..analysis._simulate import Costs, Time, check_costs, simulate
+from ..builders._require import require
+from ._grid import Grid, Orders, fill, orders_of, ticks_of
+from ._ticks import Ticks, check_plain
+
+
+def lock_step(schedule: Schedule, costs: Costs | None = None, *, spare: int | None = None) -> Ticks:
+    """The leanest of the grids that cost no more than the schedule does without lock-step; if there
+    are none, the leanest that costs no more than the one with most memory.
+
+    1F1B and interleaved 1F1B come to their ideal, (M + (S - 1) / v) (F + B) for F and B of a rank.
+    A rank then holds up to 2 (S - 1 - rank) + 1 microbatches instead of S - rank.
+
+    Args:
+        schedule: A schedule that passes `check`, or the `forward_only` of one.
+        costs: Of a stage. None: one each.
+        spare: Activations that a rank may hold beyond its peak in `schedule`. None: what pays.
+
+    Raises:
+        ValueError: If microbatches are sliced, a stage lies on two ranks, `spare` is negative, or
+            costs are negative or not one per stage.
+    """
+    require(spare is None or spare >= 0, f"`spare` is {spare}.", "Give 0 or more activations.")
+    check_plain(schedule)
+    costs, plain = costs or Costs(), without_pairs(schedule)
+    check_costs(costs, schedule.num_stages)
+    tries = _affordable_tries(plain)
+    free = 0 if spare is not None else makespan(simulate(plain, costs))
+    orders, peaks, lags = orders_of(plain, costs), peak_activations(plain), list(_lags(plain))
+    *lean, most = _spares(plain) if spare is None else (spare,)
+    thinned = -(-len(lean) * len(lags) // tries) or 1
+    grid = _cheapest(orders, peaks, most, lags)
+    assert grid, "without a longest makespan there is a grid"
+    longest = max(grid.makespan, free)
+    found = (_cheapest(orders, peaks, spare, lags, longest) for spare in lean[::thinned])
+    return ticks_of(plain, next((leaner for leaner in found if leaner), grid))
+
+
+_MOST_TURNS = 1 << 27
+"""Turns of ranks, one in each tick of each grid that is tried: some two minutes."""
+
+
+def _affordable_tries(schedule: Schedule) -> int:
+    """Returns how many grids of a schedule may be tried: all, unless it is very large."""
+    ticks = max(map(len, schedule.programs), default=0) + 2 * schedule.num_stages
+    tries = _MOST_TURNS // (1 + ticks * num_ranks(schedule))
+    require(
+        tries >= len(_lags(schedule)),
+        f"The schedule has {num_ranks(schedule)} ranks and {schedule.num_stages} stages.",
+        "That is too large to be put in lock-step: give fewer ranks or microbatches.",
+    )
+    return tries
+
+
+def _spares(schedule: Schedule) -> tuple[int, ...]:
+    """Fewer tries the larger they are. More than fill every hand-over with a tick do not pay."""
+    spares = [0]
+    while spares[-1] < 2 * schedule.num_stages:
+        spares.append(spares[-1] + max(1, spares[-1] // 4))
+    return tuple(spares)
+
+
+def _lags(schedule: Schedule) -> tuple[int, ...]:
+    """How many W a rank puts off: more of them fill more bubbles, and hold more activations."""
+    S = num_ranks(schedule)
+    return (
+        tuple(sorted({0, 1, 2, S // 2, S - 1, S, 2 * S - 1}))
+        if splits_backwards(schedule)
+        else (0,)
+    )
+
+
+def _cheapest(
+    orders: Orders, peaks: Sequence[int], spare: int, lags: list[int], longest: Time = inf
+) -> Grid | None:
+    """Returns the cheapest grid among those of all lags, the first of equals.
+
+    Args:
+        orders: What the ranks have to run.
+        peaks: [ranks] the most activations that each holds in the schedule.
+        spare: How many more it may hold.
+        lags: The numbers of W's that a rank may put off, in ascending order. Those for which no
+            larger spare can give a grid that is short enough are removed.
+        longest: The longest makespan that is of use. None is returned if no grid is that short.
+    """
+    caps = [peak + spare for peak in peaks]
+    cheapest: Grid | None = None
+    for lag in lags.copy():
+        below = inf if cheapest is None else cheapest.makespan
+        filled = fill(orders, caps, lag, longest=longest, below=below)
+        same = [lag] if filled.lagged else [other for other in lags if other >= lag]
+        if filled.grid:
+            cheapest = filled.grid
+        elif cheapest is None and not filled.full:
+            lags[:] = [other for other in lags if other not in same]
+        if not filled.lagged:
+            break
+    return cheapest

@@ -1,0 +1,148 @@
+"""A schedule in lock-step: which action each rank runs in which tick, and what that costs.
+
+One program for all ranks is one loop for all ranks. In a tick a rank runs at most one F, then at
+most one B or I, then at most one W; then all ranks hand over. What a rank has made it can use at
+once, what another has made a tick later; and a tick takes as long as its busiest rank.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .._action import Action, Op, Step, actions_of
+from .._check import check
+from .._dependencies import ScheduleError, needs, results
+from .._schedule import Schedule, actions, num_slices, ranks_by_stage
+from ..analysis._simulate import Costs, Time, Timed, Timeline, check_costs, duration
+from ..builders._require import require
+
+PHASE = {Op.F: 0, Op.B: 1, Op.I: 1, Op.W: 2}
+"""Where in a tick an action stands. Two of a tick and rank never stand at one place."""
+
+
+@dataclass(frozen=True)
+class Ticks:
+    """A schedule and the tick of every step of it.
+
+    Attributes:
+        schedule: The order in which ranks run; no fused pairs.
+        numbers: For every rank the ticks of its steps, counted from 0.
+    """
+
+    schedule: Schedule
+    numbers: tuple[tuple[int, ...], ...]
+
+
+def num_ticks(ticks: Ticks) -> int:
+    return 1 + max((number for row in ticks.numbers for number in row), default=-1)
+
+
+def ticked(ticks: Ticks) -> Iterator[tuple[int, int, Action]]:
+    """Every action with its rank and its tick, rank by rank."""
+    for rank, (program, numbers) in enumerate(
+        zip(ticks.schedule.programs, ticks.numbers, strict=True)
+    ):
+        for step, number in zip(program, numbers, strict=True):
+            for action in actions_of(step):
+                yield rank, number, action
+
+
+def check_ticks(ticks: Ticks) -> Ticks:
+    """Returns `ticks` if a loop over them computes what the schedule does.
+
+    The schedule may have forwards alone.
+
+    Raises:
+        ScheduleError: Naming the first action that comes too early, or twice in a tick; or if the
+            schedule is none.
+        ValueError: If microbatches are sliced, or a stage lies on two ranks.
+    """
+    lengths = [len(program) for program in ticks.schedule.programs]
+    if [len(numbers) for numbers in ticks.numbers] != lengths:
+        raise ScheduleError(
+            f"`numbers` has {', '.join(str(len(n)) for n in ticks.numbers)} ticks for programs of "
+            f"{', '.join(map(str, lengths))} steps. Give one for each."
+        )
+    check_plain(ticks.schedule)
+    if any(action.op is not Op.F for _, _, action in ticked(ticks)):
+        check(ticks.schedule)
+    else:
+        _check_forwards(ticks.schedule)
+    made = {
+        result: (rank, tick) for rank, tick, action in ticked(ticks) for result in results(action)
+    }
+    before: dict[int, tuple[int, int]] = {}
+    for rank, tick, action in ticked(ticks):
+        now = tick, PHASE[action.op]
+        if before.get(rank, (-1, 0)) >= now:
+            raise ScheduleError(
+                f"Rank {rank} runs {action} in tick {tick}, after what it cannot follow there. A "
+                "tick is one F, then one B or I, then one W at the most. Take a later tick."
+            )
+        before[rank] = now
+        for need in needs(action, ticks.schedule.num_stages, 1):
+            home, ready = made[need]
+            if ready > tick or (home != rank and ready == tick):
+                raise ScheduleError(
+                    f"Rank {rank} runs {action} in tick {tick}, but {need} runs on rank {home} in "
+                    f"tick {ready}. Take a later tick."
+                )
+    return ticks
+
+
+def check_plain(schedule: Schedule) -> None:
+    """Refuses what engines that differentiate stage by stage cannot run.
+
+    Raises:
+        ValueError: If microbatches are sliced, or a stage lies on two ranks.
+    """
+    require(
+        num_slices(schedule) == 1,
+        "`schedule` has slices of sequences, whose order attention would have to know.",
+        "Give a schedule of whole microbatches, such as 1f1b.",
+    )
+    for stage, ranks in ranks_by_stage(schedule).items():
+        require(
+            len(ranks) < 2,
+            f"Stage {stage} lies on ranks {' and '.join(map(str, ranks))}: two copies of its "
+            "weights.",
+            "Give a schedule with one, such as dualpipev instead of dualpipe.",
+        )
+
+
+def _check_forwards(schedule: Schedule) -> None:
+    """Every stage has every microbatch once."""
+    found = Counter(action for _, action in actions(schedule))
+    for stage in range(schedule.num_stages):
+        for microbatch in range(schedule.num_microbatches):
+            forward = Action(stage, Op.F, microbatch)
+            if found.pop(forward, 0) != 1:
+                raise ScheduleError(f"No rank runs {forward}, or it runs twice:\n{schedule}")
+    if found:
+        raise ScheduleError(f"{next(iter(found))} is out of range:\n{schedule}")
+
+
+def simulate_ticks(ticks: Ticks, costs: Costs) -> Timeline:
+    """Tick after tick, each as soon as every rank has done with the one before.
+
+    Its makespan beside that of `simulate` is the price of lock-step.
+
+    Raises:
+        ValueError: If costs are negative, or not one per stage.
+    """
+    check_costs(costs, ticks.schedule.num_stages)
+    work: list[list[list[Step]]] = [[[] for _ in ticks.numbers] for _ in range(num_ticks(ticks))]
+    for rank, tick, action in ticked(ticks):
+        work[tick][rank].append(action)
+    rows: list[list[Timed]] = [[] for _ in ticks.numbers]
+    start: Time = 0
+    for tick in work:
+        ends = [start]
+        for rank, steps in enumerate(tick):
+            end = start
+            for step in steps:
+                end, begin = end + duration(step, costs), end
+                rows[rank].append(Timed(step, begin, end))
+            ends.append(end)
+        start = max(ends) + costs.transfer
+    return Timeline(ticks.schedule, tuple(map(tuple, rows)))

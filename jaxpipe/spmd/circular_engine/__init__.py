@@ -1,0 +1,1 @@
+"""MaxText's circular pipeline as pure functions of one rank."""

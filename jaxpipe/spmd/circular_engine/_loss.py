@@ -1,0 +1,141 @@
+"""Loss and gradients of a whole model on one rank: embedding, circular pipeline, loss, and back.
+
+S ranks, M microbatches, n = M / S of them on each rank: it embeds these and computes their loss.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import PyTree, Scalar
+
+from ...autodiff import Model, Sums, floating, joined, merge, total
+from .._ranks import AXIS, zeros
+from .._weight_gather import Gather, wide
+from ._passes import How, backward, forward, prepare
+
+
+def rank_value_and_grad(
+    model: Model,
+    how: How,
+    ends_gather: Gather,
+    stages: PyTree,
+    ends: dict[str, PyTree],
+    side: PyTree,
+    keys: PyTree,
+) -> tuple[tuple[Scalar, Sums], tuple[PyTree, dict[str, PyTree]]]:
+    """Runs on one rank inside the axis `stage`, and on its own rows over the batch axes.
+
+    Args:
+        model: The model.
+        how: The choices for the pipeline.
+        ends_gather: How `ends` are gathered, once.
+        stages: [R, ...] leaves.
+        ends: Weights of the embedding and of the head.
+        side: [M, ...] leaves.
+        keys: [R, ...] leaves, or ().
+
+    Returns:
+        ((loss, metrics) of the batch, (gradients of `stages`, gradients of `ends`)).
+    """
+    whole = ends_gather.whole(ends_gather.cast(ends))
+    share = _share_of_rank(side)
+    embed = jax.vmap(model.embed, in_axes=(None, 0))
+    x, pull_embed = _pullback(lambda w: embed(w, share), whole["embed"])
+    run, of_tick = prepare(model.stage, how, stages, x, side, keys)
+    (y, of_stages), kept = forward(run, x, of_tick, keep=True)
+    (loss, of_loss), (of_ends, dy) = _loss_and_gradients(model, whole, y, share)
+    dsums = {name: jnp.full_like(s, 1 if name == "loss" else 0) for name, s in of_stages.items()}
+    gradients, dx, _ = backward(run, kept, dy, dsums)
+    (of_embed,) = pull_embed(dx)
+    of_ends["embed"] = jax.tree.map(jnp.add, of_ends["embed"], wide(of_embed))
+    sums = lax.psum((loss, of_loss, of_stages), (AXIS, *how.gather.batch_axes))
+    of_ends = ends_gather.scatter(lax.psum(of_ends, AXIS))
+    return joined(*sums), (like(gradients, stages), like(of_ends, ends))
+
+
+def rank_value(
+    model: Model,
+    how: How,
+    ends_gather: Gather,
+    stages: PyTree,
+    ends: dict[str, PyTree],
+    side: PyTree,
+    keys: PyTree,
+) -> tuple[Scalar, Sums]:
+    """(loss, metrics) alone, of what `rank_value_and_grad` takes. Nothing is kept or derived."""
+    whole = ends_gather.whole(ends_gather.cast(ends))
+    share = _share_of_rank(side)
+    x = jax.vmap(model.embed, in_axes=(None, 0))(whole["embed"], share)
+    run, of_tick = prepare(model.stage, how, stages, x, side, keys)
+    (y, of_stages), _ = forward(run, x, of_tick, keep=False)
+
+    def step(_, microbatch):
+        return (), model.loss(model.ends(whole), *microbatch)
+
+    _, (losses, of_loss) = lax.scan(step, (), (y, share))
+    sums = jnp.sum(losses), total(of_loss), of_stages
+    return joined(*lax.psum(sums, (AXIS, *how.gather.batch_axes)))
+
+
+def _loss_and_gradients(
+    model: Model, ends: dict[str, PyTree], y: PyTree, share: PyTree
+) -> tuple[tuple[Scalar, Sums], tuple[dict[str, PyTree], PyTree]]:
+    """The loss of this rank's microbatches, one after the other, and its gradients by ends and y.
+
+    The gradients come right with the loss, so the logits are computed once and live as long as one
+    microbatch does.
+    """
+
+    def step(gradients, microbatch):
+        value, (of_ends, dy) = loss_and_gradients(model, ends, *microbatch)
+        return add_to_ends(gradients, of_ends), (value, dy)
+
+    nothing = jax.tree.map(zeros, wide(ends))
+    gradients, ((losses, sums), dy) = lax.scan(step, nothing, (y, share))
+    return (jnp.sum(losses), total(sums)), (gradients, dy)
+
+
+def loss_and_gradients(
+    model: Model, ends: dict[str, PyTree], y: PyTree, side: PyTree
+) -> tuple[tuple[Scalar, Sums], tuple[dict[str, PyTree], PyTree]]:
+    """Of one microbatch: ((loss, sums), (gradients of the ends that `model.loss` reads, of y))."""
+
+    def loss(ends, differentiated):
+        return model.loss(ends, merge(differentiated, y), side)
+
+    of_microbatch = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    return of_microbatch(model.ends(ends), floating(y))
+
+
+def add_to_ends(gradients: dict[str, PyTree], new: dict[str, PyTree]) -> dict[str, PyTree]:
+    """Gradients of all ends, with those of some of them added."""
+    so_far = {name: gradients[name] for name in new}
+    return gradients | jax.tree.map(jnp.add, so_far, wide(new))
+
+
+def _pullback(f: Callable, weights: PyTree) -> tuple[PyTree, Callable]:
+    """`f(weights)` and its derivative, from cotangents of the leaves that are floating."""
+
+    def of_floating(weights):
+        out = f(weights)
+        return floating(out), out
+
+    _, pull, out = jax.vjp(of_floating, weights, has_aux=True)
+    return out, pull
+
+
+def like(gradients: PyTree, weights: PyTree) -> PyTree:
+    return jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, weights)
+
+
+def _share_of_rank(tree: PyTree) -> PyTree:
+    """[M, ...] -> this rank's [n, ...]"""
+
+    def share(x: Any) -> Any:
+        size = x.shape[0] // lax.axis_size(AXIS)
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(AXIS) * size, size)
+
+    return jax.tree.map(share, tree)

@@ -1,0 +1,351 @@
+"""The circular pipeline of one rank: all ticks forward, and all ticks backward.
+
+The backward is written out here, not left to JAX's transposition of a loop, for four things that
+this decides: weights are gathered again instead of kept, gradients add up in float32 and are
+reduce-scattered once per repeat, what a tick keeps is written in place into one buffer, and no
+buffer of the forward's movements is kept at all.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int, PyTree
+
+from ...autodiff import Pullback, Sums, at, floating, fold, pullback
+from .._ranks import AXIS, zeros
+from .._weight_gather import Access, Gather, access, same
+from ._residuals import Kept, first_late_repeat, read_early, read_late, room, store
+from ._segments import Segment, enter, last, middle, only_repeat
+from ._shape import (
+    Counts,
+    State,
+    Visit,
+    add_input,
+    check_circular,
+    first_state,
+    hand_over,
+    last_cotangent,
+    next_input,
+    put,
+    realign,
+    take_back,
+    visit_at,
+)
+
+Stage = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, Sums]]
+
+
+class Run(NamedTuple):
+    """What stays the same from tick to tick, on one rank.
+
+    Attributes:
+        counts: S, R, M and d.
+        stage: The stage, forward and backward.
+        weights: How this rank gets at its weights.
+        side: [M, ...] leaves.
+        keys: [R, ...] leaves, or ().
+        scan: Whether the repeats between the first and the last are a loop of the program.
+    """
+
+    counts: Counts
+    stage: Pullback
+    weights: Access
+    side: PyTree
+    keys: PyTree
+    scan: bool
+
+
+class Backward(NamedTuple):
+    """What the backward carries from tick to tick: cotangents of `State` and of `side`."""
+
+    state: State
+    side: PyTree
+
+
+class Held(NamedTuple):
+    """What a rank has of the repeat that it works on, in the backward.
+
+    Attributes:
+        window: Its weights.
+        gradient: Their gradient so far.
+        done: The gradient of the repeat before, which is that of a later one.
+    """
+
+    window: PyTree
+    gradient: PyTree
+    done: PyTree
+
+
+class How(NamedTuple):
+    """What the caller of a circular pipeline chooses.
+
+    Attributes:
+        delay: Hand results over one tick late, so that the transfer overlaps with work.
+        remat: Wraps a stage: what of a tick is kept for the backward.
+        gather: When weights are gathered.
+        scan_repeats: Whether repeats are a loop of the program, or written out.
+    """
+
+    delay: bool
+    remat: Callable[[Callable], Callable]
+    gather: Gather
+    scan_repeats: bool
+
+
+def forward_rank(
+    stage: Stage, how: How, keep: bool, weights: PyTree, inputs: PyTree, side: PyTree, keys: PyTree
+) -> tuple[tuple[PyTree, Sums], Kept]:
+    """Sends every microbatch through all stages. Runs on one rank inside the axis `stage`.
+
+    Args:
+        stage: `(weights of one stage, x, side of one microbatch, its keys) -> (y, sums)`.
+        how: The choices.
+        keep: Whether a backward follows.
+        weights: [R, ...] leaves, this rank's stages.
+        inputs: [n, ...] leaves, this rank's share: microbatches `rank * n` to `(rank + 1) * n`.
+        side: [M, ...] leaves, the same on every rank.
+        keys: [R, ...] leaves, this rank's dropout keys, or ().
+
+    Returns:
+        ((outputs like `inputs`, sums over all stages and microbatches), residuals of this rank).
+
+    Raises:
+        ValueError: If M does not suit the ranks, or `stage` does not return what it was given.
+    """
+    run, of_tick = prepare(stage, how, weights, inputs, side, keys)
+    (outputs, totals), kept = forward(run, inputs, of_tick, keep=keep)
+    return (outputs, lax.psum(totals, (AXIS, *how.gather.batch_axes))), kept
+
+
+def backward_rank(
+    stage: Stage,
+    how: How,
+    weights: PyTree,
+    inputs: PyTree,
+    side: PyTree,
+    keys: PyTree,
+    kept: Kept,
+    doutputs: PyTree,
+    dsums: Sums,
+) -> tuple[PyTree, PyTree, PyTree]:
+    """Gradients of weights, inputs and side, None for leaves that are not floating.
+
+    Takes what `forward_rank` took (of `inputs` only the shapes), what it kept, and cotangents.
+    """
+    run, _ = prepare(stage, how, weights, inputs, side, keys)
+    gradients, dinputs, dside = backward(run, kept, doutputs, dsums)
+    narrow = jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, floating(weights))
+    return narrow, dinputs, lax.psum(dside, AXIS)
+
+
+def prepare(
+    stage: Stage, how: How, weights: PyTree, inputs: PyTree, side: PyTree, keys: PyTree
+) -> tuple[Run, PyTree]:
+    """The stage traced and divided, and the shapes of its sums."""
+    S, n = lax.axis_size(AXIS), jax.tree.leaves(inputs)[0].shape[0]
+    R = jax.tree.leaves(weights)[0].shape[0]
+    check_circular(S, R, S * n, delay=how.delay)
+
+    rooms = access(how.gather, weights)
+    # Nobody computes with this visit: it is there for its types.
+    visit = rooms.read(rooms.window(rooms.ahead(0), 0)), at(inputs, 0), at(side, 0), at(keys, 0)
+    _, sums = jax.eval_shape(stage, *visit)
+    counts = Counts(S, R, S * n, 2 if how.delay else 1)
+    return Run(
+        counts, pullback(how.remat(stage), *visit), rooms, side, keys, how.scan_repeats
+    ), sums
+
+
+def forward(
+    run: Run, inputs: PyTree, sums: PyTree, *, keep: bool
+) -> tuple[tuple[PyTree, Sums], Kept]:
+    """All ticks: outputs and sums, and the residuals if they are to be kept.
+
+    Args:
+        run: What to run.
+        inputs: [n, ...] leaves.
+        sums: Shapes of the sums of one tick.
+        keep: Whether a backward follows.
+    """
+    counts, weights = run.counts, run.weights
+    ticks = partial(_forward_ticks, run)
+    flow = first_state(inputs, counts), _zeros(sums), _room(run, inputs) if keep else Kept([], [])
+    carry = weights.window(weights.ahead(0), 0), flow
+
+    def block(carry, j):
+        ahead, carry = carry
+        following = weights.ahead(j + 1)  # nothing in this block waits for it
+        return following, ticks(middle(counts, j), ahead, carry)
+
+    if counts.num_repeats == 1:
+        for segment in only_repeat(counts):
+            carry = ticks(segment, None, carry)
+    else:
+        following = weights.ahead(1)
+        carry = following, ticks(enter(counts), None, carry)
+        repeats = jnp.arange(1, counts.num_repeats - 1)
+        ahead, carry = _loop(block, carry, repeats, scan=run.scan)
+        carry = ticks(last(counts), ahead, carry)
+    _, (state, totals, kept) = carry
+    return (realign(state.stream, counts), totals), kept
+
+
+def backward(run: Run, kept: Kept, doutputs: PyTree, dsums: Sums) -> tuple[PyTree, PyTree, PyTree]:
+    """All ticks, the last one first: gradients of weights, inputs and side."""
+    counts, weights = run.counts, run.weights
+    final, half = counts.num_repeats - 1, first_late_repeat(counts)
+    flow = Backward(last_cotangent(doutputs, counts), _zeros(floating(run.side)))
+    window, ahead = _first_windows(weights, final, flow)
+    nothing = weights.zeros(window)
+    carry = ahead, (Held(window, nothing, nothing), flow)
+    blocks = partial(_backward_blocks, run, dsums)
+    gradients, carry = blocks(partial(read_late, kept, counts), half, final, carry)
+    if half:
+        early, carry = blocks(partial(read_early, kept, counts), 0, half - 1, carry)
+        gradients = jax.tree.map(lambda *g: jnp.concatenate(g), early, gradients)
+    _, (_, flow) = carry
+    return gradients, flow.state.stream, flow.side
+
+
+def _first_windows(weights: Access, final: int, flow: Backward) -> tuple[PyTree, PyTree]:
+    """The window of the last repeat, and what comes ahead of the one below it, if there is one.
+
+    Else the compiler would take them in the forward, and hold them until they are used.
+    """
+    window = weights.window(weights.ahead(_after(final, flow.state)), final)
+    return window, weights.ahead(_after(final - 1, flow.state)) if final else ()
+
+
+def _backward_blocks(
+    run: Run, dsums: Sums, read: Callable, lowest: int, highest: int, carry: tuple
+) -> tuple[PyTree, tuple]:
+    """The blocks of repeats `highest` to `lowest`.
+
+    `carry` is what came ahead of the repeat below `highest`, and (`Held`, `Backward`).
+
+    Returns their gradients, [highest - lowest + 1, ...], and the carry for the repeats below.
+    """
+    counts, weights = run.counts, run.weights
+    final = counts.num_repeats - 1
+    ticks = partial(_backward_ticks, run, read, dsums)
+
+    def block(carry, j, segment=None):
+        gradients, (ahead, carry) = carry
+        held, flow = carry
+        # For the next block, and nothing in this one waits for it. Repeat 0 comes once too often.
+        below = jnp.maximum(j - 2, 0)
+        in_loop = segment is None and run.scan
+        following = weights.ahead(below if in_loop else _after(below, flow.state))
+        held, flow = ticks(segment or middle(counts, j), ahead, carry)
+        gradients = put(gradients, weights.close(held.done), j - lowest)
+        return gradients, (following, (held, flow))
+
+    carry = weights.gradients(highest - lowest + 1), carry
+    if 0 < final == highest:
+        carry = block(carry, final, last(counts))
+    below = min(highest, final - 1)
+    carry = _loop(block, carry, jnp.arange(below, max(lowest, 1) - 1, -1), scan=run.scan)
+    if lowest > 0:
+        return carry
+    gradients, (_, carry) = carry
+    for segment in [enter(counts)] if final else reversed([*only_repeat(counts)]):
+        carry = ticks(segment, None, carry)
+    return put(gradients, weights.close(carry[0].gradient), 0), ((), carry)
+
+
+def _forward_ticks(run: Run, segment: Segment, ahead: PyTree | None, carry: tuple) -> tuple:
+    """The ticks of a segment. `ahead` came before the repeat that ranks begin in it, if they do."""
+
+    def tick(carry, t):
+        window, (state, totals, kept) = carry
+        visit = visit_at(t, run.counts)
+        if ahead is not None:
+            begin = lambda _: run.weights.window(ahead, visit.repeat)  # noqa: E731
+            window = lax.cond(_is_first(visit), begin, same, window)
+        x = next_input(state, t, fresh=visit.fresh)
+        side, keys = _of_visit(run, visit)
+        (y, sums), residuals = run.stage.forward(run.weights.read(window), x, side, keys)
+        totals = jax.tree.map(lambda a, b: a + jnp.where(visit.busy, b, 0), totals, sums)
+        kept = store(kept, residuals, t, run.counts) if kept.late else kept
+        state = hand_over(state, y, t, enters=segment.enters, leaves=segment.leaves)
+        return (window, (state, totals, kept)), None
+
+    return lax.scan(tick, carry, segment.ticks)[0]
+
+
+def _backward_ticks(
+    run: Run,
+    read: Callable[[Any], list[jax.Array]],
+    dsums: Sums,
+    segment: Segment,
+    ahead: PyTree | None,
+    carry: tuple[Held, Backward],
+) -> tuple[Held, Backward]:
+    """The ticks of a segment, the last one first. `ahead` came before the repeat that ranks go on
+    with in it, if they do."""
+
+    def tick(carry, t):
+        held, (dstate, dside) = carry
+        visit = visit_at(t, run.counts)
+        dstate, dy = take_back(dstate, t, enters=segment.enters, leaves=segment.leaves)
+        of_sums = jax.tree.map(lambda d: jnp.where(visit.busy, d, 0), dsums)
+        side, keys = _of_visit(run, visit)
+        w = run.weights.read(held.window)
+        dw, dx, ds = run.stage.backward(w, side, keys, read(t), (dy, of_sums))
+        gradient = jax.tree.map(jnp.add, held.gradient, run.weights.give(dw))
+        held = held._replace(gradient=gradient)
+        if ahead is not None:
+            go_on = lambda held: _below(run.weights, ahead, visit.repeat - 1, held)  # noqa: E731
+            held = lax.cond(_is_first(visit), go_on, same, held)
+        dside = put(dside, jax.tree.map(jnp.add, at(dside, visit.microbatch), ds), visit.microbatch)
+        return (held, Backward(add_input(dstate, dx, t, fresh=visit.fresh), dside)), None
+
+    return lax.scan(tick, carry, segment.ticks, reverse=True)[0]
+
+
+def _below(weights: Access, ahead: PyTree, repeat: Any, held: Held) -> Held:
+    """A rank has done with a repeat, and goes on with the one below."""
+    return Held(weights.window(ahead, repeat), _zeros(held.gradient), held.gradient)
+
+
+def _is_first(visit: Visit) -> Bool[Array, ""]:
+    """Whether it is a rank's first in its repeat."""
+    return visit.busy & (visit.microbatch == 0)
+
+
+def _of_visit(run: Run, visit: Visit) -> tuple[PyTree, PyTree]:
+    """Side and keys of the microbatch that a rank works on."""
+    keys = fold(at(run.keys, visit.repeat), visit.microbatch)
+    return at(run.side, visit.microbatch), keys
+
+
+def _loop(body: Callable, carry: Any, values: Int[Array, " n"], *, scan: bool) -> Any:
+    if scan and values.shape[0] > 1:
+        return lax.scan(lambda carry, j: (body(carry, j), None), carry, values)[0]
+    for j in values:
+        carry = body(carry, j)
+    return carry
+
+
+def _after(index: Any, tree: PyTree) -> Int[Array, ""]:
+    """`index`, not before `tree` is there."""
+    return lax.optimization_barrier((jnp.int32(index), jax.tree.leaves(tree)[0]))[0]
+
+
+def _zeros(tree: PyTree) -> PyTree:
+    return jax.tree.map(zeros, tree)
+
+
+def _room(run: Run, inputs: PyTree) -> Kept:
+    """Buffers for what the ticks keep."""
+
+    def residuals(inputs):
+        w = run.weights.read(run.weights.window(run.weights.ahead(0), 0))
+        side, keys = at(run.side, 0), at(run.keys, 0)
+        return run.stage.forward(w, at(inputs, 0), side, keys)[1]
+
+    return room(jax.make_jaxpr(residuals)(inputs).out_avals, run.counts)

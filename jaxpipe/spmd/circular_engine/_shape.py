@@ -1,0 +1,243 @@
+"""How microbatches move through a circular pipeline, seen by one rank.
+
+S ranks, R repeats, M microbatches, n = M / S of them kept by each rank. Stage `repeat * S + rank`.
+A hand-over takes d ticks: 1, or 2 if it is delayed so that it overlaps with the next tick's work.
+At tick t, rank r makes visit k = t - r * d: microbatch k % M in repeat k // M. While the pipeline
+fills (k < 0) and drains (k >= R * M) a rank is in a bubble. It works all the same, on a microbatch
+that lies in its stream: real data, since a norm's gradient at zero is NaN. The result is dropped.
+
+Inputs lie spread over the ranks, n on each. They reach rank 0 by moving one rank down whenever it
+has taken one, and outputs, entering on the last rank, fill the places that become free. This
+stream moves in the M ticks in which microbatches enter and the M in which they leave; with several
+repeats also in the d * (S - 1) ticks before, whose segment it is (`_segments`).
+
+All of this is linear, so the backward is the same movement transposed: every function here has the
+cotangents of a state go through it backwards.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int, PyTree
+
+from ...autodiff import at
+from .._ranks import AXIS, poison
+
+
+class Counts(NamedTuple):
+    """S, R, M and d."""
+
+    num_ranks: int
+    num_repeats: int
+    num_microbatches: int
+    hop: int
+
+
+class State(NamedTuple):
+    """What one rank carries from tick to tick.
+
+    Attributes:
+        stream: [n, ...] inputs not taken yet, then outputs.
+        handoff: What the rank before has handed over.
+        underway: The d - 1 results that are still to be handed over, oldest first.
+        waiting: [M - S * d + 1, ...], or [1, ...] if R = 1: a ring of what the last rank has handed
+            over and rank 0 needs only in its next repeat. It means something on rank 0 alone.
+    """
+
+    stream: PyTree
+    handoff: PyTree
+    underway: tuple[PyTree, ...]
+    waiting: PyTree
+
+
+class Visit(NamedTuple):
+    """What a rank does in a tick: which microbatch in which repeat, unless it is in a bubble.
+
+    Attributes:
+        repeat: Out of range in a bubble.
+        microbatch: In range always.
+        busy: False in a bubble.
+        fresh: Whether the input comes from the stream: it enters here, or this is a bubble.
+    """
+
+    repeat: Int[Array, ""]
+    microbatch: Int[Array, ""]
+    busy: Bool[Array, ""]
+    fresh: Bool[Array, ""]
+
+
+def num_ticks(num_ranks: int, num_repeats: int, num_microbatches: int, *, delay: bool) -> int:
+    """Ticks of the whole pipeline: M * R of work and d * (S - 1) of bubble."""
+    return ticks_of(Counts(num_ranks, num_repeats, num_microbatches, 2 if delay else 1))
+
+
+def ticks_of(counts: Counts) -> int:
+    return counts.num_microbatches * counts.num_repeats + counts.hop * (counts.num_ranks - 1)
+
+
+def visit_at(t: Int[Array, ""], counts: Counts) -> Visit:
+    """What this rank does at tick `t`."""
+    rank, M = lax.axis_index(AXIS), counts.num_microbatches
+    visit = t - rank * counts.hop
+    busy = (visit >= 0) & (visit < counts.num_repeats * M)
+    enters = (rank == 0) & (visit < M)
+    return Visit(visit // M, visit % M, busy, enters | ~busy)
+
+
+def check_circular(
+    num_ranks: int,
+    num_repeats: int,
+    num_microbatches: int,
+    *,
+    delay: bool,
+    names: tuple[str, str] = ("dim 0 of `inputs` and `side`", "`delay`"),
+) -> None:
+    """Checks that the circular pipeline can run these counts.
+
+    Args:
+        num_ranks: S.
+        num_repeats: R.
+        num_microbatches: M.
+        delay: Whether hand-overs are delayed.
+        names: The names of the arguments by which the caller gave M and the delay.
+
+    Raises:
+        ValueError: If it cannot. The error uses `names`.
+    """
+    in_microbatches, in_delay = names
+    if num_microbatches < num_ranks:
+        raise ValueError(
+            f"There are {num_microbatches} microbatches for {num_ranks} ranks. The circular "
+            "pipeline keeps an equal share of the microbatches on every rank: make "
+            f"{in_microbatches} at least {num_ranks}."
+        )
+    if num_microbatches % num_ranks:
+        raise ValueError(
+            f"There are {num_microbatches} microbatches, not a multiple of the {num_ranks} ranks. "
+            "The circular pipeline keeps an equal share of the microbatches on every rank: make "
+            f"{in_microbatches} a multiple of {num_ranks}."
+        )
+    if delay and num_repeats > 1 and num_microbatches < 2 * num_ranks:
+        raise ValueError(
+            f"There are {num_microbatches} microbatches, but with delayed forwarding each of them "
+            f"needs 2 * {num_ranks} ticks for one round of {num_ranks} ranks. Make "
+            f"{in_microbatches} at least {2 * num_ranks}, or {in_delay} False."
+        )
+
+
+def first_state(inputs: PyTree, counts: Counts) -> State:
+    """All microbatches before the pipeline, and poison in every buffer not written yet."""
+    return _state(inputs, jax.tree.map(poison, at(inputs, 0)), counts)
+
+
+def last_cotangent(outputs: PyTree, counts: Counts) -> State:
+    """What the backward starts with: the outputs' cotangents, and nothing on its way."""
+    nothing = jax.tree.map(jnp.zeros_like, at(outputs, 0))
+    return _state(_turn(outputs, counts, back=True), nothing, counts)
+
+
+def _state(stream: PyTree, x: PyTree, counts: Counts) -> State:
+    """`stream`, and `x` in every other buffer."""
+    S, R, M, hop = counts
+    num_waiting = M - S * hop + 1 if R > 1 else 1
+    waiting = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_waiting, *x.shape)), x)
+    return State(stream, x, (x,) * (hop - 1), waiting)
+
+
+def next_input(state: State, t: Int[Array, ""], *, fresh: Bool[Array, ""]) -> PyTree:
+    """What this rank works on: from the stream, back from the last rank, or handed over."""
+    rank = lax.axis_index(AXIS)
+    slot, place = t % _length(state.stream), t % _length(state.waiting)
+
+    def pick(new, returned, handoff):
+        return jnp.where(fresh, new, jnp.where(rank == 0, returned, handoff))
+
+    return jax.tree.map(pick, at(state.stream, slot), at(state.waiting, place), state.handoff)
+
+
+def add_input(state: State, dx: PyTree, t: Int[Array, ""], *, fresh: Bool[Array, ""]) -> State:
+    """`next_input` transposed: the cotangent of what a rank worked on goes where it came from."""
+    first = lax.axis_index(AXIS) == 0
+    slot, place = t % _length(state.stream), t % _length(state.waiting)
+    handoff = _plus(state.handoff, _where(~fresh & ~first, dx))
+    stream = put(state.stream, _plus(at(state.stream, slot), _where(fresh, dx)), slot)
+    returned = _plus(at(state.waiting, place), _where(~fresh & first, dx))
+    return State(stream, handoff, state.underway, put(state.waiting, returned, place))
+
+
+def hand_over(state: State, y: PyTree, t: Int[Array, ""], *, enters: bool, leaves: bool) -> State:
+    """Passes results on by one rank, and moves the stream if microbatches enter or leave."""
+    sent, *underway = (*state.underway, y)
+    handoff = jax.tree.map(_to_next_rank, sent)
+    # What arrives for tick t + 1 is due `places - 1` ticks later. Its place was read in this tick.
+    waiting = put(state.waiting, handoff, t % _length(state.waiting))
+    stream = move_stream(state.stream, y, t, leaves) if enters or leaves else state.stream
+    return State(stream, handoff, tuple(underway), waiting)
+
+
+def take_back(
+    state: State, t: Int[Array, ""], *, enters: bool, leaves: bool
+) -> tuple[State, PyTree]:
+    """`hand_over` transposed: cotangents of the state before and of `y`."""
+
+    def forward(state, y):
+        return hand_over(state, y, t, enters=enters, leaves=leaves)
+
+    # It is linear: where it is differentiated makes no difference, so a cotangent will do.
+    _, transposed = jax.vjp(forward, state, state.handoff)
+    return transposed(state)
+
+
+def move_stream(stream: PyTree, y: PyTree, t: Int[Array, ""], leaves: bool) -> PyTree:
+    """Moves one slot of every rank one rank down; `y` takes the last rank's if it `leaves`."""
+    slot = t % _length(stream)
+    moved = jax.tree.map(_to_previous_rank, at(stream, slot))
+    if leaves:
+        last = lax.axis_index(AXIS) == lax.axis_size(AXIS) - 1
+        moved = jax.tree.map(lambda new, old: jnp.where(last, new, old), y, moved)
+    return put(stream, moved, slot)
+
+
+def realign(stream: PyTree, counts: Counts) -> PyTree:
+    """Turns the slots so that slot i of rank r holds microbatch `r * n + i` again.
+
+    Microbatch m left at tick m + c, into slot (m + c) % n: only the slots are turned, each rank
+    already holds its own share.
+    """
+    return _turn(stream, counts, back=False)
+
+
+def _turn(stream: PyTree, counts: Counts, *, back: bool) -> PyTree:
+    by = (ticks_of(counts) - counts.num_microbatches) % _length(stream)
+    return jax.tree.map(lambda x: jnp.roll(x, by if back else -by, axis=0), stream)
+
+
+def _length(tree: PyTree) -> int:
+    return jax.tree.leaves(tree)[0].shape[0]
+
+
+def _where(condition: Bool[Array, ""], x: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: jnp.where(condition, leaf, jnp.zeros_like(leaf)), x)
+
+
+def _plus(a: PyTree, b: PyTree) -> PyTree:
+    return jax.tree.map(jnp.add, a, b)
+
+
+def put(buffer: PyTree, x: PyTree, index: Any) -> PyTree:
+    """Writes entry `index` of dim 0 of every leaf."""
+    return jax.tree.map(
+        lambda b, new: lax.dynamic_update_index_in_dim(b, new, index, axis=0), buffer, x
+    )
+
+
+def _to_next_rank(x: jax.Array) -> jax.Array:
+    ranks = lax.axis_size(AXIS)
+    return lax.ppermute(x, AXIS, [(r, (r + 1) % ranks) for r in range(ranks)])
+
+
+def _to_previous_rank(x: jax.Array) -> jax.Array:
+    ranks = lax.axis_size(AXIS)
+    return lax.ppermute(x, AXIS, [((r + 1) % ranks, r) for r in range(ranks)])

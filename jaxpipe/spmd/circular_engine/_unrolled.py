@@ -1,0 +1,72 @@
+"""The circular pipeline without a loop: every iteration compiled by itself."""
+
+from collections.abc import Callable
+
+import jax
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from ...autodiff import Remat, Sums, recompute
+from .._ranks import on_ranks
+from .._weight_gather import EACH_TICK, Gather
+from ..stepwise._iteration import (
+    Counts,
+    init_states,
+    microbatch_and_repeat_ids,
+    permute_output,
+    run_one_iteration,
+    take_repeats,
+)
+from ..stepwise._weight_window import from_window, window_at
+
+
+def circular_unrolled(
+    stage: Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, Sums]],
+    weights: PyTree,
+    inputs: PyTree,
+    side: PyTree = (),
+    keys: PyTree = (),
+    *,
+    mesh: Mesh | None = None,
+    delay: bool = False,
+    remat: Remat = recompute,
+    gather: Gather = EACH_TICK,
+) -> tuple[PyTree, Sums]:
+    """`circular`, for stages that return no sums; arguments and results are the same.
+
+    How gradients are summed is left to XLA.
+
+    XLA sees every iteration and may overlap and fuse across them; it compiles for as many times
+    longer.
+    """
+    repeats, ranks = jax.tree.leaves(weights)[0].shape[:2]
+    counts = Counts(ranks, repeats, jax.tree.leaves(inputs)[0].shape[0], 2 if delay else 1)
+    whole = on_ranks(lambda w: gather.whole(gather.cast(w)), mesh=mesh, in_dims=(0,), out_dims=0)
+    weights_at = GATHERS[gather.when](weights, counts, whole, mesh)
+    state = init_states(inputs, keys, counts)
+    for t in range(counts.num_ticks):
+        state = run_one_iteration(remat(stage), state, weights_at(t), side, counts, mesh)
+    outputs = permute_output(state["state_io"], counts)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs), {}
+
+
+def _every_tick(weights: PyTree, counts: Counts, gather: Callable, mesh: Mesh | None) -> Callable:
+    def weights_at(t: int) -> PyTree:
+        return gather(take_repeats(weights, microbatch_and_repeat_ids(t, counts)[1], mesh=mesh))
+
+    return weights_at
+
+
+def _once(weights: PyTree, counts: Counts, gather: Callable, mesh: Mesh | None) -> Callable:
+    whole = jax.vmap(gather)(weights)
+    return _every_tick(whole, counts, lambda block: block, mesh)
+
+
+def _every_repeat(weights: PyTree, counts: Counts, gather: Callable, mesh: Mesh | None) -> Callable:
+    last = counts.num_ticks - 1
+    starts = range(0, last + 1, counts.num_microbatches)
+    windows = [window_at(weights, t, counts, gather) for t in starts]
+    return lambda t: from_window(windows[t // counts.num_microbatches], t, counts)
+
+
+GATHERS: dict[str, Callable] = {"tick": _every_tick, "once": _once, "repeat": _every_repeat}

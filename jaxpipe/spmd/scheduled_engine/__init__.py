@@ -1,0 +1,1 @@
+"""Any schedule, forward and backward, in one loop over ticks."""

@@ -1,0 +1,168 @@
+"""Any schedule in one XLA program, on whole arrays.
+
+S ranks, v chunks on each, M microbatches.
+"""
+
+from functools import partial
+from typing import Any
+
+from jax.sharding import Mesh
+from jaxtyping import PyTree, Scalar
+
+from ...autodiff import Model, Remat, Sums, recompute
+from ...schedules import Tables, Ticks, check_ticks, homes, num_ranks
+from ...schedules import tables as tables_of
+from .._ranks import AXIS
+from .._weight_gather import EACH_TICK, Gather
+from ..circular_engine._engine import check_rows, common_dims, gradient_dims, on_parts
+from ._loop import How, rank_value, rank_value_and_grad
+
+
+def scheduled_value_and_grad(
+    model: Model,
+    weights: dict[str, Any],
+    side: PyTree,
+    keys: PyTree = (),
+    *,
+    ticks: Ticks,
+    mesh: Mesh | None = None,
+    remat: Remat = recompute,
+    gather: Gather = EACH_TICK,
+    ends_gather: Gather = EACH_TICK,
+    share_head: bool = False,
+) -> tuple[tuple[Scalar, Sums], dict[str, Any]]:
+    """Loss, metrics and gradients of a batch by any schedule.
+
+    Args:
+        model: The model.
+        weights: The three groups; leaves of `weights["stages"]` are [v, S, ...], a rank's stages in
+            forward order (`schedules.homes` says which those are).
+        side: [M, ...] leaves.
+        keys: [v, S, ...] leaves, or () without dropout.
+        ticks: The schedule in lock-step, of `schedules.lock_step`.
+        mesh: A mesh with an axis `stage` of size S. None: one device plays all ranks.
+        remat: Wraps the stage. Default: keep its input, compute the rest again in the backward.
+        gather: When the stages' weights that are split over other axes are gathered: in every
+            `tick`, `once`, or per `repeat`: whenever a rank turns to another of its stages, and one
+            such visit ahead.
+        ends_gather: The same for `{"embed": ..., "head": ...}`, whatever its `when`: they are
+            gathered once.
+        share_head: Compute the loss by all ranks together, `model.shared_loss`. Else the last stage
+            takes longer than the others by that.
+
+    Returns:
+        ((loss, metrics), gradients like `weights`).
+
+    Raises:
+        ValueError: If counts do not agree with each other, the schedule or the mesh; if rows do not
+            divide over `gather.batch_axes`; if `gather.when` is "repeat" and backwards are split;
+            if ranks hold different numbers of stages.
+        ScheduleError: If `ticks` cannot be run.
+    """
+    _check_head(model, share_head)
+    tables = _checked(weights, side, keys, ticks, mesh, gather)
+    if not tables.num_slots["cotangents"]:
+        raise ValueError(
+            "`ticks` has no backwards, and gradients are wanted. Give `lock_step(schedule)`, or "
+            "call `scheduled_value`."
+        )
+    how = How(tables, ticks.schedule.num_stages, remat, gather, ends_gather, share_head)
+    of_rank = partial(rank_value_and_grad, model, how)
+    run = on_parts(of_rank, mesh, gather, ends_gather, (None, gradient_dims(gather, ends_gather)))
+    value, (of_stages, of_ends) = run(weights, side, keys)
+    return value, of_ends | {"stages": of_stages}
+
+
+def scheduled_value(
+    model: Model,
+    weights: dict[str, Any],
+    side: PyTree,
+    keys: PyTree = (),
+    *,
+    ticks: Ticks,
+    mesh: Mesh | None = None,
+    gather: Gather = EACH_TICK,
+    ends_gather: Gather = EACH_TICK,
+    share_head: bool = False,
+) -> tuple[Scalar, Sums]:
+    """Loss and metrics of a batch, without gradients.
+
+    Args:
+        model: The model.
+        weights: As in `scheduled_value_and_grad`.
+        side: As there.
+        keys: As there.
+        ticks: The forwards alone, `lock_step(forward_only(schedule))`.
+        mesh: As there.
+        gather: As there.
+        ends_gather: As there.
+        share_head: As there.
+
+    Returns:
+        (loss, metrics).
+
+    Raises:
+        ValueError: As there, and if `ticks` has backwards.
+    """
+    _check_head(model, share_head)
+    tables = _checked(weights, side, keys, ticks, mesh, gather)
+    if tables.num_slots["cotangents"]:
+        raise ValueError(
+            "`ticks` has backwards, which a value alone does not need. Give "
+            "`lock_step(forward_only(schedule))`."
+        )
+    how = How(tables, ticks.schedule.num_stages, recompute, gather, ends_gather, share_head)
+    run = on_parts(partial(rank_value, model, how), mesh, gather, ends_gather, None)
+    return run(weights, side, keys)
+
+
+def _checked(
+    weights: dict[str, Any],
+    side: PyTree,
+    keys: PyTree,
+    ticks: Ticks,
+    mesh: Mesh | None,
+    gather: Gather,
+) -> Tables:
+    """The tables of `ticks`, after everything is checked against everything else."""
+    tables = tables_of(check_ticks(ticks))
+    _check(weights["stages"], keys, side, ticks, mesh)
+    check_rows({"side": side}, gather.batch_axes, mesh)
+    if gather.when == "repeat" and tables.num_slots["links"]:
+        raise ValueError(
+            "`gather.when` is 'repeat' and `ticks` has W apart from I. There are windows of "
+            "weights for F and B alone. Give 'once' or 'tick', or a schedule of whole backwards."
+        )
+    return tables
+
+
+def _check_head(model: Model, share_head: bool) -> None:
+    if share_head and model.shared_loss is None:
+        raise ValueError(
+            "`share_head` is True and `model.shared_loss` None: there is no loss that ranks can "
+            "compute together. Give one, or leave `share_head` at False."
+        )
+
+
+def _check(stages: PyTree, keys: PyTree, side: PyTree, ticks: Ticks, mesh: Mesh | None) -> None:
+    """Ranks, chunks and microbatches are the schedule's."""
+    schedule = ticks.schedule
+    places = homes(schedule).values()
+    wanted = 1 + max(place.chunk for place in places), num_ranks(schedule)
+    found = common_dims({"weights['stages']": stages, "keys": keys}, 2, "[chunks, ranks, ...]")
+    if found != wanted:
+        raise ValueError(
+            f"Leaves of `weights['stages']` begin with {found}, chunks x ranks, and `ticks` is a "
+            f"schedule of {wanted}. They must be equal: `spmd.to_ranks` reorders stacked stages."
+        )
+    (microbatches,) = common_dims({"side": side}, 1, "[microbatches, ...]")
+    if microbatches != schedule.num_microbatches:
+        raise ValueError(
+            f"`side` has {microbatches} microbatches, and `ticks` is a schedule of "
+            f"{schedule.num_microbatches}. They must be equal."
+        )
+    if mesh is not None and mesh.shape.get(AXIS) != wanted[1]:
+        raise ValueError(
+            f"`ticks` is a schedule of {wanted[1]} ranks, but the axis {AXIS!r} of `mesh` "
+            f"{dict(mesh.shape)} has {mesh.shape.get(AXIS)}. They must be equal."
+        )

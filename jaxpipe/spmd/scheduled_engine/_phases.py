@@ -1,0 +1,251 @@
+"""What a rank does in a tick of a schedule: F, with embedding and loss where these are; B; I; W.
+
+The first stage embeds its microbatch, and the last one computes its loss and the loss's gradient
+right after its F. Every phase takes what waits between ticks and what adds up over them, and
+returns the latter, with what is to be stored or handed on.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree, Scalar
+
+from ...autodiff import Model, Split, Sums, at, floating, fold
+from ...ir import add_gradients
+from ...schedules import Tables
+from .._ranks import AXIS, either
+from ..circular_engine._loss import add_to_ends, loss_and_gradients
+from ._weights import Chunks, Held, Work
+
+
+class Run(NamedTuple):
+    """What stays the same from tick to tick, on one rank.
+
+    Attributes:
+        model: The model.
+        num_stages: Of the model.
+        last: The stage after which a rank computes the loss alone; none, if they do it together.
+        stage: The stage as F, B, I and W; None if no backward follows.
+        weights: How this rank gets at its weights.
+        ends: Weights of embedding and head, gathered.
+        side: [M, ...] leaves.
+        keys: [v, ...] leaves, or ().
+        dsums: Cotangents of a stage's sums.
+    """
+
+    model: Model
+    num_stages: int
+    last: int
+    stage: Split | None
+    weights: Chunks
+    ends: dict[str, PyTree]
+    side: PyTree
+    keys: PyTree
+    dsums: Sums
+
+
+class Waiting(NamedTuple):
+    """Buffers, [slots, ...] leaves: what lies where between ticks (`schedules.Slots`)."""
+
+    inputs: PyTree
+    cotangents: PyTree
+    for_backward: list[jax.Array]
+    for_weight: list[jax.Array]
+    links: list[jax.Array]
+
+
+class Totals(NamedTuple):
+    """What is carried from tick to tick beside the buffers.
+
+    Attributes:
+        loss: Of the microbatches whose loss this rank computed.
+        of_loss: Their sums.
+        of_stages: The sums of this rank's stages.
+        stages: Gradients of the stages' weights, float32 as all gradients here, and weights that
+            have been gathered.
+        ends: Gradients of embedding and head.
+    """
+
+    loss: Scalar
+    of_loss: Sums
+    of_stages: Sums
+    stages: Held
+    ends: dict[str, PyTree]
+
+
+class Left(NamedTuple):
+    """What an F leaves: what it hands on, and what waits on its rank."""
+
+    activation: PyTree
+    cotangent: PyTree
+    for_backward: list[jax.Array]
+    for_weight: list[jax.Array]
+
+
+def divide(stage: Split, residuals: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Into those that only B or I reads, and those that W reads too."""
+    pairs = list(zip(residuals, stage.for_weight, strict=True))
+    return [r for r, late in pairs if not late], [r for r, late in pairs if late]
+
+
+def forward(
+    run: Run, work: Work, waiting: Waiting, totals: Totals, nothing: Left
+) -> tuple[Totals, Left]:
+    """F. On the last stage it leaves the cotangent of what it returns, too."""
+    side, keys = _of(run, work)
+    w = run.weights.read(totals.stages, work, True)
+    arrived = at(waiting.inputs, work.input)
+    embed = lambda: run.model.embed(run.ends["embed"], side)  # noqa: E731
+    x = either(work.stage == 0, embed, lambda: arrived, like=arrived)
+    kept: tuple[list, list] = ([], [])
+    if run.stage is None:
+        y, sums = run.model.stage(w, x, side, keys)
+    else:
+        (y, sums), residuals = run.stage.forward(w, x, side, keys)
+        kept = divide(run.stage, residuals)
+    totals = totals._replace(of_stages=_add(totals.of_stages, sums))
+    totals, cotangent = either(
+        work.stage == run.last,
+        lambda totals: _loss(run, y, side, totals),
+        lambda totals: (totals, nothing.cotangent),
+        totals,
+        like=(totals, nothing.cotangent),
+    )
+    return totals, Left(y, cotangent, *kept)
+
+
+def _of(run: Run, work: Work) -> tuple[PyTree, PyTree]:
+    """Side and keys of a stage and a microbatch."""
+    return at(run.side, work.microbatch), fold(at(run.keys, work.chunk), work.microbatch)
+
+
+def _loss(run: Run, y: PyTree, side: PyTree, totals: Totals) -> tuple[Totals, PyTree]:
+    """With the loss of a microbatch, and its gradient by what the last stage returned.
+
+    The gradients come right with the loss, so the logits are computed once.
+    """
+    if run.stage is None:
+        value, sums = run.model.loss(run.model.ends(run.ends), y, side)
+        return _with_loss(totals, value, sums), ()
+    (value, sums), (of_ends, dy) = loss_and_gradients(run.model, run.ends, y, side)
+    return _with_loss(totals, value, sums, of_ends), dy
+
+
+def shared_loss(run: Run, y: PyTree, side: PyTree, totals: Totals) -> tuple[Totals, PyTree]:
+    """This rank's share of the loss of a microbatch, and the gradient by y, on all ranks alike."""
+    shared = run.model.shared_loss
+    assert shared is not None, "checked at the entry"
+    (value, sums), (of_ends, dy) = shared(run.model.ends(run.ends), y, side, AXIS)
+    if run.stage is None:
+        return _with_loss(totals, value, sums), ()
+    return _with_loss(totals, value, sums, of_ends), dy
+
+
+def _with_loss(
+    totals: Totals, value: Scalar, sums: Sums, of_ends: dict[str, PyTree] | None = None
+) -> Totals:
+    return totals._replace(
+        loss=totals.loss + value,
+        of_loss=_add(totals.of_loss, sums),
+        ends=add_to_ends(totals.ends, of_ends or {}),
+    )
+
+
+Backward = tuple[Totals, tuple[PyTree, list[jax.Array]]]
+"""Totals, what goes to the stage before, and a link."""
+
+
+def backward(tables: Tables) -> Callable:
+    """B, I, or the one of them that the table says, where the schedule has both.
+
+    Each is `(run, work, waiting, totals, an empty link) -> Backward`.
+    """
+    links = {
+        link >= 0
+        for microbatches, row in zip(tables.backward.microbatch, tables.backward.link, strict=True)
+        for microbatch, link in zip(microbatches, row, strict=True)
+        if microbatch >= 0
+    }
+
+    def as_told(run: Run, work: Work, waiting: Waiting, totals: Totals, empty: list) -> Backward:
+        return either(
+            work.link >= 0,
+            lambda totals: _half(run, work, waiting, totals, empty),
+            lambda totals: _whole(run, work, waiting, totals, empty),
+            totals,
+            like=(totals, (at(waiting.cotangents, work.cotangent), empty)),
+        )
+
+    return as_told if len(links) == 2 else _half if True in links else _whole
+
+
+def _whole(run: Run, work: Work, waiting: Waiting, totals: Totals, empty: list) -> Backward:
+    """B"""
+    stage = _divided(run)
+    side, keys = _of(run, work)
+    w = run.weights.read(totals.stages, work, False)
+    kept, cotangent = _kept(run, work, waiting)
+
+    def add(gradient):
+        gradient, dx, _ = stage.backward(w, side, keys, kept, cotangent, gradient)
+        return gradient, dx
+
+    stages, dx = run.weights.add(totals.stages, work, add)
+    return _embedded(run, work, side, dx, totals._replace(stages=stages)), (dx, empty)
+
+
+def _half(run: Run, work: Work, waiting: Waiting, totals: Totals, empty: list) -> Backward:
+    """I"""
+    del empty
+    stage = _divided(run)
+    side, keys = _of(run, work)
+    w = run.weights.read(totals.stages, work, False)
+    dx, _, link = stage.input(w, side, keys, *_kept(run, work, waiting))
+    return _embedded(run, work, side, dx, totals), (dx, link)
+
+
+def weight(run: Run, work: Work, waiting: Waiting, totals: Totals) -> Totals:
+    """W"""
+    stage = _divided(run)
+    side, keys = _of(run, work)
+    w = run.weights.read(totals.stages, work, False)
+    kept, link = at(waiting.for_weight, work.for_weight), at(waiting.links, work.link)
+
+    def add(gradient):
+        return stage.weight(w, side, keys, kept, link, gradient), ()
+
+    return totals._replace(stages=run.weights.add(totals.stages, work, add)[0])
+
+
+def _divided(run: Run) -> Split:
+    assert run.stage is not None, "a schedule with backwards has a stage that is divided"
+    return run.stage
+
+
+def _kept(run: Run, work: Work, waiting: Waiting) -> tuple[list[jax.Array], tuple[PyTree, Sums]]:
+    """What F left, and the cotangent of what it returned."""
+    early = iter(at(waiting.for_backward, work.for_backward))
+    late = iter(at(waiting.for_weight, work.for_weight))
+    residuals = [next(late) if is_late else next(early) for is_late in _divided(run).for_weight]
+    return residuals, (at(waiting.cotangents, work.cotangent), run.dsums)
+
+
+def _embedded(run: Run, work: Work, side: PyTree, dx: PyTree, totals: Totals) -> Totals:
+    """With the gradient of the embedding, if this is the backward of the first stage."""
+
+    def gradient(weights, side, dx):
+        _, pull = jax.vjp(lambda w: floating(run.model.embed(w, side)), weights)
+        return pull(dx)[0]
+
+    def add(so_far):
+        return add_gradients(gradient, run.ends["embed"], side, dx)(so_far)
+
+    so_far = totals.ends["embed"]
+    of_embed = either(work.stage == 0, add, lambda so_far: so_far, so_far, like=so_far)
+    return totals._replace(ends=totals.ends | {"embed": of_embed})
+
+
+def _add(so_far: PyTree, new: PyTree) -> PyTree:
+    return jax.tree.map(jnp.add, so_far, new)

@@ -1,0 +1,200 @@
+"""How a rank that works on its chunks in any order gets at their weights, and adds up gradients.
+
+|        | held                  | enter          | read      | add             | leave, close    |
+|--------|-----------------------|----------------|-----------|-----------------|-----------------|
+| tick   | gradients as stored   |                | gathers   | reduce-scatters |                 |
+| once   | gradients, whole      |                | of a copy |                 | reduce-scatters |
+| repeat | windows, a gradient   | gathers ahead, | a window  |                 | reduce-scatters |
+|        | whole, others stored  | moves a window |           |                 | after a visit   |
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import PyTree
+
+from ...autodiff import at, floating
+from ...schedules import AHEAD, OF_FORWARD, Tables
+from .._ranks import AXIS, either, how_often, zeros
+from .._weight_gather import Gather, only_after, wide
+from ..circular_engine._shape import put
+
+Held = Any
+"""What a rank carries from tick to tick: gradients, and windows if there are any."""
+Work = Any
+"""`schedules.Work` with the integers of one tick and rank."""
+
+
+class Chunks(NamedTuple):
+    """The weights of a rank's chunks.
+
+    Attributes:
+        start: From whether a backward follows to what is held at first.
+        enter: `(held, work, is_forward) -> held`, before an F, B or I.
+        read: `(held, work, is_forward) -> weights` of its stage.
+        add: `(held, work, f) -> (held, result)`, where `f` takes the gradient of a stage and
+            returns it with more added, and a result.
+        leave: `(held, work) -> held`, after a B.
+        close: From what is held at last to gradients as they are stored.
+    """
+
+    start: Callable[[bool], Held]
+    enter: Callable[[Held, Work, bool], Held]
+    read: Callable[[Held, Work, bool], PyTree]
+    add: Callable[[Held, Work, Callable], tuple[Held, PyTree]]
+    leave: Callable[[Held, Work], Held]
+    close: Callable[[Held], PyTree]
+
+
+def chunks_of(gather: Gather, weights: PyTree, tables: Tables) -> Chunks:
+    """Access to weights with [v, ...] leaves."""
+    match gather.when:
+        case "tick":
+            return _each_tick(gather, weights)
+        case "once":
+            return _once(gather, weights)
+        case "repeat":
+            return _each_visit(gather, weights, tables)
+
+
+def _same(held: Held, work: Work, is_forward: bool = True) -> Held:
+    del work, is_forward
+    return held
+
+
+def _once(gather: Gather, weights: PyTree) -> Chunks:
+    copy = jax.vmap(lambda w: gather.whole(gather.cast(w)))(weights)
+
+    def start(keep: bool) -> Held:
+        return jax.vmap(gather.hold)(_zeros(wide(floating(copy)))) if keep else ()
+
+    def read(held: Held, work: Work, is_forward: bool) -> PyTree:
+        del held, is_forward
+        return at(copy, work.chunk)
+
+    def add(held: Held, work: Work, f: Callable) -> tuple[Held, PyTree]:
+        gradient, result = f(at(held, work.chunk))
+        return put(held, gradient, work.chunk), result
+
+    return Chunks(start, _same, read, add, _same, jax.vmap(gather.scatter))
+
+
+def _each_tick(gather: Gather, weights: PyTree) -> Chunks:
+    def gathered(chunk: Any) -> PyTree:
+        return gather.whole(gather.cast(at(weights, chunk)))
+
+    def gradient() -> PyTree:
+        return gather.hold(_zeros(wide(floating(gathered(0)))))
+
+    def start(keep: bool) -> Held:
+        return _room(gather.scatter(gradient()), weights) if keep else ()
+
+    def read(held: Held, work: Work, is_forward: bool) -> PyTree:
+        del held, is_forward
+        return gathered(work.chunk)
+
+    def add(held: Held, work: Work, f: Callable) -> tuple[Held, PyTree]:
+        new, result = f(gradient())
+        total = jax.tree.map(jnp.add, at(held, work.chunk), gather.scatter(new))
+        return put(held, total, work.chunk), result
+
+    return Chunks(start, _same, read, add, _same, lambda held: held)
+
+
+class _Windows(NamedTuple):
+    """What a rank holds of its visits.
+
+    Attributes:
+        forward: Weights of the forward's visit.
+        backward: Of the backward's; () if it reads the same.
+        ahead: Of the next visit of either.
+        gradient: Of the backward's visit, whole.
+        done: Gradients of earlier visits, as they are stored.
+    """
+
+    forward: PyTree
+    backward: PyTree
+    ahead: PyTree
+    gradient: PyTree
+    done: PyTree
+
+
+def _each_visit(gather: Gather, weights: PyTree, tables: Tables) -> Chunks:
+    def gathered(chunk: Any) -> PyTree:
+        stored = jax.tree.map(partial(only_after, chunk), at(weights, chunk))
+        return gather.whole(gather.cast(stored))
+
+    def start(keep: bool) -> _Windows:
+        ahead = gathered(jnp.asarray(tables.first)[lax.axis_index(AXIS)])
+        nothing = _zeros(ahead)
+        if not keep:
+            return _Windows(nothing, (), ahead, (), ())
+        gradient = gather.hold(_zeros(wide(floating(ahead))))
+        done = _room(gather.scatter(gradient), weights)
+        return _Windows(nothing, nothing if tables.side_by_side else (), ahead, gradient, done)
+
+    def enter(held: _Windows, work: Work, is_forward: bool) -> _Windows:
+        side = _side(is_forward)
+        window = getattr(held, side)
+        begins = work.source == AHEAD
+        following = (tables.forward if is_forward else tables.backward).following
+        window = either(begins, lambda: held.ahead, lambda: window, like=window)
+        if side == "backward":
+            shared = work.source == OF_FORWARD
+            window = either(shared, lambda: held.forward, lambda: window, like=window)
+        # Nothing of this visit waits for what the next one needs.
+        ahead = either(
+            begins & (work.following >= 0),
+            lambda: gathered(work.following),
+            lambda: held.ahead,
+            like=held.ahead,
+            often=how_often(following),
+        )
+        return held._replace(**{side: window, "ahead": ahead})
+
+    def read(held: _Windows, work: Work, is_forward: bool) -> PyTree:
+        del work
+        return getattr(held, _side(is_forward))
+
+    def _side(is_forward: bool) -> str:
+        return "forward" if is_forward or not tables.side_by_side else "backward"
+
+    def add(held: _Windows, work: Work, f: Callable) -> tuple[_Windows, PyTree]:
+        del work
+        gradient, result = f(held.gradient)
+        return held._replace(gradient=gradient), result
+
+    def leave(held: _Windows, work: Work) -> _Windows:
+        """One weight after the other, so that what is under way is small."""
+        gradients, tree = jax.tree.flatten(held.gradient)
+        done = jax.tree.leaves(held.done)
+
+        def scatter(i: int, gradient: jax.Array, done: jax.Array) -> tuple[jax.Array, jax.Array]:
+            alone = tree.unflatten(gradient if j == i else None for j in range(len(gradients)))
+            (scattered,) = jax.tree.leaves(gather.scatter(alone))
+            return jnp.zeros_like(gradient), put(done, at(done, work.chunk) + scattered, work.chunk)
+
+        often = how_often(tables.backward.closes, lambda closes: closes == 1)
+        same = lambda *pair: pair  # noqa: E731
+        pairs = [
+            either(work.closes == 1, partial(scatter, i), same, *pair, like=pair, often=often)
+            for i, pair in enumerate(zip(gradients, done, strict=True))
+        ]
+        gradients, done = (tree.unflatten(leaves) for leaves in zip(*pairs, strict=True))
+        return held._replace(gradient=gradients, done=done)
+
+    return Chunks(start, enter, read, add, leave, lambda held: held.done)
+
+
+def _zeros(tree: PyTree) -> PyTree:
+    return jax.tree.map(zeros, tree)
+
+
+def _room(gradient: PyTree, weights: PyTree) -> PyTree:
+    """Zeros like the gradient of a stage, [v, ...]."""
+    count = jax.tree.leaves(weights)[0].shape[0]
+    return jax.tree.map(lambda x: zeros(x, lead=(count,)), gradient)

@@ -1,0 +1,1 @@
+"""The circular loop driven by hand, one iteration at a time."""

@@ -1,0 +1,259 @@
+"""One iteration of the circular pipeline on whole arrays, for those who drive it by hand.
+
+The same schedule as `circular`, with the state and the names of MaxText: S ranks, R repeats, M
+microbatches, d ticks for a hand-over. At iteration t rank r makes visit k = t - r * d: microbatch
+k % M in repeat k // M. Dim 0 of every buffer holds one entry per rank.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Int, PyTree
+
+from ...autodiff import fold, with_aux
+from .._ranks import AXIS, on_ranks
+
+LoopState = dict[str, Any]
+"""The buffers between two iterations, see `init_states`."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Sizes of a circular pipeline.
+
+    Attributes:
+        num_ranks: S.
+        num_repeats: R.
+        num_microbatches: M, a multiple of S.
+        hop: d, ticks of a hand-over: 1, or 2 if it is delayed.
+    """
+
+    num_ranks: int
+    num_repeats: int
+    num_microbatches: int
+    hop: int = 1
+
+    @property
+    def slots(self) -> int:
+        """Microbatches that a rank keeps."""
+        return self.num_microbatches // self.num_ranks
+
+    @property
+    def num_ticks(self) -> int:
+        """Iterations of the whole pipeline."""
+        return self.num_microbatches * self.num_repeats + self.hop * (self.num_ranks - 1)
+
+
+def need_circ_storage(counts: Counts) -> bool:
+    """Whether results wait between the last rank and the next repeat on rank 0."""
+    return counts.num_repeats > 1 and counts.num_microbatches > counts.num_ranks * counts.hop
+
+
+def iterations_of_one_repeat(counts: Counts) -> int:
+    """Iterations before the one in which the last rank first works: d * (S - 1)."""
+    return counts.hop * (counts.num_ranks - 1)
+
+
+def iterations_of_first_microbatch(counts: Counts) -> int:
+    """Iterations before the one in which microbatch 0 leaves: M * (R - 1) + d * (S - 1)."""
+    return counts.num_microbatches * (counts.num_repeats - 1) + iterations_of_one_repeat(counts)
+
+
+def microbatch_and_repeat_ids(
+    t: int | Int[Array, ""], counts: Counts
+) -> tuple[Int[Array, " S"], Int[Array, " S"]]:
+    """The microbatch and the repeat of every rank; those of visit 0 on a rank without one yet."""
+    visits = jnp.maximum(t - counts.hop * jnp.arange(counts.num_ranks), 0)
+    return visits % counts.num_microbatches, visits // counts.num_microbatches
+
+
+def init_states(inputs: PyTree, keys: PyTree, counts: Counts) -> LoopState:
+    """The buffers before iteration 0.
+
+    Args:
+        inputs: [M, ...] leaves.
+        keys: [R, S, ...] dropout keys, or ().
+        counts: The sizes.
+
+    Returns:
+        A dict. `state_io` [S, M / S, ...]: inputs not taken yet, then outputs. `shift` [S, ...]:
+        what the rank before has handed over. `prev_outputs` [S, ...]: what is still to be handed
+        over, None without delay. `circ_storage` [S, M, ...] and `circ_storage_mover` [S, ...]: what
+        waits for its next repeat, and what will; None if nothing ever waits. `loop_iteration`: 0.
+        `keys` as given. Buffers are zeros, and nobody reads them before they are written.
+    """
+
+    def zeros(*dims):
+        return jax.tree.map(lambda x: jnp.zeros((*dims, *x.shape[1:]), x.dtype), inputs)
+
+    S, stored = counts.num_ranks, need_circ_storage(counts)
+    return {
+        "state_io": jax.tree.map(lambda x: x.reshape(S, -1, *x.shape[1:]), inputs),
+        "shift": zeros(S),
+        "prev_outputs": zeros(S) if counts.hop > 1 else None,
+        "circ_storage": zeros(S, counts.num_microbatches) if stored else None,
+        "circ_storage_mover": zeros(S) if stored else None,
+        "loop_iteration": jnp.int32(0),
+        "keys": keys,
+    }
+
+
+def iteration_inputs(
+    t: int | Int[Array, ""], state_io: PyTree, circ_storage: PyTree, shift: PyTree, counts: Counts
+) -> PyTree:
+    """What every rank works on at iteration `t`: [S, ...] leaves like `shift`.
+
+    Rank 0 takes a new microbatch, or one that comes back from the last rank. A rank in a bubble
+    works on a microbatch of its own part of `state_io`, and the result is dropped.
+    """
+    ranks = jnp.arange(counts.num_ranks)
+    visits = t - counts.hop * ranks
+    fresh = ~_busy(t, counts) | ((ranks == 0) & (visits < counts.num_microbatches))
+    returned = shift if circ_storage is None else _slot(circ_storage, t % counts.num_microbatches)
+    handed = _where(ranks == 0, returned, shift)
+    return _where(fresh, _slot(state_io, t % counts.slots), handed)
+
+
+def new_loop_state(
+    output: PyTree, loop_state: LoopState, counts: Counts, mesh: Mesh | None = None
+) -> LoopState:
+    """The buffers after an iteration.
+
+    Args:
+        output: [S, ...] leaves, what the ranks made of `iteration_inputs`.
+        loop_state: The buffers before.
+        counts: The sizes.
+        mesh: The mesh, or None.
+    """
+    t, delayed = loop_state["loop_iteration"], loop_state["prev_outputs"]
+    storage, mover = loop_state["circ_storage"], loop_state["circ_storage_mover"]
+    if storage is not None:
+        place = (t - 1 - iterations_of_one_repeat(counts)) % counts.num_microbatches
+        storage, mover = _put(storage, rotate(mover, 1, mesh), place), output
+    return loop_state | {
+        "state_io": _move_stream(loop_state["state_io"], output, t, counts, mesh),
+        "shift": rotate(output if delayed is None else delayed, 1, mesh),
+        "prev_outputs": None if delayed is None else output,
+        "circ_storage": storage,
+        "circ_storage_mover": mover,
+        "loop_iteration": t + 1,
+    }
+
+
+def permute_output(output: PyTree, counts: Counts) -> PyTree:
+    """`state_io` [S, M / S, ...] after the last iteration, microbatches in the inputs' order."""
+    first = iterations_of_first_microbatch(counts) % counts.slots
+    return jax.tree.map(lambda x: jnp.roll(x, -first, axis=1), output)
+
+
+def take_per_rank(xs: PyTree, ids: Int[Array, " S"], dim: int = 0) -> PyTree:
+    """Entry `ids[r]` of `dim` for every rank r: that dim becomes [S]."""
+    return jax.tree.map(lambda x: jnp.take(x, ids, axis=dim, mode="clip"), xs)
+
+
+def take_repeats(
+    weights: PyTree,
+    ids: Int[Array, " S"],
+    repeat_dim: int = 0,
+    stages_dim: int = 1,
+    mesh: Mesh | None = None,
+) -> PyTree:
+    """Entry `ids[r]` of `repeat_dim` from rank r's part of every leaf; that dim disappears."""
+    seen_dim = repeat_dim - (stages_dim < repeat_dim)
+
+    def take(weights, repeat):
+        return jax.tree.map(
+            lambda w: lax.dynamic_index_in_dim(w, repeat, seen_dim, keepdims=False), weights
+        )
+
+    left = stages_dim - (repeat_dim < stages_dim)
+    return on_ranks(take, mesh=mesh, in_dims=(stages_dim, 0), out_dims=left)(weights, ids)
+
+
+def run_stages(stage: Callable, mesh: Mesh | None = None) -> Callable:
+    """`stage` on all ranks: `(weights [S, ...], x [S, ...], side [S, ...], rng [S, ...]) -> y`."""
+
+    stage = with_aux(stage)
+
+    def rank(weights, x, side, rng):
+        return stage(weights, x, side, rng)[0]
+
+    return on_ranks(rank, mesh=mesh, in_dims=(0, 0, 0, 0), out_dims=0)
+
+
+def run_one_iteration(
+    stage: Callable,
+    loop_state: LoopState,
+    weights: PyTree,
+    side: PyTree,
+    counts: Counts,
+    mesh: Mesh | None = None,
+) -> LoopState:
+    """Every rank works on its microbatch, and hands the result on.
+
+    Args:
+        stage: `(weights of one stage, x, side of one microbatch, rng) -> (y, sums)`.
+        loop_state: The buffers before.
+        weights: [S, ...] leaves, those of this iteration.
+        side: [M, ...] leaves.
+        counts: The sizes.
+        mesh: The mesh, or None.
+
+    Returns:
+        The buffers after.
+    """
+    t = loop_state["loop_iteration"]
+    microbatches, repeats = microbatch_and_repeat_ids(t, counts)
+    state_io, storage = loop_state["state_io"], loop_state["circ_storage"]
+    x = iteration_inputs(t, state_io, storage, loop_state["shift"], counts)
+    keys = take_repeats(loop_state["keys"], repeats, mesh=mesh)
+    rng = jax.vmap(fold)(keys, microbatches)
+    y = run_stages(stage, mesh)(weights, x, take_per_rank(side, microbatches), rng)
+    return new_loop_state(y, loop_state, counts, mesh)
+
+
+def rotate(x: PyTree, by: int, mesh: Mesh | None = None) -> PyTree:
+    """[S, ...] leaves turned by one rank, up (`by` = 1) or down (-1)."""
+
+    def turn(x):
+        ranks = lax.axis_size(AXIS)
+        pairs = [(r, (r + by) % ranks) for r in range(ranks)]
+        return jax.tree.map(lambda leaf: lax.ppermute(leaf, AXIS, pairs), x)
+
+    return on_ranks(turn, mesh=mesh, in_dims=(0,), out_dims=0)(x)
+
+
+def _move_stream(state_io: PyTree, output: PyTree, t: Any, counts: Counts, mesh: Any) -> PyTree:
+    """One slot of every rank moves down by a rank; what the last rank made takes the free place."""
+    last = jnp.arange(counts.num_ranks) == counts.num_ranks - 1
+    moved = rotate(_slot(state_io, t % counts.slots), -1, mesh)
+    return _put(state_io, _where(last & _busy(t, counts), output, moved), t % counts.slots)
+
+
+def _busy(t: Any, counts: Counts) -> Bool[Array, " S"]:
+    visits = t - counts.hop * jnp.arange(counts.num_ranks)
+    return (visits >= 0) & (visits < counts.num_repeats * counts.num_microbatches)
+
+
+def _where(ranks: Bool[Array, " S"], x: PyTree, y: PyTree) -> PyTree:
+    def choose(a, b):
+        return jnp.where(ranks.reshape(-1, *[1] * (a.ndim - 1)), a, b)
+
+    return jax.tree.map(choose, x, y)
+
+
+def _slot(buffer: PyTree, index: Any) -> PyTree:
+    return jax.tree.map(
+        lambda x: lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False), buffer
+    )
+
+
+def _put(buffer: PyTree, x: PyTree, index: Any) -> PyTree:
+    return jax.tree.map(
+        lambda b, new: lax.dynamic_update_index_in_dim(b, new, index, axis=1), buffer, x
+    )

@@ -1,0 +1,1 @@
+"""Checkpoints: storage, canonical layout, digests and timing."""

@@ -1,0 +1,287 @@
+"""A state without its pipeline: layers in forward order, [L, ...], whatever ranks they lay on.
+
+This is what checkpoints hold, so that any layout and engine can go on from them. Layers after the
+pipeline stay apart, and are put with the others only for a run that divides the layers otherwise.
+
+Devices that are nearly full with a state have no room for another one. So the stacks of layers are
+moved one at a time, and each is deleted where it was.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from ... import mpmd, sharding
+from ...sharding import LogicalAxes
+from ..plan._setup import STACKED, Setup
+from ..step._mpmd import state_places
+from ..step._per_stage_state import mpmd_mesh, stack_of_stages, stack_shardings, stages_of_stack
+from ..step._state import State, rules_of_state, state_axes, state_shapes, state_shardings
+from ._layer_reordering import Moves, delete, deleting, is_in_order, moves_of, on_mesh
+
+
+def canonical_shapes(setup: Setup) -> PyTree[jax.ShapeDtypeStruct]:
+    """Shapes and shardings of a canonical state.
+
+    The ranks divide every stack: by layers if they have them in forward order, so that nothing
+    moves; else by another dim, for then no rank ever has more than its share; by layers if no
+    other dim divides. If stages lie apart they divide what is in no stage, too. What does not
+    divide at all, every rank has.
+    """
+    in_order, apart, setup = is_in_order(setup), setup.stages_apart, _together(setup)
+    axes, rules = state_axes(setup), rules_of_state(setup)
+
+    def of_part(name: str, shapes: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
+        def of_leaf(leaf: jax.ShapeDtypeStruct, axes: LogicalAxes) -> jax.ShapeDtypeStruct:
+            shape, spec = leaf.shape, sharding.partition_spec(axes, rules[name])
+            if _is_stacked(axes):
+                shape = (setup.layout.num_layers, *shape[len(STACKED) :])
+                spec = PartitionSpec(None, *spec[len(STACKED) :])
+            where = NamedSharding(setup.mesh, spec)
+            if apart or _is_stacked(axes):
+                where = _over_ranks(shape, where, in_order and _is_stacked(axes))
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
+
+        return jax.tree.map(of_leaf, shapes, axes[name])
+
+    return {name: of_part(name, shapes) for name, shapes in state_shapes(setup).items()}
+
+
+Take = Callable[[State], State]
+PutBack = Callable[[State, State], State]
+
+
+def lending(setup: Setup) -> tuple[Take, PutBack]:
+    """`canonical = take(state)`, and `state = put_back(state, canonical)`. Compiled when used.
+
+    `take` deletes the stacks of the state and `put_back` those of `canonical`, one by one as they
+    are moved; what is in no stack, the two may share.
+    """
+    moves, shardings = moves_of(setup), _canonical_shardings(setup)
+    if setup.stages_apart:
+        places = state_places(setup)
+        return (
+            lambda state: _joined(setup, moves, state, shardings, places),
+            lambda state, canonical: _with_stages(
+                setup, moves, state, canonical, shardings, places
+            ),
+        )
+    axes, wanted = state_axes(setup), state_shardings(setup)
+
+    def take(x: jax.Array, where: NamedSharding, axes: LogicalAxes) -> jax.Array:
+        return moves.to_order(x, where) if _is_stacked(axes) else x
+
+    def put_back(
+        x: jax.Array, where: NamedSharding, wanted: NamedSharding, axes: LogicalAxes
+    ) -> jax.Array:
+        return moves.to_ranks(x, where, wanted) if _is_stacked(axes) else x
+
+    return (
+        lambda state: jax.tree.map(take, state, shardings, axes),
+        lambda _, canonical: jax.tree.map(put_back, canonical, shardings, wanted, axes),
+    )
+
+
+def from_canonical(setup: Setup, canonical: State) -> State:
+    """A state laid out for this run, of a canonical one with any number of layers after.
+
+    Of a part of it, such as the weights, the same part. Its arrays are deleted as theirs come to
+    be; but if stages lie apart, what is in none of them stays.
+    """
+    moves, shardings = moves_of(setup), _canonical_shardings(setup)
+    canonical = {name: _regrouped(setup, x, shardings[name]) for name, x in canonical.items()}
+    if setup.stages_apart:
+        places = state_places(setup)
+        rest = _ends_apart(setup, canonical, places)
+        return _with_stages(setup, moves, rest, canonical, shardings, places)
+    axes, wanted = state_axes(setup), state_shardings(setup)
+    copied = cache(partial(on_mesh, setup, jnp.copy))
+
+    def lay_out(
+        x: jax.Array, where: NamedSharding, wanted: NamedSharding, axes: LogicalAxes
+    ) -> jax.Array:
+        if _is_stacked(axes):
+            return moves.to_ranks(x, where, wanted)
+        return deleting(copied(wanted), x)
+
+    return {
+        name: jax.tree.map(lay_out, x, shardings[name], wanted[name], axes[name])
+        for name, x in canonical.items()
+    }
+
+
+def with_layers_after(setup: Setup, layers_after: int) -> Setup:
+    """`setup`, if that many layers ran after a pipeline that is one stage."""
+    if layers_after == setup.layers_after:
+        return setup
+    num_layers = setup.layout.num_layers + setup.layers_after - layers_after
+    return dataclasses.replace(_together(setup), layout=sharding.Layout(1, 1, num_layers))
+
+
+def _canonical_shardings(setup: Setup) -> PyTree[NamedSharding]:
+    return jax.tree.map(lambda leaf: leaf.sharding, canonical_shapes(setup))
+
+
+def _joined(
+    setup: Setup,
+    moves: Moves,
+    state: State,
+    shardings: PyTree[NamedSharding],
+    places: PyTree[mpmd.MpmdSharding],
+) -> State:
+    """The canonical state of one whose stages lie apart, which are deleted."""
+    mesh = mpmd_mesh(setup)
+
+    def stack(where: NamedSharding, *stages_and_places: Any) -> jax.Array:
+        half = len(stages_and_places) // 2
+        stages, places = stages_and_places[:half], stages_and_places[half:]
+        stacked = stack_of_stages(setup, stages, places)
+        delete(stages, once=stacked)
+        return moves.to_order(stacked, where)
+
+    def join(x: PyTree, where: PyTree, places: PyTree) -> PyTree:
+        if not _is_weights(x):
+            return mpmd.mpmd_to_spmd_reshard(mesh, x, where, donate=False)
+        stages = jax.tree.map(stack, where["stages"], *x["stages"], *places["stages"])
+        return mpmd.mpmd_to_spmd_reshard(mesh, _ends(x), _ends(where), donate=False) | {
+            "stages": stages
+        }
+
+    return jax.tree.map(join, state, shardings, places, is_leaf=_is_weights)
+
+
+def _ends_apart(setup: Setup, canonical: State, places: PyTree[mpmd.MpmdSharding]) -> State:
+    """What is in no stage, on the ranks that have it."""
+    mesh = mpmd_mesh(setup)
+
+    def move(x: PyTree, places: PyTree) -> PyTree:
+        if not _is_weights(x):
+            return mpmd.spmd_to_mpmd_reshard(mesh, x, places, donate=False)
+        return mpmd.spmd_to_mpmd_reshard(mesh, _ends(x), _ends(places), donate=False)
+
+    return {
+        name: jax.tree.map(move, x, places[name], is_leaf=_is_weights)
+        for name, x in canonical.items()
+    }
+
+
+def _with_stages(
+    setup: Setup,
+    moves: Moves,
+    rest: State,
+    canonical: State,
+    shardings: PyTree[NamedSharding],
+    places: PyTree[mpmd.MpmdSharding],
+) -> State:
+    """`rest` with the stages of a canonical state, each on its rank."""
+
+    def cut(x: jax.Array, where: NamedSharding, *places: mpmd.MpmdSharding) -> list[Any]:
+        stacked = moves.to_ranks(x, where, stack_shardings(setup, places))
+        stages = stages_of_stack(setup, stacked, places)
+        delete(stacked, once=stages)
+        return stages
+
+    def with_stages(x: PyTree, where: PyTree, places: PyTree, rest: PyTree) -> PyTree:
+        if not _is_weights(x):
+            return rest
+        trees = (x["stages"], where["stages"], *places["stages"])
+        of_leaves = [cut(*leaf) for leaf in zip(*map(jax.tree.leaves, trees), strict=True)]
+        tree = jax.tree.structure(x["stages"])
+        return rest | {
+            "stages": [tree.unflatten(leaves) for leaves in zip(*of_leaves, strict=True)]
+        }
+
+    return {
+        name: jax.tree.map(
+            with_stages, x, shardings[name], places[name], rest[name], is_leaf=_is_weights
+        )
+        for name, x in canonical.items()
+    }
+
+
+def _together(setup: Setup) -> Setup:
+    """`setup`, with stages that lie apart as one stack of layers instead."""
+    if not setup.stages_apart:
+        return setup
+    config = setup.config.model_copy(update={"pipeline_engine": "none"})
+    layout = sharding.Layout(1, 1, setup.layout.num_layers)
+    return dataclasses.replace(setup, config=config, layout=layout)
+
+
+def _regrouped(setup: Setup, part: PyTree, shardings: PyTree[NamedSharding]) -> PyTree:
+    """Part of a canonical state, with as many layers in its stages as this run has, and the others
+    after them."""
+    num_layers = setup.layout.num_layers
+
+    @cache
+    def splitting(where: tuple[NamedSharding, ...]) -> Callable[..., tuple[jax.Array, ...]]:
+        def split(*parts: jax.Array) -> tuple[jax.Array, ...]:
+            whole = jnp.concatenate(parts)
+            return (whole[:num_layers], whole[num_layers:])[: len(where)]
+
+        return on_mesh(setup, split, where)
+
+    def of_leaf(
+        parts: tuple[jax.Array, ...], where: tuple[NamedSharding, ...]
+    ) -> tuple[jax.Array, ...]:
+        found = splitting(where)(*parts)
+        delete(parts, once=found)
+        return found
+
+    def of_weights(w: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
+        before, after = _stacks(w), _stacks(where)
+        lengths = {len(leaf) for leaf in jax.tree.leaves(w["stages"])}
+        if lengths == {num_layers}:
+            return w
+        leaves = zip(*map(jax.tree.leaves, before), strict=True)
+        wanted = zip(*map(jax.tree.leaves, after), strict=True)
+        found = list(map(of_leaf, leaves, wanted))
+        stages, *rest = map(jax.tree.structure(w["stages"]).unflatten, zip(*found, strict=True))
+        head = {name: leaf for name, leaf in w["head"].items() if name != "layers"}
+        head |= {"layers": rest[0]} if rest else {}
+        return w | {"head": head, "stages": stages}
+
+    return jax.tree.map(
+        lambda x, where: of_weights(x, where) if _is_weights(x) else x,
+        part,
+        shardings,
+        is_leaf=_is_weights,
+    )
+
+
+def _stacks(w: dict[str, Any]) -> list[PyTree]:
+    """The layers of the pipeline, and those after it if there are any."""
+    return [w["stages"], *([w["head"]["layers"]] if "layers" in w["head"] else [])]
+
+
+def _ends(w: dict[str, Any]) -> dict[str, Any]:
+    return {name: part for name, part in w.items() if name != "stages"}
+
+
+def _is_weights(x: Any) -> bool:
+    """Whether `x` is a state's weights, or Adam's moments of them."""
+    return isinstance(x, dict) and {"head", "stages"} <= x.keys()
+
+
+def _is_stacked(axes: Any) -> bool:
+    return axes[: len(STACKED)] == STACKED
+
+
+def _over_ranks(shape: Sequence[int], where: NamedSharding, by_first: bool) -> NamedSharding:
+    """`where`, with the ranks dividing a dim: the first of all, or else of all but the first the
+    largest that divides."""
+    sizes = where.mesh.shape
+    dims = [(dim,) if isinstance(dim, str) else tuple(dim or ()) for dim in where.spec]
+    wanted = sorted(range(len(shape)), key=lambda i: ((i == 0) != by_first, -shape[i]))
+    for i in wanted:
+        axes = (*dims[i], "stage")
+        if shape[i] % math.prod(sizes[axis] for axis in axes) == 0:
+            return NamedSharding(where.mesh, PartitionSpec(*dims[:i], axes, *dims[i + 1 :]))
+    return where

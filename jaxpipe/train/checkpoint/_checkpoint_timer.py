@@ -1,0 +1,61 @@
+"""Checkpoints by the clock: after which step one is due, the same on all processes."""
+
+import math
+import time
+from collections.abc import Callable
+
+import jax
+
+from ..runtime._multihost import agreed
+
+
+class ByTime:
+    """Says when so many minutes have passed since the last checkpoint.
+
+    The clock of the first process counts. Telling the others makes all wait for the step that runs,
+    so with several processes they do not ask after every step: the first also says when to ask
+    again, after half the steps that it expects in the time that is left.
+    """
+
+    def __init__(
+        self,
+        minutes: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        agree: Callable[[int], int] = agreed,
+        alone: bool | None = None,
+    ) -> None:
+        """
+        Args:
+            minutes: 0 for never.
+            clock: Seconds.
+            agree: What the first process says, on all of them.
+            alone: Whether there is one process. Default: as JAX has it.
+        """
+        self._seconds = 60 * minutes or math.inf
+        self._clock, self._agree = clock, agree
+        self._alone = jax.process_count() == 1 if alone is None else alone
+        self._saved = self._then = clock()
+        self._asked, self._ask_at = 0, 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is due after this step. All processes ask after the same steps."""
+        if self._seconds == math.inf or step < self._ask_at:
+            return False
+        steps = self._agree(self._steps_left(step))
+        self._ask_at = step + max(steps, 1)
+        return steps == 0
+
+    def saved(self) -> None:
+        """There is a checkpoint, for whatever reason."""
+        self._saved = self._clock()
+
+    def _steps_left(self, step: int) -> int:
+        """After how many steps to ask again; 0 if it is time."""
+        now = self._clock()
+        left = self._saved + self._seconds - now
+        pace = (now - self._then) / (step - self._asked) if self._asked else math.inf
+        self._then, self._asked = now, step
+        if left <= 0:
+            return 0
+        return 1 if self._alone or pace <= 0 else max(1, int(left / pace / 2))

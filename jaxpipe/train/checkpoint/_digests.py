@@ -1,0 +1,194 @@
+"""Records the digests of a checkpoint's files and its step, and compares them later.
+
+Orbax makes a checkpoint whole or not at all. What happens to its files later, on a failing disk, in
+a copy that broke off or under another name, it may load without a word.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..._durable import rename, sync_tree, write_file
+from ..runtime._reading import UnreadableError, is_file, is_folder, names_in, status
+
+FILE = "digests.json"
+"""The file in the folder of a step with the step, and the size and SHA-256 of all other files."""
+
+_COMPLETE = "_CHECKPOINT_METADATA"
+"""Orbax writes it into the folder of a step."""
+
+_STEP = re.compile(r"0|[1-9][0-9]*")
+
+MAX_LISTED = 4
+
+SMALL_BYTES = 1 << 20
+"""A quick check reads files up to this size. Only files of arrays are larger."""
+
+
+def steps_in(folder: Path) -> list[Path]:
+    """Returns the entries of a folder of checkpoints that are named as a step, newest first.
+
+    Raises:
+        UnreadableError: If the folder cannot be read.
+    """
+    return sorted(
+        (folder / name for name in names_in(folder) if _STEP.fullmatch(name)),
+        key=lambda step: int(step.name),
+        reverse=True,
+    )
+
+
+def is_complete(step: Path) -> bool:
+    """Returns whether Orbax has written all of a step.
+
+    Raises:
+        UnreadableError: If the step's folder cannot be read.
+    """
+    return status(step / _COMPLETE) is not None
+
+
+def has_digests(step: Path) -> bool:
+    """Returns whether a step has digests that also name the step.
+
+    Raises:
+        UnreadableError: If its digests cannot be read.
+    """
+    known = _read(step / FILE)
+    return bool(known) and not _is_old(known)
+
+
+def write_digests(step: Path, number: int) -> None:
+    """Forces a complete step onto the disk, and writes its digests.
+
+    Args:
+        step: The folder of the step, before it is renamed.
+        number: The number of the step.
+    """
+    sync_tree(step)
+    body = {
+        "step": number,
+        "files": {str(file.relative_to(step)): _digest(file) for file in _files(step)},
+    }
+    write_file(step / FILE, json.dumps(body | {"sha256": _of_body(body)}, indent=1))
+
+
+def damage(step: Path, *, quick: bool = False) -> list[str]:
+    """Finds what is wrong with a step. Without digests this is only whether it is complete.
+
+    Args:
+        step: The folder; its name is the number of the step that it should be.
+        quick: Whether to compare large files by size alone.
+
+    Returns:
+        One text for each problem; none if the step is sound.
+
+    Raises:
+        UnreadableError: If a file is there and cannot be read.
+    """
+    if not is_folder(step):
+        return ["it is not a folder"]
+    text = _read(step / FILE)
+    if not text:
+        return [] if is_complete(step) else [f"{_COMPLETE} is missing"]
+    try:
+        known = json.loads(text)
+        files = {
+            str(name): (int(size), str(digest))
+            for name, (size, digest) in (known if _is_old(text) else known["files"]).items()
+        }
+        if not _is_old(text) and known["sha256"] != _of_body(known):
+            return [f"{FILE} has changed"]
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        return [f"{FILE} is not what a run writes"]
+    problems = [p for name, size in files.items() for p in _problems(step / name, *size, quick)]
+    if _is_old(text):
+        return problems
+    if known["step"] != int(step.name):
+        problems.insert(0, f"it is step {known['step']}, renamed or copied")
+    there = (str(file.relative_to(step)) for file in _files(step))
+    return problems + [f"{name} does not belong to it" for name in there if name not in files]
+
+
+def set_aside(step: Path, why: str) -> Path:
+    """Renames the folder of a step to `<step>.<why>`, or `<step>.<why>-2` and so on."""
+    names = (f"{step.name}.{why}", *(f"{step.name}.{why}-{i}" for i in range(2, 1000)))
+    free = (step.with_name(name) for name in names if not os.path.lexists(step.with_name(name)))
+    aside = next(free)
+    rename(step, aside)
+    return aside
+
+
+def described(step: Path, problems: list[str]) -> str:
+    """One sentence on a damaged step."""
+    more = len(problems) - MAX_LISTED
+    listed = problems[:MAX_LISTED] + ([f"and {more} more"] if more > 0 else [])
+    return f"The checkpoint {step} is damaged: {', '.join(listed)}."
+
+
+def sha256_of(content: bytes) -> str:
+    """Returns the SHA-256 of some bytes in hexadecimal digits."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def _of_body(known: Mapping[str, Any]) -> str:
+    body = {"step": known["step"], "files": known["files"]}
+    return sha256_of(json.dumps(body, sort_keys=True).encode())
+
+
+def _is_old(text: bytes) -> bool:
+    """Returns whether an older version wrote these digests, which do not name the step."""
+    try:
+        known = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(known, dict) and not {"step", "files", "sha256"} & known.keys()
+
+
+def _read(file: Path) -> bytes:
+    """Returns the content of a file; b"" if it does not exist."""
+    if not is_file(file):
+        return b""
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UnreadableError(file, error) from error
+
+
+def _files(step: Path) -> Iterator[Path]:
+    """Yields all files of a step except its digests and hidden files, which other programs make."""
+
+    def stop(error: OSError) -> None:
+        raise UnreadableError(step, error) from error
+
+    for folder, folders, names in os.walk(step, onerror=stop):
+        folders.sort()
+        for name in sorted(names):
+            if not name.startswith(".") and (folder, name) != (str(step), FILE):
+                yield Path(folder, name)
+
+
+def _digest(file: Path) -> tuple[int, str]:
+    with file.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256")
+        return os.fstat(content.fileno()).st_size, digest.hexdigest()
+
+
+def _problems(file: Path, size: int, digest: str, quick: bool) -> Iterator[str]:
+    found = status(file)
+    if found is None:
+        yield f"{file.name} is missing"
+    elif not is_file(file):
+        yield f"{file.name} is not a regular file"
+    elif found.st_size != size:
+        yield f"{file.name} has {found.st_size} bytes of {size}"
+    elif not quick or size <= SMALL_BYTES:
+        try:
+            changed = _digest(file)[1] != digest
+        except OSError as error:
+            raise UnreadableError(file, error) from error
+        if changed:
+            yield f"{file.name} has changed"

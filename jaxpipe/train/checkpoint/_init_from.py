@@ -1,0 +1,161 @@
+"""The first state of a run whose weights are given: those of `init_from`, and a fresh optimizer."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from ..._input import MOST_JSON_BYTES, is_file
+from ..plan._setup import Setup
+from ..runtime._multihost import agreed
+from ..runtime._reading import is_folder, names_in
+from ..step._state import State
+from ..step._step import initial_state
+from ._canonical import canonical_shapes, from_canonical, with_layers_after
+from ._digests import FILE as DIGESTS
+from ._digests import damage, described, has_digests, is_complete
+from ._store import (
+    Leaves,
+    check_same,
+    leaves_of,
+    read_checkpoints,
+    read_metadata,
+    restore_weights,
+    saved_leaves,
+)
+
+CHECKPOINTS, WEIGHTS = "checkpoints", "weights"
+"""Folders of a run, and of `jaxpipe convert`."""
+
+_NOT_COMPUTED = ("load_balance_loss_weight",)
+"""Sizes that change how a model is trained, and not what it computes."""
+
+
+_ADVICE = "Give the sizes it was saved with: `config.yml` in that folder has them."
+
+
+def first_state(setup: Setup) -> State:
+    """Weights of `init_from`, or of the seed; a fresh optimizer; step 0.
+
+    Raises:
+        ValueError: If `init_from` is no such folder or of another model; before anything compiles.
+    """
+    if not setup.config.init_from:
+        return initial_state(setup)
+    folder = checkpoints_in(Path(setup.config.init_from))
+    with read_checkpoints(folder) as checkpoints:
+        step = step_in(checkpoints, None, allow_unverified=setup.config.allow_unverified)
+        step = agreed(step)
+        metadata = read_metadata(checkpoints, step)
+        as_saved = with_layers_after(setup, metadata.get("layers_after", 0))
+        wanted = canonical_shapes(as_saved)["weights"]
+        where = f"`init_from` is {setup.config.init_from!r}: {checkpoints.directory} step {step}"
+        saved = saved_leaves(checkpoints, step, "weights")
+        check_same(_widened(saved, setup), leaves_of(wanted), where, _ADVICE)
+        check_same_sizes(metadata["model"], setup, where, _ADVICE, ignored=_NOT_COMPUTED)
+        state = initial_state(setup)
+        del state["weights"]  # room for the others
+        weights = restore_weights(checkpoints, step, wanted)
+    return state | from_canonical(setup, {"weights": weights})
+
+
+def _widened(saved: Leaves, setup: Setup) -> Leaves:
+    """What `saved` is as it will be read: bfloat16 may become float32, and nothing is rounded."""
+    if setup.config.weight_dtype != "float32":
+        return saved
+    return {
+        name: (shape, "float32" if dtype == "bfloat16" else dtype)
+        for name, (shape, dtype) in saved.items()
+    }
+
+
+def checkpoints_in(folder: Path) -> Path:
+    """The checkpoints of a run's folder, or of one that `jaxpipe convert` made.
+
+    Raises:
+        ValueError: If it has none.
+        RunError: If it cannot be read.
+    """
+    for name in (CHECKPOINTS, WEIGHTS):
+        if is_folder(folder / name):
+            names_in(folder / name)  # which orbax would fail to without a word on why
+            _check_regular(folder / name)
+            return folder / name
+    raise ValueError(
+        f"{folder} has neither `{CHECKPOINTS}` nor `{WEIGHTS}`. Give the folder of a run, or one "
+        "that `jaxpipe convert` made."
+    )
+
+
+def _check_regular(folder: Path) -> None:
+    """Checks that Orbax can read the files of checkpoints in bounded time and memory.
+
+    Raises:
+        ValueError: If something in the folder is neither a folder nor a regular file, or a file of
+            metadata is too large.
+    """
+    for file in folder.rglob("*"):
+        if not file.is_dir() and not is_file(file):
+            raise ValueError(f"{file} is a device, a pipe or a broken link. Copy the folder again.")
+        is_metadata = "METADATA" in file.name.upper() or file.suffix == ".json"
+        if is_metadata and file.is_file() and file.stat().st_size > MOST_JSON_BYTES:
+            raise ValueError(f"{file} has more than {MOST_JSON_BYTES:,} bytes. Copy it again.")
+
+
+def step_in(
+    checkpoints: ocp.CheckpointManager, step: int | None, *, allow_unverified: bool = False
+) -> int:
+    """The step, or the newest complete one.
+
+    Raises:
+        ValueError: If it does not exist or is damaged, or has no digests and `allow_unverified` is
+            False.
+        RunError: If it cannot be read.
+    """
+    folder = Path(checkpoints.directory)
+    steps = [found for found in checkpoints.all_steps() if is_complete(folder / str(found))]
+    if step is None and steps:
+        step = max(steps)
+    if step is None or step not in steps:
+        there = ", ".join(map(str, sorted(steps))) or "none"
+        wanted = "any step" if step is None else f"step {step}"
+        raise ValueError(f"{checkpoints.directory} does not have {wanted}. It has: {there}.")
+    saved = folder / str(step)
+    if not has_digests(saved) and not allow_unverified:
+        raise ValueError(
+            f"{saved / DIGESTS} is missing, empty or of an older version, so nothing says whether "
+            "the checkpoint is still what was saved. Put the file back, give another step, or "
+            "allow this one: `allow_unverified=true` of `jaxpipe train`, `--allow-unverified` of "
+            "`jaxpipe convert`."
+        )
+    if problems := damage(saved):
+        raise ValueError(f"{described(saved, problems)} Give another step, or copy it again.")
+    return step
+
+
+def check_same_sizes(
+    saved: Mapping[str, Any],
+    setup: Setup,
+    where: str,
+    advice: str = "Use the config it was saved with, or another `run_name`.",
+    *,
+    ignored: tuple[str, ...] = (),
+) -> None:
+    """Raises ValueError if a checkpoint's sizes are not those of the config.
+
+    A size that was no key yet when the checkpoint was saved has its default there.
+    """
+    fields = dataclasses.fields(setup.model)
+    defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    found = defaults | dict(saved)
+    differing = [
+        f"{key} is {found.get(key)!r} in the checkpoint, {value!r} in the config"
+        for key, value in dataclasses.asdict(setup.model).items()
+        if found.get(key) != value and key not in ignored
+    ]
+    if differing:
+        raise ValueError(
+            f"{where} is of another model:\n  " + "\n  ".join(differing) + f"\n{advice}"
+        )

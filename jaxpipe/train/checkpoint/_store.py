@@ -1,0 +1,351 @@
+"""Checkpoints: a thin layer over orbax that refuses to load another model, and says why.
+
+A step's folder holds `state`, a pytree of arrays, and `metadata`, a JSON object. Arrays are stored
+by name without their layout, so a state loads into any sharding.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jaxtyping import PyTree
+
+from ..runtime._multihost import agreed, is_first
+from ..runtime._stop import RunError
+from ._digests import is_complete, set_aside, steps_in
+from ._sealing import REMOVED, empty_removed, sealing
+
+Leaves = dict[str, tuple[tuple[int, ...], str]]
+"""Shape and dtype of every leaf, by its path."""
+
+MAX_LISTED = 8
+
+
+def open_checkpoints(
+    folder: str | PathLike[str],
+    *,
+    max_to_keep: int | None,
+    asynchronous: bool,
+    keep_best: int = 0,
+    on_saved: Callable[[int], None] = lambda step: None,
+) -> ocp.CheckpointManager:
+    """Opens, or makes, a folder of checkpoints. Close it, or use it in a `with`, to flush saves.
+
+    What a killed run left of a step is ignored: a step is written under another name and gets its
+    own when it is complete, has its digests and is on the disk; and it loses that name before it is
+    removed. A step's folder that is incomplete all the same (a copy that broke off) is renamed to
+    `<step>.incomplete`.
+
+    Args:
+        folder: Made if it does not exist.
+        max_to_keep: How many of the newest steps stay; None for all.
+        asynchronous: Write files while the program goes on.
+        keep_best: How many steps with the least loss stay beside them, of those that have one.
+        on_saved: Is told every step that has become complete, by the first process, maybe in
+            another thread.
+    """
+    path = Path(folder).absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    if is_first():
+        _set_aside_incomplete(path)
+    newest = ocp.checkpoint_managers.LatestN(max_to_keep)
+    policies = (newest, _Best(keep_best)) if keep_best else (newest,)
+    return ocp.CheckpointManager(
+        path,
+        options=ocp.CheckpointManagerOptions(
+            temporary_path_class=sealing(on_saved),
+            todelete_subdir=REMOVED,
+            preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(policies),
+            best_fn=_loss_of if keep_best else None,  # without one orbax keeps no metrics
+            best_mode="min",
+            enable_async_checkpointing=asynchronous,
+        ),
+        item_handlers=_handlers(),
+    )
+
+
+def read_checkpoints(folder: str | PathLike[str]) -> ocp.CheckpointManager:
+    """Opens what another run has saved, and may be saving: nothing changes there.
+
+    Its steps may be incomplete.
+    """
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    return ocp.CheckpointManager(
+        Path(folder).absolute(), options=options, item_handlers=_handlers()
+    )
+
+
+def _handlers() -> dict[str, ocp.CheckpointHandler]:
+    return {"state": ocp.StandardCheckpointHandler(), "metadata": ocp.JsonCheckpointHandler()}
+
+
+# Not orbax's `BestN`: it sorts NaN, and counts steps that have no loss.
+@dataclass(frozen=True)
+class _Best:
+    """Keeps the steps with the least `eval_loss`, of those where that is a number."""
+
+    count: int
+
+    def should_preserve(
+        self,
+        checkpoints: Sequence[Any],  # orbax's type is a protocol that beartype cannot check
+        *,
+        context: ocp.checkpoint_managers.PreservationContext,
+    ) -> Sequence[bool]:
+        del context
+        losses = [_loss_of(checkpoint.metrics or {}) for checkpoint in checkpoints]
+        by_loss = sorted(range(len(losses)), key=lambda i: losses[i])
+        kept = {i for i in by_loss[: self.count] if math.isfinite(losses[i])}
+        return [i in kept for i in range(len(losses))]
+
+
+def _loss_of(metrics: Mapping[str, float]) -> float:
+    loss = metrics.get("eval_loss", math.inf)
+    return loss if math.isfinite(loss) else math.inf
+
+
+def latest_step(checkpoints: ocp.CheckpointManager) -> int | None:
+    """The newest complete step, if there is one."""
+    return checkpoints.latest_step()
+
+
+def best_step(checkpoints: ocp.CheckpointManager) -> int | None:
+    """The complete step with the least `eval_loss`, if any has one."""
+    found = {step: x for step, x in _losses(checkpoints).items() if math.isfinite(x)}
+    return min(found, key=lambda step: found[step]) if found else None
+
+
+def _losses(checkpoints: ocp.CheckpointManager) -> dict[int, float]:
+    """The `eval_loss` of every complete step that has one."""
+    found = {step: checkpoints.metrics(step) for step in checkpoints.all_steps()}
+    return {step: _loss_of(metrics) for step, metrics in found.items() if metrics}
+
+
+def best_keeper(
+    checkpoints: ocp.CheckpointManager | None, keep_best: int
+) -> Callable[[float], bool]:
+    """Whether a state with this `eval_loss` is one of the best so far; all processes hear the same.
+
+    Args:
+        checkpoints: From `open_checkpoints`, or None if there are none.
+        keep_best: How many are kept.
+    """
+    if checkpoints is None or not keep_best:
+        return lambda loss: False
+    losses = [*_losses(checkpoints).values()]
+
+    def is_best(loss: float) -> bool:
+        ahead = sum(other <= loss for other in losses)
+        if not agreed(int(math.isfinite(loss) and ahead < keep_best)):
+            return False
+        losses.append(loss)
+        return True
+
+    return is_best
+
+
+def save_checkpoint(
+    checkpoints: ocp.CheckpointManager,
+    step: int,
+    state: PyTree[jax.Array | np.ndarray],
+    metadata: Mapping[str, Any],
+    *,
+    eval_loss: float | None = None,
+) -> None:
+    """Saves a step. One that is there already stays as it is.
+
+    Args:
+        checkpoints: From `open_checkpoints`.
+        step: Steps done so far, more than in any checkpoint there is.
+        state: Arrays on devices, which may be donated to the next step at once, or in host memory.
+        metadata: What JSON can hold.
+        eval_loss: By which the best steps are found, where these are kept; None if the step was
+            not evaluated.
+
+    Raises:
+        ValueError: If there is a newer checkpoint: two runs share a folder.
+        RunError: If this save, or an asynchronous one before it, failed.
+    """
+    newest = latest_step(checkpoints)
+    if newest is not None and newest > step:
+        raise ValueError(
+            f"`step` is {step} and {checkpoints.directory} has a checkpoint of step {newest}. "
+            "Resume from that one, or choose another `run_name`."
+        )
+    if newest == step:
+        return
+    with naming_failed_saves(checkpoints):
+        checkpoints.wait_until_finished()  # as orbax does, before another one goes to `.removed`
+        if is_first():
+            empty_removed(Path(checkpoints.directory))
+        checkpoints.save(
+            step,
+            force=True,  # else nothing is saved, nor said, while an asynchronous save goes on
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(state), metadata=ocp.args.JsonSave(dict(metadata))
+            ),
+            metrics={} if eval_loss is None else {"eval_loss": eval_loss},
+        )
+
+
+@contextmanager
+def closing(checkpoints: ocp.CheckpointManager) -> Iterator[ocp.CheckpointManager]:
+    """Waits in the end for what is being saved.
+
+    Raises:
+        RunError: If that failed.
+    """
+    try:
+        yield checkpoints
+    finally:
+        with naming_failed_saves(checkpoints):
+            checkpoints.close()
+            if is_first():
+                empty_removed(Path(checkpoints.directory))
+
+
+@contextmanager
+def naming_failed_saves(checkpoints: ocp.CheckpointManager) -> Iterator[None]:
+    """Around what waits for a save, this one's or the one before.
+
+    Raises:
+        RunError: If it failed.
+    """
+    try:
+        yield
+    except RunError:
+        raise
+    except Exception as error:  # orbax passes on what the storage below it raises
+        steps = ", ".join(step.name for step in steps_in(Path(checkpoints.directory))) or "none"
+        raise RunError(
+            f"A checkpoint could not be written to {checkpoints.directory}: {error}\nComplete "
+            f"ones are as they were: {steps}. Remove the cause, and start again to go on."
+        ) from error
+
+
+def read_metadata(checkpoints: ocp.CheckpointManager, step: int) -> dict[str, Any]:
+    """The `metadata` that was saved with a step."""
+    restored = checkpoints.restore(step, args=ocp.args.Composite(metadata=ocp.args.JsonRestore()))
+    return restored["metadata"]
+
+
+def restore_checkpoint(
+    checkpoints: ocp.CheckpointManager, step: int, abstract_state: PyTree[jax.ShapeDtypeStruct]
+) -> PyTree[jax.Array]:
+    """The state of a step, in the shardings asked for.
+
+    Args:
+        checkpoints: From `open_checkpoints`.
+        step: A complete step.
+        abstract_state: Shapes, dtypes and shardings, which need not be those it was saved in.
+
+    Raises:
+        ValueError: If names, shapes or dtypes differ; before any array is read.
+        RunError: If it cannot be read.
+    """
+    saved = saved_leaves(checkpoints, step)
+    check_same(saved, leaves_of(abstract_state), f"{checkpoints.directory} step {step}")
+    try:
+        restored = checkpoints.restore(
+            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
+        )
+    except (OSError, ValueError) as error:  # tensorstore's are ValueErrors
+        raise RunError(
+            f"{checkpoints.directory} step {step} could not be read: {error}\nNothing has been "
+            "changed. Remove the cause, and start again."
+        ) from error
+    return restored["state"]
+
+
+def restore_weights(
+    checkpoints: ocp.CheckpointManager, step: int, abstract_weights: PyTree[jax.ShapeDtypeStruct]
+) -> PyTree[jax.Array]:
+    """The weights of a step alone, in the shardings and dtypes asked for."""
+    wanted = {"weights": abstract_weights}
+    how = ocp.checkpoint_utils.construct_restore_args(wanted)
+    return _restored_part(checkpoints, step, wanted, how)["weights"]
+
+
+def restore_leaf(checkpoints: ocp.CheckpointManager, step: int, path: str) -> np.ndarray:
+    """One leaf of a step in host memory, by its path, such as `weights/head/norm`."""
+    names = path.split("/")
+    wanted: Any = 0
+    how: Any = ocp.RestoreArgs(restore_type=np.ndarray)
+    for name in reversed(names):
+        wanted, how = {name: wanted}, {name: how}
+    found = _restored_part(checkpoints, step, wanted, how)
+    for name in names:
+        found = found[name]
+    return found
+
+
+def saved_leaves(checkpoints: ocp.CheckpointManager, step: int, branch: str = "") -> Leaves:
+    """What is saved of a step, or of a branch of its state. No array is read."""
+    tree = checkpoints.item_metadata(step)["state"].tree
+    return leaves_of(tree[branch] if branch else tree)
+
+
+def _restored_part(
+    checkpoints: ocp.CheckpointManager, step: int, wanted: PyTree, how: PyTree
+) -> PyTree:
+    """Some leaves of a state, each as its restore arguments say."""
+    folder = checkpoints.directory / str(step) / "state"
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        args = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=True)
+        return checkpointer.restore(folder, args=args)
+
+
+def _set_aside_incomplete(folder: Path) -> None:
+    """Orbax takes every folder with a number for a step, and would resume from an empty one."""
+    for step in steps_in(folder):
+        if not is_complete(step):
+            set_aside(step, "incomplete")
+
+
+def leaves_of(tree: PyTree) -> Leaves:
+    """Of any tree; the same for a state and orbax's metadata of it, whose tuples are lists."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): (
+            tuple(leaf.shape),
+            str(jax.numpy.dtype(leaf.dtype)),
+        )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def check_same(
+    saved: Leaves,
+    wanted: Leaves,
+    where: str,
+    advice: str = "Use the config it was saved with, or another `run_name`.",
+) -> None:
+    """Raises ValueError with the leaves that differ, between `where` and `advice`."""
+    lines = [f"{name}: only in the checkpoint" for name in saved if name not in wanted]
+    lines += [f"{name}: only in the model" for name in wanted if name not in saved]
+    lines += [
+        f"{name}: {_describe(saved[name])} in the checkpoint, {_describe(leaf)} in the model"
+        for name, leaf in wanted.items()
+        if name in saved and saved[name] != leaf
+    ]
+    if not lines:
+        return
+    listed = lines[:MAX_LISTED]
+    if len(lines) > MAX_LISTED:
+        listed.append(f"and {len(lines) - MAX_LISTED} more")
+    raise ValueError(
+        f"{where} is of another model: {len(lines)} of {len({*saved, *wanted})} leaves differ.\n  "
+        + "\n  ".join(listed)
+        + f"\n{advice}"
+    )
+
+
+def _describe(leaf: tuple[tuple[int, ...], str]) -> str:
+    shape, dtype = leaf
+    return f"{dtype}[{', '.join(map(str, shape))}]"

@@ -1,0 +1,1 @@
+"""Settings of a training run: keys, files, and the checks across keys."""

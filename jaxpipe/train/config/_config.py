@@ -1,0 +1,224 @@
+"""What the keys of a training run must say together."""
+
+from collections.abc import Mapping
+from typing import get_args
+
+from pydantic import model_validator
+
+from ...autodiff import TENSORS, kept_names
+from ...data import READ_BY, Kind
+from ..logs._profile import profiled_steps
+from ._keys import Keys
+from ._xla_flags import compiler_options
+
+_ONE_PROGRAM = ("none", "circular", "scheduled")
+_PIPELINES = ("circular", "scheduled", "mpmd")
+_READ_BY_ENGINE: dict[str, tuple[str, ...]] = {
+    "ici_pipeline_parallelism": _PIPELINES,
+    "dcn_pipeline_parallelism": _PIPELINES,
+    "pipeline_parallel_layers": _PIPELINES,
+    "num_layers_per_pipeline_stage": _PIPELINES,
+    "num_pipeline_repeats": _PIPELINES,
+    "set_remat_policy_on_pipeline_iterations": _PIPELINES,
+    "set_remat_policy_on_layers_per_stage": _PIPELINES,
+    "pipeline_schedule": ("scheduled", "mpmd"),
+    "pipeline_layout": ("scheduled", "mpmd"),
+    "pipeline_share_head": ("scheduled",),
+    "pipeline_delay_activation_forwarding": ("circular",),
+    "scan_pipeline_repeats": ("circular",),
+    "enable_nnx": ("circular",),
+    "pipeline_fsdp_ag_once": ("circular", "scheduled"),
+    "pipeline_fsdp_ag_per_repeat": ("circular", "scheduled"),
+    "pipeline_fsdp_ag_per_layer": ("circular", "scheduled"),
+    "shard_mode": ("circular", "scheduled"),
+    "shard_optimizer_over_data": _ONE_PROGRAM,
+    "compile_xla_flags": _ONE_PROGRAM,
+    "mpmd_timeout_seconds": ("mpmd",),
+    "mpmd_trace_step": ("mpmd",),
+}
+"""Keys that not all engines read."""
+
+_FILES = get_args(Kind)
+_READ_BY_DATA: dict[str, tuple[str, ...]] = {
+    "data_files": _FILES,
+    **READ_BY,
+    "data_sources": ("mixture",),
+    "tokenizer_path": ("text", "jsonl", "parquet", "arrow", "mixture"),
+    "eval_files": _FILES,
+    "eval_data_sources": ("mixture",),
+    "eval_split_fraction": (*_FILES, "mixture"),
+}
+"""Keys that not all kinds of data read."""
+
+
+class Config(Keys):
+    """One run. Make one with `load_config`, or `Config(steps=3)` in a test."""
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> "Config":
+        if "://" in self.output_dir:
+            raise ValueError(
+                f"`output_dir` is {self.output_dir!r}, and runs are written to folders: mount the "
+                "bucket, with gcsfuse for example, and give where."
+            )
+        self._are_read("pipeline_engine", _READ_BY_ENGINE)
+        self._are_read("dataset_type", _READ_BY_DATA)
+        self._are_read("remat_policy", dict.fromkeys(TENSORS, ("custom",)))
+        self._flax_agrees()
+        self._layout_agrees()
+        self._one_gather()
+        compiler_options(self.compile_xla_flags)
+        profiled_steps(self.profile_steps)
+        if self.pipeline_engine == "mpmd":
+            self._nothing_offloaded()
+        if self.mpmd_trace_step and self.gradient_accumulation_steps > 1:
+            raise ValueError(
+                f"`mpmd_trace_step` is {self.mpmd_trace_step} and `gradient_accumulation_steps` "
+                f"{self.gradient_accumulation_steps}, but a trace is of one loop over "
+                "microbatches. Leave one of them out."
+            )
+        if self.wandb_project != "jaxpipe" and not self.enable_wandb:
+            raise ValueError(
+                f"`wandb_project` is {self.wandb_project!r} and `enable_wandb` false, so nothing "
+                "reads it. Leave it at 'jaxpipe', or set `enable_wandb`."
+            )
+        self._data_agrees()
+        self._evaluation_agrees()
+        return self
+
+    def _are_read(self, key: str, readers: Mapping[str, tuple[str, ...]]) -> None:
+        """Keys that another one's value would leave unread must be the defaults.
+
+        Args:
+            key: The other one.
+            readers: By key the values that read it.
+        """
+        choice = getattr(self, key)
+        for name, choices in readers.items():
+            value, default = getattr(self, name), Config.model_fields[name].default
+            if choice not in choices and value != default:
+                others = f"`{key}=" + "` or `".join(choices) + "`"
+                raise ValueError(
+                    f"`{key}` is {choice!r} and `{name}` is {value!r}, which it does not read. "
+                    f"Leave it at {default!r}, or choose {others}."
+                )
+
+    def _data_agrees(self) -> None:
+        key = "data_sources" if self.dataset_type == "mixture" else "data_files"
+        if self.dataset_type != "synthetic" and not getattr(self, key):
+            raise ValueError(
+                f"`dataset_type` is {self.dataset_type!r} and `{key}` is empty. Give "
+                + ("sources." if self.dataset_type == "mixture" else "files or folders.")
+            )
+        if self.dataset_type == "tokens" and self.token_eod is None:
+            raise ValueError(
+                "`dataset_type` is 'tokens' and `token_eod` is not set. Give the id that ends a "
+                "document: 256 for bytes, 50256 for GPT-2's; `jaxpipe tokenize` prints it."
+            )
+        for k, source in enumerate(self.eval_data_sources):
+            if source.weight != 1:
+                raise ValueError(
+                    f"`eval_data_sources[{k}].weight` is {source.weight:g}, which nothing reads: "
+                    "evaluation has every row once. Leave it out."
+                )
+        apart = self.eval_files or self.eval_data_sources
+        if apart and self.eval_split_fraction:
+            name = "eval_files" if self.eval_files else "eval_data_sources"
+            raise ValueError(
+                f"`{name}` is {apart!r} and `eval_split_fraction` {self.eval_split_fraction:g}. "
+                "Evaluation reads files of its own, or documents that are held out: give one of "
+                "the two."
+            )
+        if self.eval_split_seed and not self.eval_split_fraction:
+            raise ValueError(
+                f"`eval_split_seed` is {self.eval_split_seed} and `eval_split_fraction` 0, so no "
+                "document is held out. Give a fraction, or leave the seed at 0."
+            )
+
+    def _evaluation_agrees(self) -> None:
+        if not self.eval_interval:
+            for name in ("eval_files", "eval_data_sources", "eval_steps", "keep_best"):
+                value, default = getattr(self, name), Config.model_fields[name].default
+                if value != default:
+                    raise ValueError(
+                        f"`eval_interval` is 0 and `{name}` is {value!r}, which nothing would "
+                        f"read. Leave it at {default!r}, or say after how many steps to evaluate."
+                    )
+        elif self.dataset_type == "synthetic" and self.eval_steps == -1:
+            raise ValueError(
+                "`eval_interval` is not 0 and `eval_steps` -1, all batches, but synthetic data has "
+                "no end. Give `eval_steps`."
+            )
+        for name in ("keep_best", "checkpoint_minutes"):
+            if getattr(self, name) and not self.enable_checkpointing:
+                raise ValueError(
+                    f"`{name}` is {getattr(self, name)} and `enable_checkpointing` false: there "
+                    "are no checkpoints. Change one of them."
+                )
+
+    def _layout_agrees(self) -> None:
+        if self.pipeline_layout and (
+            self.num_pipeline_repeats,
+            self.num_layers_per_pipeline_stage,
+        ) != (-1, 1):
+            raise ValueError(
+                f"`pipeline_layout` is {self.pipeline_layout!r}, which says how many stages and "
+                "layers there are. Leave `num_pipeline_repeats` at -1 and "
+                "`num_layers_per_pipeline_stage` at 1."
+            )
+
+    def _one_gather(self) -> None:
+        names = ("once", "per_repeat", "per_layer")
+        chosen = [f"pipeline_fsdp_ag_{n}" for n in names if getattr(self, f"pipeline_fsdp_ag_{n}")]
+        if len(chosen) > 1:
+            raise ValueError(
+                f"`{'` and `'.join(chosen)}` are both true. Weights are gathered either once, per "
+                "repeat or per layer: choose one."
+            )
+
+    def _flax_agrees(self) -> None:
+        """What a decoder of Flax modules cannot do, or only such a decoder can."""
+        if self.pure_nnx_decoder != (self.enable_nnx is True):
+            raise ValueError(
+                f"`pure_nnx_decoder` is {self.pure_nnx_decoder} and `enable_nnx` {self.enable_nnx}."
+                " An NNX decoder is NNX throughout: give both as true, or neither."
+            )
+        if self.enable_nnx is None:
+            if not self.scan_pipeline_iterations:
+                raise ValueError(
+                    "`scan_pipeline_iterations` is False and `enable_nnx` None. Only decoders of "
+                    "Flax modules have their iterations written out: give `enable_nnx` as true or "
+                    "false, or leave this at true."
+                )
+            return
+        dropout = self.dropout_rate if self.enable_dropout else 0.0
+        problems = {
+            "`pipeline_engine` is 'none', and Flax's modules run in the pipeline alone": (
+                self.pipeline_engine == "none"
+            ),
+            f"`dropout_rate` is {dropout}, and Flax would draw other masks than the model's "
+            "functions": dropout > 0,
+            "`pipeline_fsdp_ag_per_layer` is True, and Flax's pipelines gather a stage at a time": (
+                self.pipeline_fsdp_ag_per_layer
+            ),
+            "`shard_mode` is 'explicit', which needs `scan_pipeline_iterations`": (
+                self.shard_mode == "explicit" and not self.scan_pipeline_iterations
+            ),
+        }
+        found = "; ".join(problem for problem, applies in problems.items() if applies)
+        if found:
+            raise ValueError(
+                f"`enable_nnx` is {self.enable_nnx}, but {found}. Leave `enable_nnx` at null, or "
+                "change that."
+            )
+
+    def _nothing_offloaded(self) -> None:
+        """What one program of a rank leaves for another one stays where programs return it."""
+        places = {tensor: getattr(self, tensor) for tensor in TENSORS}
+        _, offloaded = kept_names(self.remat_policy, places)
+        if offloaded:
+            raise ValueError(
+                f"`pipeline_engine` is 'mpmd' and `remat_policy` {self.remat_policy!r} offloads "
+                f"{', '.join(offloaded)}, but what its programs leave for each other stays on the "
+                "device. Give a policy that keeps tensors there, or choose another engine."
+            )

@@ -1,0 +1,64 @@
+"""Whether the devices can hold a run, as far as arithmetic tells before anything is allocated."""
+
+import os
+import resource
+from pathlib import Path
+
+import jax
+
+from ..._input import shortened
+from ..plan._setup import Setup, batch_shapes
+from ._memory_estimate import Footprint, footprints
+
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+def check_fits(setup: Setup) -> None:
+    """Checks that the devices of this process have the memory that a run needs.
+
+    The estimate leaves out activations inside a stage, so a run that passes may still be too large.
+
+    Args:
+        setup: The run.
+
+    Raises:
+        ValueError: If the run needs more. The error names the keys that decide how much it needs.
+    """
+    devices = setup.mesh.local_devices
+    found = max(footprints(setup), key=lambda footprint: footprint.total)
+    batch = sum(array.size * array.dtype.itemsize for array in batch_shapes(setup).values())
+    on_host = devices[0].platform == "cpu"
+    # Emulated devices share the memory of the host, where batches are made too.
+    needed = found.total * len(devices) + batch if on_host else found.total
+    most = host_bytes() if on_host else (devices[0].memory_stats() or {}).get("bytes_limit", 0)
+    if most and needed > most:
+        raise ValueError(_message(setup, found, needed, most, on_host=on_host))
+
+
+def host_bytes() -> int:
+    """Returns the bytes of memory that this process may use at most."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        limits.append(soft)
+    if _CGROUP.is_file() and (text := _CGROUP.read_text().strip()).isdigit():
+        limits.append(int(text))
+    return min(limits)
+
+
+def _message(setup: Setup, found: Footprint, needed: int, most: int, *, on_host: bool) -> str:
+    config = setup.config
+    of_weights = ["base_emb_dim", "base_mlp_dim", "base_num_decoder_layers", "vocab_size"]
+    if hasattr(setup.model, "num_experts"):
+        of_weights += ["num_experts", "base_moe_mlp_dim"]
+    of_batches = ["per_device_batch_size", "max_target_length"]
+    values = ", ".join(f"`{key}` {getattr(config, key)}" for key in (*of_weights, *of_batches))
+    where = "this host" if on_host else "a device"
+    return (
+        f"The run needs at least {needed / 1e9:.3g} GB, and {where} has {most / 1e9:.3g} GB. On "
+        f"each device weights take {found.weights / 1e9:.3g} GB, gradients "
+        f"{(found.gradients + found.gradient_sums) / 1e9:.3g} GB, the optimizer "
+        f"{found.optimizer / 1e9:.3g} GB and stage inputs {found.stage_inputs / 1e9:.3g} GB. These "
+        f"keys decide it: {shortened(values, 500)}. Make them smaller, or use more devices "
+        f"(`ici_fsdp_parallelism`, `ici_pipeline_parallelism`; now {jax.device_count()})."
+    )

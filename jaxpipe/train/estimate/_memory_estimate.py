@@ -1,0 +1,124 @@
+"""What a run keeps on its devices, by arithmetic of shapes: nothing is compiled.
+
+It is the least a step needs. Left out are what runs inside a stage, logits, weights that are
+gathered for a while, and buffers of the compiler; `compile_train_step` knows them.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from ... import schedules, sharding
+from ..plan._setup import Setup
+from ..step._state import gradient_shardings, state_shapes, state_shardings
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on a device.
+
+    Attributes:
+        weights: As they are stored between steps.
+        gradients: Of all weights, as the optimizer takes them.
+        gradient_sums: Beside those of a call of the engine, with several calls in a step: what adds
+            up in float32, or on ranks with programs of their own, if weights are not float32,
+            every other call's.
+        optimizer: Its state.
+        stage_inputs: Of all microbatches that wait for their backward at the same time.
+    """
+
+    weights: int
+    gradients: int
+    gradient_sums: int
+    optimizer: int
+    stage_inputs: int
+
+    @property
+    def total(self) -> int:
+        gradients = self.gradients + self.gradient_sums
+        return self.weights + gradients + self.optimizer + self.stage_inputs
+
+
+def footprints(setup: Setup) -> tuple[Footprint, ...]:
+    """Of a device of each rank; of one-program engines, whose devices are alike, a single one."""
+    shapes, where = state_shapes(setup), state_shardings(setup)
+    of_gradients, in_float32 = gradient_shardings(setup), jax.tree.map(_float32, shapes["weights"])
+    found = []
+    for rank, held in enumerate(_stage_inputs(setup)):
+        weights, gradients, sums, optimizer = (
+            sum(_sizes(setup, rank, tree, lie))
+            for tree, lie in (
+                (shapes["weights"], where["weights"]),
+                (shapes["weights"], of_gradients),
+                (in_float32, of_gradients),
+                (shapes["optimizer"], where["optimizer"]),
+            )
+        )
+        others = setup.num_calls - 1
+        # Of others than float32, programs of ranks add after their last loop.
+        adds_late = setup.stages_apart and jnp.dtype(setup.config.weight_dtype) != jnp.float32
+        sums = others * gradients if adds_late else min(others, 1) * sums
+        found.append(Footprint(weights, gradients, sums, optimizer, held))
+    return tuple(found)
+
+
+def _float32(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
+
+
+def _sizes(setup: Setup, rank: int, tree: PyTree, shardings: PyTree) -> Iterable[int]:
+    """Bytes of every leaf that the rank has, on one of its devices."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    for (path, leaf), where in zip(leaves, jax.tree.leaves(shardings), strict=True):
+        if not setup.stages_apart or rank in _ranks(setup, path):
+            yield math.prod(where.shard_shape(leaf.shape)) * jnp.dtype(leaf.dtype).itemsize
+
+
+def _ranks(setup: Setup, path: tuple[Any, ...]) -> set[int]:
+    """Where a leaf lies when every rank has a program of its own."""
+    assert setup.schedule is not None
+    schedule = setup.schedule.schedule
+    names = [getattr(key, "key", None) for key in path]
+    is_moment = names[0] not in ("embed", "stages", "head")
+    first, last = (
+        set(schedules.ranks_of_stage(schedule, stage)) for stage in (0, schedule.num_stages - 1)
+    )
+    if "stages" in names:
+        stage = path[names.index("stages") + 1].idx
+        return set(schedules.ranks_of_stage(schedule, stage))
+    if "head" in names:
+        return last
+    if "embed" in names:
+        if not getattr(setup.model, "logits_via_embedding", False):
+            return first
+        # Both ends read a tied embedding; the last one adds up its gradients and has its moments.
+        return last if is_moment else first | last
+    return set(range(schedules.num_ranks(schedule)))
+
+
+def _stage_inputs(setup: Setup) -> tuple[int, ...]:
+    """Of each rank, or of one for all: microbatches held at most, in bytes."""
+    shape = (setup.microbatch_size, setup.config.max_target_length, setup.model.base_emb_dim)
+    axes = ("activation_batch", "activation_length", "activation_embed")
+    one = {"x": jax.ShapeDtypeStruct(shape, setup.config.dtype)}
+    where = sharding.named_shardings(one, {"x": axes}, setup.mesh, setup.rules)["x"]
+    size = math.prod(where.shard_shape(shape)) * jnp.dtype(setup.config.dtype).itemsize
+    return tuple(count * size for count in held_at_most(setup))
+
+
+def held_at_most(setup: Setup) -> tuple[int, ...]:
+    """How many stage inputs a rank keeps for backwards at a time; one number if all are alike."""
+    layout = setup.layout
+    if setup.schedule is not None:
+        peaks = schedules.peak_activations(setup.schedule.schedule)
+        return peaks if setup.stages_apart else (max(peaks),)
+    if setup.config.pipeline_engine == "none":
+        return (layout.num_layers,)
+    handover = 2 if setup.config.pipeline_delay_activation_forwarding else 1
+    # The loop keeps what enters every tick, those of the bubble too.
+    return (setup.num_microbatches * layout.num_repeats + (layout.num_ranks - 1) * handover,)

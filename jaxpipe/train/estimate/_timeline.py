@@ -1,0 +1,52 @@
+"""When everything happens in a step, by the costs that `auto` compares schedules with."""
+
+from ... import schedules
+from ...schedules import Costs, Op, Timed, Timeline, actions_of
+from ..plan._schedule_selection import costs_of
+from ..plan._setup import Setup
+
+
+def predicted_timeline(setup: Setup) -> Timeline | None:
+    """The schedule of a run as its engine runs it; None without a pipeline.
+
+    `circular` and `scheduled` run in ticks that all ranks share; in `mpmd` a rank goes on as soon
+    as it can. An F of a layer costs 10.
+    """
+    config, layout = setup.config, setup.layout
+    layers = tuple(map(len, layout.layers_of_stages))
+    costs = costs_of(config, layers)
+    if config.pipeline_engine == "none":
+        return None
+    if setup.schedule is None:
+        delay = 2 if config.pipeline_delay_activation_forwarding else 1
+        return _circular(setup.num_microbatches, layout.num_ranks, layout.num_repeats, delay, costs)
+    if setup.schedule.ticks is None:
+        return schedules.simulate(setup.schedule.schedule, costs)
+    return schedules.simulate_ticks(setup.schedule.ticks, costs)
+
+
+def _circular(
+    num_microbatches: int, num_ranks: int, num_repeats: int, handover: int, costs: Costs
+) -> Timeline:
+    """A loop of ticks and its transpose; what a rank hands on comes `handover` ticks later."""
+    schedule = schedules.circular(num_ranks, num_microbatches, num_chunks=num_repeats)
+    first, last = schedule.programs[0][0], schedule.programs[0][-1]
+    forward, backward = schedules.duration(first, costs), schedules.duration(last, costs)
+    num_ticks = num_microbatches * num_repeats + (num_ranks - 1) * handover
+    turn = num_ticks * forward
+
+    def timed(rank: int, program: tuple[schedules.Step, ...]) -> tuple[Timed, ...]:
+        found = []
+        for i, step in enumerate(program):
+            if actions_of(step)[0].op is Op.F:
+                start = (i + rank * handover) * forward
+                found.append(Timed(step, start, start + forward))
+            else:
+                start = (
+                    turn + (i - len(program) // 2 + (num_ranks - 1 - rank) * handover) * backward
+                )
+                found.append(Timed(step, start, start + backward))
+        return tuple(found)
+
+    rows = tuple(timed(rank, program) for rank, program in enumerate(schedule.programs))
+    return Timeline(schedule, rows)

@@ -1,0 +1,65 @@
+"""What a run says of itself when it starts."""
+
+import jax
+
+from ... import models, schedules
+from ..estimate._timeline import predicted_timeline
+from ..plan._setup import Setup, weights_shardings
+
+
+def describe(setup: Setup, done: int) -> str:
+    """The run in a few lines: what is trained, and how it lies on the devices."""
+    config = setup.config
+    millions = setup.num_parameters / 1e6
+    axes = " x ".join(f"{axis} {size}" for axis, size in setup.mesh.shape.items() if size > 1)
+    lines = [
+        f"{config.model_name}: {millions:.2f}M parameters, {config.base_num_decoder_layers} layers",
+        f"engine {config.pipeline_engine} on {axes or 'one device'}: {_stages(setup)} x "
+        f"{_per_stage(setup)} layer(s){_outside(setup)}, "
+        f"{setup.num_microbatches} microbatches of {setup.microbatch_size} x "
+        f"{config.max_target_length} tokens{_calls(setup)}",
+    ]
+    if setup.schedule is not None:
+        lines.append(f"schedule {setup.schedule.reason}")
+    elif (timeline := predicted_timeline(setup)) is not None:
+        lines.append(f"schedule circular: bubble {schedules.bubble_share(timeline):.1%}")
+    if config.debug_sharding:
+        lines += shardings_shown(setup)
+    if done:
+        lines.append(f"resumed after step {done}")
+    return "\n".join(lines)
+
+
+def shardings_shown(setup: Setup) -> list[str]:
+    """A line for every weight: its shape, and the mesh axes that each dim is split over."""
+    shapes = jax.tree_util.tree_leaves_with_path(models.shapes(setup.weight_tree))
+    specs = (sharding.spec for sharding in jax.tree.leaves(weights_shardings(setup)))
+    return [
+        f"{jax.tree_util.keystr(path, simple=True, separator='.')}: {list(leaf.shape)} over {spec}"
+        for (path, leaf), spec in zip(shapes, specs, strict=True)
+    ]
+
+
+def _stages(setup: Setup) -> str:
+    layout = setup.layout
+    if setup.stages_apart:
+        return f"{len(layout.layers_of_stages)} stage(s) on {layout.num_ranks} rank(s)"
+    return f"{layout.num_repeats} repeat(s) x {layout.num_ranks} rank(s)"
+
+
+def _per_stage(setup: Setup) -> str:
+    """Layers of a stage, or the fewest and the most."""
+    counts = list(map(len, setup.layout.layers_of_stages))
+    least, most = min(counts), max(counts)
+    return f"{most}" if least == most else f"{least} to {most}"
+
+
+def _calls(setup: Setup) -> str:
+    return f", {setup.num_calls} times a step" if setup.num_calls > 1 else ""
+
+
+def _outside(setup: Setup) -> str:
+    """How many layers are in no stage, if any."""
+    before, after = setup.config.first_num_dense_layers, setup.layers_after
+    parts = [f"{count} {where}" for count, where in ((before, "before"), (after, "after")) if count]
+    return f" ({' and '.join(parts)} them)" if parts else ""

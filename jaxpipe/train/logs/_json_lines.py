@@ -1,0 +1,74 @@
+"""Files with a JSON object a line, of which a kill or a full disk may have torn the last."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..._durable import write_file
+from ..._input import MEGABYTE, parse_json, shown
+from ..runtime._reading import read_file
+
+_MOST_BYTES = 256 * MEGABYTE
+"""The size of a million lines of 250 bytes each."""
+
+
+def read_lines(path: Path, *, key: str) -> list[dict[str, Any]]:
+    """Returns the objects of all lines but a torn last one; none if the file does not exist.
+
+    Raises:
+        ValueError: If another line is not a JSON object with an integer `key`.
+        RunError: If the file cannot be read.
+    """
+    lines = whole_lines(path, most_bytes=_MOST_BYTES)
+    return [parse_line(line, key, f"{path} line {n}") for n, line in lines]
+
+
+def whole_lines(path: Path, *, most_bytes: int | float = math.inf) -> Iterable[tuple[int, bytes]]:
+    """Returns every line that ends with a newline, with its number from 1 on.
+
+    Args:
+        path: The file; one that does not exist has no lines.
+        most_bytes: The size beyond which the file is refused.
+
+    Raises:
+        ValueError: If it is not a regular file or too large.
+        RunError: If it cannot be read.
+    """
+    # Whole lines end in a newline, so the last piece is empty or torn.
+    content = read_file(path, most_bytes=most_bytes) or b""
+    return enumerate(content.split(b"\n")[:-1], start=1)
+
+
+def write_lines(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
+    """Replaces the file, at once: what it held is lost only when all of the new one is there."""
+    write_file(path, "".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+def parse_line(line: bytes, key: str, where: str) -> dict[str, Any]:
+    """Returns the JSON object that a line holds.
+
+    Args:
+        line: The line.
+        key: A key that the object must have, with a non-negative integer.
+        where: The beginning of errors, such as the file and the number of the line.
+
+    Raises:
+        ValueError: If the line is not such an object.
+    """
+    try:
+        entry = parse_json(line.decode("utf-8"), where)
+    except UnicodeDecodeError:
+        raise ValueError(f"{where} is not UTF-8. Remove the line.") from None
+    except ValueError as error:
+        raise ValueError(f"{error} Remove the line.") from None
+    if not isinstance(entry, dict) or not _is_number(entry.get(key)):
+        raise ValueError(
+            f"{where} is {shown(line.decode(), 80)}, not an object with a `{key}`. Remove the line."
+        )
+    return entry
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62

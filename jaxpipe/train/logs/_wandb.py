@@ -1,0 +1,56 @@
+"""Metrics to Weights & Biases, if it is installed."""
+
+import importlib
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..._durable import write_file
+from ..config._config import Config
+from ._metrics import Write
+
+
+def load_wandb() -> Any:
+    """The module.
+
+    Raises:
+        ValueError: If it is not installed.
+    """
+    try:
+        return importlib.import_module("wandb")
+    except ImportError as error:
+        raise ValueError(
+            f"`enable_wandb` is true, and wandb cannot be imported ({error}). `pip install wandb`, "
+            "or leave `enable_wandb` at false."
+        ) from error
+
+
+@contextmanager
+def wandb_writer(config: Config, folder: Path) -> Iterator[Write]:
+    """What is told every step. A run that is resumed in its folder goes on there too.
+
+    Steps that come again after a kill keep their first values there.
+    """
+    file = folder / "wandb_id"
+    if not file.exists():
+        write_file(file, secrets.token_hex(8))
+    run = load_wandb().init(
+        project=config.wandb_project,
+        name=config.run_name,
+        id=file.read_text(encoding="utf-8"),
+        resume="allow",
+        dir=str(folder),
+        config=config.model_dump(mode="json"),
+    )
+
+    def write(step: int, metrics: Mapping[str, float]) -> None:
+        run.log(dict(metrics), step=step)
+
+    try:
+        yield write
+    except BaseException:
+        run.finish(exit_code=1)
+        raise
+    run.finish()

@@ -1,0 +1,142 @@
+"""Whether a run that goes on reads the data it read before, at the learning rate it planned."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..config._config import Config
+from ..optim._optimizer import learning_rate_schedule
+
+_NAMES = {
+    "rows": "the number of rows in a batch",
+    "length": "`max_target_length`",
+    "packing": "`packing`",
+    "seed": "`data_shuffle_seed`",
+    "vocabulary": "`vocab_size`",
+    "tokenizer": "the tokenizer",
+}
+"""How errors name the entries of `Batches.decided_by`."""
+
+
+def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns how the data of a checkpoint and of this run differ.
+
+    Args:
+        before: `Batches.decided_by` of the checkpoint.
+        now: `Batches.decided_by` of this run.
+
+    Returns:
+        Texts such as "`packing` was True and is False"; none if the data is the same.
+    """
+    kinds = ["files" if "sources" in x else "random tokens" for x in (before, now)]
+    changes = []
+    if kinds[0] != kinds[1]:
+        changes = [f"`dataset_type` was for {kinds[0]} and is for {kinds[1]}"]
+        both = before.keys() & now.keys()
+        before, now = ({k: v for k, v in x.items() if k in both} for x in (before, now))
+    if "tokenizer" not in before or "tokenizer" not in now:  # files of tokens need none
+        before, now = ({k: v for k, v in x.items() if k != "tokenizer"} for x in (before, now))
+    was, found = dict(_flat(before)), dict(_flat(now))
+    names = [*found, *(name for name in was if name not in found)]
+    return changes + [
+        f"{_in_words(name)} was {_value(was, name)} and is {_value(found, name)}"
+        for name in names
+        if was.get(name) != found.get(name)
+    ]
+
+
+def check_data(before: Mapping[str, Any], now: Mapping[str, Any], *, allowed: bool) -> str:
+    """Checks that a run resumes with the data of its checkpoint.
+
+    Args:
+        before: `Batches.decided_by` of the checkpoint.
+        now: `Batches.decided_by` of this run.
+        allowed: Whether a change is only a warning: the key `allow_data_change`.
+
+    Returns:
+        A warning, or "" if nothing has changed.
+
+    Raises:
+        ValueError: If the data has changed and `allowed` is False.
+    """
+    changes = "; ".join(data_changes(before, now))
+    if not changes:
+        return ""
+    what = f"The data is not that of the checkpoint: {changes}."
+    if not allowed:
+        raise ValueError(
+            f"{what} Some rows would be repeated, and others left out. Give the old values, or "
+            "`allow_data_change=true` to go on with the rows that this data has at the next step."
+        )
+    return f"warning: {what} The run goes on with the rows that this data has at the next step."
+
+
+def check_learning_rate(before: int, config: Config, done: int) -> str:
+    """Checks that the learning rate does not jump because `steps` has changed.
+
+    Args:
+        before: The number of steps of the schedule when the checkpoint was saved.
+        config: The config of this run.
+        done: The step of the checkpoint.
+
+    Returns:
+        A warning, or "" if the next step has the learning rate that was planned.
+
+    Raises:
+        ValueError: If it has another one, and `allow_learning_rate_change` is false.
+    """
+    if config.learning_rate_schedule_steps != -1:  # changed by hand, if at all
+        return ""
+    was, found = (
+        np.asarray(
+            learning_rate_schedule(
+                config.learning_rate,
+                num_steps=num_steps,
+                warmup_fraction=config.warmup_steps_fraction,
+                final_fraction=config.learning_rate_final_fraction,
+                shape=config.learning_rate_schedule,
+            )(done)
+        ).item()
+        for num_steps in (before, config.steps)
+    )
+    if abs(was - found) <= 1e-6 * max(was, found):
+        return ""
+    what = (
+        f"The learning rate of step {done + 1} was to be {was:.6g} and would be {found:.6g}: the "
+        f"schedule {config.learning_rate_schedule!r} had {before} steps and has as many as "
+        f"`steps`, {config.steps}."
+    )
+    if not config.allow_learning_rate_change:
+        raise ValueError(
+            f"{what} Give `learning_rate_schedule_steps={before}` to go on without a jump, or "
+            "`allow_learning_rate_change=true` to go on with it."
+        )
+    return f"warning: {what}"
+
+
+def _in_words(name: str) -> str:
+    if found := re.fullmatch(r"weights\[(\d+)\]", name):
+        return f"the weight of source {found[1]}"
+    if found := re.fullmatch(r"sources\[(\d+)\]\.(\w+)", name):
+        return f"`{found[2]}` of source {found[1]}"
+    return _NAMES.get(name, f"`{name}`")
+
+
+def _value(values: Mapping[str, Any], name: str) -> str:
+    if name not in values:
+        return "not there"
+    return "none (not shuffled)" if values[name] is None else str(values[name])
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Numbers and words by their paths, such as `sources[0].tokens`."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(inner, f"{name}.{key}" if name else key)
+    elif isinstance(value, list | tuple):
+        for i, inner in enumerate(value):
+            yield from _flat(inner, f"{name}[{i}]")
+    else:
+        yield name, value

@@ -1,0 +1,381 @@
+"""The training loop: state, batches, metrics and checkpoints, step after step."""
+
+import dataclasses
+import io
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+import yaml
+
+from ... import models, mpmd
+from ..._durable import write_file
+from ...data import Batches
+from ..checkpoint._canonical import canonical_shapes, from_canonical, lending, with_layers_after
+from ..checkpoint._checkpoint_timer import ByTime
+from ..checkpoint._init_from import check_same_sizes, first_state
+from ..checkpoint._store import (
+    best_keeper,
+    closing,
+    open_checkpoints,
+    read_metadata,
+    restore_checkpoint,
+    save_checkpoint,
+)
+from ..config._config import Config
+from ..estimate._device_flops import peak_tflops
+from ..estimate._fits import check_fits
+from ..logs._describe import describe
+from ..logs._metrics import Write, metrics_writer
+from ..logs._profile import Before, profiled_steps, profiler
+from ..logs._progress import Report, Stream, progress
+from ..logs._wandb import load_wandb, wandb_writer
+from ..plan._from_config import set_up
+from ..plan._setup import Setup
+from ..runtime._multihost import agreed, is_first
+from ..runtime._run_folder import by_first, run_folder
+from ..runtime._step_watch import StepWatch
+from ..runtime._stop import ShouldStop, StopRequests, TerminatedError, check_step
+from ..step._evaluate import Evaluate, make_evaluate
+from ..step._mpmd import traced_mpmd_step
+from ..step._state import State
+from ..step._step import make_train_step, place_step
+from ._batches import make_data
+from ._resume import Resume, check_resume, cut_metrics, find_resume, history_metadata, tidy
+from ._run_history import read_saved, record_saved, record_start, set_history_aside
+
+Metrics = dict[str, float]
+
+Save = Callable[[int, State, Metrics], Callable[[], State]]
+"""Takes a checkpoint and the state with it. Returns what puts the state back."""
+
+Values = Mapping[str, jax.Array | mpmd.MpmdArray]
+"""Metrics that may not be computed yet."""
+
+
+def train(
+    config: Config, *, stream: Stream | None = None, keep_history: bool = True
+) -> list[Metrics]:
+    """Trains, resuming from the newest checkpoint of the run if there is one.
+
+    Writes `config.yml`, `metrics.jsonl`, TensorBoard events and `checkpoints/` into
+    `output_dir/run_name`. Of several processes all call it, with one `output_dir` that all of them
+    see, and the first writes and shows what is not a checkpoint.
+
+    Args:
+        config: The run.
+        stream: Where progress is shown. Default: standard output.
+        keep_history: Keep the metrics in memory too, some 1 kB a step.
+
+    Returns:
+        The metrics of every step this call has made, or none if they are not kept. All steps are
+        done then, or `max_minutes` are over.
+
+    Raises:
+        ValueError: Before anything compiles, if the config does not suit the devices or the data,
+            or the newest checkpoint is of another model, or another run writes to the same folder.
+        RunError: If a step is bad and `bad_step_policy` is to stop, or the disk fails.
+        TerminatedError: If a signal has ended the run before its last step, when all is saved.
+        KeyboardInterrupt: If SIGINT came before the first step was made, or a second time.
+        RuntimeError: If a step, a checkpoint or a batch fails later.
+    """
+    shown: Stream = (stream or sys.stdout) if is_first() else io.StringIO()
+    if config.jax_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", config.jax_cache_dir)
+    if config.enable_wandb:
+        load_wandb()
+    setup = set_up(config, jax.devices())
+    check_fits(setup)
+    data = make_data(setup)
+    watch = StepWatch(config.step_timeout_minutes)
+    batch_at, evaluate = data.training, make_evaluate(setup, data.evaluation, watch.go_on)
+    folder = Path(config.output_dir) / config.run_name
+    with ExitStack() as stack:
+        stack.enter_context(watch)
+        if not setup.stages_apart:
+            stack.enter_context(jax.set_mesh(setup.mesh))
+        stack.enter_context(run_folder(folder))
+        stop = stack.enter_context(StopRequests())  # until the last checkpoint is written
+        found = by_first(lambda: find_resume(folder, config), f"cannot go on in {str(folder)!r}")
+        done = agreed(found.step if found else 0)
+        warnings = _checked(found, setup, batch_at, done)
+        said = by_first(lambda: tidy(found) if found else [], f"cannot tidy {str(folder)!r}")
+        print("".join(f"{line}\n" for line in said or []), end="", file=shown)
+        if done >= config.steps:
+            print(f"{folder} has all {done} steps. Nothing to do.", file=shown)
+            return []
+        checkpoints = stack.enter_context(_checkpoints(config, folder))
+        restored = restored_state(setup, checkpoints, done) if checkpoints and done else None
+        print(describe(setup, done), file=shown)
+        print("".join(f"{warning}\n" for warning in warnings), end="", file=shown)
+        first = first_state(setup) if restored is None else restored
+        run = _Run(setup, batch_at, evaluate, checkpoints, folder, found, shown, stop, watch)
+        return [metrics for metrics in _recorded_steps(run, first, done) if keep_history]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a run reads, and where it writes."""
+
+    setup: Setup
+    batch_at: Batches
+    evaluate: Evaluate | None
+    checkpoints: ocp.CheckpointManager | None
+    folder: Path
+    found: Resume | None  # of the first process
+    shown: Stream
+    stop: StopRequests
+    watch: StepWatch
+
+
+def _recorded_steps(run: _Run, state: State, done: int) -> Iterator[Metrics]:
+    """Makes the steps from `state` on, with all that each of them leaves; yields its metrics."""
+    setup, checkpoints = run.setup, run.checkpoints
+    config = setup.config
+    by_first(lambda: _record(run, done), f"cannot write to {str(run.folder)!r}")
+    by_time, step = ByTime(config.checkpoint_minutes), done
+    run.stop.start_clock(config.max_minutes)
+    with ExitStack() as stack:
+        write, report = _outputs(stack, config, run.folder, run.shown, first_step=done + 1)
+        before = stack.enter_context(profiler(profiled_steps(config.profile_steps), run.folder))
+        steps = run_steps(
+            setup,
+            state,
+            done,
+            run.batch_at,
+            save=_saver(run, checkpoints, by_time) if checkpoints else None,
+            before=before,
+            should_stop=run.stop,
+            evaluate=run.evaluate,
+            is_best=best_keeper(checkpoints, config.keep_best),
+            is_due=by_time.is_due,
+            enter=run.watch.enter,
+        )
+        try:
+            for step, metrics in steps:
+                write(step, metrics)
+                report(step, metrics)
+                if skipped := check_step(config, step, metrics):
+                    print(skipped, file=run.shown)
+                yield metrics
+        except ValueError as error:
+            # What the user could have got wrong was checked before.
+            raise RuntimeError(f"The run failed after step {step}.") from error
+    run.watch.enter(step, "checkpoint")  # which may still be written
+    if step < config.steps:
+        rest = "start again to go on" if checkpoints else "nothing is saved"
+        print(f"stopped after step {step}: {rest}", file=run.shown)
+        if number := run.stop.cause():
+            raise TerminatedError(number, step)
+
+
+def _saver(run: _Run, checkpoints: ocp.CheckpointManager, by_time: ByTime) -> Save:
+    (take, put_back), decided = lending(run.setup), _metadata(run.setup, run.batch_at)
+
+    def save(step: int, state: State, metrics: Metrics) -> Callable[[], State]:
+        canonical, loss, metadata = take(state), metrics.get("eval_loss"), {"step": step, **decided}
+        if is_first():
+            metadata |= history_metadata(run.folder, run.setup.config)
+        save_checkpoint(checkpoints, step, canonical, metadata, eval_loss=loss)
+        by_time.saved()
+        return lambda: put_back(state, canonical)
+
+    return save
+
+
+def run_steps(
+    setup: Setup,
+    state: State,
+    done: int,
+    batch_at: Batches,
+    *,
+    save: Save | None = None,
+    before: Before = lambda step, previous: None,
+    should_stop: ShouldStop = lambda step: False,
+    evaluate: Evaluate | None = None,
+    is_best: Callable[[float], bool] = lambda loss: False,
+    is_due: Callable[[int], bool] = lambda step: False,
+    enter: Callable[[int, str], None] = lambda step, phase: None,
+) -> Iterator[tuple[int, Metrics]]:
+    """Makes steps `done + 1` to `steps`; yields each with its metrics.
+
+    The host reads the metrics of a step while the next one runs. Only where an evaluation or a
+    checkpoint is due the next step waits. The metrics are out before the checkpoint is taken: a run
+    that is killed there resumes with none of them missing.
+
+    Args:
+        setup: The run.
+        state: What the first of them starts from.
+        done: How many steps were done before.
+        batch_at: The batch of every step.
+        save: What takes checkpoints, if anything does.
+        before: Is called before every step, with the metrics of the one before it if that may not
+            have ended yet.
+        should_stop: Whether a step is the last one, with a checkpoint.
+        evaluate: What evaluates a state, if anything does.
+        is_best: Whether a state with this `eval_loss` is worth a checkpoint.
+        is_due: Whether a step is, beside those of `checkpoint_period`.
+        enter: Is told the step and its phase, one of `PHASES`, before each.
+    """
+    config, train_step = setup.config, make_train_step(setup)
+    ended = time.perf_counter()
+    previous: tuple[int, Values] | None = None
+    for step in range(done + 1, config.steps + 1):
+        enter(step, "data")
+        before(step, previous and previous[1])
+        batch = place_step(setup, batch_at, step - 1)
+        enter(step, "traced step" if step == config.mpmd_trace_step else "step")
+        if step == config.mpmd_trace_step:
+            (state, metrics), trace = traced_mpmd_step(setup, state, batch)
+            _write_trace(config, trace)
+        else:
+            state, metrics = train_step(state, batch)
+        if previous is not None:
+            ended, values = _finished(setup, previous[1], ended)
+            yield previous[0], values
+        previous = step, metrics
+        is_stopped, is_last = should_stop(step), step == config.steps
+        saves = is_stopped or is_last or step % config.checkpoint_period == 0 or is_due(step)
+        # Who is stopped has little time, and needs it for the checkpoint.
+        evaluates = evaluate and not is_stopped and (is_last or step % config.eval_interval == 0)
+        if saves or evaluates:
+            ended, values = _finished(setup, metrics, ended)
+            if evaluate and evaluates:
+                enter(step, "evaluation")
+                values |= evaluate(state)
+                ended = time.perf_counter()
+                saves = is_best(values["eval_loss"]) or saves
+            yield step, values
+            if saves and save:
+                enter(step, "checkpoint")
+                put_back = save(step, state, values)
+                state = state if is_stopped or is_last else put_back()
+            previous = None
+        if is_stopped:
+            return
+
+
+def _write_trace(config: Config, trace: str) -> None:
+    if is_first():
+        file = Path(config.output_dir) / config.run_name / f"trace_{config.mpmd_trace_step}.json"
+        write_file(file, trace)
+
+
+def _finished(setup: Setup, metrics: Values, started: float) -> tuple[float, Metrics]:
+    """Waits for a step. When it ended, in seconds, and its metrics, the loss first."""
+    values = {name: float(x) for name, x in jax.device_get(metrics).items()}
+    ended = time.perf_counter()
+    return ended, {"loss": values.pop("loss"), **values, **speed(setup, ended - started)}
+
+
+def _checkpoints(
+    config: Config, folder: Path
+) -> AbstractContextManager[ocp.CheckpointManager | None]:
+    if not config.enable_checkpointing:
+        return nullcontext()
+    return closing(
+        open_checkpoints(
+            folder / "checkpoints",
+            max_to_keep=config.max_to_keep,
+            asynchronous=config.async_checkpointing,
+            keep_best=config.keep_best,
+            on_saved=partial(record_saved, folder),
+        )
+    )
+
+
+def _outputs(
+    stack: ExitStack, config: Config, folder: Path, stream: Stream, *, first_step: int
+) -> tuple[Write, Report]:
+    if not is_first():
+        return (lambda step, metrics: None), (lambda step, metrics: None)
+    write = metrics_writer(
+        folder,
+        first_step=first_step,
+        tensorboard=config.enable_tensorboard,
+        also=wandb_writer(config, folder) if config.enable_wandb else None,
+    )
+    report = progress(
+        stream,
+        num_steps=config.steps,
+        log_period=config.log_period,
+        first_step=first_step,
+        bar=config.enable_progress_bar,
+    )
+    return stack.enter_context(write), stack.enter_context(report)
+
+
+def speed(setup: Setup, seconds: float) -> Metrics:
+    """Step time in seconds, tokens per second, and model FLOPs per second and device (1e12); and
+    `mfu`, their share of what the device can do, if that is known.
+
+    Recomputed operations are not counted: it is the model's work, not the program's.
+    """
+    tokens = setup.batch_size * setup.config.max_target_length
+    tflops = model_flops(setup) / seconds / setup.mesh.size / 1e12
+    found = {
+        "step_time_seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "tflops_per_second_per_device": tflops,
+    }
+    peak = peak_tflops(setup.mesh.devices.flat[0], setup.config.peak_tflops_per_device)
+    return found | ({"mfu": tflops / peak} if peak else {})
+
+
+def model_flops(setup: Setup) -> float:
+    """Floating-point operations of the model in a step, over all devices."""
+    length = setup.config.max_target_length
+    return models.matmul_flops_per_token(setup.model, length) * setup.batch_size * length
+
+
+def restored_state(setup: Setup, checkpoints: ocp.CheckpointManager, step: int) -> State:
+    """The state of a checkpoint, laid out for this run.
+
+    Raises:
+        ValueError: If the checkpoint is of another model.
+    """
+    saved = read_metadata(checkpoints, step)
+    check_same_sizes(saved["model"], setup, f"{checkpoints.directory} step {step}")
+    as_saved = with_layers_after(setup, saved.get("layers_after", 0))
+    return from_canonical(setup, restore_checkpoint(checkpoints, step, canonical_shapes(as_saved)))
+
+
+def _metadata(setup: Setup, batches: Batches) -> Mapping[str, Any]:
+    return {
+        "model": dataclasses.asdict(setup.model),
+        "layers_after": setup.layers_after,
+        "data": batches.decided_by,
+    }
+
+
+def _checked(found: Resume | None, setup: Setup, batches: Batches, done: int) -> list[str]:
+    """Warnings on what has changed since a checkpoint, of which the first process has all."""
+
+    def check() -> list[str]:
+        if not found or not 0 < done < setup.config.steps:
+            return []
+        return check_resume(found, setup, batches.decided_by)
+
+    return by_first(check, "finds that this run would not go on as it began") or []
+
+
+def _record(run: _Run, done: int) -> None:
+    """Notes a start, before the first step of it."""
+    folder, found, config = run.folder, run.found, run.setup.config
+    if found and found.begins_anew:
+        names = ", ".join(set_history_aside(folder))
+        print(f"The run begins anew. What it was is kept as {names}.", file=run.shown)
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    write_file(folder / "config.yml", text)
+    if read_saved(folder) is None:
+        record_saved(folder, done)
+    record_start(folder, run.setup, done)
+    if found and done:
+        cut_metrics(found)

@@ -1,0 +1,277 @@
+"""Decides from the folder of a run where it resumes, before anything in the folder changes.
+
+The rule: nothing that was ever saved is lost without a message. A run is refused if files in its
+folder have changed since it wrote them; the error names the file and the key that allows the run to
+resume. A state that a kill can leave is never refused.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..._durable import write_file
+from ..checkpoint._digests import FILE as DIGESTS
+from ..checkpoint._digests import (
+    damage,
+    described,
+    has_digests,
+    is_complete,
+    set_aside,
+    sha256_of,
+    steps_in,
+)
+from ..checkpoint._init_from import CHECKPOINTS, check_same_sizes
+from ..checkpoint._sealing import REMOVED, leftovers
+from ..config._config import Config
+from ..logs._metrics import read_metrics
+from ..plan._setup import Setup
+from ..runtime._reading import is_folder, names_in, read_file
+from ._data_changes import check_data, check_learning_rate
+from ._run_history import METRICS, kept_files, read_saved, read_starts
+
+_INCOMPLETE = re.compile(r"(\d+)\.incomplete(-\d+)?")
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The state from which a run starts.
+
+    Attributes:
+        folder: The folder of the run.
+        step: The step of the newest sound checkpoint; 0 if the run begins at step 1.
+        metadata: The metadata of that checkpoint.
+        damaged: The checkpoints that are not sound, and the problems of each.
+        leftovers: Partial folders that a killed run has left.
+        begins_anew: Whether checkpoints are lost and the user asks to begin at step 1.
+        notes: Messages for the user.
+    """
+
+    folder: Path
+    step: int = 0
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    damaged: tuple[tuple[Path, list[str]], ...] = ()
+    leftovers: tuple[Path, ...] = ()
+    begins_anew: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def find_resume(folder: Path, config: Config) -> Resume:
+    """Finds where a run resumes. Writes nothing.
+
+    Args:
+        folder: The folder of the run; it may be empty.
+        config: The config of the run.
+
+    Raises:
+        ValueError: If all checkpoints that the run has saved are lost, the newest one has no
+            digests, or checkpoints exist and `enable_checkpointing` is false.
+        RunError: If a file exists and cannot be read.
+    """
+    checkpoints = folder / CHECKPOINTS
+    if names_in(folder).count(CHECKPOINTS) and not is_folder(checkpoints):
+        raise ValueError(
+            f"{checkpoints} is not a folder, or a link to one that does not exist. Put the folder "
+            "back, mount its disk, or choose another `run_name`."
+        )
+    read_starts(folder)  # a broken line is named before anything changes
+    if not config.enable_checkpointing:
+        _check_nothing_saved(folder, checkpoints)
+        return Resume(folder)
+    found, damaged = None, []
+    for step in steps_in(checkpoints):
+        problems = _problems(step, config, quick=found is not None)
+        if problems:
+            damaged.append((step, problems))
+        elif found is None:
+            found = step
+    if found is None:
+        lost = _what_was_there(folder, [step for step, _ in damaged if has_digests(step)])
+        if lost and not config.begin_anew:
+            problems = " ".join(described(*each) for each in damaged[:1])
+            raise ValueError(
+                f"{checkpoints} has no checkpoint to go on from, but {lost}. {problems}".rstrip()
+                + " Nothing has been changed. Mount its disk or put the checkpoints back; or give "
+                "`begin_anew=true`, which begins at step 1 and keeps the old metrics beside the "
+                "new."
+            )
+        return Resume(
+            folder, 0, {}, tuple(damaged), tuple(leftovers(checkpoints)), begins_anew=bool(lost)
+        )
+    number, newest = int(found.name), read_saved(folder) or 0
+    notes = ()
+    if newest > number and str(newest) not in {step.name for step, _ in damaged}:
+        notes = (f"Step {newest} was saved, and {checkpoints} does not have it any more.",)
+    old = [
+        checkpoints / name
+        for name in names_in(checkpoints)
+        if (match := _INCOMPLETE.fullmatch(name)) and int(match[1]) < number
+    ]
+    metadata = _metadata_of(found)
+    assert metadata is not None, "it has no problems"
+    return Resume(
+        folder,
+        number,
+        metadata,
+        tuple(damaged),
+        (*leftovers(checkpoints), *old),
+        notes=notes,
+    )
+
+
+def check_resume(found: Resume, setup: Setup, decided_by: Mapping[str, Any]) -> list[str]:
+    """Checks that a run resumes with the model, the data and the learning rate of its checkpoint.
+
+    Args:
+        found: The checkpoint from which it resumes.
+        setup: The run.
+        decided_by: The `Batches.decided_by` of the run.
+
+    Returns:
+        Warnings on changes that the config allows.
+
+    Raises:
+        ValueError: If the model, the data, the learning rate or the metrics so far have changed,
+            and the config does not allow that.
+    """
+    saved, config = found.metadata, setup.config
+    where = f"{found.folder / CHECKPOINTS} step {found.step}"
+    check_same_sizes(saved["model"], setup, where)
+    for name, (num_bytes, digest) in saved.get("files", {}).items():
+        content = (read_file(found.folder / name) or b"")[:num_bytes]
+        if sha256_of(content) != digest and not config.allow_unverified:
+            raise ValueError(
+                f"{found.folder / name} is not what it was when step {found.step} was saved: "
+                "lines up to there are missing or have changed. Put the file back, or give "
+                "`allow_unverified=true` to go on with what is there."
+            )
+    if not _kept_metrics(found):
+        read_metrics(found.folder / METRICS)  # raises if a line is broken
+    warnings = []
+    if "data" in saved:
+        warnings += [check_data(saved["data"], decided_by, allowed=config.allow_data_change)]
+    if "schedule_steps" in saved:
+        warnings += [check_learning_rate(saved["schedule_steps"], config, found.step)]
+    return [warning for warning in warnings if warning]
+
+
+def history_metadata(folder: Path, config: Config) -> dict[str, Any]:
+    """Returns the metadata of a checkpoint that `check_resume` needs besides model and data.
+
+    Args:
+        folder: The folder of the run.
+        config: The config of the run.
+    """
+    length = config.learning_rate_schedule_steps
+    return {
+        "schedule_steps": config.steps if length == -1 else length,
+        "files": kept_files(folder),
+    }
+
+
+def tidy(found: Resume) -> list[str]:
+    """Renames damaged checkpoints and removes leftovers of kills.
+
+    Args:
+        found: The state from which the run starts.
+
+    Returns:
+        A message for each.
+    """
+    said = list(found.notes)
+    for step, problems in found.damaged:
+        why = "damaged" if is_complete(step) or has_digests(step) else "incomplete"
+        aside = set_aside(step, why)
+        said.append(f"{described(step, problems)} It is left out, and kept as {aside.name}.")
+    for path in found.leftovers:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+        what = "an old checkpoint" if path.parent.name == REMOVED else "a checkpoint"
+        said.append(f"Removed {path}, a part of {what} that a kill had left.")
+    return said
+
+
+def cut_metrics(found: Resume) -> None:
+    """Drops from `metrics.jsonl` the steps after the checkpoint, if it recorded where they begin.
+
+    A power loss may leave anything after that place.
+
+    Args:
+        found: The state from which the run starts.
+    """
+    if content := _kept_metrics(found):
+        write_file(found.folder / METRICS, content)
+
+
+def _kept_metrics(found: Resume) -> bytes:
+    """Returns the metrics up to a checkpoint, b"" if its digest of them is missing or differs."""
+    num_bytes, digest = found.metadata.get("files", {}).get(METRICS, (0, ""))
+    content = (read_file(found.folder / METRICS) or b"")[:num_bytes]
+    return content if sha256_of(content) == digest else b""
+
+
+def _problems(step: Path, config: Config, *, quick: bool) -> list[str]:
+    if is_complete(step) and not has_digests(step) and not quick and not config.allow_unverified:
+        raise ValueError(
+            f"{step / DIGESTS} is missing, empty or of an older version, so nothing says whether "
+            f"{step} is still what was saved, or which step it is. Put the file back, move that "
+            "folder away to go on from the checkpoint before, or give `allow_unverified=true` to "
+            "go on from this one."
+        )
+    problems = damage(step, quick=quick)
+    if not problems and not quick and _metadata_of(step) is None:
+        return ["its metadata is not a JSON object"]
+    return problems
+
+
+def _metadata_of(step: Path) -> dict[str, Any] | None:
+    try:
+        metadata = json.loads(read_file(step / "metadata" / "metadata") or b"")
+    except (ValueError, RecursionError):
+        return None
+    return metadata if isinstance(metadata, dict) and "model" in metadata else None
+
+
+def _what_was_there(folder: Path, damaged: list[Path]) -> str:
+    """Returns the evidence that a run without a sound checkpoint once had one; "" if there is none.
+
+    For a run that was killed before its first checkpoint `saved.json` records that it has none.
+    """
+    if damaged:
+        return f"{len(damaged)} that are damaged"
+    if newest := read_saved(folder):
+        return f"the run has saved step {newest}"
+    first = max((start["first_step"] for start in read_starts(folder)), default=1)
+    if first > 1:
+        return f"the run has gone on from step {first - 1}"
+    if read_saved(folder) is not None or _had_no_checkpoints(folder):
+        return ""
+    lines = read_metrics(folder / METRICS)
+    return f"{folder / METRICS} has {lines[-1]['step']} steps" if lines else ""
+
+
+def _had_no_checkpoints(folder: Path) -> bool:
+    """Returns whether `enable_checkpointing` was false at the last start of a run."""
+    try:
+        config = yaml.safe_load(read_file(folder / "config.yml") or b"")
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and config.get("enable_checkpointing") is False
+
+
+def _check_nothing_saved(folder: Path, checkpoints: Path) -> None:
+    steps = [int(step.name) for step in steps_in(checkpoints)]
+    newest = max([*steps, read_saved(folder) or 0])
+    if newest:
+        raise ValueError(
+            f"`enable_checkpointing` is false, and {folder} is of a run that has saved step "
+            f"{newest}: this one would begin at step 1 and replace its metrics. Leave "
+            "`enable_checkpointing` at true to go on, or choose another `run_name`."
+        )

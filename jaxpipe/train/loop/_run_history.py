@@ -1,0 +1,115 @@
+"""Records the history of a run: `starts.jsonl` has an object for each start, and `saved.json` the
+newest step of which a checkpoint was ever complete."""
+
+import json
+import os
+from contextlib import suppress
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ..._durable import rename, sync, write_file
+from ..checkpoint._digests import sha256_of
+from ..logs._json_lines import parse_line, read_lines, whole_lines, write_lines
+from ..logs._metrics import FILE as METRICS
+from ..plan._setup import Setup
+from ..runtime._reading import read_file
+
+FILE = "starts.jsonl"
+
+SAVED = "saved.json"
+"""Kept outside of `checkpoints`, to show that there were some if their disk is not mounted."""
+
+
+def record_start(folder: Path, setup: Setup, done: int) -> None:
+    """Adds a line, before the metrics of steps that come again are dropped.
+
+    The file is written anew: what is appended to a torn line is torn with it.
+
+    Args:
+        folder: Of the run.
+        setup: The run.
+        done: Steps of the checkpoint it goes on from.
+
+    Raises:
+        ValueError: If a line of `starts.jsonl` is broken.
+    """
+    start = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "first_step": done + 1,
+        "repeated_steps": sum(step > done for step in _steps_of_metrics(folder)),
+        "num_devices": setup.mesh.size,
+        "device_kind": setup.mesh.devices.flat[0].device_kind,
+        "num_processes": jax.process_count(),
+        "jax_version": jax.__version__,
+    }
+    write_lines(folder / FILE, [*read_starts(folder), start])
+
+
+def _steps_of_metrics(folder: Path) -> list[int]:
+    """Returns the steps that have metrics. Broken lines, which a power loss leaves, are skipped."""
+    found = []
+    for _, line in whole_lines(folder / METRICS):
+        with suppress(ValueError):
+            found.append(parse_line(line, "step", METRICS)["step"])
+    return found
+
+
+def read_starts(folder: Path) -> list[dict[str, Any]]:
+    """The starts of a run, in order; none if it is older than this file.
+
+    Raises:
+        ValueError: If a line is not a JSON object with a `first_step`; a last one may be torn.
+        RunError: If the file is there and cannot be read.
+    """
+    return read_lines(folder / FILE, key="first_step")
+
+
+def record_saved(folder: Path, step: int) -> None:
+    """Records that the checkpoint of a step is complete.
+
+    Args:
+        folder: The folder of the run.
+        step: The step; 0 records that there is no checkpoint yet.
+
+    Raises:
+        OSError: If `saved.json` cannot be written.
+    """
+    write_file(folder / SAVED, json.dumps({"newest_step": step}) + "\n")
+
+
+def read_saved(folder: Path) -> int | None:
+    """Returns the newest step of which a checkpoint was ever complete, 0 for none.
+
+    Returns None if `saved.json` does not exist or does not hold a step.
+
+    Raises:
+        ValueError: If `saved.json` is not a regular file.
+        RunError: If the file is there and cannot be read.
+    """
+    content = read_file(folder / SAVED) or b"null"
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        return int(json.loads(content)["newest_step"])
+    return None
+
+
+def kept_files(folder: Path) -> dict[str, tuple[int, str]]:
+    """Forces the files of a run's history onto the disk. Returns their bytes and SHA-256."""
+    found = {}
+    for name in (METRICS, FILE):
+        if (content := read_file(folder / name)) is not None:
+            sync(folder / name)
+            found[name] = len(content), sha256_of(content)
+    return found
+
+
+def set_history_aside(folder: Path) -> list[str]:
+    """Renames the history of a run to `before-1.metrics.jsonl` and so on. Returns the new names."""
+    there = [name for name in (METRICS, FILE, SAVED) if os.path.lexists(folder / name)]
+    number = next(n for n in count(1) if not any(folder.glob(f"before-{n}.*")))
+    for name in there:
+        rename(folder / name, folder / f"before-{number}.{name}")
+    return [f"before-{number}.{name}" for name in there]

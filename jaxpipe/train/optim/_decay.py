@@ -1,0 +1,52 @@
+"""Which weights decay: matrices, but for those that a run leaves out by name."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from ... import models
+
+
+def weight_name(path: Sequence[Any]) -> str:
+    """Of the path of a leaf of the weights: `stages.attention.query`, whatever the stage."""
+    names = [entry for entry in path if not isinstance(entry, jax.tree_util.SequenceKey)]
+    return jax.tree_util.keystr(tuple(names), simple=True, separator=".")
+
+
+def check_excluded(expressions: Sequence[str], weights: PyTree) -> None:
+    """Checks that every expression finds a weight.
+
+    Args:
+        expressions: Regular expressions, as the config has them.
+        weights: A tree of `models.Weight`.
+
+    Raises:
+        ValueError: If one does not, or is no expression.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(weights, is_leaf=models.is_weight)
+    names = sorted({weight_name(path) for path, _ in leaves})
+    for expression in expressions:
+        try:
+            found = any(re.search(expression, name) for name in names)
+        except re.error as error:
+            raise ValueError(
+                f"`weight_decay_exclude` has {expression!r}, which is no regular expression: "
+                f"{error}. Give one that finds names of weights."
+            ) from None
+        if not found:
+            raise ValueError(
+                f"`weight_decay_exclude` has {expression!r}, which finds none of the weights "
+                f"{', '.join(names)}. Change it, or leave it out."
+            )
+
+
+def without_excluded(mask: PyTree[bool], expressions: Sequence[str]) -> PyTree[bool]:
+    """`mask`, of the weights, with false for what one of the expressions finds."""
+
+    def decays(path: Any, does: bool) -> bool:
+        return does and not any(re.search(e, weight_name(path)) for e in expressions)
+
+    return jax.tree_util.tree_map_with_path(decays, mask)

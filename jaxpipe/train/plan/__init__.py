@@ -1,0 +1,1 @@
+"""What a config decides before anything compiles."""

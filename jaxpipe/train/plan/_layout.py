@@ -1,0 +1,131 @@
+"""How many layers each stage has, and where stages lie, from the keys of a config."""
+
+from ... import schedules, sharding, spmd
+from ..config._config import Config
+from ._schedule_selection import Choice, choose_schedule, is_file
+
+
+def num_alike_layers(config: Config) -> int:
+    """Layers that may be in a pipeline: all but the dense ones before layers with experts."""
+    return config.base_num_decoder_layers - config.first_num_dense_layers
+
+
+def circular_layout(config: Config, num_ranks: int) -> sharding.Layout:
+    """Stages round and round over the ranks; without a pipeline one stage."""
+    if config.pipeline_engine == "none":
+        return sharding.Layout(1, 1, num_alike_layers(config))
+    per_repeat = num_ranks * config.num_layers_per_pipeline_stage
+    name, num_layers = _pipelined_layers(config)
+    sharding.divide(
+        num_layers,
+        per_repeat,
+        name=name,
+        into="ranks x `num_layers_per_pipeline_stage`",
+        fix=_fitting(num_alike_layers(config), per_repeat),
+    )
+    return sharding.layout(
+        num_layers,
+        num_ranks=num_ranks,
+        layers_per_stage=config.num_layers_per_pipeline_stage,
+        num_repeats=config.num_pipeline_repeats,
+    )
+
+
+def scheduled_layout(
+    config: Config, num_ranks: int, num_microbatches: int
+) -> tuple[Choice, sharding.Layout]:
+    """The schedule, and the layers where it has their stages."""
+    name, num_layers = _pipelined_layers(config)
+    counts = _layers_of_stages(config, name, num_layers, num_ranks)
+    choice = choose_schedule(
+        config,
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        num_layers=num_layers,
+        counts=counts,
+    )
+    num_stages = choice.schedule.num_stages
+    if counts:
+        return choice, _placed(config, choice, counts)
+    per_stage = sharding.divide(
+        num_layers,
+        num_stages,
+        name=name,
+        into="the stages of `pipeline_schedule`",
+        fix=_fitting(num_alike_layers(config), num_stages),
+    )
+    layout = _placed(config, choice, (per_stage,) * num_stages)
+    _check_sizes(config, layout)
+    return choice, layout
+
+
+def _placed(config: Config, choice: Choice, counts: tuple[int, ...]) -> sharding.Layout:
+    """Stages with that many layers, where the schedule has them."""
+    num_ranks = schedules.num_ranks(choice.schedule)
+    if config.pipeline_engine == "mpmd":
+        held = [len(schedules.stages_of_rank(choice.schedule, rank)) for rank in range(num_ranks)]
+        alike = len({*held}) == len({*counts}) == 1
+        return sharding.Layout(max(held), num_ranks, max(counts), None, None if alike else counts)
+    stages = spmd.stages_on_ranks(choice.schedule)
+    uneven = counts if len(set(counts)) > 1 else None
+    return sharding.Layout(len(stages), num_ranks, max(counts), stages, uneven)
+
+
+def _check_sizes(config: Config, layout: sharding.Layout) -> None:
+    """The schedule has the stages that the config says, if it says."""
+    for name, usual, found in (
+        ("num_pipeline_repeats", -1, layout.num_repeats),
+        ("num_layers_per_pipeline_stage", 1, layout.layers_per_stage),
+    ):
+        value = getattr(config, name)
+        if value not in (usual, found):
+            raise ValueError(
+                f"`{name}` is {value}, but `pipeline_schedule` {config.pipeline_schedule} has "
+                f"{layout.num_repeats} stage(s) of {layout.layers_per_stage} layer(s) per rank. "
+                f"Give {found} or {usual}."
+            )
+
+
+def _layers_of_stages(
+    config: Config, name: str, num_layers: int, num_ranks: int
+) -> tuple[int, ...] | None:
+    """What `pipeline_layout` says."""
+    if not config.pipeline_layout:
+        return None
+    counts = sharding.parse_layout(config.pipeline_layout)
+    if sum(counts) != num_layers:
+        raise ValueError(
+            f"`pipeline_layout` has {sum(counts)} layers and {name} is {num_layers}. Change one."
+        )
+    if not is_file(config):
+        sharding.divide(
+            len(counts),
+            num_ranks,
+            name="The number of stages in `pipeline_layout`",
+            into="the ranks of the pipeline",
+            fix="Every rank has as many.",
+        )
+    return counts
+
+
+def _pipelined_layers(config: Config) -> tuple[str, int]:
+    """How many layers the pipeline has, and what says so."""
+    wanted, available = config.pipeline_parallel_layers, num_alike_layers(config)
+    if wanted > available:
+        raise ValueError(
+            f"`pipeline_parallel_layers` is {wanted}, and there are {available} layers for a "
+            f"pipeline. Give 1 to {available}, or -1 for all of them."
+        )
+    if wanted != -1:
+        return "`pipeline_parallel_layers`", wanted
+    dense = " - `first_num_dense_layers`" if config.first_num_dense_layers else ""
+    return f"`base_num_decoder_layers`{dense}", available
+
+
+def _fitting(available: int, per_repeat: int) -> str:
+    """Advice where layers do not divide."""
+    advice = "Choose ranks and layers per stage whose product divides the layers"
+    if available < per_repeat:
+        return advice + "."
+    fits = available - available % per_repeat
+    return f"{advice}, or `pipeline_parallel_layers={fits}`: the others run after the pipeline."

@@ -1,0 +1,205 @@
+"""Which schedule the engines `scheduled` and `mpmd` run, and why.
+
+The first runs it in lock-step, so there it costs what its ticks cost. In the second every rank goes
+on as soon as it can.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ... import schedules
+from ...schedules import Costs, Schedule, Ticks, Timeline
+from ..config._config import Config
+
+_LEAST_BETTER = 0.98
+"""A schedule is worth its trouble if it takes this share of the time of a simpler one."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A schedule, and one line that says why it is this one.
+
+    Attributes:
+        schedule: Who runs what, in which order.
+        reason: The line.
+        ticks: The schedule in lock-step, if it runs so.
+    """
+
+    schedule: Schedule
+    reason: str
+    ticks: Ticks | None = None
+
+
+def choose_schedule(
+    config: Config,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    num_layers: int,
+    counts: tuple[int, ...] | None = None,
+) -> Choice:
+    """The schedule that the config names, or the best of the usual ones.
+
+    Args:
+        config: The run.
+        num_ranks: S.
+        num_microbatches: M.
+        num_layers: Of the pipeline.
+        counts: Of every stage, where stages differ.
+
+    Raises:
+        ValueError: If it is for other ranks, no engine can run it, or it has no such name.
+        FileNotFoundError: If it is a CSV that is not there.
+    """
+    name = config.pipeline_schedule
+    chunks = len(counts) // num_ranks if counts else _chunks_wanted(config, num_ranks, num_layers)
+    if name == "auto":
+        fitting = (chunks,) if chunks else _chunks(num_ranks, num_microbatches, num_layers)
+        return _best(config, num_ranks, num_microbatches, fitting, counts)
+    if is_file(config):
+        schedule = schedules.read_csv(name)
+        _check_counts(name, schedule, num_ranks, num_microbatches)
+    else:
+        schedule = _built(name, num_ranks, num_microbatches, chunks or num_layers // num_ranks)
+    if counts and len(counts) != schedule.num_stages:
+        raise ValueError(
+            f"`pipeline_layout` has {len(counts)} stages and `pipeline_schedule` {name} has "
+            f"{schedule.num_stages}. They must be equal."
+        )
+    _check_windows(config, schedule)
+    with _naming(name):
+        return _priced(config, name, schedule, costs_of(config, counts))[0]
+
+
+def is_file(config: Config) -> bool:
+    """Whether the schedule is read from a file."""
+    name = config.pipeline_schedule
+    return name not in schedules.FAMILIES and (name.endswith(".csv") or Path(name).is_file())
+
+
+def costs_of(config: Config, counts: tuple[int, ...] | None = None) -> Costs:
+    """Of the stages of a transformer: matrix products alone, so I and W cost what F does.
+
+    With rematerialisation I computes F once more, or part of it.
+    """
+    unit = 10 if counts is None else tuple(10 * count for count in counts)
+    again = 1 if config.remat_policy == "none" else 2
+    inputs = 10 * again if counts is None else tuple(10 * again * count for count in counts)
+    return Costs(forward=unit, input=inputs, weight=unit)
+
+
+def _chunks_wanted(config: Config, num_ranks: int, num_layers: int) -> int | None:
+    """Stages per rank, if the config says how many."""
+    if config.num_pipeline_repeats != -1:
+        return config.num_pipeline_repeats
+    per_stage = config.num_layers_per_pipeline_stage
+    return None if per_stage == 1 else max(1, num_layers // (num_ranks * per_stage))
+
+
+def _built(name: str, num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
+    with _naming(name):
+        takes = "chunks" in schedules.family(name).takes
+        return schedules.build(
+            name,
+            ranks=num_ranks,
+            microbatches=num_microbatches,
+            chunks=max(1, chunks) if takes else None,
+        )
+
+
+def _priced(config: Config, words: str, schedule: Schedule, costs: Costs) -> tuple[Choice, float]:
+    """The schedule as the engine runs it, and how long it takes."""
+    schedules.check_plain(schedules.check(schedule))
+    if config.pipeline_engine == "mpmd":
+        timeline = schedules.simulate(schedule, costs)
+        reason = f"{words}: {_bubble(timeline)}, {_held(schedule)}"
+        return Choice(schedule, reason), float(schedules.makespan(timeline))
+    ticks = schedules.lock_step(schedule, costs)
+    schedules.homes(ticks.schedule)
+    timeline = schedules.simulate_ticks(ticks, costs)
+    number = f"{schedules.num_ticks(ticks)} ticks"
+    reason = f"{words}: {number}, {_bubble(timeline)} in lock-step, {_held(ticks.schedule)}"
+    return Choice(ticks.schedule, reason, ticks), float(schedules.makespan(timeline))
+
+
+def _bubble(timeline: Timeline) -> str:
+    return f"bubble {schedules.bubble_share(timeline):.1%}"
+
+
+def _held(schedule: Schedule) -> str:
+    return f"{max(schedules.peak_activations(schedule))} stage inputs held at most"
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Errors about a schedule say which key chose it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"`pipeline_schedule` is {name!r}. {error}") from None
+
+
+def _check_counts(name: str, schedule: Schedule, num_ranks: int, num_microbatches: int) -> None:
+    found = schedules.num_ranks(schedule), schedule.num_microbatches
+    if found != (num_ranks, num_microbatches):
+        raise ValueError(
+            f"`pipeline_schedule` {name} is for {found[0]} ranks and {found[1]} microbatches, but "
+            f"the mesh has {num_ranks} ranks and `num_pipeline_microbatches` is "
+            f"{num_microbatches}. Give another file, or change these."
+        )
+
+
+def _check_windows(config: Config, schedule: Schedule) -> None:
+    """Windows of weights are held for F and B alone."""
+    if schedules.splits_backwards(schedule) and config.pipeline_fsdp_ag_per_repeat:
+        raise ValueError(
+            f"`pipeline_fsdp_ag_per_repeat` is true and `pipeline_schedule` is "
+            f"{config.pipeline_schedule!r}, which splits backwards: when W comes, the weights of "
+            "its stage are gone. Give `pipeline_fsdp_ag_once` or `pipeline_fsdp_ag_per_layer` "
+            "instead, or a schedule of whole backwards."
+        )
+
+
+def _best(
+    config: Config,
+    num_ranks: int,
+    num_microbatches: int,
+    fitting: tuple[int, ...],
+    counts: tuple[int, ...] | None,
+) -> Choice:
+    """1F1B, or interleaved 1F1B with as many chunks as save 2% of the step each time.
+
+    Schedules that split the backward are left out: what lies between I and W is many times as large
+    as the input of a stage.
+    """
+    costs = costs_of(config, counts)
+    best, least = None, 0.0
+    if min(fitting) > 1 and not _in_groups(num_ranks, num_microbatches):
+        raise ValueError(
+            f"`pipeline_schedule` is 'auto', and with {fitting[0]} stages per rank, as the config "
+            f"has it, interleaved 1F1B passes {num_microbatches} microbatches over {num_ranks} "
+            "ranks in unequal groups. Change `num_pipeline_microbatches`, or name a schedule."
+        )
+    for chunks in fitting:
+        name = "1f1b" if chunks == 1 else "interleaved_1f1b"
+        words = name if chunks == 1 else f"{name} with {chunks} stages per rank"
+        schedule = _built(name, num_ranks, num_microbatches, chunks)
+        choice, time = _priced(config, words, schedule, costs)
+        if best is None or time / chunks < least * _LEAST_BETTER:
+            best, least = choice, time / chunks
+    assert best is not None
+    return best
+
+
+def _chunks(num_ranks: int, num_microbatches: int, num_layers: int) -> tuple[int, ...]:
+    """How many stages a rank may have."""
+    groups = _in_groups(num_ranks, num_microbatches)
+    fitting = [v for v in (2, 3, 4) if groups and num_layers % (v * num_ranks) == 0]
+    return (1, *fitting)
+
+
+def _in_groups(num_ranks: int, num_microbatches: int) -> bool:
+    """Whether interleaved schedules have equal groups of microbatches."""
+    return num_microbatches % max(1, num_microbatches // num_ranks) == 0

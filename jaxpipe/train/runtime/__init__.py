@@ -1,0 +1,1 @@
+"""Processes, signals, folders and files of a run."""

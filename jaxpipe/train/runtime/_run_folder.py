@@ -1,0 +1,118 @@
+"""The folder of a run: one run at a time writes there, and a disk that fails ends it by name."""
+
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from ._multihost import agreed, is_first
+from ._stop import RunError
+
+LOCK = "lock"
+"""Held while a run goes on, and let go by the system however that ends. Names who has it."""
+
+_OF_DISKS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM),
+    *(errno.ESTALE, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EEXIST, errno.ENOTEMPTY),
+)
+
+_Result = TypeVar("_Result")
+
+
+@contextmanager
+def run_folder(path: Path) -> Iterator[None]:
+    """Makes the folder of a run and keeps other runs out of it until this one ends.
+
+    Of several processes the first does so; if it cannot, all of them raise.
+
+    Raises:
+        ValueError: If nothing can be written there, or another run has it.
+        RunError: If the disk fails while the run goes on.
+    """
+    held = by_first(lambda: _locked(path), f"cannot have {str(path)!r} for this run")
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _OF_DISKS:
+            raise
+        name = repr(error.filename) if error.filename else f"A file in {str(path)!r}"
+        raise RunError(
+            f"{name} could not be read or written: {error.strerror}. Checkpoints that were "
+            "complete still are. Make space, or choose another `output_dir`, and start again."
+        ) from error
+    finally:
+        if held is not None:
+            os.close(held)
+
+
+def by_first(action: Callable[[], _Result], failure: str) -> _Result | None:
+    """Runs an action on the first process. Collective: every process must call it.
+
+    Args:
+        action: A function that reads or writes in the folder of a run.
+        failure: The predicate of "Process 0 ..." in the errors of the others if the action fails.
+
+    Returns:
+        The result of the action on the first process; None on the others.
+
+    Raises:
+        ValueError: On all processes, if the action raises it.
+        RunError: On all processes, if the action raises it or an `OSError`.
+    """
+    result, problem = None, None
+    if is_first():
+        try:
+            result = action()
+        except (ValueError, RunError) as error:
+            problem = error
+        except OSError as error:
+            name = error.filename or "A file of the run"
+            problem = RunError(f"{name} could not be read or written: {error.strerror}.")
+    kind = agreed(0 if problem is None else 1 if isinstance(problem, ValueError) else 2)
+    if problem is not None:
+        raise problem
+    if kind:
+        raise (ValueError if kind == 1 else RunError)(f"Process 0 {failure}: see its error.")
+    return result
+
+
+def _locked(path: Path) -> int:
+    """The descriptor that holds the lock until it is closed."""
+    descriptor = None
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # which a pipe would do
+        descriptor = os.open(path / LOCK, flags, 0o644)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    except BlockingIOError:
+        assert descriptor is not None, "only the lock blocks"
+        owner = os.pread(descriptor, 200, 0).decode("utf-8", "replace") or "another process"
+        os.close(descriptor)
+        raise ValueError(
+            f"{str(path)!r} belongs to a run that goes on: {owner} writes there. Wait for it, end "
+            "it, or choose another `run_name`."
+        ) from None
+    except OSError as error:
+        if descriptor is not None:
+            os.close(descriptor)
+        if (path / LOCK).is_symlink():
+            raise ValueError(
+                f"{str(path / LOCK)!r} is a symbolic link, and what it points to is not written. "
+                "Remove it, or choose another `run_name`."
+            ) from None
+        raise ValueError(
+            f"Nothing can be {'locked in' if _has_no_locks(error) else 'written to'} {str(path)!r} "
+            f"(`output_dir`/`run_name`): {error.strerror}. Choose another `output_dir`, or "
+            f"{'mount this one with locks' if _has_no_locks(error) else 'change this one'}."
+        ) from None
+    return descriptor
+
+
+def _has_no_locks(error: OSError) -> bool:
+    return error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)

@@ -1,0 +1,332 @@
+"""Watches the steps of several processes, and names the one that is behind or has ended.
+
+Once a second a thread writes where its process is, its step and phase, into the key-value store of
+`jax.distributed`, and reads where the others are. If no process makes progress for too long, each
+names the one that is behind and ends: JAX alone would wait forever. If a process has left with an
+error, or gives no sign of life, the others name it too.
+"""
+
+import itertools
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+
+import jax
+
+from ..._exit import before_abort, leave
+from ..._versions import distributed_state
+from ._stop import RunError, TerminatedError
+
+POLL_SECONDS = 0.25
+BEAT_SECONDS = 1.0
+SILENT_SECONDS = 10.0
+"""A process without a sign of life for so long is named. JAX ends the others later."""
+LOST_SECONDS = 5.0
+"""The same if an error already shows that some process has ended."""
+FIRST_SECONDS = 3600.0
+"""How long the first phase of a kind may take, which compiles."""
+GRACE_SECONDS = 2.0
+"""How long the main thread has to report more than the watch can."""
+
+PHASES = ("start", "data", "step", "traced step", "evaluation", "checkpoint", "end")
+"""The phases of a run and of a step, in order."""
+
+_STATUS = re.compile(
+    r"(ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN): "
+)
+"""The beginning of errors of the runtime that the end of another process may cause."""
+
+_runs = itertools.count()
+
+
+@dataclass(frozen=True)
+class Place:
+    """The position of a process in a run.
+
+    Attributes:
+        step: The step that it runs.
+        phase: One of `PHASES`.
+        moves: How often it has made progress.
+        is_first: Whether this is the first phase of its kind in this process.
+        left: The error by which it has left the run; "" if it has not.
+        beat: How often it has written its position.
+    """
+
+    step: int = 0
+    phase: str = "start"
+    moves: int = 0
+    is_first: bool = True
+    left: str = ""
+    beat: int = 0
+
+    def __str__(self) -> str:
+        return f"step {self.step} ({self.phase})" if self.step else "its start"
+
+
+class KeyValueStore:
+    """The store of `jax.distributed`, for one run."""
+
+    def __init__(self) -> None:
+        # All processes begin the same runs in the same order.
+        self._folder = f"jaxpipe/steps/{next(_runs)}/"
+        self._client = distributed_state().client
+
+    def put(self, text: str) -> None:
+        """Stores a text for this process, in place of the one before."""
+        key = f"{self._folder}{jax.process_index()}"
+        self._client.key_value_set(key, text, allow_overwrite=True)
+
+    def read(self) -> Mapping[int, str]:
+        """Returns the last text of each process."""
+        told = self._client.key_value_dir_get(self._folder)
+        return {int(key.rpartition("/")[2]): text for key, text in told}
+
+
+@dataclass
+class Ledger:
+    """What one process knows of the positions of all processes.
+
+    Attributes:
+        process: The index of this process.
+        timeout: The seconds without progress after which the run is stuck; 0 for never.
+        places: The last known position of each process.
+        still: The seconds since each process has made progress.
+        silent: The seconds since each process has written its position.
+        unanswered: The seconds since process 0, which has the key-value store, has answered.
+    """
+
+    process: int
+    timeout: float
+    places: dict[int, Place]
+    still: dict[int, float] = field(default_factory=dict)
+    silent: dict[int, float] = field(default_factory=dict)
+    unanswered: float = 0.0
+
+    def hear(self, told: Mapping[int, Place], seconds: float, *, answered: bool) -> None:
+        """Records the positions of all processes.
+
+        Args:
+            told: The known positions, including that of this process.
+            seconds: The time since the last call, without time while this process was stopped.
+            answered: Whether process 0 has answered since the last call.
+        """
+        for process, before in self.places.items():
+            now = told.get(process, before)
+            moved, spoke = now.moves != before.moves, now.beat != before.beat
+            self.still[process] = 0.0 if moved else self.still.get(process, 0.0) + seconds
+            self.silent[process] = 0.0 if spoke else self.silent.get(process, 0.0) + seconds
+            self.places[process] = now
+        self.unanswered = 0.0 if answered else self.unanswered + seconds
+
+    def gone(self, seconds: float) -> list[int]:
+        """Returns the other processes that have given no sign of life for so many seconds.
+
+        A process that has ended its run or left it does not count. While process 0 does not answer,
+        this process knows nothing of the others: then only process 0 is returned.
+        """
+        if self.unanswered >= seconds:
+            return [0] if self.process else []
+        return [
+            process
+            for process, place in self.places.items()
+            if process != self.process and place.phase != "end" and not place.left
+            if self.silent.get(process, 0.0) >= seconds
+        ]
+
+    def left(self) -> str:
+        """Returns which process has left the run by which error; "" if none has."""
+        found = {p: place.left for p, place in self.places.items() if p != self.process}
+        return next((f"process {p} has left the run: {why}" for p, why in found.items() if why), "")
+
+    def stuck(self) -> str:
+        """Returns which process is behind, if none has made progress for too long; else ""."""
+        under_way = {p: place for p, place in self.places.items() if place.phase != "end"}
+        if not self.timeout or self.process not in under_way:
+            return ""
+        for process, place in under_way.items():
+            # A process that compiles still gives signs of life.
+            compiles = place.is_first and self.silent.get(process, 0.0) < SILENT_SECONDS
+            limit = max(self.timeout, FIRST_SECONDS) if compiles else self.timeout
+            if self.still.get(process, 0.0) < limit:
+                return ""
+        if gone := self.gone(min(LOST_SECONDS, self.timeout)):
+            who = self.described(gone)
+        else:
+            last = min((place.step, PHASES.index(place.phase)) for place in under_way.values())
+            behind = [p for p, x in under_way.items() if (x.step, PHASES.index(x.phase)) == last]
+            place, are = under_way[behind[0]], "is" if len(behind) == 1 else "are"
+            who = f"{_listed(behind)} {are} behind, in {place}"
+            if len(behind) == len(under_way):
+                who = f"all of them are in {place}"
+        return (
+            f"no process has gone on for {self.still[self.process]:.0f} seconds, while this one is "
+            f"in {under_way[self.process]}: {who}. Where that is no fault raise "
+            "`step_timeout_minutes`"
+        )
+
+    def described(self, gone: list[int]) -> str:
+        """Returns a text on processes without a sign of life and their last known position."""
+        seconds = max(self.silent.get(process, 0.0) for process in gone)
+        have = "has" if len(gone) == 1 else "have"
+        where = f", last heard of in {self.places[gone[0]]}" if len(gone) == 1 else ""
+        return (
+            f"{_listed(gone)} {have} given no sign of life for {seconds:.0f} seconds{where} (dead, "
+            "stopped or cut off)"
+        )
+
+
+def _listed(processes: list[int]) -> str:
+    if len(processes) == 1:
+        return f"process {processes[0]}"
+    return f"processes {', '.join(map(str, processes[:8]))}{', ...' if processes[8:] else ''}"
+
+
+class StepWatch:
+    """Watches the steps as a context manager. It does nothing if there is only one process."""
+
+    def __init__(self, timeout_minutes: float) -> None:
+        """
+        Args:
+            timeout_minutes: The time without progress of any process after which the run is stuck;
+                0 for never.
+        """
+        count, self._process = jax.process_count(), jax.process_index()
+        self._is_alone = count == 1
+        self._place = Place()
+        self._seen = {"start"}
+        self._heard: Mapping[int, Place] = {}
+        self._answers = 0
+        self._is_over = threading.Event()  # the main thread has left the run
+        self._ledger = Ledger(
+            self._process, 60 * timeout_minutes, {p: Place() for p in range(count)}
+        )
+        self._threads: list[threading.Thread] = []
+
+    def enter(self, step: int, phase: str) -> None:
+        """Records that this process begins a phase.
+
+        Args:
+            step: The step.
+            phase: One of `PHASES`.
+        """
+        is_first = phase not in self._seen
+        self._seen.add(phase)
+        moves = self._place.moves + 1
+        self._place = replace(self._place, step=step, phase=phase, moves=moves, is_first=is_first)
+
+    def go_on(self) -> None:
+        """Records progress of this process within its phase."""
+        self._place = replace(self._place, moves=self._place.moves + 1, is_first=False)
+
+    def __enter__(self) -> "StepWatch":
+        if not self._is_alone:
+            before_abort(self._say_before_abort)
+            for work, *args in ((self._talk, KeyValueStore()), (self._patrol,)):
+                thread = threading.Thread(target=work, args=args, daemon=True, name="step watch")
+                thread.start()
+                self._threads.append(thread)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        del kind, trace
+        if self._is_alone:
+            return
+        if error is None or isinstance(error, TerminatedError):
+            self.enter(self._place.step, "end")
+            self._end()
+            return
+        lost = self._who_is_lost() if may_come_of_a_peer(error) else ""
+        what = "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__
+        first = next(iter(str(error).splitlines()), "")
+        why = lost or (f"{what}: {first}" if first else what)
+        self._place = replace(self._place, left=why)
+        self._end()
+        if lost:
+            raise RunError(f"{lost}. Here, in {self._place}, it was seen as: {first}") from error
+
+    def _end(self) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join(GRACE_SECONDS)  # says where this process is for the last time
+
+    def _who_is_lost(self) -> str:
+        """Waits until it is known which process caused an error. Returns "" if none is found."""
+        deadline = time.monotonic() + LOST_SECONDS + 3 * BEAT_SECONDS
+        while time.monotonic() < deadline:
+            if left := self._ledger.left():
+                return left
+            if gone := self._ledger.gone(LOST_SECONDS):
+                return self._ledger.described(gone)
+            time.sleep(POLL_SECONDS)
+        return ""
+
+    def _talk(self, store: KeyValueStore) -> None:
+        """Exchanges positions, in a thread: calls may take long if process 0 is stopped or gone."""
+        for beat in itertools.count(1):
+            is_last = self._is_over.is_set()
+            try:
+                store.put(json.dumps(asdict(replace(self._place, beat=beat))))
+                told = store.read()
+                self._heard = {p: Place(**json.loads(text)) for p, text in told.items()}
+                self._answers += 1
+            except jax.errors.JaxRuntimeError:
+                pass  # process 0 does not answer
+            if is_last:
+                return
+            self._is_over.wait(BEAT_SECONDS)
+
+    def _patrol(self) -> None:
+        """Checks all positions, in a thread that `_talk` cannot block."""
+        before, answers, named = time.monotonic(), 0, set[int]()
+        has_left = 0.0
+        while not self._is_over.wait(POLL_SECONDS):
+            now = time.monotonic()
+            seconds, before = min(now - before, 2 * BEAT_SECONDS), now
+            answered, answers = self._answers != answers, self._answers
+            told = {**self._heard, self._process: self._place}
+            self._ledger.hear(told, seconds, answered=answered)
+            gone = set(self._ledger.gone(SILENT_SECONDS))
+            if gone - named:
+                self._say(self._ledger.described(sorted(gone - named)))
+            named = gone
+            left = self._ledger.left()
+            has_left = has_left + seconds if left else 0.0
+            reason = self._ledger.stuck() or (left if has_left > GRACE_SECONDS else "")
+            if reason:
+                self._say(f"{reason}. This process ends")
+                time.sleep(GRACE_SECONDS)  # all say it before the first has ended
+                leave()
+
+    def _say(self, what: str) -> None:
+        print(f"jaxpipe: process {self._process}: {what}.", file=sys.stderr, flush=True)
+
+    def _say_before_abort(self) -> None:
+        if self._is_over.is_set() and not self._place.left:
+            return
+        gone = self._ledger.gone(LOST_SECONDS)
+        who = self._ledger.described(gone) if gone else "process 0, at which all meet, has gone"
+        what = f"{who}, and JAX ends this process in {self._place}"
+        os.write(2, f"jaxpipe: process {self._process}: {what}.\n".encode())
+
+
+def may_come_of_a_peer(error: BaseException) -> bool:
+    """Returns whether the end of another process may have caused an error.
+
+    It may if JAX's runtime has raised the error or one of its causes, except for lack of memory.
+    The runtime's errors begin with a status; some of them, such as Gloo's, are a `ValueError`.
+    """
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return any(
+        isinstance(cause, jax.errors.JaxRuntimeError) or _STATUS.match(str(cause))
+        for cause in causes
+        if "RESOURCE_EXHAUSTED" not in str(cause)
+    )

@@ -1,0 +1,137 @@
+"""When a run ends before its last step: a signal, or its time is up."""
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+from ..config._config import Config
+from ._multihost import any_says, largest
+
+ShouldStop = Callable[[int], bool]
+"""Whether the run ends after this step; all processes ask after every step, and hear the same."""
+
+
+class RunError(RuntimeError):
+    """A run that ends before its time, by a reason that needs no traceback."""
+
+
+class TerminatedError(RunError):
+    """A signal has ended the run, after a checkpoint of its last step if checkpoints are enabled.
+
+    Attributes:
+        signal: SIGTERM, SIGINT or SIGHUP.
+    """
+
+    def __init__(self, number: int, step: int) -> None:
+        self.signal = signal.Signals(number)
+        super().__init__(f"{self.signal.name} has ended the run after step {step}.")
+
+
+class StopRequests:
+    """What may end a run after any step, a `ShouldStop`. A context manager.
+
+    Inside it takes SIGTERM, by which schedulers announce that a job will be ended, and SIGHUP, by
+    which a terminal says that it closes, for a wish to stop; and from the first step on SIGINT,
+    that is Ctrl-C, of which a second one raises KeyboardInterrupt. Signals that are ignored stay
+    so. With several processes JAX takes SIGTERM, on any of them, and finds a step that all can
+    stop after; so the other signals are passed on as SIGTERM.
+    """
+
+    def __init__(self) -> None:
+        self._deadline = math.inf
+        self._is_alone = jax.process_count() == 1
+        self._is_over = False
+        self._cause = self._interrupts = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequests":
+        self._take(*([signal.SIGTERM] if self._is_alone else []), signal.SIGHUP)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def start_clock(self, max_minutes: float) -> None:
+        """Starts the clock that limits the time of the run.
+
+        Args:
+            max_minutes: How long the run may take from now on; 0 for no limit. With several
+                processes each sends itself SIGTERM at the end.
+        """
+        self._deadline = time.monotonic() + 60 * max_minutes if max_minutes else math.inf
+
+    def _take(self, *numbers: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python lets no other thread handle signals
+        for number in numbers:
+            if number not in self._before and signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._ask)
+
+    def _ask(self, number: int, _: object) -> None:
+        self._interrupts += number == signal.SIGINT
+        if self._interrupts > 1:
+            raise KeyboardInterrupt
+        self._cause = self._cause or number
+        if not self._is_alone:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def __call__(self, step: int) -> bool:
+        self._take(signal.SIGINT)
+        if not self._is_over and time.monotonic() > self._deadline:
+            self._is_over = True
+            if not self._is_alone:
+                os.kill(os.getpid(), signal.SIGTERM)
+        if self._is_alone:
+            return self._is_over or self._cause != 0
+        return multihost_utils.reached_preemption_sync_point(step)
+
+    def cause(self) -> int:
+        """Returns the signal that has ended the run, or 0 if a clock has.
+
+        Collective: every process must call it and receives the same answer.
+        """
+        if any_says(self._is_over):
+            return 0
+        return largest(self._cause) or signal.SIGTERM  # JAX handles SIGTERM of several processes
+
+
+def check_step(config: Config, step: int, metrics: Mapping[str, float]) -> str | None:
+    """What is wrong with a step that was skipped; None if nothing is, or nobody minds.
+
+    Raises:
+        RunError: If something is, and the policy is to stop.
+    """
+    bad = bad_step(metrics, config.max_gradient_norm)
+    if config.bad_step_policy == "skip":  # decided on the devices
+        return f"step {step} has changed nothing: {bad}" if metrics["skipped"] else None
+    if not bad or config.bad_step_policy == "ignore":
+        return None
+    raise RunError(
+        f"Step {step} is bad: {bad}. The run ends; its checkpoints are older than "
+        "this step. Resume with a lower `learning_rate`, or with `bad_step_policy=skip`, which "
+        "leaves such steps out."
+    )
+
+
+def bad_step(metrics: Mapping[str, float], max_gradient_norm: float) -> str:
+    """What is wrong with a step, such as `its loss is nan`; "" if nothing is.
+
+    Args:
+        metrics: Of the step; without `loss` or `gradient_norm` nothing is wrong with these.
+        max_gradient_norm: 0 for no limit.
+    """
+    found = {name: metrics[name] for name in ("loss", "gradient_norm") if name in metrics}
+    bad = [f"its {name} is {value}" for name, value in found.items() if not math.isfinite(value)]
+    norm = found.get("gradient_norm", 0.0)
+    if not bad and max_gradient_norm and norm > max_gradient_norm:
+        bad = [f"its gradient_norm is {norm:.6g}, above {max_gradient_norm:g}"]
+    return " and ".join(bad)
