@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpipe.train import metrics_writer, read_metrics
+from jaxpipe.train import RunError, metrics_writer, read_metrics
 
 
 def run(folder: Path, steps: range, *, loss: float = 1.0, tensorboard: bool = False) -> None:
@@ -29,6 +29,14 @@ def test_a_line_is_on_disk_when_write_returns(tmp_path: Path):
     with metrics_writer(tmp_path, first_step=1, tensorboard=False) as write:
         write(1, {"loss": 2.0})
         assert read(tmp_path) == [(1, 2.0)]
+
+
+def test_a_file_that_is_removed_under_a_run_ends_it(tmp_path: Path):
+    with metrics_writer(tmp_path, first_step=1, tensorboard=False) as write:
+        write(1, {"loss": 2.0})
+        (tmp_path / "metrics.jsonl").unlink()
+        with pytest.raises(RunError, match=r"metrics.jsonl has been removed while the run was"):
+            write(2, {"loss": 1.0})
 
 
 def test_resuming_replaces_what_the_killed_run_wrote_beyond_its_checkpoint(tmp_path: Path):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._durable import write_file
+from ..runtime._stop import RunError
 from ._json_lines import parse_line, read_lines, whole_lines
 
 Write = Callable[[int, Mapping[str, float]], None]
@@ -42,7 +43,8 @@ def metrics_writer(
         also: Something else that is told every step.
 
     Yields:
-        `write(step, metrics)`. A line is on disk when it returns.
+        `write(step, metrics)`. A line is on disk when it returns. It raises RunError if the file
+        has been removed.
     """
     path = Path(folder) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,6 +58,11 @@ def metrics_writer(
         def write(step: int, metrics: Mapping[str, float]) -> None:
             values = {name: float(value) for name, value in metrics.items()}
             file.write(json.dumps({"step": step, **values}) + "\n")
+            if not os.fstat(descriptor).st_nlink:
+                raise RunError(
+                    f"{path} has been removed while the run was writing to it. Put the folder of "
+                    "the run back if you can, and start again."
+                )
             event(step, values)
             more(step, values)
 
