@@ -1,7 +1,9 @@
 """Runs commands, each in a fork of a process that has imported everything. A program.
 
-It reads a JSON object a line, {"argv": [...], "cwd": "..."}, and answers with one: exit code, what
-was written to standard error, seconds, and the most memory that was used.
+It reads a JSON object a line, {"argv": [...], "cwd": "...", "fault": ...}, and answers with one:
+exit code, what was written to standard error, seconds, and the most memory that was used. The fault
+is null, and the command ends where long work would begin; or it is the name and the time of what
+goes wrong while the whole command runs, or [] if nothing does.
 """
 
 import json
@@ -12,6 +14,10 @@ import signal
 import sys
 import time
 import traceback
+
+from quick import ENVIRONMENT
+
+from .faults import arrange
 
 # Beyond the bounds that the campaign asserts, so that it sees how far beyond.
 _SECONDS, _ADDRESS_SPACE = 90, 14 << 30
@@ -25,7 +31,6 @@ def stop_before_long_work() -> None:
     """Commands end where a run would compile, or start processes."""
     import subprocess
 
-    from jaxpipe.cli import _errors
     from jaxpipe.cli.commands import _compile
     from jaxpipe.train.checkpoint import _init_from as _start
     from jaxpipe.train.loop import _loop
@@ -33,7 +38,6 @@ def stop_before_long_work() -> None:
     def checked(*args: object, **named: object) -> None:
         raise Checked
 
-    _errors.hide_logged_tracebacks()  # as the command does
     _compile._compile = checked
     _start.initial_state = checked
     _loop.restored_state = checked
@@ -64,7 +68,21 @@ def run(argv: list[str]) -> int:
         return 70
 
 
-def in_a_fork(argv: list[str], cwd: str) -> dict[str, object]:
+def prepare(argv: list[str], fault: list | None) -> None:
+    """Makes this process, a fork, one in which a command runs."""
+    from jaxpipe.cli._interrupts import watch_interrupts
+
+    if fault is None:
+        stop_before_long_work()
+        return
+    os.environ |= ENVIRONMENT
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # may be ignored in the background
+    watch_interrupts()
+    if fault:
+        arrange(*fault, in_a_run=argv[0] == "train")
+
+
+def in_a_fork(argv: list[str], cwd: str, fault: list | None = None) -> dict[str, object]:
     """Runs a command in a fork, and returns what it did."""
     out, into = os.pipe()
     started = time.monotonic()
@@ -78,6 +96,7 @@ def in_a_fork(argv: list[str], cwd: str) -> dict[str, object]:
         os.close(out)
         resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, _ADDRESS_SPACE))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        prepare(argv, fault)
         code = run(argv)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -106,8 +125,10 @@ def in_a_fork(argv: list[str], cwd: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
+    from jaxpipe.cli._errors import hide_logged_tracebacks
+
     import_everything()
-    stop_before_long_work()
+    hide_logged_tracebacks()  # as the command does
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         answers.write(json.dumps(in_a_fork(**json.loads(line))) + "\n")
