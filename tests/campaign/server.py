@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import traceback
+from importlib import import_module
 
 from quick import ENVIRONMENT
 
@@ -21,6 +22,11 @@ from .faults import arrange
 
 # Beyond the bounds that the campaign asserts, so that it sees how far beyond.
 _SECONDS, _ADDRESS_SPACE = 90, 14 << 30
+_IMPORTED = (
+    *("orbax.checkpoint", "jaxpipe.cli._main", "jaxpipe.linen", "jaxpipe.nnx", "jaxpipe.plan"),
+    *("jaxpipe.report", "jaxpipe.train", "jaxpipe.hugging_face"),
+    *("jaxpipe.train.plan._flax_decoder", "jaxpipe.train.loop._loop"),
+)
 
 
 class Checked(BaseException):
@@ -46,9 +52,10 @@ def stop_before_long_work() -> None:
 
 def import_everything() -> None:
     """What commands import when they run."""
-    import orbax.checkpoint  # noqa: F401
     from jax._src import xla_bridge
 
+    for name in _IMPORTED:
+        import_module(name)
     assert not xla_bridge.backends_are_initialized(), "a fork needs a JAX of its own"
 
 
