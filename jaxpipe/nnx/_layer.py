@@ -111,5 +111,7 @@ def draw_keys(layers: nnx.Module, *, advance: bool) -> Any:
 
 
 def _fold_each(keys: jax.Array, numbers: jax.Array) -> jax.Array:
-    folded = jax.vmap(jax.random.fold_in)(keys.reshape(-1), numbers.reshape(-1))
-    return folded.reshape(keys.shape)
+    fold = jax.random.fold_in
+    for _ in keys.shape:  # a reshape would lose how explicit axes split the keys
+        fold = jax.vmap(fold)
+    return fold(keys, numbers)

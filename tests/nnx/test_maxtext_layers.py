@@ -9,6 +9,7 @@ from flax import nnx
 from harness import rims
 from harness.maxtext_like import RULES, Config, ShardMode, mesh_of, shard_as
 from jaxpipe import nnx as pipelines
+from jaxpipe.nnx._layer import draw_keys
 
 WIDTH = 8
 NAMES = ("activation_batch", "activation_length", "activation_embed")
@@ -47,3 +48,18 @@ def gradients(mesh: Any) -> Any:
 
 def test_layers_that_name_shardings_of_the_whole_mesh_run_with_maxtexts_own_config():
     rims.assert_trees_close(gradients(mesh_of(ShardMode.AUTO)), gradients(None))
+
+
+def test_random_streams_of_layers_are_the_same_on_explicit_axes():
+    class Layer(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def keys(mode: ShardMode, mesh: Any) -> Any:
+        config = Config(shard_mode=mode)
+        pipeline = pipelines.create_pipeline(config, Layer, mesh, rngs=nnx.Rngs(0))
+        drawn = draw_keys(pipeline.layers, advance=False)
+        return [jax.device_get(jax.random.key_data(key)).tolist() for key in jax.tree.leaves(drawn)]
+
+    mesh = mesh_of(ShardMode.EXPLICIT)
+    assert keys(ShardMode.EXPLICIT, mesh) == keys(ShardMode.AUTO, None) != []
