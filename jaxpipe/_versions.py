@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import api_util, config, distributed, pjit, sharding_impls
+from jax._src import api_util, config, distributed, pjit, shard_map, sharding_impls
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import serialize_executable
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
@@ -134,6 +134,7 @@ class _Elsewhere(serialize_executable._JaxPjrtUnpickler):
 _translate: ContextVar[Callable[[NamedSharding], NamedSharding] | None] = ContextVar(
     "translate", default=None
 )
+_nest: ContextVar[Callable[..., Callable] | None] = ContextVar("nest", default=None)
 _patching = threading.Lock()
 _patches: list[tuple[Any, str, Any]] = []
 _patched = 0
@@ -142,6 +143,7 @@ _patched = 0
 @contextmanager
 def translated_shardings(
     translate: Callable[[NamedSharding], NamedSharding],
+    nest: Callable[..., Callable] | None = None,
 ) -> Iterator[None]:
     """Lets functions traced inside name shardings of a mesh, some axes of which are manual there.
 
@@ -153,17 +155,20 @@ def translated_shardings(
     Args:
         translate: Returns a sharding in terms of the current context, or the same object if it
             needs no translation.
+        nest: What `jax.shard_map` with a mesh is to do; it takes the function, what JAX makes of
+            it, and the arguments of `jax.shard_map` but for `check_vma`. None leaves it to JAX.
     """
     global _patched
     with _patching:
         _patched += 1
         if _patched == 1:
             _patches.extend(_patch(*patch) for patch in _sharding_patches())
-    token = _translate.set(translate)
+    token, nest_token = _translate.set(translate), _nest.set(nest)
     try:
         yield
     finally:
         _translate.reset(token)
+        _nest.reset(nest_token)
         with _patching:
             _patched -= 1
             while not _patched and _patches:
@@ -189,6 +194,7 @@ def _sharding_patches() -> list[tuple[Any, str, Callable]]:
     return [
         (pjit.sharding_constraint_p, "bind", _constrain(pjit.sharding_constraint_p.bind)),
         (pjit.reshard_p, "bind", _reshard(pjit.reshard_p.bind)),
+        (shard_map, "_shard_map", _nested(shard_map._shard_map)),
         (pjit, "check_shardings_are_auto", _check(pjit.check_shardings_are_auto)),
         (pjit, "assert_shardings_equal", _check(pjit.assert_shardings_equal)),
         *((module, "canonicalize_sharding", _canonicalize(canonicalize)) for module in users),
@@ -230,6 +236,17 @@ def _reshard(bind: Callable) -> Callable:
         return bind(x, dst_sharding=meant, concrete_mesh=mesh, **params)
 
     return reshard
+
+
+def _nested(jax_shard_map: Callable) -> Callable:
+    def nested(f: Callable, *, mesh: Any, check_vma: bool, **options: Any) -> Callable:
+        plain = jax_shard_map(f, mesh=mesh, check_vma=check_vma, **options)
+        nest = _nest.get()
+        if nest is None or mesh is None:
+            return plain
+        return nest(f, plain, mesh=mesh, **options)
+
+    return nested
 
 
 def _check(check: Callable) -> Callable:

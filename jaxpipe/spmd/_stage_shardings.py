@@ -14,6 +14,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._versions import translated_shardings
+from ._nested_shard_map import nested_shard_map
 
 
 def on_automatic_axes(sharding: NamedSharding) -> NamedSharding:
@@ -45,8 +46,11 @@ def _without(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
 
 
 def in_stage(f: Callable) -> Callable:
-    """Returns `f`, whose callees may name shardings over the whole mesh while they are traced."""
-    return _translating(on_automatic_axes, f)
+    """Returns `f`, whose callees may name shardings over the whole mesh while they are traced.
+
+    They may also call `jax.shard_map` over the whole mesh.
+    """
+    return _translating(on_automatic_axes, f, nested_shard_map)
 
 
 def at_init(f: Callable) -> Callable:
@@ -58,10 +62,14 @@ def at_init(f: Callable) -> Callable:
     return _translating(lambda sharding: NamedSharding(sharding.mesh, sharding.spec), f)
 
 
-def _translating(translate: Callable[[NamedSharding], NamedSharding], f: Callable) -> Callable:
+def _translating(
+    translate: Callable[[NamedSharding], NamedSharding],
+    f: Callable,
+    nest: Callable[..., Callable] | None = None,
+) -> Callable:
     @wraps(f)
     def traced(*arguments: Any) -> Any:
-        with translated_shardings(translate):
+        with translated_shardings(translate, nest):
             return f(*arguments)
 
     return traced

@@ -1,0 +1,225 @@
+"""A layer's own `jax.shard_map` over the whole mesh, where some axes are already manual.
+
+A layer is written for the whole mesh: it runs a kernel in `jax.shard_map(mesh=mesh, ...)`. Inside a
+pipeline the axis `stage` is manual, and batch axes if there are any, so JAX refuses that mesh. Here
+the call means a `jax.shard_map` over the axes that are left. The manual axes are left out of its
+specs: a device has its own part along them anyway.
+
+JAX cannot differentiate that call as it should: with `check_vma=False` its results look equal on
+all ranks, and the gradients of the ranks would be added up; with `check_vma=True` jax 0.10 fails.
+So it has a derivative of its own, by JAX's rules for `check_vma=False`: a cotangent is divided
+among the devices that share a result, and gradients are summed over those that share an argument.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
+
+
+class _Call(NamedTuple):
+    """A call on shards, its trees flattened.
+
+    Attributes:
+        of_shards: From differentiable and other leaves of the arguments to those of the results.
+        axes: The axes that become manual, with their sizes.
+        ins: Specs of the differentiable and the other leaves of the arguments.
+        outs: The same of the results.
+    """
+
+    of_shards: Callable[[list, list], tuple[list, list]]
+    axes: dict[str, int]
+    ins: tuple[list, list]
+    outs: tuple[list, list]
+
+
+def nested_shard_map(
+    f: Callable,
+    plain: Callable,
+    *,
+    mesh: Any,
+    in_specs: PyTree,
+    out_specs: PyTree,
+    axis_names: Any,
+) -> Callable:
+    """Returns `jax.shard_map(f, ...)`, which may be called where axes of `mesh` are manual.
+
+    Args:
+        f: A function of one device's shards.
+        plain: What JAX makes of the same arguments, for calls elsewhere.
+        mesh: The mesh that the caller gave.
+        in_specs: A prefix tree of specs, with None for arguments that are static.
+        out_specs: A prefix tree of specs.
+        axis_names: The axes that the caller wants manual; none for all.
+    """
+
+    @wraps(f)
+    def call(*arguments: Any) -> Any:
+        context = jax.sharding.get_abstract_mesh()
+        manual = frozenset(context.manual_axes)
+        is_whole = dict(mesh.shape) == dict(context.shape) and mesh.abstract_mesh != context
+        if not (manual and is_whole and all(map(_is_spec, jax.tree.leaves(in_specs)))):
+            return plain(*arguments)
+        names = [axis for axis in axis_names or context.axis_names if axis not in manual]
+        if not names:
+            return f(*arguments)
+        axes = {axis: context.shape[axis] for axis in names}
+        return _run(f, axes, _without(in_specs, manual), _without(out_specs, manual), arguments)
+
+    return call
+
+
+def _run(
+    f: Callable, axes: dict[str, int], in_specs: PyTree, out_specs: PyTree, arguments: tuple
+) -> Any:
+    """Calls `f` on shards over `axes`."""
+    leaves, tree = jax.tree.flatten(arguments)
+    specs = _of_leaves(in_specs, arguments)
+    is_dynamic = [spec is not None for spec in specs]
+    is_float = [dynamic and _is_float(x) for x, dynamic in zip(leaves, is_dynamic, strict=True)]
+    is_other = [a and not b for a, b in zip(is_dynamic, is_float, strict=True)]
+
+    def whole(floats: list, others: list) -> Any:
+        floats, others = list(floats), list(others)
+        given = [
+            floats.pop(0) if first else others.pop(0) if second else leaf
+            for leaf, first, second in zip(leaves, is_float, is_other, strict=True)
+        ]
+        return f(*jax.tree.unflatten(tree, given))
+
+    ins = _chosen(specs, is_float), _chosen(specs, is_other)
+    given = _chosen(leaves, is_float), _chosen(leaves, is_other)
+    on_shards = partial(jax.shard_map, axis_names={*axes}, check_vma=False)
+    shapes = jax.eval_shape(on_shards(whole, in_specs=ins, out_specs=out_specs), *given)
+    results, out_tree = jax.tree.flatten(shapes)
+    trained = [_is_float(x) for x in results]
+    rest = [not x for x in trained]
+
+    def of_shards(floats: list, others: list) -> tuple[list, list]:
+        found = jax.tree.leaves(whole(floats, others))
+        return _chosen(found, trained), _chosen(found, rest)
+
+    found_specs = _of_leaves(out_specs, shapes)
+    outs = _chosen(found_specs, trained), _chosen(found_specs, rest)
+    floats, others = _differentiable(_Call(of_shards, axes, ins, outs))(*_varying(given))
+    found = [floats.pop(0) if first else others.pop(0) for first in trained]
+    return jax.tree.unflatten(out_tree, found)
+
+
+def _differentiable(call: _Call) -> Callable[[list, list], tuple[list, list]]:
+    """Returns `call.of_shards` as a function of whole arrays, with its derivative."""
+    on_shards = partial(jax.shard_map, axis_names={*call.axes}, check_vma=False)
+    one_each = PartitionSpec(tuple(call.axes))  # of what a device keeps for its own backward
+    sharing_in, sharing_out = (
+        [_sharing(spec, call.axes) for spec in specs] for specs in (call.ins[0], call.outs[0])
+    )
+
+    @jax.custom_vjp
+    def run(floats, others):
+        def on_shard(*arguments):
+            return call.of_shards(*_as_equal(arguments))
+
+        return _varying(on_shards(on_shard, in_specs=call.ins, out_specs=call.outs)(floats, others))
+
+    def forward(floats, others):
+        def on_shard(floats, others):
+            y, pull_back, rest = jax.vjp(lambda x: call.of_shards(x, others), floats, has_aux=True)
+            return (y, rest), pull_back
+
+        def keep(*arguments):
+            results, pull_back = on_shard(*_as_equal(arguments))
+            return results, jax.tree.map(lambda x: jnp.expand_dims(x, 0), pull_back)
+
+        outs = call.outs, one_each
+        return _varying(on_shards(keep, in_specs=call.ins, out_specs=outs)(floats, others))
+
+    def backward(pull_back, gradients):
+        def pull(pull_back, gradients):
+            parts = [
+                g / math.prod(call.axes[axis] for axis in axes) if axes else g
+                for g, axes in zip(_as_equal(gradients), sharing_out, strict=True)
+            ]
+            (of_floats,) = jax.tree.map(lambda x: jnp.squeeze(x, 0), pull_back)(parts)
+            return [
+                jax.lax.psum(x, axes) if axes else x
+                for x, axes in zip(of_floats, sharing_in, strict=True)
+            ]
+
+        on_all = on_shards(pull, in_specs=(one_each, call.outs[0]), out_specs=call.ins[0])
+        return _varying(on_all(pull_back, gradients[0])), None
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def _as_equal(tree: PyTree) -> PyTree:
+    """Returns `tree`, whose types say that it is equal on all devices, where nothing checks that.
+
+    Otherwise types differ where JAX wants them equal: only operations forget what varies.
+    """
+    return jax.tree.map(lambda x: jax.lax.squeeze(jax.lax.expand_dims(x, [0]), [0]), tree)
+
+
+def _varying(tree: PyTree) -> PyTree:
+    """Returns `tree`, declared to vary over all manual axes."""
+    manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+    def declare(x: jax.Array) -> jax.Array:
+        missing = manual - jax.typeof(x).manual_axis_type.varying
+        return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+    return jax.tree.map(declare, tree)
+
+
+def _of_leaves(specs: PyTree, tree: PyTree) -> list:
+    """Returns the spec of every leaf of `tree`, of which `specs` is a prefix."""
+    found: list = []
+
+    def below(spec: Any, subtree: PyTree) -> None:
+        found.extend([spec] * len(jax.tree.leaves(subtree)))
+
+    jax.tree.map(below, specs, tree, is_leaf=_is_leaf)
+    return found
+
+
+def _sharing(spec: PartitionSpec, axes: dict[str, int]) -> tuple[str, ...]:
+    """Returns the axes, of those with several devices, whose devices share what `spec` splits."""
+    named = {axis for dim in spec for axis in _names(dim)}
+    return tuple(axis for axis, size in axes.items() if size > 1 and axis not in named)
+
+
+def _without(specs: PyTree, axes: frozenset[str]) -> PyTree:
+    """Returns `specs` with no dim split over any of `axes`."""
+
+    def rest(spec: Any) -> Any:
+        if spec is None:
+            return None
+        kept = (tuple(axis for axis in _names(dim) if axis not in axes) for dim in spec)
+        return PartitionSpec(*(dim or None for dim in kept))
+
+    return jax.tree.map(rest, specs, is_leaf=_is_leaf)
+
+
+def _names(dim: Any) -> tuple[str, ...]:
+    return (dim,) if isinstance(dim, str) else tuple(dim or ())
+
+
+def _chosen(leaves: list, which: list[bool]) -> list:
+    return [leaf for leaf, chosen in zip(leaves, which, strict=True) if chosen]
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)
+
+
+def _is_leaf(x: Any) -> bool:
+    return x is None or _is_spec(x)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
