@@ -14,8 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxpipe import sharding
-from jaxpipe.ir import Fission, Program, fission, program
-from jaxpipe.ir._graph import Choice, Loop, Plain, Shards
+from jaxpipe.ir import Choice, Fission, Loop, Plain, Program, Shards, fission, program
 from jaxpipe.ir._minimal_cut import cheapest
 from jaxpipe.ir._partition_nested import Kind
 

@@ -16,16 +16,16 @@ from jaxpipe.autodiff import (
     pullback,
     remat_by_name,
 )
+from small_models import small_deepseek, small_llama
 
 L, b, T, D, H, K, C, F = 3, 2, 5, 16, 4, 2, 8, 32  # no tensor's shape is that of a weight
-TINY = models.LlamaConfig(
+TINY = small_llama(
     base_emb_dim=D,
     base_num_decoder_layers=L,
     base_num_query_heads=H,
     base_num_kv_heads=K,
     base_mlp_dim=F,
     head_dim=C,
-    vocab_size=32,
 )
 SHAPES = {
     "x": (b, T, D),
@@ -123,30 +123,6 @@ def test_models_name_every_tensor_that_a_policy_can_keep():
     x = jax.ShapeDtypeStruct((b, T, D), jnp.float32)
     program = str(jax.make_jaxpr(stage)(models.shapes(layers), x, side, ()))
     assert {name for name in TENSORS if f"name={name}]" in program} == {*TENSORS}
-
-
-def small_deepseek() -> models.DeepseekConfig:
-    return models.DeepseekConfig(
-        base_emb_dim=D,
-        base_num_decoder_layers=L + 1,
-        first_num_dense_layers=1,
-        base_num_query_heads=2,
-        base_mlp_dim=F,
-        base_moe_mlp_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        shared_experts=1,
-        routed_score_func="sigmoid",
-        routed_bias=True,
-        norm_topk_prob=True,
-        load_balance_loss_weight=0.1,
-        q_lora_rank=6,
-        kv_lora_rank=7,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=4,
-        v_head_dim=9,
-        vocab_size=32,
-    )
 
 
 def test_names_that_do_not_exist_are_refused_with_those_that_do():

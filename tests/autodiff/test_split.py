@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpipe import models, sharding
 from jaxpipe.autodiff import at, floating, merge, remat_by_name, split
+from small_models import small_deepseek, small_llama
 
 L, b, T, D = 3, 2, 5, 16
 TOLERANCE = 1e-5
@@ -75,15 +76,7 @@ def mlp() -> Case:
 
 
 def llama(wrap: Callable = lambda f: f, dtype: Any = jnp.float32, **options: Any) -> Case:
-    config = models.LlamaConfig(
-        base_emb_dim=D,
-        base_num_decoder_layers=L,
-        base_num_query_heads=4,
-        base_num_kv_heads=2,
-        base_mlp_dim=32,
-        head_dim=8,
-        vocab_size=32,
-    )
+    config = small_llama(base_num_decoder_layers=L)
     _, stage, _ = models.llama(
         config,
         attention=models.dot_product_attention,
@@ -99,27 +92,7 @@ def llama(wrap: Callable = lambda f: f, dtype: Any = jnp.float32, **options: Any
 def deepseek(
     wrap: Callable = lambda f: f, constrain: Any = sharding.no_constraint, **options: Any
 ) -> Case:
-    config = models.DeepseekConfig(
-        base_emb_dim=D,
-        base_num_decoder_layers=L + 1,
-        first_num_dense_layers=1,
-        base_num_query_heads=2,
-        base_mlp_dim=32,
-        base_moe_mlp_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        shared_experts=1,
-        routed_score_func="sigmoid",
-        routed_bias=True,
-        norm_topk_prob=True,
-        load_balance_loss_weight=0.1,
-        q_lora_rank=6,
-        kv_lora_rank=7,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=4,
-        v_head_dim=9,
-        vocab_size=32,
-    )
+    config = small_deepseek(q_lora_rank=6, kv_lora_rank=7, v_head_dim=9)
     _, stage, _ = models.deepseek(
         config,
         attention=models.dot_product_attention,

@@ -1,14 +1,14 @@
 """The exactness harness: every engine computes what `unpipelined` computes.
 
-A row says which engine runs which model over which ranks. The contract of all rows is one function,
-`check_row`: loss, metrics and every gradient leaf within 1e-5 of the reference, in float32. Later
-engines add rows and an entry in `ENGINES`; nothing else changes.
+A row says which engine runs which model over which ranks, and which job tests it. The contract of
+all rows is one function, `check_row`: loss, metrics and every gradient leaf within 1e-5 of the
+reference, in float32. Later engines add rows and an entry in `ENGINES`; nothing else changes.
 """
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -16,19 +16,24 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import models, mpmd, schedules, sharding, spmd
 from jaxpipe.autodiff import Model, remat_by_name, unpipelined
 from jaxpipe.train.plan._family import FAMILIES
 from jaxpipe.train.plan._flax_decoder import Decoder, linen_value_and_grad, nnx_value_and_grad
+from small_models import small_deepseek, small_llama
 
 TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
 class Row:
-    """One case. `axes` are the sizes of the mesh axes beside `stage`; None is one device."""
+    """One case. `axes` are the sizes of the mesh axes beside `stage`; None is one device.
+
+    `job` is `make test`, `make test-slow` or `make test-product`; no two rows differ in it alone.
+    """
 
     engine: str
     model: str
@@ -51,6 +56,7 @@ class Row:
     schedule: str = ""
     share_head: bool = False
     z_loss: float = 0.0
+    job: Literal["test", "slow", "product"] = dataclasses.field(default="test", compare=False)
 
     def __str__(self) -> str:
         flags = [name for name in ("delay", "tied", "dropout", "packed") if getattr(self, name)]
@@ -63,6 +69,17 @@ class Row:
         flags += ["unrolled"] * (not self.scan_repeats) + [self.remat] * (self.remat != "full")
         engine = [self.engine, *[self.schedule] * bool(self.schedule)]
         return "-".join([*engine, self.model, sizes, axes, *flags])
+
+
+def parameters(rows: Iterable[Row]) -> list[Any]:
+    """Returns the rows as parameters of a test, each with the mark of its job and only once."""
+    marks = {"test": [], "slow": [pytest.mark.slow], "product": [pytest.mark.product]}
+    return [pytest.param(row, marks=marks[row.job], id=str(row)) for row in dict.fromkeys(rows)]
+
+
+def slow(rows: Iterable[Row]) -> list[Row]:
+    """Returns the rows as rows of `make test-slow`."""
+    return [dataclasses.replace(row, job="slow") for row in rows]
 
 
 @dataclass(frozen=True)
@@ -413,14 +430,8 @@ def _mlp(row: Row):
 
 
 def _llama(row: Row):
-    config = models.LlamaConfig(
-        base_emb_dim=16,
+    config = small_llama(
         base_num_decoder_layers=row.repeats * row.ranks * row.layers_per_stage,
-        base_num_query_heads=4,
-        base_num_kv_heads=2,
-        base_mlp_dim=32,
-        head_dim=8,
-        vocab_size=VOCAB,
         logits_via_embedding=row.tied,
     )
     functions = models.llama(
@@ -436,26 +447,8 @@ def _llama(row: Row):
 
 def _deepseek(row: Row):
     """V3 in small: a dense layer before the pipeline, and a layer with experts after it."""
-    config = models.DeepseekConfig(
-        base_emb_dim=16,
-        base_num_decoder_layers=2 + row.repeats * row.ranks * row.layers_per_stage,
-        first_num_dense_layers=1,
-        base_num_query_heads=2,
-        base_mlp_dim=32,
-        base_moe_mlp_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        shared_experts=1,
-        routed_score_func="sigmoid",
-        routed_bias=True,
-        norm_topk_prob=True,
-        load_balance_loss_weight=0.1,
-        q_lora_rank=8,
-        kv_lora_rank=8,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=4,
-        v_head_dim=8,
-        vocab_size=VOCAB,
+    config = small_deepseek(
+        base_num_decoder_layers=2 + row.repeats * row.ranks * row.layers_per_stage
     )
     functions = models.deepseek(
         config,

@@ -8,28 +8,9 @@ import pytest
 
 from harness.contract import assert_close
 from jaxpipe import models, sharding
+from small_models import small_deepseek, small_llama
 
-SMALL = models.DeepseekConfig(
-    base_emb_dim=16,
-    base_num_decoder_layers=5,
-    first_num_dense_layers=2,
-    base_num_query_heads=2,
-    base_mlp_dim=24,
-    base_moe_mlp_dim=8,
-    num_experts=4,
-    num_experts_per_tok=2,
-    shared_experts=1,
-    routed_score_func="sigmoid",
-    routed_bias=True,
-    norm_topk_prob=True,
-    load_balance_loss_weight=0.1,
-    q_lora_rank=8,
-    kv_lora_rank=8,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=4,
-    v_head_dim=8,
-    vocab_size=32,
-)
+SMALL = small_deepseek(base_num_decoder_layers=5, first_num_dense_layers=2, base_mlp_dim=24)
 FAMILY = [name for name, sizes in models.PRESETS.items() if "decoder_block" in sizes]
 
 
@@ -117,7 +98,7 @@ def test_layers_after_the_pipeline_are_the_last_layers_of_the_same_model():
 
 
 def test_layers_of_a_llama_after_the_pipeline_are_the_last_of_the_same_model():
-    config = models.LlamaConfig(16, 3, 4, 2, 24, 8, 32)
+    config = small_llama(base_num_decoder_layers=3)
     embed, stage, loss = models.llama(
         config, attention=models.dot_product_attention, constrain=sharding.no_constraint
     )

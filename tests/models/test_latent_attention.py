@@ -23,23 +23,10 @@ from jaxpipe.models import (
     yarn_frequencies,
     yarn_score_scale,
 )
+from small_models import small_deepseek_v2
 
-SMALL = DeepseekConfig(
-    base_emb_dim=16,
-    base_num_decoder_layers=2,
-    first_num_dense_layers=1,
-    base_num_query_heads=3,
-    base_mlp_dim=24,
-    base_moe_mlp_dim=8,
-    num_experts=4,
-    num_experts_per_tok=2,
-    shared_experts=1,
-    q_lora_rank=12,
-    kv_lora_rank=10,
-    qk_nope_head_dim=6,
-    qk_rope_head_dim=4,
-    v_head_dim=5,
-    vocab_size=32,
+SMALL = small_deepseek_v2(
+    base_num_query_heads=3, q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, v_head_dim=5
 )
 LENGTH = 9
 

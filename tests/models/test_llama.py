@@ -9,19 +9,12 @@ import pytest
 from harness.contract import assert_close
 from jaxpipe import models, sharding
 from jaxpipe.train import Config
+from small_models import small_llama
 
-SMALL = models.LlamaConfig(
-    base_emb_dim=16,
-    base_num_decoder_layers=2,
-    base_num_query_heads=4,
-    base_num_kv_heads=2,
-    base_mlp_dim=24,
-    head_dim=8,
-    vocab_size=32,
-)
+SMALL = small_llama(base_mlp_dim=24)
 
 
-def small_llama(config: models.LlamaConfig = SMALL, **options: Any):
+def functions_of(config: models.LlamaConfig = SMALL, **options: Any):
     return models.llama(
         config,
         attention=models.dot_product_attention,
@@ -63,7 +56,7 @@ def run(functions, weights, side, tied: bool = False):
 def test_a_llama_runs_and_starts_near_the_loss_of_a_uniform_guess(tied: bool, rope_type: str):
     config = dataclasses.replace(SMALL, rope_type=rope_type, logits_via_embedding=tied)
     weights = small_weights(config)
-    (loss, metrics), x, y = run(small_llama(config), weights, make_side(), tied)
+    (loss, metrics), x, y = run(functions_of(config), weights, make_side(), tied)
     assert x.shape == y.shape == (2, 12, 16)
     assert abs(float(loss) - np.log(32)) < 1.0
     assert 0 <= metrics["accuracy"] <= 1
@@ -71,7 +64,7 @@ def test_a_llama_runs_and_starts_near_the_loss_of_a_uniform_guess(tied: bool, ro
 
 
 def test_a_packed_row_of_a_llama_is_its_documents_run_separately():
-    weights, functions, side = small_weights(), small_llama(), make_side(rows=1)
+    weights, functions, side = small_weights(), functions_of(), make_side(rows=1)
     cut = 5
     parts = [{n: x[:, :cut] for n, x in side.items()}, {n: x[:, cut:] for n, x in side.items()}]
     parts[1]["positions"] = parts[1]["positions"] - cut
@@ -97,7 +90,7 @@ def test_a_packed_row_of_a_llama_is_its_documents_run_separately():
 
 
 def test_a_llama_does_not_see_the_future():
-    weights, functions, side = small_weights(), small_llama(), make_side()
+    weights, functions, side = small_weights(), functions_of(), make_side()
     later = side | {"tokens": side["tokens"].at[:, 8:].set(3)}
     y, other = (run(functions, weights, s)[2] for s in (side, later))
     np.testing.assert_allclose(y[:, :8], other[:, :8], rtol=1e-5, atol=1e-6)
@@ -110,20 +103,20 @@ def test_layer_remat_changes_nothing():
     def gradients(functions):
         return jax.jit(jax.grad(lambda w: run(functions, w, side)[0][0]))(weights)
 
-    plain, again = gradients(small_llama()), gradients(small_llama(layer_remat=jax.checkpoint))
+    plain, again = gradients(functions_of()), gradients(functions_of(layer_remat=jax.checkpoint))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7), plain, again)
 
 
 def test_bfloat16_layers_keep_a_bfloat16_stream_and_a_float32_loss():
     weights, side = small_weights(), make_side()
-    functions = small_llama(dtype=jnp.bfloat16)
+    functions = functions_of(dtype=jnp.bfloat16)
     # `jax.nn.dot_product_attention` mixes bfloat16 and float32 itself.
     with jax.numpy_dtype_promotion("standard"):
         (loss, metrics), x, y = run(functions, weights, side)
         gradients = jax.jit(jax.grad(lambda w: run(functions, w, side)[0][0]))(weights)
     assert x.dtype == y.dtype == jnp.bfloat16
     assert loss.dtype == metrics["accuracy"].dtype == jnp.float32
-    (true, _), _, _ = run(small_llama(), weights, side)
+    (true, _), _, _ = run(functions_of(), weights, side)
     np.testing.assert_allclose(loss, true, rtol=0.02)
     assert {g.dtype for g in jax.tree.leaves(gradients)} == {jnp.dtype(jnp.float32)}
 

@@ -23,23 +23,13 @@ from jaxpipe.models import (
     routed_experts,
 )
 from jaxpipe.models.layers._experts import sort_and_multiply
+from small_models import small_deepseek_v2
 
 ROWS, LENGTH = 4, 6
-V2 = DeepseekConfig(
-    base_emb_dim=16,
-    base_num_decoder_layers=2,
-    first_num_dense_layers=1,
-    base_num_query_heads=2,
-    base_mlp_dim=24,
-    base_moe_mlp_dim=8,
+V2 = small_deepseek_v2(
     num_experts=8,
     num_experts_per_tok=3,
     shared_experts=2,
-    kv_lora_rank=8,
-    qk_nope_head_dim=4,
-    qk_rope_head_dim=4,
-    v_head_dim=4,
-    vocab_size=32,
     routed_scaling_factor=1.5,
     load_balance_loss_weight=0.3,
 )

@@ -12,7 +12,6 @@ from harness.contract import assert_close
 from jaxpipe import spmd
 from jaxpipe.autodiff import Model, unpipelined
 from jaxpipe.models import (
-    LlamaConfig,
     dot_product_attention,
     initialize,
     initialize_layers,
@@ -21,6 +20,7 @@ from jaxpipe.models import (
     splash_attention,
 )
 from jaxpipe.sharding import DEFAULT_RULES, constrain_with, make_mesh, with_rules
+from small_models import small_llama
 
 LENGTH, ROWS = 256, 4
 
@@ -109,15 +109,7 @@ def test_query_heads_split_without_their_key_heads_are_refused():
 
 
 def test_a_llama_with_splash_in_the_circular_pipeline_is_the_unpipelined_llama():
-    config = LlamaConfig(
-        base_emb_dim=16,
-        base_num_decoder_layers=4,
-        base_num_query_heads=2,
-        base_num_kv_heads=2,
-        base_mlp_dim=16,
-        head_dim=64,
-        vocab_size=32,
-    )
+    config = small_llama(base_num_decoder_layers=4, base_num_query_heads=2, head_dim=64)
     tree, key, dims = llama_weights(config), jax.random.key(0), (2, 2, 1)
     weights = initialize({name: tree[name] for name in ("embed", "head")}, key)
     flat = weights | {"stages": initialize_layers(tree["layer"], key, (4, 1))}

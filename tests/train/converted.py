@@ -12,33 +12,11 @@ from jaxpipe import models
 from jaxpipe.hugging_face._models import canonical_weights
 from jaxpipe.train import build_model, load_config, open_checkpoints, save_checkpoint, set_up
 from jaxpipe.train.checkpoint._init_from import first_state
+from small_models import small_deepseek_v2, small_llama
 
 GOLDEN = Path(__file__).parent / "golden"
-LLAMA = models.LlamaConfig(
-    base_emb_dim=16,
-    base_num_decoder_layers=3,
-    base_num_query_heads=4,
-    base_num_kv_heads=2,
-    base_mlp_dim=24,
-    head_dim=8,
-    vocab_size=40,
-)
-DEEPSEEK = models.DeepseekConfig(
-    base_emb_dim=16,
-    base_num_decoder_layers=4,
-    first_num_dense_layers=1,
-    base_num_query_heads=2,
-    base_mlp_dim=24,
-    base_moe_mlp_dim=8,
-    num_experts=4,
-    num_experts_per_tok=2,
-    shared_experts=2,
-    kv_lora_rank=8,
-    qk_nope_head_dim=6,
-    qk_rope_head_dim=4,
-    v_head_dim=8,
-    vocab_size=40,
-)
+LLAMA = small_llama(base_num_decoder_layers=3, base_mlp_dim=24, vocab_size=40)
+DEEPSEEK = small_deepseek_v2(base_mlp_dim=24, shared_experts=2, qk_nope_head_dim=6, vocab_size=40)
 
 
 def logits(folder: Path, tokens: np.ndarray) -> np.ndarray:

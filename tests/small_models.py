@@ -1,0 +1,53 @@
+"""The sizes of the models that tests run, once: a test says what differs."""
+
+from typing import Any
+
+from jaxpipe.models import DeepseekConfig, LlamaConfig
+
+_LLAMA: dict[str, Any] = {
+    "base_emb_dim": 16,
+    "base_num_decoder_layers": 2,
+    "base_num_query_heads": 4,
+    "base_num_kv_heads": 2,
+    "base_mlp_dim": 32,
+    "head_dim": 8,
+    "vocab_size": 32,
+}
+_DEEPSEEK_V2: dict[str, Any] = {
+    "base_emb_dim": 16,
+    "base_num_decoder_layers": 4,
+    "first_num_dense_layers": 1,
+    "base_num_query_heads": 2,
+    "base_mlp_dim": 32,
+    "base_moe_mlp_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "shared_experts": 1,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "vocab_size": 32,
+}
+_DEEPSEEK_V3: dict[str, Any] = _DEEPSEEK_V2 | {
+    "q_lora_rank": 8,
+    "routed_score_func": "sigmoid",
+    "routed_bias": True,
+    "norm_topk_prob": True,
+    "load_balance_loss_weight": 0.1,
+}
+
+
+def small_llama(**changes: Any) -> LlamaConfig:
+    """Returns a llama of two layers of width 16, two query heads for each key head."""
+    return LlamaConfig(**_LLAMA | changes)
+
+
+def small_deepseek_v2(**changes: Any) -> DeepseekConfig:
+    """Returns a DeepSeek-V2 of a dense layer and three with four experts."""
+    return DeepseekConfig(**_DEEPSEEK_V2 | changes)
+
+
+def small_deepseek(**changes: Any) -> DeepseekConfig:
+    """Returns a DeepSeek-V3: as `small_deepseek_v2`, with V3's latent queries and router."""
+    return DeepseekConfig(**_DEEPSEEK_V3 | changes)
