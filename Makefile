@@ -2,10 +2,18 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow test-product lint clean
+.PHONY: demo quick test test-slow test-product lint clean
 
 demo: .venv/demo
 	$(BIN)/python examples/demo.py
+
+# What a change of schedules, sharding or the passes over programs breaks, and a small row of every
+# engine.
+QUICK := tests/house tests/schedules tests/sharding tests/autodiff tests/mpmd/test_passes.py \
+	tests/harness/test_engines.py
+
+quick: .venv/dev
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not product" $(QUICK)
 
 test: .venv/dev .venv/browser
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not product"

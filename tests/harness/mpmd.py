@@ -2,7 +2,7 @@
 
 import functools
 
-from harness.contract import Row
+from harness.contract import Row, slow
 from jaxpipe.schedules import FAMILIES
 
 REFUSED = ("dualpipe", "seq1f1b")
@@ -25,10 +25,12 @@ def chunks(name: str, wanted: int) -> int:
 
 def every_family() -> list[Row]:
     """One row for each, one device per rank, with what differs between schedules: how often each
-    number of ranks, and whether something is kept for the backward."""
+    number of ranks, and whether something is kept for the backward. In `make test` the compiler's
+    own tests are in small what these are in large."""
     return [
         mpmd("mlp", 2 + i % 3, chunks(name, 2), 2 * (2 + i % 3), axes=(), schedule=name,
-             tied=True, dropout=0.1, remat=("full", "none")[i % 2])
+             tied=True, dropout=0.1, remat=("full", "none")[i % 2],
+             job="test" if name == "interleaved_1f1b" else "slow")
         for i, name in enumerate(names())
     ]  # fmt: skip
 
@@ -37,14 +39,13 @@ def compositions() -> list[Row]:
     """Transformers on groups of several devices, and on many ranks."""
     llama = functools.partial(mpmd, "llama", tied=True, dropout=0.1, packed=True)
     fsdp, tensor, both = (("fsdp", 2),), (("tensor", 2),), (("fsdp", 2), ("tensor", 2))
-    return [
+    in_slow_job = [
         llama(2, 1, 4, axes=both, schedule="1f1b", layers_per_stage=2),
         llama(2, 1, 4, axes=both, schedule="zero_bubble_h1", remat="none"),
         llama(3, 1, 6, axes=fsdp, schedule="eager_1f1b", remat="minimal"),
         llama(2, 2, 4, axes=fsdp, schedule="zbv", remat="minimal"),
         llama(4, 1, 8, axes=tensor, schedule="zero_bubble_h1"),
         llama(2, 2, 4, axes=tensor, schedule="interleaved_1f1b", remat="none"),
-        llama(2, 1, 4, axes=(("data", 2), ("context", 2)), schedule="1f1b", remat="minimal"),
         llama(8, 1, 8, axes=(), schedule="gpipe"),
         mpmd("llama", 2, 2, 4, axes=(("data", 2),), schedule="dualpipev"),
         mpmd("deepseek", 2, 1, 4, axes=(("fsdp", 2), ("expert", 2)), schedule="1f1b",
@@ -54,6 +55,8 @@ def compositions() -> list[Row]:
         mpmd("deepseek", 2, 2, 4, axes=fsdp, schedule="interleaved_zero_bubble", remat="none"),
         mpmd("deepseek", 3, 1, 3, axes=(), schedule="gpipe"),
     ]  # fmt: skip
+    axes = (("data", 2), ("context", 2))
+    return [llama(2, 1, 4, axes=axes, schedule="1f1b", remat="minimal"), *slow(in_slow_job)]
 
 
 def product() -> list[Row]:
@@ -72,7 +75,7 @@ def _of_every_model(name: str, ranks: int, repeats: int, remat: str) -> list[Row
     """On 8 devices 8 ranks leave none to divide weights over, the others have 2."""
     sizes = ranks, repeats, 2 * ranks
     fsdp, tensor = [(("fsdp", 2),), (("tensor", 2),)] if ranks < 8 else [(), ()]
-    row = functools.partial(mpmd, schedule=name, remat=remat)
+    row = functools.partial(mpmd, schedule=name, remat=remat, job="product")
     return [
         row("mlp", *sizes, axes=(), tied=True, dropout=0.1),
         row("llama", *sizes, axes=fsdp, packed=True),

@@ -2,7 +2,7 @@
 
 import functools
 
-from harness.contract import Row
+from harness.contract import Row, slow
 from jaxpipe.schedules import FAMILIES
 
 REFUSED = ("dualpipe", "seq1f1b")
@@ -23,12 +23,17 @@ def chunks(name: str, wanted: int) -> int:
     return wanted if "chunks" in FAMILIES[name].takes else 1
 
 
+SLOW = ("eager_1f1b", "interleaved_gpipe", "kimi_k2", "zero_bubble_h2")
+"""Families whose rows are in `make test-slow`: each is a variant of one in `make test`."""
+
+
 def every_family() -> list[Row]:
     """One row for each, on one device, with what differs between schedules: how often each number
     of ranks, and whether something is kept for the backward."""
     return [
         scheduled("mlp", 2 + i % 3, chunks(name, 2 + i % 2), 2 * (2 + i % 3), schedule=name,
-                  tied=True, dropout=0.1, remat=("full", "none")[i % 2])
+                  tied=True, dropout=0.1, remat=("full", "none")[i % 2],
+                  job="slow" if name in SLOW else "test")
         for i, name in enumerate(names())
     ]  # fmt: skip
 
@@ -38,16 +43,11 @@ def compositions() -> list[Row]:
     llama = functools.partial(scheduled, "llama", tied=True, dropout=0.1, packed=True)
     fsdp, manual = (("fsdp", 2),), ("data", "fsdp")
     both = (("fsdp", 2), ("tensor", 2))
-    return [
-        llama(2, 1, 4, axes=both, schedule="1f1b", gather="once", batch_axes=manual,
-              layers_per_stage=2),
+    in_slow_job = [
         llama(4, 1, 8, axes=fsdp, schedule="zero_bubble_h1", gather="once", remat="none"),
         llama(2, 2, 4, axes=both, schedule="interleaved_1f1b", layers_per_stage=2, remat="none"),
-        llama(3, 2, 6, axes=fsdp, schedule="looped_bfs", gather="repeat", batch_axes=manual),
         llama(4, 2, 8, axes=fsdp, schedule="zbv", batch_axes=manual, explicit=True),
         llama(8, 1, 8, axes=(), schedule="gpipe"),
-        scheduled("llama", 2, 2, 4, axes=fsdp, schedule="interleaved_1f1b", share_head=True,
-                  batch_axes=manual, gather="once", packed=True),
         llama(4, 1, 8, axes=(("tensor", 2),), schedule="zero_bubble_h1", share_head=True),
         llama(2, 1, 4, axes=(("data", 2), ("context", 2)), schedule="1f1b", remat="minimal"),
         scheduled("llama", 2, 1, 4, axes=(("data", 2), ("fsdp", 2)), schedule="1f1b",
@@ -57,11 +57,20 @@ def compositions() -> list[Row]:
         scheduled("deepseek", 2, 2, 4, axes=fsdp, schedule="interleaved_zero_bubble",
                   remat="none"),
     ]  # fmt: skip
+    return [
+        llama(2, 1, 4, axes=both, schedule="1f1b", gather="once", batch_axes=manual,
+              layers_per_stage=2),
+        llama(3, 2, 6, axes=fsdp, schedule="looped_bfs", gather="repeat", batch_axes=manual),
+        scheduled("llama", 2, 2, 4, axes=fsdp, schedule="interleaved_1f1b", share_head=True,
+                  batch_axes=manual, gather="once", packed=True),
+        *slow(in_slow_job),
+    ]  # fmt: skip
 
 
 def product() -> list[Row]:
     """Every schedule x ranks x chunks x rematerialisation x dense, experts x fsdp, tensor."""
     rows = []
+    row = functools.partial(scheduled, job="product")
     for name in names():
         for ranks in (2, 3, 4, 8):
             for wanted in (1, 2, 3):
@@ -70,15 +79,15 @@ def product() -> list[Row]:
                     continue
                 for remat in ("full", "none"):
                     rows += [
-                        scheduled("mlp", ranks, v, 2 * ranks, axes=(), schedule=name, remat=remat,
-                                  tied=True, dropout=0.1),
-                        scheduled("llama", ranks, v, 2 * ranks, schedule=name, remat=remat,
-                                  axes=(("fsdp", 2),) if ranks < 8 else (), packed=True,
-                                  gather="once", batch_axes=("data", "fsdp"), layers_per_stage=2),
-                        scheduled("llama", ranks, v, 2 * ranks, schedule=name, remat=remat,
-                                  axes=(("tensor", 2),) if ranks < 8 else (), tied=True,
-                                  dropout=0.1),
-                        scheduled("deepseek", ranks, v, 2 * ranks, schedule=name, remat=remat,
-                                  axes=(("fsdp", 2),) if ranks < 8 else ()),
+                        row("mlp", ranks, v, 2 * ranks, axes=(), schedule=name, remat=remat,
+                            tied=True, dropout=0.1),
+                        row("llama", ranks, v, 2 * ranks, schedule=name, remat=remat,
+                            axes=(("fsdp", 2),) if ranks < 8 else (), packed=True,
+                            gather="once", batch_axes=("data", "fsdp"), layers_per_stage=2),
+                        row("llama", ranks, v, 2 * ranks, schedule=name, remat=remat,
+                            axes=(("tensor", 2),) if ranks < 8 else (), tied=True,
+                            dropout=0.1),
+                        row("deepseek", ranks, v, 2 * ranks, schedule=name, remat=remat,
+                            axes=(("fsdp", 2),) if ranks < 8 else ()),
                     ]  # fmt: skip
     return rows

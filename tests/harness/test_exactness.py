@@ -1,16 +1,17 @@
 """Every engine, at every size that it may be used at, equals the unpipelined program."""
 
 import functools
-import zlib
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from harness.contract import Row, check_row
-from harness.product import pairs, product
+from harness.contract import Row, check_row, parameters, slow
+from harness.product import pairs, pairs_that_never_meet, product
 from jaxpipe.autodiff import OFFLOADED, POLICIES
 
 RANKS = (2, 3, 4, 8)
+MANUAL = ("data", "fsdp")
+CONTEXT = (("data", 2), ("context", 2))
 
 
 def rows() -> list[Row]:
@@ -31,64 +32,71 @@ def rows() -> list[Row]:
 
 def twins() -> list[Row]:
     """One device plays every rank: more microbatches than ranks, tied embeddings."""
+    in_first_job = [(2, 3, True), (4, 3, True), (8, 1, True)]
     return [
-        Row("circular", "mlp", ranks, repeats, 3 * ranks, delay=delay, tied=True)
+        Row("circular", "mlp", ranks, repeats, 3 * ranks, delay=delay, tied=True,
+            job=job((ranks, repeats, delay) in in_first_job))
         for ranks in RANKS
         for repeats in (1, 2, 3, 4)
         for delay in (False, True)
-    ]
+    ]  # fmt: skip
 
 
 def meshes() -> list[Row]:
     """The same code on a mesh of as many devices as ranks, with dropout."""
+    in_first_job = [
+        (2, 1, 1, True),
+        (2, 2, 2, False),
+        (3, 4, 2, True),
+        (4, 2, 2, False),
+        (8, 4, 1, False),
+    ]
     return [
-        Row("circular", "mlp", ranks, repeats, rounds * ranks, axes=(), delay=delay, dropout=0.2)
+        Row("circular", "mlp", ranks, repeats, rounds * ranks, axes=(), delay=delay, dropout=0.2,
+            job=job((ranks, repeats, rounds, delay) in in_first_job))
         for ranks in RANKS
         for repeats in (1, 2, 3, 4)
         for rounds in (1, 2)
         for delay in (False, True)
         if not (delay and repeats > 1 and rounds == 1)  # refused: see test_circular.py
-    ]
+    ]  # fmt: skip
 
 
 def compositions() -> list[Row]:
     """A transformer with everything on: other mesh axes, tied, dropout, packed, several layers."""
-    sizes = [(2, 1), (2, 3), (3, 2), (4, 1), (4, 2), (8, 1)]
-    meshes = {
-        2: [
-            (("fsdp", 2),),
-            (("tensor", 2),),
-            (("fsdp", 2), ("tensor", 2)),
-            (("data", 2), ("context", 2)),
-        ],
-        3: [(("fsdp", 2),), (("tensor", 2),)],
-        4: [(("fsdp", 2),), (("tensor", 2),), (("data", 2),)],
-        8: [()],
-    }
-    base = [
-        Row("circular", "llama", ranks, repeats, 2 * ranks, axes=axes, tied=True, dropout=0.1,
-            packed=True, layers_per_stage=2)
-        for ranks, repeats in sizes
-        for axes in meshes[ranks]
-    ]  # fmt: skip
+    fsdp, tensor, both = (("fsdp", 2),), (("tensor", 2),), (("fsdp", 2), ("tensor", 2))
+    row = functools.partial(Row, "circular", "llama")
+    full = functools.partial(row, tied=True, dropout=0.1, packed=True, layers_per_stage=2)
+    in_slow_job = [
+        *(full(2, 1, 4, axes=axes) for axes in (fsdp, tensor, both, CONTEXT)),
+        *(full(2, 3, 4, axes=axes) for axes in (tensor, both, CONTEXT)),
+        *(full(3, 2, 6, axes=axes) for axes in (fsdp, tensor)),
+        *(full(4, 1, 8, axes=axes) for axes in (fsdp, tensor, (("data", 2),))),
+        *(full(4, 2, 8, axes=axes) for axes in (fsdp, (("data", 2),))),
+        row(4, 2, 8, axes=fsdp, delay=True),
+        row(4, 2, 4, axes=fsdp, packed=True),
+        row(3, 1, 9, axes=None, packed=True, dropout=0.1),
+    ]
     return [
-        *base,
-        Row("circular", "llama", 4, 2, 8, axes=(("fsdp", 2),), delay=True),
-        Row("circular", "llama", 4, 2, 4, axes=(("fsdp", 2),), packed=True),
-        Row("circular", "llama", 2, 2, 4, axes=(("fsdp", 2), ("tensor", 2)), delay=True, tied=True),
-        Row("circular", "llama", 1, 2, 2, axes=(("fsdp", 2),), packed=True),
-        Row("circular", "llama", 3, 1, 9, axes=None, packed=True, dropout=0.1),
+        full(2, 3, 4, axes=fsdp),
+        full(4, 2, 8, axes=tensor),
+        full(8, 1, 16, axes=()),
+        row(2, 2, 4, axes=both, delay=True, tied=True),
+        row(1, 2, 2, axes=fsdp, packed=True),
+        *slow(in_slow_job),
     ]
 
 
 def gathers() -> list[Row]:
     """Weights gathered once, or per repeat, as XLA likes or by each device with its own rows."""
+    in_first_job = [(4, "once", ())]
     return [
         Row("circular", "llama", ranks, repeats, rounds * ranks, axes=(("fsdp", 2),), delay=delay,
-            dropout=0.1, packed=True, layers_per_stage=layers, gather=gather, batch_axes=batch_axes)
+            dropout=0.1, packed=True, layers_per_stage=layers, gather=gather, batch_axes=batch_axes,
+            job=job((ranks, gather, batch_axes) in in_first_job))
         for ranks, repeats, rounds, layers, delay in GATHERED_SIZES
         for gather in ("tick", "once", "repeat")
-        for batch_axes in ((), ("data", "fsdp"))
+        for batch_axes in ((), MANUAL)
         if gather != "tick" or batch_axes
     ]  # fmt: skip
 
@@ -98,7 +106,7 @@ GATHERED_SIZES = [(2, 4, 1, 2, False), (3, 3, 2, 1, True), (4, 2, 2, 1, True)]
 
 def explicit() -> list[Row]:
     """Data, stage and fsdp as explicit axes, the others inside a layer automatic."""
-    row = functools.partial(Row, "circular", batch_axes=("data", "fsdp"), explicit=True)
+    row = functools.partial(Row, "circular", batch_axes=MANUAL, explicit=True, job="slow")
     llama = functools.partial(row, "llama", dropout=0.1, packed=True)
     return [
         llama(2, 2, 4, axes=(("fsdp", 2), ("tensor", 2)), gather="once"),
@@ -110,33 +118,42 @@ def explicit() -> list[Row]:
 
 def zero() -> list[Row]:
     """ZeRO-1: gradients come out split over data too, as the optimizer takes them."""
-    row = functools.partial(Row, "circular", dropout=0.1, batch_axes=("data", "fsdp"), zero=True)
+    row = functools.partial(Row, "circular", dropout=0.1, batch_axes=MANUAL, zero=True)
     both = (("data", 2), ("fsdp", 2))
-    return [
+    in_slow_job = [
         row("llama", 2, 2, 4, axes=both, gather="repeat", explicit=True),
-        row("llama", 3, 1, 3, axes=(("data", 2),), gather="once", packed=True),
         row("llama", 4, 2, 4, axes=(("data", 2),), layers_per_stage=2),
         row("deepseek", 2, 1, 4, axes=both, gather="once"),
     ]
+    first = row("llama", 3, 1, 3, axes=(("data", 2),), gather="once", packed=True)
+    return [first, *slow(in_slow_job)]
 
 
 def many_repeats() -> list[Row]:
     """From 8 repeats on, residuals and gradients lie in two halves; 8 ranks gather nothing."""
-    return [
+    fsdp: Any = (("fsdp", 2),)
+    in_slow_job = [
         Row("circular", "mlp", 2, 8, 4, delay=True, tied=True),
-        Row("circular", "mlp", 2, 9, 2, tied=True),
-        Row("circular", "llama", 2, 8, 4, axes=(("fsdp", 2),), gather="repeat", dropout=0.1,
-            batch_axes=("data", "fsdp")),
-        Row("circular", "llama", 8, 2, 8, axes=(), gather="repeat", batch_axes=("data", "fsdp")),
+        Row("circular", "llama", 2, 8, 4, axes=fsdp, gather="repeat", dropout=0.1,
+            batch_axes=MANUAL),
+        Row("circular", "llama", 8, 2, 8, axes=(), gather="repeat", batch_axes=MANUAL),
         Row("circular", "llama", 8, 2, 16, axes=(), gather="once", delay=True, explicit=True,
-            batch_axes=("data", "fsdp")),
-        Row("circular", "llama", 2, 4, 4, axes=(("fsdp", 2),), gather="repeat", packed=True,
-            batch_axes=("data", "fsdp"), scan_repeats=False),
+            batch_axes=MANUAL),
+    ]  # fmt: skip
+    return [
+        Row("circular", "mlp", 2, 9, 2, tied=True, job="slow"),
+        Row("circular", "llama", 2, 4, 4, axes=fsdp, gather="repeat", packed=True,
+            batch_axes=MANUAL, scan_repeats=False),
+        *slow(in_slow_job),
     ]  # fmt: skip
 
 
 def experts() -> list[Row]:
-    """Routed experts: split over devices, beside every other axis, and on one device."""
+    """Routed experts: split over devices, beside every other axis, and on one device.
+
+    These compile for 12 to 25 seconds each: in the first job are the row of `policies` with split
+    experts, and the trainer's runs of DeepSeek through every engine.
+    """
     sizes = [(2, 2), (3, 1), (4, 1)]
     meshes = {
         2: [
@@ -148,29 +165,29 @@ def experts() -> list[Row]:
         3: [(("expert", 2),), (("fsdp", 2),), (("tensor", 2),)],
         4: [(("expert", 2),), (("tensor", 2),)],
     }
-    base = [
-        Row("circular", "deepseek", ranks, repeats, 2 * ranks, axes=axes, packed=True)
-        for ranks, repeats in sizes
-        for axes in meshes[ranks]
-    ]
-    return [
-        *base,
+    in_slow_job = [
+        *(
+            Row("circular", "deepseek", ranks, repeats, 2 * ranks, axes=axes, packed=True)
+            for ranks, repeats in sizes
+            for axes in meshes[ranks]
+        ),
         *gathered_experts(),
         Row("circular", "deepseek", 2, 1, 4, axes=(("expert", 4),), delay=True, dropout=0.1),
         Row("circular", "deepseek", 3, 1, 6, axes=None, packed=True, layers_per_stage=2),
     ]
+    return slow(in_slow_job)
 
 
 def policies() -> list[Row]:
     """Every rematerialisation policy, on devices with their own rows and on one device."""
     of_llama = [
         Row("circular", "llama", 2, 1, 4, axes=(("fsdp", 2),), packed=True, layers_per_stage=2,
-            batch_axes=("data", "fsdp"), remat=policy)
+            batch_axes=MANUAL, remat=policy, job=job(policy in ("none", "custom")))
         for policy in POLICIES
     ]  # fmt: skip
     of_deepseek = [
         Row("circular", "deepseek", 2, 1, 4, axes=(("expert", 2),) if on_mesh else None,
-            packed=True, remat=policy)
+            packed=True, remat=policy, job=job(policy == "minimal"))
         for policy in POLICIES
         for on_mesh in [policy in ("none", "minimal", "custom", *OFFLOADED)]
     ]  # fmt: skip
@@ -186,9 +203,9 @@ def gathered_experts() -> list[Row]:
             packed=True, layers_per_stage=layers, gather=gather, batch_axes=batch_axes)
         for ranks, repeats, rounds, layers, axes in sizes
         for gather in ("tick", "once", "repeat")
-        for batch_axes in ((), ("data", "fsdp"))
+        for batch_axes in ((), MANUAL)
     ]  # fmt: skip
-    manual = {"gather": "repeat", "batch_axes": ("data", "fsdp"), "packed": True}
+    manual = {"gather": "repeat", "batch_axes": MANUAL, "packed": True}
     return [
         *base,
         Row("circular", "deepseek", 2, 2, 4, axes=(("data", 2), ("fsdp", 2)), **manual),
@@ -206,55 +223,28 @@ def in_fp8() -> list[Row]:
     short that float32 holds most of them exactly in any order; a deeper model would show it.
     """
     fp8 = functools.partial(Row, "circular", packed=True, quantization="fp8")
-    fsdp, manual = (("fsdp", 2),), ("data", "fsdp")
-    return [
-        fp8("llama", 2, 2, 4, axes=fsdp, batch_axes=manual, dropout=0.1),
-        fp8("llama", 2, 2, 4, axes=fsdp, gather="repeat"),
-        fp8("llama", 3, 1, 6, axes=fsdp, gather="once", batch_axes=manual, delay=True),
-        fp8("llama", 4, 2, 4, axes=fsdp, gather="repeat", batch_axes=manual, explicit=True),
+    fsdp: Any = (("fsdp", 2),)
+    in_slow_job = [
+        fp8("llama", 2, 2, 4, axes=fsdp, batch_axes=MANUAL, dropout=0.1),
+        fp8("llama", 4, 2, 4, axes=fsdp, gather="repeat", batch_axes=MANUAL, explicit=True),
+        fp8("llama", 3, 1, 6, axes=fsdp, gather="once", batch_axes=MANUAL, delay=True),
         fp8("llama", 4, 1, 4, axes=fsdp, gather="once"),
         fp8("llama", 2, 1, 4, axes=(("tensor", 2),)),
-        fp8("deepseek", 2, 1, 4, axes=fsdp, batch_axes=manual),
+        fp8("deepseek", 2, 1, 4, axes=fsdp, batch_axes=MANUAL),
     ]
+    first = fp8("llama", 2, 2, 4, axes=fsdp, gather="repeat")
+    return [first, *slow(in_slow_job)]
 
 
-def is_slow(row: Row) -> bool:
-    """Rows of the second job: each has neighbours in the first that differ in a count or a word."""
-    if row.model == "mlp":
-        # With more than two repeats or ranks a row differs from its neighbours in counts alone.
-        few = (row.ranks + row.repeats + row.delay) % 2 == 0
-        return not few or (row.ranks + row.repeats > 4 and not _drawn(row, 2))
-    if row.remat not in ("full", "none", "minimal", "custom"):
-        return True
-    if row.remat != "full":
-        return row.model == "deepseek" and row.remat != "minimal"
-    if row.quantization:
-        return row.gather != "repeat" or not row.explicit
-    # Of the rest `pairs` has neighbours in the first job.
-    if not _drawn(row, 5):
-        return True
-    if row.model == "deepseek":
-        fsdp = ("fsdp", 2) in (row.axes or ())
-        return (row.ranks > 2 and row.axes is not None) or (row.gather != "repeat" and fsdp)
-    return row.ranks == 3 and row.delay and row.gather != "repeat"
+def job(first: bool) -> Literal["test", "slow"]:
+    """The first job, `make test`, or the second."""
+    return "test" if first else "slow"
 
 
-def _drawn(row: Row, one_of: int) -> bool:
-    """Whether the row is one of so many, always the same."""
-    return zlib.crc32(str(row).encode()) % one_of == 0
-
-
-def marked() -> list[Any]:
-    """All rows, with the job that runs them."""
-    few, always = rows(), pairs()
-    rest = [row for row in product() if row not in few]
-    slow = {row for row in few if is_slow(row) and row not in always}
-    return [
-        *(pytest.param(row, marks=[pytest.mark.slow] * (row in slow)) for row in few),
-        *(pytest.param(row, marks=[pytest.mark.product]) for row in rest),
-    ]
-
-
-@pytest.mark.parametrize("row", marked(), ids=str)
+@pytest.mark.parametrize("row", parameters([*rows(), *product()]))
 def test_the_engine_equals_the_unpipelined_program(row: Row):
     check_row(row)
+
+
+def test_any_two_choices_meet_in_a_row():
+    assert pairs_that_never_meet() == set()

@@ -38,6 +38,10 @@ LAYOUTS: dict[str, tuple[int, int, Settings]] = {
 }
 
 
+# Each differs from another layout in a count or a schedule that other tests of engines run.
+SLOW = ("1f1b on 3", "zero bubble on 4", "1f1b on 8")
+
+
 def gradients(devices: int, *settings: Settings) -> tuple[Any, Any]:
     """Loss and metrics, and the gradients with layers in forward order."""
     setup = setup_of(devices, EIGHT, {"remat_policy": "full"}, *settings)
@@ -64,7 +68,10 @@ MODELS: dict[str, Settings] = {
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
-        *((name, "llama") for name in LAYOUTS),
+        *(
+            pytest.param(name, "llama", marks=[pytest.mark.slow] * (name in SLOW))
+            for name in LAYOUTS
+        ),
         pytest.param("1f1b on 2", "deepseek", marks=pytest.mark.slow),
         pytest.param("interleaved on 2, fsdp 2", "deepseek", marks=pytest.mark.slow),
     ],

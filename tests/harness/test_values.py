@@ -8,7 +8,16 @@ import jax
 import pytest
 
 from harness import contract
-from harness.contract import Case, Row, assert_close, gather_of, mesh_of, placed
+from harness.contract import (
+    Case,
+    Row,
+    assert_close,
+    gather_of,
+    mesh_of,
+    parameters,
+    placed,
+    slow,
+)
 from jaxpipe import schedules, spmd
 from jaxpipe.autodiff import unpipelined
 from jaxpipe.train.plan._flax_decoder import linen_value, nnx_value
@@ -50,12 +59,10 @@ MANUAL = ("data", "fsdp")
 
 
 def rows() -> list[Row]:
-    return [
-        circular("mlp", 3, 2, 6, axes=(), delay=True, dropout=0.1, tied=True),
+    in_slow_job = [
         circular("llama", 2, 3, 4, axes=FSDP, gather="repeat", batch_axes=MANUAL, packed=True),
         circular("llama", 4, 1, 4, axes=FSDP, gather="once", explicit=True, batch_axes=MANUAL),
         circular("deepseek", 2, 2, 4, axes=(("expert", 2), ("fsdp", 2)), packed=True),
-        scheduled("mlp", 2, 2, 4, axes=(), schedule="zbv", dropout=0.1, tied=True),
         scheduled("llama", 3, 1, 6, axes=FSDP, schedule="zero_bubble_h1", gather="once"),
         scheduled("llama", 2, 2, 4, axes=FSDP, schedule="interleaved_1f1b", share_head=True,
                   gather="repeat", batch_axes=MANUAL, packed=True),
@@ -64,10 +71,22 @@ def rows() -> list[Row]:
         Row("linen", "llama", 2, 2, 4, axes=FSDP, packed=True, batch_axes=MANUAL),
         Row("nnx", "deepseek", 2, 1, 4, axes=FSDP, packed=True),
     ]  # fmt: skip
+    return [
+        circular("mlp", 3, 2, 6, axes=(), delay=True, dropout=0.1, tied=True),
+        scheduled("mlp", 2, 2, 4, axes=(), schedule="zbv", dropout=0.1, tied=True),
+        *slow(in_slow_job),
+    ]
 
 
-def is_slow(row: Row) -> bool:
-    return row.model != "mlp"
+def rows_of_ranks() -> list[Row]:
+    """Programs of every rank."""
+    row = functools.partial(Row, "mpmd", axes=FSDP)
+    in_slow_job = [
+        row("deepseek", 2, 2, 4, schedule="interleaved_1f1b", packed=True),
+        row("llama", 3, 1, 6, schedule="zero_bubble_h1", dropout=0.1),
+    ]
+    first = row("mlp", 2, 2, 4, axes=(), schedule="zbv", dropout=0.1, tied=True)
+    return [first, *slow(in_slow_job)]
 
 
 def check_value(row: Row, found: Any) -> None:
@@ -78,9 +97,7 @@ def check_value(row: Row, found: Any) -> None:
         assert_close(metrics[name], true_metrics[name], f"metrics[{name!r}]")
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=[pytest.mark.slow] * is_slow(row)) for row in rows()], ids=str
-)
+@pytest.mark.parametrize("row", parameters(rows()))
 def test_a_value_alone_is_that_beside_gradients(row: Row):
     check_value(row, value_of(row, contract.make_case(row)))
 
@@ -93,21 +110,7 @@ def test_so_is_that_of_the_reference():
     check_value(row, jax.jit(run)(flat, case.side, _flat(case.keys)))
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        Row("mpmd", "mlp", 2, 2, 4, axes=(), schedule="zbv", dropout=0.1, tied=True),
-        pytest.param(
-            Row("mpmd", "deepseek", 2, 2, 4, axes=FSDP, schedule="interleaved_1f1b", packed=True),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            Row("mpmd", "llama", 3, 1, 6, axes=FSDP, schedule="zero_bubble_h1", dropout=0.1),
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("row", parameters(rows_of_ranks()))
 def test_programs_of_every_rank_run_forwards_alone(row: Row):
     case, schedule = contract.make_case(row), contract.schedule_of(row)
     check_value(row, contract.mpmd_result(row, case, schedule, value_alone=True))
