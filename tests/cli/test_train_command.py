@@ -45,6 +45,7 @@ def finished(process: subprocess.Popen) -> None:
     assert process.returncode == 0, output.decode()
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_and_started_again_has_the_losses_of_one_that_was_not(tmp_path):
     finished(start(tmp_path / "whole"))
 

@@ -12,8 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.mpmd import Add, Std1F1B, ZeroBubble, mark_stage_end, mpmd_jit_with_loop, treduce
-from jaxpipe.mpmd.ir._program import Run
-from mpmd.small import WIDTH, assert_close, groups, layer, layers, numbers, squared_error
+from mpmd.small import WIDTH, assert_close, groups, layer, layers, numbers, runs, squared_error
 
 FSDP, MICROBATCHES, ROWS = 2, 3, 2
 KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
@@ -84,7 +83,7 @@ def test_a_delayed_reduction_is_one_per_step_and_no_accumulator_is_gathered(
     assert_close(compiled(*args), true)
 
     found = {name: collectives(program.as_text()) for name, program in compiled.programs.items()}
-    names = {f"{i.name}@{i.rank}" for i in compiled.lowered.code.instructions if isinstance(i, Run)}
+    names = {f"{i.name}@{i.rank}" for i in runs(compiled.lowered.code)}
     assert names == set(found)
     accumulators = {"f32[2,8,16]", "f32[2,16,8]"}
     for name, of_program in found.items():
@@ -123,7 +122,7 @@ def test_the_gradient_of_a_shared_weight_stays_a_sum_of_shares_when_it_is_constr
         assert_close((value, grads), jax.jit(step)(*args))
     assert {g.spec for g in jax.tree.leaves(grads)} == {P("fsdp")}
     code = pipelined.lower(*args).code
-    loops = [i for i in code.instructions if isinstance(i, Run) and i.name != "after_loop"]
+    loops = [i for i in runs(code) if i.name != "after_loop"]
     written = [b for i in loops if i.rank == 1 for b in i.writes if b.value.aval.shape == (8, 16)]
     assert {b.number for b in written} == {0, 1, 2, None}, "only versions of sums"
 

@@ -18,8 +18,7 @@ from jaxpipe.mpmd import (
     mpmd_jit_with_loop,
     place_with,
 )
-from jaxpipe.mpmd.ir._program import Send
-from mpmd.small import WIDTH, batch, compare, gradients, groups, layers, numbers
+from mpmd.small import WIDTH, batch, compare, gradients, groups, layers, numbers, sends
 
 
 def norms(grads: Any) -> list[Any]:
@@ -52,7 +51,7 @@ def test_cross_mpmd_all_reduce(schedule: Any):
     check_copies(norm, (0, 1, 2))
     assert [w["in"].mpmd_idxs for w in new] == [(0,), (1,), (2,)]
     code = mpmd_jit_with_loop(step, groups(3)).lower(*args).code
-    after = [s for s in code.instructions if isinstance(s, Send) and "after_loop" in s.name]
+    after = [s for s in sends(code) if "after_loop" in s.name]
     assert {(s.rank, s.to) for s in after} == {(a, b) for a in range(3) for b in range(3) if a != b}
     assert all(buffer.value.aval.shape == () for send in after for buffer in send.buffers)
 

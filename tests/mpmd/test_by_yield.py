@@ -8,8 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.mpmd import MpmdArray, mpmd_jit_by_yield, pipeline_enter_stage
-from jaxpipe.mpmd.ir._program import Run
-from mpmd.small import assert_close, assert_equal, batch, groups, layer, layers, squared_error
+from mpmd.small import assert_close, assert_equal, batch, groups, layer, layers, runs, squared_error
 
 STAGES = 3
 
@@ -43,8 +42,8 @@ def test_mpmd_jit_by_yield_runs_a_stage_on_each_group():
     assert_equal(out, jax.jit(forward)(layers(STAGES), x))
     assert out.mpmd_idxs == (STAGES - 1,)
     code = pipelined.lower(layers(STAGES), x).code
-    runs = [(i.rank, i.name) for i in code.instructions if isinstance(i, Run) and i.actions]
-    assert runs == [(rank, f"fwd_{rank}__0") for rank in range(STAGES)]
+    found = [(i.rank, i.name) for i in runs(code) if i.actions]
+    assert found == [(rank, f"fwd_{rank}__0") for rank in range(STAGES)]
     assert [ranks for _, ranks in code.inputs] == [(0,), (0,), (1,), (1,), (2,), (2,), (0,)]
 
 
@@ -65,7 +64,7 @@ def test_mpmd_jit_by_yield_of_a_training_step(axes: dict[str, int]):
     for of_stage, spec in zip(weights, specs, strict=True):
         assert {name: w.spec for name, w in of_stage.items()} == spec
     code = pipelined.lower(weights, *data).code
-    names = [i.name for i in code.instructions if isinstance(i, Run) and i.actions]
+    names = [i.name for i in runs(code) if i.actions]
     assert names == [
         "fwd_0__0",
         "fwd_1__0",
@@ -116,7 +115,7 @@ def test_mpmd_jit_by_yield_of_results_that_need_early_stages_only():
     pipelined = mpmd_jit_by_yield(early, groups(STAGES))
     assert_close(pipelined(*args), jax.jit(early)(*args))
     code = pipelined.lower(*args).code
-    assert {i.rank for i in code.instructions if isinstance(i, Run) and i.actions} == {0, 1}
+    assert {i.rank for i in runs(code) if i.actions} == {0, 1}
 
 
 def test_mpmd_jit_by_yield_of_constants_and_of_arguments_that_pass_through():

@@ -10,7 +10,6 @@ import pytest
 from jax import lax
 
 from jaxpipe.mpmd import DualPipeV, ZeroBubble, mark_stage_end, mpmd_jit_with_loop
-from jaxpipe.mpmd.ir._program import Run
 from jaxpipe.schedules import Op
 from mpmd.small import (
     WIDTH,
@@ -22,6 +21,7 @@ from mpmd.small import (
     layers,
     marked_loss,
     numbers,
+    runs,
     squared_error,
 )
 
@@ -97,13 +97,7 @@ def test_halves_of_stage_0(name: str):
     compare(step, groups(2), *args)
     code = mpmd_jit_with_loop(step, groups(2)).lower(*args).code
     ops = {
-        stage: {
-            action.op
-            for run in code.instructions
-            if isinstance(run, Run)
-            for action in run.actions
-            if action.stage == stage
-        }
+        stage: {action.op for run in runs(code) for action in run.actions if action.stage == stage}
         for stage in range(schedule.num_stages)
     }
     assert ops[0] == {Op.F, Op.W}

@@ -16,7 +16,6 @@ from jaxpipe.mpmd import (
     Std1F1B,
     mpmd_jit_with_loop,
 )
-from jaxpipe.mpmd.ir._program import Run
 from mpmd.small import (
     WIDTH,
     assert_close,
@@ -27,6 +26,7 @@ from mpmd.small import (
     groups,
     layers,
     marked_loss,
+    runs,
     training,
 )
 
@@ -131,11 +131,10 @@ def test_parameters_of_a_stage_are_initialised_on_its_own_devices_only(axes: dic
 def test_no_program_of_a_rank_computes_what_others_begin_with():
     mesh, _, where = steps_and_specs()
     code = mpmd_jit_with_loop(first_state, mesh, out_shardings=where).lower(jax.random.key(0)).code
-    for instruction in code.instructions:
-        if isinstance(instruction, Run):
-            made = {n for s in instruction.program.steps for v in s.outputs for n in v.aval.shape}
-            others = {n for i, n in enumerate(INNER) if i != instruction.rank}
-            assert INNER[instruction.rank] in made and made.isdisjoint(others)
+    for instruction in runs(code):
+        made = {n for s in instruction.program.steps for v in s.outputs for n in v.aval.shape}
+        others = {n for i, n in enumerate(INNER) if i != instruction.rank}
+        assert INNER[instruction.rank] in made and made.isdisjoint(others)
 
 
 def test_weights_that_a_step_makes_for_itself_are_made_where_they_are_used():
@@ -148,8 +147,8 @@ def test_weights_that_a_step_makes_for_itself_are_made_where_they_are_used():
     args = jax.random.key(3), *batch(4)
     compare(step, groups(2), *args)
     code = mpmd_jit_with_loop(step, groups(2)).lower(*args).code
-    for instruction in code.instructions:
-        if isinstance(instruction, Run) and instruction.name == "before_loop":
+    for instruction in runs(code):
+        if instruction.name == "before_loop":
             made = {n for s in instruction.program.steps for v in s.outputs for n in v.aval.shape}
             assert made.isdisjoint({n for i, n in enumerate(INNER) if i % 2 != instruction.rank})
 

@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 import pytest
 
-from jaxpipe.mpmd.jaxpp._schedules import (
+from jaxpipe.mpmd import (
     DualPipeV,
     Eager1F1B,
-    FusedTask,
     GPipe,
     Interleaved1F1B,
     InterleavedGPipe,
@@ -17,9 +16,8 @@ from jaxpipe.mpmd.jaxpp._schedules import (
     NamedSchedule,
     Std1F1B,
     ZeroBubble,
-    as_schedule,
-    tasks_of,
 )
+from jaxpipe.mpmd.jaxpp._schedules import FusedTask, as_schedule, tasks_of
 from jaxpipe.schedules import (
     Action,
     Op,

@@ -17,8 +17,7 @@ from jaxpipe.mpmd import (
     mpmd_jit_with_loop,
     treduce,
 )
-from jaxpipe.mpmd.ir._program import Run
-from mpmd.small import batch, compare, groups, layer, layers, squared_error
+from mpmd.small import batch, compare, groups, layer, layers, runs, squared_error
 
 SCHEDULES = [Std1F1B(2), ZeroBubble(2), GPipe(3), Interleaved1F1B(4, 2), DualPipeV(4)]
 
@@ -130,9 +129,9 @@ def test_a_backward_that_skips_the_last_stages_runs_on_the_ranks_of_the_first():
     """Two marks behind the last cotangent: the backward of stage 0 is still on rank 0."""
     step = step_of(loss_of_the_first_stage, GPipe(3))
     code = mpmd_jit_with_loop(step, groups(3)).lower(layers(3), *batch(1)).code
-    runs = [(i.rank, i.name) for i in code.instructions if isinstance(i, Run) and i.actions]
-    assert (0, "bwd_0__0") in runs
-    assert not [name for _, name in runs if name.startswith("bwd_2")]
+    found = [(i.rank, i.name) for i in runs(code) if i.actions]
+    assert (0, "bwd_0__0") in found
+    assert not [name for _, name in found if name.startswith("bwd_2")]
     assert [ranks for _, ranks in code.inputs[:2]] == [(0,), (0,)], "its weights are there alone"
 
 

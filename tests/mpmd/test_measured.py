@@ -18,8 +18,7 @@ from jaxpipe.mpmd import (
     timed_step,
     to_timeline,
 )
-from jaxpipe.mpmd.ir._program import Run
-from mpmd.small import assert_equal, batch, gradients, groups, layers
+from mpmd.small import assert_equal, batch, gradients, groups, layers, runs
 
 STEPS = {
     "Std1F1B": Std1F1B(2),
@@ -63,8 +62,8 @@ def test_a_step_with_a_clock_gives_the_same_numbers():
     step, args = compiled(Std1F1B(2))
     result, times = timed_step(step, *args)
     assert_equal(result, step(*args))
-    runs = [i for i in step.lowered.code.instructions if isinstance(i, Run)]
-    assert [run for run, _, _ in times] == runs
+    tasks = runs(step.lowered.code)
+    assert [run for run, _, _ in times] == tasks
     assert all(start < end for _, start, end in times)
     ends = [end for _, _, end in times]
     assert ends == sorted(ends)

@@ -12,8 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.mpmd import Std1F1B, mark_stage_end, mpmd_jit_with_loop, treduce
-from jaxpipe.mpmd.ir._program import Run
-from mpmd.small import batch, compare, gradients, groups, layer, layers
+from mpmd.small import batch, compare, gradients, groups, layer, layers, runs
 
 update = gradients(Std1F1B(2))
 
@@ -52,7 +51,7 @@ def test_a_loop_in_a_scan_of_static_length_is_pipelined(f: Callable):
     args = layers(2), *batch(2)
     compare(f, groups(2), *args)
     code = mpmd_jit_with_loop(f, groups(2)).lower(*args).code
-    names = [i.name for i in code.instructions if isinstance(i, Run) and i.actions]
+    names = [i.name for i in runs(code) if i.actions]
     assert names.count("bwd_0__1") == 2, "each turn runs its own tasks"
 
 

@@ -20,8 +20,7 @@ from jaxpipe.mpmd import (
     mpmd_jit_with_loop,
     treduce_i,
 )
-from jaxpipe.mpmd.ir._program import Run
-from mpmd.small import assert_close, batch, gradients, groups, layer, layers, squared_error
+from mpmd.small import assert_close, batch, gradients, groups, layer, layers, runs, squared_error
 
 MICROBATCHES = 4
 
@@ -126,8 +125,7 @@ def test_a_print_in_what_is_rematerialised_leaves_it_in_the_backward():
         args = layers(2), *batch(2), jnp.arange(2)
         return {
             i.name: sum(b.value.num_bytes for b in i.writes if b.value.aval.shape)
-            for i in step.lower(*args).code.instructions
-            if isinstance(i, Run)
+            for i in runs(step.lower(*args).code)
         }
 
     def stage(w: Any, x: Any, show: bool) -> Any:

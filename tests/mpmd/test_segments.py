@@ -6,17 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.mpmd import Std1F1B, mpmd_jit_with_loop
-from jaxpipe.mpmd.ir._program import Run
-from mpmd.small import WIDTH, assert_close, batch, gradients, groups, layers
+from mpmd.small import WIDTH, assert_close, batch, gradients, groups, layers, runs
 
 MATRIX = (WIDTH, 2 * WIDTH)
 
 
 def reads(code: Any, name: str, rank: int) -> int:
     """How many matrices a program takes."""
-    (run,) = (
-        i for i in code.instructions if isinstance(i, Run) and (i.name, i.rank) == (name, rank)
-    )
+    (run,) = (i for i in runs(code) if (i.name, i.rank) == (name, rank))
     return sum(buffer.value.aval.shape == MATRIX for buffer in run.reads)
 
 

@@ -52,10 +52,12 @@ LISTS = [
 ]
 
 
+@pytest.mark.slow
 def test_its_lists_of_tasks_are_those_of_the_document(tutorial: dict[str, Any]):
     assert [" ".join(tasks) for tasks in shown(tutorial, ".tasks(NUM_MB)")] == LISTS
 
 
+@pytest.mark.slow
 def test_its_print_of_the_program_begins_with_the_first_forward(tutorial: dict[str, Any]):
     """Ten lines before `task_name=fwd_0` and fifty from there on, as in In [39]."""
     (text,) = [c["printed"] for c in tutorial["cells"] if "jaxpr_lines[idx - 10" in c["code"]]
@@ -69,6 +71,7 @@ def test_its_print_of_the_program_begins_with_the_first_forward(tutorial: dict[s
     assert "_ = delete[mpmd_idx=0]" in text
 
 
+@pytest.mark.slow
 def test_its_mesh_and_arrays_print_as_in_the_document(tutorial: dict[str, Any]):
     (mesh,) = [m for m in shown(tutorial, "MpmdMesh(mesh") if m is not None]
     assert "mpmd_axis_name='stage'" in mesh
@@ -80,6 +83,7 @@ def test_its_mesh_and_arrays_print_as_in_the_document(tutorial: dict[str, Any]):
     assert interleaved == [*"01230123"]
 
 
+@pytest.mark.slow
 def test_its_losses_are_those_of_plain_jit(tutorial: dict[str, Any]):
     """Of the pipelined runs. The document's first run, over fsdp, sums in another order."""
     losses = [float(x) for x in re.findall(r"Final training loss: (\S+)", printed(tutorial))]
@@ -88,17 +92,20 @@ def test_its_losses_are_those_of_plain_jit(tutorial: dict[str, Any]):
         assert abs(loss - tutorial["loss"]) <= TOLERANCE * tutorial["loss"]
 
 
+@pytest.mark.slow
 def test_interleaved_stages_make_the_same_parameters_to_the_last_bit(tutorial: dict[str, Any]):
     assert len(tutorial["interleaved_is_staged"]) == 8 * 16
     assert all(tutorial["interleaved_is_staged"])
 
 
+@pytest.mark.slow
 def test_plain_jit_on_one_device_makes_the_same_parameters_to_the_last_bit(
     tutorial: dict[str, Any],
 ):
     assert all(tutorial["staged_is_plain"])
 
 
+@pytest.mark.slow
 def test_it_writes_into_a_temporary_folder_only(tutorial: dict[str, Any]):
     folder = Path(tutorial["folder"])
     assert not folder.is_relative_to(EXAMPLES.parent)

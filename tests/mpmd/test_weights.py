@@ -18,7 +18,6 @@ from jaxpipe.mpmd import (
     mpmd_jit_with_loop,
     treduce,
 )
-from jaxpipe.mpmd.ir._program import Run, Send
 from mpmd.small import (
     WIDTH,
     assert_close,
@@ -31,6 +30,8 @@ from mpmd.small import (
     layers,
     marked_loss,
     numbers,
+    runs,
+    sends,
     squared_error,
     training,
 )
@@ -90,11 +91,7 @@ def test_of_a_global_norm_one_number_leaves_each_rank():
     weights = layers(4)
     step = mpmd_jit_with_loop(training(optimizer, Std1F1B(4)), groups(4))
     code = step.lower((weights, optimizer.init(weights)), *batch(4)).code
-    after = [
-        send
-        for send in code.instructions
-        if isinstance(send, Send) and send.name.startswith("after_loop")
-    ]
+    after = [send for send in sends(code) if send.name.startswith("after_loop")]
     assert all(buffer.value.aval.shape == () for send in after for buffer in send.buffers)
     up, back = after[:3], after[3:]
     assert [(send.rank, send.to, len(send.buffers)) for send in up] == [
@@ -187,7 +184,7 @@ def in_bfloat16(weights: Any, x: Any, y: Any) -> Any:
     return marked_loss(cast, x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)).astype(jnp.float32)
 
 
-def casts_of_weights(run: Run) -> int:
+def casts_of_weights(run: Any) -> int:
     """How many weights a program casts to bfloat16."""
     return sum(
         isinstance(step.operation, Plain)
@@ -201,8 +198,8 @@ def casts_of_weights(run: Run) -> int:
 def test_casts_of_weights_come_out_of_the_loop():
     args = layers(2), *batch(4)
     step = mpmd_jit_with_loop(gradients(Std1F1B(2), in_bfloat16), groups(2))
-    runs = [run for run in step.lower(*args).code.instructions if isinstance(run, Run)]
-    casts = {(run.name, run.rank): n for run in runs if (n := casts_of_weights(run))}
+    found = runs(step.lower(*args).code)
+    casts = {(run.name, run.rank): n for run in found if (n := casts_of_weights(run))}
     assert casts == {("before_loop", 0): 2, ("before_loop", 1): 2}
 
 

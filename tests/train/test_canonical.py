@@ -55,7 +55,7 @@ SETUPS: dict[str, tuple[int, Settings]] = {
 }
 
 
-SLOW = ("three repeats", "mpmd", "mpmd, interleaved")
+SLOW = ("one stage a rank", "three repeats", "layers after", "mpmd", "mpmd, interleaved")
 
 
 @pytest.fixture(

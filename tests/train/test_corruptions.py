@@ -143,11 +143,6 @@ def counted(found: list[str], what: str) -> None:
         print(f"  {count:4} {name}")
 
 
-def test_a_few_random_corruptions_give_no_wrong_number(whole, tmp_path):
-    seeds = random.Random(os.getpid()).sample(range(200), 8)
-    counted([outcome(whole, tmp_path / "run", at_random(seed)) for seed in seeds], f"{seeds}")
-
-
 @pytest.mark.slow
 def test_two_hundred_random_corruptions_give_no_wrong_number(whole, tmp_path):
     found = [outcome(whole, tmp_path / "run", at_random(seed)) for seed in range(200)]

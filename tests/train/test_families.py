@@ -72,6 +72,7 @@ def test_a_pipelined_deepseek_with_split_experts_has_the_losses_of_the_plain_run
     assert losses(history)[-1] < losses(history)[0]
 
 
+@pytest.mark.slow
 def test_deepseek2_16b_made_small_trains_on_2_ranks_x_2_halves_of_the_experts(tmp_path):
     small = {
         **models.PRESETS["deepseek2-16b"],
@@ -189,6 +190,7 @@ def test_no_layers_in_the_pipeline_are_refused():
         config_of({"pipeline_parallel_layers": 0})
 
 
+@pytest.mark.slow
 def test_a_llama_with_layers_after_the_pipeline_has_the_losses_of_the_plain_run(tmp_path):
     def losses_of(folder: str, *settings: dict[str, Any]) -> list[float]:
         values = functools.reduce(operator.or_, settings, RUN | {"steps": 2})
@@ -199,6 +201,7 @@ def test_a_llama_with_layers_after_the_pipeline_has_the_losses_of_the_plain_run(
     np.testing.assert_allclose(piped, losses_of("b", PLAIN), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_deepseek_is_compiled_ahead(capsys):
     settings = [f"{k}={v}" for k, v in CIRCULAR.items()]
     sizes = ["base_emb_dim=16", "base_num_decoder_layers=3", "max_target_length=16"]

@@ -11,9 +11,15 @@ import pytest
 
 from jaxpipe import models
 from jaxpipe.cli import main
-from jaxpipe.train import Config, read_metrics, set_up
-from jaxpipe.train.loop._batches import make_batches
-from jaxpipe.train.step._step import initial_state, make_train_step, place_batch
+from jaxpipe.train import (
+    Config,
+    initial_state,
+    make_batches,
+    make_train_step,
+    place_batch,
+    read_metrics,
+    set_up,
+)
 
 PR = (
     "model_name=llama2-7b dataset_type=synthetic debug_sharding=true per_device_batch_size=2 "
@@ -66,11 +72,17 @@ def test_a_decoder_of_flax_modules_has_the_losses_of_the_functions(tmp_path, fun
 @pytest.mark.parametrize(
     "settings",
     [
-        f"{NNX} pipeline_fsdp_ag_once=true logits_via_embedding=true num_vocab_tiling=4",
+        pytest.param(
+            f"{NNX} pipeline_fsdp_ag_once=true logits_via_embedding=true num_vocab_tiling=4",
+            marks=pytest.mark.slow,
+        ),
         f"{LINEN} pipeline_fsdp_ag_per_repeat=true pipeline_parallel_layers=4 "
         "set_remat_policy_on_layers_per_stage=true",
-        f"{NNX} pipeline_delay_activation_forwarding=true scan_pipeline_iterations=false "
-        "scan_pipeline_repeats=false",
+        pytest.param(
+            f"{NNX} pipeline_delay_activation_forwarding=true scan_pipeline_iterations=false "
+            "scan_pipeline_repeats=false",
+            marks=pytest.mark.slow,
+        ),
         f"{LINEN} shard_mode=explicit pipeline_fsdp_ag_per_repeat=true",
     ],
     ids=["once, tied", "per repeat, layers after", "delayed, written out", "explicit, per repeat"],

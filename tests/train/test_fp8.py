@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from jaxpipe.train import Config, set_up
 from jaxpipe.train.checkpoint import _canonical as canonical
@@ -63,6 +64,7 @@ def test_an_fp8_run_learns():
     assert found[-1] < found[0] - 0.5
 
 
+@pytest.mark.slow
 def test_when_weights_are_gathered_changes_no_loss():
     found = losses(run_of("pipeline_fsdp_ag_per_repeat"))
     np.testing.assert_allclose(found, losses(run_of("")), rtol=1e-5)

@@ -16,6 +16,7 @@ from jaxpipe.train.checkpoint import _store as _checkpoint
 from jaxpipe.train.loop import _loop
 from jaxpipe.train.step import _step as step
 
+pytestmark = pytest.mark.usefixtures("cached")
 TINY: dict[str, Any] = {
     "base_emb_dim": 16,
     "base_num_decoder_layers": 4,
@@ -79,8 +80,8 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(tmp_path, uninterrup
     "other",
     [
         {"ici_pipeline_parallelism": 4, "ici_fsdp_parallelism": 2},
-        {**CIRCULAR, "num_layers_per_pipeline_stage": 2},
-        PLAIN,
+        pytest.param({**CIRCULAR, "num_layers_per_pipeline_stage": 2}, marks=pytest.mark.slow),
+        pytest.param(PLAIN, marks=pytest.mark.slow),
     ],
     ids=["4 ranks", "2 layers per stage", "no pipeline"],
 )
@@ -157,6 +158,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_compiles(settings
         set_up(config_of(CIRCULAR, settings), jax.devices())
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_while_it_saves_resumes_with_no_step_missing_in_its_metrics(
     tmp_path, monkeypatch
 ):
@@ -183,7 +185,9 @@ def test_what_fails_in_the_middle_is_not_blamed_on_the_settings(tmp_path, monkey
         run(tmp_path, **CIRCULAR, checkpoint_period=2)
 
 
-@pytest.mark.parametrize("weight_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "weight_dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"]
+)
 def test_bfloat16_trains_with_and_without_a_pipeline_to_nearly_the_same_loss(
     tmp_path, weight_dtype
 ):
@@ -196,6 +200,7 @@ def test_bfloat16_trains_with_and_without_a_pipeline_to_nearly_the_same_loss(
     assert len(pipelined) == 4
 
 
+@pytest.mark.slow
 def test_without_rematerialisation_the_losses_are_the_same(tmp_path, uninterrupted):
     settings = {**CIRCULAR, "dataset_type": "text", "remat_policy": "none"}
     np.testing.assert_allclose(losses(run(tmp_path, **settings)), uninterrupted, rtol=1e-5)
@@ -204,7 +209,10 @@ def test_without_rematerialisation_the_losses_are_the_same(tmp_path, uninterrupt
 @pytest.mark.parametrize(
     "settings",
     [
-        {"remat_policy": "minimal_offloaded", "set_remat_policy_on_layers_per_stage": True},
+        pytest.param(
+            {"remat_policy": "minimal_offloaded", "set_remat_policy_on_layers_per_stage": True},
+            marks=pytest.mark.slow,
+        ),
         {
             "remat_policy": "custom",
             "context": "device",
