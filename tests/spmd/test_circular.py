@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from harness.contract import Row, circular, make_case, mesh_of, placed
+from harness.contract import Row, circular, make_case, mesh_of, parameters, placed
 from jaxpipe import sharding, spmd
 from jaxpipe.autodiff import Model
 from jaxpipe.spmd._ranks import AXIS
@@ -77,13 +77,23 @@ def test_activations_may_be_any_pytree_with_integers_in_it():
 
 
 BUBBLES = [
-    Row("circular", "llama", ranks, repeats, 2 * ranks, delay=delay, packed=True, tied=True)
+    Row(
+        "circular",
+        "llama",
+        ranks,
+        repeats,
+        2 * ranks,
+        delay=delay,
+        packed=True,
+        tied=True,
+        job="test" if (ranks, delay) in ((2, False), (3, True)) else "slow",
+    )
     for ranks, repeats in ((3, 1), (2, 2), (4, 2))
     for delay in (False, True)
 ]
 
 
-@pytest.mark.parametrize("row", BUBBLES, ids=str)
+@pytest.mark.parametrize("row", parameters(BUBBLES))
 def test_nobody_reads_what_a_bubble_computes(row, monkeypatch):
     """NaN in place of every result of a bubble: the loss and all gradients stay, bit for bit."""
     clean = circular(row, make_case(row))

@@ -186,7 +186,11 @@ def test_a_step_above_the_limit_is_skipped_and_said(tmp_path):
     [
         (1, NONE),
         (2, {"ici_pipeline_parallelism": 2}),
-        (2, {"pipeline_engine": "scheduled", "ici_pipeline_parallelism": 2}),
+        pytest.param(
+            2,
+            {"pipeline_engine": "scheduled", "ici_pipeline_parallelism": 2},
+            marks=pytest.mark.slow,
+        ),
         (2, {"pipeline_engine": "mpmd", "ici_pipeline_parallelism": 2}),
         (
             8,
