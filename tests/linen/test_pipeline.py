@@ -327,12 +327,12 @@ class Fp8(nn.Module):
 
 
 @pytest.mark.parametrize("row", [Row(2, 2, 1, fsdp=2), Row(2, 2, 1, "rows", fsdp=2)], ids=str)
-def test_scales_of_fp8_take_the_largest_of_the_microbatches_and_none_of_a_bubble(row):
+def test_steps_in_fp8_take_the_largest_scale_of_the_microbatches_and_none_of_a_bubble(row):
     pipeline: Any = linen.create_pipeline(row.config(), Fp8(), row.mesh())
     rows = row.microbatches * rims.ROWS
     x = jax.random.normal(KEY, (rows, 4, 8)) * jnp.linspace(1, 9, rows)[:, None, None]
     variables = pipeline.init(KEY, x)
-    got = jax.jit(jax.grad(lambda v: rims.scalar(pipeline.apply(v, x))))(variables)
+    pipelined = jax.jit(jax.grad(lambda v: rims.scalar(pipeline.apply(v, x))))
 
     layer: Any = Fp8()
 
@@ -342,13 +342,17 @@ def test_scales_of_fp8_take_the_largest_of_the_microbatches_and_none_of_a_bubble
         return jnp.sum(jnp.sin(y) * share)
 
     share = jnp.linspace(0.5, 1.5, x.size).reshape(row.microbatches, -1, *x.shape[1:])
-    weights = {name: of["layers"] for name, of in variables.items()}
     xs = x.reshape(share.shape)
-    each = jax.jit(jax.vmap(jax.grad(microbatch_loss), (None, 0, 0)))(weights, xs, share)
-    true = {"params": jax.tree.map(lambda g: jnp.sum(g, 0), each["params"])}
+    one_by_one = jax.jit(jax.vmap(jax.grad(microbatch_loss), (None, 0, 0)))
     name = fp8_ops.OVERWRITE_WITH_GRADIENT
-    true[name] = jax.tree.map(lambda g: jnp.max(g, 0), each[name])
-    rims.assert_trees_close({name: of["layers"] for name, of in got.items()}, true)
+    for _ in range(3):  # steps, each from the state that the pipeline's last one left
+        got = pipelined(variables)
+        each = one_by_one({name: of["layers"] for name, of in variables.items()}, xs, share)
+        true = {"params": jax.tree.map(lambda g: jnp.sum(g, 0), each["params"])}
+        true[name] = jax.tree.map(lambda g: jnp.max(g, 0), each[name])
+        rims.assert_trees_close({name: of["layers"] for name, of in got.items()}, true)
+        params = jax.tree.map(lambda w, g: w - 0.1 * g, variables["params"], got["params"])
+        variables = {"params": params, name: got[name]}
 
 
 class Normed(nn.Module):
