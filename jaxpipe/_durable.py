@@ -10,7 +10,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-_NO_SYNC = (
+_UNSUPPORTED_SYNC = (
     *(errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS),
     *(errno.EBADF, errno.EACCES, errno.EPERM),
 )
@@ -135,7 +135,7 @@ def _force(descriptor: int) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in _NO_SYNC:
+        if error.errno not in _UNSUPPORTED_SYNC:
             raise
 
 

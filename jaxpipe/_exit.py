@@ -10,10 +10,10 @@ from typing import NoReturn
 EXIT_CODE = 70
 """The exit code of a process that another one has made fail: EX_SOFTWARE of sysexits.h."""
 
-_abort_handlers: list[Callable[[], None]] = []
+_abort_callbacks: list[Callable[[], None]] = []
 
 
-def leave(code: int = EXIT_CODE) -> NoReturn:
+def exit_immediately(code: int = EXIT_CODE) -> NoReturn:
     """Ends the process without waiting for threads, other processes or JAX's exit handlers.
 
     Args:
@@ -24,7 +24,7 @@ def leave(code: int = EXIT_CODE) -> NoReturn:
     os._exit(code)
 
 
-def before_abort(say: Callable[[], None]) -> None:
+def on_abort(say: Callable[[], None]) -> None:
     """Registers a function that runs when the C library's `abort` is called.
 
     JAX calls `abort` as soon as process 0 is gone (`client.h: Terminating process`), from its own
@@ -33,13 +33,13 @@ def before_abort(say: Callable[[], None]) -> None:
     Args:
         say: The function. It runs after all functions that were registered before it.
     """
-    _abort_handlers.append(say)
-    if len(_abort_handlers) > 1:
+    _abort_callbacks.append(say)
+    if len(_abort_callbacks) > 1:
         return
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int)
     def handle(_: int) -> None:
-        for handler in _abort_handlers:
+        for handler in _abort_callbacks:
             handler()
 
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))  # for the life of the process

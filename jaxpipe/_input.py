@@ -16,11 +16,11 @@ MEGABYTE = 1 << 20
 MOST_JSON_BYTES = 32 * MEGABYTE
 """Bytes of one JSON text. In memory it may become 25 times as large."""
 
-_CONTROL = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
+_CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
 """Control characters, and lone surrogates, by which Python represents bytes that are not UTF-8."""
 
 
-def shown(value: object, most: int = 160) -> str:
+def short_repr(value: object, most: int = 160) -> str:
     """Returns the `repr` of a value, shortened if it is long.
 
     Args:
@@ -33,13 +33,13 @@ def shown(value: object, most: int = 160) -> str:
     return text if len(text) <= 4 * most else f"{text[: 4 * most]}..."
 
 
-def listed(names: Iterable[str]) -> str:
+def short_list(names: Iterable[str]) -> str:
     """Returns the first few names with commas between them, or "none"."""
-    found = [shown(name) for name in islice(names, 9)]
+    found = [short_repr(name) for name in islice(names, 9)]
     return ", ".join([*found[:8], *(["..."] if len(found) > 8 else [])]) or "none"
 
 
-def shortened(text: str, most: int) -> str:
+def shorten(text: str, most: int) -> str:
     """Returns a text, without its middle if it is long.
 
     Args:
@@ -59,7 +59,7 @@ def plain_text(value: str) -> str:
         ValueError: If it has control characters, or bytes that are not UTF-8. The error is for
             pydantic, which names the key and the value.
     """
-    if _CONTROL.search(value):
+    if _CONTROL_CHARACTERS.search(value):
         raise ValueError("Input should be UTF-8 text without control characters")
     return value
 

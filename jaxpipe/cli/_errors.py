@@ -8,7 +8,7 @@ import threading
 import traceback
 
 from .._durable import PATH_ERRORS, DiskError
-from .._input import shortened, shown
+from .._input import short_repr, shorten
 
 _MOST_MESSAGE = 4000
 """The most characters of an error message."""
@@ -55,7 +55,7 @@ def _tell_of_failure(kind: type[BaseException], error: BaseException | None) -> 
     if what in _told:
         return
     _told.add(what)
-    print(f"jaxpipe: a thread has failed: {shortened(what, 500)}", file=sys.stderr)
+    print(f"jaxpipe: a thread has failed: {shorten(what, 500)}", file=sys.stderr)
 
 
 def is_run_error(error: BaseException) -> bool:
@@ -80,10 +80,10 @@ def tell(error: BaseException, command: str) -> int:
     if isinstance(error, ValueError):
         return _fail(str(error))
     if isinstance(error, OSError) and error.strerror:
-        name = f"{shown(str(error.filename))}: " if error.filename is not None else ""
+        name = f"{short_repr(str(error.filename))}: " if error.filename is not None else ""
         return _fail(f"{name}{error.strerror}.", code=2 if error.errno in PATH_ERRORS else 1)
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)[:1000]:
-        return _fail(f"{_NO_MEMORY} ({shortened(str(error) or 'MemoryError', 500)})", code=1)
+        return _fail(f"{_NO_MEMORY} ({shorten(str(error) or 'MemoryError', 500)})", code=1)
     if "No such compile option" in str(error):  # what JAX makes of XLA's error
         return _fail(f"`compile_xla_flags` has an option that XLA does not know: {error}")
     if isinstance(error, RuntimeError) and is_run_error(error):
@@ -92,7 +92,7 @@ def tell(error: BaseException, command: str) -> int:
 
 
 def _fail(message: str, *, code: int = 2) -> int:
-    print(f"jaxpipe: error: {shortened(message, _MOST_MESSAGE)}", file=sys.stderr)
+    print(f"jaxpipe: error: {shorten(message, _MOST_MESSAGE)}", file=sys.stderr)
     return code
 
 
@@ -108,7 +108,7 @@ def _tell_unexpected(error: BaseException, command: str) -> int:
     """
     if os.environ.get(SHOW):
         traceback.print_exception(error)
-    what = shortened(" ".join(f"{type(error).__name__}: {error}".split()), 500)
+    what = shorten(" ".join(f"{type(error).__name__}: {error}".split()), 500)
     print(
         f"jaxpipe: error: this is a bug of jaxpipe, in `jaxpipe {command}`: {what}. "
         f"{_where_to_look(error)}",

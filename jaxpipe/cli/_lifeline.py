@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._exit import leave
+from .._exit import exit_immediately
 
 LIFELINE = "JAXPIPE_LAUNCHER_PIPE"
 """The environment variable with the file descriptor of the pipe that a process inherits."""
@@ -95,4 +95,4 @@ def _listen(reader: int, name: str) -> None:
         news = lines.readline().strip() or "the launcher has ended"
     print(f"jaxpipe: {name}: {news}, so this process ends", file=sys.stderr, flush=True)
     time.sleep(GRACE_SECONDS)
-    leave()
+    exit_immediately()

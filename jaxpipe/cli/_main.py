@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from .._input import shown
+from .._input import short_repr
 from ._errors import hide_logged_tracebacks, tell
 from ._interrupts import INTERRUPTED, say_interrupted, watch_interrupts
 from ._options import Parser
@@ -67,7 +67,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser()
     args, rest = parser.parse_known_args(argv)
     if any(word.startswith("-") for word in rest) or (rest and not hasattr(args, "settings")):
-        parser.error(f"unrecognized arguments: {' '.join(map(shown, rest))}")
+        parser.error(f"unrecognized arguments: {' '.join(map(short_repr, rest))}")
     if rest:
         args.settings += rest
     return args

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .._input import shortened, shown
+from .._input import short_repr, shorten
 
 _MOST_MESSAGE = 2000
 
@@ -16,7 +16,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose error messages have at most `_MOST_MESSAGE` characters."""
 
     def error(self, message: str) -> NoReturn:
-        super().error(shortened(message, _MOST_MESSAGE))
+        super().error(shorten(message, _MOST_MESSAGE))
 
 
 def integer(least: int, most: int) -> Callable[[str], int]:
@@ -36,7 +36,7 @@ def text(value: str) -> str:
         ArgumentTypeError: If it is empty, too long, or not printable.
     """
     if not value or len(value) > 4096 or not value.isprintable():
-        raise argparse.ArgumentTypeError(f"{shown(value)}. Give printable text.")
+        raise argparse.ArgumentTypeError(f"{short_repr(value)}. Give printable text.")
     return value
 
 
@@ -49,9 +49,9 @@ def path(value: str) -> Path:
     try:
         os.fsencode(value).decode("utf-8")
     except UnicodeError:
-        raise argparse.ArgumentTypeError(f"{shown(value)} is not UTF-8.") from None
+        raise argparse.ArgumentTypeError(f"{short_repr(value)} is not UTF-8.") from None
     if not value or "\0" in value:
-        raise argparse.ArgumentTypeError(f"{shown(value)} is not a path.")
+        raise argparse.ArgumentTypeError(f"{short_repr(value)} is not a path.")
     return Path(value)
 
 
@@ -63,7 +63,7 @@ def _number(kind: Callable[[str], Any], name: str, least: float, most: float) ->
             value = math.nan
         if not least <= value <= most:
             raise argparse.ArgumentTypeError(
-                f"{shown(given)}. Give {name} from {least:,} to {most:,}."
+                f"{short_repr(given)}. Give {name} from {least:,} to {most:,}."
             )
         return value
 

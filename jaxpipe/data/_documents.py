@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from .._input import MOST_JSON_BYTES, listed, parse_json, shortened
+from .._input import MOST_JSON_BYTES, parse_json, short_list, shorten
 from ._files import files_of
 from ._source import Source
 from ._tables import arrow_documents, parquet_documents
@@ -102,12 +102,12 @@ def _of_line(line: bytes, field: str, where: str) -> str:
         raise ValueError(f"{where} holds a {type(values).__name__}. Give an object a line.")
     if field not in values:
         raise ValueError(
-            f"{where} has no field {field!r}: it has {listed(values)}. Set "
+            f"{where} has no field {field!r}: it has {short_list(values)}. Set "
             "`text_field` to the one that holds the text, or repair the line."
         )
     if not isinstance(values[field], str):
         raise ValueError(
-            f"{where} has {shortened(json.dumps(values[field]), 40)} in {field!r}. Give a string."
+            f"{where} has {shorten(json.dumps(values[field]), 40)} in {field!r}. Give a string."
         )
     return _checked(values[field], field, where)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._input import listed, shortened
+from .._input import short_list, shorten
 
 if TYPE_CHECKING:
     import pyarrow
@@ -51,7 +51,7 @@ def _documents(
                 row += 1
                 yield _text(value, f"{str(file)!r}, row {row},", column)
     except (arrow.ArrowException, OSError) as error:
-        what = shortened(str(error), 300)
+        what = shorten(str(error), 300)
         raise ValueError(f"{str(file)!r} cannot be read after row {row}: {what}") from None
 
 
@@ -71,7 +71,7 @@ def _check_column(schema: "pyarrow.Schema", column: str, file: Path) -> None:
     if column not in schema.names:
         raise ValueError(
             f"{str(file)!r} has no column {column!r}: it has "
-            f"{listed(schema.names)}. Set `text_field` to the one that "
+            f"{short_list(schema.names)}. Set `text_field` to the one that "
             "holds the text."
         )
     found = schema.field(column).type

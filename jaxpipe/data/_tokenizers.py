@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int32
 
-from .._input import MEGABYTE, is_file, read_bytes, read_text, shortened, shown
+from .._input import MEGABYTE, is_file, read_bytes, read_text, short_repr, shorten
 
 if TYPE_CHECKING:
     import sentencepiece
@@ -69,7 +69,7 @@ class HuggingFaceTokenizer:
             encoded = self.tokenizer.encode(text, add_special_tokens=False)
         except Exception as error:  # the Rust side raises plain Exception
             raise ValueError(
-                f"The tokenizer cannot encode {shown(text, 40)}: {shortened(str(error), 300)}. "
+                f"The tokenizer cannot encode {short_repr(text, 40)}: {shorten(str(error), 300)}. "
                 "Repair the tokenizer.json that `tokenizer_path` names: it may lack its token for "
                 "unknown words."
             ) from None
@@ -141,7 +141,7 @@ def _sentencepiece(path: str) -> SentencePieceTokenizer:
     except (RuntimeError, OSError) as error:
         raise ValueError(
             f"`tokenizer_path` is {path!r}, which is not a model of sentencepiece: "
-            f"{shortened(str(error), 300)}"
+            f"{shorten(str(error), 300)}"
         ) from None
     if processor.eos_id() < 0:
         raise ValueError(
@@ -163,7 +163,7 @@ def _hugging_face(path: str) -> HuggingFaceTokenizer:
             raise
         raise ValueError(
             f"`tokenizer_path` is {path!r}, which is not a tokenizer.json: "
-            f"{shortened(str(error), 300)}"
+            f"{shorten(str(error), 300)}"
         ) from None
     # The file may say how a model that reads single sentences cuts and fills them.
     tokenizer.no_truncation()

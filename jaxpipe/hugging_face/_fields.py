@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .._input import shortened, shown
+from .._input import short_repr, shorten
 
 Values = dict[str, Any]
 
@@ -47,7 +47,7 @@ def read_fields(config: Mapping[str, Any], fields: Fields) -> Values:
     """
     known = {*fields.sizes, *fields.fixed, *fields.ignored, *ROPE, *ALWAYS_IGNORED}
     problems = [
-        f"`{shortened(name, 80)}` is {shown(config[name])}: unknown"
+        f"`{shorten(name, 80)}` is {short_repr(config[name])}: unknown"
         for name in config
         if name not in known
     ]
@@ -55,7 +55,7 @@ def read_fields(config: Mapping[str, Any], fields: Fields) -> Values:
         found = config.get(name, values[0])
         if found not in values:
             can_be = " or ".join(map(repr, values))
-            problems.append(f"`{name}` is {shown(found)}: only {can_be} is supported")
+            problems.append(f"`{name}` is {short_repr(found)}: only {can_be} is supported")
     required = [name for name in fields.sizes if name not in fields.defaults]
     problems += [f"`{name}` is missing" for name in required if config.get(name) is None]
     check_no_problems(problems)
@@ -82,25 +82,25 @@ def read_rope(
     name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     mapping = config.get(name) or {}
     if not isinstance(mapping, Mapping):
-        raise ValueError(f"`{name}` is {shown(mapping)}: only an object is supported")
+        raise ValueError(f"`{name}` is {short_repr(mapping)}: only an object is supported")
     inner = {key: value for key, value in mapping.items() if value is not None}
     kind = inner.pop("rope_type", inner.pop("type", "default"))
     outer = {"rope_theta": config["rope_theta"]} if config.get("rope_theta") is not None else {}
     if not isinstance(kind, str) or kind not in types:
         raise ValueError(
-            f"`{name}.rope_type` is {shown(kind)}: only {', '.join(types)} are supported"
+            f"`{name}.rope_type` is {short_repr(kind)}: only {', '.join(types)} are supported"
         )
     inner.pop("type", None)
     takes = {"rope_theta", *types[kind]}
     problems = [
-        f"`{name}.{shortened(key, 80)}` is {shown(inner[key])}: unknown"
+        f"`{name}.{shorten(key, 80)}` is {short_repr(inner[key])}: unknown"
         for key in inner
         if key not in takes
     ]
     found = {**defaults, **outer, **inner}
     problems += [f"`{name}.{key}` is missing" for key in takes if key not in found]
     problems += [
-        f"`{name}.{key}` is {shown(found[key])}: only numbers above 0 are supported"
+        f"`{name}.{key}` is {short_repr(found[key])}: only numbers above 0 are supported"
         for key in takes
         if key in found and not _is_positive(found[key], zero=key.startswith("mscale"))
     ]

@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import PyTree
 
 from .. import models
-from .._input import shown
+from .._input import short_repr
 from ..train.config._load import check_values
 from ..train.plan._family import FAMILIES, Sizes
 from ._deepseek import deepseek_parts, dense_parts, read_deepseek, write_deepseek
@@ -52,7 +52,7 @@ def read_model(config: Mapping[str, Any]) -> tuple[str, Sizes]:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         raise ValueError(
-            f"`model_type` is {shown(kind)}: only {', '.join(MODEL_TYPES)} are supported"
+            f"`model_type` is {short_repr(kind)}: only {', '.join(MODEL_TYPES)} are supported"
         )
     block = MODEL_TYPES[kind]
     return block, _typed(block, KINDS[block].read(config))
@@ -117,7 +117,8 @@ def _typed(block: str, values: Values) -> Sizes:
     }
     check_no_problems(
         [
-            f"`{name}` would be {shown(value)}, which is no {getattr(types[name], '__name__', '')}"
+            f"`{name}` would be {short_repr(value)}, which is no "
+            f"{getattr(types[name], '__name__', '')}"
             for name, value in typed.items()
             if type(value) is not types[name]
         ]

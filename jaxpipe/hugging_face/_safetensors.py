@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._durable import write_file
-from .._input import MOST_JSON_BYTES, is_file, parse_json, read_bytes, shortened, shown
+from .._input import MOST_JSON_BYTES, is_file, parse_json, read_bytes, short_repr, shorten
 
 DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
@@ -136,7 +136,7 @@ def _parsed(text: bytes, file: Path) -> dict[str, Any]:
         header = parse_json(text.decode("utf-8"), "it")
     except ValueError as error:  # not JSON, or not UTF-8
         raise ValueError(
-            f"{file} has a damaged header: {shortened(str(error), 200)} Copy it again."
+            f"{file} has a damaged header: {shorten(str(error), 200)} Copy it again."
         ) from None
     if not isinstance(header, dict):
         raise ValueError(f"{file} has a damaged header: it is no JSON object. Copy it again.")
@@ -154,12 +154,12 @@ def _tensor(file: Path, name: str, entry: Any, data: int, size: int) -> Tensor:
         sound, dtype, shape, start, end = False, "", (), 0, 0
     if not sound:
         raise ValueError(
-            f"{file}: tensor {name} has a damaged entry in the header: {shown(entry)}. Copy it "
-            "again."
+            f"{file}: tensor {name} has a damaged entry in the header: {short_repr(entry)}. Copy "
+            "it again."
         )
     if dtype not in DTYPES:
         raise ValueError(
-            f"{file}: tensor {name} is stored as {shortened(dtype, 40)}. Only {', '.join(DTYPES)} "
+            f"{file}: tensor {name} is stored as {shorten(dtype, 40)}. Only {', '.join(DTYPES)} "
             "are read: save the model in one of these first."
         )
     if end - start != num_bytes(dtype, shape):

@@ -25,7 +25,7 @@ from jax.extend.core import (
 from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
-from .._versions import scan_sizes
+from .._compat import scan_sizes
 from ._effects import effects_of, is_print
 from ._equations import bind, called_jaxpr, jaxpr_of, scoped
 

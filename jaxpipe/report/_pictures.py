@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import schedules
-from .._input import MOST_JSON_BYTES, parse_json, read_text, shown
+from .._input import MOST_JSON_BYTES, parse_json, read_text, short_repr
 from ..schedules import Timed, Timeline
 from ..train import Setup, held_at_most, predicted_timeline
 
@@ -81,7 +81,7 @@ def traced(file: Path) -> list[Picture]:
         ]
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise ValueError(
-            f"{file} is no trace of `mpmd_trace_step`: {shown(error)}. Remove it, or write it "
+            f"{file} is no trace of `mpmd_trace_step`: {short_repr(error)}. Remove it, or write it "
             "again."
         ) from None
 

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from .._input import shown
+from .._input import short_repr
 
 
 class Op(Enum):
@@ -76,7 +76,7 @@ def parse_action(text: str) -> Action:
     match = _ACTION.fullmatch(text)
     if match is None:
         raise ValueError(
-            f"{shown(text)} is not an action. Write stage, one of F, B, I, W, and microbatch, "
+            f"{short_repr(text)} is not an action. Write stage, one of F, B, I, W, and microbatch, "
             "such as 3F0, with s and a number for a sequence slice, such as 3F0s1."
         )
     stage, op, microbatch, piece = match.groups()

@@ -2,7 +2,7 @@
 
 from itertools import product
 
-from .._input import shortened
+from .._input import shorten
 from ._action import Action, Op, actions_of
 from ._dependencies import Result, ScheduleError, mark, results_of, walk
 from ._schedule import Schedule, slice_names
@@ -97,7 +97,7 @@ def _absent(schedule: Schedule, result: Action, found: _Found) -> str:
     whole = Action(result.stage, Op.B, result.microbatch, result.slice)
     neither_half = result.op is Op.I and results_of(whole)[1] not in found
     name = f"{result} (or {whole})" if neither_half else f"{result}"
-    return f"No rank runs {name}. Add it to {where}:\n{shortened(str(schedule), 2000)}"
+    return f"No rank runs {name}. Add it to {where}:\n{shorten(str(schedule), 2000)}"
 
 
 def _check_same_rank(schedule: Schedule, found: _Found) -> None:

@@ -6,7 +6,7 @@ commas mean nothing.
 
 import re
 
-from .._input import shown
+from .._input import short_repr
 
 _MOST = 100_000
 """The most letters of a layout after its repetitions are expanded."""
@@ -21,7 +21,7 @@ def parse_layout(text: str) -> tuple[int, ...]:
         ValueError: If the text has other signs, does not begin with E or end with L, or if a stage
             in the middle is empty.
     """
-    given = f"`pipeline_layout` is {shown(text)}"
+    given = f"`pipeline_layout` is {short_repr(text)}"
     try:
         inner = _expanded(text)
     except OverflowError:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._versions import translated_shardings
+from .._compat import translated_shardings
 from ._nested_shard_map import nested_shard_map
 
 

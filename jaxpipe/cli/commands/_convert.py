@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..._input import shown
+from ..._input import short_repr
 from .._interrupts import unwinding
 from .._options import integer, path, text
 
@@ -79,7 +79,7 @@ def parse_size(size_text: str) -> int:
     size = int(match[1]) * _UNITS[match[2] or ""] if match else 0
     if not size:
         raise ValueError(
-            f"`--max-shard-size` is {shown(size_text)}. Give a size such as 5GB or 200MB."
+            f"`--max-shard-size` is {short_repr(size_text)}. Give a size such as 5GB or 200MB."
         )
     return size
 

@@ -32,7 +32,7 @@ from jaxpipe.schedules import (
 )
 
 from ..._durable import failed_write, write_output
-from ..._input import is_file, shown
+from ..._input import is_file, short_repr
 from .._options import integer, number, path, text
 
 _COUNTS = ("ranks", "microbatches", "chunks", "group", "slices", "latency", "spare")
@@ -144,8 +144,8 @@ def _write(option: str, file: Path, content: str) -> None:
         write_output(file, content)
     except OSError as error:
         raise failed_write(
-            f"`--{option}` is {shown(str(file))}, which cannot be written: {error.strerror}. Give "
-            "a file in an existing folder, on a disk with free space.",
+            f"`--{option}` is {short_repr(str(file))}, which cannot be written: {error.strerror}. "
+            "Give a file in an existing folder, on a disk with free space.",
             error,
         ) from None
 
@@ -207,7 +207,9 @@ def parse_costs(costs: str, transfer: str) -> Costs:
     """Reads `F,I,W`, each a number or numbers per stage with `/` between them."""
     parts = costs.split(",")
     if len(parts) != 3:
-        raise ValueError(f"`--costs` is {shown(costs)}. Give three costs F,I,W, such as 10,12,8.")
+        raise ValueError(
+            f"`--costs` is {short_repr(costs)}. Give three costs F,I,W, such as 10,12,8."
+        )
     forward, inputs, weight = (
         _number("costs", part)
         if "/" not in part
@@ -223,7 +225,7 @@ def _number(argument: str, written: str) -> int | float:
         return float(written) if not written.strip().isdecimal() else int(written)
     except ValueError:
         raise ValueError(
-            f"`--{argument}` has {shown(written)}, which is no number. Give one."
+            f"`--{argument}` has {short_repr(written)}, which is no number. Give one."
         ) from None
 
 

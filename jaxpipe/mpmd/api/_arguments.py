@@ -12,7 +12,7 @@ import jax
 from jax.sharding import PartitionSpec, Sharding
 from jaxtyping import PyTree
 
-from ..._input import shortened
+from ..._input import shorten
 from ._array import MpmdArray
 from ._mesh import MpmdSharding
 
@@ -123,7 +123,7 @@ def leaves_like(tree: Any, arguments: Arguments) -> list[Any]:
         if paths
     ]
     kinds = str(jax.tree.structure(arguments))
-    reason = " and ".join(found) or f"their containers differ: {shortened(kinds, 300)}"
+    reason = " and ".join(found) or f"their containers differ: {shorten(kinds, 300)}"
     raise ValueError(
         f"The arguments are not like those that the function was compiled for: {reason}. Compile "
         "it for these arguments, or call the uncompiled function, which compiles again if needed."

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from ... import schedules
-from ..._input import shortened
-from ..._versions import trace_settings
+from ..._compat import trace_settings
+from ..._input import shorten
 from ...ir import Program, effects_of, program
 from ..ir._reduce import Last, treduce_i
 from ._arguments import spread, static_arguments, type_of
@@ -80,7 +80,7 @@ class MpmdFunction:
             known = key in self._compiled
         except TypeError:
             raise ValueError(
-                f"The static arguments {shortened(repr(static.values()), 300)} are not "
+                f"The static arguments {shorten(repr(static.values()), 300)} are not "
                 "hashable. Give hashable values, such as tuples in place of lists."
             ) from None
         if not known:

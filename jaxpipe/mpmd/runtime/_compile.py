@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..._versions import on_other_devices, spec_on
+from ..._compat import load_on_devices, partition_spec_of
 from ...ir import Program, prints
 from ..api._mesh import MpmdMesh
 from ..ir._program import Buffer, Code, Receive, Run
@@ -158,14 +158,14 @@ def _vain_donations() -> Iterator[None]:
 
 
 def _later(future: Future, i: int, group: Mesh) -> Callable[[], PartitionSpec]:
-    return lambda: spec_on(future.result().output_shardings[i], group)
+    return lambda: partition_spec_of(future.result().output_shardings[i], group)
 
 
 def _teller(agreement: Agreement, place: int, group: Mesh) -> Callable[[Future], None]:
     def tell(future: Future) -> None:
         if future.exception() is None:
             chosen = future.result().output_shardings
-            agreement.tell_specs(place, [spec_on(sharding, group) for sharding in chosen])
+            agreement.tell_specs(place, [partition_spec_of(sharding, group) for sharding in chosen])
 
     return tell
 
@@ -207,7 +207,7 @@ class _Compiler:
         if any(map(prints, run.program.steps)):
             return self._compile(run, given, wanted)  # a program with callbacks cannot be saved
         devices, others = (list(self.mesh.unstack[r].devices.flat) for r in (rank, run.rank))
-        moved = on_other_devices(first.result(), devices, others)
+        moved = load_on_devices(first.result(), devices, others)
         return self._compile(run, given, wanted) if moved is None else moved
 
 

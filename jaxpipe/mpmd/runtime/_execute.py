@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._versions import nan_errors
+from ..._compat import nan_errors
 from ...schedules import Op
 from ..api._mesh import MpmdMesh
 from ..ir._program import Buffer, Code, Free, Instruction, Receive, Run, Send

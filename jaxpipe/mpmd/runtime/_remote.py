@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.experimental import transfer
 
-from ..._versions import distributed_state
+from ..._compat import distributed_state
 
 CHUNK_BYTES = 1 << 24
 """How much of an array travels at a time."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from ..._versions import copier
+from ..._compat import batched_device_put
 from ._remote import Transport, connect
 
 Spec = jax.ShapeDtypeStruct
@@ -33,7 +33,7 @@ def mover(sources: Sequence[Spec], targets: Sequence[Spec]) -> Callable[[Arrays]
     shardings = [_sharding(target) for target in targets]
     keys = any(_is_key(target) for target in targets)
     if not keys and layout(sources) == layout(targets):
-        return copier(shardings)
+        return batched_device_put(shardings)
     return lambda arrays: jax.device_put(list(arrays), shardings)
 
 

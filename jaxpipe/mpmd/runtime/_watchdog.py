@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from ..._exit import before_abort, leave
+from ..._exit import exit_immediately, on_abort
 
 POLL_SECONDS = 0.02
 
@@ -145,7 +145,7 @@ def stop(dog: Watchdog) -> None:
 def _patrol(dog: Watchdog) -> None:
     """The thread."""
     if dog.has_peers:
-        before_abort(lambda: _say_before_abort(dog))
+        on_abort(lambda: _say_before_abort(dog))
     oldest, since = None, 0.0
     while not dog.stopped.wait(POLL_SECONDS):
         failure = _look(dog)
@@ -190,7 +190,7 @@ def _leave(dog: Watchdog) -> None:
         time.sleep(dog.grace)
     else:
         return
-    leave()
+    exit_immediately()
 
 
 def _is_there(watched: Watched) -> bool:

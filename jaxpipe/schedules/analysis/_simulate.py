@@ -5,7 +5,7 @@ Time has no unit here: that of the costs. Where they are integers or fractions, 
 
 from dataclasses import dataclass
 
-from ..._input import shown
+from ..._input import short_repr
 from .._action import Op, Pair, Step, actions_of
 from .._dependencies import Result, walk
 from .._schedule import Schedule, without_pairs
@@ -103,7 +103,7 @@ def check_costs(costs: Costs, num_stages: int) -> None:
             )
         if not all(value == 0 or _LEAST_TIME <= value <= _MOST_TIME for value in each):
             raise ValueError(
-                f"`{name}` is {shown(cost)}. Give times of 0 or more; if not 0, from "
+                f"`{name}` is {short_repr(cost)}. Give times of 0 or more; if not 0, from "
                 f"{_LEAST_TIME:g} to {_MOST_TIME:g}."
             )
 

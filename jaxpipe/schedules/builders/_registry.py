@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from ..._input import shown
+from ..._input import short_repr
 from .._schedule import Schedule
 from ._controlled_memory import v_half, v_min
 from ._dualpipe import dualpipe, dualpipev
@@ -130,7 +130,7 @@ def family(name: str) -> Family:
         return FAMILIES[name]
     nearest = get_close_matches(name[:80], FAMILIES, n=1, cutoff=0)[0]
     raise ValueError(
-        f"`name` is {shown(name)}, which is no schedule. Did you mean {nearest!r}? "
+        f"`name` is {short_repr(name)}, which is no schedule. Did you mean {nearest!r}? "
         f"Give one of {', '.join(FAMILIES)}."
     )
 

@@ -8,7 +8,7 @@ import io
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..._input import MEGABYTE, read_text, shown
+from ..._input import MEGABYTE, read_text, short_repr
 from .._action import Step, parse_step
 from .._check import check
 from .._schedule import Schedule, from_programs, num_slices
@@ -49,7 +49,7 @@ def from_csv(text: str) -> Schedule:
         # Nothing is made as large as a number says before all actions are known to be there.
         require(
             count <= num_steps * 2,
-            f"The actions are of {shown(count)} {name}, and there are {num_steps} of them.",
+            f"The actions are of {short_repr(count)} {name}, and there are {num_steps} of them.",
             "Some are missing, or a number is wrong.",
         )
     return check(schedule)

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..._input import read_text, shortened, shown
+from ..._input import read_text, short_repr, shorten
 from ._config import Config
 from ._maxtext_keys import instead_of
 from ._yaml import MOST_YAML_BYTES, load_yaml
@@ -60,8 +60,8 @@ def parse_override(text: str) -> Values:
     """`key=value` as a mapping with one key. No value at all is the empty string."""
     key, equals, value = text.partition("=")
     if not (key and equals):
-        raise ValueError(f"The override {shown(text)} is not `key=value`, such as `steps=10`.")
-    found = load_yaml(value, f"The override {shown(text)}") if value.strip() else ""
+        raise ValueError(f"The override {short_repr(text)} is not `key=value`, such as `steps=10`.")
+    found = load_yaml(value, f"The override {short_repr(text)}") if value.strip() else ""
     is_number = isinstance(found, int | float) and not isinstance(found, bool)
     return {key: value.strip() if is_number and key in _TEXT_KEYS else found}
 
@@ -73,7 +73,9 @@ def parse_yaml(text: str, source: str) -> Values:
         return {}
     if not isinstance(values, dict):
         raise ValueError(f"{source} holds a {type(values).__name__}. Write `key: value` lines.")
-    return {key if isinstance(key, str) else shown(key): value for key, value in values.items()}
+    return {
+        key if isinstance(key, str) else short_repr(key): value for key, value in values.items()
+    }
 
 
 def _read(file: str) -> Values:
@@ -84,7 +86,7 @@ def _preset(name: Any, presets: Mapping[str, Mapping[str, Any]]) -> Values:
     if not isinstance(name, str) or name not in presets:
         valid = ", ".join(sorted(presets))
         raise ValueError(
-            f"`model_name` is {shown(name)}.{_nearest(str(name), presets)} Models: {valid}."
+            f"`model_name` is {short_repr(name)}.{_nearest(str(name), presets)} Models: {valid}."
         )
     return dict(presets[name])
 
@@ -103,7 +105,7 @@ def _checked(sources: Sequence[tuple[str, Values]]) -> Config:
         for key in values:
             if key not in Config.model_fields:
                 raise ValueError(
-                    f"{source} sets `{shortened(key, 80)}`, which is no key.{_advice(key)}"
+                    f"{source} sets `{shorten(key, 80)}`, which is no key.{_advice(key)}"
                 )
     merged = _merged(sources)
     try:
@@ -131,7 +133,7 @@ def _message(error: ValidationError, values: Values, origin: Mapping[str, str]) 
     lines: dict[str, list[str]] = {}
     for detail in error.errors(include_url=False, include_context=False, include_input=False):
         key = str(detail["loc"][0]) if detail["loc"] else ""
-        start = f"`{key}` is {shown(values[key])} (from {origin[key]}). " if key else ""
+        start = f"`{key}` is {short_repr(values[key])} (from {origin[key]}). " if key else ""
         inside = _inside(detail["loc"][1:]) if key.endswith("data_sources") else ""
         lines.setdefault(start + inside, []).append(detail["msg"].removeprefix("Value error, "))
     found = [start + _wish(messages) for start, messages in lines.items()]

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from ..._input import MEGABYTE, shown
+from ..._input import MEGABYTE, short_repr
 
 MOST_YAML_BYTES = MEGABYTE
 """The most bytes of one text. The parser needs some 15 seconds for so many."""
@@ -75,7 +75,10 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
                 if key.value in seen:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"{shown(key.value)} is given twice; keep one", key.start_mark
+                        None,
+                        None,
+                        f"{short_repr(key.value)} is given twice; keep one",
+                        key.start_mark,
                     )
                 seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
@@ -92,7 +95,7 @@ class _Loader(yaml.SafeLoader):
         except (ValueError, KeyError):
             kind = node.tag.rpartition(":")[2]
             raise yaml.constructor.ConstructorError(
-                None, None, f"{shown(node.value)} cannot be read as {kind}", node.start_mark
+                None, None, f"{short_repr(node.value)} cannot be read as {kind}", node.start_mark
             ) from None
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax
 
-from ..._input import shortened
+from ..._input import shorten
 from ..plan._setup import Setup, batch_shapes
 from ._memory_estimate import Footprint, footprints
 
@@ -59,6 +59,6 @@ def _message(setup: Setup, found: Footprint, needed: int, most: int, *, on_host:
         f"each device weights take {found.weights / 1e9:.3g} GB, gradients "
         f"{(found.gradients + found.gradient_sums) / 1e9:.3g} GB, the optimizer "
         f"{found.optimizer / 1e9:.3g} GB and stage inputs {found.stage_inputs / 1e9:.3g} GB. These "
-        f"keys decide it: {shortened(values, 500)}. Make them smaller, or use more devices "
+        f"keys decide it: {shorten(values, 500)}. Make them smaller, or use more devices "
         f"(`ici_fsdp_parallelism`, `ici_pipeline_parallelism`; now {jax.device_count()})."
     )

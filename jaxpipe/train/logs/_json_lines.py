@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._durable import write_file
-from ..._input import MEGABYTE, parse_json, shown
+from ..._input import MEGABYTE, parse_json, short_repr
 from ..runtime._reading import read_file
 
 _MOST_BYTES = 256 * MEGABYTE
@@ -65,7 +65,8 @@ def parse_line(line: bytes, key: str, where: str) -> dict[str, Any]:
         raise ValueError(f"{error} Remove the line.") from None
     if not isinstance(entry, dict) or not _is_number(entry.get(key)):
         raise ValueError(
-            f"{where} is {shown(line.decode(), 80)}, not an object with a `{key}`. Remove the line."
+            f"{where} is {short_repr(line.decode(), 80)}, not an object with a `{key}`. "
+            "Remove the line."
         )
     return entry
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ... import models, schedules, sharding
-from ..._versions import splash_aborts_in_pipelines
+from ..._compat import splash_aborts_in_pipelines
 from ..config._config import Config
 from ..config._xla_flags import compiler_options
 from ._family import Sizes, family_of

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field, replace
 
 import jax
 
-from ..._exit import before_abort, leave
-from ..._versions import distributed_state
+from ..._compat import distributed_state
+from ..._exit import exit_immediately, on_abort
 from ._stop import RunError, TerminatedError
 
 POLL_SECONDS = 0.25
@@ -225,7 +225,7 @@ class StepWatch:
 
     def __enter__(self) -> "StepWatch":
         if not self._is_alone:
-            before_abort(self._say_before_abort)
+            on_abort(self._say_before_abort)
             for work, *args in ((self._talk, KeyValueStore()), (self._patrol,)):
                 thread = threading.Thread(target=work, args=args, daemon=True, name="step watch")
                 thread.start()
@@ -300,7 +300,7 @@ class StepWatch:
             if reason:
                 self._say(f"{reason}. This process ends")
                 time.sleep(GRACE_SECONDS)  # all say it before the first has ended
-                leave()
+                exit_immediately()
 
     def _say(self, what: str) -> None:
         print(f"jaxpipe: process {self._process}: {what}.", file=sys.stderr, flush=True)

@@ -45,7 +45,7 @@ def trace_settings() -> Hashable:
     return tuple(x for name, x in values if not name.endswith("mesh_context_manager"))
 
 
-def spec_on(sharding: Sharding, mesh: Mesh) -> P:
+def partition_spec_of(sharding: Sharding, mesh: Mesh) -> P:
     """Returns the spec of a compiled program's sharding.
 
     JAX gives no `NamedSharding` where it cannot tell which mesh the compiler's choice is for.
@@ -71,7 +71,7 @@ def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
-def on_other_devices(compiled: Any, devices: Sequence[Any], others: Sequence[Any]) -> Any:
+def load_on_devices(compiled: Any, devices: Sequence[Any], others: Sequence[Any]) -> Any:
     """A compiled program for other devices of the same kind, or None if that cannot be done.
 
     JAX saves programs and loads them again, for the same devices. Here others answer to what was
@@ -83,7 +83,7 @@ def on_other_devices(compiled: Any, devices: Sequence[Any], others: Sequence[Any
         return None
     try:
         payload, in_tree, out_tree = serialize_executable.serialize(compiled)
-        unpickler = _Elsewhere(io.BytesIO(payload), others[0].client, tuple(others))
+        unpickler = _DeviceUnpickler(io.BytesIO(payload), others[0].client, tuple(others))
         unpickler.devices_by_id = {
             device.id: other for device, other in zip(devices, others, strict=True)
         }
@@ -102,7 +102,9 @@ def distributed_state() -> Any:
     return distributed.global_state
 
 
-def copier(shardings: Sequence[Sharding]) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
+def batched_device_put(
+    shardings: Sequence[Sharding],
+) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
     """`jax.device_put`, or in a third of its time what it does once it has looked at everything.
 
     Args:
@@ -117,7 +119,7 @@ def copier(shardings: Sequence[Sharding]) -> Callable[[Sequence[jax.Array]], Seq
     return lambda arrays: copy(arrays, devices, shardings, semantics)
 
 
-class _Elsewhere(serialize_executable._JaxPjrtUnpickler):
+class _DeviceUnpickler(serialize_executable._JaxPjrtUnpickler):
     """Reads a saved program for other devices than it was compiled for."""
 
     def persistent_load(self, pid: Any) -> Any:
@@ -201,7 +203,7 @@ def _sharding_patches() -> list[tuple[Any, str, Callable]]:
     ]
 
 
-def _meant(sharding: Any) -> Any:
+def _translated(sharding: Any) -> Any:
     """Returns `sharding` translated, if this thread translates and it is a `NamedSharding`."""
     translate = _translate.get()
     if translate is None or not isinstance(sharding, NamedSharding):
@@ -211,19 +213,19 @@ def _meant(sharding: Any) -> Any:
 
 def _constrain(bind: Callable) -> Callable:
     def constrain(x: Any, *, sharding: Any, **params: Any) -> Any:
-        meant = _meant(sharding)
+        meant = _translated(sharding)
         if meant is sharding:
             return bind(x, sharding=sharding, **params)
         mesh, spec = meant.mesh, meant.spec
         types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         if AxisType.Explicit in types.values():
-            typed = _of_type(spec, types, AxisType.Explicit)
+            typed = _axes_of_type(spec, types, AxisType.Explicit)
             now = jax.typeof(x).sharding.spec
             dims = (a if b is P.UNCONSTRAINED else b for a, b in itertools.zip_longest(now, typed))
             x = jax.sharding.reshard(x, NamedSharding(mesh, P(*dims)))
         if AxisType.Auto not in types.values():
             return x
-        meant = NamedSharding(mesh, _of_type(spec, types, AxisType.Auto))
+        meant = NamedSharding(mesh, _axes_of_type(spec, types, AxisType.Auto))
         return bind(x, sharding=meant, **(params | {"context_mesh": mesh}))
 
     return constrain
@@ -231,7 +233,7 @@ def _constrain(bind: Callable) -> Callable:
 
 def _reshard(bind: Callable) -> Callable:
     def reshard(x: Any, *, dst_sharding: Any, concrete_mesh: Any, **params: Any) -> Any:
-        meant = _meant(dst_sharding)
+        meant = _translated(dst_sharding)
         mesh = concrete_mesh if meant is dst_sharding else None
         return bind(x, dst_sharding=meant, concrete_mesh=mesh, **params)
 
@@ -253,7 +255,7 @@ def _check(check: Callable) -> Callable:
     """Returns JAX's `check`, skipped if its last argument is a sharding that is translated."""
 
     def check_own(*arguments: Any) -> None:
-        if _meant(arguments[-1]) is arguments[-1]:
+        if _translated(arguments[-1]) is arguments[-1]:
             check(*arguments)
 
     return check_own
@@ -261,12 +263,12 @@ def _check(check: Callable) -> Callable:
 
 def _canonicalize(canonicalize: Callable) -> Callable:
     def translated(sharding: Any, *rest: Any, **options: Any) -> Any:
-        return canonicalize(_meant(sharding), *rest, **options)
+        return canonicalize(_translated(sharding), *rest, **options)
 
     return translated
 
 
-def _of_type(spec: P, types: dict[str, AxisType], wanted: AxisType) -> P:
+def _axes_of_type(spec: P, types: dict[str, AxisType], wanted: AxisType) -> P:
     """Returns `spec` with only the axes of one type."""
 
     def kept(dim: Any) -> Any:
