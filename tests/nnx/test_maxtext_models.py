@@ -84,6 +84,7 @@ PIPELINES = {
 }
 CASES = [
     ("llama2", "2 ranks"),
+    ("llama2", "per repeat"),
     ("llama2", "explicit"),
     ("mixtral", "2 ranks"),
     ("deepseek", "4 ranks"),
@@ -119,7 +120,7 @@ def replaced(state: Any, arrays: dict[str, Any]) -> Any:
     )
 
 
-def batch_of(config: Any) -> tuple[Any, Any, Any]:
+def batch_of(config: Any) -> tuple[Any, ...]:
     rows, length = config.micro_batch_size_to_train_on, config.max_target_length
     x = jax.random.normal(jax.random.key(1), (rows, length, config.emb_dim))
     segments = jnp.where(jnp.arange(length) < 3, 1, 2)
