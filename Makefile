@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo quick test test-slow test-product lint clean
+.PHONY: demo quick test test-slow test-product lint api clean
 
 demo: .venv/demo
 	$(BIN)/python examples/demo.py
@@ -28,6 +28,9 @@ lint: .venv/dev
 	$(BIN)/ruff check jaxpipe tests examples benchmarks
 	$(BIN)/ruff format --check jaxpipe tests examples benchmarks
 	$(BIN)/pyright
+
+api:  # docs/api.md, from the sources
+	$(PYTHON) docs/_api.py
 
 # Stamps: an environment is installed again when pyproject.toml is newer.
 .venv/demo: pyproject.toml | .venv/made

@@ -25,8 +25,10 @@ install_import_hook(
     [
         "jaxpipe.schedules",
         "jaxpipe.sharding",
+        "jaxpipe.ir",
         "jaxpipe.autodiff",
         "jaxpipe.spmd",
+        "jaxpipe.modules",
         "jaxpipe.linen",
         "jaxpipe.nnx",
         "jaxpipe.plan",
@@ -34,6 +36,7 @@ install_import_hook(
         "jaxpipe.mpmd",
         "jaxpipe.data",
         "jaxpipe.train",
+        "jaxpipe.hugging_face",
         "jaxpipe.report",
     ],
     "beartype.beartype",
