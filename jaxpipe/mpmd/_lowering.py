@@ -42,7 +42,7 @@ def lower(
     Returns:
         The function with its loops in tasks, and the code.
     """
-    looped = pipeline_loops(_with_values_for_outputs(traced), schedule_of)
+    looped = _with_own_outputs(pipeline_loops(traced, schedule_of), donated_inputs)
     observe("pipeline_loops", looped)
     outer, placement = place(looped, num_ranks, out_ranks)
     observe("place", placement)
@@ -59,16 +59,18 @@ def lower(
     return outer, code
 
 
-def _with_values_for_outputs(traced: Program) -> Program:
-    """Returns the program with a value for each output: constants and repeated values are copied.
+def _with_own_outputs(looped: Program, donated_inputs: frozenset[int]) -> Program:
+    """Returns the program with an array of its own for each output, as `jax.jit` has.
 
-    Two results that share an array could not be donated separately.
+    Constants, values that are returned twice, and inputs that the caller keeps are copied: whoever
+    donates one array must not lose another.
     """
-    steps, outputs, known = list(traced.steps), [], set[Atom]()
-    for atom in traced.outputs:
-        if isinstance(atom, Constant) or atom in known:
+    kept = (value for i, value in enumerate(looped.inputs) if i not in donated_inputs)
+    steps, outputs, shared = list(looped.steps), [], set[Atom](kept)
+    for atom in looped.outputs:
+        if isinstance(atom, Constant) or atom in shared:
             steps.append(copy_of(atom))
             atom = steps[-1].outputs[0]
-        known.add(atom)
+        shared.add(atom)
         outputs.append(atom)
-    return Program(traced.inputs, tuple(steps), tuple(outputs))
+    return Program(looped.inputs, tuple(steps), tuple(outputs))

@@ -1,4 +1,4 @@
-"""How a compiled function is called: names, static and donated arguments, types, trees, memory."""
+"""How a compiled function is called: names, static arguments, types, trees, memory."""
 
 from functools import partial
 from typing import Any
@@ -31,7 +31,6 @@ from mpmd.small import (
     layer,
     layers,
     marked_loss,
-    numbers,
     squared_error,
 )
 
@@ -229,75 +228,6 @@ def test_arguments_of_another_type_are_named_before_anything_runs():
             compiled(*args, scale=scale)
     new, _ = compiled(weights, np.ones(3), scale=np.float64(2))
     assert_close(new[0]["in"], 2 * layers(1)[0]["in"])
-
-
-# Donation.
-
-
-def test_donated_arguments_are_deleted_wherever_they_were():
-    """On the host's first device, on all devices, or on their own groups, as with `jax.jit`.
-
-    A donated argument that no result is like stays, as there.
-    """
-
-    def step(weights: Any, xs: Any, ys: Any) -> Any:
-        value, grads = gradients(Std1F1B(2))(weights, xs, ys)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
-
-    data = batch(3)
-    true = jax.jit(step)(layers(2), *data)
-    mesh = groups(2)
-    pipelined = mpmd_jit_with_loop(step, mesh, donate_argnums=0, donate_argnames="xs")
-    everywhere = NamedSharding(mesh.jax_mesh, P())
-    for weights in (layers(2), jax.device_put(layers(2), everywhere)):
-        new, value = pipelined(weights, *data)
-        assert all(w.is_deleted() for w in jax.tree.leaves(weights))
-        assert_close((new, value), true)
-    again, _ = pipelined(new, *data)
-    assert all(w.is_deleted() for w in jax.tree.leaves(new))
-    with pytest.raises(RuntimeError, match=r"MpmdArray\(shape=\(8, 16\), .* has been deleted"):
-        pipelined(new, *data)
-    assert not any(x.is_deleted() for x in data)
-    assert not any(w.is_deleted() for w in jax.tree.leaves(again))
-
-
-def test_what_is_donated_and_returned_as_it_is_keeps_its_numbers():
-    """Frozen weights of a state: the result shares their memory, and the argument is gone."""
-
-    def step(state: Any, xs: Any, ys: Any) -> Any:
-        _, grads = gradients(Std1F1B(2))(state["new"], xs, ys)
-        new = jax.tree.map(lambda w, g: w - 0.1 * g, state["new"], grads)
-        return {"new": new, "frozen": state["frozen"], "twice": state["frozen"]}
-
-    pipelined, plain = mpmd_jit_with_loop(step, groups(2), donate_argnums=0), jax.jit(step)
-
-    def first() -> Any:
-        return {"new": layers(2), "frozen": numbers(7, 3, 5), "twice": numbers(8, 3, 5)}
-
-    state, true = first(), first()
-    for _ in range(3):
-        before = state
-        state, true = pipelined(state, *batch(3)), plain(true, *batch(3))
-        assert_close(state, true)
-        assert all(w.is_deleted() for w in jax.tree.leaves(before["new"]))
-    assert before["frozen"].is_deleted() and not state["frozen"].is_deleted()
-
-
-def test_an_argument_given_twice_and_donated_once_stays():
-    step = mpmd_jit_with_loop(lambda x, y: x + y, groups(1), donate_argnums=0)
-    x = jax.device_put(jnp.ones(3), jax.devices()[1])
-    np.testing.assert_array_equal(step(x, x), 2 * np.ones(3))
-    assert not x.is_deleted()
-
-
-def test_donated_memory_is_free_after_the_call():
-    step = mpmd_jit_with_loop(lambda x: x + 1, groups(1), donate_argnums=0)
-    x = step(jax.device_put(np.zeros(1000), jax.devices()[1]))
-    alive = {id(a) for a in jax.live_arrays()}
-    for _ in range(3):
-        x = step(x)
-    assert len([a for a in jax.live_arrays() if id(a) not in alive and a.shape == (1000,)]) <= 1
-    np.testing.assert_array_equal(x, np.full(1000, 4.0, np.float32))
 
 
 # Meshes and memory.

@@ -1,5 +1,6 @@
 """Meshes of groups, and arrays that live on some of them."""
 
+import inspect
 from typing import Any
 
 import jax
@@ -86,3 +87,16 @@ def test_shardings_in_place_of_specs():
     assert jax.tree.map(lambda x: x.spec, where) == specs
     with pytest.raises(ValueError, match="Both `in_specs` and `in_shardings` are given"):
         mpmd_jit_with_loop(jnp.sin, mesh, in_specs=P(), in_shardings=whole)
+
+
+def test_what_is_no_array_on_a_group_is_refused_by_name():
+    where = MpmdSharding(groups(2), {1}, P())
+    cases: list[tuple[str, Any, Any]] = [
+        (r"`partially_addressable_arrays\[0\]` is a ndarray, .*of_rank\(1\)", [np.ones(3)], where),
+        (r"`partially_addressable_arrays\[0\]` is a float, which is on no group", [1.0], where),
+        (r"`mpmd_sharding` is a NamedSharding\. Give an `MpmdSharding`", [], where.of_rank(1)),
+    ]
+    for message, arrays, sharding in cases:
+        make = inspect.unwrap(MpmdArray.__init__)  # without the checks of types in tests
+        with pytest.raises(ValueError, match=message):
+            make(MpmdArray.__new__(MpmdArray), arrays, sharding)

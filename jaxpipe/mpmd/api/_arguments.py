@@ -4,7 +4,7 @@ Errors name paths such as `args[0]['w']` and shapes. They never show the content
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,6 +154,35 @@ def check_types(
                 f"`{list(_paths(arguments))[i]}` is {given[1]}{list(given[0])}, and the function "
                 f"was compiled for {dtype}{list(shape)}. Compile it for this shape and dtype, or "
                 "call the uncompiled function, which compiles again if needed."
+            )
+
+
+def check_given_once(arguments: Arguments, leaves: Sequence[Any], donated: Collection[int]) -> None:
+    """Checks that the array of a donated argument is given once.
+
+    Args:
+        arguments: The arguments.
+        leaves: Their leaves.
+        donated: The indices of donated leaves.
+
+    Raises:
+        ValueError: If it is also the array of another argument. The error names both.
+    """
+    if not donated:
+        return
+    first: dict[int, int] = {}
+    for i, leaf in enumerate(leaves):
+        arrays = leaf.local_arrays if isinstance(leaf, MpmdArray) else [leaf]
+        for array in arrays:
+            j = first.setdefault(id(array), i)
+            if j == i or not isinstance(array, jax.Array) or not {i, j}.intersection(donated):
+                continue
+            paths = list(_paths(arguments))
+            one, other = (j, i) if j in donated else (i, j)
+            raise ValueError(
+                f"`{paths[one]}` is donated, and `{paths[other]}` is the same array. Results take "
+                "the memory of what is donated, so give a copy (`jnp.copy`) as one of them, or "
+                "donate neither."
             )
 
 

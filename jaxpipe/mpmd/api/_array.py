@@ -26,8 +26,9 @@ class MpmdArray:
         dtype: The dtype, likewise.
 
     Raises:
-        ValueError: If an array is not on one of the groups, two are on the same one, shapes, dtypes
-            or specs differ, or neither an array nor `shape` and `dtype` are given.
+        ValueError: If an array is no `jax.Array` or not on one of the groups, two are on the same
+            one, shapes, dtypes or specs differ, neither an array nor `shape` and `dtype` are given,
+            or `mpmd_sharding` is no `MpmdSharding`.
     """
 
     def __init__(
@@ -37,6 +38,11 @@ class MpmdArray:
         shape: Sequence[int] | None = None,
         dtype: Any = None,
     ) -> None:
+        if not isinstance(mpmd_sharding, MpmdSharding):
+            raise ValueError(
+                f"`mpmd_sharding` is a {type(mpmd_sharding).__name__}. Give an `MpmdSharding`: it "
+                "names the groups that have the array."
+            )
         arrays = _by_rank(list(partially_addressable_arrays), mpmd_sharding)
         first = next(iter(arrays.values()), None)
         shape = shape if first is None or shape is not None else first.shape
@@ -142,9 +148,14 @@ class MpmdArray:
         return self._partially_addressable_arrays.get(rank)
 
     @property
+    def local_arrays(self) -> list[jax.Array]:
+        """The array of each of its groups in this process, in the order of the groups."""
+        return list(self._partially_addressable_arrays.values())
+
+    @property
     def to_mpmd_local_array(self) -> jax.Array | list[jax.Array] | None:
         """The array of its group in this process, a list if there are several, None if none."""
-        arrays = list(self._partially_addressable_arrays.values())
+        arrays = self.local_arrays
         return arrays[0] if len(arrays) == 1 else arrays or None
 
     @property
@@ -168,7 +179,7 @@ class MpmdArray:
 
     def block_until_ready(self) -> "MpmdArray":
         """Waits until it is computed, and returns it."""
-        self._wait(list(self._partially_addressable_arrays.values()))
+        self._wait(self.local_arrays)
         return self
 
     def is_ready(self) -> bool:
@@ -239,10 +250,17 @@ class MpmdArray:
         )
 
 
-def _by_rank(arrays: Sequence[jax.Array], where: MpmdSharding) -> dict[int, jax.Array]:
+def _by_rank(arrays: Sequence[Any], where: MpmdSharding) -> dict[int, jax.Array]:
     """Returns each array by the group on whose devices it is, in the order of the groups."""
     mesh, found = where.mpmd_mesh, {}
     for i, array in enumerate(arrays):
+        if not isinstance(array, jax.Array):
+            rank = (*where.mpmd_idxs, 0)[0]
+            raise ValueError(
+                f"`partially_addressable_arrays[{i}]` is a {type(array).__name__}, which is on no "
+                "group. Give a list with one `jax.Array` for each group, such as "
+                f"`jax.device_put(x, mpmd_sharding.of_rank({rank}))`."
+            )
         name = f"`partially_addressable_arrays[{i}]`, {_kind(array)},"
         ranks = {mesh.device_mpmd_idx.get(device) for device in array.devices()}
         rank = ranks.pop()

@@ -17,8 +17,9 @@ def given_away(code: Code, donated: frozenset[int], *, crosses: bool) -> GivenAw
     """Returns the arguments that a call deletes.
 
     As with `jax.jit`, a donated argument is deleted if a result has its shape and dtype, and each
-    result accounts for one argument. An argument that is returned unchanged, or sent, shares its
-    memory with the result or the transfer, so that rank keeps its array.
+    result accounts for one argument, first for that which it is. An argument that is returned
+    unchanged, or sent, shares its memory with the result or the transfer, so that rank keeps its
+    array.
 
     Args:
         code: The instructions of all ranks.
@@ -33,8 +34,9 @@ def given_away(code: Code, donated: frozenset[int], *, crosses: bool) -> GivenAw
         if isinstance(instruction, Send):
             for buffer in instruction.buffers:
                 shared.setdefault(buffer, set()).add(instruction.rank)
+    returned = {buffer for buffer, _ in code.outputs}
     found: GivenAway = {}
-    for i in sorted(donated):
+    for i in sorted(donated, key=lambda i: (code.inputs[i][0] not in returned, i)):
         buffer, _ = code.inputs[i]
         kind = _type(buffer.value.aval)
         if results[kind]:
@@ -50,11 +52,8 @@ def give_away(leaves: Sequence[Any], given: GivenAway) -> None:
         leaves: All arguments of the call.
         given: The arguments to delete.
     """
-    kept = {id(leaf) for i, leaf in enumerate(leaves) if i not in given}
     for i, ranks in given.items():
         leaf = leaves[i]
-        if id(leaf) in kept:
-            continue
         if isinstance(leaf, MpmdArray):
             leaf.give_away(ranks)
         elif isinstance(leaf, jax.Array) and not ranks and not leaf.is_deleted():

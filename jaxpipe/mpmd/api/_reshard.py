@@ -48,7 +48,7 @@ def spmd_to_mpmd_reshard(
     """
 
     def to_groups(x: Any, where: MpmdSharding) -> MpmdArray:
-        return _to_groups(mpmd_mesh, x, where, shares=not donate)
+        return _to_groups(mpmd_mesh, x, where)
 
     return _moved(
         to_groups, spmd_arrays, mpmd_shardings, "mpmd_shardings", MpmdSharding, threshold, donate
@@ -82,7 +82,7 @@ def mpmd_to_spmd_reshard(
     """
 
     def from_groups(x: MpmdArray, where: Any) -> jax.Array:
-        return _from_groups(mpmd_mesh, x, where, shares=not donate)
+        return _from_groups(mpmd_mesh, x, where)
 
     return _moved(
         from_groups, mpmd_arrays, spmd_shardings, "spmd_shardings", Sharding, threshold, donate
@@ -124,20 +124,20 @@ def _moved(
     return tree.unflatten(moved)
 
 
-def _put(x: Any, where: Sharding, *, shares: bool) -> jax.Array:
-    """Puts `x`, or a copy if the result could share memory with `x` and `shares` is False."""
-    if not shares and isinstance(x, jax.Array) and x.devices() & where.device_set:
+def _put(x: Any, where: Sharding) -> jax.Array:
+    """Puts `x`, or a copy if the result could share memory with `x`: each is deleted alone."""
+    if isinstance(x, jax.Array) and x.devices() & where.device_set:
         x = jnp.copy(x)
     return jax.device_put(x, where)
 
 
-def _to_groups(mesh: MpmdMesh, x: Any, where: MpmdSharding, *, shares: bool) -> MpmdArray:
+def _to_groups(mesh: MpmdMesh, x: Any, where: MpmdSharding) -> MpmdArray:
     if not where.mesh_ids:
         where = replace(where, mesh_ids=(0,))
     local = [rank for rank in where.mpmd_idxs if rank in mesh.local_ranks]
     weak = getattr(x, "weak_type", False)
     if jax.process_count() == 1:
-        arrays = {rank: _put(x, where.of_rank(rank), shares=shares) for rank in local}
+        arrays = {rank: _put(x, where.of_rank(rank)) for rank in local}
         return MpmdArray.of_ranks(arrays, where, x.shape, x.dtype, weak_type=weak)
     x = jax.device_put(x, _automatic(x.sharding))
     everywhere = jax.jit(_same, out_shardings=NamedSharding(mesh.auto_mesh, where.spec))(x)
@@ -150,10 +150,10 @@ def _to_groups(mesh: MpmdMesh, x: Any, where: MpmdSharding, *, shares: bool) -> 
     return MpmdArray.of_ranks(arrays, where, x.shape, x.dtype, weak_type=weak)
 
 
-def _from_groups(mesh: MpmdMesh, x: MpmdArray, where: Any, *, shares: bool) -> jax.Array:
+def _from_groups(mesh: MpmdMesh, x: MpmdArray, where: Any) -> jax.Array:
     x.check_not_deleted()
     if jax.process_count() == 1:
-        return _put(x.first_local_array(), where, shares=shares)
+        return _put(x.first_local_array(), where)
     move = jax.jit(_of_group, static_argnums=1, out_shardings=_automatic(where))
     return jax.device_put(move(_stacked(mesh, x), x.mpmd_idxs[0]), where)
 

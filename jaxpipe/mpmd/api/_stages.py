@@ -29,7 +29,7 @@ from ..runtime._execute import Act, Bound, Place, bind
 from ..runtime._propagate_shardings import constrained, spread
 from ..runtime._session import Agreement, Session, open_session
 from ..runtime._watchdog import give_up, wait
-from ._arguments import StaticArguments, check_types, leaves_like
+from ._arguments import StaticArguments, check_given_once, check_types, leaves_like
 from ._array import MpmdArray
 from ._assign_arguments import placed
 from ._donate import give_away, given_away
@@ -241,6 +241,7 @@ class Compiled:
         arguments, _ = traced.settings.static.split(args, kwargs)
         leaves = leaves_like(traced.in_tree, arguments)
         check_types(arguments, leaves, self._shapes, self._dtypes)
+        check_given_once(arguments, leaves, traced.donated)
         slots = list(self._bound.start)
         with no_ambient_mesh():
             placed(leaves, self._inputs, slots)
