@@ -79,14 +79,15 @@ def _batch(arguments: Any, dims: Any, **params: Any) -> tuple[list[Any], Any]:
     return stage_end_p.bind(*arguments, **params), dims
 
 
-def _same(*arguments: Any, **params: Any) -> list[Any]:
+def same(*arguments: Any, **params: Any) -> list[Any]:
+    """Returns the arguments of a mark, which computes nothing."""
     del params
     return list(arguments)
 
 
-stage_end_p.def_impl(_same)
-stage_end_p.def_abstract_eval(_same)
-mlir.register_lowering(stage_end_p, mlir.lower_fun(_same, multiple_results=True))
+stage_end_p.def_impl(same)
+stage_end_p.def_abstract_eval(same)
+mlir.register_lowering(stage_end_p, mlir.lower_fun(same, multiple_results=True))
 ad.primitive_jvps[stage_end_p] = _jvp
 ad.primitive_transposes[stage_end_p] = _transpose
 batching.primitive_batchers[stage_end_p] = _batch

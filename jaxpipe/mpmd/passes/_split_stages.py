@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from ...ir import Atom, Constant, Plain, Program, Step, Value, is_light, prints, tokens, values
-from ..ir._marks import NAME
+from ..ir._marks import NAME, same
 from ..ir._scopes import is_transposed
 from ..ir._steps import ADD, copy_of, is_sum, live, substituted, with_outputs
 from ._fingerprint import Numbers
@@ -99,7 +99,7 @@ def _of_values(body: Program) -> Program:
             pairs = zip(step.outputs, atoms, strict=True)
             known.update((o, a) for o, a in pairs if isinstance(a, Constant))
             outputs = tuple(o for o in step.outputs if o not in known)
-            step = Step(Plain(NAME, _handed_on, params), tuple(values(atoms)), outputs)
+            step = Step(Plain(NAME, same, params), tuple(values(atoms)), outputs)
         steps.append(step)
     return with_outputs(body, steps, known)
 
@@ -114,10 +114,6 @@ def _marked(step: Step) -> list[Atom]:
 
     variables = step.operation.equation.invars
     return [constant(x) if isinstance(x, Literal) else next(inputs) for x in variables]
-
-
-def _handed_on(*arguments: Any) -> list[Any]:
-    return list(arguments)
 
 
 def _marks_in(body: Program) -> list[int]:
