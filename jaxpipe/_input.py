@@ -52,6 +52,19 @@ def shorten(text: str, most: int) -> str:
     return f"{text[:half]} ... ({len(text) - 2 * half} characters left out) ... {text[-half:]}"
 
 
+def clause(error: object, most: int = 500) -> str:
+    """Returns the message of another library's error as a part of a sentence of ours.
+
+    Args:
+        error: The error, or its message.
+        most: The number of characters beyond which the middle of the message is left out.
+
+    Returns:
+        The message on one line, without the full stop at its end.
+    """
+    return shorten(" ".join(str(error).split()), most).rstrip(" .:;,")
+
+
 def plain_text(value: str) -> str:
     """Returns a name or path as it is.
 

@@ -8,7 +8,7 @@ import threading
 import traceback
 
 from .._durable import PATH_ERRORS, DiskError
-from .._input import short_repr, shorten
+from .._input import clause, short_repr, shorten
 
 _MOST_MESSAGE = 4000
 """The most characters of an error message."""
@@ -108,7 +108,7 @@ def _tell_unexpected(error: BaseException, command: str) -> int:
     """
     if os.environ.get(SHOW):
         traceback.print_exception(error)
-    what = shorten(" ".join(f"{type(error).__name__}: {error}".split()), 500)
+    what = clause(f"{type(error).__name__}: {error}")
     print(
         f"jaxpipe: error: this is a bug of jaxpipe, in `jaxpipe {command}`: {what}. "
         f"{_where_to_look(error)}",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int32
 
-from .._input import MEGABYTE, is_file, read_bytes, read_text, short_repr, shorten
+from .._input import MEGABYTE, clause, is_file, read_bytes, read_text, short_repr, shorten
 
 if TYPE_CHECKING:
     import sentencepiece
@@ -69,7 +69,7 @@ class HuggingFaceTokenizer:
             encoded = self.tokenizer.encode(text, add_special_tokens=False)
         except Exception as error:  # the Rust side raises plain Exception
             raise ValueError(
-                f"The tokenizer cannot encode {short_repr(text, 40)}: {shorten(str(error), 300)}. "
+                f"The tokenizer cannot encode {short_repr(text, 40)}: {clause(error, 300)}. "
                 "Repair the tokenizer.json that `tokenizer_path` names: it may lack its token for "
                 "unknown words."
             ) from None

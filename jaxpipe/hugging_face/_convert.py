@@ -25,7 +25,7 @@ from jaxtyping import PyTree
 
 from .. import models
 from .._durable import PATH_ERRORS, failed_write, rename, sync_tree, write_file
-from .._input import MEGABYTE, parse_json, read_text, shorten
+from .._input import MEGABYTE, clause, parse_json, read_text
 from ..train.checkpoint._init_from import WEIGHTS, checkpoints_in, step_in
 from ..train.checkpoint._store import (
     check_same,
@@ -201,8 +201,8 @@ def _naming_full_disks(destination: Path) -> Iterator[None]:
     except Exception as error:  # orbax passes on what the storage below it raises
         what = error.strerror if isinstance(error, OSError) else None
         raise RunError(
-            f"{destination} could not be written: {what or shorten(str(error), 500)}. Nothing is "
-            "left of it. Make space, or give a folder on another disk."
+            f"{destination} could not be written: {what or clause(error)}. Nothing is left of it. "
+            "Make space, or give a folder on another disk."
         ) from error
 
 

@@ -11,6 +11,7 @@ from flax.core import unfreeze
 from flax.errors import ModifyScopeVariableError
 
 from .. import modules, spmd
+from .._input import clause
 from . import _collections as collections
 from . import _stacked as stacked
 
@@ -45,9 +46,8 @@ def layer_function(
                     mutable=mutable,
                 )
             except ModifyScopeVariableError as error:
-                raise ValueError(
-                    f"{str(error).split(' (http')[0]}. {collections.NOT_CARRIED}"
-                ) from error
+                what = clause(str(error).split(" (http")[0])
+                raise ValueError(f"{what}. {collections.NOT_CARRIED}") from error
         sown = {name: of for name, of in unfreeze(sown).items() if jax.tree.leaves(of)}
         collections.check_sown(sown)
         return modules.outputs_of(y, x), sown

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from .._input import shorten
+from .._input import clause
 
 
 def tpu_topology(name: str, num_slices: int = 1) -> list[Any]:
@@ -35,7 +35,7 @@ def tpu_topology(name: str, num_slices: int = 1) -> list[Any]:
         )
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(
-            f"libtpu does not take the topology {name!r}: {shorten(str(error), 500)}. Give "
-            "generation and chips, such as v5p:2x2x1, v5e:4x4, v6e:2x4 or tpu7x:2x2x1."
+            f"libtpu does not take the topology {name!r}: {clause(error)}. Give generation and "
+            "chips, such as v5p:2x2x1, v5e:4x4, v6e:2x4 or tpu7x:2x2x1."
         ) from None
     return list(topology.devices)

@@ -8,7 +8,7 @@ import io
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..._input import MEGABYTE, read_text, short_repr
+from ..._input import MEGABYTE, clause, read_text, short_repr
 from .._action import Step, parse_step
 from .._check import check
 from .._schedule import Schedule, from_programs, num_slices
@@ -82,7 +82,7 @@ def _row(line: str, number: int) -> Iterator[Step]:
     try:
         cells = next(csv.reader([line]))
     except csv.Error as error:
-        raise ValueError(f"Row {number}: {error}.") from None
+        raise ValueError(f"Row {number}: {clause(error)}.") from None
     for place, cell in enumerate(cells, start=1):
         if not cell.strip():
             continue

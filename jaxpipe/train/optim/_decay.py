@@ -8,6 +8,7 @@ import jax
 from jaxtyping import PyTree
 
 from ... import models
+from ..._input import clause
 
 
 def weight_name(path: Sequence[Any]) -> str:
@@ -34,7 +35,7 @@ def check_excluded(expressions: Sequence[str], weights: PyTree) -> None:
         except re.error as error:
             raise ValueError(
                 f"`weight_decay_exclude` has {expression!r}, which is no regular expression: "
-                f"{error}. Give one that finds names of weights."
+                f"{clause(error)}. Give one that finds names of weights."
             ) from None
         if not found:
             raise ValueError(

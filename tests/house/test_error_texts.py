@@ -1,0 +1,57 @@
+"""Sentences of errors: what another library says ends in its own full stop, or in none."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from house.test_house import PACKAGE, files
+
+from jaxpipe._input import clause
+
+
+def joined(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
+    """The values in f-strings that text follows, and that text."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            for value, text in zip(node.values, node.values[1:], strict=False):
+                if isinstance(value, ast.FormattedValue) and isinstance(text, ast.Constant):
+                    yield value.value, str(text.value)
+
+
+def ends_a_sentence(value: ast.expr, errors: set[str], constants: dict[str, str]) -> bool:
+    """Whether a value may have a full stop at its end: an error's message, or a constant."""
+    if isinstance(value, ast.Name):
+        return value.id in errors or constants.get(value.id, "").endswith(".")
+    if isinstance(value, ast.BoolOp):
+        return any(ends_a_sentence(part, errors, constants) for part in value.values)
+    is_call = isinstance(value, ast.Call) and isinstance(value.func, ast.Name)
+    if is_call and value.func.id in ("str", "shorten"):
+        return ends_a_sentence(value.args[0], errors, constants)
+    return False
+
+
+@pytest.mark.parametrize("file", files(), ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_no_error_puts_a_full_stop_behind_a_sentence(file: Path):
+    tree = ast.parse(file.read_text())
+    nodes = list(ast.walk(tree))
+    errors = {n.name for n in nodes if isinstance(n, ast.ExceptHandler) and n.name}
+    constants = {
+        target.id: node.value.value
+        for node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name) and isinstance(node.value.value, str)
+    }
+    doubled = [
+        f"line {value.lineno}: {ast.unparse(value)}{text[:20]!r}"
+        for value, text in joined(tree)
+        if text.startswith((".", ":", ",", ";")) and ends_a_sentence(value, errors, constants)
+    ]
+    assert not doubled, f"write `clause(error)` in {doubled}"
+
+
+def test_a_clause_is_one_line_without_its_full_stop():
+    assert clause(ValueError("No room.\n  Left.")) == "No room. Left"
+    assert clause("What?") == "What?"
+    assert len(clause("x" * 1000, 100)) < 200
