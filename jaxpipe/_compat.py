@@ -17,6 +17,8 @@ from jax.experimental import serialize_executable
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
+from .sharding import without_axes
+
 
 def splash_aborts_in_pipelines() -> bool:
     """Whether XLA:TPU aborts on a kernel's `shard_map` inside a recomputed tick.
@@ -150,9 +152,9 @@ def translated_shardings(
     """Lets functions traced inside name shardings of a mesh, some axes of which are manual there.
 
     JAX has no public interface for this: `jax.lax.with_sharding_constraint`,
-    `jax.sharding.reshard` and `out_sharding=` refuse a mesh that is not the one in
-    context. So the functions behind them, which a user's import cannot bypass, are wrapped while
-    any thread is inside this context. They translate in these threads only.
+    `jax.sharding.reshard`, `out_sharding=` and the shardings of `jax.jit` refuse a mesh that is
+    not the one in context. So the functions behind them, which a user's import cannot bypass, are
+    wrapped while any thread is inside this context. They translate in these threads only.
 
     Args:
         translate: Returns a sharding in terms of the current context, or the same object if it
@@ -197,6 +199,7 @@ def _sharding_patches() -> list[tuple[Any, str, Callable]]:
         (pjit.sharding_constraint_p, "bind", _constrain(pjit.sharding_constraint_p.bind)),
         (pjit.reshard_p, "bind", _reshard(pjit.reshard_p.bind)),
         (shard_map, "_shard_map", _nested(shard_map._shard_map)),
+        (pjit.jit_p, "bind", _jit(pjit.jit_p.bind)),
         (pjit, "check_shardings_are_auto", _check(pjit.check_shardings_are_auto)),
         (pjit, "assert_shardings_equal", _check(pjit.assert_shardings_equal)),
         *((module, "canonicalize_sharding", _canonicalize(canonicalize)) for module in users),
@@ -219,13 +222,14 @@ def _constrain(bind: Callable) -> Callable:
         mesh, spec = meant.mesh, meant.spec
         types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         if AxisType.Explicit in types.values():
-            typed = _axes_of_type(spec, types, AxisType.Explicit)
-            now = jax.typeof(x).sharding.spec
-            dims = (a if b is P.UNCONSTRAINED else b for a, b in itertools.zip_longest(now, typed))
-            x = jax.sharding.reshard(x, NamedSharding(mesh, P(*dims)))
+            typed = without_axes(spec, _other_axes(types, AxisType.Explicit))
+            now = jax.typeof(x).sharding.spec.partitions
+            pairs = itertools.zip_longest(now, typed.partitions)
+            dims = [a if b is P.UNCONSTRAINED else b for a, b in pairs]
+            x = jax.sharding.reshard(x, NamedSharding(mesh, typed.update(partitions=dims)))
         if AxisType.Auto not in types.values():
             return x
-        meant = NamedSharding(mesh, _axes_of_type(spec, types, AxisType.Auto))
+        meant = meant.update(spec=without_axes(spec, _other_axes(types, AxisType.Auto)))
         return bind(x, sharding=meant, **(params | {"context_mesh": mesh}))
 
     return constrain
@@ -251,6 +255,26 @@ def _nested(jax_shard_map: Callable) -> Callable:
     return nested
 
 
+def _jit(bind: Callable) -> Callable:
+    """Returns `bind` of `jax.jit`, where shardings that are translated become constraints."""
+
+    def constrained(x: Any, sharding: Any) -> Any:
+        is_own = _translated(sharding) is sharding
+        return x if is_own else pjit.with_sharding_constraint(x, sharding)
+
+    def left(shardings: Sequence[Any]) -> tuple[Any, ...]:
+        own = sharding_impls.UNSPECIFIED
+        return tuple(s if _translated(s) is s else own for s in shardings)
+
+    def call(*inputs: Any, in_shardings: Any, out_shardings: Any, **params: Any) -> list[Any]:
+        inputs = tuple(map(constrained, inputs, in_shardings))
+        shardings = {"in_shardings": left(in_shardings), "out_shardings": left(out_shardings)}
+        outputs = bind(*inputs, **shardings, **params)
+        return list(map(constrained, outputs, out_shardings))
+
+    return call
+
+
 def _check(check: Callable) -> Callable:
     """Returns JAX's `check`, skipped if its last argument is a sharding that is translated."""
 
@@ -268,13 +292,6 @@ def _canonicalize(canonicalize: Callable) -> Callable:
     return translated
 
 
-def _axes_of_type(spec: P, types: dict[str, AxisType], wanted: AxisType) -> P:
-    """Returns `spec` with only the axes of one type."""
-
-    def kept(dim: Any) -> Any:
-        if dim is None or dim is P.UNCONSTRAINED:
-            return dim
-        axes = (dim,) if isinstance(dim, str) else dim
-        return tuple(axis for axis in axes if types[axis] == wanted) or None
-
-    return P(*map(kept, spec))
+def _other_axes(types: dict[str, AxisType], wanted: AxisType) -> list[str]:
+    """Returns the axes of the mesh that are not of one type."""
+    return [axis for axis, kind in types.items() if kind != wanted]

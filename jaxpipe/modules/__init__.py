@@ -25,7 +25,6 @@ from ._placement import place_microbatches as place_microbatches
 from ._placement import place_weight as place_weight
 from ._placement import rules_in_stage as rules_in_stage
 from ._placement import shard_dim_by_stages as shard_dim_by_stages
-from ._placement import without_axes as without_axes
 from ._placement import without_repeats as without_repeats
 from ._settings import AxisRules as AxisRules
 from ._settings import PipelineSettings as PipelineSettings

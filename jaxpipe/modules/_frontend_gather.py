@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
-from ..sharding import GATHERED_AXES, Rules, gathered_rules, partition_spec
+from ..sharding import GATHERED_AXES, Rules, axes_of, gathered_rules, partition_spec
 from ..spmd._ranks import is_spec, names_of
 from ..spmd._weight_gather import Gather, When, gather_weights
 from ._placement import gather_stage
@@ -69,8 +69,7 @@ def _check_axes(
     """Of a weight: what splits it where a stage reads it must be for the compiler to see to."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     whole = partition_spec(dims, gathered_rules(rules))
-    kept = {axis for names in whole for axis in names_of(names)}
-    stored = {axis for names in partition_spec(dims, rules) for axis in names_of(names)}
+    kept, stored = axes_of(whole), axes_of(partition_spec(dims, rules))
     found = dict.fromkeys(kept.intersection(batch_axes), "one of `pipeline_batch_axes`")
     for axis in stored.difference(batch_axes):
         if types[axis] == AxisType.Explicit:

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
 from .. import sharding
+from ..sharding import without_axes
 from ..spmd._ranks import AXIS, is_spec, on_ranks
 from ._settings import AxisRules
 
@@ -74,16 +75,6 @@ def without_repeats(names: PyTree) -> PyTree:
         return PartitionSpec(*(name for name in spec if name != STACKED[0]))
 
     return jax.tree.map(rest, names, is_leaf=is_spec)
-
-
-def without_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
-    """`spec` with dims no longer split over any of `axes`."""
-
-    def rest(entry):
-        names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-        return _entry(tuple(name for name in names if name not in axes))
-
-    return PartitionSpec(*map(rest, spec))
 
 
 def place_weight(

@@ -27,3 +27,5 @@ from ._rules import place as place
 from ._rules import reshard_to_spec as reshard_to_spec
 from ._rules import with_rules as with_rules
 from ._rules import zero_rules as zero_rules
+from ._specs import axes_of as axes_of
+from ._specs import without_axes as without_axes

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ._mesh import AXES
+from ._specs import without_axes
 
 LogicalAxes = tuple[str | None, ...]
 Rules = Sequence[tuple[str, Sequence[str]]]
@@ -138,9 +139,9 @@ def place(tree: Any, shardings: Any) -> Any:
         if AxisType.Explicit not in mesh.axis_types:
             return jax.lax.with_sharding_constraint(x, sharding)
         # How it is split over automatic axes beside them is the compiler's to find out.
-        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        typed = {axis for axis, kind in types.items() if kind == AxisType.Explicit}
-        return jax.sharding.reshard(x, NamedSharding(mesh, _only(sharding.spec, typed)))
+        types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        untyped = [axis for axis, kind in types if kind != AxisType.Explicit]
+        return jax.sharding.reshard(x, NamedSharding(mesh, without_axes(sharding.spec, untyped)))
 
     return jax.tree.map(of_leaf, tree, shardings)
 
@@ -164,16 +165,10 @@ def padded_spec(x: jax.Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh) ->
     The added entries leave those dims split as they are.
     """
     if AxisType.Explicit in mesh.axis_types:
-        rest = jax.typeof(x).sharding.spec[len(spec) :]
+        rest = jax.typeof(x).sharding.spec.partitions[len(spec) :]
     else:
         rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - len(spec))
-    return PartitionSpec(*spec, *rest)
-
-
-def _only(spec: PartitionSpec, axes: set[str]) -> PartitionSpec:
-    """`spec` without the axes that are not among `axes`."""
-    dims = ((dim,) if isinstance(dim, str) else dim or () for dim in spec)
-    return PartitionSpec(*(tuple(axis for axis in dim if axis in axes) or None for dim in dims))
+    return spec.update(partitions=(*spec.partitions, *rest))
 
 
 def automatic_rules(rules: Rules, mesh: AbstractMesh) -> Rules:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..ir import vary_as
+from ..sharding import axes_of
 from ._stage_shardings import in_stage
 
 AXIS = "stage"
@@ -54,7 +55,7 @@ def on_ranks(
     return jax.shard_map(
         in_stage(local),
         mesh=mesh,
-        axis_names={AXIS}.union(*map(_axes, leaves)),
+        axis_names={AXIS}.union(*map(axes_of, leaves)),
         in_specs=in_specs,
         out_specs=out_specs,
     )
@@ -125,10 +126,6 @@ def _dim(spec: PartitionSpec) -> int | None:
     return next((i for i, axes in enumerate(spec) if AXIS in names_of(axes)), None)
 
 
-def _axes(spec: PartitionSpec) -> set[str]:
-    return {axis for axes in spec for axis in names_of(axes)}
-
-
 def is_spec(x: Any) -> bool:
     """Whether it is a `PartitionSpec`, which trees of them have as leaves."""
     return isinstance(x, PartitionSpec)
@@ -180,9 +177,10 @@ def zeros(x: Any, *, lead: tuple[int, ...] = (), dtype: Any = None) -> jax.Array
 def _split_like(aval: Any, x: jax.Array) -> jax.Array:
     """`x`, whose last dims are split over explicit axes as those of `aval` are."""
     split = getattr(aval, "sharding", None)
-    if not isinstance(split, NamedSharding) or not any(split.spec):
+    if not isinstance(split, NamedSharding) or not axes_of(split.spec):
         return x
-    return jax.sharding.reshard(x, PartitionSpec(*[None] * (x.ndim - aval.ndim), *split.spec))
+    dims = (*[None] * (x.ndim - aval.ndim), *split.spec.partitions)
+    return jax.sharding.reshard(x, split.spec.update(partitions=dims))
 
 
 def _drop(x: jax.Array, dim: int) -> jax.Array:

@@ -11,9 +11,10 @@ from functools import wraps
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from .._compat import translated_shardings
+from ..sharding import without_axes
 from ._nested_shard_map import nested_shard_map
 
 
@@ -28,21 +29,10 @@ def on_automatic_axes(sharding: NamedSharding) -> NamedSharding:
     theirs = sharding.mesh.abstract_mesh
     if not manual or tuple(theirs.shape.items()) != tuple(mesh.shape.items()):
         return sharding
-    spec = _without(sharding.spec, manual)
+    spec = without_axes(sharding.spec, manual)
     if theirs == mesh and spec == sharding.spec:
         return sharding
     return NamedSharding(mesh, spec)
-
-
-def _without(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
-    def rest(dim: Any) -> Any:
-        if isinstance(dim, str):
-            return None if dim in axes else dim
-        if isinstance(dim, tuple):
-            return tuple(axis for axis in dim if axis not in axes) or None
-        return dim
-
-    return PartitionSpec(*map(rest, spec))
 
 
 def in_stage(f: Callable) -> Callable:

@@ -26,9 +26,11 @@ from ..autodiff import at, floating
 from ..sharding import (
     GATHERED_AXES,
     Rules,
+    axes_of,
     constrain_with,
     gathered_rules,
     partition_spec,
+    without_axes,
 )
 from ._ranks import is_spec, names_of, zeros
 
@@ -127,7 +129,7 @@ def gather_in_layers(
     kept = _specs(logical, gathered_rules(rules))
 
     def sum_up(x: jax.Array, done: PartitionSpec, spec: PartitionSpec, kept: PartitionSpec):
-        axes = tuple(a for a in batch_axes if a not in {n for d in done for n in names_of(d)})
+        axes = tuple(a for a in batch_axes if a not in axes_of(done))
         return _reduce_scatter(axes, x, _without(spec, done), kept)
 
     def scatter(tree: PyTree) -> PyTree:
@@ -209,7 +211,7 @@ def _constrained(logical: PyTree, rules: Rules) -> Trees:
 
 def _manual_specs(logical: PyTree, rules: Rules, axes: tuple[str, ...]) -> PyTree:
     """For every weight, how it is split over `axes`."""
-    return jax.tree.map(partial(_only, axes), _specs(logical, rules), is_leaf=is_spec)
+    return jax.tree.map(lambda spec: _only(spec, axes), _specs(logical, rules), is_leaf=is_spec)
 
 
 def _specs(logical: PyTree, rules: Rules) -> PyTree:
@@ -219,8 +221,8 @@ def _specs(logical: PyTree, rules: Rules) -> PyTree:
     )
 
 
-def _only(axes: Collection[str], spec: PartitionSpec) -> PartitionSpec:
-    return PartitionSpec(*(tuple(a for a in names_of(dim) if a in axes) or None for dim in spec))
+def _only(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+    return without_axes(spec, axes_of(spec).difference(axes))
 
 
 def _all_gather(
@@ -249,8 +251,7 @@ def _reduce_scatter(
     makes it: that is one reduce-scatter per tick. The boundary of a `shard_map` over the automatic
     axes stops it. Then sums can stay on their devices until the loop has ended.
     """
-    scattered = {axis for names in spec for axis in names_of(names)}
-    rest = tuple(axis for axis in axes if axis not in scattered)
+    rest = tuple(axis for axis in axes if axis not in axes_of(spec))
 
     def sum_up(x: jax.Array) -> jax.Array:
         for dim, names in enumerate(spec):
@@ -282,10 +283,10 @@ def _on_shards(
     """
     mesh = jax.sharding.get_abstract_mesh()
     automatic = {a for a in mesh.axis_names if mesh.shape[a] > 1} - set(mesh.manual_axes)
-    spec, boundary = _only(automatic, kept), automatic.intersection(also)
+    spec, boundary = _only(kept, automatic), automatic.intersection(also)
     if any(names and axes for names, axes in zip(spec, moved, strict=True)):
         return f(_inside(same, x, WHOLE, boundary))
-    split = {axis for names in spec for axis in names_of(names)}
+    split = axes_of(spec)
     return _inside(f, x, spec, boundary | split if any(moved) or boundary else boundary)
 
 

@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ir": set(),
     "autodiff": {"ir"},
     "spmd": {"autodiff", "ir", "schedules", "sharding"},
-    "mpmd": {"autodiff", "ir", "schedules"},
+    "mpmd": {"autodiff", "ir", "schedules", "sharding"},
     "modules": {"spmd", "autodiff", "sharding"},
     "linen": {"modules", "spmd"},
     "nnx": {"modules"},

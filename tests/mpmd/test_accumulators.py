@@ -7,12 +7,34 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.mpmd import Add, Std1F1B, ZeroBubble, mark_stage_end, mpmd_jit_with_loop, treduce
-from mpmd.small import WIDTH, assert_close, groups, layer, layers, numbers, runs, squared_error
+from jaxpipe.mpmd import (
+    Add,
+    MpmdMesh,
+    MpmdSharding,
+    Std1F1B,
+    ZeroBubble,
+    mark_stage_end,
+    mpmd_jit_with_loop,
+    treduce,
+)
+from mpmd.small import (
+    WIDTH,
+    assert_close,
+    batch,
+    gradients,
+    groups,
+    layer,
+    layers,
+    marked_loss,
+    numbers,
+    runs,
+    squared_error,
+)
 
 FSDP, MICROBATCHES, ROWS = 2, 3, 2
 KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
@@ -68,7 +90,8 @@ def collectives(text: str | None) -> Counter:
 def test_a_delayed_reduction_is_one_per_step_and_no_accumulator_is_gathered(
     schedule: Any, spec: Any, inside: bool
 ):
-    """Read in the compiled programs of every task of every rank."""
+    """Read in the compiled programs of every task of every rank: behind the loop, in a program that
+    runs once, each weight of the rank is reduced once, and so is the loss on the last rank."""
     shape = MICROBATCHES, FSDP, ROWS, WIDTH
     args = layers(2), numbers(7, *shape), numbers(8, *shape)
     step = mpmd_jit_with_loop(
@@ -83,19 +106,24 @@ def test_a_delayed_reduction_is_one_per_step_and_no_accumulator_is_gathered(
     assert_close(compiled(*args), true)
 
     found = {name: collectives(program.as_text()) for name, program in compiled.programs.items()}
-    names = {f"{i.name}@{i.rank}" for i in runs(compiled.lowered.code)}
-    assert names == set(found)
+    names = Counter(f"{run.name}@{run.rank}" for run in runs(compiled.lowered.code))
+    assert set(names) == set(found)
+    once = Counter({("all-reduce", "f32[8,16]"): 1, ("all-reduce", "f32[16,8]"): 1})
+    of_loss = Counter({("all-reduce", "f32[]"): 1})
     accumulators = {"f32[2,8,16]", "f32[2,16,8]"}
     for name, of_program in found.items():
         gathered = {shape for kind, shape in of_program if kind == "all-gather"}
         assert gathered.isdisjoint(accumulators), f"{name}: {of_program}"
-        reductions = {kind: n for (kind, _), n in of_program.items() if kind != "all-gather"}
         if name.startswith("after_loop"):
-            assert set(reductions) == {"all-reduce"}, f"{name}: {of_program}"
-            assert not gathered, f"{name}: {of_program}"
+            expected = once + of_loss if name == "after_loop@1" else once
+            assert names[name] == 1 and of_program == expected, f"{name}: {of_program}"
         else:
-            assert not reductions, f"{name}: {of_program}"
+            assert {kind for kind, _ in of_program} <= {"all-gather"}, f"{name}: {of_program}"
             assert spec == P("fsdp") or not gathered, f"{name}: {of_program}"
+    assert {name for name in names if name.startswith("after_loop")} == {
+        "after_loop@0",
+        "after_loop@1",
+    }
 
 
 def test_the_gradient_of_a_shared_weight_stays_a_sum_of_shares_when_it_is_constrained():
@@ -138,3 +166,65 @@ def test_a_constraint_on_a_result_over_the_axis_of_groups_is_refused():
     lowered = mpmd_jit_with_loop(step, groups(2)).lower(layers(2), jnp.ones((2, ROWS, WIDTH)))
     with pytest.raises(ValueError, match=r"`with_sharding_constraint` has the spec P\(.stage"):
         lowered.compile()
+
+
+@pytest.mark.parametrize("kind", ["unreduced", "reduced"])
+def test_reduced_and_unreduced_axes_are_refused_with_what_to_write_instead(kind: str):
+    """JAX has them for explicit axes, and those of a group are automatic."""
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    explicit = jax.sharding.Mesh(
+        devices, ("stage", "fsdp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2
+    )
+    mesh, x, axes = MpmdMesh(explicit, "stage"), jnp.ones(4), {kind: {"fsdp"}}
+    spec = P(**axes)
+    where = jax.sharding.NamedSharding(explicit, spec)
+    instead = r".*spmd_axis_name='fsdp'"
+
+    def named(place: Any) -> Any:
+        return lambda x: jax.sharding.reshard(x, place)
+
+    cases: list[tuple[str, Any]] = [
+        (r"`in_specs\[0\]` has the spec", lambda: mpmd_jit_with_loop(f, mesh, in_specs=(spec,))),
+        (r"`out_specs` has the spec", lambda: mpmd_jit_with_loop(f, mesh, out_specs=spec)),
+        (r"`in_shardings", lambda: mpmd_jit_with_loop(f, mesh, in_shardings=where)),
+        (r"`MpmdSharding` has the spec", lambda: MpmdSharding(mesh, {0}, spec)),
+        (r"A sharding inside `fun` has", lambda: mpmd_jit_with_loop(named(where), mesh)),
+        (r"educed axes can only refer to", lambda: mpmd_jit_with_loop(named(spec), mesh)),
+    ]
+    f: Any = lambda x: 2 * x  # noqa: E731
+    for message, make in cases:
+        with pytest.raises(ValueError, match=message + instead):
+            make()(x)
+
+
+def test_a_constraint_to_the_mesh_of_all_groups_means_the_mesh_of_a_group():
+    """Also where its axes are explicit, in a `jax.jit` that names its shardings, and in the
+    backward. The constraint is in the program of the stage, and is not dropped."""
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    kinds = jax.sharding.AxisType
+    args = layers(2), *(x[:, :2] for x in batch(2, 2))
+    true = jax.jit(gradients(Std1F1B(2)))(*args)
+    for types in ((kinds.Auto, kinds.Auto), (kinds.Explicit, kinds.Explicit)):
+        whole = jax.sharding.Mesh(devices, ("stage", "fsdp"), axis_types=types)
+        rows = jax.sharding.NamedSharding(whole, P("fsdp"))
+
+        def constrained(w: Any, x: Any, rows: Any = rows) -> Any:
+            f = jax.jit(jnp.tanh, in_shardings=rows, out_shardings=rows)
+            h = lax.with_sharding_constraint(x @ w["in"], rows)
+            return x + f(h) @ w["out"]
+
+        def loss(weights: Any, x: Any, y: Any, stage: Any = constrained) -> Any:
+            return marked_loss(weights, x, y, stage=stage)
+
+        step = mpmd_jit_with_loop(gradients(Std1F1B(2), loss), MpmdMesh(whole, "stage"))
+        compiled = step.compile(*args)
+        assert_close(compiled(*args), true)
+        (forward,) = [run.program for run in runs(compiled.lowered.code) if run.name == "fwd_0__0"]
+        names = [getattr(s.operation, "name", "") for s in forward.steps]
+        assert names.count("sharding_constraint") == 3 and "jit" not in names
+
+        def wrong(x: Any, whole: Any = whole) -> Any:
+            return jax.jit(jnp.sin, out_shardings=jax.sharding.NamedSharding(whole, P("stage")))(x)
+
+        with pytest.raises(ValueError, match=r"`with_sharding_constraint` .*P\('stage'"):
+            mpmd_jit_with_loop(wrong, MpmdMesh(whole, "stage"))(jnp.ones(4))

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
+from ...sharding import axes_of
+
 Local = Callable[[Any, Any], jax.Array]
 """`(inputs, constants) -> out`, differentiable by `inputs`, a tree; `constants` is a tree."""
 
@@ -82,11 +84,7 @@ def on_shards(
 
 def _with_partial_sums(spec: PartitionSpec, out_spec: PartitionSpec) -> PartitionSpec:
     """`spec` behind a dim of partial sums, one for each device that shares the shard."""
-    return PartitionSpec(tuple(sorted(_axes(out_spec) - _axes(spec))) or None, *spec)
-
-
-def _axes(spec: PartitionSpec) -> set[str]:
-    return {a for dim in spec if dim for a in ((dim,) if isinstance(dim, str) else dim)}
+    return PartitionSpec(tuple(sorted(axes_of(out_spec) - axes_of(spec))) or None, *spec)
 
 
 def _as_if_equal(f: Callable, *arguments: PyTree) -> PyTree:

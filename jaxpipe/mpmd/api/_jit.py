@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -12,13 +12,21 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from ... import schedules
-from ..._compat import trace_settings
-from ..._input import shorten
+from ..._compat import trace_settings, translated_shardings
+from ..._input import clause, shorten
 from ...ir import Program, effects_of, program
+from ...sharding import axes_of, without_axes
 from ..ir._reduce import Last, treduce_i
 from ._arguments import spread, static_arguments, type_of
 from ._array import MpmdArray
-from ._mesh import MpmdMesh, MpmdSharding, axes_of, check_memory_kind, no_ambient_mesh, without_axis
+from ._mesh import (
+    DELAYED,
+    MpmdMesh,
+    MpmdSharding,
+    check_memory_kind,
+    check_reduced,
+    no_ambient_mesh,
+)
 from ._stages import Compiled, Lowered, Settings, Traced
 
 _LOG = logging.getLogger("jaxpipe.mpmd")
@@ -100,17 +108,35 @@ def _traced(jitted: Any, mesh: MpmdMesh, args: Any, kwargs: Any) -> Any:
     A constraint to a `NamedSharding` over all groups gives its result a type on that mesh, and JAX
     refuses to combine it with a type on the mesh of one group.
     """
+    translated = translated_shardings(partial(_in_group, mesh))
     with no_ambient_mesh():
         try:
-            with jax.sharding.use_abstract_mesh(mesh.unstack[0].abstract_mesh):
+            with translated, jax.sharding.use_abstract_mesh(mesh.unstack[0].abstract_mesh):
                 traced = jitted.trace(*args, **kwargs)
             if not _changes_mesh(traced.jaxpr.jaxpr, mesh.mpmd_axis_name):
                 return traced
         except ValueError as error:
+            if "educed axes can only refer to" in str(error):
+                raise ValueError(f"{clause(error)}. {DELAYED.format(axis='fsdp')}") from None
             if "cannot change the size of the mesh" not in str(error):
                 raise
         with jax.sharding.use_abstract_mesh(mesh.auto_mesh.abstract_mesh):
             return jitted.trace(*args, **kwargs)
+
+
+def _in_group(mesh: MpmdMesh, sharding: NamedSharding) -> NamedSharding:
+    """Returns a sharding over the mesh of a group in place of one over the mesh of all groups.
+
+    The axes of a group are automatic, also where those of `sharding` are explicit. A sharding of
+    another mesh is returned as it is, and so is any inside a `jax.shard_map`.
+    """
+    group, theirs = mesh.unstack[0], tuple(sharding.mesh.shape.items())
+    if theirs not in (tuple(mesh.jax_mesh.shape.items()), tuple(group.shape.items())):
+        return sharding
+    if sharding.mesh == group or jax.sharding.get_abstract_mesh().manual_axes:
+        return sharding
+    check_reduced(sharding.spec, "A sharding inside `fun`")
+    return sharding.update(mesh=group)
 
 
 def _changes_mesh(jaxpr: Any, axis: str) -> bool:
@@ -158,6 +184,8 @@ def _places(places: PyTree, tree: PyTree, mesh: MpmdMesh, name: str) -> list[Any
         if isinstance(place, MpmdSharding):
             if place.mesh_ids:
                 mesh.mpmd_submesh(place.mpmd_idxs)  # raises if there are no such groups
+        elif isinstance(place, P):
+            check_reduced(place, f"`{path}`")
         elif isinstance(place, Sharding):
             check_memory_kind(place.memory_kind, mesh.jax_mesh, f"`{path}`")
             if not isinstance(place, NamedSharding):
@@ -165,6 +193,7 @@ def _places(places: PyTree, tree: PyTree, mesh: MpmdMesh, name: str) -> list[Any
                     f"`{path}` is a {type(place).__name__}, which has no spec. Give a "
                     "`PartitionSpec`, a `NamedSharding` or an `MpmdSharding`."
                 )
+            check_reduced(place.spec, f"`{path}`")
         spec = _spec_of(place)
         if spec is not None and axis in axes_of(spec):
             _LOG.warning(
@@ -172,7 +201,7 @@ def _places(places: PyTree, tree: PyTree, mesh: MpmdMesh, name: str) -> list[Any
                 "is whole on every group that needs it.",
                 *(path, spec, axis),
             )
-            place = without_axis(spec, axis)
+            place = without_axes(spec, (axis,))
         found.append(place)
     return found
 

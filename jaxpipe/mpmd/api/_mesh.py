@@ -10,6 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ...sharding import without_axes
+
 
 @dataclass(frozen=True)
 class MpmdMesh:
@@ -169,7 +171,8 @@ class MpmdSharding:
         memory_kind: The memory of the devices, or None for their default memory.
 
     Raises:
-        ValueError: If `memory_kind` is not the default memory of the devices.
+        ValueError: If `memory_kind` is not the default memory of the devices, or `spec` has
+            `unreduced` or `reduced` axes.
     """
 
     mpmd_mesh: MpmdMesh
@@ -179,8 +182,9 @@ class MpmdSharding:
 
     def __post_init__(self) -> None:
         check_memory_kind(self.memory_kind, self.mpmd_mesh.jax_mesh, "`MpmdSharding`")
+        check_reduced(self.spec, "`MpmdSharding`")
         object.__setattr__(self, "mesh_ids", frozenset(self.mesh_ids))
-        within = without_axis(self.spec, self.mpmd_mesh.mpmd_axis_name)
+        within = without_axes(self.spec, (self.mpmd_mesh.mpmd_axis_name,))
         object.__setattr__(self, "spec", within)
 
     @property
@@ -213,29 +217,26 @@ def no_ambient_mesh() -> AbstractContextManager[Any]:
     return jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
-def without_axis(spec: PartitionSpec, axis: str) -> PartitionSpec:
-    """Returns `spec` without one axis of the mesh.
+def check_reduced(spec: PartitionSpec, what: str) -> None:
+    """Checks that a spec has no `unreduced` and `reduced` axes, which JAX has for explicit axes.
 
     Args:
         spec: The spec.
-        axis: The axis. Dims that were split over it alone become unsplit.
+        what: What errors call what has the spec.
+
+    Raises:
+        ValueError: If it has.
     """
-    if axis not in axes_of(spec):
-        return spec
-
-    def rest(part: Any) -> Any:
-        if part is PartitionSpec.UNCONSTRAINED or part is None or isinstance(part, str):
-            return None if part == axis else part
-        names = tuple(name for name in part if name != axis)
-        return names or None
-
-    return PartitionSpec(*map(rest, spec), unreduced=spec.unreduced, reduced=spec.reduced)
+    if axes := sorted(spec.unreduced | spec.reduced):
+        raise ValueError(f"{what} has the spec {spec}. {DELAYED.format(axis=axes[0])}")
 
 
-def axes_of(spec: PartitionSpec) -> set[str]:
-    """Returns the axes of the mesh that a spec names."""
-    parts = [part for part in spec if part is not PartitionSpec.UNCONSTRAINED and part is not None]
-    return {n for part in parts for n in ((part,) if isinstance(part, str) else part)}
+DELAYED = (
+    "Axes are automatic within a group, and JAX has `unreduced` and `reduced` for explicit axes "
+    "only. To reduce gradients once a step, let each device keep its own: "
+    "`jax.vmap(jax.value_and_grad(loss), (None, 0), spmd_axis_name={axis!r})`, constrained to "
+    "`PartitionSpec({axis!r})`, and sum the first dim of the result of `treduce`."
+)
 
 
 def check_memory_kind(kind: str | None, mesh: Mesh, what: str) -> None:

@@ -50,7 +50,7 @@ def constraint_of(step: Step) -> P | None:
     if not isinstance(operation, Plain) or operation.name != "sharding_constraint":
         return None
     spec = operation.params["sharding"].spec
-    return None if P.UNCONSTRAINED in tuple(spec) else spec
+    return None if P.UNCONSTRAINED in spec.partitions else spec
 
 
 def _keeps_place(step: Step) -> bool:
@@ -71,7 +71,7 @@ def spec_of_total(spec: P | None, total: Total) -> P | None:
     if spec is None:
         return None
     if isinstance(total.operation, Concat):
-        parts = [*spec, *[None] * (len(total.shape) - len(spec))]
+        parts = [*spec.partitions, *[None] * (len(total.shape) - len(spec))]
         parts.insert(total.operation.axis % (len(total.shape) + 1), None)
-        return P(*parts)
+        return spec.update(partitions=parts)
     return spec if total.aval.shape == total.shape else None

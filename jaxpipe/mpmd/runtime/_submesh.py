@@ -8,7 +8,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...ir import Choice, Loop, Plain, Program, Shards, Step
-from ..api._mesh import axes_of, check_memory_kind
+from ...sharding import axes_of
+from ..api._mesh import check_memory_kind
 
 
 def on_submesh(program: Program, mesh: Mesh, mpmd_axis: str) -> Program:

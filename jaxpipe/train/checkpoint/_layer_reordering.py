@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Int, PyTree
 
 from ... import models
+from ...sharding import without_axes
 from ..plan._setup import Setup
 from ..step._per_stage_state import layers_of_ranks
 
@@ -146,13 +147,9 @@ def on_mesh(setup: Setup, f: Callable[..., PyTree], where: PyTree) -> Callable[.
 
 def _on_explicit_axes(where: NamedSharding) -> NamedSharding:
     """What a type says of `where`."""
-    kinds = dict(zip(where.mesh.axis_names, where.mesh.axis_types, strict=True))
-
-    def explicit(dim: Any) -> tuple[str, ...] | None:
-        names = (dim,) if isinstance(dim, str) else dim or ()
-        return tuple(name for name in names if kinds[name] is AxisType.Explicit) or None
-
-    return NamedSharding(where.mesh, PartitionSpec(*map(explicit, where.spec)))
+    kinds = zip(where.mesh.axis_names, where.mesh.axis_types, strict=True)
+    others = [axis for axis, kind in kinds if kind is not AxisType.Explicit]
+    return NamedSharding(where.mesh, without_axes(where.spec, others))
 
 
 def _numbers(setup: Setup) -> Int[np.ndarray, "..."]:

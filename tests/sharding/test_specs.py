@@ -1,0 +1,26 @@
+"""Which mesh axes a spec names, and the spec without some of them."""
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.sharding import axes_of, without_axes
+
+FREE = P.UNCONSTRAINED
+
+
+@pytest.mark.parametrize(
+    ("spec", "axes", "rest"),
+    [
+        (P(), {"a"}, P()),
+        (P("a", "b"), {"a"}, P(None, "b")),
+        (P(("a", "b", "c"), None), {"b"}, P(("a", "c"), None)),
+        (P(("a", "b"), FREE), {"a", "b"}, P(None, FREE)),
+        (P("a", unreduced={"b", "c"}, reduced={"d"}), {"b", "d"}, P("a", unreduced={"c"})),
+        (P(reduced={"a"}), {"b"}, P(reduced={"a"})),
+    ],
+    ids=str,
+)
+def test_axes_leave_the_dims_and_the_sets_of_a_spec(spec: P, axes: set[str], rest: P):
+    assert without_axes(spec, axes) == rest
+    assert axes_of(rest) == axes_of(spec) - axes
+    assert without_axes(spec, ()) == spec
