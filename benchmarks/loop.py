@@ -99,12 +99,12 @@ def _bare_steps(config: Config) -> Callable[[], Time]:
     """What makes a turn of the step alone, on one batch, and says what that took."""
     import jax
 
-    from jaxpipe.train import initial_state, make_batches, make_train_step, place_batch, set_up
+    from jaxpipe.train import init_state, make_batches, make_train_step, set_up, shard_batch
 
     setup = set_up(config, jax.devices())
     with jax.set_mesh(setup.mesh):
-        step, state = make_train_step(setup), initial_state(setup)
-        batch = place_batch(setup, make_batches(setup)(0))
+        step, state = make_train_step(setup), init_state(setup)
+        batch = shard_batch(setup, make_batches(setup)(0))
 
     def bare() -> Time:
         nonlocal state

@@ -37,7 +37,7 @@ from ..train.checkpoint._store import (
     save_checkpoint,
     saved_leaves,
 )
-from ..train.plan._family import Sizes
+from ..train.plan._family import ModelConfig
 from ..train.runtime._stop import RunError
 from ._fields import Values
 from ._models import KINDS, canonical_weights, parts_of, read_model, read_sizes
@@ -206,7 +206,7 @@ def _naming_full_disks(destination: Path) -> Iterator[None]:
         ) from error
 
 
-def _read_config(file: Path) -> tuple[str, Sizes]:
+def _read_config(file: Path) -> tuple[str, ModelConfig]:
     if not os.path.lexists(file):
         raise ValueError(f"{file} is missing. Give a folder as `save_pretrained` writes it.")
     config = parse_json(read_text(file, most_bytes=MEGABYTE), str(file))
@@ -219,7 +219,7 @@ def _read_config(file: Path) -> tuple[str, Sizes]:
     return block, sizes
 
 
-def _check_count(folder: Path, num_tensors: int, sizes: Sizes) -> None:
+def _check_count(folder: Path, num_tensors: int, sizes: ModelConfig) -> None:
     """Refuses sizes of which far too few tensors are there, before anything is as large as they."""
     num_experts = sizes.num_experts if isinstance(sizes, models.DeepseekConfig) else 0
     num_sparse = sizes.base_num_decoder_layers - getattr(sizes, "first_num_dense_layers", 0)
@@ -233,21 +233,21 @@ def _check_count(folder: Path, num_tensors: int, sizes: Sizes) -> None:
         )
 
 
-def _config_values(block: str, sizes: Sizes, dtype: str) -> Values:
+def _config_values(block: str, sizes: ModelConfig, dtype: str) -> Values:
     """The keys that say which model it is."""
     same = (name for name, preset in models.PRESETS.items() if _is_of(preset, block, sizes))
     name = {"model_name": next(same, f"{block}-tiny")}
     return {**name, "decoder_block": block, **dataclasses.asdict(sizes), "weight_dtype": dtype}
 
 
-def _is_of(preset: Mapping[str, Any], block: str, sizes: Sizes) -> bool:
+def _is_of(preset: Mapping[str, Any], block: str, sizes: ModelConfig) -> bool:
     keys = {"decoder_block": "llama", **preset}
     return keys == {"decoder_block": block} | {
         key: value for key, value in dataclasses.asdict(sizes).items() if key in keys
     }
 
 
-def _without_buffers(tensors: dict[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
+def _without_buffers(tensors: dict[str, Tensor], sizes: ModelConfig) -> dict[str, Tensor]:
     """Without what the model does not have, or has under another name too."""
     found = {name: x for name, x in tensors.items() if not _BUFFERS.fullmatch(name)}
     head, table = found.get("lm_head.weight"), found.get("model.embed_tokens.weight")
@@ -314,7 +314,7 @@ def _filled(tree: PyTree, parts: Parts, tensors: Mapping[str, Tensor]) -> PyTree
 
 
 def _checked_leaves(
-    checkpoints: ocp.CheckpointManager, step: int, block: str, sizes: Sizes, layers_after: int
+    checkpoints: ocp.CheckpointManager, step: int, block: str, sizes: ModelConfig, layers_after: int
 ) -> Mapping[str, tuple[tuple[int, ...], str]]:
     """What is saved, which must be the weights of that model, all of one dtype."""
     saved = saved_leaves(checkpoints, step, "weights")

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 from .. import models
 from .._input import short_repr
 from ..train.config._load import check_values
-from ..train.plan._family import FAMILIES, Sizes
+from ..train.plan._family import MODEL_FAMILIES, ModelConfig
 from ._deepseek import deepseek_parts, dense_parts, read_deepseek, write_deepseek
 from ._fields import Values, check_no_problems
 from ._llama import llama_parts, read_llama, write_llama
@@ -43,7 +43,7 @@ MODEL_TYPES = {"llama": "llama", "deepseek_v2": "deepseek", "deepseek_v3": "deep
 """From Hugging Face's `model_type` to `decoder_block`."""
 
 
-def read_model(config: Mapping[str, Any]) -> tuple[str, Sizes]:
+def read_model(config: Mapping[str, Any]) -> tuple[str, ModelConfig]:
     """`decoder_block` and the sizes that a config.json gives.
 
     Raises:
@@ -58,30 +58,30 @@ def read_model(config: Mapping[str, Any]) -> tuple[str, Sizes]:
     return block, _typed(block, KINDS[block].read(config))
 
 
-def read_sizes(saved: Mapping[str, Any]) -> tuple[str, Sizes]:
+def read_sizes(saved: Mapping[str, Any]) -> tuple[str, ModelConfig]:
     """`decoder_block` and the sizes, of what a checkpoint says of its model."""
-    for block, family in FAMILIES.items():
+    for block, family in MODEL_FAMILIES.items():
         fields = dataclasses.fields(family.sizes)  # pyright: ignore[reportArgumentType]
         required = {f.name for f in fields if f.default is dataclasses.MISSING}
         if required <= saved.keys() <= {f.name for f in fields}:
             return block, family.sizes(**saved)
     raise ValueError(
         f"The checkpoint is of a model with {', '.join(sorted(saved))}, which is of no family: "
-        f"{', '.join(FAMILIES)}."
+        f"{', '.join(MODEL_FAMILIES)}."
     )
 
 
 def canonical_weights(
-    block: str, sizes: Sizes, dtype: Any, layers_after: int = 0
+    block: str, sizes: ModelConfig, dtype: Any, layers_after: int = 0
 ) -> dict[str, PyTree]:
     """The abstract weights of a checkpoint: layers in forward order, [L, ...]."""
-    tree = FAMILIES[block].weights(sizes, dtype, layers_after=layers_after)
+    tree = MODEL_FAMILIES[block].weights(sizes, dtype, layers_after=layers_after)
     count = (_num_layers(sizes, layers_after),)
     stages = models.stacked(tree["layer"], count, ("layers",))
     return {"embed": tree["embed"], "stages": stages, "head": tree["head"]}
 
 
-def parts_of(block: str, sizes: Sizes, layers_after: int = 0) -> Parts:
+def parts_of(block: str, sizes: ModelConfig, layers_after: int = 0) -> Parts:
     """The parts of every leaf of a checkpoint's weights."""
     kind = KINDS[block]
     tied = isinstance(sizes, models.LlamaConfig) and sizes.logits_via_embedding
@@ -96,17 +96,17 @@ def parts_of(block: str, sizes: Sizes, layers_after: int = 0) -> Parts:
     }
 
 
-def _num_dense(sizes: Sizes) -> int:
+def _num_dense(sizes: ModelConfig) -> int:
     return sizes.first_num_dense_layers if isinstance(sizes, models.DeepseekConfig) else 0
 
 
-def _num_layers(sizes: Sizes, layers_after: int) -> int:
+def _num_layers(sizes: ModelConfig, layers_after: int) -> int:
     return sizes.base_num_decoder_layers - _num_dense(sizes) - layers_after
 
 
-def _typed(block: str, values: Values) -> Sizes:
+def _typed(block: str, values: Values) -> ModelConfig:
     """The sizes, of what JSON has: there 1 may be a float."""
-    fields = dataclasses.fields(FAMILIES[block].sizes)  # pyright: ignore[reportArgumentType]
+    fields = dataclasses.fields(MODEL_FAMILIES[block].sizes)  # pyright: ignore[reportArgumentType]
     types = {field.name: field.type for field in fields}
     floats = {name for name, kind in types.items() if kind is float}
     typed = {
@@ -124,4 +124,4 @@ def _typed(block: str, values: Values) -> Sizes:
         ]
     )
     check_values({"decoder_block": block, **typed}, "config.json")
-    return FAMILIES[block].sizes(**typed)
+    return MODEL_FAMILIES[block].sizes(**typed)

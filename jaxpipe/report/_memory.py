@@ -89,7 +89,7 @@ def remarks(setup: Setup) -> list[str]:
         found.append(
             "Weights and gradients that are whole while they are gathered are not counted."
         )
-    if setup.stages_apart:
+    if setup.per_stage_state:
         found.append("A device of each rank; what programs leave for each other is not counted.")
     return found
 

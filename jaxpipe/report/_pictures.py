@@ -40,7 +40,7 @@ def figures(setup: Setup) -> list[tuple[str, str]]:
         return []
     schedule, end = timeline.schedule, schedules.makespan(timeline)
     held = held_at_most(setup)
-    lock_step = setup.schedule is None or setup.schedule.ticks is not None
+    lock_step = setup.schedule_selection is None or setup.schedule_selection.ticks is not None
     return [
         ("Schedule", _name(setup)),
         ("Ranks", f"{schedules.num_ranks(schedule)}"),
@@ -99,4 +99,4 @@ def _drawn(title: str, inside: str, timeline: Timeline) -> Picture:
 
 
 def _name(setup: Setup) -> str:
-    return setup.schedule.reason.split(":")[0] if setup.schedule else "circular"
+    return setup.schedule_selection.reason.split(":")[0] if setup.schedule_selection else "circular"

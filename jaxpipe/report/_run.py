@@ -7,7 +7,7 @@ from typing import Any
 
 from .._input import read_text
 from ..sharding import AXES
-from ..train import MOST_YAML_BYTES, Config, load_yaml, read_metrics, read_starts
+from ..train import MAX_YAML_BYTES, Config, load_yaml, read_metrics, read_starts
 from ._checkpoints import Saved, saved_steps
 from ._series import Series, to_series
 
@@ -104,7 +104,7 @@ def num_devices(run: Run) -> int | None:
 
 
 def _config_values(file: Path) -> Values:
-    values = load_yaml(read_text(file, most_bytes=MOST_YAML_BYTES), str(file))
+    values = load_yaml(read_text(file, most_bytes=MAX_YAML_BYTES), str(file))
     if not isinstance(values, dict):
         raise ValueError(f"{file} holds no `key: value` lines.")
     return {str(key): value for key, value in values.items()}

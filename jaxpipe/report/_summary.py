@@ -44,7 +44,11 @@ def facts(run: Run, devices: int | None, setup: Setup | None) -> list[tuple[str,
 
 def _microbatches(setup: Setup) -> str:
     """Factors of the batch: calls of the engine if there are several, microbatches, rows."""
-    calls = f"{setup.num_calls} calls × " if setup.num_calls > 1 else ""
+    calls = (
+        f"{setup.gradient_accumulation_steps} calls × "
+        if setup.gradient_accumulation_steps > 1
+        else ""
+    )
     return f"{calls}{setup.num_microbatches} × {setup.microbatch_size} rows"
 
 

@@ -45,7 +45,7 @@ def stop_before_long_work() -> None:
         raise Checked
 
     _compile._compile = checked
-    _start.initial_state = checked
+    _start.init_state = checked
     _loop.restored_state = checked
     subprocess.Popen = checked
 

@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe import models, mpmd, schedules, sharding, spmd
 from jaxpipe.autodiff import Model, remat_by_name, unpipelined
-from jaxpipe.train.plan._family import FAMILIES
-from jaxpipe.train.plan._flax_decoder import Decoder, linen_value_and_grad, nnx_value_and_grad
+from jaxpipe.train.plan._family import MODEL_FAMILIES
+from jaxpipe.train.plan._flax_decoder import FlaxDecoder, linen_value_and_grad, nnx_value_and_grad
 from small_models import small_deepseek, small_llama
 
 TOLERANCE = 1e-5
@@ -261,8 +261,8 @@ def flax(value_and_grad: Callable, row: Row, case: Case) -> Any:
         **PLACES,
     )
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        more = FAMILIES[row.model].more_side
-        decoder = Decoder(case.model, case.layer, config, mesh, ends, more, row.batch_axes)
+        more = MODEL_FAMILIES[row.model].more_side
+        decoder = FlaxDecoder(case.model, case.layer, config, mesh, ends, more, row.batch_axes)
         return jax.jit(value_and_grad(decoder))(placed(case, mesh), case.side, case.keys)
 
 

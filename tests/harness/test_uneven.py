@@ -10,8 +10,8 @@ import pytest
 from train.runs import DEEPSEEK, DROPOUT, NONE, ROWS, Settings, flat, setup_of
 
 from harness.contract import assert_close
-from jaxpipe.train import build_model, initial_state, place_batch, synthetic_batches
-from jaxpipe.train.step._step import ENGINES, _dropout_keys
+from jaxpipe.train import build_model, init_state, shard_batch, synthetic_batches
+from jaxpipe.train.step._step import VALUE_AND_GRAD_BUILDERS, _dropout_keys
 
 EIGHT: Settings = {"base_num_decoder_layers": 8}
 # Devices, ranks, and what differs. Every run of a line has the same layers.
@@ -45,12 +45,12 @@ SLOW = ("1f1b on 3", "zero bubble on 4", "1f1b on 8")
 def gradients(devices: int, *settings: Settings) -> tuple[Any, Any]:
     """Loss and metrics, and the gradients with layers in forward order."""
     setup = setup_of(devices, EIGHT, {"remat_policy": "full"}, *settings)
-    engine = ENGINES[setup.config.pipeline_engine](setup, build_model(setup))
-    state = initial_state(setup)
+    engine = VALUE_AND_GRAD_BUILDERS[setup.config.pipeline_engine](setup, build_model(setup))
+    state = init_state(setup)
     batch = synthetic_batches(vocab_size=64, batch_size=ROWS, length=16, seed=0)(0)
     with jax.set_mesh(setup.mesh):
         keys = jax.jit(functools.partial(_dropout_keys, setup))(jnp.int32(3))
-        value, grads = jax.jit(engine)(state["weights"], place_batch(setup, batch), keys)
+        value, grads = jax.jit(engine)(state["weights"], shard_batch(setup, batch), keys)
     return jax.device_get(value), flat(setup, state | {"weights": grads})
 
 

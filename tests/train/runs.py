@@ -16,7 +16,7 @@ from jaxpipe.train import Config, set_up, synthetic_batches
 from jaxpipe.train.checkpoint import _canonical as canonical
 from jaxpipe.train.plan._setup import Setup
 from jaxpipe.train.step import _step as step
-from jaxpipe.train.step._state import State
+from jaxpipe.train.step._state import TrainState
 
 Settings = dict[str, Any]
 
@@ -63,11 +63,11 @@ class Run(NamedTuple):
     """
 
     setup: Setup
-    go_on: Callable[[State], float]
+    go_on: Callable[[TrainState], float]
     metrics: list[dict[str, float]]
-    first: State
-    saved: State
-    last: State
+    first: TrainState
+    saved: TrainState
+    last: TrainState
 
 
 def config_of(num_devices: int, *settings: Settings) -> Config:
@@ -90,7 +90,7 @@ def setup_with_file(num_devices: int, settings: Settings) -> Setup:
         return setup_of(num_devices, settings, {"pipeline_schedule": str(file)})
 
 
-def flat(setup: Setup, state: State) -> State:
+def flat(setup: Setup, state: TrainState) -> TrainState:
     """The canonical numbers of a state, which stays as it is."""
     take, _ = canonical.lending(setup)
     return jax.device_get(take(jax.tree.map(_copied, state)))
@@ -109,20 +109,20 @@ def three_steps(num_devices: int, settings: Settings) -> Run:
     batch_at = synthetic_batches(vocab_size=64, batch_size=ROWS, length=16, seed=0)
     train_step = step.make_train_step(setup)
 
-    def one(state: State) -> tuple[State, dict[str, float]]:
+    def one(state: TrainState) -> tuple[TrainState, dict[str, float]]:
         with jax.set_mesh(setup.mesh):
-            batch = step.place_batch(setup, batch_at(int(state["step"])))
+            batch = step.shard_batch(setup, batch_at(int(state["step"])))
             state, metrics = train_step(state, batch)
         return state, {name: float(value) for name, value in metrics.items()}
 
-    def go_on(saved: State) -> float:
+    def go_on(saved: TrainState) -> float:
         # As a checkpoint would be restored: with the layers after the pipeline that it has.
         after = jax.tree.leaves(saved["weights"]["head"].get("layers", ()))
         as_saved = canonical.with_layers_after(setup, len(after[0]) if after else 0)
         where = jax.tree.map(lambda leaf: leaf.sharding, canonical.canonical_shapes(as_saved))
         return one(canonical.from_canonical(setup, jax.device_put(saved, where)))[1]["loss"]
 
-    state, metrics = step.initial_state(setup), []
+    state, metrics = step.init_state(setup), []
     canonicals = [flat(setup, state)]
     for _ in range(3):
         state, of_step = one(state)

@@ -6,11 +6,11 @@ import numpy as np
 from jaxpipe.models import PRESETS
 from jaxpipe.train import (
     compile_train_step,
-    initial_state,
+    init_state,
     load_config,
     make_train_step,
-    place_batch,
     set_up,
+    shard_batch,
     synthetic_batches,
 )
 
@@ -29,8 +29,8 @@ SETTINGS = (
 def test_what_is_compiled_ahead_takes_real_states_and_batches_and_gives_the_same():
     setup = set_up(load_config((), SETTINGS, presets=PRESETS), jax.devices())
     sizes = {"batch_size": setup.batch_size, "length": 16}
-    batch = place_batch(setup, synthetic_batches(vocab_size=320, seed=0, **sizes)(0))
-    ahead, metrics = compile_train_step(setup)(initial_state(setup), batch)
+    batch = shard_batch(setup, synthetic_batches(vocab_size=320, seed=0, **sizes)(0))
+    ahead, metrics = compile_train_step(setup)(init_state(setup), batch)
     with jax.set_mesh(setup.mesh):
-        now, expected = make_train_step(setup)(initial_state(setup), batch)
+        now, expected = make_train_step(setup)(init_state(setup), batch)
     jax.tree.map(np.testing.assert_array_equal, (ahead, metrics), (now, expected))

@@ -19,7 +19,7 @@ from jaxpipe.train import Config, load_config, set_up
 from jaxpipe.train.loop._batches import _tokenizer, make_batches, make_data
 from jaxpipe.train.loop._data_changes import data_changes
 from jaxpipe.train.plan._setup import Setup
-from jaxpipe.train.step._step import place_step
+from jaxpipe.train.step._step import shard_batch_of_step
 
 TINY: dict[str, Any] = {
     "dataset_type": "text",
@@ -283,7 +283,7 @@ def test_the_rows_of_a_process_are_made_and_placed_as_those_of_the_whole_batch(
         asked.append(list(numbers))
         return batches.rows(step, numbers)
 
-    whole: Any = place_step(setup, dataclasses.replace(batches, rows=rows), 3)
+    whole: Any = shard_batch_of_step(setup, dataclasses.replace(batches, rows=rows), 3)
     # As if the first half of the mesh along an axis were the devices of this process.
     half = np.split(setup.mesh.devices, 2, setup.mesh.axis_names.index(across))[0].ravel()
 
@@ -298,7 +298,7 @@ def test_the_rows_of_a_process_are_made_and_placed_as_those_of_the_whole_batch(
 
     monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", of_half)
     monkeypatch.setattr(jax, "make_array_from_callback", placed)
-    place_step(setup, dataclasses.replace(batches, rows=rows), 3)
+    shard_batch_of_step(setup, dataclasses.replace(batches, rows=rows), 3)
     assert asked == [list(range(16)), numbers]
     for name, of_devices in zip(sorted(whole), parts, strict=True):  # in the order of pytrees
         shards = {shard.device: shard.data for shard in whole[name].addressable_shards}

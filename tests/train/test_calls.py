@@ -36,9 +36,9 @@ def result(devices: int, calls: int, *settings: Settings) -> tuple[Any, Any]:
     rows = {"per_device_batch_size": ROWS / devices / calls}
     split = {"num_pipeline_microbatches": 4 // calls, "gradient_accumulation_steps": calls}
     setup = setup_of(devices, *settings, split, rows)
-    with nullcontext() if setup.stages_apart else jax.set_mesh(setup.mesh):
-        batch = step.place_batch(setup, batches()[1])
-        state, metrics = step.make_train_step(setup)(step.initial_state(setup), batch)
+    with nullcontext() if setup.per_stage_state else jax.set_mesh(setup.mesh):
+        batch = step.shard_batch(setup, batches()[1])
+        state, metrics = step.make_train_step(setup)(step.init_state(setup), batch)
         after = evaluation.make_eval_step(setup)(state["weights"], batch)
         found = flat(setup, state)
     both = dict(metrics) | {f"eval_{name}": value for name, value in after.items()}
@@ -71,8 +71,8 @@ def test_every_call_has_dropout_masks_of_its_own():
         more = {"gradient_accumulation_steps": calls, "dropout_rate": 0.3}
         setup = setup_of(1, NONE, rows, more)
         with jax.set_mesh(setup.mesh):
-            placed = step.place_batch(setup, batch)
-            _, metrics = step.make_train_step(setup)(step.initial_state(setup), placed)
+            placed = step.shard_batch(setup, batch)
+            _, metrics = step.make_train_step(setup)(step.init_state(setup), placed)
         found.append(float(metrics["loss"]))
     assert abs(found[0] - found[1]) > 1e-4
 

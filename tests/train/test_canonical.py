@@ -15,8 +15,8 @@ from jaxpipe.train.checkpoint import _canonical as canonical
 from jaxpipe.train.checkpoint import _layer_reordering as moves
 from jaxpipe.train.plan._setup import Setup
 from jaxpipe.train.step import _step as step
-from jaxpipe.train.step._per_stage_state import layers_of_ranks
-from jaxpipe.train.step._state import State
+from jaxpipe.train.step._per_stage_state import layer_ids_by_rank
+from jaxpipe.train.step._state import TrainState
 
 from .runs import DEEPSEEK, NONE, Settings, flat, setup_of
 
@@ -68,7 +68,7 @@ def setup(request: pytest.FixtureRequest) -> Setup:
 
 
 def test_layers_come_in_forward_order_and_go_back_bit_for_bit(setup: Setup):
-    state = step.initial_state(setup)
+    state = step.init_state(setup)
     before, where = jax.device_get(state), places(state)
     take, put_back = canonical.lending(setup)
     lent = take(state)
@@ -81,7 +81,7 @@ def test_layers_come_in_forward_order_and_go_back_bit_for_bit(setup: Setup):
 
 
 def test_a_run_goes_on_from_what_another_saved(setup: Setup):
-    state = step.initial_state(setup)
+    state = step.init_state(setup)
     before, saved = jax.device_get(state), flat(setup, state)
     where = jax.tree.map(lambda leaf: leaf.sharding, canonical.canonical_shapes(setup))
     again = canonical.from_canonical(setup, jax.device_put(saved, where))
@@ -91,7 +91,7 @@ def test_a_run_goes_on_from_what_another_saved(setup: Setup):
 
 def test_no_device_holds_a_second_state_on_the_way(setup: Setup, monkeypatch: pytest.MonkeyPatch):
     others = held(setup)
-    state = step.initial_state(setup)
+    state = step.init_state(setup)
     before, saved = held(setup) - others, flat(setup, state)
     found, delete, calls = [], moves.delete, itertools.count()
 
@@ -109,10 +109,10 @@ def test_no_device_holds_a_second_state_on_the_way(setup: Setup, monkeypatch: py
     of_stacks = of_largest(setup, stacks(lent))
     put_back(state, lent)
     assert next(calls) >= 2 * len(stacks(lent))
-    if not setup.stages_apart:
+    if not setup.per_stage_state:
         assert np.all(found <= before + of_stacks)
     else:  # parts are joined on their ranks first, and room is made for as many as any rank has
-        padded = layers_of_ranks(setup).size / setup.layout.num_layers
+        padded = layer_ids_by_rank(setup).size / setup.layout.num_layers
         assert np.all(found <= np.maximum(before, after) + 3 * padded * of_stacks)
 
     del state, lent
@@ -124,7 +124,7 @@ def test_no_device_holds_a_second_state_on_the_way(setup: Setup, monkeypatch: py
     before = held(setup) - others
     canonical.from_canonical(setup, restored)
     assert len(found) > 3
-    if not setup.stages_apart:  # here too ranks may have room for more layers than there are
+    if not setup.per_stage_state:  # here too ranks may have room for more layers than there are
         padded = np.prod(setup.layout.dims) / setup.layout.num_layers
         assert np.all(found <= np.maximum(before, of_state) + padded * largest)
 
@@ -140,19 +140,19 @@ def test_ranks_divide_what_layers_do_not():
         assert 4 * np.prod(leaf.sharding.shard_shape(leaf.shape)) == leaf.size
 
 
-def stacks(tree: State) -> list[Any]:
+def stacks(tree: TrainState) -> list[Any]:
     """The leaves with layers of the pipeline, of the weights and of Adam's moments."""
     return jax.tree.leaves([w["stages"] for w in weights_and_moments(tree)])
 
 
-def weights_and_moments(state: State) -> tuple[Any, Any, Any]:
+def weights_and_moments(state: TrainState) -> tuple[Any, Any, Any]:
     adam = next(part for part in state["optimizer"] if hasattr(part, "mu"))
     return state["weights"], adam.mu, adam.nu
 
 
-def in_forward_order(setup: Setup, state: State) -> list[np.ndarray]:
+def in_forward_order(setup: Setup, state: TrainState) -> list[np.ndarray]:
     """`stacks` of a state in host memory, one layer after the other."""
-    if not setup.stages_apart:
+    if not setup.per_stage_state:
         numbers = np.array(setup.layout.numbers)
         order = [np.flatnonzero(numbers == i)[0] for i in range(setup.layout.num_layers)]
         return [leaf.reshape(-1, *leaf.shape[3:])[order] for leaf in stacks(state)]
@@ -163,7 +163,7 @@ def in_forward_order(setup: Setup, state: State) -> list[np.ndarray]:
     return found
 
 
-def places(state: State) -> list[Any]:
+def places(state: TrainState) -> list[Any]:
     """How every leaf lies."""
     return [
         (x.mpmd_sharding.mpmd_idxs, x.spec) if isinstance(x, MpmdArray) else x.sharding

@@ -6,7 +6,7 @@ import pytest
 
 from jaxpipe import models
 from jaxpipe.train.optim._decay import weight_name
-from jaxpipe.train.step._state import make_optimizer, trained
+from jaxpipe.train.step._state import abstract_trained_weights, make_optimizer
 
 from .runs import DEEPSEEK, NONE, Settings, setup_of
 
@@ -20,7 +20,7 @@ PIPELINES: list[Settings] = [
 def decaying(settings: Settings) -> set[str]:
     """Names of weights that an update without a gradient changes."""
     setup = setup_of(settings.get("ici_pipeline_parallelism", 1), settings)
-    shapes = models.shapes(trained(setup))
+    shapes = models.shapes(abstract_trained_weights(setup))
     weights = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)
     optimizer = make_optimizer(setup)
     nothing = jax.tree.map(jnp.zeros_like, weights)

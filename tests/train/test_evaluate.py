@@ -71,10 +71,10 @@ def evaluated(devices: int, *settings: Settings, given: Sequence[Batch] = ()) ->
     """Metrics of the first weights."""
     found = Given(given or batches())
     setup = setup_of(devices, {"eval_interval": 1, "eval_steps": len(found)}, *settings)
-    with nullcontext() if setup.stages_apart else jax.set_mesh(setup.mesh):
+    with nullcontext() if setup.per_stage_state else jax.set_mesh(setup.mesh):
         evaluate = evaluation.make_evaluate(setup, found)
         assert evaluate is not None
-        return evaluate(step.initial_state(setup))
+        return evaluate(step.init_state(setup))
 
 
 RANKS: Settings = {"ici_pipeline_parallelism": 2}
@@ -83,7 +83,11 @@ ENGINES: dict[str, tuple[int, Settings]] = {
     "scheduled": (2, {"pipeline_engine": "scheduled", "pipeline_schedule": "zbv"}),
     "uneven": (
         2,
-        {"pipeline_engine": "scheduled", "pipeline_layout": "Et|t*3L", "pipeline_share_head": True},
+        {
+            "pipeline_engine": "scheduled",
+            "pipeline_layout": "Et|t*3L",
+            "pipeline_vocab_parallel": True,
+        },
     ),
     "mpmd": (2, {"pipeline_engine": "mpmd", "pipeline_schedule": "zero_bubble_h1"}),
     "linen": (2, {"enable_nnx": False}),
@@ -135,7 +139,8 @@ def test_losses_beside_the_cross_entropy_are_apart():
     [
         {},
         pytest.param(
-            {"pipeline_engine": "scheduled", "pipeline_share_head": True}, marks=pytest.mark.slow
+            {"pipeline_engine": "scheduled", "pipeline_vocab_parallel": True},
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["circular", "scheduled"],
@@ -144,7 +149,7 @@ def test_no_gradient_is_computed(settings: Settings):
     """A step has 3 matrix products for each one of the evaluation, or 4 with the forward again."""
     setup = setup_of(2, RANKS, {"remat_policy": "none"}, settings)
     with jax.set_mesh(setup.mesh):
-        state, batch = step.initial_state(setup), step.place_batch(setup, batches()[0])
+        state, batch = step.init_state(setup), step.shard_batch(setup, batches()[0])
         forward: Any = evaluation.make_eval_step(setup)
         both: Any = step.make_train_step(setup)
         forward = forward.lower(state["weights"], batch).compile().as_text()
@@ -166,7 +171,7 @@ def run(folder: Path, **settings: Any) -> str:
 def with_losses(monkeypatch, losses: dict[int, float]) -> None:
     """Evaluations find these, by step."""
 
-    def make(setup, batches, go_on):
+    def make(setup, batches, on_batch_done):
         return lambda state: {"eval_loss": losses[int(state["step"])]}
 
     monkeypatch.setattr(_loop, "make_evaluate", make)

@@ -13,7 +13,7 @@ import pytest
 from jaxpipe import models
 from jaxpipe.cli import main
 from jaxpipe.train import Config, build_model, set_up, train
-from jaxpipe.train.plan._family import FAMILIES
+from jaxpipe.train.plan._family import MODEL_FAMILIES
 from jaxpipe.train.step import _optimizer_step as _update
 from jaxpipe.train.step import _step as step
 
@@ -111,13 +111,13 @@ def test_biases_of_routers_move_by_their_rate_against_the_load_and_nothing_else_
     settings = {"adam_weight_decay": 0.5, "pipeline_parallel_layers": 2}
     setup = set_up(config_of(CIRCULAR, settings), jax.devices())
     with jax.set_mesh(setup.mesh):
-        state = step.initial_state(setup)
+        state = step.init_state(setup)
         zeros = np.zeros((setup.batch_size, 16), np.int32)
         batch = dict.fromkeys(("tokens", "targets", "positions"), zeros)
         batch |= {"segment_ids": zeros + 1, "target_weights": zeros.astype(np.float32) + 1}
         train_step = step.make_train_step(setup)
         for count in (1, 2):
-            state, metrics = train_step(state, step.place_batch(setup, batch))
+            state, metrics = train_step(state, step.shard_batch(setup, batch))
             moved = np.concatenate([bias.ravel() for bias in biases(state["weights"])])
             # Tokens are alike: two experts have them all, which are not the same two in step 2.
             steps = moved / 0.05
@@ -134,7 +134,7 @@ def biases(tree) -> list[np.ndarray]:
 
 def test_the_norm_of_gradients_leaves_biases_out():
     gradients = {"router": {"logits": jnp.ones(4), "bias": jnp.full(4, 9.0)}, "bias": jnp.ones(1)}
-    kept = _update.without_router_biases(gradients)
+    kept = _update.drop_router_biases(gradients)
     assert _update.gradient_norm(kept) == np.sqrt(np.float32(5))
 
 
@@ -142,9 +142,9 @@ def test_the_norm_of_gradients_leaves_biases_out():
 def test_a_preset_is_a_model_of_its_family(name):
     preset: dict[str, Any] = models.PRESETS[name] | {"vocab_size": 320}
     setup = set_up(Config.model_validate(RUN | preset | PLAIN), jax.devices())
-    family = FAMILIES[preset.pop("decoder_block", "llama")]
-    assert setup.model == family.sizes(**preset)
-    assert build_model(setup).tied == getattr(setup.model, "logits_via_embedding", False)
+    family = MODEL_FAMILIES[preset.pop("decoder_block", "llama")]
+    assert setup.model_config == family.sizes(**preset)
+    assert build_model(setup).tied == getattr(setup.model_config, "logits_via_embedding", False)
 
 
 @pytest.mark.parametrize(

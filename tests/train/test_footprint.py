@@ -8,9 +8,9 @@ import jax
 import pytest
 
 from jaxpipe.mpmd.ir._program import Run
-from jaxpipe.train import footprints, held_at_most, initial_state
+from jaxpipe.train import footprints, held_at_most, init_state
 from jaxpipe.train.plan._setup import Setup
-from jaxpipe.train.step._mpmd import _lowered
+from jaxpipe.train.step._mpmd import _lowered_train_step
 
 from .runs import NONE, Settings, setup_of
 
@@ -42,7 +42,7 @@ def on_device(device: Any, tree: Any) -> int:
 @pytest.mark.parametrize("name", ONE_PROGRAM)
 def test_every_device_holds_the_weights_and_the_optimizer_that_it_says(name: str):
     setup = setup_of(ONE_PROGRAM[name][0], ONE_PROGRAM[name][1])
-    state, (found,) = initial_state(setup), footprints(setup)
+    state, (found,) = init_state(setup), footprints(setup)
     for device in setup.mesh.devices.flat:
         assert on_device(device, state["weights"]) == found.weights
         assert on_device(device, state["optimizer"]) == found.optimizer
@@ -56,7 +56,7 @@ def test_every_device_holds_the_weights_and_the_optimizer_that_it_says(name: str
 def test_every_rank_holds_its_stages_and_the_ends_that_it_reads(settings: Settings):
     layout = {"pipeline_schedule": "1f1b", "pipeline_layout": "Et|t*3L"}
     setup = setup_of(2, MPMD | layout, settings)
-    state, found = initial_state(setup), footprints(setup)
+    state, found = init_state(setup), footprints(setup)
     for rank, kept in enumerate(found):
         weights, optimizer = (_on_rank(rank, state[part]) for part in ("weights", "optimizer"))
         assert weights == kept.weights
@@ -81,9 +81,9 @@ def test_a_loop_keeps_what_enters_every_tick_and_a_schedule_what_waits():
     assert held_at_most(setup_of(2, MPMD | {"pipeline_schedule": "1f1b"})) == (2, 1)
     scheduled = MPMD | {"pipeline_engine": "scheduled", "pipeline_schedule": "1f1b"}
     in_ticks = setup_of(2, scheduled)
-    assert in_ticks.schedule is not None
+    assert in_ticks.schedule_selection is not None
     (most,) = held_at_most(in_ticks)
-    assert f", {most} stage inputs held at most" in in_ticks.schedule.reason
+    assert f", {most} stage inputs held at most" in in_ticks.schedule_selection.reason
     # float32, 2 rows of 16 tokens of width 16, halved by fsdp.
     (found,) = footprints(setup_of(4, S2F2))
     assert found.stage_inputs == 9 * 2 * 16 * 16 * 4 // 2
@@ -105,7 +105,7 @@ def test_calls_keep_a_sum_of_gradients_in_float32_and_some_programs_of_ranks_one
 def test_what_programs_of_ranks_keep_of_gradients_until_the_last_call_is_counted(dtype):
     calls = {"gradient_accumulation_steps": 3, "logits_via_embedding": False}
     setup = setup_of(2, MPMD, calls, {"weight_dtype": dtype})
-    runs = [run for run in _lowered(setup).code.instructions if isinstance(run, Run)]
+    runs = [run for run in _lowered_train_step(setup).code.instructions if isinstance(run, Run)]
     of_rank = [run for run in runs if run.rank == 0]
     made = {b for run in of_rank if not run.name.startswith("before_loop") for b in run.writes}
     after = {b for run in of_rank if run.name.startswith("after_loop") for b in run.reads}

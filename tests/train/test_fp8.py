@@ -42,10 +42,10 @@ def run_of(gather: str) -> list[tuple[Any, Any, Any]]:
     setup = set_up(Config.model_validate(SMALL | CIRCULAR | settings), jax.devices()[:4])
     batch_at, train_step, steps = make_batches(setup), step.make_train_step(setup), []
     with jax.set_mesh(setup.mesh):
-        state = step.initial_state(setup)
+        state = step.init_state(setup)
         for number in range(setup.config.steps):
             before = flat(setup, state)
-            state, metrics = train_step(state, step.place_batch(setup, batch_at(number)))
+            state, metrics = train_step(state, step.shard_batch(setup, batch_at(number)))
             steps.append((before, jax.device_get(metrics), flat(setup, state)))
     return steps
 
@@ -80,7 +80,7 @@ def test_every_step_from_the_same_state_is_that_of_the_plain_program():
     for number, (before, true, true_after) in enumerate(run_of("")):
         with jax.set_mesh(setup.mesh):
             state = canonical.from_canonical(setup, jax.device_put(before))
-            state, metrics = train_step(state, step.place_batch(setup, batch_at(number)))
+            state, metrics = train_step(state, step.shard_batch(setup, batch_at(number)))
             after = flat(setup, state)
         for name in ("loss", "gradient_norm"):
             np.testing.assert_allclose(metrics[name], true[name], rtol=1e-5, err_msg=name)
@@ -94,7 +94,7 @@ def assert_close(x, true):
 def test_fp8_is_not_the_run_without_it():
     setup = set_up(Config.model_validate(SMALL | PLAIN | {"quantization": ""}), jax.devices()[:1])
     with jax.set_mesh(setup.mesh):
-        batch = step.place_batch(setup, make_batches(setup)(0))
-        _, metrics = step.make_train_step(setup)(step.initial_state(setup), batch)
+        batch = step.shard_batch(setup, make_batches(setup)(0))
+        _, metrics = step.make_train_step(setup)(step.init_state(setup), batch)
     difference = abs(float(metrics["loss"]) / losses(run_of(""))[0] - 1)
     assert 1e-5 < difference < 1e-2

@@ -141,7 +141,7 @@ def test_a_folder_without_weights_is_refused(llama: Path, tmp_path: Path):
 
 def test_a_checkpoint_from_before_a_size_was_a_key_has_its_default(tmp_path: Path):
     setup = set_up(Config.model_validate(RUN | ENGINES["none"]), jax.devices())
-    saved = dict(vars(setup.model))
+    saved = dict(vars(setup.model_config))
     del saved["llama31_rope_factor"]
     check_same_sizes(saved, setup, "x")
     with pytest.raises(ValueError, match=r"x is of another model:\n  vocab_size is 3 in the"):

@@ -8,7 +8,7 @@ import pytest
 from jaxpipe import sharding
 from jaxpipe.train import Config, load_config
 from jaxpipe.train.config._load import parse_override
-from jaxpipe.train.config._maxtext_keys import INSTEAD, PREFIXES, instead_of
+from jaxpipe.train.config._maxtext_keys import ADVICE, ADVICE_BY_PATTERN, maxtext_advice
 
 PRESETS = {"llama-tiny": {}}
 THEIRS = Path(__file__).with_name("maxtext_keys.txt").read_text().split()
@@ -46,24 +46,24 @@ def test_a_key_of_maxtext_is_refused_with_what_to_write_instead(key, advice):
 
 
 def test_no_key_is_both_refused_and_there():
-    assert not [key for key in Config.model_fields if instead_of(key)]
+    assert not [key for key in Config.model_fields if maxtext_advice(key)]
 
 
 def test_every_key_of_maxtexts_base_yml_is_a_key_here_or_has_advice():
-    assert not [key for key in THEIRS if key not in SHARED and not instead_of(key)]
+    assert not [key for key in THEIRS if key not in SHARED and not maxtext_advice(key)]
     assert len(THEIRS) > 700 and len(SHARED) > 100
 
 
 def test_no_advice_is_for_a_key_that_nobody_has():
-    for pattern in PREFIXES:
+    for pattern in ADVICE_BY_PATTERN:
         assert any(re.fullmatch(pattern, key) for key in THEIRS if key not in SHARED), pattern
-    assert instead_of("stepz") is None
+    assert maxtext_advice("stepz") is None
     assert "Did you mean `steps`?" in refusal("stepz")
 
 
 def test_what_to_write_instead_names_keys_that_there_are():
-    for key in [*INSTEAD, *THEIRS]:
-        for code in re.findall(r"`([^`]*)`", instead_of(key) or ""):
+    for key in [*ADVICE, *THEIRS]:
+        for code in re.findall(r"`([^`]*)`", maxtext_advice(key) or ""):
             if code.startswith("jaxpipe ") or not re.match(r"[a-z_0-9]+(=|$)", code):
                 continue
             for part in code.split():
@@ -72,7 +72,7 @@ def test_what_to_write_instead_names_keys_that_there_are():
 
 
 def test_the_rules_of_maxtexts_large_moe_preset_are_accepted():
-    (text,) = re.findall(r"`(logical_axis_rules=.*?)`", INSTEAD["custom_mesh_and_rule"])
+    (text,) = re.findall(r"`(logical_axis_rules=.*?)`", ADVICE["custom_mesh_and_rule"])
     config = load_config([], [text], presets=PRESETS)
     rules_given = parse_rules(text)
     assert config.logical_axis_rules == rules_given

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jaxpipe.cli import main
-from jaxpipe.train import Config, compile_train_step, describe, initial_state, train
-from jaxpipe.train.plan._schedule_selection import choose_schedule
-from jaxpipe.train.step._mpmd import state_places
+from jaxpipe.train import Config, compile_train_step, describe, init_state, train
+from jaxpipe.train.plan._schedule_selection import select_schedule
+from jaxpipe.train.step._mpmd import mpmd_state_shardings
 
 from .runs import DEEPSEEK, DROPOUT, NONE, TINY, Run, Settings, setup_of, three_steps
 
@@ -139,7 +139,7 @@ def test_every_layout_starts_from_the_same_canonical_state(name):
 
 def test_a_rank_holds_its_own_stages_and_the_ends_that_it_reads_and_steps_leave_them_there():
     found = run("zbv, a V")
-    where = state_places(found.setup)
+    where = mpmd_state_shardings(found.setup)
     adam = next(part for part in where["optimizer"] if hasattr(part, "mu"))
     for tree in (where["weights"], adam.mu, adam.nu):
         # A V: rank 0 has the first and the last stage, so the tied embedding is there alone.
@@ -148,7 +148,7 @@ def test_a_rank_holds_its_own_stages_and_the_ends_that_it_reads_and_steps_leave_
                 (rank,)
             }
         assert {p.mpmd_idxs for n in ("embed", "head") for p in jax.tree.leaves(tree[n])} == {(0,)}
-    for state in (initial_state(found.setup), found.last):
+    for state in (init_state(found.setup), found.last):
         assert jax.tree.map(lambda leaf: leaf.mpmd_sharding, state) == where
         for leaf in jax.tree.leaves(state):
             for rank in range(2):
@@ -170,7 +170,7 @@ def test_weights_are_split_within_a_rank_and_uneven_stages_have_just_their_layer
 
 def test_a_tied_embedding_starts_and_stays_equal_on_both_ranks_that_read_it():
     found = run("uneven stages, fsdp 2, tensor 2")
-    for state in (initial_state(found.setup), found.last):
+    for state in (init_state(found.setup), found.last):
         table = state["weights"]["embed"]["table"]
         assert table.mpmd_idxs == (0, 1)
         np.testing.assert_array_equal(*map(table.on_rank, table.mpmd_idxs))
@@ -199,7 +199,7 @@ def test_the_run_tells_its_stages_and_its_schedule():
 def test_auto_compares_what_schedules_take_where_no_rank_waits_for_a_tick(
     ranks, microbatches, layers, settings, words
 ):
-    found = choose_schedule(
+    found = select_schedule(
         Config.model_validate(settings | {"pipeline_engine": "mpmd"}),
         num_ranks=ranks,
         num_microbatches=microbatches,
@@ -212,7 +212,10 @@ def test_auto_compares_what_schedules_take_where_no_rank_waits_for_a_tick(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"pipeline_share_head": True}, "`pipeline_share_head` is True, .* `pipeline_engine=sched"),
+        (
+            {"pipeline_vocab_parallel": True},
+            "`pipeline_vocab_parallel` is True, .* `pipeline_engine=sched",
+        ),
         ({"pipeline_delay_activation_forwarding": True}, "'mpmd' and `pipeline_delay_activation"),
         ({"scan_pipeline_repeats": False}, "'mpmd' and `scan_pipeline_repeats` is False"),
         ({"enable_nnx": False}, "'mpmd' and `enable_nnx` is False, which it does not read"),

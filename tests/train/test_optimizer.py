@@ -4,7 +4,13 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpipe.train import adamw, clip, decay_mask, gradient_norm, learning_rate_schedule
+from jaxpipe.train import (
+    adamw,
+    clip_by_norm,
+    gradient_norm,
+    learning_rate_schedule,
+    weight_decay_mask,
+)
 
 
 def rates(num_steps: int, warmup_fraction: float, upto: int) -> np.ndarray:
@@ -73,7 +79,7 @@ def test_only_matrices_of_a_layer_decay():
         shapes,
         is_leaf=lambda x: isinstance(x, tuple),
     )
-    assert decay_mask(weights, {"embed": 0, "stages": 2, "head": 0}) == {
+    assert weight_decay_mask(weights, {"embed": 0, "stages": 2, "head": 0}) == {
         "embed": {"table": True},
         "stages": {"norm": False, "kernel": True, "bias": False},
         "head": {"norm": False, "kernel": True},
@@ -108,7 +114,7 @@ def test_the_norm_is_taken_over_all_leaves_in_float32():
 @pytest.mark.parametrize("threshold", [0.5, 1000.0, 0.0])
 def test_clipping_is_that_of_optax(threshold: float):
     gradients = {"a": jnp.arange(4.0), "b": -jnp.ones((2, 2))}
-    clipped = clip(gradients, gradient_norm(gradients), threshold=threshold)
+    clipped = clip_by_norm(gradients, gradient_norm(gradients), threshold=threshold)
     optimizer = optax.clip_by_global_norm(threshold) if threshold else optax.identity()
     expected, _ = optimizer.update(gradients, optimizer.init(gradients))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), clipped, expected)
@@ -116,6 +122,6 @@ def test_clipping_is_that_of_optax(threshold: float):
 
 def test_clipping_keeps_types_and_gradients_of_zero():
     gradients = {"a": jnp.zeros(4, jnp.bfloat16)}
-    clipped = clip(gradients, gradient_norm(gradients), threshold=1.0)
+    clipped = clip_by_norm(gradients, gradient_norm(gradients), threshold=1.0)
     assert clipped["a"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(clipped["a"].astype(jnp.float32), np.zeros(4))

@@ -60,9 +60,9 @@ def test_a_circular_step_is_its_ticks_forward_and_backward(name: str, num_ticks:
 def test_the_bubble_is_the_one_that_the_run_prints():
     setup = setup_of(*RUNS["scheduled"])
     timeline = predicted_timeline(setup)
-    assert timeline is not None and setup.schedule is not None
+    assert timeline is not None and setup.schedule_selection is not None
     share = schedules.rectangular_bubble(timeline) / schedules.makespan(timeline)
-    assert f"bubble {share:.1%}" in setup.schedule.reason
+    assert f"bubble {share:.1%}" in setup.schedule_selection.reason
 
 
 def test_longer_stages_take_longer_and_no_pipeline_has_no_timeline():

@@ -86,7 +86,11 @@ def test_two_deterministic_runs_are_equal_bit_for_bit(tmp_path):
 def test_on_gpus_xla_is_told_and_programs_of_ranks_refuse():
     config = Config(deterministic=True)
     told = {"xla_gpu_deterministic_ops": "true"}
-    assert setups._options(config, "gpu") == told
-    assert setups._options(config, "cpu") == setups._options(Config(), "gpu") == {}
+    assert setups._platform_compiler_options(config, "gpu") == told
+    assert (
+        setups._platform_compiler_options(config, "cpu")
+        == setups._platform_compiler_options(Config(), "gpu")
+        == {}
+    )
     with pytest.raises(ValueError, match="`deterministic` is true and `pipeline_engine` 'mpmd'"):
-        from_config._check_options(told)
+        from_config._check_no_compiler_options(told)

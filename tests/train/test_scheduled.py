@@ -13,7 +13,7 @@ import pytest
 from jaxpipe import plan, schedules
 from jaxpipe.cli import main
 from jaxpipe.train import Config, compile_train_step, describe, synthetic_batches, train
-from jaxpipe.train.plan._schedule_selection import choose_schedule
+from jaxpipe.train.plan._schedule_selection import select_schedule
 from jaxpipe.train.step import _step as step
 from jaxpipe.train.step._state import state_shapes
 
@@ -182,7 +182,7 @@ def test_layers_that_are_spread_evenly_by_a_layout_need_no_condition():
 def test_auto_takes_more_stages_per_rank_while_they_save_time_and_says_so(
     ranks, microbatches, layers, settings, words
 ):
-    found = choose_schedule(
+    found = select_schedule(
         Config.model_validate(settings | {"pipeline_engine": "scheduled"}),
         num_ranks=ranks,
         num_microbatches=microbatches,
@@ -360,5 +360,5 @@ def test_what_is_compiled_ahead_is_the_step_of_the_run():
     found = run("zbv, a V")
     ahead = compile_train_step(found.setup)
     batch_at = synthetic_batches(vocab_size=64, batch_size=ROWS, length=16, seed=0)
-    batch = step.place_batch(found.setup, batch_at(0))
-    assert float(ahead(step.initial_state(found.setup), batch)[1]["loss"]) == losses("zbv, a V")[0]
+    batch = step.shard_batch(found.setup, batch_at(0))
+    assert float(ahead(step.init_state(found.setup), batch)[1]["loss"]) == losses("zbv, a V")[0]

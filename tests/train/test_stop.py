@@ -202,7 +202,7 @@ def test_a_step_above_the_limit_is_skipped_and_said(tmp_path):
 )
 def test_every_engine_skips(devices, settings):
     setup = setup_of(devices, settings, {"bad_step_policy": "skip", "max_gradient_norm": 1e-9})
-    state = step.initial_state(setup)
+    state = step.init_state(setup)
     before = jax.tree.map(np.asarray, state)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 64, (ROWS, 16)).astype(np.int32)
@@ -210,7 +210,7 @@ def test_every_engine_skips(devices, settings):
     batch |= {"positions": np.zeros_like(tokens), "segment_ids": np.ones_like(tokens)}
     batch |= {"target_weights": np.ones((ROWS, 16), np.float32)}
     with jax.set_mesh(setup.mesh):
-        state, metrics = step.make_train_step(setup)(state, step.place_batch(setup, batch))
+        state, metrics = step.make_train_step(setup)(state, step.shard_batch(setup, batch))
     assert float(metrics["gradient_norm"]) > 1e-9
     assert int(state.pop("step")) == 1
     before.pop("step")

@@ -5,15 +5,15 @@ import pytest
 
 from jaxpipe.cli import main
 from jaxpipe.train import Config, set_up
-from jaxpipe.train.config._xla_flags import compiler_options
+from jaxpipe.train.config._config import parse_xla_flags
 from jaxpipe.train.step._step import make_train_step
 
 
 def test_flags_become_options_and_a_bare_one_means_true():
     flags = "--xla_a=true  --xla_b=2 --xla_c --xla_d="
     options = {"xla_a": "true", "xla_b": "2", "xla_c": "true", "xla_d": ""}
-    assert compiler_options(flags) == options
-    assert compiler_options("") == {}
+    assert parse_xla_flags(flags) == options
+    assert parse_xla_flags("") == {}
 
 
 @pytest.mark.parametrize(

@@ -49,10 +49,10 @@ def run(args: argparse.Namespace) -> int:
     devices = _devices(config, args.topology, args.num_slices)
     dump = args.dump_hlo and _dump_file(args.dump_hlo, config.model_name, args.topology)
     from ...plan import report_json, report_text
-    from ...train import check_one_program, describe, set_up
+    from ...train import check_single_program, describe, set_up
 
     setup = set_up(config, devices)
-    check_one_program(setup)
+    check_single_program(setup)
     report, hlo_text = _compile(setup)
     if dump:
         dump.write_text(hlo_text, encoding="utf-8")

@@ -89,11 +89,11 @@ def _compiled(
     """The step's memory, for a topology or for the emulated devices."""
     from ... import plan
     from ...report import Compiled
-    from ...train import check_one_program, compile_train_step, set_up
+    from ...train import check_single_program, compile_train_step, set_up
 
     if setup is None or found.config is None:
         raise ValueError(f"`--compile` needs a run that can be planned. {why}")
-    check_one_program(setup)
+    check_single_program(setup)
     if topology:
         devices = plan.tpu_topology(topology, num_slices)
         setup = set_up(found.config, devices)

@@ -20,10 +20,10 @@ from jaxtyping import PyTree
 
 from ... import mpmd, sharding
 from ...sharding import LogicalAxes
-from ..plan._setup import STACKED, Setup
-from ..step._mpmd import state_places
-from ..step._per_stage_state import mpmd_mesh, stack_of_stages, stack_shardings, stages_of_stack
-from ..step._state import State, rules_of_state, state_axes, state_shapes, state_shardings
+from ..plan._setup import STACK_AXES, Setup
+from ..step._mpmd import mpmd_state_shardings
+from ..step._per_stage_state import mpmd_mesh, stack_shardings, stack_stages, unstack_stages
+from ..step._state import TrainState, state_logical_axes, state_rules, state_shapes, state_shardings
 from ._layer_reordering import Moves, delete, deleting, is_in_order, moves_of, on_mesh
 
 
@@ -35,15 +35,15 @@ def canonical_shapes(setup: Setup) -> PyTree[jax.ShapeDtypeStruct]:
     other dim divides. If stages lie apart they divide what is in no stage, too. What does not
     divide at all, every rank has.
     """
-    in_order, apart, setup = is_in_order(setup), setup.stages_apart, _together(setup)
-    axes, rules = state_axes(setup), rules_of_state(setup)
+    in_order, apart, setup = is_in_order(setup), setup.per_stage_state, _together(setup)
+    axes, rules = state_logical_axes(setup), state_rules(setup)
 
     def of_part(name: str, shapes: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
         def of_leaf(leaf: jax.ShapeDtypeStruct, axes: LogicalAxes) -> jax.ShapeDtypeStruct:
             shape, spec = leaf.shape, sharding.partition_spec(axes, rules[name])
             if _is_stacked(axes):
-                shape = (setup.layout.num_layers, *shape[len(STACKED) :])
-                spec = PartitionSpec(None, *spec[len(STACKED) :])
+                shape = (setup.layout.num_layers, *shape[len(STACK_AXES) :])
+                spec = PartitionSpec(None, *spec[len(STACK_AXES) :])
             where = NamedSharding(setup.mesh, spec)
             if apart or _is_stacked(axes):
                 where = _over_ranks(shape, where, in_order and _is_stacked(axes))
@@ -54,8 +54,8 @@ def canonical_shapes(setup: Setup) -> PyTree[jax.ShapeDtypeStruct]:
     return {name: of_part(name, shapes) for name, shapes in state_shapes(setup).items()}
 
 
-Take = Callable[[State], State]
-PutBack = Callable[[State, State], State]
+Take = Callable[[TrainState], TrainState]
+PutBack = Callable[[TrainState, TrainState], TrainState]
 
 
 def lending(setup: Setup) -> tuple[Take, PutBack]:
@@ -65,15 +65,15 @@ def lending(setup: Setup) -> tuple[Take, PutBack]:
     are moved; what is in no stack, the two may share.
     """
     moves, shardings = moves_of(setup), _canonical_shardings(setup)
-    if setup.stages_apart:
-        places = state_places(setup)
+    if setup.per_stage_state:
+        places = mpmd_state_shardings(setup)
         return (
             lambda state: _joined(setup, moves, state, shardings, places),
             lambda state, canonical: _with_stages(
                 setup, moves, state, canonical, shardings, places
             ),
         )
-    axes, wanted = state_axes(setup), state_shardings(setup)
+    axes, wanted = state_logical_axes(setup), state_shardings(setup)
 
     def take(x: jax.Array, where: NamedSharding, axes: LogicalAxes) -> jax.Array:
         return moves.to_order(x, where) if _is_stacked(axes) else x
@@ -89,7 +89,7 @@ def lending(setup: Setup) -> tuple[Take, PutBack]:
     )
 
 
-def from_canonical(setup: Setup, canonical: State) -> State:
+def from_canonical(setup: Setup, canonical: TrainState) -> TrainState:
     """A state laid out for this run, of a canonical one with any number of layers after.
 
     Of a part of it, such as the weights, the same part. Its arrays are deleted as theirs come to
@@ -97,11 +97,11 @@ def from_canonical(setup: Setup, canonical: State) -> State:
     """
     moves, shardings = moves_of(setup), _canonical_shardings(setup)
     canonical = {name: _regrouped(setup, x, shardings[name]) for name, x in canonical.items()}
-    if setup.stages_apart:
-        places = state_places(setup)
+    if setup.per_stage_state:
+        places = mpmd_state_shardings(setup)
         rest = _ends_apart(setup, canonical, places)
         return _with_stages(setup, moves, rest, canonical, shardings, places)
-    axes, wanted = state_axes(setup), state_shardings(setup)
+    axes, wanted = state_logical_axes(setup), state_shardings(setup)
     copied = cache(partial(on_mesh, setup, jnp.copy))
 
     def lay_out(
@@ -119,9 +119,9 @@ def from_canonical(setup: Setup, canonical: State) -> State:
 
 def with_layers_after(setup: Setup, layers_after: int) -> Setup:
     """`setup`, if that many layers ran after a pipeline that is one stage."""
-    if layers_after == setup.layers_after:
+    if layers_after == setup.num_layers_after_pipeline:
         return setup
-    num_layers = setup.layout.num_layers + setup.layers_after - layers_after
+    num_layers = setup.layout.num_layers + setup.num_layers_after_pipeline - layers_after
     return dataclasses.replace(_together(setup), layout=sharding.Layout(1, 1, num_layers))
 
 
@@ -132,17 +132,17 @@ def _canonical_shardings(setup: Setup) -> PyTree[NamedSharding]:
 def _joined(
     setup: Setup,
     moves: Moves,
-    state: State,
+    state: TrainState,
     shardings: PyTree[NamedSharding],
     places: PyTree[mpmd.MpmdSharding],
-) -> State:
+) -> TrainState:
     """The canonical state of one whose stages lie apart, which are deleted."""
     mesh = mpmd_mesh(setup)
 
     def stack(where: NamedSharding, *stages_and_places: Any) -> jax.Array:
         half = len(stages_and_places) // 2
         stages, places = stages_and_places[:half], stages_and_places[half:]
-        stacked = stack_of_stages(setup, stages, places)
+        stacked = stack_stages(setup, stages, places)
         delete(stages, once=stacked)
         return moves.to_order(stacked, where)
 
@@ -157,7 +157,9 @@ def _joined(
     return jax.tree.map(join, state, shardings, places, is_leaf=_is_weights)
 
 
-def _ends_apart(setup: Setup, canonical: State, places: PyTree[mpmd.MpmdSharding]) -> State:
+def _ends_apart(
+    setup: Setup, canonical: TrainState, places: PyTree[mpmd.MpmdSharding]
+) -> TrainState:
     """What is in no stage, on the ranks that have it."""
     mesh = mpmd_mesh(setup)
 
@@ -175,16 +177,16 @@ def _ends_apart(setup: Setup, canonical: State, places: PyTree[mpmd.MpmdSharding
 def _with_stages(
     setup: Setup,
     moves: Moves,
-    rest: State,
-    canonical: State,
+    rest: TrainState,
+    canonical: TrainState,
     shardings: PyTree[NamedSharding],
     places: PyTree[mpmd.MpmdSharding],
-) -> State:
+) -> TrainState:
     """`rest` with the stages of a canonical state, each on its rank."""
 
     def cut(x: jax.Array, where: NamedSharding, *places: mpmd.MpmdSharding) -> list[Any]:
         stacked = moves.to_ranks(x, where, stack_shardings(setup, places))
-        stages = stages_of_stack(setup, stacked, places)
+        stages = unstack_stages(setup, stacked, places)
         delete(stacked, once=stages)
         return stages
 
@@ -208,7 +210,7 @@ def _with_stages(
 
 def _together(setup: Setup) -> Setup:
     """`setup`, with stages that lie apart as one stack of layers instead."""
-    if not setup.stages_apart:
+    if not setup.per_stage_state:
         return setup
     config = setup.config.model_copy(update={"pipeline_engine": "none"})
     layout = sharding.Layout(1, 1, setup.layout.num_layers)
@@ -271,7 +273,7 @@ def _is_weights(x: Any) -> bool:
 
 
 def _is_stacked(axes: Any) -> bool:
-    return axes[: len(STACKED)] == STACKED
+    return axes[: len(STACK_AXES)] == STACK_AXES
 
 
 def _over_ranks(shape: Sequence[int], where: NamedSharding, by_first: bool) -> NamedSharding:

@@ -11,8 +11,8 @@ from ..._input import MOST_JSON_BYTES, is_file
 from ..plan._setup import Setup
 from ..runtime._multihost import agreed
 from ..runtime._reading import is_folder, names_in
-from ..step._state import State
-from ..step._step import initial_state
+from ..step._state import TrainState
+from ..step._step import init_state
 from ._canonical import canonical_shapes, from_canonical, with_layers_after
 from ._digests import FILE as DIGESTS
 from ._digests import damage, described, has_digests, is_complete
@@ -36,14 +36,14 @@ _NOT_COMPUTED = ("load_balance_loss_weight",)
 _ADVICE = "Give the sizes it was saved with: `config.yml` in that folder has them."
 
 
-def first_state(setup: Setup) -> State:
+def first_state(setup: Setup) -> TrainState:
     """Weights of `init_from`, or of the seed; a fresh optimizer; step 0.
 
     Raises:
         ValueError: If `init_from` is no such folder or of another model; before anything compiles.
     """
     if not setup.config.init_from:
-        return initial_state(setup)
+        return init_state(setup)
     folder = checkpoints_in(Path(setup.config.init_from))
     with read_checkpoints(folder) as checkpoints:
         step = step_in(checkpoints, None, allow_unverified=setup.config.allow_unverified)
@@ -55,7 +55,7 @@ def first_state(setup: Setup) -> State:
         saved = saved_leaves(checkpoints, step, "weights")
         check_same(_widened(saved, setup), leaves_of(wanted), where, _ADVICE)
         check_same_sizes(metadata["model"], setup, where, _ADVICE, ignored=_NOT_COMPUTED)
-        state = initial_state(setup)
+        state = init_state(setup)
         del state["weights"]  # room for the others
         weights = restore_weights(checkpoints, step, wanted)
     return state | from_canonical(setup, {"weights": weights})
@@ -147,12 +147,12 @@ def check_same_sizes(
 
     A size that was no key yet when the checkpoint was saved has its default there.
     """
-    fields = dataclasses.fields(setup.model)
+    fields = dataclasses.fields(setup.model_config)
     defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
     found = defaults | dict(saved)
     differing = [
         f"{key} is {found.get(key)!r} in the checkpoint, {value!r} in the config"
-        for key, value in dataclasses.asdict(setup.model).items()
+        for key, value in dataclasses.asdict(setup.model_config).items()
         if found.get(key) != value and key not in ignored
     ]
     if differing:

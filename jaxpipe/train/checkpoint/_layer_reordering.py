@@ -14,7 +14,7 @@ from jaxtyping import Int, PyTree
 from ... import models
 from ...sharding import without_axes
 from ..plan._setup import Setup
-from ..step._per_stage_state import layers_of_ranks
+from ..step._per_stage_state import layer_ids_by_rank
 
 
 @runtime_checkable
@@ -53,7 +53,7 @@ def moves_of(setup: Setup) -> Moves:
 def is_in_order(setup: Setup) -> bool:
     """Whether ranks have their layers in forward order, none of them twice or padded."""
     numbers = _numbers(setup)
-    ranks_first = setup.stages_apart or setup.layout.num_repeats == 1
+    ranks_first = setup.per_stage_state or setup.layout.num_repeats == 1
     return ranks_first and np.array_equal(numbers.ravel(), np.arange(numbers.size))
 
 
@@ -154,6 +154,6 @@ def _on_explicit_axes(where: NamedSharding) -> NamedSharding:
 
 def _numbers(setup: Setup) -> Int[np.ndarray, "..."]:
     """Of every place of a stack on ranks the number of its layer, or -1 if it has none."""
-    if setup.stages_apart:
-        return layers_of_ranks(setup)
+    if setup.per_stage_state:
+        return layer_ids_by_rank(setup)
     return np.array(setup.layout.numbers, int).reshape(setup.layout.dims)

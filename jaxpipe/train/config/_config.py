@@ -8,12 +8,11 @@ from pydantic import model_validator
 from ...autodiff import TENSORS, kept_names
 from ...data import READ_BY, Kind
 from ..logs._profile import profiled_steps
-from ._keys import Keys
-from ._xla_flags import compiler_options
+from ._keys import ConfigKeys
 
 _ONE_PROGRAM = ("none", "circular", "scheduled")
 _PIPELINES = ("circular", "scheduled", "mpmd")
-_READ_BY_ENGINE: dict[str, tuple[str, ...]] = {
+_ENGINES_BY_KEY: dict[str, tuple[str, ...]] = {
     "ici_pipeline_parallelism": _PIPELINES,
     "dcn_pipeline_parallelism": _PIPELINES,
     "pipeline_parallel_layers": _PIPELINES,
@@ -23,7 +22,7 @@ _READ_BY_ENGINE: dict[str, tuple[str, ...]] = {
     "set_remat_policy_on_layers_per_stage": _PIPELINES,
     "pipeline_schedule": ("scheduled", "mpmd"),
     "pipeline_layout": ("scheduled", "mpmd"),
-    "pipeline_share_head": ("scheduled",),
+    "pipeline_vocab_parallel": ("scheduled",),
     "pipeline_delay_activation_forwarding": ("circular",),
     "scan_pipeline_repeats": ("circular",),
     "enable_nnx": ("circular",),
@@ -39,7 +38,7 @@ _READ_BY_ENGINE: dict[str, tuple[str, ...]] = {
 """Keys that not all engines read."""
 
 _FILES = get_args(Kind)
-_READ_BY_DATA: dict[str, tuple[str, ...]] = {
+_DATASET_TYPES_BY_KEY: dict[str, tuple[str, ...]] = {
     "data_files": _FILES,
     **READ_BY,
     "data_sources": ("mixture",),
@@ -51,26 +50,26 @@ _READ_BY_DATA: dict[str, tuple[str, ...]] = {
 """Keys that not all kinds of data read."""
 
 
-class Config(Keys):
+class Config(ConfigKeys):
     """One run. Make one with `load_config`, or `Config(steps=3)` in a test."""
 
     @model_validator(mode="after")
-    def _keys_agree(self) -> "Config":
+    def _check_keys(self) -> "Config":
         if "://" in self.output_dir:
             raise ValueError(
                 f"`output_dir` is {self.output_dir!r}, and runs are written to folders: mount the "
                 "bucket, with gcsfuse for example, and give where."
             )
-        self._are_read("pipeline_engine", _READ_BY_ENGINE)
-        self._are_read("dataset_type", _READ_BY_DATA)
-        self._are_read("remat_policy", dict.fromkeys(TENSORS, ("custom",)))
-        self._flax_agrees()
-        self._layout_agrees()
-        self._one_gather()
-        compiler_options(self.compile_xla_flags)
+        self._check_unread_keys("pipeline_engine", _ENGINES_BY_KEY)
+        self._check_unread_keys("dataset_type", _DATASET_TYPES_BY_KEY)
+        self._check_unread_keys("remat_policy", dict.fromkeys(TENSORS, ("custom",)))
+        self._check_flax()
+        self._check_layout()
+        self._check_weight_gather()
+        parse_xla_flags(self.compile_xla_flags)
         profiled_steps(self.profile_steps)
         if self.pipeline_engine == "mpmd":
-            self._nothing_offloaded()
+            self._check_no_offload()
         if self.mpmd_trace_step and self.gradient_accumulation_steps > 1:
             raise ValueError(
                 f"`mpmd_trace_step` is {self.mpmd_trace_step} and `gradient_accumulation_steps` "
@@ -82,11 +81,11 @@ class Config(Keys):
                 f"`wandb_project` is {self.wandb_project!r} and `enable_wandb` false, so nothing "
                 "reads it. Leave it at 'jaxpipe', or set `enable_wandb`."
             )
-        self._data_agrees()
-        self._evaluation_agrees()
+        self._check_data()
+        self._check_evaluation()
         return self
 
-    def _are_read(self, key: str, readers: Mapping[str, tuple[str, ...]]) -> None:
+    def _check_unread_keys(self, key: str, readers: Mapping[str, tuple[str, ...]]) -> None:
         """Keys that another one's value would leave unread must be the defaults.
 
         Args:
@@ -103,7 +102,7 @@ class Config(Keys):
                     f"Leave it at {default!r}, or choose {others}."
                 )
 
-    def _data_agrees(self) -> None:
+    def _check_data(self) -> None:
         key = "data_sources" if self.dataset_type == "mixture" else "data_files"
         if self.dataset_type != "synthetic" and not getattr(self, key):
             raise ValueError(
@@ -135,7 +134,7 @@ class Config(Keys):
                 "document is held out. Give a fraction, or leave the seed at 0."
             )
 
-    def _evaluation_agrees(self) -> None:
+    def _check_evaluation(self) -> None:
         if not self.eval_interval:
             for name in ("eval_files", "eval_data_sources", "eval_steps", "keep_best"):
                 value, default = getattr(self, name), Config.model_fields[name].default
@@ -156,7 +155,7 @@ class Config(Keys):
                     "are no checkpoints. Change one of them."
                 )
 
-    def _layout_agrees(self) -> None:
+    def _check_layout(self) -> None:
         if self.pipeline_layout and (
             self.num_pipeline_repeats,
             self.num_layers_per_pipeline_stage,
@@ -167,7 +166,7 @@ class Config(Keys):
                 "`num_layers_per_pipeline_stage` at 1."
             )
 
-    def _one_gather(self) -> None:
+    def _check_weight_gather(self) -> None:
         names = ("once", "per_repeat", "per_layer")
         chosen = [f"pipeline_fsdp_ag_{n}" for n in names if getattr(self, f"pipeline_fsdp_ag_{n}")]
         if len(chosen) > 1:
@@ -176,7 +175,7 @@ class Config(Keys):
                 "repeat or per layer: choose one."
             )
 
-    def _flax_agrees(self) -> None:
+    def _check_flax(self) -> None:
         """What a decoder of Flax modules cannot do, or only such a decoder can."""
         if self.pure_nnx_decoder != (self.enable_nnx is True):
             raise ValueError(
@@ -212,7 +211,7 @@ class Config(Keys):
                 "change that."
             )
 
-    def _nothing_offloaded(self) -> None:
+    def _check_no_offload(self) -> None:
         """What one program of a rank leaves for another one stays where programs return it."""
         places = {tensor: getattr(self, tensor) for tensor in TENSORS}
         _, offloaded = kept_names(self.remat_policy, places)
@@ -222,3 +221,25 @@ class Config(Keys):
                 f"{', '.join(offloaded)}, but what its programs leave for each other stays on the "
                 "device. Give a policy that keeps tensors there, or choose another engine."
             )
+
+
+def parse_xla_flags(flags: str) -> dict[str, str]:
+    """What `jax.jit` takes as `compiler_options`.
+
+    Args:
+        flags: Such as `--xla_a=true --xla_b=2`; `--xla_a` alone means true. XLA checks the names.
+
+    Raises:
+        ValueError: If a word is no flag, or one comes twice.
+    """
+    options: dict[str, str] = {}
+    for word in flags.split():
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not name or name in options:
+            fault = "comes twice" if name in options else "is no flag"
+            raise ValueError(
+                f"`compile_xla_flags` is {flags!r}, in which {word!r} {fault}. Give flags such as "
+                "--xla_a=true --xla_b=2, each once."
+            )
+        options[name] = value if equals else "true"
+    return options

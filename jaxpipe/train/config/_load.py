@@ -10,15 +10,15 @@ from pydantic import ValidationError
 
 from ..._input import read_text, short_repr, shorten
 from ._config import Config
-from ._maxtext_keys import instead_of
-from ._yaml import MOST_YAML_BYTES, load_yaml
+from ._maxtext_keys import maxtext_advice
+from ._yaml import MAX_YAML_BYTES, load_yaml
 
-Values = dict[str, Any]
+ConfigValues = dict[str, Any]
 
 _TEXT_KEYS = {name for name, field in Config.model_fields.items() if field.annotation is str}
 """Keys whose value is text even if it looks like a number, as in `run_name=7`."""
 
-_MOST_PROBLEMS = 8
+_MAX_PROBLEMS = 8
 """The most problems that one error lists, a line each."""
 
 
@@ -43,12 +43,12 @@ def load_config(
             wrong type or range; all wrong values at once, each with where it came from.
     """
     base = parse_yaml(base_yaml(), "base.yml")
-    given = [(fspath(file), _read(fspath(file))) for file in files]
+    given = [(fspath(file), _read_yaml(fspath(file))) for file in files]
     given += [("the command line", parse_override(text)) for text in overrides]
 
     name = _merged([("base.yml", base), *given])["model_name"]
     preset = _preset(name, presets)
-    return _checked([("base.yml", base), (f"the preset {name!r}", preset), *given])
+    return _validated([("base.yml", base), (f"the preset {name!r}", preset), *given])
 
 
 def base_yaml() -> str:
@@ -56,7 +56,7 @@ def base_yaml() -> str:
     return resources.files("jaxpipe.train.config").joinpath("base.yml").read_text(encoding="utf-8")
 
 
-def parse_override(text: str) -> Values:
+def parse_override(text: str) -> ConfigValues:
     """`key=value` as a mapping with one key. No value at all is the empty string."""
     key, equals, value = text.partition("=")
     if not (key and equals):
@@ -66,7 +66,7 @@ def parse_override(text: str) -> Values:
     return {key: value.strip() if is_number and key in _TEXT_KEYS else found}
 
 
-def parse_yaml(text: str, source: str) -> Values:
+def parse_yaml(text: str, source: str) -> ConfigValues:
     """A YAML mapping. `source` names it in errors."""
     values = load_yaml(text, source, text_keys=_TEXT_KEYS)
     if values is None:
@@ -78,78 +78,79 @@ def parse_yaml(text: str, source: str) -> Values:
     }
 
 
-def _read(file: str) -> Values:
-    return parse_yaml(read_text(file, most_bytes=MOST_YAML_BYTES), file)
+def _read_yaml(file: str) -> ConfigValues:
+    return parse_yaml(read_text(file, most_bytes=MAX_YAML_BYTES), file)
 
 
-def _preset(name: Any, presets: Mapping[str, Mapping[str, Any]]) -> Values:
+def _preset(name: Any, presets: Mapping[str, Mapping[str, Any]]) -> ConfigValues:
     if not isinstance(name, str) or name not in presets:
         valid = ", ".join(sorted(presets))
         raise ValueError(
-            f"`model_name` is {short_repr(name)}.{_nearest(str(name), presets)} Models: {valid}."
+            f"`model_name` is {short_repr(name)}.{_did_you_mean(str(name), presets)} Models: {valid}."
         )
     return dict(presets[name])
 
 
-def check_values(values: Values, source: str) -> None:
+def check_values(values: ConfigValues, source: str) -> None:
     """Raises ValueError if some keys' values are wrong, or do not fit together."""
-    _checked([(source, values)])
+    _validated([(source, values)])
 
 
-def _merged(sources: Sequence[tuple[str, Values]]) -> Values:
+def _merged(sources: Sequence[tuple[str, ConfigValues]]) -> ConfigValues:
     return {key: value for _, values in sources for key, value in values.items()}
 
 
-def _checked(sources: Sequence[tuple[str, Values]]) -> Config:
+def _validated(sources: Sequence[tuple[str, ConfigValues]]) -> Config:
     for source, values in sources:
         for key in values:
             if key not in Config.model_fields:
-                raise ValueError(
-                    f"{source} sets `{shorten(key, 80)}`, which is no key.{_advice(key)}"
-                )
+                advice = _unknown_key_advice(key)
+                raise ValueError(f"{source} sets `{shorten(key, 80)}`, which is no key.{advice}")
     merged = _merged(sources)
     try:
         return Config(**merged)
     except ValidationError as error:
         origin = {key: source for source, values in sources for key in values}
-        raise ValueError(_message(error, merged, origin)) from None
+        raise ValueError(_validation_message(error, merged, origin)) from None
 
 
-def _advice(key: str) -> str:
+def _unknown_key_advice(key: str) -> str:
     """Returns what to write instead of an unknown key."""
-    text = instead_of(key)
+    text = maxtext_advice(key)
     if text is not None:
         return f" MaxText has it. {text}"
-    return f"{_nearest(key, Config.model_fields)} `jaxpipe train --keys` lists them all."
+    return f"{_did_you_mean(key, Config.model_fields)} `jaxpipe train --keys` lists them all."
 
 
-def _nearest(name: str, valid: Mapping[str, Any]) -> str:
+def _did_you_mean(name: str, valid: Mapping[str, Any]) -> str:
     near = get_close_matches(name[:80], valid, n=1)
     return f" Did you mean `{near[0]}`?" if near else ""
 
 
-def _message(error: ValidationError, values: Values, origin: Mapping[str, str]) -> str:
+def _validation_message(
+    error: ValidationError, values: ConfigValues, origin: Mapping[str, str]
+) -> str:
     """One line for each wrong key, or for what does not fit together."""
     lines: dict[str, list[str]] = {}
     for detail in error.errors(include_url=False, include_context=False, include_input=False):
         key = str(detail["loc"][0]) if detail["loc"] else ""
         start = f"`{key}` is {short_repr(values[key])} (from {origin[key]}). " if key else ""
-        inside = _inside(detail["loc"][1:]) if key.endswith("data_sources") else ""
+        inside = _source_path(detail["loc"][1:]) if key.endswith("data_sources") else ""
         lines.setdefault(start + inside, []).append(detail["msg"].removeprefix("Value error, "))
-    found = [start + _wish(messages) for start, messages in lines.items()]
-    rest = [f"and {len(found) - _MOST_PROBLEMS} more"] if len(found) > _MOST_PROBLEMS else []
-    return "\n".join([*found[:_MOST_PROBLEMS], *rest])
+    found = [start + _expected_value(messages) for start, messages in lines.items()]
+    rest = [f"and {len(found) - _MAX_PROBLEMS} more"] if len(found) > _MAX_PROBLEMS else []
+    return "\n".join([*found[:_MAX_PROBLEMS], *rest])
 
 
-def _inside(path: tuple[int | str, ...]) -> str:
+def _source_path(path: tuple[int | str, ...]) -> str:
     """Where in a list of sources something is wrong: "`[0].files`: "."""
     names = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return f"`{names}`: " if names else ""
 
 
-def _wish(messages: Sequence[str]) -> str:
+def _expected_value(messages: Sequence[str]) -> str:
     """Pydantic's "Input should be 'auto'", "Input should be a bool" as one sentence."""
     start = "Input should be "
-    first, *others = dict.fromkeys(messages[:_MOST_PROBLEMS])
+    first, *others = dict.fromkeys(messages[:_MAX_PROBLEMS])
     expected = " or ".join([first, *(message.removeprefix(start) for message in others)])
     return expected.replace(start, "It should be ").removesuffix(".") + "."

@@ -15,7 +15,7 @@ _LARGE_MOE = (
     "[kv_lora,[fsdp]]]"
 )
 
-INSTEAD: dict[str, str] = {
+ADVICE: dict[str, str] = {
     # The run
     "base_output_directory": "Write `output_dir=FOLDER`; the run's folder is `run_name` inside it.",
     "hardware": "JAX finds the devices; `emulate_devices=N` emulates some on a CPU.",
@@ -107,7 +107,7 @@ INSTEAD: dict[str, str] = {
 }
 """For each key, what to write instead."""
 
-_OTHERS: dict[str, str] = {
+_KEYS_BY_ADVICE: dict[str, str] = {
     # The run
     "It belongs to a service of Google Cloud or to Pathways: leave it out.": (
         "save_config_to_gcs enable_goodput_recording goodput_job_name monitor_goodput "
@@ -333,9 +333,9 @@ _OTHERS: dict[str, str] = {
 }
 """For each sentence, the keys that it is the advice for."""
 
-INSTEAD |= {key: text for text, keys in _OTHERS.items() for key in keys.split()}
+ADVICE |= {key: text for text, keys in _KEYS_BY_ADVICE.items() for key in keys.split()}
 
-PREFIXES: dict[str, str] = {
+ADVICE_BY_PATTERN: dict[str, str] = {
     r"(?:eval_)?(?:local_)?sa_.*": (
         "`attention=splash` chooses its own blocks and layouts: leave it out."
     ),
@@ -374,7 +374,7 @@ PREFIXES: dict[str, str] = {
 """For each regular expression of keys, what to write instead; `{0}` is its first group."""
 
 
-def instead_of(key: str) -> str | None:
+def maxtext_advice(key: str) -> str | None:
     """Returns what to write instead of a key of MaxText.
 
     Args:
@@ -383,9 +383,9 @@ def instead_of(key: str) -> str | None:
     Returns:
         A sentence; None if the key is not listed here.
     """
-    if key in INSTEAD:
-        return INSTEAD[key]
-    for pattern, text in PREFIXES.items():
+    if key in ADVICE:
+        return ADVICE[key]
+    for pattern, text in ADVICE_BY_PATTERN.items():
         match = re.fullmatch(pattern, key)
         if match:
             return text.format(*match.groups())

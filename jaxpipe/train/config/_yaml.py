@@ -13,10 +13,10 @@ import yaml
 
 from ..._input import MEGABYTE, short_repr
 
-MOST_YAML_BYTES = MEGABYTE
+MAX_YAML_BYTES = MEGABYTE
 """The most bytes of one text. The parser needs some 15 seconds for so many."""
 
-_MOST_NODES = 500_000
+_MAX_NODES = 500_000
 """The most scalars, lists and mappings of one text, counted again wherever an alias repeats one."""
 
 _NULL, _BOOL, _INT, _FLOAT, _TEXT, _MERGE = (
@@ -36,27 +36,25 @@ def load_yaml(text: str, source: str, *, text_keys: Collection[str] = ()) -> Any
         ValueError: If the text is too long, is not YAML, asks for Python objects, repeats a key,
             nests too deeply, or has too many nodes through aliases.
     """
-    if len(text) > MOST_YAML_BYTES:
-        raise ValueError(
-            f"{source} has {len(text):,} characters. Give at most {MOST_YAML_BYTES:,}."
-        )
+    if len(text) > MAX_YAML_BYTES:
+        raise ValueError(f"{source} has {len(text):,} characters. Give at most {MAX_YAML_BYTES:,}.")
     try:
         loader = _Loader(text)  # a SafeLoader: plain data only
         node = loader.get_single_node()
         if node is None:
             return None
-        if _count(node, {}, frozenset()) > _MOST_NODES:
+        if _count_nodes(node, {}, frozenset()) > _MAX_NODES:
             raise ValueError(
-                f"{source} repeats itself by aliases more than {_MOST_NODES:,} times. Write less."
+                f"{source} repeats itself by aliases more than {_MAX_NODES:,} times. Write less."
             )
-        _keep_text(node, text_keys)
+        _tag_numbers_as_text(node, text_keys)
         return loader.construct_document(node)
     except RecursionError:
         raise ValueError(f"{source} is nested too deeply. A config has a few levels.") from None
     except yaml.constructor.ConstructorError as error:
-        raise ValueError(f"{source}: {_refusal(error)}") from None
+        raise ValueError(f"{source}: {_describe_constructor_error(error)}") from None
     except yaml.MarkedYAMLError as error:
-        raise ValueError(f"{source} is not valid YAML: {_where(error)}") from None
+        raise ValueError(f"{source} is not valid YAML: {_describe_syntax_error(error)}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{source} is not valid YAML: {error}") from None
 
@@ -120,27 +118,27 @@ _Loader.yaml_constructors = {
 } | dict.fromkeys((_INT, _FLOAT, _BOOL), _Loader.construct_number_or_bool)
 
 
-def _count(node: yaml.Node, counts: dict[int, int], above: frozenset[int]) -> int:
-    """Returns the number of nodes of a tree; more than `_MOST_NODES` if it contains itself."""
+def _count_nodes(node: yaml.Node, counts: dict[int, int], above: frozenset[int]) -> int:
+    """Returns the number of nodes of a tree; more than `_MAX_NODES` if it contains itself."""
     if id(node) in above:
-        return _MOST_NODES + 1
+        return _MAX_NODES + 1
     if id(node) not in counts:
         above = above | {id(node)} if not isinstance(node, yaml.ScalarNode) else above
         children = node.value if isinstance(node, yaml.SequenceNode) else ()
         if isinstance(node, yaml.MappingNode):
             children = [child for pair in node.value for child in pair]
-        counts[id(node)] = 1 + sum(_count(child, counts, above) for child in children)
+        counts[id(node)] = 1 + sum(_count_nodes(child, counts, above) for child in children)
     return counts[id(node)]
 
 
-def _keep_text(node: yaml.Node, keys: Collection[str]) -> None:
+def _tag_numbers_as_text(node: yaml.Node, keys: Collection[str]) -> None:
     """Turns numbers of these keys of the outermost mapping into text."""
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         if key.value in keys and value.tag in (_INT, _FLOAT):
             value.tag = _TEXT
 
 
-def _where(error: yaml.MarkedYAMLError) -> str:
+def _describe_syntax_error(error: yaml.MarkedYAMLError) -> str:
     """Returns the problem with its line, without the text around it."""
     mark = error.problem_mark or error.context_mark
     place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -148,7 +146,7 @@ def _where(error: yaml.MarkedYAMLError) -> str:
     return f"{problem}{place}."
 
 
-def _refusal(error: yaml.constructor.ConstructorError) -> str:
+def _describe_constructor_error(error: yaml.constructor.ConstructorError) -> str:
     if "determine a constructor" in (error.problem or ""):
         return (
             f"{error.problem}. A config is plain data; tags that would make Python objects are "

@@ -49,7 +49,7 @@ def host_bytes() -> int:
 def _message(setup: Setup, found: Footprint, needed: int, most: int, *, on_host: bool) -> str:
     config = setup.config
     of_weights = ["base_emb_dim", "base_mlp_dim", "base_num_decoder_layers", "vocab_size"]
-    if hasattr(setup.model, "num_experts"):
+    if hasattr(setup.model_config, "num_experts"):
         of_weights += ["num_experts", "base_moe_mlp_dim"]
     of_batches = ["per_device_batch_size", "max_target_length"]
     values = ", ".join(f"`{key}` {getattr(config, key)}" for key in (*of_weights, *of_batches))

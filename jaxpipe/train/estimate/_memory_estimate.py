@@ -59,9 +59,9 @@ def footprints(setup: Setup) -> tuple[Footprint, ...]:
                 (shapes["optimizer"], where["optimizer"]),
             )
         )
-        others = setup.num_calls - 1
+        others = setup.gradient_accumulation_steps - 1
         # Of others than float32, programs of ranks add after their last loop.
-        adds_late = setup.stages_apart and jnp.dtype(setup.config.weight_dtype) != jnp.float32
+        adds_late = setup.per_stage_state and jnp.dtype(setup.config.weight_dtype) != jnp.float32
         sums = others * gradients if adds_late else min(others, 1) * sums
         found.append(Footprint(weights, gradients, sums, optimizer, held))
     return tuple(found)
@@ -75,14 +75,14 @@ def _sizes(setup: Setup, rank: int, tree: PyTree, shardings: PyTree) -> Iterable
     """Bytes of every leaf that the rank has, on one of its devices."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     for (path, leaf), where in zip(leaves, jax.tree.leaves(shardings), strict=True):
-        if not setup.stages_apart or rank in _ranks(setup, path):
+        if not setup.per_stage_state or rank in _ranks(setup, path):
             yield math.prod(where.shard_shape(leaf.shape)) * jnp.dtype(leaf.dtype).itemsize
 
 
 def _ranks(setup: Setup, path: tuple[Any, ...]) -> set[int]:
     """Where a leaf lies when every rank has a program of its own."""
-    assert setup.schedule is not None
-    schedule = setup.schedule.schedule
+    assert setup.schedule_selection is not None
+    schedule = setup.schedule_selection.schedule
     names = [getattr(key, "key", None) for key in path]
     is_moment = names[0] not in ("embed", "stages", "head")
     first, last = (
@@ -94,7 +94,7 @@ def _ranks(setup: Setup, path: tuple[Any, ...]) -> set[int]:
     if "head" in names:
         return last
     if "embed" in names:
-        if not getattr(setup.model, "logits_via_embedding", False):
+        if not getattr(setup.model_config, "logits_via_embedding", False):
             return first
         # Both ends read a tied embedding; the last one adds up its gradients and has its moments.
         return last if is_moment else first | last
@@ -103,7 +103,7 @@ def _ranks(setup: Setup, path: tuple[Any, ...]) -> set[int]:
 
 def _stage_inputs(setup: Setup) -> tuple[int, ...]:
     """Of each rank, or of one for all: microbatches held at most, in bytes."""
-    shape = (setup.microbatch_size, setup.config.max_target_length, setup.model.base_emb_dim)
+    shape = (setup.microbatch_size, setup.config.max_target_length, setup.model_config.base_emb_dim)
     axes = ("activation_batch", "activation_length", "activation_embed")
     one = {"x": jax.ShapeDtypeStruct(shape, setup.config.dtype)}
     where = sharding.named_shardings(one, {"x": axes}, setup.mesh, setup.rules)["x"]
@@ -114,9 +114,9 @@ def _stage_inputs(setup: Setup) -> tuple[int, ...]:
 def held_at_most(setup: Setup) -> tuple[int, ...]:
     """How many stage inputs a rank keeps for backwards at a time; one number if all are alike."""
     layout = setup.layout
-    if setup.schedule is not None:
-        peaks = schedules.peak_activations(setup.schedule.schedule)
-        return peaks if setup.stages_apart else (max(peaks),)
+    if setup.schedule_selection is not None:
+        peaks = schedules.peak_activations(setup.schedule_selection.schedule)
+        return peaks if setup.per_stage_state else (max(peaks),)
     if setup.config.pipeline_engine == "none":
         return (layout.num_layers,)
     handover = 2 if setup.config.pipeline_delay_activation_forwarding else 1

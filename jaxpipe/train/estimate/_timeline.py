@@ -2,7 +2,7 @@
 
 from ... import schedules
 from ...schedules import Costs, Op, Timed, Timeline, actions_of
-from ..plan._schedule_selection import costs_of
+from ..plan._schedule_selection import stage_costs
 from ..plan._setup import Setup
 
 
@@ -14,15 +14,15 @@ def predicted_timeline(setup: Setup) -> Timeline | None:
     """
     config, layout = setup.config, setup.layout
     layers = tuple(map(len, layout.layers_of_stages))
-    costs = costs_of(config, layers)
+    costs = stage_costs(config, layers)
     if config.pipeline_engine == "none":
         return None
-    if setup.schedule is None:
+    if setup.schedule_selection is None:
         delay = 2 if config.pipeline_delay_activation_forwarding else 1
         return _circular(setup.num_microbatches, layout.num_ranks, layout.num_repeats, delay, costs)
-    if setup.schedule.ticks is None:
-        return schedules.simulate(setup.schedule.schedule, costs)
-    return schedules.simulate_ticks(setup.schedule.ticks, costs)
+    if setup.schedule_selection.ticks is None:
+        return schedules.simulate(setup.schedule_selection.schedule, costs)
+    return schedules.simulate_ticks(setup.schedule_selection.ticks, costs)
 
 
 def _circular(

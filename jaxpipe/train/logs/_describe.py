@@ -4,7 +4,7 @@ import jax
 
 from ... import models, schedules
 from ..estimate._timeline import predicted_timeline
-from ..plan._setup import Setup, weights_shardings
+from ..plan._setup import Setup, weight_shardings
 
 
 def describe(setup: Setup, done: int) -> str:
@@ -19,8 +19,8 @@ def describe(setup: Setup, done: int) -> str:
         f"{setup.num_microbatches} microbatches of {setup.microbatch_size} x "
         f"{config.max_target_length} tokens{_calls(setup)}",
     ]
-    if setup.schedule is not None:
-        lines.append(f"schedule {setup.schedule.reason}")
+    if setup.schedule_selection is not None:
+        lines.append(f"schedule {setup.schedule_selection.reason}")
     elif (timeline := predicted_timeline(setup)) is not None:
         lines.append(f"schedule circular: bubble {schedules.bubble_share(timeline):.1%}")
     if config.debug_sharding:
@@ -32,8 +32,8 @@ def describe(setup: Setup, done: int) -> str:
 
 def shardings_shown(setup: Setup) -> list[str]:
     """A line for every weight: its shape, and the mesh axes that each dim is split over."""
-    shapes = jax.tree_util.tree_leaves_with_path(models.shapes(setup.weight_tree))
-    specs = (sharding.spec for sharding in jax.tree.leaves(weights_shardings(setup)))
+    shapes = jax.tree_util.tree_leaves_with_path(models.shapes(setup.abstract_weights))
+    specs = (sharding.spec for sharding in jax.tree.leaves(weight_shardings(setup)))
     return [
         f"{jax.tree_util.keystr(path, simple=True, separator='.')}: {list(leaf.shape)} over {spec}"
         for (path, leaf), spec in zip(shapes, specs, strict=True)
@@ -42,7 +42,7 @@ def shardings_shown(setup: Setup) -> list[str]:
 
 def _stages(setup: Setup) -> str:
     layout = setup.layout
-    if setup.stages_apart:
+    if setup.per_stage_state:
         return f"{len(layout.layers_of_stages)} stage(s) on {layout.num_ranks} rank(s)"
     return f"{layout.num_repeats} repeat(s) x {layout.num_ranks} rank(s)"
 
@@ -55,11 +55,15 @@ def _per_stage(setup: Setup) -> str:
 
 
 def _calls(setup: Setup) -> str:
-    return f", {setup.num_calls} times a step" if setup.num_calls > 1 else ""
+    return (
+        f", {setup.gradient_accumulation_steps} times a step"
+        if setup.gradient_accumulation_steps > 1
+        else ""
+    )
 
 
 def _outside(setup: Setup) -> str:
     """How many layers are in no stage, if any."""
-    before, after = setup.config.first_num_dense_layers, setup.layers_after
+    before, after = setup.config.first_num_dense_layers, setup.num_layers_after_pipeline
     parts = [f"{count} {where}" for count, where in ((before, "before"), (after, "after")) if count]
     return f" ({' and '.join(parts)} them)" if parts else ""

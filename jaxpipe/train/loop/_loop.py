@@ -44,16 +44,16 @@ from ..runtime._run_folder import by_first, run_folder
 from ..runtime._step_watch import StepWatch
 from ..runtime._stop import ShouldStop, StopRequests, TerminatedError, check_step
 from ..step._evaluate import Evaluate, make_evaluate
-from ..step._mpmd import traced_mpmd_step
-from ..step._state import State
-from ..step._step import make_train_step, place_step
+from ..step._mpmd import trace_mpmd_train_step
+from ..step._state import TrainState
+from ..step._step import make_train_step, shard_batch_of_step
 from ._batches import make_data
 from ._resume import Resume, check_resume, cut_metrics, find_resume, history_metadata, tidy
 from ._run_history import read_saved, record_saved, record_start, set_history_aside
 
 Metrics = dict[str, float]
 
-Save = Callable[[int, State, Metrics], Callable[[], State]]
+Save = Callable[[int, TrainState, Metrics], Callable[[], TrainState]]
 """Takes a checkpoint and the state with it. Returns what puts the state back."""
 
 Values = Mapping[str, jax.Array | mpmd.MpmdArray]
@@ -99,7 +99,7 @@ def train(
     folder = Path(config.output_dir) / config.run_name
     with ExitStack() as stack:
         stack.enter_context(watch)
-        if not setup.stages_apart:
+        if not setup.per_stage_state:
             stack.enter_context(jax.set_mesh(setup.mesh))
         stack.enter_context(run_folder(folder))
         stop = stack.enter_context(StopRequests())  # until the last checkpoint is written
@@ -135,7 +135,7 @@ class _Run:
     watch: StepWatch
 
 
-def _recorded_steps(run: _Run, state: State, done: int) -> Iterator[Metrics]:
+def _recorded_steps(run: _Run, state: TrainState, done: int) -> Iterator[Metrics]:
     """Makes the steps from `state` on, with all that each of them leaves; yields its metrics."""
     setup, checkpoints = run.setup, run.checkpoints
     config = setup.config
@@ -179,7 +179,7 @@ def _recorded_steps(run: _Run, state: State, done: int) -> Iterator[Metrics]:
 def _saver(run: _Run, checkpoints: ocp.CheckpointManager, by_time: ByTime) -> Save:
     (take, put_back), decided = lending(run.setup), _metadata(run.setup, run.batch_at)
 
-    def save(step: int, state: State, metrics: Metrics) -> Callable[[], State]:
+    def save(step: int, state: TrainState, metrics: Metrics) -> Callable[[], TrainState]:
         canonical, loss, metadata = take(state), metrics.get("eval_loss"), {"step": step, **decided}
         if is_first():
             metadata |= history_metadata(run.folder, run.setup.config)
@@ -192,7 +192,7 @@ def _saver(run: _Run, checkpoints: ocp.CheckpointManager, by_time: ByTime) -> Sa
 
 def run_steps(
     setup: Setup,
-    state: State,
+    state: TrainState,
     done: int,
     batch_at: Batches,
     *,
@@ -230,10 +230,10 @@ def run_steps(
     for step in range(done + 1, config.steps + 1):
         enter(step, "data")
         before(step, previous and previous[1])
-        batch = place_step(setup, batch_at, step - 1)
+        batch = shard_batch_of_step(setup, batch_at, step - 1)
         enter(step, "traced step" if step == config.mpmd_trace_step else "step")
         if step == config.mpmd_trace_step:
-            (state, metrics), trace = traced_mpmd_step(setup, state, batch)
+            (state, metrics), trace = trace_mpmd_train_step(setup, state, batch)
             _write_trace(config, trace)
         else:
             state, metrics = train_step(state, batch)
@@ -332,10 +332,10 @@ def speed(setup: Setup, seconds: float) -> Metrics:
 def model_flops(setup: Setup) -> float:
     """Floating-point operations of the model in a step, over all devices."""
     length = setup.config.max_target_length
-    return models.matmul_flops_per_token(setup.model, length) * setup.batch_size * length
+    return models.matmul_flops_per_token(setup.model_config, length) * setup.batch_size * length
 
 
-def restored_state(setup: Setup, checkpoints: ocp.CheckpointManager, step: int) -> State:
+def restored_state(setup: Setup, checkpoints: ocp.CheckpointManager, step: int) -> TrainState:
     """The state of a checkpoint, laid out for this run.
 
     Raises:
@@ -349,8 +349,8 @@ def restored_state(setup: Setup, checkpoints: ocp.CheckpointManager, step: int) 
 
 def _metadata(setup: Setup, batches: Batches) -> Mapping[str, Any]:
     return {
-        "model": dataclasses.asdict(setup.model),
-        "layers_after": setup.layers_after,
+        "model": dataclasses.asdict(setup.model_config),
+        "layers_after": setup.num_layers_after_pipeline,
         "data": batches.decided_by,
     }
 

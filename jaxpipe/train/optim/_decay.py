@@ -17,7 +17,7 @@ def weight_name(path: Sequence[Any]) -> str:
     return jax.tree_util.keystr(tuple(names), simple=True, separator=".")
 
 
-def check_excluded(expressions: Sequence[str], weights: PyTree) -> None:
+def check_weight_decay_exclude(expressions: Sequence[str], weights: PyTree) -> None:
     """Checks that every expression finds a weight.
 
     Args:
@@ -44,7 +44,7 @@ def check_excluded(expressions: Sequence[str], weights: PyTree) -> None:
             )
 
 
-def without_excluded(mask: PyTree[bool], expressions: Sequence[str]) -> PyTree[bool]:
+def exclude_from_decay(mask: PyTree[bool], expressions: Sequence[str]) -> PyTree[bool]:
     """`mask`, of the weights, with false for what one of the expressions finds."""
 
     def decays(path: Any, does: bool) -> bool:

@@ -29,9 +29,9 @@ def _wsd(progress: Array, final: float) -> Array:
     return _linear(jnp.clip((progress - 1) / WSD_FRACTION + 1, 0, 1), final)
 
 
-_FALLING = {"cosine": _cosine, "linear": _linear, "wsd": _wsd}
+_DECAY_SHAPES = {"cosine": _cosine, "linear": _linear, "wsd": _wsd}
 
-SHAPES = ("cosine", "linear", "constant", "inverse_sqrt", "wsd")
+LEARNING_RATE_SHAPES = ("cosine", "linear", "constant", "inverse_sqrt", "wsd")
 """Names of schedules: warmup, stable, decay is `wsd`."""
 
 
@@ -52,7 +52,7 @@ def learning_rate_schedule(
             no warmup.
         final_fraction: Share of the peak that is left after `num_steps`, if the shape has an end:
             `constant` stays at the peak, `inverse_sqrt` falls with the root of the steps for ever.
-        shape: One of `SHAPES`.
+        shape: One of `LEARNING_RATE_SHAPES`.
 
     Raises:
         ValueError: If a number is out of range.
@@ -61,8 +61,8 @@ def learning_rate_schedule(
         raise ValueError(f"`num_steps` is {num_steps}. Give at least 1.")
     if not 0 <= warmup_fraction < 1:
         raise ValueError(f"`warmup_fraction` is {warmup_fraction}. Give 0 or more and less than 1.")
-    if shape not in SHAPES:
-        raise ValueError(f"`shape` is {shape!r}. Give one of {', '.join(SHAPES)}.")
+    if shape not in LEARNING_RATE_SHAPES:
+        raise ValueError(f"`shape` is {shape!r}. Give one of {', '.join(LEARNING_RATE_SHAPES)}.")
     warmup_steps = int(num_steps * warmup_fraction)
 
     def schedule(step: ArrayLike) -> Float[Array, ""]:
@@ -75,7 +75,7 @@ def learning_rate_schedule(
         elif shape == "constant":
             falling = jnp.ones_like(step)
         else:
-            falling = _FALLING[shape](progress, final_fraction)
+            falling = _DECAY_SHAPES[shape](progress, final_fraction)
         return peak * jnp.where(step < warmup_steps, rising, falling)
 
     return schedule
@@ -105,7 +105,7 @@ def adamw(
     return optax.GradientTransformation(inner.init, update)
 
 
-def decay_mask(weights: PyTree, num_stacked_dims: PyTree[int]) -> PyTree[bool]:
+def weight_decay_mask(weights: PyTree, num_stacked_dims: PyTree[int]) -> PyTree[bool]:
     """True for matrices and beyond, false for biases and norm scales.
 
     Args:
@@ -125,7 +125,7 @@ def gradient_norm(gradients: PyTree[Float[Array, "..."]]) -> Float[Array, ""]:
     return optax.tree.norm(optax.tree.cast(gradients, jnp.float32))
 
 
-def clip(
+def clip_by_norm(
     gradients: PyTree[Float[Array, "..."]], norm: Float[Array, ""], *, threshold: float
 ) -> PyTree[Float[Array, "..."]]:
     """Scales the gradients so that their norm is at most `threshold`; 0 leaves them as they are.

@@ -14,18 +14,18 @@ from jaxtyping import PyTree
 from ... import models
 
 
-def without_router_biases(tree: PyTree) -> PyTree:
+def drop_router_biases(tree: PyTree) -> PyTree:
     """`tree`, of arrays or of `Weight`, with None in place of every `router.bias`."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: None if _is_bias(path) else leaf, tree, is_leaf=models.is_weight
     )
 
 
-def with_router_biases(trained: PyTree, weights: PyTree, gradients: PyTree, *, rate: float):
+def update_router_biases(trained: PyTree, weights: PyTree, gradients: PyTree, *, rate: float):
     """`trained`, with the biases of `weights`, moved, where it has None.
 
     Args:
-        trained: New weights, as `without_router_biases` leaves them.
+        trained: New weights, as `drop_router_biases` leaves them.
         weights: The weights of the step.
         gradients: Their gradients.
         rate: How far a bias moves.

@@ -12,11 +12,11 @@ from ... import models
 from ...autodiff import Model
 from ..config._config import Config
 
-Sizes = models.LlamaConfig | models.DeepseekConfig
+ModelConfig = models.LlamaConfig | models.DeepseekConfig
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelFamily:
     """What the trainer needs of a kind of model.
 
     Attributes:
@@ -27,7 +27,7 @@ class Family:
         more_side: What its stages read of a batch beside positions and segment ids.
     """
 
-    sizes: Callable[..., Sizes]
+    sizes: Callable[..., ModelConfig]
     weights: Callable[..., dict[str, Any]]
     model: Callable[..., Model]
     more_keys: tuple[str, ...] = ()
@@ -48,9 +48,9 @@ def _deepseek(sizes: models.DeepseekConfig, *, experts: models.Experts, **option
     return Model(*models.deepseek(sizes, experts=experts, **options))
 
 
-FAMILIES: dict[str, Family] = {
-    "llama": Family(models.LlamaConfig, models.llama_weights, _llama),
-    "deepseek": Family(
+MODEL_FAMILIES: dict[str, ModelFamily] = {
+    "llama": ModelFamily(models.LlamaConfig, models.llama_weights, _llama),
+    "deepseek": ModelFamily(
         models.DeepseekConfig,
         models.deepseek_weights,
         _deepseek,
@@ -60,18 +60,18 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family_of(config: Config) -> Family:
-    return FAMILIES[config.decoder_block]
+def model_family(config: Config) -> ModelFamily:
+    return MODEL_FAMILIES[config.decoder_block]
 
 
-def sizes_of(config: Config) -> Sizes:
+def model_config(config: Config) -> ModelConfig:
     """The sizes of the config's model.
 
     Raises:
         ValueError: If they do not fit together, or a key that this family never reads is set.
     """
-    family = family_of(config)
-    others = set().union(*(other.keys for other in FAMILIES.values())) - family.keys
+    family = model_family(config)
+    others = set().union(*(other.keys for other in MODEL_FAMILIES.values())) - family.keys
     for name in sorted(others):
         value, default = getattr(config, name), Config.model_fields[name].default
         if value != default:

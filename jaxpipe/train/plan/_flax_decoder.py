@@ -27,23 +27,23 @@ from ... import linen as linen_rim
 from ... import models, modules, spmd
 from ... import nnx as nnx_rim
 from ...autodiff import Model, Sums, joined, total
-from ._family import family_of
-from ._fsdp import end_gathers, row_axes
-from ._setup import STACKED, Setup
+from ._family import model_family
+from ._fsdp import batch_axes, boundary_gathers
+from ._setup import STACK_AXES, Setup
 
 Activations = dict[str, jax.Array]
-Call = Callable[[PyTree, Activations, jax.Array, jax.Array], tuple[Activations, Sums]]
+LayerFn = Callable[[PyTree, Activations, jax.Array, jax.Array], tuple[Activations, Sums]]
 """`(weights of one layer, activations, segment_ids, positions) -> (activations, sums)`"""
 
-Pipeline = Callable[..., tuple[PyTree, Sums]]
+PipelineFn = Callable[..., tuple[PyTree, Sums]]
 """`(weights [R, S, L, ...], inputs [M, ...], segment_ids, positions) -> (outputs, sums)`"""
 
-METRICS = "metrics"
+METRICS_COLLECTION = "metrics"
 """The collection that Linen layers sow their sums into."""
 
 
 @dataclass(frozen=True)
-class Decoder:
+class FlaxDecoder:
     """What a pipeline of Flax layers and the functions around it are made from.
 
     Attributes:
@@ -74,25 +74,25 @@ class LinenLayer(nn.Module):
     """
 
     weights: Any
-    run: Call
+    run: LayerFn
 
     @nn.compact
     def __call__(self, inputs, segment_ids, positions, deterministic, model_mode):
         weights = {
-            name: self.param(name, partial(_boxed_weights, part))
+            name: self.param(name, partial(_init_boxed, part))
             for name, part in self.weights.items()
         }
         y, sums = self.run(weights, inputs, segment_ids, positions)
         for name, value in sums.items():
-            self.sow(METRICS, name, value)
+            self.sow(METRICS_COLLECTION, name, value)
         return y
 
 
-def _boxed_weights(part: PyTree, key: jax.Array) -> PyTree:
-    return _boxed(part, models.initialize(part, key))
+def _init_boxed(part: PyTree, key: jax.Array) -> PyTree:
+    return _box(part, models.initialize(part, key))
 
 
-def _boxed(tree: PyTree, arrays: PyTree) -> PyTree:
+def _box(tree: PyTree, arrays: PyTree) -> PyTree:
     """`arrays` with their logical axes, as Linen keeps them."""
     return jax.tree.map(
         lambda w, x: nn.LogicallyPartitioned(x, w.axes), tree, arrays, is_leaf=models.is_weight
@@ -102,7 +102,7 @@ def _boxed(tree: PyTree, arrays: PyTree) -> PyTree:
 class NnxLayer(nnx.Module):
     """A decoder layer in NNX; the arguments are `LinenLayer`'s attributes."""
 
-    def __init__(self, weights: Any, run: Call, rngs: nnx.Rngs):
+    def __init__(self, weights: Any, run: LayerFn, rngs: nnx.Rngs):
         arrays = models.initialize(weights, rngs.params())
         self.weights = nnx.data(
             jax.tree.map(
@@ -122,50 +122,52 @@ class NnxLayer(nnx.Module):
         return y
 
 
-def linen_value_and_grad(decoder: Decoder) -> Callable:
+def linen_value_and_grad(decoder: FlaxDecoder) -> Callable:
     """Loss and gradients by `(weights, side, keys)`, as `spmd.circular_value_and_grad`."""
     return jax.value_and_grad(linen_value(decoder), has_aux=True)
 
 
-def linen_value(decoder: Decoder) -> Callable:
+def linen_value(decoder: FlaxDecoder) -> Callable:
     """(loss, metrics) alone, by the same arguments."""
-    layer = LinenLayer(decoder.layer, _call_of(decoder.model))
+    layer = LinenLayer(decoder.layer, _layer_fn(decoder.model))
     pipeline = linen_rim.create_pipeline(decoder.config, layer, decoder.mesh)
-    tree = models.stacked(decoder.layer, pipeline.settings.dims, STACKED)
+    tree = models.stacked(decoder.layer, pipeline.settings.dims, STACK_AXES)
 
     def run(stages: PyTree, *arrays: PyTree) -> tuple[PyTree, Sums]:
-        variables = {"params": {"layers": _boxed(tree, stages)}}
-        out: Any = pipeline.apply(variables, *arrays, microbatched=True, mutable=[METRICS])
+        variables = {"params": {"layers": _box(tree, stages)}}
+        out: Any = pipeline.apply(
+            variables, *arrays, microbatched=True, mutable=[METRICS_COLLECTION]
+        )
         y, sown = out
-        values = sown.get(METRICS, {}).get("layers", {})
+        values = sown.get(METRICS_COLLECTION, {}).get("layers", {})
         return y, {name: jnp.sum(value) for name, (value,) in values.items()}
 
-    return _value(decoder, run)
+    return _decoder_value(decoder, run)
 
 
-def nnx_value_and_grad(decoder: Decoder) -> Callable:
+def nnx_value_and_grad(decoder: FlaxDecoder) -> Callable:
     """As `linen_value_and_grad`, through NNX."""
     return jax.value_and_grad(nnx_value(decoder), has_aux=True)
 
 
-def nnx_value(decoder: Decoder) -> Callable:
+def nnx_value(decoder: FlaxDecoder) -> Callable:
     """As `linen_value`, through NNX."""
-    factory = partial(NnxLayer, decoder.layer, _call_of(decoder.model))
+    factory = partial(NnxLayer, decoder.layer, _layer_fn(decoder.model))
     make = partial(nnx_rim.create_pipeline, decoder.config, factory, decoder.mesh)
     # No arrays: the caller has them.
     graph, state = jax.eval_shape(lambda: nnx.split(make()))
 
     def run(stages: PyTree, *arrays: PyTree) -> tuple[PyTree, Sums]:
         with nnx.use_eager_sharding(False):
-            pipeline = nnx.merge(graph, _with_arrays(state, stages), copy=True)
+            pipeline = nnx.merge(graph, _replace_arrays(state, stages), copy=True)
         y, sown = nnx.capture(pipeline, nnx.Intermediate)(*arrays, microbatched=True)
         flat = nnx.to_flat_state(sown)
         return y, {str(path[-1]): jnp.sum(values.get_value()[0]) for path, values in flat}
 
-    return _value(decoder, run)
+    return _decoder_value(decoder, run)
 
 
-def _with_arrays(state: PyTree, stages: PyTree) -> PyTree:
+def _replace_arrays(state: PyTree, stages: PyTree) -> PyTree:
     """`state`, the abstract one of a pipeline of `NnxLayer`, with other arrays."""
     flat = []
     for path, variable in nnx.to_flat_state(state):
@@ -176,20 +178,20 @@ def _with_arrays(state: PyTree, stages: PyTree) -> PyTree:
     return nnx.from_flat_state(flat)
 
 
-def decoder_of(setup: Setup, model: Model) -> Decoder:
+def make_flax_decoder(setup: Setup, model: Model) -> FlaxDecoder:
     """The decoder of a run."""
-    return Decoder(
+    return FlaxDecoder(
         model,
-        setup.layer_tree["layer"],
-        rim_config(setup),
+        setup.abstract_unstacked_weights["layer"],
+        frontend_config(setup),
         setup.mesh,
-        end_gathers(setup),
-        family_of(setup.config).more_side,
-        row_axes(setup),
+        boundary_gathers(setup),
+        model_family(setup.config).more_side,
+        batch_axes(setup),
     )
 
 
-def rim_config(setup: Setup) -> SimpleNamespace:
+def frontend_config(setup: Setup) -> SimpleNamespace:
     """The fields that `create_pipeline` reads: the run's own, and what the setup made of them."""
     of_setup = {
         "num_decoder_layers": setup.layout.num_layers,
@@ -198,19 +200,19 @@ def rim_config(setup: Setup) -> SimpleNamespace:
         "micro_batch_size_to_train_on": setup.num_microbatches * setup.microbatch_size,
         "logical_axis_rules": setup.rules,
         # Iterations that are written out leave rows to the compiler.
-        "pipeline_batch_axes": row_axes(setup) if setup.config.scan_pipeline_iterations else (),
+        "pipeline_batch_axes": batch_axes(setup) if setup.config.scan_pipeline_iterations else (),
         # The model's layer has its policy around it already.
         "set_remat_policy_on_layers_per_stage": False,
     }
     return SimpleNamespace(**(setup.config.model_dump() | of_setup))
 
 
-def check_rim(setup: Setup) -> None:
+def check_frontend(setup: Setup) -> None:
     """Raises a `ValueError` if the rims cannot do what the config asks for."""
-    modules.pipeline_settings(rim_config(setup), setup.mesh)
+    modules.pipeline_settings(frontend_config(setup), setup.mesh)
 
 
-def _call_of(model: Model) -> Call:
+def _layer_fn(model: Model) -> LayerFn:
     """The model's stage as one layer."""
 
     def call(weights, activations, segment_ids, positions):
@@ -222,7 +224,7 @@ def _call_of(model: Model) -> Call:
     return call
 
 
-def _value(decoder: Decoder, pipeline: Pipeline) -> Callable:
+def _decoder_value(decoder: FlaxDecoder, pipeline: PipelineFn) -> Callable:
     """Every rank embeds its share of the microbatches, and computes their loss."""
     model, mesh = decoder.model, decoder.mesh
     rows = P("stage", None, decoder.batch_axes) if decoder.batch_axes else 0
@@ -237,7 +239,7 @@ def _value(decoder: Decoder, pipeline: Pipeline) -> Callable:
         return jax.vmap(model.embed, in_axes=(None, 0))(whole(ends)["embed"], share)
 
     def loss_share(ends, share):
-        return jax.lax.psum(_share_loss(model, whole(ends), share), axes)
+        return jax.lax.psum(_loss_of_microbatches(model, whole(ends), share), axes)
 
     on_ranks = partial(spmd.on_ranks, mesh=mesh)
     embed = on_ranks(embed_share, in_dims=({"embed": specs["embed"]}, rows), out_dims=rows)
@@ -257,7 +259,9 @@ def _value(decoder: Decoder, pipeline: Pipeline) -> Callable:
     return loss
 
 
-def _share_loss(model: Model, ends: PyTree, microbatches: PyTree) -> tuple[jax.Array, Sums]:
+def _loss_of_microbatches(
+    model: Model, ends: PyTree, microbatches: PyTree
+) -> tuple[jax.Array, Sums]:
     """The loss of [n, ...] microbatches, one after the other. Logits are computed again."""
 
     @partial(jax.checkpoint, prevent_cse=False)

@@ -6,18 +6,18 @@ from typing import Any
 from ... import sharding, spmd
 from ...data import global_batch_size
 from ..config._config import Config
-from ..optim._decay import check_excluded
-from ..optim._router_bias import without_router_biases
-from ._family import sizes_of
+from ..optim._decay import check_weight_decay_exclude
+from ..optim._router_bias import drop_router_biases
+from ._family import model_config
 from ._layout import circular_layout, scheduled_layout
 from ._rematerialization import check_remat
 from ._setup import (
     Setup,
-    attention_kernel,
     batch_shardings,
-    grouped_matmul,
-    options_of_steps,
-    weights_shardings,
+    compiler_options,
+    select_attention_kernel,
+    select_grouped_matmul,
+    weight_shardings,
 )
 
 
@@ -27,7 +27,7 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
     Raises:
         ValueError: If sizes do not divide, do not suit the engine, or need other devices.
     """
-    model = sizes_of(config)
+    model = model_config(config)
     mesh = sharding.make_mesh(
         _parallelism(config, "ici"),
         _parallelism(config, "dcn"),
@@ -62,8 +62,8 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
     )
     rules = sharding.with_rules(_axis_rules(config))
     setup = Setup(config, model, mesh, rules, layout, num_microbatches, microbatch_size, schedule)
-    attention_kernel(setup)
-    grouped_matmul(setup)
+    select_attention_kernel(setup)
+    select_grouped_matmul(setup)
     check_remat(config, mesh.devices.flat)
     sharding.divide(
         config.max_target_length,
@@ -72,37 +72,39 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
         into="`num_vocab_tiling` x the shards of the sequence",
         fix="Change one of them.",
     )
-    if config.pipeline_share_head:
-        _check_shared_head(setup)
-    if setup.stages_apart:
-        _check_rules(rules)
-        _check_options(options_of_steps(setup))
-    weights_shardings(setup)
+    if config.pipeline_vocab_parallel:
+        _check_vocab_parallel(setup)
+    if setup.per_stage_state:
+        _check_mpmd_axis_rules(rules)
+        _check_no_compiler_options(compiler_options(setup))
+    weight_shardings(setup)
     batch_shardings(setup)
-    check_excluded(config.weight_decay_exclude, without_router_biases(setup.weight_tree))
+    check_weight_decay_exclude(
+        config.weight_decay_exclude, drop_router_biases(setup.abstract_weights)
+    )
     if config.enable_nnx is not None:
-        flax_decoder().check_rim(setup)
+        import_flax_decoder().check_frontend(setup)
     return setup
 
 
-def _check_shared_head(setup: Setup) -> None:
+def _check_vocab_parallel(setup: Setup) -> None:
     sharding.divide(
-        setup.model.vocab_size,
+        setup.model_config.vocab_size,
         setup.mesh.shape["stage"],
         name="`vocab_size`",
         into="the ranks of the pipeline",
-        fix="Change one of them, or leave `pipeline_share_head` at false.",
+        fix="Change one of them, or leave `pipeline_vocab_parallel` at false.",
     )
-    if setup.layers_after or setup.config.num_vocab_tiling > 1:
+    num_layers_after, tiles = setup.num_layers_after_pipeline, setup.config.num_vocab_tiling
+    if num_layers_after or tiles > 1:
         raise ValueError(
-            f"`pipeline_share_head` is true, and {setup.layers_after} layers come after the "
-            f"pipeline and `num_vocab_tiling` is {setup.config.num_vocab_tiling}. Ranks share the "
-            "vocabulary alone, and all of it at once: have no layers after, and leave "
-            "`num_vocab_tiling` at 1."
+            f"`pipeline_vocab_parallel` is true, {num_layers_after} layers come after the pipeline "
+            f"and `num_vocab_tiling` is {tiles}. Ranks share the vocabulary alone, and all of it "
+            "at once: have no layers after the pipeline, and leave `num_vocab_tiling` at 1."
         )
 
 
-def _check_options(options: dict[str, str]) -> None:
+def _check_no_compiler_options(options: dict[str, str]) -> None:
     """Programs of ranks are compiled without any."""
     if options:
         raise ValueError(
@@ -112,7 +114,7 @@ def _check_options(options: dict[str, str]) -> None:
         )
 
 
-def _check_rules(rules: sharding.Rules) -> None:
+def _check_mpmd_axis_rules(rules: sharding.Rules) -> None:
     """Programs of ranks divide nothing over ranks."""
     for name, mesh_axes in rules:
         if "stage" in mesh_axes and name not in ("stage", "activation_stage"):
@@ -137,7 +139,7 @@ def _axis_rules(config: Config) -> sharding.Rules:
     return tuple((name, as_tuple(axes)) for name, axes in config.logical_axis_rules or ())
 
 
-def flax_decoder() -> Any:
+def import_flax_decoder() -> Any:
     """The module `_flax_decoder`, which needs Flax.
 
     Raises:

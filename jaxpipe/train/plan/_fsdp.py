@@ -14,34 +14,38 @@ from ..config._config import Config
 from ._setup import Setup
 
 
-def gathers(setup: Setup) -> tuple[spmd.Gather, spmd.Gather]:
+def weight_gathers(setup: Setup) -> tuple[spmd.Gather, spmd.Gather]:
     """Of the stages, and of embedding and head."""
-    ends = {name: setup.weight_tree[name] for name in ("embed", "head")}
-    stage = jax.tree.map(_without_ranks, setup.weight_tree["stages"], is_leaf=models.is_weight)
-    of_stages = _in_layers(setup, stage) if gathers_in_layers(setup) else _gather(setup, stage)
-    return of_stages, _gather(setup, ends)
+    ends = {name: setup.abstract_weights[name] for name in ("embed", "head")}
+    stage = jax.tree.map(_stage_weight, setup.abstract_weights["stages"], is_leaf=models.is_weight)
+    of_stages = (
+        _per_layer_gather(setup, stage)
+        if gathers_per_layer(setup)
+        else _weight_gather(setup, stage)
+    )
+    return of_stages, _weight_gather(setup, ends)
 
 
-def gathers_in_layers(setup: Setup) -> bool:
+def gathers_per_layer(setup: Setup) -> bool:
     return setup.config.pipeline_fsdp_ag_per_layer
 
 
-def with_gather(setup: Setup) -> Callable[[Callable], Callable]:
+def layer_gather_wrapper(setup: Setup) -> Callable[[Callable], Callable]:
     """What wraps a layer so that it gathers its own weights, in the forward and in the backward."""
-    layer_tree = setup.layer_tree["layer"]
-    cast = _cast(setup, layer_tree)
+    abstract_unstacked_weights = setup.abstract_unstacked_weights["layer"]
+    cast = _cast_to_compute_dtype(setup, abstract_unstacked_weights)
     gather = spmd.layer_gather(
-        models.logical_axes(layer_tree),
+        models.logical_axes(abstract_unstacked_weights),
         setup.rules,
-        cast=lambda weights: _named(cast(weights)),
-        batch_axes=row_axes(setup),
+        cast=lambda weights: _name_gathered(cast(weights)),
+        batch_axes=batch_axes(setup),
     )
 
     def wrap(layer: Callable) -> Callable:
         def gathered(weights: PyTree, x: PyTree, *arguments: PyTree) -> PyTree:
-            return layer(_named(gather(weights, x)), x, *arguments)
+            return layer(_name_gathered(gather(weights, x)), x, *arguments)
 
-        return jax.checkpoint(gathered, prevent_cse=False, policy=_is_kept)
+        return jax.checkpoint(gathered, prevent_cse=False, policy=_is_saveable)
 
     return wrap
 
@@ -49,11 +53,11 @@ def with_gather(setup: Setup) -> Callable[[Callable], Callable]:
 _GATHERED = "gathered_weights"
 
 
-def _named(weights: PyTree) -> PyTree:
+def _name_gathered(weights: PyTree) -> PyTree:
     return jax.tree.map(lambda w: checkpoint_name(w, _GATHERED), weights)
 
 
-def _is_kept(primitive: Any, *_: Any, **parameters: Any) -> bool:
+def _is_saveable(primitive: Any, *_: Any, **parameters: Any) -> bool:
     """Everything but gathered weights, which the backward gathers again.
 
     They are what has the name, and what a call returns that gives the name inside: what the name
@@ -65,9 +69,9 @@ def _is_kept(primitive: Any, *_: Any, **parameters: Any) -> bool:
     return _GATHERED not in (parameters.get("name"), *inside)
 
 
-def end_gathers(setup: Setup) -> dict[str, spmd.Gather]:
+def boundary_gathers(setup: Setup) -> dict[str, spmd.Gather]:
     """Of embedding and head, each by itself."""
-    return {name: _gather(setup, setup.weight_tree[name]) for name in ("embed", "head")}
+    return {name: _weight_gather(setup, setup.abstract_weights[name]) for name in ("embed", "head")}
 
 
 def optimizer_rules(setup: Setup) -> sharding.Rules:
@@ -77,44 +81,44 @@ def optimizer_rules(setup: Setup) -> sharding.Rules:
     return setup.rules
 
 
-def _gather(setup: Setup, tree: PyTree) -> spmd.Gather:
+def _weight_gather(setup: Setup, tree: PyTree) -> spmd.Gather:
     return spmd.gather_weights(
         models.logical_axes(tree),
         setup.rules,
-        when=_when(setup.config),
-        cast=_cast(setup, tree),
-        batch_axes=row_axes(setup),
+        when=_gather_frequency(setup.config),
+        cast=_cast_to_compute_dtype(setup, tree),
+        batch_axes=batch_axes(setup),
         gradient_rules=optimizer_rules(setup),
     )
 
 
-def _in_layers(setup: Setup, tree: PyTree) -> spmd.Gather:
+def _per_layer_gather(setup: Setup, tree: PyTree) -> spmd.Gather:
     return spmd.gather_in_layers(
         models.logical_axes(tree),
         setup.rules,
-        batch_axes=row_axes(setup),
+        batch_axes=batch_axes(setup),
         gradient_rules=optimizer_rules(setup),
     )
 
 
-def _cast(setup: Setup, tree: PyTree) -> Callable[[PyTree], PyTree]:
+def _cast_to_compute_dtype(setup: Setup, tree: PyTree) -> Callable[[PyTree], PyTree]:
     """To the dtypes that layers read their weights in."""
     dtypes = models.read_dtypes(tree, jnp.dtype(setup.config.dtype))
     return lambda weights: jax.tree.map(lambda x, dtype: x.astype(dtype), weights, dtypes)
 
 
-def row_axes(setup: Setup) -> tuple[str, ...]:
+def batch_axes(setup: Setup) -> tuple[str, ...]:
     """Axes that split the batch and nothing else inside a layer: each device has its own rows."""
     batch = dict(setup.rules)["activation_batch"]
     return tuple(axis for axis in ("data", "fsdp") if axis in batch)
 
 
-def _when(config: Config) -> Literal["tick", "repeat", "once"]:
+def _gather_frequency(config: Config) -> Literal["tick", "repeat", "once"]:
     if config.pipeline_fsdp_ag_per_repeat:
         return "repeat"
     return "once" if config.pipeline_fsdp_ag_once else "tick"
 
 
-def _without_ranks(weight: Any) -> models.Weight:
+def _stage_weight(weight: Any) -> models.Weight:
     """One stage's part of a weight [R, S, ...]."""
     return dataclasses.replace(weight, shape=weight.shape[2:], axes=weight.axes[2:])

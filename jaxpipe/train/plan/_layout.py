@@ -2,10 +2,10 @@
 
 from ... import schedules, sharding, spmd
 from ..config._config import Config
-from ._schedule_selection import Choice, choose_schedule, is_file
+from ._schedule_selection import ScheduleSelection, is_schedule_file, select_schedule
 
 
-def num_alike_layers(config: Config) -> int:
+def num_uniform_layers(config: Config) -> int:
     """Layers that may be in a pipeline: all but the dense ones before layers with experts."""
     return config.base_num_decoder_layers - config.first_num_dense_layers
 
@@ -13,7 +13,7 @@ def num_alike_layers(config: Config) -> int:
 def circular_layout(config: Config, num_ranks: int) -> sharding.Layout:
     """Stages round and round over the ranks; without a pipeline one stage."""
     if config.pipeline_engine == "none":
-        return sharding.Layout(1, 1, num_alike_layers(config))
+        return sharding.Layout(1, 1, num_uniform_layers(config))
     per_repeat = num_ranks * config.num_layers_per_pipeline_stage
     name, num_layers = _pipelined_layers(config)
     sharding.divide(
@@ -21,7 +21,7 @@ def circular_layout(config: Config, num_ranks: int) -> sharding.Layout:
         per_repeat,
         name=name,
         into="ranks x `num_layers_per_pipeline_stage`",
-        fix=_fitting(num_alike_layers(config), per_repeat),
+        fix=_divisibility_advice(num_uniform_layers(config), per_repeat),
     )
     return sharding.layout(
         num_layers,
@@ -33,11 +33,11 @@ def circular_layout(config: Config, num_ranks: int) -> sharding.Layout:
 
 def scheduled_layout(
     config: Config, num_ranks: int, num_microbatches: int
-) -> tuple[Choice, sharding.Layout]:
+) -> tuple[ScheduleSelection, sharding.Layout]:
     """The schedule, and the layers where it has their stages."""
     name, num_layers = _pipelined_layers(config)
-    counts = _layers_of_stages(config, name, num_layers, num_ranks)
-    choice = choose_schedule(
+    counts = _layer_counts(config, name, num_layers, num_ranks)
+    choice = select_schedule(
         config,
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
@@ -46,20 +46,22 @@ def scheduled_layout(
     )
     num_stages = choice.schedule.num_stages
     if counts:
-        return choice, _placed(config, choice, counts)
+        return choice, _layout_of_schedule(config, choice, counts)
     per_stage = sharding.divide(
         num_layers,
         num_stages,
         name=name,
         into="the stages of `pipeline_schedule`",
-        fix=_fitting(num_alike_layers(config), num_stages),
+        fix=_divisibility_advice(num_uniform_layers(config), num_stages),
     )
-    layout = _placed(config, choice, (per_stage,) * num_stages)
-    _check_sizes(config, layout)
+    layout = _layout_of_schedule(config, choice, (per_stage,) * num_stages)
+    _check_stage_counts(config, layout)
     return choice, layout
 
 
-def _placed(config: Config, choice: Choice, counts: tuple[int, ...]) -> sharding.Layout:
+def _layout_of_schedule(
+    config: Config, choice: ScheduleSelection, counts: tuple[int, ...]
+) -> sharding.Layout:
     """Stages with that many layers, where the schedule has them."""
     num_ranks = schedules.num_ranks(choice.schedule)
     if config.pipeline_engine == "mpmd":
@@ -71,7 +73,7 @@ def _placed(config: Config, choice: Choice, counts: tuple[int, ...]) -> sharding
     return sharding.Layout(len(stages), num_ranks, max(counts), stages, uneven)
 
 
-def _check_sizes(config: Config, layout: sharding.Layout) -> None:
+def _check_stage_counts(config: Config, layout: sharding.Layout) -> None:
     """The schedule has the stages that the config says, if it says."""
     for name, usual, found in (
         ("num_pipeline_repeats", -1, layout.num_repeats),
@@ -86,7 +88,7 @@ def _check_sizes(config: Config, layout: sharding.Layout) -> None:
             )
 
 
-def _layers_of_stages(
+def _layer_counts(
     config: Config, name: str, num_layers: int, num_ranks: int
 ) -> tuple[int, ...] | None:
     """What `pipeline_layout` says."""
@@ -97,7 +99,7 @@ def _layers_of_stages(
         raise ValueError(
             f"`pipeline_layout` has {sum(counts)} layers and {name} is {num_layers}. Change one."
         )
-    if not is_file(config):
+    if not is_schedule_file(config):
         sharding.divide(
             len(counts),
             num_ranks,
@@ -110,7 +112,7 @@ def _layers_of_stages(
 
 def _pipelined_layers(config: Config) -> tuple[str, int]:
     """How many layers the pipeline has, and what says so."""
-    wanted, available = config.pipeline_parallel_layers, num_alike_layers(config)
+    wanted, available = config.pipeline_parallel_layers, num_uniform_layers(config)
     if wanted > available:
         raise ValueError(
             f"`pipeline_parallel_layers` is {wanted}, and there are {available} layers for a "
@@ -122,7 +124,7 @@ def _pipelined_layers(config: Config) -> tuple[str, int]:
     return f"`base_num_decoder_layers`{dense}", available
 
 
-def _fitting(available: int, per_repeat: int) -> str:
+def _divisibility_advice(available: int, per_repeat: int) -> str:
     """Advice where layers do not divide."""
     advice = "Choose ranks and layers per stage whose product divides the layers"
     if available < per_repeat:

@@ -7,19 +7,19 @@ from ... import autodiff
 from ..config._config import Config
 
 
-def remat_of_ticks(config: Config) -> autodiff.Remat:
+def tick_remat(config: Config) -> autodiff.Remat:
     """What wraps the stage of a tick."""
     wanted = config.set_remat_policy_on_pipeline_iterations
     return _remat(config) if wanted else autodiff.keep
 
 
-def remat_of_layers(config: Config) -> autodiff.Remat:
+def layer_remat(config: Config) -> autodiff.Remat:
     """What wraps a layer. Without a pipeline there is nothing else to wrap."""
     wanted = config.set_remat_policy_on_layers_per_stage or config.pipeline_engine == "none"
     return _remat(config) if wanted else autodiff.keep
 
 
-def remat_outside(config: Config) -> autodiff.Remat:
+def outer_layer_remat(config: Config) -> autodiff.Remat:
     """What wraps a layer before or after the stages, where engines recompute nothing."""
     return _remat(config)
 
@@ -30,12 +30,12 @@ def check_remat(config: Config, devices: Iterable[Any]) -> None:
     Raises:
         ValueError: If they have not.
     """
-    autodiff.check_offload(config.remat_policy, _places(config), devices)
+    autodiff.check_offload(config.remat_policy, _tensor_locations(config), devices)
 
 
 def _remat(config: Config) -> autodiff.Remat:
-    return autodiff.remat_by_name(config.remat_policy, _places(config))
+    return autodiff.remat_by_name(config.remat_policy, _tensor_locations(config))
 
 
-def _places(config: Config) -> dict[str, str]:
+def _tensor_locations(config: Config) -> dict[str, str]:
     return {tensor: getattr(config, tensor) for tensor in autodiff.TENSORS}

@@ -13,12 +13,12 @@ from ... import schedules
 from ...schedules import Costs, Schedule, Ticks, Timeline
 from ..config._config import Config
 
-_LEAST_BETTER = 0.98
+_MAX_TIME_RATIO = 0.98
 """A schedule is worth its trouble if it takes this share of the time of a simpler one."""
 
 
 @dataclass(frozen=True)
-class Choice:
+class ScheduleSelection:
     """A schedule, and one line that says why it is this one.
 
     Attributes:
@@ -32,14 +32,14 @@ class Choice:
     ticks: Ticks | None = None
 
 
-def choose_schedule(
+def select_schedule(
     config: Config,
     *,
     num_ranks: int,
     num_microbatches: int,
     num_layers: int,
     counts: tuple[int, ...] | None = None,
-) -> Choice:
+) -> ScheduleSelection:
     """The schedule that the config names, or the best of the usual ones.
 
     Args:
@@ -54,32 +54,38 @@ def choose_schedule(
         FileNotFoundError: If it is a CSV that is not there.
     """
     name = config.pipeline_schedule
-    chunks = len(counts) // num_ranks if counts else _chunks_wanted(config, num_ranks, num_layers)
+    chunks = (
+        len(counts) // num_ranks if counts else _configured_chunks(config, num_ranks, num_layers)
+    )
     if name == "auto":
-        fitting = (chunks,) if chunks else _chunks(num_ranks, num_microbatches, num_layers)
-        return _best(config, num_ranks, num_microbatches, fitting, counts)
-    if is_file(config):
+        fitting = (
+            (chunks,) if chunks else _candidate_chunks(num_ranks, num_microbatches, num_layers)
+        )
+        return _select_auto(config, num_ranks, num_microbatches, fitting, counts)
+    if is_schedule_file(config):
         schedule = schedules.read_csv(name)
-        _check_counts(name, schedule, num_ranks, num_microbatches)
+        _check_shape(name, schedule, num_ranks, num_microbatches)
     else:
-        schedule = _built(name, num_ranks, num_microbatches, chunks or num_layers // num_ranks)
+        schedule = _build_schedule(
+            name, num_ranks, num_microbatches, chunks or num_layers // num_ranks
+        )
     if counts and len(counts) != schedule.num_stages:
         raise ValueError(
             f"`pipeline_layout` has {len(counts)} stages and `pipeline_schedule` {name} has "
             f"{schedule.num_stages}. They must be equal."
         )
-    _check_windows(config, schedule)
-    with _naming(name):
-        return _priced(config, name, schedule, costs_of(config, counts))[0]
+    _check_weight_gather(config, schedule)
+    with _errors_name_schedule(name):
+        return _select_and_time(config, name, schedule, stage_costs(config, counts))[0]
 
 
-def is_file(config: Config) -> bool:
+def is_schedule_file(config: Config) -> bool:
     """Whether the schedule is read from a file."""
     name = config.pipeline_schedule
     return name not in schedules.FAMILIES and (name.endswith(".csv") or Path(name).is_file())
 
 
-def costs_of(config: Config, counts: tuple[int, ...] | None = None) -> Costs:
+def stage_costs(config: Config, counts: tuple[int, ...] | None = None) -> Costs:
     """Of the stages of a transformer: matrix products alone, so I and W cost what F does.
 
     With rematerialisation I computes F once more, or part of it.
@@ -90,7 +96,7 @@ def costs_of(config: Config, counts: tuple[int, ...] | None = None) -> Costs:
     return Costs(forward=unit, input=inputs, weight=unit)
 
 
-def _chunks_wanted(config: Config, num_ranks: int, num_layers: int) -> int | None:
+def _configured_chunks(config: Config, num_ranks: int, num_layers: int) -> int | None:
     """Stages per rank, if the config says how many."""
     if config.num_pipeline_repeats != -1:
         return config.num_pipeline_repeats
@@ -98,8 +104,8 @@ def _chunks_wanted(config: Config, num_ranks: int, num_layers: int) -> int | Non
     return None if per_stage == 1 else max(1, num_layers // (num_ranks * per_stage))
 
 
-def _built(name: str, num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
-    with _naming(name):
+def _build_schedule(name: str, num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
+    with _errors_name_schedule(name):
         takes = "chunks" in schedules.family(name).takes
         return schedules.build(
             name,
@@ -109,31 +115,34 @@ def _built(name: str, num_ranks: int, num_microbatches: int, chunks: int) -> Sch
         )
 
 
-def _priced(config: Config, words: str, schedule: Schedule, costs: Costs) -> tuple[Choice, float]:
+def _select_and_time(
+    config: Config, words: str, schedule: Schedule, costs: Costs
+) -> tuple[ScheduleSelection, float]:
     """The schedule as the engine runs it, and how long it takes."""
     schedules.check_plain(schedules.check(schedule))
     if config.pipeline_engine == "mpmd":
         timeline = schedules.simulate(schedule, costs)
-        reason = f"{words}: {_bubble(timeline)}, {_held(schedule)}"
-        return Choice(schedule, reason), float(schedules.makespan(timeline))
+        reason = f"{words}: {_describe_bubble(timeline)}, {_describe_activations(schedule)}"
+        return ScheduleSelection(schedule, reason), float(schedules.makespan(timeline))
     ticks = schedules.lock_step(schedule, costs)
     schedules.homes(ticks.schedule)
     timeline = schedules.simulate_ticks(ticks, costs)
     number = f"{schedules.num_ticks(ticks)} ticks"
-    reason = f"{words}: {number}, {_bubble(timeline)} in lock-step, {_held(ticks.schedule)}"
-    return Choice(ticks.schedule, reason, ticks), float(schedules.makespan(timeline))
+    bubble, activations = _describe_bubble(timeline), _describe_activations(ticks.schedule)
+    reason = f"{words}: {number}, {bubble} in lock-step, {activations}"
+    return ScheduleSelection(ticks.schedule, reason, ticks), float(schedules.makespan(timeline))
 
 
-def _bubble(timeline: Timeline) -> str:
+def _describe_bubble(timeline: Timeline) -> str:
     return f"bubble {schedules.bubble_share(timeline):.1%}"
 
 
-def _held(schedule: Schedule) -> str:
+def _describe_activations(schedule: Schedule) -> str:
     return f"{max(schedules.peak_activations(schedule))} stage inputs held at most"
 
 
 @contextmanager
-def _naming(name: str) -> Iterator[None]:
+def _errors_name_schedule(name: str) -> Iterator[None]:
     """Errors about a schedule say which key chose it."""
     try:
         yield
@@ -141,7 +150,7 @@ def _naming(name: str) -> Iterator[None]:
         raise ValueError(f"`pipeline_schedule` is {name!r}. {error}") from None
 
 
-def _check_counts(name: str, schedule: Schedule, num_ranks: int, num_microbatches: int) -> None:
+def _check_shape(name: str, schedule: Schedule, num_ranks: int, num_microbatches: int) -> None:
     found = schedules.num_ranks(schedule), schedule.num_microbatches
     if found != (num_ranks, num_microbatches):
         raise ValueError(
@@ -151,7 +160,7 @@ def _check_counts(name: str, schedule: Schedule, num_ranks: int, num_microbatche
         )
 
 
-def _check_windows(config: Config, schedule: Schedule) -> None:
+def _check_weight_gather(config: Config, schedule: Schedule) -> None:
     """Windows of weights are held for F and B alone."""
     if schedules.splits_backwards(schedule) and config.pipeline_fsdp_ag_per_repeat:
         raise ValueError(
@@ -162,21 +171,21 @@ def _check_windows(config: Config, schedule: Schedule) -> None:
         )
 
 
-def _best(
+def _select_auto(
     config: Config,
     num_ranks: int,
     num_microbatches: int,
     fitting: tuple[int, ...],
     counts: tuple[int, ...] | None,
-) -> Choice:
+) -> ScheduleSelection:
     """1F1B, or interleaved 1F1B with as many chunks as save 2% of the step each time.
 
     Schedules that split the backward are left out: what lies between I and W is many times as large
     as the input of a stage.
     """
-    costs = costs_of(config, counts)
+    costs = stage_costs(config, counts)
     best, least = None, 0.0
-    if min(fitting) > 1 and not _in_groups(num_ranks, num_microbatches):
+    if min(fitting) > 1 and not _has_equal_groups(num_ranks, num_microbatches):
         raise ValueError(
             f"`pipeline_schedule` is 'auto', and with {fitting[0]} stages per rank, as the config "
             f"has it, interleaved 1F1B passes {num_microbatches} microbatches over {num_ranks} "
@@ -185,21 +194,21 @@ def _best(
     for chunks in fitting:
         name = "1f1b" if chunks == 1 else "interleaved_1f1b"
         words = name if chunks == 1 else f"{name} with {chunks} stages per rank"
-        schedule = _built(name, num_ranks, num_microbatches, chunks)
-        choice, time = _priced(config, words, schedule, costs)
-        if best is None or time / chunks < least * _LEAST_BETTER:
+        schedule = _build_schedule(name, num_ranks, num_microbatches, chunks)
+        choice, time = _select_and_time(config, words, schedule, costs)
+        if best is None or time / chunks < least * _MAX_TIME_RATIO:
             best, least = choice, time / chunks
     assert best is not None
     return best
 
 
-def _chunks(num_ranks: int, num_microbatches: int, num_layers: int) -> tuple[int, ...]:
+def _candidate_chunks(num_ranks: int, num_microbatches: int, num_layers: int) -> tuple[int, ...]:
     """How many stages a rank may have."""
-    groups = _in_groups(num_ranks, num_microbatches)
+    groups = _has_equal_groups(num_ranks, num_microbatches)
     fitting = [v for v in (2, 3, 4) if groups and num_layers % (v * num_ranks) == 0]
     return (1, *fitting)
 
 
-def _in_groups(num_ranks: int, num_microbatches: int) -> bool:
+def _has_equal_groups(num_ranks: int, num_microbatches: int) -> bool:
     """Whether interleaved schedules have equal groups of microbatches."""
     return num_microbatches % max(1, num_microbatches // num_ranks) == 0

@@ -13,13 +13,12 @@ from jax.sharding import Mesh
 
 from ... import models, schedules, sharding
 from ..._compat import splash_aborts_in_pipelines
-from ..config._config import Config
-from ..config._xla_flags import compiler_options
-from ._family import Sizes, family_of
-from ._layout import num_alike_layers
-from ._schedule_selection import Choice
+from ..config._config import Config, parse_xla_flags
+from ._family import ModelConfig, model_family
+from ._layout import num_uniform_layers
+from ._schedule_selection import ScheduleSelection
 
-STACKED = ("circular_repeats", "stage", "layers")
+STACK_AXES = ("circular_repeats", "stage", "layers")
 """Logical axes of `Layout.dims`, in front of every weight of a layer."""
 
 
@@ -29,94 +28,94 @@ class Setup:
 
     Attributes:
         config: Where everything comes from.
-        model: The model's sizes.
+        model_config: The model's sizes.
         mesh: All devices.
         rules: Logical axis rules.
         layout: How the layers lie on the ranks; one stage on one rank without a pipeline.
         num_microbatches: M.
         microbatch_size: b, over all devices.
-        schedule: What the engines `scheduled` and `mpmd` run; None for the others.
+        schedule_selection: What the engines `scheduled` and `mpmd` run; None for the others.
     """
 
     config: Config
-    model: Sizes
+    model_config: ModelConfig
     mesh: Mesh
     rules: sharding.Rules
     layout: sharding.Layout
     num_microbatches: int
     microbatch_size: int
-    schedule: Choice | None = None
+    schedule_selection: ScheduleSelection | None = None
 
     @property
     def batch_size(self) -> int:
         """Rows of a step, over all devices."""
-        return self.num_calls * self.num_microbatches * self.microbatch_size
+        return self.gradient_accumulation_steps * self.num_microbatches * self.microbatch_size
 
     @property
-    def num_calls(self) -> int:
+    def gradient_accumulation_steps(self) -> int:
         """A, how often the engine is called in a step, each time with M microbatches."""
         return self.config.gradient_accumulation_steps
 
     @property
-    def stages_apart(self) -> bool:
+    def per_stage_state(self) -> bool:
         """Whether every stage has a tree of weights of its own, instead of a part of each leaf."""
         return self.config.pipeline_engine == "mpmd"
 
     @cached_property
-    def stages_of_ranks(self) -> tuple[tuple[int, ...], ...]:
+    def stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
         """The stages of every rank in forward order, if a schedule says them."""
-        assert self.schedule is not None
-        stages_of_rank = partial(schedules.stages_of_rank, self.schedule.schedule)
+        assert self.schedule_selection is not None
+        stages_of_rank = partial(schedules.stages_of_rank, self.schedule_selection.schedule)
         return tuple(map(stages_of_rank, range(self.layout.num_ranks)))
 
     @property
-    def layers_after(self) -> int:
+    def num_layers_after_pipeline(self) -> int:
         """The last layers, if they run after the pipeline: `head.layers`."""
-        return num_alike_layers(self.config) - self.layout.num_layers
+        return num_uniform_layers(self.config) - self.layout.num_layers
 
     @property
     def num_parameters(self) -> int:
         """Of the model: places in stages that have no layer do not count."""
-        tree = self.layer_tree
+        tree = self.abstract_unstacked_weights
         ends = {"embed": tree["embed"], "head": tree["head"]}
         per_layer = models.num_parameters(tree["layer"])
         return models.num_parameters(ends) + self.layout.num_layers * per_layer
 
     @property
-    def layer_tree(self) -> dict[str, Any]:
+    def abstract_unstacked_weights(self) -> dict[str, Any]:
         """The abstract weights of the ends, and of one `layer`."""
-        weights = family_of(self.config).weights
+        weights = model_family(self.config).weights
         dtype = jnp.dtype(self.config.weight_dtype)
-        return weights(self.model, dtype, layers_after=self.layers_after)
+        return weights(self.model_config, dtype, layers_after=self.num_layers_after_pipeline)
 
     @property
-    def weight_tree(self) -> dict[str, Any]:
+    def abstract_weights(self) -> dict[str, Any]:
         """The abstract weights; leaves of `stages` are [R, S, layers per stage, ...].
 
         Where stages lie apart, they are a list in forward order, with leaves [layers, ...].
         """
-        tree = self.layer_tree
-        if self.stages_apart:
+        tree = self.abstract_unstacked_weights
+        if self.per_stage_state:
             counts = map(len, self.layout.layers_of_stages)
             stages = [models.stacked(tree["layer"], (count,), ("layers",)) for count in counts]
         else:
-            stages = models.stacked(tree["layer"], self.layout.dims, STACKED)
+            stages = models.stacked(tree["layer"], self.layout.dims, STACK_AXES)
         return {"embed": tree["embed"], "stages": stages, "head": tree["head"]}
 
 
-def options_of_steps(setup: Setup) -> dict[str, str]:
+def compiler_options(setup: Setup) -> dict[str, str]:
     """XLA's options for what a run computes."""
-    return _options(setup.config, setup.mesh.devices.flat[0].platform)
+    return _platform_compiler_options(setup.config, setup.mesh.devices.flat[0].platform)
 
 
-def _options(config: Config, platform: str) -> dict[str, str]:
-    options = compiler_options(config.compile_xla_flags)
+def _platform_compiler_options(config: Config, platform: str) -> dict[str, str]:
+    options = parse_xla_flags(config.compile_xla_flags)
     if config.deterministic and platform == "gpu":
         return {"xla_gpu_deterministic_ops": "true"} | options
     return options
 
 
-def attention_kernel(setup: Setup) -> str:
+def select_attention_kernel(setup: Setup) -> str:
     """`splash` or `dot_product`: what the config says, or with `auto` splash where it runs."""
     config = setup.config
     if config.attention == "dot_product":
@@ -136,7 +135,7 @@ def attention_kernel(setup: Setup) -> str:
     return "dot_product" if found else "splash"
 
 
-def grouped_matmul(setup: Setup) -> models.GroupedMatmul:
+def select_grouped_matmul(setup: Setup) -> models.GroupedMatmul:
     """Of the experts: what the config says, or with `auto` the kernel where it runs."""
     platform, wanted = setup.mesh.devices.flat[0].platform, setup.config.megablox
     if wanted is True and platform != "tpu":
@@ -146,16 +145,16 @@ def grouped_matmul(setup: Setup) -> models.GroupedMatmul:
     return models.megablox() if platform == "tpu" and wanted else models.ragged_dot
 
 
-def weights_shardings(setup: Setup) -> Any:
+def weight_shardings(setup: Setup) -> Any:
     """A sharding for every weight."""
-    tree = setup.weight_tree
+    tree = setup.abstract_weights
     named = partial(sharding.named_shardings, mesh=setup.mesh, rules=setup.rules)
     return named(models.shapes(tree), models.logical_axes(tree))
 
 
 def batch_shapes(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:
     """[A * M, b, T] of every array of a batch."""
-    count = setup.num_calls * setup.num_microbatches
+    count = setup.gradient_accumulation_steps * setup.num_microbatches
     shape = (count, setup.microbatch_size, setup.config.max_target_length)
     numbers = jax.ShapeDtypeStruct(shape, jnp.int32)
     return {

@@ -6,7 +6,7 @@ import jax
 from jaxtyping import PyTree
 
 from ..plan._setup import Setup, batch_shapes, batch_shardings
-from ._state import State, state_shapes, state_shardings
+from ._state import TrainState, state_shapes, state_shardings
 from ._step import make_train_step
 
 
@@ -16,7 +16,7 @@ def compile_train_step(setup: Setup) -> jax.stages.Compiled:
     Raises:
         ValueError: If the step is not one program.
     """
-    check_one_program(setup)
+    check_single_program(setup)
     # Made outside of the mesh: a number that is computed on the way needs a device that is here.
     step: Any = make_train_step(setup)
     arguments = abstract_state(setup), abstract_batch(setup)
@@ -24,28 +24,30 @@ def compile_train_step(setup: Setup) -> jax.stages.Compiled:
         return step.lower(*arguments).compile()
 
 
-def check_one_program(setup: Setup) -> None:
+def check_single_program(setup: Setup) -> None:
     """Refuses an engine whose step is a program of its own for every rank.
 
     Raises:
         ValueError: If it is.
     """
-    if setup.stages_apart:
+    if setup.per_stage_state:
         raise ValueError(
             "`pipeline_engine` is 'mpmd', whose step is many programs, and what is compiled ahead "
             "is one. Give `pipeline_engine=scheduled`, which runs the same schedules."
         )
 
 
-def abstract_state(setup: Setup) -> State:
+def abstract_state(setup: Setup) -> TrainState:
     """`jax.ShapeDtypeStruct` with a sharding for every leaf of a state."""
-    return jax.tree.map(_placed, state_shapes(setup), state_shardings(setup))
+    return jax.tree.map(_with_sharding, state_shapes(setup), state_shardings(setup))
 
 
 def abstract_batch(setup: Setup) -> PyTree:
     """`jax.ShapeDtypeStruct` with a sharding for every array [A * M, b, T] of a batch."""
-    return jax.tree.map(_placed, batch_shapes(setup), batch_shardings(setup))
+    return jax.tree.map(_with_sharding, batch_shapes(setup), batch_shardings(setup))
 
 
-def _placed(leaf: jax.ShapeDtypeStruct, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+def _with_sharding(
+    leaf: jax.ShapeDtypeStruct, where: jax.sharding.Sharding
+) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)

@@ -15,26 +15,26 @@ from jaxtyping import PyTree
 from ... import mpmd, schedules, spmd
 from ...autodiff import Model, unpipelined
 from ...data import SomeBatches
-from ..plan._from_config import flax_decoder
-from ..plan._fsdp import gathers
+from ..plan._from_config import import_flax_decoder
+from ..plan._fsdp import weight_gathers
 from ..plan._model import build_model
-from ..plan._setup import Setup, batch_shardings, options_of_steps, weights_shardings
-from ._gradient_accumulation import in_calls
+from ..plan._setup import Setup, batch_shardings, compiler_options, weight_shardings
+from ._gradient_accumulation import gradient_accumulation
 from ._mpmd import make_mpmd_eval_step
-from ._state import State
-from ._step import engine_name, place_step, present_layers
+from ._state import TrainState
+from ._step import engine_name, shard_batch_of_step, with_layer_mask
 
-Values = Mapping[str, jax.Array | mpmd.MpmdArray]
-Metrics = dict[str, float]
+BatchMetrics = Mapping[str, jax.Array | mpmd.MpmdArray]
+EvalMetrics = dict[str, float]
 
-Evaluate = Callable[[State], Metrics]
+Evaluate = Callable[[TrainState], EvalMetrics]
 
-AUXILIARY = ("load_balance_loss", "load_balance_loss_after", "z_loss")
+AUXILIARY_LOSSES = ("load_balance_loss", "load_balance_loss_after", "z_loss")
 """Metrics of a batch that are terms of its loss beside the cross entropy."""
 
 
 def make_evaluate(
-    setup: Setup, batches: SomeBatches | None, go_on: Callable[[], None] = lambda: None
+    setup: Setup, batches: SomeBatches | None, on_batch_done: Callable[[], None] = lambda: None
 ) -> Evaluate | None:
     """From a state to the metrics of an evaluation; None if the run has none.
 
@@ -45,7 +45,7 @@ def make_evaluate(
     Args:
         setup: The run.
         batches: What it is evaluated on.
-        go_on: Is called after each of them.
+        on_batch_done: Is called after each of them.
 
     Raises:
         ValueError: If there is nothing to evaluate on, or less than `eval_steps`.
@@ -67,13 +67,13 @@ def make_evaluate(
         )
     eval_step = make_eval_step(setup)
 
-    def evaluate(state: State) -> Metrics:
-        started, mean = time.perf_counter(), _Mean()
+    def evaluate(state: TrainState) -> EvalMetrics:
+        started, mean = time.perf_counter(), _WeightedMean()
         for i in range(len(batches) if count == -1 else count):
-            found = eval_step(state["weights"], place_step(setup, batches, i))
+            found = eval_step(state["weights"], shard_batch_of_step(setup, batches, i))
             mean.add(float(batches.num_targets(i)), found)
-            go_on()
-        found = _with_loss_alone(mean.close())
+            on_batch_done()
+        found = _separate_cross_entropy(mean.close())
         found["perplexity"] = math.exp(min(found["loss"], 700.0))
         found["seconds"] = time.perf_counter() - started
         return {f"eval_{name}": value for name, value in found.items()}
@@ -81,19 +81,19 @@ def make_evaluate(
     return evaluate
 
 
-class _Mean:
+class _WeightedMean:
     """Of values by name, weighted. It reads each while the next ones are computed."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self._weight = 0.0
-        self._last: tuple[float, Values] = 0.0, {}
+        self._last: tuple[float, BatchMetrics] = 0.0, {}
 
-    def add(self, weight: float, values: Values) -> None:
+    def add(self, weight: float, values: BatchMetrics) -> None:
         self._read()
         self._last = weight, values
 
-    def close(self) -> Metrics:
+    def close(self) -> EvalMetrics:
         self._read()
         if not self._weight:
             raise ValueError("No token of the batches to evaluate on has a target.")
@@ -106,30 +106,33 @@ class _Mean:
             self._sums[name] = self._sums.get(name, 0.0) + weight * float(value)
 
 
-def _with_loss_alone(metrics: Metrics) -> Metrics:
+def _separate_cross_entropy(metrics: EvalMetrics) -> EvalMetrics:
     """The loss first, without what training adds to it."""
-    added = sum(metrics.get(name, 0.0) for name in AUXILIARY)
+    added = sum(metrics.get(name, 0.0) for name in AUXILIARY_LOSSES)
     return {"loss": metrics.pop("loss") - added} | metrics
 
 
-def make_eval_step(setup: Setup) -> Callable[[PyTree, PyTree], Values]:
+def make_eval_step(setup: Setup) -> Callable[[PyTree, PyTree], BatchMetrics]:
     """`(weights, batch from place_batch) -> loss and metrics`. It compiles at its first call."""
-    if setup.stages_apart:
+    if setup.per_stage_state:
         return make_mpmd_eval_step(setup)
-    value = in_calls(VALUES[engine_name(setup)](setup, build_model(setup)), setup.num_calls)
+    value = gradient_accumulation(
+        VALUE_BUILDERS[engine_name(setup)](setup, build_model(setup)),
+        setup.gradient_accumulation_steps,
+    )
 
-    def step(weights: PyTree, batch: PyTree) -> Values:
-        loss, metrics = value(weights, batch, present_layers(setup, ()))
+    def step(weights: PyTree, batch: PyTree) -> BatchMetrics:
+        loss, metrics = value(weights, batch, with_layer_mask(setup, ()))
         return {"loss": loss, **metrics}
 
     return jax.jit(
         step,
-        in_shardings=(weights_shardings(setup), batch_shardings(setup)),
-        compiler_options=options_of_steps(setup),
+        in_shardings=(weight_shardings(setup), batch_shardings(setup)),
+        compiler_options=compiler_options(setup),
     )
 
 
-def _none(setup: Setup, model: Model) -> Callable:
+def _unpipelined_value(setup: Setup, model: Model) -> Callable:
     del setup
 
     def value(weights, side, keys):
@@ -140,9 +143,9 @@ def _none(setup: Setup, model: Model) -> Callable:
     return value
 
 
-def _circular(setup: Setup, model: Model) -> Callable:
+def _circular_value(setup: Setup, model: Model) -> Callable:
     config = setup.config
-    gather, ends_gather = gathers(setup)
+    gather, ends_gather = weight_gathers(setup)
     return partial(
         spmd.circular_value,
         model,
@@ -154,34 +157,34 @@ def _circular(setup: Setup, model: Model) -> Callable:
     )
 
 
-def _scheduled(setup: Setup, model: Model) -> Callable:
-    gather, ends_gather = gathers(setup)
-    assert setup.schedule is not None
+def _scheduled_value(setup: Setup, model: Model) -> Callable:
+    gather, ends_gather = weight_gathers(setup)
+    assert setup.schedule_selection is not None
     return partial(
         spmd.scheduled_value,
         model,
-        ticks=schedules.lock_step(schedules.forward_only(setup.schedule.schedule)),
+        ticks=schedules.lock_step(schedules.forward_only(setup.schedule_selection.schedule)),
         mesh=setup.mesh,
         gather=gather,
         ends_gather=ends_gather,
-        share_head=setup.config.pipeline_share_head,
+        share_head=setup.config.pipeline_vocab_parallel,
     )
 
 
-def _linen(setup: Setup, model: Model) -> Callable:
-    rim = flax_decoder()
-    return rim.linen_value(rim.decoder_of(setup, model))
+def _linen_value(setup: Setup, model: Model) -> Callable:
+    flax_decoder = import_flax_decoder()
+    return flax_decoder.linen_value(flax_decoder.make_flax_decoder(setup, model))
 
 
-def _nnx(setup: Setup, model: Model) -> Callable:
-    rim = flax_decoder()
-    return rim.nnx_value(rim.decoder_of(setup, model))
+def _nnx_value(setup: Setup, model: Model) -> Callable:
+    flax_decoder = import_flax_decoder()
+    return flax_decoder.nnx_value(flax_decoder.make_flax_decoder(setup, model))
 
 
-VALUES: dict[str, Callable[[Setup, Model], Callable[..., Any]]] = {
-    "none": _none,
-    "circular": _circular,
-    "scheduled": _scheduled,
-    "linen": _linen,
-    "nnx": _nnx,
+VALUE_BUILDERS: dict[str, Callable[[Setup, Model], Callable[..., Any]]] = {
+    "none": _unpipelined_value,
+    "circular": _circular_value,
+    "scheduled": _scheduled_value,
+    "linen": _linen_value,
+    "nnx": _nnx_value,
 }

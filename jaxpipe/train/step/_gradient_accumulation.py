@@ -12,14 +12,14 @@ from jaxtyping import PyTree
 
 from ...autodiff import fold
 
-Place = Callable[[PyTree], PyTree]
+Reshard = Callable[[PyTree], PyTree]
 
 
-def in_calls(
+def gradient_accumulation(
     f: Callable[[PyTree, PyTree, PyTree], PyTree],
-    num_calls: int,
+    num_steps: int,
     *,
-    place: Place = lambda found: found,
+    reshard: Reshard = lambda found: found,
 ) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
     """`f(weights, side, keys)` of [A * M, ...] leaves of `side`, M at a time.
 
@@ -27,38 +27,38 @@ def in_calls(
 
     Args:
         f: What returns sums over microbatches: a loss, metrics, gradients.
-        num_calls: A.
-        place: Lays out what adds up.
+        num_steps: A.
+        reshard: Lays out what adds up.
     """
-    if num_calls == 1:
+    if num_steps == 1:
         return f
 
     def run(weights: PyTree, side: PyTree, keys: PyTree) -> PyTree:
         def call(sums: PyTree, one: PyTree) -> tuple[PyTree, None]:
             index, part = one
             found = f(weights, part, fold(keys, index))
-            return place(jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, found)), None
+            return reshard(jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, found)), None
 
-        parts = jax.tree.map(lambda x: x.reshape(num_calls, -1, *x.shape[1:]), side)
+        parts = jax.tree.map(lambda x: x.reshape(num_steps, -1, *x.shape[1:]), side)
         first = jax.tree.map(lambda x: x[0], parts)
         found = jax.eval_shape(f, weights, first, keys)
-        nothing = place(jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), found))
-        sums, _ = lax.scan(call, nothing, (jnp.arange(num_calls), parts))
+        nothing = reshard(jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), found))
+        sums, _ = lax.scan(call, nothing, (jnp.arange(num_steps), parts))
         return jax.tree.map(lambda x, like: x.astype(like.dtype), sums, found)
 
     return run
 
 
-def in_loops(
-    f: Callable[[PyTree, PyTree, PyTree], PyTree], num_calls: int
+def unrolled_gradient_accumulation(
+    f: Callable[[PyTree, PyTree, PyTree], PyTree], num_steps: int
 ) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
     """The same written out, for programs of ranks: their loops are those over microbatches."""
 
     def run(weights: PyTree, side: PyTree, keys: PyTree) -> PyTree:
-        size = jax.tree.leaves(side)[0].shape[0] // num_calls
+        size = jax.tree.leaves(side)[0].shape[0] // num_steps
         parts = (
             jax.tree.map(lambda x: x[call * size : (call + 1) * size], side)  # noqa: B023
-            for call in range(num_calls)
+            for call in range(num_steps)
         )
         found = [f(weights, part, fold(keys, call)) for call, part in enumerate(parts)]
         return jax.tree.map(added, *found)
@@ -67,4 +67,4 @@ def in_loops(
         first, *others = (x.astype(jnp.float32) for x in found)
         return sum(others, start=first).astype(found[0].dtype)
 
-    return run if num_calls > 1 else f
+    return run if num_steps > 1 else f

@@ -14,26 +14,30 @@ from jaxtyping import Array, Int, PyTree
 
 from ... import models, mpmd, schedules
 from ..plan._model import build_model
-from ..plan._rematerialization import remat_of_ticks
-from ..plan._setup import Setup, batch_shapes, batch_shardings, weights_shardings
-from ._gradient_accumulation import in_loops
-from ._init import first_ends, first_layers, layer_keys
-from ._optimizer_step import make_step
+from ..plan._rematerialization import tick_remat
+from ..plan._setup import Setup, batch_shapes, batch_shardings, weight_shardings
+from ._gradient_accumulation import unrolled_gradient_accumulation
+from ._init import dropout_dropout_keys_layers, init_boundary, init_layers
+from ._optimizer_step import make_optimizer_step
 from ._per_stage_state import mpmd_mesh
-from ._state import State, state_shapes, state_shardings
+from ._state import TrainState, state_shapes, state_shardings
 
 
-def make_mpmd_step(setup: Setup) -> Callable[[State, PyTree], tuple[State, dict[str, Any]]]:
+def make_mpmd_train_step(
+    setup: Setup,
+) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Any]]]:
     """As `make_train_step`."""
-    return lambda state, batch: _compiled(setup)(state, batch)
+    return lambda state, batch: _compiled_train_step(setup)(state, batch)
 
 
 def make_mpmd_eval_step(setup: Setup) -> Callable[[PyTree, PyTree], dict[str, Any]]:
     """`(weights, batch) -> loss and metrics`. The programs are compiled at its first call."""
-    assert setup.schedule is not None
-    model, schedule = build_model(setup), setup.schedule.schedule
+    assert setup.schedule_selection is not None
+    model, schedule = build_model(setup), setup.schedule_selection.schedule
 
-    value = in_loops(partial(mpmd.mpmd_value, model, schedule=schedule), setup.num_calls)
+    value = unrolled_gradient_accumulation(
+        partial(mpmd.mpmd_value, model, schedule=schedule), setup.gradient_accumulation_steps
+    )
 
     def step(weights: Any, batch: Any) -> dict[str, Any]:
         loss, metrics = value(weights, batch, ())
@@ -44,36 +48,36 @@ def make_mpmd_eval_step(setup: Setup) -> Callable[[PyTree, PyTree], dict[str, An
         return mpmd.mpmd_jit_with_loop(
             step,
             mpmd_mesh(setup),
-            in_shardings=(weights_shardings(setup), batch_shardings(setup)),
-            out_shardings=_everywhere(setup),
+            in_shardings=(weight_shardings(setup), batch_shardings(setup)),
+            out_shardings=_replicated_sharding(setup),
             timeout=setup.config.mpmd_timeout_seconds,
-        ).compile(models.shapes(setup.weight_tree), batch_shapes(setup))
+        ).compile(models.shapes(setup.abstract_weights), batch_shapes(setup))
 
     return lambda weights, batch: compiled()(weights, batch)
 
 
-def traced_mpmd_step(
-    setup: Setup, state: State, batch: PyTree
-) -> tuple[tuple[State, dict[str, Any]], str]:
+def trace_mpmd_train_step(
+    setup: Setup, state: TrainState, batch: PyTree
+) -> tuple[tuple[TrainState, dict[str, Any]], str]:
     """A step, and the JSON of a trace of it beside what its schedule predicts.
 
     Its metrics have both bubbles too, as shares of the loop.
     """
-    (state, metrics), found = mpmd.trace_step(_compiled(setup), state, batch)
+    (state, metrics), found = mpmd.trace_step(_compiled_train_step(setup), state, batch)
     bubbles = {f"bubble_{name}": schedules.bubble_share(line) for name, line in found.items()}
     return (state, metrics | bubbles), schedules.to_trace(found, microseconds=1e6)
 
 
-def initial_mpmd_state(setup: Setup) -> State:
+def init_mpmd_state(setup: Setup) -> TrainState:
     """As `initial_state`. No device ever holds more than its own part."""
-    where = state_places(setup)
+    where = mpmd_state_shardings(setup)
     leaves, tree = jax.tree.flatten(where)
     mesh = leaves[0].mpmd_mesh
     found: list[dict[int, jax.Array]] = [{} for _ in leaves]
     for rank in mesh.local_ranks:
         mine = [i for i, leaf in enumerate(leaves) if rank in leaf.mpmd_idxs]
         make = jax.jit(
-            partial(_first_leaves, setup, where, rank),
+            partial(_init_leaves_of_rank, setup, where, rank),
             out_shardings=[leaves[i].of_rank(rank) for i in mine],
         )
         with jax.set_mesh(mesh.unstack[rank]):
@@ -87,21 +91,21 @@ def initial_mpmd_state(setup: Setup) -> State:
     return tree.unflatten(arrays)
 
 
-def _first_leaves(setup: Setup, where: PyTree, rank: int) -> list[jax.Array]:
+def _init_leaves_of_rank(setup: Setup, where: PyTree, rank: int) -> list[jax.Array]:
     """What a rank has of the first state: weights as their seed gives them, and zeros."""
 
     def is_here(places: PyTree) -> bool:
         return any(rank in place.mpmd_idxs for place in jax.tree.leaves(places))
 
     state, stages = state_shapes(setup), []
-    for i, numbers in enumerate(setup.layout.layers_of_stages):
+    for i, layer_ids in enumerate(setup.layout.layers_of_stages):
         here = is_here(where["weights"]["stages"][i])
         stages.append(
-            first_layers(setup, (len(numbers),), numbers=numbers)
+            init_layers(setup, (len(layer_ids),), layer_ids=layer_ids)
             if here
             else state["weights"]["stages"][i]
         )
-    state["weights"] = first_ends(setup) | {"stages": stages}
+    state["weights"] = init_boundary(setup) | {"stages": stages}
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(where), strict=True)
     return [
         leaf if isinstance(leaf, jax.Array) else jnp.zeros(leaf.shape, leaf.dtype)
@@ -110,11 +114,11 @@ def _first_leaves(setup: Setup, where: PyTree, rank: int) -> list[jax.Array]:
     ]
 
 
-def state_places(setup: Setup) -> PyTree[mpmd.MpmdSharding]:
+def mpmd_state_shardings(setup: Setup) -> PyTree[mpmd.MpmdSharding]:
     """The ranks that hold every leaf of a state, and how it is divided there."""
     mesh = mpmd_mesh(setup)
     shardings, tree = jax.tree.flatten(state_shardings(setup))
-    inputs = _lowered(setup).code.inputs[: len(shardings)]
+    inputs = _lowered_train_step(setup).code.inputs[: len(shardings)]
     places = [
         mpmd.MpmdSharding(mesh, ranks, sharding.spec)
         for (_, ranks), sharding in zip(inputs, shardings, strict=True)
@@ -123,37 +127,41 @@ def state_places(setup: Setup) -> PyTree[mpmd.MpmdSharding]:
 
 
 @lru_cache(maxsize=1)
-def _compiled(setup: Setup) -> mpmd.Compiled:
+def _compiled_train_step(setup: Setup) -> mpmd.Compiled:
     """The step with every action by its name in profiles."""
-    return mpmd.annotated(_lowered(setup).compile())
+    return mpmd.annotated(_lowered_train_step(setup).compile())
 
 
 # The state's places, its first numbers and the step all come of one program, which takes a while.
 @lru_cache(maxsize=1)
-def _lowered(setup: Setup) -> mpmd.Lowered:
+def _lowered_train_step(setup: Setup) -> mpmd.Lowered:
     """The step on all ranks, before it is compiled."""
-    assert setup.schedule is not None
-    model, schedule = build_model(setup), setup.schedule.schedule
-    remat, layers = remat_of_ticks(setup.config), setup.layout.layers_of_stages
+    assert setup.schedule_selection is not None
+    model, schedule = build_model(setup), setup.schedule_selection.schedule
+    remat, layers = tick_remat(setup.config), setup.layout.layers_of_stages
 
     call = partial(mpmd.mpmd_value_and_grad, model, schedule=schedule, remat=remat)
 
-    def keys_of(step: Int[Array, ""]) -> list[PyTree]:
-        return [layer_keys(setup, step, numbers) for numbers in layers]
+    def dropout_keys(step: Int[Array, ""]) -> list[PyTree]:
+        return [dropout_dropout_keys_layers(setup, step, layer_ids) for layer_ids in layers]
 
     mesh, of_state = mpmd_mesh(setup), state_shardings(setup)
     step = mpmd.mpmd_jit_with_loop(
-        make_step(setup, in_loops(call, setup.num_calls), keys_of),
+        make_optimizer_step(
+            setup,
+            unrolled_gradient_accumulation(call, setup.gradient_accumulation_steps),
+            dropout_keys,
+        ),
         mesh,
         in_shardings=(of_state, batch_shardings(setup)),
-        out_shardings=(of_state, _everywhere(setup)),
+        out_shardings=(of_state, _replicated_sharding(setup)),
         donate_argnums=0,
         timeout=setup.config.mpmd_timeout_seconds,
     )
     return step.lower(state_shapes(setup), batch_shapes(setup))
 
 
-def _everywhere(setup: Setup) -> mpmd.MpmdSharding:
+def _replicated_sharding(setup: Setup) -> mpmd.MpmdSharding:
     """Of metrics: every process reads them."""
     mesh = mpmd_mesh(setup)
     return mpmd.MpmdSharding(mesh, tuple(range(mesh.mpmd_dim)), PartitionSpec())

@@ -7,64 +7,64 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from ..optim._optimizer import clip, gradient_norm
-from ..optim._router_bias import with_router_biases, without_router_biases
+from ..optim._optimizer import clip_by_norm, gradient_norm
+from ..optim._router_bias import drop_router_biases, update_router_biases
 from ..plan._setup import Setup
-from ._state import State, make_optimizer, make_schedule
+from ._state import TrainState, make_learning_rate_schedule, make_optimizer
 
-Place = Callable[[PyTree], PyTree]
+Reshard = Callable[[PyTree], PyTree]
 
 
-def make_step(
+def make_optimizer_step(
     setup: Setup,
     value_and_grad: Callable,
-    keys_of: Callable[[Int[Array, ""]], PyTree],
+    dropout_keys: Callable[[Int[Array, ""]], PyTree],
     *,
-    divide: Place = lambda tree: tree,
-    undivide: Place = lambda tree: tree,
-) -> Callable[[State, PyTree], tuple[State, dict[str, Array]]]:
+    shard: Reshard = lambda tree: tree,
+    unshard: Reshard = lambda tree: tree,
+) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Array]]]:
     """`(state, batch) -> (state, metrics)`, to be compiled.
 
     Args:
         setup: The run.
         value_and_grad: `(weights, batch, keys) -> ((loss, metrics), gradients)`.
-        keys_of: From the number of a step to its dropout keys.
-        divide: Lays weights and gradients out for the optimizer.
-        undivide: Lays new weights out as they are stored.
+        dropout_keys: From the number of a step to its dropout keys.
+        shard: Lays weights and gradients out for the optimizer.
+        unshard: Lays new weights out as they are stored.
     """
-    optimizer, schedule = make_optimizer(setup), make_schedule(setup)
+    optimizer, schedule = make_optimizer(setup), make_learning_rate_schedule(setup)
     threshold = setup.config.gradient_clipping_threshold
     bias_rate = setup.config.routed_bias_update_rate
 
-    def step(state: State, batch: PyTree) -> tuple[State, dict[str, Array]]:
+    def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Array]]:
         weights = state["weights"]
-        (loss, metrics), grads = value_and_grad(weights, batch, keys_of(state["step"]))
-        trained, of_trained = without_router_biases(weights), without_router_biases(grads)
-        norm = gradient_norm(of_trained)
-        of_trained = clip(of_trained, norm, threshold=threshold)
-        part, of_part = divide(trained), divide(of_trained)
-        updates, moments = optimizer.update(of_part, state["optimizer"], part)
-        trained = undivide(optax.apply_updates(part, updates))
+        (loss, metrics), grads = value_and_grad(weights, batch, dropout_keys(state["step"]))
+        trained, trained_grads = drop_router_biases(weights), drop_router_biases(grads)
+        norm = gradient_norm(trained_grads)
+        trained_grads = clip_by_norm(trained_grads, norm, threshold=threshold)
+        sharded, sharded_grads = shard(trained), shard(trained_grads)
+        updates, optimizer_state = optimizer.update(sharded_grads, state["optimizer"], sharded)
+        trained = unshard(optax.apply_updates(sharded, updates))
         new = {
-            "weights": with_router_biases(trained, weights, grads, rate=bias_rate),
-            "optimizer": moments,
+            "weights": update_router_biases(trained, weights, grads, rate=bias_rate),
+            "optimizer": optimizer_state,
         }
         rate = jnp.asarray(schedule(state["step"]))
-        found = {"loss": loss, **metrics, "gradient_norm": norm, "learning_rate": rate}
+        all_metrics = {"loss": loss, **metrics, "gradient_norm": norm, "learning_rate": rate}
         if setup.config.bad_step_policy == "skip":
-            is_good = _is_good(loss, norm, setup.config.max_gradient_norm)
-            new = _chosen(is_good, new, {name: state[name] for name in new})
-            found["skipped"] = 1 - is_good.astype(jnp.float32)
-        return new | {"step": state["step"] + 1}, found
+            is_usable = _is_usable(loss, norm, setup.config.max_gradient_norm)
+            new = _select(is_usable, new, {name: state[name] for name in new})
+            all_metrics["skipped"] = 1 - is_usable.astype(jnp.float32)
+        return new | {"step": state["step"] + 1}, all_metrics
 
     return step
 
 
-def _is_good(loss: Float[Array, ""], norm: Float[Array, ""], limit: float) -> Bool[Array, ""]:
+def _is_usable(loss: Float[Array, ""], norm: Float[Array, ""], limit: float) -> Bool[Array, ""]:
     """Whether the gradients can be used."""
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     return finite & (norm <= limit) if limit else finite
 
 
-def _chosen(first: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
+def _select(first: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(lambda x, y: jnp.where(first, x, y), new, old)
