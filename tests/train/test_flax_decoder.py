@@ -13,12 +13,12 @@ from jaxpipe import models
 from jaxpipe.cli import main
 from jaxpipe.train import (
     Config,
-    initial_state,
+    init_state,
     make_batches,
     make_train_step,
-    place_batch,
     read_metrics,
     set_up,
+    shard_batch,
 )
 
 PR = (
@@ -104,8 +104,8 @@ def test_in_bfloat16_it_has_nearly_the_loss_and_the_gradients_of_float32():
     for rim in ({}, {"enable_nnx": False}, {"dtype": "float32"}):
         setup = set_up(Config.model_validate(settings | rim), jax.devices()[:4])
         with jax.set_mesh(setup.mesh), jax.numpy_dtype_promotion("standard"):
-            batch = place_batch(setup, make_batches(setup)(0))
-            _, metrics_of_step = make_train_step(setup)(initial_state(setup), batch)
+            batch = shard_batch(setup, make_batches(setup)(0))
+            _, metrics_of_step = make_train_step(setup)(init_state(setup), batch)
         norms.append([float(metrics_of_step[name]) for name in ("loss", "gradient_norm")])
     functions, linen, exact = norms
     np.testing.assert_allclose(functions, exact, rtol=1e-2)
@@ -131,8 +131,8 @@ def test_what_experts_sum_up_is_sown_and_has_its_gradient():
     for rim in rims:
         setup = set_up(Config.model_validate(settings | rim), jax.devices()[:4])
         with jax.set_mesh(setup.mesh):
-            batch = place_batch(setup, make_batches(setup)(0))
-            runs.append(jax.device_get(make_train_step(setup)(initial_state(setup), batch)))
+            batch = shard_batch(setup, make_batches(setup)(0))
+            runs.append(jax.device_get(make_train_step(setup)(init_state(setup), batch)))
     true, *found = runs
     for state, metrics_of_step in found:
         assert metrics_of_step.keys() == true[1].keys() > {"load_balance_loss"}

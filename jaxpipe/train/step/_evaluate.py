@@ -113,7 +113,7 @@ def _separate_cross_entropy(metrics: EvalMetrics) -> EvalMetrics:
 
 
 def make_eval_step(setup: Setup) -> Callable[[PyTree, PyTree], BatchMetrics]:
-    """`(weights, batch from place_batch) -> loss and metrics`. It compiles at its first call."""
+    """`(weights, batch from shard_batch) -> loss and metrics`. It compiles at its first call."""
     if setup.per_stage_state:
         return make_mpmd_eval_step(setup)
     value = gradient_accumulation(

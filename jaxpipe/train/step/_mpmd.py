@@ -17,7 +17,7 @@ from ..plan._model import build_model
 from ..plan._rematerialization import tick_remat
 from ..plan._setup import Setup, batch_shapes, batch_shardings, weight_shardings
 from ._gradient_accumulation import unrolled_gradient_accumulation
-from ._init import dropout_dropout_keys_layers, init_boundary, init_layers
+from ._init import dropout_keys_of_layers, init_boundary, init_layers
 from ._optimizer_step import make_optimizer_step
 from ._per_stage_state import mpmd_mesh
 from ._state import TrainState, state_shapes, state_shardings
@@ -69,7 +69,7 @@ def trace_mpmd_train_step(
 
 
 def init_mpmd_state(setup: Setup) -> TrainState:
-    """As `initial_state`. No device ever holds more than its own part."""
+    """As `init_state`. No device ever holds more than its own part."""
     where = mpmd_state_shardings(setup)
     leaves, tree = jax.tree.flatten(where)
     mesh = leaves[0].mpmd_mesh
@@ -143,7 +143,7 @@ def _lowered_train_step(setup: Setup) -> mpmd.Lowered:
     call = partial(mpmd.mpmd_value_and_grad, model, schedule=schedule, remat=remat)
 
     def dropout_keys(step: Int[Array, ""]) -> list[PyTree]:
-        return [dropout_dropout_keys_layers(setup, step, layer_ids) for layer_ids in layers]
+        return [dropout_keys_of_layers(setup, step, layer_ids) for layer_ids in layers]
 
     mesh, of_state = mpmd_mesh(setup), state_shardings(setup)
     step = mpmd.mpmd_jit_with_loop(

@@ -54,7 +54,7 @@ def _init_weights(setup: Setup) -> PyTree:
 def make_train_step(
     setup: Setup,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Array]]]:
-    """The step, `(state, batch from place_batch) -> (state, metrics)`.
+    """The step, `(state, batch from shard_batch) -> (state, metrics)`.
 
     It compiles at its first call. The state that goes in is donated.
     """
