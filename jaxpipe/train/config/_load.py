@@ -86,7 +86,8 @@ def _preset(name: Any, presets: Mapping[str, Mapping[str, Any]]) -> ConfigValues
     if not isinstance(name, str) or name not in presets:
         valid = ", ".join(sorted(presets))
         raise ValueError(
-            f"`model_name` is {short_repr(name)}.{_did_you_mean(str(name), presets)} Models: {valid}."
+            f"`model_name` is {short_repr(name)}.{_did_you_mean(str(name), presets)} "
+            f"Models: {valid}."
         )
     return dict(presets[name])
 
