@@ -85,16 +85,16 @@ def arrange(fault: str, at: int, *, in_a_run: bool) -> None:
         return
     from jaxpipe.train.loop import _loop
 
-    place_step, steps = _loop.place_step, 0
+    shard_batch, steps = _loop.shard_batch_of_step, 0
 
-    def place_step_and_fail(*args: object, **named: object) -> object:
+    def shard_batch_and_fail(*args: object, **named: object) -> object:
         nonlocal steps
         steps += 1
         if steps == at:
             FAULTS[fault]()
-        return place_step(*args, **named)  # pyright: ignore[reportArgumentType]
+        return shard_batch(*args, **named)  # pyright: ignore[reportArgumentType]
 
-    _loop.place_step = place_step_and_fail  # pyright: ignore[reportAttributeAccessIssue]
+    _loop.shard_batch_of_step = shard_batch_and_fail  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _full_disk(num_bytes: int = 0) -> None:
