@@ -261,7 +261,7 @@ def flax(value_and_grad: Callable, row: Row, case: Case) -> Any:
         **PLACES,
     )
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        more = MODEL_FAMILIES[row.model].more_side
+        more = MODEL_FAMILIES[row.model].extra_batch_inputs
         decoder = FlaxDecoder(case.model, case.layer, config, mesh, ends, more, row.batch_axes)
         return jax.jit(value_and_grad(decoder))(placed(case, mesh), case.side, case.keys)
 

@@ -1,1 +1,1 @@
-"""What a config decides before anything compiles."""
+"""Derives a run's setup from its config and devices, before anything is compiled."""

@@ -1,6 +1,7 @@
-"""Model families: what `decoder_block` chooses.
+"""Model families, one for each value of `decoder_block`.
 
-A family's sizes are keys of the config. Keys of other families alone must keep their defaults.
+The fields of a family's dataclass of sizes are keys of the config. Keys that only other families
+read must keep their defaults.
 """
 
 import dataclasses
@@ -17,26 +18,26 @@ ModelConfig = models.LlamaConfig | models.DeepseekConfig
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """What the trainer needs of a kind of model.
+    """The functions and keys that the trainer needs of a model family.
 
     Attributes:
         sizes: Dataclass whose fields are keys of the config.
         weights: `(sizes, dtype, layers_after=...) -> abstract weights`.
-        model: `(sizes, experts=..., **options) -> Model`; the options are those of all families.
-        more_keys: Keys that this family reads beside its sizes, and not all others.
-        more_side: What its stages read of a batch beside positions and segment ids.
+        model: `(sizes, experts=..., **options) -> Model`; all families take the same options.
+        extra_keys: Keys beside the sizes that this family reads and some others do not.
+        extra_batch_inputs: Arrays of a batch that its stages read beside positions and segment ids.
     """
 
     sizes: Callable[..., ModelConfig]
     weights: Callable[..., dict[str, Any]]
     model: Callable[..., Model]
-    more_keys: tuple[str, ...] = ()
-    more_side: tuple[str, ...] = ()
+    extra_keys: tuple[str, ...] = ()
+    extra_batch_inputs: tuple[str, ...] = ()
 
     @property
     def keys(self) -> set[str]:
         """Keys of the config that this family reads."""
-        return {field.name for field in dataclasses.fields(self.sizes)} | {*self.more_keys}  # pyright: ignore[reportArgumentType]
+        return {field.name for field in dataclasses.fields(self.sizes)} | {*self.extra_keys}  # pyright: ignore[reportArgumentType]
 
 
 def _llama(sizes: models.LlamaConfig, *, experts: models.Experts, **options: Any) -> Model:
@@ -54,21 +55,28 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
         models.DeepseekConfig,
         models.deepseek_weights,
         _deepseek,
-        more_keys=("routed_bias_update_rate", "megablox"),
-        more_side=("target_weights",),
+        extra_keys=("routed_bias_update_rate", "megablox"),
+        extra_batch_inputs=("target_weights",),
     ),
 }
 
 
 def model_family(config: Config) -> ModelFamily:
+    """Returns the family that `decoder_block` names."""
     return MODEL_FAMILIES[config.decoder_block]
 
 
 def model_config(config: Config) -> ModelConfig:
-    """The sizes of the config's model.
+    """Returns the sizes of the config's model.
+
+    Args:
+        config: The config of the run.
+
+    Returns:
+        The family's dataclass of sizes.
 
     Raises:
-        ValueError: If they do not fit together, or a key that this family never reads is set.
+        ValueError: If the sizes do not fit together, or a key is set that this family never reads.
     """
     family = model_family(config)
     others = set().union(*(other.keys for other in MODEL_FAMILIES.values())) - family.keys

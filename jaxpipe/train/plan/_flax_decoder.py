@@ -1,10 +1,10 @@
 """A decoder of Flax modules in the trainer's step: embedding, `create_pipeline`'s module, loss.
 
 One layer is a module, Linen or NNX, whose parameters are those of the model's layer and whose call
-is the model's. A layer of your own stands in the same place. The trainer keeps its own tree of
-weights: the parameters of a rim's module have the same dims, so each step hands them over. What a
-layer sums up, a load-balance loss for instance, it sows. Activations are dicts: what layers read
-beside the arguments of their call travels with `x`.
+computes the same. A layer of your own can replace it. The trainer keeps its own tree of weights:
+the parameters of a frontend's module have the same dims, so each step hands them over. A layer's
+auxiliary losses and metrics, a load-balance loss for instance, are sown. Activations are dicts: the
+arrays that layers read beside the arguments of their call travel with `x`.
 
 R repeats, S ranks, L layers per stage, M microbatches, n = M / S of them on each rank.
 """
@@ -23,9 +23,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from ... import linen as linen_rim
+from ... import linen as linen_frontend
 from ... import models, modules, spmd
-from ... import nnx as nnx_rim
+from ... import nnx as nnx_frontend
 from ...autodiff import Model, Sums, joined, total
 from ._family import model_family
 from ._fsdp import batch_axes, boundary_gathers
@@ -33,35 +33,35 @@ from ._setup import STACK_AXES, Setup
 
 Activations = dict[str, jax.Array]
 LayerFn = Callable[[PyTree, Activations, jax.Array, jax.Array], tuple[Activations, Sums]]
-"""`(weights of one layer, activations, segment_ids, positions) -> (activations, sums)`"""
+"""`(weights of one layer, activations, segment_ids, positions) -> (activations, aux)`"""
 
 PipelineFn = Callable[..., tuple[PyTree, Sums]]
-"""`(weights [R, S, L, ...], inputs [M, ...], segment_ids, positions) -> (outputs, sums)`"""
+"""`(weights [R, S, L, ...], inputs [M, ...], segment_ids, positions) -> (outputs, aux)`"""
 
 METRICS_COLLECTION = "metrics"
-"""The collection that Linen layers sow their sums into."""
+"""The collection that Linen layers sow their auxiliary losses and metrics into."""
 
 
 @dataclass(frozen=True)
 class FlaxDecoder:
-    """What a pipeline of Flax layers and the functions around it are made from.
+    """Everything that a pipeline of Flax layers and the functions around it are built from.
 
     Attributes:
         model: The model; one layer is its stage.
         layer: Abstract weights of one layer.
-        config: What `create_pipeline` reads.
+        config: The fields that `create_pipeline` reads.
         mesh: The mesh, or None.
-        ends: How the weights of `embed` and `head` are gathered.
-        more_side: What a stage reads of a batch beside positions and segment ids.
-        batch_axes: Axes whose devices embed, and compute the loss of, their own rows.
+        boundary_gathers: The weight gathers of `embed` and `head`.
+        extra_batch_inputs: Arrays of a batch that stages read beside positions and segment ids.
+        batch_axes: Mesh axes whose devices embed, and compute the loss of, their own rows.
     """
 
     model: Model
     layer: PyTree
     config: Any
     mesh: Mesh | None
-    ends: dict[str, spmd.Gather]
-    more_side: tuple[str, ...] = ()
+    boundary_gathers: dict[str, spmd.Gather]
+    extra_batch_inputs: tuple[str, ...] = ()
     batch_axes: tuple[str, ...] = ()
 
 
@@ -70,7 +70,7 @@ class LinenLayer(nn.Module):
 
     Attributes:
         weights: Its abstract weights, a tree of `models.Weight`.
-        run: What it computes.
+        run: The function that it computes.
     """
 
     weights: Any
@@ -93,14 +93,14 @@ def _init_boxed(part: PyTree, key: jax.Array) -> PyTree:
 
 
 def _box(tree: PyTree, arrays: PyTree) -> PyTree:
-    """`arrays` with their logical axes, as Linen keeps them."""
+    """Boxes `arrays` with their logical axes, as Linen stores parameters."""
     return jax.tree.map(
         lambda w, x: nn.LogicallyPartitioned(x, w.axes), tree, arrays, is_leaf=models.is_weight
     )
 
 
 class NnxLayer(nnx.Module):
-    """A decoder layer in NNX; the arguments are `LinenLayer`'s attributes."""
+    """A decoder layer in NNX; its arguments are the attributes of `LinenLayer`."""
 
     def __init__(self, weights: Any, run: LayerFn, rngs: nnx.Rngs):
         arrays = models.initialize(weights, rngs.params())
@@ -123,14 +123,29 @@ class NnxLayer(nnx.Module):
 
 
 def linen_value_and_grad(decoder: FlaxDecoder) -> Callable:
-    """Loss and gradients by `(weights, side, keys)`, as `spmd.circular_value_and_grad`."""
+    """Differentiates `linen_value`.
+
+    Args:
+        decoder: The decoder.
+
+    Returns:
+        `(weights, batch_inputs, keys) -> ((loss, metrics), gradients)`, as
+        `spmd.circular_value_and_grad`.
+    """
     return jax.value_and_grad(linen_value(decoder), has_aux=True)
 
 
 def linen_value(decoder: FlaxDecoder) -> Callable:
-    """(loss, metrics) alone, by the same arguments."""
+    """Builds the loss of a decoder whose layers are Linen modules.
+
+    Args:
+        decoder: The decoder.
+
+    Returns:
+        `(weights, batch_inputs, keys) -> (loss, metrics)`.
+    """
     layer = LinenLayer(decoder.layer, _layer_fn(decoder.model))
-    pipeline = linen_rim.create_pipeline(decoder.config, layer, decoder.mesh)
+    pipeline = linen_frontend.create_pipeline(decoder.config, layer, decoder.mesh)
     tree = models.stacked(decoder.layer, pipeline.settings.dims, STACK_AXES)
 
     def run(stages: PyTree, *arrays: PyTree) -> tuple[PyTree, Sums]:
@@ -146,14 +161,29 @@ def linen_value(decoder: FlaxDecoder) -> Callable:
 
 
 def nnx_value_and_grad(decoder: FlaxDecoder) -> Callable:
-    """As `linen_value_and_grad`, through NNX."""
+    """Differentiates `nnx_value`.
+
+    Args:
+        decoder: The decoder.
+
+    Returns:
+        `(weights, batch_inputs, keys) -> ((loss, metrics), gradients)`, as
+        `spmd.circular_value_and_grad`.
+    """
     return jax.value_and_grad(nnx_value(decoder), has_aux=True)
 
 
 def nnx_value(decoder: FlaxDecoder) -> Callable:
-    """As `linen_value`, through NNX."""
+    """Builds the loss of a decoder whose layers are NNX modules.
+
+    Args:
+        decoder: The decoder.
+
+    Returns:
+        `(weights, batch_inputs, keys) -> (loss, metrics)`.
+    """
     factory = partial(NnxLayer, decoder.layer, _layer_fn(decoder.model))
-    make = partial(nnx_rim.create_pipeline, decoder.config, factory, decoder.mesh)
+    make = partial(nnx_frontend.create_pipeline, decoder.config, factory, decoder.mesh)
     # No arrays: the caller has them.
     graph, state = jax.eval_shape(lambda: nnx.split(make()))
 
@@ -168,7 +198,7 @@ def nnx_value(decoder: FlaxDecoder) -> Callable:
 
 
 def _replace_arrays(state: PyTree, stages: PyTree) -> PyTree:
-    """`state`, the abstract one of a pipeline of `NnxLayer`, with other arrays."""
+    """Puts the weights of `stages` into `state`, the abstract state of a pipeline of `NnxLayer`."""
     flat = []
     for path, variable in nnx.to_flat_state(state):
         array = stages
@@ -179,21 +209,36 @@ def _replace_arrays(state: PyTree, stages: PyTree) -> PyTree:
 
 
 def make_flax_decoder(setup: Setup, model: Model) -> FlaxDecoder:
-    """The decoder of a run."""
+    """Builds the decoder of a run.
+
+    Args:
+        setup: The run.
+        model: Its model.
+
+    Returns:
+        The decoder.
+    """
     return FlaxDecoder(
         model,
         setup.abstract_unstacked_weights["layer"],
         frontend_config(setup),
         setup.mesh,
         boundary_gathers(setup),
-        model_family(setup.config).more_side,
+        model_family(setup.config).extra_batch_inputs,
         batch_axes(setup),
     )
 
 
 def frontend_config(setup: Setup) -> SimpleNamespace:
-    """The fields that `create_pipeline` reads: the run's own, and what the setup made of them."""
-    of_setup = {
+    """Returns the fields that `create_pipeline` reads: the run's config, with the setup's values.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        A namespace with every key of the config, some of them replaced by values of the setup.
+    """
+    setup_values = {
         "num_decoder_layers": setup.layout.num_layers,
         "pipeline_parallel_layers": -1,
         "num_pipeline_microbatches": setup.num_microbatches,
@@ -204,70 +249,81 @@ def frontend_config(setup: Setup) -> SimpleNamespace:
         # The model's layer has its policy around it already.
         "set_remat_policy_on_layers_per_stage": False,
     }
-    return SimpleNamespace(**(setup.config.model_dump() | of_setup))
+    return SimpleNamespace(**(setup.config.model_dump() | setup_values))
 
 
 def check_frontend(setup: Setup) -> None:
-    """Raises a `ValueError` if the rims cannot do what the config asks for."""
+    """Checks that the Flax frontends can do what the config asks for.
+
+    Args:
+        setup: The run.
+
+    Raises:
+        ValueError: If they cannot.
+    """
     modules.pipeline_settings(frontend_config(setup), setup.mesh)
 
 
 def _layer_fn(model: Model) -> LayerFn:
-    """The model's stage as one layer."""
+    """Returns the model's stage as a function of one layer."""
 
     def call(weights, activations, segment_ids, positions):
         stack = jax.tree.map(lambda w: w[None], weights)
-        side = activations | {"segment_ids": segment_ids, "positions": positions}
-        y, sums = model.stage(stack, side.pop("x"), side, ())
+        batch_inputs = activations | {"segment_ids": segment_ids, "positions": positions}
+        y, sums = model.stage(stack, batch_inputs.pop("x"), batch_inputs, ())
         return activations | {"x": y}, sums
 
     return call
 
 
 def _decoder_value(decoder: FlaxDecoder, pipeline: PipelineFn) -> Callable:
-    """Every rank embeds its share of the microbatches, and computes their loss."""
+    """Builds the loss of a decoder; every rank embeds its microbatches and computes their loss."""
     model, mesh = decoder.model, decoder.mesh
     rows = P("stage", None, decoder.batch_axes) if decoder.batch_axes else 0
-    specs = {name: gather.weight_specs for name, gather in decoder.ends.items()}
+    specs = {name: gather.weight_specs for name, gather in decoder.boundary_gathers.items()}
     axes = ("stage", *decoder.batch_axes)
 
     # As they are stored: so that their gradients add up over microbatches in float32.
-    def whole(ends: dict[str, PyTree]) -> dict[str, PyTree]:
-        return {name: decoder.ends[name].whole(of_end) for name, of_end in ends.items()}
+    def unshard(boundary: dict[str, PyTree]) -> dict[str, PyTree]:
+        return {name: decoder.boundary_gathers[name].whole(part) for name, part in boundary.items()}
 
-    def embed_share(ends, share):
-        return jax.vmap(model.embed, in_axes=(None, 0))(whole(ends)["embed"], share)
+    def embed_share(boundary, share):
+        return jax.vmap(model.embed, in_axes=(None, 0))(unshard(boundary)["embed"], share)
 
-    def loss_share(ends, share):
-        return jax.lax.psum(_loss_of_microbatches(model, whole(ends), share), axes)
+    def loss_share(boundary, share):
+        return jax.lax.psum(_loss_of_microbatches(model, unshard(boundary), share), axes)
 
     on_ranks = partial(spmd.on_ranks, mesh=mesh)
     embed = on_ranks(embed_share, in_dims=({"embed": specs["embed"]}, rows), out_dims=rows)
     loss_of = on_ranks(loss_share, in_dims=(model.ends(specs), rows), out_dims=None)
 
-    def loss(weights, side, keys):
+    def loss(weights, batch_inputs, keys):
         assert not jax.tree.leaves(keys)
         num_ranks = jax.tree.leaves(weights["stages"])[0].shape[1]
         shares = partial(jax.tree.map, lambda x: x.reshape(num_ranks, -1, *x.shape[1:]))
-        x = embed({"embed": weights["embed"]}, shares(side))
-        more = {name: side[name] for name in decoder.more_side}
-        inputs = {"x": x.reshape(-1, *x.shape[2:])} | more
-        y, of_stages = pipeline(weights["stages"], inputs, side["segment_ids"], side["positions"])
-        value, of_loss = loss_of(model.ends(weights), (shares(y["x"]), shares(side)))
-        return joined(value, of_loss, of_stages)
+        x = embed({"embed": weights["embed"]}, shares(batch_inputs))
+        extra = {name: batch_inputs[name] for name in decoder.extra_batch_inputs}
+        inputs = {"x": x.reshape(-1, *x.shape[2:])} | extra
+        y, stage_aux = pipeline(
+            weights["stages"], inputs, batch_inputs["segment_ids"], batch_inputs["positions"]
+        )
+        value, loss_metrics = loss_of(model.ends(weights), (shares(y["x"]), shares(batch_inputs)))
+        return joined(value, loss_metrics, stage_aux)
 
     return loss
 
 
 def _loss_of_microbatches(
-    model: Model, ends: PyTree, microbatches: PyTree
+    model: Model, boundary: PyTree, microbatches: PyTree
 ) -> tuple[jax.Array, Sums]:
-    """The loss of [n, ...] microbatches, one after the other. Logits are computed again."""
+    """Sums the loss of [n, ...] microbatches in a scan, and recomputes logits in the backward."""
 
     @partial(jax.checkpoint, prevent_cse=False)
-    def of_one(ends, microbatch):
-        y, side = microbatch
-        return model.loss(ends, y, side)
+    def loss_of_one(boundary, microbatch):
+        y, batch_inputs = microbatch
+        return model.loss(boundary, y, batch_inputs)
 
-    _, (losses, sums) = jax.lax.scan(lambda _, one: ((), of_one(ends, one)), (), microbatches)
+    _, (losses, sums) = jax.lax.scan(
+        lambda _, one: ((), loss_of_one(boundary, one)), (), microbatches
+    )
     return jnp.sum(losses), total(sums)

@@ -22,7 +22,14 @@ from ._setup import (
 
 
 def set_up(config: Config, devices: Sequence[Any]) -> Setup:
-    """Checks a config against the devices and itself.
+    """Derives a run's setup from its config and devices, and checks that they agree.
+
+    Args:
+        config: The config of the run.
+        devices: The devices to train on, as `jax.devices()` returns them.
+
+    Returns:
+        The setup.
 
     Raises:
         ValueError: If sizes do not divide, do not suit the engine, or need other devices.
@@ -88,6 +95,7 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
 
 
 def _check_vocab_parallel(setup: Setup) -> None:
+    """Checks that ranks can share the vocabulary equally, with no layers after the pipeline."""
     sharding.divide(
         setup.model_config.vocab_size,
         setup.mesh.shape["stage"],
@@ -105,7 +113,7 @@ def _check_vocab_parallel(setup: Setup) -> None:
 
 
 def _check_no_compiler_options(options: dict[str, str]) -> None:
-    """Programs of ranks are compiled without any."""
+    """Refuses compiler options: the programs of MPMD ranks are compiled without any."""
     if options:
         raise ValueError(
             "`deterministic` is true and `pipeline_engine` 'mpmd', whose programs are compiled for "
@@ -115,7 +123,7 @@ def _check_no_compiler_options(options: dict[str, str]) -> None:
 
 
 def _check_mpmd_axis_rules(rules: sharding.Rules) -> None:
-    """Programs of ranks divide nothing over ranks."""
+    """Refuses rules that split arrays over the axis `stage`: MPMD ranks share no arrays."""
     for name, mesh_axes in rules:
         if "stage" in mesh_axes and name not in ("stage", "activation_stage"):
             raise ValueError(
@@ -140,7 +148,10 @@ def _axis_rules(config: Config) -> sharding.Rules:
 
 
 def import_flax_decoder() -> Any:
-    """The module `_flax_decoder`, which needs Flax.
+    """Imports the module `_flax_decoder`, which needs Flax.
+
+    Returns:
+        The module.
 
     Raises:
         ValueError: If Flax is not installed.

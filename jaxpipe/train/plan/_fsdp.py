@@ -1,4 +1,4 @@
-"""How the trainer's weights are gathered, and where gradients and the optimizer's state lie."""
+"""Fully sharded weights: when they are gathered, and how gradients and moments are sharded."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,23 +15,38 @@ from ._setup import Setup
 
 
 def weight_gathers(setup: Setup) -> tuple[spmd.Gather, spmd.Gather]:
-    """Of the stages, and of embedding and head."""
-    ends = {name: setup.abstract_weights[name] for name in ("embed", "head")}
+    """Returns the weight gathers of the stages, and of embedding and head together.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        The gather of one stage's weights, and that of `{"embed": ..., "head": ...}`.
+    """
+    boundary = {name: setup.abstract_weights[name] for name in ("embed", "head")}
     stage = jax.tree.map(_stage_weight, setup.abstract_weights["stages"], is_leaf=models.is_weight)
-    of_stages = (
+    stage_gather = (
         _per_layer_gather(setup, stage)
         if gathers_per_layer(setup)
         else _weight_gather(setup, stage)
     )
-    return of_stages, _weight_gather(setup, ends)
+    return stage_gather, _weight_gather(setup, boundary)
 
 
 def gathers_per_layer(setup: Setup) -> bool:
+    """Returns whether every layer gathers its own weights."""
     return setup.config.pipeline_fsdp_ag_per_layer
 
 
 def layer_gather_wrapper(setup: Setup) -> Callable[[Callable], Callable]:
-    """What wraps a layer so that it gathers its own weights, in the forward and in the backward."""
+    """Returns a wrapper that makes a layer gather its own weights, in the forward and the backward.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        From `layer(weights, x, *arguments)` to the same function of sharded weights.
+    """
     abstract_unstacked_weights = setup.abstract_unstacked_weights["layer"]
     cast = _cast_to_compute_dtype(setup, abstract_unstacked_weights)
     gather = spmd.layer_gather(
@@ -58,10 +73,19 @@ def _name_gathered(weights: PyTree) -> PyTree:
 
 
 def _is_saveable(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """Everything but gathered weights, which the backward gathers again.
+    """Saves everything but gathered weights, which the backward gathers again: a policy of JAX.
 
-    They are what has the name, and what a call returns that gives the name inside: what the name
-    is given to would else be kept in its place. JAX's `save_anything_except_these_names` keeps all.
+    A gathered weight is the output of an equation with the name, or of a call whose body has one.
+    If only the former were excluded, JAX would save the input of the naming equation instead; for
+    this reason JAX's `save_anything_except_these_names` excludes nothing here.
+
+    Args:
+        primitive: The primitive of the equation; not used.
+        *_: Its abstract inputs; not used.
+        **parameters: Its parameters.
+
+    Returns:
+        True if the outputs of the equation may be saved.
     """
     del primitive
     call = parameters.get("call_jaxpr")
@@ -70,12 +94,26 @@ def _is_saveable(primitive: Any, *_: Any, **parameters: Any) -> bool:
 
 
 def boundary_gathers(setup: Setup) -> dict[str, spmd.Gather]:
-    """Of embedding and head, each by itself."""
+    """Returns the weight gathers of embedding and head, each by itself.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        The gathers by `embed` and `head`.
+    """
     return {name: _weight_gather(setup, setup.abstract_weights[name]) for name in ("embed", "head")}
 
 
 def optimizer_rules(setup: Setup) -> sharding.Rules:
-    """ZeRO-1 splits the optimizer's state, and the gradients it takes, over data too."""
+    """Returns the logical axis rules of the optimizer's state, and of the gradients that it takes.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        With ZeRO-1 (`shard_optimizer_over_data`), rules that split over the axis `data` too.
+    """
     if setup.config.shard_optimizer_over_data:
         return sharding.zero_rules(setup.rules)
     return setup.rules
@@ -102,13 +140,20 @@ def _per_layer_gather(setup: Setup, tree: PyTree) -> spmd.Gather:
 
 
 def _cast_to_compute_dtype(setup: Setup, tree: PyTree) -> Callable[[PyTree], PyTree]:
-    """To the dtypes that layers read their weights in."""
+    """Returns a function that casts weights to the dtypes that layers read them in."""
     dtypes = models.read_dtypes(tree, jnp.dtype(setup.config.dtype))
     return lambda weights: jax.tree.map(lambda x, dtype: x.astype(dtype), weights, dtypes)
 
 
 def batch_axes(setup: Setup) -> tuple[str, ...]:
-    """Axes that split the batch and nothing else inside a layer: each device has its own rows."""
+    """Returns the mesh axes that split the batch and nothing else inside a layer.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        `data`, `fsdp`, both or neither: along them every device has rows of its own.
+    """
     batch = dict(setup.rules)["activation_batch"]
     return tuple(axis for axis in ("data", "fsdp") if axis in batch)
 
@@ -120,5 +165,5 @@ def _gather_frequency(config: Config) -> Literal["tick", "repeat", "once"]:
 
 
 def _stage_weight(weight: Any) -> models.Weight:
-    """One stage's part of a weight [R, S, ...]."""
+    """Returns the abstract weight of one stage, from one whose dims are [R, S, ...]."""
     return dataclasses.replace(weight, shape=weight.shape[2:], axes=weight.axes[2:])

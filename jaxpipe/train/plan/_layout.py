@@ -1,4 +1,4 @@
-"""How many layers each stage has, and where stages lie, from the keys of a config."""
+"""How many layers each stage has, and which rank has which stages, from the keys of a config."""
 
 from ... import schedules, sharding, spmd
 from ..config._config import Config
@@ -6,22 +6,33 @@ from ._schedule_selection import ScheduleSelection, is_schedule_file, select_sch
 
 
 def num_uniform_layers(config: Config) -> int:
-    """Layers that may be in a pipeline: all but the dense ones before layers with experts."""
+    """Returns the number of layers a pipeline may have: all but dense ones before MoE layers."""
     return config.base_num_decoder_layers - config.first_num_dense_layers
 
 
 def circular_layout(config: Config, num_ranks: int) -> sharding.Layout:
-    """Stages round and round over the ranks; without a pipeline one stage."""
+    """Assigns stages to ranks round-robin; without a pipeline, all layers are one stage.
+
+    Args:
+        config: The config of the run.
+        num_ranks: S.
+
+    Returns:
+        The layout of the layers.
+
+    Raises:
+        ValueError: If the layers do not divide into the stages.
+    """
     if config.pipeline_engine == "none":
         return sharding.Layout(1, 1, num_uniform_layers(config))
-    per_repeat = num_ranks * config.num_layers_per_pipeline_stage
+    layers_per_repeat = num_ranks * config.num_layers_per_pipeline_stage
     name, num_layers = _pipelined_layers(config)
     sharding.divide(
         num_layers,
-        per_repeat,
+        layers_per_repeat,
         name=name,
         into="ranks x `num_layers_per_pipeline_stage`",
-        fix=_divisibility_advice(num_uniform_layers(config), per_repeat),
+        fix=_divisibility_advice(num_uniform_layers(config), layers_per_repeat),
     )
     return sharding.layout(
         num_layers,
@@ -34,7 +45,19 @@ def circular_layout(config: Config, num_ranks: int) -> sharding.Layout:
 def scheduled_layout(
     config: Config, num_ranks: int, num_microbatches: int
 ) -> tuple[ScheduleSelection, sharding.Layout]:
-    """The schedule, and the layers where it has their stages."""
+    """Selects the schedule, and assigns layers to the ranks that run their stages.
+
+    Args:
+        config: The config of the run.
+        num_ranks: S.
+        num_microbatches: M.
+
+    Returns:
+        The selected schedule, and the layout of the layers.
+
+    Raises:
+        ValueError: If the schedule does not fit the ranks, microbatches or layers.
+    """
     name, num_layers = _pipelined_layers(config)
     counts = _layer_counts(config, name, num_layers, num_ranks)
     choice = select_schedule(
@@ -62,7 +85,7 @@ def scheduled_layout(
 def _layout_of_schedule(
     config: Config, choice: ScheduleSelection, counts: tuple[int, ...]
 ) -> sharding.Layout:
-    """Stages with that many layers, where the schedule has them."""
+    """Returns the layout of stages with these numbers of layers, on the ranks of the schedule."""
     num_ranks = schedules.num_ranks(choice.schedule)
     if config.pipeline_engine == "mpmd":
         held = [len(schedules.stages_of_rank(choice.schedule, rank)) for rank in range(num_ranks)]
@@ -74,7 +97,7 @@ def _layout_of_schedule(
 
 
 def _check_stage_counts(config: Config, layout: sharding.Layout) -> None:
-    """The schedule has the stages that the config says, if it says."""
+    """Checks the schedule's stages per rank and layers per stage against the config."""
     for name, usual, found in (
         ("num_pipeline_repeats", -1, layout.num_repeats),
         ("num_layers_per_pipeline_stage", 1, layout.layers_per_stage),
@@ -91,7 +114,7 @@ def _check_stage_counts(config: Config, layout: sharding.Layout) -> None:
 def _layer_counts(
     config: Config, name: str, num_layers: int, num_ranks: int
 ) -> tuple[int, ...] | None:
-    """What `pipeline_layout` says."""
+    """Returns the number of layers of every stage in `pipeline_layout`, or None if it is empty."""
     if not config.pipeline_layout:
         return None
     counts = sharding.parse_layout(config.pipeline_layout)
@@ -111,7 +134,7 @@ def _layer_counts(
 
 
 def _pipelined_layers(config: Config) -> tuple[str, int]:
-    """How many layers the pipeline has, and what says so."""
+    """Returns the key or keys that determine the number of pipelined layers, and that number."""
     wanted, available = config.pipeline_parallel_layers, num_uniform_layers(config)
     if wanted > available:
         raise ValueError(
@@ -124,10 +147,10 @@ def _pipelined_layers(config: Config) -> tuple[str, int]:
     return f"`base_num_decoder_layers`{dense}", available
 
 
-def _divisibility_advice(available: int, per_repeat: int) -> str:
-    """Advice where layers do not divide."""
+def _divisibility_advice(available: int, layers_per_repeat: int) -> str:
+    """Returns advice for layers that do not divide into stages."""
     advice = "Choose ranks and layers per stage whose product divides the layers"
-    if available < per_repeat:
+    if available < layers_per_repeat:
         return advice + "."
-    fits = available - available % per_repeat
+    fits = available - available % layers_per_repeat
     return f"{advice}, or `pipeline_parallel_layers={fits}`: the others run after the pipeline."

@@ -1,4 +1,4 @@
-"""The model that a config describes, as the three functions that engines run."""
+"""Builds the model of a config from the three functions that every engine runs."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,7 +14,14 @@ from ._setup import Setup, select_attention_kernel, select_grouped_matmul
 
 
 def build_model(setup: Setup) -> Model:
-    """Embedding, stage and loss, each of one microbatch."""
+    """Builds the model: embedding, stage and loss, each a function of one microbatch.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        The model, with every layer wrapped in its layer mask, rematerialisation and weight gather.
+    """
     model = _build_base_model(setup)
     if not setup.config.pipeline_vocab_parallel:
         return model
@@ -47,7 +54,7 @@ def _build_base_model(setup: Setup) -> Model:
 
 
 def _layer_wrapper(setup: Setup) -> Callable[[Callable], Callable]:
-    """What wraps a layer, from outside: whether it is there, rematerialisation, its gather."""
+    """Returns a wrapper of layers; from outside in: layer mask, remat, weight gather."""
     somewhere = setup.layout.counts and not setup.per_stage_state
     present = spmd.if_present if somewhere else keep
     remat = layer_remat(setup.config)

@@ -1,4 +1,4 @@
-"""What the config's rematerialisation policy wraps: a tick of the pipeline, each layer, or both."""
+"""The config's rematerialisation policy, applied to a tick of the pipeline, to a layer, or both."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,27 +8,31 @@ from ..config._config import Config
 
 
 def tick_remat(config: Config) -> autodiff.Remat:
-    """What wraps the stage of a tick."""
+    """Returns the rematerialisation of the stage that a tick runs."""
     wanted = config.set_remat_policy_on_pipeline_iterations
     return _remat(config) if wanted else autodiff.keep
 
 
 def layer_remat(config: Config) -> autodiff.Remat:
-    """What wraps a layer. Without a pipeline there is nothing else to wrap."""
+    """Returns the rematerialisation of a layer; without a pipeline it is the config's policy."""
     wanted = config.set_remat_policy_on_layers_per_stage or config.pipeline_engine == "none"
     return _remat(config) if wanted else autodiff.keep
 
 
 def outer_layer_remat(config: Config) -> autodiff.Remat:
-    """What wraps a layer before or after the stages, where engines recompute nothing."""
+    """Returns the rematerialisation of layers outside of stages, which engines never recompute."""
     return _remat(config)
 
 
 def check_remat(config: Config, devices: Iterable[Any]) -> None:
-    """Checks that `devices` have the memory that the policy offloads to.
+    """Checks that the devices have the memory that the policy offloads to.
+
+    Args:
+        config: The config of the run.
+        devices: The devices of the run.
 
     Raises:
-        ValueError: If they have not.
+        ValueError: If a device has no such memory.
     """
     autodiff.check_offload(config.remat_policy, _tensor_locations(config), devices)
 

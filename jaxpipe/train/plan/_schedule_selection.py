@@ -1,7 +1,7 @@
-"""Which schedule the engines `scheduled` and `mpmd` run, and why.
+"""Selects the schedule that the engines `scheduled` and `mpmd` run, and says why.
 
-The first runs it in lock-step, so there it costs what its ticks cost. In the second every rank goes
-on as soon as it can.
+`scheduled` runs it in lock-step, where it costs the sum of its ticks. With `mpmd` every rank starts
+an action as soon as its inputs have arrived.
 """
 
 from collections.abc import Iterator
@@ -14,17 +14,17 @@ from ...schedules import Costs, Schedule, Ticks, Timeline
 from ..config._config import Config
 
 _MAX_TIME_RATIO = 0.98
-"""A schedule is worth its trouble if it takes this share of the time of a simpler one."""
+"""More chunks per rank are taken only if they cut a step's time to this share or less."""
 
 
 @dataclass(frozen=True)
 class ScheduleSelection:
-    """A schedule, and one line that says why it is this one.
+    """A schedule, and one line that says why it was selected.
 
     Attributes:
-        schedule: Who runs what, in which order.
+        schedule: The actions of every rank, in order.
         reason: The line.
-        ticks: The schedule in lock-step, if it runs so.
+        ticks: The schedule in lock-step, for engines that run it so; None for the others.
     """
 
     schedule: Schedule
@@ -40,18 +40,21 @@ def select_schedule(
     num_layers: int,
     counts: tuple[int, ...] | None = None,
 ) -> ScheduleSelection:
-    """The schedule that the config names, or the best of the usual ones.
+    """Selects the schedule that the config names, or for `auto` 1F1B or interleaved 1F1B.
 
     Args:
-        config: The run.
+        config: The config of the run.
         num_ranks: S.
         num_microbatches: M.
-        num_layers: Of the pipeline.
-        counts: Of every stage, where stages differ.
+        num_layers: Number of layers in the pipeline.
+        counts: [num_stages] layers of every stage, if `pipeline_layout` gives them.
+
+    Returns:
+        The schedule, with the reason.
 
     Raises:
-        ValueError: If it is for other ranks, no engine can run it, or it has no such name.
-        FileNotFoundError: If it is a CSV that is not there.
+        ValueError: If no schedule has the name, or it is for other ranks, or no engine can run it.
+        FileNotFoundError: If it is a CSV file that does not exist.
     """
     name = config.pipeline_schedule
     chunks = (
@@ -80,15 +83,22 @@ def select_schedule(
 
 
 def is_schedule_file(config: Config) -> bool:
-    """Whether the schedule is read from a file."""
+    """Returns whether the schedule is read from a file."""
     name = config.pipeline_schedule
     return name not in schedules.FAMILIES and (name.endswith(".csv") or Path(name).is_file())
 
 
 def stage_costs(config: Config, counts: tuple[int, ...] | None = None) -> Costs:
-    """Of the stages of a transformer: matrix products alone, so I and W cost what F does.
+    """Returns costs of a transformer's stages by matrix products: I and W cost as much as F.
 
-    With rematerialisation I computes F once more, or part of it.
+    With rematerialisation, I also computes F again, or a part of it.
+
+    Args:
+        config: The config of the run.
+        counts: [num_stages] layers of every stage; None if all stages have as many.
+
+    Returns:
+        Costs of F, I and W, in tenths of a layer's forward, or of a stage's if `counts` is None.
     """
     unit = 10 if counts is None else tuple(10 * count for count in counts)
     again = 1 if config.remat_policy == "none" else 2
@@ -97,7 +107,7 @@ def stage_costs(config: Config, counts: tuple[int, ...] | None = None) -> Costs:
 
 
 def _configured_chunks(config: Config, num_ranks: int, num_layers: int) -> int | None:
-    """Stages per rank, if the config says how many."""
+    """Returns the number of stages per rank, or None if the config leaves it open."""
     if config.num_pipeline_repeats != -1:
         return config.num_pipeline_repeats
     per_stage = config.num_layers_per_pipeline_stage
@@ -116,20 +126,20 @@ def _build_schedule(name: str, num_ranks: int, num_microbatches: int, chunks: in
 
 
 def _select_and_time(
-    config: Config, words: str, schedule: Schedule, costs: Costs
+    config: Config, description: str, schedule: Schedule, costs: Costs
 ) -> tuple[ScheduleSelection, float]:
-    """The schedule as the engine runs it, and how long it takes."""
+    """Returns the schedule as the engine runs it, and its makespan in units of `costs`."""
     schedules.check_plain(schedules.check(schedule))
     if config.pipeline_engine == "mpmd":
         timeline = schedules.simulate(schedule, costs)
-        reason = f"{words}: {_describe_bubble(timeline)}, {_describe_activations(schedule)}"
+        reason = f"{description}: {_describe_bubble(timeline)}, {_describe_activations(schedule)}"
         return ScheduleSelection(schedule, reason), float(schedules.makespan(timeline))
     ticks = schedules.lock_step(schedule, costs)
     schedules.homes(ticks.schedule)
     timeline = schedules.simulate_ticks(ticks, costs)
     number = f"{schedules.num_ticks(ticks)} ticks"
     bubble, activations = _describe_bubble(timeline), _describe_activations(ticks.schedule)
-    reason = f"{words}: {number}, {bubble} in lock-step, {activations}"
+    reason = f"{description}: {number}, {bubble} in lock-step, {activations}"
     return ScheduleSelection(ticks.schedule, reason, ticks), float(schedules.makespan(timeline))
 
 
@@ -143,7 +153,7 @@ def _describe_activations(schedule: Schedule) -> str:
 
 @contextmanager
 def _errors_name_schedule(name: str) -> Iterator[None]:
-    """Errors about a schedule say which key chose it."""
+    """Adds the key `pipeline_schedule` and its value to errors about a schedule."""
     try:
         yield
     except ValueError as error:
@@ -151,6 +161,7 @@ def _errors_name_schedule(name: str) -> Iterator[None]:
 
 
 def _check_shape(name: str, schedule: Schedule, num_ranks: int, num_microbatches: int) -> None:
+    """Checks that a schedule read from a file is for these ranks and microbatches."""
     found = schedules.num_ranks(schedule), schedule.num_microbatches
     if found != (num_ranks, num_microbatches):
         raise ValueError(
@@ -161,7 +172,7 @@ def _check_shape(name: str, schedule: Schedule, num_ranks: int, num_microbatches
 
 
 def _check_weight_gather(config: Config, schedule: Schedule) -> None:
-    """Windows of weights are held for F and B alone."""
+    """Refuses split backwards with gathers per repeat, which hold weights for F and B alone."""
     if schedules.splits_backwards(schedule) and config.pipeline_fsdp_ag_per_repeat:
         raise ValueError(
             f"`pipeline_fsdp_ag_per_repeat` is true and `pipeline_schedule` is "
@@ -178,10 +189,23 @@ def _select_auto(
     fitting: tuple[int, ...],
     counts: tuple[int, ...] | None,
 ) -> ScheduleSelection:
-    """1F1B, or interleaved 1F1B with as many chunks as save 2% of the step each time.
+    """Selects 1F1B, or interleaved 1F1B with as many chunks as save 2% of the step each time.
 
-    Schedules that split the backward are left out: what lies between I and W is many times as large
+    Schedules that split the backward are left out: residuals from I to W are many times as large
     as the input of a stage.
+
+    Args:
+        config: The config of the run.
+        num_ranks: S.
+        num_microbatches: M.
+        fitting: Numbers of stages per rank to try, in ascending order.
+        counts: [num_stages] layers of every stage, if `pipeline_layout` gives them.
+
+    Returns:
+        The schedule, with the reason.
+
+    Raises:
+        ValueError: If the config demands interleaving and the groups of microbatches are unequal.
     """
     costs = stage_costs(config, counts)
     best, least = None, 0.0
@@ -193,9 +217,9 @@ def _select_auto(
         )
     for chunks in fitting:
         name = "1f1b" if chunks == 1 else "interleaved_1f1b"
-        words = name if chunks == 1 else f"{name} with {chunks} stages per rank"
+        description = name if chunks == 1 else f"{name} with {chunks} stages per rank"
         schedule = _build_schedule(name, num_ranks, num_microbatches, chunks)
-        choice, time = _select_and_time(config, words, schedule, costs)
+        choice, time = _select_and_time(config, description, schedule, costs)
         if best is None or time / chunks < least * _MAX_TIME_RATIO:
             best, least = choice, time / chunks
     assert best is not None
@@ -203,12 +227,12 @@ def _select_auto(
 
 
 def _candidate_chunks(num_ranks: int, num_microbatches: int, num_layers: int) -> tuple[int, ...]:
-    """How many stages a rank may have."""
+    """Returns the numbers of stages that a rank may have, in ascending order."""
     groups = _has_equal_groups(num_ranks, num_microbatches)
     fitting = [v for v in (2, 3, 4) if groups and num_layers % (v * num_ranks) == 0]
     return (1, *fitting)
 
 
 def _has_equal_groups(num_ranks: int, num_microbatches: int) -> bool:
-    """Whether interleaved schedules have equal groups of microbatches."""
+    """Returns whether interleaved schedules would have groups of equally many microbatches."""
     return num_microbatches % max(1, num_microbatches // num_ranks) == 0

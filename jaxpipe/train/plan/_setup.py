@@ -1,6 +1,7 @@
-"""What a config decides before anything compiles: devices, layout, shapes, and that they agree.
+"""A run's setup: what its config and devices decide before anything is compiled.
 
-R repeats, S ranks, M microbatches of b rows in each of A calls of the engine, T tokens a row.
+R repeats, S ranks, M microbatches of b rows in each of A steps of gradient accumulation, T tokens
+per row.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from ._layout import num_uniform_layers
 from ._schedule_selection import ScheduleSelection
 
 STACK_AXES = ("circular_repeats", "stage", "layers")
-"""Logical axes of `Layout.dims`, in front of every weight of a layer."""
+"""Logical axes of the leading dims [R, S, layers per stage] of every stacked weight."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,14 @@ class Setup:
     """One run, ready to be compiled.
 
     Attributes:
-        config: Where everything comes from.
+        config: The config that everything else is derived from.
         model_config: The model's sizes.
-        mesh: All devices.
+        mesh: The mesh of all devices.
         rules: Logical axis rules.
-        layout: How the layers lie on the ranks; one stage on one rank without a pipeline.
+        layout: The layers of every stage and rank; without a pipeline, one stage on one rank.
         num_microbatches: M.
-        microbatch_size: b, over all devices.
-        schedule_selection: What the engines `scheduled` and `mpmd` run; None for the others.
+        microbatch_size: b, summed over all devices.
+        schedule_selection: The schedule of the engines `scheduled` and `mpmd`; None for the others.
     """
 
     config: Config
@@ -48,34 +49,34 @@ class Setup:
 
     @property
     def batch_size(self) -> int:
-        """Rows of a step, over all devices."""
+        """Number of rows of a step, summed over all devices: A * M * b."""
         return self.gradient_accumulation_steps * self.num_microbatches * self.microbatch_size
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """A, how often the engine is called in a step, each time with M microbatches."""
+        """Number A of calls of the engine in a step, each with M microbatches."""
         return self.config.gradient_accumulation_steps
 
     @property
     def per_stage_state(self) -> bool:
-        """Whether every stage has a tree of weights of its own, instead of a part of each leaf."""
+        """True if every stage has its own tree of weights, false if leaves stack all stages."""
         return self.config.pipeline_engine == "mpmd"
 
     @cached_property
     def stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of every rank in forward order, if a schedule says them."""
+        """Stages of every rank in forward order, for engines that run a schedule."""
         assert self.schedule_selection is not None
         stages_of_rank = partial(schedules.stages_of_rank, self.schedule_selection.schedule)
         return tuple(map(stages_of_rank, range(self.layout.num_ranks)))
 
     @property
     def num_layers_after_pipeline(self) -> int:
-        """The last layers, if they run after the pipeline: `head.layers`."""
+        """Number of last layers that run after the pipeline; their weights are `head.layers`."""
         return num_uniform_layers(self.config) - self.layout.num_layers
 
     @property
     def num_parameters(self) -> int:
-        """Of the model: places in stages that have no layer do not count."""
+        """Number of parameters of the model; padding layers do not count."""
         tree = self.abstract_unstacked_weights
         ends = {"embed": tree["embed"], "head": tree["head"]}
         per_layer = models.num_parameters(tree["layer"])
@@ -83,16 +84,16 @@ class Setup:
 
     @property
     def abstract_unstacked_weights(self) -> dict[str, Any]:
-        """The abstract weights of the ends, and of one `layer`."""
+        """Abstract weights of `embed`, of `head`, and of one `layer`."""
         weights = model_family(self.config).weights
         dtype = jnp.dtype(self.config.weight_dtype)
         return weights(self.model_config, dtype, layers_after=self.num_layers_after_pipeline)
 
     @property
     def abstract_weights(self) -> dict[str, Any]:
-        """The abstract weights; leaves of `stages` are [R, S, layers per stage, ...].
+        """Abstract weights; leaves of `stages` are [R, S, layers per stage, ...].
 
-        Where stages lie apart, they are a list in forward order, with leaves [layers, ...].
+        With `per_stage_state`, `stages` is a list in forward order, with leaves [layers, ...].
         """
         tree = self.abstract_unstacked_weights
         if self.per_stage_state:
@@ -104,7 +105,14 @@ class Setup:
 
 
 def compiler_options(setup: Setup) -> dict[str, str]:
-    """XLA's options for what a run computes."""
+    """Returns XLA's options for every program that the run computes with.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        Options by name, as `jax.jit` takes them as `compiler_options`.
+    """
     return _platform_compiler_options(setup.config, setup.mesh.devices.flat[0].platform)
 
 
@@ -116,7 +124,17 @@ def _platform_compiler_options(config: Config, platform: str) -> dict[str, str]:
 
 
 def select_attention_kernel(setup: Setup) -> str:
-    """`splash` or `dot_product`: what the config says, or with `auto` splash where it runs."""
+    """Selects the attention kernel that the config names, or for `auto` splash where it can run.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        `splash` or `dot_product`.
+
+    Raises:
+        ValueError: If the config asks for splash and it cannot run.
+    """
     config = setup.config
     if config.attention == "dot_product":
         return "dot_product"
@@ -136,7 +154,17 @@ def select_attention_kernel(setup: Setup) -> str:
 
 
 def select_grouped_matmul(setup: Setup) -> models.GroupedMatmul:
-    """Of the experts: what the config says, or with `auto` the kernel where it runs."""
+    """Selects the experts' grouped matmul: Megablox's kernel on TPUs unless the config refuses it.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        The function that multiplies rows with the weights of their experts.
+
+    Raises:
+        ValueError: If the config asks for the kernel and the devices are not TPUs.
+    """
     platform, wanted = setup.mesh.devices.flat[0].platform, setup.config.megablox
     if wanted is True and platform != "tpu":
         raise ValueError(
@@ -146,14 +174,31 @@ def select_grouped_matmul(setup: Setup) -> models.GroupedMatmul:
 
 
 def weight_shardings(setup: Setup) -> Any:
-    """A sharding for every weight."""
+    """Returns a sharding for every leaf of the weights.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        A tree of `NamedSharding` with the structure of `setup.abstract_weights`.
+
+    Raises:
+        ValueError: If a dim does not divide by the mesh axes that split it.
+    """
     tree = setup.abstract_weights
     named = partial(sharding.named_shardings, mesh=setup.mesh, rules=setup.rules)
     return named(models.shapes(tree), models.logical_axes(tree))
 
 
 def batch_shapes(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:
-    """[A * M, b, T] of every array of a batch."""
+    """Returns the abstract arrays [A * M, b, T] of a batch.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        `jax.ShapeDtypeStruct` by name: tokens, targets, target_weights, positions and segment_ids.
+    """
     count = setup.gradient_accumulation_steps * setup.num_microbatches
     shape = (count, setup.microbatch_size, setup.config.max_target_length)
     numbers = jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -167,7 +212,17 @@ def batch_shapes(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def batch_shardings(setup: Setup) -> Any:
-    """A sharding for each array [A * M, b, T] of a batch."""
+    """Returns a sharding for each array [A * M, b, T] of a batch.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        `NamedSharding` by the names of `batch_shapes`.
+
+    Raises:
+        ValueError: If microbatches or rows do not divide by the mesh axes that split them.
+    """
     shapes = batch_shapes(setup)
     rows = {"microbatches": next(iter(shapes.values()))}  # all alike; an error names them so
     axes = {"microbatches": ("microbatches", "activation_batch", "activation_length")}
