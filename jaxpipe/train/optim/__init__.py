@@ -1,1 +1,1 @@
-"""The optimizer, and which weights it decays or steers."""
+"""The optimizer, the learning rate, and which weights decay."""

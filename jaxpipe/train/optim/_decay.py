@@ -1,4 +1,4 @@
-"""Which weights decay: matrices, but for those that a run leaves out by name."""
+"""Which weights decay: matrices, but for those that a run excludes by name."""
 
 import re
 from collections.abc import Sequence
@@ -12,20 +12,25 @@ from ..._input import clause
 
 
 def weight_name(path: Sequence[Any]) -> str:
-    """Of the path of a leaf of the weights: `stages.attention.query`, whatever the stage."""
+    """Returns the name of a leaf of the weights from its path, without the index of a stage.
+
+    Args:
+        path: The keys of the leaf, as `jax.tree_util` gives them.
+
+    Returns:
+        The name, for example `stages.attention.query`.
+    """
     names = [entry for entry in path if not isinstance(entry, jax.tree_util.SequenceKey)]
     return jax.tree_util.keystr(tuple(names), simple=True, separator=".")
 
 
 def check_weight_decay_exclude(expressions: Sequence[str], weights: PyTree) -> None:
-    """Checks that every expression finds a weight.
+    """Checks that every regular expression finds the name of a leaf of `weights`.
 
-    Args:
-        expressions: Regular expressions, as the config has them.
-        weights: A tree of `models.Weight`.
+    The leaves are `models.Weight`.
 
     Raises:
-        ValueError: If one does not, or is no expression.
+        ValueError: If an expression finds none, or is no regular expression.
     """
     leaves = jax.tree_util.tree_leaves_with_path(weights, is_leaf=models.is_weight)
     names = sorted({weight_name(path) for path, _ in leaves})
@@ -45,7 +50,15 @@ def check_weight_decay_exclude(expressions: Sequence[str], weights: PyTree) -> N
 
 
 def exclude_from_decay(mask: PyTree[bool], expressions: Sequence[str]) -> PyTree[bool]:
-    """`mask`, of the weights, with false for what one of the expressions finds."""
+    """Excludes the weights whose names one of the regular expressions finds.
+
+    Args:
+        mask: True for weights that decay.
+        expressions: Regular expressions.
+
+    Returns:
+        The mask, false for these weights too.
+    """
 
     def decays(path: Any, does: bool) -> bool:
         return does and not any(re.search(e, weight_name(path)) for e in expressions)

@@ -1,9 +1,9 @@
-"""AdamW with warmup, cosine decay and clipping by the global norm: functions of numbers.
+"""AdamW with warmup, learning rate decay and clipping by the global norm, as pure functions.
 
 The norm of the gradients is a metric too, so it is computed once and handed to the clipping:
 
     norm = gradient_norm(gradients)
-    gradients = clip(gradients, norm, threshold=1.0)
+    gradients = clip_by_norm(gradients, norm, threshold=1.0)
     updates, optimizer_state = optimizer.update(gradients, optimizer_state, weights)
 """
 
@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
 
 WSD_FRACTION = 0.2
-"""Share of a schedule in which `wsd` falls (Hu et al., 2024, arXiv 2404.06395: 10 to 20%)."""
+"""Share of a `wsd` schedule in which the rate falls (Hu et al., 2024, arXiv 2404.06395: 10-20%)."""
 
 
 def _cosine(progress: Array, final: float) -> Array:
@@ -32,7 +32,7 @@ def _wsd(progress: Array, final: float) -> Array:
 _DECAY_SHAPES = {"cosine": _cosine, "linear": _linear, "wsd": _wsd}
 
 LEARNING_RATE_SHAPES = ("cosine", "linear", "constant", "inverse_sqrt", "wsd")
-"""Names of schedules: warmup, stable, decay is `wsd`."""
+"""Names of learning rate schedules; `wsd` is warmup, stable, decay."""
 
 
 def learning_rate_schedule(
@@ -43,19 +43,30 @@ def learning_rate_schedule(
     final_fraction: float,
     shape: str = "cosine",
 ) -> optax.Schedule:
-    """Straight up to `peak`, then down to `peak * final_fraction`, and on at that.
+    """Builds a schedule that rises linearly to `peak` and then falls as its shape says.
 
     Args:
         peak: The largest learning rate.
-        num_steps: Steps of warmup and what follows together.
-        warmup_fraction: Share of them that warm up, below 1. If that is less than one step there is
-            no warmup.
-        final_fraction: Share of the peak that is left after `num_steps`, if the shape has an end:
-            `constant` stays at the peak, `inverse_sqrt` falls with the root of the steps for ever.
+        num_steps: Number of steps, warmup included.
+        warmup_fraction: Share of the steps that warm up, below 1. If that is less than one step, no
+            step warms up.
+        final_fraction: Share of the peak that is left after `num_steps` and from then on, if the
+            shape has an end: `constant` stays at the peak, `inverse_sqrt` falls for ever, with the
+            root of the step.
         shape: One of `LEARNING_RATE_SHAPES`.
 
+    Returns:
+        From the number of a step to its learning rate, a float32 scalar.
+
     Raises:
-        ValueError: If a number is out of range.
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> rate = learning_rate_schedule(
+        ...     1.0, num_steps=10, warmup_fraction=0.2, final_fraction=0.1, shape="linear"
+        ... )
+        >>> [round(float(rate(step)), 2) for step in (0, 1, 2, 6, 10)]
+        [0.33, 0.67, 1.0, 0.55, 0.1]
     """
     if num_steps < 1:
         raise ValueError(f"`num_steps` is {num_steps}. Give at least 1.")
@@ -90,7 +101,19 @@ def adamw(
     weight_decay: float,
     decay_mask: PyTree[bool],
 ) -> optax.GradientTransformation:
-    """Adam with decoupled weight decay on the leaves where `decay_mask` is true."""
+    """Builds AdamW: Adam with decoupled weight decay.
+
+    Args:
+        learning_rate: From the number of a step to its learning rate.
+        b1: Decay of the first moment.
+        b2: Decay of the second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: Strength of the decay, times the learning rate.
+        decay_mask: A tree like the weights, true where they decay.
+
+    Returns:
+        The optimizer.
+    """
     inner = optax.adamw(
         learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask
     )
@@ -106,12 +129,15 @@ def adamw(
 
 
 def weight_decay_mask(weights: PyTree, num_stacked_dims: PyTree[int]) -> PyTree[bool]:
-    """True for matrices and beyond, false for biases and norm scales.
+    """Masks matrices and arrays of higher rank: biases and scales of norms do not decay.
 
     Args:
         weights: Arrays or their abstract shapes.
-        num_stacked_dims: Leading dims of each leaf that only stack layers: a tree or, as in
-            `{"embed": 0, "stages": 3, "head": 0}`, the upper part of one.
+        num_stacked_dims: Number of leading dims of each leaf that only stack layers: a tree like
+            the weights or, as in `{"embed": 0, "stages": 3, "head": 0}`, the upper part of one.
+
+    Returns:
+        A tree like the weights, true where they decay.
     """
 
     def of_subtree(stacked: int, subtree: PyTree) -> PyTree:
@@ -121,19 +147,34 @@ def weight_decay_mask(weights: PyTree, num_stacked_dims: PyTree[int]) -> PyTree[
 
 
 def gradient_norm(gradients: PyTree[Float[Array, "..."]]) -> Float[Array, ""]:
-    """The Euclidean norm over all leaves, in float32 whatever their type."""
+    """Computes the Euclidean norm over all leaves, in float32 whatever their dtype.
+
+    Args:
+        gradients: Arrays of any shapes.
+
+    Returns:
+        [] the norm.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> float(gradient_norm({"a": jnp.array([3.0]), "b": jnp.array([[4.0]])}))
+        5.0
+    """
     return optax.tree.norm(optax.tree.cast(gradients, jnp.float32))
 
 
 def clip_by_norm(
     gradients: PyTree[Float[Array, "..."]], norm: Float[Array, ""], *, threshold: float
 ) -> PyTree[Float[Array, "..."]]:
-    """Scales the gradients so that their norm is at most `threshold`; 0 leaves them as they are.
+    """Scales gradients so that their norm is at most `threshold`.
 
     Args:
-        gradients: Of any float types, kept.
-        norm: Their `gradient_norm`.
-        threshold: The largest norm allowed, or 0.
+        gradients: Arrays of any float dtypes, which are kept.
+        norm: [] their `gradient_norm`.
+        threshold: The largest norm, or 0 for no clipping.
+
+    Returns:
+        The gradients, scaled.
     """
     if threshold == 0:
         return gradients

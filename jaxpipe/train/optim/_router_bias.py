@@ -1,8 +1,8 @@
-"""Biases of routers, which steer the choice of experts and which no loss trains.
+"""Router biases, which steer the choice of experts and which no loss trains.
 
-What stands in for their gradient is the surplus of each expert's load. It goes into no norm of
-gradients, and clipping, Adam and weight decay do not see it: a bias makes a step of fixed length
-against its sign. DeepSeek-AI, 2024, arXiv 2412.19437, section 2.1.2.
+In place of a gradient they have the surplus of each expert's load. It is part of no norm of
+gradients, and clipping, Adam and weight decay skip it: a bias makes a step of fixed length against
+its sign. DeepSeek-AI, 2024, arXiv 2412.19437, section 2.1.2.
 """
 
 from typing import Any
@@ -15,20 +15,30 @@ from ... import models
 
 
 def drop_router_biases(tree: PyTree) -> PyTree:
-    """`tree`, of arrays or of `Weight`, with None in place of every `router.bias`."""
+    """Replaces every `router.bias` of a tree by None.
+
+    Args:
+        tree: Arrays or abstract weights.
+
+    Returns:
+        The tree that the optimizer updates.
+    """
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: None if _is_bias(path) else leaf, tree, is_leaf=models.is_weight
     )
 
 
 def update_router_biases(trained: PyTree, weights: PyTree, gradients: PyTree, *, rate: float):
-    """`trained`, with the biases of `weights`, moved, where it has None.
+    """Updates router biases, and puts them in place of the None of `trained`.
 
     Args:
         trained: New weights, as `drop_router_biases` leaves them.
         weights: The weights of the step.
         gradients: Their gradients.
-        rate: How far a bias moves.
+        rate: Length of the step of a bias.
+
+    Returns:
+        New weights, with biases.
     """
 
     def moved(new: Any, old: jax.Array, gradient: jax.Array) -> jax.Array:

@@ -253,10 +253,7 @@ def frontend_config(setup: Setup) -> SimpleNamespace:
 
 
 def check_frontend(setup: Setup) -> None:
-    """Checks that the Flax frontends can do what the config asks for.
-
-    Args:
-        setup: The run.
+    """Checks that the Flax frontends can do what the config of `setup` asks for.
 
     Raises:
         ValueError: If they cannot.

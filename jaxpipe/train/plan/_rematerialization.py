@@ -25,11 +25,7 @@ def outer_layer_remat(config: Config) -> autodiff.Remat:
 
 
 def check_remat(config: Config, devices: Iterable[Any]) -> None:
-    """Checks that the devices have the memory that the policy offloads to.
-
-    Args:
-        config: The config of the run.
-        devices: The devices of the run.
+    """Checks that all `devices` have the memory that the policy of `config` offloads to.
 
     Raises:
         ValueError: If a device has no such memory.

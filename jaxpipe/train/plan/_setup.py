@@ -78,9 +78,9 @@ class Setup:
     def num_parameters(self) -> int:
         """Number of parameters of the model; padding layers do not count."""
         tree = self.abstract_unstacked_weights
-        ends = {"embed": tree["embed"], "head": tree["head"]}
+        boundary = {"embed": tree["embed"], "head": tree["head"]}
         per_layer = models.num_parameters(tree["layer"])
-        return models.num_parameters(ends) + self.layout.num_layers * per_layer
+        return models.num_parameters(boundary) + self.layout.num_layers * per_layer
 
     @property
     def abstract_unstacked_weights(self) -> dict[str, Any]:

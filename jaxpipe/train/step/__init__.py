@@ -1,1 +1,1 @@
-"""The state of a training run, and the step that updates it."""
+"""Builds the state of a training run, and the step that updates it."""

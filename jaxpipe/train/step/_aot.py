@@ -1,4 +1,4 @@
-"""The train step compiled without a state or a batch, also for devices that are not here."""
+"""Compiles the train step without a state or a batch, also for devices that are not present."""
 
 from typing import Any
 
@@ -11,7 +11,13 @@ from ._step import make_train_step
 
 
 def compile_train_step(setup: Setup) -> jax.stages.Compiled:
-    """Lowers and compiles the step that `train` runs. Nothing is computed.
+    """Lowers and compiles the step that `train` runs; no array is allocated.
+
+    Args:
+        setup: The run. Its devices may be those of a topology description.
+
+    Returns:
+        The compiled step, with `memory_analysis()`, `cost_analysis()` and `as_text()`.
 
     Raises:
         ValueError: If the step is not one program.
@@ -25,10 +31,10 @@ def compile_train_step(setup: Setup) -> jax.stages.Compiled:
 
 
 def check_single_program(setup: Setup) -> None:
-    """Refuses an engine whose step is a program of its own for every rank.
+    """Checks that the step of `setup` is one program, not one for every rank.
 
     Raises:
-        ValueError: If it is.
+        ValueError: If the engine is `mpmd`.
     """
     if setup.per_stage_state:
         raise ValueError(
@@ -38,12 +44,12 @@ def check_single_program(setup: Setup) -> None:
 
 
 def abstract_state(setup: Setup) -> TrainState:
-    """`jax.ShapeDtypeStruct` with a sharding for every leaf of a state."""
+    """Returns the train state as `jax.ShapeDtypeStruct` with a sharding for every leaf."""
     return jax.tree.map(_with_sharding, state_shapes(setup), state_shardings(setup))
 
 
 def abstract_batch(setup: Setup) -> PyTree:
-    """`jax.ShapeDtypeStruct` with a sharding for every array [A * M, b, T] of a batch."""
+    """Returns a batch as `jax.ShapeDtypeStruct` [A * M, b, T], each with a sharding."""
     return jax.tree.map(_with_sharding, batch_shapes(setup), batch_shardings(setup))
 
 

@@ -1,6 +1,6 @@
-"""Evaluation: the loss of a set of batches, by the run's own engine and forward only.
+"""Evaluation: the loss of a set of batches, computed by the run's own engine, forward only.
 
-Nothing is derived, nothing is kept for a backward, and there is no dropout.
+Nothing is differentiated, no residuals are kept, and there is no dropout.
 """
 
 import math
@@ -36,19 +36,22 @@ AUXILIARY_LOSSES = ("load_balance_loss", "load_balance_loss_after", "z_loss")
 def make_evaluate(
     setup: Setup, batches: SomeBatches | None, on_batch_done: Callable[[], None] = lambda: None
 ) -> Evaluate | None:
-    """From a state to the metrics of an evaluation; None if the run has none.
+    """Builds the evaluation of a run.
 
-    They are `eval_loss`, the cross entropy in nats of all target tokens over their total weight,
-    however they lie in batches; its `eval_perplexity`; the other metrics of a batch, weighted
-    alike, among them the losses that training adds; and `eval_seconds`.
+    Its metrics are `eval_loss`, the cross entropy in nats of all target tokens over their total
+    weight, however they are divided into batches; its `eval_perplexity`; the other metrics of a
+    batch, weighted alike, among them the auxiliary losses that training adds; and `eval_seconds`.
 
     Args:
         setup: The run.
-        batches: What it is evaluated on.
-        on_batch_done: Is called after each of them.
+        batches: The batches to evaluate on.
+        on_batch_done: Called after every batch.
+
+    Returns:
+        From a train state to the metrics; None if the run has no evaluation.
 
     Raises:
-        ValueError: If there is nothing to evaluate on, or less than `eval_steps`.
+        ValueError: If there are no batches, or fewer than `eval_steps`.
     """
     config = setup.config
     if not config.eval_interval:
@@ -70,19 +73,22 @@ def make_evaluate(
     def evaluate(state: TrainState) -> EvalMetrics:
         started, mean = time.perf_counter(), _WeightedMean()
         for i in range(len(batches) if count == -1 else count):
-            found = eval_step(state["weights"], shard_batch_of_step(setup, batches, i))
-            mean.add(float(batches.num_targets(i)), found)
+            metrics = eval_step(state["weights"], shard_batch_of_step(setup, batches, i))
+            mean.add(float(batches.num_targets(i)), metrics)
             on_batch_done()
-        found = _separate_cross_entropy(mean.close())
-        found["perplexity"] = math.exp(min(found["loss"], 700.0))
-        found["seconds"] = time.perf_counter() - started
-        return {f"eval_{name}": value for name, value in found.items()}
+        metrics = _separate_cross_entropy(mean.result())
+        metrics["perplexity"] = math.exp(min(metrics["loss"], 700.0))
+        metrics["seconds"] = time.perf_counter() - started
+        return {f"eval_{name}": value for name, value in metrics.items()}
 
     return evaluate
 
 
 class _WeightedMean:
-    """Of values by name, weighted. It reads each while the next ones are computed."""
+    """The weighted mean of metrics by name.
+
+    The metrics of a batch are read while the next batch is computed.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
@@ -93,7 +99,7 @@ class _WeightedMean:
         self._read()
         self._last = weight, values
 
-    def close(self) -> EvalMetrics:
+    def result(self) -> EvalMetrics:
         self._read()
         if not self._weight:
             raise ValueError("No token of the batches to evaluate on has a target.")
@@ -107,13 +113,20 @@ class _WeightedMean:
 
 
 def _separate_cross_entropy(metrics: EvalMetrics) -> EvalMetrics:
-    """The loss first, without what training adds to it."""
+    """Subtracts auxiliary losses from the loss, and puts it first."""
     added = sum(metrics.get(name, 0.0) for name in AUXILIARY_LOSSES)
     return {"loss": metrics.pop("loss") - added} | metrics
 
 
 def make_eval_step(setup: Setup) -> Callable[[PyTree, PyTree], BatchMetrics]:
-    """`(weights, batch from shard_batch) -> loss and metrics`. It compiles at its first call."""
+    """Builds the evaluation of one batch; it compiles at its first call.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        `(weights, batch from shard_batch) -> loss and metrics`.
+    """
     if setup.per_stage_state:
         return make_mpmd_eval_step(setup)
     value = gradient_accumulation(
@@ -135,30 +148,30 @@ def make_eval_step(setup: Setup) -> Callable[[PyTree, PyTree], BatchMetrics]:
 def _unpipelined_value(setup: Setup, model: Model) -> Callable:
     del setup
 
-    def value(weights, side, keys):
+    def value(weights, batch_inputs, keys):
         # One repeat and one rank: dims 0 and 1 of the stages become one dim of stages.
         flat = weights | {"stages": jax.tree.map(lambda x: x[0], weights["stages"])}
-        return unpipelined.value(model, flat, side, keys)
+        return unpipelined.value(model, flat, batch_inputs, keys)
 
     return value
 
 
 def _circular_value(setup: Setup, model: Model) -> Callable:
     config = setup.config
-    gather, ends_gather = weight_gathers(setup)
+    gather, boundary_gather = weight_gathers(setup)
     return partial(
         spmd.circular_value,
         model,
         mesh=setup.mesh,
         delay=config.pipeline_delay_activation_forwarding,
         gather=gather,
-        ends_gather=ends_gather,
+        ends_gather=boundary_gather,
         scan_repeats=config.scan_pipeline_repeats,
     )
 
 
 def _scheduled_value(setup: Setup, model: Model) -> Callable:
-    gather, ends_gather = weight_gathers(setup)
+    gather, boundary_gather = weight_gathers(setup)
     assert setup.schedule_selection is not None
     return partial(
         spmd.scheduled_value,
@@ -166,7 +179,7 @@ def _scheduled_value(setup: Setup, model: Model) -> Callable:
         ticks=schedules.lock_step(schedules.forward_only(setup.schedule_selection.schedule)),
         mesh=setup.mesh,
         gather=gather,
-        ends_gather=ends_gather,
+        ends_gather=boundary_gather,
         share_head=setup.config.pipeline_vocab_parallel,
     )
 

@@ -1,4 +1,4 @@
-"""Several calls of an engine in one step, one after the other: gradients add up over them.
+"""Gradient accumulation: several calls of an engine in one step, whose gradients are summed.
 
 A calls, M microbatches in each.
 """
@@ -19,32 +19,35 @@ def gradient_accumulation(
     f: Callable[[PyTree, PyTree, PyTree], PyTree],
     num_steps: int,
     *,
-    reshard: Reshard = lambda found: found,
+    reshard: Reshard = lambda sums: sums,
 ) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
-    """`f(weights, side, keys)` of [A * M, ...] leaves of `side`, M at a time.
+    """Calls `f` on M microbatches at a time in a `lax.scan`, and sums its results in float32.
 
-    Its results add up in float32. Every call has dropout masks of its own.
+    Every call has its own dropout masks.
 
     Args:
-        f: What returns sums over microbatches: a loss, metrics, gradients.
+        f: `(weights, batch_inputs, keys) -> sums over microbatches`: a loss, metrics, gradients.
         num_steps: A.
-        reshard: Lays out what adds up.
+        reshard: Shards the sums.
+
+    Returns:
+        The same function, of `batch_inputs` whose leaves are [A * M, ...].
     """
     if num_steps == 1:
         return f
 
-    def run(weights: PyTree, side: PyTree, keys: PyTree) -> PyTree:
-        def call(sums: PyTree, one: PyTree) -> tuple[PyTree, None]:
-            index, part = one
+    def run(weights: PyTree, batch_inputs: PyTree, keys: PyTree) -> PyTree:
+        def call(sums: PyTree, call_inputs: PyTree) -> tuple[PyTree, None]:
+            index, part = call_inputs
             found = f(weights, part, fold(keys, index))
             return reshard(jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, found)), None
 
-        parts = jax.tree.map(lambda x: x.reshape(num_steps, -1, *x.shape[1:]), side)
+        parts = jax.tree.map(lambda x: x.reshape(num_steps, -1, *x.shape[1:]), batch_inputs)
         first = jax.tree.map(lambda x: x[0], parts)
         found = jax.eval_shape(f, weights, first, keys)
-        nothing = reshard(jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), found))
-        sums, _ = lax.scan(call, nothing, (jnp.arange(num_steps), parts))
-        return jax.tree.map(lambda x, like: x.astype(like.dtype), sums, found)
+        zeros = reshard(jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), found))
+        sums, _ = lax.scan(call, zeros, (jnp.arange(num_steps), parts))
+        return jax.tree.map(lambda x, result: x.astype(result.dtype), sums, found)
 
     return run
 
@@ -52,18 +55,28 @@ def gradient_accumulation(
 def unrolled_gradient_accumulation(
     f: Callable[[PyTree, PyTree, PyTree], PyTree], num_steps: int
 ) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
-    """The same written out, for programs of ranks: their loops are those over microbatches."""
+    """Calls `f` on M microbatches at a time, unrolled, and sums its results in float32.
 
-    def run(weights: PyTree, side: PyTree, keys: PyTree) -> PyTree:
-        size = jax.tree.leaves(side)[0].shape[0] // num_steps
+    This is for MPMD, whose programs have no loops but those over microbatches.
+
+    Args:
+        f: `(weights, batch_inputs, keys) -> sums over microbatches`: a loss, metrics, gradients.
+        num_steps: A.
+
+    Returns:
+        The same function, of `batch_inputs` whose leaves are [A * M, ...].
+    """
+
+    def run(weights: PyTree, batch_inputs: PyTree, keys: PyTree) -> PyTree:
+        size = jax.tree.leaves(batch_inputs)[0].shape[0] // num_steps
         parts = (
-            jax.tree.map(lambda x: x[call * size : (call + 1) * size], side)  # noqa: B023
+            jax.tree.map(lambda x: x[call * size : (call + 1) * size], batch_inputs)  # noqa: B023
             for call in range(num_steps)
         )
         found = [f(weights, part, fold(keys, call)) for call, part in enumerate(parts)]
-        return jax.tree.map(added, *found)
+        return jax.tree.map(sum_in_float32, *found)
 
-    def added(*found: jax.Array) -> jax.Array:
+    def sum_in_float32(*found: jax.Array) -> jax.Array:
         first, *others = (x.astype(jnp.float32) for x in found)
         return sum(others, start=first).astype(found[0].dtype)
 

@@ -1,6 +1,6 @@
-"""What the seeds of a config give: the first weights, and dropout keys.
+"""Initial weights and dropout keys, from the seeds of a config.
 
-Every layer has its own by its number, so runs are equal in every layout.
+They are folded from the number of a layer, so runs are equal in every layout.
 """
 
 from collections.abc import Sequence
@@ -15,25 +15,50 @@ from ..plan._setup import Setup
 
 
 def init_boundary(setup: Setup) -> dict[str, Any]:
-    """The weights of `embed` and `head`, among them those of layers after the pipeline."""
+    """Initializes the weights of `embed` and `head`, with those of layers after the pipeline.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        The weights by `embed` and `head`.
+    """
     tree, key = setup.abstract_unstacked_weights, _init_key(setup)
-    ends = models.initialize({name: tree[name] for name in ("embed", "head")}, key)
+    boundary = models.initialize({name: tree[name] for name in ("embed", "head")}, key)
     if setup.num_layers_after_pipeline:
         after, first = (setup.num_layers_after_pipeline,), setup.layout.num_layers
         layers = models.initialize_layers(tree["layer"], key, after, first=first)
-        ends["head"]["layers"] = layers
-    return ends
+        boundary["head"]["layers"] = layers
+    return boundary
 
 
 def init_layers(setup: Setup, dims: Sequence[int], *, layer_ids: Sequence[int]) -> PyTree[Array]:
-    """[*dims, ...] weights of the layers with these numbers, -1 for none."""
+    """Initializes stacked weights of layers.
+
+    Args:
+        setup: The run.
+        dims: Leading dims of the stack.
+        layer_ids: [product of dims] layers of the model in the order of the stack; -1 for padding.
+
+    Returns:
+        Weights of one layer with leaves [*dims, ...]; zeros for padding.
+    """
     return models.initialize_layers(
         setup.abstract_unstacked_weights["layer"], _init_key(setup), dims, numbers=layer_ids
     )
 
 
 def dropout_keys_of_layers(setup: Setup, step: Int[Array, ""], layer_ids: Sequence[int]) -> PyTree:
-    """[layers] dropout keys of a step for the layers with these numbers, or () without dropout."""
+    """Folds the dropout keys of layers from a step.
+
+    Args:
+        setup: The run.
+        step: Number of the step.
+        layer_ids: [layers] layers of the model; -1 for padding.
+
+    Returns:
+        [layers] keys; () without dropout.
+    """
     config = setup.config
     if not (config.enable_dropout and config.dropout_rate):
         return ()

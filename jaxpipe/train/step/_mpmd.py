@@ -1,6 +1,7 @@
-"""The engine `mpmd`: a state whose stages lie apart, and the step that ranks run as programs.
+"""The train step of the engine `mpmd`: a state per stage, and a step that ranks run as programs.
 
-Every rank holds the weights and moments of its own stages, and the ends that it reads.
+Every rank holds the weights and moments of its own stages, and of the embedding or head that it
+reads.
 """
 
 from collections.abc import Callable
@@ -26,12 +27,26 @@ from ._state import TrainState, state_shapes, state_shardings
 def make_mpmd_train_step(
     setup: Setup,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Any]]]:
-    """As `make_train_step`."""
+    """Builds the step; its programs are compiled at its first call.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        `(state, batch from shard_batch) -> (state, metrics)`.
+    """
     return lambda state, batch: _compiled_train_step(setup)(state, batch)
 
 
 def make_mpmd_eval_step(setup: Setup) -> Callable[[PyTree, PyTree], dict[str, Any]]:
-    """`(weights, batch) -> loss and metrics`. The programs are compiled at its first call."""
+    """Builds the evaluation of one batch; its programs are compiled at its first call.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        `(weights, batch) -> loss and metrics`.
+    """
     assert setup.schedule_selection is not None
     model, schedule = build_model(setup), setup.schedule_selection.schedule
 
@@ -59,9 +74,16 @@ def make_mpmd_eval_step(setup: Setup) -> Callable[[PyTree, PyTree], dict[str, An
 def trace_mpmd_train_step(
     setup: Setup, state: TrainState, batch: PyTree
 ) -> tuple[tuple[TrainState, dict[str, Any]], str]:
-    """A step, and the JSON of a trace of it beside what its schedule predicts.
+    """Runs a step and traces it beside the timeline that its schedule predicts.
 
-    Its metrics have both bubbles too, as shares of the loop.
+    Args:
+        setup: The run.
+        state: The train state.
+        batch: The batch, from `shard_batch`.
+
+    Returns:
+        `(state, metrics)`, where the metrics also have the bubbles of both timelines as shares of
+        the loop; and the trace as JSON for Perfetto.
     """
     (state, metrics), found = mpmd.trace_step(_compiled_train_step(setup), state, batch)
     bubbles = {f"bubble_{name}": schedules.bubble_share(line) for name, line in found.items()}
@@ -69,73 +91,88 @@ def trace_mpmd_train_step(
 
 
 def init_mpmd_state(setup: Setup) -> TrainState:
-    """As `init_state`. No device ever holds more than its own part."""
-    where = mpmd_state_shardings(setup)
-    leaves, tree = jax.tree.flatten(where)
+    """Initializes weights, optimizer state and step 0; no device ever holds more than its own part.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        The train state, with leaves of `mpmd.MpmdArray`.
+    """
+    shardings = mpmd_state_shardings(setup)
+    leaves, tree = jax.tree.flatten(shardings)
     mesh = leaves[0].mpmd_mesh
     found: list[dict[int, jax.Array]] = [{} for _ in leaves]
     for rank in mesh.local_ranks:
-        mine = [i for i, leaf in enumerate(leaves) if rank in leaf.mpmd_idxs]
+        local = [i for i, leaf in enumerate(leaves) if rank in leaf.mpmd_idxs]
         make = jax.jit(
-            partial(_init_leaves_of_rank, setup, where, rank),
-            out_shardings=[leaves[i].of_rank(rank) for i in mine],
+            partial(_init_leaves_of_rank, setup, shardings, rank),
+            out_shardings=[leaves[i].of_rank(rank) for i in local],
         )
         with jax.set_mesh(mesh.unstack[rank]):
-            for i, array in zip(mine, make(), strict=True):
+            for i, array in zip(local, make(), strict=True):
                 found[i][rank] = array
     shapes = jax.tree.leaves(state_shapes(setup))
     arrays = [
-        mpmd.MpmdArray.of_ranks(of_leaf, place, shape.shape, shape.dtype)
-        for shape, place, of_leaf in zip(shapes, leaves, found, strict=True)
+        mpmd.MpmdArray.of_ranks(arrays_by_rank, sharding, shape.shape, shape.dtype)
+        for shape, sharding, arrays_by_rank in zip(shapes, leaves, found, strict=True)
     ]
     return tree.unflatten(arrays)
 
 
-def _init_leaves_of_rank(setup: Setup, where: PyTree, rank: int) -> list[jax.Array]:
-    """What a rank has of the first state: weights as their seed gives them, and zeros."""
+def _init_leaves_of_rank(setup: Setup, shardings: PyTree, rank: int) -> list[jax.Array]:
+    """Initializes the leaves that a rank holds: weights from the seed, and zeros."""
 
-    def is_here(places: PyTree) -> bool:
-        return any(rank in place.mpmd_idxs for place in jax.tree.leaves(places))
+    def is_here(shardings: PyTree) -> bool:
+        return any(rank in sharding.mpmd_idxs for sharding in jax.tree.leaves(shardings))
 
     state, stages = state_shapes(setup), []
     for i, layer_ids in enumerate(setup.layout.layers_of_stages):
-        here = is_here(where["weights"]["stages"][i])
+        here = is_here(shardings["weights"]["stages"][i])
         stages.append(
             init_layers(setup, (len(layer_ids),), layer_ids=layer_ids)
             if here
             else state["weights"]["stages"][i]
         )
     state["weights"] = init_boundary(setup) | {"stages": stages}
-    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(where), strict=True)
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
     return [
         leaf if isinstance(leaf, jax.Array) else jnp.zeros(leaf.shape, leaf.dtype)
-        for leaf, place in pairs
-        if rank in place.mpmd_idxs
+        for leaf, sharding in pairs
+        if rank in sharding.mpmd_idxs
     ]
 
 
 def mpmd_state_shardings(setup: Setup) -> PyTree[mpmd.MpmdSharding]:
-    """The ranks that hold every leaf of a state, and how it is divided there."""
+    """Returns the ranks that hold each leaf of a state, and how it is sharded on them.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        A tree like the train state.
+    """
     mesh = mpmd_mesh(setup)
     shardings, tree = jax.tree.flatten(state_shardings(setup))
     inputs = _lowered_train_step(setup).code.inputs[: len(shardings)]
-    places = [
+    mpmd_shardings = [
         mpmd.MpmdSharding(mesh, ranks, sharding.spec)
         for (_, ranks), sharding in zip(inputs, shardings, strict=True)
     ]
-    return tree.unflatten(places)
+    return tree.unflatten(mpmd_shardings)
 
 
 @lru_cache(maxsize=1)
 def _compiled_train_step(setup: Setup) -> mpmd.Compiled:
-    """The step with every action by its name in profiles."""
+    """Compiles the step, with the name of every action in profiles."""
     return mpmd.annotated(_lowered_train_step(setup).compile())
 
 
-# The state's places, its first numbers and the step all come of one program, which takes a while.
+# The state's shardings, its initial values and the step all need this program, and lowering takes
+# a while.
 @lru_cache(maxsize=1)
 def _lowered_train_step(setup: Setup) -> mpmd.Lowered:
-    """The step on all ranks, before it is compiled."""
+    """Lowers the step on all ranks."""
     assert setup.schedule_selection is not None
     model, schedule = build_model(setup), setup.schedule_selection.schedule
     remat, layers = tick_remat(setup.config), setup.layout.layers_of_stages
@@ -145,7 +182,7 @@ def _lowered_train_step(setup: Setup) -> mpmd.Lowered:
     def dropout_keys(step: Int[Array, ""]) -> list[PyTree]:
         return [dropout_keys_of_layers(setup, step, layer_ids) for layer_ids in layers]
 
-    mesh, of_state = mpmd_mesh(setup), state_shardings(setup)
+    mesh, shardings = mpmd_mesh(setup), state_shardings(setup)
     step = mpmd.mpmd_jit_with_loop(
         make_optimizer_step(
             setup,
@@ -153,8 +190,8 @@ def _lowered_train_step(setup: Setup) -> mpmd.Lowered:
             dropout_keys,
         ),
         mesh,
-        in_shardings=(of_state, batch_shardings(setup)),
-        out_shardings=(of_state, _replicated_sharding(setup)),
+        in_shardings=(shardings, batch_shardings(setup)),
+        out_shardings=(shardings, _replicated_sharding(setup)),
         donate_argnums=0,
         timeout=setup.config.mpmd_timeout_seconds,
     )
@@ -162,6 +199,6 @@ def _lowered_train_step(setup: Setup) -> mpmd.Lowered:
 
 
 def _replicated_sharding(setup: Setup) -> mpmd.MpmdSharding:
-    """Of metrics: every process reads them."""
+    """Returns the sharding of metrics: on all ranks, since every process reads them."""
     mesh = mpmd_mesh(setup)
     return mpmd.MpmdSharding(mesh, tuple(range(mesh.mpmd_dim)), PartitionSpec())

@@ -23,14 +23,17 @@ def make_optimizer_step(
     shard: Reshard = lambda tree: tree,
     unshard: Reshard = lambda tree: tree,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Array]]]:
-    """`(state, batch) -> (state, metrics)`, to be compiled.
+    """Builds a train step from a function of gradients; the caller compiles it.
 
     Args:
         setup: The run.
         value_and_grad: `(weights, batch, keys) -> ((loss, metrics), gradients)`.
         dropout_keys: From the number of a step to its dropout keys.
-        shard: Lays weights and gradients out for the optimizer.
-        unshard: Lays new weights out as they are stored.
+        shard: Shards weights and gradients as the optimizer's state is.
+        unshard: Shards new weights as they are stored.
+
+    Returns:
+        `(state, batch) -> (state, metrics)`.
     """
     optimizer, schedule = make_optimizer(setup), make_learning_rate_schedule(setup)
     threshold = setup.config.gradient_clipping_threshold
@@ -61,7 +64,7 @@ def make_optimizer_step(
 
 
 def _is_usable(loss: Float[Array, ""], norm: Float[Array, ""], limit: float) -> Bool[Array, ""]:
-    """Whether the gradients can be used."""
+    """Returns whether loss and norm are finite, and the norm at most `limit` unless that is 0."""
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     return finite & (norm <= limit) if limit else finite
 

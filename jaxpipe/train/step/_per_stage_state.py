@@ -1,8 +1,8 @@
-"""Stages that lie apart, each on its rank, from and to one stack of layers on all devices.
+"""Converts between per-stage weights, each on its rank, and one stack of layers on all devices.
 
-Programs of ranks have nothing in common that could be saved or restored. In a stack, [S, K, ...]
-for S ranks and K layers of the rank that has the most, each rank's part is on the rank: nothing
-moves until one program of all devices puts the layers in order.
+Programs of ranks have no array in common that could be saved or restored. In a stack, [S, K, ...]
+for S ranks and K layers of the rank that has most, each rank's part is on the rank: no data moves
+until one program of all devices reorders the layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +20,18 @@ from ... import mpmd
 from ..plan._setup import Setup
 
 StageShardings = Sequence[PyTree[mpmd.MpmdSharding]]
-"""Of the leaves of each stage, in forward order."""
+"""Shardings of the leaves of each stage, in forward order."""
 
 
 def layer_ids_by_rank(setup: Setup) -> Int[np.ndarray, "S K"]:
-    """The numbers of each rank's layers, stage after stage in forward order, and -1 behind them."""
+    """Returns the layers of each rank, stage after stage in forward order.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        [S, K] layers of the model; -1 is padding behind the layers of a rank.
+    """
     layers = setup.layout.layers_of_stages
     rows = [[i for stage in stages for i in layers[stage]] for stages in setup.stages_by_rank]
     most = max(map(len, rows))
@@ -32,20 +39,31 @@ def layer_ids_by_rank(setup: Setup) -> Int[np.ndarray, "S K"]:
 
 
 def stack_stages(
-    setup: Setup, stages: Sequence[PyTree[mpmd.MpmdArray]], places: StageShardings
+    setup: Setup, stages: Sequence[PyTree[mpmd.MpmdArray]], stage_shardings: StageShardings
 ) -> PyTree[Array]:
-    """[S, K, ...] leaves of the [layers, ...] leaves of each stage."""
+    """Stacks the stages of each rank.
+
+    Args:
+        setup: The run.
+        stages: Weights of each stage in forward order, with leaves [layers, ...].
+        stage_shardings: Their shardings.
+
+    Returns:
+        Weights with leaves [S, K, ...].
+    """
     mesh, num_layers = mpmd_mesh(setup), layer_ids_by_rank(setup).shape[1]
-    of_leaves = list(zip(*map(jax.tree.leaves, stages), strict=True))
-    dims = [(num_layers, *of_stages[0].shape[1:]) for of_stages in of_leaves]
-    dtypes = [of_stages[0].dtype for of_stages in of_leaves]
-    specs = [place.spec for place in jax.tree.leaves(places[0])]
+    stages_by_leaf = list(zip(*map(jax.tree.leaves, stages), strict=True))
+    dims = [(num_layers, *of_stages[0].shape[1:]) for of_stages in stages_by_leaf]
+    dtypes = [of_stages[0].dtype for of_stages in stages_by_leaf]
+    specs = [sharding.spec for sharding in jax.tree.leaves(stage_shardings[0])]
     shards: list[list[jax.Array]] = [[] for _ in specs]
     for rank in mesh.local_ranks:
         shardings = [NamedSharding(mesh.unstack[rank], spec) for spec in specs]
         shapes = map(_abstract_array, dims, dtypes, shardings)
-        mine = [stage for stage in setup.stages_by_rank[rank] if _num_layers_by_stage(setup)[stage]]
-        parts = [[of_stages[stage].on_rank(rank) for stage in mine] for of_stages in of_leaves]
+        local = [stage for stage in setup.stages_by_rank[rank] if _layer_counts(setup)[stage]]
+        parts = [
+            [of_stages[stage].on_rank(rank) for stage in local] for of_stages in stages_by_leaf
+        ]
         for found, joined in zip(shards, _concatenation(tuple(shapes))(parts), strict=True):
             found += [shard.data[None] for shard in joined.addressable_shards]
     stacked = [
@@ -58,37 +76,54 @@ def stack_stages(
 
 
 def unstack_stages(
-    setup: Setup, stack: PyTree[Array], places: StageShardings
+    setup: Setup, stack: PyTree[Array], stage_shardings: StageShardings
 ) -> list[PyTree[mpmd.MpmdArray]]:
-    """The inverse of `stack_stages`."""
-    mesh, leaves, counts = mpmd_mesh(setup), jax.tree.leaves(stack), _num_layers_by_stage(setup)
-    specs = [place.spec for place in jax.tree.leaves(places[0])]
+    """Splits a stack into stages: the inverse of `stack_stages`.
+
+    Args:
+        setup: The run.
+        stack: Weights with leaves [S, K, ...].
+        stage_shardings: Shardings of the stages.
+
+    Returns:
+        Weights of each stage in forward order, with leaves [layers, ...].
+    """
+    mesh, leaves, counts = mpmd_mesh(setup), jax.tree.leaves(stack), _layer_counts(setup)
+    specs = [sharding.spec for sharding in jax.tree.leaves(stage_shardings[0])]
     found: list[list[dict[int, jax.Array]]] = [[{} for _ in leaves] for _ in counts]
     for rank in mesh.local_ranks:
         shardings = tuple(NamedSharding(mesh.unstack[rank], spec) for spec in specs)
         part = [_on_rank(leaf, where) for leaf, where in zip(leaves, shardings, strict=True)]
-        mine = [stage for stage in setup.stages_by_rank[rank] if counts[stage]]
-        cut = _split(tuple(counts[stage] for stage in mine), shardings)(part)
-        for stage, of_stage in zip(mine, cut, strict=True):
-            for arrays, array in zip(found[stage], of_stage, strict=True):
+        local = [stage for stage in setup.stages_by_rank[rank] if counts[stage]]
+        cut = _split(tuple(counts[stage] for stage in local), shardings)(part)
+        for stage, stage_leaves in zip(local, cut, strict=True):
+            for arrays, array in zip(found[stage], stage_leaves, strict=True):
                 arrays[rank] = array
     return [
         jax.tree.unflatten(
             jax.tree.structure(stack),
-            list(map(partial(_stage_array, count), leaves, jax.tree.leaves(of_stage), of_leaves)),
+            list(map(partial(_stage_array, count), leaves, jax.tree.leaves(shardings), arrays)),
         )
-        for count, of_stage, of_leaves in zip(counts, places, found, strict=True)
+        for count, shardings, arrays in zip(counts, stage_shardings, found, strict=True)
     ]
 
 
-def stack_shardings(setup: Setup, places: StageShardings) -> PyTree[NamedSharding]:
-    """Of the leaves of a stack."""
+def stack_shardings(setup: Setup, stage_shardings: StageShardings) -> PyTree[NamedSharding]:
+    """Returns the shardings of the leaves of a stack.
+
+    Args:
+        setup: The run.
+        stage_shardings: Shardings of the stages.
+
+    Returns:
+        A tree like the weights of one stage.
+    """
     mesh = mpmd_mesh(setup)
-    return jax.tree.map(lambda place: _stacked_sharding(mesh, place.spec), places[0])
+    return jax.tree.map(lambda sharding: _stacked_sharding(mesh, sharding.spec), stage_shardings[0])
 
 
 def mpmd_mesh(setup: Setup) -> mpmd.MpmdMesh:
-    """The ranks."""
+    """Returns the run's mesh as one submesh per rank."""
     return mpmd.MpmdMesh(setup.mesh, "stage")
 
 
@@ -96,7 +131,7 @@ def _stacked_sharding(mesh: mpmd.MpmdMesh, spec: PartitionSpec) -> NamedSharding
     return NamedSharding(mesh.jax_mesh, PartitionSpec(mesh.mpmd_axis_name, *spec))
 
 
-def _num_layers_by_stage(setup: Setup) -> list[int]:
+def _layer_counts(setup: Setup) -> list[int]:
     return list(map(len, setup.layout.layers_of_stages))
 
 
@@ -107,31 +142,31 @@ def _abstract_array(
 
 
 def _stage_array(
-    count: int, leaf: jax.Array, place: mpmd.MpmdSharding, arrays: dict[int, jax.Array]
+    count: int, leaf: jax.Array, sharding: mpmd.MpmdSharding, arrays: dict[int, jax.Array]
 ) -> mpmd.MpmdArray:
-    """A leaf of a stage. One without layers may lie where its stage is not."""
+    """Builds a leaf of a stage; one without layers may be on ranks that do not have the stage."""
     shape = (count, *leaf.shape[2:])
     if not count:
-        here = set(place.mpmd_mesh.local_ranks).intersection(place.mpmd_idxs)
+        here = set(sharding.mpmd_mesh.local_ranks).intersection(sharding.mpmd_idxs)
         nothing = np.zeros(shape, leaf.dtype)
-        arrays = {rank: jax.device_put(nothing, place.of_rank(rank)) for rank in sorted(here)}
-    return mpmd.MpmdArray.of_ranks(arrays, place, shape, leaf.dtype)
+        arrays = {rank: jax.device_put(nothing, sharding.of_rank(rank)) for rank in sorted(here)}
+    return mpmd.MpmdArray.of_ranks(arrays, sharding, shape, leaf.dtype)
 
 
 def _on_rank(leaf: jax.Array, where: NamedSharding) -> jax.Array:
-    """[K, ...] of a rank, from the devices of `where`."""
+    """Returns the [K, ...] part of a rank, from shards on the devices of `where`."""
     shards = [s.data[0] for s in leaf.addressable_shards if s.device in where.device_set]
     return jax.make_array_from_single_device_arrays(leaf.shape[1:], where, shards)
 
 
 @lru_cache
 def _concatenation(shapes: tuple[jax.ShapeDtypeStruct, ...]) -> Callable[[Any], list[jax.Array]]:
-    """Of every leaf the parts of a rank's stages, one after the other, and zeros behind them."""
+    """Compiles the concatenation of a rank's stages, padded with zeros, for every leaf."""
 
     def join(parts: list[list[jax.Array]]) -> list[jax.Array]:
         return [
-            jnp.concatenate([*of_leaf, jnp.zeros(_padding_shape(of_leaf, shape), shape.dtype)])
-            for of_leaf, shape in zip(parts, shapes, strict=True)
+            jnp.concatenate([*stages, jnp.zeros(_padding_shape(stages, shape), shape.dtype)])
+            for stages, shape in zip(parts, shapes, strict=True)
         ]
 
     return jax.jit(join, out_shardings=[shape.sharding for shape in shapes])
@@ -141,7 +176,7 @@ def _concatenation(shapes: tuple[jax.ShapeDtypeStruct, ...]) -> Callable[[Any], 
 def _split(
     counts: tuple[int, ...], shardings: tuple[NamedSharding, ...]
 ) -> Callable[[list[jax.Array]], list[list[jax.Array]]]:
-    """Of every stage of a rank its part of every leaf."""
+    """Compiles the split of a rank's leaves into its stages."""
     ends = np.cumsum((0, *counts))
 
     def cut(leaves: list[jax.Array]) -> list[list[jax.Array]]:

@@ -1,4 +1,4 @@
-"""A train state without its numbers: shapes, logical axes, shardings, and its optimizer."""
+"""The abstract train state: shapes, logical axes and shardings, and its optimizer."""
 
 from typing import Any
 
@@ -15,11 +15,18 @@ from ..plan._fsdp import optimizer_rules
 from ..plan._setup import STACK_AXES, Setup
 
 TrainState = dict[str, Any]
-"""`weights`, `optimizer` and `step`, the number of steps done."""
+"""`weights`, `optimizer` (its state) and `step`, the number of steps done."""
 
 
 def make_optimizer(setup: Setup) -> optax.GradientTransformation:
-    """AdamW; norms' scales do not decay, nor what the config leaves out."""
+    """Builds AdamW; scales of norms do not decay, nor do weights that the config excludes.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        The optimizer, of weights without router biases.
+    """
     config = setup.config
     mask = weight_decay_mask(
         models.shapes(abstract_trained_weights(setup)), _num_stacked_dims(setup)
@@ -35,20 +42,27 @@ def make_optimizer(setup: Setup) -> optax.GradientTransformation:
 
 
 def abstract_trained_weights(setup: Setup) -> PyTree:
-    """The abstract weights that the optimizer sees."""
+    """Returns the abstract weights that the optimizer updates: all but router biases."""
     return drop_router_biases(setup.abstract_weights)
 
 
 def _num_stacked_dims(setup: Setup) -> PyTree:
-    """How many leading dims of the weights only stack layers."""
-    ends = {name: dict.fromkeys(setup.abstract_weights[name], 0) for name in ("embed", "head")}
-    for end in ends.values():
-        end |= {"layers": 1} if "layers" in end else {}
-    return ends | {"stages": 1 if setup.per_stage_state else len(STACK_AXES)}
+    """Returns how many leading dims of each part of the weights only stack layers."""
+    boundary = {name: dict.fromkeys(setup.abstract_weights[name], 0) for name in ("embed", "head")}
+    for part in boundary.values():
+        part |= {"layers": 1} if "layers" in part else {}
+    return boundary | {"stages": 1 if setup.per_stage_state else len(STACK_AXES)}
 
 
 def make_learning_rate_schedule(setup: Setup) -> optax.Schedule:
-    """The learning rate by step."""
+    """Builds the learning rate schedule.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        From the number of a step to its learning rate.
+    """
     config = setup.config
     num_steps = config.learning_rate_schedule_steps
     return learning_rate_schedule(
@@ -61,7 +75,7 @@ def make_learning_rate_schedule(setup: Setup) -> optax.Schedule:
 
 
 def state_shapes(setup: Setup) -> TrainState:
-    """`jax.ShapeDtypeStruct` for every leaf of a state."""
+    """Returns a `jax.ShapeDtypeStruct` for every leaf of a train state."""
     weights = models.shapes(setup.abstract_weights)
     optimizer = jax.eval_shape(
         make_optimizer(setup).init, models.shapes(abstract_trained_weights(setup))
@@ -71,7 +85,14 @@ def state_shapes(setup: Setup) -> TrainState:
 
 
 def state_logical_axes(setup: Setup) -> TrainState:
-    """Logical axes of every leaf: Adam's moments lie like their weights."""
+    """Returns the logical axes of every leaf; Adam's moments have those of their weights.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        A tree like the train state, whose leaves are tuples of names.
+    """
     axes = models.logical_axes(setup.abstract_weights)
     optimizer = optax.tree_utils.tree_map_params(
         make_optimizer(setup),
@@ -84,7 +105,7 @@ def state_logical_axes(setup: Setup) -> TrainState:
 
 
 def state_shardings(setup: Setup) -> TrainState:
-    """A sharding for every leaf of a state."""
+    """Returns a sharding for every leaf of a train state."""
     shapes, axes, rules = state_shapes(setup), state_logical_axes(setup), state_rules(setup)
     return {
         name: sharding.named_shardings(shapes[name], axes[name], setup.mesh, rules[name])
@@ -93,12 +114,12 @@ def state_shardings(setup: Setup) -> TrainState:
 
 
 def state_rules(setup: Setup) -> dict[str, sharding.Rules]:
-    """The logical axis rules of every part of a state."""
+    """Returns the logical axis rules of each part of a train state."""
     return {"weights": setup.rules, "optimizer": optimizer_rules(setup), "step": setup.rules}
 
 
 def gradient_shardings(setup: Setup) -> PyTree:
-    """A sharding for every gradient: they lie as the optimizer's state does."""
+    """Returns a sharding for every gradient: that of the weight's moments."""
     tree = setup.abstract_weights
     rules = optimizer_rules(setup)
     return sharding.named_shardings(

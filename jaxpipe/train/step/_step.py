@@ -1,6 +1,7 @@
-"""The train step: a state goes in, the next one and its metrics come out.
+"""The train step: from a state and a batch to the next state and metrics.
 
-R repeats, S ranks, L layers, M microbatches of b rows in each of A calls, T tokens a row.
+R repeats, S ranks, L layers, M microbatches of b rows in each of A steps of gradient accumulation,
+T tokens per row.
 """
 
 from collections.abc import Callable, Iterable
@@ -31,7 +32,14 @@ from ._state import TrainState, gradient_shardings, make_optimizer, state_shardi
 
 
 def init_state(setup: Setup) -> TrainState:
-    """Weights, optimizer state and step 0, each made on the devices that hold it."""
+    """Initializes weights, optimizer state and step 0, each on the devices that hold it.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        The train state.
+    """
     if setup.per_stage_state:
         return init_mpmd_state(setup)
     optimizer = make_optimizer(setup)
@@ -45,7 +53,7 @@ def init_state(setup: Setup) -> TrainState:
 
 
 def _init_weights(setup: Setup) -> PyTree:
-    """Every layer starts equal in every layout, also after the pipeline."""
+    """Initializes weights; every layer starts equal in every layout, also after the pipeline."""
     layout = setup.layout
     stages = init_layers(setup, layout.dims, layer_ids=layout.numbers)
     return init_boundary(setup) | {"stages": stages}
@@ -54,9 +62,13 @@ def _init_weights(setup: Setup) -> PyTree:
 def make_train_step(
     setup: Setup,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Array]]]:
-    """The step, `(state, batch from shard_batch) -> (state, metrics)`.
+    """Builds the train step; it compiles at its first call.
 
-    It compiles at its first call. The state that goes in is donated.
+    Args:
+        setup: The run.
+
+    Returns:
+        `(state, batch from shard_batch) -> (state, metrics)`. The state that goes in is donated.
     """
     if setup.per_stage_state:
         return make_mpmd_train_step(setup)
@@ -87,18 +99,33 @@ def make_train_step(
 
 
 def shard_batch(setup: Setup, batch: Batch) -> dict[str, ArrayLike]:
-    """[B, T] rows in host memory -> [A * M, b, T] on the devices.
+    """Shards a batch over the devices, in microbatches.
 
-    With stages apart they stay in host memory: the step puts each where it is read.
+    `target_weights` are divided by their sum over the batch: each is then the share of its token in
+    the loss, so that uneven masks need no care anywhere else. With `per_stage_state` arrays stay in
+    host memory: the step transfers each to the ranks that read it.
 
-    `target_weights` come out divided by their sum over the batch: the share of each token in the
-    loss, so that uneven masks need no care anywhere else.
+    Args:
+        setup: The run.
+        batch: [B, T] arrays in host memory.
+
+    Returns:
+        [A * M, b, T] arrays on the devices.
     """
     return _shard_rows(setup, batch, np.arange(setup.batch_size), total_target_weight(batch))
 
 
 def shard_batch_of_step(setup: Setup, batches: RowsByStep, step: int) -> dict[str, ArrayLike]:
-    """As `shard_batch`, of one batch by its number; makes only the rows that this process needs."""
+    """Shards the batch of a step; makes only the rows that this process needs.
+
+    Args:
+        setup: The run.
+        batches: Makes rows of the batch of any step.
+        step: Number of the step.
+
+    Returns:
+        [A * M, b, T] arrays on the devices, as `shard_batch` returns them.
+    """
     shape = batch_shapes(setup)["tokens"].shape
     where = batch_shardings(setup)["tokens"]
     row_ids = row_ids_at(where.addressable_devices_indices_map(shape).values(), shape)
@@ -114,7 +141,7 @@ def shard_batch_of_step(setup: Setup, batches: RowsByStep, step: int) -> dict[st
 def row_ids_at(
     indices: Iterable[tuple[slice, ...] | None], shape: tuple[int, ...]
 ) -> Int64[np.ndarray, " n"]:
-    """The numbers of the rows, in order, that some indices into arrays [A * M, b, T] reach."""
+    """Returns the ids of rows, in ascending order, that indices into arrays [A * M, b, T] reach."""
     needed = np.zeros(shape[:2], bool)
     for index in indices:
         assert index is not None, "devices of this process have a part"
@@ -125,7 +152,7 @@ def row_ids_at(
 def _shard_rows(
     setup: Setup, batch: Batch, row_ids: Int64[np.ndarray, " n"], total: float
 ) -> dict[str, ArrayLike]:
-    """Some rows of a batch, by their numbers, whose `target_weights` add up to `total` over all."""
+    """Shards the rows of a batch with these ids; `total` is the weight of the whole batch."""
     weights = (batch["target_weights"] / (total or 1.0)).astype(np.float32)
     batch = batch | {"target_weights": weights}
     shape = batch_shapes(setup)["tokens"].shape[:2]
@@ -146,25 +173,25 @@ def _shard_rows(
 
 
 def total_target_weight(batch: dict[str, np.ndarray]) -> float:
-    """The sum of the target weights of a batch, as the host has it."""
+    """Sums the target weights of a batch in host memory."""
     return float(batch["target_weights"].sum(dtype=np.float64))
 
 
 def _circular_value_and_grad(setup: Setup, model: Model) -> Callable:
     config = setup.config
-    gather, ends_gather = weight_gathers(setup)
+    gather, boundary_gather = weight_gathers(setup)
 
-    def value_and_grad(weights, side, keys):
+    def value_and_grad(weights, batch_inputs, keys):
         return spmd.circular_value_and_grad(
             model,
             weights,
-            side,
+            batch_inputs,
             keys,
             mesh=setup.mesh,
             delay=setup.config.pipeline_delay_activation_forwarding,
             remat=tick_remat(config),
             gather=gather,
-            ends_gather=ends_gather,
+            ends_gather=boundary_gather,
             scan_repeats=config.scan_pipeline_repeats,
         )
 
@@ -172,21 +199,21 @@ def _circular_value_and_grad(setup: Setup, model: Model) -> Callable:
 
 
 def _scheduled_value_and_grad(setup: Setup, model: Model) -> Callable:
-    gather, ends_gather = weight_gathers(setup)
+    gather, boundary_gather = weight_gathers(setup)
     assert setup.schedule_selection is not None and setup.schedule_selection.ticks is not None
     ticks = setup.schedule_selection.ticks
 
-    def value_and_grad(weights, side, keys):
+    def value_and_grad(weights, batch_inputs, keys):
         return spmd.scheduled_value_and_grad(
             model,
             weights,
-            side,
+            batch_inputs,
             keys,
             ticks=ticks,
             mesh=setup.mesh,
             remat=tick_remat(setup.config),
             gather=gather,
-            ends_gather=ends_gather,
+            ends_gather=boundary_gather,
             share_head=setup.config.pipeline_vocab_parallel,
         )
 
@@ -196,11 +223,11 @@ def _scheduled_value_and_grad(setup: Setup, model: Model) -> Callable:
 def _unpipelined_value_and_grad(setup: Setup, model: Model) -> Callable:
     del setup
 
-    def value_and_grad(weights, side, keys):
+    def value_and_grad(weights, batch_inputs, keys):
         # One repeat and one rank: dims 0 and 1 of the stages become one dim of stages.
         flat = weights | {"stages": jax.tree.map(lambda x: x[0], weights["stages"])}
         keys = jax.tree.map(lambda x: x[0], keys)
-        value, grads = unpipelined.value_and_grad(model, flat, side, keys)
+        value, grads = unpipelined.value_and_grad(model, flat, batch_inputs, keys)
         return value, grads | {"stages": jax.tree.map(lambda x: x[None], grads["stages"])}
 
     return value_and_grad
@@ -226,20 +253,20 @@ VALUE_AND_GRAD_BUILDERS: dict[str, Callable[[Setup, Model], Callable]] = {
 
 
 def engine_name(setup: Setup) -> str:
-    """`pipeline_engine`, or the rim whose modules run in it."""
+    """Returns `pipeline_engine`, or the Flax frontend (`linen`, `nnx`) whose modules run in it."""
     engines = {None: setup.config.pipeline_engine, False: "linen", True: "nnx"}
     return engines[setup.config.enable_nnx]
 
 
 def _dropout_keys(setup: Setup, step: Int[Array, ""]) -> PyTree:
-    """[R, S, layers per stage] keys of this step by layer number, or () without dropout."""
+    """Folds the [R, S, layers per stage] dropout keys of a step; () without dropout."""
     layout = setup.layout
     keys = dropout_keys_of_layers(setup, step, layout.numbers)
     return with_layer_mask(setup, jax.tree.map(lambda x: x.reshape(layout.dims), keys))
 
 
 def with_layer_mask(setup: Setup, keys: PyTree) -> PyTree:
-    """What stages are given: their `keys`, and which layers are there, if not all are."""
+    """Adds the layer mask to the `keys` of stages, if not all stages have as many layers."""
     layout = setup.layout
     if not layout.counts:
         return keys
