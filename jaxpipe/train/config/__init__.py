@@ -1,1 +1,1 @@
-"""Settings of a training run: keys, files, and the checks across keys."""
+"""Reads the settings of a training run: keys, files, and checks across keys."""

@@ -1,4 +1,4 @@
-"""What the keys of a training run must say together."""
+"""The config of a training run: its keys, and the checks across keys."""
 
 from collections.abc import Mapping
 from typing import get_args
@@ -35,7 +35,7 @@ _ENGINES_BY_KEY: dict[str, tuple[str, ...]] = {
     "mpmd_timeout_seconds": ("mpmd",),
     "mpmd_trace_step": ("mpmd",),
 }
-"""Keys that not all engines read."""
+"""Keys that some engines do not read, with the engines that do."""
 
 _FILES = get_args(Kind)
 _DATASET_TYPES_BY_KEY: dict[str, tuple[str, ...]] = {
@@ -47,18 +47,26 @@ _DATASET_TYPES_BY_KEY: dict[str, tuple[str, ...]] = {
     "eval_data_sources": ("mixture",),
     "eval_split_fraction": (*_FILES, "mixture"),
 }
-"""Keys that not all kinds of data read."""
+"""Keys that some kinds of data do not read, with the values of `dataset_type` that do."""
 
 
 class Config(ConfigKeys):
-    """One run. Make one with `load_config`, or `Config(steps=3)` in a test."""
+    """The config of one run, frozen and checked.
+
+    `load_config` makes one from files and overrides, `Config(steps=3)` from keys alone. A
+    `pydantic.ValidationError`, which is a `ValueError`, lists the keys that are wrong.
+
+    Example:
+        >>> Config(steps=3).learning_rate
+        0.001
+    """
 
     @model_validator(mode="after")
     def _check_keys(self) -> "Config":
         if "://" in self.output_dir:
             raise ValueError(
                 f"`output_dir` is {self.output_dir!r}, and runs are written to folders: mount the "
-                "bucket, with gcsfuse for example, and give where."
+                "bucket, with gcsfuse for example, and give the folder it is mounted on."
             )
         self._check_unread_keys("pipeline_engine", _ENGINES_BY_KEY)
         self._check_unread_keys("dataset_type", _DATASET_TYPES_BY_KEY)
@@ -73,7 +81,7 @@ class Config(ConfigKeys):
         if self.mpmd_trace_step and self.gradient_accumulation_steps > 1:
             raise ValueError(
                 f"`mpmd_trace_step` is {self.mpmd_trace_step} and `gradient_accumulation_steps` "
-                f"{self.gradient_accumulation_steps}, but a trace is of one loop over "
+                f"{self.gradient_accumulation_steps}, but a trace covers one loop over "
                 "microbatches. Leave one of them out."
             )
         if self.wandb_project != "jaxpipe" and not self.enable_wandb:
@@ -86,11 +94,14 @@ class Config(ConfigKeys):
         return self
 
     def _check_unread_keys(self, key: str, readers: Mapping[str, tuple[str, ...]]) -> None:
-        """Keys that another one's value would leave unread must be the defaults.
+        """Checks that keys which the value of another key leaves unread have their defaults.
 
         Args:
-            key: The other one.
-            readers: By key the values that read it.
+            key: The other key.
+            readers: For each key the values of `key` that read it.
+
+        Raises:
+            ValueError: If one is set although it is not read.
         """
         choice = getattr(self, key)
         for name, choices in readers.items():
@@ -118,13 +129,13 @@ class Config(ConfigKeys):
             if source.weight != 1:
                 raise ValueError(
                     f"`eval_data_sources[{k}].weight` is {source.weight:g}, which nothing reads: "
-                    "evaluation has every row once. Leave it out."
+                    "evaluation reads every row once. Leave it out."
                 )
-        apart = self.eval_files or self.eval_data_sources
-        if apart and self.eval_split_fraction:
+        separate = self.eval_files or self.eval_data_sources
+        if separate and self.eval_split_fraction:
             name = "eval_files" if self.eval_files else "eval_data_sources"
             raise ValueError(
-                f"`{name}` is {apart!r} and `eval_split_fraction` {self.eval_split_fraction:g}. "
+                f"`{name}` is {separate!r} and `eval_split_fraction` {self.eval_split_fraction:g}. "
                 "Evaluation reads files of its own, or documents that are held out: give one of "
                 "the two."
             )
@@ -176,7 +187,7 @@ class Config(ConfigKeys):
             )
 
     def _check_flax(self) -> None:
-        """What a decoder of Flax modules cannot do, or only such a decoder can."""
+        """Refuses what a decoder of Flax modules cannot do, and what only such a decoder can."""
         if self.pure_nnx_decoder != (self.enable_nnx is True):
             raise ValueError(
                 f"`pure_nnx_decoder` is {self.pure_nnx_decoder} and `enable_nnx` {self.enable_nnx}."
@@ -212,25 +223,32 @@ class Config(ConfigKeys):
             )
 
     def _check_no_offload(self) -> None:
-        """What one program of a rank leaves for another one stays where programs return it."""
-        places = {tensor: getattr(self, tensor) for tensor in TENSORS}
-        _, offloaded = kept_names(self.remat_policy, places)
+        """Refuses offloading with MPMD: residuals between a rank's programs stay on the device."""
+        locations = {tensor: getattr(self, tensor) for tensor in TENSORS}
+        _, offloaded = kept_names(self.remat_policy, locations)
         if offloaded:
             raise ValueError(
                 f"`pipeline_engine` is 'mpmd' and `remat_policy` {self.remat_policy!r} offloads "
                 f"{', '.join(offloaded)}, but what its programs leave for each other stays on the "
-                "device. Give a policy that keeps tensors there, or choose another engine."
+                "device. Give a policy that saves tensors there, or choose another engine."
             )
 
 
 def parse_xla_flags(flags: str) -> dict[str, str]:
-    """What `jax.jit` takes as `compiler_options`.
+    """Parses XLA flags into options of the compiler.
 
     Args:
-        flags: Such as `--xla_a=true --xla_b=2`; `--xla_a` alone means true. XLA checks the names.
+        flags: For example `--xla_a=true --xla_b=2`; `--xla_a` alone means true. XLA checks names.
+
+    Returns:
+        Options by name, as `jax.jit` takes them as `compiler_options`.
 
     Raises:
-        ValueError: If a word is no flag, or one comes twice.
+        ValueError: If a word is no flag, or a flag is given twice.
+
+    Example:
+        >>> parse_xla_flags("--xla_a --xla_b=2")
+        {'xla_a': 'true', 'xla_b': '2'}
     """
     options: dict[str, str] = {}
     for word in flags.split():

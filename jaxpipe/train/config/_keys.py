@@ -1,6 +1,6 @@
 """Every key of a training run: its name (MaxText's where MaxText has one), type, range and default.
 
-What a key means stands beside it in `base.yml`, which has the same keys and the same defaults.
+`base.yml` has the same keys with the same defaults, and says what each means.
 """
 
 from collections.abc import Collection
@@ -15,7 +15,7 @@ from ..optim._optimizer import LEARNING_RATE_SHAPES
 
 
 def _to_tuples(value: Any) -> Any:
-    """Lists, at any depth, as tuples: a config is frozen all the way down."""
+    """Converts lists, at any depth, to tuples: a config is frozen all the way down."""
     return tuple(_to_tuples(item) for item in value) if isinstance(value, list | tuple) else value
 
 
@@ -70,7 +70,7 @@ LearningRateShape = Annotated[str, _one_of(LEARNING_RATE_SHAPES)]
 
 
 class ConfigKeys(BaseModel):
-    """The keys by themselves; `Config` is what they must say together."""
+    """The keys by themselves; `Config` adds the checks across keys."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()

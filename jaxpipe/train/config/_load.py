@@ -1,4 +1,4 @@
-"""One config from many sources, weakest first: base.yml, the model's preset, files, overrides."""
+"""Merges a config from many sources; from weak to strong: base.yml, preset, files, overrides."""
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -19,7 +19,7 @@ _TEXT_KEYS = {name for name, field in Config.model_fields.items() if field.annot
 """Keys whose value is text even if it looks like a number, as in `run_name=7`."""
 
 _MAX_PROBLEMS = 8
-"""The most problems that one error lists, a line each."""
+"""The most problems that one error lists, one line each."""
 
 
 def load_config(
@@ -28,7 +28,7 @@ def load_config(
     *,
     presets: Mapping[str, Mapping[str, Any]],
 ) -> Config:
-    """Reads a config.
+    """Loads a config from base.yml, a model's preset, files and overrides.
 
     From weak to strong: base.yml, the preset that `model_name` names (which may itself come from a
     file or an override), the files in order, the overrides in order.
@@ -36,11 +36,18 @@ def load_config(
     Args:
         files: YAML files, each a mapping from keys to values.
         overrides: `key=value` strings; the value is YAML.
-        presets: Values of each model by its name.
+        presets: Values of the keys of each model, by its name.
+
+    Returns:
+        The config, checked.
 
     Raises:
         ValueError: If a file is not a YAML mapping, a key or model is unknown, or a value has the
-            wrong type or range; all wrong values at once, each with where it came from.
+            wrong type or range; it lists all wrong values, each with its source.
+
+    Example:
+        >>> load_config([], ["steps=3"], presets={"llama-tiny": {}}).steps
+        3
     """
     base = parse_yaml(base_yaml(), "base.yml")
     given = [(fspath(file), _read_yaml(fspath(file))) for file in files]
@@ -52,12 +59,22 @@ def load_config(
 
 
 def base_yaml() -> str:
-    """The text of base.yml: every key, its default and what it means."""
+    """Returns the text of base.yml: every key, its default and its meaning."""
     return resources.files("jaxpipe.train.config").joinpath("base.yml").read_text(encoding="utf-8")
 
 
 def parse_override(text: str) -> ConfigValues:
-    """`key=value` as a mapping with one key. No value at all is the empty string."""
+    """Parses an override; without a value, the value is the empty string.
+
+    Args:
+        text: `key=value`, where the value is YAML.
+
+    Returns:
+        A mapping with one key.
+
+    Raises:
+        ValueError: If the text has another form, or the value is not YAML.
+    """
     key, equals, value = text.partition("=")
     if not (key and equals):
         raise ValueError(f"The override {short_repr(text)} is not `key=value`, such as `steps=10`.")
@@ -67,7 +84,18 @@ def parse_override(text: str) -> ConfigValues:
 
 
 def parse_yaml(text: str, source: str) -> ConfigValues:
-    """A YAML mapping. `source` names it in errors."""
+    """Parses a YAML text of a config.
+
+    Args:
+        text: A YAML mapping; the empty text is an empty mapping.
+        source: The name of the text in errors.
+
+    Returns:
+        Values by key.
+
+    Raises:
+        ValueError: If the text is not a YAML mapping.
+    """
     values = load_yaml(text, source, text_keys=_TEXT_KEYS)
     if values is None:
         return {}
@@ -93,7 +121,11 @@ def _preset(name: Any, presets: Mapping[str, Mapping[str, Any]]) -> ConfigValues
 
 
 def check_values(values: ConfigValues, source: str) -> None:
-    """Raises ValueError if some keys' values are wrong, or do not fit together."""
+    """Checks that the values of some keys are valid, each and together.
+
+    Raises:
+        ValueError: If they are not; the message names `source`.
+    """
     _validated([(source, values)])
 
 
@@ -116,7 +148,7 @@ def _validated(sources: Sequence[tuple[str, ConfigValues]]) -> Config:
 
 
 def _unknown_key_advice(key: str) -> str:
-    """Returns what to write instead of an unknown key."""
+    """Returns advice for an unknown key."""
     text = maxtext_advice(key)
     if text is not None:
         return f" MaxText has it. {text}"
@@ -131,7 +163,7 @@ def _did_you_mean(name: str, valid: Mapping[str, Any]) -> str:
 def _validation_message(
     error: ValidationError, values: ConfigValues, origin: Mapping[str, str]
 ) -> str:
-    """One line for each wrong key, or for what does not fit together."""
+    """Formats a validation error with one line for each wrong key or failed check across keys."""
     lines: dict[str, list[str]] = {}
     for detail in error.errors(include_url=False, include_context=False, include_input=False):
         key = str(detail["loc"][0]) if detail["loc"] else ""
@@ -144,13 +176,13 @@ def _validation_message(
 
 
 def _source_path(path: tuple[int | str, ...]) -> str:
-    """Where in a list of sources something is wrong: "`[0].files`: "."""
+    """Formats the path of a wrong value in a list of sources: "`[0].files`: "."""
     names = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return f"`{names}`: " if names else ""
 
 
 def _expected_value(messages: Sequence[str]) -> str:
-    """Pydantic's "Input should be 'auto'", "Input should be a bool" as one sentence."""
+    """Joins Pydantic's "Input should be 'auto'", "Input should be a bool" into one sentence."""
     start = "Input should be "
     first, *others = dict.fromkeys(messages[:_MAX_PROBLEMS])
     expected = " or ".join([first, *(message.removeprefix(start) for message in others)])

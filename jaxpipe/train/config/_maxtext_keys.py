@@ -1,6 +1,6 @@
-"""Keys of MaxText that jaxpipe does not have, and what to write instead.
+"""MaxText's keys that jaxpipe does not have, with advice on what to write instead.
 
-Every key of MaxText 0.2.5 is here, except those that have the same name and meaning in base.yml.
+Every key of MaxText 0.2.5 is listed, except those with the same name and meaning in base.yml.
 """
 
 import re
@@ -375,13 +375,13 @@ ADVICE_BY_PATTERN: dict[str, str] = {
 
 
 def maxtext_advice(key: str) -> str | None:
-    """Returns what to write instead of a key of MaxText.
+    """Returns advice on what to write instead of a key of MaxText.
 
     Args:
         key: The key.
 
     Returns:
-        A sentence; None if the key is not listed here.
+        A sentence; None if the key is not listed.
     """
     if key in ADVICE:
         return ADVICE[key]

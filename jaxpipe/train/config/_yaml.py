@@ -14,7 +14,7 @@ import yaml
 from ..._input import MEGABYTE, short_repr
 
 MAX_YAML_BYTES = MEGABYTE
-"""The most bytes of one text. The parser needs some 15 seconds for so many."""
+"""The most bytes of one text. The parser needs some 15 seconds for a text of that size."""
 
 _MAX_NODES = 500_000
 """The most scalars, lists and mappings of one text, counted again wherever an alias repeats one."""
@@ -25,12 +25,15 @@ _NULL, _BOOL, _INT, _FLOAT, _TEXT, _MERGE = (
 
 
 def load_yaml(text: str, source: str, *, text_keys: Collection[str] = ()) -> Any:
-    """Returns the value of a YAML text.
+    """Parses a YAML text as plain data.
 
     Args:
         text: The text.
         source: The name of the text in errors.
         text_keys: Keys of the outermost mapping whose numbers are returned as text.
+
+    Returns:
+        The value: None for the empty text, else a scalar, a list or a dict.
 
     Raises:
         ValueError: If the text is too long, is not YAML, asks for Python objects, repeats a key,
@@ -60,7 +63,7 @@ def load_yaml(text: str, source: str, *, text_keys: Collection[str] = ()) -> Any
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML with numbers as people write them."""
+    """A loader of safe YAML that reads numbers as people write them."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012, as its parent has it
         first: [(tag, regexp) for tag, regexp in resolvers if tag in (_NULL, _BOOL, _MERGE)]
@@ -118,28 +121,28 @@ _Loader.yaml_constructors = {
 } | dict.fromkeys((_INT, _FLOAT, _BOOL), _Loader.construct_number_or_bool)
 
 
-def _count_nodes(node: yaml.Node, counts: dict[int, int], above: frozenset[int]) -> int:
-    """Returns the number of nodes of a tree; more than `_MAX_NODES` if it contains itself."""
-    if id(node) in above:
+def _count_nodes(node: yaml.Node, counts: dict[int, int], ancestors: frozenset[int]) -> int:
+    """Counts the nodes of a tree; returns more than `_MAX_NODES` if it contains itself."""
+    if id(node) in ancestors:
         return _MAX_NODES + 1
     if id(node) not in counts:
-        above = above | {id(node)} if not isinstance(node, yaml.ScalarNode) else above
+        ancestors = ancestors | {id(node)} if not isinstance(node, yaml.ScalarNode) else ancestors
         children = node.value if isinstance(node, yaml.SequenceNode) else ()
         if isinstance(node, yaml.MappingNode):
             children = [child for pair in node.value for child in pair]
-        counts[id(node)] = 1 + sum(_count_nodes(child, counts, above) for child in children)
+        counts[id(node)] = 1 + sum(_count_nodes(child, counts, ancestors) for child in children)
     return counts[id(node)]
 
 
 def _tag_numbers_as_text(node: yaml.Node, keys: Collection[str]) -> None:
-    """Turns numbers of these keys of the outermost mapping into text."""
+    """Tags numbers of these keys of the outermost mapping as text."""
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         if key.value in keys and value.tag in (_INT, _FLOAT):
             value.tag = _TEXT
 
 
 def _describe_syntax_error(error: yaml.MarkedYAMLError) -> str:
-    """Returns the problem with its line, without the text around it."""
+    """Describes the problem and its line, without the text around it."""
     mark = error.problem_mark or error.context_mark
     place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
     problem = ", ".join(part for part in (error.context, error.problem) if part)
