@@ -1,4 +1,4 @@
-"""`python -m jaxpipe`"""
+"""Runs the command `jaxpipe` for `python -m jaxpipe`."""
 
 from .cli import script
 

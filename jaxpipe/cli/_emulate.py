@@ -1,4 +1,4 @@
-"""Emulated CPU devices: the one place that sets XLA's flags for them."""
+"""Emulates CPU devices; no other module sets XLA's flags for them."""
 
 import os
 from collections.abc import Mapping
@@ -13,13 +13,21 @@ _FLAGS = {
 }
 
 
-# A program of several devices whose input has come on one of them waits in a thread of XLA's pool
-# for the others. With as few threads as cores all may wait for what needs a thread to arrive.
+# A program of several devices waits in a thread of XLA's pool until its inputs are on all of them.
+# If the pool has only as many threads as cores, all may wait for inputs that need a thread too.
 _THREADS = 64
 
 
-def emulation(num_devices: int, given: Mapping[str, str]) -> dict[str, str]:
-    """What a process's environment needs for that many devices, besides what is `given` in it."""
+def emulation_environment(num_devices: int, given: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment variables that make a process see emulated devices.
+
+    Args:
+        num_devices: The number of emulated devices.
+        given: The environment so far. Its flags for XLA are kept, and win.
+
+    Returns:
+        New values of `XLA_FLAGS` and `NPROC`.
+    """
     flags = {"xla_force_host_platform_device_count": str(num_devices), **_FLAGS}
     old = given.get("XLA_FLAGS", "")
     added = [f"--{name}={value}" for name, value in flags.items() if name not in old]
@@ -30,12 +38,21 @@ def emulation(num_devices: int, given: Mapping[str, str]) -> dict[str, str]:
 def emulate_devices(num_devices: int) -> None:
     """Makes this process see `num_devices` CPU devices instead of one.
 
-    Call it before JAX first touches a device. Other flags already in `XLA_FLAGS` win.
+    Call it before JAX first uses a device. Other flags already in `XLA_FLAGS` win.
+
+    Args:
+        num_devices: The number of emulated devices.
 
     Raises:
-        ValueError: If it is too late, or `XLA_FLAGS` already asks for another number.
+        ValueError: If JAX has used devices before, or `XLA_FLAGS` asks for another number.
+
+    Example:
+        >>> import jax
+        >>> emulate_devices(8)
+        >>> jax.device_count()
+        8
     """
-    os.environ |= emulation(num_devices, os.environ)
+    os.environ |= emulation_environment(num_devices, os.environ)
     import jax  # not at the top: commands that need no devices start faster without it
 
     jax.config.update("jax_platforms", "cpu")

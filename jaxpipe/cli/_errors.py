@@ -20,9 +20,8 @@ _NO_MEMORY = (
     "for activations. Make them smaller, or use more devices."
 )
 
-SHOW = "JAXPIPE_TRACEBACK"
+TRACEBACK_VARIABLE = "JAXPIPE_TRACEBACK"
 """The environment variable that lets a command print the traceback."""
-
 
 _told: set[str] = set()
 """Failures of threads that have been printed."""
@@ -59,7 +58,7 @@ def _tell_of_failure(kind: type[BaseException], error: BaseException | None) -> 
 
 
 def is_run_error(error: BaseException) -> bool:
-    """Returns whether a run has ended for a reason that needs no traceback."""
+    """Returns whether an exception has ended a run for a reason that needs no traceback."""
     from ..data import LostFileError
     from ..mpmd import MpmdError
     from ..train import RunError  # not at the top: they import JAX
@@ -67,7 +66,7 @@ def is_run_error(error: BaseException) -> bool:
     return isinstance(error, RunError | MpmdError | LostFileError | DiskError)
 
 
-def tell(error: BaseException, command: str) -> int:
+def report_error(error: BaseException, command: str) -> int:
     """Prints one message for an error that has ended a command, and returns the exit code.
 
     Args:
@@ -84,7 +83,7 @@ def tell(error: BaseException, command: str) -> int:
         return _fail(f"{name}{error.strerror}.", code=2 if error.errno in PATH_ERRORS else 1)
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)[:1000]:
         return _fail(f"{_NO_MEMORY} ({shorten(str(error) or 'MemoryError', 500)})", code=1)
-    if "No such compile option" in str(error):  # what JAX makes of XLA's error
+    if "No such compile option" in str(error):  # JAX wraps the error of XLA
         return _fail(f"`compile_xla_flags` has an option that XLA does not know: {error}")
     if isinstance(error, RuntimeError) and is_run_error(error):
         return _fail(str(error), code=1)
@@ -106,7 +105,7 @@ def _tell_unexpected(error: BaseException, command: str) -> int:
     Returns:
         The exit code 1.
     """
-    if os.environ.get(SHOW):
+    if os.environ.get(TRACEBACK_VARIABLE):
         traceback.print_exception(error)
     what = clause(f"{type(error).__name__}: {error}")
     print(
@@ -132,4 +131,6 @@ def _where_to_look(error: BaseException) -> str:
             file.write(text)
         return f"Please report it with {file.name}, which has the whole traceback."
     except OSError:
-        return f"Run it again with {SHOW}=1 to see the traceback, and report it, please."
+        return (
+            f"Run it again with {TRACEBACK_VARIABLE}=1 to see the traceback, and report it, please."
+        )

@@ -40,6 +40,12 @@ def unwinding() -> Iterator[None]:
     """Lets SIGINT raise KeyboardInterrupt inside, so that the code inside removes its files.
 
     An error that the interrupt causes becomes KeyboardInterrupt too.
+
+    Yields:
+        None.
+
+    Raises:
+        KeyboardInterrupt: If SIGINT has come.
     """
     _unwinds.set()
     try:

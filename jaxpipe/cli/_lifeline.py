@@ -42,6 +42,9 @@ class Lifelines:
             environment: The environment of the process.
             options: Further arguments of `subprocess.Popen`.
 
+        Returns:
+            The process.
+
         Raises:
             OSError: If the process cannot be started.
         """

@@ -1,4 +1,4 @@
-"""`jaxpipe COMMAND`: finds the command and turns what a user did wrong into one message."""
+"""Runs `jaxpipe COMMAND`, and reports a user's mistake in one message."""
 
 import argparse
 import io
@@ -8,18 +8,18 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from .._input import short_repr
-from ._errors import hide_logged_tracebacks, tell
+from ._errors import hide_logged_tracebacks, report_error
 from ._interrupts import INTERRUPTED, say_interrupted, watch_interrupts
 from ._options import Parser
 
 
 def commands() -> tuple[Callable[[argparse._SubParsersAction], None], ...]:
-    """One function per command, which registers a parser.
+    """Returns one function per command, which registers a parser.
 
-    The parser's `func` default takes the parsed arguments and returns the exit code. What is slow
-    to import, such as JAX, that function imports.
+    The parser's `func` default takes the parsed arguments and returns the exit code. It imports
+    slow modules, such as JAX, itself.
     """
-    # Not at the top: `jaxpipe.cli` also has `emulate_devices`, which must run before all else.
+    # Not at the top: `jaxpipe.cli` also has `emulate_devices`, which must run before other imports.
     from .commands import _compile, _convert, _launch, _report, _schedule, _tokenize, _train
 
     return (
@@ -34,14 +34,14 @@ def commands() -> tuple[Callable[[argparse._SubParsersAction], None], ...]:
 
 
 def script() -> NoReturn:
-    """The command `jaxpipe`."""
+    """Runs the command `jaxpipe` with the arguments of this process, and exits."""
     watch_interrupts()
     hide_logged_tracebacks()
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
     if code in (1, INTERRUPTED):
-        # At once: threads of a save that failed would have more to say than the reason.
+        # At once: threads of a failed save would print more errors after the reason.
         os._exit(code)
     sys.exit(code)
 
@@ -61,6 +61,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     Args:
         argv: The words after `jaxpipe`, or None for those of this process.
 
+    Returns:
+        The arguments; `func` is the function to call with them.
+
     Raises:
         SystemExit: If an argument is unknown or wrong, after a message.
     """
@@ -74,9 +77,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command and returns its exit code: 2 where the user has to change something.
+    """Runs a command of jaxpipe.
 
-    1 where a run ends before its time for a reason that it names, 130 after Ctrl-C.
+    Args:
+        argv: The words after `jaxpipe`, or None for those of this process.
+
+    Returns:
+        The exit code: 0 for success, 2 if the user has to change something, 1 if a run ends early
+        for a reason that it prints, 130 after Ctrl-C.
+
+    Raises:
+        SystemExit: If an argument is unknown or wrong, after a message.
+
+    Example:
+        >>> main(["schedule", "export", "gpipe", "--ranks=2", "--microbatches=2"])
+        0F0,0F1,0B0,0B1
+        1F0,1F1,1B0,1B1
+        0
     """
     args = parse(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -88,8 +105,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return say_interrupted()
     except BrokenPipeError:
-        # Whoever reads the output has enough. What is left must not be flushed at exit.
+        # The reader of the output has closed it. The rest must not be flushed at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        return tell(error, args.command)
+        return report_error(error, args.command)

@@ -20,17 +20,39 @@ class Parser(argparse.ArgumentParser):
 
 
 def integer(least: int, most: int) -> Callable[[str], int]:
-    """Returns a function that parses an option, an integer from `least` to `most`."""
+    """Returns a function that parses an option, an integer from `least` to `most`.
+
+    Args:
+        least: The smallest valid value.
+        most: The largest valid value.
+
+    Returns:
+        A function for the argument `type` of `add_argument`.
+    """
     return _number(int, "an integer", least, most)
 
 
 def number(least: float, most: float) -> Callable[[str], float]:
-    """Returns a function that parses an option, a number from `least` to `most`."""
+    """Returns a function that parses an option, a number from `least` to `most`.
+
+    Args:
+        least: The smallest valid value.
+        most: The largest valid value.
+
+    Returns:
+        A function for the argument `type` of `add_argument`.
+    """
     return _number(float, "a number", least, most)
 
 
 def text(value: str) -> str:
     """Reads an option that is a name.
+
+    Args:
+        value: The option as given.
+
+    Returns:
+        The name, unchanged.
 
     Raises:
         ArgumentTypeError: If it is empty, too long, or not printable.
@@ -42,6 +64,12 @@ def text(value: str) -> str:
 
 def path(value: str) -> Path:
     """Reads an option that is a path.
+
+    Args:
+        value: The option as given.
+
+    Returns:
+        The path.
 
     Raises:
         ArgumentTypeError: If it is empty, is not UTF-8, or has a null character.

@@ -1,4 +1,4 @@
-"""The processes of a job: how one joins the others, and leaves them when it fails."""
+"""Joins a process with the others of its job, and ends it without them when it fails."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ._errors import tell
+from ._errors import report_error
 from ._interrupts import say_interrupted
 
 ADDRESS, BIND_ADDRESS = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS"
@@ -21,12 +21,12 @@ HEARTBEAT_SECONDS = 60
 def join_processes(*, detect: bool) -> None:
     """Connects this process with the others of its job, if there are any, before it uses devices.
 
-    It is one of several if `JAXPIPE_NUM_PROCESSES` says how many there are, `JAXPIPE_PROCESS_ID`
-    which of them it is, and `JAX_COORDINATOR_ADDRESS` the host:port at which process 0 is reached.
+    `JAXPIPE_NUM_PROCESSES` has the number of processes, `JAXPIPE_PROCESS_ID` the index of this
+    one, and `JAX_COORDINATOR_ADDRESS` the host:port at which process 0 is reached.
 
     Args:
-        detect: Whether it is one without these: of a job of SLURM, Kubernetes, Open MPI or a TPU
-            pod, of which JAX reads everything from the environment.
+        detect: Whether to join a job of SLURM, Kubernetes, Open MPI or a TPU pod if these variables
+            are not set. JAX reads everything about it from the environment.
 
     Raises:
         ValueError: If a variable of the environment is missing or has a wrong value.
@@ -92,6 +92,9 @@ def _bind_address(address: str) -> str | None:
     Returns None if this host does not have that address, as behind network address translation:
     then process 0 listens at all addresses of its host, and a message says so. Returns None too if
     `JAX_COORDINATOR_BIND_ADDRESS` is set, which JAX reads itself.
+
+    Raises:
+        ValueError: If another program listens at that address.
     """
     if BIND_ADDRESS in os.environ:
         return None  # JAX reads it
@@ -120,9 +123,13 @@ def _bind_address(address: str) -> str | None:
 
 @contextmanager
 def leaving_on_error() -> Iterator[None]:
-    """Ends the process if something fails that the others of its job do not know of.
+    """Ends the process at once on an error inside, if its job has other processes.
 
-    They wait for it somewhere, so it must not wait for them, as JAX does at exit.
+    The others wait for this process in a collective, so it must not wait for them, as JAX does at
+    exit.
+
+    Yields:
+        None.
     """
     try:
         yield
@@ -133,7 +140,7 @@ def leaving_on_error() -> Iterator[None]:
             raise
         if isinstance(error, KeyboardInterrupt):
             os._exit(say_interrupted())
-        code = tell(error, "train")
+        code = report_error(error, "train")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -1,16 +1,16 @@
-"""`[CONFIG.yml ...] [key=value ...]`: how commands are told what to run."""
+"""Reads the settings of a run, `[CONFIG.yml ...] [key=value ...]`, from a command line."""
 
 import argparse
 from typing import TYPE_CHECKING
 
 from .._input import is_file
 
-if TYPE_CHECKING:  # the imports that take long happen when a command runs
+if TYPE_CHECKING:  # slow imports happen when a command runs
     from ..train import Config
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Adds the positional arguments."""
+    """Adds the positional arguments to the parser of a command."""
     parser.add_argument(
         "settings",
         nargs="*",
@@ -20,7 +20,13 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def read_settings(settings: list[str]) -> "Config":
-    """The config they make; pairs win over files.
+    """Reads settings; pairs win over files.
+
+    Args:
+        settings: Names of files, and pairs `key=value`.
+
+    Returns:
+        The config.
 
     Raises:
         ValueError: If one of them is wrong.

@@ -1,4 +1,4 @@
-"""What a compiled step communicates: every collective, with the trip counts of its loops applied.
+"""Counts the collectives of a compiled step, with the trip counts of its loops applied.
 
 XLA's own cost analysis counts the body of a loop once.
 """
@@ -9,35 +9,35 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from ._collectives import KINDS, Collective, collective
-from ._hlo import Instruction, called, callee, op_name, parse
+from ._collectives import KINDS, Collective, starting_collective
+from ._hlo import Instruction, called_computations, callee, op_name, parse_hlo
 from ._trips import (
     Scope,
-    enter,
-    enter_branch,
-    enter_loop,
+    branch_scope,
+    call_scope,
+    loop_scope,
     trip_count,
     unknown_argument,
 )
 
 
 @dataclass(frozen=True)
-class Site:
+class CollectiveSite:
     """One collective of the program text.
 
     Attributes:
         kind: One of `KINDS`.
-        name: Its instruction.
-        shape: Of its result.
-        result_bytes: Of one execution, on one device.
-        executions: How often a step runs it; at least once where a trip count is unknown.
+        name: The name of its instruction.
+        shape: The shape of its result, as XLA writes it, without layouts.
+        result_bytes: Bytes of the result of one execution, on one device.
+        executions: How often a step executes it. A loop with an unknown trip count counts once.
         asynchronous: Whether other instructions may run between its start and its end.
         loops: Names of the loops around it, outermost first.
-        conditional: Whether it is in a branch; then `executions` counts as if always taken, unless
-            the conditional is in a name scope `taken_3_of_10`.
+        conditional: Whether it is in a branch; then `executions` counts as if the branch were
+            always taken, unless the conditional is in a name scope `taken_3_of_10`.
         across_slices: Whether it crosses the network between slices.
-        groups: The devices that talk, as XLA writes them.
-        op_name: Where it comes from in the Python program.
+        groups: The devices that communicate, as XLA writes them.
+        op_name: The `op_name` in its metadata: the place in the Python program.
     """
 
     kind: str
@@ -54,8 +54,15 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Loop:
-    """One while loop: how often its body runs, or None, and the loops around it."""
+class WhileLoop:
+    """One while loop of the program text.
+
+    Attributes:
+        name: The name of its instruction.
+        trips: How often its body runs each time, or None if the text does not tell.
+        loops: Names of the loops around it, outermost first.
+        op_name: The `op_name` in its metadata: the place in the Python program.
+    """
 
     name: str
     trips: int | None
@@ -65,15 +72,29 @@ class Loop:
 
 @dataclass(frozen=True)
 class Audit:
-    """Everything a step communicates, and its loops, in program order."""
+    """The collectives and the loops of a step, in program order.
 
-    sites: tuple[Site, ...]
-    loops: tuple[Loop, ...]
+    Attributes:
+        sites: Its collectives.
+        loops: Its while loops.
+    """
+
+    sites: tuple[CollectiveSite, ...]
+    loops: tuple[WhileLoop, ...]
 
 
 @dataclass(frozen=True)
-class Total:
-    """The sum over sites, per step and device. Bytes are those of results."""
+class CollectiveTotals:
+    """The sum over several collectives, per step and device.
+
+    Attributes:
+        sites: How many collectives the program text has.
+        executions: How many collectives a step executes.
+        result_bytes: Bytes of the results of all executions.
+        asynchronous_bytes: The part of them that asynchronous collectives move.
+        in_loops_bytes: The part of them that collectives inside loops move.
+        across_slices_bytes: The part of them that crosses the network between slices.
+    """
 
     sites: int
     executions: int
@@ -88,28 +109,41 @@ def audit(hlo_text: str) -> Audit:
 
     A loop multiplies by its trip count. Of the branches of a conditional, the one that moves most
     bytes counts: every time, or as often as a name scope says that it is taken. An asynchronous
-    collective is one, however many instructions XLA made of it.
+    collective counts once, however many instructions XLA made of it.
 
     Args:
-        hlo_text: `compiled.as_text()`.
+        hlo_text: The text of a compiled program, `compiled.as_text()`.
+
+    Returns:
+        The collectives and the loops, in program order.
 
     Raises:
         ValueError: If the text is not that of a compiled program.
+
+    Example:
+        >>> import jax
+        >>> mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+        >>> spec = jax.sharding.PartitionSpec("x")
+        >>> sharding = jax.sharding.NamedSharding(mesh, spec)
+        >>> x = jax.ShapeDtypeStruct((8,), "float32", sharding=sharding)
+        >>> compiled = jax.jit(lambda x: x.sum()).lower(x).compile()
+        >>> [(site.kind, site.shape) for site in audit(compiled.as_text()).sites]
+        [('all-reduce', 'f32[]')]
     """
-    module = parse(hlo_text)
+    module = parse_hlo(hlo_text)
     scope = Scope(module, module.entry, unknown_argument)
-    found = tuple(_walk(scope, _Place(1, Fraction(1), (), False, False, False, "")))
-    sites = tuple(item for item in found if isinstance(item, Site))
-    return Audit(sites, tuple(item for item in found if isinstance(item, Loop)))
+    found = tuple(_walk(scope, _CallContext(1, Fraction(1), (), False, False, False, "")))
+    sites = tuple(item for item in found if isinstance(item, CollectiveSite))
+    return Audit(sites, tuple(item for item in found if isinstance(item, WhileLoop)))
 
 
-def total(sites: tuple[Site, ...]) -> Total:
-    """Sums up sites."""
+def add_up(sites: tuple[CollectiveSite, ...]) -> CollectiveTotals:
+    """Adds up collectives."""
 
-    def moved(chosen: list[Site]) -> int:
+    def moved(chosen: list[CollectiveSite]) -> int:
         return sum(site.executions * site.result_bytes for site in chosen)
 
-    return Total(
+    return CollectiveTotals(
         len(sites),
         sum(site.executions for site in sites),
         moved(list(sites)),
@@ -119,24 +153,38 @@ def total(sites: tuple[Site, ...]) -> Total:
     )
 
 
-def totals(audit: Audit) -> dict[str, Total]:
-    """A total for each kind that occurs, in the order of `KINDS`."""
+def totals(audit: Audit) -> dict[str, CollectiveTotals]:
+    """Returns the sum for each kind of collective that occurs.
+
+    Args:
+        audit: The collectives of a step.
+
+    Returns:
+        A sum for each kind, such as `all-gather`, in the order of `KINDS`.
+    """
     present = [kind for kind in KINDS if any(site.kind == kind for site in audit.sites)]
-    return {kind: total(tuple(s for s in audit.sites if s.kind == kind)) for kind in present}
+    return {kind: add_up(tuple(s for s in audit.sites if s.kind == kind)) for kind in present}
 
 
 def uncounted_loops(audit: Audit) -> tuple[str, ...]:
-    """Loops with collectives inside whose trip count is unknown: these are counted once."""
+    """Returns the loops with collectives inside whose trip count is unknown.
+
+    Args:
+        audit: The collectives and loops of a step.
+
+    Returns:
+        The sorted names of the loops. What they contain is counted once.
+    """
     unknown = {loop.name for loop in audit.loops if loop.trips is None}
     around = {name for site in audit.sites for name in site.loops}
     return tuple(sorted(unknown & around))
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a computation stands in the step.
+class _CallContext:
+    """The context that a computation is called in.
 
-    `executions` are those if every branch were taken, and `taken` of them are.
+    `executions` counts as if every branch were taken; the share `taken` of them really runs.
     """
 
     executions: int
@@ -148,82 +196,82 @@ class _Place:
     op_name: str
 
 
-_Found = Iterator[Site | Loop]
+_Found = Iterator[CollectiveSite | WhileLoop]
 
 
-def _walk(scope: Scope, place: _Place) -> _Found:
+def _walk(scope: Scope, context: _CallContext) -> _Found:
     for instruction in scope.computation.instructions.values():
-        found = collective(scope.computation, instruction, fused=place.fused)
+        found = starting_collective(scope.computation, instruction, fused=context.fused)
         if found is not None:
-            yield _site(found, place)
+            yield _site(found, context)
         elif instruction.opcode == "while":
-            yield from _loop(scope, instruction, place)
+            yield from _loop(scope, instruction, context)
         elif instruction.opcode == "conditional":
-            yield from _largest_branch(scope, instruction, place)
+            yield from _largest_branch(scope, instruction, context)
         elif instruction.opcode in _CALLS:
-            inside = enter(scope, instruction, callee(instruction))
-            yield from _walk(inside, _called_place(place, instruction))
+            inside = call_scope(scope, instruction, callee(instruction))
+            yield from _walk(inside, _called_context(context, instruction))
 
 
 _CALLS = ("call", "fusion", "call-start", "async-start")
 
 
-def _called_place(place: _Place, call: Instruction) -> _Place:
+def _called_context(context: _CallContext, call: Instruction) -> _CallContext:
     return replace(
-        place,
-        asynchronous=place.asynchronous or call.opcode.endswith("-start"),
+        context,
+        asynchronous=context.asynchronous or call.opcode.endswith("-start"),
         fused=call.opcode == "fusion",
-        op_name=op_name(call) or place.op_name,
+        op_name=op_name(call) or context.op_name,
     )
 
 
-def _site(found: Collective, place: _Place) -> Site:
-    return Site(
+def _site(found: Collective, context: _CallContext) -> CollectiveSite:
+    return CollectiveSite(
         found.kind,
         found.name,
         found.shape,
         found.result_bytes,
-        math.ceil(place.executions * place.taken),
-        found.asynchronous or place.asynchronous,
-        place.loops,
-        place.conditional,
+        math.ceil(context.executions * context.taken),
+        found.asynchronous or context.asynchronous,
+        context.loops,
+        context.conditional,
         found.across_slices,
         found.groups,
-        found.op_name or place.op_name,
+        found.op_name or context.op_name,
     )
 
 
-def _loop(scope: Scope, loop: Instruction, place: _Place) -> _Found:
+def _loop(scope: Scope, loop: Instruction, context: _CallContext) -> _Found:
     trips = trip_count(scope, loop)
-    yield Loop(loop.name, trips, place.loops, op_name(loop))
+    yield WhileLoop(loop.name, trips, context.loops, op_name(loop))
     times = 1 if trips is None else trips
-    loops = (*place.loops, loop.name)
+    loops = (*context.loops, loop.name)
     # A condition is asked once more than its body runs. It seldom communicates.
     for part, executions in (("condition", times + 1), ("body", times)):
-        inside = enter_loop(scope, loop, called(loop, part)[0])
-        executions *= place.executions
-        yield from _walk(inside, replace(place, executions=executions, loops=loops))
+        inside = loop_scope(scope, loop, called_computations(loop, part)[0])
+        executions *= context.executions
+        yield from _walk(inside, replace(context, executions=executions, loops=loops))
 
 
-def _largest_branch(scope: Scope, conditional: Instruction, place: _Place) -> _Found:
+def _largest_branch(scope: Scope, conditional: Instruction, context: _CallContext) -> _Found:
     two = ("true_computation", "false_computation")
-    names = called(conditional, "branch_computations")
-    names = names or [called(conditional, key)[0] for key in two]
+    names = called_computations(conditional, "branch_computations")
+    names = names or [called_computations(conditional, key)[0] for key in two]
     branches = []
     for index, name in enumerate(names):
-        inside = enter_branch(scope, conditional, index, name)
-        taken = min(place.taken, _taken(conditional))
-        of_branch = replace(place, conditional=True, taken=taken)
-        branches.append(tuple(_walk(inside, of_branch)))
+        inside = branch_scope(scope, conditional, index, name)
+        taken = min(context.taken, _taken(conditional))
+        branch_context = replace(context, conditional=True, taken=taken)
+        branches.append(tuple(_walk(inside, branch_context)))
     yield from max(branches, key=_size)
 
 
 def _taken(conditional: Instruction) -> Fraction:
-    """The share that its name scope says; the innermost, if there are several."""
+    """Returns the share of executions in the innermost name scope `taken_N_of_M`, 1 if none."""
     shares = re.findall(r"taken_(\d+)_of_(\d+)/", op_name(conditional))
     return Fraction(int(shares[-1][0]), int(shares[-1][1])) if shares else Fraction(1)
 
 
-def _size(found: tuple[Site | Loop, ...]) -> tuple[int, int]:
-    whole = total(tuple(item for item in found if isinstance(item, Site)))
+def _size(found: tuple[CollectiveSite | WhileLoop, ...]) -> tuple[int, int]:
+    whole = add_up(tuple(item for item in found if isinstance(item, CollectiveSite)))
     return whole.result_bytes, whole.executions

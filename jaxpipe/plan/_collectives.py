@@ -1,4 +1,4 @@
-"""Which instructions are collectives, and what they move, in the dialects of XLA's backends.
+"""Recognises collectives, and the bytes they move, in the dialects of XLA's backends.
 
 On TPUs a collective takes these forms, each of which is one collective here:
 
@@ -18,10 +18,10 @@ from ._hlo import (
     Computation,
     Instruction,
     attribute,
-    elements,
     op_name,
     plain_shape,
     shape_bytes,
+    tuple_elements,
 )
 
 KINDS = (
@@ -40,7 +40,7 @@ _CHAINED = "async_collective_fusion_config"
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective, wherever it stands. Attributes are those of `Site`."""
+    """One collective, wherever it stands. Attributes are those of `CollectiveSite`."""
 
     kind: str
     name: str
@@ -52,10 +52,19 @@ class Collective:
     op_name: str
 
 
-def collective(
+def starting_collective(
     computation: Computation, instruction: Instruction, *, fused: bool
 ) -> Collective | None:
-    """The collective that starts with `instruction`, or None. `fused`: in a fusion."""
+    """Returns the collective that starts with an instruction, or None.
+
+    Args:
+        computation: The computation of the instruction.
+        instruction: Any instruction.
+        fused: Whether the computation is the body of a fusion.
+
+    Returns:
+        The collective; None if the instruction is none or continues one.
+    """
     opcode = instruction.opcode
     kind = opcode.removesuffix("-start")
     if opcode == "recv":
@@ -94,12 +103,12 @@ def _collective(
 
 
 def _result_of_start(kind: str, shape: str) -> str:
-    """A start's shape is (operands, result, contexts ...), but an all-reduce's is its result."""
-    return shape if kind == "all-reduce" or not shape.startswith("(") else elements(shape)[1]
+    """Returns the result in a start's shape, (operands, result, ...), except for all-reduce."""
+    return shape if kind == "all-reduce" or not shape.startswith("(") else tuple_elements(shape)[1]
 
 
 def _is_continuation(computation: Computation, instruction: Instruction) -> bool:
-    """Whether this is a repetition of a collective that an earlier fusion has started."""
+    """Returns whether an earlier fusion has started this collective."""
     if _CHAINED not in instruction.attributes:
         return False
     starts = [
@@ -112,7 +121,7 @@ _SAME_DATA = {"bitcast", "copy", "reshape", "transpose", "convert", "get-tuple-e
 
 
 def _slices(computation: Computation, reduced: Instruction) -> list[Instruction]:
-    """The slices that a fused all-reduce is cut into: each device keeps only its own."""
+    """Returns the slices that a fused all-reduce is cut into: each device keeps only its own."""
     whole, slices = {reduced.name}, []
     for x in computation.instructions.values():  # operands stand before their users
         if not x.operands or x.operands[0] not in whole:
@@ -125,7 +134,10 @@ def _slices(computation: Computation, reduced: Instruction) -> list[Instruction]
 
 
 def _received(instruction: Instruction) -> Collective | None:
-    """A recv: of the network between slices, of a permute that XLA has split, or of the host."""
+    """Returns the collective of a recv, or None if it receives from the host.
+
+    A recv belongs to a transfer between slices or to a permute that XLA has split.
+    """
     transfer = _attribute_of_slices(instruction, "transfer_type")
     host = attribute(instruction, "is_host_transfer") == "true"
     if host and not transfer:
@@ -134,7 +146,7 @@ def _received(instruction: Instruction) -> Collective | None:
     return _collective(
         kind if kind in KINDS else "collective-permute",
         instruction,
-        elements(instruction.shape)[0],
+        tuple_elements(instruction.shape)[0],
         asynchronous=True,
         across=bool(transfer),
     )

@@ -1,6 +1,6 @@
-"""Optimized HLO text, as `compiled.as_text()` prints it, read into instructions by name.
+"""Reads optimized HLO text, as `compiled.as_text()` prints it, into instructions by name.
 
-Only what an audit asks about is understood: names, shapes, opcodes, operands. Attributes stay text.
+Names, shapes, opcodes and operands are parsed, as an audit needs them. Attributes stay text.
 """
 
 import math
@@ -14,12 +14,12 @@ class Instruction:
     """One line of a computation.
 
     Attributes:
-        name: Without the `%`.
-        opcode: Such as `all-gather-start`.
-        shape: With layouts, such as `(f32[8,128]{1,0:T(8,128)}, u32[])`.
-        operands: Names of its operands; of a constant or parameter, none.
+        name: Its name, without the `%`.
+        opcode: Its opcode, such as `all-gather-start`.
+        shape: Its shape with layouts, such as `(f32[8,128]{1,0:T(8,128)}, u32[])`.
+        operands: Names of its operands; empty for a constant or parameter.
         literal: The text between the parentheses.
-        attributes: The text after them.
+        attributes: The text after the parentheses.
     """
 
     name: str
@@ -55,8 +55,14 @@ _OPERAND = re.compile(r"%([^\s,(){}]+)")
 _LITERALS = ("constant", "parameter")
 
 
-def parse(hlo_text: str) -> Module:
-    """Reads a module.
+def parse_hlo(hlo_text: str) -> Module:
+    """Parses a module.
+
+    Args:
+        hlo_text: The text of a compiled program.
+
+    Returns:
+        Its computations.
 
     Raises:
         ValueError: If the text has no `ENTRY` computation.
@@ -75,7 +81,7 @@ def parse(hlo_text: str) -> Module:
 
 
 def _blocks(hlo_text: str) -> Iterator[tuple[bool, str, list[str]]]:
-    """(is it the entry, name, lines) of each computation."""
+    """Yields, for each computation, whether it is the entry, its name and its lines."""
     header, lines = None, []
     for line in hlo_text.splitlines():
         if header is None:
@@ -103,7 +109,7 @@ def _computation(name: str, lines: list[str]) -> Computation:
 
 
 def _instruction(name: str, text: str) -> Instruction:
-    """`text` is `shape opcode(operands), attributes`."""
+    """Parses `shape opcode(operands), attributes`."""
     shape_end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
     opening = text.index("(", shape_end)
     opcode, closing = text[shape_end:opening].strip(), _closing(text, opening)
@@ -113,7 +119,7 @@ def _instruction(name: str, text: str) -> Instruction:
 
 
 def _closing(text: str, opening: int) -> int:
-    """Where the parenthesis at `opening` is closed."""
+    """Returns the index at which the parenthesis at `opening` is closed."""
     depth = 0
     for found in _PARENTHESIS.finditer(text, opening):
         depth += 1 if found[0] == "(" else -1
@@ -126,13 +132,13 @@ _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([0-9,<= ]*)\]")
 
 
 def plain_shape(shape: str) -> str:
-    """A shape without its layouts: `(f32[8,128], u32[])`."""
+    """Returns a shape without its layouts: `(f32[8,128], u32[])`."""
     arrays = ", ".join(f"{dtype}[{sizes}]" for dtype, sizes in _ARRAY.findall(shape))
     return f"({arrays})" if shape.startswith("(") else arrays
 
 
 def shape_bytes(shape: str) -> int:
-    """Bytes of an array, or of all arrays of a tuple, without the padding of layouts."""
+    """Returns the bytes of an array, or of all arrays of a tuple, without padding of layouts."""
     return sum(_array_bytes(dtype, sizes) for dtype, sizes in _ARRAY.findall(shape))
 
 
@@ -144,8 +150,8 @@ def _array_bytes(dtype: str, sizes: str) -> int:
     return math.ceil(count * int(bits[1]) / 8)
 
 
-def elements(shape: str) -> list[str]:
-    """The elements of a tuple's shape."""
+def tuple_elements(shape: str) -> list[str]:
+    """Returns the elements of a tuple's shape."""
     parts, depth, start = [], 0, 1
     for found in re.finditer(r"[(){}\[\],]", shape):
         depth += {"(": 1, "{": 1, "[": 1, ",": 0}.get(found[0], -1)
@@ -156,22 +162,24 @@ def elements(shape: str) -> list[str]:
 
 
 def attribute(instruction: Instruction, name: str) -> str:
-    """The value of an attribute as text, or ""."""
+    """Returns the value of an attribute as text, or ""."""
     found = re.search(rf"\b{name}=(.*?)(?=, [a-z_]+=|$)", instruction.attributes)
     return found[1] if found else ""
 
 
-def called(instruction: Instruction, name: str) -> list[str]:
-    """Names of the computations in an attribute such as `calls` or `branch_computations`."""
+def called_computations(instruction: Instruction, name: str) -> list[str]:
+    """Returns the computations in an attribute such as `calls` or `branch_computations`."""
     return _OPERAND.findall(attribute(instruction, name))
 
 
 def callee(instruction: Instruction) -> str:
-    """The name of the computation that a fusion, a call or an asynchronous start runs."""
-    return (called(instruction, "calls") + called(instruction, "to_apply"))[0]
+    """Returns the computation that a fusion, a call or an asynchronous start runs."""
+    return (
+        called_computations(instruction, "calls") + called_computations(instruction, "to_apply")
+    )[0]
 
 
 def op_name(instruction: Instruction) -> str:
-    """Where the instruction comes from in the Python program, or ""."""
+    """Returns the place in the Python program that the instruction comes from, or ""."""
     found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.attributes)
     return found[1] if found else ""

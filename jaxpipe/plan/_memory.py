@@ -1,4 +1,4 @@
-"""What a compiled program needs on each device."""
+"""Reads the memory that a compiled program needs on each device."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes per device.
+    """The memory of a compiled program in bytes per device.
 
     Attributes:
-        argument_bytes: What the program is given: state and batch.
-        output_bytes: What it returns.
-        alias_bytes: The part of the output that lies in the space of donated arguments.
-        temp_bytes: What it needs in between.
-        peak_bytes: The most it needs at any moment.
+        argument_bytes: Its arguments: state and batch.
+        output_bytes: Its results.
+        alias_bytes: The part of the results that reuses the buffers of donated arguments.
+        temp_bytes: Its temporary buffers.
+        peak_bytes: The most that is allocated at one time.
     """
 
     argument_bytes: int
@@ -24,10 +24,24 @@ class Memory:
 
 
 def memory(compiled: Any, platform: str) -> Memory:
-    """The memory of a `jax.stages.Compiled`, for devices of `platform`: `tpu`, `gpu` or `cpu`.
+    """Returns the memory that a compiled program needs on each device.
+
+    Args:
+        compiled: A `jax.stages.Compiled`.
+        platform: The platform of its devices: `tpu`, `gpu` or `cpu`.
+
+    Returns:
+        Bytes per device.
 
     Raises:
-        ValueError: If the backend does not tell.
+        ValueError: If the backend has no memory analysis.
+
+    Example:
+        >>> import jax
+        >>> x = jax.ShapeDtypeStruct((1024,), "float32")
+        >>> compiled = jax.jit(lambda x: x * 2).lower(x).compile()
+        >>> memory(compiled, "cpu").argument_bytes
+        4096
     """
     stats = compiled.memory_analysis()
     if stats is None:
@@ -35,6 +49,6 @@ def memory(compiled: Any, platform: str) -> Memory:
     argument, output = stats.argument_size_in_bytes, stats.output_size_in_bytes
     alias, temp = stats.alias_size_in_bytes, stats.temp_size_in_bytes
     peak = getattr(stats, "peak_memory_in_bytes", 0)
-    if platform == "cpu" or not peak:  # the peak of XLA:CPU leaves out what is temporary
+    if platform == "cpu" or not peak:  # the peak of XLA:CPU leaves out temporary buffers
         peak = argument + output - alias + temp
     return Memory(argument, output, alias, temp, peak)

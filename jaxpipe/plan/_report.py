@@ -1,4 +1,4 @@
-"""What is known about a program before it runs, as a table and as JSON. MB is 1e6, GB 1e9 bytes."""
+"""Prints a compiled step as a table and as JSON. MB is 1e6, GB 1e9 bytes."""
 
 import dataclasses
 import importlib.metadata
@@ -9,23 +9,23 @@ from typing import Any
 
 import jax
 
-from ._audit import Audit, Site, Total, total, totals, uncounted_loops
+from ._audit import Audit, CollectiveSite, CollectiveTotals, add_up, totals, uncounted_loops
 from ._memory import Memory
 
 
 @dataclass(frozen=True)
-class Report:
-    """One compiled step.
+class CompileReport:
+    """A compiled step.
 
     Attributes:
-        platform: The devices it is compiled for, such as `TPU v5`.
-        num_devices: How many of them.
-        memory: Per device.
-        audit: What a step communicates.
+        platform: The kind of devices it is compiled for, such as `TPU v5`.
+        num_devices: The number of devices.
+        memory: Its memory per device.
+        audit: Its collectives and loops.
         model_flops: Floating-point operations of the model per step, over all devices.
-        compile_seconds: Lowering and compiling.
-        jax_version: The version that lowered it.
-        libtpu_version: The version that compiled it, or "" if another backend did.
+        compile_seconds: Seconds for lowering and compiling.
+        jax_version: The version of JAX that lowered it.
+        libtpu_version: The version of libtpu that compiled it; "" for another backend.
     """
 
     platform: str
@@ -38,14 +38,21 @@ class Report:
     libtpu_version: str
 
 
-def versions(platform: str) -> dict[str, str]:
-    """`jax_version` and `libtpu_version` of a report about devices of `platform`."""
+def compiler_versions(platform: str) -> dict[str, str]:
+    """Returns `jax_version` and `libtpu_version` of a report about devices of `platform`."""
     libtpu = importlib.metadata.version("libtpu") if platform == "tpu" else ""
     return {"jax_version": jax.__version__, "libtpu_version": libtpu}
 
 
-def report_json(report: Report) -> str:
-    """One JSON object: the report, with a total for each kind of collective."""
+def report_json(report: CompileReport) -> str:
+    """Returns a report as one JSON object, with a sum for each kind of collective.
+
+    Args:
+        report: A compiled step.
+
+    Returns:
+        JSON text.
+    """
     values: dict[str, Any] = dataclasses.asdict(report)
     of_kind = totals(report.audit).items()
     values["totals"] = {kind: dataclasses.asdict(sums) for kind, sums in of_kind}
@@ -53,14 +60,22 @@ def report_json(report: Report) -> str:
     return json.dumps(values, indent=2)
 
 
-def report_text(report: Report, *, num_rows: int = 12) -> str:
-    """Tables of memory, collectives, the `num_rows` that move most, and loops."""
+def report_text(report: CompileReport, *, num_rows: int = 12) -> str:
+    """Returns a report as tables of memory, collectives and loops.
+
+    Args:
+        report: A compiled step.
+        num_rows: How many of the collectives that move most bytes have a row of their own.
+
+    Returns:
+        Text for a terminal.
+    """
     parts = (_heading(report), _memory(report.memory), _totals(report.audit))
     lines = [*(line for part in parts for line in (*part, "")), *_sites(report.audit, num_rows)]
     return "\n".join([*lines, "", *_loops(report.audit)])
 
 
-def _heading(report: Report) -> Iterator[str]:
+def _heading(report: CompileReport) -> Iterator[str]:
     compiler = f", libtpu {report.libtpu_version}" if report.libtpu_version else ""
     yield f"{report.num_devices} x {report.platform}, jax {report.jax_version}{compiler}"
     yield f"compiled in {report.compile_seconds:.1f} s; {report.model_flops:.4g} model FLOPs a step"
@@ -75,11 +90,11 @@ def _memory(memory: Memory) -> Iterator[str]:
 def _totals(audit: Audit) -> list[str]:
     rows = [("collectives", "sites", "per step", "GB", "async GB", "in loops GB", "dcn GB")]
     rows += [(kind, *_numbers(sums)) for kind, sums in totals(audit).items()]
-    rows += [("all", *_numbers(total(audit.sites)))]
+    rows += [("all", *_numbers(add_up(audit.sites)))]
     return [*_table(rows), *_warnings(audit)]
 
 
-def _numbers(sums: Total) -> tuple[str, ...]:
+def _numbers(sums: CollectiveTotals) -> tuple[str, ...]:
     inside, across = sums.in_loops_bytes, sums.across_slices_bytes
     sizes = (sums.result_bytes, sums.asynchronous_bytes, inside, across)
     return (str(sums.sites), str(sums.executions), *(f"{size / 1e9:.3f}" for size in sizes))
@@ -91,11 +106,11 @@ def _warnings(audit: Audit) -> Iterator[str]:
 
 
 def _sites(audit: Audit, num_rows: int) -> list[str]:
-    """What moves most; sites that differ in nothing but their name share a row."""
-    groups: dict[tuple[str, ...], list[Site]] = {}
+    """Returns rows of the collectives that move most; those equal but for their name share one."""
+    groups: dict[tuple[str, ...], list[CollectiveSite]] = {}
     for site in audit.sites:
         groups.setdefault(_traits(site), []).append(site)
-    sums = [(total(tuple(sites)), traits) for traits, sites in groups.items()]
+    sums = [(add_up(tuple(sites)), traits) for traits, sites in groups.items()]
     sums.sort(key=lambda item: -item[0].result_bytes)
     rows: list[tuple[str, ...]] = [
         ("largest", "sites", "per step", "GB", "async", "loops", "branch", "shape", "from")
@@ -105,7 +120,7 @@ def _sites(audit: Audit, num_rows: int) -> list[str]:
     return _table(rows, left=(0, 7, 8))
 
 
-def _traits(site: Site) -> tuple[str, ...]:
+def _traits(site: CollectiveSite) -> tuple[str, ...]:
     return (
         site.kind,
         "yes" if site.asynchronous else "no",
@@ -125,14 +140,14 @@ def _loops(audit: Audit) -> list[str]:
 
 
 def _short(text: str, width: int) -> str:
-    """At most `width` characters: the first, or if `width` is negative the last."""
+    """Returns at most `width` characters: the first, or if `width` is negative the last."""
     if len(text) <= abs(width):
         return text
     return text[: width - 3] + "..." if width > 0 else "..." + text[width + 3 :]
 
 
 def _table(rows: list[tuple[str, ...]], left: Collection[int] = (0,)) -> list[str]:
-    """Aligned columns: those of `left` to the left, the others to the right."""
+    """Aligns columns: those of `left` to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -1,4 +1,4 @@
-"""The devices of a TPU topology, for compiling without any."""
+"""Describes the devices of a TPU topology, for compiling without any TPU."""
 
 import importlib.util
 from typing import Any
@@ -10,14 +10,17 @@ from .._input import clause
 
 
 def tpu_topology(name: str, num_slices: int = 1) -> list[Any]:
-    """The devices of `num_slices` slices of TPUs: they can be compiled for, not computed on.
+    """Returns TPU devices that can be compiled for, not computed on.
 
     libtpu holds the compiler. Away from TPUs set `TPU_SKIP_MDS_QUERY=1` before JAX is used, and
     `ALLOW_MULTIPLE_LIBTPU_LOAD=1` if several processes compile at a time.
 
     Args:
         name: Generation and chips, such as `v5p:2x2x1`, `v5e:4x4`, `v6e:2x4` or `tpu7x:2x2x1`.
-        num_slices: Slices, each of that size.
+        num_slices: The number of slices of that size.
+
+    Returns:
+        The devices of all slices.
 
     Raises:
         ValueError: If libtpu is missing or does not know the topology.

@@ -1,31 +1,31 @@
-"""How often a while loop runs, from its counter: where it starts, its step, and its limit.
+"""Finds how often a while loop runs, from its counter's start, step and limit.
 
-XLA:CPU writes `known_trip_count`; XLA:TPU does not, and moves limits and starts through tuples,
-copies and fusions. So values are followed to constants.
+XLA:CPU writes `known_trip_count`; XLA:TPU does not, and passes starts and limits through tuples,
+copies and fusions. So values are traced back to constants.
 """
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ._hlo import Computation, Instruction, Module, attribute, called, callee
+from ._hlo import Computation, Instruction, Module, attribute, called_computations, callee
 
 
 @dataclass(frozen=True)
-class Linear:
-    """The number `offset`, plus, if it is not None, the value of one element of a loop's carry."""
+class CarryOffset:
+    """An integer: `offset`, plus the carry's element `element` unless that is None."""
 
     element: int | None
     offset: int
 
 
-Argument = Callable[[int, int | None], Linear | None]
-"""The value of `parameter(number)`, or of one of its elements, if it is known."""
+Argument = Callable[[int, int | None], CarryOffset | None]
+"""Returns the value of `parameter(number)`, or of one of its elements, if it is known."""
 
 
 @dataclass(frozen=True)
 class Scope:
-    """A computation where it is called: what its parameters are is known."""
+    """A computation at one call site, with the known values of its parameters."""
 
     module: Module
     computation: Computation
@@ -33,32 +33,32 @@ class Scope:
 
 
 def unknown_argument(number: int, element: int | None) -> None:
-    """Nothing is known about the parameters of the entry."""
+    """Returns None: the parameters of the entry are unknown."""
 
 
-def enter(scope: Scope, call: Instruction, name: str) -> Scope:
-    """The scope of a computation which is called with the operands of `call`."""
+def call_scope(scope: Scope, call: Instruction, name: str) -> Scope:
+    """Returns the scope of a computation that is called with the operands of `call`."""
 
-    def argument(number: int, element: int | None) -> Linear | None:
-        return value(scope, scope.computation.instructions[call.operands[number]], element)
+    def argument(number: int, element: int | None) -> CarryOffset | None:
+        return resolve(scope, scope.computation.instructions[call.operands[number]], element)
 
     return Scope(scope.module, scope.module.computations[name], argument)
 
 
-def enter_branch(scope: Scope, call: Instruction, branch: int, name: str) -> Scope:
-    """The scope of a branch of a conditional: its only parameter is operand `branch + 1`."""
+def branch_scope(scope: Scope, call: Instruction, branch: int, name: str) -> Scope:
+    """Returns the scope of a conditional's branch: its only parameter is operand `branch + 1`."""
 
-    def argument(number: int, element: int | None) -> Linear | None:
+    def argument(number: int, element: int | None) -> CarryOffset | None:
         operand = call.operands[branch + 1 + number]
-        return value(scope, scope.computation.instructions[operand], element)
+        return resolve(scope, scope.computation.instructions[operand], element)
 
     return Scope(scope.module, scope.module.computations[name], argument)
 
 
-def enter_loop(scope: Scope, loop: Instruction, name: str) -> Scope:
-    """The scope of a loop's body or condition: only what no iteration changes is known."""
+def loop_scope(scope: Scope, loop: Instruction, name: str) -> Scope:
+    """Returns the scope of a loop's body or condition, in which only invariants are known."""
 
-    def argument(number: int, element: int | None) -> Linear | None:
+    def argument(number: int, element: int | None) -> CarryOffset | None:
         if element is None or _step(scope.module, loop, element) != 0:
             return None
         return _start(scope, loop, element)
@@ -67,7 +67,7 @@ def enter_loop(scope: Scope, loop: Instruction, name: str) -> Scope:
 
 
 def trip_count(scope: Scope, loop: Instruction) -> int | None:
-    """How often the body of `loop` runs, or None if the text does not tell."""
+    """Returns how often the body of `loop` runs, or None if the text does not tell."""
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
     if known:
         return int(known[1])
@@ -75,24 +75,24 @@ def trip_count(scope: Scope, loop: Instruction) -> int | None:
     if compared is None:
         return None
     left, right, direction = compared
-    if _moves(scope.module, loop, left):
+    if _is_counter(scope.module, loop, left):
         return _trips(scope, loop, left, right, direction)
-    if _moves(scope.module, loop, right):
+    if _is_counter(scope.module, loop, right):
         return _trips(scope, loop, right, left, _MIRRORED[direction])
     return None
 
 
-def _moves(module: Module, loop: Instruction, side: Linear) -> bool:
-    """Whether this side of the comparison is a counter."""
+def _is_counter(module: Module, loop: Instruction, side: CarryOffset) -> bool:
+    """Returns whether this side of the comparison is a counter."""
     return side.element is not None and _step(module, loop, side.element) not in (None, 0)
 
 
 def _trips(
-    scope: Scope, loop: Instruction, counter: Linear, limit: Linear, direction: str
+    scope: Scope, loop: Instruction, counter: CarryOffset, limit: CarryOffset, direction: str
 ) -> int | None:
     assert counter.element is not None
     start, step = _start(scope, loop, counter.element), _step(scope.module, loop, counter.element)
-    end = _fixed(scope, loop, limit)
+    end = _invariant_value(scope, loop, limit)
     if start is None or step is None or end is None:
         return None
     return _iterations(start.offset + counter.offset, end, step, direction)
@@ -102,7 +102,7 @@ _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE", "EQ": "
 
 
 def _iterations(start: int, end: int, step: int, direction: str) -> int | None:
-    """Iterations of `for (i = start; i <direction> end; i += step)`."""
+    """Returns the iterations of `for (i = start; i <direction> end; i += step)`."""
     if step < 0:
         return _iterations(-start, -end, -step, _MIRRORED[direction])
     if direction == "NE":
@@ -113,23 +113,23 @@ def _iterations(start: int, end: int, step: int, direction: str) -> int | None:
     return max(0, -((start - end - (direction == "LE")) // step))
 
 
-def _comparison(module: Module, loop: Instruction) -> tuple[Linear, Linear, str] | None:
-    """What the condition compares, in terms of the carry."""
-    scope = _symbolic(module, called(loop, "condition")[0])
+def _comparison(module: Module, loop: Instruction) -> tuple[CarryOffset, CarryOffset, str] | None:
+    """Returns both sides of the condition in terms of the carry, and the direction."""
+    scope = _symbolic(module, called_computations(loop, "condition")[0])
     root = scope.computation.root
     while root.opcode in ("fusion", "call"):
-        scope = enter(scope, root, callee(root))
+        scope = call_scope(scope, root, callee(root))
         root = scope.computation.root
     if root.opcode != "compare":
         return None
-    left, right = (value(scope, scope.computation.instructions[x]) for x in root.operands)
+    left, right = (resolve(scope, scope.computation.instructions[x]) for x in root.operands)
     if left is None or right is None:
         return None
     return left, right, attribute(root, "direction")
 
 
-def _fixed(scope: Scope, loop: Instruction, limit: Linear) -> int | None:
-    """The number a limit is, if no iteration changes it."""
+def _invariant_value(scope: Scope, loop: Instruction, limit: CarryOffset) -> int | None:
+    """Returns the value of a limit, or None if an iteration changes it."""
     if limit.element is None:
         return limit.offset
     start = _start(scope, loop, limit.element)
@@ -137,20 +137,20 @@ def _fixed(scope: Scope, loop: Instruction, limit: Linear) -> int | None:
     return start.offset + limit.offset if unchanged and start else None
 
 
-def _start(scope: Scope, loop: Instruction, element: int) -> Linear | None:
-    return value(scope, scope.computation.instructions[loop.operands[0]], element)
+def _start(scope: Scope, loop: Instruction, element: int) -> CarryOffset | None:
+    return resolve(scope, scope.computation.instructions[loop.operands[0]], element)
 
 
 def _step(module: Module, loop: Instruction, element: int) -> int | None:
-    """What an iteration adds to an element of the carry."""
-    scope = _symbolic(module, called(loop, "body")[0])
-    after = value(scope, scope.computation.root, element)
+    """Returns the amount that an iteration adds to an element of the carry, if it is constant."""
+    scope = _symbolic(module, called_computations(loop, "body")[0])
+    after = resolve(scope, scope.computation.root, element)
     return after.offset if after and after.element == element else None
 
 
 def _symbolic(module: Module, name: str) -> Scope:
-    def argument(number: int, element: int | None) -> Linear | None:
-        return None if element is None else Linear(element, 0)
+    def argument(number: int, element: int | None) -> CarryOffset | None:
+        return None if element is None else CarryOffset(element, 0)
 
     return Scope(module, module.computations[name], argument)
 
@@ -158,50 +158,52 @@ def _symbolic(module: Module, name: str) -> Scope:
 _SAME_VALUE = {"copy", "copy-start", "copy-done", "bitcast", "reshape", "convert", "opt-barrier"}
 
 
-def value(scope: Scope, instruction: Instruction, element: int | None = None) -> Linear | None:
-    """The value of an integer, or of an integer in a tuple, if it can be followed."""
+def resolve(
+    scope: Scope, instruction: Instruction, element: int | None = None
+) -> CarryOffset | None:
+    """Returns the value of an integer, or of an integer in a tuple, or None if it is unknown."""
     opcode = instruction.opcode
     if opcode == "constant":
         return _constant(instruction)
     if opcode == "parameter":
         return scope.argument(int(instruction.literal), element)
     if opcode in ("fusion", "call"):
-        inside = enter(scope, instruction, callee(instruction))
-        return value(inside, inside.computation.root, element)
+        inside = call_scope(scope, instruction, callee(instruction))
+        return resolve(inside, inside.computation.root, element)
     operands = [scope.computation.instructions[name] for name in instruction.operands]
     if opcode in _SAME_VALUE:
-        return value(scope, operands[0], element)
+        return resolve(scope, operands[0], element)
     if opcode in ("add", "subtract"):
-        terms = (value(scope, operand) for operand in operands)
+        terms = (resolve(scope, operand) for operand in operands)
         return _sum(*terms, sign=-1 if opcode == "subtract" else 1)
-    return _part(scope, instruction, operands, element)
+    return _resolve_tuple(scope, instruction, operands, element)
 
 
-def _part(
+def _resolve_tuple(
     scope: Scope, instruction: Instruction, operands: list[Instruction], element: int | None
-) -> Linear | None:
-    """The value of what makes tuples and takes them apart."""
+) -> CarryOffset | None:
+    """Returns the value of an instruction that builds a tuple or takes one apart."""
     opcode = instruction.opcode
     if opcode == "get-tuple-element" and element is None:
-        return value(scope, operands[0], int(attribute(instruction, "index")))
+        return resolve(scope, operands[0], int(attribute(instruction, "index")))
     if opcode == "tuple" and element is not None:
-        return value(scope, operands[element])
+        return resolve(scope, operands[element])
     if opcode == "while" and element is not None:
         unchanged = _step(scope.module, instruction, element) == 0
-        return value(scope, operands[0], element) if unchanged else None
+        return resolve(scope, operands[0], element) if unchanged else None
     return None
 
 
-def _constant(instruction: Instruction) -> Linear | None:
+def _constant(instruction: Instruction) -> CarryOffset | None:
     literal = instruction.literal.strip("{ }")
-    return Linear(None, int(literal)) if re.fullmatch(r"-?\d+", literal) else None
+    return CarryOffset(None, int(literal)) if re.fullmatch(r"-?\d+", literal) else None
 
 
-def _sum(left: Linear | None, right: Linear | None, *, sign: int) -> Linear | None:
+def _sum(left: CarryOffset | None, right: CarryOffset | None, *, sign: int) -> CarryOffset | None:
     if left is None or right is None:
         return None
     if right.element is None:
-        return Linear(left.element, left.offset + sign * right.offset)
+        return CarryOffset(left.element, left.offset + sign * right.offset)
     if left.element is None and sign == 1:
-        return Linear(right.element, left.offset + right.offset)
+        return CarryOffset(right.element, left.offset + right.offset)
     return None

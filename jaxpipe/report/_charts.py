@@ -1,4 +1,4 @@
-"""What the page draws: curves, and marks beside them."""
+"""Prepares the data of the page's charts: curves, and marks of single steps."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ._findings import Finding
-from ._run import Run
+from ._run import RunRecord
 from ._series import MOST_POINTS, points
 
 _MOST_MARKS = 200
@@ -25,15 +25,22 @@ _MAIN = (
 )
 
 
-def chart_data(run: Run, found: Sequence[Finding]) -> dict[str, Any]:
-    """All of it, as JSON can hold it: numbers of five digits, None for what is none.
+def chart_data(run: RunRecord, found: Sequence[Finding]) -> dict[str, Any]:
+    """Returns the data of all charts as JSON values, with numbers of five digits.
 
-    Curves of one length share their steps: `charts[i].series[j].steps` is an index into `steps`.
+    Curves of equal steps share them: `charts[i].series[j].steps` is an index into `steps`.
+
+    Args:
+        run: A run.
+        found: The findings about it, of which bad steps are marked.
+
+    Returns:
+        A dictionary of lists, numbers and strings; None stands for values that are not finite.
     """
     shared: dict[bytes, int] = {}
     steps: list[list[int]] = []
 
-    def of(name: str) -> dict[str, Any]:
+    def curve(name: str) -> dict[str, Any]:
         drawn = points(run.series[name])
         key = drawn.steps.tobytes()
         if key not in shared:
@@ -45,11 +52,13 @@ def chart_data(run: Run, found: Sequence[Finding]) -> dict[str, Any]:
         return series
 
     known = {name for _, _, names in _MAIN for name in names}
-    groups = [*_MAIN, *((_title(n), "", (n,)) for n in run.series if n not in known)]
+    groups = [*_MAIN, *((_metric_title(n), "", (n,)) for n in run.series if n not in known)]
     charts = []
     for title, unit, names in groups:
-        if there := [name for name in names if name in run.series]:
-            charts.append(_chart(run, title, unit, there) | {"series": [of(n) for n in there]})
+        if present := [name for name in names if name in run.series]:
+            charts.append(
+                _chart(run, title, unit, present) | {"series": [curve(n) for n in present]}
+            )
     return {
         "first": run.steps[0],
         "last": run.steps[-1],
@@ -61,13 +70,20 @@ def chart_data(run: Run, found: Sequence[Finding]) -> dict[str, Any]:
 
 
 def main_and_more(charts: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:
-    """Which charts everybody looks at, and the others."""
+    """Returns the indices of the main charts, and those of the others.
+
+    Args:
+        charts: The charts of `chart_data`.
+
+    Returns:
+        Two lists of indices into `charts`.
+    """
     titles = {title for title, _, _ in _MAIN}
     main = [i for i, chart in enumerate(charts) if chart["title"] in titles]
     return main, [i for i in range(len(charts)) if i not in main]
 
 
-def _chart(run: Run, title: str, unit: str, names: list[str]) -> dict[str, Any]:
+def _chart(run: RunRecord, title: str, unit: str, names: list[str]) -> dict[str, Any]:
     finite = [run.series[name].finite for name in names]
     return {
         "title": title,
@@ -79,7 +95,7 @@ def _chart(run: Run, title: str, unit: str, names: list[str]) -> dict[str, Any]:
     }
 
 
-def _in_words(run: Run, name: str) -> str:
+def _in_words(run: RunRecord, name: str) -> str:
     values = run.series[name].finite
     if not len(values):
         return f"{name} has no finite value."
@@ -89,7 +105,7 @@ def _in_words(run: Run, name: str) -> str:
     )
 
 
-def _marks(run: Run, found: Sequence[Finding]) -> dict[str, list[int]]:
+def _marks(run: RunRecord, found: Sequence[Finding]) -> dict[str, list[int]]:
     titles = ("Skipped steps", "loss is not a number", "gradient_norm is not a number")
     bad = {step for finding in found if finding.title in titles for step in finding.steps}
     marks = {
@@ -100,7 +116,7 @@ def _marks(run: Run, found: Sequence[Finding]) -> dict[str, list[int]]:
     return {name: steps[:_MOST_MARKS] for name, steps in marks.items()}
 
 
-def _title(name: str) -> str:
+def _metric_title(name: str) -> str:
     return name.replace("_", " ").capitalize()
 
 

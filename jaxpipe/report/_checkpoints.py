@@ -1,4 +1,4 @@
-"""The checkpoints of a run as they lie on the disk. Their arrays are not read."""
+"""Lists the checkpoints of a run, without reading their arrays."""
 
 import os
 import re
@@ -16,15 +16,15 @@ _NUMBER = re.compile(r"[0-9]{1,18}(\.|$)")
 
 
 @dataclass(frozen=True)
-class Saved:
-    """The folder of a step.
+class SavedStep:
+    """The folder of a saved step.
 
     Attributes:
-        step: Its number.
-        state: `complete`, or why a run would not go on from it.
-        num_bytes: Of all its files.
-        num_files: How many they are.
-        time: When it was written, UTC.
+        step: The number of the step.
+        state: `complete`, or the reason why a run would not resume from it.
+        num_bytes: Bytes of all its files.
+        num_files: The number of its files.
+        time: The time at which it was written, UTC.
     """
 
     step: int
@@ -34,8 +34,14 @@ class Saved:
     time: datetime
 
 
-def saved_steps(folder: Path) -> list[Saved]:
-    """Every step in a folder of checkpoints, the newest first; also what was set aside.
+def saved_steps(folder: Path) -> list[SavedStep]:
+    """Lists every step in a folder of checkpoints, also quarantined ones.
+
+    Args:
+        folder: The folder `checkpoints` of a run.
+
+    Returns:
+        The steps, the newest first; empty if the folder does not exist.
 
     Raises:
         RunError: If the folder cannot be read.
@@ -44,16 +50,16 @@ def saved_steps(folder: Path) -> list[Saved]:
         return []
     steps = [folder / name for name in names_in(folder) if _NUMBER.match(name)]
     found = [_saved(step) for step in steps]
-    # A run that goes on may have removed an old step, or renamed a new one, meanwhile.
+    # A run that is still going may have removed or renamed a step meanwhile.
     found = [saved for saved, step in zip(found, steps, strict=True) if os.path.lexists(step)]
     return sorted(found, key=lambda saved: (-saved.step, saved.state))
 
 
-def _saved(step: Path) -> Saved:
+def _saved(step: Path) -> SavedStep:
     number, _, suffix = step.name.partition(".")
     stats = list(_stats(step))
     newest = max((stat.st_mtime for stat in stats), default=0.0)
-    return Saved(
+    return SavedStep(
         step=int(number),
         state=_state(step, suffix),
         num_bytes=sum(stat.st_size for stat in stats),
@@ -63,7 +69,7 @@ def _saved(step: Path) -> Saved:
 
 
 def _stats(step: Path) -> Iterator[os.stat_result]:
-    with suppress(OSError):  # of a folder in it that is removed meanwhile, or cannot be read
+    with suppress(OSError):  # a folder in it is removed meanwhile, or cannot be read
         for file in step.rglob("*"):
             with suppress(OSError):
                 if file.is_file():

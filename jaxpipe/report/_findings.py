@@ -1,4 +1,4 @@
-"""What somebody who looks at a run should know: bad steps, slow steps, damaged files."""
+"""Finds out what deserves attention in a run: bad steps, slow steps, damaged files."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from ._run import Run
+from ._run import RunRecord
 from ._series import Series
 from ._status import Status
 
@@ -22,11 +22,13 @@ _LARGE_BUBBLE = 0.25
 
 @dataclass(frozen=True)
 class Finding:
-    """Attributes:
-    level: `bad`, `warning` or `note`.
-    title: A few words.
-    text: What was seen, with numbers.
-    steps: Where, as far as a step can be named.
+    """One observation about a run.
+
+    Attributes:
+        level: `bad`, `warning` or `note`.
+        title: A few words.
+        text: A sentence with numbers.
+        steps: The steps it is about, if it is about steps.
     """
 
     level: str
@@ -35,13 +37,16 @@ class Finding:
     steps: tuple[int, ...] = ()
 
 
-def findings(run: Run, status: Status, bubble: float | None) -> list[Finding]:
-    """All of them, the worst first.
+def findings(run: RunRecord, status: Status, bubble: float | None) -> list[Finding]:
+    """Returns all observations about a run, the worst first.
 
     Args:
         run: The run.
-        status: Where it stands.
+        status: Its status.
         bubble: The predicted share of a step in which the busiest rank waits, if known.
+
+    Returns:
+        Observations of level `bad`, then `warning`, then `note`.
     """
     found = [
         *_not_finite(run),
@@ -61,7 +66,14 @@ def findings(run: Run, status: Status, bubble: float | None) -> list[Finding]:
 
 
 def spikes(series: Series) -> np.ndarray:
-    """[n] steps where a loss leaves the range of the steps before it, the first of each spike."""
+    """Finds the steps at which a loss leaves the range of the 32 steps before it.
+
+    Args:
+        series: A loss.
+
+    Returns:
+        [n] the first step of each spike.
+    """
     finite = np.isfinite(series.values)
     steps, values = series.steps[finite], series.values[finite]
     if len(values) <= _WINDOW:
@@ -75,21 +87,21 @@ def spikes(series: Series) -> np.ndarray:
     return steps[_WINDOW:][first]
 
 
-def _not_finite(run: Run) -> Iterator[Finding]:
+def _not_finite(run: RunRecord) -> Iterator[Finding]:
     for name, series in run.series.items():
         steps = series.steps[~np.isfinite(series.values)]
         if len(steps):
             yield _at("bad", f"{name} is not a number", steps, "NaN or infinite in {}.")
 
 
-def _skipped(run: Run) -> Iterator[Finding]:
+def _skipped(run: RunRecord) -> Iterator[Finding]:
     if "skipped" in run.series:
         steps = run.series["skipped"].steps[run.series["skipped"].values > 0]
         if len(steps):
             yield _at("warning", "Skipped steps", steps, "Weights did not change in {}.")
 
 
-def _spikes(run: Run) -> Iterator[Finding]:
+def _spikes(run: RunRecord) -> Iterator[Finding]:
     if "loss" in run.series:
         steps = spikes(run.series["loss"])
         if len(steps):
@@ -97,7 +109,7 @@ def _spikes(run: Run) -> Iterator[Finding]:
             yield _at("warning", "Spikes in the loss", steps, text)
 
 
-def _rising(run: Run) -> Iterator[Finding]:
+def _rising(run: RunRecord) -> Iterator[Finding]:
     series = run.series.get("eval_loss")
     if series is None or not len(series.finite):
         return
@@ -112,7 +124,7 @@ def _rising(run: Run) -> Iterator[Finding]:
         yield Finding("warning", "Rising evaluation loss", text, (int(steps[best]),))
 
 
-def _damaged(run: Run) -> Iterator[Finding]:
+def _damaged(run: RunRecord) -> Iterator[Finding]:
     for saved in run.saved:
         text = f"The checkpoint of step {saved.step} is {saved.state}."
         if "damaged" in saved.state or "incomplete" in saved.state:
@@ -124,7 +136,7 @@ def _damaged(run: Run) -> Iterator[Finding]:
             yield Finding("warning", "Unreadable checkpoint", text, (saved.step,))
 
 
-def _unsaved(run: Run, status: Status) -> Iterator[Finding]:
+def _unsaved(run: RunRecord, status: Status) -> Iterator[Finding]:
     if not run.values.get("enable_checkpointing", True) or status.kind == "finished":
         return
     newest = max((saved.step for saved in run.saved if saved.state == "complete"), default=0)
@@ -133,7 +145,7 @@ def _unsaved(run: Run, status: Status) -> Iterator[Finding]:
         yield Finding("note", "Steps after the newest checkpoint", text)
 
 
-def _repeated(run: Run) -> Iterator[Finding]:
+def _repeated(run: RunRecord) -> Iterator[Finding]:
     again = [start for start in run.starts if start["first_step"] > 1]
     if again:
         repeated = sum(start.get("repeated_steps", 0) for start in run.starts)
@@ -146,7 +158,7 @@ def _repeated(run: Run) -> Iterator[Finding]:
         yield Finding(level, "Restarts", text, tuple(start["first_step"] for start in again))
 
 
-def _gaps(run: Run) -> Iterator[Finding]:
+def _gaps(run: RunRecord) -> Iterator[Finding]:
     steps = np.array(run.steps)
     missing = int(steps[-1] - len(steps))
     if missing > 0:
@@ -160,7 +172,7 @@ def _gaps(run: Run) -> Iterator[Finding]:
         )
 
 
-def _slow(run: Run) -> Iterator[Finding]:
+def _slow(run: RunRecord) -> Iterator[Finding]:
     series = run.series.get("step_time_seconds")
     if series is None or len(series.finite) < 10:
         return
@@ -178,7 +190,7 @@ def _slow(run: Run) -> Iterator[Finding]:
               series.steps[is_slow], text)  # fmt: skip
 
 
-def _falling(run: Run) -> Iterator[Finding]:
+def _falling(run: RunRecord) -> Iterator[Finding]:
     series = run.series.get("tokens_per_second")
     if series is None or len(series.finite) < 50:
         return

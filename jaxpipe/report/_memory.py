@@ -1,4 +1,4 @@
-"""What a step keeps on a device: by arithmetic of shapes, and as compiled if it was."""
+"""Tabulates the memory of a step on a device: by arithmetic of shapes, and as compiled."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from ..train import Setup, footprints
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledMemory:
     """A step that was compiled for the report.
 
     Attributes:
-        memory: Per device.
-        platform: The devices it was compiled for, such as `TPU v5`.
+        memory: Its memory per device.
+        platform: The kind of devices it was compiled for, such as `TPU v5`.
     """
 
     memory: Memory
@@ -20,13 +20,13 @@ class Compiled:
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryRow:
     """A row of the table.
 
     Attributes:
-        name: What is kept.
-        sizes: [columns] bytes on a device.
-        shares: [columns] of the largest column's sum, 0 to 1.
+        name: The name of the arrays.
+        sizes: [columns] their bytes on a device.
+        shares: [columns] their share of the largest column's sum, 0 to 1.
     """
 
     name: str
@@ -35,17 +35,17 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Table:
+class MemoryTable:
     """The memory of devices.
 
     Attributes:
-        columns: Which devices.
-        parts: What they keep.
-        totals: [columns] bytes.
+        columns: The names of the columns, one per kind of device.
+        parts: The rows.
+        totals: [columns] sums of bytes.
     """
 
     columns: list[str]
-    parts: list[Part]
+    parts: list[MemoryRow]
     totals: list[int]
 
 
@@ -58,8 +58,15 @@ _NAMES = {
 }
 
 
-def kept(setup: Setup) -> Table:
-    """The table: a column for each rank where they differ."""
+def memory_table(setup: Setup) -> MemoryTable:
+    """Computes the memory of a step from shapes.
+
+    Args:
+        setup: The plan of a run.
+
+    Returns:
+        A table with one column, or one for each rank if they differ.
+    """
     found = footprints(setup)
     totals = [each.total for each in found]
     largest = max(totals)
@@ -67,14 +74,21 @@ def kept(setup: Setup) -> Table:
     for attribute, name in _NAMES.items():
         sizes = [getattr(each, attribute) for each in found]
         if any(sizes):
-            parts.append(Part(name, sizes, [size / largest for size in sizes]))
+            parts.append(MemoryRow(name, sizes, [size / largest for size in sizes]))
     alike = len(found) == 1
     columns = ["Every device"] if alike else [f"Rank {rank}" for rank in range(len(found))]
-    return Table(columns, parts, totals)
+    return MemoryTable(columns, parts, totals)
 
 
 def remarks(setup: Setup) -> list[str]:
-    """What the arithmetic leaves out in this run."""
+    """Returns sentences about memory that the arithmetic leaves out.
+
+    Args:
+        setup: The plan of a run.
+
+    Returns:
+        Sentences for the page.
+    """
     config = setup.config
     found = [
         "By arithmetic of shapes: the least a step needs. What runs inside a stage, logits, "

@@ -1,4 +1,4 @@
-"""The page: a template, filled with what is known of a run."""
+"""Fills the page's template with the data of a run."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -15,32 +15,36 @@ from ..train import Setup
 from . import _memory, _pictures
 from ._charts import chart_data, main_and_more
 from ._findings import findings
-from ._run import Run, num_devices
+from ._run import RunRecord
 from ._settings import settings
 from ._status import status
 from ._summary import cards, facts, metric_rows
 
 
 def render(
-    run: Run,
+    run: RunRecord,
     setup: Setup | None,
     *,
     now: datetime,
     why_no_setup: str = "",
-    compiled: _memory.Compiled | None = None,
+    compiled: _memory.CompiledMemory | None = None,
 ) -> str:
-    """The HTML of a run, with all it needs in it.
+    """Renders a run as one HTML page that loads nothing else.
 
     Args:
-        run: What its folder has.
-        setup: On as many devices as it ran on, of any kind; None if that cannot be made.
-        now: When the page is made.
-        why_no_setup: What is said in place of the schedule and of memory.
-        compiled: The step, if it was compiled.
+        run: A run, as `read_run` returns it.
+        setup: The run's plan on as many devices as it used, of any kind; None if it cannot be
+            planned.
+        now: The time of the page.
+        why_no_setup: The sentence in place of the schedule and of memory, if `setup` is None.
+        compiled: The memory of the compiled step, if it was compiled.
+
+    Returns:
+        The HTML.
     """
     state = status(run, now.timestamp())
-    predicted = _pictures.predicted(setup) if setup else None
-    traced = [picture for file in run.traces for picture in _pictures.traced(file)]
+    predicted = _pictures.predicted_timeline_picture(setup) if setup else None
+    traced = [picture for file in run.traces for picture in _pictures.traced_step_pictures(file)]
     found = findings(run, state, predicted.bubble if predicted else None)
     data = chart_data(run, found)
     main, more = main_and_more(data["charts"])
@@ -51,7 +55,7 @@ def render(
         .render(
             run=run,
             status=state,
-            facts=facts(run, num_devices(run), setup),
+            facts=facts(run, run.num_devices, setup),
             cards=cards(run, state),
             findings=found,
             charts=data["charts"],
@@ -77,7 +81,7 @@ def render(
 
 
 def _environment() -> jinja2.Environment:
-    """Everything is escaped, but for our own files and the pictures of `schedules`."""
+    """Returns an environment that escapes all values except the package's own files."""
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_file), autoescape=True, undefined=jinja2.StrictUndefined
     )
@@ -93,7 +97,14 @@ def _file(name: str) -> str:
 
 
 def in_bytes(count: int) -> str:
-    """`12.3 MB`; units are powers of 1000."""
+    """Formats a size such as `12.3 MB`; units are powers of 1000.
+
+    Args:
+        count: A number of bytes.
+
+    Returns:
+        The size with three digits and its unit.
+    """
     size, unit = float(count), "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(size) < 1000 or unit == "TB":
@@ -103,7 +114,14 @@ def in_bytes(count: int) -> str:
 
 
 def with_code(text: object) -> Markup:
-    """Escaped, and `names` in the type of code."""
+    """Escapes text and sets `names` in backticks as code.
+
+    Args:
+        text: Any object, which is printed.
+
+    Returns:
+        HTML.
+    """
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
@@ -129,9 +147,11 @@ def _meaning(setting: Any) -> str:
     return origin.get(setting.source, "") + setting.meaning
 
 
-def _tables(run: Run, setup: Setup | None, compiled: _memory.Compiled | None) -> dict[str, Any]:
-    table = _memory.kept(setup) if setup else None
-    of_compiled = asdict(compiled.memory) if compiled else {}
+def _tables(
+    run: RunRecord, setup: Setup | None, compiled: _memory.CompiledMemory | None
+) -> dict[str, Any]:
+    table = _memory.memory_table(setup) if setup else None
+    compiled_sizes = asdict(compiled.memory) if compiled else {}
     return {
         "memory": table,
         "memory_rows": [
@@ -142,7 +162,7 @@ def _tables(run: Run, setup: Setup | None, compiled: _memory.Compiled | None) ->
         else [],
         "compiled_rows": [
             (name.removesuffix("_bytes").capitalize(), in_bytes(size))
-            for name, size in of_compiled.items()
+            for name, size in compiled_sizes.items()
         ],
         "checkpoint_rows": [
             (s.step, s.state, in_bytes(s.num_bytes), s.num_files, f"{s.time:%Y-%m-%d %H:%M:%S}")

@@ -1,4 +1,4 @@
-"""A run's schedule as pictures: what is predicted, and what a traced step did."""
+"""Draws a run's schedule: as predicted, and as it ran in a traced step."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,16 +9,16 @@ from ..schedules import Timed, Timeline
 from ..train import Setup, held_at_most, predicted_timeline
 
 MOST_ACTIONS = 20_000
-"""Of a drawing: half a megabyte."""
+"""The most actions of a drawing, which then has half a megabyte."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A timeline, drawn.
+    """The drawing of a timeline.
 
     Attributes:
-        title: What it shows.
-        svg: The drawing; "" of more actions than a page can take.
+        title: Its title.
+        svg: The drawing; "" if it has more than `MOST_ACTIONS` actions.
         bubble: The share of its time in which the busiest rank waits.
     """
 
@@ -27,14 +27,28 @@ class Picture:
     bubble: float
 
 
-def predicted(setup: Setup) -> Picture | None:
-    """The schedule by its costs; None without a pipeline."""
+def predicted_timeline_picture(setup: Setup) -> Picture | None:
+    """Draws the schedule of a run with its predicted costs.
+
+    Args:
+        setup: The plan of the run.
+
+    Returns:
+        The drawing; None without a pipeline.
+    """
     timeline = predicted_timeline(setup)
     return None if timeline is None else _drawn("Predicted", _name(setup), timeline)
 
 
 def figures(setup: Setup) -> list[tuple[str, str]]:
-    """Names and values of what is known of a schedule."""
+    """Returns the figures of a run's schedule.
+
+    Args:
+        setup: The plan of the run.
+
+    Returns:
+        Names and values; empty without a pipeline.
+    """
     timeline = predicted_timeline(setup)
     if timeline is None:
         return []
@@ -53,8 +67,14 @@ def figures(setup: Setup) -> list[tuple[str, str]]:
     ]
 
 
-def traced(file: Path) -> list[Picture]:
-    """What ran when in a step, in milliseconds, and what its schedule takes with those lengths.
+def traced_step_pictures(file: Path) -> list[Picture]:
+    """Draws a traced step as it ran, and as its schedule predicts it with the measured durations.
+
+    Args:
+        file: A trace in Perfetto's JSON; the drawings are in milliseconds.
+
+    Returns:
+        One drawing for each timeline in the trace.
 
     Raises:
         ValueError: If it is no trace of `mpmd_trace_step`.

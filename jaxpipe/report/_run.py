@@ -1,4 +1,4 @@
-"""What lies in a run's folder."""
+"""Reads the folder of a run."""
 
 import math
 from dataclasses import dataclass
@@ -8,28 +8,28 @@ from typing import Any
 from .._input import read_text
 from ..sharding import AXES
 from ..train import MAX_YAML_BYTES, Config, load_yaml, read_metrics, read_starts
-from ._checkpoints import Saved, saved_steps
+from ._checkpoints import SavedStep, saved_steps
 from ._series import Series, to_series
 
 Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """A run, read from its folder.
 
     Attributes:
-        folder: Of the run.
-        values: `config.yml` as it is.
-        config: The same, checked; None if this version cannot read it.
-        problem: Why it cannot, or "".
-        steps: The number of each line of `metrics.jsonl`, in order.
+        folder: The folder of the run.
+        values: The values of `config.yml`, unchecked.
+        config: The checked config; None if this version cannot read it.
+        problem: The reason why it cannot, or "".
+        steps: The step of each line of `metrics.jsonl`, in order.
         series: Every metric by its name.
-        starts: When and on what the run began and went on; none are known of older runs.
-        saved: Its checkpoints, and what was set aside.
-        traces: What `mpmd_trace_step` wrote.
-        profile: The folder of a profile, if there is one.
-        written: When the newest line of metrics came, in seconds since 1970.
+        starts: The times and devices of each start of the run; empty for runs of old versions.
+        saved: Its checkpoints, also quarantined ones.
+        traces: The files that `mpmd_trace_step` wrote.
+        profile: The folder of a profile, if one exists.
+        written: The time of the newest line of metrics, in seconds since 1970.
     """
 
     folder: Path
@@ -39,7 +39,7 @@ class Run:
     steps: list[int]
     series: dict[str, Series]
     starts: list[Values]
-    saved: list[Saved]
+    saved: list[SavedStep]
     traces: list[Path]
     profile: Path | None
     written: float
@@ -54,12 +54,32 @@ class Run:
         wanted = self.values.get("steps")
         return wanted if isinstance(wanted, int) else self.steps[-1]
 
+    @property
+    def num_devices(self) -> int | None:
+        """Devices of all processes, as recorded or else by the mesh sizes; None if unknown."""
+        recorded = self.starts[-1].get("num_devices") if self.starts else None
+        if isinstance(recorded, int):
+            return recorded
+        kinds = ("ici", "dcn")
+        names = ["pipeline" if axis == "stage" else axis for axis in AXES]
+        sizes = [
+            self.values.get(f"{kind}_{name}_parallelism", 1) for kind in kinds for name in names
+        ]
+        known = all(isinstance(size, int) and size > 0 for size in sizes)
+        return math.prod(sizes) if known else None
 
-def read_run(folder: Path) -> Run:
-    """Reads a run that has ended or is under way.
+
+def read_run(folder: Path) -> RunRecord:
+    """Reads a run that has ended or is still going.
+
+    Args:
+        folder: The folder of the run, `output_dir/run_name`.
+
+    Returns:
+        The settings, metrics, starts and checkpoints of the run.
 
     Raises:
-        ValueError: If it is no folder of a run, has no step yet, or a file in it is broken.
+        ValueError: If it is no folder of a run, has no step yet, or has a broken file.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder. Give that of a run: `output_dir/run_name`.")
@@ -76,7 +96,7 @@ def read_run(folder: Path) -> Run:
     config, problem = _checked(values)
     profile = folder / "profile"
     steps, series = to_series(entries, str(file))
-    return Run(
+    return RunRecord(
         folder=folder,
         values=values,
         config=config,
@@ -91,18 +111,6 @@ def read_run(folder: Path) -> Run:
     )
 
 
-def num_devices(run: Run) -> int | None:
-    """Of all processes: as it was recorded, or else as the mesh sizes say, if they do."""
-    recorded = run.starts[-1].get("num_devices") if run.starts else None
-    if isinstance(recorded, int):
-        return recorded
-    kinds = ("ici", "dcn")
-    names = ["pipeline" if axis == "stage" else axis for axis in AXES]
-    sizes = [run.values.get(f"{kind}_{name}_parallelism", 1) for kind in kinds for name in names]
-    known = all(isinstance(size, int) and size > 0 for size in sizes)
-    return math.prod(sizes) if known else None
-
-
 def _config_values(file: Path) -> Values:
     values = load_yaml(read_text(file, most_bytes=MAX_YAML_BYTES), str(file))
     if not isinstance(values, dict):
@@ -111,9 +119,10 @@ def _config_values(file: Path) -> Values:
 
 
 def _checked(values: Values) -> tuple[Config | None, str]:
-    """The config, or why there is none.
+    """Returns the config, or None and the reason why it cannot be read.
 
-    Keys that this version does not have are left out, and the name, which older ones let be any.
+    Left out are keys that this version does not have, and `run_name`, which older versions did not
+    check.
     """
     keys = Config.model_fields.keys() - {"run_name"}
     known = {key: value for key, value in values.items() if key in keys}

@@ -1,4 +1,4 @@
-"""Metrics as columns, short enough to be drawn."""
+"""Turns metrics into columns, and shortens these for drawing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 MOST_POINTS = 500
-"""Of a curve. Longer ones are drawn as means of neighbours, and the band they lie in."""
+"""The most points of a curve. Longer ones are drawn as means and bounds of neighbours."""
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class Series:
     """A metric over steps.
 
     Attributes:
-        steps: [N] ascending, where the metric was written.
-        values: [N] what was written; may be NaN or infinite.
+        steps: [N] the steps at which the metric was written, ascending.
+        values: [N] its values; may be NaN or infinite.
     """
 
     steps: np.ndarray
@@ -25,19 +25,19 @@ class Series:
 
     @property
     def finite(self) -> np.ndarray:
-        """[n] the values that are numbers."""
+        """Finite values, [n]."""
         return self.values[np.isfinite(self.values)]
 
 
 @dataclass(frozen=True)
 class Points:
-    """What is drawn of a series.
+    """A series in buckets, as it is drawn.
 
     Attributes:
         steps: [n] the first step of each bucket.
-        mean: [n] NaN where a bucket has no finite value.
-        low: [n] the least of each bucket; empty if a bucket is one step.
-        high: [n] the most, likewise.
+        mean: [n] the mean of each bucket; NaN if it has no finite value.
+        low: [n] the minimum of each bucket; empty if a bucket is one step.
+        high: [n] the maximum of each bucket; empty if a bucket is one step.
     """
 
     steps: np.ndarray
@@ -47,7 +47,14 @@ class Points:
 
 
 def to_series(entries: Sequence[dict[str, Any]], where: str) -> tuple[list[int], dict[str, Series]]:
-    """The steps of all lines, and each number in them as a series.
+    """Turns lines of metrics into series.
+
+    Args:
+        entries: The lines of `metrics.jsonl`.
+        where: The name of the file, for errors.
+
+    Returns:
+        The steps of all lines, and a series for each metric that is a number.
 
     Raises:
         ValueError: If steps do not ascend.
@@ -72,7 +79,15 @@ def to_series(entries: Sequence[dict[str, Any]], where: str) -> tuple[list[int],
 
 
 def points(series: Series, most: int = MOST_POINTS) -> Points:
-    """At most `most` buckets of equally many steps each."""
+    """Puts a series into buckets of equally many steps.
+
+    Args:
+        series: A metric.
+        most: The most buckets.
+
+    Returns:
+        Mean and bounds of each bucket.
+    """
     count = len(series.steps)
     size = -(-count // most)
     values = np.where(np.isfinite(series.values), series.values, np.nan)

@@ -1,4 +1,4 @@
-"""The configuration as a table: what differs from the defaults, and all of it."""
+"""Tabulates the settings of a run, and their difference from the defaults."""
 
 import re
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ class Setting:
     """A key of a run.
 
     Attributes:
-        key: Its name.
-        value: What the run has.
-        default: What base.yml has.
-        source: `preset` where the model's preset says so, `run` for another value, "" for the
-            default, `unknown` for a key that this version does not have.
-        meaning: One line of base.yml.
+        key: The name of the key.
+        value: Its value in the run.
+        default: Its value in base.yml.
+        source: The origin of the value: `preset` for the model's preset, `run` for another value,
+            "" for the default, `unknown` for a key that this version does not have.
+        meaning: The comment in base.yml.
     """
 
     key: str
@@ -30,7 +30,14 @@ class Setting:
 
 
 def settings(values: Mapping[str, Any]) -> list[Setting]:
-    """Every key of a `config.yml`, in its order."""
+    """Compares the settings of a run with the defaults.
+
+    Args:
+        values: The values of a `config.yml`.
+
+    Returns:
+        Every key, in the order of `values`.
+    """
     defaults = Config().model_dump(mode="json")
     preset = PRESETS.get(str(values.get("model_name")), {})
     meanings = _meanings()
@@ -48,7 +55,7 @@ def settings(values: Mapping[str, Any]) -> list[Setting]:
 
 
 def _meanings() -> dict[str, str]:
-    """What stands beside each key in base.yml."""
+    """Returns the comment beside each key in base.yml."""
     lines = (re.fullmatch(r"(\w+): .*?  # (.*)", line) for line in base_yaml().splitlines())
     return {match[1]: match[2] for match in lines if match}
 

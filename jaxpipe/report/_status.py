@@ -1,20 +1,22 @@
-"""Where a run stands."""
+"""Tells whether a run goes on, has ended or has failed."""
 
 from dataclasses import dataclass
 
 from ..train import bad_step
-from ._run import Run
+from ._run import RunRecord
 
 _FRESH_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class Status:
-    """Attributes:
-    kind: `finished`, `running`, `stopped` or `bad`.
-    text: The same for people.
-    done: Steps done.
-    wanted: Steps of the whole run.
+    """The progress of a run.
+
+    Attributes:
+        kind: `finished`, `running`, `stopped` or `bad`.
+        text: A sentence that says the same.
+        done: The steps done.
+        wanted: The steps of the whole run.
     """
 
     kind: str
@@ -24,16 +26,19 @@ class Status:
 
     @property
     def share(self) -> float:
-        """Of the run that is done, 0 to 1."""
+        """Share of the run that is done, 0 to 1."""
         return min(1.0, self.done / max(1, self.wanted))
 
 
-def status(run: Run, now: float) -> Status:
-    """What the last line of metrics, its age and the checkpoints say.
+def status(run: RunRecord, now: float) -> Status:
+    """Derives the status of a run from its last metrics, their age and its checkpoints.
 
     Args:
         run: The run.
-        now: Seconds since 1970.
+        now: The time, in seconds since 1970.
+
+    Returns:
+        The status.
     """
     done, wanted = run.steps[-1], run.wanted_steps
     if problem := _bad(run):
@@ -48,8 +53,8 @@ def status(run: Run, now: float) -> Status:
     return Status("stopped", f"{how.capitalize()} at step {done} of {wanted}", done, wanted)
 
 
-def _bad(run: Run) -> str:
-    """What ended the run, if its policy is to stop at such steps."""
+def _bad(run: RunRecord) -> str:
+    """Returns the reason why a bad step has ended the run, or ""."""
     if run.values.get("bad_step_policy", "stop") != "stop":
         return ""
     last = {
@@ -60,6 +65,6 @@ def _bad(run: Run) -> str:
     return bad_step(last, run.values.get("max_gradient_norm") or 0.0)
 
 
-def _step_seconds(run: Run) -> float:
+def _step_seconds(run: RunRecord) -> float:
     times = run.series.get("step_time_seconds")
     return float(times.finite[-1]) if times is not None and len(times.finite) else 0.0

@@ -1,4 +1,4 @@
-"""A run in a few figures."""
+"""Summarises a run in a few figures."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,13 +6,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..train import Setup
-from ._run import Run
+from ._run import RunRecord
 from ._status import Status
 
 
 @dataclass(frozen=True)
 class Card:
-    """A figure in large digits, with its unit and a line below it."""
+    """A figure in large digits.
+
+    Attributes:
+        name: Its name.
+        value: The figure.
+        unit: The unit beside it.
+        more: The line below it.
+    """
 
     name: str
     value: str
@@ -20,8 +27,17 @@ class Card:
     more: str = ""
 
 
-def facts(run: Run, devices: int | None, setup: Setup | None) -> list[tuple[str, str]]:
-    """What is trained, and on what."""
+def facts(run: RunRecord, devices: int | None, setup: Setup | None) -> list[tuple[str, str]]:
+    """Returns the model, the devices and the sizes of a run.
+
+    Args:
+        run: The run.
+        devices: The number of devices, if known.
+        setup: The plan of the run, if it can be planned.
+
+    Returns:
+        Names and values.
+    """
     values, last = run.values, run.starts[-1] if run.starts else {}
     kind = last.get("device_kind", "")
     found = [
@@ -43,7 +59,7 @@ def facts(run: Run, devices: int | None, setup: Setup | None) -> list[tuple[str,
 
 
 def _microbatches(setup: Setup) -> str:
-    """Factors of the batch: calls of the engine if there are several, microbatches, rows."""
+    """Returns the factors of the batch: calls of the engine if several, microbatches, rows."""
     calls = (
         f"{setup.gradient_accumulation_steps} calls × "
         if setup.gradient_accumulation_steps > 1
@@ -52,8 +68,8 @@ def _microbatches(setup: Setup) -> str:
     return f"{calls}{setup.num_microbatches} × {setup.microbatch_size} rows"
 
 
-def cards(run: Run, status: Status) -> Iterator[Card]:
-    """The figures of a run, as far as it has them."""
+def cards(run: RunRecord, status: Status) -> Iterator[Card]:
+    """Yields a card for each figure that the metrics of a run have."""
     loss, evaluation = _finite(run, "loss"), _finite(run, "eval_loss")
     if len(loss):
         yield Card("Loss", f"{loss[-1]:.4g}", more=f"from {loss[0]:.4g}, least {loss.min():.4g}")
@@ -78,8 +94,15 @@ def cards(run: Run, status: Status) -> Iterator[Card]:
         yield Card("Model FLOPs", f"{median * scale:.3g}", unit, "per device, median")
 
 
-def metric_rows(run: Run) -> list[tuple[str, ...]]:
-    """Of each metric the ends, then the least, median and largest finite value, and their count."""
+def metric_rows(run: RunRecord) -> list[tuple[str, ...]]:
+    """Returns a row for each metric of a run.
+
+    Args:
+        run: The run.
+
+    Returns:
+        Rows of name, first, last, least, median and largest value, and number of values.
+    """
     rows = []
     for name, series in run.series.items():
         values = series.finite
@@ -89,7 +112,7 @@ def metric_rows(run: Run) -> list[tuple[str, ...]]:
     return rows
 
 
-def _finite(run: Run, name: str) -> np.ndarray:
+def _finite(run: RunRecord, name: str) -> np.ndarray:
     return run.series[name].finite if name in run.series else np.array([])
 
 

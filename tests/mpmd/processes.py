@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxpipe.cli import emulation
+from jaxpipe.cli._emulate import emulation_environment
 from quick import ENVIRONMENT
 
 
@@ -53,7 +53,7 @@ def run_processes(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    emulated = emulation(devices, ENVIRONMENT)
+    emulated = emulation_environment(devices, ENVIRONMENT)
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", **emulated}
     began = time.monotonic()
     running = [

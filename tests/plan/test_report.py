@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpipe.plan import Audit, Loop, Memory, Report, Site, memory, report_json, report_text
+from jaxpipe.plan import Audit, Memory, memory
+from jaxpipe.plan._audit import CollectiveSite, WhileLoop
+from jaxpipe.plan._report import CompileReport, report_json, report_text
 
-SITE = Site(
+SITE = CollectiveSite(
     kind="all-gather",
     name="all-gather.1",
     shape="bf16[4096,4096]",
@@ -24,8 +26,8 @@ SITE = Site(
 )
 
 
-def report(trips: int | None = 100) -> Report:
-    return Report(
+def report(trips: int | None = 100) -> CompileReport:
+    return CompileReport(
         platform="TPU v5",
         num_devices=4,
         memory=Memory(
@@ -35,7 +37,7 @@ def report(trips: int | None = 100) -> Report:
             temp_bytes=42_070_700_000,
             peak_bytes=48_427_700_000,
         ),
-        audit=Audit((SITE,), (Loop("while.1", trips, (), "jit(step)/while"),)),
+        audit=Audit((SITE,), (WhileLoop("while.1", trips, (), "jit(step)/while"),)),
         model_flops=4.055e15,
         compile_seconds=86.7,
         jax_version="0.12.0",

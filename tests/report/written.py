@@ -75,5 +75,5 @@ def page_of(folder: Path, *, now: datetime = NOW) -> str:
     run = report.read_run(folder)
     setup = None
     if run.config is not None:
-        setup = set_up(run.config, jax.devices()[: report.num_devices(run)])
+        setup = set_up(run.config, jax.devices()[: run.num_devices])
     return report.render(run, setup, now=now, why_no_setup="Unknown.")

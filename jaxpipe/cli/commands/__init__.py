@@ -1,1 +1,1 @@
-"""The commands of `jaxpipe`, one a file."""
+"""The commands of `jaxpipe`, one module each; they import JAX only when they run."""

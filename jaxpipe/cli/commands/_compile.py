@@ -1,4 +1,4 @@
-"""`jaxpipe compile`: memory and communication of a train step, for devices that are not here."""
+"""`jaxpipe compile` reports memory and communication of a train step, without its devices."""
 
 import argparse
 import os
@@ -42,13 +42,20 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compiles and prints a report."""
+    """Compiles the train step and prints a report.
+
+    Args:
+        args: The parsed arguments.
+
+    Returns:
+        The exit code.
+    """
     if args.topology:
         leave_tpus_alone()
     config = read_settings(args.settings)
     devices = _devices(config, args.topology, args.num_slices)
     dump = args.dump_hlo and _dump_file(args.dump_hlo, config.model_name, args.topology)
-    from ...plan import report_json, report_text
+    from ...plan._report import report_json, report_text
     from ...train import check_single_program, describe, set_up
 
     setup = set_up(config, devices)
@@ -61,13 +68,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def leave_tpus_alone() -> None:
-    """Lets libtpu compile where other processes use it, and without TPUs. Before JAX is used."""
+    """Sets the environment so that libtpu compiles without using TPUs. Call it before using JAX."""
     for name, value in _OFF_TPU.items():
         os.environ.setdefault(name, value)
 
 
 def _devices(config: "Config", topology: str | None, num_slices: int) -> list[Any]:
-    """Those of the topology, or of this machine, emulated if the config says so."""
+    """Returns the devices of the topology or of this machine, emulated if the config says so."""
     if topology:
         if config.emulate_devices:
             raise ValueError(
@@ -87,7 +94,7 @@ def _devices(config: "Config", topology: str | None, num_slices: int) -> list[An
 
 
 def _dump_file(folder: Path, model_name: str, topology: str | None) -> Path:
-    """The file the HLO will be written to, tried before the compiler takes its time."""
+    """Returns the file for the HLO, after checking that it can be written."""
     where = (topology or "this-machine").replace(":", "-")
     file = folder / f"{model_name}-{where}-train-step.hlo"
     try:
@@ -103,10 +110,11 @@ def _dump_file(folder: Path, model_name: str, topology: str | None) -> Path:
 
 
 def _compile(setup: "Setup") -> tuple[Any, str]:
-    """The report of a step, and its HLO."""
+    """Compiles a step, and returns its report and its HLO."""
     import jax
 
-    from ... import plan
+    from ...plan import audit, memory
+    from ...plan._report import CompileReport, compiler_versions
     from ...train import compile_train_step, model_flops
 
     device = setup.mesh.devices.flat[0]
@@ -114,26 +122,26 @@ def _compile(setup: "Setup") -> tuple[Any, str]:
     try:
         compiled = compile_train_step(setup)
     except jax.errors.JaxRuntimeError as error:
-        raise _refused(error) from error
+        raise _compile_error(error) from error
     except ValueError as error:
-        # What the user could have got wrong, `set_up` has checked.
+        # `set_up` has checked everything that a user can get wrong.
         raise RuntimeError("The train step cannot be compiled.") from error
     seconds = time.perf_counter() - started
     hlo_text = compiled.as_text() or ""
-    report = plan.Report(
+    report = CompileReport(
         platform=device.device_kind,
         num_devices=setup.mesh.size,
-        memory=plan.memory(compiled, device.platform),
-        audit=plan.audit(hlo_text),
+        memory=memory(compiled, device.platform),
+        audit=audit(hlo_text),
         model_flops=model_flops(setup),
         compile_seconds=seconds,
-        **plan.versions(device.platform),
+        **compiler_versions(device.platform),
     )
     return report, hlo_text
 
 
-def _refused(error: Exception) -> Exception:
-    """What the user can do something about: a step that does not fit. XLA:TPU checks it."""
+def _compile_error(error: Exception) -> Exception:
+    """Returns the error to raise: a ValueError if XLA:TPU finds that the step does not fit."""
     first = str(error).splitlines()[0]
     if "RESOURCE_EXHAUSTED" not in first:
         return error

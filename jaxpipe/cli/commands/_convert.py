@@ -1,4 +1,4 @@
-"""`jaxpipe convert SOURCE DESTINATION`: checkpoints to and from Hugging Face's safetensors."""
+"""`jaxpipe convert` converts checkpoints to and from Hugging Face's safetensors."""
 
 import argparse
 import re
@@ -46,7 +46,17 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Converts, and says what to do with the result."""
+    """Converts, and prints how to use the result.
+
+    Args:
+        args: The parsed arguments.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ValueError: If the folder or an option is wrong.
+    """
     from ...hugging_face import from_hugging_face, to_hugging_face
 
     if not args.source.is_dir():
@@ -56,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         _check_no_options(args)
         with unwinding():
             done = from_hugging_face(args.source, args.destination, dtype=dtype)
-        print(_sentence(args.source, done))
+        print(_result_sentence(args.source, done))
         print(f"jaxpipe train {args.destination}/config.yml init_from={args.destination} ...")
         return 0
     with unwinding():
@@ -69,12 +79,26 @@ def run(args: argparse.Namespace) -> int:
             max_length=args.max_length,
             allow_unverified=args.allow_unverified,
         )
-    print(_sentence(args.destination, done))
+    print(_result_sentence(args.destination, done))
     return 0
 
 
 def parse_size(size_text: str) -> int:
-    """Bytes, of `5GB`, `200MB` or a number; units are powers of 1000."""
+    """Parses a size such as `5GB`, `200MB` or a number of bytes; units are powers of 1000.
+
+    Args:
+        size_text: The size.
+
+    Returns:
+        The size in bytes.
+
+    Raises:
+        ValueError: If it is no size.
+
+    Example:
+        >>> parse_size("200MB")
+        200000000
+    """
     match = re.fullmatch(r"([0-9]{1,15})\s*([KMG]?B)?", size_text.strip().upper())
     size = int(match[1]) * _UNITS[match[2] or ""] if match else 0
     if not size:
@@ -94,7 +118,7 @@ def _check_no_options(args: argparse.Namespace) -> None:
             )
 
 
-def _sentence(folder: Path, done: "Converted") -> str:
+def _result_sentence(folder: Path, done: "Converted") -> str:
     return (
         f"{folder}: {done.decoder_block}, {done.num_parameters / 1e6:.2f}M parameters, "
         f"{done.num_tensors} tensors in {done.num_files} file(s); result in {done.dtype}"

@@ -1,4 +1,4 @@
-"""`jaxpipe launch --processes N [CONFIG.yml ...] [key=value ...]`"""
+"""`jaxpipe launch` trains in several processes on one machine."""
 
 import argparse
 import contextlib
@@ -63,12 +63,18 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `jaxpipe train` in every process. The exit code of the first that fails, or 0.
+    """Runs `jaxpipe train` in every process.
 
-    Process 0 has the terminal; lines of the others come with their number, on standard error. The
-    signals that end a run reach all processes once. No process outlives this one.
+    Process 0 has the terminal; lines of the others are printed with their number, on standard
+    error. The signals that end a run reach all processes once. No process outlives this one.
+
+    Args:
+        args: The parsed arguments.
+
+    Returns:
+        The exit code of the process that failed first, or 0.
     """
-    read_settings(args.settings)  # what is wrong in them is said once
+    read_settings(args.settings)  # so that an error in them is printed once
     for restart in range(1, args.max_restarts + 2):
         # The address is a new one each time: the port of a process that was killed may be taken.
         commands = _commands(args.settings, args.processes, args.gpus_per_process)
@@ -84,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 def _commands(
     settings: Sequence[str], num_processes: int, num_gpus: int | None
 ) -> list[tuple[list[str], dict[str, str]]]:
-    """Of every process its arguments and its environment."""
+    """Returns the arguments and the environment of every process."""
     address = f"127.0.0.1:{_free_port()}"
     command = [sys.executable, "-m", "jaxpipe", "train", *settings]
     found = []
@@ -99,11 +105,11 @@ def _commands(
 
 @dataclass
 class _Job:
-    """Processes.
+    """The processes of a job.
 
     Attributes:
-        running: Of each process, in order.
-        outputs: The threads that show what they print.
+        running: The processes, in order.
+        outputs: The threads that copy their output.
         signals: The signals that were passed on to all processes, in order.
         tell: A function that tells all other processes that one has ended, and how.
     """
@@ -115,10 +121,10 @@ class _Job:
 
     @property
     def failed(self) -> tuple[int, int] | None:
-        """The process that failed first, and its exit code; None if none has failed.
+        """Process that failed first, and its exit code; None if none has failed.
 
         A process that ended because of a signal that was passed on has not failed. If several have
-        ended since the last look, one that a signal has killed comes first: the others may have
+        ended since the last poll, one that a signal has killed comes first: the others may have
         ended because of it.
         """
         codes = enumerate(popen.poll() for popen in self.running)
@@ -128,6 +134,7 @@ class _Job:
 
     @property
     def left(self) -> list[int]:
+        """Processes that still run."""
         return [i for i, popen in enumerate(self.running) if popen.poll() is None]
 
 
@@ -142,6 +149,9 @@ def _started(commands: Sequence[tuple[list[str], dict[str, str]]]) -> Iterator[_
 
     Each is a process group of its own, so that Ctrl-C reaches it from here and not a second time
     from the terminal: a second signal ends a process at once.
+
+    Yields:
+        The started processes.
     """
     job, lifelines = _Job([]), Lifelines()
 
@@ -175,7 +185,7 @@ def _started(commands: Sequence[tuple[list[str], dict[str, str]]]) -> Iterator[_
             yield job
         finally:
             for popen in job.running:
-                popen.kill()  # SIGTERM would not do: it is a wish to stop after the next step
+                popen.kill()  # SIGTERM only asks a run to stop after its next step
             for popen in job.running:
                 popen.wait()
             lifelines.close()
@@ -196,7 +206,7 @@ def _handled(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> I
 
 
 def _first_failure(job: _Job, grace: float) -> int:
-    """Waits until all have ended, or until those who should have had time for it."""
+    """Waits until all processes have ended or their time is up, and returns the exit code."""
     first: tuple[int, int] | None = None
     deadline = tell_at = math.inf
     while job.left and time.monotonic() < deadline and len(job.signals) < 2:

@@ -1,4 +1,4 @@
-"""`jaxpipe report RUN`: a run as one page of HTML."""
+"""`jaxpipe report` writes a run as one HTML page."""
 
 import argparse
 import webbrowser
@@ -12,8 +12,9 @@ from .._options import integer, path, text
 from ._compile import leave_tpus_alone
 
 if TYPE_CHECKING:
-    from ...report import Compiled, Run
-    from ...train import Setup
+    from ...report import RunRecord
+    from ...report._memory import CompiledMemory
+    from ...train import Config, Setup
 
 _HELP = "write a run as one page of HTML"
 _MOST_DEVICES = 1024  # more take minutes to be emulated
@@ -33,7 +34,17 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads the folder, plans the run anew on emulated devices, and writes the page."""
+    """Reads the folder, plans the run again on emulated devices, and writes the page.
+
+    Args:
+        args: The parsed arguments.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ValueError: If an option or the folder is wrong.
+    """
     from ...report import read_run, render
 
     if args.topology and not args.compile:
@@ -56,12 +67,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _planned(found: "Run") -> "tuple[Setup | None, str]":
-    """The run on emulated devices, whatever it ran on; or why it cannot be planned."""
-    from ...report import num_devices
+def _planned(found: "RunRecord") -> "tuple[Setup | None, str]":
+    """Plans the run on emulated devices; returns the plan, or None and why it cannot be planned."""
     from ...train import set_up
 
-    count = num_devices(found)
+    count = found.num_devices
     if found.config is None:
         return None, "Unknown: this version of jaxpipe does not take the configuration."
     if count is None:
@@ -77,33 +87,33 @@ def _planned(found: "Run") -> "tuple[Setup | None, str]":
         return None, f"The run cannot be planned here: {error}"
 
 
-def _on_any_device(found: "Run"):
-    """The config without the kernels of TPUs, which change no shape."""
+def _on_any_device(found: "RunRecord") -> "Config":
+    """Returns the config without the kernels of TPUs, which change no shape."""
     assert found.config is not None
     return found.config.model_copy(update={"attention": "dot_product", "megablox": "auto"})
 
 
 def _compiled(
-    found: "Run", setup: "Setup | None", why: str, topology: str | None, num_slices: int
-) -> "Compiled":
-    """The step's memory, for a topology or for the emulated devices."""
-    from ... import plan
-    from ...report import Compiled
+    found: "RunRecord", setup: "Setup | None", why: str, topology: str | None, num_slices: int
+) -> "CompiledMemory":
+    """Compiles the step for a topology or for the emulated devices, and returns its memory."""
+    from ...plan import memory, tpu_topology
+    from ...report._memory import CompiledMemory
     from ...train import check_single_program, compile_train_step, set_up
 
     if setup is None or found.config is None:
         raise ValueError(f"`--compile` needs a run that can be planned. {why}")
     check_single_program(setup)
     if topology:
-        devices = plan.tpu_topology(topology, num_slices)
+        devices = tpu_topology(topology, num_slices)
         setup = set_up(found.config, devices)
     device = setup.mesh.devices.flat[0]
-    memory = plan.memory(compile_train_step(setup), device.platform)
-    return Compiled(memory, device.device_kind)
+    step_memory = memory(compile_train_step(setup), device.platform)
+    return CompiledMemory(step_memory, device.device_kind)
 
 
 def _write(output: Path, page: str) -> None:
-    """A page that is there is replaced in one go."""
+    """Writes the page; an existing one is replaced at once."""
     try:
         write_output(output, page)
     except OSError as error:

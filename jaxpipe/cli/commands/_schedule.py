@@ -1,4 +1,4 @@
-"""`jaxpipe schedule`: list, show, export, simulate and check schedules. Imports no JAX."""
+"""`jaxpipe schedule` lists, shows, exports, simulates and checks schedules, without JAX."""
 
 import argparse
 import json
@@ -65,7 +65,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def _with_schedule(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the arguments that say which schedule, and at which costs."""
+    """Adds the arguments for a schedule and its costs."""
     add = parser.add_argument
     add(
         "name",
@@ -134,12 +134,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _write(option: str, file: Path, content: str) -> None:
-    """Writes the file that an option names.
-
-    Raises:
-        ValueError: If the file cannot be written because of its path.
-        DiskError: If the disk is full or fails.
-    """
+    """Writes the file that an option names. `failed_write` says which errors it raises."""
     try:
         write_output(file, content)
     except OSError as error:
@@ -166,14 +161,14 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _schedule(args: argparse.Namespace) -> Schedule:
-    """The schedule the arguments name, checked."""
+    """Returns the schedule that the arguments name, checked."""
     given = {name: getattr(args, name) for name in _COUNTS if getattr(args, name) is not None}
     if args.name not in FAMILIES and (args.name.endswith(".csv") or is_file(args.name)):
         if given:
             names = ", ".join(f"--{name}" for name in given)
             raise ValueError(f"{args.name} is a file and has its counts. Leave out {names}.")
         return read_csv(args.name)
-    family(args.name)  # a wrong name is more worth saying than a missing count
+    family(args.name)  # a wrong name is reported before a missing count
     for name in ("ranks", "microbatches"):
         if name not in given:
             raise ValueError(f"`--{name}` is missing. Give the number of {name}.")
@@ -204,7 +199,22 @@ def _renamed(message: str, names: Mapping[str, str]) -> str:
 
 
 def parse_costs(costs: str, transfer: str) -> Costs:
-    """Reads `F,I,W`, each a number or numbers per stage with `/` between them."""
+    """Parses the costs of a schedule's actions.
+
+    Args:
+        costs: `F,I,W`, each a number, or numbers per stage with `/` between them.
+        transfer: The cost of a transfer between ranks.
+
+    Returns:
+        The costs.
+
+    Raises:
+        ValueError: If a cost is missing or is no number.
+
+    Example:
+        >>> parse_costs("10,12,8/9", "0.5").weight
+        (8, 9)
+    """
     parts = costs.split(",")
     if len(parts) != 3:
         raise ValueError(
@@ -220,7 +230,7 @@ def parse_costs(costs: str, transfer: str) -> Costs:
 
 
 def _number(argument: str, written: str) -> int | float:
-    """An integer stays one, so that times are exact."""
+    """Parses a number. An integer stays one, so that times are exact."""
     try:
         return float(written) if not written.strip().isdecimal() else int(written)
     except ValueError:

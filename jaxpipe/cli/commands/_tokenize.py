@@ -1,4 +1,7 @@
-"""`jaxpipe tokenize FILE.bin [CONFIG.yml ...] [key=value ...]`"""
+"""`jaxpipe tokenize` writes the data of a run as one file of tokens.
+
+A file of tokens is mapped into memory, so later runs start at once and read only their own rows.
+"""
 
 import argparse
 
@@ -18,7 +21,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the file, and prints the settings that read it."""
+    """Writes the file, and prints the settings with which a run reads it.
+
+    Args:
+        args: The parsed arguments.
+
+    Returns:
+        The exit code.
+    """
     from ...train import write_corpus
 
     with unwinding():

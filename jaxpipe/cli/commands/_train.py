@@ -1,4 +1,4 @@
-"""`jaxpipe train [CONFIG.yml ...] [key=value ...]`"""
+"""`jaxpipe train` trains a model in this process."""
 
 import argparse
 import os
@@ -22,8 +22,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains. Processes join and devices are emulated before JAX looks for devices.
 
-    The exit code is 143 if SIGTERM has ended the run before its last step, 130 if SIGINT and 129 if
-    SIGHUP has, so that a scheduler that restarts failed jobs resumes it.
+    Args:
+        args: The parsed arguments.
+
+    Returns:
+        The exit code: 0, or 143 if SIGTERM has ended the run before its last step, 130 if SIGINT
+        and 129 if SIGHUP has, so that a scheduler that restarts failed jobs resumes it.
     """
     follow_launcher(f"process {os.environ.get(PROCESS, 0)}")
     from ...train import TerminatedError, base_yaml, train
@@ -38,6 +42,6 @@ def run(args: argparse.Namespace) -> int:
             emulate_devices(config.emulate_devices)
         try:
             train(config, keep_history=False)
-        except TerminatedError as error:  # it has said so
+        except TerminatedError as error:  # it has printed the reason
             return 128 + error.signal
     return 0
