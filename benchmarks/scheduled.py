@@ -101,13 +101,13 @@ def compile_times() -> None:
 
 def ticks_of(name: str, microbatches: int) -> schedules.Ticks:
     schedule = schedules.build(name, ranks=S, microbatches=microbatches)
-    return schedules.lock_step(schedules.check(schedule), COSTS)
+    return schedules.to_lock_step(schedules.check(schedule), COSTS)
 
 
 def price(ticks: schedules.Ticks) -> str:
     """What the schedule costs with and without lock-step, beside the work of a rank."""
     lock = schedules.simulate_ticks(ticks, COSTS)
-    work = max(schedules.busy(lock))
+    work = max(schedules.busy_times(lock))
     free = schedules.makespan(schedules.simulate(ticks.schedule, COSTS))
     return (
         f"{schedules.num_ticks(ticks)} ticks, {schedules.makespan(lock) / work:.3f} of the work "

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
 from ..autodiff import at
-from ..sharding import row_axes
+from ..sharding import manual_batch_axes
 from ._layers import Layer
 
 MICROBATCH = "microbatch"
@@ -52,7 +52,7 @@ def with_slots(layer: Layer) -> Layer:
 
 def _slot(microbatch: jax.Array) -> jax.Array:
     """The slot of this device, from [1]: the dim is that of rows, which devices share out."""
-    axes = row_axes()
+    axes = manual_batch_axes()
     if not axes:
         return microbatch[0]
     return microbatch[0] * lax.axis_size(axes) + lax.axis_index(axes)

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from ..autodiff import TENSORS, Remat, check_offload, keep, remat_by_name
-from ..sharding import DEFAULT_RULES, layout
+from ..sharding import DEFAULT_RULES, even_layout
 from ..spmd._ranks import AXIS
 from ..spmd.circular_engine._shape import check_circular
 from ..spmd.stepwise._iteration import Counts
@@ -188,7 +188,7 @@ def _repeats(config: Any, num_ranks: int, layers_per_stage: int) -> int:
     if layers is None:
         return 1 if repeats == -1 else repeats
     counts = {"num_ranks": num_ranks, "layers_per_stage": layers_per_stage}
-    return layout(layers, **counts, num_repeats=repeats, name=name).num_repeats
+    return even_layout(layers, **counts, num_repeats=repeats, name=name).num_repeats
 
 
 def _pipelined_layers(config: Any) -> tuple[int | None, str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from .. import schedules
 from .._input import MOST_JSON_BYTES, parse_json, read_text, short_repr
-from ..schedules import Timed, Timeline
+from ..schedules import TimedStep, Timeline
 from ..train import Setup, held_at_most, predicted_timeline
 
 MOST_ACTIONS = 20_000
@@ -60,7 +60,7 @@ def figures(setup: Setup) -> list[tuple[str, str]]:
         ("Ranks", f"{schedules.num_ranks(schedule)}"),
         ("Stages", f"{schedule.num_stages}"),
         ("Microbatches", f"{schedule.num_microbatches}"),
-        ("Bubble", f"{schedules.bubble_share(timeline):.1%}"),
+        ("Bubble", f"{schedules.bubble_fraction(timeline):.1%}"),
         ("Parallelogram bubble", f"{schedules.parallelogram_bubble(timeline) / end:.1%}"),
         ("Runs", "in ticks of all ranks" if lock_step else "each rank as soon as it can"),
         ("Stage inputs held", " ".join(map(str, held)) + (" by rank" if len(held) > 1 else "")),
@@ -83,12 +83,12 @@ def traced_step_pictures(file: Path) -> list[Picture]:
         text = read_text(file, most_bytes=MOST_JSON_BYTES)
         events = parse_json(text, str(file))["traceEvents"]
         names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-        rows: dict[str, dict[int, list[Timed]]] = {}
+        rows: dict[str, dict[int, list[TimedStep]]] = {}
         for event in events:
             if event["ph"] == "X":
                 rank, kind = names[event["pid"]].removeprefix("rank ").split(", ")
                 start, end = event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3
-                timed = Timed(schedules.parse_step(event["name"]), start, end)
+                timed = TimedStep(schedules.parse_step(event["name"]), start, end)
                 rows.setdefault(kind, {}).setdefault(int(rank), []).append(timed)
         step = f"step {file.stem.removeprefix('trace_')}"
         titles = {
@@ -106,7 +106,7 @@ def traced_step_pictures(file: Path) -> list[Picture]:
         ) from None
 
 
-def _timeline(ranks: dict[int, list[Timed]]) -> Timeline:
+def _timeline(ranks: dict[int, list[TimedStep]]) -> Timeline:
     rows = [tuple(sorted(ranks.get(r, []), key=lambda t: t.start)) for r in range(max(ranks) + 1)]
     text = "\n".join(" ".join(str(timed.step) for timed in row) for row in rows)
     return Timeline(schedules.parse(text), tuple(rows))
@@ -115,7 +115,7 @@ def _timeline(ranks: dict[int, list[Timed]]) -> Timeline:
 def _drawn(title: str, inside: str, timeline: Timeline) -> Picture:
     is_small = sum(map(len, timeline.rows)) <= MOST_ACTIONS
     svg = schedules.to_svg(timeline, inside) if is_small else ""
-    return Picture(title, svg, schedules.bubble_share(timeline))
+    return Picture(title, svg, schedules.bubble_fraction(timeline))
 
 
 def _name(setup: Setup) -> str:

@@ -38,7 +38,7 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class FusedPair:
     """A forward and a backward fused, so that the communication of one hides behind the other.
 
     DeepSeek-V3, 2024, arXiv 2412.19437, section 3.2.1.
@@ -58,7 +58,7 @@ class Pair:
         return f"({self.forward};{self.backward})OVERLAP_F_B"
 
 
-Step = Action | Pair
+ScheduleStep = Action | FusedPair
 
 # No leading zeros, ASCII digits: every text has one reading and every reading one text.
 # (Python reads no number of thousands of digits.)
@@ -83,7 +83,7 @@ def parse_action(text: str) -> Action:
     return Action(int(stage), Op(op), int(microbatch), None if piece is None else int(piece))
 
 
-def parse_step(text: str) -> Step:
+def parse_step(text: str) -> ScheduleStep:
     """The inverse of `str(step)` for an action or a fused pair.
 
     Raises:
@@ -93,9 +93,9 @@ def parse_step(text: str) -> Step:
     if match is None:
         return parse_action(text)
     forward, backward = map(parse_action, match.groups())
-    return Pair(forward, backward)
+    return FusedPair(forward, backward)
 
 
-def actions_of(step: Step) -> tuple[Action, ...]:
+def actions_of(step: ScheduleStep) -> tuple[Action, ...]:
     """The one or two actions of a step, a pair's forward first."""
-    return (step.forward, step.backward) if isinstance(step, Pair) else (step,)
+    return (step.forward, step.backward) if isinstance(step, FusedPair) else (step,)

@@ -4,11 +4,17 @@ from itertools import product
 
 from .._input import shorten
 from ._action import Action, Op, actions_of
-from ._dependencies import Result, ScheduleError, mark, results_of, walk
-from ._schedule import Schedule, slice_names
+from ._dependencies import (
+    ResultKey,
+    ScheduleError,
+    output_keys,
+    text_with_marker,
+    walk_topologically,
+)
+from ._schedule import Schedule, slice_ids
 
 # Where a result stands: (rank, place in its program, action).
-_Found = dict[Result, tuple[int, int, Action]]
+_Found = dict[ResultKey, tuple[int, int, Action]]
 
 
 def check(schedule: Schedule) -> Schedule:
@@ -21,7 +27,7 @@ def check(schedule: Schedule) -> Schedule:
         ScheduleError: Naming the action and its rank, with the grid and a mark where it helps.
     """
     _check_results(schedule)
-    for _ in walk(schedule):
+    for _ in walk_topologically(schedule):
         pass  # raises if ranks wait for each other
     return schedule
 
@@ -35,20 +41,21 @@ def _check_results(schedule: Schedule) -> None:
 
 def _find(schedule: Schedule) -> _Found:
     """Every result with its place, each only once and none out of range."""
-    slices = slice_names(schedule)
+    slices = slice_ids(schedule)
     found: _Found = {}
     for rank, program in enumerate(schedule.programs):
         for place, step in enumerate(program):
             for action in actions_of(step):
                 problem = _out_of_range(action, schedule, slices)
                 here = rank, place, action
-                for result in results_of(action):
+                for result in output_keys(action):
                     if not problem and result in found:
                         problem = _twice(Action(*result), found[result])
                     found[result] = here
                 if problem:
                     raise ScheduleError(
-                        f"Rank {rank} runs {action}, {problem}:\n{mark(schedule, rank, place)}"
+                        f"Rank {rank} runs {action}, {problem}:\n"
+                        f"{text_with_marker(schedule, rank, place)}"
                     )
     return found
 
@@ -71,7 +78,7 @@ def _twice(result: Action, first: tuple[int, int, Action]) -> str:
 
 
 def _check_complete(schedule: Schedule, found: _Found) -> None:
-    slices = slice_names(schedule)
+    slices = slice_ids(schedule)
     # Every result that was found is in range and was found once, so counting them is enough.
     if len(found) == 3 * schedule.num_stages * schedule.num_microbatches * len(slices):
         return
@@ -95,7 +102,7 @@ def _absent(schedule: Schedule, result: Action, found: _Found) -> str:
     ranks = ranks_of_microbatch or ranks_of_stage
     where = f"rank {ranks[0]}" if ranks else "any rank"
     whole = Action(result.stage, Op.B, result.microbatch, result.slice)
-    neither_half = result.op is Op.I and results_of(whole)[1] not in found
+    neither_half = result.op is Op.I and output_keys(whole)[1] not in found
     name = f"{result} (or {whole})" if neither_half else f"{result}"
     return f"No rank runs {name}. Add it to {where}:\n{shorten(str(schedule), 2000)}"
 
@@ -108,5 +115,5 @@ def _check_same_rank(schedule: Schedule, found: _Found) -> None:
             forward = Action(stage, Op.F, microbatch, piece)
             raise ScheduleError(
                 f"Rank {rank} runs {action}, but {forward} and its activations are on rank {home}. "
-                f"Move one of them:\n{mark(schedule, rank, place)}"
+                f"Move one of them:\n{text_with_marker(schedule, rank, place)}"
             )

@@ -6,7 +6,7 @@ Everything that looks at a whole schedule (checking, simulating, compiling) walk
 from collections.abc import Iterator
 from heapq import heappop, heappush
 
-from ._action import Action, Op, Step, actions_of
+from ._action import Action, Op, ScheduleStep, actions_of
 from ._schedule import Schedule, num_slices
 
 _MOST_DRAWN = 400  # actions
@@ -17,11 +17,11 @@ class ScheduleError(ValueError):
     """A schedule that cannot run, or would not compute the gradient."""
 
 
-Result = tuple[int, Op, int, int | None]
+ResultKey = tuple[int, Op, int, int | None]
 """A result that other actions wait for: the fields of an `Action`, faster to make and hash."""
 
 
-def results_of(action: Action) -> tuple[Result, ...]:
+def output_keys(action: Action) -> tuple[ResultKey, ...]:
     """Returns the results of an action, as tuples of fields."""
     stage, op, microbatch, piece = action.stage, action.op, action.microbatch, action.slice
     if op is not Op.B:
@@ -29,7 +29,7 @@ def results_of(action: Action) -> tuple[Result, ...]:
     return (stage, Op.I, microbatch, piece), (stage, Op.W, microbatch, piece)
 
 
-def needs_of(action: Action, num_stages: int, num_slices: int) -> list[Result]:
+def dependency_keys(action: Action, num_stages: int, num_slices: int) -> list[ResultKey]:
     """Returns the results that an action waits for, as tuples of fields."""
     stage, op, microbatch, piece = action.stage, action.op, action.microbatch, action.slice
     if op is Op.W:
@@ -47,21 +47,21 @@ def needs_of(action: Action, num_stages: int, num_slices: int) -> list[Result]:
     return found
 
 
-def results(action: Action) -> tuple[Action, ...]:
+def outputs(action: Action) -> tuple[Action, ...]:
     """What others can wait for once `action` is done: a full backward counts as its two halves."""
-    return tuple(Action(*result) for result in results_of(action))
+    return tuple(Action(*result) for result in output_keys(action))
 
 
-def needs(action: Action, num_stages: int, num_slices: int) -> Iterator[Action]:
+def dependencies(action: Action, num_stages: int, num_slices: int) -> Iterator[Action]:
     """The results an action waits for.
 
     A forward needs the previous stage; a backward its own forward and the next stage; a W its I.
     With causal attention a slice's forward needs the slice before, its backward the slice after.
     """
-    return (Action(*need) for need in needs_of(action, num_stages, num_slices))
+    return (Action(*need) for need in dependency_keys(action, num_stages, num_slices))
 
 
-def runnable_order(schedule: Schedule) -> list[tuple[int, Step]]:
+def topological_order(schedule: Schedule) -> list[tuple[int, ScheduleStep]]:
     """Every (rank, step), each after all it needs: one order in which the programs could run.
 
     Both halves of a pair start together, so a pair waits for what either needs.
@@ -69,11 +69,13 @@ def runnable_order(schedule: Schedule) -> list[tuple[int, Step]]:
     Raises:
         ScheduleError: If the ranks come to wait for each other, showing where.
     """
-    return [(rank, step) for rank, step, *_ in walk(schedule)]
+    return [(rank, step) for rank, step, *_ in walk_topologically(schedule)]
 
 
-def walk(schedule: Schedule) -> Iterator[tuple[int, Step, list[Result], list[Result]]]:
-    """Yields (rank, step, results it waits for, results it gives) in the order of `runnable_order`.
+def walk_topologically(
+    schedule: Schedule,
+) -> Iterator[tuple[int, ScheduleStep, list[ResultKey], list[ResultKey]]]:
+    """Yields (rank, step, dependencies, outputs) in the order of `topological_order`.
 
     Ranks take turns, round after round, and run as far as they can. One that waits for a result has
     no turn until that result is computed.
@@ -83,8 +85,8 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Step, list[Result], list[Res
     """
     slices = num_slices(schedule)
     places = [0] * len(schedule.programs)
-    done: set[Result] = set()
-    waiting: dict[Result, list[int]] = {}
+    done: set[ResultKey] = set()
+    waiting: dict[ResultKey, list[int]] = {}
     turns = [(0, rank) for rank in range(len(schedule.programs))]  # a heap of (round, rank)
     while turns:
         this_round, rank = heappop(turns)
@@ -96,7 +98,7 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Step, list[Result], list[Res
                 missing = next(need for need in waits if need not in done)
                 waiting.setdefault(missing, []).append(rank)
                 break
-            given = [result for action in actions_of(step) for result in results_of(action)]
+            given = [result for action in actions_of(step) for result in output_keys(action)]
             done.update(given)
             for result in given:
                 for other in waiting.pop(result, ()):
@@ -109,9 +111,11 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Step, list[Result], list[Res
         raise ScheduleError(_deadlock(schedule, places, waits_of))
 
 
-def _step_needs(step: Step, num_stages: int, num_slices: int) -> list[Result]:
+def _step_needs(step: ScheduleStep, num_stages: int, num_slices: int) -> list[ResultKey]:
     return [
-        need for action in actions_of(step) for need in needs_of(action, num_stages, num_slices)
+        need
+        for action in actions_of(step)
+        for need in dependency_keys(action, num_stages, num_slices)
     ]
 
 
@@ -122,7 +126,7 @@ def _deadlock(schedule: Schedule, places: list[int], waits: dict[int, Action]) -
         for rank, program in enumerate(schedule.programs)
         for step in program
         for action in actions_of(step)
-        for result in results(action)
+        for result in outputs(action)
     }
     culprit = _culprit(waits, {result: rank for result, (rank, _) in producer.items()})
     lines = []
@@ -139,7 +143,7 @@ def _deadlock(schedule: Schedule, places: list[int], waits: dict[int, Action]) -
             *(f"  {line}" for line in lines[:_MOST_WAITING]),
             *(["  ..."] if len(lines) > _MOST_WAITING else []),
             "Move the marked action behind what it waits for, or that before it:",
-            mark(schedule, culprit, places[culprit]),
+            text_with_marker(schedule, culprit, places[culprit]),
         ]
     )
 
@@ -156,7 +160,7 @@ def _culprit(waits: dict[int, Action], producer: dict[Action, int]) -> int:
     return rank
 
 
-def mark(schedule: Schedule, rank: int, place: int) -> str:
+def text_with_marker(schedule: Schedule, rank: int, place: int) -> str:
     """Returns the grid of a schedule, one line per rank, with `<- here` behind one action.
 
     Of a large schedule, what is around the action.

@@ -13,7 +13,7 @@ def straight_stage(rank: int) -> int:
     return rank
 
 
-def straight_place(stage: int) -> tuple[int, int]:
+def straight_rank_and_chunk(stage: int) -> tuple[int, int]:
     """The (rank, chunk) of a stage."""
     return stage, 0
 
@@ -23,7 +23,7 @@ def loop_stage(rank: int, chunk: int, num_ranks: int) -> int:
     return chunk * num_ranks + rank
 
 
-def loop_place(stage: int, num_ranks: int) -> tuple[int, int]:
+def loop_rank_and_chunk(stage: int, num_ranks: int) -> tuple[int, int]:
     """The (rank, chunk) of a stage, the inverse of `loop_stage`."""
     chunk, rank = divmod(stage, num_ranks)
     return rank, chunk
@@ -35,7 +35,7 @@ def v_stage(rank: int, chunk: int, num_ranks: int) -> int:
     return chunk * num_ranks + place
 
 
-def v_place(stage: int, num_ranks: int) -> tuple[int, int]:
+def v_rank_and_chunk(stage: int, num_ranks: int) -> tuple[int, int]:
     """The (rank, chunk) of a stage, the inverse of `v_stage`."""
     chunk, place = divmod(stage, num_ranks)
     return (place if chunk % 2 == 0 else num_ranks - 1 - place), chunk

@@ -7,7 +7,7 @@ with different microbatches.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ._action import Action, Op, Step, actions_of, parse_step
+from ._action import Action, Op, ScheduleStep, actions_of, parse_step
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Schedule:
 
     num_stages: int
     num_microbatches: int
-    programs: tuple[tuple[Step, ...], ...]
+    programs: tuple[tuple[ScheduleStep, ...], ...]
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, program)) for program in self.programs)
@@ -38,14 +38,14 @@ def parse(text: str) -> Schedule:
     return from_programs(programs)
 
 
-def _word(word: str, rank: int, place: int) -> Step:
+def _word(word: str, rank: int, place: int) -> ScheduleStep:
     try:
         return parse_step(word)
     except ValueError as error:
         raise ValueError(f"Rank {rank}, action {place}: {error}") from None
 
 
-def from_programs(programs: tuple[tuple[Step, ...], ...]) -> Schedule:
+def from_programs(programs: tuple[tuple[ScheduleStep, ...], ...]) -> Schedule:
     """A schedule with as many stages and microbatches as its actions name."""
     actions = [action for program in programs for step in program for action in actions_of(step)]
     if not actions:
@@ -61,16 +61,16 @@ def num_ranks(schedule: Schedule) -> int:
 
 def num_slices(schedule: Schedule) -> int:
     """Sequence slices per microbatch; 1 where microbatches are not sliced."""
-    return 1 + max((action.slice or 0 for _, action in actions(schedule)), default=0)
+    return 1 + max((action.slice or 0 for _, action in enumerate_actions(schedule)), default=0)
 
 
-def slice_names(schedule: Schedule) -> tuple[int | None, ...]:
+def slice_ids(schedule: Schedule) -> tuple[int | None, ...]:
     """The slices every microbatch comes in; `None` alone where it is whole."""
-    sliced = any(action.slice is not None for _, action in actions(schedule))
+    sliced = any(action.slice is not None for _, action in enumerate_actions(schedule))
     return tuple(range(num_slices(schedule))) if sliced else (None,)
 
 
-def actions(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+def enumerate_actions(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     """Every action with its rank, rank by rank, pairs taken apart."""
     for rank, program in enumerate(schedule.programs):
         for step in program:
@@ -86,23 +86,25 @@ def stages_of_rank(schedule: Schedule, rank: int) -> tuple[int, ...]:
 
 def ranks_of_stage(schedule: Schedule, stage: int) -> tuple[int, ...]:
     """The ranks that hold a copy of a stage; more than one only in schedules like DualPipe."""
-    return tuple(sorted({rank for rank, action in actions(schedule) if action.stage == stage}))
+    return tuple(
+        sorted({rank for rank, action in enumerate_actions(schedule) if action.stage == stage})
+    )
 
 
 def ranks_by_stage(schedule: Schedule) -> dict[int, tuple[int, ...]]:
     """Returns the `ranks_of_stage` of every stage that has an action, found in one pass."""
     found: dict[int, set[int]] = {}
-    for rank, action in actions(schedule):
+    for rank, action in enumerate_actions(schedule):
         found.setdefault(action.stage, set()).add(rank)
     return {stage: tuple(sorted(ranks)) for stage, ranks in sorted(found.items())}
 
 
 def splits_backwards(schedule: Schedule) -> bool:
     """Whether any W runs apart from its I."""
-    return any(action.op is Op.W for _, action in actions(schedule))
+    return any(action.op is Op.W for _, action in enumerate_actions(schedule))
 
 
-def without_pairs(schedule: Schedule) -> Schedule:
+def without_fused_pairs(schedule: Schedule) -> Schedule:
     """The same order with every fused pair taken apart into its forward, then its backward."""
     programs = tuple(
         tuple(action for step in program for action in actions_of(step))

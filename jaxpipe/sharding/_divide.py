@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 
 
-def divide(whole: int, parts: int, *, name: str, into: str, fix: str) -> int:
+def divide_exactly(whole: int, parts: int, *, name: str, into: str, fix: str) -> int:
     """`whole / parts`, or a `ValueError` that names both and says what to change."""
     if parts < 1:
         raise ValueError(f"{into} is {parts}. Give at least 1.")
@@ -14,7 +14,7 @@ def divide(whole: int, parts: int, *, name: str, into: str, fix: str) -> int:
 
 
 @dataclass(frozen=True)
-class Layout:
+class LayerLayout:
     """How the layers of a model lie on the ranks.
 
     Attributes:
@@ -36,7 +36,7 @@ class Layout:
         return sum(self._counts)
 
     @property
-    def numbers(self) -> tuple[int, ...]:
+    def layer_ids(self) -> tuple[int, ...]:
         """The number of the layer at every place of `dims`, -1 where there is none."""
         counts = self._counts
         first = (0, *accumulate(counts))
@@ -48,7 +48,7 @@ class Layout:
         )
 
     @property
-    def layers_of_stages(self) -> tuple[range, ...]:
+    def stage_layer_ids(self) -> tuple[range, ...]:
         """The numbers of the layers of every stage, in forward order."""
         ends = tuple(accumulate(self._counts, initial=0))
         return tuple(map(range, ends, ends[1:]))
@@ -63,14 +63,14 @@ class Layout:
         return self.num_repeats, self.num_ranks, self.layers_per_stage
 
 
-def layout(
+def even_layout(
     num_layers: int,
     *,
     num_ranks: int,
     layers_per_stage: int,
     num_repeats: int = -1,
     name: str = "`base_num_decoder_layers`",
-) -> Layout:
+) -> LayerLayout:
     """The layout of `num_layers` over `num_ranks`.
 
     Args:
@@ -84,7 +84,7 @@ def layout(
         ValueError: If the layers are not `num_repeats * num_ranks * layers_per_stage`.
     """
     per_repeat = num_ranks * layers_per_stage
-    repeats = divide(
+    repeats = divide_exactly(
         num_layers,
         per_repeat,
         name=name,
@@ -96,4 +96,4 @@ def layout(
             f"`num_pipeline_repeats` is {num_repeats}, but {num_layers} layers over {num_ranks} "
             f"ranks with {layers_per_stage} per stage make {repeats} repeats. Give {repeats} or -1."
         )
-    return Layout(repeats, num_ranks, layers_per_stage)
+    return LayerLayout(repeats, num_ranks, layers_per_stage)

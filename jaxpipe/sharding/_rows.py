@@ -11,7 +11,7 @@ import jax
 from jax import lax
 
 
-def row_axes() -> tuple[str, ...]:
+def manual_batch_axes() -> tuple[str, ...]:
     """The manual axes that split the batch, those beside `stage`, in mesh order."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(a for a in mesh.axis_names if a in mesh.manual_axes and a != "stage")
@@ -19,24 +19,24 @@ def row_axes() -> tuple[str, ...]:
 
 def sum_over_rows(x: jax.Array) -> jax.Array:
     """Adds up what each device has summed over its own rows."""
-    axes = row_axes()
+    axes = manual_batch_axes()
     return lax.psum(x, axes) if axes else x
 
 
 def max_over_rows(x: jax.Array) -> jax.Array:
     """The largest of what each device has found in its own rows."""
-    axes = row_axes()
+    axes = manual_batch_axes()
     return lax.pmax(x, axes) if axes else x
 
 
-def own_rows(make: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, ...]) -> jax.Array:
+def local_rows(make: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, ...]) -> jax.Array:
     """This device's rows of `make(shape of the microbatch)`: the same random numbers on any mesh.
 
     Args:
         make: From a shape to an array; dim 0 are rows.
         shape: Of this device's share.
     """
-    axes = row_axes()
+    axes = manual_batch_axes()
     if not axes:
         return make(shape)
     rows = shape[0]

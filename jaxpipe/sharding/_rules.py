@@ -45,7 +45,7 @@ DEFAULT_RULES: Rules = (
 )
 
 
-def with_rules(changes: Rules, base: Rules = DEFAULT_RULES) -> Rules:
+def override_rules(changes: Rules, base: Rules = DEFAULT_RULES) -> Rules:
     """`base` with the rules of `changes` in place of its own for the same logical axes.
 
     Raises:
@@ -131,7 +131,7 @@ def named_shardings(shapes: Any, axes: Any, mesh: Mesh, rules: Rules = DEFAULT_R
     return jax.tree_util.tree_map_with_path(sharding, shapes, axes)
 
 
-def place(tree: Any, shardings: Any) -> Any:
+def reshard(tree: Any, shardings: Any) -> Any:
     """`tree` with every leaf split as `shardings` say, inside or outside `jax.jit`."""
 
     def of_leaf(x: jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -156,7 +156,7 @@ def reshard_to_spec(x: jax.Array, spec: PartitionSpec, mesh: Mesh | None) -> jax
     """
     if mesh is None or not len(spec):
         return x
-    return place(x, NamedSharding(mesh, padded_spec(x, spec, mesh)))
+    return reshard(x, NamedSharding(mesh, padded_spec(x, spec, mesh)))
 
 
 def padded_spec(x: jax.Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
@@ -171,7 +171,7 @@ def padded_spec(x: jax.Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh) ->
     return spec.update(partitions=(*spec.partitions, *rest))
 
 
-def automatic_rules(rules: Rules, mesh: AbstractMesh) -> Rules:
+def rules_without_manual_axes(rules: Rules, mesh: AbstractMesh) -> Rules:
     """`rules` without the axes that are manual in `mesh`, as inside `jax.shard_map`."""
     automatic = set(mesh.axis_names) - set(mesh.manual_axes)
     return [(name, [a for a in mesh_axes if a in automatic]) for name, mesh_axes in rules]
@@ -192,7 +192,7 @@ def constrain_with(rules: Rules = DEFAULT_RULES) -> Constrain:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:
             return x
-        spec = partition_spec(axes, automatic_rules(rules, mesh))
+        spec = partition_spec(axes, rules_without_manual_axes(rules, mesh))
         check_divisible(x.shape, spec, dict(mesh.shape), "activation " + str(axes))
         return jax.lax.with_sharding_constraint(x, spec)
 
@@ -210,7 +210,7 @@ def gathered_rules(rules: Rules, axes: Sequence[str] = GATHERED_AXES) -> Rules:
     ]
 
 
-def zero_rules(rules: Rules) -> Rules:
+def zero1_rules(rules: Rules) -> Rules:
     """`rules` for what ZeRO-1 splits over data as well: every dim that is split over fsdp.
 
     Source: Rajbhandari et al., 2020, arXiv 1910.02054, stage 1.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..schedules import Home, Schedule, homes, num_ranks
+from ..schedules import RankAndChunk, Schedule, num_ranks, rank_and_chunk_by_stage
 
 
 def to_ranks(tree: PyTree, schedule: Schedule) -> PyTree:
@@ -25,11 +25,11 @@ def to_stages(tree: PyTree, schedule: Schedule) -> PyTree:
 
 def stages_on_ranks(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     """[v][S] the stage of every chunk of every rank."""
-    places = homes(schedule)
+    places = rank_and_chunk_by_stage(schedule)
     stages = {place: stage for stage, place in places.items()}
     ranks = range(num_ranks(schedule))
     return tuple(
-        tuple(stages[Home(rank, chunk)] for rank in ranks)
+        tuple(stages[RankAndChunk(rank, chunk)] for rank in ranks)
         for chunk in range(len(places) // num_ranks(schedule))
     )
 

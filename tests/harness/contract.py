@@ -232,7 +232,7 @@ def schedule_of(row: Row) -> schedules.Schedule:
 @functools.cache
 def _ticks(name: str, ranks: int, microbatches: int, chunks: int | None) -> schedules.Ticks:
     schedule = schedules.build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
-    return schedules.lock_step(schedules.check(schedule), schedules.Costs(1, 2, 1))
+    return schedules.to_lock_step(schedules.check(schedule), schedules.Costs(1, 2, 1))
 
 
 def ticks_of(row: Row) -> schedules.Ticks:
@@ -277,7 +277,7 @@ def gather_of(row: Row, axes: Any, stacked: int = 0) -> spmd.Gather:
         rules,
         when=row.gather,
         batch_axes=row.batch_axes,
-        gradient_rules=sharding.zero_rules(rules) if row.zero else None,
+        gradient_rules=sharding.zero1_rules(rules) if row.zero else None,
     )
 
 

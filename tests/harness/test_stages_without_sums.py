@@ -47,7 +47,7 @@ ENGINES = {
     "plain": plain,
     "circular": spmd.circular_value_and_grad,
     "scheduled": functools.partial(
-        spmd.scheduled_value_and_grad, ticks=schedules.lock_step(SCHEDULE)
+        spmd.scheduled_value_and_grad, ticks=schedules.to_lock_step(SCHEDULE)
     ),
     "mpmd": on_groups,
 }

@@ -39,7 +39,7 @@ def value_of(row: Row, case: Case) -> Any:
         run = functools.partial(spmd.circular_value, case.model, delay=row.delay, **how)
     else:
         schedule = contract.ticks_of(row).schedule
-        ticks = schedules.lock_step(schedules.forward_only(schedule))
+        ticks = schedules.to_lock_step(schedules.forward_only(schedule))
         how |= {"ticks": ticks, "share_head": row.share_head}
         run = functools.partial(spmd.scheduled_value, case.model, **how)
         stages, keys = (spmd.to_ranks(_flat(x), schedule) for x in (weights["stages"], keys))

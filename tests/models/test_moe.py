@@ -182,7 +182,7 @@ def test_a_mixture_on_a_mesh_is_that_of_one_device(axes: dict[str, int]):
 
 def test_a_mixture_whose_rules_split_nothing_but_experts_is_that_of_one_device():
     w, (x, side) = weights_of(V3), inputs()
-    rules = sharding.with_rules((("activation_batch", ()), ("mlp", ()), ("activation_mlp", ())))
+    rules = sharding.override_rules((("activation_batch", ()), ("mlp", ()), ("activation_mlp", ())))
     on_mesh = {"constrain": sharding.constrain_with(rules), "rules": rules}
     axes = {"data": 2, "expert": 2, "tensor": 2}
     assert_all_close(meshed(axes, w, x, side, **on_mesh), plain(V3, w, x, side))

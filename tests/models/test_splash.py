@@ -19,7 +19,7 @@ from jaxpipe.models import (
     llama_weights,
     splash_attention,
 )
-from jaxpipe.sharding import DEFAULT_RULES, constrain_with, make_mesh, with_rules
+from jaxpipe.sharding import DEFAULT_RULES, constrain_with, make_mesh, override_rules
 from small_models import small_llama
 
 LENGTH, ROWS = 256, 4
@@ -62,7 +62,7 @@ def test_splash_is_dot_product_attention_on_a_mesh():
 
 
 def test_splash_is_dot_product_attention_where_rules_leave_devices_with_copies():
-    rules = with_rules((("activation_batch", ()),))
+    rules = override_rules((("activation_batch", ()),))
     with jax.set_mesh(make_mesh({"fsdp": 2, "tensor": 2}, devices=jax.devices()[:4])):
         check(splash_attention(rules, interpret=True))
 
@@ -100,7 +100,7 @@ def test_a_split_sequence_is_refused():
 
 
 def test_query_heads_split_without_their_key_heads_are_refused():
-    rules = with_rules((("activation_kv_heads", ()),))
+    rules = override_rules((("activation_kv_heads", ()),))
     message = (
         r"'activation_heads' splits over \['tensor'\] and that of 'activation_kv_heads' .*\[\]"
     )

@@ -20,16 +20,16 @@ from jaxpipe.mpmd import (
 from jaxpipe.mpmd.jaxpp._schedules import FusedTask, as_schedule, tasks_of
 from jaxpipe.schedules import (
     Action,
+    FusedPair,
     Op,
-    Pair,
     Schedule,
     ScheduleError,
-    actions,
     build,
     check,
+    enumerate_actions,
     num_ranks,
     parse,
-    without_pairs,
+    without_fused_pairs,
 )
 from mpmd.small import batch, compare, gradients, groups, layers
 
@@ -133,7 +133,7 @@ def test_tasks_are_the_actions_of_the_schedule(case: str):
         for task in tasks
         for part in ((task.forward, task.backward) if isinstance(task, FusedTask) else (task,))
     ]
-    assert unfused == list(actions(schedule.schedule(8)))
+    assert unfused == list(enumerate_actions(schedule.schedule(8)))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.endswith(("-1", "-3"))])
@@ -198,8 +198,10 @@ def test_fusing_moves_nothing_and_never_deadlocks(
     for num_microbatches in range(1, 3 * ranks + 2):
         plain = cls(num_chunks * ranks, ranks).schedule(num_microbatches)
         fused = cls(num_chunks * ranks, ranks, fuse_steady_state=True).schedule(num_microbatches)
-        assert without_pairs(check(fused)) == plain
-        assert not any(isinstance(step, Pair) for program in plain.programs for step in program)
+        assert without_fused_pairs(check(fused)) == plain
+        assert not any(
+            isinstance(step, FusedPair) for program in plain.programs for step in program
+        )
 
 
 # as_schedule.

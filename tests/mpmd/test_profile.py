@@ -33,7 +33,7 @@ def compiled_step(schedule: Any) -> tuple[mpmd.Compiled, list[np.ndarray], np.nd
     return mpmd.mpmd_jit_with_loop(step, mesh).compile(weights, xs), weights, xs
 
 
-def halves(steps: Iterable[schedules.Step]) -> set[str]:
+def halves(steps: Iterable[schedules.ScheduleStep]) -> set[str]:
     """Actions, a B as its two halves: where a schedule splits some, all of its B run so."""
     actions = (str(action) for step in steps for action in schedules.actions_of(step))
     return {half for a in actions for half in ((a.replace("B", "I"), a.replace("B", "W")))}
@@ -46,7 +46,7 @@ def test_a_traced_step_computes_the_same_and_has_every_action_beside_its_predict
     result, found = mpmd.trace_step(compiled, weights, xs)
     jax.tree.map(np.testing.assert_array_equal, result, expected)
 
-    events = json.loads(schedules.to_trace(found, microseconds=1e6))["traceEvents"]
+    events = json.loads(schedules.to_perfetto(found, microseconds=1e6))["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {
         2 * rank + i: f"rank {rank}, {kind}"

@@ -6,13 +6,13 @@ is still something.
 
 from typing import Any
 
-from jaxpipe.schedules import Action, Op, Schedule, Tables
+from jaxpipe.schedules import Action, Op, Schedule, TickTables
 
 Buffer = dict[int, tuple[int, int]]
 """Slots with the (stage, microbatch) of what lies there."""
 
 
-def run_tables(table: Tables, schedule: Schedule) -> set[Action]:
+def run_tables(table: TickTables, schedule: Schedule) -> set[Action]:
     """Every action that ran. Fails where an engine would compute with the wrong array."""
     buffers: list[dict[str, Buffer]] = [
         {name: {} for name in table.num_slots} for _ in schedule.programs
@@ -22,11 +22,11 @@ def run_tables(table: Tables, schedule: Schedule) -> set[Action]:
     for tick in range(len(table.forward.microbatch)):
         for rank, mine in enumerate(buffers):
             done |= _forward(_row(table.forward, tick, rank), mine, last)
-        _hand_over(table, "activations", tick, buffers, 1, last)
+        _hand_over(table, "activation_arrivals", tick, buffers, 1, last)
         for rank, mine in enumerate(buffers):
             done |= _backward(_row(table.backward, tick, rank), mine)
             done |= _weight(_row(table.weight, tick, rank), mine)
-        _hand_over(table, "cotangents", tick, buffers, -1, 0)
+        _hand_over(table, "cotangent_arrivals", tick, buffers, -1, 0)
     for mine in buffers:
         for name, buffer in mine.items():
             assert not buffer, f"{name} still has {buffer}"
@@ -47,11 +47,11 @@ def _forward(row: dict[str, int], mine: dict[str, Buffer], last: int) -> set[Act
         return set()
     place = row["stage"], row["microbatch"]
     if place[0]:
-        assert mine["inputs"].pop(row["input"]) == place
-    for name in ("for_backward", "for_weight"):
-        _write(mine[name], row[name], place)
+        assert mine["inputs"].pop(row["input_slot"]) == place
+    for name in ("residuals_for_backward", "residuals_for_weight"):
+        _write(mine[name], row[f"{name}_slot"], place)
     if place[0] == last:
-        _write(mine["cotangents"], row["cotangent"], place)
+        _write(mine["cotangents"], row["cotangent_slot"], place)
     return {Action(place[0], Op.F, place[1])}
 
 
@@ -59,13 +59,13 @@ def _backward(row: dict[str, int], mine: dict[str, Buffer]) -> set[Action]:
     if row["microbatch"] < 0:
         return set()
     place = row["stage"], row["microbatch"]
-    assert mine["cotangents"].pop(row["cotangent"]) == place
-    assert mine["for_backward"].pop(row["for_backward"]) == place
-    assert mine["for_weight"][row["for_weight"]] == place
-    if row["link"] < 0:
-        del mine["for_weight"][row["for_weight"]]
+    assert mine["cotangents"].pop(row["cotangent_slot"]) == place
+    assert mine["residuals_for_backward"].pop(row["residuals_for_backward_slot"]) == place
+    assert mine["residuals_for_weight"][row["residuals_for_weight_slot"]] == place
+    if row["wgrad_residuals_slot"] < 0:
+        del mine["residuals_for_weight"][row["residuals_for_weight_slot"]]
         return {Action(place[0], Op.B, place[1])}
-    _write(mine["links"], row["link"], place)
+    _write(mine["wgrad_residuals"], row["wgrad_residuals_slot"], place)
     return {Action(place[0], Op.I, place[1])}
 
 
@@ -73,17 +73,19 @@ def _weight(row: dict[str, int], mine: dict[str, Buffer]) -> set[Action]:
     if row["microbatch"] < 0:
         return set()
     place = row["stage"], row["microbatch"]
-    assert mine["links"].pop(row["link"]) == place
-    assert mine["for_weight"].pop(row["for_weight"]) == place
+    assert mine["wgrad_residuals"].pop(row["wgrad_residuals_slot"]) == place
+    assert mine["residuals_for_weight"].pop(row["residuals_for_weight_slot"]) == place
     return {Action(place[0], Op.W, place[1])}
 
 
 def _hand_over(
-    table: Tables, kind: str, tick: int, buffers: list[dict[str, Buffer]], step: int, end: int
+    table: TickTables, kind: str, tick: int, buffers: list[dict[str, Buffer]], step: int, end: int
 ) -> None:
     """What every rank made goes to the rank that has a slot for it, and all of it arrives."""
     work, waiting = (
-        (table.forward, "inputs") if kind == "activations" else (table.backward, "cotangents")
+        (table.forward, "inputs")
+        if kind == "activation_arrivals"
+        else (table.backward, "cotangents")
     )
     arrived = 0
     for offset, slots in getattr(table, kind).items():

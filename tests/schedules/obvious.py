@@ -6,7 +6,7 @@ A node is an action; an edge says what must end before. A pair is one node.
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
-from jaxpipe.schedules import Action, Op, Schedule, actions, actions_of, num_slices
+from jaxpipe.schedules import Action, Op, Schedule, actions_of, enumerate_actions, num_slices
 
 
 def kinds(op: Op) -> str:
@@ -16,11 +16,13 @@ def kinds(op: Op) -> str:
 def is_complete(schedule: Schedule) -> bool:
     """Every F, I and W once, those of a microbatch on one rank."""
     found = [
-        (a.stage, kind, a.microbatch, a.slice) for _, a in actions(schedule) for kind in kinds(a.op)
+        (a.stage, kind, a.microbatch, a.slice)
+        for _, a in enumerate_actions(schedule)
+        for kind in kinds(a.op)
     ]
     slices = (
         range(num_slices(schedule))
-        if any(a.slice is not None for _, a in actions(schedule))
+        if any(a.slice is not None for _, a in enumerate_actions(schedule))
         else [None]
     )
     wanted = {
@@ -30,7 +32,7 @@ def is_complete(schedule: Schedule) -> bool:
         for m in range(schedule.num_microbatches)
         for s in slices
     }
-    homes = {(a.stage, a.microbatch, a.slice, rank) for rank, a in actions(schedule)}
+    homes = {(a.stage, a.microbatch, a.slice, rank) for rank, a in enumerate_actions(schedule)}
     return len(found) == len(wanted) and set(found) == wanted and 3 * len(homes) == len(wanted)
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from jaxpipe.schedules import Action, Op, Schedule, check, needs, results
+from jaxpipe.schedules import Action, Op, Schedule, check, dependencies, outputs
 
 
 class Draft(NamedTuple):
@@ -41,8 +41,8 @@ def random_schedule(draft: Draft) -> Schedule:
     ]
     programs, done = [[] for _ in range(draft.ranks)], set[Action]()
     while waiting:
-        action = rng.choice([a for a in waiting if done.issuperset(needs(a, num_stages, 1))])
+        action = rng.choice([a for a in waiting if done.issuperset(dependencies(a, num_stages, 1))])
         waiting.remove(action)
         programs[home[action.stage]].append(action)
-        done.update(results(action))
+        done.update(outputs(action))
     return check(Schedule(num_stages, draft.microbatches, tuple(map(tuple, programs))))

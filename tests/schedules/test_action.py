@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpipe.schedules import Action, Op, Pair, parse, parse_action, parse_step
+from jaxpipe.schedules import Action, FusedPair, Op, parse, parse_action, parse_step
 
 from .legal import Case, cases, made
 
@@ -19,7 +19,7 @@ def test_actions_print_as_torch_prints_them():
     assert str(Action(2, Op.F, 0)) == "2F0"
     assert str(Action(7, Op.I, 3)) == "7I3"
     assert str(Action(0, Op.F, 0, 1)) == "0F0s1"
-    assert str(Pair(Action(4, Op.F, 4), Action(3, Op.B, 0))) == "(4F4;3B0)OVERLAP_F_B"
+    assert str(FusedPair(Action(4, Op.F, 4), Action(3, Op.B, 0))) == "(4F4;3B0)OVERLAP_F_B"
 
 
 @given(actions())
@@ -28,9 +28,9 @@ def test_an_action_reads_back(action: Action):
     assert parse_action(str(action)) == action
 
 
-@given(st.builds(Pair, actions((Op.F,)), actions((Op.B, Op.I))))
+@given(st.builds(FusedPair, actions((Op.F,)), actions((Op.B, Op.I))))
 @settings(deadline=None)
-def test_a_pair_reads_back(pair: Pair):
+def test_a_pair_reads_back(pair: FusedPair):
     assert parse_step(str(pair)) == pair
 
 

@@ -12,16 +12,17 @@ from jaxpipe.schedules import (
     build,
     check,
     check_ticks,
-    lock_step,
     simulate,
     simulate_ticks,
-    tables,
+    tick_tables,
+    to_lock_step,
 )
 
 SMALL, LARGE = (8, 32), (16, 64)
 MOST = 6
 """A step that is quadratic takes 16 times as long. Four times, and a little more for caches and for
-the grids that `lock_step` tries, whose number grows with the logarithm of the ranks, is linear."""
+the grids that `to_lock_step` tries, whose number grows with the logarithm of the ranks, is
+linear."""
 
 
 def seconds(run: Callable[[], Any]) -> float:
@@ -60,7 +61,7 @@ def test_checking_and_simulating_take_time_in_proportion_to_the_actions(name, st
 @pytest.mark.parametrize("name", ["1f1b", "zero_bubble_h1"])
 def test_lock_step_and_its_tables_take_time_in_proportion_to_the_actions(name):
     small, large = (build(name, ranks=p, microbatches=m) for p, m in (SMALL, LARGE))
-    assert growth(lock_step, small, large) < MOST
-    grids = lock_step(small), lock_step(large)
-    for step in (tables, check_ticks, lambda ticks: simulate_ticks(ticks, Costs())):
+    assert growth(to_lock_step, small, large) < MOST
+    grids = to_lock_step(small), to_lock_step(large)
+    for step in (tick_tables, check_ticks, lambda ticks: simulate_ticks(ticks, Costs())):
         assert growth(step, *grids) < MOST

@@ -13,13 +13,13 @@ from jaxpipe.schedules import (
     Schedule,
     ScheduleError,
     Ticks,
-    actions,
     build,
     check,
     check_ticks,
     dualpipe,
+    enumerate_actions,
+    enumerate_ticks,
     gpipe,
-    lock_step,
     makespan,
     one_f_one_b,
     parse,
@@ -27,13 +27,13 @@ from jaxpipe.schedules import (
     seq1f1b,
     simulate,
     simulate_ticks,
-    tables,
-    ticked,
-    without_pairs,
+    tick_tables,
+    to_lock_step,
+    without_fused_pairs,
     zbv,
     zero_bubble_h1,
 )
-from jaxpipe.schedules.lock_step._grid import Grid, fill, orders_of, ticks_of
+from jaxpipe.schedules.lock_step._grid import Grid, fill_grid, rank_orders, ticks_from_grid
 from jaxpipe.schedules.lock_step._grid_search import _lags, _spares
 
 from .machine import run_tables
@@ -45,7 +45,7 @@ LIKE_MODELS = Costs(10, 20, 10)
 
 def price(schedule: Schedule, costs: Costs) -> tuple[Any, Any]:
     """Makespans: free, and in lock-step."""
-    ticks = check_ticks(lock_step(schedule, costs))
+    ticks = check_ticks(to_lock_step(schedule, costs))
     return makespan(simulate(schedule, costs)), makespan(simulate_ticks(ticks, costs))
 
 
@@ -72,8 +72,8 @@ def test_interleaved_schedules_do_too(num_chunks, costs):
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (4, 16), (8, 32)])
 def test_one_forward_one_backward_lies_on_the_grid_of_the_formula(ranks, microbatches):
-    ticks = lock_step(one_f_one_b(ranks, microbatches))
-    for rank, tick, action in ticked(ticks):
+    ticks = to_lock_step(one_f_one_b(ranks, microbatches))
+    for rank, tick, action in enumerate_ticks(ticks):
         late = rank if action.op is Op.F else 2 * (ranks - 1) - rank
         assert tick == action.microbatch + late
     assert peak_activations(ticks.schedule) == tuple(2 * (ranks - 1 - r) + 1 for r in range(ranks))
@@ -86,7 +86,7 @@ def test_zero_bubble_pays_the_bubble_of_lock_step():
 
 
 def test_gpipe_stays_gpipe():
-    ticks = lock_step(gpipe(4, 8))
+    ticks = to_lock_step(gpipe(4, 8))
     assert peak_activations(ticks.schedule) == (8, 8, 8, 8)
 
 
@@ -94,10 +94,12 @@ def test_gpipe_stays_gpipe():
 @given(drafts(), st.sampled_from([ONES, LIKE_MODELS]))
 def test_any_schedule_is_run_whole_and_in_its_order(draft, costs):
     schedule = random_schedule(draft)
-    ticks = check_ticks(lock_step(schedule, costs))
+    ticks = check_ticks(to_lock_step(schedule, costs))
     check(ticks.schedule)
     for rank in range(len(schedule.programs)):
-        program, old = ([a for r, a in actions(s) if r == rank] for s in (ticks.schedule, schedule))
+        program, old = (
+            [a for r, a in enumerate_actions(s) if r == rank] for s in (ticks.schedule, schedule)
+        )
         for kind in ((Op.F,), (Op.B, Op.I), (Op.W,)):
             assert [a for a in program if a.op in kind] == [a for a in old if a.op in kind]
         for forward in (a for a in old if a.op is Op.F):
@@ -109,7 +111,7 @@ def test_any_schedule_is_run_whole_and_in_its_order(draft, costs):
 @given(drafts(), st.integers(0, 2))
 def test_a_rank_never_holds_more_than_it_may(draft, spare):
     schedule = random_schedule(draft)
-    ticks = check_ticks(lock_step(schedule, spare=spare))
+    ticks = check_ticks(to_lock_step(schedule, spare=spare))
     for peak, cap in zip(peak_activations(ticks.schedule), peak_activations(schedule), strict=True):
         assert peak <= cap + spare
 
@@ -118,22 +120,28 @@ def test_a_rank_never_holds_more_than_it_may(draft, spare):
 @given(drafts())
 def test_tables_can_be_run_and_nothing_is_overwritten_before_it_is_read(draft):
     schedule = random_schedule(draft)
-    ticks = lock_step(schedule)
-    assert run_tables(tables(ticks), schedule) == {action for _, _, action in ticked(ticks)}
+    ticks = to_lock_step(schedule)
+    assert run_tables(tick_tables(ticks), schedule) == {
+        action for _, _, action in enumerate_ticks(ticks)
+    }
 
 
 def test_buffers_are_as_large_as_the_peak_of_the_grid():
     for name in ("1f1b", "gpipe", "interleaved_1f1b"):
-        ticks = lock_step(build(name, ranks=4, microbatches=16))
-        sizes = tables(ticks).num_slots
-        assert sizes["for_backward"] == sizes["for_weight"] == max(peak_activations(ticks.schedule))
-        assert sizes["inputs"] == 1 and sizes["links"] == 0
+        ticks = to_lock_step(build(name, ranks=4, microbatches=16))
+        sizes = tick_tables(ticks).num_slots
+        assert (
+            sizes["residuals_for_backward"]
+            == sizes["residuals_for_weight"]
+            == max(peak_activations(ticks.schedule))
+        )
+        assert sizes["inputs"] == 1 and sizes["wgrad_residuals"] == 0
 
 
 def test_activations_are_handed_on_where_the_placement_needs_it():
-    straight, v = tables(lock_step(one_f_one_b(4, 8))), tables(lock_step(zbv(4, 8)))
-    assert (set(straight.activations), set(straight.cotangents)) == ({1}, {3})
-    assert (set(v.activations), set(v.cotangents)) == ({0, 1, 3}, {0, 1, 3})
+    straight, v = tick_tables(to_lock_step(one_f_one_b(4, 8))), tick_tables(to_lock_step(zbv(4, 8)))
+    assert (set(straight.activation_arrivals), set(straight.cotangent_arrivals)) == ({1}, {3})
+    assert (set(v.activation_arrivals), set(v.cotangent_arrivals)) == ({0, 1, 3}, {0, 1, 3})
 
 
 @pytest.mark.parametrize(
@@ -145,59 +153,61 @@ def test_activations_are_handed_on_where_the_placement_needs_it():
 )
 def test_what_has_no_lock_step_is_refused_with_the_reason(schedule, message):
     with pytest.raises(ValueError, match=message):
-        lock_step(schedule)
+        to_lock_step(schedule)
 
 
 def every_grid(schedule: Schedule, costs: Costs) -> Ticks:
-    """`lock_step` without giving anything up: every lag at every spare, and then the choice."""
-    peaks, orders = peak_activations(schedule), orders_of(schedule, costs)
+    """`to_lock_step` without giving anything up: every lag at every spare, and then the choice."""
+    peaks, orders = peak_activations(schedule), rank_orders(schedule, costs)
 
     def cheapest(spare: int) -> Grid:
         caps = [peak + spare for peak in peaks]
-        grids = [fill(orders, caps, lag).grid for lag in _lags(schedule)]
+        grids = [fill_grid(orders, caps, lag).grid for lag in _lags(schedule)]
         return min((grid for grid in grids if grid), key=lambda grid: grid.makespan)
 
     *lean, most = map(cheapest, _spares(schedule))
     enough = max(most.makespan, makespan(simulate(schedule, costs)))
-    return ticks_of(schedule, next((grid for grid in lean if grid.makespan <= enough), most))
+    return ticks_from_grid(schedule, next((grid for grid in lean if grid.makespan <= enough), most))
 
 
 @settings(max_examples=60, deadline=None)
 @given(drafts(), st.sampled_from([ONES, LIKE_MODELS, Costs(0.1, 0.2, 0.1, 0.03), Costs(1, 1, 0)]))
 def test_what_is_given_up_early_would_not_have_been_chosen(draft, costs):
     schedule = random_schedule(draft)
-    assert lock_step(schedule, costs) == every_grid(schedule, costs)
+    assert to_lock_step(schedule, costs) == every_grid(schedule, costs)
 
 
 @pytest.mark.parametrize("name", ["zero_bubble_h1", "zbv", "v_half"])
 def test_what_is_given_up_early_would_not_have_been_chosen_of_larger_ones(name):
     schedule = build(name, ranks=5, microbatches=12)
     for costs in (LIKE_MODELS, Costs(1 / 3, 0.7, 0.3)):
-        assert lock_step(schedule, costs) == every_grid(schedule, costs)
+        assert to_lock_step(schedule, costs) == every_grid(schedule, costs)
 
 
 def test_a_makespan_of_a_grid_is_that_of_its_ticks():
     costs = Costs(0.1, 0.2, 0.1, 0.03)
     for name in ("1f1b", "zbv"):
         schedule = build(name, ranks=4, microbatches=8)
-        grid = fill(orders_of(schedule, costs), [8] * 4, 1).grid
-        assert grid and grid.makespan == makespan(simulate_ticks(ticks_of(schedule, grid), costs))
+        grid = fill_grid(rank_orders(schedule, costs), [8] * 4, 1).grid
+        assert grid and grid.makespan == makespan(
+            simulate_ticks(ticks_from_grid(schedule, grid), costs)
+        )
 
 
 def test_costs_that_are_not_one_per_stage_are_refused():
     with pytest.raises(ValueError, match="`input` has 1 entries for 2 stages"):
-        lock_step(gpipe(2, 2), Costs(input=(1,)), spare=0)
+        to_lock_step(gpipe(2, 2), Costs(input=(1,)), spare=0)
 
 
 def test_a_negative_spare_is_refused():
     with pytest.raises(ValueError, match="`spare` is -1"):
-        lock_step(gpipe(2, 2), spare=-1)
+        to_lock_step(gpipe(2, 2), spare=-1)
 
 
 def test_ranks_with_different_numbers_of_stages_are_refused():
     uneven = check(parse("0F0 1F0 1B0 0B0\n2F0 2B0"))
     with pytest.raises(ValueError, match="Ranks hold 2, 1 stages"):
-        tables(lock_step(uneven))
+        tick_tables(to_lock_step(uneven))
 
 
 def test_a_grid_whose_hand_over_comes_too_late_is_refused():
@@ -213,6 +223,6 @@ def test_lock_step_is_never_cheaper_than_it_would_be_to_wait_for_less():
         if name in ("dualpipe", "seq1f1b", "circular"):
             continue
         schedule = build(name, ranks=4, microbatches=8)
-        ticks = lock_step(schedule, LIKE_MODELS)
-        in_order = makespan(simulate(without_pairs(ticks.schedule), LIKE_MODELS))
+        ticks = to_lock_step(schedule, LIKE_MODELS)
+        in_order = makespan(simulate(without_fused_pairs(ticks.schedule), LIKE_MODELS))
         assert makespan(simulate_ticks(ticks, LIKE_MODELS)) >= in_order

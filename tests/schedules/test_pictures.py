@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from jaxpipe.schedules import (
     FAMILIES,
     Costs,
-    actions,
     build,
-    grid,
+    enumerate_actions,
     makespan,
     num_ranks,
     one_f_one_b,
@@ -21,8 +20,9 @@ from jaxpipe.schedules import (
     peak_activations,
     simulate,
     time_unit,
+    to_perfetto,
     to_svg,
-    to_trace,
+    to_text,
 )
 
 from .legal import Case, cases, made
@@ -31,14 +31,14 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_a_grid_has_a_column_per_unit_and_a_dot_per_idle_one():
-    assert grid(simulate(one_f_one_b(2, 2), Costs()), 1) == (
+    assert to_text(simulate(one_f_one_b(2, 2), Costs()), 1) == (
         "rank 0  0F0 0F1 .   .   0B0 --- .   0B1 ---\nrank 1  .   1F0 1B0 --- 1F1 1B1 --- .   ."
     )
 
 
 def test_a_pair_prints_as_its_two_halves():
     timeline = simulate(parse("0F0 (0F1;0B0)OVERLAP_F_B 0B1"), Costs())
-    assert grid(timeline, 1) == "rank 0  0F0     0F1+0B0 ------- ------- 0B1     -------"
+    assert to_text(timeline, 1) == "rank 0  0F0     0F1+0B0 ------- ------- 0B1     -------"
 
 
 @given(cases(), st.lists(st.integers(1, 6), min_size=3, max_size=3))
@@ -49,7 +49,7 @@ def test_every_row_is_as_long_as_the_makespan_in_whole_columns(case: Case, costs
     forward, inputs, weight = costs
     timeline = simulate(schedule, Costs(forward, inputs, weight))
     unit = time_unit(timeline)
-    for line in grid(timeline, unit).splitlines():
+    for line in to_text(timeline, unit).splitlines():
         assert len(line.split()) - 2 == floor(makespan(timeline) / unit + 0.5)
 
 
@@ -66,14 +66,14 @@ def test_where_that_makes_too_many_columns_the_unit_is_the_shortest_action():
     timeline = simulate(one_f_one_b(2, 2), Costs(1.001, 1, 1))
     assert time_unit(timeline) == pytest.approx(1.001)
     assert all(
-        str(action) in grid(timeline, time_unit(timeline))
-        for _, action in actions(timeline.schedule)
+        str(action) in to_text(timeline, time_unit(timeline))
+        for _, action in enumerate_actions(timeline.schedule)
     )
 
 
 def test_a_unit_of_no_time_is_refused():
     with pytest.raises(ValueError, match="`unit` is 0"):
-        grid(simulate(one_f_one_b(2, 2), Costs()), 0)
+        to_text(simulate(one_f_one_b(2, 2), Costs()), 0)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -116,7 +116,7 @@ def test_an_svg_of_very_many_actions_has_a_path_for_each_colour_of_a_rank():
 def test_a_trace_has_every_step_and_counts_what_is_alive(case: Case):
     schedule = made(case)
     timeline = simulate(schedule, Costs(3, 2, 1))
-    events = json.loads(to_trace(timeline, microseconds=10))["traceEvents"]
+    events = json.loads(to_perfetto(timeline, microseconds=10))["traceEvents"]
     for rank, row in enumerate(timeline.rows):
         steps = [e for e in events if e["ph"] == "X" and e["pid"] == rank]
         assert [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in steps] == [

@@ -4,25 +4,28 @@ import pytest
 
 from jaxpipe.schedules import (
     build,
-    loop_place,
+    loop_rank_and_chunk,
     loop_stage,
     stages_of_rank,
-    straight_place,
+    straight_rank_and_chunk,
     straight_stage,
-    v_place,
+    v_rank_and_chunk,
     v_stage,
 )
 
 
-@pytest.mark.parametrize(("stage_of", "place_of"), [(loop_stage, loop_place), (v_stage, v_place)])
-def test_every_stage_has_one_place(stage_of, place_of):
+@pytest.mark.parametrize(
+    ("stage_of", "inverse"),
+    [(loop_stage, loop_rank_and_chunk), (v_stage, v_rank_and_chunk)],
+)
+def test_every_stage_has_one_place(stage_of, inverse):
     places = {stage_of(rank, chunk, 4): (rank, chunk) for rank in range(4) for chunk in range(3)}
     assert sorted(places) == list(range(12))
-    assert all(place_of(stage, 4) == place for stage, place in places.items())
+    assert all(inverse(stage, 4) == place for stage, place in places.items())
 
 
 def test_a_straight_stage_is_its_rank():
-    assert all(straight_place(straight_stage(rank)) == (rank, 0) for rank in range(4))
+    assert all(straight_rank_and_chunk(straight_stage(rank)) == (rank, 0) for rank in range(4))
 
 
 def test_a_loop_goes_round_and_a_v_turns_back():

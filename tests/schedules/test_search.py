@@ -11,7 +11,7 @@ from jaxpipe.schedules import (
     Costs,
     build,
     check,
-    greedy,
+    greedy_schedule,
     makespan,
     num_slices,
     peak_activations,
@@ -74,5 +74,5 @@ def test_greedy_schedules_are_right_and_within_their_cap(
     p: int, m: int, cap: int, costs: tuple[int, int, int, int]
 ):
     f, i, w, transfer = costs
-    schedule = check(greedy(p, m, Costs(f, i, w, transfer), cap))
+    schedule = check(greedy_schedule(p, m, Costs(f, i, w, transfer), cap))
     assert max(peak_activations(schedule)) <= cap

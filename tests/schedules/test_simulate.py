@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from jaxpipe.schedules import (
     Costs,
     Op,
-    Timed,
+    TimedStep,
     activation_bytes,
     build,
-    busy,
+    busy_times,
     makespan,
     one_f_one_b,
     parallelogram_bubble,
@@ -44,7 +44,7 @@ def test_no_schedule_beats_its_busiest_rank_or_one_microbatch_alone(case: Case, 
     stages = schedule.num_stages
     f, i, w = (tuple(data.draw(costs) for _ in range(stages)) for _ in range(3))
     timeline = simulate(schedule, Costs(f, i, w))
-    assert makespan(timeline) >= max(busy(timeline))
+    assert makespan(timeline) >= max(busy_times(timeline))
     assert makespan(timeline) >= sum(f) + sum(i)
     assert rectangular_bubble(timeline) >= parallelogram_bubble(timeline) >= 0
 
@@ -56,7 +56,7 @@ def test_times_scale_with_the_costs(case: Case, f: int, i: int, w: int, transfer
     one = simulate(schedule, Costs(f, i, w, transfer))
     many = simulate(schedule, Costs(k * f, k * i, k * w, k * transfer))
     assert many.rows == tuple(
-        tuple(Timed(t.step, k * t.start, k * t.end) for t in row) for row in one.rows
+        tuple(TimedStep(t.step, k * t.start, k * t.end) for t in row) for row in one.rows
     )
 
 
@@ -82,7 +82,7 @@ def test_times_of_1f1b_are_those_of_the_picture():
 
 def test_costs_may_differ_by_stage():
     timeline = simulate(one_f_one_b(2, 1), Costs((1, 5), (2, 6), (3, 7)))
-    assert busy(timeline) == (6, 18)
+    assert busy_times(timeline) == (6, 18)
     assert makespan(timeline) == 24
     assert rectangular_bubble(timeline) == 6
 

@@ -12,8 +12,8 @@ from jaxpipe.sharding import (
     make_mesh,
     named_shardings,
     no_constraint,
+    override_rules,
     partition_spec,
-    with_rules,
 )
 
 ACTIVATION = ("activation_batch", "activation_length", "activation_mlp")
@@ -42,25 +42,25 @@ def test_a_logical_axis_without_a_rule_is_an_error_that_lists_the_others():
 
 
 def test_changed_rules_replace_those_of_the_same_name_and_keep_the_rest():
-    rules = with_rules((("embed", ("tensor",)), ("mlp", ("data", "stage"))))
+    rules = override_rules((("embed", ("tensor",)), ("mlp", ("data", "stage"))))
     assert dict(rules) == dict(DEFAULT_RULES) | {"embed": ("tensor",), "mlp": ("data", "stage")}
-    assert with_rules(()) == DEFAULT_RULES
+    assert override_rules(()) == DEFAULT_RULES
 
 
 def test_a_rule_for_a_logical_axis_that_nothing_bears_is_refused():
     with pytest.raises(ValueError, match=r"has a rule for 'mpl', .* Logical axes are activation_"):
-        with_rules((("mpl", ("tensor",)),))
+        override_rules((("mpl", ("tensor",)),))
 
 
 def test_a_rule_for_an_axis_that_no_mesh_has_is_refused():
     message = r"maps 'embed' to 'model'\. Mesh axes are data, stage, fsdp, tensor, expert, context"
     with pytest.raises(ValueError, match=message):
-        with_rules((("embed", ("fsdp", "model")),))
+        override_rules((("embed", ("fsdp", "model")),))
 
 
 def test_two_rules_for_one_logical_axis_are_refused():
     with pytest.raises(ValueError, match="has 2 rules for 'embed'"):
-        with_rules((("embed", ("fsdp",)), ("mlp", ()), ("embed", ())))
+        override_rules((("embed", ("fsdp",)), ("mlp", ()), ("embed", ())))
 
 
 def test_every_leaf_gets_the_sharding_of_its_logical_axes():
@@ -109,7 +109,7 @@ def test_a_constraint_shards():
 
 def test_a_constraint_inside_a_pipeline_leaves_out_its_manual_axis_and_shards_the_rest():
     mesh = make_mesh({"stage": 2, "fsdp": 2, "tensor": 2})
-    rules = with_rules((("activation_batch", ("stage", "fsdp")),))
+    rules = override_rules((("activation_batch", ("stage", "fsdp")),))
 
     def rank(x):
         return constrain_with(rules)(2 * x, ACTIVATION)

@@ -34,7 +34,7 @@ def identity(microbatches: int, **shapes: int) -> tuple[dict, dict, Model]:
 def compiled(name: str, microbatches: int) -> Any:
     weights, side, model = identity(microbatches)
     mesh = jax.make_mesh((S,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
-    ticks = schedules.lock_step(schedules.build(name, ranks=S, microbatches=microbatches))
+    ticks = schedules.to_lock_step(schedules.build(name, ranks=S, microbatches=microbatches))
     run = functools.partial(spmd.scheduled_value_and_grad, model, ticks=ticks, mesh=mesh)
     return jax.jit(run).lower(weights, side).compile()
 
@@ -69,7 +69,7 @@ def test_the_program_does_not_grow_with_ticks():
 def test_an_idle_rank_computes_nothing():
     weights, side, model = identity(4)
     mesh = jax.make_mesh((S,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
-    ticks = schedules.lock_step(schedules.build("1f1b", ranks=S, microbatches=4))
+    ticks = schedules.to_lock_step(schedules.build("1f1b", ranks=S, microbatches=4))
     seen = []
 
     def stage(w, x, side, rng):
@@ -77,7 +77,7 @@ def test_an_idle_rank_computes_nothing():
         return jnp.tanh(x * w["scale"]), {}
 
     counted = Model(model.embed, stage, model.loss)
-    forward = schedules.lock_step(schedules.forward_only(ticks.schedule))
+    forward = schedules.to_lock_step(schedules.forward_only(ticks.schedule))
     run = functools.partial(spmd.scheduled_value, counted, ticks=forward, mesh=mesh)
     jax.block_until_ready(jax.jit(run)(weights, side))
     jax.effects_barrier()
@@ -88,7 +88,7 @@ def test_an_idle_rank_computes_nothing():
 def test_a_value_alone_is_that_of_the_whole(name):
     row = Row("scheduled", "mlp", 3, 2 if name == "zbv" else 1, 6, schedule=name, dropout=0.1)
     case, ticks = make_case(row), ticks_of(row)
-    forward = schedules.lock_step(schedules.forward_only(ticks.schedule))
+    forward = schedules.to_lock_step(schedules.forward_only(ticks.schedule))
 
     def to_ranks(tree: Any) -> Any:
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
@@ -105,14 +105,14 @@ def test_a_value_alone_is_that_of_the_whole(name):
 
 def test_a_lean_grid_is_as_exact_as_a_fast_one():
     row = Row("scheduled", "mlp", 3, 1, 6, schedule="1f1b", tied=True)
-    lean = schedules.lock_step(schedules.build("1f1b", ranks=3, microbatches=6), spare=0)
+    lean = schedules.to_lock_step(schedules.build("1f1b", ranks=3, microbatches=6), spare=0)
     assert schedules.peak_activations(lean.schedule) == (3, 2, 1)
     check_result(row, run_ticks(row, make_case(row), lean))
 
 
 def refused(message: str, *, microbatches: int = 4, ticks: Any = None, **options: Any) -> None:
     weights, side, model = identity(microbatches, chunks=options.pop("chunks", 1))
-    ticks = ticks or schedules.lock_step(schedules.build("1f1b", ranks=S, microbatches=4))
+    ticks = ticks or schedules.to_lock_step(schedules.build("1f1b", ranks=S, microbatches=4))
     with pytest.raises(ValueError, match=message):
         spmd.scheduled_value_and_grad(model, weights, side, ticks=ticks, **options)
 
@@ -125,7 +125,7 @@ def test_counts_that_disagree_are_refused():
 
 
 def test_windows_for_halves_of_backwards_are_refused():
-    ticks = schedules.lock_step(schedules.build("zero_bubble_h1", ranks=S, microbatches=4))
+    ticks = schedules.to_lock_step(schedules.build("zero_bubble_h1", ranks=S, microbatches=4))
     refused("`ticks` has W apart from I", ticks=ticks, gather=spmd.Gather("repeat"))
 
 
@@ -135,6 +135,6 @@ def test_a_head_that_cannot_be_shared_is_refused():
 
 def test_a_value_alone_takes_forwards_alone():
     weights, side, model = identity(4)
-    ticks = schedules.lock_step(schedules.build("1f1b", ranks=S, microbatches=4))
+    ticks = schedules.to_lock_step(schedules.build("1f1b", ranks=S, microbatches=4))
     with pytest.raises(ValueError, match="`ticks` has backwards"):
         spmd.scheduled_value(model, weights, side, ticks=ticks)

@@ -153,7 +153,7 @@ def weights_and_moments(state: TrainState) -> tuple[Any, Any, Any]:
 def in_forward_order(setup: Setup, state: TrainState) -> list[np.ndarray]:
     """`stacks` of a state in host memory, one layer after the other."""
     if not setup.per_stage_state:
-        numbers = np.array(setup.layout.numbers)
+        numbers = np.array(setup.layout.layer_ids)
         order = [np.flatnonzero(numbers == i)[0] for i in range(setup.layout.num_layers)]
         return [leaf.reshape(-1, *leaf.shape[3:])[order] for leaf in stacks(state)]
     found = []

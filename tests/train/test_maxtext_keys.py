@@ -76,7 +76,7 @@ def test_the_rules_of_maxtexts_large_moe_preset_are_accepted():
     config = load_config([], [text], presets=PRESETS)
     rules_given = parse_rules(text)
     assert config.logical_axis_rules == rules_given
-    rules = dict(sharding.with_rules(rules_given))
+    rules = dict(sharding.override_rules(rules_given))
     assert rules["q_lora"] == rules["kv_lora"] == rules["embed_no_exp"] == ("fsdp",)
     assert rules["embed"] == ("fsdp", "expert") and rules["mlp"] == ("tensor",)
 

@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 
 from jaxpipe import schedules
-from jaxpipe.schedules import Costs, actions_of, needs, results
+from jaxpipe.schedules import Costs, actions_of, dependencies, outputs
 from jaxpipe.train import predicted_timeline
 
 from .runs import NONE, Settings, setup_of
@@ -36,13 +36,13 @@ def test_nothing_starts_before_what_it_needs(name: str):
         for row in timeline.rows
         for timed in row
         for action in actions_of(timed.step)
-        for result in results(action)
+        for result in outputs(action)
     }
     for row in timeline.rows:
         assert all(before.end <= after.start for before, after in pairwise(row))
         for timed in row:
             for action in actions_of(timed.step):
-                for need in needs(action, timeline.schedule.num_stages, 1):
+                for need in dependencies(action, timeline.schedule.num_stages, 1):
                     assert ends[need] <= timed.start
 
 

@@ -137,8 +137,8 @@ def test_places_without_a_layer_stay_zero():
     found = run("uneven stages by a CSV")
     layout = found.setup.layout
     assert layout.counts == (1, 3)
-    assert layout.numbers == (0, -1, -1, 1, 2, 3)
-    absent = np.reshape(layout.numbers, layout.dims) < 0
+    assert layout.layer_ids == (0, -1, -1, 1, 2, 3)
+    absent = np.reshape(layout.layer_ids, layout.dims) < 0
     adam = next(part for part in found.last["optimizer"] if hasattr(part, "mu"))
     for tree in (found.last["weights"], adam.mu, adam.nu):
         for leaf in map(np.asarray, jax.tree.leaves(tree["stages"])):

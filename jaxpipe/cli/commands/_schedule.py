@@ -11,11 +11,9 @@ from jaxpipe.schedules import (
     Schedule,
     Timeline,
     build,
-    busy,
+    busy_times,
     check,
-    family,
-    grid,
-    lock_step,
+    get_family,
     makespan,
     num_ranks,
     num_slices,
@@ -27,8 +25,10 @@ from jaxpipe.schedules import (
     simulate_ticks,
     time_unit,
     to_csv,
+    to_lock_step,
+    to_perfetto,
     to_svg,
-    to_trace,
+    to_text,
 )
 
 from ..._durable import failed_write, write_output
@@ -115,12 +115,12 @@ def _list(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     timeline = _timeline(args)
-    print(grid(timeline, time_unit(timeline)))
+    print(to_text(timeline, time_unit(timeline)))
     print(_figures_text(timeline))
     if args.svg:
         _write("svg", args.svg, to_svg(timeline, args.name))
     if args.trace:
-        _write("trace", args.trace, to_trace(timeline))
+        _write("trace", args.trace, to_perfetto(timeline))
     return 0
 
 
@@ -168,7 +168,7 @@ def _schedule(args: argparse.Namespace) -> Schedule:
             names = ", ".join(f"--{name}" for name in given)
             raise ValueError(f"{args.name} is a file and has its counts. Leave out {names}.")
         return read_csv(args.name)
-    family(args.name)  # a wrong name is reported before a missing count
+    get_family(args.name)  # a wrong name is reported before a missing count
     for name in ("ranks", "microbatches"):
         if name not in given:
             raise ValueError(f"`--{name}` is missing. Give the number of {name}.")
@@ -184,7 +184,7 @@ def _timeline(args: argparse.Namespace) -> Timeline:
     schedule = _schedule(args)
     try:
         if args.lock_step:
-            return simulate_ticks(lock_step(schedule, costs), costs)
+            return simulate_ticks(to_lock_step(schedule, costs), costs)
         return simulate(schedule, costs)
     except ValueError as error:
         letters = {"forward": "F", "input": "I", "weight": "W"}
@@ -249,7 +249,7 @@ def _figures(timeline: Timeline) -> dict[str, object]:
         "makespan": makespan(timeline),
         "bubble": rectangular_bubble(timeline),
         "parallelogram_bubble": parallelogram_bubble(timeline),
-        "busy": busy(timeline),
+        "busy": busy_times(timeline),
         "peak_activations": peak_activations(schedule),
     }
 

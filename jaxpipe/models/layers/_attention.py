@@ -15,7 +15,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jaxtyping import Array, Bool, Float, Int
 
-from ...sharding import LogicalAxes, Rules, automatic_rules, partition_spec
+from ...sharding import LogicalAxes, Rules, partition_spec, rules_without_manual_axes
 from ._on_shards import Local, automatic_axes, on_shards
 
 Attention = Callable[..., jax.Array]
@@ -63,7 +63,7 @@ def splash_attention(rules: Rules, *, interpret: bool = False) -> Attention:
         if not automatic_axes():
             return local((q, k, v), segment_ids)
         mesh = jax.sharding.get_abstract_mesh()
-        kept = automatic_rules(rules, mesh)
+        kept = rules_without_manual_axes(rules, mesh)
         _check_splits(kept, dict(mesh.shape))
         heads, kv_heads, segments = (
             partition_spec(axes, kept) for axes in (_HEAD_AXES, _KV_HEAD_AXES, _SEGMENT_AXES)

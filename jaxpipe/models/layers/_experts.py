@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
-from ...sharding import Rules, automatic_rules, partition_spec
+from ...sharding import Rules, partition_spec, rules_without_manual_axes
 from ._grouped_matmul import GroupedMatmul, ragged_dot
 from ._on_shards import automatic_axes, on_shards
 
@@ -80,7 +80,7 @@ def _rows(x: Float[Array, "n D"], index: Int[Array, " m"]) -> Float[Array, "m D"
 
 def _on_all_shards(local: Callable, rules: Rules) -> Callable:
     """`local` over all automatic axes; a leading dim of its result has the parts of a sum."""
-    kept = automatic_rules(rules, jax.sharding.get_abstract_mesh())
+    kept = rules_without_manual_axes(rules, jax.sharding.get_abstract_mesh())
     inward, outward = (partition_spec(axes, kept) for axes in _WEIGHT_AXES)
     parts = tuple(a for dim in inward if dim for a in ((dim,) if isinstance(dim, str) else dim))
     # Devices that share tokens for their experts' sake must not split them.

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from ...schedules import (
     FAMILIES,
     Action,
+    FusedPair,
     Op,
-    Pair,
     Schedule,
-    Step,
+    ScheduleStep,
     build,
     check,
     dualpipev,
@@ -72,9 +72,9 @@ Tasks = list[list[Task | FusedTask]]
 def tasks_of(schedule: Schedule) -> Tasks:
     """What each rank runs, in order.
 
-    A `Pair` is one task. So are a forward and the backward of the same microbatch where they stand
-    side by side on the last stage, for nothing is exchanged between them. These are no `Pair`: the
-    halves of a pair start together, but here the backward needs the forward.
+    A `FusedPair` is one task. So are a forward and the backward of the same microbatch where they
+    stand side by side on the last stage, for nothing is exchanged between them. These are no
+    `FusedPair`: the halves of a pair start together, but here the backward needs the forward.
 
     Args:
         schedule: A schedule that passes `check`.
@@ -85,10 +85,10 @@ def tasks_of(schedule: Schedule) -> Tasks:
     return [_tasks(program, schedule.num_stages - 1) for program in schedule.programs]
 
 
-def _tasks(program: Iterable[Step], last_stage: int) -> list[Task | FusedTask]:
+def _tasks(program: Iterable[ScheduleStep], last_stage: int) -> list[Task | FusedTask]:
     tasks: list[Task | FusedTask] = []
     for step in program:
-        if isinstance(step, Pair):
+        if isinstance(step, FusedPair):
             tasks.append(FusedTask(Task(step.forward), Task(step.backward)))
             continue
         forward = Task(replace(step, op=Op.F))
@@ -266,8 +266,9 @@ class Interleaved1F1B(NamedSchedule):
         num_stages: Stages of the model.
         mpmd_dim: Ranks, over which the stages go round and round.
         fuse_steady_state: Between warmup and cooldown, start every forward together with the
-            backward after it: the schedule then has `Pair`s. Where both are of one microbatch they
-            are one program, else two in a row, so that what the forward hands on leaves at once.
+            backward after it: the schedule then has `FusedPair`s. Where both are of one microbatch
+            they are one program, else two in a row, so that what the forward hands on leaves at
+            once.
     """
 
     fuse_steady_state: bool = False
@@ -363,7 +364,7 @@ def _pair_steady_state(schedule: Schedule, *, more_warmup: int) -> Schedule:
     v = schedule.num_stages // p
     group_size = _group_size(p, schedule.num_microbatches)
 
-    def program(rank: int) -> tuple[Step, ...]:
+    def program(rank: int) -> tuple[ScheduleStep, ...]:
         steps = schedule.programs[rank]
         warmup = (v - 1) * group_size + 2 * (p - 1 - rank) + more_warmup
         warmup = min(warmup, len(steps) // 2)
@@ -376,12 +377,12 @@ def _pair_steady_state(schedule: Schedule, *, more_warmup: int) -> Schedule:
     return Schedule(schedule.num_stages, schedule.num_microbatches, programs)
 
 
-def _paired(forward: Step, backward: Step) -> tuple[Step, ...]:
+def _paired(forward: ScheduleStep, backward: ScheduleStep) -> tuple[ScheduleStep, ...]:
     """One step of two. Of one microbatch they stay two: the backward needs the forward."""
     assert isinstance(forward, Action) and isinstance(backward, Action)
     if forward.microbatch == backward.microbatch:
         return forward, backward
-    return (Pair(forward, backward),)
+    return (FusedPair(forward, backward),)
 
 
 def _require_positive(**counts: int) -> None:

@@ -72,7 +72,7 @@ def _actions(loop: PipelinedLoop, step: Step) -> Iterator[Run]:
     }
     results = dict(zip(loop.totals, step.outputs, strict=True))
     versions = dict.fromkeys(results, 0)
-    for rank, of_rank in schedules.runnable_order(loop.schedule):
+    for rank, of_rank in schedules.topological_order(loop.schedule):
         for action in schedules.actions_of(of_rank):
             for part in _parts(action, loop.tasks[action.stage]):
                 task = loop.tasks[action.stage].get(part.op)

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from ...schedules import Action, Pair, Step, Timed, Timeline
+from ...schedules import Action, FusedPair, ScheduleStep, TimedStep, Timeline
 from ..api._stages import OBSERVER, Compiled
 from ..ir._program import Instruction, Run
 from ..runtime._execute import Act, Place, Slots
@@ -119,18 +119,18 @@ def _collecting(enabled: bool) -> Iterator[dict[str, list[float]] | None]:
 
 
 def to_timeline(compiled: Compiled, times: Times) -> Timeline:
-    """The loop of a step as `schedules.to_trace` and `to_svg` draw it, from its first task on.
+    """The loop of a step as `schedules.to_perfetto` and `to_svg` draw it, from its first task on.
 
     Ranks of other processes are empty.
     """
     schedule = compiled.lowered.schedules[0]
     of_loop = [(run, start, end) for run, start, end in times if run.actions]
     first = min((start for _, start, _ in of_loop), default=0.0)
-    rows: list[list[Timed]] = [[] for _ in schedule.programs]
+    rows: list[list[TimedStep]] = [[] for _ in schedule.programs]
     for run, start, end in of_loop:
-        rows[run.rank].append(Timed(_step(run.actions), start - first, end - first))
+        rows[run.rank].append(TimedStep(_step(run.actions), start - first, end - first))
     return Timeline(schedule, tuple(map(tuple, rows)))
 
 
-def _step(actions: tuple[Action, ...]) -> Step:
-    return actions[0] if len(actions) == 1 else Pair(*actions)
+def _step(actions: tuple[Action, ...]) -> ScheduleStep:
+    return actions[0] if len(actions) == 1 else FusedPair(*actions)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from ... import schedules
-from ...schedules import Costs, Op, Timed, Timeline, actions_of, parse_step
+from ...schedules import Costs, Op, TimedStep, Timeline, actions_of, parse_step
 from ..api._stages import Compiled
 from ..ir._program import Free, Instruction, Receive, Run, Send
 from ..runtime._execute import Act, Slots
@@ -62,7 +62,7 @@ def trace_step(compiled: Compiled, *args: Any) -> tuple[Any, dict[str, Timeline]
 
     Returns:
         Its result; and of all ranks, in seconds, what is `measured` and `predicted`, as
-        `schedules.to_trace` and `schedules.bubble_share` take it.
+        `schedules.to_perfetto` and `schedules.bubble_fraction` take it.
     """
     result, times = timed_step(compiled, *args)
     schedule = compiled.lowered.schedules[0]
@@ -76,7 +76,7 @@ def trace_step(compiled: Compiled, *args: Any) -> tuple[Any, dict[str, Timeline]
     return result, {"measured": measured, "predicted": predicted}
 
 
-def _of_all_processes(compiled: Compiled, here: Timeline, began: float) -> list[list[Timed]]:
+def _of_all_processes(compiled: Compiled, here: Timeline, began: float) -> list[list[TimedStep]]:
     """The rows of all ranks, from the first task of all."""
     told = {jax.process_index(): _told(here, began)}
     if jax.process_count() > 1:
@@ -88,11 +88,11 @@ def _of_all_processes(compiled: Compiled, here: Timeline, began: float) -> list[
             raise TimeoutError(f"Processes {late} have not ended the step within {SECONDS:g} s.")
     found = [json.loads(text) for text in told.values()]
     zero = min((began for began, rows in found if any(rows)), default=0.0)
-    merged: list[list[Timed]] = [[] for _ in here.rows]
+    merged: list[list[TimedStep]] = [[] for _ in here.rows]
     for began, rows in found:
         for row, of_rank in zip(merged, rows, strict=True):
             row += [
-                Timed(parse_step(step), start + began - zero, end + began - zero)
+                TimedStep(parse_step(step), start + began - zero, end + began - zero)
                 for step, start, end in of_rank
             ]
     return merged

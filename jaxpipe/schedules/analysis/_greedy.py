@@ -12,7 +12,9 @@ from ._simulate import Costs, Time
 _COSTS = {Op.F: "forward", Op.I: "input", Op.W: "weight"}
 
 
-def greedy(num_stages: int, num_microbatches: int, costs: Costs, most_alive: int) -> Schedule:
+def greedy_schedule(
+    num_stages: int, num_microbatches: int, costs: Costs, most_alive: int
+) -> Schedule:
     """One stage per rank; an I before an F, an F before a W, never more than `most_alive` alive.
 
     A rank starts what can start first; of what can start at the same time, the most urgent. The

@@ -12,17 +12,17 @@ def makespan(timeline: Timeline) -> Time:
     return max((timed.end for row in timeline.rows for timed in row), default=0)
 
 
-def busy(timeline: Timeline) -> tuple[Time, ...]:
+def busy_times(timeline: Timeline) -> tuple[Time, ...]:
     """[num_ranks] the time each rank works."""
     return tuple(sum(timed.end - timed.start for timed in row) for row in timeline.rows)
 
 
 def rectangular_bubble(timeline: Timeline) -> Time:
     """Makespan minus the work of the busiest rank: what a step costs beyond the ideal."""
-    return makespan(timeline) - max(busy(timeline), default=0)
+    return makespan(timeline) - max(busy_times(timeline), default=0)
 
 
-def bubble_share(timeline: Timeline) -> float:
+def bubble_fraction(timeline: Timeline) -> float:
     """The share of the makespan in which even the busiest rank waits."""
     return float(rectangular_bubble(timeline) / (makespan(timeline) or 1))
 
@@ -34,7 +34,7 @@ def parallelogram_bubble(timeline: Timeline) -> Time:
     different starts being lost only once, when steps follow each other without a barrier.
     """
     spans = (row[-1].end - row[0].start for row in timeline.rows if row)
-    return max(spans, default=0) - max(busy(timeline), default=0)
+    return max(spans, default=0) - max(busy_times(timeline), default=0)
 
 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ def activation_bytes(schedule: Schedule, stage_bytes: Sequence[int]) -> tuple[in
     return tuple(-(-peak // slices) for peak in peaks)
 
 
-def alive(schedule: Schedule, rank: int, weights: Sequence[int]) -> Iterator[int]:
+def live_activations(schedule: Schedule, rank: int, weights: Sequence[int]) -> Iterator[int]:
     """What is alive on a rank after each of its actions, pairs taken apart.
 
     `weights` [num_stages] is what one microbatch, or one slice, counts on each stage.
@@ -93,4 +93,4 @@ def alive(schedule: Schedule, rank: int, weights: Sequence[int]) -> Iterator[int
 
 
 def _peak(schedule: Schedule, rank: int, weights: Sequence[int]) -> int:
-    return max(alive(schedule, rank, weights), default=0)
+    return max(live_activations(schedule, rank, weights), default=0)

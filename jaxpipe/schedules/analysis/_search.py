@@ -12,7 +12,7 @@ from math import floor
 from .._schedule import Schedule, num_slices
 from ..builders._registry import FAMILIES, build
 from ..builders._require import require, require_positive
-from ._greedy import greedy
+from ._greedy import greedy_schedule
 from ._measure import makespan, peak_activations
 from ._simulate import Costs, Time, check_costs, simulate
 
@@ -67,7 +67,7 @@ def search(
     named = _named(ranks, microbatches, max_chunks, max_slices)
     found = [_measured(*name_and_schedule, costs, ranks) for name_and_schedule in named]
     for most_alive in range(1, max(1, floor(min(memory_cap, microbatches))) + 1):
-        schedule = greedy(ranks, microbatches, costs, most_alive)
+        schedule = greedy_schedule(ranks, microbatches, costs, most_alive)
         found.append(_measured("greedy", (), schedule, costs, ranks))
     fitting = [candidate for candidate in found if candidate.peak <= memory_cap]
     least = min(candidate.peak for candidate in found)

@@ -6,9 +6,9 @@ Time has no unit here: that of the costs. Where they are integers or fractions, 
 from dataclasses import dataclass
 
 from ..._input import short_repr
-from .._action import Op, Pair, Step, actions_of
-from .._dependencies import Result, walk
-from .._schedule import Schedule, without_pairs
+from .._action import FusedPair, Op, ScheduleStep, actions_of
+from .._dependencies import ResultKey, walk_topologically
+from .._schedule import Schedule, without_fused_pairs
 
 _LEAST_TIME, _MOST_TIME = 1e-9, 1e15  # sums of them keep their digits
 
@@ -42,10 +42,10 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class TimedStep:
     """A step with its start and end."""
 
-    step: Step
+    step: ScheduleStep
     start: Time
     end: Time
 
@@ -55,7 +55,7 @@ class Timeline:
     """A schedule that has been run: for every rank its steps with their times, in order."""
 
     schedule: Schedule
-    rows: tuple[tuple[Timed, ...], ...]
+    rows: tuple[tuple[TimedStep, ...], ...]
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -66,12 +66,12 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         ScheduleError: If the schedule deadlocks.
     """
     check_costs(costs, schedule.num_stages)
-    runnable = schedule if costs.atomic_pairs else without_pairs(schedule)
+    runnable = schedule if costs.atomic_pairs else without_fused_pairs(schedule)
     scales = {} if costs.atomic_pairs else _halves(schedule, costs.pair_factor)
-    finished: dict[Result, tuple[int, Time]] = {}
-    rows: list[list[Timed]] = [[] for _ in schedule.programs]
+    finished: dict[ResultKey, tuple[int, Time]] = {}
+    rows: list[list[TimedStep]] = [[] for _ in schedule.programs]
     now: list[Time] = [0] * len(rows)
-    for rank, step, waits, given in walk(runnable):
+    for rank, step, waits, given in walk_topologically(runnable):
         start = now[rank]
         for need in waits:
             home, ready = finished[need]
@@ -82,7 +82,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         length = duration(step, costs)
         end = start + (length * scales[step] if step in scales else length)
         finished.update(dict.fromkeys(given, (rank, end)))
-        rows[rank].append(Timed(step, start, end))
+        rows[rank].append(TimedStep(step, start, end))
         now[rank] = end
     return Timeline(schedule, tuple(map(tuple, rows)))
 
@@ -108,9 +108,9 @@ def check_costs(costs: Costs, num_stages: int) -> None:
             )
 
 
-def duration(step: Step, costs: Costs) -> Time:
+def duration(step: ScheduleStep, costs: Costs) -> Time:
     """How long a rank takes for a step."""
-    if isinstance(step, Pair):
+    if isinstance(step, FusedPair):
         halves = duration(step.forward, costs) + duration(step.backward, costs)
         return halves * costs.pair_factor
     if step.op is Op.F:
@@ -126,7 +126,9 @@ def _of_stage(cost: PerStage, stage: int) -> Time:
     return cost[stage] if isinstance(cost, tuple) else cost
 
 
-def _halves(schedule: Schedule, pair_factor: Time) -> dict[Step, Time]:
+def _halves(schedule: Schedule, pair_factor: Time) -> dict[ScheduleStep, Time]:
     """The actions that are halves of a pair, with the factor their time is multiplied by."""
-    pairs = (step for program in schedule.programs for step in program if isinstance(step, Pair))
+    pairs = (
+        step for program in schedule.programs for step in program if isinstance(step, FusedPair)
+    )
     return {action: pair_factor for pair in pairs for action in actions_of(pair)}

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from .._action import Action, Op, Pair, Step
+from .._action import Action, FusedPair, Op, ScheduleStep
 from .._placement import v_stage
 from .._schedule import Schedule
 from ._require import require, require_positive
@@ -36,7 +36,7 @@ def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     _require_long_enough(num_microbatches, 2 * num_ranks)
     half_ranks, half = num_ranks // 2, num_microbatches // 2
 
-    def program(rank: int) -> tuple[Step, ...]:
+    def program(rank: int) -> tuple[ScheduleStep, ...]:
         opposite = num_ranks - 1 - rank
         down, up = _Stream(rank, 0), _Stream(opposite, half)
         near, far = (down, up) if rank < half_ranks else (up, down)
@@ -57,7 +57,7 @@ def dualpipev(num_ranks: int, num_microbatches: int) -> Schedule:
     require_positive(num_ranks=num_ranks, num_microbatches=num_microbatches)
     _require_long_enough(num_microbatches, 2 * num_ranks)
 
-    def program(rank: int) -> tuple[Step, ...]:
+    def program(rank: int) -> tuple[ScheduleStep, ...]:
         near, far = (_Stream(v_stage(rank, chunk, num_ranks), 0) for chunk in (0, 1))
         crossing = num_microbatches - 2 * num_ranks + rank + 1
         return tuple(_program(near, far, rank, num_ranks, crossing))
@@ -90,7 +90,7 @@ class _Stream:
 
 def _program(
     near: _Stream, far: _Stream, depth: int, half_ranks: int, crossing: int
-) -> Iterator[Step]:
+) -> Iterator[ScheduleStep]:
     """One rank's eight phases, named as DeepSeek names them.
 
     `depth` counts ranks from the nearer end, `crossing` the times both streams overlap.
@@ -115,13 +115,13 @@ def _program(
         yield weights.popleft()
         yield far.take(Op.F)
     for i in range(crossing):  # 4: nF0B1F1B0
-        pair = Pair(near.take(Op.F), backward(far, split=False))
+        pair = FusedPair(near.take(Op.F), backward(far, split=False))
         # In the middle the first backward has just been forward: it would wait for its partner.
         yield from (pair.forward, pair.backward) if i == 0 and outer == 0 else (pair,)
-        yield Pair(far.take(Op.F), backward(near, split=False))
+        yield FusedPair(far.take(Op.F), backward(near, split=False))
     for _ in range(outer):  # 5: nB1F1B0
         yield backward(far, split=False)
-        yield Pair(far.take(Op.F), backward(near, split=False))
+        yield FusedPair(far.take(Op.F), backward(near, split=False))
     # 6: nB1B0. The second half of them leaves its W's for the end.
     for i in range(2 * (depth + 1)):
         yield backward((far, near)[i % 2], split=i > depth)

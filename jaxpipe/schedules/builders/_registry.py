@@ -37,7 +37,7 @@ class Family:
     takes: tuple[str, ...]
     constraints: str
     paper: str
-    group: Callable[[int, int], int] | None = None
+    default_group_size: Callable[[int, int], int] | None = None
 
 
 def _half(num_ranks: int, num_microbatches: int) -> int:
@@ -120,7 +120,7 @@ _KEYWORDS = {
 _MAY_BE_ZERO = ("latency", "spare")
 
 
-def family(name: str) -> Family:
+def get_family(name: str) -> Family:
     """The family of that name.
 
     Raises:
@@ -164,7 +164,7 @@ def build(
         ValueError: If there is no such schedule; if it does not take an argument that is given; or
             if it cannot schedule these counts.
     """
-    chosen = family(name)
+    chosen = get_family(name)
     options = {
         "chunks": chunks,
         "group": group,
@@ -184,8 +184,8 @@ def build(
     counts = {"ranks": ranks, "microbatches": microbatches, **given}
     require_positive(**{name: counts[name] for name in counts if name not in _MAY_BE_ZERO})
     require_small(ranks, microbatches, given.get("chunks", 2), given.get("slices", 1))
-    if chosen.group is not None and group is None:
-        given["group"] = chosen.group(ranks, microbatches)
+    if chosen.default_group_size is not None and group is None:
+        given["group"] = chosen.default_group_size(ranks, microbatches)
     keywords = {_KEYWORDS[option]: value for option, value in given.items()}
     try:
         return chosen.builder(ranks, microbatches, **keywords)

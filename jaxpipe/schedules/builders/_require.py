@@ -1,7 +1,7 @@
 """What every builder asks of its counts, said in one way."""
 
-MOST_RANKS = 4096
-MOST_FORWARDS = 1 << 19
+MAX_RANKS = 4096
+MAX_FORWARDS = 1 << 19
 """The most stages x microbatches x slices of a schedule, such as 512 x 1,024 x 1."""
 
 
@@ -24,13 +24,13 @@ def require_small(ranks: int, microbatches: int, chunks: int, slices: int) -> No
     Raises:
         ValueError: If there are too many ranks or forwards.
     """
-    require(ranks <= MOST_RANKS, f"`ranks` is {ranks}.", f"Give at most {MOST_RANKS}.")
+    require(ranks <= MAX_RANKS, f"`ranks` is {ranks}.", f"Give at most {MAX_RANKS}.")
     product = ranks * microbatches * chunks * slices
     require(
-        product <= MOST_FORWARDS,
+        product <= MAX_FORWARDS,
         f"`ranks` {ranks} x `microbatches` {microbatches} x {chunks} stages per rank x {slices} "
         f"slice(s) are {product} forwards.",
-        f"Schedules of up to {MOST_FORWARDS} are built: give fewer.",
+        f"Schedules of up to {MAX_FORWARDS} are built: give fewer.",
     )
 
 

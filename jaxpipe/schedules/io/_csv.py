@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..._input import MEGABYTE, clause, read_text, short_repr
-from .._action import Step, parse_step
+from .._action import ScheduleStep, parse_step
 from .._check import check
 from .._schedule import Schedule, from_programs, num_slices
-from ..builders._require import MOST_FORWARDS, MOST_RANKS, require
+from ..builders._require import MAX_FORWARDS, MAX_RANKS, require
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -29,16 +29,16 @@ def from_csv(text: str) -> Schedule:
     """
     lines = [(i, line) for i, line in enumerate(io.StringIO(text), start=1) if _is_row(line)]
     require(
-        len(lines) <= MOST_RANKS,
+        len(lines) <= MAX_RANKS,
         f"There are {len(lines)} rows, one for each rank.",
-        f"Give at most {MOST_RANKS}.",
+        f"Give at most {MAX_RANKS}.",
     )
     programs = tuple(tuple(_row(line, number)) for number, line in lines)
     num_steps = sum(map(len, programs))
     require(
-        num_steps <= 3 * MOST_FORWARDS,
+        num_steps <= 3 * MAX_FORWARDS,
         f"There are {num_steps} actions.",
-        f"Give at most {3 * MOST_FORWARDS}.",
+        f"Give at most {3 * MAX_FORWARDS}.",
     )
     schedule = from_programs(programs)
     for name, count in (
@@ -77,7 +77,7 @@ def _is_row(line: str) -> bool:
     return bool(line.strip()) and not line.startswith("#")
 
 
-def _row(line: str, number: int) -> Iterator[Step]:
+def _row(line: str, number: int) -> Iterator[ScheduleStep]:
     """The steps of one line. A row of commas alone is a rank without actions."""
     try:
         cells = next(csv.reader([line]))

@@ -4,13 +4,13 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .._action import Op, Pair, Step, actions_of
+from .._action import FusedPair, Op, ScheduleStep, actions_of
 from ..analysis._simulate import Time, Timeline
 
 _KINDS = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
 
 
-def to_trace(timelines: Timeline | Mapping[str, Timeline], microseconds: Time = 1000) -> str:
+def to_perfetto(timelines: Timeline | Mapping[str, Timeline], microseconds: Time = 1000) -> str:
     """The JSON of a trace: a track of actions per rank, and a counter of live activations.
 
     Args:
@@ -55,5 +55,5 @@ def _event(phase: str, rank: int, **fields: Any) -> dict[str, Any]:
     return {"ph": phase, "pid": rank, "tid": 0, **fields}
 
 
-def _kind(step: Step) -> str:
-    return "fused pair" if isinstance(step, Pair) else _KINDS[step.op]
+def _kind(step: ScheduleStep) -> str:
+    return "fused pair" if isinstance(step, FusedPair) else _KINDS[step.op]

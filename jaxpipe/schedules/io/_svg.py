@@ -14,7 +14,7 @@ from html import escape
 from .._action import Action, Op, actions_of
 from .._schedule import stages_of_rank
 from ..analysis._measure import makespan, parallelogram_bubble, peak_activations, rectangular_bubble
-from ..analysis._simulate import Time, Timed, Timeline
+from ..analysis._simulate import Time, TimedStep, Timeline
 
 _WIDTH, _LEFT, _RIGHT, _TOP = 1000, 66, 18, 70
 _ROW, _BAR = 36, 28
@@ -126,7 +126,9 @@ def _lane(rank: int, y: Time) -> list[str]:
     return [label, f'<rect class="lane" {where} rx="2"/>']
 
 
-def _blocks(row: tuple[Timed, ...], stages: Sequence[int], y: Time, scale: Time) -> Iterator[str]:
+def _blocks(
+    row: tuple[TimedStep, ...], stages: Sequence[int], y: Time, scale: Time
+) -> Iterator[str]:
     """What a rank does, each action with its name and times."""
     for timed in row:
         x, width = _LEFT + timed.start * scale, (timed.end - timed.start) * scale
@@ -139,7 +141,9 @@ def _blocks(row: tuple[Timed, ...], stages: Sequence[int], y: Time, scale: Time)
         yield "</g>"
 
 
-def _paths(row: tuple[Timed, ...], stages: Sequence[int], y: Time, scale: Time) -> Iterator[str]:
+def _paths(
+    row: tuple[TimedStep, ...], stages: Sequence[int], y: Time, scale: Time
+) -> Iterator[str]:
     """The same without names, in few bytes."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for timed in row:

@@ -3,14 +3,14 @@
 from fractions import Fraction
 from math import floor, gcd, lcm
 
-from .._action import Pair, Step
+from .._action import FusedPair, ScheduleStep
 from ..analysis._measure import makespan
 from ..analysis._simulate import Time, Timeline
 
 _MOST_COLUMNS = 10_000
 
 
-def grid(timeline: Timeline, unit: Time) -> str:
+def to_text(timeline: Timeline, unit: Time) -> str:
     """Draws a timeline, `unit` of time to a column.
 
     An action stands in the column it starts in, with `-` for as long as it lasts; `.` is a bubble.
@@ -59,5 +59,5 @@ def _column(time: Time, unit: Time) -> int:
     return floor(time / unit + 0.5)
 
 
-def _label(step: Step) -> str:
-    return f"{step.forward}+{step.backward}" if isinstance(step, Pair) else str(step)
+def _label(step: ScheduleStep) -> str:
+    return f"{step.forward}+{step.backward}" if isinstance(step, FusedPair) else str(step)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from .._action import Action, Op, Step, actions_of
+from .._action import Action, Op, ScheduleStep, actions_of
 from .._schedule import Schedule
 from ..analysis._simulate import Costs, Time, duration
 from ._ticks import PHASE, Ticks
@@ -17,7 +17,7 @@ from ._ticks import PHASE, Ticks
 _NEVER = 1 << 60
 
 
-class Order(NamedTuple):
+class RankOrder(NamedTuple):
     """The actions that a rank has to run: three lists, each with the next action last.
 
     Attributes:
@@ -34,8 +34,8 @@ class Order(NamedTuple):
     time: Time
 
 
-class Orders(NamedTuple):
-    """A schedule without pairs, as `fill` reads it.
+class RankOrders(NamedTuple):
+    """A schedule without pairs, as `fill_grid` reads it.
 
     Attributes:
         schedule: The schedule.
@@ -45,7 +45,7 @@ class Orders(NamedTuple):
     """
 
     schedule: Schedule
-    of_ranks: list[Order]
+    of_ranks: list[RankOrder]
     transfer: Time
     trust: Time
 
@@ -66,7 +66,7 @@ class Grid(NamedTuple):
     weights: list[int]
 
 
-class Filled(NamedTuple):
+class FillResult(NamedTuple):
     """The outcome of an attempt to fill a grid.
 
     Attributes:
@@ -110,16 +110,16 @@ class _Rank:
     weighs: bool = False
 
 
-def orders_of(schedule: Schedule, costs: Costs) -> Orders:
+def rank_orders(schedule: Schedule, costs: Costs) -> RankOrders:
     """Returns what every rank of a schedule without pairs has to run."""
     of_ranks = [_order(program, schedule.num_microbatches, costs) for program in schedule.programs]
     every = (costs.forward, costs.input, costs.weight, costs.transfer)
     times = [time for cost in every for time in (cost if isinstance(cost, tuple) else (cost,))]
     inexact = any(isinstance(time, float) for time in times)
-    return Orders(schedule, of_ranks, costs.transfer, 1 - 1e-9 if inexact else 1)
+    return RankOrders(schedule, of_ranks, costs.transfer, 1 - 1e-9 if inexact else 1)
 
 
-def _order(program: tuple[Step, ...], num_microbatches: int, costs: Costs) -> Order:
+def _order(program: tuple[ScheduleStep, ...], num_microbatches: int, costs: Costs) -> RankOrder:
     forwards, backwards, weights, total = [], [], [], 0
     for action in (action for step in program for action in actions_of(step)):
         number = action.stage * num_microbatches + action.microbatch
@@ -131,12 +131,12 @@ def _order(program: tuple[Step, ...], num_microbatches: int, costs: Costs) -> Or
             weights.append((number, time))
         else:
             backwards.append((number, time, len(forwards), action.op is Op.I))
-    return Order(forwards[::-1], backwards[::-1], weights[::-1], total)
+    return RankOrder(forwards[::-1], backwards[::-1], weights[::-1], total)
 
 
-def fill(
-    orders: Orders, caps: Sequence[int], lag: int, *, longest: Time = inf, below: Time = inf
-) -> Filled:
+def fill_grid(
+    orders: RankOrders, caps: Sequence[int], lag: int, *, longest: Time = inf, below: Time = inf
+) -> FillResult:
     """Fills a grid tick by tick: every rank runs the F and the B or I that are ready.
 
     A rank runs a W if it owes more than `lag` of them, if it waits for memory, if it has nothing
@@ -168,11 +168,11 @@ def fill(
         # After this tick, ticks take no less than the rank with most to do.
         least = (end + max([rank.left for rank in ranks])) * orders.trust
         if least > longest or least >= below:
-            return Filled(None, full, lagged)
+            return FillResult(None, full, lagged)
         tick, start = tick + 1, end + orders.transfer
         assert tick <= 3 * total, "a schedule that passes `check` always goes on"
     is_short = end <= longest and end < below
-    return Filled(grid._replace(makespan=end) if is_short else None, full, lagged)
+    return FillResult(grid._replace(makespan=end) if is_short else None, full, lagged)
 
 
 def _run_ready(
@@ -181,7 +181,7 @@ def _run_ready(
     """Runs the next F of every rank, its next B or I, and a W that is due.
 
     Returns:
-        `full` and `lagged` of this tick, as in `Filled`.
+        `full` and `lagged` of this tick, as in `FillResult`.
     """
     forwards, inputs = grid.forwards, grid.inputs
     last_stage = len(forwards) - num_microbatches
@@ -241,7 +241,7 @@ def _run_weight(rank: _Rank, grid: Grid, tick: int) -> None:
         rank.weighs = True
 
 
-def ticks_of(schedule: Schedule, grid: Grid) -> Ticks:
+def ticks_from_grid(schedule: Schedule, grid: Grid) -> Ticks:
     """Returns a schedule without pairs in the order of a grid that was filled with it."""
     num_microbatches = schedule.num_microbatches
     of_op = {Op.F: grid.forwards, Op.B: grid.inputs, Op.I: grid.inputs, Op.W: grid.weights}
@@ -254,5 +254,5 @@ def ticks_of(schedule: Schedule, grid: Grid) -> Ticks:
         tuple(sorted((action for step in program for action in actions_of(step)), key=when))
         for program in schedule.programs
     )
-    numbers = tuple(tuple(when(action)[0] for action in program) for program in programs)
-    return Ticks(Schedule(schedule.num_stages, num_microbatches, programs), numbers)
+    tick_of = tuple(tuple(when(action)[0] for action in program) for program in programs)
+    return Ticks(Schedule(schedule.num_stages, num_microbatches, programs), tick_of)

@@ -10,15 +10,17 @@ GPipe; and a rank holds no more activations than it may, so a lean schedule stay
 from collections.abc import Sequence
 from math import inf
 
-from .._schedule import Schedule, num_ranks, splits_backwards, without_pairs
+from .._schedule import Schedule, num_ranks, splits_backwards, without_fused_pairs
 from ..analysis._measure import makespan, peak_activations
 from ..analysis._simulate import Costs, Time, check_costs, simulate
 from ..builders._require import require
-from ._grid import Grid, Orders, fill, orders_of, ticks_of
-from ._ticks import Ticks, check_plain
+from ._grid import Grid, RankOrders, fill_grid, rank_orders, ticks_from_grid
+from ._ticks import Ticks, check_no_slices_or_copies
 
 
-def lock_step(schedule: Schedule, costs: Costs | None = None, *, spare: int | None = None) -> Ticks:
+def to_lock_step(
+    schedule: Schedule, costs: Costs | None = None, *, spare: int | None = None
+) -> Ticks:
     """The leanest of the grids that cost no more than the schedule does without lock-step; if there
     are none, the leanest that costs no more than the one with most memory.
 
@@ -35,19 +37,19 @@ def lock_step(schedule: Schedule, costs: Costs | None = None, *, spare: int | No
             costs are negative or not one per stage.
     """
     require(spare is None or spare >= 0, f"`spare` is {spare}.", "Give 0 or more activations.")
-    check_plain(schedule)
-    costs, plain = costs or Costs(), without_pairs(schedule)
+    check_no_slices_or_copies(schedule)
+    costs, plain = costs or Costs(), without_fused_pairs(schedule)
     check_costs(costs, schedule.num_stages)
     tries = _affordable_tries(plain)
     free = 0 if spare is not None else makespan(simulate(plain, costs))
-    orders, peaks, lags = orders_of(plain, costs), peak_activations(plain), list(_lags(plain))
+    orders, peaks, lags = rank_orders(plain, costs), peak_activations(plain), list(_lags(plain))
     *lean, most = _spares(plain) if spare is None else (spare,)
     thinned = -(-len(lean) * len(lags) // tries) or 1
     grid = _cheapest(orders, peaks, most, lags)
     assert grid, "without a longest makespan there is a grid"
     longest = max(grid.makespan, free)
     found = (_cheapest(orders, peaks, spare, lags, longest) for spare in lean[::thinned])
-    return ticks_of(plain, next((leaner for leaner in found if leaner), grid))
+    return ticks_from_grid(plain, next((leaner for leaner in found if leaner), grid))
 
 
 _MOST_TURNS = 1 << 27
@@ -85,7 +87,7 @@ def _lags(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _cheapest(
-    orders: Orders, peaks: Sequence[int], spare: int, lags: list[int], longest: Time = inf
+    orders: RankOrders, peaks: Sequence[int], spare: int, lags: list[int], longest: Time = inf
 ) -> Grid | None:
     """Returns the cheapest grid among those of all lags, the first of equals.
 
@@ -101,7 +103,7 @@ def _cheapest(
     cheapest: Grid | None = None
     for lag in lags.copy():
         below = inf if cheapest is None else cheapest.makespan
-        filled = fill(orders, caps, lag, longest=longest, below=below)
+        filled = fill_grid(orders, caps, lag, longest=longest, below=below)
         same = [lag] if filled.lagged else [other for other in lags if other >= lag]
         if filled.grid:
             cheapest = filled.grid

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from .._action import Op, actions_of
-from ._ticks import PHASE, Ticks, ticked
+from ._ticks import PHASE, Ticks, enumerate_ticks
 
 HAND_OVER = 3
 _PHASES = 4
@@ -28,19 +28,19 @@ class Slots(NamedTuple):
     Attributes:
         inputs: Of F; none for stage 0, which reads the batch.
         cotangents: Of B and I.
-        for_backward: From F to B or I.
-        for_weight: From F to W, or to B where the backward is whole.
-        links: From I to W.
+        residuals_for_backward: From F to B or I.
+        residuals_for_weight: From F to W, or to B where the backward is whole.
+        wgrad_residuals: From I to W.
     """
 
     inputs: list[int]
     cotangents: list[int]
-    for_backward: list[int]
-    for_weight: list[int]
-    links: list[int]
+    residuals_for_backward: list[int]
+    residuals_for_weight: list[int]
+    wgrad_residuals: list[int]
 
 
-def slots_of(ticks: Ticks) -> Slots:
+def assign_slots(ticks: Ticks) -> Slots:
     """The slots of a grid that passes `check_ticks`."""
     num_microbatches = ticks.schedule.num_microbatches
     times = _times(ticks)
@@ -58,7 +58,7 @@ def slots_of(ticks: Ticks) -> Slots:
     return slots
 
 
-def count(slots: list[int]) -> int:
+def num_slots(slots: list[int]) -> int:
     """How many slots a buffer has: what the fullest rank needs, as all ranks run one program."""
     return 1 + max(slots, default=-1)
 
@@ -75,7 +75,7 @@ def _times(ticks: Ticks) -> _Times:
     num_microbatches = ticks.schedule.num_microbatches
     size = ticks.schedule.num_stages * num_microbatches
     times = _Times([-1] * size, [-1] * size, [-1] * size)
-    for _, tick, action in ticked(ticks):
+    for _, tick, action in enumerate_ticks(ticks):
         number = action.stage * num_microbatches + action.microbatch
         time = tick * _PHASES + PHASE[action.op]
         if action.op is Op.F:
@@ -108,10 +108,10 @@ def _lives(number: int, times: _Times, num_microbatches: int) -> Iterator[tuple[
     else:
         arrival = forward  # the loss follows its F at once
     yield "cotangents", _Life(arrival, backward, number)
-    yield "for_backward", _Life(forward, backward, number)
-    yield "for_weight", _Life(forward, weight, number)
+    yield "residuals_for_backward", _Life(forward, backward, number)
+    yield "residuals_for_weight", _Life(forward, weight, number)
     if weight != backward:
-        yield "links", _Life(backward, weight, number)
+        yield "wgrad_residuals", _Life(backward, weight, number)
 
 
 def _handed_over(time: int) -> int:

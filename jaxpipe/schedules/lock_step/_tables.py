@@ -9,76 +9,77 @@ from typing import NamedTuple
 from .._action import Action, Op, actions_of
 from .._schedule import Schedule, num_ranks, stages_of_rank
 from ..builders._require import require
-from ._slots import HAND_OVER, Slots, count, slots_of
-from ._ticks import PHASE, Ticks, num_ticks, ticked
-from ._weight_prefetch import Visit, is_side_by_side, visits
+from ._slots import HAND_OVER, Slots, assign_slots, num_slots
+from ._ticks import PHASE, Ticks, enumerate_ticks, num_ticks
+from ._weight_prefetch import ChunkResidency, chunk_residencies, separates_backward_weights
 
 Table = tuple[tuple[int, ...], ...]
 
 
-class Work(NamedTuple):
+class PhaseTable(NamedTuple):
     """One phase of every tick: F, then B or I, then W.
 
     Attributes:
         microbatch: -1 if the rank has nothing to do in this phase.
         stage: Of the model.
         chunk: Which of the rank's stages that is.
-        input: Slot of the input of F; -1 for stage 0, which reads the batch.
-        cotangent: Slot of the cotangent of B or I. In F: where the last stage leaves it.
-        for_backward: Slot of what F leaves for B or I.
-        for_weight: Slot of what F leaves for W.
-        link: Slot of what I leaves for W; -1 in a B, which leaves nothing.
-        source: Where the weights are (`_visits`).
-        following: Which of the rank's stages to gather ahead, or -1.
-        closes: 1 after the last backward of a visit.
+        input_slot: Slot of the input of F; -1 for stage 0, which reads the batch.
+        cotangent_slot: Slot of the cotangent of B or I. In F: where the last stage leaves it.
+        residuals_for_backward_slot: Slot of what F leaves for B or I.
+        residuals_for_weight_slot: Slot of what F leaves for W.
+        wgrad_residuals_slot: Slot of what I leaves for W; -1 in a B, which leaves nothing.
+        weight_source: Where the weights are (`_weight_prefetch`).
+        prefetch_chunk: Which of the rank's stages to gather ahead, or -1.
+        ends_residency: 1 after the last backward of a visit.
     """
 
     microbatch: Table
     stage: Table
     chunk: Table
-    input: Table
-    cotangent: Table
-    for_backward: Table
-    for_weight: Table
-    link: Table
-    source: Table
-    following: Table
-    closes: Table
+    input_slot: Table
+    cotangent_slot: Table
+    residuals_for_backward_slot: Table
+    residuals_for_weight_slot: Table
+    wgrad_residuals_slot: Table
+    weight_source: Table
+    prefetch_chunk: Table
+    ends_residency: Table
 
 
-class Tables(NamedTuple):
+class TickTables(NamedTuple):
     """A grid of ticks as tables.
 
     Attributes:
         forward: F.
         backward: B and I.
         weight: W.
-        activations: By how many ranks around the ring activations are handed on, the slots they
-            arrive in; 0 is from a rank's stage to its own next one.
-        cotangents: The same for cotangents.
+        activation_arrivals: By how many ranks around the ring activations are handed on, the slots
+            they arrive in; 0 is from a rank's stage to its own next one.
+        cotangent_arrivals: The same for cotangents.
         num_slots: Sizes of the buffers.
-        first: For every rank, which of its stages it begins with.
-        side_by_side: Whether forward and backward hold weights of their own (`_visits`).
+        first_chunks: For every rank, which of its stages it begins with.
+        separate_backward_weights: Whether forward and backward hold weights of their own
+            (`_weight_prefetch`).
     """
 
-    forward: Work
-    backward: Work
-    weight: Work
-    activations: dict[int, Table]
-    cotangents: dict[int, Table]
+    forward: PhaseTable
+    backward: PhaseTable
+    weight: PhaseTable
+    activation_arrivals: dict[int, Table]
+    cotangent_arrivals: dict[int, Table]
     num_slots: dict[str, int]
-    first: tuple[int, ...]
-    side_by_side: bool
+    first_chunks: tuple[int, ...]
+    separate_backward_weights: bool
 
 
-class Home(NamedTuple):
+class RankAndChunk(NamedTuple):
     """Where a stage lies."""
 
     rank: int
     chunk: int
 
 
-def homes(schedule: Schedule) -> dict[int, Home]:
+def rank_and_chunk_by_stage(schedule: Schedule) -> dict[int, RankAndChunk]:
     """The rank of every stage, and which of that rank's it is, in forward order.
 
     Raises:
@@ -92,96 +93,118 @@ def homes(schedule: Schedule) -> dict[int, Home]:
         "Give a schedule with as many on every rank.",
     )
     return {
-        stage: Home(rank, chunk)
+        stage: RankAndChunk(rank, chunk)
         for rank, stages in enumerate(held)
         for chunk, stage in enumerate(stages)
     }
 
 
 _FIELDS = {
-    Op.F: ("input", "for_backward", "for_weight"),
-    Op.B: ("cotangent", "for_backward", "for_weight"),
-    Op.I: ("cotangent", "for_backward", "for_weight", "link"),
-    Op.W: ("for_weight", "link"),
+    Op.F: ("input_slot", "residuals_for_backward_slot", "residuals_for_weight_slot"),
+    Op.B: ("cotangent_slot", "residuals_for_backward_slot", "residuals_for_weight_slot"),
+    Op.I: (
+        "cotangent_slot",
+        "residuals_for_backward_slot",
+        "residuals_for_weight_slot",
+        "wgrad_residuals_slot",
+    ),
+    Op.W: ("residuals_for_weight_slot", "wgrad_residuals_slot"),
 }
 """The slots that an action reads or writes, beside the last stage's F."""
 
 _Draft = list[list[int]]
 
 
-def tables(ticks: Ticks) -> Tables:
+def tick_tables(ticks: Ticks) -> TickTables:
     """The tables of a grid that passes `check_ticks`.
 
     Raises:
         ValueError: If ranks hold different numbers of stages.
     """
-    schedule, slots = ticks.schedule, slots_of(ticks)
-    places = homes(schedule)
+    schedule, slots = ticks.schedule, assign_slots(ticks)
+    rank_and_chunk_of = rank_and_chunk_by_stage(schedule)
     visiting: list[list[Action]] = [[] for _ in schedule.programs]
-    for rank, _, action in ticked(ticks):
+    for rank, _, action in enumerate_ticks(ticks):
         if action.op is not Op.W:
             visiting[rank].append(action)
-    side_by_side = is_side_by_side(visiting)
-    upcoming = (v for program in visiting for v in visits(program, side_by_side=side_by_side))
-    forward, backward, weight = _phases(ticks, places, slots, upcoming)
-    sizes = {name: count(buffer) for name, buffer in slots._asdict().items()}
-    first = tuple(places[actions_of(program[0])[0].stage].chunk for program in schedule.programs)
-    return Tables(
+    separate = separates_backward_weights(visiting)
+    upcoming = (
+        v
+        for program in visiting
+        for v in chunk_residencies(program, separate_backward_weights=separate)
+    )
+    forward, backward, weight = _phases(ticks, rank_and_chunk_of, slots, upcoming)
+    sizes = {name: num_slots(buffer) for name, buffer in slots._asdict().items()}
+    first = tuple(
+        rank_and_chunk_of[actions_of(program[0])[0].stage].chunk for program in schedule.programs
+    )
+    return TickTables(
         forward,
         backward,
         weight,
-        _arrivals(ticks, places, (Op.F,), 1, slots.inputs),
-        _arrivals(ticks, places, (Op.B, Op.I), -1, slots.cotangents),
+        _arrivals(ticks, rank_and_chunk_of, (Op.F,), 1, slots.inputs),
+        _arrivals(ticks, rank_and_chunk_of, (Op.B, Op.I), -1, slots.cotangents),
         sizes,
         first,
-        side_by_side,
+        separate,
     )
 
 
 def _phases(
-    ticks: Ticks, places: dict[int, Home], slots: Slots, upcoming: Iterator[Visit]
-) -> Iterator[Work]:
+    ticks: Ticks,
+    rank_and_chunk_of: dict[int, RankAndChunk],
+    slots: Slots,
+    upcoming: Iterator[ChunkResidency],
+) -> Iterator[PhaseTable]:
     """The phases of a tick. `upcoming` has the visits of every F, B and I, rank by rank."""
     schedule = ticks.schedule
     buffers = {
-        "input": slots.inputs,
-        "cotangent": slots.cotangents,
-        "for_backward": slots.for_backward,
-        "for_weight": slots.for_weight,
-        "link": slots.links,
+        "input_slot": slots.inputs,
+        "cotangent_slot": slots.cotangents,
+        "residuals_for_backward_slot": slots.residuals_for_backward,
+        "residuals_for_weight_slot": slots.residuals_for_weight,
+        "wgrad_residuals_slot": slots.wgrad_residuals,
     }
     size = num_ticks(ticks), num_ranks(schedule)
-    phases = [{name: _empty(*size) for name in Work._fields} for _ in range(HAND_OVER)]
-    for rank, tick, action in ticked(ticks):
+    phases = [{name: _empty(*size) for name in PhaseTable._fields} for _ in range(HAND_OVER)]
+    for rank, tick, action in enumerate_ticks(ticks):
         stage, op, microbatch = action.stage, action.op, action.microbatch
         phase = phases[PHASE[op]]
         phase["microbatch"][tick][rank] = microbatch
         phase["stage"][tick][rank] = stage
-        phase["chunk"][tick][rank] = places[stage].chunk
+        phase["chunk"][tick][rank] = rank_and_chunk_of[stage].chunk
         number = stage * schedule.num_microbatches + microbatch
         for name in _FIELDS[op]:
             phase[name][tick][rank] = buffers[name][number]
         if op is Op.F and stage == schedule.num_stages - 1:
-            phase["cotangent"][tick][rank] = slots.cotangents[number]
+            phase["cotangent_slot"][tick][rank] = slots.cotangents[number]
         if op is not Op.W:
             source, following, closes = next(upcoming)
-            phase["source"][tick][rank] = source
-            phase["following"][tick][rank] = places[following].chunk if following >= 0 else -1
-            phase["closes"][tick][rank] = int(closes)
+            phase["weight_source"][tick][rank] = source
+            phase["prefetch_chunk"][tick][rank] = (
+                rank_and_chunk_of[following].chunk if following >= 0 else -1
+            )
+            phase["ends_residency"][tick][rank] = int(closes)
     # Each draft is given up for its table: all of both would be twice the memory.
-    return (Work(*(_frozen(phase.pop(name)) for name in Work._fields)) for phase in phases)
+    return (
+        PhaseTable(*(_frozen(phase.pop(name)) for name in PhaseTable._fields)) for phase in phases
+    )
 
 
 def _arrivals(
-    ticks: Ticks, places: dict[int, Home], ops: tuple[Op, ...], step: int, slots: list[int]
+    ticks: Ticks,
+    rank_and_chunk_of: dict[int, RankAndChunk],
+    ops: tuple[Op, ...],
+    step: int,
+    slots: list[int],
 ) -> dict[int, Table]:
     """The slots that results of `ops` arrive in, `step` stages further, by offset of ranks."""
     schedule = ticks.schedule
     drafts: dict[int, _Draft] = {}
-    for rank, tick, action in ticked(ticks):
+    for rank, tick, action in enumerate_ticks(ticks):
         target = action.stage + step
-        if action.op in ops and target in places:
-            home = places[target].rank
+        if action.op in ops and target in rank_and_chunk_of:
+            home = rank_and_chunk_of[target].rank
             offset = (home - rank) % num_ranks(schedule)
             if offset not in drafts:
                 drafts[offset] = _empty(num_ticks(ticks), num_ranks(schedule))

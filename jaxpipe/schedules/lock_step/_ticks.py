@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .._action import Action, Op, Step, actions_of
+from .._action import Action, Op, ScheduleStep, actions_of
 from .._check import check
-from .._dependencies import ScheduleError, needs, results
-from .._schedule import Schedule, actions, num_slices, ranks_by_stage
-from ..analysis._simulate import Costs, Time, Timed, Timeline, check_costs, duration
+from .._dependencies import ScheduleError, dependencies, outputs
+from .._schedule import Schedule, enumerate_actions, num_slices, ranks_by_stage
+from ..analysis._simulate import Costs, Time, TimedStep, Timeline, check_costs, duration
 from ..builders._require import require
 
 PHASE = {Op.F: 0, Op.B: 1, Op.I: 1, Op.W: 2}
@@ -26,25 +26,25 @@ class Ticks:
 
     Attributes:
         schedule: The order in which ranks run; no fused pairs.
-        numbers: For every rank the ticks of its steps, counted from 0.
+        tick_of: For every rank the ticks of its steps, counted from 0.
     """
 
     schedule: Schedule
-    numbers: tuple[tuple[int, ...], ...]
+    tick_of: tuple[tuple[int, ...], ...]
 
 
 def num_ticks(ticks: Ticks) -> int:
-    return 1 + max((number for row in ticks.numbers for number in row), default=-1)
+    return 1 + max((tick for row in ticks.tick_of for tick in row), default=-1)
 
 
-def ticked(ticks: Ticks) -> Iterator[tuple[int, int, Action]]:
+def enumerate_ticks(ticks: Ticks) -> Iterator[tuple[int, int, Action]]:
     """Every action with its rank and its tick, rank by rank."""
-    for rank, (program, numbers) in enumerate(
-        zip(ticks.schedule.programs, ticks.numbers, strict=True)
+    for rank, (program, ticks_of_rank) in enumerate(
+        zip(ticks.schedule.programs, ticks.tick_of, strict=True)
     ):
-        for step, number in zip(program, numbers, strict=True):
+        for step, tick in zip(program, ticks_of_rank, strict=True):
             for action in actions_of(step):
-                yield rank, number, action
+                yield rank, tick, action
 
 
 def check_ticks(ticks: Ticks) -> Ticks:
@@ -58,21 +58,23 @@ def check_ticks(ticks: Ticks) -> Ticks:
         ValueError: If microbatches are sliced, or a stage lies on two ranks.
     """
     lengths = [len(program) for program in ticks.schedule.programs]
-    if [len(numbers) for numbers in ticks.numbers] != lengths:
+    if [len(numbers) for numbers in ticks.tick_of] != lengths:
         raise ScheduleError(
-            f"`numbers` has {', '.join(str(len(n)) for n in ticks.numbers)} ticks for programs of "
+            f"`tick_of` has {', '.join(str(len(n)) for n in ticks.tick_of)} ticks for programs of "
             f"{', '.join(map(str, lengths))} steps. Give one for each."
         )
-    check_plain(ticks.schedule)
-    if any(action.op is not Op.F for _, _, action in ticked(ticks)):
+    check_no_slices_or_copies(ticks.schedule)
+    if any(action.op is not Op.F for _, _, action in enumerate_ticks(ticks)):
         check(ticks.schedule)
     else:
         _check_forwards(ticks.schedule)
     made = {
-        result: (rank, tick) for rank, tick, action in ticked(ticks) for result in results(action)
+        result: (rank, tick)
+        for rank, tick, action in enumerate_ticks(ticks)
+        for result in outputs(action)
     }
     before: dict[int, tuple[int, int]] = {}
-    for rank, tick, action in ticked(ticks):
+    for rank, tick, action in enumerate_ticks(ticks):
         now = tick, PHASE[action.op]
         if before.get(rank, (-1, 0)) >= now:
             raise ScheduleError(
@@ -80,7 +82,7 @@ def check_ticks(ticks: Ticks) -> Ticks:
                 "tick is one F, then one B or I, then one W at the most. Take a later tick."
             )
         before[rank] = now
-        for need in needs(action, ticks.schedule.num_stages, 1):
+        for need in dependencies(action, ticks.schedule.num_stages, 1):
             home, ready = made[need]
             if ready > tick or (home != rank and ready == tick):
                 raise ScheduleError(
@@ -90,7 +92,7 @@ def check_ticks(ticks: Ticks) -> Ticks:
     return ticks
 
 
-def check_plain(schedule: Schedule) -> None:
+def check_no_slices_or_copies(schedule: Schedule) -> None:
     """Refuses what engines that differentiate stage by stage cannot run.
 
     Raises:
@@ -112,7 +114,7 @@ def check_plain(schedule: Schedule) -> None:
 
 def _check_forwards(schedule: Schedule) -> None:
     """Every stage has every microbatch once."""
-    found = Counter(action for _, action in actions(schedule))
+    found = Counter(action for _, action in enumerate_actions(schedule))
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
             forward = Action(stage, Op.F, microbatch)
@@ -131,10 +133,12 @@ def simulate_ticks(ticks: Ticks, costs: Costs) -> Timeline:
         ValueError: If costs are negative, or not one per stage.
     """
     check_costs(costs, ticks.schedule.num_stages)
-    work: list[list[list[Step]]] = [[[] for _ in ticks.numbers] for _ in range(num_ticks(ticks))]
-    for rank, tick, action in ticked(ticks):
+    work: list[list[list[ScheduleStep]]] = [
+        [[] for _ in ticks.tick_of] for _ in range(num_ticks(ticks))
+    ]
+    for rank, tick, action in enumerate_ticks(ticks):
         work[tick][rank].append(action)
-    rows: list[list[Timed]] = [[] for _ in ticks.numbers]
+    rows: list[list[TimedStep]] = [[] for _ in ticks.tick_of]
     start: Time = 0
     for tick in work:
         ends = [start]
@@ -142,7 +146,7 @@ def simulate_ticks(ticks: Ticks, costs: Costs) -> Timeline:
             end = start
             for step in steps:
                 end, begin = end + duration(step, costs), end
-                rows[rank].append(Timed(step, begin, end))
+                rows[rank].append(TimedStep(step, begin, end))
             ends.append(end)
         start = max(ends) + costs.transfer
     return Timeline(ticks.schedule, tuple(map(tuple, rows)))

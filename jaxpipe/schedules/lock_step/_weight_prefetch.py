@@ -11,62 +11,67 @@ from typing import NamedTuple
 
 from .._action import Action, Op
 
-HELD, AHEAD, OF_FORWARD = 0, 1, 2
+CURRENT, PREFETCHED, SHARED_WITH_FORWARD = 0, 1, 2
 """Where an action finds its weights: where the last one had them, ahead, or with the forward."""
 
 
-class Visit(NamedTuple):
+class ChunkResidency(NamedTuple):
     """What an F, B or I has to know.
 
     Attributes:
         source: Where its weights are.
-        following: If they come from ahead: the stage to be gathered next, or -1.
-        closes: Whether the next backward of its rank is of another stage, or there is none.
+        next_stage: If they come from ahead: the stage to be gathered next, or -1.
+        ends_residency: Whether the next backward of its rank is of another stage, or there is none.
     """
 
     source: int
-    following: int
-    closes: bool
+    next_stage: int
+    ends_residency: bool
 
 
-def is_side_by_side(programs: Sequence[Sequence[Action]]) -> bool:
+def separates_backward_weights(programs: Sequence[Sequence[Action]]) -> bool:
     """Returns whether forward and backward hold weights of their own, which must save gathers.
 
     Args:
         programs: What every rank runs, without W's.
     """
     apart, together = (
-        sum(_sources(program, side_by_side=apart).count(AHEAD) for program in programs)
+        sum(
+            _sources(program, separate_backward_weights=apart).count(PREFETCHED)
+            for program in programs
+        )
         for apart in (True, False)
     )
     return apart < together
 
 
-def visits(program: Sequence[Action], *, side_by_side: bool) -> list[Visit]:
+def chunk_residencies(
+    program: Sequence[Action], *, separate_backward_weights: bool
+) -> list[ChunkResidency]:
     """Returns the visit of every action of a rank's program without W's."""
-    found: list[Visit] = []
+    found: list[ChunkResidency] = []
     following = next_backward = -1
-    sources = _sources(program, side_by_side=side_by_side)
+    sources = _sources(program, separate_backward_weights=separate_backward_weights)
     for action, source in zip(reversed(program), reversed(sources), strict=True):
         closes = action.op is not Op.F and action.stage != next_backward
-        found.append(Visit(source, following if source == AHEAD else -1, closes))
-        if source == AHEAD:
+        found.append(ChunkResidency(source, following if source == PREFETCHED else -1, closes))
+        if source == PREFETCHED:
             following = action.stage
         if action.op is not Op.F:
             next_backward = action.stage
     return found[::-1]
 
 
-def _sources(program: Sequence[Action], *, side_by_side: bool) -> list[int]:
+def _sources(program: Sequence[Action], *, separate_backward_weights: bool) -> list[int]:
     held: dict[bool, int | None] = {True: None, False: None}
     sources = []
     for action in program:
-        is_forward = action.op is Op.F or not side_by_side
+        is_forward = action.op is Op.F or not separate_backward_weights
         if held[is_forward] == action.stage:
-            sources.append(HELD)
+            sources.append(CURRENT)
         elif not is_forward and held[True] == action.stage:
-            sources.append(OF_FORWARD)
+            sources.append(SHARED_WITH_FORWARD)
         else:
-            sources.append(AHEAD)
+            sources.append(PREFETCHED)
         held[is_forward] = action.stage
     return sources

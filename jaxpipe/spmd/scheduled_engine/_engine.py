@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree, Scalar
 
 from ...autodiff import Model, Remat, Sums, recompute
-from ...schedules import Tables, Ticks, check_ticks, homes, num_ranks
-from ...schedules import tables as tables_of
+from ...schedules import Ticks, TickTables, check_ticks, num_ranks, rank_and_chunk_by_stage
+from ...schedules import tick_tables as tables_of
 from .._ranks import AXIS
 from .._weight_gather import EACH_TICK, Gather
 from ..circular_engine._engine import check_rows, common_dims, gradient_dims, on_parts
@@ -36,7 +36,7 @@ def scheduled_value_and_grad(
     Args:
         model: The model.
         weights: The three groups; leaves of `weights["stages"]` are [v, S, ...], a rank's stages in
-            forward order (`schedules.homes` says which those are).
+            forward order (`rank_and_chunk_by_stage` says which those are).
         side: [M, ...] leaves.
         keys: [v, S, ...] leaves, or () without dropout.
         ticks: The schedule in lock-step, of `schedules.lock_step`.
@@ -63,7 +63,7 @@ def scheduled_value_and_grad(
     tables = _checked(weights, side, keys, ticks, mesh, gather)
     if not tables.num_slots["cotangents"]:
         raise ValueError(
-            "`ticks` has no backwards, and gradients are wanted. Give `lock_step(schedule)`, or "
+            "`ticks` has no backwards, and gradients are wanted. Give `to_lock_step(schedule)`, or "
             "call `scheduled_value`."
         )
     how = How(tables, ticks.schedule.num_stages, remat, gather, ends_gather, share_head)
@@ -92,7 +92,7 @@ def scheduled_value(
         weights: As in `scheduled_value_and_grad`.
         side: As there.
         keys: As there.
-        ticks: The forwards alone, `lock_step(forward_only(schedule))`.
+        ticks: The forwards alone, `to_lock_step(forward_only(schedule))`.
         mesh: As there.
         gather: As there.
         ends_gather: As there.
@@ -109,7 +109,7 @@ def scheduled_value(
     if tables.num_slots["cotangents"]:
         raise ValueError(
             "`ticks` has backwards, which a value alone does not need. Give "
-            "`lock_step(forward_only(schedule))`."
+            "`to_lock_step(forward_only(schedule))`."
         )
     how = How(tables, ticks.schedule.num_stages, recompute, gather, ends_gather, share_head)
     run = on_parts(partial(rank_value, model, how), mesh, gather, ends_gather, None)
@@ -123,12 +123,12 @@ def _checked(
     ticks: Ticks,
     mesh: Mesh | None,
     gather: Gather,
-) -> Tables:
+) -> TickTables:
     """The tables of `ticks`, after everything is checked against everything else."""
     tables = tables_of(check_ticks(ticks))
     _check(weights["stages"], keys, side, ticks, mesh)
     check_rows({"side": side}, gather.batch_axes, mesh)
-    if gather.when == "repeat" and tables.num_slots["links"]:
+    if gather.when == "repeat" and tables.num_slots["wgrad_residuals"]:
         raise ValueError(
             "`gather.when` is 'repeat' and `ticks` has W apart from I. There are windows of "
             "weights for F and B alone. Give 'once' or 'tick', or a schedule of whole backwards."
@@ -147,7 +147,7 @@ def _check_head(model: Model, share_head: bool) -> None:
 def _check(stages: PyTree, keys: PyTree, side: PyTree, ticks: Ticks, mesh: Mesh | None) -> None:
     """Ranks, chunks and microbatches are the schedule's."""
     schedule = ticks.schedule
-    places = homes(schedule).values()
+    places = rank_and_chunk_by_stage(schedule).values()
     wanted = 1 + max(place.chunk for place in places), num_ranks(schedule)
     found = common_dims({"weights['stages']": stages, "keys": keys}, 2, "[chunks, ranks, ...]")
     if found != wanted:

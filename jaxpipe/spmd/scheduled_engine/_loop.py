@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int, PyTree, Scalar
 
 from ... import schedules
 from ...autodiff import Model, Remat, Sums, at, floating, joined, split
-from ...schedules import Tables
+from ...schedules import TickTables
 from .._ranks import AXIS, either, how_often, vary, zeros
 from .._weight_gather import Gather, wide
 from ..circular_engine._loss import like
@@ -29,8 +29,8 @@ from ._weights import Work, chunks_of
 
 Index = Int[Array, ""]
 Row = Any
-"""`schedules.Tables` with the integers of one tick and rank."""
-_FIRST = schedules.Work(*[0] * len(schedules.Work._fields))  # type: ignore[arg-type]
+"""`TickTables` with the integers of one tick and rank."""
+_FIRST = schedules.PhaseTable(*[0] * len(schedules.PhaseTable._fields))  # type: ignore[arg-type]
 
 
 class How(NamedTuple):
@@ -45,7 +45,7 @@ class How(NamedTuple):
         share_head: Whether all ranks compute the loss together.
     """
 
-    tables: Tables
+    tables: TickTables
     num_stages: int
     remat: Remat
     gather: Gather
@@ -110,13 +110,13 @@ def _summed(how: How, totals: Totals) -> tuple[Scalar, Sums]:
     return joined(*lax.psum(sums, (AXIS, *how.gather.batch_axes)))
 
 
-def _rows(tables: Tables) -> Row:
+def _rows(tables: TickTables) -> Row:
     """This rank's columns: [ticks] each. They vary over `stage` alone, as what they index may."""
 
     def column(table: tuple) -> Int[Array, " ticks"]:
         return jnp.take(jnp.asarray(table, jnp.int32), lax.axis_index(AXIS), axis=1)
 
-    of_ticks = tables._replace(num_slots={}, first=None, side_by_side=None)  # type: ignore[arg-type]
+    of_ticks = tables._replace(num_slots={}, first_chunks=None, separate_backward_weights=None)  # type: ignore[arg-type]
     return jax.tree.map(column, of_ticks, is_leaf=lambda x: type(x) is tuple)
 
 
@@ -174,9 +174,11 @@ def _waiting(run: Run, num_slots: dict[str, int], visit: tuple) -> Waiting:
     return Waiting(
         room(x, "inputs"),
         room(floating(x), "cotangents"),
-        room(for_backward, "for_backward"),
-        room(for_weight, "for_weight"),
-        room(jax.make_jaxpr(links)(x).out_avals, "links") if num_slots["links"] else [],
+        room(for_backward, "residuals_for_backward"),
+        room(for_weight, "residuals_for_weight"),
+        room(jax.make_jaxpr(links)(x).out_avals, "wgrad_residuals")
+        if num_slots["wgrad_residuals"]
+        else [],
     )
 
 
@@ -186,7 +188,7 @@ def _type(x: Any) -> Any:
 
 
 def _tick(
-    run: Run, tables: Tables, nothing: Left, carry: tuple, row: Row, leaves: Index | None
+    run: Run, tables: TickTables, nothing: Left, carry: tuple, row: Row, leaves: Index | None
 ) -> tuple:
     """One tick. `nothing` is like what an F leaves; `leaves` is the microbatch whose loss all ranks
     compute together.
@@ -207,16 +209,22 @@ def _tick(
     if leaves is not None:
         totals, cotangent = _shared_loss(run, nothing, row.forward, left.activation, leaves, totals)
         left = left._replace(cotangent=cotangent)
-    waiting = waiting._replace(inputs=_hand_over(waiting.inputs, left.activation, row.activations))
+    waiting = waiting._replace(
+        inputs=_hand_over(waiting.inputs, left.activation, row.activation_arrivals)
+    )
     if run.stage is None:
         return waiting, totals
     waiting = waiting._replace(
-        cotangents=_store(waiting.cotangents, left.cotangent, row.forward.cotangent),
-        for_backward=_store(waiting.for_backward, left.for_backward, row.forward.for_backward),
-        for_weight=_store(waiting.for_weight, left.for_weight, row.forward.for_weight),
+        cotangents=_store(waiting.cotangents, left.cotangent, row.forward.cotangent_slot),
+        for_backward=_store(
+            waiting.for_backward, left.for_backward, row.forward.residuals_for_backward_slot
+        ),
+        for_weight=_store(
+            waiting.for_weight, left.for_weight, row.forward.residuals_for_weight_slot
+        ),
     )
     waiting, totals = _tick_backward(run, tables, nothing, waiting, totals, row)
-    if tables.num_slots["links"]:
+    if tables.num_slots["wgrad_residuals"]:
         totals = either(
             row.weight.microbatch >= 0,
             lambda totals: weight(run, row.weight, waiting, totals),
@@ -257,7 +265,7 @@ def _from_one(has_it: Bool[Array, ""], x: jax.Array) -> jax.Array:
 
 
 def _tick_backward(
-    run: Run, tables: Tables, nothing: Left, waiting: Waiting, totals: Totals, row: Row
+    run: Run, tables: TickTables, nothing: Left, waiting: Waiting, totals: Totals, row: Row
 ) -> tuple[Waiting, Totals]:
     work = row.backward
     no_link = at(waiting.links, 0)
@@ -272,8 +280,8 @@ def _tick_backward(
     )
     totals = totals._replace(stages=run.weights.leave(totals.stages, work))
     return waiting._replace(
-        cotangents=_hand_over(waiting.cotangents, dx, row.cotangents),
-        links=_store(waiting.links, link, work.link),
+        cotangents=_hand_over(waiting.cotangents, dx, row.cotangent_arrivals),
+        links=_store(waiting.links, link, work.wgrad_residuals_slot),
     ), totals
 
 

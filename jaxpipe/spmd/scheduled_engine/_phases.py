@@ -14,7 +14,7 @@ from jaxtyping import PyTree, Scalar
 
 from ...autodiff import Model, Split, Sums, at, floating, fold
 from ...ir import add_gradients
-from ...schedules import Tables
+from ...schedules import TickTables
 from .._ranks import AXIS, either
 from ..circular_engine._loss import add_to_ends, loss_and_gradients
 from ._weights import Chunks, Held, Work
@@ -96,7 +96,7 @@ def forward(
     """F. On the last stage it leaves the cotangent of what it returns, too."""
     side, keys = _of(run, work)
     w = run.weights.read(totals.stages, work, True)
-    arrived = at(waiting.inputs, work.input)
+    arrived = at(waiting.inputs, work.input_slot)
     embed = lambda: run.model.embed(run.ends["embed"], side)  # noqa: E731
     x = either(work.stage == 0, embed, lambda: arrived, like=arrived)
     kept: tuple[list, list] = ([], [])
@@ -157,25 +157,27 @@ Backward = tuple[Totals, tuple[PyTree, list[jax.Array]]]
 """Totals, what goes to the stage before, and a link."""
 
 
-def backward(tables: Tables) -> Callable:
+def backward(tables: TickTables) -> Callable:
     """B, I, or the one of them that the table says, where the schedule has both.
 
     Each is `(run, work, waiting, totals, an empty link) -> Backward`.
     """
     links = {
         link >= 0
-        for microbatches, row in zip(tables.backward.microbatch, tables.backward.link, strict=True)
+        for microbatches, row in zip(
+            tables.backward.microbatch, tables.backward.wgrad_residuals_slot, strict=True
+        )
         for microbatch, link in zip(microbatches, row, strict=True)
         if microbatch >= 0
     }
 
     def as_told(run: Run, work: Work, waiting: Waiting, totals: Totals, empty: list) -> Backward:
         return either(
-            work.link >= 0,
+            work.wgrad_residuals_slot >= 0,
             lambda totals: _half(run, work, waiting, totals, empty),
             lambda totals: _whole(run, work, waiting, totals, empty),
             totals,
-            like=(totals, (at(waiting.cotangents, work.cotangent), empty)),
+            like=(totals, (at(waiting.cotangents, work.cotangent_slot), empty)),
         )
 
     return as_told if len(links) == 2 else _half if True in links else _whole
@@ -211,7 +213,10 @@ def weight(run: Run, work: Work, waiting: Waiting, totals: Totals) -> Totals:
     stage = _divided(run)
     side, keys = _of(run, work)
     w = run.weights.read(totals.stages, work, False)
-    kept, link = at(waiting.for_weight, work.for_weight), at(waiting.links, work.link)
+    kept, link = (
+        at(waiting.for_weight, work.residuals_for_weight_slot),
+        at(waiting.links, work.wgrad_residuals_slot),
+    )
 
     def add(gradient):
         return stage.weight(w, side, keys, kept, link, gradient), ()
@@ -226,10 +231,10 @@ def _divided(run: Run) -> Split:
 
 def _kept(run: Run, work: Work, waiting: Waiting) -> tuple[list[jax.Array], tuple[PyTree, Sums]]:
     """What F left, and the cotangent of what it returned."""
-    early = iter(at(waiting.for_backward, work.for_backward))
-    late = iter(at(waiting.for_weight, work.for_weight))
+    early = iter(at(waiting.for_backward, work.residuals_for_backward_slot))
+    late = iter(at(waiting.for_weight, work.residuals_for_weight_slot))
     residuals = [next(late) if is_late else next(early) for is_late in _divided(run).for_weight]
-    return residuals, (at(waiting.cotangents, work.cotangent), run.dsums)
+    return residuals, (at(waiting.cotangents, work.cotangent_slot), run.dsums)
 
 
 def _embedded(run: Run, work: Work, side: PyTree, dx: PyTree, totals: Totals) -> Totals:

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import PyTree
 
 from ...autodiff import at, floating
-from ...schedules import AHEAD, OF_FORWARD, Tables
+from ...schedules import PREFETCHED, SHARED_WITH_FORWARD, TickTables
 from .._ranks import AXIS, either, how_often, zeros
 from .._weight_gather import Gather, only_after, wide
 from ..circular_engine._shape import put
@@ -26,7 +26,7 @@ from ..circular_engine._shape import put
 Held = Any
 """What a rank carries from tick to tick: gradients, and windows if there are any."""
 Work = Any
-"""`schedules.Work` with the integers of one tick and rank."""
+"""`PhaseTable` with the integers of one tick and rank."""
 
 
 class Chunks(NamedTuple):
@@ -50,7 +50,7 @@ class Chunks(NamedTuple):
     close: Callable[[Held], PyTree]
 
 
-def chunks_of(gather: Gather, weights: PyTree, tables: Tables) -> Chunks:
+def chunks_of(gather: Gather, weights: PyTree, tables: TickTables) -> Chunks:
     """Access to weights with [v, ...] leaves."""
     match gather.when:
         case "tick":
@@ -123,33 +123,35 @@ class _Windows(NamedTuple):
     done: PyTree
 
 
-def _each_visit(gather: Gather, weights: PyTree, tables: Tables) -> Chunks:
+def _each_visit(gather: Gather, weights: PyTree, tables: TickTables) -> Chunks:
     def gathered(chunk: Any) -> PyTree:
         stored = jax.tree.map(partial(only_after, chunk), at(weights, chunk))
         return gather.whole(gather.cast(stored))
 
     def start(keep: bool) -> _Windows:
-        ahead = gathered(jnp.asarray(tables.first)[lax.axis_index(AXIS)])
+        ahead = gathered(jnp.asarray(tables.first_chunks)[lax.axis_index(AXIS)])
         nothing = _zeros(ahead)
         if not keep:
             return _Windows(nothing, (), ahead, (), ())
         gradient = gather.hold(_zeros(wide(floating(ahead))))
         done = _room(gather.scatter(gradient), weights)
-        return _Windows(nothing, nothing if tables.side_by_side else (), ahead, gradient, done)
+        return _Windows(
+            nothing, nothing if tables.separate_backward_weights else (), ahead, gradient, done
+        )
 
     def enter(held: _Windows, work: Work, is_forward: bool) -> _Windows:
         side = _side(is_forward)
         window = getattr(held, side)
-        begins = work.source == AHEAD
-        following = (tables.forward if is_forward else tables.backward).following
+        begins = work.weight_source == PREFETCHED
+        following = (tables.forward if is_forward else tables.backward).prefetch_chunk
         window = either(begins, lambda: held.ahead, lambda: window, like=window)
         if side == "backward":
-            shared = work.source == OF_FORWARD
+            shared = work.weight_source == SHARED_WITH_FORWARD
             window = either(shared, lambda: held.forward, lambda: window, like=window)
         # Nothing of this visit waits for what the next one needs.
         ahead = either(
-            begins & (work.following >= 0),
-            lambda: gathered(work.following),
+            begins & (work.prefetch_chunk >= 0),
+            lambda: gathered(work.prefetch_chunk),
             lambda: held.ahead,
             like=held.ahead,
             often=how_often(following),
@@ -161,7 +163,7 @@ def _each_visit(gather: Gather, weights: PyTree, tables: Tables) -> Chunks:
         return getattr(held, _side(is_forward))
 
     def _side(is_forward: bool) -> str:
-        return "forward" if is_forward or not tables.side_by_side else "backward"
+        return "forward" if is_forward or not tables.separate_backward_weights else "backward"
 
     def add(held: _Windows, work: Work, f: Callable) -> tuple[_Windows, PyTree]:
         del work
@@ -178,10 +180,12 @@ def _each_visit(gather: Gather, weights: PyTree, tables: Tables) -> Chunks:
             (scattered,) = jax.tree.leaves(gather.scatter(alone))
             return jnp.zeros_like(gradient), put(done, at(done, work.chunk) + scattered, work.chunk)
 
-        often = how_often(tables.backward.closes, lambda closes: closes == 1)
+        often = how_often(tables.backward.ends_residency, lambda closes: closes == 1)
         same = lambda *pair: pair  # noqa: E731
         pairs = [
-            either(work.closes == 1, partial(scatter, i), same, *pair, like=pair, often=often)
+            either(
+                work.ends_residency == 1, partial(scatter, i), same, *pair, like=pair, often=often
+            )
             for i, pair in enumerate(zip(gradients, done, strict=True))
         ]
         gradients, done = (tree.unflatten(leaves) for leaves in zip(*pairs, strict=True))

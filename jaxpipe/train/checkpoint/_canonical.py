@@ -122,7 +122,7 @@ def with_layers_after(setup: Setup, layers_after: int) -> Setup:
     if layers_after == setup.num_layers_after_pipeline:
         return setup
     num_layers = setup.layout.num_layers + setup.num_layers_after_pipeline - layers_after
-    return dataclasses.replace(_together(setup), layout=sharding.Layout(1, 1, num_layers))
+    return dataclasses.replace(_together(setup), layout=sharding.LayerLayout(1, 1, num_layers))
 
 
 def _canonical_shardings(setup: Setup) -> PyTree[NamedSharding]:
@@ -213,7 +213,7 @@ def _together(setup: Setup) -> Setup:
     if not setup.per_stage_state:
         return setup
     config = setup.config.model_copy(update={"pipeline_engine": "none"})
-    layout = sharding.Layout(1, 1, setup.layout.num_layers)
+    layout = sharding.LayerLayout(1, 1, setup.layout.num_layers)
     return dataclasses.replace(setup, config=config, layout=layout)
 
 

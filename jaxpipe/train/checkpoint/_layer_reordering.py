@@ -156,4 +156,4 @@ def _numbers(setup: Setup) -> Int[np.ndarray, "..."]:
     """Of every place of a stack on ranks the number of its layer, or -1 if it has none."""
     if setup.per_stage_state:
         return layer_ids_by_rank(setup)
-    return np.array(setup.layout.numbers, int).reshape(setup.layout.dims)
+    return np.array(setup.layout.layer_ids, int).reshape(setup.layout.dims)

@@ -1,7 +1,7 @@
 """When everything happens in a step, by the costs that `auto` compares schedules with."""
 
 from ... import schedules
-from ...schedules import Costs, Op, Timed, Timeline, actions_of
+from ...schedules import Costs, Op, TimedStep, Timeline, actions_of
 from ..plan._schedule_selection import stage_costs
 from ..plan._setup import Setup
 
@@ -13,7 +13,7 @@ def predicted_timeline(setup: Setup) -> Timeline | None:
     as it can. An F of a layer costs 10.
     """
     config, layout = setup.config, setup.layout
-    layers = tuple(map(len, layout.layers_of_stages))
+    layers = tuple(map(len, layout.stage_layer_ids))
     costs = stage_costs(config, layers)
     if config.pipeline_engine == "none":
         return None
@@ -35,17 +35,17 @@ def _circular(
     num_ticks = num_microbatches * num_repeats + (num_ranks - 1) * handover
     turn = num_ticks * forward
 
-    def timed(rank: int, program: tuple[schedules.Step, ...]) -> tuple[Timed, ...]:
+    def timed(rank: int, program: tuple[schedules.ScheduleStep, ...]) -> tuple[TimedStep, ...]:
         found = []
         for i, step in enumerate(program):
             if actions_of(step)[0].op is Op.F:
                 start = (i + rank * handover) * forward
-                found.append(Timed(step, start, start + forward))
+                found.append(TimedStep(step, start, start + forward))
             else:
                 start = (
                     turn + (i - len(program) // 2 + (num_ranks - 1 - rank) * handover) * backward
                 )
-                found.append(Timed(step, start, start + backward))
+                found.append(TimedStep(step, start, start + backward))
         return tuple(found)
 
     rows = tuple(timed(rank, program) for rank, program in enumerate(schedule.programs))

@@ -22,7 +22,7 @@ def describe(setup: Setup, done: int) -> str:
     if setup.schedule_selection is not None:
         lines.append(f"schedule {setup.schedule_selection.reason}")
     elif (timeline := predicted_timeline(setup)) is not None:
-        lines.append(f"schedule circular: bubble {schedules.bubble_share(timeline):.1%}")
+        lines.append(f"schedule circular: bubble {schedules.bubble_fraction(timeline):.1%}")
     if config.debug_sharding:
         lines += shardings_shown(setup)
     if done:
@@ -43,13 +43,13 @@ def shardings_shown(setup: Setup) -> list[str]:
 def _stages(setup: Setup) -> str:
     layout = setup.layout
     if setup.per_stage_state:
-        return f"{len(layout.layers_of_stages)} stage(s) on {layout.num_ranks} rank(s)"
+        return f"{len(layout.stage_layer_ids)} stage(s) on {layout.num_ranks} rank(s)"
     return f"{layout.num_repeats} repeat(s) x {layout.num_ranks} rank(s)"
 
 
 def _per_stage(setup: Setup) -> str:
     """Layers of a stage, or the fewest and the most."""
-    counts = list(map(len, setup.layout.layers_of_stages))
+    counts = list(map(len, setup.layout.stage_layer_ids))
     least, most = min(counts), max(counts)
     return f"{most}" if least == most else f"{least} to {most}"
 

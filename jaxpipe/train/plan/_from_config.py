@@ -60,19 +60,19 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
             names=("`num_pipeline_microbatches`", "`pipeline_delay_activation_forwarding`"),
         )
     batch_size = global_batch_size(config.per_device_batch_size, len(devices))
-    microbatch_size = sharding.divide(
+    microbatch_size = sharding.divide_exactly(
         batch_size,
         num_microbatches,
         name="The batch (`per_device_batch_size` x devices)",
         into="`num_pipeline_microbatches`",
         fix="Change one of them.",
     )
-    rules = sharding.with_rules(_axis_rules(config))
+    rules = sharding.override_rules(_axis_rules(config))
     setup = Setup(config, model, mesh, rules, layout, num_microbatches, microbatch_size, schedule)
     select_attention_kernel(setup)
     select_grouped_matmul(setup)
     check_remat(config, mesh.devices.flat)
-    sharding.divide(
+    sharding.divide_exactly(
         config.max_target_length,
         config.num_vocab_tiling * mesh.shape["context"],
         name="`max_target_length`",
@@ -96,7 +96,7 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
 
 def _check_vocab_parallel(setup: Setup) -> None:
     """Checks that ranks can share the vocabulary equally, with no layers after the pipeline."""
-    sharding.divide(
+    sharding.divide_exactly(
         setup.model_config.vocab_size,
         setup.mesh.shape["stage"],
         name="`vocab_size`",

@@ -115,7 +115,7 @@ def optimizer_rules(setup: Setup) -> sharding.Rules:
         With ZeRO-1 (`shard_optimizer_over_data`), rules that split over the axis `data` too.
     """
     if setup.config.shard_optimizer_over_data:
-        return sharding.zero_rules(setup.rules)
+        return sharding.zero1_rules(setup.rules)
     return setup.rules
 
 

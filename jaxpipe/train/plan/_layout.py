@@ -10,7 +10,7 @@ def num_uniform_layers(config: Config) -> int:
     return config.base_num_decoder_layers - config.first_num_dense_layers
 
 
-def circular_layout(config: Config, num_ranks: int) -> sharding.Layout:
+def circular_layout(config: Config, num_ranks: int) -> sharding.LayerLayout:
     """Assigns stages to ranks round-robin; without a pipeline, all layers are one stage.
 
     Args:
@@ -24,17 +24,17 @@ def circular_layout(config: Config, num_ranks: int) -> sharding.Layout:
         ValueError: If the layers do not divide into the stages.
     """
     if config.pipeline_engine == "none":
-        return sharding.Layout(1, 1, num_uniform_layers(config))
+        return sharding.LayerLayout(1, 1, num_uniform_layers(config))
     layers_per_repeat = num_ranks * config.num_layers_per_pipeline_stage
     name, num_layers = _pipelined_layers(config)
-    sharding.divide(
+    sharding.divide_exactly(
         num_layers,
         layers_per_repeat,
         name=name,
         into="ranks x `num_layers_per_pipeline_stage`",
         fix=_divisibility_advice(num_uniform_layers(config), layers_per_repeat),
     )
-    return sharding.layout(
+    return sharding.even_layout(
         num_layers,
         num_ranks=num_ranks,
         layers_per_stage=config.num_layers_per_pipeline_stage,
@@ -44,7 +44,7 @@ def circular_layout(config: Config, num_ranks: int) -> sharding.Layout:
 
 def scheduled_layout(
     config: Config, num_ranks: int, num_microbatches: int
-) -> tuple[ScheduleSelection, sharding.Layout]:
+) -> tuple[ScheduleSelection, sharding.LayerLayout]:
     """Selects the schedule, and assigns layers to the ranks that run their stages.
 
     Args:
@@ -70,7 +70,7 @@ def scheduled_layout(
     num_stages = choice.schedule.num_stages
     if counts:
         return choice, _layout_of_schedule(config, choice, counts)
-    per_stage = sharding.divide(
+    per_stage = sharding.divide_exactly(
         num_layers,
         num_stages,
         name=name,
@@ -84,19 +84,21 @@ def scheduled_layout(
 
 def _layout_of_schedule(
     config: Config, choice: ScheduleSelection, counts: tuple[int, ...]
-) -> sharding.Layout:
+) -> sharding.LayerLayout:
     """Returns the layout of stages with these numbers of layers, on the ranks of the schedule."""
     num_ranks = schedules.num_ranks(choice.schedule)
     if config.pipeline_engine == "mpmd":
         held = [len(schedules.stages_of_rank(choice.schedule, rank)) for rank in range(num_ranks)]
         alike = len({*held}) == len({*counts}) == 1
-        return sharding.Layout(max(held), num_ranks, max(counts), None, None if alike else counts)
+        return sharding.LayerLayout(
+            max(held), num_ranks, max(counts), None, None if alike else counts
+        )
     stages = spmd.stages_on_ranks(choice.schedule)
     uneven = counts if len(set(counts)) > 1 else None
-    return sharding.Layout(len(stages), num_ranks, max(counts), stages, uneven)
+    return sharding.LayerLayout(len(stages), num_ranks, max(counts), stages, uneven)
 
 
-def _check_stage_counts(config: Config, layout: sharding.Layout) -> None:
+def _check_stage_counts(config: Config, layout: sharding.LayerLayout) -> None:
     """Checks the schedule's stages per rank and layers per stage against the config."""
     for name, usual, found in (
         ("num_pipeline_repeats", -1, layout.num_repeats),
@@ -123,7 +125,7 @@ def _layer_counts(
             f"`pipeline_layout` has {sum(counts)} layers and {name} is {num_layers}. Change one."
         )
     if not is_schedule_file(config):
-        sharding.divide(
+        sharding.divide_exactly(
             len(counts),
             num_ranks,
             name="The number of stages in `pipeline_layout`",

@@ -116,7 +116,7 @@ def _configured_chunks(config: Config, num_ranks: int, num_layers: int) -> int |
 
 def _build_schedule(name: str, num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
     with _errors_name_schedule(name):
-        takes = "chunks" in schedules.family(name).takes
+        takes = "chunks" in schedules.get_family(name).takes
         return schedules.build(
             name,
             ranks=num_ranks,
@@ -129,13 +129,13 @@ def _select_and_time(
     config: Config, description: str, schedule: Schedule, costs: Costs
 ) -> tuple[ScheduleSelection, float]:
     """Returns the schedule as the engine runs it, and its makespan in units of `costs`."""
-    schedules.check_plain(schedules.check(schedule))
+    schedules.check_no_slices_or_copies(schedules.check(schedule))
     if config.pipeline_engine == "mpmd":
         timeline = schedules.simulate(schedule, costs)
         reason = f"{description}: {_describe_bubble(timeline)}, {_describe_activations(schedule)}"
         return ScheduleSelection(schedule, reason), float(schedules.makespan(timeline))
-    ticks = schedules.lock_step(schedule, costs)
-    schedules.homes(ticks.schedule)
+    ticks = schedules.to_lock_step(schedule, costs)
+    schedules.rank_and_chunk_by_stage(ticks.schedule)
     timeline = schedules.simulate_ticks(ticks, costs)
     number = f"{schedules.num_ticks(ticks)} ticks"
     bubble, activations = _describe_bubble(timeline), _describe_activations(ticks.schedule)
@@ -144,7 +144,7 @@ def _select_and_time(
 
 
 def _describe_bubble(timeline: Timeline) -> str:
-    return f"bubble {schedules.bubble_share(timeline):.1%}"
+    return f"bubble {schedules.bubble_fraction(timeline):.1%}"
 
 
 def _describe_activations(schedule: Schedule) -> str:

@@ -42,7 +42,7 @@ class Setup:
     model_config: ModelConfig
     mesh: Mesh
     rules: sharding.Rules
-    layout: sharding.Layout
+    layout: sharding.LayerLayout
     num_microbatches: int
     microbatch_size: int
     schedule_selection: ScheduleSelection | None = None
@@ -97,7 +97,7 @@ class Setup:
         """
         tree = self.abstract_unstacked_weights
         if self.per_stage_state:
-            counts = map(len, self.layout.layers_of_stages)
+            counts = map(len, self.layout.stage_layer_ids)
             stages = [models.stacked(tree["layer"], (count,), ("layers",)) for count in counts]
         else:
             stages = models.stacked(tree["layer"], self.layout.dims, STACK_AXES)

@@ -176,7 +176,7 @@ def _scheduled_value(setup: Setup, model: Model) -> Callable:
     return partial(
         spmd.scheduled_value,
         model,
-        ticks=schedules.lock_step(schedules.forward_only(setup.schedule_selection.schedule)),
+        ticks=schedules.to_lock_step(schedules.forward_only(setup.schedule_selection.schedule)),
         mesh=setup.mesh,
         gather=gather,
         ends_gather=boundary_gather,

@@ -86,8 +86,8 @@ def trace_mpmd_train_step(
         the loop; and the trace as JSON for Perfetto.
     """
     (state, metrics), found = mpmd.trace_step(_compiled_train_step(setup), state, batch)
-    bubbles = {f"bubble_{name}": schedules.bubble_share(line) for name, line in found.items()}
-    return (state, metrics | bubbles), schedules.to_trace(found, microseconds=1e6)
+    bubbles = {f"bubble_{name}": schedules.bubble_fraction(line) for name, line in found.items()}
+    return (state, metrics | bubbles), schedules.to_perfetto(found, microseconds=1e6)
 
 
 def init_mpmd_state(setup: Setup) -> TrainState:
@@ -127,7 +127,7 @@ def _init_leaves_of_rank(setup: Setup, shardings: PyTree, rank: int) -> list[jax
         return any(rank in sharding.mpmd_idxs for sharding in jax.tree.leaves(shardings))
 
     state, stages = state_shapes(setup), []
-    for i, layer_ids in enumerate(setup.layout.layers_of_stages):
+    for i, layer_ids in enumerate(setup.layout.stage_layer_ids):
         here = is_here(shardings["weights"]["stages"][i])
         stages.append(
             init_layers(setup, (len(layer_ids),), layer_ids=layer_ids)
@@ -175,7 +175,7 @@ def _lowered_train_step(setup: Setup) -> mpmd.Lowered:
     """Lowers the step on all ranks."""
     assert setup.schedule_selection is not None
     model, schedule = build_model(setup), setup.schedule_selection.schedule
-    remat, layers = tick_remat(setup.config), setup.layout.layers_of_stages
+    remat, layers = tick_remat(setup.config), setup.layout.stage_layer_ids
 
     call = partial(mpmd.mpmd_value_and_grad, model, schedule=schedule, remat=remat)
 

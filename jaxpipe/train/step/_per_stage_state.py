@@ -32,7 +32,7 @@ def layer_ids_by_rank(setup: Setup) -> Int[np.ndarray, "S K"]:
     Returns:
         [S, K] layers of the model; -1 is padding behind the layers of a rank.
     """
-    layers = setup.layout.layers_of_stages
+    layers = setup.layout.stage_layer_ids
     rows = [[i for stage in stages for i in layers[stage]] for stages in setup.stages_by_rank]
     most = max(map(len, rows))
     return np.array([row + [-1] * (most - len(row)) for row in rows])
@@ -132,7 +132,7 @@ def _stacked_sharding(mesh: mpmd.MpmdMesh, spec: PartitionSpec) -> NamedSharding
 
 
 def _layer_counts(setup: Setup) -> list[int]:
-    return list(map(len, setup.layout.layers_of_stages))
+    return list(map(len, setup.layout.stage_layer_ids))
 
 
 def _abstract_array(

@@ -55,7 +55,7 @@ def init_state(setup: Setup) -> TrainState:
 def _init_weights(setup: Setup) -> PyTree:
     """Initializes weights; every layer starts equal in every layout, also after the pipeline."""
     layout = setup.layout
-    stages = init_layers(setup, layout.dims, layer_ids=layout.numbers)
+    stages = init_layers(setup, layout.dims, layer_ids=layout.layer_ids)
     return init_boundary(setup) | {"stages": stages}
 
 
@@ -79,15 +79,15 @@ def make_train_step(
     value_and_grad = gradient_accumulation(
         VALUE_AND_GRAD_BUILDERS[engine_name(setup)](setup, build_model(setup)),
         setup.gradient_accumulation_steps,
-        reshard=lambda found: (found[0], sharding.place(found[1], grad_shardings)),
+        reshard=lambda found: (found[0], sharding.reshard(found[1], grad_shardings)),
     )
     step = make_optimizer_step(
         setup,
         value_and_grad,
         partial(_dropout_keys, setup),
         # With ZeRO-1 every device updates its part of the weights, and gathers the others'.
-        shard=lambda tree: sharding.place(tree, update_shardings),
-        unshard=lambda tree: sharding.place(tree, weight_shardings),
+        shard=lambda tree: sharding.reshard(tree, update_shardings),
+        unshard=lambda tree: sharding.reshard(tree, weight_shardings),
     )
     return jax.jit(
         step,
@@ -261,7 +261,7 @@ def engine_name(setup: Setup) -> str:
 def _dropout_keys(setup: Setup, step: Int[Array, ""]) -> PyTree:
     """Folds the [R, S, layers per stage] dropout keys of a step; () without dropout."""
     layout = setup.layout
-    keys = dropout_keys_of_layers(setup, step, layout.numbers)
+    keys = dropout_keys_of_layers(setup, step, layout.layer_ids)
     return with_layer_mask(setup, jax.tree.map(lambda x: x.reshape(layout.dims), keys))
 
 
@@ -270,5 +270,5 @@ def with_layer_mask(setup: Setup, keys: PyTree) -> PyTree:
     layout = setup.layout
     if not layout.counts:
         return keys
-    present = jnp.asarray(layout.numbers) >= 0
+    present = jnp.asarray(layout.layer_ids) >= 0
     return {"dropout": keys, "present": present.reshape(layout.dims)}
