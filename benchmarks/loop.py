@@ -99,7 +99,9 @@ def _bare_steps(config: Config) -> Callable[[], Time]:
     """What makes a turn of the step alone, on one batch, and says what that took."""
     import jax
 
-    from jaxpipe.train import init_state, make_batches, make_train_step, set_up, shard_batch
+    from jaxpipe.train import set_up
+    from jaxpipe.train.loop import make_batches
+    from jaxpipe.train.step import init_state, make_train_step, shard_batch
 
     setup = set_up(config, jax.devices())
     with jax.set_mesh(setup.mesh):

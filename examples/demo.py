@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpipe.schedules import Costs, build, simulate, to_svg
-from jaxpipe.train import loss_curve, read_metrics
+from jaxpipe.train import read_metrics
+from jaxpipe.train.logs import loss_curve
 
 HERE = Path(__file__).parent
 FOLDER = Path("runs/demo")

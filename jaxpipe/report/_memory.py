@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from ..plan import Memory
-from ..train import Setup, footprints
+from ..train.estimate._memory_estimate import footprints
+from ..train.plan._setup import Setup
 
 
 @dataclass(frozen=True)

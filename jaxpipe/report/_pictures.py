@@ -6,7 +6,9 @@ from pathlib import Path
 from .. import schedules
 from .._input import MOST_JSON_BYTES, parse_json, read_text, short_repr
 from ..schedules import TimedStep, Timeline
-from ..train import Setup, held_at_most, predicted_timeline
+from ..train.estimate._memory_estimate import held_at_most
+from ..train.estimate._timeline import predicted_timeline
+from ..train.plan._setup import Setup
 
 MOST_ACTIONS = 20_000
 """The most actions of a drawing, which then has half a megabyte."""

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..models import PRESETS
-from ..train import Config, base_yaml
+from ..train import Config
+from ..train.config._load import base_yaml
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..train import bad_step
+from ..train.runtime._stop import bad_step
 from ._run import RunRecord
 
 _FRESH_SECONDS = 60.0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..train import Setup
+from ..train.plan._setup import Setup
 from ._run import RunRecord
 from ._status import Status
 

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe import models, mpmd, schedules, sharding, spmd
 from jaxpipe.autodiff import Model, remat_by_name, unpipelined
-from jaxpipe.train.plan._family import MODEL_FAMILIES
+from jaxpipe.train.plan import MODEL_FAMILIES
 from jaxpipe.train.plan._flax_decoder import FlaxDecoder, linen_value_and_grad, nnx_value_and_grad
 from small_models import small_deepseek, small_llama
 

@@ -10,7 +10,9 @@ import pytest
 from train.runs import DEEPSEEK, DROPOUT, NONE, ROWS, Settings, flat, setup_of
 
 from harness.contract import assert_close
-from jaxpipe.train import build_model, init_state, shard_batch, synthetic_batches
+from jaxpipe.data import synthetic_batches
+from jaxpipe.train.plan import build_model
+from jaxpipe.train.step import init_state, shard_batch
 from jaxpipe.train.step._step import VALUE_AND_GRAD_BUILDERS, _dropout_keys
 
 EIGHT: Settings = {"base_num_decoder_layers": 8}

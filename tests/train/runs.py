@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe import models
+from jaxpipe.data import synthetic_batches
 from jaxpipe.mpmd import MpmdArray
-from jaxpipe.train import Config, set_up, synthetic_batches
+from jaxpipe.train import Config, set_up
 from jaxpipe.train.checkpoint import _canonical as canonical
-from jaxpipe.train.plan._setup import Setup
+from jaxpipe.train.plan import Setup
+from jaxpipe.train.step import TrainState
 from jaxpipe.train.step import _step as step
-from jaxpipe.train.step._state import TrainState
 
 Settings = dict[str, Any]
 

@@ -3,16 +3,10 @@
 import jax
 import numpy as np
 
+from jaxpipe.data import synthetic_batches
 from jaxpipe.models import PRESETS
-from jaxpipe.train import (
-    compile_train_step,
-    init_state,
-    load_config,
-    make_train_step,
-    set_up,
-    shard_batch,
-    synthetic_batches,
-)
+from jaxpipe.train import compile_train_step, load_config, set_up
+from jaxpipe.train.step import init_state, make_train_step, shard_batch
 
 SETTINGS = (
     "ici_pipeline_parallelism=2",

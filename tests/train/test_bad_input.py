@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from jaxpipe.cli import main
-from jaxpipe.train import Config, RunError, metrics_writer, read_metrics, train
+from jaxpipe.train import Config, RunError, read_metrics, train
+from jaxpipe.train.logs import metrics_writer
 from jaxpipe.train.runtime._run_folder import LOCK, run_folder
 
 from .runs import NONE, TINY

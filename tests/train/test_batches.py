@@ -16,10 +16,11 @@ from jax.sharding import NamedSharding
 from jaxpipe.cli import main
 from jaxpipe.data import Batch, ByteTokenizer, Source
 from jaxpipe.train import Config, load_config, set_up
-from jaxpipe.train.loop._batches import _tokenizer, make_batches, make_data
+from jaxpipe.train.loop import make_batches
+from jaxpipe.train.loop._batches import _tokenizer, make_data
 from jaxpipe.train.loop._data_changes import data_changes
-from jaxpipe.train.plan._setup import Setup
-from jaxpipe.train.step._step import shard_batch_of_step
+from jaxpipe.train.plan import Setup
+from jaxpipe.train.step import shard_batch_of_step
 
 TINY: dict[str, Any] = {
     "dataset_type": "text",

@@ -7,7 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpipe.train import Config, describe, model_flops
+from jaxpipe.train import Config
+from jaxpipe.train.logs import describe
+from jaxpipe.train.loop import model_flops
 from jaxpipe.train.loop._loop import speed
 from jaxpipe.train.step import _evaluate as evaluation
 from jaxpipe.train.step import _step as step

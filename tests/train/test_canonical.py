@@ -13,10 +13,9 @@ import pytest
 from jaxpipe.mpmd import MpmdArray
 from jaxpipe.train.checkpoint import _canonical as canonical
 from jaxpipe.train.checkpoint import _layer_reordering as moves
-from jaxpipe.train.plan._setup import Setup
+from jaxpipe.train.plan import Setup
+from jaxpipe.train.step import TrainState, layer_ids_by_rank
 from jaxpipe.train.step import _step as step
-from jaxpipe.train.step._per_stage_state import layer_ids_by_rank
-from jaxpipe.train.step._state import TrainState
 
 from .runs import DEEPSEEK, NONE, Settings, flat, setup_of
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpipe import models
-from jaxpipe.train.optim._decay import weight_name
-from jaxpipe.train.step._state import abstract_trained_weights, make_optimizer
+from jaxpipe.train.optim import weight_name
+from jaxpipe.train.step import abstract_trained_weights, make_optimizer
 
 from .runs import DEEPSEEK, NONE, Settings, setup_of
 

@@ -12,16 +12,8 @@ import numpy as np
 import pytest
 
 from jaxpipe.data import Batch, SomeBatches
-from jaxpipe.train import (
-    Config,
-    best_step,
-    make_batches,
-    open_checkpoints,
-    read_metrics,
-    set_up,
-    train,
-)
-from jaxpipe.train.loop import _loop
+from jaxpipe.train import Config, best_step, open_checkpoints, read_metrics, set_up, train
+from jaxpipe.train.loop import _loop, make_batches
 from jaxpipe.train.loop._batches import make_data
 from jaxpipe.train.step import _evaluate as evaluation
 from jaxpipe.train.step import _step as step

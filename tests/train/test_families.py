@@ -12,8 +12,8 @@ import pytest
 
 from jaxpipe import models
 from jaxpipe.cli import main
-from jaxpipe.train import Config, build_model, set_up, train
-from jaxpipe.train.plan._family import MODEL_FAMILIES
+from jaxpipe.train import Config, set_up, train
+from jaxpipe.train.plan import MODEL_FAMILIES, build_model
 from jaxpipe.train.step import _optimizer_step as _update
 from jaxpipe.train.step import _step as step
 

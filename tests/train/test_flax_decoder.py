@@ -11,15 +11,9 @@ import pytest
 
 from jaxpipe import models
 from jaxpipe.cli import main
-from jaxpipe.train import (
-    Config,
-    init_state,
-    make_batches,
-    make_train_step,
-    read_metrics,
-    set_up,
-    shard_batch,
-)
+from jaxpipe.train import Config, read_metrics, set_up
+from jaxpipe.train.loop import make_batches
+from jaxpipe.train.step import init_state, make_train_step, shard_batch
 
 PR = (
     "model_name=llama2-7b dataset_type=synthetic debug_sharding=true per_device_batch_size=2 "

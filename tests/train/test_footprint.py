@@ -8,8 +8,9 @@ import jax
 import pytest
 
 from jaxpipe.mpmd.ir._program import Run
-from jaxpipe.train import footprints, held_at_most, init_state
-from jaxpipe.train.plan._setup import Setup
+from jaxpipe.train.estimate import footprints, held_at_most
+from jaxpipe.train.plan import Setup
+from jaxpipe.train.step import init_state
 from jaxpipe.train.step._mpmd import _lowered_train_step
 
 from .runs import NONE, Settings, setup_of

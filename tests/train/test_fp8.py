@@ -9,7 +9,7 @@ import pytest
 
 from jaxpipe.train import Config, set_up
 from jaxpipe.train.checkpoint import _canonical as canonical
-from jaxpipe.train.loop._batches import make_batches
+from jaxpipe.train.loop import make_batches
 from jaxpipe.train.step import _step as step
 
 from .runs import flat

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpipe.train import read_starts, record_start
+from jaxpipe.train.loop import read_starts, record_start
 
 from .runs import NONE, setup_of
 

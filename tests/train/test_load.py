@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jaxpipe.train import Config, base_yaml, load_config
-from jaxpipe.train.config._load import parse_yaml
+from jaxpipe.train import Config, load_config
+from jaxpipe.train.config import base_yaml, parse_yaml
 
 PRESETS = {"llama-tiny": {"base_emb_dim": 32}, "llama2-7b": {"base_emb_dim": 4096, "head_dim": 128}}
 

@@ -7,8 +7,7 @@ import pytest
 
 from jaxpipe import sharding
 from jaxpipe.train import Config, load_config
-from jaxpipe.train.config._load import parse_override
-from jaxpipe.train.config._maxtext_keys import ADVICE, ADVICE_BY_PATTERN, maxtext_advice
+from jaxpipe.train.config import ADVICE, ADVICE_BY_PATTERN, maxtext_advice, parse_override
 
 PRESETS = {"llama-tiny": {}}
 THEIRS = Path(__file__).with_name("maxtext_keys.txt").read_text().split()

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpipe.train import RunError, metrics_writer, read_metrics
+from jaxpipe.train import RunError, read_metrics
+from jaxpipe.train.logs import metrics_writer
 
 
 def run(folder: Path, steps: range, *, loss: float = 1.0, tensorboard: bool = False) -> None:

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from jaxpipe.cli import main
-from jaxpipe.train import Config, compile_train_step, describe, init_state, train
-from jaxpipe.train.plan._schedule_selection import select_schedule
-from jaxpipe.train.step._mpmd import mpmd_state_shardings
+from jaxpipe.train import Config, compile_train_step, train
+from jaxpipe.train.logs import describe
+from jaxpipe.train.plan import select_schedule
+from jaxpipe.train.step import init_state, mpmd_state_shardings
 
 from .runs import DEEPSEEK, DROPOUT, NONE, TINY, Run, Settings, setup_of, three_steps
 

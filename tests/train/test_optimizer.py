@@ -4,7 +4,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpipe.train import (
+from jaxpipe.train.optim import (
     adamw,
     clip_by_norm,
     gradient_norm,

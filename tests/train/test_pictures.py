@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpipe.train import loss_curve
+from jaxpipe.train.logs import loss_curve
 
 
 def test_a_loss_curve_is_a_png_however_many_runs_it_shows(tmp_path: Path):

@@ -4,7 +4,7 @@ import pytest
 
 from jaxpipe import schedules
 from jaxpipe.schedules import Costs, actions_of, dependencies, outputs
-from jaxpipe.train import predicted_timeline
+from jaxpipe.train.estimate import predicted_timeline
 
 from .runs import NONE, Settings, setup_of
 

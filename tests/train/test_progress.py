@@ -2,7 +2,7 @@ import io
 
 import pytest
 
-from jaxpipe.train import progress
+from jaxpipe.train.logs import progress
 
 
 class Terminal(io.StringIO):

@@ -12,10 +12,12 @@ import pytest
 
 from jaxpipe import plan, schedules
 from jaxpipe.cli import main
-from jaxpipe.train import Config, compile_train_step, describe, synthetic_batches, train
-from jaxpipe.train.plan._schedule_selection import select_schedule
+from jaxpipe.data import synthetic_batches
+from jaxpipe.train import Config, compile_train_step, train
+from jaxpipe.train.logs import describe
+from jaxpipe.train.plan import select_schedule
 from jaxpipe.train.step import _step as step
-from jaxpipe.train.step._state import state_shapes
+from jaxpipe.train.step import state_shapes
 
 from .runs import DEEPSEEK, DROPOUT, NONE, ROWS, TINY, Run, Settings, setup_of, three_steps
 

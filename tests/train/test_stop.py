@@ -11,16 +11,10 @@ import numpy as np
 import pytest
 
 from jaxpipe.cli import main
-from jaxpipe.train import (
-    Config,
-    RunError,
-    TerminatedError,
-    bad_step,
-    read_metrics,
-    read_starts,
-    train,
-)
-from jaxpipe.train.logs._profile import profiled_steps
+from jaxpipe.train import Config, RunError, read_metrics, train
+from jaxpipe.train.config import parse_profile_steps
+from jaxpipe.train.loop import read_starts
+from jaxpipe.train.runtime import TerminatedError, bad_step
 from jaxpipe.train.runtime._stop import StopRequests, check_step
 from jaxpipe.train.step import _step as step
 
@@ -243,7 +237,7 @@ def test_a_profile_of_some_steps_is_written(tmp_path):
 @pytest.mark.parametrize("text", ["3", "0:2", "5:4", "1-2", "1:2:3"])
 def test_windows_that_are_none_are_refused(text):
     with pytest.raises(ValueError, match=r"`profile_steps` is .* Give the first and the last step"):
-        profiled_steps(text)
+        parse_profile_steps(text)
 
 
 def test_compiled_programs_are_kept_for_the_next_start(tmp_path):

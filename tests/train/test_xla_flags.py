@@ -5,8 +5,8 @@ import pytest
 
 from jaxpipe.cli import main
 from jaxpipe.train import Config, set_up
-from jaxpipe.train.config._config import parse_xla_flags
-from jaxpipe.train.step._step import make_train_step
+from jaxpipe.train.config import parse_xla_flags
+from jaxpipe.train.step import make_train_step
 
 
 def test_flags_become_options_and_a_bare_one_means_true():

@@ -12,7 +12,8 @@ from .._options import integer, path, text
 from .._settings import add_settings, read_settings
 
 if TYPE_CHECKING:
-    from ...train import Config, Setup
+    from ...train import Config
+    from ...train.plan._setup import Setup
 
 _HELP = "compile the train step, and report memory and communication, without the hardware"
 
@@ -56,7 +57,9 @@ def run(args: argparse.Namespace) -> int:
     devices = _devices(config, args.topology, args.num_slices)
     dump = args.dump_hlo and _dump_file(args.dump_hlo, config.model_name, args.topology)
     from ...plan._report import report_json, report_text
-    from ...train import check_single_program, describe, set_up
+    from ...train import set_up
+    from ...train.logs._describe import describe
+    from ...train.step._aot import check_single_program
 
     setup = set_up(config, devices)
     check_single_program(setup)
@@ -115,7 +118,8 @@ def _compile(setup: "Setup") -> tuple[Any, str]:
 
     from ...plan import audit, memory
     from ...plan._report import CompileReport, compiler_versions
-    from ...train import compile_train_step, model_flops
+    from ...train import compile_train_step
+    from ...train.loop._loop import model_flops
 
     device = setup.mesh.devices.flat[0]
     started = time.perf_counter()

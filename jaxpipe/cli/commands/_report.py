@@ -14,7 +14,8 @@ from ._compile import leave_tpus_alone
 if TYPE_CHECKING:
     from ...report import RunRecord
     from ...report._memory import CompiledMemory
-    from ...train import Config, Setup
+    from ...train import Config
+    from ...train.plan._setup import Setup
 
 _HELP = "write a run as one page of HTML"
 _MOST_DEVICES = 1024  # more take minutes to be emulated
@@ -99,7 +100,8 @@ def _compiled(
     """Compiles the step for a topology or for the emulated devices, and returns its memory."""
     from ...plan import memory, tpu_topology
     from ...report._memory import CompiledMemory
-    from ...train import check_single_program, compile_train_step, set_up
+    from ...train import compile_train_step, set_up
+    from ...train.step._aot import check_single_program
 
     if setup is None or found.config is None:
         raise ValueError(f"`--compile` needs a run that can be planned. {why}")

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         The exit code.
     """
-    from ...train import write_corpus
+    from ...train.loop._batches import write_corpus
 
     with unwinding():
         done = write_corpus(read_settings(args.settings), args.file)

@@ -30,7 +30,9 @@ def run(args: argparse.Namespace) -> int:
         and 129 if SIGHUP has, so that a scheduler that restarts failed jobs resumes it.
     """
     follow_launcher(f"process {os.environ.get(PROCESS, 0)}")
-    from ...train import TerminatedError, base_yaml, train
+    from ...train import train
+    from ...train.config._load import base_yaml
+    from ...train.runtime._stop import TerminatedError
 
     if args.keys:
         print(base_yaml())

@@ -1,5 +1,6 @@
 """The config of a training run: its keys, and the checks across keys."""
 
+import re
 from collections.abc import Mapping
 from typing import get_args
 
@@ -7,7 +8,6 @@ from pydantic import model_validator
 
 from ...autodiff import TENSORS, kept_names
 from ...data import READ_BY, Kind
-from ..logs._profile import profiled_steps
 from ._keys import ConfigKeys
 
 _ONE_PROGRAM = ("none", "circular", "scheduled")
@@ -75,7 +75,7 @@ class Config(ConfigKeys):
         self._check_layout()
         self._check_weight_gather()
         parse_xla_flags(self.compile_xla_flags)
-        profiled_steps(self.profile_steps)
+        parse_profile_steps(self.profile_steps)
         if self.pipeline_engine == "mpmd":
             self._check_no_offload()
         if self.mpmd_trace_step and self.gradient_accumulation_steps > 1:
@@ -261,3 +261,30 @@ def parse_xla_flags(flags: str) -> dict[str, str]:
             )
         options[name] = value if equals else "true"
     return options
+
+
+def parse_profile_steps(text: str) -> range:
+    """Parses the value of `profile_steps`.
+
+    Args:
+        text: The first and the last step, as in `10:12`; empty for none.
+
+    Returns:
+        The steps to be profiled.
+
+    Raises:
+        ValueError: If the text has another form.
+
+    Example:
+        >>> list(parse_profile_steps("10:12"))
+        [10, 11, 12]
+    """
+    if not text:
+        return range(0)
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    first, last = map(int, match.groups()) if match else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError(
+            f"`profile_steps` is {text!r}. Give the first and the last step, such as '10:12'."
+        )
+    return range(first, last + 1)

@@ -1,30 +1,11 @@
 """A profile of some steps, by JAX's profiler."""
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
-
-
-def profiled_steps(text: str) -> range:
-    """The steps of `profile_steps`: `10:12` are 10, 11 and 12.
-
-    Raises:
-        ValueError: If it is something else.
-    """
-    if not text:
-        return range(0)
-    match = re.fullmatch(r"(\d+):(\d+)", text)
-    first, last = map(int, match.groups()) if match else (0, 0)
-    if not 1 <= first <= last:
-        raise ValueError(
-            f"`profile_steps` is {text!r}. Give the first and the last step, such as '10:12'."
-        )
-    return range(first, last + 1)
-
 
 Before = Callable[[int, Any], None]
 """`before(step, previous)`: what the step before makes, None if nothing of it is under way."""

@@ -1,1 +1,8 @@
 """The training loop, and where a run resumes."""
+
+from ._batches import make_batches as make_batches
+from ._batches import write_corpus as write_corpus
+from ._loop import model_flops as model_flops
+from ._loop import train as train
+from ._run_history import read_starts as read_starts
+from ._run_history import record_start as record_start

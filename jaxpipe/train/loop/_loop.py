@@ -29,12 +29,12 @@ from ..checkpoint._store import (
     restore_checkpoint,
     save_checkpoint,
 )
-from ..config._config import Config
+from ..config._config import Config, parse_profile_steps
 from ..estimate._device_flops import peak_tflops
 from ..estimate._fits import check_fits
 from ..logs._describe import describe
 from ..logs._metrics import Write, metrics_writer
-from ..logs._profile import Before, profiled_steps, profiler
+from ..logs._profile import Before, profiler
 from ..logs._progress import Report, Stream, progress
 from ..logs._wandb import load_wandb, wandb_writer
 from ..plan._from_config import set_up
@@ -144,7 +144,9 @@ def _recorded_steps(run: _Run, state: TrainState, done: int) -> Iterator[Metrics
     run.stop.start_clock(config.max_minutes)
     with ExitStack() as stack:
         write, report = _outputs(stack, config, run.folder, run.shown, first_step=done + 1)
-        before = stack.enter_context(profiler(profiled_steps(config.profile_steps), run.folder))
+        before = stack.enter_context(
+            profiler(parse_profile_steps(config.profile_steps), run.folder)
+        )
         steps = run_steps(
             setup,
             state,

@@ -1,1 +1,8 @@
 """The optimizer, the learning rate, and which weights decay."""
+
+from ._decay import weight_name as weight_name
+from ._optimizer import adamw as adamw
+from ._optimizer import clip_by_norm as clip_by_norm
+from ._optimizer import gradient_norm as gradient_norm
+from ._optimizer import learning_rate_schedule as learning_rate_schedule
+from ._optimizer import weight_decay_mask as weight_decay_mask

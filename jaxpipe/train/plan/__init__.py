@@ -1,1 +1,8 @@
 """Derives a run's setup from its config and devices, before anything is compiled."""
+
+from ._family import MODEL_FAMILIES as MODEL_FAMILIES
+from ._family import ModelConfig as ModelConfig
+from ._from_config import set_up as set_up
+from ._model import build_model as build_model
+from ._schedule_selection import select_schedule as select_schedule
+from ._setup import Setup as Setup

@@ -1,1 +1,5 @@
 """Processes, signals, folders and files of a run."""
+
+from ._stop import RunError as RunError
+from ._stop import TerminatedError as TerminatedError
+from ._stop import bad_step as bad_step
