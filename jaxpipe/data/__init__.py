@@ -1,26 +1,26 @@
 """Documents, tokenizers and batches: from files to the rows of a step."""
 
-from ._batches import AllRows as AllRows
 from ._batches import Batch as Batch
 from ._batches import Batches as Batches
+from ._batches import FiniteBatches as FiniteBatches
 from ._batches import FirstBatches as FirstBatches
 from ._batches import RowsByStep as RowsByStep
-from ._batches import SomeBatches as SomeBatches
+from ._batches import SinglePassBatches as SinglePassBatches
 from ._batches import corpus_batches as corpus_batches
 from ._batches import global_batch_size as global_batch_size
 from ._batches import synthetic_batches as synthetic_batches
 from ._corpus import Corpus as Corpus
-from ._corpus import fingerprint as fingerprint
+from ._corpus import corpus_fingerprint as corpus_fingerprint
+from ._corpus import corpus_from_tokens as corpus_from_tokens
 from ._corpus import read_corpus as read_corpus
-from ._corpus import split_off as split_off
+from ._corpus import split_held_out as split_held_out
 from ._corpus import tokenize as tokenize
-from ._corpus import whole_corpus as whole_corpus
 from ._documents import read_documents as read_documents
 from ._rows import Rows as Rows
-from ._source import READ_BY as READ_BY
-from ._source import Kind as Kind
+from ._source import FIELD_READERS as FIELD_READERS
 from ._source import Paths as Paths
 from ._source import Source as Source
+from ._source import SourceType as SourceType
 from ._source import TokenType as TokenType
 from ._token_files import LostFileError as LostFileError
 from ._tokenizers import ByteTokenizer as ByteTokenizer
@@ -28,5 +28,5 @@ from ._tokenizers import HuggingFaceTokenizer as HuggingFaceTokenizer
 from ._tokenizers import SentencePieceTokenizer as SentencePieceTokenizer
 from ._tokenizers import Tokenizer as Tokenizer
 from ._tokenizers import load_tokenizer as load_tokenizer
-from ._write import Written as Written
+from ._write import TokenFileSummary as TokenFileSummary
 from ._write import write_tokens as write_tokens

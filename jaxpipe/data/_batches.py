@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from ._corpus import Corpus, fingerprint
+from ._corpus import Corpus, corpus_fingerprint
 from ._order import row_order
 from ._rows import Row, Rows, empty_row
 
@@ -122,7 +122,7 @@ def corpus_batches(
 
     return Batches(
         batch_size,
-        lambda step, numbers: stacked([rows[i] for rows, i in chosen(step, numbers)]),
+        lambda step, numbers: stack_rows([rows[i] for rows, i in chosen(step, numbers)]),
         lambda step: sum(rows.num_targets(i) for rows, i in chosen(step, range(batch_size))),
         {
             "rows": batch_size,
@@ -130,12 +130,12 @@ def corpus_batches(
             "packing": packing,
             "seed": shuffle_seed,
             "weights": list(weights),
-            "sources": [fingerprint(corpus) for corpus in corpora],
+            "sources": [corpus_fingerprint(corpus) for corpus in corpora],
         },
     )
 
 
-class SomeBatches(Sequence[Batch]):
+class FiniteBatches(Sequence[Batch]):
     """Batches that are made when they are asked for; `RowsByStep`, by their index."""
 
     batch_size: int
@@ -155,7 +155,7 @@ class SomeBatches(Sequence[Batch]):
 
 
 @dataclass(frozen=True)
-class FirstBatches(SomeBatches):
+class FirstBatches(FiniteBatches):
     """The first `count` of batches without end."""
 
     batches: Batches
@@ -176,7 +176,7 @@ class FirstBatches(SomeBatches):
 
 
 @dataclass(frozen=True)
-class AllRows(SomeBatches):
+class SinglePassBatches(FiniteBatches):
     """Every row of some corpora once, in order.
 
     The last batch is filled up with rows of padding, whose `target_weights` are 0.
@@ -191,7 +191,7 @@ class AllRows(SomeBatches):
     def rows(self, index: int, numbers: Sequence[int]) -> Batch:
         found = [self._found(index * self.batch_size + number) for number in numbers]
         empty = empty_row(self.sources[0].length)
-        return stacked([rows[i] if rows is not None else empty for rows, i in found])
+        return stack_rows([rows[i] if rows is not None else empty for rows, i in found])
 
     def num_targets(self, index: int) -> int:
         first = index * self.batch_size
@@ -207,6 +207,6 @@ class AllRows(SomeBatches):
         return None, number
 
 
-def stacked(rows: Sequence[Row]) -> Batch:
+def stack_rows(rows: Sequence[Row]) -> Batch:
     """Rows as a batch."""
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}

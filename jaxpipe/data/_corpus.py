@@ -48,7 +48,7 @@ class Corpus:
         return self.tokens[places + self.shifts[self.documents_at(places)]].astype(np.int32)
 
 
-def whole_corpus(
+def corpus_from_tokens(
     tokens: Integer[np.ndarray, " N"] | TokenFiles, ends: Int64[np.ndarray, " D"]
 ) -> Corpus:
     """All of `tokens`, with documents that end where `ends` says."""
@@ -59,7 +59,7 @@ def tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> Corpus:
     """The documents as one stream, in order. There must be at least one."""
     end = np.asarray([tokenizer.eod], np.int32)
     pieces = [np.concatenate([tokenizer.encode(text), end]) for text in documents]
-    return whole_corpus(np.concatenate(pieces), np.cumsum([len(piece) for piece in pieces]))
+    return corpus_from_tokens(np.concatenate(pieces), np.cumsum([len(piece) for piece in pieces]))
 
 
 def read_corpus(
@@ -80,12 +80,12 @@ def read_corpus(
         ValueError: If a file is not there, or does not hold what the source says.
     """
     if source.type == "tokens":
-        return whole_corpus(*open_token_files(source, vocab_size=vocab_size, key=key))
+        return corpus_from_tokens(*open_token_files(source, vocab_size=vocab_size, key=key))
     assert tokenizer is not None, "text is tokenised"
     return tokenize(read_documents(source, key=key), tokenizer)
 
 
-def select(corpus: Corpus, chosen: Bool[np.ndarray, " D"]) -> Corpus:
+def select_documents(corpus: Corpus, chosen: Bool[np.ndarray, " D"]) -> Corpus:
     """The stream of some of the documents, of which there must be one. Copies no tokens."""
     documents = np.flatnonzero(chosen)
     starts = corpus.starts(documents)
@@ -94,7 +94,7 @@ def select(corpus: Corpus, chosen: Bool[np.ndarray, " D"]) -> Corpus:
     return Corpus(corpus.tokens, ends, shifts)
 
 
-def fingerprint(corpus: Corpus) -> dict[str, int]:
+def corpus_fingerprint(corpus: Corpus) -> dict[str, int]:
     """What JSON can keep of a corpus, by which another one is told from it."""
     tokens = corpus.tokens
     of_tokens = tokens.checksum if isinstance(tokens, TokenFiles) else _crc32(tokens)
@@ -107,7 +107,7 @@ def _crc32(numbers: Integer[np.ndarray, " n"], before: int = 0) -> int:
     return crc32(np.ascontiguousarray(numbers).data, before)
 
 
-def split_off(
+def split_held_out(
     corpus: Corpus, *, fraction: float, seed: int | tuple[int, ...]
 ) -> tuple[Corpus, Corpus]:
     """The documents that stay, and those that are held out.
@@ -126,4 +126,4 @@ def split_off(
             f"{num_documents} documents, and both sides need one. Change it or "
             "`eval_split_seed`, or give evaluation files of its own."
         )
-    return select(corpus, ~out), select(corpus, out)
+    return select_documents(corpus, ~out), select_documents(corpus, out)

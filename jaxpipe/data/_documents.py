@@ -6,7 +6,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from .._input import MOST_JSON_BYTES, parse_json, short_list, shorten
-from ._files import files_of
+from ._files import resolve_files
 from ._source import Source
 from ._tables import arrow_documents, parquet_documents
 
@@ -24,9 +24,9 @@ def read_documents(source: Source, *, key: str = "data_files") -> Iterator[str]:
     """
     for path in source.files:
         is_empty = True
-        for file in files_of(path, source.type, key=key):
+        for file in resolve_files(path, source.type, key=key):
             try:
-                for document in _of_file(file, source):
+                for document in _documents_in_file(file, source):
                     is_empty = False
                     yield document
             except OSError as error:
@@ -39,12 +39,12 @@ def read_documents(source: Source, *, key: str = "data_files") -> Iterator[str]:
             )
 
 
-def _of_file(file: Path | Traversable, source: Source) -> Iterator[str]:
+def _documents_in_file(file: Path | Traversable, source: Source) -> Iterator[str]:
     if source.type == "text":
-        return _split(_read(file), source.text_separator)
+        return _split_text(_read(file), source.text_separator)
     assert isinstance(file, Path), "only text is built in"
     if source.type == "jsonl":
-        return _jsonl(file, source.text_field)
+        return _jsonl_documents(file, source.text_field)
     readers = {"parquet": parquet_documents, "arrow": arrow_documents}
     return readers[source.type](file, source.text_field)
 
@@ -63,14 +63,14 @@ def _read(file: Path | Traversable) -> str:
     return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _split(text: str, separator: str) -> Iterator[str]:
+def _split_text(text: str, separator: str) -> Iterator[str]:
     """The pieces between separators without blank lines around them; blank pieces are none."""
     for piece in text.split(separator) if separator else [text]:
         if piece.strip():
             yield piece.strip("\n")
 
 
-def _jsonl(file: Path, field: str) -> Iterator[str]:
+def _jsonl_documents(file: Path, field: str) -> Iterator[str]:
     """One document a line. Blank lines are none."""
     with file.open("rb") as lines:
         number = 0
@@ -83,10 +83,10 @@ def _jsonl(file: Path, field: str) -> Iterator[str]:
                     "of one document."
                 )
             if line.strip():
-                yield _of_line(line, field, where)
+                yield _document_in_line(line, field, where)
 
 
-def _of_line(line: bytes, field: str, where: str) -> str:
+def _document_in_line(line: bytes, field: str, where: str) -> str:
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -109,10 +109,10 @@ def _of_line(line: bytes, field: str, where: str) -> str:
         raise ValueError(
             f"{where} has {shorten(json.dumps(values[field]), 40)} in {field!r}. Give a string."
         )
-    return _checked(values[field], field, where)
+    return _check_surrogates(values[field], field, where)
 
 
-def _checked(text: str, field: str, where: str) -> str:
+def _check_surrogates(text: str, field: str, where: str) -> str:
     """JSON may escape half of a surrogate pair, which is no character that tokenizers read."""
     try:
         text.encode("utf-8")

@@ -6,10 +6,10 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from .._input import is_file
-from ._source import Kind
+from ._source import SourceType
 
 BUILTIN = "builtin:"
-ENDINGS: dict[Kind, tuple[str, ...]] = {
+SUFFIXES: dict[SourceType, tuple[str, ...]] = {
     "text": (".txt",),
     "jsonl": (".jsonl",),
     "parquet": (".parquet",),
@@ -19,7 +19,7 @@ ENDINGS: dict[Kind, tuple[str, ...]] = {
 """Of the files of a folder that belong to a kind."""
 
 
-def files_of(path: str, kind: Kind, *, key: str) -> list[Path] | list[Traversable]:
+def resolve_files(path: str, kind: SourceType, *, key: str) -> list[Path] | list[Traversable]:
     """The files of one path.
 
     Args:
@@ -34,13 +34,13 @@ def files_of(path: str, kind: Kind, *, key: str) -> list[Path] | list[Traversabl
     if path.startswith(BUILTIN):
         return [_builtin(path, kind, key)]
     if os.path.isdir(path):
-        found = (file for file in Path(path).rglob("*") if file.suffix in ENDINGS[kind])
+        found = (file for file in Path(path).rglob("*") if file.suffix in SUFFIXES[kind])
         files = sorted(file for file in found if is_file(file))
         if not files:
             raise ValueError(
                 f"`{key}` names {path!r}, a folder without "
-                f"{' or '.join('*' + ending for ending in ENDINGS[kind])} files. Remove it or give "
-                "one with such files."
+                f"{' or '.join('*' + ending for ending in SUFFIXES[kind])} files. Remove it "
+                "or give one with such files."
             )
         return files
     if os.path.exists(path) and not is_file(path):
@@ -53,7 +53,7 @@ def files_of(path: str, kind: Kind, *, key: str) -> list[Path] | list[Traversabl
     return [Path(path)]
 
 
-def _builtin(path: str, kind: Kind, key: str) -> Traversable:
+def _builtin(path: str, kind: SourceType, key: str) -> Traversable:
     if kind != "text":
         raise ValueError(f"`{key}` names {path!r}, which is text, not {kind}. Give files.")
     folder = resources.files("jaxpipe.data").joinpath("text")

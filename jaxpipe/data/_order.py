@@ -9,11 +9,13 @@ import numpy as np
 
 LONGEST_PERIOD = 100_000
 
-Order = Callable[[int], tuple[int, int]]
+RowOrder = Callable[[int], tuple[int, int]]
 """From the number of a row in the run to its source and its number there."""
 
 
-def row_order(sizes: Sequence[int], *, weights: Sequence[float], shuffle_seed: int | None) -> Order:
+def row_order(
+    sizes: Sequence[int], *, weights: Sequence[float], shuffle_seed: int | None
+) -> RowOrder:
     """Every source epoch after epoch, mixed in exact proportions.
 
     A source has another order in each of its epochs, and begins its next one when it has ended,
@@ -27,8 +29,8 @@ def row_order(sizes: Sequence[int], *, weights: Sequence[float], shuffle_seed: i
     Raises:
         ValueError: If shares repeat after more than 100,000 rows only.
     """
-    numbers = [_epochs(size, _seed(shuffle_seed, k)) for k, size in enumerate(sizes)]
-    turns = period(weights)
+    numbers = [_row_epochs(size, _source_seed(shuffle_seed, k)) for k, size in enumerate(sizes)]
+    turns = source_turns(weights)
     source, before = turns.T
     counts = np.bincount(source)
 
@@ -43,7 +45,7 @@ def row_order(sizes: Sequence[int], *, weights: Sequence[float], shuffle_seed: i
 
 
 # Not grain's MapDataset.mix, which rounds weights: of 7 to 3 it makes 233 to 100.
-def period(weights: Sequence[float]) -> np.ndarray:
+def source_turns(weights: Sequence[float]) -> np.ndarray:
     """[P, (source, how often it came before)]: the turns of sources, which then repeat.
 
     Each turn goes to the source that is furthest behind its share.
@@ -67,12 +69,12 @@ def period(weights: Sequence[float]) -> np.ndarray:
     return turns
 
 
-def _epochs(size: int, seed: int | None) -> grain.MapDataset:
+def _row_epochs(size: int, seed: int | None) -> grain.MapDataset:
     numbers = grain.MapDataset.range(size)
     return (numbers if seed is None else numbers.shuffle(seed=seed)).repeat()
 
 
-def _seed(seed: int | None, source: int) -> int | None:
+def _source_seed(seed: int | None, source: int) -> int | None:
     """One for each source. Grain adds the epoch to it, so neighbours would be the same orders."""
     if seed is None or source == 0:
         return seed

@@ -38,7 +38,7 @@ class Rows:
         return -(-len(self.corpus) // self.length) if self.packing else len(self.corpus.ends)
 
     def __getitem__(self, row: int) -> Row:
-        return cut(self.corpus, *self.window(row), length=self.length)
+        return make_row(self.corpus, *self.window(row), length=self.length)
 
     def window(self, row: int) -> tuple[int, int]:
         """Where a row starts in the stream, and where it stops."""
@@ -56,7 +56,7 @@ class Rows:
         return stop - start - int(last - first)
 
 
-def cut(corpus: Corpus, start: int, stop: int, *, length: int) -> Row:
+def make_row(corpus: Corpus, start: int, stop: int, *, length: int) -> Row:
     """The row of the window [start, stop), padded to `length`."""
     at = np.arange(start, stop)
     document = corpus.documents_at(at)

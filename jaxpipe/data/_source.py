@@ -6,10 +6,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from .._input import plain_text
 
-Kind = Literal["text", "jsonl", "parquet", "arrow", "tokens"]
+SourceType = Literal["text", "jsonl", "parquet", "arrow", "tokens"]
 TokenType = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 
-READ_BY: dict[str, tuple[Kind, ...]] = {
+FIELD_READERS: dict[str, tuple[SourceType, ...]] = {
     "text_separator": ("text",),
     "text_field": ("jsonl", "parquet", "arrow"),
     "token_dtype": ("tokens",),
@@ -24,8 +24,8 @@ def _one_or_many(value: Any) -> Any:
     )
 
 
-Name = Annotated[str, Field(max_length=4096), AfterValidator(plain_text)]
-Paths = Annotated[tuple[Name, ...], BeforeValidator(_one_or_many)]
+PathText = Annotated[str, Field(max_length=4096), AfterValidator(plain_text)]
+Paths = Annotated[tuple[PathText, ...], BeforeValidator(_one_or_many)]
 
 
 class Source(BaseModel):
@@ -44,17 +44,17 @@ class Source(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    type: Kind
+    type: SourceType
     files: Paths
     weight: Annotated[float, Field(gt=0, le=1e9)] = 1.0
     text_separator: Annotated[str, Field(max_length=4096)] = "\n\n\n"
-    text_field: Name = "text"
+    text_field: PathText = "text"
     token_dtype: TokenType = "uint16"
     token_eod: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> "Source":
-        for name, readers in READ_BY.items():
+        for name, readers in FIELD_READERS.items():
             value, default = getattr(self, name), Source.model_fields[name].default
             if self.type not in readers and value != default:
                 raise ValueError(

@@ -49,13 +49,13 @@ def _documents(
         for batch in read():
             for value in batch.column(column):
                 row += 1
-                yield _text(value, f"{str(file)!r}, row {row},", column)
+                yield _text_of_value(value, f"{str(file)!r}, row {row},", column)
     except (arrow.ArrowException, OSError) as error:
         what = shorten(str(error), 300)
         raise ValueError(f"{str(file)!r} cannot be read after row {row}: {what}") from None
 
 
-def _text(value: Any, where: str, column: str) -> str:
+def _text_of_value(value: Any, where: str, column: str) -> str:
     try:
         text = value.as_py()
     except UnicodeDecodeError as error:

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int64, Integer
 
-from ._files import files_of
+from ._files import resolve_files
 from ._source import Source
 
-CHUNK = 1 << 24
+CHUNK_TOKENS = 1 << 24
 """Tokens that are looked at together when a file is checked."""
 
 
@@ -39,7 +39,7 @@ class TokenFile:
     def __getitem__(self, places: Int64[np.ndarray, " n"]) -> Integer[np.ndarray, " n"]:
         # Where the pages of a mapping are gone, as after a truncation or on a network's file
         # system, reading them ends the process without a word.
-        _check_there(self.path, self.num_bytes)
+        _check_unchanged(self.path, self.num_bytes)
         return self.tokens[places]
 
 
@@ -93,11 +93,11 @@ def open_token_files(
             f"`token_eod` is {eod} and `vocab_size` is {vocab_size}, so ids end at "
             f"{vocab_size - 1}. Make `vocab_size` at least {eod + 1}, or correct `token_eod`."
         )
-    paths = [file for path in source.files for file in files_of(path, "tokens", key=key)]
-    files = [_open(Path(str(path)), source.token_dtype) for path in paths]
+    paths = [file for path in source.files for file in resolve_files(path, "tokens", key=key)]
+    files = [_open_token_file(Path(str(path)), source.token_dtype) for path in paths]
     ends, checksum, start, has_end = [], 0, 0, False
     for file in files:
-        of_file, checksum = _scan(file, eod, vocab_size, checksum)
+        of_file, checksum = _scan_documents(file, eod, vocab_size, checksum)
         has_end = has_end or len(of_file) > 0
         if not len(of_file) or of_file[-1] != len(file.tokens):
             of_file = np.append(of_file, len(file.tokens))
@@ -112,7 +112,7 @@ def open_token_files(
     return TokenFiles(tuple(files), of_files, checksum), np.concatenate(ends)
 
 
-def _open(path: Path, dtype: str) -> TokenFile:
+def _open_token_file(path: Path, dtype: str) -> TokenFile:
     try:
         path.open("rb").close()
     except OSError as error:
@@ -141,14 +141,14 @@ def _open(path: Path, dtype: str) -> TokenFile:
     return TokenFile(path, tokens, size)
 
 
-def _scan(
+def _scan_documents(
     file: TokenFile, eod: int, vocab_size: int, checksum: int
 ) -> tuple[Int64[np.ndarray, " d"], int]:
     """Where `eod` ends documents, and a checksum that goes on from the one given."""
     ends = []
-    for start in range(0, len(file.tokens), CHUNK):
-        _check_there(file.path, file.num_bytes)
-        tokens = np.asarray(file.tokens[start : start + CHUNK])
+    for start in range(0, len(file.tokens), CHUNK_TOKENS):
+        _check_unchanged(file.path, file.num_bytes)
+        tokens = np.asarray(file.tokens[start : start + CHUNK_TOKENS])
         if tokens.min() < 0 or tokens.max() >= vocab_size:
             bad = int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
             raise ValueError(
@@ -161,7 +161,7 @@ def _scan(
     return np.concatenate(ends), checksum
 
 
-def _check_there(path: Path, num_bytes: int) -> None:
+def _check_unchanged(path: Path, num_bytes: int) -> None:
     """Raises LostFileError if a file is not what it was."""
     try:
         size = os.stat(path).st_size

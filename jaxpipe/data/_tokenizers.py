@@ -111,7 +111,7 @@ def load_tokenizer(path: str, *, vocab_size: int) -> Tokenizer:
             the tokenizer has no token that ends a document, or it has ids that the model's
             embedding has no row for.
     """
-    tokenizer = _from_file(path) if path else ByteTokenizer()
+    tokenizer = _load_tokenizer_file(path) if path else ByteTokenizer()
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"`vocab_size` is {vocab_size} and the tokenizer {path or 'of bytes'!r} has "
@@ -120,13 +120,13 @@ def load_tokenizer(path: str, *, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _from_file(path: str) -> Tokenizer:
+def _load_tokenizer_file(path: str) -> Tokenizer:
     if not is_file(path):
         raise ValueError(f'`tokenizer_path` is {path!r}, which is not a file. Give "" for bytes.')
-    return _sentencepiece(path) if path.endswith(".model") else _hugging_face(path)
+    return _load_sentencepiece(path) if path.endswith(".model") else _load_hugging_face(path)
 
 
-def _sentencepiece(path: str) -> SentencePieceTokenizer:
+def _load_sentencepiece(path: str) -> SentencePieceTokenizer:
     try:
         import sentencepiece
     except ImportError as error:
@@ -151,7 +151,7 @@ def _sentencepiece(path: str) -> SentencePieceTokenizer:
     return SentencePieceTokenizer(processor, processor.get_piece_size(), processor.eos_id())
 
 
-def _hugging_face(path: str) -> HuggingFaceTokenizer:
+def _load_hugging_face(path: str) -> HuggingFaceTokenizer:
     import tokenizers
 
     try:

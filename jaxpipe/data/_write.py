@@ -13,7 +13,7 @@ from ._tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
-class Written:
+class TokenFileSummary:
     """What a file of tokens holds, and how it is read.
 
     Attributes:
@@ -29,7 +29,7 @@ class Written:
     token_eod: int
 
 
-def write_tokens(file: Path, documents: Iterable[str], tokenizer: Tokenizer) -> Written:
+def write_tokens(file: Path, documents: Iterable[str], tokenizer: Tokenizer) -> TokenFileSummary:
     """Writes the ids of all documents, little-endian and without a header; one is held at a time.
 
     Until it is complete the file has `.partial` behind its name. After a failure neither is left.
@@ -43,7 +43,7 @@ def write_tokens(file: Path, documents: Iterable[str], tokenizer: Tokenizer) -> 
         raise ValueError(f"{str(file)!r} does not end with .bin, by which it is read. Rename it.")
     partial = file.with_name(file.name + ".partial")
     try:
-        with _removed_on_failure(partial) as out:
+        with _open_new(partial) as out:
             if file.exists():
                 raise ValueError(
                     f"{str(file)!r} is there already. Remove it, or choose another name."
@@ -67,7 +67,7 @@ def write_tokens(file: Path, documents: Iterable[str], tokenizer: Tokenizer) -> 
 
 
 @contextmanager
-def _removed_on_failure(file: Path) -> Iterator[BinaryIO]:
+def _open_new(file: Path) -> Iterator[BinaryIO]:
     """A new file."""
     with file.open("xb") as out:
         try:
@@ -77,11 +77,11 @@ def _removed_on_failure(file: Path) -> Iterator[BinaryIO]:
             raise
 
 
-def _write(out: BinaryIO, documents: Iterable[str], tokenizer: Tokenizer) -> Written:
+def _write(out: BinaryIO, documents: Iterable[str], tokenizer: Tokenizer) -> TokenFileSummary:
     dtype = np.dtype("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32")
     num_tokens = num_documents = 0
     for document in documents:
         ids = np.append(tokenizer.encode(document), tokenizer.eod)
         out.write(ids.astype(dtype.newbyteorder("<")).tobytes())
         num_tokens, num_documents = num_tokens + len(ids), num_documents + 1
-    return Written(num_tokens, num_documents, dtype.name, tokenizer.eod)
+    return TokenFileSummary(num_tokens, num_documents, dtype.name, tokenizer.eod)

@@ -1,5 +1,5 @@
 """Checkpoints from and to folders of Hugging Face's safetensors."""
 
-from ._convert import Converted as Converted
+from ._convert import ConversionSummary as ConversionSummary
 from ._convert import from_hugging_face as from_hugging_face
 from ._convert import to_hugging_face as to_hugging_face

@@ -26,23 +26,23 @@ from jaxtyping import PyTree
 from .. import models
 from .._durable import PATH_ERRORS, failed_write, rename, sync_tree, write_file
 from .._input import MEGABYTE, clause, parse_json, read_text
-from ..train.checkpoint._init_from import WEIGHTS, checkpoints_in, step_in
+from ..train.checkpoint._init_from import WEIGHTS_FOLDER, checkpoints_folder, verified_step
 from ..train.checkpoint._store import (
-    check_same,
-    leaves_of,
+    check_same_leaves,
+    leaf_specs,
     open_checkpoints,
-    read_checkpoints,
+    open_checkpoints_read_only,
     read_metadata,
     restore_leaf,
     save_checkpoint,
-    saved_leaves,
+    saved_leaf_specs,
 )
 from ..train.plan._family import ModelConfig
 from ..train.runtime._stop import RunError
-from ._fields import Values
-from ._models import KINDS, canonical_weights, parts_of, read_model, read_sizes
-from ._safetensors import DTYPES, Tensor, create_files, mapped, tensors_in_folder
-from ._tensors import Parts
+from ._fields import ConfigValues
+from ._models import MODEL_FORMATS, canonical_weights, leaf_slices, read_model, read_sizes
+from ._safetensors import DTYPES, StoredTensor, create_files, map_tensor, tensors_in_folder
+from ._tensors import LeafSlices
 
 GIGABYTE = 10**9
 NAMES = {"float32": "F32", "bfloat16": "BF16"}
@@ -53,7 +53,7 @@ _BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConversionSummary:
     """What was done.
 
     Attributes:
@@ -71,7 +71,7 @@ class Converted:
     dtype: str
 
 
-def from_hugging_face(source: Path, destination: Path, *, dtype: str = "") -> Converted:
+def from_hugging_face(source: Path, destination: Path, *, dtype: str = "") -> ConversionSummary:
     """Makes a folder with `weights/`, for `init_from`, and `config.yml`, which has the sizes.
 
     Args:
@@ -86,21 +86,23 @@ def from_hugging_face(source: Path, destination: Path, *, dtype: str = "") -> Co
     block, sizes = _read_config(source / "config.json")
     tensors = tensors_in_folder(source)
     _check_count(source, len(tensors), sizes)
-    parts = parts_of(block, sizes)
+    parts = leaf_slices(block, sizes)
     tensors = _without_buffers(tensors, sizes)
     _check_tensors(source, tensors, parts)
-    dtype = dtype or _widest(tensors)
+    dtype = dtype or _widest_dtype(tensors)
     values = _config_values(block, sizes, dtype)
-    weights = _filled(
+    weights = _load_weights(
         canonical_weights(block, sizes, np.dtype(DTYPES[NAMES[dtype]])), parts, tensors
     )
-    with new_folder(destination) as folder:
+    with atomic_folder(destination) as folder:
         metadata = {"model": dataclasses.asdict(sizes), "layers_after": 0}
-        with open_checkpoints(folder / WEIGHTS, max_to_keep=1, asynchronous=False) as checkpoints:
+        with open_checkpoints(
+            folder / WEIGHTS_FOLDER, max_to_keep=1, asynchronous=False
+        ) as checkpoints:
             save_checkpoint(checkpoints, 0, {"weights": weights}, metadata)
         text = yaml.safe_dump(values, sort_keys=False)
         write_file(folder / "config.yml", text)
-    return _converted(block, parts, tensors, dtype)
+    return _summarize(block, parts, tensors, dtype)
 
 
 def to_hugging_face(
@@ -112,7 +114,7 @@ def to_hugging_face(
     max_shard_bytes: int = 5 * GIGABYTE,
     max_length: int | None = None,
     allow_unverified: bool = False,
-) -> Converted:
+) -> ConversionSummary:
     """Makes a folder with config.json and safetensors of a checkpoint's weights.
 
     Args:
@@ -128,37 +130,39 @@ def to_hugging_face(
     Raises:
         ValueError: If there is no such checkpoint, or Hugging Face has no such model.
     """
-    folder = checkpoints_in(source)
-    with read_checkpoints(folder) as checkpoints:
-        step = step_in(checkpoints, step, allow_unverified=allow_unverified)
+    folder = checkpoints_folder(source)
+    with open_checkpoints_read_only(folder) as checkpoints:
+        step = verified_step(checkpoints, step, allow_unverified=allow_unverified)
         metadata = read_metadata(checkpoints, step)
         layers_after = metadata.get("layers_after", 0)
         block, sizes = read_sizes(metadata["model"])
-        config = KINDS[block].write(sizes, max_length)
-        parts = parts_of(block, sizes, layers_after)
-        saved = _checked_leaves(checkpoints, step, block, sizes, layers_after)
+        config = MODEL_FORMATS[block].write(sizes, max_length)
+        parts = leaf_slices(block, sizes, layers_after)
+        saved = _check_saved_leaves(checkpoints, step, block, sizes, layers_after)
         stored = dtype or saved["embed/table"][1]
         shapes = {part.tensor: part.shape for found in parts.values() for part in found}
-        wanted = {name: (NAMES[stored], shapes[name]) for name in sorted(shapes, key=_in_order)}
-        with new_folder(destination) as new:
+        wanted = {
+            name: (NAMES[stored], shapes[name]) for name in sorted(shapes, key=_layer_sort_key)
+        }
+        with atomic_folder(destination) as new:
             tensors = create_files(new, wanted, max_shard_bytes)
             for path, found in parts.items():
                 leaf = restore_leaf(checkpoints, step, f"weights/{path}")
                 for part in found:
-                    part.of_tensor(mapped(tensors[part.tensor], writable=True))[...] = part.of_leaf(
-                        leaf
+                    part.of_tensor(map_tensor(tensors[part.tensor], writable=True))[...] = (
+                        part.of_leaf(leaf)
                     )
-            text = json.dumps(config | _NOT_OURS | {"torch_dtype": stored}, indent=2)
+            text = json.dumps(config | _NOT_IN_CHECKPOINTS | {"torch_dtype": stored}, indent=2)
             write_file(new / "config.json", text + "\n")
-    return _converted(block, parts, tensors, stored)
+    return _summarize(block, parts, tensors, stored)
 
 
-_NOT_OURS: Values = {"bos_token_id": None, "eos_token_id": None, "use_cache": True}
+_NOT_IN_CHECKPOINTS: ConfigValues = {"bos_token_id": None, "eos_token_id": None, "use_cache": True}
 """What a checkpoint does not know, lest transformers assume something."""
 
 
 @contextmanager
-def new_folder(destination: Path) -> Iterator[Path]:
+def atomic_folder(destination: Path) -> Iterator[Path]:
     """A folder to be filled. It gets its name at the end, so what has the name is complete."""
     destination = Path(os.path.abspath(destination))
     try:
@@ -233,7 +237,7 @@ def _check_count(folder: Path, num_tensors: int, sizes: ModelConfig) -> None:
         )
 
 
-def _config_values(block: str, sizes: ModelConfig, dtype: str) -> Values:
+def _config_values(block: str, sizes: ModelConfig, dtype: str) -> ConfigValues:
     """The keys that say which model it is."""
     same = (name for name, preset in models.PRESETS.items() if _is_of(preset, block, sizes))
     name = {"model_name": next(same, f"{block}-tiny")}
@@ -247,7 +251,9 @@ def _is_of(preset: Mapping[str, Any], block: str, sizes: ModelConfig) -> bool:
     }
 
 
-def _without_buffers(tensors: dict[str, Tensor], sizes: ModelConfig) -> dict[str, Tensor]:
+def _without_buffers(
+    tensors: dict[str, StoredTensor], sizes: ModelConfig
+) -> dict[str, StoredTensor]:
     """Without what the model does not have, or has under another name too."""
     found = {name: x for name, x in tensors.items() if not _BUFFERS.fullmatch(name)}
     head, table = found.get("lm_head.weight"), found.get("model.embed_tokens.weight")
@@ -255,7 +261,7 @@ def _without_buffers(tensors: dict[str, Tensor], sizes: ModelConfig) -> dict[str
     if not tied or head is None or table is None:
         return found
     if head.dtype != table.dtype or not np.array_equal(
-        mapped(head).view(np.uint8), mapped(table).view(np.uint8)
+        map_tensor(head).view(np.uint8), map_tensor(table).view(np.uint8)
     ):
         raise ValueError(
             f"{head.file}: tensor lm_head.weight is not model.embed_tokens.weight, and "
@@ -264,7 +270,7 @@ def _without_buffers(tensors: dict[str, Tensor], sizes: ModelConfig) -> dict[str
     return {name: x for name, x in found.items() if name != "lm_head.weight"}
 
 
-def _check_tensors(folder: Path, tensors: Mapping[str, Tensor], parts: Parts) -> None:
+def _check_tensors(folder: Path, tensors: Mapping[str, StoredTensor], parts: LeafSlices) -> None:
     """All that the model has are there, in its shapes, and no others."""
     wanted = {part.tensor: part.shape for found in parts.values() for part in found}
     problems = [
@@ -287,7 +293,7 @@ def _check_tensors(folder: Path, tensors: Mapping[str, Tensor], parts: Parts) ->
         )
 
 
-def _widest(tensors: Mapping[str, Tensor]) -> str:
+def _widest_dtype(tensors: Mapping[str, StoredTensor]) -> str:
     """What holds every number exactly: bfloat16 if all are so, or else float32."""
     return "bfloat16" if {x.dtype for x in tensors.values()} == {"BF16"} else "float32"
 
@@ -299,39 +305,41 @@ class _NotCopied(np.ndarray):
         return self
 
 
-def _filled(tree: PyTree, parts: Parts, tensors: Mapping[str, Tensor]) -> PyTree:
+def _load_weights(tree: PyTree, parts: LeafSlices, tensors: Mapping[str, StoredTensor]) -> PyTree:
     """The weights of an abstract tree as arrays in host memory."""
     shapes = models.shapes(tree)
-    assert leaves_of(shapes).keys() == parts.keys()
+    assert leaf_specs(shapes).keys() == parts.keys()
 
     def fill(path: Any, leaf: Any) -> np.ndarray:
         array = np.empty(leaf.shape, leaf.dtype).view(_NotCopied)
         for part in parts[jax.tree_util.keystr(path, simple=True, separator="/")]:
-            part.of_leaf(array)[...] = part.of_tensor(mapped(tensors[part.tensor]))
+            part.of_leaf(array)[...] = part.of_tensor(map_tensor(tensors[part.tensor]))
         return array
 
     return jax.tree_util.tree_map_with_path(fill, shapes)
 
 
-def _checked_leaves(
+def _check_saved_leaves(
     checkpoints: ocp.CheckpointManager, step: int, block: str, sizes: ModelConfig, layers_after: int
 ) -> Mapping[str, tuple[tuple[int, ...], str]]:
     """What is saved, which must be the weights of that model, all of one dtype."""
-    saved = saved_leaves(checkpoints, step, "weights")
+    saved = saved_leaf_specs(checkpoints, step, "weights")
     dtype = np.dtype(DTYPES[NAMES[saved["embed/table"][1]]])
     wanted = models.shapes(canonical_weights(block, sizes, dtype, layers_after))
     where = f"{checkpoints.directory} step {step}"
-    check_same(saved, leaves_of(wanted), where, "The checkpoint is damaged.")
+    check_same_leaves(saved, leaf_specs(wanted), where, "The checkpoint is damaged.")
     return saved
 
 
-def _converted(block: str, parts: Parts, tensors: Mapping[str, Tensor], dtype: str) -> Converted:
+def _summarize(
+    block: str, parts: LeafSlices, tensors: Mapping[str, StoredTensor], dtype: str
+) -> ConversionSummary:
     shapes = {part.tensor: part.shape for found in parts.values() for part in found}
     count = sum(int(np.prod(shape)) for shape in shapes.values())
     files = {x.file for x in tensors.values()}
-    return Converted(block, count, len(shapes), len(files), dtype)
+    return ConversionSummary(block, count, len(shapes), len(files), dtype)
 
 
-def _in_order(name: str) -> list[Any]:
+def _layer_sort_key(name: str) -> list[Any]:
     """Layer 10 comes after layer 9."""
     return [(int(word), "") if word.isdigit() else (0, word) for word in name.split(".")]

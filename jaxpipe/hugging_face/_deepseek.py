@@ -14,8 +14,23 @@ from typing import Any
 import numpy as np
 
 from .. import models
-from ._fields import Fields, Values, check_no_problems, read_fields, read_rope, written
-from ._tensors import Part, Parts, entries, linear, swiglu, under, whole
+from ._fields import (
+    ConfigFields,
+    ConfigValues,
+    check_no_problems,
+    read_fields,
+    read_rope,
+    write_fields,
+)
+from ._tensors import (
+    LeafSlices,
+    TensorSlice,
+    linear_weight,
+    same_tensor,
+    stacked_entries,
+    swiglu_weights,
+    with_prefix,
+)
 
 _SIZES = {
     "hidden_size": "base_emb_dim",
@@ -47,14 +62,14 @@ _FIXED = {
 }
 # Every head has its own keys, so their number says nothing; nor do those that others give.
 _IGNORED = ("ep_size", "head_dim", "num_key_value_heads", "qk_head_dim", "seq_aux")
-_V2 = Fields(
+_V2 = ConfigFields(
     _SIZES,
     _DEFAULTS,
     # transformers takes no notice of `norm_topk_prob`, and the published code does.
     fixed=_FIXED | {"mlp_bias": (False,), "scoring_func": ("softmax",), "norm_topk_prob": (False,)},
     ignored=(*_IGNORED, "n_group", "topk_group", "topk_method"),
 )
-_V3 = Fields(
+_V3 = ConfigFields(
     _SIZES
     | {
         "n_group": "n_routing_groups",
@@ -66,7 +81,7 @@ _V3 = Fields(
     | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "rope_interleave": (True,)},
     ignored=(*_IGNORED, "num_nextn_predict_layers"),
 )
-_V3_ROUTER: Values = {
+_V3_ROUTER: ConfigValues = {
     "routed_score_func": "sigmoid",
     "routed_bias": True,
     "group_score_experts": 2,
@@ -80,7 +95,7 @@ _YARN = {
 }
 
 
-def read_deepseek(config: Mapping[str, Any]) -> Values:
+def read_deepseek(config: Mapping[str, Any]) -> ConfigValues:
     """Keys of ours, of a config.json.
 
     Raises:
@@ -93,7 +108,7 @@ def read_deepseek(config: Mapping[str, Any]) -> Values:
     return values | _read_positions(config)
 
 
-def _v2_groups(config: Mapping[str, Any]) -> Values:
+def _v2_groups(config: Mapping[str, Any]) -> ConfigValues:
     method = config.get("topk_method", "greedy")
     if method == "greedy":
         return {}
@@ -106,7 +121,7 @@ def _v2_groups(config: Mapping[str, Any]) -> Values:
     return {"n_routing_groups": groups, "topk_routing_group": kept, "group_score_experts": 1}
 
 
-def _read_positions(config: Mapping[str, Any]) -> Values:
+def _read_positions(config: Mapping[str, Any]) -> ConfigValues:
     defaults = {"rope_theta": 10_000.0, "beta_fast": 32.0, "beta_slow": 1.0}
     rope = read_rope(config, defaults, {"default": (), "yarn": (*_YARN, "mscale_all_dim")})
     base = {"rope_max_timescale": float(rope["rope_theta"])}
@@ -124,7 +139,7 @@ def _read_positions(config: Mapping[str, Any]) -> Values:
     return base | yarn | {"original_max_position_embeddings": length, "rope_type": "yarn"}
 
 
-def write_deepseek(sizes: models.DeepseekConfig, max_length: int | None) -> Values:
+def write_deepseek(sizes: models.DeepseekConfig, max_length: int | None) -> ConfigValues:
     """The config.json. `max_length` is for `max_position_embeddings`, in tokens.
 
     Raises:
@@ -136,7 +151,7 @@ def write_deepseek(sizes: models.DeepseekConfig, max_length: int | None) -> Valu
     found = {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
-        **written(dataclasses.asdict(sizes), _V3 if is_v3 else _V2),
+        **write_fields(dataclasses.asdict(sizes), _V3 if is_v3 else _V2),
         "num_key_value_heads": sizes.base_num_query_heads,
         "q_lora_rank": sizes.q_lora_rank or None,
         "rope_theta": sizes.rope_max_timescale,
@@ -160,7 +175,7 @@ def write_deepseek(sizes: models.DeepseekConfig, max_length: int | None) -> Valu
 
 def _check_published(sizes: models.DeepseekConfig, is_v3: bool) -> None:
     """The router is that of V2 or of V3."""
-    wanted: Values = {"routed_bias": is_v3}
+    wanted: ConfigValues = {"routed_bias": is_v3}
     if sizes.n_routing_groups > 1:
         wanted["group_score_experts"] = 2 if is_v3 else 1
     if not is_v3:
@@ -180,37 +195,41 @@ def _check_published(sizes: models.DeepseekConfig, is_v3: bool) -> None:
         )
 
 
-def dense_parts(sizes: models.DeepseekConfig) -> Parts:
+def deepseek_dense_slices(sizes: models.DeepseekConfig) -> LeafSlices:
     """Of the leaves of a dense layer; names come after the layer's."""
-    return _half(sizes) | under("mlp", swiglu("mlp", sizes.base_emb_dim, sizes.base_mlp_dim))
+    return _shared_slices(sizes) | with_prefix(
+        "mlp", swiglu_weights("mlp", sizes.base_emb_dim, sizes.base_mlp_dim)
+    )
 
 
-def deepseek_parts(sizes: models.DeepseekConfig) -> Parts:
+def deepseek_slices(sizes: models.DeepseekConfig) -> LeafSlices:
     """Of the leaves of a layer with experts."""
     D, E, F = sizes.base_emb_dim, sizes.num_experts, sizes.base_moe_mlp_dim
-    each = [swiglu(f"mlp.experts.{e}", D, F) for e in range(E)]
-    router = {"router/logits": linear("mlp.gate.weight", (D,), (E,))}
+    each = [swiglu_weights(f"mlp.experts.{e}", D, F) for e in range(E)]
+    router = {"router/logits": linear_weight("mlp.gate.weight", (D,), (E,))}
     if sizes.routed_bias:
-        router["router/bias"] = whole("mlp.gate.e_score_correction_bias", (E,))
-    experts = {name: entries([parts[name] for parts in each]) for name in ("gate", "up", "down")}
-    found = _half(sizes) | under("moe", router | under("experts", experts))
+        router["router/bias"] = same_tensor("mlp.gate.e_score_correction_bias", (E,))
+    experts = {
+        name: stacked_entries([parts[name] for parts in each]) for name in ("gate", "up", "down")
+    }
+    found = _shared_slices(sizes) | with_prefix("moe", router | with_prefix("experts", experts))
     if sizes.shared_experts:
-        shared = swiglu("mlp.shared_experts", D, F * sizes.shared_experts)
-        found |= under("moe/shared", shared)
+        shared = swiglu_weights("mlp.shared_experts", D, F * sizes.shared_experts)
+        found |= with_prefix("moe/shared", shared)
     return found
 
 
-def _half(sizes: models.DeepseekConfig) -> Parts:
+def _shared_slices(sizes: models.DeepseekConfig) -> LeafSlices:
     """What dense layers and layers with experts have in common."""
     D = sizes.base_emb_dim
     return {
-        "attention_norm": whole("input_layernorm.weight", (D,)),
-        **under("attention", _attention(sizes)),
-        "mlp_norm": whole("post_attention_layernorm.weight", (D,)),
+        "attention_norm": same_tensor("input_layernorm.weight", (D,)),
+        **with_prefix("attention", _attention(sizes)),
+        "mlp_norm": same_tensor("post_attention_layernorm.weight", (D,)),
     }
 
 
-def _attention(sizes: models.DeepseekConfig) -> Parts:
+def _attention(sizes: models.DeepseekConfig) -> LeafSlices:
     D, H, Q, R = (
         sizes.base_emb_dim,
         sizes.base_num_query_heads,
@@ -220,8 +239,8 @@ def _attention(sizes: models.DeepseekConfig) -> Parts:
     V = sizes.v_head_dim
     if Q:
         queries = {
-            "query_down": linear("self_attn.q_a_proj.weight", (D,), (Q,)),
-            "query_norm": whole("self_attn.q_a_layernorm.weight", (Q,)),
+            "query_down": linear_weight("self_attn.q_a_proj.weight", (D,), (Q,)),
+            "query_norm": same_tensor("self_attn.q_a_layernorm.weight", (Q,)),
             "query_up": _queries("self_attn.q_b_proj.weight", sizes, Q),
         }
     else:
@@ -229,13 +248,13 @@ def _attention(sizes: models.DeepseekConfig) -> Parts:
     return {
         **queries,
         **_compressed(sizes),
-        "kv_norm": whole("self_attn.kv_a_layernorm.weight", (R,)),
+        "kv_norm": same_tensor("self_attn.kv_a_layernorm.weight", (R,)),
         **_heads(sizes),
-        "out": linear("self_attn.o_proj.weight", (H, V), (D,)),
+        "out": linear_weight("self_attn.o_proj.weight", (H, V), (D,)),
     }
 
 
-def _queries(tensor: str, sizes: models.DeepseekConfig, num_ins: int) -> tuple[Part, ...]:
+def _queries(tensor: str, sizes: models.DeepseekConfig, num_ins: int) -> tuple[TensorSlice, ...]:
     """A leaf [ins, H, C], of a tensor [H C, ins]: channels that stay, and pairs that turn."""
     H, N, P = sizes.base_num_query_heads, sizes.qk_nope_head_dim, sizes.qk_rope_head_dim
     shape = (H * (N + P), num_ins)
@@ -250,10 +269,12 @@ def _queries(tensor: str, sizes: models.DeepseekConfig, num_ins: int) -> tuple[P
     def halves(x: np.ndarray) -> np.ndarray:
         return x[..., N:].reshape(num_ins, H, 2, P // 2)
 
-    return Part(tensor, shape, lambda x: x[..., :N], plain), Part(tensor, shape, halves, turned)
+    return TensorSlice(tensor, shape, lambda x: x[..., :N], plain), TensorSlice(
+        tensor, shape, halves, turned
+    )
 
 
-def _compressed(sizes: models.DeepseekConfig) -> Parts:
+def _compressed(sizes: models.DeepseekConfig) -> LeafSlices:
     """`kv_down` [D, R] and `rope_key` [D, P], which are one tensor [R + P, D]."""
     D, R, P = sizes.base_emb_dim, sizes.kv_lora_rank, sizes.qk_rope_head_dim
     tensor, shape = "self_attn.kv_a_proj_with_mqa.weight", (R + P, D)
@@ -265,12 +286,12 @@ def _compressed(sizes: models.DeepseekConfig) -> Parts:
         return x.reshape(D, 2, P // 2)
 
     return {
-        "kv_down": (Part(tensor, shape, lambda x: x, lambda x: x[:R].T),),
-        "rope_key": (Part(tensor, shape, halves, turned),),
+        "kv_down": (TensorSlice(tensor, shape, lambda x: x, lambda x: x[:R].T),),
+        "rope_key": (TensorSlice(tensor, shape, halves, turned),),
     }
 
 
-def _heads(sizes: models.DeepseekConfig) -> Parts:
+def _heads(sizes: models.DeepseekConfig) -> LeafSlices:
     """`key_up` [R, H, N] and `value_up` [R, H, V], which are one tensor [H (N + V), R]."""
     H, R = sizes.base_num_query_heads, sizes.kv_lora_rank
     N, V = sizes.qk_nope_head_dim, sizes.v_head_dim
@@ -283,6 +304,6 @@ def _heads(sizes: models.DeepseekConfig) -> Parts:
         return x.reshape(H, N + V, R)[:, N:].transpose(2, 0, 1)
 
     return {
-        "key_up": (Part(tensor, shape, lambda x: x, keys),),
-        "value_up": (Part(tensor, shape, lambda x: x, values),),
+        "key_up": (TensorSlice(tensor, shape, lambda x: x, keys),),
+        "value_up": (TensorSlice(tensor, shape, lambda x: x, values),),
     }

@@ -6,7 +6,7 @@ from typing import Any
 
 from .._input import short_repr, shorten
 
-Values = dict[str, Any]
+ConfigValues = dict[str, Any]
 
 ALWAYS_IGNORED = frozenset(
     (
@@ -22,7 +22,7 @@ ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
 @dataclass(frozen=True)
-class Fields:
+class ConfigFields:
     """What the config.json of a kind of model may say.
 
     Attributes:
@@ -39,7 +39,7 @@ class Fields:
     ignored: Collection[str] = ()
 
 
-def read_fields(config: Mapping[str, Any], fields: Fields) -> Values:
+def read_fields(config: Mapping[str, Any], fields: ConfigFields) -> ConfigValues:
     """The keys of ours that the fields give, but for rotary positions.
 
     Raises:
@@ -66,7 +66,7 @@ def read_fields(config: Mapping[str, Any], fields: Fields) -> Values:
 
 def read_rope(
     config: Mapping[str, Any], defaults: Mapping[str, Any], types: Mapping[str, Collection[str]]
-) -> Values:
+) -> ConfigValues:
     """The fields of rotary positions, with `rope_type` and `rope_theta`, in one mapping.
 
     Older files have `rope_theta` and `rope_scaling`; newer ones have all in `rope_parameters`.
@@ -120,7 +120,7 @@ def _is_positive(value: Any, *, zero: bool) -> bool:
     return is_number and (0 < value < 1e18 or (zero and value == 0))
 
 
-def written(values: Mapping[str, Any], fields: Fields) -> Values:
+def write_fields(values: Mapping[str, Any], fields: ConfigFields) -> ConfigValues:
     """The fields that give these keys of ours, and those that are fixed."""
     sizes = {name: values[key] for name, key in fields.sizes.items()}
     return sizes | {name: fixed[0] for name, fixed in fields.fixed.items()}

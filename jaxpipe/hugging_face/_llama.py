@@ -9,10 +9,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import models
-from ._fields import Fields, Values, check_no_problems, read_fields, read_rope, written
-from ._tensors import Parts, linear, swiglu, under, whole
+from ._fields import (
+    ConfigFields,
+    ConfigValues,
+    check_no_problems,
+    read_fields,
+    read_rope,
+    write_fields,
+)
+from ._tensors import LeafSlices, linear_weight, same_tensor, swiglu_weights, with_prefix
 
-_FIELDS = Fields(
+_FIELDS = ConfigFields(
     sizes={
         "hidden_size": "base_emb_dim",
         "num_hidden_layers": "base_num_decoder_layers",
@@ -40,7 +47,7 @@ _LLAMA3_FIXED = {
 }
 
 
-def read_llama(config: Mapping[str, Any]) -> Values:
+def read_llama(config: Mapping[str, Any]) -> ConfigValues:
     """Keys of ours, of a config.json.
 
     Raises:
@@ -65,12 +72,12 @@ def read_llama(config: Mapping[str, Any]) -> Values:
     return values | {"rope_type": "llama3.1", "llama31_rope_factor": float(rope["factor"])}
 
 
-def write_llama(sizes: models.LlamaConfig, max_length: int | None) -> Values:
+def write_llama(sizes: models.LlamaConfig, max_length: int | None) -> ConfigValues:
     """The config.json. `max_length` is for `max_position_embeddings`, in tokens."""
     found = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        **written(dataclasses.asdict(sizes), _FIELDS),
+        **write_fields(dataclasses.asdict(sizes), _FIELDS),
         "rope_theta": sizes.rope_max_timescale,
         "rope_scaling": None,
         "max_position_embeddings": max_length or 4096,
@@ -82,19 +89,19 @@ def write_llama(sizes: models.LlamaConfig, max_length: int | None) -> Values:
     return found
 
 
-def llama_parts(sizes: models.LlamaConfig) -> Parts:
+def llama_slices(sizes: models.LlamaConfig) -> LeafSlices:
     """Of the leaves of one layer; names come after the layer's."""
     D, C = sizes.base_emb_dim, sizes.head_dim
     H, K = sizes.base_num_query_heads, sizes.base_num_kv_heads
     attention = {
-        "query": linear("self_attn.q_proj.weight", (D,), (H, C)),
-        "key": linear("self_attn.k_proj.weight", (D,), (K, C)),
-        "value": linear("self_attn.v_proj.weight", (D,), (K, C)),
-        "out": linear("self_attn.o_proj.weight", (H, C), (D,)),
+        "query": linear_weight("self_attn.q_proj.weight", (D,), (H, C)),
+        "key": linear_weight("self_attn.k_proj.weight", (D,), (K, C)),
+        "value": linear_weight("self_attn.v_proj.weight", (D,), (K, C)),
+        "out": linear_weight("self_attn.o_proj.weight", (H, C), (D,)),
     }
     return {
-        "attention_norm": whole("input_layernorm.weight", (D,)),
-        **under("attention", attention),
-        "mlp_norm": whole("post_attention_layernorm.weight", (D,)),
-        **under("mlp", swiglu("mlp", D, sizes.base_mlp_dim)),
+        "attention_norm": same_tensor("input_layernorm.weight", (D,)),
+        **with_prefix("attention", attention),
+        "mlp_norm": same_tensor("post_attention_layernorm.weight", (D,)),
+        **with_prefix("mlp", swiglu_weights("mlp", D, sizes.base_mlp_dim)),
     }

@@ -11,14 +11,14 @@ from .. import models
 from .._input import short_repr
 from ..train.config._load import check_values
 from ..train.plan._family import MODEL_FAMILIES, ModelConfig
-from ._deepseek import deepseek_parts, dense_parts, read_deepseek, write_deepseek
-from ._fields import Values, check_no_problems
-from ._llama import llama_parts, read_llama, write_llama
-from ._tensors import Parts, ends, layers, under
+from ._deepseek import deepseek_dense_slices, deepseek_slices, read_deepseek, write_deepseek
+from ._fields import ConfigValues, check_no_problems
+from ._llama import llama_slices, read_llama, write_llama
+from ._tensors import LeafSlices, boundary, stacked_layers, with_prefix
 
 
 @dataclass(frozen=True)
-class Kind:
+class ModelFormat:
     """A kind of model in both worlds.
 
     Attributes:
@@ -28,15 +28,15 @@ class Kind:
         dense: The same of a layer before it.
     """
 
-    read: Callable[[Mapping[str, Any]], Values]
-    write: Callable[..., Values]
-    layer: Callable[..., Parts]
-    dense: Callable[..., Parts] = lambda sizes: {}
+    read: Callable[[Mapping[str, Any]], ConfigValues]
+    write: Callable[..., ConfigValues]
+    layer: Callable[..., LeafSlices]
+    dense: Callable[..., LeafSlices] = lambda sizes: {}
 
 
-_LLAMA = Kind(read_llama, write_llama, llama_parts)
-_DEEPSEEK = Kind(read_deepseek, write_deepseek, deepseek_parts, dense_parts)
-KINDS = {"llama": _LLAMA, "deepseek": _DEEPSEEK}
+_LLAMA = ModelFormat(read_llama, write_llama, llama_slices)
+_DEEPSEEK = ModelFormat(read_deepseek, write_deepseek, deepseek_slices, deepseek_dense_slices)
+MODEL_FORMATS = {"llama": _LLAMA, "deepseek": _DEEPSEEK}
 """By `decoder_block`."""
 
 MODEL_TYPES = {"llama": "llama", "deepseek_v2": "deepseek", "deepseek_v3": "deepseek"}
@@ -55,7 +55,7 @@ def read_model(config: Mapping[str, Any]) -> tuple[str, ModelConfig]:
             f"`model_type` is {short_repr(kind)}: only {', '.join(MODEL_TYPES)} are supported"
         )
     block = MODEL_TYPES[kind]
-    return block, _typed(block, KINDS[block].read(config))
+    return block, _parse_sizes(block, MODEL_FORMATS[block].read(config))
 
 
 def read_sizes(saved: Mapping[str, Any]) -> tuple[str, ModelConfig]:
@@ -81,18 +81,22 @@ def canonical_weights(
     return {"embed": tree["embed"], "stages": stages, "head": tree["head"]}
 
 
-def parts_of(block: str, sizes: ModelConfig, layers_after: int = 0) -> Parts:
+def leaf_slices(block: str, sizes: ModelConfig, layers_after: int = 0) -> LeafSlices:
     """The parts of every leaf of a checkpoint's weights."""
-    kind = KINDS[block]
+    kind = MODEL_FORMATS[block]
     tied = isinstance(sizes, models.LlamaConfig) and sizes.logits_via_embedding
     num_dense, num_layers = _num_dense(sizes), _num_layers(sizes, layers_after)
     first_after = num_dense + num_layers
     layer = kind.layer(sizes)
     return {
-        **ends(sizes.base_emb_dim, sizes.vocab_size, tied=tied),
-        **under("embed/layers", layers(kind.dense(sizes), 0, num_dense) if num_dense else {}),
-        **under("stages", layers(layer, num_dense, num_layers)),
-        **under("head/layers", layers(layer, first_after, layers_after) if layers_after else {}),
+        **boundary(sizes.base_emb_dim, sizes.vocab_size, tied=tied),
+        **with_prefix(
+            "embed/layers", stacked_layers(kind.dense(sizes), 0, num_dense) if num_dense else {}
+        ),
+        **with_prefix("stages", stacked_layers(layer, num_dense, num_layers)),
+        **with_prefix(
+            "head/layers", stacked_layers(layer, first_after, layers_after) if layers_after else {}
+        ),
     }
 
 
@@ -104,7 +108,7 @@ def _num_layers(sizes: ModelConfig, layers_after: int) -> int:
     return sizes.base_num_decoder_layers - _num_dense(sizes) - layers_after
 
 
-def _typed(block: str, values: Values) -> ModelConfig:
+def _parse_sizes(block: str, values: ConfigValues) -> ModelConfig:
     """The sizes, of what JSON has: there 1 may be a float."""
     fields = dataclasses.fields(MODEL_FAMILIES[block].sizes)  # pyright: ignore[reportArgumentType]
     types = {field.name: field.type for field in fields}

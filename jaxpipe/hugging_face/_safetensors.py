@@ -29,7 +29,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class Tensor:
+class StoredTensor:
     """Where a tensor lies.
 
     Attributes:
@@ -50,7 +50,7 @@ def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * DTYPES[dtype].itemsize
 
 
-def mapped(tensor: Tensor, *, writable: bool = False) -> np.ndarray:
+def map_tensor(tensor: StoredTensor, *, writable: bool = False) -> np.ndarray:
     """The tensor as an array on the file's pages, which nothing reads before it is used."""
     size = num_bytes(tensor.dtype, tensor.shape)
     mode = "r+" if writable else "r"
@@ -58,7 +58,7 @@ def mapped(tensor: Tensor, *, writable: bool = False) -> np.ndarray:
     return np.asarray(raw).view(DTYPES[tensor.dtype]).reshape(tensor.shape)
 
 
-def tensors_in_folder(folder: Path) -> dict[str, Tensor]:
+def tensors_in_folder(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of a folder by its name; no more than headers are read.
 
     Raises:
@@ -66,7 +66,7 @@ def tensors_in_folder(folder: Path) -> dict[str, Tensor]:
     """
     single, index = folder / SINGLE, folder / INDEX
     if index.is_file():
-        return _indexed(folder, _index(index))
+        return _read_indexed_files(folder, _read_index(index))
     if single.is_file():
         return tensors_in_file(single)
     raise ValueError(
@@ -75,7 +75,7 @@ def tensors_in_folder(folder: Path) -> dict[str, Tensor]:
     )
 
 
-def tensors_in_file(file: Path) -> dict[str, Tensor]:
+def tensors_in_file(file: Path) -> dict[str, StoredTensor]:
     """Every tensor of a file by its name.
 
     Raises:
@@ -100,15 +100,17 @@ def tensors_in_file(file: Path) -> dict[str, Tensor]:
     header.pop("__metadata__", None)
     if any(len(name) > 500 for name in header):
         raise ValueError(f"{file} has a damaged header: a name is too long. Copy it again.")
-    found = {name: _tensor(file, name, entry, 8 + length, size) for name, entry in header.items()}
+    found = {
+        name: _parse_tensor(file, name, entry, 8 + length, size) for name, entry in header.items()
+    }
     _check_apart(file, found)
     return found
 
 
 def create_files(
     folder: Path, wanted: Mapping[str, tuple[str, tuple[int, ...]]], max_shard_bytes: int
-) -> dict[str, Tensor]:
-    """Makes files with room for tensors, to be filled through `mapped`, and an index of several.
+) -> dict[str, StoredTensor]:
+    """Makes files with room for tensors, to fill through `map_tensor`, and an index of several.
 
     Args:
         folder: Where.
@@ -118,11 +120,11 @@ def create_files(
     Raises:
         OSError: If the disk has no room; before anything is written into a tensor.
     """
-    shards = _shards(wanted, max_shard_bytes)
-    found: dict[str, Tensor] = {}
+    shards = _assign_shards(wanted, max_shard_bytes)
+    found: dict[str, StoredTensor] = {}
     for i, shard in enumerate(shards):
         several = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
-        found |= _create(folder / (several if len(shards) > 1 else SINGLE), shard)
+        found |= _create_file(folder / (several if len(shards) > 1 else SINGLE), shard)
     if len(shards) > 1:
         total = sum(num_bytes(*entry) for entry in wanted.values())
         weight_map = {name: tensor.file.name for name, tensor in found.items()}
@@ -143,7 +145,7 @@ def _parsed(text: bytes, file: Path) -> dict[str, Any]:
     return header
 
 
-def _tensor(file: Path, name: str, entry: Any, data: int, size: int) -> Tensor:
+def _parse_tensor(file: Path, name: str, entry: Any, data: int, size: int) -> StoredTensor:
     """An entry of a header, checked. `data` is the first byte after the header."""
     try:
         dtype, shape = entry["dtype"], tuple(entry["shape"])
@@ -172,10 +174,10 @@ def _tensor(file: Path, name: str, entry: Any, data: int, size: int) -> Tensor:
             f"{file}: tensor {name} ends at byte {data + end}, and the file has {size}. It is cut "
             "off: copy it again."
         )
-    return Tensor(file, data + start, dtype, shape)
+    return StoredTensor(file, data + start, dtype, shape)
 
 
-def _check_apart(file: Path, tensors: Mapping[str, Tensor]) -> None:
+def _check_apart(file: Path, tensors: Mapping[str, StoredTensor]) -> None:
     """No two tensors share bytes."""
     previous, end = "", 0
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
@@ -187,7 +189,7 @@ def _check_apart(file: Path, tensors: Mapping[str, Tensor]) -> None:
         previous, end = name, tensor.start + num_bytes(tensor.dtype, tensor.shape)
 
 
-def _index(file: Path) -> dict[str, str]:
+def _read_index(file: Path) -> dict[str, str]:
     """Of every tensor the name of its file."""
     found = _parsed(read_bytes(file, most_bytes=MOST_JSON_BYTES), file).get("weight_map")
     if not isinstance(found, dict) or not all(
@@ -199,8 +201,8 @@ def _index(file: Path) -> dict[str, str]:
     return found
 
 
-def _indexed(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+def _read_indexed_files(folder: Path, weight_map: Mapping[str, str]) -> dict[str, StoredTensor]:
+    found: dict[str, StoredTensor] = {}
     for name in sorted({*weight_map.values()}):
         file = folder / name
         if not file.is_file():
@@ -217,7 +219,7 @@ def _indexed(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Tensor]:
     return found
 
 
-def _shards(
+def _assign_shards(
     wanted: Mapping[str, tuple[str, tuple[int, ...]]], max_shard_bytes: int
 ) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
     """Tensors of each file, in order. One that is too large for any has its own."""
@@ -233,7 +235,9 @@ def _shards(
     return shards
 
 
-def _create(file: Path, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Tensor]:
+def _create_file(
+    file: Path, wanted: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> dict[str, StoredTensor]:
     """One file: its header, and room for its tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
     offset = 0
@@ -251,6 +255,6 @@ def _create(file: Path, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> di
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(opened.fileno(), 0, 8 + len(text) + offset)
     return {
-        name: Tensor(file, 8 + len(text) + header[name]["data_offsets"][0], dtype, shape)
+        name: StoredTensor(file, 8 + len(text) + header[name]["data_offsets"][0], dtype, shape)
         for name, (dtype, shape) in wanted.items()
     }

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-View = Callable[[np.ndarray], np.ndarray]
+ViewFn = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorSlice:
     """Numbers that a leaf and a tensor have in common.
 
     Attributes:
@@ -25,20 +25,22 @@ class Part:
 
     tensor: str
     shape: tuple[int, ...]
-    of_leaf: View
-    of_tensor: View
+    of_leaf: ViewFn
+    of_tensor: ViewFn
 
 
-Parts = dict[str, tuple[Part, ...]]
+LeafSlices = dict[str, tuple[TensorSlice, ...]]
 """The parts of every leaf by its path, such as `attention/query`. Together they are all of it."""
 
 
-def whole(tensor: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+def same_tensor(tensor: str, shape: tuple[int, ...]) -> tuple[TensorSlice, ...]:
     """A leaf that is a tensor as it stands."""
-    return (Part(tensor, shape, _same, _same),)
+    return (TensorSlice(tensor, shape, _identity, _identity),)
 
 
-def linear(tensor: str, ins: tuple[int, ...], outs: tuple[int, ...]) -> tuple[Part, ...]:
+def linear_weight(
+    tensor: str, ins: tuple[int, ...], outs: tuple[int, ...]
+) -> tuple[TensorSlice, ...]:
     """A leaf [*ins, *outs], of a tensor [outs, ins]: torch's layers store the transpose."""
     num_outs, num_dims = len(outs), len(ins) + len(outs)
     order = (*range(num_outs, num_dims), *range(num_outs))
@@ -47,35 +49,35 @@ def linear(tensor: str, ins: tuple[int, ...], outs: tuple[int, ...]) -> tuple[Pa
         return x.reshape(*outs, *ins).transpose(order)
 
     shape = (int(np.prod(outs)), int(np.prod(ins)))
-    return (Part(tensor, shape, _same, of_tensor),)
+    return (TensorSlice(tensor, shape, _identity, of_tensor),)
 
 
-def swiglu(prefix: str, embed_dim: int, mlp_dim: int) -> Parts:
+def swiglu_weights(prefix: str, embed_dim: int, mlp_dim: int) -> LeafSlices:
     """The leaves of a gated MLP."""
     return {
-        "gate": linear(f"{prefix}.gate_proj.weight", (embed_dim,), (mlp_dim,)),
-        "up": linear(f"{prefix}.up_proj.weight", (embed_dim,), (mlp_dim,)),
-        "down": linear(f"{prefix}.down_proj.weight", (mlp_dim,), (embed_dim,)),
+        "gate": linear_weight(f"{prefix}.gate_proj.weight", (embed_dim,), (mlp_dim,)),
+        "up": linear_weight(f"{prefix}.up_proj.weight", (embed_dim,), (mlp_dim,)),
+        "down": linear_weight(f"{prefix}.down_proj.weight", (mlp_dim,), (embed_dim,)),
     }
 
 
-def ends(embed_dim: int, vocab_size: int, *, tied: bool) -> Parts:
+def boundary(embed_dim: int, vocab_size: int, *, tied: bool) -> LeafSlices:
     """The leaves before and after all layers."""
     found = {
-        "embed/table": whole("model.embed_tokens.weight", (vocab_size, embed_dim)),
-        "head/norm": whole("model.norm.weight", (embed_dim,)),
+        "embed/table": same_tensor("model.embed_tokens.weight", (vocab_size, embed_dim)),
+        "head/norm": same_tensor("model.norm.weight", (embed_dim,)),
     }
     if not tied:
-        found["head/logits"] = linear("lm_head.weight", (embed_dim,), (vocab_size,))
+        found["head/logits"] = linear_weight("lm_head.weight", (embed_dim,), (vocab_size,))
     return found
 
 
-def under(path: str, parts: Parts) -> Parts:
+def with_prefix(path: str, parts: LeafSlices) -> LeafSlices:
     """The same leaves in a branch of the tree."""
     return {f"{path}/{name}": found for name, found in parts.items()}
 
 
-def entries(of_entry: list[tuple[Part, ...]]) -> tuple[Part, ...]:
+def stacked_entries(of_entry: list[tuple[TensorSlice, ...]]) -> tuple[TensorSlice, ...]:
     """A leaf whose entries along the first dim have these parts: experts, or layers."""
     return tuple(
         replace(part, of_leaf=_entry(i, part.of_leaf))
@@ -84,22 +86,22 @@ def entries(of_entry: list[tuple[Part, ...]]) -> tuple[Part, ...]:
     )
 
 
-def layers(parts: Parts, first: int, count: int) -> Parts:
+def stacked_layers(parts: LeafSlices, first: int, count: int) -> LeafSlices:
     """The leaves of a stack of layers, the first of which is number `first` of the model."""
     numbers = range(first, first + count)
     return {
-        path: entries([tuple(_in_layer(n, part) for part in found) for n in numbers])
+        path: stacked_entries([tuple(_in_layer(n, part) for part in found) for n in numbers])
         for path, found in parts.items()
     }
 
 
-def _in_layer(number: int, part: Part) -> Part:
+def _in_layer(number: int, part: TensorSlice) -> TensorSlice:
     return replace(part, tensor=f"model.layers.{number}.{part.tensor}")
 
 
-def _entry(i: int, of_leaf: View) -> View:
+def _entry(i: int, of_leaf: ViewFn) -> ViewFn:
     return lambda x: of_leaf(x[i])
 
 
-def _same(x: np.ndarray) -> np.ndarray:
+def _identity(x: np.ndarray) -> np.ndarray:
     return x

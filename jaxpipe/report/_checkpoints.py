@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ..train import RunError
-from ..train.checkpoint._digests import damage, has_digests, is_complete
-from ..train.runtime._reading import is_folder, names_in
+from ..train.checkpoint._digests import find_corruption, has_digests, is_complete
+from ..train.runtime._reading import is_folder, list_names
 
 _NUMBER = re.compile(r"[0-9]{1,18}(\.|$)")
 
@@ -48,7 +48,7 @@ def saved_steps(folder: Path) -> list[SavedStep]:
     """
     if not is_folder(folder):
         return []
-    steps = [folder / name for name in names_in(folder) if _NUMBER.match(name)]
+    steps = [folder / name for name in list_names(folder) if _NUMBER.match(name)]
     found = [_saved(step) for step in steps]
     # A run that is still going may have removed or renamed a step meanwhile.
     found = [saved for saved, step in zip(found, steps, strict=True) if os.path.lexists(step)]
@@ -86,7 +86,7 @@ def _state(step: Path, suffix: str) -> str:
     try:
         if not is_complete(step):
             return "incomplete"
-        if damage(step, quick=True):
+        if find_corruption(step, quick=True):
             return "damaged"
         return "complete" if has_digests(step) else "complete, without digests"
     except RunError:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..plan import Memory
-from ..train.estimate._memory_estimate import footprints
+from ..train.estimate._memory_estimate import estimate_memory
 from ..train.plan._setup import Setup
 
 
@@ -68,7 +68,7 @@ def memory_table(setup: Setup) -> MemoryTable:
     Returns:
         A table with one column, or one for each rank if they differ.
     """
-    found = footprints(setup)
+    found = estimate_memory(setup)
     totals = [each.total for each in found]
     largest = max(totals)
     parts = []

@@ -6,7 +6,7 @@ from pathlib import Path
 from .. import schedules
 from .._input import MOST_JSON_BYTES, parse_json, read_text, short_repr
 from ..schedules import TimedStep, Timeline
-from ..train.estimate._memory_estimate import held_at_most
+from ..train.estimate._memory_estimate import peak_live_microbatches
 from ..train.estimate._timeline import predicted_timeline
 from ..train.plan._setup import Setup
 
@@ -55,7 +55,7 @@ def figures(setup: Setup) -> list[tuple[str, str]]:
     if timeline is None:
         return []
     schedule, end = timeline.schedule, schedules.makespan(timeline)
-    held = held_at_most(setup)
+    held = peak_live_microbatches(setup)
     lock_step = setup.schedule_selection is None or setup.schedule_selection.ticks is not None
     return [
         ("Schedule", _name(setup)),

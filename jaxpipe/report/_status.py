@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..train.runtime._stop import bad_step
+from ..train.runtime._stop import bad_step_reason
 from ._run import RunRecord
 
 _FRESH_SECONDS = 60.0
@@ -62,7 +62,7 @@ def _bad(run: RunRecord) -> str:
         for name in ("loss", "gradient_norm")
         if name in run.series and run.series[name].steps[-1] == run.steps[-1]
     }
-    return bad_step(last, run.values.get("max_gradient_norm") or 0.0)
+    return bad_step_reason(last, run.values.get("max_gradient_norm") or 0.0)
 
 
 def _step_seconds(run: RunRecord) -> float:

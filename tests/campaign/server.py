@@ -46,7 +46,7 @@ def stop_before_long_work() -> None:
 
     _compile._compile = checked
     _start.init_state = checked
-    _loop.restored_state = checked
+    _loop.restore_state = checked
     subprocess.Popen = checked
 
 

@@ -147,12 +147,12 @@ def test_converting_into_a_link_loop_is_refused(tmp_path: Path, capsys):
 
 
 def test_two_commands_that_convert_to_one_folder_do_not_mix(tmp_path: Path):
-    from jaxpipe.hugging_face._convert import new_folder
+    from jaxpipe.hugging_face._convert import atomic_folder
 
     with pytest.raises(ValueError, match="is there now, which it was not before: another command"):  # noqa: SIM117
-        with new_folder(tmp_path / "x") as first:
+        with atomic_folder(tmp_path / "x") as first:
             (first / "theirs").touch()
-            with new_folder(tmp_path / "x") as second:
+            with atomic_folder(tmp_path / "x") as second:
                 (second / "ours").touch()
     assert [file.name for file in (tmp_path / "x").iterdir()] == ["ours"]
     assert [file.name for file in tmp_path.iterdir()] == ["x"]

@@ -4,16 +4,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpipe.data import (
-    AllRows,
     Batch,
     Batches,
     Corpus,
     Rows,
+    SinglePassBatches,
     corpus_batches,
+    corpus_from_tokens,
     global_batch_size,
-    split_off,
+    split_held_out,
     synthetic_batches,
-    whole_corpus,
 )
 
 DTYPES = {
@@ -30,7 +30,7 @@ corpora = st.lists(st.integers(1, 20), min_size=1, max_size=12)
 
 def numbered(lengths: list[int]) -> Corpus:
     """A corpus whose every token is another one: 1, 2, 3, ..."""
-    return whole_corpus(np.arange(1, sum(lengths) + 1, dtype=np.int32), np.cumsum(lengths))
+    return corpus_from_tokens(np.arange(1, sum(lengths) + 1, dtype=np.int32), np.cumsum(lengths))
 
 
 def batches(
@@ -210,7 +210,7 @@ def test_all_rows_come_once_and_the_last_batch_is_filled_with_padding(
     lengths: list[int], length: int, batch_size: int, packing: bool
 ):
     rows = Rows(numbered(lengths), length, packing)
-    found = AllRows((rows, rows), batch_size)
+    found = SinglePassBatches((rows, rows), batch_size)
     assert len(found) == len(list(found)) == -(-2 * len(rows) // batch_size)
     expected = 2 * [rows[i] for i in range(len(rows))]
     for name, dtype in DTYPES.items():
@@ -229,7 +229,7 @@ def test_all_rows_come_once_and_the_last_batch_is_filled_with_padding(
 
 def split(lengths: list[int], fraction: float, seed: int = 0) -> list[set[int]]:
     """The tokens that stay, and those that are held out."""
-    sides = split_off(numbered(lengths), fraction=fraction, seed=seed)
+    sides = split_held_out(numbered(lengths), fraction=fraction, seed=seed)
     found = []
     for side in sides:
         assert len(side) == side.ends[-1] > 0
@@ -253,8 +253,8 @@ def test_documents_that_are_held_out_are_whole_and_training_never_sees_them():
         first += count
     assert 30 <= sizes <= 70
     # Rows of documents that no longer lie side by side are those of a corpus without the others.
-    kept, _ = split_off(numbered(lengths), fraction=0.25, seed=0)
-    copied = whole_corpus(kept.ids(np.arange(len(kept))), kept.ends)
+    kept, _ = split_held_out(numbered(lengths), fraction=0.25, seed=0)
+    copied = corpus_from_tokens(kept.ids(np.arange(len(kept))), kept.ends)
     rows, others = Rows(kept, 8, True), Rows(copied, 8, True)
     assert len(rows) == len(others)
     for i in range(len(rows)):
@@ -272,6 +272,6 @@ def test_which_documents_are_held_out_depends_on_their_numbers_and_the_seed_alon
 
 def test_a_split_that_leaves_one_side_empty_is_refused():
     with pytest.raises(ValueError, match=r"`eval_split_fraction` is 1e-06, which holds out 0 of 3"):
-        split_off(numbered([1, 2, 3]), fraction=1e-6, seed=0)
+        split_held_out(numbered([1, 2, 3]), fraction=1e-6, seed=0)
     with pytest.raises(ValueError, match="holds out 3 of 3 documents, and both sides need one"):
-        split_off(numbered([1, 2, 3]), fraction=0.999999, seed=0)
+        split_held_out(numbered([1, 2, 3]), fraction=0.999999, seed=0)

@@ -5,7 +5,14 @@ from zlib import crc32
 import numpy as np
 import pytest
 
-from jaxpipe.data import ByteTokenizer, Source, fingerprint, read_documents, tokenize, whole_corpus
+from jaxpipe.data import (
+    ByteTokenizer,
+    Source,
+    corpus_fingerprint,
+    corpus_from_tokens,
+    read_documents,
+    tokenize,
+)
 
 BLANKS = "\n\n\n"
 
@@ -76,9 +83,11 @@ def test_the_checksum_of_a_corpus_is_that_of_its_bytes_and_copies_none_of_them()
     tokens, ends = np.arange(1 << 20, dtype=np.int32), np.asarray([1 << 20])
     of_ends = crc32(ends.tobytes(), crc32(tokens.tobytes()))
     tracemalloc.start()
-    found = fingerprint(whole_corpus(tokens, ends))["checksum"]
+    found = corpus_fingerprint(corpus_from_tokens(tokens, ends))["checksum"]
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found == crc32(bytes(8), of_ends)
     assert peak_bytes < tokens.nbytes / 10
-    assert fingerprint(whole_corpus(np.repeat(tokens, 2)[::2], ends))["checksum"] == found
+    assert (
+        corpus_fingerprint(corpus_from_tokens(np.repeat(tokens, 2)[::2], ends))["checksum"] == found
+    )

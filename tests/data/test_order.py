@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpipe.data._order import period, row_order
+from jaxpipe.data._order import row_order, source_turns
 
 sources = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4)
 """Rows and weights of sources."""
@@ -13,7 +13,7 @@ sources = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, 
 @given(sources)
 def test_over_a_period_each_source_has_exactly_its_share(found: list[tuple[int, int]]):
     weights = [weight for _, weight in found]
-    turns = period([float(weight) for weight in weights])
+    turns = source_turns([float(weight) for weight in weights])
     counts = np.bincount(turns[:, 0])
     np.testing.assert_array_equal(counts * sum(weights), len(turns) * np.asarray(weights))
     # And is nowhere a whole turn for each other source away from it.
@@ -23,11 +23,11 @@ def test_over_a_period_each_source_has_exactly_its_share(found: list[tuple[int, 
 
 
 def test_weights_are_taken_as_they_are_written():
-    np.testing.assert_array_equal(np.bincount(period([0.7, 0.3])[:, 0]), [7, 3])
-    np.testing.assert_array_equal(np.bincount(period([0.125, 1e-2, 3.0])[:, 0]), [25, 2, 600])
-    np.testing.assert_array_equal(period([5.0, 5.0])[:, 0], [0, 1])
+    np.testing.assert_array_equal(np.bincount(source_turns([0.7, 0.3])[:, 0]), [7, 3])
+    np.testing.assert_array_equal(np.bincount(source_turns([0.125, 1e-2, 3.0])[:, 0]), [25, 2, 600])
+    np.testing.assert_array_equal(source_turns([5.0, 5.0])[:, 0], [0, 1])
     with pytest.raises(ValueError, match=r"are 0.333333, 1, which repeat after 1333333 rows\. Ro"):
-        period([0.333333, 1.0])
+        source_turns([0.333333, 1.0])
 
 
 @pytest.mark.parametrize("seed", [None, 0, 2**32 - 1])

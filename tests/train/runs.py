@@ -93,7 +93,7 @@ def setup_with_file(num_devices: int, settings: Settings) -> Setup:
 
 def flat(setup: Setup, state: TrainState) -> TrainState:
     """The canonical numbers of a state, which stays as it is."""
-    take, _ = canonical.lending(setup)
+    take, _ = canonical.canonical_round_trip(setup)
     return jax.device_get(take(jax.tree.map(_copied, state)))
 
 
@@ -121,7 +121,7 @@ def three_steps(num_devices: int, settings: Settings) -> Run:
         after = jax.tree.leaves(saved["weights"]["head"].get("layers", ()))
         as_saved = canonical.with_layers_after(setup, len(after[0]) if after else 0)
         where = jax.tree.map(lambda leaf: leaf.sharding, canonical.canonical_shapes(as_saved))
-        return one(canonical.from_canonical(setup, jax.device_put(saved, where)))[1]["loss"]
+        return one(canonical.state_from_canonical(setup, jax.device_put(saved, where)))[1]["loss"]
 
     state, metrics = step.init_state(setup), []
     canonicals = [flat(setup, state)]

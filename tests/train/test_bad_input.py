@@ -17,7 +17,7 @@ import pytest
 from jaxpipe.cli import main
 from jaxpipe.train import Config, RunError, read_metrics, train
 from jaxpipe.train.logs import metrics_writer
-from jaxpipe.train.runtime._run_folder import LOCK, run_folder
+from jaxpipe.train.runtime._run_folder import LOCK_FILE, locked_run_folder
 
 from .runs import NONE, TINY
 
@@ -34,12 +34,12 @@ def run(folder: Path, **settings) -> tuple[list[float], str]:
 
 def test_a_folder_has_one_run_at_a_time(tmp_path):
     folder = tmp_path / "default"
-    with run_folder(folder):
+    with locked_run_folder(folder):
         with pytest.raises(
             ValueError, match=f"belongs to a run that goes on: process {os.getpid()} on"
         ):
             run(tmp_path)
-        assert [file.name for file in folder.iterdir()] == [LOCK]
+        assert [file.name for file in folder.iterdir()] == [LOCK_FILE]
     assert len(run(tmp_path, steps=1)[0]) == 1
 
 
@@ -50,7 +50,7 @@ def test_a_run_that_was_killed_leaves_its_folder_free(tmp_path):
     )
     ended = subprocess.run([sys.executable, "-c", program, tmp_path / "default"])
     assert ended.returncode == -9
-    assert (tmp_path / "default" / LOCK).exists()
+    assert (tmp_path / "default" / LOCK_FILE).exists()
     assert len(run(tmp_path, steps=1)[0]) == 1
 
 
@@ -72,7 +72,11 @@ def test_a_folder_that_may_not_be_written_to_is_refused():
         os.chmod(parent, 0o755)
         locked = Path(parent) / "read-only"
         locked.mkdir(mode=0o555)
-        with without_root(), pytest.raises(ValueError) as error, run_folder(locked / "default"):
+        with (
+            without_root(),
+            pytest.raises(ValueError) as error,
+            locked_run_folder(locked / "default"),
+        ):
             pass
         assert f"Nothing can be written to {str(locked / 'default')!r}" in str(error.value)
         assert "Permission denied. Choose another `output_dir`" in str(error.value)
@@ -92,7 +96,7 @@ def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("fcntl.flock", flock)
     with (
         pytest.raises(ValueError, match=r"Nothing can be locked in .* or mount this one with"),
-        run_folder(tmp_path),
+        locked_run_folder(tmp_path),
     ):
         pass
 

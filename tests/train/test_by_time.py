@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxpipe.train import Config, train
-from jaxpipe.train.checkpoint._checkpoint_timer import ByTime
+from jaxpipe.train.checkpoint._checkpoint_timer import CheckpointTimer
 from jaxpipe.train.loop import _loop
 
 from .runs import NONE, TINY
@@ -24,7 +24,7 @@ class Clock:
 
 def test_a_checkpoint_is_due_so_long_after_the_last_one():
     clock, due = Clock(), []
-    by_time = ByTime(1.0, clock=clock, alone=True)
+    by_time = CheckpointTimer(1.0, clock=clock, alone=True)
     for step in range(1, 13):
         clock.now += 25.0
         if step == 5:
@@ -37,7 +37,7 @@ def test_a_checkpoint_is_due_so_long_after_the_last_one():
 
 def test_without_minutes_none_is_due():
     clock = Clock()
-    by_time = ByTime(0.0, clock=clock, alone=True)
+    by_time = CheckpointTimer(0.0, clock=clock, alone=True)
     clock.now += 1e9
     assert not by_time.is_due(1)
 
@@ -51,8 +51,8 @@ def test_processes_with_different_clocks_agree_and_seldom_ask(seconds: float):
         said.append(steps)
         return steps
 
-    first = ByTime(10.0, clock=clock, agree=say, alone=False)
-    second = ByTime(10.0, clock=Clock(), agree=lambda _: said[-1], alone=False)
+    first = CheckpointTimer(10.0, clock=clock, agree=say, alone=False)
+    second = CheckpointTimer(10.0, clock=Clock(), agree=lambda _: said[-1], alone=False)
     due, now = [], clock.now
     for step in range(1, 3001):
         clock.now += seconds
@@ -76,7 +76,7 @@ def test_steps_that_become_slower_are_asked_about_in_time():
         asked.append(steps)
         return steps
 
-    by_time = ByTime(10.0, clock=clock, agree=say, alone=False)
+    by_time = CheckpointTimer(10.0, clock=clock, agree=say, alone=False)
     for step in range(1, 1000):
         clock.now += 1.0 if step < 100 else 3.0
         if by_time.is_due(step):
@@ -87,15 +87,15 @@ def test_steps_that_become_slower_are_asked_about_in_time():
 def test_a_run_saves_by_time(tmp_path, monkeypatch):
     clock = Clock()
 
-    def make(minutes: float) -> ByTime:
-        return ByTime(minutes, clock=clock, alone=True)
+    def make(minutes: float) -> CheckpointTimer:
+        return CheckpointTimer(minutes, clock=clock, alone=True)
 
     class Stream(io.StringIO):
         def write(self, text: str) -> int:
             clock.now += 20.0 * text.startswith("step ")
             return super().write(text)
 
-    monkeypatch.setattr(_loop, "ByTime", make)
+    monkeypatch.setattr(_loop, "CheckpointTimer", make)
     settings: dict[str, Any] = {"ici_fsdp_parallelism": 8, "per_device_batch_size": 1.0}
     settings |= {"num_pipeline_microbatches": 1, "steps": 9, "max_to_keep": 9}
     settings |= {"checkpoint_minutes": 1.0, "output_dir": str(tmp_path)}

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxpipe.train import Config
+from jaxpipe.train.estimate._device_flops import speed_metrics
 from jaxpipe.train.logs import describe
 from jaxpipe.train.loop import model_flops
-from jaxpipe.train.loop._loop import speed
 from jaxpipe.train.step import _evaluate as evaluation
 from jaxpipe.train.step import _step as step
 
@@ -82,7 +82,10 @@ def test_every_call_has_dropout_masks_of_its_own():
 def test_tokens_and_operations_of_all_calls_count():
     one, three = (setup_of(1, NONE, {"gradient_accumulation_steps": n}) for n in (1, 3))
     assert model_flops(three) == 3 * model_flops(one)
-    assert speed(three, 1.0)["tokens_per_second"] == 3 * speed(one, 1.0)["tokens_per_second"]
+    assert (
+        speed_metrics(three, 1.0)["tokens_per_second"]
+        == 3 * speed_metrics(one, 1.0)["tokens_per_second"]
+    )
     assert "4 microbatches of 2 x 16 tokens, 3 times a step" in describe(three, 0)
 
 

@@ -69,7 +69,7 @@ def setup(request: pytest.FixtureRequest) -> Setup:
 def test_layers_come_in_forward_order_and_go_back_bit_for_bit(setup: Setup):
     state = step.init_state(setup)
     before, where = jax.device_get(state), places(state)
-    take, put_back = canonical.lending(setup)
+    take, put_back = canonical.canonical_round_trip(setup)
     lent = take(state)
     for found, true in zip(stacks(lent), in_forward_order(setup, before), strict=True):
         np.testing.assert_array_equal(found, true)
@@ -83,7 +83,7 @@ def test_a_run_goes_on_from_what_another_saved(setup: Setup):
     state = step.init_state(setup)
     before, saved = jax.device_get(state), flat(setup, state)
     where = jax.tree.map(lambda leaf: leaf.sharding, canonical.canonical_shapes(setup))
-    again = canonical.from_canonical(setup, jax.device_put(saved, where))
+    again = canonical.state_from_canonical(setup, jax.device_put(saved, where))
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(again))
     assert places(again) == places(state)
 
@@ -102,7 +102,7 @@ def test_no_device_holds_a_second_state_on_the_way(setup: Setup, monkeypatch: py
 
     for module in (moves, canonical):
         monkeypatch.setattr(module, "delete", watched)
-    take, put_back = canonical.lending(setup)
+    take, put_back = canonical.canonical_round_trip(setup)
     lent = take(state)
     after, largest = held(setup) - others, of_largest(setup, lent)
     of_stacks = of_largest(setup, stacks(lent))
@@ -121,7 +121,7 @@ def test_no_device_holds_a_second_state_on_the_way(setup: Setup, monkeypatch: py
     where = jax.tree.map(lambda leaf: leaf.sharding, canonical.canonical_shapes(setup))
     restored = jax.block_until_ready(jax.tree.map(jnp.copy, jax.device_put(saved, where)))
     before = held(setup) - others
-    canonical.from_canonical(setup, restored)
+    canonical.state_from_canonical(setup, restored)
     assert len(found) > 3
     if not setup.per_stage_state:  # here too ranks may have room for more layers than there are
         padded = np.prod(setup.layout.dims) / setup.layout.num_layers

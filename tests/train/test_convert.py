@@ -17,7 +17,7 @@ from jaxpipe import models
 from jaxpipe.hugging_face import from_hugging_face, to_hugging_face
 from jaxpipe.train import Config, load_config, open_checkpoints
 from jaxpipe.train.checkpoint import read_metadata
-from jaxpipe.train.checkpoint._store import restore_leaf, saved_leaves
+from jaxpipe.train.checkpoint._store import restore_leaf, saved_leaf_specs
 
 from .converted import DEEPSEEK, GOLDEN, LLAMA, logits, make_run
 
@@ -40,7 +40,7 @@ NARROW = {"dtype": jnp.bfloat16}
 def leaves(folder: Path, step: int) -> dict[str, np.ndarray]:
     """Every weight of a checkpoint."""
     with open_checkpoints(folder, max_to_keep=None, asynchronous=False) as checkpoints:
-        names = saved_leaves(checkpoints, step, "weights")
+        names = saved_leaf_specs(checkpoints, step, "weights")
         return {name: restore_leaf(checkpoints, step, f"weights/{name}") for name in names}
 
 

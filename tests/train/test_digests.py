@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxpipe.train import Config, read_metrics, train
-from jaxpipe.train.checkpoint._digests import damage, steps_in
+from jaxpipe.train.checkpoint._digests import find_corruption, steps_in
 
 from .runs import NONE, TINY
 
@@ -100,7 +100,7 @@ def test_every_file_of_a_complete_step_has_a_digest(tmp_path, asynchronous):
         files = {str(f.relative_to(step)) for f in step.rglob("*") if f.is_file()}
         assert known["files"].keys() | {"digests.json"} == files and len(files) > 5
         assert known["step"] == int(step.name)
-        assert damage(step) == []
+        assert find_corruption(step) == []
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_damaged_checkpoint_is_left_out_and_the_run_goes_on_from_the_one_befor
     assert f"The checkpoint {checkpoints / '3'} is damaged: " in said and words in said
     assert "resumed after step 2" in said
     assert found == losses[2:]
-    assert (checkpoints / "3.damaged").is_dir() and damage(checkpoints / "3") == []
+    assert (checkpoints / "3.damaged").is_dir() and find_corruption(checkpoints / "3") == []
     assert not (checkpoints / ".removed").exists()
 
 
@@ -189,7 +189,7 @@ def test_a_checkpoint_without_digests_is_refused_unless_the_user_allows_it(whole
     assert "resumed after step 3" in run_to(tmp_path, 4, allow_unverified=True)[1]
     if harm is of_an_older_version:  # it says at least what the files were
         flip_a_bit(checkpoints_in(tmp_path) / "3")
-        assert "has changed" in damage(checkpoints_in(tmp_path) / "3")[0]
+        assert "has changed" in find_corruption(checkpoints_in(tmp_path) / "3")[0]
 
 
 @pytest.mark.parametrize("how", ["renamed", "copied", "swapped", "linked"])

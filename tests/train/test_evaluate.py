@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpipe.data import Batch, SomeBatches
+from jaxpipe.data import Batch, FiniteBatches
 from jaxpipe.train import Config, best_step, open_checkpoints, read_metrics, set_up, train
 from jaxpipe.train.loop import _loop, make_batches
 from jaxpipe.train.loop._batches import make_data
@@ -43,7 +43,7 @@ def batches() -> list[Batch]:
     return made
 
 
-class Given(SomeBatches):
+class Given(FiniteBatches):
     """Batches that are there."""
 
     def __init__(self, batches: Sequence[Batch]) -> None:

@@ -79,7 +79,7 @@ def test_every_step_from_the_same_state_is_that_of_the_plain_program():
     batch_at, train_step = make_batches(setup), step.make_train_step(setup)
     for number, (before, true, true_after) in enumerate(run_of("")):
         with jax.set_mesh(setup.mesh):
-            state = canonical.from_canonical(setup, jax.device_put(before))
+            state = canonical.state_from_canonical(setup, jax.device_put(before))
             state, metrics = train_step(state, step.shard_batch(setup, batch_at(number)))
             after = flat(setup, state)
         for name in ("loss", "gradient_norm"):

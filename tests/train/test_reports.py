@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from jaxpipe.train import Config, train
-from jaxpipe.train.estimate._device_flops import peak_tflops
-from jaxpipe.train.loop._loop import speed
+from jaxpipe.train.estimate._device_flops import peak_tflops, speed_metrics
 from jaxpipe.train.plan import _from_config as from_config
 from jaxpipe.train.plan import _setup as setups
 
@@ -36,8 +35,8 @@ def test_the_peak_is_that_of_the_device(kind: str, tflops: float | None):
 
 
 def test_mfu_is_the_share_of_it():
-    assert "mfu" not in speed(setup_of(1, NONE), 1.0)
-    known = speed(setup_of(1, NONE, {"peak_tflops_per_device": 2.0}), 1.0)
+    assert "mfu" not in speed_metrics(setup_of(1, NONE), 1.0)
+    known = speed_metrics(setup_of(1, NONE, {"peak_tflops_per_device": 2.0}), 1.0)
     assert known["mfu"] == known["tflops_per_second_per_device"] / 2.0
 
 

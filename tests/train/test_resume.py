@@ -13,7 +13,7 @@ from jaxpipe.train import Config, RunError, read_metrics
 from jaxpipe.train.loop import _loop as loop
 from jaxpipe.train.loop._data_changes import check_learning_rate
 from jaxpipe.train.loop._run_history import read_saved
-from jaxpipe.train.runtime._run_folder import LOCK, run_folder
+from jaxpipe.train.runtime._run_folder import LOCK_FILE, locked_run_folder
 
 from .test_digests import checkpoints_in, content_of, flip_a_bit, run_to
 
@@ -262,10 +262,10 @@ def test_the_lock_does_not_follow_a_symbolic_link(tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("kept")
     (tmp_path / "default").mkdir()
-    (tmp_path / "default" / LOCK).symlink_to(precious)
+    (tmp_path / "default" / LOCK_FILE).symlink_to(precious)
     with (
         pytest.raises(ValueError, match=r"lock' is a symbolic link"),
-        run_folder(tmp_path / "default"),
+        locked_run_folder(tmp_path / "default"),
     ):
         pass
     assert precious.read_text() == "kept"

@@ -8,22 +8,24 @@ import pytest
 from jaxpipe.train.runtime._step_watch import (
     FIRST_SECONDS,
     LOST_SECONDS,
-    Ledger,
-    Place,
+    Position,
+    ProcessLedger,
     StepWatch,
     may_come_of_a_peer,
 )
 
 
-def ledger(timeout: float = 60.0, *, process: int = 0, count: int = 2) -> Ledger:
-    return Ledger(process, timeout, {p: Place() for p in range(count)})
+def ledger(timeout: float = 60.0, *, process: int = 0, count: int = 2) -> ProcessLedger:
+    return ProcessLedger(process, timeout, {p: Position() for p in range(count)})
 
 
-def at(step: int, phase: str, moves: int, beat: int, **more) -> Place:
-    return replace(Place(step, phase, moves, is_first=False, beat=beat), **more)
+def at(step: int, phase: str, moves: int, beat: int, **more) -> Position:
+    return replace(Position(step, phase, moves, is_first=False, beat=beat), **more)
 
 
-def waits(found: Ledger, seconds: int, *places: Place, silent: tuple[int, ...] = ()) -> None:
+def waits(
+    found: ProcessLedger, seconds: int, *places: Position, silent: tuple[int, ...] = ()
+) -> None:
     """Seconds in which no process goes on; those in `silent` do not even say so."""
     for second in range(seconds):
         told = {

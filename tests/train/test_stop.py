@@ -14,7 +14,7 @@ from jaxpipe.cli import main
 from jaxpipe.train import Config, RunError, read_metrics, train
 from jaxpipe.train.config import parse_profile_steps
 from jaxpipe.train.loop import read_starts
-from jaxpipe.train.runtime import TerminatedError, bad_step
+from jaxpipe.train.runtime import TerminatedError, bad_step_reason
 from jaxpipe.train.runtime._stop import StopRequests, check_step
 from jaxpipe.train.step import _step as step
 
@@ -128,8 +128,8 @@ def test_of_several_processes_each_passes_an_interrupt_on_to_jax_and_knows_the_c
     passed = list[int]()
     before = signal.signal(signal.SIGTERM, lambda number, frame: passed.append(number))  # JAX's
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr("jaxpipe.train.runtime._stop.any_says", bool)
-    monkeypatch.setattr("jaxpipe.train.runtime._stop.largest", lambda number: number)
+    monkeypatch.setattr("jaxpipe.train.runtime._stop.any_process", bool)
+    monkeypatch.setattr("jaxpipe.train.runtime._stop.max_over_processes", lambda number: number)
     try:
         with StopRequests() as stop:
             assert not stop(1)
@@ -223,10 +223,10 @@ def test_checks_name_what_is_bad():
 
 
 def test_a_bad_step_is_said_of_what_is_known():
-    assert bad_step({"loss": 1.0, "gradient_norm": 9.0}, 0.0) == ""
-    assert bad_step({"loss": -math.inf}, 2.0) == "its loss is -inf"
+    assert bad_step_reason({"loss": 1.0, "gradient_norm": 9.0}, 0.0) == ""
+    assert bad_step_reason({"loss": -math.inf}, 2.0) == "its loss is -inf"
     norm = {"loss": 1.0, "gradient_norm": 2.0001}
-    assert bad_step(norm, 2.0) == "its gradient_norm is 2.0001, above 2"
+    assert bad_step_reason(norm, 2.0) == "its gradient_norm is 2.0001, above 2"
 
 
 def test_a_profile_of_some_steps_is_written(tmp_path):

@@ -119,7 +119,7 @@ def _compile(setup: "Setup") -> tuple[Any, str]:
     from ...plan import audit, memory
     from ...plan._report import CompileReport, compiler_versions
     from ...train import compile_train_step
-    from ...train.loop._loop import model_flops
+    from ...train.estimate._device_flops import model_flops
 
     device = setup.mesh.devices.flat[0]
     started = time.perf_counter()

@@ -10,7 +10,7 @@ from .._interrupts import unwinding
 from .._options import integer, path, text
 
 if TYPE_CHECKING:
-    from ...hugging_face import Converted
+    from ...hugging_face import ConversionSummary
 
 _HELP = "convert a checkpoint to Hugging Face's safetensors, or from them"
 _OF_MAX_LENGTH = "`max_position_embeddings`"
@@ -118,7 +118,7 @@ def _check_no_options(args: argparse.Namespace) -> None:
             )
 
 
-def _result_sentence(folder: Path, done: "Converted") -> str:
+def _result_sentence(folder: Path, done: "ConversionSummary") -> str:
     return (
         f"{folder}: {done.decoder_block}, {done.num_parameters / 1e6:.2f}M parameters, "
         f"{done.num_tensors} tensors in {done.num_files} file(s); result in {done.dtype}"

@@ -24,7 +24,14 @@ from ..plan._setup import STACK_AXES, Setup
 from ..step._mpmd import mpmd_state_shardings
 from ..step._per_stage_state import mpmd_mesh, stack_shardings, stack_stages, unstack_stages
 from ..step._state import TrainState, state_logical_axes, state_rules, state_shapes, state_shardings
-from ._layer_reordering import Moves, delete, deleting, is_in_order, moves_of, on_mesh
+from ._layer_reordering import (
+    LayerReordering,
+    delete,
+    is_in_layer_order,
+    jit_on_mesh,
+    layer_reordering,
+    move_and_delete,
+)
 
 
 def canonical_shapes(setup: Setup) -> PyTree[jax.ShapeDtypeStruct]:
@@ -35,7 +42,7 @@ def canonical_shapes(setup: Setup) -> PyTree[jax.ShapeDtypeStruct]:
     other dim divides. If stages lie apart they divide what is in no stage, too. What does not
     divide at all, every rank has.
     """
-    in_order, apart, setup = is_in_order(setup), setup.per_stage_state, _together(setup)
+    in_order, apart, setup = is_in_layer_order(setup), setup.per_stage_state, _as_one_stack(setup)
     axes, rules = state_logical_axes(setup), state_rules(setup)
 
     def of_part(name: str, shapes: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
@@ -46,7 +53,7 @@ def canonical_shapes(setup: Setup) -> PyTree[jax.ShapeDtypeStruct]:
                 spec = PartitionSpec(None, *spec[len(STACK_AXES) :])
             where = NamedSharding(setup.mesh, spec)
             if apart or _is_stacked(axes):
-                where = _over_ranks(shape, where, in_order and _is_stacked(axes))
+                where = _shard_over_ranks(shape, where, in_order and _is_stacked(axes))
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
 
         return jax.tree.map(of_leaf, shapes, axes[name])
@@ -54,34 +61,34 @@ def canonical_shapes(setup: Setup) -> PyTree[jax.ShapeDtypeStruct]:
     return {name: of_part(name, shapes) for name, shapes in state_shapes(setup).items()}
 
 
-Take = Callable[[TrainState], TrainState]
-PutBack = Callable[[TrainState, TrainState], TrainState]
+ToCanonical = Callable[[TrainState], TrainState]
+FromCanonical = Callable[[TrainState, TrainState], TrainState]
 
 
-def lending(setup: Setup) -> tuple[Take, PutBack]:
+def canonical_round_trip(setup: Setup) -> tuple[ToCanonical, FromCanonical]:
     """`canonical = take(state)`, and `state = put_back(state, canonical)`. Compiled when used.
 
     `take` deletes the stacks of the state and `put_back` those of `canonical`, one by one as they
     are moved; what is in no stack, the two may share.
     """
-    moves, shardings = moves_of(setup), _canonical_shardings(setup)
+    reordering, shardings = layer_reordering(setup), _canonical_shardings(setup)
     if setup.per_stage_state:
         places = mpmd_state_shardings(setup)
         return (
-            lambda state: _joined(setup, moves, state, shardings, places),
-            lambda state, canonical: _with_stages(
-                setup, moves, state, canonical, shardings, places
+            lambda state: _per_stage_to_canonical(setup, reordering, state, shardings, places),
+            lambda state, canonical: _per_stage_from_canonical(
+                setup, reordering, state, canonical, shardings, places
             ),
         )
     axes, wanted = state_logical_axes(setup), state_shardings(setup)
 
     def take(x: jax.Array, where: NamedSharding, axes: LogicalAxes) -> jax.Array:
-        return moves.to_order(x, where) if _is_stacked(axes) else x
+        return reordering.to_layer_order(x, where) if _is_stacked(axes) else x
 
     def put_back(
         x: jax.Array, where: NamedSharding, wanted: NamedSharding, axes: LogicalAxes
     ) -> jax.Array:
-        return moves.to_ranks(x, where, wanted) if _is_stacked(axes) else x
+        return reordering.to_rank_order(x, where, wanted) if _is_stacked(axes) else x
 
     return (
         lambda state: jax.tree.map(take, state, shardings, axes),
@@ -89,27 +96,27 @@ def lending(setup: Setup) -> tuple[Take, PutBack]:
     )
 
 
-def from_canonical(setup: Setup, canonical: TrainState) -> TrainState:
+def state_from_canonical(setup: Setup, canonical: TrainState) -> TrainState:
     """A state laid out for this run, of a canonical one with any number of layers after.
 
     Of a part of it, such as the weights, the same part. Its arrays are deleted as theirs come to
     be; but if stages lie apart, what is in none of them stays.
     """
-    moves, shardings = moves_of(setup), _canonical_shardings(setup)
-    canonical = {name: _regrouped(setup, x, shardings[name]) for name, x in canonical.items()}
+    reordering, shardings = layer_reordering(setup), _canonical_shardings(setup)
+    canonical = {name: _regroup_layers(setup, x, shardings[name]) for name, x in canonical.items()}
     if setup.per_stage_state:
         places = mpmd_state_shardings(setup)
-        rest = _ends_apart(setup, canonical, places)
-        return _with_stages(setup, moves, rest, canonical, shardings, places)
+        rest = _boundary_on_ranks(setup, canonical, places)
+        return _per_stage_from_canonical(setup, reordering, rest, canonical, shardings, places)
     axes, wanted = state_logical_axes(setup), state_shardings(setup)
-    copied = cache(partial(on_mesh, setup, jnp.copy))
+    copied = cache(partial(jit_on_mesh, setup, jnp.copy))
 
     def lay_out(
         x: jax.Array, where: NamedSharding, wanted: NamedSharding, axes: LogicalAxes
     ) -> jax.Array:
         if _is_stacked(axes):
-            return moves.to_ranks(x, where, wanted)
-        return deleting(copied(wanted), x)
+            return reordering.to_rank_order(x, where, wanted)
+        return move_and_delete(copied(wanted), x)
 
     return {
         name: jax.tree.map(lay_out, x, shardings[name], wanted[name], axes[name])
@@ -122,16 +129,16 @@ def with_layers_after(setup: Setup, layers_after: int) -> Setup:
     if layers_after == setup.num_layers_after_pipeline:
         return setup
     num_layers = setup.layout.num_layers + setup.num_layers_after_pipeline - layers_after
-    return dataclasses.replace(_together(setup), layout=sharding.LayerLayout(1, 1, num_layers))
+    return dataclasses.replace(_as_one_stack(setup), layout=sharding.LayerLayout(1, 1, num_layers))
 
 
 def _canonical_shardings(setup: Setup) -> PyTree[NamedSharding]:
     return jax.tree.map(lambda leaf: leaf.sharding, canonical_shapes(setup))
 
 
-def _joined(
+def _per_stage_to_canonical(
     setup: Setup,
-    moves: Moves,
+    reordering: LayerReordering,
     state: TrainState,
     shardings: PyTree[NamedSharding],
     places: PyTree[mpmd.MpmdSharding],
@@ -144,39 +151,39 @@ def _joined(
         stages, places = stages_and_places[:half], stages_and_places[half:]
         stacked = stack_stages(setup, stages, places)
         delete(stages, once=stacked)
-        return moves.to_order(stacked, where)
+        return reordering.to_layer_order(stacked, where)
 
     def join(x: PyTree, where: PyTree, places: PyTree) -> PyTree:
-        if not _is_weights(x):
+        if not _is_weight_tree(x):
             return mpmd.mpmd_to_spmd_reshard(mesh, x, where, donate=False)
         stages = jax.tree.map(stack, where["stages"], *x["stages"], *places["stages"])
-        return mpmd.mpmd_to_spmd_reshard(mesh, _ends(x), _ends(where), donate=False) | {
+        return mpmd.mpmd_to_spmd_reshard(mesh, _boundary(x), _boundary(where), donate=False) | {
             "stages": stages
         }
 
-    return jax.tree.map(join, state, shardings, places, is_leaf=_is_weights)
+    return jax.tree.map(join, state, shardings, places, is_leaf=_is_weight_tree)
 
 
-def _ends_apart(
+def _boundary_on_ranks(
     setup: Setup, canonical: TrainState, places: PyTree[mpmd.MpmdSharding]
 ) -> TrainState:
     """What is in no stage, on the ranks that have it."""
     mesh = mpmd_mesh(setup)
 
     def move(x: PyTree, places: PyTree) -> PyTree:
-        if not _is_weights(x):
+        if not _is_weight_tree(x):
             return mpmd.spmd_to_mpmd_reshard(mesh, x, places, donate=False)
-        return mpmd.spmd_to_mpmd_reshard(mesh, _ends(x), _ends(places), donate=False)
+        return mpmd.spmd_to_mpmd_reshard(mesh, _boundary(x), _boundary(places), donate=False)
 
     return {
-        name: jax.tree.map(move, x, places[name], is_leaf=_is_weights)
+        name: jax.tree.map(move, x, places[name], is_leaf=_is_weight_tree)
         for name, x in canonical.items()
     }
 
 
-def _with_stages(
+def _per_stage_from_canonical(
     setup: Setup,
-    moves: Moves,
+    reordering: LayerReordering,
     rest: TrainState,
     canonical: TrainState,
     shardings: PyTree[NamedSharding],
@@ -185,13 +192,13 @@ def _with_stages(
     """`rest` with the stages of a canonical state, each on its rank."""
 
     def cut(x: jax.Array, where: NamedSharding, *places: mpmd.MpmdSharding) -> list[Any]:
-        stacked = moves.to_ranks(x, where, stack_shardings(setup, places))
+        stacked = reordering.to_ranks(x, where, stack_shardings(setup, places))
         stages = unstack_stages(setup, stacked, places)
         delete(stacked, once=stages)
         return stages
 
     def with_stages(x: PyTree, where: PyTree, places: PyTree, rest: PyTree) -> PyTree:
-        if not _is_weights(x):
+        if not _is_weight_tree(x):
             return rest
         trees = (x["stages"], where["stages"], *places["stages"])
         of_leaves = [cut(*leaf) for leaf in zip(*map(jax.tree.leaves, trees), strict=True)]
@@ -202,13 +209,13 @@ def _with_stages(
 
     return {
         name: jax.tree.map(
-            with_stages, x, shardings[name], places[name], rest[name], is_leaf=_is_weights
+            with_stages, x, shardings[name], places[name], rest[name], is_leaf=_is_weight_tree
         )
         for name, x in canonical.items()
     }
 
 
-def _together(setup: Setup) -> Setup:
+def _as_one_stack(setup: Setup) -> Setup:
     """`setup`, with stages that lie apart as one stack of layers instead."""
     if not setup.per_stage_state:
         return setup
@@ -217,7 +224,7 @@ def _together(setup: Setup) -> Setup:
     return dataclasses.replace(setup, config=config, layout=layout)
 
 
-def _regrouped(setup: Setup, part: PyTree, shardings: PyTree[NamedSharding]) -> PyTree:
+def _regroup_layers(setup: Setup, part: PyTree, shardings: PyTree[NamedSharding]) -> PyTree:
     """Part of a canonical state, with as many layers in its stages as this run has, and the others
     after them."""
     num_layers = setup.layout.num_layers
@@ -228,7 +235,7 @@ def _regrouped(setup: Setup, part: PyTree, shardings: PyTree[NamedSharding]) -> 
             whole = jnp.concatenate(parts)
             return (whole[:num_layers], whole[num_layers:])[: len(where)]
 
-        return on_mesh(setup, split, where)
+        return jit_on_mesh(setup, split, where)
 
     def of_leaf(
         parts: tuple[jax.Array, ...], where: tuple[NamedSharding, ...]
@@ -238,7 +245,7 @@ def _regrouped(setup: Setup, part: PyTree, shardings: PyTree[NamedSharding]) -> 
         return found
 
     def of_weights(w: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
-        before, after = _stacks(w), _stacks(where)
+        before, after = _layer_stacks(w), _layer_stacks(where)
         lengths = {len(leaf) for leaf in jax.tree.leaves(w["stages"])}
         if lengths == {num_layers}:
             return w
@@ -251,23 +258,23 @@ def _regrouped(setup: Setup, part: PyTree, shardings: PyTree[NamedSharding]) -> 
         return w | {"head": head, "stages": stages}
 
     return jax.tree.map(
-        lambda x, where: of_weights(x, where) if _is_weights(x) else x,
+        lambda x, where: of_weights(x, where) if _is_weight_tree(x) else x,
         part,
         shardings,
-        is_leaf=_is_weights,
+        is_leaf=_is_weight_tree,
     )
 
 
-def _stacks(w: dict[str, Any]) -> list[PyTree]:
+def _layer_stacks(w: dict[str, Any]) -> list[PyTree]:
     """The layers of the pipeline, and those after it if there are any."""
     return [w["stages"], *([w["head"]["layers"]] if "layers" in w["head"] else [])]
 
 
-def _ends(w: dict[str, Any]) -> dict[str, Any]:
+def _boundary(w: dict[str, Any]) -> dict[str, Any]:
     return {name: part for name, part in w.items() if name != "stages"}
 
 
-def _is_weights(x: Any) -> bool:
+def _is_weight_tree(x: Any) -> bool:
     """Whether `x` is a state's weights, or Adam's moments of them."""
     return isinstance(x, dict) and {"head", "stages"} <= x.keys()
 
@@ -276,7 +283,7 @@ def _is_stacked(axes: Any) -> bool:
     return axes[: len(STACK_AXES)] == STACK_AXES
 
 
-def _over_ranks(shape: Sequence[int], where: NamedSharding, by_first: bool) -> NamedSharding:
+def _shard_over_ranks(shape: Sequence[int], where: NamedSharding, by_first: bool) -> NamedSharding:
     """`where`, with the ranks dividing a dim: the first of all, or else of all but the first the
     largest that divides."""
     sizes = where.mesh.shape

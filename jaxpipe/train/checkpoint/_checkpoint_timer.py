@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import jax
 
-from ..runtime._multihost import agreed
+from ..runtime._multihost import broadcast_from_first
 
 
-class ByTime:
+class CheckpointTimer:
     """Says when so many minutes have passed since the last checkpoint.
 
     The clock of the first process counts. Telling the others makes all wait for the step that runs,
@@ -22,7 +22,7 @@ class ByTime:
         minutes: float,
         *,
         clock: Callable[[], float] = time.monotonic,
-        agree: Callable[[int], int] = agreed,
+        agree: Callable[[int], int] = broadcast_from_first,
         alone: bool | None = None,
     ) -> None:
         """

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from ..._durable import rename, sync_tree, write_file
-from ..runtime._reading import UnreadableError, is_file, is_folder, names_in, status
+from ..runtime._reading import UnreadableError, is_file, is_folder, list_names, stat_or_none
 
-FILE = "digests.json"
+DIGESTS_FILE = "digests.json"
 """The file in the folder of a step with the step, and the size and SHA-256 of all other files."""
 
-_COMPLETE = "_CHECKPOINT_METADATA"
+_ORBAX_METADATA = "_CHECKPOINT_METADATA"
 """Orbax writes it into the folder of a step."""
 
 _STEP = re.compile(r"0|[1-9][0-9]*")
@@ -36,7 +36,7 @@ def steps_in(folder: Path) -> list[Path]:
         UnreadableError: If the folder cannot be read.
     """
     return sorted(
-        (folder / name for name in names_in(folder) if _STEP.fullmatch(name)),
+        (folder / name for name in list_names(folder) if _STEP.fullmatch(name)),
         key=lambda step: int(step.name),
         reverse=True,
     )
@@ -48,7 +48,7 @@ def is_complete(step: Path) -> bool:
     Raises:
         UnreadableError: If the step's folder cannot be read.
     """
-    return status(step / _COMPLETE) is not None
+    return stat_or_none(step / _ORBAX_METADATA) is not None
 
 
 def has_digests(step: Path) -> bool:
@@ -57,8 +57,8 @@ def has_digests(step: Path) -> bool:
     Raises:
         UnreadableError: If its digests cannot be read.
     """
-    known = _read(step / FILE)
-    return bool(known) and not _is_old(known)
+    known = _read(step / DIGESTS_FILE)
+    return bool(known) and not _is_old_format(known)
 
 
 def write_digests(step: Path, number: int) -> None:
@@ -73,10 +73,10 @@ def write_digests(step: Path, number: int) -> None:
         "step": number,
         "files": {str(file.relative_to(step)): _digest(file) for file in _files(step)},
     }
-    write_file(step / FILE, json.dumps(body | {"sha256": _of_body(body)}, indent=1))
+    write_file(step / DIGESTS_FILE, json.dumps(body | {"sha256": _body_digest(body)}, indent=1))
 
 
-def damage(step: Path, *, quick: bool = False) -> list[str]:
+def find_corruption(step: Path, *, quick: bool = False) -> list[str]:
     """Finds what is wrong with a step. Without digests this is only whether it is complete.
 
     Args:
@@ -91,21 +91,21 @@ def damage(step: Path, *, quick: bool = False) -> list[str]:
     """
     if not is_folder(step):
         return ["it is not a folder"]
-    text = _read(step / FILE)
+    text = _read(step / DIGESTS_FILE)
     if not text:
-        return [] if is_complete(step) else [f"{_COMPLETE} is missing"]
+        return [] if is_complete(step) else [f"{_ORBAX_METADATA} is missing"]
     try:
         known = json.loads(text)
         files = {
             str(name): (int(size), str(digest))
-            for name, (size, digest) in (known if _is_old(text) else known["files"]).items()
+            for name, (size, digest) in (known if _is_old_format(text) else known["files"]).items()
         }
-        if not _is_old(text) and known["sha256"] != _of_body(known):
-            return [f"{FILE} has changed"]
+        if not _is_old_format(text) and known["sha256"] != _body_digest(known):
+            return [f"{DIGESTS_FILE} has changed"]
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
-        return [f"{FILE} is not what a run writes"]
+        return [f"{DIGESTS_FILE} is not what a run writes"]
     problems = [p for name, size in files.items() for p in _problems(step / name, *size, quick)]
-    if _is_old(text):
+    if _is_old_format(text):
         return problems
     if known["step"] != int(step.name):
         problems.insert(0, f"it is step {known['step']}, renamed or copied")
@@ -113,7 +113,7 @@ def damage(step: Path, *, quick: bool = False) -> list[str]:
     return problems + [f"{name} does not belong to it" for name in there if name not in files]
 
 
-def set_aside(step: Path, why: str) -> Path:
+def quarantine(step: Path, why: str) -> Path:
     """Renames the folder of a step to `<step>.<why>`, or `<step>.<why>-2` and so on."""
     names = (f"{step.name}.{why}", *(f"{step.name}.{why}-{i}" for i in range(2, 1000)))
     free = (step.with_name(name) for name in names if not os.path.lexists(step.with_name(name)))
@@ -122,7 +122,7 @@ def set_aside(step: Path, why: str) -> Path:
     return aside
 
 
-def described(step: Path, problems: list[str]) -> str:
+def describe_corruption(step: Path, problems: list[str]) -> str:
     """One sentence on a damaged step."""
     more = len(problems) - MAX_LISTED
     listed = problems[:MAX_LISTED] + ([f"and {more} more"] if more > 0 else [])
@@ -134,12 +134,12 @@ def sha256_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _of_body(known: Mapping[str, Any]) -> str:
+def _body_digest(known: Mapping[str, Any]) -> str:
     body = {"step": known["step"], "files": known["files"]}
     return sha256_of(json.dumps(body, sort_keys=True).encode())
 
 
-def _is_old(text: bytes) -> bool:
+def _is_old_format(text: bytes) -> bool:
     """Returns whether an older version wrote these digests, which do not name the step."""
     try:
         known = json.loads(text)
@@ -167,7 +167,7 @@ def _files(step: Path) -> Iterator[Path]:
     for folder, folders, names in os.walk(step, onerror=stop):
         folders.sort()
         for name in sorted(names):
-            if not name.startswith(".") and (folder, name) != (str(step), FILE):
+            if not name.startswith(".") and (folder, name) != (str(step), DIGESTS_FILE):
                 yield Path(folder, name)
 
 
@@ -178,7 +178,7 @@ def _digest(file: Path) -> tuple[int, str]:
 
 
 def _problems(file: Path, size: int, digest: str, quick: bool) -> Iterator[str]:
-    found = status(file)
+    found = stat_or_none(file)
     if found is None:
         yield f"{file.name} is missing"
     elif not is_file(file):

@@ -9,24 +9,23 @@ import orbax.checkpoint as ocp
 
 from ..._input import MOST_JSON_BYTES, is_file
 from ..plan._setup import Setup
-from ..runtime._multihost import agreed
-from ..runtime._reading import is_folder, names_in
+from ..runtime._multihost import broadcast_from_first
+from ..runtime._reading import is_folder, list_names
 from ..step._state import TrainState
 from ..step._step import init_state
-from ._canonical import canonical_shapes, from_canonical, with_layers_after
-from ._digests import FILE as DIGESTS
-from ._digests import damage, described, has_digests, is_complete
+from ._canonical import canonical_shapes, state_from_canonical, with_layers_after
+from ._digests import DIGESTS_FILE, describe_corruption, find_corruption, has_digests, is_complete
 from ._store import (
-    Leaves,
-    check_same,
-    leaves_of,
-    read_checkpoints,
+    LeafSpecs,
+    check_same_leaves,
+    leaf_specs,
+    open_checkpoints_read_only,
     read_metadata,
     restore_weights,
-    saved_leaves,
+    saved_leaf_specs,
 )
 
-CHECKPOINTS, WEIGHTS = "checkpoints", "weights"
+CHECKPOINTS_FOLDER, WEIGHTS_FOLDER = "checkpoints", "weights"
 """Folders of a run, and of `jaxpipe convert`."""
 
 _NOT_COMPUTED = ("load_balance_loss_weight",)
@@ -44,24 +43,24 @@ def first_state(setup: Setup) -> TrainState:
     """
     if not setup.config.init_from:
         return init_state(setup)
-    folder = checkpoints_in(Path(setup.config.init_from))
-    with read_checkpoints(folder) as checkpoints:
-        step = step_in(checkpoints, None, allow_unverified=setup.config.allow_unverified)
-        step = agreed(step)
+    folder = checkpoints_folder(Path(setup.config.init_from))
+    with open_checkpoints_read_only(folder) as checkpoints:
+        step = verified_step(checkpoints, None, allow_unverified=setup.config.allow_unverified)
+        step = broadcast_from_first(step)
         metadata = read_metadata(checkpoints, step)
         as_saved = with_layers_after(setup, metadata.get("layers_after", 0))
         wanted = canonical_shapes(as_saved)["weights"]
         where = f"`init_from` is {setup.config.init_from!r}: {checkpoints.directory} step {step}"
-        saved = saved_leaves(checkpoints, step, "weights")
-        check_same(_widened(saved, setup), leaves_of(wanted), where, _ADVICE)
+        saved = saved_leaf_specs(checkpoints, step, "weights")
+        check_same_leaves(_as_restored(saved, setup), leaf_specs(wanted), where, _ADVICE)
         check_same_sizes(metadata["model"], setup, where, _ADVICE, ignored=_NOT_COMPUTED)
         state = init_state(setup)
         del state["weights"]  # room for the others
         weights = restore_weights(checkpoints, step, wanted)
-    return state | from_canonical(setup, {"weights": weights})
+    return state | state_from_canonical(setup, {"weights": weights})
 
 
-def _widened(saved: Leaves, setup: Setup) -> Leaves:
+def _as_restored(saved: LeafSpecs, setup: Setup) -> LeafSpecs:
     """What `saved` is as it will be read: bfloat16 may become float32, and nothing is rounded."""
     if setup.config.weight_dtype != "float32":
         return saved
@@ -71,21 +70,21 @@ def _widened(saved: Leaves, setup: Setup) -> Leaves:
     }
 
 
-def checkpoints_in(folder: Path) -> Path:
+def checkpoints_folder(folder: Path) -> Path:
     """The checkpoints of a run's folder, or of one that `jaxpipe convert` made.
 
     Raises:
         ValueError: If it has none.
         RunError: If it cannot be read.
     """
-    for name in (CHECKPOINTS, WEIGHTS):
+    for name in (CHECKPOINTS_FOLDER, WEIGHTS_FOLDER):
         if is_folder(folder / name):
-            names_in(folder / name)  # which orbax would fail to without a word on why
+            list_names(folder / name)  # which orbax would fail to without a word on why
             _check_regular(folder / name)
             return folder / name
     raise ValueError(
-        f"{folder} has neither `{CHECKPOINTS}` nor `{WEIGHTS}`. Give the folder of a run, or one "
-        "that `jaxpipe convert` made."
+        f"{folder} has neither `{CHECKPOINTS_FOLDER}` nor `{WEIGHTS_FOLDER}`. Give the folder "
+        "of a run, or one that `jaxpipe convert` made."
     )
 
 
@@ -104,7 +103,7 @@ def _check_regular(folder: Path) -> None:
             raise ValueError(f"{file} has more than {MOST_JSON_BYTES:,} bytes. Copy it again.")
 
 
-def step_in(
+def verified_step(
     checkpoints: ocp.CheckpointManager, step: int | None, *, allow_unverified: bool = False
 ) -> int:
     """The step, or the newest complete one.
@@ -125,13 +124,15 @@ def step_in(
     saved = folder / str(step)
     if not has_digests(saved) and not allow_unverified:
         raise ValueError(
-            f"{saved / DIGESTS} is missing, empty or of an older version, so nothing says whether "
-            "the checkpoint is still what was saved. Put the file back, give another step, or "
-            "allow this one: `allow_unverified=true` of `jaxpipe train`, `--allow-unverified` of "
-            "`jaxpipe convert`."
+            f"{saved / DIGESTS_FILE} is missing, empty or of an older version, so nothing says "
+            "whether the checkpoint is still what was saved. Put the file back, give another step, "
+            "or allow this one: `allow_unverified=true` of `jaxpipe train`, `--allow-unverified` "
+            "of `jaxpipe convert`."
         )
-    if problems := damage(saved):
-        raise ValueError(f"{described(saved, problems)} Give another step, or copy it again.")
+    if problems := find_corruption(saved):
+        raise ValueError(
+            f"{describe_corruption(saved, problems)} Give another step, or copy it again."
+        )
     return step
 
 

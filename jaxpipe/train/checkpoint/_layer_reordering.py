@@ -18,13 +18,13 @@ from ..step._per_stage_state import layer_ids_by_rank
 
 
 @runtime_checkable
-class Moves(Protocol):
+class LayerReordering(Protocol):
     """From a stack as it lies on ranks, such as [R, S, layers, ...], to [L, ...] and back.
 
     What has been moved is deleted.
     """
 
-    def to_order(self, x: jax.Array, where: NamedSharding) -> jax.Array:
+    def to_layer_order(self, x: jax.Array, where: NamedSharding) -> jax.Array:
         """Layers in forward order.
 
         Args:
@@ -33,7 +33,7 @@ class Moves(Protocol):
         """
         ...
 
-    def to_ranks(self, x: jax.Array, where: NamedSharding, wanted: NamedSharding) -> jax.Array:
+    def to_rank_order(self, x: jax.Array, where: NamedSharding, wanted: NamedSharding) -> jax.Array:
         """The inverse.
 
         Args:
@@ -44,20 +44,22 @@ class Moves(Protocol):
         ...
 
 
-def moves_of(setup: Setup) -> Moves:
+def layer_reordering(setup: Setup) -> LayerReordering:
     """Those of a run. They compile at their first call for every shape and sharding."""
-    numbers = _numbers(setup)
-    return _Reshapes(setup, numbers.shape) if is_in_order(setup) else _Exchanges(setup, numbers)
+    numbers = _layer_ids(setup)
+    return (
+        LocalReshape(setup, numbers.shape) if is_in_layer_order(setup) else AllToAll(setup, numbers)
+    )
 
 
-def is_in_order(setup: Setup) -> bool:
+def is_in_layer_order(setup: Setup) -> bool:
     """Whether ranks have their layers in forward order, none of them twice or padded."""
-    numbers = _numbers(setup)
+    numbers = _layer_ids(setup)
     ranks_first = setup.per_stage_state or setup.layout.num_repeats == 1
     return ranks_first and np.array_equal(numbers.ravel(), np.arange(numbers.size))
 
 
-class _Reshapes:
+class LocalReshape:
     """Of ranks that have their layers in forward order: nothing leaves its device."""
 
     def __init__(self, setup: Setup, dims: tuple[int, ...]) -> None:
@@ -67,18 +69,18 @@ class _Reshapes:
         def stacked(x: jax.Array) -> jax.Array:
             return x.reshape(*dims, *x.shape[1:])
 
-        self._flat = cache(partial(on_mesh, setup, flat))
-        self._stacked = cache(partial(on_mesh, setup, stacked))
+        self._flat = cache(partial(jit_on_mesh, setup, flat))
+        self._stacked = cache(partial(jit_on_mesh, setup, stacked))
 
-    def to_order(self, x: jax.Array, where: NamedSharding) -> jax.Array:
-        return deleting(self._flat(where), x)
+    def to_layer_order(self, x: jax.Array, where: NamedSharding) -> jax.Array:
+        return move_and_delete(self._flat(where), x)
 
-    def to_ranks(self, x: jax.Array, where: NamedSharding, wanted: NamedSharding) -> jax.Array:
+    def to_rank_order(self, x: jax.Array, where: NamedSharding, wanted: NamedSharding) -> jax.Array:
         del where
-        return deleting(self._stacked(wanted), x)
+        return move_and_delete(self._stacked(wanted), x)
 
 
-class _Exchanges:
+class AllToAll:
     """Of all others: ranks exchange parts of layers, until each has its part of every layer. There
     any order is within reach without another exchange."""
 
@@ -94,24 +96,24 @@ class _Exchanges:
             x = models.where_present(x[numbers.ravel()], numbers)
             return x.reshape(*numbers.shape, *x.shape[1:])
 
-        self._ordered = cache(partial(on_mesh, setup, ordered))
-        self._stacked = cache(partial(on_mesh, setup, stacked))
-        self._exchanged = cache(partial(on_mesh, setup, jnp.copy))
+        self._ordered = cache(partial(jit_on_mesh, setup, ordered))
+        self._stacked = cache(partial(jit_on_mesh, setup, stacked))
+        self._exchanged = cache(partial(jit_on_mesh, setup, jnp.copy))
 
-    def to_order(self, x: jax.Array, where: NamedSharding) -> jax.Array:
-        x = deleting(self._exchanged(self._whole_layers(where)), x)
-        return deleting(self._ordered(where), x)
+    def to_layer_order(self, x: jax.Array, where: NamedSharding) -> jax.Array:
+        x = move_and_delete(self._exchanged(self._whole_layers(where)), x)
+        return move_and_delete(self._ordered(where), x)
 
-    def to_ranks(self, x: jax.Array, where: NamedSharding, wanted: NamedSharding) -> jax.Array:
-        x = deleting(self._stacked(self._whole_layers(where)), x)
-        return deleting(self._exchanged(wanted), x)
+    def to_rank_order(self, x: jax.Array, where: NamedSharding, wanted: NamedSharding) -> jax.Array:
+        x = move_and_delete(self._stacked(self._whole_layers(where)), x)
+        return move_and_delete(self._exchanged(wanted), x)
 
     def _whole_layers(self, where: NamedSharding) -> NamedSharding:
         """How a stack on ranks lies that is divided as one in forward order, but not by layers."""
         return NamedSharding(where.mesh, PartitionSpec(*[None] * self._num_dims, *where.spec[1:]))
 
 
-def deleting(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+def move_and_delete(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """What `move` makes of an array, which is then deleted."""
     found = move(x)
     delete(x, once=found)
@@ -125,7 +127,7 @@ def delete(tree: PyTree, *, once: PyTree) -> None:
         x.delete()
 
 
-def on_mesh(setup: Setup, f: Callable[..., PyTree], where: PyTree) -> Callable[..., PyTree]:
+def jit_on_mesh(setup: Setup, f: Callable[..., PyTree], where: PyTree) -> Callable[..., PyTree]:
     """`f` compiled for arrays on `setup.mesh`, whose explicit axes do not follow moving layers.
 
     Args:
@@ -135,7 +137,7 @@ def on_mesh(setup: Setup, f: Callable[..., PyTree], where: PyTree) -> Callable[.
     """
     work: Any = f
     if setup.config.shard_mode == "explicit":
-        work = jax.sharding.auto_axes(f, out_sharding=jax.tree.map(_on_explicit_axes, where))
+        work = jax.sharding.auto_axes(f, out_sharding=jax.tree.map(_with_explicit_axes_only, where))
     program = jax.jit(work, out_shardings=where)
 
     def run(*arrays: jax.Array) -> PyTree:
@@ -145,14 +147,14 @@ def on_mesh(setup: Setup, f: Callable[..., PyTree], where: PyTree) -> Callable[.
     return run
 
 
-def _on_explicit_axes(where: NamedSharding) -> NamedSharding:
+def _with_explicit_axes_only(where: NamedSharding) -> NamedSharding:
     """What a type says of `where`."""
     kinds = zip(where.mesh.axis_names, where.mesh.axis_types, strict=True)
     others = [axis for axis, kind in kinds if kind is not AxisType.Explicit]
     return NamedSharding(where.mesh, without_axes(where.spec, others))
 
 
-def _numbers(setup: Setup) -> Int[np.ndarray, "..."]:
+def _layer_ids(setup: Setup) -> Int[np.ndarray, "..."]:
     """Of every place of a stack on ranks the number of its layer, or -1 if it has none."""
     if setup.per_stage_state:
         return layer_ids_by_rank(setup)

@@ -15,22 +15,22 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from ..._durable import rename
-from ..runtime._reading import names_in
+from ..runtime._reading import list_names
 from ._digests import write_digests
 
 _Temporary = ocp.path.atomicity.AtomicRenameTemporaryPath
 
-REMOVED = ".removed"
+REMOVED_FOLDER = ".removed"
 """The folder, among the checkpoints, to which a step is moved before its files are deleted."""
 
-UNSEALED = "unsealed"
+UNSEALED_SUFFIX = "unsealed"
 """The suffix of the folder of a step that is written and has no digests yet."""
 
 _TEMPORARY = ".orbax-checkpoint-tmp"
 """A part of the name of every folder that Orbax is writing."""
 
 
-def sealing(on_saved: Callable[[int], None]) -> type[_Temporary]:
+def sealed_path_class(on_saved: Callable[[int], None]) -> type[_Temporary]:
     """Returns a class of temporary folders for Orbax: digests are written before a step is named.
 
     Args:
@@ -42,12 +42,12 @@ def sealing(on_saved: Callable[[int], None]) -> type[_Temporary]:
         def from_final(cls, final_path: Any, **options: Any) -> Any:
             if not final_path.name.isdigit():  # a part of a step
                 return _Temporary.from_final(final_path, **options)
-            unsealed = final_path.with_name(f"{final_path.name}.{UNSEALED}")
+            unsealed = final_path.with_name(f"{final_path.name}.{UNSEALED_SUFFIX}")
             return super().from_final(unsealed, **options)
 
         def get_final(self) -> Any:
             unsealed = super().get_final()
-            return unsealed.with_name(unsealed.name.removesuffix(f".{UNSEALED}"))
+            return unsealed.with_name(unsealed.name.removesuffix(f".{UNSEALED_SUFFIX}"))
 
         def finalize(self) -> Any:
             renamed = super().finalize()  # from orbax's temporary name
@@ -68,12 +68,14 @@ def sealing(on_saved: Callable[[int], None]) -> type[_Temporary]:
 
 def leftovers(folder: Path) -> list[Path]:
     """Returns the partial folders that killed runs have left in a folder of checkpoints."""
-    names = (name for name in names_in(folder) if _TEMPORARY in name or name.endswith(UNSEALED))
+    names = (
+        name for name in list_names(folder) if _TEMPORARY in name or name.endswith(UNSEALED_SUFFIX)
+    )
     return [*map(folder.joinpath, names), *_removed(folder)]
 
 
 def _removed(folder: Path) -> list[Path]:
-    return [folder / REMOVED / name for name in names_in(folder / REMOVED)]
+    return [folder / REMOVED_FOLDER / name for name in list_names(folder / REMOVED_FOLDER)]
 
 
 def empty_removed(folder: Path) -> None:
@@ -81,4 +83,4 @@ def empty_removed(folder: Path) -> None:
     for step in _removed(folder):
         shutil.rmtree(step, ignore_errors=True)
     with suppress(OSError):
-        (folder / REMOVED).rmdir()
+        (folder / REMOVED_FOLDER).rmdir()

@@ -17,12 +17,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
-from ..runtime._multihost import agreed, is_first
+from ..runtime._multihost import broadcast_from_first, is_first_process
 from ..runtime._stop import RunError
-from ._digests import is_complete, set_aside, steps_in
-from ._sealing import REMOVED, empty_removed, sealing
+from ._digests import is_complete, quarantine, steps_in
+from ._sealing import REMOVED_FOLDER, empty_removed, sealed_path_class
 
-Leaves = dict[str, tuple[tuple[int, ...], str]]
+LeafSpecs = dict[str, tuple[tuple[int, ...], str]]
 """Shape and dtype of every leaf, by its path."""
 
 MAX_LISTED = 8
@@ -53,15 +53,15 @@ def open_checkpoints(
     """
     path = Path(folder).absolute()
     path.mkdir(parents=True, exist_ok=True)
-    if is_first():
-        _set_aside_incomplete(path)
+    if is_first_process():
+        _quarantine_incomplete(path)
     newest = ocp.checkpoint_managers.LatestN(max_to_keep)
     policies = (newest, _Best(keep_best)) if keep_best else (newest,)
     return ocp.CheckpointManager(
         path,
         options=ocp.CheckpointManagerOptions(
-            temporary_path_class=sealing(on_saved),
-            todelete_subdir=REMOVED,
+            temporary_path_class=sealed_path_class(on_saved),
+            todelete_subdir=REMOVED_FOLDER,
             preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(policies),
             best_fn=_loss_of if keep_best else None,  # without one orbax keeps no metrics
             best_mode="min",
@@ -71,7 +71,7 @@ def open_checkpoints(
     )
 
 
-def read_checkpoints(folder: str | PathLike[str]) -> ocp.CheckpointManager:
+def open_checkpoints_read_only(folder: str | PathLike[str]) -> ocp.CheckpointManager:
     """Opens what another run has saved, and may be saving: nothing changes there.
 
     Its steps may be incomplete.
@@ -118,17 +118,17 @@ def latest_step(checkpoints: ocp.CheckpointManager) -> int | None:
 
 def best_step(checkpoints: ocp.CheckpointManager) -> int | None:
     """The complete step with the least `eval_loss`, if any has one."""
-    found = {step: x for step, x in _losses(checkpoints).items() if math.isfinite(x)}
+    found = {step: x for step, x in _eval_losses(checkpoints).items() if math.isfinite(x)}
     return min(found, key=lambda step: found[step]) if found else None
 
 
-def _losses(checkpoints: ocp.CheckpointManager) -> dict[int, float]:
+def _eval_losses(checkpoints: ocp.CheckpointManager) -> dict[int, float]:
     """The `eval_loss` of every complete step that has one."""
     found = {step: checkpoints.metrics(step) for step in checkpoints.all_steps()}
     return {step: _loss_of(metrics) for step, metrics in found.items() if metrics}
 
 
-def best_keeper(
+def best_loss_tracker(
     checkpoints: ocp.CheckpointManager | None, keep_best: int
 ) -> Callable[[float], bool]:
     """Whether a state with this `eval_loss` is one of the best so far; all processes hear the same.
@@ -139,11 +139,11 @@ def best_keeper(
     """
     if checkpoints is None or not keep_best:
         return lambda loss: False
-    losses = [*_losses(checkpoints).values()]
+    losses = [*_eval_losses(checkpoints).values()]
 
     def is_best(loss: float) -> bool:
         ahead = sum(other <= loss for other in losses)
-        if not agreed(int(math.isfinite(loss) and ahead < keep_best)):
+        if not broadcast_from_first(int(math.isfinite(loss) and ahead < keep_best)):
             return False
         losses.append(loss)
         return True
@@ -181,9 +181,9 @@ def save_checkpoint(
         )
     if newest == step:
         return
-    with naming_failed_saves(checkpoints):
+    with failed_saves_as_run_errors(checkpoints):
         checkpoints.wait_until_finished()  # as orbax does, before another one goes to `.removed`
-        if is_first():
+        if is_first_process():
             empty_removed(Path(checkpoints.directory))
         checkpoints.save(
             step,
@@ -196,7 +196,7 @@ def save_checkpoint(
 
 
 @contextmanager
-def closing(checkpoints: ocp.CheckpointManager) -> Iterator[ocp.CheckpointManager]:
+def closing_checkpoints(checkpoints: ocp.CheckpointManager) -> Iterator[ocp.CheckpointManager]:
     """Waits in the end for what is being saved.
 
     Raises:
@@ -205,14 +205,14 @@ def closing(checkpoints: ocp.CheckpointManager) -> Iterator[ocp.CheckpointManage
     try:
         yield checkpoints
     finally:
-        with naming_failed_saves(checkpoints):
+        with failed_saves_as_run_errors(checkpoints):
             checkpoints.close()
-            if is_first():
+            if is_first_process():
                 empty_removed(Path(checkpoints.directory))
 
 
 @contextmanager
-def naming_failed_saves(checkpoints: ocp.CheckpointManager) -> Iterator[None]:
+def failed_saves_as_run_errors(checkpoints: ocp.CheckpointManager) -> Iterator[None]:
     """Around what waits for a save, this one's or the one before.
 
     Raises:
@@ -250,8 +250,8 @@ def restore_checkpoint(
         ValueError: If names, shapes or dtypes differ; before any array is read.
         RunError: If it cannot be read.
     """
-    saved = saved_leaves(checkpoints, step)
-    check_same(saved, leaves_of(abstract_state), f"{checkpoints.directory} step {step}")
+    saved = saved_leaf_specs(checkpoints, step)
+    check_same_leaves(saved, leaf_specs(abstract_state), f"{checkpoints.directory} step {step}")
     try:
         restored = checkpoints.restore(
             step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
@@ -270,7 +270,7 @@ def restore_weights(
     """The weights of a step alone, in the shardings and dtypes asked for."""
     wanted = {"weights": abstract_weights}
     how = ocp.checkpoint_utils.construct_restore_args(wanted)
-    return _restored_part(checkpoints, step, wanted, how)["weights"]
+    return _restore_part(checkpoints, step, wanted, how)["weights"]
 
 
 def restore_leaf(checkpoints: ocp.CheckpointManager, step: int, path: str) -> np.ndarray:
@@ -280,19 +280,19 @@ def restore_leaf(checkpoints: ocp.CheckpointManager, step: int, path: str) -> np
     how: Any = ocp.RestoreArgs(restore_type=np.ndarray)
     for name in reversed(names):
         wanted, how = {name: wanted}, {name: how}
-    found = _restored_part(checkpoints, step, wanted, how)
+    found = _restore_part(checkpoints, step, wanted, how)
     for name in names:
         found = found[name]
     return found
 
 
-def saved_leaves(checkpoints: ocp.CheckpointManager, step: int, branch: str = "") -> Leaves:
+def saved_leaf_specs(checkpoints: ocp.CheckpointManager, step: int, branch: str = "") -> LeafSpecs:
     """What is saved of a step, or of a branch of its state. No array is read."""
     tree = checkpoints.item_metadata(step)["state"].tree
-    return leaves_of(tree[branch] if branch else tree)
+    return leaf_specs(tree[branch] if branch else tree)
 
 
-def _restored_part(
+def _restore_part(
     checkpoints: ocp.CheckpointManager, step: int, wanted: PyTree, how: PyTree
 ) -> PyTree:
     """Some leaves of a state, each as its restore arguments say."""
@@ -302,14 +302,14 @@ def _restored_part(
         return checkpointer.restore(folder, args=args)
 
 
-def _set_aside_incomplete(folder: Path) -> None:
+def _quarantine_incomplete(folder: Path) -> None:
     """Orbax takes every folder with a number for a step, and would resume from an empty one."""
     for step in steps_in(folder):
         if not is_complete(step):
-            set_aside(step, "incomplete")
+            quarantine(step, "incomplete")
 
 
-def leaves_of(tree: PyTree) -> Leaves:
+def leaf_specs(tree: PyTree) -> LeafSpecs:
     """Of any tree; the same for a state and orbax's metadata of it, whose tuples are lists."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): (
@@ -320,9 +320,9 @@ def leaves_of(tree: PyTree) -> Leaves:
     }
 
 
-def check_same(
-    saved: Leaves,
-    wanted: Leaves,
+def check_same_leaves(
+    saved: LeafSpecs,
+    wanted: LeafSpecs,
     where: str,
     advice: str = "Use the config it was saved with, or another `run_name`.",
 ) -> None:

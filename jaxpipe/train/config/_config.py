@@ -7,7 +7,7 @@ from typing import get_args
 from pydantic import model_validator
 
 from ...autodiff import TENSORS, kept_names
-from ...data import READ_BY, Kind
+from ...data import FIELD_READERS, SourceType
 from ._keys import ConfigKeys
 
 _ONE_PROGRAM = ("none", "circular", "scheduled")
@@ -37,10 +37,10 @@ _ENGINES_BY_KEY: dict[str, tuple[str, ...]] = {
 }
 """Keys that some engines do not read, with the engines that do."""
 
-_FILES = get_args(Kind)
+_FILES = get_args(SourceType)
 _DATASET_TYPES_BY_KEY: dict[str, tuple[str, ...]] = {
     "data_files": _FILES,
-    **READ_BY,
+    **FIELD_READERS,
     "data_sources": ("mixture",),
     "tokenizer_path": ("text", "jsonl", "parquet", "arrow", "mixture"),
     "eval_files": _FILES,

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from ..._input import plain_text
 from ...autodiff import POLICIES, Place
-from ...data import Kind, Paths, Source, TokenType
+from ...data import Paths, Source, SourceType, TokenType
 from ..optim._optimizer import LEARNING_RATE_SHAPES
 
 
@@ -133,7 +133,7 @@ class ConfigKeys(BaseModel):
     mscale: NonNegativeFloat = 1.0
 
     # The data.
-    dataset_type: Literal["synthetic", "mixture"] | Kind = "synthetic"
+    dataset_type: Literal["synthetic", "mixture"] | SourceType = "synthetic"
     data_files: Paths = ("builtin:sonnets",)
     text_separator: Text = "\n\n\n"
     text_field: Name = "text"

@@ -1,6 +1,6 @@
 """Memory and time of a run, by arithmetic."""
 
-from ._memory_estimate import Footprint as Footprint
-from ._memory_estimate import footprints as footprints
-from ._memory_estimate import held_at_most as held_at_most
+from ._memory_estimate import MemoryEstimate as MemoryEstimate
+from ._memory_estimate import estimate_memory as estimate_memory
+from ._memory_estimate import peak_live_microbatches as peak_live_microbatches
 from ._timeline import predicted_timeline as predicted_timeline

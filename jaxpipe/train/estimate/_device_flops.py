@@ -1,6 +1,12 @@
-"""What devices can do at most: dense matrix products in bfloat16, with sums in float32."""
+"""Compares the speed of a run with the peak of its devices.
+
+The peak is that of dense matrix products in bfloat16 that accumulate in float32.
+"""
 
 from typing import Any
+
+from ... import models
+from ..plan._setup import Setup
 
 _TFLOPS = {
     # docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e and tpu7x: 2307 a chip, which is two devices.
@@ -22,14 +28,54 @@ _TFLOPS = {
     "NVIDIA H200": 989.0,
     "NVIDIA B200": 2250.0,
 }
-"""By the name that JAX has for a device, in 1e12 floating-point operations a second."""
+"""The peak of a device by the `device_kind` of JAX, in 1e12 floating-point operations a second."""
 
 
 def peak_tflops(device: Any, given: float) -> float | None:
-    """What a device can do, in 1e12 floating-point operations a second; None if nobody knows.
+    """Returns the peak of a device, in 1e12 floating-point operations a second.
 
     Args:
-        device: Of JAX.
-        given: What the config says; 0 for nothing.
+        device: A device of JAX.
+        given: The peak that the config gives; 0 if it gives none.
+
+    Returns:
+        `given` if it is not 0; else the published peak, or None if the device is not in the table.
     """
     return given or _TFLOPS.get(device.device_kind)
+
+
+def model_flops(setup: Setup) -> float:
+    """Returns the floating-point operations of the model in a step, over all devices.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        The operations of matrix products, forward and backward, without recomputed ones.
+    """
+    length = setup.config.max_target_length
+    return models.matmul_flops_per_token(setup.model_config, length) * setup.batch_size * length
+
+
+def speed_metrics(setup: Setup, seconds: float) -> dict[str, float]:
+    """Returns the metrics of the speed of a step.
+
+    Recomputed operations are not counted: FLOPs are those of the model, not of the program.
+
+    Args:
+        setup: The run.
+        seconds: The time that the step took.
+
+    Returns:
+        The step time in seconds, tokens per second, and model FLOPs per second and device (1e12);
+        and `mfu`, their fraction of the peak of the device, if that is known.
+    """
+    tokens = setup.batch_size * setup.config.max_target_length
+    tflops = model_flops(setup) / seconds / setup.mesh.size / 1e12
+    found = {
+        "step_time_seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "tflops_per_second_per_device": tflops,
+    }
+    peak = peak_tflops(setup.mesh.devices.flat[0], setup.config.peak_tflops_per_device)
+    return found | ({"mfu": tflops / peak} if peak else {})

@@ -8,7 +8,7 @@ import jax
 
 from ..._input import shorten
 from ..plan._setup import Setup, batch_shapes
-from ._memory_estimate import Footprint, footprints
+from ._memory_estimate import MemoryEstimate, estimate_memory
 
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
@@ -25,7 +25,7 @@ def check_fits(setup: Setup) -> None:
         ValueError: If the run needs more. The error names the keys that decide how much it needs.
     """
     devices = setup.mesh.local_devices
-    found = max(footprints(setup), key=lambda footprint: footprint.total)
+    found = max(estimate_memory(setup), key=lambda footprint: footprint.total)
     batch = sum(array.size * array.dtype.itemsize for array in batch_shapes(setup).values())
     on_host = devices[0].platform == "cpu"
     # Emulated devices share the memory of the host, where batches are made too.
@@ -46,7 +46,7 @@ def host_bytes() -> int:
     return min(limits)
 
 
-def _message(setup: Setup, found: Footprint, needed: int, most: int, *, on_host: bool) -> str:
+def _message(setup: Setup, found: MemoryEstimate, needed: int, most: int, *, on_host: bool) -> str:
     config = setup.config
     of_weights = ["base_emb_dim", "base_mlp_dim", "base_num_decoder_layers", "vocab_size"]
     if hasattr(setup.model_config, "num_experts"):

@@ -19,7 +19,7 @@ from ..step._state import gradient_shardings, state_shapes, state_shardings
 
 
 @dataclass(frozen=True)
-class Footprint:
+class MemoryEstimate:
     """Bytes on a device.
 
     Attributes:
@@ -44,14 +44,14 @@ class Footprint:
         return self.weights + gradients + self.optimizer + self.stage_inputs
 
 
-def footprints(setup: Setup) -> tuple[Footprint, ...]:
+def estimate_memory(setup: Setup) -> tuple[MemoryEstimate, ...]:
     """Of a device of each rank; of one-program engines, whose devices are alike, a single one."""
     shapes, where = state_shapes(setup), state_shardings(setup)
     of_gradients, in_float32 = gradient_shardings(setup), jax.tree.map(_float32, shapes["weights"])
     found = []
-    for rank, held in enumerate(_stage_inputs(setup)):
+    for rank, held in enumerate(_stage_input_bytes(setup)):
         weights, gradients, sums, optimizer = (
-            sum(_sizes(setup, rank, tree, lie))
+            sum(_leaf_bytes(setup, rank, tree, lie))
             for tree, lie in (
                 (shapes["weights"], where["weights"]),
                 (shapes["weights"], of_gradients),
@@ -63,7 +63,7 @@ def footprints(setup: Setup) -> tuple[Footprint, ...]:
         # Of others than float32, programs of ranks add after their last loop.
         adds_late = setup.per_stage_state and jnp.dtype(setup.config.weight_dtype) != jnp.float32
         sums = others * gradients if adds_late else min(others, 1) * sums
-        found.append(Footprint(weights, gradients, sums, optimizer, held))
+        found.append(MemoryEstimate(weights, gradients, sums, optimizer, held))
     return tuple(found)
 
 
@@ -71,15 +71,15 @@ def _float32(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
 
 
-def _sizes(setup: Setup, rank: int, tree: PyTree, shardings: PyTree) -> Iterable[int]:
+def _leaf_bytes(setup: Setup, rank: int, tree: PyTree, shardings: PyTree) -> Iterable[int]:
     """Bytes of every leaf that the rank has, on one of its devices."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     for (path, leaf), where in zip(leaves, jax.tree.leaves(shardings), strict=True):
-        if not setup.per_stage_state or rank in _ranks(setup, path):
+        if not setup.per_stage_state or rank in _ranks_of_leaf(setup, path):
             yield math.prod(where.shard_shape(leaf.shape)) * jnp.dtype(leaf.dtype).itemsize
 
 
-def _ranks(setup: Setup, path: tuple[Any, ...]) -> set[int]:
+def _ranks_of_leaf(setup: Setup, path: tuple[Any, ...]) -> set[int]:
     """Where a leaf lies when every rank has a program of its own."""
     assert setup.schedule_selection is not None
     schedule = setup.schedule_selection.schedule
@@ -101,17 +101,17 @@ def _ranks(setup: Setup, path: tuple[Any, ...]) -> set[int]:
     return set(range(schedules.num_ranks(schedule)))
 
 
-def _stage_inputs(setup: Setup) -> tuple[int, ...]:
+def _stage_input_bytes(setup: Setup) -> tuple[int, ...]:
     """Of each rank, or of one for all: microbatches held at most, in bytes."""
     shape = (setup.microbatch_size, setup.config.max_target_length, setup.model_config.base_emb_dim)
     axes = ("activation_batch", "activation_length", "activation_embed")
     one = {"x": jax.ShapeDtypeStruct(shape, setup.config.dtype)}
     where = sharding.named_shardings(one, {"x": axes}, setup.mesh, setup.rules)["x"]
     size = math.prod(where.shard_shape(shape)) * jnp.dtype(setup.config.dtype).itemsize
-    return tuple(count * size for count in held_at_most(setup))
+    return tuple(count * size for count in peak_live_microbatches(setup))
 
 
-def held_at_most(setup: Setup) -> tuple[int, ...]:
+def peak_live_microbatches(setup: Setup) -> tuple[int, ...]:
     """How many stage inputs a rank keeps for backwards at a time; one number if all are alike."""
     layout = setup.layout
     if setup.schedule_selection is not None:

@@ -19,13 +19,15 @@ def predicted_timeline(setup: Setup) -> Timeline | None:
         return None
     if setup.schedule_selection is None:
         delay = 2 if config.pipeline_delay_activation_forwarding else 1
-        return _circular(setup.num_microbatches, layout.num_ranks, layout.num_repeats, delay, costs)
+        return _circular_timeline(
+            setup.num_microbatches, layout.num_ranks, layout.num_repeats, delay, costs
+        )
     if setup.schedule_selection.ticks is None:
         return schedules.simulate(setup.schedule_selection.schedule, costs)
     return schedules.simulate_ticks(setup.schedule_selection.ticks, costs)
 
 
-def _circular(
+def _circular_timeline(
     num_microbatches: int, num_ranks: int, num_repeats: int, handover: int, costs: Costs
 ) -> Timeline:
     """A loop of ticks and its transpose; what a rank hands on comes `handover` ticks later."""

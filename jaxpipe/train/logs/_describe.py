@@ -15,7 +15,7 @@ def describe(setup: Setup, done: int) -> str:
     lines = [
         f"{config.model_name}: {millions:.2f}M parameters, {config.base_num_decoder_layers} layers",
         f"engine {config.pipeline_engine} on {axes or 'one device'}: {_stages(setup)} x "
-        f"{_per_stage(setup)} layer(s){_outside(setup)}, "
+        f"{_layers_per_stage(setup)} layer(s){_layers_outside_stages(setup)}, "
         f"{setup.num_microbatches} microbatches of {setup.microbatch_size} x "
         f"{config.max_target_length} tokens{_calls(setup)}",
     ]
@@ -24,13 +24,13 @@ def describe(setup: Setup, done: int) -> str:
     elif (timeline := predicted_timeline(setup)) is not None:
         lines.append(f"schedule circular: bubble {schedules.bubble_fraction(timeline):.1%}")
     if config.debug_sharding:
-        lines += shardings_shown(setup)
+        lines += sharding_lines(setup)
     if done:
         lines.append(f"resumed after step {done}")
     return "\n".join(lines)
 
 
-def shardings_shown(setup: Setup) -> list[str]:
+def sharding_lines(setup: Setup) -> list[str]:
     """A line for every weight: its shape, and the mesh axes that each dim is split over."""
     shapes = jax.tree_util.tree_leaves_with_path(models.shapes(setup.abstract_weights))
     specs = (sharding.spec for sharding in jax.tree.leaves(weight_shardings(setup)))
@@ -47,7 +47,7 @@ def _stages(setup: Setup) -> str:
     return f"{layout.num_repeats} repeat(s) x {layout.num_ranks} rank(s)"
 
 
-def _per_stage(setup: Setup) -> str:
+def _layers_per_stage(setup: Setup) -> str:
     """Layers of a stage, or the fewest and the most."""
     counts = list(map(len, setup.layout.stage_layer_ids))
     least, most = min(counts), max(counts)
@@ -62,7 +62,7 @@ def _calls(setup: Setup) -> str:
     )
 
 
-def _outside(setup: Setup) -> str:
+def _layers_outside_stages(setup: Setup) -> str:
     """How many layers are in no stage, if any."""
     before, after = setup.config.first_num_dense_layers, setup.num_layers_after_pipeline
     parts = [f"{count} {where}" for count, where in ((before, "before"), (after, "after")) if count]

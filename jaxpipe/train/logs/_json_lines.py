@@ -21,11 +21,13 @@ def read_lines(path: Path, *, key: str) -> list[dict[str, Any]]:
         ValueError: If another line is not a JSON object with an integer `key`.
         RunError: If the file cannot be read.
     """
-    lines = whole_lines(path, most_bytes=_MOST_BYTES)
+    lines = complete_lines(path, most_bytes=_MOST_BYTES)
     return [parse_line(line, key, f"{path} line {n}") for n, line in lines]
 
 
-def whole_lines(path: Path, *, most_bytes: int | float = math.inf) -> Iterable[tuple[int, bytes]]:
+def complete_lines(
+    path: Path, *, most_bytes: int | float = math.inf
+) -> Iterable[tuple[int, bytes]]:
     """Returns every line that ends with a newline, with its number from 1 on.
 
     Args:

@@ -11,12 +11,12 @@ from typing import Any
 
 from ..._durable import write_file
 from ..runtime._stop import RunError
-from ._json_lines import parse_line, read_lines, whole_lines
+from ._json_lines import complete_lines, parse_line, read_lines
 
-Write = Callable[[int, Mapping[str, float]], None]
+WriteMetrics = Callable[[int, Mapping[str, float]], None]
 """`write(step, metrics)`; step counts from 1, the steps that are done."""
 
-FILE = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 
 FLUSH_SECONDS = 10
 """After which TensorBoard sees what was written."""
@@ -28,8 +28,8 @@ def metrics_writer(
     *,
     first_step: int,
     tensorboard: bool,
-    also: AbstractContextManager[Write] | None = None,
-) -> Iterator[Write]:
+    also: AbstractContextManager[WriteMetrics] | None = None,
+) -> Iterator[WriteMetrics]:
     """Opens a run's metrics to go on with `first_step`.
 
     A run that was killed may have written beyond the checkpoint it resumes from. Those steps come
@@ -46,14 +46,18 @@ def metrics_writer(
         `write(step, metrics)`. A line is on disk when it returns. It raises RunError if the file
         has been removed.
     """
-    path = Path(folder) / FILE
+    path = Path(folder) / METRICS_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    _drop_from(path, first_step)
+    _drop_steps_from(path, first_step)
     with ExitStack() as stack:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         file = stack.enter_context(open(descriptor, "a", encoding="utf-8", buffering=1))
-        more = stack.enter_context(also) if also else _nothing
-        event = _nothing if not tensorboard else stack.enter_context(_events(folder, first_step))
+        more = stack.enter_context(also) if also else _discard
+        event = (
+            _discard
+            if not tensorboard
+            else stack.enter_context(_tensorboard_events(folder, first_step))
+        )
 
         def write(step: int, metrics: Mapping[str, float]) -> None:
             values = {name: float(value) for name, value in metrics.items()}
@@ -79,20 +83,20 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
     return read_lines(Path(path), key="step")
 
 
-def _drop_from(path: Path, first_step: int) -> None:
+def _drop_steps_from(path: Path, first_step: int) -> None:
     if not os.path.lexists(path):
         return
-    lines = [] if first_step == 1 else whole_lines(path)
+    lines = [] if first_step == 1 else complete_lines(path)
     steps = ((line, parse_line(line, "step", f"{path} line {n}")["step"]) for n, line in lines)
     write_file(path, b"".join(line + b"\n" for line, step in steps if step < first_step))
 
 
-def _nothing(step: int, metrics: Mapping[str, float]) -> None:
+def _discard(step: int, metrics: Mapping[str, float]) -> None:
     pass
 
 
 @contextmanager
-def _events(folder: str | PathLike[str], first_step: int) -> Iterator[Write]:
+def _tensorboard_events(folder: str | PathLike[str], first_step: int) -> Iterator[WriteMetrics]:
     # Not its `SummaryWriter`: that writes in a thread, and once a full disk has ended the thread,
     # adding to its queue waits for ever.
     import tensorboardX.proto.event_pb2 as protos

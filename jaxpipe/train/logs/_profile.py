@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 
-Before = Callable[[int, Any], None]
+BeforeStep = Callable[[int, Any], None]
 """`before(step, previous)`: what the step before makes, None if nothing of it is under way."""
 
 
 @contextmanager
-def profiler(steps: range, folder: Path) -> Iterator[Before]:
+def profiler(steps: range, folder: Path) -> Iterator[BeforeStep]:
     """A function to be called before every step, which starts and ends the profile.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Literal, TextIO, cast
 Stream = TextIO | TextIOBase
 """One thing: `sys.stdout` is declared as the first and is an instance of the second."""
 
-Report = Callable[[int, Mapping[str, float]], None]
+ReportStep = Callable[[int, Mapping[str, float]], None]
 """`report(step, metrics)`; step counts from 1, the steps that are done."""
 
 
@@ -19,7 +19,7 @@ def progress(
     log_period: int,
     first_step: int = 1,
     bar: Literal["auto"] | bool = "auto",
-) -> AbstractContextManager[Report]:
+) -> AbstractContextManager[ReportStep]:
     """Shows steps as they are reported.
 
     Args:
@@ -39,7 +39,7 @@ def progress(
     return _lines(stream, num_steps, log_period)
 
 
-def describe(metrics: Mapping[str, float]) -> str:
+def format_metrics(metrics: Mapping[str, float]) -> str:
     """Metrics on one line: `loss 4.123  learning_rate 0.001`."""
     return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
@@ -49,16 +49,16 @@ def _is_evaluation(name: str) -> bool:
 
 
 @contextmanager
-def _lines(stream: Stream, num_steps: int, log_period: int) -> Iterator[Report]:
+def _lines(stream: Stream, num_steps: int, log_period: int) -> Iterator[ReportStep]:
     def report(step: int, metrics: Mapping[str, float]) -> None:
         if step % log_period == 0 or step == num_steps or any(map(_is_evaluation, metrics)):
-            print(f"step {step}/{num_steps}  {describe(metrics)}", file=stream, flush=True)
+            print(f"step {step}/{num_steps}  {format_metrics(metrics)}", file=stream, flush=True)
 
     yield report
 
 
 @contextmanager
-def _bar(stream: Stream, num_steps: int, first_step: int) -> Iterator[Report]:
+def _bar(stream: Stream, num_steps: int, first_step: int) -> Iterator[ReportStep]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Remaining
@@ -71,6 +71,6 @@ def _bar(stream: Stream, num_steps: int, first_step: int) -> Iterator[Report]:
 
         def report(step: int, metrics: Mapping[str, float]) -> None:
             evaluation.update({name: x for name, x in metrics.items() if _is_evaluation(name)})
-            bar.update(task, completed=step, metrics=describe({**metrics, **evaluation}))
+            bar.update(task, completed=step, metrics=format_metrics({**metrics, **evaluation}))
 
         yield report

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..._durable import write_file
 from ..config._config import Config
-from ._metrics import Write
+from ._metrics import WriteMetrics
 
 
 def load_wandb() -> Any:
@@ -28,7 +28,7 @@ def load_wandb() -> Any:
 
 
 @contextmanager
-def wandb_writer(config: Config, folder: Path) -> Iterator[Write]:
+def wandb_writer(config: Config, folder: Path) -> Iterator[WriteMetrics]:
     """What is told every step. A run that is resumed in its folder goes on there too.
 
     Steps that come again after a kill keep their first values there.

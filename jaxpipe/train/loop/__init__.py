@@ -1,8 +1,8 @@
 """The training loop, and where a run resumes."""
 
+from ..estimate._device_flops import model_flops as model_flops
 from ._batches import make_batches as make_batches
 from ._batches import write_corpus as write_corpus
-from ._loop import model_flops as model_flops
 from ._loop import train as train
 from ._run_history import read_starts as read_starts
 from ._run_history import record_start as record_start

@@ -7,32 +7,32 @@ from pathlib import Path
 from zlib import crc32
 
 from ...data import (
-    READ_BY,
-    AllRows,
+    FIELD_READERS,
     Batches,
     Corpus,
+    FiniteBatches,
     FirstBatches,
     Rows,
-    SomeBatches,
+    SinglePassBatches,
     Source,
-    Written,
+    TokenFileSummary,
     corpus_batches,
     load_tokenizer,
     read_corpus,
     read_documents,
-    split_off,
+    split_held_out,
     synthetic_batches,
     write_tokens,
 )
 from ..config._config import Config
 from ..plan._setup import Setup
 
-EVALUATION = 1
+EVALUATION_STREAM = 1
 """Of synthetic batches the stream; that of training is 0."""
 
 
 @dataclass(frozen=True)
-class Data:
+class RunData:
     """What a run reads.
 
     Attributes:
@@ -43,10 +43,10 @@ class Data:
     """
 
     training: Batches
-    evaluation: SomeBatches | None
+    evaluation: FiniteBatches | None
 
 
-def make_data(setup: Setup) -> Data:
+def make_data(setup: Setup) -> RunData:
     """The data of a config.
 
     Raises:
@@ -54,8 +54,8 @@ def make_data(setup: Setup) -> Data:
     """
     config = setup.config
     if config.dataset_type == "synthetic":
-        held_out = FirstBatches(_synthetic(setup, EVALUATION), config.eval_steps)
-        return Data(_synthetic(setup, 0), held_out if config.eval_interval else None)
+        held_out = FirstBatches(_synthetic(setup, EVALUATION_STREAM), config.eval_steps)
+        return RunData(_synthetic(setup, 0), held_out if config.eval_interval else None)
     sources = _sources(config)
     corpora = _corpora(config, sources, "data_files", "data_sources")
     held_out = []
@@ -73,9 +73,9 @@ def make_data(setup: Setup) -> Data:
     )
     decided_by = batches.decided_by | _tokenizer(config, sources)
     rows = tuple(Rows(corpus, config.max_target_length, config.packing) for corpus in held_out)
-    return Data(
+    return RunData(
         dataclasses.replace(batches, decided_by=decided_by),
-        AllRows(rows, setup.batch_size) if rows and config.eval_interval else None,
+        SinglePassBatches(rows, setup.batch_size) if rows and config.eval_interval else None,
     )
 
 
@@ -103,7 +103,7 @@ def _tokenizer(config: Config, sources: Sequence[Source]) -> dict[str, int | str
     return {"tokenizer": crc32(Path(path).read_bytes()) if path else "bytes"}
 
 
-def write_corpus(config: Config, file: Path) -> Written:
+def write_corpus(config: Config, file: Path) -> TokenFileSummary:
     """Writes the documents of a config as a file of tokens, for `dataset_type=tokens`.
 
     Raises:
@@ -128,13 +128,15 @@ def _eval_sources(config: Config) -> tuple[Source, ...]:
 
 def _source(config: Config, files: tuple[str, ...]) -> Source:
     """Files that are read as the keys for a single source say."""
-    read = {name: getattr(config, name) for name in READ_BY}
+    read = {name: getattr(config, name) for name in FIELD_READERS}
     return Source.model_validate({"type": config.dataset_type, "files": files, **read})
 
 
 def _split(config: Config, corpora: Sequence[Corpus]) -> list[tuple[Corpus, Corpus]]:
     return [
-        split_off(corpus, fraction=config.eval_split_fraction, seed=(config.eval_split_seed, k))
+        split_held_out(
+            corpus, fraction=config.eval_split_fraction, seed=(config.eval_split_seed, k)
+        )
         for k, corpus in enumerate(corpora)
     ]
 

@@ -38,10 +38,10 @@ def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
         before, now = ({k: v for k, v in x.items() if k in both} for x in (before, now))
     if "tokenizer" not in before or "tokenizer" not in now:  # files of tokens need none
         before, now = ({k: v for k, v in x.items() if k != "tokenizer"} for x in (before, now))
-    was, found = dict(_flat(before)), dict(_flat(now))
+    was, found = dict(_flatten(before)), dict(_flatten(now))
     names = [*found, *(name for name in was if name not in found)]
     return changes + [
-        f"{_in_words(name)} was {_value(was, name)} and is {_value(found, name)}"
+        f"{_readable_name(name)} was {_value(was, name)} and is {_value(found, name)}"
         for name in names
         if was.get(name) != found.get(name)
     ]
@@ -116,7 +116,7 @@ def check_learning_rate(before: int, config: Config, done: int) -> str:
     return f"warning: {what}"
 
 
-def _in_words(name: str) -> str:
+def _readable_name(name: str) -> str:
     if found := re.fullmatch(r"weights\[(\d+)\]", name):
         return f"the weight of source {found[1]}"
     if found := re.fullmatch(r"sources\[(\d+)\]\.(\w+)", name):
@@ -130,13 +130,13 @@ def _value(values: Mapping[str, Any], name: str) -> str:
     return "none (not shuffled)" if values[name] is None else str(values[name])
 
 
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Numbers and words by their paths, such as `sources[0].tokens`."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _flat(inner, f"{name}.{key}" if name else key)
+            yield from _flatten(inner, f"{name}.{key}" if name else key)
     elif isinstance(value, list | tuple):
         for i, inner in enumerate(value):
-            yield from _flat(inner, f"{name}[{i}]")
+            yield from _flatten(inner, f"{name}[{i}]")
     else:
         yield name, value

@@ -15,32 +15,37 @@ import jax
 import orbax.checkpoint as ocp
 import yaml
 
-from ... import models, mpmd
+from ... import mpmd
 from ..._durable import write_file
 from ...data import Batches
-from ..checkpoint._canonical import canonical_shapes, from_canonical, lending, with_layers_after
-from ..checkpoint._checkpoint_timer import ByTime
+from ..checkpoint._canonical import (
+    canonical_round_trip,
+    canonical_shapes,
+    state_from_canonical,
+    with_layers_after,
+)
+from ..checkpoint._checkpoint_timer import CheckpointTimer
 from ..checkpoint._init_from import check_same_sizes, first_state
 from ..checkpoint._store import (
-    best_keeper,
-    closing,
+    best_loss_tracker,
+    closing_checkpoints,
     open_checkpoints,
     read_metadata,
     restore_checkpoint,
     save_checkpoint,
 )
 from ..config._config import Config, parse_profile_steps
-from ..estimate._device_flops import peak_tflops
+from ..estimate._device_flops import speed_metrics
 from ..estimate._fits import check_fits
 from ..logs._describe import describe
-from ..logs._metrics import Write, metrics_writer
-from ..logs._profile import Before, profiler
-from ..logs._progress import Report, Stream, progress
+from ..logs._metrics import WriteMetrics, metrics_writer
+from ..logs._profile import BeforeStep, profiler
+from ..logs._progress import ReportStep, Stream, progress
 from ..logs._wandb import load_wandb, wandb_writer
 from ..plan._from_config import set_up
 from ..plan._setup import Setup
-from ..runtime._multihost import agreed, is_first
-from ..runtime._run_folder import by_first, run_folder
+from ..runtime._multihost import broadcast_from_first, is_first_process
+from ..runtime._run_folder import locked_run_folder, on_first_process
 from ..runtime._step_watch import StepWatch
 from ..runtime._stop import ShouldStop, StopRequests, TerminatedError, check_step
 from ..step._evaluate import Evaluate, make_evaluate
@@ -48,15 +53,22 @@ from ..step._mpmd import trace_mpmd_train_step
 from ..step._state import TrainState
 from ..step._step import make_train_step, shard_batch_of_step
 from ._batches import make_data
-from ._resume import Resume, check_resume, cut_metrics, find_resume, history_metadata, tidy
-from ._run_history import read_saved, record_saved, record_start, set_history_aside
+from ._resume import (
+    ResumePoint,
+    check_resume,
+    clean_up,
+    find_resume_point,
+    history_metadata,
+    truncate_metrics,
+)
+from ._run_history import archive_history, read_saved, record_saved, record_start
 
 Metrics = dict[str, float]
 
 Save = Callable[[int, TrainState, Metrics], Callable[[], TrainState]]
 """Takes a checkpoint and the state with it. Returns what puts the state back."""
 
-Values = Mapping[str, jax.Array | mpmd.MpmdArray]
+DeviceMetrics = Mapping[str, jax.Array | mpmd.MpmdArray]
 """Metrics that may not be computed yet."""
 
 
@@ -86,7 +98,7 @@ def train(
         KeyboardInterrupt: If SIGINT came before the first step was made, or a second time.
         RuntimeError: If a step, a checkpoint or a batch fails later.
     """
-    shown: Stream = (stream or sys.stdout) if is_first() else io.StringIO()
+    shown: Stream = (stream or sys.stdout) if is_first_process() else io.StringIO()
     if config.jax_cache_dir:
         jax.config.update("jax_compilation_cache_dir", config.jax_cache_dir)
     if config.enable_wandb:
@@ -101,27 +113,31 @@ def train(
         stack.enter_context(watch)
         if not setup.per_stage_state:
             stack.enter_context(jax.set_mesh(setup.mesh))
-        stack.enter_context(run_folder(folder))
+        stack.enter_context(locked_run_folder(folder))
         stop = stack.enter_context(StopRequests())  # until the last checkpoint is written
-        found = by_first(lambda: find_resume(folder, config), f"cannot go on in {str(folder)!r}")
-        done = agreed(found.step if found else 0)
-        warnings = _checked(found, setup, batch_at, done)
-        said = by_first(lambda: tidy(found) if found else [], f"cannot tidy {str(folder)!r}")
+        found = on_first_process(
+            lambda: find_resume_point(folder, config), f"cannot go on in {str(folder)!r}"
+        )
+        done = broadcast_from_first(found.step if found else 0)
+        warnings = _check_resume_on_first(found, setup, batch_at, done)
+        said = on_first_process(
+            lambda: clean_up(found) if found else [], f"cannot tidy {str(folder)!r}"
+        )
         print("".join(f"{line}\n" for line in said or []), end="", file=shown)
         if done >= config.steps:
             print(f"{folder} has all {done} steps. Nothing to do.", file=shown)
             return []
-        checkpoints = stack.enter_context(_checkpoints(config, folder))
-        restored = restored_state(setup, checkpoints, done) if checkpoints and done else None
+        checkpoints = stack.enter_context(_open_run_checkpoints(config, folder))
+        restored = restore_state(setup, checkpoints, done) if checkpoints and done else None
         print(describe(setup, done), file=shown)
         print("".join(f"{warning}\n" for warning in warnings), end="", file=shown)
         first = first_state(setup) if restored is None else restored
-        run = _Run(setup, batch_at, evaluate, checkpoints, folder, found, shown, stop, watch)
-        return [metrics for metrics in _recorded_steps(run, first, done) if keep_history]
+        run = _RunContext(setup, batch_at, evaluate, checkpoints, folder, found, shown, stop, watch)
+        return [metrics for metrics in _run_and_record_steps(run, first, done) if keep_history]
 
 
 @dataclass(frozen=True)
-class _Run:
+class _RunContext:
     """What a run reads, and where it writes."""
 
     setup: Setup
@@ -129,21 +145,21 @@ class _Run:
     evaluate: Evaluate | None
     checkpoints: ocp.CheckpointManager | None
     folder: Path
-    found: Resume | None  # of the first process
+    found: ResumePoint | None  # of the first process
     shown: Stream
     stop: StopRequests
     watch: StepWatch
 
 
-def _recorded_steps(run: _Run, state: TrainState, done: int) -> Iterator[Metrics]:
+def _run_and_record_steps(run: _RunContext, state: TrainState, done: int) -> Iterator[Metrics]:
     """Makes the steps from `state` on, with all that each of them leaves; yields its metrics."""
     setup, checkpoints = run.setup, run.checkpoints
     config = setup.config
-    by_first(lambda: _record(run, done), f"cannot write to {str(run.folder)!r}")
-    by_time, step = ByTime(config.checkpoint_minutes), done
+    on_first_process(lambda: _record_start(run, done), f"cannot write to {str(run.folder)!r}")
+    by_time, step = CheckpointTimer(config.checkpoint_minutes), done
     run.stop.start_clock(config.max_minutes)
     with ExitStack() as stack:
-        write, report = _outputs(stack, config, run.folder, run.shown, first_step=done + 1)
+        write, report = _open_outputs(stack, config, run.folder, run.shown, first_step=done + 1)
         before = stack.enter_context(
             profiler(parse_profile_steps(config.profile_steps), run.folder)
         )
@@ -152,11 +168,11 @@ def _recorded_steps(run: _Run, state: TrainState, done: int) -> Iterator[Metrics
             state,
             done,
             run.batch_at,
-            save=_saver(run, checkpoints, by_time) if checkpoints else None,
+            save=_make_save(run, checkpoints, by_time) if checkpoints else None,
             before=before,
             should_stop=run.stop,
             evaluate=run.evaluate,
-            is_best=best_keeper(checkpoints, config.keep_best),
+            is_best=best_loss_tracker(checkpoints, config.keep_best),
             is_due=by_time.is_due,
             enter=run.watch.enter,
         )
@@ -178,12 +194,14 @@ def _recorded_steps(run: _Run, state: TrainState, done: int) -> Iterator[Metrics
             raise TerminatedError(number, step)
 
 
-def _saver(run: _Run, checkpoints: ocp.CheckpointManager, by_time: ByTime) -> Save:
-    (take, put_back), decided = lending(run.setup), _metadata(run.setup, run.batch_at)
+def _make_save(
+    run: _RunContext, checkpoints: ocp.CheckpointManager, by_time: CheckpointTimer
+) -> Save:
+    (take, put_back), decided = canonical_round_trip(run.setup), _metadata(run.setup, run.batch_at)
 
     def save(step: int, state: TrainState, metrics: Metrics) -> Callable[[], TrainState]:
         canonical, loss, metadata = take(state), metrics.get("eval_loss"), {"step": step, **decided}
-        if is_first():
+        if is_first_process():
             metadata |= history_metadata(run.folder, run.setup.config)
         save_checkpoint(checkpoints, step, canonical, metadata, eval_loss=loss)
         by_time.saved()
@@ -199,7 +217,7 @@ def run_steps(
     batch_at: Batches,
     *,
     save: Save | None = None,
-    before: Before = lambda step, previous: None,
+    before: BeforeStep = lambda step, previous: None,
     should_stop: ShouldStop = lambda step: False,
     evaluate: Evaluate | None = None,
     is_best: Callable[[float], bool] = lambda loss: False,
@@ -228,7 +246,7 @@ def run_steps(
     """
     config, train_step = setup.config, make_train_step(setup)
     ended = time.perf_counter()
-    previous: tuple[int, Values] | None = None
+    previous: tuple[int, DeviceMetrics] | None = None
     for step in range(done + 1, config.steps + 1):
         enter(step, "data")
         before(step, previous and previous[1])
@@ -240,7 +258,7 @@ def run_steps(
         else:
             state, metrics = train_step(state, batch)
         if previous is not None:
-            ended, values = _finished(setup, previous[1], ended)
+            ended, values = _wait_for_metrics(setup, previous[1], ended)
             yield previous[0], values
         previous = step, metrics
         is_stopped, is_last = should_stop(step), step == config.steps
@@ -248,7 +266,7 @@ def run_steps(
         # Who is stopped has little time, and needs it for the checkpoint.
         evaluates = evaluate and not is_stopped and (is_last or step % config.eval_interval == 0)
         if saves or evaluates:
-            ended, values = _finished(setup, metrics, ended)
+            ended, values = _wait_for_metrics(setup, metrics, ended)
             if evaluate and evaluates:
                 enter(step, "evaluation")
                 values |= evaluate(state)
@@ -265,24 +283,26 @@ def run_steps(
 
 
 def _write_trace(config: Config, trace: str) -> None:
-    if is_first():
+    if is_first_process():
         file = Path(config.output_dir) / config.run_name / f"trace_{config.mpmd_trace_step}.json"
         write_file(file, trace)
 
 
-def _finished(setup: Setup, metrics: Values, started: float) -> tuple[float, Metrics]:
+def _wait_for_metrics(
+    setup: Setup, metrics: DeviceMetrics, started: float
+) -> tuple[float, Metrics]:
     """Waits for a step. When it ended, in seconds, and its metrics, the loss first."""
     values = {name: float(x) for name, x in jax.device_get(metrics).items()}
     ended = time.perf_counter()
-    return ended, {"loss": values.pop("loss"), **values, **speed(setup, ended - started)}
+    return ended, {"loss": values.pop("loss"), **values, **speed_metrics(setup, ended - started)}
 
 
-def _checkpoints(
+def _open_run_checkpoints(
     config: Config, folder: Path
 ) -> AbstractContextManager[ocp.CheckpointManager | None]:
     if not config.enable_checkpointing:
         return nullcontext()
-    return closing(
+    return closing_checkpoints(
         open_checkpoints(
             folder / "checkpoints",
             max_to_keep=config.max_to_keep,
@@ -293,10 +313,10 @@ def _checkpoints(
     )
 
 
-def _outputs(
+def _open_outputs(
     stack: ExitStack, config: Config, folder: Path, stream: Stream, *, first_step: int
-) -> tuple[Write, Report]:
-    if not is_first():
+) -> tuple[WriteMetrics, ReportStep]:
+    if not is_first_process():
         return (lambda step, metrics: None), (lambda step, metrics: None)
     write = metrics_writer(
         folder,
@@ -314,30 +334,7 @@ def _outputs(
     return stack.enter_context(write), stack.enter_context(report)
 
 
-def speed(setup: Setup, seconds: float) -> Metrics:
-    """Step time in seconds, tokens per second, and model FLOPs per second and device (1e12); and
-    `mfu`, their share of what the device can do, if that is known.
-
-    Recomputed operations are not counted: it is the model's work, not the program's.
-    """
-    tokens = setup.batch_size * setup.config.max_target_length
-    tflops = model_flops(setup) / seconds / setup.mesh.size / 1e12
-    found = {
-        "step_time_seconds": seconds,
-        "tokens_per_second": tokens / seconds,
-        "tflops_per_second_per_device": tflops,
-    }
-    peak = peak_tflops(setup.mesh.devices.flat[0], setup.config.peak_tflops_per_device)
-    return found | ({"mfu": tflops / peak} if peak else {})
-
-
-def model_flops(setup: Setup) -> float:
-    """Floating-point operations of the model in a step, over all devices."""
-    length = setup.config.max_target_length
-    return models.matmul_flops_per_token(setup.model_config, length) * setup.batch_size * length
-
-
-def restored_state(setup: Setup, checkpoints: ocp.CheckpointManager, step: int) -> TrainState:
+def restore_state(setup: Setup, checkpoints: ocp.CheckpointManager, step: int) -> TrainState:
     """The state of a checkpoint, laid out for this run.
 
     Raises:
@@ -346,7 +343,9 @@ def restored_state(setup: Setup, checkpoints: ocp.CheckpointManager, step: int) 
     saved = read_metadata(checkpoints, step)
     check_same_sizes(saved["model"], setup, f"{checkpoints.directory} step {step}")
     as_saved = with_layers_after(setup, saved.get("layers_after", 0))
-    return from_canonical(setup, restore_checkpoint(checkpoints, step, canonical_shapes(as_saved)))
+    return state_from_canonical(
+        setup, restore_checkpoint(checkpoints, step, canonical_shapes(as_saved))
+    )
 
 
 def _metadata(setup: Setup, batches: Batches) -> Mapping[str, Any]:
@@ -357,7 +356,9 @@ def _metadata(setup: Setup, batches: Batches) -> Mapping[str, Any]:
     }
 
 
-def _checked(found: Resume | None, setup: Setup, batches: Batches, done: int) -> list[str]:
+def _check_resume_on_first(
+    found: ResumePoint | None, setup: Setup, batches: Batches, done: int
+) -> list[str]:
     """Warnings on what has changed since a checkpoint, of which the first process has all."""
 
     def check() -> list[str]:
@@ -365,14 +366,14 @@ def _checked(found: Resume | None, setup: Setup, batches: Batches, done: int) ->
             return []
         return check_resume(found, setup, batches.decided_by)
 
-    return by_first(check, "finds that this run would not go on as it began") or []
+    return on_first_process(check, "finds that this run would not go on as it began") or []
 
 
-def _record(run: _Run, done: int) -> None:
+def _record_start(run: _RunContext, done: int) -> None:
     """Notes a start, before the first step of it."""
     folder, found, config = run.folder, run.found, run.setup.config
     if found and found.begins_anew:
-        names = ", ".join(set_history_aside(folder))
+        names = ", ".join(archive_history(folder))
         print(f"The run begins anew. What it was is kept as {names}.", file=run.shown)
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
     write_file(folder / "config.yml", text)
@@ -380,4 +381,4 @@ def _record(run: _Run, done: int) -> None:
         record_saved(folder, done)
     record_start(folder, run.setup, done)
     if found and done:
-        cut_metrics(found)
+        truncate_metrics(found)

@@ -16,37 +16,37 @@ from typing import Any
 import yaml
 
 from ..._durable import write_file
-from ..checkpoint._digests import FILE as DIGESTS
 from ..checkpoint._digests import (
-    damage,
-    described,
+    DIGESTS_FILE,
+    describe_corruption,
+    find_corruption,
     has_digests,
     is_complete,
-    set_aside,
+    quarantine,
     sha256_of,
     steps_in,
 )
-from ..checkpoint._init_from import CHECKPOINTS, check_same_sizes
-from ..checkpoint._sealing import REMOVED, leftovers
+from ..checkpoint._init_from import CHECKPOINTS_FOLDER, check_same_sizes
+from ..checkpoint._sealing import REMOVED_FOLDER, leftovers
 from ..config._config import Config
-from ..logs._metrics import read_metrics
+from ..logs._metrics import METRICS_FILE, read_metrics
 from ..plan._setup import Setup
-from ..runtime._reading import is_folder, names_in, read_file
+from ..runtime._reading import is_folder, list_names, read_file
 from ._data_changes import check_data, check_learning_rate
-from ._run_history import METRICS, kept_files, read_saved, read_starts
+from ._run_history import read_saved, read_starts, sync_history
 
 _INCOMPLETE = re.compile(r"(\d+)\.incomplete(-\d+)?")
 
 
 @dataclass(frozen=True)
-class Resume:
+class ResumePoint:
     """The state from which a run starts.
 
     Attributes:
         folder: The folder of the run.
         step: The step of the newest sound checkpoint; 0 if the run begins at step 1.
         metadata: The metadata of that checkpoint.
-        damaged: The checkpoints that are not sound, and the problems of each.
+        corrupt: The checkpoints that are not sound, and the problems of each.
         leftovers: Partial folders that a killed run has left.
         begins_anew: Whether checkpoints are lost and the user asks to begin at step 1.
         notes: Messages for the user.
@@ -55,13 +55,13 @@ class Resume:
     folder: Path
     step: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    damaged: tuple[tuple[Path, list[str]], ...] = ()
+    corrupt: tuple[tuple[Path, list[str]], ...] = ()
     leftovers: tuple[Path, ...] = ()
     begins_anew: bool = False
     notes: tuple[str, ...] = ()
 
 
-def find_resume(folder: Path, config: Config) -> Resume:
+def find_resume_point(folder: Path, config: Config) -> ResumePoint:
     """Finds where a run resumes. Writes nothing.
 
     Args:
@@ -73,8 +73,8 @@ def find_resume(folder: Path, config: Config) -> Resume:
             digests, or checkpoints exist and `enable_checkpointing` is false.
         RunError: If a file exists and cannot be read.
     """
-    checkpoints = folder / CHECKPOINTS
-    if names_in(folder).count(CHECKPOINTS) and not is_folder(checkpoints):
+    checkpoints = folder / CHECKPOINTS_FOLDER
+    if list_names(folder).count(CHECKPOINTS_FOLDER) and not is_folder(checkpoints):
         raise ValueError(
             f"{checkpoints} is not a folder, or a link to one that does not exist. Put the folder "
             "back, mount its disk, or choose another `run_name`."
@@ -82,49 +82,49 @@ def find_resume(folder: Path, config: Config) -> Resume:
     read_starts(folder)  # a broken line is named before anything changes
     if not config.enable_checkpointing:
         _check_nothing_saved(folder, checkpoints)
-        return Resume(folder)
-    found, damaged = None, []
+        return ResumePoint(folder)
+    found, corrupt = None, []
     for step in steps_in(checkpoints):
         problems = _problems(step, config, quick=found is not None)
         if problems:
-            damaged.append((step, problems))
+            corrupt.append((step, problems))
         elif found is None:
             found = step
     if found is None:
-        lost = _what_was_there(folder, [step for step, _ in damaged if has_digests(step)])
+        lost = _evidence_of_checkpoints(folder, [step for step, _ in corrupt if has_digests(step)])
         if lost and not config.begin_anew:
-            problems = " ".join(described(*each) for each in damaged[:1])
+            problems = " ".join(describe_corruption(*each) for each in corrupt[:1])
             raise ValueError(
                 f"{checkpoints} has no checkpoint to go on from, but {lost}. {problems}".rstrip()
                 + " Nothing has been changed. Mount its disk or put the checkpoints back; or give "
                 "`begin_anew=true`, which begins at step 1 and keeps the old metrics beside the "
                 "new."
             )
-        return Resume(
-            folder, 0, {}, tuple(damaged), tuple(leftovers(checkpoints)), begins_anew=bool(lost)
+        return ResumePoint(
+            folder, 0, {}, tuple(corrupt), tuple(leftovers(checkpoints)), begins_anew=bool(lost)
         )
     number, newest = int(found.name), read_saved(folder) or 0
     notes = ()
-    if newest > number and str(newest) not in {step.name for step, _ in damaged}:
+    if newest > number and str(newest) not in {step.name for step, _ in corrupt}:
         notes = (f"Step {newest} was saved, and {checkpoints} does not have it any more.",)
     old = [
         checkpoints / name
-        for name in names_in(checkpoints)
+        for name in list_names(checkpoints)
         if (match := _INCOMPLETE.fullmatch(name)) and int(match[1]) < number
     ]
     metadata = _metadata_of(found)
     assert metadata is not None, "it has no problems"
-    return Resume(
+    return ResumePoint(
         folder,
         number,
         metadata,
-        tuple(damaged),
+        tuple(corrupt),
         (*leftovers(checkpoints), *old),
         notes=notes,
     )
 
 
-def check_resume(found: Resume, setup: Setup, decided_by: Mapping[str, Any]) -> list[str]:
+def check_resume(found: ResumePoint, setup: Setup, decided_by: Mapping[str, Any]) -> list[str]:
     """Checks that a run resumes with the model, the data and the learning rate of its checkpoint.
 
     Args:
@@ -140,7 +140,7 @@ def check_resume(found: Resume, setup: Setup, decided_by: Mapping[str, Any]) -> 
             and the config does not allow that.
     """
     saved, config = found.metadata, setup.config
-    where = f"{found.folder / CHECKPOINTS} step {found.step}"
+    where = f"{found.folder / CHECKPOINTS_FOLDER} step {found.step}"
     check_same_sizes(saved["model"], setup, where)
     for name, (num_bytes, digest) in saved.get("files", {}).items():
         content = (read_file(found.folder / name) or b"")[:num_bytes]
@@ -150,8 +150,8 @@ def check_resume(found: Resume, setup: Setup, decided_by: Mapping[str, Any]) -> 
                 "lines up to there are missing or have changed. Put the file back, or give "
                 "`allow_unverified=true` to go on with what is there."
             )
-    if not _kept_metrics(found):
-        read_metrics(found.folder / METRICS)  # raises if a line is broken
+    if not _metrics_up_to_checkpoint(found):
+        read_metrics(found.folder / METRICS_FILE)  # raises if a line is broken
     warnings = []
     if "data" in saved:
         warnings += [check_data(saved["data"], decided_by, allowed=config.allow_data_change)]
@@ -170,11 +170,11 @@ def history_metadata(folder: Path, config: Config) -> dict[str, Any]:
     length = config.learning_rate_schedule_steps
     return {
         "schedule_steps": config.steps if length == -1 else length,
-        "files": kept_files(folder),
+        "files": sync_history(folder),
     }
 
 
-def tidy(found: Resume) -> list[str]:
+def clean_up(found: ResumePoint) -> list[str]:
     """Renames damaged checkpoints and removes leftovers of kills.
 
     Args:
@@ -184,21 +184,23 @@ def tidy(found: Resume) -> list[str]:
         A message for each.
     """
     said = list(found.notes)
-    for step, problems in found.damaged:
+    for step, problems in found.corrupt:
         why = "damaged" if is_complete(step) or has_digests(step) else "incomplete"
-        aside = set_aside(step, why)
-        said.append(f"{described(step, problems)} It is left out, and kept as {aside.name}.")
+        aside = quarantine(step, why)
+        said.append(
+            f"{describe_corruption(step, problems)} It is left out, and kept as {aside.name}."
+        )
     for path in found.leftovers:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
-        what = "an old checkpoint" if path.parent.name == REMOVED else "a checkpoint"
+        what = "an old checkpoint" if path.parent.name == REMOVED_FOLDER else "a checkpoint"
         said.append(f"Removed {path}, a part of {what} that a kill had left.")
     return said
 
 
-def cut_metrics(found: Resume) -> None:
+def truncate_metrics(found: ResumePoint) -> None:
     """Drops from `metrics.jsonl` the steps after the checkpoint, if it recorded where they begin.
 
     A power loss may leave anything after that place.
@@ -206,26 +208,26 @@ def cut_metrics(found: Resume) -> None:
     Args:
         found: The state from which the run starts.
     """
-    if content := _kept_metrics(found):
-        write_file(found.folder / METRICS, content)
+    if content := _metrics_up_to_checkpoint(found):
+        write_file(found.folder / METRICS_FILE, content)
 
 
-def _kept_metrics(found: Resume) -> bytes:
+def _metrics_up_to_checkpoint(found: ResumePoint) -> bytes:
     """Returns the metrics up to a checkpoint, b"" if its digest of them is missing or differs."""
-    num_bytes, digest = found.metadata.get("files", {}).get(METRICS, (0, ""))
-    content = (read_file(found.folder / METRICS) or b"")[:num_bytes]
+    num_bytes, digest = found.metadata.get("files", {}).get(METRICS_FILE, (0, ""))
+    content = (read_file(found.folder / METRICS_FILE) or b"")[:num_bytes]
     return content if sha256_of(content) == digest else b""
 
 
 def _problems(step: Path, config: Config, *, quick: bool) -> list[str]:
     if is_complete(step) and not has_digests(step) and not quick and not config.allow_unverified:
         raise ValueError(
-            f"{step / DIGESTS} is missing, empty or of an older version, so nothing says whether "
-            f"{step} is still what was saved, or which step it is. Put the file back, move that "
-            "folder away to go on from the checkpoint before, or give `allow_unverified=true` to "
-            "go on from this one."
+            f"{step / DIGESTS_FILE} is missing, empty or of an older version, so nothing says "
+            f"whether {step} is still what was saved, or which step it is. Put the file back, move "
+            "that folder away to go on from the checkpoint before, or give `allow_unverified=true` "
+            "to go on from this one."
         )
-    problems = damage(step, quick=quick)
+    problems = find_corruption(step, quick=quick)
     if not problems and not quick and _metadata_of(step) is None:
         return ["its metadata is not a JSON object"]
     return problems
@@ -239,13 +241,13 @@ def _metadata_of(step: Path) -> dict[str, Any] | None:
     return metadata if isinstance(metadata, dict) and "model" in metadata else None
 
 
-def _what_was_there(folder: Path, damaged: list[Path]) -> str:
+def _evidence_of_checkpoints(folder: Path, corrupt: list[Path]) -> str:
     """Returns the evidence that a run without a sound checkpoint once had one; "" if there is none.
 
     For a run that was killed before its first checkpoint `saved.json` records that it has none.
     """
-    if damaged:
-        return f"{len(damaged)} that are damaged"
+    if corrupt:
+        return f"{len(corrupt)} that are damaged"
     if newest := read_saved(folder):
         return f"the run has saved step {newest}"
     first = max((start["first_step"] for start in read_starts(folder)), default=1)
@@ -253,8 +255,8 @@ def _what_was_there(folder: Path, damaged: list[Path]) -> str:
         return f"the run has gone on from step {first - 1}"
     if read_saved(folder) is not None or _had_no_checkpoints(folder):
         return ""
-    lines = read_metrics(folder / METRICS)
-    return f"{folder / METRICS} has {lines[-1]['step']} steps" if lines else ""
+    lines = read_metrics(folder / METRICS_FILE)
+    return f"{folder / METRICS_FILE} has {lines[-1]['step']} steps" if lines else ""
 
 
 def _had_no_checkpoints(folder: Path) -> bool:

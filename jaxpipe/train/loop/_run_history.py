@@ -13,14 +13,14 @@ import jax
 
 from ..._durable import rename, sync, write_file
 from ..checkpoint._digests import sha256_of
-from ..logs._json_lines import parse_line, read_lines, whole_lines, write_lines
-from ..logs._metrics import FILE as METRICS
+from ..logs._json_lines import complete_lines, parse_line, read_lines, write_lines
+from ..logs._metrics import METRICS_FILE
 from ..plan._setup import Setup
 from ..runtime._reading import read_file
 
-FILE = "starts.jsonl"
+STARTS_FILE = "starts.jsonl"
 
-SAVED = "saved.json"
+SAVED_FILE = "saved.json"
 """Kept outside of `checkpoints`, to show that there were some if their disk is not mounted."""
 
 
@@ -46,15 +46,15 @@ def record_start(folder: Path, setup: Setup, done: int) -> None:
         "num_processes": jax.process_count(),
         "jax_version": jax.__version__,
     }
-    write_lines(folder / FILE, [*read_starts(folder), start])
+    write_lines(folder / STARTS_FILE, [*read_starts(folder), start])
 
 
 def _steps_of_metrics(folder: Path) -> list[int]:
     """Returns the steps that have metrics. Broken lines, which a power loss leaves, are skipped."""
     found = []
-    for _, line in whole_lines(folder / METRICS):
+    for _, line in complete_lines(folder / METRICS_FILE):
         with suppress(ValueError):
-            found.append(parse_line(line, "step", METRICS)["step"])
+            found.append(parse_line(line, "step", METRICS_FILE)["step"])
     return found
 
 
@@ -65,7 +65,7 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
         ValueError: If a line is not a JSON object with a `first_step`; a last one may be torn.
         RunError: If the file is there and cannot be read.
     """
-    return read_lines(folder / FILE, key="first_step")
+    return read_lines(folder / STARTS_FILE, key="first_step")
 
 
 def record_saved(folder: Path, step: int) -> None:
@@ -78,7 +78,7 @@ def record_saved(folder: Path, step: int) -> None:
     Raises:
         OSError: If `saved.json` cannot be written.
     """
-    write_file(folder / SAVED, json.dumps({"newest_step": step}) + "\n")
+    write_file(folder / SAVED_FILE, json.dumps({"newest_step": step}) + "\n")
 
 
 def read_saved(folder: Path) -> int | None:
@@ -90,25 +90,27 @@ def read_saved(folder: Path) -> int | None:
         ValueError: If `saved.json` is not a regular file.
         RunError: If the file is there and cannot be read.
     """
-    content = read_file(folder / SAVED) or b"null"
+    content = read_file(folder / SAVED_FILE) or b"null"
     with suppress(ValueError, TypeError, KeyError, RecursionError):
         return int(json.loads(content)["newest_step"])
     return None
 
 
-def kept_files(folder: Path) -> dict[str, tuple[int, str]]:
+def sync_history(folder: Path) -> dict[str, tuple[int, str]]:
     """Forces the files of a run's history onto the disk. Returns their bytes and SHA-256."""
     found = {}
-    for name in (METRICS, FILE):
+    for name in (METRICS_FILE, STARTS_FILE):
         if (content := read_file(folder / name)) is not None:
             sync(folder / name)
             found[name] = len(content), sha256_of(content)
     return found
 
 
-def set_history_aside(folder: Path) -> list[str]:
+def archive_history(folder: Path) -> list[str]:
     """Renames the history of a run to `before-1.metrics.jsonl` and so on. Returns the new names."""
-    there = [name for name in (METRICS, FILE, SAVED) if os.path.lexists(folder / name)]
+    there = [
+        name for name in (METRICS_FILE, STARTS_FILE, SAVED_FILE) if os.path.lexists(folder / name)
+    ]
     number = next(n for n in count(1) if not any(folder.glob(f"before-{n}.*")))
     for name in there:
         rename(folder / name, folder / f"before-{number}.{name}")

@@ -2,4 +2,4 @@
 
 from ._stop import RunError as RunError
 from ._stop import TerminatedError as TerminatedError
-from ._stop import bad_step as bad_step
+from ._stop import bad_step_reason as bad_step_reason

@@ -5,24 +5,24 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 
-def is_first() -> bool:
+def is_first_process() -> bool:
     """Whether this is the process that writes and shows what is no checkpoint."""
     return jax.process_index() == 0
 
 
-def agreed(number: int) -> int:
+def broadcast_from_first(number: int) -> int:
     """What the first process says, on all of them: a clock or a folder may look different."""
     if jax.process_count() == 1:
         return number
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
-def any_says(flag: bool) -> bool:
+def any_process(flag: bool) -> bool:
     """Whether a process says so, on all of them."""
-    return bool(largest(int(flag)))
+    return bool(max_over_processes(int(flag)))
 
 
-def largest(number: int) -> int:
+def max_over_processes(number: int) -> int:
     """Returns the largest of the numbers that the processes give.
 
     Collective: every process must call it and receives the same answer.
@@ -35,7 +35,7 @@ def largest(number: int) -> int:
     return int(multihost_utils.process_allgather(np.int32(number)).max())
 
 
-def wait_for_all(why: str) -> None:
+def barrier(why: str) -> None:
     """Goes on when all are here.
 
     Args:

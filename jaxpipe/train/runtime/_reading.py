@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ._stop import RunError
 
-_NOT_SO = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+_DOES_NOT_EXIST = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 """Error numbers which mean that the file does not exist. Others leave open whether it does."""
 
 
@@ -31,7 +31,7 @@ class UnreadableError(RunError):
         )
 
 
-def status(path: Path) -> os.stat_result | None:
+def stat_or_none(path: Path) -> os.stat_result | None:
     """Returns the `os.stat` of a path, None if it does not exist.
 
     Args:
@@ -43,7 +43,7 @@ def status(path: Path) -> os.stat_result | None:
     try:
         return os.stat(path)
     except OSError as error:
-        if error.errno in _NOT_SO:
+        if error.errno in _DOES_NOT_EXIST:
             return None
         raise UnreadableError(path, error) from error
 
@@ -57,7 +57,7 @@ def is_file(path: Path) -> bool:
     Raises:
         UnreadableError: If the system cannot tell.
     """
-    found = status(path)
+    found = stat_or_none(path)
     return found is not None and stat.S_ISREG(found.st_mode)
 
 
@@ -70,7 +70,7 @@ def is_folder(path: Path) -> bool:
     Raises:
         UnreadableError: If the system cannot tell.
     """
-    found = status(path)
+    found = stat_or_none(path)
     return found is not None and stat.S_ISDIR(found.st_mode)
 
 
@@ -85,7 +85,7 @@ def read_file(path: Path, *, most_bytes: int | float = math.inf) -> bytes | None
         UnreadableError: If it cannot be read.
         ValueError: If it is not a regular file, or has more than `most_bytes` bytes.
     """
-    found = status(path)
+    found = stat_or_none(path)
     if found is None and not os.path.lexists(path):
         return None
     if found is None or not is_file(path):
@@ -100,7 +100,7 @@ def read_file(path: Path, *, most_bytes: int | float = math.inf) -> bytes | None
         raise UnreadableError(path, error) from error
 
 
-def names_in(folder: Path) -> list[str]:
+def list_names(folder: Path) -> list[str]:
     """Returns the names of the entries of a folder, sorted; none if it does not exist.
 
     Raises:
@@ -109,6 +109,6 @@ def names_in(folder: Path) -> list[str]:
     try:
         return sorted(os.listdir(folder))
     except OSError as error:
-        if error.errno in _NOT_SO:
+        if error.errno in _DOES_NOT_EXIST:
             return []
         raise UnreadableError(folder, error) from error

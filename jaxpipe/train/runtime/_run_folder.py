@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from ._multihost import agreed, is_first
+from ._multihost import broadcast_from_first, is_first_process
 from ._stop import RunError
 
-LOCK = "lock"
+LOCK_FILE = "lock"
 """Held while a run goes on, and let go by the system however that ends. Names who has it."""
 
-_OF_DISKS = (
+_DISK_ERRORS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM),
     *(errno.ESTALE, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EEXIST, errno.ENOTEMPTY),
 )
@@ -24,7 +24,7 @@ _Result = TypeVar("_Result")
 
 
 @contextmanager
-def run_folder(path: Path) -> Iterator[None]:
+def locked_run_folder(path: Path) -> Iterator[None]:
     """Makes the folder of a run and keeps other runs out of it until this one ends.
 
     Of several processes the first does so; if it cannot, all of them raise.
@@ -33,11 +33,11 @@ def run_folder(path: Path) -> Iterator[None]:
         ValueError: If nothing can be written there, or another run has it.
         RunError: If the disk fails while the run goes on.
     """
-    held = by_first(lambda: _locked(path), f"cannot have {str(path)!r} for this run")
+    held = on_first_process(lambda: _lock(path), f"cannot have {str(path)!r} for this run")
     try:
         yield
     except OSError as error:
-        if error.errno not in _OF_DISKS:
+        if error.errno not in _DISK_ERRORS:
             raise
         name = repr(error.filename) if error.filename else f"A file in {str(path)!r}"
         raise RunError(
@@ -49,7 +49,7 @@ def run_folder(path: Path) -> Iterator[None]:
             os.close(held)
 
 
-def by_first(action: Callable[[], _Result], failure: str) -> _Result | None:
+def on_first_process(action: Callable[[], _Result], failure: str) -> _Result | None:
     """Runs an action on the first process. Collective: every process must call it.
 
     Args:
@@ -64,7 +64,7 @@ def by_first(action: Callable[[], _Result], failure: str) -> _Result | None:
         RunError: On all processes, if the action raises it or an `OSError`.
     """
     result, problem = None, None
-    if is_first():
+    if is_first_process():
         try:
             result = action()
         except (ValueError, RunError) as error:
@@ -72,7 +72,9 @@ def by_first(action: Callable[[], _Result], failure: str) -> _Result | None:
         except OSError as error:
             name = error.filename or "A file of the run"
             problem = RunError(f"{name} could not be read or written: {error.strerror}.")
-    kind = agreed(0 if problem is None else 1 if isinstance(problem, ValueError) else 2)
+    kind = broadcast_from_first(
+        0 if problem is None else 1 if isinstance(problem, ValueError) else 2
+    )
     if problem is not None:
         raise problem
     if kind:
@@ -80,13 +82,13 @@ def by_first(action: Callable[[], _Result], failure: str) -> _Result | None:
     return result
 
 
-def _locked(path: Path) -> int:
+def _lock(path: Path) -> int:
     """The descriptor that holds the lock until it is closed."""
     descriptor = None
     try:
         path.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # which a pipe would do
-        descriptor = os.open(path / LOCK, flags, 0o644)
+        descriptor = os.open(path / LOCK_FILE, flags, 0o644)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
@@ -101,10 +103,10 @@ def _locked(path: Path) -> int:
     except OSError as error:
         if descriptor is not None:
             os.close(descriptor)
-        if (path / LOCK).is_symlink():
+        if (path / LOCK_FILE).is_symlink():
             raise ValueError(
-                f"{str(path / LOCK)!r} is a symbolic link, and what it points to is not written. "
-                "Remove it, or choose another `run_name`."
+                f"{str(path / LOCK_FILE)!r} is a symbolic link, and what it points to is not "
+                "written. Remove it, or choose another `run_name`."
             ) from None
         raise ValueError(
             f"Nothing can be {'locked in' if _has_no_locks(error) else 'written to'} {str(path)!r} "

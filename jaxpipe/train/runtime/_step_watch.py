@@ -23,7 +23,7 @@ from ..._exit import exit_immediately, on_abort
 from ._stop import RunError, TerminatedError
 
 POLL_SECONDS = 0.25
-BEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 SILENT_SECONDS = 10.0
 """A process without a sign of life for so long is named. JAX ends the others later."""
 LOST_SECONDS = 5.0
@@ -45,7 +45,7 @@ _runs = itertools.count()
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """The position of a process in a run.
 
     Attributes:
@@ -88,7 +88,7 @@ class KeyValueStore:
 
 
 @dataclass
-class Ledger:
+class ProcessLedger:
     """What one process knows of the positions of all processes.
 
     Attributes:
@@ -102,12 +102,12 @@ class Ledger:
 
     process: int
     timeout: float
-    places: dict[int, Place]
+    places: dict[int, Position]
     still: dict[int, float] = field(default_factory=dict)
     silent: dict[int, float] = field(default_factory=dict)
     unanswered: float = 0.0
 
-    def hear(self, told: Mapping[int, Place], seconds: float, *, answered: bool) -> None:
+    def hear(self, told: Mapping[int, Position], seconds: float, *, answered: bool) -> None:
         """Records the positions of all processes.
 
         Args:
@@ -197,13 +197,13 @@ class StepWatch:
         """
         count, self._process = jax.process_count(), jax.process_index()
         self._is_alone = count == 1
-        self._place = Place()
+        self._place = Position()
         self._seen = {"start"}
-        self._heard: Mapping[int, Place] = {}
+        self._heard: Mapping[int, Position] = {}
         self._answers = 0
         self._is_over = threading.Event()  # the main thread has left the run
-        self._ledger = Ledger(
-            self._process, 60 * timeout_minutes, {p: Place() for p in range(count)}
+        self._ledger = ProcessLedger(
+            self._process, 60 * timeout_minutes, {p: Position() for p in range(count)}
         )
         self._threads: list[threading.Thread] = []
 
@@ -256,7 +256,7 @@ class StepWatch:
 
     def _who_is_lost(self) -> str:
         """Waits until it is known which process caused an error. Returns "" if none is found."""
-        deadline = time.monotonic() + LOST_SECONDS + 3 * BEAT_SECONDS
+        deadline = time.monotonic() + LOST_SECONDS + 3 * HEARTBEAT_SECONDS
         while time.monotonic() < deadline:
             if left := self._ledger.left():
                 return left
@@ -272,13 +272,13 @@ class StepWatch:
             try:
                 store.put(json.dumps(asdict(replace(self._place, beat=beat))))
                 told = store.read()
-                self._heard = {p: Place(**json.loads(text)) for p, text in told.items()}
+                self._heard = {p: Position(**json.loads(text)) for p, text in told.items()}
                 self._answers += 1
             except jax.errors.JaxRuntimeError:
                 pass  # process 0 does not answer
             if is_last:
                 return
-            self._is_over.wait(BEAT_SECONDS)
+            self._is_over.wait(HEARTBEAT_SECONDS)
 
     def _patrol(self) -> None:
         """Checks all positions, in a thread that `_talk` cannot block."""
@@ -286,7 +286,7 @@ class StepWatch:
         has_left = 0.0
         while not self._is_over.wait(POLL_SECONDS):
             now = time.monotonic()
-            seconds, before = min(now - before, 2 * BEAT_SECONDS), now
+            seconds, before = min(now - before, 2 * HEARTBEAT_SECONDS), now
             answered, answers = self._answers != answers, self._answers
             told = {**self._heard, self._process: self._place}
             self._ledger.hear(told, seconds, answered=answered)

@@ -12,7 +12,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from ..config._config import Config
-from ._multihost import any_says, largest
+from ._multihost import any_process, max_over_processes
 
 ShouldStop = Callable[[int], bool]
 """Whether the run ends after this step; all processes ask after every step, and hear the same."""
@@ -99,9 +99,11 @@ class StopRequests:
 
         Collective: every process must call it and receives the same answer.
         """
-        if any_says(self._is_over):
+        if any_process(self._is_over):
             return 0
-        return largest(self._cause) or signal.SIGTERM  # JAX handles SIGTERM of several processes
+        return (
+            max_over_processes(self._cause) or signal.SIGTERM
+        )  # JAX handles SIGTERM of several processes
 
 
 def check_step(config: Config, step: int, metrics: Mapping[str, float]) -> str | None:
@@ -110,7 +112,7 @@ def check_step(config: Config, step: int, metrics: Mapping[str, float]) -> str |
     Raises:
         RunError: If something is, and the policy is to stop.
     """
-    bad = bad_step(metrics, config.max_gradient_norm)
+    bad = bad_step_reason(metrics, config.max_gradient_norm)
     if config.bad_step_policy == "skip":  # decided on the devices
         return f"step {step} has changed nothing: {bad}" if metrics["skipped"] else None
     if not bad or config.bad_step_policy == "ignore":
@@ -122,7 +124,7 @@ def check_step(config: Config, step: int, metrics: Mapping[str, float]) -> str |
     )
 
 
-def bad_step(metrics: Mapping[str, float], max_gradient_norm: float) -> str:
+def bad_step_reason(metrics: Mapping[str, float], max_gradient_norm: float) -> str:
     """What is wrong with a step, such as `its loss is nan`; "" if nothing is.
 
     Args:

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from ... import mpmd, schedules, spmd
 from ...autodiff import Model, unpipelined
-from ...data import SomeBatches
+from ...data import FiniteBatches
 from ..plan._from_config import import_flax_decoder
 from ..plan._fsdp import weight_gathers
 from ..plan._model import build_model
@@ -34,7 +34,7 @@ AUXILIARY_LOSSES = ("load_balance_loss", "load_balance_loss_after", "z_loss")
 
 
 def make_evaluate(
-    setup: Setup, batches: SomeBatches | None, on_batch_done: Callable[[], None] = lambda: None
+    setup: Setup, batches: FiniteBatches | None, on_batch_done: Callable[[], None] = lambda: None
 ) -> Evaluate | None:
     """Builds the evaluation of a run.
 
