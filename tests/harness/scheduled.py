@@ -54,6 +54,8 @@ def compositions() -> list[Row]:
                   batch_axes=manual, gather="once", zero=True),
         scheduled("deepseek", 2, 1, 4, axes=(("fsdp", 2), ("expert", 2)), schedule="1f1b",
                   gather="once", batch_axes=manual, packed=True),
+        scheduled("deepseek", 2, 1, 4, axes=fsdp, schedule="1f1b", batch_axes=manual,
+                  layers_per_stage=2, packed=True),
         scheduled("deepseek", 2, 2, 4, axes=fsdp, schedule="interleaved_zero_bubble",
                   remat="none"),
     ]  # fmt: skip
@@ -88,6 +90,7 @@ def product() -> list[Row]:
                             axes=(("tensor", 2),) if ranks < 8 else (), tied=True,
                             dropout=0.1),
                         row("deepseek", ranks, v, 2 * ranks, schedule=name, remat=remat,
-                            axes=(("fsdp", 2),) if ranks < 8 else ()),
+                            axes=(("fsdp", 2),) if ranks < 8 else (), packed=True,
+                            batch_axes=("data", "fsdp"), layers_per_stage=2),
                     ]  # fmt: skip
     return rows

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 from harness.contract import assert_close
@@ -304,6 +305,39 @@ def test_megablox_works_on_shards_inside_a_pipeline():
     assert_all_close(result, plain(V3, w, x, side))
 
 
+def test_devices_exchange_one_vector_per_layer_and_nothing_outside_of_the_loop_over_layers():
+    """XLA:CPU runs a collective that needs no result of a loop at the same time as those in it."""
+    w, (x, side) = weights_of(V3), inputs()
+    mix = moe(V3, experts=routed_experts(sharding.DEFAULT_RULES), constrain=sharding.no_constraint)
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), w)
+
+    def rank(w, x, side):
+        def loss(w, x):
+            y, sums = jax.lax.scan(jax.checkpoint(lambda x, w: mix(w, x, side)), x, w)
+            return jnp.sum(y) + jnp.sum(sums["loss"])
+
+        w = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, "fsdp", to="varying"), w)
+        return jax.tree.map(lambda g: g[None], jax.grad(loss, argnums=(0, 1))(w, x))
+
+    mesh = sharding.make_mesh({"fsdp": 2}, devices=jax.devices()[:2])
+    rows = P("fsdp")
+    run = jax.shard_map(
+        rank, mesh=mesh, axis_names={"fsdp"}, in_specs=(P(), rows, rows), out_specs=rows
+    )
+    assert collectives(jax.make_jaxpr(run)(stacked, x, side).jaxpr) == ["scan"] * 2
+
+
+def collectives(jaxpr: Any, inside: str = "") -> list[str]:
+    """Returns for every sum over devices the innermost loop that it is in."""
+    found = []
+    for eqn in jaxpr.eqns:
+        found += [inside] * eqn.primitive.name.startswith("psum")
+        loop = eqn.primitive.name if eqn.primitive.name in ("scan", "while") else inside
+        for inner in jaxprs_in_params(eqn.params):
+            found += collectives(inner, loop)
+    return found
+
+
 def test_no_token_is_dropped_when_all_choose_one_expert():
     w, (x, _) = weights_of(V2)["experts"], inputs()
     rows = x.reshape(-1, 16)
@@ -322,7 +356,7 @@ def routed(logits, bias=None, real=None, **changes):
         "num_kept_groups": 1,
     }
     real = jnp.ones(logits.shape[:2], bool) if real is None else real
-    return route(logits, bias, real, **(options | changes))
+    return route(logits, bias, real, jnp.float32(1), **(options | changes))
 
 
 def test_balance_is_1_for_equal_experts_and_their_number_if_one_has_all():

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from ...sharding import Constrain, sum_over_rows
+from ...sharding import Constrain
 from .._abstract import Weight, matrix
 from .._deepseek_config import DeepseekConfig
 from ._common import ACTIVATION, swiglu, swiglu_weights
@@ -86,6 +86,7 @@ def _route(config: DeepseekConfig, matrix: Array, bias: Array | None, x: Array, 
         jnp.einsum("btd,de->bte", wide, matrix),
         bias,
         side["segment_ids"] != 0,
+        jnp.sum(side["target_weights"]),
         score_func=config.routed_score_func,
         num_chosen=config.num_experts_per_tok,
         normalized=config.norm_topk_prob,
@@ -100,7 +101,7 @@ def _sums(
     routing: Routing, bias: Array | None, weight: float, target_weights: Float[Array, "b T"]
 ) -> Sums:
     own = jnp.sum(target_weights)
-    balance = weight * sum_over_rows(own) * routing.balance
+    balance = weight * routing.weight * routing.balance
     if bias is None:
         return {"loss": balance, "load_balance_loss": balance}
     surplus = routing.load - 1 / routing.load.shape[0]

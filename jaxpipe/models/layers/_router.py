@@ -23,6 +23,7 @@ class Routing(NamedTuple):
         shares: [b, T, k] what their results are multiplied by, float32.
         load: [E] the share of each expert in all choices of the microbatch's real tokens, float32.
             Its sum is 1.
+        weight: The microbatch's weight in the loss: the sum of what devices pass, float32.
         balance: How uneven scores and load are: 1 if all experts are equal, E if one has all.
             Where each device has its own rows it is their part in this: the sum over devices is.
     """
@@ -30,6 +31,7 @@ class Routing(NamedTuple):
     chosen: Choice
     shares: Float[Array, "b T k"]
     load: Float[Array, " E"]
+    weight: Float[Array, ""]
     balance: Float[Array, ""]
 
 
@@ -37,6 +39,7 @@ def route(
     logits: Scores,
     bias: Float[Array, " E"] | None,
     real: Bool[Array, "b T"],
+    weight: Float[Array, ""],
     *,
     score_func: str,
     num_chosen: int,
@@ -52,6 +55,7 @@ def route(
         logits: The router's, in float32.
         bias: Added to the scores for the choice, and for nothing else.
         real: False for padding. It is sent too, but counts nowhere.
+        weight: The weight in the loss of the rows that are here.
         score_func: `softmax` over the experts, or `sigmoid` of each.
         num_chosen: k.
         normalized: Whether the shares of a token sum to 1 before they are scaled.
@@ -74,8 +78,10 @@ def route(
     shares = jnp.sum(jnp.where(is_chosen, scores[..., None, :], 0.0), axis=-1)
     if normalized:
         shares /= jnp.sum(shares, axis=-1, keepdims=True)
-    load = sum_over_rows(_part_of_mean(jnp.sum(is_chosen, axis=-2) / num_chosen, real))
-    return Routing(chosen, shares * scaling_factor, load, _balance(scores, load, real))
+    choices = _sum_of_real(jnp.sum(is_chosen, axis=-2) / num_chosen, real)
+    load, count, weight = _over_rows(choices, jnp.sum(real), weight)
+    balance = _balance(scores, load, real, count)
+    return Routing(chosen, shares * scaling_factor, load, weight, balance)
 
 
 def _within_best_groups(scores: Scores, num_groups: int, num_kept: int, num_ranking: int) -> Scores:
@@ -87,16 +93,29 @@ def _within_best_groups(scores: Scores, num_groups: int, num_kept: int, num_rank
     return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 
-def _balance(scores: Scores, load: Float[Array, " E"], real: Bool[Array, "b T"]) -> Array:
+def _over_rows(choices: Array, num_real: Array, weight: Array) -> tuple[Array, Array, Array]:
+    """Returns the load, the number of tokens and the weight of the whole microbatch.
+
+    One vector is summed over the devices. The number and the weight are the same in all layers, so
+    JAX would move a sum of them alone out of the loop over layers. XLA:CPU (jaxlib 0.10) does not
+    wait for a loop before it starts a collective that needs nothing from it. Devices then confuse
+    this collective with those in the loop, and the program computes garbage or crashes.
+    """
+    scalars = jnp.stack([num_real.astype(choices.dtype), weight.astype(choices.dtype)])
+    sums = sum_over_rows(jnp.concatenate([choices, scalars]))
+    count = jnp.maximum(sums[-2], 1)  # exact: a microbatch has less than 2**24 tokens
+    return sums[:-2] / count, count, sums[-1]
+
+
+def _balance(scores: Scores, load: Float[Array, " E"], real: Bool[Array, "b T"], count: Array):
     """Fedus et al., 2021, arXiv 2101.03961, equation 4, over all real tokens of the microbatch.
 
     The load has no gradient, and in the rest this is linear: the parts of devices add up.
     """
     probabilities = scores / jnp.sum(scores, axis=-1, keepdims=True)
-    return load.shape[0] * jnp.sum(load * _part_of_mean(probabilities, real))
+    return load.shape[0] * jnp.sum(load * _sum_of_real(probabilities, real) / count)
 
 
-def _part_of_mean(x: Scores, real: Bool[Array, "b T"]) -> Float[Array, " E"]:
-    """What the rows that are here add to the mean over the microbatch's real tokens."""
-    count = jnp.maximum(sum_over_rows(jnp.sum(real)), 1).astype(x.dtype)
-    return jnp.sum(jnp.where(real[..., None], x, 0.0), axis=(0, 1)) / count
+def _sum_of_real(x: Scores, real: Bool[Array, "b T"]) -> Float[Array, " E"]:
+    """Sums the real tokens that are here."""
+    return jnp.sum(jnp.where(real[..., None], x, 0.0), axis=(0, 1))
