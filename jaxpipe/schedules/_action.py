@@ -1,4 +1,4 @@
-"""One thing a rank does, in torch's notation: `3F0` is the forward of stage 3 for microbatch 0.
+"""The actions of a rank, in torch's notation: `3F0` is the forward of stage 3 for microbatch 0.
 
 `7I2` and `7W2` are the two halves of the backward `7B2`; `0F0s1` is sequence slice 1 of `0F0`; and
 `(4F4;3B0)OVERLAP_F_B` is a forward and a backward that run as one.
@@ -12,14 +12,14 @@ from .._input import short_repr
 
 
 class Op(Enum):
-    """What is done to a microbatch. Zero-bubble papers write "B" for `I`: we never do."""
+    """Names the operation on a microbatch. Zero-bubble papers write "B" for `I`: we never do."""
 
     F = "F"  # forward
     B = "B"  # full backward: I, then W
-    I = "I"  # backward for the input: what the previous stage waits for  # noqa: E741
-    W = "W"  # backward for the weights: nobody waits for it, so it can fill a bubble
+    I = "I"  # backward for the input: the previous stage waits for it  # noqa: E741
+    W = "W"  # backward for the weights: no action waits for it, so it can fill a bubble
 
-    # That of Enum hashes the name in Python, and an action's hash is taken for every look-up.
+    # The hash of `Enum` hashes the name in Python, and every look-up hashes an action.
     __hash__ = object.__hash__
 
 
@@ -39,9 +39,9 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class FusedPair:
-    """A forward and a backward fused, so that the communication of one hides behind the other.
+    """A forward and a backward fused, so that the communication of one overlaps the other.
 
-    DeepSeek-V3, 2024, arXiv 2412.19437, section 3.2.1.
+    Source: DeepSeek-V3, 2024, arXiv 2412.19437, section 3.2.1.
     """
 
     forward: Action
@@ -68,7 +68,13 @@ _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 
 def parse_action(text: str) -> Action:
-    """The inverse of `str(action)`.
+    """Parses the text of an action, the inverse of `str(action)`.
+
+    Args:
+        text: Stage, operation and microbatch, such as `3F0`; with a sequence slice `3F0s1`.
+
+    Returns:
+        The action.
 
     Raises:
         ValueError: If `text` is not an action.
@@ -84,7 +90,13 @@ def parse_action(text: str) -> Action:
 
 
 def parse_step(text: str) -> ScheduleStep:
-    """The inverse of `str(step)` for an action or a fused pair.
+    """Parses the text of an action or a fused pair, the inverse of `str(step)`.
+
+    Args:
+        text: An action, such as `3F0`, or a pair, such as `(4F4;3B0)OVERLAP_F_B`.
+
+    Returns:
+        The action or the pair.
 
     Raises:
         ValueError: If `text` is neither.
@@ -97,5 +109,5 @@ def parse_step(text: str) -> ScheduleStep:
 
 
 def actions_of(step: ScheduleStep) -> tuple[Action, ...]:
-    """The one or two actions of a step, a pair's forward first."""
+    """Returns the one or two actions of a step, a pair's forward first."""
     return (step.forward, step.backward) if isinstance(step, FusedPair) else (step,)

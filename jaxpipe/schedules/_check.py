@@ -1,4 +1,4 @@
-"""Is a schedule right? Complete, in an order its dependencies allow, and free from deadlock."""
+"""Checks a schedule: complete, in an order that its dependencies allow, free from deadlock."""
 
 from itertools import product
 
@@ -13,7 +13,7 @@ from ._dependencies import (
 )
 from ._schedule import Schedule, slice_ids
 
-# Where a result stands: (rank, place in its program, action).
+# The position of each result: (rank, index in the rank's program, action).
 _Found = dict[ResultKey, tuple[int, int, Action]]
 
 
@@ -21,10 +21,24 @@ def check(schedule: Schedule) -> Schedule:
     """Returns `schedule` if it can run and computes every gradient once.
 
     Every stage, microbatch and slice has one F and either one B or one I and one W, on one rank;
-    and the programs, run in order, never come to wait for each other.
+    and the programs, run in order, never deadlock.
+
+    Args:
+        schedule: Any schedule.
+
+    Returns:
+        `schedule` itself.
 
     Raises:
-        ScheduleError: Naming the action and its rank, with the grid and a mark where it helps.
+        ScheduleError: If an action is missing, duplicated, out of range or on another rank than its
+            forward, or if ranks wait for each other. The message names the action and its rank and
+            marks it in the text of the schedule where that helps.
+
+    Example:
+        >>> from jaxpipe.schedules import build
+        >>> print(check(build("1f1b", ranks=2, microbatches=2)))
+        0F0 0F1 0B0 0B1
+        1F0 1B0 1F1 1B1
     """
     _check_results(schedule)
     for _ in walk_topologically(schedule):
@@ -40,14 +54,14 @@ def _check_results(schedule: Schedule) -> None:
 
 
 def _find(schedule: Schedule) -> _Found:
-    """Every result with its place, each only once and none out of range."""
+    """Returns every result with its position; refuses duplicates and indices out of range."""
     slices = slice_ids(schedule)
     found: _Found = {}
     for rank, program in enumerate(schedule.programs):
-        for place, step in enumerate(program):
+        for position, step in enumerate(program):
             for action in actions_of(step):
                 problem = _out_of_range(action, schedule, slices)
-                here = rank, place, action
+                here = rank, position, action
                 for result in output_keys(action):
                     if not problem and result in found:
                         problem = _twice(Action(*result), found[result])
@@ -55,7 +69,7 @@ def _find(schedule: Schedule) -> _Found:
                 if problem:
                     raise ScheduleError(
                         f"Rank {rank} runs {action}, {problem}:\n"
-                        f"{text_with_marker(schedule, rank, place)}"
+                        f"{text_with_marker(schedule, rank, position)}"
                     )
     return found
 
@@ -108,12 +122,12 @@ def _absent(schedule: Schedule, result: Action, found: _Found) -> str:
 
 
 def _check_same_rank(schedule: Schedule, found: _Found) -> None:
-    """The forward's activations are where it ran: the backward cannot be elsewhere."""
-    for (stage, _, microbatch, piece), (rank, place, action) in found.items():
+    """Checks that every backward runs on the rank that holds its forward's activations."""
+    for (stage, _, microbatch, piece), (rank, position, action) in found.items():
         home = found[stage, Op.F, microbatch, piece][0]
         if rank != home:
             forward = Action(stage, Op.F, microbatch, piece)
             raise ScheduleError(
                 f"Rank {rank} runs {action}, but {forward} and its activations are on rank {home}. "
-                f"Move one of them:\n{text_with_marker(schedule, rank, place)}"
+                f"Move one of them:\n{text_with_marker(schedule, rank, position)}"
             )

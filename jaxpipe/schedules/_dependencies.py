@@ -1,6 +1,6 @@
-"""What an action waits for, and an order in which all ranks together could run.
+"""The dependencies between actions, and an order in which all ranks together could run.
 
-Everything that looks at a whole schedule (checking, simulating, compiling) walks it in this order.
+Whatever reads a whole schedule (checking, simulating, compiling) walks it in this order.
 """
 
 from collections.abc import Iterator
@@ -9,20 +9,20 @@ from heapq import heappop, heappush
 from ._action import Action, Op, ScheduleStep, actions_of
 from ._schedule import Schedule, num_slices
 
-_MOST_DRAWN = 400  # actions
-_MOST_WAITING = 16  # ranks
+_MAX_SHOWN_ACTIONS = 400
+_MAX_SHOWN_RANKS = 16
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot run, or would not compute the gradient."""
+    """Raised for a schedule that cannot run or would not compute the gradient."""
 
 
 ResultKey = tuple[int, Op, int, int | None]
-"""A result that other actions wait for: the fields of an `Action`, faster to make and hash."""
+"""The output of an action: the fields of an `Action`, faster to make and to hash."""
 
 
 def output_keys(action: Action) -> tuple[ResultKey, ...]:
-    """Returns the results of an action, as tuples of fields."""
+    """Returns the outputs of an action, as tuples of fields."""
     stage, op, microbatch, piece = action.stage, action.op, action.microbatch, action.slice
     if op is not Op.B:
         return ((stage, op, microbatch, piece),)
@@ -30,7 +30,7 @@ def output_keys(action: Action) -> tuple[ResultKey, ...]:
 
 
 def dependency_keys(action: Action, num_stages: int, num_slices: int) -> list[ResultKey]:
-    """Returns the results that an action waits for, as tuples of fields."""
+    """Returns the outputs that an action waits for, as tuples of fields."""
     stage, op, microbatch, piece = action.stage, action.op, action.microbatch, action.slice
     if op is Op.W:
         return [(stage, Op.I, microbatch, piece)]
@@ -48,26 +48,49 @@ def dependency_keys(action: Action, num_stages: int, num_slices: int) -> list[Re
 
 
 def outputs(action: Action) -> tuple[Action, ...]:
-    """What others can wait for once `action` is done: a full backward counts as its two halves."""
+    """Returns the outputs of an action that others may wait for.
+
+    A full backward has two, those of its halves I and W.
+
+    Args:
+        action: The action.
+
+    Returns:
+        One or two actions that stand for their outputs.
+    """
     return tuple(Action(*result) for result in output_keys(action))
 
 
 def dependencies(action: Action, num_stages: int, num_slices: int) -> Iterator[Action]:
-    """The results an action waits for.
+    """Returns the outputs that an action waits for.
 
     A forward needs the previous stage; a backward its own forward and the next stage; a W its I.
     With causal attention a slice's forward needs the slice before, its backward the slice after.
+
+    Args:
+        action: The action.
+        num_stages: The number of stages of the schedule.
+        num_slices: The number of slices per microbatch; 1 if microbatches are not sliced.
+
+    Returns:
+        Actions that stand for their outputs.
     """
     return (Action(*need) for need in dependency_keys(action, num_stages, num_slices))
 
 
 def topological_order(schedule: Schedule) -> list[tuple[int, ScheduleStep]]:
-    """Every (rank, step), each after all it needs: one order in which the programs could run.
+    """Returns one order in which all programs together could run.
 
-    Both halves of a pair start together, so a pair waits for what either needs.
+    Both halves of a pair start together, so a pair waits for the dependencies of both.
+
+    Args:
+        schedule: The schedule.
+
+    Returns:
+        (rank, step) pairs, each after all steps that it depends on.
 
     Raises:
-        ScheduleError: If the ranks come to wait for each other, showing where.
+        ScheduleError: If ranks wait for each other. The message shows where.
     """
     return [(rank, step) for rank, step, *_ in walk_topologically(schedule)]
 
@@ -84,16 +107,16 @@ def walk_topologically(
         ScheduleError: If ranks wait for each other, after the last step that can run.
     """
     slices = num_slices(schedule)
-    places = [0] * len(schedule.programs)
+    positions = [0] * len(schedule.programs)
     done: set[ResultKey] = set()
     waiting: dict[ResultKey, list[int]] = {}
     turns = [(0, rank) for rank in range(len(schedule.programs))]  # a heap of (round, rank)
     while turns:
         this_round, rank = heappop(turns)
         program = schedule.programs[rank]
-        while places[rank] < len(program):
-            step = program[places[rank]]
-            waits = _step_needs(step, schedule.num_stages, slices)
+        while positions[rank] < len(program):
+            step = program[positions[rank]]
+            waits = _step_dependencies(step, schedule.num_stages, slices)
             if not done.issuperset(waits):
                 missing = next(need for need in waits if need not in done)
                 waiting.setdefault(missing, []).append(rank)
@@ -103,15 +126,15 @@ def walk_topologically(
             for result in given:
                 for other in waiting.pop(result, ()):
                     heappush(turns, (this_round + (other < rank), other))
-            places[rank] += 1
+            positions[rank] += 1
             yield rank, step, waits, given
     if waiting:
         stuck = {rank: Action(*need) for need, ranks in waiting.items() for rank in ranks}
         waits_of = {rank: stuck[rank] for rank in sorted(stuck)}
-        raise ScheduleError(_deadlock(schedule, places, waits_of))
+        raise ScheduleError(_deadlock(schedule, positions, waits_of))
 
 
-def _step_needs(step: ScheduleStep, num_stages: int, num_slices: int) -> list[ResultKey]:
+def _step_dependencies(step: ScheduleStep, num_stages: int, num_slices: int) -> list[ResultKey]:
     return [
         need
         for action in actions_of(step)
@@ -119,8 +142,8 @@ def _step_needs(step: ScheduleStep, num_stages: int, num_slices: int) -> list[Re
     ]
 
 
-def _deadlock(schedule: Schedule, places: list[int], waits: dict[int, Action]) -> str:
-    """The message: who waits where for what, and the grid with the culprit marked."""
+def _deadlock(schedule: Schedule, positions: list[int], waits: dict[int, Action]) -> str:
+    """Returns the message: which rank waits where for what, and the marked text."""
     producer = {
         result: (rank, action)
         for rank, program in enumerate(schedule.programs)
@@ -131,25 +154,28 @@ def _deadlock(schedule: Schedule, places: list[int], waits: dict[int, Action]) -
     culprit = _culprit(waits, {result: rank for result, (rank, _) in producer.items()})
     lines = []
     for rank, need in waits.items():
-        line = f"rank {rank} waits at {schedule.programs[rank][places[rank]]} for "
+        line = f"rank {rank} waits at {schedule.programs[rank][positions[rank]]} for "
         if need in producer:
             home, action = producer[need]
             lines.append(f"{line}{action}, which rank {home} has not reached")
         else:
-            lines.append(f"{line}{need}, which nobody runs")
+            lines.append(f"{line}{need}, which no rank runs")
     return "\n".join(
         [
             "The schedule deadlocks:",
-            *(f"  {line}" for line in lines[:_MOST_WAITING]),
-            *(["  ..."] if len(lines) > _MOST_WAITING else []),
+            *(f"  {line}" for line in lines[:_MAX_SHOWN_RANKS]),
+            *(["  ..."] if len(lines) > _MAX_SHOWN_RANKS else []),
             "Move the marked action behind what it waits for, or that before it:",
-            text_with_marker(schedule, culprit, places[culprit]),
+            text_with_marker(schedule, culprit, positions[culprit]),
         ]
     )
 
 
 def _culprit(waits: dict[int, Action], producer: dict[Action, int]) -> int:
-    """The rank to look at: one that waits for what nobody runs, for itself, or in a circle."""
+    """Returns a rank that causes the deadlock.
+
+    That is a rank which waits for an action that no rank runs, or for itself, or in a circle.
+    """
     for rank, need in waits.items():
         if need not in producer or producer[need] == rank:
             return rank
@@ -160,20 +186,20 @@ def _culprit(waits: dict[int, Action], producer: dict[Action, int]) -> int:
     return rank
 
 
-def text_with_marker(schedule: Schedule, rank: int, place: int) -> str:
-    """Returns the grid of a schedule, one line per rank, with `<- here` behind one action.
+def text_with_marker(schedule: Schedule, rank: int, position: int) -> str:
+    """Returns the text of a schedule, one line per rank, with `<- here` behind one action.
 
-    Of a large schedule, what is around the action.
+    For a large schedule, returns only the part around that action.
     """
-    is_large = sum(map(len, schedule.programs)) > _MOST_DRAWN
-    first, end = (max(0, place - 8), place + 8) if is_large else (0, None)
+    is_large = sum(map(len, schedule.programs)) > _MAX_SHOWN_ACTIONS
+    first, end = (max(0, position - 8), position + 8) if is_large else (0, None)
     lines = []
     for row, program in enumerate(schedule.programs):
         if is_large and abs(row - rank) > 4:
             continue
         words = [str(step) for step in program[first:end]]
         if row == rank:
-            words.insert(place + 1 - first, "<- here")
+            words.insert(position + 1 - first, "<- here")
         words = [*(["..."] if first else []), *words, *(["..."] if end else [])]
         lines.append(f"  {f'rank {row}: ' if is_large else ''}{' '.join(words)}")
     return "\n".join(lines)

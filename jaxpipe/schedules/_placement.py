@@ -1,4 +1,4 @@
-"""Which stage a rank's chunk is, and back. p ranks, v chunks per rank.
+"""Maps a rank's chunk to its stage, and back. p ranks, v chunks per rank.
 
     straight   stage = rank                                     one chunk
     loop       stage = chunk p + rank                           0 1 2 3 | 4 5 6 7
@@ -9,33 +9,33 @@ In a V the first and the last stage share rank 0, and a microbatch turns round w
 
 
 def straight_stage(rank: int) -> int:
-    """The stage of a rank that holds one."""
+    """Returns the stage of a rank where every rank holds one."""
     return rank
 
 
 def straight_rank_and_chunk(stage: int) -> tuple[int, int]:
-    """The (rank, chunk) of a stage."""
+    """Returns the (rank, chunk) of a stage, the inverse of `straight_stage`."""
     return stage, 0
 
 
 def loop_stage(rank: int, chunk: int, num_ranks: int) -> int:
-    """The stage of a rank's chunk where stages go round the ranks, as Megatron has it."""
+    """Returns the stage of a rank's chunk where stages go round the ranks, as in Megatron."""
     return chunk * num_ranks + rank
 
 
 def loop_rank_and_chunk(stage: int, num_ranks: int) -> tuple[int, int]:
-    """The (rank, chunk) of a stage, the inverse of `loop_stage`."""
+    """Returns the (rank, chunk) of a stage, the inverse of `loop_stage`."""
     chunk, rank = divmod(stage, num_ranks)
     return rank, chunk
 
 
 def v_stage(rank: int, chunk: int, num_ranks: int) -> int:
-    """The stage of a rank's chunk where stages go down the ranks and up again: arXiv 2405.15362."""
-    place = rank if chunk % 2 == 0 else num_ranks - 1 - rank
-    return chunk * num_ranks + place
+    """Returns the stage of a chunk where stages go down the ranks and up: arXiv 2405.15362."""
+    position = rank if chunk % 2 == 0 else num_ranks - 1 - rank
+    return chunk * num_ranks + position
 
 
 def v_rank_and_chunk(stage: int, num_ranks: int) -> tuple[int, int]:
-    """The (rank, chunk) of a stage, the inverse of `v_stage`."""
-    chunk, place = divmod(stage, num_ranks)
-    return (place if chunk % 2 == 0 else num_ranks - 1 - place), chunk
+    """Returns the (rank, chunk) of a stage, the inverse of `v_stage`."""
+    chunk, position = divmod(stage, num_ranks)
+    return (position if chunk % 2 == 0 else num_ranks - 1 - position), chunk

@@ -1,6 +1,6 @@
 """A schedule: for every rank the order of its actions, and nothing about time.
 
-Two copies of the weights, as in DualPipe, need no notation: the same stage stands on two ranks,
+Two copies of the weights, as in DualPipe, need no notation: the same stage is on two ranks,
 with different microbatches.
 """
 
@@ -15,6 +15,17 @@ class Schedule:
     """One program per rank: the actions it runs, in order.
 
     Prints as one line per rank, which `parse` reads back.
+
+    Attributes:
+        num_stages: The number of stages of the model.
+        num_microbatches: The number of microbatches.
+        programs: [num_ranks] the actions and fused pairs of every rank, in order.
+
+    Example:
+        >>> from jaxpipe.schedules import build
+        >>> schedule = build("gpipe", ranks=2, microbatches=2)
+        >>> schedule.num_stages, len(schedule.programs)
+        (2, 2)
     """
 
     num_stages: int
@@ -26,27 +37,38 @@ class Schedule:
 
 
 def parse(text: str) -> Schedule:
-    """The inverse of `str(schedule)`: the counts are those of the actions named.
+    """Parses the text of a schedule, the inverse of `str(schedule)`.
+
+    Args:
+        text: One line of actions per rank.
+
+    Returns:
+        A schedule with as many stages and microbatches as its actions name. It is not checked.
 
     Raises:
-        ValueError: If a word is not an action, naming its line and place; or if there is none.
+        ValueError: If a word is not an action, naming its line and position; or if the text has no
+            actions.
+
+    Example:
+        >>> parse("0F0 0B0\\n1F0 1B0").num_stages
+        2
     """
     programs = tuple(
-        tuple(_word(word, rank, place) for place, word in enumerate(line.split()))
+        tuple(_word(word, rank, position) for position, word in enumerate(line.split()))
         for rank, line in enumerate(text.split("\n"))
     )
     return from_programs(programs)
 
 
-def _word(word: str, rank: int, place: int) -> ScheduleStep:
+def _word(word: str, rank: int, position: int) -> ScheduleStep:
     try:
         return parse_step(word)
     except ValueError as error:
-        raise ValueError(f"Rank {rank}, action {place}: {error}") from None
+        raise ValueError(f"Rank {rank}, action {position}: {error}") from None
 
 
 def from_programs(programs: tuple[tuple[ScheduleStep, ...], ...]) -> Schedule:
-    """A schedule with as many stages and microbatches as its actions name."""
+    """Returns a schedule with as many stages and microbatches as its actions name."""
     actions = [action for program in programs for step in program for action in actions_of(step)]
     if not actions:
         raise ValueError("The schedule has no actions. Give one line of actions per rank.")
@@ -56,22 +78,23 @@ def from_programs(programs: tuple[tuple[ScheduleStep, ...], ...]) -> Schedule:
 
 
 def num_ranks(schedule: Schedule) -> int:
+    """Returns the number of ranks."""
     return len(schedule.programs)
 
 
 def num_slices(schedule: Schedule) -> int:
-    """Sequence slices per microbatch; 1 where microbatches are not sliced."""
+    """Returns the number of sequence slices per microbatch; 1 if they are not sliced."""
     return 1 + max((action.slice or 0 for _, action in enumerate_actions(schedule)), default=0)
 
 
 def slice_ids(schedule: Schedule) -> tuple[int | None, ...]:
-    """The slices every microbatch comes in; `None` alone where it is whole."""
+    """Returns the slices of every microbatch; `(None,)` if microbatches are not sliced."""
     sliced = any(action.slice is not None for _, action in enumerate_actions(schedule))
     return tuple(range(num_slices(schedule))) if sliced else (None,)
 
 
 def enumerate_actions(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """Every action with its rank, rank by rank, pairs taken apart."""
+    """Yields every action with its rank, rank by rank; fused pairs are split."""
     for rank, program in enumerate(schedule.programs):
         for step in program:
             for action in actions_of(step):
@@ -79,13 +102,13 @@ def enumerate_actions(schedule: Schedule) -> Iterator[tuple[int, Action]]:
 
 
 def stages_of_rank(schedule: Schedule, rank: int) -> tuple[int, ...]:
-    """The stages a rank holds, in forward order: its chunks."""
+    """Returns the stages that a rank holds, its chunks, in forward order."""
     program = schedule.programs[rank]
     return tuple(sorted({action.stage for step in program for action in actions_of(step)}))
 
 
 def ranks_of_stage(schedule: Schedule, stage: int) -> tuple[int, ...]:
-    """The ranks that hold a copy of a stage; more than one only in schedules like DualPipe."""
+    """Returns the ranks that hold a copy of a stage; DualPipe has two, others one."""
     return tuple(
         sorted({rank for rank, action in enumerate_actions(schedule) if action.stage == stage})
     )
@@ -100,12 +123,12 @@ def ranks_by_stage(schedule: Schedule) -> dict[int, tuple[int, ...]]:
 
 
 def splits_backwards(schedule: Schedule) -> bool:
-    """Whether any W runs apart from its I."""
+    """Returns whether any W runs apart from its I."""
     return any(action.op is Op.W for _, action in enumerate_actions(schedule))
 
 
 def without_fused_pairs(schedule: Schedule) -> Schedule:
-    """The same order with every fused pair taken apart into its forward, then its backward."""
+    """Returns the schedule with every fused pair split: its forward, then its backward."""
     programs = tuple(
         tuple(action for step in program for action in actions_of(step))
         for program in schedule.programs
@@ -114,7 +137,7 @@ def without_fused_pairs(schedule: Schedule) -> Schedule:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule, in its order: what evaluation runs."""
+    """Returns the forwards of a schedule, in its order, as evaluation runs them."""
     programs = tuple(
         tuple(action for step in program for action in actions_of(step) if action.op is Op.F)
         for program in schedule.programs

@@ -15,17 +15,20 @@ _COSTS = {Op.F: "forward", Op.I: "input", Op.W: "weight"}
 def greedy_schedule(
     num_stages: int, num_microbatches: int, costs: Costs, most_alive: int
 ) -> Schedule:
-    """One stage per rank; an I before an F, an F before a W, never more than `most_alive` alive.
+    """Builds a schedule of one stage per rank by list scheduling.
 
-    A rank starts what can start first; of what can start at the same time, the most urgent. The
-    order of microbatches is kept, so a rank that is full waits only for later ranks, and none
-    deadlocks.
+    A rank starts the action that can start first; of those that can start at the same time, an I
+    before an F, and an F before a W. It never holds more than `most_alive` microbatches. The order
+    of microbatches is kept, so a rank that is full waits only for later ranks, and none deadlocks.
 
     Args:
         num_stages: Stages, one per rank.
         num_microbatches: Pieces of the batch.
-        costs: Of a stage.
-        most_alive: Most microbatches a rank may hold, at least 1.
+        costs: Costs of a stage.
+        most_alive: The most microbatches that a rank may hold, at least 1.
+
+    Returns:
+        A schedule with split backwards.
     """
     ended: dict[Action, Time] = {}
     free: list[Time] = [0] * num_stages
@@ -33,7 +36,7 @@ def greedy_schedule(
     counts = [dict.fromkeys(Op, 0) for _ in range(num_stages)]
 
     def candidates(stage: int) -> Iterator[tuple[Time, int, Action]]:
-        """The next action of each kind: (when its input is there, urgency, action)."""
+        """Yields the next action of each kind: (when its input arrives, urgency, action)."""
         forwards, inputs, weights = (counts[stage][op] for op in (Op.F, Op.I, Op.W))
         after = Action(stage + 1, Op.I, inputs)
         if inputs < forwards and (stage == num_stages - 1 or after in ended):

@@ -1,4 +1,4 @@
-"""The figures of a timeline or a schedule: makespan, bubbles, what is alive."""
+"""The figures of a timeline or a schedule: makespan, bubbles, live activations."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,60 +8,83 @@ from ._simulate import Time, Timeline
 
 
 def makespan(timeline: Timeline) -> Time:
-    """The time from the start to the end of the last action."""
+    """Returns the time from the start to the end of the last action."""
     return max((timed.end for row in timeline.rows for timed in row), default=0)
 
 
 def busy_times(timeline: Timeline) -> tuple[Time, ...]:
-    """[num_ranks] the time each rank works."""
+    """Returns [num_ranks] the time that each rank works."""
     return tuple(sum(timed.end - timed.start for timed in row) for row in timeline.rows)
 
 
 def rectangular_bubble(timeline: Timeline) -> Time:
-    """Makespan minus the work of the busiest rank: what a step costs beyond the ideal."""
+    """Returns the makespan minus the work of the busiest rank, a step's cost beyond the ideal."""
     return makespan(timeline) - max(busy_times(timeline), default=0)
 
 
 def bubble_fraction(timeline: Timeline) -> float:
-    """The share of the makespan in which even the busiest rank waits."""
+    """Returns the fraction of the makespan in which even the busiest rank waits."""
     return float(rectangular_bubble(timeline) / (makespan(timeline) or 1))
 
 
 def parallelogram_bubble(timeline: Timeline) -> Time:
-    """The longest time between a rank's first start and last end, minus the work of the busiest.
+    """Returns the largest span of a rank, minus the work of the busiest rank.
 
-    Zero-bubble papers quote this one (arXiv 2401.10241). It is the lesser: it counts on the ranks'
-    different starts being lost only once, when steps follow each other without a barrier.
+    A rank's span is the time from its first start to its last end. Zero-bubble papers quote this
+    bubble (arXiv 2401.10241). It is at most the rectangular one: it assumes that steps follow each
+    other without a barrier, so that the ranks' different starts are lost only once.
+
+    Args:
+        timeline: The timeline.
+
+    Returns:
+        A time, in the unit of the costs.
     """
     spans = (row[-1].end - row[0].start for row in timeline.rows if row)
     return max(spans, default=0) - max(busy_times(timeline), default=0)
 
 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
-    """[num_ranks] the most microbatches (or slices) alive in a rank's stages at one time.
+    """Returns the most microbatches (or slices) that are alive on each rank at one time.
 
-    Each is taken at its forward and freed at its B, or W where the backward is split. The forward
-    of a fused pair comes before the freeing.
+    A microbatch is alive in a stage from its forward to its B, or to its W where the backward is
+    split. The forward of a fused pair counts before its backward frees anything.
+
+    Args:
+        schedule: A schedule that passes `check`.
+
+    Returns:
+        [num_ranks] counts, summed over a rank's stages.
+
+    Example:
+        >>> from jaxpipe.schedules import build
+        >>> peak_activations(build("1f1b", ranks=4, microbatches=8))
+        (4, 3, 2, 1)
     """
     ones = [1] * schedule.num_stages
     return tuple(_peak(schedule, rank, ones) for rank in range(len(schedule.programs)))
 
 
 def activation_bytes(schedule: Schedule, stage_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Peak bytes of saved activations on each rank.
+    """Returns the peak bytes of saved activations on each rank.
 
     A stage holds a microbatch's residuals from its forward to the action that frees them: `B`, or
     `W` where the backward is split. Weights, gradients and optimizer state are not counted.
 
     Args:
         schedule: A schedule that passes `check`.
-        stage_bytes: [num_stages] bytes one microbatch leaves behind on each stage, per device.
+        stage_bytes: [num_stages] bytes that one microbatch leaves on each stage, per device.
 
     Returns:
         [num_ranks] bytes, in rank order, rounded up where slices divide a microbatch unevenly.
 
     Raises:
         ValueError: If `stage_bytes` does not have one entry per stage.
+
+    Example:
+        >>> from jaxpipe.schedules import build
+        >>> activation_bytes(build("1f1b", ranks=2, microbatches=4), (100, 100))
+        (200, 100)
 
     References:
         For 1F1B this is `min(S - s, M) * stage_bytes[s]` on rank `s`: Narayanan et al., 2021, arXiv
@@ -78,9 +101,15 @@ def activation_bytes(schedule: Schedule, stage_bytes: Sequence[int]) -> tuple[in
 
 
 def live_activations(schedule: Schedule, rank: int, weights: Sequence[int]) -> Iterator[int]:
-    """What is alive on a rank after each of its actions, pairs taken apart.
+    """Yields what is alive on a rank after each of its actions; fused pairs are split.
 
-    `weights` [num_stages] is what one microbatch, or one slice, counts on each stage.
+    Args:
+        schedule: The schedule.
+        rank: The rank.
+        weights: [num_stages] what one microbatch, or one slice, counts on each stage.
+
+    Yields:
+        The sum of the weights of all that is alive.
     """
     now = 0
     for step in schedule.programs[rank]:

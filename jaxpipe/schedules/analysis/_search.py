@@ -41,18 +41,27 @@ def search(
     max_chunks: int = 4,
     max_slices: int = 1,
 ) -> Candidate:
-    """The schedule with the least makespan among those within the cap, and then the least memory.
+    """Returns the schedule with the least makespan within a cap of memory, then the least memory.
 
     Args:
         ranks: Devices, or groups of devices.
         microbatches: Pieces of the batch.
-        costs: One number each, of a whole rank: with v chunks a stage costs 1/v of it.
-        memory_cap: Most microbatches any rank may hold, in units of a whole rank's activations.
-        max_chunks: Most stages per rank to try.
-        max_slices: Most sequence slices to try; more than 1 needs causal attention.
+        costs: Costs of a whole rank, one number each: with v chunks a stage costs 1/v of them.
+        memory_cap: The most microbatches that a rank may hold, in units of a whole rank's
+            activations.
+        max_chunks: The most stages per rank to try.
+        max_slices: The most sequence slices to try; more than 1 needs causal attention.
+
+    Returns:
+        The schedule with its name, arguments and figures.
 
     Raises:
-        ValueError: If nothing fits, naming the least memory any schedule needs.
+        ValueError: If no schedule fits, naming the least memory that any schedule needs.
+
+    Example:
+        >>> found = search(2, 4, Costs(), memory_cap=2)
+        >>> found.peak <= 2
+        True
     """
     require_positive(
         ranks=ranks, microbatches=microbatches, max_chunks=max_chunks, max_slices=max_slices
@@ -83,7 +92,7 @@ def search(
 def _named(
     ranks: int, microbatches: int, max_chunks: int, max_slices: int
 ) -> Iterator[tuple[str, tuple[tuple[str, int], ...], Schedule]]:
-    """Every family with every argument that is legal here."""
+    """Yields every family with every combination of arguments that is legal here."""
     for name, family in FAMILIES.items():
         for arguments in _arguments(family.takes, ranks, microbatches, max_chunks, max_slices):
             try:
@@ -120,8 +129,8 @@ def _measured(
     costs: Costs,
     ranks: int,
 ) -> Candidate:
-    # A rank's share of the model comes in so many pieces. Time is counted in that fraction of the
-    # costs' unit: integers stay exact, so that equals are equal.
+    # A rank's share of the model is divided into so many pieces. Time is counted in that fraction
+    # of the unit of the costs: integers stay exact, so that equal makespans compare equal.
     pieces = schedule.num_stages * num_slices(schedule) // ranks
     timeline = simulate(schedule, replace(costs, transfer=costs.transfer * pieces))
     return Candidate(

@@ -1,6 +1,6 @@
-"""When everything happens: a schedule's order, with costs.
+"""Simulates a schedule: its order, with costs.
 
-Time has no unit here: that of the costs. Where they are integers or fractions, every time is exact.
+Times are in the unit of the costs. Where they are integers or fractions, every time is exact.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from .._action import FusedPair, Op, ScheduleStep, actions_of
 from .._dependencies import ResultKey, walk_topologically
 from .._schedule import Schedule, without_fused_pairs
 
-_LEAST_TIME, _MOST_TIME = 1e-9, 1e15  # sums of them keep their digits
+_MIN_TIME, _MAX_TIME = 1e-9, 1e15  # sums of such times keep their digits
 
 Time = int | float
 PerStage = Time | tuple[Time, ...]
@@ -18,7 +18,7 @@ PerStage = Time | tuple[Time, ...]
 
 @dataclass(frozen=True)
 class Costs:
-    """What actions and transfers cost; F, I and W one number, or one per stage.
+    """The costs of actions and transfers; F, I and W one number, or one per stage.
 
     An action is of one stage and, where microbatches are sliced, of one slice: with two chunks per
     rank the costs of a stage are half those of a rank. `B` costs `input + weight`.
@@ -27,10 +27,10 @@ class Costs:
         forward: Time of an F.
         input: Time of an I.
         weight: Time of a W.
-        transfer: Time from the end of an action to the start of one that needs it on another rank.
+        transfer: Time from the end of an action to the start of a dependent one on another rank.
         pair_factor: Time of a fused pair, as a fraction of its halves one after the other.
-        atomic_pairs: A fused pair starts when both halves could and gives both results at its end,
-            as DualPipe's bubble formula has it. If not, its backward follows its forward.
+        atomic_pairs: Whether a fused pair starts when both halves could and gives both outputs at
+            its end, as in DualPipe's bubble formula. If not, its backward follows its forward.
     """
 
     forward: PerStage = 1
@@ -52,18 +52,30 @@ class TimedStep:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A schedule that has been run: for every rank its steps with their times, in order."""
+    """The simulated or measured times of a schedule: for every rank its steps, in order."""
 
     schedule: Schedule
     rows: tuple[tuple[TimedStep, ...], ...]
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Runs every rank's program, each action as soon as its rank and what it needs are there.
+    """Runs every rank's program, each action as soon as its rank and its dependencies are ready.
+
+    Args:
+        schedule: A schedule.
+        costs: The costs of its stages and of transfers.
+
+    Returns:
+        The start and the end of every step.
 
     Raises:
         ValueError: If costs are negative, or not one per stage.
         ScheduleError: If the schedule deadlocks.
+
+    Example:
+        >>> from jaxpipe.schedules import build, makespan
+        >>> makespan(simulate(build("1f1b", ranks=4, microbatches=8), Costs()))
+        33
     """
     check_costs(costs, schedule.num_stages)
     runnable = schedule if costs.atomic_pairs else without_fused_pairs(schedule)
@@ -88,10 +100,10 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def check_costs(costs: Costs, num_stages: int) -> None:
-    """Refuses costs that are negative or do not belong to that many stages.
+    """Checks that costs are not negative and belong to a number of stages.
 
     Raises:
-        ValueError: Naming the cost.
+        ValueError: If a cost is out of range or has another number of entries, naming the cost.
     """
     for name in ("forward", "input", "weight", "transfer", "pair_factor"):
         cost = getattr(costs, name)
@@ -101,33 +113,33 @@ def check_costs(costs: Costs, num_stages: int) -> None:
                 f"`{name}` has {len(cost)} entries for {num_stages} stages. "
                 "Give one number, or one per stage in forward order."
             )
-        if not all(value == 0 or _LEAST_TIME <= value <= _MOST_TIME for value in each):
+        if not all(value == 0 or _MIN_TIME <= value <= _MAX_TIME for value in each):
             raise ValueError(
                 f"`{name}` is {short_repr(cost)}. Give times of 0 or more; if not 0, from "
-                f"{_LEAST_TIME:g} to {_MOST_TIME:g}."
+                f"{_MIN_TIME:g} to {_MAX_TIME:g}."
             )
 
 
 def duration(step: ScheduleStep, costs: Costs) -> Time:
-    """How long a rank takes for a step."""
+    """Returns the time that a rank takes for a step."""
     if isinstance(step, FusedPair):
         halves = duration(step.forward, costs) + duration(step.backward, costs)
         return halves * costs.pair_factor
     if step.op is Op.F:
-        return _of_stage(costs.forward, step.stage)
+        return _stage_cost(costs.forward, step.stage)
     if step.op is Op.I:
-        return _of_stage(costs.input, step.stage)
+        return _stage_cost(costs.input, step.stage)
     if step.op is Op.W:
-        return _of_stage(costs.weight, step.stage)
-    return _of_stage(costs.input, step.stage) + _of_stage(costs.weight, step.stage)
+        return _stage_cost(costs.weight, step.stage)
+    return _stage_cost(costs.input, step.stage) + _stage_cost(costs.weight, step.stage)
 
 
-def _of_stage(cost: PerStage, stage: int) -> Time:
+def _stage_cost(cost: PerStage, stage: int) -> Time:
     return cost[stage] if isinstance(cost, tuple) else cost
 
 
 def _halves(schedule: Schedule, pair_factor: Time) -> dict[ScheduleStep, Time]:
-    """The actions that are halves of a pair, with the factor their time is multiplied by."""
+    """Returns the actions that are halves of a pair, with the factor of their time."""
     pairs = (
         step for program in schedule.programs for step in program if isinstance(step, FusedPair)
     )

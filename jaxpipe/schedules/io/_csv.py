@@ -16,16 +16,24 @@ from ..builders._require import MAX_FORWARDS, MAX_RANKS, require
 
 
 def to_csv(schedule: Schedule) -> str:
-    """The text of a file. Order only: no cell is empty."""
+    """Returns the text of a CSV file. It has the order only: no cell is empty."""
     return "".join(",".join(map(str, program)) + "\n" for program in schedule.programs)
 
 
 def from_csv(text: str) -> Schedule:
-    """Reads and checks a file's text. Empty cells and lines that begin with `#` are skipped.
+    """Reads and checks the text of a CSV file.
+
+    Empty cells and lines that begin with `#` are skipped.
+
+    Args:
+        text: One row per rank.
+
+    Returns:
+        A schedule that passes `check`.
 
     Raises:
         ValueError: If a cell is not an action, naming its row and cell, both counted from 1.
-        ScheduleError: If an action is missing, there twice, or could never run.
+        ScheduleError: If an action is missing, duplicated, or could never run.
     """
     lines = [(i, line) for i, line in enumerate(io.StringIO(text), start=1) if _is_row(line)]
     require(
@@ -61,10 +69,18 @@ def write_csv(schedule: Schedule, path: str | Path) -> None:
 
 
 def read_csv(path: str | Path) -> Schedule:
-    """Reads and checks a file; errors begin with its name. See `from_csv`.
+    """Reads and checks a CSV file; errors begin with its name.
+
+    Args:
+        path: A file in the format of `torch.distributed.pipelining`, one row per rank.
+
+    Returns:
+        A schedule that passes `check`.
 
     Raises:
-        ValueError: If it is no regular file of UTF-8, or larger than 16 MiB.
+        ValueError: If it is no regular file of UTF-8 or is larger than 16 MiB; or if a cell is not
+            an action.
+        ScheduleError: If an action is missing, duplicated, or could never run.
     """
     text = read_text(path, most_bytes=16 * MEGABYTE)
     try:
@@ -78,15 +94,15 @@ def _is_row(line: str) -> bool:
 
 
 def _row(line: str, number: int) -> Iterator[ScheduleStep]:
-    """The steps of one line. A row of commas alone is a rank without actions."""
+    """Yields the steps of one line. A row of commas alone is a rank without actions."""
     try:
         cells = next(csv.reader([line]))
     except csv.Error as error:
         raise ValueError(f"Row {number}: {clause(error)}.") from None
-    for place, cell in enumerate(cells, start=1):
+    for position, cell in enumerate(cells, start=1):
         if not cell.strip():
             continue
         try:
             yield parse_step(cell.strip())
         except ValueError as error:
-            raise ValueError(f"Row {number}, cell {place}: {error}") from None
+            raise ValueError(f"Row {number}, cell {position}: {error}") from None

@@ -11,25 +11,28 @@ _KINDS = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weig
 
 
 def to_perfetto(timelines: Timeline | Mapping[str, Timeline], microseconds: Time = 1000) -> str:
-    """The JSON of a trace: a track of actions per rank, and a counter of live activations.
+    """Returns a trace in JSON: a track of actions per rank, and a counter of live activations.
 
     Args:
-        timelines: What to draw; or several, by name, to be drawn rank by rank beside each other.
-        microseconds: What one unit of time is.
+        timelines: A timeline; or several, by name, drawn beside each other rank by rank.
+        microseconds: The length of one unit of time, in microseconds.
+
+    Returns:
+        The text of a file for ui.perfetto.dev or chrome://tracing.
     """
     named = {"": timelines} if isinstance(timelines, Timeline) else timelines
     events: list[dict[str, Any]] = []
     for number, (name, timeline) in enumerate(named.items()):
         for rank in range(len(timeline.rows)):
             title = f"rank {rank}, {name}" if name else f"rank {rank}"
-            events += _of_rank(timeline, rank, title, rank * len(named) + number, microseconds)
+            events += _rank_events(timeline, rank, title, rank * len(named) + number, microseconds)
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, indent=1)
 
 
-def _of_rank(
+def _rank_events(
     timeline: Timeline, rank: int, title: str, process: int, microseconds: Time
 ) -> Iterator[dict[str, Any]]:
-    """The events of one row, as a process of the trace."""
+    """Yields the events of one row, as a process of the trace."""
     yield _event("M", process, name="process_name", args={"name": title})
     yield _event("M", process, name="process_sort_index", args={"sort_index": process})
     alive = 0

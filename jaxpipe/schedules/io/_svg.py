@@ -1,10 +1,10 @@
 """A timeline as a picture: one self-contained SVG, 1000 pixels wide.
 
-Colour is what is done, lightness which chunk of the rank does it, the number the microbatch, and
-what stays empty is the bubble. A fused pair is two halves, one above the other.
+The colour shows the operation, the lightness the chunk of the rank, the number the microbatch, and
+empty space is the bubble. A fused pair is drawn as two halves, one above the other.
 
-A page may give other colours to what is no action: `--picture-ground`, `-lane`, `-line`, `-ink` and
-`-quiet`.
+A page may change the colours of everything but actions: `--picture-ground`, `-lane`, `-line`,
+`-ink` and `-quiet`.
 """
 
 from collections import defaultdict
@@ -44,16 +44,19 @@ _STYLE = (
     f".schedule .line{{{_FILL['line'].replace('fill', 'stroke')};stroke-width:0.7}}"
     ".schedule .n{text-anchor:middle;fill:#fff;font-weight:600}.schedule .dark{fill:#1f2328}"
 )
-_MOST_BOXES = 4000
-"""More actions than that are drawn without names and numbers, a path for each colour of a rank."""
+_MAX_BOXES = 4000
+"""The most actions that are drawn with names and numbers; more are one path per colour and rank."""
 
 
 def to_svg(timeline: Timeline, title: str) -> str:
-    """Draws a timeline.
+    """Draws a timeline as a picture.
 
     Args:
-        timeline: At least one action.
+        timeline: A timeline with at least one action.
         title: The heading; any text.
+
+    Returns:
+        The text of an SVG file, 1000 pixels wide.
     """
     scale = (_WIDTH - _LEFT - _RIGHT) / (makespan(timeline) or 1)
     bottom = _TOP + _ROW * len(timeline.rows)
@@ -67,7 +70,7 @@ def to_svg(timeline: Timeline, title: str) -> str:
         *_legend(timeline),
         *_axis(makespan(timeline), scale, bottom),
     ]
-    draw = _blocks if sum(map(len, timeline.rows)) <= _MOST_BOXES else _paths
+    draw = _blocks if sum(map(len, timeline.rows)) <= _MAX_BOXES else _paths
     for rank, row in enumerate(timeline.rows):
         y = _TOP + rank * _ROW + (_ROW - _BAR) / 2
         parts += [*_lane(rank, y), *draw(row, stages_of_rank(timeline.schedule, rank), y, scale)]
@@ -82,7 +85,7 @@ def _text(x: Time, y: Time, text: str, kind: str = "", anchor: str = "start") ->
 
 
 def _legend(timeline: Timeline) -> list[str]:
-    """The operations that occur, and the lightness of chunks where a rank has several."""
+    """Returns the legend: the operations that occur, and the lightness of chunks if several."""
     steps = [timed.step for row in timeline.rows for timed in row]
     used = {action.op for step in steps for action in actions_of(step)}
     parts, x = [], float(_LEFT)
@@ -100,7 +103,7 @@ def _legend(timeline: Timeline) -> list[str]:
 
 
 def _axis(end: Time, scale: Time, bottom: Time) -> list[str]:
-    """Time, in some ten round steps."""
+    """Returns the time axis, in about ten round steps."""
     step = _round_step(end / 10)
     parts = []
     for i in range(int(end / step) + 1):
@@ -113,7 +116,7 @@ def _axis(end: Time, scale: Time, bottom: Time) -> list[str]:
 
 
 def _round_step(least: Time) -> Time:
-    """The first of 1, 2, 5, 10, 20, ... that is not below `least`, at any power of ten."""
+    """Returns the first of 1, 2, 5, 10, 20, ... times any power of ten not below `least`."""
     power = 10.0 ** (len(f"{int(least)}") - 1) if least >= 1 else 1.0
     while power > least > 0:
         power /= 10
@@ -129,7 +132,7 @@ def _lane(rank: int, y: Time) -> list[str]:
 def _blocks(
     row: tuple[TimedStep, ...], stages: Sequence[int], y: Time, scale: Time
 ) -> Iterator[str]:
-    """What a rank does, each action with its name and times."""
+    """Yields the boxes of a rank's actions, each with its name and times."""
     for timed in row:
         x, width = _LEFT + timed.start * scale, (timed.end - timed.start) * scale
         halves = actions_of(timed.step)
@@ -144,7 +147,7 @@ def _blocks(
 def _paths(
     row: tuple[TimedStep, ...], stages: Sequence[int], y: Time, scale: Time
 ) -> Iterator[str]:
-    """The same without names, in few bytes."""
+    """Yields the boxes of a rank's actions without names, as few bytes."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for timed in row:
         x, width = _LEFT + timed.start * scale, (timed.end - timed.start) * scale
@@ -161,7 +164,7 @@ def _paths(
 def _block(
     action: Action, x: Time, y: Time, width: Time, height: Time, chunk: int, chunks: int
 ) -> list[str]:
-    """One action's box, with its microbatch's number where that fits."""
+    """Returns the box of an action, with the number of its microbatch where that fits."""
     fill = _shade(_COLOURS[action.op][0], chunk, chunks)
     parts = [_box(x, y, max(width - 0.8, 0.4), height - 0.6, fill)]
     label = str(action.microbatch)
@@ -170,8 +173,8 @@ def _block(
     size = min(11.0, (width - 1.5) / len(label) / _CHARACTER)
     if size >= _SMALLEST:
         kind = "n dark" if chunk > 0 and 2 * chunk >= chunks else "n"
-        place = f'x="{x + width / 2:.1f}" y="{y + height / 2 + size / 2.7:.1f}"'
-        parts.append(f'<text {place} class="{kind}" style="font-size:{size:.1f}px">{label}</text>')
+        where = f'x="{x + width / 2:.1f}" y="{y + height / 2 + size / 2.7:.1f}"'
+        parts.append(f'<text {where} class="{kind}" style="font-size:{size:.1f}px">{label}</text>')
     return parts
 
 
@@ -183,7 +186,7 @@ def _box(x: Time, y: Time, width: Time, height: Time, fill: str) -> str:
 
 
 def _shade(colour: str, chunk: int, chunks: int) -> str:
-    """The colour of a chunk: chunk 0's is full, the last one's more than half white."""
+    """Returns the colour of a chunk: full for chunk 0, more than half white for the last."""
     white = 0.58 * chunk / max(chunks - 1, 1)
     channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(c + (255 - c) * white):02x}" for c in channels)

@@ -11,13 +11,26 @@ _MOST_COLUMNS = 10_000
 
 
 def to_text(timeline: Timeline, unit: Time) -> str:
-    """Draws a timeline, `unit` of time to a column.
+    """Draws a timeline in text, one row per rank and `unit` of time to a column.
 
-    An action stands in the column it starts in, with `-` for as long as it lasts; `.` is a bubble.
+    An action is in the column where it starts, with `-` for as long as it lasts; `.` is a bubble.
     A fused pair prints as `4F4+3B0`.
+
+    Args:
+        timeline: A timeline.
+        unit: The time of a column, such as `time_unit(timeline)`.
+
+    Returns:
+        The rows, with newlines between them.
 
     Raises:
         ValueError: If `unit` is not positive.
+
+    Example:
+        >>> from jaxpipe.schedules import Costs, build, simulate
+        >>> print(to_text(simulate(build("1f1b", ranks=2, microbatches=2), Costs()), 1))
+        rank 0  0F0 0F1 .   .   0B0 --- .   0B1 ---
+        rank 1  .   1F0 1B0 --- 1F1 1B1 --- .   .
     """
     if unit <= 0:
         raise ValueError(f"`unit` is {unit}. Give a positive time, such as `time_unit(timeline)`.")
@@ -38,11 +51,17 @@ def to_text(timeline: Timeline, unit: Time) -> str:
 
 
 def time_unit(timeline: Timeline) -> Time:
-    """A unit to draw a timeline in.
+    """Returns a unit to draw a timeline in.
 
-    The longest time of which every start and end is a whole multiple. Where that makes more than
-    500 columns, the length of the shortest action instead, or a 10,000th of the whole if that is
-    longer, and places are rounded.
+    That is the longest time of which every start and end is a whole multiple. If that makes more
+    than 500 columns, it is the length of the shortest action instead, or a 10,000th of the whole if
+    that is longer, and positions are rounded.
+
+    Args:
+        timeline: A timeline.
+
+    Returns:
+        The time of a column of `to_text`.
     """
     timed = [timed for row in timeline.rows for timed in row]
     times = [Fraction(time) for t in timed for time in (t.start, t.end)]
@@ -55,7 +74,7 @@ def time_unit(timeline: Timeline) -> Time:
 
 
 def _column(time: Time, unit: Time) -> int:
-    """Rounds a half up: what lasts a unit gets a column, wherever it starts."""
+    """Rounds a half up: an action that lasts one unit gets a column wherever it starts."""
     return floor(time / unit + 0.5)
 
 

@@ -1,7 +1,7 @@
 """Fills one grid of ticks with a list scheduler that accounts for the cost of each tick.
 
-An action is a number here: stage * M + microbatch, where M is the number of microbatches. Minus M
-that is the same microbatch on the stage before, plus M on the stage after.
+An action has an integer id: stage * M + microbatch, where M is the number of microbatches. The id
+minus M is the same microbatch on the stage before, plus M on the stage after.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ class RankOrder(NamedTuple):
     """The actions that a rank has to run: three lists, each with the next action last.
 
     Attributes:
-        forwards: The (number, duration) of every F.
-        backwards: The (number, duration, number of forwards before it in its program, whether it is
-            an I) of every B and I.
-        weights: The (number, duration) of every W.
+        forwards: The (action id, duration) of every F.
+        backwards: The (action id, duration, number of forwards before it in its program, whether it
+            is an I) of every B and I.
+        weights: The (action id, duration) of every W.
         time: The time of all of them.
     """
 
@@ -39,19 +39,19 @@ class RankOrders(NamedTuple):
 
     Attributes:
         schedule: The schedule.
-        of_ranks: The order of every rank.
+        order_of_rank: The order of every rank.
         transfer: The time between two ticks.
         trust: 1, or a little less where times are floating-point numbers and sums of them inexact.
     """
 
     schedule: Schedule
-    of_ranks: list[RankOrder]
+    order_of_rank: list[RankOrder]
     transfer: Time
     trust: Time
 
 
 class Grid(NamedTuple):
-    """The ticks of all actions, by number.
+    """The ticks of all actions, by action id.
 
     Attributes:
         makespan: The time that the grid takes.
@@ -112,25 +112,27 @@ class _Rank:
 
 def rank_orders(schedule: Schedule, costs: Costs) -> RankOrders:
     """Returns what every rank of a schedule without pairs has to run."""
-    of_ranks = [_order(program, schedule.num_microbatches, costs) for program in schedule.programs]
+    order_of_rank = [
+        _order(program, schedule.num_microbatches, costs) for program in schedule.programs
+    ]
     every = (costs.forward, costs.input, costs.weight, costs.transfer)
     times = [time for cost in every for time in (cost if isinstance(cost, tuple) else (cost,))]
     inexact = any(isinstance(time, float) for time in times)
-    return RankOrders(schedule, of_ranks, costs.transfer, 1 - 1e-9 if inexact else 1)
+    return RankOrders(schedule, order_of_rank, costs.transfer, 1 - 1e-9 if inexact else 1)
 
 
 def _order(program: tuple[ScheduleStep, ...], num_microbatches: int, costs: Costs) -> RankOrder:
     forwards, backwards, weights, total = [], [], [], 0
     for action in (action for step in program for action in actions_of(step)):
-        number = action.stage * num_microbatches + action.microbatch
+        action_id = action.stage * num_microbatches + action.microbatch
         time = duration(action, costs)
         total += time
         if action.op is Op.F:
-            forwards.append((number, time))
+            forwards.append((action_id, time))
         elif action.op is Op.W:
-            weights.append((number, time))
+            weights.append((action_id, time))
         else:
-            backwards.append((number, time, len(forwards), action.op is Op.I))
+            backwards.append((action_id, time, len(forwards), action.op is Op.I))
     return RankOrder(forwards[::-1], backwards[::-1], weights[::-1], total)
 
 
@@ -148,13 +150,16 @@ def fill_grid(
         lag: The most W's that a rank defers.
         longest: The attempt ends as soon as the makespan must exceed this.
         below: The attempt ends as soon as the makespan must be at least this.
+
+    Returns:
+        The grid if it is short enough, and whether the caps and the lag made a difference.
     """
     num_microbatches = orders.schedule.num_microbatches
     total = orders.schedule.num_stages * num_microbatches
     grid = Grid(0, [_NEVER] * total, [_NEVER] * total, [_NEVER] * total)
     ranks = [
         _Rank(order.forwards[:], order.backwards[:], order.weights[:], order.time, cap)
-        for order, cap in zip(orders.of_ranks, caps, strict=True)
+        for order, cap in zip(orders.order_of_rank, caps, strict=True)
     ]
     tick = 0
     start: Time = 0
@@ -189,24 +194,24 @@ def _run_ready(
     for rank in ranks:
         time, end, runs, waits = 0, start, False, False
         if rank.forwards:
-            number, length = rank.forwards[-1]
-            if number < num_microbatches or forwards[number - num_microbatches] < tick:
+            action_id, length = rank.forwards[-1]
+            if action_id < num_microbatches or forwards[action_id - num_microbatches] < tick:
                 waits = rank.alive >= rank.cap
                 if not waits:
                     rank.forwards.pop()
-                    forwards[number] = tick
+                    forwards[action_id] = tick
                     rank.alive += 1
                     rank.done += 1
                     time, end, runs = length, end + length, True
         if rank.backwards:
-            number, length, after, is_split = rank.backwards[-1]
+            action_id, length, after, is_split = rank.backwards[-1]
             if rank.done >= after and (
-                inputs[number + num_microbatches] < tick
-                if number < last_stage
-                else forwards[number] <= tick
+                inputs[action_id + num_microbatches] < tick
+                if action_id < last_stage
+                else forwards[action_id] <= tick
             ):
                 rank.backwards.pop()
-                inputs[number] = tick
+                inputs[action_id] = tick
                 rank.owed += is_split
                 rank.alive -= not is_split
                 time, end, runs = time + length, end + length, True
@@ -220,7 +225,7 @@ def _run_ready(
 
 
 def _fill_up(ranks: list[_Rank], grid: Grid, tick: int) -> None:
-    """Runs a W on every rank that would wait for another at least as long."""
+    """Runs a W on every rank that would otherwise wait at least as long for another rank."""
     longest = max([rank.time for rank in ranks])
     for rank in ranks:
         if rank.weights and not rank.weighs and rank.time + rank.weights[-1][1] <= longest:
@@ -229,10 +234,10 @@ def _fill_up(ranks: list[_Rank], grid: Grid, tick: int) -> None:
 
 def _run_weight(rank: _Rank, grid: Grid, tick: int) -> None:
     """Runs the next W if its I has run."""
-    number, length = rank.weights[-1]
-    if grid.inputs[number] <= tick:
+    action_id, length = rank.weights[-1]
+    if grid.inputs[action_id] <= tick:
         rank.weights.pop()
-        grid.weights[number] = tick
+        grid.weights[action_id] = tick
         rank.owed -= 1
         rank.alive -= 1
         rank.time += length
@@ -244,11 +249,11 @@ def _run_weight(rank: _Rank, grid: Grid, tick: int) -> None:
 def ticks_from_grid(schedule: Schedule, grid: Grid) -> Ticks:
     """Returns a schedule without pairs in the order of a grid that was filled with it."""
     num_microbatches = schedule.num_microbatches
-    of_op = {Op.F: grid.forwards, Op.B: grid.inputs, Op.I: grid.inputs, Op.W: grid.weights}
+    ticks_of_op = {Op.F: grid.forwards, Op.B: grid.inputs, Op.I: grid.inputs, Op.W: grid.weights}
 
     def when(action: Action) -> tuple[int, int]:
-        number = action.stage * num_microbatches + action.microbatch
-        return of_op[action.op][number], PHASE[action.op]
+        action_id = action.stage * num_microbatches + action.microbatch
+        return ticks_of_op[action.op][action_id], PHASE[action.op]
 
     programs = tuple(
         tuple(sorted((action for step in program for action in actions_of(step)), key=when))

@@ -1,4 +1,5 @@
-"""From a schedule to ticks: a list scheduler that looks at what a tick costs, tried many ways.
+"""Puts a schedule on a grid of ticks: a list scheduler that accounts for the cost of ticks, tried
+many times.
 
 The order of a schedule, kept to the letter, costs too many ticks: 1F1B has the backward of
 microbatch 0 before the forward of microbatch S, which then meets a bubble on every rank. So only
@@ -21,20 +22,31 @@ from ._ticks import Ticks, check_no_slices_or_copies
 def to_lock_step(
     schedule: Schedule, costs: Costs | None = None, *, spare: int | None = None
 ) -> Ticks:
-    """The leanest of the grids that cost no more than the schedule does without lock-step; if there
-    are none, the leanest that costs no more than the one with most memory.
+    """Puts a schedule on a grid of ticks.
 
-    1F1B and interleaved 1F1B come to their ideal, (M + (S - 1) / v) (F + B) for F and B of a rank.
+    Returns the grid with the least peak memory whose makespan does not exceed the asynchronous
+    schedule's. If none exists, returns the one with the least peak memory among those that cost no
+    more than the grid with the most memory.
+
+    1F1B and interleaved 1F1B reach their ideal, (M + (S - 1) / v) (F + B) for F and B of a rank.
     A rank then holds up to 2 (S - 1 - rank) + 1 microbatches instead of S - rank.
 
     Args:
         schedule: A schedule that passes `check`, or the `forward_only` of one.
-        costs: Of a stage. None: one each.
-        spare: Activations that a rank may hold beyond its peak in `schedule`. None: what pays.
+        costs: Costs of a stage. None: one each.
+        spare: Activations that a rank may hold beyond its peak in `schedule`. None: as many as pay.
+
+    Returns:
+        The schedule in the order of the grid, with the tick of every action.
 
     Raises:
-        ValueError: If microbatches are sliced, a stage lies on two ranks, `spare` is negative, or
+        ValueError: If microbatches are sliced, a stage is on two ranks, `spare` is negative, or
             costs are negative or not one per stage.
+
+    Example:
+        >>> from jaxpipe.schedules import build, num_ticks
+        >>> num_ticks(to_lock_step(build("1f1b", ranks=4, microbatches=16)))
+        22
     """
     require(spare is None or spare >= 0, f"`spare` is {spare}.", "Give 0 or more activations.")
     check_no_slices_or_copies(schedule)
@@ -52,14 +64,14 @@ def to_lock_step(
     return ticks_from_grid(plain, next((leaner for leaner in found if leaner), grid))
 
 
-_MOST_TURNS = 1 << 27
-"""Turns of ranks, one in each tick of each grid that is tried: some two minutes."""
+_MAX_TURNS = 1 << 27
+"""The most turns of ranks, one in each tick of each grid that is tried: some two minutes."""
 
 
 def _affordable_tries(schedule: Schedule) -> int:
     """Returns how many grids of a schedule may be tried: all, unless it is very large."""
     ticks = max(map(len, schedule.programs), default=0) + 2 * schedule.num_stages
-    tries = _MOST_TURNS // (1 + ticks * num_ranks(schedule))
+    tries = _MAX_TURNS // (1 + ticks * num_ranks(schedule))
     require(
         tries >= len(_lags(schedule)),
         f"The schedule has {num_ranks(schedule)} ranks and {schedule.num_stages} stages.",
@@ -69,7 +81,10 @@ def _affordable_tries(schedule: Schedule) -> int:
 
 
 def _spares(schedule: Schedule) -> tuple[int, ...]:
-    """Fewer tries the larger they are. More than fill every hand-over with a tick do not pay."""
+    """Returns the numbers of spare activations to try, with growing gaps.
+
+    Spares that are larger than needed to fill every hand-over with a tick do not pay.
+    """
     spares = [0]
     while spares[-1] < 2 * schedule.num_stages:
         spares.append(spares[-1] + max(1, spares[-1] // 4))
@@ -77,7 +92,10 @@ def _spares(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _lags(schedule: Schedule) -> tuple[int, ...]:
-    """How many W a rank puts off: more of them fill more bubbles, and hold more activations."""
+    """Returns how many W's a rank may defer, one number per try.
+
+    Deferring more of them fills more bubbles, and holds more activations.
+    """
     S = num_ranks(schedule)
     return (
         tuple(sorted({0, 1, 2, S // 2, S - 1, S, 2 * S - 1}))

@@ -1,11 +1,11 @@
-"""Where everything lies between ticks: as few slots per buffer as ever hold something at one time.
+"""Assigns buffer slots to the arrays that wait between ticks, as few per buffer as can be.
 
-Five things wait on a rank. An `input` waits for its F, a `cotangent` for its B or I. What F leaves
-for B or I and what it leaves for W lie in buffers of their own, as they are freed at different
-times; so does the `link`, what I leaves for W.
+Five kinds of arrays wait on a rank. An input waits for its F, a cotangent for its B or I. The
+residuals of F that B or I reads and those that W reads are in separate buffers, as they are freed
+at different times; so are the residuals that I leaves for W.
 
-A slot is taken when its content comes into being and free when it has been read for the last time.
-Within a tick time passes too: F, then B or I, then W, then the hand-over to other ranks.
+A slot is taken when its array is made and freed when it has been read for the last time. A tick has
+four phases: F, then B or I, then W, then the hand-over to other ranks.
 """
 
 from collections.abc import Iterator
@@ -41,30 +41,30 @@ class Slots(NamedTuple):
 
 
 def assign_slots(ticks: Ticks) -> Slots:
-    """The slots of a grid that passes `check_ticks`."""
+    """Returns the slots of a grid that passes `check_ticks`."""
     num_microbatches = ticks.schedule.num_microbatches
     times = _times(ticks)
     slots = Slots(*([-1] * len(times.forwards) for _ in Slots._fields))
     for program in ticks.schedule.programs:
-        lives: dict[str, list[_Life]] = {name: [] for name in Slots._fields}
+        lives: dict[str, list[_Lifetime]] = {name: [] for name in Slots._fields}
         for action in (action for step in program for action in actions_of(step)):
             if action.op is Op.F:
-                number = action.stage * num_microbatches + action.microbatch
-                for name, life in _lives(number, times, num_microbatches):
+                action_id = action.stage * num_microbatches + action.microbatch
+                for name, life in _lives(action_id, times, num_microbatches):
                     lives[name].append(life)
-        for of_buffer, in_buffer in zip(slots, lives.values(), strict=True):
-            for number, slot in _allocate(in_buffer):
-                of_buffer[number] = slot
+        for slots_of_buffer, lives_of_buffer in zip(slots, lives.values(), strict=True):
+            for action_id, slot in _allocate(lives_of_buffer):
+                slots_of_buffer[action_id] = slot
     return slots
 
 
 def num_slots(slots: list[int]) -> int:
-    """How many slots a buffer has: what the fullest rank needs, as all ranks run one program."""
+    """Returns the number of slots of a buffer: that of the fullest rank, as all run one program."""
     return 1 + max(slots, default=-1)
 
 
 class _Times(NamedTuple):
-    """When F, then B or I, then B or W of every microbatch run on every stage, as in `Slots`."""
+    """The times of F, of B or I, and of B or W, of every stage and microbatch, as in `Slots`."""
 
     forwards: list[int]
     backwards: list[int]
@@ -76,51 +76,51 @@ def _times(ticks: Ticks) -> _Times:
     size = ticks.schedule.num_stages * num_microbatches
     times = _Times([-1] * size, [-1] * size, [-1] * size)
     for _, tick, action in enumerate_ticks(ticks):
-        number = action.stage * num_microbatches + action.microbatch
+        action_id = action.stage * num_microbatches + action.microbatch
         time = tick * _PHASES + PHASE[action.op]
         if action.op is Op.F:
-            times.forwards[number] = time
+            times.forwards[action_id] = time
         if action.op in (Op.B, Op.I):
-            times.backwards[number] = time
+            times.backwards[action_id] = time
         if action.op in (Op.B, Op.W):
-            times.weights[number] = time
+            times.weights[action_id] = time
     return times
 
 
-class _Life(NamedTuple):
-    """When something comes into being, when it is last read, and the entry it has in `Slots`."""
+class _Lifetime(NamedTuple):
+    """The times when an array is made and last read, and its index in `Slots`."""
 
     start: int
     end: int
-    number: int
+    action_id: int
 
 
-def _lives(number: int, times: _Times, num_microbatches: int) -> Iterator[tuple[str, _Life]]:
-    """What the F of a stage and microbatch, and all that follows from it, leave lying."""
-    forward, backward, weight = (of_kind[number] for of_kind in times)
-    if number >= num_microbatches:
-        sent = times.forwards[number - num_microbatches]
-        yield "inputs", _Life(_handed_over(sent), forward, number)
+def _lives(action_id: int, times: _Times, num_microbatches: int) -> Iterator[tuple[str, _Lifetime]]:
+    """Yields the lifetimes of all that follows from the F of a stage and microbatch, by buffer."""
+    forward, backward, weight = (times_of_phase[action_id] for times_of_phase in times)
+    if action_id >= num_microbatches:
+        sent = times.forwards[action_id - num_microbatches]
+        yield "inputs", _Lifetime(_handed_over(sent), forward, action_id)
     if backward < 0:
         return
-    if number + num_microbatches < len(times.backwards):
-        arrival = _handed_over(times.backwards[number + num_microbatches])
+    if action_id + num_microbatches < len(times.backwards):
+        arrival = _handed_over(times.backwards[action_id + num_microbatches])
     else:
         arrival = forward  # the loss follows its F at once
-    yield "cotangents", _Life(arrival, backward, number)
-    yield "residuals_for_backward", _Life(forward, backward, number)
-    yield "residuals_for_weight", _Life(forward, weight, number)
+    yield "cotangents", _Lifetime(arrival, backward, action_id)
+    yield "residuals_for_backward", _Lifetime(forward, backward, action_id)
+    yield "residuals_for_weight", _Lifetime(forward, weight, action_id)
     if weight != backward:
-        yield "wgrad_residuals", _Life(backward, weight, number)
+        yield "wgrad_residuals", _Lifetime(backward, weight, action_id)
 
 
 def _handed_over(time: int) -> int:
-    """The hand-over of the tick of `time`."""
+    """Returns the time of the hand-over in the tick of `time`."""
     return time // _PHASES * _PHASES + HAND_OVER
 
 
-def _allocate(lives: list[_Life]) -> Iterator[tuple[int, int]]:
-    """First come, lowest free slot: as many slots as lives overlap at most, and no more."""
+def _allocate(lives: list[_Lifetime]) -> Iterator[tuple[int, int]]:
+    """Yields (action id, slot): first come, lowest free slot, as few as lives overlap at most."""
     taken: list[tuple[int, int]] = []
     free: list[int] = []
     for life in sorted(lives):
@@ -128,4 +128,4 @@ def _allocate(lives: list[_Life]) -> Iterator[tuple[int, int]]:
             heappush(free, heappop(taken)[1])
         slot = heappop(free) if free else len(taken)
         heappush(taken, (life.end, slot))
-        yield life.number, slot
+        yield life.action_id, slot

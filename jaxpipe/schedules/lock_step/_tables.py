@@ -1,6 +1,6 @@
-"""Ticks as integers: what a loop over ticks looks up to know what each rank does.
+"""Ticks as integers: the tables in which a loop over ticks looks up the work of each rank.
 
-A table is [num_ticks][num_ranks]; -1 stands for nothing.
+A table is [num_ticks][num_ranks]; -1 stands for no work, no slot or no chunk.
 """
 
 from collections.abc import Iterator
@@ -21,16 +21,17 @@ class PhaseTable(NamedTuple):
 
     Attributes:
         microbatch: -1 if the rank has nothing to do in this phase.
-        stage: Of the model.
-        chunk: Which of the rank's stages that is.
+        stage: The stage of the model.
+        chunk: The rank's chunk that holds the stage.
         input_slot: Slot of the input of F; -1 for stage 0, which reads the batch.
-        cotangent_slot: Slot of the cotangent of B or I. In F: where the last stage leaves it.
-        residuals_for_backward_slot: Slot of what F leaves for B or I.
-        residuals_for_weight_slot: Slot of what F leaves for W.
-        wgrad_residuals_slot: Slot of what I leaves for W; -1 in a B, which leaves nothing.
-        weight_source: Where the weights are (`_weight_prefetch`).
-        prefetch_chunk: Which of the rank's stages to gather ahead, or -1.
-        ends_residency: 1 after the last backward of a visit.
+        cotangent_slot: Slot of the cotangent of B or I. In F: the slot to
+            which the last stage writes it.
+        residuals_for_backward_slot: Slot of the residuals of F that B or I reads.
+        residuals_for_weight_slot: Slot of the residuals of F that W reads.
+        wgrad_residuals_slot: Slot of the residuals that I leaves for W; -1 in a B.
+        weight_source: Where the weights are: a constant of `_weight_prefetch`.
+        prefetch_chunk: The rank's chunk whose weights to prefetch, or -1.
+        ends_residency: 1 in the last backward of a residency.
     """
 
     microbatch: Table
@@ -57,7 +58,7 @@ class TickTables(NamedTuple):
             they arrive in; 0 is from a rank's stage to its own next one.
         cotangent_arrivals: The same for cotangents.
         num_slots: Sizes of the buffers.
-        first_chunks: For every rank, which of its stages it begins with.
+        first_chunks: [num_ranks] the chunk with which each rank begins.
         separate_backward_weights: Whether forward and backward hold weights of their own
             (`_weight_prefetch`).
     """
@@ -73,14 +74,20 @@ class TickTables(NamedTuple):
 
 
 class RankAndChunk(NamedTuple):
-    """Where a stage lies."""
+    """The rank of a stage, and which of that rank's stages it is."""
 
     rank: int
     chunk: int
 
 
 def rank_and_chunk_by_stage(schedule: Schedule) -> dict[int, RankAndChunk]:
-    """The rank of every stage, and which of that rank's it is, in forward order.
+    """Returns the rank and the chunk of every stage, in the order of ranks.
+
+    Args:
+        schedule: A schedule.
+
+    Returns:
+        The rank and the chunk of each stage, by stage.
 
     Raises:
         ValueError: If ranks hold different numbers of stages.
@@ -110,13 +117,19 @@ _FIELDS = {
     ),
     Op.W: ("residuals_for_weight_slot", "wgrad_residuals_slot"),
 }
-"""The slots that an action reads or writes, beside the last stage's F."""
+"""The slots that an action reads or writes, except the cotangent that the last stage's F writes."""
 
 _Draft = list[list[int]]
 
 
 def tick_tables(ticks: Ticks) -> TickTables:
-    """The tables of a grid that passes `check_ticks`.
+    """Returns the tables of a grid.
+
+    Args:
+        ticks: A grid that passes `check_ticks`.
+
+    Returns:
+        One table per phase, the arrivals, and the sizes of the buffers.
 
     Raises:
         ValueError: If ranks hold different numbers of stages.
@@ -156,7 +169,10 @@ def _phases(
     slots: Slots,
     upcoming: Iterator[ChunkResidency],
 ) -> Iterator[PhaseTable]:
-    """The phases of a tick. `upcoming` has the visits of every F, B and I, rank by rank."""
+    """Yields the tables of F, of B and I, and of W.
+
+    `upcoming` has the residency of every F, B and I, rank by rank.
+    """
     schedule = ticks.schedule
     buffers = {
         "input_slot": slots.inputs,
@@ -185,7 +201,7 @@ def _phases(
                 rank_and_chunk_of[following].chunk if following >= 0 else -1
             )
             phase["ends_residency"][tick][rank] = int(closes)
-    # Each draft is given up for its table: all of both would be twice the memory.
+    # Each draft is freed for its table: keeping all of both would take twice the memory.
     return (
         PhaseTable(*(_frozen(phase.pop(name)) for name in PhaseTable._fields)) for phase in phases
     )
@@ -198,7 +214,7 @@ def _arrivals(
     step: int,
     slots: list[int],
 ) -> dict[int, Table]:
-    """The slots that results of `ops` arrive in, `step` stages further, by offset of ranks."""
+    """Returns the slots in which outputs of `ops` arrive `step` stages on, by offset of ranks."""
     schedule = ticks.schedule
     drafts: dict[int, _Draft] = {}
     for rank, tick, action in enumerate_ticks(ticks):

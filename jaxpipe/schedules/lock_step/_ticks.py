@@ -1,8 +1,8 @@
-"""A schedule in lock-step: which action each rank runs in which tick, and what that costs.
+"""A schedule in lock-step: the tick of every action, and the cost of that.
 
 One program for all ranks is one loop for all ranks. In a tick a rank runs at most one F, then at
-most one B or I, then at most one W; then all ranks hand over. What a rank has made it can use at
-once, what another has made a tick later; and a tick takes as long as its busiest rank.
+most one B or I, then at most one W; then all ranks hand over. A rank can use its own outputs at
+once, and those of others one tick later; and a tick takes as long as its busiest rank.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from ..analysis._simulate import Costs, Time, TimedStep, Timeline, check_costs, 
 from ..builders._require import require
 
 PHASE = {Op.F: 0, Op.B: 1, Op.I: 1, Op.W: 2}
-"""Where in a tick an action stands. Two of a tick and rank never stand at one place."""
+"""The phase of an action in a tick. Two actions of a tick and rank never have the same phase."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,12 @@ class Ticks:
 
 
 def num_ticks(ticks: Ticks) -> int:
+    """Returns the number of ticks."""
     return 1 + max((tick for row in ticks.tick_of for tick in row), default=-1)
 
 
 def enumerate_ticks(ticks: Ticks) -> Iterator[tuple[int, int, Action]]:
-    """Every action with its rank and its tick, rank by rank."""
+    """Yields every action with its rank and its tick: (rank, tick, action), rank by rank."""
     for rank, (program, ticks_of_rank) in enumerate(
         zip(ticks.schedule.programs, ticks.tick_of, strict=True)
     ):
@@ -48,14 +49,20 @@ def enumerate_ticks(ticks: Ticks) -> Iterator[tuple[int, int, Action]]:
 
 
 def check_ticks(ticks: Ticks) -> Ticks:
-    """Returns `ticks` if a loop over them computes what the schedule does.
+    """Returns `ticks` if a loop over them computes the same as the schedule.
 
     The schedule may have forwards alone.
 
+    Args:
+        ticks: A schedule and the tick of every action.
+
+    Returns:
+        `ticks` itself.
+
     Raises:
-        ScheduleError: Naming the first action that comes too early, or twice in a tick; or if the
-            schedule is none.
-        ValueError: If microbatches are sliced, or a stage lies on two ranks.
+        ScheduleError: If an action is too early, or duplicated in a tick, naming the first one; or
+            if the schedule does not pass `check`.
+        ValueError: If microbatches are sliced, or a stage is on two ranks.
     """
     lengths = [len(program) for program in ticks.schedule.programs]
     if [len(numbers) for numbers in ticks.tick_of] != lengths:
@@ -93,10 +100,12 @@ def check_ticks(ticks: Ticks) -> Ticks:
 
 
 def check_no_slices_or_copies(schedule: Schedule) -> None:
-    """Refuses what engines that differentiate stage by stage cannot run.
+    """Refuses schedules with slices or with two copies of a stage.
+
+    Engines that differentiate stage by stage cannot run them.
 
     Raises:
-        ValueError: If microbatches are sliced, or a stage lies on two ranks.
+        ValueError: If microbatches are sliced, or a stage is on two ranks.
     """
     require(
         num_slices(schedule) == 1,
@@ -113,7 +122,7 @@ def check_no_slices_or_copies(schedule: Schedule) -> None:
 
 
 def _check_forwards(schedule: Schedule) -> None:
-    """Every stage has every microbatch once."""
+    """Checks that every stage has a forward of every microbatch, once."""
     found = Counter(action for _, action in enumerate_actions(schedule))
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
@@ -125,9 +134,16 @@ def _check_forwards(schedule: Schedule) -> None:
 
 
 def simulate_ticks(ticks: Ticks, costs: Costs) -> Timeline:
-    """Tick after tick, each as soon as every rank has done with the one before.
+    """Runs tick after tick, each as soon as every rank has finished the one before.
 
-    Its makespan beside that of `simulate` is the price of lock-step.
+    The makespan, compared with that of `simulate`, shows the price of lock-step.
+
+    Args:
+        ticks: A grid that passes `check_ticks`.
+        costs: The costs of its stages and of transfers.
+
+    Returns:
+        The start and the end of every action.
 
     Raises:
         ValueError: If costs are negative, or not one per stage.

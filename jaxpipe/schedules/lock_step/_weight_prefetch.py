@@ -1,9 +1,9 @@
-"""Which weights a rank needs next: what to gather ahead, and when gradients of a stage are done.
+"""Plans the prefetch of weights: what to gather ahead, and when a stage's gradients are complete.
 
-A rank works on one stage for a while, then on another: a visit. What it needs is gathered when the
-visit before it begins. Forward and backward make visits side by side, and hold the weights of one
-stage each; a backward's begin without a gather where the forward holds just these. Where that saves
-nothing, as with all forwards before all backwards, they hold the same.
+A rank works on one stage for a while, then on another: the residency of a chunk. Its weights are
+gathered when the residency before it begins. Forward and backward hold the weights of one stage
+each; a backward needs no gather if the forward holds the same stage. If separate weights save no
+gathers, as with all forwards before all backwards, forward and backward share one set.
 """
 
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ from typing import NamedTuple
 from .._action import Action, Op
 
 CURRENT, PREFETCHED, SHARED_WITH_FORWARD = 0, 1, 2
-"""Where an action finds its weights: where the last one had them, ahead, or with the forward."""
+"""Where the weights of an action are: already in use, prefetched, or held by the forward."""
 
 
 class ChunkResidency(NamedTuple):
-    """What an F, B or I has to know.
+    """The weights of an F, B or I.
 
     Attributes:
-        source: Where its weights are.
-        next_stage: If they come from ahead: the stage to be gathered next, or -1.
-        ends_residency: Whether the next backward of its rank is of another stage, or there is none.
+        source: Where the weights of its stage are: `CURRENT`, `PREFETCHED`, `SHARED_WITH_FORWARD`.
+        next_stage: If they are prefetched: the stage to be gathered next, or -1.
+        ends_residency: Whether the next backward of its rank is of another stage, or none follows.
     """
 
     source: int
@@ -30,10 +30,15 @@ class ChunkResidency(NamedTuple):
 
 
 def separates_backward_weights(programs: Sequence[Sequence[Action]]) -> bool:
-    """Returns whether forward and backward hold weights of their own, which must save gathers.
+    """Returns whether forward and backward should hold weights of their own.
+
+    They should if that saves gathers.
 
     Args:
-        programs: What every rank runs, without W's.
+        programs: The actions of every rank, without W's.
+
+    Returns:
+        Whether separate weights need fewer gathers than shared ones.
     """
     apart, together = (
         sum(
@@ -48,7 +53,7 @@ def separates_backward_weights(programs: Sequence[Sequence[Action]]) -> bool:
 def chunk_residencies(
     program: Sequence[Action], *, separate_backward_weights: bool
 ) -> list[ChunkResidency]:
-    """Returns the visit of every action of a rank's program without W's."""
+    """Returns the residency of every action of a rank's program without W's."""
     found: list[ChunkResidency] = []
     following = next_backward = -1
     sources = _sources(program, separate_backward_weights=separate_backward_weights)
