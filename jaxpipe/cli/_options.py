@@ -19,7 +19,7 @@ class Parser(argparse.ArgumentParser):
         super().error(shorten(message, _MOST_MESSAGE))
 
 
-def integer(least: int, most: int) -> Callable[[str], int]:
+def bounded_integer(least: int, most: int) -> Callable[[str], int]:
     """Returns a function that parses an option, an integer from `least` to `most`.
 
     Args:
@@ -29,10 +29,10 @@ def integer(least: int, most: int) -> Callable[[str], int]:
     Returns:
         A function for the argument `type` of `add_argument`.
     """
-    return _number(int, "an integer", least, most)
+    return _bounded(int, "an integer", least, most)
 
 
-def number(least: float, most: float) -> Callable[[str], float]:
+def bounded_float(least: float, most: float) -> Callable[[str], float]:
     """Returns a function that parses an option, a number from `least` to `most`.
 
     Args:
@@ -42,7 +42,7 @@ def number(least: float, most: float) -> Callable[[str], float]:
     Returns:
         A function for the argument `type` of `add_argument`.
     """
-    return _number(float, "a number", least, most)
+    return _bounded(float, "a number", least, most)
 
 
 def text(value: str) -> str:
@@ -83,7 +83,7 @@ def path(value: str) -> Path:
     return Path(value)
 
 
-def _number(kind: Callable[[str], Any], name: str, least: float, most: float) -> Callable:
+def _bounded(kind: Callable[[str], Any], name: str, least: float, most: float) -> Callable:
     def read(given: str) -> Any:
         try:
             value = kind(given)

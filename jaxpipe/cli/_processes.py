@@ -36,7 +36,7 @@ def join_processes(*, detect: bool) -> None:
     if ADDRESS in os.environ:
         check_address(os.environ[ADDRESS])
     if NUM_PROCESSES in os.environ:
-        num_processes, process = _number(NUM_PROCESSES), _number(PROCESS)
+        num_processes, process = _integer_variable(NUM_PROCESSES), _integer_variable(PROCESS)
         if ADDRESS not in os.environ:
             raise ValueError(
                 f"{NUM_PROCESSES} is set and {ADDRESS} is not. Set it to the host:port at which "
@@ -146,7 +146,7 @@ def leaving_on_error() -> Iterator[None]:
         os._exit(code)
 
 
-def _number(name: str) -> int:
+def _integer_variable(name: str) -> int:
     text = os.environ.get(name, "")
     if not text.isdigit():
         raise ValueError(f"{name} is {text!r} and {NUM_PROCESSES} is set. Give a number.")

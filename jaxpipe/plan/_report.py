@@ -89,12 +89,12 @@ def _memory(memory: Memory) -> Iterator[str]:
 
 def _totals(audit: Audit) -> list[str]:
     rows = [("collectives", "sites", "per step", "GB", "async GB", "in loops GB", "dcn GB")]
-    rows += [(kind, *_numbers(sums)) for kind, sums in totals(audit).items()]
-    rows += [("all", *_numbers(add_up(audit.sites)))]
+    rows += [(kind, *_figures(sums)) for kind, sums in totals(audit).items()]
+    rows += [("all", *_figures(add_up(audit.sites)))]
     return [*_table(rows), *_warnings(audit)]
 
 
-def _numbers(sums: CollectiveTotals) -> tuple[str, ...]:
+def _figures(sums: CollectiveTotals) -> tuple[str, ...]:
     inside, across = sums.in_loops_bytes, sums.across_slices_bytes
     sizes = (sums.result_bytes, sums.asynchronous_bytes, inside, across)
     return (str(sums.sites), str(sums.executions), *(f"{size / 1e9:.3f}" for size in sizes))
@@ -116,7 +116,7 @@ def _sites(audit: Audit, num_rows: int) -> list[str]:
         ("largest", "sites", "per step", "GB", "async", "loops", "branch", "shape", "from")
     ]
     for moved, (kind, *others) in sums[:num_rows]:
-        rows.append((kind, *_numbers(moved)[:3], *others))
+        rows.append((kind, *_figures(moved)[:3], *others))
     return _table(rows, left=(0, 7, 8))
 
 

@@ -46,9 +46,9 @@ def chart_data(run: RunRecord, found: Sequence[Finding]) -> dict[str, Any]:
         if key not in shared:
             shared[key] = len(steps)
             steps.append(drawn.steps.tolist())
-        series = {"name": name, "steps": shared[key], "mean": _numbers(drawn.mean)}
+        series = {"name": name, "steps": shared[key], "mean": _rounded(drawn.mean)}
         if len(drawn.low):
-            series |= {"low": _numbers(drawn.low), "high": _numbers(drawn.high)}
+            series |= {"low": _rounded(drawn.low), "high": _rounded(drawn.high)}
         return series
 
     known = {name for _, _, names in _MAIN for name in names}
@@ -120,5 +120,5 @@ def _metric_title(name: str) -> str:
     return name.replace("_", " ").capitalize()
 
 
-def _numbers(values: np.ndarray) -> list[float | None]:
+def _rounded(values: np.ndarray) -> list[float | None]:
     return [float(f"{v:.5g}") if math.isfinite(v) else None for v in values.tolist()]

@@ -59,7 +59,7 @@ def findings(run: RunRecord, status: Status, bubble: float | None) -> list[Findi
         *_gaps(run),
         *_slow(run),
         *_falling(run),
-        *_waiting(bubble),
+        *_large_bubble(bubble),
     ]
     order = ("bad", "warning", "note")
     return sorted(found, key=lambda finding: order.index(finding.level))
@@ -91,14 +91,18 @@ def _not_finite(run: RunRecord) -> Iterator[Finding]:
     for name, series in run.series.items():
         steps = series.steps[~np.isfinite(series.values)]
         if len(steps):
-            yield _at("bad", f"{name} is not a number", steps, "NaN or infinite in {}.")
+            yield _finding_at_steps(
+                "bad", f"{name} is not a number", steps, "NaN or infinite in {}."
+            )
 
 
 def _skipped(run: RunRecord) -> Iterator[Finding]:
     if "skipped" in run.series:
         steps = run.series["skipped"].steps[run.series["skipped"].values > 0]
         if len(steps):
-            yield _at("warning", "Skipped steps", steps, "Weights did not change in {}.")
+            yield _finding_at_steps(
+                "warning", "Skipped steps", steps, "Weights did not change in {}."
+            )
 
 
 def _spikes(run: RunRecord) -> Iterator[Finding]:
@@ -106,7 +110,7 @@ def _spikes(run: RunRecord) -> Iterator[Finding]:
         steps = spikes(run.series["loss"])
         if len(steps):
             text = f"The loss left the range of the {_WINDOW} steps before in {{}}."
-            yield _at("warning", "Spikes in the loss", steps, text)
+            yield _finding_at_steps("warning", "Spikes in the loss", steps, text)
 
 
 def _rising(run: RunRecord) -> Iterator[Finding]:
@@ -164,7 +168,7 @@ def _gaps(run: RunRecord) -> Iterator[Finding]:
     if missing > 0:
         after = steps[:-1][np.diff(steps) > 1].tolist()
         first = [0] if steps[0] > 1 else []
-        yield _at(
+        yield _finding_at_steps(
             "warning",
             "Missing lines",
             np.array([*first, *after]),
@@ -186,8 +190,8 @@ def _slow(run: RunRecord) -> Iterator[Finding]:
         f"More than {_SLOW:g} times the median of {median:.3g} s in {{}}: {lost:.3g} s in all, "
         f"{lost / float(series.finite.sum()):.1%} of the run."
     )
-    yield _at("warning" if lost > 0.05 * series.finite.sum() else "note", "Slow steps",
-              series.steps[is_slow], text)  # fmt: skip
+    level = "warning" if lost > 0.05 * series.finite.sum() else "note"
+    yield _finding_at_steps(level, "Slow steps", series.steps[is_slow], text)
 
 
 def _falling(run: RunRecord) -> Iterator[Finding]:
@@ -203,7 +207,7 @@ def _falling(run: RunRecord) -> Iterator[Finding]:
         yield Finding("warning", "Falling throughput", text)
 
 
-def _waiting(bubble: float | None) -> Iterator[Finding]:
+def _large_bubble(bubble: float | None) -> Iterator[Finding]:
     if bubble is not None and bubble > _LARGE_BUBBLE:
         text = (
             f"By its schedule even the busiest rank waits for {bubble:.0%} of a step. More "
@@ -212,7 +216,7 @@ def _waiting(bubble: float | None) -> Iterator[Finding]:
         yield Finding("note", "Large bubble", text)
 
 
-def _at(level: str, title: str, steps: np.ndarray, text: str) -> Finding:
+def _finding_at_steps(level: str, title: str, steps: np.ndarray, text: str) -> Finding:
     numbers: Sequence[int] = steps.tolist()
     listed = ", ".join(map(str, numbers[:_MOST_LISTED]))
     more = f" and {len(numbers) - _MOST_LISTED:,} more" if len(numbers) > _MOST_LISTED else ""

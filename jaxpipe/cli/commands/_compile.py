@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._durable import failed_write
 from .._emulate import emulate_devices
-from .._options import integer, path, text
+from .._options import bounded_integer, path, text
 from .._settings import add_settings, read_settings
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="NAME",
         help="TPUs, such as v5p:2x2x1; else this machine's devices",
     )
-    add("--num-slices", type=integer(1, 4096), default=1, metavar="N", help="slices of it")
+    add("--num-slices", type=bounded_integer(1, 4096), default=1, metavar="N", help="slices of it")
     add("--json", action="store_true", help="print one JSON object")
     add("--dump-hlo", type=path, metavar="DIR", help="write the optimized HLO text into DIR")
     parser.set_defaults(func=run)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..._input import short_repr
 from .._interrupts import unwinding
-from .._options import integer, path, text
+from .._options import bounded_integer, path, text
 
 if TYPE_CHECKING:
     from ...hugging_face import ConversionSummary
@@ -31,14 +31,16 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     out = parser.add_argument_group("to Hugging Face")
     out.add_argument(
         "--step",
-        type=integer(0, 2**31 - 1),
+        type=bounded_integer(0, 2**31 - 1),
         metavar="N",
         help="of which checkpoint; default: newest",
     )
     out.add_argument(
         "--max-shard-size", type=text, metavar="SIZE", help="of a file: 5GB (default), 200MB"
     )
-    out.add_argument("--max-length", type=integer(1, 2**31 - 1), metavar="T", help=_OF_MAX_LENGTH)
+    out.add_argument(
+        "--max-length", type=bounded_integer(1, 2**31 - 1), metavar="T", help=_OF_MAX_LENGTH
+    )
     out.add_argument(
         "--allow-unverified", action="store_true", help="take also a checkpoint without digests"
     )

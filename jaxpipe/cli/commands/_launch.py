@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from ..._exit import EXIT_CODE
 from .._lifeline import Lifelines
-from .._options import integer, number
+from .._options import bounded_float, bounded_integer
 from .._processes import ADDRESS, NUM_PROCESSES, PROCESS
 from .._settings import add_settings, read_settings
 
@@ -26,7 +26,7 @@ _USER_ERROR = 2
 """The exit code of a user's mistake, which a restart does not repair."""
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """The signals that end a run."""
-_STOPPED = tuple(128 + number for number in _ENDING)
+_STOPPED = tuple(128 + bounded_float for bounded_float in _ENDING)
 """The exit codes of a run that has saved and ended after a signal to any of its processes."""
 _STOP_SECONDS = 5.0
 """How far apart the processes of such a run may end."""
@@ -36,24 +36,24 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Registers the command."""
     parser = subparsers.add_parser("launch", help=_HELP, description=_HELP.capitalize() + ".")
     parser.add_argument(
-        "--processes", type=integer(1, 1024), required=True, metavar="N", help="how many"
+        "--processes", type=bounded_integer(1, 1024), required=True, metavar="N", help="how many"
     )
     parser.add_argument(
         "--gpus-per-process",
-        type=integer(1, 64),
+        type=bounded_integer(1, 64),
         metavar="K",
         help="process i uses the GPUs i K to (i+1) K-1",
     )
     parser.add_argument(
         "--grace",
-        type=number(0, 1e6),
+        type=bounded_float(0, 1e6),
         default=15.0,
         metavar="SECONDS",
         help="how long the others may go on when one has failed (15)",
     )
     parser.add_argument(
         "--max-restarts",
-        type=integer(0, 10**6),
+        type=bounded_integer(0, 10**6),
         default=0,
         metavar="N",
         help="how often all start again, from the newest checkpoint, when a process dies (0)",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..._durable import failed_write, write_output
 from .._emulate import emulate_devices
-from .._options import integer, path, text
+from .._options import bounded_integer, path, text
 from ._compile import leave_tpus_alone
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--output", type=path, metavar="FILE", help="default: RUN/report.html")
     add("--compile", action="store_true", help="compile the step too, for its exact memory")
     add("--topology", type=text, metavar="NAME", help="for TPUs, such as v5p:2x2x1; else for CPUs")
-    add("--num-slices", type=integer(1, 4096), default=1, metavar="N", help="slices of it")
+    add("--num-slices", type=bounded_integer(1, 4096), default=1, metavar="N", help="slices of it")
     add("--open", action="store_true", help="show it in a browser")
     parser.set_defaults(func=run)
 

@@ -33,7 +33,7 @@ from jaxpipe.schedules import (
 
 from ..._durable import failed_write, write_output
 from ..._input import is_file, short_repr
-from .._options import integer, number, path, text
+from .._options import bounded_float, bounded_integer, path, text
 
 _COUNTS = ("ranks", "microbatches", "chunks", "group", "slices", "latency", "spare")
 
@@ -73,7 +73,7 @@ def _with_schedule(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="NAME_OR_CSV",
         help="a name of `jaxpipe schedule list`, or a CSV file",
     )
-    count = integer(1, 2**31 - 1)
+    count = bounded_integer(1, 2**31 - 1)
     add("--ranks", type=count, metavar="P")
     add("--microbatches", type=count, metavar="M")
     add("--chunks", type=count, metavar="V", help="stages per rank")
@@ -81,13 +81,13 @@ def _with_schedule(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add("--slices", type=count, metavar="S", help="slices per sequence")
     add(
         "--latency",
-        type=number(0, 1e6),
+        type=bounded_float(0, 1e6),
         metavar="L",
         help="of transfers, in actions, for zero_bubble_h2",
     )
     add(
         "--spare",
-        type=integer(0, 10**6),
+        type=bounded_integer(0, 10**6),
         metavar="N",
         help="microbatches zero_bubble_h2 may hold in addition",
     )
@@ -221,15 +221,15 @@ def parse_costs(costs: str, transfer: str) -> Costs:
             f"`--costs` is {short_repr(costs)}. Give three costs F,I,W, such as 10,12,8."
         )
     forward, inputs, weight = (
-        _number("costs", part)
+        _parse_number("costs", part)
         if "/" not in part
-        else tuple(_number("costs", number) for number in part.split("/"))
+        else tuple(_parse_number("costs", number) for number in part.split("/"))
         for part in parts
     )
-    return Costs(forward, inputs, weight, transfer=_number("transfer", transfer))
+    return Costs(forward, inputs, weight, transfer=_parse_number("transfer", transfer))
 
 
-def _number(argument: str, written: str) -> int | float:
+def _parse_number(argument: str, written: str) -> int | float:
     """Parses a number. An integer stays one, so that times are exact."""
     try:
         return float(written) if not written.strip().isdecimal() else int(written)
