@@ -110,7 +110,7 @@ FULL_DISK = """
 import resource, sys
 limit = int(sys.argv.pop(1))
 from jaxpipe.cli import script
-from jaxpipe.train import _checkpoint
+from jaxpipe.train.checkpoint import _store as _checkpoint
 save = _checkpoint.ocp.CheckpointManager.save
 def saving(self, step, **arguments):
     if step == 3:

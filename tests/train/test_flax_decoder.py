@@ -58,9 +58,9 @@ def test_without_a_pipeline_the_losses_are_those_of_the_functions(tmp_path, func
     assert functions[-1]["loss"] < functions[0]["loss"]
 
 
-@pytest.mark.parametrize("rim", [NNX, LINEN], ids=["nnx", "linen"])
-def test_a_decoder_of_flax_modules_has_the_losses_of_the_functions(tmp_path, functions, rim):
-    assert_same(metrics(tmp_path, PIPELINE, rim), functions)
+@pytest.mark.parametrize("frontend", [NNX, LINEN], ids=["nnx", "linen"])
+def test_a_decoder_of_flax_modules_has_the_losses_of_the_functions(tmp_path, functions, frontend):
+    assert_same(metrics(tmp_path, PIPELINE, frontend), functions)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_decoder_of_flax_modules_has_the_losses_of_the_functions(tmp_path, fun
     ],
     ids=["once, tied", "per repeat, layers after", "delayed, written out", "explicit, per repeat"],
 )
-def test_settings_of_the_pipeline_reach_the_rim(tmp_path, functions, settings):
+def test_settings_of_the_pipeline_reach_the_frontend(tmp_path, functions, settings):
     expected = functions
     if "logits_via_embedding" in settings:
         expected = metrics(tmp_path / "functions", PIPELINE, "logits_via_embedding=true")
@@ -95,8 +95,8 @@ def test_in_bfloat16_it_has_nearly_the_loss_and_the_gradients_of_float32():
     settings |= {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2, "dtype": "bfloat16"}
     settings |= {"num_pipeline_microbatches": 8, "per_device_batch_size": 4.0}
     norms = []
-    for rim in ({}, {"enable_nnx": False}, {"dtype": "float32"}):
-        setup = set_up(Config.model_validate(settings | rim), jax.devices()[:4])
+    for frontend in ({}, {"enable_nnx": False}, {"dtype": "float32"}):
+        setup = set_up(Config.model_validate(settings | frontend), jax.devices()[:4])
         with jax.set_mesh(setup.mesh), jax.numpy_dtype_promotion("standard"):
             batch = shard_batch(setup, make_batches(setup)(0))
             _, metrics_of_step = make_train_step(setup)(init_state(setup), batch)
@@ -120,10 +120,10 @@ def test_what_experts_sum_up_is_sown_and_has_its_gradient():
         "load_balance_loss_weight": 0.1,
         "routed_bias_update_rate": 0.01,
     }
-    rims = ({}, {"enable_nnx": True, "pure_nnx_decoder": True}, {"enable_nnx": False})
+    frontends = ({}, {"enable_nnx": True, "pure_nnx_decoder": True}, {"enable_nnx": False})
     runs = []
-    for rim in rims:
-        setup = set_up(Config.model_validate(settings | rim), jax.devices()[:4])
+    for frontend in frontends:
+        setup = set_up(Config.model_validate(settings | frontend), jax.devices()[:4])
         with jax.set_mesh(setup.mesh):
             batch = shard_batch(setup, make_batches(setup)(0))
             runs.append(jax.device_get(make_train_step(setup)(init_state(setup), batch)))

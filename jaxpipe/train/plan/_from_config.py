@@ -128,7 +128,7 @@ def _check_mpmd_axis_rules(rules: sharding.Rules) -> None:
         if "stage" in mesh_axes and name not in ("stage", "activation_stage"):
             raise ValueError(
                 f"`logical_axis_rules` maps {name!r} to 'stage' and `pipeline_engine` is 'mpmd', "
-                "where ranks run programs of their own and divide nothing among them. Map it to "
+                "where ranks run programs of their own and share no arrays. Map it to "
                 "other axes."
             )
 

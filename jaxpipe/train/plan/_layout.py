@@ -60,16 +60,16 @@ def scheduled_layout(
     """
     name, num_layers = _pipelined_layers(config)
     counts = _layer_counts(config, name, num_layers, num_ranks)
-    choice = select_schedule(
+    selection = select_schedule(
         config,
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
         num_layers=num_layers,
         counts=counts,
     )
-    num_stages = choice.schedule.num_stages
+    num_stages = selection.schedule.num_stages
     if counts:
-        return choice, _layout_of_schedule(config, choice, counts)
+        return selection, _layout_of_schedule(config, selection, counts)
     per_stage = sharding.divide_exactly(
         num_layers,
         num_stages,
@@ -77,23 +77,25 @@ def scheduled_layout(
         into="the stages of `pipeline_schedule`",
         fix=_divisibility_advice(num_uniform_layers(config), num_stages),
     )
-    layout = _layout_of_schedule(config, choice, (per_stage,) * num_stages)
+    layout = _layout_of_schedule(config, selection, (per_stage,) * num_stages)
     _check_stage_counts(config, layout)
-    return choice, layout
+    return selection, layout
 
 
 def _layout_of_schedule(
-    config: Config, choice: ScheduleSelection, counts: tuple[int, ...]
+    config: Config, selection: ScheduleSelection, counts: tuple[int, ...]
 ) -> sharding.LayerLayout:
     """Returns the layout of stages with these numbers of layers, on the ranks of the schedule."""
-    num_ranks = schedules.num_ranks(choice.schedule)
+    num_ranks = schedules.num_ranks(selection.schedule)
     if config.pipeline_engine == "mpmd":
-        held = [len(schedules.stages_of_rank(choice.schedule, rank)) for rank in range(num_ranks)]
-        alike = len({*held}) == len({*counts}) == 1
+        num_stages = [
+            len(schedules.stages_of_rank(selection.schedule, rank)) for rank in range(num_ranks)
+        ]
+        alike = len({*num_stages}) == len({*counts}) == 1
         return sharding.LayerLayout(
-            max(held), num_ranks, max(counts), None, None if alike else counts
+            max(num_stages), num_ranks, max(counts), None, None if alike else counts
         )
-    stages = spmd.stages_on_ranks(choice.schedule)
+    stages = spmd.stages_on_ranks(selection.schedule)
     uneven = counts if len(set(counts)) > 1 else None
     return sharding.LayerLayout(len(stages), num_ranks, max(counts), stages, uneven)
 

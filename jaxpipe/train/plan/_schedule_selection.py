@@ -137,9 +137,9 @@ def _select_and_time(
     ticks = schedules.to_lock_step(schedule, costs)
     schedules.rank_and_chunk_by_stage(ticks.schedule)
     timeline = schedules.simulate_ticks(ticks, costs)
-    number = f"{schedules.num_ticks(ticks)} ticks"
+    num_ticks = f"{schedules.num_ticks(ticks)} ticks"
     bubble, activations = _describe_bubble(timeline), _describe_activations(ticks.schedule)
-    reason = f"{description}: {number}, {bubble} in lock-step, {activations}"
+    reason = f"{description}: {num_ticks}, {bubble} in lock-step, {activations}"
     return ScheduleSelection(ticks.schedule, reason, ticks), float(schedules.makespan(timeline))
 
 
@@ -219,9 +219,9 @@ def _select_auto(
         name = "1f1b" if chunks == 1 else "interleaved_1f1b"
         description = name if chunks == 1 else f"{name} with {chunks} stages per rank"
         schedule = _build_schedule(name, num_ranks, num_microbatches, chunks)
-        choice, time = _select_and_time(config, description, schedule, costs)
+        selection, time = _select_and_time(config, description, schedule, costs)
         if best is None or time / chunks < least * _MAX_TIME_RATIO:
-            best, least = choice, time / chunks
+            best, least = selection, time / chunks
     assert best is not None
     return best
 

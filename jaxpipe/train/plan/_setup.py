@@ -201,13 +201,13 @@ def batch_shapes(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:
     """
     count = setup.gradient_accumulation_steps * setup.num_microbatches
     shape = (count, setup.microbatch_size, setup.config.max_target_length)
-    numbers = jax.ShapeDtypeStruct(shape, jnp.int32)
+    int32_array = jax.ShapeDtypeStruct(shape, jnp.int32)
     return {
-        "tokens": numbers,
-        "targets": numbers,
+        "tokens": int32_array,
+        "targets": int32_array,
         "target_weights": jax.ShapeDtypeStruct(shape, jnp.float32),
-        "positions": numbers,
-        "segment_ids": numbers,
+        "positions": int32_array,
+        "segment_ids": int32_array,
     }
 
 

@@ -23,7 +23,7 @@ def compile_train_step(setup: Setup) -> jax.stages.Compiled:
         ValueError: If the step is not one program.
     """
     check_single_program(setup)
-    # Made outside of the mesh: a number that is computed on the way needs a device that is here.
+    # Built outside of the mesh's context: constants computed on the way need a device that exists.
     step: Any = make_train_step(setup)
     arguments = abstract_state(setup), abstract_batch(setup)
     with jax.set_mesh(setup.mesh):

@@ -148,8 +148,8 @@ def _stage_array(
     shape = (count, *leaf.shape[2:])
     if not count:
         here = set(sharding.mpmd_mesh.local_ranks).intersection(sharding.mpmd_idxs)
-        nothing = np.zeros(shape, leaf.dtype)
-        arrays = {rank: jax.device_put(nothing, sharding.of_rank(rank)) for rank in sorted(here)}
+        empty = np.zeros(shape, leaf.dtype)
+        arrays = {rank: jax.device_put(empty, sharding.of_rank(rank)) for rank in sorted(here)}
     return mpmd.MpmdArray.of_ranks(arrays, sharding, shape, leaf.dtype)
 
 
@@ -177,10 +177,10 @@ def _split(
     counts: tuple[int, ...], shardings: tuple[NamedSharding, ...]
 ) -> Callable[[list[jax.Array]], list[list[jax.Array]]]:
     """Compiles the split of a rank's leaves into its stages."""
-    ends = np.cumsum((0, *counts))
+    offsets = np.cumsum((0, *counts))
 
     def cut(leaves: list[jax.Array]) -> list[list[jax.Array]]:
-        return [[leaf[a:b] for leaf in leaves] for a, b in pairwise(ends)]
+        return [[leaf[a:b] for leaf in leaves] for a, b in pairwise(offsets)]
 
     return jax.jit(cut, out_shardings=[list(shardings)] * len(counts))
 
