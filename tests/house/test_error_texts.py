@@ -8,6 +8,7 @@ import pytest
 from house.test_house import PACKAGE, files
 
 from jaxpipe._input import clause
+from jaxpipe.hugging_face._convert import atomic_folder
 
 
 def joined(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
@@ -55,3 +56,12 @@ def test_a_clause_is_one_line_without_its_full_stop():
     assert clause(ValueError("No room.\n  Left.")) == "No room. Left"
     assert clause("What?") == "What?"
     assert len(clause("x" * 1000, 100)) < 200
+
+
+def test_a_full_disk_during_a_conversion_is_said_in_whole_sentences(tmp_path: Path):
+    def write() -> None:
+        with atomic_folder(tmp_path / "out"):
+            raise ValueError("RESOURCE_EXHAUSTED: No space left on device.\n")
+
+    with pytest.raises(RuntimeError, match=r"No space left on device\. Nothing is left of it\. "):
+        write()

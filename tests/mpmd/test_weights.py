@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe.ir import Plain
 from jaxpipe.mpmd import (
@@ -211,3 +212,15 @@ def test_casts_that_come_out_of_the_loop_change_no_number(schedule: Any):
     value, grads = compare(gradients(schedule, in_bfloat16), groups(2), *args)
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
     assert_equal((value, grads), jax.jit(gradients(schedule, in_bfloat16))(*args))
+
+
+def test_what_only_moves_numbers_is_computed_in_order_where_the_loop_and_its_outside_need_it():
+    """A constraint on what is made of a weight, which both read."""
+
+    def loss(weights: Any, x: Any, y: Any) -> Any:
+        first = weights[0]["in"][0]
+        total = jax.lax.with_sharding_constraint(jnp.stack([first, first]).sum(0), P())
+        nothing = jnp.sum(total * (first - jax.lax.stop_gradient(first)))
+        return marked_loss(weights, x, y) + nothing
+
+    compare(gradients(Std1F1B(2), loss), groups(2, fsdp=2), layers(2), *batch(3))

@@ -208,16 +208,17 @@ def _with_moves_inside(before: Sequence[Step], body: Program) -> tuple[list[Step
     more would cost memory, and moving fuses with what reads it."""
     inside = list(body.steps)
     needed = set(read(inside, body.outputs))
+    outside: set[Value] = set()  # what the steps that stay read
     stay: list[Step] = []
     for step in reversed(before):
-        if needed.intersection(step.outputs) and is_move(step) and not _is_cast(step):
+        is_inside = needed.intersection(step.outputs) and is_move(step) and not _is_cast(step)
+        if is_inside:
             inside.insert(0, step)
             needed.update(values(step.inputs))
-        else:
-            stay.append(step)
-    outside = {value for step in stay for value in values(step.inputs)}
-    again = [step for step in inside if outside.intersection(step.outputs)]
-    return [*again, *reversed(stay)], inside
+        if not is_inside or outside.intersection(step.outputs):
+            stay.insert(0, step)
+            outside.update(values(step.inputs))
+    return stay, inside
 
 
 def _is_cast(step: Step) -> bool:
