@@ -39,10 +39,9 @@ BANNED_MODULES = words(
 NOT_YET = words(
     """
     Access Agreement Choice Chunks Code Constant Counts Fission Free Halves Held How Kept
-    Left Moves Place Plain Program Run Segment Shards Step Value Visit Waiting at content
-    divide either emit ends exchange fission fold held_at_most joined kept lending like
-    merge number numbers outside place placed places same set_aside shared_loss spread sums
-    tell vary vary_as varying varying_like waiting whole wide
+    Left Plain Program Run Segment Shards Step Value Visit Waiting at content divide either
+    emit exchange fission fold joined kept like merge number numbers place placed places
+    same shared_loss spread sums tell vary vary_as varying varying_like waiting whole wide
     """
 )
 
