@@ -1,3 +1,5 @@
+"""Pipeline schedules: the order of actions on every rank, checked, timed and drawn, without JAX."""
+
 from ._action import Action as Action
 from ._action import FusedPair as FusedPair
 from ._action import Op as Op
@@ -23,7 +25,6 @@ from ._schedule import num_ranks as num_ranks
 from ._schedule import num_slices as num_slices
 from ._schedule import parse as parse
 from ._schedule import ranks_of_stage as ranks_of_stage
-from ._schedule import slice_ids as slice_ids
 from ._schedule import splits_backwards as splits_backwards
 from ._schedule import stages_of_rank as stages_of_rank
 from ._schedule import without_fused_pairs as without_fused_pairs
@@ -35,12 +36,10 @@ from .analysis._measure import makespan as makespan
 from .analysis._measure import parallelogram_bubble as parallelogram_bubble
 from .analysis._measure import peak_activations as peak_activations
 from .analysis._measure import rectangular_bubble as rectangular_bubble
-from .analysis._search import Candidate as Candidate
 from .analysis._search import search as search
 from .analysis._simulate import Costs as Costs
 from .analysis._simulate import TimedStep as TimedStep
 from .analysis._simulate import Timeline as Timeline
-from .analysis._simulate import check_costs as check_costs
 from .analysis._simulate import duration as duration
 from .analysis._simulate import simulate as simulate
 from .builders._controlled_memory import v_half as v_half
@@ -48,7 +47,6 @@ from .builders._controlled_memory import v_min as v_min
 from .builders._dualpipe import dualpipe as dualpipe
 from .builders._dualpipe import dualpipev as dualpipev
 from .builders._gpipe import gpipe as gpipe
-from .builders._interleaved import even_group_size as even_group_size
 from .builders._interleaved import grouped_interleaved as grouped_interleaved
 from .builders._interleaved import interleaved_gpipe as interleaved_gpipe
 from .builders._interleaved import interleaved_one_f_one_b as interleaved_one_f_one_b
@@ -59,7 +57,6 @@ from .builders._looped_bfs import looped_bfs as looped_bfs
 from .builders._one_f_one_b import eager_one_f_one_b as eager_one_f_one_b
 from .builders._one_f_one_b import one_f_one_b as one_f_one_b
 from .builders._registry import FAMILIES as FAMILIES
-from .builders._registry import Family as Family
 from .builders._registry import build as build
 from .builders._registry import get_family as get_family
 from .builders._seq1f1b import seq1f1b as seq1f1b
@@ -86,6 +83,5 @@ from .lock_step._ticks import check_ticks as check_ticks
 from .lock_step._ticks import enumerate_ticks as enumerate_ticks
 from .lock_step._ticks import num_ticks as num_ticks
 from .lock_step._ticks import simulate_ticks as simulate_ticks
-from .lock_step._weight_prefetch import CURRENT as CURRENT
 from .lock_step._weight_prefetch import PREFETCHED as PREFETCHED
 from .lock_step._weight_prefetch import SHARED_WITH_FORWARD as SHARED_WITH_FORWARD

@@ -37,7 +37,7 @@ class Schedule:
 
 
 def parse(text: str) -> Schedule:
-    """Parses the text of a schedule, the inverse of `str(schedule)`.
+    r"""Parses the text of a schedule, the inverse of `str(schedule)`.
 
     Args:
         text: One line of actions per rank.
@@ -50,7 +50,7 @@ def parse(text: str) -> Schedule:
             actions.
 
     Example:
-        >>> parse("0F0 0B0\\n1F0 1B0").num_stages
+        >>> parse("0F0 0B0\n1F0 1B0").num_stages
         2
     """
     programs = tuple(

@@ -1,4 +1,4 @@
-"""Where arrays live: the mesh, logical axis rules, and the counts that must divide."""
+"""Shardings: the mesh, logical axis rules, and the counts that must divide."""
 
 from ._divide import LayerLayout as LayerLayout
 from ._divide import divide_exactly as divide_exactly

@@ -5,7 +5,25 @@ from itertools import accumulate, chain
 
 
 def divide_exactly(whole: int, parts: int, *, name: str, into: str, fix: str) -> int:
-    """`whole / parts`, or a `ValueError` that names both and says what to change."""
+    """Returns `whole / parts`, or raises an error that names both and says what to change.
+
+    Args:
+        whole: The dividend.
+        parts: The divisor.
+        name: The name of `whole`, for the error.
+        into: The name of `parts`, for the error.
+        fix: A sentence that says what to change, for the error.
+
+    Returns:
+        The quotient.
+
+    Raises:
+        ValueError: If `parts` is below 1, or does not divide `whole`.
+
+    Example:
+        >>> divide_exactly(8, 4, name="`batch`", into="`microbatches`", fix="Change one of them.")
+        2
+    """
     if parts < 1:
         raise ValueError(f"{into} is {parts}. Give at least 1.")
     if whole % parts:
@@ -15,14 +33,15 @@ def divide_exactly(whole: int, parts: int, *, name: str, into: str, fix: str) ->
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """How the layers of a model lie on the ranks.
+    """The assignment of the layers of a model to stages and ranks.
 
     Attributes:
         num_repeats: R, stages per rank.
         num_ranks: S.
         layers_per_stage: Consecutive layers in a stage, or room for so many.
-        stages: [R][S] which stage of the model lies where; None: stage `repeat * num_ranks + rank`.
-        counts: How many layers each stage has, if not all have `layers_per_stage`.
+        stages: [R][S] the stage of the model at each repeat and rank; None: stage
+            `repeat * num_ranks + rank`.
+        counts: The number of layers of each stage, if not all have `layers_per_stage`.
     """
 
     num_repeats: int
@@ -33,11 +52,12 @@ class LayerLayout:
 
     @property
     def num_layers(self) -> int:
+        """Returns the number of layers of all stages."""
         return sum(self._counts)
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
-        """The number of the layer at every place of `dims`, -1 where there is none."""
+        """Returns the layer at every position of `dims`, -1 where there is only padding."""
         counts = self._counts
         first = (0, *accumulate(counts))
         order = chain(*self.stages) if self.stages else range(len(counts))
@@ -49,7 +69,7 @@ class LayerLayout:
 
     @property
     def stage_layer_ids(self) -> tuple[range, ...]:
-        """The numbers of the layers of every stage, in forward order."""
+        """Returns the layers of every stage, in forward order."""
         ends = tuple(accumulate(self._counts, initial=0))
         return tuple(map(range, ends, ends[1:]))
 
@@ -59,7 +79,7 @@ class LayerLayout:
 
     @property
     def dims(self) -> tuple[int, int, int]:
-        """[R, S, layers per stage], the leading dims of every stacked layer weight."""
+        """Returns [R, S, layers per stage], the leading dims of every stacked layer weight."""
         return self.num_repeats, self.num_ranks, self.layers_per_stage
 
 
@@ -71,17 +91,24 @@ def even_layout(
     num_repeats: int = -1,
     name: str = "`base_num_decoder_layers`",
 ) -> LayerLayout:
-    """The layout of `num_layers` over `num_ranks`.
+    """Returns the layout of `num_layers` over `num_ranks`, with equal stages.
 
     Args:
         num_layers: Layers of the model.
         num_ranks: Ranks of the pipeline.
         layers_per_stage: Layers of one stage.
         num_repeats: Stages per rank, -1 for as many as the layers give.
-        name: Where the caller gave the number of layers.
+        name: The setting that gave the number of layers, for errors.
+
+    Returns:
+        The layout.
 
     Raises:
         ValueError: If the layers are not `num_repeats * num_ranks * layers_per_stage`.
+
+    Example:
+        >>> even_layout(8, num_ranks=2, layers_per_stage=2).dims
+        (2, 2, 2)
     """
     per_repeat = num_ranks * layers_per_stage
     repeats = divide_exactly(

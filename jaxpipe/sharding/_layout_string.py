@@ -1,4 +1,4 @@
-"""How many layers each stage has, in Megatron's notation: `Et*3|t*4|t*4|t*3L`.
+"""The number of layers of each stage, in Megatron's notation: `Et*3|t*4|t*4|t*3L`.
 
 `|` ends a stage, `t` is a layer, `E` the embedding and `L` the loss. `x*3` and `(xy)*3` repeat, and
 commas mean nothing.
@@ -8,25 +8,35 @@ import re
 
 from .._input import short_repr
 
-_MOST = 100_000
+_MAX_LETTERS = 100_000
 """The most letters of a layout after its repetitions are expanded."""
 
 _REPEATED = re.compile(r"([A-Za-z]|\([^()]*\))\*(\d+)(?![\d*])")
 
 
 def parse_layout(text: str) -> tuple[int, ...]:
-    """Layers per stage, in forward order.
+    """Parses a layout string to the number of layers per stage.
+
+    Args:
+        text: Such as `Et*3|t*4|t*4|t*3L`.
+
+    Returns:
+        Layers per stage, in forward order.
 
     Raises:
         ValueError: If the text has other signs, does not begin with E or end with L, or if a stage
             in the middle is empty.
+
+    Example:
+        >>> parse_layout("Et|t*2|tL")
+        (1, 2, 1)
     """
     given = f"`pipeline_layout` is {short_repr(text)}"
     try:
         inner = _expanded(text)
     except OverflowError:
         raise ValueError(
-            f"{given}, which has more than {_MOST} layers and stages. "
+            f"{given}, which has more than {_MAX_LETTERS} layers and stages. "
             "Give smaller numbers behind *."
         ) from None
     stages = inner.split("|")
@@ -55,11 +65,11 @@ def parse_layout(text: str) -> tuple[int, ...]:
 
 
 def _expanded(text: str) -> str:
-    """Without repetition, the innermost first."""
+    """Expands repetitions, the innermost first."""
     text = re.sub(r"[,\s]", "", text)
     while (match := _REPEATED.search(text)) is not None:
         once = match[1].strip("()")
-        if len(match[2]) > 6 or len(text) + len(once) * int(match[2]) > _MOST:
+        if len(match[2]) > 6 or len(text) + len(once) * int(match[2]) > _MAX_LETTERS:
             raise OverflowError
         text = text[: match.start()] + once * int(match[2]) + text[match.end() :]
     return text

@@ -19,7 +19,7 @@ def make_mesh(
     devices: Sequence[Any] | None = None,
     explicit: bool = False,
 ) -> Mesh:
-    """A mesh over all of `AXES`, every axis being `dcn` groups of `ici` neighbours.
+    """Makes a mesh over all of `AXES`, every axis being `dcn` groups of `ici` neighbours.
 
     Args:
         ici: Size of each axis inside a slice. A missing axis has size 1. One axis may be -1: it
@@ -27,8 +27,8 @@ def make_mesh(
         dcn: Size of each axis across slices, or across processes where devices have no slices.
         devices: The devices to use, all of them. Default: `jax.devices()`.
         explicit: Whether data, stage and fsdp are of type Explicit: an array's type then says how
-            it is split over them, and JAX, not the compiler, decides what is communicated. What
-            remains inside a layer (tensor, expert, context) is the compiler's either way.
+            it is split over them, and JAX, not the compiler, decides what is communicated. The axes
+            inside a layer (tensor, expert, context) are left to the compiler either way.
 
     Returns:
         A mesh whose axes are `AXES`, in that order, of type Auto but for `explicit`.
@@ -60,7 +60,7 @@ def make_mesh(
 
 
 def _arrange(devices: list[Any], sizes: list[int]) -> np.ndarray:
-    """Devices of one slice on a grid: TPUs so that neighbours on it are neighbours on the torus."""
+    """Returns a slice's devices as a grid whose neighbours are neighbours on a TPU's torus."""
     if getattr(devices[0], "platform", None) == "tpu":
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     grid = np.empty(len(devices), dtype=object)

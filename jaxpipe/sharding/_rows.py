@@ -1,8 +1,8 @@
 """Rows of a batch where each device holds its own: inside a `jax.shard_map` over batch axes.
 
 A pipeline may make the axes that split the batch manual. A stage then sees the rows of one device,
-and what concerns all rows of a microbatch goes through these functions. Elsewhere they do
-nothing special.
+and reductions over all rows of a microbatch use these functions. Outside they reduce over
+nothing.
 """
 
 from collections.abc import Callable
@@ -12,29 +12,41 @@ from jax import lax
 
 
 def manual_batch_axes() -> tuple[str, ...]:
-    """The manual axes that split the batch, those beside `stage`, in mesh order."""
+    """Returns the manual axes that split the batch, those beside `stage`, in mesh order."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(a for a in mesh.axis_names if a in mesh.manual_axes and a != "stage")
 
 
 def sum_over_rows(x: jax.Array) -> jax.Array:
-    """Adds up what each device has summed over its own rows."""
+    """Sums what each device has summed over its own rows of a microbatch.
+
+    Args:
+        x: [...] the sum over the rows of this device.
+
+    Returns:
+        [...] the sum over all rows. Outside `jax.shard_map` it is `x`.
+    """
     axes = manual_batch_axes()
     return lax.psum(x, axes) if axes else x
 
 
 def max_over_rows(x: jax.Array) -> jax.Array:
-    """The largest of what each device has found in its own rows."""
+    """Returns the largest of the values that devices have for their own rows."""
     axes = manual_batch_axes()
     return lax.pmax(x, axes) if axes else x
 
 
 def local_rows(make: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, ...]) -> jax.Array:
-    """This device's rows of `make(shape of the microbatch)`: the same random numbers on any mesh.
+    """Returns this device's rows of `make(shape of the microbatch)`.
+
+    Random numbers are thereby the same on any mesh.
 
     Args:
         make: From a shape to an array; dim 0 are rows.
-        shape: Of this device's share.
+        shape: The shape of this device's share.
+
+    Returns:
+        [*shape] an array.
     """
     axes = manual_batch_axes()
     if not axes:

@@ -1,7 +1,7 @@
 """From logical axes ("embed", "mlp") to mesh axes ("fsdp", "tensor"): rules, specs, shardings.
 
 A rule is a pair (logical axis, mesh axes). Weights and activations are described once, by logical
-axes; which mesh axis each of them is split over is decided here alone.
+axes; these rules alone decide which mesh axes split each of them.
 """
 
 import math
@@ -46,11 +46,22 @@ DEFAULT_RULES: Rules = (
 
 
 def override_rules(changes: Rules, base: Rules = DEFAULT_RULES) -> Rules:
-    """`base` with the rules of `changes` in place of its own for the same logical axes.
+    """Returns `base` with the rules of `changes` in place of its own for the same logical axes.
+
+    Args:
+        changes: Rules, at most one per logical axis.
+        base: The rules to change.
+
+    Returns:
+        Rules for the logical axes of `base`.
 
     Raises:
         ValueError: If a rule is for a logical axis that `base` does not have or has two rules, or
             names an axis that no mesh has.
+
+    Example:
+        >>> dict(override_rules((("mlp", ("expert",)),)))["mlp"]
+        ('expert',)
     """
     names = [name for name, _ in changes]
     known = dict(base)
@@ -72,12 +83,23 @@ def override_rules(changes: Rules, base: Rules = DEFAULT_RULES) -> Rules:
 
 
 def partition_spec(axes: LogicalAxes, rules: Rules) -> PartitionSpec:
-    """The mesh axes that each dim is split over.
+    """Returns the mesh axes that each dim is split over.
 
-    A mesh axis splits one dim of an array at most: the first that asks for it has it.
+    A mesh axis splits one dim of an array at most: the first dim whose rule has it.
+
+    Args:
+        axes: The logical axis of each dim, or None.
+        rules: The rules.
+
+    Returns:
+        A spec with an entry per dim.
 
     Raises:
         ValueError: If `rules` has no rule for one of `axes`.
+
+    Example:
+        >>> tuple(partition_spec(("embed", "mlp"), DEFAULT_RULES))
+        (('fsdp', 'context', 'expert'), 'tensor')
     """
     table = dict(rules)
     used: set[str] = set()
@@ -95,7 +117,11 @@ def partition_spec(axes: LogicalAxes, rules: Rules) -> PartitionSpec:
 
 
 def check_divisible(shape: Sequence[int], spec: PartitionSpec, sizes: Mapping[str, int], name: str):
-    """Raises a `ValueError` unless every dim of `shape` splits evenly over its mesh axes."""
+    """Checks that every dim of `shape` splits evenly over its mesh axes.
+
+    Raises:
+        ValueError: If a dim does not.
+    """
     for dim, names in enumerate(spec):
         axes = (names,) if isinstance(names, str) else tuple(names or ())
         parts = math.prod(sizes[axis] for axis in axes)
@@ -109,13 +135,16 @@ def check_divisible(shape: Sequence[int], spec: PartitionSpec, sizes: Mapping[st
 
 
 def named_shardings(shapes: Any, axes: Any, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> Any:
-    """A `NamedSharding` for every leaf.
+    """Returns a `NamedSharding` for every leaf.
 
     Args:
         shapes: Tree of anything with a `shape`.
         axes: Tree of the same structure whose leaves are tuples of logical axes, one per dim.
         mesh: The mesh.
         rules: The rules.
+
+    Returns:
+        Tree of the same structure.
 
     Raises:
         ValueError: If a dim does not divide over the mesh axes its rule gives, or has no rule.
@@ -132,18 +161,18 @@ def named_shardings(shapes: Any, axes: Any, mesh: Mesh, rules: Rules = DEFAULT_R
 
 
 def reshard(tree: Any, shardings: Any) -> Any:
-    """`tree` with every leaf split as `shardings` say, inside or outside `jax.jit`."""
+    """Returns `tree` with every leaf split as `shardings` say, inside or outside `jax.jit`."""
 
-    def of_leaf(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    def reshard_leaf(x: jax.Array, sharding: NamedSharding) -> jax.Array:
         mesh = sharding.mesh
         if AxisType.Explicit not in mesh.axis_types:
             return jax.lax.with_sharding_constraint(x, sharding)
-        # How it is split over automatic axes beside them is the compiler's to find out.
+        # The compiler decides how it is split over the automatic axes.
         types = zip(mesh.axis_names, mesh.axis_types, strict=True)
         untyped = [axis for axis, kind in types if kind != AxisType.Explicit]
         return jax.sharding.reshard(x, NamedSharding(mesh, without_axes(sharding.spec, untyped)))
 
-    return jax.tree.map(of_leaf, tree, shardings)
+    return jax.tree.map(reshard_leaf, tree, shardings)
 
 
 def reshard_to_spec(x: jax.Array, spec: PartitionSpec, mesh: Mesh | None) -> jax.Array:
@@ -153,6 +182,9 @@ def reshard_to_spec(x: jax.Array, spec: PartitionSpec, mesh: Mesh | None) -> jax
         x: An array.
         spec: How its leading dims are split. The dims that it does not reach stay as they are.
         mesh: The mesh. None returns `x` unchanged.
+
+    Returns:
+        [...] the array.
     """
     if mesh is None or not len(spec):
         return x
@@ -172,7 +204,7 @@ def padded_spec(x: jax.Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh) ->
 
 
 def rules_without_manual_axes(rules: Rules, mesh: AbstractMesh) -> Rules:
-    """`rules` without the axes that are manual in `mesh`, as inside `jax.shard_map`."""
+    """Returns `rules` without the axes that are manual in `mesh`, as inside `jax.shard_map`."""
     automatic = set(mesh.axis_names) - set(mesh.manual_axes)
     return [(name, [a for a in mesh_axes if a in automatic]) for name, mesh_axes in rules]
 
@@ -181,11 +213,17 @@ Constrain = Callable[[jax.Array, LogicalAxes], jax.Array]
 
 
 def constrain_with(rules: Rules = DEFAULT_RULES) -> Constrain:
-    """A function that shards an activation as `rules` say, over the mesh in context.
+    """Returns a function that shards an activation as `rules` say, over the mesh in context.
 
     Axes that are manual where it is called (inside `jax.shard_map`) are left out of the spec, so a
-    model's code is the same inside a pipeline and outside. Without a mesh in context it does
-    nothing.
+    model's code is the same inside a pipeline and outside. Without a mesh in context the function
+    returns its argument.
+
+    Args:
+        rules: The rules.
+
+    Returns:
+        A function from an array and its logical axes to the array.
     """
 
     def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
@@ -203,7 +241,7 @@ GATHERED_AXES = ("fsdp", "context", "expert")
 
 
 def gathered_rules(rules: Rules, axes: Sequence[str] = GATHERED_AXES) -> Rules:
-    """`rules` for weights that are whole along `axes`. The dim of routed experts stays split."""
+    """Returns `rules` for weights that are whole along `axes`. Routed experts stay split."""
     return [
         (name, mesh_axes if name == "exp" else tuple(a for a in mesh_axes if a not in axes))
         for name, mesh_axes in rules
@@ -211,19 +249,26 @@ def gathered_rules(rules: Rules, axes: Sequence[str] = GATHERED_AXES) -> Rules:
 
 
 def zero1_rules(rules: Rules) -> Rules:
-    """`rules` for what ZeRO-1 splits over data as well: every dim that is split over fsdp.
+    """Returns `rules` for ZeRO-1: every dim that is split over fsdp is split over data too.
 
-    Source: Rajbhandari et al., 2020, arXiv 1910.02054, stage 1.
+    Args:
+        rules: The rules.
+
+    Returns:
+        Rules for optimizer state.
+
+    References:
+        Rajbhandari et al., 2020, arXiv 1910.02054, stage 1.
     """
 
     def also(name: str, mesh_axes: Sequence[str]) -> tuple[str, ...]:
-        of_weights = "fsdp" in mesh_axes and not name.startswith("activation")
-        return (*mesh_axes, "data") if of_weights else tuple(mesh_axes)
+        is_weight = "fsdp" in mesh_axes and not name.startswith("activation")
+        return (*mesh_axes, "data") if is_weight else tuple(mesh_axes)
 
     return [(name, also(name, mesh_axes)) for name, mesh_axes in rules]
 
 
 def no_constraint(x: jax.Array, axes: LogicalAxes) -> jax.Array:
-    """Leaves `x` as it is: what a model gets when it runs on one device."""
+    """Returns `x` unchanged: the constraint of a model that runs on one device."""
     del axes
     return x

@@ -25,7 +25,17 @@ Slots = dict[tuple[int, int], int]
 
 
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
-    """V-Half: about half the activations of 1F1B, with a bubble smaller than 1F1B's.
+    """V-Half: holds about half the activations of 1F1B, with a bubble smaller than 1F1B's.
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Pieces of the batch.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If a count is below 1 or too large.
 
     References:
         Qi et al., 2024, arXiv 2405.15362, section 3.
@@ -39,9 +49,19 @@ def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
-    """V-Min: about a third of the activations of 1F1B, the least a V can do.
+    """V-Min: holds about a third of the activations of 1F1B, the least that a V can.
 
     Its ranks run in lock-step: with unequal costs the bubble grows with the microbatches.
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Pieces of the batch.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If a count is below 1 or too large.
 
     References:
         Qi et al., 2024, arXiv 2405.15362, section 3.
@@ -52,15 +72,15 @@ def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
     return _from_blocks(blocks, num_microbatches)
 
 
-_MOST_WORK = 1 << 24
+_MAX_WORK = 1 << 24
 
 
 def _from_blocks(blocks: list[tuple[int, int, int, int]], num_microbatches: int) -> Schedule:
     require(
-        len(blocks) ** 2 * num_microbatches <= _MOST_WORK,
+        len(blocks) ** 2 * num_microbatches <= _MAX_WORK,
         f"`num_ranks` is {len(blocks)} for {num_microbatches} microbatches, and the time to build "
         "this schedule grows with its square.",
-        f"Give at most {isqrt(_MOST_WORK // num_microbatches)}.",
+        f"Give at most {isqrt(_MAX_WORK // num_microbatches)}.",
     )
     ranks = [
         {
@@ -70,7 +90,7 @@ def _from_blocks(blocks: list[tuple[int, int, int, int]], num_microbatches: int)
         }
         for block in blocks
     ]
-    # First with W's in their places, at both ends; then without them, at the end they have blocked.
+    # First with W's in their slots, at both ends; then without them, at the end they have blocked.
     ranks = _squeeze(_move_earlier([_with_weights(slots) for slots in ranks], warmup=True))
     ranks = _move_earlier([_without_weights(slots) for slots in ranks], warmup=False)
     ranks = _squeeze([_with_weights(slots) for slots in ranks])
@@ -134,15 +154,18 @@ class _Memory:
         """Moves a pass to a free slot, unless the rank would hold more than `cap` then.
 
         Only the slots from `earlier` on are counted anew, until they hold what they did before.
+
+        Returns:
+            Whether the pass was moved.
         """
         self.kinds[earlier], self.kinds[slot] = self.kinds[slot], None
         held, changed = self.held[earlier - 1] if earlier else (0, 0), []
-        for place in range(earlier, len(self.kinds)):
-            held = self._after(place, held)
+        for position in range(earlier, len(self.kinds)):
+            held = self._after(position, held)
             if held[0] > cap:
                 self.kinds[slot], self.kinds[earlier] = self.kinds[earlier], None
                 return False
-            if place >= slot and held == self.held[place]:
+            if position >= slot and held == self.held[position]:
                 break
             changed.append(held)
         self.held[earlier : earlier + len(changed)] = changed
@@ -150,7 +173,7 @@ class _Memory:
 
 
 def _in_time_order(ranks: list[Slots]) -> list[tuple[int, int, int, int]]:
-    """(slot, rank, kind, microbatch) of every pass."""
+    """Returns the (slot, rank, kind, microbatch) of every pass, in the order of time."""
     return sorted(
         (slot, rank, kind, m)
         for rank, slots in enumerate(ranks)
@@ -159,7 +182,7 @@ def _in_time_order(ranks: list[Slots]) -> list[tuple[int, int, int, int]]:
 
 
 def _ready(ranks: list[Slots], rank: int, kind: int, m: int) -> int:
-    """The first slot after everything that pass waits for; of a W, without its I."""
+    """Returns the first slot after all dependencies of a pass; of a W, without its I."""
     slots = ranks[rank]
     waits = [slots[kind, m - 1]] if m else []
     if _F0 < kind < _W:
@@ -174,6 +197,9 @@ def _move_earlier(ranks: list[Slots], *, warmup: bool) -> list[Slots]:
     """Moves each pass outside the steady state to the first free slot that costs no memory.
 
     The steady state lasts from rank 0's first I0 to its last F0.
+
+    Returns:
+        The slots of every rank, as new dicts.
     """
     ranks = [dict(slots) for slots in ranks]
     memories = [_Memory(slots) for slots in ranks]
@@ -181,7 +207,7 @@ def _move_earlier(ranks: list[Slots], *, warmup: bool) -> list[Slots]:
     steady_from = ranks[0][_I0, 0]
     steady_to = max(slot for (kind, _), slot in ranks[0].items() if kind == _F0)
     occupied: list[set[int]] = [set() for _ in ranks]
-    # The slots of all I's of a rank, in order: the W numbered m is that of the I at place m.
+    # The slots of all I's of a rank, in order: W number m is that of the I at index m.
     inputs = [sorted(s for (k, _), s in slots.items() if k in (_I1, _I0)) for slots in ranks]
     for slot, rank, kind, m in _in_time_order(ranks):
         before = (slot, rank) < (steady_from, 0)
@@ -212,7 +238,7 @@ def _squeeze(ranks: list[Slots]) -> list[Slots]:
 
 
 def _program(rank: int, num_ranks: int, slots: Slots) -> tuple[Action, ...]:
-    """The order of a rank; a free slot runs the oldest W of chunk 1, or else of chunk 0."""
+    """Returns the order of a rank. A free slot runs the oldest W of chunk 1, else of chunk 0."""
     stages = [v_stage(rank, chunk, num_ranks) for chunk in (0, 1)]
     passes = {slot: key for key, slot in slots.items()}
     waiting: dict[int, deque[int]] = {1: deque(), 0: deque()}

@@ -1,5 +1,6 @@
-"""DualPipe and DualPipeV: two streams of microbatches cross, and the forward of one overlaps the
-backward of the other.
+"""DualPipe and DualPipeV: two streams of microbatches cross and overlap.
+
+The forward of one stream overlaps the backward of the other.
 
 In DualPipe the streams enter at opposite ends, so a rank holds a copy of two stages; in DualPipeV
 the ends are folded together, and the two streams are the two chunks of a V. A rank's order is the
@@ -17,9 +18,19 @@ from ._require import require, require_positive
 
 
 def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
-    """DualPipe: half of the microbatches enters at rank 0, the other half at the last rank.
+    """DualPipe: sends half of the microbatches from rank 0, the other half from the last rank.
 
     The second half passes stage s on rank p - 1 - s: two copies of the weights.
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Pieces of the batch.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If a count is odd, or there are fewer microbatches than twice the ranks.
 
     References:
         DeepSeek-V3, 2024, arXiv 2412.19437, figure 5.
@@ -48,7 +59,17 @@ def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def dualpipev(num_ranks: int, num_microbatches: int) -> Schedule:
-    """DualPipeV: DualPipe cut in half, with a V in place of the second copy of the weights.
+    """DualPipeV: cuts DualPipe in half, with a V in place of the second copy of the weights.
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Pieces of the batch.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If there are fewer microbatches than twice the ranks.
 
     References:
         DeepSeek's dualpipev.py, after Sea AI Lab's "DualPipe could be better without the Dual",
@@ -82,7 +103,7 @@ class _Stream:
     taken: dict[Op, int] = field(default_factory=lambda: dict.fromkeys(Op, 0))
 
     def take(self, op: Op) -> Action:
-        """The next action; I and B count together."""
+        """Returns the next action; I and B count together."""
         count = Op.B if op is Op.I else op
         self.taken[count] += 1
         return Action(self.stage, op, self.first + self.taken[count] - 1)
@@ -91,7 +112,7 @@ class _Stream:
 def _program(
     near: _Stream, far: _Stream, depth: int, half_ranks: int, crossing: int
 ) -> Iterator[ScheduleStep]:
-    """One rank's eight phases, named as DeepSeek names them.
+    """Yields one rank's eight phases, named as DeepSeek names them.
 
     `depth` counts ranks from the nearer end, `crossing` the times both streams overlap.
     """

@@ -6,7 +6,22 @@ from ._require import require_positive
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
-    """GPipe: fill the pipeline once and drain it once, holding every microbatch in between.
+    """GPipe: fills the pipeline once and drains it once, holding every microbatch in between.
+
+    Args:
+        num_stages: Stages, one per rank.
+        num_microbatches: Pieces of the batch.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If a count is below 1.
+
+    Example:
+        >>> print(gpipe(2, 2))
+        0F0 0F1 0B0 0B1
+        1F0 1F1 1B0 1B1
 
     References:
         Huang et al., 2019, arXiv 1811.06965.

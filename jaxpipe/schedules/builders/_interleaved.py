@@ -14,7 +14,14 @@ from ._require import require, require_positive
 
 
 def even_group_size(num_ranks: int, num_microbatches: int) -> int:
-    """Torch's choice: about p microbatches, the same number in every group.
+    """Returns the group size that torch chooses: about p, equal for all groups.
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Pieces of the batch.
+
+    Returns:
+        Microbatches per group.
 
     Raises:
         ValueError: If the microbatches do not divide into that many groups.
@@ -33,9 +40,21 @@ def even_group_size(num_ranks: int, num_microbatches: int) -> int:
 def interleaved_one_f_one_b(
     num_ranks: int, num_microbatches: int, *, num_chunks: int = 2, group_size: int
 ) -> Schedule:
-    """Megatron's interleaved 1F1B: v chunks per rank divide the bubble by v.
+    """Megatron's interleaved 1F1B: divides the bubble by the v chunks per rank.
 
     The last group may be smaller than `group_size`, but not smaller than the pipeline is long.
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Pieces of the batch.
+        num_chunks: Stages per rank.
+        group_size: Microbatches that pass a chunk in a row before the next chunk has its turn.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If a count is below 1, or a group is smaller than the pipeline is long.
 
     References:
         Narayanan et al., 2021, arXiv 2104.04473, figure 4 (bottom).
@@ -55,8 +74,20 @@ def kimi_k2(
 ) -> Schedule:
     """Interleaved 1F1B with one more warmup forward.
 
-    The forward and the backward that stand side by side are then of different microbatches, and can
+    The forward and the backward that are neighbours are then of different microbatches, and can
     overlap one's expert all-to-all with the other's arithmetic.
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Pieces of the batch.
+        num_chunks: Stages per rank.
+        group_size: Microbatches that pass a chunk in a row before the next chunk has its turn.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If a count is below 1, or a group is smaller than the pipeline is long.
 
     References:
         Kimi K2, 2025, arXiv 2507.20534.
@@ -74,8 +105,22 @@ def kimi_k2(
 def interleaved_gpipe(
     num_ranks: int, num_microbatches: int, *, num_chunks: int = 2, group_size: int
 ) -> Schedule:
-    """Every forward in interleaved order, then every backward: GPipe with a v times smaller
-    bubble."""
+    """Interleaved GPipe: runs every forward in interleaved order, then every backward.
+
+    The bubble is v times smaller than that of GPipe.
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Pieces of the batch.
+        num_chunks: Stages per rank.
+        group_size: Microbatches that pass a chunk in a row before the next chunk has its turn.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If a count is below 1, or a group is smaller than the pipeline is long.
+    """
     _require_full_groups(num_ranks, num_microbatches, num_chunks, group_size)
 
     def program(rank: int) -> Iterator[Action]:
@@ -89,7 +134,19 @@ def interleaved_gpipe(
 def interleaved_zero_bubble(
     num_ranks: int, num_microbatches: int, *, num_chunks: int = 2, group_size: int
 ) -> Schedule:
-    """Interleaved 1F1B with half the warmup, the time won back by postponing the first r W's.
+    """Interleaved 1F1B with half the warmup and the first r W's of rank r postponed.
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Pieces of the batch.
+        num_chunks: Stages per rank.
+        group_size: Microbatches that pass a chunk in a row before the next chunk has its turn.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If a count is below 1, or a group is smaller than the pipeline is long.
 
     References:
         The interleaved ZB-H1 of Qi et al., 2023, arXiv 2401.10241, as torch orders it.
@@ -107,10 +164,22 @@ def interleaved_zero_bubble(
 def grouped_interleaved(
     num_ranks: int, num_microbatches: int, *, num_chunks: int = 2, group_size: int
 ) -> Schedule:
-    """Groups shorter than the pipeline: memory for bubble, at a rate the group size sets.
+    """Interleaved 1F1B in groups shorter than the pipeline: trades a larger bubble for less memory.
 
-    A forward and its successor chunk are only g microbatches apart, so a microbatch comes back
-    while the next ones wait, and fewer are alive.
+    A forward and its successor chunk are only g microbatches apart, so a microbatch returns while
+    the next ones wait, and fewer are alive.
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Pieces of the batch.
+        num_chunks: Stages per rank.
+        group_size: Microbatches that pass a chunk in a row before the next chunk has its turn.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If a count is below 1, or `group_size` is not from half of the ranks to all.
 
     References:
         PipeOffload, Wan et al., 2025, arXiv 2503.01328, "generalised interleaved schedule".
@@ -137,7 +206,7 @@ def grouped_interleaved(
 def _sequences(
     rank: int, num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int
 ) -> tuple[list[Action], list[Action]]:
-    """A rank's forwards and backwards: by group, then by chunk, then by microbatch."""
+    """Returns a rank's forwards and backwards, ordered by group, chunk and microbatch."""
     forwards, backwards = [], []
     for first in range(0, num_microbatches, group_size):
         group = range(first, min(first + group_size, num_microbatches))
@@ -150,8 +219,7 @@ def _sequences(
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> Iterator[Action]:
-    """`warmup` forwards, then a forward and a backward in turn, then the backwards that are
-    left."""
+    """Yields `warmup` forwards, then a forward and a backward in turn, then the other backwards."""
     yield from forwards[:warmup]
     for k, backward in enumerate(backwards):
         yield from forwards[warmup + k : warmup + k + 1]
@@ -159,7 +227,7 @@ def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> 
 
 
 def _split_backwards(actions: Iterator[Action], *, postponed: int) -> Iterator[Action]:
-    """Turns every B into an I, with a W after it that is `postponed` backwards old."""
+    """Turns every B into an I, and yields its W after `postponed` more backwards."""
     pending: list[Action] = []
     for action in actions:
         if action.op is not Op.B:
@@ -185,7 +253,10 @@ def _schedule(
 def _require_full_groups(
     num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int
 ) -> None:
-    """A group shorter than the pipeline comes back to rank 0 too late for its next chunk."""
+    """Refuses groups that are shorter than the pipeline.
+
+    Such a group returns to rank 0 too late for its next chunk.
+    """
     require_positive(
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,

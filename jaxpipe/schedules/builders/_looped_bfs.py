@@ -12,7 +12,18 @@ from ._require import require, require_positive
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) -> Schedule:
-    """Looped BFS: chunk by chunk, all microbatches; the backward retraces the forward.
+    """Looped BFS: runs all microbatches chunk by chunk; the backward retraces the forward.
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Pieces of the batch.
+        num_chunks: Stages per rank.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If a count is below 1.
 
     References:
         Lamy-Poirier, 2023, arXiv 2211.05953, figure 4d.
@@ -32,11 +43,22 @@ def looped_bfs(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) ->
 
 
 def circular(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) -> Schedule:
-    """The circular pipeline of MaxText and praxis: a loop over repeats, differentiated.
+    """MaxText's and praxis's circular pipeline: runs a loop over repeats, and its transpose.
 
-    Rank 0 takes up repeat k + 1 when the whole batch has passed repeat k, and the transpose of a
-    loop runs it backwards. Breadth-first, that is; but the loop's buffers ask for whole rounds of
-    ranks.
+    Rank 0 begins repeat k + 1 when the whole batch has passed repeat k, and the transpose of the
+    loop runs it backwards. That is breadth-first order; but the buffers of the loop require that
+    the ranks divide the microbatches.
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Pieces of the batch.
+        num_chunks: Stages per rank.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If a count is below 1, or the ranks do not divide the microbatches.
     """
     require_positive(num_ranks=num_ranks, num_microbatches=num_microbatches)
     require(

@@ -8,7 +8,22 @@ from ._require import require_positive
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
-    """1F1B: run a backward as soon as one is ready, so early stages stay lean.
+    """1F1B: runs a backward as soon as one is ready, so that early stages hold less.
+
+    Args:
+        num_stages: Stages, one per rank.
+        num_microbatches: Pieces of the batch.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If a count is below 1.
+
+    Example:
+        >>> print(one_f_one_b(2, 3))
+        0F0 0F1 0B0 0F2 0B1 0B2
+        1F0 1B0 1F1 1B1 1F2 1B2
 
     References:
         Narayanan et al., 2021, arXiv 2104.04473, figure 4 (top); as PipeDream-Flush, arXiv
@@ -32,7 +47,17 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def eager_one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
-    """Eager 1F1B: twice the warmup of 1F1B, so that a transfer has one forward's time to arrive.
+    """Eager 1F1B: doubles the warmup of 1F1B, so that a transfer has a forward's time to arrive.
+
+    Args:
+        num_stages: Stages, one per rank.
+        num_microbatches: Pieces of the batch.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If a count is below 1.
 
     References:
         Zhuang et al., 2022, arXiv 2211.05322.

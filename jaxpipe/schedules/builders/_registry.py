@@ -1,4 +1,4 @@
-"""Every schedule by its name: what it takes, what it asks for, where it comes from."""
+"""The registry of schedules: every family by its name, its arguments, constraints and source."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,10 +27,15 @@ from ._zero_bubble import zero_bubble_h1, zero_bubble_h2
 
 @dataclass(frozen=True)
 class Family:
-    """A builder and what to know before calling it.
+    """A builder, with its arguments and constraints.
 
-    `takes` names the arguments of `build` it has beyond ranks and microbatches. `group` says what
-    group size is usual for (ranks, microbatches), and is absent from families without groups.
+    Attributes:
+        builder: Builds a schedule from ranks, microbatches and keyword arguments.
+        takes: The arguments of `build` that it has beyond ranks and microbatches.
+        constraints: The counts that it can schedule, in words.
+        paper: The source.
+        default_group_size: From ranks and microbatches to the usual group size; None for families
+            without groups.
     """
 
     builder: Callable[..., Schedule]
@@ -109,7 +114,7 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
-# `build`'s words and the builders'.
+# The arguments of `build`, and their names in the builders.
 _KEYWORDS = {
     "chunks": "num_chunks",
     "group": "group_size",
@@ -121,10 +126,16 @@ _MAY_BE_ZERO = ("latency", "spare")
 
 
 def get_family(name: str) -> Family:
-    """The family of that name.
+    """Returns the family of a name.
+
+    Args:
+        name: A key of `FAMILIES`.
+
+    Returns:
+        The family.
 
     Raises:
-        ValueError: If there is none, with all names and the nearest.
+        ValueError: If no family has that name. The message has all names and the nearest.
     """
     if name in FAMILIES:
         return FAMILIES[name]
@@ -148,7 +159,8 @@ def build(
 ) -> Schedule:
     """Builds a schedule by its name.
 
-    What is not given is the family's usual: 2 chunks, 2 slices, no latency, its own group size.
+    Arguments that are None have the defaults of the family: 2 chunks, 2 slices, no latency, its own
+    group size.
 
     Args:
         name: A key of `FAMILIES`.
@@ -160,9 +172,17 @@ def build(
         latency: Time of a transfer as a multiple of the time of one action.
         spare: Microbatches a rank may hold beyond the fewest that keep it busy.
 
+    Returns:
+        A schedule that passes `check`.
+
     Raises:
-        ValueError: If there is no such schedule; if it does not take an argument that is given; or
+        ValueError: If no schedule has that name; if it does not take an argument that is given; or
             if it cannot schedule these counts.
+
+    Example:
+        >>> print(build("zero_bubble_h1", ranks=2, microbatches=2))
+        0F0 0F1 0I0 0W0 0I1 0W1
+        1F0 1I0 1F1 1I1 1W0 1W1
     """
     chosen = get_family(name)
     options = {
@@ -190,10 +210,10 @@ def build(
     try:
         return chosen.builder(ranks, microbatches, **keywords)
     except ValueError as error:
-        raise ValueError(_in_words_of_build(str(error))) from None
+        raise ValueError(_with_argument_names_of_build(str(error))) from None
 
 
-def _in_words_of_build(message: str) -> str:
+def _with_argument_names_of_build(message: str) -> str:
     """Returns a builder's message with the names that `build` has for its arguments."""
     builders = {"num_ranks": "ranks", "num_stages": "ranks", "num_microbatches": "microbatches"}
     for name, theirs in (*((v, k) for k, v in _KEYWORDS.items()), *builders.items()):

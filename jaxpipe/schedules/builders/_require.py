@@ -1,4 +1,4 @@
-"""What every builder asks of its counts, said in one way."""
+"""Checks of the counts of a builder, with uniform errors."""
 
 MAX_RANKS = 4096
 MAX_FORWARDS = 1 << 19
@@ -6,7 +6,11 @@ MAX_FORWARDS = 1 << 19
 
 
 def require_positive(**counts: int) -> None:
-    """Refuses counts below 1, naming the argument."""
+    """Checks that counts are at least 1; the error names the argument.
+
+    Raises:
+        ValueError: If a count is below 1.
+    """
     for name, count in counts.items():
         if count < 1:
             raise ValueError(f"`{name}` is {count}. Give at least 1.")
@@ -14,12 +18,6 @@ def require_positive(**counts: int) -> None:
 
 def require_small(ranks: int, microbatches: int, chunks: int, slices: int) -> None:
     """Checks that a schedule of these counts is small enough to be built.
-
-    Args:
-        ranks: The number of ranks.
-        microbatches: The number of microbatches.
-        chunks: Stages per rank.
-        slices: Slices per sequence.
 
     Raises:
         ValueError: If there are too many ranks or forwards.
@@ -35,6 +33,10 @@ def require_small(ranks: int, microbatches: int, chunks: int, slices: int) -> No
 
 
 def require(holds: bool, problem: str, remedy: str) -> None:
-    """Refuses counts a family cannot schedule: what is wrong with them, then what to give."""
+    """Checks a condition; the error is the problem, then the remedy, a sentence each.
+
+    Raises:
+        ValueError: If the condition does not hold.
+    """
     if not holds:
         raise ValueError(f"{problem} {remedy}")

@@ -8,11 +8,22 @@ from ._require import require_positive
 
 
 def seq1f1b(num_stages: int, num_microbatches: int, *, num_slices: int = 2) -> Schedule:
-    """Seq1F1B: slices of a long sequence fill the pipeline sooner and are small while they wait.
+    """Seq1F1B: runs 1F1B over slices of sequences, which fill the pipeline sooner and hold less.
 
     With causal attention a slice needs the slices before it in the forward, and the gradients of
-    those after it in the backward: that goes through a microbatch's slices from the last to the
+    those after it in the backward, which passes through a microbatch's slices from the last to the
     first.
+
+    Args:
+        num_stages: Stages, one per rank.
+        num_microbatches: Pieces of the batch.
+        num_slices: Slices per sequence.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If a count is below 1.
 
     References:
         Sun et al., 2024, arXiv 2406.03488, figure 2.

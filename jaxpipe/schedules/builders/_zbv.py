@@ -9,9 +9,19 @@ from ._require import require_positive
 
 
 def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
-    """ZB-V: a microbatch turns round on the last rank, so rank 0 gets its memory back early.
+    """ZB-V: turns a microbatch round on the last rank, so that rank 0 frees its memory early.
 
     The order is that of at least 2p - 1 microbatches, cut down where there are fewer.
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Pieces of the batch.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If a count is below 1.
 
     References:
         Qi et al., 2023, arXiv 2401.10241, section 6; as torch's ScheduleZBVZeroBubble orders it.
@@ -26,7 +36,7 @@ def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def _program(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-    """A rank's phases: a pattern (`F1` is a forward of chunk 1) and how often it repeats."""
+    """Yields a rank's phases, each a pattern (`F1` is a forward of chunk 1) and its repetitions."""
     phases = (
         ("F0", 2 * (num_ranks - rank) - 1),
         ("F1 F0", rank),
@@ -46,7 +56,7 @@ def _program(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Actio
 
 
 def _action(kind: str, done: dict[str, int], rank: int, num_ranks: int) -> Action:
-    """The next action of a kind, counted in `done`."""
+    """Returns the next action of a kind, counted in `done`."""
     microbatch = done[kind]
     done[kind] += 1
     return Action(v_stage(rank, int(kind[1]), num_ranks), Op(kind[0]), microbatch)

@@ -1,4 +1,4 @@
-"""Zero bubble: the backward split in two, and its second half used to fill the bubbles.
+"""Zero bubble: splits the backward in two, and fills the bubbles with its second half.
 
 Both schedules keep their stages busy while W's wait; H1 within 1F1B's memory, H2 with twice that.
 """
@@ -13,7 +13,17 @@ from ._require import require, require_positive
 
 
 def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
-    """ZB-H1: 1F1B whose later stages postpone W's, so that none holds more than p microbatches.
+    """ZB-H1: postpones W's of later stages in 1F1B, so that none holds more than p microbatches.
+
+    Args:
+        num_stages: Stages, one per rank.
+        num_microbatches: Pieces of the batch.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If a count is below 1, or there are fewer microbatches than stages.
 
     References:
         Qi et al., 2023, arXiv 2401.10241, figure 2.
@@ -47,7 +57,7 @@ def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
 def zero_bubble_h2(
     num_stages: int, num_microbatches: int, *, latency: int | float = 0, spare: int = 0
 ) -> Schedule:
-    """ZB-H2: forwards enough in flight that no stage ever waits, once it has begun.
+    """ZB-H2: keeps enough forwards in flight that no stage ever waits, once it has begun.
 
     Args:
         num_stages: Stages, one per rank: p.
@@ -56,6 +66,13 @@ def zero_bubble_h2(
             it.
         spare: Microbatches a stage may hold beyond the 2p - 1 it needs. The authors' code, given
             twice the memory of 1F1B, has 1.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If a count is below 1, `latency` or `spare` is negative, or there are fewer
+            microbatches than the warmup of stage 0.
 
     References:
         Qi et al., 2023, arXiv 2401.10241, figure 3.
@@ -91,7 +108,7 @@ def zero_bubble_h2(
                 yield Action(stage, Op.F, forwards)
                 forwards += 1
             # When forwards have ended, backwards arrive only at every other time and W's fill the
-            # gaps. The last stage has none; stage 0 need not hurry, as nobody waits for its I.
+            # gaps. The last stage has none; stage 0 need not hurry, as no stage waits for its I.
             gap = forwards == num_microbatches and (stage == 0 or not forward)
             if gap and stage < num_stages - 1 and weights < m:
                 yield Action(stage, Op.W, weights)

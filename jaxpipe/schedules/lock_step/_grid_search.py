@@ -1,5 +1,4 @@
-"""Puts a schedule on a grid of ticks: a list scheduler that accounts for the cost of ticks, tried
-many times.
+"""Puts a schedule on a grid of ticks, by many runs of a list scheduler that knows their costs.
 
 The order of a schedule, kept to the letter, costs too many ticks: 1F1B has the backward of
 microbatch 0 before the forward of microbatch S, which then meets a bubble on every rank. So only

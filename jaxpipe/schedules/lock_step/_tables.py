@@ -172,6 +172,9 @@ def _phases(
     """Yields the tables of F, of B and I, and of W.
 
     `upcoming` has the residency of every F, B and I, rank by rank.
+
+    Returns:
+        Three tables.
     """
     schedule = ticks.schedule
     buffers = {
