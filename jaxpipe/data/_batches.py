@@ -24,24 +24,24 @@ class RowsByStep(Protocol):
 
     @property
     def rows(self) -> Callable[[int, Sequence[int]], Batch]:
-        """From a step and the numbers of n of its rows, 0 to B - 1, to these, [n, T]."""
+        """Returns `rows(step, row_ids)`: n rows of a step, [n, T], by their ids, 0 to B - 1."""
         ...
 
     @property
     def num_targets(self) -> Callable[[int], int]:
-        """From a step to the sum of `target_weights` over all of its rows, without making them."""
+        """Returns `num_targets(step)`: the sum of `target_weights` over the rows of a step."""
         ...
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches without end, `RowsByStep`. A call with a step gives its batch, always the same one.
+    """An endless sequence of batches, a `RowsByStep`. A call returns the batch of a step.
 
     Attributes:
         batch_size: B.
-        rows: As in `RowsByStep`.
-        num_targets: Likewise.
-        decided_by: What the rows depend on, by name, as JSON can keep it.
+        rows: A function from a step and n row ids, 0 to B - 1, to these rows, [n, T].
+        num_targets: A function from a step to the sum of `target_weights` over its rows.
+        decided_by: The settings and files that determine the rows, by name, as JSON values.
     """
 
     batch_size: int
@@ -54,7 +54,22 @@ class Batches:
 
 
 def global_batch_size(per_device_batch_size: float, num_devices: int) -> int:
-    """Rows of one step on all devices; the product must be whole."""
+    """Returns the number of rows of one step on all devices.
+
+    Args:
+        per_device_batch_size: Rows of one device; may be a fraction if a row is split over devices.
+        num_devices: The number of devices.
+
+    Returns:
+        The product of both.
+
+    Raises:
+        ValueError: If the product is not a whole number above 0.
+
+    Example:
+        >>> global_batch_size(0.5, 8)
+        4
+    """
     rows = per_device_batch_size * num_devices
     if rows < 1 or rows != round(rows):
         raise ValueError(
@@ -67,7 +82,25 @@ def global_batch_size(per_device_batch_size: float, num_devices: int) -> int:
 def synthetic_batches(
     *, vocab_size: int, batch_size: int, length: int, seed: int, stream: int = 0
 ) -> Batches:
-    """Random tokens, one document of full length a row, from (seed, step, stream) alone."""
+    """Returns batches of random tokens, determined by `(seed, step, stream)` alone.
+
+    Every row is one document of full length.
+
+    Args:
+        vocab_size: Ids are drawn from 0 to `vocab_size - 1`.
+        batch_size: B, the number of rows of a batch.
+        length: T, the number of tokens of a row.
+        seed: The seed.
+        stream: Distinguishes independent streams of one seed, such as training and evaluation.
+
+    Returns:
+        The batches.
+
+    Example:
+        >>> batches = synthetic_batches(vocab_size=256, batch_size=4, length=8, seed=0)
+        >>> batches(0)["tokens"].shape
+        (4, 8)
+    """
 
     def rows(step: int, numbers: Sequence[int]) -> Batch:
         random = np.random.default_rng((seed, step, stream))
@@ -95,7 +128,7 @@ def corpus_batches(
     shuffle_seed: int | None,
     weights: Sequence[float] | None = None,
 ) -> Batches:
-    """Rows of one or several corpora, epoch after epoch.
+    """Returns batches of the rows of one or several corpora, epoch after epoch.
 
     Each corpus is cut into rows by itself, and these are then shuffled, with another order in each
     epoch. A batch may reach from one epoch into the next, and may be larger than a corpus.
@@ -104,12 +137,15 @@ def corpus_batches(
         corpora: From `tokenize` or `read_corpus`.
         batch_size: B.
         length: T.
-        packing: Rows of several documents, or of one: see `Rows`.
-        shuffle_seed: 0 to 2**32 - 1, or None for a corpus's own order in every epoch.
-        weights: The corpora's shares of the rows, relative to each other; all alike by default.
+        packing: Whether a row may hold several documents.
+        shuffle_seed: 0 to 2**32 - 1, or None to keep the order of each corpus in every epoch.
+        weights: The relative share of the rows of each corpus. Default: equal shares.
+
+    Returns:
+        The batches.
 
     Raises:
-        ValueError: If shares repeat after more than 100,000 rows only.
+        ValueError: If the shares repeat only after more than 100,000 rows.
     """
     sources = [Rows(corpus, length, packing) for corpus in corpora]
     weights = weights or [1.0] * len(corpora)
@@ -136,7 +172,7 @@ def corpus_batches(
 
 
 class FiniteBatches(Sequence[Batch]):
-    """Batches that are made when they are asked for; `RowsByStep`, by their index."""
+    """A finite sequence of batches, a `RowsByStep`. Each batch is made when it is indexed."""
 
     batch_size: int
 
@@ -147,11 +183,11 @@ class FiniteBatches(Sequence[Batch]):
 
     @abstractmethod
     def rows(self, index: int, numbers: Sequence[int]) -> Batch:
-        """Some rows of a batch."""
+        """Returns some rows of a batch, [n, T], by their ids."""
 
     @abstractmethod
     def num_targets(self, index: int) -> int:
-        """The sum of `target_weights` over a batch."""
+        """Returns the sum of `target_weights` over a batch."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +235,7 @@ class SinglePassBatches(FiniteBatches):
         return sum(rows.num_targets(i) for rows, i in found if rows is not None)
 
     def _found(self, number: int) -> tuple[Rows | None, int]:
-        """Which source a row comes from, none behind the last one, and its number there."""
+        """Returns the source of a row and its index there; no source after the last row."""
         for rows in self.sources:
             if number < len(rows):
                 return rows, number
@@ -208,5 +244,5 @@ class SinglePassBatches(FiniteBatches):
 
 
 def stack_rows(rows: Sequence[Row]) -> Batch:
-    """Rows as a batch."""
+    """Stacks rows to a batch."""
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}

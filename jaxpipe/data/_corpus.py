@@ -18,13 +18,13 @@ from ._tokenizers import Tokenizer
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Documents, one behind the other.
+    """Documents as one stream of N tokens.
 
     Attributes:
         tokens: Ids, the last of each document being the end of document. They may hold documents
             that do not belong to the stream.
         ends: [D] where each document ends in the stream (exclusive), so the last entry is N.
-        shifts: [D] how much further on a document lies in `tokens` than in the stream.
+        shifts: [D] the offset of each document in `tokens`, less its offset in the stream.
     """
 
     tokens: Integer[np.ndarray, " n"] | TokenFiles
@@ -32,31 +32,44 @@ class Corpus:
     shifts: Int64[np.ndarray, " D"]
 
     def __len__(self) -> int:
-        """N."""
+        """Returns N, the number of tokens of the stream."""
         return int(self.ends[-1])
 
     def starts(self, documents: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-        """Where some documents start in the stream."""
+        """Returns the offsets at which some documents start in the stream."""
         return np.where(documents > 0, self.ends[documents - 1], 0)
 
-    def documents_at(self, places: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-        """The documents that places of the stream belong to."""
-        return np.searchsorted(self.ends, places, side="right")
+    def documents_at(self, offsets: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+        """Returns the index of the document at each of some offsets of the stream."""
+        return np.searchsorted(self.ends, offsets, side="right")
 
-    def ids(self, places: Int64[np.ndarray, " n"]) -> Int32[np.ndarray, " n"]:
-        """The tokens at some places of the stream."""
-        return self.tokens[places + self.shifts[self.documents_at(places)]].astype(np.int32)
+    def ids(self, offsets: Int64[np.ndarray, " n"]) -> Int32[np.ndarray, " n"]:
+        """Returns the token ids at some offsets of the stream."""
+        return self.tokens[offsets + self.shifts[self.documents_at(offsets)]].astype(np.int32)
 
 
 def corpus_from_tokens(
     tokens: Integer[np.ndarray, " N"] | TokenFiles, ends: Int64[np.ndarray, " D"]
 ) -> Corpus:
-    """All of `tokens`, with documents that end where `ends` says."""
+    """Returns the corpus of all `tokens`, whose documents end at the offsets `ends`."""
     return Corpus(tokens, ends, np.broadcast_to(np.int64(0), ends.shape))
 
 
 def tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> Corpus:
-    """The documents as one stream, in order. There must be at least one."""
+    """Tokenizes documents and joins them to one stream, in order.
+
+    Args:
+        documents: At least one text.
+        tokenizer: Its end-of-document id is added after each document.
+
+    Returns:
+        The corpus, in memory: 4 bytes a token.
+
+    Example:
+        >>> from jaxpipe.data import ByteTokenizer
+        >>> len(tokenize(["ab", "c"], ByteTokenizer()))
+        5
+    """
     end = np.asarray([tokenizer.eod], np.int32)
     pieces = [np.concatenate([tokenizer.encode(text), end]) for text in documents]
     return corpus_from_tokens(np.concatenate(pieces), np.cumsum([len(piece) for piece in pieces]))
@@ -65,19 +78,21 @@ def tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> Corpus:
 def read_corpus(
     source: Source, tokenizer: Tokenizer | None, *, vocab_size: int, key: str = "data_files"
 ) -> Corpus:
-    """The documents of a source.
+    """Reads the documents of a source.
 
-    Those of text are tokenised and held in memory, 4 bytes a token. Files of tokens stay where they
-    are.
+    Text is tokenized and held in memory, 4 bytes a token. Files of tokens are mapped into memory.
 
     Args:
-        source: Of any type.
-        tokenizer: For all types but `tokens`.
-        vocab_size: Rows of the model's embedding.
-        key: What errors call the source's files.
+        source: The source, of any type.
+        tokenizer: The tokenizer; not used if the type is `tokens`.
+        vocab_size: The number of rows of the model's embedding.
+        key: The config key that errors name.
+
+    Returns:
+        The corpus.
 
     Raises:
-        ValueError: If a file is not there, or does not hold what the source says.
+        ValueError: If a file does not exist, or its content is not of the type of the source.
     """
     if source.type == "tokens":
         return corpus_from_tokens(*open_token_files(source, vocab_size=vocab_size, key=key))
@@ -86,7 +101,7 @@ def read_corpus(
 
 
 def select_documents(corpus: Corpus, chosen: Bool[np.ndarray, " D"]) -> Corpus:
-    """The stream of some of the documents, of which there must be one. Copies no tokens."""
+    """Returns the stream of the chosen documents, at least one. Copies no tokens."""
     documents = np.flatnonzero(chosen)
     starts = corpus.starts(documents)
     ends = np.cumsum(corpus.ends[documents] - starts)
@@ -95,28 +110,36 @@ def select_documents(corpus: Corpus, chosen: Bool[np.ndarray, " D"]) -> Corpus:
 
 
 def corpus_fingerprint(corpus: Corpus) -> dict[str, int]:
-    """What JSON can keep of a corpus, by which another one is told from it."""
+    """Returns counts and a checksum, as JSON values, that differ for different corpora."""
     tokens = corpus.tokens
-    of_tokens = tokens.checksum if isinstance(tokens, TokenFiles) else _crc32(tokens)
-    checksum = _crc32(corpus.shifts, _crc32(corpus.ends, of_tokens))
+    tokens_checksum = tokens.checksum if isinstance(tokens, TokenFiles) else _crc32(tokens)
+    checksum = _crc32(corpus.shifts, _crc32(corpus.ends, tokens_checksum))
     return {"tokens": len(corpus), "documents": len(corpus.ends), "checksum": checksum}
 
 
 def _crc32(numbers: Integer[np.ndarray, " n"], before: int = 0) -> int:
-    """Of an array's bytes, without a copy of them where they lie in one piece."""
+    """Returns the CRC-32 of the bytes of an array, which are not copied if contiguous."""
     return crc32(np.ascontiguousarray(numbers).data, before)
 
 
 def split_held_out(
     corpus: Corpus, *, fraction: float, seed: int | tuple[int, ...]
 ) -> tuple[Corpus, Corpus]:
-    """The documents that stay, and those that are held out.
+    """Splits a corpus into the documents that stay and those that are held out.
 
-    Each is held out with probability `fraction`, by its number and the seed alone: documents that
-    are added behind the others move none of them.
+    Each document is held out with probability `fraction`, which depends on its index and the seed
+    alone: appending documents does not change the side of the earlier ones.
+
+    Args:
+        corpus: The corpus.
+        fraction: The probability, above 0 and below 1.
+        seed: The seed.
+
+    Returns:
+        The corpus that stays, and the corpus that is held out.
 
     Raises:
-        ValueError: If one of the two has no document.
+        ValueError: If either has no document.
     """
     num_documents = len(corpus.ends)
     out = np.random.default_rng(seed).random(num_documents) < fraction

@@ -12,11 +12,14 @@ from ._tables import arrow_documents, parquet_documents
 
 
 def read_documents(source: Source, *, key: str = "data_files") -> Iterator[str]:
-    """All documents of a source of text, in order; none is held in memory.
+    """Yields all documents of a source of text, in order, one at a time.
 
     Args:
-        source: Of any type but `tokens`.
-        key: What errors call its files.
+        source: The source, of any type but `tokens`.
+        key: The config key that errors name.
+
+    Returns:
+        The texts of the documents.
 
     Raises:
         ValueError: If a path does not exist or holds no document, or a file does not hold what the
@@ -64,14 +67,14 @@ def _read(file: Path | Traversable) -> str:
 
 
 def _split_text(text: str, separator: str) -> Iterator[str]:
-    """The pieces between separators without blank lines around them; blank pieces are none."""
+    """Yields the pieces between separators, without the newlines around them and blank pieces."""
     for piece in text.split(separator) if separator else [text]:
         if piece.strip():
             yield piece.strip("\n")
 
 
 def _jsonl_documents(file: Path, field: str) -> Iterator[str]:
-    """One document a line. Blank lines are none."""
+    """Yields one document for each line of a JSONL file. Blank lines are skipped."""
     with file.open("rb") as lines:
         number = 0
         while line := lines.readline(MOST_JSON_BYTES + 1):
@@ -113,7 +116,7 @@ def _document_in_line(line: bytes, field: str, where: str) -> str:
 
 
 def _check_surrogates(text: str, field: str, where: str) -> str:
-    """JSON may escape half of a surrogate pair, which is no character that tokenizers read."""
+    """Checks that a text has no lone surrogate, which JSON may escape and tokenizers refuse."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

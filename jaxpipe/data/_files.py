@@ -16,20 +16,23 @@ SUFFIXES: dict[SourceType, tuple[str, ...]] = {
     "arrow": (".arrow", ".feather"),
     "tokens": (".bin", ".npy"),
 }
-"""Of the files of a folder that belong to a kind."""
+"""The suffixes of the files of a type."""
 
 
 def resolve_files(path: str, kind: SourceType, *, key: str) -> list[Path] | list[Traversable]:
-    """The files of one path.
+    """Returns the files that one path names.
 
     Args:
         path: A file; a folder, for all its files of the kind at any depth in sorted order; or a
             text that ships with the package, such as `builtin:sonnets`.
-        kind: What they hold.
-        key: What errors call the path's list.
+        kind: The type of the files.
+        key: The config key that errors name.
+
+    Returns:
+        The files, in sorted order.
 
     Raises:
-        ValueError: If nothing is there.
+        ValueError: If the path does not exist, or names a device or a folder without such files.
     """
     if path.startswith(BUILTIN):
         return [_builtin(path, kind, key)]

@@ -1,4 +1,4 @@
-"""Which row of which source comes when: a function of the row's number in the whole run."""
+"""Orders the rows of several sources: a function of the index of a row in the whole run."""
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -10,24 +10,27 @@ import numpy as np
 LONGEST_PERIOD = 100_000
 
 RowOrder = Callable[[int], tuple[int, int]]
-"""From the number of a row in the run to its source and its number there."""
+"""From the index of a row in the run to its source and its index there."""
 
 
 def row_order(
     sizes: Sequence[int], *, weights: Sequence[float], shuffle_seed: int | None
 ) -> RowOrder:
-    """Every source epoch after epoch, mixed in exact proportions.
+    """Returns the order of the rows of all sources, epoch after epoch, mixed in exact shares.
 
     A source has another order in each of its epochs, and begins its next one when it has ended,
     whatever the others do.
 
     Args:
-        sizes: [K] rows of each source.
-        weights: [K] their shares of the rows, relative to each other.
-        shuffle_seed: 0 to 2**32 - 1, or None for the sources' own orders in every epoch.
+        sizes: [K] the number of rows of each source.
+        weights: [K] the relative share of each source.
+        shuffle_seed: 0 to 2**32 - 1, or None to keep the order of each source in every epoch.
+
+    Returns:
+        A function from the index of a row to `(source, index in the source)`.
 
     Raises:
-        ValueError: If shares repeat after more than 100,000 rows only.
+        ValueError: If the shares repeat only after more than 100,000 rows.
     """
     numbers = [_row_epochs(size, _source_seed(shuffle_seed, k)) for k, size in enumerate(sizes)]
     turns = source_turns(weights)
@@ -46,7 +49,7 @@ def row_order(
 
 # Not grain's MapDataset.mix, which rounds weights: of 7 to 3 it makes 233 to 100.
 def source_turns(weights: Sequence[float]) -> np.ndarray:
-    """[P, (source, how often it came before)]: the turns of sources, which then repeat.
+    """Returns [P, 2] the turns of the sources, which repeat: (source, how often it came before).
 
     Each turn goes to the source that is furthest behind its share.
     """
@@ -75,7 +78,7 @@ def _row_epochs(size: int, seed: int | None) -> grain.MapDataset:
 
 
 def _source_seed(seed: int | None, source: int) -> int | None:
-    """One for each source. Grain adds the epoch to it, so neighbours would be the same orders."""
+    """Returns the seed of a source. Grain adds the epoch: adjacent seeds would repeat orders."""
     if seed is None or source == 0:
         return seed
     return int(np.random.SeedSequence((seed, source)).generate_state(1)[0])

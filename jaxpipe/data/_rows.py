@@ -17,7 +17,7 @@ Row = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Rows:
-    """All rows of a corpus; each is made when it is asked for.
+    """The rows of a corpus. Each is made when it is indexed.
 
     Packed, the stream is cut every T tokens. Not best fit: nothing is padded but the last row,
     nothing is dropped, and rows do not depend on a search. The price is that a document cut by a
@@ -41,7 +41,7 @@ class Rows:
         return make_row(self.corpus, *self.window(row), length=self.length)
 
     def window(self, row: int) -> tuple[int, int]:
-        """Where a row starts in the stream, and where it stops."""
+        """Returns the offsets in the stream where a row starts and stops."""
         if self.packing:
             start, end = row * self.length, len(self.corpus)
         else:
@@ -50,14 +50,14 @@ class Rows:
         return start, min(start + self.length, end)
 
     def num_targets(self, row: int) -> int:
-        """The sum of a row's `target_weights`: all but a document's last token have a target."""
+        """Returns the sum of `target_weights`: all but the last token of a document count."""
         start, stop = self.window(row)
         first, last = np.searchsorted(self.corpus.ends, (start, stop), side="right")
         return stop - start - int(last - first)
 
 
 def make_row(corpus: Corpus, start: int, stop: int, *, length: int) -> Row:
-    """The row of the window [start, stop), padded to `length`."""
+    """Returns the row of the window [start, stop) of the stream, padded to `length`."""
     at = np.arange(start, stop)
     document = corpus.documents_at(at)
     has_target = at + 1 < corpus.ends[document]
@@ -72,7 +72,7 @@ def make_row(corpus: Corpus, start: int, stop: int, *, length: int) -> Row:
 
 
 def empty_row(length: int) -> Row:
-    """Nothing but padding."""
+    """Returns a row of padding alone."""
     names = ("tokens", "targets", "positions", "segment_ids")
     zeros = {name: np.zeros(length, np.int32) for name in names}
     return zeros | {"target_weights": np.zeros(length, np.float32)}

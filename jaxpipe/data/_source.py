@@ -15,7 +15,7 @@ FIELD_READERS: dict[str, tuple[SourceType, ...]] = {
     "token_dtype": ("tokens",),
     "token_eod": ("tokens",),
 }
-"""The fields that not all kinds read."""
+"""The types of files that read a field; all types read the fields that are not listed."""
 
 
 def _one_or_many(value: Any) -> Any:
@@ -29,7 +29,7 @@ Paths = Annotated[tuple[PathText, ...], BeforeValidator(_one_or_many)]
 
 
 class Source(BaseModel):
-    """Where documents come from.
+    """A source of documents: files, and how they are read.
 
     Attributes:
         type: What the files hold: text; jsonl: an object a line; parquet; arrow (IPC files and

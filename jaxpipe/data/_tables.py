@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def parquet_documents(file: Path, column: str) -> Iterator[str]:
-    """A document a row of a Parquet file."""
+    """Yields one document for each row of a Parquet file."""
     arrow = _pyarrow("parquet")
     from pyarrow import parquet
 
@@ -24,7 +24,7 @@ def parquet_documents(file: Path, column: str) -> Iterator[str]:
 
 
 def arrow_documents(file: Path, column: str) -> Iterator[str]:
-    """A document a row of an Arrow IPC file or stream."""
+    """Yields one document for each row of an Arrow IPC file or stream."""
     arrow = _pyarrow("arrow")
 
     def read() -> Iterator["pyarrow.RecordBatch"]:

@@ -15,7 +15,7 @@ from ._files import resolve_files
 from ._source import Source
 
 CHUNK_TOKENS = 1 << 24
-"""Tokens that are looked at together when a file is checked."""
+"""The number of tokens that are checked at a time."""
 
 
 class LostFileError(RuntimeError):
@@ -24,63 +24,66 @@ class LostFileError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """One file.
+    """A file of token ids.
 
     Attributes:
-        path: Of the file.
-        tokens: Its ids, mapped.
-        num_bytes: Its size when it was opened.
+        path: The path.
+        tokens: [n] the ids, mapped into memory.
+        num_bytes: The size of the file when it was opened.
     """
 
     path: Path
     tokens: Integer[np.ndarray, " n"]
     num_bytes: int
 
-    def __getitem__(self, places: Int64[np.ndarray, " n"]) -> Integer[np.ndarray, " n"]:
+    def __getitem__(self, offsets: Int64[np.ndarray, " n"]) -> Integer[np.ndarray, " n"]:
         # Where the pages of a mapping are gone, as after a truncation or on a network's file
         # system, reading them ends the process without a word.
         _check_unchanged(self.path, self.num_bytes)
-        return self.tokens[places]
+        return self.tokens[offsets]
 
 
 @dataclass(frozen=True, eq=False)
 class TokenFiles:
-    """Some files, one behind the other.
+    """Several files as one stream of ids.
 
     Attributes:
-        files: F of them.
-        ends: [F] where each ends.
-        checksum: Of all of their ids.
+        files: The F files.
+        ends: [F] the offset at which each file ends, exclusive.
+        checksum: The CRC-32 of all ids.
     """
 
     files: tuple[TokenFile, ...]
     ends: Int64[np.ndarray, " F"]
     checksum: int
 
-    def __getitem__(self, places: Int64[np.ndarray, " n"]) -> Integer[np.ndarray, " n"]:
-        """The ids at some places."""
-        of_file = np.searchsorted(self.ends, places, side="right")
-        found = np.empty(len(places), np.int64)
+    def __getitem__(self, offsets: Int64[np.ndarray, " n"]) -> Integer[np.ndarray, " n"]:
+        """Returns the ids at some offsets of the joined files."""
+        of_file = np.searchsorted(self.ends, offsets, side="right")
+        found = np.empty(len(offsets), np.int64)
         for number in np.unique(of_file):
             here = of_file == number
             start = self.ends[number - 1] if number else 0
-            found[here] = self.files[number][places[here] - start]
+            found[here] = self.files[number][offsets[here] - start]
         return found
 
 
 def open_token_files(
     source: Source, *, vocab_size: int, key: str = "data_files"
 ) -> tuple[TokenFiles, Int64[np.ndarray, " D"]]:
-    """The files of a source, and where their documents end.
+    """Opens the files of a source and finds the ends of their documents.
 
     Every file is read once, a piece at a time: a few seconds for each gigabyte. What is kept are 8
     bytes for each document. A file that does not end with an end of document ends with a document
     all the same.
 
     Args:
-        source: Of the type `tokens`.
-        vocab_size: Rows of the model's embedding.
-        key: What errors call its files.
+        source: The source, of the type `tokens`.
+        vocab_size: The number of rows of the model's embedding.
+        key: The config key that errors name.
+
+    Returns:
+        The files, and [D] the offsets at which documents end, exclusive.
 
     Raises:
         ValueError: If a file does not exist, holds no flat array of integers, or has an id that the
@@ -144,7 +147,7 @@ def _open_token_file(path: Path, dtype: str) -> TokenFile:
 def _scan_documents(
     file: TokenFile, eod: int, vocab_size: int, checksum: int
 ) -> tuple[Int64[np.ndarray, " d"], int]:
-    """Where `eod` ends documents, and a checksum that goes on from the one given."""
+    """Returns the ends of the documents of a file, and the checksum continued over its ids."""
     ends = []
     for start in range(0, len(file.tokens), CHUNK_TOKENS):
         _check_unchanged(file.path, file.num_bytes)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 _MOST_BYTES = 128 * MEGABYTE
-"""Of a tokenizer's file; the largest published ones have 35 MB."""
+"""The largest file of a tokenizer that is read; the largest published ones have 35 MB."""
 
 # What the well-known tokenizers call the token that ends a document, tried in this order.
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
@@ -22,7 +22,7 @@ END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_en
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the data pipeline needs of a tokenizer.
+    """The interface of a tokenizer.
 
     Attributes:
         vocab_size: One more than the largest id.
@@ -39,7 +39,12 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """The bytes of UTF-8 are ids 0 to 255; 256 ends a document. Needs no file."""
+    """A tokenizer without a file: UTF-8 bytes are ids 0 to 255, and 256 ends a document.
+
+    Example:
+        >>> ByteTokenizer().encode("hi").tolist()
+        [104, 105]
+    """
 
     vocab_size: int = 257
     eod: int = 256
@@ -48,7 +53,7 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def decode(self, ids: Sequence[int] | Int32[np.ndarray, " N"]) -> str:
-        """The text without ends of documents; what is no UTF-8 shows as U+FFFD."""
+        """Returns the text without ends of documents. Bytes that are not UTF-8 become U+FFFD."""
         # A model may sample ids that only pad its vocabulary: 0xFF is a byte UTF-8 never has.
         return bytes(min(int(i), 0xFF) for i in ids if i != self.eod).decode("utf-8", "replace")
 
@@ -76,7 +81,7 @@ class HuggingFaceTokenizer:
         return np.asarray(encoded.ids, np.int32)
 
     def decode(self, ids: Sequence[int] | Int32[np.ndarray, " N"]) -> str:
-        """The text without special tokens."""
+        """Returns the text without special tokens."""
         return self.tokenizer.decode([int(i) for i in ids])
 
 
@@ -95,16 +100,19 @@ class SentencePieceTokenizer:
         return np.asarray(self.processor.encode(text), np.int32)
 
     def decode(self, ids: Sequence[int] | Int32[np.ndarray, " N"]) -> str:
-        """The text without ends of documents, and without ids that only pad a vocabulary."""
+        """Returns the text without ends of documents and ids that only pad a vocabulary."""
         return self.processor.decode([int(i) for i in ids if i < self.vocab_size])
 
 
 def load_tokenizer(path: str, *, vocab_size: int) -> Tokenizer:
-    """The tokenizer at `path`.
+    """Loads the tokenizer at `path`.
 
     Args:
         path: A Hugging Face tokenizer.json, a sentencepiece .model, or "" for bytes.
-        vocab_size: Rows of the model's embedding.
+        vocab_size: The number of rows of the model's embedding.
+
+    Returns:
+        The tokenizer.
 
     Raises:
         ValueError: If the file does not exist or is no tokenizer, sentencepiece is not installed,

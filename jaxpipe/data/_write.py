@@ -14,13 +14,13 @@ from ._tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class TokenFileSummary:
-    """What a file of tokens holds, and how it is read.
+    """The content of a file of tokens, and the settings to read it.
 
     Attributes:
-        num_tokens: With the ends of documents.
-        num_documents: At least one.
-        token_dtype: uint16, or uint32 where the tokenizer has more ids.
-        token_eod: The id behind each document.
+        num_tokens: The number of ids, including those that end documents.
+        num_documents: The number of documents, at least one.
+        token_dtype: uint16, or uint32 if the tokenizer has more ids.
+        token_eod: The id after each document.
     """
 
     num_tokens: int
@@ -30,9 +30,18 @@ class TokenFileSummary:
 
 
 def write_tokens(file: Path, documents: Iterable[str], tokenizer: Tokenizer) -> TokenFileSummary:
-    """Writes the ids of all documents, little-endian and without a header; one is held at a time.
+    """Writes the ids of all documents to a file, little-endian and without a header.
 
-    Until it is complete the file has `.partial` behind its name. After a failure neither is left.
+    Documents are tokenized one at a time. Until the file is complete its name ends with
+    `.partial`; a failure removes it.
+
+    Args:
+        file: The new file, whose name ends with .bin.
+        documents: The texts.
+        tokenizer: The tokenizer.
+
+    Returns:
+        The counts, and the settings with which the file is read.
 
     Raises:
         ValueError: If the file's name does not end with .bin, it is there already or being
@@ -68,7 +77,7 @@ def write_tokens(file: Path, documents: Iterable[str], tokenizer: Tokenizer) -> 
 
 @contextmanager
 def _open_new(file: Path) -> Iterator[BinaryIO]:
-    """A new file."""
+    """Opens a new file, and removes it if the body fails."""
     with file.open("xb") as out:
         try:
             yield out

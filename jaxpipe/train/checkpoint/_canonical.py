@@ -1,10 +1,11 @@
-"""A state without its pipeline: layers in forward order, [L, ...], whatever ranks they lay on.
+"""The canonical state: independent of the pipeline, with layers in forward order, [L, ...].
 
-This is what checkpoints hold, so that any layout and engine can go on from them. Layers after the
-pipeline stay apart, and are put with the others only for a run that divides the layers otherwise.
+Checkpoints store this state, so that any layout and engine can resume from them. Layers after the
+pipeline are stored separately, and join the others only in a run that divides the layers in
+another way.
 
-Devices that are nearly full with a state have no room for another one. So the stacks of layers are
-moved one at a time, and each is deleted where it was.
+Devices that are nearly full with a state have no room for a second one. So the stacks of layers
+are reordered one at a time, and each source is deleted.
 """
 
 import dataclasses
@@ -35,12 +36,12 @@ from ._layer_reordering import (
 
 
 def canonical_shapes(setup: Setup) -> PyTree[jax.ShapeDtypeStruct]:
-    """Shapes and shardings of a canonical state.
+    """Returns the shapes and shardings of a canonical state.
 
-    The ranks divide every stack: by layers if they have them in forward order, so that nothing
-    moves; else by another dim, for then no rank ever has more than its share; by layers if no
-    other dim divides. If stages lie apart they divide what is in no stage, too. What does not
-    divide at all, every rank has.
+    Every stack is sharded over the ranks: along layers if the ranks have them in forward order, so
+    that nothing is communicated; else along another dim, so that no rank ever has more than its
+    share; along layers if no other dim divides. With per-stage state the leaves outside of stages
+    are sharded over the ranks, too. A leaf of which no dim divides is replicated.
     """
     in_order, apart, setup = is_in_layer_order(setup), setup.per_stage_state, _as_one_stack(setup)
     axes, rules = state_logical_axes(setup), state_rules(setup)
@@ -66,10 +67,17 @@ FromCanonical = Callable[[TrainState, TrainState], TrainState]
 
 
 def canonical_round_trip(setup: Setup) -> tuple[ToCanonical, FromCanonical]:
-    """`canonical = take(state)`, and `state = put_back(state, canonical)`. Compiled when used.
+    """Returns functions that convert the state of a run to the canonical state and back.
 
-    `take` deletes the stacks of the state and `put_back` those of `canonical`, one by one as they
-    are moved; what is in no stack, the two may share.
+    They are `canonical = to_canonical(state)` and `state = from_canonical(state, canonical)`,
+    compiled at their first call. Each deletes the stacks of its argument one by one as they are
+    converted. Leaves that are in no stack may be shared by both states.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        `to_canonical` and `from_canonical`.
     """
     reordering, shardings = layer_reordering(setup), _canonical_shardings(setup)
     if setup.per_stage_state:
@@ -97,10 +105,18 @@ def canonical_round_trip(setup: Setup) -> tuple[ToCanonical, FromCanonical]:
 
 
 def state_from_canonical(setup: Setup, canonical: TrainState) -> TrainState:
-    """A state laid out for this run, of a canonical one with any number of layers after.
+    """Lays out a canonical state, or a part of it, for a run.
 
-    Of a part of it, such as the weights, the same part. Its arrays are deleted as theirs come to
-    be; but if stages lie apart, what is in none of them stays.
+    The arrays of the canonical state are deleted one by one; with per-stage state, those outside
+    of the stages are kept.
+
+    Args:
+        setup: The run.
+        canonical: The canonical state or some of its entries, such as the weights alone, with any
+            number of layers after the pipeline.
+
+    Returns:
+        The same entries in the layout of the run.
     """
     reordering, shardings = layer_reordering(setup), _canonical_shardings(setup)
     canonical = {name: _regroup_layers(setup, x, shardings[name]) for name, x in canonical.items()}
@@ -125,7 +141,7 @@ def state_from_canonical(setup: Setup, canonical: TrainState) -> TrainState:
 
 
 def with_layers_after(setup: Setup, layers_after: int) -> Setup:
-    """`setup`, if that many layers ran after a pipeline that is one stage."""
+    """Returns `setup` for a pipeline of one stage with so many layers after it."""
     if layers_after == setup.num_layers_after_pipeline:
         return setup
     num_layers = setup.layout.num_layers + setup.num_layers_after_pipeline - layers_after
@@ -143,7 +159,7 @@ def _per_stage_to_canonical(
     shardings: PyTree[NamedSharding],
     places: PyTree[mpmd.MpmdSharding],
 ) -> TrainState:
-    """The canonical state of one whose stages lie apart, which are deleted."""
+    """Converts per-stage state to the canonical state. Deletes the stages."""
     mesh = mpmd_mesh(setup)
 
     def stack(where: NamedSharding, *stages_and_places: Any) -> jax.Array:
@@ -167,7 +183,7 @@ def _per_stage_to_canonical(
 def _boundary_on_ranks(
     setup: Setup, canonical: TrainState, places: PyTree[mpmd.MpmdSharding]
 ) -> TrainState:
-    """What is in no stage, on the ranks that have it."""
+    """Puts the leaves outside of stages on the ranks that use them."""
     mesh = mpmd_mesh(setup)
 
     def move(x: PyTree, places: PyTree) -> PyTree:
@@ -189,7 +205,7 @@ def _per_stage_from_canonical(
     shardings: PyTree[NamedSharding],
     places: PyTree[mpmd.MpmdSharding],
 ) -> TrainState:
-    """`rest` with the stages of a canonical state, each on its rank."""
+    """Returns `rest` with the stages of a canonical state, each on its rank."""
 
     def cut(x: jax.Array, where: NamedSharding, *places: mpmd.MpmdSharding) -> list[Any]:
         stacked = reordering.to_ranks(x, where, stack_shardings(setup, places))
@@ -216,7 +232,7 @@ def _per_stage_from_canonical(
 
 
 def _as_one_stack(setup: Setup) -> Setup:
-    """`setup`, with stages that lie apart as one stack of layers instead."""
+    """Returns `setup` with one stack of layers in place of per-stage state."""
     if not setup.per_stage_state:
         return setup
     config = setup.config.model_copy(update={"pipeline_engine": "none"})
@@ -225,8 +241,7 @@ def _as_one_stack(setup: Setup) -> Setup:
 
 
 def _regroup_layers(setup: Setup, part: PyTree, shardings: PyTree[NamedSharding]) -> PyTree:
-    """Part of a canonical state, with as many layers in its stages as this run has, and the others
-    after them."""
+    """Moves layers of a canonical state between its stages and the layers after the pipeline."""
     num_layers = setup.layout.num_layers
 
     @cache
@@ -266,7 +281,7 @@ def _regroup_layers(setup: Setup, part: PyTree, shardings: PyTree[NamedSharding]
 
 
 def _layer_stacks(w: dict[str, Any]) -> list[PyTree]:
-    """The layers of the pipeline, and those after it if there are any."""
+    """Returns the stack of layers of the pipeline, and the stack after it if there is one."""
     return [w["stages"], *([w["head"]["layers"]] if "layers" in w["head"] else [])]
 
 
@@ -275,7 +290,7 @@ def _boundary(w: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_weight_tree(x: Any) -> bool:
-    """Whether `x` is a state's weights, or Adam's moments of them."""
+    """Returns whether `x` has the structure of the weights, as Adam's moments have."""
     return isinstance(x, dict) and {"head", "stages"} <= x.keys()
 
 
@@ -284,8 +299,7 @@ def _is_stacked(axes: Any) -> bool:
 
 
 def _shard_over_ranks(shape: Sequence[int], where: NamedSharding, by_first: bool) -> NamedSharding:
-    """`where`, with the ranks dividing a dim: the first of all, or else of all but the first the
-    largest that divides."""
+    """Adds the axis of ranks to the largest dim that it divides, preferably (not) the first dim."""
     sizes = where.mesh.shape
     dims = [(dim,) if isinstance(dim, str) else tuple(dim or ()) for dim in where.spec]
     wanted = sorted(range(len(shape)), key=lambda i: ((i == 0) != by_first, -shape[i]))

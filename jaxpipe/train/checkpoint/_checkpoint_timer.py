@@ -1,4 +1,4 @@
-"""Checkpoints by the clock: after which step one is due, the same on all processes."""
+"""Decides by the clock after which step a checkpoint is due, the same on all processes."""
 
 import math
 import time
@@ -10,7 +10,7 @@ from ..runtime._multihost import broadcast_from_first
 
 
 class CheckpointTimer:
-    """Says when so many minutes have passed since the last checkpoint.
+    """Measures the time since the last checkpoint.
 
     The clock of the first process counts. Telling the others makes all wait for the step that runs,
     so with several processes they do not ask after every step: the first also says when to ask
@@ -29,8 +29,8 @@ class CheckpointTimer:
         Args:
             minutes: 0 for never.
             clock: Seconds.
-            agree: What the first process says, on all of them.
-            alone: Whether there is one process. Default: as JAX has it.
+            agree: Broadcasts a number from the first process.
+            alone: Whether there is one process. Default: the answer of JAX.
         """
         self._seconds = 60 * minutes or math.inf
         self._clock, self._agree = clock, agree
@@ -39,7 +39,10 @@ class CheckpointTimer:
         self._asked, self._ask_at = 0, 0
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is due after this step. All processes ask after the same steps."""
+        """Returns whether a checkpoint is due after a step.
+
+        Collective: every process must call it after the same steps and receives the same answer.
+        """
         if self._seconds == math.inf or step < self._ask_at:
             return False
         steps = self._agree(self._steps_left(step))
@@ -47,11 +50,11 @@ class CheckpointTimer:
         return steps == 0
 
     def saved(self) -> None:
-        """There is a checkpoint, for whatever reason."""
+        """Records that a checkpoint has been saved."""
         self._saved = self._clock()
 
     def _steps_left(self, step: int) -> int:
-        """After how many steps to ask again; 0 if it is time."""
+        """Returns after how many steps to ask again; 0 if a checkpoint is due."""
         now = self._clock()
         left = self._saved + self._seconds - now
         pace = (now - self._then) / (step - self._asked) if self._asked else math.inf

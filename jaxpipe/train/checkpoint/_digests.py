@@ -77,7 +77,7 @@ def write_digests(step: Path, number: int) -> None:
 
 
 def find_corruption(step: Path, *, quick: bool = False) -> list[str]:
-    """Finds what is wrong with a step. Without digests this is only whether it is complete.
+    """Finds the problems of a saved step. Without digests only its completeness is checked.
 
     Args:
         step: The folder; its name is the number of the step that it should be.
@@ -123,7 +123,7 @@ def quarantine(step: Path, why: str) -> Path:
 
 
 def describe_corruption(step: Path, problems: list[str]) -> str:
-    """One sentence on a damaged step."""
+    """Returns a sentence on a corrupt step and its problems."""
     more = len(problems) - MAX_LISTED
     listed = problems[:MAX_LISTED] + ([f"and {more} more"] if more > 0 else [])
     return f"The checkpoint {step} is damaged: {', '.join(listed)}."

@@ -1,4 +1,4 @@
-"""The first state of a run whose weights are given: those of `init_from`, and a fresh optimizer."""
+"""Initializes a run from the weights of `init_from`, with a new optimizer state."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -36,10 +36,17 @@ _ADVICE = "Give the sizes it was saved with: `config.yml` in that folder has the
 
 
 def first_state(setup: Setup) -> TrainState:
-    """Weights of `init_from`, or of the seed; a fresh optimizer; step 0.
+    """Returns the state before step 1: weights of `init_from` or the seed, and a new optimizer.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        The state in the layout of the run.
 
     Raises:
-        ValueError: If `init_from` is no such folder or of another model; before anything compiles.
+        ValueError: If `init_from` has no checkpoint, or one of another model. Raised before
+            anything is compiled.
     """
     if not setup.config.init_from:
         return init_state(setup)
@@ -61,7 +68,7 @@ def first_state(setup: Setup) -> TrainState:
 
 
 def _as_restored(saved: LeafSpecs, setup: Setup) -> LeafSpecs:
-    """What `saved` is as it will be read: bfloat16 may become float32, and nothing is rounded."""
+    """Returns `saved` with the dtypes it is restored in: bfloat16 may be widened to float32."""
     if setup.config.weight_dtype != "float32":
         return saved
     return {
@@ -71,7 +78,13 @@ def _as_restored(saved: LeafSpecs, setup: Setup) -> LeafSpecs:
 
 
 def checkpoints_folder(folder: Path) -> Path:
-    """The checkpoints of a run's folder, or of one that `jaxpipe convert` made.
+    """Returns the folder of checkpoints of a run or of `jaxpipe convert`.
+
+    Args:
+        folder: The folder of the run, or the result of the conversion.
+
+    Returns:
+        Its folder `checkpoints` or `weights`.
 
     Raises:
         ValueError: If it has none.
@@ -106,10 +119,18 @@ def _check_regular(folder: Path) -> None:
 def verified_step(
     checkpoints: ocp.CheckpointManager, step: int | None, *, allow_unverified: bool = False
 ) -> int:
-    """The step, or the newest complete one.
+    """Returns a step, or the newest complete one, after it has passed all checks.
+
+    Args:
+        checkpoints: The checkpoints.
+        step: The step. Default: the newest complete one.
+        allow_unverified: Whether a step without digests is accepted.
+
+    Returns:
+        The step.
 
     Raises:
-        ValueError: If it does not exist or is damaged, or has no digests and `allow_unverified` is
+        ValueError: If it does not exist or is corrupt, or has no digests and `allow_unverified` is
             False.
         RunError: If it cannot be read.
     """

@@ -1,4 +1,4 @@
-"""How a stack of layers moves between the ranks of a run and the forward order of checkpoints."""
+"""Reorders stacks of layers between the ranks of a run and the forward order of checkpoints."""
 
 import math
 from collections.abc import Callable
@@ -19,33 +19,39 @@ from ..step._per_stage_state import layer_ids_by_rank
 
 @runtime_checkable
 class LayerReordering(Protocol):
-    """From a stack as it lies on ranks, such as [R, S, layers, ...], to [L, ...] and back.
+    """Converts a stack on ranks, such as [R, S, layers, ...], to [L, ...] and back.
 
-    What has been moved is deleted.
+    The arguments are deleted.
     """
 
     def to_layer_order(self, x: jax.Array, where: NamedSharding) -> jax.Array:
-        """Layers in forward order.
+        """Returns the layers in forward order.
 
         Args:
             x: The stack on ranks.
-            where: How the result lies.
+            where: The sharding of the result.
+
+        Returns:
+            [L, ...] the layers.
         """
         ...
 
     def to_rank_order(self, x: jax.Array, where: NamedSharding, wanted: NamedSharding) -> jax.Array:
-        """The inverse.
+        """Returns the stack on ranks, the inverse of `to_layer_order`.
 
         Args:
-            x: Layers in forward order.
-            where: How they lie.
-            wanted: How the result lies.
+            x: [L, ...] the layers in forward order.
+            where: Their sharding.
+            wanted: The sharding of the result.
+
+        Returns:
+            The stack.
         """
         ...
 
 
 def layer_reordering(setup: Setup) -> LayerReordering:
-    """Those of a run. They compile at their first call for every shape and sharding."""
+    """Returns the reordering of a run, compiled at the first call for each shape and sharding."""
     numbers = _layer_ids(setup)
     return (
         LocalReshape(setup, numbers.shape) if is_in_layer_order(setup) else AllToAll(setup, numbers)
@@ -53,14 +59,14 @@ def layer_reordering(setup: Setup) -> LayerReordering:
 
 
 def is_in_layer_order(setup: Setup) -> bool:
-    """Whether ranks have their layers in forward order, none of them twice or padded."""
+    """Returns whether ranks have layers in forward order, without duplicates or padding."""
     numbers = _layer_ids(setup)
     ranks_first = setup.per_stage_state or setup.layout.num_repeats == 1
     return ranks_first and np.array_equal(numbers.ravel(), np.arange(numbers.size))
 
 
 class LocalReshape:
-    """Of ranks that have their layers in forward order: nothing leaves its device."""
+    """Reshapes stacks whose ranks have layers in forward order, without communication."""
 
     def __init__(self, setup: Setup, dims: tuple[int, ...]) -> None:
         def flat(x: jax.Array) -> jax.Array:
@@ -81,8 +87,10 @@ class LocalReshape:
 
 
 class AllToAll:
-    """Of all others: ranks exchange parts of layers, until each has its part of every layer. There
-    any order is within reach without another exchange."""
+    """Reorders stacked layers across ranks with one all-to-all per leaf.
+
+    After it each rank has a part of every layer, so that it can reorder layers locally.
+    """
 
     def __init__(self, setup: Setup, numbers: Int[np.ndarray, "..."]) -> None:
         num_absent = np.sum(numbers < 0)
@@ -109,31 +117,34 @@ class AllToAll:
         return move_and_delete(self._exchanged(wanted), x)
 
     def _whole_layers(self, where: NamedSharding) -> NamedSharding:
-        """How a stack on ranks lies that is divided as one in forward order, but not by layers."""
+        """Returns the sharding of a stack on ranks, sharded as in forward order but for layers."""
         return NamedSharding(where.mesh, PartitionSpec(*[None] * self._num_dims, *where.spec[1:]))
 
 
 def move_and_delete(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """What `move` makes of an array, which is then deleted."""
+    """Applies `move` to an array and deletes the array."""
     found = move(x)
     delete(x, once=found)
     return found
 
 
 def delete(tree: PyTree, *, once: PyTree) -> None:
-    """Deletes arrays when those that were made of them are there."""
+    """Deletes the arrays of `tree` once those of `once`, computed from them, are ready."""
     jax.block_until_ready(once)
     for x in jax.tree.leaves(tree):
         x.delete()
 
 
 def jit_on_mesh(setup: Setup, f: Callable[..., PyTree], where: PyTree) -> Callable[..., PyTree]:
-    """`f` compiled for arrays on `setup.mesh`, whose explicit axes do not follow moving layers.
+    """Compiles `f` for arrays on `setup.mesh`, with all axes automatic inside.
 
     Args:
         setup: The run.
-        f: What moves arrays.
-        where: How its results lie.
+        f: The function.
+        where: The shardings of its results.
+
+    Returns:
+        The compiled function.
     """
     work: Any = f
     if setup.config.shard_mode == "explicit":
@@ -148,14 +159,14 @@ def jit_on_mesh(setup: Setup, f: Callable[..., PyTree], where: PyTree) -> Callab
 
 
 def _with_explicit_axes_only(where: NamedSharding) -> NamedSharding:
-    """What a type says of `where`."""
+    """Returns `where` with only the mesh axes that are explicit in types."""
     kinds = zip(where.mesh.axis_names, where.mesh.axis_types, strict=True)
     others = [axis for axis, kind in kinds if kind is not AxisType.Explicit]
     return NamedSharding(where.mesh, without_axes(where.spec, others))
 
 
 def _layer_ids(setup: Setup) -> Int[np.ndarray, "..."]:
-    """Of every place of a stack on ranks the number of its layer, or -1 if it has none."""
+    """Returns the layer id of every slot of a stack on ranks; -1 for padding."""
     if setup.per_stage_state:
         return layer_ids_by_rank(setup)
     return np.array(setup.layout.layer_ids, int).reshape(setup.layout.dims)

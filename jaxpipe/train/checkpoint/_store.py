@@ -48,8 +48,11 @@ def open_checkpoints(
         max_to_keep: How many of the newest steps stay; None for all.
         asynchronous: Write files while the program goes on.
         keep_best: How many steps with the least loss stay beside them, of those that have one.
-        on_saved: Is told every step that has become complete, by the first process, maybe in
+        on_saved: Called by the first process with every step that has become complete, maybe from
             another thread.
+
+    Returns:
+        The checkpoints.
     """
     path = Path(folder).absolute()
     path.mkdir(parents=True, exist_ok=True)
@@ -72,9 +75,9 @@ def open_checkpoints(
 
 
 def open_checkpoints_read_only(folder: str | PathLike[str]) -> ocp.CheckpointManager:
-    """Opens what another run has saved, and may be saving: nothing changes there.
+    """Opens the checkpoints of another run, which may still be saving, and changes nothing.
 
-    Its steps may be incomplete.
+    Steps may be incomplete.
     """
     options = ocp.CheckpointManagerOptions(read_only=True)
     return ocp.CheckpointManager(
@@ -112,18 +115,18 @@ def _loss_of(metrics: Mapping[str, float]) -> float:
 
 
 def latest_step(checkpoints: ocp.CheckpointManager) -> int | None:
-    """The newest complete step, if there is one."""
+    """Returns the newest complete step, or None if there is none."""
     return checkpoints.latest_step()
 
 
 def best_step(checkpoints: ocp.CheckpointManager) -> int | None:
-    """The complete step with the least `eval_loss`, if any has one."""
+    """Returns the complete step with the least `eval_loss`, or None if no step has one."""
     found = {step: x for step, x in _eval_losses(checkpoints).items() if math.isfinite(x)}
     return min(found, key=lambda step: found[step]) if found else None
 
 
 def _eval_losses(checkpoints: ocp.CheckpointManager) -> dict[int, float]:
-    """The `eval_loss` of every complete step that has one."""
+    """Returns the `eval_loss` of every complete step that has one."""
     found = {step: checkpoints.metrics(step) for step in checkpoints.all_steps()}
     return {step: _loss_of(metrics) for step, metrics in found.items() if metrics}
 
@@ -131,11 +134,16 @@ def _eval_losses(checkpoints: ocp.CheckpointManager) -> dict[int, float]:
 def best_loss_tracker(
     checkpoints: ocp.CheckpointManager | None, keep_best: int
 ) -> Callable[[float], bool]:
-    """Whether a state with this `eval_loss` is one of the best so far; all processes hear the same.
+    """Returns a function that tells whether an `eval_loss` is among the best so far.
+
+    The function is collective: every process must call it and receives the same answer.
 
     Args:
         checkpoints: From `open_checkpoints`, or None if there are none.
-        keep_best: How many are kept.
+        keep_best: The number of steps that are kept.
+
+    Returns:
+        The function, from an `eval_loss` to whether its step is to be kept.
     """
     if checkpoints is None or not keep_best:
         return lambda loss: False
@@ -159,7 +167,7 @@ def save_checkpoint(
     *,
     eval_loss: float | None = None,
 ) -> None:
-    """Saves a step. One that is there already stays as it is.
+    """Saves a step. An existing checkpoint of the step is left as it is.
 
     Args:
         checkpoints: From `open_checkpoints`.
@@ -197,7 +205,7 @@ def save_checkpoint(
 
 @contextmanager
 def closing_checkpoints(checkpoints: ocp.CheckpointManager) -> Iterator[ocp.CheckpointManager]:
-    """Waits in the end for what is being saved.
+    """Waits at the end of the context until all saves have finished.
 
     Raises:
         RunError: If that failed.
@@ -213,7 +221,7 @@ def closing_checkpoints(checkpoints: ocp.CheckpointManager) -> Iterator[ocp.Chec
 
 @contextmanager
 def failed_saves_as_run_errors(checkpoints: ocp.CheckpointManager) -> Iterator[None]:
-    """Around what waits for a save, this one's or the one before.
+    """Raises the errors of saves that fail inside this context as RunError.
 
     Raises:
         RunError: If it failed.
@@ -231,7 +239,7 @@ def failed_saves_as_run_errors(checkpoints: ocp.CheckpointManager) -> Iterator[N
 
 
 def read_metadata(checkpoints: ocp.CheckpointManager, step: int) -> dict[str, Any]:
-    """The `metadata` that was saved with a step."""
+    """Returns the `metadata` that was saved with a step."""
     restored = checkpoints.restore(step, args=ocp.args.Composite(metadata=ocp.args.JsonRestore()))
     return restored["metadata"]
 
@@ -239,12 +247,15 @@ def read_metadata(checkpoints: ocp.CheckpointManager, step: int) -> dict[str, An
 def restore_checkpoint(
     checkpoints: ocp.CheckpointManager, step: int, abstract_state: PyTree[jax.ShapeDtypeStruct]
 ) -> PyTree[jax.Array]:
-    """The state of a step, in the shardings asked for.
+    """Restores the state of a step with the given shardings.
 
     Args:
         checkpoints: From `open_checkpoints`.
         step: A complete step.
-        abstract_state: Shapes, dtypes and shardings, which need not be those it was saved in.
+        abstract_state: Shapes, dtypes and shardings. The shardings may differ from the saved ones.
+
+    Returns:
+        The state.
 
     Raises:
         ValueError: If names, shapes or dtypes differ; before any array is read.
@@ -267,14 +278,14 @@ def restore_checkpoint(
 def restore_weights(
     checkpoints: ocp.CheckpointManager, step: int, abstract_weights: PyTree[jax.ShapeDtypeStruct]
 ) -> PyTree[jax.Array]:
-    """The weights of a step alone, in the shardings and dtypes asked for."""
+    """Restores the weights of a step alone, with the given shardings and dtypes."""
     wanted = {"weights": abstract_weights}
     how = ocp.checkpoint_utils.construct_restore_args(wanted)
     return _restore_part(checkpoints, step, wanted, how)["weights"]
 
 
 def restore_leaf(checkpoints: ocp.CheckpointManager, step: int, path: str) -> np.ndarray:
-    """One leaf of a step in host memory, by its path, such as `weights/head/norm`."""
+    """Restores one leaf of a step to host memory by its path, such as `weights/head/norm`."""
     names = path.split("/")
     wanted: Any = 0
     how: Any = ocp.RestoreArgs(restore_type=np.ndarray)
@@ -287,7 +298,7 @@ def restore_leaf(checkpoints: ocp.CheckpointManager, step: int, path: str) -> np
 
 
 def saved_leaf_specs(checkpoints: ocp.CheckpointManager, step: int, branch: str = "") -> LeafSpecs:
-    """What is saved of a step, or of a branch of its state. No array is read."""
+    """Returns the leaf specs of a saved step, or of a branch of its state. Reads no array."""
     tree = checkpoints.item_metadata(step)["state"].tree
     return leaf_specs(tree[branch] if branch else tree)
 
@@ -295,7 +306,7 @@ def saved_leaf_specs(checkpoints: ocp.CheckpointManager, step: int, branch: str 
 def _restore_part(
     checkpoints: ocp.CheckpointManager, step: int, wanted: PyTree, how: PyTree
 ) -> PyTree:
-    """Some leaves of a state, each as its restore arguments say."""
+    """Restores some leaves of a state, each by its restore arguments."""
     folder = checkpoints.directory / str(step) / "state"
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         args = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=True)
@@ -303,14 +314,14 @@ def _restore_part(
 
 
 def _quarantine_incomplete(folder: Path) -> None:
-    """Orbax takes every folder with a number for a step, and would resume from an empty one."""
+    """Renames incomplete steps: Orbax would resume from any folder that is named as a number."""
     for step in steps_in(folder):
         if not is_complete(step):
             quarantine(step, "incomplete")
 
 
 def leaf_specs(tree: PyTree) -> LeafSpecs:
-    """Of any tree; the same for a state and orbax's metadata of it, whose tuples are lists."""
+    """Returns the leaf specs of a tree; equal for a state and Orbax's metadata of it."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): (
             tuple(leaf.shape),

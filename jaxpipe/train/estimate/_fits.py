@@ -1,4 +1,4 @@
-"""Whether the devices can hold a run, as far as arithmetic tells before anything is allocated."""
+"""Checks by arithmetic, before anything is allocated, that the devices can hold a run."""
 
 import os
 import resource

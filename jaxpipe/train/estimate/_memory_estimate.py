@@ -1,7 +1,7 @@
-"""What a run keeps on its devices, by arithmetic of shapes: nothing is compiled.
+"""Estimates the memory of a run from shapes, without compiling anything.
 
-It is the least a step needs. Left out are what runs inside a stage, logits, weights that are
-gathered for a while, and buffers of the compiler; `compile_train_step` knows them.
+The estimate is a lower bound. Activations inside a stage, logits, gathered weights and buffers of
+the compiler are not counted; `compile_train_step` reports them.
 """
 
 import math
@@ -45,7 +45,15 @@ class MemoryEstimate:
 
 
 def estimate_memory(setup: Setup) -> tuple[MemoryEstimate, ...]:
-    """Of a device of each rank; of one-program engines, whose devices are alike, a single one."""
+    """Estimates the memory that a run keeps on a device.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        One estimate for each rank of the `mpmd` engine; a single one for the other engines, whose
+        devices are alike.
+    """
     shapes, where = state_shapes(setup), state_shardings(setup)
     of_gradients, in_float32 = gradient_shardings(setup), jax.tree.map(_float32, shapes["weights"])
     found = []
@@ -80,7 +88,7 @@ def _leaf_bytes(setup: Setup, rank: int, tree: PyTree, shardings: PyTree) -> Ite
 
 
 def _ranks_of_leaf(setup: Setup, path: tuple[Any, ...]) -> set[int]:
-    """Where a leaf lies when every rank has a program of its own."""
+    """Returns the ranks that hold a leaf of per-stage state."""
     assert setup.schedule_selection is not None
     schedule = setup.schedule_selection.schedule
     names = [getattr(key, "key", None) for key in path]
@@ -102,7 +110,7 @@ def _ranks_of_leaf(setup: Setup, path: tuple[Any, ...]) -> set[int]:
 
 
 def _stage_input_bytes(setup: Setup) -> tuple[int, ...]:
-    """Of each rank, or of one for all: microbatches held at most, in bytes."""
+    """Returns the peak bytes of stage inputs of each rank, or one number for all."""
     shape = (setup.microbatch_size, setup.config.max_target_length, setup.model_config.base_emb_dim)
     axes = ("activation_batch", "activation_length", "activation_embed")
     one = {"x": jax.ShapeDtypeStruct(shape, setup.config.dtype)}
@@ -112,7 +120,14 @@ def _stage_input_bytes(setup: Setup) -> tuple[int, ...]:
 
 
 def peak_live_microbatches(setup: Setup) -> tuple[int, ...]:
-    """How many stage inputs a rank keeps for backwards at a time; one number if all are alike."""
+    """Counts the stage inputs that a rank keeps for backward passes at the same time.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        The peak count of each rank, or one number if all ranks are alike.
+    """
     layout = setup.layout
     if setup.schedule_selection is not None:
         peaks = schedules.peak_activations(setup.schedule_selection.schedule)

@@ -1,4 +1,4 @@
-"""When everything happens in a step, by the costs that `auto` compares schedules with."""
+"""Predicts the timeline of a step from the costs by which `auto` selects schedules."""
 
 from ... import schedules
 from ...schedules import Costs, Op, TimedStep, Timeline, actions_of
@@ -7,10 +7,16 @@ from ..plan._setup import Setup
 
 
 def predicted_timeline(setup: Setup) -> Timeline | None:
-    """The schedule of a run as its engine runs it; None without a pipeline.
+    """Predicts the timeline of a step as the engine of a run executes the schedule.
 
     `circular` and `scheduled` run in ticks that all ranks share; in `mpmd` a rank goes on as soon
     as it can. An F of a layer costs 10.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        The timeline, or None without a pipeline.
     """
     config, layout = setup.config, setup.layout
     layers = tuple(map(len, layout.stage_layer_ids))
@@ -30,7 +36,7 @@ def predicted_timeline(setup: Setup) -> Timeline | None:
 def _circular_timeline(
     num_microbatches: int, num_ranks: int, num_repeats: int, handover: int, costs: Costs
 ) -> Timeline:
-    """A loop of ticks and its transpose; what a rank hands on comes `handover` ticks later."""
+    """Returns the timeline of a loop of ticks and its transpose, with `handover` ticks of delay."""
     schedule = schedules.circular(num_ranks, num_microbatches, num_chunks=num_repeats)
     first, last = schedule.programs[0][0], schedule.programs[0][-1]
     forward, backward = schedules.duration(first, costs), schedules.duration(last, costs)

@@ -1,4 +1,4 @@
-"""What a run says of itself when it starts."""
+"""Describes a run when it starts."""
 
 import jax
 
@@ -8,7 +8,15 @@ from ..plan._setup import Setup, weight_shardings
 
 
 def describe(setup: Setup, done: int) -> str:
-    """The run in a few lines: what is trained, and how it lies on the devices."""
+    """Describes a run in a few lines: the model, the mesh, the schedule and the microbatches.
+
+    Args:
+        setup: The run.
+        done: The step from which it resumes; 0 for a new run.
+
+    Returns:
+        The lines, joined.
+    """
     config = setup.config
     millions = setup.num_parameters / 1e6
     axes = " x ".join(f"{axis} {size}" for axis, size in setup.mesh.shape.items() if size > 1)
@@ -31,7 +39,7 @@ def describe(setup: Setup, done: int) -> str:
 
 
 def sharding_lines(setup: Setup) -> list[str]:
-    """A line for every weight: its shape, and the mesh axes that each dim is split over."""
+    """Returns a line for every weight: its shape, and the mesh axes that shard each dim."""
     shapes = jax.tree_util.tree_leaves_with_path(models.shapes(setup.abstract_weights))
     specs = (sharding.spec for sharding in jax.tree.leaves(weight_shardings(setup)))
     return [
@@ -48,7 +56,7 @@ def _stages(setup: Setup) -> str:
 
 
 def _layers_per_stage(setup: Setup) -> str:
-    """Layers of a stage, or the fewest and the most."""
+    """Returns the number of layers of a stage, or the least and the greatest number."""
     counts = list(map(len, setup.layout.stage_layer_ids))
     least, most = min(counts), max(counts)
     return f"{most}" if least == most else f"{least} to {most}"
@@ -63,7 +71,7 @@ def _calls(setup: Setup) -> str:
 
 
 def _layers_outside_stages(setup: Setup) -> str:
-    """How many layers are in no stage, if any."""
+    """Returns a text on the layers outside of all stages; "" if there are none."""
     before, after = setup.config.first_num_dense_layers, setup.num_layers_after_pipeline
     parts = [f"{count} {where}" for count, where in ((before, "before"), (after, "after")) if count]
     return f" ({' and '.join(parts)} them)" if parts else ""

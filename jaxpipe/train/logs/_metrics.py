@@ -19,7 +19,7 @@ WriteMetrics = Callable[[int, Mapping[str, float]], None]
 METRICS_FILE = "metrics.jsonl"
 
 FLUSH_SECONDS = 10
-"""After which TensorBoard sees what was written."""
+"""The longest delay, in seconds, before TensorBoard sees an event."""
 
 
 @contextmanager
@@ -74,7 +74,13 @@ def metrics_writer(
 
 
 def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`; of a last line that was torn by a kill, nothing.
+    """Reads a `metrics.jsonl`, without a last line that a kill has torn.
+
+    Args:
+        path: The file; one that does not exist has no lines.
+
+    Returns:
+        The object of each line.
 
     Raises:
         ValueError: If another line is not a JSON object with an integer `step`.

@@ -8,16 +8,17 @@ from typing import Any
 import jax
 
 BeforeStep = Callable[[int, Any], None]
-"""`before(step, previous)`: what the step before makes, None if nothing of it is under way."""
+"""`before(step, previous)`, with the results of the previous step, or None if it has ended."""
 
 
 @contextmanager
 def profiler(steps: range, folder: Path) -> Iterator[BeforeStep]:
-    """A function to be called before every step, which starts and ends the profile.
+    """Yields a function that starts and ends the profile when it is called before every step.
 
     Args:
-        steps: What is profiled.
-        folder: Gets a folder `profile`, which xprof and TensorBoard read; one for each process.
+        steps: The steps to profile.
+        folder: The folder of the run. Profiles are written to its folder `profile`, which xprof
+            and TensorBoard read; one for each process.
     """
     running = False
     process = (f"process_{jax.process_index()}",) if jax.process_count() > 1 else ()

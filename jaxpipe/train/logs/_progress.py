@@ -40,7 +40,18 @@ def progress(
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:
-    """Metrics on one line: `loss 4.123  learning_rate 0.001`."""
+    """Formats metrics on one line.
+
+    Args:
+        metrics: The metrics.
+
+    Returns:
+        A text such as `loss 4.123  learning_rate 0.001`.
+
+    Example:
+        >>> format_metrics({"loss": 4.1234, "learning_rate": 0.001})
+        'loss 4.123  learning_rate 0.001'
+    """
     return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
 

@@ -13,7 +13,10 @@ from ._metrics import WriteMetrics
 
 
 def load_wandb() -> Any:
-    """The module.
+    """Imports `wandb`.
+
+    Returns:
+        The module.
 
     Raises:
         ValueError: If it is not installed.
@@ -29,9 +32,10 @@ def load_wandb() -> Any:
 
 @contextmanager
 def wandb_writer(config: Config, folder: Path) -> Iterator[WriteMetrics]:
-    """What is told every step. A run that is resumed in its folder goes on there too.
+    """Yields a function that logs the metrics of a step to Weights & Biases.
 
-    Steps that come again after a kill keep their first values there.
+    A run that is resumed in its folder is resumed there too. Steps that are repeated after a kill
+    keep their first values there.
     """
     file = folder / "wandb_id"
     if not file.exists():

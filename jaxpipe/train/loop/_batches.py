@@ -28,12 +28,12 @@ from ..config._config import Config
 from ..plan._setup import Setup
 
 EVALUATION_STREAM = 1
-"""Of synthetic batches the stream; that of training is 0."""
+"""The stream of synthetic batches for evaluation; that of training is 0."""
 
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run reads.
+    """The data of a run.
 
     Attributes:
         training: Its batches, by step.
@@ -47,10 +47,16 @@ class RunData:
 
 
 def make_data(setup: Setup) -> RunData:
-    """The data of a config.
+    """Opens the data that the config of a run names.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        The batches for training and evaluation.
 
     Raises:
-        ValueError: If files are missing or hold something else, or sources do not agree.
+        ValueError: If a file is missing or of another type, or the sources do not agree.
     """
     config = setup.config
     if config.dataset_type == "synthetic":
@@ -80,7 +86,14 @@ def make_data(setup: Setup) -> RunData:
 
 
 def make_batches(setup: Setup) -> Batches:
-    """The batches that a run is trained on, by step."""
+    """Returns the training batches of a run.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        The batches, by step.
+    """
     return make_data(setup).training
 
 
@@ -96,7 +109,7 @@ def _synthetic(setup: Setup, stream: int) -> Batches:
 
 
 def _tokenizer(config: Config, sources: Sequence[Source]) -> dict[str, int | str]:
-    """Its checksum, if one is used."""
+    """Returns the checksum of the tokenizer as an entry of `decided_by`, if one is used."""
     if all(source.type == "tokens" for source in sources):
         return {}
     path = config.tokenizer_path
@@ -127,7 +140,7 @@ def _eval_sources(config: Config) -> tuple[Source, ...]:
 
 
 def _source(config: Config, files: tuple[str, ...]) -> Source:
-    """Files that are read as the keys for a single source say."""
+    """Returns a source of files that are read by the keys for a single source."""
     read = {name: getattr(config, name) for name in FIELD_READERS}
     return Source.model_validate({"type": config.dataset_type, "files": files, **read})
 
@@ -144,7 +157,7 @@ def _split(config: Config, corpora: Sequence[Corpus]) -> list[tuple[Corpus, Corp
 def _corpora(
     config: Config, sources: Sequence[Source], of_one: str, of_mixture: str
 ) -> list[Corpus]:
-    """What some sources hold, which stand in one of these keys.
+    """Reads the corpora of sources that one of these config keys lists.
 
     Raises:
         ValueError: If sources of one model end documents with different ids.

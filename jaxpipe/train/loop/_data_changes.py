@@ -1,4 +1,4 @@
-"""Whether a run that goes on reads the data it read before, at the learning rate it planned."""
+"""Checks that a resumed run has the data and the learning rate of its checkpoint."""
 
 import re
 from collections.abc import Iterator, Mapping

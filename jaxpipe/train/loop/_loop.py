@@ -66,7 +66,7 @@ from ._run_history import archive_history, read_saved, record_saved, record_star
 Metrics = dict[str, float]
 
 Save = Callable[[int, TrainState, Metrics], Callable[[], TrainState]]
-"""Takes a checkpoint and the state with it. Returns what puts the state back."""
+"""Saves a checkpoint, which consumes the state. Returns a function that gives the state back."""
 
 DeviceMetrics = Mapping[str, jax.Array | mpmd.MpmdArray]
 """Metrics that may not be computed yet."""
@@ -138,7 +138,7 @@ def train(
 
 @dataclass(frozen=True)
 class _RunContext:
-    """What a run reads, and where it writes."""
+    """The inputs and outputs of a run."""
 
     setup: Setup
     batch_at: Batches
@@ -152,7 +152,7 @@ class _RunContext:
 
 
 def _run_and_record_steps(run: _RunContext, state: TrainState, done: int) -> Iterator[Metrics]:
-    """Makes the steps from `state` on, with all that each of them leaves; yields its metrics."""
+    """Runs the steps from `state` on and writes their outputs; yields the metrics of each."""
     setup, checkpoints = run.setup, run.checkpoints
     config = setup.config
     on_first_process(lambda: _record_start(run, done), f"cannot write to {str(run.folder)!r}")
@@ -224,7 +224,7 @@ def run_steps(
     is_due: Callable[[int], bool] = lambda step: False,
     enter: Callable[[int, str], None] = lambda step, phase: None,
 ) -> Iterator[tuple[int, Metrics]]:
-    """Makes steps `done + 1` to `steps`; yields each with its metrics.
+    """Runs the steps `done + 1` to `steps`; yields each with its metrics.
 
     The host reads the metrics of a step while the next one runs. Only where an evaluation or a
     checkpoint is due the next step waits. The metrics are out before the checkpoint is taken: a run
@@ -291,7 +291,7 @@ def _write_trace(config: Config, trace: str) -> None:
 def _wait_for_metrics(
     setup: Setup, metrics: DeviceMetrics, started: float
 ) -> tuple[float, Metrics]:
-    """Waits for a step. When it ended, in seconds, and its metrics, the loss first."""
+    """Waits for a step. Returns the time when it ended, in seconds, and its metrics, loss first."""
     values = {name: float(x) for name, x in jax.device_get(metrics).items()}
     ended = time.perf_counter()
     return ended, {"loss": values.pop("loss"), **values, **speed_metrics(setup, ended - started)}
@@ -335,7 +335,7 @@ def _open_outputs(
 
 
 def restore_state(setup: Setup, checkpoints: ocp.CheckpointManager, step: int) -> TrainState:
-    """The state of a checkpoint, laid out for this run.
+    """Restores the state of a checkpoint in the layout of this run.
 
     Raises:
         ValueError: If the checkpoint is of another model.
@@ -359,7 +359,7 @@ def _metadata(setup: Setup, batches: Batches) -> Mapping[str, Any]:
 def _check_resume_on_first(
     found: ResumePoint | None, setup: Setup, batches: Batches, done: int
 ) -> list[str]:
-    """Warnings on what has changed since a checkpoint, of which the first process has all."""
+    """Returns warnings on changes since the checkpoint; none on all but the first process."""
 
     def check() -> list[str]:
         if not found or not 0 < done < setup.config.steps:
@@ -370,7 +370,7 @@ def _check_resume_on_first(
 
 
 def _record_start(run: _RunContext, done: int) -> None:
-    """Notes a start, before the first step of it."""
+    """Records a start of the run before its first step."""
     folder, found, config = run.folder, run.found, run.setup.config
     if found and found.begins_anew:
         names = ", ".join(archive_history(folder))

@@ -68,6 +68,9 @@ def find_resume_point(folder: Path, config: Config) -> ResumePoint:
         folder: The folder of the run; it may be empty.
         config: The config of the run.
 
+    Returns:
+        The point from which the run resumes.
+
     Raises:
         ValueError: If all checkpoints that the run has saved are lost, the newest one has no
             digests, or checkpoints exist and `enable_checkpointing` is false.
@@ -166,6 +169,9 @@ def history_metadata(folder: Path, config: Config) -> dict[str, Any]:
     Args:
         folder: The folder of the run.
         config: The config of the run.
+
+    Returns:
+        The metadata.
     """
     length = config.learning_rate_schedule_steps
     return {

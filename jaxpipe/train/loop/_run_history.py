@@ -25,7 +25,7 @@ SAVED_FILE = "saved.json"
 
 
 def record_start(folder: Path, setup: Setup, done: int) -> None:
-    """Adds a line, before the metrics of steps that come again are dropped.
+    """Adds a line to `starts.jsonl`, before the metrics of repeated steps are dropped.
 
     The file is written anew: what is appended to a torn line is torn with it.
 
@@ -59,7 +59,13 @@ def _steps_of_metrics(folder: Path) -> list[int]:
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
-    """The starts of a run, in order; none if it is older than this file.
+    """Reads the starts of a run, in order; none if the run is older than this file.
+
+    Args:
+        folder: The folder of the run.
+
+    Returns:
+        The object of each start.
 
     Raises:
         ValueError: If a line is not a JSON object with a `first_step`; a last one may be torn.

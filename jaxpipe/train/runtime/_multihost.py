@@ -1,4 +1,4 @@
-"""What the processes of a run do together. All of them call these, in the same order."""
+"""Collective operations on the processes of a run: all must call them in the same order."""
 
 import jax
 import numpy as np
@@ -6,19 +6,19 @@ from jax.experimental import multihost_utils
 
 
 def is_first_process() -> bool:
-    """Whether this is the process that writes and shows what is no checkpoint."""
+    """Returns whether this process is the one that writes logs and shows progress."""
     return jax.process_index() == 0
 
 
 def broadcast_from_first(number: int) -> int:
-    """What the first process says, on all of them: a clock or a folder may look different."""
+    """Broadcasts an int32 of the first process: clocks and folders may differ between hosts."""
     if jax.process_count() == 1:
         return number
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
 def any_process(flag: bool) -> bool:
-    """Whether a process says so, on all of them."""
+    """Returns whether the flag of any process is set."""
     return bool(max_over_processes(int(flag)))
 
 
@@ -29,6 +29,9 @@ def max_over_processes(number: int) -> int:
 
     Args:
         number: The number of this process, an int32.
+
+    Returns:
+        The largest number.
     """
     if jax.process_count() == 1:
         return number
@@ -36,10 +39,10 @@ def max_over_processes(number: int) -> int:
 
 
 def barrier(why: str) -> None:
-    """Goes on when all are here.
+    """Waits until all processes have called this function.
 
     Args:
-        why: The same on all of them.
+        why: The name of the barrier, the same on all processes.
     """
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(why)

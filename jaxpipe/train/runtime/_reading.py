@@ -37,6 +37,9 @@ def stat_or_none(path: Path) -> os.stat_result | None:
     Args:
         path: The path. Links are followed.
 
+    Returns:
+        The result of `os.stat`, or None.
+
     Raises:
         UnreadableError: If the system cannot tell.
     """
@@ -54,6 +57,9 @@ def is_file(path: Path) -> bool:
     Args:
         path: The path. Links are followed.
 
+    Returns:
+        Whether it is one.
+
     Raises:
         UnreadableError: If the system cannot tell.
     """
@@ -66,6 +72,9 @@ def is_folder(path: Path) -> bool:
 
     Args:
         path: The path. Links are followed.
+
+    Returns:
+        Whether it is one.
 
     Raises:
         UnreadableError: If the system cannot tell.
@@ -80,6 +89,9 @@ def read_file(path: Path, *, most_bytes: int | float = math.inf) -> bytes | None
     Args:
         path: The file.
         most_bytes: The size beyond which the file is refused.
+
+    Returns:
+        The content, or None.
 
     Raises:
         UnreadableError: If it cannot be read.

@@ -1,4 +1,4 @@
-"""The folder of a run: one run at a time writes there, and a disk that fails ends it by name."""
+"""Locks the folder of a run, so that one run at a time writes there, and names failed disks."""
 
 import errno
 import fcntl
@@ -83,7 +83,7 @@ def on_first_process(action: Callable[[], _Result], failure: str) -> _Result | N
 
 
 def _lock(path: Path) -> int:
-    """The descriptor that holds the lock until it is closed."""
+    """Locks the folder of a run. Returns the descriptor that holds the lock until closed."""
     descriptor = None
     try:
         path.mkdir(parents=True, exist_ok=True)

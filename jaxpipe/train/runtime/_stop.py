@@ -1,4 +1,4 @@
-"""When a run ends before its last step: a signal, or its time is up."""
+"""Ends a run before its last step: after a signal, or when its time is up."""
 
 import math
 import os
@@ -15,7 +15,7 @@ from ..config._config import Config
 from ._multihost import any_process, max_over_processes
 
 ShouldStop = Callable[[int], bool]
-"""Whether the run ends after this step; all processes ask after every step, and hear the same."""
+"""From a step to whether the run ends after it. Collective: called after every step."""
 
 
 class RunError(RuntimeError):
@@ -107,10 +107,10 @@ class StopRequests:
 
 
 def check_step(config: Config, step: int, metrics: Mapping[str, float]) -> str | None:
-    """What is wrong with a step that was skipped; None if nothing is, or nobody minds.
+    """Returns a message if a bad step was skipped; None if the step is good or `ignore` is set.
 
     Raises:
-        RunError: If something is, and the policy is to stop.
+        RunError: If the step is bad, and the policy is to stop.
     """
     bad = bad_step_reason(metrics, config.max_gradient_norm)
     if config.bad_step_policy == "skip":  # decided on the devices
@@ -125,11 +125,14 @@ def check_step(config: Config, step: int, metrics: Mapping[str, float]) -> str |
 
 
 def bad_step_reason(metrics: Mapping[str, float], max_gradient_norm: float) -> str:
-    """What is wrong with a step, such as `its loss is nan`; "" if nothing is.
+    """Returns why a step is bad, such as `its loss is nan`; "" if it is good.
 
     Args:
-        metrics: Of the step; without `loss` or `gradient_norm` nothing is wrong with these.
+        metrics: The metrics of the step. Only `loss` and `gradient_norm` are checked, if present.
         max_gradient_norm: 0 for no limit.
+
+    Returns:
+        The reason.
     """
     found = {name: metrics[name] for name in ("loss", "gradient_norm") if name in metrics}
     bad = [f"its {name} is {value}" for name, value in found.items() if not math.isfinite(value)]
