@@ -72,8 +72,6 @@ from .io._svg import to_svg as to_svg
 from .io._text import time_unit as time_unit
 from .io._text import to_text as to_text
 from .lock_step._grid_search import to_lock_step as to_lock_step
-from .lock_step._tables import PhaseTable as PhaseTable
-from .lock_step._tables import RankAndChunk as RankAndChunk
 from .lock_step._tables import TickTables as TickTables
 from .lock_step._tables import rank_and_chunk_by_stage as rank_and_chunk_by_stage
 from .lock_step._tables import tick_tables as tick_tables
@@ -83,5 +81,3 @@ from .lock_step._ticks import check_ticks as check_ticks
 from .lock_step._ticks import enumerate_ticks as enumerate_ticks
 from .lock_step._ticks import num_ticks as num_ticks
 from .lock_step._ticks import simulate_ticks as simulate_ticks
-from .lock_step._weight_prefetch import PREFETCHED as PREFETCHED
-from .lock_step._weight_prefetch import SHARED_WITH_FORWARD as SHARED_WITH_FORWARD

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..schedules import RankAndChunk, Schedule, num_ranks, rank_and_chunk_by_stage
+from ..schedules import Schedule, num_ranks, rank_and_chunk_by_stage
+from ..schedules.lock_step import RankAndChunk
 
 
 def to_ranks(tree: PyTree, schedule: Schedule) -> PyTree:

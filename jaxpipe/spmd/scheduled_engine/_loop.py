@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree, Scalar
 
-from ... import schedules
 from ...autodiff import Model, Remat, Sums, at, floating, joined, split
 from ...schedules import TickTables
+from ...schedules.lock_step import PhaseTable
 from .._ranks import AXIS, either, how_often, vary, zeros
 from .._weight_gather import Gather, wide
 from ..circular_engine._loss import like
@@ -30,7 +30,7 @@ from ._weights import Work, chunks_of
 Index = Int[Array, ""]
 Row = Any
 """`TickTables` with the integers of one tick and rank."""
-_FIRST = schedules.PhaseTable(*[0] * len(schedules.PhaseTable._fields))  # type: ignore[arg-type]
+_FIRST = PhaseTable(*[0] * len(PhaseTable._fields))  # type: ignore[arg-type]
 
 
 class How(NamedTuple):

@@ -18,7 +18,8 @@ from jax import lax
 from jaxtyping import PyTree
 
 from ...autodiff import at, floating
-from ...schedules import PREFETCHED, SHARED_WITH_FORWARD, TickTables
+from ...schedules import TickTables
+from ...schedules.lock_step import PREFETCHED, SHARED_WITH_FORWARD
 from .._ranks import AXIS, either, how_often, zeros
 from .._weight_gather import Gather, only_after, wide
 from ..circular_engine._shape import put
