@@ -21,7 +21,7 @@ from .sharding import without_axes
 
 
 def splash_aborts_in_pipelines() -> bool:
-    """Whether XLA:TPU aborts on a kernel's `shard_map` inside a recomputed tick.
+    """Returns whether XLA:TPU aborts on a kernel's `shard_map` inside a recomputed tick.
 
     It does in jax 0.10 with the Shardy partitioner, its default
     (`target.IsManualSubgroup() == sharding().IsManualSubgroup()`), and no longer in 0.11.
@@ -55,6 +55,9 @@ def partition_spec_of(sharding: Sharding, mesh: Mesh) -> P:
     Args:
         sharding: The sharding.
         mesh: The mesh that the program was compiled for.
+
+    Returns:
+        The spec.
     """
     if isinstance(sharding, NamedSharding):
         return sharding.spec
@@ -74,7 +77,7 @@ def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def load_on_devices(compiled: Any, devices: Sequence[Any], others: Sequence[Any]) -> Any:
-    """A compiled program for other devices of the same kind, or None if that cannot be done.
+    """Loads a compiled program on other devices of the same kind; None if that is impossible.
 
     JAX saves programs and loads them again, for the same devices. Here others answer to what was
     saved of them, and the compiler's own options are told so. What came out of JAX's persistent
@@ -99,8 +102,10 @@ def load_on_devices(compiled: Any, devices: Sequence[Any], others: Sequence[Any]
 
 
 def distributed_state() -> Any:
-    """What `jax.distributed` knows: its `client`, the key-value store, or None before it is
-    initialised, and its `coordinator_address`."""
+    """Returns the state of `jax.distributed`, with `client` and `coordinator_address`.
+
+    The client is the key-value store, or None before `jax.distributed` is initialised.
+    """
     return distributed.global_state
 
 

@@ -34,6 +34,9 @@ def failed_write(message: str, error: OSError) -> ValueError | DiskError:
     Args:
         message: What the error says.
         error: The error of the operating system.
+
+    Returns:
+        The error, to be raised.
     """
     return (ValueError if error.errno in PATH_ERRORS else DiskError)(message)
 

@@ -26,6 +26,9 @@ def short_repr(value: object, most: int = 160) -> str:
     Args:
         value: The value.
         most: Characters of a string in it. The whole has at most about four times as many.
+
+    Returns:
+        The text.
     """
     short = _Repr()
     short.maxstring = short.maxother = short.maxlong = most
@@ -45,6 +48,9 @@ def shorten(text: str, most: int) -> str:
     Args:
         text: The text.
         most: The number of characters beyond which the middle is left out.
+
+    Returns:
+        The text.
     """
     if len(text) <= most:
         return text
@@ -89,6 +95,9 @@ def read_bytes(path: str | os.PathLike[str], *, most_bytes: int) -> bytes:
         path: The file. Links are followed.
         most_bytes: The size beyond which the file is refused.
 
+    Returns:
+        The content.
+
     Raises:
         ValueError: If it does not exist, cannot be read, is a folder, a device or a pipe, or is
             too large; the message begins with the file's name.
@@ -121,6 +130,9 @@ def read_text(path: str | os.PathLike[str], *, most_bytes: int) -> str:
         path: The file.
         most_bytes: The size beyond which the file is refused.
 
+    Returns:
+        The text.
+
     Raises:
         ValueError: If the file does not exist, cannot be read, is a folder, a device or a pipe, is
             too large, or is not UTF-8; the message begins with the file's name.
@@ -142,6 +154,9 @@ def parse_json(text: str, where: str) -> Any:
     Args:
         text: The text.
         where: The beginning of errors: the file, and the line if each line is a JSON text.
+
+    Returns:
+        The value.
 
     Raises:
         ValueError: If it is not JSON, nests too deeply, or has a number of more than 4300 digits.

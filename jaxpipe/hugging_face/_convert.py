@@ -54,14 +54,14 @@ _BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 @dataclass(frozen=True)
 class ConversionSummary:
-    """What was done.
+    """The result of a conversion.
 
     Attributes:
         decoder_block: The kind of model.
         num_parameters: Numbers in all weights.
-        num_tensors: On Hugging Face's side.
-        num_files: The same.
-        dtype: What the result is stored in.
+        num_tensors: The number of tensors of Hugging Face.
+        num_files: The number of their files.
+        dtype: The dtype of the result.
     """
 
     decoder_block: str
@@ -78,6 +78,9 @@ def from_hugging_face(source: Path, destination: Path, *, dtype: str = "") -> Co
         source: A folder with config.json and safetensors.
         destination: The folder, which must not exist or be empty.
         dtype: `float32` or `bfloat16`. Default: as the tensors are, the widest if they differ.
+
+    Returns:
+        A summary of the conversion.
 
     Raises:
         ValueError: Before any weight is read, if a field of config.json is unknown or not
@@ -120,12 +123,15 @@ def to_hugging_face(
     Args:
         source: The folder of a run, or one that `from_hugging_face` made.
         destination: The folder, which must not exist or be empty.
-        step: Of which checkpoint. Default: the newest.
-        dtype: `float32` or `bfloat16`. Default: as they are.
-        max_shard_bytes: Of a file, if there are several.
+        step: The step of the checkpoint. Default: the newest.
+        dtype: `float32` or `bfloat16`. Default: the dtype of the checkpoint.
+        max_shard_bytes: The largest size of a file, if there are several.
         max_length: `max_position_embeddings`, in tokens. Default: what the rotary positions were
             stretched to, or 4096.
-        allow_unverified: Take also a checkpoint without digests.
+        allow_unverified: Whether a checkpoint without digests is accepted.
+
+    Returns:
+        A summary of the conversion.
 
     Raises:
         ValueError: If there is no such checkpoint, or Hugging Face has no such model.
@@ -163,7 +169,7 @@ _NOT_IN_CHECKPOINTS: ConfigValues = {"bos_token_id": None, "eos_token_id": None,
 
 @contextmanager
 def atomic_folder(destination: Path) -> Iterator[Path]:
-    """A folder to be filled. It gets its name at the end, so what has the name is complete."""
+    """Yields a folder to fill, which gets its name at the end: a named folder is complete."""
     destination = Path(os.path.abspath(destination))
     try:
         is_other = destination.is_symlink() or not destination.is_dir()
@@ -238,7 +244,7 @@ def _check_count(folder: Path, num_tensors: int, sizes: ModelConfig) -> None:
 
 
 def _config_values(block: str, sizes: ModelConfig, dtype: str) -> ConfigValues:
-    """The keys that say which model it is."""
+    """Returns the config keys that describe a model."""
     same = (name for name, preset in models.PRESETS.items() if _is_of(preset, block, sizes))
     name = {"model_name": next(same, f"{block}-tiny")}
     return {**name, "decoder_block": block, **dataclasses.asdict(sizes), "weight_dtype": dtype}
@@ -254,7 +260,7 @@ def _is_of(preset: Mapping[str, Any], block: str, sizes: ModelConfig) -> bool:
 def _without_buffers(
     tensors: dict[str, StoredTensor], sizes: ModelConfig
 ) -> dict[str, StoredTensor]:
-    """Without what the model does not have, or has under another name too."""
+    """Removes buffers, and the copy of a tied embedding, from the tensors."""
     found = {name: x for name, x in tensors.items() if not _BUFFERS.fullmatch(name)}
     head, table = found.get("lm_head.weight"), found.get("model.embed_tokens.weight")
     tied = isinstance(sizes, models.LlamaConfig) and sizes.logits_via_embedding
@@ -271,7 +277,7 @@ def _without_buffers(
 
 
 def _check_tensors(folder: Path, tensors: Mapping[str, StoredTensor], parts: LeafSlices) -> None:
-    """All that the model has are there, in its shapes, and no others."""
+    """Checks that the tensors are exactly those of the model, in its shapes."""
     wanted = {part.tensor: part.shape for found in parts.values() for part in found}
     problems = [
         f"{x.file}: tensor {name} is {[*x.shape]}, and the model of config.json has "
@@ -294,7 +300,7 @@ def _check_tensors(folder: Path, tensors: Mapping[str, StoredTensor], parts: Lea
 
 
 def _widest_dtype(tensors: Mapping[str, StoredTensor]) -> str:
-    """What holds every number exactly: bfloat16 if all are so, or else float32."""
+    """Returns the dtype that holds every number exactly: bfloat16 or float32."""
     return "bfloat16" if {x.dtype for x in tensors.values()} == {"BF16"} else "float32"
 
 
@@ -306,7 +312,7 @@ class _NotCopied(np.ndarray):
 
 
 def _load_weights(tree: PyTree, parts: LeafSlices, tensors: Mapping[str, StoredTensor]) -> PyTree:
-    """The weights of an abstract tree as arrays in host memory."""
+    """Loads the weights of an abstract tree into arrays in host memory."""
     shapes = models.shapes(tree)
     assert leaf_specs(shapes).keys() == parts.keys()
 
@@ -322,7 +328,7 @@ def _load_weights(tree: PyTree, parts: LeafSlices, tensors: Mapping[str, StoredT
 def _check_saved_leaves(
     checkpoints: ocp.CheckpointManager, step: int, block: str, sizes: ModelConfig, layers_after: int
 ) -> Mapping[str, tuple[tuple[int, ...], str]]:
-    """What is saved, which must be the weights of that model, all of one dtype."""
+    """Returns the saved leaf specs, which must be those of the model, all of one dtype."""
     saved = saved_leaf_specs(checkpoints, step, "weights")
     dtype = np.dtype(DTYPES[NAMES[saved["embed/table"][1]]])
     wanted = models.shapes(canonical_weights(block, sizes, dtype, layers_after))
@@ -341,5 +347,5 @@ def _summarize(
 
 
 def _layer_sort_key(name: str) -> list[Any]:
-    """Layer 10 comes after layer 9."""
+    """Returns a sort key by which layer 10 follows layer 9."""
     return [(int(word), "") if word.isdigit() else (0, word) for word in name.split(".")]

@@ -96,7 +96,7 @@ _YARN = {
 
 
 def read_deepseek(config: Mapping[str, Any]) -> ConfigValues:
-    """Keys of ours, of a config.json.
+    """Returns the config keys of jaxpipe for a config.json.
 
     Raises:
         ValueError: Naming what our model cannot be.
@@ -140,7 +140,7 @@ def _read_positions(config: Mapping[str, Any]) -> ConfigValues:
 
 
 def write_deepseek(sizes: models.DeepseekConfig, max_length: int | None) -> ConfigValues:
-    """The config.json. `max_length` is for `max_position_embeddings`, in tokens.
+    """Returns the config.json. `max_length` is `max_position_embeddings`, in tokens.
 
     Raises:
         ValueError: If neither V2 nor V3 routes as this model does.
@@ -174,7 +174,7 @@ def write_deepseek(sizes: models.DeepseekConfig, max_length: int | None) -> Conf
 
 
 def _check_published(sizes: models.DeepseekConfig, is_v3: bool) -> None:
-    """The router is that of V2 or of V3."""
+    """Checks that the router is that of V2 or of V3."""
     wanted: ConfigValues = {"routed_bias": is_v3}
     if sizes.n_routing_groups > 1:
         wanted["group_score_experts"] = 2 if is_v3 else 1
@@ -196,14 +196,14 @@ def _check_published(sizes: models.DeepseekConfig, is_v3: bool) -> None:
 
 
 def deepseek_dense_slices(sizes: models.DeepseekConfig) -> LeafSlices:
-    """Of the leaves of a dense layer; names come after the layer's."""
+    """Returns the slices of the leaves of a dense layer; names are relative to the layer."""
     return _shared_slices(sizes) | with_prefix(
         "mlp", swiglu_weights("mlp", sizes.base_emb_dim, sizes.base_mlp_dim)
     )
 
 
 def deepseek_slices(sizes: models.DeepseekConfig) -> LeafSlices:
-    """Of the leaves of a layer with experts."""
+    """Returns the slices of the leaves of a layer with experts."""
     D, E, F = sizes.base_emb_dim, sizes.num_experts, sizes.base_moe_mlp_dim
     each = [swiglu_weights(f"mlp.experts.{e}", D, F) for e in range(E)]
     router = {"router/logits": linear_weight("mlp.gate.weight", (D,), (E,))}
@@ -220,7 +220,7 @@ def deepseek_slices(sizes: models.DeepseekConfig) -> LeafSlices:
 
 
 def _shared_slices(sizes: models.DeepseekConfig) -> LeafSlices:
-    """What dense layers and layers with experts have in common."""
+    """Returns the slices that dense layers and layers with experts have in common."""
     D = sizes.base_emb_dim
     return {
         "attention_norm": same_tensor("input_layernorm.weight", (D,)),
@@ -255,7 +255,7 @@ def _attention(sizes: models.DeepseekConfig) -> LeafSlices:
 
 
 def _queries(tensor: str, sizes: models.DeepseekConfig, num_ins: int) -> tuple[TensorSlice, ...]:
-    """A leaf [ins, H, C], of a tensor [H C, ins]: channels that stay, and pairs that turn."""
+    """Returns a leaf [ins, H, C] of a tensor [H C, ins]: plain channels, and rotary pairs."""
     H, N, P = sizes.base_num_query_heads, sizes.qk_nope_head_dim, sizes.qk_rope_head_dim
     shape = (H * (N + P), num_ins)
 

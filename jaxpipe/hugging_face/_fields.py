@@ -40,7 +40,7 @@ class ConfigFields:
 
 
 def read_fields(config: Mapping[str, Any], fields: ConfigFields) -> ConfigValues:
-    """The keys of ours that the fields give, but for rotary positions.
+    """Returns the config keys that the fields give, except those of rotary positions.
 
     Raises:
         ValueError: Naming every field that is unknown, missing or has a value we cannot be.
@@ -67,7 +67,7 @@ def read_fields(config: Mapping[str, Any], fields: ConfigFields) -> ConfigValues
 def read_rope(
     config: Mapping[str, Any], defaults: Mapping[str, Any], types: Mapping[str, Collection[str]]
 ) -> ConfigValues:
-    """The fields of rotary positions, with `rope_type` and `rope_theta`, in one mapping.
+    """Reads the fields of rotary positions, with `rope_type` and `rope_theta`, into one mapping.
 
     Older files have `rope_theta` and `rope_scaling`; newer ones have all in `rope_parameters`.
 
@@ -75,6 +75,9 @@ def read_rope(
         config: A config.json.
         defaults: Of `rope_theta`, and of others that may be missing.
         types: From a `rope_type` to the fields that it has.
+
+    Returns:
+        The fields.
 
     Raises:
         ValueError: Naming what is unknown or missing.
@@ -121,6 +124,6 @@ def _is_positive(value: Any, *, zero: bool) -> bool:
 
 
 def write_fields(values: Mapping[str, Any], fields: ConfigFields) -> ConfigValues:
-    """The fields that give these keys of ours, and those that are fixed."""
+    """Returns the fields of a config.json for config keys, and the fixed fields."""
     sizes = {name: values[key] for name, key in fields.sizes.items()}
     return sizes | {name: fixed[0] for name, fixed in fields.fixed.items()}

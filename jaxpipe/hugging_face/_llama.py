@@ -48,7 +48,7 @@ _LLAMA3_FIXED = {
 
 
 def read_llama(config: Mapping[str, Any]) -> ConfigValues:
-    """Keys of ours, of a config.json.
+    """Returns the config keys of jaxpipe for a config.json.
 
     Raises:
         ValueError: Naming what our llama cannot be.
@@ -73,7 +73,7 @@ def read_llama(config: Mapping[str, Any]) -> ConfigValues:
 
 
 def write_llama(sizes: models.LlamaConfig, max_length: int | None) -> ConfigValues:
-    """The config.json. `max_length` is for `max_position_embeddings`, in tokens."""
+    """Returns the config.json. `max_length` is `max_position_embeddings`, in tokens."""
     found = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -90,7 +90,7 @@ def write_llama(sizes: models.LlamaConfig, max_length: int | None) -> ConfigValu
 
 
 def llama_slices(sizes: models.LlamaConfig) -> LeafSlices:
-    """Of the leaves of one layer; names come after the layer's."""
+    """Returns the slices of the leaves of one layer; names are relative to the layer."""
     D, C = sizes.base_emb_dim, sizes.head_dim
     H, K = sizes.base_num_query_heads, sizes.base_num_kv_heads
     attention = {

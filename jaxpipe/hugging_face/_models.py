@@ -44,7 +44,7 @@ MODEL_TYPES = {"llama": "llama", "deepseek_v2": "deepseek", "deepseek_v3": "deep
 
 
 def read_model(config: Mapping[str, Any]) -> tuple[str, ModelConfig]:
-    """`decoder_block` and the sizes that a config.json gives.
+    """Returns `decoder_block` and the sizes that a config.json gives.
 
     Raises:
         ValueError: Naming all fields that are unknown, missing or not supported.
@@ -59,7 +59,7 @@ def read_model(config: Mapping[str, Any]) -> tuple[str, ModelConfig]:
 
 
 def read_sizes(saved: Mapping[str, Any]) -> tuple[str, ModelConfig]:
-    """`decoder_block` and the sizes, of what a checkpoint says of its model."""
+    """Returns `decoder_block` and the sizes from the metadata of a checkpoint."""
     for block, family in MODEL_FAMILIES.items():
         fields = dataclasses.fields(family.sizes)  # pyright: ignore[reportArgumentType]
         required = {f.name for f in fields if f.default is dataclasses.MISSING}
@@ -74,7 +74,7 @@ def read_sizes(saved: Mapping[str, Any]) -> tuple[str, ModelConfig]:
 def canonical_weights(
     block: str, sizes: ModelConfig, dtype: Any, layers_after: int = 0
 ) -> dict[str, PyTree]:
-    """The abstract weights of a checkpoint: layers in forward order, [L, ...]."""
+    """Returns the abstract weights of a checkpoint: layers in forward order, [L, ...]."""
     tree = MODEL_FAMILIES[block].weights(sizes, dtype, layers_after=layers_after)
     count = (_num_layers(sizes, layers_after),)
     stages = models.stacked(tree["layer"], count, ("layers",))
@@ -82,7 +82,7 @@ def canonical_weights(
 
 
 def leaf_slices(block: str, sizes: ModelConfig, layers_after: int = 0) -> LeafSlices:
-    """The parts of every leaf of a checkpoint's weights."""
+    """Returns the slices of every leaf of a checkpoint's weights."""
     kind = MODEL_FORMATS[block]
     tied = isinstance(sizes, models.LlamaConfig) and sizes.logits_via_embedding
     num_dense, num_layers = _num_dense(sizes), _num_layers(sizes, layers_after)
@@ -109,7 +109,7 @@ def _num_layers(sizes: ModelConfig, layers_after: int) -> int:
 
 
 def _parse_sizes(block: str, values: ConfigValues) -> ModelConfig:
-    """The sizes, of what JSON has: there 1 may be a float."""
+    """Parses sizes from JSON values, where a float may be written as an integer."""
     fields = dataclasses.fields(MODEL_FAMILIES[block].sizes)  # pyright: ignore[reportArgumentType]
     types = {field.name: field.type for field in fields}
     floats = {name for name, kind in types.items() if kind is float}

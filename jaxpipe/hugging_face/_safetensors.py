@@ -30,7 +30,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies.
+    """The location of a tensor in a file.
 
     Attributes:
         file: The file.
@@ -46,12 +46,12 @@ class StoredTensor:
 
 
 def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """What a tensor takes."""
+    """Returns the size of a tensor in bytes."""
     return math.prod(shape) * DTYPES[dtype].itemsize
 
 
 def map_tensor(tensor: StoredTensor, *, writable: bool = False) -> np.ndarray:
-    """The tensor as an array on the file's pages, which nothing reads before it is used."""
+    """Maps a tensor into memory: its pages are read when they are used."""
     size = num_bytes(tensor.dtype, tensor.shape)
     mode = "r+" if writable else "r"
     raw = np.memmap(tensor.file, np.uint8, mode, offset=tensor.start, shape=(size,))
@@ -59,7 +59,7 @@ def map_tensor(tensor: StoredTensor, *, writable: bool = False) -> np.ndarray:
 
 
 def tensors_in_folder(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a folder by its name; no more than headers are read.
+    """Returns every tensor of a folder by its name. Reads headers only.
 
     Raises:
         ValueError: If a file is missing or damaged, or the index is not that of the files.
@@ -76,7 +76,7 @@ def tensors_in_folder(folder: Path) -> dict[str, StoredTensor]:
 
 
 def tensors_in_file(file: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a file by its name.
+    """Returns every tensor of a file by its name.
 
     Raises:
         ValueError: If the header is damaged, or the file is shorter than its header says.
@@ -117,6 +117,9 @@ def create_files(
         wanted: Dtype and shape of every tensor by its name.
         max_shard_bytes: What the tensors of a file take at most, if it has more than one.
 
+    Returns:
+        The tensors, by name.
+
     Raises:
         OSError: If the disk has no room; before anything is written into a tensor.
     """
@@ -146,7 +149,7 @@ def _parsed(text: bytes, file: Path) -> dict[str, Any]:
 
 
 def _parse_tensor(file: Path, name: str, entry: Any, data: int, size: int) -> StoredTensor:
-    """An entry of a header, checked. `data` is the first byte after the header."""
+    """Parses an entry of a header. `data` is the offset of the first byte after the header."""
     try:
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         start, end = entry["data_offsets"]
@@ -178,7 +181,7 @@ def _parse_tensor(file: Path, name: str, entry: Any, data: int, size: int) -> St
 
 
 def _check_apart(file: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    """No two tensors share bytes."""
+    """Checks that no two tensors share bytes."""
     previous, end = "", 0
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
         if tensor.start < end:
@@ -190,7 +193,7 @@ def _check_apart(file: Path, tensors: Mapping[str, StoredTensor]) -> None:
 
 
 def _read_index(file: Path) -> dict[str, str]:
-    """Of every tensor the name of its file."""
+    """Returns the file name of every tensor from an index."""
     found = _parsed(read_bytes(file, most_bytes=MOST_JSON_BYTES), file).get("weight_map")
     if not isinstance(found, dict) or not all(
         isinstance(name, str) and Path(name).name == name for name in found.values()
@@ -222,7 +225,7 @@ def _read_indexed_files(folder: Path, weight_map: Mapping[str, str]) -> dict[str
 def _assign_shards(
     wanted: Mapping[str, tuple[str, tuple[int, ...]]], max_shard_bytes: int
 ) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
-    """Tensors of each file, in order. One that is too large for any has its own."""
+    """Assigns tensors to files, in order. A tensor above the limit has a file of its own."""
     shards: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
     filled = 0
     for name, entry in wanted.items():
@@ -238,7 +241,7 @@ def _assign_shards(
 def _create_file(
     file: Path, wanted: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> dict[str, StoredTensor]:
-    """One file: its header, and room for its tensors."""
+    """Creates one file: its header, and room for its tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
     offset = 0
     for name, (dtype, shape) in wanted.items():

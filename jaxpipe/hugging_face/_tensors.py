@@ -14,7 +14,7 @@ ViewFn = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Numbers that a leaf and a tensor have in common.
+    """The numbers that a leaf of a checkpoint and a tensor of Hugging Face have in common.
 
     Attributes:
         tensor: The tensor's name.
@@ -34,14 +34,14 @@ LeafSlices = dict[str, tuple[TensorSlice, ...]]
 
 
 def same_tensor(tensor: str, shape: tuple[int, ...]) -> tuple[TensorSlice, ...]:
-    """A leaf that is a tensor as it stands."""
+    """Returns the slice of a leaf that equals a tensor."""
     return (TensorSlice(tensor, shape, _identity, _identity),)
 
 
 def linear_weight(
     tensor: str, ins: tuple[int, ...], outs: tuple[int, ...]
 ) -> tuple[TensorSlice, ...]:
-    """A leaf [*ins, *outs], of a tensor [outs, ins]: torch's layers store the transpose."""
+    """Returns the slice of a leaf [*ins, *outs], which torch stores transposed as [outs, ins]."""
     num_outs, num_dims = len(outs), len(ins) + len(outs)
     order = (*range(num_outs, num_dims), *range(num_outs))
 
@@ -53,7 +53,7 @@ def linear_weight(
 
 
 def swiglu_weights(prefix: str, embed_dim: int, mlp_dim: int) -> LeafSlices:
-    """The leaves of a gated MLP."""
+    """Returns the slices of a gated MLP."""
     return {
         "gate": linear_weight(f"{prefix}.gate_proj.weight", (embed_dim,), (mlp_dim,)),
         "up": linear_weight(f"{prefix}.up_proj.weight", (embed_dim,), (mlp_dim,)),
@@ -62,7 +62,7 @@ def swiglu_weights(prefix: str, embed_dim: int, mlp_dim: int) -> LeafSlices:
 
 
 def boundary(embed_dim: int, vocab_size: int, *, tied: bool) -> LeafSlices:
-    """The leaves before and after all layers."""
+    """Returns the slices of the leaves before and after all layers."""
     found = {
         "embed/table": same_tensor("model.embed_tokens.weight", (vocab_size, embed_dim)),
         "head/norm": same_tensor("model.norm.weight", (embed_dim,)),
@@ -73,12 +73,12 @@ def boundary(embed_dim: int, vocab_size: int, *, tied: bool) -> LeafSlices:
 
 
 def with_prefix(path: str, parts: LeafSlices) -> LeafSlices:
-    """The same leaves in a branch of the tree."""
+    """Returns the same leaves in a branch of the tree."""
     return {f"{path}/{name}": found for name, found in parts.items()}
 
 
 def stacked_entries(of_entry: list[tuple[TensorSlice, ...]]) -> tuple[TensorSlice, ...]:
-    """A leaf whose entries along the first dim have these parts: experts, or layers."""
+    """Stacks the slices of entries along the first dim of a leaf: experts, or layers."""
     return tuple(
         replace(part, of_leaf=_entry(i, part.of_leaf))
         for i, parts in enumerate(of_entry)
@@ -87,7 +87,7 @@ def stacked_entries(of_entry: list[tuple[TensorSlice, ...]]) -> tuple[TensorSlic
 
 
 def stacked_layers(parts: LeafSlices, first: int, count: int) -> LeafSlices:
-    """The leaves of a stack of layers, the first of which is number `first` of the model."""
+    """Returns the slices of a stack of `count` layers from layer `first` of the model on."""
     numbers = range(first, first + count)
     return {
         path: stacked_entries([tuple(_in_layer(n, part) for part in found) for n in numbers])

@@ -35,6 +35,9 @@ def sealed_path_class(on_saved: Callable[[int], None]) -> type[_Temporary]:
 
     Args:
         on_saved: A function that is called with every step whose folder has got its name.
+
+    Returns:
+        The class.
     """
 
     class Sealing(_Temporary):

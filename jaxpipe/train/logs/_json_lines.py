@@ -34,6 +34,9 @@ def complete_lines(
         path: The file; one that does not exist has no lines.
         most_bytes: The size beyond which the file is refused.
 
+    Returns:
+        Pairs of a line number and a line.
+
     Raises:
         ValueError: If it is not a regular file or too large.
         RunError: If it cannot be read.
@@ -55,6 +58,9 @@ def parse_line(line: bytes, key: str, where: str) -> dict[str, Any]:
         line: The line.
         key: A key that the object must have, with a non-negative integer.
         where: The beginning of errors, such as the file and the number of the line.
+
+    Returns:
+        The object.
 
     Raises:
         ValueError: If the line is not such an object.
