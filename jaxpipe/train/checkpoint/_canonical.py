@@ -208,7 +208,7 @@ def _per_stage_from_canonical(
     """Returns `rest` with the stages of a canonical state, each on its rank."""
 
     def cut(x: jax.Array, where: NamedSharding, *places: mpmd.MpmdSharding) -> list[Any]:
-        stacked = reordering.to_ranks(x, where, stack_shardings(setup, places))
+        stacked = reordering.to_rank_order(x, where, stack_shardings(setup, places))
         stages = unstack_stages(setup, stacked, places)
         delete(stacked, once=stages)
         return stages
