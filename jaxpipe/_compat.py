@@ -268,7 +268,7 @@ def _jit(bind: Callable) -> Callable:
         return x if is_own else pjit.with_sharding_constraint(x, sharding)
 
     def left(shardings: Sequence[Any]) -> tuple[Any, ...]:
-        own = sharding_impls.UNSPECIFIED
+        own = sharding_impls.UNSPECIFIED  # pyright: ignore[reportPrivateImportUsage]
         return tuple(s if _translated(s) is s else own for s in shardings)
 
     def call(*inputs: Any, in_shardings: Any, out_shardings: Any, **params: Any) -> list[Any]:

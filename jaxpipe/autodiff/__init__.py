@@ -3,14 +3,14 @@
 from . import _unpipelined as unpipelined
 from ._model import Model as Model
 from ._model import Sums as Sums
-from ._model import at as at
-from ._model import fold as fold
-from ._model import joined as joined
+from ._model import combine_losses as combine_losses
+from ._model import fold_in_microbatch as fold_in_microbatch
+from ._model import index_leading as index_leading
 from ._model import total as total
 from ._model import with_aux as with_aux
 from ._pullback import Pullback as Pullback
+from ._pullback import combine as combine
 from ._pullback import floating as floating
-from ._pullback import merge as merge
 from ._pullback import pullback as pullback
 from ._rematerialization import OFFLOADED as OFFLOADED
 from ._rematerialization import POLICIES as POLICIES
@@ -22,8 +22,8 @@ from ._rematerialization import keep as keep
 from ._rematerialization import kept_names as kept_names
 from ._rematerialization import recompute as recompute
 from ._rematerialization import remat_by_name as remat_by_name
-from ._split_backward import Split as Split
-from ._split_backward import split as split
+from ._split_backward import SplitBackward as SplitBackward
+from ._split_backward import split_backward as split_backward
 
 __all__ = [
     "OFFLOADED",
@@ -33,19 +33,19 @@ __all__ = [
     "Place",
     "Pullback",
     "Remat",
-    "Split",
+    "SplitBackward",
     "Sums",
-    "at",
     "check_offload",
+    "combine",
+    "combine_losses",
     "floating",
-    "fold",
-    "joined",
+    "fold_in_microbatch",
+    "index_leading",
     "keep",
-    "merge",
     "pullback",
     "recompute",
     "remat_by_name",
-    "split",
+    "split_backward",
     "total",
     "unpipelined",
     "with_aux",

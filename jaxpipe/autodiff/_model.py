@@ -125,12 +125,12 @@ def _typed_like(y: Any, x: Any) -> Any:
     return jax.sharding.reshard(y, jax.typeof(x).sharding.spec)
 
 
-def at(tree: PyTree, index: Any) -> PyTree:
+def index_leading(tree: PyTree, index: Any) -> PyTree:
     """Entry `index` of dim 0 of every leaf. Any entry, if the index is out of range."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 
-def fold(keys: PyTree, microbatch: Any) -> PyTree:
+def fold_in_microbatch(keys: PyTree, microbatch: Any) -> PyTree:
     """The keys of one microbatch: every random key, whatever its dims, folded with it."""
 
     def fold_leaf(leaf: jax.Array) -> jax.Array:
@@ -147,7 +147,7 @@ def total(sums: dict[str, Shaped[Array, " steps"]]) -> Sums:
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
 
-def joined(loss: Scalar, of_loss: Sums, of_stages: Sums) -> tuple[Scalar, Sums]:
+def combine_losses(loss: Scalar, of_loss: Sums, of_stages: Sums) -> tuple[Scalar, Sums]:
     """The batch's loss and metrics from what `loss` and what the stages have summed up.
 
     Raises:

@@ -36,7 +36,7 @@ def floating(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, tree)
 
 
-def merge(differentiated: PyTree, tree: PyTree) -> PyTree:
+def combine(differentiated: PyTree, tree: PyTree) -> PyTree:
     """`tree` with the leaves of `differentiated` where that has any."""
     return jax.tree.map(
         lambda new, old: old if new is None else new, differentiated, tree, is_leaf=_is_none
@@ -61,7 +61,7 @@ def pullback(f: Callable, weights: PyTree, x: PyTree, side: PyTree, rng: PyTree)
         nonlocal vjp_tree
 
         def of_floating(*differentiated):
-            w, h, s = map(merge, differentiated, (weights, x, side))
+            w, h, s = map(combine, differentiated, (weights, x, side))
             out = f(w, h, s, rng)
             return floating(out), out
 

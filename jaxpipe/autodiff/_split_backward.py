@@ -11,14 +11,14 @@ import jax
 from jaxtyping import PyTree
 
 from ..ir._accumulate import accumulate
-from ..ir._graph import Program, check_pure, pick, program, vary_as
-from ..ir._partition import fission
+from ..ir._graph import Graph, check_pure, pvary_like, select, to_graph
+from ..ir._partition import partition
 from ..ir._partition_nested import Kind
 from ._pullback import floating, pullback
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitBackward:
     """A function and its derivative, whole and in halves. Gradients add to those so far, in place.
 
     `gradient` is like `floating(weights)`, in any floating dtype: sums are made in it. Cotangents
@@ -40,7 +40,9 @@ class Split:
     for_weight: tuple[bool, ...]
 
 
-def split(f: Callable, weights: PyTree, x: PyTree, side: PyTree, rng: PyTree) -> Split:
+def split_backward(
+    f: Callable, weights: PyTree, x: PyTree, side: PyTree, rng: PyTree
+) -> SplitBackward:
     """Traces `f(weights, x, side, rng) -> out` and divides it, and its derivative once more.
 
     Args:
@@ -59,13 +61,13 @@ def split(f: Callable, weights: PyTree, x: PyTree, side: PyTree, rng: PyTree) ->
     out, residuals = jax.tree.unflatten(jax.tree.structure(shapes), ahead.out_avals)
     examples = weights, side, rng, residuals, floating(out)
     closed, shapes = jax.make_jaxpr(pulled.backward, return_shape=True)(*examples)
-    whole = program(closed)
+    whole = to_graph(closed)
 
     num_weights, num_residuals = len(jax.tree.leaves(shapes[0])), len(residuals)
     is_weight = [i < num_weights for i in range(len(whole.outputs))]
     sizes = [len(jax.tree.leaves(tree)) for tree in examples]
     kinds: list[Kind] = [kind for kind, n in zip(_KINDS, sizes, strict=True) for _ in range(n)]
-    halves = fission(whole, [not w for w in is_weight], kinds)
+    halves = partition(whole, [not w for w in is_weight], kinds)
     gradient_tree, inputs_tree = jax.tree.structure(shapes[0]), jax.tree.structure(shapes[1:])
     both, second = accumulate(whole, is_weight), accumulate(halves.second, [True] * num_weights)
     start = sum(sizes[:3])
@@ -82,18 +84,18 @@ def split(f: Callable, weights: PyTree, x: PyTree, side: PyTree, rng: PyTree) ->
         return dx, dside, leaves[inputs_tree.num_leaves :]
 
     def weight(weights, side, rng, residuals, link, gradient):
-        given = pick(jax.tree.leaves((weights, side, rng)), always)
+        given = select(jax.tree.leaves((weights, side, rng)), always)
         leaves = _run(second, given, residuals, link, gradient)
         return jax.tree.unflatten(gradient_tree, leaves)
 
-    return Split(pulled.forward, backward, input, weight, for_weight)
+    return SplitBackward(pulled.forward, backward, input, weight, for_weight)
 
 
 _KINDS: tuple[Kind, ...] = ("free", "free", "free", "kept", "gone")
 """Of weights, side, rng, residuals and the cotangent, to the second half."""
 
 
-def _run(program: Program, *arguments: PyTree) -> list[jax.Array]:
+def _run(program: Graph, *arguments: PyTree) -> list[jax.Array]:
     """Runs it on the leaves, which may vary over fewer axes than in the examples."""
     leaves = zip(program.inputs, jax.tree.leaves(arguments), strict=True)
-    return program(*(vary_as(value.aval, leaf) for value, leaf in leaves))
+    return program(*(pvary_like(value.aval, leaf) for value, leaf in leaves))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Scalar
 
-from ._model import Model, Sums, fold, joined, total
+from ._model import Model, Sums, combine_losses, fold_in_microbatch, total
 
 
 def value_and_grad(
@@ -54,12 +54,12 @@ def _microbatch_loss(model: Model, keys: PyTree) -> Callable:
 
     def loss(weights, side_m, index):
         def step(x, stage):
-            return model.stage(stage[0], x, side_m, fold(stage[1], index))
+            return model.stage(stage[0], x, side_m, fold_in_microbatch(stage[1], index))
 
         x = model.embed(weights["embed"], side_m)
         y, of_stages = jax.lax.scan(step, x, (weights["stages"], keys))
         loss, of_loss = model.loss(model.ends(weights), y, side_m)
-        return joined(loss, of_loss, total(of_stages))
+        return combine_losses(loss, of_loss, total(of_stages))
 
     return loss
 

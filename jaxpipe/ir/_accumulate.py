@@ -20,7 +20,19 @@ from jax.core import ShapedArray
 from jax.extend.core import Literal
 from jaxtyping import PyTree
 
-from ._graph import Atom, Choice, Loop, Plain, Program, Step, Value, pick, program, values, vary_as
+from ._graph import (
+    Atom,
+    Cond,
+    Eqn,
+    Graph,
+    PrimitiveCall,
+    Scan,
+    Var,
+    pvary_like,
+    select,
+    to_graph,
+    variables,
+)
 
 
 @dataclass(frozen=True)
@@ -34,29 +46,29 @@ class Gradient:
         total: The sum with it.
     """
 
-    made: Value
-    way: tuple[Step, ...]
-    start: Value
-    total: Value
+    made: Var
+    way: tuple[Eqn, ...]
+    start: Var
+    total: Var
 
 
-def accumulate(program: Program, gradients: Sequence[bool]) -> Program:
+def accumulate(program: Graph, gradients: Sequence[bool]) -> Graph:
     """`(inputs, sums so far) -> outputs`, where gradients have been added to the sums.
 
     Args:
         program: `(inputs) -> outputs`.
         gradients: Which outputs are gradients. Each has a sum so far, of its shape.
     """
-    sums: list[Value] = []
-    added: list[Step] = []
-    within: defaultdict[Step, list[Gradient]] = defaultdict(list)
+    sums: list[Var] = []
+    added: list[Eqn] = []
+    within: defaultdict[Eqn, list[Gradient]] = defaultdict(list)
     outputs = list(program.outputs)
     makers = {value: step for step in program.steps for value in step.outputs}
     read = [*(atom for step in program.steps for atom in step.inputs), *program.outputs]
-    uses = Counter(values(read))
+    uses = Counter(variables(read))
     for i in (i for i, is_gradient in enumerate(gradients) if is_gradient):
         aval = getattr(outputs[i], "aval", None)
-        start, total = Value(aval), Value(aval)
+        start, total = Var(aval), Var(aval)
         sums.append(start)
         step, made, way = _origin(outputs[i], makers, uses)
         if step is not None and _is_zero(step, makers):
@@ -64,7 +76,7 @@ def accumulate(program: Program, gradients: Sequence[bool]) -> Program:
         elif step is not None and _can_add(step, made, way, makers):
             within[step].append(Gradient(made, way, start, total))
         else:
-            added.append(Step(_ADD, (start, outputs[i]), (total,)))
+            added.append(Eqn(_ADD, (start, outputs[i]), (total,)))
         outputs[i] = total
 
     # The steps of a way compute nothing any more that is read.
@@ -73,23 +85,23 @@ def accumulate(program: Program, gradients: Sequence[bool]) -> Program:
     steps = [
         s for step in steps for s in (_adding(step, within[step]) if step in within else [step])
     ]
-    return Program((*program.inputs, *sums), (*steps, *added), tuple(outputs))
+    return Graph((*program.inputs, *sums), (*steps, *added), tuple(outputs))
 
 
 def _add(start: jax.Array, gradient: Any) -> list[jax.Array]:
     return [start + jnp.asarray(gradient).astype(start.dtype)]
 
 
-_ADD = Plain("add_to_sum", _add)
+_ADD = PrimitiveCall("add_to_sum", _add)
 
 
 def _origin(
-    output: Atom, makers: Mapping[Value, Step], uses: Mapping[Value, int]
-) -> tuple[Step | None, Any, tuple[Step, ...]]:
+    output: Atom, makers: Mapping[Var, Eqn], uses: Mapping[Var, int]
+) -> tuple[Eqn | None, Any, tuple[Eqn, ...]]:
     """The step that makes an output, what it returns, and the steps from there that only move or
     cast numbers; none that anything else needs."""
-    way: list[Step] = []
-    while isinstance(output, Value) and output in makers and uses[output] == 1:
+    way: list[Eqn] = []
+    while isinstance(output, Var) and output in makers and uses[output] == 1:
         step = makers[output]
         if not _only_moves(step):
             return step, output, tuple(reversed(way))
@@ -102,8 +114,8 @@ _CASTS = ("convert_element_type", "copy", "sharding_constraint")
 _MOVES = (*_CASTS, "expand_dims", "reshape", "squeeze", "transpose")
 
 
-def _only_moves(step: Step) -> bool:
-    if not isinstance(step.operation, Plain) or len(step.inputs) != 1:
+def _only_moves(step: Eqn) -> bool:
+    if not isinstance(step.operation, PrimitiveCall) or len(step.inputs) != 1:
         return False
     adds_dims = step.operation.name == "broadcast_in_dim"
     if adds_dims and math.prod(_shape_in(step)) == math.prod(_shape_out(step)):
@@ -111,79 +123,79 @@ def _only_moves(step: Step) -> bool:
     return step.operation.name in _MOVES
 
 
-def _shape_in(step: Step) -> tuple[int, ...]:
-    (value,) = values(step.inputs)
+def _shape_in(step: Eqn) -> tuple[int, ...]:
+    (value,) = variables(step.inputs)
     return value.aval.shape
 
 
-def _shape_out(step: Step) -> tuple[int, ...]:
+def _shape_out(step: Eqn) -> tuple[int, ...]:
     return step.outputs[0].aval.shape
 
 
-def _is_zero(step: Step, makers: Mapping[Value, Step]) -> bool:
+def _is_zero(step: Eqn, makers: Mapping[Var, Eqn]) -> bool:
     """Whether it returns an array of zeros."""
     operation = step.operation
-    if not isinstance(operation, Plain) or operation.equation is None:
+    if not isinstance(operation, PrimitiveCall) or operation.equation is None:
         return False
     if operation.name in ("pvary", "pcast"):
-        return all(v in makers and _is_zero(makers[v], makers) for v in values(step.inputs))
+        return all(v in makers and _is_zero(makers[v], makers) for v in variables(step.inputs))
     if operation.name != "broadcast_in_dim" or step.inputs:
         return False
     (fill,) = operation.equation.invars
     return isinstance(fill, Literal) and not np.any(fill.val)
 
 
-def _can_add(step: Step, made: Value, way: Sequence[Step], makers: Mapping[Value, Step]) -> bool:
+def _can_add(step: Eqn, made: Var, way: Sequence[Eqn], makers: Mapping[Var, Eqn]) -> bool:
     """Whether a step can be given the sum so far, and return it with the gradient."""
     match step.operation:
-        case Loop() as loop:
+        case Scan() as loop:
             is_stacked = step.outputs.index(made) >= loop.num_carry
             return is_stacked and all(_keeps_first_dim(moved) for moved in way)
-        case Choice():
+        case Cond():
             return True
-        case Plain("scatter-add"):
-            onto = [makers[v] for v in values(step.inputs[:1]) if v in makers]
+        case PrimitiveCall("scatter-add"):
+            onto = [makers[v] for v in variables(step.inputs[:1]) if v in makers]
             is_onto_zeros = any(_is_zero(maker, makers) for maker in onto)
             return is_onto_zeros and len(step.inputs) == 3 and all(map(_is_cast, way))
     return False
 
 
-def _is_cast(step: Step) -> bool:
+def _is_cast(step: Eqn) -> bool:
     """Whether it leaves numbers where they are; a sum has a dtype and a sharding of its own."""
-    return isinstance(step.operation, Plain) and step.operation.name in _CASTS
+    return isinstance(step.operation, PrimitiveCall) and step.operation.name in _CASTS
 
 
-def _keeps_first_dim(step: Step) -> bool:
-    assert isinstance(step.operation, Plain)
+def _keeps_first_dim(step: Eqn) -> bool:
+    assert isinstance(step.operation, PrimitiveCall)
     permutation = step.operation.params.get("permutation")
     return permutation[0] == 0 if permutation else _shape_in(step)[:1] == _shape_out(step)[:1]
 
 
-def _adding(step: Step, gradients: Sequence[Gradient]) -> list[Step]:
+def _adding(step: Eqn, gradients: Sequence[Gradient]) -> list[Eqn]:
     """A step that adds some of its outputs to sums that it is given, which vary as it needs."""
-    starts = [Value(gradient.made.aval) for gradient in gradients]
+    starts = [Var(gradient.made.aval) for gradient in gradients]
     varied = [
-        Step(Plain("pcast", partial(_varied, g.made.aval)), (g.start,), (start,))
+        Eqn(PrimitiveCall("pcast", partial(_varied, g.made.aval)), (g.start,), (start,))
         for g, start in zip(gradients, starts, strict=True)
     ]
     made = [gradient.made for gradient in gradients]
     others = [value not in made for value in step.outputs]
-    outputs = (*pick(step.outputs, others), *(gradient.total for gradient in gradients))
+    outputs = (*select(step.outputs, others), *(gradient.total for gradient in gradients))
     match step.operation:
-        case Loop() as loop:
+        case Scan() as loop:
             body = _body_adding(loop.body, step, others, gradients, num_dims=1)
             operation = replace(loop, body=body, num_sums=loop.num_sums + len(gradients))
-        case Choice(branches):
+        case Cond(branches):
             bodies = (_body_adding(b, step, others, gradients, num_dims=0) for b in branches)
-            operation = Choice(tuple(bodies))
-        case Plain(params=params):
-            operation = Plain("scatter-add", partial(_scatter_add, params))
-            return [*varied, Step(operation, (*starts, *step.inputs[1:]), outputs)]
-    return [*varied, Step(operation, (*step.inputs, *starts), outputs)]
+            operation = Cond(tuple(bodies))
+        case PrimitiveCall(params=params):
+            operation = PrimitiveCall("scatter-add", partial(_scatter_add, params))
+            return [*varied, Eqn(operation, (*starts, *step.inputs[1:]), outputs)]
+    return [*varied, Eqn(operation, (*step.inputs, *starts), outputs)]
 
 
 def _varied(aval: Any, x: jax.Array) -> list[jax.Array]:
-    return [vary_as(aval, x)]
+    return [pvary_like(aval, x)]
 
 
 def _scatter_add(params: Mapping[str, Any], x: Any, indices: Any, updates: Any) -> list[jax.Array]:
@@ -193,13 +205,13 @@ def _scatter_add(params: Mapping[str, Any], x: Any, indices: Any, updates: Any) 
 
 
 def _body_adding(
-    body: Program,
-    step: Step,
+    body: Graph,
+    step: Eqn,
     others: Sequence[bool],
     gradients: Sequence[Gradient],
     *,
     num_dims: int,
-) -> Program:
+) -> Graph:
     """A body that is given the sums too, after all else, and returns them so.
 
     The way of a gradient is gone in here, without the first `num_dims` dims of arrays out there.
@@ -210,27 +222,27 @@ def _body_adding(
         moves = list(_moves_inside(inside[gradient.made], gradient.way, num_dims))
         steps += moves
         ends.append(moves[-1].outputs[0] if moves else inside[gradient.made])
-    outputs = (*pick(body.outputs, others), *ends)
+    outputs = (*select(body.outputs, others), *ends)
     is_gradient = [False] * sum(others) + [True] * len(ends)
-    return accumulate(Program(body.inputs, tuple(steps), outputs), is_gradient)
+    return accumulate(Graph(body.inputs, tuple(steps), outputs), is_gradient)
 
 
-def _moves_inside(value: Atom, way: Sequence[Step], num_dims: int) -> Iterator[Step]:
+def _moves_inside(value: Atom, way: Sequence[Eqn], num_dims: int) -> Iterator[Eqn]:
     for step in way:
         if _is_cast(step):  # the sum has a dtype of its own
             continue
-        assert isinstance(step.operation, Plain)
+        assert isinstance(step.operation, PrimitiveCall)
         shape = _shape_out(step)[num_dims:]
         permutation = step.operation.params.get("permutation", ())[num_dims:]
         if permutation:
             permutation = tuple(dim - num_dims for dim in permutation)
-            move = Plain(
+            move = PrimitiveCall(
                 "transpose", partial(_transpose, permutation), {"permutation": permutation}
             )
         else:
-            move = Plain("reshape", partial(_reshape, shape))
-        moved = Value(ShapedArray(shape, step.outputs[0].aval.dtype))
-        yield Step(move, (value,), (moved,))
+            move = PrimitiveCall("reshape", partial(_reshape, shape))
+        moved = Var(ShapedArray(shape, step.outputs[0].aval.dtype))
+        yield Eqn(move, (value,), (moved,))
         value = moved
 
 
@@ -251,7 +263,7 @@ def add_gradients(f: Callable, *arguments: PyTree) -> Callable[[PyTree], PyTree]
     """
     closed, shape = jax.make_jaxpr(f, return_shape=True)(*arguments)
     count = len(jax.tree.leaves(shape))
-    add = accumulate(program(closed), [True] * count)
+    add = accumulate(to_graph(closed), [True] * count)
 
     def added(sums: PyTree) -> PyTree:
         leaves, tree = jax.tree.flatten(sums)

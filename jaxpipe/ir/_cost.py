@@ -1,6 +1,6 @@
 """What steps cost: those as fast as reading their results may run twice."""
 
-from ._graph import Plain, Step
+from ._graph import Eqn, PrimitiveCall
 
 _MOVES = """
 broadcast_in_dim concatenate convert_element_type copy copy_p dynamic_slice expand_dims gather iota
@@ -18,21 +18,21 @@ argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
 """
 
 
-def _is_one_of(names: str, step: Step) -> bool:
-    return isinstance(step.operation, Plain) and step.operation.name in names.split()
+def _is_one_of(names: str, step: Eqn) -> bool:
+    return isinstance(step.operation, PrimitiveCall) and step.operation.name in names.split()
 
 
-def is_move(step: Step) -> bool:
+def is_move(step: Eqn) -> bool:
     """Whether it only moves or casts numbers."""
     return _is_one_of(_MOVES, step)
 
 
-def is_cheap(step: Step) -> bool:
+def is_cheap(step: Eqn) -> bool:
     """Whether it moves numbers, or makes each of one or two others, so that it fuses with what
     reads it."""
     return is_move(step) or _is_one_of(_NUMBER_BY_NUMBER, step)
 
 
-def is_light(step: Step) -> bool:
+def is_light(step: Eqn) -> bool:
     """Whether it costs no more than reading its inputs."""
     return is_cheap(step) or _is_one_of(_REDUCTIONS, step)

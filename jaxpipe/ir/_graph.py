@@ -15,13 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
-from jax.extend.core import (
-    ClosedJaxpr,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Var,
-)
+from jax.extend import core
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
@@ -33,7 +28,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class Value:
+class Var:
     """What a program is given, or one of its steps computes. Equal to itself alone."""
 
     aval: Any
@@ -45,17 +40,17 @@ class Value:
 
 
 @dataclass(frozen=True, eq=False)
-class Constant:
+class Literal:
     """What a program knows without being given it."""
 
     value: Any
 
 
-Atom = Value | Constant
+Atom = Var | Literal
 
 
 @dataclass(frozen=True)
-class Plain:
+class PrimitiveCall:
     """One primitive, or a function that stands for one.
 
     Attributes:
@@ -72,7 +67,7 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class Loop:
+class Scan:
     """`lax.scan`, which may hold arrays to which each turn adds its slice.
 
     Attributes:
@@ -86,7 +81,7 @@ class Loop:
             its slice, in place.
     """
 
-    body: "Program"
+    body: "Graph"
     num_consts: int
     num_carry: int
     length: int
@@ -96,7 +91,7 @@ class Loop:
 
     def run(self, *inputs: Any) -> list[Any]:
         ends = self.num_consts, self.num_consts + self.num_carry, len(inputs) - self.num_sums
-        consts, init, xs, sums = (list(part) for part in cut(inputs, ends))
+        consts, init, xs, sums = (list(part) for part in split_at(inputs, ends))
         if not self.length:  # no slice to look at, and none to put back
             slices = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (*xs, *sums)]
             outputs = jax.eval_shape(self.body, *consts, *init, *slices)
@@ -107,7 +102,7 @@ class Loop:
             (carry, sums), (xs, i) = carry, slices
             of_turn = [lax.dynamic_index_in_dim(x, i, keepdims=False) for x in sums]
             outputs = self.body(*consts, *carry, *xs, *of_turn)
-            carry, ys, of_turn = cut(outputs, (self.num_carry, len(outputs) - self.num_sums))
+            carry, ys, of_turn = split_at(outputs, (self.num_carry, len(outputs) - self.num_sums))
             put = lax.dynamic_update_index_in_dim
             sums = [put(x, new, i, 0) for x, new in zip(sums, of_turn, strict=True)]
             return (list(carry), sums), list(ys)
@@ -124,20 +119,20 @@ class Loop:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Cond:
     """`lax.switch`: `(index, inputs of every branch) -> outputs of the one that is chosen`."""
 
-    branches: tuple["Program", ...]
+    branches: tuple["Graph", ...]
 
     def run(self, index: Any, *inputs: Any) -> list[Any]:
         return lax.switch(index, self.branches, *inputs)
 
 
 @dataclass(frozen=True)
-class Shards:
+class ShardMap:
     """`jax.shard_map`, over the axes that become manual in it."""
 
-    body: "Program"
+    body: "Graph"
     mesh: Any
     axes: frozenset[str]
     in_specs: tuple[Any, ...]
@@ -158,27 +153,27 @@ class Shards:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class Eqn:
     """`operation` on `inputs`."""
 
-    operation: Plain | Loop | Choice | Shards
+    operation: PrimitiveCall | Scan | Cond | ShardMap
     inputs: tuple[Atom, ...]
-    outputs: tuple[Value, ...]
+    outputs: tuple[Var, ...]
 
 
 @dataclass(frozen=True)
-class Program:
-    """A function of arrays: `program(*inputs)` is a list of its outputs."""
+class Graph:
+    """A function of arrays: `to_graph(*inputs)` is a list of its outputs."""
 
-    inputs: tuple[Value, ...]
-    steps: tuple[Step, ...]
+    inputs: tuple[Var, ...]
+    steps: tuple[Eqn, ...]
     outputs: tuple[Atom, ...]
 
     def __call__(self, *inputs: Any) -> list[Any]:
         known = dict(zip(self.inputs, inputs, strict=True))
 
         def read(atom: Atom) -> Any:
-            return atom.value if isinstance(atom, Constant) else known[atom]
+            return atom.value if isinstance(atom, Literal) else known[atom]
 
         for step in self.steps:
             outputs = step.operation.run(*map(read, step.inputs))
@@ -186,7 +181,7 @@ class Program:
         return [read(atom) for atom in self.outputs]
 
 
-def program(closed: ClosedJaxpr, *, keep_dead: bool = False, prints: bool = False) -> Program:
+def to_graph(closed: ClosedJaxpr, *, keep_dead: bool = False, prints: bool = False) -> Graph:
     """The steps of a jaxpr that its outputs depend on.
 
     Args:
@@ -226,67 +221,67 @@ def check_pure(closed: ClosedJaxpr, *, prints: bool = False) -> None:
         )
 
 
-def prints(step: Step) -> bool:
+def has_print(step: Eqn) -> bool:
     """Returns whether a step prints or calls back: it must run exactly once."""
     match step.operation:
-        case Plain(equation=equation):
+        case PrimitiveCall(equation=equation):
             return equation is not None and is_print(equation)
-        case Loop(body=body) | Shards(body=body):
-            return any(map(prints, body.steps))
-        case Choice(branches=branches):
-            return any(prints(inner) for branch in branches for inner in branch.steps)
+        case Scan(body=body) | ShardMap(body=body):
+            return any(map(has_print, body.steps))
+        case Cond(branches=branches):
+            return any(has_print(inner) for branch in branches for inner in branch.steps)
 
 
-def tokens(steps: Iterable[Step]) -> list[Value]:
-    """Returns the tokens of steps that print, as `program` made them."""
-    return [step.outputs[-1] for step in steps if prints(step)]
+def print_tokens(steps: Iterable[Eqn]) -> list[Var]:
+    """Returns the tokens of steps that print, as `to_graph` made them."""
+    return [step.outputs[-1] for step in steps if has_print(step)]
 
 
-def read(steps: Iterable[Step], outputs: Iterable[Atom]) -> list[Value]:
+def free_variables(steps: Iterable[Eqn], outputs: Iterable[Atom]) -> list[Var]:
     """What `steps` and `outputs` read that no step computes, in the order they do."""
     computed = {value for step in steps for value in step.outputs}
     atoms = [*(atom for step in steps for atom in step.inputs), *outputs]
-    return [value for value in dict.fromkeys(values(atoms)) if value not in computed]
+    return [value for value in dict.fromkeys(variables(atoms)) if value not in computed]
 
 
-def vary_as(aval: Any, x: Any) -> Any:
+def pvary_like(aval: Any, x: Any) -> Any:
     """`x`, varying over all manual axes over which `aval` does."""
     missing = aval.manual_axis_type.varying - jax.typeof(x).manual_axis_type.varying
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
-def values(atoms: Iterable[Atom]) -> list[Value]:
+def variables(atoms: Iterable[Atom]) -> list[Var]:
     """Those that are no constants."""
-    return [atom for atom in atoms if isinstance(atom, Value)]
+    return [atom for atom in atoms if isinstance(atom, Var)]
 
 
-def pick(items: Iterable[T], wanted: Iterable[bool]) -> tuple[T, ...]:
+def select(items: Iterable[T], wanted: Iterable[bool]) -> tuple[T, ...]:
     """The items that are wanted."""
     return tuple(item for item, want in zip(items, wanted, strict=True) if want)
 
 
-def cut(values: Sequence[Any], ends: Sequence[int]) -> list[Sequence[Any]]:
-    """The parts of `values` up to each end, and the rest."""
+def split_at(values: Sequence[Any], ends: Sequence[int]) -> list[Sequence[Any]]:
+    """The parts of `variables` up to each end, and the rest."""
     return [values[a:b] for a, b in zip((0, *ends), (*ends, len(values)), strict=True)]
 
 
-def _program(jaxpr: Any, names: Any = "") -> Program:
+def _program(jaxpr: Any, names: Any = "") -> Graph:
     """Of a closed or an open jaxpr. `names` are the name scopes around it."""
-    inputs = tuple(Value(var.aval) for var in jaxpr_of(jaxpr).invars)
-    steps: list[Step] = []
+    inputs = tuple(Var(var.aval) for var in jaxpr_of(jaxpr).invars)
+    steps: list[Eqn] = []
     outputs = _inline(jaxpr, inputs, names, steps)
-    return Program(inputs, tuple(steps), tuple(outputs))
+    return Graph(inputs, tuple(steps), tuple(outputs))
 
 
-def _inline(called: Any, inputs: Sequence[Atom], names: Any, steps: list[Step]) -> list[Atom]:
+def _inline(called: Any, inputs: Sequence[Atom], names: Any, steps: list[Eqn]) -> list[Atom]:
     """Appends to `steps` those of a jaxpr that is called with `inputs`, and returns its outputs."""
     jaxpr, consts = jaxpr_of(called), getattr(called, "consts", ())
-    atoms: dict[Var, Atom] = dict(zip(jaxpr.invars, inputs, strict=True))
+    atoms: dict[core.Var, Atom] = dict(zip(jaxpr.invars, inputs, strict=True))
     for var, const in zip(jaxpr.constvars, consts, strict=True):
-        atoms[var] = Constant(const)
+        atoms[var] = Literal(const)
 
     def look_up(variable: Any) -> Atom:
-        return Constant(variable.val) if isinstance(variable, Literal) else atoms[variable]
+        return Literal(variable.val) if isinstance(variable, core.Literal) else atoms[variable]
 
     for equation in jaxpr.eqns:
         equation = scoped(equation, names)
@@ -296,13 +291,13 @@ def _inline(called: Any, inputs: Sequence[Atom], names: Any, steps: list[Step]) 
             given = _behind_barrier(equation, given, steps)
             outputs = _inline(inner, given, equation.source_info.name_stack, steps)
         else:
-            outputs = [Value(var.aval) for var in equation.outvars]
+            outputs = [Var(var.aval) for var in equation.outvars]
             steps.append(_step(equation, jaxpr, given, outputs))
         atoms.update(zip(equation.outvars, outputs, strict=True))
     return [look_up(x) for x in jaxpr.outvars]
 
 
-def _behind_barrier(equation: JaxprEqn, inputs: list[Atom], steps: list[Step]) -> list[Atom]:
+def _behind_barrier(equation: JaxprEqn, inputs: list[Atom], steps: list[Eqn]) -> list[Atom]:
     """The inputs of a rematerialised call so that XLA finds nothing that is computed already.
 
     One barrier for each, unlike JAX: what needs one input needs not wait for the others.
@@ -314,28 +309,26 @@ def _behind_barrier(equation: JaxprEqn, inputs: list[Atom], steps: list[Step]) -
     barred = [barred] * len(inputs) if isinstance(barred, bool) else barred
 
     def behind(atom: Atom, is_barred: bool) -> Atom:
-        if isinstance(atom, Constant) or not is_barred:
+        if isinstance(atom, Literal) or not is_barred:
             return atom
-        barrier = Plain("optimization_barrier", lambda x: [lax.optimization_barrier(x)])
-        steps.append(Step(barrier, (atom,), (Value(atom.aval),)))
+        barrier = PrimitiveCall("optimization_barrier", lambda x: [lax.optimization_barrier(x)])
+        steps.append(Eqn(barrier, (atom,), (Var(atom.aval),)))
         return steps[-1].outputs[0]
 
     return [behind(*pair) for pair in zip(inputs, barred, strict=True)]
 
 
-def _step(
-    equation: JaxprEqn, jaxpr: Jaxpr, inputs: Sequence[Atom], outputs: Sequence[Value]
-) -> Step:
+def _step(equation: JaxprEqn, jaxpr: Jaxpr, inputs: Sequence[Atom], outputs: Sequence[Var]) -> Eqn:
     params, names = equation.params, equation.source_info.name_stack
     match equation.primitive.name:
         case "scan":
             turns = params["length"], params["reverse"], params["unroll"]
             body = _program(params["jaxpr"], names)
-            operation = Loop(body, *scan_sizes(params), *turns)
+            operation = Scan(body, *scan_sizes(params), *turns)
         case "cond":
-            operation = Choice(tuple(_program(branch, names) for branch in params["branches"]))
+            operation = Cond(tuple(_program(branch, names) for branch in params["branches"]))
         case "shard_map":
-            operation = Shards(
+            operation = ShardMap(
                 _program(params["jaxpr"], names),
                 params["mesh"],
                 frozenset(params["newly_manual_axes"]),
@@ -344,34 +337,34 @@ def _step(
                 params["check_vma"],
             )
         case name:
-            operation = Plain(name, bind(equation, jaxpr), params, equation)
+            operation = PrimitiveCall(name, bind(equation, jaxpr), params, equation)
             given = zip(equation.invars, inputs, strict=True)
-            inputs = [atom for var, atom in given if not isinstance(var, Literal)]
-    step = Step(operation, tuple(inputs), tuple(outputs))
+            inputs = [atom for var, atom in given if not isinstance(var, core.Literal)]
+    step = Eqn(operation, tuple(inputs), tuple(outputs))
     return _with_token(step) if is_print(equation) else step
 
 
-def _with_token(step: Step) -> Step:
+def _with_token(step: Eqn) -> Eqn:
     shape: tuple[int, ...] = ()
     match step.operation:
-        case Loop(body=body, length=length) as loop:
+        case Scan(body=body, length=length) as loop:
             shape, operation = (length,), replace(loop, body=_returning_token(body))
-        case Choice(branches):
-            operation = Choice(tuple(map(_returning_token, branches)))
-        case Shards(body=body, out_specs=specs) as shards:
+        case Cond(branches):
+            operation = Cond(tuple(map(_returning_token, branches)))
+        case ShardMap(body=body, out_specs=specs) as shards:
             specs = (*specs, PartitionSpec())
             operation = replace(shards, body=_returning_token(body), out_specs=specs)
-        case Plain(run=run) as plain:
+        case PrimitiveCall(run=run) as plain:
             operation = replace(plain, run=lambda *inputs: [*run(*inputs), *_token()])
-    token = Value(ShapedArray(shape, jnp.int32))
+    token = Var(ShapedArray(shape, jnp.int32))
     return replace(step, operation=operation, outputs=(*step.outputs, token))
 
 
-def _returning_token(body: Program) -> Program:
+def _returning_token(body: Graph) -> Graph:
     """One token for all that a program prints, behind its outputs."""
-    token = Value(ShapedArray((), jnp.int32))
-    joined = Step(Plain("token", _token), tuple(tokens(body.steps)), (token,))
-    return Program(body.inputs, (*body.steps, joined), (*body.outputs, token))
+    token = Var(ShapedArray((), jnp.int32))
+    joined = Eqn(PrimitiveCall("token", _token), tuple(print_tokens(body.steps)), (token,))
+    return Graph(body.inputs, (*body.steps, joined), (*body.outputs, token))
 
 
 def _token(*others: Any) -> list[jax.Array]:

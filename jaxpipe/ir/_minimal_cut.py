@@ -19,7 +19,7 @@ Edge = tuple[Node, Node, int]
 UNLIMITED = 1 << 62
 
 
-def cheapest(
+def minimal_cut(
     needs: Iterable[T], parents: Mapping[T, Iterable[T]], cost: Callable[[T], int]
 ) -> list[T]:
     """What to keep of all values so that `needs` can be computed again.

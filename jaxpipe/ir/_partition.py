@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ._cost import is_cheap, is_light, is_move
-from ._graph import Program, Step, Value, pick, read, values
-from ._minimal_cut import cheapest
+from ._graph import Eqn, Graph, Var, free_variables, select, variables
+from ._minimal_cut import minimal_cut
 from ._partition_nested import Halves, Kind, split_step
 
 
 @dataclass(frozen=True)
-class Fission:
+class Partition:
     """Two programs that together are one.
 
     Attributes:
@@ -27,12 +27,12 @@ class Fission:
         reads: Which inputs those are.
     """
 
-    first: Program
-    second: Program
+    first: Graph
+    second: Graph
     reads: tuple[bool, ...]
 
 
-def fission(program: Program, first: Sequence[bool], kinds: Sequence[Kind]) -> Fission:
+def partition(program: Graph, first: Sequence[bool], kinds: Sequence[Kind]) -> Partition:
     """Divides a program.
 
     Args:
@@ -42,28 +42,28 @@ def fission(program: Program, first: Sequence[bool], kinds: Sequence[Kind]) -> F
             much as a link.
     """
     halves = divide(program, first, kinds)
-    others = pick(program.outputs, [not is_first for is_first in first])
-    used = set(read(halves.second, others)) - set(halves.links)
+    others = select(program.outputs, [not is_first for is_first in first])
+    used = set(free_variables(halves.second, others)) - set(halves.links)
     reads = tuple(value in used for value in program.inputs)
     again = [value for value in program.inputs if value in used]
-    return Fission(
-        Program(
-            program.inputs, tuple(halves.first), (*pick(program.outputs, first), *halves.links)
+    return Partition(
+        Graph(
+            program.inputs, tuple(halves.first), (*select(program.outputs, first), *halves.links)
         ),
-        Program((*again, *halves.links), tuple(halves.second), others),
+        Graph((*again, *halves.links), tuple(halves.second), others),
         reads,
     )
 
 
-def divide(program: Program, wanted: Sequence[bool], kinds: Sequence[Kind]) -> Halves:
+def divide(program: Graph, wanted: Sequence[bool], kinds: Sequence[Kind]) -> Halves:
     """The steps that the wanted outputs need, the others, and how these are linked."""
-    of_kind = {kind: set(pick(program.inputs, [k == kind for k in kinds])) for kind in _KINDS}
+    of_kind = {kind: set(select(program.inputs, [k == kind for k in kinds])) for kind in _KINDS}
     free = _free(program, of_kind["free"])
     first, second = _assign(program, wanted, free)
     early, late = _early(second, of_kind["own"])
-    others = pick(program.outputs, [not want for want in wanted])
+    others = select(program.outputs, [not want for want in wanted])
     own = of_kind["own"].union(*(step.outputs for step in late))
-    needs = [value for value in read(late, others) if value not in own]
+    needs = [value for value in free_variables(late, others) if value not in own]
 
     cheap = [step for step in first if is_cheap(step)]
     chosen = _cut(cheap, early, needs, free, of_kind["kept"])
@@ -76,22 +76,20 @@ def divide(program: Program, wanted: Sequence[bool], kinds: Sequence[Kind]) -> H
 _KINDS = ("free", "kept", "gone", "own")
 
 
-def _free(program: Program, given: set[Value]) -> set[Value]:
+def _free(program: Graph, given: set[Var]) -> set[Var]:
     """What the second half has, or can compute from it at little cost."""
     free = set(given)
     for step in program.steps:
-        if is_cheap(step) and free.issuperset(values(step.inputs)):
+        if is_cheap(step) and free.issuperset(variables(step.inputs)):
             free.update(step.outputs)
     return free
 
 
-def _assign(
-    program: Program, wanted: Sequence[bool], free: set[Value]
-) -> tuple[list[Step], list[Step]]:
+def _assign(program: Graph, wanted: Sequence[bool], free: set[Var]) -> tuple[list[Eqn], list[Eqn]]:
     """The steps that the wanted outputs need, and the others."""
-    needed = set(values(pick(program.outputs, wanted)))
-    first: list[Step] = []
-    second: list[Step] = []
+    needed = set(variables(select(program.outputs, wanted)))
+    first: list[Eqn] = []
+    second: list[Eqn] = []
     for step in reversed(program.steps):
         outputs = [value in needed for value in step.outputs]
         if not any(outputs):
@@ -100,18 +98,18 @@ def _assign(
         ours, theirs = ([step], []) if all(outputs) else split_step(step, outputs, free, divide)
         first += ours
         second += [step for step in theirs if step.outputs]
-        needed.update(value for step in ours for value in values(step.inputs))
+        needed.update(value for step in ours for value in variables(step.inputs))
     return first[::-1], second[::-1]
 
 
-def _early(second: Sequence[Step], own: set[Value]) -> tuple[list[Step], list[Step]]:
+def _early(second: Sequence[Eqn], own: set[Var]) -> tuple[list[Eqn], list[Eqn]]:
     """The steps of the second half that might as well run in the first, and those that must not:
     what costs much, and what depends on it or on what is the second half's `own`."""
     late_values = set(own)
-    early: list[Step] = []
-    late: list[Step] = []
+    early: list[Eqn] = []
+    late: list[Eqn] = []
     for step in second:
-        if is_light(step) and late_values.isdisjoint(values(step.inputs)):
+        if is_light(step) and late_values.isdisjoint(variables(step.inputs)):
             early.append(step)
         else:
             late.append(step)
@@ -120,35 +118,35 @@ def _early(second: Sequence[Step], own: set[Value]) -> tuple[list[Step], list[St
 
 
 def _cut(
-    first: Sequence[Step],
-    early: Sequence[Step],
-    needs: Sequence[Value],
-    free: set[Value],
-    kept: set[Value],
-) -> list[Value]:
+    first: Sequence[Eqn],
+    early: Sequence[Eqn],
+    needs: Sequence[Var],
+    free: set[Var],
+    kept: set[Var],
+) -> list[Var]:
     """The values that the second half is to have, so that cheap steps of the first half and its own
     early ones lead from them to its needs: those with the fewest bytes."""
     parents = {
-        v: tuple(dict.fromkeys(values(s.inputs))) for s in (*first, *early) for v in s.outputs
+        v: tuple(dict.fromkeys(variables(s.inputs))) for s in (*first, *early) for v in s.outputs
     }
     parents |= dict.fromkeys(free, ())
     moved = {v for step in (*filter(is_move, first), *early) for v in step.outputs}
 
-    def cost(value: Value) -> int:
+    def cost(value: Var) -> int:
         # Of two with as many bytes an input, which is there already, or else what is there first.
         return 3 * value.num_bytes + (value not in kept) + (value in moved) or 1
 
-    return cheapest(needs, parents, cost)
+    return minimal_cut(needs, parents, cost)
 
 
 def _leading_to(
-    ends: Sequence[Value], steps: Sequence[Step], *, given: Sequence[Value] = ()
-) -> list[Step]:
+    ends: Sequence[Var], steps: Sequence[Eqn], *, given: Sequence[Var] = ()
+) -> list[Eqn]:
     """Those of the steps that lead from what is given to `ends`."""
     missing = set(ends).difference(given)
-    leading: list[Step] = []
+    leading: list[Eqn] = []
     for step in reversed(steps):
         if missing.intersection(step.outputs):
             leading.append(step)
-            missing.update(set(values(step.inputs)).difference(given))
+            missing.update(set(variables(step.inputs)).difference(given))
     return leading[::-1]

@@ -6,9 +6,10 @@ shards stacked by devices.
 """
 
 import math
+import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,21 +23,21 @@ from ._cost import is_cheap
 from ._equations import bind, jaxpr_of
 from ._graph import (
     Atom,
-    Choice,
-    Constant,
-    Loop,
-    Plain,
-    Program,
-    Shards,
-    Step,
-    Value,
-    pick,
-    program,
-    read,
-    values,
+    Cond,
+    Eqn,
+    Graph,
+    Literal,
+    PrimitiveCall,
+    Scan,
+    ShardMap,
+    Var,
+    free_variables,
+    select,
+    to_graph,
+    variables,
 )
 
-Kind = Literal["free", "kept", "gone", "own"]
+Kind = typing.Literal["free", "kept", "gone", "own"]
 """What an input is to the second half: there in any case; there if it asks for it, and then kept
 until it runs; gone, so that what it needs of it is a link; or its own, so that the first half must
 do without."""
@@ -47,16 +48,16 @@ class Halves:
     """The steps of a program by halves, some in both, and the values of the first that the second
     reads and that are not there anyway."""
 
-    first: list[Step]
-    second: list[Step]
-    links: list[Value]
+    first: list[Eqn]
+    second: list[Eqn]
+    links: list[Var]
 
 
-Divide = Callable[[Program, Sequence[bool], Sequence[Kind]], Halves]
-Pair = tuple[list[Step], list[Step]]
+Divide = Callable[[Graph, Sequence[bool], Sequence[Kind]], Halves]
+Pair = tuple[list[Eqn], list[Eqn]]
 
 
-def split_step(step: Step, wanted: Sequence[bool], free: set[Value], divide: Divide) -> Pair:
+def split_step(step: Eqn, wanted: Sequence[bool], free: set[Var], divide: Divide) -> Pair:
     """A step as steps of both halves. The first may compute more than what is wanted of it.
 
     Args:
@@ -66,22 +67,22 @@ def split_step(step: Step, wanted: Sequence[bool], free: set[Value], divide: Div
         divide: `fission` for the programs inside.
     """
     kinds: list[Kind] = [
-        "free" if isinstance(atom, Constant) or atom in free else "kept" for atom in step.inputs
+        "free" if isinstance(atom, Literal) or atom in free else "kept" for atom in step.inputs
     ]
     match step.operation:
-        case Loop() as loop:
+        case Scan() as loop:
             return _split_loop(step, loop, list(wanted), kinds, divide)
-        case Choice() as choice:
+        case Cond() as choice:
             return _split_choice(step, choice, list(wanted), kinds[1:], divide)
-        case Shards() as shards:
+        case ShardMap() as shards:
             return _split_shards(step, shards, list(wanted), kinds, divide)
-        case Plain("custom_vmap_call"):
+        case PrimitiveCall("custom_vmap_call"):
             return _split_custom_vmap(step, list(wanted))
     return [step], []
 
 
 def _split_loop(
-    step: Step, loop: Loop, wanted: list[bool], kinds: list[Kind], divide: Divide
+    step: Eqn, loop: Scan, wanted: list[bool], kinds: list[Kind], divide: Divide
 ) -> Pair:
     body, n = loop.body, loop.num_carry
     carried = slice(loop.num_consts, loop.num_consts + n)
@@ -89,7 +90,7 @@ def _split_loop(
     of_carry: list[Kind] = ["gone" if want else "own" for want in wanted[:n]]
     kinds[carried] = of_carry
     halves = divide(body, wanted, kinds)
-    needed = read(halves.first, pick(body.outputs, wanted))
+    needed = free_variables(halves.first, select(body.outputs, wanted))
     more = [value in needed for value in body.inputs[carried]]
     more += [atom in halves.links for atom in body.outputs[n:]]
     if any(_news(more, wanted)):
@@ -104,33 +105,33 @@ def _split_loop(
 
 
 def _part_of_loop(
-    step: Step,
-    loop: Loop,
-    steps: Sequence[Step],
+    step: Eqn,
+    loop: Scan,
+    steps: Sequence[Eqn],
     wanted: Sequence[bool],
     *,
-    links: dict[Value, Value] | None = None,
-    made: dict[Value, Value] | None = None,
-) -> Step:
+    links: dict[Var, Var] | None = None,
+    made: dict[Var, Var] | None = None,
+) -> Eqn:
     """A loop of some of the steps. It is given `links`, and returns what is wanted and `made`:
     of both the value in a turn, and that of all turns out here."""
     links, made, body = links or {}, made or {}, loop.body
-    outputs = (*pick(body.outputs, wanted), *made)
-    needed = read(steps, outputs)
+    outputs = (*select(body.outputs, wanted), *made)
+    needed = free_variables(steps, outputs)
     ends = loop.num_consts, loop.num_consts + loop.num_carry
     pairs = list(zip(body.inputs, step.inputs, strict=True))
     consts = [pair for pair in pairs[: ends[0]] if pair[0] in needed]
-    carry = pick(pairs[ends[0] : ends[1]], wanted[: loop.num_carry])
+    carry = select(pairs[ends[0] : ends[1]], wanted[: loop.num_carry])
     xs = [pair for pair in pairs[ends[1] :] if pair[0] in needed]
     given = [*consts, *carry, *xs, *links.items()]
-    inner = Program(tuple(v for v, _ in given), tuple(steps), outputs)
+    inner = Graph(tuple(v for v, _ in given), tuple(steps), outputs)
     part = replace(loop, body=inner, num_consts=len(consts), num_carry=len(carry))
-    outer = (*pick(step.outputs, wanted), *made.values())
-    return Step(part, tuple(atom for _, atom in given), outer)
+    outer = (*select(step.outputs, wanted), *made.values())
+    return Eqn(part, tuple(atom for _, atom in given), outer)
 
 
 def _split_choice(
-    step: Step, choice: Choice, wanted: list[bool], kinds: list[Kind], divide: Divide
+    step: Eqn, choice: Cond, wanted: list[bool], kinds: list[Kind], divide: Divide
 ) -> Pair:
     branches = choice.branches
     halves = [divide(branch, wanted, kinds) for branch in branches]
@@ -139,7 +140,7 @@ def _split_choice(
     if any(_news(more, wanted)):
         return _split_choice(step, choice, _either(more, wanted), kinds, divide)
 
-    made: list[Value] = []
+    made: list[Var] = []
     links = [
         _share(half.links, _known_outside(branch.outputs, step.outputs, wanted), made)
         for branch, half in both
@@ -149,21 +150,19 @@ def _split_choice(
     seconds = [
         _second_branch(*b, _not(wanted), link, passed) for b, link in zip(both, links, strict=True)
     ]
-    first = Step(Choice(tuple(firsts)), step.inputs, (*pick(step.outputs, wanted), *made))
-    second = Step(Choice(tuple(seconds)), (*step.inputs, *passed), pick(step.outputs, _not(wanted)))
+    first = Eqn(Cond(tuple(firsts)), step.inputs, (*select(step.outputs, wanted), *made))
+    second = Eqn(Cond(tuple(seconds)), (*step.inputs, *passed), select(step.outputs, _not(wanted)))
     return [_only_read(first)], [_only_read(second)]
 
 
-def _share(
-    links: Sequence[Value], known: dict[Value, Value], made: list[Value]
-) -> dict[Value, Value]:
+def _share(links: Sequence[Var], known: dict[Var, Var], made: list[Var]) -> dict[Var, Var]:
     """The links of a branch by where they lie out here: in an output that is `known`, in a link
     that is `made` for other branches and has the same type, or in one that is made now."""
     vacant, places = list(made), {}
     for value in links:
         place = known.get(value) or next((v for v in vacant if v.aval == value.aval), None)
         if place is None:
-            place = Value(value.aval)
+            place = Var(value.aval)
             made.append(place)
         elif place in vacant:
             vacant.remove(place)
@@ -172,32 +171,32 @@ def _share(
 
 
 def _first_branch(
-    branch: Program,
+    branch: Graph,
     half: Halves,
     wanted: Sequence[bool],
-    links: dict[Value, Value],
-    made: Sequence[Value],
-) -> Program:
+    links: dict[Var, Var],
+    made: Sequence[Var],
+) -> Graph:
     """It returns zeros for links of other branches."""
-    zeros = {place: Value(place.aval) for place in made if place not in links}
-    steps = [Step(_zeros(value.aval), (), (value,)) for value in zeros.values()]
+    zeros = {place: Var(place.aval) for place in made if place not in links}
+    steps = [Eqn(_zeros(value.aval), (), (value,)) for value in zeros.values()]
     returned = [(links | zeros)[place] for place in made]
-    outputs = (*pick(branch.outputs, wanted), *returned)
-    return Program(branch.inputs, (*half.first, *steps), outputs)
+    outputs = (*select(branch.outputs, wanted), *returned)
+    return Graph(branch.inputs, (*half.first, *steps), outputs)
 
 
 def _second_branch(
-    branch: Program,
+    branch: Graph,
     half: Halves,
     others: Sequence[bool],
-    links: dict[Value, Value],
-    passed: Sequence[Value],
-) -> Program:
-    given = [links[place] if place in links else Value(place.aval) for place in passed]
-    return Program((*branch.inputs, *given), tuple(half.second), pick(branch.outputs, others))
+    links: dict[Var, Var],
+    passed: Sequence[Var],
+) -> Graph:
+    given = [links[place] if place in links else Var(place.aval) for place in passed]
+    return Graph((*branch.inputs, *given), tuple(half.second), select(branch.outputs, others))
 
 
-def _zeros(aval: Any) -> Plain:
+def _zeros(aval: Any) -> PrimitiveCall:
     def run() -> list[jax.Array]:
         zeros, axes = (
             jnp.zeros(aval.shape, aval.dtype),
@@ -205,11 +204,11 @@ def _zeros(aval: Any) -> Plain:
         )
         return [lax.pcast(zeros, axes, to="varying") if axes else zeros]
 
-    return Plain("zeros", run)
+    return PrimitiveCall("zeros", run)
 
 
 def _split_shards(
-    step: Step, shards: Shards, wanted: list[bool], kinds: list[Kind], divide: Divide
+    step: Eqn, shards: ShardMap, wanted: list[bool], kinds: list[Kind], divide: Divide
 ) -> Pair:
     body = shards.body
     halves = divide(body, wanted, kinds)
@@ -223,64 +222,64 @@ def _split_shards(
     counts = [math.prod(shards.mesh.shape[name] for name in names) for names in axes]
     # Outside, nobody asks for more of their type than this.
     links = [
-        Value(ShapedArray((count, *value.aval.shape), value.aval.dtype))
+        Var(ShapedArray((count, *value.aval.shape), value.aval.dtype))
         for value, count in zip(halves.links, counts, strict=True)
     ]
     pairs = list(zip(halves.links, rows, strict=True))
-    put = [Step(_ADD_DIM, (value,), (row,)) for value, row in pairs]
-    take = [Step(_DROP_DIM, (row,), (value,)) for value, row in pairs]
+    put = [Eqn(_ADD_DIM, (value,), (row,)) for value, row in pairs]
+    take = [Eqn(_DROP_DIM, (row,), (value,)) for value, row in pairs]
 
-    outputs = (*pick(body.outputs, wanted), *rows)
+    outputs = (*select(body.outputs, wanted), *rows)
     first = replace(
         shards,
-        body=Program(body.inputs, (*halves.first, *put), outputs),
-        out_specs=(*pick(shards.out_specs, wanted), *specs),
+        body=Graph(body.inputs, (*halves.first, *put), outputs),
+        out_specs=(*select(shards.out_specs, wanted), *specs),
     )
     others = _not(wanted)
     second = replace(
         shards,
-        body=Program((*body.inputs, *rows), (*take, *halves.second), pick(body.outputs, others)),
+        body=Graph((*body.inputs, *rows), (*take, *halves.second), select(body.outputs, others)),
         in_specs=(*shards.in_specs, *specs),
-        out_specs=pick(shards.out_specs, others),
+        out_specs=select(shards.out_specs, others),
     )
-    ours = Step(first, step.inputs, (*pick(step.outputs, wanted), *links))
-    theirs = Step(second, (*step.inputs, *links), pick(step.outputs, others))
+    ours = Eqn(first, step.inputs, (*select(step.outputs, wanted), *links))
+    theirs = Eqn(second, (*step.inputs, *links), select(step.outputs, others))
     return [_only_read(ours)], [_only_read(theirs)]
 
 
-_ADD_DIM = Plain("expand_dims", lambda x: [jnp.expand_dims(x, 0)])
-_DROP_DIM = Plain("squeeze", lambda x: [jnp.squeeze(x, 0)])
+_ADD_DIM = PrimitiveCall("expand_dims", lambda x: [jnp.expand_dims(x, 0)])
+_DROP_DIM = PrimitiveCall("squeeze", lambda x: [jnp.squeeze(x, 0)])
 
 
-def _apart(value: Value, shards: Shards) -> tuple[str, ...]:
+def _apart(value: Var, shards: ShardMap) -> tuple[str, ...]:
     """The axes that tell devices apart which may have different values."""
     varying = value.aval.manual_axis_type.varying if shards.check_vma else shards.axes
     return tuple(name for name in shards.mesh.axis_names if name in varying & shards.axes)
 
 
-def _split_custom_vmap(step: Step, wanted: list[bool]) -> Pair:
+def _split_custom_vmap(step: Eqn, wanted: list[bool]) -> Pair:
     """Its own rule for `jax.vmap` knows no links: it is divided only where it needs none."""
-    assert isinstance(step.operation, Plain) and step.operation.equation is not None
+    assert isinstance(step.operation, PrimitiveCall) and step.operation.equation is not None
     equation = step.operation.equation
-    call = program(equation.params["call"])
+    call = to_graph(equation.params["call"])
     ours, theirs = (_needed(call, mask) for mask in (wanted, _not(wanted)))
     if any(inner in ours and not is_cheap(inner) for inner in theirs):
         return [step], []
     return [_only_outputs(step, wanted)], [_only_outputs(step, _not(wanted))]
 
 
-def _only_outputs(step: Step, wanted: Sequence[bool]) -> Step:
+def _only_outputs(step: Eqn, wanted: Sequence[bool]) -> Eqn:
     """A call with its own rule for `jax.vmap`, without the outputs that are not wanted."""
-    assert isinstance(step.operation, Plain) and step.operation.equation is not None
+    assert isinstance(step.operation, PrimitiveCall) and step.operation.equation is not None
     equation = step.operation.equation
     params = equation.params
     jaxpr, _ = partial_eval.dce_jaxpr(jaxpr_of(params["call"]), list(wanted), instantiate=True)
 
     def rule(*arguments: Any) -> tuple[list[Any], list[bool]]:
         result, is_mapped = map(jax.tree.leaves, params["rule"](*arguments))
-        return list(pick(result, wanted)), list(pick(is_mapped, wanted))
+        return list(select(result, wanted)), list(select(is_mapped, wanted))
 
-    outputs = pick(equation.outvars, wanted)
+    outputs = select(equation.outvars, wanted)
     part = equation.replace(
         outvars=list(outputs),
         params=params
@@ -290,53 +289,53 @@ def _only_outputs(step: Step, wanted: Sequence[bool]) -> Step:
             "out_tree": jax.tree.structure([0] * len(outputs)),
         },
     )
-    operation = Plain(part.primitive.name, bind(part, jaxpr), part.params, part)
-    return Step(operation, step.inputs, pick(step.outputs, wanted))
+    operation = PrimitiveCall(part.primitive.name, bind(part, jaxpr), part.params, part)
+    return Eqn(operation, step.inputs, select(step.outputs, wanted))
 
 
-def _needed(body: Program, wanted: Sequence[bool]) -> list[Step]:
-    needed, steps = set(values(pick(body.outputs, wanted))), []
+def _needed(body: Graph, wanted: Sequence[bool]) -> list[Eqn]:
+    needed, steps = set(variables(select(body.outputs, wanted))), []
     for step in reversed(body.steps):
         if needed.intersection(step.outputs):
             steps.append(step)
-            needed.update(values(step.inputs))
+            needed.update(variables(step.inputs))
     return steps
 
 
-def _only_read(step: Step) -> Step:
+def _only_read(step: Eqn) -> Eqn:
     """A choice or a map over shards without the inputs that its programs do not read."""
     operation = step.operation
-    if isinstance(operation, Choice):
-        used = [set(read(b.steps, b.outputs)) for b in operation.branches]
+    if isinstance(operation, Cond):
+        used = [set(free_variables(b.steps, b.outputs)) for b in operation.branches]
         indices = range(len(step.inputs) - 1)
         kept = [
             any(b.inputs[i] in u for b, u in zip(operation.branches, used, strict=True))
             for i in indices
         ]
-        branches = tuple(replace(b, inputs=pick(b.inputs, kept)) for b in operation.branches)
-        return replace(step, operation=Choice(branches), inputs=pick(step.inputs, (True, *kept)))
-    assert isinstance(operation, Shards)
+        branches = tuple(replace(b, inputs=select(b.inputs, kept)) for b in operation.branches)
+        return replace(step, operation=Cond(branches), inputs=select(step.inputs, (True, *kept)))
+    assert isinstance(operation, ShardMap)
     body = operation.body
-    used = read(body.steps, body.outputs)
+    used = free_variables(body.steps, body.outputs)
     kept = [value in used for value in body.inputs]
     operation = replace(
         operation,
-        body=replace(body, inputs=pick(body.inputs, kept)),
-        in_specs=pick(operation.in_specs, kept),
+        body=replace(body, inputs=select(body.inputs, kept)),
+        in_specs=select(operation.in_specs, kept),
     )
-    return replace(step, operation=operation, inputs=pick(step.inputs, kept))
+    return replace(step, operation=operation, inputs=select(step.inputs, kept))
 
 
 def _known_outside(
-    inner: Sequence[Atom], outer: Sequence[Value], wanted: Sequence[bool]
-) -> dict[Value, Value]:
+    inner: Sequence[Atom], outer: Sequence[Var], wanted: Sequence[bool]
+) -> dict[Var, Var]:
     """Values inside that the first half returns in any case, and what they are out here."""
-    pairs = pick(zip(inner, outer, strict=True), wanted)
-    return {atom: value for atom, value in pairs if isinstance(atom, Value)}
+    pairs = select(zip(inner, outer, strict=True), wanted)
+    return {atom: value for atom, value in pairs if isinstance(atom, Var)}
 
 
-def _stacked(value: Value, length: int) -> Value:
-    return Value(unmapped_aval(length, 0, value.aval))
+def _stacked(value: Var, length: int) -> Var:
+    return Var(unmapped_aval(length, 0, value.aval))
 
 
 def _not(wanted: Sequence[bool]) -> list[bool]:

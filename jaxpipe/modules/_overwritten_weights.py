@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
-from ..autodiff import at
+from ..autodiff import index_leading
 from ..sharding import manual_batch_axes
 from ._layers import Layer
 
@@ -43,7 +43,7 @@ def with_slots(layer: Layer) -> Layer:
     """`layer` for `slotted` weights, with [M * p, ...] slots."""
 
     def run(weights, x, side, rng):
-        own, tag = _enter(at(weights["slots"], _slot(side[MICROBATCH])))
+        own, tag = _enter(index_leading(weights["slots"], _slot(side[MICROBATCH])))
         y, records = layer(weights["others"] | own, x, side, rng)
         return _leave(y, tag), records
 

@@ -6,7 +6,15 @@ from typing import Any
 import jax
 from jaxtyping import PyTree, Scalar
 
-from ..autodiff import Model, Remat, Sums, at, fold, joined, recompute
+from ..autodiff import (
+    Model,
+    Remat,
+    Sums,
+    combine_losses,
+    fold_in_microbatch,
+    index_leading,
+    recompute,
+)
 from .ir._marks import mark_stage_end
 from .ir._reduce import Add, treduce_i
 
@@ -58,7 +66,7 @@ def mpmd_value(
 
 def _over_microbatches(f: Callable, weights: dict[str, Any], side: PyTree, schedule: Any) -> Any:
     def of_microbatch(index: Any) -> Any:
-        return f(weights, at(side, index), index)
+        return f(weights, index_leading(side, index), index)
 
     num_microbatches = jax.tree.leaves(side)[0].shape[0]
     return treduce_i(of_microbatch, num_microbatches, schedule=schedule, operation=Add)
@@ -71,11 +79,11 @@ def _microbatch_loss(model: Model, stage: Callable, keys: Sequence[PyTree]) -> C
         x, of_stages = model.embed(weights["embed"], side_m), None
         of_stage = keys if len(keys) else [()] * len(weights["stages"])
         for of_weights, key in zip(weights["stages"], of_stage, strict=True):
-            x, sums = stage(of_weights, x, side_m, fold(key, index))
+            x, sums = stage(of_weights, x, side_m, fold_in_microbatch(key, index))
             x = mark_stage_end(x)
             of_stages = sums if of_stages is None else _added(of_stages, sums)
         loss, of_loss = model.loss(model.ends(weights), x, side_m)
-        return joined(loss, of_loss, of_stages or {})
+        return combine_losses(loss, of_loss, of_stages or {})
 
     return loss
 

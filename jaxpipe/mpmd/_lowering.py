@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ..ir import Atom, Constant, Program
+from ..ir import Atom, Graph, Literal
 from ..schedules import Schedule
 from .ir._program import Code, check
 from .ir._steps import copy_of
@@ -19,7 +19,7 @@ Observe = Callable[[str, Any], None]
 
 
 def lower(
-    traced: Program,
+    traced: Graph,
     num_ranks: int,
     schedule_of: Callable[[Any, int], Schedule],
     *,
@@ -27,7 +27,7 @@ def lower(
     donated_inputs: frozenset[int] = frozenset(),
     processes: Sequence[int] = (),
     observe: Observe = lambda name, result: None,
-) -> tuple[Program, Code]:
+) -> tuple[Graph, Code]:
     """Cuts loops into tasks, places everything, and adds what ranks exchange.
 
     Args:
@@ -59,7 +59,7 @@ def lower(
     return outer, code
 
 
-def _with_own_outputs(looped: Program, donated_inputs: frozenset[int]) -> Program:
+def _with_own_outputs(looped: Graph, donated_inputs: frozenset[int]) -> Graph:
     """Returns the program with an array of its own for each output, as `jax.jit` has.
 
     Constants, values that are returned twice, and inputs that the caller keeps are copied: whoever
@@ -68,9 +68,9 @@ def _with_own_outputs(looped: Program, donated_inputs: frozenset[int]) -> Progra
     kept = (value for i, value in enumerate(looped.inputs) if i not in donated_inputs)
     steps, outputs, shared = list(looped.steps), [], set[Atom](kept)
     for atom in looped.outputs:
-        if isinstance(atom, Constant) or atom in shared:
+        if isinstance(atom, Literal) or atom in shared:
             steps.append(copy_of(atom))
             atom = steps[-1].outputs[0]
         shared.add(atom)
         outputs.append(atom)
-    return Program(looped.inputs, tuple(steps), tuple(outputs))
+    return Graph(looped.inputs, tuple(steps), tuple(outputs))

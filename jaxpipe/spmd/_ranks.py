@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..ir import vary_as
+from ..ir import pvary_like
 from ..sharding import axes_of
 from ._stage_shardings import in_stage
 
@@ -93,7 +93,7 @@ def either(
 
     def branch(f: Callable) -> Callable:
         # Never one result: of such XLA's verifier wants that branches split it alike.
-        return lambda *operands: (jax.tree.map(vary_as, types, f(*operands)), jnp.int32(0))
+        return lambda *operands: (jax.tree.map(pvary_like, types, f(*operands)), jnp.int32(0))
 
     with jax.named_scope(often) if often else nullcontext():
         result, second = jax.lax.cond(predicate, branch(yes), branch(no), *operands)

@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from ..autodiff import at, floating
+from ..autodiff import floating, index_leading
 from ..sharding import (
     GATHERED_AXES,
     Rules,
@@ -327,7 +327,7 @@ def access(gather: Gather, weights: PyTree) -> Access:
     """Access to weights with [R, ...] leaves."""
 
     def stored(repeat: Any) -> PyTree:
-        return at(weights, repeat)
+        return index_leading(weights, repeat)
 
     def gathered(w: PyTree) -> PyTree:
         return gather.whole(gather.cast(w))
@@ -352,7 +352,7 @@ def access(gather: Gather, weights: PyTree) -> Access:
             window = lambda there, _: there  # noqa: E731
         case "once":
             copy = jax.vmap(gathered)(weights)
-            window = lambda _, j: at(copy, j)  # noqa: E731
+            window = lambda _, j: index_leading(copy, j)  # noqa: E731
 
     # Only the types of what these two compute are used.
     def nothing(w: PyTree) -> PyTree:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxpipe.autodiff import pullback, split
-from jaxpipe.ir import accumulate, program
+from jaxpipe.autodiff import pullback, split_backward
+from jaxpipe.ir import accumulate, to_graph
 
 L, n = 3, 4
 x, ws = jnp.arange(1.0, n + 1), jnp.ones((L, n, n)) * 0.3
@@ -18,7 +18,7 @@ x, ws = jnp.arange(1.0, n + 1), jnp.ones((L, n, n)) * 0.3
 
 def added(f: Callable, gradients: Sequence[bool], arguments: Sequence[Any], sums: Sequence[Any]):
     """The jaxpr of `f` with sums, after a check of its numbers."""
-    whole = accumulate(program(jax.make_jaxpr(f)(*arguments)), gradients)
+    whole = accumulate(to_graph(jax.make_jaxpr(f)(*arguments)), gradients)
     got, true, remaining = jax.jit(whole.__call__)(*arguments, *sums), f(*arguments), iter(sums)
     for output, value, is_gradient in zip(got, true, gradients, strict=True):
         start = next(remaining) if is_gradient else jnp.zeros_like(value)
@@ -143,7 +143,7 @@ def test_all_else_is_added_at_the_end_and_zeros_are_not_added_at_all():
 
 
 def test_under_vmap_sums_have_their_own_rows():
-    whole = accumulate(program(jax.make_jaxpr(outer_products)(x, ws)), (False, True))
+    whole = accumulate(to_graph(jax.make_jaxpr(outer_products)(x, ws)), (False, True))
     rows = [jnp.stack([a, -a]) for a in (x, ws, ws)]
     _, got = jax.vmap(whole.__call__)(*rows)
     for i in range(2):
@@ -157,7 +157,7 @@ def stage(w: Any, x: Any, side: Any, rng: Any) -> Any:
 
 def test_the_backward_of_a_stage_needs_no_room_for_its_stacked_gradients():
     w, x = jnp.ones((16, 64, 64)), jnp.ones((2, 64))
-    parts, pulled = split(stage, w, x, (), ()), pullback(stage, w, x, (), ())
+    parts, pulled = split_backward(stage, w, x, (), ()), pullback(stage, w, x, (), ())
     _, residuals = parts.forward(w, x, (), ())
     _, _, link = parts.input(w, (), (), residuals, x)
     kept = [r for r, keep in zip(residuals, parts.for_weight, strict=True) if keep]

@@ -14,8 +14,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxpipe import sharding
-from jaxpipe.ir import Choice, Fission, Loop, Plain, Program, Shards, fission, program
-from jaxpipe.ir._minimal_cut import cheapest
+from jaxpipe.ir import Cond, Graph, Partition, PrimitiveCall, Scan, ShardMap, partition, to_graph
+from jaxpipe.ir._minimal_cut import minimal_cut
 from jaxpipe.ir._partition_nested import Kind
 
 n = 4
@@ -24,10 +24,10 @@ x, y, matrix = jnp.arange(1.0, n + 1), jnp.ones(n), jnp.eye(n) + 0.1
 
 def divided(
     f: Callable, *arguments: Any, first: Sequence[bool] = (True, False), kind: Kind = "kept"
-) -> Fission:
+) -> Partition:
     """The halves of a function of arrays that returns a tuple, after a check of their numbers."""
     kinds: list[Kind] = [kind] * len(arguments)
-    halves = fission(program(jax.make_jaxpr(f)(*arguments)), first, kinds)
+    halves = partition(to_graph(jax.make_jaxpr(f)(*arguments)), first, kinds)
     now, later = run(halves, first, *arguments)
     true = f(*arguments)
     for got, wanted in ((now, True), (later, False)):
@@ -37,7 +37,7 @@ def divided(
     return halves
 
 
-def run(halves: Fission, first: Sequence[bool], *arguments: Any) -> tuple[list, list]:
+def run(halves: Partition, first: Sequence[bool], *arguments: Any) -> tuple[list, list]:
     """What each half returns, without links."""
     outputs = jax.jit(halves.first.__call__)(*arguments)
     links = outputs[sum(first) :]
@@ -50,22 +50,22 @@ def assert_equal(got: Sequence[Any], true: Sequence[Any]) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
-def links(halves: Fission) -> list[tuple[tuple[int, ...], str]]:
+def links(halves: Partition) -> list[tuple[tuple[int, ...], str]]:
     """Shape and dtype of each link."""
     given = halves.second.inputs[sum(halves.reads) :]
     return [(link.aval.shape, link.aval.dtype.name) for link in given]
 
 
-def names(part: Program) -> list[str]:
+def names(part: Graph) -> list[str]:
     """The primitives of a half, those in its loops too."""
     found = []
     for step in part.steps:
         match step.operation:
-            case Loop(body) | Shards(body):
+            case Scan(body) | ShardMap(body):
                 found += names(body)
-            case Choice(branches):
+            case Cond(branches):
                 found += [name for branch in branches for name in names(branch)]
-            case Plain(name):
+            case PrimitiveCall(name):
                 found.append(name)
     return found
 
@@ -123,7 +123,7 @@ def test_what_is_made_of_free_inputs_is_never_linked():
         return cast @ x, jnp.sort(cast, axis=0)
 
     arguments = matrix, x
-    halves = fission(program(jax.make_jaxpr(f)(*arguments)), (True, False), ("free", "gone"))
+    halves = partition(to_graph(jax.make_jaxpr(f)(*arguments)), (True, False), ("free", "gone"))
     assert links(halves) == [] and halves.reads == (True, False)
 
 
@@ -159,7 +159,7 @@ def test_a_loop_becomes_two_that_stack_what_they_link(reverse: bool, unroll: Any
     assert links(halves) == [((3, n), "float32")]  # x of each turn
     assert halves.reads == (False, False, True)
     (one,), (two,) = (
-        [step.operation for step in half.steps if isinstance(step.operation, Loop)]
+        [step.operation for step in half.steps if isinstance(step.operation, Scan)]
         for half in (halves.first, halves.second)
     )
     assert (one.num_carry, two.num_carry) == (1, 1)
@@ -280,7 +280,7 @@ def test_a_rule_for_vmap_survives_the_division():
     def rule(size, is_mapped, x):
         return (jnp.cumsum(x, axis=1) + 100, jnp.sort(x, axis=1) + 100), (True, True)
 
-    halves = fission(program(jax.make_jaxpr(lambda x: pair(x))(x)), (True, False), ("kept",))
+    halves = partition(to_graph(jax.make_jaxpr(lambda x: pair(x))(x)), (True, False), ("kept",))
     assert links(halves) == [] and halves.reads == (True,)
     (now,) = jax.vmap(halves.first.__call__)(x[None])
     (later,) = jax.vmap(halves.second.__call__)(x[None])
@@ -312,7 +312,7 @@ def test_what_is_kept_is_enough_and_nothing_cheaper_is(recipe: Any):
                 known.add(value)
         return known.issuperset(needs)
 
-    kept = cheapest(needs, parents, costs.__getitem__)
+    kept = minimal_cut(needs, parents, costs.__getitem__)
     every = itertools.chain(*(itertools.combinations(costs, k) for k in range(len(costs) + 1)))
     least = min(sum(costs[v] for v in some) for some in every if is_enough(some))
     assert is_enough(kept) and sum(costs[v] for v in kept) == least

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxpipe import models, sharding
-from jaxpipe.autodiff import at, floating, merge, remat_by_name, split
+from jaxpipe.autodiff import combine, floating, index_leading, remat_by_name, split_backward
 from small_models import small_deepseek, small_llama
 
 L, b, T, D = 3, 2, 5, 16
@@ -240,7 +240,7 @@ def true_gradients(case: Case) -> tuple:
     """Of `jax.vjp`, those of weights with 1 added."""
 
     def of_floating(*differentiated):
-        w, x, s = map(merge, differentiated, case.arguments[:3])
+        w, x, s = map(combine, differentiated, case.arguments[:3])
         return floating(case.stage(w, x, s, case.rng))
 
     @jax.jit
@@ -254,14 +254,14 @@ def true_gradients(case: Case) -> tuple:
 
 def whole(case: Case) -> tuple:
     w, x, side, rng = case.arguments
-    parts = split(case.stage, *case.arguments)
+    parts = split_backward(case.stage, *case.arguments)
     _, residuals = parts.forward(w, x, side, rng)
     return parts.backward(w, side, rng, residuals, cotangents(case), ones(w))
 
 
 def in_halves(case: Case) -> tuple:
     w, x, side, rng = case.arguments
-    parts = split(case.stage, *case.arguments)
+    parts = split_backward(case.stage, *case.arguments)
     _, residuals = parts.forward(w, x, side, rng)
     dx, ds, link = parts.input(w, side, rng, residuals, cotangents(case))
     kept = [r for r, keep in zip(residuals, parts.for_weight, strict=True) if keep]
@@ -301,7 +301,7 @@ class Programs:
 
 def programs(case: Case) -> Programs:
     w, _, side, rng = case.arguments
-    parts = split(case.stage, *case.arguments)
+    parts = split_backward(case.stage, *case.arguments)
     residuals = jax.make_jaxpr(lambda *a: parts.forward(*a)[1])(*case.arguments).out_avals
     first = w, side, rng, residuals, cotangents(case)
     kept = [r for r, keep in zip(residuals, parts.for_weight, strict=True) if keep]
@@ -437,7 +437,7 @@ def test_a_stage_with_side_effects_is_refused():
         return x * w
 
     with pytest.raises(ValueError, match=r"A stage has the effects .* must be pure: take prints"):
-        split(stage, jnp.ones(3), jnp.ones(3), (), ())
+        split_backward(stage, jnp.ones(3), jnp.ones(3), (), ())
 
 
 # --- On ranks
@@ -481,7 +481,7 @@ def on_mesh(mesh: Any, local: Callable) -> Callable:
     """`local` of a rank's own weights, activations and side, on all ranks of a mesh."""
 
     def on_one(*stacked):
-        return jax.tree.map(lambda x: x[None], local(*at(stacked, 0)))
+        return jax.tree.map(lambda x: x[None], local(*index_leading(stacked, 0)))
 
     spec = PartitionSpec("stage")
     return jax.shard_map(on_one, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"stage"})

@@ -26,9 +26,9 @@ def ends_a_sentence(value: ast.expr, errors: set[str], constants: dict[str, str]
         return value.id in errors or constants.get(value.id, "").endswith(".")
     if isinstance(value, ast.BoolOp):
         return any(ends_a_sentence(part, errors, constants) for part in value.values)
-    is_call = isinstance(value, ast.Call) and isinstance(value.func, ast.Name)
-    if is_call and value.func.id in ("str", "shorten"):
-        return ends_a_sentence(value.args[0], errors, constants)
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
+        is_text = value.func.id in ("str", "shorten")
+        return is_text and ends_a_sentence(value.args[0], errors, constants)
     return False
 
 

@@ -175,7 +175,7 @@ def test_reduced_and_unreduced_axes_are_refused_with_what_to_write_instead(kind:
     explicit = jax.sharding.Mesh(
         devices, ("stage", "fsdp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2
     )
-    mesh, x, axes = MpmdMesh(explicit, "stage"), jnp.ones(4), {kind: {"fsdp"}}
+    mesh, x, axes = MpmdMesh(explicit, "stage"), jnp.ones(4), {kind: frozenset({"fsdp"})}
     spec = P(**axes)
     where = jax.sharding.NamedSharding(explicit, spec)
     instead = r".*spmd_axis_name='fsdp'"

@@ -13,7 +13,7 @@ from jax.core import ShapedArray
 from jax.extend.core import jaxprs_in_params
 
 from jaxpipe import schedules
-from jaxpipe.ir import Program, Value
+from jaxpipe.ir import Graph, Var
 from jaxpipe.mpmd import (
     Add,
     GPipe,
@@ -139,7 +139,7 @@ def test_passes_run_in_this_order():
 # What halves of a backward compute.
 
 
-def matmul_flops(program: Program) -> int:
+def matmul_flops(program: Graph) -> int:
     """Of all matrix products, those in loops as often as they run."""
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.inputs]
     return _flops(jax.make_jaxpr(program)(*shapes).jaxpr)
@@ -270,8 +270,8 @@ def test_after_a_step_only_arguments_and_results_are_left():
 
 # What `check` sees.
 
-X, Y = (Buffer(Value(ShapedArray((), jnp.dtype("float32")))) for _ in range(2))
-EMPTY = Program((), (), ())
+X, Y = (Buffer(Var(ShapedArray((), jnp.dtype("float32")))) for _ in range(2))
+EMPTY = Graph((), (), ())
 
 
 def run(rank: int, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...], **more: Any) -> Run:

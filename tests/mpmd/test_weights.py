@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.ir import Plain
+from jaxpipe.ir import PrimitiveCall
 from jaxpipe.mpmd import (
     Eager1F1B,
     GPipe,
@@ -188,7 +188,7 @@ def in_bfloat16(weights: Any, x: Any, y: Any) -> Any:
 def casts_of_weights(run: Any) -> int:
     """How many weights a program casts to bfloat16."""
     return sum(
-        isinstance(step.operation, Plain)
+        isinstance(step.operation, PrimitiveCall)
         and step.operation.name == "convert_element_type"
         and step.outputs[0].aval.dtype == jnp.bfloat16
         and step.outputs[0].aval.shape in ((WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH))

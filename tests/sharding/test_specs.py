@@ -15,8 +15,12 @@ FREE = P.UNCONSTRAINED
         (P("a", "b"), {"a"}, P(None, "b")),
         (P(("a", "b", "c"), None), {"b"}, P(("a", "c"), None)),
         (P(("a", "b"), FREE), {"a", "b"}, P(None, FREE)),
-        (P("a", unreduced={"b", "c"}, reduced={"d"}), {"b", "d"}, P("a", unreduced={"c"})),
-        (P(reduced={"a"}), {"b"}, P(reduced={"a"})),
+        (
+            P("a", unreduced=frozenset("bc"), reduced=frozenset("d")),
+            {"b", "d"},
+            P("a", unreduced=frozenset("c")),
+        ),
+        (P(reduced=frozenset("a")), {"b"}, P(reduced=frozenset("a"))),
     ],
     ids=str,
 )

@@ -125,8 +125,8 @@ def test_the_axes_of_sums_that_are_not_reduced_yet_are_translated_too():
 
     def stage(w, x, side, rng):
         split = reshard(x, NamedSharding(mesh, P(None, "tensor")))
-        rows = reshard(w["w"], NamedSharding(mesh, P("tensor", reduced={"stage"})))
-        parts = NamedSharding(mesh, P(None, unreduced={"stage", "tensor"}))
+        rows = reshard(w["w"], NamedSharding(mesh, P("tensor", reduced=frozenset({"stage"}))))
+        parts = NamedSharding(mesh, P(None, unreduced=frozenset({"stage", "tensor"})))
         h = jnp.einsum("rd,de->re", split, rows, out_sharding=parts)
         seen.append(jax.typeof(h).sharding.spec.unreduced)
         h = reshard(h, NamedSharding(mesh, P("fsdp")))

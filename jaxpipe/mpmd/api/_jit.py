@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from ... import schedules
 from ..._compat import trace_settings, translated_shardings
 from ..._input import clause, shorten
-from ...ir import Program, effects_of, program
+from ...ir import Graph, effects_of, to_graph
 from ...sharding import axes_of, without_axes
 from ..ir._reduce import Last, treduce_i
 from ._arguments import spread, static_arguments, type_of
@@ -155,14 +155,14 @@ def _shape_of(leaf: Any) -> Any:
     return leaf
 
 
-def _pure(closed: Any) -> Program:
+def _pure(closed: Any) -> Graph:
     if names := effects_of(closed, prints=True):
         raise ValueError(
             f"The function has the effects of {', '.join(names)}. Programs of several groups have "
             "no common order: use `jax.debug.print` or `jax.debug.callback` without `ordered`, or "
             "return what is to be shown."
         )
-    return program(closed, prints=True)
+    return to_graph(closed, prints=True)
 
 
 def _spec_of(place: Any) -> P | None:

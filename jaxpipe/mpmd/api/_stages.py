@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from ...ir import Program, Value
+from ...ir import Graph, Var
 from ...schedules import Schedule
 from .._lowering import lower
 from ..ir._program import Buffer, Code, Instruction
@@ -64,7 +64,7 @@ class Traced:
     """
 
     settings: Settings
-    program: Program
+    program: Graph
     in_tree: Any
     out_tree: Any
     in_specs: tuple[P | None, ...]
@@ -94,7 +94,7 @@ class Lowered:
     """What every rank does, which `str` shows."""
 
     traced: Traced
-    outer: Program
+    outer: Graph
     code: Code
 
     def __str__(self) -> str:
@@ -109,7 +109,7 @@ class Lowered:
         """Compiles every program of this process."""
         traced, code, mesh = self.traced, self.code, self.traced.settings.mesh
         check_threads(mesh)
-        known: dict[Value, P | None] = dict(zip(self.outer.inputs, traced.in_specs, strict=True))
+        known: dict[Var, P | None] = dict(zip(self.outer.inputs, traced.in_specs, strict=True))
         for (buffer, _), spec in zip(code.outputs, traced.out_specs, strict=True):
             if known.get(buffer.value) is None:
                 known[buffer.value] = spec

@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ...ir import Program, Value
+from ...ir import Graph, Var
 from ...schedules import Action
 
 
 class Buffer(NamedTuple):
     """An array on a rank: a value, for one microbatch or version, or of the whole step."""
 
-    value: Value
+    value: Var
     number: int | None = None
 
 
@@ -31,7 +31,7 @@ class Run:
 
     rank: int
     name: str
-    program: Program
+    program: Graph
     reads: tuple[Buffer, ...]
     writes: tuple[Buffer, ...]
     actions: tuple[Action, ...] = ()
@@ -140,7 +140,7 @@ def _text(code: Code) -> str:
 
     A buffer is a letter and a number, with `:m` for a microbatch or a version of a sum.
     """
-    names: dict[Value, str] = {}
+    names: dict[Var, str] = {}
 
     def name(buffer: Buffer) -> str:
         short = names.setdefault(buffer.value, f"v{len(names)}")

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from jax.sharding import PartitionSpec as P
 
-from ...ir import Atom, Plain, Program, Step, Value
+from ...ir import Atom, Eqn, Graph, PrimitiveCall, Var
 from ..ir._reduce import Concat, Total
 
 
-def constrained_results(body: Program, adds: Sequence[bool]) -> tuple[Program, list[P | None]]:
+def constrained_results(body: Graph, adds: Sequence[bool]) -> tuple[Graph, list[P | None]]:
     """Finds the constraints on the results of a microbatch.
 
     The constraint of a sum is taken out of the body, and its spec becomes that of the accumulator.
@@ -32,30 +32,30 @@ def constrained_results(body: Program, adds: Sequence[bool]) -> tuple[Program, l
     specs: list[P | None] = []
     for output, is_added in zip(body.outputs, adds, strict=True):
         atom, spec = output, None
-        while (step := makers.get(atom) if isinstance(atom, Value) else None) is not None:
+        while (step := makers.get(atom) if isinstance(atom, Var) else None) is not None:
             spec = constraint_of(step)
             if spec is not None or not _keeps_place(step):
                 break
             (atom,) = step.inputs
-        own = makers.get(output) if isinstance(output, Value) else None
+        own = makers.get(output) if isinstance(output, Var) else None
         is_constraint = own is not None and constraint_of(own) is not None
         outputs.append(own.inputs[0] if own and is_added and is_constraint else output)
         specs.append(spec)
     return replace(body, outputs=tuple(outputs)), specs
 
 
-def constraint_of(step: Step) -> P | None:
+def constraint_of(step: Eqn) -> P | None:
     """Returns the spec of a constraint on all dims, None if `step` is not such a constraint."""
     operation = step.operation
-    if not isinstance(operation, Plain) or operation.name != "sharding_constraint":
+    if not isinstance(operation, PrimitiveCall) or operation.name != "sharding_constraint":
         return None
     spec = operation.params["sharding"].spec
     return None if P.UNCONSTRAINED in spec.partitions else spec
 
 
-def _keeps_place(step: Step) -> bool:
+def _keeps_place(step: Eqn) -> bool:
     names = ("convert_element_type", "copy", "optimization_barrier")
-    return isinstance(step.operation, Plain) and step.operation.name in names
+    return isinstance(step.operation, PrimitiveCall) and step.operation.name in names
 
 
 def spec_of_total(spec: P | None, total: Total) -> P | None:

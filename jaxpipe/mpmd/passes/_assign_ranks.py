@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ... import schedules
-from ...ir import Plain, Program, Step, Value, prints, values
+from ...ir import Eqn, Graph, PrimitiveCall, Var, has_print, variables
 from ..api._across import STACK, SUM, WITH
 from ..ir._steps import ADD, is_sum, live
 from ._pipelined_loops import PipelinedLoop, loop_of
@@ -29,9 +29,9 @@ class Placement:
             function those that need it.
     """
 
-    runs_on: Mapping[Step, Ranks]
-    needed_on: Mapping[Value, Ranks]
-    made_on: Mapping[Value, Ranks]
+    runs_on: Mapping[Eqn, Ranks]
+    needed_on: Mapping[Var, Ranks]
+    made_on: Mapping[Var, Ranks]
 
 
 def rank_of_stage(loop: PipelinedLoop, stage: int) -> int:
@@ -40,8 +40,8 @@ def rank_of_stage(loop: PipelinedLoop, stage: int) -> int:
 
 
 def place(
-    outer: Program, num_ranks: int, out_ranks: Sequence[Ranks | None]
-) -> tuple[Program, Placement]:
+    outer: Graph, num_ranks: int, out_ranks: Sequence[Ranks | None]
+) -> tuple[Graph, Placement]:
     """Places every step. Sums over values of several ranks become sums of each rank first.
 
     Args:
@@ -87,9 +87,9 @@ def _rank_of_output(loop: PipelinedLoop, i: int) -> int:
     raise AssertionError("every share is made by a stage")
 
 
-def invariants_by_rank(loop: PipelinedLoop) -> dict[int, set[Value]]:
+def invariants_by_rank(loop: PipelinedLoop) -> dict[int, set[Var]]:
     """Which invariants of a loop each rank needs."""
-    found: dict[int, set[Value]] = {}
+    found: dict[int, set[Var]] = {}
     for stage, tasks in enumerate(loop.tasks):
         reads = {value for task in tasks.values() for value in task.reads}
         rank = rank_of_stage(loop, stage)
@@ -97,69 +97,69 @@ def invariants_by_rank(loop: PipelinedLoop) -> dict[int, set[Value]]:
     return found
 
 
-def _wanted_by_loops(outer: Program) -> dict[Value, set[int]]:
+def _wanted_by_loops(outer: Graph) -> dict[Var, set[int]]:
     """The ranks whose loops need a value, or something made of it alone and of its like."""
-    wanted: dict[Value, set[int]] = {}
+    wanted: dict[Var, set[int]] = {}
     for step in reversed(outer.steps):
         loop = loop_of(step)
         if loop is not None:
             by_rank = invariants_by_rank(loop)
             for atom, invariant in zip(step.inputs, loop.invariants, strict=True):
                 ranks = {rank for rank, needs in by_rank.items() if invariant in needs}
-                for value in values([atom]):
+                for value in variables([atom]):
                     wanted.setdefault(value, set()).update(ranks)
         else:
             ranks = set().union(*(wanted.get(value, set()) for value in step.outputs))
-            for value in values(step.inputs) if ranks else ():
+            for value in variables(step.inputs) if ranks else ():
                 wanted.setdefault(value, set()).update(ranks)
     return wanted
 
 
-def _homes(outer: Program, wanted: Mapping[Value, set[int]]) -> dict[Value, set[int]]:
+def _homes(outer: Graph, wanted: Mapping[Var, set[int]]) -> dict[Var, set[int]]:
     """The ranks of values that have a place of their own.
 
     An input of the function that loops need is where they need it; what depends on loops is where
     the largest of what it is made of is, on all ranks that have that.
     """
-    homes: dict[Value, set[int]] = {}
-    behind: set[Value] = set()  # what depends on a loop
+    homes: dict[Var, set[int]] = {}
+    behind: set[Var] = set()  # what depends on a loop
     for step in outer.steps:
         loop = loop_of(step)
         if loop is not None:
             homes |= {value: {_rank_of_output(loop, i)} for i, value in enumerate(step.outputs)}
             behind.update(step.outputs)
             continue
-        given = values(step.inputs)
+        given = variables(step.inputs)
         if behind.isdisjoint(given):
             continue
         behind.update(step.outputs)
         placed = [(v, homes.get(v) or wanted.get(v, set())) for v in given]
         home = _home(step, [(v, r) for v, r in placed if r])
-        homes |= dict.fromkeys(step.outputs, {min(home)} if prints(step) else home)
+        homes |= dict.fromkeys(step.outputs, {min(home)} if has_print(step) else home)
     return homes
 
 
 def _homes_of_prints(
-    outer: Program, homes: Mapping[Value, set[int]], needed: Mapping[Value, set[int]]
-) -> dict[Value, set[int]]:
+    outer: Graph, homes: Mapping[Var, set[int]], needed: Mapping[Var, set[int]]
+) -> dict[Var, set[int]]:
     """Returns the one rank of each step that prints and depends on no loop: it has what the step
     shows, or what that is made of."""
-    found: dict[Value, set[int]] = {}
+    found: dict[Var, set[int]] = {}
     made_of = _made_of(outer)
     for step in outer.steps:
-        if prints(step) and step.outputs[-1] not in homes:
-            sources = set().union(*(made_of[value] for value in values(step.inputs)))
+        if has_print(step) and step.outputs[-1] not in homes:
+            sources = set().union(*(made_of[value] for value in variables(step.inputs)))
             places = [needed[source] for source in sources if needed[source]]
             ranks = _common(places) if places else {0}
             found |= {value: {min(ranks)} for value in step.outputs}
     return found
 
 
-def _made_of(outer: Program) -> dict[Value, set[Value]]:
+def _made_of(outer: Graph) -> dict[Var, set[Var]]:
     """Returns the inputs of the function that each value depends on."""
-    made_of: dict[Value, set[Value]] = {value: {value} for value in outer.inputs}
+    made_of: dict[Var, set[Var]] = {value: {value} for value in outer.inputs}
     for step in outer.steps:
-        sources = set().union(*(made_of[value] for value in values(step.inputs)))
+        sources = set().union(*(made_of[value] for value in variables(step.inputs)))
         made_of |= dict.fromkeys(step.outputs, sources)
     return made_of
 
@@ -168,9 +168,9 @@ def _common(places: Sequence[set[int]]) -> set[int]:
     return set.intersection(*places) or min(places, key=sorted)
 
 
-def _home(step: Step, placed: Sequence[tuple[Value, set[int]]]) -> set[int]:
+def _home(step: Eqn, placed: Sequence[tuple[Var, set[int]]]) -> set[int]:
     """Where a step runs, given where those of its inputs are that have a place."""
-    name = step.operation.name if isinstance(step.operation, Plain) else ""
+    name = step.operation.name if isinstance(step.operation, PrimitiveCall) else ""
     if name in (SUM, STACK):
         return set().union(*(ranks for _, ranks in placed))
     if name == WITH:
@@ -181,55 +181,55 @@ def _home(step: Step, placed: Sequence[tuple[Value, set[int]]]) -> set[int]:
 
 
 def _asked(
-    outer: Program, homes: Mapping[Value, set[int]], out_ranks: Sequence[Ranks | None]
-) -> dict[Value, set[int]]:
+    outer: Graph, homes: Mapping[Var, set[int]], out_ranks: Sequence[Ranks | None]
+) -> dict[Var, set[int]]:
     """Where outputs go: where the caller wants them, else where they are at home, if anywhere."""
-    found: dict[Value, set[int]] = {}
+    found: dict[Var, set[int]] = {}
     for atom, ranks in zip(outer.outputs, out_ranks, strict=True):
         if ranks is not None:
-            for value in values([atom]):
+            for value in variables([atom]):
                 found.setdefault(value, set()).update(ranks)
-    at_home = {value: homes[value] for value in values(outer.outputs) if value in homes}
+    at_home = {value: homes[value] for value in variables(outer.outputs) if value in homes}
     return at_home | found
 
 
 def _needed(
-    outer: Program, homes: Mapping[Value, set[int]], asked: Mapping[Value, set[int]]
-) -> dict[Value, set[int]]:
+    outer: Graph, homes: Mapping[Var, set[int]], asked: Mapping[Var, set[int]]
+) -> dict[Var, set[int]]:
     """Who needs each value, from the end to the beginning."""
-    needed: dict[Value, set[int]] = {value: set() for value in outer.inputs}
+    needed: dict[Var, set[int]] = {value: set() for value in outer.inputs}
     needed |= {value: set() for step in outer.steps for value in step.outputs}
-    for value in values(outer.outputs):
+    for value in variables(outer.outputs):
         needed[value] |= asked.get(value, set())
     for step in reversed(outer.steps):
         loop = loop_of(step)
         if loop is not None:
             by_rank = invariants_by_rank(loop)
             for atom, invariant in zip(step.inputs, loop.invariants, strict=True):
-                for value in values([atom]):
+                for value in variables([atom]):
                     needed[value] |= {r for r, needs in by_rank.items() if invariant in needs}
             continue
-        if prints(step):
+        if has_print(step):
             needed[step.outputs[-1]] |= homes.get(step.outputs[-1], set())
         ranks = set().union(*(needed[value] for value in step.outputs))
         if ranks:
             ranks = homes.get(step.outputs[0]) or ranks
-            for value in values(step.inputs):
+            for value in variables(step.inputs):
                 needed[value] |= ranks
     return needed
 
 
 def _of_outputs(
-    outer: Program,
-    asked: Mapping[Value, set[int]],
-    needed: Mapping[Value, set[int]],
+    outer: Graph,
+    asked: Mapping[Var, set[int]],
+    needed: Mapping[Var, set[int]],
     num_ranks: int,
-) -> dict[Value, set[int]]:
+) -> dict[Var, set[int]]:
     """Where other outputs go, which depend on no loop: where the inputs are that they are made of.
     Those that nobody else needs are on all ranks if they are scalars, and else on the first."""
     made_of = _made_of(outer)
-    found: dict[Value, set[int]] = {}
-    for value in values(outer.outputs):
+    found: dict[Var, set[int]] = {}
+    for value in variables(outer.outputs):
         if value in asked:
             continue
         places = [needed[source] for source in made_of[value] if needed[source]]
@@ -238,27 +238,27 @@ def _of_outputs(
     return found
 
 
-def _with_partial_sums(outer: Program, homes: Mapping[Value, set[int]]) -> Program:
+def _with_partial_sums(outer: Graph, homes: Mapping[Var, set[int]]) -> Graph:
     """Sums of many numbers, such as the norm of all gradients, over each rank and then over ranks:
     one number leaves each rank."""
     makers = {value: step for step in outer.steps for value in step.outputs}
-    uses: dict[Value, int] = {}
-    for value in values([*(a for step in outer.steps for a in step.inputs), *outer.outputs]):
+    uses: dict[Var, int] = {}
+    for value in variables([*(a for step in outer.steps for a in step.inputs), *outer.outputs]):
         uses[value] = uses.get(value, 0) + 1
 
-    def terms(value: Value, *, is_root: bool = False) -> list[Value]:
+    def terms(value: Var, *, is_root: bool = False) -> list[Var]:
         step = makers.get(value)
         if step is None or (uses.get(value) != 1 and not is_root) or not is_sum(step):
             return [value]
-        return [term for part in values(step.inputs) for term in terms(part)]
+        return [term for part in variables(step.inputs) for term in terms(part)]
 
-    replaced: dict[Step, list[Step]] = {}
-    inner: set[Step] = set()
+    replaced: dict[Eqn, list[Eqn]] = {}
+    inner: set[Eqn] = set()
     for step in reversed(outer.steps):
         if step in inner or not is_sum(step) or step.outputs[0].aval.shape != ():
             continue
         parts = terms(step.outputs[0], is_root=True)
-        by_home: dict[Ranks, list[Value]] = {}
+        by_home: dict[Ranks, list[Var]] = {}
         for part in parts:
             by_home.setdefault(_sorted(homes.get(part, set())), []).append(part)
         _inner_sums(step, makers, uses, inner)
@@ -269,23 +269,23 @@ def _with_partial_sums(outer: Program, homes: Mapping[Value, set[int]]) -> Progr
 
 
 def _inner_sums(
-    step: Step, makers: Mapping[Value, Step], uses: Mapping[Value, int], inner: set[Step]
+    step: Eqn, makers: Mapping[Var, Eqn], uses: Mapping[Var, int], inner: set[Eqn]
 ) -> None:
-    for value in values(step.inputs):
+    for value in variables(step.inputs):
         maker = makers.get(value)
         if maker is not None and uses.get(value) == 1 and is_sum(maker):
             inner.add(maker)
             _inner_sums(maker, makers, uses, inner)
 
 
-def _sums_by_home(step: Step, by_home: Mapping[Ranks, list[Value]]) -> list[Step]:
-    steps: list[Step] = []
+def _sums_by_home(step: Eqn, by_home: Mapping[Ranks, list[Var]]) -> list[Eqn]:
+    steps: list[Eqn] = []
 
-    def add(parts: list[Value], last: Value | None) -> Value:
+    def add(parts: list[Var], last: Var | None) -> Var:
         total = parts[0]
         for i, part in enumerate(parts[1:], 1):
-            new = last if last is not None and i == len(parts) - 1 else Value(part.aval)
-            steps.append(Step(ADD, (total, part), (new,)))
+            new = last if last is not None and i == len(parts) - 1 else Var(part.aval)
+            steps.append(Eqn(ADD, (total, part), (new,)))
             total = new
         return total
 

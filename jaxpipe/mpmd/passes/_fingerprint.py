@@ -10,14 +10,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend import core
 
-from ...ir import Atom, Choice, Constant, Loop, Plain, Program, Shards, Step, Value
+from ...ir import Atom, Cond, Eqn, Graph, Literal, PrimitiveCall, Scan, ShardMap, Var
 
 
-def content(program: Program) -> Hashable:
+def content(program: Graph) -> Hashable:
     """Equal for programs that compute the same from inputs of the same types."""
-    numbers: dict[Value, Hashable] = {value: i for i, value in enumerate(program.inputs)}
+    numbers: dict[Var, Hashable] = {value: i for i, value in enumerate(program.inputs)}
     steps = []
     for step in program.steps:
         inputs = tuple(_of_atom(atom, numbers) for atom in step.inputs)
@@ -35,8 +35,8 @@ class Numbers:
     second computation of something that is rematerialised has the number of the first.
     """
 
-    def __init__(self, inputs: Iterable[Value]) -> None:
-        self._number: dict[Value, Hashable] = {}
+    def __init__(self, inputs: Iterable[Var]) -> None:
+        self._number: dict[Var, Hashable] = {}
         self._known: dict[Hashable, int] = {}
         for value in inputs:
             self._number[value] = self._intern(("input", len(self._known)))
@@ -44,7 +44,7 @@ class Numbers:
     def _intern(self, key: Hashable) -> int:
         return self._known.setdefault(key, len(self._known))
 
-    def of_step(self, step: Step) -> tuple[Hashable, ...]:
+    def of_step(self, step: Eqn) -> tuple[Hashable, ...]:
         """Numbers its outputs, and returns these numbers."""
         inputs = tuple(_of_atom(atom, self._number) for atom in step.inputs)
         if is_barrier(step):
@@ -56,12 +56,13 @@ class Numbers:
         return new
 
 
-def is_barrier(step: Step) -> bool:
-    return isinstance(step.operation, Plain) and step.operation.name == "optimization_barrier"
+def is_barrier(step: Eqn) -> bool:
+    operation = step.operation
+    return isinstance(operation, PrimitiveCall) and operation.name == "optimization_barrier"
 
 
-def _of_atom(atom: Atom, numbers: dict[Value, Hashable]) -> Hashable:
-    return _of_constant(atom.value) if isinstance(atom, Constant) else numbers[atom]
+def _of_atom(atom: Atom, numbers: dict[Var, Hashable]) -> Hashable:
+    return _of_constant(atom.value) if isinstance(atom, Literal) else numbers[atom]
 
 
 _FEW_BYTES = 1024
@@ -77,23 +78,23 @@ def _of_constant(value: Any) -> Hashable:
 
 def _of_operation(operation: Any) -> Hashable:
     match operation:
-        case Loop():
+        case Scan():
             sizes = operation.num_consts, operation.num_carry, operation.length, operation.num_sums
             turns = operation.reverse, operation.unroll
             return "loop", content(operation.body), sizes, turns
-        case Choice():
+        case Cond():
             return "choice", tuple(map(content, operation.branches))
-        case Shards():
+        case ShardMap():
             where = _of_object(operation.mesh), operation.axes, operation.check_vma
             specs = operation.in_specs, operation.out_specs
             return "shards", content(operation.body), where, specs
-        case Plain(name, run, params, equation):
+        case PrimitiveCall(name, run, params, equation):
             if equation is None:
                 return name, _of_function(run)
             literals = tuple(
                 (i, x.aval, _of_constant(x.val))
                 for i, x in enumerate(equation.invars)
-                if isinstance(x, Literal)
+                if isinstance(x, core.Literal)
             )
             named = tuple((key, _of_object(params[key])) for key in sorted(params))
             return name, named, literals

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ...ir import Atom, Program, Value
+from ...ir import Atom, Graph, Var
 from ...schedules import Action, Op
 from ..ir._program import Buffer, Code, Instruction, Receive, Run, Send
 from ..ir._steps import substituted
@@ -17,7 +17,7 @@ def fuse(code: Code) -> Code:
     """
     followers = _followers(code)
     kept = _kept(code)
-    known: dict[tuple[int, int, tuple[Buffer | int, ...]], Program] = {}
+    known: dict[tuple[int, int, tuple[Buffer | int, ...]], Graph] = {}
 
     def instructions() -> Iterator[Instruction]:
         taken: set[int] = set()
@@ -74,7 +74,7 @@ def _kept(code: Code) -> set[Buffer]:
     return kept
 
 
-def _fused(first: Run, second: Run, kept: set[Buffer], known: dict[tuple, Program]) -> Run:
+def _fused(first: Run, second: Run, kept: set[Buffer], known: dict[tuple, Graph]) -> Run:
     between = [b for b in first.writes if b in second.reads and b not in kept]
     more = [b for b in second.reads if b not in first.writes]
     reads = tuple(dict.fromkeys([*first.reads, *more]))
@@ -88,20 +88,20 @@ def _fused(first: Run, second: Run, kept: set[Buffer], known: dict[tuple, Progra
     return Run(first.rank, name, known[key], reads, writes, actions)
 
 
-def _joined(first: Run, second: Run, reads: Sequence[Buffer], writes: Sequence[Buffer]) -> Program:
+def _joined(first: Run, second: Run, reads: Sequence[Buffer], writes: Sequence[Buffer]) -> Graph:
     a, b = first.program, second.program
     made: dict[Buffer, Atom] = dict(zip(first.reads, a.inputs, strict=True))
     made.update(zip(first.writes, a.outputs, strict=True))
     inputs = [atom for buffer, atom in zip(first.reads, a.inputs, strict=True) if buffer in reads]
-    renamed: dict[Value, Atom] = {}
+    renamed: dict[Var, Atom] = {}
     for buffer, value in zip(second.reads, b.inputs, strict=True):
         if buffer in made:
             renamed[value] = made[buffer]
         else:
             inputs.append(value)
     made.update(
-        (buffer, renamed.get(atom, atom) if isinstance(atom, Value) else atom)
+        (buffer, renamed.get(atom, atom) if isinstance(atom, Var) else atom)
         for buffer, atom in zip(second.writes, b.outputs, strict=True)
     )
     steps = (*a.steps, *substituted(b.steps, renamed))
-    return Program(tuple(inputs), steps, tuple(made[buffer] for buffer in writes))
+    return Graph(tuple(inputs), steps, tuple(made[buffer] for buffer in writes))

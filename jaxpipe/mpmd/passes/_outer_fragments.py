@@ -7,16 +7,16 @@ steps have levels: what needs a value of another rank is one level behind it.
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from ...ir import Program, Step, Value, prints, read, values
+from ...ir import Eqn, Graph, Var, free_variables, has_print, variables
 from ..ir._program import Buffer, Run
 from ._assign_ranks import Placement
 from ._pipelined_loops import loop_of
 
-Instance = tuple[Step, int]
+Instance = tuple[Eqn, int]
 """A step on a rank."""
 
 
-def segments(outer: Program, placement: Placement) -> list[list[Run]]:
+def segments(outer: Graph, placement: Placement) -> list[list[Run]]:
     """For every segment its programs, each after those whose values it needs.
 
     Args:
@@ -42,11 +42,11 @@ def _segment_name(segment: int, count: int) -> str:
     return "after_loop" if segment == count - 1 else f"between_loops_{segment}"
 
 
-def _latest(outer: Program, last: int) -> dict[Step, int]:
+def _latest(outer: Graph, last: int) -> dict[Eqn, int]:
     """Of every step its segment: as late as those who need it allow, so that little is kept across
     a loop. What prints stays where it is written."""
-    latest: dict[Value, int] = dict.fromkeys(values(outer.outputs), last)
-    of_step: dict[Step, int] = {}
+    latest: dict[Var, int] = dict.fromkeys(variables(outer.outputs), last)
+    of_step: dict[Eqn, int] = {}
     loops = last
     for step in reversed(outer.steps):
         if loop_of(step) is not None:
@@ -54,48 +54,49 @@ def _latest(outer: Program, last: int) -> dict[Step, int]:
             segment = loops
         else:
             segment = min((latest[v] for v in step.outputs if v in latest), default=last)
-            segment = loops if prints(step) else segment
+            segment = loops if has_print(step) else segment
             of_step[step] = segment
-        for value in values(step.inputs):
+        for value in variables(step.inputs):
             latest[value] = min(latest.get(value, segment), segment)
     return dict(reversed(of_step.items()))
 
 
-def _earlier(outer: Program, of_step: Mapping[Step, int]) -> dict[Step, int]:
+def _earlier(outer: Graph, of_step: Mapping[Eqn, int]) -> dict[Eqn, int]:
     """As early as possible instead where a step leaves no more than it takes of what only it reads,
     as an addition of gradients does. What the function is given, its caller keeps in any case."""
     found = dict(of_step)
-    uses = Counter(value for step in outer.steps for value in set(values(step.inputs)))
-    uses.update(values(outer.outputs))
-    made_in: dict[Value, int] = {}
+    uses = Counter(value for step in outer.steps for value in set(variables(step.inputs)))
+    uses.update(variables(outer.outputs))
+    made_in: dict[Var, int] = {}
     loops = 0
     for step in outer.steps:
         if loop_of(step) is not None:
             loops += 1
             made_in |= dict.fromkeys(step.outputs, loops)
             continue
-        inputs = {value for value in values(step.inputs) if value in made_in}
+        inputs = {value for value in variables(step.inputs) if value in made_in}
         taken = sum(value.num_bytes for value in inputs if uses[value] == 1)
-        if not prints(step) and inputs and sum(value.num_bytes for value in step.outputs) <= taken:
+        made = sum(value.num_bytes for value in step.outputs)
+        if not has_print(step) and inputs and made <= taken:
             found[step] = max(made_in[value] for value in inputs)
         made_in |= dict.fromkeys(step.outputs, found[step])
     return found
 
 
 def _exported(
-    outer: Program, placement: Placement, of_segment: Mapping[Step, int]
-) -> dict[tuple[Value, int], bool]:
+    outer: Graph, placement: Placement, of_segment: Mapping[Eqn, int]
+) -> dict[tuple[Var, int], bool]:
     """Values on ranks that loops, other ranks, other segments or the caller need."""
-    found: dict[tuple[Value, int], bool] = {}
+    found: dict[tuple[Var, int], bool] = {}
     made_in = {value: segment for step, segment in of_segment.items() for value in step.outputs}
     for step, segment in of_segment.items():
-        later = [v for v in values(step.inputs) if made_in.get(v, segment) != segment]
+        later = [v for v in variables(step.inputs) if made_in.get(v, segment) != segment]
         found |= {(value, rank): True for value in later for rank in placement.runs_on[step]}
     for step in outer.steps:
         if loop_of(step) is not None:
-            for value in values(step.inputs):
+            for value in variables(step.inputs):
                 found |= dict.fromkeys(((value, r) for r in placement.needed_on[value]), True)
-    for value in values(outer.outputs):
+    for value in variables(outer.outputs):
         found |= dict.fromkeys(((value, r) for r in placement.needed_on[value]), True)
     for value, ranks in placement.made_on.items():
         if ranks and set(placement.needed_on.get(value, ())) - set(ranks):
@@ -104,12 +105,12 @@ def _exported(
 
 
 def _levels(
-    steps: Sequence[Step], placement: Placement, exported: Mapping[tuple[Value, int], bool]
+    steps: Sequence[Eqn], placement: Placement, exported: Mapping[tuple[Var, int], bool]
 ) -> dict[Instance, int]:
     makers = {value: step for step in steps for value in step.outputs}
     earliest: dict[Instance, int] = {}
 
-    def source(value: Value, rank: int) -> tuple[Instance, int] | None:
+    def source(value: Var, rank: int) -> tuple[Instance, int] | None:
         """Who makes what a rank needs, and how many levels before."""
         maker = makers.get(value)
         if maker is None:
@@ -119,7 +120,7 @@ def _levels(
 
     for step in steps:
         for rank in placement.runs_on[step]:
-            sources = [s for v in values(step.inputs) if (s := source(v, rank)) is not None]
+            sources = [s for v in variables(step.inputs) if (s := source(v, rank)) is not None]
             earliest[step, rank] = max((earliest[i] + hops for i, hops in sources), default=0)
 
     latest: dict[Instance, int] = {}
@@ -129,7 +130,7 @@ def _levels(
             leaves = any((value, rank) in exported for value in step.outputs)
             level = latest.get(instance, earliest[instance])
             latest[instance] = earliest[instance] if leaves else max(level, earliest[instance])
-            for value in values(step.inputs):
+            for value in variables(step.inputs):
                 found = source(value, rank)
                 if found is not None:
                     maker, hops = found
@@ -141,10 +142,10 @@ def _levels(
 def _runs(
     levels: Mapping[Instance, int],
     placement: Placement,
-    exported: Mapping[tuple[Value, int], bool],
+    exported: Mapping[tuple[Var, int], bool],
     name: str,
 ) -> Iterator[Run]:
-    groups: defaultdict[tuple[int, int], list[Step]] = defaultdict(list)
+    groups: defaultdict[tuple[int, int], list[Eqn]] = defaultdict(list)
     for (step, rank), level in levels.items():
         groups[level, rank].append(step)
     several = len({level for level, _ in groups}) > 1
@@ -155,11 +156,11 @@ def _runs(
             value
             for (step, r), _ in levels.items()
             if r == rank and step not in inside
-            for value in values(step.inputs)
+            for value in variables(step.inputs)
         }
         made = [value for step in steps for value in step.outputs]
         writes = tuple(v for v in made if (v, rank) in exported or v in used)
-        reads = tuple(read(steps, writes))
+        reads = tuple(free_variables(steps, writes))
         label = f"{name}_{level}" if several else name
-        program = Program(reads, tuple(steps), writes)
+        program = Graph(reads, tuple(steps), writes)
         yield Run(rank, label, program, tuple(map(Buffer, reads)), tuple(map(Buffer, writes)))

@@ -8,7 +8,18 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from ... import schedules
-from ...ir import Atom, Plain, Program, Step, Value, is_move, prints, program, read, values
+from ...ir import (
+    Atom,
+    Eqn,
+    Graph,
+    PrimitiveCall,
+    Var,
+    free_variables,
+    has_print,
+    is_move,
+    to_graph,
+    variables,
+)
 from ...schedules import Op, Schedule
 from ..ir._reduce import Last, Total, is_add, totals
 from ..ir._reduce import Op as Operation
@@ -36,26 +47,26 @@ class PipelinedLoop:
     """
 
     schedule: Schedule
-    invariants: tuple[Value, ...]
-    index: Value
+    invariants: tuple[Var, ...]
+    index: Var
     tasks: tuple[Mapping[Op, Task], ...]
-    totals: Mapping[Value, Total]
-    specs: Mapping[Value, PartitionSpec]
+    totals: Mapping[Var, Total]
+    specs: Mapping[Var, PartitionSpec]
 
 
-def loop_of(step: Step) -> PipelinedLoop | None:
+def loop_of(step: Eqn) -> PipelinedLoop | None:
     operation = step.operation
-    if isinstance(operation, Plain) and operation.name == LOOP:
+    if isinstance(operation, PrimitiveCall) and operation.name == LOOP:
         return operation.params["loop"]
     return None
 
 
-def loop_results(outer: Program) -> list[Value]:
+def loop_results(outer: Graph) -> list[Var]:
     """What loops return: sums, whose first and last version lie alike."""
     return [value for step in outer.steps if loop_of(step) is not None for value in step.outputs]
 
 
-def pipeline_loops(outer: Program, schedule_of: Callable[[Any, int], Schedule]) -> Program:
+def pipeline_loops(outer: Graph, schedule_of: Callable[[Any, int], Schedule]) -> Graph:
     """Replaces every loop over microbatches by one in tasks, and the sums of its shares.
 
     Args:
@@ -64,8 +75,8 @@ def pipeline_loops(outer: Program, schedule_of: Callable[[Any, int], Schedule]) 
     """
     outer = unrolled(outer)
     check_reachable(outer, "the function")
-    steps: list[Step] = []
-    known: dict[Value, Atom] = {}
+    steps: list[Eqn] = []
+    known: dict[Var, Atom] = {}
     for step in outer.steps:
         (step,) = substituted([step], known)
         if is_loop(step):
@@ -81,20 +92,20 @@ def pipeline_loops(outer: Program, schedule_of: Callable[[Any, int], Schedule]) 
 
 
 def _pipelined(
-    step: Step, schedule_of: Callable[[Any, int], Schedule], known: dict[Value, Atom]
-) -> list[Step]:
+    step: Eqn, schedule_of: Callable[[Any, int], Schedule], known: dict[Var, Atom]
+) -> list[Eqn]:
     """Returns the steps that replace a loop, and maps results that need none of them in `known`."""
-    assert isinstance(step.operation, Plain)
+    assert isinstance(step.operation, PrimitiveCall)
     params = step.operation.params
     count = params["num_microbatches"]
     schedule = schedule_of(params["schedule"], count)
-    whole = program(params["jaxpr"], prints=True)
+    whole = to_graph(params["jaxpr"], prints=True)
     check_reachable(whole, "a stage")
     before, body, inputs = _hoisted(whole, step.inputs)
     step, body, operations = _without_invariants(step, body, inputs, known)
     adds = list(map(is_add, operations))
     body, constraints = constrained_results(body, adds)
-    written = partial(program, params["jaxpr"], keep_dead=True, prints=True)
+    written = partial(to_graph, params["jaxpr"], keep_dead=True, prints=True)
     staged = cut_into_stages(body, schedule.num_stages, adds, written)
     each = totals([aval_of(atom) for atom in body.outputs], operations, count)
     shares = {
@@ -113,12 +124,12 @@ def _pipelined(
     if not any(op is not Op.F for of_stage in tasks for op in of_stage):
         schedule = schedules.forward_only(schedule)
     loop = PipelinedLoop(schedule, body.inputs[:-1], body.inputs[-1], tasks, shares, specs)
-    outputs = {share: Value(total.aval) for share, total in shares.items()}
+    outputs = {share: Var(total.aval) for share, total in shares.items()}
     for result, of_result in zip(step.outputs, staged.shares, strict=True):
         if len(of_result) == 1:
             outputs[of_result[0]] = result
-    operation = Plain(LOOP, _never, {"loop": loop})
-    pipelined = Step(operation, tuple(inputs), tuple(outputs.values()))
+    operation = PrimitiveCall(LOOP, _never, {"loop": loop})
+    pipelined = Eqn(operation, tuple(inputs), tuple(outputs.values()))
     sums = [
         added
         for result, of_result in zip(step.outputs, staged.shares, strict=True)
@@ -128,19 +139,19 @@ def _pipelined(
 
 
 def _without_invariants(
-    step: Step, body: Program, inputs: Sequence[Atom], known: dict[Value, Atom]
-) -> tuple[Step, Program, list[Operation]]:
+    step: Eqn, body: Graph, inputs: Sequence[Atom], known: dict[Var, Atom]
+) -> tuple[Eqn, Graph, list[Operation]]:
     """Returns the loop without the results that its only microbatch returns unchanged.
 
     `known` maps these to the inputs of the loop, so that they stay on the groups that have them.
     """
-    assert isinstance(step.operation, Plain)
+    assert isinstance(step.operation, PrimitiveCall)
     outside = dict(zip(body.inputs[:-1], inputs, strict=True))
     kept = []
     for result, output, operation in zip(
         step.outputs, body.outputs, step.operation.params["operations"], strict=True
     ):
-        if operation is Last and isinstance(output, Value) and output in outside:
+        if operation is Last and isinstance(output, Var) and output in outside:
             known[result] = outside[output]
         else:
             kept.append((result, output, operation))
@@ -152,17 +163,17 @@ def _never(*inputs: Any) -> Sequence[Any]:
     raise AssertionError("a loop in tasks runs on ranks")
 
 
-def _sum_of(shares: Sequence[Value], result: Value) -> list[Step]:
+def _sum_of(shares: Sequence[Var], result: Var) -> list[Eqn]:
     """Steps that make `result`; none if it comes in one share."""
     steps, total = [], shares[0]
     for i, share in enumerate(shares[1:], 1):
-        new = result if i == len(shares) - 1 else Value(result.aval)
-        steps.append(Step(ADD, (total, share), (new,)))
+        new = result if i == len(shares) - 1 else Var(result.aval)
+        steps.append(Eqn(ADD, (total, share), (new,)))
         total = new
     return steps
 
 
-def _hoisted(body: Program, inputs: Sequence[Atom]) -> tuple[list[Step], Program, list[Value]]:
+def _hoisted(body: Graph, inputs: Sequence[Atom]) -> tuple[list[Eqn], Graph, list[Var]]:
     """What every microbatch would compute anew from invariants, such as weights in another dtype,
     out of the loop: the steps before it, its body, and what that is given.
 
@@ -170,10 +181,10 @@ def _hoisted(body: Program, inputs: Sequence[Atom]) -> tuple[list[Step], Program
     moves numbers around or prints.
     """
     index = body.inputs[-1]
-    known: dict[Value, Atom] = dict(zip(body.inputs[:-1], inputs, strict=True))
+    known: dict[Var, Atom] = dict(zip(body.inputs[:-1], inputs, strict=True))
     numbers, first = Numbers(body.inputs), {}
-    before: list[Step] = []
-    inside: list[Step] = []
+    before: list[Eqn] = []
+    inside: list[Eqn] = []
     invariant = set(known)
     for step in body.steps:
         number = numbers.of_step(step)
@@ -191,35 +202,36 @@ def _hoisted(body: Program, inputs: Sequence[Atom]) -> tuple[list[Step], Program
             invariant.update(step.outputs)
     renewed = with_outputs(body, inside, known)
     before, inside = _with_moves_inside(before, renewed)
-    given = [v for v in read(inside, renewed.outputs) if v is not index]
+    given = [v for v in free_variables(inside, renewed.outputs) if v is not index]
     return before, replace(renewed, inputs=(*given, index), steps=tuple(inside)), given
 
 
-def _can_come_out(step: Step, invariant: set[Value]) -> bool:
-    given = values(step.inputs)
-    if not given or is_mark(step) or prints(step) or not invariant.issuperset(given):
+def _can_come_out(step: Eqn, invariant: set[Var]) -> bool:
+    given = variables(step.inputs)
+    if not given or is_mark(step) or has_print(step) or not invariant.issuperset(given):
         return False
     size = sum(value.num_bytes for value in step.outputs)
     return size <= sum(value.num_bytes for value in given)
 
 
-def _with_moves_inside(before: Sequence[Step], body: Program) -> tuple[list[Step], list[Step]]:
+def _with_moves_inside(before: Sequence[Eqn], body: Graph) -> tuple[list[Eqn], list[Eqn]]:
     """Steps that give the body what they only move, such as a reshaped weight, back in: an array
     more would cost memory, and moving fuses with what reads it."""
     inside = list(body.steps)
-    needed = set(read(inside, body.outputs))
-    outside: set[Value] = set()  # what the steps that stay read
-    stay: list[Step] = []
+    needed = set(free_variables(inside, body.outputs))
+    outside: set[Var] = set()  # what the steps that stay read
+    stay: list[Eqn] = []
     for step in reversed(before):
         is_inside = needed.intersection(step.outputs) and is_move(step) and not _is_cast(step)
         if is_inside:
             inside.insert(0, step)
-            needed.update(values(step.inputs))
+            needed.update(variables(step.inputs))
         if not is_inside or outside.intersection(step.outputs):
             stay.insert(0, step)
-            outside.update(values(step.inputs))
+            outside.update(variables(step.inputs))
     return stay, inside
 
 
-def _is_cast(step: Step) -> bool:
-    return isinstance(step.operation, Plain) and step.operation.name == "convert_element_type"
+def _is_cast(step: Eqn) -> bool:
+    operation = step.operation
+    return isinstance(operation, PrimitiveCall) and operation.name == "convert_element_type"

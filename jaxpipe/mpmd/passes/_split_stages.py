@@ -12,15 +12,26 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend import core
 
-from ...ir import Atom, Constant, Plain, Program, Step, Value, is_light, prints, tokens, values
+from ...ir import (
+    Atom,
+    Eqn,
+    Graph,
+    Literal,
+    PrimitiveCall,
+    Var,
+    has_print,
+    is_light,
+    print_tokens,
+    variables,
+)
 from ..ir._marks import NAME, same
 from ..ir._scopes import is_transposed
 from ..ir._steps import ADD, copy_of, is_sum, live, substituted, with_outputs
 from ._fingerprint import Numbers
 
-Places = Mapping[Value, int]
+Places = Mapping[Var, int]
 
 
 @dataclass(frozen=True)
@@ -33,9 +44,9 @@ class Stage:
         handed_on: Its outputs that other stages need.
     """
 
-    program: Program
-    backward: frozenset[Value]
-    handed_on: frozenset[Value]
+    program: Graph
+    backward: frozenset[Var]
+    handed_on: frozenset[Var]
 
 
 @dataclass(frozen=True)
@@ -43,11 +54,11 @@ class Staged:
     """Stages, and for every result of the body its shares, which add up to it."""
 
     stages: tuple[Stage, ...]
-    shares: tuple[tuple[Value, ...], ...]
+    shares: tuple[tuple[Var, ...], ...]
 
 
 def cut_into_stages(
-    body: Program, num_stages: int, adds: Sequence[bool], written: Callable[[], Program]
+    body: Graph, num_stages: int, adds: Sequence[bool], written: Callable[[], Graph]
 ) -> Staged:
     """Cuts at marks.
 
@@ -67,67 +78,67 @@ def cut_into_stages(
     body, shares = _shares(body, places, adds, num_stages)
     places = _places(body, marks, num_stages)
     homes, uses = _homes(body, marks, places, shares, num_stages)
-    results = [*(value for share in shares for value in share), *tokens(body.steps)]
+    results = [*(value for share in shares for value in share), *print_tokens(body.steps)]
     stages = tuple(
         _stage(i, body, places, homes, uses, results, num_stages) for i in range(num_stages)
     )
     return Staged(stages, shares)
 
 
-def is_mark(step: Step) -> bool:
-    return isinstance(step.operation, Plain) and step.operation.name == NAME
+def is_mark(step: Eqn) -> bool:
+    return isinstance(step.operation, PrimitiveCall) and step.operation.name == NAME
 
 
-def _is_backward_mark(step: Step) -> bool:
-    assert isinstance(step.operation, Plain)
+def _is_backward_mark(step: Eqn) -> bool:
+    assert isinstance(step.operation, PrimitiveCall)
     return step.operation.params["backward"]
 
 
-def _of_values(body: Program) -> Program:
+def _of_values(body: Graph) -> Graph:
     """Returns the body with constants taken out of its marks.
 
     A constant, such as the cotangent of a loss, is available in every stage, so a mark on it does
     nothing.
     """
-    known: dict[Value, Atom] = {}
+    known: dict[Var, Atom] = {}
     steps = []
     for step in body.steps:
         (step,) = substituted([step], known)
         if is_mark(step):
-            assert isinstance(step.operation, Plain)
+            assert isinstance(step.operation, PrimitiveCall)
             atoms, params = _marked(step), step.operation.params
             pairs = zip(step.outputs, atoms, strict=True)
-            known.update((o, a) for o, a in pairs if isinstance(a, Constant))
+            known.update((o, a) for o, a in pairs if isinstance(a, Literal))
             outputs = tuple(o for o in step.outputs if o not in known)
-            step = Step(Plain(NAME, same, params), tuple(values(atoms)), outputs)
+            step = Eqn(PrimitiveCall(NAME, same, params), tuple(variables(atoms)), outputs)
         steps.append(step)
     return with_outputs(body, steps, known)
 
 
-def _marked(step: Step) -> list[Atom]:
+def _marked(step: Eqn) -> list[Atom]:
     """Returns the operands of a mark in order: its inputs and the literals of its equation."""
-    assert isinstance(step.operation, Plain) and step.operation.equation is not None
+    assert isinstance(step.operation, PrimitiveCall) and step.operation.equation is not None
     inputs = iter(step.inputs)
 
-    def constant(literal: Any) -> Constant:
-        return Constant(np.asarray(literal.val, literal.aval.dtype))
+    def constant(literal: Any) -> Literal:
+        return Literal(np.asarray(literal.val, literal.aval.dtype))
 
-    variables = step.operation.equation.invars
-    return [constant(x) if isinstance(x, Literal) else next(inputs) for x in variables]
+    invars = step.operation.equation.invars
+    return [constant(x) if isinstance(x, core.Literal) else next(inputs) for x in invars]
 
 
-def _marks_in(body: Program) -> list[int]:
+def _marks_in(body: Graph) -> list[int]:
     """Returns the numbers of the forward marks in a body, in program order."""
     steps = _without_recomputed_marks(_of_values(body)).steps
     return [_number(step) for step in steps if is_mark(step) and not _is_backward_mark(step)]
 
 
-def _number(step: Step) -> int:
-    assert isinstance(step.operation, Plain)
+def _number(step: Eqn) -> int:
+    assert isinstance(step.operation, PrimitiveCall)
     return step.operation.params["number"]
 
 
-def _without_recomputed_marks(body: Program) -> Program:
+def _without_recomputed_marks(body: Graph) -> Graph:
     """What is rematerialised of a stage begins where the stage begins: what the stage before hands
     on is there already, so its mark is not computed a second time."""
     numbers, first, known = Numbers(body.inputs), {}, {}
@@ -145,8 +156,8 @@ def _without_recomputed_marks(body: Program) -> Program:
 
 
 def _number_marks(
-    body: Program, num_stages: int, written: Callable[[], list[int]]
-) -> tuple[Program, dict[Step, int]]:
+    body: Graph, num_stages: int, written: Callable[[], list[int]]
+) -> tuple[Graph, dict[Eqn, int]]:
     """Which stage every mark ends; a last one, behind all stages, is taken out.
 
     Marks count in program order, and transposition reverses it. If results depend on only some of
@@ -169,7 +180,7 @@ def _number_marks(
     numbered = _aligned(forward, numbers)
     numbered |= {step: last - i for step, i in _aligned(backward, numbers[::-1]).items()}
     behind = [step for step, i in numbered.items() if i == num_stages - 1]
-    known: dict[Value, Atom] = {}
+    known: dict[Var, Atom] = {}
     steps = []
     for step in body.steps:
         if step in behind:
@@ -177,7 +188,7 @@ def _number_marks(
             known.update(zip(step.outputs, now.inputs, strict=True))
         else:
             steps.append(step)
-    marks: dict[Step, int] = {}
+    marks: dict[Eqn, int] = {}
     renamed = substituted(steps, known)
     for old, new in zip(steps, renamed, strict=True):
         if old in numbered:
@@ -185,9 +196,9 @@ def _number_marks(
     return with_outputs(body, renamed, known), marks
 
 
-def _aligned(marks: Sequence[Step], numbers: Sequence[int]) -> dict[Step, int]:
+def _aligned(marks: Sequence[Eqn], numbers: Sequence[int]) -> dict[Eqn, int]:
     """Returns for each mark the index of its number in `numbers`, which has them in this order."""
-    found: dict[Step, int] = {}
+    found: dict[Eqn, int] = {}
     start = 0
     for step in marks:
         assert _number(step) in numbers[start:], "marks keep their order"
@@ -196,10 +207,10 @@ def _aligned(marks: Sequence[Step], numbers: Sequence[int]) -> dict[Step, int]:
     return found
 
 
-def _places(body: Program, marks: Mapping[Step, int], num_stages: int) -> Places:
-    places: dict[Value, int] = {}
+def _places(body: Graph, marks: Mapping[Eqn, int], num_stages: int) -> Places:
+    places: dict[Var, int] = {}
     for step in body.steps:
-        place = max((places[v] for v in values(step.inputs) if v in places), default=None)
+        place = max((places[v] for v in variables(step.inputs) if v in places), default=None)
         if step in marks:
             stage = marks[step]
             back = _is_backward_mark(step)
@@ -219,28 +230,28 @@ def _stage_of(place: int, num_stages: int) -> int:
 
 
 def _shares(
-    body: Program, places: Places, adds: Sequence[bool], num_stages: int
-) -> tuple[Program, tuple[tuple[Value, ...], ...]]:
+    body: Graph, places: Places, adds: Sequence[bool], num_stages: int
+) -> tuple[Graph, tuple[tuple[Var, ...], ...]]:
     """Results as copies of their own, and those that are sums of several stages in shares.
 
     The gradient of a weight that several stages use is such a sum. Every stage adds up its share
     over all microbatches, and the shares come together once, behind the loop.
     """
     makers = {value: step for step in body.steps for value in step.outputs}
-    uses = Counter(values([*(a for step in body.steps for a in step.inputs), *body.outputs]))
+    uses = Counter(variables([*(a for step in body.steps for a in step.inputs), *body.outputs]))
 
     def terms(atom: Atom) -> list[Atom]:
-        step = makers.get(atom) if isinstance(atom, Value) else None
+        step = makers.get(atom) if isinstance(atom, Var) else None
         if step is None or uses[step.outputs[0]] > 1 or not is_sum(step):
             return [atom]
         return [term for part in step.inputs for term in terms(part)]
 
     def stage(atom: Atom) -> int:
-        place = places.get(atom, 0) if isinstance(atom, Value) else 0
+        place = places.get(atom, 0) if isinstance(atom, Var) else 0
         return _stage_of(place, num_stages)
 
     steps = list(body.steps)
-    shares: list[tuple[Value, ...]] = []
+    shares: list[tuple[Var, ...]] = []
     for output, may_share in zip(body.outputs, adds, strict=True):
         parts: dict[int, list[Atom]] = {}
         for term in terms(output) if may_share else [output]:
@@ -251,27 +262,27 @@ def _shares(
         for atoms in parts.values():
             total = atoms[0]
             for atom in atoms[1:]:
-                added = Value(output.aval) if isinstance(output, Value) else None
+                added = Var(output.aval) if isinstance(output, Var) else None
                 assert added is not None, "a constant is no sum"
-                steps.append(Step(ADD, (total, atom), (added,)))
+                steps.append(Eqn(ADD, (total, atom), (added,)))
                 total = added
             steps.append(copy_of(total))
             share.append(steps[-1].outputs[0])
         shares.append(tuple(share))
-    outputs = (*(value for share in shares for value in share), *tokens(steps))
-    return live(Program(body.inputs, tuple(steps), outputs)), tuple(shares)
+    outputs = (*(value for share in shares for value in share), *print_tokens(steps))
+    return live(Graph(body.inputs, tuple(steps), outputs)), tuple(shares)
 
 
 def _homes(
-    body: Program,
-    marks: Mapping[Step, int],
+    body: Graph,
+    marks: Mapping[Eqn, int],
     places: Places,
-    shares: Sequence[Sequence[Value]],
+    shares: Sequence[Sequence[Var]],
     num_stages: int,
-) -> tuple[dict[Step, set[int]], dict[Value, set[int]]]:
+) -> tuple[dict[Eqn, set[int]], dict[Var, set[int]]]:
     """The stages that run each step, and those that use each value."""
-    homes: dict[Step, set[int]] = {}
-    uses: defaultdict[Value, set[int]] = defaultdict(set)
+    homes: dict[Eqn, set[int]] = {}
+    uses: defaultdict[Var, set[int]] = defaultdict(set)
     results = {value for share in shares for value in share}
     written = _written(body, marks)
     for step in reversed(body.steps):
@@ -290,19 +301,19 @@ def _homes(
             if len(home) > 1 and (step in written or not _is_quick(step)):
                 home = {min(home)}
         homes[step] = home
-        for value in values(step.inputs):
+        for value in variables(step.inputs):
             uses[value] |= home
     return homes, uses
 
 
-def _written(body: Program, marks: Mapping[Step, int]) -> dict[Step, int]:
+def _written(body: Graph, marks: Mapping[Eqn, int]) -> dict[Eqn, int]:
     """Of each step that prints the stage in which it is written: that has what it shows."""
-    written: dict[Step, int] = {}
+    written: dict[Eqn, int] = {}
     stage = 0
     for step in body.steps:
         if step in marks:
             stage = marks[step] + (not _is_backward_mark(step))
-        elif prints(step):
+        elif has_print(step):
             written[step] = stage
     return written
 
@@ -310,21 +321,22 @@ def _written(body: Program, marks: Mapping[Step, int]) -> dict[Step, int]:
 _FEW_BYTES = 4096
 
 
-def _is_quick(step: Step) -> bool:
+def _is_quick(step: Eqn) -> bool:
     """Whether to compute it twice rather than to send what it gives."""
     if is_light(step):
         return True
-    moved = [*values(step.inputs), *step.outputs]
-    return isinstance(step.operation, Plain) and sum(v.num_bytes for v in moved) <= _FEW_BYTES
+    moved = [*variables(step.inputs), *step.outputs]
+    num_bytes = sum(v.num_bytes for v in moved)
+    return isinstance(step.operation, PrimitiveCall) and num_bytes <= _FEW_BYTES
 
 
 def _stage(
     stage: int,
-    body: Program,
+    body: Graph,
     places: Places,
-    homes: Mapping[Step, set[int]],
-    uses: Mapping[Value, set[int]],
-    results: Sequence[Value],
+    homes: Mapping[Eqn, set[int]],
+    uses: Mapping[Var, set[int]],
+    results: Sequence[Var],
     num_stages: int,
 ) -> Stage:
     steps = [step for step in body.steps if stage in homes[step]]
@@ -333,17 +345,17 @@ def _stage(
         value for step in steps for value in step.outputs if uses.get(value, set()) - homes[step]
     ]
     outputs = (*handed_on, *(value for value in results if value in made))
-    needed = dict.fromkeys(v for step in steps for v in values(step.inputs) if v not in made)
+    needed = dict.fromkeys(v for step in steps for v in variables(step.inputs) if v not in made)
     back = _backward_values(steps, places, stage, num_stages)
     back.update(value for value in needed if places.get(value, 0) >= num_stages)
     shared = [step for step in steps if len(homes[step]) > 1]
-    program = Program(tuple(needed), tuple(_own(steps, shared)), outputs)
+    program = Graph(tuple(needed), tuple(_own(steps, shared)), outputs)
     return Stage(program, frozenset(back), frozenset(handed_on))
 
 
-def _own(steps: Sequence[Step], shared: Sequence[Step]) -> list[Step]:
+def _own(steps: Sequence[Eqn], shared: Sequence[Eqn]) -> list[Eqn]:
     """The steps, with values of their own where other stages run some too."""
-    own: dict[Value, Atom] = {v: Value(v.aval) for step in shared for v in step.outputs}
+    own: dict[Var, Atom] = {v: Var(v.aval) for step in shared for v in step.outputs}
     renamed = []
     for step in substituted(steps, own):
         outputs = tuple(own.get(value, value) for value in step.outputs)
@@ -351,17 +363,15 @@ def _own(steps: Sequence[Step], shared: Sequence[Step]) -> list[Step]:
     return renamed
 
 
-def _backward_values(
-    steps: Sequence[Step], places: Places, stage: int, num_stages: int
-) -> set[Value]:
+def _backward_values(steps: Sequence[Eqn], places: Places, stage: int, num_stages: int) -> set[Var]:
     """What comes on the way back. In the last stage no mark says so, but JAX does."""
-    back: set[Value] = set()
+    back: set[Var] = set()
     is_last = stage == num_stages - 1
     for step in steps:
         place = places.get(step.outputs[0], stage)
-        of_last = is_last and (is_transposed(step) or not back.isdisjoint(values(step.inputs)))
+        of_last = is_last and (is_transposed(step) or not back.isdisjoint(variables(step.inputs)))
         # A print in what is rematerialised waits for it: the forward has printed already.
-        is_again = prints(step) and is_transposed(step)
+        is_again = has_print(step) and is_transposed(step)
         if place >= num_stages or of_last or is_again:
             back.update(step.outputs)
     return back

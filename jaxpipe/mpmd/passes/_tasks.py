@@ -9,7 +9,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...ir import Plain, Program, Step, Value, accumulate, fission, is_light, prints, read, values
+from ...ir import (
+    Eqn,
+    Graph,
+    PrimitiveCall,
+    Var,
+    accumulate,
+    free_variables,
+    has_print,
+    is_light,
+    partition,
+    variables,
+)
 from ...schedules import Op
 from ..ir._reduce import Total
 from ._split_stages import Stage
@@ -29,14 +40,14 @@ class Task:
         sums: The shares of results that it adds to.
     """
 
-    program: Program
-    reads: tuple[Value, ...]
-    writes: tuple[Value, ...]
-    sums: tuple[Value, ...]
+    program: Graph
+    reads: tuple[Var, ...]
+    writes: tuple[Var, ...]
+    sums: tuple[Var, ...]
 
 
 def tasks_of(
-    stage: Stage, *, body: Program, totals: Mapping[Value, Total], splits: bool
+    stage: Stage, *, body: Graph, totals: Mapping[Var, Total], splits: bool
 ) -> dict[Op, Task]:
     """The tasks of a stage; those that would compute nothing are left out.
 
@@ -53,7 +64,7 @@ def tasks_of(
         "free" if value in always else ("own" if value in stage.backward else "kept")
         for value in program.inputs
     ]
-    halves = fission(program, forward, kinds)
+    halves = partition(program, forward, kinds)
     parts = {Op.F: halves.first}
     if not all(forward):
         if splits:
@@ -64,64 +75,68 @@ def tasks_of(
     return {op: task for op, task in tasks.items() if task.writes or task.sums}
 
 
-def _halves_of_backward(backward: Program, stage: Stage, always: set[Value]) -> dict[Op, Program]:
+def _halves_of_backward(backward: Graph, stage: Stage, always: set[Var]) -> dict[Op, Graph]:
     shown = _shown_at_once(backward, stage.handed_on)
     first = [value in stage.handed_on or value in shown for value in backward.outputs]
     kinds: list[Kind] = [
         "free" if value in always else ("gone" if value in stage.backward else "kept")
         for value in backward.inputs
     ]
-    halves = fission(backward, first, kinds)
+    halves = partition(backward, first, kinds)
     return {Op.I: halves.first, Op.W: halves.second}
 
 
-def _shown_at_once(backward: Program, handed_on: frozenset[Value]) -> set[Value]:
+def _shown_at_once(backward: Graph, handed_on: frozenset[Var]) -> set[Var]:
     """The outputs of steps that print what the first half has anyway: these print there."""
-    needed = handed_on.intersection(values(backward.outputs))
+    needed = handed_on.intersection(variables(backward.outputs))
     if not needed:
         return set()
-    computed: set[Step] = set()
+    computed: set[Eqn] = set()
     wanted = set(needed)
     for step in reversed(backward.steps):
         if wanted.intersection(step.outputs):
             computed.add(step)
-            wanted.update(values(step.inputs))
-    shown: set[Value] = set()
+            wanted.update(variables(step.inputs))
+    shown: set[Var] = set()
     has = set(backward.inputs)
     for step in backward.steps:
-        ready = has.issuperset(values(step.inputs))
+        ready = has.issuperset(variables(step.inputs))
         if step in computed or (ready and is_light(step)):
             has.update(step.outputs)
-        if prints(step) and (step in computed or ready):
+        if has_print(step) and (step in computed or ready):
             shown.update(step.outputs)
     return shown.difference(handed_on)
 
 
-def _task(program: Program, totals: Mapping[Value, Total], index: Value) -> Task:
+def _task(program: Graph, totals: Mapping[Var, Total], index: Var) -> Task:
     """With its sums: adding happens where gradients are made, in place."""
-    made = set(values(program.outputs)).difference(program.inputs)
-    outputs = [value for value in dict.fromkeys(values(program.outputs)) if value in made]
+    made = set(variables(program.outputs)).difference(program.inputs)
+    outputs = [value for value in dict.fromkeys(variables(program.outputs)) if value in made]
     writes = tuple(value for value in outputs if value not in totals)
     results = [value for value in outputs if value in totals]
     adds = [v for v in results if totals[v].adds]
     others = [v for v in results if not totals[v].adds]
 
-    starts = {value: Value(totals[value].aval) for value in others}
-    ends = {value: Value(totals[value].aval) for value in others}
+    starts = {value: Var(totals[value].aval) for value in others}
+    ends = {value: Var(totals[value].aval) for value in others}
     updates = [
-        Step(Plain("with_result", partial(_updated, totals[v])), (starts[v], v, index), (ends[v],))
+        Eqn(
+            PrimitiveCall("with_result", partial(_updated, totals[v])),
+            (starts[v], v, index),
+            (ends[v],),
+        )
         for v in others
     ]
     inputs = tuple(dict.fromkeys((*program.inputs, index)))
-    inner = Program(
+    inner = Graph(
         (*inputs, *starts.values()), (*program.steps, *updates), (*writes, *ends.values(), *adds)
     )
     is_added = [False] * (len(writes) + len(ends)) + [True] * len(adds)
     added = accumulate(inner, is_added)
-    used = set(read(added.steps, added.outputs))
+    used = set(free_variables(added.steps, added.outputs))
     reads = tuple(value for value in inputs if value in used)
     sums = added.inputs[len(inputs) :]
-    whole = Program((*reads, *sums), added.steps, added.outputs)
+    whole = Graph((*reads, *sums), added.steps, added.outputs)
     return Task(whole, reads, writes, (*others, *adds))
 
 

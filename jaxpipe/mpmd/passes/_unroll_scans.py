@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import jaxprs_in_params
 
-from ...ir import Atom, Choice, Loop, Plain, Program, Shards, Step, Value
+from ...ir import Atom, Cond, Eqn, Graph, PrimitiveCall, Scan, ShardMap, Var
 from ..ir._marks import NAME as MARK
 from ..ir._reduce import NAME as LOOP
 from ..ir._steps import aval_of, substituted, with_outputs
@@ -24,7 +24,7 @@ MOST_TURNS = 64
 """The most turns of a scan that is unrolled. Longer ones would take minutes to lower."""
 
 
-def unrolled(outer: Program) -> Program:
+def unrolled(outer: Graph) -> Graph:
     """Returns the function with each `lax.scan` around a loop over microbatches unrolled.
 
     Args:
@@ -33,15 +33,15 @@ def unrolled(outer: Program) -> Program:
     Raises:
         ValueError: If such a scan has more than `MOST_TURNS` turns.
     """
-    steps: list[Step] = []
-    known: dict[Value, Atom] = {}
+    steps: list[Eqn] = []
+    known: dict[Var, Atom] = {}
     for step in outer.steps:
         (step,) = substituted([step], known)
         steps += _unrolled(step, known)
     return with_outputs(outer, steps, known)
 
 
-def check_reachable(program: Program, where: str) -> None:
+def check_reachable(program: Graph, where: str) -> None:
     """Checks that no mark and no loop is inside another construct.
 
     Args:
@@ -70,14 +70,14 @@ def check_reachable(program: Program, where: str) -> None:
             )
 
 
-def is_loop(step: Step) -> bool:
+def is_loop(step: Eqn) -> bool:
     """Returns whether the step is a loop over microbatches."""
-    return isinstance(step.operation, Plain) and step.operation.name == LOOP
+    return isinstance(step.operation, PrimitiveCall) and step.operation.name == LOOP
 
 
-def _unrolled(step: Step, known: dict[Value, Atom]) -> list[Step]:
+def _unrolled(step: Eqn, known: dict[Var, Atom]) -> list[Eqn]:
     """Returns the steps that replace one, and maps its outputs to theirs in `known`."""
-    if not isinstance(step.operation, Loop) or not any(_names_inside(step, LOOP)):
+    if not isinstance(step.operation, Scan) or not any(_names_inside(step, LOOP)):
         return [step]
     loop = step.operation
     if loop.length > MOST_TURNS:
@@ -87,7 +87,7 @@ def _unrolled(step: Step, known: dict[Value, Atom]) -> list[Step]:
             "compiled function once for each turn, in a Python loop."
         )
     consts, carry, xs = _cut(step.inputs, loop.num_consts, loop.num_carry)
-    steps: list[Step] = []
+    steps: list[Eqn] = []
     ys: list[list[Atom]] = []
     for turn in range(loop.length):
         i = loop.length - 1 - turn if loop.reverse else turn
@@ -102,7 +102,8 @@ def _unrolled(step: Step, known: dict[Value, Atom]) -> list[Step]:
     in_order = ys[::-1] if loop.reverse else ys
     for i, output in enumerate(step.outputs[loop.num_carry :]):
         run = partial(_stacked, output.aval)
-        steps.append(Step(Plain("concatenate", run), tuple(y[i] for y in in_order), (output,)))
+        parts = tuple(y[i] for y in in_order)
+        steps.append(Eqn(PrimitiveCall("concatenate", run), parts, (output,)))
     return steps
 
 
@@ -111,10 +112,10 @@ def _cut(inputs: Sequence[Atom], num_consts: int, num_carry: int) -> Any:
     return inputs[:num_consts], inputs[num_consts:end], inputs[end:]
 
 
-def _slice(x: Atom, i: int) -> Step:
+def _slice(x: Atom, i: int) -> Eqn:
     aval = aval_of(x)
-    out = Value(ShapedArray(aval.shape[1:], aval.dtype))
-    return Step(Plain("slice", partial(_indexed, i)), (x,), (out,))
+    out = Var(ShapedArray(aval.shape[1:], aval.dtype))
+    return Eqn(PrimitiveCall("slice", partial(_indexed, i)), (x,), (out,))
 
 
 def _indexed(i: int, x: Any) -> list[jax.Array]:
@@ -125,34 +126,34 @@ def _stacked(aval: Any, *ys: Any) -> list[jax.Array]:
     return [jnp.stack([jnp.asarray(y, aval.dtype) for y in ys]) if ys else jnp.zeros(aval.shape)]
 
 
-def _turn(body: Program, given: Sequence[Atom]) -> tuple[list[Step], list[Atom]]:
+def _turn(body: Graph, given: Sequence[Atom]) -> tuple[list[Eqn], list[Atom]]:
     """Returns the steps of one turn with new values, and its outputs. Unrolls inner scans too."""
-    known: dict[Value, Atom] = dict(zip(body.inputs, given, strict=True))
-    steps: list[Step] = []
+    known: dict[Var, Atom] = dict(zip(body.inputs, given, strict=True))
+    steps: list[Eqn] = []
     for step in body.steps:
-        outputs = tuple(Value(value.aval) for value in step.outputs)
+        outputs = tuple(Var(value.aval) for value in step.outputs)
         (own,) = substituted([replace(step, outputs=outputs)], known)
         known.update(zip(step.outputs, outputs, strict=True))
-        later: dict[Value, Atom] = {}
+        later: dict[Var, Atom] = {}
         steps += _unrolled(own, later)
         known |= {old: later.get(new, new) for old, new in zip(step.outputs, outputs, strict=True)}
     return steps, list(with_outputs(body, steps, known).outputs)
 
 
-def _names_inside(step: Step, name: str) -> Iterator[bool]:
+def _names_inside(step: Eqn, name: str) -> Iterator[bool]:
     """Yields True for each equation named `name` inside `step`, at any depth."""
     match step.operation:
-        case Loop(body=body) | Shards(body=body):
+        case Scan(body=body) | ShardMap(body=body):
             bodies = [body]
-        case Choice(branches=branches):
+        case Cond(branches=branches):
             bodies = list(branches)
-        case Plain(name=own, equation=equation):
+        case PrimitiveCall(name=own, equation=equation):
             if own != LOOP and equation is not None and _in_jaxprs(equation.params, name):
                 yield True
             return
     for body in bodies:
         for inner in body.steps:
-            if isinstance(inner.operation, Plain) and inner.operation.name == name:
+            if isinstance(inner.operation, PrimitiveCall) and inner.operation.name == name:
                 yield True
             yield from _names_inside(inner, name)
 
@@ -166,34 +167,34 @@ def _in_jaxprs(params: dict[str, Any], name: str) -> bool:
     )
 
 
-def _construct(step: Step) -> str:
+def _construct(step: Eqn) -> str:
     match step.operation:
-        case Loop():
+        case Scan():
             return "`lax.scan`"
-        case Choice():
+        case Cond():
             return "`lax.cond`"
-        case Shards():
+        case ShardMap():
             return "`jax.shard_map`"
-        case Plain(name="while"):
+        case PrimitiveCall(name="while"):
             return "`lax.while_loop`, or `lax.fori_loop` with traced bounds"
-        case Plain(name="jit"):
+        case PrimitiveCall(name="jit"):
             return "`jax.jit` with shardings of its own"
-        case Plain(name=name):
+        case PrimitiveCall(name=name):
             return f"`{name}`"
 
 
-def _instead(step: Step) -> str:
+def _instead(step: Eqn) -> str:
     match step.operation:
-        case Choice():
+        case Cond():
             return (
                 "Choose in Python, or run the loop in any case and choose between results with "
                 "`jnp.where`."
             )
-        case Plain(name="while"):
+        case PrimitiveCall(name="while"):
             return (
                 "Use `lax.scan`, or `lax.fori_loop` with Python integers as bounds, which are "
                 "written out; or call the compiled function once for each turn."
             )
-        case Plain(name="jit"):
+        case PrimitiveCall(name="jit"):
             return "Leave out its shardings, and give them to `mpmd_jit_with_loop` instead."
     return "Call `treduce` outside of it."

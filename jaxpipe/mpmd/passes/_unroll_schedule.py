@@ -6,7 +6,7 @@ from functools import partial
 import jax
 
 from ... import schedules
-from ...ir import Plain, Program, Step, Value
+from ...ir import Eqn, Graph, PrimitiveCall, Var
 from ...schedules import Action, Op
 from ..ir._program import Buffer, Code, Run
 from ..ir._reduce import Total
@@ -16,7 +16,7 @@ from ._pipelined_loops import PipelinedLoop, loop_of
 from ._tasks import Task
 
 
-def emit(outer: Program, placement: Placement, num_ranks: int) -> Code:
+def emit(outer: Graph, placement: Placement, num_ranks: int) -> Code:
     """Everything ranks run, without what they send each other."""
     runs, loops = segments(outer, placement), [s for s in outer.steps if loop_of(s) is not None]
     instructions: list[Run] = list(runs[0])
@@ -29,16 +29,16 @@ def emit(outer: Program, placement: Placement, num_ranks: int) -> Code:
         instructions += [*_starts(loop, step), *_actions(loop, step), *after]
     outputs = []
     for atom in outer.outputs:
-        assert isinstance(atom, Value), "constants were copied"
+        assert isinstance(atom, Var), "constants were copied"
         outputs.append((Buffer(atom), placement.needed_on[atom]))
     inputs = tuple((Buffer(value), placement.needed_on[value]) for value in outer.inputs)
     return Code(num_ranks, inputs, tuple(outputs), indices, tuple(instructions))
 
 
-def _starts(loop: PipelinedLoop, step: Step) -> Iterator[Run]:
+def _starts(loop: PipelinedLoop, step: Eqn) -> Iterator[Run]:
     """What sums are before the first microbatch, one program per rank."""
     results = dict(zip(loop.totals, step.outputs, strict=True))
-    by_rank: dict[int, list[Value]] = {}
+    by_rank: dict[int, list[Var]] = {}
     for stage, tasks in enumerate(loop.tasks):
         for task in tasks.values():
             by_rank.setdefault(rank_of_stage(loop, stage), []).extend(task.sums)
@@ -47,11 +47,11 @@ def _starts(loop: PipelinedLoop, step: Step) -> Iterator[Run]:
             steps = tuple(_start(loop.totals[share]) for share in shares)
             outputs = tuple(step.outputs[0] for step in steps)
             writes = tuple(Buffer(results[share], 0) for share in shares)
-            yield Run(rank, "start", Program((), steps, outputs), (), writes)
+            yield Run(rank, "start", Graph((), steps, outputs), (), writes)
 
 
-def _start(total: Total) -> Step:
-    return Step(Plain("start", partial(_started, total)), (), (Value(total.aval),))
+def _start(total: Total) -> Eqn:
+    return Eqn(PrimitiveCall("start", partial(_started, total)), (), (Var(total.aval),))
 
 
 def _started(total: Total) -> list[jax.Array]:
@@ -64,11 +64,11 @@ def name_of(action: Action) -> str:
     return f"{what}_{action.stage}__{action.microbatch}"
 
 
-def _actions(loop: PipelinedLoop, step: Step) -> Iterator[Run]:
+def _actions(loop: PipelinedLoop, step: Eqn) -> Iterator[Run]:
     outside = {
         invariant: Buffer(atom)
         for invariant, atom in zip(loop.invariants, step.inputs, strict=True)
-        if isinstance(atom, Value)
+        if isinstance(atom, Var)
     }
     results = dict(zip(loop.totals, step.outputs, strict=True))
     versions = dict.fromkeys(results, 0)
@@ -92,9 +92,9 @@ def _run(
     action: Action,
     task: Task,
     loop: PipelinedLoop,
-    outside: Mapping[Value, Buffer],
-    results: Mapping[Value, Value],
-    versions: dict[Value, int],
+    outside: Mapping[Var, Buffer],
+    results: Mapping[Var, Var],
+    versions: dict[Var, int],
 ) -> Run:
     microbatch = action.microbatch
     reads = [outside.get(value, Buffer(value, microbatch)) for value in task.reads]

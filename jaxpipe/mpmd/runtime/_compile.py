@@ -18,7 +18,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..._compat import load_on_devices, partition_spec_of
-from ...ir import Program, prints
+from ...ir import Graph, has_print
 from ..api._mesh import MpmdMesh
 from ..ir._program import Buffer, Code, Receive, Run
 from ..passes._fingerprint import content
@@ -204,7 +204,7 @@ class _Compiler:
 
     def _again(self, rank: int, first: Future, run: Run, given: Specs, wanted: Specs) -> Any:
         """The same program on the devices of another group."""
-        if any(map(prints, run.program.steps)):
+        if any(map(has_print, run.program.steps)):
             return self._compile(run, given, wanted)  # a program with callbacks cannot be saved
         devices, others = (list(self.mesh.unstack[r].devices.flat) for r in (rank, run.rank))
         moved = load_on_devices(first.result(), devices, others)
@@ -224,7 +224,7 @@ def _as_here(f: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def compile_program(
-    program: Program,
+    program: Graph,
     mesh: Mesh,
     given: Specs,
     wanted: Specs,

@@ -8,22 +8,20 @@ from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
 
-from ...ir import Plain, Program, Step, Value, is_cheap, is_move, values
+from ...ir import Eqn, Graph, PrimitiveCall, Var, is_cheap, is_move, variables
 from ..passes._accumulators import constraint_of
 from ..passes._pipelined_loops import loop_of
 from ._submesh import check_spec
 
 
-def spread(
-    outer: Program, known: Mapping[Value, PartitionSpec | None]
-) -> dict[Value, PartitionSpec]:
+def spread(outer: Graph, known: Mapping[Var, PartitionSpec | None]) -> dict[Var, PartitionSpec]:
     """The specs of values, from those that are known.
 
     What is made number by number of arrays of its own shape lies as they do.
     """
-    group: dict[Value, Value] = {}
+    group: dict[Var, Var] = {}
 
-    def root(value: Value) -> Value:
+    def root(value: Var) -> Var:
         while value in group:
             value = group[value]
         return value
@@ -31,12 +29,12 @@ def spread(
     for step in outer.steps:
         if not _is_number_by_number(step):
             continue
-        for value in values(step.inputs):
+        for value in variables(step.inputs):
             for made in step.outputs:
                 same = value.aval.shape == made.aval.shape and value.aval.shape
                 if same and root(value) is not root(made):
                     group[root(made)] = root(value)
-    found: dict[Value, PartitionSpec] = {}
+    found: dict[Var, PartitionSpec] = {}
     for value, spec in known.items():
         if spec is not None:
             found.setdefault(root(value), spec)
@@ -46,7 +44,7 @@ def spread(
     }
 
 
-def constrained(outer: Program, mpmd_axis: str) -> dict[Value, PartitionSpec]:
+def constrained(outer: Graph, mpmd_axis: str) -> dict[Var, PartitionSpec]:
     """Returns the specs that users give to values outside of loops.
 
     The spec of a loop's result inside the loop takes precedence over one after the loop.
@@ -58,23 +56,23 @@ def constrained(outer: Program, mpmd_axis: str) -> dict[Value, PartitionSpec]:
     Raises:
         ValueError: If a spec names that axis.
     """
-    found: dict[Value, PartitionSpec] = {}
-    behind: dict[Value, PartitionSpec] = {}
+    found: dict[Var, PartitionSpec] = {}
+    behind: dict[Var, PartitionSpec] = {}
     for step in outer.steps:
         loop, spec = loop_of(step), constraint_of(step)
         if loop is not None:
             of_share = dict(zip(loop.totals, step.outputs, strict=True))
             found |= {of_share[share]: of_share_spec for share, of_share_spec in loop.specs.items()}
         if spec is not None:
-            behind |= dict.fromkeys(values(step.outputs), spec)
-            behind |= {v: spec for v in values(step.inputs) if v not in behind}
+            behind |= dict.fromkeys(variables(step.outputs), spec)
+            behind |= {v: spec for v in variables(step.inputs) if v not in behind}
     for spec in (*found.values(), *behind.values()):
         check_spec(spec, mpmd_axis, "`with_sharding_constraint`")
     return behind | found
 
 
-def _is_number_by_number(step: Step) -> bool:
-    if not isinstance(step.operation, Plain):
+def _is_number_by_number(step: Eqn) -> bool:
+    if not isinstance(step.operation, PrimitiveCall):
         return False
     return step.operation.name in _CASTS or (is_cheap(step) and not is_move(step))
 

@@ -7,12 +7,12 @@ from typing import Any
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ...ir import Choice, Loop, Plain, Program, Shards, Step
+from ...ir import Cond, Eqn, Graph, PrimitiveCall, Scan, ShardMap
 from ...sharding import axes_of
 from ..api._mesh import check_memory_kind
 
 
-def on_submesh(program: Program, mesh: Mesh, mpmd_axis: str) -> Program:
+def on_submesh(program: Graph, mesh: Mesh, mpmd_axis: str) -> Graph:
     """Says of everything that names a mesh that it is this one.
 
     Args:
@@ -29,13 +29,13 @@ def on_submesh(program: Program, mesh: Mesh, mpmd_axis: str) -> Program:
     return replace(program, steps=steps)
 
 
-def _operation(step: Step, mesh: Mesh, mpmd_axis: str) -> Any:
+def _operation(step: Eqn, mesh: Mesh, mpmd_axis: str) -> Any:
     match step.operation:
-        case Loop() as loop:
+        case Scan() as loop:
             return replace(loop, body=on_submesh(loop.body, mesh, mpmd_axis))
-        case Choice(branches):
-            return Choice(tuple(on_submesh(branch, mesh, mpmd_axis) for branch in branches))
-        case Shards() as shards:
+        case Cond(branches):
+            return Cond(tuple(on_submesh(branch, mesh, mpmd_axis) for branch in branches))
+        case ShardMap() as shards:
             if mpmd_axis in shards.axes and shards.mesh.shape[mpmd_axis] > 1:
                 raise ValueError(
                     f"A `shard_map` inside a stage is over the axis {mpmd_axis!r} of all groups, "
@@ -43,7 +43,7 @@ def _operation(step: Step, mesh: Mesh, mpmd_axis: str) -> Any:
                     "`jax.sharding.get_abstract_mesh()`: there it has size 1."
                 )
             return replace(shards, body=on_submesh(shards.body, mesh, mpmd_axis), mesh=mesh)
-        case Plain("sharding_constraint", params=params) as plain:
+        case PrimitiveCall("sharding_constraint", params=params) as plain:
             spec = params["sharding"].spec
             check_spec(spec, mpmd_axis, "`with_sharding_constraint` inside a stage")
             check_memory_kind(

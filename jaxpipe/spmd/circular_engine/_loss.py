@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import PyTree, Scalar
 
-from ...autodiff import Model, Sums, floating, joined, merge, total
+from ...autodiff import Model, Sums, combine, combine_losses, floating, total
 from .._ranks import AXIS, zeros
 from .._weight_gather import Gather, wide
 from ._passes import How, backward, forward, prepare
@@ -53,7 +53,7 @@ def rank_value_and_grad(
     of_ends["embed"] = jax.tree.map(jnp.add, of_ends["embed"], wide(of_embed))
     sums = lax.psum((loss, of_loss, of_stages), (AXIS, *how.gather.batch_axes))
     of_ends = ends_gather.scatter(lax.psum(of_ends, AXIS))
-    return joined(*sums), (like(gradients, stages), like(of_ends, ends))
+    return combine_losses(*sums), (like(gradients, stages), like(of_ends, ends))
 
 
 def rank_value(
@@ -77,7 +77,7 @@ def rank_value(
 
     _, (losses, of_loss) = lax.scan(step, (), (y, share))
     sums = jnp.sum(losses), total(of_loss), of_stages
-    return joined(*lax.psum(sums, (AXIS, *how.gather.batch_axes)))
+    return combine_losses(*lax.psum(sums, (AXIS, *how.gather.batch_axes)))
 
 
 def _loss_and_gradients(
@@ -104,7 +104,7 @@ def loss_and_gradients(
     """Of one microbatch: ((loss, sums), (gradients of the ends that `model.loss` reads, of y))."""
 
     def loss(ends, differentiated):
-        return model.loss(ends, merge(differentiated, y), side)
+        return model.loss(ends, combine(differentiated, y), side)
 
     of_microbatch = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
     return of_microbatch(model.ends(ends), floating(y))

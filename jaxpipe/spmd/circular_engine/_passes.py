@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
-from ...autodiff import Pullback, Sums, at, floating, fold, pullback
+from ...autodiff import Pullback, Sums, floating, fold_in_microbatch, index_leading, pullback
 from .._ranks import AXIS, zeros
 from .._weight_gather import Access, Gather, access, same
 from ._residuals import Kept, first_late_repeat, read_early, read_late, room, store
@@ -152,7 +152,8 @@ def prepare(
 
     rooms = access(how.gather, weights)
     # Nobody computes with this visit: it is there for its types.
-    visit = rooms.read(rooms.window(rooms.ahead(0), 0)), at(inputs, 0), at(side, 0), at(keys, 0)
+    first = (index_leading(tree, 0) for tree in (inputs, side, keys))
+    visit = rooms.read(rooms.window(rooms.ahead(0), 0)), *first
     _, sums = jax.eval_shape(stage, *visit)
     counts = Counts(S, R, S * n, 2 if how.delay else 1)
     return Run(
@@ -301,7 +302,8 @@ def _backward_ticks(
         if ahead is not None:
             go_on = lambda held: _below(run.weights, ahead, visit.repeat - 1, held)  # noqa: E731
             held = lax.cond(_is_first(visit), go_on, same, held)
-        dside = put(dside, jax.tree.map(jnp.add, at(dside, visit.microbatch), ds), visit.microbatch)
+        ds = jax.tree.map(jnp.add, index_leading(dside, visit.microbatch), ds)
+        dside = put(dside, ds, visit.microbatch)
         return (held, Backward(add_input(dstate, dx, t, fresh=visit.fresh), dside)), None
 
     return lax.scan(tick, carry, segment.ticks, reverse=True)[0]
@@ -319,8 +321,8 @@ def _is_first(visit: Visit) -> Bool[Array, ""]:
 
 def _of_visit(run: Run, visit: Visit) -> tuple[PyTree, PyTree]:
     """Side and keys of the microbatch that a rank works on."""
-    keys = fold(at(run.keys, visit.repeat), visit.microbatch)
-    return at(run.side, visit.microbatch), keys
+    keys = fold_in_microbatch(index_leading(run.keys, visit.repeat), visit.microbatch)
+    return index_leading(run.side, visit.microbatch), keys
 
 
 def _loop(body: Callable, carry: Any, values: Int[Array, " n"], *, scan: bool) -> Any:
@@ -345,7 +347,7 @@ def _room(run: Run, inputs: PyTree) -> Kept:
 
     def residuals(inputs):
         w = run.weights.read(run.weights.window(run.weights.ahead(0), 0))
-        side, keys = at(run.side, 0), at(run.keys, 0)
-        return run.stage.forward(w, at(inputs, 0), side, keys)[1]
+        side, keys = index_leading(run.side, 0), index_leading(run.keys, 0)
+        return run.stage.forward(w, index_leading(inputs, 0), side, keys)[1]
 
     return room(jax.make_jaxpr(residuals)(inputs).out_avals, run.counts)

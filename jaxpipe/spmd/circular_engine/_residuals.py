@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from ...autodiff import at
+from ...autodiff import index_leading
 from .._ranks import AXIS, vary, zeros
 from ._shape import Counts, put, ticks_of
 
@@ -73,11 +73,11 @@ def store(kept: Kept, residuals: Buffers, t: Int[Array, ""], counts: Counts) -> 
 
 def read_early(kept: Kept, counts: Counts, t: Int[Array, ""]) -> Buffers:
     del counts
-    return at(kept.early, t)
+    return index_leading(kept.early, t)
 
 
 def read_late(kept: Kept, counts: Counts, t: Int[Array, ""]) -> Buffers:
-    return at(kept.late, t - _first_late_tick(counts))
+    return index_leading(kept.late, t - _first_late_tick(counts))
 
 
 def _first_late_tick(counts: Counts) -> int:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
-from ...autodiff import at
+from ...autodiff import index_leading
 from .._ranks import AXIS, poison
 
 
@@ -129,12 +129,12 @@ def check_circular(
 
 def first_state(inputs: PyTree, counts: Counts) -> State:
     """All microbatches before the pipeline, and poison in every buffer not written yet."""
-    return _state(inputs, jax.tree.map(poison, at(inputs, 0)), counts)
+    return _state(inputs, jax.tree.map(poison, index_leading(inputs, 0)), counts)
 
 
 def last_cotangent(outputs: PyTree, counts: Counts) -> State:
     """What the backward starts with: the outputs' cotangents, and nothing on its way."""
-    nothing = jax.tree.map(jnp.zeros_like, at(outputs, 0))
+    nothing = jax.tree.map(jnp.zeros_like, index_leading(outputs, 0))
     return _state(_turn(outputs, counts, back=True), nothing, counts)
 
 
@@ -154,7 +154,11 @@ def next_input(state: State, t: Int[Array, ""], *, fresh: Bool[Array, ""]) -> Py
     def pick(new, returned, handoff):
         return jnp.where(fresh, new, jnp.where(rank == 0, returned, handoff))
 
-    return jax.tree.map(pick, at(state.stream, slot), at(state.waiting, place), state.handoff)
+    from_stream, from_storage = (
+        index_leading(state.stream, slot),
+        index_leading(state.waiting, place),
+    )
+    return jax.tree.map(pick, from_stream, from_storage, state.handoff)
 
 
 def add_input(state: State, dx: PyTree, t: Int[Array, ""], *, fresh: Bool[Array, ""]) -> State:
@@ -162,8 +166,8 @@ def add_input(state: State, dx: PyTree, t: Int[Array, ""], *, fresh: Bool[Array,
     first = lax.axis_index(AXIS) == 0
     slot, place = t % _length(state.stream), t % _length(state.waiting)
     handoff = _plus(state.handoff, _where(~fresh & ~first, dx))
-    stream = put(state.stream, _plus(at(state.stream, slot), _where(fresh, dx)), slot)
-    returned = _plus(at(state.waiting, place), _where(~fresh & first, dx))
+    stream = put(state.stream, _plus(index_leading(state.stream, slot), _where(fresh, dx)), slot)
+    returned = _plus(index_leading(state.waiting, place), _where(~fresh & first, dx))
     return State(stream, handoff, state.underway, put(state.waiting, returned, place))
 
 
@@ -193,7 +197,7 @@ def take_back(
 def move_stream(stream: PyTree, y: PyTree, t: Int[Array, ""], leaves: bool) -> PyTree:
     """Moves one slot of every rank one rank down; `y` takes the last rank's if it `leaves`."""
     slot = t % _length(stream)
-    moved = jax.tree.map(_to_previous_rank, at(stream, slot))
+    moved = jax.tree.map(_to_previous_rank, index_leading(stream, slot))
     if leaves:
         last = lax.axis_index(AXIS) == lax.axis_size(AXIS) - 1
         moved = jax.tree.map(lambda new, old: jnp.where(last, new, old), y, moved)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree, Scalar
 
-from ...autodiff import Model, Remat, Sums, at, floating, joined, split
+from ...autodiff import Model, Remat, Sums, combine_losses, floating, index_leading, split_backward
 from ...schedules import TickTables
 from ...schedules.lock_step import PhaseTable
 from .._ranks import AXIS, either, how_often, vary, zeros
@@ -107,7 +107,7 @@ def _losses(how: How) -> list[int]:
 def _summed(how: How, totals: Totals) -> tuple[Scalar, Sums]:
     """The batch's loss and metrics."""
     sums = totals.loss, totals.of_loss, totals.of_stages
-    return joined(*lax.psum(sums, (AXIS, *how.gather.batch_axes)))
+    return combine_losses(*lax.psum(sums, (AXIS, *how.gather.batch_axes)))
 
 
 def _rows(tables: TickTables) -> Row:
@@ -129,11 +129,11 @@ def _prepare(
     held = weights.start(keep)
     whole = how.ends_gather.whole(how.ends_gather.cast(ends))
     # Nobody computes with this visit: it is there for its types.
-    x = jax.tree.map(vary, model.embed(whole["embed"], at(side, 0)))
-    visit = weights.read(held, _FIRST, True), x, at(side, 0), at(keys, 0)
-    divided = split(how.remat(model.stage), *visit) if keep else None
+    x = jax.tree.map(vary, model.embed(whole["embed"], index_leading(side, 0)))
+    visit = weights.read(held, _FIRST, True), x, index_leading(side, 0), index_leading(keys, 0)
+    divided = split_backward(how.remat(model.stage), *visit) if keep else None
     _, sums = jax.eval_shape(model.stage, *visit)
-    _, of_loss = jax.eval_shape(model.loss, model.ends(whole), x, at(side, 0))
+    _, of_loss = jax.eval_shape(model.loss, model.ends(whole), x, index_leading(side, 0))
     no_sums = {name: zeros(s) for name, s in sums.items()}
     dsums = {name: jnp.full_like(s, name == "loss") for name, s in no_sums.items()}
     last_alone = how.num_stages if how.share_head else how.num_stages - 1
@@ -146,7 +146,7 @@ def _prepare(
         jax.tree.map(zeros, wide(floating(whole))) if keep else {},
     )
     waiting = _waiting(run, how.tables.num_slots, visit)
-    kept = at((waiting.for_backward, waiting.for_weight), 0)
+    kept = index_leading((waiting.for_backward, waiting.for_weight), 0)
     nothing = Left(jax.tree.map(zeros, x), jax.tree.map(zeros, floating(x)) if keep else (), *kept)
     return run, nothing, waiting, totals
 
@@ -247,7 +247,7 @@ def _shared_loss(
 
     def loss(totals: Totals) -> tuple[Totals, PyTree]:
         shared = jax.tree.map(lambda y: _from_one(is_last, y), y)
-        return shared_loss(run, shared, at(run.side, microbatch), totals)
+        return shared_loss(run, shared, index_leading(run.side, microbatch), totals)
 
     return either(
         microbatch >= 0,
@@ -268,7 +268,7 @@ def _tick_backward(
     run: Run, tables: TickTables, nothing: Left, waiting: Waiting, totals: Totals, row: Row
 ) -> tuple[Waiting, Totals]:
     work = row.backward
-    no_link = at(waiting.links, 0)
+    no_link = index_leading(waiting.links, 0)
     totals = totals._replace(stages=run.weights.enter(totals.stages, work, False))
     totals, (dx, link) = either(
         work.microbatch >= 0,
@@ -300,7 +300,7 @@ def _store(buffers: PyTree, new: PyTree, slot: Index) -> PyTree:
     def store(buffer: jax.Array, new: jax.Array) -> jax.Array:
         if _on_host(buffer):  # which computes nothing: its last slot takes what nobody wants
             return put(buffer, new, jnp.where(slot >= 0, slot, buffer.shape[0] - 1))
-        return put(buffer, jnp.where(slot >= 0, new, at(buffer, slot)), slot)
+        return put(buffer, jnp.where(slot >= 0, new, index_leading(buffer, slot)), slot)
 
     return jax.tree.map(store, buffers, new)
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree, Scalar
 
-from ...autodiff import Model, Split, Sums, at, floating, fold
+from ...autodiff import Model, SplitBackward, Sums, floating, fold_in_microbatch, index_leading
 from ...ir import add_gradients
 from ...schedules import TickTables
 from .._ranks import AXIS, either
@@ -38,7 +38,7 @@ class Run(NamedTuple):
     model: Model
     num_stages: int
     last: int
-    stage: Split | None
+    stage: SplitBackward | None
     weights: Chunks
     ends: dict[str, PyTree]
     side: PyTree
@@ -84,7 +84,7 @@ class Left(NamedTuple):
     for_weight: list[jax.Array]
 
 
-def divide(stage: Split, residuals: list[Any]) -> tuple[list[Any], list[Any]]:
+def divide(stage: SplitBackward, residuals: list[Any]) -> tuple[list[Any], list[Any]]:
     """Into those that only B or I reads, and those that W reads too."""
     pairs = list(zip(residuals, stage.for_weight, strict=True))
     return [r for r, late in pairs if not late], [r for r, late in pairs if late]
@@ -96,7 +96,7 @@ def forward(
     """F. On the last stage it leaves the cotangent of what it returns, too."""
     side, keys = _of(run, work)
     w = run.weights.read(totals.stages, work, True)
-    arrived = at(waiting.inputs, work.input_slot)
+    arrived = index_leading(waiting.inputs, work.input_slot)
     embed = lambda: run.model.embed(run.ends["embed"], side)  # noqa: E731
     x = either(work.stage == 0, embed, lambda: arrived, like=arrived)
     kept: tuple[list, list] = ([], [])
@@ -118,7 +118,9 @@ def forward(
 
 def _of(run: Run, work: Work) -> tuple[PyTree, PyTree]:
     """Side and keys of a stage and a microbatch."""
-    return at(run.side, work.microbatch), fold(at(run.keys, work.chunk), work.microbatch)
+    return index_leading(run.side, work.microbatch), fold_in_microbatch(
+        index_leading(run.keys, work.chunk), work.microbatch
+    )
 
 
 def _loss(run: Run, y: PyTree, side: PyTree, totals: Totals) -> tuple[Totals, PyTree]:
@@ -177,7 +179,7 @@ def backward(tables: TickTables) -> Callable:
             lambda totals: _half(run, work, waiting, totals, empty),
             lambda totals: _whole(run, work, waiting, totals, empty),
             totals,
-            like=(totals, (at(waiting.cotangents, work.cotangent_slot), empty)),
+            like=(totals, (index_leading(waiting.cotangents, work.cotangent_slot), empty)),
         )
 
     return as_told if len(links) == 2 else _half if True in links else _whole
@@ -214,8 +216,8 @@ def weight(run: Run, work: Work, waiting: Waiting, totals: Totals) -> Totals:
     side, keys = _of(run, work)
     w = run.weights.read(totals.stages, work, False)
     kept, link = (
-        at(waiting.for_weight, work.residuals_for_weight_slot),
-        at(waiting.links, work.wgrad_residuals_slot),
+        index_leading(waiting.for_weight, work.residuals_for_weight_slot),
+        index_leading(waiting.links, work.wgrad_residuals_slot),
     )
 
     def add(gradient):
@@ -224,17 +226,17 @@ def weight(run: Run, work: Work, waiting: Waiting, totals: Totals) -> Totals:
     return totals._replace(stages=run.weights.add(totals.stages, work, add)[0])
 
 
-def _divided(run: Run) -> Split:
+def _divided(run: Run) -> SplitBackward:
     assert run.stage is not None, "a schedule with backwards has a stage that is divided"
     return run.stage
 
 
 def _kept(run: Run, work: Work, waiting: Waiting) -> tuple[list[jax.Array], tuple[PyTree, Sums]]:
     """What F left, and the cotangent of what it returned."""
-    early = iter(at(waiting.for_backward, work.residuals_for_backward_slot))
-    late = iter(at(waiting.for_weight, work.residuals_for_weight_slot))
+    early = iter(index_leading(waiting.for_backward, work.residuals_for_backward_slot))
+    late = iter(index_leading(waiting.for_weight, work.residuals_for_weight_slot))
     residuals = [next(late) if is_late else next(early) for is_late in _divided(run).for_weight]
-    return residuals, (at(waiting.cotangents, work.cotangent_slot), run.dsums)
+    return residuals, (index_leading(waiting.cotangents, work.cotangent_slot), run.dsums)
 
 
 def _embedded(run: Run, work: Work, side: PyTree, dx: PyTree, totals: Totals) -> Totals:

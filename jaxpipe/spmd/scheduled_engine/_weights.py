@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import PyTree
 
-from ...autodiff import at, floating
+from ...autodiff import floating, index_leading
 from ...schedules import TickTables
 from ...schedules.lock_step import PREFETCHED, SHARED_WITH_FORWARD
 from .._ranks import AXIS, either, how_often, zeros
@@ -75,10 +75,10 @@ def _once(gather: Gather, weights: PyTree) -> Chunks:
 
     def read(held: Held, work: Work, is_forward: bool) -> PyTree:
         del held, is_forward
-        return at(copy, work.chunk)
+        return index_leading(copy, work.chunk)
 
     def add(held: Held, work: Work, f: Callable) -> tuple[Held, PyTree]:
-        gradient, result = f(at(held, work.chunk))
+        gradient, result = f(index_leading(held, work.chunk))
         return put(held, gradient, work.chunk), result
 
     return Chunks(start, _same, read, add, _same, jax.vmap(gather.scatter))
@@ -86,7 +86,7 @@ def _once(gather: Gather, weights: PyTree) -> Chunks:
 
 def _each_tick(gather: Gather, weights: PyTree) -> Chunks:
     def gathered(chunk: Any) -> PyTree:
-        return gather.whole(gather.cast(at(weights, chunk)))
+        return gather.whole(gather.cast(index_leading(weights, chunk)))
 
     def gradient() -> PyTree:
         return gather.hold(_zeros(wide(floating(gathered(0)))))
@@ -100,7 +100,7 @@ def _each_tick(gather: Gather, weights: PyTree) -> Chunks:
 
     def add(held: Held, work: Work, f: Callable) -> tuple[Held, PyTree]:
         new, result = f(gradient())
-        total = jax.tree.map(jnp.add, at(held, work.chunk), gather.scatter(new))
+        total = jax.tree.map(jnp.add, index_leading(held, work.chunk), gather.scatter(new))
         return put(held, total, work.chunk), result
 
     return Chunks(start, _same, read, add, _same, lambda held: held)
@@ -126,7 +126,7 @@ class _Windows(NamedTuple):
 
 def _each_visit(gather: Gather, weights: PyTree, tables: TickTables) -> Chunks:
     def gathered(chunk: Any) -> PyTree:
-        stored = jax.tree.map(partial(only_after, chunk), at(weights, chunk))
+        stored = jax.tree.map(partial(only_after, chunk), index_leading(weights, chunk))
         return gather.whole(gather.cast(stored))
 
     def start(keep: bool) -> _Windows:
@@ -179,7 +179,9 @@ def _each_visit(gather: Gather, weights: PyTree, tables: TickTables) -> Chunks:
         def scatter(i: int, gradient: jax.Array, done: jax.Array) -> tuple[jax.Array, jax.Array]:
             alone = tree.unflatten(gradient if j == i else None for j in range(len(gradients)))
             (scattered,) = jax.tree.leaves(gather.scatter(alone))
-            return jnp.zeros_like(gradient), put(done, at(done, work.chunk) + scattered, work.chunk)
+            return jnp.zeros_like(gradient), put(
+                done, index_leading(done, work.chunk) + scattered, work.chunk
+            )
 
         often = how_often(tables.backward.ends_residency, lambda closes: closes == 1)
         same = lambda *pair: pair  # noqa: E731

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int, PyTree
 
-from ...autodiff import fold, with_aux
+from ...autodiff import fold_in_microbatch, with_aux
 from .._ranks import AXIS, on_ranks
 
 LoopState = dict[str, Any]
@@ -212,7 +212,7 @@ def run_one_iteration(
     state_io, storage = loop_state["state_io"], loop_state["circ_storage"]
     x = iteration_inputs(t, state_io, storage, loop_state["shift"], counts)
     keys = take_repeats(loop_state["keys"], repeats, mesh=mesh)
-    rng = jax.vmap(fold)(keys, microbatches)
+    rng = jax.vmap(fold_in_microbatch)(keys, microbatches)
     y = run_stages(stage, mesh)(weights, x, take_per_rank(side, microbatches), rng)
     return new_loop_state(y, loop_state, counts, mesh)
 

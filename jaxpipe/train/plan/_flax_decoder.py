@@ -26,7 +26,7 @@ from jaxtyping import PyTree
 from ... import linen as linen_frontend
 from ... import models, modules, spmd
 from ... import nnx as nnx_frontend
-from ...autodiff import Model, Sums, joined, total
+from ...autodiff import Model, Sums, combine_losses, total
 from ._family import model_family
 from ._fsdp import batch_axes, boundary_gathers
 from ._setup import STACK_AXES, Setup
@@ -305,7 +305,7 @@ def _decoder_value(decoder: FlaxDecoder, pipeline: PipelineFn) -> Callable:
             weights["stages"], inputs, batch_inputs["segment_ids"], batch_inputs["positions"]
         )
         value, loss_metrics = loss_of(model.ends(weights), (shares(y["x"]), shares(batch_inputs)))
-        return joined(value, loss_metrics, stage_aux)
+        return combine_losses(value, loss_metrics, stage_aux)
 
     return loss
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import PyTree
 
-from ...autodiff import fold
+from ...autodiff import fold_in_microbatch
 
 Reshard = Callable[[PyTree], PyTree]
 
@@ -39,7 +39,7 @@ def gradient_accumulation(
     def run(weights: PyTree, batch_inputs: PyTree, keys: PyTree) -> PyTree:
         def call(sums: PyTree, call_inputs: PyTree) -> tuple[PyTree, None]:
             index, part = call_inputs
-            found = f(weights, part, fold(keys, index))
+            found = f(weights, part, fold_in_microbatch(keys, index))
             return reshard(jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, found)), None
 
         parts = jax.tree.map(lambda x: x.reshape(num_steps, -1, *x.shape[1:]), batch_inputs)
@@ -73,7 +73,9 @@ def unrolled_gradient_accumulation(
             jax.tree.map(lambda x: x[call * size : (call + 1) * size], batch_inputs)  # noqa: B023
             for call in range(num_steps)
         )
-        found = [f(weights, part, fold(keys, call)) for call, part in enumerate(parts)]
+        found = [
+            f(weights, part, fold_in_microbatch(keys, call)) for call, part in enumerate(parts)
+        ]
         return jax.tree.map(sum_in_float32, *found)
 
     def sum_in_float32(*found: jax.Array) -> jax.Array:
