@@ -21,6 +21,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
+from ..sharding import axes_of, without_axes
+
 
 class _Call(NamedTuple):
     """A call on shards, its trees flattened.
@@ -189,24 +191,16 @@ def _of_leaves(specs: PyTree, tree: PyTree) -> list:
 
 def _sharing(spec: PartitionSpec, axes: dict[str, int]) -> tuple[str, ...]:
     """Returns the axes, of those with several devices, whose devices share what `spec` splits."""
-    named = {axis for dim in spec for axis in _names(dim)}
-    return tuple(axis for axis, size in axes.items() if size > 1 and axis not in named)
+    return tuple(axis for axis, size in axes.items() if size > 1 and axis not in axes_of(spec))
 
 
 def _without(specs: PyTree, axes: frozenset[str]) -> PyTree:
     """Returns `specs` with no dim split over any of `axes`."""
 
-    def rest(spec: Any) -> Any:
-        if spec is None:
-            return None
-        kept = (tuple(axis for axis in _names(dim) if axis not in axes) for dim in spec)
-        return PartitionSpec(*(dim or None for dim in kept))
+    def rest(spec: PartitionSpec | None) -> PartitionSpec | None:
+        return None if spec is None else without_axes(spec, axes)
 
     return jax.tree.map(rest, specs, is_leaf=_is_leaf)
-
-
-def _names(dim: Any) -> tuple[str, ...]:
-    return (dim,) if isinstance(dim, str) else tuple(dim or ())
 
 
 def _chosen(leaves: list, which: list[bool]) -> list:

@@ -176,6 +176,32 @@ def apart(process: int, num_processes: int, _: str) -> None:
     print("every shard is right", flush=True)
 
 
+def prints(process: int, num_processes: int, _: str) -> None:
+    """Two steps, each of which prints a sum in every stage and behind the loop."""
+
+    def loss(weights, x):
+        for stage, weight in enumerate(weights):
+            x = jnp.tanh(x @ weight)
+            jax.debug.print("stage {} of {:.3f}", stage, jnp.sum(x))
+            x = mpmd.mark_stage_end(x)
+        return jnp.sum(x**2)
+
+    def step(weights, xs):
+        grad = jax.value_and_grad(loss)
+        value, grads = mpmd.treduce(
+            lambda x: grad(weights, x), xs, mpmd.Std1F1B(num_processes), operation=mpmd.Add
+        )
+        jax.debug.print("loss {:.3f}", value)
+        return value, grads
+
+    weights = [np.eye(4, dtype=np.float32)] * num_processes
+    xs = np.ones((3, 2, 4), np.float32) * np.arange(1, 4, dtype=np.float32)[:, None, None]
+    compiled = mpmd.mpmd_jit_with_loop(step, groups(), timeout=4 * TIMEOUT).compile(weights, xs)
+    for _step in range(2):
+        jax.block_until_ready(compiled(weights, xs))
+    jax.effects_barrier()
+
+
 def stuck(process: int, num_processes: int, _: str) -> None:
     """Process 1 stops in the middle of a step."""
     compiled, weights, xs = make_step(mpmd.Std1F1B(num_processes))
@@ -198,7 +224,7 @@ if __name__ == "__main__":
     process, num_processes, port = map(int, counts)
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes, process)
     name, _, argument = case.partition(":")
-    {f.__name__: f for f in (rows, delays, forever, differ, meshes, apart, stuck)}[name](
+    {f.__name__: f for f in (rows, delays, forever, differ, meshes, apart, prints, stuck)}[name](
         process, num_processes, argument
     )
     jax.distributed.shutdown()

@@ -4,8 +4,10 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from .process_rows import ROWS, num_devices
@@ -75,6 +77,20 @@ def test_processes_that_differ_in_what_travels_say_so_before_the_first_step():
     for end in ended:
         assert end.code != 0
         assert "ValueError: Processes differ" in end.err and message in end.err, end.err
+
+
+@pytest.mark.slow
+def test_prints_come_once_for_each_microbatch_from_the_process_that_has_the_stage():
+    """The numbers are those that one process computes by hand."""
+    ended = run_processes(SCRIPT, "prints", 2, seconds=120, devices=1)
+    x, lines = np.ones((3, 2, 4)) * np.arange(1.0, 4.0)[:, None, None], []
+    for stage in range(2):
+        x = np.tanh(x)
+        lines.append([f"stage {stage} of {of_m.sum():.3f}" for of_m in x])
+    lines[1].append(f"loss {(x**2).sum():.3f}")
+    for end, expected in zip(ended, lines, strict=True):
+        assert end.code == 0, end.err
+        assert Counter(end.out.splitlines()) == Counter(expected * 2)
 
 
 def test_a_step_that_stands_still_ends_with_the_name_of_what_it_waits_for():
