@@ -22,6 +22,7 @@ from jaxpipe.mpmd import (
     mpmd_jit_with_loop,
     treduce,
 )
+from jaxpipe.mpmd.api._jit import in_group
 from mpmd.small import (
     WIDTH,
     assert_close,
@@ -228,3 +229,15 @@ def test_a_constraint_to_the_mesh_of_all_groups_means_the_mesh_of_a_group():
 
         with pytest.raises(ValueError, match=r"`with_sharding_constraint` .*P\('stage'"):
             mpmd_jit_with_loop(wrong, MpmdMesh(whole, "stage"))(jnp.ones(4))
+
+
+def test_a_sharding_of_a_group_is_not_translated_and_others_get_its_abstract_mesh():
+    """Types of arrays have abstract meshes: a layer with experts that reshards to its own type
+    failed over a concrete one."""
+    mesh = groups(2, fsdp=2)
+    group, spec = mesh.unstack[0], P("fsdp")
+    for own in (group, group.abstract_mesh):
+        sharding = jax.sharding.NamedSharding(own, spec)
+        assert in_group(mesh, sharding) is sharding
+    found = in_group(mesh, jax.sharding.NamedSharding(mesh.jax_mesh, spec))
+    assert (found.mesh, found.spec) == (group.abstract_mesh, spec)

@@ -108,7 +108,7 @@ def _traced(jitted: Any, mesh: MpmdMesh, args: Any, kwargs: Any) -> Any:
     A constraint to a `NamedSharding` over all groups gives its result a type on that mesh, and JAX
     refuses to combine it with a type on the mesh of one group.
     """
-    translated = translated_shardings(partial(_in_group, mesh))
+    translated = translated_shardings(partial(in_group, mesh))
     with no_ambient_mesh():
         try:
             with translated, jax.sharding.use_abstract_mesh(mesh.unstack[0].abstract_mesh):
@@ -124,16 +124,16 @@ def _traced(jitted: Any, mesh: MpmdMesh, args: Any, kwargs: Any) -> Any:
             return jitted.trace(*args, **kwargs)
 
 
-def _in_group(mesh: MpmdMesh, sharding: NamedSharding) -> NamedSharding:
+def in_group(mesh: MpmdMesh, sharding: NamedSharding) -> NamedSharding:
     """Returns a sharding over the mesh of a group in place of one over the mesh of all groups.
 
     The axes of a group are automatic, also where those of `sharding` are explicit. A sharding of
     another mesh is returned as it is, and so is any inside a `jax.shard_map`.
     """
-    group, theirs = mesh.unstack[0], tuple(sharding.mesh.shape.items())
+    group, theirs = mesh.unstack[0].abstract_mesh, tuple(sharding.mesh.shape.items())
     if theirs not in (tuple(mesh.jax_mesh.shape.items()), tuple(group.shape.items())):
         return sharding
-    if sharding.mesh == group or jax.sharding.get_abstract_mesh().manual_axes:
+    if sharding.mesh.abstract_mesh == group or jax.sharding.get_abstract_mesh().manual_axes:
         return sharding
     check_reduced(sharding.spec, "A sharding inside `fun`")
     return sharding.update(mesh=group)
