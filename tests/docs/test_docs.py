@@ -34,6 +34,12 @@ def test_links_in_the_documents_lead_somewhere():
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
+def test_files_that_the_architecture_names_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    files = [name for name in re.findall(r"`([a-z_/]+\.py)`", text) if "/" in name]
+    assert files and all((ROOT / "jaxpipe" / name).exists() for name in files)
+
+
 # Plans runs on as many devices as their sizes ask for.
 PLAN = """
 import json, math, sys

@@ -1,4 +1,4 @@
-"""The house of docs/house.md: who may import whom, and how large a room may be."""
+"""The house of docs/architecture.md: who may import whom, and how large a room may be."""
 
 import ast
 import subprocess
