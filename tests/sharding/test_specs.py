@@ -22,7 +22,7 @@ FREE = P.UNCONSTRAINED
         ),
         (P(reduced=frozenset("a")), {"b"}, P(reduced=frozenset("a"))),
     ],
-    ids=str,
+    ids=["empty", "an axis of its own", "an axis among others", "unconstrained", "sets", "reduced"],
 )
 def test_axes_leave_the_dims_and_the_sets_of_a_spec(spec: P, axes: set[str], rest: P):
     assert without_axes(spec, axes) == rest
