@@ -36,29 +36,30 @@ def circular(
     gather: Gather = EACH_TICK,
     scan_repeats: bool = True,
 ) -> tuple[PyTree, Sums]:
-    """A stack of R * S stages as one differentiable layer, stage `repeat * S + rank` on `rank`.
+    """Runs R * S stages as one differentiable layer; stage `repeat * S + rank` runs on `rank`.
 
-    Its derivative is written out: it has a reverse mode only.
+    The layer has a custom VJP, so it supports reverse-mode differentiation only.
 
     Args:
         stage: `(weights of one stage, x, side of one microbatch, its keys) -> (y, sums)`, or `-> y`
-            without sums; y is like x. Written for one device; axes of the mesh other than `stage`
-            are XLA's business, but for `gather.batch_axes`. Shardings that it names may be over the
-            whole mesh: `stage` and batch axes are left out of them. It closes over nothing that is
-            differentiated.
-        weights: [R, S, ...] leaves, dim 1 split over the axis `stage`.
-        inputs: [M, ...] leaves, dim 0 split over the axis `stage`. Any pytree.
-        side: [M, ...] leaves that every stage may read, on every rank.
+            without sums; y has the shapes and dtypes of x. It is written for one device: XLA
+            partitions it over the mesh axes other than `stage` and `gather.batch_axes`. It may name
+            shardings over the whole mesh: `stage` and the batch axes are removed from them. It must
+            not close over arrays that are differentiated.
+        weights: [R, S, ...] leaves, dim 1 sharded over the axis `stage`.
+        inputs: Any pytree of [M, ...] leaves, dim 0 sharded over the axis `stage`.
+        side: [M, ...] leaves that every stage may read, replicated over the ranks.
         keys: [R, S, ...] dropout keys, folded with the microbatch's index before use; or ().
-        mesh: A mesh with an axis `stage` of size S. None: one device plays all ranks.
-        delay: Hand results over one tick late, so that the transfer overlaps with work. Costs S - 1
-            ticks more and, if R > 1, needs M >= 2 * S.
-        remat: Wraps the stage. Default: keep one input per tick, compute the rest again.
-        gather: When weights that are split over other axes are gathered.
-        scan_repeats: Whether repeats are a loop of the program (compiles fast), or written out.
+        mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
+        delay: Whether results are handed over one tick late, so that the transfer overlaps with
+            computation. This adds S - 1 ticks and, if R > 1, needs M >= 2 * S.
+        remat: Wraps the stage. The default stores one input per tick and recomputes the rest.
+        gather: When weights that are sharded over other axes are gathered.
+        scan_repeats: Whether repeats run in a `lax.scan` (compiles faster) or are unrolled.
 
     Returns:
-        (outputs like `inputs`, sums over all stages and microbatches).
+        (outputs, sums). The outputs have the shapes of `inputs`; the sums are over all stages and
+        microbatches.
 
     Raises:
         ValueError: If M is not a multiple of S, or too small; if `stage` changes shapes; if rows do
@@ -80,7 +81,7 @@ def circular(
 
 
 def _layer(stage: Stage, mesh: Mesh | None, how: How) -> Callable:
-    """`(weights, inputs [S, n, ...], side, keys) -> (outputs, sums)` with its own backward."""
+    """Returns `(weights, inputs [S, n, ...], side, keys) -> (outputs, sums)` with a custom VJP."""
 
     gather = how.gather
     weights, gradients = stacked_specs(gather.weight_specs), stacked_specs(gather.gradient_specs)
@@ -120,17 +121,17 @@ def _layer(stage: Stage, mesh: Mesh | None, how: How) -> Callable:
 
 
 def rows_of(gather: Gather, lead: P) -> P:
-    """For arrays whose rows come after the dims of `lead`."""
+    """Returns the spec of arrays whose rows are in the dim after those of `lead`."""
     return P(*lead, gather.batch_axes) if gather.batch_axes else lead
 
 
 def _typed(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> PyTree:
-    """Returns `tree` split as its cotangent will be: with explicit axes the type includes that.
+    """Returns `tree` sharded as its cotangent will be: explicit axes make that part of the type.
 
     Args:
-        tree: Arrays, of numpy too.
-        specs: A spec for every leaf, or for all of a subtree.
-        mesh: The mesh, or None.
+        tree: JAX or numpy arrays.
+        specs: A prefix tree of specs.
+        mesh: The mesh. None, or a mesh without explicit axes, leaves `tree` unchanged.
     """
     if mesh is None or AxisType.Explicit not in mesh.axis_types:
         return tree
@@ -142,7 +143,7 @@ def _typed(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> PyTree:
 
 
 def stacked_specs(specs: PyTree) -> PyTree:
-    """From weights of one stage to leaves [R, S, ...]."""
+    """Returns the specs of [R, S, ...] leaves, given those of the weights of one stage."""
     return jax.tree.map(
         lambda spec: P(None, AXIS, *spec), specs, is_leaf=lambda x: isinstance(x, P)
     )
@@ -161,28 +162,29 @@ def circular_value_and_grad(
     ends_gather: Gather = EACH_TICK,
     scan_repeats: bool = True,
 ) -> tuple[tuple[Scalar, Sums], dict[str, Any]]:
-    """Loss, metrics and gradients of a batch through the circular pipeline.
+    """Returns loss, metrics and gradients of a batch that runs through the circular pipeline.
 
-    Embedding and loss are computed by all ranks, each for its share of the microbatches.
+    All ranks compute embedding and loss, each for its share of M / S microbatches.
 
     Args:
         model: The model.
-        weights: The three groups; leaves of `weights["stages"]` are [R, S, ...].
-        side: [M, ...] leaves.
-        keys: [R, S, ...] leaves, or () without dropout.
-        mesh: As in `circular`.
-        delay: As in `circular`.
-        remat: As in `circular`.
-        gather: As in `circular`, for the stages.
-        ends_gather: The same for `{"embed": ..., "head": ...}`, whatever its `when`: they are
-            gathered once.
-        scan_repeats: As in `circular`.
+        weights: The groups "embed", "stages" and "head"; leaves of "stages" are [R, S, ...].
+        side: [M, ...] leaves, the batch, which embedding, stages and loss read.
+        keys: [R, S, ...] dropout keys, or () without dropout.
+        mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
+        delay: Whether results are handed over one tick late, to overlap transfer and computation.
+        remat: Wraps the stage. The default stores one input per tick and recomputes the rest.
+        gather: When and how the stages' weights that are sharded over other axes are gathered.
+        ends_gather: How the weights `{"embed": ..., "head": ...}` are gathered. They are gathered
+            once, whatever its `when`.
+        scan_repeats: Whether repeats run in a `lax.scan` or are unrolled.
 
     Returns:
-        ((loss, metrics), gradients like `weights`).
+        ((loss, metrics), gradients). The loss is a scalar; gradients are like `weights`.
 
     Raises:
-        ValueError: As `circular`.
+        ValueError: If M is not a multiple of S, or too small; if `model.stage` changes shapes; if
+            rows do not divide over `gather.batch_axes`.
     """
     stacked = {"weights['stages']": weights["stages"], "keys": keys}
     _check_counts(stacked, {"side": side}, mesh, delay)
@@ -206,24 +208,25 @@ def circular_value(
     ends_gather: Gather = EACH_TICK,
     scan_repeats: bool = True,
 ) -> tuple[Scalar, Sums]:
-    """Loss and metrics of a batch, without gradients.
+    """Returns loss and metrics of a batch, without gradients.
 
     Args:
         model: The model.
-        weights: As in `circular_value_and_grad`.
-        side: As there.
-        keys: As there.
-        mesh: As there.
-        delay: As there.
-        gather: As there.
-        ends_gather: As there.
-        scan_repeats: As there.
+        weights: The groups "embed", "stages" and "head"; leaves of "stages" are [R, S, ...].
+        side: [M, ...] leaves, the batch, which embedding, stages and loss read.
+        keys: [R, S, ...] dropout keys, or () without dropout.
+        mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
+        delay: Whether results are handed over one tick late, to overlap transfer and computation.
+        gather: When and how the stages' weights that are sharded over other axes are gathered.
+        ends_gather: How the weights of embedding and head are gathered, once.
+        scan_repeats: Whether repeats run in a `lax.scan` or are unrolled.
 
     Returns:
-        (loss, metrics).
+        (loss, metrics). The loss is a scalar.
 
     Raises:
-        ValueError: As `circular`.
+        ValueError: If M is not a multiple of S, or too small; if `model.stage` changes shapes; if
+            rows do not divide over `gather.batch_axes`.
     """
     stacked = {"weights['stages']": weights["stages"], "keys": keys}
     _check_counts(stacked, {"side": side}, mesh, delay)
@@ -236,7 +239,10 @@ def circular_value(
 def on_parts(
     f: Callable, mesh: Mesh | None, gather: Gather, ends_gather: Gather, out_dims: Any
 ) -> Callable:
-    """`(weights, side, keys) -> ...` of `f(stages, ends, side, keys)`, written for one rank."""
+    """Returns `(weights, side, keys) -> ...`, which runs `f(stages, ends, side, keys)` on all ranks.
+
+    `f` is written for one rank; `ends` holds the groups of `weights` other than "stages".
+    """
     in_dims = (
         stacked_specs(gather.weight_specs),
         ends_gather.weight_specs,
@@ -253,18 +259,18 @@ def on_parts(
 
 
 def gradient_dims(gather: Gather, ends_gather: Gather) -> tuple[PyTree, PyTree]:
-    """`out_dims` for gradients of the stages and of the ends."""
+    """Returns `out_dims` for (gradients of the stages, gradients of embedding and head)."""
     return stacked_specs(gather.gradient_specs), ends_gather.gradient_specs
 
 
 def _check_counts(stacked: PyTree, microbatches: PyTree, mesh: Mesh | None, delay: bool) -> int:
-    """S, after a check of every leaf, and of R, S and M against each other and the mesh.
+    """Checks every leaf, and R, S and M against each other and the mesh; returns S.
 
     Args:
         stacked: Weights and keys, [R, S, ...] leaves.
         microbatches: Inputs and side, [M, ...] leaves.
         mesh: The mesh, or None.
-        delay: Whether hand-overs are delayed.
+        delay: Whether results are handed over one tick late.
     """
     num_repeats, num_ranks = common_dims(stacked, 2, "[repeats, ranks, ...]")
     (num_microbatches,) = common_dims(microbatches, 1, "[microbatches, ...]")
@@ -274,12 +280,18 @@ def _check_counts(stacked: PyTree, microbatches: PyTree, mesh: Mesh | None, dela
 
 
 def check_mesh(mesh: Mesh | None, num_ranks: int, stacked: PyTree) -> None:
-    """Raises a `ValueError` unless `mesh` has as many ranks as the leaves in dim 1.
+    """Checks that the axis `stage` of `mesh` has `num_ranks` devices.
 
     Args:
-        mesh: The mesh, or None.
-        num_ranks: The size of dim 1.
-        stacked: [R, S, ...] leaves.
+        mesh: The mesh. None passes the check.
+        num_ranks: S, the size of dim 1 of the leaves.
+        stacked: [R, S, ...] leaves, which the error names.
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: If `mesh` has no axis `stage`, or one of another size than `num_ranks`.
     """
     if mesh is None:
         return
@@ -316,7 +328,11 @@ def _stacked_hint(shape: tuple[int, ...], ranks: int) -> str:
 
 
 def check_rows(microbatches: PyTree, batch_axes: tuple[str, ...], mesh: Mesh | None) -> None:
-    """Dim 1 of every leaf holds rows, if devices are to have rows of their own."""
+    """Checks that dim 1 of every [M, rows, ...] leaf divides over `batch_axes`, if there are any.
+
+    Raises:
+        ValueError: If it does not, or `mesh` is None.
+    """
     if not batch_axes:
         return
     if mesh is None:
@@ -334,7 +350,7 @@ def check_rows(microbatches: PyTree, batch_axes: tuple[str, ...], mesh: Mesh | N
 
 
 def common_dims(tree: dict[str, PyTree], count: int, meaning: str) -> tuple[int, ...]:
-    """The first `count` dims, which all leaves must share."""
+    """Returns the sizes of the first `count` dims, and checks that all leaves share them."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     if not leaves:
         raise ValueError(f"`{'` and `'.join(tree)}` have no arrays. Give leaves {meaning}.")
@@ -355,10 +371,10 @@ def common_dims(tree: dict[str, PyTree], count: int, meaning: str) -> tuple[int,
 
 
 def _name_of(path: tuple) -> str:
-    """A leaf as the caller would write it: `weights['w']` of the path `['weights']['w']`."""
+    """Returns a leaf's name as the caller writes it: `weights['w']` for `['weights']['w']`."""
     return path[0].key + jax.tree_util.keystr(path[1:])
 
 
 def _to_shares(tree: PyTree, num_ranks: int) -> PyTree:
-    """[M, ...] -> [S, n, ...]"""
+    """Reshapes [M, ...] leaves to [S, n, ...]."""
     return jax.tree.map(lambda x: x.reshape(num_ranks, -1, *x.shape[1:]), tree)

@@ -1,9 +1,9 @@
 """The circular pipeline of one rank: all ticks forward, and all ticks backward.
 
-The backward is written out here, not left to JAX's transposition of a loop, for four things that
-this decides: weights are gathered again instead of kept, gradients add up in float32 and are
-reduce-scattered once per repeat, what a tick keeps is written in place into one buffer, and no
-buffer of the forward's movements is kept at all.
+The backward is written out instead of derived by JAX from the forward's loop, for four reasons:
+weights are gathered again instead of stored, gradients are accumulated in float32 and
+reduce-scattered once per repeat, residuals are written in place into one buffer with an entry per
+tick, and the buffers that move microbatches between ranks are not stored for the backward.
 """
 
 from collections.abc import Callable
@@ -40,15 +40,15 @@ Stage = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, Sums]]
 
 
 class Run(NamedTuple):
-    """What stays the same from tick to tick, on one rank.
+    """Loop invariants: the values that a tick reads and does not change, on one rank.
 
     Attributes:
         counts: S, R, M and d.
         stage: The stage, forward and backward.
-        weights: How this rank gets at its weights.
+        weights: Functions that gather this rank's weights and reduce-scatter their gradients.
         side: [M, ...] leaves.
         keys: [R, ...] leaves, or ().
-        scan: Whether the repeats between the first and the last are a loop of the program.
+        scan: Whether the repeats between the first and the last run in a `lax.scan`.
     """
 
     counts: Counts
@@ -60,19 +60,20 @@ class Run(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """What the backward carries from tick to tick: cotangents of `State` and of `side`."""
+    """Carry of the backward's loop: the cotangents of `State` and of `side`."""
 
     state: State
     side: PyTree
 
 
 class Held(NamedTuple):
-    """What a rank has of the repeat that it works on, in the backward.
+    """Weights and gradients that a rank holds during a repeat of the backward.
 
     Attributes:
-        window: Its weights.
-        gradient: Their gradient so far.
-        done: The gradient of the repeat before, which is that of a later one.
+        window: Weights of the repeat.
+        gradient: Gradient of these weights, summed over the ticks so far.
+        done: Complete gradient of the repeat that the rank worked on before: the backward runs
+            repeats in reverse order, so this is the repeat with the next higher index.
     """
 
     window: PyTree
@@ -81,13 +82,13 @@ class Held(NamedTuple):
 
 
 class How(NamedTuple):
-    """What the caller of a circular pipeline chooses.
+    """Options of a circular pipeline.
 
     Attributes:
-        delay: Hand results over one tick late, so that the transfer overlaps with work.
-        remat: Wraps a stage: what of a tick is kept for the backward.
-        gather: When weights are gathered.
-        scan_repeats: Whether repeats are a loop of the program, or written out.
+        delay: Whether results are handed over one tick late, to overlap transfer and computation.
+        remat: Wraps a stage, and so decides which residuals a tick stores for the backward.
+        gather: When and how weights are gathered.
+        scan_repeats: Whether repeats run in a `lax.scan` or are unrolled.
     """
 
     delay: bool
@@ -103,10 +104,10 @@ def forward_rank(
 
     Args:
         stage: `(weights of one stage, x, side of one microbatch, its keys) -> (y, sums)`.
-        how: The choices.
-        keep: Whether a backward follows.
+        how: The options of the pipeline.
+        keep: Whether residuals are stored for a backward.
         weights: [R, ...] leaves, this rank's stages.
-        inputs: [n, ...] leaves, this rank's share: microbatches `rank * n` to `(rank + 1) * n`.
+        inputs: [n, ...] leaves, this rank's microbatches, `rank * n` to `(rank + 1) * n - 1`.
         side: [M, ...] leaves, the same on every rank.
         keys: [R, ...] leaves, this rank's dropout keys, or ().
 
@@ -114,7 +115,8 @@ def forward_rank(
         ((outputs like `inputs`, sums over all stages and microbatches), residuals of this rank).
 
     Raises:
-        ValueError: If M does not suit the ranks, or `stage` does not return what it was given.
+        ValueError: If M is not a multiple of S, or too small, or if the output of `stage` differs
+            from its input in shape or dtype.
     """
     run, of_tick = prepare(stage, how, weights, inputs, side, keys)
     (outputs, totals), kept = forward(run, inputs, of_tick, keep=keep)
@@ -132,9 +134,10 @@ def backward_rank(
     doutputs: PyTree,
     dsums: Sums,
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """Gradients of weights, inputs and side, None for leaves that are not floating.
+    """Returns the gradients of weights, inputs and side, None for leaves that are not floating.
 
-    Takes what `forward_rank` took (of `inputs` only the shapes), what it kept, and cotangents.
+    Takes the arguments of `forward_rank` (of `inputs` only the shapes are read), the residuals
+    that it returned, and the cotangents of its outputs and sums.
     """
     run, _ = prepare(stage, how, weights, inputs, side, keys)
     gradients, dinputs, dside = backward(run, kept, doutputs, dsums)
@@ -145,13 +148,13 @@ def backward_rank(
 def prepare(
     stage: Stage, how: How, weights: PyTree, inputs: PyTree, side: PyTree, keys: PyTree
 ) -> tuple[Run, PyTree]:
-    """The stage traced and divided, and the shapes of its sums."""
+    """Traces the stage and its backward; returns the loop invariants and the shapes of its sums."""
     S, n = lax.axis_size(AXIS), jax.tree.leaves(inputs)[0].shape[0]
     R = jax.tree.leaves(weights)[0].shape[0]
     check_circular(S, R, S * n, delay=how.delay)
 
     rooms = access(how.gather, weights)
-    # Nobody computes with this visit: it is there for its types.
+    # Only the types of these arguments are used, to trace the stage.
     first = (index_leading(tree, 0) for tree in (inputs, side, keys))
     visit = rooms.read(rooms.window(rooms.ahead(0), 0)), *first
     _, sums = jax.eval_shape(stage, *visit)
@@ -164,13 +167,16 @@ def prepare(
 def forward(
     run: Run, inputs: PyTree, sums: PyTree, *, keep: bool
 ) -> tuple[tuple[PyTree, Sums], Kept]:
-    """All ticks: outputs and sums, and the residuals if they are to be kept.
+    """Runs all ticks of the forward on one rank.
 
     Args:
-        run: What to run.
-        inputs: [n, ...] leaves.
+        run: The loop invariants.
+        inputs: [n, ...] leaves, this rank's microbatches.
         sums: Shapes of the sums of one tick.
-        keep: Whether a backward follows.
+        keep: Whether residuals are stored for a backward.
+
+    Returns:
+        ((outputs [n, ...], sums over this rank's ticks), residuals, empty unless `keep`).
     """
     counts, weights = run.counts, run.weights
     ticks = partial(_forward_ticks, run)
@@ -179,7 +185,7 @@ def forward(
 
     def block(carry, j):
         ahead, carry = carry
-        following = weights.ahead(j + 1)  # nothing in this block waits for it
+        following = weights.ahead(j + 1)  # for the next block: no tick of this one reads it
         return following, ticks(middle(counts, j), ahead, carry)
 
     if counts.num_repeats == 1:
@@ -196,7 +202,7 @@ def forward(
 
 
 def backward(run: Run, kept: Kept, doutputs: PyTree, dsums: Sums) -> tuple[PyTree, PyTree, PyTree]:
-    """All ticks, the last one first: gradients of weights, inputs and side."""
+    """Runs all ticks in reverse order; returns the gradients of weights, inputs and side."""
     counts, weights = run.counts, run.weights
     final, half = counts.num_repeats - 1, first_late_repeat(counts)
     flow = Backward(last_cotangent(doutputs, counts), _zeros(floating(run.side)))
@@ -213,9 +219,10 @@ def backward(run: Run, kept: Kept, doutputs: PyTree, dsums: Sums) -> tuple[PyTre
 
 
 def _first_windows(weights: Access, final: int, flow: Backward) -> tuple[PyTree, PyTree]:
-    """The window of the last repeat, and what comes ahead of the one below it, if there is one.
+    """Returns the window of the last repeat, and the prefetched weights of the one before it.
 
-    Else the compiler would take them in the forward, and hold them until they are used.
+    Both are made only after the forward (`_after`). Otherwise the compiler would gather them during
+    the forward and hold them until they are used.
     """
     window = weights.window(weights.ahead(_after(final, flow.state)), final)
     return window, weights.ahead(_after(final - 1, flow.state)) if final else ()
@@ -224,11 +231,12 @@ def _first_windows(weights: Access, final: int, flow: Backward) -> tuple[PyTree,
 def _backward_blocks(
     run: Run, dsums: Sums, read: Callable, lowest: int, highest: int, carry: tuple
 ) -> tuple[PyTree, tuple]:
-    """The blocks of repeats `highest` to `lowest`.
+    """Runs the blocks of repeats `highest` down to `lowest`.
 
-    `carry` is what came ahead of the repeat below `highest`, and (`Held`, `Backward`).
+    `carry` is the prefetched weights of repeat `highest - 1`, and (`Held`, `Backward`).
 
-    Returns their gradients, [highest - lowest + 1, ...], and the carry for the repeats below.
+    Returns the gradients of these repeats, [highest - lowest + 1, ...], and the carry for the
+    repeats with lower indices.
     """
     counts, weights = run.counts, run.weights
     final = counts.num_repeats - 1
@@ -237,7 +245,7 @@ def _backward_blocks(
     def block(carry, j, segment=None):
         gradients, (ahead, carry) = carry
         held, flow = carry
-        # For the next block, and nothing in this one waits for it. Repeat 0 comes once too often.
+        # For the next block: no tick of this one reads it. Repeat 0 is gathered once too often.
         below = jnp.maximum(j - 2, 0)
         in_loop = segment is None and run.scan
         following = weights.ahead(below if in_loop else _after(below, flow.state))
@@ -259,7 +267,10 @@ def _backward_blocks(
 
 
 def _forward_ticks(run: Run, segment: Segment, ahead: PyTree | None, carry: tuple) -> tuple:
-    """The ticks of a segment. `ahead` came before the repeat that ranks begin in it, if they do."""
+    """Runs the ticks of a segment, in which ranks begin the repeat of which `ahead` has the weights.
+
+    `ahead` is None if no rank begins a repeat in the segment.
+    """
 
     def tick(carry, t):
         window, (state, totals, kept) = carry
@@ -286,8 +297,8 @@ def _backward_ticks(
     ahead: PyTree | None,
     carry: tuple[Held, Backward],
 ) -> tuple[Held, Backward]:
-    """The ticks of a segment, the last one first. `ahead` came before the repeat that ranks go on
-    with in it, if they do."""
+    """Runs the ticks of a segment in reverse order. In it ranks finish a repeat and go on with the
+    one before, of which `ahead` has the prefetched weights; None if no rank does so."""
 
     def tick(carry, t):
         held, (dstate, dside) = carry
@@ -310,17 +321,17 @@ def _backward_ticks(
 
 
 def _below(weights: Access, ahead: PyTree, repeat: Any, held: Held) -> Held:
-    """A rank has done with a repeat, and goes on with the one below."""
+    """Returns what a rank holds when it goes on with `repeat`, after the repeat `repeat + 1`."""
     return Held(weights.window(ahead, repeat), _zeros(held.gradient), held.gradient)
 
 
 def _is_first(visit: Visit) -> Bool[Array, ""]:
-    """Whether it is a rank's first in its repeat."""
+    """Returns whether `visit` is a rank's first in its repeat."""
     return visit.busy & (visit.microbatch == 0)
 
 
 def _of_visit(run: Run, visit: Visit) -> tuple[PyTree, PyTree]:
-    """Side and keys of the microbatch that a rank works on."""
+    """Returns side and keys of the microbatch that a rank works on."""
     keys = fold_in_microbatch(index_leading(run.keys, visit.repeat), visit.microbatch)
     return index_leading(run.side, visit.microbatch), keys
 
@@ -334,7 +345,7 @@ def _loop(body: Callable, carry: Any, values: Int[Array, " n"], *, scan: bool) -
 
 
 def _after(index: Any, tree: PyTree) -> Int[Array, ""]:
-    """`index`, not before `tree` is there."""
+    """Returns `index`, which XLA cannot use before `tree` is computed."""
     return lax.optimization_barrier((jnp.int32(index), jax.tree.leaves(tree)[0]))[0]
 
 
@@ -343,7 +354,7 @@ def _zeros(tree: PyTree) -> PyTree:
 
 
 def _room(run: Run, inputs: PyTree) -> Kept:
-    """Buffers for what the ticks keep."""
+    """Allocates buffers for the residuals of all ticks."""
 
     def residuals(inputs):
         w = run.weights.read(run.weights.window(run.weights.ahead(0), 0))
