@@ -239,7 +239,7 @@ def circular_value(
 def on_parts(
     f: Callable, mesh: Mesh | None, gather: Gather, ends_gather: Gather, out_dims: Any
 ) -> Callable:
-    """Returns `(weights, side, keys) -> ...`, which runs `f(stages, ends, side, keys)` on all ranks.
+    """Returns `(weights, side, keys) -> ...` that runs `f(stages, ends, side, keys)` on all ranks.
 
     `f` is written for one rank; `ends` holds the groups of `weights` other than "stages".
     """

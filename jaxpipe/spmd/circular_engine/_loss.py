@@ -1,6 +1,6 @@
-"""Loss and gradients of a whole model on one rank: embedding, circular pipeline, loss, and back.
+"""Loss and gradients of a whole model on one rank: embedding, circular pipeline, loss, backward.
 
-S ranks, M microbatches, n = M / S of them on each rank: it embeds these and computes their loss.
+S ranks, M microbatches, n = M / S of them on each rank, which embeds these and computes their loss.
 """
 
 from collections.abc import Callable
@@ -26,16 +26,18 @@ def rank_value_and_grad(
     side: PyTree,
     keys: PyTree,
 ) -> tuple[tuple[Scalar, Sums], tuple[PyTree, dict[str, PyTree]]]:
-    """Runs on one rank inside the axis `stage`, and on its own rows over the batch axes.
+    """Returns loss, metrics and gradients, as computed by one rank inside the axis `stage`.
+
+    Over the batch axes, if there are any, each device runs on its own rows.
 
     Args:
         model: The model.
-        how: The choices for the pipeline.
+        how: The options of the pipeline.
         ends_gather: How `ends` are gathered, once.
-        stages: [R, ...] leaves.
+        stages: [R, ...] leaves, the weights of this rank's stages.
         ends: Weights of the embedding and of the head.
         side: [M, ...] leaves.
-        keys: [R, ...] leaves, or ().
+        keys: [R, ...] dropout keys, or ().
 
     Returns:
         ((loss, metrics) of the batch, (gradients of `stages`, gradients of `ends`)).
@@ -65,7 +67,10 @@ def rank_value(
     side: PyTree,
     keys: PyTree,
 ) -> tuple[Scalar, Sums]:
-    """(loss, metrics) alone, of what `rank_value_and_grad` takes. Nothing is kept or derived."""
+    """Returns (loss, metrics) of the batch, without gradients, and stores no residuals.
+
+    Takes the arguments of `rank_value_and_grad`.
+    """
     whole = ends_gather.whole(ends_gather.cast(ends))
     share = _share_of_rank(side)
     x = jax.vmap(model.embed, in_axes=(None, 0))(whole["embed"], share)
@@ -83,10 +88,10 @@ def rank_value(
 def _loss_and_gradients(
     model: Model, ends: dict[str, PyTree], y: PyTree, share: PyTree
 ) -> tuple[tuple[Scalar, Sums], tuple[dict[str, PyTree], PyTree]]:
-    """The loss of this rank's microbatches, one after the other, and its gradients by ends and y.
+    """Computes the loss of this rank's microbatches, one after the other, and its gradients.
 
-    The gradients come right with the loss, so the logits are computed once and live as long as one
-    microbatch does.
+    The gradients with respect to `ends` and `y` are computed together with the loss, so logits are
+    computed once, and only those of one microbatch are in memory.
     """
 
     def step(gradients, microbatch):
@@ -101,7 +106,7 @@ def _loss_and_gradients(
 def loss_and_gradients(
     model: Model, ends: dict[str, PyTree], y: PyTree, side: PyTree
 ) -> tuple[tuple[Scalar, Sums], tuple[dict[str, PyTree], PyTree]]:
-    """Of one microbatch: ((loss, sums), (gradients of the ends that `model.loss` reads, of y))."""
+    """Returns ((loss, sums), (gradients of `model.ends(ends)`, gradient of y)) of a microbatch."""
 
     def loss(ends, differentiated):
         return model.loss(ends, combine(differentiated, y), side)
@@ -111,13 +116,13 @@ def loss_and_gradients(
 
 
 def add_to_ends(gradients: dict[str, PyTree], new: dict[str, PyTree]) -> dict[str, PyTree]:
-    """Gradients of all ends, with those of some of them added."""
+    """Returns the gradients of embedding and head, with those in `new` added in float32."""
     so_far = {name: gradients[name] for name in new}
     return gradients | jax.tree.map(jnp.add, so_far, wide(new))
 
 
 def _pullback(f: Callable, weights: PyTree) -> tuple[PyTree, Callable]:
-    """`f(weights)` and its derivative, from cotangents of the leaves that are floating."""
+    """Returns `f(weights)` and its VJP, which takes cotangents of the floating leaves."""
 
     def of_floating(weights):
         out = f(weights)
@@ -132,7 +137,7 @@ def like(gradients: PyTree, weights: PyTree) -> PyTree:
 
 
 def _share_of_rank(tree: PyTree) -> PyTree:
-    """[M, ...] -> this rank's [n, ...]"""
+    """Slices this rank's [n, ...] out of [M, ...] leaves."""
 
     def share(x: Any) -> Any:
         size = x.shape[0] // lax.axis_size(AXIS)

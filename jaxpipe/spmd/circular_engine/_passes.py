@@ -267,9 +267,10 @@ def _backward_blocks(
 
 
 def _forward_ticks(run: Run, segment: Segment, ahead: PyTree | None, carry: tuple) -> tuple:
-    """Runs the ticks of a segment, in which ranks begin the repeat of which `ahead` has the weights.
+    """Runs the ticks of a segment.
 
-    `ahead` is None if no rank begins a repeat in the segment.
+    `ahead` has the prefetched weights of the repeat that ranks begin in the segment; None if no
+    rank begins one.
     """
 
     def tick(carry, t):
@@ -297,8 +298,11 @@ def _backward_ticks(
     ahead: PyTree | None,
     carry: tuple[Held, Backward],
 ) -> tuple[Held, Backward]:
-    """Runs the ticks of a segment in reverse order. In it ranks finish a repeat and go on with the
-    one before, of which `ahead` has the prefetched weights; None if no rank does so."""
+    """Runs the ticks of a segment in reverse order.
+
+    `ahead` has the prefetched weights of the repeat with which ranks go on in the segment; None if
+    no rank finishes a repeat in it.
+    """
 
     def tick(carry, t):
         held, (dstate, dside) = carry

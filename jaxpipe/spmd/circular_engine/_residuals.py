@@ -1,8 +1,8 @@
-"""What the ticks of a forward keep for the backward, one entry of a buffer per tick.
+"""Residuals that the forward stores for the backward: buffers with one entry per tick.
 
-With many repeats there are two buffers, for the earlier and the later half of them: the backward
-has done with the later half before it fills the second half of the gradients, so that their peaks
-do not meet.
+With many repeats the residuals of the earlier and the later half of the repeats are in separate
+buffers: the backward frees the buffers of the later half before it has filled the gradients of the
+earlier half, so the peaks of residuals and gradients do not coincide.
 """
 
 from typing import Any, NamedTuple
@@ -19,11 +19,14 @@ Buffers = list[jax.Array]
 
 
 class Kept(NamedTuple):
-    """Residuals, [ticks, ...] each; with two halves each has one entry more, for the other's ticks.
+    """Residuals, [ticks, ...] each.
+
+    With two halves each buffer has one more entry, which is written in the ticks of the other half
+    and never read.
 
     Attributes:
-        early: Of the ticks before the first late repeat; no buffers if that is repeat 0.
-        late: Of the others.
+        early: Residuals of the ticks before the first late repeat; empty if that is repeat 0.
+        late: Residuals of the other ticks.
     """
 
     early: Buffers
@@ -31,15 +34,19 @@ class Kept(NamedTuple):
 
 
 def first_late_repeat(counts: Counts) -> int:
-    """0 if there are too few repeats for the second buffer to be worth its compile time."""
+    """Returns the first repeat whose residuals are in the buffers `late`.
+
+    It is 0, so that there are no early buffers, below 8 repeats: a second set of buffers is then
+    not worth its compile time.
+    """
     return counts.num_repeats // 2 if counts.num_repeats >= 8 else 0
 
 
 def room(residuals: list[Any], counts: Counts) -> Kept:
-    """Buffers for residuals of these abstract values, in the memory where they lie.
+    """Allocates buffers for residuals of these abstract values, in the memory space of each.
 
     Raises:
-        ValueError: If residuals are to lie in the host's memory, but ranks are not devices.
+        ValueError: If residuals are offloaded to host memory, but one device runs all ranks.
     """
     cut = _first_late_tick(counts)
     early, late = (
@@ -49,7 +56,14 @@ def room(residuals: list[Any], counts: Counts) -> Kept:
 
 
 def buffer(x: Any, length: int) -> jax.Array:
-    """Room for so many of an abstract value, in the memory where it lies."""
+    """Allocates a zero buffer of `length` entries like the abstract value `x`.
+
+    Returns:
+        [length, ...], in the memory space of `x`.
+
+    Raises:
+        ValueError: If that is host memory, but one device runs all ranks.
+    """
     nothing = zeros(x, lead=(length,))
     if x.memory_space != jax.memory.Space.Host:
         return nothing
@@ -63,7 +77,7 @@ def buffer(x: Any, length: int) -> jax.Array:
 
 
 def store(kept: Kept, residuals: Buffers, t: Int[Array, ""], counts: Counts) -> Kept:
-    """Keeps the residuals of tick `t`."""
+    """Writes the residuals of tick `t` to their entry."""
     cut = _first_late_tick(counts)
     residuals = [vary(x) for x in residuals]
     late = put(kept.late, residuals, jnp.where(t < cut, ticks_of(counts) - cut, t - cut))

@@ -1,18 +1,19 @@
 """How microbatches move through a circular pipeline, seen by one rank.
 
-S ranks, R repeats, M microbatches, n = M / S of them kept by each rank. Stage `repeat * S + rank`.
-A hand-over takes d ticks: 1, or 2 if it is delayed so that it overlaps with the next tick's work.
-At tick t, rank r makes visit k = t - r * d: microbatch k % M in repeat k // M. While the pipeline
-fills (k < 0) and drains (k >= R * M) a rank is in a bubble. It works all the same, on a microbatch
-that lies in its stream: real data, since a norm's gradient at zero is NaN. The result is dropped.
+S ranks, R repeats, M microbatches, n = M / S of them stored by each rank. Rank `rank` runs stage
+`repeat * S + rank` in a repeat. A hand-over takes d ticks: 1, or 2 if it is delayed so that it
+overlaps with the next tick's computation. At tick t, rank r makes visit k = t - r * d: it runs
+microbatch k % M in repeat k // M. While the pipeline fills (k < 0) and drains (k >= R * M) a rank
+is in a bubble. In a bubble it runs its stage on a microbatch that is stored in its stream and drops
+the result. It uses real data because a norm's gradient at zero is NaN.
 
-Inputs lie spread over the ranks, n on each. They reach rank 0 by moving one rank down whenever it
-has taken one, and outputs, entering on the last rank, fill the places that become free. This
-stream moves in the M ticks in which microbatches enter and the M in which they leave; with several
-repeats also in the d * (S - 1) ticks before, whose segment it is (`_segments`).
+Inputs are sharded over the ranks, n on each. After every tick in which rank 0 takes an input, the
+others move one rank down; outputs are written on the last rank, into the slots that become free.
+This stream moves in the M ticks in which microbatches enter and the M in which they leave; with
+several repeats also in the d * (S - 1) ticks before, which belong to the last segment (`_segments`).
 
-All of this is linear, so the backward is the same movement transposed: every function here has the
-cotangents of a state go through it backwards.
+All of this is linear, so the backward is the same movement transposed: each function that moves a
+state has a transpose that moves the state's cotangent.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from .._ranks import AXIS, poison
 
 
 class Counts(NamedTuple):
-    """S, R, M and d."""
+    """Sizes of a circular pipeline: S, R, M and d, ticks of a hand-over."""
 
     num_ranks: int
     num_repeats: int
@@ -36,14 +37,14 @@ class Counts(NamedTuple):
 
 
 class State(NamedTuple):
-    """What one rank carries from tick to tick.
+    """Activation buffers that one rank carries from tick to tick.
 
     Attributes:
         stream: [n, ...] inputs not taken yet, then outputs.
-        handoff: What the rank before has handed over.
+        handoff: Activation of one microbatch that the rank before has handed over.
         underway: The d - 1 results that are still to be handed over, oldest first.
-        waiting: [M - S * d + 1, ...], or [1, ...] if R = 1: a ring of what the last rank has handed
-            over and rank 0 needs only in its next repeat. It means something on rank 0 alone.
+        waiting: [M - S * d + 1, ...], or [1, ...] if R = 1: a ring buffer of the results that the
+            last rank has handed over and rank 0 reads in its next repeat. Only rank 0 reads it.
     """
 
     stream: PyTree
@@ -53,13 +54,13 @@ class State(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """What a rank does in a tick: which microbatch in which repeat, unless it is in a bubble.
+    """Work of a rank in a tick: the microbatch and the repeat, unless the rank is in a bubble.
 
     Attributes:
-        repeat: Out of range in a bubble.
-        microbatch: In range always.
+        repeat: Index of the repeat; out of range in a bubble.
+        microbatch: Index of the microbatch; in range also in a bubble.
         busy: False in a bubble.
-        fresh: Whether the input comes from the stream: it enters here, or this is a bubble.
+        fresh: Whether the input is read from the stream: a new microbatch on rank 0, or a bubble.
     """
 
     repeat: Int[Array, ""]
@@ -69,7 +70,7 @@ class Visit(NamedTuple):
 
 
 def num_ticks(num_ranks: int, num_repeats: int, num_microbatches: int, *, delay: bool) -> int:
-    """Ticks of the whole pipeline: M * R of work and d * (S - 1) of bubble."""
+    """Returns the ticks of the whole pipeline: M * R of work and d * (S - 1) of bubble."""
     return ticks_of(Counts(num_ranks, num_repeats, num_microbatches, 2 if delay else 1))
 
 
@@ -78,7 +79,7 @@ def ticks_of(counts: Counts) -> int:
 
 
 def visit_at(t: Int[Array, ""], counts: Counts) -> Visit:
-    """What this rank does at tick `t`."""
+    """Returns the work of this rank at tick `t`."""
     rank, M = lax.axis_index(AXIS), counts.num_microbatches
     visit = t - rank * counts.hop
     busy = (visit >= 0) & (visit < counts.num_repeats * M)
@@ -100,11 +101,15 @@ def check_circular(
         num_ranks: S.
         num_repeats: R.
         num_microbatches: M.
-        delay: Whether hand-overs are delayed.
+        delay: Whether results are handed over one tick late.
         names: The names of the arguments by which the caller gave M and the delay.
 
+    Returns:
+        None.
+
     Raises:
-        ValueError: If it cannot. The error uses `names`.
+        ValueError: If M is not a multiple of S, M < S, or M < 2 * S with delay and R > 1. The error
+            uses `names`.
     """
     in_microbatches, in_delay = names
     if num_microbatches < num_ranks:
@@ -128,18 +133,18 @@ def check_circular(
 
 
 def first_state(inputs: PyTree, counts: Counts) -> State:
-    """All microbatches before the pipeline, and poison in every buffer not written yet."""
+    """Returns the state before tick 0: all inputs in the stream, the other buffers poisoned."""
     return _state(inputs, jax.tree.map(poison, index_leading(inputs, 0)), counts)
 
 
 def last_cotangent(outputs: PyTree, counts: Counts) -> State:
-    """What the backward starts with: the outputs' cotangents, and nothing on its way."""
+    """Returns the cotangent of the last state: that of the outputs; other buffers are zero."""
     nothing = jax.tree.map(jnp.zeros_like, index_leading(outputs, 0))
     return _state(_turn(outputs, counts, back=True), nothing, counts)
 
 
 def _state(stream: PyTree, x: PyTree, counts: Counts) -> State:
-    """`stream`, and `x` in every other buffer."""
+    """Returns a state with `stream`, and `x` in every other buffer."""
     S, R, M, hop = counts
     num_waiting = M - S * hop + 1 if R > 1 else 1
     waiting = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_waiting, *x.shape)), x)
@@ -147,7 +152,11 @@ def _state(stream: PyTree, x: PyTree, counts: Counts) -> State:
 
 
 def next_input(state: State, t: Int[Array, ""], *, fresh: Bool[Array, ""]) -> PyTree:
-    """What this rank works on: from the stream, back from the last rank, or handed over."""
+    """Returns the stage input of this rank at tick `t`.
+
+    It is read from the stream if `fresh`, else on rank 0 from `waiting` (the last rank's results),
+    and on other ranks from `handoff`.
+    """
     rank = lax.axis_index(AXIS)
     slot, place = t % _length(state.stream), t % _length(state.waiting)
 
@@ -162,7 +171,7 @@ def next_input(state: State, t: Int[Array, ""], *, fresh: Bool[Array, ""]) -> Py
 
 
 def add_input(state: State, dx: PyTree, t: Int[Array, ""], *, fresh: Bool[Array, ""]) -> State:
-    """`next_input` transposed: the cotangent of what a rank worked on goes where it came from."""
+    """Adds `dx`, the cotangent of a stage input, to the buffer that `next_input` read it from."""
     first = lax.axis_index(AXIS) == 0
     slot, place = t % _length(state.stream), t % _length(state.waiting)
     handoff = _plus(state.handoff, _where(~fresh & ~first, dx))
@@ -172,10 +181,10 @@ def add_input(state: State, dx: PyTree, t: Int[Array, ""], *, fresh: Bool[Array,
 
 
 def hand_over(state: State, y: PyTree, t: Int[Array, ""], *, enters: bool, leaves: bool) -> State:
-    """Passes results on by one rank, and moves the stream if microbatches enter or leave."""
+    """Sends results to the next rank, and moves the stream if microbatches enter or leave."""
     sent, *underway = (*state.underway, y)
     handoff = jax.tree.map(_to_next_rank, sent)
-    # What arrives for tick t + 1 is due `places - 1` ticks later. Its place was read in this tick.
+    # Rank 0 reads this result a whole turn of the ring after tick t. Tick t has read its slot.
     waiting = put(state.waiting, handoff, t % _length(state.waiting))
     stream = move_stream(state.stream, y, t, leaves) if enters or leaves else state.stream
     return State(stream, handoff, tuple(underway), waiting)
@@ -184,18 +193,18 @@ def hand_over(state: State, y: PyTree, t: Int[Array, ""], *, enters: bool, leave
 def take_back(
     state: State, t: Int[Array, ""], *, enters: bool, leaves: bool
 ) -> tuple[State, PyTree]:
-    """`hand_over` transposed: cotangents of the state before and of `y`."""
+    """Transposes `hand_over`: returns the cotangents of the state before it and of `y`."""
 
     def forward(state, y):
         return hand_over(state, y, t, enters=enters, leaves=leaves)
 
-    # It is linear: where it is differentiated makes no difference, so a cotangent will do.
+    # `hand_over` is linear: its VJP is the same at every point, so any state serves as primal.
     _, transposed = jax.vjp(forward, state, state.handoff)
     return transposed(state)
 
 
 def move_stream(stream: PyTree, y: PyTree, t: Int[Array, ""], leaves: bool) -> PyTree:
-    """Moves one slot of every rank one rank down; `y` takes the last rank's if it `leaves`."""
+    """Moves one slot of every rank one rank down; the last rank stores `y` in it if `leaves`."""
     slot = t % _length(stream)
     moved = jax.tree.map(_to_previous_rank, index_leading(stream, slot))
     if leaves:
@@ -207,8 +216,8 @@ def move_stream(stream: PyTree, y: PyTree, t: Int[Array, ""], leaves: bool) -> P
 def realign(stream: PyTree, counts: Counts) -> PyTree:
     """Turns the slots so that slot i of rank r holds microbatch `r * n + i` again.
 
-    Microbatch m left at tick m + c, into slot (m + c) % n: only the slots are turned, each rank
-    already holds its own share.
+    Microbatch m leaves at tick m + c and is written to slot (m + c) % n. So only the slots have to
+    be rolled: each rank already holds its own microbatches.
     """
     return _turn(stream, counts, back=False)
 
@@ -231,7 +240,7 @@ def _plus(a: PyTree, b: PyTree) -> PyTree:
 
 
 def put(buffer: PyTree, x: PyTree, index: Any) -> PyTree:
-    """Writes entry `index` of dim 0 of every leaf."""
+    """Writes `x` to entry `index` of dim 0 of every leaf of `buffer`."""
     return jax.tree.map(
         lambda b, new: lax.dynamic_update_index_in_dim(b, new, index, axis=0), buffer, x
     )

@@ -1,4 +1,4 @@
-"""The circular pipeline without a loop: every iteration compiled by itself."""
+"""The circular pipeline without a loop: all iterations are unrolled into the program."""
 
 from collections.abc import Callable
 
@@ -32,12 +32,25 @@ def circular_unrolled(
     remat: Remat = recompute,
     gather: Gather = EACH_TICK,
 ) -> tuple[PyTree, Sums]:
-    """`circular`, for stages that return no sums; arguments and results are the same.
+    """Runs the stages as `circular` does, unrolled, and lets JAX derive the backward.
 
-    How gradients are summed is left to XLA.
+    XLA sees every iteration and may overlap and fuse across them, and decides how gradients are
+    summed. Compile time grows with the number of iterations, M * R + d * (S - 1).
 
-    XLA sees every iteration and may overlap and fuse across them; it compiles for as many times
-    longer.
+    Args:
+        stage: `(weights of one stage, x, side of one microbatch, its keys) -> (y, sums)`, or `-> y`.
+            Its sums are dropped.
+        weights: [R, S, ...] leaves, dim 1 sharded over the axis `stage`.
+        inputs: [M, ...] leaves, dim 0 sharded over the axis `stage`.
+        side: [M, ...] leaves that every stage may read, replicated over the ranks.
+        keys: [R, S, ...] dropout keys, folded with the microbatch's index before use; or ().
+        mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
+        delay: Whether results are handed over one tick late, to overlap transfer and computation.
+        remat: Wraps the stage. The default recomputes the stage in the backward.
+        gather: When and how weights that are sharded over other axes are gathered.
+
+    Returns:
+        (outputs, {}). The outputs have the shapes of `inputs`.
     """
     repeats, ranks = jax.tree.leaves(weights)[0].shape[:2]
     counts = Counts(ranks, repeats, jax.tree.leaves(inputs)[0].shape[0], 2 if delay else 1)
