@@ -21,7 +21,7 @@ from .scheduled_engine._engine import scheduled_value as scheduled_value
 from .scheduled_engine._engine import scheduled_value_and_grad as scheduled_value_and_grad
 
 # isort: split
-# What the rims, `jaxpipe.linen` and `jaxpipe.nnx`, are made of.
+# Building blocks of the frontends `jaxpipe.linen` and `jaxpipe.nnx`.
 from ._stage_shardings import at_init as at_init
 from .circular_engine._unrolled import circular_unrolled as circular_unrolled
 from .stepwise._iteration import Counts as Counts

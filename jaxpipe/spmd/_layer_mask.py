@@ -1,4 +1,4 @@
-"""Stages with different numbers of layers, in a program that is the same for all of them."""
+"""Padding layers: stages with different numbers of layers run the same program under a mask."""
 
 from collections.abc import Callable
 
@@ -9,13 +9,14 @@ from ._ranks import either, zeros
 
 
 def if_present(layer: Callable) -> Callable:
-    """A layer that does nothing where there is none.
+    """Returns a layer that is the identity where its key says that it is padding.
 
     Args:
         layer: `(weights, x, side, key) -> (x, sums)`.
 
     Returns:
-        The same with keys `{"present": a boolean, "dropout": key}`.
+        `(weights, x, side, key) -> (x, sums)` with `key = {"present": a boolean, "dropout": key of
+        the layer}`. A layer that is not present returns x, and zeros for the sums.
     """
 
     def maybe(weights: PyTree, x: PyTree, side: PyTree, key: dict[str, PyTree]):

@@ -1,4 +1,4 @@
-"""Functions of one rank, run by all ranks: on a mesh, or one device playing every rank.
+"""Functions of one rank, run on all ranks: on a mesh, or with all ranks on one device.
 
 The same function runs both ways, so every pipeline has a one-device twin to test against.
 """
@@ -34,10 +34,11 @@ def on_ranks(
             one device, under `jax.vmap`.
         in_dims: For each argument the dim, of size S, that holds one slice per rank and that `f`
             does not see; None if every rank gets the whole argument. A `PartitionSpec` with `stage`
-            in one dim says the same, and its other axes become manual too: `f` sees the shard of
-            one device. An argument may have a tree of these.
-        out_dims: The same for the result. None: every rank returns the same, as `psum` does.
-        num_ranks: S. It may be missing where the mesh or a dim of `in_dims` tells.
+            in one dim has the same meaning, and its other axes become manual too: `f` sees the
+            shard of one device. An argument may have a tree of dims and specs.
+        out_dims: The same for the result. None if every rank returns the same value, as with
+            `psum`.
+        num_ranks: S. Needed only if `mesh` is None and no argument has a dim of ranks.
 
     Returns:
         A function of whole arrays.
@@ -62,11 +63,11 @@ def on_ranks(
 
 
 def vary(x: jax.Array) -> jax.Array:
-    """Marks what devices share as varying over all manual axes.
+    """Marks an array that devices share as varying over all manual axes.
 
-    At the entry: so that its gradient is summed there, once. Otherwise JAX sums at every use, in a
-    loop as often as it runs, and in the dtype of the use. Sums of bfloat16 are made in float32: for
-    precision, and because XLA:CPU fails on the others.
+    It is called on the arguments of `shard_map`, so that a gradient is summed over devices once.
+    Otherwise JAX sums at every use, in a loop in every iteration, and in the dtype of the use.
+    bfloat16 is summed in float32: for precision, and because XLA:CPU fails on bfloat16 sums.
     """
     missing = tuple(set(jax.sharding.get_abstract_mesh().manual_axes) - varying(x))
     if not missing:
@@ -76,23 +77,33 @@ def vary(x: jax.Array) -> jax.Array:
 
 
 def varying(x: jax.Array) -> frozenset[str]:
-    """The manual axes over which `x` differs."""
+    """Returns the manual axes over which `x` varies."""
     return jax.typeof(x).manual_axis_type.varying
 
 
 def either(
     predicate: Any, yes: Callable, no: Callable, *operands: Any, like: Any, often: str = ""
 ) -> Any:
-    """`yes(*operands)` or `no(*operands)`: where ranks are devices only that one runs.
+    """Returns `yes(*operands)` or `no(*operands)`; on a mesh only the chosen branch runs.
 
-    Results vary over the manual axes as the leaves of `like` do. `often`, of `how_often`, is a name
-    scope by which an audit knows how often `yes` runs.
+    Args:
+        predicate: A boolean scalar. `yes` runs if it is true.
+        yes: A function of `operands`.
+        no: A function of `operands` with results of the same shapes and dtypes.
+        *operands: Arguments of both.
+        like: A tree as both return. Results vary over the manual axes as its leaves do.
+        often: A name scope, as returned by `how_often`, from which an audit of the compiled program
+            reads how often `yes` runs. Empty for none.
+
+    Returns:
+        The result of the chosen branch.
     """
 
     types = jax.tree.map(jax.typeof, like)
 
     def branch(f: Callable) -> Callable:
-        # Never one result: of such XLA's verifier wants that branches split it alike.
+        # Always returns at least two results: XLA's verifier requires both branches of a
+        # single-result conditional to have the same sharding.
         return lambda *operands: (jax.tree.map(pvary_like, types, f(*operands)), jnp.int32(0))
 
     with jax.named_scope(often) if often else nullcontext():
@@ -106,7 +117,15 @@ def either(
 def how_often(
     table: Sequence[Sequence[int]], chosen: Callable[[int], bool] = lambda number: number >= 0
 ) -> str:
-    """Of a table [num_ticks][num_ranks]: `taken_3_of_10`, on the rank that chooses most often."""
+    """Returns a name scope such as `taken_3_of_10`: in how many ticks a condition is true.
+
+    Args:
+        table: [num_ticks][num_ranks] integers.
+        chosen: Whether the condition is true for an integer of the table.
+
+    Returns:
+        `taken_{count}_of_{num_ticks}`, with the count of the rank on which it is true most often.
+    """
     most = max(sum(map(chosen, column)) for column in zip(*table, strict=True))
     return f"taken_{most}_of_{len(table)}"
 
@@ -122,22 +141,22 @@ def _spec(dim: int | PartitionSpec | None) -> PartitionSpec:
 
 
 def _dim(spec: PartitionSpec) -> int | None:
-    """The dim that is split over the ranks, and over nothing that leaves more than one slice."""
+    """Returns the dim that `spec` shards over the axis `stage`, or None."""
     return next((i for i, axes in enumerate(spec) if AXIS in names_of(axes)), None)
 
 
 def is_spec(x: Any) -> bool:
-    """Whether it is a `PartitionSpec`, which trees of them have as leaves."""
+    """Returns whether `x` is a `PartitionSpec`. Serves as `is_leaf` for trees of specs."""
     return isinstance(x, PartitionSpec)
 
 
 def names_of(axes: Any) -> tuple[str, ...]:
-    """One dim of a `PartitionSpec`, as a tuple of axes."""
+    """Returns the mesh axes of one dim of a `PartitionSpec` as a tuple, empty for None."""
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
 def _each(change: Callable, tree: Any, specs: Any) -> Any:
-    """`change(leaf, dim)` where the prefix tree `specs` has a dim of ranks."""
+    """Applies `change(leaf, dim)` to the leaves for which `specs` has a dim of ranks."""
 
     def below(spec, subtree):
         dim = _dim(spec)
@@ -147,7 +166,10 @@ def _each(change: Callable, tree: Any, specs: Any) -> Any:
 
 
 def poison(x: jax.Array) -> jax.Array:
-    """Like `x`, but nothing one could compute with. (The `where` ties it to this rank.)"""
+    """Returns an array like `x` of NaN or the largest integer, to expose reads of unset buffers.
+
+    The `where` makes the result vary over the ranks.
+    """
     if jnp.issubdtype(x.dtype, jnp.inexact):
         worst = jnp.nan
     elif jnp.issubdtype(x.dtype, jnp.integer):
@@ -158,12 +180,15 @@ def poison(x: jax.Array) -> jax.Array:
 
 
 def zeros(x: Any, *, lead: tuple[int, ...] = (), dtype: Any = None) -> jax.Array:
-    """Zeros like `x`, varying as it does, as the carry of a scan must.
+    """Returns zeros like `x` that vary over the same manual axes, as the carry of a scan must.
 
     Args:
         x: An array; or a shape and dtype, for zeros that vary over all manual axes.
-        lead: Sizes of dims in front.
-        dtype: None for that of `x`.
+        lead: Sizes of dims in front of those of `x`.
+        dtype: The dtype of the result. None for that of `x`.
+
+    Returns:
+        Zeros [*lead, *x.shape].
     """
     dtype = dtype or x.dtype
     if not isinstance(x, jax.Array):
@@ -175,7 +200,7 @@ def zeros(x: Any, *, lead: tuple[int, ...] = (), dtype: Any = None) -> jax.Array
 
 
 def _split_like(aval: Any, x: jax.Array) -> jax.Array:
-    """`x`, whose last dims are split over explicit axes as those of `aval` are."""
+    """Reshards the last dims of `x` over explicit axes as those of `aval` are."""
     split = getattr(aval, "sharding", None)
     if not isinstance(split, NamedSharding) or not axes_of(split.spec):
         return x

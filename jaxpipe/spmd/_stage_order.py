@@ -1,4 +1,4 @@
-"""Stages in the order of the model, and where a schedule has them.
+"""Conversions of stacked stages between the model's order and the order of a schedule's ranks.
 
 S ranks, v chunks on each.
 """
@@ -13,19 +13,35 @@ from ..schedules.lock_step import RankAndChunk
 
 
 def to_ranks(tree: PyTree, schedule: Schedule) -> PyTree:
-    """[v S, ...] in the order of the model -> [v, S, ...] as the schedule places stages."""
+    """Reorders stacked stages from the order of the model to that of ranks and chunks.
+
+    Args:
+        tree: [v * S, ...] leaves, stages in forward order.
+        schedule: The schedule, which assigns every stage to a rank.
+
+    Returns:
+        [v, S, ...] leaves: entry [chunk, rank] is stage `stages_on_ranks(schedule)[chunk][rank]`.
+    """
     order = _order(schedule)
     return jax.tree.map(lambda x: jnp.take(x, order, axis=0), tree)
 
 
 def to_stages(tree: PyTree, schedule: Schedule) -> PyTree:
-    """The inverse of `to_ranks`."""
+    """Reorders stacked stages from the order of ranks and chunks to that of the model.
+
+    Args:
+        tree: [v, S, ...] leaves, as `to_ranks` returns them.
+        schedule: The schedule, which assigns every stage to a rank.
+
+    Returns:
+        [v * S, ...] leaves, stages in forward order.
+    """
     places = np.argsort(_order(schedule).ravel())
     return jax.tree.map(lambda x: jnp.take(x.reshape(-1, *x.shape[2:]), places, axis=0), tree)
 
 
 def stages_on_ranks(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """[v][S] the stage of every chunk of every rank."""
+    """Returns a table [v][S]: the stage that every rank runs as every one of its chunks."""
     places = rank_and_chunk_by_stage(schedule)
     stages = {place: stage for stage, place in places.items()}
     ranks = range(num_ranks(schedule))

@@ -1,13 +1,15 @@
-"""When and how weights that are split over fsdp and its like become whole for a stage.
+"""When and how weights that are sharded over fsdp and similar axes are gathered for a stage.
 
-Three moments, with one contract. What a repeat needs comes `ahead` of it, for all ranks at once. A
-rank makes its `window` of that when it begins the repeat, and holds it to the end. A tick `reads`
-weights from the window and `gives` gradients, which add up in float32; `close` ends the repeat.
+Weights are gathered in every tick, once per repeat, or once: three implementations of one contract.
+`ahead` gathers the weights of a repeat before it begins, for all ranks at once. A rank makes its
+`window` of them when it begins the repeat, and holds it until the repeat ends. In a tick, `read`
+returns the weights in the window for the stage, and `give` takes their gradients, which are
+accumulated in float32; `close` reduce-scatters the gradients of a repeat at its end.
 
 |        | ahead   | window             | read    | give            | close           |
 |--------|---------|--------------------|---------|-----------------|-----------------|
 | tick   |         | as stored          | gathers | reduce-scatters |                 |
-| repeat | gathers | what came ahead    |         |                 | reduce-scatters |
+| repeat | gathers | result of `ahead`  |         |                 | reduce-scatters |
 | once   |         | of a gathered copy |         |                 | reduce-scatters |
 """
 
@@ -45,20 +47,21 @@ def same(tree: PyTree) -> PyTree:
 
 @dataclass(frozen=True)
 class Gather:
-    """How the weights of one stage become what the stage reads.
+    """Functions that gather the weights of one stage and reduce-scatter their gradients.
 
     Attributes:
         when: In every `tick`; `once` before the first; or once per `repeat`, ahead of it: a rank
-            holds the weights of its repeat and those of the next, while others are on their way.
-        cast: Of the weights of one stage, before they are gathered: to the dtype it computes in.
-        whole: From stored to whole: gathers.
-        hold: Keeps gradients that add up over ticks whole; no communication.
-        scatter: From whole gradients to stored: sums over devices.
+            holds the weights of its repeat and those of the next, while a third set is gathered.
+        cast: Casts the weights of one stage, before they are gathered, to its compute dtype.
+        whole: Gathers stored weights.
+        hold: Constrains gradients that are accumulated over ticks to stay unsharded, without
+            communication.
+        scatter: Sums whole gradients over devices and shards them as they are stored.
         batch_axes: Mesh axes, beside `stage`, that are manual in the pipeline: each device calls
-            the stage with its own rows. Then gathers and sums are exactly those above, whatever the
-            compiler; without them it decides.
-        weight_specs: How stored weights of one stage are split over `batch_axes`.
-        gradient_specs: The same for their gradients.
+            the stage with its own rows. With them the program contains exactly the gathers and sums
+            of `whole` and `scatter`; without them XLA's partitioner decides.
+        weight_specs: How stored weights of one stage are sharded over `batch_axes`.
+        gradient_specs: How their stored gradients are sharded over `batch_axes`.
     """
 
     when: When = "tick"
@@ -80,16 +83,19 @@ def gather_weights(
     batch_axes: tuple[str, ...] = (),
     gradient_rules: Rules | None = None,
 ) -> Gather:
-    """A `Gather` for weights described by logical axes, over fsdp, context and expert.
+    """Returns a `Gather` for weights described by logical axes, over fsdp, context and expert.
 
     Args:
         logical: A tuple of logical axes for every weight of one stage, as in `[layers, ...]`.
         rules: From logical axes to mesh axes.
-        when: As in `Gather`.
-        cast: As in `Gather`.
-        batch_axes: As in `Gather`. Only for a stage that treats rows one by one, or communicates
-            over these axes itself.
-        gradient_rules: Rules for gradients, if they are split more than the weights (ZeRO-1).
+        when: Gather in every "tick", "once", or once per "repeat".
+        cast: Casts the weights to the compute dtype before they are gathered.
+        batch_axes: Mesh axes, beside `stage`, that are manual in the pipeline. Only for a stage
+            that treats rows one by one, or communicates over these axes itself.
+        gradient_rules: Rules for gradients, if they are sharded more than the weights (ZeRO-1).
+
+    Returns:
+        A `Gather` whose specs are those of `logical` under the rules, over `batch_axes`.
     """
     whole_rules = gathered_rules(rules)
     stored, whole, of_gradients = (
@@ -115,11 +121,11 @@ def gather_in_layers(
     batch_axes: tuple[str, ...] = (),
     gradient_rules: Rules | None = None,
 ) -> Gather:
-    """A `Gather` for a stage whose layers gather their own weights, with `layer_gather`.
+    """Returns a `Gather` for a stage whose layers gather their own weights, with `layer_gather`.
 
-    The arguments are those of `gather_weights`. Gradients come out of such a stage as its weights
-    are stored; what is left to do after the last tick is to sum them over the axes that do not
-    split them, and with ZeRO-1 to scatter them further.
+    The gradients of such a stage are sharded as its weights are stored. After the last tick they
+    are only summed over the axes that do not shard them, and with ZeRO-1 scattered further. The
+    arguments mean the same as in `gather_weights`.
     """
     stored, of_gradients = (
         _manual_specs(logical, r, batch_axes) for r in (rules, gradient_rules or rules)
@@ -141,14 +147,17 @@ def gather_in_layers(
 def layer_gather(
     logical: PyTree, rules: Rules, *, cast: Trees = same, batch_axes: tuple[str, ...] = ()
 ) -> Callable[[PyTree, PyTree], PyTree]:
-    """`(stored weights of a layer, what it is given) -> whole weights`. Their gradients are
-    scattered in float32.
+    """Returns a function that gathers the weights of one layer inside a stage.
 
     Args:
         logical: A tuple of logical axes for every weight of a layer.
         rules: From logical axes to mesh axes.
-        cast: Before they are gathered: to the dtype that the layer computes in.
-        batch_axes: As in `Gather`.
+        cast: Casts the weights to the compute dtype before they are gathered.
+        batch_axes: Mesh axes, beside `stage`, that are manual in the pipeline.
+
+    Returns:
+        `(stored weights, input of the layer) -> whole weights`. They are gathered only after the
+        input is computed; their gradients are reduce-scattered in float32.
     """
     stored = _manual_specs(logical, rules, batch_axes)
     kept = _specs(logical, gathered_rules(rules))
@@ -163,7 +172,7 @@ def layer_gather(
         return whole(cast(jax.tree.map(partial(only_after, given), weights)))
 
     def forward(weights: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
-        # The dtypes, in something that JAX takes for arrays.
+        # Residuals must be arrays: empty ones carry the dtypes.
         return gather(weights, given), jax.tree.map(lambda x: jnp.zeros((0,), x.dtype), weights)
 
     def backward(like: PyTree, gradients: PyTree) -> tuple[PyTree, None]:
@@ -175,10 +184,10 @@ def layer_gather(
 
 
 def only_after(given: PyTree, x: jax.Array) -> jax.Array:
-    """`x`, in a way that XLA can neither compute nor cast before `given` is there.
+    """Returns `x`, which XLA can neither use nor cast before `given` is computed.
 
-    Otherwise it casts all weights before the loop over layers, even through a barrier, and holds a
-    copy of them. Integers it does not cast.
+    Otherwise XLA casts all weights before the loop over layers, even through a barrier, and holds a
+    copy of them. It does not cast integers, so float32 passes the barrier as uint32.
     """
     if x.dtype != jnp.float32:
         return lax.optimization_barrier((x, given))[0]
@@ -187,7 +196,7 @@ def only_after(given: PyTree, x: jax.Array) -> jax.Array:
 
 
 def _without(spec: PartitionSpec, done: PartitionSpec) -> PartitionSpec:
-    """What `spec` splits more than `done`."""
+    """Returns `spec` without the axes that `done` has in the same dim."""
     return PartitionSpec(
         *(
             tuple(a for a in names_of(axes) if a not in names_of(before)) or None
@@ -197,7 +206,7 @@ def _without(spec: PartitionSpec, done: PartitionSpec) -> PartitionSpec:
 
 
 def _map(f: Callable, tree: PyTree, *specs: PyTree) -> PyTree:
-    """Over the leaves of `tree` that are there."""
+    """Maps `f` over the leaves of `tree` that are not None."""
 
     def of_leaf(x, *spec):
         return None if x is None else f(x, *spec)
@@ -210,12 +219,12 @@ def _constrained(logical: PyTree, rules: Rules) -> Trees:
 
 
 def _manual_specs(logical: PyTree, rules: Rules, axes: tuple[str, ...]) -> PyTree:
-    """For every weight, how it is split over `axes`."""
+    """Returns the spec of every weight, restricted to `axes`."""
     return jax.tree.map(lambda spec: _only(spec, axes), _specs(logical, rules), is_leaf=is_spec)
 
 
 def _specs(logical: PyTree, rules: Rules) -> PyTree:
-    """For every weight, how it is split over all axes."""
+    """Returns the spec of every weight over all mesh axes."""
     return jax.tree.map(
         lambda axes: partition_spec(axes, rules), logical, is_leaf=lambda x: isinstance(x, tuple)
     )
@@ -228,7 +237,7 @@ def _only(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
 def _all_gather(
     x: jax.Array, stored: PartitionSpec, whole: PartitionSpec, kept: PartitionSpec
 ) -> jax.Array:
-    """From `stored` to `whole`, over manual axes; automatic ones split it as `kept` throughout."""
+    """Gathers `x` from `stored` to `whole` over manual axes; automatic axes shard it as `kept`."""
     gathered = [
         tuple(axis for axis in names_of(axes) if axis not in names_of(rest))
         for axes, rest in zip(stored, whole, strict=True)
@@ -245,11 +254,11 @@ def _all_gather(
 def _reduce_scatter(
     axes: tuple[str, ...], x: jax.Array, spec: PartitionSpec, kept: PartitionSpec
 ) -> jax.Array:
-    """Sums over the devices of `axes`; each keeps its shard. Automatic axes as in `_all_gather`.
+    """Sums over the devices of `axes` and returns each its shard; automatic axes shard as `kept`.
 
-    A compiler that knows that a sum is split later splits it from the start, inside the loop that
-    makes it: that is one reduce-scatter per tick. The boundary of a `shard_map` over the automatic
-    axes stops it. Then sums can stay on their devices until the loop has ended.
+    If XLA sees that a sum is sharded later, it shards the sum inside the loop that accumulates it,
+    with one reduce-scatter per tick. The boundary of a `shard_map` over the automatic axes prevents
+    that, so that partial sums stay on their devices until the loop has ended.
     """
     rest = tuple(axis for axis in axes if axis not in axes_of(spec))
 
@@ -269,17 +278,17 @@ def _on_shards(
     moved: Sequence[tuple[str, ...]],
     also: Collection[str] = (),
 ) -> jax.Array:
-    """`f`, which communicates over manual axes, of shards over the automatic axes of `kept`.
+    """Applies `f`, which communicates over manual axes, to shards over the automatic axes of `kept`.
 
-    XLA's partitioner makes an operand of a manual collective whole over automatic axes, and splits
-    the result again. Where a dim is split over both kinds it cannot be done by hand either.
+    XLA's partitioner would gather the operand of a manual collective over automatic axes, and shard
+    the result again. A dim that is sharded over both kinds of axes is left to the partitioner.
 
     Args:
         f: The function.
         x: Its argument.
-        kept: How `x` is split, before and after.
+        kept: How `x` is sharded, before and after.
         moved: For every dim the manual axes over which `f` communicates.
-        also: Axes over which `x` is whole, and `f` a boundary.
+        also: Axes that do not shard `x`, but become manual around `f`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     automatic = {a for a in mesh.axis_names if mesh.shape[a] > 1} - set(mesh.manual_axes)
@@ -291,27 +300,27 @@ def _on_shards(
 
 
 def _inside(f: Trees, x: jax.Array, spec: PartitionSpec, axes: set[str]) -> jax.Array:
-    """`f` of shards over `axes`."""
+    """Applies `f` to shards over `axes`."""
     if not axes:
         return f(x)
     return jax.shard_map(f, in_specs=spec, out_specs=spec, axis_names=axes)(x)
 
 
 EACH_TICK = Gather()
-"""Gathers in every tick, as the compiler likes."""
+"""Gathers in every tick, with collectives that XLA's partitioner chooses."""
 
 
 class Access(NamedTuple):
-    """How a rank gets at its weights: the functions of the table above, and where gradients start.
+    """Functions of the table above, and initial gradients, for the weights of one rank.
 
     Attributes:
-        ahead: From a repeat's number to what is gathered before any rank begins it.
-        window: From that and the repeat's number to what the rank holds while it runs.
-        read: From a window to the weights that a stage reads.
-        give: From gradients of these, to float32 gradients that add up over ticks.
-        close: From a repeat's sum of these, to gradients as they are stored.
-        zeros: From a window to a sum of nothing.
-        gradients: From a number of repeats to room for their gradients, with that dim in front.
+        ahead: Maps the index of a repeat to the weights gathered before any rank begins it.
+        window: Maps these and the index to the weights that the rank holds during the repeat.
+        read: Maps a window to the weights that a stage reads.
+        give: Maps gradients of these to float32 gradients, which are accumulated over ticks.
+        close: Maps a repeat's sum of these to gradients sharded as they are stored.
+        zeros: Maps a window to the initial sum, zeros.
+        gradients: Maps a number of repeats to zero gradients as stored, with that dim in front.
     """
 
     ahead: Callable[[Any], PyTree]
@@ -324,7 +333,7 @@ class Access(NamedTuple):
 
 
 def access(gather: Gather, weights: PyTree) -> Access:
-    """Access to weights with [R, ...] leaves."""
+    """Returns the functions of `Access` for weights with [R, ...] leaves."""
 
     def stored(repeat: Any) -> PyTree:
         return index_leading(weights, repeat)
@@ -366,7 +375,7 @@ def access(gather: Gather, weights: PyTree) -> Access:
 
 
 def wide(tree: PyTree) -> PyTree:
-    """Gradients add up over microbatches in float32 at least."""
+    """Casts to float32 if narrower: the dtype in which gradients are summed over microbatches."""
 
     def widen(x: jax.Array) -> jax.Array:
         return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x

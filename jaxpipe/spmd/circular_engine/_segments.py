@@ -5,7 +5,7 @@ the block: until then it works on repeat j - 1. So a rank needs the weights of t
 block, and those of a third can be gathered meanwhile. Microbatches enter in the first block and
 leave in the last, which also includes the ticks in which the pipeline drains. In the last block
 they leave only after d * (S - 1) ticks; results that the last rank writes to the stream before that
-are overwritten before they are read.
+move down to rank 0 and are dropped.
 """
 
 from collections.abc import Iterator

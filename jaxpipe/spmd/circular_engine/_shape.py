@@ -10,7 +10,8 @@ the result. It uses real data because a norm's gradient at zero is NaN.
 Inputs are sharded over the ranks, n on each. After every tick in which rank 0 takes an input, the
 others move one rank down; outputs are written on the last rank, into the slots that become free.
 This stream moves in the M ticks in which microbatches enter and the M in which they leave; with
-several repeats also in the d * (S - 1) ticks before, which belong to the last segment (`_segments`).
+several repeats also in the d * (S - 1) ticks before these, which are in the last segment
+(`_segments`).
 
 All of this is linear, so the backward is the same movement transposed: each function that moves a
 state has a transpose that moves the state's cotangent.

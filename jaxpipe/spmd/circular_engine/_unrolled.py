@@ -38,8 +38,8 @@ def circular_unrolled(
     summed. Compile time grows with the number of iterations, M * R + d * (S - 1).
 
     Args:
-        stage: `(weights of one stage, x, side of one microbatch, its keys) -> (y, sums)`, or `-> y`.
-            Its sums are dropped.
+        stage: `(weights of one stage, x, side of one microbatch, its keys) -> (y, sums)`, or `-> y`
+            without sums. Sums are dropped.
         weights: [R, S, ...] leaves, dim 1 sharded over the axis `stage`.
         inputs: [M, ...] leaves, dim 0 sharded over the axis `stage`.
         side: [M, ...] leaves that every stage may read, replicated over the ranks.
