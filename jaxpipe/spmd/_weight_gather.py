@@ -278,7 +278,7 @@ def _on_shards(
     moved: Sequence[tuple[str, ...]],
     also: Collection[str] = (),
 ) -> jax.Array:
-    """Applies `f`, which communicates over manual axes, to shards over the automatic axes of `kept`.
+    """Applies `f`, which communicates over manual axes, to shards over automatic axes of `kept`.
 
     XLA's partitioner would gather the operand of a manual collective over automatic axes, and shard
     the result again. A dim that is sharded over both kinds of axes is left to the partitioner.

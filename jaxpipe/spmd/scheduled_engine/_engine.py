@@ -1,4 +1,4 @@
-"""Any schedule in one XLA program, on whole arrays.
+"""An engine that runs any schedule in one XLA program, on whole arrays.
 
 S ranks, v chunks on each, M microbatches.
 """
@@ -31,27 +31,27 @@ def scheduled_value_and_grad(
     ends_gather: Gather = EACH_TICK,
     share_head: bool = False,
 ) -> tuple[tuple[Scalar, Sums], dict[str, Any]]:
-    """Loss, metrics and gradients of a batch by any schedule.
+    """Returns loss, metrics and gradients of a batch that runs by any schedule.
 
     Args:
         model: The model.
-        weights: The three groups; leaves of `weights["stages"]` are [v, S, ...], a rank's stages in
-            forward order (`rank_and_chunk_by_stage` says which those are).
+        weights: The groups "embed", "stages" and "head"; leaves of "stages" are [v, S, ...], a
+            rank's stages in forward order, as `spmd.to_ranks` returns them.
         side: [M, ...] leaves.
         keys: [v, S, ...] leaves, or () without dropout.
         ticks: The schedule in lock-step, of `schedules.lock_step`.
-        mesh: A mesh with an axis `stage` of size S. None: one device plays all ranks.
-        remat: Wraps the stage. Default: keep its input, compute the rest again in the backward.
-        gather: When the stages' weights that are split over other axes are gathered: in every
-            `tick`, `once`, or per `repeat`: whenever a rank turns to another of its stages, and one
-            such visit ahead.
-        ends_gather: The same for `{"embed": ..., "head": ...}`, whatever its `when`: they are
-            gathered once.
-        share_head: Compute the loss by all ranks together, `model.shared_loss`. Else the last stage
-            takes longer than the others by that.
+        mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
+        remat: Wraps the stage. The default stores its input and recomputes it in the backward.
+        gather: When the stages' weights that are sharded over other axes are gathered: in every
+            `tick`, `once`, or per `repeat`: whenever a rank changes to another of its stages, and
+            one such change ahead.
+        ends_gather: How the weights `{"embed": ..., "head": ...}` are gathered. They are gathered
+            once, whatever its `when`.
+        share_head: Whether all ranks compute the loss together, by `model.shared_loss`. Otherwise
+            the rank of the last stage computes it alone.
 
     Returns:
-        ((loss, metrics), gradients like `weights`).
+        ((loss, metrics), gradients). The loss is a scalar; gradients are like `weights`.
 
     Raises:
         ValueError: If counts do not agree with each other, the schedule or the mesh; if rows do not
@@ -85,24 +85,26 @@ def scheduled_value(
     ends_gather: Gather = EACH_TICK,
     share_head: bool = False,
 ) -> tuple[Scalar, Sums]:
-    """Loss and metrics of a batch, without gradients.
+    """Returns loss and metrics of a batch, without gradients.
 
     Args:
         model: The model.
-        weights: As in `scheduled_value_and_grad`.
-        side: As there.
-        keys: As there.
+        weights: The groups "embed", "stages" and "head"; leaves of "stages" are [v, S, ...].
+        side: [M, ...] leaves.
+        keys: [v, S, ...] leaves, or () without dropout.
         ticks: The forwards alone, `to_lock_step(forward_only(schedule))`.
-        mesh: As there.
-        gather: As there.
-        ends_gather: As there.
-        share_head: As there.
+        mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
+        gather: When and how the stages' weights that are sharded over other axes are gathered.
+        ends_gather: How the weights of embedding and head are gathered, once.
+        share_head: Whether all ranks compute the loss together, by `model.shared_loss`.
 
     Returns:
-        (loss, metrics).
+        (loss, metrics). The loss is a scalar.
 
     Raises:
-        ValueError: As there, and if `ticks` has backwards.
+        ValueError: If counts do not agree with each other, the schedule or the mesh; if rows do not
+            divide over `gather.batch_axes`; if `ticks` has backwards.
+        ScheduleError: If `ticks` cannot be run.
     """
     _check_head(model, share_head)
     tables = _checked(weights, side, keys, ticks, mesh, gather)
@@ -124,7 +126,7 @@ def _checked(
     mesh: Mesh | None,
     gather: Gather,
 ) -> TickTables:
-    """The tables of `ticks`, after everything is checked against everything else."""
+    """Checks the arguments against each other, and returns the tables of `ticks`."""
     tables = tables_of(check_ticks(ticks))
     _check(weights["stages"], keys, side, ticks, mesh)
     check_rows({"side": side}, gather.batch_axes, mesh)
@@ -145,7 +147,7 @@ def _check_head(model: Model, share_head: bool) -> None:
 
 
 def _check(stages: PyTree, keys: PyTree, side: PyTree, ticks: Ticks, mesh: Mesh | None) -> None:
-    """Ranks, chunks and microbatches are the schedule's."""
+    """Checks that ranks, chunks and microbatches are those of the schedule."""
     schedule = ticks.schedule
     places = rank_and_chunk_by_stage(schedule).values()
     wanted = 1 + max(place.chunk for place in places), num_ranks(schedule)

@@ -1,10 +1,10 @@
-"""Any schedule, forward and backward, in one loop over ticks, seen by one rank.
+"""The loop over ticks that runs any schedule, forward and backward, seen by one rank.
 
-A tick is F, then B or I, then W, each under a condition, so a rank that has none of it to do does
-nothing; then activations are handed to the ranks of the next stages and cotangents to those of the
-stages before. What happens when, and where everything lies meanwhile, is in tables that
-`jaxpipe.schedules` makes from the schedule. So the program has one F and one B, whatever the
-schedule, and buffers are as large as its peak.
+A tick is F, then B or I, then W, each under a condition, so that a rank skips a phase in which it
+has no work; then activations are sent to the ranks of the next stages and cotangents to those of
+the stages before. Tables that `jaxpipe.schedules` makes from the schedule say what a rank runs in a
+tick and in which slot of a buffer every array is stored. So the program has one F and one B,
+whatever the schedule, and buffers are as large as its peak.
 
 S ranks, v chunks on each, M microbatches.
 """
@@ -34,14 +34,14 @@ _FIRST = PhaseTable(*[0] * len(PhaseTable._fields))  # type: ignore[arg-type]
 
 
 class How(NamedTuple):
-    """What the caller chooses.
+    """Options of the scheduled engine.
 
     Attributes:
         tables: The schedule.
-        num_stages: Of the model.
-        remat: Wraps a stage: what an F keeps for B, I and W.
-        gather: When the stages' weights are gathered.
-        ends_gather: How those of embedding and head are.
+        num_stages: Number of stages of the model.
+        remat: Wraps a stage, and so decides which residuals F stores for B, I and W.
+        gather: When and how the stages' weights are gathered.
+        ends_gather: How the weights of embedding and head are gathered.
         share_head: Whether all ranks compute the loss together.
     """
 
@@ -61,11 +61,13 @@ def rank_value_and_grad(
     side: PyTree,
     keys: PyTree,
 ) -> tuple[tuple[Scalar, Sums], tuple[PyTree, dict[str, PyTree]]]:
-    """Runs on one rank inside the axis `stage`, and on its own rows over the batch axes.
+    """Returns loss, metrics and gradients, as computed by one rank inside the axis `stage`.
+
+    Over the batch axes, if there are any, each device runs on its own rows.
 
     Args:
         model: The model.
-        how: The choices.
+        how: The options.
         stages: [v, ...] leaves.
         ends: Weights of the embedding and of the head.
         side: [M, ...] leaves.
@@ -84,7 +86,7 @@ def rank_value_and_grad(
 def rank_value(
     model: Model, how: How, stages: PyTree, ends: dict[str, PyTree], side: PyTree, keys: PyTree
 ) -> tuple[Scalar, Sums]:
-    """(loss, metrics) alone, of a schedule that has forwards alone."""
+    """Returns (loss, metrics) of the batch, by a schedule that has only forwards."""
     return _summed(how, _all_ticks(how, *_prepare(model, how, stages, ends, side, keys)))
 
 
@@ -97,7 +99,7 @@ def _all_ticks(how: How, run: Run, nothing: Left, waiting: Waiting, totals: Tota
 
 
 def _losses(how: How) -> list[int]:
-    """[num_ticks] the microbatch that leaves the last stage, or -1."""
+    """Returns [num_ticks]: the microbatch that leaves the last stage in a tick, or -1."""
     forward = how.tables.forward
     rows = zip(forward.microbatch, forward.stage, strict=True)
     last = how.num_stages - 1
@@ -105,13 +107,13 @@ def _losses(how: How) -> list[int]:
 
 
 def _summed(how: How, totals: Totals) -> tuple[Scalar, Sums]:
-    """The batch's loss and metrics."""
+    """Sums losses and metrics over all devices, and returns those of the batch."""
     sums = totals.loss, totals.of_loss, totals.of_stages
     return combine_losses(*lax.psum(sums, (AXIS, *how.gather.batch_axes)))
 
 
 def _rows(tables: TickTables) -> Row:
-    """This rank's columns: [ticks] each. They vary over `stage` alone, as what they index may."""
+    """Returns this rank's columns of the tables, [ticks] each, which vary over `stage` alone."""
 
     def column(table: tuple) -> Int[Array, " ticks"]:
         return jnp.take(jnp.asarray(table, jnp.int32), lax.axis_index(AXIS), axis=1)
@@ -123,12 +125,12 @@ def _rows(tables: TickTables) -> Row:
 def _prepare(
     model: Model, how: How, stages: PyTree, ends: dict[str, PyTree], side: PyTree, keys: PyTree
 ) -> tuple[Run, Left, Waiting, Totals]:
-    """The stage traced and divided, what an F leaves, empty, and everything at its start."""
+    """Traces and splits the stage; returns (invariants, zero outputs of an F, buffers, totals)."""
     weights = chunks_of(how.gather, stages, how.tables)
     keep = how.tables.num_slots["cotangents"] > 0
     held = weights.start(keep)
     whole = how.ends_gather.whole(how.ends_gather.cast(ends))
-    # Nobody computes with this visit: it is there for its types.
+    # Only the types of these arguments are used, to trace the stage.
     x = jax.tree.map(vary, model.embed(whole["embed"], index_leading(side, 0)))
     visit = weights.read(held, _FIRST, True), x, index_leading(side, 0), index_leading(keys, 0)
     divided = split_backward(how.remat(model.stage), *visit) if keep else None
@@ -152,7 +154,7 @@ def _prepare(
 
 
 def _waiting(run: Run, num_slots: dict[str, int], visit: tuple) -> Waiting:
-    """Empty buffers."""
+    """Allocates the buffers."""
     w, x, side, keys = visit
 
     def room(tree: PyTree, name: str) -> PyTree:
@@ -183,18 +185,18 @@ def _waiting(run: Run, num_slots: dict[str, int], visit: tuple) -> Waiting:
 
 
 def _type(x: Any) -> Any:
-    """Of an array, or of an abstract value, which is one."""
+    """Returns the type of an array; an abstract value is returned as it is."""
     return jax.typeof(x) if isinstance(x, jax.Array) else x
 
 
 def _tick(
     run: Run, tables: TickTables, nothing: Left, carry: tuple, row: Row, leaves: Index | None
 ) -> tuple:
-    """One tick. `nothing` is like what an F leaves; `leaves` is the microbatch whose loss all ranks
-    compute together.
+    """Runs one tick.
 
-    The buffers stay outside of conditions, and are written in place: going through one they would
-    be copied. Totals go through, of which JAX forwards what a branch does not change.
+    `nothing` is zeros like the results of an F; `leaves` is the microbatch whose loss all ranks
+    compute together, or None. Buffers are not operands of conditionals, which would copy them, and
+    are written in place. Totals are: JAX forwards those that a branch does not change.
     """
     waiting, totals = carry
     totals = totals._replace(stages=run.weights.enter(totals.stages, row.forward, True))
@@ -239,9 +241,9 @@ def _tick(
 def _shared_loss(
     run: Run, nothing: Left, work: Work, y: PyTree, microbatch: Index, totals: Totals
 ) -> tuple[Totals, PyTree]:
-    """All ranks have what the last stage returned, and compute its loss together.
+    """Broadcasts the output of the last stage to all ranks, which compute its loss together.
 
-    The condition is the same on all of them, so they may communicate under it.
+    The condition is the same on all ranks, so they may communicate under it.
     """
     is_last = (work.microbatch >= 0) & (work.stage == run.num_stages - 1)
 
@@ -259,7 +261,7 @@ def _shared_loss(
 
 
 def _from_one(has_it: Bool[Array, ""], x: jax.Array) -> jax.Array:
-    """What one rank has, on all. A sum with zeros is exact; bfloat16 XLA:CPU cannot sum."""
+    """Broadcasts `x` from one rank to all, by an exact sum with zeros (float32 for bfloat16)."""
     dtype = jnp.float32 if x.dtype == jnp.bfloat16 else x.dtype
     return lax.psum(jnp.where(has_it, x, jnp.zeros_like(x)).astype(dtype), AXIS).astype(x.dtype)
 
@@ -286,7 +288,7 @@ def _tick_backward(
 
 
 def _hand_over(waiting: PyTree, x: PyTree, arrivals: dict[int, Index]) -> PyTree:
-    """Hands `x` on by every number of ranks, and stores what arrives where a slot waits for it."""
+    """Sends `x` by every offset of ranks in `arrivals`, and stores what is received in its slot."""
     ranks = lax.axis_size(AXIS)
     for offset, slot in arrivals.items():
         pairs = [(r, (r + offset) % ranks) for r in range(ranks)]
@@ -295,10 +297,10 @@ def _hand_over(waiting: PyTree, x: PyTree, arrivals: dict[int, Index]) -> PyTree
 
 
 def _store(buffers: PyTree, new: PyTree, slot: Index) -> PyTree:
-    """Writes a slot of every buffer, if there is one to be written."""
+    """Writes `new` to a slot of every buffer, unless `slot` is negative."""
 
     def store(buffer: jax.Array, new: jax.Array) -> jax.Array:
-        if _on_host(buffer):  # which computes nothing: its last slot takes what nobody wants
+        if _on_host(buffer):  # no `where` in host memory: the last slot is never read
             return put(buffer, new, jnp.where(slot >= 0, slot, buffer.shape[0] - 1))
         return put(buffer, jnp.where(slot >= 0, new, index_leading(buffer, slot)), slot)
 
