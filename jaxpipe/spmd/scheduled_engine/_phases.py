@@ -1,8 +1,8 @@
-"""What a rank does in a tick of a schedule: F, with embedding and loss where these are; B; I; W.
+"""Phases of a tick of a schedule on one rank: F, with embedding and loss, then B or I, then W.
 
 The first stage embeds its microbatch, and the last one computes its loss and the loss's gradient
-right after its F. Every phase takes what waits between ticks and what adds up over them, and
-returns the latter, with what is to be stored or handed on.
+right after its F. Every phase takes the buffers and the totals that are carried from tick to tick.
+It returns new totals, and arrays to be stored in the buffers or sent to other ranks.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,15 @@ from ._weights import Chunks, Held, Work
 
 
 class Run(NamedTuple):
-    """What stays the same from tick to tick, on one rank.
+    """Loop invariants: the values that a tick reads and does not change, on one rank.
 
     Attributes:
         model: The model.
-        num_stages: Of the model.
-        last: The stage after which a rank computes the loss alone; none, if they do it together.
+        num_stages: Number of stages of the model.
+        last: The stage after which its rank computes the loss alone; `num_stages`, which is no
+            stage, if all ranks compute the loss together.
         stage: The stage as F, B, I and W; None if no backward follows.
-        weights: How this rank gets at its weights.
+        weights: Functions that gather this rank's weights and reduce-scatter their gradients.
         ends: Weights of embedding and head, gathered.
         side: [M, ...] leaves.
         keys: [v, ...] leaves, or ().
@@ -47,7 +48,7 @@ class Run(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """Buffers, [slots, ...] leaves: what lies where between ticks (`schedules.Slots`)."""
+    """Buffers, [slots, ...] leaves, for arrays stored between ticks (`schedules.Slots`)."""
 
     inputs: PyTree
     cotangents: PyTree
@@ -57,15 +58,14 @@ class Waiting(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What is carried from tick to tick beside the buffers.
+    """Losses, sums and gradients that are accumulated over ticks, and gathered weights.
 
     Attributes:
-        loss: Of the microbatches whose loss this rank computed.
-        of_loss: Their sums.
-        of_stages: The sums of this rank's stages.
-        stages: Gradients of the stages' weights, float32 as all gradients here, and weights that
-            have been gathered.
-        ends: Gradients of embedding and head.
+        loss: Loss of the microbatches whose loss this rank computed.
+        of_loss: Sums that `model.loss` returned for these microbatches.
+        of_stages: Sums that this rank's stages returned.
+        stages: Float32 gradients of the stages' weights, and gathered weights.
+        ends: Float32 gradients of embedding and head.
     """
 
     loss: Scalar
@@ -76,7 +76,7 @@ class Totals(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What an F leaves: what it hands on, and what waits on its rank."""
+    """Results of an F: the activation to send, and the arrays that its rank stores."""
 
     activation: PyTree
     cotangent: PyTree
@@ -85,7 +85,7 @@ class Left(NamedTuple):
 
 
 def divide(stage: SplitBackward, residuals: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Into those that only B or I reads, and those that W reads too."""
+    """Splits residuals into those that only B or I reads, and those that W reads too."""
     pairs = list(zip(residuals, stage.for_weight, strict=True))
     return [r for r, late in pairs if not late], [r for r, late in pairs if late]
 
@@ -93,7 +93,7 @@ def divide(stage: SplitBackward, residuals: list[Any]) -> tuple[list[Any], list[
 def forward(
     run: Run, work: Work, waiting: Waiting, totals: Totals, nothing: Left
 ) -> tuple[Totals, Left]:
-    """F. On the last stage it leaves the cotangent of what it returns, too."""
+    """Runs F; on the last stage its results include the cotangent of the stage's output."""
     side, keys = _of(run, work)
     w = run.weights.read(totals.stages, work, True)
     arrived = index_leading(waiting.inputs, work.input_slot)
@@ -117,16 +117,16 @@ def forward(
 
 
 def _of(run: Run, work: Work) -> tuple[PyTree, PyTree]:
-    """Side and keys of a stage and a microbatch."""
+    """Returns side and keys of the microbatch and the chunk of `work`."""
     return index_leading(run.side, work.microbatch), fold_in_microbatch(
         index_leading(run.keys, work.chunk), work.microbatch
     )
 
 
 def _loss(run: Run, y: PyTree, side: PyTree, totals: Totals) -> tuple[Totals, PyTree]:
-    """With the loss of a microbatch, and its gradient by what the last stage returned.
+    """Adds the loss of a microbatch to `totals`; returns them and the gradient with respect to `y`.
 
-    The gradients come right with the loss, so the logits are computed once.
+    The gradients are computed together with the loss, so logits are computed once.
     """
     if run.stage is None:
         value, sums = run.model.loss(run.model.ends(run.ends), y, side)
@@ -136,7 +136,7 @@ def _loss(run: Run, y: PyTree, side: PyTree, totals: Totals) -> tuple[Totals, Py
 
 
 def shared_loss(run: Run, y: PyTree, side: PyTree, totals: Totals) -> tuple[Totals, PyTree]:
-    """This rank's share of the loss of a microbatch, and the gradient by y, on all ranks alike."""
+    """Adds this rank's share of a loss to `totals`; returns them and the whole gradient by `y`."""
     shared = run.model.shared_loss
     assert shared is not None, "checked at the entry"
     (value, sums), (of_ends, dy) = shared(run.model.ends(run.ends), y, side, AXIS)
@@ -156,13 +156,13 @@ def _with_loss(
 
 
 Backward = tuple[Totals, tuple[PyTree, list[jax.Array]]]
-"""Totals, what goes to the stage before, and a link."""
+"""Totals, the cotangent for the stage before, and the residuals that I stores for W."""
 
 
 def backward(tables: TickTables) -> Callable:
-    """B, I, or the one of them that the table says, where the schedule has both.
+    """Returns the function that runs B, or I, or in a schedule with both the one of the table.
 
-    Each is `(run, work, waiting, totals, an empty link) -> Backward`.
+    It is `(run, work, waiting, totals, empty residuals for W) -> Backward`.
     """
     links = {
         link >= 0
@@ -186,7 +186,7 @@ def backward(tables: TickTables) -> Callable:
 
 
 def _whole(run: Run, work: Work, waiting: Waiting, totals: Totals, empty: list) -> Backward:
-    """B"""
+    """Runs B: gradients of the input and of the weights."""
     stage = _divided(run)
     side, keys = _of(run, work)
     w = run.weights.read(totals.stages, work, False)
@@ -201,7 +201,7 @@ def _whole(run: Run, work: Work, waiting: Waiting, totals: Totals, empty: list) 
 
 
 def _half(run: Run, work: Work, waiting: Waiting, totals: Totals, empty: list) -> Backward:
-    """I"""
+    """Runs I: the gradient of the input, and residuals for W."""
     del empty
     stage = _divided(run)
     side, keys = _of(run, work)
@@ -211,7 +211,7 @@ def _half(run: Run, work: Work, waiting: Waiting, totals: Totals, empty: list) -
 
 
 def weight(run: Run, work: Work, waiting: Waiting, totals: Totals) -> Totals:
-    """W"""
+    """Runs W: adds the gradient of the weights."""
     stage = _divided(run)
     side, keys = _of(run, work)
     w = run.weights.read(totals.stages, work, False)
@@ -232,7 +232,7 @@ def _divided(run: Run) -> SplitBackward:
 
 
 def _kept(run: Run, work: Work, waiting: Waiting) -> tuple[list[jax.Array], tuple[PyTree, Sums]]:
-    """What F left, and the cotangent of what it returned."""
+    """Returns the residuals that F stored, and the cotangent of the results of F."""
     early = iter(index_leading(waiting.for_backward, work.residuals_for_backward_slot))
     late = iter(index_leading(waiting.for_weight, work.residuals_for_weight_slot))
     residuals = [next(late) if is_late else next(early) for is_late in _divided(run).for_weight]
@@ -240,7 +240,7 @@ def _kept(run: Run, work: Work, waiting: Waiting) -> tuple[list[jax.Array], tupl
 
 
 def _embedded(run: Run, work: Work, side: PyTree, dx: PyTree, totals: Totals) -> Totals:
-    """With the gradient of the embedding, if this is the backward of the first stage."""
+    """Adds the gradient of the embedding, if this is the backward of the first stage."""
 
     def gradient(weights, side, dx):
         _, pull = jax.vjp(lambda w: floating(run.model.embed(w, side)), weights)

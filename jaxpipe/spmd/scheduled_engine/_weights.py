@@ -1,4 +1,4 @@
-"""How a rank that works on its chunks in any order gets at their weights, and adds up gradients.
+"""Weight gathers and gradient sums of a rank that runs its chunks in any order.
 
 |        | held                  | enter          | read      | add             | leave, close    |
 |--------|-----------------------|----------------|-----------|-----------------|-----------------|
@@ -25,22 +25,22 @@ from .._weight_gather import Gather, only_after, wide
 from ..circular_engine._shape import put
 
 Held = Any
-"""What a rank carries from tick to tick: gradients, and windows if there are any."""
+"""Carry of a rank from tick to tick: gradients, and with "repeat" windows of weights."""
 Work = Any
 """`PhaseTable` with the integers of one tick and rank."""
 
 
 class Chunks(NamedTuple):
-    """The weights of a rank's chunks.
+    """Functions of the table above, for the weights of a rank's chunks.
 
     Attributes:
-        start: From whether a backward follows to what is held at first.
+        start: `(whether a backward follows) -> held`, before the first tick.
         enter: `(held, work, is_forward) -> held`, before an F, B or I.
         read: `(held, work, is_forward) -> weights` of its stage.
         add: `(held, work, f) -> (held, result)`, where `f` takes the gradient of a stage and
             returns it with more added, and a result.
         leave: `(held, work) -> held`, after a B.
-        close: From what is held at last to gradients as they are stored.
+        close: `held -> gradients`, after the last tick, sharded as they are stored.
     """
 
     start: Callable[[bool], Held]
@@ -52,7 +52,7 @@ class Chunks(NamedTuple):
 
 
 def chunks_of(gather: Gather, weights: PyTree, tables: TickTables) -> Chunks:
-    """Access to weights with [v, ...] leaves."""
+    """Returns the functions of `Chunks` for weights with [v, ...] leaves."""
     match gather.when:
         case "tick":
             return _each_tick(gather, weights)
@@ -107,14 +107,16 @@ def _each_tick(gather: Gather, weights: PyTree) -> Chunks:
 
 
 class _Windows(NamedTuple):
-    """What a rank holds of its visits.
+    """Gathered weights and gradients that a rank holds.
+
+    A visit is a range of ticks in which the rank runs the forward, or the backward, of one chunk.
 
     Attributes:
         forward: Weights of the forward's visit.
-        backward: Of the backward's; () if it reads the same.
-        ahead: Of the next visit of either.
-        gradient: Of the backward's visit, whole.
-        done: Gradients of earlier visits, as they are stored.
+        backward: Weights of the backward's visit; () if it reads those of `forward`.
+        ahead: Prefetched weights of the next visit of either.
+        gradient: Gradient of the backward's visit, whole.
+        done: Sums of the gradients of earlier visits, sharded as they are stored.
     """
 
     forward: PyTree
@@ -149,7 +151,7 @@ def _each_visit(gather: Gather, weights: PyTree, tables: TickTables) -> Chunks:
         if side == "backward":
             shared = work.weight_source == SHARED_WITH_FORWARD
             window = either(shared, lambda: held.forward, lambda: window, like=window)
-        # Nothing of this visit waits for what the next one needs.
+        # Prefetched for the next visit: no tick of this one reads it.
         ahead = either(
             begins & (work.prefetch_chunk >= 0),
             lambda: gathered(work.prefetch_chunk),
@@ -172,7 +174,7 @@ def _each_visit(gather: Gather, weights: PyTree, tables: TickTables) -> Chunks:
         return held._replace(gradient=gradient), result
 
     def leave(held: _Windows, work: Work) -> _Windows:
-        """One weight after the other, so that what is under way is small."""
+        """Reduce-scatters one weight after the other, to keep temporary buffers small."""
         gradients, tree = jax.tree.flatten(held.gradient)
         done = jax.tree.leaves(held.done)
 
@@ -202,6 +204,6 @@ def _zeros(tree: PyTree) -> PyTree:
 
 
 def _room(gradient: PyTree, weights: PyTree) -> PyTree:
-    """Zeros like the gradient of a stage, [v, ...]."""
+    """Returns zeros like the gradient of a stage, with a dim of v chunks in front."""
     count = jax.tree.leaves(weights)[0].shape[0]
     return jax.tree.map(lambda x: zeros(x, lead=(count,)), gradient)

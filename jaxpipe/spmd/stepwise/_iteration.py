@@ -1,4 +1,4 @@
-"""One iteration of the circular pipeline on whole arrays, for those who drive it by hand.
+"""Building blocks of one iteration of the circular pipeline on whole arrays.
 
 The same schedule as `circular`, with the state and the names of MaxText: S ranks, R repeats, M
 microbatches, d ticks for a hand-over. At iteration t rank r makes visit k = t - r * d: microbatch
@@ -40,40 +40,40 @@ class Counts:
 
     @property
     def slots(self) -> int:
-        """Microbatches that a rank keeps."""
+        """Number of microbatches that a rank stores, M / S."""
         return self.num_microbatches // self.num_ranks
 
     @property
     def num_ticks(self) -> int:
-        """Iterations of the whole pipeline."""
+        """Number of iterations of the whole pipeline, M * R + d * (S - 1)."""
         return self.num_microbatches * self.num_repeats + self.hop * (self.num_ranks - 1)
 
 
 def need_circ_storage(counts: Counts) -> bool:
-    """Whether results wait between the last rank and the next repeat on rank 0."""
+    """Returns whether results of the last rank are stored until rank 0 begins its next repeat."""
     return counts.num_repeats > 1 and counts.num_microbatches > counts.num_ranks * counts.hop
 
 
 def iterations_of_one_repeat(counts: Counts) -> int:
-    """Iterations before the one in which the last rank first works: d * (S - 1)."""
+    """Returns d * (S - 1), the iterations before the last rank runs its first microbatch."""
     return counts.hop * (counts.num_ranks - 1)
 
 
 def iterations_of_first_microbatch(counts: Counts) -> int:
-    """Iterations before the one in which microbatch 0 leaves: M * (R - 1) + d * (S - 1)."""
+    """Returns M * (R - 1) + d * (S - 1), the iterations before microbatch 0 leaves."""
     return counts.num_microbatches * (counts.num_repeats - 1) + iterations_of_one_repeat(counts)
 
 
 def microbatch_and_repeat_ids(
     t: int | Int[Array, ""], counts: Counts
 ) -> tuple[Int[Array, " S"], Int[Array, " S"]]:
-    """The microbatch and the repeat of every rank; those of visit 0 on a rank without one yet."""
+    """Returns the microbatch and the repeat of every rank; 0 and 0 on ranks that have not begun."""
     visits = jnp.maximum(t - counts.hop * jnp.arange(counts.num_ranks), 0)
     return visits % counts.num_microbatches, visits // counts.num_microbatches
 
 
 def init_states(inputs: PyTree, keys: PyTree, counts: Counts) -> LoopState:
-    """The buffers before iteration 0.
+    """Returns the buffers before iteration 0.
 
     Args:
         inputs: [M, ...] leaves.
@@ -82,10 +82,11 @@ def init_states(inputs: PyTree, keys: PyTree, counts: Counts) -> LoopState:
 
     Returns:
         A dict. `state_io` [S, M / S, ...]: inputs not taken yet, then outputs. `shift` [S, ...]:
-        what the rank before has handed over. `prev_outputs` [S, ...]: what is still to be handed
-        over, None without delay. `circ_storage` [S, M, ...] and `circ_storage_mover` [S, ...]: what
-        waits for its next repeat, and what will; None if nothing ever waits. `loop_iteration`: 0.
-        `keys` as given. Buffers are zeros, and nobody reads them before they are written.
+        results that the rank before has handed over. `prev_outputs` [S, ...]: results still to be
+        handed over, None without delay. `circ_storage` [S, M, ...]: results of the last rank, until
+        rank 0 reads them in its next repeat; `circ_storage_mover` [S, ...]: results to be stored
+        there; both None if `need_circ_storage` is False. `loop_iteration`: 0. `keys` as given.
+        Buffers are zeros, and are written before they are read.
     """
 
     def zeros(*dims):
@@ -106,10 +107,10 @@ def init_states(inputs: PyTree, keys: PyTree, counts: Counts) -> LoopState:
 def iteration_inputs(
     t: int | Int[Array, ""], state_io: PyTree, circ_storage: PyTree, shift: PyTree, counts: Counts
 ) -> PyTree:
-    """What every rank works on at iteration `t`: [S, ...] leaves like `shift`.
+    """Returns the stage inputs of all ranks at iteration `t`: [S, ...] leaves like `shift`.
 
-    Rank 0 takes a new microbatch, or one that comes back from the last rank. A rank in a bubble
-    works on a microbatch of its own part of `state_io`, and the result is dropped.
+    Rank 0 takes a new microbatch, or a result of the last rank. A rank in a bubble runs on a
+    microbatch of its own part of `state_io`, and the result is dropped.
     """
     ranks = jnp.arange(counts.num_ranks)
     visits = t - counts.hop * ranks
@@ -122,13 +123,16 @@ def iteration_inputs(
 def new_loop_state(
     output: PyTree, loop_state: LoopState, counts: Counts, mesh: Mesh | None = None
 ) -> LoopState:
-    """The buffers after an iteration.
+    """Returns the buffers after an iteration.
 
     Args:
-        output: [S, ...] leaves, what the ranks made of `iteration_inputs`.
-        loop_state: The buffers before.
+        output: [S, ...] leaves, the stage outputs of all ranks.
+        loop_state: The buffers before the iteration.
         counts: The sizes.
-        mesh: The mesh, or None.
+        mesh: The mesh. None runs all ranks on one device.
+
+    Returns:
+        The buffers after the iteration, with the shapes of `loop_state`.
     """
     t, delayed = loop_state["loop_iteration"], loop_state["prev_outputs"]
     storage, mover = loop_state["circ_storage"], loop_state["circ_storage_mover"]
@@ -146,13 +150,13 @@ def new_loop_state(
 
 
 def permute_output(output: PyTree, counts: Counts) -> PyTree:
-    """`state_io` [S, M / S, ...] after the last iteration, microbatches in the inputs' order."""
+    """Rolls `state_io` [S, M / S, ...] after the last iteration to the inputs' order."""
     first = iterations_of_first_microbatch(counts) % counts.slots
     return jax.tree.map(lambda x: jnp.roll(x, -first, axis=1), output)
 
 
 def take_per_rank(xs: PyTree, ids: Int[Array, " S"], dim: int = 0) -> PyTree:
-    """Entry `ids[r]` of `dim` for every rank r: that dim becomes [S]."""
+    """Takes entry `ids[r]` of `dim` for every rank r: that dim becomes [S]."""
     return jax.tree.map(lambda x: jnp.take(x, ids, axis=dim, mode="clip"), xs)
 
 
@@ -163,7 +167,7 @@ def take_repeats(
     stages_dim: int = 1,
     mesh: Mesh | None = None,
 ) -> PyTree:
-    """Entry `ids[r]` of `repeat_dim` from rank r's part of every leaf; that dim disappears."""
+    """Takes entry `ids[r]` of `repeat_dim` from rank r's part of every leaf; that dim is removed."""
     seen_dim = repeat_dim - (stages_dim < repeat_dim)
 
     def take(weights, repeat):
@@ -176,7 +180,7 @@ def take_repeats(
 
 
 def run_stages(stage: Callable, mesh: Mesh | None = None) -> Callable:
-    """`stage` on all ranks: `(weights [S, ...], x [S, ...], side [S, ...], rng [S, ...]) -> y`."""
+    """Returns `(weights, x, side, rng) -> y`, all [S, ...], which runs `stage` on all ranks."""
 
     stage = with_aux(stage)
 
@@ -194,18 +198,18 @@ def run_one_iteration(
     counts: Counts,
     mesh: Mesh | None = None,
 ) -> LoopState:
-    """Every rank works on its microbatch, and hands the result on.
+    """Runs the stage of every rank on its microbatch, and hands over the results.
 
     Args:
         stage: `(weights of one stage, x, side of one microbatch, rng) -> (y, sums)`.
-        loop_state: The buffers before.
-        weights: [S, ...] leaves, those of this iteration.
+        loop_state: The buffers before the iteration.
+        weights: [S, ...] leaves, the weights that the ranks use in this iteration.
         side: [M, ...] leaves.
         counts: The sizes.
         mesh: The mesh, or None.
 
     Returns:
-        The buffers after.
+        The buffers after the iteration, with the shapes of `loop_state`.
     """
     t = loop_state["loop_iteration"]
     microbatches, repeats = microbatch_and_repeat_ids(t, counts)
@@ -218,7 +222,7 @@ def run_one_iteration(
 
 
 def rotate(x: PyTree, by: int, mesh: Mesh | None = None) -> PyTree:
-    """[S, ...] leaves turned by one rank, up (`by` = 1) or down (-1)."""
+    """Rotates [S, ...] leaves by one rank, up (`by` = 1) or down (-1)."""
 
     def turn(x):
         ranks = lax.axis_size(AXIS)
@@ -229,7 +233,7 @@ def rotate(x: PyTree, by: int, mesh: Mesh | None = None) -> PyTree:
 
 
 def _move_stream(state_io: PyTree, output: PyTree, t: Any, counts: Counts, mesh: Any) -> PyTree:
-    """One slot of every rank moves down by a rank; what the last rank made takes the free place."""
+    """Moves a slot of every rank down by a rank; the last rank stores its output in the free one."""
     last = jnp.arange(counts.num_ranks) == counts.num_ranks - 1
     moved = rotate(_slot(state_io, t % counts.slots), -1, mesh)
     return _put(state_io, _where(last & _busy(t, counts), output, moved), t % counts.slots)

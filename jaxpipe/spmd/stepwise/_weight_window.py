@@ -1,7 +1,7 @@
 """The sliding window of weights on whole arrays, for a pipeline that is driven by hand.
 
 While rank 0 is in repeat r, no rank is in another repeat than r - 1 or r. The window holds both,
-whole: [2, S, ...] leaves, entry 0 of repeat r - 1, entry 1 of repeat r.
+gathered: [2, S, ...] leaves, entry 0 of repeat r - 1, entry 1 of repeat r.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,10 @@ from ._iteration import Counts, microbatch_and_repeat_ids
 
 
 def repeat_weights(weights: PyTree, t: int | Int[Array, ""], counts: Counts) -> PyTree:
-    """[R, S, ...] -> [S, ...]: all stages of the repeat in which rank 0 is at iteration `t`.
+    """Returns the [S, ...] weights of all stages of the repeat that rank 0 runs at iteration `t`.
 
-    Before the first and after the last repeat, those of the first and the last.
+    `weights` has [R, S, ...] leaves. Before the first repeat the result is that of the first, and
+    after the last repeat that of the last.
     """
     repeat = jnp.clip(t // counts.num_microbatches, 0, counts.num_repeats - 1)
     return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, repeat, keepdims=False), weights)
@@ -26,13 +27,16 @@ def repeat_weights(weights: PyTree, t: int | Int[Array, ""], counts: Counts) -> 
 def window_at(
     weights: PyTree, t: int | Int[Array, ""], counts: Counts, gather: Callable[[PyTree], PyTree]
 ) -> PyTree:
-    """The window for iteration `t`. It stays the same while `t // M` does.
+    """Returns the window for iteration `t`, which is the same for all `t` of equal `t // M`.
 
     Args:
         weights: [R, S, ...] leaves.
         t: The iteration.
         counts: The sizes.
-        gather: Makes the [S, ...] weights of a repeat whole.
+        gather: Gathers the [S, ...] weights of a repeat.
+
+    Returns:
+        [2, S, ...] leaves: the weights of the repeat before that of rank 0, and of that repeat.
     """
     previous = gather(repeat_weights(weights, t - counts.num_microbatches, counts))
     current = gather(repeat_weights(weights, t, counts))
@@ -40,12 +44,12 @@ def window_at(
 
 
 def empty_window(weights: PyTree) -> PyTree:
-    """Zeros like a window of these [R, S, ...] weights."""
+    """Returns zeros like a window of these [R, S, ...] weights."""
     return jax.tree.map(lambda w: jnp.zeros((2, *w.shape[1:]), w.dtype), weights)
 
 
 def from_window(window: PyTree, t: int | Int[Array, ""], counts: Counts) -> PyTree:
-    """[2, S, ...] -> [S, ...]: what every rank works with at iteration `t`."""
+    """Returns the [S, ...] weights of all ranks at iteration `t`, out of a [2, S, ...] window."""
     _, repeats = microbatch_and_repeat_ids(t, counts)
 
     def choose(blocks):
