@@ -1,14 +1,14 @@
 """A layer's own `jax.shard_map` over the whole mesh, where some axes are already manual.
 
 A layer is written for the whole mesh: it runs a kernel in `jax.shard_map(mesh=mesh, ...)`. Inside a
-pipeline the axis `stage` is manual, and batch axes if there are any, so JAX refuses that mesh. Here
-the call means a `jax.shard_map` over the axes that are left. The manual axes are left out of its
-specs: a device has its own part along them anyway.
+pipeline the axis `stage` is manual, and so are the batch axes, if any, so JAX refuses that mesh.
+This module replaces the call by a `jax.shard_map` over the other axes. The manual axes are removed
+from its specs: a device already has its own shard along them.
 
-JAX cannot differentiate that call as it should: with `check_vma=False` its results look equal on
-all ranks, and the gradients of the ranks would be added up; with `check_vma=True` jax 0.10 fails.
-So it has a derivative of its own, by JAX's rules for `check_vma=False`: a cotangent is divided
-among the devices that share a result, and gradients are summed over those that share an argument.
+JAX cannot differentiate that call correctly: with `check_vma=False` it takes the results for equal
+on all ranks and would sum the gradients of the ranks; with `check_vma=True` jax 0.10 fails. So the
+call has a custom VJP, by JAX's rules for `check_vma=False`: a cotangent is divided among the devices
+that share a result, and gradients are summed over the devices that share an argument.
 """
 
 import math
@@ -31,7 +31,7 @@ class _Call(NamedTuple):
         of_shards: From differentiable and other leaves of the arguments to those of the results.
         axes: The axes that become manual, with their sizes.
         ins: Specs of the differentiable and the other leaves of the arguments.
-        outs: The same of the results.
+        outs: Specs of the differentiable and the other leaves of the results.
     """
 
     of_shards: Callable[[list, list], tuple[list, list]]
@@ -53,11 +53,15 @@ def nested_shard_map(
 
     Args:
         f: A function of one device's shards.
-        plain: What JAX makes of the same arguments, for calls elsewhere.
+        plain: The result of JAX's `shard_map` for the same arguments. It is called where no axis is
+            manual, or `mesh` is not the whole mesh in context.
         mesh: The mesh that the caller gave.
         in_specs: A prefix tree of specs, with None for arguments that are static.
         out_specs: A prefix tree of specs.
-        axis_names: The axes that the caller wants manual; none for all.
+        axis_names: The axes that the caller wants manual; empty for all.
+
+    Returns:
+        A function with the arguments of `f`, of arrays sharded by `in_specs`.
     """
 
     @wraps(f)
@@ -116,7 +120,7 @@ def _run(
 def _differentiable(call: _Call) -> Callable[[list, list], tuple[list, list]]:
     """Returns `call.of_shards` as a function of whole arrays, with its derivative."""
     on_shards = partial(jax.shard_map, axis_names={*call.axes}, check_vma=False)
-    one_each = PartitionSpec(tuple(call.axes))  # of what a device keeps for its own backward
+    one_each = PartitionSpec(tuple(call.axes))  # residuals: each device stores its own
     sharing_in, sharing_out = (
         [_sharing(spec, call.axes) for spec in specs] for specs in (call.ins[0], call.outs[0])
     )
@@ -160,9 +164,10 @@ def _differentiable(call: _Call) -> Callable[[list, list], tuple[list, list]]:
 
 
 def _as_equal(tree: PyTree) -> PyTree:
-    """Returns `tree`, whose types say that it is equal on all devices, where nothing checks that.
+    """Returns `tree` with types that vary over no axis, for use with `check_vma=False`.
 
-    Otherwise types differ where JAX wants them equal: only operations forget what varies.
+    Otherwise types differ where JAX requires equal ones: under `check_vma=False` the result of an
+    operation varies over no axis, but an argument keeps its varying axes.
     """
     return jax.tree.map(lambda x: jax.lax.squeeze(jax.lax.expand_dims(x, [0]), [0]), tree)
 
@@ -190,7 +195,7 @@ def _of_leaves(specs: PyTree, tree: PyTree) -> list:
 
 
 def _sharing(spec: PartitionSpec, axes: dict[str, int]) -> tuple[str, ...]:
-    """Returns the axes, of those with several devices, whose devices share what `spec` splits."""
+    """Returns the axes of more than one device over which `spec` replicates an array."""
     return tuple(axis for axis, size in axes.items() if size > 1 and axis not in axes_of(spec))
 
 

@@ -1,9 +1,9 @@
-"""Shardings that a stage names, where some axes of the mesh are already manual.
+"""Translation of shardings that a stage names, where some axes of the mesh are already manual.
 
 A layer is written for the whole mesh: it constrains an activation to `NamedSharding(mesh,
-P("fsdp"))`. Inside a pipeline each rank runs its own stage, so the axis `stage`, and batch axes if
-there are any, are manual: an array of a stage has no part on other devices along them. Those axes
-are left out of what a stage names, and the other axes mean what they mean outside.
+P("fsdp"))`. Inside a pipeline each rank runs its own stage, so the axis `stage` and the batch axes,
+if any, are manual: an array of a stage is not sharded over them. Those axes are removed from the
+shardings that a stage names; the other axes have the same meaning as outside the pipeline.
 """
 
 from collections.abc import Callable

@@ -1,1 +1,1 @@
-"""Any schedule, forward and backward, in one loop over ticks."""
+"""Engine that runs any schedule, forward and backward, in one loop over ticks."""

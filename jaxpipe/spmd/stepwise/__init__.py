@@ -1,1 +1,1 @@
-"""The circular loop driven by hand, one iteration at a time."""
+"""Circular pipeline, one iteration per call: the caller writes the loop."""

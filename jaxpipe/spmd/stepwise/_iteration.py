@@ -167,7 +167,7 @@ def take_repeats(
     stages_dim: int = 1,
     mesh: Mesh | None = None,
 ) -> PyTree:
-    """Takes entry `ids[r]` of `repeat_dim` from rank r's part of every leaf; that dim is removed."""
+    """Takes entry `ids[r]` of `repeat_dim` from rank r's part of every leaf, and removes that dim."""
     seen_dim = repeat_dim - (stages_dim < repeat_dim)
 
     def take(weights, repeat):
@@ -233,7 +233,7 @@ def rotate(x: PyTree, by: int, mesh: Mesh | None = None) -> PyTree:
 
 
 def _move_stream(state_io: PyTree, output: PyTree, t: Any, counts: Counts, mesh: Any) -> PyTree:
-    """Moves a slot of every rank down by a rank; the last rank stores its output in the free one."""
+    """Moves a slot of every rank down by a rank; the last rank stores its output in its slot."""
     last = jnp.arange(counts.num_ranks) == counts.num_ranks - 1
     moved = rotate(_slot(state_io, t % counts.slots), -1, mesh)
     return _put(state_io, _where(last & _busy(t, counts), output, moved), t % counts.slots)
