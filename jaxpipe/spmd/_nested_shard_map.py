@@ -7,7 +7,7 @@ from its specs: a device already has its own shard along them.
 
 JAX cannot differentiate that call correctly: with `check_vma=False` it takes the results for equal
 on all ranks and would sum the gradients of the ranks; with `check_vma=True` jax 0.10 fails. So the
-call has a custom VJP, by JAX's rules for `check_vma=False`: a cotangent is divided among the devices
+call has a custom VJP, by JAX's rules for `check_vma=False`: cotangents are divided among devices
 that share a result, and gradients are summed over the devices that share an argument.
 """
 

@@ -167,7 +167,7 @@ def take_repeats(
     stages_dim: int = 1,
     mesh: Mesh | None = None,
 ) -> PyTree:
-    """Takes entry `ids[r]` of `repeat_dim` from rank r's part of every leaf, and removes that dim."""
+    """Takes entry `ids[r]` of `repeat_dim` from rank r's part of every leaf and drops that dim."""
     seen_dim = repeat_dim - (stages_dim < repeat_dim)
 
     def take(weights, repeat):
