@@ -1,1 +1,1 @@
-"""What users call: meshes, arrays, and functions with pipelined loops."""
+"""The user interface: meshes, arrays, and compiled functions with pipelined loops."""

@@ -1,6 +1,7 @@
-"""Values of several groups in one, and values where others are: for what a loop is followed by.
+"""Combines arrays of several groups of a mesh, and moves arrays to the groups of another array.
 
-Without them a step goes where the largest of what it reads is, which is right for updates.
+The code after a loop calls these functions. The compiler runs any other equation on the groups that
+hold its largest input, which is the right choice for weight updates.
 """
 
 from collections.abc import Sequence
@@ -21,30 +22,36 @@ sum_p, stack_p, with_p = map(Primitive, (SUM, STACK, WITH))
 
 
 def cross_mpmd_all_reduce(*args: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """The sum of arrays of several groups, on every group that has one of them.
+    """Returns the sum of arrays of several groups, on every group that has one of them.
+
+    Python's `sum` returns the same numbers, but on one group only.
 
     Args:
-        args: Arrays of one shape and dtype. Python's `sum` gives the same numbers, on one group.
+        args: One array or more, all of one shape and dtype.
+
+    Returns:
+        The elementwise sum, with the shape and dtype of each of `args`.
 
     Raises:
-        ValueError: If there is none, or they differ in shape or dtype.
+        ValueError: If no array is given, or the arrays differ in shape or dtype.
     """
     _check_alike(SUM, args)
     return sum_p.bind(*args)
 
 
 def cross_mpmd_stack(arrays: Sequence[Shaped[Array, "..."]], axis: int = 0) -> Shaped[Array, "..."]:
-    """Stacks arrays of several groups, or of one, into one array on all these groups.
+    """Stacks arrays of one or several groups into one array, which all these groups hold.
 
     Args:
         arrays: Arrays of one shape and dtype.
-        axis: The index of the new dim in the result. A negative one counts from its end.
+        axis: The index of the new dim in the result. A negative index counts from the end.
 
     Returns:
-        An array with one dim more than each of `arrays`.
+        An array with one dim more than each of `arrays`: the new dim has size `len(arrays)`.
 
     Raises:
-        ValueError: If `arrays` is empty, they differ in shape or dtype, or `axis` is out of range.
+        ValueError: If `arrays` is empty, the arrays differ in shape or dtype, or `axis` is out of
+            range.
     """
     _check_alike(STACK, arrays)
     ndim = len(jnp.shape(arrays[0]))
@@ -57,11 +64,14 @@ def cross_mpmd_stack(arrays: Sequence[Shaped[Array, "..."]], axis: int = 0) -> S
 
 
 def place_with(x: T, other: Shaped[Array, "..."]) -> T:
-    """`x`, where `other` is: on all groups that have it, and on no others.
+    """Returns `x` on the groups that hold `other`, and on no other groups.
 
     Args:
         x: A pytree of arrays.
-        other: An array of which only the place counts.
+        other: An array. Only its groups are read, not its values.
+
+    Returns:
+        A pytree like `x`, with the same values.
     """
     return jax.tree.map(lambda leaf: with_p.bind(leaf, other), x)
 

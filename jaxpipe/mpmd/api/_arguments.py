@@ -1,6 +1,6 @@
-"""Checks the arguments of a compiled function: static ones, trees, shapes and dtypes.
+"""Checks the arguments of a compiled function: static arguments, trees, shapes and dtypes.
 
-Errors name paths such as `args[0]['w']` and shapes. They never show the contents of an array.
+Error messages name paths such as `args[0]['w']` and shapes. They never show the contents of arrays.
 """
 
 import inspect
@@ -17,28 +17,28 @@ from ._array import MpmdArray
 from ._mesh import MpmdSharding
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments."""
+"""The positional and the keyword arguments of a call."""
 
 
 @dataclass(frozen=True)
 class StaticArguments:
-    """Which arguments of a function are static.
+    """The static arguments of a function, by index and by name.
 
     Attributes:
-        argnums: The indices of the static ones among the positional arguments. Negative ones count
-            from the end of those of a call.
-        argnames: The names of the static ones.
+        argnums: The indices of static arguments among the positional arguments. A negative index
+            counts from the end of the positional arguments of a call.
+        argnames: The names of static arguments.
     """
 
     argnums: frozenset[int]
     argnames: frozenset[str]
 
     def indices(self, num_args: int) -> frozenset[int]:
-        """Returns the indices of the static ones among `num_args` positional arguments."""
+        """Returns the indices of the static arguments of `num_args` positional arguments."""
         return frozenset(i + num_args if i < 0 else i for i in self.argnums)
 
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, "Static"]:
-        """Returns the arguments that are arrays, and those that are static."""
+        """Returns the dynamic arguments (pytrees of arrays) and the static arguments of a call."""
         if not self.argnums and not self.argnames:
             return (args, kwargs), Static()
         indices = self.indices(len(args))
@@ -54,28 +54,30 @@ class Static:
     """The static arguments of a call.
 
     Attributes:
-        items: Each by its index or name, with its type: 1, 1.0 and True are equal.
+        items: For each argument its index or name, its type and its value. The type tells apart 1,
+            1.0 and True, which are equal in Python.
     """
 
     items: tuple[tuple[int | str, type, Any], ...] = ()
 
     def values(self) -> tuple[Any, ...]:
-        """Returns their values."""
+        """Returns the values of the static arguments."""
         return tuple(value for _, _, value in self.items)
 
 
 def static_arguments(
     fun: Callable[..., Any], argnums: Sequence[int], argnames: Sequence[str]
 ) -> StaticArguments:
-    """Returns the static arguments by index and by name, where the caller gave either.
+    """Returns the static arguments by index and by name, of which the caller may give either.
 
     Args:
         fun: The function.
-        argnums: Indices of positional arguments. Negative ones count from the end.
+        argnums: Indices of positional arguments. A negative index counts from the end.
         argnames: Names of arguments.
 
     Returns:
-        The indices and names of all of them, as far as the signature of `fun` tells.
+        The indices and names of all static arguments: an index adds the name of its parameter and
+        a name adds the index, as far as the signature of `fun` can be inspected.
     """
     try:
         parameters = list(inspect.signature(fun).parameters.values())
@@ -105,9 +107,12 @@ def leaves_like(tree: Any, arguments: Arguments) -> list[Any]:
         tree: The structure that the function was compiled for.
         arguments: The arguments of the call.
 
+    Returns:
+        The leaves, in the order of `tree`.
+
     Raises:
         ValueError: If the structure differs. The error names missing and additional leaves, or the
-            containers if only these differ.
+            containers if only the containers differ.
     """
     try:
         return tree.flatten_up_to(arguments)
@@ -136,10 +141,13 @@ def check_types(
     """Checks that arguments have the shapes and dtypes that a function was compiled for.
 
     Args:
-        arguments: The arguments.
-        leaves: Their leaves.
+        arguments: The arguments of the call.
+        leaves: The leaves of `arguments`.
         shapes: The shape of each leaf.
         dtypes: The dtype of each leaf.
+
+    Returns:
+        None.
 
     Raises:
         ValueError: If an argument has another shape or dtype. The error names its path.
@@ -158,15 +166,19 @@ def check_types(
 
 
 def check_given_once(arguments: Arguments, leaves: Sequence[Any], donated: Collection[int]) -> None:
-    """Checks that the array of a donated argument is given once.
+    """Checks that the array of a donated argument is not the array of another argument too.
 
     Args:
-        arguments: The arguments.
-        leaves: Their leaves.
-        donated: The indices of donated leaves.
+        arguments: The arguments of the call.
+        leaves: The leaves of `arguments`.
+        donated: The indices of the donated leaves.
+
+    Returns:
+        None.
 
     Raises:
-        ValueError: If it is also the array of another argument. The error names both.
+        ValueError: If two arguments are the same array and one of them is donated. The error names
+            both.
     """
     if not donated:
         return
@@ -204,20 +216,25 @@ def _some(paths: Sequence[str], most: int = 3) -> str:
 
 
 def is_place(x: Any) -> bool:
-    """Returns whether `x` is one spec or sharding, or None, and not a tree of these."""
+    """Returns whether `x` is a single spec, a single sharding or None, rather than a tree."""
     return x is None or isinstance(x, PartitionSpec | Sharding | MpmdSharding)
 
 
 def spread(places: PyTree, tree: PyTree, name: str) -> list[tuple[str, Any]]:
-    """Returns for each leaf of `tree` the path of its spec or sharding in `places`, and that.
+    """Broadcasts a prefix tree of specs or shardings to the leaves of `tree`.
 
     Args:
         places: A tree of specs or shardings that is a prefix of `tree`.
-        tree: A tree of arrays, or of anything else.
-        name: The name of the argument that the caller gave as `places`.
+        tree: A tree of arrays, or of other leaves.
+        name: The name of the user's argument that holds `places`, for paths in errors.
+
+    Returns:
+        For each leaf of `tree` the path of its spec or sharding, such as `in_specs[0]['w']`, and
+        the spec or sharding.
 
     Raises:
-        ValueError: If `places` is not a prefix of `tree`. The error names where they differ.
+        ValueError: If `places` is not a prefix of `tree`. The error names the path at which they
+            differ.
     """
     if is_place(places):
         return [(name, places)] * len(jax.tree.leaves(tree))
@@ -237,7 +254,7 @@ def spread(places: PyTree, tree: PyTree, name: str) -> list[tuple[str, Any]]:
 
 
 def _children(x: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """Returns the children of a container, each with its key, and the container's structure."""
+    """Returns the children of a container with their keys, and the structure of the container."""
     found, kind = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
     return [(jax.tree_util.keystr(path), child) for path, child in found], kind
 

@@ -1,4 +1,4 @@
-"""Arrays that live on some groups of a mesh."""
+"""Defines an array that some groups of a mesh hold."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -13,22 +13,22 @@ from ._mesh import MpmdSharding
 
 
 class MpmdArray:
-    """An array that lives on some groups of a mesh, the same on each of them.
+    """An array that some groups of a mesh hold: each of these groups has the same whole array.
 
-    A leaf of pytrees. Where one of its groups is in this process, `numpy.asarray` and the like
-    give its content; `mpmd_to_spmd_reshard` makes a `jax.Array` of it.
+    Pytrees treat it as a leaf. `numpy.asarray` and `float` return its content in a process that has
+    one of its groups. `mpmd_to_spmd_reshard` converts it to a `jax.Array`.
 
     Args:
-        partially_addressable_arrays: The array of each of its groups that is in this process, in
-            any order. Each must be on the devices of its group.
-        mpmd_sharding: Its groups, and how it is divided within them.
-        shape: The shape, needed where `partially_addressable_arrays` is empty.
-        dtype: The dtype, likewise.
+        partially_addressable_arrays: The array of each group that belongs to this process, in any
+            order. Each must be on the devices of its group.
+        mpmd_sharding: The groups that hold the array, and its sharding within a group.
+        shape: The shape. Required if `partially_addressable_arrays` is empty.
+        dtype: The dtype. Required if `partially_addressable_arrays` is empty.
 
     Raises:
-        ValueError: If an array is no `jax.Array` or not on one of the groups, two are on the same
-            one, shapes, dtypes or specs differ, neither an array nor `shape` and `dtype` are given,
-            or `mpmd_sharding` is no `MpmdSharding`.
+        ValueError: If an array is not a `jax.Array` or not on the devices of one of the groups, two
+            arrays are on the same group, shapes, dtypes or specs differ, neither an array nor
+            `shape` and `dtype` are given, or `mpmd_sharding` is not an `MpmdSharding`.
     """
 
     def __init__(
@@ -72,15 +72,18 @@ class MpmdArray:
         weak_type: bool = False,
         wait: Callable[[Any], Any] = jax.block_until_ready,
     ) -> "MpmdArray":
-        """Returns an array made of one array for each group, without checking these.
+        """Makes an `MpmdArray` of one array for each group, without any checks.
 
         Args:
-            arrays: The array of each group that is in this process, by the group's index.
-            mpmd_sharding: Its groups, and how it is divided within them.
+            arrays: The array of each group that belongs to this process, by the group's index.
+            mpmd_sharding: The groups that hold the array, and its sharding within a group.
             shape: The shape.
             dtype: The dtype.
-            weak_type: Whether the dtype is weak, as that of a Python number is.
-            wait: A function that waits until the arrays in a list are computed.
+            weak_type: Whether the dtype is weak, like the dtype of a Python number.
+            wait: A function that waits until all arrays in a list are computed.
+
+        Returns:
+            The array, with its groups in ascending order.
         """
         array = cls.__new__(cls)
         ordered = {rank: arrays[rank] for rank in sorted(arrays)} if len(arrays) > 1 else arrays
@@ -107,27 +110,27 @@ class MpmdArray:
 
     @property
     def aval(self) -> ShapedArray:
-        """The shape and dtype."""
+        """Returns the shape, the dtype and whether the dtype is weak."""
         return ShapedArray(self.shape, self.dtype, weak_type=self.weak_type)
 
     @property
     def mpmd_idxs(self) -> tuple[int, ...]:
-        """The groups it lives on, in ascending order."""
+        """Returns the indices of the groups that hold the array, in ascending order."""
         return self.mpmd_sharding.mpmd_idxs
 
     @property
     def is_mpmd_replicated(self) -> bool:
-        """Whether it lives on more than one group."""
+        """Returns whether more than one group holds the array."""
         return len(self.mpmd_idxs) > 1
 
     @property
     def sharding(self) -> NamedSharding:
-        """Over the devices of all its groups."""
+        """Returns the sharding over the devices of all groups that hold the array."""
         return self.mpmd_sharding.sharding
 
     @property
     def spec(self) -> PartitionSpec:
-        """How it is divided within a group."""
+        """Returns the partition spec of the array within a group."""
         return self.mpmd_sharding.spec
 
     @property
@@ -140,34 +143,34 @@ class MpmdArray:
 
     @property
     def is_partially_addressable(self) -> bool:
-        """Whether one of its groups is in this process."""
+        """Returns whether a group that holds the array belongs to this process."""
         return bool(self._partially_addressable_arrays)
 
     def on_rank(self, rank: int) -> jax.Array | None:
-        """Returns the array of a group, if it lives there and the group is in this process."""
+        """Returns the array of group `rank`, or None if this process does not hold it."""
         return self._partially_addressable_arrays.get(rank)
 
     @property
     def local_arrays(self) -> list[jax.Array]:
-        """The array of each of its groups in this process, in the order of the groups."""
+        """Returns the arrays of the groups of this process, in ascending order of the groups."""
         return list(self._partially_addressable_arrays.values())
 
     @property
     def to_mpmd_local_array(self) -> jax.Array | list[jax.Array] | None:
-        """The array of its group in this process, a list if there are several, None if none."""
+        """Returns the array of this process's group, a list if it has several, or None."""
         arrays = self.local_arrays
         return arrays[0] if len(arrays) == 1 else arrays or None
 
     @property
     def first_mpmd_replica(self) -> jax.Array | None:
-        """The array of the first of all its groups, if that group is in this process."""
+        """Returns the array of the lowest group if that group belongs to this process, or None."""
         return self.on_rank(self.mpmd_idxs[0]) if self.mpmd_idxs else None
 
     def first_local_array(self) -> jax.Array:
-        """Returns the array of its first group in this process.
+        """Returns the array of the first group of this process.
 
         Raises:
-            ValueError: If it has none here.
+            ValueError: If no group of this process holds the array.
         """
         for array in self._partially_addressable_arrays.values():
             return array
@@ -178,23 +181,26 @@ class MpmdArray:
         )
 
     def block_until_ready(self) -> "MpmdArray":
-        """Waits until it is computed, and returns it."""
+        """Waits until the arrays of this process are computed, and returns `self`."""
         self._wait(self.local_arrays)
         return self
 
     def is_ready(self) -> bool:
-        """Returns whether it is computed."""
+        """Returns whether the arrays of this process are computed."""
         return all(array.is_ready() for array in self._partially_addressable_arrays.values())
 
     def delete(self) -> None:
-        """Frees the memory of its arrays in this process."""
+        """Deletes the arrays of this process, which frees their memory."""
         self.give_away()
 
     def give_away(self, kept: Collection[int] = ()) -> None:
-        """Marks it as deleted, and deletes its arrays in this process.
+        """Marks the array as deleted, and deletes the arrays of this process.
 
         Args:
-            kept: The groups whose array now belongs to another `MpmdArray` too, and is not deleted.
+            kept: The groups whose array is not deleted because another `MpmdArray` holds it too.
+
+        Returns:
+            None.
         """
         self._is_gone = True
         for rank, array in self._partially_addressable_arrays.items():
@@ -202,7 +208,7 @@ class MpmdArray:
                 array.delete()
 
     def is_deleted(self) -> bool:
-        """Returns whether it was deleted, or given to a function that may overwrite it."""
+        """Returns whether the array was deleted or donated."""
         arrays = self._partially_addressable_arrays.values()
         return self._is_gone or any(array.is_deleted() for array in arrays)
 
@@ -211,10 +217,10 @@ class MpmdArray:
         return np.asarray(self._ready(), dtype)
 
     def check_not_deleted(self) -> None:
-        """Raises an error if the array was deleted.
+        """Checks that the array was not deleted.
 
         Raises:
-            RuntimeError: If it was deleted.
+            RuntimeError: If the array was deleted or donated.
         """
         if self._is_gone:
             raise RuntimeError(
@@ -251,7 +257,7 @@ class MpmdArray:
 
 
 def _by_rank(arrays: Sequence[Any], where: MpmdSharding) -> dict[int, jax.Array]:
-    """Returns each array by the group on whose devices it is, in the order of the groups."""
+    """Maps each group to the array on its devices, in ascending order of the groups."""
     mesh, found = where.mpmd_mesh, {}
     for i, array in enumerate(arrays):
         if not isinstance(array, jax.Array):

@@ -1,4 +1,4 @@
-"""Arguments onto the groups that need them."""
+"""Puts the arguments of a call on the groups that read them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +9,11 @@ from jax.sharding import NamedSharding
 from ._array import MpmdArray
 
 Target = tuple[int, int, NamedSharding]
-"""A rank, where its array belongs in the list, and how it is divided."""
+"""A rank that reads an argument, the slot of its array in the list, and its sharding there."""
 
 
 def placed(leaves: Sequence[Any], targets: Sequence[Sequence[Target]], slots: list[Any]) -> None:
-    """Puts every argument where it is needed. What is there already is not touched."""
+    """Stores every argument in its slots. Moves an array only if its sharding is another one."""
     moving: list[tuple[Any, int, NamedSharding]] = []
     for leaf, of_leaf in zip(leaves, targets, strict=True):
         if isinstance(leaf, MpmdArray):

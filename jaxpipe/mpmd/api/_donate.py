@@ -1,4 +1,4 @@
-"""Deletes donated arguments after a call, as `jax.jit` does."""
+"""Deletes the donated arguments of a call, as `jax.jit` does."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,21 +10,24 @@ from ..ir._program import Code, Send
 from ._array import MpmdArray
 
 GivenAway = dict[int, tuple[int, ...]]
-"""The index of each deleted argument among all leaves, and the ranks that keep its array."""
+"""Maps the index of each deleted argument among all leaves to the ranks that keep its array."""
 
 
 def given_away(code: Code, donated: frozenset[int], *, crosses: bool) -> GivenAway:
     """Returns the arguments that a call deletes.
 
-    As with `jax.jit`, a donated argument is deleted if a result has its shape and dtype, and each
-    result accounts for one argument, first for that which it is. An argument that is returned
-    unchanged, or sent, shares its memory with the result or the transfer, so that rank keeps its
-    array.
+    As with `jax.jit`, a donated argument is deleted if a result has its shape and dtype. Each
+    result accounts for one argument: arguments that are returned unchanged are matched first. An
+    argument that a rank returns unchanged, or sends to another rank while there are several
+    processes, shares its memory with the result or the transfer. That rank keeps its array.
 
     Args:
         code: The instructions of all ranks.
         donated: The indices of donated arguments among all leaves.
-        crosses: Whether there are several processes.
+        crosses: Whether the program runs in several processes.
+
+    Returns:
+        The ranks that keep the array of each deleted argument, by the argument's index.
     """
     results = Counter(_type(buffer.value.aval) for buffer, _ in code.outputs)
     shared: dict[Any, set[int]] = {}
@@ -46,11 +49,14 @@ def given_away(code: Code, donated: frozenset[int], *, crosses: bool) -> GivenAw
 
 
 def give_away(leaves: Sequence[Any], given: GivenAway) -> None:
-    """Deletes the donated arguments of a call, all programs of which have been started.
+    """Deletes the donated arguments of a call after all its programs have been started.
 
     Args:
-        leaves: All arguments of the call.
-        given: The arguments to delete.
+        leaves: The leaves of all arguments of the call.
+        given: The arguments to delete, by index, and the ranks that keep their array.
+
+    Returns:
+        None.
     """
     for i, ranks in given.items():
         leaf = leaves[i]

@@ -1,4 +1,4 @@
-"""A function with pipelined loops, as programs of its own for every group of a mesh."""
+"""Compiles a function with pipelined loops into separate programs for the groups of a mesh."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -33,7 +33,7 @@ _LOG = logging.getLogger("jaxpipe.mpmd")
 
 
 class MpmdFunction:
-    """A function that compiles itself for the arguments it is called with."""
+    """A function that is compiled at its first call, and again for other shapes or dtypes."""
 
     def __init__(self, jitted: Any, settings: Settings) -> None:
         self._jitted = jitted
@@ -41,11 +41,18 @@ class MpmdFunction:
         self._compiled: dict[Any, Compiled] = {}
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
-        """Traces the function for arguments like these.
+        """Traces the function for arguments of these shapes and dtypes.
 
         Args:
-            args: Positional arguments. Of arrays only shapes and dtypes are read.
-            kwargs: Keyword arguments, likewise.
+            args: Positional arguments. Arrays may be given as `jax.ShapeDtypeStruct`.
+            kwargs: Keyword arguments. Arrays may be given as `jax.ShapeDtypeStruct`.
+
+        Returns:
+            The traced function.
+
+        Raises:
+            ValueError: If specs do not fit arguments and results, a sharding asks for other than
+                the default memory, or the function has effects other than unordered prints.
         """
         settings = self._settings
         static = settings.static
@@ -73,7 +80,7 @@ class MpmdFunction:
         )
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """Traces the function for arguments like these, and cuts it into the tasks of each rank."""
+        """Traces the function for arguments like these, and lowers it to the tasks of each rank."""
         return self.trace(*args, **kwargs).lower()
 
     def compile(self, *args: Any, **kwargs: Any) -> Compiled:
@@ -125,10 +132,10 @@ def _traced(jitted: Any, mesh: MpmdMesh, args: Any, kwargs: Any) -> Any:
 
 
 def in_group(mesh: MpmdMesh, sharding: NamedSharding) -> NamedSharding:
-    """Returns a sharding over the mesh of a group in place of one over the mesh of all groups.
+    """Translates a sharding over the mesh of all groups to the mesh of one group.
 
-    The axes of a group are automatic, also where those of `sharding` are explicit. A sharding of
-    another mesh is returned as it is, and so is any inside a `jax.shard_map`.
+    The axes of a group are automatic, even if the axes of `sharding` are explicit. A sharding of
+    another mesh, and any sharding inside a `jax.shard_map`, is returned unchanged.
     """
     group, theirs = mesh.unstack[0].abstract_mesh, tuple(sharding.mesh.shape.items())
     if theirs not in (tuple(mesh.jax_mesh.shape.items()), tuple(group.shape.items())):
@@ -140,7 +147,7 @@ def in_group(mesh: MpmdMesh, sharding: NamedSharding) -> NamedSharding:
 
 
 def _changes_mesh(jaxpr: Any, axis: str) -> bool:
-    """Returns whether an equation of it reshards to a mesh of several groups."""
+    """Returns whether an equation of `jaxpr` reshards to a mesh of several groups."""
     return any(
         (e.primitive.name == "reshard" and e.params["dst_sharding"].mesh.shape.get(axis, 1) > 1)
         or any(_changes_mesh(inner, axis) for inner in jaxprs_in_params(e.params))
@@ -174,9 +181,9 @@ def _ranks_of(place: Any) -> tuple[int, ...] | None:
 
 
 def _places(places: PyTree, tree: PyTree, mesh: MpmdMesh, name: str) -> list[Any]:
-    """Returns one spec or sharding for each leaf of `tree`, of which `places` is a prefix tree.
+    """Returns a spec or sharding for each leaf of `tree`; `places` is a prefix tree of `tree`.
 
-    Within a group the axis of the groups has size 1, so a spec that names it divides nothing by it.
+    The axis of the groups is dropped from specs, as it has size 1 within a group.
     """
     places = tuple(places) if isinstance(places, list) and isinstance(tree, tuple) else places
     axis, found = mesh.mpmd_axis_name, []
@@ -221,31 +228,31 @@ def mpmd_jit_with_loop(
     compiler_options: dict[str, Any] | None = None,
     timeout: float = 300.0,
 ) -> MpmdFunction:
-    """Compiles a function with `treduce` loops into programs of its own for each group.
+    """Compiles a function with `treduce` loops into separate programs for each group.
 
     Args:
         fun: A function of pytrees of arrays, such as a training step. It may have any number of
-            loops, or none. What comes before and after them runs on the groups that have what it
-            touches: an update of weights where these are.
-        mpmd_mesh: The groups.
-        in_shardings: How arguments are sharded within a group: a tree of `PartitionSpec`,
+            loops, or none. The code outside of loops runs on the groups that hold its inputs: a
+            weight update, for example, on the groups that hold the weights.
+        mpmd_mesh: The mesh with its groups.
+        in_shardings: The sharding of arguments within a group: a tree of `PartitionSpec`,
             `NamedSharding` or `MpmdSharding`, a prefix of the positional arguments that are not
-            static. Of a sharding only the spec is read. None leaves the choice to the compiler,
+            static. Only the spec of a sharding is read. None leaves the choice to the compiler,
             which also chooses for keyword arguments.
-        out_shardings: The same for results. Of an `MpmdSharding` the groups are read too: the
-            result is put there. So a function that makes the first weights, given the
-            `in_shardings` of a compiled step, makes those of a stage on that stage's group alone.
+        out_shardings: The same for results. An `MpmdSharding` also selects the groups of a result:
+            a function that makes the first weights, given the `in_shardings` of a compiled step,
+            makes the weights of a stage on the group of that stage only.
         in_specs: Another name of `in_shardings`.
         out_specs: Another name of `out_shardings`.
         static_argnums: Indices of hashable arguments that are not arrays. The function is compiled
             again for other values.
-        static_argnames: Names of such arguments.
-        donate_argnums: Indices of arguments whose memory results may take. As with `jax.jit`, the
-            call deletes those that have the shape and dtype of a result.
-        donate_argnames: Names of such arguments.
-        compiler_options: Options of XLA for every program.
-        timeout: With several processes: how long no program and no transfer may finish, in seconds,
-            before every process ends with an error that names what it waits for.
+        static_argnames: Names of static arguments.
+        donate_argnums: Indices of arguments whose memory results may reuse. As with `jax.jit`, the
+            call deletes the donated arguments that have the shape and dtype of a result.
+        donate_argnames: Names of donated arguments.
+        compiler_options: XLA options for every program.
+        timeout: Seconds without a finished program or transfer, with several processes, after which
+            every process ends with an error that names the program or transfer it waits for.
 
     Returns:
         A function that is called like `fun`.
@@ -253,7 +260,7 @@ def mpmd_jit_with_loop(
     Raises:
         ValueError: If an argument is both donated and static, or `fun` does not have it. When
             compiling: if specs do not fit arguments and results, a sharding asks for other than the
-            default memory, or the schedule fits neither the marks nor the mesh.
+            default memory, or the schedule does not fit the marks or the mesh.
     """
     jitted = jax.jit(  # it checks the names, and traces
         fun,
@@ -293,26 +300,27 @@ def mpmd_jit_by_yield(
     out_specs: PyTree = None,
     timeout: float = 300.0,
 ) -> MpmdFunction:
-    """Compiles a function without a loop: each group runs what stands between two of its marks.
+    """Compiles a function without a loop: each group runs the code between two stage marks.
 
-    With `jax.value_and_grad` inside, groups run their backwards in turn as well.
+    With `jax.value_and_grad` inside, the groups also run the backwards of their stages in turn.
 
     Args:
         fun: A function with a mark at the end of every stage.
-        mpmd_mesh: The groups. Stage i runs on group i modulo the number of groups.
+        mpmd_mesh: The mesh with its groups. Stage i runs on group i modulo the number of groups.
         target_num_stages: The number of stages, a multiple of the number of groups. None means one
             stage for each group.
-        in_shardings: How arguments are sharded within a group: a tree of `PartitionSpec`,
-            `NamedSharding` or `MpmdSharding`, a prefix of the positional ones that are not static.
+        in_shardings: The sharding of arguments within a group: a tree of `PartitionSpec`,
+            `NamedSharding` or `MpmdSharding`, a prefix of the positional arguments that are not
+            static.
         out_shardings: The same for results. An `MpmdSharding` also names the groups of a result.
         static_argnums: Indices of hashable arguments that are not arrays.
-        static_argnames: Names of such arguments.
-        donate_argnums: Indices of arguments whose memory results may take.
-        donate_argnames: Names of such arguments.
-        compiler_options: Options of XLA for every program.
+        static_argnames: Names of static arguments.
+        donate_argnums: Indices of arguments whose memory results may reuse.
+        donate_argnames: Names of donated arguments.
+        compiler_options: XLA options for every program.
         in_specs: Another name of `in_shardings`.
         out_specs: Another name of `out_shardings`.
-        timeout: With several processes: seconds without a finished program or transfer until the
+        timeout: Seconds without a finished program or transfer, with several processes, until the
             step fails.
 
     Returns:
@@ -366,7 +374,7 @@ def _either(side: str, specs: PyTree, shardings: PyTree) -> PyTree:
 
 
 def _listed(names: Any) -> list[Any]:
-    """Returns one name or number, or several, as a list."""
+    """Returns the names or indices as a list, also if a single one or None is given."""
     if names is None:
         return []
     return [names] if isinstance(names, str | int) else list(names)

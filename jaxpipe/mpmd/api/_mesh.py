@@ -18,13 +18,13 @@ class MpmdMesh:
     """A mesh of devices, divided along one axis into groups that run different programs.
 
     Args:
-        jax_mesh: All devices. Its other axes shard arrays within a group. Explicit axes, the
-            default of `jax.make_mesh`, are automatic there: the compiler divides the programs of a
-            group.
-        mpmd_axis_name: The axis along which the groups lie: a rank is an index along it.
+        jax_mesh: The mesh of all devices. Its other axes shard arrays within a group. Explicit
+            axes, the default of `jax.make_mesh`, become automatic within a group: the compiler
+            partitions the programs of a group.
+        mpmd_axis_name: The axis whose indices are the groups. A rank is an index along it.
 
     Raises:
-        ValueError: If there is no such axis, or one is manual.
+        ValueError: If `jax_mesh` has no axis of this name, or an axis is manual.
     """
 
     jax_mesh: Mesh
@@ -45,7 +45,7 @@ class MpmdMesh:
             )
 
     def __enter__(self) -> "MpmdMesh":
-        """Returns itself. It changes nothing: a compiled function knows its mesh."""
+        """Returns the mesh. The context has no effect: a compiled function stores its mesh."""
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -53,46 +53,46 @@ class MpmdMesh:
 
     @property
     def mpmd_dim(self) -> int:
-        """The number of groups."""
+        """Returns the number of groups."""
         return self.jax_mesh.shape[self.mpmd_axis_name]
 
     @property
     def mpmd_axis(self) -> int:
-        """The dim of `jax_mesh.devices` along which the groups lie."""
+        """Returns the dim of `jax_mesh.devices` whose indices are the groups."""
         return self.jax_mesh.axis_names.index(self.mpmd_axis_name)
 
     @cached_property
     def auto_mesh(self) -> Mesh:
-        """All devices, with automatic axes."""
+        """Returns the mesh of all devices with automatic axes."""
         return Mesh(self.jax_mesh.devices, self.jax_mesh.axis_names)
 
     @cached_property
     def unstack(self) -> list[Mesh]:
-        """The mesh of each group, where the axis has size 1."""
+        """Returns the mesh of each group. The axis of the groups has size 1 in it."""
         return [self.mpmd_submesh([rank]).jax_mesh for rank in range(self.mpmd_dim)]
 
     def lowering_mesh(self) -> Mesh:
-        """Returns the mesh with which programs are traced: that of this process's first group."""
+        """Returns the mesh of the first group of this process, or of group 0 if it has none."""
         return self.unstack[(*self.local_ranks, 0)[0]]
 
     @cached_property
     def device_coords(self) -> Mapping[Any, tuple[int, ...]]:
-        """The index of each device in `jax_mesh.devices`."""
+        """Maps each device to its index in `jax_mesh.devices`, one integer for each dim."""
         return {device: place for place, device in np.ndenumerate(self.jax_mesh.devices)}
 
     @cached_property
     def device_mpmd_idx(self) -> Mapping[Any, int]:
-        """The group of each device."""
+        """Maps each device to the index of its group."""
         return {device: place[self.mpmd_axis] for device, place in self.device_coords.items()}
 
     @cached_property
     def mpmd_idx_for_mesh(self) -> Mapping[Mesh, int]:
-        """The index of each group, by its mesh."""
+        """Maps the mesh of each group to the index of the group."""
         return {mesh: rank for rank, mesh in enumerate(self.unstack)}
 
     @property
     def my_mpmd_axis_index(self) -> int:
-        """The index of the one group whose devices belong to this process.
+        """Returns the index of the only group whose devices belong to this process.
 
         Raises:
             ValueError: If this process has no group or several.
@@ -106,7 +106,7 @@ class MpmdMesh:
 
     @property
     def my_mpmd_group_mesh(self) -> Mesh:
-        """The mesh of the one group whose devices belong to this process.
+        """Returns the mesh of the only group whose devices belong to this process.
 
         Raises:
             ValueError: If this process has no group or several.
@@ -114,13 +114,16 @@ class MpmdMesh:
         return self.unstack[self.my_mpmd_axis_index]
 
     def mpmd_submesh(self, mpmd_indices: Sequence[int]) -> "MpmdMesh":
-        """Returns a mesh of some groups, in the given order.
+        """Returns a mesh of some of the groups, in the given order.
 
         Args:
             mpmd_indices: The indices of the groups.
 
+        Returns:
+            A mesh with `len(mpmd_indices)` groups.
+
         Raises:
-            ValueError: If `mpmd_indices` is empty, or the mesh has no group with one of them.
+            ValueError: If `mpmd_indices` is empty, or an index is out of range.
         """
         outside = [i for i in mpmd_indices if not 0 <= i < self.mpmd_dim]
         if outside or not mpmd_indices:
@@ -133,7 +136,7 @@ class MpmdMesh:
 
     @cached_property
     def local_ranks(self) -> tuple[int, ...]:
-        """The groups whose devices belong to this process.
+        """Returns the indices of the groups whose devices belong to this process.
 
         Raises:
             ValueError: If a group has devices of several processes.
@@ -151,7 +154,7 @@ class MpmdMesh:
         return tuple(found)
 
     def process_of(self, rank: int) -> int:
-        """The process that runs a group."""
+        """Returns the index of the process whose devices form group `rank`."""
         return self.unstack[rank].devices.flat[0].process_index
 
 
@@ -160,15 +163,15 @@ _MANUAL = AxisType.Manual
 
 @dataclass(frozen=True)
 class MpmdSharding:
-    """The groups that each have the whole of an array, and how it is sharded within a group.
+    """The groups that hold an array, each the whole of it, and its sharding within a group.
 
     Args:
-        mpmd_mesh: The groups.
-        mesh_ids: The indices of the groups that have the array. Empty for an argument that no group
-            needs.
-        spec: How the array is divided within a group. The axis of the groups is dropped from it:
-            within a group it has size 1.
-        memory_kind: The memory of the devices, or None for their default memory.
+        mpmd_mesh: The mesh with its groups.
+        mesh_ids: The indices of the groups that hold the array. Empty for an argument that no group
+            reads.
+        spec: The partition spec within a group. The axis of the groups is dropped from it, as this
+            axis has size 1 within a group.
+        memory_kind: The kind of memory of the devices, or None for the default memory.
 
     Raises:
         ValueError: If `memory_kind` is not the default memory of the devices, or `spec` has
@@ -189,19 +192,19 @@ class MpmdSharding:
 
     @property
     def mpmd_idxs(self) -> tuple[int, ...]:
-        """The indices of the groups in ascending order."""
+        """Returns the indices of the groups in ascending order."""
         return tuple(sorted(self.mesh_ids))
 
     def of_rank(self, rank: int) -> NamedSharding:
-        """Returns the sharding on one group."""
+        """Returns the sharding over the devices of group `rank`."""
         return NamedSharding(self.mpmd_mesh.unstack[rank], self.spec)
 
     @property
     def sharding(self) -> NamedSharding:
-        """The sharding over the devices of all its groups.
+        """Returns the sharding over the devices of all groups that hold the array.
 
         Raises:
-            ValueError: If there are no groups.
+            ValueError: If no group holds the array.
         """
         return NamedSharding(self.mpmd_mesh.mpmd_submesh(self.mpmd_idxs).jax_mesh, self.spec)
 
@@ -209,8 +212,8 @@ class MpmdSharding:
 def no_ambient_mesh() -> AbstractContextManager[Any]:
     """Returns a context in which the mesh of the caller's `jax.set_mesh` is not set.
 
-    That mesh has the devices of all groups. While it is set, JAX refuses arrays on the devices of
-    one group and refuses to trace programs for one group.
+    The caller's mesh has the devices of all groups. While it is set, JAX refuses arrays on the
+    devices of one group and refuses to trace programs for one group.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return nullcontext()
@@ -218,14 +221,17 @@ def no_ambient_mesh() -> AbstractContextManager[Any]:
 
 
 def check_reduced(spec: PartitionSpec, what: str) -> None:
-    """Checks that a spec has no `unreduced` and `reduced` axes, which JAX has for explicit axes.
+    """Checks that a spec has no `unreduced` or `reduced` axes, which JAX allows for explicit axes.
 
     Args:
-        spec: The spec.
-        what: What errors call what has the spec.
+        spec: The partition spec.
+        what: The subject of the error message: the name of the object that has the spec.
+
+    Returns:
+        None.
 
     Raises:
-        ValueError: If it has.
+        ValueError: If the spec has `unreduced` or `reduced` axes.
     """
     if axes := sorted(spec.unreduced | spec.reduced):
         raise ValueError(f"{what} has the spec {spec}. {DELAYED.format(axis=axes[0])}")
@@ -240,15 +246,18 @@ DELAYED = (
 
 
 def check_memory_kind(kind: str | None, mesh: Mesh, what: str) -> None:
-    """Checks that a memory kind is the default of the devices: others are not supported.
+    """Checks that a memory kind is the default of the devices. Other kinds are not supported.
 
     Args:
         kind: The memory kind, or None for the default.
-        mesh: The devices.
-        what: What errors call the sharding that has the memory kind.
+        mesh: A mesh of the devices.
+        what: The subject of the error message: the name of the sharding that has the memory kind.
+
+    Returns:
+        None.
 
     Raises:
-        ValueError: If it is another kind than the default.
+        ValueError: If `kind` is not the default memory kind.
     """
     default = mesh.devices.flat[0].default_memory().kind
     if kind is not None and kind != default:

@@ -1,7 +1,7 @@
-"""Arrays between the two worlds: divided over all devices, or whole on some groups.
+"""Moves arrays between SPMD (sharded over all devices) and MPMD (whole on some groups).
 
-Within a process it is a copy. Across processes groups have nothing in common but collectives, so
-every array takes part in one, of its own size; one array is under way at a time.
+With one process a move is a copy. With several processes each array is moved by one collective of
+its own over all devices, because processes exchange arrays by collectives only.
 """
 
 import math
@@ -28,23 +28,24 @@ def spmd_to_mpmd_reshard(
     *,
     donate: bool = True,
 ) -> PyTree[MpmdArray]:
-    """Moves arrays from all devices to some groups, and deletes the originals.
+    """Moves SPMD arrays to groups of a mesh, and deletes the originals unless told otherwise.
 
     Args:
-        mpmd_mesh: The groups.
-        spmd_arrays: A tree of `jax.Array`: of this process if there is one process, else on the
-            devices of the whole mesh.
+        mpmd_mesh: The mesh with its groups.
+        spmd_arrays: A tree of `jax.Array`. With several processes each array must be on the devices
+            of the whole mesh.
         mpmd_shardings: A tree of `MpmdSharding`, a prefix of `spmd_arrays`. An array whose sharding
             has no groups moves to group 0.
-        threshold: The most bytes that are in transfer at a time, or None for no limit. A single
+        threshold: The largest number of bytes in transfer at a time, or None for no limit. A single
             array may be larger.
         donate: Whether `spmd_arrays` are deleted.
 
     Returns:
-        A tree like `spmd_arrays`.
+        A tree like `spmd_arrays`, of arrays of the same shapes and dtypes.
 
     Raises:
-        ValueError: If `mpmd_shardings` does not fit `spmd_arrays`.
+        ValueError: If `mpmd_shardings` is not a prefix of `spmd_arrays` or holds another type than
+            `MpmdSharding`, or `threshold` is below 1.
     """
 
     def to_groups(x: Any, where: MpmdSharding) -> MpmdArray:
@@ -63,22 +64,23 @@ def mpmd_to_spmd_reshard(
     *,
     donate: bool = True,
 ) -> PyTree[jax.Array]:
-    """Moves arrays from some groups to all devices, and deletes the originals.
+    """Moves arrays of groups to all devices, and deletes the originals unless told otherwise.
 
     Args:
-        mpmd_mesh: The groups.
+        mpmd_mesh: The mesh with its groups.
         mpmd_arrays: A tree of `MpmdArray`.
         spmd_shardings: A tree of shardings over the devices of the whole mesh, a prefix of
             `mpmd_arrays`.
-        threshold: The most bytes that are in transfer at a time, or None for no limit. A single
+        threshold: The largest number of bytes in transfer at a time, or None for no limit. A single
             array may be larger.
         donate: Whether `mpmd_arrays` are deleted.
 
     Returns:
-        A tree like `mpmd_arrays`.
+        A tree like `mpmd_arrays`, of arrays of the same shapes and dtypes.
 
     Raises:
-        ValueError: If `spmd_shardings` does not fit `mpmd_arrays`.
+        ValueError: If `spmd_shardings` is not a prefix of `mpmd_arrays` or holds another type than
+            `jax.sharding.Sharding`, or `threshold` is below 1.
     """
 
     def from_groups(x: MpmdArray, where: Any) -> jax.Array:
@@ -125,7 +127,7 @@ def _moved(
 
 
 def _put(x: Any, where: Sharding) -> jax.Array:
-    """Puts `x`, or a copy if the result could share memory with `x`: each is deleted alone."""
+    """Puts `x`, or a copy of it if the result could share memory with `x`, on devices."""
     if isinstance(x, jax.Array) and x.devices() & where.device_set:
         x = jnp.copy(x)
     return jax.device_put(x, where)
@@ -159,7 +161,7 @@ def _from_groups(mesh: MpmdMesh, x: MpmdArray, where: Any) -> jax.Array:
 
 
 def _automatic(sharding: Sharding) -> Sharding:
-    """Returns the same sharding on automatic axes: explicit ones are part of an array's type."""
+    """Returns the same sharding on automatic axes, as explicit axes are part of an array's type."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     mesh = sharding.mesh
@@ -167,7 +169,7 @@ def _automatic(sharding: Sharding) -> Sharding:
 
 
 def _stacked(mesh: MpmdMesh, x: MpmdArray) -> jax.Array:
-    """[groups, ...], each group's part on its devices; zeros where there is none."""
+    """Returns a [groups, ...] array: `x` on the groups that hold it and zeros on the others."""
     spec = PartitionSpec(mesh.mpmd_axis_name, *x.spec)
     sharding = NamedSharding(mesh.auto_mesh, spec)
     parts = []

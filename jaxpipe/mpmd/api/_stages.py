@@ -1,7 +1,4 @@
-"""From a function to a step that is ready: trace, lower, compile, call. Each stage prints.
-
-As with `jax.stages`.
-"""
+"""The stages of compilation of an MPMD function: traced, lowered, compiled, as in `jax.stages`."""
 
 import hashlib
 import os
@@ -38,10 +35,17 @@ from ._mesh import MpmdMesh, MpmdSharding, no_ambient_mesh
 
 @dataclass(frozen=True)
 class Settings:
-    """What `mpmd_jit_with_loop` is given beside a function.
+    """The arguments of `mpmd_jit_with_loop` other than the function.
 
     Attributes:
-        names: The names of the arguments by which the caller gave `in_specs` and `out_specs`.
+        mesh: The mesh with its groups.
+        in_specs: A prefix tree of specs or shardings of the arguments, or None.
+        out_specs: A prefix tree of specs or shardings of the results, or None.
+        names: The names of the two arguments by which the caller gave `in_specs` and `out_specs`.
+        static: The static arguments of the function.
+        compiler_options: XLA options for every program.
+        timeout: Seconds without a finished program or transfer until a step of several processes
+            fails.
     """
 
     mesh: MpmdMesh
@@ -55,12 +59,17 @@ class Settings:
 
 @dataclass(frozen=True)
 class Traced:
-    """A function of arrays.
+    """A traced function of arrays.
 
     Attributes:
-        in_specs: Of each argument, flat; None where the caller leaves it open.
-        out_specs: Of each result, flat, likewise.
-        out_ranks: The groups on which the caller wants each result, flat, likewise.
+        settings: The arguments of `mpmd_jit_with_loop`.
+        program: The traced function.
+        in_tree: The structure of `(args, kwargs)` without static arguments.
+        out_tree: The structure of the result.
+        in_specs: The spec of each leaf of the arguments, or None if the compiler chooses.
+        out_specs: The spec of each leaf of the result, or None if the compiler chooses.
+        out_ranks: The groups of each leaf of the result, or None if the compiler chooses.
+        donated: The indices of donated arguments among all leaves.
     """
 
     settings: Settings
@@ -75,7 +84,17 @@ class Traced:
     def lower(
         self, *, observe: Callable[[str, Any], None] = lambda name, result: None
     ) -> "Lowered":
-        """Cuts, places and orders it."""
+        """Lowers the function: cuts loops into tasks, assigns ranks and adds transfers.
+
+        Args:
+            observe: A function that is called with the name and the result of every pass.
+
+        Returns:
+            The instructions of every rank, which `str` shows.
+
+        Raises:
+            ValueError: If the schedule does not fit the marks or the mesh.
+        """
         mesh = self.settings.mesh
         outer, code = lower(
             self.program,
@@ -91,7 +110,13 @@ class Traced:
 
 @dataclass(frozen=True)
 class Lowered:
-    """What every rank does, which `str` shows."""
+    """A lowered function: the instructions of every rank, which `str` shows.
+
+    Attributes:
+        traced: The traced function.
+        outer: The function with its loops cut into tasks.
+        code: The instructions of all ranks.
+    """
 
     traced: Traced
     outer: Graph
@@ -102,11 +127,14 @@ class Lowered:
 
     @property
     def schedules(self) -> list[Schedule]:
-        """Of each loop, in order."""
+        """Returns the schedule of each loop, in the order of the program."""
         return [loop.schedule for step in self.outer.steps if (loop := loop_of(step))]
 
     def compile(self) -> "Compiled":
-        """Compiles every program of this process."""
+        """Compiles every program that this process runs.
+
+        With several processes every process must call it.
+        """
         traced, code, mesh = self.traced, self.code, self.traced.settings.mesh
         check_threads(mesh)
         known: dict[Var, P | None] = dict(zip(self.outer.inputs, traced.in_specs, strict=True))
@@ -146,13 +174,13 @@ Specs = Mapping[tuple[Buffer, int], P]
 
 OBSERVER: ContextVar[Callable[["Compiled"], Sequence[Act]] | None]
 OBSERVER = ContextVar("observer", default=None)
-"""A function that returns the acts which compiled steps run instead of their own, or None."""
+"""A function that returns the acts that a compiled step runs in place of its own, or None."""
 
 
 class Compiled:
-    """A step that is ready to run.
+    """A compiled function, ready to be called.
 
-    Call it with the arguments it was compiled for.
+    A call takes arguments of the structure, shapes and dtypes that the function was compiled for.
     """
 
     def __init__(
@@ -191,19 +219,23 @@ class Compiled:
 
     @property
     def acts(self) -> Sequence[tuple[Instruction, Act]]:
-        """Every instruction of this process, in order, and what carries it out."""
+        """Returns every instruction of this process, in order, with the act that runs it."""
         return self._bound.acts
 
     @property
     def places(self) -> Mapping[Place, int]:
-        """Where the array of each buffer on each local rank is in the list that acts are given."""
+        """Maps each buffer on each local rank to its slot in the list of arrays that acts use."""
         return self._bound.places
 
     def with_acts(self, wrap: Callable[[Instruction, Act], Act]) -> "Compiled":
-        """The same step with other acts: to measure, to disturb, to watch.
+        """Returns the same compiled function with wrapped acts, for example to measure time.
 
         Args:
-            wrap: Is given every instruction of this process and what carries it out.
+            wrap: A function of an instruction of this process and its act, which returns the act to
+                run in its place.
+
+        Returns:
+            A compiled function that runs the wrapped acts. The programs are not compiled again.
         """
         acts = tuple((instruction, wrap(instruction, act)) for instruction, act in self._bound.acts)
         bound = replace(self._bound, acts=acts)
@@ -211,22 +243,24 @@ class Compiled:
 
     @property
     def closed_jaxpr(self) -> ClosedJaxpr:
-        """What every rank does, to be printed or read as equations."""
+        """Returns the instructions of all ranks, to print or to read as equations."""
         return ClosedJaxpr(self.lowered.code)
 
     @property
     def programs(self) -> Mapping[str, jax.stages.Compiled]:
-        """The programs of this process as XLA compiled them, by `name@rank`: `fwd_0__1@0`.
+        """Returns the compiled XLA programs of this process by `name@rank`, such as `fwd_0__1@0`.
 
-        Each has JAX's `as_text`, `cost_analysis` and `memory_analysis`. Equal tasks share one.
+        Each has JAX's `as_text`, `cost_analysis` and `memory_analysis`. Equal tasks share one
+        program.
         """
         return self._bound.programs
 
     @property
     def in_shardings(self) -> PyTree[MpmdSharding]:
-        """The shardings of arguments with which a call moves none: (positional, by name).
+        """Returns the shardings that arguments need so that a call moves no array.
 
-        An argument that no group reads has an `MpmdSharding` without groups.
+        They form a tree like `(args, kwargs)` without static arguments. An argument that no group
+        reads has an `MpmdSharding` without groups.
         """
         traced, mesh = self.lowered.traced, self.lowered.traced.settings.mesh
         inputs = zip(self.lowered.code.inputs, traced.in_specs, strict=True)
