@@ -1,6 +1,6 @@
-"""Pipelines of many programs: every group of devices runs its own, and they hand on arrays.
+"""MPMD pipelines: every group of devices runs its own programs, and groups send each other arrays.
 
-The names are JaxPP's where it has them.
+Functions and classes that JaxPP also has keep JaxPP's names.
 """
 
 from .. import __version__ as __version__

@@ -1,4 +1,4 @@
-"""The contract of all engines: loss, metrics and gradients of a batch, stage by stage."""
+"""Computes loss, metrics and gradients of a batch with the same contract as the other engines."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,21 +28,23 @@ def mpmd_value_and_grad(
     schedule: Any,
     remat: Remat = recompute,
 ) -> tuple[tuple[Scalar, Sums], dict[str, Any]]:
-    """Loss, metrics and gradients of a batch, for a function given to `mpmd_jit_with_loop`.
+    """Computes loss, metrics and gradients inside a function given to `mpmd_jit_with_loop`.
 
-    What is made of them there, such as an update of the weights, runs where they are.
+    Code that uses the results, such as a weight update, runs on the groups that hold them.
 
     Args:
         model: The model.
-        weights: The three groups; `weights["stages"]` is a sequence of the weights of each stage,
-            in forward order, so that each can live on the ranks of its own.
-        side: [M, ...] leaves.
-        keys: One tree for each stage, or () without dropout.
+        weights: The weights under "embed", "stages" and "head". `weights["stages"]` is a sequence
+            with the weights of each stage, in forward order: each stage has its own arrays, which
+            are held by the group of that stage.
+        side: A pytree of [M, ...] arrays, for M microbatches, which every stage may read.
+        keys: One tree of random keys for each stage, or () without dropout.
         schedule: A `jaxpipe.schedules.Schedule`, or one of the classes under JaxPP's names.
-        remat: Wraps the stage. Default: keep its input, compute the rest again in the backward.
+        remat: A function that wraps the stage. The default stores the input of the stage and
+            recomputes the rest in the backward.
 
     Returns:
-        ((loss, metrics), gradients like `weights`).
+        ((loss, metrics), gradients like `weights`), summed over microbatches.
     """
     loss = _microbatch_loss(model, remat(model.stage), keys)
     grad = jax.value_and_grad(loss, has_aux=True)
@@ -57,9 +59,18 @@ def mpmd_value(
     *,
     schedule: Any,
 ) -> tuple[Scalar, Sums]:
-    """(loss, metrics) alone: of the schedule the forwards run, without anything kept.
+    """Computes loss and metrics: only the forwards of the schedule run, and store no residuals.
 
-    The arguments are those of `mpmd_value_and_grad`.
+    Args:
+        model: The model.
+        weights: The weights under "embed", "stages" and "head". `weights["stages"]` is a sequence
+            with the weights of each stage, in forward order.
+        side: A pytree of [M, ...] arrays, for M microbatches, which every stage may read.
+        keys: One tree of random keys for each stage, or () without dropout.
+        schedule: A `jaxpipe.schedules.Schedule`, or one of the classes under JaxPP's names.
+
+    Returns:
+        (loss, metrics), summed over microbatches.
     """
     return _over_microbatches(_microbatch_loss(model, model.stage, keys), weights, side, schedule)
 
@@ -73,7 +84,7 @@ def _over_microbatches(f: Callable, weights: dict[str, Any], side: PyTree, sched
 
 
 def _microbatch_loss(model: Model, stage: Callable, keys: Sequence[PyTree]) -> Callable:
-    """`(weights, side of one microbatch, its index) -> (loss, metrics)`, with marks."""
+    """Returns `(weights, side_m, index) -> (loss, metrics)` of a microbatch, with stage marks."""
 
     def loss(weights: dict[str, Any], side_m: PyTree, index: Any) -> Any:
         x, of_stages = model.embed(weights["embed"], side_m), None

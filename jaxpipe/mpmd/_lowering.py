@@ -1,4 +1,4 @@
-"""From a traced function to code: the passes, in order."""
+"""Lowers a traced function to the instructions of all ranks: runs the passes in order."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,19 +28,21 @@ def lower(
     processes: Sequence[int] = (),
     observe: Observe = lambda name, result: None,
 ) -> tuple[Graph, Code]:
-    """Cuts loops into tasks, places everything, and adds what ranks exchange.
+    """Cuts loops into tasks, assigns ranks, unrolls the schedule and adds transfers and frees.
 
     Args:
-        traced: The whole function.
+        traced: The whole traced function.
         num_ranks: The number of groups.
-        schedule_of: A checked schedule from what the user gave, and a number of microbatches.
-        out_ranks: Where the caller wants each result; None leaves it open.
-        donated_inputs: Which arguments may be overwritten.
-        processes: That of each rank, if there are several.
-        observe: Sees the result of every pass, for dumps and tests.
+        schedule_of: A function of the user's schedule and the number of microbatches, which returns
+            a checked `Schedule`.
+        out_ranks: The ranks of each result, or None if the compiler chooses.
+        donated_inputs: The indices of the arguments that may be overwritten.
+        processes: [num_ranks] the index of the process of each rank, or () if all ranks share one.
+        observe: A function that is called with the name and the result of every pass, for dumps
+            and tests.
 
     Returns:
-        The function with its loops in tasks, and the code.
+        The function with its loops cut into tasks, and the instructions of all ranks.
     """
     looped = _with_own_outputs(pipeline_loops(traced, schedule_of), donated_inputs)
     observe("pipeline_loops", looped)
@@ -60,10 +62,10 @@ def lower(
 
 
 def _with_own_outputs(looped: Graph, donated_inputs: frozenset[int]) -> Graph:
-    """Returns the program with an array of its own for each output, as `jax.jit` has.
+    """Returns the program with a separate array for each output, as `jax.jit` has.
 
-    Constants, values that are returned twice, and inputs that the caller keeps are copied: whoever
-    donates one array must not lose another.
+    Constants, values that are returned twice and inputs that are not donated are copied, so that
+    donating one of these arrays later does not delete another one.
     """
     kept = (value for i, value in enumerate(looped.inputs) if i not in donated_inputs)
     steps, outputs, shared = list(looped.steps), [], set[Atom](kept)

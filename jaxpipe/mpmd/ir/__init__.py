@@ -1,1 +1,1 @@
-"""The instructions of an MPMD program, and the primitives that mark stages and loops."""
+"""Defines the instructions of an MPMD program, and the primitives of stage marks and loops."""

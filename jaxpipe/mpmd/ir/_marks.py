@@ -1,7 +1,7 @@
-"""Marks that cut a function into stages: they compute nothing, and stay visible in its jaxpr.
+"""Defines marks that cut a function into stages: they compute nothing, but appear in its jaxpr.
 
-A mark in the forward has one in the backward, on the cotangents of what it marks: what leaves a
-stage forward is where its backward begins.
+Transposing a mark makes a mark in the backward, on the cotangents of the marked values: the values
+that leave a stage in the forward are the values whose cotangents its backward begins with.
 """
 
 from itertools import count
@@ -18,22 +18,22 @@ stage_end_p = Primitive(NAME)
 stage_end_p.multiple_results = True
 
 _NUMBERS = count()
-"""A mark and its transpose have the same number, which tells that they belong to one stage."""
+"""Counts marks. A mark and its transpose have the same number, as they belong to one stage."""
 
 
 def mark_stage_end(anchor: T, name: str | None = None) -> T:
-    """Says that a stage ends here and what it hands to the next one. Computes nothing.
+    """Marks the end of a stage and the arrays that it hands to the next stage. Computes nothing.
 
-    Marks may stand anywhere outside loops: also inside `jax.jit`, `jax.checkpoint` and Flax
-    modules. They count in the order in which the program runs through them; a mark after the last
-    stage, before the loss, may stand there or not.
+    Marks may be used anywhere outside loops, also inside `jax.jit`, `jax.checkpoint` and Flax
+    modules. Stages are numbered in the order in which the program reaches their marks. A mark after
+    the last stage, before the loss, is optional.
 
     Args:
-        anchor: A pytree of arrays of any shapes: all that leaves the stage.
-        name: A label of the stage for the reader of the code. It changes nothing.
+        anchor: A pytree of arrays of any shapes: all arrays that leave the stage.
+        name: A label of the stage for the reader of the code. It has no effect.
 
     Returns:
-        `anchor`. Go on with this, not with what was marked.
+        `anchor`. Continue with this value, not with the argument.
     """
     del name
     leaves, tree = jax.tree.flatten(anchor)
@@ -45,11 +45,11 @@ def mark_stage_end(anchor: T, name: str | None = None) -> T:
 
 
 def pipeline_enter_stage(anchor: T, name: str | None = None) -> T:
-    """Marks the end of a stage, as `mark_stage_end`, under JaxPP's older name.
+    """Marks the end of a stage: JaxPP's older name of `mark_stage_end`.
 
     Args:
-        anchor: A pytree of arrays of any shapes: all that leaves the stage.
-        name: A label of the stage for the reader of the code. It changes nothing.
+        anchor: A pytree of arrays of any shapes: all arrays that leave the stage.
+        name: A label of the stage for the reader of the code. It has no effect.
 
     Returns:
         `anchor`. Continue with this value, not with the argument.
@@ -80,7 +80,7 @@ def _batch(arguments: Any, dims: Any, **params: Any) -> tuple[list[Any], Any]:
 
 
 def same(*arguments: Any, **params: Any) -> list[Any]:
-    """Returns the arguments of a mark, which computes nothing."""
+    """Returns the arguments of a mark unchanged."""
     del params
     return list(arguments)
 

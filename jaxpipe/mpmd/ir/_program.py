@@ -1,8 +1,8 @@
-"""What every rank does, in order: programs on named buffers, and what ranks send each other.
+"""Defines the instructions of ranks: programs on named buffers, sends, receives and frees.
 
-All instructions of all ranks stand in one order in which they could run; what a rank does is the
-instructions that name it. A receive stands behind its send, so ranks that follow the order never
-wait for each other in a circle.
+The instructions of all ranks form one sequence in which they could run. A rank runs the
+instructions that name it, in this order. Each receive follows its send in the sequence, so the
+ranks cannot deadlock.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,13 @@ from ...schedules import Action
 
 
 class Buffer(NamedTuple):
-    """An array on a rank: a value, for one microbatch or version, or of the whole step."""
+    """An array on a rank: the value of a variable.
+
+    Attributes:
+        value: The variable.
+        number: The index of a microbatch, or of a version of a sum, if the variable has several
+            values in a step; None if it has one.
+    """
 
     value: Var
     number: int | None = None
@@ -22,11 +28,16 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """A program: `(reads) -> writes`.
+    """Runs a program on a rank: `(reads) -> writes`.
 
     Attributes:
-        actions: What it does of its schedule, if it is part of a loop.
-        donated: Places of the reads whose memory may become that of writes.
+        rank: The rank that runs it.
+        name: The name of the task, such as `fwd_0__1`.
+        program: The program.
+        reads: The buffers that are its arguments.
+        writes: The buffers that are its results.
+        actions: The actions of the schedule that it runs; () outside of loops.
+        donated: The indices of the reads whose memory the writes may reuse.
     """
 
     rank: int
@@ -40,7 +51,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Send:
-    """Copies of buffers leave for another rank, named after what made them."""
+    """Sends copies of buffers from rank `rank` to rank `to`.
+
+    Attributes:
+        rank: The rank that sends.
+        to: The rank that receives.
+        buffers: The buffers.
+        name: The name of the program that wrote the buffers.
+    """
 
     rank: int
     to: int
@@ -50,7 +68,14 @@ class Send:
 
 @dataclass(frozen=True)
 class Receive:
-    """The other end of a send."""
+    """Receives buffers on rank `rank` that rank `source` sends.
+
+    Attributes:
+        rank: The rank that receives.
+        source: The rank that sends.
+        buffers: The buffers.
+        name: The name of the program that wrote the buffers.
+    """
 
     rank: int
     source: int
@@ -60,7 +85,7 @@ class Receive:
 
 @dataclass(frozen=True)
 class Free:
-    """Buffers that a rank is done with."""
+    """Frees buffers that a rank no longer reads."""
 
     rank: int
     buffers: tuple[Buffer, ...]
@@ -71,14 +96,14 @@ Instruction = Run | Send | Receive | Free
 
 @dataclass(frozen=True)
 class Code:
-    """A step of all ranks.
+    """The instructions of all ranks for one call of a function.
 
     Attributes:
-        num_ranks: How many take part.
-        inputs: The ranks that each argument of the function must be on; none if nobody needs it.
-        outputs: What each result of the function is, and the ranks it is on.
-        indices: Buffers that hold a number of a microbatch.
-        instructions: In an order in which they could run.
+        num_ranks: The number of ranks.
+        inputs: The buffer of each argument and the ranks that read it; () if no rank reads it.
+        outputs: The buffer of each result and the ranks that hold it.
+        indices: Buffers that hold the index of a microbatch, and this index.
+        instructions: The instructions of all ranks, in an order in which they could run.
     """
 
     num_ranks: int
@@ -92,10 +117,10 @@ class Code:
 
 
 def check(code: Code) -> None:
-    """Checks that ranks only read what they have, and that sends and receives meet in order.
+    """Checks that ranks only read buffers that they hold, and that receives match sends in order.
 
     Raises:
-        AssertionError: Naming the instruction.
+        AssertionError: If an instruction breaks one of these rules. The error names it.
     """
     has: list[set[Buffer]] = [set() for _ in range(code.num_ranks)]
     for buffer, ranks in code.inputs:
@@ -131,14 +156,14 @@ def check(code: Code) -> None:
 
 
 def of_rank(code: Code, rank: int) -> tuple[Instruction, ...]:
-    """What one rank does, in order."""
+    """Returns the instructions of one rank, in order."""
     return tuple(i for i in code.instructions if i.rank == rank)
 
 
 def _text(code: Code) -> str:
-    """All instructions, in an order in which they could run.
+    """Prints all instructions, in an order in which they could run, as a jaxpr.
 
-    A buffer is a letter and a number, with `:m` for a microbatch or a version of a sum.
+    A buffer is printed as a letter and a number, then `:m` for a microbatch or a version of a sum.
     """
     names: dict[Var, str] = {}
 

@@ -1,7 +1,7 @@
-"""A loop over microbatches whose results are put together: what a schedule may order.
+"""Defines `treduce`, a loop over M microbatches in the order of a schedule, and its reductions.
 
-M microbatches. Outside of `mpmd.jit` the same loop is a plain scan, so a program can be run with
-and without a pipeline.
+Outside of `mpmd_jit_with_loop` the same loop is a plain scan, so a program can be run with and
+without a pipeline.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,10 +20,10 @@ from jaxtyping import PyTree
 
 @runtime_checkable
 class Op(Protocol):
-    """Says how the results of microbatches become one array.
+    """A reduction: how the results of all microbatches become one array.
 
-    Any object with these two methods serves as `operation` of `treduce`. Microbatches need not come
-    in order, and a result may start at any stage, so `update` must not depend on their order.
+    Any object with these two methods can be an `operation` of `treduce`. Schedules may run
+    microbatches in any order, so the result of `update` must not depend on their order.
     """
 
     def state(self, n: int, a: jax.ShapeDtypeStruct) -> jax.Array:
@@ -32,16 +32,22 @@ class Op(Protocol):
         Args:
             n: The number of microbatches.
             a: The shape and dtype of one microbatch's result.
+
+        Returns:
+            An array of any shape and dtype, which `update` keeps.
         """
         ...
 
     def update(self, state: jax.Array, update: jax.Array, index: Any) -> jax.Array:
-        """Returns the array after one more microbatch, with the shape and dtype of `state`.
+        """Returns the array after one more microbatch.
 
         Args:
-            state: The array so far.
+            state: The array before this microbatch.
             update: The result of this microbatch.
-            index: The number of this microbatch, an int32 scalar.
+            index: The index of this microbatch, an int32 scalar.
+
+        Returns:
+            An array with the shape and dtype of `state`.
         """
         ...
 
@@ -79,18 +85,18 @@ class Concat:
     """Stacks the results of all microbatches along a new dim.
 
     Attributes:
-        axis: The index of the new dim in the stacked array. A negative one counts from its end.
+        axis: The index of the new dim in the stacked array. A negative index counts from the end.
     """
 
     axis: int = 0
 
     def state(self, n: int, a: jax.ShapeDtypeStruct) -> jax.Array:
-        """Returns zeros, with a dim of size `n` at `axis`."""
+        """Returns zeros of the shape of `a` with a new dim of size `n` at `axis`."""
         axis = self._of(a.ndim)
         return jnp.zeros((*a.shape[:axis], n, *a.shape[axis:]), a.dtype)
 
     def update(self, state: Any, update: Any, index: Any) -> Any:
-        """Returns `state` with `update` at `index`."""
+        """Returns `state` with `update` written at `index` along `axis`."""
         return lax.dynamic_update_index_in_dim(state, update, index, self._of(update.ndim))
 
     def _of(self, ndim: int) -> int:
@@ -104,7 +110,7 @@ class Concat:
 
 @dataclass(frozen=True)
 class _Last:
-    """The result of the only microbatch."""
+    """The reduction of a loop with one microbatch: the result of this microbatch."""
 
     def state(self, n: int, a: jax.ShapeDtypeStruct) -> jax.Array:
         assert n == 1
@@ -133,21 +139,22 @@ def treduce(
     """Runs `fun` for every microbatch, in the order of a schedule, and reduces its results.
 
     Args:
-        fun: `(slices of xs) -> out`, with marks between its stages. It may contain its own
+        fun: `(slices of xs) -> out`, with marks between its stages. It may call
             `jax.value_and_grad`.
-        xs: A pytree of arrays, [M, ...] where `axis` is 0.
+        xs: A pytree of arrays, [M, ...] if `axis` is 0.
         schedule: A `jaxpipe.schedules.Schedule`, or one of the classes under JaxPP's names.
-        axis: The dim of every array of `xs` that counts microbatches.
-        operation: `Add`, `Max`, `Concat()` or an object with the methods of `Op`: one for all
-            results or a tree of them that is a prefix of `out`. The default `(Concat(), Add)` is
-            for what `jax.value_and_grad` returns: it stacks losses and metrics and adds gradients.
+        axis: The dim of size M, for microbatches, of every array of `xs`.
+        operation: `Add`, `Max`, `Concat()` or an object with the methods of `Op`: one operation for
+            all results, or a tree of operations that is a prefix of `out`. The default
+            `(Concat(), Add)` suits a `fun` that returns the result of `jax.value_and_grad`: it
+            stacks losses and metrics and adds gradients.
 
     Returns:
         A tree like `out`: each result, reduced over all microbatches by its operation.
 
     Raises:
-        ValueError: If `xs` has no arrays, if their sizes along `axis` differ, or if `operation` is
-            not a prefix of `out`.
+        ValueError: If `xs` has no arrays, their sizes along `axis` differ, or `operation` is not a
+            prefix of `out`.
     """
     shapes = [jnp.shape(x) for x in jax.tree.leaves(xs)]
     flat = [shape for shape in shapes if not -len(shape) <= axis < len(shape)]
@@ -170,17 +177,22 @@ def treduce(
 def treduce_i(
     fun: Callable[[Any], PyTree], length: int, schedule: Any, operation: PyTree = DEFAULT
 ) -> PyTree:
-    """`treduce` over `range(length)`: `fun` is given the number of the microbatch.
+    """Runs `fun` for every microbatch index of `range(length)`, and reduces its results.
 
     Args:
-        fun: `(int32 scalar) -> out`.
+        fun: `(index of the microbatch, an int32 scalar) -> out`, with marks between its stages.
         length: M, the number of microbatches.
         schedule: A `jaxpipe.schedules.Schedule`, or one of the classes under JaxPP's names.
-        operation: `Add`, `Max`, `Concat()` or an object with the methods of `Op`: one for all
-            results or a tree of them that is a prefix of `out`. The default is `(Concat(), Add)`.
+        operation: `Add`, `Max`, `Concat()` or an object with the methods of `Op`: one operation for
+            all results, or a tree of operations that is a prefix of `out`. The default is
+            `(Concat(), Add)`.
+
+    Returns:
+        A tree like `out`: each result, reduced over all microbatches by its operation.
 
     Raises:
-        ValueError: If M is below 1, or `operation` names something else.
+        ValueError: If `length` is below 1, or `operation` has another value or is not a prefix of
+            `out`.
     """
     if length < 1:
         raise ValueError(f"`length`, the number of microbatches, is {length}. Give 1 or more.")
@@ -200,7 +212,7 @@ def treduce_i(
 
 
 def _broadcast(operation: PyTree, shape: PyTree) -> tuple[Op, ...]:
-    """Returns one operation for each result. `operation` is a prefix tree of the results."""
+    """Returns one operation for each result, given a prefix tree of operations."""
 
     def is_op(x: Any) -> bool:
         return isinstance(x, Op)
@@ -228,7 +240,14 @@ def _broadcast(operation: PyTree, shape: PyTree) -> tuple[Op, ...]:
 
 @dataclass(frozen=True)
 class Total:
-    """How the results of all microbatches become one array."""
+    """The reduction of one result over all microbatches.
+
+    Attributes:
+        operation: The operation.
+        shape: The shape of one microbatch's result.
+        dtype: The dtype of one microbatch's result.
+        num_microbatches: M.
+    """
 
     operation: Op
     shape: tuple[int, ...]
@@ -237,7 +256,7 @@ class Total:
 
     @property
     def adds(self) -> bool:
-        """Whether it is a plain sum, which stages may compute in shares."""
+        """Returns whether the reduction is a sum, of which each stage may compute a part."""
         return is_add(self.operation)
 
     @property
@@ -246,12 +265,12 @@ class Total:
         return ShapedArray(shape.shape, shape.dtype)
 
     def start(self) -> jax.Array:
-        """Before the first microbatch."""
+        """Returns the array before the first microbatch."""
         one = jax.ShapeDtypeStruct(self.shape, self.dtype)
         return self.operation.state(self.num_microbatches, one)
 
     def with_result(self, so_far: Any, new: Any, i: Any) -> Any:
-        """After microbatch `i`."""
+        """Returns the array `so_far` after the result `new` of microbatch `i`."""
         return self.operation.update(so_far, jnp.asarray(new, self.dtype), i)
 
 
@@ -274,8 +293,12 @@ def totals(avals: Sequence[Any], operations: Sequence[Op], num_microbatches: int
         operations: The operation of each result.
         num_microbatches: M.
 
+    Returns:
+        One `Total` for each result.
+
     Raises:
-        ValueError: If an operation's `update` and `state` return different shapes or dtypes.
+        ValueError: If an operation's `update` and `state` return different shapes or dtypes, or its
+            `update` reads a traced array that is not one of its arguments.
     """
     found = [
         Total(operation, aval.shape, aval.dtype, num_microbatches)

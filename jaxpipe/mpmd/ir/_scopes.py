@@ -1,10 +1,10 @@
-"""What JAX says of a step: whether it belongs to the transposed, backward part of a program."""
+"""Tells equations of the backward, which JAX made by transposition, from the other equations."""
 
 from ...ir import Cond, Eqn, PrimitiveCall, Scan, ShardMap
 
 
 def is_transposed(step: Eqn) -> bool:
-    """Whether the step came from transposing, as its name scopes tell."""
+    """Returns whether JAX made the equation by transposition, according to its name stack."""
     match step.operation:
         case PrimitiveCall(equation=equation):
             return equation is not None and "transpose(" in str(equation.source_info.name_stack)

@@ -1,4 +1,4 @@
-"""Steps that passes put in, and what they ask of steps that are there."""
+"""Makes, rewrites and classifies equations for the passes."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -13,7 +13,7 @@ COPY = PrimitiveCall("copy", lambda x: [x])
 
 
 def copy_of(atom: Atom) -> Eqn:
-    """A step that makes a value of its own out of any atom."""
+    """Returns an equation that copies an atom to a new variable."""
     return Eqn(COPY, (atom,), (Var(aval_of(atom)),))
 
 
@@ -22,7 +22,7 @@ def aval_of(atom: Atom) -> Any:
 
 
 def is_sum(step: Eqn) -> bool:
-    """Whether it adds two values of one type."""
+    """Returns whether the equation adds two variables of the shape and dtype of its output."""
     operation = step.operation
     if not isinstance(operation, PrimitiveCall) or operation.name not in ("add", "add_any"):
         return False
@@ -32,14 +32,14 @@ def is_sum(step: Eqn) -> bool:
 
 
 def substituted(steps: Iterable[Eqn], known: dict[Var, Atom]) -> list[Eqn]:
-    """The steps with other inputs, where there are any in `known`."""
+    """Returns the equations with each input that is a key of `known` replaced by its value."""
     return [
         replace(step, inputs=tuple(_known(atom, known) for atom in step.inputs)) for step in steps
     ]
 
 
 def with_outputs(program: Graph, steps: Iterable[Eqn], known: dict[Var, Atom]) -> Graph:
-    """The program with other steps, and what is `known` among its outputs."""
+    """Returns the program with other equations, and with its outputs replaced as in `known`."""
     outputs = tuple(_known(atom, known) for atom in program.outputs)
     return Graph(program.inputs, tuple(steps), outputs)
 
@@ -49,7 +49,7 @@ def _known(atom: Atom, known: dict[Var, Atom]) -> Atom:
 
 
 def live(program: Graph) -> Graph:
-    """The steps that outputs depend on, whole, and those that print."""
+    """Returns the program with only the equations that print or that an output depends on."""
     needed, steps = set(variables(program.outputs)), []
     for step in reversed(program.steps):
         if has_print(step) or needed.intersection(step.outputs):

@@ -1,1 +1,1 @@
-"""JaxPP's names for schedules and equations."""
+"""Offers schedules and equations under JaxPP's names."""

@@ -1,4 +1,4 @@
-"""Shows code as JaxPP does: as a list of equations with primitives and parameters."""
+"""Shows the instructions of ranks as JaxPP does: as equations with primitives and parameters."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ TASK, SEND, RECEIVE, DELETE = map(Primitive, ("task", "send", "receive", "delete
 
 
 class Eqn(NamedTuple):
-    """An instruction of a rank.
+    """An instruction of a rank, as an equation of a jaxpr.
 
     Attributes:
         primitive: `task`, `send`, `receive` or `delete`, by its `name`.
@@ -28,22 +28,22 @@ class Eqn(NamedTuple):
 
 @dataclass(frozen=True)
 class ClosedJaxpr:
-    """The instructions of all ranks, under the names that JaxPP has for them.
+    """The instructions of all ranks, under JaxPP's names.
 
     Attributes:
-        code: What every rank does.
+        code: The instructions of all ranks.
     """
 
     code: Code
 
     @property
     def eqns(self) -> list[Eqn]:
-        """The instructions of all ranks, in an order in which they could run."""
+        """Returns the instructions of all ranks, in an order in which they could run."""
         return list(map(_eqn, self.code.instructions))
 
     @property
     def jaxpr(self) -> "ClosedJaxpr":
-        """The same object: JaxPP has a jaxpr inside of a closed jaxpr here."""
+        """Returns `self`: JaxPP's closed jaxpr has its equations in this attribute."""
         return self
 
     def __str__(self) -> str:
