@@ -1,6 +1,6 @@
-"""jaxpipe's schedules under the names JaxPP gives them, printed as the tasks JaxPP prints.
+"""Offers jaxpipe's schedules under JaxPP's names, and prints them as JaxPP's tasks.
 
-JaxPP counts ranks as `mpmd_dim`. p ranks, v stages on each, M microbatches.
+p ranks (JaxPP's `mpmd_dim`), v stages on each rank, M microbatches.
 """
 
 from abc import ABC, abstractmethod
@@ -33,21 +33,22 @@ _NAMES = {Op.F: "fwd", Op.B: "bwd", Op.I: "bwd_i", Op.W: "bwd_w"}
 
 @dataclass(frozen=True)
 class Task:
-    """An action by itself. `fwd_2__0` is the forward of stage 2 for microbatch 0.
+    """A single action. `str` shows the forward of stage 2 for microbatch 0 as `fwd_2__0`.
 
-    `bwd_2__0` is its backward; `bwd_i_2__0` and `bwd_w_2__0` are the two halves of that.
+    Its backward is `bwd_2__0`. The two halves of a split backward are `bwd_i_2__0` (gradients of
+    inputs) and `bwd_w_2__0` (gradients of weights).
     """
 
     action: Action
 
     @property
     def stage_id(self) -> int:
-        """The stage."""
+        """Returns the index of the stage."""
         return self.action.stage
 
     @property
     def mubatch_idx(self) -> int:
-        """The microbatch."""
+        """Returns the index of the microbatch."""
         return self.action.microbatch
 
     def __str__(self) -> str:
@@ -57,7 +58,7 @@ class Task:
 
 
 class FusedTask(NamedTuple):
-    """A forward and a backward that run as one program, in this order where one needs the other."""
+    """A forward and a backward in one task, in this order if the backward needs the forward."""
 
     forward: Task
     backward: Task
@@ -70,17 +71,17 @@ Tasks = list[list[Task | FusedTask]]
 
 
 def tasks_of(schedule: Schedule) -> Tasks:
-    """What each rank runs, in order.
+    """Returns the tasks of each rank, in order.
 
-    A `FusedPair` is one task. So are a forward and the backward of the same microbatch where they
-    stand side by side on the last stage, for nothing is exchanged between them. These are no
-    `FusedPair`: the halves of a pair start together, but here the backward needs the forward.
+    A `FusedPair` becomes one task. A forward and the backward of the same microbatch also become
+    one task if they are adjacent on the last stage, because nothing is sent between them. They are
+    not a `FusedPair`: the halves of a pair are independent, but this backward needs the forward.
 
     Args:
         schedule: A schedule that passes `check`.
 
     Returns:
-        [num_ranks] programs, in rank order.
+        [num_ranks] lists of tasks, in rank order.
     """
     return [_tasks(program, schedule.num_stages - 1) for program in schedule.programs]
 
@@ -111,7 +112,7 @@ class BaseSchedule(ABC):
 
     @property
     def is_partial_bwd(self) -> bool:
-        """Whether a backward is split into two tasks."""
+        """Returns whether the backward of a stage is split into two tasks."""
         return False
 
     @abstractmethod
@@ -121,29 +122,32 @@ class BaseSchedule(ABC):
         Args:
             num_microbatches: M.
 
+        Returns:
+            A schedule that passes `check`.
+
         Raises:
-            ValueError: If this kind of schedule cannot take so many or so few microbatches.
+            ValueError: If this kind of schedule does not support M microbatches.
         """
 
     @abstractmethod
     def get_mpmd_idx(self, stage_id: int) -> int:
-        """Returns the rank of a stage."""
+        """Returns the index of the rank that runs a stage."""
 
     def tasks(self, n_mubatches: int) -> Tasks:
-        """Returns the same order as tasks, whose `str` JaxPP users know: `tasks(M)[rank]`."""
+        """Returns the schedule for M microbatches as JaxPP's tasks: `tasks(M)[rank]`."""
         return tasks_of(self.schedule(n_mubatches))
 
 
 @dataclass(frozen=True)
 class NamedSchedule(BaseSchedule):
-    """A kind of schedule and how many stages it is for; how many microbatches is said later.
+    """A kind of schedule for some stages and ranks, built later for a number of microbatches.
 
     Args:
-        num_stages: Stages of the model.
-        mpmd_dim: Ranks the stages are spread over, the same number on each.
+        num_stages: The number of stages of the model.
+        mpmd_dim: The number of ranks. Each rank runs the same number of stages.
 
     Raises:
-        ValueError: If a count is below 1 or the ranks do not divide the stages.
+        ValueError: If an argument is below 1 or `num_stages` is no multiple of `mpmd_dim`.
     """
 
     mpmd_dim: int
@@ -157,7 +161,7 @@ class NamedSchedule(BaseSchedule):
             )
 
     def get_mpmd_idx(self, stage_id: int) -> int:
-        """Returns the rank of a stage: `stage_id` modulo the number of ranks."""
+        """Returns the index of the rank that runs a stage: `stage_id` modulo `mpmd_dim`."""
         return stage_id % self.mpmd_dim
 
 
@@ -167,11 +171,14 @@ def as_schedule(schedule: Any, num_microbatches: int, ranks: int = 1) -> Schedul
     Args:
         schedule: A schedule, a kind of schedule, or the name of a family such as "1f1b".
         num_microbatches: M.
-        ranks: The number of ranks, for a name.
+        ranks: The number of ranks. Used only if `schedule` is a name.
+
+    Returns:
+        A schedule that passes `check`.
 
     Raises:
-        ValueError: If `schedule` is a `Schedule` for another number of microbatches or fails
-            `check`, is a name that no family has, or is something else.
+        ValueError: If `schedule` is for another number of microbatches, fails `check`, is an
+            unknown name, or has another type.
     """
     if isinstance(schedule, str):
         return check(build(schedule, ranks=ranks, microbatches=num_microbatches))
@@ -195,7 +202,7 @@ def as_schedule(schedule: Any, num_microbatches: int, ranks: int = 1) -> Schedul
 
 @dataclass(frozen=True, init=False)
 class _OneStagePerRank(NamedSchedule):
-    """`mpmd_dim` is there to be read. JaxPP lets it be given too, if it says the same."""
+    """A kind of schedule with one stage on each rank: `mpmd_dim`, if given, is `num_stages`."""
 
     def __init__(self, num_stages: int, mpmd_dim: int | None = None) -> None:
         if mpmd_dim is not None and mpmd_dim != num_stages:
@@ -209,7 +216,7 @@ class _OneStagePerRank(NamedSchedule):
 
 @dataclass(frozen=True, init=False)
 class GPipe(_OneStagePerRank):
-    """Every forward, then every backward: `schedules.gpipe`."""
+    """GPipe, all forwards before all backwards: `schedules.gpipe`."""
 
     def schedule(self, num_microbatches: int) -> Schedule:
         return check(gpipe(self.num_stages, num_microbatches))
@@ -217,7 +224,7 @@ class GPipe(_OneStagePerRank):
 
 @dataclass(frozen=True, init=False)
 class Std1F1B(_OneStagePerRank):
-    """1F1B, a backward as soon as one is ready: `schedules.one_f_one_b`."""
+    """1F1B, which runs each backward as soon as it is ready: `schedules.one_f_one_b`."""
 
     def schedule(self, num_microbatches: int) -> Schedule:
         return check(one_f_one_b(self.num_stages, num_microbatches))
@@ -235,7 +242,7 @@ class Eager1F1B(_OneStagePerRank):
 class ZeroBubble(_OneStagePerRank):
     """1F1B with split backwards that fill the bubble: `schedules.zero_bubble_h1`.
 
-    Takes at least as many microbatches as stages.
+    Requires at least as many microbatches as stages.
     """
 
     @property
@@ -263,12 +270,12 @@ class Interleaved1F1B(NamedSchedule):
     With one stage on each rank it is `Eager1F1B`.
 
     Args:
-        num_stages: Stages of the model.
-        mpmd_dim: Ranks, over which the stages go round and round.
-        fuse_steady_state: Between warmup and cooldown, start every forward together with the
-            backward after it: the schedule then has `FusedPair`s. Where both are of one microbatch
-            they are one program, else two in a row, so that what the forward hands on leaves at
-            once.
+        num_stages: The number of stages of the model.
+        mpmd_dim: The number of ranks. Stage i runs on rank i modulo `mpmd_dim`.
+        fuse_steady_state: Whether to make a `FusedPair` of each forward and the backward after it
+            between warmup and cooldown, unless both are of one microbatch. A pair runs as two
+            programs in a row, so that the output of the forward is sent before the backward runs.
+            A forward and a backward of one microbatch run as one program.
     """
 
     fuse_steady_state: bool = False
@@ -283,13 +290,14 @@ class Interleaved1F1B(NamedSchedule):
 class KimiK2(NamedSchedule):
     """Interleaved 1F1B with one more warmup forward: `schedules.kimi_k2`.
 
-    The neighbours that `fuse_steady_state` pairs are then of different microbatches on the last
-    rank too, so that on every rank one's communication can hide behind the other.
+    On the last rank too, `fuse_steady_state` then pairs actions of different microbatches, so on
+    every rank the communication of one action can overlap the computation of the other.
 
     Args:
-        num_stages: Stages of the model.
-        mpmd_dim: Ranks, over which the stages go round and round.
-        fuse_steady_state: As in `Interleaved1F1B`.
+        num_stages: The number of stages of the model.
+        mpmd_dim: The number of ranks. Stage i runs on rank i modulo `mpmd_dim`.
+        fuse_steady_state: Whether to make a `FusedPair` of each forward and the backward after it
+            between warmup and cooldown.
     """
 
     fuse_steady_state: bool = False
@@ -301,13 +309,13 @@ class KimiK2(NamedSchedule):
 
 @dataclass(frozen=True, init=False)
 class DualPipeV(NamedSchedule):
-    """Two stages on each rank, in a V, one's forward beside the other's backward.
+    """DualPipeV, two stages on each rank in a V, with fused pairs: `schedules.dualpipev`.
 
-    `schedules.dualpipev`. Takes at least as many microbatches as stages.
+    Requires at least as many microbatches as stages.
 
     Args:
-        num_stages: Stages of the model, an even number.
-        mpmd_dim: Ranks: half of the stages, given or not.
+        num_stages: The number of stages of the model, an even number.
+        mpmd_dim: The number of ranks: `num_stages // 2`, or None for this number.
     """
 
     def __init__(self, num_stages: int, mpmd_dim: int | None = None) -> None:
@@ -324,7 +332,7 @@ class DualPipeV(NamedSchedule):
         return True
 
     def get_mpmd_idx(self, stage_id: int) -> int:
-        """Returns the rank of a stage. The second half of the stages visits ranks in reverse."""
+        """Returns the rank of a stage: the second half of the stages visits ranks in reverse."""
         return min(stage_id, self.num_stages - 1 - stage_id)
 
     def schedule(self, num_microbatches: int) -> Schedule:
@@ -341,10 +349,10 @@ def _interleaved(
 
 
 def _group_size(num_ranks: int, num_microbatches: int) -> int:
-    """About p microbatches in a group, as in JaxPP, for any M.
+    """Returns the number of microbatches of a group: about p, as in JaxPP, for any M.
 
-    The last group takes the rest. Where that is shorter than the pipeline, there are fewer groups,
-    down to a single one. JaxPP keeps M // p groups then and spreads the rest over the first.
+    The last group has the rest. If the rest is fewer than p, there are fewer groups, down to one.
+    JaxPP instead keeps M // p groups and distributes the rest over the first groups.
     """
     for num_groups in range(max(1, num_microbatches // num_ranks), 1, -1):
         group_size = -(-num_microbatches // num_groups)
@@ -355,10 +363,11 @@ def _group_size(num_ranks: int, num_microbatches: int) -> int:
 
 
 def _pair_steady_state(schedule: Schedule, *, more_warmup: int) -> Schedule:
-    """Pairs the neighbours between a rank's warmup and its cooldown.
+    """Pairs each forward with the next backward between the warmup and the cooldown of a rank.
 
-    Only the warmup's length tells them: where it takes every forward, the last one too stands
-    before a backward, but one that waits for it, by way of the other ranks.
+    The length of the warmup decides which actions are paired. An adjacent forward and backward are
+    not enough: if all forwards belong to the warmup, the backward after the last one depends on it
+    through the other ranks.
     """
     p = num_ranks(schedule)
     v = schedule.num_stages // p
@@ -378,7 +387,7 @@ def _pair_steady_state(schedule: Schedule, *, more_warmup: int) -> Schedule:
 
 
 def _paired(forward: ScheduleStep, backward: ScheduleStep) -> tuple[ScheduleStep, ...]:
-    """One step of two. Of one microbatch they stay two: the backward needs the forward."""
+    """Returns a fused pair, or both actions if they are of the same microbatch and so dependent."""
     assert isinstance(forward, Action) and isinstance(backward, Action)
     if forward.microbatch == backward.microbatch:
         return forward, backward

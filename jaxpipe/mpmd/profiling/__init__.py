@@ -1,1 +1,1 @@
-"""Measured times of tasks, beside those that a schedule predicts."""
+"""Measures the times of tasks, and compares them with the times that a schedule predicts."""

@@ -1,8 +1,9 @@
-"""What a step really did: each task one after the other on its rank, with a clock beside it.
+"""Measures when each task of a step starts and ends.
 
-A rank waits until its task's inputs are there, runs it, and waits until it is done, as ranks do
-that are busy. Where every rank has a process of its own the times are those of the pipeline, plus a
-few microseconds a task. Ranks of one process take turns then, so only the lengths say something.
+A rank waits until the inputs of a task are computed, starts its clock, runs the task and waits
+until the task has ended. If every rank has a process of its own, the times are those of the
+pipeline, plus a few microseconds per task. Ranks of the same process run their tasks one after
+another while they are measured, so only the durations are meaningful.
 """
 
 import re
@@ -21,15 +22,19 @@ from ..ir._program import Instruction, Run
 from ..runtime._execute import Act, Place, Slots
 
 Times = list[tuple[Run, float, float]]
-"""Programs with their start and end, in seconds."""
+"""Programs with their start and end, in seconds of `time.perf_counter`."""
 
 
 def timed_step(compiled: Compiled, *args: Any) -> tuple[Any, Times]:
-    """A step, and when each program of this process ran.
+    """Runs a step, and measures the start and end of each program of this process.
 
     Args:
         compiled: A compiled function.
-        args: Its arguments. What it donates is gone.
+        args: The arguments of the function. Donated arguments are deleted.
+
+    Returns:
+        The result of the function; and the programs in the order in which they ran, each with its
+        start and end in seconds of `time.perf_counter`.
     """
     times: Times = []
     places = compiled.places
@@ -65,26 +70,26 @@ def _timed(
 def collect_task_times_ms(
     compiled: Compiled | bool = True, *args: Any, repeats: int = 3, enabled: bool = True
 ) -> Any:
-    """Measures how long each task of this process takes, in milliseconds.
+    """Measures the duration of each task of this process, in milliseconds.
 
-    With a compiled function and its arguments it runs some steps. Without these it returns a
-    context manager, as JaxPP's does, that measures all steps called inside it:
+    Given a compiled function and its arguments, it runs `repeats` steps. Without these it returns a
+    context manager, like JaxPP's function, that measures all steps called inside it:
 
         with collect_task_times_ms() as times:
             step(*args)
 
     Args:
-        compiled: A compiled function that donates nothing, so that steps can be repeated. For a
-            context this is a bool in place of `enabled`.
+        compiled: A compiled function without donated arguments, so that steps can be repeated. To
+            get a context manager: a bool, which enables measurement as `enabled` does.
         args: The arguments of the function.
-        repeats: How many steps are run.
-        enabled: Whether the context measures.
+        repeats: The number of steps to run.
+        enabled: Whether the context manager measures.
 
     Returns:
-        With a function: the median time of each task by its name, such as `fwd_2__0`, or
-        `before_loop@1` for rank 1 outside of loops. The context yields a list of times in
-        milliseconds for each task, one entry for each microbatch and step, by the name without the
-        microbatch, such as `fwd_2`; None if it is not enabled.
+        Given a function: a dict with the median milliseconds of each task by its name, such as
+        `fwd_2__0`, or `before_loop@1` for rank 1 outside of loops. Otherwise a context manager. It
+        yields a dict that maps the name of a task without its microbatch, such as `fwd_2`, to a
+        list of milliseconds, one entry for each microbatch and step; or None if not enabled.
     """
     if isinstance(compiled, bool):
         return _collecting(compiled and enabled)
@@ -119,9 +124,15 @@ def _collecting(enabled: bool) -> Iterator[dict[str, list[float]] | None]:
 
 
 def to_timeline(compiled: Compiled, times: Times) -> Timeline:
-    """The loop of a step as `schedules.to_perfetto` and `to_svg` draw it, from its first task on.
+    """Returns the loop of a step as a timeline for `schedules.to_perfetto` and `to_svg`.
 
-    Ranks of other processes are empty.
+    Args:
+        compiled: A compiled function with one loop.
+        times: The programs with their start and end in seconds, as `timed_step` returns them.
+
+    Returns:
+        A timeline in seconds, which starts with the first task of the loop. The rows of ranks of
+        other processes are empty.
     """
     schedule = compiled.lowered.schedules[0]
     of_loop = [(run, start, end) for run, start, end in times if run.actions]

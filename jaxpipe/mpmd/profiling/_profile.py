@@ -1,4 +1,4 @@
-"""A step beside what its schedule predicts, over all processes; and its names in a profile."""
+"""Compares a step of all processes with the prediction of its schedule, and names its actions."""
 
 import json
 import statistics
@@ -18,11 +18,19 @@ from ..runtime._session import open_session
 from ._measured import timed_step, to_timeline
 
 SECONDS = 600.0
-"""How long to wait for what other processes have measured."""
+"""The seconds to wait for the measurements of other processes."""
 
 
 def annotated(compiled: Compiled) -> Compiled:
-    """The same step with the name of every action, its rank and its peer in JAX's profiler."""
+    """Returns the same compiled function, whose instructions appear by name in JAX's profiler.
+
+    Args:
+        compiled: A compiled function.
+
+    Returns:
+        A compiled function with a `jax.profiler.TraceAnnotation` around every task, send, receive
+        and free, which names the task, its rank and, for transfers, the other rank.
+    """
 
     def wrap(instruction: Instruction, act: Act) -> Act:
         label = _label(instruction)
@@ -50,25 +58,30 @@ def _label(instruction: Instruction) -> str:
 
 
 def trace_step(compiled: Compiled, *args: Any) -> tuple[Any, dict[str, Timeline]]:
-    """A step, and what ran when, beside what its first schedule takes with tasks of that length.
+    """Runs a step, and returns its measured timeline beside the one that its schedule predicts.
 
-    Every process calls it. A rank waits for each of its tasks, so that its end is seen: where every
-    rank has a process of its own these are the times of the pipeline; ranks of one process take
-    turns. Clocks of several machines are compared as they are.
+    Collective: every process must call it. A rank waits for each of its tasks to measure its end.
+    If every rank has a process of its own, the times are those of the pipeline. Ranks of the same
+    process run their tasks one after another. The clocks of several machines are compared without
+    any correction.
 
     Args:
-        compiled: A compiled function with a loop.
-        args: Its arguments. What it donates is gone.
+        compiled: A compiled function with one loop.
+        args: The arguments of the function. Donated arguments are deleted.
 
     Returns:
-        Its result; and of all ranks, in seconds, what is `measured` and `predicted`, as
-        `schedules.to_perfetto` and `schedules.bubble_fraction` take it.
+        The result of the function; and the timelines `measured` and `predicted` of all ranks, in
+        seconds, for `schedules.to_perfetto` and `schedules.bubble_fraction`. The prediction is a
+        simulation of the schedule with the median measured time of each kind of action of a stage.
+
+    Raises:
+        TimeoutError: If another process has not ended the step within 600 seconds.
     """
     result, times = timed_step(compiled, *args)
     schedule = compiled.lowered.schedules[0]
     here = to_timeline(compiled, times)
     first = min((start for run, start, _ in times if run.actions), default=0.0)
-    # Processes of a machine share the clock of `time.time`, not always that of `perf_counter`.
+    # The processes of a machine share the clock of `time.time`, but not always `perf_counter`.
     began = first + time.time() - time.perf_counter()
     rows = _of_all_processes(compiled, here, began)
     measured = Timeline(schedule, tuple(map(tuple, rows)))
@@ -77,7 +90,7 @@ def trace_step(compiled: Compiled, *args: Any) -> tuple[Any, dict[str, Timeline]
 
 
 def _of_all_processes(compiled: Compiled, here: Timeline, began: float) -> list[list[TimedStep]]:
-    """The rows of all ranks, from the first task of all."""
+    """Returns the timed steps of every rank, in seconds from the first task of all processes."""
     told = {jax.process_index(): _told(here, began)}
     if jax.process_count() > 1:
         session = open_session(compiled.lowered.traced.settings.timeout)
@@ -104,7 +117,10 @@ def _told(here: Timeline, began: float) -> str:
 
 
 def _costs(measured: Timeline) -> Costs:
-    """The median of every stage's F, I and W. Of what ran fused, an F is a third."""
+    """Returns the median seconds of F, I and W of each stage.
+
+    The time of a fused task is divided in the ratio F : B = 1 : 2, and of a B in I : W = 1 : 1.
+    """
     found: defaultdict[tuple[int, Op], list[float]] = defaultdict(list)
     for timed in (timed for row in measured.rows for timed in row):
         actions = actions_of(timed.step)
