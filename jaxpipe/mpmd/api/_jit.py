@@ -33,7 +33,7 @@ _LOG = logging.getLogger("jaxpipe.mpmd")
 
 
 class MpmdFunction:
-    """A function that is compiled at its first call, and again for other shapes or dtypes."""
+    """A function that is compiled at its first call, and again for arguments of another type."""
 
     def __init__(self, jitted: Any, settings: Settings) -> None:
         self._jitted = jitted
@@ -190,7 +190,7 @@ def _places(places: PyTree, tree: PyTree, mesh: MpmdMesh, name: str) -> list[Any
     for path, place in spread(places, tree, name):
         if isinstance(place, MpmdSharding):
             if place.mesh_ids:
-                mesh.mpmd_submesh(place.mpmd_idxs)  # raises if there are no such groups
+                mesh.mpmd_submesh(place.mpmd_idxs)  # raises if a group is out of range
         elif isinstance(place, P):
             check_reduced(place, f"`{path}`")
         elif isinstance(place, Sharding):
@@ -262,7 +262,7 @@ def mpmd_jit_with_loop(
             compiling: if specs do not fit arguments and results, a sharding asks for other than the
             default memory, or the schedule does not fit the marks or the mesh.
     """
-    jitted = jax.jit(  # it checks the names, and traces
+    jitted = jax.jit(  # checks the names of arguments, and traces
         fun,
         static_argnums=static_argnums,
         static_argnames=static_argnames,

@@ -198,7 +198,7 @@ def treduce_i(
         raise ValueError(f"`length`, the number of microbatches, is {length}. Give 1 or more.")
     closed, shape = jax.make_jaxpr(fun, return_shape=True)(jax.ShapeDtypeStruct((), jnp.int32))
     operations = _broadcast(operation, shape)
-    totals(closed.out_avals, operations, length)  # raises if one does not fit
+    totals(closed.out_avals, operations, length)  # raises if an operation does not fit its result
     jaxpr = closed.jaxpr
     lifted = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
     out = treduce_p.bind(
@@ -330,7 +330,7 @@ def _check(total: Total, aval: Any) -> None:
 def _scan(
     *consts: Any, jaxpr: ClosedJaxpr, num_microbatches: int, schedule: Any, operations: Any
 ) -> list[Any]:
-    """The loop without a pipeline."""
+    """Runs the loop without a pipeline, as a scan over microbatches."""
     del schedule
     each = totals(jaxpr.out_avals, operations, num_microbatches)
 
