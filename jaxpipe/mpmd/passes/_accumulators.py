@@ -15,17 +15,19 @@ from ..ir._reduce import Concat, Total
 
 
 def constrained_results(body: Graph, adds: Sequence[bool]) -> tuple[Graph, list[P | None]]:
-    """Finds the constraints on the results of a microbatch.
+    """Finds the sharding constraints on the results of a microbatch.
 
-    The constraint of a sum is taken out of the body, and its spec becomes that of the accumulator.
-    So the gradient of a weight that several stages use is still a sum of their shares.
+    The constraint of a summed result is removed from the body, and its spec becomes that of the
+    accumulator. The gradient of a weight that several stages use thus remains a plain sum of the
+    contributions of these stages, which a later pass can take apart.
 
     Args:
         body: `(loop invariants, index of the microbatch) -> results`.
-        adds: For each result, whether it is summed over microbatches.
+        adds: [num_results] for each result, whether it is summed over microbatches.
 
     Returns:
-        The body without these constraints, and the spec of each result, None if it has none.
+        The body without these constraints, and [num_results] the spec of each result, None if it
+        has none.
     """
     makers = {value: step for step in body.steps for value in step.outputs}
     outputs: list[Atom] = []
@@ -54,6 +56,7 @@ def constraint_of(step: Eqn) -> P | None:
 
 
 def _keeps_place(step: Eqn) -> bool:
+    """Returns whether an equation keeps every element at its index, as a cast or a copy does."""
     names = ("convert_element_type", "copy", "optimization_barrier")
     return isinstance(step.operation, PrimitiveCall) and step.operation.name in names
 
@@ -62,11 +65,11 @@ def spec_of_total(spec: P | None, total: Total) -> P | None:
     """Returns the spec of an accumulator.
 
     Args:
-        spec: The spec of a microbatch's result, None if it has none.
-        total: How the results of all microbatches become one array.
+        spec: The spec of the result of one microbatch, None if it has none.
+        total: How the results of all microbatches are combined into one array.
 
     Returns:
-        The spec; None if there is none, or the accumulator has another shape than a result.
+        The spec. None if `spec` is None, or if the accumulator has another shape than a result.
     """
     if spec is None:
         return None

@@ -1,9 +1,9 @@
-"""Where everything outside of loops is computed: on the ranks that have what it touches.
+"""Assigns every equation outside of loops to the ranks that hold the values it reads.
 
-A loop says which ranks need its inputs and which one has each output. From there on a step goes
-where the largest of its inputs is, so an update runs where its gradient is. What depends on no
-placed value, such as a count of steps or a cast of weights, is light to repeat: every rank that
-needs it computes it.
+A loop determines which ranks need its inputs and which rank holds each output. After a loop, an
+equation runs where the largest of its inputs is held, so an optimizer update runs on the rank that
+has the gradient. Values that depend on no loop, such as a step count or a cast of weights, are
+cheap to compute twice: every rank that needs such a value computes it itself.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,13 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Placement:
-    """Who computes and who needs what.
+    """Ranks that compute each value and ranks that need it.
 
     Attributes:
-        runs_on: The ranks that run each step outside of loops; none where nobody needs it.
-        needed_on: The ranks that need each value, computed there or sent there.
-        made_on: The ranks where each value comes to be: those of its step, for inputs of the
-            function those that need it.
+        runs_on: The ranks that run each equation outside of loops, empty if no rank needs it.
+        needed_on: The ranks that need each value, which is computed there or sent there.
+        made_on: The ranks that hold each value first: the ranks of its equation, or, for an input
+            of the function, the ranks that need it.
     """
 
     runs_on: Mapping[Eqn, Ranks]
@@ -35,6 +35,7 @@ class Placement:
 
 
 def rank_of_stage(loop: PipelinedLoop, stage: int) -> int:
+    """Returns the rank that runs a stage of a loop."""
     (rank,) = schedules.ranks_of_stage(loop.schedule, stage)
     return rank
 
@@ -42,15 +43,16 @@ def rank_of_stage(loop: PipelinedLoop, stage: int) -> int:
 def place(
     outer: Graph, num_ranks: int, out_ranks: Sequence[Ranks | None]
 ) -> tuple[Graph, Placement]:
-    """Places every step. Sums over values of several ranks become sums of each rank first.
+    """Assigns every equation to ranks, and sums scalars on each rank before summing over ranks.
 
     Args:
-        outer: A function whose loops are in tasks.
-        num_ranks: How many there are.
-        out_ranks: Where the caller wants each result; None leaves it open.
+        outer: A function whose loops are split into tasks.
+        num_ranks: Number of pipeline ranks.
+        out_ranks: [num_outputs] the ranks on which the caller wants each output; None leaves the
+            choice to this pass.
 
     Returns:
-        The program with these sums, and where its steps run.
+        The function with these partial sums, and the ranks of its equations and values.
     """
     wanted = _wanted_by_loops(outer)
     homes = _homes(outer, wanted)
@@ -88,7 +90,7 @@ def _rank_of_output(loop: PipelinedLoop, i: int) -> int:
 
 
 def invariants_by_rank(loop: PipelinedLoop) -> dict[int, set[Var]]:
-    """Which invariants of a loop each rank needs."""
+    """Returns the loop invariants that each rank reads."""
     found: dict[int, set[Var]] = {}
     for stage, tasks in enumerate(loop.tasks):
         reads = {value for task in tasks.values() for value in task.reads}
@@ -98,7 +100,7 @@ def invariants_by_rank(loop: PipelinedLoop) -> dict[int, set[Var]]:
 
 
 def _wanted_by_loops(outer: Graph) -> dict[Var, set[int]]:
-    """The ranks whose loops need a value, or something made of it alone and of its like."""
+    """Returns the ranks whose loops read a value, directly or through values computed from it."""
     wanted: dict[Var, set[int]] = {}
     for step in reversed(outer.steps):
         loop = loop_of(step)
@@ -116,13 +118,13 @@ def _wanted_by_loops(outer: Graph) -> dict[Var, set[int]]:
 
 
 def _homes(outer: Graph, wanted: Mapping[Var, set[int]]) -> dict[Var, set[int]]:
-    """The ranks of values that have a place of their own.
+    """Returns the ranks on which each value that depends on a loop is computed.
 
-    An input of the function that loops need is where they need it; what depends on loops is where
-    the largest of what it is made of is, on all ranks that have that.
+    An equation that depends on a loop runs on the ranks that hold the largest of its inputs. An
+    input of the function that loops read counts as held by the ranks of these loops.
     """
     homes: dict[Var, set[int]] = {}
-    behind: set[Var] = set()  # what depends on a loop
+    behind: set[Var] = set()  # values that depend on a loop
     for step in outer.steps:
         loop = loop_of(step)
         if loop is not None:
@@ -142,8 +144,10 @@ def _homes(outer: Graph, wanted: Mapping[Var, set[int]]) -> dict[Var, set[int]]:
 def _homes_of_prints(
     outer: Graph, homes: Mapping[Var, set[int]], needed: Mapping[Var, set[int]]
 ) -> dict[Var, set[int]]:
-    """Returns the one rank of each step that prints and depends on no loop: it has what the step
-    shows, or what that is made of."""
+    """Returns the single rank of each equation that prints and depends on no loop.
+
+    That rank holds the printed values, or the inputs of the function that they are computed from.
+    """
     found: dict[Var, set[int]] = {}
     made_of = _made_of(outer)
     for step in outer.steps:
@@ -165,11 +169,12 @@ def _made_of(outer: Graph) -> dict[Var, set[Var]]:
 
 
 def _common(places: Sequence[set[int]]) -> set[int]:
+    """Returns the ranks that all sets have in common; if none, the set with the lowest ranks."""
     return set.intersection(*places) or min(places, key=sorted)
 
 
 def _home(step: Eqn, placed: Sequence[tuple[Var, set[int]]]) -> set[int]:
-    """Where a step runs, given where those of its inputs are that have a place."""
+    """Returns the ranks that run an equation, given the ranks that hold its inputs."""
     name = step.operation.name if isinstance(step.operation, PrimitiveCall) else ""
     if name in (SUM, STACK):
         return set().union(*(ranks for _, ranks in placed))
@@ -183,7 +188,7 @@ def _home(step: Eqn, placed: Sequence[tuple[Var, set[int]]]) -> set[int]:
 def _asked(
     outer: Graph, homes: Mapping[Var, set[int]], out_ranks: Sequence[Ranks | None]
 ) -> dict[Var, set[int]]:
-    """Where outputs go: where the caller wants them, else where they are at home, if anywhere."""
+    """Returns the ranks of outputs: as the caller asks, else the ranks that compute the output."""
     found: dict[Var, set[int]] = {}
     for atom, ranks in zip(outer.outputs, out_ranks, strict=True):
         if ranks is not None:
@@ -196,7 +201,7 @@ def _asked(
 def _needed(
     outer: Graph, homes: Mapping[Var, set[int]], asked: Mapping[Var, set[int]]
 ) -> dict[Var, set[int]]:
-    """Who needs each value, from the end to the beginning."""
+    """Returns the ranks that need each value, by one walk from the outputs to the inputs."""
     needed: dict[Var, set[int]] = {value: set() for value in outer.inputs}
     needed |= {value: set() for step in outer.steps for value in step.outputs}
     for value in variables(outer.outputs):
@@ -225,8 +230,11 @@ def _of_outputs(
     needed: Mapping[Var, set[int]],
     num_ranks: int,
 ) -> dict[Var, set[int]]:
-    """Where other outputs go, which depend on no loop: where the inputs are that they are made of.
-    Those that nobody else needs are on all ranks if they are scalars, and else on the first."""
+    """Returns the ranks of outputs that depend on no loop and that the caller leaves open.
+
+    Such an output is stored on the ranks that hold the inputs it is computed from. If no rank holds
+    any of them, a scalar is stored on all ranks and an array on rank 0.
+    """
     made_of = _made_of(outer)
     found: dict[Var, set[int]] = {}
     for value in variables(outer.outputs):
@@ -239,8 +247,10 @@ def _of_outputs(
 
 
 def _with_partial_sums(outer: Graph, homes: Mapping[Var, set[int]]) -> Graph:
-    """Sums of many numbers, such as the norm of all gradients, over each rank and then over ranks:
-    one number leaves each rank."""
+    """Splits a scalar sum over values of several ranks into one sum per rank and a sum over ranks.
+
+    The norm of all gradients is such a sum. Each rank then sends a single scalar.
+    """
     makers = {value: step for step in outer.steps for value in step.outputs}
     uses: dict[Var, int] = {}
     for value in variables([*(a for step in outer.steps for a in step.inputs), *outer.outputs]):
@@ -271,6 +281,7 @@ def _with_partial_sums(outer: Graph, homes: Mapping[Var, set[int]]) -> Graph:
 def _inner_sums(
     step: Eqn, makers: Mapping[Var, Eqn], uses: Mapping[Var, int], inner: set[Eqn]
 ) -> None:
+    """Adds to `inner` the additions whose only use is within the sum that `step` computes."""
     for value in variables(step.inputs):
         maker = makers.get(value)
         if maker is not None and uses.get(value) == 1 and is_sum(maker):
@@ -279,6 +290,7 @@ def _inner_sums(
 
 
 def _sums_by_home(step: Eqn, by_home: Mapping[Ranks, list[Var]]) -> list[Eqn]:
+    """Returns the equations that add the terms of each rank first, and then the partial sums."""
     steps: list[Eqn] = []
 
     def add(parts: list[Var], last: Var | None) -> Var:

@@ -1,8 +1,8 @@
-"""What a program computes, as something to compare: equal programs have equal content.
+"""Compares programs by the computation they perform: equal fingerprints mean equal programs.
 
-Names do not count, nor does who made the program. Where two things cannot be compared, they are
-equal only if they are the same object: programs may then count as different that are not, never
-the other way round.
+Names of variables and the origin of a program do not count. Objects that cannot be compared by
+value are equal only if they are the same object. The fingerprints of two equal programs may
+therefore differ, but the fingerprints of two different programs are never equal.
 """
 
 from collections.abc import Hashable, Iterable
@@ -16,7 +16,15 @@ from ...ir import Atom, Cond, Eqn, Graph, Literal, PrimitiveCall, Scan, ShardMap
 
 
 def content(program: Graph) -> Hashable:
-    """Equal for programs that compute the same from inputs of the same types."""
+    """Returns the fingerprint of a program.
+
+    Args:
+        program: A program.
+
+    Returns:
+        A hashable value. If it is equal for two programs, they compute the same outputs from inputs
+        of the same types.
+    """
     numbers: dict[Var, Hashable] = {value: i for i, value in enumerate(program.inputs)}
     steps = []
     for step in program.steps:
@@ -29,10 +37,10 @@ def content(program: Graph) -> Hashable:
 
 
 class Numbers:
-    """Numbers for values: equal ones for values that are certainly equal.
+    """Value numbering: two values with equal numbers are certainly equal.
 
-    What stands behind a barrier against common subexpressions counts as what is before it: so the
-    second computation of something that is rematerialised has the number of the first.
+    The output of an `optimization_barrier` has the number of its input. A value that is
+    rematerialized behind a barrier thus has the number of the original.
     """
 
     def __init__(self, inputs: Iterable[Var]) -> None:
@@ -45,7 +53,7 @@ class Numbers:
         return self._known.setdefault(key, len(self._known))
 
     def of_step(self, step: Eqn) -> tuple[Hashable, ...]:
-        """Numbers its outputs, and returns these numbers."""
+        """Assigns numbers to the outputs of an equation, and returns these numbers."""
         inputs = tuple(_of_atom(atom, self._number) for atom in step.inputs)
         if is_barrier(step):
             new = inputs
@@ -57,6 +65,7 @@ class Numbers:
 
 
 def is_barrier(step: Eqn) -> bool:
+    """Returns whether an equation is an `optimization_barrier`."""
     operation = step.operation
     return isinstance(operation, PrimitiveCall) and operation.name == "optimization_barrier"
 

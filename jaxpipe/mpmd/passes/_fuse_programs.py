@@ -1,4 +1,4 @@
-"""Programs that follow each other on a rank, with nothing to exchange between them, run as one."""
+"""Fuses programs that run one after the other on a rank without a transfer between them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,10 +10,16 @@ from ..ir._steps import substituted
 
 
 def fuse(code: Code) -> Code:
-    """Fuses the forward of the last stage with its backward, where it follows at once.
+    """Fuses each forward with the backward of the same microbatch if that runs next on the rank.
 
-    Nothing leaves the rank between them, so nobody waits longer, and what the forward leaves to
-    the backward never becomes an array.
+    This is the case on the last stage. The rank sends nothing between the two programs, so no other
+    rank waits longer, and the residuals between them are never stored as arrays.
+
+    Args:
+        code: A program with its transfers and without `Free` instructions.
+
+    Returns:
+        The same program, with one `Run` in place of each such pair.
     """
     followers = _followers(code)
     kept = _kept(code)
@@ -37,7 +43,7 @@ def fuse(code: Code) -> Code:
 
 
 def _followers(code: Code) -> dict[int, int]:
-    """For each program that is fused with the next of its rank, where that one stands."""
+    """Returns, for each `Run` to be fused with the next one of its rank, the index of that one."""
     last: dict[int, int] = {}
     found: dict[int, int] = {}
     for place, instruction in enumerate(code.instructions):
@@ -53,6 +59,7 @@ def _followers(code: Code) -> dict[int, int]:
 
 
 def _go_together(first: Run, second: Run) -> bool:
+    """Returns whether two runs are the forward and the backward of one stage and one microbatch."""
     if len(first.actions) != 1 or len(second.actions) != 1:
         return False
     (a,), (b,) = first.actions, second.actions
@@ -61,7 +68,7 @@ def _go_together(first: Run, second: Run) -> bool:
 
 
 def _kept(code: Code) -> set[Buffer]:
-    """What is read by more than one instruction, or returned."""
+    """Returns the buffers that more than one instruction reads, and those that the step returns."""
     seen: set[Buffer] = set()
     kept = {buffer for buffer, _ in code.outputs}
     for instruction in code.instructions:
@@ -75,6 +82,7 @@ def _kept(code: Code) -> set[Buffer]:
 
 
 def _fused(first: Run, second: Run, kept: set[Buffer], known: dict[tuple, Graph]) -> Run:
+    """Returns one instruction that runs two programs without storing what only they share."""
     between = [b for b in first.writes if b in second.reads and b not in kept]
     more = [b for b in second.reads if b not in first.writes]
     reads = tuple(dict.fromkeys([*first.reads, *more]))
@@ -89,6 +97,7 @@ def _fused(first: Run, second: Run, kept: set[Buffer], known: dict[tuple, Graph]
 
 
 def _joined(first: Run, second: Run, reads: Sequence[Buffer], writes: Sequence[Buffer]) -> Graph:
+    """Returns the concatenation of two programs, from the buffers `reads` to the buffers `writes`."""
     a, b = first.program, second.program
     made: dict[Buffer, Atom] = dict(zip(first.reads, a.inputs, strict=True))
     made.update(zip(first.writes, a.outputs, strict=True))

@@ -1,4 +1,4 @@
-"""Sends and receives: whatever a rank needs leaves its maker as soon as it is made."""
+"""Inserts sends and receives: a rank sends a value as soon as it has computed it."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -8,9 +8,16 @@ from ..ir._program import Buffer, Code, Instruction, Receive, Run, Send
 
 
 def exchange(code: Code) -> Code:
-    """Puts a send and a receive behind every program that makes what other ranks read.
+    """Inserts a send and a receive after every program whose results other ranks read.
 
-    What goes to one rank goes together. A value that several ranks make is sent by the first.
+    All results of one program for one destination are sent together. If several ranks compute the
+    same value, the first of them sends it.
+
+    Args:
+        code: A program without transfers: `Run` instructions alone.
+
+    Returns:
+        The program with a `Send` and a `Receive` for each transfer.
     """
     makers: dict[Buffer, list[int]] = defaultdict(list)
     readers: dict[Buffer, set[int]] = defaultdict(set)

@@ -1,4 +1,4 @@
-"""Buffers go as soon as nobody reads them any more, or become memory of what is made next."""
+"""Frees buffers after their last use, or donates them to the program that reads them last."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -10,13 +10,17 @@ from ..ir._program import Buffer, Code, Free, Instruction, Receive, Run, Send
 def free(
     code: Code, *, donated_inputs: frozenset[int] = frozenset(), processes: Sequence[int] = ()
 ) -> Code:
-    """Donates to programs what they are the last to read, and frees the rest.
+    """Donates buffers to the programs that read them last, and frees all other buffers after use.
 
     Args:
-        code: With its exchanges.
-        donated_inputs: Which arguments the caller gives away; the others stay as they are.
-        processes: That of each rank, if there are several. What another process has yet to pull
-            is not donated.
+        code: A program with its transfers inserted.
+        donated_inputs: Indices of the arguments that the caller donates; all others are kept.
+        processes: [num_ranks] the process of each rank, or () if all ranks are in one process. A
+            buffer that is sent to another process is not donated, because that process may not have
+            pulled it yet.
+
+    Returns:
+        The program with `donated` set on its runs, and with `Free` instructions.
     """
     last = _last_reads(code)
     given = {b for i, (b, _) in enumerate(code.inputs) if i not in donated_inputs}
@@ -52,6 +56,7 @@ def free(
 
 
 def _crosses(send: Send, processes: Sequence[int]) -> bool:
+    """Returns whether a send goes to another process."""
     return bool(processes) and processes[send.rank] != processes[send.to]
 
 
@@ -66,7 +71,7 @@ def _buffers(instruction: Instruction) -> tuple[Buffer, ...]:
 
 
 def _last_reads(code: Code) -> dict[int, dict[Buffer, int]]:
-    """Where each rank last touches each buffer."""
+    """Returns, for each rank, the index of the last instruction that uses each buffer."""
     last: dict[int, dict[Buffer, int]] = defaultdict(dict)
     for place, instruction in enumerate(code.instructions):
         last[instruction.rank].update(dict.fromkeys(_buffers(instruction), place))
@@ -74,7 +79,7 @@ def _last_reads(code: Code) -> dict[int, dict[Buffer, int]]:
 
 
 def _donated(run: Run, dying: list[Buffer]) -> tuple[int, ...]:
-    """Reads that die here, one for each write of the same type."""
+    """Returns the indices of dying reads, at most one for each write of equal shape and dtype."""
     vacant = list(run.writes)
     donated = []
     for i, buffer in enumerate(run.reads):

@@ -1,7 +1,8 @@
-"""What runs outside of loops, as few programs: one per rank between two exchanges with others.
+"""Groups the equations outside of loops into few programs: one per rank between two transfers.
 
-A segment is what comes before the first loop, between two, or after the last. Within a segment
-steps have levels: what needs a value of another rank is one level behind it.
+A segment is the part of a function before the first loop, between two loops, or after the last
+one. The equations of a segment are sorted into levels: an equation that reads a value of another
+rank is at least one level later than the equation that computes this value.
 """
 
 from collections import Counter, defaultdict
@@ -13,15 +14,19 @@ from ._assign_ranks import Placement
 from ._pipelined_loops import loop_of
 
 Instance = tuple[Eqn, int]
-"""A step on a rank."""
+"""An equation on one rank."""
 
 
 def segments(outer: Graph, placement: Placement) -> list[list[Run]]:
-    """For every segment its programs, each after those whose values it needs.
+    """Groups the equations outside of loops into programs.
 
     Args:
-        outer: A function whose loops are in tasks.
-        placement: Where its other steps run.
+        outer: A function whose loops are split into tasks.
+        placement: The ranks of its other equations.
+
+    Returns:
+        [num_loops + 1] the programs of each segment, ordered so that each one follows the programs
+        whose values it reads.
     """
     count = 1 + sum(loop_of(step) is not None for step in outer.steps)
     of_segment = _earlier(outer, _latest(outer, count - 1))
@@ -43,8 +48,10 @@ def _segment_name(segment: int, count: int) -> str:
 
 
 def _latest(outer: Graph, last: int) -> dict[Eqn, int]:
-    """Of every step its segment: as late as those who need it allow, so that little is kept across
-    a loop. What prints stays where it is written."""
+    """Returns the latest segment in which each equation may run, so that few values cross loops.
+
+    An equation that prints stays in the segment in which the user wrote it.
+    """
     latest: dict[Var, int] = dict.fromkeys(variables(outer.outputs), last)
     of_step: dict[Eqn, int] = {}
     loops = last
@@ -62,8 +69,11 @@ def _latest(outer: Graph, last: int) -> dict[Eqn, int]:
 
 
 def _earlier(outer: Graph, of_step: Mapping[Eqn, int]) -> dict[Eqn, int]:
-    """As early as possible instead where a step leaves no more than it takes of what only it reads,
-    as an addition of gradients does. What the function is given, its caller keeps in any case."""
+    """Moves equations to their earliest segment where this does not increase the bytes kept alive.
+
+    This holds if the outputs are no larger than the inputs that no other equation reads, as in an
+    addition of gradients. Inputs of the function do not count: its caller keeps them in any case.
+    """
     found = dict(of_step)
     uses = Counter(value for step in outer.steps for value in set(variables(step.inputs)))
     uses.update(variables(outer.outputs))
@@ -86,7 +96,7 @@ def _earlier(outer: Graph, of_step: Mapping[Eqn, int]) -> dict[Eqn, int]:
 def _exported(
     outer: Graph, placement: Placement, of_segment: Mapping[Eqn, int]
 ) -> dict[tuple[Var, int], bool]:
-    """Values on ranks that loops, other ranks, other segments or the caller need."""
+    """Returns the (value, rank) pairs that loops, other ranks or segments, or the caller read."""
     found: dict[tuple[Var, int], bool] = {}
     made_in = {value: segment for step, segment in of_segment.items() for value in step.outputs}
     for step, segment in of_segment.items():
@@ -107,11 +117,12 @@ def _exported(
 def _levels(
     steps: Sequence[Eqn], placement: Placement, exported: Mapping[tuple[Var, int], bool]
 ) -> dict[Instance, int]:
+    """Returns the level of each equation on each rank: the earliest if exported, else the latest."""
     makers = {value: step for step in steps for value in step.outputs}
     earliest: dict[Instance, int] = {}
 
     def source(value: Var, rank: int) -> tuple[Instance, int] | None:
-        """Who makes what a rank needs, and how many levels before."""
+        """Returns the instance that computes a value for a rank, and its distance in levels."""
         maker = makers.get(value)
         if maker is None:
             return None
@@ -145,6 +156,7 @@ def _runs(
     exported: Mapping[tuple[Var, int], bool],
     name: str,
 ) -> Iterator[Run]:
+    """Yields one program per level and rank, in order of levels."""
     groups: defaultdict[tuple[int, int], list[Eqn]] = defaultdict(list)
     for (step, rank), level in levels.items():
         groups[level, rank].append(step)

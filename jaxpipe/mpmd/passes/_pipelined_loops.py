@@ -1,4 +1,4 @@
-"""The loops of a traced function: invariants come out of them, the rest becomes tasks."""
+"""Splits the loops of a traced function into tasks, after hoisting invariant equations."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,15 +35,15 @@ LOOP = "pipelined_loop"
 
 @dataclass(frozen=True, eq=False)
 class PipelinedLoop:
-    """A loop in tasks.
+    """A loop over microbatches that is split into tasks.
 
     Attributes:
-        schedule: Who runs which task, in which order.
-        invariants: The values of its body that every microbatch is given.
-        index: The value of its body that is the number of the microbatch.
-        tasks: Of every stage.
-        totals: How each share of a result is put together, in the order of its outputs.
-        specs: The spec of each share that the user constrains, within a group.
+        schedule: The order of actions on every rank.
+        invariants: The inputs of the body that are the same for every microbatch.
+        index: The input of the body that is the index of the microbatch.
+        tasks: [num_stages] the tasks of each stage.
+        totals: How each share of a result is accumulated, in the order of the loop's outputs.
+        specs: The specs, within a group, of those shares whose sharding the user constrains.
     """
 
     schedule: Schedule
@@ -55,6 +55,7 @@ class PipelinedLoop:
 
 
 def loop_of(step: Eqn) -> PipelinedLoop | None:
+    """Returns the loop of an equation, None if it is no pipelined loop."""
     operation = step.operation
     if isinstance(operation, PrimitiveCall) and operation.name == LOOP:
         return operation.params["loop"]
@@ -62,16 +63,23 @@ def loop_of(step: Eqn) -> PipelinedLoop | None:
 
 
 def loop_results(outer: Graph) -> list[Var]:
-    """What loops return: sums, whose first and last version lie alike."""
+    """Returns the outputs of all loops: accumulators, equally sharded in all their versions."""
     return [value for step in outer.steps if loop_of(step) is not None for value in step.outputs]
 
 
 def pipeline_loops(outer: Graph, schedule_of: Callable[[Any, int], Schedule]) -> Graph:
-    """Replaces every loop over microbatches by one in tasks, and the sums of its shares.
+    """Splits every loop over microbatches into tasks, and adds up the shares of its results.
 
     Args:
         outer: A traced function.
-        schedule_of: A checked schedule from what the user gave, and a number of microbatches.
+        schedule_of: `(the user's schedule, num_microbatches) -> schedule`, which it checks.
+
+    Returns:
+        The function with a pipelined loop in place of every loop over microbatches.
+
+    Raises:
+        ValueError: If a stage is marked outside of a loop, or if a loop or a mark is inside another
+            construct, such as `lax.cond`.
     """
     outer = unrolled(outer)
     check_reachable(outer, "the function")
@@ -94,7 +102,7 @@ def pipeline_loops(outer: Graph, schedule_of: Callable[[Any, int], Schedule]) ->
 def _pipelined(
     step: Eqn, schedule_of: Callable[[Any, int], Schedule], known: dict[Var, Atom]
 ) -> list[Eqn]:
-    """Returns the steps that replace a loop, and maps results that need none of them in `known`."""
+    """Returns the equations that replace a loop, and maps results that need none in `known`."""
     assert isinstance(step.operation, PrimitiveCall)
     params = step.operation.params
     count = params["num_microbatches"]
@@ -143,7 +151,8 @@ def _without_invariants(
 ) -> tuple[Eqn, Graph, list[Operation]]:
     """Returns the loop without the results that its only microbatch returns unchanged.
 
-    `known` maps these to the inputs of the loop, so that they stay on the groups that have them.
+    `known` maps these results to the inputs of the loop, so that they stay on the groups that
+    hold them.
     """
     assert isinstance(step.operation, PrimitiveCall)
     outside = dict(zip(body.inputs[:-1], inputs, strict=True))
@@ -164,7 +173,7 @@ def _never(*inputs: Any) -> Sequence[Any]:
 
 
 def _sum_of(shares: Sequence[Var], result: Var) -> list[Eqn]:
-    """Steps that make `result`; none if it comes in one share."""
+    """Returns the additions that compute `result` from its shares; none for a single share."""
     steps, total = [], shares[0]
     for i, share in enumerate(shares[1:], 1):
         new = result if i == len(shares) - 1 else Var(result.aval)
@@ -174,11 +183,14 @@ def _sum_of(shares: Sequence[Var], result: Var) -> list[Eqn]:
 
 
 def _hoisted(body: Graph, inputs: Sequence[Atom]) -> tuple[list[Eqn], Graph, list[Var]]:
-    """What every microbatch would compute anew from invariants, such as weights in another dtype,
-    out of the loop: the steps before it, its body, and what that is given.
+    """Hoists invariant equations, such as casts of weights, out of the loop.
 
-    What is larger than what it is made of stays inside, and so does what is made of nothing, only
-    moves numbers around or prints.
+    Hoists an equation only if its outputs are no larger than its inputs. Equations without inputs,
+    prints and pure data movement (reshape, transpose) stay in the loop: hoisting a data movement
+    would keep an extra array alive.
+
+    Returns:
+        The equations before the loop, the body of the loop, and the inputs of the body.
     """
     index = body.inputs[-1]
     known: dict[Var, Atom] = dict(zip(body.inputs[:-1], inputs, strict=True))
@@ -207,6 +219,7 @@ def _hoisted(body: Graph, inputs: Sequence[Atom]) -> tuple[list[Eqn], Graph, lis
 
 
 def _can_come_out(step: Eqn, invariant: set[Var]) -> bool:
+    """Returns whether an equation may be hoisted."""
     given = variables(step.inputs)
     if not given or is_mark(step) or has_print(step) or not invariant.issuperset(given):
         return False
@@ -215,11 +228,14 @@ def _can_come_out(step: Eqn, invariant: set[Var]) -> bool:
 
 
 def _with_moves_inside(before: Sequence[Eqn], body: Graph) -> tuple[list[Eqn], list[Eqn]]:
-    """Steps that give the body what they only move, such as a reshaped weight, back in: an array
-    more would cost memory, and moving fuses with what reads it."""
+    """Returns the hoisted equations and the body, with pure data movement back in the body.
+
+    A reshaped weight outside of the loop would be an additional array in memory. Inside the body,
+    the reshape fuses with the equation that reads it.
+    """
     inside = list(body.steps)
     needed = set(free_variables(inside, body.outputs))
-    outside: set[Var] = set()  # what the steps that stay read
+    outside: set[Var] = set()  # values that the hoisted equations read
     stay: list[Eqn] = []
     for step in reversed(before):
         is_inside = needed.intersection(step.outputs) and is_move(step) and not _is_cast(step)

@@ -1,9 +1,9 @@
-"""The body of a loop over microbatches, cut at its marks into one program per stage.
+"""Splits the body of a loop over microbatches at its marks into one program per stage.
 
-S stages. A value's place is how far the pipeline has come when it is there: 0 to S - 1 on the way
-forward, S to 2S - 1 on the way back, so that places p and 2S - 1 - p are of one stage. What depends
-on nothing that a stage hands on has no place: weights, the batch, and what is made of them. It is
-computed where it is needed.
+S is the number of stages. The place of a value is the position in the pipeline at which it is
+computed: 0 to S - 1 in the forward, S to 2S - 1 in the backward, so places p and 2S - 1 - p belong
+to the same stage. A value that depends on no value that crosses a mark has no place: weights, the
+batch, and values computed from them alone. Such a value is computed in the stages that read it.
 """
 
 from collections import Counter, defaultdict
@@ -36,12 +36,12 @@ Places = Mapping[Var, int]
 
 @dataclass(frozen=True)
 class Stage:
-    """What one stage computes of one microbatch, forward and backward.
+    """The program of one stage for one microbatch, forward and backward.
 
     Attributes:
-        program: `(values it needs) -> (values others need, its shares of results)`.
-        backward: Its inputs and outputs that come on the way back.
-        handed_on: Its outputs that other stages need.
+        program: `(values it reads) -> (values for other stages, its shares of results)`.
+        backward: The inputs and outputs of `program` that belong to the backward.
+        handed_on: The outputs of `program` that other stages read.
     """
 
     program: Graph
@@ -51,7 +51,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Staged:
-    """Stages, and for every result of the body its shares, which add up to it."""
+    """The stages of a body, and for every result of the body the shares that add up to it."""
 
     stages: tuple[Stage, ...]
     shares: tuple[tuple[Var, ...], ...]
@@ -60,17 +60,22 @@ class Staged:
 def cut_into_stages(
     body: Graph, num_stages: int, adds: Sequence[bool], written: Callable[[], Graph]
 ) -> Staged:
-    """Cuts at marks.
+    """Splits a body at its marks.
 
     Args:
-        body: `(loop invariants, number of the microbatch) -> results`.
-        num_stages: S.
-        adds: Which results add up over microbatches: only these can come in shares.
-        written: Returns the body including the steps that its results do not depend on. It is
+        body: `(loop invariants, index of the microbatch) -> results`.
+        num_stages: Number of stages S.
+        adds: [num_results] whether each result is summed over microbatches. Only such a result may
+            be split into shares.
+        written: Returns the body including the equations that its results do not depend on. It is
             called only if the results depend on some of the marks but not on all.
 
+    Returns:
+        [num_stages] stages, and the shares of each result.
+
     Raises:
-        ValueError: If there are not S or S - 1 marks in a row.
+        ValueError: If the body does not have S or S - 1 marks, or if values run through the marks
+            in another order.
     """
     body = _without_recomputed_marks(_of_values(body))
     body, marks = _number_marks(body, num_stages, lambda: _marks_in(written()))
@@ -86,6 +91,7 @@ def cut_into_stages(
 
 
 def is_mark(step: Eqn) -> bool:
+    """Returns whether an equation marks the end of a stage."""
     return isinstance(step.operation, PrimitiveCall) and step.operation.name == NAME
 
 
@@ -95,10 +101,10 @@ def _is_backward_mark(step: Eqn) -> bool:
 
 
 def _of_values(body: Graph) -> Graph:
-    """Returns the body with constants taken out of its marks.
+    """Returns the body with constants removed from its marks.
 
-    A constant, such as the cotangent of a loss, is available in every stage, so a mark on it does
-    nothing.
+    A constant, such as the cotangent of a loss, is available in every stage, so a mark on it has no
+    effect.
     """
     known: dict[Var, Atom] = {}
     steps = []
@@ -139,8 +145,11 @@ def _number(step: Eqn) -> int:
 
 
 def _without_recomputed_marks(body: Graph) -> Graph:
-    """What is rematerialised of a stage begins where the stage begins: what the stage before hands
-    on is there already, so its mark is not computed a second time."""
+    """Removes marks from rematerialized code.
+
+    Rematerialization of a stage starts at its input, which the stage still has. A second mark on
+    the same values is therefore replaced by the outputs of the first.
+    """
     numbers, first, known = Numbers(body.inputs), {}, {}
     steps = []
     for step in body.steps:
@@ -158,10 +167,11 @@ def _without_recomputed_marks(body: Graph) -> Graph:
 def _number_marks(
     body: Graph, num_stages: int, written: Callable[[], list[int]]
 ) -> tuple[Graph, dict[Eqn, int]]:
-    """Which stage every mark ends; a last one, behind all stages, is taken out.
+    """Returns the stage that every mark ends, and removes a mark after the last stage.
 
-    Marks count in program order, and transposition reverses it. If results depend on only some of
-    the marks, or cotangents flow through only some, the marks' numbers tell which.
+    Marks are numbered in program order, and transposition reverses the order. If the results depend
+    on only some of the marks, or if cotangents flow through only some, the numbers that the marks
+    carry identify them.
     """
     forward = [step for step in body.steps if is_mark(step) and not _is_backward_mark(step)]
     backward = [step for step in body.steps if is_mark(step) and _is_backward_mark(step)]
@@ -197,7 +207,7 @@ def _number_marks(
 
 
 def _aligned(marks: Sequence[Eqn], numbers: Sequence[int]) -> dict[Eqn, int]:
-    """Returns for each mark the index of its number in `numbers`, which has them in this order."""
+    """Returns, for each mark, the index of its number in `numbers`; both are in the same order."""
     found: dict[Eqn, int] = {}
     start = 0
     for step in marks:
@@ -208,6 +218,7 @@ def _aligned(marks: Sequence[Eqn], numbers: Sequence[int]) -> dict[Eqn, int]:
 
 
 def _places(body: Graph, marks: Mapping[Eqn, int], num_stages: int) -> Places:
+    """Returns the places of all values that depend on a mark."""
     places: dict[Var, int] = {}
     for step in body.steps:
         place = max((places[v] for v in variables(step.inputs) if v in places), default=None)
@@ -232,10 +243,10 @@ def _stage_of(place: int, num_stages: int) -> int:
 def _shares(
     body: Graph, places: Places, adds: Sequence[bool], num_stages: int
 ) -> tuple[Graph, tuple[tuple[Var, ...], ...]]:
-    """Results as copies of their own, and those that are sums of several stages in shares.
+    """Copies every result, and splits results that are sums over several stages into shares.
 
-    The gradient of a weight that several stages use is such a sum. Every stage adds up its share
-    over all microbatches, and the shares come together once, behind the loop.
+    The gradient of a weight that several stages use is such a sum. Every stage accumulates its
+    share over all microbatches, and the shares are added once, after the loop.
     """
     makers = {value: step for step in body.steps for value in step.outputs}
     uses = Counter(variables([*(a for step in body.steps for a in step.inputs), *body.outputs]))
@@ -280,7 +291,7 @@ def _homes(
     shares: Sequence[Sequence[Var]],
     num_stages: int,
 ) -> tuple[dict[Eqn, set[int]], dict[Var, set[int]]]:
-    """The stages that run each step, and those that use each value."""
+    """Returns the stages that run each equation, and the stages that read each value."""
     homes: dict[Eqn, set[int]] = {}
     uses: defaultdict[Var, set[int]] = defaultdict(set)
     results = {value for share in shares for value in share}
@@ -307,7 +318,7 @@ def _homes(
 
 
 def _written(body: Graph, marks: Mapping[Eqn, int]) -> dict[Eqn, int]:
-    """Of each step that prints the stage in which it is written: that has what it shows."""
+    """Returns, for each equation that prints, the stage in which the user wrote it."""
     written: dict[Eqn, int] = {}
     stage = 0
     for step in body.steps:
@@ -322,7 +333,7 @@ _FEW_BYTES = 4096
 
 
 def _is_quick(step: Eqn) -> bool:
-    """Whether to compute it twice rather than to send what it gives."""
+    """Returns whether computing an equation in two stages is cheaper than sending its outputs."""
     if is_light(step):
         return True
     moved = [*variables(step.inputs), *step.outputs]
@@ -339,6 +350,7 @@ def _stage(
     results: Sequence[Var],
     num_stages: int,
 ) -> Stage:
+    """Returns the program of one stage."""
     steps = [step for step in body.steps if stage in homes[step]]
     made = {value for step in steps for value in step.outputs}
     handed_on = [
@@ -354,7 +366,7 @@ def _stage(
 
 
 def _own(steps: Sequence[Eqn], shared: Sequence[Eqn]) -> list[Eqn]:
-    """The steps, with values of their own where other stages run some too."""
+    """Returns the equations of a stage, with new variables for the outputs of shared equations."""
     own: dict[Var, Atom] = {v: Var(v.aval) for step in shared for v in step.outputs}
     renamed = []
     for step in substituted(steps, own):
@@ -364,13 +376,16 @@ def _own(steps: Sequence[Eqn], shared: Sequence[Eqn]) -> list[Eqn]:
 
 
 def _backward_values(steps: Sequence[Eqn], places: Places, stage: int, num_stages: int) -> set[Var]:
-    """What comes on the way back. In the last stage no mark says so, but JAX does."""
+    """Returns the values of a stage that belong to its backward.
+
+    The last stage has no backward mark. Its backward begins at the equations that JAX transposed.
+    """
     back: set[Var] = set()
     is_last = stage == num_stages - 1
     for step in steps:
         place = places.get(step.outputs[0], stage)
         of_last = is_last and (is_transposed(step) or not back.isdisjoint(variables(step.inputs)))
-        # A print in what is rematerialised waits for it: the forward has printed already.
+        # A print in rematerialized code belongs to the backward: the forward has its own copy.
         is_again = has_print(step) and is_transposed(step)
         if place >= num_stages or of_last or is_again:
             back.update(step.outputs)

@@ -1,7 +1,7 @@
-"""A stage as tasks: its forward, and its backward whole or in halves.
+"""Splits a stage into tasks: its forward, and its backward whole or in two halves.
 
-What one leaves behind for the other is the fewest bytes from which the rest can be computed at
-little cost: `autodiff` divides programs so.
+Tasks pass residuals to later tasks. These are the fewest bytes from which a later task can compute
+the remaining values at little cost: see `ir.partition`.
 """
 
 from collections.abc import Mapping
@@ -34,10 +34,10 @@ class Task:
 
     Attributes:
         program: `(reads, sums so far) -> (writes, new sums)`.
-        reads: What it is given of its loop: invariants, the number of the microbatch, and what
-            other tasks wrote for the same microbatch.
-        writes: What it makes for other tasks.
-        sums: The shares of results that it adds to.
+        reads: The values it reads: invariants of the loop, the index of the microbatch, and values
+            that other tasks wrote for the same microbatch.
+        writes: The values it computes for other tasks.
+        sums: The shares of results to which it adds.
     """
 
     program: Graph
@@ -49,13 +49,16 @@ class Task:
 def tasks_of(
     stage: Stage, *, body: Graph, totals: Mapping[Var, Total], splits: bool
 ) -> dict[Op, Task]:
-    """The tasks of a stage; those that would compute nothing are left out.
+    """Splits a stage into tasks; a task without outputs is left out.
 
     Args:
-        stage: What to divide.
-        body: The body of the loop. Its inputs are there for every task.
-        totals: How each share of a result is put together.
-        splits: Whether backwards come in halves.
+        stage: The stage to split.
+        body: The body of the loop. Its inputs are available to every task.
+        totals: How each share of a result is accumulated.
+        splits: Whether the schedule splits backwards into I and W.
+
+    Returns:
+        The tasks by operation: F, and B or I and W.
     """
     program, index = stage.program, body.inputs[-1]
     always = set(body.inputs)
@@ -76,6 +79,7 @@ def tasks_of(
 
 
 def _halves_of_backward(backward: Graph, stage: Stage, always: set[Var]) -> dict[Op, Graph]:
+    """Splits a backward into the gradients of activations (I) and the gradients of weights (W)."""
     shown = _shown_at_once(backward, stage.handed_on)
     first = [value in stage.handed_on or value in shown for value in backward.outputs]
     kinds: list[Kind] = [
@@ -87,7 +91,7 @@ def _halves_of_backward(backward: Graph, stage: Stage, always: set[Var]) -> dict
 
 
 def _shown_at_once(backward: Graph, handed_on: frozenset[Var]) -> set[Var]:
-    """The outputs of steps that print what the first half has anyway: these print there."""
+    """Returns the tokens of prints whose operands I computes anyway; these print in I."""
     needed = handed_on.intersection(variables(backward.outputs))
     if not needed:
         return set()
@@ -109,7 +113,7 @@ def _shown_at_once(backward: Graph, handed_on: frozenset[Var]) -> set[Var]:
 
 
 def _task(program: Graph, totals: Mapping[Var, Total], index: Var) -> Task:
-    """With its sums: adding happens where gradients are made, in place."""
+    """Returns a task that adds each gradient in place to its sum, where the gradient is computed."""
     made = set(variables(program.outputs)).difference(program.inputs)
     outputs = [value for value in dict.fromkeys(variables(program.outputs)) if value in made]
     writes = tuple(value for value in outputs if value not in totals)

@@ -21,17 +21,20 @@ from ..ir._reduce import NAME as LOOP
 from ..ir._steps import aval_of, substituted, with_outputs
 
 MOST_TURNS = 64
-"""The most turns of a scan that is unrolled. Longer ones would take minutes to lower."""
+"""The maximum length of a scan that is unrolled. A longer scan would take minutes to lower."""
 
 
 def unrolled(outer: Graph) -> Graph:
-    """Returns the function with each `lax.scan` around a loop over microbatches unrolled.
+    """Unrolls every `lax.scan` around a loop over microbatches.
 
     Args:
         outer: The function.
 
+    Returns:
+        The function without such scans.
+
     Raises:
-        ValueError: If such a scan has more than `MOST_TURNS` turns.
+        ValueError: If such a scan has more than `MOST_TURNS` iterations.
     """
     steps: list[Eqn] = []
     known: dict[Var, Atom] = {}
@@ -42,14 +45,15 @@ def unrolled(outer: Graph) -> Graph:
 
 
 def check_reachable(program: Graph, where: str) -> None:
-    """Checks that no mark and no loop is inside another construct.
+    """Checks that no mark and no loop over microbatches is inside another construct.
 
     Args:
         program: A function whose scans around loops are unrolled, or the body of a loop.
-        where: What errors call the program: "the function" or "a stage".
+        where: The name of the program in errors: "the function" or "a stage".
 
     Raises:
-        ValueError: If a mark or a loop is. The error names it and the construct.
+        ValueError: If a mark or a loop is inside a construct such as `lax.cond`. The error names
+            the construct and says how to avoid it.
     """
     for step in program.steps:
         if is_loop(step) and where == "a stage":
@@ -71,12 +75,12 @@ def check_reachable(program: Graph, where: str) -> None:
 
 
 def is_loop(step: Eqn) -> bool:
-    """Returns whether the step is a loop over microbatches."""
+    """Returns whether the equation is a loop over microbatches."""
     return isinstance(step.operation, PrimitiveCall) and step.operation.name == LOOP
 
 
 def _unrolled(step: Eqn, known: dict[Var, Atom]) -> list[Eqn]:
-    """Returns the steps that replace one, and maps its outputs to theirs in `known`."""
+    """Returns the equations that replace `step`, and maps its outputs to theirs in `known`."""
     if not isinstance(step.operation, Scan) or not any(_names_inside(step, LOOP)):
         return [step]
     loop = step.operation
@@ -127,7 +131,10 @@ def _stacked(aval: Any, *ys: Any) -> list[jax.Array]:
 
 
 def _turn(body: Graph, given: Sequence[Atom]) -> tuple[list[Eqn], list[Atom]]:
-    """Returns the steps of one turn with new values, and its outputs. Unrolls inner scans too."""
+    """Returns the equations of one iteration with new variables, and its outputs.
+
+    Unrolls inner scans too.
+    """
     known: dict[Var, Atom] = dict(zip(body.inputs, given, strict=True))
     steps: list[Eqn] = []
     for step in body.steps:

@@ -1,4 +1,4 @@
-"""A placed function as code: the programs outside of loops, and loops action by action."""
+"""Lowers a function with assigned ranks to a list of runs: outer programs, and loops by action."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -17,7 +17,16 @@ from ._tasks import Task
 
 
 def emit(outer: Graph, placement: Placement, num_ranks: int) -> Code:
-    """Everything ranks run, without what they send each other."""
+    """Returns the runs of all ranks, without transfers.
+
+    Args:
+        outer: A function whose loops are split into tasks. None of its outputs is a constant.
+        placement: The ranks of its equations and values.
+        num_ranks: Number of pipeline ranks.
+
+    Returns:
+        A program of `Run` instructions, in an order in which each one follows those it reads from.
+    """
     runs, loops = segments(outer, placement), [s for s in outer.steps if loop_of(s) is not None]
     instructions: list[Run] = list(runs[0])
     indices: dict[Buffer, int] = {}
@@ -36,7 +45,7 @@ def emit(outer: Graph, placement: Placement, num_ranks: int) -> Code:
 
 
 def _starts(loop: PipelinedLoop, step: Eqn) -> Iterator[Run]:
-    """What sums are before the first microbatch, one program per rank."""
+    """Yields one program per rank that creates its accumulators, with their initial values."""
     results = dict(zip(loop.totals, step.outputs, strict=True))
     by_rank: dict[int, list[Var]] = {}
     for stage, tasks in enumerate(loop.tasks):
@@ -59,12 +68,13 @@ def _started(total: Total) -> list[jax.Array]:
 
 
 def name_of(action: Action) -> str:
-    """As JaxPP prints tasks: what, of which stage, for which microbatch."""
+    """Returns the name of a task as JaxPP writes it: operation, stage, microbatch (`fwd_0__3`)."""
     what = {Op.F: "fwd", Op.B: "bwd", Op.I: "bwd_i", Op.W: "bwd_w"}[action.op]
     return f"{what}_{action.stage}__{action.microbatch}"
 
 
 def _actions(loop: PipelinedLoop, step: Eqn) -> Iterator[Run]:
+    """Yields the runs of a loop, in a topological order of its schedule."""
     outside = {
         invariant: Buffer(atom)
         for invariant, atom in zip(loop.invariants, step.inputs, strict=True)
@@ -81,7 +91,7 @@ def _actions(loop: PipelinedLoop, step: Eqn) -> Iterator[Run]:
 
 
 def _parts(action: Action, tasks: Mapping[Op, Task]) -> list[Action]:
-    """A whole backward as its halves, where they were made."""
+    """Returns I and W in place of a whole backward, if the stage has only these two tasks."""
     if action.op is Op.B and Op.B not in tasks:
         return [Action(action.stage, op, action.microbatch) for op in (Op.I, Op.W)]
     return [action]
