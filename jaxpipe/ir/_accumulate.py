@@ -1,8 +1,9 @@
-"""Gradients that add to what is there, where they are made.
+"""Adds gradients to their accumulators where they are computed, in place.
 
-A loop over layers returns its gradients stacked, in a buffer as large as all weights, which is then
-added to another. Here every turn adds its slice to that other one, in place, and the first is never
-made. Sums are in the dtype of what they add to.
+The backward of a scan over layers returns its gradients stacked, in a buffer as large as all
+weights, which is then added to the accumulator. After this pass every iteration adds its slice to
+the accumulator in place, and the stacked buffer is never allocated. Sums have the dtype of the
+accumulator.
 """
 
 import math
@@ -37,13 +38,13 @@ from ._graph import (
 
 @dataclass(frozen=True)
 class Gradient:
-    """An output that a step makes, on the way to the output of a program that it becomes.
+    """An output of an equation from which a gradient of the program is computed by data movement.
 
     Attributes:
-        made: As the step returns it.
-        way: The steps from there, which only move numbers.
+        made: The output of the equation.
+        way: The equations from `made` to the gradient, which only move or cast numbers.
         start: The sum so far.
-        total: The sum with it.
+        total: The sum including this gradient.
     """
 
     made: Var
@@ -53,11 +54,15 @@ class Gradient:
 
 
 def accumulate(program: Graph, gradients: Sequence[bool]) -> Graph:
-    """`(inputs, sums so far) -> outputs`, where gradients have been added to the sums.
+    """Returns a program that adds its gradients to sums that it is given.
 
     Args:
         program: `(inputs) -> outputs`.
-        gradients: Which outputs are gradients. Each has a sum so far, of its shape.
+        gradients: [num_outputs] whether each output is a gradient. Each gradient has a sum so far,
+            of its shape.
+
+    Returns:
+        `(inputs, sums so far) -> outputs`, with the new sum in place of each gradient.
     """
     sums: list[Var] = []
     added: list[Eqn] = []
@@ -79,7 +84,7 @@ def accumulate(program: Graph, gradients: Sequence[bool]) -> Graph:
             added.append(Eqn(_ADD, (start, outputs[i]), (total,)))
         outputs[i] = total
 
-    # The steps of a way compute nothing any more that is read.
+    # The outputs of the equations in `way` are not read any more.
     passed = {step for targets in within.values() for target in targets for step in target.way}
     steps = [step for step in program.steps if step not in passed]
     steps = [
@@ -98,8 +103,12 @@ _ADD = PrimitiveCall("add_to_sum", _add)
 def _origin(
     output: Atom, makers: Mapping[Var, Eqn], uses: Mapping[Var, int]
 ) -> tuple[Eqn | None, Any, tuple[Eqn, ...]]:
-    """The step that makes an output, what it returns, and the steps from there that only move or
-    cast numbers; none that anything else needs."""
+    """Returns the equation that computes an output, apart from data movement and casts.
+
+    Returns:
+        The equation, its output, and the movement and casts from there to `output`. None, a value
+        and no equations if the value is an input or if another equation reads it too.
+    """
     way: list[Eqn] = []
     while isinstance(output, Var) and output in makers and uses[output] == 1:
         step = makers[output]
@@ -133,7 +142,7 @@ def _shape_out(step: Eqn) -> tuple[int, ...]:
 
 
 def _is_zero(step: Eqn, makers: Mapping[Var, Eqn]) -> bool:
-    """Whether it returns an array of zeros."""
+    """Returns whether an equation returns an array of zeros."""
     operation = step.operation
     if not isinstance(operation, PrimitiveCall) or operation.equation is None:
         return False
@@ -146,7 +155,7 @@ def _is_zero(step: Eqn, makers: Mapping[Var, Eqn]) -> bool:
 
 
 def _can_add(step: Eqn, made: Var, way: Sequence[Eqn], makers: Mapping[Var, Eqn]) -> bool:
-    """Whether a step can be given the sum so far, and return it with the gradient."""
+    """Returns whether an equation can take the sum so far, and return it with the gradient added."""
     match step.operation:
         case Scan() as loop:
             is_stacked = step.outputs.index(made) >= loop.num_carry
@@ -161,18 +170,25 @@ def _can_add(step: Eqn, made: Var, way: Sequence[Eqn], makers: Mapping[Var, Eqn]
 
 
 def _is_cast(step: Eqn) -> bool:
-    """Whether it leaves numbers where they are; a sum has a dtype and a sharding of its own."""
+    """Returns whether an equation keeps every number at its index.
+
+    Such an equation is dropped: a sum has its own dtype and sharding.
+    """
     return isinstance(step.operation, PrimitiveCall) and step.operation.name in _CASTS
 
 
 def _keeps_first_dim(step: Eqn) -> bool:
+    """Returns whether a data movement leaves the first dim, the layers of a scan, in place."""
     assert isinstance(step.operation, PrimitiveCall)
     permutation = step.operation.params.get("permutation")
     return permutation[0] == 0 if permutation else _shape_in(step)[:1] == _shape_out(step)[:1]
 
 
 def _adding(step: Eqn, gradients: Sequence[Gradient]) -> list[Eqn]:
-    """A step that adds some of its outputs to sums that it is given, which vary as it needs."""
+    """Returns an equation that adds some of its outputs to sums that it is given.
+
+    The sums are cast to the varying manual axes of the gradients first.
+    """
     starts = [Var(gradient.made.aval) for gradient in gradients]
     varied = [
         Eqn(PrimitiveCall("pcast", partial(_varied, g.made.aval)), (g.start,), (start,))
@@ -212,9 +228,10 @@ def _body_adding(
     *,
     num_dims: int,
 ) -> Graph:
-    """A body that is given the sums too, after all else, and returns them so.
+    """Returns a body whose last inputs are the sums, and whose last outputs are the new sums.
 
-    The way of a gradient is gone in here, without the first `num_dims` dims of arrays out there.
+    The data movement of each gradient is moved into the body, where arrays do not have the first
+    `num_dims` dims that they have outside.
     """
     inside = dict(zip(step.outputs, body.outputs, strict=True))
     steps, ends = list(body.steps), []
@@ -228,6 +245,7 @@ def _body_adding(
 
 
 def _moves_inside(value: Atom, way: Sequence[Eqn], num_dims: int) -> Iterator[Eqn]:
+    """Yields the equations of `way` without casts, for arrays without the first `num_dims` dims."""
     for step in way:
         if _is_cast(step):  # the sum has a dtype of its own
             continue
@@ -255,11 +273,14 @@ def _reshape(shape: tuple[int, ...], x: Any) -> list[jax.Array]:
 
 
 def add_gradients(f: Callable, *arguments: PyTree) -> Callable[[PyTree], PyTree]:
-    """`(sums) -> sums + f(*arguments)`, in place where that can be.
+    """Returns a function that adds the gradients of `f` to sums, in place where possible.
 
     Args:
-        f: Returns gradients: arrays, and None where there is none.
-        arguments: Arrays.
+        f: A function that returns a pytree of gradients: arrays, and None where a leaf has none.
+        arguments: The arrays on which `f` is traced and called.
+
+    Returns:
+        `(sums) -> sums + f(*arguments)`, for sums with the structure of the gradients.
     """
     closed, shape = jax.make_jaxpr(f, return_shape=True)(*arguments)
     count = len(jax.tree.leaves(shape))

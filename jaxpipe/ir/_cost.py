@@ -1,4 +1,4 @@
-"""What steps cost: those as fast as reading their results may run twice."""
+"""Classifies equations by cost: those that cost no more than memory traffic may be recomputed."""
 
 from ._graph import Eqn, PrimitiveCall
 
@@ -23,16 +23,15 @@ def _is_one_of(names: str, step: Eqn) -> bool:
 
 
 def is_move(step: Eqn) -> bool:
-    """Whether it only moves or casts numbers."""
+    """Returns whether an equation only moves or casts numbers."""
     return _is_one_of(_MOVES, step)
 
 
 def is_cheap(step: Eqn) -> bool:
-    """Whether it moves numbers, or makes each of one or two others, so that it fuses with what
-    reads it."""
+    """Returns whether an equation moves numbers or is elementwise, so that it fuses."""
     return is_move(step) or _is_one_of(_NUMBER_BY_NUMBER, step)
 
 
 def is_light(step: Eqn) -> bool:
-    """Whether it costs no more than reading its inputs."""
+    """Returns whether an equation costs no more than reading its inputs: cheap, or a reduction."""
     return is_cheap(step) or _is_one_of(_REDUCTIONS, step)

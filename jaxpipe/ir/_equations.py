@@ -1,4 +1,4 @@
-"""Equations of jaxprs: what they call, and each as a function of its own."""
+"""Returns the jaxprs that equations of a jaxpr call, and each equation as a function."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,11 +7,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 
 
 def jaxpr_of(closed: Any) -> Jaxpr:
+    """Returns the `Jaxpr` of an open or closed jaxpr."""
     return getattr(closed, "jaxpr", closed)
 
 
 def scoped(equation: JaxprEqn, names: Any) -> JaxprEqn:
-    """`equation` with the name scopes of the call that it is taken out of."""
+    """Returns `equation` with the name scopes of the call from which it is inlined."""
     if not names:
         return equation
     info = equation.source_info
@@ -28,11 +29,11 @@ _CALLS = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
 }
-"""Primitives that only call a jaxpr, and the parameter that has it."""
+"""Primitives that only call a jaxpr, and the name of the parameter that holds it."""
 
 
 def called_jaxpr(equation: JaxprEqn) -> Any:
-    """The jaxpr that an equation calls, if that is all it does."""
+    """Returns the jaxpr that an equation calls, None if the equation does anything else."""
     shardings = (
         *equation.params.get("in_shardings", ()),
         *equation.params.get("out_shardings", ()),
@@ -43,7 +44,15 @@ def called_jaxpr(equation: JaxprEqn) -> Any:
 
 
 def bind(equation: JaxprEqn, jaxpr: Jaxpr) -> Callable[..., Sequence[Any]]:
-    """A function of the inputs of an equation that are no literals. It may come from any jaxpr."""
+    """Returns an equation as a function of those of its inputs that are no literals.
+
+    Args:
+        equation: An equation of any jaxpr.
+        jaxpr: The jaxpr that contains it.
+
+    Returns:
+        `(inputs) -> outputs`.
+    """
     inputs = [x for x in equation.invars if isinstance(x, Var)]
     outputs = [Var(x.aval) for x in equation.outvars]  # some may be dropped
     alone = jaxpr.replace(

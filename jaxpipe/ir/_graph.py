@@ -1,9 +1,9 @@
-"""A jaxpr as a list of steps that can be taken apart and put together again.
+"""A jaxpr as a list of equations that a pass can rearrange.
 
-Calls are inlined, rematerialised ones too: a step is one primitive, or a loop, a choice or a map
-over shards, whose bodies are programs again. A program runs through JAX's public functions, which
-type what comes out. So who rearranges steps writes no equation, and the same code serves versions
-of JAX whose equations differ.
+Calls are inlined, including rematerialized ones: an equation is one primitive, or a scan, a cond or
+a shard_map, whose bodies are graphs again. A graph runs through JAX's public functions, which infer
+the types of all outputs. A pass therefore never writes a jaxpr equation, and the same code serves
+versions of JAX whose equations differ.
 """
 
 import math
@@ -29,19 +29,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Var:
-    """What a program is given, or one of its steps computes. Equal to itself alone."""
+    """An input of a graph, or an output of one of its equations. Equal only to itself."""
 
     aval: Any
 
     @property
     def num_bytes(self) -> int:
-        """Of one array, or of one shard inside a map over shards."""
+        """Returns the size in bytes of the array, or of one shard inside a shard_map."""
         return math.prod(self.aval.shape) * self.aval.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False)
 class Literal:
-    """What a program knows without being given it."""
+    """A constant of a graph."""
 
     value: Any
 
@@ -51,13 +51,13 @@ Atom = Var | Literal
 
 @dataclass(frozen=True)
 class PrimitiveCall:
-    """One primitive, or a function that stands for one.
+    """One primitive, or a function that acts as one.
 
     Attributes:
-        name: The primitive's.
+        name: The name of the primitive.
         run: `(inputs that are no literals) -> outputs`.
-        params: Those of the primitive.
-        equation: Whose primitive it is, if there is one.
+        params: The parameters of the primitive.
+        equation: The jaxpr equation of the primitive, None for a function.
     """
 
     name: str
@@ -68,17 +68,17 @@ class PrimitiveCall:
 
 @dataclass(frozen=True)
 class Scan:
-    """`lax.scan`, which may hold arrays to which each turn adds its slice.
+    """`lax.scan`, optionally with arrays to which each iteration adds its slice.
 
     Attributes:
         body: `(consts, carry, slices of xs, slices of sums) -> (carry, slices of ys, sums)`.
-        num_consts: Inputs that every turn sees whole.
-        num_carry: Inputs, and the first outputs, that go from turn to turn.
-        length: Turns.
-        reverse: Whether the last slices come first.
-        unroll: Turns that are written out at a time.
-        num_sums: The last inputs and outputs, [length, ...] arrays of which every turn replaces
-            its slice, in place.
+        num_consts: Number of inputs that every iteration reads whole.
+        num_carry: Number of inputs, and of first outputs, that are carried between iterations.
+        length: Number of iterations.
+        reverse: Whether the iterations run from the last slices to the first.
+        unroll: Number of iterations that are unrolled into one.
+        num_sums: Number of last inputs and outputs that are [length, ...] arrays, of which every
+            iteration replaces its slice, in place.
     """
 
     body: "Graph"
@@ -92,7 +92,7 @@ class Scan:
     def run(self, *inputs: Any) -> list[Any]:
         ends = self.num_consts, self.num_consts + self.num_carry, len(inputs) - self.num_sums
         consts, init, xs, sums = (list(part) for part in split_at(inputs, ends))
-        if not self.length:  # no slice to look at, and none to put back
+        if not self.length:  # no slices to index or to update
             slices = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (*xs, *sums)]
             outputs = jax.eval_shape(self.body, *consts, *init, *slices)
             ys = outputs[self.num_carry : len(outputs) - self.num_sums]
@@ -120,7 +120,7 @@ class Scan:
 
 @dataclass(frozen=True)
 class Cond:
-    """`lax.switch`: `(index, inputs of every branch) -> outputs of the one that is chosen`."""
+    """`lax.switch`: `(index, inputs of every branch) -> outputs of the chosen branch`."""
 
     branches: tuple["Graph", ...]
 
@@ -130,7 +130,7 @@ class Cond:
 
 @dataclass(frozen=True)
 class ShardMap:
-    """`jax.shard_map`, over the axes that become manual in it."""
+    """`jax.shard_map` over the axes that become manual in it."""
 
     body: "Graph"
     mesh: Any
@@ -140,7 +140,7 @@ class ShardMap:
     check_vma: bool
 
     def run(self, *inputs: Any) -> list[Any]:
-        # Within another `shard_map` it is the context that has the mesh as it is there.
+        # Inside another `shard_map`, JAX takes the mesh, with its manual axes, from the context.
         alone = jax.sharding.get_abstract_mesh().empty
         return jax.shard_map(
             self.body,
@@ -154,7 +154,7 @@ class ShardMap:
 
 @dataclass(frozen=True, eq=False)
 class Eqn:
-    """`operation` on `inputs`."""
+    """The application of `operation` to `inputs`."""
 
     operation: PrimitiveCall | Scan | Cond | ShardMap
     inputs: tuple[Atom, ...]
@@ -163,7 +163,7 @@ class Eqn:
 
 @dataclass(frozen=True)
 class Graph:
-    """A function of arrays: `to_graph(*inputs)` is a list of its outputs."""
+    """A function of arrays: calling it with its inputs returns the list of its outputs."""
 
     inputs: tuple[Var, ...]
     steps: tuple[Eqn, ...]
@@ -182,16 +182,19 @@ class Graph:
 
 
 def to_graph(closed: ClosedJaxpr, *, keep_dead: bool = False, prints: bool = False) -> Graph:
-    """The steps of a jaxpr that its outputs depend on.
+    """Returns the equations of a jaxpr that its outputs depend on.
 
     Args:
         closed: The jaxpr.
-        keep_dead: Whether to keep the other steps too.
+        keep_dead: Whether to keep all other equations too.
         prints: Whether to allow unordered prints and callbacks, and to keep them. The last output
-            of a step that prints is a token, a zero: a program that returns it runs the print.
+            of an equation that prints is a token, a zero: a program that returns it runs the print.
+
+    Returns:
+        The graph.
 
     Raises:
-        ValueError: If it has side effects.
+        ValueError: If the jaxpr has side effects.
     """
     check_pure(closed, prints=prints)
     if keep_dead:
@@ -206,10 +209,10 @@ def check_pure(closed: ClosedJaxpr, *, prints: bool = False) -> None:
 
     Args:
         closed: The program.
-        prints: Allows unordered prints and callbacks.
+        prints: Whether to allow unordered prints and callbacks.
 
     Raises:
-        ValueError: If it does not.
+        ValueError: If the program has other side effects, naming the functions that have them.
     """
     if names := effects_of(closed, prints=prints):
         instead = "take prints, callbacks and references out of it"
@@ -222,7 +225,7 @@ def check_pure(closed: ClosedJaxpr, *, prints: bool = False) -> None:
 
 
 def has_print(step: Eqn) -> bool:
-    """Returns whether a step prints or calls back: it must run exactly once."""
+    """Returns whether an equation prints or calls back, so that it must run exactly once."""
     match step.operation:
         case PrimitiveCall(equation=equation):
             return equation is not None and is_print(equation)
@@ -233,40 +236,40 @@ def has_print(step: Eqn) -> bool:
 
 
 def print_tokens(steps: Iterable[Eqn]) -> list[Var]:
-    """Returns the tokens of steps that print, as `to_graph` made them."""
+    """Returns the tokens of the equations that print, which `to_graph` adds to their outputs."""
     return [step.outputs[-1] for step in steps if has_print(step)]
 
 
 def free_variables(steps: Iterable[Eqn], outputs: Iterable[Atom]) -> list[Var]:
-    """What `steps` and `outputs` read that no step computes, in the order they do."""
+    """Returns the variables that `steps` and `outputs` read and no step computes, in order."""
     computed = {value for step in steps for value in step.outputs}
     atoms = [*(atom for step in steps for atom in step.inputs), *outputs]
     return [value for value in dict.fromkeys(variables(atoms)) if value not in computed]
 
 
 def pvary_like(aval: Any, x: Any) -> Any:
-    """`x`, varying over all manual axes over which `aval` does."""
+    """Returns `x` cast to vary over all manual axes over which `aval` varies."""
     missing = aval.manual_axis_type.varying - jax.typeof(x).manual_axis_type.varying
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:
-    """Those that are no constants."""
+    """Returns the variables among `atoms`, without the literals."""
     return [atom for atom in atoms if isinstance(atom, Var)]
 
 
 def select(items: Iterable[T], wanted: Iterable[bool]) -> tuple[T, ...]:
-    """The items that are wanted."""
+    """Returns the items whose entry in `wanted` is true."""
     return tuple(item for item, want in zip(items, wanted, strict=True) if want)
 
 
 def split_at(values: Sequence[Any], ends: Sequence[int]) -> list[Sequence[Any]]:
-    """The parts of `variables` up to each end, and the rest."""
+    """Returns the parts of `values` that end at the indices `ends`, and the remaining values."""
     return [values[a:b] for a, b in zip((0, *ends), (*ends, len(values)), strict=True)]
 
 
 def _program(jaxpr: Any, names: Any = "") -> Graph:
-    """Of a closed or an open jaxpr. `names` are the name scopes around it."""
+    """Returns the graph of a closed or open jaxpr inside the name scopes `names`."""
     inputs = tuple(Var(var.aval) for var in jaxpr_of(jaxpr).invars)
     steps: list[Eqn] = []
     outputs = _inline(jaxpr, inputs, names, steps)
@@ -274,7 +277,7 @@ def _program(jaxpr: Any, names: Any = "") -> Graph:
 
 
 def _inline(called: Any, inputs: Sequence[Atom], names: Any, steps: list[Eqn]) -> list[Atom]:
-    """Appends to `steps` those of a jaxpr that is called with `inputs`, and returns its outputs."""
+    """Appends the equations of a jaxpr called with `inputs` to `steps`, and returns its outputs."""
     jaxpr, consts = jaxpr_of(called), getattr(called, "consts", ())
     atoms: dict[core.Var, Atom] = dict(zip(jaxpr.invars, inputs, strict=True))
     for var, const in zip(jaxpr.constvars, consts, strict=True):
@@ -298,9 +301,10 @@ def _inline(called: Any, inputs: Sequence[Atom], names: Any, steps: list[Eqn]) -
 
 
 def _behind_barrier(equation: JaxprEqn, inputs: list[Atom], steps: list[Eqn]) -> list[Atom]:
-    """The inputs of a rematerialised call so that XLA finds nothing that is computed already.
+    """Returns the inputs of a rematerialized call behind barriers against common subexpressions.
 
-    One barrier for each, unlike JAX: what needs one input needs not wait for the others.
+    Each input has its own barrier, unlike in JAX: an equation that reads one input does not wait
+    for the others.
     """
     params = equation.params
     barred = params.get("prevent_cse", False)
@@ -361,7 +365,7 @@ def _with_token(step: Eqn) -> Eqn:
 
 
 def _returning_token(body: Graph) -> Graph:
-    """One token for all that a program prints, behind its outputs."""
+    """Returns a body with one token for all its prints as an additional last output."""
     token = Var(ShapedArray((), jnp.int32))
     joined = Eqn(PrimitiveCall("token", _token), tuple(print_tokens(body.steps)), (token,))
     return Graph(body.inputs, (*body.steps, joined), (*body.outputs, token))

@@ -1,10 +1,10 @@
-"""What to keep so that other things can be computed from it again: the fewest bytes that do.
+"""Finds the fewest bytes to keep from which other values can be computed again: a minimum cut.
 
-A minimum cut. Every value is a pipe as wide as its size. Values that cannot be computed again are
-springs, and what is kept cuts the needs off from all of these. Of cuts of equal width it is the one
-nearest to the needs, which leaves the least to compute.
+Every value is an edge whose capacity is its size. Values that cannot be computed again are sources,
+and the kept values separate the needed values from all sources. Among cuts of equal capacity the
+one nearest to the needed values is chosen, which leaves the least to recompute.
 
-Ford and Fulkerson, 1956, one need after the other: most values lie far from most needs.
+Ford and Fulkerson, 1956, one needed value after the other: most values are far from most of them.
 """
 
 from collections import defaultdict
@@ -13,21 +13,25 @@ from typing import Any, TypeVar
 
 T = TypeVar("T", bound=Hashable)
 Node = tuple[Any, bool]
-"""A value's pipe: where it begins, or with True where it ends."""
+"""One end of the edge of a value: its tail (False) or its head (True)."""
 Edge = tuple[Node, Node, int]
-"""From a node to one downstream, and how much more could flow there."""
+"""An edge of the residual graph: its tail, its head and its residual capacity."""
 UNLIMITED = 1 << 62
 
 
 def minimal_cut(
     needs: Iterable[T], parents: Mapping[T, Iterable[T]], cost: Callable[[T], int]
 ) -> list[T]:
-    """What to keep of all values so that `needs` can be computed again.
+    """Finds the values to keep so that `needs` can be computed from them.
 
     Args:
         needs: The values that are needed.
-        parents: What a value is computed from, each once, if it may be computed again.
-        cost: Of keeping a value, above 0.
+        parents: For each value that may be recomputed, the values from which it is computed, each
+            once.
+        cost: The cost of keeping a value, above 0.
+
+    Returns:
+        The values to keep, with the smallest total cost.
     """
     children = _children(needs, parents)
     flow: defaultdict[tuple[Node, Node], int] = defaultdict(int)
@@ -41,14 +45,14 @@ def minimal_cut(
         else:
             yield from (((parent, True), node, UNLIMITED) for parent in parents[value])
             backward = [other]
-        # What flows on from here could be taken back.
+        # Flow that leaves this node could be cancelled.
         yield from ((there, node, flow[node, there]) for there in backward)
 
     def push(path: list[Edge]) -> None:
         amount = min(room for _, _, room in path)
         for start, end, _ in path:
             (a, _), (b, at_end) = start, end
-            if (a == b) == at_end:  # through a pipe, or from one to the next
+            if (a == b) == at_end:  # along the edge of a value, or between two values
                 flow[start, end] += amount
             else:
                 flow[end, start] -= amount
@@ -64,7 +68,7 @@ def minimal_cut(
 
 
 def _children(needs: Iterable[T], parents: Mapping[T, Iterable[T]]) -> dict[T, list[T]]:
-    """What is computed from each value that some need depends on. Needs come first."""
+    """Returns the values computed from each value that `needs` depend on. The needs are first."""
     children: dict[T, list[T]] = {need: [] for need in needs}
     waiting = list(children)
     for value in waiting:
@@ -79,7 +83,12 @@ def _children(needs: Iterable[T], parents: Mapping[T, Iterable[T]]) -> dict[T, l
 def _path(
     end: Node, upstream: Callable[[Node], Iterator[Edge]], parents: Mapping[Any, Any]
 ) -> tuple[list[Edge], set[Node]]:
-    """The shortest way from a spring to `end` with room on it, or else all that `end` is fed by."""
+    """Returns the shortest augmenting path from a source to `end`.
+
+    Returns:
+        The edges of the path and an empty set; if there is no path, no edges and all nodes from
+        which `end` can be reached.
+    """
     found: dict[Node, Edge | None] = {end: None}
     waiting = [end]
     for node in waiting:

@@ -1,11 +1,11 @@
-"""A program divided in two: what some outputs need, and the rest, which comes later.
+"""Divides a program in two: the equations that some outputs need, and the remaining ones.
 
-The second half is given the inputs again, and links: values that the first has computed. Nothing
-that costs much is computed twice. What costs little is, where that makes fewer bytes of links: a
-cast or a product of arrays is as fast as reading its result.
+The second half is given the inputs again, and links: values that the first half has computed.
+An equation that costs much is never computed twice. An equation that costs little, such as a cast
+or a product of arrays, is computed again if this reduces the bytes of the links.
 
-Loops, choices and maps over shards are divided too, each into two of its kind. All else stays
-whole, in the first half if that needs any of it.
+Scans, conds and shard_maps are divided too, each into two of its kind. Any other equation stays
+whole, in the first half if that needs one of its outputs.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from ._partition_nested import Halves, Kind, split_step
 
 @dataclass(frozen=True)
 class Partition:
-    """Two programs that together are one.
+    """Two programs that together compute one.
 
     Attributes:
         first: `(inputs) -> (the outputs that were asked for, links)`.
         second: `(some of the inputs, links) -> the other outputs`.
-        reads: Which inputs those are.
+        reads: [num_inputs] whether `second` reads each input.
     """
 
     first: Graph
@@ -33,13 +33,17 @@ class Partition:
 
 
 def partition(program: Graph, first: Sequence[bool], kinds: Sequence[Kind]) -> Partition:
-    """Divides a program.
+    """Divides a program into two halves.
 
     Args:
-        program: What to divide.
-        first: Which outputs the first half computes, with what they need and nothing else.
-        kinds: What each input is to the second half. Those that are "kept" until then weigh as
-            much as a link.
+        program: The program to divide.
+        first: [num_outputs] whether the first half computes each output. It computes nothing else
+            but links.
+        kinds: [num_inputs] how each input is available to the second half. An input that is "kept"
+            until the second half runs weighs as much as a link.
+
+    Returns:
+        The two halves.
     """
     halves = divide(program, first, kinds)
     others = select(program.outputs, [not is_first for is_first in first])
@@ -56,7 +60,16 @@ def partition(program: Graph, first: Sequence[bool], kinds: Sequence[Kind]) -> P
 
 
 def divide(program: Graph, wanted: Sequence[bool], kinds: Sequence[Kind]) -> Halves:
-    """The steps that the wanted outputs need, the others, and how these are linked."""
+    """Divides a program into the equations that the wanted outputs need, and the others.
+
+    Args:
+        program: The program to divide.
+        wanted: [num_outputs] whether the first half computes each output.
+        kinds: [num_inputs] how each input is available to the second half.
+
+    Returns:
+        The equations of both halves, and the values that link them.
+    """
     of_kind = {kind: set(select(program.inputs, [k == kind for k in kinds])) for kind in _KINDS}
     free = _free(program, of_kind["free"])
     first, second = _assign(program, wanted, free)
@@ -77,7 +90,7 @@ _KINDS = ("free", "kept", "gone", "own")
 
 
 def _free(program: Graph, given: set[Var]) -> set[Var]:
-    """What the second half has, or can compute from it at little cost."""
+    """Returns the values that the second half has, or can compute from those at little cost."""
     free = set(given)
     for step in program.steps:
         if is_cheap(step) and free.issuperset(variables(step.inputs)):
@@ -86,7 +99,7 @@ def _free(program: Graph, given: set[Var]) -> set[Var]:
 
 
 def _assign(program: Graph, wanted: Sequence[bool], free: set[Var]) -> tuple[list[Eqn], list[Eqn]]:
-    """The steps that the wanted outputs need, and the others."""
+    """Returns the equations that the wanted outputs need, and the others."""
     needed = set(variables(select(program.outputs, wanted)))
     first: list[Eqn] = []
     second: list[Eqn] = []
@@ -103,8 +116,11 @@ def _assign(program: Graph, wanted: Sequence[bool], free: set[Var]) -> tuple[lis
 
 
 def _early(second: Sequence[Eqn], own: set[Var]) -> tuple[list[Eqn], list[Eqn]]:
-    """The steps of the second half that might as well run in the first, and those that must not:
-    what costs much, and what depends on it or on what is the second half's `own`."""
+    """Splits the second half into equations that might as well run in the first, and all others.
+
+    An equation must run late if it costs much, if it depends on such an equation, or if it reads an
+    input that only the second half has (`own`).
+    """
     late_values = set(own)
     early: list[Eqn] = []
     late: list[Eqn] = []
@@ -124,8 +140,11 @@ def _cut(
     free: set[Var],
     kept: set[Var],
 ) -> list[Var]:
-    """The values that the second half is to have, so that cheap steps of the first half and its own
-    early ones lead from them to its needs: those with the fewest bytes."""
+    """Returns the values with the fewest bytes that the second half must have.
+
+    From these values, cheap equations of the first half and early equations of the second compute
+    all values that the late equations need.
+    """
     parents = {
         v: tuple(dict.fromkeys(variables(s.inputs))) for s in (*first, *early) for v in s.outputs
     }
@@ -133,7 +152,8 @@ def _cut(
     moved = {v for step in (*filter(is_move, first), *early) for v in step.outputs}
 
     def cost(value: Var) -> int:
-        # Of two with as many bytes an input, which is there already, or else what is there first.
+        # Of two values with equal bytes, prefers an input, which is kept already, and then the
+        # one that is computed first.
         return 3 * value.num_bytes + (value not in kept) + (value in moved) or 1
 
     return minimal_cut(needs, parents, cost)
@@ -142,7 +162,7 @@ def _cut(
 def _leading_to(
     ends: Sequence[Var], steps: Sequence[Eqn], *, given: Sequence[Var] = ()
 ) -> list[Eqn]:
-    """Those of the steps that lead from what is given to `ends`."""
+    """Returns the equations that compute `ends` from `given`."""
     missing = set(ends).difference(given)
     leading: list[Eqn] = []
     for step in reversed(steps):

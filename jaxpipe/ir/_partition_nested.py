@@ -1,8 +1,8 @@
-"""A step with programs inside, divided: two loops for a loop, two choices for a choice.
+"""Divides an equation with programs inside: a scan into two scans, a cond into two conds.
 
-The first computes what is wanted of the step, and links for the second, which computes the rest.
-Links leave a loop stacked by its turns, a choice in places that its branches share, and a map over
-shards stacked by devices.
+The first one computes the wanted outputs, and links for the second, which computes the others.
+Links leave a scan stacked by iteration, a cond in variables that its branches share, and a
+shard_map stacked by device.
 """
 
 import math
@@ -38,15 +38,18 @@ from ._graph import (
 )
 
 Kind = typing.Literal["free", "kept", "gone", "own"]
-"""What an input is to the second half: there in any case; there if it asks for it, and then kept
-until it runs; gone, so that what it needs of it is a link; or its own, so that the first half must
-do without."""
+"""The availability of an input to the second half. "free": always available. "kept": available on
+request, and then kept in memory until the second half runs. "gone": not available, so values that
+depend on it must be links. "own": available to the second half only, not to the first."""
 
 
 @dataclass(frozen=True)
 class Halves:
-    """The steps of a program by halves, some in both, and the values of the first that the second
-    reads and that are not there anyway."""
+    """The equations of both halves, some in both, and the links between the halves.
+
+    Links are values that the first half computes and the second reads, without inputs that are
+    available to the second half in any case.
+    """
 
     first: list[Eqn]
     second: list[Eqn]
@@ -58,13 +61,16 @@ Pair = tuple[list[Eqn], list[Eqn]]
 
 
 def split_step(step: Eqn, wanted: Sequence[bool], free: set[Var], divide: Divide) -> Pair:
-    """A step as steps of both halves. The first may compute more than what is wanted of it.
+    """Divides an equation between both halves. The first may compute more outputs than are wanted.
 
     Args:
-        step: Of some outputs more are wanted than of others.
-        wanted: Which outputs the first half needs.
-        free: Values that the second half has, or can compute at no cost.
-        divide: `fission` for the programs inside.
+        step: An equation some of whose outputs are wanted.
+        wanted: [num_outputs] whether the first half needs each output.
+        free: Values that the second half has, or can compute at little cost.
+        divide: The function that divides the programs inside, `_partition.divide`.
+
+    Returns:
+        The equations of the first half and those of the second.
     """
     kinds: list[Kind] = [
         "free" if isinstance(atom, Literal) or atom in free else "kept" for atom in step.inputs
@@ -86,7 +92,7 @@ def _split_loop(
 ) -> Pair:
     body, n = loop.body, loop.num_carry
     carried = slice(loop.num_consts, loop.num_consts + n)
-    # What goes from turn to turn in the first loop is not there in the second.
+    # The carry of the first loop is not available in the second.
     of_carry: list[Kind] = ["gone" if want else "own" for want in wanted[:n]]
     kinds[carried] = of_carry
     halves = divide(body, wanted, kinds)
@@ -113,8 +119,11 @@ def _part_of_loop(
     links: dict[Var, Var] | None = None,
     made: dict[Var, Var] | None = None,
 ) -> Eqn:
-    """A loop of some of the steps. It is given `links`, and returns what is wanted and `made`:
-    of both the value in a turn, and that of all turns out here."""
+    """Returns a scan of some of the equations of a scan.
+
+    It takes `links` as additional inputs, and returns the wanted outputs and `made`. Both map the
+    value in one iteration to the stacked value outside.
+    """
     links, made, body = links or {}, made or {}, loop.body
     outputs = (*select(body.outputs, wanted), *made)
     needed = free_variables(steps, outputs)
@@ -156,8 +165,11 @@ def _split_choice(
 
 
 def _share(links: Sequence[Var], known: dict[Var, Var], made: list[Var]) -> dict[Var, Var]:
-    """The links of a branch by where they lie out here: in an output that is `known`, in a link
-    that is `made` for other branches and has the same type, or in one that is made now."""
+    """Returns the links of a branch by the variables that hold them outside of the cond.
+
+    Such a variable is an output that is `known`, a link in `made` of the same type that another
+    branch needs, or a new one, which is appended to `made`.
+    """
     vacant, places = list(made), {}
     for value in links:
         place = known.get(value) or next((v for v in vacant if v.aval == value.aval), None)
@@ -177,7 +189,7 @@ def _first_branch(
     links: dict[Var, Var],
     made: Sequence[Var],
 ) -> Graph:
-    """It returns zeros for links of other branches."""
+    """Returns a branch of the first cond. It returns zeros for the links of other branches."""
     zeros = {place: Var(place.aval) for place in made if place not in links}
     steps = [Eqn(_zeros(value.aval), (), (value,)) for value in zeros.values()]
     returned = [(links | zeros)[place] for place in made]
@@ -192,6 +204,7 @@ def _second_branch(
     links: dict[Var, Var],
     passed: Sequence[Var],
 ) -> Graph:
+    """Returns a branch of the second cond. It ignores the links of other branches."""
     given = [links[place] if place in links else Var(place.aval) for place in passed]
     return Graph((*branch.inputs, *given), tuple(half.second), select(branch.outputs, others))
 
@@ -220,7 +233,7 @@ def _split_shards(
     specs = tuple(PartitionSpec(names or None) for names in axes)
     rows = [_stacked(value, 1) for value in halves.links]
     counts = [math.prod(shards.mesh.shape[name] for name in names) for names in axes]
-    # Outside, nobody asks for more of their type than this.
+    # Outside of the shard_map only the shape and dtype of a link are read.
     links = [
         Var(ShapedArray((count, *value.aval.shape), value.aval.dtype))
         for value, count in zip(halves.links, counts, strict=True)
@@ -252,13 +265,13 @@ _DROP_DIM = PrimitiveCall("squeeze", lambda x: [jnp.squeeze(x, 0)])
 
 
 def _apart(value: Var, shards: ShardMap) -> tuple[str, ...]:
-    """The axes that tell devices apart which may have different values."""
+    """Returns the manual axes along which a value may differ between devices."""
     varying = value.aval.manual_axis_type.varying if shards.check_vma else shards.axes
     return tuple(name for name in shards.mesh.axis_names if name in varying & shards.axes)
 
 
 def _split_custom_vmap(step: Eqn, wanted: list[bool]) -> Pair:
-    """Its own rule for `jax.vmap` knows no links: it is divided only where it needs none."""
+    """Divides a `custom_vmap` call only if no link is needed: its batching rule knows no links."""
     assert isinstance(step.operation, PrimitiveCall) and step.operation.equation is not None
     equation = step.operation.equation
     call = to_graph(equation.params["call"])
@@ -269,7 +282,7 @@ def _split_custom_vmap(step: Eqn, wanted: list[bool]) -> Pair:
 
 
 def _only_outputs(step: Eqn, wanted: Sequence[bool]) -> Eqn:
-    """A call with its own rule for `jax.vmap`, without the outputs that are not wanted."""
+    """Returns a `custom_vmap` call without the outputs that are not wanted."""
     assert isinstance(step.operation, PrimitiveCall) and step.operation.equation is not None
     equation = step.operation.equation
     params = equation.params
@@ -294,6 +307,7 @@ def _only_outputs(step: Eqn, wanted: Sequence[bool]) -> Eqn:
 
 
 def _needed(body: Graph, wanted: Sequence[bool]) -> list[Eqn]:
+    """Returns the equations on which the wanted outputs depend, last equation first."""
     needed, steps = set(variables(select(body.outputs, wanted))), []
     for step in reversed(body.steps):
         if needed.intersection(step.outputs):
@@ -303,7 +317,7 @@ def _needed(body: Graph, wanted: Sequence[bool]) -> list[Eqn]:
 
 
 def _only_read(step: Eqn) -> Eqn:
-    """A choice or a map over shards without the inputs that its programs do not read."""
+    """Returns a cond or a shard_map without the inputs that its programs do not read."""
     operation = step.operation
     if isinstance(operation, Cond):
         used = [set(free_variables(b.steps, b.outputs)) for b in operation.branches]
@@ -329,7 +343,7 @@ def _only_read(step: Eqn) -> Eqn:
 def _known_outside(
     inner: Sequence[Atom], outer: Sequence[Var], wanted: Sequence[bool]
 ) -> dict[Var, Var]:
-    """Values inside that the first half returns in any case, and what they are out here."""
+    """Returns the values inside that the first half returns anyway, with their outer variables."""
     pairs = select(zip(inner, outer, strict=True), wanted)
     return {atom: value for atom, value in pairs if isinstance(atom, Var)}
 

@@ -97,7 +97,7 @@ def _fused(first: Run, second: Run, kept: set[Buffer], known: dict[tuple, Graph]
 
 
 def _joined(first: Run, second: Run, reads: Sequence[Buffer], writes: Sequence[Buffer]) -> Graph:
-    """Returns the concatenation of two programs, from the buffers `reads` to the buffers `writes`."""
+    """Returns both programs as a single one that reads `reads` and writes `writes`."""
     a, b = first.program, second.program
     made: dict[Buffer, Atom] = dict(zip(first.reads, a.inputs, strict=True))
     made.update(zip(first.writes, a.outputs, strict=True))

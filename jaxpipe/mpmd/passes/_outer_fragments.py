@@ -117,7 +117,7 @@ def _exported(
 def _levels(
     steps: Sequence[Eqn], placement: Placement, exported: Mapping[tuple[Var, int], bool]
 ) -> dict[Instance, int]:
-    """Returns the level of each equation on each rank: the earliest if exported, else the latest."""
+    """Returns each equation's level on each rank: the earliest if exported, else the latest."""
     makers = {value: step for step in steps for value in step.outputs}
     earliest: dict[Instance, int] = {}
 

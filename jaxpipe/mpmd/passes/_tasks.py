@@ -113,7 +113,7 @@ def _shown_at_once(backward: Graph, handed_on: frozenset[Var]) -> set[Var]:
 
 
 def _task(program: Graph, totals: Mapping[Var, Total], index: Var) -> Task:
-    """Returns a task that adds each gradient in place to its sum, where the gradient is computed."""
+    """Returns a task that adds each gradient in place to its sum, where it is computed."""
     made = set(variables(program.outputs)).difference(program.inputs)
     outputs = [value for value in dict.fromkeys(variables(program.outputs)) if value in made]
     writes = tuple(value for value in outputs if value not in totals)
