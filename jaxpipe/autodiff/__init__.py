@@ -1,4 +1,4 @@
-"""What all engines share: the contract of a model, and the unpipelined reference."""
+"""Code that all engines share: the contract of a model, and the unpipelined reference."""
 
 from . import _unpipelined as unpipelined
 from ._model import Model as Model

@@ -1,13 +1,14 @@
-"""What every engine runs: a model as three pure functions, and its weights as three groups.
+"""The model that every engine runs: three pure functions, and weights in three groups.
 
 weights = {"embed": ..., "stages": leaves with stage dims in front, "head": ...}
-side    = pytree of [M, ...] arrays every stage may read: tokens, positions, segment ids, targets
-keys    = pytree with stage dims in front of what else a stage is given: dropout keys, which layers
-          it has; or () without any
+side    = pytree of [M, ...] arrays that every stage may read: tokens, positions, segment ids,
+          targets
+keys    = pytree of leaves with stage dims in front that a stage is given besides its weights:
+          dropout keys, a mask of its layers; or () without any
 
-Everything is a sum. `loss` returns the share of one microbatch in the loss of the batch (its
-target weights are divided by those of the whole batch beforehand), so an engine adds shares up and
-nobody scales anything.
+Losses are sums. `loss` returns the contribution of one microbatch to the loss of the batch: its
+target weights are divided by those of the whole batch beforehand. An engine therefore only adds up
+the contributions of microbatches, and never scales a loss or a gradient.
 """
 
 from collections.abc import Callable
@@ -21,25 +22,28 @@ from jax.sharding import AxisType
 from jaxtyping import Array, Float, PyTree, Scalar, Shaped
 
 Sums = dict[str, Scalar]
-"""Scalars by name that are added over microbatches, and over stages where stages make them."""
+"""Scalars by name that are summed over microbatches, and over stages if stages return them."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """Three pure functions, each of one microbatch.
+    """A model as three pure functions of one microbatch.
 
     Attributes:
-        embed: `(weights["embed"], side_m) -> x`, what enters the first stage: any pytree.
-        stage: `(weights of one stage, x, side_m, rng) -> (y, sums)`, where y is like x and rng is
-            this stage's leaves of `keys`; random ones are folded with the microbatch's index.
-            `sums["loss"]`, if there, is added to the loss (a load-balance loss, say); the others
-            become metrics. A stage without sums may return y alone.
-        loss: `(ends, y, side_m) -> (loss, sums)` with ends = `{"head": weights["head"]}`, and
-            `"embed"` beside it if the model is tied.
-        tied: Whether `loss` reads the embedding's weights too.
-        shared_loss: `(ends, y, side_m, axis) -> ((loss, sums), (of_ends, dy))`: the same loss by
-            all ranks of an axis together, and its gradients. All are given the same, and return
-            shares that add up over the axis; but dy, the gradient by y, each has whole.
+        embed: `(weights["embed"], side_m) -> x`, the input of the first stage: any pytree.
+        stage: `(weights of one stage, x, side_m, rng) -> (y, sums)`. y has the structure, shapes
+            and dtypes of x. rng has the leaves of `keys` for this stage, with the index of the
+            microbatch folded into random keys. `sums["loss"]`, if present, is added to the loss (a
+            load-balance loss, for example); all other sums become metrics. A stage without sums may
+            return y alone.
+        loss: `(ends, y, side_m) -> (loss, sums)` with ends = `{"head": weights["head"]}`, and also
+            `"embed"` if the model is tied.
+        tied: Whether `loss` reads the weights of the embedding too.
+        shared_loss: `(ends, y, side_m, axis) -> ((loss, sums), (of_ends, dy))`: the same loss,
+            computed by all ranks of an axis together, and its gradients. All ranks have the same
+            arguments.
+            The loss, the sums and the gradients by `ends` are contributions that add up over the
+            axis; the gradient dy by y is complete on each rank.
     """
 
     embed: Callable[[Any, Any], Any]
@@ -52,7 +56,7 @@ class Model:
         object.__setattr__(self, "stage", with_aux(self.stage))
 
     def ends(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """The weights that `loss` reads."""
+        """Returns the weights that `loss` reads: those of the head, and of the embedding if tied."""
         return {name: weights[name] for name in ("head", *(("embed",) if self.tied else ()))}
 
 
@@ -126,12 +130,20 @@ def _typed_like(y: Any, x: Any) -> Any:
 
 
 def index_leading(tree: PyTree, index: Any) -> PyTree:
-    """Entry `index` of dim 0 of every leaf. Any entry, if the index is out of range."""
+    """Returns entry `index` of dim 0 of every leaf, an arbitrary one if `index` is out of range."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 
 def fold_in_microbatch(keys: PyTree, microbatch: Any) -> PyTree:
-    """The keys of one microbatch: every random key, whatever its dims, folded with it."""
+    """Returns `keys` with the index of a microbatch folded into every random key.
+
+    Args:
+        keys: Pytree of arrays. Leaves that are no typed keys are returned unchanged.
+        microbatch: Index of the microbatch, a scalar.
+
+    Returns:
+        Pytree with the structure and the shapes of `keys`.
+    """
 
     def fold_leaf(leaf: jax.Array) -> jax.Array:
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -143,15 +155,23 @@ def fold_in_microbatch(keys: PyTree, microbatch: Any) -> PyTree:
 
 
 def total(sums: dict[str, Shaped[Array, " steps"]]) -> Sums:
-    """Adds up sums that came one per step of a scan."""
+    """Returns the sums over dim 0, the iterations of a scan."""
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
 
 def combine_losses(loss: Scalar, of_loss: Sums, of_stages: Sums) -> tuple[Scalar, Sums]:
-    """The batch's loss and metrics from what `loss` and what the stages have summed up.
+    """Combines the sums that `loss` and the stages have returned into the loss and the metrics.
+
+    Args:
+        loss: The loss of the batch that `model.loss` has summed up.
+        of_loss: The sums of `model.loss`.
+        of_stages: The sums of `model.stage`. Its entry "loss", if present, is added to `loss`.
+
+    Returns:
+        (loss, metrics) of the batch.
 
     Raises:
-        ValueError: If `loss` and `stage` use one name for two things.
+        ValueError: If `loss` and `stage` use the same name for a metric.
     """
     clash = sorted(set(of_loss) & set(of_stages))
     if clash:

@@ -1,9 +1,10 @@
-"""A stage as two programs, forward and backward, and what the first must keep for the second.
+"""Splits a stage into a forward and a backward program, and finds the residuals between them.
 
-A pipeline runs a stage's backward long after its forward, and with its own hands: it decides where
-residuals lie, when weights are gathered again, and how gradients add up. So the two programs are
-separate functions of arrays, and weights are no residuals: whatever can be computed from them alone
-(a cast, a slice) is computed again, never kept per microbatch.
+A pipeline runs the backward of a stage long after its forward, and controls the details itself:
+where residuals are stored, when weights are gathered again, and how gradients are accumulated. The
+two programs are therefore separate functions of arrays. Weights are never residuals, and neither is
+a value that can be computed from weights alone (a cast, a slice): the backward computes it again
+instead of storing it for each microbatch.
 """
 
 from collections.abc import Callable
@@ -22,9 +23,10 @@ class Pullback:
     """A function and its derivative.
 
     Attributes:
-        forward: `(weights, x, side, rng) -> (out, residuals)`, a list of arrays.
+        forward: `(weights, x, side, rng) -> (out, residuals)`, where residuals is a list of arrays.
         backward: `(weights, side, rng, residuals, cotangent) -> (dweights, dx, dside)`. The
-            cotangent is like `floating(out)`, the results are like `floating` of the inputs.
+            cotangent has the structure of `floating(out)`, and the results have the structure of
+            `floating` of the inputs.
     """
 
     forward: Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, list[jax.Array]]]
@@ -32,28 +34,31 @@ class Pullback:
 
 
 def floating(tree: PyTree) -> PyTree:
-    """`tree` with None for the leaves that have no derivative: integers, booleans, keys."""
+    """Returns `tree` with None for leaves without a derivative: integers, booleans, keys."""
     return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, tree)
 
 
 def combine(differentiated: PyTree, tree: PyTree) -> PyTree:
-    """`tree` with the leaves of `differentiated` where that has any."""
+    """Returns `tree` with the leaves of `differentiated` in place of its own, except where None."""
     return jax.tree.map(
         lambda new, old: old if new is None else new, differentiated, tree, is_leaf=_is_none
     )
 
 
 def pullback(f: Callable, weights: PyTree, x: PyTree, side: PyTree, rng: PyTree) -> Pullback:
-    """Traces `f(weights, x, side, rng) -> out` once and divides it.
+    """Traces `f(weights, x, side, rng) -> out` once, and splits it into forward and backward.
 
     `jax.checkpoint` in or around `f` decides which intermediate values become residuals.
 
     Args:
-        f: A function of arrays. It closes over nothing that is differentiated.
-        weights: Examples: only shapes, dtypes and where they vary are read.
-        x: The same.
-        side: The same.
-        rng: The same.
+        f: A function of arrays. It closes over no array that is differentiated.
+        weights: Example weights: only shapes, dtypes and varying manual axes are read.
+        x: Example input of the stage; only types are read.
+        side: Example inputs of one microbatch that every stage may read; only types are read.
+        rng: Example random keys and other inputs without derivative; only types are read.
+
+    Returns:
+        The forward and the backward of `f`.
     """
     vjp_tree = None
 
@@ -96,7 +101,10 @@ def pullback(f: Callable, weights: PyTree, x: PyTree, side: PyTree, rng: PyTree)
 
 
 def _sources(closed: ClosedJaxpr, num_out: int, sizes: list[int]) -> list[Any]:
-    """Where the backward finds each residual: "kept", from "weights" alone, or input number i."""
+    """Returns the source of each residual: "kept", "weights" (recomputed from them), or an input.
+
+    An input is given by its index among the leaves of all inputs.
+    """
     invars = {var: i for i, var in enumerate(closed.jaxpr.invars)}
     of_x = range(sizes[0], sizes[0] + sizes[1])
 
@@ -112,13 +120,13 @@ def _sources(closed: ClosedJaxpr, num_out: int, sizes: list[int]) -> list[Any]:
 
 
 def _used(closed: ClosedJaxpr, outputs: list[int]) -> tuple[Any, list[bool]]:
-    """What of a program is needed for some of its outputs, and which inputs that reads."""
+    """Returns the part of a program that some outputs need, and whether it reads each input."""
     wanted = [i in outputs for i in range(len(closed.jaxpr.outvars))]
     return partial_eval.dce_jaxpr(closed.jaxpr, wanted)
 
 
 def _only(closed: ClosedJaxpr, outputs: list[int]) -> Callable[[list], list[jax.Array]]:
-    """A function of all inputs, in a list, that computes some of the outputs."""
+    """Returns a function of the list of all inputs that computes some of the outputs."""
     jaxpr, used = _used(closed, outputs)
     run = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
     return lambda inputs: run(*[x for x, use in zip(inputs, used, strict=True) if use])

@@ -1,8 +1,8 @@
-"""Rematerialisation by name: what of a stage or of a layer is kept for its backward, and where.
+"""Rematerialization by name: which tensors are kept for the backward, and in which memory.
 
-A model names tensors with `jax.ad_checkpoint.checkpoint_name`. A policy gives each name a place:
-kept on the `device`, kept in the host's memory (`offload`), or computed again (`remat`), as
-everything without a name is. Names of policies and tensors are MaxText's.
+A model names tensors with `jax.ad_checkpoint.checkpoint_name`. A policy assigns a place to each
+name: kept on the `device`, kept in host memory (`offload`), or computed again (`remat`). A tensor
+without a name is always computed again. Names of policies and tensors are those of MaxText.
 
 b sequences, T tokens, D embed, H heads, C channels of a head, F width of an MLP.
 """
@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import jax
 
 Remat = Callable[[Callable], Callable]
-"""What wraps a stage or a layer: `jax.checkpoint` with a policy, or the identity."""
+"""A wrapper of a stage or a layer: `jax.checkpoint` with a policy, or the identity."""
 
 Place = Literal["remat", "device", "offload"]
 
@@ -34,7 +34,7 @@ TENSORS: dict[str, str] = {
     "moe_mlpwi_1": "what these are multiplied with",
     "moe_mlpwo": "what routed experts return, before shares are applied [rows of all experts, D]",
 }
-"""Every name that models of this package give, and what it stands for."""
+"""Every tensor name that the models of this package use, with its meaning."""
 
 _QKV = ("query_proj", "key_proj", "value_proj")
 _OF_ATTENTION = (*_QKV, "out_proj", "mla_q", "mla_kv")
@@ -50,37 +50,41 @@ SAVED: dict[str, tuple[str, ...]] = {
     "save_qkv_proj": _QKV,
     "save_out_proj": ("out_proj",),
 }
-"""What a policy keeps on the device, beside the input. From fast and large to slow and small."""
+"""The tensors that a policy keeps on the device, in addition to the input of a layer. The order is
+from fast with much memory to slow with little memory."""
 
 OFFLOADED: dict[str, tuple[str, ...]] = {
     "minimal_offloaded": _PROJECTIONS,
     "qkv_proj_offloaded": _QKV,
 }
-"""What a policy keeps in the host's memory."""
+"""The tensors that a policy keeps in host memory."""
 
 POLICIES = ("full", "none", *SAVED, *OFFLOADED, "custom")
-"""`full` keeps the input alone, `none` computes nothing again, `custom` asks for every tensor."""
+"""`full` keeps the input alone, `none` recomputes nothing, `custom` takes a place per tensor."""
 
-# Inside a scan nothing can be shared between forward and backward but what the scan saves.
+# Inside a scan XLA cannot merge forward and recomputation, so no barrier is needed.
 recompute: Remat = partial(jax.checkpoint, prevent_cse=False)
 """Keeps the input of a tick and computes the rest again in the backward."""
 
 
 def keep(work: Callable) -> Callable:
-    """Keeps everything that the backward needs: no rematerialisation."""
+    """Returns `work` unchanged: the backward finds all values it needs, and recomputes none."""
     return work
 
 
 def remat_by_name(policy: str, places: Mapping[str, str] | None = None) -> Remat:
-    """What wraps a stage or a layer so that its backward finds what `policy` keeps.
+    """Returns a wrapper for a stage or a layer that keeps the tensors of a policy for the backward.
 
     Args:
         policy: One of `POLICIES`.
-        places: For `custom`: the place of each tensor of `TENSORS`. One that is left out is
+        places: For `custom`: the place of each tensor of `TENSORS`. A tensor that is left out is
             computed again.
 
+    Returns:
+        `(function) -> function`: `jax.checkpoint` with the policy, or the identity for `none`.
+
     Raises:
-        ValueError: If there is no such policy, tensor or place.
+        ValueError: If the policy, a tensor or a place is unknown.
     """
     if policy == "full":
         return recompute
@@ -97,13 +101,24 @@ def remat_by_name(policy: str, places: Mapping[str, str] | None = None) -> Remat
 
 
 HOST = "pinned_host"
-"""The memory that offloaded tensors lie in."""
+"""The kind of memory in which offloaded tensors are stored."""
 
 
 def kept_names(
     policy: str, places: Mapping[str, str] | None = None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The tensors that a policy keeps on the device, and those that it offloads."""
+    """Returns the tensors that a policy keeps on the device, and those that it offloads.
+
+    Args:
+        policy: One of `POLICIES`.
+        places: For `custom`: the place of each tensor of `TENSORS`.
+
+    Returns:
+        The names kept on the device, and the names kept in host memory.
+
+    Raises:
+        ValueError: If the policy, a tensor or a place is unknown.
+    """
     if policy not in POLICIES:
         raise ValueError(f"`remat_policy` is {policy!r}. Give one of {', '.join(POLICIES)}.")
     if policy != "custom":
@@ -122,13 +137,18 @@ def kept_names(
 
 
 def check_offload(policy: str, places: Mapping[str, str] | None, devices: Iterable[Any]) -> None:
-    """Checks that `devices` have the memory that `policy` offloads to.
+    """Checks that devices have the kind of memory to which a policy offloads.
 
-    Emulated devices on CPUs do. There the program is the same and moves nothing, as XLA drops what
-    it says about memories: the host's is all there is.
+    Emulated devices on CPUs have it. On these the program is the same but moves no data: XLA
+    ignores memory kinds, because host memory is the only memory.
+
+    Args:
+        policy: One of `POLICIES`.
+        places: For `custom`: the place of each tensor of `TENSORS`.
+        devices: The devices of the mesh. Only the first one is checked.
 
     Raises:
-        ValueError: If they have not.
+        ValueError: If the policy offloads tensors and the devices have no pinned host memory.
     """
     _, offloaded = kept_names(policy, places)
     device = next(iter(devices))

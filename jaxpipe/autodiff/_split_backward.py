@@ -1,7 +1,8 @@
-"""A stage's backward, whole or in halves: what the stage before waits for, and weights' gradients.
+"""Splits the backward of a stage into the gradients of activations and the gradients of weights.
 
-The second half may run whenever there is time, and fills what were bubbles: Qi et al., 2023, arXiv
-2401.10241. They call the halves B and W; here they are I and W, and B is both.
+The stage before waits for the first half only. The second half may run at any later time, and fills
+bubbles: Qi et al., 2023, arXiv 2401.10241. The paper calls the halves B and W; here they are I and
+W, and B is the whole backward.
 """
 
 from collections.abc import Callable
@@ -19,18 +20,19 @@ from ._pullback import floating, pullback
 
 @dataclass(frozen=True)
 class SplitBackward:
-    """A function and its derivative, whole and in halves. Gradients add to those so far, in place.
+    """A function and its derivative, whole and in halves. Gradients are accumulated in place.
 
-    `gradient` is like `floating(weights)`, in any floating dtype: sums are made in it. Cotangents
-    are like `floating` of what they belong to.
+    `gradient` has the structure of `floating(weights)` and any floating dtype, which is the dtype
+    of the sums. A cotangent has the structure of `floating` of its primal value.
 
     Attributes:
-        forward: `(weights, x, side, rng) -> (out, residuals)`, a list of arrays.
+        forward: `(weights, x, side, rng) -> (out, residuals)`, where residuals is a list of arrays.
         backward: `(weights, side, rng, residuals, cotangent, gradient) -> (gradient, dx, dside)`.
         input: `(weights, side, rng, residuals, cotangent) -> (dx, dside, link)`, the half without
-            weights' gradients, and a list of arrays for the other.
+            the gradients of weights. `link` is a list of arrays for the other half.
         weight: `(weights, side, rng, residuals for it, link, gradient) -> gradient`.
-        for_weight: Which residuals `weight` is given. The others are done with after `input`.
+        for_weight: [num_residuals] whether `weight` reads each residual. All others can be freed
+            after `input`.
     """
 
     forward: Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, list[jax.Array]]]
@@ -43,14 +45,17 @@ class SplitBackward:
 def split_backward(
     f: Callable, weights: PyTree, x: PyTree, side: PyTree, rng: PyTree
 ) -> SplitBackward:
-    """Traces `f(weights, x, side, rng) -> out` and divides it, and its derivative once more.
+    """Traces `f(weights, x, side, rng) -> out` and splits it, and splits its backward into halves.
 
     Args:
-        f: A pure function of arrays. It closes over nothing that is differentiated.
-        weights: Examples: only shapes, dtypes and where they vary are read.
-        x: The same.
-        side: The same.
-        rng: The same.
+        f: A pure function of arrays. It closes over no array that is differentiated.
+        weights: Example weights: only shapes, dtypes and varying manual axes are read.
+        x: Example input of the stage; only types are read.
+        side: Example inputs of one microbatch that every stage may read; only types are read.
+        rng: Example random keys and other inputs without derivative; only types are read.
+
+    Returns:
+        The forward of `f`, and its backward whole and in halves.
 
     Raises:
         ValueError: If `f` has side effects.
@@ -92,10 +97,10 @@ def split_backward(
 
 
 _KINDS: tuple[Kind, ...] = ("free", "free", "free", "kept", "gone")
-"""Of weights, side, rng, residuals and the cotangent, to the second half."""
+"""The kinds of weights, side, rng, residuals and the cotangent, as inputs of the second half."""
 
 
 def _run(program: Graph, *arguments: PyTree) -> list[jax.Array]:
-    """Runs it on the leaves, which may vary over fewer axes than in the examples."""
+    """Runs a program on leaves, which may vary over fewer manual axes than the examples did."""
     leaves = zip(program.inputs, jax.tree.leaves(arguments), strict=True)
     return program(*(pvary_like(value.aval, leaf) for value, leaf in leaves))

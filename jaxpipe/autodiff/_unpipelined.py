@@ -1,4 +1,4 @@
-"""The reference: the same model on one device, one microbatch after the other."""
+"""Runs a model without a pipeline, one microbatch after the other: the reference for engines."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,16 +13,16 @@ from ._model import Model, Sums, combine_losses, fold_in_microbatch, total
 def value_and_grad(
     model: Model, weights: dict[str, Any], side: PyTree, keys: PyTree = ()
 ) -> tuple[tuple[Scalar, Sums], dict[str, Any]]:
-    """Loss, metrics and gradients of a batch, without a pipeline.
+    """Returns loss, metrics and gradients of a batch, without a pipeline.
 
     Args:
         model: The model.
-        weights: The three groups; leaves of `weights["stages"]` are [num_stages, ...].
-        side: [M, ...] leaves.
-        keys: [num_stages, ...] leaves, or () without dropout.
+        weights: The three groups of weights; leaves of `weights["stages"]` are [num_stages, ...].
+        side: Pytree of [M, ...] leaves, for M microbatches.
+        keys: Pytree of [num_stages, ...] leaves, or () without dropout.
 
     Returns:
-        ((loss, metrics), gradients like `weights`). Gradients add up in the weights' dtype.
+        ((loss, metrics), gradients like `weights`). Gradients are summed in the weights' dtype.
     """
 
     of_microbatch = jax.value_and_grad(_microbatch_loss(model, keys), has_aux=True)
@@ -39,7 +39,17 @@ def value_and_grad(
 def value(
     model: Model, weights: dict[str, Any], side: PyTree, keys: PyTree = ()
 ) -> tuple[Scalar, Sums]:
-    """(loss, metrics) alone; the arguments are those of `value_and_grad`."""
+    """Returns loss and metrics of a batch, without a pipeline and without gradients.
+
+    Args:
+        model: The model.
+        weights: The three groups of weights; leaves of `weights["stages"]` are [num_stages, ...].
+        side: Pytree of [M, ...] leaves, for M microbatches.
+        keys: Pytree of [num_stages, ...] leaves, or () without dropout.
+
+    Returns:
+        (loss, metrics).
+    """
     of_microbatch = _microbatch_loss(model, keys)
 
     def step(_, microbatch):
@@ -50,7 +60,7 @@ def value(
 
 
 def _microbatch_loss(model: Model, keys: PyTree) -> Callable:
-    """`(weights, side of one microbatch, its index) -> (loss, metrics)`."""
+    """Returns the function `(weights, side of one microbatch, its index) -> (loss, metrics)`."""
 
     def loss(weights, side_m, index):
         def step(x, stage):

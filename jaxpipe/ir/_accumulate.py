@@ -155,7 +155,7 @@ def _is_zero(step: Eqn, makers: Mapping[Var, Eqn]) -> bool:
 
 
 def _can_add(step: Eqn, made: Var, way: Sequence[Eqn], makers: Mapping[Var, Eqn]) -> bool:
-    """Returns whether an equation can take the sum so far, and return it with the gradient added."""
+    """Returns whether an equation can take the sum so far, and return it plus the gradient."""
     match step.operation:
         case Scan() as loop:
             is_stacked = step.outputs.index(made) >= loop.num_carry
