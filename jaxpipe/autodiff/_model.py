@@ -56,7 +56,7 @@ class Model:
         object.__setattr__(self, "stage", with_aux(self.stage))
 
     def ends(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Returns the weights that `loss` reads: those of the head, and of the embedding if tied."""
+        """Returns the weights that `loss` reads: the head's, and the embedding's if tied."""
         return {name: weights[name] for name in ("head", *(("embed",) if self.tied else ()))}
 
 

@@ -1,6 +1,7 @@
-"""What travels between processes, in words: the two ends of a route must say the same of it.
+"""Describes the transfers between processes as text, so that both ends of a route can be compared.
 
-A peer pulls bytes, not arrays: ends that disagree wait forever, or get numbers of something else.
+A receiver pulls bytes, not arrays. If the two ends of a route expect different arrays, the receiver
+waits forever or interprets the bytes wrongly.
 """
 
 import hashlib
@@ -14,21 +15,22 @@ from ..ir._program import Buffer, Code, Receive, Send
 from ._transport import Spec, layout
 
 MOST_LETTERS = 200
-"""Of a layout: one of a thousand devices has tens of thousands."""
+"""Number of characters of a layout that are kept: for a thousand devices it has over 10,000."""
 
 
 def layouts_of_routes(
     code: Code, mesh: MpmdMesh, specs: Mapping[tuple[Buffer, int], PartitionSpec]
 ) -> tuple[dict[str, str], set[int]]:
-    """What this process sends and receives.
+    """Returns the layouts of all transfers between this process and others.
 
     Args:
-        code: Of all ranks.
-        mesh: The groups.
-        specs: How each buffer is divided on each rank.
+        code: The program of all ranks.
+        mesh: The groups of devices.
+        specs: The sharding of each buffer on each rank.
 
     Returns:
-        The layout of what takes each route, by its name; and the processes at their other ends.
+        The layout of the arrays on each route, by the name of the route, and the processes at the
+        other ends.
     """
     local, counts, peers = set(mesh.local_ranks), Counter[tuple[type, int, int]](), set[int]()
     found = {}
@@ -56,13 +58,23 @@ def on_rank(
     mesh: MpmdMesh,
     specs: Mapping[tuple[Buffer, int], PartitionSpec],
 ) -> Spec:
-    """Shape, dtype and sharding of a buffer on a rank."""
+    """Returns the shape, dtype and sharding of a buffer on a rank.
+
+    Args:
+        buffer: The buffer.
+        rank: The rank.
+        mesh: The groups of devices.
+        specs: The sharding of each buffer on each rank.
+
+    Returns:
+        The shape, dtype and sharding.
+    """
     aval, sharding = buffer.value.aval, NamedSharding(mesh.unstack[rank], specs[buffer, rank])
     return Spec(aval.shape, aval.dtype, sharding=sharding)
 
 
 def brief(text: str) -> str:
-    """A text, or its beginning and a digest of all of it: different ones stay different."""
+    """Returns a text, or its beginning and a digest: different texts stay different."""
     if len(text) <= MOST_LETTERS:
         return text
     return f"{text[:MOST_LETTERS]}... ({hashlib.sha256(text.encode()).hexdigest()[:16]})"

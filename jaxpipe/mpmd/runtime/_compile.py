@@ -1,7 +1,8 @@
-"""Every program of a step, compiled before the first one runs; equal ones once.
+"""Compiles every program of a step before the first one runs, and equal programs only once.
 
-Where a group has several devices, how a value is divided is known once the program that makes it
-is compiled, so programs wait for those whose values they read. On single devices none waits.
+If a group has several devices, the sharding of a value is known only after the program that
+computes it is compiled, so a program waits for those whose values it reads. If every group has a
+single device, no program waits.
 """
 
 import ctypes
@@ -30,11 +31,11 @@ Specs = tuple[PartitionSpec | None, ...]
 
 @dataclass(frozen=True)
 class Executables:
-    """Compiled programs.
+    """The compiled programs of a step.
 
     Attributes:
-        programs: By the place of their `Run` in the code. Only those of local ranks.
-        specs: How each buffer is divided on each rank that has it.
+        programs: The programs of local ranks, by the index of their `Run` in the code.
+        specs: The sharding of each buffer on each rank that has it.
     """
 
     programs: Mapping[int, Callable[..., Any]]
@@ -42,13 +43,16 @@ class Executables:
 
 
 def check_threads(mesh: MpmdMesh) -> None:
-    """Checks that XLA's threads outnumber the CPU devices that wait in them for each other.
+    """Checks that XLA has more threads than CPU devices that wait for each other.
 
-    A program of several devices that was started on one of them waits in a thread of XLA's pool for
-    the others. If all threads wait, none is left for what they wait for.
+    A program on several devices that has started on one of them occupies a thread of XLA's pool
+    while it waits for the others. If all threads wait, the programs they wait for cannot start.
+
+    Args:
+        mesh: The groups of devices.
 
     Raises:
-        ValueError: If they may run out.
+        ValueError: If the threads may all be occupied.
     """
     devices = [device for rank in mesh.local_ranks for device in mesh.unstack[rank].devices.flat]
     if len(devices) == len(mesh.local_ranks) or devices[0].platform != "cpu":
@@ -72,15 +76,18 @@ def compile_code(
     num_threads: int,
     agreement: Agreement | None = None,
 ) -> Executables:
-    """Compiles what ranks of this process run.
+    """Compiles the programs that ranks of this process run.
 
     Args:
-        code: Complete.
-        mesh: The groups.
-        known: How a buffer is divided, if that is decided; None leaves it to the compiler.
-        options: The options of XLA that the caller gives.
-        num_threads: How many programs are compiled at a time.
-        agreement: How processes tell each other what their compilers decide, if there are several.
+        code: The program of all ranks, after all passes.
+        mesh: The groups of devices.
+        known: Returns the sharding of a buffer, None to leave it to the compiler.
+        options: Compiler options of XLA that the caller gives.
+        num_threads: Number of programs that are compiled at a time.
+        agreement: Exchanges the choices of compilers between processes, None if there is only one.
+
+    Returns:
+        The compiled programs of local ranks, and the sharding of every buffer.
     """
     local = set(mesh.local_ranks)
     single = all(group.size == 1 for group in mesh.unstack)
@@ -90,7 +97,7 @@ def compile_code(
     specs |= {(buffer, rank): P() for buffer in code.indices for rank in range(code.num_ranks)}
 
     def decided(buffer: Buffer) -> PartitionSpec | None:
-        """None where the compiler decides; on a single device there is nothing to decide."""
+        """Returns the sharding of a buffer, None if the compiler chooses it."""
         spec = known(buffer)
         return P() if spec is None and single else spec
 
@@ -137,9 +144,9 @@ P = PartitionSpec
 def _return_free_memory() -> None:
     """Returns the memory that compilers have freed to the system, where the C library is glibc.
 
-    glibc keeps it in the arenas of the threads that compiled. Programs run in other threads, whose
-    buffers would come on top of it: of a small transformer on four CPU devices that was a fifth of
-    the process's peak.
+    glibc keeps freed memory in the arenas of the threads that compiled. Programs run in other
+    threads and allocate their buffers in addition. For a small transformer on four CPU devices this
+    was a fifth of the peak memory of the process.
     """
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -147,10 +154,10 @@ def _return_free_memory() -> None:
 
 @contextmanager
 def _vain_donations() -> Iterator[None]:
-    """What is donated and turns out to be laid out otherwise is just not used again.
+    """Ignores the warning that a donated buffer could not be reused because layouts differ.
 
-    Around all threads, as what is ignored is a setting of the process: a thread that restores it
-    would do so for the others too.
+    One filter covers all threads, because warning filters belong to the process: a thread that
+    restores them would do so for the other threads too.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
@@ -158,10 +165,13 @@ def _vain_donations() -> Iterator[None]:
 
 
 def _later(future: Future, i: int, group: Mesh) -> Callable[[], PartitionSpec]:
+    """Returns a function that waits for a compilation and returns its output `i`'s sharding."""
     return lambda: partition_spec_of(future.result().output_shardings[i], group)
 
 
 def _teller(agreement: Agreement, place: int, group: Mesh) -> Callable[[Future], None]:
+    """Returns a callback that sends the shardings that a compiler chose to other processes."""
+
     def tell(future: Future) -> None:
         if future.exception() is None:
             chosen = future.result().output_shardings
@@ -171,7 +181,7 @@ def _teller(agreement: Agreement, place: int, group: Mesh) -> Callable[[Future],
 
 
 class _Compiler:
-    """Compiles equal programs once, and for each group of devices again only if it must."""
+    """Compiles equal programs once, and again for another group if they cannot be loaded there."""
 
     def __init__(
         self, mesh: MpmdMesh, pool: ThreadPoolExecutor, options: Mapping[str, Any]
@@ -203,7 +213,7 @@ class _Compiler:
         return compile_program(program, mesh, given, wanted, run.donated, self.options)
 
     def _again(self, rank: int, first: Future, run: Run, given: Specs, wanted: Specs) -> Any:
-        """The same program on the devices of another group."""
+        """Loads a compiled program on the devices of another group, or compiles it again."""
         if any(map(has_print, run.program.steps)):
             return self._compile(run, given, wanted)  # a program with callbacks cannot be saved
         devices, others = (list(self.mesh.unstack[r].devices.flat) for r in (rank, run.rank))
@@ -231,7 +241,19 @@ def compile_program(
     donated: tuple[int, ...],
     options: Mapping[str, Any],
 ) -> Any:
-    """Compiles a program for the devices of a mesh."""
+    """Compiles a program for the devices of a mesh.
+
+    Args:
+        program: The program.
+        mesh: The mesh of one group.
+        given: [num_inputs] the sharding of each input; None is replicated.
+        wanted: [num_outputs] the sharding of each output; None leaves it to the compiler.
+        donated: Indices of the inputs that are donated.
+        options: Compiler options of XLA.
+
+    Returns:
+        The compiled program (`jax.stages.Compiled`).
+    """
     shapes = [
         jax.ShapeDtypeStruct(
             value.aval.shape,
@@ -247,7 +269,7 @@ def compile_program(
 
 
 def _own_options(mesh: Mesh) -> dict[str, Any]:
-    # Programs are compiled side by side, so XLA:CPU need not divide each among threads as well: of
-    # a small transformer that took a quarter more of the processor's time.
+    # Programs are compiled in parallel, so XLA:CPU need not use several threads for each as well:
+    # for a small transformer that took a quarter more CPU time.
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     return {"xla_cpu_parallel_codegen_split_count": "1"} if is_cpu else {}

@@ -1,6 +1,7 @@
-"""A step of the ranks of this process: a flat loop over instructions that know their arrays.
+"""Executes the instructions of this process in a flat loop over functions bound to their arrays.
 
-Nothing is looked up while it runs: buffers are places in a list, programs and shardings are bound.
+The loop looks up no names: buffers are indices into a list, and programs and shardings are bound
+when the step is compiled.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,11 +31,11 @@ Place = tuple[Buffer, int]
 
 @dataclass(frozen=True)
 class Bound:
-    """Instructions with their arrays.
+    """Instructions bound to slots in a list of arrays.
 
     Attributes:
-        acts: What to do, in order, each with the program or transfer that it stands for.
-        places: Where the array of each buffer on each local rank is.
+        acts: Each instruction with the function that executes it, in order.
+        places: The index in the list for each buffer on each local rank.
         start: The list of arrays at the start of a step.
         programs: The compiled programs that this process runs, by `name@rank`.
     """
@@ -46,7 +47,7 @@ class Bound:
 
 
 def bind(code: Code, mesh: MpmdMesh, executables: Executables, session: Session | None) -> Bound:
-    """Binds the instructions of local ranks to places in a list."""
+    """Binds the instructions of local ranks to slots in a list of arrays."""
     local = set(mesh.local_ranks)
     places: dict[Place, int] = {}
     tags: dict[tuple[int, int, tuple[Buffer, ...]], int] = {}
@@ -117,7 +118,7 @@ def bind(code: Code, mesh: MpmdMesh, executables: Executables, session: Session 
 
 
 def _route(session: Session | None, mesh: MpmdMesh, rank: int, to: int) -> int:
-    """The number of a route among all between two processes; all processes count alike."""
+    """Returns the index of a new route between two processes; all processes count alike."""
     if session is None:
         return 0
     ends = mesh.process_of(rank), mesh.process_of(to)
@@ -132,7 +133,7 @@ def _watched(
     act: Act,
     places: Mapping[Place, int],
 ) -> Act:
-    """With an eye on what it makes: if that does not come, the error has its name."""
+    """Returns `act` watched by the watchdog, whose error names the instruction if it hangs."""
     rank = instruction.rank
     match instruction:
         case Run(name=name, writes=writes):
@@ -158,7 +159,7 @@ def _watched(
 
 
 def _read(places: Sequence[int]) -> Callable[[Slots], Sequence[Any]]:
-    """`itemgetter`, which gives no tuple for fewer than two places."""
+    """Returns a getter for slots. `itemgetter` returns no tuple for fewer than two indices."""
     if len(places) > 1:
         return itemgetter(*places)
     return lambda slots: [slots[place] for place in places]

@@ -1,7 +1,7 @@
-"""How arrays are divided within a group, where the caller has not said so.
+"""Propagates shardings within a group to values whose sharding the caller has not given.
 
-A sum of gradients lies as what is made of it: the new weights, whose spec is known. Everything
-else the compiler decides when it compiles the program that makes it.
+A sum of gradients is sharded like the new weights computed from it, whose spec is known. The
+compiler chooses all other shardings when it compiles the program that computes the value.
 """
 
 from collections.abc import Mapping
@@ -15,9 +15,16 @@ from ._submesh import check_spec
 
 
 def spread(outer: Graph, known: Mapping[Var, PartitionSpec | None]) -> dict[Var, PartitionSpec]:
-    """The specs of values, from those that are known.
+    """Propagates known specs along elementwise equations.
 
-    What is made number by number of arrays of its own shape lies as they do.
+    The outputs of such an equation are sharded like its inputs of the same shape.
+
+    Args:
+        outer: A function whose loops are split into tasks.
+        known: The specs of some values; None is unknown.
+
+    Returns:
+        The specs of all values for which one is known or was found.
     """
     group: dict[Var, Var] = {}
 
@@ -50,8 +57,11 @@ def constrained(outer: Graph, mpmd_axis: str) -> dict[Var, PartitionSpec]:
     The spec of a loop's result inside the loop takes precedence over one after the loop.
 
     Args:
-        outer: A function whose loops are cut into tasks.
-        mpmd_axis: The axis of the mesh along which the groups lie.
+        outer: A function whose loops are split into tasks.
+        mpmd_axis: The mesh axis that separates the groups.
+
+    Returns:
+        The spec of each constrained value.
 
     Raises:
         ValueError: If a spec names that axis.

@@ -1,7 +1,7 @@
-"""Processes that find each other: addresses, transfer servers, and checks that all mean the same.
+"""Connects processes: addresses, transfer servers, and checks that all run the same program.
 
-They meet in the key-value store of `jax.distributed`. What they tell each other there stays for the
-life of the job, so every name is used once.
+Processes exchange values through the key-value store of `jax.distributed`. A stored value remains
+for the life of the job, so every key is used once.
 """
 
 import functools
@@ -19,21 +19,21 @@ from jax.experimental import transfer
 from ..._compat import distributed_state
 
 CHUNK_BYTES = 1 << 24
-"""How much of an array travels at a time."""
+"""Bytes of an array that are sent at a time."""
 NUM_CHUNKS = 8
-"""How many chunks travel at a time. A server reserves host memory for three times as many."""
+"""Number of chunks in flight. A server reserves host memory for three times as many."""
 NUM_SOCKETS = 4
-"""How many connections they share."""
+"""Number of connections that the chunks share."""
 
 
 @dataclass(frozen=True)
 class Transport:
-    """The end in this process of all transfers.
+    """The end of all transfers in this process.
 
     Attributes:
         process: The index of this process.
-        timeout: How long to look for a peer, in seconds.
-        server: From which peers pull. A `jax.experimental.transfer.TransferServer`.
+        timeout: How long to wait for a peer, in seconds.
+        server: The `jax.experimental.transfer.TransferServer` from which peers pull.
     """
 
     process: int
@@ -43,19 +43,22 @@ class Transport:
 
 @functools.cache
 def open_transport(timeout: float, host: str | None = None) -> Transport:
-    """Starts the transfer server of this process and tells the others its address. Once.
+    """Starts the transfer server of this process and publishes its address. Runs only once.
 
     Args:
-        timeout: How long to look for a peer, in seconds.
-        host: The address at which peers reach this host: if not given, the one from which this
+        timeout: How long to wait for a peer, in seconds.
+        host: The address at which peers reach this host. None uses the address from which this
             host reaches process 0.
 
+    Returns:
+        The transport. Later calls with the same arguments return the same one.
+
     Raises:
-        ValueError: If `jax.distributed` is not initialised.
+        ValueError: If `jax.distributed` is not initialized.
     """
     host = host or _own_host()
-    # Without addresses of its own for the bulk of the data, a server dies when it is connected to
-    # from another process (`Check failed: fd_ == -1`).
+    # Without separate addresses for bulk data, a server crashes when another process connects
+    # to it (`Check failed: fd_ == -1`).
     bulk = [f"{host}:0"] * NUM_SOCKETS
     server = transfer.start_transfer_server(
         jax.local_devices()[0].client,
@@ -70,7 +73,14 @@ def open_transport(timeout: float, host: str | None = None) -> Transport:
 
 @functools.cache
 def connect(transport: Transport, peer: int) -> Any:
-    """The connection through which this process pulls from a peer.
+    """Returns the connection through which this process pulls from a peer.
+
+    Args:
+        transport: The transport of this process.
+        peer: The index of the other process.
+
+    Returns:
+        The connection. Later calls return the same one.
 
     Raises:
         TimeoutError: If the peer does not open its transport in time.
@@ -85,16 +95,18 @@ def connect(transport: Transport, peer: int) -> Any:
 
 
 def check_same_program(digest: str, name: str, *, timeout: float) -> None:
-    """Checks that all processes are about to run the same program. All of them call it.
+    """Checks that all processes are about to run the same program.
+
+    Collective: every process must call it.
 
     Args:
-        digest: Of the program of this process.
-        name: Of the program, given to no other one in this job.
+        digest: The digest of this process's program.
+        name: The name of the program, used for no other one in this job.
         timeout: How long to wait for the other processes, in seconds.
 
     Raises:
-        ValueError: On every process, naming those whose programs differ.
-        TimeoutError: Naming the processes that have not called it in time.
+        ValueError: If programs differ. It is raised on every process and names those that differ.
+        TimeoutError: If some processes have not called it in time, naming them.
     """
     check_agreement(name, {"the program": digest}, range(jax.process_count()), timeout=timeout)
 
@@ -102,17 +114,17 @@ def check_same_program(digest: str, name: str, *, timeout: float) -> None:
 def check_agreement(
     name: str, facts: Mapping[str, str], processes: Iterable[int], *, timeout: float
 ) -> None:
-    """Checks that processes say the same of everything of which several of them say something.
+    """Checks that processes report the same value for every fact that several of them report.
 
     Args:
-        name: Of the occasion, the same on all processes and used once.
-        facts: What this process says of what.
-        processes: The others that matter to this one. All of them call this too.
+        name: The name of this check, the same on all processes and used once.
+        facts: The value that this process reports for each fact.
+        processes: The processes to compare with. Each of them must call this function too.
         timeout: How long to wait for them, in seconds.
 
     Raises:
-        ValueError: If two say different things of the same, naming it and them.
-        TimeoutError: Naming the processes that have not called it in time.
+        ValueError: If two values of a fact differ, naming the fact, the values and the processes.
+        TimeoutError: If some processes have not called it in time, naming them.
     """
     here = jax.process_index()
     others = sorted({*processes} - {here})
@@ -141,12 +153,21 @@ def check_agreement(
 
 
 def tell(what: str, value: str) -> None:
-    """Says something to all processes, once."""
+    """Stores a value of this process under a key, once; all processes can read it."""
     _distributed().client.key_value_set(f"jaxpipe/{what}/{jax.process_index()}", value)
 
 
 def ask(what: str, processes: Iterable[int], timeout: float) -> dict[int, str]:
-    """What processes tell, without those that have not told within `timeout` seconds."""
+    """Returns the values that processes have stored under a key.
+
+    Args:
+        what: The key.
+        processes: The processes whose values to wait for.
+        timeout: How long to wait for all of them together, in seconds.
+
+    Returns:
+        The value of each process, without processes that have not stored one in time.
+    """
     client, deadline = _distributed().client, time.monotonic() + timeout
     told = {}
     for process in processes:
@@ -160,7 +181,7 @@ def ask(what: str, processes: Iterable[int], timeout: float) -> dict[int, str]:
 
 
 def _own_host() -> str:
-    """The address of this host on the way to process 0."""
+    """Returns the address of the network interface through which this host reaches process 0."""
     host, port = _distributed().coordinator_address.rsplit(":", 1)
     family, kind, _, _, there = socket.getaddrinfo(
         host.strip("[]"), int(port), type=socket.SOCK_DGRAM
@@ -172,7 +193,7 @@ def _own_host() -> str:
 
 
 def _distributed() -> Any:
-    """The state of `jax.distributed`, once there is one."""
+    """Returns the state of `jax.distributed`, or raises a `ValueError` if it is not initialized."""
     state = distributed_state()
     if state.client is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What the programs of one job share: the transport, the watchdog, and numbers for what travels."""
+"""The state that the programs of one job share: transport, watchdog, and counters of routes."""
 
 import functools
 import itertools
@@ -14,18 +14,19 @@ from ._remote import Transport, ask, check_agreement, check_same_program, open_t
 from ._watchdog import Watchdog, start_watchdog
 
 START_SECONDS = 3600.0
-"""How long to wait for other processes that compile."""
+"""How long to wait for other processes that compile, in seconds."""
 
 
 @dataclass(frozen=True)
 class Session:
-    """One process of a job of several.
+    """One of several processes of a job.
 
     Attributes:
-        transport: To the others.
-        dog: What makes an error of a step that cannot finish.
-        routes: How many routes there are from one process to another, over all programs.
-        programs: Numbers the programs of the job: all processes compile the same, in one order.
+        transport: The transport to the other processes.
+        dog: The watchdog, which raises an error if a step cannot finish.
+        routes: Number of routes from one process to another, over all programs.
+        programs: Numbers the programs of the job: all processes compile the same ones in the same
+            order.
     """
 
     transport: Transport
@@ -36,10 +37,13 @@ class Session:
 
 @functools.cache
 def open_session(timeout: float) -> Session:
-    """The session of this process.
+    """Returns the session of this process.
 
     Args:
-        timeout: How long a step may stand still, in seconds.
+        timeout: How long a step may make no progress, in seconds.
+
+    Returns:
+        The session. Later calls with the same timeout return the same one.
     """
     dog = start_watchdog(timeout)
     return Session(open_transport(START_SECONDS), dog, Counter(), itertools.count())
@@ -47,24 +51,40 @@ def open_session(timeout: float) -> Session:
 
 @dataclass(frozen=True)
 class Agreement:
-    """One program that all processes compile: what they tell each other of it."""
+    """The exchange between processes about one program that all of them compile."""
 
     name: str
 
     def check_program(self, digest: str) -> None:
-        """Checks that all run the same.
+        """Checks that all processes run the same program.
+
+        Args:
+            digest: The digest of this process's program.
 
         Raises:
-            ValueError: On every process, naming those that differ.
+            ValueError: If programs differ. It is raised on every process and names those that
+                differ.
+            TimeoutError: If some processes have not called it in time, naming them.
         """
         check_same_program(digest, self.name, timeout=START_SECONDS)
 
     def tell_specs(self, place: int, specs: Sequence[PartitionSpec]) -> None:
-        """Says how what an instruction makes is divided, which the compiler here has decided."""
+        """Sends the shardings that this process's compiler chose for an instruction's results."""
         tell(f"{self.name}/specs/{place}", json.dumps([list(spec) for spec in specs]))
 
     def ask_specs(self, place: int, process: int) -> list[PartitionSpec]:
-        """What the process that compiles an instruction has said of it."""
+        """Returns the shardings that another process's compiler chose for an instruction's results.
+
+        Args:
+            place: The index of the instruction in the code.
+            process: The process that compiles it.
+
+        Returns:
+            The spec of each result.
+
+        Raises:
+            TimeoutError: If that process has not compiled the instruction in time.
+        """
         what = f"{self.name}/specs/{place}"
         told = ask(what, [process], START_SECONDS)
         if process not in told:
@@ -75,14 +95,15 @@ class Agreement:
         ]
 
     def wait_for_all(self, layouts: Mapping[str, str], peers: Iterable[int]) -> None:
-        """Until every process has compiled, so that the first step's clock starts for all.
+        """Waits until every process has compiled, before the first step is timed.
 
         Args:
-            layouts: What travels on each route of this process, in words.
-            peers: The processes at the other ends.
+            layouts: The layout of the arrays on each route of this process, as text.
+            peers: The processes at the other ends of these routes.
 
         Raises:
-            ValueError: On every process, if two ends of a route differ, naming both.
+            ValueError: If the two ends of a route differ, naming both, on every process.
+            TimeoutError: If some processes have not compiled in time, naming them.
         """
         problem = ""
         try:

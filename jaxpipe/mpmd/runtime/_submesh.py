@@ -1,4 +1,4 @@
-"""A program as it runs on the mesh of one group, whatever mesh it was traced with."""
+"""Rewrites a program for the mesh of one group, whatever mesh it was traced with."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,15 +13,18 @@ from ..api._mesh import check_memory_kind
 
 
 def on_submesh(program: Graph, mesh: Mesh, mpmd_axis: str) -> Graph:
-    """Says of everything that names a mesh that it is this one.
+    """Replaces every mesh in a program by the mesh of a group.
 
     Args:
-        program: Of one group.
-        mesh: Of that group.
-        mpmd_axis: The axis that tells groups apart.
+        program: A program that one group runs.
+        mesh: The mesh of that group.
+        mpmd_axis: The mesh axis that separates the groups.
+
+    Returns:
+        The program on that mesh.
 
     Raises:
-        ValueError: If something in a program is divided over the groups.
+        ValueError: If the program shards an array or a `shard_map` over `mpmd_axis`.
     """
     steps = tuple(
         replace(step, operation=_operation(step, mesh, mpmd_axis)) for step in program.steps
@@ -60,10 +63,15 @@ def _constrain(sharding: NamedSharding) -> Callable[[Any], Sequence[Any]]:
 
 
 def check_spec(spec: PartitionSpec, mpmd_axis: str, what: str) -> None:
-    """Checks that a spec leaves the axis alone along which programs differ.
+    """Checks that a spec does not use the mesh axis that separates the groups.
+
+    Args:
+        spec: The spec.
+        mpmd_axis: The axis along which programs differ.
+        what: The name of the call that has the spec, for the error.
 
     Raises:
-        ValueError: If it does not.
+        ValueError: If the spec uses that axis.
     """
     if mpmd_axis in axes_of(spec):
         raise ValueError(

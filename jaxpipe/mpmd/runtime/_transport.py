@@ -1,9 +1,9 @@
-"""Arrays on their way from one rank's submesh to another's: copied in a process, pulled across two.
+"""Transfers arrays between the submeshes of two ranks: copied in a process, pulled across two.
 
-A route is resolved before the first step: `mover`, `sender` and `receiver` look at what will travel
-and return a function that has no choice left. Across processes the receiver pulls, and its arrays
-are there at once, before their numbers; the sender only says what there is to pull. Both ends give
-the same peer-to-peer number: `to << 48 | tag << 24 | n` for the n-th use of a route.
+A route is resolved before the first step: `mover`, `sender` and `receiver` inspect the types of the
+arrays and return a function without branches. Across processes the receiver pulls: it returns its
+arrays at once, before their data has arrived, and the sender only offers the data. Both ends use
+the same peer-to-peer id: `to << 48 | tag << 24 | n` for the n-th use of a route.
 """
 
 import itertools
@@ -19,16 +19,19 @@ from ..._compat import batched_device_put
 from ._remote import Transport, connect
 
 Spec = jax.ShapeDtypeStruct
-"""What travels: shape, dtype and sharding, on the submesh of the rank it is meant for."""
+"""The shape, dtype and sharding of an array on the submesh of one rank."""
 Arrays = Sequence[jax.Array]
 
 
 def mover(sources: Sequence[Spec], targets: Sequence[Spec]) -> Callable[[Arrays], Arrays]:
-    """A function that copies arrays to other devices of this process, without waiting for them.
+    """Returns a function that copies arrays to other devices of this process, asynchronously.
 
     Args:
-        sources: What it is given.
-        targets: What it returns.
+        sources: The types of its arguments.
+        targets: The types of its results.
+
+    Returns:
+        `(arrays) -> arrays`.
     """
     shardings = [_sharding(target) for target in targets]
     keys = any(_is_key(target) for target in targets)
@@ -40,19 +43,22 @@ def mover(sources: Sequence[Spec], targets: Sequence[Spec]) -> Callable[[Arrays]
 def sender(
     transport: Transport, peer: int, tag: int, specs: Sequence[Spec]
 ) -> Callable[[Arrays], None]:
-    """A function that offers arrays to a peer, without waiting for them or for the peer.
+    """Returns a function that offers arrays to a peer, without waiting for them or for the peer.
 
-    Until the peer has pulled them the memory stays, also if nobody here holds the arrays anymore.
-    But if they are donated or deleted before, the peer gets an error.
+    The memory of the arrays is kept until the peer has pulled them, even if this process holds no
+    reference to them. If they are donated or deleted earlier, the peer gets an error.
 
     Args:
-        transport: Of this process.
+        transport: The transport of this process.
         peer: The process that receives.
-        tag: The number of the route among all from here to the peer, over all programs.
-        specs: What it is given, all of it in this process.
+        tag: The index of the route among all from this process to the peer, over all programs.
+        specs: The types of the arrays, each of them entirely in this process.
+
+    Returns:
+        `(arrays) -> None`.
 
     Raises:
-        ValueError: If an array is not wholly in this process, or `tag` has more than 24 bits.
+        ValueError: If an array is not entirely in this process, or `tag` has more than 24 bits.
     """
     layout(specs)
     await_pull, uuids = transport.server.await_pull, _uuids(peer, tag)
@@ -74,20 +80,23 @@ def sender(
 def receiver(
     transport: Transport, peer: int, tag: int, specs: Sequence[Spec]
 ) -> Callable[[], Arrays]:
-    """A function that returns what a peer sends, at once: the numbers come later.
+    """Returns a function that returns the arrays of a peer at once; their data arrives later.
 
-    It pulls whatever the peer offers: that both mean the same is for `check_agreement` on their
-    `layout`. If they do not, the transfer hangs or its numbers are wrong.
+    It pulls whatever the peer offers. Use `check_agreement` on the `layout` of both ends to check
+    that they match: if they do not, the transfer hangs or its values are wrong.
 
     Args:
-        transport: Of this process.
+        transport: The transport of this process.
         peer: The process that sends.
-        tag: The number of the route, as the sender has it.
-        specs: What it returns, all of it in this process.
+        tag: The index of the route, equal to that of the sender.
+        specs: The types of the arrays, each of them entirely in this process.
+
+    Returns:
+        `() -> arrays`.
 
     Raises:
-        ValueError: If an array is not wholly in this process, or `tag` has more than 24 bits.
-        TimeoutError: If the peer has not opened its transport.
+        ValueError: If an array is not entirely in this process, or `tag` has more than 24 bits.
+        TimeoutError: If the peer has not opened its transport in time.
     """
     layout(specs)
     pull, uuids = connect(transport, peer).pull, _uuids(transport.process, tag)
@@ -104,12 +113,18 @@ def receiver(
 
 
 def layout(specs: Sequence[Spec]) -> str:
-    """What travels, in words: two ends of a route that say the same understand each other.
+    """Returns the layout of arrays as text: two ends of a route match if their texts are equal.
 
-    Names of devices and axes do not matter, only which numbers lie at which place.
+    Names of devices and axes do not matter, only which elements are stored on which device.
+
+    Args:
+        specs: The types of the arrays.
+
+    Returns:
+        The dtype, the shape and the index ranges per device of each array.
 
     Raises:
-        ValueError: If an array is not wholly in this process.
+        ValueError: If an array is not entirely in this process.
     """
     return "; ".join(map(_layout, specs))
 
@@ -138,9 +153,9 @@ def _is_key(spec: Spec) -> bool:
 
 
 def _uuids(to: int, tag: int) -> Iterator[int]:
-    """The names of the transfers of a route, as a server sees them.
+    """Yields the ids of the transfers of a route.
 
-    Numbers come round after 2^24 uses, when the first has long been pulled.
+    Ids repeat after 2^24 uses, when the first transfer is long complete.
     """
     if not 0 <= tag < 1 << 24:
         raise ValueError(f"`tag` is {tag}. Routes between two processes are numbered below 2^24.")
@@ -148,7 +163,7 @@ def _uuids(to: int, tag: int) -> Iterator[int]:
 
 
 def _numbers(spec: Spec) -> Spec:
-    """What is pulled: a transfer server knows no typed keys, only their numbers."""
+    """Returns the type of the pulled array, which is key data in place of typed keys."""
     if not _is_key(spec):
         return spec
     data = jax.eval_shape(jax.random.key_data, spec)
@@ -156,11 +171,11 @@ def _numbers(spec: Spec) -> Spec:
 
 
 def _finish(spec: Spec) -> Callable[[Iterator[jax.Array]], jax.Array] | None:
-    """What makes an array of those pulled, unless it is just the next of them."""
+    """Returns a function that makes an array of the pulled ones; None if it is the next one."""
     numbers = _numbers(spec)
 
     def empty(pulled: Iterator[jax.Array]) -> jax.Array:
-        # To pull no bytes takes forever. A new one every time, since it may be donated.
+        # A pull of zero bytes never completes. The array is new each time: it may be donated.
         return jax.device_put(np.zeros(numbers.shape, numbers.dtype), spec.sharding)
 
     take = next if spec.size else empty
@@ -171,7 +186,7 @@ def _finish(spec: Spec) -> Callable[[Iterator[jax.Array]], jax.Array] | None:
 
 
 def _key_impl(spec: Spec) -> Any:
-    """The generator behind a dtype of keys. JAX tells it of keys only, if only of traced ones."""
+    """Returns the generator of a key dtype. JAX returns it for keys only, including traced ones."""
     found = []
 
     def look(key: jax.Array) -> jax.Array:

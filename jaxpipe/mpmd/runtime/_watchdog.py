@@ -1,10 +1,10 @@
-"""A watchdog: what does not finish becomes an error with a name, and no process stays behind.
+"""Turns a step that cannot finish into an error, and ends the process so that peers notice.
 
-A thread that waits for an array cannot be interrupted from Python. So another one looks, fifty
-times a second, at what is under way, oldest first. Its clock runs for the oldest only, from when it
-became that: a step may take long, but something must finish every `timeout` seconds. When nothing
-does, or what is under way has failed because its peer is gone, it says so on stderr; then the main
-thread raises, if it is in `wait`, and else the process ends. So peers notice, and end too.
+Python cannot interrupt a thread that waits for an array. A second thread therefore checks the
+pending work fifty times a second, oldest first. Its clock measures how long the same item has been
+the oldest: a step may take long, but some item must finish every `timeout` seconds. If none does,
+or if an item has failed because its peer is gone, the thread prints the reason on stderr. Then the
+main thread raises it if it is in `wait`; otherwise the process ends. Peers notice, and end too.
 """
 
 import faulthandler
@@ -24,11 +24,11 @@ from ..._exit import exit_immediately, on_abort
 POLL_SECONDS = 0.02
 
 Watched = list[Any]
-"""Something under way: its label, and its arrays, or None as long as it is being dispatched."""
+"""A pending item: its label, and its arrays, or None while it is being dispatched."""
 
 
 class MpmdError(RuntimeError):
-    """A step that cannot finish: a peer is gone, or nothing has moved for too long."""
+    """Error of a step that cannot finish: a peer is gone, or no item has finished for too long."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class Watchdog:
     """A running watchdog.
 
     Attributes:
-        timeout: How long nothing may finish, in seconds.
-        grace: How long the main thread has for raising, and then for leaving, in seconds.
+        timeout: Longest time in which no item finishes, in seconds.
+        grace: Time for the main thread to raise, and then to exit, in seconds.
         process: The index of this process.
-        has_peers: Whether others wait for this process.
-        new: What has been dispatched since the last look.
-        under_way: What had not finished at the last look, oldest first.
-        reasons: Why the step cannot finish: none as long as it may.
+        has_peers: Whether other processes wait for this one.
+        new: Items that were dispatched since the last check.
+        under_way: Items that had not finished at the last check, oldest first.
+        reasons: Why the step cannot finish; empty while it can.
         raised: Set once the main thread has raised the reason.
-        stopped: Set to end the watch.
+        stopped: Set to stop the watchdog.
     """
 
     timeout: float
@@ -62,8 +62,11 @@ def start_watchdog(timeout: float) -> Watchdog:
     """Starts the watchdog of this process.
 
     Args:
-        timeout: How long nothing may finish, in seconds: longer than any one program, and than a
-            peer may have to wait for the first data of a step.
+        timeout: Longest time in which no item finishes, in seconds: longer than any single program,
+            and longer than a peer may wait for the first data of a step.
+
+    Returns:
+        The watchdog.
 
     Raises:
         ValueError: If `timeout` is not positive.
@@ -77,13 +80,17 @@ def start_watchdog(timeout: float) -> Watchdog:
 
 
 def begin(dog: Watchdog, label: str) -> Watched:
-    """Watches something that is about to be dispatched: on CPU a call may take as long as it runs.
+    """Watches an item that is about to be dispatched.
 
-    Whoever calls this owes a `made`, also after an exception.
+    On CPU the dispatch may last as long as the program. The caller must call `made` afterwards,
+    also after an exception.
 
     Args:
         dog: The watchdog.
-        label: What it is, with action, rank and peer.
+        label: The text that names the item in errors, with action, rank and peer.
+
+    Returns:
+        The item, for `made`.
     """
     watched = [label, None]
     dog.new.append(watched)
@@ -91,23 +98,27 @@ def begin(dog: Watchdog, label: str) -> Watched:
 
 
 def made(watched: Watched, arrays: Sequence[jax.Array]) -> None:
-    """Says what was dispatched, and is watched until it is there.
+    """Sets the arrays of an item, which is watched until they are ready.
 
-    Arrays are held until then, so of what a program makes give the smallest: all of it is there at
-    the same time. Give none if nothing came of it.
+    The watchdog holds the arrays until then, so give the smallest result of a program: all of its
+    results are ready at the same time. Give none if the dispatch has failed.
 
     Args:
-        watched: From `begin`.
-        arrays: What the transfer or the program has returned.
+        watched: The item, from `begin`.
+        arrays: Results of the transfer or the program.
     """
     watched[1] = arrays
 
 
 def wait(dog: Watchdog, arrays: Sequence[jax.Array]) -> None:
-    """Waits for arrays like `jax.block_until_ready`, and never forever.
+    """Waits for arrays like `jax.block_until_ready`, but raises if the step cannot finish.
+
+    Args:
+        dog: The watchdog.
+        arrays: The arrays to wait for.
 
     Raises:
-        MpmdError: If the watchdog has found out that the step cannot finish.
+        MpmdError: If the watchdog has found that the step cannot finish.
     """
     pause = 1e-5
     while not dog.reasons and not _are_ready(arrays):
@@ -118,7 +129,7 @@ def wait(dog: Watchdog, arrays: Sequence[jax.Array]) -> None:
             jax.block_until_ready(arrays)
             return
     except jax.errors.JaxRuntimeError:
-        # What it came from may be among what is watched: that says more than this array.
+        # An item that this array depends on may have failed: its error says more.
         time.sleep(3 * POLL_SECONDS)
         if not dog.reasons:
             raise
@@ -127,10 +138,14 @@ def wait(dog: Watchdog, arrays: Sequence[jax.Array]) -> None:
 
 
 def give_up(dog: Watchdog, error: Exception) -> None:
-    """Says that a step has ended in the middle, by this error.
+    """Reports that a step has ended early with an error.
 
-    Peers wait for what never comes, so if there are any, this process ends once there was time for
-    the traceback.
+    Peers would wait forever for the remaining data, so if there are any, this process ends after
+    some time for the traceback.
+
+    Args:
+        dog: The watchdog.
+        error: The error that ended the step.
     """
     if dog.has_peers:
         dog.raised.set()
@@ -138,12 +153,12 @@ def give_up(dog: Watchdog, error: Exception) -> None:
 
 
 def stop(dog: Watchdog) -> None:
-    """Ends the watch, not the process."""
+    """Stops the watchdog, without ending the process."""
     dog.stopped.set()
 
 
 def _patrol(dog: Watchdog) -> None:
-    """The thread."""
+    """Runs the watchdog's thread."""
     if dog.has_peers:
         on_abort(lambda: _say_before_abort(dog))
     oldest, since = None, 0.0
@@ -162,13 +177,14 @@ def _patrol(dog: Watchdog) -> None:
 
 
 def _look(dog: Watchdog) -> str | None:
-    """Lets go of what is there. Returns what has failed, if anything has."""
+    """Forgets the items that have finished. Returns the failure of an item, None if none failed."""
     while dog.new:
         dog.under_way.append(dog.new.popleft())
     there = [watched for watched in dog.under_way if _is_there(watched)]
-    # Without peers whoever reads the array sees the error, and nobody else waits.
+    # Without peers no other process waits, and the reader of the array sees the error.
     if dog.has_peers and any(map(_failure, there)):
-        # A failure spreads to all that needs the array, maybe while we looked: once more.
+        # A failure spreads to all items that depend on the array, possibly during this check, so
+        # check once more, oldest first.
         there = (watched for watched in dog.under_way if _is_there(watched))
         return next(filter(None, map(_failure, there)), None)
     gone = set(map(id, there))
@@ -182,11 +198,11 @@ def _say(dog: Watchdog, reason: str) -> None:
 
 
 def _leave(dog: Watchdog) -> None:
-    """Ends the process, unless the main thread has raised the reason and nobody waits for it."""
+    """Ends the process, unless the main thread has raised the reason and there are no peers."""
     if not dog.raised.wait(dog.grace):
         faulthandler.dump_traceback(sys.__stderr__ or 2)
     elif dog.has_peers:
-        # Time for its traceback. Left alone, JAX waits five minutes at exit for the dead.
+        # Leaves time for the traceback. At a normal exit JAX would wait five minutes for peers.
         time.sleep(dog.grace)
     else:
         return
@@ -205,7 +221,7 @@ def _are_ready(arrays: Sequence[jax.Array]) -> bool:
 
 
 def _failure(watched: Watched) -> str | None:
-    """What went wrong with arrays that are ready, if anything did."""
+    """Returns why arrays that are ready have failed, None if they have not."""
     label, arrays = watched
     for array in arrays:
         try:
@@ -226,15 +242,15 @@ def _meaning(error: str) -> str:
 
 
 def _numbers(array: Any) -> Any:
-    """The array, or that of typed keys, which cannot be asked whether it is ready."""
+    """Returns the array, or the data of typed keys, which have no `is_ready`."""
     return array if hasattr(array, "is_ready") else jax.random.key_data(array)
 
 
 def _say_before_abort(dog: Watchdog) -> None:
-    """Says what is under way when JAX aborts the process.
+    """Prints the pending item when JAX aborts the process.
 
-    If the watchdog has said more already, it has the time it needs for ending the process with its
-    own exit code.
+    If the watchdog has printed a reason already, this function waits until the watchdog ends the
+    process with its own exit code.
     """
     if dog.reasons:
         time.sleep(2 * dog.grace + 1.0)
