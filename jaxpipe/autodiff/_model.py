@@ -1,4 +1,4 @@
-"""The model that every engine runs: three pure functions, and weights in three groups.
+"""Defines the model that every engine runs: three pure functions, and weights in three groups.
 
 weights = {"embed": ..., "stages": leaves with stage dims in front, "head": ...}
 side    = pytree of [M, ...] arrays that every stage may read: tokens, positions, segment ids,
@@ -61,7 +61,7 @@ class Model:
 
 
 _MARK = "returns_aux"
-"""The attribute by which `with_aux` recognizes a function that it has returned."""
+"""Attribute by which `with_aux` recognizes a function that it has returned."""
 
 
 def with_aux(stage: Callable) -> Callable[[Any, Any, Any, Any], tuple[Any, Sums]]:

@@ -50,14 +50,14 @@ SAVED: dict[str, tuple[str, ...]] = {
     "save_qkv_proj": _QKV,
     "save_out_proj": ("out_proj",),
 }
-"""The tensors that a policy keeps on the device, in addition to the input of a layer. The order is
+"""Tensors that a policy keeps on the device, in addition to the input of a layer. The order is
 from fast with much memory to slow with little memory."""
 
 OFFLOADED: dict[str, tuple[str, ...]] = {
     "minimal_offloaded": _PROJECTIONS,
     "qkv_proj_offloaded": _QKV,
 }
-"""The tensors that a policy keeps in host memory."""
+"""Tensors that a policy keeps in host memory."""
 
 POLICIES = ("full", "none", *SAVED, *OFFLOADED, "custom")
 """`full` keeps the input alone, `none` recomputes nothing, `custom` takes a place per tensor."""
@@ -101,7 +101,7 @@ def remat_by_name(policy: str, places: Mapping[str, str] | None = None) -> Remat
 
 
 HOST = "pinned_host"
-"""The kind of memory in which offloaded tensors are stored."""
+"""Kind of memory in which offloaded tensors are stored."""
 
 
 def kept_names(

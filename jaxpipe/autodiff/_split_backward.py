@@ -97,7 +97,7 @@ def split_backward(
 
 
 _KINDS: tuple[Kind, ...] = ("free", "free", "free", "kept", "gone")
-"""The kinds of weights, side, rng, residuals and the cotangent, as inputs of the second half."""
+"""Kinds of weights, side, rng, residuals and the cotangent, as inputs of the second half."""
 
 
 def _run(program: Graph, *arguments: PyTree) -> list[jax.Array]:

@@ -154,7 +154,7 @@ class ShardMap:
 
 @dataclass(frozen=True, eq=False)
 class Eqn:
-    """The application of `operation` to `inputs`."""
+    """Application of `operation` to `inputs`."""
 
     operation: PrimitiveCall | Scan | Cond | ShardMap
     inputs: tuple[Atom, ...]

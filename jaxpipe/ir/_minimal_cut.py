@@ -15,7 +15,7 @@ T = TypeVar("T", bound=Hashable)
 Node = tuple[Any, bool]
 """One end of the edge of a value: its tail (False) or its head (True)."""
 Edge = tuple[Node, Node, int]
-"""An edge of the residual graph: its tail, its head and its residual capacity."""
+"""Edge of the residual graph: its tail, its head and its residual capacity."""
 UNLIMITED = 1 << 62
 
 

@@ -38,14 +38,14 @@ from ._graph import (
 )
 
 Kind = typing.Literal["free", "kept", "gone", "own"]
-"""The availability of an input to the second half. "free": always available. "kept": available on
+"""Availability of an input to the second half. "free": always available. "kept": available on
 request, and then kept in memory until the second half runs. "gone": not available, so values that
 depend on it must be links. "own": available to the second half only, not to the first."""
 
 
 @dataclass(frozen=True)
 class Halves:
-    """The equations of both halves, some in both, and the links between the halves.
+    """Equations of both halves, some in both, and the links between the halves.
 
     Links are values that the first half computes and the second reads, without inputs that are
     available to the second half in any case.

@@ -14,7 +14,7 @@ from ._assign_ranks import Placement
 from ._pipelined_loops import loop_of
 
 Instance = tuple[Eqn, int]
-"""An equation on one rank."""
+"""Equation on one rank."""
 
 
 def segments(outer: Graph, placement: Placement) -> list[list[Run]]:

@@ -36,7 +36,7 @@ Places = Mapping[Var, int]
 
 @dataclass(frozen=True)
 class Stage:
-    """The program of one stage for one microbatch, forward and backward.
+    """Program of one stage for one microbatch, forward and backward.
 
     Attributes:
         program: `(values it reads) -> (values for other stages, its shares of results)`.
@@ -51,7 +51,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Staged:
-    """The stages of a body, and for every result of the body the shares that add up to it."""
+    """Stages of a body, and for every result of the body the shares that add up to it."""
 
     stages: tuple[Stage, ...]
     shares: tuple[tuple[Var, ...], ...]

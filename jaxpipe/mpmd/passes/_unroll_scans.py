@@ -21,7 +21,7 @@ from ..ir._reduce import NAME as LOOP
 from ..ir._steps import aval_of, substituted, with_outputs
 
 MOST_TURNS = 64
-"""The maximum length of a scan that is unrolled. A longer scan would take minutes to lower."""
+"""Maximum length of a scan that is unrolled. A longer scan would take minutes to lower."""
 
 
 def unrolled(outer: Graph) -> Graph:

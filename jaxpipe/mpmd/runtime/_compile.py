@@ -31,7 +31,7 @@ Specs = tuple[PartitionSpec | None, ...]
 
 @dataclass(frozen=True)
 class Executables:
-    """The compiled programs of a step.
+    """Compiled programs of a step.
 
     Attributes:
         programs: The programs of local ranks, by the index of their `Run` in the code.

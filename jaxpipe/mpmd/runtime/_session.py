@@ -1,4 +1,4 @@
-"""The state that the programs of one job share: transport, watchdog, and counters of routes."""
+"""Holds the state that programs of a job share: transport, watchdog, and counters of routes."""
 
 import functools
 import itertools
@@ -14,7 +14,7 @@ from ._remote import Transport, ask, check_agreement, check_same_program, open_t
 from ._watchdog import Watchdog, start_watchdog
 
 START_SECONDS = 3600.0
-"""How long to wait for other processes that compile, in seconds."""
+"""Time to wait for other processes that compile, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def open_session(timeout: float) -> Session:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The exchange between processes about one program that all of them compile."""
+    """Exchange between processes about one program that all of them compile."""
 
     name: str
 

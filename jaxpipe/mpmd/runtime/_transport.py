@@ -19,7 +19,7 @@ from ..._compat import batched_device_put
 from ._remote import Transport, connect
 
 Spec = jax.ShapeDtypeStruct
-"""The shape, dtype and sharding of an array on the submesh of one rank."""
+"""Shape, dtype and sharding of an array on the submesh of one rank."""
 Arrays = Sequence[jax.Array]
 
 
