@@ -1,9 +1,11 @@
-"""MaxText's methods of a pipeline module, each a line over the pure function of the same meaning.
+"""Methods of MaxText's pipeline modules, each a thin wrapper of a pure function.
 
-Both rims inherit them. What they need of a rim is declared in `PipelineMethods`. Leaves are global
-arrays: weights [R, S, L, ...], activations of an iteration [S, ...], `positions` and `segment_ids`
-[M, ...]. A state is the dict of `init_states`. Driven by hand through all iterations it ends with
-the outputs of the pipeline's own call; what layers record is dropped.
+The pipeline modules of both Flax frontends (Linen and NNX) inherit these methods. `PipelineMethods`
+declares the attributes that a frontend must provide. S ranks, R repeats, L layers per stage, M
+microbatches. All leaves are global arrays: weights are [R, S, L, ...], activations of an iteration
+[S, ...], `positions` and `segment_ids` [M, ...]. A loop state is the dict that `init_states`
+returns. A caller that runs all iterations by hand obtains the outputs of the pipeline's own call.
+Values that layers sow are dropped.
 """
 
 from collections.abc import Callable
@@ -22,50 +24,55 @@ from ._settings import AxisRules, PipelineSettings
 
 
 class PipelineMethods(PipelineAttributes):
-    """What all pipelines have."""
+    """Methods that `Pipeline` and `CircularPipeline` share."""
 
     mesh: Mesh | None
     settings: PipelineSettings
     axis_rules: AxisRules
     layer_function: Callable[..., Layer]
-    """`(deterministic, model_mode, instance=None) -> layer`, without records."""
+    """Function `(deterministic, model_mode, instance=None) -> layer`. The layer records no values."""
     draw_keys: Callable[[], Any]
-    """New [R, S, L] dropout keys, or ()."""
+    """Function that returns new [R, S, L] dropout keys, or () if layers draw none."""
     layer_variables: Callable[[], Any]
-    """The [R, S, L, ...] arrays of all layers."""
+    """Function that returns the [R, S, L, ...] arrays of all layers."""
 
     def need_circ_storage(self) -> bool:
-        """Whether results wait between the last rank and the next repeat on rank 0."""
+        """Returns whether outputs of the last rank must be buffered before rank 0 starts a new repeat."""
         return iteration.need_circ_storage(self.settings.counts)
 
     def iterations_to_complete_first_microbatch_one_repeat(self) -> int:
-        """Iterations before the one in which the last rank first works."""
+        """Returns the number of iterations before the last rank's first one with a microbatch."""
         return iteration.iterations_of_one_repeat(self.settings.counts)
 
     def iterations_to_complete_first_microbatch(self) -> int:
-        """Iterations before the one in which microbatch 0 leaves."""
+        """Returns the number of iterations before the one that completes microbatch 0."""
         return iteration.iterations_of_first_microbatch(self.settings.counts)
 
     def get_iteration_inputs(self, loop_iteration, state_io, circ_storage, shift) -> Any:
-        """What every rank works on: [S, ...]."""
+        """Returns the [S, ...] inputs that the ranks process in one iteration."""
         return iteration.iteration_inputs(
             loop_iteration, state_io, circ_storage, shift, self.settings.counts
         )
 
     def get_microbatch_and_repeat_ids(self, loop_iteration) -> tuple[jax.Array, jax.Array]:
-        """The microbatch and the repeat of every rank, [S] each."""
+        """Returns the microbatch and the repeat that each rank processes, [S] each."""
         return iteration.microbatch_and_repeat_ids(loop_iteration, self.settings.counts)
 
     def get_pipeline_remat_policy(self) -> Callable:
-        """Returns the policy of `jax.checkpoint` for iterations, whatever the config wraps with it.
+        """Returns the `jax.checkpoint` policy of the config, or the module's argument `remat_policy`.
 
-        It is the one of `remat_policy`, or the argument of that name, and unless that is "custom"
-        it also saves "iteration_input" and "decoder_layer_input".
+        Unless the config's policy is "custom", it also saves "iteration_input" and
+        "decoder_layer_input". It does not depend on whether the config wraps iterations or layers.
         """
         return self.settings.policy
 
     def get_main_vmap_func_for_iterations(self) -> Callable:
-        """All stages of an iteration, see `run`."""
+        """Returns a function that runs all stages of one iteration.
+
+        Returns:
+            A function of weights [S, L, ...], inputs [S, ...], `segment_ids` and `positions` [S,
+            ...], `deterministic`, `model_mode` and keys [S, L]. It returns [S, ...] outputs.
+        """
 
         def run(
             weights,
@@ -76,7 +83,7 @@ class PipelineMethods(PipelineAttributes):
             model_mode="train",
             rng=(),
         ):
-            """[S, ...] outputs from [S, L, ...] weights, [S, ...] inputs and [S, L] keys."""
+            """Returns [S, ...] outputs of [S, L, ...] weights, [S, ...] inputs and [S, L] keys."""
             stage = self._stage(deterministic, model_mode)
             side = side_of(segment_ids, positions)
             return iteration.run_stages(stage, self.mesh)(weights, inputs, side, rng)
@@ -84,7 +91,7 @@ class PipelineMethods(PipelineAttributes):
         return run
 
     def init_states(self, inputs) -> iteration.LoopState:
-        """The state before iteration 0, for inputs [M, ...]."""
+        """Returns the loop state before iteration 0 for inputs [M, ...]."""
         return iteration.init_states(inputs, self.draw_keys(), self.settings.counts)
 
     def _stage(self, deterministic, model_mode, instance=None, gathered=None) -> Callable:
@@ -98,19 +105,19 @@ class PipelineMethods(PipelineAttributes):
         return None if names is None else placement.gather_stage(self._specs(names))
 
     def _specs(self, names) -> Any:
-        """Physical specs of [S, ...] leaves, from logical ones of [R, S, ...] leaves."""
+        """Returns physical specs of [S, ...] leaves from the logical specs of [R, S, ...] leaves."""
         return placement.physical_specs(
             placement.without_repeats(names), self.axis_rules, self.mesh
         )
 
 
 class LoopMethods(PipelineMethods):
-    """What `Pipeline` has: weights are looked up in every iteration."""
+    """Methods of `Pipeline`, which looks up the weights of the current repeat in every iteration."""
 
     def shard_dim_by_stages(
         self, x, dim, physical_partition_spec=None, is_stage_weight=False
     ) -> jax.Array:
-        """`x` with `dim` split over the ranks."""
+        """Returns `x` with dim `dim` sharded over the mesh axis `stage`."""
         return placement.shard_dim_by_stages(
             x, dim, physical_partition_spec, self.mesh, is_weight=is_stage_weight
         )
@@ -123,28 +130,28 @@ class LoopMethods(PipelineMethods):
         repeat_dim_in_weights,
         stages_dim_in_weights,
     ) -> Any:
-        """The weights of repeat `repeat_ids[r]` from rank r's part, without the repeats' dim."""
+        """Returns the weights of repeat `repeat_ids[r]` from rank r's shard, without the dim of repeats."""
         taken = iteration.take_repeats(
             weights, repeat_ids, repeat_dim_in_weights, stages_dim_in_weights, self.mesh
         )
         return self._whole(taken, physical_partition_spec)
 
     def vmap_gather(self, xs, ids, ids_dim) -> Any:
-        """Entry `ids[r]` of `ids_dim` for every rank: that dim becomes [S]."""
+        """Returns entry `ids[r]` of dim `ids_dim` for every rank r: that dim becomes [S]."""
         return iteration.take_per_rank(xs, ids, ids_dim)
 
     def get_new_loop_state(self, output, loop_state) -> iteration.LoopState:
-        """The state after an iteration in which the ranks made `output` [S, ...]."""
+        """Returns the loop state after an iteration in which the ranks computed `output` [S, ...]."""
         return iteration.new_loop_state(output, loop_state, self.settings.counts, self.mesh)
 
     def permute_output_micro_per_stage_dim(self, output) -> Any:
-        """`state_io` [S, M / S, ...] after the last iteration, in the order of the inputs' rows."""
+        """Reorders the final `state_io` [S, M / S, ...] to the order of the rows of the inputs."""
         return iteration.permute_output(output, self.settings.counts)
 
     def get_current_stage_weights(
         self, pipeline_weights, loop_iteration, physical_partition_spec=None
     ) -> Any:
-        """The weights every rank works with: [R, S, ...] -> [S, ...]."""
+        """Returns the [S, ...] weights of each rank's current repeat from the [R, S, ...] leaves."""
         return self.get_current_repeat_from_stages(
             pipeline_weights, loop_iteration, physical_partition_spec
         )
@@ -152,7 +159,7 @@ class LoopMethods(PipelineMethods):
     def get_current_repeat_from_stages(
         self, weights, loop_iteration, physical_partition_spec=None
     ) -> Any:
-        """The weights of every rank's current repeat: [R, S, ...] -> [S, ...]."""
+        """Returns the [S, ...] weights of each rank's current repeat from the [R, S, ...] leaves."""
         _, repeats = self.get_microbatch_and_repeat_ids(loop_iteration)
         return self.vmap_parallel_gather(weights, physical_partition_spec, repeats, 0, 1)
 
@@ -167,10 +174,11 @@ class LoopMethods(PipelineMethods):
         decoder_layer_instance=None,
         logical_partition_spec=None,
     ) -> iteration.LoopState:
-        """Every rank works on its microbatch and hands it on.
+        """Runs every rank on its current microbatch and sends the outputs to the next ranks.
 
-        `decoder_layer_instance` runs in place of the pipeline's own layer; weights are gathered as
-        `logical_partition_spec` says, where it is given.
+        `decoder_layer_instance`, if given, runs in place of the pipeline's own layer. If
+        `logical_partition_spec` is given, weights are gathered over fsdp, context and expert by
+        these specs.
         """
         gathered = self._gathered(logical_partition_spec)
         stage = self._stage(deterministic, model_mode, decoder_layer_instance, gathered)
@@ -182,11 +190,11 @@ class LoopMethods(PipelineMethods):
 
     @staticmethod
     def get_logical_spec_repeats_removed(full_logical) -> Any:
-        """Logical specs without "circular_repeats"."""
+        """Returns the logical specs without the name "circular_repeats"."""
         return placement.without_repeats(full_logical)
 
     def all_gather_over_fsdp(self, variables, logical_partition_spec) -> Any:
-        """[R, S, ...] variables, no longer split over fsdp."""
+        """Returns [R, S, ...] variables that are no longer sharded over fsdp and fsdp_transpose."""
         specs = placement.physical_specs(logical_partition_spec, self.axis_rules, self.mesh)
         return placement.gather_all(variables, specs, self.mesh, ("fsdp", "fsdp_transpose"))
 
@@ -197,12 +205,12 @@ class LoopMethods(PipelineMethods):
 
 
 class WindowMethods(PipelineMethods):
-    """What `CircularPipeline` has: whole weights of two repeats lie in a window, the "bsw"."""
+    """Methods of `CircularPipeline`, which keeps gathered weights of two repeats in a window ("bsw")."""
 
     def init_states(self, inputs, weights=None) -> iteration.LoopState:
-        """The state before iteration 0, and its `bsw`: an empty window, [2, S, ...] leaves.
+        """Returns the loop state before iteration 0, with an empty window `bsw` of [2, S, ...] leaves.
 
-        `weights` are the [R, S, ...] leaves of all layers, by default the module's own.
+        `weights` are the [R, S, ...] leaves of all layers. The default is the module's own weights.
         """
         weights = self.layer_variables() if weights is None else weights
         return super().init_states(inputs) | {"bsw": window.empty_window(weights)}
@@ -210,27 +218,27 @@ class WindowMethods(PipelineMethods):
     def gather_weights_across_stages_vmap(
         self, weights, repeat_ids, repeat_dim_in_weights=0, stages_dim_in_weights=1
     ) -> Any:
-        """The weights of repeat `repeat_ids[r]` from rank r's part, without the repeats' dim."""
+        """Returns the weights of repeat `repeat_ids[r]` from rank r's shard, without the dim of repeats."""
         return iteration.take_repeats(
             weights, repeat_ids, repeat_dim_in_weights, stages_dim_in_weights, self.mesh
         )
 
     def gather_microbatch_inputs_vmap(self, xs, ids, ids_dim) -> Any:
-        """Entry `ids[r]` of `ids_dim` for every rank: that dim becomes [S]."""
+        """Returns entry `ids[r]` of dim `ids_dim` for every rank r: that dim becomes [S]."""
         return iteration.take_per_rank(xs, ids, ids_dim)
 
     def advance_circular_buffers(self, output, loop_state) -> iteration.LoopState:
-        """The state after an iteration in which the ranks made `output` [S, ...]."""
+        """Returns the loop state after an iteration in which the ranks computed `output` [S, ...]."""
         return iteration.new_loop_state(output, loop_state, self.settings.counts, self.mesh)
 
     def realign_output_microbatches(self, output) -> Any:
-        """`state_io` [S, M / S, ...] after the last iteration, in the order of the inputs' rows."""
+        """Reorders the final `state_io` [S, M / S, ...] to the order of the rows of the inputs."""
         return iteration.permute_output(output, self.settings.counts)
 
     def fetch_active_stage_weights(
         self, bsw, loop_iteration, physical_partition_spec=None, is_initializing=None
     ) -> Any:
-        """The weights every rank works with, from the window: [2, S, ...] -> [S, ...]."""
+        """Returns the [S, ...] weights of each rank's current repeat from the [2, S, ...] window."""
         return self.get_current_weights_from_bsw(
             bsw, loop_iteration, physical_partition_spec, is_initializing
         )
@@ -238,9 +246,10 @@ class WindowMethods(PipelineMethods):
     def get_current_weights_from_bsw(
         self, bsw, loop_iteration, physical_partition_spec=None, is_initializing=None
     ) -> Any:
-        """The weights every rank works with, from the window: [2, S, ...] -> [S, ...].
+        """Returns the [S, ...] weights of each rank's current repeat from the [2, S, ...] window.
 
-        With `is_initializing` those of the first repeat, whatever `loop_iteration` says.
+        With `is_initializing` it returns the weights of the first repeat and ignores
+        `loop_iteration`.
         """
         now = 0 if is_initializing else loop_iteration
         weights = window.from_window(bsw, now, self.settings.counts)
@@ -249,7 +258,7 @@ class WindowMethods(PipelineMethods):
         return placement.gather_all(weights, physical_partition_spec, self.mesh, placement.GATHERED)
 
     def from_all_variables_to_repeat_weights(self, weights, loop_iteration) -> Any:
-        """All stages of the repeat in which rank 0 is: [R, S, ...] -> [S, ...]."""
+        """Returns the [S, ...] weights of rank 0's current repeat, for all stages."""
         return window.repeat_weights(weights, loop_iteration, self.settings.counts)
 
     def from_repeat_weights_to_bsw(
@@ -259,18 +268,19 @@ class WindowMethods(PipelineMethods):
         axes_to_gather=placement.GATHERED,
         use_shardmap=False,
     ) -> Any:
-        """[S, ...] weights of a repeat, whole along `axes_to_gather`: one half of a window.
+        """Returns one half of a window: [S, ...] weights of a repeat, gathered over `axes_to_gather`.
 
-        `use_shardmap` gathers by `jax.lax.all_gather`, otherwise a sharding constraint does.
+        With `use_shardmap` they are gathered by `jax.lax.all_gather`, otherwise by a sharding
+        constraint.
         """
         return placement.gather_block(
             repeat_weights, physical_partition_spec, self.mesh, axes_to_gather, use_shardmap
         )
 
     def weight_prefetching(self, weights, physical_partition_spec, loop_iteration) -> Any:
-        """The window for iteration `loop_iteration + 1`: [R, S, ...] -> [2, S, ...].
+        """Returns the [2, S, ...] window of iteration `loop_iteration + 1` from [R, S, ...] weights.
 
-        It changes whenever rank 0 enters a repeat, that is before iterations 0, M, 2 M, ...
+        The window changes whenever rank 0 starts a repeat: before iterations 0, M, 2 M, and so on.
         """
         gather = partial(
             self.from_repeat_weights_to_bsw, physical_partition_spec=physical_partition_spec
@@ -287,7 +297,7 @@ class WindowMethods(PipelineMethods):
         model_mode="train",
         logical_partition_spec=None,
     ) -> iteration.LoopState:
-        """Every rank works on its microbatch, with weights from the window, and hands it on."""
+        """Runs every rank on its microbatch with weights from the window; sends outputs to the next ranks."""
         stage = self._stage(
             deterministic, model_mode, gathered=self._gathered(logical_partition_spec)
         )
@@ -299,5 +309,5 @@ class WindowMethods(PipelineMethods):
 
 
 def side_of(segment_ids: Any, positions: Any) -> dict[str, Any]:
-    """What every stage may read of a microbatch."""
+    """Returns the inputs that every stage may read of a microbatch, by name."""
     return {"segment_ids": segment_ids, "positions": positions}

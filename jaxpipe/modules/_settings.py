@@ -1,7 +1,7 @@
-"""What a config with MaxText's field names says about a pipeline, checked before anything runs.
+"""Reads the settings of a pipeline from a config with MaxText's field names, and checks them.
 
-S ranks, R repeats, L layers per stage, M microbatches. The config is any object with attributes; a
-field that it does not have, or that is None, has the default that `pipeline_settings` documents.
+S ranks, R repeats, L layers per stage, M microbatches. The config is any object with attributes. A
+field that is missing or None has the default that `pipeline_settings` documents.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,32 +21,34 @@ from ..spmd.circular_engine._shape import check_circular
 from ..spmd.stepwise._iteration import Counts
 
 AxisRules = tuple[tuple[str, tuple[str, ...]], ...]
-"""Pairs (logical axis, mesh axes). Of several for one logical axis the first that fits counts."""
+"""Pairs (logical axis, mesh axes). If a logical axis has several pairs, the first that fits applies."""
 
 
 NAMES = "`num_pipeline_microbatches`", "`pipeline_delay_activation_forwarding`"
-"""Fields that `check_circular` names."""
+"""Names of the config fields that the errors of `check_circular` mention."""
 
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """How a stack of layers runs as a pipeline.
+    """Settings by which a stack of layers runs as a pipeline.
 
     Attributes:
-        counts: S, R, M and the ticks of a hand-over.
+        counts: S, R, M and the iterations that a hand-over to the next rank takes.
         layers_per_stage: L.
-        batch_size: Rows of the batch, or None if any multiple of M will do.
-        gather: When weights that are split over fsdp, context and expert are gathered.
-        batch_axes: Mesh axes that split rows and are manual in the pipeline: each device calls the
-            layers with its own rows.
-        scan_ticks: Loops over ticks; else every tick is compiled by itself.
-        scan_repeats: A loop over repeats too; else every repeat is compiled by itself.
-        scan_layers: One loop over the layers of a stage; else each is compiled by itself.
-        remat_tick: Wraps the work of a tick.
-        remat_layer: Wraps a layer.
+        batch_size: Rows of the batch, or None if any multiple of M is allowed.
+        gather: When weights that are sharded over fsdp, context and expert are gathered.
+        batch_axes: Mesh axes that shard the rows and are manual in the pipeline: each device calls
+            the layers with its own rows.
+        scan_ticks: Whether ticks run in a loop. If not, every tick is compiled separately.
+        scan_repeats: Whether repeats run in a loop too. If not, every repeat is compiled
+            separately.
+        scan_layers: Whether the layers of a stage run in a loop. If not, each is compiled
+            separately.
+        remat_tick: Wraps the computation of a tick, as `jax.checkpoint` does.
+        remat_layer: Wraps a layer, as `jax.checkpoint` does.
         policy: The policy of `jax.checkpoint` that the config names.
         rules: The config's `logical_axis_rules`, or None if it has none.
-        debug_sharding: Log how every weight is split.
+        debug_sharding: Whether to log the sharding of every weight.
     """
 
     counts: Counts
@@ -65,37 +67,40 @@ class PipelineSettings:
 
     @property
     def dims(self) -> tuple[int, int, int]:
-        """[R, S, L], the leading dims of every stacked weight."""
+        """Returns (R, S, L), the leading dims of every stacked weight."""
         return self.counts.num_repeats, self.counts.num_ranks, self.layers_per_stage
 
     def rules_or(self, in_context: Iterable) -> AxisRules:
-        """The config's rules, else those `in_context` if there are any, else jaxpipe's."""
+        """Returns the config's rules, or else `in_context`, or else `DEFAULT_RULES` if that is empty."""
         return axis_rules(self.rules or in_context or DEFAULT_RULES)
 
 
 def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) -> PipelineSettings:
-    """Reads and checks `config`.
+    """Reads the settings of a pipeline from `config` and checks them.
 
     Args:
-        config: Any object. Its fields and their defaults: `ici_pipeline_parallelism` (the axis
-            `stage` of `mesh`, or 1), `dcn_pipeline_parallelism` (1), their product being S;
+        config: Any object. Its fields and their defaults: `ici_pipeline_parallelism` (the size of
+            the axis `stage` of `mesh`, or 1), `dcn_pipeline_parallelism` (1), whose product is S;
             `num_layers_per_pipeline_stage` (1); `num_decoder_layers` (unknown);
-            `pipeline_parallel_layers` (-1: all of them); `num_pipeline_repeats` (-1: as many as the
-            layers give, 1 if their number is unknown); `num_pipeline_microbatches` (-1: S, or 2 * S
-            with delay); `micro_batch_size_to_train_on`, rows of the whole batch (any);
+            `pipeline_parallel_layers` (-1: all layers); `num_pipeline_repeats` (-1: the number that
+            fits all layers, or 1 if their number is unknown); `num_pipeline_microbatches` (-1: S,
+            or 2 * S with delay); `micro_batch_size_to_train_on`, the rows of the whole batch (any);
             `pipeline_delay_activation_forwarding`, `pipeline_fsdp_ag_once`,
             `pipeline_fsdp_ag_per_repeat`, `set_remat_policy_on_layers_per_stage`, `debug_sharding`
             (False); `scan_pipeline_iterations`, `scan_layers_per_stage`,
-            `set_remat_policy_on_pipeline_iterations` (True); `scan_pipeline_repeats` (as
+            `set_remat_policy_on_pipeline_iterations` (True); `scan_pipeline_repeats` (the value of
             `scan_pipeline_iterations`); `remat_policy` ("full", or another name of
             `autodiff.POLICIES`), and for "custom" the place of each tensor of `autodiff.TENSORS`
-            ("remat"); `shard_mode` ("auto"); `logical_axis_rules` (none); and one that MaxText has
-            not, `pipeline_batch_axes` (()), see `PipelineSettings.batch_axes`.
+            ("remat"); `shard_mode` ("auto"); `logical_axis_rules` (none); and `pipeline_batch_axes`
+            (()), which MaxText does not have: see `PipelineSettings.batch_axes`.
         mesh: A mesh with an axis `stage` of size S, or None.
-        remat_policy: A policy of `jax.checkpoint`, in place of the config's.
+        remat_policy: A policy of `jax.checkpoint` that replaces the config's.
+
+    Returns:
+        The checked settings.
 
     Raises:
-        ValueError: If a field has no valid value, or fields contradict each other or `mesh`.
+        ValueError: If a field has an invalid value, or fields contradict each other or `mesh`.
     """
     if isinstance(config, Mapping):
         raise ValueError(
@@ -133,7 +138,7 @@ def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) 
 
 
 def _field(config: Any, name: str, default: Any) -> Any:
-    """A field of the config, the value of an Enum's member; `default` if it is missing or None."""
+    """Returns a field of the config, as a plain value if it is an Enum; `default` if it is unset."""
     try:
         value = getattr(config, name, None)
     except (KeyError, ValueError):  # older configs of MaxText raise these for unknown names
@@ -150,7 +155,7 @@ def _flag(config: Any, name: str, default: bool) -> bool:
 
 
 def _integer(config: Any, name: str) -> int:
-    """A whole number, -1 if the field is missing."""
+    """Returns a field that must be an integer, or -1 if the field is missing."""
     value = _field(config, name, -1)
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ValueError(f"`{name}` is {value!r}. Give a whole number, or -1 for the default.")
@@ -158,7 +163,7 @@ def _integer(config: Any, name: str) -> int:
 
 
 def _count(config: Any, name: str, default: int) -> int:
-    """A positive number, `default` in place of -1."""
+    """Returns a field that must be a positive integer, or `default` if it is -1 or missing."""
     value = _integer(config, name)
     if value < 1 and value != -1:
         raise ValueError(f"`{name}` is {value!r}. Give at least 1, or -1 for the default.")
@@ -192,9 +197,10 @@ def _repeats(config: Any, num_ranks: int, layers_per_stage: int) -> int:
 
 
 def _pipelined_layers(config: Any) -> tuple[int | None, str]:
-    """How many layers the pipeline has, None if nothing says, and the field that says it.
+    """Returns the number of layers in the pipeline and the name of the field that sets it.
 
-    That is `pipeline_parallel_layers`, by default all layers of the model.
+    The field is `pipeline_parallel_layers`. If that is -1, the number is `num_decoder_layers`, or
+    None if that is missing too.
     """
     layers = _integer(config, "pipeline_parallel_layers")
     model = _count(config, "num_decoder_layers", -1)
@@ -234,7 +240,7 @@ def _gather(config: Any) -> Literal["tick", "once", "repeat"]:
 
 
 def _batch_axes(config: Any, mesh: Mesh | None, scan_ticks: bool) -> tuple[str, ...]:
-    """`pipeline_batch_axes`, axes of `mesh` beside `stage`."""
+    """Returns `pipeline_batch_axes` as a tuple, after a check that they are axes of `mesh`."""
     given = _field(config, "pipeline_batch_axes", ())
     axes = (given,) if isinstance(given, str) else tuple(given)
     if not axes:
@@ -257,7 +263,7 @@ def _batch_axes(config: Any, mesh: Mesh | None, scan_ticks: bool) -> tuple[str, 
 
 
 def _scans(config: Any) -> tuple[bool, bool]:
-    """Whether ticks are in loops, and repeats."""
+    """Returns whether ticks run in a loop, and whether repeats do."""
     ticks = _flag(config, "scan_pipeline_iterations", True)
     repeats = _flag(config, "scan_pipeline_repeats", ticks)
     if repeats and not ticks:
@@ -280,7 +286,10 @@ def _remat(config: Any, mesh: Mesh | None, policy: Any) -> Remat:
 
 
 def _policy(config: Any, remat: Remat) -> Callable:
-    """What `remat` saves, and unless the policy is "custom" the inputs that MaxText names."""
+    """Returns the `jax.checkpoint` policy of `remat`.
+
+    Unless the config's policy is "custom", it also saves the inputs that MaxText names.
+    """
     policies = jax.checkpoint_policies
     given: Callable = policies.everything_saveable
     if isinstance(remat, partial):
@@ -299,7 +308,11 @@ def _policy(config: Any, remat: Remat) -> Callable:
 def _check_shard_mode(
     mode: Any, mesh: Mesh | None, batch_axes: tuple[str, ...], scan_ticks: bool
 ) -> None:
-    """Explicit axes are `stage`, batch axes and any others; without `explicit` there are none."""
+    """Checks that the axis types of `mesh` agree with `shard_mode`.
+
+    With "auto" all axes must be of type Auto. With "explicit" `stage` and the batch axes must be
+    Explicit, and other axes may be of any type.
+    """
     if mode not in ("auto", "explicit"):
         raise ValueError(f"`shard_mode` is {mode!r}. Give 'auto' or 'explicit'.")
     if mesh is None:
@@ -331,7 +344,7 @@ def _check_shard_mode(
 
 
 def axis_rules(rules: Iterable) -> AxisRules:
-    """Rules with their mesh axes as a tuple, also where there is one name or None."""
+    """Returns the rules with the mesh axes of each as a tuple; a single name or None is converted."""
 
     def axes(given: Any) -> tuple[str, ...]:
         return () if given is None else (given,) if isinstance(given, str) else tuple(given)
