@@ -1,9 +1,9 @@
-"""What becomes of the variable collections of a Linen layer.
+"""Decides how a pipeline handles the variable collections of a Linen layer.
 
-Weights (`params`, and the scales of FP8) are stacked, and so is whatever else the layer's `init`
-makes; both are read. What a layer sows comes out once per layer and microbatch. A collection that a
-call would change, to be read by the next microbatch, cannot be carried: microbatches are in
-different stages at the same time.
+Weights (`params`, and the scales of FP8) are stacked, and so are all other collections that the
+layer's `init` creates. A layer may read all of them. Values that a layer sows are returned once per
+layer and microbatch. A layer must not update a collection for its next call: that would be the call
+for the next microbatch, and microbatches are in different stages at the same time.
 """
 
 from typing import Any
@@ -18,7 +18,10 @@ SOWN = ("intermediates", "metrics")
 
 
 def is_sown(name: str, collection: Any) -> bool:
-    """Whether a layer has only sown into it: by its name, or since all its variables are tuples."""
+    """Returns whether a layer has only sown into a collection.
+
+    A collection counts as sown if its name is one of `SOWN` or if all its variables are tuples.
+    """
     return name in SOWN or not jax.tree.leaves(_without_tuples(collection))
 
 
@@ -31,15 +34,22 @@ def _without_tuples(collection: Any) -> Any:
 
 
 def stored(variables: dict[str, Any]) -> dict[str, Any]:
-    """What `init` made, without what layers sow in it."""
+    """Returns the variables that `init` created, without collections that the layer sows."""
     return {name: of for name, of in variables.items() if not is_sown(name, of)}
 
 
 def mutable_in_layer(mutable: Any, variables: dict[str, Any]) -> Any:
-    """The filter of collections that a layer may write, for a pipeline with the filter `mutable`.
+    """Returns the filter of the collections that a layer may write.
+
+    Args:
+        mutable: The filter of the pipeline's own mutable collections.
+        variables: The variables of the pipeline, by collection.
+
+    Returns:
+        `mutable` without the collections of weights.
 
     Raises:
-        ValueError: If `mutable` has a collection of `variables` that is not of weights.
+        ValueError: If `mutable` contains a collection of `variables` that does not hold weights.
     """
     for name in variables:
         if name not in WEIGHTS and flax_scope.in_filter(mutable, name):
@@ -48,7 +58,7 @@ def mutable_in_layer(mutable: Any, variables: dict[str, Any]) -> Any:
 
 
 def check_sown(new: dict[str, Any]) -> None:
-    """Raises a `ValueError` if a layer's call made a collection by other means than `sow`."""
+    """Raises a `ValueError` if a layer's call created a collection by other means than `sow`."""
     for name, collection in new.items():
         if not is_sown(name, collection):
             raise ValueError(_cannot_flow(name))

@@ -1,4 +1,4 @@
-"""The Linen modules: what they do is in `_run`, and in methods that `jaxpipe.spmd` lends them."""
+"""Linen modules of a pipeline, implemented by `_run` and base classes of `jaxpipe.modules`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +12,14 @@ from . import _stacked as stacked
 
 
 class PipelineBase(modules.PipelineMethods, nn.Module):
-    """A stack of equal layers, spread over the ranks of a pipeline.
+    """A stack of equal layers that runs as a pipeline.
 
     Attributes:
         config: Any object with the fields of `jaxpipe.modules.pipeline_settings`.
         layers: One layer. Its call is `(inputs, segment_ids, positions, deterministic, model_mode)`
             and returns outputs like inputs, or (outputs, None).
-        mesh: A mesh with the axis "stage", or None: one device plays all ranks.
-        remat_policy: A policy of `jax.checkpoint`, in place of the config's.
+        mesh: A mesh with the axis "stage", or None: then one device runs all ranks.
+        remat_policy: A policy of `jax.checkpoint` that replaces the config's.
     """
 
     config: Any
@@ -28,50 +28,58 @@ class PipelineBase(modules.PipelineMethods, nn.Module):
     remat_policy: Any = None
 
     def setup(self):
-        """Refuses a config that cannot work.
+        """Raises an error if the config is invalid.
 
-        The attributes that MaxText's `setup` calculates are properties, of
-        `jaxpipe.modules.PipelineAttributes`, and exist without it.
+        The attributes that MaxText's `setup` calculates are properties of
+        `jaxpipe.modules.PipelineAttributes`, which do not need this method.
         """
         _ = self.settings
 
     @property
     def settings(self) -> modules.PipelineSettings:
-        """What `config` says."""
+        """Returns the settings that `config` describes."""
         return modules.pipeline_settings(self.config, self.mesh, self.remat_policy)
 
     @property
     def axis_rules(self) -> modules.AxisRules:
-        """The config's logical axis rules, else those in Flax's context, else jaxpipe's."""
+        """Returns the config's logical axis rules, or else Flax's in context, or else jaxpipe's."""
         return self.settings.rules_or(nn.get_logical_axis_rules())
 
     def layer_function(
         self, deterministic: bool, model_mode: str, instance: nn.Module | None = None
     ) -> modules.Layer:
-        """The layer, or `instance`, as a pure function that records nothing."""
+        """Returns the layer, or `instance`, as a pure function that records nothing."""
         rules = modules.rules_in_stage(self.settings.rules)
         layer = self.layers if instance is None else instance
         return run.layer_function(layer, rules, [], deterministic, model_mode)
 
     def draw_keys(self) -> Any:
-        """[R, S, L] keys by stream of random numbers, () if there are none."""
+        """Returns [R, S, L] keys by random stream, or () if the module has no random streams."""
         return run.draw_keys(self)
 
     def layer_variables(self) -> dict[str, Any]:
-        """The [R, S, L, ...] arrays of all layers, by collection: what the methods call weights."""
+        """Returns the [R, S, L, ...] arrays of all layers, by collection.
+
+        The methods of MaxText call these arrays weights.
+        """
         return stacked.without_boxes(run.stacked_variables(self))
 
     def get_weight_sharding(self, *init_args) -> Any:
-        """Logical specs of the [R, S, L, ...] variables, by collection.
+        """Returns logical specs of the [R, S, L, ...] variables, by collection.
 
-        `init_args` are those of a call, or nothing if the module is bound to variables.
+        `init_args` are the arguments of a call. They may be omitted if the module is bound to
+        variables.
         """
         if not init_args:
             return stacked.logical_specs(run.stacked_variables(self))
         return run.weight_sharding(self, *init_args)
 
     def get_vmap_func_for_init(self) -> Callable:
-        """`(keys [S, L] by stream, *arguments of a layer) -> variables` with [S, L, ...] leaves."""
+        """Returns the function that initializes all layers of a repeat.
+
+        Its arguments are [S, L] keys by random stream and those of a layer's call. It returns
+        variables with [S, L, ...] leaves.
+        """
         return run.init_stages(self)
 
     def __call__(
@@ -85,23 +93,24 @@ class PipelineBase(modules.PipelineMethods, nn.Module):
         *,
         microbatched: bool = False,
     ) -> Any:
-        """Sends a batch through all layers.
+        """Runs a batch through all layers.
 
         Args:
             inputs: [batch, ...] leaves: [batch, sequence, embed], or any pytree.
             segment_ids: [batch, sequence], or None.
             positions: [batch, sequence], or None.
-            deterministic: Handed to the layers.
-            model_mode: Handed to the layers.
-            logical_partition_spec: As of `get_weight_sharding`, in place of the names in boxes.
-            microbatched: Arrays are [microbatches, rows, ...] instead, in and out: nothing is
-                moved to split a batch.
+            deterministic: Passed to the layers.
+            model_mode: Passed to the layers.
+            logical_partition_spec: Logical specs like those of `get_weight_sharding`, which replace
+                the names in boxes.
+            microbatched: Whether inputs are [microbatches, rows, ...] already, and outputs are to
+                be. Then no data is moved to split a batch.
 
         Returns:
-            Outputs like `inputs`; while the module is initialised, `inputs`.
+            Outputs like `inputs`. While the module is initialized, `inputs`.
 
         Raises:
-            ValueError: If counts do not divide, or a collection cannot be carried.
+            ValueError: If sizes do not divide, or a layer updates a collection for its next call.
         """
         if self.is_initializing():
             options = deterministic, model_mode
@@ -121,20 +130,34 @@ class PipelineBase(modules.PipelineMethods, nn.Module):
 
 
 class Pipeline(modules.LoopMethods, PipelineBase):
-    """Weights are gathered in every iteration or, with `pipeline_fsdp_ag_once`, once a step."""
+    """A pipeline that gathers weights in every iteration.
+
+    With `pipeline_fsdp_ag_once` it gathers them once per step instead.
+    """
 
 
 class CircularPipeline(modules.WindowMethods, PipelineBase):
-    """Weights are gathered once per repeat, ahead of it."""
+    """A pipeline that gathers the weights of each repeat once, before the repeat starts."""
 
 
 def create_pipeline(
     config: Any, layers: nn.Module, mesh: Any, remat_policy: Any = None
 ) -> Pipeline | CircularPipeline:
-    """`CircularPipeline` if the config has `pipeline_fsdp_ag_per_repeat`, else `Pipeline`.
+    """Returns a `CircularPipeline` if `pipeline_fsdp_ag_per_repeat` is set, else a `Pipeline`.
+
+    Args:
+        config: Any object with the fields of `jaxpipe.modules.pipeline_settings`.
+        layers: One layer. Its call is `(inputs, segment_ids, positions, deterministic, model_mode)`
+            and returns outputs like inputs, or (outputs, None).
+        mesh: A mesh with the axis "stage", or None: then one device runs all ranks.
+        remat_policy: A policy of `jax.checkpoint` that replaces the config's.
+
+    Returns:
+        The Linen module.
 
     Raises:
-        ValueError: If the config has a value that is not valid, or asks for what cannot work.
+        ValueError: If the config has an invalid value, or fields that contradict each other or
+            `mesh`.
     """
     settings = modules.pipeline_settings(config, mesh, remat_policy)
     kind = CircularPipeline if settings.gather == "repeat" else Pipeline

@@ -1,4 +1,4 @@
-"""A Linen layer as a pure function, and the two things a pipeline module does with it."""
+"""Runs a Linen layer as a pure function, and initializes and calls a pipeline module with it."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,13 +16,13 @@ from . import _collections as collections
 from . import _stacked as stacked
 
 NAME = "layers"
-"""The variables of all layers lie at this name in each collection of the pipeline."""
+"""Name of the variables of all layers in each collection of the pipeline."""
 
 
 def layer_function(
     layer: nn.Module, rules: modules.AxisRules | None, mutable: Any, *options: Any
 ) -> modules.Layer:
-    """`layer` as `(variables, x, side, rngs) -> (y, sown)`.
+    """Returns `layer` as a function `(variables, x, side, rngs) -> (y, sown)`.
 
     Args:
         layer: A module; its call is `(inputs, segment_ids, positions, deterministic, model_mode)`,
@@ -30,6 +30,9 @@ def layer_function(
         rules: Logical axis rules to run it under, without "stage", or None for those in context.
         mutable: The filter of collections that it may write.
         options: `deterministic` and `model_mode`.
+
+    Returns:
+        The function. It raises a `ValueError` if the layer writes a collection that it may not.
     """
     layer = layer.clone(parent=None, name=None)
 
@@ -56,7 +59,11 @@ def layer_function(
 
 
 def init_of(layer: nn.Module, rules: modules.AxisRules | None) -> Callable:
-    """`(keys, inputs, segment_ids, positions, deterministic, model_mode) -> variables`."""
+    """Returns the layer's `init` as a function of keys and a call's arguments.
+
+    The arguments are `(keys, inputs, segment_ids, positions, deterministic, model_mode)`. The
+    function returns the variables without sown collections.
+    """
     layer = layer.clone(parent=None, name=None)
 
     def init(keys, *arguments):
@@ -67,13 +74,13 @@ def init_of(layer: nn.Module, rules: modules.AxisRules | None) -> Callable:
 
 
 def init_stages(pipeline: Any) -> Callable:
-    """The layer's `init` for all layers of a repeat."""
+    """Returns the layer's `init` for all layers of a repeat."""
     rules = modules.rules_in_stage(pipeline.settings.rules)
     return stacked.init_stages(init_of(pipeline.layers, rules))
 
 
 def init_all(pipeline: Any) -> Callable:
-    """The layer's `init` for all layers of the pipeline, of keys by stream."""
+    """Returns the layer's `init` for all layers of the pipeline, from keys by random stream."""
     dims = pipeline.settings.dims
     stack = stacked.stack_repeats(init_stages(pipeline), dims)
 
@@ -92,7 +99,7 @@ def initialize(
     *options: Any,
     microbatched: bool = False,
 ) -> Any:
-    """Makes the variables of all layers, and returns the inputs: nothing is computed with them."""
+    """Creates the variables of all layers and returns the inputs: no layer is run on them."""
     keys = {name: pipeline.make_rng(name) for name in pipeline.scope.rngs}
     arrays = inputs, segment_ids, positions
     variables = init_batch(pipeline, keys, *arrays, *options, microbatched=microbatched)
@@ -111,14 +118,14 @@ def init_batch(
     *options: Any,
     microbatched: bool = False,
 ) -> dict[str, Any]:
-    """The variables of all layers, from keys by stream and the arguments of a call."""
+    """Returns the variables of all layers, from keys by random stream and a call's arguments."""
     side = modules.side_of(segment_ids, positions)
     x, side = modules.first_microbatch(pipeline.settings, inputs, side, microbatched)
     return init_all(pipeline)(keys, x, side["segment_ids"], side["positions"], *options)
 
 
 def weight_sharding(pipeline: Any, *arguments: Any) -> Any:
-    """Logical specs of the variables that a call with these arguments would make."""
+    """Returns logical specs of the variables that a call with these arguments would create."""
     filled = (*arguments, *(None, None, False, "train")[len(arguments) - 1 :])
     arrays, options = filled[:3], filled[3:]
 
@@ -129,13 +136,13 @@ def weight_sharding(pipeline: Any, *arguments: Any) -> Any:
 
 
 def stacked_variables(pipeline: Any) -> dict[str, Any]:
-    """The variables of all layers by collection, in their boxes."""
+    """Returns the variables of all layers by collection, in their boxes."""
     found = {name: of[NAME] for name, of in pipeline.variables.items() if NAME in of}
     return {name: of for name, of in unfreeze(found).items() if not collections.is_sown(name, of)}
 
 
 def draw_keys(pipeline: Any) -> dict[str, jax.Array] | tuple:
-    """[R, S, L] keys by stream, () if there are none."""
+    """Returns [R, S, L] keys by random stream, or () if the module has no random streams."""
     dims = pipeline.settings.dims
     names = pipeline.scope.rngs
     return {name: modules.layer_keys(pipeline.make_rng(name), dims) for name in names} or ()
@@ -150,7 +157,7 @@ def run(
     *options: Any,
     microbatched: bool = False,
 ) -> Any:
-    """Sends inputs through all layers, and stores what these sow."""
+    """Runs inputs through all layers and stores the values that the layers sow."""
     boxed = stacked_variables(pipeline)
     mutable = collections.mutable_in_layer(pipeline.scope.mutable, boxed)
     rules = modules.rules_in_stage(pipeline.settings.rules)

@@ -1,7 +1,7 @@
-"""The variables of all layers in one tree: [R, S, L, ...] leaves, and the names of their dims.
+"""Stacks the variables of all layers into [R, S, L, ...] leaves with the names of their dims.
 
-Boxes, such as those of `nn.with_logical_partitioning`, stay around the stacked leaves, with the
-names "circular_repeats", "stage" and "layers" in front of the layer's own.
+Boxes, such as those of `nn.with_logical_partitioning`, stay around the stacked leaves. The names
+"circular_repeats", "stage" and "layers" precede the layer's own names.
 """
 
 import math
@@ -17,11 +17,15 @@ from .. import modules
 
 
 def init_stages(init: Callable) -> Callable:
-    """`init`, of one layer's keys, for all layers of a repeat.
+    """Returns a function that runs `init`, of one layer's keys, for all layers of a repeat.
+
+    Args:
+        init: A function of keys by random stream and of a call's arguments, which returns
+            variables.
 
     Returns:
-        A function of [S, L] keys, by stream, and of the arguments of a layer's call, which gives
-        variables with [S, L, ...] leaves.
+        A function of [S, L] keys, by random stream, and of the arguments of a layer's call. It
+        returns variables with [S, L, ...] leaves.
     """
 
     def init_all(keys: dict[str, jax.Array], *arguments: Any) -> Any:
@@ -32,7 +36,7 @@ def init_stages(init: Callable) -> Callable:
 
 
 def with_names(variables: Any) -> Any:
-    """Boxes around [R, S, L, ...] leaves learn the names of the three dims in front."""
+    """Adds the names of the three leading dims to the boxes around [R, S, L, ...] leaves."""
     for index, name in enumerate(modules.STACKED):
         variables = meta.map_axis_meta(lambda box: _add_name(box, index, name), variables)  # noqa: B023
     return variables
@@ -45,7 +49,7 @@ def _add_name(box: Any, index: int, name: str) -> Any:
 
 
 def logical_specs(variables: Any) -> Any:
-    """A `PartitionSpec` of names for every leaf; without a box those of the dims in front."""
+    """Returns a logical spec for every leaf; without a box it names the three leading dims."""
     return jax.tree.map(_spec, variables, is_leaf=meta.is_axis_metadata)
 
 
@@ -56,7 +60,7 @@ def _spec(leaf: Any) -> PartitionSpec:
 
 
 def placed(variables: Any, place: Callable) -> Any:
-    """`variables`, each array through `place(array, logical spec, path=name)`."""
+    """Returns `variables` with each array replaced by `place(array, logical spec, path=name)`."""
 
     def place_leaf(path, leaf, names):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -68,7 +72,10 @@ def placed(variables: Any, place: Callable) -> Any:
 
 
 def without_boxes(variables: Any) -> Any:
-    """The arrays. (`meta.unbox` would constrain them by rules that may not know "stage".)"""
+    """Returns the arrays without their boxes.
+
+    `meta.unbox` would constrain them by rules that may not contain "stage".
+    """
 
     def value(leaf):
         return jax.tree.leaves(leaf)[0] if meta.is_axis_metadata(leaf) else leaf
@@ -77,7 +84,16 @@ def without_boxes(variables: Any) -> Any:
 
 
 def stack_repeats(init_all: Callable, dims: tuple[int, int, int]) -> Callable:
-    """`init_all` of one repeat for all of them: [R, S, L] keys to [R, S, L, ...] leaves."""
+    """Returns a function that runs `init_all`, of one repeat, for all repeats.
+
+    Args:
+        init_all: A function of [S, L] keys by random stream and of a layer's arguments.
+        dims: (R, S, L).
+
+    Returns:
+        A function of [R, S, L] keys by random stream and of a layer's arguments. It returns
+        variables with [R, S, L, ...] leaves.
+    """
 
     def init(keys: dict[str, jax.Array], *arguments: Any) -> Any:
         assert all(key.size == math.prod(dims) for key in keys.values())

@@ -1,4 +1,4 @@
-"""What the Flax frontends share: settings, placement, and the call of a pipeline module."""
+"""Parts that the Linen and NNX frontends share: settings, sharding, the pipeline's call."""
 
 from ._attributes import PipelineAttributes as PipelineAttributes
 from ._frontend import first_microbatch as first_microbatch

@@ -1,4 +1,4 @@
-"""The attributes that the `setup` of MaxText's pipeline documents, for both Flax frameworks.
+"""Attributes that the `setup` of MaxText's pipeline documents, for both Flax frontends.
 
 They follow from the settings, the axis rules and the mesh, so they are properties.
 """
@@ -14,9 +14,9 @@ from ._settings import AxisRules, PipelineSettings
 
 
 class PipelineAttributes:
-    """What MaxText's `setup` calculates: sizes, names of axes, specs and shardings.
+    """Sizes, axis names, specs and shardings that MaxText's `setup` calculates.
 
-    Specs are physical, of the mesh's axes. Shardings are None unless the mesh has explicit axes.
+    Specs are physical: they name mesh axes. Shardings are None unless the mesh has explicit axes.
     """
 
     mesh: Mesh | None
@@ -27,73 +27,76 @@ class PipelineAttributes:
 
     @property
     def num_stages(self) -> int:
-        """Ranks of the pipeline."""
+        """Returns the number of ranks of the pipeline."""
         return self.settings.counts.num_ranks
 
     @property
     def forwarding_delay(self) -> int:
-        """Iterations of a hand-over: 2 with `pipeline_delay_activation_forwarding`, else 1."""
+        """Returns the number of iterations that a hand-over to the next rank takes.
+
+        It is 2 with `pipeline_delay_activation_forwarding`, else 1.
+        """
         return self.settings.counts.hop
 
     @property
     def pipeline_microbatch_size(self) -> int | None:
-        """Rows of a microbatch, None if the config does not say how many rows a batch has."""
+        """Returns the rows of a microbatch, or None if the config does not set the batch size."""
         rows = self.settings.batch_size
         return None if rows is None else rows // self.settings.counts.num_microbatches
 
     @property
     def microbatches_per_stage(self) -> int:
-        """Microbatches that a rank keeps in `state_io`."""
+        """Returns the number of microbatches that a rank stores in `state_io`."""
         return self.settings.counts.slots
 
     @property
     def use_circ_storage(self) -> bool:
-        """Whether results wait between the last rank and the next repeat on rank 0."""
+        """Returns whether outputs of the last rank must wait until rank 0 starts a new repeat."""
         return iteration.need_circ_storage(self.settings.counts)
 
     @property
     def spmd_axis_name(self) -> str | None:
-        """The mesh axis of the ranks, None if the mesh has explicit axes."""
+        """Returns the mesh axis of the ranks, or None if the mesh has explicit axes."""
         return None if self._is_explicit else AXIS
 
     @property
     def stages_in_logical(self) -> tuple[str | None, ...]:
-        """Names of the dims of what the ranks work on, [ranks, rows, sequence, embed]."""
+        """Returns the logical axes of the ranks' inputs [ranks, rows, sequence, embed]."""
         return ("activation_stage", *self._activation)
 
     @property
     def stages_in_spec(self) -> PartitionSpec:
-        """How what the ranks work on is split."""
+        """Returns the physical spec of the ranks' inputs [ranks, rows, sequence, embed]."""
         return self._spec(self.stages_in_logical)
 
     @property
     def stages_in_sharding(self) -> NamedSharding | None:
-        """`stages_in_spec` as a sharding."""
+        """Returns `stages_in_spec` as a sharding."""
         return self._sharding(self.stages_in_logical)
 
     @property
     def state_io_logical(self) -> tuple[str | None, ...]:
-        """Names of the dims of `state_io`, [ranks, microbatches, rows, sequence, embed]."""
+        """Returns the logical axes of `state_io` [ranks, microbatches, rows, sequence, embed]."""
         return ("activation_stage", None, *self._activation)
 
     @property
     def state_io_spec(self) -> PartitionSpec:
-        """How `state_io` is split."""
+        """Returns the physical spec of `state_io`."""
         return self._spec(self.state_io_logical)
 
     @property
     def state_io_sharding(self) -> NamedSharding | None:
-        """`state_io_spec` as a sharding."""
+        """Returns `state_io_spec` as a sharding."""
         return self._sharding(self.state_io_logical)
 
     @property
     def input_sharding(self) -> NamedSharding | None:
-        """How inputs [microbatches, rows, sequence, embed] are split."""
+        """Returns the sharding of the inputs [microbatches, rows, sequence, embed]."""
         return self._sharding((None, *self._activation))
 
     @property
     def output_sharding(self) -> NamedSharding | None:
-        """How outputs [rows, sequence, embed] are split."""
+        """Returns the sharding of the outputs [rows, sequence, embed]."""
         return self._sharding(self._activation)
 
     @property

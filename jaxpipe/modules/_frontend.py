@@ -1,4 +1,4 @@
-"""The call of a pipeline module, the same for both rims: a layer's function, and a batch."""
+"""Runs a batch through a pipeline module, for both Flax frontends (Linen and NNX)."""
 
 import logging
 from collections.abc import Callable
@@ -30,7 +30,20 @@ from ._settings import PipelineSettings
 def split_batch(
     settings: PipelineSettings, inputs: PyTree, side: PyTree, microbatched: bool
 ) -> tuple[PyTree, PyTree]:
-    """Leaves of inputs and side as [M, rows, ...]; from [batch, ...], unless `microbatched`."""
+    """Returns inputs and side inputs as [M, rows, ...] leaves.
+
+    Args:
+        settings: The settings of the pipeline.
+        inputs: [batch, ...] leaves.
+        side: [batch, ...] leaves by name.
+        microbatched: Whether all leaves are [M, rows, ...] already.
+
+    Returns:
+        (inputs, side) with [M, rows, ...] leaves.
+
+    Raises:
+        ValueError: If a leaf has a number of rows that contradicts the settings.
+    """
     split = check_microbatches if microbatched else to_microbatches
     whole = {"inputs": inputs} | side
     parts = split(whole, settings.counts.num_microbatches, settings.batch_size)
@@ -49,21 +62,26 @@ def run_batch(
     *,
     microbatched: bool = False,
 ) -> tuple[PyTree, PyTree]:
-    """Sends a batch through all layers.
+    """Runs a batch through all layers.
 
     Args:
         layer: `(weights, x, side, rng) -> (y, records)`.
         weights: A dict with [R, S, L, ...] leaves.
         names: Logical specs of the weights.
         inputs: [batch, ...] leaves.
-        side: [batch, ...] leaves by name.
+        side: [batch, ...] leaves by name, which every stage may read.
         keys: [R, S, L] leaves, or ().
-        pipeline: Settings, axis rules and mesh.
-        overwritten: Entries of `weights` that are overwritten with their gradient.
-        microbatched: Leaves of inputs and side are [M, rows, ...] already, and so are outputs.
+        pipeline: The module, with settings, axis rules and mesh.
+        overwritten: Entries of `weights` that a step overwrites with their gradient.
+        microbatched: Whether the leaves of `inputs` and `side` are [M, rows, ...] already. Outputs
+            then are too.
 
     Returns:
         (outputs like `inputs`, records with [R, S, L, M, ...] leaves).
+
+    Raises:
+        ValueError: If sizes, keys or shardings contradict the settings, or the layer changes the
+            structure, shapes or dtypes of its input.
     """
     settings, mesh = pipeline.settings, pipeline.mesh
     parts = num_parts(mesh, settings.batch_axes)
@@ -110,7 +128,7 @@ ENGINES: dict[tuple[bool, bool], Callable] = {
     (True, False): partial(circular, scan_repeats=False),
     (False, False): circular_unrolled,
 }
-"""By `scan_pipeline_iterations` and `scan_pipeline_repeats`."""
+"""Engines by (`scan_pipeline_iterations`, `scan_pipeline_repeats`)."""
 
 
 def _of(tree: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
@@ -120,6 +138,19 @@ def _of(tree: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
 def first_microbatch(
     settings: PipelineSettings, inputs: PyTree, side: dict[str, Any], microbatched: bool = False
 ) -> tuple[PyTree, PyTree]:
-    """What a layer is initialised with: (inputs, side) of microbatch 0."""
+    """Returns (inputs, side) of microbatch 0, by which layers are initialized.
+
+    Args:
+        settings: The settings of the pipeline.
+        inputs: [batch, ...] leaves, or [M, rows, ...] if `microbatched`.
+        side: Leaves of the same dims, by name.
+        microbatched: Whether all leaves are [M, rows, ...] already.
+
+    Returns:
+        (inputs, side) with [rows, ...] leaves.
+
+    Raises:
+        ValueError: If a leaf has a number of rows that contradicts the settings.
+    """
     split = split_batch(settings, inputs, side, microbatched)
     return jax.tree.map(lambda leaf: leaf[0], split)

@@ -1,8 +1,8 @@
-"""The `Gather` of a Flax module's weights, from the names of their dims.
+"""Builds the `Gather` of a Flax module's weights from the logical names of their dims.
 
-Flax's rules may have several entries for a name, and the first that fits an array counts. So names
-are resolved weight by weight, and the engine gets "logical axes" that say mesh axes: "fsdp+tensor"
-is a dim that is split over both.
+Flax's rules may have several entries for a name, and the first that fits an array applies. So names
+are resolved separately for each weight. The engine gets logical axes that encode mesh axes:
+"fsdp+tensor" is a dim that is sharded over both.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ from ..spmd._weight_gather import Gather, When, gather_weights
 from ._placement import gather_stage
 
 EXPERTS = "exp"
-"""The name of the dim of routed experts, which stays split over "expert"."""
+"""Logical name of the dim of routed experts, which stays sharded over the mesh axis "expert"."""
 
 
 def gather_of_names(
@@ -30,19 +30,23 @@ def gather_of_names(
     when: When,
     batch_axes: tuple[str, ...] = (),
 ) -> Gather:
-    """How the weights of one stage become whole over fsdp, context and expert.
+    """Returns the `Gather` that makes the weights of a stage whole over fsdp, context and expert.
 
     Args:
         weights: [R, S, L, ...] leaves.
         names: Their logical specs.
-        specs: Their physical specs. Dims that they do not reach are whole on every device.
+        specs: Their physical specs. Dims beyond the end of a spec are not sharded.
         mesh: The mesh, or None.
-        when: As in `Gather`.
-        batch_axes: As in `Gather`.
+        when: "tick", "once" or "repeat": whether weights are gathered in every tick, once per step,
+            or once per repeat.
+        batch_axes: Mesh axes that shard the rows and are manual in the pipeline.
+
+    Returns:
+        The `Gather`.
 
     Raises:
-        ValueError: If a weight stays split over one of `batch_axes`, or with these over an axis
-            that is explicit.
+        ValueError: If a weight stays sharded over one of `batch_axes`, or, where `batch_axes` are
+            given, is sharded over another axis that is explicit.
     """
     if mesh is None:
         return Gather(when)
@@ -66,7 +70,11 @@ def gather_of_names(
 def _check_axes(
     rules: Rules, mesh: Mesh, batch_axes: tuple[str, ...], path: tuple, dims: tuple
 ) -> None:
-    """Of a weight: what splits it where a stage reads it must be for the compiler to see to."""
+    """Checks that a weight can be gathered where devices have their own rows.
+
+    Raises a `ValueError` if it stays sharded over one of `batch_axes`, or is stored sharded over an
+    explicit axis that is not one of them.
+    """
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     whole = partition_spec(dims, gathered_rules(rules))
     kept, stored = axes_of(whole), axes_of(partition_spec(dims, rules))

@@ -1,9 +1,10 @@
-"""Layers of any framework as a circular pipeline, with what they record on the way.
+"""Runs layers of any framework as a circular pipeline, and collects the values they record.
 
-R repeats, S ranks, L layers per stage, M microbatches; p devices that share the rows of one, each
-calling the stage with its own, or 1. A layer is a pure function `(weights, x, side, rng) -> (y,
-records)`. Records (what Flax calls sown values) travel with their microbatch: every stage writes
-its entries, so they come out per layer and microbatch, whatever their shapes.
+R repeats, S ranks, L layers per stage, M microbatches; p devices that shard the rows of a
+microbatch, each of which calls the stage with its own rows, or 1. A layer is a pure function
+`(weights, x, side, rng) -> (y, records)`. Records (Flax calls them sown values) travel with their
+microbatch. Every stage writes its own entries, so the pipeline returns records per layer and
+microbatch, of any shapes.
 """
 
 import math
@@ -26,12 +27,12 @@ Layer = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
 class Underway(NamedTuple):
-    """An activation, and what the stages behind it have recorded.
+    """An activation in flight, with the values that earlier stages have recorded for it.
 
     Attributes:
         x: The activation.
-        records: [p, R * S, L, ...] leaves; where a stage runs p is 1.
-        stage: [p], the number of the next stage.
+        records: [p, R * S, L, ...] leaves. Inside a stage p is 1.
+        stage: [p], the index of the next stage.
     """
 
     x: PyTree
@@ -40,7 +41,17 @@ class Underway(NamedTuple):
 
 
 def layer_keys(key: jax.Array, dims: tuple[int, int, int]) -> jax.Array:
-    """[R, S, L] keys: `key` folded with the number of the layer, which no layout changes."""
+    """Returns [R, S, L] keys: `key` folded with the index of each layer.
+
+    The index counts layers in forward order, so the keys of a layer do not depend on the layout.
+
+    Args:
+        key: A key, typed or as raw key data.
+        dims: (R, S, L).
+
+    Returns:
+        [R, S, L] typed keys.
+    """
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
     keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(math.prod(dims)))
@@ -48,10 +59,18 @@ def layer_keys(key: jax.Array, dims: tuple[int, int, int]) -> jax.Array:
 
 
 def to_microbatches(x: PyTree, num_microbatches: int, batch_size: int | None = None) -> PyTree:
-    """[batch, ...] -> [M, batch / M, ...]
+    """Splits [batch, ...] leaves into [M, batch / M, ...] leaves.
+
+    Args:
+        x: [batch, ...] leaves.
+        num_microbatches: M.
+        batch_size: The rows that every leaf must have, or None if any multiple of M is allowed.
+
+    Returns:
+        [M, batch / M, ...] leaves.
 
     Raises:
-        ValueError: If a leaf has another number of rows, or one that M does not divide.
+        ValueError: If a leaf does not have `batch_size` rows, or its rows are not a multiple of M.
     """
 
     def split(path, leaf):
@@ -72,10 +91,18 @@ def to_microbatches(x: PyTree, num_microbatches: int, batch_size: int | None = N
 
 
 def check_microbatches(x: PyTree, num_microbatches: int, batch_size: int | None = None) -> PyTree:
-    """`x`, if its leaves are [M, rows, ...].
+    """Returns `x` after a check that its leaves are [M, rows, ...].
+
+    Args:
+        x: [M, rows, ...] leaves.
+        num_microbatches: M.
+        batch_size: M * rows, or None if any number of rows is allowed.
+
+    Returns:
+        `x`.
 
     Raises:
-        ValueError: If a leaf has another M, or another number of rows in all than `batch_size`.
+        ValueError: If the first dim of a leaf is not M, or M * rows is not `batch_size`.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -93,18 +120,32 @@ def check_microbatches(x: PyTree, num_microbatches: int, batch_size: int | None 
 
 
 def from_microbatches(x: PyTree) -> PyTree:
-    """[M, rows, ...] -> [M * rows, ...]"""
+    """Merges [M, rows, ...] leaves into [M * rows, ...] leaves."""
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), x)
 
 
 def outputs_of(y: PyTree, x: PyTree) -> PyTree:
-    """`y`, or its first entry if it is (outputs, None), as of layers that are made for scans."""
+    """Returns the outputs of a layer's result `y` for the input `x`.
+
+    A layer that is made for scans returns (outputs, None); then this is the first entry. Otherwise,
+    and if `x` has that structure too, it is `y`.
+    """
     is_pair = isinstance(y, tuple) and len(y) == 2 and y[1] is None
     return y[0] if is_pair and jax.tree.structure(y) != jax.tree.structure(x) else y
 
 
 def stage_of_layers(layer: Layer, *, scan: bool, remat: Remat) -> Layer:
-    """A stage of L layers: like a layer, for weights, keys and records with [L, ...] leaves."""
+    """Returns a stage that runs L layers one after the other.
+
+    Args:
+        layer: The layer.
+        scan: Whether the layers run in a `lax.scan`. If not, they are unrolled.
+        remat: Wraps the layer, as `jax.checkpoint` does.
+
+    Returns:
+        A function with the contract of a layer, whose weights, keys and records are [L, ...]
+        leaves.
+    """
     layer = remat(layer)
 
     def scanned(weights, x, side, rng):
@@ -122,12 +163,12 @@ def stage_of_layers(layer: Layer, *, scan: bool, remat: Remat) -> Layer:
 
 
 def without_records(stage: Layer) -> Layer:
-    """`stage` as engines call it: activations in and out, no sums."""
+    """Returns `stage` with the contract of the engines: it drops records and returns no sums."""
     return lambda weights, x, side, rng: (stage(weights, x, side, rng)[0], {})
 
 
 def with_records(stage: Layer) -> Layer:
-    """`stage` as engines call it, on `Underway`."""
+    """Returns `stage` with the contract of the engines, for activations of type `Underway`."""
 
     def record(weights, underway, side, rng):
         y, new = stage(weights, underway.x, side, rng)
@@ -152,24 +193,25 @@ def pipeline_layers(
     settings: PipelineSettings,
     mesh: Mesh | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Sends every microbatch through all layers.
+    """Runs every microbatch through all layers.
 
     Args:
-        engine: `circular`, or one with its contract, its options filled in.
+        engine: `circular`, or a function with its contract, with its options bound.
         layer: The layer.
         weights: [R, S, L, ...] leaves.
         inputs: [M, ...] leaves.
-        side: [M, ...] leaves.
+        side: [M, ...] leaves, which every stage may read.
         keys: [R, S, L] leaves, or ().
-        settings: How.
+        settings: The settings of the pipeline.
         mesh: The mesh of `engine`.
 
     Returns:
-        (outputs like `inputs`, records with [R, S, L, M, ...] leaves). What p devices record of
-        their own rows is added up.
+        (outputs like `inputs`, records with [R, S, L, M, ...] leaves). Records that p devices
+        compute from their own rows are summed.
 
     Raises:
-        ValueError: If `layer` does not return what it was given, or records arrays in parts.
+        ValueError: If `layer` changes the structure, shapes or dtypes of its input, or records
+            arrays that are not scalars where devices have their own rows.
     """
     shapes = layer_shapes(layer, weights, inputs, side, keys, mesh, settings.batch_axes)
     stage = settings_stage(layer, settings)
@@ -194,7 +236,7 @@ def pipeline_layers(
 
 
 def _check_scalars(records: PyTree, batch_axes: tuple[str, ...]) -> None:
-    """What devices record of their own rows is added up, which makes sense for scalars alone."""
+    """Checks that all records are scalars: records of devices with their own rows are summed."""
     for path, x in jax.tree_util.tree_leaves_with_path(records):
         if x.ndim:
             raise ValueError(
@@ -205,13 +247,13 @@ def _check_scalars(records: PyTree, batch_axes: tuple[str, ...]) -> None:
 
 
 def settings_stage(layer: Layer, settings: PipelineSettings) -> Layer:
-    """The stage that `settings` make of `layer`."""
+    """Returns the stage that runs `layers_per_stage` calls of `layer` by the settings."""
     scan = settings.scan_layers and settings.layers_per_stage > 1
     return stage_of_layers(layer, scan=scan, remat=settings.remat_layer)
 
 
 def num_parts(mesh: Mesh | None, batch_axes: tuple[str, ...]) -> int:
-    """p"""
+    """Returns p, the number of devices that shard the rows of a microbatch."""
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in batch_axes)
 
 
@@ -224,7 +266,23 @@ def layer_shapes(
     mesh: Mesh | None = None,
     batch_axes: tuple[str, ...] = (),
 ) -> PyTree:
-    """Shapes and dtypes of a layer's records, after a check that it returns what it was given."""
+    """Returns shapes and dtypes of a layer's records.
+
+    Args:
+        layer: The layer.
+        weights: [R, S, L, ...] leaves.
+        inputs: [M, ...] leaves.
+        side: [M, ...] leaves.
+        keys: [R, S, L] leaves, or ().
+        mesh: The mesh, or None.
+        batch_axes: Mesh axes that shard the rows and are manual where the layer runs.
+
+    Returns:
+        A `jax.ShapeDtypeStruct` for every record of one layer and microbatch.
+
+    Raises:
+        ValueError: If the layer changes the structure, shapes or dtypes of its input.
+    """
 
     def first(dims, tree):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[dims:], x.dtype), tree)

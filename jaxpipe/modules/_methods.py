@@ -30,14 +30,14 @@ class PipelineMethods(PipelineAttributes):
     settings: PipelineSettings
     axis_rules: AxisRules
     layer_function: Callable[..., Layer]
-    """Function `(deterministic, model_mode, instance=None) -> layer`. The layer records no values."""
+    """Function `(deterministic, model_mode, instance=None) -> layer`; the layer records nothing."""
     draw_keys: Callable[[], Any]
     """Function that returns new [R, S, L] dropout keys, or () if layers draw none."""
     layer_variables: Callable[[], Any]
     """Function that returns the [R, S, L, ...] arrays of all layers."""
 
     def need_circ_storage(self) -> bool:
-        """Returns whether outputs of the last rank must be buffered before rank 0 starts a new repeat."""
+        """Returns whether outputs of the last rank must wait until rank 0 starts a new repeat."""
         return iteration.need_circ_storage(self.settings.counts)
 
     def iterations_to_complete_first_microbatch_one_repeat(self) -> int:
@@ -59,7 +59,7 @@ class PipelineMethods(PipelineAttributes):
         return iteration.microbatch_and_repeat_ids(loop_iteration, self.settings.counts)
 
     def get_pipeline_remat_policy(self) -> Callable:
-        """Returns the `jax.checkpoint` policy of the config, or the module's argument `remat_policy`.
+        """Returns the `jax.checkpoint` policy of the argument `remat_policy` or of the config.
 
         Unless the config's policy is "custom", it also saves "iteration_input" and
         "decoder_layer_input". It does not depend on whether the config wraps iterations or layers.
@@ -105,14 +105,14 @@ class PipelineMethods(PipelineAttributes):
         return None if names is None else placement.gather_stage(self._specs(names))
 
     def _specs(self, names) -> Any:
-        """Returns physical specs of [S, ...] leaves from the logical specs of [R, S, ...] leaves."""
+        """Returns physical specs of [S, ...] leaves from logical specs of [R, S, ...] leaves."""
         return placement.physical_specs(
             placement.without_repeats(names), self.axis_rules, self.mesh
         )
 
 
 class LoopMethods(PipelineMethods):
-    """Methods of `Pipeline`, which looks up the weights of the current repeat in every iteration."""
+    """Methods of `Pipeline`, which looks up weights of the current repeat in every iteration."""
 
     def shard_dim_by_stages(
         self, x, dim, physical_partition_spec=None, is_stage_weight=False
@@ -130,7 +130,11 @@ class LoopMethods(PipelineMethods):
         repeat_dim_in_weights,
         stages_dim_in_weights,
     ) -> Any:
-        """Returns the weights of repeat `repeat_ids[r]` from rank r's shard, without the dim of repeats."""
+        """Returns the weights of repeat `repeat_ids[r]` from the shard of each rank r.
+
+        The dim of repeats, `repeat_dim_in_weights`, is removed. If specs are given, the weights are
+        gathered over fsdp, context and expert.
+        """
         taken = iteration.take_repeats(
             weights, repeat_ids, repeat_dim_in_weights, stages_dim_in_weights, self.mesh
         )
@@ -141,7 +145,7 @@ class LoopMethods(PipelineMethods):
         return iteration.take_per_rank(xs, ids, ids_dim)
 
     def get_new_loop_state(self, output, loop_state) -> iteration.LoopState:
-        """Returns the loop state after an iteration in which the ranks computed `output` [S, ...]."""
+        """Returns the loop state after an iteration in which the ranks made `output` [S, ...]."""
         return iteration.new_loop_state(output, loop_state, self.settings.counts, self.mesh)
 
     def permute_output_micro_per_stage_dim(self, output) -> Any:
@@ -151,7 +155,7 @@ class LoopMethods(PipelineMethods):
     def get_current_stage_weights(
         self, pipeline_weights, loop_iteration, physical_partition_spec=None
     ) -> Any:
-        """Returns the [S, ...] weights of each rank's current repeat from the [R, S, ...] leaves."""
+        """Returns the [S, ...] weights of each rank's current repeat, from [R, S, ...] leaves."""
         return self.get_current_repeat_from_stages(
             pipeline_weights, loop_iteration, physical_partition_spec
         )
@@ -159,7 +163,7 @@ class LoopMethods(PipelineMethods):
     def get_current_repeat_from_stages(
         self, weights, loop_iteration, physical_partition_spec=None
     ) -> Any:
-        """Returns the [S, ...] weights of each rank's current repeat from the [R, S, ...] leaves."""
+        """Returns the [S, ...] weights of each rank's current repeat, from [R, S, ...] leaves."""
         _, repeats = self.get_microbatch_and_repeat_ids(loop_iteration)
         return self.vmap_parallel_gather(weights, physical_partition_spec, repeats, 0, 1)
 
@@ -205,12 +209,16 @@ class LoopMethods(PipelineMethods):
 
 
 class WindowMethods(PipelineMethods):
-    """Methods of `CircularPipeline`, which keeps gathered weights of two repeats in a window ("bsw")."""
+    """Methods of `CircularPipeline`, which keeps gathered weights of two repeats in a window.
+
+    The window is called `bsw`, as in MaxText.
+    """
 
     def init_states(self, inputs, weights=None) -> iteration.LoopState:
-        """Returns the loop state before iteration 0, with an empty window `bsw` of [2, S, ...] leaves.
+        """Returns the loop state before iteration 0, with an empty window `bsw`.
 
-        `weights` are the [R, S, ...] leaves of all layers. The default is the module's own weights.
+        The leaves of the window are [2, S, ...]. `weights` are the [R, S, ...] leaves of all
+        layers, by default the module's own.
         """
         weights = self.layer_variables() if weights is None else weights
         return super().init_states(inputs) | {"bsw": window.empty_window(weights)}
@@ -218,7 +226,10 @@ class WindowMethods(PipelineMethods):
     def gather_weights_across_stages_vmap(
         self, weights, repeat_ids, repeat_dim_in_weights=0, stages_dim_in_weights=1
     ) -> Any:
-        """Returns the weights of repeat `repeat_ids[r]` from rank r's shard, without the dim of repeats."""
+        """Returns the weights of repeat `repeat_ids[r]` from the shard of each rank r.
+
+        The dim of repeats, `repeat_dim_in_weights`, is removed.
+        """
         return iteration.take_repeats(
             weights, repeat_ids, repeat_dim_in_weights, stages_dim_in_weights, self.mesh
         )
@@ -228,7 +239,7 @@ class WindowMethods(PipelineMethods):
         return iteration.take_per_rank(xs, ids, ids_dim)
 
     def advance_circular_buffers(self, output, loop_state) -> iteration.LoopState:
-        """Returns the loop state after an iteration in which the ranks computed `output` [S, ...]."""
+        """Returns the loop state after an iteration in which the ranks made `output` [S, ...]."""
         return iteration.new_loop_state(output, loop_state, self.settings.counts, self.mesh)
 
     def realign_output_microbatches(self, output) -> Any:
@@ -238,7 +249,7 @@ class WindowMethods(PipelineMethods):
     def fetch_active_stage_weights(
         self, bsw, loop_iteration, physical_partition_spec=None, is_initializing=None
     ) -> Any:
-        """Returns the [S, ...] weights of each rank's current repeat from the [2, S, ...] window."""
+        """Returns the [S, ...] weights of each rank's current repeat, from [2, S, ...] windows."""
         return self.get_current_weights_from_bsw(
             bsw, loop_iteration, physical_partition_spec, is_initializing
         )
@@ -246,10 +257,11 @@ class WindowMethods(PipelineMethods):
     def get_current_weights_from_bsw(
         self, bsw, loop_iteration, physical_partition_spec=None, is_initializing=None
     ) -> Any:
-        """Returns the [S, ...] weights of each rank's current repeat from the [2, S, ...] window.
+        """Returns the [S, ...] weights of each rank's current repeat, from [2, S, ...] windows.
 
         With `is_initializing` it returns the weights of the first repeat and ignores
-        `loop_iteration`.
+        `loop_iteration`. If specs are given, the weights are gathered over fsdp, context and
+        expert.
         """
         now = 0 if is_initializing else loop_iteration
         weights = window.from_window(bsw, now, self.settings.counts)
@@ -268,19 +280,20 @@ class WindowMethods(PipelineMethods):
         axes_to_gather=placement.GATHERED,
         use_shardmap=False,
     ) -> Any:
-        """Returns one half of a window: [S, ...] weights of a repeat, gathered over `axes_to_gather`.
+        """Returns one half of a window: the [S, ...] weights of a repeat, gathered.
 
-        With `use_shardmap` they are gathered by `jax.lax.all_gather`, otherwise by a sharding
-        constraint.
+        They are gathered over `axes_to_gather`: with `use_shardmap` by `jax.lax.all_gather`,
+        otherwise by a sharding constraint.
         """
         return placement.gather_block(
             repeat_weights, physical_partition_spec, self.mesh, axes_to_gather, use_shardmap
         )
 
     def weight_prefetching(self, weights, physical_partition_spec, loop_iteration) -> Any:
-        """Returns the [2, S, ...] window of iteration `loop_iteration + 1` from [R, S, ...] weights.
+        """Returns the [2, S, ...] window for iteration `loop_iteration + 1`.
 
         The window changes whenever rank 0 starts a repeat: before iterations 0, M, 2 M, and so on.
+        `weights` are the [R, S, ...] leaves of all layers.
         """
         gather = partial(
             self.from_repeat_weights_to_bsw, physical_partition_spec=physical_partition_spec
@@ -297,7 +310,10 @@ class WindowMethods(PipelineMethods):
         model_mode="train",
         logical_partition_spec=None,
     ) -> iteration.LoopState:
-        """Runs every rank on its microbatch with weights from the window; sends outputs to the next ranks."""
+        """Runs every rank on its current microbatch and sends the outputs to the next ranks.
+
+        The weights come from the window `bsw`.
+        """
         stage = self._stage(
             deterministic, model_mode, gathered=self._gathered(logical_partition_spec)
         )

@@ -1,10 +1,11 @@
 """Weights that a step overwrites with their gradient: the scales and histories of FP8.
 
-The "gradient" of a scale is its next value, and of the values that several microbatches bring the
-largest counts: adding them up, as for other weights, would be wrong. So every microbatch has its
-own slot, and so has every device with its own rows: [M * p, ...] for p such devices. The largest is
-taken where the slots were made. A bubble brings values too, although nobody reads what it computes;
-it is known by the cotangents of its results, all zero.
+The "gradient" of a scale is its next value. Several microbatches yield several values, and the
+largest must be kept: a sum, as for other weights, would be wrong. So every microbatch has its own
+slot, and so has every device with its own rows: slots are [M * p, ...] for p devices with their own
+rows. The largest slot is selected where the slots were created. Bubble ticks yield values too,
+although their outputs are discarded. A bubble tick is recognized by the cotangents of its outputs,
+which are all zero.
 """
 
 from collections.abc import Callable
@@ -20,27 +21,31 @@ from ..sharding import manual_batch_axes
 from ._layers import Layer
 
 MICROBATCH = "microbatch"
-"""The entry of `side` with the number of the microbatch."""
+"""Key of the index of the microbatch in `side`."""
 
 
 def split_weights(weights: dict[str, Any], names: tuple[str, ...]) -> tuple[dict, dict]:
-    """(the others, those that are overwritten)"""
+    """Returns the weights that are not overwritten, and those that are."""
     overwritten = {name: weights[name] for name in names if name in weights}
     return {name: w for name, w in weights.items() if name not in overwritten}, overwritten
 
 
 def slotted(others: PyTree, slots: PyTree) -> dict[str, PyTree]:
-    """What a layer `with_slots` takes as its weights."""
+    """Returns the weights of a layer made by `with_slots`: ordinary weights and slots."""
     return {"others": others, "slots": slots}
 
 
 def to_slots(overwritten: PyTree, num_slots: int) -> PyTree:
-    """[R, S, L, ...] -> [R, S, L, M * p, ...]; backwards the largest slot, if one was set."""
+    """Broadcasts [R, S, L, ...] weights to [R, S, L, M * p, ...] slots.
+
+    The gradient of a weight is the largest slot that a microbatch has set, or else the weight
+    itself.
+    """
     return jax.tree.map(lambda w: _to_slots(w, num_slots), overwritten)
 
 
 def with_slots(layer: Layer) -> Layer:
-    """`layer` for `slotted` weights, with [M * p, ...] slots."""
+    """Returns `layer` for weights of `slotted`, whose slots are [M * p, ...]."""
 
     def run(weights, x, side, rng):
         own, tag = _enter(index_leading(weights["slots"], _slot(side[MICROBATCH])))
@@ -51,7 +56,11 @@ def with_slots(layer: Layer) -> Layer:
 
 
 def _slot(microbatch: jax.Array) -> jax.Array:
-    """The slot of this device, from [1]: the dim is that of rows, which devices share out."""
+    """Returns the index of this device's slot for `microbatch` [1].
+
+    The one entry is the microbatch's index. Its dim is that of rows, which is sharded over the
+    devices.
+    """
     axes = manual_batch_axes()
     if not axes:
         return microbatch[0]
@@ -65,7 +74,7 @@ def _slots_of(w: jax.Array, num_slots: int) -> jax.Array:
 
 def _largest(num_slots: int, w: jax.Array, slots: jax.Array) -> tuple[jax.Array]:
     del num_slots
-    # What is overwritten is never negative, and a slot that nobody set is zero.
+    # FP8 scales and histories are never negative, and a slot that was not set is zero.
     largest = jnp.max(slots, axis=3)
     was_set = jnp.any(slots != 0, axis=tuple(range(3, slots.ndim)))
     return (jnp.where(was_set.reshape(*was_set.shape, *[1] * (w.ndim - 3)), largest, w),)
@@ -76,7 +85,7 @@ _to_slots.defvjp(lambda w, num: (_slots_of(w, num), w), _largest)
 
 
 def _with_tag(own: PyTree) -> tuple[PyTree, jax.Array]:
-    # Made of weights so that it varies over ranks as its cotangent does.
+    # The tag is computed from the weights so that it varies over ranks as its cotangent does.
     return own, jnp.sum(0 * jax.tree.leaves(own)[0])
 
 

@@ -1,8 +1,8 @@
-"""How the weights of a Flax module lie on a mesh: from the names of their dims to what is gathered.
+"""Shards and gathers the weights of a Flax module on a mesh by the logical names of their dims.
 
 A stacked weight is [R, S, L, ...] with the names ("circular_repeats", "stage", "layers", ...). A
-logical spec is a `PartitionSpec` of names, a physical one of mesh axes; dims that a spec does not
-reach stay as they are.
+logical spec is a `PartitionSpec` of names, a physical spec one of mesh axes. Dims beyond the end of
+a spec keep their sharding.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,20 +22,23 @@ from ._settings import AxisRules
 
 STACKED = ("circular_repeats", "stage", "layers")
 GATHERED = ("fsdp", "fsdp_transpose", "context", "expert")
-"""Mesh axes that weights are split over to save memory, and whole again where they are used."""
+"""Mesh axes that weights are sharded over to save memory, and gathered over before use."""
 
 
 def physical_spec(
     names: PartitionSpec, rules: AxisRules, mesh_axes: Sequence[str]
 ) -> PartitionSpec:
-    """The mesh axes that each dim is split over.
+    """Returns the mesh axes that each dim is sharded over.
 
     Args:
         names: A logical spec.
-        rules: Of several rules for a name the first counts whose axes no earlier dim has. Axes that
-            the mesh does not have are left out.
-        mesh_axes: The axes of the mesh. A name without a rule that is one of them means itself; any
-            other name without a rule is not split, as in Flax.
+        rules: Logical axis rules. If a name has several rules, the first whose mesh axes no earlier
+            dim uses applies. Axes that the mesh does not have are ignored.
+        mesh_axes: The axes of the mesh. A name without a rule stands for the mesh axis of that
+            name, if the mesh has one. Otherwise its dim is not sharded, as in Flax.
+
+    Returns:
+        The physical spec.
     """
     used: set[str] = set()
 
@@ -54,7 +57,7 @@ def physical_spec(
 
 
 def physical_specs(names: PyTree, rules: AxisRules, mesh: Mesh | None) -> PyTree:
-    """`physical_spec` of every leaf; `PartitionSpec()` everywhere without a mesh."""
+    """Returns `physical_spec` of every leaf, or `PartitionSpec()` for every leaf without a mesh."""
     if mesh is None:
         return jax.tree.map(lambda _: PartitionSpec(), names, is_leaf=is_spec)
     axes = mesh.axis_names
@@ -62,14 +65,14 @@ def physical_specs(names: PyTree, rules: AxisRules, mesh: Mesh | None) -> PyTree
 
 
 def rules_in_stage(rules: AxisRules | None) -> AxisRules | None:
-    """`rules` without the axis "stage", which is each rank's own where a stage runs."""
+    """Returns the rules without the mesh axis "stage", which is manual inside a stage."""
     if rules is None:
         return None
     return tuple((name, tuple(axis for axis in axes if axis != AXIS)) for name, axes in rules)
 
 
 def without_repeats(names: PyTree) -> PyTree:
-    """Every logical spec without the name "circular_repeats"."""
+    """Returns every logical spec without the name "circular_repeats"."""
 
     def rest(spec):
         return PartitionSpec(*(name for name in spec if name != STACKED[0]))
@@ -80,10 +83,20 @@ def without_repeats(names: PyTree) -> PyTree:
 def place_weight(
     w: jax.Array, names: PartitionSpec, rules: AxisRules, mesh: Mesh | None, path: str
 ) -> jax.Array:
-    """`w`, split over `mesh` as the names of its dims say.
+    """Returns `w`, sharded over `mesh` by the logical names of its dims.
+
+    Args:
+        w: The weight.
+        names: Its logical spec.
+        rules: Logical axis rules.
+        mesh: The mesh. If it is None, `w` is returned as it is.
+        path: The path of the weight, for errors.
+
+    Returns:
+        The sharded weight.
 
     Raises:
-        ValueError: If a dim does not divide; it names `path`.
+        ValueError: If the size of a dim is not a multiple of its number of shards. It names `path`.
     """
     if mesh is None:
         return w
@@ -98,9 +111,12 @@ def type_weights(weights: PyTree, specs: PyTree, mesh: Mesh | None) -> PyTree:
     Their gradients then have the same types.
 
     Args:
-        weights: Arrays, also of numpy or on one device.
+        weights: Arrays. They may be NumPy arrays, or be on one device.
         specs: The physical spec of each.
         mesh: The mesh, or None.
+
+    Returns:
+        The weights. Without explicit axes they are returned as they are.
     """
     if mesh is None or AxisType.Explicit not in mesh.axis_types:
         return weights
@@ -117,14 +133,19 @@ def shard_dim_by_stages(
     *,
     is_weight: bool = False,
 ) -> jax.Array:
-    """`x` with `dim` split over the ranks.
+    """Returns `x` with dim `dim` sharded over the mesh axis `stage`.
 
     Args:
         x: An array.
         dim: The dim with one entry per rank.
-        spec: How the other dims are split. Those that it does not reach stay as they are.
-        mesh: The mesh. None does nothing.
-        is_weight: `x` is a weight in use: what splits it to save memory is gathered.
+        spec: The physical spec of `x`, whose other dims are sharded by it. Dims beyond its end keep
+            their sharding.
+        mesh: The mesh. If it is None, `x` is returned as it is.
+        is_weight: Whether `x` is a weight in use. Then it is gathered over fsdp, context and
+            expert.
+
+    Returns:
+        The sharded array.
     """
     if mesh is None:
         return x
@@ -137,13 +158,20 @@ def shard_dim_by_stages(
 def place_microbatches(
     x: PyTree, rules: AxisRules, mesh: Mesh | None, batch_axes: tuple[str, ...] = ()
 ) -> PyTree:
-    """[M, rows, ...] leaves: M over the ranks, rows as the rule of "activation_batch" says.
+    """Shards [M, rows, ...] leaves: M over the ranks, and the rows over the axes of the batch.
 
-    Or over `batch_axes`, if there are any. On a mesh of explicit axes without them rows stay as the
-    caller has split them.
+    Args:
+        x: [M, rows, ...] leaves.
+        rules: Logical axis rules. The rule of "activation_batch" gives the axes of the rows.
+        mesh: The mesh. If it is None, `x` is returned as it is.
+        batch_axes: Mesh axes that shard the rows in place of the rule. Without them, a mesh with
+            explicit axes leaves `x` as the caller has sharded it.
+
+    Returns:
+        The sharded leaves.
 
     Raises:
-        ValueError: If the rows of a microbatch do not divide over those axes.
+        ValueError: If the rows of a microbatch are not a multiple of the number of their shards.
     """
     if mesh is None or (AxisType.Explicit in mesh.axis_types and not batch_axes):
         return x
@@ -160,18 +188,22 @@ def place_microbatches(
 
 
 def gather_all(weights: PyTree, specs: PyTree, mesh: Mesh | None, axes: Sequence[str]) -> PyTree:
-    """`weights` with physical specs `specs`, but whole along `axes`."""
+    """Returns `weights`, sharded by `specs` except that they are gathered over `axes`."""
     return jax.tree.map(
         lambda w, spec: sharding.reshard_to_spec(w, without_axes(spec, axes), mesh), weights, specs
     )
 
 
 def gather_stage(specs: PyTree, axes: Sequence[str] = GATHERED) -> Callable[[PyTree], PyTree]:
-    """A function of one stage's weights, as a rank sees them, that makes them whole along `axes`.
+    """Returns a function that gathers the weights of one stage over `axes`.
 
     Args:
         specs: Physical specs of [S, ...] leaves.
-        axes: What to gather. () puts weights where `specs` say.
+        axes: The mesh axes to gather over. With () the function shards the weights by `specs`.
+
+    Returns:
+        A function from the weights of a stage, [...] leaves as a rank sees them, to the same
+        weights gathered.
     """
 
     def constrain(w: jax.Array | None, spec: PartitionSpec) -> jax.Array | None:
@@ -192,7 +224,18 @@ def gather_stage(specs: PyTree, axes: Sequence[str] = GATHERED) -> Callable[[PyT
 def gather_block(
     weights: PyTree, specs: PyTree, mesh: Mesh | None, axes: Sequence[str], use_shardmap: bool
 ) -> PyTree:
-    """[S, ...] weights of one repeat, whole along `axes`: by constraint, or by `lax.all_gather`."""
+    """Gathers the [S, ...] weights of one repeat over `axes`.
+
+    Args:
+        weights: [S, ...] leaves.
+        specs: Their physical specs.
+        mesh: The mesh. If it is None, `weights` are returned as they are.
+        axes: The mesh axes to gather over.
+        use_shardmap: Whether to gather by `lax.all_gather`. If not, a sharding constraint gathers.
+
+    Returns:
+        The gathered weights, [S, ...] leaves.
+    """
     if mesh is None:
         return weights
     if not use_shardmap:
@@ -202,7 +245,7 @@ def gather_block(
 
 
 def describe_placement(weights: PyTree, names: PyTree, specs: PyTree) -> str:
-    """A line for every weight: its path, dtype and shape, the names of its dims, their axes."""
+    """Returns one line per weight: path, dtype, shape, logical spec and physical spec."""
 
     def line(path, w, logical, physical):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -222,12 +265,12 @@ def _all_gather(w: jax.Array, spec: PartitionSpec, *, mesh: Mesh, axes: Sequence
                 shard = lax.all_gather(shard, gone, axis=dim, tiled=True)
         return shard
 
-    # What is gathered is equal on all devices of `axes`, which `check_vma` cannot know.
+    # Gathered weights are equal on all devices of `axes`, which `check_vma` cannot infer.
     return jax.shard_map(gather, mesh=mesh, in_specs=spec, out_specs=whole, check_vma=False)(w)
 
 
 def _typed(x: jax.Array, spec: PartitionSpec, mesh: AbstractMesh) -> jax.Array:
-    """`x`, split as `spec` says: its type says it of explicit axes, a constraint of others."""
+    """Returns `x` sharded by `spec`: explicit axes by its type, automatic axes by a constraint."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     automatic, explicit = (
         without_axes(spec, [axis for axis, kind in types.items() if kind != wanted])

@@ -21,7 +21,7 @@ from ..spmd.circular_engine._shape import check_circular
 from ..spmd.stepwise._iteration import Counts
 
 AxisRules = tuple[tuple[str, tuple[str, ...]], ...]
-"""Pairs (logical axis, mesh axes). If a logical axis has several pairs, the first that fits applies."""
+"""Pairs (logical axis, mesh axes). The first pair of a logical axis that fits an array applies."""
 
 
 NAMES = "`num_pipeline_microbatches`", "`pipeline_delay_activation_forwarding`"
@@ -71,7 +71,7 @@ class PipelineSettings:
         return self.counts.num_repeats, self.counts.num_ranks, self.layers_per_stage
 
     def rules_or(self, in_context: Iterable) -> AxisRules:
-        """Returns the config's rules, or else `in_context`, or else `DEFAULT_RULES` if that is empty."""
+        """Returns the config's rules, or else `in_context`, or else `DEFAULT_RULES`."""
         return axis_rules(self.rules or in_context or DEFAULT_RULES)
 
 
@@ -138,7 +138,10 @@ def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) 
 
 
 def _field(config: Any, name: str, default: Any) -> Any:
-    """Returns a field of the config, as a plain value if it is an Enum; `default` if it is unset."""
+    """Returns a field of the config, or `default` if it is missing or None.
+
+    The field may be an Enum; then its value is returned.
+    """
     try:
         value = getattr(config, name, None)
     except (KeyError, ValueError):  # older configs of MaxText raise these for unknown names
@@ -344,7 +347,10 @@ def _check_shard_mode(
 
 
 def axis_rules(rules: Iterable) -> AxisRules:
-    """Returns the rules with the mesh axes of each as a tuple; a single name or None is converted."""
+    """Returns the rules with the mesh axes of each as a tuple.
+
+    In `rules` they may also be one name or None.
+    """
 
     def axes(given: Any) -> tuple[str, ...]:
         return () if given is None else (given,) if isinstance(given, str) else tuple(given)

@@ -1,9 +1,9 @@
-"""An NNX layer as a pure function, and what becomes of its variables.
+"""Runs an NNX layer as a pure function, and decides how its variables are handled.
 
-Weights are all variables but random state and what is sown; a call reads them. Random state is
-seeded anew for every layer and microbatch. What a layer sows comes out once per layer and
-microbatch. A variable that a call changes, to be read by the next microbatch, cannot be carried:
-microbatches are in different stages at the same time.
+Weights are all variables except random state and sown values. A call may only read weights. Random
+state is seeded anew for every layer and microbatch. Values that a layer sows are returned once per
+layer and microbatch. A layer must not update a variable for its next call: that would be the call
+for the next microbatch, and microbatches are in different stages at the same time.
 """
 
 from contextlib import nullcontext
@@ -22,7 +22,7 @@ from ._stacked import without_names
 
 
 def weights_of(state: PyTree) -> dict[str, Any]:
-    """The arrays by the path of their variable, "mlp.up.kernel"."""
+    """Returns the arrays by the path of their variable, such as "mlp.up.kernel"."""
     return {_name(path): v.get_value() for path, v in nnx.to_flat_state(state)}
 
 
@@ -31,17 +31,17 @@ def _name(path: tuple) -> str:
 
 
 def overwritten_in(state: PyTree) -> tuple[str, ...]:
-    """Paths of the variables that are overwritten with their gradient, as FP8 scales are.
+    """Returns the paths of variables that a step overwrites with their gradient, as FP8 scales.
 
-    Flax has no type for them. They are known by the name of theirs: that of Linen's collection, or
-    `OverwriteWithGradient`.
+    Flax has no common type for them. They are recognized by the name of their type, which is that
+    of Linen's collection or `OverwriteWithGradient`.
     """
     names = ("OverwriteWithGradient", fp8_ops.OVERWRITE_WITH_GRADIENT)
     return tuple(_name(path) for path, v in nnx.to_flat_state(state) if type(v).__name__ in names)
 
 
 def with_weights(state: PyTree, weights: dict[str, Any]) -> PyTree:
-    """`state` with other arrays: `weights_of`, undone."""
+    """Returns `state` with the arrays in `weights`; it inverts `weights_of`."""
     flat = [(path, v.replace(weights[_name(path)])) for path, v in nnx.to_flat_state(state)]
     return nnx.from_flat_state(flat)
 
@@ -49,14 +49,21 @@ def with_weights(state: PyTree, weights: dict[str, Any]) -> PyTree:
 def layer_function(
     layers: nnx.Module, rules: modules.AxisRules | None, records: bool, *options: Any
 ) -> modules.Layer:
-    """A layer as `(weights, x, side, keys) -> (y, sown)`.
+    """Returns a layer as a function `(weights, x, side, keys) -> (y, sown)`.
 
     Args:
         layers: The stacked module. Its call is `(inputs, segment_ids, positions, deterministic,
             model_mode)`, and it returns the outputs, or (outputs, None).
         rules: Logical axis rules to run it under, without "stage", or None for those in context.
-        records: Whether to return what it sows.
+        records: Whether to return the values that it sows.
         options: `deterministic` and `model_mode`.
+
+    Returns:
+        The function. It raises a `ValueError` if the layer changes a variable by other means than
+        `sow`.
+
+    Raises:
+        ValueError: If an `nnx.capture` around the pipeline asks for perturbations.
     """
     graph, counts, _, weight_state = nnx.split(without_sown(layers), nnx.RngCount, nnx.RngKey, ...)
     names = list(weights_of(counts))
@@ -75,7 +82,7 @@ def layer_function(
 
 
 def check_unchanged(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Raises a `ValueError` if a layer's call has set or made a variable other than by `sow`."""
+    """Raises a `ValueError` if a layer's call set or created a variable other than by `sow`."""
     same = lambda name: name in before and _is_same(before[name], after[name])  # noqa: E731
     changed = sorted(name for name in after if not same(name))
     if changed:
@@ -93,11 +100,14 @@ def _is_same(before: Any, after: Any) -> bool:
 
 
 def draw_keys(layers: nnx.Module, *, advance: bool) -> Any:
-    """[R, S, L] keys of all streams of all layers, () if there are none.
+    """Returns [R, S, L] keys of all random streams of all layers, or () if they have none.
 
     Args:
         layers: The stacked module.
-        advance: Count the call, so that the next one has other keys.
+        advance: Whether to increment the streams' counts, so that the next call draws other keys.
+
+    Returns:
+        A state with [R, S, L] keys for every stream, or ().
     """
     counts, keys, _ = nnx.state(layers, nnx.RngCount, nnx.RngKey, ...)
     number = weights_of(counts)

@@ -1,4 +1,4 @@
-"""The NNX modules: what they do is in `_run`, and in methods that `jaxpipe.spmd` lends them."""
+"""NNX modules of a pipeline, implemented by `_run` and base classes of `jaxpipe.modules`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +16,7 @@ from . import _stacked as stacked
 
 
 class _Given:
-    """A config, which may not be hashable, in a module whose attributes must be.
+    """Hashable wrapper of a config, because attributes of a module must be hashable.
 
     All instances are equal: modules are compared by the settings that are read from the config.
     """
@@ -32,15 +32,15 @@ class _Given:
 
 
 class PipelineBase(modules.PipelineMethods, nnx.Module):
-    """A stack of equal layers, spread over the ranks of a pipeline.
+    """A stack of equal layers that runs as a pipeline.
 
     Attributes:
         layers: A module with the variables of all layers, [R, S, L, ...].
-        settings: What the config says.
+        settings: The settings that the config describes.
         mesh: The mesh, or None.
-        remat_policy: The argument of that name.
-        name: The argument of that name.
-        factory: What makes a layer.
+        remat_policy: The constructor's argument `remat_policy`.
+        name: The constructor's argument `name`.
+        factory: The function that creates a layer.
     """
 
     def __init__(
@@ -53,19 +53,20 @@ class PipelineBase(modules.PipelineMethods, nnx.Module):
         rngs: nnx.Rngs | None = None,
         name: str | None = None,
     ):
-        """Makes all layers.
+        """Creates all layers.
 
         Args:
             config: Any object with the fields of `jaxpipe.modules.pipeline_settings`.
             layers: `rngs -> module`. The module's call is `(inputs, segment_ids, positions,
                 deterministic, model_mode)` and returns outputs like inputs, or (outputs, None).
-            mesh: A mesh with the axis "stage", or None: one device plays all ranks.
-            remat_policy: A policy of `jax.checkpoint`, in place of the config's.
+            mesh: A mesh with the axis "stage", or None: then one device runs all ranks.
+            remat_policy: A policy of `jax.checkpoint` that replaces the config's.
             rngs: Streams of keys for the layers. Default: seed 0.
-            name: A name for the module, which nothing reads.
+            name: A name for the module. The pipeline does not use it.
 
         Raises:
-            ValueError: If the config has a value that is not valid, or asks for what cannot work.
+            ValueError: If the config has an invalid value, or fields that contradict each other or
+                `mesh`.
         """
         self.settings = modules.pipeline_settings(config, mesh, remat_policy)
         self.mesh = mesh
@@ -77,42 +78,48 @@ class PipelineBase(modules.PipelineMethods, nnx.Module):
 
     @property
     def config(self) -> Any:
-        """The argument of that name."""
+        """Returns the config that the module was created with."""
         return self._given.config
 
     def setup(self, rngs: nnx.Rngs) -> None:
-        """Makes `layers` anew."""
+        """Creates `layers` anew."""
         place = partial(modules.place_weight, rules=self.axis_rules, mesh=self.mesh)
         self.layers = stacked.stacked_module(self.factory, rngs, self.settings.dims, place)
 
     @property
     def axis_rules(self) -> modules.AxisRules:
-        """The config's logical axis rules, else those in Flax's context, else jaxpipe's."""
+        """Returns the config's logical axis rules, or else Flax's in context, or else jaxpipe's."""
         return self.settings.rules_or(get_logical_axis_rules())
 
     def layer_function(
         self, deterministic: bool, model_mode: str, instance: nnx.Module | None = None
     ) -> modules.Layer:
-        """A layer, or `instance`, as a pure function that records nothing."""
+        """Returns a layer, or `instance`, as a pure function that records nothing."""
         rules = modules.rules_in_stage(self.settings.rules)
         layers = self.layers if instance is None else instance
         return layer.layer_function(layers, rules, False, deterministic, model_mode)
 
     def draw_keys(self) -> Any:
-        """[R, S, L] keys of every stream of random numbers; the next call gives others."""
+        """Returns new [R, S, L] keys of every random stream; every call draws other keys."""
         return layer.draw_keys(self.layers, advance=True)
 
     def layer_variables(self) -> dict[str, jax.Array]:
-        """The [R, S, L, ...] arrays of all layers, by path: what the methods call weights."""
+        """Returns the [R, S, L, ...] arrays of all layers, by path.
+
+        The methods of MaxText call these arrays weights.
+        """
         return layer.weights_of(run.weight_state(self.layers))
 
     def get_weight_sharding(self, *init_args) -> dict[str, Any]:
-        """Logical specs of the [R, S, L, ...] arrays, by path, whatever the arguments of a call."""
+        """Returns logical specs of the [R, S, L, ...] arrays, by path; `init_args` are ignored."""
         del init_args
         return stacked.logical_specs(run.weight_state(self.layers))
 
     def get_vmap_func_for_init(self) -> Callable:
-        """`keys [S, L] by stream -> state` with [S, L, ...] leaves."""
+        """Returns the function that initializes all layers of a repeat.
+
+        Its arguments are [S, L] keys by random stream. It returns a state with [S, L, ...] leaves.
+        """
         return stacked.init_stages(self.factory)
 
     def __call__(
@@ -126,23 +133,25 @@ class PipelineBase(modules.PipelineMethods, nnx.Module):
         *,
         microbatched: bool = False,
     ) -> Any:
-        """Sends a batch through all layers.
+        """Runs a batch through all layers.
 
         Args:
             inputs: [batch, ...] leaves: [batch, sequence, embed], or any pytree.
             segment_ids: [batch, sequence], or None.
             positions: [batch, sequence], or None.
-            deterministic: Handed to the layers.
-            model_mode: Handed to the layers.
-            logical_partition_spec: As of `get_weight_sharding`, in place of the variables' names.
-            microbatched: Arrays are [microbatches, rows, ...] instead, in and out: nothing is
-                moved to split a batch.
+            deterministic: Passed to the layers.
+            model_mode: Passed to the layers.
+            logical_partition_spec: Logical specs like those of `get_weight_sharding`, which replace
+                the variables' names.
+            microbatched: Whether inputs are [microbatches, rows, ...] already, and outputs are to
+                be. Then no data is moved to split a batch.
 
         Returns:
-            Outputs like `inputs`. What layers sow is in the variables of `layers` afterwards.
+            Outputs like `inputs`. Afterwards the variables of `layers` hold the values that layers
+            sowed.
 
         Raises:
-            ValueError: If counts do not divide, or a layer changes its variables.
+            ValueError: If sizes do not divide, or a layer changes its variables.
         """
         return run.run(
             self,
@@ -157,11 +166,14 @@ class PipelineBase(modules.PipelineMethods, nnx.Module):
 
 
 class Pipeline(modules.LoopMethods, PipelineBase):
-    """Weights are gathered in every iteration or, with `pipeline_fsdp_ag_once`, once a step."""
+    """A pipeline that gathers weights in every iteration.
+
+    With `pipeline_fsdp_ag_once` it gathers them once per step instead.
+    """
 
 
 class CircularPipeline(modules.WindowMethods, PipelineBase):
-    """Weights are gathered once per repeat, ahead of it."""
+    """A pipeline that gathers the weights of each repeat once, before the repeat starts."""
 
 
 def create_pipeline(
@@ -173,9 +185,23 @@ def create_pipeline(
     rngs: nnx.Rngs | None = None,
     name: str | None = None,
 ) -> Pipeline | CircularPipeline:
-    """`CircularPipeline` if the config has `pipeline_fsdp_ag_per_repeat`, else `Pipeline`.
+    """Returns a `CircularPipeline` if `pipeline_fsdp_ag_per_repeat` is set, else a `Pipeline`.
 
-    Arguments are those of `PipelineBase`.
+    Args:
+        config: Any object with the fields of `jaxpipe.modules.pipeline_settings`.
+        layers: `rngs -> module`. The module's call is `(inputs, segment_ids, positions,
+            deterministic, model_mode)` and returns outputs like inputs, or (outputs, None).
+        mesh: A mesh with the axis "stage", or None: then one device runs all ranks.
+        remat_policy: A policy of `jax.checkpoint` that replaces the config's.
+        rngs: Streams of keys for the layers. Default: seed 0.
+        name: A name for the module. The pipeline does not use it.
+
+    Returns:
+        The NNX module, with all layers initialized.
+
+    Raises:
+        ValueError: If the config has an invalid value, or fields that contradict each other or
+            `mesh`.
     """
     settings = modules.pipeline_settings(config, mesh, remat_policy)
     kind = CircularPipeline if settings.gather == "repeat" else Pipeline

@@ -1,4 +1,4 @@
-"""The call of a pipeline of NNX layers."""
+"""Calls a pipeline of NNX layers."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from ._sown import store, without_sown
 
 
 def weight_state(layers: nnx.Module) -> PyTree:
-    """All variables but random state and what is sown."""
+    """Returns all variables except random state and sown values."""
     return nnx.state(without_sown(layers), nnx.Not(nnx.RngState))
 
 
@@ -26,7 +26,7 @@ def run(
     *options: Any,
     microbatched: bool = False,
 ) -> Any:
-    """Sends inputs through all layers; what these sow is in `pipeline.layers` then."""
+    """Runs inputs through all layers and stores the values they sow in `pipeline.layers`."""
     layers, deterministic = pipeline.layers, options[0]
     state = weight_state(layers)
     names = stacked.logical_specs(state) if names is None else names

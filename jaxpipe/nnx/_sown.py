@@ -1,7 +1,7 @@
-"""What layers sow: taken out of a layer, and put into the module of all layers.
+"""Takes sown values out of a layer and puts them into the module of all layers.
 
-Under `nnx.capture` modules hold what they sow beside their variables, in `__captures__`; otherwise
-each `sow` makes a variable, `nnx.Intermediate` or one that holds a tuple.
+Under `nnx.capture`, modules store sown values in `__captures__`, separately from their variables.
+Otherwise each `sow` creates a variable: an `nnx.Intermediate`, or a variable that holds a tuple.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 
 def is_sown(path: Any, variable: Any) -> bool:
-    """Whether `sow` has made it: by its type, or since it holds a tuple."""
+    """Returns whether `sow` created a variable: it is an `nnx.Intermediate` or holds a tuple."""
     del path
     if isinstance(variable, nnx.Perturbation):
         return False
@@ -19,7 +19,7 @@ def is_sown(path: Any, variable: Any) -> bool:
 
 
 def captured_types(layers: nnx.Module) -> tuple[type[nnx.Variable], ...]:
-    """The types that an `nnx.capture` around the pipeline asks for, if there is one.
+    """Returns the types that an `nnx.capture` around the pipeline asks for, or ().
 
     Raises:
         ValueError: If it asks for perturbations.
@@ -34,7 +34,7 @@ def captured_types(layers: nnx.Module) -> tuple[type[nnx.Variable], ...]:
 
 
 def without_sown(layers: nnx.Module) -> nnx.Module:
-    """A copy that shares the arrays."""
+    """Returns a copy of the module without sown values; the copy shares the arrays."""
     layers = nnx.clone(layers)
     for _, module in nnx.iter_modules(layers):
         if hasattr(module, "__captures__"):
@@ -44,7 +44,7 @@ def without_sown(layers: nnx.Module) -> nnx.Module:
 
 
 def call(layer: nnx.Module, types: tuple, *arguments: Any) -> tuple[Any, PyTree]:
-    """What `layer` returns, and what it sows."""
+    """Returns the layer's result and the values that it sows."""
     if not types:
         return layer(*arguments), nnx.pop(layer, is_sown)  # type: ignore[operator]
     y, *sown = nnx.capture(layer, *types)(*arguments)
@@ -52,7 +52,7 @@ def call(layer: nnx.Module, types: tuple, *arguments: Any) -> tuple[Any, PyTree]
 
 
 def store(layers: nnx.Module, sown: PyTree) -> None:
-    """Puts `sown`, of all layers, where each module would have put its own."""
+    """Stores the sown values of all layers where each module would have stored its own."""
     if not captured_types(layers):
         nnx.pop(layers, is_sown)
         nnx.update(layers, sown)

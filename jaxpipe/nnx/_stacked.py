@@ -1,7 +1,7 @@
-"""All layers in one module: variables [R, S, L, ...], and the names of their dims.
+"""Stacks all layers into one module with [R, S, L, ...] variables and the names of their dims.
 
-Variables that name their dims (`out_sharding`) have "circular_repeats", "stage" and "layers" in
-front of the layer's own names.
+In variables that name their dims (`out_sharding`), the names "circular_repeats", "stage" and
+"layers" precede the layer's own names.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,10 @@ Factory = Callable[[nnx.Rngs], nnx.Module]
 
 
 def init_stages(factory: Factory) -> Callable[[dict[str, jax.Array]], PyTree]:
-    """The state of all layers of a repeat, [S, L, ...] leaves, from [S, L] keys by stream."""
+    """Returns a function from [S, L] keys by random stream to the state of a repeat's layers.
+
+    The state has [S, L, ...] leaves.
+    """
 
     def init(keys: dict[str, jax.Array]) -> PyTree:
         return nnx.state(one_layer(factory, keys))
@@ -27,7 +30,7 @@ def init_stages(factory: Factory) -> Callable[[dict[str, jax.Array]], PyTree]:
 
 
 def one_layer(factory: Factory, keys: dict[str, Any]) -> nnx.Module:
-    """A layer by itself. It is not placed as its names say: that is for stacked variables."""
+    """Creates one layer, without sharding its variables: only stacked variables are sharded."""
     with nnx.use_eager_sharding(False):
         return factory(nnx.Rngs(**keys))
 
@@ -35,13 +38,16 @@ def one_layer(factory: Factory, keys: dict[str, Any]) -> nnx.Module:
 def stacked_module(
     factory: Factory, rngs: nnx.Rngs, dims: tuple[int, int, int], place: Callable
 ) -> nnx.Module:
-    """The module that `factory` makes, with the variables of all layers.
+    """Returns the module that `factory` creates, with the variables of all layers.
 
     Args:
-        factory: Makes a layer.
+        factory: Creates a layer.
         rngs: Streams of keys. Layer l has its own streams, whose keys are folded with l.
-        dims: [R, S, L].
-        place: `(array, logical spec, path=name) -> array`.
+        dims: (R, S, L).
+        place: Function `(array, logical spec, path=name) -> array` that shards a variable.
+
+    Returns:
+        A module with the structure of one layer and [R, S, L, ...] variables.
     """
     keys = {name: modules.layer_keys(stream(), dims) for name, stream in rngs.items()}
     # Not `nnx.eval_shape`: inside `jax.set_mesh` it takes logical names for axes of the mesh.
@@ -53,14 +59,14 @@ def stacked_module(
 
 
 def with_names(state: PyTree) -> PyTree:
-    """Variables that name their dims learn the names of the three in front."""
+    """Adds the names of the three leading dims to variables that name their dims."""
     for index, name in enumerate(modules.STACKED):
         state = nnx.spmd.add_axis(state, index, {nnx.PARTITION_NAME: name})
     return state
 
 
 def without_names(state: PyTree) -> PyTree:
-    """`with_names`, undone on a copy."""
+    """Returns a copy of `state` without the names that `with_names` adds."""
     state = jax.tree.map(lambda x: x, state)
     for name in modules.STACKED:
         state = nnx.spmd.remove_axis(state, 0, {nnx.PARTITION_NAME: name})
@@ -68,7 +74,7 @@ def without_names(state: PyTree) -> PyTree:
 
 
 def logical_specs(state: PyTree) -> Any:
-    """A `PartitionSpec` of names for every variable, by its path."""
+    """Returns the logical spec of every variable, by its path."""
     return {
         ".".join(map(str, path)): logical_spec(variable)
         for path, variable in nnx.to_flat_state(state)
@@ -76,7 +82,7 @@ def logical_specs(state: PyTree) -> Any:
 
 
 def logical_spec(variable: nnx.Variable) -> PartitionSpec:
-    """The names of a stacked variable; if it has none, those of the three dims in front."""
+    """Returns the names of a stacked variable, or of the three leading dims if it has none."""
     names = variable.get_metadata().get("out_sharding") or modules.STACKED
     return PartitionSpec(*names)
 
