@@ -1,4 +1,4 @@
-"""Models as pure functions over abstract trees: llama, DeepSeek, and an MLP for tests."""
+"""Models as pure functions, with abstract weights: llama, DeepSeek, and an MLP for tests."""
 
 from ._abstract import Weight as Weight
 from ._abstract import initialize as initialize

@@ -18,15 +18,17 @@ Initializer = Callable[[PRNGKeyArray, tuple[int, ...], Any], jax.Array]
 
 @dataclass(frozen=True)
 class Weight:
-    """One leaf. A tree of these describes a model; `jax.tree.map` treats it as a leaf.
+    """One abstract leaf of a model's weights.
+
+    A tree of these describes a model. `jax.tree.map` treats each as a leaf.
 
     Attributes:
-        shape: The shape of one layer's leaf, or of the leaf if it is in no layer.
+        shape: The shape of one layer's leaf, or of the whole leaf if it belongs to no layer.
         axes: One logical axis per dim.
-        init: `(key, shape, dtype) -> array`, as in `jax.nn.initializers`.
-        dtype: What it is stored in.
-        exact: Whether the model computes with it as it is stored: norms and routers do. The others
-            may be cast to the dtype of the computation beforehand.
+        init: `(key, shape, dtype) -> array`, like the initializers of `jax.nn.initializers`.
+        dtype: The dtype in which it is stored.
+        exact: Whether the model computes with it in the dtype in which it is stored, as norms and
+            routers do. Other leaves may be cast to the dtype of the computation beforehand.
     """
 
     shape: tuple[int, ...]
@@ -44,22 +46,57 @@ def is_weight(x: Any) -> bool:
 
 
 def scale(size: int, dtype: Any) -> Weight:
-    """A norm's factor per channel, 1 at first."""
+    """Returns the abstract weight of a norm: one factor per channel, initialized to 1.
+
+    Args:
+        size: The number of channels.
+        dtype: The dtype in which it is stored.
+
+    Returns:
+        A `Weight` of shape [size].
+    """
     return Weight((size,), ("norm",), jax.nn.initializers.ones, dtype, exact=True)
 
 
 def matrix(shape: tuple[int, ...], axes: LogicalAxes, fan_in: int, dtype: Any) -> Weight:
-    """A matrix whose entries start with variance `1 / fan_in`, cut off at two deviations."""
+    """Returns an abstract matrix, initialized from a normal distribution cut off at two deviations.
+
+    Args:
+        shape: The shape.
+        axes: One logical axis per dim.
+        fan_in: The inverse of the variance of the initial entries.
+        dtype: The dtype in which it is stored.
+
+    Returns:
+        A `Weight` of this shape.
+    """
     return Weight(shape, axes, jax.nn.initializers.truncated_normal(fan_in**-0.5), dtype)
 
 
 def read_dtypes(tree: PyTree, dtype: Any) -> PyTree:
-    """What each weight may be cast to before a model that computes in `dtype` reads it."""
+    """Returns the dtype to which each weight may be cast before a model reads it.
+
+    Args:
+        tree: A tree of `Weight`.
+        dtype: The dtype in which the model computes.
+
+    Returns:
+        A tree of dtypes: `dtype`, or the stored dtype for weights that are `exact`.
+    """
     return jax.tree.map(lambda w: jnp.dtype(w.dtype if w.exact else dtype), tree, is_leaf=is_weight)
 
 
 def stacked(tree: PyTree, dims: Sequence[int], axes: LogicalAxes) -> PyTree:
-    """The tree of many equal layers: `dims`, with logical axes `axes`, in front of every leaf."""
+    """Returns the abstract weights of many equal layers, stacked.
+
+    Args:
+        tree: A tree of `Weight` for one layer.
+        dims: Leading dims to add to every leaf.
+        axes: Their logical axes.
+
+    Returns:
+        A tree of `Weight` with [*dims, ...] leaves.
+    """
 
     def stack(w: Weight) -> Weight:
         return replace(w, shape=(*dims, *w.shape), axes=(*axes, *w.axes))
@@ -68,7 +105,17 @@ def stacked(tree: PyTree, dims: Sequence[int], axes: LogicalAxes) -> PyTree:
 
 
 def initialize(tree: PyTree, key: PRNGKeyArray) -> PyTree:
-    """Arrays for a tree of `Weight`. A leaf's values depend on its path, not on its neighbours."""
+    """Returns arrays for a tree of `Weight`.
+
+    The values of a leaf depend on `key` and on the path of the leaf, not on other leaves.
+
+    Args:
+        tree: A tree of `Weight`.
+        key: The key.
+
+    Returns:
+        A tree of arrays with the shapes and dtypes of the weights.
+    """
 
     def leaf(path, weight: Weight):
         return weight.init(_path_key(key, path), weight.shape, weight.dtype)
@@ -84,11 +131,21 @@ def initialize_layers(
     first: int = 0,
     numbers: Sequence[int] | None = None,
 ) -> PyTree:
-    """[*dims, ...] arrays for a stack of layers, the first of which is number `first` of the model.
+    """Returns [*dims, ...] arrays for a stack of layers.
 
-    A layer's values depend on its number in forward order, not on `dims`: a model starts equal in
-    every pipeline layout. `numbers` are those of a stack that is in another order; -1 is a place
-    without a layer, and gets zeros.
+    A layer's values depend on its index in forward order, not on `dims`: the initial model is the
+    same in every pipeline layout.
+
+    Args:
+        layer: A tree of `Weight` for one layer.
+        key: The key.
+        dims: The leading dims of the stack.
+        first: The index, in the model, of the first layer of the stack.
+        numbers: The indices of the layers of a stack in another order; -1 is a padding layer, which
+            is initialized to zeros. The default is the order of the model, from `first` on.
+
+    Returns:
+        A tree of [*dims, ...] arrays.
     """
     of_model = np.asarray(range(first, first + math.prod(dims)) if numbers is None else numbers)
     keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(of_model)
@@ -98,23 +155,23 @@ def initialize_layers(
 
 
 def where_present(x: jax.Array, numbers: np.ndarray) -> jax.Array:
-    """[places, ...] with zeros where the number of the layer is -1."""
+    """Returns `x` [layers, ...] with zeros for padding layers, whose entry in `numbers` is -1."""
     present = (numbers >= 0).reshape(-1, *[1] * (x.ndim - 1))
     return x if present.all() else jnp.where(present, x, 0)
 
 
 def shapes(tree: PyTree) -> PyTree:
-    """`jax.ShapeDtypeStruct` for every leaf."""
+    """Returns a `jax.ShapeDtypeStruct` for every leaf."""
     return jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), tree, is_leaf=is_weight)
 
 
 def logical_axes(tree: PyTree) -> PyTree:
-    """The logical axes of every leaf."""
+    """Returns the logical axes of every leaf."""
     return jax.tree.map(lambda w: w.axes, tree, is_leaf=is_weight)
 
 
 def num_parameters(tree: PyTree) -> int:
-    """Numbers in all leaves together."""
+    """Returns the number of parameters in all leaves together."""
     return sum(math.prod(w.shape) for w in jax.tree.leaves(tree, is_leaf=is_weight))
 
 

@@ -1,4 +1,4 @@
-"""The two ends of a decoder: tokens to embeddings, and the last activations to the loss.
+"""Embedding and loss of a decoder: the weights and functions before and after the layers.
 
 b sequences, T tokens, D embed, V vocab.
 """
@@ -18,7 +18,17 @@ _LOGITS = ("activation_batch", "activation_length", "activation_vocab")
 
 
 def end_weights(embed_dim: int, vocab_size: int, *, tied: bool, dtype: Any) -> dict[str, Any]:
-    """`{"embed", "head"}`: the table, the last norm and, unless `tied`, the matrix of logits."""
+    """Returns the abstract weights of embedding and head.
+
+    Args:
+        embed_dim: D.
+        vocab_size: V.
+        tied: Whether the logits are computed with the embedding's table.
+        dtype: The dtype in which weights are stored.
+
+    Returns:
+        `{"embed": {"table"}, "head": {"norm", "logits"}}`. If `tied`, the head has no "logits".
+    """
     D, V = embed_dim, vocab_size
     head = {"norm": scale(D, dtype)}
     if not tied:
@@ -30,7 +40,8 @@ def end_weights(embed_dim: int, vocab_size: int, *, tied: bool, dtype: Any) -> d
 def embed_tokens(
     table: Float[Array, "V D"], tokens: Int[Array, "b T"], *, constrain: Constrain, dtype: Any
 ) -> Float[Array, "b T D"]:
-    # Whole rows: XLA's partitioner fails on a look-up in a table that is split both ways.
+    """Returns the embeddings of tokens in `dtype`."""
+    # Rows stay whole: XLA's partitioner fails on a look-up in a table sharded in both dims.
     table = constrain(table.astype(dtype), ("vocab", None))
     return constrain(jnp.take(table, tokens, axis=0), ACTIVATION)
 
@@ -45,17 +56,25 @@ def next_token_loss(
     num_chunks: int = 1,
     z_loss_multiplier: float = 0.0,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """This microbatch's share of the batch's cross entropy in nats, and of its accuracy.
+    """Returns this microbatch's contribution to the batch's cross entropy in nats and its accuracy.
 
     Args:
-        ends: `{"head"}`, and `"embed"` beside it if the logits come from the embedding's table.
-        x: What the last layer returned.
+        ends: `{"head"}`, and also `"embed"` if the logits are computed with the embedding's table.
+        x: The output of the last layer.
         side: `targets` and `target_weights` [b, T].
         epsilon: Added to the mean square in the last norm.
         constrain: Shards an activation by its logical axes.
-        num_chunks: Compute logits for this share of the tokens at a time; 1 is all at once.
-        z_loss_multiplier: If it is not 0, the loss has this times the mean square of the logarithm
-            of the sum of exponentials too, by the same shares; and that is the metric `z_loss`.
+        num_chunks: The number of chunks of tokens whose logits are computed one chunk after the
+            other. 1 computes all logits at once.
+        z_loss_multiplier: If it is not 0, the loss also contains this factor times the weighted
+            mean of the squared logsumexp of the logits. That term is the metric `z_loss`.
+
+    Returns:
+        (loss, metrics). Both are sums over tokens weighted by `target_weights`, in float32; the
+        metrics are `accuracy` and, if it is used, `z_loss`.
+
+    Raises:
+        ValueError: If `num_chunks` does not divide T.
 
     References:
         Chowdhery et al., 2022, arXiv 2204.02311, section 5.

@@ -1,4 +1,4 @@
-"""The loss in chunks of tokens, so that the logits of a whole microbatch never exist.
+"""Computes the loss in chunks of tokens, so that the logits of a whole microbatch never exist.
 
 b sequences, T tokens, D embed, V vocab, n chunks.
 """
@@ -13,18 +13,22 @@ from .layers._on_shards import varying_like
 
 Sums = dict[str, Float[Array, ""]]
 Loss = Callable[[Array, Array, Array, Array], tuple[Array, Sums]]
-"""`(weights [D, V], h [b, T, D], targets [b, T], shares [b, T]) -> (loss, sums)`, all of them sums
-over tokens; of the loss alone there is a derivative."""
+"""`(weights [D, V], h [b, T, D], targets [b, T], shares [b, T]) -> (loss, sums)`. All results are
+sums over tokens, and only the loss is differentiable."""
 
 
 def in_chunks(loss: Loss, num_chunks: int) -> Loss:
-    """`loss`, computed for T / n tokens of every sequence at a time.
+    """Returns `loss`, computed for T / n tokens of every sequence at a time.
 
-    The gradients come right with the loss, so logits are computed once. Those of the weights add up
-    in float32.
+    The forward pass computes the gradients together with the loss, so logits are computed once. The
+    gradients of the weights are accumulated in float32.
 
-    Raises:
-        ValueError: When called, if n does not divide T.
+    Args:
+        loss: The loss of all tokens.
+        num_chunks: n.
+
+    Returns:
+        A function with the contract of `loss`. It raises a `ValueError` if n does not divide T.
     """
 
     @jax.custom_vjp
@@ -62,14 +66,17 @@ def in_chunks(loss: Loss, num_chunks: int) -> Loss:
                 f"`num_vocab_tiling` is {num_chunks}, which does not divide the {h.shape[1]} "
                 "tokens of a sequence. Give a divisor of `max_target_length`."
             )
-        # Devices that share weights differ in what they add to them.
+        # Devices that share weights have different gradients of them.
         return in_all(varying_like(h, weights), h, targets, shares)
 
     return checked
 
 
 def _split(n: int, *arrays: Array) -> tuple[Array, ...]:
-    """[b, T, ...] -> [n, b, T / n, ...]. Every n-th token, so that a split of T stays as it is."""
+    """Splits [b, T, ...] arrays into [n, b, T / n, ...] chunks.
+
+    Each chunk has every n-th token, so that a sharding of T is preserved.
+    """
 
     def split(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(x.shape[0], -1, n, *x.shape[2:]), 2, 0)
@@ -78,6 +85,6 @@ def _split(n: int, *arrays: Array) -> tuple[Array, ...]:
 
 
 def _join(x: Array) -> Array:
-    """[n, b, T / n, ...] -> [b, T, ...]"""
+    """Merges [n, b, T / n, ...] chunks into a [b, T, ...] array."""
     x = jnp.moveaxis(x, 0, 2)
     return x.reshape(x.shape[0], -1, *x.shape[3:])

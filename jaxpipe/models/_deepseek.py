@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V3: latent attention, a few dense layers, then mixtures of experts.
 
-The dense layers run before the pipeline, in `embed`; layers with experts are the pipeline's, but
-the last ones may run after it, in `loss`. V3's prediction of tokens further ahead is left out.
+The dense layers run before the pipeline, in `embed`. Layers with experts run in the pipeline, but
+the last ones may run after it, in `loss`. V3's multi-token prediction is not implemented.
 
 b sequences, T tokens, D embed.
 DeepSeek-AI, 2024, arXiv 2405.04434 and 2412.19437.
@@ -33,16 +33,20 @@ Remat = Callable[[Callable], Callable]
 def deepseek_weights(
     config: DeepseekConfig, dtype: Any = jnp.float32, *, layers_after: int = 0
 ) -> dict[str, Any]:
-    """`{"embed", "layer", "head"}`: abstract weights, those of one layer with experts unstacked.
+    """Returns the abstract weights of a DeepSeek model.
 
-    The pipeline has `base_num_decoder_layers - first_num_dense_layers - layers_after` of these.
+    The pipeline has `base_num_decoder_layers - first_num_dense_layers - layers_after` layers.
 
     Args:
-        config: Sizes.
-        dtype: What weights are stored in.
-        layers_after: How many of the last layers run after the pipeline, with the loss. They are
-            `["head"]["layers"]`, stacked. (MaxText takes the first ones, before its pipeline; the
-            model is the same.)
+        config: The sizes of the model.
+        dtype: The dtype in which weights are stored.
+        layers_after: The number of last layers that run after the pipeline, with the loss. Their
+            weights are `["head"]["layers"]`, stacked. (MaxText runs the first layers before its
+            pipeline instead; the model is the same.)
+
+    Returns:
+        `{"embed", "layer", "head"}`: trees of `Weight`. "layer" is one layer with experts,
+        unstacked.
     """
     D, dense_layers = config.base_emb_dim, config.first_num_dense_layers
     branches = 2 * config.base_num_decoder_layers
@@ -58,7 +62,7 @@ def deepseek_weights(
 
 
 def _half_weights(config: DeepseekConfig, branches: int, dtype: Any) -> dict[str, Any]:
-    """What dense layers and layers with experts have in common."""
+    """Returns the weights that dense layers and layers with experts have in common."""
     return {
         "attention_norm": scale(config.base_emb_dim, dtype),
         "attention": latent_attention_weights(config, branches=branches, dtype=dtype),
@@ -81,28 +85,32 @@ def deepseek(
     scan_layers: bool = True,
     z_loss_multiplier: float = 0.0,
 ) -> tuple[Callable, Callable, Callable]:
-    """`(embed, stage, loss)`, each a pure function of one microbatch.
+    """Returns `(embed, stage, loss)` of a DeepSeek model, pure functions of one microbatch.
 
-    `side` is that of `llama`. `stage` sums up a load-balance loss, which the engines add to the
-    loss and which is a metric too. That of layers after the pipeline is in the loss that `loss`
-    returns, and its metric is called `load_balance_loss_after`.
+    `side` is that of `llama`. `stage` returns a load-balance loss in its sums. The engines add it
+    to the loss and report it as a metric. `loss` adds the load-balance loss of layers after the
+    pipeline to its result and reports it as `load_balance_loss_after`.
 
     Args:
-        config: Sizes.
+        config: The sizes of the model.
         attention: `(q, k, v, segment_ids) -> out`.
-        experts: `(weights, x, chosen, shares) -> y`, as `routed_experts` makes it.
+        experts: `(weights, x, chosen, shares) -> y`, a function that `routed_experts` returns.
         constrain: Shards an activation by its logical axes.
-        dtype: What layers compute in. Norms, angles, routers and the loss are float32 throughout.
-        dropout_rate: Share of each residual branch that is dropped; 0 where a stage gets no keys,
-            and in the layers before and after the pipeline.
-        num_vocab_tiling: Chunks of the tokens whose logits exist at a time.
+        dtype: The dtype in which layers compute. Norms, angles, routers and the loss use float32.
+        dropout_rate: The fraction of each residual branch that is dropped. It is 0 where a stage
+            gets no keys, and in the layers before and after the pipeline.
+        num_vocab_tiling: The number of chunks of tokens in which the logits are computed.
         layer_remat: Wraps one layer of a stage, `jax.checkpoint` for instance.
-        outside_remat: Wraps one layer before or after the stages. Engines recompute stages as they
-            are told, but not what `embed` and `loss` do.
+        outside_remat: Wraps one layer before or after the pipeline. Engines rematerialize stages,
+            but neither `embed` nor `loss`.
         project: The matrix products of attention and of dense and shared MLPs: `projection`, or
             `fp8_projection`.
-        scan_layers: Whether the layers of a stage are a loop of the program, or written out.
-        z_loss_multiplier: As in `next_token_loss`.
+        scan_layers: Whether the layers of a stage run in a loop. If not, they are unrolled.
+        z_loss_multiplier: The factor of the z-loss, see `next_token_loss`. 0 omits it.
+
+    Returns:
+        `embed(weights, side) -> x`, `stage(weights, x, side, keys) -> (y, sums)` and `loss(ends, x,
+        side) -> (loss, metrics)`, where x and y are [b, T, D].
     """
     epsilon = config.normalization_layer_epsilon
     attend = latent_attention(config, attention=attention, constrain=constrain, project=project)

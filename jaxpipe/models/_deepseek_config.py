@@ -1,4 +1,4 @@
-"""The sizes of a DeepSeek-V2 or V3. Names are MaxText's.
+"""Sizes of a DeepSeek-V2 or V3 model, with MaxText's names.
 
 D embed, H heads, E experts.
 """
@@ -12,36 +12,40 @@ class DeepseekConfig:
 
     Attributes:
         base_emb_dim: D.
-        base_num_decoder_layers: Layers, the dense ones included.
-        first_num_dense_layers: How many of them, from the first on, have one MLP and no experts.
-        base_num_query_heads: H. Every query head has a key and a value head of its own.
+        base_num_decoder_layers: The number of layers, including the dense ones.
+        first_num_dense_layers: The number of layers, from the first on, that have one MLP and no
+            experts.
+        base_num_query_heads: H. Every query head has its own key head and value head.
         base_mlp_dim: Width of the MLP of a dense layer.
         base_moe_mlp_dim: Width of one expert.
-        num_experts: E, the routed ones.
-        num_experts_per_tok: How many of them a token is sent to.
-        shared_experts: How many experts every token goes to beside. They are one wide MLP.
+        num_experts: E, the number of routed experts.
+        num_experts_per_tok: The number of routed experts that each token is sent to.
+        shared_experts: The number of shared experts, which every token is sent to. They are one
+            wide MLP.
         routed_score_func: `softmax` (V2) or `sigmoid` (V3), from router logits to scores.
-        routed_bias: Whether a bias per expert, which the loss does not train, steers the choice.
-        routed_scaling_factor: What the shares of the chosen experts are multiplied by.
-        norm_topk_prob: Whether the shares of a token's chosen experts are made to sum to 1 before.
-        n_routing_groups: Groups of neighbouring experts; 1 for none.
-        topk_routing_group: To how many groups the choice of a token is limited.
+        routed_bias: Whether a bias per expert, which the loss does not train, affects the choice.
+        routed_scaling_factor: The factor by which the weights of the chosen experts are multiplied.
+        norm_topk_prob: Whether the weights of a token's chosen experts are normalized to sum to 1
+            before that.
+        n_routing_groups: The number of groups of neighbouring experts; 1 for no groups.
+        topk_routing_group: The number of groups from which a token may choose experts.
         group_score_experts: Groups are ranked by the sum of this many best experts: 1 in V2, 2 in
             V3.
-        load_balance_loss_weight: Factor of each layer's loss from an uneven load.
-        q_lora_rank: Width of the compressed queries; 0 where queries are not compressed.
+        load_balance_loss_weight: Factor of each layer's load-balance loss.
+        q_lora_rank: Width of the compressed queries; 0 if queries are not compressed.
         kv_lora_rank: Width of the compressed keys and values.
         qk_nope_head_dim: Channels of a query and key head without position.
-        qk_rope_head_dim: Channels with rotary position, even. All key heads share theirs.
+        qk_rope_head_dim: Channels with rotary position, an even number. All key heads share them.
         v_head_dim: Channels of a value head.
-        vocab_size: Number of tokens.
+        vocab_size: Number of tokens in the vocabulary.
         rope_max_timescale: The base of the rotary angles.
         rope_type: `default`, or `yarn` for angles stretched beyond the trained length.
-        rope_factor: YaRN: how many times longer.
+        rope_factor: YaRN: the factor by which sequences may be longer than the trained length.
         original_max_position_embeddings: YaRN: the trained length, in tokens.
-        beta_fast: YaRN: pairs of channels that turn more often within it stay as they are.
-        beta_slow: YaRN: pairs that turn less often are stretched in full.
-        mscale: YaRN: how much sharper attention becomes with the factor.
+        beta_fast: YaRN: pairs of channels that turn more often within the trained length are not
+            changed.
+        beta_slow: YaRN: pairs that turn less often within the trained length are stretched in full.
+        mscale: YaRN: how strongly attention scores grow with the logarithm of `rope_factor`.
         normalization_layer_epsilon: Added to the mean square in RMSNorm.
     """
 

@@ -1,8 +1,8 @@
-"""Floating-point operations of a training step per token, as papers count them.
+"""Counts the floating-point operations of a training step per token, as papers do.
 
-6 for every weight that a token is multiplied by (2 forward, 4 backward), and attention: the causal
-half of the T x T scores and of the sums of values. Embedding look-ups and recomputation count
-nothing.
+Every weight that a token is multiplied by counts 6 (2 forward, 4 backward). Attention counts the
+causal half of the T x T scores and of the sums of values. Embedding look-ups and rematerialization
+are not counted.
 
 D embed, F width of an MLP, H query heads, K key and value heads, C channels of a head, V vocab.
 """
@@ -12,7 +12,15 @@ from ._llama import LlamaConfig
 
 
 def matmul_flops_per_token(config: LlamaConfig | DeepseekConfig, length: int) -> float:
-    """Of forward and backward, in sequences of `length` tokens."""
+    """Returns the floating-point operations of forward and backward per token.
+
+    Args:
+        config: The sizes of the model.
+        length: The length of the sequences, in tokens.
+
+    Returns:
+        Floating-point operations per token.
+    """
     layers = (
         _llama(config, length) if isinstance(config, LlamaConfig) else _deepseek(config, length)
     )
@@ -20,7 +28,7 @@ def matmul_flops_per_token(config: LlamaConfig | DeepseekConfig, length: int) ->
 
 
 def _llama(config: LlamaConfig, length: int) -> float:
-    """Multiply-adds of a token in all layers, forward."""
+    """Returns the multiply-adds of a token in all layers, forward only."""
     D, F, C = config.base_emb_dim, config.base_mlp_dim, config.head_dim
     H, K = config.base_num_query_heads, config.base_num_kv_heads
     layer = 2 * D * H * C + 2 * D * K * C + 3 * D * F

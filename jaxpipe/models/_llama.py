@@ -35,21 +35,22 @@ from .layers._projection import Projection, projection
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The sizes of a llama. Names are MaxText's.
+    """Sizes of a llama, with MaxText's names.
 
     Attributes:
         base_emb_dim: D.
-        base_num_decoder_layers: Layers.
+        base_num_decoder_layers: The number of layers.
         base_num_query_heads: H.
         base_num_kv_heads: K, a divisor of H.
         base_mlp_dim: Width of the gated MLP.
-        head_dim: C, even.
+        head_dim: C, an even number.
         vocab_size: V.
         rope_max_timescale: The base of the rotary angles.
         rope_type: `default`, or `llama3.1` for its stretched wavelengths.
-        llama31_rope_factor: How far these are stretched: 8 in Llama 3.1, 32 in 3.2.
+        llama31_rope_factor: The factor by which `llama3.1` stretches wavelengths: 8 in Llama 3.1,
+            32 in 3.2.
         normalization_layer_epsilon: Added to the mean square in RMSNorm.
-        logits_via_embedding: Whether the head is the embedding (tied).
+        logits_via_embedding: Whether the logits are computed with the embedding's table (tied).
     """
 
     base_emb_dim: int
@@ -83,13 +84,16 @@ class LlamaConfig:
 def llama_weights(
     config: LlamaConfig, dtype: Any = jnp.float32, *, layers_after: int = 0
 ) -> dict[str, Any]:
-    """`{"embed", "layer", "head"}`: abstract weights, those of one layer unstacked.
+    """Returns the abstract weights of a llama.
 
     Args:
-        config: Sizes.
-        dtype: What weights are stored in.
-        layers_after: How many of the last layers run after the pipeline, with the loss. They are
-            `["head"]["layers"]`, stacked.
+        config: The sizes of the model.
+        dtype: The dtype in which weights are stored.
+        layers_after: The number of last layers that run after the pipeline, with the loss. Their
+            weights are `["head"]["layers"]`, stacked.
+
+    Returns:
+        `{"embed", "layer", "head"}`: trees of `Weight`. "layer" is one layer, unstacked.
     """
     ends = end_weights(
         config.base_emb_dim, config.vocab_size, tied=config.logits_via_embedding, dtype=dtype
@@ -103,7 +107,7 @@ def llama_weights(
 def _layer_weights(config: LlamaConfig, dtype: Any) -> dict[str, Any]:
     D, C = config.base_emb_dim, config.head_dim
     H, K = config.base_num_query_heads, config.base_num_kv_heads
-    # What a branch adds to the residual stream starts smaller in deeper models, as in GPT-2.
+    # The initial output of a residual branch is smaller in deeper models, as in GPT-2.
     branches = 2 * config.base_num_decoder_layers
     return {
         "attention_norm": scale(D, dtype),
@@ -132,25 +136,29 @@ def llama(
     scan_layers: bool = True,
     z_loss_multiplier: float = 0.0,
 ) -> tuple[Callable, Callable, Callable]:
-    """`(embed, stage, loss)` of a llama, each a pure function of one microbatch.
+    """Returns `(embed, stage, loss)` of a llama, pure functions of one microbatch.
 
     `side` has `tokens`, `positions`, `segment_ids`, `targets` [b, T] and `target_weights` [b, T],
-    the share of each token in the loss of the batch.
+    the weight of each token in the loss of the batch.
 
     Args:
-        config: Sizes.
+        config: The sizes of the model.
         attention: `(q, k, v, segment_ids) -> out`.
         constrain: Shards an activation by its logical axes.
-        dtype: What layers compute in. Norms, angles and the loss are float32 throughout.
-        dropout_rate: Share of each residual branch that is dropped; 0 where a stage gets no keys,
-            and in the layers after the pipeline.
-        num_vocab_tiling: Chunks of the tokens whose logits exist at a time.
+        dtype: The dtype in which layers compute. Norms, angles and the loss use float32.
+        dropout_rate: The fraction of each residual branch that is dropped. It is 0 where a stage
+            gets no keys, and in the layers after the pipeline.
+        num_vocab_tiling: The number of chunks of tokens in which the logits are computed.
         layer_remat: Wraps one layer of a stage, `jax.checkpoint` for instance.
-        outside_remat: Wraps one layer after the stages. Engines recompute stages as they are told,
-            but not what `loss` does.
+        outside_remat: Wraps one layer after the pipeline. Engines rematerialize stages, but not
+            `loss`.
         project: The matrix products of layers: `projection`, or `fp8_projection`.
-        scan_layers: Whether the layers of a stage are a loop of the program, or written out.
-        z_loss_multiplier: As in `next_token_loss`.
+        scan_layers: Whether the layers of a stage run in a loop. If not, they are unrolled.
+        z_loss_multiplier: The factor of the z-loss, see `next_token_loss`. 0 omits it.
+
+    Returns:
+        `embed(weights, side) -> x`, `stage(weights, x, side, keys) -> (y, sums)` and `loss(ends, x,
+        side) -> (loss, metrics)`, where x and y are [b, T, D].
     """
     stretch = config.llama31_rope_factor if config.rope_type == "llama3.1" else 1.0
     frequencies = rope_frequencies(

@@ -1,4 +1,4 @@
-"""A small residual MLP with every feature a pipeline must carry: it exists for tests and examples.
+"""A small residual MLP with every feature that a pipeline must support, for tests and examples.
 
 b sequences, T tokens, D embed, V vocab, L layers of a stage.
 """
@@ -17,7 +17,17 @@ from .layers._common import dropout, rms_norm, token_losses
 def mlp_weights(
     embed_dim: int, mlp_dim: int, vocab_size: int, *, tied: bool = False
 ) -> dict[str, Any]:
-    """`{"embed", "layer", "head"}`: abstract weights, those of one layer unstacked."""
+    """Returns the abstract weights of the MLP.
+
+    Args:
+        embed_dim: D.
+        mlp_dim: The width of the hidden layer.
+        vocab_size: V.
+        tied: Whether the logits are computed with the embedding's table.
+
+    Returns:
+        `{"embed", "layer", "head"}`: trees of `Weight`. "layer" is one layer, unstacked.
+    """
     normal = jax.nn.initializers.normal(0.3)
     head = Weight((embed_dim, vocab_size), ("embed", "vocab"), normal)
     return {
@@ -32,7 +42,16 @@ def mlp_weights(
 
 
 def mlp(*, dropout_rate: float = 0.0) -> tuple[Callable, Callable, Callable]:
-    """`(embed, stage, loss)` of the MLP. Its activation is a dict, and a stage sums two scalars."""
+    """Returns the functions `(embed, stage, loss)` of the MLP.
+
+    Args:
+        dropout_rate: The fraction of each residual branch that is dropped.
+
+    Returns:
+        `embed(weights, side) -> x`, `stage(weights, x, side, keys) -> (y, sums)` and `loss(ends, x,
+        side) -> (loss, metrics)`. x and y are `{"x", "skip"}` of [b, T, D]. The sums are two
+        scalars.
+    """
 
     def embed(weights: PyTree, side: PyTree) -> PyTree:
         x = jnp.take(weights["table"], side["tokens"], axis=0)

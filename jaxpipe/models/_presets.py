@@ -1,7 +1,7 @@
-"""Sizes of published models, by name. Keys are those of the configuration.
+"""Sizes of published models, by name.
 
-Beside `decoder_block`, the family, which is a llama where it is missing, they are the keys of
-`LlamaConfig` or `DeepseekConfig`.
+The keys are those of the configuration: `decoder_block`, the model family (llama if it is missing),
+and the fields of `LlamaConfig` or `DeepseekConfig`.
 """
 
 from typing import Any

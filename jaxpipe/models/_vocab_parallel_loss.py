@@ -1,8 +1,8 @@
-"""The loss of a microbatch by all ranks of an axis together, a slice of the vocabulary each.
+"""Computes the loss of a microbatch on all ranks of an axis, each for a slice of the vocabulary.
 
-So the rank of a pipeline's last stage has no more to do than the others. The gradients are written
-out: beside the sum of the gradient by x, every number that another rank needs is a sum, a maximum
-or a minimum per token.
+This balances the work of the ranks: otherwise the last stage's rank would compute all logits. The
+gradients are written out by hand. Besides the sum of the gradient with respect to x, ranks exchange
+only sums, maxima and minima with one value per token.
 
 b sequences, T tokens, D embed, V vocab, S ranks.
 """
@@ -22,19 +22,22 @@ Shared = Callable[[PyTree, Array, PyTree, str], tuple[Any, Any]]
 
 
 def shared_next_token_loss(epsilon: float, z_loss_multiplier: float = 0.0) -> Shared:
-    """`(ends, x, side, axis) -> ((loss, sums), (gradients of ends, gradient of x))`, inside `axis`.
-
-    `ends`, `x` and `side` are the same on all ranks, as in `next_token_loss`, and so is the
-    gradient of x. Of the rest every rank returns a share: they add up over the axis.
+    """Returns a function that computes the loss and its gradients inside a mesh axis.
 
     Args:
         epsilon: Added to the mean square in the last norm.
-        z_loss_multiplier: As in `next_token_loss`.
+        z_loss_multiplier: The factor of the z-loss, see `next_token_loss`. 0 omits it.
+
+    Returns:
+        A function `(ends, x, side, axis) -> ((loss, sums), (gradients of ends, gradient of x))`.
+        Its first three arguments are those of `next_token_loss` and are the same on all ranks, and
+        so is the gradient of x. Each rank returns its part of the other results: their sums over
+        `axis` are the whole. The function raises a `ValueError` if S does not divide V.
     """
 
     def shared(ends: PyTree, x: Float[Array, "b T D"], side: PyTree, axis: str):
         rank = lax.axis_index(axis)
-        # Each rank derives by a copy of its own: what is shared would get the sum of all.
+        # Each rank differentiates by its own copy of x: the gradient of a shared x would be summed.
         x = varying_like(ends, x)
         h, pull_norm = jax.vjp(
             lambda x, scale: rms_norm(x, scale, epsilon), x, ends["head"]["norm"]
@@ -50,7 +53,7 @@ def shared_next_token_loss(epsilon: float, z_loss_multiplier: float = 0.0) -> Sh
         shares = side["target_weights"]
         losses, hits, of_all, probabilities = _losses(h, weights, targets, axis)
         z_losses = z_loss_multiplier * jnp.square(of_all)
-        # Of the square: 2 log(sum) times its derivative, the probabilities.
+        # The derivative of logsumexp**2 is 2 * logsumexp times the probabilities.
         more = 1 + 2 * z_loss_multiplier * of_all
         is_target = jnp.arange(size) == targets[..., None]
         dlogits = probabilities * more[..., None] - is_target.astype(jnp.float32)
@@ -65,7 +68,7 @@ def shared_next_token_loss(epsilon: float, z_loss_multiplier: float = 0.0) -> Sh
         )
 
         def once(value: jax.Array) -> jax.Array:
-            """What all ranks have computed alike counts on the first."""
+            """Returns `value` on the first rank and 0 on others, so that a sum counts it once."""
             return jnp.where(rank == 0, value, jnp.zeros_like(value))
 
         of_ends = {"head": {"norm": once(dnorm)}}
@@ -91,9 +94,9 @@ def _slice_of(vocab_size: int, num_ranks: int) -> int:
 def _losses(
     h: Float[Array, "b T D"], weights: Array, targets: Array, axis: str
 ) -> tuple[Float[Array, "b T"], Float[Array, "b T"], Float[Array, "b T"], Array]:
-    """What `token_losses` returns, and the probabilities of this rank's slice of the vocabulary.
+    """Returns the results of `token_losses`, and the probabilities of this rank's slice.
 
-    `weights` are [D, V / S], `targets` [b, T] counted from this rank's first logit, and the
+    `weights` are [D, V / S], and `targets` [b, T] are counted from this rank's first logit. The
     probabilities are [b, T, V / S].
     """
     logits = jnp.einsum("btd,dv->btv", h, weights, preferred_element_type=jnp.float32)
@@ -103,7 +106,7 @@ def _losses(
     sums = lax.psum(jnp.sum(exponentials, axis=-1), axis)
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
     picked = lax.psum(jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1), axis)
-    # The likeliest token is the first of equals, as `argmax` has it.
+    # Among equal logits the first token is the likeliest, as in `argmax`.
     first = jnp.argmax(logits, axis=-1) - targets
     far = jnp.iinfo(first.dtype).max
     likeliest = lax.pmin(jnp.where(highest == most, first, far), axis)
