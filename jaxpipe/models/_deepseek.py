@@ -87,9 +87,10 @@ def deepseek(
 ) -> tuple[Callable, Callable, Callable]:
     """Returns `(embed, stage, loss)` of a DeepSeek model, pure functions of one microbatch.
 
-    `side` is that of `llama`. `stage` returns a load-balance loss in its sums. The engines add it
-    to the loss and report it as a metric. `loss` adds the load-balance loss of layers after the
-    pipeline to its result and reports it as `load_balance_loss_after`.
+    `side` has `tokens`, `positions`, `segment_ids`, `targets` and `target_weights` (each token's
+    weight in the batch's loss), [b, T] each. `stage` sums load-balance losses, which the engines
+    add to the loss and report. `loss` adds those of layers after the pipeline
+    (`load_balance_loss_after`).
 
     Args:
         config: The sizes of the model.
@@ -103,14 +104,13 @@ def deepseek(
         layer_remat: Wraps one layer of a stage, `jax.checkpoint` for instance.
         outside_remat: Wraps one layer before or after the pipeline. Engines rematerialize stages,
             but neither `embed` nor `loss`.
-        project: The matrix products of attention and of dense and shared MLPs: `projection`, or
-            `fp8_projection`.
+        project: Products of attention and of dense and shared MLPs: `projection`, `fp8_projection`.
         scan_layers: Whether the layers of a stage run in a loop. If not, they are unrolled.
         z_loss_multiplier: The factor of the z-loss, see `next_token_loss`. 0 omits it.
 
     Returns:
-        `embed(weights, side) -> x`, `stage(weights, x, side, keys) -> (y, sums)` and `loss(ends, x,
-        side) -> (loss, metrics)`, where x and y are [b, T, D].
+        `embed(weights, side) -> x`, `stage(weights, x, side, keys) -> (x, sums)` and `loss(ends, x,
+        side) -> (loss, metrics)`; x is [b, T, D].
     """
     epsilon = config.normalization_layer_epsilon
     attend = latent_attention(config, attention=attention, constrain=constrain, project=project)

@@ -23,7 +23,10 @@ Attention = Callable[..., jax.Array]
 
 
 def causal_mask(segment_ids: Int[Array, "b T"]) -> Bool[Array, "b 1 T T"]:
-    """True where query (dim 2) may look at key (dim 3): the same document, not the future."""
+    """Returns True where a query (dim 2) may attend to a key (dim 3).
+
+    The key must be in the same document as the query, and not after it.
+    """
     length = segment_ids.shape[1]
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
     return (same & jnp.tril(jnp.ones((length, length), bool)))[:, None]
@@ -35,26 +38,36 @@ def dot_product_attention(
     v: Float[Array, "b T K V"],
     segment_ids: Int[Array, "b T"],
 ) -> Float[Array, "b T H V"]:
-    """`jax.nn.dot_product_attention`, grouped-query if K < H. For CPU and GPU."""
-    missing = q.shape[3] - v.shape[3]  # the kernels want values as wide as keys
+    """Runs `jax.nn.dot_product_attention` with a causal mask, for CPU and GPU.
+
+    It is grouped-query attention if K < H. Scores are divided by sqrt(C).
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values; V is at most C.
+        segment_ids: The document of each token.
+
+    Returns:
+        [b, T, H, V] outputs.
+    """
+    missing = q.shape[3] - v.shape[3]  # the kernels need values as wide as keys
     v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, missing)))
     out = jax.nn.dot_product_attention(q, k, v, mask=causal_mask(segment_ids))
     return out[..., : out.shape[3] - missing]
 
 
 def splash_attention(rules: Rules, *, interpret: bool = False) -> Attention:
-    """JAX's Pallas flash attention for TPU, on the shards that `rules` give.
+    """Returns JAX's Pallas flash attention for TPU, which runs on the shards that `rules` define.
 
     Args:
-        rules: Logical axis rules; batch and heads may be split, the sequence may not.
-        interpret: Run the kernel in Pallas's interpreter, on any device: for tests.
+        rules: Logical axis rules. Batch and heads may be sharded, the sequence may not.
+        interpret: Whether to run the kernel in Pallas's interpreter, on any device, for tests.
 
     Returns:
-        A function like `dot_product_attention`.
-
-    Raises:
-        ValueError: When called: if the sequence is not a multiple of 128 or is split, or if heads
-            of queries and of keys are split differently.
+        A function with the contract of `dot_product_attention`. It raises a `ValueError` if the
+        length of the sequence is not a multiple of 128, if the sequence is sharded, or if heads of
+        queries and of keys are sharded differently.
     """
 
     local = _splash_kernel(interpret)

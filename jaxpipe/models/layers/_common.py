@@ -1,4 +1,4 @@
-"""Pieces that models share: normalization, rotary positions, dropout, the loss of a token."""
+"""Functions that models share: normalization, rotary positions, dropout, the loss of a token."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +22,16 @@ _HIDDEN = ("activation_batch", "activation_length", "activation_mlp")
 def rms_norm(
     x: Float[Array, "... D"], scale: Float[Array, " D"], epsilon: float
 ) -> Float[Array, "... D"]:
-    """RMSNorm in float32: Zhang and Sennrich, 2019, arXiv 1910.07467."""
+    """Normalizes by the root mean square, in float32 (Zhang and Sennrich, 2019, arXiv 1910.07467).
+
+    Args:
+        x: Activations.
+        scale: A factor for each channel.
+        epsilon: Added to the mean square.
+
+    Returns:
+        [..., D] normalized activations, in the dtype of `x`.
+    """
     wide = x.astype(jnp.float32)
     wide *= jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
     return (wide * scale.astype(jnp.float32)).astype(x.dtype)
@@ -31,13 +40,16 @@ def rms_norm(
 def rope_frequencies(
     head_dim: int, max_timescale: float, *, llama31_factor: float = 1.0
 ) -> Float[np.ndarray, " half"]:
-    """Angles per position of each pair of channels, in radians.
+    """Returns the rotary angles per position of each pair of channels, in radians.
 
     Args:
-        head_dim: Channels of a head; half as many angles come back.
+        head_dim: The number of channels of a head.
         max_timescale: The base, 10,000 in the paper.
-        llama31_factor: Stretch wavelengths beyond the 8,192 tokens of Llama 3's training by this,
-            which is 8 in Llama 3.1 and 32 in 3.2.
+        llama31_factor: The factor by which wavelengths beyond the 8,192 tokens of Llama 3's
+            training are stretched: 8 in Llama 3.1 and 32 in 3.2. 1 stretches none.
+
+    Returns:
+        [head_dim / 2] angles, float32.
 
     References:
         Su et al., 2021, arXiv 2104.09864; Llama 3.1's scaling: arXiv 2407.21783.
@@ -56,7 +68,16 @@ def rope(
     positions: Int[Array, "b T"],
     frequencies: Float[np.ndarray, " half"],
 ) -> Float[Array, "b T H C"]:
-    """Turns the first and second half of each head's channels against each other, by position."""
+    """Rotates the two halves of each head's channels against each other by an angle per position.
+
+    Args:
+        x: Queries or keys.
+        positions: The position of each token in its document.
+        frequencies: [C / 2] angles per position, in radians.
+
+    Returns:
+        [b, T, H, C] rotated channels, in the dtype of `x`.
+    """
     angles = positions[..., None, None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -65,7 +86,7 @@ def rope(
 
 
 def name_qkv(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-    """What attention takes, by the names of rematerialisation policies."""
+    """Marks queries, keys and values with the names that rematerialization policies use."""
     named = checkpoint_name
     return named(q, "query_proj"), named(k, "key_proj"), named(v, "value_proj")
 
@@ -73,21 +94,32 @@ def name_qkv(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
 def swiglu(
     w: PyTree, x: Float[Array, "b T D"], constrain: Constrain, project: Projection
 ) -> Float[Array, "b T D"]:
-    """The gated MLP of `w["gate"]`, `w["up"]` and `w["down"]`: Shazeer, 2020, arXiv 2002.05202."""
+    """Runs the gated MLP SwiGLU (Shazeer, 2020, arXiv 2002.05202).
+
+    Args:
+        w: `gate` and `up` [D, F], and `down` [F, D].
+        x: Activations.
+        constrain: Shards an activation by its logical axes.
+        project: Multiplies activations by a weight.
+
+    Returns:
+        [b, T, D] outputs.
+    """
     gate, up = (constrain(project(x, w[name]), _HIDDEN) for name in ("gate", "up"))
     gate, up = checkpoint_name(gate, "mlpwi_0"), checkpoint_name(up, "mlpwi_1")
     return checkpoint_name(project(jax.nn.silu(gate) * up, w["down"]), "mlpwo")
 
 
 def stack(layer: Callable, *, scan: bool = True) -> Callable:
-    """Layers with equal weights, one after the other, and the sums of what they sum up.
+    """Returns a function that runs layers with stacked weights and adds up their sums.
 
     Args:
         layer: `(weights, x, side, key) -> (y, sums)`.
-        scan: Whether they are a loop of the program, or written out.
+        scan: Whether the layers run in a loop. If not, they are unrolled.
 
     Returns:
-        The same for weights and keys with [L, ...] leaves; keys may be ().
+        A function with the contract of `layer` for weights and keys with [L, ...] leaves. Keys may
+        be ().
     """
 
     def run(weights: PyTree, x: Float[Array, "b T D"], side: PyTree, keys: PyTree):
@@ -102,7 +134,18 @@ def stack(layer: Callable, *, scan: bool = True) -> Callable:
 
 
 def swiglu_weights(D: int, F: int, *, branches: int, dtype: Any) -> dict[str, Weight]:
-    """Of a gated MLP of width `F`. What it adds starts smaller where there are more `branches`."""
+    """Returns the abstract weights of a SwiGLU MLP.
+
+    Args:
+        D: The width of the residual stream.
+        F: The width of the MLP.
+        branches: The number of residual branches of the model. The initial variance of `down` is
+            inversely proportional to it.
+        dtype: The dtype in which weights are stored.
+
+    Returns:
+        `gate` and `up` [D, F], and `down` [F, D].
+    """
     return {
         "gate": matrix((D, F), ("embed", "mlp"), D, dtype),
         "up": matrix((D, F), ("embed", "mlp"), D, dtype),
@@ -111,7 +154,7 @@ def swiglu_weights(D: int, F: int, *, branches: int, dtype: Any) -> dict[str, We
 
 
 def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | tuple) -> Float[Array, "..."]:
-    """Zeroes a share `rate` of `x` and scales up the rest; with `key` = () it does nothing."""
+    """Zeroes a fraction `rate` of `x` and scales up the rest; with `key` = () it returns `x`."""
     if rate == 0.0 or isinstance(key, tuple):
         return x
     keep = local_rows(lambda shape: jax.random.bernoulli(key, 1.0 - rate, shape), x.shape)
@@ -121,8 +164,16 @@ def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | tuple) -> F
 def token_losses(
     logits: Float[Array, "b T V"], targets: Int[Array, "b T"]
 ) -> tuple[Float[Array, "b T"], Float[Array, "b T"], Float[Array, "b T"]]:
-    """Of every token: cross entropy in nats; 1 where the likeliest token is the target, else 0; and
-    the logarithm of the sum of exponentials."""
+    """Returns the cross entropy of every token, and two statistics of it.
+
+    Args:
+        logits: [b, T, V].
+        targets: [b, T] indices of the target tokens.
+
+    Returns:
+        Three [b, T] arrays in float32: the cross entropy in nats; 1 where the likeliest token is
+        the target, else 0; and the logsumexp of the logits.
+    """
     logits = logits.astype(jnp.float32)
     # A sum over a mask, not a gather: it stays local where the vocabulary is split.
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]

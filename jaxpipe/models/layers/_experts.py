@@ -1,10 +1,10 @@
-"""Routed experts without capacity: no token is dropped, however unevenly they choose.
+"""Routed experts without capacity: no token is dropped, however unevenly tokens choose experts.
 
-Where experts are split over devices, each device takes in the tokens of all of them, computes the
-rows of its own experts, and what all have computed is added up.
+Where experts are sharded, each device gathers the tokens of all devices that share the experts and
+computes the rows of its own experts. The results of all devices are summed.
 
-b sequences, T tokens, n = b * T, D embed, E experts, e of them on a device, k chosen by each token,
-F width of an expert.
+b sequences, T tokens, n = b * T, D embed, E experts, e experts of a device, k experts chosen by
+each token, F width of an expert.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ Experts = Callable[[PyTree, Array, Array, Array], Array]
 
 
 def routed_experts(rules: Rules, grouped_matmul: GroupedMatmul = ragged_dot) -> Experts:
-    """What each token's experts make of it, on the shards that `rules` give.
+    """Returns a function that runs each token's experts, on the shards that `rules` define.
 
     Args:
-        rules: Logical axis rules. 'exp' splits the experts, 'mlp' each of them, and
+        rules: Logical axis rules. 'exp' shards the experts, 'mlp' the width of each, and
             'activation_batch' and 'activation_length' the tokens.
         grouped_matmul: `ragged_dot`, or `megablox()` on TPU.
 
@@ -59,10 +59,22 @@ def sort_and_multiply(
     chosen: Int[Array, "n k"],
     shares: Float[Array, "n k"],
 ) -> Float[Array, "n D"]:
-    """The part that the experts 0 to e of `w` have in the result; others' rows are left out."""
+    """Sorts tokens by expert, runs the first e experts, and sums the results of each token.
+
+    Args:
+        grouped_matmul: Multiplies each group of rows by the matrix of its group.
+        w: Weights of e experts: `gate` and `up` [e, D, F], and `down` [e, F, D].
+        x: Tokens.
+        chosen: The experts of each token. Experts outside 0 to e - 1 are on other devices and are
+            left out.
+        shares: The factor of each chosen expert's result.
+
+    Returns:
+        [n, D] sums of the results of each token's experts, multiplied by `shares`.
+    """
     num_experts, (n, k) = w["gate"].shape[0], chosen.shape
     is_here = (chosen >= 0) & (chosen < num_experts)
-    group = jnp.where(is_here, chosen, num_experts).reshape(-1)  # the others are sorted last
+    group = jnp.where(is_here, chosen, num_experts).reshape(-1)  # rows of other devices are last
     order = jnp.argsort(group)
     sizes = jnp.sum(group[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
 
@@ -79,11 +91,14 @@ def _rows(x: Float[Array, "n D"], index: Int[Array, " m"]) -> Float[Array, "m D"
 
 
 def _on_all_shards(local: Callable, rules: Rules) -> Callable:
-    """`local` over all automatic axes; a leading dim of its result has the parts of a sum."""
+    """Returns `local` on the shards of all automatic axes.
+
+    The leading dim of its result holds partial sums.
+    """
     kept = rules_without_manual_axes(rules, jax.sharding.get_abstract_mesh())
     inward, outward = (partition_spec(axes, kept) for axes in _WEIGHT_AXES)
     parts = tuple(a for dim in inward if dim for a in ((dim,) if isinstance(dim, str) else dim))
-    # Devices that share tokens for their experts' sake must not split them.
+    # Devices that hold different experts need the same tokens, so they must not shard the tokens.
     apart = [(name, [a for a in axes if a not in parts]) for name, axes in kept]
     tokens = partition_spec(("activation_batch", "activation_length", None), apart)
     return on_shards(

@@ -1,4 +1,4 @@
-"""Grouped matrix products: each group of rows times the matrix of its group.
+"""Grouped matrix products: each group of rows is multiplied by the matrix of its group.
 
 m rows, E groups, D embed, F width.
 """
@@ -12,19 +12,28 @@ from jax.experimental.pallas.ops.tpu.megablox import gmm
 from jaxtyping import Array, Bool, Float, Int
 
 GroupedMatmul = Callable[[Array, Array, Array], Array]
-"""`(rows [m, D], weights [E, D, F], group_sizes [E]) -> [m, F]`. Rows are sorted by group; those
-past the last group come back as zeros, and so do their gradients."""
+"""`(rows [m, D], weights [E, D, F], group_sizes [E]) -> [m, F]`. Rows are sorted by group.
+Results of rows after the last group are zeros, and so are their gradients."""
 
 
 def ragged_dot(
     rows: Float[Array, "m D"], weights: Float[Array, "E D F"], group_sizes: Int[Array, " E"]
 ) -> Float[Array, "m F"]:
-    """XLA's own, for every device."""
+    """Runs XLA's grouped matrix product, on any device.
+
+    Args:
+        rows: Rows, sorted by group.
+        weights: One matrix per group.
+        group_sizes: The number of rows of each group.
+
+    Returns:
+        [m, F] products. Rows after the last group are zeros, and so are their gradients.
+    """
     return _zero_rest(_product, rows, weights, group_sizes)
 
 
 def _vmap_all(f: Callable) -> Callable:
-    """`f`, made to vmap where only some arguments are mapped: JAX's `ragged_dot` wants all."""
+    """Returns `f`, which can then be vmapped over some arguments: JAX's `ragged_dot` needs all."""
     mapped = jax.custom_batching.custom_vmap(f)
 
     @mapped.def_vmap
@@ -64,10 +73,15 @@ _product.defvjp(
 
 
 def megablox(*, interpret: bool = False) -> GroupedMatmul:
-    """JAX's Pallas kernel for TPU: its work grows with the rows in groups, not with all rows.
+    """Returns JAX's Pallas kernel for TPU.
+
+    Its cost grows with the number of rows in groups, not with the number of all rows.
 
     Args:
-        interpret: Run the kernel in Pallas's interpreter, on any device: for tests.
+        interpret: Whether to run the kernel in Pallas's interpreter, on any device, for tests.
+
+    Returns:
+        A function with the contract of `ragged_dot`.
 
     References:
         Gale et al., 2022, arXiv 2211.15841.
@@ -76,7 +90,8 @@ def megablox(*, interpret: bool = False) -> GroupedMatmul:
     def kernel(rows, weights, group_sizes):
         tile, _, _ = _tiles(rows.shape[0], rows.shape[1], weights.shape[2])
         padded = jnp.pad(rows, ((0, -rows.shape[0] % tile), (0, 0)))
-        # By position: its gradient is declared so. No offset, nothing to add to, not transposed.
+        # Positional arguments, as its derivative declares them: no offset, no output to add to, not
+        # transposed.
         options = (rows.dtype, _tiles, None, None, False, interpret)
         out = cast(Callable, gmm)(padded, weights, group_sizes, *options)
         return out[: rows.shape[0]]
@@ -88,12 +103,12 @@ def megablox(*, interpret: bool = False) -> GroupedMatmul:
 
 
 def _tiles(m: int, k: int, n: int) -> tuple[int, int, int]:
-    """MaxText's: 512 rows times 1024 x 1024, or less where there is less."""
+    """Returns MaxText's tile sizes: 512 rows by 1024 by 1024, or less for smaller dims."""
     return min(512, -(-m // 128) * 128), min(1024, k), min(1024, n)
 
 
 def _zero_rest(kernel: GroupedMatmul, rows: Array, weights: Array, group_sizes: Array) -> Array:
-    """`kernel`, whatever it leaves in the rows of no group, in its results and its gradients."""
+    """Runs `kernel` and sets rows without a group to zero, in its result and its gradients."""
     grouped: Bool[Array, "m 1"] = (jnp.arange(rows.shape[0]) < jnp.sum(group_sizes))[:, None]
     out = kernel(jnp.where(grouped, rows, jnp.zeros_like(rows)), weights, group_sizes)
     return jnp.where(grouped, out, jnp.zeros_like(out))

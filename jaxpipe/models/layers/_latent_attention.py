@@ -1,8 +1,8 @@
-"""Multi-head latent attention: keys and values come from one narrow vector per token.
+"""Multi-head latent attention: keys and values are computed from one narrow vector per token.
 
-Position is apart from content: a few channels of each query, and one key for all heads, carry the
-rotary angles; the rest carry none, so that at inference the narrow vector alone need be kept.
-DeepSeek-AI, 2024, arXiv 2405.04434, section 2.1.
+Position is separate from content. A few channels of each query, and one key for all heads, have
+rotary positions. The other channels have none, so that inference has to store only the narrow
+vector and that key. DeepSeek-AI, 2024, arXiv 2405.04434, section 2.1.
 
 b sequences, T tokens, D embed, H heads, Q width of compressed queries, R of compressed keys and
 values, N channels of a head without position, P with it, C = N + P, V channels of a value head.
@@ -26,10 +26,19 @@ from ._yarn import yarn_frequencies, yarn_score_scale
 
 
 def latent_attention_weights(config: DeepseekConfig, *, branches: int, dtype: Any) -> PyTree:
-    """Abstract weights. With more `branches`, what it adds to the stream starts smaller.
+    """Returns the abstract weights of latent attention.
 
-    The published models store `kv_down` beside `rope_key`, and `key_up` beside `value_up`, each
-    pair in one matrix.
+    The published models store `kv_down` and `rope_key` in one matrix, and `key_up` and `value_up`
+    in another.
+
+    Args:
+        config: The sizes of the model.
+        branches: The number of residual branches of the model. The initial variance of `out` is
+            inversely proportional to it.
+        dtype: The dtype in which weights are stored.
+
+    Returns:
+        A dict of `Weight`.
     """
     D, H, R = config.base_emb_dim, config.base_num_query_heads, config.kv_lora_rank
     N, P, V = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
@@ -62,13 +71,16 @@ def latent_attention(
     constrain: Constrain,
     project: Projection = projection,
 ) -> Callable[[PyTree, Array, PyTree], Array]:
-    """`(weights, x, side) -> y`, where x and y are [b, T, D].
+    """Returns latent attention as a function `(weights, x, side) -> y`.
 
     Args:
-        config: Sizes.
+        config: The sizes of the model.
         attention: `(q, k, v, segment_ids) -> out` that divides scores by sqrt(C).
         constrain: Shards an activation by its logical axes.
-        project: All its matrix products with weights.
+        project: Multiplies activations by a weight.
+
+    Returns:
+        The function. x and y are [b, T, D], and `side` has `positions` and `segment_ids` [b, T].
     """
     frequencies, sharper = _positions(config)
     queries = _compressed if config.q_lora_rank else _direct
@@ -95,7 +107,7 @@ def latent_attention(
 
 
 def _positions(config: DeepseekConfig) -> tuple[Float[np.ndarray, " half"], float]:
-    """Rotary angles per position, and what scores are multiplied by."""
+    """Returns rotary angles per position in radians, and a factor of the attention scores."""
     channels, base = config.qk_rope_head_dim, config.rope_max_timescale
     if config.rope_type == "default":
         return rope_frequencies(channels, base), 1.0

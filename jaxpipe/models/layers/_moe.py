@@ -1,4 +1,4 @@
-"""A mixture of experts in place of an MLP: a router, routed experts, and experts for every token.
+"""A mixture of experts in place of an MLP: a router, routed experts, and shared experts.
 
 b sequences, T tokens, D embed, E experts, F width of an expert.
 """
@@ -23,7 +23,17 @@ Sums = dict[str, Float[Array, ""]]
 
 
 def moe_weights(config: DeepseekConfig, *, branches: int, dtype: Any) -> PyTree:
-    """Abstract weights. With more `branches`, what it adds to the stream starts smaller."""
+    """Returns the abstract weights of a mixture of experts.
+
+    Args:
+        config: The sizes of the model.
+        branches: The number of residual branches of the model. The initial variance of the `down`
+            matrices is inversely proportional to it.
+        dtype: The dtype in which weights are stored.
+
+    Returns:
+        `{"router", "experts"}`, and "shared" if the model has shared experts: trees of `Weight`.
+    """
     D, E, F = config.base_emb_dim, config.num_experts, config.base_moe_mlp_dim
     router = {"logits": replace(matrix((D, E), ("embed", None), D, dtype), exact=True)}
     if config.routed_bias:
@@ -49,22 +59,28 @@ def moe(
     constrain: Constrain,
     project: Projection = projection,
 ) -> Callable[[PyTree, Array, PyTree], tuple[Array, Sums]]:
-    """`(weights, x, side) -> (y, sums)`, where x and y are [b, T, D].
+    """Returns a mixture of experts as a function `(weights, x, side) -> (y, sums)`.
 
-    `sums["load_balance_loss"]` is the microbatch's share of the batch's balance loss, already
-    weighted, and `sums["loss"]` has it too. Every microbatch weighs as much in it as its target
-    weights, which sum to 1 over the batch. Tokens of segment 0 are padding and do not count. Where
-    each device has its own rows of a microbatch, these sums over devices are those of all rows.
+    `sums["load_balance_loss"]` is the microbatch's contribution to the batch's load-balance loss,
+    already weighted; `sums["loss"]` contains it too. The weight of a microbatch is the sum of its
+    target weights, which sum to 1 over the batch. Tokens of segment 0 are padding and do not count.
+    Where each device has its own rows of a microbatch, the sums over devices equal those of all
+    rows.
 
-    The bias steers choices and nothing else, so the loss does not depend on it. What comes back as
-    its gradient is the surplus of each expert's load over 1 / E, through a term of the loss that is
-    always 0: a step against its sign is the update of DeepSeek-V3, section 2.1.2.
+    The router's bias affects only the choice of experts, so the loss does not depend on it. The
+    bias still receives a gradient, through a term of the loss whose value is always 0: the
+    difference of each expert's load from 1 / E. A step against its sign is the update of
+    DeepSeek-V3, section 2.1.2.
 
     Args:
-        config: Sizes.
-        experts: `(weights, x, chosen, shares) -> y`, as `routed_experts` makes it.
+        config: The sizes of the model.
+        experts: `(weights, x, chosen, shares) -> y`, a function that `routed_experts` returns.
         constrain: Shards an activation by its logical axes.
         project: The matrix products of the shared experts.
+
+    Returns:
+        The function. x and y are [b, T, D], `side` has `segment_ids` and `target_weights` [b, T],
+        and the sums are float32 scalars.
     """
 
     def mix(w: PyTree, x: Float[Array, "b T D"], side: PyTree) -> tuple[Array, Sums]:
@@ -80,7 +96,7 @@ def moe(
 
 
 def _route(config: DeepseekConfig, matrix: Array, bias: Array | None, x: Array, side: PyTree):
-    # In float32: a rounded score is another choice.
+    # Computed in float32: a rounded score may choose another expert.
     wide, matrix = x.astype(jnp.float32), matrix.astype(jnp.float32)
     return route(
         jnp.einsum("btd,de->bte", wide, matrix),

@@ -1,6 +1,6 @@
-"""A function of one device's shards, inside a pipeline or not, with the right gradients.
+"""Runs a function on one device's shards, inside or outside a pipeline, with correct gradients.
 
-Pallas kernels and data-dependent sorting are opaque to XLA's partitioner, so the axes that are
+XLA's partitioner cannot see into Pallas kernels and data-dependent sorting. So the axes that are
 still automatic are made manual around them.
 """
 
@@ -17,11 +17,11 @@ from jaxtyping import PyTree
 from ...sharding import axes_of
 
 Local = Callable[[Any, Any], jax.Array]
-"""`(inputs, constants) -> out`, differentiable by `inputs`, a tree; `constants` is a tree."""
+"""`(inputs, constants) -> out`, differentiable with respect to `inputs`. Both are pytrees."""
 
 
 def automatic_axes() -> set[str]:
-    """The axes of the mesh in context that are not manual yet; none without a mesh."""
+    """Returns the axes of the mesh in context that are not manual; without a mesh, an empty set."""
     mesh = jax.sharding.get_abstract_mesh()
     return set(mesh.axis_names) - set(mesh.manual_axes)
 
@@ -29,24 +29,29 @@ def automatic_axes() -> set[str]:
 def on_shards(
     local: Local, axes: set[str], specs: PyTree, constant_specs: PyTree, out_spec: PartitionSpec
 ) -> Local:
-    """`local` on every shard over `axes`, differentiable inside a `jax.shard_map` over others.
+    """Returns a function that runs `local` on every shard over `axes`.
 
-    `local` must not communicate. Axes that split the result but not an input tell devices apart
-    that share this input: its gradient is summed over them.
+    It is differentiable, also inside a `jax.shard_map` over other axes.
 
-    Pallas calls do not say over which axes their results vary, so the check is off in here, and
-    what comes out looks equal on all ranks of a pipeline around it: JAX would add the gradients of
-    the ranks up. Hence a derivative of our own, which says of every result that it varies.
+    `local` must not communicate. If an axis shards the result but not an input, several devices
+    share that input: its gradient is summed over that axis.
+
+    Pallas calls do not declare over which axes their results vary, so `check_vma` is False in here.
+    The results then appear equal on all ranks of a surrounding pipeline, and JAX would sum the
+    gradients of the ranks. So a custom derivative declares that every result varies.
 
     Args:
-        local: Runs on the shards of one device.
-        axes: Axes of the mesh in context, all that are not manual yet.
+        local: A function of the shards of one device.
+        axes: All axes of the mesh in context that are not manual.
         specs: A `PartitionSpec` for each leaf of the inputs.
-        constant_specs: The same for the constants.
-        out_spec: How the result is split.
+        constant_specs: A `PartitionSpec` for each leaf of the constants.
+        out_spec: The `PartitionSpec` of the result.
+
+    Returns:
+        A function `(inputs, constants) -> out` of global arrays.
     """
     shard_map = partial(jax.shard_map, axis_names=axes, check_vma=False)
-    one_each = PartitionSpec(tuple(sorted(axes)))  # of what a device keeps for its own backward
+    one_each = PartitionSpec(tuple(sorted(axes)))  # spec of a device's own residuals
     partial_specs = jax.tree.map(lambda spec: _with_partial_sums(spec, out_spec), specs)
 
     @jax.custom_vjp
@@ -83,12 +88,12 @@ def on_shards(
 
 
 def _with_partial_sums(spec: PartitionSpec, out_spec: PartitionSpec) -> PartitionSpec:
-    """`spec` behind a dim of partial sums, one for each device that shares the shard."""
+    """Returns `spec` after a leading dim of partial sums, one per device that shares the shard."""
     return PartitionSpec(tuple(sorted(axes_of(out_spec) - axes_of(spec))) or None, *spec)
 
 
 def _as_if_equal(f: Callable, *arguments: PyTree) -> PyTree:
-    """`f(*arguments)`, traced as if they varied over no axis: as Pallas calls see the world."""
+    """Runs `f`, traced as if its arguments varied over no axis, as Pallas calls need."""
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
     program, result = jax.make_jaxpr(f, return_shape=True)(*plain)
     leaves = jax.extend.core.jaxpr_as_fun(program)(*jax.tree.leaves(arguments))
@@ -96,7 +101,7 @@ def _as_if_equal(f: Callable, *arguments: PyTree) -> PyTree:
 
 
 def varying_like(example: PyTree, tree: PyTree) -> PyTree:
-    """`tree`, declared to vary over the manual axes over which any leaf of `example` does."""
+    """Returns `tree`, declared to vary over the manual axes over which `example` varies."""
     varying = frozenset().union(*map(_varying, jax.tree.leaves(example)))
     return jax.tree.map(
         lambda x: jax.lax.pcast(x, tuple(varying - _varying(x)), to="varying"), tree

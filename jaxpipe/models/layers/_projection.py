@@ -1,7 +1,7 @@
-"""The product of activations and a weight, in their dtype or in FP8: models take either.
+"""Multiplies activations by a weight, in the dtype of the activations or in FP8.
 
 FP8 is Micikevicius et al., 2022, arXiv 2209.05433: e4m3 for activations and weights, e5m2 for
-gradients, with scales that are computed as they are needed: no state. Sums are float32.
+gradients. Scales are computed from the current values, so they need no state. Sums are float32.
 
 | product                        | summed over   | scales                                          |
 |--------------------------------|---------------|-------------------------------------------------|
@@ -9,15 +9,15 @@ gradients, with scales that are computed as they are needed: no state. Sums are 
 | dx = (dy, scaled as w) w       | outputs       | of dy per token                                 |
 | dw = x (dy, scaled as x)       | tokens        | of dy per output, over all tokens of all devices|
 
-So y and dx of a token depend on no other token, and a device that holds some rows of a microbatch
-computes what one with all of them does. Only the scale of the last product needs all rows: a `pmax`
-over the axes that split them. The backward keeps x as e4m3 and w as it came: rounding w again is
-cheap, and engines know a weight where they see one, and keep no copies of it.
+So y and dx of a token depend on no other token, and a device with some rows of a microbatch
+computes the same values as a device with all of them. Only the scale of the last product needs all
+rows: a `pmax` over the axes that shard them. The backward pass stores x as e4m3, and w unrounded:
+rounding w again is cheap, and engines recognize an unchanged weight and store no copy of it.
 
-A scale is a power of two. Multiplying by it is exact, so it does not matter when that is done; what
-it costs is range, at most a factor of two.
+A scale is a power of two. Multiplication by it is exact, so the order of operations does not
+matter. It costs at most a factor of two of range.
 
-b sequences, T tokens; a weight goes from dims `in` to dims `out`, heads and channels for instance.
+b sequences, T tokens; a weight maps dims `in` to dims `out`, heads and channels for instance.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,21 +38,40 @@ _TOKENS = (0, 1)
 
 
 def projection(x: Float[Array, "b T *ins"], w: Float[Array, "*ins_and_outs"]) -> Array:
-    """The product in the dtype of `x`."""
+    """Returns the product of `x` and a weight in the dtype of `x`.
+
+    Args:
+        x: [b, T, *in] activations.
+        w: [*in, *out] weight, cast to the dtype of `x`.
+
+    Returns:
+        [b, T, *out] products.
+    """
     return jnp.tensordot(x, w.astype(x.dtype), axes=x.ndim - len(_TOKENS))
 
 
 def fp8_projection(x: Float[Array, "b T *ins"], w: Float[Array, "*ins_and_outs"]) -> Array:
-    """The product in FP8, and both of its derivatives."""
+    """Returns the product of `x` and a weight in FP8; its derivatives are computed in FP8 too.
+
+    Args:
+        x: [b, T, *in] activations.
+        w: [*in, *out] weight.
+
+    Returns:
+        [b, T, *out] products, in the dtype of `x`.
+    """
     return _fp8(x, w.astype(x.dtype))
 
 
 PROJECTIONS: dict[str, Projection] = {"": projection, "fp8": fp8_projection}
-"""By MaxText's `quantization`."""
+"""Projections by the value of MaxText's `quantization`."""
 
 
 class Scaled(NamedTuple):
-    """`values * scale`, of which `values` are FP8; `scale` has size 1 in dims that it spans."""
+    """An array in FP8 with its scale: it represents `values * scale`.
+
+    The dims that share a scale have size 1 in `scale`.
+    """
 
     values: Array
     scale: Array
@@ -98,24 +117,28 @@ def quantize(
     over: Sequence[int],
     largest: Callable[[Array], Array] = lambda x: x,
 ) -> Scaled:
-    """`x` in FP8, with the smallest power of two as scale that lets nothing overflow.
+    """Converts `x` to FP8, with the smallest power of two as scale for which no value overflows.
 
     Args:
-        x: What is not finite stays so.
-        dtype: An 8-bit type.
+        x: The values. Values that are not finite stay so.
+        dtype: An 8-bit floating-point type.
         over: Dims that share a scale.
-        largest: What makes the largest magnitude that is seen here the one that counts.
+        largest: Combines the largest magnitude on this device with that of other devices, such as a
+            `pmax`.
+
+    Returns:
+        `Scaled`, with `scale` in float32.
     """
     wide = x.astype(jnp.float32)
     magnitude = largest(jnp.max(jnp.abs(wide), axis=tuple(over), keepdims=True))
     _, exponent = jnp.frexp(magnitude / float(jnp.finfo(dtype).max))
-    # Within what float32 can invert.
+    # Limited to exponents whose inverse is a normal float32.
     scale = jnp.ldexp(jnp.float32(1), jnp.clip(exponent, -120, 120))
     return Scaled((wide / scale).astype(dtype), scale)
 
 
 def _per_token(x: Scaled, ndim: int) -> Array:
-    """[b, T, 1, ...] of `ndim` dims."""
+    """Returns the scales of `x` as [b, T, 1, ...] with `ndim` dims."""
     return x.scale.reshape(*x.scale.shape[: len(_TOKENS)], *[1] * (ndim - len(_TOKENS)))
 
 

@@ -1,4 +1,4 @@
-"""The router: which experts a token goes to, with which shares, and how even their load is.
+"""Chooses the experts of each token and their weights, and measures how even their load is.
 
 b sequences, T tokens, E experts, k of them chosen by each token, G groups of experts.
 """
@@ -16,16 +16,17 @@ Choice = Int[Array, "b T k"]
 
 
 class Routing(NamedTuple):
-    """What the router decided for one microbatch, or for one device's rows of it.
+    """The router's decision for one microbatch, or for one device's rows of it.
 
     Attributes:
         chosen: [b, T, k] experts of each token.
-        shares: [b, T, k] what their results are multiplied by, float32.
-        load: [E] the share of each expert in all choices of the microbatch's real tokens, float32.
-            Its sum is 1.
-        weight: The microbatch's weight in the loss: the sum of what devices pass, float32.
-        balance: How uneven scores and load are: 1 if all experts are equal, E if one has all.
-            Where each device has its own rows it is their part in this: the sum over devices is.
+        shares: [b, T, k] factors of their results, float32.
+        load: [E] the fraction of all choices of the microbatch's real tokens that chose each
+            expert, float32. Its sum is 1.
+        weight: The microbatch's weight in the loss, float32. It is summed over the devices.
+        balance: How uneven scores and load are: 1 if all experts are equal, E if one has all. Where
+            each device has its own rows, it is the device's part, and the sum over devices is the
+            whole.
     """
 
     chosen: Choice
@@ -49,21 +50,24 @@ def route(
     num_kept_groups: int,
     num_ranking: int = 2,
 ) -> Routing:
-    """Sends every token to its `num_chosen` best experts; none is ever too full.
+    """Chooses the `num_chosen` best experts of every token; experts have no capacity limit.
 
     Args:
-        logits: The router's, in float32.
-        bias: Added to the scores for the choice, and for nothing else.
-        real: False for padding. It is sent too, but counts nowhere.
-        weight: The weight in the loss of the rows that are here.
+        logits: The router's logits, in float32.
+        bias: Added to the scores for the choice only, or None.
+        real: False for padding. Padding is routed too, but does not count in load and balance.
+        weight: The weight in the loss of the rows on this device.
         score_func: `softmax` over the experts, or `sigmoid` of each.
         num_chosen: k.
-        normalized: Whether the shares of a token sum to 1 before they are scaled.
+        normalized: Whether the shares of a token are normalized to sum to 1 before they are scaled.
         scaling_factor: Multiplies the shares.
-        num_groups: G; 1 for a free choice.
-        num_kept_groups: How many groups a token may choose from: those with the largest sums of
-            their best experts.
-        num_ranking: How many experts are in such a sum: 1 in V2, 2 in V3.
+        num_groups: G; 1 for no groups.
+        num_kept_groups: The number of groups from which a token may choose: those with the largest
+            sums of their best experts.
+        num_ranking: The number of best experts in these sums: 1 in V2, 2 in V3.
+
+    Returns:
+        The `Routing` of these rows.
 
     References:
         V2: DeepSeek-AI, 2024, arXiv 2405.04434, section 2.2; V3: arXiv 2412.19437, section 2.1.2.
@@ -73,7 +77,7 @@ def route(
     if num_groups > 1:
         ranked = _within_best_groups(ranked, num_groups, num_kept_groups, num_ranking)
     _, chosen = jax.lax.top_k(ranked, num_chosen)
-    # Sums over masks, not look-ups: XLA's partitioner fails on those inside a pipeline.
+    # Sums over masks, not look-ups: XLA's partitioner fails on look-ups inside a pipeline.
     is_chosen = chosen[..., None] == jnp.arange(logits.shape[-1])
     shares = jnp.sum(jnp.where(is_chosen, scores[..., None, :], 0.0), axis=-1)
     if normalized:
@@ -85,7 +89,10 @@ def route(
 
 
 def _within_best_groups(scores: Scores, num_groups: int, num_kept: int, num_ranking: int) -> Scores:
-    """The scores, and minus infinity outside the groups with the largest sums of best experts."""
+    """Returns the scores, with minus infinity outside the best groups of each token.
+
+    The best groups have the largest sums of the scores of their `num_ranking` best experts.
+    """
     grouped = scores.reshape(*scores.shape[:-1], num_groups, -1)
     of_groups = jnp.sum(jax.lax.top_k(grouped, num_ranking)[0], axis=-1)
     _, best = jax.lax.top_k(of_groups, num_kept)
@@ -96,10 +103,11 @@ def _within_best_groups(scores: Scores, num_groups: int, num_kept: int, num_rank
 def _over_rows(choices: Array, num_real: Array, weight: Array) -> tuple[Array, Array, Array]:
     """Returns the load, the number of tokens and the weight of the whole microbatch.
 
-    One vector is summed over the devices. The number and the weight are the same in all layers, so
-    JAX would move a sum of them alone out of the loop over layers. XLA:CPU (jaxlib 0.10) does not
-    wait for a loop before it starts a collective that needs nothing from it. Devices then confuse
-    this collective with those in the loop, and the program computes garbage or crashes.
+    All are summed over the devices as one vector. The number and the weight are the same in all
+    layers, so JAX would move a separate sum of them out of the loop over layers. XLA:CPU (jaxlib
+    0.10) does not wait for a loop before it starts a collective that does not depend on it. Devices
+    then confuse this collective with those in the loop, and the program computes garbage or
+    crashes.
     """
     scalars = jnp.stack([num_real.astype(choices.dtype), weight.astype(choices.dtype)])
     sums = sum_over_rows(jnp.concatenate([choices, scalars]))
@@ -108,14 +116,15 @@ def _over_rows(choices: Array, num_real: Array, weight: Array) -> tuple[Array, A
 
 
 def _balance(scores: Scores, load: Float[Array, " E"], real: Bool[Array, "b T"], count: Array):
-    """Fedus et al., 2021, arXiv 2101.03961, equation 4, over all real tokens of the microbatch.
+    """Returns the load-balance loss of all real tokens of the microbatch.
 
-    The load has no gradient, and in the rest this is linear: the parts of devices add up.
+    It is equation 4 of Fedus et al., 2021, arXiv 2101.03961. The load has no gradient, and the loss
+    is linear in the scores' means: the parts of the devices add up.
     """
     probabilities = scores / jnp.sum(scores, axis=-1, keepdims=True)
     return load.shape[0] * jnp.sum(load * _sum_of_real(probabilities, real) / count)
 
 
 def _sum_of_real(x: Scores, real: Bool[Array, "b T"]) -> Float[Array, " E"]:
-    """Sums the real tokens that are here."""
+    """Returns the sum of `x` over the real tokens on this device."""
     return jnp.sum(jnp.where(real[..., None], x, 0.0), axis=(0, 1))

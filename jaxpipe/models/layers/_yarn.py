@@ -1,8 +1,9 @@
 """YaRN: rotary positions for sequences longer than those of the training.
 
-Pairs of channels that turn often within the trained length tell neighbours apart and stay as they
-are; pairs that turn less than once are slowed down, so that no new angle occurs; a ramp lies
-between. Peng et al., 2023, arXiv 2309.00071, with the constants of DeepSeek-V2, arXiv 2405.04434.
+Pairs of channels that turn often within the trained length distinguish neighbouring tokens and are
+not changed. Pairs that turn less than once are slowed down, so that no new angle occurs. Between
+them the slowdown increases linearly. Peng et al., 2023, arXiv 2309.00071, with the constants of
+DeepSeek-V2, arXiv 2405.04434.
 """
 
 import math
@@ -22,15 +23,18 @@ def yarn_frequencies(
     beta_fast: float,
     beta_slow: float,
 ) -> Float[np.ndarray, " half"]:
-    """Angles per position of each pair of channels, in radians.
+    """Returns the rotary angles per position of each pair of channels, in radians.
 
     Args:
-        head_dim: Channels that turn; half as many angles come back.
+        head_dim: The number of channels with rotary position.
         max_timescale: The base of the rotary angles.
-        factor: How many times longer than `trained_length` sequences may be.
-        trained_length: In tokens.
-        beta_fast: Pairs that turn more often than this within `trained_length` stay as they are.
+        factor: The factor by which sequences may be longer than `trained_length`.
+        trained_length: The length of the sequences of the training, in tokens.
+        beta_fast: Pairs that turn more often than this within `trained_length` are not changed.
         beta_slow: Pairs that turn less often than this are slowed down by `factor`.
+
+    Returns:
+        [head_dim / 2] angles, float32.
     """
 
     def pair_that_turns(times: float) -> float:
@@ -45,5 +49,13 @@ def yarn_frequencies(
 
 
 def yarn_score_scale(factor: float, mscale: float) -> float:
-    """What scores are multiplied by, beside the usual `1 / sqrt(channels)`."""
+    """Returns the factor of attention scores that YaRN adds to the usual `1 / sqrt(channels)`.
+
+    Args:
+        factor: The factor by which sequences may be longer than the trained length.
+        mscale: How strongly the scores grow with the logarithm of `factor`.
+
+    Returns:
+        `(0.1 * mscale * log(factor) + 1) ** 2`.
+    """
     return (0.1 * mscale * math.log(factor) + 1.0) ** 2
