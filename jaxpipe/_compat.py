@@ -1,4 +1,7 @@
-"""What differs between versions of JAX, from 0.10 on, and what has no public door: here only."""
+"""Adapts to differences between versions of JAX, from 0.10 on, and wraps JAX's private interfaces.
+
+No other module of the package uses a private interface of JAX.
+"""
 
 import io
 import itertools
@@ -21,10 +24,10 @@ from .sharding import without_axes
 
 
 def splash_aborts_in_pipelines() -> bool:
-    """Returns whether XLA:TPU aborts on a kernel's `shard_map` inside a recomputed tick.
+    """Returns whether XLA:TPU aborts on a kernel's `shard_map` inside a rematerialized tick.
 
-    It does in jax 0.10 with the Shardy partitioner, its default
-    (`target.IsManualSubgroup() == sharding().IsManualSubgroup()`), and no longer in 0.11.
+    It does in jax 0.10 with the Shardy partitioner, its default (`target.IsManualSubgroup() ==
+    sharding().IsManualSubgroup()`), and no longer in 0.11.
     """
     shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)
     return jax.__version_info__ < (0, 11) and shardy
@@ -37,10 +40,10 @@ def nan_errors() -> tuple[type[Exception], ...]:
 
 
 def trace_settings() -> Hashable:
-    """Returns JAX's settings in this context that decide what a function is traced to.
+    """Returns the settings of JAX in this context that affect how a function is traced.
 
-    These are the settings by which `jax.jit` keeps traces apart, such as `jax.enable_x64`, but for
-    the mesh in context.
+    These are the settings by which `jax.jit` keeps traces apart, such as `jax.enable_x64`, except
+    for the mesh in context.
     """
     names = config.trace_context_names()
     values = zip(names, config.trace_context(), strict=True)
@@ -48,16 +51,16 @@ def trace_settings() -> Hashable:
 
 
 def partition_spec_of(sharding: Sharding, mesh: Mesh) -> P:
-    """Returns the spec of a compiled program's sharding.
+    """Returns the partition spec of a compiled program's sharding.
 
-    JAX gives no `NamedSharding` where it cannot tell which mesh the compiler's choice is for.
+    JAX returns no `NamedSharding` if it cannot tell which mesh the compiler's choice is for.
 
     Args:
         sharding: The sharding.
         mesh: The mesh that the program was compiled for.
 
     Returns:
-        The spec.
+        The spec, whose axes are those of `mesh`.
     """
     if isinstance(sharding, NamedSharding):
         return sharding.spec
@@ -66,9 +69,15 @@ def partition_spec_of(sharding: Sharding, mesh: Mesh) -> P:
 
 
 def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
-    """Consts and carries of an equation of `lax.scan`: its inputs, but for the xs that follow.
+    """Returns the numbers of consts and carries among the inputs of a `lax.scan` equation.
 
-    jax 0.12 has trees of its inputs in place of the numbers.
+    The other inputs are the xs. jax 0.12 stores trees of the inputs instead of these numbers.
+
+    Args:
+        params: The parameters of the equation.
+
+    Returns:
+        (number of consts, number of carries), counted in leaves.
     """
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -77,12 +86,21 @@ def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def load_on_devices(compiled: Any, devices: Sequence[Any], others: Sequence[Any]) -> Any:
-    """Loads a compiled program on other devices of the same kind; None if that is impossible.
+    """Loads a compiled program on other devices of the same kind, if that is possible.
 
-    JAX saves programs and loads them again, for the same devices. Here others answer to what was
-    saved of them, and the compiler's own options are told so. What came out of JAX's persistent
-    cache cannot be saved once more on CPU (`Function wrapped_broadcast not found` when it runs):
-    with a cache nothing moves, and another compilation finds its program there.
+    JAX can save programs and load them again for the same devices. This function lets other devices
+    replace the saved ones, also in the compiler's own options. A program that JAX has loaded from
+    its persistent cache cannot be saved again on CPU (`Function wrapped_broadcast not found` when
+    it runs). So with a cache the function returns None, and another compilation finds its program
+    in the cache.
+
+    Args:
+        compiled: The compiled program.
+        devices: The devices that it was compiled for.
+        others: The devices to load it on, in the same order.
+
+    Returns:
+        The compiled program on `others`, or None if the program cannot be loaded on them.
     """
     if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
         return None
@@ -98,7 +116,7 @@ def load_on_devices(compiled: Any, devices: Sequence[Any], others: Sequence[Any]
         info = in_tree.unflatten(args_info)
         return jax.stages.Compiled(unloaded.load(), [], info, out_tree, no_kwargs=no_kwargs)
     except (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError):
-        return None  # another version, or a device whose programs cannot be saved
+        return None  # another version of JAX, or a device whose programs cannot be saved
 
 
 def distributed_state() -> Any:
@@ -112,10 +130,16 @@ def distributed_state() -> Any:
 def batched_device_put(
     shardings: Sequence[Sharding],
 ) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
-    """`jax.device_put`, or in a third of its time what it does once it has looked at everything.
+    """Returns a function that moves arrays to other devices, like `jax.device_put`.
+
+    It takes a third of the time of `jax.device_put`, because it omits the checks. If this version
+    of JAX does not support that, it calls `jax.device_put`.
 
     Args:
-        shardings: Where each array goes, divided as it is.
+        shardings: The sharding of each array. It must divide the array as it is divided already.
+
+    Returns:
+        A function from arrays to the arrays with these shardings.
     """
     try:
         copy = xla_client.batched_copy_array_to_devices_with_sharding
@@ -154,18 +178,21 @@ def translated_shardings(
     translate: Callable[[NamedSharding], NamedSharding],
     nest: Callable[..., Callable] | None = None,
 ) -> Iterator[None]:
-    """Lets functions traced inside name shardings of a mesh, some axes of which are manual there.
+    """Lets traced functions name shardings of a mesh even where some of its axes are manual.
 
     JAX has no public interface for this: `jax.lax.with_sharding_constraint`,
-    `jax.sharding.reshard`, `out_sharding=` and the shardings of `jax.jit` refuse a mesh that is
-    not the one in context. So the functions behind them, which a user's import cannot bypass, are
-    wrapped while any thread is inside this context. They translate in these threads only.
+    `jax.sharding.reshard`, `out_sharding=` and the shardings of `jax.jit` refuse a mesh that is not
+    the one in context. So the functions that implement them, which a user's import cannot bypass,
+    are wrapped while any thread is inside this context. They translate in these threads only.
 
     Args:
         translate: Returns a sharding in terms of the current context, or the same object if it
             needs no translation.
-        nest: What `jax.shard_map` with a mesh is to do; it takes the function, what JAX makes of
-            it, and the arguments of `jax.shard_map` but for `check_vma`. None leaves it to JAX.
+        nest: Replaces `jax.shard_map` with a mesh. It takes the function, JAX's own result for it,
+            and the arguments of `jax.shard_map` except `check_vma`. None does not replace it.
+
+    Yields:
+        None.
     """
     global _patched
     with _patching:
@@ -186,7 +213,10 @@ def translated_shardings(
 
 
 def _patch(owner: Any, name: str, new: Callable) -> tuple[Any, str, Any]:
-    """Replaces an attribute. Returns (owner, name, old value), None for one that was inherited."""
+    """Replaces an attribute and returns (owner, name, old value).
+
+    The old value is None if the attribute was inherited.
+    """
     old = vars(owner).get(name)
     setattr(owner, name, new)
     return owner, name, old
@@ -261,7 +291,7 @@ def _nested(jax_shard_map: Callable) -> Callable:
 
 
 def _jit(bind: Callable) -> Callable:
-    """Returns `bind` of `jax.jit`, where shardings that are translated become constraints."""
+    """Returns `bind` of `jax.jit`, wrapped so that translated shardings become constraints."""
 
     def constrained(x: Any, sharding: Any) -> Any:
         is_own = _translated(sharding) is sharding

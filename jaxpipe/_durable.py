@@ -1,7 +1,7 @@
-"""Writes files that a power loss cannot tear: afterwards a file has its old or its new content.
+"""Writes files that a power loss cannot corrupt: afterwards a file has its old or its new content.
 
-A file is written under another name, forced onto the disk, and renamed, and then its folder is
-forced onto the disk too. A symbolic link is replaced by the new file, and not followed.
+A file is written under a temporary name, flushed to the disk and renamed; then its folder is
+flushed to the disk too. A symbolic link is replaced by the new file, and not followed.
 """
 
 import errno
@@ -14,35 +14,38 @@ _UNSUPPORTED_SYNC = (
     *(errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS),
     *(errno.EBADF, errno.EACCES, errno.EPERM),
 )
-"""Error numbers of `fsync` where the file system does not have it for such a file, or this user may
-not call it. Nothing more can be done there. Others, such as EIO, mean that the disk has failed."""
+"""Error numbers of `fsync` if the file system does not support it for this file, or this user may
+not call it. These are ignored. Other errors, such as EIO, mean that the disk has failed."""
 
 PATH_ERRORS = (
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG),
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENXIO, errno.EINVAL),
 )
-"""Error numbers of an `OSError` that mean that the user gave a wrong path."""
+"""Error numbers of an `OSError` which mean that the user gave a wrong path."""
 
 
 class DiskError(RuntimeError):
-    """A file could not be written, and its path is not the reason: the disk is full, or fails."""
+    """Error of a file that could not be written because the disk is full or fails.
+
+    The path of the file is not the reason.
+    """
 
 
 def failed_write(message: str, error: OSError) -> ValueError | DiskError:
-    """Returns the error of a file that could not be written: ValueError if its path is wrong.
+    """Returns the error to raise for a file that could not be written.
 
     Args:
-        message: What the error says.
+        message: The message of the error.
         error: The error of the operating system.
 
     Returns:
-        The error, to be raised.
+        A `ValueError` if the path is wrong, else a `DiskError`.
     """
     return (ValueError if error.errno in PATH_ERRORS else DiskError)(message)
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Writes a file whole. A file of this name is replaced.
+    """Writes a whole file, and replaces a file of this name.
 
     Args:
         path: The file.
@@ -50,8 +53,8 @@ def write_file(path: Path, content: str | bytes) -> None:
 
     Raises:
         OSError: If the file cannot be written. The error names `path`, not the temporary file. The
-            file has its old content then; only if the disk fails while the folder is forced onto
-            it, the file may have either content, and a power loss may bring back the old one.
+            file then has its old content. Only if the disk fails while the folder is flushed, the
+            file may have either content, and a power loss may restore the old one.
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
     new = path.with_name(f".{path.name}.new")
@@ -72,15 +75,17 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 
 def write_output(path: Path, content: str) -> None:
-    """Writes what a user has asked for: a file whole, as `write_file` does, or to a device or pipe.
+    """Writes an output that the user asked for to a file, a device or a pipe.
+
+    A regular file is written whole, by `write_file`.
 
     Args:
         path: The file, device or pipe. Links are followed.
         content: The content, written as UTF-8.
 
     Raises:
-        OSError: If it cannot be written, or `path` is a pipe that nobody reads. A file has its old
-            content then.
+        OSError: If it cannot be written, or `path` is a pipe without a reader. A file then has its
+            old content.
     """
     try:
         is_regular = stat.S_ISREG(os.stat(path).st_mode)
@@ -89,33 +94,35 @@ def write_output(path: Path, content: str) -> None:
     if is_regular:
         write_file(Path(os.path.realpath(path)), content)
         return
-    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # of a pipe it would wait for a reader
+    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # else a pipe waits for a reader
     os.set_blocking(descriptor, True)
     with open(descriptor, "w", encoding="utf-8") as file:
         file.write(content)
 
 
 def rename(source: Path, destination: Path) -> None:
-    """Renames a file or a folder whose content is on the disk already, and makes that durable.
+    """Renames a file or a folder so that the new name survives a power loss.
+
+    The content must be on the disk already.
 
     Args:
         source: The file or folder.
         destination: The new path.
 
     Raises:
-        OSError: If the system refuses to rename it, or the disk fails while the folder is forced
-            onto it. In the second case it has been renamed.
+        OSError: If the system refuses to rename it, or the disk fails while the folder is flushed.
+            In the second case it has been renamed.
     """
     os.rename(source, destination)
     sync(destination.parent)
 
 
 def sync(path: Path) -> None:
-    """Forces a file or a folder onto the disk, as far as the file system can.
+    """Flushes a file or a folder to the disk, as far as the file system can.
 
     Args:
-        path: The file or folder. A folder that this user may write to and not read stays as it is:
-            it can be forced onto the disk only by who can open it.
+        path: The file or folder. A folder that this user may write to but not read is skipped: only
+            a user who can open it can flush it.
 
     Raises:
         OSError: If a file cannot be opened, or the disk fails. The error names `path`.
@@ -143,7 +150,7 @@ def _force(descriptor: int) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Forces a folder and everything in it onto the disk.
+    """Flushes a folder and all its files and folders to the disk.
 
     Args:
         folder: The folder.

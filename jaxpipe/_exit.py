@@ -1,4 +1,4 @@
-"""Ends a process that cannot go on while others wait for it: at once, with the reason."""
+"""Ends a process that cannot continue, so that others do not wait for it, with the reason."""
 
 import ctypes
 import os
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 EXIT_CODE = 70
-"""The exit code of a process that another one has made fail: EX_SOFTWARE of sysexits.h."""
+"""Exit code of a process that fails because another one failed: EX_SOFTWARE of sysexits.h."""
 
 _abort_callbacks: list[Callable[[], None]] = []
 

@@ -14,7 +14,7 @@ from typing import Any
 
 MEGABYTE = 1 << 20
 MOST_JSON_BYTES = 32 * MEGABYTE
-"""Bytes of one JSON text. In memory it may become 25 times as large."""
+"""Largest size of a JSON text, in bytes. In memory it may become 25 times as large."""
 
 _CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
 """Control characters, and lone surrogates, by which Python represents bytes that are not UTF-8."""
@@ -25,7 +25,8 @@ def short_repr(value: object, most: int = 160) -> str:
 
     Args:
         value: The value.
-        most: Characters of a string in it. The whole has at most about four times as many.
+        most: The largest number of characters of a string in it. The whole text has at most about
+            four times as many.
 
     Returns:
         The text.
@@ -37,7 +38,7 @@ def short_repr(value: object, most: int = 160) -> str:
 
 
 def short_list(names: Iterable[str]) -> str:
-    """Returns the first few names with commas between them, or "none"."""
+    """Returns the first eight names with commas between them, or "none" if there are no names."""
     found = [short_repr(name) for name in islice(names, 9)]
     return ", ".join([*found[:8], *(["..."] if len(found) > 8 else [])]) or "none"
 
@@ -72,11 +73,17 @@ def clause(error: object, most: int = 500) -> str:
 
 
 def plain_text(value: str) -> str:
-    """Returns a name or path as it is.
+    """Returns a name or path unchanged, if it is plain text.
+
+    Args:
+        value: The name or path.
+
+    Returns:
+        `value`.
 
     Raises:
         ValueError: If it has control characters, or bytes that are not UTF-8. The error is for
-            pydantic, which names the key and the value.
+            pydantic, which adds the key and the value to the message.
     """
     if _CONTROL_CHARACTERS.search(value):
         raise ValueError("Input should be UTF-8 text without control characters")

@@ -98,12 +98,10 @@ def deepseek(
         experts: `(weights, x, chosen, shares) -> y`, a function that `routed_experts` returns.
         constrain: Shards an activation by its logical axes.
         dtype: The dtype in which layers compute. Norms, angles, routers and the loss use float32.
-        dropout_rate: The fraction of each residual branch that is dropped. It is 0 where a stage
-            gets no keys, and in the layers before and after the pipeline.
+        dropout_rate: Dropped fraction of each residual branch in a stage that gets keys, else 0.
         num_vocab_tiling: The number of chunks of tokens in which the logits are computed.
         layer_remat: Wraps one layer of a stage, `jax.checkpoint` for instance.
-        outside_remat: Wraps one layer before or after the pipeline. Engines rematerialize stages,
-            but neither `embed` nor `loss`.
+        outside_remat: Wraps one layer before or after the pipeline; engines remat stages alone.
         project: Products of attention and of dense and shared MLPs: `projection`, `fp8_projection`.
         scan_layers: Whether the layers of a stage run in a loop. If not, they are unrolled.
         z_loss_multiplier: The factor of the z-loss, see `next_token_loss`. 0 omits it.
