@@ -1,4 +1,4 @@
-"""Ends a process that cannot continue, so that others do not wait for it, with the reason."""
+"""Ends a process that cannot continue while others wait for it, at once and with the reason."""
 
 import ctypes
 import os

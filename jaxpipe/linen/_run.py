@@ -99,7 +99,7 @@ def initialize(
     *options: Any,
     microbatched: bool = False,
 ) -> Any:
-    """Creates the variables of all layers and returns the inputs: no layer is run on them."""
+    """Creates the variables of all layers and returns the inputs unchanged."""
     keys = {name: pipeline.make_rng(name) for name in pipeline.scope.rngs}
     arrays = inputs, segment_ids, positions
     variables = init_batch(pipeline, keys, *arrays, *options, microbatched=microbatched)

@@ -33,7 +33,10 @@ def ragged_dot(
 
 
 def _vmap_all(f: Callable) -> Callable:
-    """Returns `f`, which can then be vmapped over some arguments: JAX's `ragged_dot` needs all."""
+    """Returns `f` with a batching rule that broadcasts unmapped arguments.
+
+    JAX's `ragged_dot` can be vmapped over all of its arguments only.
+    """
     mapped = jax.custom_batching.custom_vmap(f)
 
     @mapped.def_vmap
