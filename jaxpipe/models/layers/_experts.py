@@ -1,7 +1,7 @@
 """Routed experts without capacity: no token is dropped, however unevenly tokens choose experts.
 
-Where experts are sharded, each device gathers the tokens of all devices that share the experts and
-computes the rows of its own experts. The results of all devices are summed.
+Where experts are sharded over devices, each device gathers the tokens of all of these devices and
+computes the rows of its own experts. The results of the devices are summed.
 
 b sequences, T tokens, n = b * T, D embed, E experts, e experts of a device, k experts chosen by
 each token, F width of an expert.
