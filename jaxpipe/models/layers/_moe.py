@@ -68,8 +68,8 @@ def moe(
     rows.
 
     The router's bias affects only the choice of experts, so the loss does not depend on it. The
-    bias still receives a gradient, through a term of the loss whose value is always 0: the
-    difference of each expert's load from 1 / E. A step against its sign is the update of
+    bias still receives a gradient, through a term of the loss whose value is always 0. That
+    gradient is each expert's load minus 1 / E. A step against its sign is the update of
     DeepSeek-V3, section 2.1.2.
 
     Args:
