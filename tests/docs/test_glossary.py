@@ -24,7 +24,7 @@ BANNED = words(
 
     at bubble_share content divide either emit ends exchange fission fold frees fresh give
     held_at_most joined kept lending like links merge narrow needs number numbers often outside
-    place placed places present put_back results rim runnable_order same set_aside share_head
+    place placed places present put_back results frontend runnable_order same set_aside share_head
     shared_loss side spread stages_apart sums tell underway undivide vary vary_as varying
     varying_like waiting whole wide
     """

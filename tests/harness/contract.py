@@ -241,9 +241,9 @@ def ticks_of(row: Row) -> schedules.Ticks:
 
 
 def flax(value_and_grad: Callable, row: Row, case: Case) -> Any:
-    """The model's layer as a module of Linen or NNX, in the rim's pipeline."""
+    """The model's layer as a module of Linen or NNX, in the frontend's pipeline."""
     assert not row.dropout, "Flax draws other masks than the model's functions"
-    assert not row.zero, "gradients of rims lie as their weights do"
+    assert not row.zero, "gradients of frontends lie as their weights do"
     mesh = mesh_of(row)
     ends = {name: gather_of(row, case.axes[name]) for name in ("embed", "head")}
     config = SimpleNamespace(

@@ -26,8 +26,8 @@ from jaxpipe.train.plan._flax_decoder import linen_value, nnx_value
 def value_of(row: Row, case: Case) -> Any:
     """(loss, metrics) by the row's engine."""
     if row.engine in ("linen", "nnx"):
-        rims = {"linen": linen_value, "nnx": nnx_value}
-        return contract.flax(rims[row.engine], row, case)
+        frontends = {"linen": linen_value, "nnx": nnx_value}
+        return contract.flax(frontends[row.engine], row, case)
     mesh = mesh_of(row)
     how: dict[str, Any] = {
         "mesh": mesh,

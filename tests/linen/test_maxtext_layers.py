@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax.core import meta
 from jax.sharding import NamedSharding, PartitionSpec
 
-from harness import rims
+from harness import frontends
 from harness.maxtext_like import Config, ShardMode, mesh_of, shard_as
 from jaxpipe import linen
 
@@ -43,7 +43,7 @@ class Layer(nn.Module):
 
 def gradients(pipeline: Any, variables: Any, x: jax.Array) -> Any:
     def loss(variables, x):
-        return rims.scalar(pipeline.apply(variables, x))
+        return frontends.scalar(pipeline.apply(variables, x))
 
     grads = jax.jit(jax.value_and_grad(loss, (0, 1)))(variables, x)
     return jax.device_get(meta.unbox(grads))
@@ -66,7 +66,7 @@ def plain(batch: jax.Array) -> tuple[Any, Any]:
             weights = jax.tree.map(lambda w: w[number], flat)  # noqa: B023
             x = Layer().apply({"params": weights}, x, None, None, False, "train")[0]
         # In the order of the pipeline: microbatches of consecutive rows.
-        return rims.scalar(x)
+        return frontends.scalar(x)
 
     return variables, jax.device_get(jax.value_and_grad(loss, (0, 1))(variables, batch))
 
@@ -99,7 +99,7 @@ def test_layers_that_name_shardings_of_the_whole_mesh_run_with_maxtexts_own_conf
         lambda w: w.reshape(*dims, *w.shape[3:]), (variables, of_weights)
     )
     true = loss, (of_weights, of_inputs)
-    rims.assert_trees_close(gradients(pipeline, variables, batch), true)
+    frontends.assert_trees_close(gradients(pipeline, variables, batch), true)
 
 
 def test_layers_outside_the_pipeline_use_stage_as_data(plain, batch):
@@ -122,12 +122,12 @@ def test_layers_outside_the_pipeline_use_stage_as_data(plain, batch):
 
     def grads(pipelined, shard):
         def loss(*arguments):
-            return rims.scalar(run(*arguments, pipelined=pipelined, shard=shard))
+            return frontends.scalar(run(*arguments, pipelined=pipelined, shard=shard))
 
         return jax.device_get(jax.jit(jax.grad(loss, (0, 1, 2)))(plain[0], outside, batch))
 
     got = grads(pipeline.apply, lambda x: jax.lax.with_sharding_constraint(x, rows))
-    rims.assert_trees_close(got, grads(loop, lambda x: x))
+    frontends.assert_trees_close(got, grads(loop, lambda x: x))
 
 
 @pytest.mark.parametrize("every_axis", [False, True])
@@ -147,7 +147,7 @@ def test_explicit_axes_take_weights_that_are_not_placed_yet(every_axis, context,
         assert spec[1] == "stage" and "fsdp" in str(spec[3])
     else:
         got = gradients(pipeline, plain[0], batch)
-    rims.assert_trees_close(got, plain[1])
+    frontends.assert_trees_close(got, plain[1])
 
 
 def test_a_config_that_is_a_dict_is_refused():

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name, print_saved_residuals
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from harness.rims import Row, scalar
+from harness.frontends import Row, scalar
 from jaxpipe import linen, sharding, spmd
 from jaxpipe import nnx as nnx_pipelines
 from jaxpipe.modules._frontend import ENGINES

@@ -9,7 +9,7 @@ from flax import linen as nn
 from flax.core import meta
 from jax.sharding import PartitionSpec as P
 
-from harness import rims
+from harness import frontends
 from harness.maxtext_like import Config, ShardMode, mesh_of
 from jaxpipe import linen
 
@@ -55,7 +55,7 @@ def gradients(layer: Layer, mesh: Any, **fields: Any) -> Any:
     variables = jax.device_get(meta.unbox(plain.init(jax.random.key(0), x)))
 
     def loss(variables, x):
-        return rims.scalar(pipeline.apply(variables, x))
+        return frontends.scalar(pipeline.apply(variables, x))
 
     return jax.device_get(jax.jit(jax.value_and_grad(loss, (0, 1)))(variables, x))
 
@@ -70,10 +70,10 @@ def test_a_layers_own_shard_map_over_the_whole_mesh_has_the_gradients_of_the_pla
     check_vma, true
 ):
     mesh = mesh_of(ShardMode.AUTO)
-    rims.assert_trees_close(gradients(Layer(mesh, check_vma), mesh), true)
+    frontends.assert_trees_close(gradients(Layer(mesh, check_vma), mesh), true)
 
 
 def test_axes_that_are_manual_in_the_pipeline_are_left_out_of_a_layers_shard_map(true):
     mesh = mesh_of(ShardMode.AUTO)
     fields: dict[str, Any] = {"pipeline_batch_axes": ("fsdp",), "pipeline_fsdp_ag_once": True}
-    rims.assert_trees_close(gradients(Layer(mesh), mesh, **fields), true)
+    frontends.assert_trees_close(gradients(Layer(mesh), mesh, **fields), true)

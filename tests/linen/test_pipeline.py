@@ -13,8 +13,8 @@ from flax.core import meta
 from flax.linen import fp8_ops
 from jax.sharding import AxisType, Mesh
 
-from harness import rims
-from harness.rims import Row
+from harness import frontends
+from harness.frontends import Row
 from jaxpipe import linen, spmd
 
 
@@ -30,13 +30,13 @@ class Decoder(nn.Module):
     def __call__(self, inputs, segment_ids, positions, deterministic, model_mode):
         assert model_mode == "train"
         h = nn.RMSNorm(name="norm1")(inputs)
-        q, k, v = (dense(rims.EMBED, name, ("embed", "heads"))(h) for name in "qkv")
-        mixed = rims.attention(q, k, v, segment_ids, positions)
-        x = inputs + dense(rims.EMBED, "out", ("heads", "embed"))(mixed)
-        h = nn.gelu(dense(rims.MLP, "up", ("embed", "mlp"))(nn.RMSNorm(name="norm2")(x)))
+        q, k, v = (dense(frontends.EMBED, name, ("embed", "heads"))(h) for name in "qkv")
+        mixed = frontends.attention(q, k, v, segment_ids, positions)
+        x = inputs + dense(frontends.EMBED, "out", ("heads", "embed"))(mixed)
+        h = nn.gelu(dense(frontends.MLP, "up", ("embed", "mlp"))(nn.RMSNorm(name="norm2")(x)))
         self.sow("metrics", "hidden", jnp.mean(h))
         h = nn.Dropout(0.2)(h, deterministic=deterministic)
-        return x + dense(rims.EMBED, "down", ("mlp", "embed"))(h), None
+        return x + dense(frontends.EMBED, "down", ("mlp", "embed"))(h), None
 
 
 class Small(nn.Module):
@@ -45,7 +45,7 @@ class Small(nn.Module):
     @nn.compact
     def __call__(self, inputs, segment_ids, positions, deterministic, model_mode):
         place = (segment_ids * positions)[..., None].astype(inputs.dtype)
-        h = nn.Dense(rims.EMBED, use_bias=False)(inputs + place)
+        h = nn.Dense(frontends.EMBED, use_bias=False)(inputs + place)
         return inputs + nn.Dropout(0.2)(jnp.tanh(h), deterministic=deterministic)
 
 
@@ -66,10 +66,10 @@ def true_outputs(row: Row, weights: Any, base: Any, *batch: Any) -> Any:
         rngs = {"dropout": key}
         return Decoder().apply(w, x, segments, positions, False, "train", rngs=rngs)[0]
 
-    return rims.plain_loop(layer, row, weights, *batch)
+    return frontends.plain_loop(layer, row, weights, *batch)
 
 
-@pytest.mark.parametrize("row", rims.EXACT, ids=str)
+@pytest.mark.parametrize("row", frontends.EXACT, ids=str)
 def test_loss_and_all_gradients_are_those_of_a_loop_over_the_layers(row):
     pipeline, variables = built(row)
     inputs, *side = row.batch()
@@ -77,17 +77,19 @@ def test_loss_and_all_gradients_are_those_of_a_loop_over_the_layers(row):
     base = pipeline.apply(variables, "dropout", method="make_rng", rngs=dropout)
 
     def loss(variables, inputs):
-        return rims.scalar(pipeline.apply(variables, inputs, *side, rngs=dropout))
+        return frontends.scalar(pipeline.apply(variables, inputs, *side, rngs=dropout))
 
     def true_loss(variables, inputs):
         weights = {"params": meta.unbox(variables)["params"]["layers"]}
-        return rims.scalar(true_outputs(row, weights, base, inputs, *side))
+        return frontends.scalar(true_outputs(row, weights, base, inputs, *side))
 
     got = jax.jit(jax.value_and_grad(loss, (0, 1)))(variables, inputs)
-    rims.assert_trees_close(got, jax.jit(jax.value_and_grad(true_loss, (0, 1)))(variables, inputs))
+    frontends.assert_trees_close(
+        got, jax.jit(jax.value_and_grad(true_loss, (0, 1)))(variables, inputs)
+    )
 
 
-@pytest.mark.parametrize("row", rims.BY_HAND, ids=str)
+@pytest.mark.parametrize("row", frontends.BY_HAND, ids=str)
 def test_driven_by_hand_it_gives_what_the_call_gives(row):
     inputs, segments, positions = row.batch()
     pipeline, variables = built(row, Small)
@@ -114,7 +116,7 @@ def test_driven_by_hand_it_gives_what_the_call_gives(row):
         if isinstance(bound, linen.CircularPipeline)
         else bound.permute_output_micro_per_stage_dim(state["state_io"])
     )
-    rims.assert_trees_close(done.reshape(inputs.shape), wanted)
+    frontends.assert_trees_close(done.reshape(inputs.shape), wanted)
 
 
 def test_a_layers_first_weights_depend_on_its_number_alone():
@@ -126,10 +128,10 @@ def test_a_layers_first_weights_depend_on_its_number_alone():
     jax.tree.map(np.testing.assert_array_equal, flat[0], flat[2])
     pipeline: Any = linen.create_pipeline(Row(2, 2, 1).config(), Small(), None)
     base = pipeline.apply({}, "params", method="make_rng", rngs={"params": KEY})
-    x, segments, positions = (a[: rims.ROWS] for a in Row(2, 2, 1).batch())
+    x, segments, positions = (a[: frontends.ROWS] for a in Row(2, 2, 1).batch())
     alone = Small().init(jax.random.fold_in(base, 3), x, segments, positions, False, "train")
     third = jax.tree.map(lambda w: w[3], flat[0]["params"]["layers"])
-    rims.assert_trees_close(third, meta.unbox(alone["params"]))
+    frontends.assert_trees_close(third, meta.unbox(alone["params"]))
 
 
 def test_names_of_stacked_dims_stand_in_front_of_the_layers_own():
@@ -183,9 +185,9 @@ def test_what_layers_sow_comes_out_per_layer_and_microbatch():
         jax.debug.callback(true.__setitem__, (number, m), sown["metrics"]["hidden"][0])
         return y
 
-    rims.plain_loop(layer, row, weights, inputs, segments, positions)
+    frontends.plain_loop(layer, row, weights, inputs, segments, positions)
     jax.effects_barrier()
-    rims.assert_trees_close(hidden.reshape(8, 4), true)
+    frontends.assert_trees_close(hidden.reshape(8, 4), true)
 
 
 def test_a_loss_that_is_sown_has_its_gradient():
@@ -209,7 +211,7 @@ class Sowing(nn.Module):
 
     @nn.compact
     def __call__(self, x, *_):
-        h = jnp.tanh(nn.Dense(rims.EMBED)(x))
+        h = jnp.tanh(nn.Dense(frontends.EMBED)(x))
         self.sow("metrics", "sown", self.of(h))
         return x + h
 
@@ -223,11 +225,11 @@ def test_what_devices_sow_of_their_own_rows_is_added_up():
         def loss(variables):
             y, sown = pipeline.apply(variables, inputs, mutable=["metrics"])
             (of_layers,) = sown["metrics"]["layers"]["sown"]
-            return rims.scalar(y) + rims.scalar(of_layers), of_layers
+            return frontends.scalar(y) + frontends.scalar(of_layers), of_layers
 
         return jax.jit(jax.value_and_grad(loss, has_aux=True))(pipeline.init(KEY, inputs))
 
-    rims.assert_trees_close(loss_and_sown("rows"), loss_and_sown(""))
+    frontends.assert_trees_close(loss_and_sown("rows"), loss_and_sown(""))
 
 
 @pytest.mark.parametrize(
@@ -270,7 +272,7 @@ def test_axes_that_stay_in_a_weight_can_be_neither_manual_nor_explicit(
     class Layer(nn.Module):
         @nn.compact
         def __call__(self, x, *_):
-            return x + dense(rims.EMBED, "Dense_0", ("embed", "mlp"))(x)
+            return x + dense(frontends.EMBED, "Dense_0", ("embed", "mlp"))(x)
 
     sizes = {"stage": 2} | mesh_axes
     types = dict.fromkeys(sizes, AxisType.Auto)
@@ -281,7 +283,7 @@ def test_axes_that_stay_in_a_weight_can_be_neither_manual_nor_explicit(
     mesh = Mesh(devices.reshape(*sizes.values()), (*sizes,), axis_types=(*types.values(),))
     config = Row(2, 1, 1).config(pipeline_batch_axes=axes, shard_mode=mode)
     pipeline: Any = linen.create_pipeline(config, Layer(), mesh)
-    x = jnp.ones((4, 4, rims.EMBED))
+    x = jnp.ones((4, 4, frontends.EMBED))
     with jax.set_mesh(mesh):
         variables = pipeline.init(KEY, x)
         with pytest.raises(ValueError, match=message):
@@ -292,13 +294,13 @@ def test_arrays_may_be_split_into_microbatches_beforehand():
     row = Row(2, 2, 1, "rows", fsdp=2)
     pipeline: Any = linen.create_pipeline(row.config(), Small(), row.mesh())
     batch = row.batch()
-    split = [x.reshape(row.microbatches, rims.ROWS, *x.shape[1:]) for x in batch]
+    split = [x.reshape(row.microbatches, frontends.ROWS, *x.shape[1:]) for x in batch]
     call = partial(pipeline.apply, deterministic=True)
     variables = pipeline.init(KEY, *split, microbatched=True)
     y = jax.jit(partial(call, microbatched=True))(variables, *split)
     with pytest.raises(ValueError, match=r"`inputs` has dims \(4, 4, 16\). With `microbatched`"):
         call(variables, *batch, microbatched=True)
-    rims.assert_trees_close(y.reshape(batch[0].shape), jax.jit(call)(variables, *batch))
+    frontends.assert_trees_close(y.reshape(batch[0].shape), jax.jit(call)(variables, *batch))
 
 
 def test_any_pytree_may_be_the_activation_and_its_pairs_stay_pairs():
@@ -329,10 +331,10 @@ class Fp8(nn.Module):
 @pytest.mark.parametrize("row", [Row(2, 2, 1, fsdp=2), Row(2, 2, 1, "rows", fsdp=2)], ids=str)
 def test_steps_in_fp8_take_the_largest_scale_of_the_microbatches_and_none_of_a_bubble(row):
     pipeline: Any = linen.create_pipeline(row.config(), Fp8(), row.mesh())
-    rows = row.microbatches * rims.ROWS
+    rows = row.microbatches * frontends.ROWS
     x = jax.random.normal(KEY, (rows, 4, 8)) * jnp.linspace(1, 9, rows)[:, None, None]
     variables = pipeline.init(KEY, x)
-    pipelined = jax.jit(jax.grad(lambda v: rims.scalar(pipeline.apply(v, x))))
+    pipelined = jax.jit(jax.grad(lambda v: frontends.scalar(pipeline.apply(v, x))))
 
     layer: Any = Fp8()
 
@@ -350,7 +352,7 @@ def test_steps_in_fp8_take_the_largest_scale_of_the_microbatches_and_none_of_a_b
         each = one_by_one({name: of["layers"] for name, of in variables.items()}, xs, share)
         true = {"params": jax.tree.map(lambda g: jnp.sum(g, 0), each["params"])}
         true[name] = jax.tree.map(lambda g: jnp.max(g, 0), each[name])
-        rims.assert_trees_close({name: of["layers"] for name, of in got.items()}, true)
+        frontends.assert_trees_close({name: of["layers"] for name, of in got.items()}, true)
         params = jax.tree.map(lambda w, g: w - 0.1 * g, variables["params"], got["params"])
         variables = {"params": params, name: got[name]}
 
@@ -398,7 +400,9 @@ def test_a_cache_that_a_call_would_make_is_refused():
         pipeline.apply(variables, jnp.ones((2, 3)), mutable=["cache"])
 
 
-@pytest.mark.parametrize(("fields", "message"), rims.REFUSED.values(), ids=rims.REFUSED.keys())
+@pytest.mark.parametrize(
+    ("fields", "message"), frontends.REFUSED.values(), ids=frontends.REFUSED.keys()
+)
 def test_a_config_that_cannot_work_is_refused(fields, message):
     config = SimpleNamespace(**{"ici_pipeline_parallelism": 2} | fields)
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):

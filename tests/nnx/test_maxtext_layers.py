@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from harness import rims
+from harness import frontends
 from harness.maxtext_like import RULES, Config, ShardMode, mesh_of, shard_as
 from jaxpipe import nnx as pipelines
 from jaxpipe.nnx._layer import draw_keys
@@ -40,14 +40,14 @@ def gradients(mesh: Any) -> Any:
     x = jax.random.normal(jax.random.key(1), (8, 4, WIDTH))
 
     def loss(params, x):
-        return rims.scalar(nnx.merge(graph, params, rest, copy=True)(x))
+        return frontends.scalar(nnx.merge(graph, params, rest, copy=True)(x))
 
     grads = jax.jit(jax.value_and_grad(loss, (0, 1)))(params, x)
     return [jax.device_get(leaf) for leaf in jax.tree.leaves(grads)]
 
 
 def test_layers_that_name_shardings_of_the_whole_mesh_run_with_maxtexts_own_config():
-    rims.assert_trees_close(gradients(mesh_of(ShardMode.AUTO)), gradients(None))
+    frontends.assert_trees_close(gradients(mesh_of(ShardMode.AUTO)), gradients(None))
 
 
 def test_random_streams_of_layers_are_the_same_on_explicit_axes():

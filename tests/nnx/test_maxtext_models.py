@@ -14,7 +14,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import Mesh
 
-from harness import rims
+from harness import frontends
 from jaxpipe import nnx as pipelines
 
 pytestmark = pytest.mark.slow
@@ -137,7 +137,7 @@ def pipelined(pipeline: Any, config: Any, mesh: Any, weights: Any, *specs: bool)
     def loss(params, x):
         module = nnx.merge(graph, params, rest, copy=True)
         more = (module.get_weight_sharding(),) if specs else ()
-        return rims.scalar(module(x, *side, True, "train", *more))
+        return frontends.scalar(module(x, *side, True, "train", *more))
 
     value, (dw, dx) = jax.device_get(jax.jit(jax.value_and_grad(loss, (0, 1)))(params, x))
     return value, (flat(dw), dx), jax.device_get(flat(params))
@@ -166,7 +166,7 @@ def plain(model: str, config: Any, weights: dict[str, Any]) -> Any:
             for m in range(count):
                 x_m, *sides = (a.reshape(count, -1, *a.shape[1:])[m] for a in (x, *side))
                 outs.append(jax.lax.scan(lambda x, w, s=sides: step(x, w, s), x_m, layers)[0])
-            return rims.scalar(jnp.concatenate(outs))
+            return frontends.scalar(jnp.concatenate(outs))
 
         arrays = {k: jnp.asarray(w) for k, w in weights.items()}
         return jax.device_get(jax.jit(jax.value_and_grad(loss, (0, 1)))(arrays, jnp.asarray(x)))
@@ -188,11 +188,11 @@ def test_maxtexts_layers_have_the_gradients_of_a_plain_loop_and_of_its_own_pipel
             ours = pipelines.create_pipeline(config, factory, mesh, rngs=nnx.Rngs(0))
             value, grads, weights = pipelined(ours, config, mesh, None)
         true = plain(model, config, weights)
-        rims.assert_trees_close((value, grads), true)
+        frontends.assert_trees_close((value, grads), true)
         if (model, layout) in WITHOUT_THEIRS:
             return
         with nn.logical_axis_rules(config.logical_axis_rules), jax.set_mesh(mesh):
             pipeline = theirs.create_nnx_pipeline(config, factory, mesh, rngs=nnx.Rngs(0))
             value, (dw, dx), _ = pipelined(pipeline, config, mesh, weights, True)
         dw = {name: w.reshape(weights[name].shape) for name, w in dw.items()}
-        rims.assert_trees_close((value, (dw, dx)), true)
+        frontends.assert_trees_close((value, (dw, dx)), true)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from harness import rims
-from harness.rims import Row
-from jaxpipe import nnx as rim
+from harness import frontends
+from harness.frontends import Row
+from jaxpipe import nnx as frontend
 from jaxpipe import spmd
 
 # Layers may sow without `nnx.capture`, as before Flax 0.12.
@@ -27,8 +27,8 @@ class Mlp(nnx.Module):
     """Sows the mean of its hidden layer."""
 
     def __init__(self, rngs: nnx.Rngs):
-        self.up = linear(rims.EMBED, rims.MLP, ("embed", "mlp"), rngs)
-        self.down = linear(rims.MLP, rims.EMBED, ("mlp", "embed"), rngs)
+        self.up = linear(frontends.EMBED, frontends.MLP, ("embed", "mlp"), rngs)
+        self.down = linear(frontends.MLP, frontends.EMBED, ("mlp", "embed"), rngs)
         self.dropout = nnx.Dropout(0.2, rngs=rngs)
 
     def __call__(self, x, deterministic):
@@ -42,23 +42,23 @@ class Decoder(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs):
         self.q, self.k, self.v = (
-            linear(rims.EMBED, rims.EMBED, ("embed", "heads"), rngs) for _ in range(3)
+            linear(frontends.EMBED, frontends.EMBED, ("embed", "heads"), rngs) for _ in range(3)
         )
-        self.out = linear(rims.EMBED, rims.EMBED, ("heads", "embed"), rngs)
-        self.norm1 = nnx.RMSNorm(rims.EMBED, rngs=rngs)
-        self.norm2 = nnx.RMSNorm(rims.EMBED, rngs=rngs)
+        self.out = linear(frontends.EMBED, frontends.EMBED, ("heads", "embed"), rngs)
+        self.norm1 = nnx.RMSNorm(frontends.EMBED, rngs=rngs)
+        self.norm2 = nnx.RMSNorm(frontends.EMBED, rngs=rngs)
         self.mlp = Mlp(rngs)
 
     def __call__(self, inputs, segment_ids, positions, deterministic, model_mode):
         assert model_mode == "train"
         h = self.norm1(inputs)
-        mixed = rims.attention(self.q(h), self.k(h), self.v(h), segment_ids, positions)
+        mixed = frontends.attention(self.q(h), self.k(h), self.v(h), segment_ids, positions)
         x = inputs + self.out(mixed)
         return x + self.mlp(self.norm2(x), deterministic), None
 
 
 def built(row: Row, **more: Any) -> Any:
-    return rim.create_pipeline(row.config(**more), Decoder, row.mesh(), rngs=nnx.Rngs(7))
+    return frontend.create_pipeline(row.config(**more), Decoder, row.mesh(), rngs=nnx.Rngs(7))
 
 
 def alone(key: Any) -> Any:
@@ -72,7 +72,7 @@ def flat(state: Any) -> Any:
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), state)
 
 
-@pytest.mark.parametrize("row", rims.EXACT[:1], ids=str)
+@pytest.mark.parametrize("row", frontends.EXACT[:1], ids=str)
 def test_loss_and_all_gradients_are_those_of_a_loop_over_the_layers(row):
     pipeline = built(row)
     inputs, *side = row.batch()
@@ -81,7 +81,7 @@ def test_loss_and_all_gradients_are_those_of_a_loop_over_the_layers(row):
     keys = jax.tree.leaves(nnx.state(pipeline.layers, nnx.RngKey))[0].reshape(-1)
 
     def loss(params, inputs):
-        return rims.scalar(nnx.merge(graph, params, rest, copy=True)(inputs, *side))
+        return frontends.scalar(nnx.merge(graph, params, rest, copy=True)(inputs, *side))
 
     def layer(w, x, segments, positions, number, m):
         key = jax.random.fold_in(jax.random.fold_in(keys[number], 0), m)  # of call 0
@@ -91,13 +91,15 @@ def test_loss_and_all_gradients_are_those_of_a_loop_over_the_layers(row):
         ]
 
     def true_loss(params, inputs):
-        return rims.scalar(rims.plain_loop(layer, row, params["layers"], inputs, *side))
+        return frontends.scalar(frontends.plain_loop(layer, row, params["layers"], inputs, *side))
 
     got = jax.jit(jax.value_and_grad(loss, (0, 1)))(params, inputs)
-    rims.assert_trees_close(got, jax.jit(jax.value_and_grad(true_loss, (0, 1)))(params, inputs))
+    frontends.assert_trees_close(
+        got, jax.jit(jax.value_and_grad(true_loss, (0, 1)))(params, inputs)
+    )
 
 
-@pytest.mark.parametrize("row", rims.BY_HAND[3::8], ids=str)
+@pytest.mark.parametrize("row", frontends.BY_HAND[3::8], ids=str)
 def test_driven_by_hand_it_gives_what_the_call_gives(row):
     inputs, segments, positions = row.batch()
     wanted = nnx.jit(lambda p: p(inputs, segments, positions))(built(row))
@@ -111,7 +113,7 @@ def test_driven_by_hand_it_gives_what_the_call_gives(row):
             in_use = pipeline.weight_prefetching(weights, None, t - 1)
         state = step(state, in_use)
     done = spmd.permute_output(state["state_io"], pipeline.settings.counts)
-    rims.assert_trees_close(done.reshape(inputs.shape), wanted)
+    frontends.assert_trees_close(done.reshape(inputs.shape), wanted)
 
 
 def test_a_layers_first_weights_depend_on_its_number_alone():
@@ -121,7 +123,7 @@ def test_a_layers_first_weights_depend_on_its_number_alone():
         jax.tree.map(np.testing.assert_array_equal, first, other)
     key = jax.random.fold_in(nnx.Rngs(7)(), 3)
     wanted = nnx.state(alone(key), nnx.Param)
-    rims.assert_trees_close(
+    frontends.assert_trees_close(
         jax.tree.leaves(jax.tree.map(lambda w: w[3], first)), jax.tree.leaves(wanted)
     )
 
@@ -133,7 +135,7 @@ def test_names_of_stacked_dims_stand_in_front_and_weights_lie_where_they_say():
     stacked = ("circular_repeats", "stage", "layers")
     assert tuple(kernel.get_metadata()["out_sharding"]) == (*stacked, "embed", "mlp")
     value = kernel.get_value()
-    assert value.sharding.shard_shape(value.shape) == (2, 1, 2, rims.EMBED // 2, rims.MLP)
+    assert value.sharding.shard_shape(value.shape) == (2, 1, 2, frontends.EMBED // 2, frontends.MLP)
     logical = pipeline.get_weight_sharding()
     assert tuple(logical["mlp.up.kernel"]) == (*stacked, "embed", "mlp")
     assert tuple(logical["norm1.scale"]) == stacked  # names nothing
@@ -166,16 +168,16 @@ def test_what_layers_sow_comes_out_per_layer_and_microbatch_in_every_call_anew()
         jax.debug.callback(true.__setitem__, (number, m), decoder.mlp.hidden.get_value()[0])
         return y
 
-    rims.plain_loop(layer, row, nnx.state(pipeline.layers, nnx.Param), *batch)
+    frontends.plain_loop(layer, row, nnx.state(pipeline.layers, nnx.Param), *batch)
     jax.effects_barrier()
-    rims.assert_trees_close(hidden.reshape(8, 4), true)
+    frontends.assert_trees_close(hidden.reshape(8, 4), true)
     left = nnx.pop(pipeline, nnx.Intermediate)
 
     @nnx.jit
     def captured(pipeline):
         return nnx.capture(pipeline, nnx.Intermediate)(*batch, deterministic=True)
 
-    rims.assert_trees_close(captured(pipeline)[1], left)
+    frontends.assert_trees_close(captured(pipeline)[1], left)
     assert not jax.tree.leaves(nnx.state(pipeline, nnx.Intermediate))
 
 
@@ -190,19 +192,21 @@ class Normed(nnx.Module):
 
 
 def test_running_statistics_are_read_and_not_written():
-    pipeline = rim.create_pipeline(CONFIG.config(), Normed, None)
+    pipeline = frontend.create_pipeline(CONFIG.config(), Normed, None)
     x = jax.random.normal(jax.random.key(0), (4, 3, 4))
     np.testing.assert_allclose(pipeline(x, deterministic=True), x, rtol=1e-4)
     with pytest.raises(ValueError, match=r"changes its variables \['norm.mean', 'norm.var'\]"):
         pipeline(x)
 
 
-@pytest.mark.parametrize(("fields", "message"), rims.REFUSED.values(), ids=rims.REFUSED.keys())
+@pytest.mark.parametrize(
+    ("fields", "message"), frontends.REFUSED.values(), ids=frontends.REFUSED.keys()
+)
 def test_a_config_that_cannot_work_is_refused(fields, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
-        rim.create_pipeline(CONFIG.config(**fields), Decoder, None)
+        frontend.create_pipeline(CONFIG.config(**fields), Decoder, None)
 
 
 def test_the_gather_per_repeat_chooses_the_class():
-    assert isinstance(built(CONFIG), rim.Pipeline)
-    assert isinstance(built(Row(2, 1, 1, "repeat")), rim.CircularPipeline)
+    assert isinstance(built(CONFIG), frontend.Pipeline)
+    assert isinstance(built(Row(2, 1, 1, "repeat")), frontend.CircularPipeline)

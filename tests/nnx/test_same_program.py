@@ -1,4 +1,4 @@
-"""Both rims make the same program of the same layer: XLA's own text, with names taken out."""
+"""Both frontends make the same program of the same layer: XLA's own text, with names taken out."""
 
 import re
 from collections import Counter
@@ -9,26 +9,26 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from harness import rims
-from harness.rims import Row
+from harness import frontends
+from harness.frontends import Row
 from jaxpipe import linen as linen_rim
 from jaxpipe import nnx as nnx_rim
 
 ROW = Row(4, 2, 2, fsdp=2)
 WIDTHS = {
-    "down": (rims.MLP, rims.EMBED, ("mlp", "embed")),
-    "k": (rims.EMBED, rims.EMBED, ("embed", "heads")),
-    "out": (rims.EMBED, rims.EMBED, ("heads", "embed")),
-    "q": (rims.EMBED, rims.EMBED, ("embed", "heads")),
-    "up": (rims.EMBED, rims.MLP, ("embed", "mlp")),
-    "v": (rims.EMBED, rims.EMBED, ("embed", "heads")),
+    "down": (frontends.MLP, frontends.EMBED, ("mlp", "embed")),
+    "k": (frontends.EMBED, frontends.EMBED, ("embed", "heads")),
+    "out": (frontends.EMBED, frontends.EMBED, ("heads", "embed")),
+    "q": (frontends.EMBED, frontends.EMBED, ("embed", "heads")),
+    "up": (frontends.EMBED, frontends.MLP, ("embed", "mlp")),
+    "v": (frontends.EMBED, frontends.EMBED, ("embed", "heads")),
 }
 
 
 def decoder(dense: Any, norm: Any, x: Any, segment_ids: Any, positions: Any) -> Any:
     """`dense(name, x)`, `norm(name, x)`"""
     h = norm("norm1", x)
-    mixed = rims.attention(dense("q", h), dense("k", h), dense("v", h), segment_ids, positions)
+    mixed = frontends.attention(dense("q", h), dense("k", h), dense("v", h), segment_ids, positions)
     x = x + dense("out", mixed)
     return x + dense("down", jax.nn.gelu(dense("up", norm("norm2", x))))
 
@@ -50,17 +50,17 @@ class NnxDecoder(nnx.Module):
             metadata = {"out_sharding": axes}
             layer = nnx.Linear(fan_in, width, use_bias=False, kernel_metadata=metadata, rngs=rngs)
             setattr(self, name, layer)
-        self.norm1, self.norm2 = (nnx.RMSNorm(rims.EMBED, rngs=rngs) for _ in range(2))
+        self.norm1, self.norm2 = (nnx.RMSNorm(frontends.EMBED, rngs=rngs) for _ in range(2))
 
     def __call__(self, x, segment_ids, positions, deterministic, model_mode):
         call = lambda name, x: getattr(self, name)(x)  # noqa: E731
         return decoder(call, call, x, segment_ids, positions)
 
 
-def compiled(rim: str) -> Any:
+def compiled(frontend: str) -> Any:
     """The step's gradient, compiled."""
     inputs, *side = ROW.batch()
-    if rim == "linen":
+    if frontend == "linen":
         pipeline = linen_rim.create_pipeline(ROW.config(), LinenDecoder(), ROW.mesh())
         weights = pipeline.init(jax.random.key(0), inputs, *side)
         call: Any = pipeline.apply

@@ -1,4 +1,4 @@
-"""What tests of both rims share: a config, a batch, the plain loop over layers, and the rows."""
+"""Shared parts of the tests of both front ends: config, batch, the plain loop over layers, rows."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
