@@ -28,7 +28,7 @@ def failure(capsys, *argv: object, code: int = 2) -> str:
     [
         (b"0F0,0B0 # \xe9", "is not UTF-8: byte 0xe9 in line 1"),
         (b"0F0," + b"x" * 300_000, "Row 1: field larger than field limit"),
-        (b"0F0,0B0\n" * 4097, "There are 4097 rows, one for each rank. Give at most 4096"),
+        (b"0F0,0B0\n" * 1_000_000, "There are 1000000 rows, one for each rank. Give at most 4096"),
         (b"999999999F0,0F0", "The actions are of 1000000000 stages, and there are 2 of them"),
         (b"0F0s99999999", "of 100000000 slices, and there are 1 of them"),
     ],
