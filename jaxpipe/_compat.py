@@ -20,7 +20,7 @@ from jax.experimental import serialize_executable
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from .sharding import without_axes
+from .sharding import with_axis_type
 
 
 def splash_aborts_in_pipelines() -> bool:
@@ -255,16 +255,15 @@ def _constrain(bind: Callable) -> Callable:
         if meant is sharding:
             return bind(x, sharding=sharding, **params)
         mesh, spec = meant.mesh, meant.spec
-        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        if AxisType.Explicit in types.values():
-            typed = without_axes(spec, _other_axes(types, AxisType.Explicit))
+        if AxisType.Explicit in mesh.axis_types:
+            typed = with_axis_type(spec, mesh, AxisType.Explicit)
             now = jax.typeof(x).sharding.spec.partitions
             pairs = itertools.zip_longest(now, typed.partitions)
             dims = [a if b is P.UNCONSTRAINED else b for a, b in pairs]
             x = jax.sharding.reshard(x, NamedSharding(mesh, typed.update(partitions=dims)))
-        if AxisType.Auto not in types.values():
+        if AxisType.Auto not in mesh.axis_types:
             return x
-        meant = meant.update(spec=without_axes(spec, _other_axes(types, AxisType.Auto)))
+        meant = meant.update(spec=with_axis_type(spec, mesh, AxisType.Auto))
         return bind(x, sharding=meant, **(params | {"context_mesh": mesh}))
 
     return constrain
@@ -325,8 +324,3 @@ def _canonicalize(canonicalize: Callable) -> Callable:
         return canonicalize(_translated(sharding), *rest, **options)
 
     return translated
-
-
-def _other_axes(types: dict[str, AxisType], wanted: AxisType) -> list[str]:
-    """Returns the axes of the mesh that are not of one type."""
-    return [axis for axis, kind in types.items() if kind != wanted]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
+from ..sharding import typed_by_specs
 from ..spmd.circular_engine._engine import circular
 from ..spmd.circular_engine._unrolled import circular_unrolled
 from ._frontend_gather import gather_of_names
@@ -23,7 +24,7 @@ from ._layers import (
 )
 from ._methods import PipelineMethods
 from ._overwritten_weights import MICROBATCH, slotted, split_weights, to_slots, with_slots
-from ._placement import describe_placement, physical_specs, place_microbatches, type_weights
+from ._placement import describe_placement, physical_specs, place_microbatches
 from ._settings import PipelineSettings
 
 
@@ -91,7 +92,7 @@ def run_batch(
         logging.getLogger("jaxpipe").info(describe_placement(weights, names, specs))
     xs, side = split_batch(settings, inputs, side, microbatched)
     xs = place_microbatches(xs, pipeline.axis_rules, mesh, settings.batch_axes)
-    weights = type_weights(weights, specs, mesh)
+    weights = typed_by_specs(weights, specs, mesh)
     others, slots = split_weights(weights, overwritten)
     if slots:
         M = settings.counts.num_microbatches

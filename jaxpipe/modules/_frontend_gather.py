@@ -12,8 +12,8 @@ import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
-from ..sharding import GATHERED_AXES, Rules, axes_of, gathered_rules, partition_spec
-from ..spmd._ranks import is_spec, names_of
+from ..sharding import GATHERED_AXES, Rules, axes_of, axes_of_dim, gathered_rules, partition_spec
+from ..spmd._ranks import is_spec
 from ..spmd._weight_gather import Gather, When, gather_weights
 from ._placement import gather_stage
 
@@ -91,7 +91,7 @@ def _check_axes(
 
 
 def _encode(name: Any, entry: Any, rules: dict[str, tuple[str, ...]]) -> str | None:
-    axes = names_of(entry)
+    axes = axes_of_dim(entry)
     if not axes:
         return None
     code = EXPERTS if name == EXPERTS else "+".join(axes)

@@ -10,13 +10,12 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
 from .. import sharding
-from ..sharding import without_axes
+from ..sharding import with_axis_type, without_axes
 from ..spmd._ranks import AXIS, is_spec, on_ranks
 from ._settings import AxisRules
 
@@ -103,26 +102,6 @@ def place_weight(
     spec = physical_spec(names, rules, mesh.axis_names)
     sharding.check_divisible(w.shape, spec, dict(mesh.shape), path)
     return sharding.reshard_to_spec(w, spec, mesh)
-
-
-def type_weights(weights: PyTree, specs: PyTree, mesh: Mesh | None) -> PyTree:
-    """Returns `weights` with their specs in their types, if the mesh has explicit axes.
-
-    Their gradients then have the same types.
-
-    Args:
-        weights: Arrays. They may be NumPy arrays, or be on one device.
-        specs: The physical spec of each.
-        mesh: The mesh, or None.
-
-    Returns:
-        The weights. Without explicit axes they are returned as they are.
-    """
-    if mesh is None or AxisType.Explicit not in mesh.axis_types:
-        return weights
-    return jax.tree.map(
-        lambda w, spec: sharding.reshard_to_spec(jnp.asarray(w), spec, mesh), weights, specs
-    )
 
 
 def shard_dim_by_stages(
@@ -271,15 +250,11 @@ def _all_gather(w: jax.Array, spec: PartitionSpec, *, mesh: Mesh, axes: Sequence
 
 def _typed(x: jax.Array, spec: PartitionSpec, mesh: AbstractMesh) -> jax.Array:
     """Returns `x` sharded by `spec`: explicit axes by its type, automatic axes by a constraint."""
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    automatic, explicit = (
-        without_axes(spec, [axis for axis, kind in types.items() if kind != wanted])
-        for wanted in (AxisType.Auto, AxisType.Explicit)
-    )
+    explicit = with_axis_type(spec, mesh, AxisType.Explicit)
     x = jax.sharding.reshard(x, sharding.padded_spec(x, explicit, mesh))
-    if AxisType.Auto not in types.values() or len(spec) < x.ndim:
+    if AxisType.Auto not in mesh.axis_types or len(spec) < x.ndim:
         return x
-    return lax.with_sharding_constraint(x, automatic)
+    return lax.with_sharding_constraint(x, with_axis_type(spec, mesh, AxisType.Auto))
 
 
 def _entry(axes: tuple[str, ...]) -> Any:

@@ -34,7 +34,7 @@ class CollectiveSite:
         asynchronous: Whether other instructions may run between its start and its end.
         loops: Names of the loops around it, outermost first.
         conditional: Whether it is in a branch; then `executions` counts as if the branch were
-            always taken, unless the conditional is in a name scope `taken_3_of_10`.
+            always taken, unless the conditional is in a name scope `executed_3_of_10`.
         across_slices: Whether it crosses the network between slices.
         groups: The devices that communicate, as XLA writes them.
         op_name: The `op_name` in its metadata: the place in the Python program.
@@ -267,8 +267,8 @@ def _largest_branch(scope: Scope, conditional: Instruction, context: _CallContex
 
 
 def _taken(conditional: Instruction) -> Fraction:
-    """Returns the share of executions in the innermost name scope `taken_N_of_M`, 1 if none."""
-    shares = re.findall(r"taken_(\d+)_of_(\d+)/", op_name(conditional))
+    """Returns the share of executions in the innermost name scope `executed_N_of_M`, 1 if none."""
+    shares = re.findall(r"executed_(\d+)_of_(\d+)/", op_name(conditional))
     return Fraction(int(shares[-1][0]), int(shares[-1][1])) if shares else Fraction(1)
 
 

@@ -26,6 +26,9 @@ from ._rules import partition_spec as partition_spec
 from ._rules import reshard as reshard
 from ._rules import reshard_to_spec as reshard_to_spec
 from ._rules import rules_without_manual_axes as rules_without_manual_axes
+from ._rules import typed_by_specs as typed_by_specs
 from ._rules import zero1_rules as zero1_rules
 from ._specs import axes_of as axes_of
+from ._specs import axes_of_dim as axes_of_dim
+from ._specs import with_axis_type as with_axis_type
 from ._specs import without_axes as without_axes

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ._mesh import AXES
-from ._specs import without_axes
+from ._specs import axes_of_dim, with_axis_type
 
 LogicalAxes = tuple[str | None, ...]
 Rules = Sequence[tuple[str, Sequence[str]]]
@@ -123,7 +124,7 @@ def check_divisible(shape: Sequence[int], spec: PartitionSpec, sizes: Mapping[st
         ValueError: If a dim does not.
     """
     for dim, names in enumerate(spec):
-        axes = (names,) if isinstance(names, str) else tuple(names or ())
+        axes = axes_of_dim(names)
         parts = math.prod(sizes[axis] for axis in axes)
         if shape[dim] % parts:
             over = " x ".join(f"{axis} {sizes[axis]}" for axis in axes if sizes[axis] > 1)
@@ -168,9 +169,8 @@ def reshard(tree: Any, shardings: Any) -> Any:
         if AxisType.Explicit not in mesh.axis_types:
             return jax.lax.with_sharding_constraint(x, sharding)
         # The compiler decides how it is split over the automatic axes.
-        types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-        untyped = [axis for axis, kind in types if kind != AxisType.Explicit]
-        return jax.sharding.reshard(x, NamedSharding(mesh, without_axes(sharding.spec, untyped)))
+        spec = with_axis_type(sharding.spec, mesh, AxisType.Explicit)
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
     return jax.tree.map(reshard_leaf, tree, shardings)
 
@@ -189,6 +189,26 @@ def reshard_to_spec(x: jax.Array, spec: PartitionSpec, mesh: Mesh | None) -> jax
     if mesh is None or not len(spec):
         return x
     return reshard(x, NamedSharding(mesh, padded_spec(x, spec, mesh)))
+
+
+def typed_by_specs(tree: Any, specs: Any, mesh: Mesh | None) -> Any:
+    """Returns `tree` with its specs in its types, so that its cotangents have the same types.
+
+    Args:
+        tree: JAX or numpy arrays.
+        specs: A prefix tree of specs.
+        mesh: The mesh. None, or a mesh without explicit axes, leaves `tree` unchanged.
+
+    Returns:
+        The same tree, sharded over the explicit axes.
+    """
+    if mesh is None or AxisType.Explicit not in mesh.axis_types:
+        return tree
+
+    def of_subtree(spec: PartitionSpec, subtree: Any) -> Any:
+        return jax.tree.map(lambda x: reshard_to_spec(jnp.asarray(x), spec, mesh), subtree)
+
+    return jax.tree.map(of_subtree, specs, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def padded_spec(x: jax.Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:

@@ -8,12 +8,12 @@ spec whose sets are not empty, so specs are read here through `partitions`.
 from collections.abc import Collection
 from typing import Any
 
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 
 def axes_of(spec: PartitionSpec) -> frozenset[str]:
     """Returns the mesh axes that a spec names: of its dims, `unreduced` and `reduced`."""
-    split = (axis for dim in spec.partitions for axis in _axes_of_dim(dim))
+    split = (axis for dim in spec.partitions for axis in axes_of_dim(dim))
     return spec.unreduced | spec.reduced | frozenset(split)
 
 
@@ -32,7 +32,7 @@ def without_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     def rest(dim: Any) -> Any:
         if dim is PartitionSpec.UNCONSTRAINED:
             return dim
-        return tuple(axis for axis in _axes_of_dim(dim) if axis not in axes) or None
+        return tuple(axis for axis in axes_of_dim(dim) if axis not in axes) or None
 
     gone = frozenset(axes)
     return PartitionSpec(
@@ -40,7 +40,25 @@ def without_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     )
 
 
-def _axes_of_dim(dim: Any) -> tuple[str, ...]:
+def with_axis_type(
+    spec: PartitionSpec, mesh: Mesh | AbstractMesh, axis_type: AxisType
+) -> PartitionSpec:
+    """Returns a spec with only those of its axes that have one type in a mesh.
+
+    Args:
+        spec: The spec.
+        mesh: The mesh whose axes it names.
+        axis_type: The type of the axes that stay.
+
+    Returns:
+        A spec of as many dims.
+    """
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return without_axes(spec, [axis for axis, kind in types if kind != axis_type])
+
+
+def axes_of_dim(dim: Any) -> tuple[str, ...]:
+    """Returns the mesh axes of one dim of a spec, none for an unsplit or unconstrained one."""
     if dim is None or dim is PartitionSpec.UNCONSTRAINED:
         return ()
     return (dim,) if isinstance(dim, str) else tuple(dim)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 from jaxtyping import PyTree
 
-from ._ranks import either, zeros
+from ._varying import cond, zeros
 
 
 def if_present(layer: Callable) -> Callable:
@@ -22,7 +22,7 @@ def if_present(layer: Callable) -> Callable:
     def maybe(weights: PyTree, x: PyTree, side: PyTree, key: dict[str, PyTree]):
         _, sums = jax.eval_shape(layer, weights, x, side, key["dropout"])
         nothing = jax.tree.map(zeros, sums)
-        return either(
+        return cond(
             key["present"],
             lambda: layer(weights, x, side, key["dropout"]),
             lambda: (x, nothing),

@@ -21,7 +21,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
+from ..ir import select
 from ..sharding import axes_of, without_axes
+from ._varying import pvary
 
 
 class _Call(NamedTuple):
@@ -34,10 +36,10 @@ class _Call(NamedTuple):
         outs: Specs of the differentiable and the other leaves of the results.
     """
 
-    of_shards: Callable[[list, list], tuple[list, list]]
+    of_shards: Callable[[tuple, tuple], tuple[tuple, tuple]]
     axes: dict[str, int]
-    ins: tuple[list, list]
-    outs: tuple[list, list]
+    ins: tuple[tuple, tuple]
+    outs: tuple[tuple, tuple]
 
 
 def nested_shard_map(
@@ -90,34 +92,35 @@ def _run(
     is_float = [dynamic and _is_float(x) for x, dynamic in zip(leaves, is_dynamic, strict=True)]
     is_other = [a and not b for a, b in zip(is_dynamic, is_float, strict=True)]
 
-    def whole(floats: list, others: list) -> Any:
-        floats, others = list(floats), list(others)
+    def whole(floats: tuple, others: tuple) -> Any:
+        more_floats, more_others = iter(floats), iter(others)
         given = [
-            floats.pop(0) if first else others.pop(0) if second else leaf
+            next(more_floats) if first else next(more_others) if second else leaf
             for leaf, first, second in zip(leaves, is_float, is_other, strict=True)
         ]
         return f(*jax.tree.unflatten(tree, given))
 
-    ins = _chosen(specs, is_float), _chosen(specs, is_other)
-    given = _chosen(leaves, is_float), _chosen(leaves, is_other)
+    ins = select(specs, is_float), select(specs, is_other)
+    given = select(leaves, is_float), select(leaves, is_other)
     on_shards = partial(jax.shard_map, axis_names={*axes}, check_vma=False)
     shapes = jax.eval_shape(on_shards(whole, in_specs=ins, out_specs=out_specs), *given)
     results, out_tree = jax.tree.flatten(shapes)
     trained = [_is_float(x) for x in results]
     rest = [not x for x in trained]
 
-    def of_shards(floats: list, others: list) -> tuple[list, list]:
+    def of_shards(floats: tuple, others: tuple) -> tuple[tuple, tuple]:
         found = jax.tree.leaves(whole(floats, others))
-        return _chosen(found, trained), _chosen(found, rest)
+        return select(found, trained), select(found, rest)
 
     found_specs = _of_leaves(out_specs, shapes)
-    outs = _chosen(found_specs, trained), _chosen(found_specs, rest)
-    floats, others = _differentiable(_Call(of_shards, axes, ins, outs))(*_varying(given))
-    found = [floats.pop(0) if first else others.pop(0) for first in trained]
+    outs = select(found_specs, trained), select(found_specs, rest)
+    run = _differentiable(_Call(of_shards, axes, ins, outs))
+    floats, others = map(iter, run(*jax.tree.map(pvary, given)))
+    found = [next(floats if first else others) for first in trained]
     return jax.tree.unflatten(out_tree, found)
 
 
-def _differentiable(call: _Call) -> Callable[[list, list], tuple[list, list]]:
+def _differentiable(call: _Call) -> Callable[[tuple, tuple], tuple[tuple, tuple]]:
     """Returns `call.of_shards` as a function of whole arrays, with its derivative."""
     on_shards = partial(jax.shard_map, axis_names={*call.axes}, check_vma=False)
     one_each = PartitionSpec(tuple(call.axes))  # residuals: each device stores its own
@@ -130,7 +133,8 @@ def _differentiable(call: _Call) -> Callable[[list, list], tuple[list, list]]:
         def on_shard(*arguments):
             return call.of_shards(*_as_equal(arguments))
 
-        return _varying(on_shards(on_shard, in_specs=call.ins, out_specs=call.outs)(floats, others))
+        on_all = on_shards(on_shard, in_specs=call.ins, out_specs=call.outs)
+        return jax.tree.map(pvary, on_all(floats, others))
 
     def forward(floats, others):
         def on_shard(floats, others):
@@ -142,22 +146,23 @@ def _differentiable(call: _Call) -> Callable[[list, list], tuple[list, list]]:
             return results, jax.tree.map(lambda x: jnp.expand_dims(x, 0), pull_back)
 
         outs = call.outs, one_each
-        return _varying(on_shards(keep, in_specs=call.ins, out_specs=outs)(floats, others))
+        on_all = on_shards(keep, in_specs=call.ins, out_specs=outs)
+        return jax.tree.map(pvary, on_all(floats, others))
 
     def backward(pull_back, gradients):
         def pull(pull_back, gradients):
-            parts = [
+            parts = tuple(
                 g / math.prod(call.axes[axis] for axis in axes) if axes else g
                 for g, axes in zip(_as_equal(gradients), sharing_out, strict=True)
-            ]
+            )
             (of_floats,) = jax.tree.map(lambda x: jnp.squeeze(x, 0), pull_back)(parts)
-            return [
+            return tuple(
                 jax.lax.psum(x, axes) if axes else x
                 for x, axes in zip(of_floats, sharing_in, strict=True)
-            ]
+            )
 
         on_all = on_shards(pull, in_specs=(one_each, call.outs[0]), out_specs=call.ins[0])
-        return _varying(on_all(pull_back, gradients[0])), None
+        return jax.tree.map(pvary, on_all(pull_back, gradients[0])), None
 
     run.defvjp(forward, backward)
     return run
@@ -170,17 +175,6 @@ def _as_equal(tree: PyTree) -> PyTree:
     operation varies over no axis, but an argument keeps its varying axes.
     """
     return jax.tree.map(lambda x: jax.lax.squeeze(jax.lax.expand_dims(x, [0]), [0]), tree)
-
-
-def _varying(tree: PyTree) -> PyTree:
-    """Returns `tree`, declared to vary over all manual axes."""
-    manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
-
-    def declare(x: jax.Array) -> jax.Array:
-        missing = manual - jax.typeof(x).manual_axis_type.varying
-        return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
-
-    return jax.tree.map(declare, tree)
 
 
 def _of_leaves(specs: PyTree, tree: PyTree) -> list:
@@ -206,10 +200,6 @@ def _without(specs: PyTree, axes: frozenset[str]) -> PyTree:
         return None if spec is None else without_axes(spec, axes)
 
     return jax.tree.map(rest, specs, is_leaf=_is_leaf)
-
-
-def _chosen(leaves: list, which: list[bool]) -> list:
-    return [leaf for leaf, chosen in zip(leaves, which, strict=True) if chosen]
 
 
 def _is_float(x: Any) -> bool:

@@ -29,12 +29,14 @@ from ..sharding import (
     GATHERED_AXES,
     Rules,
     axes_of,
+    axes_of_dim,
     constrain_with,
     gathered_rules,
     partition_spec,
     without_axes,
 )
-from ._ranks import is_spec, names_of, zeros
+from ._ranks import is_spec
+from ._varying import zeros
 
 Trees = Callable[[PyTree], PyTree]
 When = Literal["tick", "repeat", "once"]
@@ -165,7 +167,7 @@ def layer_gather(
     as_stored = _constrained(logical, rules)
 
     def scatter(x: jax.Array, spec: PartitionSpec, kept: PartitionSpec) -> jax.Array:
-        return _reduce_scatter(tuple(a for d in spec for a in names_of(d)), x, spec, kept)
+        return _reduce_scatter(tuple(a for d in spec for a in axes_of_dim(d)), x, spec, kept)
 
     @jax.custom_vjp
     def gather(weights: PyTree, given: PyTree) -> PyTree:
@@ -199,7 +201,7 @@ def _without(spec: PartitionSpec, done: PartitionSpec) -> PartitionSpec:
     """Returns `spec` without the axes that `done` has in the same dim."""
     return PartitionSpec(
         *(
-            tuple(a for a in names_of(axes) if a not in names_of(before)) or None
+            tuple(a for a in axes_of_dim(axes) if a not in axes_of_dim(before)) or None
             for axes, before in zip(spec, done, strict=True)
         )
     )
@@ -239,7 +241,7 @@ def _all_gather(
 ) -> jax.Array:
     """Gathers `x` from `stored` to `whole` over manual axes; automatic axes shard it as `kept`."""
     gathered = [
-        tuple(axis for axis in names_of(axes) if axis not in names_of(rest))
+        tuple(axis for axis in axes_of_dim(axes) if axis not in axes_of_dim(rest))
         for axes, rest in zip(stored, whole, strict=True)
     ]
 
@@ -267,7 +269,7 @@ def _reduce_scatter(
             x = lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True) if names else x
         return lax.psum(x, rest) if rest else x
 
-    return _on_shards(sum_up, x, kept, moved=[*map(names_of, spec)], also=GATHERED_AXES)
+    return _on_shards(sum_up, x, kept, moved=[*map(axes_of_dim, spec)], also=GATHERED_AXES)
 
 
 def _on_shards(

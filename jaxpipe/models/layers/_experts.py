@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
-from ...sharding import Rules, partition_spec, rules_without_manual_axes
+from ...sharding import Rules, axes_of_dim, partition_spec, rules_without_manual_axes
 from ._grouped_matmul import GroupedMatmul, ragged_dot
 from ._on_shards import automatic_axes, on_shards
 
@@ -97,7 +97,7 @@ def _on_all_shards(local: Callable, rules: Rules) -> Callable:
     """
     kept = rules_without_manual_axes(rules, jax.sharding.get_abstract_mesh())
     inward, outward = (partition_spec(axes, kept) for axes in _WEIGHT_AXES)
-    parts = tuple(a for dim in inward if dim for a in ((dim,) if isinstance(dim, str) else dim))
+    parts = tuple(axis for dim in inward for axis in axes_of_dim(dim))
     # Devices that hold different experts need the same tokens, so they must not shard the tokens.
     apart = [(name, [a for a in axes if a not in parts]) for name, axes in kept]
     tokens = partition_spec(("activation_batch", "activation_length", None), apart)

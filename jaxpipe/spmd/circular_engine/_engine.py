@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree, Scalar
 
-from ... import sharding
 from ...autodiff import Model, Remat, Sums, floating, recompute, with_aux
+from ...sharding import typed_by_specs
 from .._ranks import AXIS, on_ranks
 from .._weight_gather import EACH_TICK, Gather
 from ._loss import rank_value, rank_value_and_grad
@@ -73,10 +73,11 @@ def circular(
     num_ranks = _check_counts(stacked, microbatches, mesh, delay)
     check_rows(microbatches, gather.batch_axes, mesh)
     layer = _layer(with_aux(stage), mesh, How(delay, remat, gather, scan_repeats))
-    shares = _typed(_to_shares(inputs, num_ranks), rows_of(gather, P(AXIS, None)), mesh)
+    shares = typed_by_specs(_to_shares(inputs, num_ranks), rows_of(gather, P(AXIS, None)), mesh)
     of_rows, of_ranks = rows_of(gather, P(None)), stacked_specs(gather.weight_specs)
-    weights, keys = _typed(weights, of_ranks, mesh), _typed(keys, P(None, AXIS), mesh)
-    y, sums = layer(weights, shares, _typed(side, of_rows, mesh), keys)
+    weights = typed_by_specs(weights, of_ranks, mesh)
+    keys = typed_by_specs(keys, P(None, AXIS), mesh)
+    y, sums = layer(weights, shares, typed_by_specs(side, of_rows, mesh), keys)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), y), sums
 
 
@@ -123,23 +124,6 @@ def _layer(stage: Stage, mesh: Mesh | None, how: How) -> Callable:
 def rows_of(gather: Gather, lead: P) -> P:
     """Returns the spec of arrays whose rows are in the dim after those of `lead`."""
     return P(*lead, gather.batch_axes) if gather.batch_axes else lead
-
-
-def _typed(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> PyTree:
-    """Returns `tree` sharded as its cotangent will be: explicit axes make that part of the type.
-
-    Args:
-        tree: JAX or numpy arrays.
-        specs: A prefix tree of specs.
-        mesh: The mesh. None, or a mesh without explicit axes, leaves `tree` unchanged.
-    """
-    if mesh is None or AxisType.Explicit not in mesh.axis_types:
-        return tree
-
-    def of_subtree(spec, subtree):
-        return jax.tree.map(lambda x: sharding.reshard_to_spec(jnp.asarray(x), spec, mesh), subtree)
-
-    return jax.tree.map(of_subtree, specs, tree, is_leaf=lambda x: isinstance(x, P))
 
 
 def stacked_specs(specs: PyTree) -> PyTree:

@@ -12,7 +12,8 @@ from jax import lax
 from jaxtyping import PyTree, Scalar
 
 from ...autodiff import Model, Sums, combine, combine_losses, floating, total
-from .._ranks import AXIS, zeros
+from .._ranks import AXIS
+from .._varying import zeros
 from .._weight_gather import Gather, wide
 from ._passes import How, backward, forward, prepare
 

@@ -16,7 +16,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
 from ...autodiff import Pullback, Sums, floating, fold_in_microbatch, index_leading, pullback
-from .._ranks import AXIS, zeros
+from .._ranks import AXIS
+from .._varying import zeros
 from .._weight_gather import Access, Gather, access, same
 from ._residuals import Kept, first_late_repeat, read_early, read_late, room, store
 from ._segments import Segment, enter, last, middle, only_repeat

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from ...autodiff import index_leading
-from .._ranks import AXIS, vary, zeros
+from .._ranks import AXIS
+from .._varying import pvary, zeros
 from ._shape import Counts, put, ticks_of
 
 Buffers = list[jax.Array]
@@ -79,7 +80,7 @@ def buffer(x: Any, length: int) -> jax.Array:
 def store(kept: Kept, residuals: Buffers, t: Int[Array, ""], counts: Counts) -> Kept:
     """Writes the residuals of tick `t` to their entry."""
     cut = _first_late_tick(counts)
-    residuals = [vary(x) for x in residuals]
+    residuals = [pvary(x) for x in residuals]
     late = put(kept.late, residuals, jnp.where(t < cut, ticks_of(counts) - cut, t - cut))
     early = put(kept.early, residuals, jnp.minimum(t, cut)) if cut else []
     return Kept(early, late)

@@ -19,7 +19,8 @@ from jaxtyping import Array, Bool, Int, PyTree, Scalar
 from ...autodiff import Model, Remat, Sums, combine_losses, floating, index_leading, split_backward
 from ...schedules import TickTables
 from ...schedules.lock_step import PhaseTable
-from .._ranks import AXIS, either, how_often, vary, zeros
+from .._ranks import AXIS
+from .._varying import cond, execution_count_hint, pvary, zeros
 from .._weight_gather import Gather, wide
 from ..circular_engine._loss import like
 from ..circular_engine._residuals import buffer
@@ -131,7 +132,7 @@ def _prepare(
     held = weights.start(keep)
     whole = how.ends_gather.whole(how.ends_gather.cast(ends))
     # Only the types of these arguments are used, to trace the stage.
-    x = jax.tree.map(vary, model.embed(whole["embed"], index_leading(side, 0)))
+    x = jax.tree.map(pvary, model.embed(whole["embed"], index_leading(side, 0)))
     visit = weights.read(held, _FIRST, True), x, index_leading(side, 0), index_leading(keys, 0)
     divided = split_backward(how.remat(model.stage), *visit) if keep else None
     _, sums = jax.eval_shape(model.stage, *visit)
@@ -200,13 +201,13 @@ def _tick(
     """
     waiting, totals = carry
     totals = totals._replace(stages=run.weights.enter(totals.stages, row.forward, True))
-    totals, left = either(
+    totals, left = cond(
         row.forward.microbatch >= 0,
         lambda totals: forward(run, row.forward, waiting, totals, nothing),
         lambda totals: (totals, nothing),
         totals,
         like=(totals, nothing),
-        often=how_often(tables.forward.microbatch),
+        hint=execution_count_hint(tables.forward.microbatch),
     )
     if leaves is not None:
         totals, cotangent = _shared_loss(run, nothing, row.forward, left.activation, leaves, totals)
@@ -227,13 +228,13 @@ def _tick(
     )
     waiting, totals = _tick_backward(run, tables, nothing, waiting, totals, row)
     if tables.num_slots["wgrad_residuals"]:
-        totals = either(
+        totals = cond(
             row.weight.microbatch >= 0,
             lambda totals: weight(run, row.weight, waiting, totals),
             lambda totals: totals,
             totals,
             like=totals,
-            often=how_often(tables.weight.microbatch),
+            hint=execution_count_hint(tables.weight.microbatch),
         )
     return waiting, totals
 
@@ -251,7 +252,7 @@ def _shared_loss(
         shared = jax.tree.map(lambda y: _from_one(is_last, y), y)
         return shared_loss(run, shared, index_leading(run.side, microbatch), totals)
 
-    return either(
+    return cond(
         microbatch >= 0,
         loss,
         lambda totals: (totals, nothing.cotangent),
@@ -272,13 +273,13 @@ def _tick_backward(
     work = row.backward
     no_link = index_leading(waiting.links, 0)
     totals = totals._replace(stages=run.weights.enter(totals.stages, work, False))
-    totals, (dx, link) = either(
+    totals, (dx, link) = cond(
         work.microbatch >= 0,
         lambda totals: backward(tables)(run, work, waiting, totals, no_link),
         lambda totals: (totals, (nothing.cotangent, no_link)),
         totals,
         like=(totals, (nothing.cotangent, no_link)),
-        often=how_often(tables.backward.microbatch),
+        hint=execution_count_hint(tables.backward.microbatch),
     )
     totals = totals._replace(stages=run.weights.leave(totals.stages, work))
     return waiting._replace(

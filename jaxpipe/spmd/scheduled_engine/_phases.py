@@ -15,7 +15,8 @@ from jaxtyping import PyTree, Scalar
 from ...autodiff import Model, SplitBackward, Sums, floating, fold_in_microbatch, index_leading
 from ...ir import add_gradients
 from ...schedules import TickTables
-from .._ranks import AXIS, either
+from .._ranks import AXIS
+from .._varying import cond
 from ..circular_engine._loss import add_to_ends, loss_and_gradients
 from ._weights import Chunks, Held, Work
 
@@ -98,7 +99,7 @@ def forward(
     w = run.weights.read(totals.stages, work, True)
     arrived = index_leading(waiting.inputs, work.input_slot)
     embed = lambda: run.model.embed(run.ends["embed"], side)  # noqa: E731
-    x = either(work.stage == 0, embed, lambda: arrived, like=arrived)
+    x = cond(work.stage == 0, embed, lambda: arrived, like=arrived)
     kept: tuple[list, list] = ([], [])
     if run.stage is None:
         y, sums = run.model.stage(w, x, side, keys)
@@ -106,7 +107,7 @@ def forward(
         (y, sums), residuals = run.stage.forward(w, x, side, keys)
         kept = divide(run.stage, residuals)
     totals = totals._replace(of_stages=_add(totals.of_stages, sums))
-    totals, cotangent = either(
+    totals, cotangent = cond(
         work.stage == run.last,
         lambda totals: _loss(run, y, side, totals),
         lambda totals: (totals, nothing.cotangent),
@@ -174,7 +175,7 @@ def backward(tables: TickTables) -> Callable:
     }
 
     def as_told(run: Run, work: Work, waiting: Waiting, totals: Totals, empty: list) -> Backward:
-        return either(
+        return cond(
             work.wgrad_residuals_slot >= 0,
             lambda totals: _half(run, work, waiting, totals, empty),
             lambda totals: _whole(run, work, waiting, totals, empty),
@@ -250,7 +251,7 @@ def _embedded(run: Run, work: Work, side: PyTree, dx: PyTree, totals: Totals) ->
         return add_gradients(gradient, run.ends["embed"], side, dx)(so_far)
 
     so_far = totals.ends["embed"]
-    of_embed = either(work.stage == 0, add, lambda so_far: so_far, so_far, like=so_far)
+    of_embed = cond(work.stage == 0, add, lambda so_far: so_far, so_far, like=so_far)
     return totals._replace(ends=totals.ends | {"embed": of_embed})
 
 

@@ -20,7 +20,8 @@ from jaxtyping import PyTree
 from ...autodiff import floating, index_leading
 from ...schedules import TickTables
 from ...schedules.lock_step import PREFETCHED, SHARED_WITH_FORWARD
-from .._ranks import AXIS, either, how_often, zeros
+from .._ranks import AXIS
+from .._varying import cond, execution_count_hint, zeros
 from .._weight_gather import Gather, only_after, wide
 from ..circular_engine._shape import put
 
@@ -147,17 +148,17 @@ def _each_visit(gather: Gather, weights: PyTree, tables: TickTables) -> Chunks:
         window = getattr(held, side)
         begins = work.weight_source == PREFETCHED
         following = (tables.forward if is_forward else tables.backward).prefetch_chunk
-        window = either(begins, lambda: held.ahead, lambda: window, like=window)
+        window = cond(begins, lambda: held.ahead, lambda: window, like=window)
         if side == "backward":
             shared = work.weight_source == SHARED_WITH_FORWARD
-            window = either(shared, lambda: held.forward, lambda: window, like=window)
+            window = cond(shared, lambda: held.forward, lambda: window, like=window)
         # Prefetched for the next visit: no tick of this one reads it.
-        ahead = either(
+        ahead = cond(
             begins & (work.prefetch_chunk >= 0),
             lambda: gathered(work.prefetch_chunk),
             lambda: held.ahead,
             like=held.ahead,
-            often=how_often(following),
+            hint=execution_count_hint(following),
         )
         return held._replace(**{side: window, "ahead": ahead})
 
@@ -185,12 +186,10 @@ def _each_visit(gather: Gather, weights: PyTree, tables: TickTables) -> Chunks:
                 done, index_leading(done, work.chunk) + scattered, work.chunk
             )
 
-        often = how_often(tables.backward.ends_residency, lambda closes: closes == 1)
+        hint = execution_count_hint(tables.backward.ends_residency, lambda closes: closes == 1)
         same = lambda *pair: pair  # noqa: E731
         pairs = [
-            either(
-                work.ends_residency == 1, partial(scatter, i), same, *pair, like=pair, often=often
-            )
+            cond(work.ends_residency == 1, partial(scatter, i), same, *pair, like=pair, hint=hint)
             for i, pair in enumerate(zip(gradients, done, strict=True))
         ]
         gradients, done = (tree.unflatten(leaves) for leaves in zip(*pairs, strict=True))

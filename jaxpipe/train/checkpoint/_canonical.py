@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ... import mpmd, sharding
-from ...sharding import LogicalAxes
+from ...sharding import LogicalAxes, axes_of_dim
 from ..plan._setup import STACK_AXES, Setup
 from ..step._mpmd import mpmd_state_shardings
 from ..step._per_stage_state import mpmd_mesh, stack_shardings, stack_stages, unstack_stages
@@ -301,7 +301,7 @@ def _is_stacked(axes: Any) -> bool:
 def _shard_over_ranks(shape: Sequence[int], where: NamedSharding, by_first: bool) -> NamedSharding:
     """Adds the axis of ranks to the largest dim that it divides, preferably (not) the first dim."""
     sizes = where.mesh.shape
-    dims = [(dim,) if isinstance(dim, str) else tuple(dim or ()) for dim in where.spec]
+    dims = [axes_of_dim(dim) for dim in where.spec]
     wanted = sorted(range(len(shape)), key=lambda i: ((i == 0) != by_first, -shape[i]))
     for i in wanted:
         axes = (*dims[i], "stage")

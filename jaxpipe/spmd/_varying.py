@@ -1,0 +1,109 @@
+"""Arrays that vary over manual axes, and what a loop over ticks is made of: `cond` and zeros."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from ..ir import pvary_like
+from ..sharding import axes_of
+
+
+def pvary(x: jax.Array) -> jax.Array:
+    """Marks an array that devices share as varying over all manual axes.
+
+    It is called on the arguments of `shard_map`, so that a gradient is summed over devices once.
+    Otherwise JAX sums at every use, in a loop in every iteration, and in the dtype of the use.
+    bfloat16 is summed in float32: for precision, and because XLA:CPU fails on bfloat16 sums.
+    """
+    missing = tuple(set(jax.sharding.get_abstract_mesh().manual_axes) - varying_axes(x))
+    if not missing:
+        return x
+    wide = x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
+    return jax.lax.pcast(wide, missing, to="varying").astype(x.dtype)
+
+
+def varying_axes(x: jax.Array) -> frozenset[str]:
+    """Returns the manual axes over which `x` varies."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def cond(
+    predicate: Any, yes: Callable, no: Callable, *operands: Any, like: Any, hint: str = ""
+) -> Any:
+    """Returns `yes(*operands)` or `no(*operands)`; on a mesh only the chosen branch runs.
+
+    Args:
+        predicate: A boolean scalar. `yes` runs if it is true.
+        yes: A function of `operands`.
+        no: A function of `operands` with results of the same shapes and dtypes.
+        *operands: Arguments of both.
+        like: A tree as both return. Results vary over the manual axes as its leaves do.
+        hint: A name scope, as returned by `execution_count_hint`, from which an audit of the
+            compiled program reads how often `yes` runs. Empty for none.
+
+    Returns:
+        The result of the chosen branch.
+    """
+
+    types = jax.tree.map(jax.typeof, like)
+
+    def branch(f: Callable) -> Callable:
+        # Always returns at least two results: XLA's verifier requires both branches of a
+        # single-result conditional to have the same sharding.
+        return lambda *operands: (jax.tree.map(pvary_like, types, f(*operands)), jnp.int32(0))
+
+    with jax.named_scope(hint) if hint else nullcontext():
+        result, second = jax.lax.cond(predicate, branch(yes), branch(no), *operands)
+    leaves, tree = jax.tree.flatten(result)
+    if len(leaves) == 1:
+        leaves = jax.lax.optimization_barrier((*leaves, second))[:1]  # or it would be dropped
+    return jax.tree.unflatten(tree, leaves)
+
+
+def execution_count_hint(
+    table: Sequence[Sequence[int]], chosen: Callable[[int], bool] = lambda number: number >= 0
+) -> str:
+    """Returns a name scope such as `executed_3_of_10`: in how many ticks a condition is true.
+
+    Args:
+        table: [num_ticks][num_ranks] integers.
+        chosen: Whether the condition is true for an integer of the table.
+
+    Returns:
+        `executed_{count}_of_{num_ticks}`, where `count` is the largest of any rank.
+    """
+    most = max(sum(map(chosen, column)) for column in zip(*table, strict=True))
+    return f"executed_{most}_of_{len(table)}"
+
+
+def zeros(x: Any, *, lead: tuple[int, ...] = (), dtype: Any = None) -> jax.Array:
+    """Returns zeros like `x` that vary over the same manual axes, as the carry of a scan must.
+
+    Args:
+        x: An array; or a shape and dtype, for zeros that vary over all manual axes.
+        lead: Sizes of dims in front of those of `x`.
+        dtype: The dtype of the result. None for that of `x`.
+
+    Returns:
+        Zeros [*lead, *x.shape].
+    """
+    dtype = dtype or x.dtype
+    if not isinstance(x, jax.Array):
+        return pvary(_split_like(x, jnp.zeros((*lead, *x.shape), dtype)))
+    axes = tuple(varying_axes(x))
+    nothing = jnp.zeros_like(x, dtype=dtype)
+    nothing = jax.lax.pcast(nothing, tuple(set(axes) - varying_axes(nothing)), to="varying")
+    return jnp.broadcast_to(nothing, (*lead, *x.shape))
+
+
+def _split_like(aval: Any, x: jax.Array) -> jax.Array:
+    """Reshards the last dims of `x` over explicit axes as those of `aval` are."""
+    split = getattr(aval, "sharding", None)
+    if not isinstance(split, NamedSharding) or not axes_of(split.spec):
+        return x
+    dims = (*[None] * (x.ndim - aval.ndim), *split.spec.partitions)
+    return jax.sharding.reshard(x, split.spec.update(partitions=dims))
