@@ -59,7 +59,10 @@ def main() -> None:
     print(f"{'':<8}{'bare step, ms':>16}{'loop, ms':>12}{'loop / bare':>14}{'of CPU time':>14}")
     ratios = []
     for i, pairs in enumerate(rounds, start=1):
-        bare, loop = (Time(*map(sum, zip(*side, strict=True))) for side in zip(*pairs, strict=True))
+        bare, loop = (
+            Time(*map(sum, zip(*batch_inputs, strict=True)))
+            for batch_inputs in zip(*pairs, strict=True)
+        )
         ratios.append((loop.wall / bare.wall, loop.cpu / bare.cpu))
         steps, times = (1e3 * part.wall / (TURN * TURNS) for part in (bare, loop)), ratios[-1]
         print("{:<8}{:>16.2f}{:>12.2f}{:>14.3f}{:>14.3f}".format(i, *steps, *times))

@@ -57,7 +57,7 @@ def main() -> None:
 def step_times(steps: int) -> None:
     """Steps of every row."""
     mesh = sharding.make_mesh({"stage": S, "fsdp": 2}, devices=jax.devices())
-    weights, side, model = make(MICROBATCHES)
+    weights, batch_inputs, model = make(MICROBATCHES)
     rows: dict[str, tuple[Callable, schedules.Ticks | None]] = {
         "unpipelined": (partial(plain, model), None),
         LOOP: (partial(differentiated, model, mesh), None),
@@ -69,11 +69,13 @@ def step_times(steps: int) -> None:
     heads = f"{'of the loop':>13}{'of the least':>14}{'temp MB':>9}{'compile s':>11}  lock-step"
     print(f"{'row':<29}{'ms':>8}{heads}")
     with jax.set_mesh(mesh):
-        compiled = {name: compile_row(run, weights, side) for name, (run, _) in rows.items()}
+        compiled = {
+            name: compile_row(run, weights, batch_inputs) for name, (run, _) in rows.items()
+        }
         times = {name: [] for name in rows}
         for _ in range(steps):
             for name, row in compiled.items():
-                times[name].append(timed(row.step, weights, side))
+                times[name].append(timed(row.step, weights, batch_inputs))
     loop, least = min(times[LOOP]), min(times["unpipelined"]) / S
     for name, (_, ticks) in rows.items():
         row, fastest = compiled[name], min(times[name])
@@ -89,10 +91,10 @@ def compile_times() -> None:
     print(f"{'schedule':<18}{'M':>4}{'ticks':>7}{'compile s':>11}{'lines':>8}")
     for name in ("1f1b", "interleaved_1f1b", "zbv"):
         for count in (8, 8, 16, 32, 64):  # the first one warms up
-            weights, side, model = make(count)
+            weights, batch_inputs, model = make(count)
             ticks = ticks_of(name, count)
             with jax.set_mesh(mesh):
-                row = compile_row(partial(scheduled, model, mesh, ticks), weights, side)
+                row = compile_row(partial(scheduled, model, mesh, ticks), weights, batch_inputs)
             lines = row.step.as_text().count("\n")
             print(
                 f"{name:<18}{count:>4}{schedules.num_ticks(ticks):>7}{row.seconds:>11.1f}{lines:>8}"
@@ -123,19 +125,19 @@ class Compiled(NamedTuple):
     seconds: float
 
 
-def compile_row(run: Callable, weights: Any, side: Any) -> Compiled:
+def compile_row(run: Callable, weights: Any, batch_inputs: Any) -> Compiled:
     start = time.perf_counter()
-    compiled = jax.jit(run).lower(weights, side).compile()
+    compiled = jax.jit(run).lower(weights, batch_inputs).compile()
     seconds = time.perf_counter() - start
-    jax.block_until_ready(compiled(weights, side))
+    jax.block_until_ready(compiled(weights, batch_inputs))
     memory = compiled.memory_analysis()
     assert memory is not None, "CPUs tell"
     return Compiled(compiled, memory.temp_size_in_bytes, seconds)
 
 
-def timed(step: Callable, weights: Any, side: Any) -> float:
+def timed(step: Callable, weights: Any, batch_inputs: Any) -> float:
     start = time.perf_counter()
-    jax.block_until_ready(step(weights, side))
+    jax.block_until_ready(step(weights, batch_inputs))
     return time.perf_counter() - start
 
 
@@ -149,32 +151,36 @@ def make(num_microbatches: int) -> tuple[Any, Any, Model]:
     )
     tokens = np.random.default_rng(0).integers(0, 512, (num_microbatches, ROWS, LENGTH + 1))
     shape = (num_microbatches, ROWS, LENGTH)
-    side = {
+    batch_inputs = {
         "tokens": tokens[..., :-1],
         "targets": tokens[..., 1:],
         "positions": np.broadcast_to(np.arange(LENGTH), shape),
         "segment_ids": np.ones(shape, int),
     }
-    side = {name: jnp.asarray(x, jnp.int32) for name, x in side.items()}
-    side["target_weights"] = jnp.full(shape, 1 / np.prod(shape), jnp.float32)
+    batch_inputs = {name: jnp.asarray(x, jnp.int32) for name, x in batch_inputs.items()}
+    batch_inputs["target_weights"] = jnp.full(shape, 1 / np.prod(shape), jnp.float32)
     functions = models.llama(
         CONFIG, attention=models.dot_product_attention, constrain=sharding.constrain_with()
     )
-    return weights, side, Model(*functions)
+    return weights, batch_inputs, Model(*functions)
 
 
-def plain(model: Model, weights: Any, side: Any) -> Any:
+def plain(model: Model, weights: Any, batch_inputs: Any) -> Any:
     stages = jax.tree.map(lambda x: x[:, None], weights["stages"])
     recomputing = Model(model.embed, recompute(model.stage), model.loss)
-    return unpipelined.value_and_grad(recomputing, weights | {"stages": stages}, side)
+    return unpipelined.value_and_grad(recomputing, weights | {"stages": stages}, batch_inputs)
 
 
-def circular(model: Model, mesh: Any, weights: Any, side: Any) -> Any:
+def circular(model: Model, mesh: Any, weights: Any, batch_inputs: Any) -> Any:
     stages = jax.tree.map(lambda x: x.reshape(1, S, -1, *x.shape[1:]), weights["stages"])
-    return spmd.circular_value_and_grad(model, weights | {"stages": stages}, side, mesh=mesh)
+    return spmd.circular_value_and_grad(
+        model, weights | {"stages": stages}, batch_inputs, mesh=mesh
+    )
 
 
-def scheduled(model: Model, mesh: Any, ticks: schedules.Ticks, weights: Any, side: Any) -> Any:
+def scheduled(
+    model: Model, mesh: Any, ticks: schedules.Ticks, weights: Any, batch_inputs: Any
+) -> Any:
     num_stages = ticks.schedule.num_stages
     stages = jax.tree.map(lambda x: x.reshape(num_stages, -1, *x.shape[1:]), weights["stages"])
     stages = spmd.to_ranks(stages, ticks.schedule)
@@ -182,19 +188,19 @@ def scheduled(model: Model, mesh: Any, ticks: schedules.Ticks, weights: Any, sid
     return spmd.scheduled_value_and_grad(
         model,
         weights | {"stages": stages},
-        side,
+        batch_inputs,
         ticks=ticks,
         mesh=mesh,
         gather=once,
-        ends_gather=once,
+        boundary_gather=once,
     )
 
 
-def differentiated(model: Model, mesh: Any, weights: Any, side: Any) -> Any:
+def differentiated(model: Model, mesh: Any, weights: Any, batch_inputs: Any) -> Any:
     """The usual pipeline in JAX: a scan over ticks with a permute, and `jax.grad` of it all."""
     stages = jax.tree.map(lambda x: x.reshape(S, -1, *x.shape[1:]), weights["stages"])
 
-    def rank(stages, x, side):
+    def rank(stages, x, batch_inputs):
         index = lax.axis_index("stage")
         stages = jax.tree.map(lambda w: w[0], stages)
         ring = [(r, (r + 1) % S) for r in range(S)]
@@ -204,13 +210,13 @@ def differentiated(model: Model, mesh: Any, weights: Any, side: Any) -> Any:
             m = jnp.clip(t - index, 0, MICROBATCHES - 1)
             at = partial(jax.tree.map, lambda a: lax.dynamic_index_in_dim(a, m, keepdims=False))
             x_m = jnp.where(index == 0, at(x), arrived)
-            y, _ = recompute(model.stage)(stages, x_m, at(side), ())
+            y, _ = recompute(model.stage)(stages, x_m, at(batch_inputs), ())
             leaves = jnp.where(t >= index, y, outputs[m])
             outputs = lax.dynamic_update_index_in_dim(outputs, leaves, m, 0)
             return (lax.ppermute(y, "stage", ring), outputs), None
 
         varying = lambda a: lax.pcast(a, "stage", to="varying")  # noqa: E731
-        x, side = jax.tree.map(varying, (x, side))
+        x, batch_inputs = jax.tree.map(varying, (x, batch_inputs))
         start = jnp.zeros_like(x[0]), jnp.zeros_like(x)
         (_, outputs), _ = lax.scan(tick, start, jnp.arange(MICROBATCHES + S - 1))
         return lax.psum(jnp.where(index == S - 1, outputs, 0), "stage")
@@ -221,10 +227,10 @@ def differentiated(model: Model, mesh: Any, weights: Any, side: Any) -> Any:
     )
 
     def loss(weights):
-        x = jax.vmap(model.embed, (None, 0))(weights["embed"], side)
-        y = pipeline(weights["stages"], x, side)
+        x = jax.vmap(model.embed, (None, 0))(weights["embed"], batch_inputs)
+        y = pipeline(weights["stages"], x, batch_inputs)
         head = {"head": weights["head"]}
-        losses = lax.map(lambda batch: model.loss(head, *batch)[0], (y, side))
+        losses = lax.map(lambda batch: model.loss(head, *batch)[0], (y, batch_inputs))
         return jnp.sum(losses)
 
     return jax.value_and_grad(loss)(weights | {"stages": stages})

@@ -1,7 +1,8 @@
 """Defines the model that every engine runs: three pure functions, and weights in three groups.
 
 weights = {"embed": ..., "stages": leaves with stage dims in front, "head": ...}
-side    = pytree of [M, ...] arrays that every stage may read: tokens, positions, segment ids,
+batch_inputs    = pytree of [M, ...] arrays that every stage may read: tokens, positions, segment
+ids,
           targets
 keys    = pytree of leaves with stage dims in front that a stage is given besides its weights:
           dropout keys, a mask of its layers; or () without any
@@ -30,20 +31,20 @@ class Model:
     """A model as three pure functions of one microbatch.
 
     Attributes:
-        embed: `(weights["embed"], side_m) -> x`, the input of the first stage: any pytree.
-        stage: `(weights of one stage, x, side_m, rng) -> (y, sums)`. y has the structure, shapes
+        embed: `(weights["embed"], inputs_m) -> x`, the input of the first stage: any pytree.
+        stage: `(weights of one stage, x, inputs_m, rng) -> (y, sums)`. y has the structure, shapes
             and dtypes of x. rng has the leaves of `keys` for this stage, with the index of the
             microbatch folded into random keys. `sums["loss"]`, if present, is added to the loss (a
             load-balance loss, for example); all other sums become metrics. A stage without sums may
             return y alone.
-        loss: `(ends, y, side_m) -> (loss, sums)` with ends = `{"head": weights["head"]}`, and also
-            `"embed"` if the model is tied.
+        loss: `(boundary, y, inputs_m) -> (loss, sums)` with boundary = `{"head":
+            weights["head"]}`, and also `"embed"` if the model is tied.
         tied: Whether `loss` reads the weights of the embedding too.
-        shared_loss: `(ends, y, side_m, axis) -> ((loss, sums), (of_ends, dy))`: the same loss,
-            computed by all ranks of an axis together, and its gradients. All ranks have the same
-            arguments.
-            The loss, the sums and the gradients by `ends` are contributions that add up over the
-            axis; the gradient dy by y is complete on each rank.
+        shared_loss: `(boundary, y, inputs_m, axis) -> ((loss, sums), (boundary_grads, dy))`: the
+            same loss, computed by all ranks of an axis together, and its gradients. All ranks have
+            the same arguments.
+            The loss, the sums and the gradients by `boundary` are contributions that add up over
+            the axis; the gradient dy by y is complete on each rank.
     """
 
     embed: Callable[[Any, Any], Any]
@@ -55,7 +56,7 @@ class Model:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stage", with_aux(self.stage))
 
-    def ends(self, weights: dict[str, Any]) -> dict[str, Any]:
+    def boundary(self, weights: dict[str, Any]) -> dict[str, Any]:
         """Returns the weights that `loss` reads: the head's, and the embedding's if tied."""
         return {name: weights[name] for name in ("head", *(("embed",) if self.tied else ()))}
 
@@ -72,18 +73,18 @@ def with_aux(stage: Callable) -> Callable[[Any, Any, Any, Any], tuple[Any, Sums]
     stage expects.
 
     Args:
-        stage: `(weights of one stage, x, side_m, rng) -> (y, sums)` or `-> y`.
+        stage: `(weights of one stage, x, inputs_m, rng) -> (y, sums)` or `-> y`.
 
     Returns:
-        `(weights of one stage, x, side_m, rng) -> (y, sums)`. It raises a `ValueError` if y differs
-        from x in structure, shapes or dtypes.
+        `(weights of one stage, x, inputs_m, rng) -> (y, sums)`. It raises a `ValueError` if y
+        differs from x in structure, shapes or dtypes.
     """
     if getattr(stage, _MARK, False):
         return stage
 
     @wraps(stage)
-    def run(weights: Any, x: Any, side_m: Any, rng: Any) -> tuple[Any, Sums]:
-        y, sums = _outputs(stage(weights, x, side_m, rng), x)
+    def run(weights: Any, x: Any, inputs_m: Any, rng: Any) -> tuple[Any, Sums]:
+        y, sums = _outputs(stage(weights, x, inputs_m, rng), x)
         _check_like(x, y)
         return jax.tree.map(_typed_like, y, x), sums
 

@@ -23,10 +23,11 @@ class Pullback:
     """A function and its derivative.
 
     Attributes:
-        forward: `(weights, x, side, rng) -> (out, residuals)`, where residuals is a list of arrays.
-        backward: `(weights, side, rng, residuals, cotangent) -> (dweights, dx, dside)`. The
-            cotangent has the structure of `floating(out)`, and the results have the structure of
-            `floating` of the inputs.
+        forward: `(weights, x, batch_inputs, rng) -> (out, residuals)`, where residuals is a list
+            of arrays.
+        backward: `(weights, batch_inputs, rng, residuals, cotangent) -> (dweights, dx,
+            dbatch_inputs)`. The cotangent has the structure of `floating(out)`, and the results
+            have the structure of `floating` of the inputs.
     """
 
     forward: Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, list[jax.Array]]]
@@ -45,8 +46,11 @@ def combine(differentiated: PyTree, tree: PyTree) -> PyTree:
     )
 
 
-def pullback(f: Callable, weights: PyTree, x: PyTree, side: PyTree, rng: PyTree) -> Pullback:
-    """Traces `f(weights, x, side, rng) -> out` once, and splits it into forward and backward.
+def pullback(
+    f: Callable, weights: PyTree, x: PyTree, batch_inputs: PyTree, rng: PyTree
+) -> Pullback:
+    """Traces `f(weights, x, batch_inputs, rng) -> out` once, and splits it into forward and
+    backward.
 
     `jax.checkpoint` in or around `f` decides which intermediate values become residuals.
 
@@ -54,7 +58,8 @@ def pullback(f: Callable, weights: PyTree, x: PyTree, side: PyTree, rng: PyTree)
         f: A function of arrays. It closes over no array that is differentiated.
         weights: Example weights: only shapes, dtypes and varying manual axes are read.
         x: Example input of the stage; only types are read.
-        side: Example inputs of one microbatch that every stage may read; only types are read.
+        batch_inputs: Example inputs of one microbatch that every stage may read; only types are
+            read.
         rng: Example random keys and other inputs without derivative; only types are read.
 
     Returns:
@@ -62,33 +67,39 @@ def pullback(f: Callable, weights: PyTree, x: PyTree, side: PyTree, rng: PyTree)
     """
     vjp_tree = None
 
-    def traced(weights, x, side, rng):
+    def traced(weights, x, batch_inputs, rng):
         nonlocal vjp_tree
 
         def of_floating(*differentiated):
-            w, h, s = map(combine, differentiated, (weights, x, side))
+            w, h, s = map(combine, differentiated, (weights, x, batch_inputs))
             out = f(w, h, s, rng)
             return floating(out), out
 
-        arguments = map(floating, (weights, x, side))
+        arguments = map(floating, (weights, x, batch_inputs))
         _, vjp, out = jax.vjp(of_floating, *arguments, has_aux=True)
         leaves, vjp_tree = jax.tree.flatten(vjp)
         return out, leaves
 
-    closed, (out_shape, _) = jax.make_jaxpr(traced, return_shape=True)(weights, x, side, rng)
+    closed, (out_shape, _) = jax.make_jaxpr(traced, return_shape=True)(
+        weights, x, batch_inputs, rng
+    )
     num_out = len(jax.tree.leaves(out_shape))
-    sizes = [len(jax.tree.leaves(tree)) for tree in (weights, x, side, rng)]
+    sizes = [len(jax.tree.leaves(tree)) for tree in (weights, x, batch_inputs, rng)]
     sources = _sources(closed, num_out, sizes)
     kept = [i for i, source in enumerate(sources) if source == "kept"]
     run, out_tree = jaxpr_as_fun(closed), jax.tree.structure(out_shape)
     again = _only(closed, [num_out + i for i, s in enumerate(sources) if s == "weights"])
 
-    def forward(weights, x, side, rng):
-        values = run(*jax.tree.leaves((weights, x, side, rng)))
+    def forward(weights, x, batch_inputs, rng):
+        values = run(*jax.tree.leaves((weights, x, batch_inputs, rng)))
         return jax.tree.unflatten(out_tree, values[:num_out]), [values[num_out + i] for i in kept]
 
-    def backward(weights, side, rng, residuals, cotangent):
-        given = [*jax.tree.leaves(weights), *[None] * sizes[1], *jax.tree.leaves((side, rng))]
+    def backward(weights, batch_inputs, rng, residuals, cotangent):
+        given = [
+            *jax.tree.leaves(weights),
+            *[None] * sizes[1],
+            *jax.tree.leaves((batch_inputs, rng)),
+        ]
         recomputed, remaining = iter(again(given)), iter(residuals)
         leaves = [
             next(recomputed) if s == "weights" else next(remaining) if s == "kept" else given[s]

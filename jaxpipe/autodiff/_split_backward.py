@@ -26,11 +26,14 @@ class SplitBackward:
     of the sums. A cotangent has the structure of `floating` of its primal value.
 
     Attributes:
-        forward: `(weights, x, side, rng) -> (out, residuals)`, where residuals is a list of arrays.
-        backward: `(weights, side, rng, residuals, cotangent, gradient) -> (gradient, dx, dside)`.
-        input: `(weights, side, rng, residuals, cotangent) -> (dx, dside, link)`, the half without
-            the gradients of weights. `link` is a list of arrays for the other half.
-        weight: `(weights, side, rng, residuals for it, link, gradient) -> gradient`.
+        forward: `(weights, x, batch_inputs, rng) -> (out, residuals)`, where residuals is a list
+            of arrays.
+        backward: `(weights, batch_inputs, rng, residuals, cotangent, gradient) -> (gradient, dx,
+            dbatch_inputs)`.
+        input: `(weights, batch_inputs, rng, residuals, cotangent) -> (dx, dbatch_inputs, link)`,
+            the half without the gradients of weights. `link` is a list of arrays for the other
+            half.
+        weight: `(weights, batch_inputs, rng, residuals for it, link, gradient) -> gradient`.
         for_weight: [num_residuals] whether `weight` reads each residual. All others can be freed
             after `input`.
     """
@@ -43,15 +46,17 @@ class SplitBackward:
 
 
 def split_backward(
-    f: Callable, weights: PyTree, x: PyTree, side: PyTree, rng: PyTree
+    f: Callable, weights: PyTree, x: PyTree, batch_inputs: PyTree, rng: PyTree
 ) -> SplitBackward:
-    """Traces `f(weights, x, side, rng) -> out` and splits it, and splits its backward into halves.
+    """Traces `f(weights, x, batch_inputs, rng) -> out` and splits it, and splits its backward into
+    halves.
 
     Args:
         f: A pure function of arrays. It closes over no array that is differentiated.
         weights: Example weights: only shapes, dtypes and varying manual axes are read.
         x: Example input of the stage; only types are read.
-        side: Example inputs of one microbatch that every stage may read; only types are read.
+        batch_inputs: Example inputs of one microbatch that every stage may read; only types are
+            read.
         rng: Example random keys and other inputs without derivative; only types are read.
 
     Returns:
@@ -60,11 +65,11 @@ def split_backward(
     Raises:
         ValueError: If `f` has side effects.
     """
-    pulled = pullback(f, weights, x, side, rng)
-    ahead, shapes = jax.make_jaxpr(pulled.forward, return_shape=True)(weights, x, side, rng)
+    pulled = pullback(f, weights, x, batch_inputs, rng)
+    ahead, shapes = jax.make_jaxpr(pulled.forward, return_shape=True)(weights, x, batch_inputs, rng)
     check_pure(ahead)
     out, residuals = jax.tree.unflatten(jax.tree.structure(shapes), ahead.out_avals)
-    examples = weights, side, rng, residuals, floating(out)
+    examples = weights, batch_inputs, rng, residuals, floating(out)
     closed, shapes = jax.make_jaxpr(pulled.backward, return_shape=True)(*examples)
     whole = to_graph(closed)
 
@@ -78,18 +83,18 @@ def split_backward(
     start = sum(sizes[:3])
     always, for_weight = halves.reads[:start], halves.reads[start : start + num_residuals]
 
-    def backward(weights, side, rng, residuals, cotangent, gradient):
-        leaves = _run(both, weights, side, rng, residuals, cotangent, gradient)
+    def backward(weights, batch_inputs, rng, residuals, cotangent, gradient):
+        leaves = _run(both, weights, batch_inputs, rng, residuals, cotangent, gradient)
         new = jax.tree.unflatten(gradient_tree, leaves[:num_weights])
         return new, *jax.tree.unflatten(inputs_tree, leaves[num_weights:])
 
-    def input(weights, side, rng, residuals, cotangent):
-        leaves = _run(halves.first, weights, side, rng, residuals, cotangent)
-        dx, dside = jax.tree.unflatten(inputs_tree, leaves[: inputs_tree.num_leaves])
-        return dx, dside, leaves[inputs_tree.num_leaves :]
+    def input(weights, batch_inputs, rng, residuals, cotangent):
+        leaves = _run(halves.first, weights, batch_inputs, rng, residuals, cotangent)
+        dx, dbatch_inputs = jax.tree.unflatten(inputs_tree, leaves[: inputs_tree.num_leaves])
+        return dx, dbatch_inputs, leaves[inputs_tree.num_leaves :]
 
-    def weight(weights, side, rng, residuals, link, gradient):
-        given = select(jax.tree.leaves((weights, side, rng)), always)
+    def weight(weights, batch_inputs, rng, residuals, link, gradient):
+        given = select(jax.tree.leaves((weights, batch_inputs, rng)), always)
         leaves = _run(second, given, residuals, link, gradient)
         return jax.tree.unflatten(gradient_tree, leaves)
 
@@ -97,7 +102,7 @@ def split_backward(
 
 
 _KINDS: tuple[Kind, ...] = ("free", "free", "free", "kept", "gone")
-"""Kinds of weights, side, rng, residuals and the cotangent, as inputs of the second half."""
+"""Kinds of weights, batch inputs, rng, residuals and cotangent, as inputs of the second half."""
 
 
 def _run(program: Graph, *arguments: PyTree) -> list[jax.Array]:

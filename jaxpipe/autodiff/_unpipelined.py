@@ -11,14 +11,14 @@ from ._model import Model, Sums, combine_losses, fold_in_microbatch, total
 
 
 def value_and_grad(
-    model: Model, weights: dict[str, Any], side: PyTree, keys: PyTree = ()
+    model: Model, weights: dict[str, Any], batch_inputs: PyTree, keys: PyTree = ()
 ) -> tuple[tuple[Scalar, Sums], dict[str, Any]]:
     """Returns loss, metrics and gradients of a batch, without a pipeline.
 
     Args:
         model: The model.
         weights: The three groups of weights; leaves of `weights["stages"]` are [num_stages, ...].
-        side: Pytree of [M, ...] leaves, for M microbatches.
+        batch_inputs: Pytree of [M, ...] leaves, for M microbatches.
         keys: Pytree of [num_stages, ...] leaves, or () without dropout.
 
     Returns:
@@ -32,19 +32,19 @@ def value_and_grad(
         return jax.tree.map(jnp.add, grads, new), value
 
     zeros = jax.tree.map(jnp.zeros_like, weights)
-    grads, (losses, metrics) = jax.lax.scan(step, zeros, _microbatches(side))
+    grads, (losses, metrics) = jax.lax.scan(step, zeros, _microbatches(batch_inputs))
     return (jnp.sum(losses), total(metrics)), grads
 
 
 def value(
-    model: Model, weights: dict[str, Any], side: PyTree, keys: PyTree = ()
+    model: Model, weights: dict[str, Any], batch_inputs: PyTree, keys: PyTree = ()
 ) -> tuple[Scalar, Sums]:
     """Returns loss and metrics of a batch, without a pipeline and without gradients.
 
     Args:
         model: The model.
         weights: The three groups of weights; leaves of `weights["stages"]` are [num_stages, ...].
-        side: Pytree of [M, ...] leaves, for M microbatches.
+        batch_inputs: Pytree of [M, ...] leaves, for M microbatches.
         keys: Pytree of [num_stages, ...] leaves, or () without dropout.
 
     Returns:
@@ -55,24 +55,24 @@ def value(
     def step(_, microbatch):
         return (), of_microbatch(weights, *microbatch)
 
-    _, (losses, metrics) = jax.lax.scan(step, (), _microbatches(side))
+    _, (losses, metrics) = jax.lax.scan(step, (), _microbatches(batch_inputs))
     return jnp.sum(losses), total(metrics)
 
 
 def _microbatch_loss(model: Model, keys: PyTree) -> Callable:
-    """Returns the function `(weights, side of one microbatch, its index) -> (loss, metrics)`."""
+    """Returns the function `(weights, inputs of microbatch m, m) -> (loss, metrics)`."""
 
-    def loss(weights, side_m, index):
+    def loss(weights, inputs_m, index):
         def step(x, stage):
-            return model.stage(stage[0], x, side_m, fold_in_microbatch(stage[1], index))
+            return model.stage(stage[0], x, inputs_m, fold_in_microbatch(stage[1], index))
 
-        x = model.embed(weights["embed"], side_m)
+        x = model.embed(weights["embed"], inputs_m)
         y, of_stages = jax.lax.scan(step, x, (weights["stages"], keys))
-        loss, of_loss = model.loss(model.ends(weights), y, side_m)
+        loss, of_loss = model.loss(model.boundary(weights), y, inputs_m)
         return combine_losses(loss, of_loss, total(of_stages))
 
     return loss
 
 
-def _microbatches(side: PyTree) -> tuple[PyTree, Array]:
-    return side, jnp.arange(jax.tree.leaves(side)[0].shape[0])
+def _microbatches(batch_inputs: PyTree) -> tuple[PyTree, Array]:
+    return batch_inputs, jnp.arange(jax.tree.leaves(batch_inputs)[0].shape[0])

@@ -22,7 +22,7 @@ NAME = "layers"
 def layer_function(
     layer: nn.Module, rules: modules.AxisRules | None, mutable: Any, *options: Any
 ) -> modules.Layer:
-    """Returns `layer` as a function `(variables, x, side, rngs) -> (y, sown)`.
+    """Returns `layer` as a function `(variables, x, batch_inputs, rngs) -> (y, sown)`.
 
     Args:
         layer: A module; its call is `(inputs, segment_ids, positions, deterministic, model_mode)`,
@@ -36,14 +36,14 @@ def layer_function(
     """
     layer = layer.clone(parent=None, name=None)
 
-    def apply(variables, x, side, rngs):
+    def apply(variables, x, batch_inputs, rngs):
         with nullcontext() if rules is None else nn.logical_axis_rules(rules):
             try:
                 y, sown = layer.apply(
                     variables,
                     x,
-                    side["segment_ids"],
-                    side["positions"],
+                    batch_inputs["segment_ids"],
+                    batch_inputs["positions"],
                     *options,
                     rngs=rngs or None,
                     mutable=mutable,
@@ -119,9 +119,13 @@ def init_batch(
     microbatched: bool = False,
 ) -> dict[str, Any]:
     """Returns the variables of all layers, from keys by random stream and a call's arguments."""
-    side = modules.side_of(segment_ids, positions)
-    x, side = modules.first_microbatch(pipeline.settings, inputs, side, microbatched)
-    return init_all(pipeline)(keys, x, side["segment_ids"], side["positions"], *options)
+    batch_inputs = modules.to_batch_inputs(segment_ids, positions)
+    x, batch_inputs = modules.first_microbatch(
+        pipeline.settings, inputs, batch_inputs, microbatched
+    )
+    return init_all(pipeline)(
+        keys, x, batch_inputs["segment_ids"], batch_inputs["positions"], *options
+    )
 
 
 def weight_sharding(pipeline: Any, *arguments: Any) -> Any:
@@ -166,7 +170,7 @@ def run(
         stacked.without_boxes(boxed),
         stacked.logical_specs(boxed) if names is None else names,
         inputs,
-        modules.side_of(segment_ids, positions),
+        modules.to_batch_inputs(segment_ids, positions),
         draw_keys(pipeline),
         pipeline,
         overwritten=collections.OVERWRITTEN,

@@ -17,7 +17,7 @@ from .layers._common import ACTIVATION, rms_norm, token_losses
 _LOGITS = ("activation_batch", "activation_length", "activation_vocab")
 
 
-def end_weights(embed_dim: int, vocab_size: int, *, tied: bool, dtype: Any) -> dict[str, Any]:
+def boundary_weights(embed_dim: int, vocab_size: int, *, tied: bool, dtype: Any) -> dict[str, Any]:
     """Returns the abstract weights of embedding and head.
 
     Args:
@@ -47,9 +47,9 @@ def embed_tokens(
 
 
 def next_token_loss(
-    ends: PyTree,
+    boundary: PyTree,
     x: Float[Array, "b T D"],
-    side: PyTree,
+    batch_inputs: PyTree,
     *,
     epsilon: float,
     constrain: Constrain,
@@ -59,9 +59,10 @@ def next_token_loss(
     """Returns this microbatch's contribution to the batch's cross entropy in nats and its accuracy.
 
     Args:
-        ends: `{"head"}`, and also `"embed"` if the logits are computed with the embedding's table.
+        boundary: `{"head"}`, and also `"embed"` if the logits are computed with the embedding's
+            table.
         x: The output of the last layer.
-        side: `targets` and `target_weights` [b, T].
+        batch_inputs: `targets` and `target_weights` [b, T].
         epsilon: Added to the mean square in the last norm.
         constrain: Shards an activation by its logical axes.
         num_chunks: The number of chunks of tokens whose logits are computed one chunk after the
@@ -89,7 +90,9 @@ def next_token_loss(
         z_loss = z_loss_multiplier * jnp.sum(jnp.square(of_all) * shares)
         return value + z_loss, sums | {"z_loss": z_loss}
 
-    h = rms_norm(x, ends["head"]["norm"], epsilon)
-    weights = ends["embed"]["table"].T if "embed" in ends else ends["head"]["logits"]
+    h = rms_norm(x, boundary["head"]["norm"], epsilon)
+    weights = boundary["embed"]["table"].T if "embed" in boundary else boundary["head"]["logits"]
     of_tokens = loss if num_chunks == 1 else in_chunks(loss, num_chunks)
-    return of_tokens(weights.astype(x.dtype), h, side["targets"], side["target_weights"])
+    return of_tokens(
+        weights.astype(x.dtype), h, batch_inputs["targets"], batch_inputs["target_weights"]
+    )

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, PyTree
 
 from ..sharding import Constrain
 from ._abstract import scale, stacked
-from ._boundary import embed_tokens, end_weights, next_token_loss
+from ._boundary import boundary_weights, embed_tokens, next_token_loss
 from ._deepseek_config import DeepseekConfig
 from .layers._attention import Attention
 from .layers._common import ACTIVATION, dropout, rms_norm, stack, swiglu, swiglu_weights
@@ -50,15 +50,15 @@ def deepseek_weights(
     """
     D, dense_layers = config.base_emb_dim, config.first_num_dense_layers
     branches = 2 * config.base_num_decoder_layers
-    ends = end_weights(D, config.vocab_size, tied=False, dtype=dtype)
+    boundary = boundary_weights(D, config.vocab_size, tied=False, dtype=dtype)
     layer = _half_weights(config, branches, dtype)
     if dense_layers:
         mlp = swiglu_weights(D, config.base_mlp_dim, branches=branches, dtype=dtype)
-        ends["embed"]["layers"] = stacked(layer | {"mlp": mlp}, (dense_layers,), ("layers",))
+        boundary["embed"]["layers"] = stacked(layer | {"mlp": mlp}, (dense_layers,), ("layers",))
     layer["moe"] = moe_weights(config, branches=branches, dtype=dtype)
     if layers_after:
-        ends["head"]["layers"] = stacked(layer, (layers_after,), ("layers",))
-    return ends | {"layer": layer}
+        boundary["head"]["layers"] = stacked(layer, (layers_after,), ("layers",))
+    return boundary | {"layer": layer}
 
 
 def _half_weights(config: DeepseekConfig, branches: int, dtype: Any) -> dict[str, Any]:
@@ -87,28 +87,28 @@ def deepseek(
 ) -> tuple[Callable, Callable, Callable]:
     """Returns `(embed, stage, loss)` of a DeepSeek model, pure functions of one microbatch.
 
-    `side` has `tokens`, `positions`, `segment_ids`, `targets` and `target_weights` (each token's
-    weight in the batch's loss), [b, T] each. `stage` sums load-balance losses, which the engines
-    add to the loss and report. `loss` adds those of layers after the pipeline
+    `batch_inputs` has `tokens`, `positions`, `segment_ids`, `targets` and `target_weights` (each
+    token's weight in the batch's loss), [b, T] each. `stage` sums load-balance losses, which the
+    engines add to the loss and report. `loss` adds those of layers after the pipeline
     (`load_balance_loss_after`).
 
     Args:
         config: The sizes of the model.
         attention: `(q, k, v, segment_ids) -> out`.
-        experts: `(weights, x, chosen, shares) -> y`, a function that `routed_experts` returns.
+        experts: `(weights, x, chosen, shares) -> y`, as `routed_experts` returns it.
         constrain: Shards an activation by its logical axes.
         dtype: The dtype in which layers compute. Norms, angles, routers and the loss use float32.
         dropout_rate: Dropped fraction of each residual branch in a stage that gets keys, else 0.
         num_vocab_tiling: The number of chunks of tokens in which the logits are computed.
         layer_remat: Wraps one layer of a stage, `jax.checkpoint` for instance.
         outside_remat: Wraps one layer before or after the pipeline; engines remat stages alone.
-        project: Products of attention and of dense and shared MLPs: `projection`, `fp8_projection`.
+        project: The products of attention and of dense and shared MLPs, as `projection`.
         scan_layers: Whether the layers of a stage run in a loop. If not, they are unrolled.
         z_loss_multiplier: The factor of the z-loss, see `next_token_loss`. 0 omits it.
 
     Returns:
-        `embed(weights, side) -> x`, `stage(weights, x, side, keys) -> (x, sums)` and `loss(ends, x,
-        side) -> (loss, metrics)`; x is [b, T, D].
+        `embed(weights, batch_inputs) -> x`, `stage(weights, x, batch_inputs, keys) -> (x, sums)`
+        and `loss(boundary, x, batch_inputs) -> (loss, metrics)`; x is [b, T, D].
     """
     epsilon = config.normalization_layer_epsilon
     attend = latent_attention(config, attention=attention, constrain=constrain, project=project)
@@ -117,36 +117,36 @@ def deepseek(
     def add(x, branch, key):
         return constrain(x + dropout(branch, dropout_rate, key), ACTIVATION)
 
-    def dense_layer(w: PyTree, x: Float[Array, "b T D"], side: PyTree, _):
+    def dense_layer(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, _):
         x = checkpoint_name(x, "decoder_layer_input")
-        x = add(x, attend(w["attention"], rms_norm(x, w["attention_norm"], epsilon), side), ())
-        h = swiglu(w["mlp"], rms_norm(x, w["mlp_norm"], epsilon), constrain, project)
-        return add(x, h, ()), {}
+        h = rms_norm(x, w["attention_norm"], epsilon)
+        x = add(x, attend(w["attention"], h, batch_inputs), ())
+        h = rms_norm(x, w["mlp_norm"], epsilon)
+        return add(x, swiglu(w["mlp"], h, constrain, project), ()), {}
 
-    def layer(w: PyTree, x: Float[Array, "b T D"], side: PyTree, key):
+    def layer(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, key):
         first, second = (key, key) if isinstance(key, tuple) else jax.random.split(key)
         x = checkpoint_name(x, "decoder_layer_input")
-        x = add(x, attend(w["attention"], rms_norm(x, w["attention_norm"], epsilon), side), first)
-        y, sums = mix(w["moe"], rms_norm(x, w["mlp_norm"], epsilon), side)
+        h = rms_norm(x, w["attention_norm"], epsilon)
+        x = add(x, attend(w["attention"], h, batch_inputs), first)
+        y, sums = mix(w["moe"], rms_norm(x, w["mlp_norm"], epsilon), batch_inputs)
         return add(x, y, second), sums
 
-    def embed(weights: PyTree, side: PyTree) -> Float[Array, "b T D"]:
-        x = embed_tokens(weights["table"], side["tokens"], constrain=constrain, dtype=dtype)
+    def embed(weights: PyTree, batch_inputs: PyTree) -> Float[Array, "b T D"]:
+        x = embed_tokens(weights["table"], batch_inputs["tokens"], constrain=constrain, dtype=dtype)
         if "layers" in weights:
-            x, _ = stack(outside_remat(dense_layer))(weights["layers"], x, side, ())
+            x, _ = stack(outside_remat(dense_layer))(weights["layers"], x, batch_inputs, ())
         return x
 
-    of_tokens = partial(next_token_loss, epsilon=epsilon, z_loss_multiplier=z_loss_multiplier)
-    token_loss = partial(of_tokens, constrain=constrain, num_chunks=num_vocab_tiling)
+    token_loss = partial(next_token_loss, epsilon=epsilon, z_loss_multiplier=z_loss_multiplier)
+    token_loss = partial(token_loss, constrain=constrain, num_chunks=num_vocab_tiling)
 
-    def loss(ends: PyTree, x: Float[Array, "b T D"], side: PyTree):
-        head = ends["head"]
-        if "layers" not in head:
-            return token_loss(ends, x, side)
-        x, of_layers = stack(outside_remat(layer))(head["layers"], x, side, ())
-        loss, sums = token_loss(ends, x, side)
-        return loss + of_layers["loss"], sums | {
-            "load_balance_loss_after": of_layers["load_balance_loss"]
-        }
+    def loss(boundary: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree):
+        if "layers" not in boundary["head"]:
+            return token_loss(boundary, x, batch_inputs)
+        x, aux = stack(outside_remat(layer))(boundary["head"]["layers"], x, batch_inputs, ())
+        loss, metrics = token_loss(boundary, x, batch_inputs)
+        metrics["load_balance_loss_after"] = aux["load_balance_loss"]
+        return loss + aux["loss"], metrics
 
     return embed, stack(layer_remat(layer), scan=scan_layers), loss

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from ..sharding import Constrain
 from ._abstract import matrix, scale, stacked
-from ._boundary import embed_tokens, end_weights, next_token_loss
+from ._boundary import boundary_weights, embed_tokens, next_token_loss
 from .layers._attention import Attention
 from .layers._common import (
     ACTIVATION,
@@ -95,13 +95,13 @@ def llama_weights(
     Returns:
         `{"embed", "layer", "head"}`: trees of `Weight`. "layer" is one layer, unstacked.
     """
-    ends = end_weights(
+    boundary = boundary_weights(
         config.base_emb_dim, config.vocab_size, tied=config.logits_via_embedding, dtype=dtype
     )
     layer = _layer_weights(config, dtype)
     if layers_after:
-        ends["head"]["layers"] = stacked(layer, (layers_after,), ("layers",))
-    return ends | {"layer": layer}
+        boundary["head"]["layers"] = stacked(layer, (layers_after,), ("layers",))
+    return boundary | {"layer": layer}
 
 
 def _layer_weights(config: LlamaConfig, dtype: Any) -> dict[str, Any]:
@@ -138,8 +138,8 @@ def llama(
 ) -> tuple[Callable, Callable, Callable]:
     """Returns `(embed, stage, loss)` of a llama, pure functions of one microbatch.
 
-    `side` has `tokens`, `positions`, `segment_ids`, `targets` [b, T] and `target_weights` [b, T],
-    the weight of each token in the loss of the batch.
+    `batch_inputs` has `tokens`, `positions`, `segment_ids`, `targets` [b, T] and `target_weights`
+    [b, T], the weight of each token in the loss of the batch.
 
     Args:
         config: The sizes of the model.
@@ -157,8 +157,8 @@ def llama(
         z_loss_multiplier: The factor of the z-loss, see `next_token_loss`. 0 omits it.
 
     Returns:
-        `embed(weights, side) -> x`, `stage(weights, x, side, keys) -> (y, sums)` and `loss(ends, x,
-        side) -> (loss, metrics)`, where x and y are [b, T, D].
+        `embed(weights, batch_inputs) -> x`, `stage(weights, x, batch_inputs, keys) -> (y, sums)`
+        and `loss(boundary, x, batch_inputs) -> (loss, metrics)`, where x and y are [b, T, D].
     """
     stretch = config.llama31_rope_factor if config.rope_type == "llama3.1" else 1.0
     frequencies = rope_frequencies(
@@ -166,14 +166,16 @@ def llama(
     )
     epsilon = config.normalization_layer_epsilon
 
-    def embed(weights: PyTree, side: PyTree) -> Float[Array, "b T D"]:
-        return embed_tokens(weights["table"], side["tokens"], constrain=constrain, dtype=dtype)
+    def embed(weights: PyTree, batch_inputs: PyTree) -> Float[Array, "b T D"]:
+        return embed_tokens(
+            weights["table"], batch_inputs["tokens"], constrain=constrain, dtype=dtype
+        )
 
-    def layer(w: PyTree, x: Float[Array, "b T D"], side: PyTree, key):
+    def layer(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, key):
         first, second = (key, key) if isinstance(key, tuple) else jax.random.split(key)
         x = checkpoint_name(x, "decoder_layer_input")
         h = rms_norm(x, w["attention_norm"], epsilon)
-        h = _attend(w["attention"], h, side["positions"], side["segment_ids"])
+        h = _attend(w["attention"], h, batch_inputs["positions"], batch_inputs["segment_ids"])
         x = constrain(x + dropout(h, dropout_rate, first), ACTIVATION)
         h = swiglu(w["mlp"], rms_norm(x, w["mlp_norm"], epsilon), constrain, project)
         return constrain(x + dropout(h, dropout_rate, second), ACTIVATION), {}
@@ -191,10 +193,10 @@ def llama(
     of_tokens = partial(next_token_loss, epsilon=epsilon, z_loss_multiplier=z_loss_multiplier)
     token_loss = partial(of_tokens, constrain=constrain, num_chunks=num_vocab_tiling)
 
-    def loss(ends: PyTree, x: Float[Array, "b T D"], side: PyTree):
-        if "layers" in ends["head"]:
-            x, _ = stack(outside_remat(layer))(ends["head"]["layers"], x, side, ())
-        return token_loss(ends, x, side)
+    def loss(boundary: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree):
+        if "layers" in boundary["head"]:
+            x, _ = stack(outside_remat(layer))(boundary["head"]["layers"], x, batch_inputs, ())
+        return token_loss(boundary, x, batch_inputs)
 
     return embed, stack(layer_remat(layer), scan=scan_layers), loss
 

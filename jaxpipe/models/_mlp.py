@@ -48,20 +48,22 @@ def mlp(*, dropout_rate: float = 0.0) -> tuple[Callable, Callable, Callable]:
         dropout_rate: The fraction of each residual branch that is dropped.
 
     Returns:
-        `embed(weights, side) -> x`, `stage(weights, x, side, keys) -> (y, sums)` and `loss(ends, x,
-        side) -> (loss, metrics)`. x and y are `{"x", "skip"}` of [b, T, D]. The sums are two
-        scalars.
+        `embed(weights, batch_inputs) -> x`, `stage(weights, x, batch_inputs, keys) -> (y, sums)`
+        and `loss(boundary, x, batch_inputs) -> (loss, metrics)`. x and y are `{"x",
+        "skip"}` of [b, T, D]. The sums are two scalars.
     """
 
-    def embed(weights: PyTree, side: PyTree) -> PyTree:
-        x = jnp.take(weights["table"], side["tokens"], axis=0)
+    def embed(weights: PyTree, batch_inputs: PyTree) -> PyTree:
+        x = jnp.take(weights["table"], batch_inputs["tokens"], axis=0)
         return {"x": x, "skip": 0.5 * x}
 
-    def stage(weights: PyTree, x: PyTree, side: PyTree, rng: PyTree) -> tuple[PyTree, dict]:
+    def stage(weights: PyTree, x: PyTree, batch_inputs: PyTree, rng: PyTree) -> tuple[PyTree, dict]:
         def layer(x, layer):
             w, key = layer
             h = rms_norm(x["x"], w["scale"], 1e-6) + x["skip"]
-            h = jnp.tanh(h @ w["up"]) * jnp.cos(side["positions"])[..., None].astype(h.dtype)
+            h = jnp.tanh(h @ w["up"]) * jnp.cos(batch_inputs["positions"])[..., None].astype(
+                h.dtype
+            )
             y = dropout(h @ w["down"], dropout_rate, key)
             sums = {"loss": 1e-3 * jnp.mean(jnp.square(h)), "hidden": jnp.mean(jnp.abs(h))}
             return {"x": x["x"] + y, "skip": x["skip"]}, sums
@@ -69,10 +71,12 @@ def mlp(*, dropout_rate: float = 0.0) -> tuple[Callable, Callable, Callable]:
         x, sums = jax.lax.scan(layer, x, (weights, rng))
         return x, jax.tree.map(jnp.sum, sums)
 
-    def loss(ends: PyTree, x: PyTree, side: PyTree) -> tuple[Float[Array, ""], dict]:
-        matrix = ends["head"]["logits"] if "embed" not in ends else ends["embed"]["table"].T
-        losses, hits, _ = token_losses(x["x"] @ matrix, side["targets"])
-        share = side["target_weights"]
+    def loss(boundary: PyTree, x: PyTree, batch_inputs: PyTree) -> tuple[Float[Array, ""], dict]:
+        matrix = (
+            boundary["head"]["logits"] if "embed" not in boundary else boundary["embed"]["table"].T
+        )
+        losses, hits, _ = token_losses(x["x"] @ matrix, batch_inputs["targets"])
+        share = batch_inputs["target_weights"]
         return jnp.sum(losses * share), {"accuracy": jnp.sum(hits * share)}
 
     return embed, stage, loss

@@ -29,28 +29,29 @@ def shared_next_token_loss(epsilon: float, z_loss_multiplier: float = 0.0) -> Sh
         z_loss_multiplier: The factor of the z-loss, see `next_token_loss`. 0 omits it.
 
     Returns:
-        A function `(ends, x, side, axis) -> ((loss, sums), (gradients of ends, gradient of x))`.
-        Its first three arguments are those of `next_token_loss` and are the same on all ranks, and
-        so is the gradient of x. Each rank returns its part of the other results: their sums over
-        `axis` are the whole. The function raises a `ValueError` if S does not divide V.
+        A function `(boundary, x, batch_inputs, axis) -> ((loss, sums), (gradients of boundary,
+        gradient of
+        x))`. Its first three arguments are those of `next_token_loss` and are the same on all
+        ranks, and so is the gradient of x. Each rank returns its part of the other results: their
+        sums over `axis` are the whole. The function raises a `ValueError` if S does not divide V.
     """
 
-    def shared(ends: PyTree, x: Float[Array, "b T D"], side: PyTree, axis: str):
+    def shared(boundary: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, axis: str):
         rank = lax.axis_index(axis)
         # Each rank differentiates by its own copy of x: the gradient of a shared x would be summed.
-        x = varying_like(ends, x)
+        x = varying_like(boundary, x)
         h, pull_norm = jax.vjp(
-            lambda x, scale: rms_norm(x, scale, epsilon), x, ends["head"]["norm"]
+            lambda x, scale: rms_norm(x, scale, epsilon), x, boundary["head"]["norm"]
         )
-        tied = "embed" in ends
-        whole = ends["embed"]["table"] if tied else ends["head"]["logits"]
+        tied = "embed" in boundary
+        whole = boundary["embed"]["table"] if tied else boundary["head"]["logits"]
         dim = 0 if tied else 1
         size = _slice_of(whole.shape[dim], lax.axis_size(axis))
         mine = lax.dynamic_slice_in_dim(whole, rank * size, size, dim).astype(x.dtype)
         weights = mine.T if tied else mine
-        targets = side["targets"] - rank * size
+        targets = batch_inputs["targets"] - rank * size
 
-        shares = side["target_weights"]
+        shares = batch_inputs["target_weights"]
         losses, hits, of_all, probabilities = _losses(h, weights, targets, axis)
         z_losses = z_loss_multiplier * jnp.square(of_all)
         # The derivative of logsumexp**2 is 2 * logsumexp times the probabilities.
@@ -71,13 +72,13 @@ def shared_next_token_loss(epsilon: float, z_loss_multiplier: float = 0.0) -> Sh
             """Returns `value` on the first rank and 0 on others, so that a sum counts it once."""
             return jnp.where(rank == 0, value, jnp.zeros_like(value))
 
-        of_ends = {"head": {"norm": once(dnorm)}}
-        of_ends |= {"embed": {"table": of_whole}} if tied else {}
-        of_ends["head"] |= {} if tied else {"logits": of_whole}
+        boundary_grads = {"head": {"norm": once(dnorm)}}
+        boundary_grads |= {"embed": {"table": of_whole}} if tied else {}
+        boundary_grads["head"] |= {} if tied else {"logits": of_whole}
         value = once(jnp.sum((losses + z_losses) * shares))
         sums = {"accuracy": once(jnp.sum(hits * shares))}
         sums |= {"z_loss": once(jnp.sum(z_losses * shares))} if z_loss_multiplier else {}
-        return (value, sums), (of_ends, dx)
+        return (value, sums), (boundary_grads, dx)
 
     return shared
 

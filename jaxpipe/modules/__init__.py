@@ -12,7 +12,7 @@ from ._layers import to_microbatches as to_microbatches
 from ._methods import LoopMethods as LoopMethods
 from ._methods import PipelineMethods as PipelineMethods
 from ._methods import WindowMethods as WindowMethods
-from ._methods import side_of as side_of
+from ._methods import to_batch_inputs as to_batch_inputs
 from ._placement import GATHERED as GATHERED
 from ._placement import STACKED as STACKED
 from ._placement import describe_placement as describe_placement

@@ -29,26 +29,26 @@ from ._settings import PipelineSettings
 
 
 def split_batch(
-    settings: PipelineSettings, inputs: PyTree, side: PyTree, microbatched: bool
+    settings: PipelineSettings, inputs: PyTree, batch_inputs: PyTree, microbatched: bool
 ) -> tuple[PyTree, PyTree]:
-    """Returns inputs and side inputs as [M, rows, ...] leaves.
+    """Returns inputs and batch inputs as [M, rows, ...] leaves.
 
     Args:
         settings: The settings of the pipeline.
         inputs: [batch, ...] leaves.
-        side: [batch, ...] leaves by name.
+        batch_inputs: [batch, ...] leaves by name.
         microbatched: Whether all leaves are [M, rows, ...] already.
 
     Returns:
-        (inputs, side) with [M, rows, ...] leaves.
+        (inputs, batch_inputs) with [M, rows, ...] leaves.
 
     Raises:
         ValueError: If a leaf has a number of rows that contradicts the settings.
     """
     split = check_microbatches if microbatched else to_microbatches
-    whole = {"inputs": inputs} | side
+    whole = {"inputs": inputs} | batch_inputs
     parts = split(whole, settings.counts.num_microbatches, settings.batch_size)
-    return parts["inputs"], {name: parts[name] for name in side}
+    return parts["inputs"], {name: parts[name] for name in batch_inputs}
 
 
 def run_batch(
@@ -56,7 +56,7 @@ def run_batch(
     weights: Any,
     names: dict[str, Any],
     inputs: PyTree,
-    side: dict[str, Any],
+    batch_inputs: dict[str, Any],
     keys: PyTree,
     pipeline: PipelineMethods,
     overwritten: tuple[str, ...] = (),
@@ -66,16 +66,16 @@ def run_batch(
     """Runs a batch through all layers.
 
     Args:
-        layer: `(weights, x, side, rng) -> (y, records)`.
+        layer: `(weights, x, batch_inputs, rng) -> (y, records)`.
         weights: A dict with [R, S, L, ...] leaves.
         names: Logical specs of the weights.
         inputs: [batch, ...] leaves.
-        side: [batch, ...] leaves by name, which every stage may read.
+        batch_inputs: [batch, ...] leaves by name, which every stage may read.
         keys: [R, S, L] leaves, or ().
         pipeline: The module, with settings, axis rules and mesh.
         overwritten: Entries of `weights` that a step overwrites with their gradient.
-        microbatched: Whether the leaves of `inputs` and `side` are [M, rows, ...] already. Outputs
-            then are too.
+        microbatched: Whether the leaves of `inputs` and `batch_inputs` are [M, rows, ...] already.
+            Outputs then are too.
 
     Returns:
         (outputs like `inputs`, records with [R, S, L, M, ...] leaves).
@@ -90,14 +90,14 @@ def run_batch(
     specs = physical_specs(names, pipeline.axis_rules, mesh)
     if settings.debug_sharding:
         logging.getLogger("jaxpipe").info(describe_placement(weights, names, specs))
-    xs, side = split_batch(settings, inputs, side, microbatched)
+    xs, batch_inputs = split_batch(settings, inputs, batch_inputs, microbatched)
     xs = place_microbatches(xs, pipeline.axis_rules, mesh, settings.batch_axes)
     weights = typed_by_specs(weights, specs, mesh)
     others, slots = split_weights(weights, overwritten)
     if slots:
         M = settings.counts.num_microbatches
         numbers = jnp.broadcast_to(jnp.arange(M)[:, None], (M, parts))
-        layer, side = with_slots(layer), side | {MICROBATCH: numbers}
+        layer, batch_inputs = with_slots(layer), batch_inputs | {MICROBATCH: numbers}
         nothing = jax.tree.map(lambda _: PartitionSpec(*[None] * 3), slots)
         weights = slotted(others, to_slots(slots, M * parts))
         names, specs = (slotted(_of(tree, others), nothing) for tree in (names, specs))
@@ -111,7 +111,7 @@ def run_batch(
         remat=settings.remat_tick,
         gather=gather,
     )
-    ys, records = pipeline_layers(engine, layer, weights, xs, side, keys, settings, mesh)
+    ys, records = pipeline_layers(engine, layer, weights, xs, batch_inputs, keys, settings, mesh)
     return ys if microbatched else from_microbatches(ys), records
 
 
@@ -137,21 +137,24 @@ def _of(tree: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
 
 
 def first_microbatch(
-    settings: PipelineSettings, inputs: PyTree, side: dict[str, Any], microbatched: bool = False
+    settings: PipelineSettings,
+    inputs: PyTree,
+    batch_inputs: dict[str, Any],
+    microbatched: bool = False,
 ) -> tuple[PyTree, PyTree]:
-    """Returns (inputs, side) of microbatch 0, by which layers are initialized.
+    """Returns (inputs, batch_inputs) of microbatch 0, by which layers are initialized.
 
     Args:
         settings: The settings of the pipeline.
         inputs: [batch, ...] leaves, or [M, rows, ...] if `microbatched`.
-        side: Leaves of the same dims, by name.
+        batch_inputs: Leaves of the same dims, by name.
         microbatched: Whether all leaves are [M, rows, ...] already.
 
     Returns:
-        (inputs, side) with [rows, ...] leaves.
+        (inputs, batch_inputs) with [rows, ...] leaves.
 
     Raises:
         ValueError: If a leaf has a number of rows that contradicts the settings.
     """
-    split = split_batch(settings, inputs, side, microbatched)
+    split = split_batch(settings, inputs, batch_inputs, microbatched)
     return jax.tree.map(lambda leaf: leaf[0], split)

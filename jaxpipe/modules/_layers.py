@@ -2,9 +2,9 @@
 
 R repeats, S ranks, L layers per stage, M microbatches; p devices that shard the rows of a
 microbatch, each of which calls the stage with its own rows, or 1. A layer is a pure function
-`(weights, x, side, rng) -> (y, records)`. Records (Flax calls them sown values) travel with their
-microbatch. Every stage writes its own entries, so the pipeline returns records per layer and
-microbatch, of any shapes.
+`(weights, x, batch_inputs, rng) -> (y, records)`. Records (Flax calls them sown values) travel
+with their microbatch. Every stage writes its own entries, so the pipeline returns records per
+layer and microbatch, of any shapes.
 """
 
 import math
@@ -148,14 +148,14 @@ def stage_of_layers(layer: Layer, *, scan: bool, remat: Remat) -> Layer:
     """
     layer = remat(layer)
 
-    def scanned(weights, x, side, rng):
-        return lax.scan(lambda x, of: layer(of[0], x, side, of[1]), x, (weights, rng))
+    def scanned(weights, x, batch_inputs, rng):
+        return lax.scan(lambda x, of: layer(of[0], x, batch_inputs, of[1]), x, (weights, rng))
 
-    def unrolled(weights, x, side, rng):
+    def unrolled(weights, x, batch_inputs, rng):
         records = []
         for i in range(jax.tree.leaves(weights)[0].shape[0]):
             w, key = jax.tree.map(lambda leaf: leaf[i], (weights, rng))  # noqa: B023
-            x, of_layer = layer(w, x, side, key)
+            x, of_layer = layer(w, x, batch_inputs, key)
             records.append(of_layer)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *records)
 
@@ -164,14 +164,14 @@ def stage_of_layers(layer: Layer, *, scan: bool, remat: Remat) -> Layer:
 
 def without_records(stage: Layer) -> Layer:
     """Returns `stage` with the contract of the engines: it drops records and returns no sums."""
-    return lambda weights, x, side, rng: (stage(weights, x, side, rng)[0], {})
+    return lambda weights, x, batch_inputs, rng: (stage(weights, x, batch_inputs, rng)[0], {})
 
 
 def with_records(stage: Layer) -> Layer:
     """Returns `stage` with the contract of the engines, for activations of type `Underway`."""
 
-    def record(weights, underway, side, rng):
-        y, new = stage(weights, underway.x, side, rng)
+    def record(weights, underway, batch_inputs, rng):
+        y, new = stage(weights, underway.x, batch_inputs, rng)
         (number,) = underway.stage
         records = jax.tree.map(
             lambda entries, one: lax.dynamic_update_index_in_dim(entries, one[None], number, 1),
@@ -188,7 +188,7 @@ def pipeline_layers(
     layer: Layer,
     weights: PyTree,
     inputs: PyTree,
-    side: PyTree,
+    batch_inputs: PyTree,
     keys: PyTree,
     settings: PipelineSettings,
     mesh: Mesh | None = None,
@@ -200,7 +200,7 @@ def pipeline_layers(
         layer: The layer.
         weights: [R, S, L, ...] leaves.
         inputs: [M, ...] leaves.
-        side: [M, ...] leaves, which every stage may read.
+        batch_inputs: [M, ...] leaves, which every stage may read.
         keys: [R, S, L] leaves, or ().
         settings: The settings of the pipeline.
         mesh: The mesh of `engine`.
@@ -213,10 +213,10 @@ def pipeline_layers(
         ValueError: If `layer` changes the structure, shapes or dtypes of its input, or records
             arrays that are not scalars where devices have their own rows.
     """
-    shapes = layer_shapes(layer, weights, inputs, side, keys, mesh, settings.batch_axes)
+    shapes = layer_shapes(layer, weights, inputs, batch_inputs, keys, mesh, settings.batch_axes)
     stage = settings_stage(layer, settings)
     if not jax.tree.leaves(shapes):
-        return engine(without_records(stage), weights, inputs, side, keys)[0], shapes
+        return engine(without_records(stage), weights, inputs, batch_inputs, keys)[0], shapes
     repeats, ranks, layers = settings.dims
     microbatches = settings.counts.num_microbatches
     if settings.batch_axes:
@@ -226,7 +226,7 @@ def pipeline_layers(
         lambda s: jnp.zeros((*each, repeats * ranks, layers, *s.shape), s.dtype), shapes
     )
     underway = Underway(inputs, empty, jnp.zeros(each, jnp.int32))
-    done = engine(with_records(stage), weights, underway, side, keys)[0]
+    done = engine(with_records(stage), weights, underway, batch_inputs, keys)[0]
 
     def in_order(x):  # [M, p, R * S, L, ...] -> [R, S, L, M, ...]
         x = jnp.moveaxis(jnp.sum(x, axis=1, dtype=x.dtype), 0, 2)
@@ -261,7 +261,7 @@ def layer_shapes(
     layer: Layer,
     weights: Any,
     inputs: Any,
-    side: Any,
+    batch_inputs: Any,
     keys: Any,
     mesh: Mesh | None = None,
     batch_axes: tuple[str, ...] = (),
@@ -272,7 +272,7 @@ def layer_shapes(
         layer: The layer.
         weights: [R, S, L, ...] leaves.
         inputs: [M, ...] leaves.
-        side: [M, ...] leaves.
+        batch_inputs: [M, ...] leaves.
         keys: [R, S, L] leaves, or ().
         mesh: The mesh, or None.
         batch_axes: Mesh axes that shard the rows and are manual where the layer runs.
@@ -287,12 +287,12 @@ def layer_shapes(
     def first(dims, tree):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[dims:], x.dtype), tree)
 
-    def run(weights, x, side, rng):
-        y, records = layer(weights, x, side, rng)
+    def run(weights, x, batch_inputs, rng):
+        y, records = layer(weights, x, batch_inputs, rng)
         found.append((_described(x), _described(y), first(0, records)))
 
     found: list[Any] = []
-    arrays = first(3, weights), first(1, inputs), first(1, side), first(3, keys)
+    arrays = first(3, weights), first(1, inputs), first(1, batch_inputs), first(3, keys)
     if mesh is not None:  # A layer may communicate over the axes that are manual where it runs.
         rows = PartitionSpec(batch_axes)
         arrays = *arrays[:1], *(_placed(tree, mesh, rows) for tree in arrays[1:3]), arrays[3]

@@ -85,8 +85,8 @@ class PipelineMethods(PipelineAttributes):
         ):
             """Returns [S, ...] outputs of [S, L, ...] weights, [S, ...] inputs and [S, L] keys."""
             stage = self._stage(deterministic, model_mode)
-            side = side_of(segment_ids, positions)
-            return iteration.run_stages(stage, self.mesh)(weights, inputs, side, rng)
+            batch_inputs = to_batch_inputs(segment_ids, positions)
+            return iteration.run_stages(stage, self.mesh)(weights, inputs, batch_inputs, rng)
 
         return run
 
@@ -187,9 +187,9 @@ class LoopMethods(PipelineMethods):
         gathered = self._gathered(logical_partition_spec)
         stage = self._stage(deterministic, model_mode, decoder_layer_instance, gathered)
         weights = self.get_current_stage_weights(pipeline_weights, loop_state["loop_iteration"])
-        side = side_of(segment_ids, positions)
+        batch_inputs = to_batch_inputs(segment_ids, positions)
         return iteration.run_one_iteration(
-            stage, loop_state, weights, side, self.settings.counts, self.mesh
+            stage, loop_state, weights, batch_inputs, self.settings.counts, self.mesh
         )
 
     @staticmethod
@@ -318,12 +318,12 @@ class WindowMethods(PipelineMethods):
             deterministic, model_mode, gathered=self._gathered(logical_partition_spec)
         )
         weights = self.fetch_active_stage_weights(bsw, loop_state["loop_iteration"])
-        side = side_of(segment_ids, positions)
+        batch_inputs = to_batch_inputs(segment_ids, positions)
         return iteration.run_one_iteration(
-            stage, loop_state, weights, side, self.settings.counts, self.mesh
+            stage, loop_state, weights, batch_inputs, self.settings.counts, self.mesh
         )
 
 
-def side_of(segment_ids: Any, positions: Any) -> dict[str, Any]:
+def to_batch_inputs(segment_ids: Any, positions: Any) -> dict[str, Any]:
     """Returns the inputs that every stage may read of a microbatch, by name."""
     return {"segment_ids": segment_ids, "positions": positions}

@@ -21,7 +21,7 @@ from ..sharding import manual_batch_axes
 from ._layers import Layer
 
 MICROBATCH = "microbatch"
-"""Key of the index of the microbatch in `side`."""
+"""Key of the index of the microbatch in `batch_inputs`."""
 
 
 def split_weights(weights: dict[str, Any], names: tuple[str, ...]) -> tuple[dict, dict]:
@@ -47,9 +47,9 @@ def to_slots(overwritten: PyTree, num_slots: int) -> PyTree:
 def with_slots(layer: Layer) -> Layer:
     """Returns `layer` for weights of `slotted`, whose slots are [M * p, ...]."""
 
-    def run(weights, x, side, rng):
-        own, tag = _enter(index_leading(weights["slots"], _slot(side[MICROBATCH])))
-        y, records = layer(weights["others"] | own, x, side, rng)
+    def run(weights, x, batch_inputs, rng):
+        own, tag = _enter(index_leading(weights["slots"], _slot(batch_inputs[MICROBATCH])))
+        y, records = layer(weights["others"] | own, x, batch_inputs, rng)
         return _leave(y, tag), records
 
     return run

@@ -22,7 +22,7 @@ from .ir._reduce import Add, treduce_i
 def mpmd_value_and_grad(
     model: Model,
     weights: dict[str, Any],
-    side: PyTree,
+    batch_inputs: PyTree,
     keys: Sequence[PyTree] = (),
     *,
     schedule: Any,
@@ -37,7 +37,7 @@ def mpmd_value_and_grad(
         weights: The weights under "embed", "stages" and "head". `weights["stages"]` is a sequence
             with the weights of each stage, in forward order: each stage has its own arrays, which
             are held by the group of that stage.
-        side: A pytree of [M, ...] arrays, for M microbatches, which every stage may read.
+        batch_inputs: A pytree of [M, ...] arrays, for M microbatches, which every stage may read.
         keys: One tree of random keys for each stage, or () without dropout.
         schedule: A `jaxpipe.schedules.Schedule`, or one of the classes under JaxPP's names.
         remat: A function that wraps the stage. The default stores the input of the stage and
@@ -48,13 +48,13 @@ def mpmd_value_and_grad(
     """
     loss = _microbatch_loss(model, remat(model.stage), keys)
     grad = jax.value_and_grad(loss, has_aux=True)
-    return _over_microbatches(grad, weights, side, schedule)
+    return _over_microbatches(grad, weights, batch_inputs, schedule)
 
 
 def mpmd_value(
     model: Model,
     weights: dict[str, Any],
-    side: PyTree,
+    batch_inputs: PyTree,
     keys: Sequence[PyTree] = (),
     *,
     schedule: Any,
@@ -65,35 +65,39 @@ def mpmd_value(
         model: The model.
         weights: The weights under "embed", "stages" and "head". `weights["stages"]` is a sequence
             with the weights of each stage, in forward order.
-        side: A pytree of [M, ...] arrays, for M microbatches, which every stage may read.
+        batch_inputs: A pytree of [M, ...] arrays, for M microbatches, which every stage may read.
         keys: One tree of random keys for each stage, or () without dropout.
         schedule: A `jaxpipe.schedules.Schedule`, or one of the classes under JaxPP's names.
 
     Returns:
         (loss, metrics), summed over microbatches.
     """
-    return _over_microbatches(_microbatch_loss(model, model.stage, keys), weights, side, schedule)
+    return _over_microbatches(
+        _microbatch_loss(model, model.stage, keys), weights, batch_inputs, schedule
+    )
 
 
-def _over_microbatches(f: Callable, weights: dict[str, Any], side: PyTree, schedule: Any) -> Any:
+def _over_microbatches(
+    f: Callable, weights: dict[str, Any], batch_inputs: PyTree, schedule: Any
+) -> Any:
     def of_microbatch(index: Any) -> Any:
-        return f(weights, index_leading(side, index), index)
+        return f(weights, index_leading(batch_inputs, index), index)
 
-    num_microbatches = jax.tree.leaves(side)[0].shape[0]
+    num_microbatches = jax.tree.leaves(batch_inputs)[0].shape[0]
     return treduce_i(of_microbatch, num_microbatches, schedule=schedule, operation=Add)
 
 
 def _microbatch_loss(model: Model, stage: Callable, keys: Sequence[PyTree]) -> Callable:
-    """Returns `(weights, side_m, index) -> (loss, metrics)` of a microbatch, with stage marks."""
+    """Returns `(weights, inputs_m, index) -> (loss, metrics)` of a microbatch, with stage marks."""
 
-    def loss(weights: dict[str, Any], side_m: PyTree, index: Any) -> Any:
-        x, of_stages = model.embed(weights["embed"], side_m), None
+    def loss(weights: dict[str, Any], inputs_m: PyTree, index: Any) -> Any:
+        x, of_stages = model.embed(weights["embed"], inputs_m), None
         of_stage = keys if len(keys) else [()] * len(weights["stages"])
         for of_weights, key in zip(weights["stages"], of_stage, strict=True):
-            x, sums = stage(of_weights, x, side_m, fold_in_microbatch(key, index))
+            x, sums = stage(of_weights, x, inputs_m, fold_in_microbatch(key, index))
             x = mark_stage_end(x)
             of_stages = sums if of_stages is None else _added(of_stages, sums)
-        loss, of_loss = model.loss(model.ends(weights), x, side_m)
+        loss, of_loss = model.loss(model.boundary(weights), x, inputs_m)
         return combine_losses(loss, of_loss, of_stages or {})
 
     return loss

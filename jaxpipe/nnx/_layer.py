@@ -49,7 +49,7 @@ def with_weights(state: PyTree, weights: dict[str, Any]) -> PyTree:
 def layer_function(
     layers: nnx.Module, rules: modules.AxisRules | None, records: bool, *options: Any
 ) -> modules.Layer:
-    """Returns a layer as a function `(weights, x, side, keys) -> (y, sown)`.
+    """Returns a layer as a function `(weights, x, batch_inputs, keys) -> (y, sown)`.
 
     Args:
         layers: The stacked module. Its call is `(inputs, segment_ids, positions, deterministic,
@@ -70,11 +70,13 @@ def layer_function(
     weight_state = without_names(weight_state)
     types = captured_types(layers)
 
-    def apply(weights, x, side, keys):
+    def apply(weights, x, batch_inputs, keys):
         zeros = with_weights(counts, {name: jnp.zeros((), jnp.uint32) for name in names})
         layer = nnx.merge(graph, with_weights(weight_state, weights), zeros, keys or nnx.State({}))
         with nullcontext() if rules is None else logical_axis_rules(rules):
-            y, sown = call(layer, types, x, side["segment_ids"], side["positions"], *options)
+            y, sown = call(
+                layer, types, x, batch_inputs["segment_ids"], batch_inputs["positions"], *options
+            )
         check_unchanged(weights, weights_of(nnx.state(layer, nnx.Not(nnx.RngState))))
         return modules.outputs_of(y, x), sown if records else {}
 

@@ -36,7 +36,7 @@ def run(
         layers_of.weights_of(state),
         names,
         inputs,
-        modules.side_of(segment_ids, positions),
+        modules.to_batch_inputs(segment_ids, positions),
         layers_of.draw_keys(layers, advance=not deterministic),
         pipeline,
         overwritten=layers_of.overwritten_in(state),

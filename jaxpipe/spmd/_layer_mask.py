@@ -12,19 +12,19 @@ def if_present(layer: Callable) -> Callable:
     """Returns a layer that is the identity where its key says that it is padding.
 
     Args:
-        layer: `(weights, x, side, key) -> (x, sums)`.
+        layer: `(weights, x, batch_inputs, key) -> (x, sums)`.
 
     Returns:
-        `(weights, x, side, key) -> (x, sums)` with `key = {"present": a boolean, "dropout": key of
-        the layer}`. A layer that is not present returns x, and zeros for the sums.
+        `(weights, x, batch_inputs, key) -> (x, sums)` with `key = {"present": a boolean, "dropout":
+        key of the layer}`. A layer that is not present returns x, and zeros for the sums.
     """
 
-    def maybe(weights: PyTree, x: PyTree, side: PyTree, key: dict[str, PyTree]):
-        _, sums = jax.eval_shape(layer, weights, x, side, key["dropout"])
+    def maybe(weights: PyTree, x: PyTree, batch_inputs: PyTree, key: dict[str, PyTree]):
+        _, sums = jax.eval_shape(layer, weights, x, batch_inputs, key["dropout"])
         nothing = jax.tree.map(zeros, sums)
         return cond(
             key["present"],
-            lambda: layer(weights, x, side, key["dropout"]),
+            lambda: layer(weights, x, batch_inputs, key["dropout"]),
             lambda: (x, nothing),
             like=(x, nothing),
         )

@@ -151,7 +151,7 @@ def test_under_vmap_sums_have_their_own_rows():
         np.testing.assert_allclose(got[i], true, rtol=1e-5)
 
 
-def stage(w: Any, x: Any, side: Any, rng: Any) -> Any:
+def stage(w: Any, x: Any, batch_inputs: Any, rng: Any) -> Any:
     return lax.scan(lambda x, m: (x + jnp.tanh(x @ m), None), x, w)[0]
 
 

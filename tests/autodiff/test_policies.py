@@ -69,8 +69,8 @@ def residuals(wrap: Any, **options: Any) -> list[tuple[tuple[int, ...], bool]]:
     )
     layers = models.stacked(models.llama_weights(TINY)["layer"], (L,), ("layers",))
     ids = jax.ShapeDtypeStruct((b, T), jnp.int32)
-    side = {"positions": ids, "segment_ids": ids}
-    visit = models.shapes(layers), jax.ShapeDtypeStruct((b, T, D), jnp.float32), side, ()
+    batch_inputs = {"positions": ids, "segment_ids": ids}
+    visit = models.shapes(layers), jax.ShapeDtypeStruct((b, T, D), jnp.float32), batch_inputs, ()
     forward = pullback(wrap(stage), *visit).forward
     avals = jax.make_jaxpr(lambda *args: forward(*args)[1])(*visit).out_avals
     host = jax.memory.Space.Host
@@ -119,9 +119,9 @@ def test_models_name_every_tensor_that_a_policy_can_keep():
     )
     layers = models.stacked(models.deepseek_weights(config)["layer"], (L,), ("layers",))
     ids, shares = (jax.ShapeDtypeStruct((b, T), dtype) for dtype in (jnp.int32, jnp.float32))
-    side = {"positions": ids, "segment_ids": ids, "target_weights": shares}
+    batch_inputs = {"positions": ids, "segment_ids": ids, "target_weights": shares}
     x = jax.ShapeDtypeStruct((b, T, D), jnp.float32)
-    program = str(jax.make_jaxpr(stage)(models.shapes(layers), x, side, ()))
+    program = str(jax.make_jaxpr(stage)(models.shapes(layers), x, batch_inputs, ()))
     assert {name for name in TENSORS if f"name={name}]" in program} == {*TENSORS}
 
 

@@ -30,12 +30,12 @@ class Case:
     stage: Callable
     weights: Any
     x: Any
-    side: Any = ()
+    batch_inputs: Any = ()
     rng: Any = ()
 
     @property
     def arguments(self) -> tuple:
-        return self.weights, self.x, self.side, self.rng
+        return self.weights, self.x, self.batch_inputs, self.rng
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
@@ -59,7 +59,7 @@ def keys() -> jax.Array:
 def dense(wrap: Callable = lambda f: f) -> Case:
     """Three layers, written out."""
 
-    def stage(w, x, side, rng):
+    def stage(w, x, batch_inputs, rng):
         for matrix in w["matrices"]:
             x = wrap(lambda m, x: jnp.tanh(x @ m))(matrix, x)
         return x * w["scale"]
@@ -70,9 +70,9 @@ def dense(wrap: Callable = lambda f: f) -> Case:
 
 def mlp() -> Case:
     x = {"x": normal(1, b, T, D), "skip": normal(2, b, T, D)}
-    side = {"positions": normal(3, b, T)}
+    batch_inputs = {"positions": normal(3, b, T)}
     _, stage, _ = models.mlp(dropout_rate=0.2)
-    return Case(stage, layers_of(models.mlp_weights(D, 32, 8)), x, side, keys())
+    return Case(stage, layers_of(models.mlp_weights(D, 32, 8)), x, batch_inputs, keys())
 
 
 def llama(wrap: Callable = lambda f: f, dtype: Any = jnp.float32, **options: Any) -> Case:
@@ -120,7 +120,7 @@ def with_custom_vjp() -> Case:
         lambda saved, g: (g @ saved[1].T, jnp.einsum("bti,btj->ij", saved[0], g)),
     )
 
-    def stage(w, x, side, rng):
+    def stage(w, x, batch_inputs, rng):
         return lax.scan(lambda x, m: (jax.nn.relu(product(x, m)), None), x, w)[0]
 
     return Case(stage, normal(1, L, D, D), normal(2, b, T, D))
@@ -132,19 +132,19 @@ def with_absent_layers(wrap: Callable = lambda f: f) -> Case:
     def layer(x, w, shift):
         return x + jnp.tanh(x * w["scale"] + shift) @ w["matrix"]
 
-    def stage(w, x, side, rng):
+    def stage(w, x, batch_inputs, rng):
         def step(x, of_layer):
             w_layer, present = of_layer
             run = lambda x: wrap(layer)(x, w_layer, w["shift"])  # noqa: E731
             return lax.cond(present, run, lambda x: x, x), jnp.sum(x)
 
-        x, sums = lax.scan(step, x, (w["layers"], side["present"]))
+        x, sums = lax.scan(step, x, (w["layers"], batch_inputs["present"]))
         return x, {"loss": jnp.sum(sums)}
 
     layers = {"matrix": normal(1, L, D, D), "scale": normal(3, L, D)}
-    side = {"present": jnp.array([True, False, True])}
+    batch_inputs = {"present": jnp.array([True, False, True])}
     weights = {"layers": layers, "shift": normal(4, D)}
-    return Case(stage, weights, normal(2, b, T, D), side)
+    return Case(stage, weights, normal(2, b, T, D), batch_inputs)
 
 
 def with_two_kinds_of_layers() -> Case:
@@ -154,16 +154,16 @@ def with_two_kinds_of_layers() -> Case:
     def wide(x, w):
         return jnp.sin(x @ w[0]) @ w[1]
 
-    def stage(w, x, side, rng):
+    def stage(w, x, batch_inputs, rng):
         step = lambda x, of: (lax.switch(of[1], [narrow, wide, lambda x, w: x], x, of[0]), None)  # noqa: E731
-        return lax.scan(step, x, (w, side))[0]
+        return lax.scan(step, x, (w, batch_inputs))[0]
 
     return Case(stage, normal(1, L, 2, D, D), normal(2, b, T, D), jnp.array([1, 0, 2]))
 
 
 def with_a_while_loop() -> Case:
-    def stage(w, x, side, rng):
-        y = lax.fori_loop(0, side, lambda _, y: y * 0.5, lax.stop_gradient(x))
+    def stage(w, x, batch_inputs, rng):
+        y = lax.fori_loop(0, batch_inputs, lambda _, y: y * 0.5, lax.stop_gradient(x))
         return jnp.tanh((x + y) @ w)
 
     return Case(stage, normal(1, D, D), normal(2, b, T, D), jnp.int32(3))
@@ -172,7 +172,7 @@ def with_a_while_loop() -> Case:
 def with_more_than_arrays_of_floats() -> Case:
     """An activation with counters, weights that only count, and a part that is not read."""
 
-    def stage(w, x, side, rng):
+    def stage(w, x, batch_inputs, rng):
         h = jnp.tanh(x["h"] @ w["matrix"]) + w["table"][x["ids"]]
         return {"h": h, "ids": x["ids"] + w["step"], "unread": x["unread"]}
 
@@ -253,19 +253,19 @@ def true_gradients(case: Case) -> tuple:
 
 
 def whole(case: Case) -> tuple:
-    w, x, side, rng = case.arguments
+    w, x, batch_inputs, rng = case.arguments
     parts = split_backward(case.stage, *case.arguments)
-    _, residuals = parts.forward(w, x, side, rng)
-    return parts.backward(w, side, rng, residuals, cotangents(case), ones(w))
+    _, residuals = parts.forward(w, x, batch_inputs, rng)
+    return parts.backward(w, batch_inputs, rng, residuals, cotangents(case), ones(w))
 
 
 def in_halves(case: Case) -> tuple:
-    w, x, side, rng = case.arguments
+    w, x, batch_inputs, rng = case.arguments
     parts = split_backward(case.stage, *case.arguments)
-    _, residuals = parts.forward(w, x, side, rng)
-    dx, ds, link = parts.input(w, side, rng, residuals, cotangents(case))
+    _, residuals = parts.forward(w, x, batch_inputs, rng)
+    dx, ds, link = parts.input(w, batch_inputs, rng, residuals, cotangents(case))
     kept = [r for r, keep in zip(residuals, parts.for_weight, strict=True) if keep]
-    return parts.weight(w, side, rng, kept, link, ones(w)), dx, ds
+    return parts.weight(w, batch_inputs, rng, kept, link, ones(w)), dx, ds
 
 
 def assert_close(got: Any, true: Any) -> None:
@@ -300,17 +300,17 @@ class Programs:
 
 
 def programs(case: Case) -> Programs:
-    w, _, side, rng = case.arguments
+    w, _, batch_inputs, rng = case.arguments
     parts = split_backward(case.stage, *case.arguments)
     residuals = jax.make_jaxpr(lambda *a: parts.forward(*a)[1])(*case.arguments).out_avals
-    first = w, side, rng, residuals, cotangents(case)
+    first = w, batch_inputs, rng, residuals, cotangents(case)
     kept = [r for r, keep in zip(residuals, parts.for_weight, strict=True) if keep]
     input = jax.make_jaxpr(parts.input)(*first)
     link = jax.make_jaxpr(lambda *a: parts.input(*a)[2])(*first).out_avals
     return Programs(
         jax.make_jaxpr(parts.backward)(*first, ones(w)),
         input,
-        jax.make_jaxpr(parts.weight)(w, side, rng, kept, link, ones(w)),
+        jax.make_jaxpr(parts.weight)(w, batch_inputs, rng, kept, link, ones(w)),
         len(residuals),
         len(link),
     )
@@ -432,7 +432,7 @@ def test_gradients_are_summed_in_float32_where_weights_are_bfloat16():
 
 
 def test_a_stage_with_side_effects_is_refused():
-    def stage(w, x, side, rng):
+    def stage(w, x, batch_inputs, rng):
         jax.debug.print("{}", x)
         return x * w
 
@@ -444,7 +444,7 @@ def test_a_stage_with_side_effects_is_refused():
 
 
 def ranked(case: Case) -> tuple:
-    """Weights, activations and side of two ranks, and the gradients of each by itself."""
+    """Weights, activations and batch_inputs of two ranks, and the gradients of each by itself."""
     other = dataclasses.replace(
         case, x=jax.tree.map(lambda x: -x, case.x), weights=jax.tree.map(jnp.flip, case.weights)
     )
@@ -456,8 +456,8 @@ def ranked(case: Case) -> tuple:
 def on_rank(case: Case) -> Callable:
     """What a rank does with its own, behind a condition as in a pipeline."""
 
-    def run(weights, x, side):
-        here = dataclasses.replace(case, weights=weights, x=x, side=side)
+    def run(weights, x, batch_inputs):
+        here = dataclasses.replace(case, weights=weights, x=x, batch_inputs=batch_inputs)
         both = lambda: (whole(here), in_halves(here))  # noqa: E731
         nothing = 0 * jnp.sum(jax.tree.leaves(x)[0])
         skip = lambda: jax.tree.map(lambda g: jnp.zeros(g.shape) + nothing, jax.eval_shape(both))  # noqa: E731
@@ -478,7 +478,7 @@ def test_under_vmap_every_rank_has_its_own_gradients(case: Callable[[], Case]):
 
 
 def on_mesh(mesh: Any, local: Callable) -> Callable:
-    """`local` of a rank's own weights, activations and side, on all ranks of a mesh."""
+    """`local` of a rank's own weights, activations and batch_inputs, on all ranks of a mesh."""
 
     def on_one(*stacked):
         return jax.tree.map(lambda x: x[None], local(*index_leading(stacked, 0)))
@@ -506,12 +506,12 @@ def test_experts_on_their_own_devices_wait_for_the_second_half_too():
     made = deepseek(constrain=sharding.constrain_with())
     products = {}
 
-    def run(weights, x, side):
-        here = dataclasses.replace(made, weights=weights, x=x, side=side)
+    def run(weights, x, batch_inputs):
+        here = dataclasses.replace(made, weights=weights, x=x, batch_inputs=batch_inputs)
         parts = programs(here)
         for name in ("input", "weight"):
             products[name] = operations(getattr(parts, name).jaxpr, ragged)
-        return on_rank(made)(weights, x, side)
+        return on_rank(made)(weights, x, batch_inputs)
 
     with jax.set_mesh(mesh):
         for got in jax.jit(on_mesh(mesh, run))(*stacked):

@@ -90,7 +90,7 @@ class Case:
     layer: Any
     weights: dict[str, Any]
     axes: dict[str, Any]
-    side: dict[str, jax.Array]
+    batch_inputs: dict[str, jax.Array]
     keys: Any
 
 
@@ -98,24 +98,24 @@ def circular(row: Row, case: Case) -> Any:
     mesh = mesh_of(row)
     weights = placed(case, mesh)
 
-    def run(weights, side, keys):
+    def run(weights, batch_inputs, keys):
         return spmd.circular_value_and_grad(
             case.model,
             weights,
-            side,
+            batch_inputs,
             keys,
             mesh=mesh,
             delay=row.delay,
             remat=remat_by_name(row.remat, PLACES),
             gather=gather_of(row, case.axes["stages"], stacked=2),
-            ends_gather=gather_of(row, {name: case.axes[name] for name in ("embed", "head")}),
+            boundary_gather=gather_of(row, {name: case.axes[name] for name in ("embed", "head")}),
             scan_repeats=row.scan_repeats,
         )
 
     if mesh is None:
-        return jax.jit(run)(weights, case.side, case.keys)
+        return jax.jit(run)(weights, case.batch_inputs, case.keys)
     with jax.set_mesh(mesh):
-        return jax.jit(run)(weights, case.side, case.keys)
+        return jax.jit(run)(weights, case.batch_inputs, case.keys)
 
 
 def scheduled(row: Row, case: Case) -> Any:
@@ -130,17 +130,17 @@ def run_ticks(row: Row, case: Case, ticks: schedules.Ticks) -> Any:
     def to_ranks(tree: Any) -> Any:
         return spmd.to_ranks(_flat(tree), ticks.schedule)
 
-    def run(weights, side, keys):
+    def run(weights, batch_inputs, keys):
         value, grads = spmd.scheduled_value_and_grad(
             case.model,
             weights,
-            side,
+            batch_inputs,
             keys,
             ticks=ticks,
             mesh=mesh,
             remat=remat_by_name(row.remat, PLACES),
             gather=gather_of(row, case.axes["stages"], stacked=2),
-            ends_gather=gather_of(row, {name: case.axes[name] for name in ("embed", "head")}),
+            boundary_gather=gather_of(row, {name: case.axes[name] for name in ("embed", "head")}),
             share_head=row.share_head,
         )
         return value, grads
@@ -148,7 +148,7 @@ def run_ticks(row: Row, case: Case, ticks: schedules.Ticks) -> Any:
     stages = case.weights["stages"]
     moved = dataclasses.replace(case, weights=case.weights | {"stages": to_ranks(stages)})
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        value, grads = jax.jit(run)(placed(moved, mesh), case.side, to_ranks(case.keys))
+        value, grads = jax.jit(run)(placed(moved, mesh), case.batch_inputs, to_ranks(case.keys))
     in_order = spmd.to_stages(jax.device_get(grads["stages"]), ticks.schedule)
     shaped = jax.tree.map(lambda g, w: g.reshape(w.shape), in_order, stages)
     return value, grads | {"stages": shaped}
@@ -180,26 +180,26 @@ def mpmd_result(
     mesh = mesh_of(dataclasses.replace(row, axes=row.axes or ()))
     apart = case.weights | {"stages": _unstacked(_flat(case.weights["stages"]))}
 
-    def run(weights, side, keys):
+    def run(weights, batch_inputs, keys):
         if value_alone:
-            return mpmd.mpmd_value(case.model, weights, side, keys, schedule=schedule)
+            return mpmd.mpmd_value(case.model, weights, batch_inputs, keys, schedule=schedule)
         remat = remat_by_name(row.remat, PLACES)
         return mpmd.mpmd_value_and_grad(
-            case.model, weights, side, keys, schedule=schedule, remat=remat
+            case.model, weights, batch_inputs, keys, schedule=schedule, remat=remat
         )
 
     specs = None
     if row.axes:
         placed_as = sharding.named_shardings(case.weights, case.axes, mesh)
         of_stage = jax.tree.map(lambda s: P(*s.spec[2:]), placed_as["stages"])
-        ends = {n: jax.tree.map(lambda s: s.spec, placed_as[n]) for n in ("embed", "head")}
-        specs = ends | {"stages": [of_stage] * len(apart["stages"])}
+        boundary = {n: jax.tree.map(lambda s: s.spec, placed_as[n]) for n in ("embed", "head")}
+        specs = boundary | {"stages": [of_stage] * len(apart["stages"])}
     out_specs = None if specs is None or value_alone else (None, specs)
     groups = mpmd.MpmdMesh(mesh, "stage")
     step = mpmd.mpmd_jit_with_loop(
         run, groups, in_specs=(specs, None, None), out_specs=out_specs, **options
     )
-    return step(apart, case.side, _unstacked(_flat(case.keys)))
+    return step(apart, case.batch_inputs, _unstacked(_flat(case.keys)))
 
 
 def check_mpmd_result(row: Row, result: Any) -> int:
@@ -245,7 +245,7 @@ def flax(value_and_grad: Callable, row: Row, case: Case) -> Any:
     assert not row.dropout, "Flax draws other masks than the model's functions"
     assert not row.zero, "gradients of frontends lie as their weights do"
     mesh = mesh_of(row)
-    ends = {name: gather_of(row, case.axes[name]) for name in ("embed", "head")}
+    boundary = {name: gather_of(row, case.axes[name]) for name in ("embed", "head")}
     config = SimpleNamespace(
         ici_pipeline_parallelism=row.ranks,
         num_pipeline_repeats=row.repeats,
@@ -262,8 +262,8 @@ def flax(value_and_grad: Callable, row: Row, case: Case) -> Any:
     )
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         more = MODEL_FAMILIES[row.model].extra_batch_inputs
-        decoder = FlaxDecoder(case.model, case.layer, config, mesh, ends, more, row.batch_axes)
-        return jax.jit(value_and_grad(decoder))(placed(case, mesh), case.side, case.keys)
+        decoder = FlaxDecoder(case.model, case.layer, config, mesh, boundary, more, row.batch_axes)
+        return jax.jit(value_and_grad(decoder))(placed(case, mesh), case.batch_inputs, case.keys)
 
 
 def gather_of(row: Row, axes: Any, stacked: int = 0) -> spmd.Gather:
@@ -340,13 +340,13 @@ def reference(row: Row) -> Any:
     """`unpipelined.value_and_grad`, for weights that lie as [R, S, ...]."""
     case = make_case(row)
 
-    def run(weights, side, keys):
+    def run(weights, batch_inputs, keys):
         flat = weights | {"stages": _flat(weights["stages"])}
-        value, grads = unpipelined.value_and_grad(case.model, flat, side, _flat(keys))
+        value, grads = unpipelined.value_and_grad(case.model, flat, batch_inputs, _flat(keys))
         shaped = jax.tree.map(lambda g, w: g.reshape(w.shape), grads["stages"], weights["stages"])
         return value, grads | {"stages": shaped}
 
-    return jax.device_get(jax.jit(run)(case.weights, case.side, case.keys))
+    return jax.device_get(jax.jit(run)(case.weights, case.batch_inputs, case.keys))
 
 
 def _flat(tree: Any) -> Any:
@@ -368,9 +368,9 @@ def make_case(row: Row) -> Case:
     """Weights, batch and keys for a row, the same for every engine."""
     tree, functions = MODELS[row.model](row)
     dims = (row.repeats, row.ranks, row.layers_per_stage)
-    ends = {name: tree[name] for name in ("embed", "head")}
+    boundary = {name: tree[name] for name in ("embed", "head")}
     stages = models.stacked(tree["layer"], dims, ("circular_repeats", "stage", "layers"))
-    axes = models.logical_axes(ends | {"stages": stages})
+    axes = models.logical_axes(boundary | {"stages": stages})
     keys = ()
     if row.dropout:
         count = int(np.prod(dims))
@@ -385,12 +385,12 @@ def make_case(row: Row) -> Case:
 def weights_of(row: Row) -> dict[str, Any]:
     """The weights at the start, the same in every layout."""
     tree, _ = MODELS[row.model](row)
-    ends = {name: tree[name] for name in ("embed", "head")}
+    boundary = {name: tree[name] for name in ("embed", "head")}
     dims = (row.repeats, row.ranks, row.layers_per_stage)
 
     def make():
         layers = models.initialize_layers(tree["layer"], KEY, dims)
-        return models.initialize(ends, KEY) | {"stages": layers}
+        return models.initialize(boundary, KEY) | {"stages": layers}
 
     return jax.jit(make)()
 
@@ -414,14 +414,14 @@ def make_side(row: Row) -> dict[str, jax.Array]:
         segments = np.where(steps >= end, 0, np.where(steps >= first, 2, 1))
         positions = np.where(steps >= first, steps - first, steps)
         mask = (segments > 0) & (steps != first - 1)
-    side = {
+    batch_inputs = {
         "tokens": tokens[..., :-1],
         "targets": tokens[..., 1:],
         "positions": positions,
         "segment_ids": segments,
     }
-    side = {name: jnp.asarray(x, jnp.int32) for name, x in side.items()}
-    return side | {"target_weights": jnp.asarray(mask / mask.sum(), jnp.float32)}
+    batch_inputs = {name: jnp.asarray(x, jnp.int32) for name, x in batch_inputs.items()}
+    return batch_inputs | {"target_weights": jnp.asarray(mask / mask.sum(), jnp.float32)}
 
 
 def _mlp(row: Row):

@@ -106,8 +106,8 @@ def plain_loop(layer: Any, row: Row, weights: Any, *batch: Any) -> Any:
     numbers = jnp.arange(int(np.prod(row.dims)))
 
     def microbatch(of):
-        (x, *side), m = of
-        step = lambda x, of: (layer(of[0], x, *side, of[1], m), None)  # noqa: E731
+        (x, *batch_inputs), m = of
+        step = lambda x, of: (layer(of[0], x, *batch_inputs, of[1], m), None)  # noqa: E731
         return jax.lax.scan(step, x, (flat, numbers))[0]
 
     split = [x.reshape(row.microbatches, ROWS, *x.shape[1:]) for x in batch]

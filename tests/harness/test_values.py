@@ -32,7 +32,7 @@ def value_of(row: Row, case: Case) -> Any:
     how: dict[str, Any] = {
         "mesh": mesh,
         "gather": gather_of(row, case.axes["stages"], stacked=2),
-        "ends_gather": gather_of(row, {name: case.axes[name] for name in ("embed", "head")}),
+        "boundary_gather": gather_of(row, {name: case.axes[name] for name in ("embed", "head")}),
     }
     weights, keys = placed(case, mesh), case.keys
     if row.engine == "circular":
@@ -45,7 +45,7 @@ def value_of(row: Row, case: Case) -> Any:
         stages, keys = (spmd.to_ranks(_flat(x), schedule) for x in (weights["stages"], keys))
         weights = weights | {"stages": stages}
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        return jax.jit(run)(weights, case.side, keys)
+        return jax.jit(run)(weights, case.batch_inputs, keys)
 
 
 def _flat(tree: Any) -> Any:
@@ -107,7 +107,7 @@ def test_so_is_that_of_the_reference():
     case = contract.make_case(row)
     flat = case.weights | {"stages": _flat(case.weights["stages"])}
     run = functools.partial(unpipelined.value, case.model)
-    check_value(row, jax.jit(run)(flat, case.side, _flat(case.keys)))
+    check_value(row, jax.jit(run)(flat, case.batch_inputs, _flat(case.keys)))
 
 
 @pytest.mark.parametrize("row", parameters(rows_of_ranks()))

@@ -72,16 +72,16 @@ def true_outputs(row: Row, weights: Any, base: Any, *batch: Any) -> Any:
 @pytest.mark.parametrize("row", frontends.EXACT, ids=str)
 def test_loss_and_all_gradients_are_those_of_a_loop_over_the_layers(row):
     pipeline, variables = built(row)
-    inputs, *side = row.batch()
+    inputs, *batch_inputs = row.batch()
     dropout = {"dropout": jax.random.key(11)}
     base = pipeline.apply(variables, "dropout", method="make_rng", rngs=dropout)
 
     def loss(variables, inputs):
-        return frontends.scalar(pipeline.apply(variables, inputs, *side, rngs=dropout))
+        return frontends.scalar(pipeline.apply(variables, inputs, *batch_inputs, rngs=dropout))
 
     def true_loss(variables, inputs):
         weights = {"params": meta.unbox(variables)["params"]["layers"]}
-        return frontends.scalar(true_outputs(row, weights, base, inputs, *side))
+        return frontends.scalar(true_outputs(row, weights, base, inputs, *batch_inputs))
 
     got = jax.jit(jax.value_and_grad(loss, (0, 1)))(variables, inputs)
     frontends.assert_trees_close(

@@ -16,15 +16,15 @@ b, T, D, V = 2, 12, 16, 32
 
 
 def batch() -> tuple[dict[str, Any], jax.Array, dict[str, jax.Array]]:
-    ends = {
+    boundary = {
         "head": {"norm": jnp.ones(D), "logits": jax.random.normal(jax.random.key(0), (D, V))},
     }
     x = jax.random.normal(jax.random.key(1), (b, T, D))
     # Half of the targets are what the model predicts, so that accuracy is no zero.
-    likeliest = jnp.argmax(x @ ends["head"]["logits"], axis=-1)
+    likeliest = jnp.argmax(x @ boundary["head"]["logits"], axis=-1)
     targets = jnp.where(jnp.arange(T) % 2 == 0, likeliest, 3).astype(jnp.int32)
     shares = jax.random.uniform(jax.random.key(2), (b, T)) / T
-    return ends, x, {"targets": targets, "target_weights": shares}
+    return boundary, x, {"targets": targets, "target_weights": shares}
 
 
 def loss_of(num_chunks: int) -> Any:
@@ -33,25 +33,28 @@ def loss_of(num_chunks: int) -> Any:
     )
 
 
-def gradients(num_chunks: int, ends: Any, x: Any, side: Any) -> Any:
-    def loss(ends, x, shares):
-        value, sums = loss_of(num_chunks)(ends, x, side | {"target_weights": shares})
+def gradients(num_chunks: int, boundary: Any, x: Any, batch_inputs: Any) -> Any:
+    def loss(boundary, x, shares):
+        value, sums = loss_of(num_chunks)(boundary, x, batch_inputs | {"target_weights": shares})
         return 3 * value, (value, sums)
 
     of_all = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
-    return jax.jit(of_all)(ends, x, side["target_weights"])
+    return jax.jit(of_all)(boundary, x, batch_inputs["target_weights"])
 
 
 @pytest.mark.parametrize("num_chunks", [2, 3, 12])
 @pytest.mark.parametrize("tied", [False, True])
 def test_loss_accuracy_and_gradients_are_those_of_all_tokens_at_once(num_chunks: int, tied: bool):
-    ends, x, side = batch()
+    boundary, x, batch_inputs = batch()
     if tied:
-        ends = {
-            "head": {"norm": ends["head"]["norm"]},
-            "embed": {"table": ends["head"]["logits"].T},
+        boundary = {
+            "head": {"norm": boundary["head"]["norm"]},
+            "embed": {"table": boundary["head"]["logits"].T},
         }
-    chunked, whole = gradients(num_chunks, ends, x, side), gradients(1, ends, x, side)
+    chunked, whole = (
+        gradients(num_chunks, boundary, x, batch_inputs),
+        gradients(1, boundary, x, batch_inputs),
+    )
     pairs = zip(jax.tree_util.tree_leaves_with_path(chunked), jax.tree.leaves(whole), strict=True)
     for (path, leaf), true in pairs:
         assert_close(leaf, true, jax.tree_util.keystr(path))
@@ -59,12 +62,12 @@ def test_loss_accuracy_and_gradients_are_those_of_all_tokens_at_once(num_chunks:
 
 def test_gradients_of_the_head_add_up_in_float32():
     """In bfloat16 a sum of many small gradients would stop growing."""
-    ends, x, side = batch()
-    ends, x = jax.tree.map(lambda w: w.astype(jnp.bfloat16), (ends, x))
-    program = jax.make_jaxpr(partial(gradients, 12))(ends, x, side)
+    boundary, x, batch_inputs = batch()
+    boundary, x = jax.tree.map(lambda w: w.astype(jnp.bfloat16), (boundary, x))
+    program = jax.make_jaxpr(partial(gradients, 12))(boundary, x, batch_inputs)
     assert f"f32[{D},{V}]" in str(program)
-    ((_, _), (dends, _, _)) = gradients(12, ends, x, side)
-    ((_, _), (true, _, _)) = gradients(1, ends, x, side)
+    ((_, _), (dends, _, _)) = gradients(12, boundary, x, batch_inputs)
+    ((_, _), (true, _, _)) = gradients(1, boundary, x, batch_inputs)
     error = dends["head"]["logits"].astype(jnp.float32) - true["head"]["logits"].astype(jnp.float32)
     assert float(jnp.max(jnp.abs(error))) <= 2**-7 * float(jnp.max(jnp.abs(true["head"]["logits"])))
 

@@ -38,22 +38,22 @@ def weights_of(config: models.DeepseekConfig = SMALL) -> dict[str, Any]:
 
 def make_side(rows: int = 2, length: int = 12) -> dict[str, jax.Array]:
     tokens = np.random.default_rng(0).integers(0, 32, (rows, length + 1))
-    side = {
+    batch_inputs = {
         "tokens": tokens[:, :-1],
         "targets": tokens[:, 1:],
         "positions": np.broadcast_to(np.arange(length), (rows, length)),
         "segment_ids": np.ones((rows, length)),
     }
-    side = {name: jnp.asarray(x, jnp.int32) for name, x in side.items()}
-    return side | {"target_weights": jnp.full((rows, length), 1 / (rows * length))}
+    batch_inputs = {name: jnp.asarray(x, jnp.int32) for name, x in batch_inputs.items()}
+    return batch_inputs | {"target_weights": jnp.full((rows, length), 1 / (rows * length))}
 
 
-def run(functions, weights, side):
+def run(functions, weights, batch_inputs):
     """(loss with that of the stages, metrics of both), what enters the stages, what leaves them."""
     embed, stage, loss = functions
-    x = embed(weights["embed"], side)
-    y, sums = stage(weights["stages"], x, side, ())
-    value, metrics = loss({"head": weights["head"]}, y, side)
+    x = embed(weights["embed"], batch_inputs)
+    y, sums = stage(weights["stages"], x, batch_inputs, ())
+    value, metrics = loss({"head": weights["head"]}, y, batch_inputs)
     return (value + sums["loss"], metrics | sums), x, y
 
 
@@ -74,16 +74,16 @@ def test_a_deepseek_starts_near_the_loss_of_a_uniform_guess_with_evenly_loaded_e
 
 
 def test_layers_after_the_pipeline_are_the_last_layers_of_the_same_model():
-    weights, side = weights_of(), make_side()
+    weights, batch_inputs = weights_of(), make_side()
     first, last = (jax.tree.map(lambda w, s=s: w[s], weights["stages"]) for s in np.s_[:2, 2:])
     split = weights | {"head": weights["head"] | {"layers": last}, "stages": first}
     expected = models.shapes(models.deepseek_weights(SMALL, layers_after=1)["head"])
     assert jax.tree.map(jnp.shape, split["head"]) == jax.tree.map(lambda s: s.shape, expected)
 
     def value_and_gradients(weights):
-        return jax.jit(jax.value_and_grad(lambda w: run(functions_of(), w, side)[0], has_aux=True))(
-            weights
-        )
+        return jax.jit(
+            jax.value_and_grad(lambda w: run(functions_of(), w, batch_inputs)[0], has_aux=True)
+        )(weights)
 
     (loss, metrics), gradients = value_and_gradients(split)
     (true_loss, true_metrics), true = value_and_gradients(weights)
@@ -102,15 +102,19 @@ def test_layers_of_a_llama_after_the_pipeline_are_the_last_of_the_same_model():
     embed, stage, loss = models.llama(
         config, attention=models.dot_product_attention, constrain=sharding.no_constraint
     )
-    tree, key, side = models.llama_weights(config, layers_after=1), jax.random.key(0), make_side()
+    tree, key, batch_inputs = (
+        models.llama_weights(config, layers_after=1),
+        jax.random.key(0),
+        make_side(),
+    )
     weights = models.initialize({name: tree[name] for name in ("embed", "head")}, key)
     first = models.initialize_layers(tree["layer"], key, (2,))
     last = weights["head"]["layers"]
-    x = embed(weights["embed"], side)
-    in_head, _ = loss({"head": weights["head"]}, stage(first, x, side, ())[0], side)
+    x = embed(weights["embed"], batch_inputs)
+    in_head, _ = loss({"head": weights["head"]}, stage(first, x, batch_inputs, ())[0], batch_inputs)
     every = jax.tree.map(lambda *parts: jnp.concatenate(parts), first, last)
     head = {name: w for name, w in weights["head"].items() if name != "layers"}
-    in_stages, _ = loss({"head": head}, stage(every, x, side, ())[0], side)
+    in_stages, _ = loss({"head": head}, stage(every, x, batch_inputs, ())[0], batch_inputs)
     assert_close(in_head, in_stages, "loss")
 
 
@@ -121,33 +125,33 @@ def test_a_deepseek_without_dense_layers_has_none():
 
 
 def test_a_deepseek_does_not_see_the_future():
-    weights, side = weights_of(), make_side()
-    later = side | {"tokens": side["tokens"].at[:, 8:].set(3)}
-    y, other = (run(functions_of(), weights, s)[2] for s in (side, later))
+    weights, batch_inputs = weights_of(), make_side()
+    later = batch_inputs | {"tokens": batch_inputs["tokens"].at[:, 8:].set(3)}
+    y, other = (run(functions_of(), weights, s)[2] for s in (batch_inputs, later))
     np.testing.assert_allclose(y[:, :8], other[:, :8], rtol=1e-5, atol=1e-6)
     assert not np.allclose(y[:, 8:], other[:, 8:])
 
 
 def test_remat_of_layers_with_and_without_experts_changes_nothing():
-    weights, side = weights_of(), make_side()
+    weights, batch_inputs = weights_of(), make_side()
 
     def gradients(functions):
-        return jax.jit(jax.grad(lambda w: run(functions, w, side)[0][0]))(weights)
+        return jax.jit(jax.grad(lambda w: run(functions, w, batch_inputs)[0][0]))(weights)
 
     again = functions_of(layer_remat=jax.checkpoint, outside_remat=jax.checkpoint)
     assert_all_close(gradients(again), gradients(functions_of()))
 
 
 def test_bfloat16_layers_keep_a_bfloat16_stream_and_a_float32_loss():
-    weights, side = weights_of(), make_side()
+    weights, batch_inputs = weights_of(), make_side()
     functions = functions_of(dtype=jnp.bfloat16)
     # `jax.nn.dot_product_attention` mixes bfloat16 and float32 itself.
     with jax.numpy_dtype_promotion("standard"):
-        (loss, metrics), x, y = run(functions, weights, side)
-        gradients = jax.jit(jax.grad(lambda w: run(functions, w, side)[0][0]))(weights)
+        (loss, metrics), x, y = run(functions, weights, batch_inputs)
+        gradients = jax.jit(jax.grad(lambda w: run(functions, w, batch_inputs)[0][0]))(weights)
     assert x.dtype == y.dtype == jnp.bfloat16
     assert {m.dtype for m in metrics.values()} | {loss.dtype} == {jnp.dtype(jnp.float32)}
-    np.testing.assert_allclose(loss, run(functions_of(), weights, side)[0][0], rtol=0.02)
+    np.testing.assert_allclose(loss, run(functions_of(), weights, batch_inputs)[0][0], rtol=0.02)
     assert {g.dtype for g in jax.tree.leaves(gradients)} == {jnp.dtype(jnp.float32)}
 
 

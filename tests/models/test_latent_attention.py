@@ -34,14 +34,14 @@ LENGTH = 9
 def inputs(config: DeepseekConfig = SMALL):
     tree = latent_attention_weights(config, branches=2, dtype=jnp.float32)
     x = jax.random.normal(jax.random.key(1), (2, LENGTH, config.base_emb_dim))
-    side = {
+    batch_inputs = {
         "positions": jnp.array([[*range(5), *range(4)], [*range(9)]], jnp.int32),
         "segment_ids": jnp.array([[1] * 5 + [2] * 4, [1] * 7 + [0] * 2], jnp.int32),
     }
-    return initialize(tree, jax.random.key(0)), x, side
+    return initialize(tree, jax.random.key(0)), x, batch_inputs
 
 
-def obvious(config: DeepseekConfig, w, x, side):
+def obvious(config: DeepseekConfig, w, x, batch_inputs):
     """Every head of every query for itself."""
     epsilon, split = config.normalization_layer_epsilon, config.qk_nope_head_dim
     channels = split + config.qk_rope_head_dim
@@ -52,7 +52,7 @@ def obvious(config: DeepseekConfig, w, x, side):
 
     rows = []
     for row in range(x.shape[0]):
-        positions, segments = side["positions"][row], side["segment_ids"][row]
+        positions, segments = batch_inputs["positions"][row], batch_inputs["segment_ids"][row]
         queries = x[row]
         if config.q_lora_rank:
             queries = rms_norm(x[row] @ w["query_down"], w["query_norm"], epsilon)
@@ -72,7 +72,7 @@ def obvious(config: DeepseekConfig, w, x, side):
 @pytest.mark.parametrize("q_lora_rank", [0, 12])
 def test_latent_attention_and_its_gradients_are_those_of_a_loop_over_heads(q_lora_rank: int):
     config = dataclasses.replace(SMALL, q_lora_rank=q_lora_rank)
-    w, x, side = inputs(config)
+    w, x, batch_inputs = inputs(config)
     attend = latent_attention(
         config, attention=dot_product_attention, constrain=sharding.no_constraint
     )
@@ -84,8 +84,8 @@ def test_latent_attention_and_its_gradients_are_those_of_a_loop_over_heads(q_lor
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(w, x)
 
-    result = run(lambda w, x: attend(w, x, side))
-    true = run(lambda w, x: obvious(config, w, x, side))
+    result = run(lambda w, x: attend(w, x, batch_inputs))
+    true = run(lambda w, x: obvious(config, w, x, batch_inputs))
     for (path, leaf), expected in zip(
         jax.tree_util.tree_leaves_with_path(result), jax.tree.leaves(true), strict=True
     ):
@@ -98,14 +98,14 @@ def test_splash_takes_values_narrower_than_keys():
     )
     w, _, _ = inputs(config)
     x = jax.random.normal(jax.random.key(1), (1, 128, config.base_emb_dim))
-    side = {
+    batch_inputs = {
         "positions": jnp.arange(128, dtype=jnp.int32)[None],
         "segment_ids": (jnp.arange(128, dtype=jnp.int32) // 50 + 1)[None],
     }
 
     def gradients(attention):
         attend = latent_attention(config, attention=attention, constrain=sharding.no_constraint)
-        return jax.jit(jax.grad(lambda w: jnp.sum(jnp.sin(attend(w, x, side)))))(w)
+        return jax.jit(jax.grad(lambda w: jnp.sum(jnp.sin(attend(w, x, batch_inputs)))))(w)
 
     splash = gradients(splash_attention(sharding.DEFAULT_RULES, interpret=True))
     for (path, leaf), expected in zip(
@@ -140,12 +140,12 @@ def test_yarn_keeps_fast_pairs_stretches_slow_ones_and_ramps_between():
 
 
 def test_yarn_changes_what_attention_computes():
-    w, x, side = inputs()
+    w, x, batch_inputs = inputs()
     yarn = dataclasses.replace(SMALL, rope_type="yarn", original_max_position_embeddings=16)
 
     def run(config: DeepseekConfig):
         constrain = sharding.no_constraint
         attend = latent_attention(config, attention=dot_product_attention, constrain=constrain)
-        return attend(w, x, side)
+        return attend(w, x, batch_inputs)
 
     assert not np.allclose(run(SMALL), run(yarn), atol=1e-3)

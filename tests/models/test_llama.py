@@ -26,29 +26,29 @@ def functions_of(config: models.LlamaConfig = SMALL, **options: Any):
 def small_weights(config: models.LlamaConfig = SMALL) -> dict[str, Any]:
     tree, key = models.llama_weights(config), jax.random.key(0)
     stages = models.initialize_layers(tree["layer"], key, (config.base_num_decoder_layers,))
-    ends = models.initialize({name: tree[name] for name in ("embed", "head")}, key)
-    return ends | {"stages": stages}
+    boundary = models.initialize({name: tree[name] for name in ("embed", "head")}, key)
+    return boundary | {"stages": stages}
 
 
 def make_side(rows: int = 2, length: int = 12) -> dict[str, jax.Array]:
     tokens = np.random.default_rng(0).integers(0, 32, (rows, length + 1))
     positions = np.broadcast_to(np.arange(length), (rows, length))
-    side = {
+    batch_inputs = {
         "tokens": tokens[:, :-1],
         "targets": tokens[:, 1:],
         "positions": positions,
         "segment_ids": np.ones((rows, length)),
     }
-    side = {name: jnp.asarray(x, jnp.int32) for name, x in side.items()}
-    return side | {"target_weights": jnp.full((rows, length), 1 / (rows * length))}
+    batch_inputs = {name: jnp.asarray(x, jnp.int32) for name, x in batch_inputs.items()}
+    return batch_inputs | {"target_weights": jnp.full((rows, length), 1 / (rows * length))}
 
 
-def run(functions, weights, side, tied: bool = False):
+def run(functions, weights, batch_inputs, tied: bool = False):
     embed, stage, loss = functions
-    x = embed(weights["embed"], side)
-    y, _ = stage(weights["stages"], x, side, ())
+    x = embed(weights["embed"], batch_inputs)
+    y, _ = stage(weights["stages"], x, batch_inputs, ())
     names = ("head", "embed") if tied else ("head",)
-    return loss({name: weights[name] for name in names}, y, side), x, y
+    return loss({name: weights[name] for name in names}, y, batch_inputs), x, y
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -64,11 +64,14 @@ def test_a_llama_runs_and_starts_near_the_loss_of_a_uniform_guess(tied: bool, ro
 
 
 def test_a_packed_row_of_a_llama_is_its_documents_run_separately():
-    weights, functions, side = small_weights(), functions_of(), make_side(rows=1)
+    weights, functions, batch_inputs = small_weights(), functions_of(), make_side(rows=1)
     cut = 5
-    parts = [{n: x[:, :cut] for n, x in side.items()}, {n: x[:, cut:] for n, x in side.items()}]
+    parts = [
+        {n: x[:, :cut] for n, x in batch_inputs.items()},
+        {n: x[:, cut:] for n, x in batch_inputs.items()},
+    ]
     parts[1]["positions"] = parts[1]["positions"] - cut
-    packed = side | {
+    packed = batch_inputs | {
         "segment_ids": jnp.array([[1] * cut + [2] * (12 - cut)], jnp.int32),
         "positions": jnp.concatenate([part["positions"] for part in parts], axis=1),
     }
@@ -90,33 +93,33 @@ def test_a_packed_row_of_a_llama_is_its_documents_run_separately():
 
 
 def test_a_llama_does_not_see_the_future():
-    weights, functions, side = small_weights(), functions_of(), make_side()
-    later = side | {"tokens": side["tokens"].at[:, 8:].set(3)}
-    y, other = (run(functions, weights, s)[2] for s in (side, later))
+    weights, functions, batch_inputs = small_weights(), functions_of(), make_side()
+    later = batch_inputs | {"tokens": batch_inputs["tokens"].at[:, 8:].set(3)}
+    y, other = (run(functions, weights, s)[2] for s in (batch_inputs, later))
     np.testing.assert_allclose(y[:, :8], other[:, :8], rtol=1e-5, atol=1e-6)
     assert not np.allclose(y[:, 8:], other[:, 8:])
 
 
 def test_layer_remat_changes_nothing():
-    weights, side = small_weights(), make_side()
+    weights, batch_inputs = small_weights(), make_side()
 
     def gradients(functions):
-        return jax.jit(jax.grad(lambda w: run(functions, w, side)[0][0]))(weights)
+        return jax.jit(jax.grad(lambda w: run(functions, w, batch_inputs)[0][0]))(weights)
 
     plain, again = gradients(functions_of()), gradients(functions_of(layer_remat=jax.checkpoint))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7), plain, again)
 
 
 def test_bfloat16_layers_keep_a_bfloat16_stream_and_a_float32_loss():
-    weights, side = small_weights(), make_side()
+    weights, batch_inputs = small_weights(), make_side()
     functions = functions_of(dtype=jnp.bfloat16)
     # `jax.nn.dot_product_attention` mixes bfloat16 and float32 itself.
     with jax.numpy_dtype_promotion("standard"):
-        (loss, metrics), x, y = run(functions, weights, side)
-        gradients = jax.jit(jax.grad(lambda w: run(functions, w, side)[0][0]))(weights)
+        (loss, metrics), x, y = run(functions, weights, batch_inputs)
+        gradients = jax.jit(jax.grad(lambda w: run(functions, w, batch_inputs)[0][0]))(weights)
     assert x.dtype == y.dtype == jnp.bfloat16
     assert loss.dtype == metrics["accuracy"].dtype == jnp.float32
-    (true, _), _, _ = run(functions_of(), weights, side)
+    (true, _), _, _ = run(functions_of(), weights, batch_inputs)
     np.testing.assert_allclose(loss, true, rtol=0.02)
     assert {g.dtype for g in jax.tree.leaves(gradients)} == {jnp.dtype(jnp.float32)}
 

@@ -91,17 +91,17 @@ def choices(config: DeepseekConfig, w, x) -> dict[tuple[int, int], list[int]]:
     return chosen
 
 
-def loads(config: DeepseekConfig, chosen, side) -> np.ndarray:
+def loads(config: DeepseekConfig, chosen, batch_inputs) -> np.ndarray:
     """[E] the share of each expert in all choices that are not of padding."""
-    counts, segments = np.zeros(config.num_experts), np.asarray(side["segment_ids"])
+    counts, segments = np.zeros(config.num_experts), np.asarray(batch_inputs["segment_ids"])
     for place, experts in chosen.items():
         counts[experts] += segments[place] > 0
     return (counts / counts.sum()).astype(np.float32)
 
 
-def obvious(config: DeepseekConfig, w, x, side, chosen) -> tuple[jax.Array, jax.Array]:
+def obvious(config: DeepseekConfig, w, x, batch_inputs, chosen) -> tuple[jax.Array, jax.Array]:
     """(y, load-balance loss), token by token and expert by expert."""
-    rows, chances, segments = [], [], np.asarray(side["segment_ids"])
+    rows, chances, segments = [], [], np.asarray(batch_inputs["segment_ids"])
     for place, experts in chosen.items():
         token, scores = x[place], scores_of(config, w, x[place])
         total = sum(scores[e] for e in experts) if config.norm_topk_prob else 1.0
@@ -113,8 +113,8 @@ def obvious(config: DeepseekConfig, w, x, side, chosen) -> tuple[jax.Array, jax.
         if segments[place]:
             chances.append(scores / jnp.sum(scores))
     means = jnp.mean(jnp.stack(chances), axis=0)
-    balance = config.num_experts * jnp.sum(loads(config, chosen, side) * means)
-    share = jnp.sum(side["target_weights"])
+    balance = config.num_experts * jnp.sum(loads(config, chosen, batch_inputs) * means)
+    share = jnp.sum(batch_inputs["target_weights"])
     return jnp.stack(rows).reshape(x.shape), config.load_balance_loss_weight * share * balance
 
 
@@ -128,18 +128,18 @@ def values_and_gradients(f, w, x):
     return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(w, x)
 
 
-def computed(config: DeepseekConfig, w, x, side, *, constrain, experts):
+def computed(config: DeepseekConfig, w, x, batch_inputs, *, constrain, experts):
     def f(w, x):
-        y, sums = moe(config, experts=experts, constrain=constrain)(w, x, side)
+        y, sums = moe(config, experts=experts, constrain=constrain)(w, x, batch_inputs)
         return y, sums["loss"]
 
     return jax.jit(lambda w, x: values_and_gradients(f, w, x))(w, x)
 
 
-def plain(config: DeepseekConfig, w, x, side, grouped_matmul=ragged_dot):
+def plain(config: DeepseekConfig, w, x, batch_inputs, grouped_matmul=ragged_dot):
     experts = routed_experts(sharding.DEFAULT_RULES, grouped_matmul)
     constrain = sharding.no_constraint
-    return computed(config, w, x, side, constrain=constrain, experts=experts)
+    return computed(config, w, x, batch_inputs, constrain=constrain, experts=experts)
 
 
 def assert_all_close(tree, true):
@@ -150,14 +150,18 @@ def assert_all_close(tree, true):
 
 @pytest.mark.parametrize("config", [V2, V2_IN_GROUPS, V3], ids=["V2", "V2 in groups", "V3"])
 def test_a_mixture_and_its_gradients_are_those_of_a_loop_over_tokens_and_experts(config):
-    w, (x, side) = weights_of(config), inputs()
+    w, (x, batch_inputs) = weights_of(config), inputs()
     chosen = choices(config, w, x)
-    result = plain(config, w, x, side)
+    result = plain(config, w, x, batch_inputs)
     true = jax.jit(
-        lambda w, x: values_and_gradients(lambda w, x: obvious(config, w, x, side, chosen), w, x)
+        lambda w, x: values_and_gradients(
+            lambda w, x: obvious(config, w, x, batch_inputs, chosen), w, x
+        )
     )(w, x)
     if config.routed_bias:
-        surplus = np.sum(side["target_weights"]) * (loads(config, chosen, side) - 1 / 8)
+        surplus = np.sum(batch_inputs["target_weights"]) * (
+            loads(config, chosen, batch_inputs) - 1 / 8
+        )
         assert not true[1][0]["router"]["bias"].any(), "the loss does not depend on the bias"
         true[1][0]["router"]["bias"] = surplus
     assert_all_close(result, true)
@@ -176,32 +180,32 @@ def test_a_mixture_and_its_gradients_are_those_of_a_loop_over_tokens_and_experts
     ids=str,
 )
 def test_a_mixture_on_a_mesh_is_that_of_one_device(axes: dict[str, int]):
-    w, (x, side) = weights_of(V3), inputs()
+    w, (x, batch_inputs) = weights_of(V3), inputs()
     on_mesh = {"constrain": sharding.constrain_with(), "rules": sharding.DEFAULT_RULES}
-    assert_all_close(meshed(axes, w, x, side, **on_mesh), plain(V3, w, x, side))
+    assert_all_close(meshed(axes, w, x, batch_inputs, **on_mesh), plain(V3, w, x, batch_inputs))
 
 
 def test_a_mixture_whose_rules_split_nothing_but_experts_is_that_of_one_device():
-    w, (x, side) = weights_of(V3), inputs()
+    w, (x, batch_inputs) = weights_of(V3), inputs()
     rules = sharding.override_rules((("activation_batch", ()), ("mlp", ()), ("activation_mlp", ())))
     on_mesh = {"constrain": sharding.constrain_with(rules), "rules": rules}
     axes = {"data": 2, "expert": 2, "tensor": 2}
-    assert_all_close(meshed(axes, w, x, side, **on_mesh), plain(V3, w, x, side))
+    assert_all_close(meshed(axes, w, x, batch_inputs, **on_mesh), plain(V3, w, x, batch_inputs))
 
 
-def meshed(axes, w, x, side, *, constrain, rules):
+def meshed(axes, w, x, batch_inputs, *, constrain, rules):
     mesh = sharding.make_mesh(axes, devices=jax.devices()[: int(np.prod(list(axes.values())))])
     logical = moe_weights(V3, branches=1, dtype=jnp.float32)
     w = jax.device_put(w, sharding.named_shardings(w, logical_axes(logical), mesh, rules))
     with jax.set_mesh(mesh):
         experts = routed_experts(rules)
-        return computed(V3, w, x, side, constrain=constrain, experts=experts)
+        return computed(V3, w, x, batch_inputs, constrain=constrain, experts=experts)
 
 
 @pytest.mark.parametrize("remat", [False, True])
 def test_a_mixture_inside_a_pipeline_is_that_of_one_device(remat: bool):
     """Two ranks, each with its own mixture; the batch's loss is the sum of theirs."""
-    (x, side), weights = inputs(), [weights_of(V3), jax.tree.map(jnp.sin, weights_of(V3))]
+    (x, batch_inputs), weights = inputs(), [weights_of(V3), jax.tree.map(jnp.sin, weights_of(V3))]
     mesh = sharding.make_mesh({"stage": 2, "expert": 2, "tensor": 2})
     experts = routed_experts(sharding.DEFAULT_RULES)
     mix = moe(V3, experts=experts, constrain=sharding.constrain_with())
@@ -209,7 +213,7 @@ def test_a_mixture_inside_a_pipeline_is_that_of_one_device(remat: bool):
     def rank(w, x):
         x = jax.lax.pcast(x, "stage", to="varying")
         w = jax.tree.map(lambda leaf: leaf[0], w)
-        y, sums = (jax.checkpoint(mix) if remat else mix)(w, x, side)
+        y, sums = (jax.checkpoint(mix) if remat else mix)(w, x, batch_inputs)
         assert jax.typeof(y) == jax.typeof(x), "it must vary over the ranks as x does"
         return y[None], jax.lax.psum(sums["loss"], "stage")
 
@@ -220,7 +224,7 @@ def test_a_mixture_inside_a_pipeline_is_that_of_one_device(remat: bool):
     with jax.set_mesh(mesh):
         result = jax.jit(lambda w, x: values_and_gradients(in_pipeline, w, x))(stacked, x)
     (loss, (y, _)), (of_weights, of_x) = result
-    true = [plain(V3, w, x, side) for w in weights]
+    true = [plain(V3, w, x, batch_inputs) for w in weights]
     assert_close(loss, sum(t[0][0] for t in true), "loss")
     assert_close(y, jnp.stack([t[0][1][0] for t in true]), "outputs")
     assert_close(of_x, sum(t[1][1] for t in true), "gradient of x")
@@ -282,38 +286,38 @@ def test_a_ragged_dot_can_be_vmapped_over_any_of_its_arguments(mapped):
 
 
 def test_a_mixture_with_megablox_is_that_with_ragged_dot():
-    w, (x, side) = weights_of(V3), inputs()
+    w, (x, batch_inputs) = weights_of(V3), inputs()
     with jax.numpy_dtype_promotion("standard"):
-        result = plain(V3, w, x, side, megablox(interpret=True))
-    assert_all_close(result, plain(V3, w, x, side))
+        result = plain(V3, w, x, batch_inputs, megablox(interpret=True))
+    assert_all_close(result, plain(V3, w, x, batch_inputs))
 
 
 def test_megablox_works_on_shards_inside_a_pipeline():
-    w, (x, side) = weights_of(V3), inputs()
+    w, (x, batch_inputs) = weights_of(V3), inputs()
     mesh = sharding.make_mesh({"stage": 2, "expert": 2}, devices=jax.devices()[:4])
     experts = routed_experts(sharding.DEFAULT_RULES, megablox(interpret=True))
     mix = moe(V3, experts=experts, constrain=sharding.constrain_with())
 
     def rank(w, x):
         w, x = jax.lax.pcast((w, x), "stage", to="varying")
-        y, sums = mix(w, x, side)
+        y, sums = mix(w, x, batch_inputs)
         return jax.lax.pmean(y, "stage"), jax.lax.pmean(sums["loss"], "stage")
 
     in_pipeline = jax.shard_map(rank, axis_names={"stage"}, in_specs=P(), out_specs=P())
     with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):
         result = jax.jit(lambda w, x: values_and_gradients(in_pipeline, w, x))(w, x)
-    assert_all_close(result, plain(V3, w, x, side))
+    assert_all_close(result, plain(V3, w, x, batch_inputs))
 
 
 def test_devices_exchange_one_vector_per_layer_and_nothing_outside_of_the_loop_over_layers():
     """XLA:CPU runs a collective that needs no result of a loop at the same time as those in it."""
-    w, (x, side) = weights_of(V3), inputs()
+    w, (x, batch_inputs) = weights_of(V3), inputs()
     mix = moe(V3, experts=routed_experts(sharding.DEFAULT_RULES), constrain=sharding.no_constraint)
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), w)
 
-    def rank(w, x, side):
+    def rank(w, x, batch_inputs):
         def loss(w, x):
-            y, sums = jax.lax.scan(jax.checkpoint(lambda x, w: mix(w, x, side)), x, w)
+            y, sums = jax.lax.scan(jax.checkpoint(lambda x, w: mix(w, x, batch_inputs)), x, w)
             return jnp.sum(y) + jnp.sum(sums["loss"])
 
         w = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, "fsdp", to="varying"), w)
@@ -324,7 +328,7 @@ def test_devices_exchange_one_vector_per_layer_and_nothing_outside_of_the_loop_o
     run = jax.shard_map(
         rank, mesh=mesh, axis_names={"fsdp"}, in_specs=(P(), rows, rows), out_specs=rows
     )
-    assert collectives(jax.make_jaxpr(run)(stacked, x, side).jaxpr) == ["scan"] * 2
+    assert collectives(jax.make_jaxpr(run)(stacked, x, batch_inputs).jaxpr) == ["scan"] * 2
 
 
 def collectives(jaxpr: Any, inside: str = "") -> list[str]:
@@ -384,11 +388,11 @@ def test_a_microbatch_of_padding_alone_has_no_load_and_no_balance():
 
 
 def test_bfloat16_mixtures_route_in_float32():
-    w, (x, side) = weights_of(V3), inputs()
+    w, (x, batch_inputs) = weights_of(V3), inputs()
     mix = moe(V3, experts=routed_experts(sharding.DEFAULT_RULES), constrain=sharding.no_constraint)
     half = x.astype(jnp.bfloat16)
-    y, sums = jax.jit(mix)(w, half, side)
-    true, true_sums = jax.jit(mix)(w, half.astype(jnp.float32), side)
+    y, sums = jax.jit(mix)(w, half, batch_inputs)
+    true, true_sums = jax.jit(mix)(w, half.astype(jnp.float32), batch_inputs)
     assert y.dtype == jnp.bfloat16
     assert sums["loss"].dtype == jnp.float32
     np.testing.assert_array_equal(sums["loss"], true_sums["loss"])

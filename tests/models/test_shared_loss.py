@@ -11,7 +11,7 @@ from jaxpipe.sharding import no_constraint
 b, T, D, V, EPSILON = 2, 5, 8, 12, 1e-5
 
 
-def ends(*, tied: bool) -> dict:
+def boundary_of(*, tied: bool) -> dict:
     keys = jax.random.split(jax.random.key(0), 2)
     head = {"norm": 1 + jax.random.normal(keys[0], (D,)) / 4}
     if tied:
@@ -21,31 +21,33 @@ def ends(*, tied: bool) -> dict:
 
 def batch() -> tuple[jax.Array, dict]:
     keys = jax.random.split(jax.random.key(1), 3)
-    side = {
+    batch_inputs = {
         "targets": jax.random.randint(keys[1], (b, T), 0, V),
         "target_weights": jax.random.uniform(keys[2], (b, T)),
     }
-    return jax.random.normal(keys[0], (b, T, D)), side
+    return jax.random.normal(keys[0], (b, T, D)), batch_inputs
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.3])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_shares_add_up_to_the_loss_and_its_gradients(num_ranks, tied, z_loss):
-    x, side = batch()
+    x, batch_inputs = batch()
 
-    def loss(ends, x):
+    def loss(boundary, x):
         more = {"epsilon": EPSILON, "constrain": no_constraint, "z_loss_multiplier": z_loss}
-        return next_token_loss(ends, x, side, **more)
+        return next_token_loss(boundary, x, batch_inputs, **more)
 
-    true, gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(ends(tied=tied), x)
+    true, gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
+        boundary_of(tied=tied), x
+    )
     shared = shared_next_token_loss(EPSILON, z_loss)
 
     def of_rank(_):
-        return shared(ends(tied=tied), x, side, "stage")
+        return shared(boundary_of(tied=tied), x, batch_inputs, "stage")
 
-    shares, (of_ends, dx) = jax.vmap(of_rank, axis_name="stage")(jnp.arange(num_ranks))
-    added = jax.tree.map(lambda s: jnp.sum(s, axis=0), (shares, of_ends))
+    shares, (boundary_grads, dx) = jax.vmap(of_rank, axis_name="stage")(jnp.arange(num_ranks))
+    added = jax.tree.map(lambda s: jnp.sum(s, axis=0), (shares, boundary_grads))
     assert_close(added, (true, gradients[0]))
     for of_one in dx:
         assert_close(of_one, gradients[1])
@@ -57,17 +59,21 @@ def assert_close(got, true):
 
 
 def test_of_equal_logits_the_first_is_the_likeliest():
-    x, side = batch()
+    x, batch_inputs = batch()
     alike = {"head": {"norm": jnp.ones(D), "logits": jnp.zeros((D, V))}}
-    side = side | {"targets": jnp.zeros((b, T), int)}
+    batch_inputs = batch_inputs | {"targets": jnp.zeros((b, T), int)}
     shared = shared_next_token_loss(EPSILON)
-    (_, sums), _ = jax.vmap(lambda _: shared(alike, x, side, "s"), axis_name="s")(jnp.arange(3))
+    (_, sums), _ = jax.vmap(lambda _: shared(alike, x, batch_inputs, "s"), axis_name="s")(
+        jnp.arange(3)
+    )
     hits = jnp.sum(sums["accuracy"])
-    assert hits == pytest.approx(float(jnp.sum(side["target_weights"])), rel=1e-6)
+    assert hits == pytest.approx(float(jnp.sum(batch_inputs["target_weights"])), rel=1e-6)
 
 
 def test_a_vocabulary_that_does_not_divide_is_refused():
-    x, side = batch()
+    x, batch_inputs = batch()
     shared = shared_next_token_loss(EPSILON)
     with pytest.raises(ValueError, match="`vocab_size` is 12, which 5 ranks cannot share"):
-        jax.vmap(lambda _: shared(ends(tied=False), x, side, "s"), axis_name="s")(jnp.arange(5))
+        jax.vmap(lambda _: shared(boundary_of(tied=False), x, batch_inputs, "s"), axis_name="s")(
+            jnp.arange(5)
+        )

@@ -116,7 +116,7 @@ def test_a_llama_with_splash_in_the_circular_pipeline_is_the_unpipelined_llama()
     staged = weights | {"stages": initialize_layers(tree["layer"], key, dims)}
     shape = (2, 2, 128)
     tokens = jax.random.randint(key, shape, 0, 32)
-    side = dict.fromkeys(("tokens", "targets"), tokens) | {
+    batch_inputs = dict.fromkeys(("tokens", "targets"), tokens) | {
         "positions": jnp.broadcast_to(jnp.arange(128), shape),
         "segment_ids": jnp.broadcast_to(jnp.arange(128) // 50, shape),
         "target_weights": jnp.full(shape, 1 / (2 * 2 * 128)),
@@ -129,10 +129,12 @@ def test_a_llama_with_splash_in_the_circular_pipeline_is_the_unpipelined_llama()
     pipelined = model(splash_attention(DEFAULT_RULES, interpret=True))
     with jax.set_mesh(mesh):
         (loss, _), gradients = jax.jit(
-            lambda w: spmd.circular_value_and_grad(pipelined, w, side, mesh=mesh)
+            lambda w: spmd.circular_value_and_grad(pipelined, w, batch_inputs, mesh=mesh)
         )(staged)
     plain = model(dot_product_attention)
-    (true_loss, _), true = jax.jit(lambda w: unpipelined.value_and_grad(plain, w, side))(flat)
+    (true_loss, _), true = jax.jit(lambda w: unpipelined.value_and_grad(plain, w, batch_inputs))(
+        flat
+    )
     assert_close(loss, true_loss, "loss")
     for (path, x), y in zip(
         jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(true), strict=True

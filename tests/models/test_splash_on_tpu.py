@@ -36,7 +36,7 @@ shardings = sharding.named_shardings(shapes, models.logical_axes(tree), mesh)
 weights = jax.tree.map(struct, shapes, shardings)
 rows = NamedSharding(mesh, sharding.partition_spec((None, "activation_batch"), rules))
 names = ("tokens", "targets", "positions", "segment_ids", "target_weights")
-side = {
+batch_inputs = {
     name: jax.ShapeDtypeStruct(
         (4, 4, 256), jnp.float32 if name == "target_weights" else jnp.int32, sharding=rows
     )
@@ -44,7 +44,7 @@ side = {
 }
 with jax.set_mesh(mesh):
     step = jax.jit(lambda w, s: spmd.circular_value_and_grad(model, w, s, mesh=mesh))
-    text = step.lower(weights, side).compile().as_text()
+    text = step.lower(weights, batch_inputs).compile().as_text()
 kernels = ("splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv")
 print("kernels:", *(kernel for kernel in kernels if kernel in text))
 """

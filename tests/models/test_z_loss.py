@@ -17,24 +17,26 @@ from .test_chunked_loss import batch
 MULTIPLIER = 0.1
 
 
-def by_formula(ends: Any, x: Any, side: Any) -> Any:
-    logits = rms_norm(x, ends["head"]["norm"], 1e-5) @ ends["head"]["logits"]
+def by_formula(boundary: Any, x: Any, batch_inputs: Any) -> Any:
+    logits = rms_norm(x, boundary["head"]["norm"], 1e-5) @ boundary["head"]["logits"]
     exponentials = jnp.sum(jnp.exp(logits), axis=-1)
-    picked = jnp.take_along_axis(jnp.exp(logits), side["targets"][..., None], axis=-1)[..., 0]
-    z_loss = MULTIPLIER * jnp.sum(jnp.log(exponentials) ** 2 * side["target_weights"])
-    entropy = -jnp.sum(jnp.log(picked / exponentials) * side["target_weights"])
+    picked = jnp.take_along_axis(jnp.exp(logits), batch_inputs["targets"][..., None], axis=-1)[
+        ..., 0
+    ]
+    z_loss = MULTIPLIER * jnp.sum(jnp.log(exponentials) ** 2 * batch_inputs["target_weights"])
+    entropy = -jnp.sum(jnp.log(picked / exponentials) * batch_inputs["target_weights"])
     return entropy + z_loss, z_loss
 
 
 @pytest.mark.parametrize("num_chunks", [1, 3])
 def test_it_is_the_formula(num_chunks: int):
-    ends, x, side = batch()
+    boundary, x, batch_inputs = batch()
 
-    def loss(ends, x):
+    def loss(boundary, x):
         value, sums = next_token_loss(
-            ends,
+            boundary,
             x,
-            side,
+            batch_inputs,
             epsilon=1e-5,
             constrain=sharding.no_constraint,
             num_chunks=num_chunks,
@@ -43,8 +45,8 @@ def test_it_is_the_formula(num_chunks: int):
         return value, sums["z_loss"]
 
     found, true = (
-        jax.value_and_grad(f, argnums=(0, 1), has_aux=True)(ends, x)
-        for f in (loss, lambda ends, x: by_formula(ends, x, side))
+        jax.value_and_grad(f, argnums=(0, 1), has_aux=True)(boundary, x)
+        for f in (loss, lambda boundary, x: by_formula(boundary, x, batch_inputs))
     )
     pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(true), strict=True)
     for (path, leaf), of_formula in pairs:

@@ -124,20 +124,20 @@ def batch_of(config: Any) -> tuple[Any, ...]:
     rows, length = config.micro_batch_size_to_train_on, config.max_target_length
     x = jax.random.normal(jax.random.key(1), (rows, length, config.emb_dim))
     segments = jnp.where(jnp.arange(length) < 3, 1, 2)
-    side = (jnp.broadcast_to(a, (rows, length)) for a in (segments, jnp.arange(length)))
-    return (x, *side)
+    batch_inputs = (jnp.broadcast_to(a, (rows, length)) for a in (segments, jnp.arange(length)))
+    return (x, *batch_inputs)
 
 
 def pipelined(pipeline: Any, config: Any, mesh: Any, weights: Any, *specs: bool) -> Any:
     """(loss, (gradients by path, gradients of x)) of a pipeline, theirs or ours."""
-    x, *side = batch_of(config)
+    x, *batch_inputs = batch_of(config)
     graph, params, rest = nnx.split(pipeline, nnx.Param, ...)
     params = params if weights is None else replaced(params, weights)
 
     def loss(params, x):
         module = nnx.merge(graph, params, rest, copy=True)
         more = (module.get_weight_sharding(),) if specs else ()
-        return frontends.scalar(module(x, *side, True, "train", *more))
+        return frontends.scalar(module(x, *batch_inputs, True, "train", *more))
 
     value, (dw, dx) = jax.device_get(jax.jit(jax.value_and_grad(loss, (0, 1)))(params, x))
     return value, (flat(dw), dx), jax.device_get(flat(params))
@@ -145,7 +145,7 @@ def pipelined(pipeline: Any, config: Any, mesh: Any, weights: Any, *specs: bool)
 
 def plain(model: str, config: Any, weights: dict[str, Any]) -> Any:
     """The same of a loop over layers, on one device, a microbatch at a time."""
-    x, *side = batch_of(config)
+    x, *batch_inputs = batch_of(config)
     one = config_of(MODELS[model] | {"per_device_batch_size": float(x.shape[0])})
     mesh = Mesh(np.array(jax.devices()[:1]).reshape([1] * len(one.mesh_axes)), one.mesh_axes)
     count = config.num_pipeline_microbatches
@@ -164,7 +164,7 @@ def plain(model: str, config: Any, weights: dict[str, Any]) -> Any:
 
             outs = []
             for m in range(count):
-                x_m, *sides = (a.reshape(count, -1, *a.shape[1:])[m] for a in (x, *side))
+                x_m, *sides = (a.reshape(count, -1, *a.shape[1:])[m] for a in (x, *batch_inputs))
                 outs.append(jax.lax.scan(lambda x, w, s=sides: step(x, w, s), x_m, layers)[0])
             return frontends.scalar(jnp.concatenate(outs))
 

@@ -75,13 +75,13 @@ def flat(state: Any) -> Any:
 @pytest.mark.parametrize("row", frontends.EXACT[:1], ids=str)
 def test_loss_and_all_gradients_are_those_of_a_loop_over_the_layers(row):
     pipeline = built(row)
-    inputs, *side = row.batch()
+    inputs, *batch_inputs = row.batch()
     graph, params, rest = nnx.split(pipeline, nnx.Param, ...)
     layer_graph, dropout, _ = nnx.split(alone(0), nnx.RngState, ...)
     keys = jax.tree.leaves(nnx.state(pipeline.layers, nnx.RngKey))[0].reshape(-1)
 
     def loss(params, inputs):
-        return frontends.scalar(nnx.merge(graph, params, rest, copy=True)(inputs, *side))
+        return frontends.scalar(nnx.merge(graph, params, rest, copy=True)(inputs, *batch_inputs))
 
     def layer(w, x, segments, positions, number, m):
         key = jax.random.fold_in(jax.random.fold_in(keys[number], 0), m)  # of call 0
@@ -91,7 +91,9 @@ def test_loss_and_all_gradients_are_those_of_a_loop_over_the_layers(row):
         ]
 
     def true_loss(params, inputs):
-        return frontends.scalar(frontends.plain_loop(layer, row, params["layers"], inputs, *side))
+        return frontends.scalar(
+            frontends.plain_loop(layer, row, params["layers"], inputs, *batch_inputs)
+        )
 
     got = jax.jit(jax.value_and_grad(loss, (0, 1)))(params, inputs)
     frontends.assert_trees_close(

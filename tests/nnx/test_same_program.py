@@ -59,10 +59,10 @@ class NnxDecoder(nnx.Module):
 
 def compiled(frontend: str) -> Any:
     """The step's gradient, compiled."""
-    inputs, *side = ROW.batch()
+    inputs, *batch_inputs = ROW.batch()
     if frontend == "linen":
         pipeline = linen_rim.create_pipeline(ROW.config(), LinenDecoder(), ROW.mesh())
-        weights = pipeline.init(jax.random.key(0), inputs, *side)
+        weights = pipeline.init(jax.random.key(0), inputs, *batch_inputs)
         call: Any = pipeline.apply
     else:
         pipeline = nnx_rim.create_pipeline(ROW.config(), NnxDecoder, ROW.mesh())
@@ -70,7 +70,7 @@ def compiled(frontend: str) -> Any:
         call = lambda w, *batch: nnx.merge(graph, w, copy=True)(*batch)  # noqa: E731
 
     def loss(weights, inputs):
-        return jnp.sum(jnp.sin(call(weights, inputs, *side)))
+        return jnp.sum(jnp.sin(call(weights, inputs, *batch_inputs)))
 
     return jax.jit(jax.value_and_grad(loss, (0, 1))).lower(weights, inputs).compile()
 

@@ -18,22 +18,24 @@ from jaxpipe.spmd.circular_engine import _shape as _circular
 from jaxpipe.spmd.circular_engine._shape import Counts
 
 
-def stage(w, x, side, rng):
+def stage(w, x, batch_inputs, rng):
     del rng
-    return jnp.tanh(x @ w["w"]) + side["bias"], {"size": jnp.sum(jnp.abs(x))}
+    return jnp.tanh(x @ w["w"]) + batch_inputs["bias"], {"size": jnp.sum(jnp.abs(x))}
 
 
 def problem(ranks, repeats, microbatches, dim=4, rows=3):
     key = jax.random.key(0)
     weights = {"w": jax.random.normal(key, (repeats, ranks, dim, dim))}
     inputs = jax.random.normal(jax.random.fold_in(key, 1), (microbatches, rows, dim))
-    side = {"bias": jax.random.normal(jax.random.fold_in(key, 2), (microbatches, rows, dim))}
-    return weights, inputs, side
+    batch_inputs = {
+        "bias": jax.random.normal(jax.random.fold_in(key, 2), (microbatches, rows, dim))
+    }
+    return weights, inputs, batch_inputs
 
 
-def one_after_the_other(weights, inputs, side):
+def one_after_the_other(weights, inputs, batch_inputs):
     outputs, size = [], 0.0
-    for x, bias in zip(inputs, side["bias"], strict=True):
+    for x, bias in zip(inputs, batch_inputs["bias"], strict=True):
         for w in weights["w"].reshape(-1, *weights["w"].shape[2:]):
             x, sums = stage({"w": w}, x, {"bias": bias}, ())
             size += sums["size"]
@@ -43,26 +45,26 @@ def one_after_the_other(weights, inputs, side):
 
 @pytest.mark.parametrize("delay", [False, True])
 def test_the_layer_equals_its_stages_one_after_the_other_and_so_do_all_its_gradients(delay):
-    weights, inputs, side = problem(ranks=3, repeats=2, microbatches=6)
+    weights, inputs, batch_inputs = problem(ranks=3, repeats=2, microbatches=6)
 
     def scalar(layer):
-        def of(weights, inputs, side):
-            y, size = layer(weights, inputs, side)
+        def of(weights, inputs, batch_inputs):
+            y, size = layer(weights, inputs, batch_inputs)
             return jnp.sum(jnp.sin(y)) + 1e-2 * size
 
         return jax.jit(jax.grad(of, argnums=(0, 1, 2)))
 
-    def layer(weights, inputs, side):
-        y, sums = spmd.circular(stage, weights, inputs, side, delay=delay)
+    def layer(weights, inputs, batch_inputs):
+        y, sums = spmd.circular(stage, weights, inputs, batch_inputs, delay=delay)
         return y, sums["size"]
 
-    got = scalar(layer)(weights, inputs, side)
-    wanted = scalar(one_after_the_other)(weights, inputs, side)
+    got = scalar(layer)(weights, inputs, batch_inputs)
+    wanted = scalar(one_after_the_other)(weights, inputs, batch_inputs)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, wanted)
 
 
 def test_activations_may_be_any_pytree_with_integers_in_it():
-    def count(w, x, side, rng):
+    def count(w, x, batch_inputs, rng):
         return {"x": x["x"] * w, "visited": x["visited"] + 1, "on": ~x["on"]}, {}
 
     inputs = {
@@ -157,13 +159,13 @@ def count(jaxpr, name) -> int:
 
 @pytest.mark.parametrize(("repeats", "moves"), [(1, 8 + 3), (2, 16 + 3), (3, 16 + 3)])
 def test_one_permute_per_tick_and_one_more_only_while_microbatches_enter_or_leave(repeats, moves):
-    weights, inputs, side = problem(ranks=4, repeats=repeats, microbatches=8)
+    weights, inputs, batch_inputs = problem(ranks=4, repeats=repeats, microbatches=8)
     mesh = sharding.make_mesh({"stage": 4}, devices=jax.devices()[:4])
 
-    def layer(weights, inputs, side):
-        return spmd.circular(stage, weights, inputs, side, mesh=mesh)[0]
+    def layer(weights, inputs, batch_inputs):
+        return spmd.circular(stage, weights, inputs, batch_inputs, mesh=mesh)[0]
 
-    jaxpr = jax.make_jaxpr(layer)(weights, inputs, side).jaxpr
+    jaxpr = jax.make_jaxpr(layer)(weights, inputs, batch_inputs).jaxpr
     assert count(jaxpr, "ppermute") == spmd.num_ticks(4, repeats, 8, delay=False) + moves
 
 
@@ -172,7 +174,7 @@ def test_gradients_of_what_ranks_share_are_summed_once_and_not_in_every_microbat
     case, mesh = make_case(row), mesh_of(row)
 
     def run(weights):
-        return spmd.circular_value_and_grad(case.model, weights, case.side, mesh=mesh)
+        return spmd.circular_value_and_grad(case.model, weights, case.batch_inputs, mesh=mesh)
 
     with jax.set_mesh(mesh):
         jaxpr = jax.make_jaxpr(run)(case.weights).jaxpr
@@ -185,11 +187,11 @@ def test_ranks_exchange_nothing_but_permutes_and_sums():
     row = Row("circular", "mlp", ranks=4, repeats=2, microbatches=8, axes=())
     case, mesh = make_case(row), mesh_of(row)
 
-    def run(weights, side):
-        return spmd.circular_value_and_grad(case.model, weights, side, mesh=mesh, keys=())
+    def run(weights, batch_inputs):
+        return spmd.circular_value_and_grad(case.model, weights, batch_inputs, mesh=mesh, keys=())
 
     with jax.set_mesh(mesh):
-        text = jax.jit(run).lower(placed(case, mesh), case.side).compile().as_text() or ""
+        text = jax.jit(run).lower(placed(case, mesh), case.batch_inputs).compile().as_text() or ""
     assert "collective-permute" in text
     assert "all-gather" not in text
     assert "all-to-all" not in text
@@ -197,11 +199,11 @@ def test_ranks_exchange_nothing_but_permutes_and_sums():
 
 def test_the_backward_finds_one_input_per_tick_and_no_weights():
     # 19 ticks, and nothing else has 19 in dim 0.
-    weights, inputs, side = problem(ranks=2, repeats=3, microbatches=6, dim=64, rows=1)
+    weights, inputs, batch_inputs = problem(ranks=2, repeats=3, microbatches=6, dim=64, rows=1)
     mesh = sharding.make_mesh({"stage": 2}, devices=jax.devices()[:2])
 
     def loss(weights):
-        return jnp.sum(spmd.circular(stage, weights, inputs, side, mesh=mesh)[0])
+        return jnp.sum(spmd.circular(stage, weights, inputs, batch_inputs, mesh=mesh)[0])
 
     jaxpr = jax.make_jaxpr(jax.grad(loss))(weights).jaxpr
     loops = list(scans(jaxpr))
@@ -211,13 +213,13 @@ def test_the_backward_finds_one_input_per_tick_and_no_weights():
 
 
 def test_weights_are_no_residuals_even_if_nothing_is_recomputed():
-    weights, inputs, side = problem(ranks=2, repeats=3, microbatches=6, dim=64, rows=1)
+    weights, inputs, batch_inputs = problem(ranks=2, repeats=3, microbatches=6, dim=64, rows=1)
 
-    def cast_first(w, x, side, rng):
-        return stage({"w": w["w"].astype(jnp.bfloat16).astype(jnp.float32)}, x, side, rng)
+    def cast_first(w, x, batch_inputs, rng):
+        return stage({"w": w["w"].astype(jnp.bfloat16).astype(jnp.float32)}, x, batch_inputs, rng)
 
     def loss(weights):
-        return jnp.sum(spmd.circular(cast_first, weights, inputs, side, remat=spmd.keep)[0])
+        return jnp.sum(spmd.circular(cast_first, weights, inputs, batch_inputs, remat=spmd.keep)[0])
 
     jaxpr = jax.make_jaxpr(jax.grad(loss))(weights).jaxpr
     kept = [v.aval.shape for loop in scans(jaxpr) for v in loop.outvars]
@@ -235,17 +237,17 @@ def test_weights_are_no_residuals_even_if_nothing_is_recomputed():
     ],
 )
 def test_counts_that_do_not_fit_are_refused(ranks, repeats, microbatches, delay, message):
-    weights, inputs, side = problem(ranks, repeats, microbatches)
+    weights, inputs, batch_inputs = problem(ranks, repeats, microbatches)
     with pytest.raises(ValueError, match=message):
-        spmd.circular(stage, weights, inputs, side, delay=delay)
+        spmd.circular(stage, weights, inputs, batch_inputs, delay=delay)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (
-            {"side": {"bias": jnp.ones((2, 3, 4))}},
-            r"side\['bias'\] has shape \(2, 3, 4\) and inputs \(8, 3, 4\)",
+            {"batch_inputs": {"bias": jnp.ones((2, 3, 4))}},
+            r"inputs has shape \(8, 3, 4\) and batch_inputs\['bias'\] \(2, 3, 4\)",
         ),
         ({"keys": jnp.ones((1, 4))}, r"weights\['w'\] has shape \(2, 4, 4, 4\) and keys \(1, 4\)"),
         ({"weights": jnp.ones((2,))}, r"weights has shape \(2,\).* \[repeats, ranks, \.\.\.\]"),
@@ -253,51 +255,51 @@ def test_counts_that_do_not_fit_are_refused(ranks, repeats, microbatches, delay,
     ],
 )
 def test_leaves_that_disagree_about_the_counts_are_refused(changes, message):
-    weights, inputs, side = problem(ranks=4, repeats=2, microbatches=8)
-    arguments = {"weights": weights, "inputs": inputs, "side": side} | changes
+    weights, inputs, batch_inputs = problem(ranks=4, repeats=2, microbatches=8)
+    arguments = {"weights": weights, "inputs": inputs, "batch_inputs": batch_inputs} | changes
     with pytest.raises(ValueError, match=message):
         spmd.circular(stage, **arguments)
 
 
 def test_a_mesh_of_another_size_is_refused():
-    weights, inputs, side = problem(4, 1, 4)
+    weights, inputs, batch_inputs = problem(4, 1, 4)
     mesh = sharding.make_mesh({"stage": 2}, devices=jax.devices()[:2])
     message = r"weights\['w'\] has shape \(1, 4, 4, 4\).*4 ranks, but the axis 'stage' of .* has 2"
     with pytest.raises(ValueError, match=message):
-        spmd.circular(stage, weights, inputs, side, mesh=mesh)
+        spmd.circular(stage, weights, inputs, batch_inputs, mesh=mesh)
     plain = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
     with pytest.raises(ValueError, match=r"`mesh` has the axes \('data',\)"):
-        spmd.circular(stage, weights, inputs, side, mesh=plain)
+        spmd.circular(stage, weights, inputs, batch_inputs, mesh=plain)
 
 
 def test_weights_without_the_repeats_dim_are_told_how_to_get_it():
-    _, inputs, side = problem(4, 1, 4)
+    _, inputs, batch_inputs = problem(4, 1, 4)
     mesh = sharding.make_mesh({"stage": 4}, devices=jax.devices()[:4])
     of_ranks = {"w": jnp.zeros((4, 8, 8))}
     message = (
         r"has shape \(4, 8, 8\).*repeats are missing: give `w\[None\]`, of shape \(1, 4, 8, 8\)"
     )
     with pytest.raises(ValueError, match=message):
-        spmd.circular(stage, of_ranks, inputs, side, mesh=mesh)
+        spmd.circular(stage, of_ranks, inputs, batch_inputs, mesh=mesh)
     of_stages = {"w": jnp.zeros((8, 6, 6))}
     message = r"give `w.reshape\(2, 4, \*w.shape\[1:\]\)`, of shape \(2, 4, 6, 6\)"
     with pytest.raises(ValueError, match=message):
-        spmd.circular(stage, of_stages, inputs, side, mesh=mesh)
+        spmd.circular(stage, of_stages, inputs, batch_inputs, mesh=mesh)
 
 
 def test_a_stage_that_changes_the_shape_of_activations_is_refused():
-    weights, inputs, side = problem(2, 1, 2)
+    weights, inputs, batch_inputs = problem(2, 1, 2)
     with pytest.raises(ValueError, match=r"`stage` was given .* and returned"):
-        spmd.circular(lambda w, x, side, rng: (x[:1], {}), weights, inputs, side)
+        spmd.circular(lambda w, x, batch_inputs, rng: (x[:1], {}), weights, inputs, batch_inputs)
     with pytest.raises(ValueError, match=r"float32\[3, 4\], float32\[3, 4\].*It must return y"):
-        spmd.circular(lambda w, x, side, rng: (x, x), weights, inputs, side)
+        spmd.circular(lambda w, x, batch_inputs, rng: (x, x), weights, inputs, batch_inputs)
 
 
 def test_a_stage_without_sums_may_return_its_activation_alone():
-    weights, inputs, side = problem(2, 2, 4)
-    wanted = spmd.circular(lambda *given: (stage(*given)[0], {}), weights, inputs, side)
+    weights, inputs, batch_inputs = problem(2, 2, 4)
+    wanted = spmd.circular(lambda *given: (stage(*given)[0], {}), weights, inputs, batch_inputs)
     for alone in (lambda *given: stage(*given)[0], lambda *given: (stage(*given)[0], None)):
-        got = spmd.circular(alone, weights, inputs, side)
+        got = spmd.circular(alone, weights, inputs, batch_inputs)
         assert got[1] == wanted[1] == {}
         np.testing.assert_array_equal(got[0], wanted[0])
     pair = jax.eval_shape(
@@ -310,25 +312,30 @@ def test_one_name_for_two_metrics_is_refused():
     row = Row("circular", "mlp", ranks=2, repeats=1, microbatches=2)
     case = make_case(row)
 
-    def loss(ends, x, side):
-        value, _ = case.model.loss(ends, x, side)
+    def loss(boundary, x, batch_inputs):
+        value, _ = case.model.loss(boundary, x, batch_inputs)
         return value, {"hidden": value}
 
     model = dataclasses.replace(case.model, loss=loss)
     assert isinstance(model, Model)
     with pytest.raises(ValueError, match=r"both return \['hidden'\]"):
-        spmd.circular_value_and_grad(model, case.weights, case.side)
+        spmd.circular_value_and_grad(model, case.weights, case.batch_inputs)
 
 
 @pytest.mark.parametrize(
     ("on_mesh", "message"),
-    [(True, r"\['inputs'\] has dims \(2, 3, 4\). Dim 1 must hold rows"), (False, "`mesh` is None")],
+    [
+        (True, r"\['batch_inputs'\]\['bias'\] has dims \(2, 3, 4\). Dim 1 must hold rows"),
+        (False, "`mesh` is None"),
+    ],
 )
 def test_rows_that_devices_cannot_share_are_refused(on_mesh, message):
-    weights, inputs, side = problem(2, 1, 2)
+    weights, inputs, batch_inputs = problem(2, 1, 2)
     mesh = sharding.make_mesh({"stage": 2, "fsdp": 2}, devices=jax.devices()[:4])
     gather = spmd.gather_weights(
         {"w": (None, None)}, sharding.DEFAULT_RULES, when="once", batch_axes=("fsdp",)
     )
     with pytest.raises(ValueError, match=message):
-        spmd.circular(stage, weights, inputs, side, mesh=mesh if on_mesh else None, gather=gather)
+        spmd.circular(
+            stage, weights, inputs, batch_inputs, mesh=mesh if on_mesh else None, gather=gather
+        )

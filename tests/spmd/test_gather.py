@@ -17,7 +17,7 @@ WEIGHTS = jnp.ones((REPEATS, RANKS, DIM, DIM))
 INPUTS = jnp.ones((MICROBATCHES, 2, 3, DIM))
 
 
-def stage(w, x, side, rng):
+def stage(w, x, batch_inputs, rng):
     return jnp.tanh(x @ w), {}
 
 

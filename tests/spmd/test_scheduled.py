@@ -21,22 +21,22 @@ def identity(microbatches: int, **shapes: int) -> tuple[dict, dict, Model]:
         "stages": {"scale": jnp.ones((shapes.get("chunks", 1), S, D))},
         "head": {"scale": jnp.ones(D)},
     }
-    side = {"x": jnp.ones((microbatches, 256, D))}
+    batch_inputs = {"x": jnp.ones((microbatches, 256, D))}
     model = Model(
-        embed=lambda w, side: side["x"] * w["scale"],
-        stage=lambda w, x, side, rng: (jnp.tanh(x * w["scale"]), {}),
-        loss=lambda ends, y, side: (jnp.sum(y * ends["head"]["scale"]), {}),
+        embed=lambda w, batch_inputs: batch_inputs["x"] * w["scale"],
+        stage=lambda w, x, batch_inputs, rng: (jnp.tanh(x * w["scale"]), {}),
+        loss=lambda boundary, y, batch_inputs: (jnp.sum(y * boundary["head"]["scale"]), {}),
     )
-    return weights, side, model
+    return weights, batch_inputs, model
 
 
 @functools.cache
 def compiled(name: str, microbatches: int) -> Any:
-    weights, side, model = identity(microbatches)
+    weights, batch_inputs, model = identity(microbatches)
     mesh = jax.make_mesh((S,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
     ticks = schedules.to_lock_step(schedules.build(name, ranks=S, microbatches=microbatches))
     run = functools.partial(spmd.scheduled_value_and_grad, model, ticks=ticks, mesh=mesh)
-    return jax.jit(run).lower(weights, side).compile()
+    return jax.jit(run).lower(weights, batch_inputs).compile()
 
 
 ACTIVATION = 256 * D * 4
@@ -67,19 +67,19 @@ def test_the_program_does_not_grow_with_ticks():
 
 
 def test_an_idle_rank_computes_nothing():
-    weights, side, model = identity(4)
+    weights, batch_inputs, model = identity(4)
     mesh = jax.make_mesh((S,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
     ticks = schedules.to_lock_step(schedules.build("1f1b", ranks=S, microbatches=4))
     seen = []
 
-    def stage(w, x, side, rng):
+    def stage(w, x, batch_inputs, rng):
         jax.debug.callback(lambda _: seen.append(1), x[0, 0])
         return jnp.tanh(x * w["scale"]), {}
 
     counted = Model(model.embed, stage, model.loss)
     forward = schedules.to_lock_step(schedules.forward_only(ticks.schedule))
     run = functools.partial(spmd.scheduled_value, counted, ticks=forward, mesh=mesh)
-    jax.block_until_ready(jax.jit(run)(weights, side))
+    jax.block_until_ready(jax.jit(run)(weights, batch_inputs))
     jax.effects_barrier()
     assert len(seen) == S * 4
 
@@ -96,7 +96,7 @@ def test_a_value_alone_is_that_of_the_whole(name):
 
     weights = case.weights | {"stages": to_ranks(case.weights["stages"])}
     run = functools.partial(spmd.scheduled_value, case.model, ticks=forward)
-    loss, metrics = jax.jit(run)(weights, case.side, to_ranks(case.keys))
+    loss, metrics = jax.jit(run)(weights, case.batch_inputs, to_ranks(case.keys))
     (true_loss, true_metrics), _ = reference(plain(row))
     assert loss == pytest.approx(true_loss, rel=1e-5)
     for metric, value in metrics.items():
@@ -111,14 +111,14 @@ def test_a_lean_grid_is_as_exact_as_a_fast_one():
 
 
 def refused(message: str, *, microbatches: int = 4, ticks: Any = None, **options: Any) -> None:
-    weights, side, model = identity(microbatches, chunks=options.pop("chunks", 1))
+    weights, batch_inputs, model = identity(microbatches, chunks=options.pop("chunks", 1))
     ticks = ticks or schedules.to_lock_step(schedules.build("1f1b", ranks=S, microbatches=4))
     with pytest.raises(ValueError, match=message):
-        spmd.scheduled_value_and_grad(model, weights, side, ticks=ticks, **options)
+        spmd.scheduled_value_and_grad(model, weights, batch_inputs, ticks=ticks, **options)
 
 
 def test_counts_that_disagree_are_refused():
-    refused("`side` has 8 microbatches, and `ticks` is a schedule of 4", microbatches=8)
+    refused("`batch_inputs` has 8 microbatches, and `ticks` is a schedule of 4", microbatches=8)
     refused(r"begin with \(2, 4\).* `ticks` is a schedule of \(1, 4\)", chunks=2)
     mesh = jax.make_mesh((2,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
     refused("`ticks` is a schedule of 4 ranks, but the axis 'stage'", mesh=mesh)
@@ -134,7 +134,7 @@ def test_a_head_that_cannot_be_shared_is_refused():
 
 
 def test_a_value_alone_takes_forwards_alone():
-    weights, side, model = identity(4)
+    weights, batch_inputs, model = identity(4)
     ticks = schedules.to_lock_step(schedules.build("1f1b", ranks=S, microbatches=4))
     with pytest.raises(ValueError, match="`ticks` has backwards"):
-        spmd.scheduled_value(model, weights, side, ticks=ticks)
+        spmd.scheduled_value(model, weights, batch_inputs, ticks=ticks)

@@ -27,14 +27,14 @@ def mesh_of(*explicit: str) -> Mesh:
     return Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), AXES, axis_types=types)
 
 
-def plain(w, x, side, rng):
+def plain(w, x, batch_inputs, rng):
     return jnp.tanh(x @ w["w"]) * 2.0 + x, {}
 
 
 def constrained(mesh: Mesh) -> Any:
     """`plain`, with constraints."""
 
-    def stage(w, x, side, rng):
+    def stage(w, x, batch_inputs, rng):
         h = with_sharding_constraint(x @ w["w"], NamedSharding(mesh, P("fsdp")))
         h = with_sharding_constraint(h, NamedSharding(mesh, P(("stage", "fsdp"), "tensor")))
         return jnp.tanh(h) * 2.0 + x, {}
@@ -45,7 +45,7 @@ def constrained(mesh: Mesh) -> Any:
 def in_jit(mesh: Mesh) -> Any:
     """`plain`, in a `jax.jit` that names shardings over `stage`."""
 
-    def stage(w, x, side, rng):
+    def stage(w, x, batch_inputs, rng):
         rows = NamedSharding(mesh, P(("stage", "fsdp")))
         run = jax.jit(lambda h: jnp.tanh(h) * 2.0, in_shardings=rows, out_shardings=rows)
         return run(x @ w["w"]) + x, {}
@@ -56,7 +56,7 @@ def in_jit(mesh: Mesh) -> Any:
 def resharded(mesh: Mesh) -> Any:
     """`plain`, with the explicit axes in the types of its arrays."""
 
-    def stage(w, x, side, rng):
+    def stage(w, x, batch_inputs, rng):
         rows = NamedSharding(mesh, P(("stage", "fsdp")))
         h = jnp.einsum("rd,de->re", x, w["w"], out_sharding=rows)
         h = with_sharding_constraint(h, rows)
@@ -123,7 +123,7 @@ def test_the_axes_of_sums_that_are_not_reduced_yet_are_translated_too():
     0.10.2."""
     mesh, seen = mesh_of(*AXES), []
 
-    def stage(w, x, side, rng):
+    def stage(w, x, batch_inputs, rng):
         split = reshard(x, NamedSharding(mesh, P(None, "tensor")))
         rows = reshard(w["w"], NamedSharding(mesh, P("tensor", reduced=frozenset({"stage"}))))
         parts = NamedSharding(mesh, P(None, unreduced=frozenset({"stage", "tensor"})))
@@ -140,8 +140,8 @@ def test_the_axes_of_sums_that_are_not_reduced_yet_are_translated_too():
 def test_a_stage_that_splits_what_it_was_given_whole_returns_it_as_given(true):
     mesh = mesh_of(*AXES)
 
-    def stage(w, x, side, rng):
-        y, sums = plain(w, x, side, rng)
+    def stage(w, x, batch_inputs, rng):
+        y, sums = plain(w, x, batch_inputs, rng)
         return reshard(y, NamedSharding(mesh, P(None, "tensor"))), sums
 
     assert_same(gradients(stage, mesh), true)
@@ -150,7 +150,7 @@ def test_a_stage_that_splits_what_it_was_given_whole_returns_it_as_given(true):
 def test_axes_that_are_automatic_in_a_stage_are_constrained_and_manual_ones_left_out():
     mesh = mesh_of()
 
-    def stage(w, x, side, rng):
+    def stage(w, x, batch_inputs, rng):
         where = NamedSharding(mesh, P(("stage", "fsdp"), "tensor"))
         return with_sharding_constraint(x * w, where)
 
@@ -162,7 +162,7 @@ def test_a_sharding_of_another_mesh_is_refused_by_jax_as_ever():
     mesh = mesh_of()
     other = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "fsdp"))
 
-    def stage(w, x, side, rng):
+    def stage(w, x, batch_inputs, rng):
         return with_sharding_constraint(x * w, NamedSharding(other, P("fsdp"))), {}
 
     with pytest.raises(ValueError, match="manual_axis_type"):
@@ -176,7 +176,7 @@ def test_outside_of_a_stage_jax_is_as_it_was():
 
     before, during = seen(), []
 
-    def stage(w, x, side, rng):
+    def stage(w, x, batch_inputs, rng):
         during.append(seen())
         return x * w, {}
 

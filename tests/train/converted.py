@@ -28,15 +28,15 @@ def logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     setup = set_up(config, jax.devices()[:1])
     weights, model = first_state(setup)["weights"], build_model(setup)
     rows, length = tokens.shape
-    side = {
+    batch_inputs = {
         "tokens": jnp.asarray(tokens, jnp.int32),
         "positions": jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length)),
         "segment_ids": jnp.ones((rows, length), jnp.int32),
         "target_weights": jnp.ones((rows, length)),
     }
-    x = model.embed(weights["embed"], side)
+    x = model.embed(weights["embed"], batch_inputs)
     stages = jax.tree.map(lambda leaf: leaf[0, 0], weights["stages"])
-    x, _ = model.stage(stages, x, side, ())
+    x, _ = model.stage(stages, x, batch_inputs, ())
     x = models.rms_norm(x, weights["head"]["norm"], config.normalization_layer_epsilon)
     matrix = weights["embed"]["table"].T if model.tied else weights["head"]["logits"]
     return np.asarray(x @ matrix)

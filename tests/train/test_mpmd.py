@@ -121,7 +121,7 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(name):
             "zbv, a V -> none",
             "zbv, a V -> uneven stages, fsdp 2, tensor 2",
             "circular -> a V with empty ends",
-            "a V with empty ends -> circular",
+            "a V with empty boundary -> circular",
             "scheduled -> more stages on one rank than on the other",
             "more stages on one rank than on the other -> scheduled",
             "layers after an uneven pipeline -> zbv, a V",

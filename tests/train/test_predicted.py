@@ -31,7 +31,7 @@ RUNS: dict[str, tuple[int, Settings]] = {
 def test_nothing_starts_before_what_it_needs(name: str):
     timeline = predicted_timeline(setup_of(*RUNS[name]))
     assert timeline is not None
-    ends = {
+    boundary = {
         result: timed.end
         for row in timeline.rows
         for timed in row
@@ -43,7 +43,7 @@ def test_nothing_starts_before_what_it_needs(name: str):
         for timed in row:
             for action in actions_of(timed.step):
                 for need in dependencies(action, timeline.schedule.num_stages, 1):
-                    assert ends[need] <= timed.start
+                    assert boundary[need] <= timed.start
 
 
 @pytest.mark.parametrize(

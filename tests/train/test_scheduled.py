@@ -119,7 +119,7 @@ def test_losses_are_those_of_the_run_without_a_pipeline(name):
             "uneven stages by a CSV -> zbv, a V",
             "zbv, a V -> circular",
             "circular -> a V with empty ends",
-            "a V with empty ends -> circular",
+            "a V with empty boundary -> circular",
             "layers after an uneven pipeline -> zbv, a V",
             "circular, a gather per layer, ZeRO-1, explicit axes"
             " -> a gather per layer, ZeRO-1, explicit axes, a policy, uneven",

@@ -1,4 +1,4 @@
-"""Of several processes the one that holds the others up is named, and whatever waits ends."""
+"""Of several processes the one that holds the others up is named, and whatever waits boundary."""
 
 from dataclasses import replace
 

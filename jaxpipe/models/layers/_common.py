@@ -114,7 +114,7 @@ def stack(layer: Callable, *, scan: bool = True) -> Callable:
     """Returns a function that runs layers with stacked weights and adds up their sums.
 
     Args:
-        layer: `(weights, x, side, key) -> (y, sums)`.
+        layer: `(weights, x, batch_inputs, key) -> (y, sums)`.
         scan: Whether the layers run in a loop. If not, they are unrolled.
 
     Returns:
@@ -122,10 +122,10 @@ def stack(layer: Callable, *, scan: bool = True) -> Callable:
         be ().
     """
 
-    def run(weights: PyTree, x: Float[Array, "b T D"], side: PyTree, keys: PyTree):
+    def run(weights: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, keys: PyTree):
         def step(x, of_layer):
             w, key = of_layer
-            return layer(w, x, side, key)
+            return layer(w, x, batch_inputs, key)
 
         x, sums = jax.lax.scan(step, x, (weights, keys), unroll=not scan)
         return x, jax.tree.map(jnp.sum, sums)

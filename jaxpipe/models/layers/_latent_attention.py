@@ -71,7 +71,7 @@ def latent_attention(
     constrain: Constrain,
     project: Projection = projection,
 ) -> Callable[[PyTree, Array, PyTree], Array]:
-    """Returns latent attention as a function `(weights, x, side) -> y`.
+    """Returns latent attention as a function `(weights, x, batch_inputs) -> y`.
 
     Args:
         config: The sizes of the model.
@@ -80,14 +80,15 @@ def latent_attention(
         project: Multiplies activations by a weight.
 
     Returns:
-        The function. x and y are [b, T, D], and `side` has `positions` and `segment_ids` [b, T].
+        The function. x and y are [b, T, D], and `batch_inputs` has `positions` and `segment_ids`
+        [b, T].
     """
     frequencies, sharper = _positions(config)
     queries = _compressed if config.q_lora_rank else _direct
     epsilon, num_nope = config.normalization_layer_epsilon, config.qk_nope_head_dim
 
-    def attend(w: PyTree, x: Float[Array, "b T D"], side: PyTree) -> Float[Array, "b T D"]:
-        positions: Int[Array, "b T"] = side["positions"]
+    def attend(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree) -> Float[Array, "b T D"]:
+        positions: Int[Array, "b T"] = batch_inputs["positions"]
         plain, turned = jnp.split(queries(w, x, epsilon, project), [num_nope], axis=-1)
         q = jnp.concatenate([plain, rope(turned, positions, frequencies)], axis=-1) * sharper
 
@@ -99,7 +100,9 @@ def latent_attention(
         k = jnp.concatenate([plain, shared], axis=-1)
 
         q, k, v = name_qkv(*(constrain(heads, HEADS) for heads in (q, k, v)))
-        out = checkpoint_name(constrain(attention(q, k, v, side["segment_ids"]), HEADS), "context")
+        out = checkpoint_name(
+            constrain(attention(q, k, v, batch_inputs["segment_ids"]), HEADS), "context"
+        )
         y = project(out, w["out"])
         return checkpoint_name(y, "out_proj")
 

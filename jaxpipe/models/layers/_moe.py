@@ -59,7 +59,7 @@ def moe(
     constrain: Constrain,
     project: Projection = projection,
 ) -> Callable[[PyTree, Array, PyTree], tuple[Array, Sums]]:
-    """Returns a mixture of experts as a function `(weights, x, side) -> (y, sums)`.
+    """Returns a mixture of experts as a function `(weights, x, batch_inputs) -> (y, sums)`.
 
     `sums["load_balance_loss"]` is the microbatch's contribution to the batch's load-balance loss,
     already weighted; `sums["loss"]` contains it too. The weight of a microbatch is the sum of its
@@ -79,30 +79,34 @@ def moe(
         project: The matrix products of the shared experts.
 
     Returns:
-        The function. x and y are [b, T, D], `side` has `segment_ids` and `target_weights` [b, T],
-        and the sums are float32 scalars.
+        The function. x and y are [b, T, D], `batch_inputs` has `segment_ids` and `target_weights`
+        [b, T], and the sums are float32 scalars.
     """
 
-    def mix(w: PyTree, x: Float[Array, "b T D"], side: PyTree) -> tuple[Array, Sums]:
+    def mix(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree) -> tuple[Array, Sums]:
         bias = w["router"]["bias"].astype(jnp.float32) if config.routed_bias else None
-        routing = _route(config, w["router"]["logits"], bias, x, side)
+        routing = _route(config, w["router"]["logits"], bias, x, batch_inputs)
         y = experts(w["experts"], x, routing.chosen, routing.shares)
         y = constrain(y, ACTIVATION)
         if config.shared_experts:
             y += swiglu(w["shared"], x, constrain, project)
-        return y, _sums(routing, bias, config.load_balance_loss_weight, side["target_weights"])
+        return y, _sums(
+            routing, bias, config.load_balance_loss_weight, batch_inputs["target_weights"]
+        )
 
     return mix
 
 
-def _route(config: DeepseekConfig, matrix: Array, bias: Array | None, x: Array, side: PyTree):
+def _route(
+    config: DeepseekConfig, matrix: Array, bias: Array | None, x: Array, batch_inputs: PyTree
+):
     # Computed in float32: a rounded score may choose another expert.
     wide, matrix = x.astype(jnp.float32), matrix.astype(jnp.float32)
     return route(
         jnp.einsum("btd,de->bte", wide, matrix),
         bias,
-        side["segment_ids"] != 0,
-        jnp.sum(side["target_weights"]),
+        batch_inputs["segment_ids"] != 0,
+        jnp.sum(batch_inputs["target_weights"]),
         score_func=config.routed_score_func,
         num_chosen=config.num_experts_per_tok,
         normalized=config.norm_topk_prob,

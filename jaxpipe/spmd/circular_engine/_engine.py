@@ -27,7 +27,7 @@ def circular(
     stage: Callable[[PyTree, PyTree, PyTree, PyTree], Any],
     weights: PyTree,
     inputs: PyTree,
-    side: PyTree = (),
+    batch_inputs: PyTree = (),
     keys: PyTree = (),
     *,
     mesh: Mesh | None = None,
@@ -41,14 +41,14 @@ def circular(
     The layer has a custom VJP, so it supports reverse-mode differentiation only.
 
     Args:
-        stage: `(weights of one stage, x, side of one microbatch, its keys) -> (y, sums)`, or `-> y`
-            without sums; y has the shapes and dtypes of x. It is written for one device: XLA
-            partitions it over the mesh axes other than `stage` and `gather.batch_axes`. It may name
-            shardings over the whole mesh: `stage` and the batch axes are removed from them. It must
-            not close over arrays that are differentiated.
+        stage: `(weights of one stage, x, batch_inputs of one microbatch, its keys) -> (y, sums)`,
+            or `-> y` without sums; y has the shapes and dtypes of x. It is written for one device:
+            XLA partitions it over the mesh axes other than `stage` and `gather.batch_axes`. It may
+            name shardings over the whole mesh: `stage` and the batch axes are removed from them.
+            It must not close over arrays that are differentiated.
         weights: [R, S, ...] leaves, dim 1 sharded over the axis `stage`.
         inputs: Any pytree of [M, ...] leaves, dim 0 sharded over the axis `stage`.
-        side: [M, ...] leaves that every stage may read, replicated over the ranks.
+        batch_inputs: [M, ...] leaves that every stage may read, replicated over the ranks.
         keys: [R, S, ...] dropout keys, folded with the microbatch's index before use; or ().
         mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
         delay: Whether results are handed over one tick late, so that the transfer overlaps with
@@ -69,7 +69,10 @@ def circular(
         The schedule is MaxText's circular pipeline; Narayanan et al., 2021, arXiv 2104.04473, call
         its stage assignment interleaved.
     """
-    stacked, microbatches = {"weights": weights, "keys": keys}, {"inputs": inputs, "side": side}
+    stacked, microbatches = (
+        {"weights": weights, "keys": keys},
+        {"inputs": inputs, "batch_inputs": batch_inputs},
+    )
     num_ranks = _check_counts(stacked, microbatches, mesh, delay)
     check_rows(microbatches, gather.batch_axes, mesh)
     layer = _layer(with_aux(stage), mesh, How(delay, remat, gather, scan_repeats))
@@ -77,45 +80,48 @@ def circular(
     of_rows, of_ranks = rows_of(gather, P(None)), stacked_specs(gather.weight_specs)
     weights = typed_by_specs(weights, of_ranks, mesh)
     keys = typed_by_specs(keys, P(None, AXIS), mesh)
-    y, sums = layer(weights, shares, typed_by_specs(side, of_rows, mesh), keys)
+    y, sums = layer(weights, shares, typed_by_specs(batch_inputs, of_rows, mesh), keys)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), y), sums
 
 
 def _layer(stage: Stage, mesh: Mesh | None, how: How) -> Callable:
-    """Returns `(weights, inputs [S, n, ...], side, keys) -> (outputs, sums)` with a custom VJP."""
+    """Returns `circular` as a function with a custom VJP.
+
+    It is `(weights, inputs [S, n, ...], batch_inputs, keys) -> (outputs, sums)`.
+    """
 
     gather = how.gather
     weights, gradients = stacked_specs(gather.weight_specs), stacked_specs(gather.gradient_specs)
-    shares, side, keys = rows_of(gather, P(AXIS, None)), rows_of(gather, P(None)), 1
+    shares, batch_inputs, keys = rows_of(gather, P(AXIS, None)), rows_of(gather, P(None)), 1
     device = P((AXIS, *gather.batch_axes))
 
     def forward(keep: bool) -> Callable:
         return on_ranks(
             partial(forward_rank, stage, how, keep),
             mesh=mesh,
-            in_dims=(weights, shares, side, keys),
+            in_dims=(weights, shares, batch_inputs, keys),
             out_dims=((shares, None), device),
         )
 
     backward = on_ranks(
         partial(backward_rank, stage, how),
         mesh=mesh,
-        in_dims=(weights, shares, side, keys, device, shares, None),
-        out_dims=(gradients, shares, side),
+        in_dims=(weights, shares, batch_inputs, keys, device, shares, None),
+        out_dims=(gradients, shares, batch_inputs),
     )
 
     @jax.custom_vjp
-    def layer(weights, inputs, side, keys):
-        return forward(False)(weights, inputs, side, keys)[0]
+    def layer(weights, inputs, batch_inputs, keys):
+        return forward(False)(weights, inputs, batch_inputs, keys)[0]
 
     def layer_forward(*arguments):
         results, kept = forward(True)(*arguments)
         return results, (arguments, kept)
 
     def layer_backward(saved, cotangents):
-        (weights, inputs, side, keys), kept = saved
+        (weights, inputs, batch_inputs, keys), kept = saved
         doutputs, dsums = cotangents
-        return *backward(weights, inputs, side, keys, kept, floating(doutputs), dsums), None
+        return *backward(weights, inputs, batch_inputs, keys, kept, floating(doutputs), dsums), None
 
     layer.defvjp(layer_forward, layer_backward)
     return layer
@@ -136,14 +142,14 @@ def stacked_specs(specs: PyTree) -> PyTree:
 def circular_value_and_grad(
     model: Model,
     weights: dict[str, Any],
-    side: PyTree,
+    batch_inputs: PyTree,
     keys: PyTree = (),
     *,
     mesh: Mesh | None = None,
     delay: bool = False,
     remat: Remat = recompute,
     gather: Gather = EACH_TICK,
-    ends_gather: Gather = EACH_TICK,
+    boundary_gather: Gather = EACH_TICK,
     scan_repeats: bool = True,
 ) -> tuple[tuple[Scalar, Sums], dict[str, Any]]:
     """Returns loss, metrics and gradients of a batch that runs through the circular pipeline.
@@ -153,14 +159,14 @@ def circular_value_and_grad(
     Args:
         model: The model.
         weights: The groups "embed", "stages" and "head"; leaves of "stages" are [R, S, ...].
-        side: [M, ...] leaves, the batch, which embedding, stages and loss read.
+        batch_inputs: [M, ...] leaves, the batch, which embedding, stages and loss read.
         keys: [R, S, ...] dropout keys, or () without dropout.
         mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
         delay: Whether results are handed over one tick late, to overlap transfer and computation.
         remat: Wraps the stage. The default stores one input per tick and recomputes the rest.
         gather: When and how the stages' weights that are sharded over other axes are gathered.
-        ends_gather: How the weights `{"embed": ..., "head": ...}` are gathered. They are gathered
-            once, whatever its `when`.
+        boundary_gather: How the weights `{"embed": ..., "head": ...}` are gathered. They are
+            gathered once, whatever its `when`.
         scan_repeats: Whether repeats run in a `lax.scan` or are unrolled.
 
     Returns:
@@ -171,25 +177,27 @@ def circular_value_and_grad(
             rows do not divide over `gather.batch_axes`.
     """
     stacked = {"weights['stages']": weights["stages"], "keys": keys}
-    _check_counts(stacked, {"side": side}, mesh, delay)
-    check_rows({"side": side}, gather.batch_axes, mesh)
+    _check_counts(stacked, {"batch_inputs": batch_inputs}, mesh, delay)
+    check_rows({"batch_inputs": batch_inputs}, gather.batch_axes, mesh)
     how = How(delay, remat, gather, scan_repeats)
-    of_rank = partial(rank_value_and_grad, model, how, ends_gather)
-    run = on_parts(of_rank, mesh, gather, ends_gather, (None, gradient_dims(gather, ends_gather)))
-    value, (of_stages, of_ends) = run(weights, side, keys)
-    return value, of_ends | {"stages": of_stages}
+    of_rank = partial(rank_value_and_grad, model, how, boundary_gather)
+    run = on_parts(
+        of_rank, mesh, gather, boundary_gather, (None, gradient_dims(gather, boundary_gather))
+    )
+    value, (of_stages, boundary_grads) = run(weights, batch_inputs, keys)
+    return value, boundary_grads | {"stages": of_stages}
 
 
 def circular_value(
     model: Model,
     weights: dict[str, Any],
-    side: PyTree,
+    batch_inputs: PyTree,
     keys: PyTree = (),
     *,
     mesh: Mesh | None = None,
     delay: bool = False,
     gather: Gather = EACH_TICK,
-    ends_gather: Gather = EACH_TICK,
+    boundary_gather: Gather = EACH_TICK,
     scan_repeats: bool = True,
 ) -> tuple[Scalar, Sums]:
     """Returns loss and metrics of a batch, without gradients.
@@ -197,12 +205,12 @@ def circular_value(
     Args:
         model: The model.
         weights: The groups "embed", "stages" and "head"; leaves of "stages" are [R, S, ...].
-        side: [M, ...] leaves, the batch, which embedding, stages and loss read.
+        batch_inputs: [M, ...] leaves, the batch, which embedding, stages and loss read.
         keys: [R, S, ...] dropout keys, or () without dropout.
         mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
         delay: Whether results are handed over one tick late, to overlap transfer and computation.
         gather: When and how the stages' weights that are sharded over other axes are gathered.
-        ends_gather: How the weights of embedding and head are gathered, once.
+        boundary_gather: How the weights of embedding and head are gathered, once.
         scan_repeats: Whether repeats run in a `lax.scan` or are unrolled.
 
     Returns:
@@ -213,38 +221,39 @@ def circular_value(
             rows do not divide over `gather.batch_axes`.
     """
     stacked = {"weights['stages']": weights["stages"], "keys": keys}
-    _check_counts(stacked, {"side": side}, mesh, delay)
-    check_rows({"side": side}, gather.batch_axes, mesh)
+    _check_counts(stacked, {"batch_inputs": batch_inputs}, mesh, delay)
+    check_rows({"batch_inputs": batch_inputs}, gather.batch_axes, mesh)
     how = How(delay, recompute, gather, scan_repeats)
-    of_rank = partial(rank_value, model, how, ends_gather)
-    return on_parts(of_rank, mesh, gather, ends_gather, None)(weights, side, keys)
+    of_rank = partial(rank_value, model, how, boundary_gather)
+    return on_parts(of_rank, mesh, gather, boundary_gather, None)(weights, batch_inputs, keys)
 
 
 def on_parts(
-    f: Callable, mesh: Mesh | None, gather: Gather, ends_gather: Gather, out_dims: Any
+    f: Callable, mesh: Mesh | None, gather: Gather, boundary_gather: Gather, out_dims: Any
 ) -> Callable:
-    """Returns `(weights, side, keys) -> ...` that runs `f(stages, ends, side, keys)` on all ranks.
+    """Returns `(weights, batch_inputs, keys) -> ...` that runs
+    `f(stages, boundary, batch_inputs, keys)` on all ranks.
 
-    `f` is written for one rank; `ends` holds the groups of `weights` other than "stages".
+    `f` is written for one rank; `boundary` holds the groups of `weights` other than "stages".
     """
     in_dims = (
         stacked_specs(gather.weight_specs),
-        ends_gather.weight_specs,
+        boundary_gather.weight_specs,
         rows_of(gather, P(None)),
         1,
     )
     run = on_ranks(f, mesh=mesh, in_dims=in_dims, out_dims=out_dims)
 
-    def of_whole(weights: dict[str, Any], side: PyTree, keys: PyTree) -> Any:
-        ends = {name: w for name, w in weights.items() if name != "stages"}
-        return run(weights["stages"], ends, side, keys)
+    def of_whole(weights: dict[str, Any], batch_inputs: PyTree, keys: PyTree) -> Any:
+        boundary = {name: w for name, w in weights.items() if name != "stages"}
+        return run(weights["stages"], boundary, batch_inputs, keys)
 
     return of_whole
 
 
-def gradient_dims(gather: Gather, ends_gather: Gather) -> tuple[PyTree, PyTree]:
+def gradient_dims(gather: Gather, boundary_gather: Gather) -> tuple[PyTree, PyTree]:
     """Returns `out_dims` for (gradients of the stages, gradients of embedding and head)."""
-    return stacked_specs(gather.gradient_specs), ends_gather.gradient_specs
+    return stacked_specs(gather.gradient_specs), boundary_gather.gradient_specs
 
 
 def _check_counts(stacked: PyTree, microbatches: PyTree, mesh: Mesh | None, delay: bool) -> int:
@@ -252,7 +261,7 @@ def _check_counts(stacked: PyTree, microbatches: PyTree, mesh: Mesh | None, dela
 
     Args:
         stacked: Weights and keys, [R, S, ...] leaves.
-        microbatches: Inputs and side, [M, ...] leaves.
+        microbatches: Inputs and batch_inputs, [M, ...] leaves.
         mesh: The mesh, or None.
         delay: Whether results are handed over one tick late.
     """

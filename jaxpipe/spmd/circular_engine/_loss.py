@@ -21,10 +21,10 @@ from ._passes import How, backward, forward, prepare
 def rank_value_and_grad(
     model: Model,
     how: How,
-    ends_gather: Gather,
+    boundary_gather: Gather,
     stages: PyTree,
-    ends: dict[str, PyTree],
-    side: PyTree,
+    boundary: dict[str, PyTree],
+    batch_inputs: PyTree,
     keys: PyTree,
 ) -> tuple[tuple[Scalar, Sums], tuple[PyTree, dict[str, PyTree]]]:
     """Returns loss, metrics and gradients, as computed by one rank inside the axis `stage`.
@@ -34,52 +34,52 @@ def rank_value_and_grad(
     Args:
         model: The model.
         how: The options of the pipeline.
-        ends_gather: How `ends` are gathered, once.
+        boundary_gather: How `boundary` are gathered, once.
         stages: [R, ...] leaves, the weights of this rank's stages.
-        ends: Weights of the embedding and of the head.
-        side: [M, ...] leaves.
+        boundary: Weights of the embedding and of the head.
+        batch_inputs: [M, ...] leaves.
         keys: [R, ...] dropout keys, or ().
 
     Returns:
-        ((loss, metrics) of the batch, (gradients of `stages`, gradients of `ends`)).
+        ((loss, metrics) of the batch, (gradients of `stages`, gradients of `boundary`)).
     """
-    whole = ends_gather.whole(ends_gather.cast(ends))
-    share = _share_of_rank(side)
+    whole = boundary_gather.whole(boundary_gather.cast(boundary))
+    share = _share_of_rank(batch_inputs)
     embed = jax.vmap(model.embed, in_axes=(None, 0))
     x, pull_embed = _pullback(lambda w: embed(w, share), whole["embed"])
-    run, of_tick = prepare(model.stage, how, stages, x, side, keys)
+    run, of_tick = prepare(model.stage, how, stages, x, batch_inputs, keys)
     (y, of_stages), kept = forward(run, x, of_tick, keep=True)
-    (loss, of_loss), (of_ends, dy) = _loss_and_gradients(model, whole, y, share)
+    (loss, of_loss), (boundary_grads, dy) = _loss_and_gradients(model, whole, y, share)
     dsums = {name: jnp.full_like(s, 1 if name == "loss" else 0) for name, s in of_stages.items()}
     gradients, dx, _ = backward(run, kept, dy, dsums)
     (of_embed,) = pull_embed(dx)
-    of_ends["embed"] = jax.tree.map(jnp.add, of_ends["embed"], wide(of_embed))
+    boundary_grads["embed"] = jax.tree.map(jnp.add, boundary_grads["embed"], wide(of_embed))
     sums = lax.psum((loss, of_loss, of_stages), (AXIS, *how.gather.batch_axes))
-    of_ends = ends_gather.scatter(lax.psum(of_ends, AXIS))
-    return combine_losses(*sums), (like(gradients, stages), like(of_ends, ends))
+    boundary_grads = boundary_gather.scatter(lax.psum(boundary_grads, AXIS))
+    return combine_losses(*sums), (like(gradients, stages), like(boundary_grads, boundary))
 
 
 def rank_value(
     model: Model,
     how: How,
-    ends_gather: Gather,
+    boundary_gather: Gather,
     stages: PyTree,
-    ends: dict[str, PyTree],
-    side: PyTree,
+    boundary: dict[str, PyTree],
+    batch_inputs: PyTree,
     keys: PyTree,
 ) -> tuple[Scalar, Sums]:
     """Returns (loss, metrics) of the batch, without gradients, and stores no residuals.
 
     Takes the arguments of `rank_value_and_grad`.
     """
-    whole = ends_gather.whole(ends_gather.cast(ends))
-    share = _share_of_rank(side)
+    whole = boundary_gather.whole(boundary_gather.cast(boundary))
+    share = _share_of_rank(batch_inputs)
     x = jax.vmap(model.embed, in_axes=(None, 0))(whole["embed"], share)
-    run, of_tick = prepare(model.stage, how, stages, x, side, keys)
+    run, of_tick = prepare(model.stage, how, stages, x, batch_inputs, keys)
     (y, of_stages), _ = forward(run, x, of_tick, keep=False)
 
     def step(_, microbatch):
-        return (), model.loss(model.ends(whole), *microbatch)
+        return (), model.loss(model.boundary(whole), *microbatch)
 
     _, (losses, of_loss) = lax.scan(step, (), (y, share))
     sums = jnp.sum(losses), total(of_loss), of_stages
@@ -87,36 +87,36 @@ def rank_value(
 
 
 def _loss_and_gradients(
-    model: Model, ends: dict[str, PyTree], y: PyTree, share: PyTree
+    model: Model, boundary: dict[str, PyTree], y: PyTree, share: PyTree
 ) -> tuple[tuple[Scalar, Sums], tuple[dict[str, PyTree], PyTree]]:
     """Computes the loss of this rank's microbatches, one after the other, and its gradients.
 
-    The gradients with respect to `ends` and `y` are computed together with the loss, so logits are
-    computed once, and only those of one microbatch are in memory.
+    The gradients with respect to `boundary` and `y` are computed together with the loss, so logits
+    are computed once, and only those of one microbatch are in memory.
     """
 
     def step(gradients, microbatch):
-        value, (of_ends, dy) = loss_and_gradients(model, ends, *microbatch)
-        return add_to_ends(gradients, of_ends), (value, dy)
+        value, (boundary_grads, dy) = loss_and_gradients(model, boundary, *microbatch)
+        return add_to_boundary(gradients, boundary_grads), (value, dy)
 
-    nothing = jax.tree.map(zeros, wide(ends))
+    nothing = jax.tree.map(zeros, wide(boundary))
     gradients, ((losses, sums), dy) = lax.scan(step, nothing, (y, share))
     return (jnp.sum(losses), total(sums)), (gradients, dy)
 
 
 def loss_and_gradients(
-    model: Model, ends: dict[str, PyTree], y: PyTree, side: PyTree
+    model: Model, boundary: dict[str, PyTree], y: PyTree, batch_inputs: PyTree
 ) -> tuple[tuple[Scalar, Sums], tuple[dict[str, PyTree], PyTree]]:
-    """Returns ((loss, sums), (gradients of `model.ends(ends)`, gradient of y)) of a microbatch."""
+    """Returns ((loss, sums), (gradients of embedding and head, gradient of y)) of a microbatch."""
 
-    def loss(ends, differentiated):
-        return model.loss(ends, combine(differentiated, y), side)
+    def loss(boundary, differentiated):
+        return model.loss(boundary, combine(differentiated, y), batch_inputs)
 
     of_microbatch = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-    return of_microbatch(model.ends(ends), floating(y))
+    return of_microbatch(model.boundary(boundary), floating(y))
 
 
-def add_to_ends(gradients: dict[str, PyTree], new: dict[str, PyTree]) -> dict[str, PyTree]:
+def add_to_boundary(gradients: dict[str, PyTree], new: dict[str, PyTree]) -> dict[str, PyTree]:
     """Returns the gradients of embedding and head, with those in `new` added in float32."""
     so_far = {name: gradients[name] for name in new}
     return gradients | jax.tree.map(jnp.add, so_far, wide(new))

@@ -47,7 +47,7 @@ class Run(NamedTuple):
         counts: S, R, M and d.
         stage: The stage, forward and backward.
         weights: Functions that gather this rank's weights and reduce-scatter their gradients.
-        side: [M, ...] leaves.
+        batch_inputs: [M, ...] leaves.
         keys: [R, ...] leaves, or ().
         scan: Whether the repeats between the first and the last run in a `lax.scan`.
     """
@@ -55,16 +55,16 @@ class Run(NamedTuple):
     counts: Counts
     stage: Pullback
     weights: Access
-    side: PyTree
+    batch_inputs: PyTree
     keys: PyTree
     scan: bool
 
 
 class Backward(NamedTuple):
-    """Carry of the backward's loop: the cotangents of `State` and of `side`."""
+    """Carry of the backward's loop: the cotangents of `State` and of `batch_inputs`."""
 
     state: State
-    side: PyTree
+    batch_inputs: PyTree
 
 
 class Held(NamedTuple):
@@ -99,17 +99,23 @@ class How(NamedTuple):
 
 
 def forward_rank(
-    stage: Stage, how: How, keep: bool, weights: PyTree, inputs: PyTree, side: PyTree, keys: PyTree
+    stage: Stage,
+    how: How,
+    keep: bool,
+    weights: PyTree,
+    inputs: PyTree,
+    batch_inputs: PyTree,
+    keys: PyTree,
 ) -> tuple[tuple[PyTree, Sums], Kept]:
     """Sends every microbatch through all stages. Runs on one rank inside the axis `stage`.
 
     Args:
-        stage: `(weights of one stage, x, side of one microbatch, its keys) -> (y, sums)`.
+        stage: `(weights of one stage, x, batch_inputs of one microbatch, its keys) -> (y, sums)`.
         how: The options of the pipeline.
         keep: Whether residuals are stored for a backward.
         weights: [R, ...] leaves, this rank's stages.
         inputs: [n, ...] leaves, this rank's microbatches, `rank * n` to `(rank + 1) * n - 1`.
-        side: [M, ...] leaves, the same on every rank.
+        batch_inputs: [M, ...] leaves, the same on every rank.
         keys: [R, ...] leaves, this rank's dropout keys, or ().
 
     Returns:
@@ -119,7 +125,7 @@ def forward_rank(
         ValueError: If M is not a multiple of S, or too small, or if the output of `stage` differs
             from its input in shape or dtype.
     """
-    run, of_tick = prepare(stage, how, weights, inputs, side, keys)
+    run, of_tick = prepare(stage, how, weights, inputs, batch_inputs, keys)
     (outputs, totals), kept = forward(run, inputs, of_tick, keep=keep)
     return (outputs, lax.psum(totals, (AXIS, *how.gather.batch_axes))), kept
 
@@ -129,25 +135,26 @@ def backward_rank(
     how: How,
     weights: PyTree,
     inputs: PyTree,
-    side: PyTree,
+    batch_inputs: PyTree,
     keys: PyTree,
     kept: Kept,
     doutputs: PyTree,
     dsums: Sums,
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """Returns the gradients of weights, inputs and side, None for leaves that are not floating.
+    """Returns the gradients of weights, inputs and batch_inputs, None for leaves that are not
+    floating.
 
     Takes the arguments of `forward_rank` (of `inputs` only the shapes are read), the residuals
     that it returned, and the cotangents of its outputs and sums.
     """
-    run, _ = prepare(stage, how, weights, inputs, side, keys)
-    gradients, dinputs, dside = backward(run, kept, doutputs, dsums)
+    run, _ = prepare(stage, how, weights, inputs, batch_inputs, keys)
+    gradients, dinputs, dbatch_inputs = backward(run, kept, doutputs, dsums)
     narrow = jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, floating(weights))
-    return narrow, dinputs, lax.psum(dside, AXIS)
+    return narrow, dinputs, lax.psum(dbatch_inputs, AXIS)
 
 
 def prepare(
-    stage: Stage, how: How, weights: PyTree, inputs: PyTree, side: PyTree, keys: PyTree
+    stage: Stage, how: How, weights: PyTree, inputs: PyTree, batch_inputs: PyTree, keys: PyTree
 ) -> tuple[Run, PyTree]:
     """Traces the stage and its backward; returns the loop invariants and the shapes of its sums."""
     S, n = lax.axis_size(AXIS), jax.tree.leaves(inputs)[0].shape[0]
@@ -156,12 +163,12 @@ def prepare(
 
     rooms = access(how.gather, weights)
     # Only the types of these arguments are used, to trace the stage.
-    first = (index_leading(tree, 0) for tree in (inputs, side, keys))
+    first = (index_leading(tree, 0) for tree in (inputs, batch_inputs, keys))
     visit = rooms.read(rooms.window(rooms.ahead(0), 0)), *first
     _, sums = jax.eval_shape(stage, *visit)
     counts = Counts(S, R, S * n, 2 if how.delay else 1)
     return Run(
-        counts, pullback(how.remat(stage), *visit), rooms, side, keys, how.scan_repeats
+        counts, pullback(how.remat(stage), *visit), rooms, batch_inputs, keys, how.scan_repeats
     ), sums
 
 
@@ -203,10 +210,10 @@ def forward(
 
 
 def backward(run: Run, kept: Kept, doutputs: PyTree, dsums: Sums) -> tuple[PyTree, PyTree, PyTree]:
-    """Runs all ticks in reverse order; returns the gradients of weights, inputs and side."""
+    """Runs all ticks in reverse order; returns gradients of weights, inputs and batch inputs."""
     counts, weights = run.counts, run.weights
     final, half = counts.num_repeats - 1, first_late_repeat(counts)
-    flow = Backward(last_cotangent(doutputs, counts), _zeros(floating(run.side)))
+    flow = Backward(last_cotangent(doutputs, counts), _zeros(floating(run.batch_inputs)))
     window, ahead = _first_windows(weights, final, flow)
     nothing = weights.zeros(window)
     carry = ahead, (Held(window, nothing, nothing), flow)
@@ -216,7 +223,7 @@ def backward(run: Run, kept: Kept, doutputs: PyTree, dsums: Sums) -> tuple[PyTre
         early, carry = blocks(partial(read_early, kept, counts), 0, half - 1, carry)
         gradients = jax.tree.map(lambda *g: jnp.concatenate(g), early, gradients)
     _, (_, flow) = carry
-    return gradients, flow.state.stream, flow.side
+    return gradients, flow.state.stream, flow.batch_inputs
 
 
 def _first_windows(weights: Access, final: int, flow: Backward) -> tuple[PyTree, PyTree]:
@@ -281,8 +288,8 @@ def _forward_ticks(run: Run, segment: Segment, ahead: PyTree | None, carry: tupl
             begin = lambda _: run.weights.window(ahead, visit.repeat)  # noqa: E731
             window = lax.cond(_is_first(visit), begin, same, window)
         x = next_input(state, t, fresh=visit.fresh)
-        side, keys = _of_visit(run, visit)
-        (y, sums), residuals = run.stage.forward(run.weights.read(window), x, side, keys)
+        batch_inputs, keys = _of_visit(run, visit)
+        (y, sums), residuals = run.stage.forward(run.weights.read(window), x, batch_inputs, keys)
         totals = jax.tree.map(lambda a, b: a + jnp.where(visit.busy, b, 0), totals, sums)
         kept = store(kept, residuals, t, run.counts) if kept.late else kept
         state = hand_over(state, y, t, enters=segment.enters, leaves=segment.leaves)
@@ -306,21 +313,21 @@ def _backward_ticks(
     """
 
     def tick(carry, t):
-        held, (dstate, dside) = carry
+        held, (dstate, dbatch_inputs) = carry
         visit = visit_at(t, run.counts)
         dstate, dy = take_back(dstate, t, enters=segment.enters, leaves=segment.leaves)
         of_sums = jax.tree.map(lambda d: jnp.where(visit.busy, d, 0), dsums)
-        side, keys = _of_visit(run, visit)
+        batch_inputs, keys = _of_visit(run, visit)
         w = run.weights.read(held.window)
-        dw, dx, ds = run.stage.backward(w, side, keys, read(t), (dy, of_sums))
+        dw, dx, ds = run.stage.backward(w, batch_inputs, keys, read(t), (dy, of_sums))
         gradient = jax.tree.map(jnp.add, held.gradient, run.weights.give(dw))
         held = held._replace(gradient=gradient)
         if ahead is not None:
             go_on = lambda held: _below(run.weights, ahead, visit.repeat - 1, held)  # noqa: E731
             held = lax.cond(_is_first(visit), go_on, same, held)
-        ds = jax.tree.map(jnp.add, index_leading(dside, visit.microbatch), ds)
-        dside = put(dside, ds, visit.microbatch)
-        return (held, Backward(add_input(dstate, dx, t, fresh=visit.fresh), dside)), None
+        ds = jax.tree.map(jnp.add, index_leading(dbatch_inputs, visit.microbatch), ds)
+        dbatch_inputs = put(dbatch_inputs, ds, visit.microbatch)
+        return (held, Backward(add_input(dstate, dx, t, fresh=visit.fresh), dbatch_inputs)), None
 
     return lax.scan(tick, carry, segment.ticks, reverse=True)[0]
 
@@ -336,9 +343,9 @@ def _is_first(visit: Visit) -> Bool[Array, ""]:
 
 
 def _of_visit(run: Run, visit: Visit) -> tuple[PyTree, PyTree]:
-    """Returns side and keys of the microbatch that a rank works on."""
+    """Returns batch_inputs and keys of the microbatch that a rank works on."""
     keys = fold_in_microbatch(index_leading(run.keys, visit.repeat), visit.microbatch)
-    return index_leading(run.side, visit.microbatch), keys
+    return index_leading(run.batch_inputs, visit.microbatch), keys
 
 
 def _loop(body: Callable, carry: Any, values: Int[Array, " n"], *, scan: bool) -> Any:
@@ -363,7 +370,7 @@ def _room(run: Run, inputs: PyTree) -> Kept:
 
     def residuals(inputs):
         w = run.weights.read(run.weights.window(run.weights.ahead(0), 0))
-        side, keys = index_leading(run.side, 0), index_leading(run.keys, 0)
-        return run.stage.forward(w, index_leading(inputs, 0), side, keys)[1]
+        batch_inputs, keys = index_leading(run.batch_inputs, 0), index_leading(run.keys, 0)
+        return run.stage.forward(w, index_leading(inputs, 0), batch_inputs, keys)[1]
 
     return room(jax.make_jaxpr(residuals)(inputs).out_avals, run.counts)

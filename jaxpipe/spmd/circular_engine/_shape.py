@@ -94,7 +94,7 @@ def check_circular(
     num_microbatches: int,
     *,
     delay: bool,
-    names: tuple[str, str] = ("dim 0 of `inputs` and `side`", "`delay`"),
+    names: tuple[str, str] = ("dim 0 of `inputs` and `batch_inputs`", "`delay`"),
 ) -> None:
     """Checks that the circular pipeline can run these counts.
 

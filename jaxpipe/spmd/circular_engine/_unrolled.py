@@ -24,7 +24,7 @@ def circular_unrolled(
     stage: Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, Sums]],
     weights: PyTree,
     inputs: PyTree,
-    side: PyTree = (),
+    batch_inputs: PyTree = (),
     keys: PyTree = (),
     *,
     mesh: Mesh | None = None,
@@ -38,11 +38,11 @@ def circular_unrolled(
     summed. Compile time grows with the number of iterations, M * R + d * (S - 1).
 
     Args:
-        stage: `(weights of one stage, x, side of one microbatch, its keys) -> (y, sums)`, or `-> y`
-            without sums. Sums are dropped.
+        stage: `(weights of one stage, x, batch_inputs of one microbatch, its keys) -> (y, sums)`,
+            or `-> y` without sums. Sums are dropped.
         weights: [R, S, ...] leaves, dim 1 sharded over the axis `stage`.
         inputs: [M, ...] leaves, dim 0 sharded over the axis `stage`.
-        side: [M, ...] leaves that every stage may read, replicated over the ranks.
+        batch_inputs: [M, ...] leaves that every stage may read, replicated over the ranks.
         keys: [R, S, ...] dropout keys, folded with the microbatch's index before use; or ().
         mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
         delay: Whether results are handed over one tick late, to overlap transfer and computation.
@@ -58,7 +58,7 @@ def circular_unrolled(
     weights_at = GATHERS[gather.when](weights, counts, whole, mesh)
     state = init_states(inputs, keys, counts)
     for t in range(counts.num_ticks):
-        state = run_one_iteration(remat(stage), state, weights_at(t), side, counts, mesh)
+        state = run_one_iteration(remat(stage), state, weights_at(t), batch_inputs, counts, mesh)
     outputs = permute_output(state["state_io"], counts)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs), {}
 

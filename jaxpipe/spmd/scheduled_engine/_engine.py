@@ -21,14 +21,14 @@ from ._loop import How, rank_value, rank_value_and_grad
 def scheduled_value_and_grad(
     model: Model,
     weights: dict[str, Any],
-    side: PyTree,
+    batch_inputs: PyTree,
     keys: PyTree = (),
     *,
     ticks: Ticks,
     mesh: Mesh | None = None,
     remat: Remat = recompute,
     gather: Gather = EACH_TICK,
-    ends_gather: Gather = EACH_TICK,
+    boundary_gather: Gather = EACH_TICK,
     share_head: bool = False,
 ) -> tuple[tuple[Scalar, Sums], dict[str, Any]]:
     """Returns loss, metrics and gradients of a batch that runs by any schedule.
@@ -37,7 +37,7 @@ def scheduled_value_and_grad(
         model: The model.
         weights: The groups "embed", "stages" and "head"; leaves of "stages" are [v, S, ...], a
             rank's stages in forward order, as `spmd.to_ranks` returns them.
-        side: [M, ...] leaves.
+        batch_inputs: [M, ...] leaves.
         keys: [v, S, ...] leaves, or () without dropout.
         ticks: The schedule in lock-step, of `schedules.lock_step`.
         mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
@@ -45,8 +45,8 @@ def scheduled_value_and_grad(
         gather: When the stages' weights that are sharded over other axes are gathered: in every
             `tick`, `once`, or per `repeat`: whenever a rank changes to another of its stages, and
             one such change ahead.
-        ends_gather: How the weights `{"embed": ..., "head": ...}` are gathered. They are gathered
-            once, whatever its `when`.
+        boundary_gather: How the weights `{"embed": ..., "head": ...}` are gathered. They are
+            gathered once, whatever its `when`.
         share_head: Whether all ranks compute the loss together, by `model.shared_loss`. Otherwise
             the rank of the last stage computes it alone.
 
@@ -60,29 +60,31 @@ def scheduled_value_and_grad(
         ScheduleError: If `ticks` cannot be run.
     """
     _check_head(model, share_head)
-    tables = _checked(weights, side, keys, ticks, mesh, gather)
+    tables = _checked(weights, batch_inputs, keys, ticks, mesh, gather)
     if not tables.num_slots["cotangents"]:
         raise ValueError(
             "`ticks` has no backwards, and gradients are wanted. Give `to_lock_step(schedule)`, or "
             "call `scheduled_value`."
         )
-    how = How(tables, ticks.schedule.num_stages, remat, gather, ends_gather, share_head)
+    how = How(tables, ticks.schedule.num_stages, remat, gather, boundary_gather, share_head)
     of_rank = partial(rank_value_and_grad, model, how)
-    run = on_parts(of_rank, mesh, gather, ends_gather, (None, gradient_dims(gather, ends_gather)))
-    value, (of_stages, of_ends) = run(weights, side, keys)
-    return value, of_ends | {"stages": of_stages}
+    run = on_parts(
+        of_rank, mesh, gather, boundary_gather, (None, gradient_dims(gather, boundary_gather))
+    )
+    value, (of_stages, boundary_grads) = run(weights, batch_inputs, keys)
+    return value, boundary_grads | {"stages": of_stages}
 
 
 def scheduled_value(
     model: Model,
     weights: dict[str, Any],
-    side: PyTree,
+    batch_inputs: PyTree,
     keys: PyTree = (),
     *,
     ticks: Ticks,
     mesh: Mesh | None = None,
     gather: Gather = EACH_TICK,
-    ends_gather: Gather = EACH_TICK,
+    boundary_gather: Gather = EACH_TICK,
     share_head: bool = False,
 ) -> tuple[Scalar, Sums]:
     """Returns loss and metrics of a batch, without gradients.
@@ -90,12 +92,12 @@ def scheduled_value(
     Args:
         model: The model.
         weights: The groups "embed", "stages" and "head"; leaves of "stages" are [v, S, ...].
-        side: [M, ...] leaves.
+        batch_inputs: [M, ...] leaves.
         keys: [v, S, ...] leaves, or () without dropout.
         ticks: The forwards alone, `to_lock_step(forward_only(schedule))`.
         mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
         gather: When and how the stages' weights that are sharded over other axes are gathered.
-        ends_gather: How the weights of embedding and head are gathered, once.
+        boundary_gather: How the weights of embedding and head are gathered, once.
         share_head: Whether all ranks compute the loss together, by `model.shared_loss`.
 
     Returns:
@@ -107,20 +109,20 @@ def scheduled_value(
         ScheduleError: If `ticks` cannot be run.
     """
     _check_head(model, share_head)
-    tables = _checked(weights, side, keys, ticks, mesh, gather)
+    tables = _checked(weights, batch_inputs, keys, ticks, mesh, gather)
     if tables.num_slots["cotangents"]:
         raise ValueError(
             "`ticks` has backwards, which a value alone does not need. Give "
             "`to_lock_step(forward_only(schedule))`."
         )
-    how = How(tables, ticks.schedule.num_stages, recompute, gather, ends_gather, share_head)
-    run = on_parts(partial(rank_value, model, how), mesh, gather, ends_gather, None)
-    return run(weights, side, keys)
+    how = How(tables, ticks.schedule.num_stages, recompute, gather, boundary_gather, share_head)
+    run = on_parts(partial(rank_value, model, how), mesh, gather, boundary_gather, None)
+    return run(weights, batch_inputs, keys)
 
 
 def _checked(
     weights: dict[str, Any],
-    side: PyTree,
+    batch_inputs: PyTree,
     keys: PyTree,
     ticks: Ticks,
     mesh: Mesh | None,
@@ -128,8 +130,8 @@ def _checked(
 ) -> TickTables:
     """Checks the arguments against each other, and returns the tables of `ticks`."""
     tables = tables_of(check_ticks(ticks))
-    _check(weights["stages"], keys, side, ticks, mesh)
-    check_rows({"side": side}, gather.batch_axes, mesh)
+    _check(weights["stages"], keys, batch_inputs, ticks, mesh)
+    check_rows({"batch_inputs": batch_inputs}, gather.batch_axes, mesh)
     if gather.when == "repeat" and tables.num_slots["wgrad_residuals"]:
         raise ValueError(
             "`gather.when` is 'repeat' and `ticks` has W apart from I. There are windows of "
@@ -146,7 +148,9 @@ def _check_head(model: Model, share_head: bool) -> None:
         )
 
 
-def _check(stages: PyTree, keys: PyTree, side: PyTree, ticks: Ticks, mesh: Mesh | None) -> None:
+def _check(
+    stages: PyTree, keys: PyTree, batch_inputs: PyTree, ticks: Ticks, mesh: Mesh | None
+) -> None:
     """Checks that ranks, chunks and microbatches are those of the schedule."""
     schedule = ticks.schedule
     places = rank_and_chunk_by_stage(schedule).values()
@@ -157,10 +161,10 @@ def _check(stages: PyTree, keys: PyTree, side: PyTree, ticks: Ticks, mesh: Mesh 
             f"Leaves of `weights['stages']` begin with {found}, chunks x ranks, and `ticks` is a "
             f"schedule of {wanted}. They must be equal: `spmd.to_ranks` reorders stacked stages."
         )
-    (microbatches,) = common_dims({"side": side}, 1, "[microbatches, ...]")
+    (microbatches,) = common_dims({"batch_inputs": batch_inputs}, 1, "[microbatches, ...]")
     if microbatches != schedule.num_microbatches:
         raise ValueError(
-            f"`side` has {microbatches} microbatches, and `ticks` is a schedule of "
+            f"`batch_inputs` has {microbatches} microbatches, and `ticks` is a schedule of "
             f"{schedule.num_microbatches}. They must be equal."
         )
     if mesh is not None and mesh.shape.get(AXIS) != wanted[1]:

@@ -42,7 +42,7 @@ class How(NamedTuple):
         num_stages: Number of stages of the model.
         remat: Wraps a stage, and so decides which residuals F stores for B, I and W.
         gather: When and how the stages' weights are gathered.
-        ends_gather: How the weights of embedding and head are gathered.
+        boundary_gather: How the weights of embedding and head are gathered.
         share_head: Whether all ranks compute the loss together.
     """
 
@@ -50,7 +50,7 @@ class How(NamedTuple):
     num_stages: int
     remat: Remat
     gather: Gather
-    ends_gather: Gather
+    boundary_gather: Gather
     share_head: bool
 
 
@@ -58,8 +58,8 @@ def rank_value_and_grad(
     model: Model,
     how: How,
     stages: PyTree,
-    ends: dict[str, PyTree],
-    side: PyTree,
+    boundary: dict[str, PyTree],
+    batch_inputs: PyTree,
     keys: PyTree,
 ) -> tuple[tuple[Scalar, Sums], tuple[PyTree, dict[str, PyTree]]]:
     """Returns loss, metrics and gradients, as computed by one rank inside the axis `stage`.
@@ -70,25 +70,32 @@ def rank_value_and_grad(
         model: The model.
         how: The options.
         stages: [v, ...] leaves.
-        ends: Weights of the embedding and of the head.
-        side: [M, ...] leaves.
+        boundary: Weights of the embedding and of the head.
+        batch_inputs: [M, ...] leaves.
         keys: [v, ...] leaves, or ().
 
     Returns:
-        ((loss, metrics) of the batch, (gradients of `stages`, gradients of `ends`)).
+        ((loss, metrics) of the batch, (gradients of `stages`, gradients of `boundary`)).
     """
-    run, nothing, waiting, totals = _prepare(model, how, stages, ends, side, keys)
+    run, nothing, waiting, totals = _prepare(model, how, stages, boundary, batch_inputs, keys)
     totals = _all_ticks(how, run, nothing, waiting, totals)
-    of_ends = how.ends_gather.scatter(lax.psum(totals.ends, AXIS))
+    boundary_grads = how.boundary_gather.scatter(lax.psum(totals.boundary, AXIS))
     of_stages = run.weights.close(totals.stages)
-    return _summed(how, totals), (like(of_stages, stages), like(of_ends, ends))
+    return _summed(how, totals), (like(of_stages, stages), like(boundary_grads, boundary))
 
 
 def rank_value(
-    model: Model, how: How, stages: PyTree, ends: dict[str, PyTree], side: PyTree, keys: PyTree
+    model: Model,
+    how: How,
+    stages: PyTree,
+    boundary: dict[str, PyTree],
+    batch_inputs: PyTree,
+    keys: PyTree,
 ) -> tuple[Scalar, Sums]:
     """Returns (loss, metrics) of the batch, by a schedule that has only forwards."""
-    return _summed(how, _all_ticks(how, *_prepare(model, how, stages, ends, side, keys)))
+    return _summed(
+        how, _all_ticks(how, *_prepare(model, how, stages, boundary, batch_inputs, keys))
+    )
 
 
 def _all_ticks(how: How, run: Run, nothing: Left, waiting: Waiting, totals: Totals) -> Totals:
@@ -124,23 +131,29 @@ def _rows(tables: TickTables) -> Row:
 
 
 def _prepare(
-    model: Model, how: How, stages: PyTree, ends: dict[str, PyTree], side: PyTree, keys: PyTree
+    model: Model,
+    how: How,
+    stages: PyTree,
+    boundary: dict[str, PyTree],
+    batch_inputs: PyTree,
+    keys: PyTree,
 ) -> tuple[Run, Left, Waiting, Totals]:
     """Traces and splits the stage; returns (invariants, zero outputs of an F, buffers, totals)."""
     weights = chunks_of(how.gather, stages, how.tables)
     keep = how.tables.num_slots["cotangents"] > 0
     held = weights.start(keep)
-    whole = how.ends_gather.whole(how.ends_gather.cast(ends))
+    whole = how.boundary_gather.whole(how.boundary_gather.cast(boundary))
     # Only the types of these arguments are used, to trace the stage.
-    x = jax.tree.map(pvary, model.embed(whole["embed"], index_leading(side, 0)))
-    visit = weights.read(held, _FIRST, True), x, index_leading(side, 0), index_leading(keys, 0)
+    first_inputs = index_leading(batch_inputs, 0)
+    x = jax.tree.map(pvary, model.embed(whole["embed"], first_inputs))
+    visit = weights.read(held, _FIRST, True), x, first_inputs, index_leading(keys, 0)
     divided = split_backward(how.remat(model.stage), *visit) if keep else None
     _, sums = jax.eval_shape(model.stage, *visit)
-    _, of_loss = jax.eval_shape(model.loss, model.ends(whole), x, index_leading(side, 0))
+    _, of_loss = jax.eval_shape(model.loss, model.boundary(whole), x, first_inputs)
     no_sums = {name: zeros(s) for name, s in sums.items()}
     dsums = {name: jnp.full_like(s, name == "loss") for name, s in no_sums.items()}
     last_alone = how.num_stages if how.share_head else how.num_stages - 1
-    run = Run(model, how.num_stages, last_alone, divided, weights, whole, side, keys, dsums)
+    run = Run(model, how.num_stages, last_alone, divided, weights, whole, batch_inputs, keys, dsums)
     totals = Totals(
         zeros(jax.ShapeDtypeStruct((), jnp.float32)),
         jax.tree.map(zeros, of_loss),
@@ -156,7 +169,7 @@ def _prepare(
 
 def _waiting(run: Run, num_slots: dict[str, int], visit: tuple) -> Waiting:
     """Allocates the buffers."""
-    w, x, side, keys = visit
+    w, x, batch_inputs, keys = visit
 
     def room(tree: PyTree, name: str) -> PyTree:
         slots = max(1, num_slots[name])
@@ -167,11 +180,11 @@ def _waiting(run: Run, num_slots: dict[str, int], visit: tuple) -> Waiting:
         return Waiting(room(x, "inputs"), (), [], [], [])
 
     def residuals(x):
-        return stage.forward(w, x, side, keys)[1]
+        return stage.forward(w, x, batch_inputs, keys)[1]
 
     def links(x):
-        out, kept = stage.forward(w, x, side, keys)
-        return stage.input(w, side, keys, kept, floating(out))[2]
+        out, kept = stage.forward(w, x, batch_inputs, keys)
+        return stage.input(w, batch_inputs, keys, kept, floating(out))[2]
 
     for_backward, for_weight = divide(stage, jax.make_jaxpr(residuals)(x).out_avals)
     return Waiting(
@@ -250,7 +263,7 @@ def _shared_loss(
 
     def loss(totals: Totals) -> tuple[Totals, PyTree]:
         shared = jax.tree.map(lambda y: _from_one(is_last, y), y)
-        return shared_loss(run, shared, index_leading(run.side, microbatch), totals)
+        return shared_loss(run, shared, index_leading(run.batch_inputs, microbatch), totals)
 
     return cond(
         microbatch >= 0,

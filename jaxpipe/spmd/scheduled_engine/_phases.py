@@ -17,7 +17,7 @@ from ...ir import add_gradients
 from ...schedules import TickTables
 from .._ranks import AXIS
 from .._varying import cond
-from ..circular_engine._loss import add_to_ends, loss_and_gradients
+from ..circular_engine._loss import add_to_boundary, loss_and_gradients
 from ._weights import Chunks, Held, Work
 
 
@@ -31,8 +31,8 @@ class Run(NamedTuple):
             stage, if all ranks compute the loss together.
         stage: The stage as F, B, I and W; None if no backward follows.
         weights: Functions that gather this rank's weights and reduce-scatter their gradients.
-        ends: Weights of embedding and head, gathered.
-        side: [M, ...] leaves.
+        boundary: Weights of embedding and head, gathered.
+        batch_inputs: [M, ...] leaves.
         keys: [v, ...] leaves, or ().
         dsums: Cotangents of a stage's sums.
     """
@@ -42,8 +42,8 @@ class Run(NamedTuple):
     last: int
     stage: SplitBackward | None
     weights: Chunks
-    ends: dict[str, PyTree]
-    side: PyTree
+    boundary: dict[str, PyTree]
+    batch_inputs: PyTree
     keys: PyTree
     dsums: Sums
 
@@ -66,14 +66,14 @@ class Totals(NamedTuple):
         of_loss: Sums that `model.loss` returned for these microbatches.
         of_stages: Sums that this rank's stages returned.
         stages: Float32 gradients of the stages' weights, and gathered weights.
-        ends: Float32 gradients of embedding and head.
+        boundary: Float32 gradients of embedding and head.
     """
 
     loss: Scalar
     of_loss: Sums
     of_stages: Sums
     stages: Held
-    ends: dict[str, PyTree]
+    boundary: dict[str, PyTree]
 
 
 class Left(NamedTuple):
@@ -95,21 +95,21 @@ def forward(
     run: Run, work: Work, waiting: Waiting, totals: Totals, nothing: Left
 ) -> tuple[Totals, Left]:
     """Runs F; on the last stage its results include the cotangent of the stage's output."""
-    side, keys = _of(run, work)
+    batch_inputs, keys = _of(run, work)
     w = run.weights.read(totals.stages, work, True)
     arrived = index_leading(waiting.inputs, work.input_slot)
-    embed = lambda: run.model.embed(run.ends["embed"], side)  # noqa: E731
+    embed = lambda: run.model.embed(run.boundary["embed"], batch_inputs)  # noqa: E731
     x = cond(work.stage == 0, embed, lambda: arrived, like=arrived)
     kept: tuple[list, list] = ([], [])
     if run.stage is None:
-        y, sums = run.model.stage(w, x, side, keys)
+        y, sums = run.model.stage(w, x, batch_inputs, keys)
     else:
-        (y, sums), residuals = run.stage.forward(w, x, side, keys)
+        (y, sums), residuals = run.stage.forward(w, x, batch_inputs, keys)
         kept = divide(run.stage, residuals)
     totals = totals._replace(of_stages=_add(totals.of_stages, sums))
     totals, cotangent = cond(
         work.stage == run.last,
-        lambda totals: _loss(run, y, side, totals),
+        lambda totals: _loss(run, y, batch_inputs, totals),
         lambda totals: (totals, nothing.cotangent),
         totals,
         like=(totals, nothing.cotangent),
@@ -118,41 +118,45 @@ def forward(
 
 
 def _of(run: Run, work: Work) -> tuple[PyTree, PyTree]:
-    """Returns side and keys of the microbatch and the chunk of `work`."""
-    return index_leading(run.side, work.microbatch), fold_in_microbatch(
+    """Returns batch_inputs and keys of the microbatch and the chunk of `work`."""
+    return index_leading(run.batch_inputs, work.microbatch), fold_in_microbatch(
         index_leading(run.keys, work.chunk), work.microbatch
     )
 
 
-def _loss(run: Run, y: PyTree, side: PyTree, totals: Totals) -> tuple[Totals, PyTree]:
+def _loss(run: Run, y: PyTree, batch_inputs: PyTree, totals: Totals) -> tuple[Totals, PyTree]:
     """Adds the loss of a microbatch to `totals`; returns them and the gradient with respect to `y`.
 
     The gradients are computed together with the loss, so logits are computed once.
     """
     if run.stage is None:
-        value, sums = run.model.loss(run.model.ends(run.ends), y, side)
+        value, sums = run.model.loss(run.model.boundary(run.boundary), y, batch_inputs)
         return _with_loss(totals, value, sums), ()
-    (value, sums), (of_ends, dy) = loss_and_gradients(run.model, run.ends, y, side)
-    return _with_loss(totals, value, sums, of_ends), dy
+    (value, sums), (boundary_grads, dy) = loss_and_gradients(
+        run.model, run.boundary, y, batch_inputs
+    )
+    return _with_loss(totals, value, sums, boundary_grads), dy
 
 
-def shared_loss(run: Run, y: PyTree, side: PyTree, totals: Totals) -> tuple[Totals, PyTree]:
+def shared_loss(run: Run, y: PyTree, batch_inputs: PyTree, totals: Totals) -> tuple[Totals, PyTree]:
     """Adds this rank's share of a loss to `totals`; returns them and the whole gradient by `y`."""
     shared = run.model.shared_loss
     assert shared is not None, "checked at the entry"
-    (value, sums), (of_ends, dy) = shared(run.model.ends(run.ends), y, side, AXIS)
+    (value, sums), (boundary_grads, dy) = shared(
+        run.model.boundary(run.boundary), y, batch_inputs, AXIS
+    )
     if run.stage is None:
         return _with_loss(totals, value, sums), ()
-    return _with_loss(totals, value, sums, of_ends), dy
+    return _with_loss(totals, value, sums, boundary_grads), dy
 
 
 def _with_loss(
-    totals: Totals, value: Scalar, sums: Sums, of_ends: dict[str, PyTree] | None = None
+    totals: Totals, value: Scalar, sums: Sums, boundary_grads: dict[str, PyTree] | None = None
 ) -> Totals:
     return totals._replace(
         loss=totals.loss + value,
         of_loss=_add(totals.of_loss, sums),
-        ends=add_to_ends(totals.ends, of_ends or {}),
+        boundary=add_to_boundary(totals.boundary, boundary_grads or {}),
     )
 
 
@@ -189,32 +193,32 @@ def backward(tables: TickTables) -> Callable:
 def _whole(run: Run, work: Work, waiting: Waiting, totals: Totals, empty: list) -> Backward:
     """Runs B: gradients of the input and of the weights."""
     stage = _divided(run)
-    side, keys = _of(run, work)
+    batch_inputs, keys = _of(run, work)
     w = run.weights.read(totals.stages, work, False)
     kept, cotangent = _kept(run, work, waiting)
 
     def add(gradient):
-        gradient, dx, _ = stage.backward(w, side, keys, kept, cotangent, gradient)
+        gradient, dx, _ = stage.backward(w, batch_inputs, keys, kept, cotangent, gradient)
         return gradient, dx
 
     stages, dx = run.weights.add(totals.stages, work, add)
-    return _embedded(run, work, side, dx, totals._replace(stages=stages)), (dx, empty)
+    return _embedded(run, work, batch_inputs, dx, totals._replace(stages=stages)), (dx, empty)
 
 
 def _half(run: Run, work: Work, waiting: Waiting, totals: Totals, empty: list) -> Backward:
     """Runs I: the gradient of the input, and residuals for W."""
     del empty
     stage = _divided(run)
-    side, keys = _of(run, work)
+    batch_inputs, keys = _of(run, work)
     w = run.weights.read(totals.stages, work, False)
-    dx, _, link = stage.input(w, side, keys, *_kept(run, work, waiting))
-    return _embedded(run, work, side, dx, totals), (dx, link)
+    dx, _, link = stage.input(w, batch_inputs, keys, *_kept(run, work, waiting))
+    return _embedded(run, work, batch_inputs, dx, totals), (dx, link)
 
 
 def weight(run: Run, work: Work, waiting: Waiting, totals: Totals) -> Totals:
     """Runs W: adds the gradient of the weights."""
     stage = _divided(run)
-    side, keys = _of(run, work)
+    batch_inputs, keys = _of(run, work)
     w = run.weights.read(totals.stages, work, False)
     kept, link = (
         index_leading(waiting.for_weight, work.residuals_for_weight_slot),
@@ -222,7 +226,7 @@ def weight(run: Run, work: Work, waiting: Waiting, totals: Totals) -> Totals:
     )
 
     def add(gradient):
-        return stage.weight(w, side, keys, kept, link, gradient), ()
+        return stage.weight(w, batch_inputs, keys, kept, link, gradient), ()
 
     return totals._replace(stages=run.weights.add(totals.stages, work, add)[0])
 
@@ -240,19 +244,19 @@ def _kept(run: Run, work: Work, waiting: Waiting) -> tuple[list[jax.Array], tupl
     return residuals, (index_leading(waiting.cotangents, work.cotangent_slot), run.dsums)
 
 
-def _embedded(run: Run, work: Work, side: PyTree, dx: PyTree, totals: Totals) -> Totals:
+def _embedded(run: Run, work: Work, batch_inputs: PyTree, dx: PyTree, totals: Totals) -> Totals:
     """Adds the gradient of the embedding, if this is the backward of the first stage."""
 
-    def gradient(weights, side, dx):
-        _, pull = jax.vjp(lambda w: floating(run.model.embed(w, side)), weights)
+    def gradient(weights, batch_inputs, dx):
+        _, pull = jax.vjp(lambda w: floating(run.model.embed(w, batch_inputs)), weights)
         return pull(dx)[0]
 
     def add(so_far):
-        return add_gradients(gradient, run.ends["embed"], side, dx)(so_far)
+        return add_gradients(gradient, run.boundary["embed"], batch_inputs, dx)(so_far)
 
-    so_far = totals.ends["embed"]
+    so_far = totals.boundary["embed"]
     of_embed = cond(work.stage == 0, add, lambda so_far: so_far, so_far, like=so_far)
-    return totals._replace(ends=totals.ends | {"embed": of_embed})
+    return totals._replace(boundary=totals.boundary | {"embed": of_embed})
 
 
 def _add(so_far: PyTree, new: PyTree) -> PyTree:

@@ -180,12 +180,12 @@ def take_repeats(
 
 
 def run_stages(stage: Callable, mesh: Mesh | None = None) -> Callable:
-    """Returns `(weights, x, side, rng) -> y`, all [S, ...], which runs `stage` on all ranks."""
+    """Returns `(weights, x, batch_inputs, rng) -> y`, all [S, ...]: `stage` on all ranks."""
 
     stage = with_aux(stage)
 
-    def rank(weights, x, side, rng):
-        return stage(weights, x, side, rng)[0]
+    def rank(weights, x, batch_inputs, rng):
+        return stage(weights, x, batch_inputs, rng)[0]
 
     return on_ranks(rank, mesh=mesh, in_dims=(0, 0, 0, 0), out_dims=0)
 
@@ -194,17 +194,17 @@ def run_one_iteration(
     stage: Callable,
     loop_state: LoopState,
     weights: PyTree,
-    side: PyTree,
+    batch_inputs: PyTree,
     counts: Counts,
     mesh: Mesh | None = None,
 ) -> LoopState:
     """Runs the stage of every rank on its microbatch, and hands over the results.
 
     Args:
-        stage: `(weights of one stage, x, side of one microbatch, rng) -> (y, sums)`.
+        stage: `(weights of one stage, x, batch_inputs of one microbatch, rng) -> (y, sums)`.
         loop_state: The buffers before the iteration.
         weights: [S, ...] leaves, the weights that the ranks use in this iteration.
-        side: [M, ...] leaves.
+        batch_inputs: [M, ...] leaves.
         counts: The sizes.
         mesh: The mesh, or None.
 
@@ -217,7 +217,7 @@ def run_one_iteration(
     x = iteration_inputs(t, state_io, storage, loop_state["shift"], counts)
     keys = take_repeats(loop_state["keys"], repeats, mesh=mesh)
     rng = jax.vmap(fold_in_microbatch)(keys, microbatches)
-    y = run_stages(stage, mesh)(weights, x, take_per_rank(side, microbatches), rng)
+    y = run_stages(stage, mesh)(weights, x, take_per_rank(batch_inputs, microbatches), rng)
     return new_loop_state(y, loop_state, counts, mesh)
 
 

@@ -292,7 +292,7 @@ def _decoder_value(decoder: FlaxDecoder, pipeline: PipelineFn) -> Callable:
 
     on_ranks = partial(spmd.on_ranks, mesh=mesh)
     embed = on_ranks(embed_share, in_dims=({"embed": specs["embed"]}, rows), out_dims=rows)
-    loss_of = on_ranks(loss_share, in_dims=(model.ends(specs), rows), out_dims=None)
+    loss_of = on_ranks(loss_share, in_dims=(model.boundary(specs), rows), out_dims=None)
 
     def loss(weights, batch_inputs, keys):
         assert not jax.tree.leaves(keys)
@@ -304,7 +304,9 @@ def _decoder_value(decoder: FlaxDecoder, pipeline: PipelineFn) -> Callable:
         y, stage_aux = pipeline(
             weights["stages"], inputs, batch_inputs["segment_ids"], batch_inputs["positions"]
         )
-        value, loss_metrics = loss_of(model.ends(weights), (shares(y["x"]), shares(batch_inputs)))
+        value, loss_metrics = loss_of(
+            model.boundary(weights), (shares(y["x"]), shares(batch_inputs))
+        )
         return combine_losses(value, loss_metrics, stage_aux)
 
     return loss

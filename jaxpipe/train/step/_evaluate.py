@@ -165,7 +165,7 @@ def _circular_value(setup: Setup, model: Model) -> Callable:
         mesh=setup.mesh,
         delay=config.pipeline_delay_activation_forwarding,
         gather=gather,
-        ends_gather=boundary_gather,
+        boundary_gather=boundary_gather,
         scan_repeats=config.scan_pipeline_repeats,
     )
 
@@ -179,7 +179,7 @@ def _scheduled_value(setup: Setup, model: Model) -> Callable:
         ticks=schedules.to_lock_step(schedules.forward_only(setup.schedule_selection.schedule)),
         mesh=setup.mesh,
         gather=gather,
-        ends_gather=boundary_gather,
+        boundary_gather=boundary_gather,
         share_head=setup.config.pipeline_vocab_parallel,
     )
 

@@ -191,7 +191,7 @@ def _circular_value_and_grad(setup: Setup, model: Model) -> Callable:
             delay=setup.config.pipeline_delay_activation_forwarding,
             remat=tick_remat(config),
             gather=gather,
-            ends_gather=boundary_gather,
+            boundary_gather=boundary_gather,
             scan_repeats=config.scan_pipeline_repeats,
         )
 
@@ -213,7 +213,7 @@ def _scheduled_value_and_grad(setup: Setup, model: Model) -> Callable:
             mesh=setup.mesh,
             remat=tick_remat(setup.config),
             gather=gather,
-            ends_gather=boundary_gather,
+            boundary_gather=boundary_gather,
             share_head=setup.config.pipeline_vocab_parallel,
         )
 
