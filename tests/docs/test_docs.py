@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from jaxpipe.models import PRESETS
+from jaxpipe.train import load_config
+
 ROOT = Path(__file__).parents[2]
 PAGES = [p for p in sorted((ROOT / "docs").rglob("*.md")) if p.parent.name != "dev"]
 
@@ -38,6 +41,27 @@ def test_files_that_the_architecture_names_exist():
     text = (ROOT / "docs" / "architecture.md").read_text()
     files = [name for name in re.findall(r"`([a-z_/]+\.py)`", text) if "/" in name]
     assert files and all((ROOT / "jaxpipe" / name).exists() for name in files)
+
+
+def reads(engine: str, setting: str) -> bool:
+    settings = ["model_name=llama-tiny", f"pipeline_engine={engine}", setting]
+    try:
+        load_config([], settings, presets=PRESETS)
+    except ValueError as error:
+        assert f"`pipeline_engine` is {engine!r} and `{setting.split('=')[0]}`" in str(error)
+        return False
+    return True
+
+
+def test_engines_read_the_settings_that_the_page_about_engines_says():
+    table = (ROOT / "docs" / "which_engine.md").read_text().split("settings does each of them")[1]
+    rows = [line.replace("\\|", "!") for line in table.splitlines() if line.startswith("|")]
+    engines, _, *settings = [[cell.strip(" `") for cell in row.split("|")[2:-1]] for row in rows]
+    names = [row.split("|")[1].strip(" `").replace("!", "|") for row in rows[2:]]
+    assert len(names) == 12
+    for name, answers in zip(names, settings, strict=True):
+        said = dict(zip(engines, answers, strict=True))
+        assert said == {e: "yes" if reads(e, name) else "no" for e in engines}, name
 
 
 # Plans runs on as many devices as their sizes ask for.
