@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxpipe import schedules
+from jaxpipe.schedules import lock_step
 
 STEPS = ("build", "check", "simulate", "lock_step", "tables")
 
@@ -102,8 +103,8 @@ def _measure(row: Row) -> Measured:
     schedule = timed("build", lambda: schedules.build(row.name, **counts))
     timed("check", lambda: schedules.check(schedule))
     timed("simulate", lambda: schedules.simulate(schedule, schedules.Costs()))
-    ticks = timed("lock_step", lambda: schedules.to_lock_step(schedule))
-    timed("tables", lambda: schedules.tick_tables(ticks))
+    ticks = timed("lock_step", lambda: lock_step.to_lock_step(schedule))
+    timed("tables", lambda: lock_step.tick_tables(ticks))
     # Linux counts in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6

@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpipe import models, schedules, sharding, spmd
 from jaxpipe.autodiff import Model, recompute, unpipelined
+from jaxpipe.schedules import analysis, lock_step
 
 S, MICROBATCHES, ROWS, LENGTH = 4, 16, 4, 64
 LOOP = "loop, differentiated by JAX"
@@ -58,7 +59,7 @@ def step_times(steps: int) -> None:
     """Steps of every row."""
     mesh = sharding.make_mesh({"stage": S, "fsdp": 2}, devices=jax.devices())
     weights, batch_inputs, model = make(MICROBATCHES)
-    rows: dict[str, tuple[Callable, schedules.Ticks | None]] = {
+    rows: dict[str, tuple[Callable, lock_step.Ticks | None]] = {
         "unpipelined": (partial(plain, model), None),
         LOOP: (partial(differentiated, model, mesh), None),
         "circular": (partial(circular, model, mesh), None),
@@ -97,22 +98,22 @@ def compile_times() -> None:
                 row = compile_row(partial(scheduled, model, mesh, ticks), weights, batch_inputs)
             lines = row.step.as_text().count("\n")
             print(
-                f"{name:<18}{count:>4}{schedules.num_ticks(ticks):>7}{row.seconds:>11.1f}{lines:>8}"
+                f"{name:<18}{count:>4}{lock_step.num_ticks(ticks):>7}{row.seconds:>11.1f}{lines:>8}"
             )
 
 
-def ticks_of(name: str, microbatches: int) -> schedules.Ticks:
+def ticks_of(name: str, microbatches: int) -> lock_step.Ticks:
     schedule = schedules.build(name, ranks=S, microbatches=microbatches)
-    return schedules.to_lock_step(schedules.check(schedule), COSTS)
+    return lock_step.to_lock_step(schedules.check(schedule), COSTS)
 
 
-def price(ticks: schedules.Ticks) -> str:
+def price(ticks: lock_step.Ticks) -> str:
     """What the schedule costs with and without lock-step, beside the work of a rank."""
-    lock = schedules.simulate_ticks(ticks, COSTS)
-    work = max(schedules.busy_times(lock))
+    lock = lock_step.simulate_ticks(ticks, COSTS)
+    work = max(analysis.busy_times(lock))
     free = schedules.makespan(schedules.simulate(ticks.schedule, COSTS))
     return (
-        f"{schedules.num_ticks(ticks)} ticks, {schedules.makespan(lock) / work:.3f} of the work "
+        f"{lock_step.num_ticks(ticks)} ticks, {schedules.makespan(lock) / work:.3f} of the work "
         f"of a rank ({free / work:.3f} without)"
     )
 
@@ -179,7 +180,7 @@ def circular(model: Model, mesh: Any, weights: Any, batch_inputs: Any) -> Any:
 
 
 def scheduled(
-    model: Model, mesh: Any, ticks: schedules.Ticks, weights: Any, batch_inputs: Any
+    model: Model, mesh: Any, ticks: lock_step.Ticks, weights: Any, batch_inputs: Any
 ) -> Any:
     num_stages = ticks.schedule.num_stages
     stages = jax.tree.map(lambda x: x.reshape(num_stages, -1, *x.shape[1:]), weights["stages"])

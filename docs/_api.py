@@ -19,15 +19,22 @@ HEAD = """\
 # Names
 
 Every name that the packages of jaxpipe export, with its first sentence; `help(NAME)` shows the
-rest: arguments, shapes, results and errors. Modules whose path has an underscore are private.
-`make api` writes this page, and a test compares it with the packages.
+rest: arguments, shapes, results and errors. A package inside a package, such as
+`jaxpipe.schedules.builders`, is a second door, for those who build on the parts: its names may
+change between minor versions. Modules whose path has an underscore are private. `make api` writes
+this page, and a test compares it with the packages.
 """
 
 
 def packages() -> list[str]:
-    """Returns the packages with a public `__init__`: `jaxpipe` and those directly in it."""
-    inits = ROOT.glob("jaxpipe/*/__init__.py")
-    return ["jaxpipe", *sorted(f"jaxpipe.{init.parent.name}" for init in inits)]
+    """Returns `jaxpipe`, the packages in it, and those of their sub-packages that export names."""
+    inits = sorted(ROOT.glob("jaxpipe/*/__init__.py"))
+    doors = [f"jaxpipe.{init.parent.name}" for init in inits]
+    seconds = (
+        ".".join(init.parent.relative_to(ROOT).parts)
+        for init in ROOT.glob("jaxpipe/*/*/__init__.py")
+    )
+    return ["jaxpipe", *sorted([*doors, *filter(exported, seconds)])]
 
 
 def exported(package: str) -> dict[str, tuple[str, str]]:

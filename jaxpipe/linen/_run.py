@@ -10,8 +10,9 @@ from flax import linen as nn
 from flax.core import unfreeze
 from flax.errors import ModifyScopeVariableError
 
-from .. import modules, spmd
+from .. import modules
 from .._input import clause
+from ..spmd._stage_shardings import at_init
 from . import _collections as collections
 from . import _stacked as stacked
 
@@ -70,7 +71,7 @@ def init_of(layer: nn.Module, rules: modules.AxisRules | None) -> Callable:
         with nullcontext() if rules is None else nn.logical_axis_rules(rules):
             return collections.stored(unfreeze(layer.init(keys, *arguments)))
 
-    return spmd.at_init(init)
+    return at_init(init)
 
 
 def init_stages(pipeline: Any) -> Callable:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray, PyTree
 
-from ..sharding import LogicalAxes
+from ..sharding._rules import LogicalAxes
 
 Initializer = Callable[[PRNGKeyArray, tuple[int, ...], Any], jax.Array]
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
-from ..sharding import Constrain
+from ..sharding._rules import Constrain
 from ._abstract import scale, stacked
 from ._boundary import boundary_weights, embed_tokens, next_token_loss
 from ._deepseek_config import DeepseekConfig

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
-from ..sharding import Constrain
+from ..sharding._rules import Constrain
 from ._abstract import matrix, scale, stacked
 from ._boundary import boundary_weights, embed_tokens, next_token_loss
 from .layers._attention import Attention

@@ -12,7 +12,9 @@ import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
-from ..sharding import GATHERED_AXES, Rules, axes_of, axes_of_dim, gathered_rules, partition_spec
+from ..sharding import Rules, partition_spec
+from ..sharding._rules import GATHERED_AXES, gathered_rules
+from ..sharding._specs import axes_of, axes_of_dim
 from ..spmd._ranks import is_spec
 from ..spmd._weight_gather import Gather, When, gather_weights
 from ._placement import gather_stage

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
-from ..autodiff import index_leading
-from ..sharding import manual_batch_axes
+from ..autodiff._model import index_leading
+from ..sharding._rows import manual_batch_axes
 from ._layers import Layer
 
 MICROBATCH = "microbatch"

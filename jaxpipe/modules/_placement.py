@@ -14,8 +14,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
-from .. import sharding
-from ..sharding import with_axis_type, without_axes
+from ..sharding._rules import check_divisible, padded_spec, reshard_to_spec
+from ..sharding._specs import with_axis_type, without_axes
 from ..spmd._ranks import AXIS, is_spec, on_ranks
 from ._settings import AxisRules
 
@@ -100,8 +100,8 @@ def place_weight(
     if mesh is None:
         return w
     spec = physical_spec(names, rules, mesh.axis_names)
-    sharding.check_divisible(w.shape, spec, dict(mesh.shape), path)
-    return sharding.reshard_to_spec(w, spec, mesh)
+    check_divisible(w.shape, spec, dict(mesh.shape), path)
+    return reshard_to_spec(w, spec, mesh)
 
 
 def shard_dim_by_stages(
@@ -129,9 +129,9 @@ def shard_dim_by_stages(
     if mesh is None:
         return x
     spec = spec or PartitionSpec()
-    entries = [*sharding.padded_spec(x, without_axes(spec, GATHERED) if is_weight else spec, mesh)]
+    entries = [*padded_spec(x, without_axes(spec, GATHERED) if is_weight else spec, mesh)]
     entries[dim] = AXIS
-    return sharding.reshard_to_spec(x, PartitionSpec(*entries), mesh)
+    return reshard_to_spec(x, PartitionSpec(*entries), mesh)
 
 
 def place_microbatches(
@@ -158,10 +158,8 @@ def place_microbatches(
     spec = PartitionSpec(AXIS, batch_axes) if batch_axes else rule
 
     def place_leaf(leaf):
-        sharding.check_divisible(
-            leaf.shape, spec, dict(mesh.shape), "inputs [microbatch, row, ...]"
-        )
-        return sharding.reshard_to_spec(leaf, spec, mesh)
+        check_divisible(leaf.shape, spec, dict(mesh.shape), "inputs [microbatch, row, ...]")
+        return reshard_to_spec(leaf, spec, mesh)
 
     return jax.tree.map(place_leaf, x)
 
@@ -169,7 +167,7 @@ def place_microbatches(
 def gather_all(weights: PyTree, specs: PyTree, mesh: Mesh | None, axes: Sequence[str]) -> PyTree:
     """Returns `weights`, sharded by `specs` except that they are gathered over `axes`."""
     return jax.tree.map(
-        lambda w, spec: sharding.reshard_to_spec(w, without_axes(spec, axes), mesh), weights, specs
+        lambda w, spec: reshard_to_spec(w, without_axes(spec, axes), mesh), weights, specs
     )
 
 
@@ -192,7 +190,7 @@ def gather_stage(specs: PyTree, axes: Sequence[str] = GATHERED) -> Callable[[PyT
         kept = without_axes(PartitionSpec(*spec[1:]), axes)
         if AxisType.Explicit in mesh.axis_types:
             return _typed(w, kept, mesh)
-        return lax.with_sharding_constraint(w, sharding.padded_spec(w, kept, mesh))
+        return lax.with_sharding_constraint(w, padded_spec(w, kept, mesh))
 
     def gather(weights: PyTree) -> PyTree:
         return jax.tree.map(constrain, weights, specs, is_leaf=lambda x: x is None)
@@ -251,7 +249,7 @@ def _all_gather(w: jax.Array, spec: PartitionSpec, *, mesh: Mesh, axes: Sequence
 def _typed(x: jax.Array, spec: PartitionSpec, mesh: AbstractMesh) -> jax.Array:
     """Returns `x` sharded by `spec`: explicit axes by its type, automatic axes by a constraint."""
     explicit = with_axis_type(spec, mesh, AxisType.Explicit)
-    x = jax.sharding.reshard(x, sharding.padded_spec(x, explicit, mesh))
+    x = jax.sharding.reshard(x, padded_spec(x, explicit, mesh))
     if AxisType.Auto not in mesh.axis_types or len(spec) < x.ndim:
         return x
     return lax.with_sharding_constraint(x, with_axis_type(spec, mesh, AxisType.Auto))

@@ -14,8 +14,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from ..autodiff import TENSORS, Remat, check_offload, keep, remat_by_name
-from ..sharding import DEFAULT_RULES, even_layout
+from ..autodiff import Remat, keep, remat_by_name
+from ..autodiff._rematerialization import TENSORS, check_offload
+from ..sharding import DEFAULT_RULES
+from ..sharding.layout import even_layout
 from ..spmd._ranks import AXIS
 from ..spmd.circular_engine._shape import check_circular
 from ..spmd.stepwise._iteration import Counts

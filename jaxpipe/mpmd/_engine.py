@@ -6,15 +6,8 @@ from typing import Any
 import jax
 from jaxtyping import PyTree, Scalar
 
-from ..autodiff import (
-    Model,
-    Remat,
-    Sums,
-    combine_losses,
-    fold_in_microbatch,
-    index_leading,
-    recompute,
-)
+from ..autodiff import Model, Remat, recompute
+from ..autodiff._model import Sums, combine_losses, fold_in_microbatch, index_leading
 from .ir._marks import mark_stage_end
 from .ir._reduce import Add, treduce_i
 

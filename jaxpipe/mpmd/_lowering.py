@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ..ir import Atom, Graph, Literal
+from ..ir._graph import Atom, Graph, Literal
 from ..schedules import Schedule
 from .ir._program import Code, check
 from .ir._steps import copy_of

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from .. import schedules
 from .._input import MOST_JSON_BYTES, parse_json, read_text, short_repr
-from ..schedules import TimedStep, Timeline
+from ..schedules import TimedStep, Timeline, analysis, language
 from ..train.estimate._memory_estimate import peak_live_microbatches
 from ..train.estimate._timeline import predicted_timeline
 from ..train.plan._setup import Setup
@@ -63,7 +63,7 @@ def figures(setup: Setup) -> list[tuple[str, str]]:
         ("Stages", f"{schedule.num_stages}"),
         ("Microbatches", f"{schedule.num_microbatches}"),
         ("Bubble", f"{schedules.bubble_fraction(timeline):.1%}"),
-        ("Parallelogram bubble", f"{schedules.parallelogram_bubble(timeline) / end:.1%}"),
+        ("Parallelogram bubble", f"{analysis.parallelogram_bubble(timeline) / end:.1%}"),
         ("Runs", "in ticks of all ranks" if lock_step else "each rank as soon as it can"),
         ("Stage inputs held", " ".join(map(str, held)) + (" by rank" if len(held) > 1 else "")),
     ]
@@ -90,7 +90,7 @@ def traced_step_pictures(file: Path) -> list[Picture]:
             if event["ph"] == "X":
                 rank, kind = names[event["pid"]].removeprefix("rank ").split(", ")
                 start, end = event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3
-                timed = TimedStep(schedules.parse_step(event["name"]), start, end)
+                timed = TimedStep(language.parse_step(event["name"]), start, end)
                 rows.setdefault(kind, {}).setdefault(int(rank), []).append(timed)
         step = f"step {file.stem.removeprefix('trace_')}"
         titles = {

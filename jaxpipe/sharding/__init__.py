@@ -1,34 +1,13 @@
 """Shardings: the mesh, logical axis rules, and the counts that must divide."""
 
-from ._divide import LayerLayout as LayerLayout
-from ._divide import divide_exactly as divide_exactly
-from ._divide import even_layout as even_layout
-from ._layout_string import parse_layout as parse_layout
 from ._mesh import AXES as AXES
 from ._mesh import make_mesh as make_mesh
-from ._rows import local_rows as local_rows
-from ._rows import manual_batch_axes as manual_batch_axes
-from ._rows import max_over_rows as max_over_rows
 from ._rows import sum_over_rows as sum_over_rows
 from ._rules import DEFAULT_RULES as DEFAULT_RULES
-from ._rules import GATHERED_AXES as GATHERED_AXES
-from ._rules import Constrain as Constrain
-from ._rules import LogicalAxes as LogicalAxes
 from ._rules import Rules as Rules
-from ._rules import check_divisible as check_divisible
 from ._rules import constrain_with as constrain_with
-from ._rules import gathered_rules as gathered_rules
 from ._rules import named_shardings as named_shardings
 from ._rules import no_constraint as no_constraint
 from ._rules import override_rules as override_rules
-from ._rules import padded_spec as padded_spec
 from ._rules import partition_spec as partition_spec
 from ._rules import reshard as reshard
-from ._rules import reshard_to_spec as reshard_to_spec
-from ._rules import rules_without_manual_axes as rules_without_manual_axes
-from ._rules import typed_by_specs as typed_by_specs
-from ._rules import zero1_rules as zero1_rules
-from ._specs import axes_of as axes_of
-from ._specs import axes_of_dim as axes_of_dim
-from ._specs import with_axis_type as with_axis_type
-from ._specs import without_axes as without_axes

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from ..ir import select
-from ..sharding import axes_of, without_axes
+from ..ir._graph import select
+from ..sharding._specs import axes_of, without_axes
 from ._varying import pvary
 
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from ..ir import pvary_like
-from ..sharding import axes_of
+from ..ir._graph import pvary_like
+from ..sharding._specs import axes_of
 
 
 def pvary(x: jax.Array) -> jax.Array:

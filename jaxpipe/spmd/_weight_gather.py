@@ -24,17 +24,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from ..autodiff import floating, index_leading
-from ..sharding import (
-    GATHERED_AXES,
-    Rules,
-    axes_of,
-    axes_of_dim,
-    constrain_with,
-    gathered_rules,
-    partition_spec,
-    without_axes,
-)
+from ..autodiff._model import index_leading
+from ..autodiff._pullback import floating
+from ..sharding import Rules, constrain_with, partition_spec
+from ..sharding._rules import GATHERED_AXES, gathered_rules
+from ..sharding._specs import axes_of, axes_of_dim, without_axes
 from ._ranks import is_spec
 from ._varying import zeros
 

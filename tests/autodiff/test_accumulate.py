@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxpipe.autodiff import pullback, split_backward
-from jaxpipe.ir import accumulate, to_graph
+from jaxpipe.autodiff._pullback import pullback
+from jaxpipe.autodiff._split_backward import split_backward
+from jaxpipe.ir._accumulate import accumulate
+from jaxpipe.ir._graph import to_graph
 
 L, n = 3, 4
 x, ws = jnp.arange(1.0, n + 1), jnp.ones((L, n, n)) * 0.3

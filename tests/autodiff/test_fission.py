@@ -14,8 +14,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxpipe import sharding
-from jaxpipe.ir import Cond, Graph, Partition, PrimitiveCall, Scan, ShardMap, partition, to_graph
+from jaxpipe.ir._graph import Cond, Graph, PrimitiveCall, Scan, ShardMap, to_graph
 from jaxpipe.ir._minimal_cut import minimal_cut
+from jaxpipe.ir._partition import Partition, partition
 from jaxpipe.ir._partition_nested import Kind
 
 n = 4

@@ -8,14 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpipe import models, sharding
-from jaxpipe.autodiff import (
-    OFFLOADED,
-    POLICIES,
-    TENSORS,
-    check_offload,
-    pullback,
-    remat_by_name,
-)
+from jaxpipe.autodiff import POLICIES, remat_by_name
+from jaxpipe.autodiff._pullback import pullback
+from jaxpipe.autodiff._rematerialization import OFFLOADED, TENSORS, check_offload
 from small_models import small_deepseek, small_llama
 
 L, b, T, D, H, K, C, F = 3, 2, 5, 16, 4, 2, 8, 32  # no tensor's shape is that of a weight

@@ -13,7 +13,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxpipe import models, sharding
-from jaxpipe.autodiff import combine, floating, index_leading, remat_by_name, split_backward
+from jaxpipe.autodiff import remat_by_name
+from jaxpipe.autodiff._model import index_leading
+from jaxpipe.autodiff._pullback import combine, floating
+from jaxpipe.autodiff._split_backward import split_backward
 from small_models import small_deepseek, small_llama
 
 L, b, T, D = 3, 2, 5, 16

@@ -21,6 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe import models, mpmd, schedules, sharding, spmd
 from jaxpipe.autodiff import Model, remat_by_name, unpipelined
+from jaxpipe.schedules import lock_step
+from jaxpipe.sharding._rules import zero1_rules
 from jaxpipe.train.plan import MODEL_FAMILIES
 from jaxpipe.train.plan._flax_decoder import FlaxDecoder, linen_value_and_grad, nnx_value_and_grad
 from small_models import small_deepseek, small_llama
@@ -123,7 +125,7 @@ def scheduled(row: Row, case: Case) -> Any:
     return run_ticks(row, case, ticks_of(row))
 
 
-def run_ticks(row: Row, case: Case, ticks: schedules.Ticks) -> Any:
+def run_ticks(row: Row, case: Case, ticks: lock_step.Ticks) -> Any:
     """Any ticks. Stages lie where the schedule has them, and are back in order in the result."""
     mesh = mesh_of(row)
 
@@ -230,12 +232,12 @@ def schedule_of(row: Row) -> schedules.Schedule:
 
 
 @functools.cache
-def _ticks(name: str, ranks: int, microbatches: int, chunks: int | None) -> schedules.Ticks:
+def _ticks(name: str, ranks: int, microbatches: int, chunks: int | None) -> lock_step.Ticks:
     schedule = schedules.build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
-    return schedules.to_lock_step(schedules.check(schedule), schedules.Costs(1, 2, 1))
+    return lock_step.to_lock_step(schedules.check(schedule), schedules.Costs(1, 2, 1))
 
 
-def ticks_of(row: Row) -> schedules.Ticks:
+def ticks_of(row: Row) -> lock_step.Ticks:
     chunks = row.repeats if "chunks" in schedules.FAMILIES[row.schedule].takes else None
     return _ticks(row.schedule, row.ranks, row.microbatches, chunks)
 
@@ -277,7 +279,7 @@ def gather_of(row: Row, axes: Any, stacked: int = 0) -> spmd.Gather:
         rules,
         when=row.gather,
         batch_axes=row.batch_axes,
-        gradient_rules=sharding.zero1_rules(rules) if row.zero else None,
+        gradient_rules=zero1_rules(rules) if row.zero else None,
     )
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from harness.contract import Row, check_row, parameters, slow
 from harness.product import pairs, pairs_that_never_meet, product
-from jaxpipe.autodiff import OFFLOADED, POLICIES
+from jaxpipe.autodiff import POLICIES
+from jaxpipe.autodiff._rematerialization import OFFLOADED
 
 RANKS = (2, 3, 4, 8)
 MANUAL = ("data", "fsdp")

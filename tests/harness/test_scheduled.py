@@ -13,7 +13,7 @@ from harness.contract import (
     run_ticks,
 )
 from harness.scheduled import compositions, every_family, product
-from jaxpipe import schedules
+from jaxpipe.schedules import lock_step
 
 
 @pytest.mark.parametrize("row", parameters([*every_family(), *compositions(), *product()]))
@@ -24,7 +24,7 @@ def test_the_schedule_equals_the_unpipelined_program(row: Row):
 def check_random(draft: Draft) -> None:
     schedule = random_schedule(draft)
     row = Row("scheduled", "mlp", draft.ranks, draft.chunks, draft.microbatches, tied=True)
-    check_result(row, run_ticks(row, make_case(row), schedules.to_lock_step(schedule)))
+    check_result(row, run_ticks(row, make_case(row), lock_step.to_lock_step(schedule)))
 
 
 @settings(max_examples=3, deadline=None, derandomize=True)

@@ -11,6 +11,7 @@ import pytest
 from harness.contract import assert_close
 from jaxpipe import mpmd, schedules, sharding, spmd
 from jaxpipe.autodiff import Model, unpipelined
+from jaxpipe.schedules import lock_step
 
 S, M, D = 2, 2, 3
 SCHEDULE = schedules.build("1f1b", ranks=S, microbatches=M)
@@ -49,7 +50,7 @@ ENGINES = {
     "plain": plain,
     "circular": spmd.circular_value_and_grad,
     "scheduled": functools.partial(
-        spmd.scheduled_value_and_grad, ticks=schedules.to_lock_step(SCHEDULE)
+        spmd.scheduled_value_and_grad, ticks=lock_step.to_lock_step(SCHEDULE)
     ),
     "mpmd": on_groups,
 }

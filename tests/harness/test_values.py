@@ -20,6 +20,7 @@ from harness.contract import (
 )
 from jaxpipe import schedules, spmd
 from jaxpipe.autodiff import unpipelined
+from jaxpipe.schedules import lock_step
 from jaxpipe.train.plan._flax_decoder import linen_value, nnx_value
 
 
@@ -39,7 +40,7 @@ def value_of(row: Row, case: Case) -> Any:
         run = functools.partial(spmd.circular_value, case.model, delay=row.delay, **how)
     else:
         schedule = contract.ticks_of(row).schedule
-        ticks = schedules.to_lock_step(schedules.forward_only(schedule))
+        ticks = lock_step.to_lock_step(schedules.forward_only(schedule))
         how |= {"ticks": ticks, "share_head": row.share_head}
         run = functools.partial(spmd.scheduled_value, case.model, **how)
         stages, keys = (spmd.to_ranks(_flat(x), schedule) for x in (weights["stages"], keys))

@@ -26,11 +26,10 @@ from jaxpipe.schedules import (
     ScheduleError,
     build,
     check,
-    enumerate_actions,
     num_ranks,
     parse,
-    without_fused_pairs,
 )
+from jaxpipe.schedules.language import enumerate_actions, without_fused_pairs
 from mpmd.small import batch, compare, gradients, groups, layers
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import pytest
 
-from jaxpipe import schedules
 from jaxpipe.mpmd import (
     GPipe,
     Interleaved1F1B,
@@ -18,6 +17,7 @@ from jaxpipe.mpmd import (
     timed_step,
     to_timeline,
 )
+from jaxpipe.schedules import language
 from mpmd.small import assert_equal, batch, gradients, groups, layers, runs
 
 STEPS = {
@@ -75,7 +75,7 @@ def test_a_timeline_has_every_task_of_the_loop_on_its_rank():
     timeline = to_timeline(step, times)
     (schedule,) = step.lowered.schedules
     for row, program in zip(timeline.rows, schedule.programs, strict=True):
-        actions = [a for timed in row for a in schedules.actions_of(timed.step)]
-        assert actions == [a for each in program for a in schedules.actions_of(each)]
+        actions = [a for timed in row for a in language.actions_of(timed.step)]
+        assert actions == [a for each in program for a in language.actions_of(each)]
         assert all(timed.start < timed.end for timed in row)
     assert min(timed.start for row in timeline.rows for timed in row) == 0

@@ -13,7 +13,7 @@ from jax.core import ShapedArray
 from jax.extend.core import jaxprs_in_params
 
 from jaxpipe import schedules
-from jaxpipe.ir import Graph, Var
+from jaxpipe.ir._graph import Graph, Var
 from jaxpipe.mpmd import (
     Add,
     GPipe,

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxpipe import mpmd, schedules
+from jaxpipe.schedules import language
 
 
 def compiled_step(schedule: Any) -> tuple[mpmd.Compiled, list[np.ndarray], np.ndarray]:
@@ -35,7 +36,7 @@ def compiled_step(schedule: Any) -> tuple[mpmd.Compiled, list[np.ndarray], np.nd
 
 def halves(steps: Iterable[schedules.ScheduleStep]) -> set[str]:
     """Actions, a B as its two halves: where a schedule splits some, all of its B run so."""
-    actions = (str(action) for step in steps for action in schedules.actions_of(step))
+    actions = (str(action) for step in steps for action in language.actions_of(step))
     return {half for a in actions for half in ((a.replace("B", "I"), a.replace("B", "W")))}
 
 
@@ -56,7 +57,7 @@ def test_a_traced_step_computes_the_same_and_has_every_action_beside_its_predict
     (of_step,) = compiled.lowered.schedules
     for process, name in names.items():
         found = [e for e in events if e["ph"] == "X" and e["pid"] == process]
-        steps = [schedules.parse_step(e["name"]) for e in found]
+        steps = [language.parse_step(e["name"]) for e in found]
         assert halves(steps) == halves(of_step.programs[int(name[5])])
         assert all(e["dur"] > 0 for e in found)
         for one, other in itertools.pairwise(found):

@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.ir import PrimitiveCall
+from jaxpipe.ir._graph import PrimitiveCall
 from jaxpipe.mpmd import (
     Eager1F1B,
     GPipe,

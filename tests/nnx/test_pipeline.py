@@ -12,6 +12,7 @@ from harness import frontends
 from harness.frontends import Row
 from jaxpipe import nnx as frontend
 from jaxpipe import spmd
+from jaxpipe.spmd import stepwise
 
 # Layers may sow without `nnx.capture`, as before Flax 0.12.
 pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow")
@@ -114,7 +115,7 @@ def test_driven_by_hand_it_gives_what_the_call_gives(row):
         if "repeat" in row.fields and t % M == 0:
             in_use = pipeline.weight_prefetching(weights, None, t - 1)
         state = step(state, in_use)
-    done = spmd.permute_output(state["state_io"], pipeline.settings.counts)
+    done = stepwise.permute_output(state["state_io"], pipeline.settings.counts)
     frontends.assert_trees_close(done.reshape(inputs.shape), wanted)
 
 

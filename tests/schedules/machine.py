@@ -6,7 +6,8 @@ is still something.
 
 from typing import Any
 
-from jaxpipe.schedules import Action, Op, Schedule, TickTables
+from jaxpipe.schedules import Action, Op, Schedule
+from jaxpipe.schedules.lock_step import TickTables
 
 Buffer = dict[int, tuple[int, int]]
 """Slots with the (stage, microbatch) of what lies there."""

@@ -6,7 +6,8 @@ A node is an action; an edge says what must end before. A pair is one node.
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
-from jaxpipe.schedules import Action, Op, Schedule, actions_of, enumerate_actions, num_slices
+from jaxpipe.schedules import Action, Op, Schedule
+from jaxpipe.schedules.language import actions_of, enumerate_actions, num_slices
 
 
 def kinds(op: Op) -> str:

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from jaxpipe.schedules import Action, Op, Schedule, check, dependencies, outputs
+from jaxpipe.schedules import Action, Op, Schedule, check
+from jaxpipe.schedules.language import dependencies, outputs
 
 
 class Draft(NamedTuple):

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpipe.schedules import Action, FusedPair, Op, parse, parse_action, parse_step
+from jaxpipe.schedules import Action, FusedPair, Op, parse
+from jaxpipe.schedules.language import parse_action, parse_step
 
 from .legal import Case, cases, made
 

@@ -5,23 +5,16 @@ import re
 import pytest
 from hypothesis import given, settings
 
-from jaxpipe.schedules import (
-    FAMILIES,
-    Schedule,
-    build,
-    check,
+from jaxpipe.schedules import FAMILIES, Schedule, build, check, num_ranks, peak_activations
+from jaxpipe.schedules.builders import (
     dualpipe,
     interleaved_one_f_one_b,
     looped_bfs,
-    num_ranks,
-    num_slices,
     one_f_one_b,
-    peak_activations,
-    ranks_of_stage,
-    stages_of_rank,
     zero_bubble_h1,
     zero_bubble_h2,
 )
+from jaxpipe.schedules.language import num_slices, ranks_of_stage, stages_of_rank
 
 from .legal import Case, cases, counts, is_legal, made
 from .obvious import is_valid

@@ -6,15 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpipe.schedules import (
-    Schedule,
-    ScheduleError,
-    build,
-    check,
-    interleaved_one_f_one_b,
-    one_f_one_b,
-    parse,
-)
+from jaxpipe.schedules import Schedule, ScheduleError, build, check, parse
+from jaxpipe.schedules.builders import interleaved_one_f_one_b, one_f_one_b
 
 from .legal import Case, cases, made
 from .obvious import is_valid

@@ -5,15 +5,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from jaxpipe.schedules import (
-    ScheduleError,
-    build,
-    from_csv,
-    one_f_one_b,
-    read_csv,
-    to_csv,
-    write_csv,
-)
+from jaxpipe.schedules import ScheduleError, build, from_csv, read_csv, to_csv, write_csv
+from jaxpipe.schedules.builders import one_f_one_b
 
 from .legal import Case, cases, made
 

@@ -5,18 +5,9 @@ from itertools import pairwise
 
 import pytest
 
-from jaxpipe.schedules import (
-    Costs,
-    Op,
-    Schedule,
-    actions_of,
-    build,
-    makespan,
-    parallelogram_bubble,
-    peak_activations,
-    rectangular_bubble,
-    simulate,
-)
+from jaxpipe.schedules import Costs, Op, Schedule, build, makespan, peak_activations, simulate
+from jaxpipe.schedules.analysis import parallelogram_bubble, rectangular_bubble
+from jaxpipe.schedules.language import actions_of
 
 SIZES = [(4, 8), (4, 12), (8, 16)]
 COSTS = [(1, 1, 1), (10, 10, 10), (10, 12, 8), (10, 14, 9), (10, 10, 5), (12, 10, 10)]

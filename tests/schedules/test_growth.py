@@ -6,17 +6,8 @@ from typing import Any
 
 import pytest
 
-from jaxpipe.schedules import (
-    Costs,
-    Schedule,
-    build,
-    check,
-    check_ticks,
-    simulate,
-    simulate_ticks,
-    tick_tables,
-    to_lock_step,
-)
+from jaxpipe.schedules import Costs, Schedule, build, check, simulate
+from jaxpipe.schedules.lock_step import check_ticks, simulate_ticks, tick_tables, to_lock_step
 
 SMALL, LARGE = (8, 32), (32, 128)
 MOST = 36

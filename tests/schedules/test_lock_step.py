@@ -12,26 +12,22 @@ from jaxpipe.schedules import (
     Op,
     Schedule,
     ScheduleError,
-    Ticks,
     build,
     check,
-    check_ticks,
-    dualpipe,
-    enumerate_actions,
-    enumerate_ticks,
-    gpipe,
     makespan,
-    one_f_one_b,
     parse,
     peak_activations,
-    seq1f1b,
     simulate,
+)
+from jaxpipe.schedules.builders import dualpipe, gpipe, one_f_one_b, seq1f1b, zbv, zero_bubble_h1
+from jaxpipe.schedules.language import enumerate_actions, without_fused_pairs
+from jaxpipe.schedules.lock_step import (
+    Ticks,
+    check_ticks,
+    enumerate_ticks,
     simulate_ticks,
     tick_tables,
     to_lock_step,
-    without_fused_pairs,
-    zbv,
-    zero_bubble_h1,
 )
 from jaxpipe.schedules.lock_step._grid import Grid, fill_grid, rank_orders, ticks_from_grid
 from jaxpipe.schedules.lock_step._grid_search import _lags, _spares

@@ -12,18 +12,18 @@ from jaxpipe.schedules import (
     FAMILIES,
     Costs,
     build,
-    enumerate_actions,
     makespan,
     num_ranks,
-    one_f_one_b,
     parse,
     peak_activations,
     simulate,
-    time_unit,
     to_perfetto,
     to_svg,
     to_text,
 )
+from jaxpipe.schedules.builders import one_f_one_b
+from jaxpipe.schedules.io import time_unit
+from jaxpipe.schedules.language import enumerate_actions
 
 from .legal import Case, cases, made
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxpipe.schedules import (
-    build,
+from jaxpipe.schedules import build
+from jaxpipe.schedules.language import (
     loop_rank_and_chunk,
     loop_stage,
     stages_of_rank,

@@ -9,17 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpipe.schedules import (
-    Costs,
-    Schedule,
-    build,
-    check,
-    parallelogram_bubble,
-    parse,
-    peak_activations,
-    rectangular_bubble,
-    simulate,
-)
+from jaxpipe.schedules import Costs, Schedule, build, check, parse, peak_activations, simulate
+from jaxpipe.schedules.analysis import parallelogram_bubble, rectangular_bubble
 
 REFERENCE = Path(__file__).parent / "reference"
 

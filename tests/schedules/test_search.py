@@ -11,13 +11,13 @@ from jaxpipe.schedules import (
     Costs,
     build,
     check,
-    greedy_schedule,
     makespan,
-    num_slices,
     peak_activations,
     search,
     simulate,
 )
+from jaxpipe.schedules.analysis import greedy_schedule
+from jaxpipe.schedules.language import num_slices
 
 
 @pytest.mark.parametrize("cap", [1, 3, 8])

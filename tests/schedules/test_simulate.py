@@ -12,16 +12,14 @@ from jaxpipe.schedules import (
     TimedStep,
     activation_bytes,
     build,
-    busy_times,
     makespan,
-    one_f_one_b,
-    parallelogram_bubble,
     parse,
-    parse_step,
     peak_activations,
-    rectangular_bubble,
     simulate,
 )
+from jaxpipe.schedules.analysis import busy_times, parallelogram_bubble, rectangular_bubble
+from jaxpipe.schedules.builders import one_f_one_b
+from jaxpipe.schedules.language import parse_step
 
 from . import obvious
 from .legal import Case, cases, made

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpipe.sharding import LayerLayout, divide_exactly, even_layout
+from jaxpipe.sharding.layout import LayerLayout, divide_exactly, even_layout
 
 counts = st.integers(1, 12)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpipe.sharding import parse_layout
+from jaxpipe.sharding.layout import parse_layout
 
 
 @pytest.mark.parametrize(

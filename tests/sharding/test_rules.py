@@ -7,7 +7,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.sharding import (
     DEFAULT_RULES,
-    check_divisible,
     constrain_with,
     make_mesh,
     named_shardings,
@@ -15,6 +14,7 @@ from jaxpipe.sharding import (
     override_rules,
     partition_spec,
 )
+from jaxpipe.sharding._rules import check_divisible
 
 ACTIVATION = ("activation_batch", "activation_length", "activation_mlp")
 

@@ -11,7 +11,7 @@ from jax.extend.core import jaxprs_in_params
 
 from harness.contract import Row, circular, make_case, mesh_of, parameters, placed
 from jaxpipe import sharding, spmd
-from jaxpipe.autodiff import Model
+from jaxpipe.autodiff import Model, keep
 from jaxpipe.spmd._ranks import AXIS
 from jaxpipe.spmd.circular_engine import _passes as _circular_passes
 from jaxpipe.spmd.circular_engine import _shape as _circular
@@ -219,7 +219,7 @@ def test_weights_are_no_residuals_even_if_nothing_is_recomputed():
         return stage({"w": w["w"].astype(jnp.bfloat16).astype(jnp.float32)}, x, batch_inputs, rng)
 
     def loss(weights):
-        return jnp.sum(spmd.circular(cast_first, weights, inputs, batch_inputs, remat=spmd.keep)[0])
+        return jnp.sum(spmd.circular(cast_first, weights, inputs, batch_inputs, remat=keep)[0])
 
     jaxpr = jax.make_jaxpr(jax.grad(loss))(weights).jaxpr
     kept = [v.aval.shape for loop in scans(jaxpr) for v in loop.outvars]

@@ -10,6 +10,7 @@ import pytest
 from harness.contract import Row, check_result, make_case, plain, reference, run_ticks, ticks_of
 from jaxpipe import schedules, spmd
 from jaxpipe.autodiff import Model
+from jaxpipe.schedules import lock_step
 
 S, D = 4, 64
 
@@ -34,7 +35,7 @@ def identity(microbatches: int, **shapes: int) -> tuple[dict, dict, Model]:
 def compiled(name: str, microbatches: int) -> Any:
     weights, batch_inputs, model = identity(microbatches)
     mesh = jax.make_mesh((S,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
-    ticks = schedules.to_lock_step(schedules.build(name, ranks=S, microbatches=microbatches))
+    ticks = lock_step.to_lock_step(schedules.build(name, ranks=S, microbatches=microbatches))
     run = functools.partial(spmd.scheduled_value_and_grad, model, ticks=ticks, mesh=mesh)
     return jax.jit(run).lower(weights, batch_inputs).compile()
 
@@ -69,7 +70,7 @@ def test_the_program_does_not_grow_with_ticks():
 def test_an_idle_rank_computes_nothing():
     weights, batch_inputs, model = identity(4)
     mesh = jax.make_mesh((S,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
-    ticks = schedules.to_lock_step(schedules.build("1f1b", ranks=S, microbatches=4))
+    ticks = lock_step.to_lock_step(schedules.build("1f1b", ranks=S, microbatches=4))
     seen = []
 
     def stage(w, x, batch_inputs, rng):
@@ -77,7 +78,7 @@ def test_an_idle_rank_computes_nothing():
         return jnp.tanh(x * w["scale"]), {}
 
     counted = Model(model.embed, stage, model.loss)
-    forward = schedules.to_lock_step(schedules.forward_only(ticks.schedule))
+    forward = lock_step.to_lock_step(schedules.forward_only(ticks.schedule))
     run = functools.partial(spmd.scheduled_value, counted, ticks=forward, mesh=mesh)
     jax.block_until_ready(jax.jit(run)(weights, batch_inputs))
     jax.effects_barrier()
@@ -88,7 +89,7 @@ def test_an_idle_rank_computes_nothing():
 def test_a_value_alone_is_that_of_the_whole(name):
     row = Row("scheduled", "mlp", 3, 2 if name == "zbv" else 1, 6, schedule=name, dropout=0.1)
     case, ticks = make_case(row), ticks_of(row)
-    forward = schedules.to_lock_step(schedules.forward_only(ticks.schedule))
+    forward = lock_step.to_lock_step(schedules.forward_only(ticks.schedule))
 
     def to_ranks(tree: Any) -> Any:
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
@@ -105,14 +106,14 @@ def test_a_value_alone_is_that_of_the_whole(name):
 
 def test_a_lean_grid_is_as_exact_as_a_fast_one():
     row = Row("scheduled", "mlp", 3, 1, 6, schedule="1f1b", tied=True)
-    lean = schedules.to_lock_step(schedules.build("1f1b", ranks=3, microbatches=6), spare=0)
+    lean = lock_step.to_lock_step(schedules.build("1f1b", ranks=3, microbatches=6), spare=0)
     assert schedules.peak_activations(lean.schedule) == (3, 2, 1)
     check_result(row, run_ticks(row, make_case(row), lean))
 
 
 def refused(message: str, *, microbatches: int = 4, ticks: Any = None, **options: Any) -> None:
     weights, batch_inputs, model = identity(microbatches, chunks=options.pop("chunks", 1))
-    ticks = ticks or schedules.to_lock_step(schedules.build("1f1b", ranks=S, microbatches=4))
+    ticks = ticks or lock_step.to_lock_step(schedules.build("1f1b", ranks=S, microbatches=4))
     with pytest.raises(ValueError, match=message):
         spmd.scheduled_value_and_grad(model, weights, batch_inputs, ticks=ticks, **options)
 
@@ -125,7 +126,7 @@ def test_counts_that_disagree_are_refused():
 
 
 def test_windows_for_halves_of_backwards_are_refused():
-    ticks = schedules.to_lock_step(schedules.build("zero_bubble_h1", ranks=S, microbatches=4))
+    ticks = lock_step.to_lock_step(schedules.build("zero_bubble_h1", ranks=S, microbatches=4))
     refused("`ticks` has W apart from I", ticks=ticks, gather=spmd.Gather("repeat"))
 
 
@@ -135,6 +136,6 @@ def test_a_head_that_cannot_be_shared_is_refused():
 
 def test_a_value_alone_takes_forwards_alone():
     weights, batch_inputs, model = identity(4)
-    ticks = schedules.to_lock_step(schedules.build("1f1b", ranks=S, microbatches=4))
+    ticks = lock_step.to_lock_step(schedules.build("1f1b", ranks=S, microbatches=4))
     with pytest.raises(ValueError, match="`ticks` has backwards"):
         spmd.scheduled_value(model, weights, batch_inputs, ticks=ticks)

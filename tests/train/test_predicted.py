@@ -3,7 +3,8 @@ from itertools import pairwise
 import pytest
 
 from jaxpipe import schedules
-from jaxpipe.schedules import Costs, actions_of, dependencies, outputs
+from jaxpipe.schedules import Costs, analysis
+from jaxpipe.schedules.language import actions_of, dependencies, outputs
 from jaxpipe.train.estimate import predicted_timeline
 
 from .runs import NONE, Settings, setup_of
@@ -61,7 +62,7 @@ def test_the_bubble_is_the_one_that_the_run_prints():
     setup = setup_of(*RUNS["scheduled"])
     timeline = predicted_timeline(setup)
     assert timeline is not None and setup.schedule_selection is not None
-    share = schedules.rectangular_bubble(timeline) / schedules.makespan(timeline)
+    share = analysis.rectangular_bubble(timeline) / schedules.makespan(timeline)
     assert f"bubble {share:.1%}" in setup.schedule_selection.reason
 
 

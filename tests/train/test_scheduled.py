@@ -13,6 +13,7 @@ import pytest
 from jaxpipe import plan, schedules
 from jaxpipe.cli import main
 from jaxpipe.data import synthetic_batches
+from jaxpipe.schedules import builders, lock_step
 from jaxpipe.train import Config, compile_train_step, train
 from jaxpipe.train.logs import describe
 from jaxpipe.train.plan import select_schedule
@@ -192,7 +193,7 @@ def test_auto_takes_more_stages_per_rank_while_they_save_time_and_says_so(
     )
     assert found.reason.startswith(words)
     assert found.ticks is not None
-    assert schedules.num_ranks(schedules.check_ticks(found.ticks).schedule) == ranks
+    assert schedules.num_ranks(lock_step.check_ticks(found.ticks).schedule) == ranks
 
 
 def test_a_name_has_as_many_stages_as_layers_unless_the_config_says_how_many():
@@ -253,7 +254,7 @@ def test_a_schedule_or_layout_that_cannot_be_is_refused_before_anything_compiles
     ("text", "message"),
     [
         ("0F0,0B0\n1F0,1B0\n", "is for 2 ranks and 1 microbatches, but the mesh has 2 ranks and"),
-        (schedules.to_csv(schedules.one_f_one_b(4, 4)), "is for 4 ranks and 4 microbatches"),
+        (schedules.to_csv(builders.one_f_one_b(4, 4)), "is for 4 ranks and 4 microbatches"),
         (
             schedules.to_csv(
                 schedules.parse("0F0 0B0 2F0 2B0\n1F0 1B0".replace("0B0 2F0 2B0", "2F0 2B0 0B0"))

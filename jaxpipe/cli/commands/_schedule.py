@@ -11,21 +11,13 @@ from jaxpipe.schedules import (
     Schedule,
     Timeline,
     build,
-    busy_times,
     check,
-    get_family,
     makespan,
     num_ranks,
-    num_slices,
-    parallelogram_bubble,
     peak_activations,
     read_csv,
-    rectangular_bubble,
     simulate,
-    simulate_ticks,
-    time_unit,
     to_csv,
-    to_lock_step,
     to_perfetto,
     to_svg,
     to_text,
@@ -33,6 +25,11 @@ from jaxpipe.schedules import (
 
 from ..._durable import failed_write, write_output
 from ..._input import is_file, short_repr
+from ...schedules.analysis import busy_times, parallelogram_bubble, rectangular_bubble
+from ...schedules.builders import get_family
+from ...schedules.io import time_unit
+from ...schedules.language import num_slices
+from ...schedules.lock_step import simulate_ticks, to_lock_step
 from .._options import bounded_float, bounded_integer, path, text
 
 _COUNTS = ("ranks", "microbatches", "chunks", "group", "slices", "latency", "spare")

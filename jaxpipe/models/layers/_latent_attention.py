@@ -16,7 +16,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
-from ...sharding import Constrain
+from ...sharding._rules import Constrain
 from .._abstract import matrix, scale
 from .._deepseek_config import DeepseekConfig
 from ._attention import Attention

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from ...sharding import Constrain
+from ...sharding._rules import Constrain
 from .._abstract import Weight, matrix
 from .._deepseek_config import DeepseekConfig
 from ._common import ACTIVATION, swiglu, swiglu_weights

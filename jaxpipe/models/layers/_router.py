@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ...sharding import sum_over_rows
+from ...sharding._rows import sum_over_rows
 
 Scores = Float[Array, "b T E"]
 Choice = Int[Array, "b T k"]

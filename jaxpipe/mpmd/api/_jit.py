@@ -11,11 +11,12 @@ from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from ... import schedules
 from ..._compat import trace_settings, translated_shardings
 from ..._input import clause, shorten
-from ...ir import Graph, effects_of, to_graph
-from ...sharding import axes_of, without_axes
+from ...ir._effects import effects_of
+from ...ir._graph import Graph, to_graph
+from ...schedules import builders
+from ...sharding._specs import axes_of, without_axes
 from ..ir._reduce import Last, treduce_i
 from ._arguments import spread, static_arguments, type_of
 from ._array import MpmdArray
@@ -339,9 +340,9 @@ def mpmd_jit_by_yield(
             f"multiple of {ranks}: every group runs the same number of stages."
         )
     schedule = (
-        schedules.gpipe(ranks, 1)
+        builders.gpipe(ranks, 1)
         if chunks == 1
-        else schedules.interleaved_gpipe(ranks, 1, num_chunks=chunks, group_size=1)
+        else builders.interleaved_gpipe(ranks, 1, num_chunks=chunks, group_size=1)
     )
 
     @wraps(fun)

@@ -1,6 +1,6 @@
 """Tells equations of the backward, which JAX made by transposition, from the other equations."""
 
-from ...ir import Cond, Eqn, PrimitiveCall, Scan, ShardMap
+from ...ir._graph import Cond, Eqn, PrimitiveCall, Scan, ShardMap
 
 
 def is_transposed(step: Eqn) -> bool:

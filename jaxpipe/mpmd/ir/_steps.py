@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from ...ir import Atom, Eqn, Graph, Literal, PrimitiveCall, Var, has_print, variables
+from ...ir._graph import Atom, Eqn, Graph, Literal, PrimitiveCall, Var, has_print, variables
 
 ADD = PrimitiveCall("add", lambda x, y: [x + y])
 COPY = PrimitiveCall("copy", lambda x: [x])

@@ -16,16 +16,9 @@ from ...schedules import (
     Schedule,
     ScheduleStep,
     build,
+    builders,
     check,
-    dualpipev,
-    eager_one_f_one_b,
-    gpipe,
-    interleaved_gpipe,
-    interleaved_one_f_one_b,
-    kimi_k2,
     num_ranks,
-    one_f_one_b,
-    zero_bubble_h1,
 )
 
 _NAMES = {Op.F: "fwd", Op.B: "bwd", Op.I: "bwd_i", Op.W: "bwd_w"}
@@ -219,7 +212,7 @@ class GPipe(_OneStagePerRank):
     """GPipe, all forwards before all backwards: `schedules.gpipe`."""
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        return check(gpipe(self.num_stages, num_microbatches))
+        return check(builders.gpipe(self.num_stages, num_microbatches))
 
 
 @dataclass(frozen=True, init=False)
@@ -227,7 +220,7 @@ class Std1F1B(_OneStagePerRank):
     """1F1B, which runs each backward as soon as it is ready: `schedules.one_f_one_b`."""
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        return check(one_f_one_b(self.num_stages, num_microbatches))
+        return check(builders.one_f_one_b(self.num_stages, num_microbatches))
 
 
 @dataclass(frozen=True, init=False)
@@ -235,7 +228,7 @@ class Eager1F1B(_OneStagePerRank):
     """1F1B with twice the warmup, which hides transfers: `schedules.eager_one_f_one_b`."""
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        return check(eager_one_f_one_b(self.num_stages, num_microbatches))
+        return check(builders.eager_one_f_one_b(self.num_stages, num_microbatches))
 
 
 @dataclass(frozen=True, init=False)
@@ -250,7 +243,7 @@ class ZeroBubble(_OneStagePerRank):
         return True
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        return check(zero_bubble_h1(self.num_stages, num_microbatches))
+        return check(builders.zero_bubble_h1(self.num_stages, num_microbatches))
 
 
 @dataclass(frozen=True)
@@ -259,7 +252,9 @@ class InterleavedGPipe(NamedSchedule):
 
     def schedule(self, num_microbatches: int) -> Schedule:
         return check(
-            _interleaved(interleaved_gpipe, self.num_stages, self.mpmd_dim, num_microbatches)
+            _interleaved(
+                builders.interleaved_gpipe, self.num_stages, self.mpmd_dim, num_microbatches
+            )
         )
 
 
@@ -281,7 +276,7 @@ class Interleaved1F1B(NamedSchedule):
     fuse_steady_state: bool = False
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        builder = interleaved_one_f_one_b
+        builder = builders.interleaved_one_f_one_b
         plain = _interleaved(builder, self.num_stages, self.mpmd_dim, num_microbatches)
         return check(_pair_steady_state(plain, more_warmup=0) if self.fuse_steady_state else plain)
 
@@ -303,7 +298,7 @@ class KimiK2(NamedSchedule):
     fuse_steady_state: bool = False
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        plain = _interleaved(kimi_k2, self.num_stages, self.mpmd_dim, num_microbatches)
+        plain = _interleaved(builders.kimi_k2, self.num_stages, self.mpmd_dim, num_microbatches)
         return check(_pair_steady_state(plain, more_warmup=1) if self.fuse_steady_state else plain)
 
 
@@ -336,7 +331,7 @@ class DualPipeV(NamedSchedule):
         return min(stage_id, self.num_stages - 1 - stage_id)
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        return check(dualpipev(self.mpmd_dim, num_microbatches))
+        return check(builders.dualpipev(self.mpmd_dim, num_microbatches))
 
 
 def _interleaved(

@@ -9,8 +9,8 @@ cheap to compute twice: every rank that needs such a value computes it itself.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ... import schedules
-from ...ir import Eqn, Graph, PrimitiveCall, Var, has_print, variables
+from ...ir._graph import Eqn, Graph, PrimitiveCall, Var, has_print, variables
+from ...schedules import language
 from ..api._across import STACK, SUM, WITH
 from ..ir._steps import ADD, is_sum, live
 from ._pipelined_loops import PipelinedLoop, loop_of
@@ -36,7 +36,7 @@ class Placement:
 
 def rank_of_stage(loop: PipelinedLoop, stage: int) -> int:
     """Returns the rank that runs a stage of a loop."""
-    (rank,) = schedules.ranks_of_stage(loop.schedule, stage)
+    (rank,) = language.ranks_of_stage(loop.schedule, stage)
     return rank
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ...ir import Atom, Graph, Var
+from ...ir._graph import Atom, Graph, Var
 from ...schedules import Action, Op
 from ..ir._program import Buffer, Code, Instruction, Receive, Run, Send
 from ..ir._steps import substituted

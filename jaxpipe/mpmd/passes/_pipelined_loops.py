@@ -8,7 +8,8 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from ... import schedules
-from ...ir import (
+from ...ir._cost import is_move
+from ...ir._graph import (
     Atom,
     Eqn,
     Graph,
@@ -16,11 +17,10 @@ from ...ir import (
     Var,
     free_variables,
     has_print,
-    is_move,
     to_graph,
     variables,
 )
-from ...schedules import Op, Schedule
+from ...schedules import Op, Schedule, language
 from ..ir._reduce import Last, Total, is_add, totals
 from ..ir._reduce import Op as Operation
 from ..ir._steps import ADD, aval_of, substituted, with_outputs
@@ -125,7 +125,7 @@ def _pipelined(
         for share in shares
         if (spec := spec_of_total(constraint, total)) is not None
     }
-    splits = schedules.splits_backwards(schedule)
+    splits = language.splits_backwards(schedule)
     tasks = tuple(
         tasks_of(stage, body=body, totals=shares, splits=splits) for stage in staged.stages
     )

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from ...ir import (
+from ...ir._cost import is_light
+from ...ir._graph import (
     Atom,
     Eqn,
     Graph,
@@ -22,7 +23,6 @@ from ...ir import (
     PrimitiveCall,
     Var,
     has_print,
-    is_light,
     print_tokens,
     variables,
 )

@@ -9,18 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...ir import (
-    Eqn,
-    Graph,
-    PrimitiveCall,
-    Var,
-    accumulate,
-    free_variables,
-    has_print,
-    is_light,
-    partition,
-    variables,
-)
+from ...ir._accumulate import accumulate
+from ...ir._cost import is_light
+from ...ir._graph import Eqn, Graph, PrimitiveCall, Var, free_variables, has_print, variables
+from ...ir._partition import partition
 from ...schedules import Op
 from ..ir._reduce import Total
 from ._split_stages import Stage

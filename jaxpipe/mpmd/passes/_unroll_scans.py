@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import jaxprs_in_params
 
-from ...ir import Atom, Cond, Eqn, Graph, PrimitiveCall, Scan, ShardMap, Var
+from ...ir._graph import Atom, Cond, Eqn, Graph, PrimitiveCall, Scan, ShardMap, Var
 from ..ir._marks import NAME as MARK
 from ..ir._reduce import NAME as LOOP
 from ..ir._steps import aval_of, substituted, with_outputs

@@ -5,9 +5,8 @@ from functools import partial
 
 import jax
 
-from ... import schedules
-from ...ir import Eqn, Graph, PrimitiveCall, Var
-from ...schedules import Action, Op
+from ...ir._graph import Eqn, Graph, PrimitiveCall, Var
+from ...schedules import Action, Op, language
 from ..ir._program import Buffer, Code, Run
 from ..ir._reduce import Total
 from ._assign_ranks import Placement, rank_of_stage
@@ -82,8 +81,8 @@ def _actions(loop: PipelinedLoop, step: Eqn) -> Iterator[Run]:
     }
     results = dict(zip(loop.totals, step.outputs, strict=True))
     versions = dict.fromkeys(results, 0)
-    for rank, of_rank in schedules.topological_order(loop.schedule):
-        for action in schedules.actions_of(of_rank):
+    for rank, of_rank in language.topological_order(loop.schedule):
+        for action in language.actions_of(of_rank):
             for part in _parts(action, loop.tasks[action.stage]):
                 task = loop.tasks[action.stage].get(part.op)
                 if task is not None:

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 
 from ... import schedules
-from ...schedules import Costs, Op, TimedStep, Timeline, actions_of, parse_step
+from ...schedules import Costs, Op, TimedStep, Timeline
+from ...schedules.language import actions_of, parse_step
 from ..api._stages import Compiled
 from ..ir._program import Free, Instruction, Receive, Run, Send
 from ..runtime._execute import Act, Slots

@@ -19,7 +19,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..._compat import load_on_devices, partition_spec_of
-from ...ir import Graph, has_print
+from ...ir._graph import Graph, has_print
 from ..api._mesh import MpmdMesh
 from ..ir._program import Buffer, Code, Receive, Run
 from ..passes._fingerprint import content

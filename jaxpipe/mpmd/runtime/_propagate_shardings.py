@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
 
-from ...ir import Eqn, Graph, PrimitiveCall, Var, is_cheap, is_move, variables
+from ...ir._cost import is_cheap, is_move
+from ...ir._graph import Eqn, Graph, PrimitiveCall, Var, variables
 from ..passes._accumulators import constraint_of
 from ..passes._pipelined_loops import loop_of
 from ._submesh import check_spec

@@ -5,8 +5,8 @@ No proof comes with it; but it sees the costs, where a named schedule sees only 
 
 from collections.abc import Iterator
 
-from .._action import Action, Op
-from .._schedule import Schedule
+from ..language._action import Action, Op
+from ..language._schedule import Schedule
 from ._simulate import Costs, Time
 
 _COSTS = {Op.F: "forward", Op.I: "input", Op.W: "weight"}

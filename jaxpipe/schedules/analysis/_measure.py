@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from .._action import Op, actions_of
-from .._schedule import Schedule, num_slices
+from ..language._action import Op, actions_of
+from ..language._schedule import Schedule, num_slices
 from ._simulate import Time, Timeline
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import floor
 
-from .._schedule import Schedule, num_slices
 from ..builders._registry import FAMILIES, build
 from ..builders._require import require, require_positive
+from ..language._schedule import Schedule, num_slices
 from ._greedy import greedy_schedule
 from ._measure import makespan, peak_activations
 from ._simulate import Costs, Time, check_costs, simulate

@@ -6,9 +6,9 @@ Times are in the unit of the costs. Where they are integers or fractions, every 
 from dataclasses import dataclass
 
 from ..._input import short_repr
-from .._action import FusedPair, Op, ScheduleStep, actions_of
-from .._dependencies import ResultKey, walk_topologically
-from .._schedule import Schedule, without_fused_pairs
+from ..language._action import FusedPair, Op, ScheduleStep, actions_of
+from ..language._dependencies import ResultKey, walk_topologically
+from ..language._schedule import Schedule, without_fused_pairs
 
 _MIN_TIME, _MAX_TIME = 1e-9, 1e15  # sums of such times keep their digits
 

@@ -12,9 +12,9 @@ from bisect import bisect_left, insort
 from collections import deque
 from math import isqrt
 
-from .._action import Action, Op
-from .._placement import v_stage
-from .._schedule import Schedule
+from ..language._action import Action, Op
+from ..language._placement import v_stage
+from ..language._schedule import Schedule
 from ._require import require, require_positive
 
 _PERIOD = 6

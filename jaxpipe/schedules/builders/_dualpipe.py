@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from .._action import Action, FusedPair, Op, ScheduleStep
-from .._placement import v_stage
-from .._schedule import Schedule
+from ..language._action import Action, FusedPair, Op, ScheduleStep
+from ..language._placement import v_stage
+from ..language._schedule import Schedule
 from ._require import require, require_positive
 
 

@@ -1,7 +1,7 @@
 """GPipe: every forward, then every backward."""
 
-from .._action import Action, Op
-from .._schedule import Schedule
+from ..language._action import Action, Op
+from ..language._schedule import Schedule
 from ._require import require_positive
 
 

@@ -7,9 +7,9 @@ one of backwards; they differ in how many forwards come first.
 
 from collections.abc import Callable, Iterator
 
-from .._action import Action, Op
-from .._placement import loop_stage
-from .._schedule import Schedule
+from ..language._action import Action, Op
+from ..language._placement import loop_stage
+from ..language._schedule import Schedule
 from ._require import require, require_positive
 
 

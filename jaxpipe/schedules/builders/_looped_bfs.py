@@ -5,9 +5,9 @@ A rank then needs each chunk's weights once per direction, which is what fully s
 
 from collections.abc import Iterator
 
-from .._action import Action, Op
-from .._placement import loop_stage
-from .._schedule import Schedule
+from ..language._action import Action, Op
+from ..language._placement import loop_stage
+from ..language._schedule import Schedule
 from ._require import require, require_positive
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from ..._input import short_repr
-from .._schedule import Schedule
+from ..language._schedule import Schedule
 from ._controlled_memory import v_half, v_min
 from ._dualpipe import dualpipe, dualpipev
 from ._gpipe import gpipe

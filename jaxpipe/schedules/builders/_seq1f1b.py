@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from .._action import Action, Op
-from .._schedule import Schedule
+from ..language._action import Action, Op
+from ..language._schedule import Schedule
 from ._require import require_positive
 
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from .._action import Action, Op
-from .._placement import v_stage
-from .._schedule import Schedule
+from ..language._action import Action, Op
+from ..language._placement import v_stage
+from ..language._schedule import Schedule
 from ._require import require_positive
 
 

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterator
 from math import floor, inf
 
-from .._action import Action, Op
-from .._schedule import Schedule
+from ..language._action import Action, Op
+from ..language._schedule import Schedule
 from ._require import require, require_positive
 
 

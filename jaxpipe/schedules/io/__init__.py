@@ -1,1 +1,3 @@
-"""Schedules and timelines as text, SVG, Perfetto traces and CSV."""
+"""Schedules as text, CSV, pictures and traces."""
+
+from ._text import time_unit as time_unit

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..._input import MEGABYTE, clause, read_text, short_repr
-from .._action import ScheduleStep, parse_step
-from .._check import check
-from .._schedule import Schedule, from_programs, num_slices
 from ..builders._require import MAX_FORWARDS, MAX_RANKS, require
+from ..language._action import ScheduleStep, parse_step
+from ..language._check import check
+from ..language._schedule import Schedule, from_programs, num_slices
 
 
 def to_csv(schedule: Schedule) -> str:

@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .._action import FusedPair, Op, ScheduleStep, actions_of
 from ..analysis._simulate import Time, Timeline
+from ..language._action import FusedPair, Op, ScheduleStep, actions_of
 
 _KINDS = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
 

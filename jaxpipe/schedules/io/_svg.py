@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from .._action import Action, Op, actions_of
-from .._schedule import stages_of_rank
 from ..analysis._measure import makespan, parallelogram_bubble, peak_activations, rectangular_bubble
 from ..analysis._simulate import Time, TimedStep, Timeline
+from ..language._action import Action, Op, actions_of
+from ..language._schedule import stages_of_rank
 
 _WIDTH, _LEFT, _RIGHT, _TOP = 1000, 66, 18, 70
 _ROW, _BAR = 36, 28

@@ -3,9 +3,9 @@
 from fractions import Fraction
 from math import floor, gcd, lcm
 
-from .._action import FusedPair, ScheduleStep
 from ..analysis._measure import makespan
 from ..analysis._simulate import Time, Timeline
+from ..language._action import FusedPair, ScheduleStep
 
 _MOST_COLUMNS = 10_000
 

@@ -1,6 +1,16 @@
 """A schedule on a grid of ticks: its buffers, its weight prefetch and its tables."""
 
+from ._grid_search import to_lock_step as to_lock_step
 from ._tables import PhaseTable as PhaseTable
 from ._tables import RankAndChunk as RankAndChunk
+from ._tables import TickTables as TickTables
+from ._tables import rank_and_chunk_by_stage as rank_and_chunk_by_stage
+from ._tables import tick_tables as tick_tables
+from ._ticks import Ticks as Ticks
+from ._ticks import check_no_slices_or_copies as check_no_slices_or_copies
+from ._ticks import check_ticks as check_ticks
+from ._ticks import enumerate_ticks as enumerate_ticks
+from ._ticks import num_ticks as num_ticks
+from ._ticks import simulate_ticks as simulate_ticks
 from ._weight_prefetch import PREFETCHED as PREFETCHED
 from ._weight_prefetch import SHARED_WITH_FORWARD as SHARED_WITH_FORWARD

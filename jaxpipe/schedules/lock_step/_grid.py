@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from .._action import Action, Op, ScheduleStep, actions_of
-from .._schedule import Schedule
 from ..analysis._simulate import Costs, Time, duration
+from ..language._action import Action, Op, ScheduleStep, actions_of
+from ..language._schedule import Schedule
 from ._ticks import PHASE, Ticks
 
 _NEVER = 1 << 60

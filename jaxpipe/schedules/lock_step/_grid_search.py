@@ -10,10 +10,10 @@ GPipe; and a rank holds no more activations than it may, so a lean schedule stay
 from collections.abc import Sequence
 from math import inf
 
-from .._schedule import Schedule, num_ranks, splits_backwards, without_fused_pairs
 from ..analysis._measure import makespan, peak_activations
 from ..analysis._simulate import Costs, Time, check_costs, simulate
 from ..builders._require import require
+from ..language._schedule import Schedule, num_ranks, splits_backwards, without_fused_pairs
 from ._grid import Grid, RankOrders, fill_grid, rank_orders, ticks_from_grid
 from ._ticks import Ticks, check_no_slices_or_copies
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from .._action import Op, actions_of
+from ..language._action import Op, actions_of
 from ._ticks import PHASE, Ticks, enumerate_ticks
 
 HAND_OVER = 3

@@ -6,9 +6,9 @@ A table is [num_ticks][num_ranks]; -1 stands for no work, no slot or no chunk.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .._action import Action, Op, actions_of
-from .._schedule import Schedule, num_ranks, stages_of_rank
 from ..builders._require import require
+from ..language._action import Action, Op, actions_of
+from ..language._schedule import Schedule, num_ranks, stages_of_rank
 from ._slots import HAND_OVER, Slots, assign_slots, num_slots
 from ._ticks import PHASE, Ticks, enumerate_ticks, num_ticks
 from ._weight_prefetch import ChunkResidency, chunk_residencies, separates_backward_weights

@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .._action import Action, Op, ScheduleStep, actions_of
-from .._check import check
-from .._dependencies import ScheduleError, dependencies, outputs
-from .._schedule import Schedule, enumerate_actions, num_slices, ranks_by_stage
 from ..analysis._simulate import Costs, Time, TimedStep, Timeline, check_costs, duration
 from ..builders._require import require
+from ..language._action import Action, Op, ScheduleStep, actions_of
+from ..language._check import check
+from ..language._dependencies import ScheduleError, dependencies, outputs
+from ..language._schedule import Schedule, enumerate_actions, num_slices, ranks_by_stage
 
 PHASE = {Op.F: 0, Op.B: 1, Op.I: 1, Op.W: 2}
 """The phase of an action in a tick. Two actions of a tick and rank never have the same phase."""

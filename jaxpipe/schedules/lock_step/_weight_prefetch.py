@@ -9,7 +9,7 @@ gathers, as with all forwards before all backwards, forward and backward share o
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .._action import Action, Op
+from ..language._action import Action, Op
 
 CURRENT, PREFETCHED, SHARED_WITH_FORWARD = 0, 1, 2
 """Where the weights of an action are: already in use, prefetched, or held by the forward."""

@@ -14,8 +14,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree, Scalar
 
-from ...autodiff import Model, Remat, Sums, floating, recompute, with_aux
-from ...sharding import typed_by_specs
+from ...autodiff import Model, Remat, recompute
+from ...autodiff._model import Sums, with_aux
+from ...autodiff._pullback import floating
+from ...sharding._rules import typed_by_specs
 from .._ranks import AXIS, on_ranks
 from .._weight_gather import EACH_TICK, Gather
 from ._loss import rank_value, rank_value_and_grad

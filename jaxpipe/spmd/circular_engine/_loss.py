@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import PyTree, Scalar
 
-from ...autodiff import Model, Sums, combine, combine_losses, floating, total
+from ...autodiff import Model
+from ...autodiff._model import Sums, combine_losses, total
+from ...autodiff._pullback import combine, floating
 from .._ranks import AXIS
 from .._varying import zeros
 from .._weight_gather import Gather, wide

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
-from ...autodiff import Pullback, Sums, floating, fold_in_microbatch, index_leading, pullback
+from ...autodiff._model import Sums, fold_in_microbatch, index_leading
+from ...autodiff._pullback import Pullback, floating, pullback
 from .._ranks import AXIS
 from .._varying import zeros
 from .._weight_gather import Access, Gather, access, same

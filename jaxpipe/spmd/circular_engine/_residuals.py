@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from ...autodiff import index_leading
+from ...autodiff._model import index_leading
 from .._ranks import AXIS
 from .._varying import pvary, zeros
 from ._shape import Counts, put, ticks_of

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
-from ...autodiff import index_leading
+from ...autodiff._model import index_leading
 from .._ranks import AXIS, poison
 
 

@@ -6,7 +6,8 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ...autodiff import Remat, Sums, recompute
+from ...autodiff import Remat, recompute
+from ...autodiff._model import Sums
 from .._ranks import on_ranks
 from .._weight_gather import EACH_TICK, Gather
 from ..stepwise._iteration import (

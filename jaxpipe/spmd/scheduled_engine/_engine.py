@@ -9,9 +9,11 @@ from typing import Any
 from jax.sharding import Mesh
 from jaxtyping import PyTree, Scalar
 
-from ...autodiff import Model, Remat, Sums, recompute
-from ...schedules import Ticks, TickTables, check_ticks, num_ranks, rank_and_chunk_by_stage
-from ...schedules import tick_tables as tables_of
+from ...autodiff import Model, Remat, recompute
+from ...autodiff._model import Sums
+from ...schedules import num_ranks
+from ...schedules.lock_step import Ticks, TickTables, check_ticks, rank_and_chunk_by_stage
+from ...schedules.lock_step import tick_tables as tables_of
 from .._ranks import AXIS
 from .._weight_gather import EACH_TICK, Gather
 from ..circular_engine._engine import check_rows, common_dims, gradient_dims, on_parts

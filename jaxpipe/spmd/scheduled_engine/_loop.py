@@ -16,9 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree, Scalar
 
-from ...autodiff import Model, Remat, Sums, combine_losses, floating, index_leading, split_backward
-from ...schedules import TickTables
-from ...schedules.lock_step import PhaseTable
+from ...autodiff import Model, Remat
+from ...autodiff._model import Sums, combine_losses, index_leading
+from ...autodiff._pullback import floating
+from ...autodiff._split_backward import split_backward
+from ...schedules.lock_step import PhaseTable, TickTables
 from .._ranks import AXIS
 from .._varying import cond, execution_count_hint, pvary, zeros
 from .._weight_gather import Gather, wide

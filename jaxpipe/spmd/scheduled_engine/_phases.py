@@ -12,9 +12,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree, Scalar
 
-from ...autodiff import Model, SplitBackward, Sums, floating, fold_in_microbatch, index_leading
-from ...ir import add_gradients
-from ...schedules import TickTables
+from ...autodiff import Model
+from ...autodiff._model import Sums, fold_in_microbatch, index_leading
+from ...autodiff._pullback import floating
+from ...autodiff._split_backward import SplitBackward
+from ...ir._accumulate import add_gradients
+from ...schedules.lock_step import TickTables
 from .._ranks import AXIS
 from .._varying import cond
 from ..circular_engine._loss import add_to_boundary, loss_and_gradients

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import PyTree
 
-from ...autodiff import floating, index_leading
-from ...schedules import TickTables
-from ...schedules.lock_step import PREFETCHED, SHARED_WITH_FORWARD
+from ...autodiff._model import index_leading
+from ...autodiff._pullback import floating
+from ...schedules.lock_step import PREFETCHED, SHARED_WITH_FORWARD, TickTables
 from .._ranks import AXIS
 from .._varying import cond, execution_count_hint, zeros
 from .._weight_gather import Gather, only_after, wide

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int, PyTree
 
-from ...autodiff import fold_in_microbatch, with_aux
+from ...autodiff._model import fold_in_microbatch, with_aux
 from .._ranks import AXIS, on_ranks
 
 LoopState = dict[str, Any]

@@ -20,7 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ... import mpmd, sharding
-from ...sharding import LogicalAxes, axes_of_dim
+from ...sharding._rules import LogicalAxes
+from ...sharding._specs import axes_of_dim
+from ...sharding.layout import LayerLayout
 from ..plan._setup import STACK_AXES, Setup
 from ..step._mpmd import mpmd_state_shardings
 from ..step._per_stage_state import mpmd_mesh, stack_shardings, stack_stages, unstack_stages
@@ -145,7 +147,7 @@ def with_layers_after(setup: Setup, layers_after: int) -> Setup:
     if layers_after == setup.num_layers_after_pipeline:
         return setup
     num_layers = setup.layout.num_layers + setup.num_layers_after_pipeline - layers_after
-    return dataclasses.replace(_as_one_stack(setup), layout=sharding.LayerLayout(1, 1, num_layers))
+    return dataclasses.replace(_as_one_stack(setup), layout=LayerLayout(1, 1, num_layers))
 
 
 def _canonical_shardings(setup: Setup) -> PyTree[NamedSharding]:
@@ -236,7 +238,7 @@ def _as_one_stack(setup: Setup) -> Setup:
     if not setup.per_stage_state:
         return setup
     config = setup.config.model_copy(update={"pipeline_engine": "none"})
-    layout = sharding.LayerLayout(1, 1, setup.layout.num_layers)
+    layout = LayerLayout(1, 1, setup.layout.num_layers)
     return dataclasses.replace(setup, config=config, layout=layout)
 
 

@@ -6,7 +6,7 @@ from typing import get_args
 
 from pydantic import model_validator
 
-from ...autodiff import TENSORS, kept_names
+from ...autodiff._rematerialization import TENSORS, kept_names
 from ...data import FIELD_READERS, SourceType
 from ._keys import ConfigKeys
 

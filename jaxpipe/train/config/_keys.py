@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from ..._input import plain_text
-from ...autodiff import POLICIES, Place
+from ...autodiff import POLICIES
+from ...autodiff._rematerialization import Place
 from ...data import Paths, Source, SourceType, TokenType
 from ..optim._optimizer import LEARNING_RATE_SHAPES
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ... import schedules, sharding
+from ...schedules import language
 from ..plan._setup import Setup
 from ..step._state import gradient_shardings, state_shapes, state_shardings
 
@@ -94,11 +95,11 @@ def _ranks_of_leaf(setup: Setup, path: tuple[Any, ...]) -> set[int]:
     names = [getattr(key, "key", None) for key in path]
     is_moment = names[0] not in ("embed", "stages", "head")
     first, last = (
-        set(schedules.ranks_of_stage(schedule, stage)) for stage in (0, schedule.num_stages - 1)
+        set(language.ranks_of_stage(schedule, stage)) for stage in (0, schedule.num_stages - 1)
     )
     if "stages" in names:
         stage = path[names.index("stages") + 1].idx
-        return set(schedules.ranks_of_stage(schedule, stage))
+        return set(language.ranks_of_stage(schedule, stage))
     if "head" in names:
         return last
     if "embed" in names:

@@ -1,7 +1,8 @@
 """Predicts the timeline of a step from the costs by which `auto` selects schedules."""
 
 from ... import schedules
-from ...schedules import Costs, Op, TimedStep, Timeline, actions_of
+from ...schedules import Costs, Op, TimedStep, Timeline, analysis, builders, lock_step
+from ...schedules.language import actions_of
 from ..plan._schedule_selection import stage_costs
 from ..plan._setup import Setup
 
@@ -30,16 +31,16 @@ def predicted_timeline(setup: Setup) -> Timeline | None:
         )
     if setup.schedule_selection.ticks is None:
         return schedules.simulate(setup.schedule_selection.schedule, costs)
-    return schedules.simulate_ticks(setup.schedule_selection.ticks, costs)
+    return lock_step.simulate_ticks(setup.schedule_selection.ticks, costs)
 
 
 def _circular_timeline(
     num_microbatches: int, num_ranks: int, num_repeats: int, handover: int, costs: Costs
 ) -> Timeline:
     """Returns the timeline of a loop of ticks and its transpose, with `handover` ticks of delay."""
-    schedule = schedules.circular(num_ranks, num_microbatches, num_chunks=num_repeats)
+    schedule = builders.circular(num_ranks, num_microbatches, num_chunks=num_repeats)
     first, last = schedule.programs[0][0], schedule.programs[0][-1]
-    forward, backward = schedules.duration(first, costs), schedules.duration(last, costs)
+    forward, backward = analysis.duration(first, costs), analysis.duration(last, costs)
     num_ticks = num_microbatches * num_repeats + (num_ranks - 1) * handover
     turn = num_ticks * forward
 

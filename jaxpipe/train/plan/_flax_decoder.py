@@ -26,7 +26,8 @@ from jaxtyping import PyTree
 from ... import linen as linen_frontend
 from ... import models, modules, spmd
 from ... import nnx as nnx_frontend
-from ...autodiff import Model, Sums, combine_losses, total
+from ...autodiff import Model
+from ...autodiff._model import Sums, combine_losses, total
 from ._family import model_family
 from ._fsdp import batch_axes, boundary_gathers
 from ._setup import STACK_AXES, Setup

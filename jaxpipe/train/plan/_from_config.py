@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ... import sharding, spmd
+from ... import sharding
 from ...data import global_batch_size
+from ...sharding.layout import divide_exactly
+from ...spmd.circular_engine._shape import check_circular
 from ..config._config import Config
 from ..optim._decay import check_weight_decay_exclude
 from ..optim._router_bias import drop_router_biases
@@ -52,7 +54,7 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
     else:
         layout = circular_layout(config, num_ranks)
     if config.pipeline_engine == "circular":
-        spmd.check_circular(
+        check_circular(
             num_ranks,
             layout.num_repeats,
             num_microbatches,
@@ -60,7 +62,7 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
             names=("`num_pipeline_microbatches`", "`pipeline_delay_activation_forwarding`"),
         )
     batch_size = global_batch_size(config.per_device_batch_size, len(devices))
-    microbatch_size = sharding.divide_exactly(
+    microbatch_size = divide_exactly(
         batch_size,
         num_microbatches,
         name="The batch (`per_device_batch_size` x devices)",
@@ -72,7 +74,7 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
     select_attention_kernel(setup)
     select_grouped_matmul(setup)
     check_remat(config, mesh.devices.flat)
-    sharding.divide_exactly(
+    divide_exactly(
         config.max_target_length,
         config.num_vocab_tiling * mesh.shape["context"],
         name="`max_target_length`",
@@ -96,7 +98,7 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
 
 def _check_vocab_parallel(setup: Setup) -> None:
     """Checks that ranks can share the vocabulary equally, with no layers after the pipeline."""
-    sharding.divide_exactly(
+    divide_exactly(
         setup.model_config.vocab_size,
         setup.mesh.shape["stage"],
         name="`vocab_size`",

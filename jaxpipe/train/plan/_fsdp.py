@@ -10,6 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import PyTree
 
 from ... import models, sharding, spmd
+from ...sharding._rules import zero1_rules
+from ...spmd._weight_gather import gather_in_layers, layer_gather
 from ..config._config import Config
 from ._setup import Setup
 
@@ -49,7 +51,7 @@ def layer_gather_wrapper(setup: Setup) -> Callable[[Callable], Callable]:
     """
     abstract_unstacked_weights = setup.abstract_unstacked_weights["layer"]
     cast = _cast_to_compute_dtype(setup, abstract_unstacked_weights)
-    gather = spmd.layer_gather(
+    gather = layer_gather(
         models.logical_axes(abstract_unstacked_weights),
         setup.rules,
         cast=lambda weights: _name_gathered(cast(weights)),
@@ -115,7 +117,7 @@ def optimizer_rules(setup: Setup) -> sharding.Rules:
         With ZeRO-1 (`shard_optimizer_over_data`), rules that split over the axis `data` too.
     """
     if setup.config.shard_optimizer_over_data:
-        return sharding.zero1_rules(setup.rules)
+        return zero1_rules(setup.rules)
     return setup.rules
 
 
@@ -131,7 +133,7 @@ def _weight_gather(setup: Setup, tree: PyTree) -> spmd.Gather:
 
 
 def _per_layer_gather(setup: Setup, tree: PyTree) -> spmd.Gather:
-    return spmd.gather_in_layers(
+    return gather_in_layers(
         models.logical_axes(tree),
         setup.rules,
         batch_axes=batch_axes(setup),

@@ -1,6 +1,9 @@
 """How many layers each stage has, and which rank has which stages, from the keys of a config."""
 
-from ... import schedules, sharding, spmd
+from ... import schedules
+from ...schedules import language
+from ...sharding.layout import LayerLayout, divide_exactly, even_layout, parse_layout
+from ...spmd._stage_order import stages_on_ranks
 from ..config._config import Config
 from ._schedule_selection import ScheduleSelection, is_schedule_file, select_schedule
 
@@ -10,7 +13,7 @@ def num_uniform_layers(config: Config) -> int:
     return config.base_num_decoder_layers - config.first_num_dense_layers
 
 
-def circular_layout(config: Config, num_ranks: int) -> sharding.LayerLayout:
+def circular_layout(config: Config, num_ranks: int) -> LayerLayout:
     """Assigns stages to ranks round-robin; without a pipeline, all layers are one stage.
 
     Args:
@@ -24,17 +27,17 @@ def circular_layout(config: Config, num_ranks: int) -> sharding.LayerLayout:
         ValueError: If the layers do not divide into the stages.
     """
     if config.pipeline_engine == "none":
-        return sharding.LayerLayout(1, 1, num_uniform_layers(config))
+        return LayerLayout(1, 1, num_uniform_layers(config))
     layers_per_repeat = num_ranks * config.num_layers_per_pipeline_stage
     name, num_layers = _pipelined_layers(config)
-    sharding.divide_exactly(
+    divide_exactly(
         num_layers,
         layers_per_repeat,
         name=name,
         into="ranks x `num_layers_per_pipeline_stage`",
         fix=_divisibility_advice(num_uniform_layers(config), layers_per_repeat),
     )
-    return sharding.even_layout(
+    return even_layout(
         num_layers,
         num_ranks=num_ranks,
         layers_per_stage=config.num_layers_per_pipeline_stage,
@@ -44,7 +47,7 @@ def circular_layout(config: Config, num_ranks: int) -> sharding.LayerLayout:
 
 def scheduled_layout(
     config: Config, num_ranks: int, num_microbatches: int
-) -> tuple[ScheduleSelection, sharding.LayerLayout]:
+) -> tuple[ScheduleSelection, LayerLayout]:
     """Selects the schedule, and assigns layers to the ranks that run their stages.
 
     Args:
@@ -70,7 +73,7 @@ def scheduled_layout(
     num_stages = selection.schedule.num_stages
     if counts:
         return selection, _layout_of_schedule(config, selection, counts)
-    per_stage = sharding.divide_exactly(
+    per_stage = divide_exactly(
         num_layers,
         num_stages,
         name=name,
@@ -84,23 +87,21 @@ def scheduled_layout(
 
 def _layout_of_schedule(
     config: Config, selection: ScheduleSelection, counts: tuple[int, ...]
-) -> sharding.LayerLayout:
+) -> LayerLayout:
     """Returns the layout of stages with these numbers of layers, on the ranks of the schedule."""
     num_ranks = schedules.num_ranks(selection.schedule)
     if config.pipeline_engine == "mpmd":
         num_stages = [
-            len(schedules.stages_of_rank(selection.schedule, rank)) for rank in range(num_ranks)
+            len(language.stages_of_rank(selection.schedule, rank)) for rank in range(num_ranks)
         ]
         alike = len({*num_stages}) == len({*counts}) == 1
-        return sharding.LayerLayout(
-            max(num_stages), num_ranks, max(counts), None, None if alike else counts
-        )
-    stages = spmd.stages_on_ranks(selection.schedule)
+        return LayerLayout(max(num_stages), num_ranks, max(counts), None, None if alike else counts)
+    stages = stages_on_ranks(selection.schedule)
     uneven = counts if len(set(counts)) > 1 else None
-    return sharding.LayerLayout(len(stages), num_ranks, max(counts), stages, uneven)
+    return LayerLayout(len(stages), num_ranks, max(counts), stages, uneven)
 
 
-def _check_stage_counts(config: Config, layout: sharding.LayerLayout) -> None:
+def _check_stage_counts(config: Config, layout: LayerLayout) -> None:
     """Checks the schedule's stages per rank and layers per stage against the config."""
     for name, usual, found in (
         ("num_pipeline_repeats", -1, layout.num_repeats),
@@ -121,13 +122,13 @@ def _layer_counts(
     """Returns the number of layers of every stage in `pipeline_layout`, or None if it is empty."""
     if not config.pipeline_layout:
         return None
-    counts = sharding.parse_layout(config.pipeline_layout)
+    counts = parse_layout(config.pipeline_layout)
     if sum(counts) != num_layers:
         raise ValueError(
             f"`pipeline_layout` has {sum(counts)} layers and {name} is {num_layers}. Change one."
         )
     if not is_schedule_file(config):
-        sharding.divide_exactly(
+        divide_exactly(
             len(counts),
             num_ranks,
             name="The number of stages in `pipeline_layout`",

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ... import autodiff
+from ...autodiff._rematerialization import TENSORS, check_offload
 from ..config._config import Config
 
 
@@ -30,7 +31,7 @@ def check_remat(config: Config, devices: Iterable[Any]) -> None:
     Raises:
         ValueError: If a device has no such memory.
     """
-    autodiff.check_offload(config.remat_policy, _tensor_locations(config), devices)
+    check_offload(config.remat_policy, _tensor_locations(config), devices)
 
 
 def _remat(config: Config) -> autodiff.Remat:
@@ -38,4 +39,4 @@ def _remat(config: Config) -> autodiff.Remat:
 
 
 def _tensor_locations(config: Config) -> dict[str, str]:
-    return {tensor: getattr(config, tensor) for tensor in autodiff.TENSORS}
+    return {tensor: getattr(config, tensor) for tensor in TENSORS}

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ... import schedules
-from ...schedules import Costs, Schedule, Ticks, Timeline
+from ...schedules import Costs, Schedule, Timeline, builders, language, lock_step
+from ...schedules.lock_step import Ticks
 from ..config._config import Config
 
 _MAX_TIME_RATIO = 0.98
@@ -116,7 +117,7 @@ def _configured_chunks(config: Config, num_ranks: int, num_layers: int) -> int |
 
 def _build_schedule(name: str, num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
     with _errors_name_schedule(name):
-        takes = "chunks" in schedules.get_family(name).takes
+        takes = "chunks" in builders.get_family(name).takes
         return schedules.build(
             name,
             ranks=num_ranks,
@@ -129,15 +130,15 @@ def _select_and_time(
     config: Config, description: str, schedule: Schedule, costs: Costs
 ) -> tuple[ScheduleSelection, float]:
     """Returns the schedule as the engine runs it, and its makespan in units of `costs`."""
-    schedules.check_no_slices_or_copies(schedules.check(schedule))
+    lock_step.check_no_slices_or_copies(schedules.check(schedule))
     if config.pipeline_engine == "mpmd":
         timeline = schedules.simulate(schedule, costs)
         reason = f"{description}: {_describe_bubble(timeline)}, {_describe_activations(schedule)}"
         return ScheduleSelection(schedule, reason), float(schedules.makespan(timeline))
-    ticks = schedules.to_lock_step(schedule, costs)
-    schedules.rank_and_chunk_by_stage(ticks.schedule)
-    timeline = schedules.simulate_ticks(ticks, costs)
-    num_ticks = f"{schedules.num_ticks(ticks)} ticks"
+    ticks = lock_step.to_lock_step(schedule, costs)
+    lock_step.rank_and_chunk_by_stage(ticks.schedule)
+    timeline = lock_step.simulate_ticks(ticks, costs)
+    num_ticks = f"{lock_step.num_ticks(ticks)} ticks"
     bubble, activations = _describe_bubble(timeline), _describe_activations(ticks.schedule)
     reason = f"{description}: {num_ticks}, {bubble} in lock-step, {activations}"
     return ScheduleSelection(ticks.schedule, reason, ticks), float(schedules.makespan(timeline))
@@ -173,7 +174,7 @@ def _check_shape(name: str, schedule: Schedule, num_ranks: int, num_microbatches
 
 def _check_weight_gather(config: Config, schedule: Schedule) -> None:
     """Refuses split backwards with gathers per repeat, which hold weights for F and B alone."""
-    if schedules.splits_backwards(schedule) and config.pipeline_fsdp_ag_per_repeat:
+    if language.splits_backwards(schedule) and config.pipeline_fsdp_ag_per_repeat:
         raise ValueError(
             f"`pipeline_fsdp_ag_per_repeat` is true and `pipeline_schedule` is "
             f"{config.pipeline_schedule!r}, which splits backwards: when W comes, the weights of "

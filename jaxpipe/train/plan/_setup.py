@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ... import models, schedules, sharding
+from ... import models, sharding
 from ..._compat import splash_aborts_in_pipelines
+from ...schedules import language
+from ...sharding.layout import LayerLayout
 from ..config._config import Config, parse_xla_flags
 from ._family import ModelConfig, model_family
 from ._layout import num_uniform_layers
@@ -42,7 +44,7 @@ class Setup:
     model_config: ModelConfig
     mesh: Mesh
     rules: sharding.Rules
-    layout: sharding.LayerLayout
+    layout: LayerLayout
     num_microbatches: int
     microbatch_size: int
     schedule_selection: ScheduleSelection | None = None
@@ -66,7 +68,7 @@ class Setup:
     def stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
         """Stages of every rank in forward order, for engines that run a schedule."""
         assert self.schedule_selection is not None
-        stages_of_rank = partial(schedules.stages_of_rank, self.schedule_selection.schedule)
+        stages_of_rank = partial(language.stages_of_rank, self.schedule_selection.schedule)
         return tuple(map(stages_of_rank, range(self.layout.num_ranks)))
 
     @property

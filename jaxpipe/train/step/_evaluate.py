@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 from ... import mpmd, schedules, spmd
 from ...autodiff import Model, unpipelined
 from ...data import FiniteBatches
+from ...schedules import lock_step
 from ..plan._from_config import import_flax_decoder
 from ..plan._fsdp import weight_gathers
 from ..plan._model import build_model
@@ -176,7 +177,7 @@ def _scheduled_value(setup: Setup, model: Model) -> Callable:
     return partial(
         spmd.scheduled_value,
         model,
-        ticks=schedules.to_lock_step(schedules.forward_only(setup.schedule_selection.schedule)),
+        ticks=lock_step.to_lock_step(schedules.forward_only(setup.schedule_selection.schedule)),
         mesh=setup.mesh,
         gather=gather,
         boundary_gather=boundary_gather,

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from .._input import short_repr
+from ..._input import short_repr
 
 
 class Op(Enum):

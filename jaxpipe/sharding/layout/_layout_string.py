@@ -6,7 +6,7 @@ commas mean nothing.
 
 import re
 
-from .._input import short_repr
+from ..._input import short_repr
 
 _MAX_LETTERS = 100_000
 """The most letters of a layout after its repetitions are expanded."""

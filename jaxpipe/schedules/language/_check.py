@@ -2,7 +2,7 @@
 
 from itertools import product
 
-from .._input import shorten
+from ..._input import shorten
 from ._action import Action, Op, actions_of
 from ._dependencies import (
     ResultKey,

@@ -1,0 +1,20 @@
+"""The language of schedules: actions, the order of each rank, dependencies, and the check."""
+
+from ._action import actions_of as actions_of
+from ._action import parse_action as parse_action
+from ._action import parse_step as parse_step
+from ._dependencies import dependencies as dependencies
+from ._dependencies import outputs as outputs
+from ._dependencies import topological_order as topological_order
+from ._placement import loop_rank_and_chunk as loop_rank_and_chunk
+from ._placement import loop_stage as loop_stage
+from ._placement import straight_rank_and_chunk as straight_rank_and_chunk
+from ._placement import straight_stage as straight_stage
+from ._placement import v_rank_and_chunk as v_rank_and_chunk
+from ._placement import v_stage as v_stage
+from ._schedule import enumerate_actions as enumerate_actions
+from ._schedule import num_slices as num_slices
+from ._schedule import ranks_of_stage as ranks_of_stage
+from ._schedule import splits_backwards as splits_backwards
+from ._schedule import stages_of_rank as stages_of_rank
+from ._schedule import without_fused_pairs as without_fused_pairs
