@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from _drawing import WIDTH, Picture
 
 from jaxpipe import mpmd, schedules, spmd
+from jaxpipe.schedules import builders, lock_step
 from jaxpipe.sharding import make_mesh
+from jaxpipe.spmd import stepwise
 from jaxpipe.train.checkpoint import _digests, _sealing
 
 FOLDER = Path(__file__).parent / "pictures"
@@ -57,7 +59,7 @@ def circular_ticks() -> str:
 def _visit(t: int, rank: int, sizes: tuple[int, int, int]) -> tuple[int, int] | None:
     """Returns the microbatch and the repeat of a rank in a tick; None in a bubble."""
     num_repeats = sizes[1]
-    microbatches, repeats = spmd.microbatch_and_repeat_ids(t, spmd.Counts(*sizes, 1))
+    microbatches, repeats = stepwise.microbatch_and_repeat_ids(t, stepwise.Counts(*sizes, 1))
     microbatch, repeat = int(microbatches[rank]), int(repeats[rank])
     return (microbatch, repeat) if t >= rank and repeat < num_repeats else None
 
@@ -139,8 +141,8 @@ def scheduled_buffers() -> str:
     """Draws the slots of the buffers of `scheduled` for 1F1B on 3 ranks with 4 microbatches."""
     S, M = 3, 4
     costs = schedules.Costs(forward=1, input=1, weight=1)
-    ticks = schedules.to_lock_step(schedules.one_f_one_b(S, M), costs)
-    tables = schedules.tick_tables(ticks)
+    ticks = lock_step.to_lock_step(builders.one_f_one_b(S, M), costs)
+    tables = lock_step.tick_tables(ticks)
     kinds = {
         "inputs": ("activation", "green"),
         "residuals_for_backward": ("residuals", "purple"),
@@ -149,7 +151,7 @@ def scheduled_buffers() -> str:
     assert tables.num_slots["wgrad_residuals"] == 0
     rows = [(name, slot) for name in kinds for slot in range(tables.num_slots[name])]
     each = 42 + 20 * len(rows)
-    count, cell, left = schedules.num_ticks(ticks), 104, 150
+    count, cell, left = lock_step.num_ticks(ticks), 104, 150
     picture = Picture(
         f"scheduled: 1F1B on {S} ranks, {M} microbatches, in {count} ticks", 106 + each * S
     )
@@ -190,7 +192,7 @@ def scheduled_buffers() -> str:
     return picture.svg()
 
 
-def _lives(tables: schedules.TickTables) -> Iterator[tuple[int, str, int, float, float, int]]:
+def _lives(tables: lock_step.TickTables) -> Iterator[tuple[int, str, int, float, float, int]]:
     """Yields (rank, buffer, slot, start, end, microbatch) of every array, in ticks.
 
     It follows the tables as the engine does. A tick begins with F, has B in its middle, and ends

@@ -43,7 +43,8 @@ def to_lock_step(
             costs are negative or not one per stage.
 
     Example:
-        >>> from jaxpipe.schedules import build, num_ticks
+        >>> from jaxpipe.schedules import build
+        >>> from jaxpipe.schedules.lock_step import num_ticks
         >>> num_ticks(to_lock_step(build("1f1b", ranks=4, microbatches=16)))
         22
     """
