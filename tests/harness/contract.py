@@ -23,10 +23,10 @@ from jaxpipe import models, mpmd, schedules, sharding, spmd
 from jaxpipe.autodiff import Model, remat_by_name, unpipelined
 from jaxpipe.schedules import lock_step
 from jaxpipe.sharding._rules import zero1_rules
-from jaxpipe.train.plan import MODEL_FAMILIES
-from jaxpipe.train.plan._flax_decoder import FlaxDecoder, linen_value_and_grad, nnx_value_and_grad
+from jaxpipe.train.plan import MODEL_FAMILIES, import_flax_decoder
 from small_models import small_deepseek, small_llama
 
+FLAX_DECODER = import_flax_decoder()
 TOLERANCE = 1e-5
 
 
@@ -264,7 +264,9 @@ def flax(value_and_grad: Callable, row: Row, case: Case) -> Any:
     )
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         more = MODEL_FAMILIES[row.model].extra_batch_inputs
-        decoder = FlaxDecoder(case.model, case.layer, config, mesh, boundary, more, row.batch_axes)
+        decoder = FLAX_DECODER.FlaxDecoder(
+            case.model, case.layer, config, mesh, boundary, more, row.batch_axes
+        )
         return jax.jit(value_and_grad(decoder))(placed(case, mesh), case.batch_inputs, case.keys)
 
 
@@ -289,8 +291,8 @@ ENGINES: dict[str, Callable[[Row, Case], Any]] = {
     "circular": circular,
     "scheduled": scheduled,
     "mpmd": mpmd_one_process,
-    "linen": functools.partial(flax, linen_value_and_grad),
-    "nnx": functools.partial(flax, nnx_value_and_grad),
+    "linen": functools.partial(flax, FLAX_DECODER.linen_value_and_grad),
+    "nnx": functools.partial(flax, FLAX_DECODER.nnx_value_and_grad),
 }
 
 

@@ -12,8 +12,7 @@ from train.runs import DEEPSEEK, DROPOUT, NONE, ROWS, Settings, flat, setup_of
 from harness.contract import assert_close
 from jaxpipe.data import synthetic_batches
 from jaxpipe.train.plan import build_model
-from jaxpipe.train.step import init_state, shard_batch
-from jaxpipe.train.step._step import VALUE_AND_GRAD_BUILDERS, _dropout_keys
+from jaxpipe.train.step import VALUE_AND_GRAD_BUILDERS, dropout_keys, init_state, shard_batch
 
 EIGHT: Settings = {"base_num_decoder_layers": 8}
 # Devices, ranks, and what differs. Every run of a line has the same layers.
@@ -51,7 +50,7 @@ def gradients(devices: int, *settings: Settings) -> tuple[Any, Any]:
     state = init_state(setup)
     batch = synthetic_batches(vocab_size=64, batch_size=ROWS, length=16, seed=0)(0)
     with jax.set_mesh(setup.mesh):
-        keys = jax.jit(functools.partial(_dropout_keys, setup))(jnp.int32(3))
+        keys = jax.jit(functools.partial(dropout_keys, setup))(jnp.int32(3))
         value, grads = jax.jit(engine)(state["weights"], shard_batch(setup, batch), keys)
     return jax.device_get(value), flat(setup, state | {"weights": grads})
 

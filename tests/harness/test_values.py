@@ -21,14 +21,13 @@ from harness.contract import (
 from jaxpipe import schedules, spmd
 from jaxpipe.autodiff import unpipelined
 from jaxpipe.schedules import lock_step
-from jaxpipe.train.plan._flax_decoder import linen_value, nnx_value
 
 
 def value_of(row: Row, case: Case) -> Any:
     """(loss, metrics) by the row's engine."""
     if row.engine in ("linen", "nnx"):
-        frontends = {"linen": linen_value, "nnx": nnx_value}
-        return contract.flax(frontends[row.engine], row, case)
+        value = getattr(contract.FLAX_DECODER, f"{row.engine}_value")
+        return contract.flax(value, row, case)
     mesh = mesh_of(row)
     how: dict[str, Any] = {
         "mesh": mesh,

@@ -12,7 +12,7 @@ import yaml
 
 from jaxpipe import report
 from jaxpipe.train import Config, set_up
-from jaxpipe.train.checkpoint._digests import write_digests
+from jaxpipe.train.checkpoint import write_digests
 
 NOW = datetime(2030, 1, 2, 3, 4, tzinfo=UTC)
 SETTINGS: dict[str, Any] = {

@@ -11,7 +11,7 @@ import numpy as np
 from jaxpipe import models
 from jaxpipe.hugging_face._models import canonical_weights
 from jaxpipe.train import load_config, open_checkpoints, save_checkpoint, set_up
-from jaxpipe.train.checkpoint._init_from import first_state
+from jaxpipe.train.checkpoint import first_state
 from jaxpipe.train.plan import build_model
 from small_models import small_deepseek_v2, small_llama
 

@@ -14,10 +14,14 @@ from jaxpipe import models
 from jaxpipe.data import synthetic_batches
 from jaxpipe.mpmd import MpmdArray
 from jaxpipe.train import Config, set_up
-from jaxpipe.train.checkpoint import _canonical as canonical
+from jaxpipe.train.checkpoint import (
+    canonical_round_trip,
+    canonical_shapes,
+    state_from_canonical,
+    with_layers_after,
+)
 from jaxpipe.train.plan import Setup
-from jaxpipe.train.step import TrainState
-from jaxpipe.train.step import _step as step
+from jaxpipe.train.step import TrainState, init_state, make_train_step, shard_batch
 
 Settings = dict[str, Any]
 
@@ -93,7 +97,7 @@ def setup_with_file(num_devices: int, settings: Settings) -> Setup:
 
 def flat(setup: Setup, state: TrainState) -> TrainState:
     """The canonical numbers of a state, which stays as it is."""
-    take, _ = canonical.canonical_round_trip(setup)
+    take, _ = canonical_round_trip(setup)
     return jax.device_get(take(jax.tree.map(_copied, state)))
 
 
@@ -108,22 +112,22 @@ def three_steps(num_devices: int, settings: Settings) -> Run:
     """Runs them, and keeps what tests ask about."""
     setup = setup_with_file(num_devices, settings)
     batch_at = synthetic_batches(vocab_size=64, batch_size=ROWS, length=16, seed=0)
-    train_step = step.make_train_step(setup)
+    train_step = make_train_step(setup)
 
     def one(state: TrainState) -> tuple[TrainState, dict[str, float]]:
         with jax.set_mesh(setup.mesh):
-            batch = step.shard_batch(setup, batch_at(int(state["step"])))
+            batch = shard_batch(setup, batch_at(int(state["step"])))
             state, metrics = train_step(state, batch)
         return state, {name: float(value) for name, value in metrics.items()}
 
     def go_on(saved: TrainState) -> float:
         # As a checkpoint would be restored: with the layers after the pipeline that it has.
         after = jax.tree.leaves(saved["weights"]["head"].get("layers", ()))
-        as_saved = canonical.with_layers_after(setup, len(after[0]) if after else 0)
-        where = jax.tree.map(lambda leaf: leaf.sharding, canonical.canonical_shapes(as_saved))
-        return one(canonical.state_from_canonical(setup, jax.device_put(saved, where)))[1]["loss"]
+        as_saved = with_layers_after(setup, len(after[0]) if after else 0)
+        where = jax.tree.map(lambda leaf: leaf.sharding, canonical_shapes(as_saved))
+        return one(state_from_canonical(setup, jax.device_put(saved, where)))[1]["loss"]
 
-    state, metrics = step.init_state(setup), []
+    state, metrics = init_state(setup), []
     canonicals = [flat(setup, state)]
     for _ in range(3):
         state, of_step = one(state)

@@ -17,7 +17,7 @@ import pytest
 from jaxpipe.cli import main
 from jaxpipe.train import Config, RunError, read_metrics, train
 from jaxpipe.train.logs import metrics_writer
-from jaxpipe.train.runtime._run_folder import LOCK_FILE, locked_run_folder
+from jaxpipe.train.runtime import LOCK_FILE, locked_run_folder
 
 from .runs import NONE, TINY
 
@@ -110,15 +110,15 @@ FULL_DISK = """
 import resource, sys
 limit = int(sys.argv.pop(1))
 from jaxpipe.cli import script
-from jaxpipe.train.checkpoint import _store as _checkpoint
-save = _checkpoint.ocp.CheckpointManager.save
+import orbax.checkpoint as ocp
+save = ocp.CheckpointManager.save
 def saving(self, step, **arguments):
     if step == 3:
         self.wait_until_finished()
         # From here on no file may have more bytes: as on a full disk, but for the number.
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     return save(self, step, **arguments)
-_checkpoint.ocp.CheckpointManager.save = saving
+ocp.CheckpointManager.save = saving
 script()
 """
 

@@ -16,9 +16,7 @@ from jax.sharding import NamedSharding
 from jaxpipe.cli import main
 from jaxpipe.data import Batch, ByteTokenizer, Source
 from jaxpipe.train import Config, load_config, set_up
-from jaxpipe.train.loop import make_batches
-from jaxpipe.train.loop._batches import _tokenizer, make_data
-from jaxpipe.train.loop._data_changes import data_changes
+from jaxpipe.train.loop import data_changes, make_batches, make_data, tokenizer_checksum
 from jaxpipe.train.plan import Setup
 from jaxpipe.train.step import shard_batch_of_step
 
@@ -219,7 +217,7 @@ def test_changed_data_is_told_by_what_has_changed(tmp_path: Path):
     ]
     (tmp_path / "tokenizer.json").write_text("another")
     config = Config(tokenizer_path=str(tmp_path / "tokenizer.json"), dataset_type="text")
-    tokenizer = _tokenizer(config, [Source(type="text", files=("a",))])
+    tokenizer = tokenizer_checksum(config, [Source(type="text", files=("a",))])
     (change,) = data_changes(before, before | tokenizer)
     assert re.fullmatch(r"the tokenizer was bytes and is \d+", change)
 

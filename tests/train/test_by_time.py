@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxpipe.train import Config, train
-from jaxpipe.train.checkpoint._checkpoint_timer import CheckpointTimer
+from jaxpipe.train.checkpoint import CheckpointTimer
 from jaxpipe.train.loop import _loop
 
 from .runs import NONE, TINY

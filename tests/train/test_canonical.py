@@ -13,9 +13,9 @@ import pytest
 from jaxpipe.mpmd import MpmdArray
 from jaxpipe.train.checkpoint import _canonical as canonical
 from jaxpipe.train.checkpoint import _layer_reordering as moves
+from jaxpipe.train.checkpoint import canonical_round_trip, canonical_shapes, state_from_canonical
 from jaxpipe.train.plan import Setup
-from jaxpipe.train.step import TrainState, layer_ids_by_rank
-from jaxpipe.train.step import _step as step
+from jaxpipe.train.step import TrainState, init_state, layer_ids_by_rank
 
 from .runs import DEEPSEEK, NONE, Settings, flat, setup_of
 
@@ -67,9 +67,9 @@ def setup(request: pytest.FixtureRequest) -> Setup:
 
 
 def test_layers_come_in_forward_order_and_go_back_bit_for_bit(setup: Setup):
-    state = step.init_state(setup)
+    state = init_state(setup)
     before, where = jax.device_get(state), places(state)
-    take, put_back = canonical.canonical_round_trip(setup)
+    take, put_back = canonical_round_trip(setup)
     lent = take(state)
     for found, true in zip(stacks(lent), in_forward_order(setup, before), strict=True):
         np.testing.assert_array_equal(found, true)
@@ -80,17 +80,17 @@ def test_layers_come_in_forward_order_and_go_back_bit_for_bit(setup: Setup):
 
 
 def test_a_run_goes_on_from_what_another_saved(setup: Setup):
-    state = step.init_state(setup)
+    state = init_state(setup)
     before, saved = jax.device_get(state), flat(setup, state)
-    where = jax.tree.map(lambda leaf: leaf.sharding, canonical.canonical_shapes(setup))
-    again = canonical.state_from_canonical(setup, jax.device_put(saved, where))
+    where = jax.tree.map(lambda leaf: leaf.sharding, canonical_shapes(setup))
+    again = state_from_canonical(setup, jax.device_put(saved, where))
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(again))
     assert places(again) == places(state)
 
 
 def test_no_device_holds_a_second_state_on_the_way(setup: Setup, monkeypatch: pytest.MonkeyPatch):
     others = held(setup)
-    state = step.init_state(setup)
+    state = init_state(setup)
     before, saved = held(setup) - others, flat(setup, state)
     found, delete, calls = [], moves.delete, itertools.count()
 
@@ -102,7 +102,7 @@ def test_no_device_holds_a_second_state_on_the_way(setup: Setup, monkeypatch: py
 
     for module in (moves, canonical):
         monkeypatch.setattr(module, "delete", watched)
-    take, put_back = canonical.canonical_round_trip(setup)
+    take, put_back = canonical_round_trip(setup)
     lent = take(state)
     after, largest = held(setup) - others, of_largest(setup, lent)
     of_stacks = of_largest(setup, stacks(lent))
@@ -118,10 +118,10 @@ def test_no_device_holds_a_second_state_on_the_way(setup: Setup, monkeypatch: py
     of_state = before
     found.clear()
     others = held(setup)
-    where = jax.tree.map(lambda leaf: leaf.sharding, canonical.canonical_shapes(setup))
+    where = jax.tree.map(lambda leaf: leaf.sharding, canonical_shapes(setup))
     restored = jax.block_until_ready(jax.tree.map(jnp.copy, jax.device_put(saved, where)))
     before = held(setup) - others
-    canonical.state_from_canonical(setup, restored)
+    state_from_canonical(setup, restored)
     assert len(found) > 3
     if not setup.per_stage_state:  # here too ranks may have room for more layers than there are
         padded = np.prod(setup.layout.dims) / setup.layout.num_layers
@@ -132,8 +132,8 @@ def test_ranks_divide_what_layers_do_not():
     setup = setup_of(4, RANKS, {"base_num_decoder_layers": 12})  # 3 repeats
     odd = setup_of(4, SCHEDULED, UNEVEN, {"base_num_decoder_layers": 6})
     for leaf in [
-        *stacks(canonical.canonical_shapes(setup)),
-        *stacks(canonical.canonical_shapes(odd)),
+        *stacks(canonical_shapes(setup)),
+        *stacks(canonical_shapes(odd)),
     ]:
         assert leaf.sharding.shard_shape(leaf.shape)[0] == leaf.shape[0]
         assert 4 * np.prod(leaf.sharding.shard_shape(leaf.shape)) == leaf.size

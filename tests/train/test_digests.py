@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxpipe.train import Config, read_metrics, train
-from jaxpipe.train.checkpoint._digests import find_corruption, steps_in
+from jaxpipe.train.checkpoint import find_corruption, steps_in
 
 from .runs import NONE, TINY
 

@@ -13,10 +13,14 @@ import pytest
 
 from jaxpipe.data import Batch, FiniteBatches
 from jaxpipe.train import Config, best_step, open_checkpoints, read_metrics, set_up, train
-from jaxpipe.train.loop import _loop, make_batches
-from jaxpipe.train.loop._batches import make_data
-from jaxpipe.train.step import _evaluate as evaluation
-from jaxpipe.train.step import _step as step
+from jaxpipe.train.loop import _loop, make_batches, make_data
+from jaxpipe.train.step import (
+    init_state,
+    make_eval_step,
+    make_evaluate,
+    make_train_step,
+    shard_batch,
+)
 
 from .runs import DEEPSEEK, NONE, ROWS, TINY, Settings, setup_of
 
@@ -64,9 +68,9 @@ def evaluated(devices: int, *settings: Settings, given: Sequence[Batch] = ()) ->
     found = Given(given or batches())
     setup = setup_of(devices, {"eval_interval": 1, "eval_steps": len(found)}, *settings)
     with nullcontext() if setup.per_stage_state else jax.set_mesh(setup.mesh):
-        evaluate = evaluation.make_evaluate(setup, found)
+        evaluate = make_evaluate(setup, found)
         assert evaluate is not None
-        return evaluate(step.init_state(setup))
+        return evaluate(init_state(setup))
 
 
 RANKS: Settings = {"ici_pipeline_parallelism": 2}
@@ -141,9 +145,9 @@ def test_no_gradient_is_computed(settings: Settings):
     """A step has 3 matrix products for each one of the evaluation, or 4 with the forward again."""
     setup = setup_of(2, RANKS, {"remat_policy": "none"}, settings)
     with jax.set_mesh(setup.mesh):
-        state, batch = step.init_state(setup), step.shard_batch(setup, batches()[0])
-        forward: Any = evaluation.make_eval_step(setup)
-        both: Any = step.make_train_step(setup)
+        state, batch = init_state(setup), shard_batch(setup, batches()[0])
+        forward: Any = make_eval_step(setup)
+        both: Any = make_train_step(setup)
         forward = forward.lower(state["weights"], batch).compile().as_text()
         both = both.lower(state, batch).compile().as_text()
     assert forward.count(" dot(") > 5
@@ -249,4 +253,4 @@ def test_synthetic_rows_of_evaluation_are_none_of_training():
 def test_too_little_to_evaluate_on_is_refused(found, message):
     setup = set_up(Config.model_validate(SETTINGS | {"eval_steps": 4}), jax.devices())
     with pytest.raises(ValueError, match=message):
-        evaluation.make_evaluate(setup, found)
+        make_evaluate(setup, found)

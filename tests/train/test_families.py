@@ -13,9 +13,9 @@ import pytest
 from jaxpipe import models
 from jaxpipe.cli import main
 from jaxpipe.train import Config, set_up, train
+from jaxpipe.train.optim import drop_router_biases, gradient_norm
 from jaxpipe.train.plan import MODEL_FAMILIES, build_model
-from jaxpipe.train.step import _optimizer_step as _update
-from jaxpipe.train.step import _step as step
+from jaxpipe.train.step import init_state, make_train_step, shard_batch
 
 RUN: dict[str, Any] = {
     "base_emb_dim": 16,
@@ -111,13 +111,13 @@ def test_biases_of_routers_move_by_their_rate_against_the_load_and_nothing_else_
     settings = {"adam_weight_decay": 0.5, "pipeline_parallel_layers": 2}
     setup = set_up(config_of(CIRCULAR, settings), jax.devices())
     with jax.set_mesh(setup.mesh):
-        state = step.init_state(setup)
+        state = init_state(setup)
         zeros = np.zeros((setup.batch_size, 16), np.int32)
         batch = dict.fromkeys(("tokens", "targets", "positions"), zeros)
         batch |= {"segment_ids": zeros + 1, "target_weights": zeros.astype(np.float32) + 1}
-        train_step = step.make_train_step(setup)
+        train_step = make_train_step(setup)
         for count in (1, 2):
-            state, metrics = train_step(state, step.shard_batch(setup, batch))
+            state, metrics = train_step(state, shard_batch(setup, batch))
             moved = np.concatenate([bias.ravel() for bias in biases(state["weights"])])
             # Tokens are alike: two experts have them all, which are not the same two in step 2.
             steps = moved / 0.05
@@ -134,8 +134,8 @@ def biases(tree) -> list[np.ndarray]:
 
 def test_the_norm_of_gradients_leaves_biases_out():
     gradients = {"router": {"logits": jnp.ones(4), "bias": jnp.full(4, 9.0)}, "bias": jnp.ones(1)}
-    kept = _update.drop_router_biases(gradients)
-    assert _update.gradient_norm(kept) == np.sqrt(np.float32(5))
+    kept = drop_router_biases(gradients)
+    assert gradient_norm(kept) == np.sqrt(np.float32(5))
 
 
 @pytest.mark.parametrize("name", [*models.PRESETS])

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from jaxpipe.train import Config
-from jaxpipe.train.estimate._device_flops import speed_metrics
+from jaxpipe.train.estimate import speed_metrics
 from jaxpipe.train.logs import describe
 from jaxpipe.train.loop import model_flops
-from jaxpipe.train.step import _evaluate as evaluation
-from jaxpipe.train.step import _step as step
+from jaxpipe.train.step import init_state, make_eval_step, make_train_step, shard_batch
 
 from .runs import DEEPSEEK, NONE, ROWS, Settings, flat, setup_of
 from .test_evaluate import batches
@@ -39,9 +38,9 @@ def result(devices: int, calls: int, *settings: Settings) -> tuple[Any, Any]:
     split = {"num_pipeline_microbatches": 4 // calls, "gradient_accumulation_steps": calls}
     setup = setup_of(devices, *settings, split, rows)
     with nullcontext() if setup.per_stage_state else jax.set_mesh(setup.mesh):
-        batch = step.shard_batch(setup, batches()[1])
-        state, metrics = step.make_train_step(setup)(step.init_state(setup), batch)
-        after = evaluation.make_eval_step(setup)(state["weights"], batch)
+        batch = shard_batch(setup, batches()[1])
+        state, metrics = make_train_step(setup)(init_state(setup), batch)
+        after = make_eval_step(setup)(state["weights"], batch)
         found = flat(setup, state)
     both = dict(metrics) | {f"eval_{name}": value for name, value in after.items()}
     return {name: float(value) for name, value in both.items()}, found
@@ -73,8 +72,8 @@ def test_every_call_has_dropout_masks_of_its_own():
         more = {"gradient_accumulation_steps": calls, "dropout_rate": 0.3}
         setup = setup_of(1, NONE, rows, more)
         with jax.set_mesh(setup.mesh):
-            placed = step.shard_batch(setup, batch)
-            _, metrics = step.make_train_step(setup)(step.init_state(setup), placed)
+            placed = shard_batch(setup, batch)
+            _, metrics = make_train_step(setup)(init_state(setup), placed)
         found.append(float(metrics["loss"]))
     assert abs(found[0] - found[1]) > 1e-4
 

@@ -10,7 +10,7 @@ import pytest
 from jaxpipe import models
 from jaxpipe.hugging_face import from_hugging_face
 from jaxpipe.train import Config, load_config, set_up, train
-from jaxpipe.train.checkpoint._init_from import check_same_sizes, first_state
+from jaxpipe.train.checkpoint import check_same_sizes, first_state
 
 from .converted import DEEPSEEK, GOLDEN, LLAMA, make_run
 from .runs import flat

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from jaxpipe.train import Config, train
-from jaxpipe.train.estimate._device_flops import peak_tflops, speed_metrics
-from jaxpipe.train.plan import _from_config as from_config
-from jaxpipe.train.plan import _setup as setups
+from jaxpipe.train.estimate import peak_tflops, speed_metrics
+from jaxpipe.train.plan import check_no_compiler_options, platform_compiler_options
 
 from .runs import NONE, TINY, setup_of
 
@@ -85,11 +84,9 @@ def test_two_deterministic_runs_are_equal_bit_for_bit(tmp_path):
 def test_on_gpus_xla_is_told_and_programs_of_ranks_refuse():
     config = Config(deterministic=True)
     told = {"xla_gpu_deterministic_ops": "true"}
-    assert setups._platform_compiler_options(config, "gpu") == told
+    assert platform_compiler_options(config, "gpu") == told
     assert (
-        setups._platform_compiler_options(config, "cpu")
-        == setups._platform_compiler_options(Config(), "gpu")
-        == {}
+        platform_compiler_options(config, "cpu") == platform_compiler_options(Config(), "gpu") == {}
     )
     with pytest.raises(ValueError, match="`deterministic` is true and `pipeline_engine` 'mpmd'"):
-        from_config._check_no_compiler_options(told)
+        check_no_compiler_options(told)

@@ -11,9 +11,8 @@ import pytest
 from jaxpipe.cli import main
 from jaxpipe.train import Config, RunError, read_metrics
 from jaxpipe.train.loop import _loop as loop
-from jaxpipe.train.loop._data_changes import check_learning_rate
-from jaxpipe.train.loop._run_history import read_saved
-from jaxpipe.train.runtime._run_folder import LOCK_FILE, locked_run_folder
+from jaxpipe.train.loop import check_learning_rate, read_saved
+from jaxpipe.train.runtime import LOCK_FILE, locked_run_folder
 
 from .test_digests import checkpoints_in, content_of, flip_a_bit, run_to
 

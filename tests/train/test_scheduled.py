@@ -17,8 +17,7 @@ from jaxpipe.schedules import builders, lock_step
 from jaxpipe.train import Config, compile_train_step, train
 from jaxpipe.train.logs import describe
 from jaxpipe.train.plan import select_schedule
-from jaxpipe.train.step import _step as step
-from jaxpipe.train.step import state_shapes
+from jaxpipe.train.step import init_state, shard_batch, state_shapes
 
 from .runs import DEEPSEEK, DROPOUT, NONE, ROWS, TINY, Run, Settings, setup_of, three_steps
 
@@ -363,5 +362,5 @@ def test_what_is_compiled_ahead_is_the_step_of_the_run():
     found = run("zbv, a V")
     ahead = compile_train_step(found.setup)
     batch_at = synthetic_batches(vocab_size=64, batch_size=ROWS, length=16, seed=0)
-    batch = step.shard_batch(found.setup, batch_at(0))
-    assert float(ahead(step.init_state(found.setup), batch)[1]["loss"]) == losses("zbv, a V")[0]
+    batch = shard_batch(found.setup, batch_at(0))
+    assert float(ahead(init_state(found.setup), batch)[1]["loss"]) == losses("zbv, a V")[0]

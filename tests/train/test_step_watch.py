@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from jaxpipe.train.runtime._step_watch import (
+from jaxpipe.train.runtime import (
     FIRST_SECONDS,
     LOST_SECONDS,
     Position,

@@ -14,9 +14,8 @@ from jaxpipe.cli import main
 from jaxpipe.train import Config, RunError, read_metrics, train
 from jaxpipe.train.config import parse_profile_steps
 from jaxpipe.train.loop import read_starts
-from jaxpipe.train.runtime import TerminatedError, bad_step_reason
-from jaxpipe.train.runtime._stop import StopRequests, check_step
-from jaxpipe.train.step import _step as step
+from jaxpipe.train.runtime import StopRequests, TerminatedError, bad_step_reason, check_step
+from jaxpipe.train.step import init_state, make_train_step, shard_batch
 
 from .runs import NONE, ROWS, TINY, setup_of
 
@@ -196,7 +195,7 @@ def test_a_step_above_the_limit_is_skipped_and_said(tmp_path):
 )
 def test_every_engine_skips(devices, settings):
     setup = setup_of(devices, settings, {"bad_step_policy": "skip", "max_gradient_norm": 1e-9})
-    state = step.init_state(setup)
+    state = init_state(setup)
     before = jax.tree.map(np.asarray, state)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 64, (ROWS, 16)).astype(np.int32)
@@ -204,7 +203,7 @@ def test_every_engine_skips(devices, settings):
     batch |= {"positions": np.zeros_like(tokens), "segment_ids": np.ones_like(tokens)}
     batch |= {"target_weights": np.ones((ROWS, 16), np.float32)}
     with jax.set_mesh(setup.mesh):
-        state, metrics = step.make_train_step(setup)(state, step.shard_batch(setup, batch))
+        state, metrics = make_train_step(setup)(state, shard_batch(setup, batch))
     assert float(metrics["gradient_norm"]) > 1e-9
     assert int(state.pop("step")) == 1
     before.pop("step")

@@ -8,13 +8,12 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.train import Config, read_metrics, set_up, train
-from jaxpipe.train.checkpoint import _store as _checkpoint
-from jaxpipe.train.loop import _loop
-from jaxpipe.train.step import _step as step
+from jaxpipe.train.step import state_shardings
 
 pytestmark = pytest.mark.usefixtures("cached")
 TINY: dict[str, Any] = {
@@ -94,7 +93,7 @@ def test_any_layout_goes_on_from_any_checkpoint(tmp_path, uninterrupted, other):
 
 def test_moments_and_weights_are_split_alike():
     setup = set_up(config_of(CIRCULAR), jax.devices())
-    where = step.state_shardings(setup)
+    where = state_shardings(setup)
     adam = next(part for part in where["optimizer"] if hasattr(part, "mu"))
     assert adam.mu == adam.nu == where["weights"]
     spec = where["weights"]["stages"]["mlp"]["up"].spec
@@ -162,12 +161,14 @@ def test_settings_that_cannot_work_are_refused_before_anything_compiles(settings
 def test_a_run_that_stops_while_it_saves_resumes_with_no_step_missing_in_its_metrics(
     tmp_path, monkeypatch
 ):
-    def fail(checkpoints, step, state, metadata, *, eval_loss):
-        _checkpoint.save_checkpoint(checkpoints, step, state, metadata, eval_loss=eval_loss)
+    save = ocp.CheckpointManager.save
+
+    def fail(checkpoints, step, **arguments):
+        save(checkpoints, step, **arguments)
         raise KeyboardInterrupt
 
     settings = {**CIRCULAR, "checkpoint_period": 2, "steps": 4}
-    monkeypatch.setattr(_loop, "save_checkpoint", fail)
+    monkeypatch.setattr(ocp.CheckpointManager, "save", fail)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, **settings)
     monkeypatch.undo()
@@ -176,13 +177,16 @@ def test_a_run_that_stops_while_it_saves_resumes_with_no_step_missing_in_its_met
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
 
 
-def test_what_fails_in_the_middle_is_not_blamed_on_the_settings(tmp_path, monkeypatch):
-    def fail(checkpoints, step, state, metadata, *, eval_loss):
-        raise ValueError("the disk is full")
+def test_what_fails_in_the_middle_is_not_blamed_on_the_settings(tmp_path):
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            if text.startswith("step 2"):
+                raise ValueError("I/O operation on closed file")
+            return super().write(text)
 
-    monkeypatch.setattr(_loop, "save_checkpoint", fail)
+    config = config_of({"output_dir": str(tmp_path)}, CIRCULAR)
     with pytest.raises(RuntimeError, match="The run failed after step 2"):
-        run(tmp_path, **CIRCULAR, checkpoint_period=2)
+        train(config, stream=Closed())
 
 
 @pytest.mark.parametrize(
@@ -232,7 +236,7 @@ def test_what_is_kept_and_how_the_loss_is_cut_change_no_loss(tmp_path, uninterru
 def test_a_rule_of_the_users_own_changes_where_weights_lie_and_no_number(tmp_path, uninterrupted):
     rules = (("embed", None), ("mlp", "fsdp"))
     settings = {**CIRCULAR, "logical_axis_rules": rules}
-    where = step.state_shardings(set_up(config_of(settings), jax.devices()))
+    where = state_shardings(set_up(config_of(settings), jax.devices()))
     assert where["weights"]["stages"]["mlp"]["up"].spec == P(None, "stage", None, None, "fsdp")
     history = run(tmp_path, **settings, dataset_type="text")
     np.testing.assert_allclose(losses(history), uninterrupted, rtol=1e-5)

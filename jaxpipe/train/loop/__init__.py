@@ -2,7 +2,12 @@
 
 from ..estimate._device_flops import model_flops as model_flops
 from ._batches import make_batches as make_batches
+from ._batches import make_data as make_data
+from ._batches import tokenizer_checksum as tokenizer_checksum
 from ._batches import write_corpus as write_corpus
+from ._data_changes import check_learning_rate as check_learning_rate
+from ._data_changes import data_changes as data_changes
 from ._loop import train as train
+from ._run_history import read_saved as read_saved
 from ._run_history import read_starts as read_starts
 from ._run_history import record_start as record_start

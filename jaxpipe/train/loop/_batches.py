@@ -77,7 +77,7 @@ def make_data(setup: Setup) -> RunData:
         packing=config.packing,
         shuffle_seed=config.data_shuffle_seed if config.enable_data_shuffling else None,
     )
-    decided_by = batches.decided_by | _tokenizer(config, sources)
+    decided_by = batches.decided_by | tokenizer_checksum(config, sources)
     rows = tuple(Rows(corpus, config.max_target_length, config.packing) for corpus in held_out)
     return RunData(
         dataclasses.replace(batches, decided_by=decided_by),
@@ -108,7 +108,7 @@ def _synthetic(setup: Setup, stream: int) -> Batches:
     )
 
 
-def _tokenizer(config: Config, sources: Sequence[Source]) -> dict[str, int | str]:
+def tokenizer_checksum(config: Config, sources: Sequence[Source]) -> dict[str, int | str]:
     """Returns the checksum of the tokenizer as an entry of `decided_by`, if one is used."""
     if all(source.type == "tokens" for source in sources):
         return {}

@@ -6,3 +6,4 @@ from ._optimizer import clip_by_norm as clip_by_norm
 from ._optimizer import gradient_norm as gradient_norm
 from ._optimizer import learning_rate_schedule as learning_rate_schedule
 from ._optimizer import weight_decay_mask as weight_decay_mask
+from ._router_bias import drop_router_biases as drop_router_biases

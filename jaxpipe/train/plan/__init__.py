@@ -2,7 +2,10 @@
 
 from ._family import MODEL_FAMILIES as MODEL_FAMILIES
 from ._family import ModelConfig as ModelConfig
+from ._from_config import check_no_compiler_options as check_no_compiler_options
+from ._from_config import import_flax_decoder as import_flax_decoder
 from ._from_config import set_up as set_up
 from ._model import build_model as build_model
 from ._schedule_selection import select_schedule as select_schedule
 from ._setup import Setup as Setup
+from ._setup import platform_compiler_options as platform_compiler_options

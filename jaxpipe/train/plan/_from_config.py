@@ -85,7 +85,7 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
         _check_vocab_parallel(setup)
     if setup.per_stage_state:
         _check_mpmd_axis_rules(rules)
-        _check_no_compiler_options(compiler_options(setup))
+        check_no_compiler_options(compiler_options(setup))
     weight_shardings(setup)
     batch_shardings(setup)
     check_weight_decay_exclude(
@@ -114,7 +114,7 @@ def _check_vocab_parallel(setup: Setup) -> None:
         )
 
 
-def _check_no_compiler_options(options: dict[str, str]) -> None:
+def check_no_compiler_options(options: dict[str, str]) -> None:
     """Refuses compiler options: the programs of MPMD ranks are compiled without any."""
     if options:
         raise ValueError(

@@ -115,10 +115,11 @@ def compiler_options(setup: Setup) -> dict[str, str]:
     Returns:
         Options by name, as `jax.jit` takes them as `compiler_options`.
     """
-    return _platform_compiler_options(setup.config, setup.mesh.devices.flat[0].platform)
+    return platform_compiler_options(setup.config, setup.mesh.devices.flat[0].platform)
 
 
-def _platform_compiler_options(config: Config, platform: str) -> dict[str, str]:
+def platform_compiler_options(config: Config, platform: str) -> dict[str, str]:
+    """Returns the XLA options that programs of this run are compiled with on a platform."""
     options = parse_xla_flags(config.compile_xla_flags)
     if config.deterministic and platform == "gpu":
         return {"xla_gpu_deterministic_ops": "true"} | options

@@ -1,5 +1,15 @@
 """Processes, signals, folders and files of a run."""
 
+from ._run_folder import LOCK_FILE as LOCK_FILE
+from ._run_folder import locked_run_folder as locked_run_folder
+from ._step_watch import FIRST_SECONDS as FIRST_SECONDS
+from ._step_watch import LOST_SECONDS as LOST_SECONDS
+from ._step_watch import Position as Position
+from ._step_watch import ProcessLedger as ProcessLedger
+from ._step_watch import StepWatch as StepWatch
+from ._step_watch import may_come_of_a_peer as may_come_of_a_peer
 from ._stop import RunError as RunError
+from ._stop import StopRequests as StopRequests
 from ._stop import TerminatedError as TerminatedError
 from ._stop import bad_step_reason as bad_step_reason
+from ._stop import check_step as check_step

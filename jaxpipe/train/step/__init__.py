@@ -2,12 +2,18 @@
 
 from ._aot import check_single_program as check_single_program
 from ._aot import compile_train_step as compile_train_step
+from ._evaluate import make_eval_step as make_eval_step
+from ._evaluate import make_evaluate as make_evaluate
+from ._mpmd import lower_train_step as lower_train_step
 from ._mpmd import mpmd_state_shardings as mpmd_state_shardings
 from ._per_stage_state import layer_ids_by_rank as layer_ids_by_rank
 from ._state import TrainState as TrainState
 from ._state import abstract_trained_weights as abstract_trained_weights
 from ._state import make_optimizer as make_optimizer
 from ._state import state_shapes as state_shapes
+from ._state import state_shardings as state_shardings
+from ._step import VALUE_AND_GRAD_BUILDERS as VALUE_AND_GRAD_BUILDERS
+from ._step import dropout_keys as dropout_keys
 from ._step import init_state as init_state
 from ._step import make_train_step as make_train_step
 from ._step import shard_batch as shard_batch

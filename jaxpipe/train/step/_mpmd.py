@@ -154,7 +154,7 @@ def mpmd_state_shardings(setup: Setup) -> PyTree[mpmd.MpmdSharding]:
     """
     mesh = mpmd_mesh(setup)
     shardings, tree = jax.tree.flatten(state_shardings(setup))
-    inputs = _lowered_train_step(setup).code.inputs[: len(shardings)]
+    inputs = lower_train_step(setup).code.inputs[: len(shardings)]
     mpmd_shardings = [
         mpmd.MpmdSharding(mesh, ranks, sharding.spec)
         for (_, ranks), sharding in zip(inputs, shardings, strict=True)
@@ -165,13 +165,13 @@ def mpmd_state_shardings(setup: Setup) -> PyTree[mpmd.MpmdSharding]:
 @lru_cache(maxsize=1)
 def _compiled_train_step(setup: Setup) -> mpmd.Compiled:
     """Compiles the step, with the name of every action in profiles."""
-    return mpmd.annotated(_lowered_train_step(setup).compile())
+    return mpmd.annotated(lower_train_step(setup).compile())
 
 
 # The state's shardings, its initial values and the step all need this program, and lowering takes
 # a while.
 @lru_cache(maxsize=1)
-def _lowered_train_step(setup: Setup) -> mpmd.Lowered:
+def lower_train_step(setup: Setup) -> mpmd.Lowered:
     """Lowers the step on all ranks."""
     assert setup.schedule_selection is not None
     model, schedule = build_model(setup), setup.schedule_selection.schedule

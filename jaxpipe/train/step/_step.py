@@ -84,7 +84,7 @@ def make_train_step(
     step = make_optimizer_step(
         setup,
         value_and_grad,
-        partial(_dropout_keys, setup),
+        partial(dropout_keys, setup),
         # With ZeRO-1 every device updates its part of the weights, and gathers the others'.
         shard=lambda tree: sharding.reshard(tree, update_shardings),
         unshard=lambda tree: sharding.reshard(tree, weight_shardings),
@@ -258,7 +258,7 @@ def engine_name(setup: Setup) -> str:
     return engines[setup.config.enable_nnx]
 
 
-def _dropout_keys(setup: Setup, step: Int[Array, ""]) -> PyTree:
+def dropout_keys(setup: Setup, step: Int[Array, ""]) -> PyTree:
     """Folds the [R, S, layers per stage] dropout keys of a step; () without dropout."""
     layout = setup.layout
     keys = dropout_keys_of_layers(setup, step, layout.layer_ids)
