@@ -36,6 +36,11 @@ def make_mesh(
     Raises:
         ValueError: If an axis is unknown, a size is not positive, or the sizes do not multiply to
             the number of devices.
+
+    Example:
+        >>> mesh = make_mesh({"fsdp": -1}, devices=jax.devices()[:1])
+        >>> dict(mesh.shape)
+        {'data': 1, 'stage': 1, 'fsdp': 1, 'tensor': 1, 'expert': 1, 'context': 1}
     """
     devices = list(jax.devices() if devices is None else devices)
     dcn = dcn or {}

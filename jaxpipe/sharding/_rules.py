@@ -149,6 +149,12 @@ def named_shardings(shapes: Any, axes: Any, mesh: Mesh, rules: Rules = DEFAULT_R
 
     Raises:
         ValueError: If a dim does not divide over the mesh axes its rule gives, or has no rule.
+
+    Example:
+        >>> from jaxpipe.sharding import make_mesh
+        >>> mesh = make_mesh({}, devices=jax.devices()[:1])
+        >>> tuple(named_shardings(jax.numpy.ones((8, 16)), ("embed", "mlp"), mesh).spec)
+        (('fsdp', 'context', 'expert'), 'tensor')
     """
     sizes = dict(mesh.shape)
 
@@ -162,7 +168,22 @@ def named_shardings(shapes: Any, axes: Any, mesh: Mesh, rules: Rules = DEFAULT_R
 
 
 def reshard(tree: Any, shardings: Any) -> Any:
-    """Returns `tree` with every leaf split as `shardings` say, inside or outside `jax.jit`."""
+    """Returns `tree` with every leaf split as `shardings` say, inside or outside `jax.jit`.
+
+    Args:
+        tree: A tree of arrays.
+        shardings: A `NamedSharding` for every leaf.
+
+    Returns:
+        A tree like `tree`.
+
+    Example:
+        >>> from jaxpipe.sharding import make_mesh
+        >>> x = jax.numpy.ones((8, 16))
+        >>> mesh = make_mesh({}, devices=jax.devices()[:1])
+        >>> tuple(reshard(x, named_shardings(x, ("embed", "mlp"), mesh)).sharding.spec)
+        (('fsdp', 'context', 'expert'), 'tensor')
+    """
 
     def reshard_leaf(x: jax.Array, sharding: NamedSharding) -> jax.Array:
         mesh = sharding.mesh

@@ -8,7 +8,20 @@ from ._simulate import Time, Timeline
 
 
 def makespan(timeline: Timeline) -> Time:
-    """Returns the time from the start to the end of the last action."""
+    """Returns the time from the start to the end of the last action.
+
+    Args:
+        timeline: A timeline.
+
+    Returns:
+        The time, in the unit of the costs.
+
+    Example:
+        >>> from jaxpipe.schedules import Costs, build, simulate
+        >>> schedule = build("1f1b", ranks=4, microbatches=8)
+        >>> makespan(simulate(schedule, Costs(forward=1, input=1, weight=1)))
+        33
+    """
     return max((timed.end for row in timeline.rows for timed in row), default=0)
 
 
@@ -23,7 +36,20 @@ def rectangular_bubble(timeline: Timeline) -> Time:
 
 
 def bubble_fraction(timeline: Timeline) -> float:
-    """Returns the fraction of the makespan in which even the busiest rank waits."""
+    """Returns the fraction of the makespan in which even the busiest rank waits.
+
+    Args:
+        timeline: A timeline.
+
+    Returns:
+        The fraction, from 0 to 1.
+
+    Example:
+        >>> from jaxpipe.schedules import Costs, build, simulate
+        >>> schedule = build("1f1b", ranks=4, microbatches=12)
+        >>> bubble_fraction(simulate(schedule, Costs(forward=1, input=1, weight=1)))
+        0.2
+    """
     return float(rectangular_bubble(timeline) / (makespan(timeline) or 1))
 
 

@@ -31,6 +31,12 @@ class Costs:
         pair_factor: Time of a fused pair, as a fraction of its halves one after the other.
         atomic_pairs: Whether a fused pair starts when both halves could and gives both outputs at
             its end, as in DualPipe's bubble formula. If not, its backward follows its forward.
+
+    Example:
+        >>> from jaxpipe.schedules import build, makespan
+        >>> schedule = build("gpipe", ranks=2, microbatches=2)
+        >>> makespan(simulate(schedule, Costs(forward=10, input=12, weight=(8, 9), transfer=1)))
+        94
     """
 
     forward: PerStage = 1

@@ -25,6 +25,11 @@ def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
     Raises:
         ValueError: If a count is below 1, or there are fewer microbatches than stages.
 
+    Example:
+        >>> print(zero_bubble_h1(2, 2))
+        0F0 0F1 0I0 0W0 0I1 0W1
+        1F0 1I0 1F1 1I1 1W0 1W1
+
     References:
         Qi et al., 2023, arXiv 2401.10241, figure 2.
     """

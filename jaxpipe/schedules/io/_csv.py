@@ -16,7 +16,20 @@ from ..language._schedule import Schedule, from_programs, num_slices
 
 
 def to_csv(schedule: Schedule) -> str:
-    """Returns the text of a CSV file. It has the order only: no cell is empty."""
+    """Returns the text of a CSV file. It has the order only: no cell is empty.
+
+    Args:
+        schedule: A schedule.
+
+    Returns:
+        One row per rank, one action per cell.
+
+    Example:
+        >>> from jaxpipe.schedules import build
+        >>> print(to_csv(build("1f1b", ranks=2, microbatches=2)), end="")
+        0F0,0F1,0B0,0B1
+        1F0,1B0,1F1,1B1
+    """
     return "".join(",".join(map(str, program)) + "\n" for program in schedule.programs)
 
 
@@ -34,6 +47,12 @@ def from_csv(text: str) -> Schedule:
     Raises:
         ValueError: If a cell is not an action, naming its row and cell, both counted from 1.
         ScheduleError: If an action is missing, duplicated, or could never run.
+
+    Example:
+        >>> from jaxpipe.schedules import build
+        >>> schedule = build("zbv", ranks=2, microbatches=4)
+        >>> from_csv(to_csv(schedule)) == schedule
+        True
     """
     lines = [(i, line) for i, line in enumerate(io.StringIO(text), start=1) if _is_row(line)]
     require(

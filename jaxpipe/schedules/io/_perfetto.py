@@ -19,6 +19,13 @@ def to_perfetto(timelines: Timeline | Mapping[str, Timeline], microseconds: Time
 
     Returns:
         The text of a file for ui.perfetto.dev or chrome://tracing.
+
+    Example:
+        >>> from jaxpipe.schedules import Costs, build, simulate
+        >>> timeline = simulate(build("1f1b", ranks=2, microbatches=1), Costs())
+        >>> trace = json.loads(to_perfetto(timeline))
+        >>> [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
+        ['0F0', '0B0', '1F0', '1B0']
     """
     named = {"": timelines} if isinstance(timelines, Timeline) else timelines
     events: list[dict[str, Any]] = []

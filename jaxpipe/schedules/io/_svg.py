@@ -57,6 +57,12 @@ def to_svg(timeline: Timeline, title: str) -> str:
 
     Returns:
         The text of an SVG file, 1000 pixels wide.
+
+    Example:
+        >>> from jaxpipe.schedules import Costs, build, simulate
+        >>> timeline = simulate(build("zbv", ranks=2, microbatches=4), Costs())
+        >>> to_svg(timeline, "ZB-V")[:4]
+        '<svg'
     """
     scale = (_WIDTH - _LEFT - _RIGHT) / (makespan(timeline) or 1)
     bottom = _TOP + _ROW * len(timeline.rows)

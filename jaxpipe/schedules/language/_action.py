@@ -25,7 +25,12 @@ class Op(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One `op` of one stage on one microbatch, or on one sequence slice of it."""
+    """One `op` of one stage on one microbatch, or on one sequence slice of it.
+
+    Example:
+        >>> str(Action(stage=3, op=Op.F, microbatch=0))
+        '3F0'
+    """
 
     stage: int
     op: Op
@@ -42,6 +47,10 @@ class FusedPair:
     """A forward and a backward fused, so that the communication of one overlaps the other.
 
     Source: DeepSeek-V3, 2024, arXiv 2412.19437, section 3.2.1.
+
+    Example:
+        >>> str(FusedPair(Action(4, Op.F, 4), Action(3, Op.B, 0)))
+        '(4F4;3B0)OVERLAP_F_B'
     """
 
     forward: Action
@@ -78,6 +87,10 @@ def parse_action(text: str) -> Action:
 
     Raises:
         ValueError: If `text` is not an action.
+
+    Example:
+        >>> parse_action("3F0").stage
+        3
     """
     match = _ACTION.fullmatch(text)
     if match is None:

@@ -78,7 +78,19 @@ def from_programs(programs: tuple[tuple[ScheduleStep, ...], ...]) -> Schedule:
 
 
 def num_ranks(schedule: Schedule) -> int:
-    """Returns the number of ranks."""
+    """Returns the number of ranks.
+
+    Args:
+        schedule: A schedule.
+
+    Returns:
+        The number.
+
+    Example:
+        >>> from jaxpipe.schedules import build
+        >>> num_ranks(build("zbv", ranks=4, microbatches=8))
+        4
+    """
     return len(schedule.programs)
 
 
@@ -137,7 +149,20 @@ def without_fused_pairs(schedule: Schedule) -> Schedule:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """Returns the forwards of a schedule, in its order, as evaluation runs them."""
+    """Returns the forwards of a schedule, in its order, as evaluation runs them.
+
+    Args:
+        schedule: A schedule.
+
+    Returns:
+        A schedule without backwards.
+
+    Example:
+        >>> from jaxpipe.schedules import build
+        >>> print(forward_only(build("1f1b", ranks=2, microbatches=3)))
+        0F0 0F1 0F2
+        1F0 1F1 1F2
+    """
     programs = tuple(
         tuple(action for step in program for action in actions_of(step) if action.op is Op.F)
         for program in schedule.programs

@@ -34,7 +34,20 @@ class Ticks:
 
 
 def num_ticks(ticks: Ticks) -> int:
-    """Returns the number of ticks."""
+    """Returns the number of ticks.
+
+    Args:
+        ticks: A grid.
+
+    Returns:
+        The number.
+
+    Example:
+        >>> from jaxpipe.schedules import Costs, build
+        >>> from jaxpipe.schedules.lock_step import to_lock_step
+        >>> num_ticks(to_lock_step(build("1f1b", ranks=4, microbatches=8), Costs()))
+        14
+    """
     return 1 + max((tick for row in ticks.tick_of for tick in row), default=-1)
 
 
