@@ -45,6 +45,15 @@ class Model:
             the same arguments.
             The loss, the sums and the gradients by `boundary` are contributions that add up over
             the axis; the gradient dy by y is complete on each rank.
+
+    Example:
+        >>> model = Model(
+        ...     embed=lambda w, batch: batch["x"] * w,
+        ...     stage=lambda w, x, batch, rng: x + w,
+        ...     loss=lambda boundary, y, batch: (jnp.sum(y * boundary["head"]), {}),
+        ... )
+        >>> model.tied
+        False
     """
 
     embed: Callable[[Any, Any], Any]

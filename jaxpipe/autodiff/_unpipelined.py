@@ -23,6 +23,17 @@ def value_and_grad(
 
     Returns:
         ((loss, metrics), gradients like `weights`). Gradients are summed in the weights' dtype.
+
+    Example:
+        >>> model = Model(
+        ...     embed=lambda w, batch: batch["x"] * w,
+        ...     stage=lambda w, x, batch, rng: x + w,
+        ...     loss=lambda boundary, y, batch: (jnp.sum(y * boundary["head"]), {}),
+        ... )
+        >>> weights = {"embed": jnp.ones(()), "stages": jnp.ones(3), "head": jnp.ones(())}
+        >>> (loss, _), grads = value_and_grad(model, weights, {"x": jnp.ones((2, 4))})
+        >>> float(loss), float(grads["head"]), grads["stages"].tolist()
+        (32.0, 32.0, [8.0, 8.0, 8.0])
     """
 
     of_microbatch = jax.value_and_grad(_microbatch_loss(model, keys), has_aux=True)
@@ -49,6 +60,17 @@ def value(
 
     Returns:
         (loss, metrics).
+
+    Example:
+        >>> model = Model(
+        ...     embed=lambda w, batch: batch["x"] * w,
+        ...     stage=lambda w, x, batch, rng: x + w,
+        ...     loss=lambda boundary, y, batch: (jnp.sum(y * boundary["head"]), {}),
+        ... )
+        >>> weights = {"embed": jnp.ones(()), "stages": jnp.ones(3), "head": jnp.ones(())}
+        >>> loss, metrics = value(model, weights, {"x": jnp.ones((2, 4))})
+        >>> float(loss)
+        32.0
     """
     of_microbatch = _microbatch_loss(model, keys)
 

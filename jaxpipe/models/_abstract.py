@@ -29,6 +29,10 @@ class Weight:
         dtype: The dtype in which it is stored.
         exact: Whether the model computes with it in the dtype in which it is stored, as norms and
             routers do. Other leaves may be cast to the dtype of the computation beforehand.
+
+    Example:
+        >>> Weight((4,), ("norm",), jax.nn.initializers.ones).exact
+        False
     """
 
     shape: tuple[int, ...]
@@ -96,6 +100,11 @@ def stacked(tree: PyTree, dims: Sequence[int], axes: LogicalAxes) -> PyTree:
 
     Returns:
         A tree of `Weight` with [*dims, ...] leaves.
+
+    Example:
+        >>> layer = {"up": Weight((4, 8), ("embed", "mlp"), jax.nn.initializers.normal())}
+        >>> stacked(layer, (6,), ("layers",))["up"].shape
+        (6, 4, 8)
     """
 
     def stack(w: Weight) -> Weight:
@@ -115,6 +124,11 @@ def initialize(tree: PyTree, key: PRNGKeyArray) -> PyTree:
 
     Returns:
         A tree of arrays with the shapes and dtypes of the weights.
+
+    Example:
+        >>> tree = {"scale": Weight((4,), ("norm",), jax.nn.initializers.ones)}
+        >>> initialize(tree, jax.random.key(0))["scale"].tolist()
+        [1.0, 1.0, 1.0, 1.0]
     """
 
     def leaf(path, weight: Weight):
@@ -146,6 +160,11 @@ def initialize_layers(
 
     Returns:
         A tree of [*dims, ...] arrays.
+
+    Example:
+        >>> layer = {"scale": Weight((4,), ("norm",), jax.nn.initializers.ones)}
+        >>> initialize_layers(layer, jax.random.key(0), (2, 3))["scale"].shape
+        (2, 3, 4)
     """
     of_model = np.asarray(range(first, first + math.prod(dims)) if numbers is None else numbers)
     keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(of_model)
@@ -161,17 +180,50 @@ def where_present(x: jax.Array, numbers: np.ndarray) -> jax.Array:
 
 
 def shapes(tree: PyTree) -> PyTree:
-    """Returns a `jax.ShapeDtypeStruct` for every leaf."""
+    """Returns a `jax.ShapeDtypeStruct` for every leaf.
+
+    Args:
+        tree: A tree of `Weight`.
+
+    Returns:
+        A tree of the same structure.
+
+    Example:
+        >>> shapes({"scale": Weight((4,), ("norm",), jax.nn.initializers.ones)})
+        {'scale': ShapeDtypeStruct(shape=(4,), dtype=float32)}
+    """
     return jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), tree, is_leaf=is_weight)
 
 
 def logical_axes(tree: PyTree) -> PyTree:
-    """Returns the logical axes of every leaf."""
+    """Returns the logical axes of every leaf.
+
+    Args:
+        tree: A tree of `Weight`.
+
+    Returns:
+        A tree of tuples, one logical axis per dim.
+
+    Example:
+        >>> logical_axes({"up": Weight((4, 8), ("embed", "mlp"), jax.nn.initializers.normal())})
+        {'up': ('embed', 'mlp')}
+    """
     return jax.tree.map(lambda w: w.axes, tree, is_leaf=is_weight)
 
 
 def num_parameters(tree: PyTree) -> int:
-    """Returns the number of parameters in all leaves together."""
+    """Returns the number of parameters in all leaves together.
+
+    Args:
+        tree: A tree of `Weight`.
+
+    Returns:
+        The number.
+
+    Example:
+        >>> num_parameters({"up": Weight((4, 8), ("embed", "mlp"), jax.nn.initializers.normal())})
+        32
+    """
     return sum(math.prod(w.shape) for w in jax.tree.leaves(tree, is_leaf=is_weight))
 
 

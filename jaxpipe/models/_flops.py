@@ -20,6 +20,12 @@ def matmul_flops_per_token(config: LlamaConfig | DeepseekConfig, length: int) ->
 
     Returns:
         Floating-point operations per token.
+
+    Example:
+        >>> from jaxpipe.models import PRESETS
+        >>> sizes = LlamaConfig(**PRESETS["llama-tiny"])
+        >>> matmul_flops_per_token(sizes, length=128)
+        2875392.0
     """
     layers = (
         _llama(config, length) if isinstance(config, LlamaConfig) else _deepseek(config, length)

@@ -27,6 +27,11 @@ def mlp_weights(
 
     Returns:
         `{"embed", "layer", "head"}`: trees of `Weight`. "layer" is one layer, unstacked.
+
+    Example:
+        >>> from jaxpipe.models import num_parameters
+        >>> num_parameters(mlp_weights(embed_dim=8, mlp_dim=16, vocab_size=32))
+        776
     """
     normal = jax.nn.initializers.normal(0.3)
     head = Weight((embed_dim, vocab_size), ("embed", "vocab"), normal)

@@ -21,6 +21,12 @@ def to_ranks(tree: PyTree, schedule: Schedule) -> PyTree:
 
     Returns:
         [v, S, ...] leaves: entry [chunk, rank] is stage `stages_on_ranks(schedule)[chunk][rank]`.
+
+    Example:
+        >>> from jaxpipe.schedules import build
+        >>> schedule = build("zbv", ranks=2, microbatches=4)
+        >>> to_ranks(jnp.arange(4), schedule).tolist()  # rank 0 has the first and the last stage
+        [[0, 1], [3, 2]]
     """
     order = _order(schedule)
     return jax.tree.map(lambda x: jnp.take(x, order, axis=0), tree)
@@ -35,6 +41,12 @@ def to_stages(tree: PyTree, schedule: Schedule) -> PyTree:
 
     Returns:
         [v * S, ...] leaves, stages in forward order.
+
+    Example:
+        >>> from jaxpipe.schedules import build
+        >>> schedule = build("zbv", ranks=2, microbatches=4)
+        >>> to_stages(jnp.asarray([[0, 1], [3, 2]]), schedule).tolist()
+        [0, 1, 2, 3]
     """
     places = np.argsort(_order(schedule).ravel())
     return jax.tree.map(lambda x: jnp.take(x.reshape(-1, *x.shape[2:]), places, axis=0), tree)

@@ -67,6 +67,13 @@ def circular(
         ValueError: If M is not a multiple of S, or too small; if `stage` changes shapes; if rows do
             not divide over `gather.batch_axes`.
 
+    Example:
+        >>> stage = lambda w, x, batch_inputs, rng: x + w
+        >>> weights, inputs = jnp.ones((2, 4)), jnp.ones((4, 3))  # [R, S], [M, ...]: 8 stages
+        >>> y, _ = jax.jit(lambda w, x: circular(stage, w, x))(weights, inputs)
+        >>> y.tolist()[0]
+        [9.0, 9.0, 9.0]
+
     References:
         The schedule is MaxText's circular pipeline; Narayanan et al., 2021, arXiv 2104.04473, call
         its stage assignment interleaved.
@@ -177,6 +184,18 @@ def circular_value_and_grad(
     Raises:
         ValueError: If M is not a multiple of S, or too small; if `model.stage` changes shapes; if
             rows do not divide over `gather.batch_axes`.
+
+    Example:
+        >>> model = Model(
+        ...     embed=lambda w, batch: batch["x"] * w,
+        ...     stage=lambda w, x, batch, rng: x + w,
+        ...     loss=lambda boundary, y, batch: (jnp.sum(y * boundary["head"]), {}),
+        ... )
+        >>> weights = {"embed": jnp.ones(()), "stages": jnp.ones((1, 2)), "head": jnp.ones(())}
+        >>> run = jax.jit(lambda weights, x: circular_value_and_grad(model, weights, {"x": x}))
+        >>> (loss, _), grads = run(weights, jnp.ones((2, 4)))  # 2 microbatches
+        >>> float(loss), grads["stages"].tolist()
+        (24.0, [[8.0, 8.0]])
     """
     stacked = {"weights['stages']": weights["stages"], "keys": keys}
     _check_counts(stacked, {"batch_inputs": batch_inputs}, mesh, delay)

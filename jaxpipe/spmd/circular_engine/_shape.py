@@ -71,7 +71,21 @@ class Visit(NamedTuple):
 
 
 def num_ticks(num_ranks: int, num_repeats: int, num_microbatches: int, *, delay: bool) -> int:
-    """Returns the ticks of the whole pipeline: M * R of work and d * (S - 1) of bubble."""
+    """Returns the ticks of the whole pipeline: M * R of work and d * (S - 1) of bubble.
+
+    Args:
+        num_ranks: S.
+        num_repeats: R.
+        num_microbatches: M.
+        delay: Whether a hand-over takes two ticks, d = 2, instead of one.
+
+    Returns:
+        The number.
+
+    Example:
+        >>> num_ticks(4, 2, 8, delay=False)
+        19
+    """
     return ticks_of(Counts(num_ranks, num_repeats, num_microbatches, 2 if delay else 1))
 
 

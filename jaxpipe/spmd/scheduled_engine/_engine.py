@@ -60,6 +60,22 @@ def scheduled_value_and_grad(
             divide over `gather.batch_axes`; if `gather.when` is "repeat" and backwards are split;
             if ranks hold different numbers of stages.
         ScheduleError: If `ticks` cannot be run.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxpipe.schedules import build
+        >>> from jaxpipe.schedules.lock_step import to_lock_step
+        >>> model = Model(
+        ...     embed=lambda w, batch: batch["x"] * w,
+        ...     stage=lambda w, x, batch, rng: x + w,
+        ...     loss=lambda boundary, y, batch: (jnp.sum(y * boundary["head"]), {}),
+        ... )
+        >>> weights = {"embed": jnp.ones(()), "stages": jnp.ones((1, 2)), "head": jnp.ones(())}
+        >>> ticks = to_lock_step(build("1f1b", ranks=2, microbatches=3))
+        >>> run = jax.jit(lambda w, x: scheduled_value_and_grad(model, w, {"x": x}, ticks=ticks))
+        >>> (loss, _), grads = run(weights, jnp.ones((3, 4)))
+        >>> float(loss), grads["stages"].tolist()
+        (36.0, [[12.0, 12.0]])
     """
     _check_head(model, share_head)
     tables = _checked(weights, batch_inputs, keys, ticks, mesh, gather)
