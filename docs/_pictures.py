@@ -265,23 +265,23 @@ def mpmd_passes() -> str:
     traced.lower(observe=lambda name, result: seen.update({name: str(result)}))
     names = list(seen)
     printed = [name for name in names if seen[name].startswith("{ lambda")]
-    unrolled, freed = printed[0], printed[-1]
+    unrolled, final = printed[0], printed[-1]
     source = [line for line in inspect.getsource(step).splitlines() if line]
     before = [_short(i) for i in _instructions(seen[unrolled])]
-    after = [[_short(i) for i in _instructions(seen[freed]) if _rank(i) == r] for r in range(2)]
+    after = [[_short(i) for i in _instructions(seen[final]) if _rank(i) == r] for r in range(2)]
     height = 178 + 15 * (max(len(source), _size(before)) + max(map(_size, after)))
     picture = Picture("mpmd: the passes, and a step of two stages before and after them", height)
     x = 20.0
     for i, name in enumerate(names):
         wide = 14 + 7.4 * len(name)
-        kind = "blue" if name in (unrolled, freed) else "lane"
+        kind = "blue" if name in (unrolled, final) else "lane"
         picture.labelled(x, 46, wide, 24, kind, f"`{name}")
         x += wide + 22
         if i < len(names) - 1:
             picture.arrow((x - 22, 58), (x, 58))
     for i, (fill, label) in enumerate(
         [("blue", "F"), ("orange", "B"), ("green", "F and B"), ("yellow", "transfer"),
-         ("purple", "free")]
+         ("purple", "delete")]
     ):  # fmt: skip
         picture.box(20 + 84 * i, 84, 5, 14, fill)
         picture.text(30 + 84 * i, 96, label)
@@ -293,7 +293,7 @@ def mpmd_passes() -> str:
     top += 40 + 15 * max(len(source), _size(before))
     for rank in range(2):
         x = 20 + 460 * rank
-        picture.text(x, top, f"After {freed}: rank {rank}", "bold")
+        picture.text(x, top, f"After {final}: rank {rank}", "bold")
         _listing(picture, x, top + 20, after[rank])
     return picture.svg()
 

@@ -25,7 +25,7 @@ from .ir._marks import pipeline_enter_stage as pipeline_enter_stage
 from .ir._reduce import Add as Add
 from .ir._reduce import Concat as Concat
 from .ir._reduce import Max as Max
-from .ir._reduce import Op as Op
+from .ir._reduce import ReduceOp as ReduceOp
 from .ir._reduce import treduce as treduce
 from .ir._reduce import treduce_i as treduce_i
 from .jaxpp._schedules import BaseSchedule as BaseSchedule

@@ -6,14 +6,14 @@ from typing import Any
 
 from ..ir._graph import Atom, Graph, Literal
 from ..schedules import Schedule
-from .ir._program import Code, check
-from .ir._steps import copy_of
-from .passes._assign_ranks import Ranks, place
-from .passes._fuse_programs import fuse
-from .passes._insert_transfers import exchange
-from .passes._liveness import free
+from .ir._eqns import copy_eqn
+from .ir._program import MpmdProgram, check
+from .passes._assign_ranks import Ranks, assign_ranks
+from .passes._fuse_programs import fuse_programs
+from .passes._insert_transfers import insert_transfers
+from .passes._liveness import liveness
 from .passes._pipelined_loops import pipeline_loops
-from .passes._unroll_schedule import emit
+from .passes._unroll_schedule import unroll_schedule
 
 Observe = Callable[[str, Any], None]
 
@@ -27,8 +27,8 @@ def lower(
     donated_inputs: frozenset[int] = frozenset(),
     processes: Sequence[int] = (),
     observe: Observe = lambda name, result: None,
-) -> tuple[Graph, Code]:
-    """Cuts loops into tasks, assigns ranks, unrolls the schedule and adds transfers and frees.
+) -> tuple[Graph, MpmdProgram]:
+    """Cuts loops into tasks, assigns ranks, unrolls the schedule and adds transfers and deletes.
 
     Args:
         traced: The whole traced function.
@@ -44,34 +44,34 @@ def lower(
     Returns:
         The function with its loops cut into tasks, and the instructions of all ranks.
     """
-    looped = _with_own_outputs(pipeline_loops(traced, schedule_of), donated_inputs)
+    looped = _with_separate_outputs(pipeline_loops(traced, schedule_of), donated_inputs)
     observe("pipeline_loops", looped)
-    outer, placement = place(looped, num_ranks, out_ranks)
-    observe("place", placement)
-    code = emit(outer, placement, num_ranks)
-    observe("emit", code)
+    outer, assignment = assign_ranks(looped, num_ranks, out_ranks)
+    observe("assign_ranks", assignment)
+    program = unroll_schedule(outer, assignment, num_ranks)
+    observe("unroll_schedule", program)
     for name, one_pass in (
-        ("exchange", exchange),
-        ("fuse", fuse),
-        ("free", partial(free, donated_inputs=donated_inputs, processes=processes)),
+        ("insert_transfers", insert_transfers),
+        ("fuse_programs", fuse_programs),
+        ("liveness", partial(liveness, donated_inputs=donated_inputs, processes=processes)),
     ):
-        code = one_pass(code)
-        check(code)
-        observe(name, code)
-    return outer, code
+        program = one_pass(program)
+        check(program)
+        observe(name, program)
+    return outer, program
 
 
-def _with_own_outputs(looped: Graph, donated_inputs: frozenset[int]) -> Graph:
+def _with_separate_outputs(looped: Graph, donated_inputs: frozenset[int]) -> Graph:
     """Returns the program with a separate array for each output, as `jax.jit` has.
 
     Constants, values that are returned twice and inputs that are not donated are copied, so that
     donating one of these arrays later does not delete another one.
     """
-    kept = (value for i, value in enumerate(looped.inputs) if i not in donated_inputs)
-    steps, outputs, shared = list(looped.steps), [], set[Atom](kept)
+    inputs = (value for i, value in enumerate(looped.inputs) if i not in donated_inputs)
+    steps, outputs, shared = list(looped.steps), [], set[Atom](inputs)
     for atom in looped.outputs:
         if isinstance(atom, Literal) or atom in shared:
-            steps.append(copy_of(atom))
+            steps.append(copy_eqn(atom))
             atom = steps[-1].outputs[0]
         shared.add(atom)
         outputs.append(atom)

@@ -10,7 +10,7 @@ import optax
 from jaxtyping import PyTree
 
 from jaxpipe.mpmd import Add, MpmdMesh, mark_stage_end, mpmd_jit_with_loop, treduce
-from jaxpipe.mpmd.ir._program import Run, Send
+from jaxpipe.mpmd.ir._program import RunTask, Send
 from jaxpipe.sharding import make_mesh
 
 WIDTH = 8
@@ -80,14 +80,14 @@ def training(optimizer: Any, schedule: Any, loss: Callable = marked_loss) -> Cal
     return step
 
 
-def runs(code: Any) -> list[Run]:
+def runs(program: Any) -> list[RunTask]:
     """Returns the instructions of a program that run tasks, in their order."""
-    return [i for i in code.instructions if isinstance(i, Run)]
+    return [i for i in program.instructions if isinstance(i, RunTask)]
 
 
-def sends(code: Any) -> list[Send]:
+def sends(program: Any) -> list[Send]:
     """Returns the instructions of a program that send a value, in their order."""
-    return [i for i in code.instructions if isinstance(i, Send)]
+    return [i for i in program.instructions if isinstance(i, Send)]
 
 
 def on_host(tree: PyTree) -> PyTree:

@@ -107,7 +107,7 @@ def test_a_delayed_reduction_is_one_per_step_and_no_accumulator_is_gathered(
     assert_close(compiled(*args), true)
 
     found = {name: collectives(program.as_text()) for name, program in compiled.programs.items()}
-    names = Counter(f"{run.name}@{run.rank}" for run in runs(compiled.lowered.code))
+    names = Counter(f"{run.name}@{run.rank}" for run in runs(compiled.lowered.program))
     assert set(names) == set(found)
     once = Counter({("all-reduce", "f32[8,16]"): 1, ("all-reduce", "f32[16,8]"): 1})
     of_loss = Counter({("all-reduce", "f32[]"): 1})
@@ -150,10 +150,10 @@ def test_the_gradient_of_a_shared_weight_stays_a_sum_of_shares_when_it_is_constr
     with jax.set_mesh(one):
         assert_close((value, grads), jax.jit(step)(*args))
     assert {g.spec for g in jax.tree.leaves(grads)} == {P("fsdp")}
-    code = pipelined.lower(*args).code
-    loops = [i for i in runs(code) if i.name != "after_loop"]
+    program = pipelined.lower(*args).program
+    loops = [i for i in runs(program) if i.name != "after_loop"]
     written = [b for i in loops if i.rank == 1 for b in i.writes if b.value.aval.shape == (8, 16)]
-    assert {b.number for b in written} == {0, 1, 2, None}, "only versions of sums"
+    assert {b.version for b in written} == {0, 1, 2, None}, "only versions of sums"
 
 
 def test_a_constraint_on_a_result_over_the_axis_of_groups_is_refused():
@@ -220,7 +220,7 @@ def test_a_constraint_to_the_mesh_of_all_groups_means_the_mesh_of_a_group():
         step = mpmd_jit_with_loop(gradients(Std1F1B(2), loss), MpmdMesh(whole, "stage"))
         compiled = step.compile(*args)
         assert_close(compiled(*args), true)
-        (forward,) = [run.program for run in runs(compiled.lowered.code) if run.name == "fwd_0__0"]
+        (forward,) = [run.graph for run in runs(compiled.lowered.program) if run.name == "fwd_0__0"]
         names = [getattr(s.operation, "name", "") for s in forward.steps]
         assert names.count("sharding_constraint") == 3 and "jit" not in names
 

@@ -50,8 +50,8 @@ def test_cross_mpmd_all_reduce(schedule: Any):
     _, norm, new = compare(step, groups(3), *args)
     check_copies(norm, (0, 1, 2))
     assert [w["in"].mpmd_idxs for w in new] == [(0,), (1,), (2,)]
-    code = mpmd_jit_with_loop(step, groups(3)).lower(*args).code
-    after = [s for s in sends(code) if "after_loop" in s.name]
+    program = mpmd_jit_with_loop(step, groups(3)).lower(*args).program
+    after = [s for s in sends(program) if "after_loop" in s.name]
     assert {(s.rank, s.to) for s in after} == {(a, b) for a in range(3) for b in range(3) if a != b}
     assert all(buffer.value.aval.shape == () for send in after for buffer in send.buffers)
 

@@ -41,10 +41,10 @@ def test_mpmd_jit_by_yield_runs_a_stage_on_each_group():
     out = pipelined(layers(STAGES), x)
     assert_equal(out, jax.jit(forward)(layers(STAGES), x))
     assert out.mpmd_idxs == (STAGES - 1,)
-    code = pipelined.lower(layers(STAGES), x).code
-    found = [(i.rank, i.name) for i in runs(code) if i.actions]
+    program = pipelined.lower(layers(STAGES), x).program
+    found = [(i.rank, i.name) for i in runs(program) if i.actions]
     assert found == [(rank, f"fwd_{rank}__0") for rank in range(STAGES)]
-    assert [ranks for _, ranks in code.inputs] == [(0,), (0,), (1,), (1,), (2,), (2,), (0,)]
+    assert [ranks for _, ranks in program.inputs] == [(0,), (0,), (1,), (1,), (2,), (2,), (0,)]
 
 
 @pytest.mark.parametrize("axes", [{}, {"fsdp": 2}], ids=["one_device", "fsdp2"])
@@ -63,8 +63,8 @@ def test_mpmd_jit_by_yield_of_a_training_step(axes: dict[str, int]):
     assert [w["in"].mpmd_idxs for w in weights] == [(0,), (1,), (2,)]
     for of_stage, spec in zip(weights, specs, strict=True):
         assert {name: w.spec for name, w in of_stage.items()} == spec
-    code = pipelined.lower(weights, *data).code
-    names = [i.name for i in runs(code) if i.actions]
+    program = pipelined.lower(weights, *data).program
+    names = [i.name for i in runs(program) if i.actions]
     assert names == [
         "fwd_0__0",
         "fwd_1__0",
@@ -114,8 +114,8 @@ def test_mpmd_jit_by_yield_of_results_that_need_early_stages_only():
     args = layers(STAGES), one_batch()[0]
     pipelined = mpmd_jit_by_yield(early, groups(STAGES))
     assert_close(pipelined(*args), jax.jit(early)(*args))
-    code = pipelined.lower(*args).code
-    assert {i.rank for i in runs(code) if i.actions} == {0, 1}
+    program = pipelined.lower(*args).program
+    assert {i.rank for i in runs(program) if i.actions} == {0, 1}
 
 
 def test_mpmd_jit_by_yield_of_constants_and_of_arguments_that_pass_through():

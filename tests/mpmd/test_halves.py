@@ -95,9 +95,11 @@ def test_halves_of_stage_0(name: str):
     args = layers(schedule.num_stages), *batch(4)
     step = gradients(schedule)
     compare(step, groups(2), *args)
-    code = mpmd_jit_with_loop(step, groups(2)).lower(*args).code
+    program = mpmd_jit_with_loop(step, groups(2)).lower(*args).program
     ops = {
-        stage: {action.op for run in runs(code) for action in run.actions if action.stage == stage}
+        stage: {
+            action.op for run in runs(program) for action in run.actions if action.stage == stage
+        }
         for stage in range(schedule.num_stages)
     }
     assert ops[0] == {Op.F, Op.W}

@@ -130,9 +130,11 @@ def test_parameters_of_a_stage_are_initialised_on_its_own_devices_only(axes: dic
 
 def test_no_program_of_a_rank_computes_what_others_begin_with():
     mesh, _, where = steps_and_specs()
-    code = mpmd_jit_with_loop(first_state, mesh, out_shardings=where).lower(jax.random.key(0)).code
-    for instruction in runs(code):
-        made = {n for s in instruction.program.steps for v in s.outputs for n in v.aval.shape}
+    program = (
+        mpmd_jit_with_loop(first_state, mesh, out_shardings=where).lower(jax.random.key(0)).program
+    )
+    for instruction in runs(program):
+        made = {n for s in instruction.graph.steps for v in s.outputs for n in v.aval.shape}
         others = {n for i, n in enumerate(INNER) if i != instruction.rank}
         assert INNER[instruction.rank] in made and made.isdisjoint(others)
 
@@ -146,10 +148,10 @@ def test_weights_that_a_step_makes_for_itself_are_made_where_they_are_used():
 
     args = jax.random.key(3), *batch(4)
     compare(step, groups(2), *args)
-    code = mpmd_jit_with_loop(step, groups(2)).lower(*args).code
-    for instruction in runs(code):
+    program = mpmd_jit_with_loop(step, groups(2)).lower(*args).program
+    for instruction in runs(program):
         if instruction.name == "before_loop":
-            made = {n for s in instruction.program.steps for v in s.outputs for n in v.aval.shape}
+            made = {n for s in instruction.graph.steps for v in s.outputs for n in v.aval.shape}
             assert made.isdisjoint({n for i, n in enumerate(INNER) if i % 2 != instruction.rank})
 
 

@@ -248,7 +248,7 @@ def test_equations_of_a_compiled_step_can_be_walked():
         "bwd_0__0",
         "bwd_0__1",
     ]
-    assert {e.primitive.name for e in eqns} == {"task", "send", "receive", "delete"}
+    assert {e.primitive.name for e in eqns} == {"task", "send", "recv", "delete"}
     sent = [e.params for e in eqns if e.primitive.name == "send"]
     assert {(p["mpmd_idx"], p["tgt_mpmd_idx"]) for p in sent} == {(0, 1), (1, 0)}
     assert all(len(e.invars) + len(e.outvars) > 0 for e in eqns)

@@ -128,11 +128,11 @@ def test_trees_of_all_kinds_may_be_marked_under_every_schedule(loss: Callable, s
 def test_a_backward_that_skips_the_last_stages_runs_on_the_ranks_of_the_first():
     """Two marks behind the last cotangent: the backward of stage 0 is still on rank 0."""
     step = step_of(loss_of_the_first_stage, GPipe(3))
-    code = mpmd_jit_with_loop(step, groups(3)).lower(layers(3), *batch(1)).code
-    found = [(i.rank, i.name) for i in runs(code) if i.actions]
+    program = mpmd_jit_with_loop(step, groups(3)).lower(layers(3), *batch(1)).program
+    found = [(i.rank, i.name) for i in runs(program) if i.actions]
     assert (0, "bwd_0__0") in found
     assert not [name for _, name in found if name.startswith("bwd_2")]
-    assert [ranks for _, ranks in code.inputs[:2]] == [(0,), (0,)], "its weights are there alone"
+    assert [ranks for _, ranks in program.inputs[:2]] == [(0,), (0,)], "its weights are there alone"
 
 
 def test_gradients_alone_of_a_linear_loss():

@@ -62,7 +62,7 @@ def test_a_step_with_a_clock_gives_the_same_numbers():
     step, args = compiled(Std1F1B(2))
     result, times = timed_step(step, *args)
     assert_equal(result, step(*args))
-    tasks = runs(step.lowered.code)
+    tasks = runs(step.lowered.program)
     assert [run for run, _, _ in times] == tasks
     assert all(start < end for _, start, end in times)
     ends = [end for _, _, end in times]

@@ -50,8 +50,8 @@ def in_a_scan_in_a_scan(weights: Any, xs: Any, ys: Any) -> Any:
 def test_a_loop_in_a_scan_of_static_length_is_pipelined(f: Callable):
     args = layers(2), *batch(2)
     compare(f, groups(2), *args)
-    code = mpmd_jit_with_loop(f, groups(2)).lower(*args).code
-    names = [i.name for i in runs(code) if i.actions]
+    program = mpmd_jit_with_loop(f, groups(2)).lower(*args).program
+    names = [i.name for i in runs(program) if i.actions]
     assert names.count("bwd_0__1") == 2, "each turn runs its own tasks"
 
 

@@ -25,25 +25,34 @@ from jaxpipe.mpmd import (
     mpmd_jit_with_loop,
     treduce,
 )
-from jaxpipe.mpmd.ir._program import Buffer, Code, Free, Receive, Run, Send, check, of_rank
+from jaxpipe.mpmd.ir._program import (
+    Buffer,
+    Delete,
+    MpmdProgram,
+    Recv,
+    RunTask,
+    Send,
+    check,
+    instructions_of_rank,
+)
 from jaxpipe.schedules import Op
 from mpmd.small import batch, compare, gradients, groups, layer, layers, marked_loss
 
 # What ranks do.
 
 
-def words(code: Code, rank: int) -> list[str]:
-    """What a rank does: programs by name; `>` sends to, `<` receives from, `-` frees how many."""
+def words(program: MpmdProgram, rank: int) -> list[str]:
+    """What a rank does: programs by name; `>` sends to, `<` receives from, `-` deletes how many."""
     found = []
-    for instruction in of_rank(code, rank):
+    for instruction in instructions_of_rank(program, rank):
         match instruction:
-            case Run(name=name):
+            case RunTask(name=name):
                 found.append(name)
             case Send(to=to, buffers=buffers):
                 found.append(f">{to}:{len(buffers)}")
-            case Receive(source=source, buffers=buffers):
+            case Recv(source=source, buffers=buffers):
                 found.append(f"<{source}:{len(buffers)}")
-            case Free(buffers=buffers):
+            case Delete(buffers=buffers):
                 found.append(f"-{len(buffers)}")
     return found
 
@@ -55,12 +64,12 @@ def lowered(schedule: Any, num_microbatches: int, loss: Callable = marked_loss) 
 
 
 def test_two_ranks_of_1f1b_read_like_this():
-    code = lowered(Std1F1B(2), 2).code
-    assert words(code, 0) == [
+    program = lowered(Std1F1B(2), 2).program
+    assert words(program, 0) == [
         *("start", "fwd_0__0", ">1:1", "-1", "fwd_0__1", ">1:1", "-1"),
         *("<1:1", "<1:1", "bwd_0__0", "-2", "bwd_0__1", "-2"),
     ]
-    assert words(code, 1) == [
+    assert words(program, 1) == [
         *("start", "<0:1", "<0:1"),
         *("FusedTask(fwd_1__0, bwd_1__0)", ">0:1", "-1"),
         *("FusedTask(fwd_1__1, bwd_1__1)", ">0:1", "-1"),
@@ -69,8 +78,11 @@ def test_two_ranks_of_1f1b_read_like_this():
 
 def test_two_ranks_of_zero_bubble_read_like_this():
     """The last stage hands its cotangent back before it makes gradients."""
-    code = lowered(ZeroBubble(2), 2).code
-    names = [[i.name for i in of_rank(code, rank) if isinstance(i, Run)] for rank in range(2)]
+    program = lowered(ZeroBubble(2), 2).program
+    names = [
+        [i.name for i in instructions_of_rank(program, rank) if isinstance(i, RunTask)]
+        for rank in range(2)
+    ]
     assert names == [
         ["start", "fwd_0__0", "fwd_0__1", "bwd_w_0__0", "bwd_w_0__1"],
         [
@@ -94,13 +106,13 @@ def test_a_step_prints_like_a_jaxpr():
     text = str(mpmd_jit_with_loop(step, groups(2)).lower(two, jnp.ones((1, 3))))
     assert re.sub(r"num_steps=\d+", "num_steps=n", text) == (
         "{ lambda v0:f32[]@0 v1:f32[]@1 v2:f32[1,3]@0 . let\n"
-        "    v3:0:f32[] = task[\n"
+        "    v3:0:f32[] = run_task[\n"
         "      mpmd_idx=1\n"
         "      donate_invars=()\n"
         "      num_steps=n\n"
         "      task_name=start\n"
         "    ] \n"
-        "    v4:0:f32[3] = task[\n"
+        "    v4:0:f32[3] = run_task[\n"
         "      task_info=(0, F, 0)\n"
         "      mpmd_idx=0\n"
         "      donate_invars=(False, False, False)\n"
@@ -109,8 +121,8 @@ def test_a_step_prints_like_a_jaxpr():
         "    ] v5:0 v2 v0\n"
         "    send[mpmd_idx=0 tgt_mpmd_idx=1] v4:0\n"
         "    _ = delete[mpmd_idx=0] v4:0\n"
-        "    v4:0 = receive[mpmd_idx=1 src_mpmd_idx=0]\n"
-        "    v3:f32[] = task[\n"
+        "    v4:0 = recv[mpmd_idx=1 src_mpmd_idx=0]\n"
+        "    v3:f32[] = run_task[\n"
         "      task_info=(1, F, 0)\n"
         "      mpmd_idx=1\n"
         "      donate_invars=(False, False, True)\n"
@@ -132,7 +144,14 @@ def observed(schedule: Any, num_microbatches: int, loss: Callable = marked_loss)
 
 
 def test_passes_run_in_this_order():
-    passes = ["pipeline_loops", "place", "emit", "exchange", "fuse", "free"]
+    passes = [
+        "pipeline_loops",
+        "assign_ranks",
+        "unroll_schedule",
+        "insert_transfers",
+        "fuse_programs",
+        "liveness",
+    ]
     assert list(observed(Std1F1B(2), 2)) == passes
 
 
@@ -160,9 +179,9 @@ def _flops(jaxpr: Any) -> int:
 
 def flops_of_tasks(schedule: Any, loss: Callable) -> dict[tuple[int, Op], int]:
     found = {}
-    for run in observed(schedule, 3, loss)["emit"].instructions:
+    for run in observed(schedule, 3, loss)["unroll_schedule"].instructions:
         for action in run.actions:
-            found[action.stage, action.op] = matmul_flops(run.program)
+            found[action.stage, action.op] = matmul_flops(run.graph)
     return found
 
 
@@ -208,32 +227,32 @@ def test_halves_of_two_matmuls_are_two_and_two():
 # What is kept, and for how long.
 
 
-def peak_microbatches(code: Code, rank: int) -> int:
+def peak_microbatches(program: MpmdProgram, rank: int) -> int:
     """The most (stage, microbatch)es that hold an array between forward and last backward."""
-    versions = {buffer.value for buffer, _ in code.outputs}
+    versions = {buffer.value for buffer, _ in program.outputs}
     alive: set[Buffer] = set()
     of_forward: dict[tuple[int, int], set[Buffer]] = {}
     peak = 0
-    for instruction in of_rank(code, rank):
+    for instruction in instructions_of_rank(program, rank):
         match instruction:
-            case Run(reads=reads, writes=writes, actions=actions, donated=donated):
+            case RunTask(reads=reads, writes=writes, actions=actions, donated=donated):
                 alive.update(reads, writes)
                 for action in actions:
                     if action.op is Op.F:
                         of_forward[action.stage, action.microbatch] = {
                             buffer
                             for buffer in (*reads, *writes)
-                            if buffer.number is not None
+                            if buffer.version is not None
                             and buffer.value not in versions
-                            and buffer not in code.indices
+                            and buffer not in program.indices
                         }
                 now = {key for key, buffers in of_forward.items() if buffers & alive}
                 now.update((action.stage, action.microbatch) for action in actions)
                 peak = max(peak, len(now))
                 alive.difference_update(reads[i] for i in donated)
-            case Receive(buffers=buffers):
+            case Recv(buffers=buffers):
                 alive.update(buffers)
-            case Free(buffers=buffers):
+            case Delete(buffers=buffers):
                 alive.difference_update(buffers)
     return peak
 
@@ -246,26 +265,26 @@ def test_activations_are_freed_as_soon_as_the_schedule_allows(name: str):
     chunks = 2 if name == "interleaved_1f1b" else None
     schedule = schedules.build(name, ranks=4, microbatches=8, chunks=chunks)
     step = mpmd_jit_with_loop(gradients(schedule), groups(4))
-    code = step.lower(layers(schedule.num_stages), *batch(8)).code
-    found = tuple(peak_microbatches(code, rank) for rank in range(4))
+    program = step.lower(layers(schedule.num_stages), *batch(8)).program
+    found = tuple(peak_microbatches(program, rank) for rank in range(4))
     assert found == schedules.peak_activations(schedule)
 
 
 def test_after_a_step_only_arguments_and_results_are_left():
-    code = lowered(ZeroBubble(3), 4).code
+    program = lowered(ZeroBubble(3), 4).program
     for rank in range(3):
-        alive = {buffer for buffer, ranks in code.inputs if rank in ranks}
+        alive = {buffer for buffer, ranks in program.inputs if rank in ranks}
         given = set(alive)
-        for instruction in of_rank(code, rank):
+        for instruction in instructions_of_rank(program, rank):
             match instruction:
-                case Run(reads=reads, writes=writes, donated=donated):
+                case RunTask(reads=reads, writes=writes, donated=donated):
                     alive.difference_update(reads[i] for i in donated)
                     alive.update(writes)
-                case Receive(buffers=buffers):
+                case Recv(buffers=buffers):
                     alive.update(buffers)
-                case Free(buffers=buffers):
+                case Delete(buffers=buffers):
                     alive.difference_update(buffers)
-        assert alive == given | {buffer for buffer, ranks in code.outputs if rank in ranks}
+        assert alive == given | {buffer for buffer, ranks in program.outputs if rank in ranks}
 
 
 # What `check` sees.
@@ -274,47 +293,47 @@ X, Y = (Buffer(Var(ShapedArray((), jnp.dtype("float32")))) for _ in range(2))
 EMPTY = Graph((), (), ())
 
 
-def run(rank: int, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...], **more: Any) -> Run:
-    return Run(rank, "p", EMPTY, reads, writes, **more)
+def run(rank: int, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...], **more: Any) -> RunTask:
+    return RunTask(rank, "p", EMPTY, reads, writes, **more)
 
 
-MAKE, SEND, RECEIVE = run(0, (), (X,)), Send(0, 1, (X,), "p"), Receive(1, 0, (X,), "p")
+MAKE, SEND, RECEIVE = run(0, (), (X,)), Send(0, 1, (X,), "p"), Recv(1, 0, (X,), "p")
 BROKEN = {
-    "p reads .* which are not there": (run(1, (X,), (Y,)), MAKE, SEND, RECEIVE),
-    "p writes what is there": (MAKE, MAKE),
-    "sends what is not there": (SEND, RECEIVE),
-    "nobody receives": (MAKE, SEND),
-    "waits for what nobody sends": (MAKE, RECEIVE),
-    "meets Send": (
+    "p reads .* which the rank does not hold": (run(1, (X,), (Y,)), MAKE, SEND, RECEIVE),
+    "p writes a buffer that exists": (MAKE, MAKE),
+    "sends a missing buffer": (SEND, RECEIVE),
+    "have no receive": (MAKE, SEND),
+    "has no send": (MAKE, RECEIVE),
+    "does not match Send": (
         *(MAKE, run(0, (), (Y,)), SEND, Send(0, 1, (Y,), "p")),
-        *(Receive(1, 0, (Y,), "p"), RECEIVE),
+        *(Recv(1, 0, (Y,), "p"), RECEIVE),
     ),
-    "receives what is there": (MAKE, run(1, (), (X,)), SEND, RECEIVE),
-    "frees what is not there": (MAKE, Free(0, (X,)), Free(0, (X,))),
-    "p reads .* not there": (MAKE, run(0, (X,), (Y,), donated=(0,)), run(0, (X,), ())),
-    "is not where it is returned": (MAKE,),
+    "receives a buffer that exists": (MAKE, run(1, (), (X,)), SEND, RECEIVE),
+    "deletes a missing buffer": (MAKE, Delete(0, (X,)), Delete(0, (X,))),
+    "p reads .* does not hold": (MAKE, run(0, (X,), (Y,), donated=(0,)), run(0, (X,), ())),
+    "is missing on a rank that returns it": (MAKE,),
 }
 
 
 @pytest.mark.parametrize("message", BROKEN)
 def test_check_names_what_is_broken(message: str):
     with pytest.raises(AssertionError, match=message):
-        check(Code(2, (), ((X, (1,)),), {}, BROKEN[message]))
+        check(MpmdProgram(2, (), ((X, (1,)),), {}, BROKEN[message]))
 
 
 def test_check_passes_what_is_whole():
-    check(Code(2, (), ((X, (0, 1)),), {}, (MAKE, SEND, RECEIVE)))
+    check(MpmdProgram(2, (), ((X, (0, 1)),), {}, (MAKE, SEND, RECEIVE)))
 
 
-@pytest.mark.parametrize("kind", [Send, Receive, Run])
+@pytest.mark.parametrize("kind", [Send, Recv, RunTask])
 def test_check_sees_that_an_instruction_is_missing(kind: type):
-    code = lowered(Std1F1B(2), 2).code
-    check(code)
-    for i, instruction in enumerate(code.instructions):
+    program = lowered(Std1F1B(2), 2).program
+    check(program)
+    for i, instruction in enumerate(program.instructions):
         if isinstance(instruction, kind):
-            rest = (*code.instructions[:i], *code.instructions[i + 1 :])
+            rest = (*program.instructions[:i], *program.instructions[i + 1 :])
             with pytest.raises(AssertionError):
-                check(Code(2, code.inputs, code.outputs, code.indices, rest))
+                check(MpmdProgram(2, program.inputs, program.outputs, program.indices, rest))
 
 
 # What is fused.
@@ -329,10 +348,10 @@ def test_tasks_that_neither_change_nor_communicate_are_fused(schedule: Any, num_
     """Of each microbatch the last forward and its backward are one program; what lies between
     them, and no W reads, is no array of any rank."""
     found = observed(schedule, 4)
-    apart, fused = found["exchange"], found["fuse"]
-    pairs = [i for i in fused.instructions if isinstance(i, Run) and len(i.actions) == 2]
+    apart, fused = found["insert_transfers"], found["fuse_programs"]
+    pairs = [i for i in fused.instructions if isinstance(i, RunTask) and len(i.actions) == 2]
     assert len(pairs) == num_fused
-    runs = [i for i in apart.instructions if isinstance(i, Run)]
+    runs = [i for i in apart.instructions if isinstance(i, RunTask)]
     by_action = {action: run for run in runs for action in run.actions}
     for pair in pairs:
         first, second = (by_action[action] for action in pair.actions)
@@ -342,8 +361,8 @@ def test_tasks_that_neither_change_nor_communicate_are_fused(schedule: Any, num_
         assert between.isdisjoint((*pair.reads, *pair.writes))
         assert between or not isinstance(schedule, Std1F1B)
         assert set(pair.writes) == {*first.writes, *second.writes} - between
-    alone = [i for i in fused.instructions if not isinstance(i, Run)]
-    assert alone == [i for i in apart.instructions if not isinstance(i, Run)]
+    alone = [i for i in fused.instructions if not isinstance(i, RunTask)]
+    assert alone == [i for i in apart.instructions if not isinstance(i, RunTask)]
     compare(
         gradients(schedule),
         groups(schedule.mpmd_dim),
@@ -356,6 +375,6 @@ def test_a_fused_steady_state_computes_the_same(cls: Any):
     """What a forward hands on leaves before a backward of another microbatch begins."""
     schedule, args = cls(4, 2, fuse_steady_state=True), (layers(4), *batch(5))
     compare(gradients(schedule), groups(2), *args)
-    for run in observed(schedule, 5)["fuse"].instructions:
-        if isinstance(run, Run):
+    for run in observed(schedule, 5)["fuse_programs"].instructions:
+        if isinstance(run, RunTask):
             assert len({(action.stage, action.microbatch) for action in run.actions}) <= 1

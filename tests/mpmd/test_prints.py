@@ -125,7 +125,7 @@ def test_a_print_in_what_is_rematerialised_leaves_it_in_the_backward():
         args = layers(2), *batch(2), jnp.arange(2)
         return {
             i.name: sum(b.value.num_bytes for b in i.writes if b.value.aval.shape)
-            for i in runs(step.lower(*args).code)
+            for i in runs(step.lower(*args).program)
         }
 
     def stage(w: Any, x: Any, show: bool) -> Any:
@@ -204,7 +204,7 @@ def test_around_the_loop_each_print_runs_once_where_what_it_shows_is():
     once = ("exact constant", "exact weights 0", "exact weights 1", "value", "norm")
     assert found == dict.fromkeys(once, 1) | {"turn": 3}
     compiled = mpmd_jit_with_loop(step, groups(2)).lower(*args)
-    ranks = [ranks for _, ranks in compiled.code.inputs]
+    ranks = [ranks for _, ranks in compiled.program.inputs]
     assert ranks[:4] == [(0,), (0,), (1,), (1,)]
 
 

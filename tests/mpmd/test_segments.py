@@ -11,9 +11,9 @@ from mpmd.small import WIDTH, assert_close, batch, gradients, groups, layers, ru
 MATRIX = (WIDTH, 2 * WIDTH)
 
 
-def reads(code: Any, name: str, rank: int) -> int:
+def reads(program: Any, name: str, rank: int) -> int:
     """How many matrices a program takes."""
-    (run,) = (i for i in runs(code) if (i.name, i.rank) == (name, rank))
+    (run,) = (i for i in runs(program) if (i.name, i.rank) == (name, rank))
     return sum(buffer.value.aval.shape == MATRIX for buffer in run.reads)
 
 
@@ -40,7 +40,7 @@ def test_gradients_of_several_loops_are_added_before_the_next_one():
     args = layers(2), *batch(16)
     pipelined = mpmd_jit_with_loop(step, groups(2))
     assert_close(pipelined(*args), jax.jit(step)(*args))
-    code = pipelined.lower(*args).code
+    program = pipelined.lower(*args).program
     for rank in range(2):
         for name in ("between_loops_2", "between_loops_3", "after_loop"):
-            assert reads(code, name, rank) == 2
+            assert reads(program, name, rank) == 2

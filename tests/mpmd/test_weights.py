@@ -91,8 +91,8 @@ def test_of_a_global_norm_one_number_leaves_each_rank():
     optimizer = optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(1e-2))
     weights = layers(4)
     step = mpmd_jit_with_loop(training(optimizer, Std1F1B(4)), groups(4))
-    code = step.lower((weights, optimizer.init(weights)), *batch(4)).code
-    after = [send for send in sends(code) if send.name.startswith("after_loop")]
+    program = step.lower((weights, optimizer.init(weights)), *batch(4)).program
+    after = [send for send in sends(program) if send.name.startswith("after_loop")]
     assert all(buffer.value.aval.shape == () for send in after for buffer in send.buffers)
     up, back = after[:3], after[3:]
     assert [(send.rank, send.to, len(send.buffers)) for send in up] == [
@@ -192,14 +192,14 @@ def casts_of_weights(run: Any) -> int:
         and step.operation.name == "convert_element_type"
         and step.outputs[0].aval.dtype == jnp.bfloat16
         and step.outputs[0].aval.shape in ((WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH))
-        for step in run.program.steps
+        for step in run.graph.steps
     )
 
 
 def test_casts_of_weights_come_out_of_the_loop():
     args = layers(2), *batch(4)
     step = mpmd_jit_with_loop(gradients(Std1F1B(2), in_bfloat16), groups(2))
-    found = runs(step.lower(*args).code)
+    found = runs(step.lower(*args).program)
     casts = {(run.name, run.rank): n for run in found if (n := casts_of_weights(run))}
     assert casts == {("before_loop", 0): 2, ("before_loop", 1): 2}
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxpipe.mpmd.ir._program import Run
+from jaxpipe.mpmd.ir._program import RunTask
 from jaxpipe.train.estimate import estimate_memory, peak_live_microbatches
 from jaxpipe.train.plan import Setup
 from jaxpipe.train.step import init_state, lower_train_step
@@ -105,7 +105,7 @@ def test_calls_keep_a_sum_of_gradients_in_float32_and_some_programs_of_ranks_one
 def test_what_programs_of_ranks_keep_of_gradients_until_the_last_call_is_counted(dtype):
     calls = {"gradient_accumulation_steps": 3, "logits_via_embedding": False}
     setup = setup_of(2, MPMD, calls, {"weight_dtype": dtype})
-    runs = [run for run in lower_train_step(setup).code.instructions if isinstance(run, Run)]
+    runs = [run for run in lower_train_step(setup).program.instructions if isinstance(run, RunTask)]
     of_rank = [run for run in runs if run.rank == 0]
     made = {b for run in of_rank if not run.name.startswith("before_loop") for b in run.writes}
     after = {b for run in of_rank if run.name.startswith("after_loop") for b in run.reads}

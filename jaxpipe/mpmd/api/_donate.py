@@ -6,14 +6,14 @@ from typing import Any
 
 import jax
 
-from ..ir._program import Code, Send
+from ..ir._program import MpmdProgram, Send
 from ._array import MpmdArray
 
 GivenAway = dict[int, tuple[int, ...]]
 """Maps the index of each deleted argument among all leaves to the ranks that keep its array."""
 
 
-def given_away(code: Code, donated: frozenset[int], *, crosses: bool) -> GivenAway:
+def given_away(program: MpmdProgram, donated: frozenset[int], *, crosses: bool) -> GivenAway:
     """Returns the arguments that a call deletes.
 
     As with `jax.jit`, a donated argument is deleted if a result has its shape and dtype. Each
@@ -22,25 +22,25 @@ def given_away(code: Code, donated: frozenset[int], *, crosses: bool) -> GivenAw
     processes, shares its memory with the result or the transfer. That rank keeps its array.
 
     Args:
-        code: The instructions of all ranks.
+        program: The instructions of all ranks.
         donated: The indices of donated arguments among all leaves.
         crosses: Whether the program runs in several processes.
 
     Returns:
         The ranks that keep the array of each deleted argument, by the argument's index.
     """
-    results = Counter(_type(buffer.value.aval) for buffer, _ in code.outputs)
+    results = Counter(_type(buffer.value.aval) for buffer, _ in program.outputs)
     shared: dict[Any, set[int]] = {}
-    for buffer, ranks in code.outputs:
+    for buffer, ranks in program.outputs:
         shared.setdefault(buffer, set()).update(ranks)
-    for instruction in code.instructions if crosses else ():
+    for instruction in program.instructions if crosses else ():
         if isinstance(instruction, Send):
             for buffer in instruction.buffers:
                 shared.setdefault(buffer, set()).add(instruction.rank)
-    returned = {buffer for buffer, _ in code.outputs}
+    returned = {buffer for buffer, _ in program.outputs}
     found: GivenAway = {}
-    for i in sorted(donated, key=lambda i: (code.inputs[i][0] not in returned, i)):
-        buffer, _ = code.inputs[i]
+    for i in sorted(donated, key=lambda i: (program.inputs[i][0] not in returned, i)):
+        buffer, _ = program.inputs[i]
         kind = _type(buffer.value.aval)
         if results[kind]:
             results[kind] -= 1

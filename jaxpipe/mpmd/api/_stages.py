@@ -16,19 +16,19 @@ from jaxtyping import PyTree
 from ...ir._graph import Graph, Var
 from ...schedules import Schedule
 from .._lowering import lower
-from ..ir._program import Buffer, Code, Instruction
-from ..jaxpp._eqns import ClosedJaxpr
+from ..ir._program import Buffer, Instruction, MpmdProgram
 from ..jaxpp._schedules import as_schedule
 from ..passes._pipelined_loops import loop_of, loop_results
 from ..runtime._channels import layouts_of_routes
 from ..runtime._compile import check_threads, compile_code
 from ..runtime._execute import Act, Bound, Place, bind
-from ..runtime._propagate_shardings import constrained, spread
+from ..runtime._propagate_shardings import constrained_specs, propagate_shardings
 from ..runtime._session import Agreement, Session, open_session
 from ..runtime._watchdog import give_up, wait
 from ._arguments import StaticArguments, check_given_once, check_types, leaves_like
 from ._array import MpmdArray
 from ._assign_arguments import placed
+from ._closed_jaxpr import ClosedJaxpr
 from ._donate import give_away, given_away
 from ._mesh import MpmdMesh, MpmdSharding, no_ambient_mesh
 
@@ -63,7 +63,7 @@ class Traced:
 
     Attributes:
         settings: The arguments of `mpmd_jit_with_loop`.
-        program: The traced function.
+        graph: The traced function.
         in_tree: The structure of `(args, kwargs)` without static arguments.
         out_tree: The structure of the result.
         in_specs: The spec of each leaf of the arguments, or None if the compiler chooses.
@@ -73,7 +73,7 @@ class Traced:
     """
 
     settings: Settings
-    program: Graph
+    graph: Graph
     in_tree: Any
     out_tree: Any
     in_specs: tuple[P | None, ...]
@@ -96,8 +96,8 @@ class Traced:
             ValueError: If the schedule does not fit the marks or the mesh.
         """
         mesh = self.settings.mesh
-        outer, code = lower(
-            self.program,
+        outer, program = lower(
+            self.graph,
             mesh.mpmd_dim,
             partial(_checked_schedule, mesh.mpmd_dim),
             out_ranks=self.out_ranks,
@@ -105,7 +105,7 @@ class Traced:
             processes=[mesh.process_of(rank) for rank in range(mesh.mpmd_dim)],
             observe=observe,
         )
-        return Lowered(self, outer, code)
+        return Lowered(self, outer, program)
 
 
 @dataclass(frozen=True)
@@ -115,15 +115,15 @@ class Lowered:
     Attributes:
         traced: The traced function.
         outer: The function with its loops cut into tasks.
-        code: The instructions of all ranks.
+        program: The instructions of all ranks.
     """
 
     traced: Traced
     outer: Graph
-    code: Code
+    program: MpmdProgram
 
     def __str__(self) -> str:
-        return str(self.code)
+        return str(self.program)
 
     @property
     def schedules(self) -> list[Schedule]:
@@ -135,16 +135,18 @@ class Lowered:
 
         With several processes every process must call it.
         """
-        traced, code, mesh = self.traced, self.code, self.traced.settings.mesh
+        traced, program, mesh = self.traced, self.program, self.traced.settings.mesh
         check_threads(mesh)
         known: dict[Var, P | None] = dict(zip(self.outer.inputs, traced.in_specs, strict=True))
-        for (buffer, _), spec in zip(code.outputs, traced.out_specs, strict=True):
+        for (buffer, _), spec in zip(program.outputs, traced.out_specs, strict=True):
             if known.get(buffer.value) is None:
                 known[buffer.value] = spec
-        for value, spec in constrained(self.outer, mesh.mpmd_axis_name).items():
+        for value, spec in constrained_specs(self.outer, mesh.mpmd_axis_name).items():
             if known.get(value) is None:
                 known[value] = spec
-        specs = {value: P() for value in loop_results(self.outer)} | spread(self.outer, known)
+        specs = {value: P() for value in loop_results(self.outer)} | propagate_shardings(
+            self.outer, known
+        )
 
         def spec_of(buffer: Buffer) -> P | None:
             return specs.get(buffer.value)
@@ -153,19 +155,19 @@ class Lowered:
         if jax.process_count() > 1:
             session = open_session(traced.settings.timeout)
             agreement = Agreement(f"program/{next(session.programs)}")
-            agreement.check_program(_digest(str(code)))
+            agreement.check_program(_digest(str(program)))
         threads = os.cpu_count() or 1
         executables = compile_code(
-            code,
+            program,
             mesh,
             spec_of,
             options=traced.settings.compiler_options,
             num_threads=threads,
             agreement=agreement,
         )
-        bound = bind(code, mesh, executables, session)
+        bound = bind(program, mesh, executables, session)
         if agreement is not None:
-            agreement.wait_for_all(*layouts_of_routes(code, mesh, executables.specs))
+            agreement.wait_for_all(*layouts_of_routes(program, mesh, executables.specs))
         return Compiled(self, bound, executables.specs, session)
 
 
@@ -192,7 +194,7 @@ class Compiled:
         self._session = session
         self._acts = [act for _, act in bound.acts]
         self._wait = jax.block_until_ready if session is None else partial(wait, session.dog)
-        mesh, code = lowered.traced.settings.mesh, lowered.code
+        mesh, program = lowered.traced.settings.mesh, lowered.program
         local = set(mesh.local_ranks)
         self._inputs = [
             [
@@ -201,7 +203,7 @@ class Compiled:
                 if rank in local
                 for spec in [specs[buffer, rank]]
             ]
-            for buffer, ranks in code.inputs
+            for buffer, ranks in program.inputs
         ]
         self._outputs = [
             (
@@ -209,13 +211,13 @@ class Compiled:
                 MpmdSharding(mesh, ranks, specs[b, ranks[0]]),
                 [(r, bound.places[b, r]) for r in ranks if r in local],
             )
-            for b, ranks in code.outputs
+            for b, ranks in program.outputs
         ]
 
-        avals = [buffer.value.aval for buffer, _ in code.inputs]
+        avals = [buffer.value.aval for buffer, _ in program.inputs]
         self._shapes = [aval.shape for aval in avals]
         self._dtypes = [aval.dtype for aval in avals]
-        self._given_away = given_away(code, lowered.traced.donated, crosses=session is not None)
+        self._given_away = given_away(program, lowered.traced.donated, crosses=session is not None)
 
     @property
     def acts(self) -> Sequence[tuple[Instruction, Act]]:
@@ -244,7 +246,7 @@ class Compiled:
     @property
     def closed_jaxpr(self) -> ClosedJaxpr:
         """Returns the instructions of all ranks, to print or to read as equations."""
-        return ClosedJaxpr(self.lowered.code)
+        return ClosedJaxpr(self.lowered.program)
 
     @property
     def programs(self) -> Mapping[str, jax.stages.Compiled]:
@@ -263,7 +265,7 @@ class Compiled:
         reads has an `MpmdSharding` without groups.
         """
         traced, mesh = self.lowered.traced, self.lowered.traced.settings.mesh
-        inputs = zip(self.lowered.code.inputs, traced.in_specs, strict=True)
+        inputs = zip(self.lowered.program.inputs, traced.in_specs, strict=True)
         shardings = [
             MpmdSharding(mesh, ranks, self._specs[b, ranks[0]] if ranks else spec or P())
             for (b, ranks), spec in inputs

@@ -13,11 +13,11 @@ from jax.interpreters import ad, batching, mlir
 
 T = TypeVar("T")
 
-NAME = "stage_end"
-stage_end_p = Primitive(NAME)
+STAGE_END = "stage_end"
+stage_end_p = Primitive(STAGE_END)
 stage_end_p.multiple_results = True
 
-_NUMBERS = count()
+_MARK_IDS = count()
 """Counts marks. A mark and its transpose have the same number, as they belong to one stage."""
 
 
@@ -38,7 +38,7 @@ def mark_stage_end(anchor: T, name: str | None = None) -> T:
     del name
     leaves, tree = jax.tree.flatten(anchor)
     return (
-        tree.unflatten(stage_end_p.bind(*leaves, backward=False, number=next(_NUMBERS)))
+        tree.unflatten(stage_end_p.bind(*leaves, backward=False, mark_id=next(_MARK_IDS)))
         if leaves
         else anchor
     )
@@ -59,35 +59,39 @@ def pipeline_enter_stage(anchor: T, name: str | None = None) -> T:
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[list[Any], list[Any]]:
     out = stage_end_p.bind(*primals, **params)
-    moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
-    moved = stage_end_p.bind(*(tangents[i] for i in moving), **params) if moving else []
-    by_place = dict(zip(moving, moved, strict=True))
-    return out, [by_place.get(i, t) for i, t in enumerate(tangents)]
+    with_tangent = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+    marked = (
+        stage_end_p.bind(*(tangents[i] for i in with_tangent), **params) if with_tangent else []
+    )
+    by_position = dict(zip(with_tangent, marked, strict=True))
+    return out, [by_position.get(i, t) for i, t in enumerate(tangents)]
 
 
-def _transpose(cotangents: Any, *arguments: Any, backward: bool, number: int) -> list[Any]:
+def _transpose(cotangents: Any, *arguments: Any, backward: bool, mark_id: int) -> list[Any]:
     del arguments
     given = [i for i, t in enumerate(cotangents) if not isinstance(t, ad.Zero)]
     if not given:
         return list(cotangents)
-    marked = stage_end_p.bind(*(cotangents[i] for i in given), backward=not backward, number=number)
-    by_place = dict(zip(given, marked, strict=True))
-    return [by_place.get(i, t) for i, t in enumerate(cotangents)]
+    marked = stage_end_p.bind(
+        *(cotangents[i] for i in given), backward=not backward, mark_id=mark_id
+    )
+    by_position = dict(zip(given, marked, strict=True))
+    return [by_position.get(i, t) for i, t in enumerate(cotangents)]
 
 
 def _batch(arguments: Any, dims: Any, **params: Any) -> tuple[list[Any], Any]:
     return stage_end_p.bind(*arguments, **params), dims
 
 
-def same(*arguments: Any, **params: Any) -> list[Any]:
+def identity(*arguments: Any, **params: Any) -> list[Any]:
     """Returns the arguments of a mark unchanged."""
     del params
     return list(arguments)
 
 
-stage_end_p.def_impl(same)
-stage_end_p.def_abstract_eval(same)
-mlir.register_lowering(stage_end_p, mlir.lower_fun(same, multiple_results=True))
+stage_end_p.def_impl(identity)
+stage_end_p.def_abstract_eval(identity)
+mlir.register_lowering(stage_end_p, mlir.lower_fun(identity, multiple_results=True))
 ad.primitive_jvps[stage_end_p] = _jvp
 ad.primitive_transposes[stage_end_p] = _transpose
 batching.primitive_batchers[stage_end_p] = _batch

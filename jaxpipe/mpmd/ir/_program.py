@@ -1,4 +1,4 @@
-"""Defines the instructions of ranks: programs on named buffers, sends, receives and frees.
+"""Defines the instructions of ranks: tasks on named buffers, sends, receives and deletes.
 
 The instructions of all ranks form one sequence in which they could run. A rank runs the
 instructions that name it, in this order. Each receive follows its send in the sequence, so the
@@ -18,22 +18,22 @@ class Buffer(NamedTuple):
 
     Attributes:
         value: The variable.
-        number: The index of a microbatch, or of a version of a sum, if the variable has several
+        version: The index of a microbatch, or of a state of a sum, if the variable has several
             values in a step; None if it has one.
     """
 
     value: Var
-    number: int | None = None
+    version: int | None = None
 
 
 @dataclass(frozen=True)
-class Run:
-    """Runs a program on a rank: `(reads) -> writes`.
+class RunTask:
+    """Runs a graph on a rank: `(reads) -> writes`.
 
     Attributes:
         rank: The rank that runs it.
         name: The name of the task, such as `fwd_0__1`.
-        program: The program.
+        graph: The graph.
         reads: The buffers that are its arguments.
         writes: The buffers that are its results.
         actions: The actions of the schedule that it runs; () outside of loops.
@@ -42,7 +42,7 @@ class Run:
 
     rank: int
     name: str
-    program: Graph
+    graph: Graph
     reads: tuple[Buffer, ...]
     writes: tuple[Buffer, ...]
     actions: tuple[Action, ...] = ()
@@ -57,7 +57,7 @@ class Send:
         rank: The rank that sends.
         to: The rank that receives.
         buffers: The buffers.
-        name: The name of the program that wrote the buffers.
+        name: The name of the task that wrote the buffers.
     """
 
     rank: int
@@ -67,14 +67,14 @@ class Send:
 
 
 @dataclass(frozen=True)
-class Receive:
+class Recv:
     """Receives buffers on rank `rank` that rank `source` sends.
 
     Attributes:
         rank: The rank that receives.
         source: The rank that sends.
         buffers: The buffers.
-        name: The name of the program that wrote the buffers.
+        name: The name of the task that wrote the buffers.
     """
 
     rank: int
@@ -84,18 +84,18 @@ class Receive:
 
 
 @dataclass(frozen=True)
-class Free:
-    """Frees buffers that a rank no longer reads."""
+class Delete:
+    """Deletes buffers that a rank no longer reads."""
 
     rank: int
     buffers: tuple[Buffer, ...]
 
 
-Instruction = Run | Send | Receive | Free
+Instruction = RunTask | Send | Recv | Delete
 
 
 @dataclass(frozen=True)
-class Code:
+class MpmdProgram:
     """The instructions of all ranks for one call of a function.
 
     Attributes:
@@ -113,55 +113,59 @@ class Code:
     instructions: tuple[Instruction, ...] = ()
 
     def __str__(self) -> str:
-        return _text(self)
+        return _format_program(self)
 
 
-def check(code: Code) -> None:
+def check(program: MpmdProgram) -> None:
     """Checks that ranks only read buffers that they hold, and that receives match sends in order.
 
     Raises:
         AssertionError: If an instruction breaks one of these rules. The error names it.
     """
-    has: list[set[Buffer]] = [set() for _ in range(code.num_ranks)]
-    for buffer, ranks in code.inputs:
+    has: list[set[Buffer]] = [set() for _ in range(program.num_ranks)]
+    for buffer, ranks in program.inputs:
         for rank in ranks:
             has[rank].add(buffer)
-    for of_rank in has:
-        of_rank.update(code.indices)
+    for buffers in has:
+        buffers.update(program.indices)
     sent: dict[tuple[int, int], list[Send]] = {}
-    for instruction in code.instructions:
+    for instruction in program.instructions:
         mine = has[instruction.rank]
         match instruction:
-            case Run(reads=reads, writes=writes):
+            case RunTask(reads=reads, writes=writes):
                 missing = [buffer for buffer in reads if buffer not in mine]
-                assert not missing, f"{instruction.name} reads {missing}, which are not there"
+                assert not missing, (
+                    f"{instruction.name} reads {missing}, which the rank does not hold"
+                )
                 mine.difference_update(instruction.reads[i] for i in instruction.donated)
-                assert mine.isdisjoint(writes), f"{instruction.name} writes what is there"
+                assert mine.isdisjoint(writes), f"{instruction.name} writes a buffer that exists"
                 mine.update(writes)
             case Send(rank, to, buffers):
-                assert mine.issuperset(buffers), f"{instruction} sends what is not there"
+                assert mine.issuperset(buffers), f"{instruction} sends a missing buffer"
                 sent.setdefault((rank, to), []).append(instruction)
-            case Receive(rank, source, buffers):
-                assert sent.get((source, rank)), f"{instruction} waits for what nobody sends"
+            case Recv(rank, source, buffers):
+                assert sent.get((source, rank)), f"{instruction} has no send"
                 first = sent[source, rank].pop(0)
-                assert first.buffers == buffers, f"{instruction} meets {first}"
-                assert mine.isdisjoint(buffers), f"{instruction} receives what is there"
+                assert first.buffers == buffers, f"{instruction} does not match {first}"
+                assert mine.isdisjoint(buffers), f"{instruction} receives a buffer that exists"
                 mine.update(buffers)
-            case Free(buffers=buffers):
-                assert mine.issuperset(buffers), f"{instruction} frees what is not there"
+            case Delete(buffers=buffers):
+                assert mine.issuperset(buffers), f"{instruction} deletes a missing buffer"
                 mine.difference_update(buffers)
-    assert not any(sent.values()), f"nobody receives {sent}"
-    for buffer, ranks in code.outputs:
-        assert all(buffer in has[rank] for rank in ranks), f"{buffer} is not where it is returned"
+    assert not any(sent.values()), f"{sent} have no receive"
+    for buffer, ranks in program.outputs:
+        assert all(buffer in has[rank] for rank in ranks), (
+            f"{buffer} is missing on a rank that returns it"
+        )
 
 
-def of_rank(code: Code, rank: int) -> tuple[Instruction, ...]:
+def instructions_of_rank(program: MpmdProgram, rank: int) -> tuple[Instruction, ...]:
     """Returns the instructions of one rank, in order."""
-    return tuple(i for i in code.instructions if i.rank == rank)
+    return tuple(i for i in program.instructions if i.rank == rank)
 
 
-def _text(code: Code) -> str:
-    """Prints all instructions, in an order in which they could run, as a jaxpr.
+def _format_program(program: MpmdProgram) -> str:
+    """Prints all instructions like the equations of a jaxpr, in an order in which they could run.
 
     A buffer is printed as a letter and a number, then `:m` for a microbatch or a version of a sum.
     """
@@ -169,39 +173,39 @@ def _text(code: Code) -> str:
 
     def name(buffer: Buffer) -> str:
         short = names.setdefault(buffer.value, f"v{len(names)}")
-        return short if buffer.number is None else f"{short}:{buffer.number}"
+        return short if buffer.version is None else f"{short}:{buffer.version}"
 
     def typed(buffer: Buffer) -> str:
         return f"{name(buffer)}:{buffer.value.aval.str_short(short_dtypes=True)}"
 
-    inputs = " ".join(f"{typed(b)}@{_ranks(ranks)}" for b, ranks in code.inputs)
-    outputs = " ".join(f"{name(b)}@{_ranks(ranks)}" for b, ranks in code.outputs)
-    lines = [line for i in code.instructions for line in _lines(i, name, typed)]
+    inputs = " ".join(f"{typed(b)}@{_format_ranks(ranks)}" for b, ranks in program.inputs)
+    outputs = " ".join(f"{name(b)}@{_format_ranks(ranks)}" for b, ranks in program.outputs)
+    lines = [line for i in program.instructions for line in _format_instruction(i, name, typed)]
     return "\n".join([f"{{ lambda {inputs} . let", *lines, f"  in {outputs} }}"])
 
 
-def _ranks(ranks: tuple[int, ...]) -> str:
+def _format_ranks(ranks: tuple[int, ...]) -> str:
     return ",".join(map(str, ranks)) or "-"
 
 
-def _lines(instruction: Instruction, name, typed) -> list[str]:
+def _format_instruction(instruction: Instruction, name, typed) -> list[str]:
     rank = instruction.rank
     match instruction:
-        case Run(_, label, program, reads, writes, actions, donated):
+        case RunTask(_, label, graph, reads, writes, actions, donated):
             info = ", ".join(f"({a.stage}, {a.op.name}, {a.microbatch})" for a in actions)
             return [
-                f"    {' '.join(map(typed, writes))} = task[",
+                f"    {' '.join(map(typed, writes))} = run_task[",
                 *([f"      task_info={info}"] if info else []),
                 f"      mpmd_idx={rank}",
                 f"      donate_invars={tuple(i in donated for i in range(len(reads)))}",
-                f"      num_steps={len(program.steps)}",
+                f"      num_steps={len(graph.steps)}",
                 f"      task_name={label}",
                 f"    ] {' '.join(map(name, reads))}",
             ]
         case Send(_, to, buffers):
             return [f"    send[mpmd_idx={rank} tgt_mpmd_idx={to}] {' '.join(map(name, buffers))}"]
-        case Receive(_, source, buffers):
+        case Recv(_, source, buffers):
             given = " ".join(map(name, buffers))
-            return [f"    {given} = receive[mpmd_idx={rank} src_mpmd_idx={source}]"]
-        case Free(_, buffers):
+            return [f"    {given} = recv[mpmd_idx={rank} src_mpmd_idx={source}]"]
+        case Delete(_, buffers):
             return [f"    _ = delete[mpmd_idx={rank}] {' '.join(map(name, buffers))}"]

@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 
 
 @runtime_checkable
-class Op(Protocol):
+class ReduceOp(Protocol):
     """A reduction: how the results of all microbatches become one array.
 
     Any object with these two methods can be an `operation` of `treduce`. Schedules may run
@@ -70,7 +70,7 @@ class _Add:
 class _Max:
     def state(self, n: int, a: jax.ShapeDtypeStruct) -> jax.Array:
         del n
-        return jnp.full(a.shape, _lowest(a.dtype), a.dtype)
+        return jnp.full(a.shape, _lowest_value(a.dtype), a.dtype)
 
     def update(self, state: Any, update: Any, index: Any) -> Any:
         del index
@@ -124,8 +124,8 @@ class _Last:
 Add, Max, Last = _Add(), _Max(), _Last()
 DEFAULT = (Concat(), Add)
 
-NAME = "treduce"
-treduce_p = Primitive(NAME)
+TREDUCE = "treduce"
+treduce_p = Primitive(TREDUCE)
 treduce_p.multiple_results = True
 
 
@@ -144,10 +144,10 @@ def treduce(
         xs: A pytree of arrays, [M, ...] if `axis` is 0.
         schedule: A `jaxpipe.schedules.Schedule`, or one of the classes under JaxPP's names.
         axis: The dim of size M, for microbatches, of every array of `xs`.
-        operation: `Add`, `Max`, `Concat()` or an object with the methods of `Op`: one operation for
-            all results, or a tree of operations that is a prefix of `out`. The default
-            `(Concat(), Add)` suits a `fun` that returns the result of `jax.value_and_grad`: it
-            stacks losses and metrics and adds gradients.
+        operation: `Add`, `Max`, `Concat()` or an object with the methods of `ReduceOp`: one
+            operation for all results, or a tree of operations that is a prefix of `out`. The
+            default `(Concat(), Add)` suits a `fun` that returns the result of
+            `jax.value_and_grad`: it stacks losses and metrics and adds gradients.
 
     Returns:
         A tree like `out`: each result, reduced over all microbatches by its operation.
@@ -183,9 +183,9 @@ def treduce_i(
         fun: `(index of the microbatch, an int32 scalar) -> out`, with marks between its stages.
         length: M, the number of microbatches.
         schedule: A `jaxpipe.schedules.Schedule`, or one of the classes under JaxPP's names.
-        operation: `Add`, `Max`, `Concat()` or an object with the methods of `Op`: one operation for
-            all results, or a tree of operations that is a prefix of `out`. The default is
-            `(Concat(), Add)`.
+        operation: `Add`, `Max`, `Concat()` or an object with the methods of `ReduceOp`: one
+            operation for all results, or a tree of operations that is a prefix of `out`. The
+            default is `(Concat(), Add)`.
 
     Returns:
         A tree like `out`: each result, reduced over all microbatches by its operation.
@@ -197,8 +197,10 @@ def treduce_i(
     if length < 1:
         raise ValueError(f"`length`, the number of microbatches, is {length}. Give 1 or more.")
     closed, shape = jax.make_jaxpr(fun, return_shape=True)(jax.ShapeDtypeStruct((), jnp.int32))
-    operations = _broadcast(operation, shape)
-    totals(closed.out_avals, operations, length)  # raises if an operation does not fit its result
+    operations = _broadcast_operation(operation, shape)
+    reductions(
+        closed.out_avals, operations, length
+    )  # raises if an operation does not fit its result
     jaxpr = closed.jaxpr
     lifted = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
     out = treduce_p.bind(
@@ -211,15 +213,15 @@ def treduce_i(
     return jax.tree.structure(shape).unflatten(out)
 
 
-def _broadcast(operation: PyTree, shape: PyTree) -> tuple[Op, ...]:
+def _broadcast_operation(operation: PyTree, shape: PyTree) -> tuple[ReduceOp, ...]:
     """Returns one operation for each result, given a prefix tree of operations."""
 
     def is_op(x: Any) -> bool:
-        return isinstance(x, Op)
+        return isinstance(x, ReduceOp)
 
     operation = jax.tree.map(lambda op: op() if op is Concat else op, operation, is_leaf=is_op)
     for leaf in jax.tree.leaves(operation, is_leaf=is_op):
-        if isinstance(leaf, type) or not isinstance(leaf, Op):
+        if isinstance(leaf, type) or not isinstance(leaf, ReduceOp):
             raise ValueError(
                 f"`operation` has {leaf!r}. Give Add, Max, Concat() or an object with the methods "
                 "`state(n, a)` and `update(state, update, index)`."
@@ -239,7 +241,7 @@ def _broadcast(operation: PyTree, shape: PyTree) -> tuple[Op, ...]:
 
 
 @dataclass(frozen=True)
-class Total:
+class Reduction:
     """The reduction of one result over all microbatches.
 
     Attributes:
@@ -249,7 +251,7 @@ class Total:
         num_microbatches: M.
     """
 
-    operation: Op
+    operation: ReduceOp
     shape: tuple[int, ...]
     dtype: Any
     num_microbatches: int
@@ -261,32 +263,34 @@ class Total:
 
     @property
     def aval(self) -> ShapedArray:
-        shape = jax.eval_shape(self.start)
+        shape = jax.eval_shape(self.init)
         return ShapedArray(shape.shape, shape.dtype)
 
-    def start(self) -> jax.Array:
+    def init(self) -> jax.Array:
         """Returns the array before the first microbatch."""
         one = jax.ShapeDtypeStruct(self.shape, self.dtype)
         return self.operation.state(self.num_microbatches, one)
 
-    def with_result(self, so_far: Any, new: Any, i: Any) -> Any:
+    def update(self, so_far: Any, new: Any, i: Any) -> Any:
         """Returns the array `so_far` after the result `new` of microbatch `i`."""
         return self.operation.update(so_far, jnp.asarray(new, self.dtype), i)
 
 
-def is_add(operation: Op) -> bool:
+def is_add(operation: ReduceOp) -> bool:
     """Returns whether an operation is `Add`."""
     return isinstance(operation, _Add)
 
 
-def _lowest(dtype: Any) -> Any:
+def _lowest_value(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.floating):
         return -np.inf
     return False if dtype == jnp.bool_ else jnp.iinfo(dtype).min
 
 
-def totals(avals: Sequence[Any], operations: Sequence[Op], num_microbatches: int) -> list[Total]:
-    """Returns the `Total` of each result of a microbatch.
+def reductions(
+    avals: Sequence[Any], operations: Sequence[ReduceOp], num_microbatches: int
+) -> list[Reduction]:
+    """Returns the `Reduction` of each result of a microbatch.
 
     Args:
         avals: The shape and dtype of each result.
@@ -294,35 +298,35 @@ def totals(avals: Sequence[Any], operations: Sequence[Op], num_microbatches: int
         num_microbatches: M.
 
     Returns:
-        One `Total` for each result.
+        One `Reduction` for each result.
 
     Raises:
         ValueError: If an operation's `update` and `state` return different shapes or dtypes, or its
             `update` reads a traced array that is not one of its arguments.
     """
     found = [
-        Total(operation, aval.shape, aval.dtype, num_microbatches)
+        Reduction(operation, aval.shape, aval.dtype, num_microbatches)
         for aval, operation in zip(avals, operations, strict=True)
     ]
-    for total, aval in zip(found, avals, strict=True):
-        _check(total, aval)
+    for reduction, aval in zip(found, avals, strict=True):
+        _check_reduction(reduction, aval)
     return found
 
 
-def _check(total: Total, aval: Any) -> None:
-    start = jax.eval_shape(total.start)
+def _check_reduction(reduction: Reduction, aval: Any) -> None:
+    init = jax.eval_shape(reduction.init)
     one = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     index = jax.ShapeDtypeStruct((), jnp.int32)
-    update, end = jax.make_jaxpr(total.with_result, return_shape=True)(start, one, index)
+    update, end = jax.make_jaxpr(reduction.update, return_shape=True)(init, one, index)
     if any(isinstance(const, Tracer) for const in update.consts):
         raise ValueError(
-            f"`operation` has {total.operation!r}, whose `update` reads an array that is traced "
-            "outside of it. Scale or combine the results after the loop instead."
+            f"`operation` has {reduction.operation!r}, whose `update` reads an array that is "
+            "traced outside of it. Scale or combine the results after the loop instead."
         )
-    kinds = [[(x.shape, str(x.dtype)) for x in jax.tree.leaves(shape)] for shape in (start, end)]
+    kinds = [[(x.shape, str(x.dtype)) for x in jax.tree.leaves(shape)] for shape in (init, end)]
     if kinds[0] != kinds[1] or len(kinds[0]) != 1:
         raise ValueError(
-            f"`operation` has {total.operation!r}, whose `state` returns {kinds[0]} and whose "
+            f"`operation` has {reduction.operation!r}, whose `state` returns {kinds[0]} and whose "
             f"`update` returns {kinds[1]}. Let both return one array of the same shape and dtype."
         )
 
@@ -332,21 +336,21 @@ def _scan(
 ) -> list[Any]:
     """Runs the loop without a pipeline, as a scan over microbatches."""
     del schedule
-    each = totals(jaxpr.out_avals, operations, num_microbatches)
+    each = reductions(jaxpr.out_avals, operations, num_microbatches)
 
     def turn(carry: list[Any], i: Any) -> tuple[list[Any], None]:
         new = jaxpr_as_fun(jaxpr)(*consts, i)
-        return [t.with_result(x, y, i) for t, x, y in zip(each, carry, new, strict=True)], None
+        return [t.update(x, y, i) for t, x, y in zip(each, carry, new, strict=True)], None
 
-    return lax.scan(turn, [t.start() for t in each], jnp.arange(num_microbatches, dtype=jnp.int32))[
+    return lax.scan(turn, [t.init() for t in each], jnp.arange(num_microbatches, dtype=jnp.int32))[
         0
     ]
 
 
 def _abstract(*consts: Any, jaxpr: Any, num_microbatches: int, operations: Any, **_: Any) -> Any:
     del consts
-    each = totals(jaxpr.out_avals, operations, num_microbatches)
-    return [total.aval for total in each]
+    each = reductions(jaxpr.out_avals, operations, num_microbatches)
+    return [reduction.aval for reduction in each]
 
 
 treduce_p.def_impl(lambda *consts, **params: jax.jit(lambda *c: _scan(*c, **params))(*consts))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from jax.sharding import PartitionSpec as P
 
 from ...ir._graph import Atom, Eqn, Graph, PrimitiveCall, Var
-from ..ir._reduce import Concat, Total
+from ..ir._reduce import Concat, Reduction
 
 
 def constrained_results(body: Graph, adds: Sequence[bool]) -> tuple[Graph, list[P | None]]:
@@ -29,52 +29,54 @@ def constrained_results(body: Graph, adds: Sequence[bool]) -> tuple[Graph, list[
         The body without these constraints, and [num_results] the spec of each result, None if it
         has none.
     """
-    makers = {value: step for step in body.steps for value in step.outputs}
+    makers = {value: eqn for eqn in body.steps for value in eqn.outputs}
     outputs: list[Atom] = []
     specs: list[P | None] = []
     for output, is_added in zip(body.outputs, adds, strict=True):
         atom, spec = output, None
-        while (step := makers.get(atom) if isinstance(atom, Var) else None) is not None:
-            spec = constraint_of(step)
-            if spec is not None or not _keeps_place(step):
+        while (eqn := makers.get(atom) if isinstance(atom, Var) else None) is not None:
+            spec = constraint_of(eqn)
+            if spec is not None or not _keeps_indices(eqn):
                 break
-            (atom,) = step.inputs
-        own = makers.get(output) if isinstance(output, Var) else None
-        is_constraint = own is not None and constraint_of(own) is not None
-        outputs.append(own.inputs[0] if own and is_added and is_constraint else output)
+            (atom,) = eqn.inputs
+        constraint = makers.get(output) if isinstance(output, Var) else None
+        is_constraint = constraint is not None and constraint_of(constraint) is not None
+        outputs.append(
+            constraint.inputs[0] if constraint and is_added and is_constraint else output
+        )
         specs.append(spec)
     return replace(body, outputs=tuple(outputs)), specs
 
 
-def constraint_of(step: Eqn) -> P | None:
-    """Returns the spec of a constraint on all dims, None if `step` is not such a constraint."""
-    operation = step.operation
+def constraint_of(eqn: Eqn) -> P | None:
+    """Returns the spec of a constraint on all dims, None if `eqn` is not such a constraint."""
+    operation = eqn.operation
     if not isinstance(operation, PrimitiveCall) or operation.name != "sharding_constraint":
         return None
     spec = operation.params["sharding"].spec
     return None if P.UNCONSTRAINED in spec.partitions else spec
 
 
-def _keeps_place(step: Eqn) -> bool:
+def _keeps_indices(eqn: Eqn) -> bool:
     """Returns whether an equation keeps every element at its index, as a cast or a copy does."""
     names = ("convert_element_type", "copy", "optimization_barrier")
-    return isinstance(step.operation, PrimitiveCall) and step.operation.name in names
+    return isinstance(eqn.operation, PrimitiveCall) and eqn.operation.name in names
 
 
-def spec_of_total(spec: P | None, total: Total) -> P | None:
+def accumulator_spec(spec: P | None, reduction: Reduction) -> P | None:
     """Returns the spec of an accumulator.
 
     Args:
         spec: The spec of the result of one microbatch, None if it has none.
-        total: How the results of all microbatches are combined into one array.
+        reduction: How the results of all microbatches are combined into one array.
 
     Returns:
         The spec. None if `spec` is None, or if the accumulator has another shape than a result.
     """
     if spec is None:
         return None
-    if isinstance(total.operation, Concat):
-        parts = [*spec.partitions, *[None] * (len(total.shape) - len(spec))]
-        parts.insert(total.operation.axis % (len(total.shape) + 1), None)
+    if isinstance(reduction.operation, Concat):
+        parts = [*spec.partitions, *[None] * (len(reduction.shape) - len(spec))]
+        parts.insert(reduction.operation.axis % (len(reduction.shape) + 1), None)
         return spec.update(partitions=parts)
-    return spec if total.aval.shape == total.shape else None
+    return spec if reduction.aval.shape == reduction.shape else None

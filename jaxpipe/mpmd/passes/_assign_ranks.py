@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from ...ir._graph import Eqn, Graph, PrimitiveCall, Var, has_print, variables
 from ...schedules import language
 from ..api._across import STACK, SUM, WITH
-from ..ir._steps import ADD, is_sum, live
+from ..ir._eqns import ADD, eliminate_dead_code, is_sum
 from ._pipelined_loops import PipelinedLoop, loop_of
 
 Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankAssignment:
     """Ranks that compute each value and ranks that need it.
 
     Attributes:
@@ -40,9 +40,9 @@ def rank_of_stage(loop: PipelinedLoop, stage: int) -> int:
     return rank
 
 
-def place(
+def assign_ranks(
     outer: Graph, num_ranks: int, out_ranks: Sequence[Ranks | None]
-) -> tuple[Graph, Placement]:
+) -> tuple[Graph, RankAssignment]:
     """Assigns every equation to ranks, and sums scalars on each rank before summing over ranks.
 
     Args:
@@ -54,35 +54,37 @@ def place(
     Returns:
         The function with these partial sums, and the ranks of its equations and values.
     """
-    wanted = _wanted_by_loops(outer)
-    homes = _homes(outer, wanted)
+    wanted = _ranks_of_loop_inputs(outer)
+    homes = _ranks_after_loops(outer, wanted)
     outer = _with_partial_sums(outer, homes)
-    homes = _homes(outer, wanted)
-    asked = _asked(outer, homes, out_ranks)
-    homes |= _homes_of_prints(outer, homes, _needed(outer, homes, asked))
-    asked = _asked(outer, homes, out_ranks)
-    needed = _needed(outer, homes, asked)
-    asked |= _of_outputs(outer, asked, needed, num_ranks)
-    needed = _needed(outer, homes, asked)
+    homes = _ranks_after_loops(outer, wanted)
+    asked = _ranks_of_outputs(outer, homes, out_ranks)
+    homes |= _ranks_of_prints(outer, homes, _ranks_that_need(outer, homes, asked))
+    asked = _ranks_of_outputs(outer, homes, out_ranks)
+    needed = _ranks_that_need(outer, homes, asked)
+    asked |= _ranks_of_open_outputs(outer, asked, needed, num_ranks)
+    needed = _ranks_that_need(outer, homes, asked)
     runs_on = {
-        step: _sorted(homes.get(step.outputs[0]) or set().union(*(needed[v] for v in step.outputs)))
-        for step in outer.steps
-        if step.outputs and loop_of(step) is None
+        eqn: _sorted_ranks(
+            homes.get(eqn.outputs[0]) or set().union(*(needed[v] for v in eqn.outputs))
+        )
+        for eqn in outer.steps
+        if eqn.outputs and loop_of(eqn) is None
     }
-    made_on = {value: _sorted(needed[value]) for value in outer.inputs}
-    for step in outer.steps:
-        loop = loop_of(step)
-        for i, value in enumerate(step.outputs):
-            made_on[value] = runs_on[step] if loop is None else (_rank_of_output(loop, i),)
-    return outer, Placement(runs_on, {v: _sorted(r) for v, r in needed.items()}, made_on)
+    made_on = {value: _sorted_ranks(needed[value]) for value in outer.inputs}
+    for eqn in outer.steps:
+        loop = loop_of(eqn)
+        for i, value in enumerate(eqn.outputs):
+            made_on[value] = runs_on[eqn] if loop is None else (_rank_of_output(loop, i),)
+    return outer, RankAssignment(runs_on, {v: _sorted_ranks(r) for v, r in needed.items()}, made_on)
 
 
-def _sorted(ranks: set[int]) -> Ranks:
+def _sorted_ranks(ranks: set[int]) -> Ranks:
     return tuple(sorted(ranks))
 
 
 def _rank_of_output(loop: PipelinedLoop, i: int) -> int:
-    share = list(loop.totals)[i]
+    share = list(loop.reductions)[i]
     for stage, tasks in enumerate(loop.tasks):
         if any(share in task.sums for task in tasks.values()):
             return rank_of_stage(loop, stage)
@@ -99,25 +101,25 @@ def invariants_by_rank(loop: PipelinedLoop) -> dict[int, set[Var]]:
     return found
 
 
-def _wanted_by_loops(outer: Graph) -> dict[Var, set[int]]:
+def _ranks_of_loop_inputs(outer: Graph) -> dict[Var, set[int]]:
     """Returns the ranks whose loops read a value, directly or through values computed from it."""
     wanted: dict[Var, set[int]] = {}
-    for step in reversed(outer.steps):
-        loop = loop_of(step)
+    for eqn in reversed(outer.steps):
+        loop = loop_of(eqn)
         if loop is not None:
             by_rank = invariants_by_rank(loop)
-            for atom, invariant in zip(step.inputs, loop.invariants, strict=True):
+            for atom, invariant in zip(eqn.inputs, loop.invariants, strict=True):
                 ranks = {rank for rank, needs in by_rank.items() if invariant in needs}
                 for value in variables([atom]):
                     wanted.setdefault(value, set()).update(ranks)
         else:
-            ranks = set().union(*(wanted.get(value, set()) for value in step.outputs))
-            for value in variables(step.inputs) if ranks else ():
+            ranks = set().union(*(wanted.get(value, set()) for value in eqn.outputs))
+            for value in variables(eqn.inputs) if ranks else ():
                 wanted.setdefault(value, set()).update(ranks)
     return wanted
 
 
-def _homes(outer: Graph, wanted: Mapping[Var, set[int]]) -> dict[Var, set[int]]:
+def _ranks_after_loops(outer: Graph, wanted: Mapping[Var, set[int]]) -> dict[Var, set[int]]:
     """Returns the ranks on which each value that depends on a loop is computed.
 
     An equation that depends on a loop runs on the ranks that hold the largest of its inputs. An
@@ -125,23 +127,23 @@ def _homes(outer: Graph, wanted: Mapping[Var, set[int]]) -> dict[Var, set[int]]:
     """
     homes: dict[Var, set[int]] = {}
     behind: set[Var] = set()  # values that depend on a loop
-    for step in outer.steps:
-        loop = loop_of(step)
+    for eqn in outer.steps:
+        loop = loop_of(eqn)
         if loop is not None:
-            homes |= {value: {_rank_of_output(loop, i)} for i, value in enumerate(step.outputs)}
-            behind.update(step.outputs)
+            homes |= {value: {_rank_of_output(loop, i)} for i, value in enumerate(eqn.outputs)}
+            behind.update(eqn.outputs)
             continue
-        given = variables(step.inputs)
+        given = variables(eqn.inputs)
         if behind.isdisjoint(given):
             continue
-        behind.update(step.outputs)
+        behind.update(eqn.outputs)
         placed = [(v, homes.get(v) or wanted.get(v, set())) for v in given]
-        home = _home(step, [(v, r) for v, r in placed if r])
-        homes |= dict.fromkeys(step.outputs, {min(home)} if has_print(step) else home)
+        home = _ranks_of_eqn(eqn, [(v, r) for v, r in placed if r])
+        homes |= dict.fromkeys(eqn.outputs, {min(home)} if has_print(eqn) else home)
     return homes
 
 
-def _homes_of_prints(
+def _ranks_of_prints(
     outer: Graph, homes: Mapping[Var, set[int]], needed: Mapping[Var, set[int]]
 ) -> dict[Var, set[int]]:
     """Returns the single rank of each equation that prints and depends on no loop.
@@ -149,43 +151,43 @@ def _homes_of_prints(
     That rank holds the printed values, or the inputs of the function that they are computed from.
     """
     found: dict[Var, set[int]] = {}
-    made_of = _made_of(outer)
-    for step in outer.steps:
-        if has_print(step) and step.outputs[-1] not in homes:
-            sources = set().union(*(made_of[value] for value in variables(step.inputs)))
+    made_of = _source_inputs(outer)
+    for eqn in outer.steps:
+        if has_print(eqn) and eqn.outputs[-1] not in homes:
+            sources = set().union(*(made_of[value] for value in variables(eqn.inputs)))
             places = [needed[source] for source in sources if needed[source]]
-            ranks = _common(places) if places else {0}
-            found |= {value: {min(ranks)} for value in step.outputs}
+            ranks = _common_ranks(places) if places else {0}
+            found |= {value: {min(ranks)} for value in eqn.outputs}
     return found
 
 
-def _made_of(outer: Graph) -> dict[Var, set[Var]]:
+def _source_inputs(outer: Graph) -> dict[Var, set[Var]]:
     """Returns the inputs of the function that each value depends on."""
     made_of: dict[Var, set[Var]] = {value: {value} for value in outer.inputs}
-    for step in outer.steps:
-        sources = set().union(*(made_of[value] for value in variables(step.inputs)))
-        made_of |= dict.fromkeys(step.outputs, sources)
+    for eqn in outer.steps:
+        sources = set().union(*(made_of[value] for value in variables(eqn.inputs)))
+        made_of |= dict.fromkeys(eqn.outputs, sources)
     return made_of
 
 
-def _common(places: Sequence[set[int]]) -> set[int]:
+def _common_ranks(places: Sequence[set[int]]) -> set[int]:
     """Returns the ranks that all sets have in common; if none, the set with the lowest ranks."""
     return set.intersection(*places) or min(places, key=sorted)
 
 
-def _home(step: Eqn, placed: Sequence[tuple[Var, set[int]]]) -> set[int]:
+def _ranks_of_eqn(eqn: Eqn, placed: Sequence[tuple[Var, set[int]]]) -> set[int]:
     """Returns the ranks that run an equation, given the ranks that hold its inputs."""
-    name = step.operation.name if isinstance(step.operation, PrimitiveCall) else ""
+    name = eqn.operation.name if isinstance(eqn.operation, PrimitiveCall) else ""
     if name in (SUM, STACK):
         return set().union(*(ranks for _, ranks in placed))
     if name == WITH:
-        found = [ranks for value, ranks in placed if value is step.inputs[-1]]
+        found = [ranks for value, ranks in placed if value is eqn.inputs[-1]]
         if found:
             return found[0]
     return max(placed, key=lambda pair: (pair[0].num_bytes, len(pair[1])))[1]
 
 
-def _asked(
+def _ranks_of_outputs(
     outer: Graph, homes: Mapping[Var, set[int]], out_ranks: Sequence[Ranks | None]
 ) -> dict[Var, set[int]]:
     """Returns the ranks of outputs: as the caller asks, else the ranks that compute the output."""
@@ -198,33 +200,33 @@ def _asked(
     return at_home | found
 
 
-def _needed(
+def _ranks_that_need(
     outer: Graph, homes: Mapping[Var, set[int]], asked: Mapping[Var, set[int]]
 ) -> dict[Var, set[int]]:
     """Returns the ranks that need each value, by one walk from the outputs to the inputs."""
     needed: dict[Var, set[int]] = {value: set() for value in outer.inputs}
-    needed |= {value: set() for step in outer.steps for value in step.outputs}
+    needed |= {value: set() for eqn in outer.steps for value in eqn.outputs}
     for value in variables(outer.outputs):
         needed[value] |= asked.get(value, set())
-    for step in reversed(outer.steps):
-        loop = loop_of(step)
+    for eqn in reversed(outer.steps):
+        loop = loop_of(eqn)
         if loop is not None:
             by_rank = invariants_by_rank(loop)
-            for atom, invariant in zip(step.inputs, loop.invariants, strict=True):
+            for atom, invariant in zip(eqn.inputs, loop.invariants, strict=True):
                 for value in variables([atom]):
                     needed[value] |= {r for r, needs in by_rank.items() if invariant in needs}
             continue
-        if has_print(step):
-            needed[step.outputs[-1]] |= homes.get(step.outputs[-1], set())
-        ranks = set().union(*(needed[value] for value in step.outputs))
+        if has_print(eqn):
+            needed[eqn.outputs[-1]] |= homes.get(eqn.outputs[-1], set())
+        ranks = set().union(*(needed[value] for value in eqn.outputs))
         if ranks:
-            ranks = homes.get(step.outputs[0]) or ranks
-            for value in variables(step.inputs):
+            ranks = homes.get(eqn.outputs[0]) or ranks
+            for value in variables(eqn.inputs):
                 needed[value] |= ranks
     return needed
 
 
-def _of_outputs(
+def _ranks_of_open_outputs(
     outer: Graph,
     asked: Mapping[Var, set[int]],
     needed: Mapping[Var, set[int]],
@@ -235,14 +237,14 @@ def _of_outputs(
     Such an output is stored on the ranks that hold the inputs it is computed from. If no rank holds
     any of them, a scalar is stored on all ranks and an array on rank 0.
     """
-    made_of = _made_of(outer)
+    made_of = _source_inputs(outer)
     found: dict[Var, set[int]] = {}
     for value in variables(outer.outputs):
         if value in asked:
             continue
         places = [needed[source] for source in made_of[value] if needed[source]]
         everywhere = set(range(num_ranks)) if value.aval.shape == () else {0}
-        found[value] = _common(places) if places else everywhere
+        found[value] = _common_ranks(places) if places else everywhere
     return found
 
 
@@ -251,45 +253,45 @@ def _with_partial_sums(outer: Graph, homes: Mapping[Var, set[int]]) -> Graph:
 
     The norm of all gradients is such a sum. Each rank then sends a single scalar.
     """
-    makers = {value: step for step in outer.steps for value in step.outputs}
+    makers = {value: eqn for eqn in outer.steps for value in eqn.outputs}
     uses: dict[Var, int] = {}
-    for value in variables([*(a for step in outer.steps for a in step.inputs), *outer.outputs]):
+    for value in variables([*(a for eqn in outer.steps for a in eqn.inputs), *outer.outputs]):
         uses[value] = uses.get(value, 0) + 1
 
     def terms(value: Var, *, is_root: bool = False) -> list[Var]:
-        step = makers.get(value)
-        if step is None or (uses.get(value) != 1 and not is_root) or not is_sum(step):
+        eqn = makers.get(value)
+        if eqn is None or (uses.get(value) != 1 and not is_root) or not is_sum(eqn):
             return [value]
-        return [term for part in variables(step.inputs) for term in terms(part)]
+        return [term for part in variables(eqn.inputs) for term in terms(part)]
 
     replaced: dict[Eqn, list[Eqn]] = {}
     inner: set[Eqn] = set()
-    for step in reversed(outer.steps):
-        if step in inner or not is_sum(step) or step.outputs[0].aval.shape != ():
+    for eqn in reversed(outer.steps):
+        if eqn in inner or not is_sum(eqn) or eqn.outputs[0].aval.shape != ():
             continue
-        parts = terms(step.outputs[0], is_root=True)
+        parts = terms(eqn.outputs[0], is_root=True)
         by_home: dict[Ranks, list[Var]] = {}
         for part in parts:
-            by_home.setdefault(_sorted(homes.get(part, set())), []).append(part)
-        _inner_sums(step, makers, uses, inner)
+            by_home.setdefault(_sorted_ranks(homes.get(part, set())), []).append(part)
+        _inner_sums(eqn, makers, uses, inner)
         if 1 < len(by_home) < len(parts):
-            replaced[step] = _sums_by_home(step, by_home)
-    steps = [new for step in outer.steps for new in replaced.get(step, [step])]
-    return live(replace(outer, steps=tuple(steps)))
+            replaced[eqn] = _sums_by_home(eqn, by_home)
+    steps = [new for eqn in outer.steps for new in replaced.get(eqn, [eqn])]
+    return eliminate_dead_code(replace(outer, steps=tuple(steps)))
 
 
 def _inner_sums(
-    step: Eqn, makers: Mapping[Var, Eqn], uses: Mapping[Var, int], inner: set[Eqn]
+    eqn: Eqn, makers: Mapping[Var, Eqn], uses: Mapping[Var, int], inner: set[Eqn]
 ) -> None:
-    """Adds to `inner` the additions whose only use is within the sum that `step` computes."""
-    for value in variables(step.inputs):
+    """Adds to `inner` the additions whose only use is within the sum that `eqn` computes."""
+    for value in variables(eqn.inputs):
         maker = makers.get(value)
         if maker is not None and uses.get(value) == 1 and is_sum(maker):
             inner.add(maker)
             _inner_sums(maker, makers, uses, inner)
 
 
-def _sums_by_home(step: Eqn, by_home: Mapping[Ranks, list[Var]]) -> list[Eqn]:
+def _sums_by_home(eqn: Eqn, by_home: Mapping[Ranks, list[Var]]) -> list[Eqn]:
     """Returns the equations that add the terms of each rank first, and then the partial sums."""
     steps: list[Eqn] = []
 
@@ -302,5 +304,5 @@ def _sums_by_home(step: Eqn, by_home: Mapping[Ranks, list[Var]]) -> list[Eqn]:
         return total
 
     partial = [add(parts, None) for parts in by_home.values()]
-    add(partial, step.outputs[0])
+    add(partial, eqn.outputs[0])
     return steps

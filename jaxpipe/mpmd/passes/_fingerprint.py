@@ -15,28 +15,28 @@ from jax.extend import core
 from ...ir._graph import Atom, Cond, Eqn, Graph, Literal, PrimitiveCall, Scan, ShardMap, Var
 
 
-def content(program: Graph) -> Hashable:
+def fingerprint(graph: Graph) -> Hashable:
     """Returns the fingerprint of a program.
 
     Args:
-        program: A program.
+        graph: A program.
 
     Returns:
         A hashable value. If it is equal for two programs, they compute the same outputs from inputs
         of the same types.
     """
-    numbers: dict[Var, Hashable] = {value: i for i, value in enumerate(program.inputs)}
+    numbers: dict[Var, Hashable] = {value: i for i, value in enumerate(graph.inputs)}
     steps = []
-    for step in program.steps:
-        inputs = tuple(_of_atom(atom, numbers) for atom in step.inputs)
-        steps.append((_of_operation(step.operation), inputs))
-        for value in step.outputs:
+    for eqn in graph.steps:
+        inputs = tuple(_fingerprint_atom(atom, numbers) for atom in eqn.inputs)
+        steps.append((_fingerprint_operation(eqn.operation), inputs))
+        for value in eqn.outputs:
             numbers[value] = len(numbers)
-    outputs = tuple(_of_atom(atom, numbers) for atom in program.outputs)
-    return tuple(value.aval for value in program.inputs), tuple(steps), outputs
+    outputs = tuple(_fingerprint_atom(atom, numbers) for atom in graph.outputs)
+    return tuple(value.aval for value in graph.inputs), tuple(steps), outputs
 
 
-class Numbers:
+class ValueNumbering:
     """Value numbering: two values with equal numbers are certainly equal.
 
     The output of an `optimization_barrier` has the number of its input. A value that is
@@ -52,74 +52,74 @@ class Numbers:
     def _intern(self, key: Hashable) -> int:
         return self._known.setdefault(key, len(self._known))
 
-    def of_step(self, step: Eqn) -> tuple[Hashable, ...]:
+    def of_step(self, eqn: Eqn) -> tuple[Hashable, ...]:
         """Assigns numbers to the outputs of an equation, and returns these numbers."""
-        inputs = tuple(_of_atom(atom, self._number) for atom in step.inputs)
-        if is_barrier(step):
+        inputs = tuple(_fingerprint_atom(atom, self._number) for atom in eqn.inputs)
+        if is_barrier(eqn):
             new = inputs
         else:
-            made = self._intern((_of_operation(step.operation), inputs))
-            new = tuple((made, i) for i in range(len(step.outputs)))
-        self._number.update(zip(step.outputs, new, strict=True))
+            made = self._intern((_fingerprint_operation(eqn.operation), inputs))
+            new = tuple((made, i) for i in range(len(eqn.outputs)))
+        self._number.update(zip(eqn.outputs, new, strict=True))
         return new
 
 
-def is_barrier(step: Eqn) -> bool:
+def is_barrier(eqn: Eqn) -> bool:
     """Returns whether an equation is an `optimization_barrier`."""
-    operation = step.operation
+    operation = eqn.operation
     return isinstance(operation, PrimitiveCall) and operation.name == "optimization_barrier"
 
 
-def _of_atom(atom: Atom, numbers: dict[Var, Hashable]) -> Hashable:
-    return _of_constant(atom.value) if isinstance(atom, Literal) else numbers[atom]
+def _fingerprint_atom(atom: Atom, numbers: dict[Var, Hashable]) -> Hashable:
+    return _fingerprint_constant(atom.value) if isinstance(atom, Literal) else numbers[atom]
 
 
-_FEW_BYTES = 1024
+_MAX_COMPARED_BYTES = 1024
 
 
-def _of_constant(value: Any) -> Hashable:
+def _fingerprint_constant(value: Any) -> Hashable:
     if isinstance(value, np.ndarray | np.generic | int | float | bool):
         array = np.asarray(value)
-        if array.nbytes <= _FEW_BYTES:
+        if array.nbytes <= _MAX_COMPARED_BYTES:
             return "constant", array.dtype, array.shape, array.tobytes()
-    return _of_object(value)
+    return _fingerprint_object(value)
 
 
-def _of_operation(operation: Any) -> Hashable:
+def _fingerprint_operation(operation: Any) -> Hashable:
     match operation:
         case Scan():
             sizes = operation.num_consts, operation.num_carry, operation.length, operation.num_sums
             turns = operation.reverse, operation.unroll
-            return "loop", content(operation.body), sizes, turns
+            return "loop", fingerprint(operation.body), sizes, turns
         case Cond():
-            return "choice", tuple(map(content, operation.branches))
+            return "choice", tuple(map(fingerprint, operation.branches))
         case ShardMap():
-            where = _of_object(operation.mesh), operation.axes, operation.check_vma
+            where = _fingerprint_object(operation.mesh), operation.axes, operation.check_vma
             specs = operation.in_specs, operation.out_specs
-            return "shards", content(operation.body), where, specs
+            return "shards", fingerprint(operation.body), where, specs
         case PrimitiveCall(name, run, params, equation):
             if equation is None:
-                return name, _of_function(run)
+                return name, _fingerprint_function(run)
             literals = tuple(
-                (i, x.aval, _of_constant(x.val))
+                (i, x.aval, _fingerprint_constant(x.val))
                 for i, x in enumerate(equation.invars)
                 if isinstance(x, core.Literal)
             )
-            named = tuple((key, _of_object(params[key])) for key in sorted(params))
+            named = tuple((key, _fingerprint_object(params[key])) for key in sorted(params))
             return name, named, literals
     raise AssertionError(operation)
 
 
-def _of_function(run: Any) -> Hashable:
+def _fingerprint_function(run: Any) -> Hashable:
     if isinstance(run, partial):
-        named = tuple((key, _of_object(run.keywords[key])) for key in sorted(run.keywords))
-        return _of_function(run.func), tuple(map(_of_object, run.args)), named
+        named = tuple((key, _fingerprint_object(run.keywords[key])) for key in sorted(run.keywords))
+        return _fingerprint_function(run.func), tuple(map(_fingerprint_object, run.args)), named
     if getattr(run, "__closure__", True) is None and hasattr(run, "__code__"):
         return run.__module__, run.__code__
-    return _of_object(run)
+    return _fingerprint_object(run)
 
 
-def _of_object(value: Any) -> Hashable:
+def _fingerprint_object(value: Any) -> Hashable:
     try:
         hash(value)
     except TypeError:

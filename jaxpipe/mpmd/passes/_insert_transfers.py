@@ -4,38 +4,38 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..ir._program import Buffer, Code, Instruction, Receive, Run, Send
+from ..ir._program import Buffer, Instruction, MpmdProgram, Recv, RunTask, Send
 
 
-def exchange(code: Code) -> Code:
+def insert_transfers(program: MpmdProgram) -> MpmdProgram:
     """Inserts a send and a receive after every program whose results other ranks read.
 
     All results of one program for one destination are sent together. If several ranks compute the
     same value, the first of them sends it.
 
     Args:
-        code: A program without transfers: `Run` instructions alone.
+        program: A program without transfers: it has `RunTask` instructions only.
 
     Returns:
-        The program with a `Send` and a `Receive` for each transfer.
+        The program with a `Send` and a `Recv` for each transfer.
     """
     makers: dict[Buffer, list[int]] = defaultdict(list)
     readers: dict[Buffer, set[int]] = defaultdict(set)
-    for run in code.instructions:
-        assert isinstance(run, Run)
+    for run in program.instructions:
+        assert isinstance(run, RunTask)
         for buffer in run.writes:
             makers[buffer].append(run.rank)
         for buffer in run.reads:
             readers[buffer].add(run.rank)
-    for buffer, ranks in code.outputs:
+    for buffer, ranks in program.outputs:
         readers[buffer].update(ranks)
-    for buffer, ranks in code.inputs:
+    for buffer, ranks in program.inputs:
         makers[buffer] = list(ranks)
     sent: set[Buffer] = set()
 
     def instructions() -> Iterator[Instruction]:
-        for run in code.instructions:
-            assert isinstance(run, Run)
+        for run in program.instructions:
+            assert isinstance(run, RunTask)
             yield run
             leaving: dict[int, list[Buffer]] = defaultdict(list)
             for buffer in run.writes:
@@ -45,6 +45,6 @@ def exchange(code: Code) -> Code:
                         leaving[to].append(buffer)
             for to, buffers in sorted(leaving.items()):
                 yield Send(run.rank, to, tuple(buffers), run.name)
-                yield Receive(to, run.rank, tuple(buffers), run.name)
+                yield Recv(to, run.rank, tuple(buffers), run.name)
 
-    return replace(code, instructions=tuple(instructions()))
+    return replace(program, instructions=tuple(instructions()))

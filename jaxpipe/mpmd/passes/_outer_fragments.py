@@ -9,15 +9,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from ...ir._graph import Eqn, Graph, Var, free_variables, has_print, variables
-from ..ir._program import Buffer, Run
-from ._assign_ranks import Placement
+from ..ir._program import Buffer, RunTask
+from ._assign_ranks import RankAssignment
 from ._pipelined_loops import loop_of
 
-Instance = tuple[Eqn, int]
+EqnOnRank = tuple[Eqn, int]
 """Equation on one rank."""
 
 
-def segments(outer: Graph, placement: Placement) -> list[list[Run]]:
+def outer_fragments(outer: Graph, placement: RankAssignment) -> list[list[RunTask]]:
     """Groups the equations outside of loops into programs.
 
     Args:
@@ -28,18 +28,18 @@ def segments(outer: Graph, placement: Placement) -> list[list[Run]]:
         [num_loops + 1] the programs of each segment, ordered so that each one follows the programs
         whose values it reads.
     """
-    count = 1 + sum(loop_of(step) is not None for step in outer.steps)
-    of_segment = _earlier(outer, _latest(outer, count - 1))
-    exported = _exported(outer, placement, of_segment)
+    count = 1 + sum(loop_of(eqn) is not None for eqn in outer.steps)
+    of_segment = _hoist_eqns(outer, _latest_fragments(outer, count - 1))
+    exported = _exported_values(outer, placement, of_segment)
     found = []
     for segment in range(count):
-        steps = [step for step, s in of_segment.items() if s == segment]
-        levels = _levels(steps, placement, exported)
-        found.append(list(_runs(levels, placement, exported, _segment_name(segment, count))))
+        steps = [eqn for eqn, s in of_segment.items() if s == segment]
+        levels = _levels_of_eqns(steps, placement, exported)
+        found.append(list(_run_tasks(levels, placement, exported, _fragment_name(segment, count))))
     return found
 
 
-def _segment_name(segment: int, count: int) -> str:
+def _fragment_name(segment: int, count: int) -> str:
     if count == 1:
         return "step"
     if segment == 0:
@@ -47,7 +47,7 @@ def _segment_name(segment: int, count: int) -> str:
     return "after_loop" if segment == count - 1 else f"between_loops_{segment}"
 
 
-def _latest(outer: Graph, last: int) -> dict[Eqn, int]:
+def _latest_fragments(outer: Graph, last: int) -> dict[Eqn, int]:
     """Returns the latest segment in which each equation may run, so that few values cross loops.
 
     An equation that prints stays in the segment in which the user wrote it.
@@ -55,56 +55,56 @@ def _latest(outer: Graph, last: int) -> dict[Eqn, int]:
     latest: dict[Var, int] = dict.fromkeys(variables(outer.outputs), last)
     of_step: dict[Eqn, int] = {}
     loops = last
-    for step in reversed(outer.steps):
-        if loop_of(step) is not None:
+    for eqn in reversed(outer.steps):
+        if loop_of(eqn) is not None:
             loops -= 1
             segment = loops
         else:
-            segment = min((latest[v] for v in step.outputs if v in latest), default=last)
-            segment = loops if has_print(step) else segment
-            of_step[step] = segment
-        for value in variables(step.inputs):
+            segment = min((latest[v] for v in eqn.outputs if v in latest), default=last)
+            segment = loops if has_print(eqn) else segment
+            of_step[eqn] = segment
+        for value in variables(eqn.inputs):
             latest[value] = min(latest.get(value, segment), segment)
     return dict(reversed(of_step.items()))
 
 
-def _earlier(outer: Graph, of_step: Mapping[Eqn, int]) -> dict[Eqn, int]:
+def _hoist_eqns(outer: Graph, of_step: Mapping[Eqn, int]) -> dict[Eqn, int]:
     """Moves equations to their earliest segment where this does not increase the bytes kept alive.
 
     This holds if the outputs are no larger than the inputs that no other equation reads, as in an
     addition of gradients. Inputs of the function do not count: its caller keeps them in any case.
     """
     found = dict(of_step)
-    uses = Counter(value for step in outer.steps for value in set(variables(step.inputs)))
+    uses = Counter(value for eqn in outer.steps for value in set(variables(eqn.inputs)))
     uses.update(variables(outer.outputs))
     made_in: dict[Var, int] = {}
     loops = 0
-    for step in outer.steps:
-        if loop_of(step) is not None:
+    for eqn in outer.steps:
+        if loop_of(eqn) is not None:
             loops += 1
-            made_in |= dict.fromkeys(step.outputs, loops)
+            made_in |= dict.fromkeys(eqn.outputs, loops)
             continue
-        inputs = {value for value in variables(step.inputs) if value in made_in}
+        inputs = {value for value in variables(eqn.inputs) if value in made_in}
         taken = sum(value.num_bytes for value in inputs if uses[value] == 1)
-        made = sum(value.num_bytes for value in step.outputs)
-        if not has_print(step) and inputs and made <= taken:
-            found[step] = max(made_in[value] for value in inputs)
-        made_in |= dict.fromkeys(step.outputs, found[step])
+        made = sum(value.num_bytes for value in eqn.outputs)
+        if not has_print(eqn) and inputs and made <= taken:
+            found[eqn] = max(made_in[value] for value in inputs)
+        made_in |= dict.fromkeys(eqn.outputs, found[eqn])
     return found
 
 
-def _exported(
-    outer: Graph, placement: Placement, of_segment: Mapping[Eqn, int]
+def _exported_values(
+    outer: Graph, placement: RankAssignment, of_segment: Mapping[Eqn, int]
 ) -> dict[tuple[Var, int], bool]:
     """Returns the (value, rank) pairs that loops, other ranks or segments, or the caller read."""
     found: dict[tuple[Var, int], bool] = {}
-    made_in = {value: segment for step, segment in of_segment.items() for value in step.outputs}
-    for step, segment in of_segment.items():
-        later = [v for v in variables(step.inputs) if made_in.get(v, segment) != segment]
-        found |= {(value, rank): True for value in later for rank in placement.runs_on[step]}
-    for step in outer.steps:
-        if loop_of(step) is not None:
-            for value in variables(step.inputs):
+    made_in = {value: segment for eqn, segment in of_segment.items() for value in eqn.outputs}
+    for eqn, segment in of_segment.items():
+        later = [v for v in variables(eqn.inputs) if made_in.get(v, segment) != segment]
+        found |= {(value, rank): True for value in later for rank in placement.runs_on[eqn]}
+    for eqn in outer.steps:
+        if loop_of(eqn) is not None:
+            for value in variables(eqn.inputs):
                 found |= dict.fromkeys(((value, r) for r in placement.needed_on[value]), True)
     for value in variables(outer.outputs):
         found |= dict.fromkeys(((value, r) for r in placement.needed_on[value]), True)
@@ -114,14 +114,14 @@ def _exported(
     return found
 
 
-def _levels(
-    steps: Sequence[Eqn], placement: Placement, exported: Mapping[tuple[Var, int], bool]
-) -> dict[Instance, int]:
+def _levels_of_eqns(
+    steps: Sequence[Eqn], placement: RankAssignment, exported: Mapping[tuple[Var, int], bool]
+) -> dict[EqnOnRank, int]:
     """Returns each equation's level on each rank: the earliest if exported, else the latest."""
-    makers = {value: step for step in steps for value in step.outputs}
-    earliest: dict[Instance, int] = {}
+    makers = {value: eqn for eqn in steps for value in eqn.outputs}
+    earliest: dict[EqnOnRank, int] = {}
 
-    def source(value: Var, rank: int) -> tuple[Instance, int] | None:
+    def source(value: Var, rank: int) -> tuple[EqnOnRank, int] | None:
         """Returns the instance that computes a value for a rank, and its distance in levels."""
         maker = makers.get(value)
         if maker is None:
@@ -129,50 +129,50 @@ def _levels(
         ranks = placement.runs_on[maker]
         return ((maker, rank), 0) if rank in ranks else ((maker, ranks[0]), 1)
 
-    for step in steps:
-        for rank in placement.runs_on[step]:
-            sources = [s for v in variables(step.inputs) if (s := source(v, rank)) is not None]
-            earliest[step, rank] = max((earliest[i] + hops for i, hops in sources), default=0)
+    for eqn in steps:
+        for rank in placement.runs_on[eqn]:
+            sources = [s for v in variables(eqn.inputs) if (s := source(v, rank)) is not None]
+            earliest[eqn, rank] = max((earliest[i] + hops for i, hops in sources), default=0)
 
-    latest: dict[Instance, int] = {}
-    for step in reversed(steps):
-        for rank in placement.runs_on[step]:
-            instance = step, rank
-            leaves = any((value, rank) in exported for value in step.outputs)
+    latest: dict[EqnOnRank, int] = {}
+    for eqn in reversed(steps):
+        for rank in placement.runs_on[eqn]:
+            instance = eqn, rank
+            leaves = any((value, rank) in exported for value in eqn.outputs)
             level = latest.get(instance, earliest[instance])
             latest[instance] = earliest[instance] if leaves else max(level, earliest[instance])
-            for value in variables(step.inputs):
+            for value in variables(eqn.inputs):
                 found = source(value, rank)
                 if found is not None:
                     maker, hops = found
                     bound = latest[instance] - hops
                     latest[maker] = min(latest.get(maker, bound), bound)
-    return {(step, rank): latest[step, rank] for step in steps for rank in placement.runs_on[step]}
+    return {(eqn, rank): latest[eqn, rank] for eqn in steps for rank in placement.runs_on[eqn]}
 
 
-def _runs(
-    levels: Mapping[Instance, int],
-    placement: Placement,
+def _run_tasks(
+    levels: Mapping[EqnOnRank, int],
+    placement: RankAssignment,
     exported: Mapping[tuple[Var, int], bool],
     name: str,
-) -> Iterator[Run]:
+) -> Iterator[RunTask]:
     """Yields one program per level and rank, in order of levels."""
     groups: defaultdict[tuple[int, int], list[Eqn]] = defaultdict(list)
-    for (step, rank), level in levels.items():
-        groups[level, rank].append(step)
+    for (eqn, rank), level in levels.items():
+        groups[level, rank].append(eqn)
     several = len({level for level, _ in groups}) > 1
     for level, rank in sorted(groups):
         steps = groups[level, rank]
         inside = set(steps)
         used = {
             value
-            for (step, r), _ in levels.items()
-            if r == rank and step not in inside
-            for value in variables(step.inputs)
+            for (eqn, r), _ in levels.items()
+            if r == rank and eqn not in inside
+            for value in variables(eqn.inputs)
         }
-        made = [value for step in steps for value in step.outputs]
+        made = [value for eqn in steps for value in eqn.outputs]
         writes = tuple(v for v in made if (v, rank) in exported or v in used)
         reads = tuple(free_variables(steps, writes))
         label = f"{name}_{level}" if several else name
-        program = Graph(reads, tuple(steps), writes)
-        yield Run(rank, label, program, tuple(map(Buffer, reads)), tuple(map(Buffer, writes)))
+        graph = Graph(reads, tuple(steps), writes)
+        yield RunTask(rank, label, graph, tuple(map(Buffer, reads)), tuple(map(Buffer, writes)))

@@ -1,9 +1,10 @@
 """Splits the body of a loop over microbatches at its marks into one program per stage.
 
-S is the number of stages. The place of a value is the position in the pipeline at which it is
-computed: 0 to S - 1 in the forward, S to 2S - 1 in the backward, so places p and 2S - 1 - p belong
-to the same stage. A value that depends on no value that crosses a mark has no place: weights, the
-batch, and values computed from them alone. Such a value is computed in the stages that read it.
+S is the number of stages. The position of a value says where in the pipeline it is
+computed: 0 to S - 1 in the forward, S to 2S - 1 in the backward, so positions p and 2S - 1 - p
+belong to the same stage. A value that depends on no value that crosses a mark has no position:
+weights, the batch, and values computed from them alone. Such a value is computed in the stages
+that read it.
 """
 
 from collections import Counter, defaultdict
@@ -26,12 +27,21 @@ from ...ir._graph import (
     print_tokens,
     variables,
 )
-from ..ir._marks import NAME, same
-from ..ir._scopes import is_transposed
-from ..ir._steps import ADD, copy_of, is_sum, live, substituted, with_outputs
-from ._fingerprint import Numbers
+from ..ir._eqns import (
+    ADD,
+    copy_eqn,
+    eliminate_dead_code,
+    is_backward_mark,
+    is_mark,
+    is_sum,
+    is_transposed,
+    substitute_inputs,
+    with_outputs,
+)
+from ..ir._marks import STAGE_END, identity
+from ._fingerprint import ValueNumbering
 
-Places = Mapping[Var, int]
+Positions = Mapping[Var, int]
 
 
 @dataclass(frozen=True)
@@ -39,18 +49,18 @@ class Stage:
     """Program of one stage for one microbatch, forward and backward.
 
     Attributes:
-        program: `(values it reads) -> (values for other stages, its shares of results)`.
-        backward: The inputs and outputs of `program` that belong to the backward.
-        handed_on: The outputs of `program` that other stages read.
+        graph: `(values it reads) -> (values for other stages, its shares of results)`.
+        backward: The inputs and outputs of `graph` that belong to the backward.
+        sent: The outputs of `graph` that other stages read.
     """
 
-    program: Graph
+    graph: Graph
     backward: frozenset[Var]
-    handed_on: frozenset[Var]
+    sent: frozenset[Var]
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagedBody:
     """Stages of a body, and for every result of the body the shares that add up to it."""
 
     stages: tuple[Stage, ...]
@@ -58,8 +68,8 @@ class Staged:
 
 
 def cut_into_stages(
-    body: Graph, num_stages: int, adds: Sequence[bool], written: Callable[[], Graph]
-) -> Staged:
+    body: Graph, num_stages: int, adds: Sequence[bool], with_dead_code: Callable[[], Graph]
+) -> StagedBody:
     """Splits a body at its marks.
 
     Args:
@@ -67,8 +77,8 @@ def cut_into_stages(
         num_stages: Number of stages S.
         adds: [num_results] whether each result is summed over microbatches. Only such a result may
             be split into shares.
-        written: Returns the body including the equations that its results do not depend on. It is
-            called only if the results depend on some of the marks but not on all.
+        with_dead_code: Returns the body including the equations that its results do not depend on.
+            It is called only if the results depend on some of the marks but not on all.
 
     Returns:
         [num_stages] stages, and the shares of each result.
@@ -77,30 +87,20 @@ def cut_into_stages(
         ValueError: If the body does not have S or S - 1 marks, or if values run through the marks
             in another order.
     """
-    body = _without_recomputed_marks(_of_values(body))
-    body, marks = _number_marks(body, num_stages, lambda: _marks_in(written()))
-    places = _places(body, marks, num_stages)
-    body, shares = _shares(body, places, adds, num_stages)
-    places = _places(body, marks, num_stages)
-    homes, uses = _homes(body, marks, places, shares, num_stages)
+    body = _without_recomputed_marks(_without_constant_marks(body))
+    body, marks = _stages_of_marks(body, num_stages, lambda: _mark_ids(with_dead_code()))
+    positions = _positions(body, marks, num_stages)
+    body, shares = _split_results(body, positions, adds, num_stages)
+    positions = _positions(body, marks, num_stages)
+    stages_of, uses = _stages_of_eqns(body, marks, positions, shares, num_stages)
     results = [*(value for share in shares for value in share), *print_tokens(body.steps)]
     stages = tuple(
-        _stage(i, body, places, homes, uses, results, num_stages) for i in range(num_stages)
+        _stage(i, body, positions, stages_of, uses, results, num_stages) for i in range(num_stages)
     )
-    return Staged(stages, shares)
+    return StagedBody(stages, shares)
 
 
-def is_mark(step: Eqn) -> bool:
-    """Returns whether an equation marks the end of a stage."""
-    return isinstance(step.operation, PrimitiveCall) and step.operation.name == NAME
-
-
-def _is_backward_mark(step: Eqn) -> bool:
-    assert isinstance(step.operation, PrimitiveCall)
-    return step.operation.params["backward"]
-
-
-def _of_values(body: Graph) -> Graph:
+def _without_constant_marks(body: Graph) -> Graph:
     """Returns the body with constants removed from its marks.
 
     A constant, such as the cotangent of a loss, is available in every stage, so a mark on it has no
@@ -108,40 +108,40 @@ def _of_values(body: Graph) -> Graph:
     """
     known: dict[Var, Atom] = {}
     steps = []
-    for step in body.steps:
-        (step,) = substituted([step], known)
-        if is_mark(step):
-            assert isinstance(step.operation, PrimitiveCall)
-            atoms, params = _marked(step), step.operation.params
-            pairs = zip(step.outputs, atoms, strict=True)
+    for eqn in body.steps:
+        (eqn,) = substitute_inputs([eqn], known)
+        if is_mark(eqn):
+            assert isinstance(eqn.operation, PrimitiveCall)
+            atoms, params = _operands(eqn), eqn.operation.params
+            pairs = zip(eqn.outputs, atoms, strict=True)
             known.update((o, a) for o, a in pairs if isinstance(a, Literal))
-            outputs = tuple(o for o in step.outputs if o not in known)
-            step = Eqn(PrimitiveCall(NAME, same, params), tuple(variables(atoms)), outputs)
-        steps.append(step)
+            outputs = tuple(o for o in eqn.outputs if o not in known)
+            eqn = Eqn(PrimitiveCall(STAGE_END, identity, params), tuple(variables(atoms)), outputs)
+        steps.append(eqn)
     return with_outputs(body, steps, known)
 
 
-def _marked(step: Eqn) -> list[Atom]:
+def _operands(eqn: Eqn) -> list[Atom]:
     """Returns the operands of a mark in order: its inputs and the literals of its equation."""
-    assert isinstance(step.operation, PrimitiveCall) and step.operation.equation is not None
-    inputs = iter(step.inputs)
+    assert isinstance(eqn.operation, PrimitiveCall) and eqn.operation.equation is not None
+    inputs = iter(eqn.inputs)
 
     def constant(literal: Any) -> Literal:
         return Literal(np.asarray(literal.val, literal.aval.dtype))
 
-    invars = step.operation.equation.invars
+    invars = eqn.operation.equation.invars
     return [constant(x) if isinstance(x, core.Literal) else next(inputs) for x in invars]
 
 
-def _marks_in(body: Graph) -> list[int]:
-    """Returns the numbers of the forward marks in a body, in program order."""
-    steps = _without_recomputed_marks(_of_values(body)).steps
-    return [_number(step) for step in steps if is_mark(step) and not _is_backward_mark(step)]
+def _mark_ids(body: Graph) -> list[int]:
+    """Returns the ids of the forward marks in a body, in program order."""
+    steps = _without_recomputed_marks(_without_constant_marks(body)).steps
+    return [_mark_id(eqn) for eqn in steps if is_mark(eqn) and not is_backward_mark(eqn)]
 
 
-def _number(step: Eqn) -> int:
-    assert isinstance(step.operation, PrimitiveCall)
-    return step.operation.params["number"]
+def _mark_id(eqn: Eqn) -> int:
+    assert isinstance(eqn.operation, PrimitiveCall)
+    return eqn.operation.params["mark_id"]
 
 
 def _without_recomputed_marks(body: Graph) -> Graph:
@@ -150,116 +150,120 @@ def _without_recomputed_marks(body: Graph) -> Graph:
     Rematerialization of a stage starts at its input, which the stage still has. A second mark on
     the same values is therefore replaced by the outputs of the first.
     """
-    numbers, first, known = Numbers(body.inputs), {}, {}
+    numbers, first, known = ValueNumbering(body.inputs), {}, {}
     steps = []
-    for step in body.steps:
-        (step,) = substituted([step], known)
-        number = numbers.of_step(step)
-        if is_mark(step) and not _is_backward_mark(step):
-            original = first.setdefault(number, step)
-            if original is not step:
-                known.update(zip(step.outputs, original.outputs, strict=True))
+    for eqn in body.steps:
+        (eqn,) = substitute_inputs([eqn], known)
+        number = numbers.of_step(eqn)
+        if is_mark(eqn) and not is_backward_mark(eqn):
+            original = first.setdefault(number, eqn)
+            if original is not eqn:
+                known.update(zip(eqn.outputs, original.outputs, strict=True))
                 continue
-        steps.append(step)
+        steps.append(eqn)
     return with_outputs(body, steps, known)
 
 
-def _number_marks(
-    body: Graph, num_stages: int, written: Callable[[], list[int]]
+def _stages_of_marks(
+    body: Graph, num_stages: int, all_mark_ids: Callable[[], list[int]]
 ) -> tuple[Graph, dict[Eqn, int]]:
     """Returns the stage that every mark ends, and removes a mark after the last stage.
 
     Marks are numbered in program order, and transposition reverses the order. If the results depend
-    on only some of the marks, or if cotangents flow through only some, the numbers that the marks
+    on only some of the marks, or if cotangents flow through only some, the ids that the marks
     carry identify them.
     """
-    forward = [step for step in body.steps if is_mark(step) and not _is_backward_mark(step)]
-    backward = [step for step in body.steps if is_mark(step) and _is_backward_mark(step)]
-    numbers, possible = [_number(step) for step in forward], (num_stages, num_stages - 1)
+    forward = [eqn for eqn in body.steps if is_mark(eqn) and not is_backward_mark(eqn)]
+    backward = [eqn for eqn in body.steps if is_mark(eqn) and is_backward_mark(eqn)]
+    mark_ids, possible = [_mark_id(eqn) for eqn in forward], (num_stages, num_stages - 1)
     if len(forward) not in possible or len(backward) not in (0, len(forward)):
-        all_numbers = written()
-        if len(all_numbers) in possible or len(forward) not in possible:
-            numbers = all_numbers
-    if len(numbers) not in possible:
+        all_ids = all_mark_ids()
+        if len(all_ids) in possible or len(forward) not in possible:
+            mark_ids = all_ids
+    if len(mark_ids) not in possible:
         raise ValueError(
-            f"The loop has {len(numbers)} marks where stages end, and its schedule {num_stages} "
+            f"The loop has {len(mark_ids)} marks where stages end, and its schedule {num_stages} "
             f"stages. Mark the end of every stage but the last ({num_stages - 1} marks), or of "
             f"all of them ({num_stages})."
         )
-    last = len(numbers) - 1
-    numbered = _aligned(forward, numbers)
-    numbered |= {step: last - i for step, i in _aligned(backward, numbers[::-1]).items()}
-    behind = [step for step, i in numbered.items() if i == num_stages - 1]
+    last = len(mark_ids) - 1
+    numbered = _align_marks(forward, mark_ids)
+    numbered |= {eqn: last - i for eqn, i in _align_marks(backward, mark_ids[::-1]).items()}
+    last_marks = [eqn for eqn, i in numbered.items() if i == num_stages - 1]
     known: dict[Var, Atom] = {}
     steps = []
-    for step in body.steps:
-        if step in behind:
-            (now,) = substituted([step], known)
-            known.update(zip(step.outputs, now.inputs, strict=True))
+    for eqn in body.steps:
+        if eqn in last_marks:
+            (renamed_eqn,) = substitute_inputs([eqn], known)
+            known.update(zip(eqn.outputs, renamed_eqn.inputs, strict=True))
         else:
-            steps.append(step)
+            steps.append(eqn)
     marks: dict[Eqn, int] = {}
-    renamed = substituted(steps, known)
+    renamed = substitute_inputs(steps, known)
     for old, new in zip(steps, renamed, strict=True):
         if old in numbered:
             marks[new] = numbered[old]
     return with_outputs(body, renamed, known), marks
 
 
-def _aligned(marks: Sequence[Eqn], numbers: Sequence[int]) -> dict[Eqn, int]:
-    """Returns, for each mark, the index of its number in `numbers`; both are in the same order."""
+def _align_marks(marks: Sequence[Eqn], mark_ids: Sequence[int]) -> dict[Eqn, int]:
+    """Returns, for each mark, the index of its id in `mark_ids`; both are in the same order."""
     found: dict[Eqn, int] = {}
     start = 0
-    for step in marks:
-        assert _number(step) in numbers[start:], "marks keep their order"
-        found[step] = numbers.index(_number(step), start)
-        start = found[step] + 1
+    for eqn in marks:
+        assert _mark_id(eqn) in mark_ids[start:], "marks keep their order"
+        found[eqn] = mark_ids.index(_mark_id(eqn), start)
+        start = found[eqn] + 1
     return found
 
 
-def _places(body: Graph, marks: Mapping[Eqn, int], num_stages: int) -> Places:
+def _positions(body: Graph, marks: Mapping[Eqn, int], num_stages: int) -> Positions:
     """Returns the places of all values that depend on a mark."""
-    places: dict[Var, int] = {}
-    for step in body.steps:
-        place = max((places[v] for v in variables(step.inputs) if v in places), default=None)
-        if step in marks:
-            stage = marks[step]
-            back = _is_backward_mark(step)
-            if place is not None and place > (2 * num_stages - 2 - stage if back else stage):
+    positions: dict[Var, int] = {}
+    for eqn in body.steps:
+        position = max(
+            (positions[v] for v in variables(eqn.inputs) if v in positions), default=None
+        )
+        if eqn in marks:
+            stage = marks[eqn]
+            is_backward = is_backward_mark(eqn)
+            if position is not None and position > (
+                2 * num_stages - 2 - stage if is_backward else stage
+            ):
                 raise ValueError(
                     f"Mark {stage} is given what comes from behind it. Mark stages in the order "
                     "in which values run through them."
                 )
-            place = 2 * num_stages - 1 - stage if back else stage + 1
-        if place is not None:
-            places.update(dict.fromkeys(step.outputs, place))
-    return places
+            position = 2 * num_stages - 1 - stage if is_backward else stage + 1
+        if position is not None:
+            positions.update(dict.fromkeys(eqn.outputs, position))
+    return positions
 
 
-def _stage_of(place: int, num_stages: int) -> int:
-    return place if place < num_stages else 2 * num_stages - 1 - place
+def _stage_of(position: int, num_stages: int) -> int:
+    return position if position < num_stages else 2 * num_stages - 1 - position
 
 
-def _shares(
-    body: Graph, places: Places, adds: Sequence[bool], num_stages: int
+def _split_results(
+    body: Graph, positions: Positions, adds: Sequence[bool], num_stages: int
 ) -> tuple[Graph, tuple[tuple[Var, ...], ...]]:
     """Copies every result, and splits results that are sums over several stages into shares.
 
     The gradient of a weight that several stages use is such a sum. Every stage accumulates its
     share over all microbatches, and the shares are added once, after the loop.
     """
-    makers = {value: step for step in body.steps for value in step.outputs}
-    uses = Counter(variables([*(a for step in body.steps for a in step.inputs), *body.outputs]))
+    makers = {value: eqn for eqn in body.steps for value in eqn.outputs}
+    uses = Counter(variables([*(a for eqn in body.steps for a in eqn.inputs), *body.outputs]))
 
     def terms(atom: Atom) -> list[Atom]:
-        step = makers.get(atom) if isinstance(atom, Var) else None
-        if step is None or uses[step.outputs[0]] > 1 or not is_sum(step):
+        eqn = makers.get(atom) if isinstance(atom, Var) else None
+        if eqn is None or uses[eqn.outputs[0]] > 1 or not is_sum(eqn):
             return [atom]
-        return [term for part in step.inputs for term in terms(part)]
+        return [term for part in eqn.inputs for term in terms(part)]
 
     def stage(atom: Atom) -> int:
-        place = places.get(atom, 0) if isinstance(atom, Var) else 0
-        return _stage_of(place, num_stages)
+        position = positions.get(atom, 0) if isinstance(atom, Var) else 0
+        return _stage_of(position, num_stages)
 
     steps = list(body.steps)
     shares: list[tuple[Var, ...]] = []
@@ -277,116 +281,118 @@ def _shares(
                 assert added is not None, "a constant is no sum"
                 steps.append(Eqn(ADD, (total, atom), (added,)))
                 total = added
-            steps.append(copy_of(total))
+            steps.append(copy_eqn(total))
             share.append(steps[-1].outputs[0])
         shares.append(tuple(share))
     outputs = (*(value for share in shares for value in share), *print_tokens(steps))
-    return live(Graph(body.inputs, tuple(steps), outputs)), tuple(shares)
+    return eliminate_dead_code(Graph(body.inputs, tuple(steps), outputs)), tuple(shares)
 
 
-def _homes(
+def _stages_of_eqns(
     body: Graph,
     marks: Mapping[Eqn, int],
-    places: Places,
+    positions: Positions,
     shares: Sequence[Sequence[Var]],
     num_stages: int,
 ) -> tuple[dict[Eqn, set[int]], dict[Var, set[int]]]:
     """Returns the stages that run each equation, and the stages that read each value."""
-    homes: dict[Eqn, set[int]] = {}
+    stages_of: dict[Eqn, set[int]] = {}
     uses: defaultdict[Var, set[int]] = defaultdict(set)
     results = {value for share in shares for value in share}
-    written = _written(body, marks)
-    for step in reversed(body.steps):
-        if step in marks:
-            stage = marks[step] + _is_backward_mark(step)
-            home = {stage}
-        elif step.outputs[0] in places:
-            home = {_stage_of(places[step.outputs[0]], num_stages)}
+    print_stages = _stages_of_prints(body, marks)
+    for eqn in reversed(body.steps):
+        if eqn in marks:
+            stage = marks[eqn] + is_backward_mark(eqn)
+            stages = {stage}
+        elif eqn.outputs[0] in positions:
+            stages = {_stage_of(positions[eqn.outputs[0]], num_stages)}
         else:
-            home = set().union(*(uses[value] for value in step.outputs))
-            if not home and step in written:
-                home = {written[step]}
-            if not home:
-                assert results.intersection(step.outputs)
-                home = {0}
-            if len(home) > 1 and (step in written or not _is_quick(step)):
-                home = {min(home)}
-        homes[step] = home
-        for value in variables(step.inputs):
-            uses[value] |= home
-    return homes, uses
+            stages = set().union(*(uses[value] for value in eqn.outputs))
+            if not stages and eqn in print_stages:
+                stages = {print_stages[eqn]}
+            if not stages:
+                assert results.intersection(eqn.outputs)
+                stages = {0}
+            if len(stages) > 1 and (eqn in print_stages or not _is_cheaper_than_transfer(eqn)):
+                stages = {min(stages)}
+        stages_of[eqn] = stages
+        for value in variables(eqn.inputs):
+            uses[value] |= stages
+    return stages_of, uses
 
 
-def _written(body: Graph, marks: Mapping[Eqn, int]) -> dict[Eqn, int]:
+def _stages_of_prints(body: Graph, marks: Mapping[Eqn, int]) -> dict[Eqn, int]:
     """Returns, for each equation that prints, the stage in which the user wrote it."""
-    written: dict[Eqn, int] = {}
+    print_stages: dict[Eqn, int] = {}
     stage = 0
-    for step in body.steps:
-        if step in marks:
-            stage = marks[step] + (not _is_backward_mark(step))
-        elif has_print(step):
-            written[step] = stage
-    return written
+    for eqn in body.steps:
+        if eqn in marks:
+            stage = marks[eqn] + (not is_backward_mark(eqn))
+        elif has_print(eqn):
+            print_stages[eqn] = stage
+    return print_stages
 
 
-_FEW_BYTES = 4096
+_MAX_DUPLICATED_BYTES = 4096
 
 
-def _is_quick(step: Eqn) -> bool:
+def _is_cheaper_than_transfer(eqn: Eqn) -> bool:
     """Returns whether computing an equation in two stages is cheaper than sending its outputs."""
-    if is_light(step):
+    if is_light(eqn):
         return True
-    moved = [*variables(step.inputs), *step.outputs]
+    moved = [*variables(eqn.inputs), *eqn.outputs]
     num_bytes = sum(v.num_bytes for v in moved)
-    return isinstance(step.operation, PrimitiveCall) and num_bytes <= _FEW_BYTES
+    return isinstance(eqn.operation, PrimitiveCall) and num_bytes <= _MAX_DUPLICATED_BYTES
 
 
 def _stage(
     stage: int,
     body: Graph,
-    places: Places,
-    homes: Mapping[Eqn, set[int]],
+    positions: Positions,
+    stages_of: Mapping[Eqn, set[int]],
     uses: Mapping[Var, set[int]],
     results: Sequence[Var],
     num_stages: int,
 ) -> Stage:
     """Returns the program of one stage."""
-    steps = [step for step in body.steps if stage in homes[step]]
-    made = {value for step in steps for value in step.outputs}
-    handed_on = [
-        value for step in steps for value in step.outputs if uses.get(value, set()) - homes[step]
+    steps = [eqn for eqn in body.steps if stage in stages_of[eqn]]
+    made = {value for eqn in steps for value in eqn.outputs}
+    sent = [
+        value for eqn in steps for value in eqn.outputs if uses.get(value, set()) - stages_of[eqn]
     ]
-    outputs = (*handed_on, *(value for value in results if value in made))
-    needed = dict.fromkeys(v for step in steps for v in variables(step.inputs) if v not in made)
-    back = _backward_values(steps, places, stage, num_stages)
-    back.update(value for value in needed if places.get(value, 0) >= num_stages)
-    shared = [step for step in steps if len(homes[step]) > 1]
-    program = Graph(tuple(needed), tuple(_own(steps, shared)), outputs)
-    return Stage(program, frozenset(back), frozenset(handed_on))
+    outputs = (*sent, *(value for value in results if value in made))
+    needed = dict.fromkeys(v for eqn in steps for v in variables(eqn.inputs) if v not in made)
+    backward = _backward_values(steps, positions, stage, num_stages)
+    backward.update(value for value in needed if positions.get(value, 0) >= num_stages)
+    shared = [eqn for eqn in steps if len(stages_of[eqn]) > 1]
+    graph = Graph(tuple(needed), tuple(_with_new_outputs(steps, shared)), outputs)
+    return Stage(graph, frozenset(backward), frozenset(sent))
 
 
-def _own(steps: Sequence[Eqn], shared: Sequence[Eqn]) -> list[Eqn]:
+def _with_new_outputs(steps: Sequence[Eqn], shared: Sequence[Eqn]) -> list[Eqn]:
     """Returns the equations of a stage, with new variables for the outputs of shared equations."""
-    own: dict[Var, Atom] = {v: Var(v.aval) for step in shared for v in step.outputs}
+    own: dict[Var, Atom] = {v: Var(v.aval) for eqn in shared for v in eqn.outputs}
     renamed = []
-    for step in substituted(steps, own):
-        outputs = tuple(own.get(value, value) for value in step.outputs)
-        renamed.append(replace(step, outputs=outputs))
+    for eqn in substitute_inputs(steps, own):
+        outputs = tuple(own.get(value, value) for value in eqn.outputs)
+        renamed.append(replace(eqn, outputs=outputs))
     return renamed
 
 
-def _backward_values(steps: Sequence[Eqn], places: Places, stage: int, num_stages: int) -> set[Var]:
+def _backward_values(
+    steps: Sequence[Eqn], positions: Positions, stage: int, num_stages: int
+) -> set[Var]:
     """Returns the values of a stage that belong to its backward.
 
     The last stage has no backward mark. Its backward begins at the equations that JAX transposed.
     """
-    back: set[Var] = set()
+    backward: set[Var] = set()
     is_last = stage == num_stages - 1
-    for step in steps:
-        place = places.get(step.outputs[0], stage)
-        of_last = is_last and (is_transposed(step) or not back.isdisjoint(variables(step.inputs)))
+    for eqn in steps:
+        position = positions.get(eqn.outputs[0], stage)
+        of_last = is_last and (is_transposed(eqn) or not backward.isdisjoint(variables(eqn.inputs)))
         # A print in rematerialized code belongs to the backward: the forward has its own copy.
-        is_again = has_print(step) and is_transposed(step)
-        if place >= num_stages or of_last or is_again:
-            back.update(step.outputs)
-    return back
+        is_again = has_print(eqn) and is_transposed(eqn)
+        if position >= num_stages or of_last or is_again:
+            backward.update(eqn.outputs)
+    return backward

@@ -14,118 +14,122 @@ from ...ir._cost import is_light
 from ...ir._graph import Eqn, Graph, PrimitiveCall, Var, free_variables, has_print, variables
 from ...ir._partition import partition
 from ...schedules import Op
-from ..ir._reduce import Total
+from ..ir._reduce import Reduction
 from ._split_stages import Stage
-
-Kind = Any
 
 
 @dataclass(frozen=True)
-class Task:
+class StageTask:
     """A program that runs once per microbatch.
 
     Attributes:
-        program: `(reads, sums so far) -> (writes, new sums)`.
+        graph: `(reads, sums so far) -> (writes, new sums)`.
         reads: The values it reads: invariants of the loop, the index of the microbatch, and values
             that other tasks wrote for the same microbatch.
         writes: The values it computes for other tasks.
         sums: The shares of results to which it adds.
     """
 
-    program: Graph
+    graph: Graph
     reads: tuple[Var, ...]
     writes: tuple[Var, ...]
     sums: tuple[Var, ...]
 
 
-def tasks_of(
-    stage: Stage, *, body: Graph, totals: Mapping[Var, Total], splits: bool
-) -> dict[Op, Task]:
+def split_into_tasks(
+    stage: Stage, *, body: Graph, reductions: Mapping[Var, Reduction], splits: bool
+) -> dict[Op, StageTask]:
     """Splits a stage into tasks; a task without outputs is left out.
 
     Args:
         stage: The stage to split.
         body: The body of the loop. Its inputs are available to every task.
-        totals: How each share of a result is accumulated.
+        reductions: How each share of a result is accumulated.
         splits: Whether the schedule splits backwards into I and W.
 
     Returns:
         The tasks by operation: F, and B or I and W.
     """
-    program, index = stage.program, body.inputs[-1]
+    graph, index = stage.graph, body.inputs[-1]
     always = set(body.inputs)
-    forward = [value not in stage.backward for value in program.outputs]
-    kinds: list[Kind] = [
-        "free" if value in always else ("own" if value in stage.backward else "kept")
-        for value in program.inputs
-    ]
-    halves = partition(program, forward, kinds)
+    forward = [value not in stage.backward for value in graph.outputs]
+    halves = partition(
+        graph,
+        forward,
+        [
+            "free" if value in always else ("own" if value in stage.backward else "kept")
+            for value in graph.inputs
+        ],
+    )
     parts = {Op.F: halves.first}
     if not all(forward):
         if splits:
-            parts |= _halves_of_backward(halves.second, stage, always)
+            parts |= _split_backward(halves.second, stage, always)
         else:
             parts[Op.B] = halves.second
-    tasks = {op: _task(part, totals, index) for op, part in parts.items()}
+    tasks = {op: _accumulating_task(part, reductions, index) for op, part in parts.items()}
     return {op: task for op, task in tasks.items() if task.writes or task.sums}
 
 
-def _halves_of_backward(backward: Graph, stage: Stage, always: set[Var]) -> dict[Op, Graph]:
+def _split_backward(backward: Graph, stage: Stage, always: set[Var]) -> dict[Op, Graph]:
     """Splits a backward into the gradients of activations (I) and the gradients of weights (W)."""
-    shown = _shown_at_once(backward, stage.handed_on)
-    first = [value in stage.handed_on or value in shown for value in backward.outputs]
-    kinds: list[Kind] = [
-        "free" if value in always else ("gone" if value in stage.backward else "kept")
-        for value in backward.inputs
-    ]
-    halves = partition(backward, first, kinds)
+    shown = _prints_in_i(backward, stage.sent)
+    first = [value in stage.sent or value in shown for value in backward.outputs]
+    halves = partition(
+        backward,
+        first,
+        [
+            "free" if value in always else ("gone" if value in stage.backward else "kept")
+            for value in backward.inputs
+        ],
+    )
     return {Op.I: halves.first, Op.W: halves.second}
 
 
-def _shown_at_once(backward: Graph, handed_on: frozenset[Var]) -> set[Var]:
+def _prints_in_i(backward: Graph, sent: frozenset[Var]) -> set[Var]:
     """Returns the tokens of prints whose operands I computes anyway; these print in I."""
-    needed = handed_on.intersection(variables(backward.outputs))
+    needed = sent.intersection(variables(backward.outputs))
     if not needed:
         return set()
     computed: set[Eqn] = set()
     wanted = set(needed)
-    for step in reversed(backward.steps):
-        if wanted.intersection(step.outputs):
-            computed.add(step)
-            wanted.update(variables(step.inputs))
+    for eqn in reversed(backward.steps):
+        if wanted.intersection(eqn.outputs):
+            computed.add(eqn)
+            wanted.update(variables(eqn.inputs))
     shown: set[Var] = set()
     has = set(backward.inputs)
-    for step in backward.steps:
-        ready = has.issuperset(variables(step.inputs))
-        if step in computed or (ready and is_light(step)):
-            has.update(step.outputs)
-        if has_print(step) and (step in computed or ready):
-            shown.update(step.outputs)
-    return shown.difference(handed_on)
+    for eqn in backward.steps:
+        ready = has.issuperset(variables(eqn.inputs))
+        if eqn in computed or (ready and is_light(eqn)):
+            has.update(eqn.outputs)
+        if has_print(eqn) and (eqn in computed or ready):
+            shown.update(eqn.outputs)
+    return shown.difference(sent)
 
 
-def _task(program: Graph, totals: Mapping[Var, Total], index: Var) -> Task:
+def _accumulating_task(graph: Graph, reductions: Mapping[Var, Reduction], index: Var) -> StageTask:
     """Returns a task that adds each gradient in place to its sum, where it is computed."""
-    made = set(variables(program.outputs)).difference(program.inputs)
-    outputs = [value for value in dict.fromkeys(variables(program.outputs)) if value in made]
-    writes = tuple(value for value in outputs if value not in totals)
-    results = [value for value in outputs if value in totals]
-    adds = [v for v in results if totals[v].adds]
-    others = [v for v in results if not totals[v].adds]
+    made = set(variables(graph.outputs)).difference(graph.inputs)
+    outputs = [value for value in dict.fromkeys(variables(graph.outputs)) if value in made]
+    writes = tuple(value for value in outputs if value not in reductions)
+    results = [value for value in outputs if value in reductions]
+    adds = [v for v in results if reductions[v].adds]
+    others = [v for v in results if not reductions[v].adds]
 
-    starts = {value: Var(totals[value].aval) for value in others}
-    ends = {value: Var(totals[value].aval) for value in others}
+    starts = {value: Var(reductions[value].aval) for value in others}
+    ends = {value: Var(reductions[value].aval) for value in others}
     updates = [
         Eqn(
-            PrimitiveCall("with_result", partial(_updated, totals[v])),
+            PrimitiveCall("with_result", partial(_accumulate_result, reductions[v])),
             (starts[v], v, index),
             (ends[v],),
         )
         for v in others
     ]
-    inputs = tuple(dict.fromkeys((*program.inputs, index)))
+    inputs = tuple(dict.fromkeys((*graph.inputs, index)))
     inner = Graph(
-        (*inputs, *starts.values()), (*program.steps, *updates), (*writes, *ends.values(), *adds)
+        (*inputs, *starts.values()), (*graph.steps, *updates), (*writes, *ends.values(), *adds)
     )
     is_added = [False] * (len(writes) + len(ends)) + [True] * len(adds)
     added = accumulate(inner, is_added)
@@ -133,8 +137,8 @@ def _task(program: Graph, totals: Mapping[Var, Total], index: Var) -> Task:
     reads = tuple(value for value in inputs if value in used)
     sums = added.inputs[len(inputs) :]
     whole = Graph((*reads, *sums), added.steps, added.outputs)
-    return Task(whole, reads, writes, (*others, *adds))
+    return StageTask(whole, reads, writes, (*others, *adds))
 
 
-def _updated(total: Total, so_far: Any, new: Any, i: Any) -> list[Any]:
-    return [total.with_result(so_far, new, i)]
+def _accumulate_result(reduction: Reduction, so_far: Any, new: Any, i: Any) -> list[Any]:
+    return [reduction.update(so_far, new, i)]

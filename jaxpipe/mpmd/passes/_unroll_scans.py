@@ -16,15 +16,15 @@ from jax.core import ShapedArray
 from jax.extend.core import jaxprs_in_params
 
 from ...ir._graph import Atom, Cond, Eqn, Graph, PrimitiveCall, Scan, ShardMap, Var
-from ..ir._marks import NAME as MARK
-from ..ir._reduce import NAME as LOOP
-from ..ir._steps import aval_of, substituted, with_outputs
+from ..ir._eqns import aval_of, substitute_inputs, with_outputs
+from ..ir._marks import STAGE_END as MARK
+from ..ir._reduce import TREDUCE as LOOP
 
-MOST_TURNS = 64
+MAX_UNROLLED_LENGTH = 64
 """Maximum length of a scan that is unrolled. A longer scan would take minutes to lower."""
 
 
-def unrolled(outer: Graph) -> Graph:
+def unroll_scans(outer: Graph) -> Graph:
     """Unrolls every `lax.scan` around a loop over microbatches.
 
     Args:
@@ -34,148 +34,148 @@ def unrolled(outer: Graph) -> Graph:
         The function without such scans.
 
     Raises:
-        ValueError: If such a scan has more than `MOST_TURNS` iterations.
+        ValueError: If such a scan has more than `MAX_UNROLLED_LENGTH` iterations.
     """
     steps: list[Eqn] = []
     known: dict[Var, Atom] = {}
-    for step in outer.steps:
-        (step,) = substituted([step], known)
-        steps += _unrolled(step, known)
+    for eqn in outer.steps:
+        (eqn,) = substitute_inputs([eqn], known)
+        steps += _unroll_scan(eqn, known)
     return with_outputs(outer, steps, known)
 
 
-def check_reachable(program: Graph, where: str) -> None:
+def check_reachable(graph: Graph, where: str) -> None:
     """Checks that no mark and no loop over microbatches is inside another construct.
 
     Args:
-        program: A function whose scans around loops are unrolled, or the body of a loop.
+        graph: A function whose scans around loops are unrolled, or the body of a loop.
         where: The name of the program in errors: "the function" or "a stage".
 
     Raises:
         ValueError: If a mark or a loop is inside a construct such as `lax.cond`. The error names
             the construct and says how to avoid it.
     """
-    for step in program.steps:
-        if is_loop(step) and where == "a stage":
+    for eqn in graph.steps:
+        if is_loop(eqn) and where == "a stage":
             raise ValueError(
                 "`treduce` is called inside of the function that another `treduce` is given. Call "
                 "the two one after the other, or use `lax.scan` for the inner one."
             )
-        if any(_names_inside(step, LOOP)):
+        if any(_find_eqns(eqn, LOOP)):
             raise ValueError(
-                f"`treduce` is called inside {_construct(step)}, where it would run without a "
-                f"pipeline. {_instead(step)}"
+                f"`treduce` is called inside {_construct_name(eqn)}, where it would run without a "
+                f"pipeline. {_advice(eqn)}"
             )
-        if any(_names_inside(step, MARK)):
+        if any(_find_eqns(eqn, MARK)):
             raise ValueError(
-                f"A stage ends inside {_construct(step)} within {where}, where it cannot be cut. "
-                "Mark stages in a Python loop, and leave `lax.scan`, `lax.cond` and `shard_map` "
-                "to what is inside a stage."
+                f"A stage ends inside {_construct_name(eqn)} within {where}, where it cannot "
+                "be cut. Mark stages in a Python loop, and leave `lax.scan`, `lax.cond` and "
+                "`shard_map` to what is inside a stage."
             )
 
 
-def is_loop(step: Eqn) -> bool:
+def is_loop(eqn: Eqn) -> bool:
     """Returns whether the equation is a loop over microbatches."""
-    return isinstance(step.operation, PrimitiveCall) and step.operation.name == LOOP
+    return isinstance(eqn.operation, PrimitiveCall) and eqn.operation.name == LOOP
 
 
-def _unrolled(step: Eqn, known: dict[Var, Atom]) -> list[Eqn]:
-    """Returns the equations that replace `step`, and maps its outputs to theirs in `known`."""
-    if not isinstance(step.operation, Scan) or not any(_names_inside(step, LOOP)):
-        return [step]
-    loop = step.operation
-    if loop.length > MOST_TURNS:
+def _unroll_scan(eqn: Eqn, known: dict[Var, Atom]) -> list[Eqn]:
+    """Returns the equations that replace `eqn`, and maps its outputs to theirs in `known`."""
+    if not isinstance(eqn.operation, Scan) or not any(_find_eqns(eqn, LOOP)):
+        return [eqn]
+    loop = eqn.operation
+    if loop.length > MAX_UNROLLED_LENGTH:
         raise ValueError(
             f"`treduce` is called inside a `lax.scan` or `lax.fori_loop` of {loop.length} turns, "
-            f"which is written out, and of more than {MOST_TURNS} that takes too long. Call the "
-            "compiled function once for each turn, in a Python loop."
+            f"which is written out, and of more than {MAX_UNROLLED_LENGTH} that takes too long. "
+            "Call the compiled function once for each turn, in a Python loop."
         )
-    consts, carry, xs = _cut(step.inputs, loop.num_consts, loop.num_carry)
+    consts, carry, xs = _split_inputs(eqn.inputs, loop.num_consts, loop.num_carry)
     steps: list[Eqn] = []
     ys: list[list[Atom]] = []
     for turn in range(loop.length):
         i = loop.length - 1 - turn if loop.reverse else turn
-        slices = [_slice(x, i) for x in xs]
+        slices = [_slice_eqn(x, i) for x in xs]
         steps += slices
         of_turn = [s.outputs[0] for s in slices]
-        inside, made = _turn(loop.body, [*consts, *carry, *of_turn])
+        inside, made = _iteration(loop.body, [*consts, *carry, *of_turn])
         steps += inside
         carry, of_turn_ys = made[: loop.num_carry], made[loop.num_carry :]
         ys.append(list(of_turn_ys))
-    known.update(zip(step.outputs[: loop.num_carry], carry, strict=True))
+    known.update(zip(eqn.outputs[: loop.num_carry], carry, strict=True))
     in_order = ys[::-1] if loop.reverse else ys
-    for i, output in enumerate(step.outputs[loop.num_carry :]):
-        run = partial(_stacked, output.aval)
+    for i, output in enumerate(eqn.outputs[loop.num_carry :]):
+        run = partial(_stack_results, output.aval)
         parts = tuple(y[i] for y in in_order)
         steps.append(Eqn(PrimitiveCall("concatenate", run), parts, (output,)))
     return steps
 
 
-def _cut(inputs: Sequence[Atom], num_consts: int, num_carry: int) -> Any:
+def _split_inputs(inputs: Sequence[Atom], num_consts: int, num_carry: int) -> Any:
     end = num_consts + num_carry
     return inputs[:num_consts], inputs[num_consts:end], inputs[end:]
 
 
-def _slice(x: Atom, i: int) -> Eqn:
+def _slice_eqn(x: Atom, i: int) -> Eqn:
     aval = aval_of(x)
     out = Var(ShapedArray(aval.shape[1:], aval.dtype))
-    return Eqn(PrimitiveCall("slice", partial(_indexed, i)), (x,), (out,))
+    return Eqn(PrimitiveCall("slice", partial(_index_leading, i)), (x,), (out,))
 
 
-def _indexed(i: int, x: Any) -> list[jax.Array]:
+def _index_leading(i: int, x: Any) -> list[jax.Array]:
     return [jnp.asarray(x)[i]]
 
 
-def _stacked(aval: Any, *ys: Any) -> list[jax.Array]:
+def _stack_results(aval: Any, *ys: Any) -> list[jax.Array]:
     return [jnp.stack([jnp.asarray(y, aval.dtype) for y in ys]) if ys else jnp.zeros(aval.shape)]
 
 
-def _turn(body: Graph, given: Sequence[Atom]) -> tuple[list[Eqn], list[Atom]]:
+def _iteration(body: Graph, given: Sequence[Atom]) -> tuple[list[Eqn], list[Atom]]:
     """Returns the equations of one iteration with new variables, and its outputs.
 
     Unrolls inner scans too.
     """
     known: dict[Var, Atom] = dict(zip(body.inputs, given, strict=True))
     steps: list[Eqn] = []
-    for step in body.steps:
-        outputs = tuple(Var(value.aval) for value in step.outputs)
-        (own,) = substituted([replace(step, outputs=outputs)], known)
-        known.update(zip(step.outputs, outputs, strict=True))
+    for eqn in body.steps:
+        outputs = tuple(Var(value.aval) for value in eqn.outputs)
+        (own,) = substitute_inputs([replace(eqn, outputs=outputs)], known)
+        known.update(zip(eqn.outputs, outputs, strict=True))
         later: dict[Var, Atom] = {}
-        steps += _unrolled(own, later)
-        known |= {old: later.get(new, new) for old, new in zip(step.outputs, outputs, strict=True)}
+        steps += _unroll_scan(own, later)
+        known |= {old: later.get(new, new) for old, new in zip(eqn.outputs, outputs, strict=True)}
     return steps, list(with_outputs(body, steps, known).outputs)
 
 
-def _names_inside(step: Eqn, name: str) -> Iterator[bool]:
-    """Yields True for each equation named `name` inside `step`, at any depth."""
-    match step.operation:
+def _find_eqns(eqn: Eqn, name: str) -> Iterator[bool]:
+    """Yields True for each equation named `name` inside `eqn`, at any depth."""
+    match eqn.operation:
         case Scan(body=body) | ShardMap(body=body):
             bodies = [body]
         case Cond(branches=branches):
             bodies = list(branches)
         case PrimitiveCall(name=own, equation=equation):
-            if own != LOOP and equation is not None and _in_jaxprs(equation.params, name):
+            if own != LOOP and equation is not None and _is_in_jaxprs(equation.params, name):
                 yield True
             return
     for body in bodies:
         for inner in body.steps:
             if isinstance(inner.operation, PrimitiveCall) and inner.operation.name == name:
                 yield True
-            yield from _names_inside(inner, name)
+            yield from _find_eqns(inner, name)
 
 
-def _in_jaxprs(params: dict[str, Any], name: str) -> bool:
+def _is_in_jaxprs(params: dict[str, Any], name: str) -> bool:
     return any(
         equation.primitive.name == name
-        or (equation.primitive.name != LOOP and _in_jaxprs(equation.params, name))
+        or (equation.primitive.name != LOOP and _is_in_jaxprs(equation.params, name))
         for jaxpr in jaxprs_in_params(params)
         for equation in jaxpr.eqns
     )
 
 
-def _construct(step: Eqn) -> str:
-    match step.operation:
+def _construct_name(eqn: Eqn) -> str:
+    match eqn.operation:
         case Scan():
             return "`lax.scan`"
         case Cond():
@@ -190,8 +190,8 @@ def _construct(step: Eqn) -> str:
             return f"`{name}`"
 
 
-def _instead(step: Eqn) -> str:
-    match step.operation:
+def _advice(eqn: Eqn) -> str:
+    match eqn.operation:
         case Cond():
             return (
                 "Choose in Python, or run the loop in any case and choose between results with "

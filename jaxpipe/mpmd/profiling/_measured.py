@@ -18,10 +18,10 @@ import jax
 
 from ...schedules import Action, FusedPair, ScheduleStep, TimedStep, Timeline
 from ..api._stages import OBSERVER, Compiled
-from ..ir._program import Instruction, Run
+from ..ir._program import Instruction, RunTask
 from ..runtime._execute import Act, Place, Slots
 
-Times = list[tuple[Run, float, float]]
+Times = list[tuple[RunTask, float, float]]
 """Programs with their start and end, in seconds of `time.perf_counter`."""
 
 
@@ -50,9 +50,9 @@ def _timed(
     instruction: Instruction,
     act: Act,
     places: Mapping[Place, int],
-    record: Callable[[Run, float, float], None],
+    record: Callable[[RunTask, float, float], None],
 ) -> Act:
-    if not isinstance(instruction, Run):
+    if not isinstance(instruction, RunTask):
         return act
     reads = [places[buffer, instruction.rank] for buffer in instruction.reads]
     writes = [places[buffer, instruction.rank] for buffer in instruction.writes]
@@ -109,7 +109,7 @@ def _collecting(enabled: bool) -> Iterator[dict[str, list[float]] | None]:
         return
     found: dict[str, list[float]] = {}
 
-    def record(run: Run, start: float, end: float) -> None:
+    def record(run: RunTask, start: float, end: float) -> None:
         name = re.sub(r"__\d+", "", run.name) if run.actions else f"{run.name}@{run.rank}"
         found.setdefault(name, []).append(1e3 * (end - start))
 

@@ -12,7 +12,7 @@ from ... import schedules
 from ...schedules import Costs, Op, TimedStep, Timeline
 from ...schedules.language import actions_of, parse_step
 from ..api._stages import Compiled
-from ..ir._program import Free, Instruction, Receive, Run, Send
+from ..ir._program import Delete, Instruction, Recv, RunTask, Send
 from ..runtime._execute import Act, Slots
 from ..runtime._remote import ask, tell
 from ..runtime._session import open_session
@@ -48,13 +48,13 @@ def annotated(compiled: Compiled) -> Compiled:
 def _label(instruction: Instruction) -> str:
     rank = instruction.rank
     match instruction:
-        case Run(name=name):
+        case RunTask(name=name):
             return f"{name} on rank {rank}"
         case Send(to=to):
             return f"rank {rank} sends to rank {to}"
-        case Receive(source=source, name=name):
+        case Recv(source=source, name=name):
             return f"rank {rank} receives {name} from rank {source}"
-        case Free():
+        case Delete():
             return f"rank {rank} frees"
 
 

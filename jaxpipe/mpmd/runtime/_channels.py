@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..api._mesh import MpmdMesh
-from ..ir._program import Buffer, Code, Receive, Send
+from ..ir._program import Buffer, MpmdProgram, Recv, Send
 from ._transport import Spec, layout
 
 MOST_LETTERS = 200
@@ -19,12 +19,12 @@ MOST_LETTERS = 200
 
 
 def layouts_of_routes(
-    code: Code, mesh: MpmdMesh, specs: Mapping[tuple[Buffer, int], PartitionSpec]
+    program: MpmdProgram, mesh: MpmdMesh, specs: Mapping[tuple[Buffer, int], PartitionSpec]
 ) -> tuple[dict[str, str], set[int]]:
     """Returns the layouts of all transfers between this process and others.
 
     Args:
-        code: The program of all ranks.
+        program: The program of all ranks.
         mesh: The groups of devices.
         specs: The sharding of each buffer on each rank.
 
@@ -34,11 +34,11 @@ def layouts_of_routes(
     """
     local, counts, peers = set(mesh.local_ranks), Counter[tuple[type, int, int]](), set[int]()
     found = {}
-    for instruction in code.instructions:
+    for instruction in program.instructions:
         match instruction:
             case Send(rank, other, buffers, name):
                 source, to = rank, other
-            case Receive(rank, other, buffers, name):
+            case Recv(rank, other, buffers, name):
                 source, to = other, rank
             case _:
                 continue

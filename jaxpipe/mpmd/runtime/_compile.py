@@ -21,8 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..._compat import load_on_devices, partition_spec_of
 from ...ir._graph import Graph, has_print
 from ..api._mesh import MpmdMesh
-from ..ir._program import Buffer, Code, Receive, Run
-from ..passes._fingerprint import content
+from ..ir._program import Buffer, MpmdProgram, Recv, RunTask
+from ..passes._fingerprint import fingerprint
 from ._session import Agreement
 from ._submesh import on_submesh
 
@@ -34,7 +34,7 @@ class Executables:
     """Compiled programs of a step.
 
     Attributes:
-        programs: The programs of local ranks, by the index of their `Run` in the code.
+        programs: The programs of local ranks, by the index of their `RunTask` in the program.
         specs: The sharding of each buffer on each rank that has it.
     """
 
@@ -68,7 +68,7 @@ def check_threads(mesh: MpmdMesh) -> None:
 
 
 def compile_code(
-    code: Code,
+    program: MpmdProgram,
     mesh: MpmdMesh,
     known: Callable[[Buffer], PartitionSpec | None],
     *,
@@ -79,7 +79,7 @@ def compile_code(
     """Compiles the programs that ranks of this process run.
 
     Args:
-        code: The program of all ranks, after all passes.
+        program: The program of all ranks, after all passes.
         mesh: The groups of devices.
         known: Returns the sharding of a buffer, None to leave it to the compiler.
         options: Compiler options of XLA that the caller gives.
@@ -92,9 +92,11 @@ def compile_code(
     local = set(mesh.local_ranks)
     single = all(group.size == 1 for group in mesh.unstack)
     specs: dict[tuple[Buffer, int], PartitionSpec | Callable[[], PartitionSpec]] = {}
-    for buffer, ranks in code.inputs:
+    for buffer, ranks in program.inputs:
         specs |= {(buffer, rank): known(buffer) or P() for rank in ranks}
-    specs |= {(buffer, rank): P() for buffer in code.indices for rank in range(code.num_ranks)}
+    specs |= {
+        (buffer, rank): P() for buffer in program.indices for rank in range(program.num_ranks)
+    }
 
     def decided(buffer: Buffer) -> PartitionSpec | None:
         """Returns the sharding of a buffer, None if the compiler chooses it."""
@@ -108,10 +110,10 @@ def compile_code(
     with _vain_donations(), ThreadPoolExecutor(num_threads) as pool:
         compiler = _Compiler(mesh, pool, options)
         futures: dict[int, Future] = {}
-        for place, instruction in enumerate(code.instructions):
+        for place, instruction in enumerate(program.instructions):
             rank = instruction.rank
             match instruction:
-                case Run(reads=reads, writes=writes) if rank in local:
+                case RunTask(reads=reads, writes=writes) if rank in local:
                     given = tuple(spec_of(buffer, rank) for buffer in reads)
                     wanted = tuple(decided(buffer) for buffer in writes)
                     future = compiler.submit(instruction, given, wanted)
@@ -122,7 +124,7 @@ def compile_code(
                         )
                     if agreement is not None and None in wanted:
                         future.add_done_callback(_teller(agreement, place, mesh.unstack[rank]))
-                case Run(writes=writes):
+                case RunTask(writes=writes):
                     decided_there = [decided(buffer) for buffer in writes]
                     if agreement is not None and any(spec is None for spec in decided_there):
                         told = agreement.ask_specs(place, mesh.process_of(rank))
@@ -130,7 +132,7 @@ def compile_code(
                     else:
                         pairs = zip(writes, decided_there, strict=True)
                         specs |= {(b, rank): P() if spec is None else spec for b, spec in pairs}
-                case Receive(source=source, buffers=buffers):
+                case Recv(source=source, buffers=buffers):
                     specs |= {(b, rank): specs[b, source] for b in buffers}
         programs = {place: future.result() for place, future in futures.items()}
     _return_free_memory()
@@ -189,14 +191,14 @@ class _Compiler:
         self.mesh = mesh
         self.pool = pool
         self.options = options
-        self.contents: dict[int, Hashable] = {}
+        self.fingerprints: dict[int, Hashable] = {}
         self.first: dict[Hashable, tuple[int, Future]] = {}
         self.on_rank: dict[tuple[Hashable, int], Future] = {}
 
-    def submit(self, run: Run, given: Specs, wanted: Specs) -> Future:
-        if id(run.program) not in self.contents:
-            self.contents[id(run.program)] = content(run.program)
-        key = self.contents[id(run.program)], given, wanted, run.donated
+    def submit(self, run: RunTask, given: Specs, wanted: Specs) -> Future:
+        if id(run.graph) not in self.fingerprints:
+            self.fingerprints[id(run.graph)] = fingerprint(run.graph)
+        key = self.fingerprints[id(run.graph)], given, wanted, run.donated
         here = key, run.rank
         if here not in self.on_rank and key in self.first:
             again = partial(self._again, *self.first[key], run, given, wanted)
@@ -207,14 +209,14 @@ class _Compiler:
             self.first[key] = run.rank, self.on_rank[here]
         return self.on_rank[here]
 
-    def _compile(self, run: Run, given: Specs, wanted: Specs) -> Any:
+    def _compile(self, run: RunTask, given: Specs, wanted: Specs) -> Any:
         mesh = self.mesh.unstack[run.rank]
-        program = on_submesh(run.program, mesh, self.mesh.mpmd_axis_name)
-        return compile_program(program, mesh, given, wanted, run.donated, self.options)
+        graph = on_submesh(run.graph, mesh, self.mesh.mpmd_axis_name)
+        return compile_graph(graph, mesh, given, wanted, run.donated, self.options)
 
-    def _again(self, rank: int, first: Future, run: Run, given: Specs, wanted: Specs) -> Any:
+    def _again(self, rank: int, first: Future, run: RunTask, given: Specs, wanted: Specs) -> Any:
         """Loads a compiled program on the devices of another group, or compiles it again."""
-        if any(map(has_print, run.program.steps)):
+        if any(map(has_print, run.graph.steps)):
             return self._compile(run, given, wanted)  # a program with callbacks cannot be saved
         devices, others = (list(self.mesh.unstack[r].devices.flat) for r in (rank, run.rank))
         moved = load_on_devices(first.result(), devices, others)
@@ -233,18 +235,18 @@ def _as_here(f: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
-def compile_program(
-    program: Graph,
+def compile_graph(
+    graph: Graph,
     mesh: Mesh,
     given: Specs,
     wanted: Specs,
     donated: tuple[int, ...],
     options: Mapping[str, Any],
 ) -> Any:
-    """Compiles a program for the devices of a mesh.
+    """Compiles a graph for the devices of a mesh.
 
     Args:
-        program: The program.
+        graph: The graph.
         mesh: The mesh of one group.
         given: [num_inputs] the sharding of each input; None is replicated.
         wanted: [num_outputs] the sharding of each output; None leaves it to the compiler.
@@ -261,10 +263,10 @@ def compile_program(
             sharding=NamedSharding(mesh, spec or P()),
             weak_type=value.aval.weak_type,
         )
-        for value, spec in zip(program.inputs, given, strict=True)
+        for value, spec in zip(graph.inputs, given, strict=True)
     ]
     out = [None if spec is None else NamedSharding(mesh, spec) for spec in wanted]
-    jitted = jax.jit(program, out_shardings=out, donate_argnums=donated, keep_unused=True)
+    jitted = jax.jit(graph, out_shardings=out, donate_argnums=donated, keep_unused=True)
     return jitted.lower(*shapes).compile(compiler_options=_own_options(mesh) | dict(options))
 
 

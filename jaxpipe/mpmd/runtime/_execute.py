@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ..._compat import nan_errors
 from ...schedules import Op
 from ..api._mesh import MpmdMesh
-from ..ir._program import Buffer, Code, Free, Instruction, Receive, Run, Send
+from ..ir._program import Buffer, Delete, Instruction, MpmdProgram, Recv, RunTask, Send
 from ._channels import on_rank
 from ._compile import Executables
 from ._session import Session
@@ -46,7 +46,9 @@ class Bound:
     programs: Mapping[str, Any]
 
 
-def bind(code: Code, mesh: MpmdMesh, executables: Executables, session: Session | None) -> Bound:
+def bind(
+    program: MpmdProgram, mesh: MpmdMesh, executables: Executables, session: Session | None
+) -> Bound:
     """Binds the instructions of local ranks to slots in a list of arrays."""
     local = set(mesh.local_ranks)
     places: dict[Place, int] = {}
@@ -59,7 +61,7 @@ def bind(code: Code, mesh: MpmdMesh, executables: Executables, session: Session 
         return on_rank(buffer, rank, mesh, executables.specs)
 
     def acts() -> Iterator[tuple[Instruction, Act]]:
-        for i, instruction in enumerate(code.instructions):
+        for i, instruction in enumerate(program.instructions):
             rank = instruction.rank
             if isinstance(instruction, Send):
                 tag = _route(session, mesh, rank, instruction.to)
@@ -67,7 +69,7 @@ def bind(code: Code, mesh: MpmdMesh, executables: Executables, session: Session 
             if rank not in local:
                 continue
             match instruction:
-                case Run(reads=reads, writes=writes, donated=donated):
+                case RunTask(reads=reads, writes=writes, donated=donated):
                     given = [place(buffer, rank) for buffer in reads]
                     made = [place(buffer, rank) for buffer in writes]
                     gone = [given[d] for d in donated]
@@ -85,7 +87,7 @@ def bind(code: Code, mesh: MpmdMesh, executables: Executables, session: Session 
                         peer = mesh.process_of(to)
                         send = sender(session.transport, peer, tags[to, rank, buffers], sources)
                         yield instruction, _send(given, send)
-                case Receive(source=source, buffers=buffers) if source not in local:
+                case Recv(source=source, buffers=buffers) if source not in local:
                     assert session is not None
                     peer, tag = mesh.process_of(source), tags[rank, source, buffers]
                     targets = [shape(buffer, rank) for buffer in buffers]
@@ -94,25 +96,25 @@ def bind(code: Code, mesh: MpmdMesh, executables: Executables, session: Session 
                         instruction,
                         _receive(made, receiver(session.transport, peer, tag, targets)),
                     )
-                case Free(buffers=buffers):
+                case Delete(buffers=buffers):
                     yield instruction, _free([place(buffer, rank) for buffer in buffers])
 
     bound = tuple(
         (instruction, act if session is None else _watched(session, mesh, instruction, act, places))
         for instruction, act in acts()
     )
-    for buffer, ranks in (*code.inputs, *code.outputs):
+    for buffer, ranks in (*program.inputs, *program.outputs):
         for rank in local.intersection(ranks):
             place(buffer, rank)
     start: Slots = [None] * len(places)
     for (buffer, rank), where in places.items():
-        if buffer in code.indices:
-            number = jnp.asarray(code.indices[buffer], jnp.int32)
+        if buffer in program.indices:
+            number = jnp.asarray(program.indices[buffer], jnp.int32)
             start[where] = jax.device_put(number, shape(buffer, rank).sharding)
     named = {
         f"{run.name}@{run.rank}": executables.programs[i]
-        for i, run in enumerate(code.instructions)
-        if isinstance(run, Run) and i in executables.programs
+        for i, run in enumerate(program.instructions)
+        if isinstance(run, RunTask) and i in executables.programs
     }
     return Bound(bound, places, start, named)
 
@@ -136,9 +138,9 @@ def _watched(
     """Returns `act` watched by the watchdog, whose error names the instruction if it hangs."""
     rank = instruction.rank
     match instruction:
-        case Run(name=name, writes=writes):
+        case RunTask(name=name, writes=writes):
             label, buffers = f"{name} on rank {rank}", writes
-        case Receive(source=source, name=name, buffers=buffers):
+        case Recv(source=source, name=name, buffers=buffers):
             peer = f"rank {source} (process {mesh.process_of(source)})"
             label = f"rank {rank}'s receive of {name} from {peer}"
         case _:
@@ -169,7 +171,7 @@ _NAN_ERRORS = nan_errors()
 
 
 def _run(
-    run: Run,
+    run: RunTask,
     program: Callable[..., Any],
     given: Sequence[int],
     made: Sequence[int],
@@ -190,7 +192,7 @@ def _run(
     return act
 
 
-def _not_finite(run: Run, error: Exception) -> str:
+def _not_finite(run: RunTask, error: Exception) -> str:
     what = [f"{_WORDS[a.op]} of stage {a.stage} for microbatch {a.microbatch}" for a in run.actions]
     kind = "inf" if "inf" in str(error) and "nan" not in str(error) else "nan"
     told = f", the {' and the '.join(what)}," if what else ""

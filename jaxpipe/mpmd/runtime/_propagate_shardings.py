@@ -15,7 +15,9 @@ from ..passes._pipelined_loops import loop_of
 from ._submesh import check_spec
 
 
-def spread(outer: Graph, known: Mapping[Var, PartitionSpec | None]) -> dict[Var, PartitionSpec]:
+def propagate_shardings(
+    outer: Graph, known: Mapping[Var, PartitionSpec | None]
+) -> dict[Var, PartitionSpec]:
     """Propagates known specs along elementwise equations.
 
     The outputs of such an equation are sharded like its inputs of the same shape.
@@ -34,11 +36,11 @@ def spread(outer: Graph, known: Mapping[Var, PartitionSpec | None]) -> dict[Var,
             value = group[value]
         return value
 
-    for step in outer.steps:
-        if not _is_number_by_number(step):
+    for eqn in outer.steps:
+        if not _is_elementwise(eqn):
             continue
-        for value in variables(step.inputs):
-            for made in step.outputs:
+        for value in variables(eqn.inputs):
+            for made in eqn.outputs:
                 same = value.aval.shape == made.aval.shape and value.aval.shape
                 if same and root(value) is not root(made):
                     group[root(made)] = root(value)
@@ -46,13 +48,13 @@ def spread(outer: Graph, known: Mapping[Var, PartitionSpec | None]) -> dict[Var,
     for value, spec in known.items():
         if spec is not None:
             found.setdefault(root(value), spec)
-    everything = [*outer.inputs, *(v for step in outer.steps for v in step.outputs)]
+    everything = [*outer.inputs, *(v for eqn in outer.steps for v in eqn.outputs)]
     return {v: found[root(v)] for v in everything if root(v) in found} | {
         value: spec for value, spec in known.items() if spec is not None
     }
 
 
-def constrained(outer: Graph, mpmd_axis: str) -> dict[Var, PartitionSpec]:
+def constrained_specs(outer: Graph, mpmd_axis: str) -> dict[Var, PartitionSpec]:
     """Returns the specs that users give to values outside of loops.
 
     The spec of a loop's result inside the loop takes precedence over one after the loop.
@@ -69,23 +71,23 @@ def constrained(outer: Graph, mpmd_axis: str) -> dict[Var, PartitionSpec]:
     """
     found: dict[Var, PartitionSpec] = {}
     behind: dict[Var, PartitionSpec] = {}
-    for step in outer.steps:
-        loop, spec = loop_of(step), constraint_of(step)
+    for eqn in outer.steps:
+        loop, spec = loop_of(eqn), constraint_of(eqn)
         if loop is not None:
-            of_share = dict(zip(loop.totals, step.outputs, strict=True))
+            of_share = dict(zip(loop.reductions, eqn.outputs, strict=True))
             found |= {of_share[share]: of_share_spec for share, of_share_spec in loop.specs.items()}
         if spec is not None:
-            behind |= dict.fromkeys(variables(step.outputs), spec)
-            behind |= {v: spec for v in variables(step.inputs) if v not in behind}
+            behind |= dict.fromkeys(variables(eqn.outputs), spec)
+            behind |= {v: spec for v in variables(eqn.inputs) if v not in behind}
     for spec in (*found.values(), *behind.values()):
         check_spec(spec, mpmd_axis, "`with_sharding_constraint`")
     return behind | found
 
 
-def _is_number_by_number(step: Eqn) -> bool:
-    if not isinstance(step.operation, PrimitiveCall):
+def _is_elementwise(eqn: Eqn) -> bool:
+    if not isinstance(eqn.operation, PrimitiveCall):
         return False
-    return step.operation.name in _CASTS or (is_cheap(step) and not is_move(step))
+    return eqn.operation.name in _CASTS or (is_cheap(eqn) and not is_move(eqn))
 
 
 _CASTS = ("convert_element_type", "copy", "optimization_barrier")

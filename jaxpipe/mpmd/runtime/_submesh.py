@@ -12,11 +12,11 @@ from ...sharding._specs import axes_of
 from ..api._mesh import check_memory_kind
 
 
-def on_submesh(program: Graph, mesh: Mesh, mpmd_axis: str) -> Graph:
+def on_submesh(graph: Graph, mesh: Mesh, mpmd_axis: str) -> Graph:
     """Replaces every mesh in a program by the mesh of a group.
 
     Args:
-        program: A program that one group runs.
+        graph: A program that one group runs.
         mesh: The mesh of that group.
         mpmd_axis: The mesh axis that separates the groups.
 
@@ -26,14 +26,12 @@ def on_submesh(program: Graph, mesh: Mesh, mpmd_axis: str) -> Graph:
     Raises:
         ValueError: If the program shards an array or a `shard_map` over `mpmd_axis`.
     """
-    steps = tuple(
-        replace(step, operation=_operation(step, mesh, mpmd_axis)) for step in program.steps
-    )
-    return replace(program, steps=steps)
+    steps = tuple(replace(eqn, operation=_operation(eqn, mesh, mpmd_axis)) for eqn in graph.steps)
+    return replace(graph, steps=steps)
 
 
-def _operation(step: Eqn, mesh: Mesh, mpmd_axis: str) -> Any:
-    match step.operation:
+def _operation(eqn: Eqn, mesh: Mesh, mpmd_axis: str) -> Any:
+    match eqn.operation:
         case Scan() as loop:
             return replace(loop, body=on_submesh(loop.body, mesh, mpmd_axis))
         case Cond(branches):
@@ -55,7 +53,7 @@ def _operation(step: Eqn, mesh: Mesh, mpmd_axis: str) -> Any:
             sharding = NamedSharding(mesh, spec)
             params = {"sharding": spec, "dims": params["unconstrained_dims"]}
             return replace(plain, run=_constrain(sharding), params=params, equation=None)
-    return step.operation
+    return eqn.operation
 
 
 def _constrain(sharding: NamedSharding) -> Callable[[Any], Sequence[Any]]:

@@ -154,7 +154,7 @@ def mpmd_state_shardings(setup: Setup) -> PyTree[mpmd.MpmdSharding]:
     """
     mesh = mpmd_mesh(setup)
     shardings, tree = jax.tree.flatten(state_shardings(setup))
-    inputs = lower_train_step(setup).code.inputs[: len(shardings)]
+    inputs = lower_train_step(setup).program.inputs[: len(shardings)]
     mpmd_shardings = [
         mpmd.MpmdSharding(mesh, ranks, sharding.spec)
         for (_, ranks), sharding in zip(inputs, shardings, strict=True)

@@ -5,16 +5,16 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Primitive
 
-from ..ir._program import Buffer, Code, Free, Instruction, Receive, Run, Send
+from ..ir._program import Buffer, Delete, Instruction, MpmdProgram, Recv, RunTask, Send
 
-TASK, SEND, RECEIVE, DELETE = map(Primitive, ("task", "send", "receive", "delete"))
+TASK, SEND, RECV, DELETE = map(Primitive, ("task", "send", "recv", "delete"))
 
 
-class Eqn(NamedTuple):
+class MpmdEqn(NamedTuple):
     """An instruction of a rank, as an equation of a jaxpr.
 
     Attributes:
-        primitive: `task`, `send`, `receive` or `delete`, by its `name`.
+        primitive: `task`, `send`, `recv` or `delete`, by its `name`.
         params: Parameters by name. Every instruction has `mpmd_idx`, the rank that runs it.
         invars: The buffers that it reads.
         outvars: The buffers that it writes.
@@ -31,15 +31,15 @@ class ClosedJaxpr:
     """The instructions of all ranks, under JaxPP's names.
 
     Attributes:
-        code: The instructions of all ranks.
+        program: The instructions of all ranks.
     """
 
-    code: Code
+    program: MpmdProgram
 
     @property
-    def eqns(self) -> list[Eqn]:
+    def eqns(self) -> list[MpmdEqn]:
         """Returns the instructions of all ranks, in an order in which they could run."""
-        return list(map(_eqn, self.code.instructions))
+        return list(map(_eqn, self.program.instructions))
 
     @property
     def jaxpr(self) -> "ClosedJaxpr":
@@ -47,23 +47,23 @@ class ClosedJaxpr:
         return self
 
     def __str__(self) -> str:
-        return str(self.code)
+        return str(self.program)
 
 
-def _eqn(instruction: Instruction) -> Eqn:
+def _eqn(instruction: Instruction) -> MpmdEqn:
     match instruction:
-        case Run(rank, name, program, reads, writes, actions, donated):
+        case RunTask(rank, name, graph, reads, writes, actions, donated):
             params = {
                 "task_name": name,
                 "mpmd_idx": rank,
                 "task_info": tuple((a.stage, a.op, a.microbatch) for a in actions),
-                "call_jaxpr": program,
+                "call_jaxpr": graph,
                 "donate_invars": tuple(i in donated for i in range(len(reads))),
             }
-            return Eqn(TASK, params, reads, writes)
+            return MpmdEqn(TASK, params, reads, writes)
         case Send(rank, to, buffers):
-            return Eqn(SEND, {"mpmd_idx": rank, "tgt_mpmd_idx": to}, buffers, ())
-        case Receive(rank, source, buffers):
-            return Eqn(RECEIVE, {"mpmd_idx": rank, "src_mpmd_idx": source}, (), buffers)
-        case Free(rank, buffers):
-            return Eqn(DELETE, {"mpmd_idx": rank}, buffers, ())
+            return MpmdEqn(SEND, {"mpmd_idx": rank, "tgt_mpmd_idx": to}, buffers, ())
+        case Recv(rank, source, buffers):
+            return MpmdEqn(RECV, {"mpmd_idx": rank, "src_mpmd_idx": source}, (), buffers)
+        case Delete(rank, buffers):
+            return MpmdEqn(DELETE, {"mpmd_idx": rank}, buffers, ())

@@ -1,0 +1,93 @@
+"""Makes, rewrites and classifies equations for the passes."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from ...ir._graph import (
+    Atom,
+    Cond,
+    Eqn,
+    Graph,
+    Literal,
+    PrimitiveCall,
+    Scan,
+    ShardMap,
+    Var,
+    has_print,
+    variables,
+)
+from ._marks import STAGE_END
+
+ADD = PrimitiveCall("add", lambda x, y: [x + y])
+COPY = PrimitiveCall("copy", lambda x: [x])
+
+
+def copy_eqn(atom: Atom) -> Eqn:
+    """Returns an equation that copies an atom to a new variable."""
+    return Eqn(COPY, (atom,), (Var(aval_of(atom)),))
+
+
+def aval_of(atom: Atom) -> Any:
+    return jax.typeof(atom.value) if isinstance(atom, Literal) else atom.aval
+
+
+def is_sum(eqn: Eqn) -> bool:
+    """Returns whether the equation adds two variables of the shape and dtype of its output."""
+    operation = eqn.operation
+    if not isinstance(operation, PrimitiveCall) or operation.name not in ("add", "add_any"):
+        return False
+    avals = {(atom.aval.shape, atom.aval.dtype) for atom in variables(eqn.inputs)}
+    result = eqn.outputs[0].aval
+    return len(variables(eqn.inputs)) == 2 and avals == {(result.shape, result.dtype)}
+
+
+def is_mark(eqn: Eqn) -> bool:
+    """Returns whether an equation marks the end of a stage."""
+    return isinstance(eqn.operation, PrimitiveCall) and eqn.operation.name == STAGE_END
+
+
+def is_backward_mark(eqn: Eqn) -> bool:
+    """Returns whether a mark was made by transposition."""
+    assert isinstance(eqn.operation, PrimitiveCall)
+    return eqn.operation.params["backward"]
+
+
+def is_transposed(eqn: Eqn) -> bool:
+    """Returns whether JAX made the equation by transposition, according to its name stack."""
+    match eqn.operation:
+        case PrimitiveCall(equation=equation):
+            return equation is not None and "transpose(" in str(equation.source_info.name_stack)
+        case Scan(body=body) | ShardMap(body=body):
+            return any(map(is_transposed, body.steps))
+        case Cond(branches=branches):
+            return any(is_transposed(inner) for branch in branches for inner in branch.steps)
+
+
+def substitute_inputs(steps: Iterable[Eqn], known: dict[Var, Atom]) -> list[Eqn]:
+    """Returns the equations with each input that is a key of `known` replaced by its value."""
+    return [
+        replace(eqn, inputs=tuple(_substitute(atom, known) for atom in eqn.inputs)) for eqn in steps
+    ]
+
+
+def with_outputs(graph: Graph, steps: Iterable[Eqn], known: dict[Var, Atom]) -> Graph:
+    """Returns the program with other equations, and with its outputs replaced as in `known`."""
+    outputs = tuple(_substitute(atom, known) for atom in graph.outputs)
+    return Graph(graph.inputs, tuple(steps), outputs)
+
+
+def _substitute(atom: Atom, known: dict[Var, Atom]) -> Atom:
+    return known.get(atom, atom) if isinstance(atom, Var) else atom
+
+
+def eliminate_dead_code(graph: Graph) -> Graph:
+    """Returns the program with only the equations that print or that an output depends on."""
+    needed, steps = set(variables(graph.outputs)), []
+    for eqn in reversed(graph.steps):
+        if has_print(eqn) or needed.intersection(eqn.outputs):
+            needed.update(variables(eqn.inputs))
+            steps.append(eqn)
+    return replace(graph, steps=tuple(reversed(steps)))
