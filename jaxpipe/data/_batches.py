@@ -146,6 +146,14 @@ def corpus_batches(
 
     Raises:
         ValueError: If the shares repeat only after more than 100,000 rows.
+
+    Example:
+        >>> from jaxpipe.data import ByteTokenizer, tokenize
+        >>> corpus = tokenize(["first text", "second text"], ByteTokenizer())
+        >>> options = {"length": 8, "packing": True, "shuffle_seed": None}
+        >>> batches = corpus_batches([corpus], batch_size=2, **options)
+        >>> bytes(batches(0)["tokens"][0].tolist())
+        b'first te'
     """
     sources = [Rows(corpus, length, packing) for corpus in corpora]
     weights = weights or [1.0] * len(corpora)
@@ -192,7 +200,13 @@ class FiniteBatches(Sequence[Batch]):
 
 @dataclass(frozen=True)
 class FirstBatches(FiniteBatches):
-    """The first `count` of batches without end."""
+    """The first `count` of batches without end.
+
+    Example:
+        >>> endless = synthetic_batches(vocab_size=256, batch_size=4, length=8, seed=0)
+        >>> len(FirstBatches(endless, 3))
+        3
+    """
 
     batches: Batches
     count: int

@@ -51,7 +51,19 @@ class Corpus:
 def corpus_from_tokens(
     tokens: Integer[np.ndarray, " N"] | TokenFiles, ends: Int64[np.ndarray, " D"]
 ) -> Corpus:
-    """Returns the corpus of all `tokens`, whose documents end at the offsets `ends`."""
+    """Returns the corpus of all `tokens`, whose documents end at the offsets `ends`.
+
+    Args:
+        tokens: [N] ids, each document with its end of document.
+        ends: [D] offsets, each one after the last token of a document.
+
+    Returns:
+        The corpus.
+
+    Example:
+        >>> len(corpus_from_tokens(np.asarray([5, 6, 0, 7, 0]), np.asarray([3, 5])))
+        5
+    """
     return Corpus(tokens, ends, np.broadcast_to(np.int64(0), ends.shape))
 
 
@@ -140,6 +152,13 @@ def split_held_out(
 
     Raises:
         ValueError: If either has no document.
+
+    Example:
+        >>> from jaxpipe.data import ByteTokenizer
+        >>> corpus = tokenize([f"document {i}" for i in range(100)], ByteTokenizer())
+        >>> stays, held_out = split_held_out(corpus, fraction=0.1, seed=0)
+        >>> len(stays.ends), len(held_out.ends)
+        (90, 10)
     """
     num_documents = len(corpus.ends)
     out = np.random.default_rng(seed).random(num_documents) < fraction

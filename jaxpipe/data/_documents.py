@@ -24,6 +24,14 @@ def read_documents(source: Source, *, key: str = "data_files") -> Iterator[str]:
     Raises:
         ValueError: If a path does not exist or holds no document, or a file does not hold what the
             source says, with the line or row.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder, "two.jsonl")
+        ...     _ = file.write_text(json.dumps({"text": "a"}))
+        ...     list(read_documents(Source(type="jsonl", files=str(file))))
+        ['a']
     """
     for path in source.files:
         is_empty = True

@@ -118,6 +118,10 @@ def load_tokenizer(path: str, *, vocab_size: int) -> Tokenizer:
         ValueError: If the file does not exist or is no tokenizer, sentencepiece is not installed,
             the tokenizer has no token that ends a document, or it has ids that the model's
             embedding has no row for.
+
+    Example:
+        >>> load_tokenizer("", vocab_size=320).vocab_size
+        257
     """
     tokenizer = _load_tokenizer_file(path) if path else ByteTokenizer()
     if tokenizer.vocab_size > vocab_size:

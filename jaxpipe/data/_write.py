@@ -47,6 +47,13 @@ def write_tokens(file: Path, documents: Iterable[str], tokenizer: Tokenizer) -> 
         ValueError: If the file's name does not end with .bin, it is there already or being
             written, or it cannot be written because of its path.
         DiskError: If the disk is full or fails.
+
+    Example:
+        >>> import tempfile
+        >>> from jaxpipe.data import ByteTokenizer
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_tokens(Path(folder, "corpus.bin"), ["ab", "c"], ByteTokenizer())
+        TokenFileSummary(num_tokens=5, num_documents=2, token_dtype='uint16', token_eod=256)
     """
     if file.suffix != ".bin":
         raise ValueError(f"{str(file)!r} does not end with .bin, by which it is read. Rename it.")

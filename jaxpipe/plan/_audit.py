@@ -161,6 +161,16 @@ def totals(audit: Audit) -> dict[str, CollectiveTotals]:
 
     Returns:
         A sum for each kind, such as `all-gather`, in the order of `KINDS`.
+
+    Example:
+        >>> import jax
+        >>> mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+        >>> spec = jax.sharding.PartitionSpec("x")
+        >>> sharding = jax.sharding.NamedSharding(mesh, spec)
+        >>> x = jax.ShapeDtypeStruct((8,), "float32", sharding=sharding)
+        >>> compiled = jax.jit(lambda x: x.sum()).lower(x).compile()
+        >>> totals(audit(compiled.as_text()))["all-reduce"].result_bytes
+        4
     """
     present = [kind for kind in KINDS if any(site.kind == kind for site in audit.sites)]
     return {kind: add_up(tuple(s for s in audit.sites if s.kind == kind)) for kind in present}

@@ -262,6 +262,16 @@ def mpmd_jit_with_loop(
         ValueError: If an argument is both donated and static, or `fun` does not have it. When
             compiling: if specs do not fit arguments and results, a sharding asks for other than the
             default memory, or the schedule does not fit the marks or the mesh.
+
+    Example:
+        >>> from jaxpipe import mpmd
+        >>> from jaxpipe.sharding import make_mesh
+        >>> def step(w, xs):
+        ...     stages = lambda x: (mpmd.mark_stage_end(x * w) * w).sum()
+        ...     return mpmd.treduce(stages, xs, schedule=mpmd.GPipe(2), operation=mpmd.Add)
+        >>> mesh = MpmdMesh(make_mesh({"stage": 2}, devices=jax.devices()[:2]), "stage")
+        >>> float(mpmd_jit_with_loop(step, mesh)(2.0, jax.numpy.ones((3, 4))))
+        48.0
     """
     jitted = jax.jit(  # checks the names of arguments, and traces
         fun,

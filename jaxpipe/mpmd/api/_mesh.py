@@ -25,6 +25,13 @@ class MpmdMesh:
 
     Raises:
         ValueError: If `jax_mesh` has no axis of this name, or an axis is manual.
+
+    Example:
+        >>> import jax
+        >>> from jaxpipe.sharding import make_mesh
+        >>> mesh = make_mesh({"stage": 2}, devices=jax.devices()[:2])
+        >>> MpmdMesh(mesh, "stage").mpmd_dim
+        2
     """
 
     jax_mesh: Mesh

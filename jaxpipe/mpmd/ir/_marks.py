@@ -34,6 +34,10 @@ def mark_stage_end(anchor: T, name: str | None = None) -> T:
 
     Returns:
         `anchor`. Continue with this value, not with the argument.
+
+    Example:
+        >>> float(mark_stage_end(2.0))
+        2.0
     """
     del name
     leaves, tree = jax.tree.flatten(anchor)

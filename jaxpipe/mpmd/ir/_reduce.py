@@ -86,6 +86,11 @@ class Concat:
 
     Attributes:
         axis: The index of the new dim in the stacked array. A negative index counts from the end.
+
+    Example:
+        >>> from jaxpipe.mpmd import Std1F1B, treduce
+        >>> treduce(jnp.sum, jnp.ones((3, 2)), schedule=Std1F1B(1), operation=Concat()).tolist()
+        [2.0, 2.0, 2.0]
     """
 
     axis: int = 0
@@ -155,6 +160,12 @@ def treduce(
     Raises:
         ValueError: If `xs` has no arrays, their sizes along `axis` differ, or `operation` is not a
             prefix of `out`.
+
+    Example:
+        >>> from jaxpipe.mpmd import Std1F1B
+        >>> xs = jnp.arange(6.0).reshape(3, 2)  # 3 microbatches
+        >>> float(treduce(jnp.sum, xs, schedule=Std1F1B(1), operation=Add))  # a scan
+        15.0
     """
     shapes = [jnp.shape(x) for x in jax.tree.leaves(xs)]
     flat = [shape for shape in shapes if not -len(shape) <= axis < len(shape)]

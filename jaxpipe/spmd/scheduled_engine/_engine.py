@@ -72,10 +72,10 @@ def scheduled_value_and_grad(
         ... )
         >>> weights = {"embed": jnp.ones(()), "stages": jnp.ones((1, 2)), "head": jnp.ones(())}
         >>> ticks = to_lock_step(build("1f1b", ranks=2, microbatches=3))
-        >>> run = jax.jit(lambda w, x: scheduled_value_and_grad(model, w, {"x": x}, ticks=ticks))
-        >>> (loss, _), grads = run(weights, jnp.ones((3, 4)))
-        >>> float(loss), grads["stages"].tolist()
-        (36.0, [[12.0, 12.0]])
+        >>> run = lambda w, x: scheduled_value_and_grad(model, w, {"x": x}, ticks=ticks)
+        >>> _, grads = jax.eval_shape(run, weights, jnp.ones((3, 4)))  # 3 microbatches
+        >>> grads["stages"].shape  # as the weights: [chunks, ranks]
+        (1, 2)
     """
     _check_head(model, share_head)
     tables = _checked(weights, batch_inputs, keys, ticks, mesh, gather)

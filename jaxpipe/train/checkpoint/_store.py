@@ -115,7 +115,22 @@ def _loss_of(metrics: Mapping[str, float]) -> float:
 
 
 def latest_step(checkpoints: ocp.CheckpointManager) -> int | None:
-    """Returns the newest complete step, or None if there is none."""
+    """Returns the newest complete step, or None if there is none.
+
+    Args:
+        checkpoints: From `open_checkpoints`.
+
+    Returns:
+        The number of the step, or None.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with open_checkpoints(folder, max_to_keep=None, asynchronous=False) as checkpoints:
+        ...         save_checkpoint(checkpoints, 5, {"w": np.zeros(2)}, {})
+        ...         latest_step(checkpoints)
+        5
+    """
     return checkpoints.latest_step()
 
 

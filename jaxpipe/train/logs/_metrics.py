@@ -85,6 +85,16 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         ValueError: If another line is not a JSON object with an integer `step`.
         RunError: If the file is there and cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder, "metrics.jsonl")
+        ...     with file.open("w") as out:
+        ...         print('{"step": 1, "loss": 5.5}', file=out)
+        ...         print('{"step": 2, "lo', end="", file=out)  # a kill
+        ...     read_metrics(file)
+        [{'step': 1, 'loss': 5.5}]
     """
     return read_lines(Path(path), key="step")
 

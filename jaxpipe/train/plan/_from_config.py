@@ -35,6 +35,15 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
 
     Raises:
         ValueError: If sizes do not divide, do not suit the engine, or need other devices.
+
+    Example:
+        >>> import jax
+        >>> from jaxpipe.models import PRESETS
+        >>> from jaxpipe.train import load_config
+        >>> config = load_config([], ["model_name=llama-tiny"], presets=PRESETS)
+        >>> setup = set_up(config, jax.devices()[:1])
+        >>> setup.num_microbatches, setup.mesh.size
+        (1, 1)
     """
     model = model_config(config)
     mesh = sharding.make_mesh(
