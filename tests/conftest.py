@@ -16,31 +16,13 @@ emulate_devices(8)
 import jax
 import pytest
 from hypothesis import settings
-from jaxtyping import install_import_hook
+
+import checked_types
 
 settings.register_profile("patient", deadline=None)  # the first example compiles or imports
 settings.load_profile("patient")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-install_import_hook(
-    [
-        "jaxpipe.schedules",
-        "jaxpipe.sharding",
-        "jaxpipe.ir",
-        "jaxpipe.autodiff",
-        "jaxpipe.spmd",
-        "jaxpipe.modules",
-        "jaxpipe.linen",
-        "jaxpipe.nnx",
-        "jaxpipe.plan",
-        "jaxpipe.models",
-        "jaxpipe.mpmd",
-        "jaxpipe.data",
-        "jaxpipe.train",
-        "jaxpipe.hugging_face",
-        "jaxpipe.report",
-    ],
-    "beartype.beartype",
-)
+checked_types.install_hook()
 
 
 @pytest.fixture(scope="module", autouse=True)
