@@ -37,3 +37,11 @@ def test_examples_print_what_they_show_in(file):
         runner.run(test)
     assert runner.summarize(verbose=False).failed == 0
     assert runner.tries > 0, "no docstring has the `>>>` of this file"
+
+
+def test_sixty_exported_names_have_an_example():
+    packages = [init.parent.name for init in (ROOT / "jaxpipe").glob("*/__init__.py")]
+    exported = [vars(importlib.import_module(f"jaxpipe.{package}")) for package in packages]
+    named = {id(x): x for names in exported for n, x in names.items() if not n.startswith("_")}
+    with_example = [x for x in named.values() if callable(x) and ">>>" in (x.__doc__ or "")]
+    assert len(with_example) >= 60
