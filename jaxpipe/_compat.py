@@ -213,9 +213,10 @@ def translated_shardings(
 
 
 def _patch(owner: Any, name: str, new: Callable) -> tuple[Any, str, Any]:
-    """Replaces an attribute and returns (owner, name, old value).
+    """Replaces an attribute.
 
-    The old value is None if the attribute was inherited.
+    Returns:
+        (owner, name, old value). The old value is None if the attribute was inherited.
     """
     old = vars(owner).get(name)
     setattr(owner, name, new)

@@ -126,6 +126,7 @@ def sync(path: Path) -> None:
 
     Raises:
         OSError: If a file cannot be opened, or the disk fails. The error names `path`.
+        PermissionError: If this user may not read a file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)

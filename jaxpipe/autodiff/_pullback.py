@@ -49,10 +49,10 @@ def combine(differentiated: PyTree, tree: PyTree) -> PyTree:
 def pullback(
     f: Callable, weights: PyTree, x: PyTree, batch_inputs: PyTree, rng: PyTree
 ) -> Pullback:
-    """Traces `f(weights, x, batch_inputs, rng) -> out` once, and splits it into forward and
-    backward.
+    """Traces a function once, and splits it into a forward and a backward.
 
-    `jax.checkpoint` in or around `f` decides which intermediate values become residuals.
+    The function is `f(weights, x, batch_inputs, rng) -> out`. `jax.checkpoint` in or around `f`
+    decides which intermediate values become residuals.
 
     Args:
         f: A function of arrays. It closes over no array that is differentiated.

@@ -48,8 +48,9 @@ class SplitBackward:
 def split_backward(
     f: Callable, weights: PyTree, x: PyTree, batch_inputs: PyTree, rng: PyTree
 ) -> SplitBackward:
-    """Traces `f(weights, x, batch_inputs, rng) -> out` and splits it, and splits its backward into
-    halves.
+    """Traces a function once, splits it into forward and backward, and the backward into halves.
+
+    The function is `f(weights, x, batch_inputs, rng) -> out`.
 
     Args:
         f: A pure function of arrays. It closes over no array that is differentiated.

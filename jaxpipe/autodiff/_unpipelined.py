@@ -35,7 +35,6 @@ def value_and_grad(
         >>> float(loss), float(grads["head"]), grads["stages"].tolist()
         (32.0, 32.0, [8.0, 8.0, 8.0])
     """
-
     of_microbatch = jax.value_and_grad(_microbatch_loss(model, keys), has_aux=True)
 
     def step(grads, microbatch):

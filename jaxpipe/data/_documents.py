@@ -18,8 +18,8 @@ def read_documents(source: Source, *, key: str = "data_files") -> Iterator[str]:
         source: The source, of any type but `tokens`.
         key: The config key that errors name.
 
-    Returns:
-        The texts of the documents.
+    Yields:
+        The text of each document.
 
     Raises:
         ValueError: If a path does not exist or holds no document, or a file does not hold what the

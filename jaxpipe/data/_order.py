@@ -49,9 +49,16 @@ def row_order(
 
 # Not grain's MapDataset.mix, which rounds weights: of 7 to 3 it makes 233 to 100.
 def source_turns(weights: Sequence[float]) -> np.ndarray:
-    """Returns [P, 2] the turns of the sources, which repeat: (source, how often it came before).
+    """Gives each of P turns, which repeat, to the source that is furthest behind its share.
 
-    Each turn goes to the source that is furthest behind its share.
+    Args:
+        weights: [n] the weight of each source.
+
+    Returns:
+        [P, 2] the source of each turn, and the number of its turns before.
+
+    Raises:
+        ValueError: If the weights need too many turns before they repeat.
     """
     exact = [Fraction(repr(float(weight))) for weight in weights]
     whole = [int(weight * lcm(*(w.denominator for w in exact))) for weight in exact]

@@ -116,10 +116,13 @@ def _assign(program: Graph, wanted: Sequence[bool], free: set[Var]) -> tuple[lis
 
 
 def _early(second: Sequence[Eqn], own: set[Var]) -> tuple[list[Eqn], list[Eqn]]:
-    """Splits the second half into equations that might as well run in the first, and all others.
+    """Splits the second half by whether an equation must run late.
 
-    An equation must run late if it costs much, if it depends on such an equation, or if it reads an
-    input that only the second half has (`own`).
+    It must if it costs much, if it depends on an equation that costs much, or if it reads an input
+    that only the second half has (`own`).
+
+    Returns:
+        The equations that may run in the first half, and all others.
     """
     late_values = set(own)
     early: list[Eqn] = []

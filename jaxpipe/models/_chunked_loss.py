@@ -73,9 +73,10 @@ def in_chunks(loss: Loss, num_chunks: int) -> Loss:
 
 
 def _split(n: int, *arrays: Array) -> tuple[Array, ...]:
-    """Splits [b, T, ...] arrays into [n, b, T / n, ...] chunks.
+    """Splits arrays into chunks of every n-th token, so that a sharding of T is preserved.
 
-    Each chunk has every n-th token, so that a sharding of T is preserved.
+    Returns:
+        [n, b, T / n, ...] arrays of [b, T, ...] arrays.
     """
 
     def split(x: Array) -> Array:

@@ -70,7 +70,6 @@ def splash_attention(rules: Rules, *, interpret: bool = False) -> Attention:
         length of the sequence is not a multiple of 128, if the sequence is sharded, or if heads of
         queries and of keys are sharded differently.
     """
-
     local = _splash_kernel(interpret)
 
     def attention(q, k, v, segment_ids):

@@ -25,12 +25,13 @@ class CheckpointTimer:
         agree: Callable[[int], int] = broadcast_from_first,
         alone: bool | None = None,
     ) -> None:
-        """
+        """Starts the first interval.
+
         Args:
-            minutes: 0 for never.
-            clock: Seconds.
+            minutes: Minutes between checkpoints. 0 for never.
+            clock: Returns the time in seconds.
             agree: Broadcasts a number from the first process.
-            alone: Whether there is one process. Default: the answer of JAX.
+            alone: Whether there is one process. By default JAX is asked.
         """
         self._seconds = 60 * minutes or math.inf
         self._clock, self._agree = clock, agree

@@ -165,9 +165,12 @@ def check_same_sizes(
     *,
     ignored: tuple[str, ...] = (),
 ) -> None:
-    """Raises ValueError if a checkpoint's sizes are not those of the config.
+    """Checks that the sizes of a checkpoint are those of the config.
 
-    A size that was no key yet when the checkpoint was saved has its default there.
+    A size that was no key yet when the checkpoint was saved counts as its default.
+
+    Raises:
+        ValueError: If a size differs, naming all that do.
     """
     fields = dataclasses.fields(setup.model_config)
     defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}

@@ -77,7 +77,11 @@ def open_checkpoints(
 def open_checkpoints_read_only(folder: str | PathLike[str]) -> ocp.CheckpointManager:
     """Opens the checkpoints of another run, which may still be saving, and changes nothing.
 
-    Steps may be incomplete.
+    Args:
+        folder: The folder of the checkpoints.
+
+    Returns:
+        A manager of the steps, which may be incomplete.
     """
     options = ocp.CheckpointManagerOptions(read_only=True)
     return ocp.CheckpointManager(
@@ -222,8 +226,14 @@ def save_checkpoint(
 def closing_checkpoints(checkpoints: ocp.CheckpointManager) -> Iterator[ocp.CheckpointManager]:
     """Waits at the end of the context until all saves have finished.
 
+    Args:
+        checkpoints: The manager of the saves.
+
+    Yields:
+        `checkpoints`.
+
     Raises:
-        RunError: If that failed.
+        RunError: If a save failed.
     """
     try:
         yield checkpoints

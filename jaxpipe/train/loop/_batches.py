@@ -119,6 +119,13 @@ def tokenizer_checksum(config: Config, sources: Sequence[Source]) -> dict[str, i
 def write_corpus(config: Config, file: Path) -> TokenFileSummary:
     """Writes the documents of a config as a file of tokens, for `dataset_type=tokens`.
 
+    Args:
+        config: The config, which names the data and the tokenizer.
+        file: The new file.
+
+    Returns:
+        The counts, and the settings with which the file is read.
+
     Raises:
         ValueError: If the config's data is no source of text, or the file cannot be written.
     """
@@ -158,6 +165,9 @@ def _corpora(
     config: Config, sources: Sequence[Source], of_one: str, of_mixture: str
 ) -> list[Corpus]:
     """Reads the corpora of sources that one of these config keys lists.
+
+    Returns:
+        One corpus for each source.
 
     Raises:
         ValueError: If sources of one model end documents with different ids.

@@ -224,25 +224,28 @@ def run_steps(
     is_due: Callable[[int], bool] = lambda step: False,
     enter: Callable[[int, str], None] = lambda step, phase: None,
 ) -> Iterator[tuple[int, Metrics]]:
-    """Runs the steps `done + 1` to `steps`; yields each with its metrics.
+    """Runs the steps `done + 1` to `steps`.
 
-    The host reads the metrics of a step while the next one runs. Only where an evaluation or a
-    checkpoint is due the next step waits. The metrics are out before the checkpoint is taken: a run
-    that is killed there resumes with none of them missing.
+    The host reads the metrics of a step while the next one runs. The next step waits only where an
+    evaluation or a checkpoint is due. Metrics are yielded before the checkpoint is taken: a run
+    that is killed during the checkpoint resumes with none of them missing.
 
     Args:
         setup: The run.
-        state: What the first of them starts from.
-        done: How many steps were done before.
-        batch_at: The batch of every step.
-        save: What takes checkpoints, if anything does.
-        before: Is called before every step, with the metrics of the one before it if that may not
-            have ended yet.
-        should_stop: Whether a step is the last one, with a checkpoint.
-        evaluate: What evaluates a state, if anything does.
-        is_best: Whether a state with this `eval_loss` is worth a checkpoint.
-        is_due: Whether a step is, beside those of `checkpoint_period`.
-        enter: Is told the step and its phase, one of `PHASES`, before each.
+        state: The train state before step `done + 1`.
+        done: The number of steps that were done before.
+        batch_at: Returns the batch of a step.
+        save: Takes a checkpoint. None for no checkpoints.
+        before: Is called before every step, with the metrics of the step before it if that step may
+            still run.
+        should_stop: Returns whether a step is the last one; it gets a checkpoint.
+        evaluate: Evaluates a state. None for no evaluation.
+        is_best: Returns whether a state with this `eval_loss` gets a checkpoint.
+        is_due: Returns whether a step gets a checkpoint beside those of `checkpoint_period`.
+        enter: Is called with a step and its phase, one of `PHASES`, before each phase.
+
+    Yields:
+        The number of each step and its metrics.
     """
     config, train_step = setup.config, make_train_step(setup)
     ended = time.perf_counter()
@@ -336,6 +339,14 @@ def _open_outputs(
 
 def restore_state(setup: Setup, checkpoints: ocp.CheckpointManager, step: int) -> TrainState:
     """Restores the state of a checkpoint in the layout of this run.
+
+    Args:
+        setup: The run.
+        checkpoints: The checkpoints.
+        step: The step of the checkpoint.
+
+    Returns:
+        The train state, on the devices of this run.
 
     Raises:
         ValueError: If the checkpoint is of another model.

@@ -1,5 +1,8 @@
-"""Records the history of a run: `starts.jsonl` has an object for each start, and `saved.json` the
-newest step of which a checkpoint was ever complete."""
+"""Records the history of a run in two files.
+
+`starts.jsonl` has an object for each start; `saved.json` has the newest step of which a checkpoint
+was ever complete.
+"""
 
 import json
 import os

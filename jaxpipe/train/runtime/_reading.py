@@ -20,7 +20,8 @@ class UnreadableError(RunError):
     """A file or a folder exists and cannot be read, which is not a sign of damage."""
 
     def __init__(self, path: Path, error: OSError) -> None:
-        """
+        """Writes the message.
+
         Args:
             path: The file or folder.
             error: The error of the operating system.

@@ -27,11 +27,15 @@ _Result = TypeVar("_Result")
 def locked_run_folder(path: Path) -> Iterator[None]:
     """Makes the folder of a run and keeps other runs out of it until this one ends.
 
-    Of several processes the first does so; if it cannot, all of them raise.
+    The first of several processes does so; if it cannot, all of them raise.
+
+    Args:
+        path: The folder.
 
     Raises:
-        ValueError: If nothing can be written there, or another run has it.
-        RunError: If the disk fails while the run goes on.
+        ValueError: If the folder cannot be written, or another run uses it.
+        OSError: If the body of the context raises one that no disk is the cause of.
+        RunError: If the disk fails while the run is under way.
     """
     held = on_first_process(lambda: _lock(path), f"cannot have {str(path)!r} for this run")
     try:

@@ -190,7 +190,8 @@ class StepWatch:
     """Watches the steps as a context manager. It does nothing if there is only one process."""
 
     def __init__(self, timeout_minutes: float) -> None:
-        """
+        """Starts the watch.
+
         Args:
             timeout_minutes: The time without progress of any process after which the run is stuck;
                 0 for never.
