@@ -37,10 +37,18 @@ def test_links_in_the_documents_lead_somewhere():
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
-def test_files_that_the_architecture_names_exist():
+def test_files_and_functions_that_the_architecture_names_exist():
+    """A file without a folder is in that of the file before; a function is in that file."""
     text = (ROOT / "docs" / "architecture.md").read_text()
-    files = [name for name in re.findall(r"`([a-z_/]+\.py)`", text) if "/" in name]
-    assert files and all((ROOT / "jaxpipe" / name).exists() for name in files)
+    folder = file = ROOT / "jaxpipe"
+    found = set()
+    for name, call in re.findall(r"`([\w/]+\.py)`(?:: `(\w+)`)?", text.split("## One micro")[1]):
+        file = ROOT / "jaxpipe" / name if "/" in name else folder / name
+        folder = file.parent
+        assert file.exists(), name
+        assert not call or re.search(rf"^def {call}\(", file.read_text(), re.MULTILINE), call
+        found |= {name, call}
+    assert len(found) > 40
 
 
 def reads(engine: str, setting: str) -> bool:
