@@ -73,28 +73,28 @@ def mpmd_value(
 def _over_microbatches(
     f: Callable, weights: dict[str, Any], batch_inputs: PyTree, schedule: Any
 ) -> Any:
-    def of_microbatch(index: Any) -> Any:
+    def microbatch_fun(index: Any) -> Any:
         return f(weights, index_leading(batch_inputs, index), index)
 
     num_microbatches = jax.tree.leaves(batch_inputs)[0].shape[0]
-    return treduce_i(of_microbatch, num_microbatches, schedule=schedule, operation=Add)
+    return treduce_i(microbatch_fun, num_microbatches, schedule=schedule, operation=Add)
 
 
 def _microbatch_loss(model: Model, stage: Callable, keys: Sequence[PyTree]) -> Callable:
     """Returns `(weights, inputs_m, index) -> (loss, metrics)` of a microbatch, with stage marks."""
 
     def loss(weights: dict[str, Any], inputs_m: PyTree, index: Any) -> Any:
-        x, of_stages = model.embed(weights["embed"], inputs_m), None
-        of_stage = keys if len(keys) else [()] * len(weights["stages"])
-        for of_weights, key in zip(weights["stages"], of_stage, strict=True):
-            x, sums = stage(of_weights, x, inputs_m, fold_in_microbatch(key, index))
+        x, stage_metrics = model.embed(weights["embed"], inputs_m), None
+        stage_keys = keys if len(keys) else [()] * len(weights["stages"])
+        for stage_weights, key in zip(weights["stages"], stage_keys, strict=True):
+            x, sums = stage(stage_weights, x, inputs_m, fold_in_microbatch(key, index))
             x = mark_stage_end(x)
-            of_stages = sums if of_stages is None else _added(of_stages, sums)
-        loss, of_loss = model.loss(model.boundary(weights), x, inputs_m)
-        return combine_losses(loss, of_loss, of_stages or {})
+            stage_metrics = sums if stage_metrics is None else _add_metrics(stage_metrics, sums)
+        loss, loss_metrics = model.loss(model.boundary(weights), x, inputs_m)
+        return combine_losses(loss, loss_metrics, stage_metrics or {})
 
     return loss
 
 
-def _added(sums: Sums, more: Sums) -> Sums:
+def _add_metrics(sums: Sums, more: Sums) -> Sums:
     return {name: x + more[name] for name, x in sums.items()}

@@ -89,7 +89,7 @@ def delays(process: int, num_processes: int, steps: str) -> None:
 
         return run
 
-    slow = compiled.with_acts(disturbed)
+    slow = compiled.with_thunks(disturbed)
     for _ in range(int(steps)):
         for got, true in zip(numbers(slow(weights, xs)), expected, strict=True):
             np.testing.assert_array_equal(got, true)
@@ -215,7 +215,7 @@ def stuck(process: int, num_processes: int, _: str) -> None:
         return run
 
     compiled(weights, xs)[1].block_until_ready()
-    jax.block_until_ready(compiled.with_acts(freeze)(weights, xs))
+    jax.block_until_ready(compiled.with_thunks(freeze)(weights, xs))
 
 
 if __name__ == "__main__":

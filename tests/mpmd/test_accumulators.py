@@ -22,7 +22,7 @@ from jaxpipe.mpmd import (
     mpmd_jit_with_loop,
     treduce,
 )
-from jaxpipe.mpmd.api._jit import in_group
+from jaxpipe.mpmd.api._jit import sharding_in_group
 from mpmd.small import (
     WIDTH,
     assert_close,
@@ -238,6 +238,6 @@ def test_a_sharding_of_a_group_is_not_translated_and_others_get_its_abstract_mes
     group, spec = mesh.unstack[0], P("fsdp")
     for own in (group, group.abstract_mesh):
         sharding = jax.sharding.NamedSharding(own, spec)
-        assert in_group(mesh, sharding) is sharding
-    found = in_group(mesh, jax.sharding.NamedSharding(mesh.jax_mesh, spec))
+        assert sharding_in_group(mesh, sharding) is sharding
+    found = sharding_in_group(mesh, jax.sharding.NamedSharding(mesh.jax_mesh, spec))
     assert (found.mesh, found.spec) == (group.abstract_mesh, spec)

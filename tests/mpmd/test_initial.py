@@ -111,7 +111,7 @@ def test_parameters_of_a_stage_are_initialised_on_its_own_devices_only(axes: dic
 
         return run
 
-    state = init.with_acts(watched)(key)
+    state = init.with_thunks(watched)(key)
     check_apart(state, mesh, axes)
     true = jax.jit(first_state)(key)
     assert_close(state, true)

@@ -71,7 +71,7 @@ def test_processes_that_differ_in_what_travels_say_so_before_the_first_step():
     """The third has no such route, and hears of it too."""
     ended = run_processes(SCRIPT, "meshes", 3, seconds=120, devices=2)
     message = (
-        "Of route 1 from rank 0 to rank 1, behind fwd_0__0, they say: "
+        "Of channel 1 from rank 0 to rank 1, behind fwd_0__0, they say: "
         "float32[2, 8] as [0:1,0:8 | 1:2,0:8] on [0]; float32[2, 8] as [0:2,0:8 | 0:2,0:8] on [1]."
     )
     for end in ended:

@@ -17,17 +17,17 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._exit import EXIT_CODE
-from jaxpipe.mpmd.runtime._channels import brief
+from jaxpipe.mpmd.runtime._channels import abbreviate
 from jaxpipe.mpmd.runtime._remote import Transport, check_same_program
 from jaxpipe.mpmd.runtime._transport import Spec, layout, mover, sender
 from jaxpipe.mpmd.runtime._watchdog import (
     MpmdError,
     Watchdog,
-    begin,
-    made,
+    resolve,
     start_watchdog,
     stop,
     wait,
+    watch,
 )
 
 from .processes import Ended, run_processes
@@ -105,17 +105,17 @@ def test_a_layout_says_which_numbers_lie_where():
 
 
 def test_a_long_layout_is_told_by_its_beginning_and_differs_where_it_differs():
-    assert brief("float32[] as [ | ]") == "float32[] as [ | ]"
+    assert abbreviate("float32[] as [ | ]") == "float32[] as [ | ]"
     long = "float32[4096]" + "x" * 10_000
-    assert brief(long).startswith("float32[4096]") and len(brief(long)) < 250
-    assert brief(long) != brief(long + "y")
+    assert abbreviate(long).startswith("float32[4096]") and len(abbreviate(long)) < 250
+    assert abbreviate(long) != abbreviate(long + "y")
 
 
 def test_a_tag_out_of_range_is_refused():
     _, spec = placed(np.ones(4, np.float32), NamedSharding(mesh(0, f=2), P("f")))
     transport = Transport(0, 1.0, jax)  # of a server it only asks for the function
     transport.server.await_pull = None
-    with pytest.raises(ValueError, match=r"`tag` is 16777216\. Routes .* below 2\^24"):
+    with pytest.raises(ValueError, match=r"`channel` is 16777216\. Channels .* below 2\^24"):
         sender(transport, 1, 1 << 24, [spec])
 
 
@@ -124,20 +124,20 @@ def test_a_single_process_agrees_with_itself():
 
 
 @pytest.fixture
-def dog():
-    dog = start_watchdog(0.3)
-    yield dog
-    stop(dog)
+def watchdog():
+    watchdog = start_watchdog(0.3)
+    yield watchdog
+    stop(watchdog)
 
 
-def watch(dog: Watchdog, label: str, x: jax.Array) -> None:
-    made(begin(dog, label), [x])
+def watch_array(watchdog: Watchdog, label: str, x: jax.Array) -> None:
+    resolve(watch(watchdog, label), [x])
 
 
-def test_the_watchdog_lets_go_of_what_is_there(dog):
+def test_the_watchdog_lets_go_of_what_is_there(watchdog):
     x = jnp.ones(4) + 1
-    watch(dog, "0F0", x)
-    wait(dog, [x])
+    watch_array(watchdog, "0F0", x)
+    wait(watchdog, [x])
     gone = weakref.ref(x)
     del x
     deadline = time.monotonic() + 5
@@ -161,29 +161,29 @@ def late():
     return pull
 
 
-def test_what_is_stuck_raises_where_the_main_thread_waits(dog, late, capfd):
-    watch(dog, "0F0", jnp.zeros(4) + 1)
+def test_what_is_stuck_raises_where_the_main_thread_waits(watchdog, late, capfd):
+    watch_array(watchdog, "0F0", jnp.zeros(4) + 1)
     stuck = late(0.6, jnp.zeros(4))
-    watch(dog, "rank 1: 1F0", stuck)
+    watch_array(watchdog, "rank 1: 1F0", stuck)
     with pytest.raises(MpmdError, match=r"process 0: rank 1: 1F0 .* within 0\.3 seconds"):
-        wait(dog, [stuck])
+        wait(watchdog, [stuck])
     assert "jaxpipe: process 0: rank 1: 1F0 has not finished" in capfd.readouterr().err
     stuck.block_until_ready()
 
 
-def test_the_clock_runs_for_the_oldest_only(dog, late):
+def test_the_clock_runs_for_the_oldest_only(watchdog, late):
     slow = [late(0.15 * n, jnp.zeros(4)) for n in range(1, 6)]
     for n, x in enumerate(slow):
-        watch(dog, f"0F{n}", x)
-    wait(dog, slow)
+        watch_array(watchdog, f"0F{n}", x)
+    wait(watchdog, slow)
 
 
-def test_alone_an_error_is_left_to_whoever_reads_the_array(dog):
+def test_alone_an_error_is_left_to_whoever_reads_the_array(watchdog):
     spec = Spec((4,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     x = make_error_array(spec, "no such file")
-    watch(dog, "0F0", x)
+    watch_array(watchdog, "0F0", x)
     with pytest.raises(jax.errors.JaxRuntimeError, match="no such file"):
-        wait(dog, [x])
+        wait(watchdog, [x])
 
 
 def test_a_timeout_must_be_positive():

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.mpmd.runtime._remote import check_agreement, check_same_program, open_transport
 from jaxpipe.mpmd.runtime._transport import Spec, layout, receiver, sender
-from jaxpipe.mpmd.runtime._watchdog import begin, made, start_watchdog, wait
+from jaxpipe.mpmd.runtime._watchdog import resolve, start_watchdog, wait, watch
 
 TIMEOUT = 4.0
 
@@ -84,7 +84,7 @@ def ring(process: int, num_processes: int) -> None:
     transport = open_transport(60.0)
     before, after = (process - 1) % num_processes, (process + 1) % num_processes
     spec = Spec((4,), jnp.float32, sharding=NamedSharding(submesh(), P("fsdp")))
-    routes = [
+    channels = [
         (sender(transport, after, tag, [spec]), receiver(transport, before, tag, [spec]))
         for tag in range(3)
     ]
@@ -92,20 +92,20 @@ def ring(process: int, num_processes: int) -> None:
     for step in range(2 * num_processes):
         time.sleep(0.02 * ((process + step) % 3))
         if process % 2:
-            came = [receive()[0] for _, receive in routes]
+            came = [receive()[0] for _, receive in channels]
             for tag in (2, 0, 1):
-                routes[tag][0]([has[tag]])
+                channels[tag][0]([has[tag]])
         else:
-            for (send, _), x in zip(routes, has, strict=True):
+            for (send, _), x in zip(channels, has, strict=True):
                 send([x])
-            came = [receive()[0] for _, receive in routes]
+            came = [receive()[0] for _, receive in channels]
         has = [x + 1 for x in came]
     print(json.dumps([np.asarray(x).tolist() for x in has]))
 
 
 def line(process: int, num_processes: int, victim: int) -> None:
     """Activations go down a line and come back, until the victim is killed in the middle."""
-    dog = start_watchdog(TIMEOUT)
+    watchdog = start_watchdog(TIMEOUT)
     transport = open_transport(60.0)
     spec = [Spec((4,), jnp.float32, sharding=NamedSharding(submesh(), P("fsdp")))]
     last = num_processes - 1
@@ -119,14 +119,14 @@ def line(process: int, num_processes: int, victim: int) -> None:
             print(time.monotonic(), flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         if down:
-            receiving = begin(dog, f"rank {process}: {process}F{step} from rank {process - 1}")
+            receiving = watch(watchdog, f"rank {process}: {process}F{step} from rank {process - 1}")
             x = down()
-            made(receiving, x)
+            resolve(receiving, x)
         if send_down and up:
             send_down(x)
-            receiving = begin(dog, f"rank {process}: {process}B{step} from rank {process + 1}")
+            receiving = watch(watchdog, f"rank {process}: {process}B{step} from rank {process + 1}")
             x = up()
-            made(receiving, x)
+            resolve(receiving, x)
         if send_up:
             send_up([x[0] + 1])
         jax.block_until_ready(x)
@@ -142,17 +142,17 @@ def killed_2(process: int, num_processes: int) -> None:
 
 def stuck(process: int, num_processes: int) -> None:
     """A program of process 1 never ends. Process 0 waits for what it makes, in `wait`."""
-    dog = start_watchdog(2.0)
+    watchdog = start_watchdog(2.0)
     transport = open_transport(60.0)
     sharding = NamedSharding(submesh(), P())
     spec = [Spec((4,), jnp.float32, sharding=sharding)]
     check_agreement("routes", {"1F0 from 1 to 0": layout(spec)}, [1 - process], timeout=60.0)
     if process == 0:
         receive = receiver(transport, 1, 0, spec)
-        receiving = begin(dog, "rank 0: 1F0 from rank 1 (process 1)")
+        receiving = watch(watchdog, "rank 0: 1F0 from rank 1 (process 1)")
         x = receive()
-        made(receiving, x)
-        wait(dog, x)
+        resolve(receiving, x)
+        wait(watchdog, x)
     else:
 
         def sleep(x):
@@ -163,21 +163,21 @@ def stuck(process: int, num_processes: int) -> None:
         def program(x):
             return jax.pure_callback(sleep, x, x)
 
-        begin(dog, "rank 1: 1F0")
+        watch(watchdog, "rank 1: 1F0")
         program(jax.device_put(np.ones(4, np.float32), jax.local_devices()[0]))
 
 
 def aborted(process: int, num_processes: int) -> None:
     """Aborts, as JAX does when process 0 is gone, between the reason and the end of the process."""
-    dog = start_watchdog(1.0)
-    begin(dog, "rank 1: 1F0")
-    while not dog.reasons:
+    watchdog = start_watchdog(1.0)
+    watch(watchdog, "rank 1: 1F0")
+    while not watchdog.reasons:
         time.sleep(1e-3)
     os.abort()
 
 
 def differ(process: int, num_processes: int) -> None:
-    """Process 1 has another program, and another idea of a route; 0 is alone at one occasion."""
+    """Process 1 has another program, and another idea of a channel; 0 is alone at one occasion."""
     if process == 0:
         try:
             check_same_program("x", "a lonely place", timeout=0.5)

@@ -86,10 +86,10 @@ def static_arguments(
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     names = [p.name for p in parameters if p.kind in kinds]
     any_number = not names or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
-    places = {i % len(names) if i < 0 and not any_number else i for i in argnums}
+    prefix = {i % len(names) if i < 0 and not any_number else i for i in argnums}
     by_name = {i for i, name in enumerate(names) if name in argnames}
-    by_place = {name for i, name in enumerate(names) if i in places}
-    return StaticArguments(frozenset(places | by_name), frozenset({*argnames, *by_place}))
+    names_of_argnums = {name for i, name in enumerate(names) if i in prefix}
+    return StaticArguments(frozenset(prefix | by_name), frozenset({*argnames, *names_of_argnums}))
 
 
 def type_of(leaf: Any) -> Any:
@@ -127,7 +127,7 @@ def leaves_like(tree: Any, arguments: Arguments) -> list[Any]:
     missing = [path for path in expected if path not in given]
     new = [path for path in given if path not in expected]
     found = [
-        f"{what} {_some(paths)}"
+        f"{what} {_list_paths(paths)}"
         for what, paths in (("they lack", missing), ("they have in addition", new))
         if paths
     ]
@@ -214,46 +214,47 @@ def _paths(arguments: Arguments) -> dict[str, Any]:
     return found
 
 
-def _some(paths: Sequence[str], most: int = 3) -> str:
+def _list_paths(paths: Sequence[str], most: int = 3) -> str:
     more = f" and {len(paths) - most} more" if len(paths) > most else ""
     return ", ".join(f"`{path}`" for path in paths[:most]) + more
 
 
-def is_place(x: Any) -> bool:
+def is_spec_or_sharding(x: Any) -> bool:
     """Returns whether `x` is a single spec, a single sharding or None, rather than a tree."""
     return x is None or isinstance(x, PartitionSpec | Sharding | MpmdSharding)
 
 
-def spread(places: PyTree, tree: PyTree, name: str) -> list[tuple[str, Any]]:
+def broadcast_prefix(prefix: PyTree, tree: PyTree, name: str) -> list[tuple[str, Any]]:
     """Broadcasts a prefix tree of specs or shardings to the leaves of `tree`.
 
     Args:
-        places: A tree of specs or shardings that is a prefix of `tree`.
+        prefix: A tree of specs or shardings that is a prefix of `tree`.
         tree: A tree of arrays, or of other leaves.
-        name: The name of the user's argument that holds `places`, for paths in errors.
+        name: The name of the user's argument that holds `prefix`, for paths in errors.
 
     Returns:
         For each leaf of `tree` the path of its spec or sharding, such as `in_specs[0]['w']`, and
         the spec or sharding.
 
     Raises:
-        ValueError: If `places` is not a prefix of `tree`. The error names the path at which they
+        ValueError: If `prefix` is not a prefix of `tree`. The error names the path at which they
             differ.
     """
-    if is_place(places):
-        return [(name, places)] * len(jax.tree.leaves(tree))
-    of_places, kind = _children(places)
+    if is_spec_or_sharding(prefix):
+        return [(name, prefix)] * len(jax.tree.leaves(tree))
+    prefix_children, kind = _children(prefix)
     of_tree, expected = _children(tree)
     is_leaf = kind.num_nodes == kind.num_leaves == 1
     if kind != expected or is_leaf:
         raise ValueError(
-            f"`{name}` is {_brief(places)}, and the value that it describes is {_brief(tree)}. "
-            "Give a tree of PartitionSpecs or shardings that is a prefix of that value."
+            f"`{name}` is {_describe(prefix)}, and the value that it describes is "
+            f"{_describe(tree)}. Give a tree of PartitionSpecs or shardings that is a "
+            "prefix of that value."
         )
     return [
-        place
-        for (key, part), (_, of_part) in zip(of_places, of_tree, strict=True)
-        for place in spread(part, of_part, name + key)
+        found_spec
+        for (key, part), (_, of_part) in zip(prefix_children, of_tree, strict=True)
+        for found_spec in broadcast_prefix(part, of_part, name + key)
     ]
 
 
@@ -263,7 +264,7 @@ def _children(x: Any) -> tuple[list[tuple[str, Any]], Any]:
     return [(jax.tree_util.keystr(path), child) for path, child in found], kind
 
 
-def _brief(x: Any) -> str:
+def _describe(x: Any) -> str:
     children, _ = _children(x)
     if len(children) == 1 and not children[0][0]:
         aval = getattr(x, "_aval", x)

@@ -106,7 +106,7 @@ class MpmdArray:
         self.mpmd_sharding = mpmd_sharding
         self._partially_addressable_arrays: OrderedDict[int, Any] = OrderedDict(arrays)
         self._wait = wait
-        self._is_gone = False
+        self._is_deleted = False
 
     @property
     def aval(self) -> ShapedArray:
@@ -191,26 +191,26 @@ class MpmdArray:
 
     def delete(self) -> None:
         """Deletes the arrays of this process, which frees their memory."""
-        self.give_away()
+        self.delete_except()
 
-    def give_away(self, kept: Collection[int] = ()) -> None:
+    def delete_except(self, ranks: Collection[int] = ()) -> None:
         """Marks the array as deleted, and deletes the arrays of this process.
 
         Args:
-            kept: The groups whose array is not deleted because another `MpmdArray` holds it too.
+            ranks: The groups whose array is not deleted because another `MpmdArray` holds it too.
 
         Returns:
             None.
         """
-        self._is_gone = True
+        self._is_deleted = True
         for rank, array in self._partially_addressable_arrays.items():
-            if rank not in kept:
+            if rank not in ranks:
                 array.delete()
 
     def is_deleted(self) -> bool:
         """Returns whether the array was deleted or donated."""
         arrays = self._partially_addressable_arrays.values()
-        return self._is_gone or any(array.is_deleted() for array in arrays)
+        return self._is_deleted or any(array.is_deleted() for array in arrays)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy
@@ -222,7 +222,7 @@ class MpmdArray:
         Raises:
             RuntimeError: If the array was deleted or donated.
         """
-        if self._is_gone:
+        if self._is_deleted:
             raise RuntimeError(
                 f"MpmdArray(shape={self.shape}, dtype={self.dtype}) has been deleted. It was "
                 "donated to a function, moved by a reshard, or deleted by hand: use the result of "

@@ -9,11 +9,13 @@ import jax
 from ..ir._program import MpmdProgram, Send
 from ._array import MpmdArray
 
-GivenAway = dict[int, tuple[int, ...]]
+DeletedArguments = dict[int, tuple[int, ...]]
 """Maps the index of each deleted argument among all leaves to the ranks that keep its array."""
 
 
-def given_away(program: MpmdProgram, donated: frozenset[int], *, crosses: bool) -> GivenAway:
+def deleted_arguments(
+    program: MpmdProgram, donated: frozenset[int], *, crosses: bool
+) -> DeletedArguments:
     """Returns the arguments that a call deletes.
 
     As with `jax.jit`, a donated argument is deleted if a result has its shape and dtype. Each
@@ -38,7 +40,7 @@ def given_away(program: MpmdProgram, donated: frozenset[int], *, crosses: bool) 
             for buffer in instruction.buffers:
                 shared.setdefault(buffer, set()).add(instruction.rank)
     returned = {buffer for buffer, _ in program.outputs}
-    found: GivenAway = {}
+    found: DeletedArguments = {}
     for i in sorted(donated, key=lambda i: (program.inputs[i][0] not in returned, i)):
         buffer, _ = program.inputs[i]
         kind = _type(buffer.value.aval)
@@ -48,7 +50,7 @@ def given_away(program: MpmdProgram, donated: frozenset[int], *, crosses: bool) 
     return found
 
 
-def give_away(leaves: Sequence[Any], given: GivenAway) -> None:
+def delete_arguments(leaves: Sequence[Any], given: DeletedArguments) -> None:
     """Deletes the donated arguments of a call after all its programs have been started.
 
     Args:
@@ -61,7 +63,7 @@ def give_away(leaves: Sequence[Any], given: GivenAway) -> None:
     for i, ranks in given.items():
         leaf = leaves[i]
         if isinstance(leaf, MpmdArray):
-            leaf.give_away(ranks)
+            leaf.delete_except(ranks)
         elif isinstance(leaf, jax.Array) and not ranks and not leaf.is_deleted():
             leaf.delete()
 

@@ -18,7 +18,7 @@ from ...ir._graph import Graph, to_graph
 from ...schedules import builders
 from ...sharding._specs import axes_of, without_axes
 from ..ir._reduce import Last, treduce_i
-from ._arguments import spread, static_arguments, type_of
+from ._arguments import broadcast_prefix, static_arguments, type_of
 from ._array import MpmdArray
 from ._mesh import (
     DELAYED,
@@ -65,18 +65,18 @@ class MpmdFunction:
         }
         traced = _traced(self._jitted, settings.mesh, args, kwargs)
         in_info, out_info = traced.args_info, traced.out_info
-        in_places = _places(settings.in_specs, in_info[0], settings.mesh, settings.names[0])
-        out_places = _places(settings.out_specs, out_info, settings.mesh, settings.names[1])
+        in_leaves = _leaf_shardings(settings.in_specs, in_info[0], settings.mesh, settings.names[0])
+        out_leaves = _leaf_shardings(settings.out_specs, out_info, settings.mesh, settings.names[1])
         named = jax.tree.leaves(in_info[1])
         donated = [i for i, x in enumerate(jax.tree.leaves(in_info)) if x.donated]
         return Traced(
             settings,
-            _pure(traced.jaxpr),
+            _to_pure_graph(traced.jaxpr),
             jax.tree.structure(in_info),
             jax.tree.structure(out_info),
-            (*map(_spec_of, in_places), *(None for _ in named)),
-            tuple(map(_spec_of, out_places)),
-            tuple(_ranks_of(place) for place in out_places),
+            (*map(_spec_of, in_leaves), *(None for _ in named)),
+            tuple(map(_spec_of, out_leaves)),
+            tuple(_ranks_of(sharding) for sharding in out_leaves),
             frozenset(donated),
         )
 
@@ -116,7 +116,7 @@ def _traced(jitted: Any, mesh: MpmdMesh, args: Any, kwargs: Any) -> Any:
     A constraint to a `NamedSharding` over all groups gives its result a type on that mesh, and JAX
     refuses to combine it with a type on the mesh of one group.
     """
-    translated = translated_shardings(partial(in_group, mesh))
+    translated = translated_shardings(partial(sharding_in_group, mesh))
     with no_ambient_mesh():
         try:
             with translated, jax.sharding.use_abstract_mesh(mesh.unstack[0].abstract_mesh):
@@ -132,7 +132,7 @@ def _traced(jitted: Any, mesh: MpmdMesh, args: Any, kwargs: Any) -> Any:
             return jitted.trace(*args, **kwargs)
 
 
-def in_group(mesh: MpmdMesh, sharding: NamedSharding) -> NamedSharding:
+def sharding_in_group(mesh: MpmdMesh, sharding: NamedSharding) -> NamedSharding:
     """Translates a sharding over the mesh of all groups to the mesh of one group.
 
     The axes of a group are automatic, even if the axes of `sharding` are explicit. A sharding of
@@ -163,7 +163,7 @@ def _shape_of(leaf: Any) -> Any:
     return leaf
 
 
-def _pure(closed: Any) -> Graph:
+def _to_pure_graph(closed: Any) -> Graph:
     if names := effects_of(closed, prints=True):
         raise ValueError(
             f"The function has the effects of {', '.join(names)}. Programs of several groups have "
@@ -173,44 +173,44 @@ def _pure(closed: Any) -> Graph:
     return to_graph(closed, prints=True)
 
 
-def _spec_of(place: Any) -> P | None:
-    return place if place is None or isinstance(place, P) else place.spec
+def _spec_of(sharding: Any) -> P | None:
+    return sharding if sharding is None or isinstance(sharding, P) else sharding.spec
 
 
-def _ranks_of(place: Any) -> tuple[int, ...] | None:
-    return place.mpmd_idxs or None if isinstance(place, MpmdSharding) else None
+def _ranks_of(sharding: Any) -> tuple[int, ...] | None:
+    return sharding.mpmd_idxs or None if isinstance(sharding, MpmdSharding) else None
 
 
-def _places(places: PyTree, tree: PyTree, mesh: MpmdMesh, name: str) -> list[Any]:
-    """Returns a spec or sharding for each leaf of `tree`; `places` is a prefix tree of `tree`.
+def _leaf_shardings(prefix: PyTree, tree: PyTree, mesh: MpmdMesh, name: str) -> list[Any]:
+    """Returns a spec or sharding for each leaf of `tree`; `prefix` is a prefix tree of `tree`.
 
     The axis of the groups is dropped from specs, as it has size 1 within a group.
     """
-    places = tuple(places) if isinstance(places, list) and isinstance(tree, tuple) else places
+    prefix = tuple(prefix) if isinstance(prefix, list) and isinstance(tree, tuple) else prefix
     axis, found = mesh.mpmd_axis_name, []
-    for path, place in spread(places, tree, name):
-        if isinstance(place, MpmdSharding):
-            if place.mesh_ids:
-                mesh.mpmd_submesh(place.mpmd_idxs)  # raises if a group is out of range
-        elif isinstance(place, P):
-            check_reduced(place, f"`{path}`")
-        elif isinstance(place, Sharding):
-            check_memory_kind(place.memory_kind, mesh.jax_mesh, f"`{path}`")
-            if not isinstance(place, NamedSharding):
+    for path, sharding in broadcast_prefix(prefix, tree, name):
+        if isinstance(sharding, MpmdSharding):
+            if sharding.mesh_ids:
+                mesh.mpmd_submesh(sharding.mpmd_idxs)  # raises if a group is out of range
+        elif isinstance(sharding, P):
+            check_reduced(sharding, f"`{path}`")
+        elif isinstance(sharding, Sharding):
+            check_memory_kind(sharding.memory_kind, mesh.jax_mesh, f"`{path}`")
+            if not isinstance(sharding, NamedSharding):
                 raise ValueError(
-                    f"`{path}` is a {type(place).__name__}, which has no spec. Give a "
+                    f"`{path}` is a {type(sharding).__name__}, which has no spec. Give a "
                     "`PartitionSpec`, a `NamedSharding` or an `MpmdSharding`."
                 )
-            check_reduced(place.spec, f"`{path}`")
-        spec = _spec_of(place)
+            check_reduced(sharding.spec, f"`{path}`")
+        spec = _spec_of(sharding)
         if spec is not None and axis in axes_of(spec):
             _LOG.warning(
                 "`%s` has the spec %s. Within a group %r has size 1 and divides nothing: the array "
                 "is whole on every group that needs it.",
                 *(path, spec, axis),
             )
-            place = without_axes(spec, (axis,))
-        found.append(place)
+            sharding = without_axes(spec, (axis,))
+        found.append(sharding)
     return found
 
 
@@ -282,13 +282,13 @@ def mpmd_jit_with_loop(
     )
     settings = Settings(
         mpmd_mesh,
-        _either("in", in_specs, in_shardings),
-        _either("out", out_specs, out_shardings),
+        _given_once("in", in_specs, in_shardings),
+        _given_once("out", out_specs, out_shardings),
         (
             "in_specs" if in_shardings is None else "in_shardings",
             "out_specs" if out_shardings is None else "out_shardings",
         ),
-        static_arguments(fun, _listed(static_argnums), _listed(static_argnames)),
+        static_arguments(fun, _as_list(static_argnums), _as_list(static_argnames)),
         dict(compiler_options or {}),
         timeout,
     )
@@ -375,7 +375,7 @@ def mpmd_jit_by_yield(
     )
 
 
-def _either(side: str, specs: PyTree, shardings: PyTree) -> PyTree:
+def _given_once(side: str, specs: PyTree, shardings: PyTree) -> PyTree:
     if shardings is not None and specs is not None:
         raise ValueError(
             f"Both `{side}_specs` and `{side}_shardings` are given. Give one of them: they are two "
@@ -384,7 +384,7 @@ def _either(side: str, specs: PyTree, shardings: PyTree) -> PyTree:
     return specs if shardings is None else shardings
 
 
-def _listed(names: Any) -> list[Any]:
+def _as_list(names: Any) -> list[Any]:
     """Returns the names or indices as a list, also if a single one or None is given."""
     if names is None:
         return []

@@ -85,12 +85,12 @@ class MpmdMesh:
     @cached_property
     def device_coords(self) -> Mapping[Any, tuple[int, ...]]:
         """Maps each device to its index in `jax_mesh.devices`, one integer for each dim."""
-        return {device: place for place, device in np.ndenumerate(self.jax_mesh.devices)}
+        return {device: index for index, device in np.ndenumerate(self.jax_mesh.devices)}
 
     @cached_property
     def device_mpmd_idx(self) -> Mapping[Any, int]:
         """Maps each device to the index of its group."""
-        return {device: place[self.mpmd_axis] for device, place in self.device_coords.items()}
+        return {device: index[self.mpmd_axis] for device, index in self.device_coords.items()}
 
     @cached_property
     def mpmd_idx_for_mesh(self) -> Mapping[Mesh, int]:

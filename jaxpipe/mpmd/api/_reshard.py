@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
-from ._arguments import spread
+from ._arguments import broadcast_prefix
 from ._array import MpmdArray
 from ._mesh import MpmdMesh, MpmdSharding, no_ambient_mesh
 
@@ -51,7 +51,7 @@ def spmd_to_mpmd_reshard(
     def to_groups(x: Any, where: MpmdSharding) -> MpmdArray:
         return _to_groups(mpmd_mesh, x, where)
 
-    return _moved(
+    return _move_tree(
         to_groups, spmd_arrays, mpmd_shardings, "mpmd_shardings", MpmdSharding, threshold, donate
     )
 
@@ -86,12 +86,12 @@ def mpmd_to_spmd_reshard(
     def from_groups(x: MpmdArray, where: Any) -> jax.Array:
         return _from_groups(mpmd_mesh, x, where)
 
-    return _moved(
+    return _move_tree(
         from_groups, mpmd_arrays, spmd_shardings, "spmd_shardings", Sharding, threshold, donate
     )
 
 
-def _moved(
+def _move_tree(
     move: Callable[[Any, Any], Any],
     arrays: PyTree,
     shardings: PyTree,
@@ -105,25 +105,25 @@ def _moved(
     leaves, tree = jax.tree.flatten(arrays)
     if isinstance(arrays, list | tuple) and isinstance(shardings, list | tuple):
         shardings = type(arrays)(shardings)
-    places = spread(shardings, arrays, name)
-    wrong = [(path, place) for path, place in places if not isinstance(place, kind)]
+    targets = broadcast_prefix(shardings, arrays, name)
+    wrong = [(path, target) for path, target in targets if not isinstance(target, kind)]
     if wrong:
-        path, place = wrong[0]
-        raise ValueError(f"`{path}` is {place!r}. Give a {kind.__name__} for every array.")
+        path, target = wrong[0]
+        raise ValueError(f"`{path}` is {target!r}. Give a {kind.__name__} for every array.")
     last = {id(x): i for i, x in enumerate(leaves)}
-    moved, on_the_way, size = [], [], 0
+    results, in_transfer, size = [], [], 0
     with no_ambient_mesh():
-        for i, (x, (_, place)) in enumerate(zip(leaves, places, strict=True)):
+        for i, (x, (_, target)) in enumerate(zip(leaves, targets, strict=True)):
             num_bytes = math.prod(x.shape) * x.dtype.itemsize
-            if threshold is not None and on_the_way and size + num_bytes > threshold:
-                jax.block_until_ready(on_the_way)
-                on_the_way, size = [], 0
-            moved.append(move(x, place))
-            on_the_way.append(moved[-1])
+            if threshold is not None and in_transfer and size + num_bytes > threshold:
+                jax.block_until_ready(in_transfer)
+                in_transfer, size = [], 0
+            results.append(move(x, target))
+            in_transfer.append(results[-1])
             size += num_bytes
             if donate and last[id(x)] == i and isinstance(x, jax.Array | MpmdArray):
                 x.delete()
-    return tree.unflatten(moved)
+    return tree.unflatten(results)
 
 
 def _put(x: Any, where: Sharding) -> jax.Array:
@@ -142,7 +142,7 @@ def _to_groups(mesh: MpmdMesh, x: Any, where: MpmdSharding) -> MpmdArray:
         arrays = {rank: _put(x, where.of_rank(rank)) for rank in local}
         return MpmdArray.of_ranks(arrays, where, x.shape, x.dtype, weak_type=weak)
     x = jax.device_put(x, _automatic(x.sharding))
-    everywhere = jax.jit(_same, out_shardings=NamedSharding(mesh.auto_mesh, where.spec))(x)
+    everywhere = jax.jit(_identity, out_shardings=NamedSharding(mesh.auto_mesh, where.spec))(x)
     shards = {shard.device: shard.data for shard in everywhere.addressable_shards}
     arrays = {}
     for rank in local:
@@ -187,5 +187,5 @@ def _of_group(stacked: jax.Array, rank: int) -> jax.Array:
     return stacked[rank]
 
 
-def _same(x: jax.Array) -> jax.Array:
+def _identity(x: jax.Array) -> jax.Array:
     return jnp.asarray(x)

@@ -19,17 +19,17 @@ from .._lowering import lower
 from ..ir._program import Buffer, Instruction, MpmdProgram
 from ..jaxpp._schedules import as_schedule
 from ..passes._pipelined_loops import loop_of, loop_results
-from ..runtime._channels import layouts_of_routes
+from ..runtime._channels import channel_layouts
 from ..runtime._compile import check_threads, compile_code
-from ..runtime._execute import Act, Bound, Place, bind
+from ..runtime._execute import BoundProgram, RankBuffer, Thunk, bind
 from ..runtime._propagate_shardings import constrained_specs, propagate_shardings
-from ..runtime._session import Agreement, Session, open_session
-from ..runtime._watchdog import give_up, wait
+from ..runtime._session import CompileHandshake, Session, open_session
+from ..runtime._watchdog import report_failure, wait
 from ._arguments import StaticArguments, check_given_once, check_types, leaves_like
 from ._array import MpmdArray
-from ._assign_arguments import placed
+from ._assign_arguments import assign_arguments
 from ._closed_jaxpr import ClosedJaxpr
-from ._donate import give_away, given_away
+from ._donate import delete_arguments, deleted_arguments
 from ._mesh import MpmdMesh, MpmdSharding, no_ambient_mesh
 
 
@@ -151,11 +151,11 @@ class Lowered:
         def spec_of(buffer: Buffer) -> P | None:
             return specs.get(buffer.value)
 
-        session = agreement = None
+        session = handshake = None
         if jax.process_count() > 1:
             session = open_session(traced.settings.timeout)
-            agreement = Agreement(f"program/{next(session.programs)}")
-            agreement.check_program(_digest(str(program)))
+            handshake = CompileHandshake(f"program/{next(session.programs)}")
+            handshake.check_program(_digest(str(program)))
         threads = os.cpu_count() or 1
         executables = compile_code(
             program,
@@ -163,18 +163,18 @@ class Lowered:
             spec_of,
             options=traced.settings.compiler_options,
             num_threads=threads,
-            agreement=agreement,
+            handshake=handshake,
         )
         bound = bind(program, mesh, executables, session)
-        if agreement is not None:
-            agreement.wait_for_all(*layouts_of_routes(program, mesh, executables.specs))
+        if handshake is not None:
+            handshake.wait_for_all(*channel_layouts(program, mesh, executables.specs))
         return Compiled(self, bound, executables.specs, session)
 
 
 Specs = Mapping[tuple[Buffer, int], P]
 
 
-OBSERVER: ContextVar[Callable[["Compiled"], Sequence[Act]] | None]
+OBSERVER: ContextVar[Callable[["Compiled"], Sequence[Thunk]] | None]
 OBSERVER = ContextVar("observer", default=None)
 """A function that returns the acts that a compiled step runs in place of its own, or None."""
 
@@ -186,19 +186,19 @@ class Compiled:
     """
 
     def __init__(
-        self, lowered: Lowered, bound: Bound, specs: Specs, session: Session | None
+        self, lowered: Lowered, bound: BoundProgram, specs: Specs, session: Session | None
     ) -> None:
         self.lowered = lowered
         self._bound = bound
         self._specs = specs
         self._session = session
-        self._acts = [act for _, act in bound.acts]
-        self._wait = jax.block_until_ready if session is None else partial(wait, session.dog)
+        self._thunks = [thunk for _, thunk in bound.thunks]
+        self._wait = jax.block_until_ready if session is None else partial(wait, session.watchdog)
         mesh, program = lowered.traced.settings.mesh, lowered.program
         local = set(mesh.local_ranks)
         self._inputs = [
             [
-                (rank, bound.places[buffer, rank], NamedSharding(mesh.unstack[rank], spec))
+                (rank, bound.slot_of[buffer, rank], NamedSharding(mesh.unstack[rank], spec))
                 for rank in ranks
                 if rank in local
                 for spec in [specs[buffer, rank]]
@@ -209,7 +209,7 @@ class Compiled:
             (
                 b.value.aval,
                 MpmdSharding(mesh, ranks, specs[b, ranks[0]]),
-                [(r, bound.places[b, r]) for r in ranks if r in local],
+                [(r, bound.slot_of[b, r]) for r in ranks if r in local],
             )
             for b, ranks in program.outputs
         ]
@@ -217,19 +217,21 @@ class Compiled:
         avals = [buffer.value.aval for buffer, _ in program.inputs]
         self._shapes = [aval.shape for aval in avals]
         self._dtypes = [aval.dtype for aval in avals]
-        self._given_away = given_away(program, lowered.traced.donated, crosses=session is not None)
+        self._deleted_arguments = deleted_arguments(
+            program, lowered.traced.donated, crosses=session is not None
+        )
 
     @property
-    def acts(self) -> Sequence[tuple[Instruction, Act]]:
+    def thunks(self) -> Sequence[tuple[Instruction, Thunk]]:
         """Returns every instruction of this process, in order, with the act that runs it."""
-        return self._bound.acts
+        return self._bound.thunks
 
     @property
-    def places(self) -> Mapping[Place, int]:
+    def slot_of(self) -> Mapping[RankBuffer, int]:
         """Maps each buffer on each local rank to its slot in the list of arrays that acts use."""
-        return self._bound.places
+        return self._bound.slot_of
 
-    def with_acts(self, wrap: Callable[[Instruction, Act], Act]) -> "Compiled":
+    def with_thunks(self, wrap: Callable[[Instruction, Thunk], Thunk]) -> "Compiled":
         """Returns the same compiled function with wrapped acts, for example to measure time.
 
         Args:
@@ -239,8 +241,10 @@ class Compiled:
         Returns:
             A compiled function that runs the wrapped acts. The programs are not compiled again.
         """
-        acts = tuple((instruction, wrap(instruction, act)) for instruction, act in self._bound.acts)
-        bound = replace(self._bound, acts=acts)
+        thunks = tuple(
+            (instruction, wrap(instruction, thunk)) for instruction, thunk in self._bound.thunks
+        )
+        bound = replace(self._bound, thunks=thunks)
         return Compiled(self.lowered, bound, self._specs, self._session)
 
     @property
@@ -278,31 +282,31 @@ class Compiled:
         leaves = leaves_like(traced.in_tree, arguments)
         check_types(arguments, leaves, self._shapes, self._dtypes)
         check_given_once(arguments, leaves, traced.donated)
-        slots = list(self._bound.start)
+        slots = list(self._bound.initial)
         with no_ambient_mesh():
-            placed(leaves, self._inputs, slots)
+            assign_arguments(leaves, self._inputs, slots)
             observe = OBSERVER.get()
             try:
-                for act in self._acts if observe is None else observe(self):
-                    act(slots)
+                for thunk in self._thunks if observe is None else observe(self):
+                    thunk(slots)
             except Exception as error:
                 if self._session is not None:
-                    give_up(self._session.dog, error)
+                    report_failure(self._session.watchdog, error)
                 raise
         wait = self._wait
         out = [
             MpmdArray.of_ranks(
-                {r: slots[p] for r, p in places},
+                {r: slots[p] for r, p in slot_of},
                 sharding,
                 aval.shape,
                 aval.dtype,
                 weak_type=aval.weak_type,
                 wait=wait,
             )
-            for aval, sharding, places in self._outputs
+            for aval, sharding, slot_of in self._outputs
         ]
-        if self._given_away:
-            give_away(leaves, self._given_away)
+        if self._deleted_arguments:
+            delete_arguments(leaves, self._deleted_arguments)
         return traced.out_tree.unflatten(out)
 
 

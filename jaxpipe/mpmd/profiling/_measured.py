@@ -19,7 +19,7 @@ import jax
 from ...schedules import Action, FusedPair, ScheduleStep, TimedStep, Timeline
 from ..api._stages import OBSERVER, Compiled
 from ..ir._program import Instruction, RunTask
-from ..runtime._execute import Act, Place, Slots
+from ..runtime._execute import RankBuffer, Slots, Thunk
 
 Times = list[tuple[RunTask, float, float]]
 """Programs with their start and end, in seconds of `time.perf_counter`."""
@@ -37,31 +37,33 @@ def timed_step(compiled: Compiled, *args: Any) -> tuple[Any, Times]:
         start and end in seconds of `time.perf_counter`.
     """
     times: Times = []
-    places = compiled.places
+    slot_of = compiled.slot_of
 
     def record(*time: Any) -> None:
         times.append(time)
 
-    timed = compiled.with_acts(lambda instruction, act: _timed(instruction, act, places, record))
+    timed = compiled.with_thunks(
+        lambda instruction, thunk: _timed(instruction, thunk, slot_of, record)
+    )
     return timed(*args), times
 
 
 def _timed(
     instruction: Instruction,
-    act: Act,
-    places: Mapping[Place, int],
+    thunk: Thunk,
+    slot_of: Mapping[RankBuffer, int],
     record: Callable[[RunTask, float, float], None],
-) -> Act:
+) -> Thunk:
     if not isinstance(instruction, RunTask):
-        return act
-    reads = [places[buffer, instruction.rank] for buffer in instruction.reads]
-    writes = [places[buffer, instruction.rank] for buffer in instruction.writes]
+        return thunk
+    reads = [slot_of[buffer, instruction.rank] for buffer in instruction.reads]
+    writes = [slot_of[buffer, instruction.rank] for buffer in instruction.writes]
 
     def run(slots: Slots) -> None:
-        jax.block_until_ready([slots[place] for place in reads])
+        jax.block_until_ready([slots[slot] for slot in reads])
         start = time.perf_counter()
-        act(slots)
-        jax.block_until_ready([slots[place] for place in writes])
+        thunk(slots)
+        jax.block_until_ready([slots[slot] for slot in writes])
         record(instruction, start, time.perf_counter())
 
     return run
@@ -113,8 +115,8 @@ def _collecting(enabled: bool) -> Iterator[dict[str, list[float]] | None]:
         name = re.sub(r"__\d+", "", run.name) if run.actions else f"{run.name}@{run.rank}"
         found.setdefault(name, []).append(1e3 * (end - start))
 
-    def observe(compiled: Compiled) -> list[Act]:
-        return [_timed(i, act, compiled.places, record) for i, act in compiled.acts]
+    def observe(compiled: Compiled) -> list[Thunk]:
+        return [_timed(i, thunk, compiled.slot_of, record) for i, thunk in compiled.thunks]
 
     token = OBSERVER.set(observe)
     try:

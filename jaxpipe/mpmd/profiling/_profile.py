@@ -13,8 +13,8 @@ from ...schedules import Costs, Op, TimedStep, Timeline
 from ...schedules.language import actions_of, parse_step
 from ..api._stages import Compiled
 from ..ir._program import Delete, Instruction, Recv, RunTask, Send
-from ..runtime._execute import Act, Slots
-from ..runtime._remote import ask, tell
+from ..runtime._execute import Slots, Thunk
+from ..runtime._remote import kv_get, kv_put
 from ..runtime._session import open_session
 from ._measured import timed_step, to_timeline
 
@@ -33,16 +33,16 @@ def annotated(compiled: Compiled) -> Compiled:
         and free, which names the task, its rank and, for transfers, the other rank.
     """
 
-    def wrap(instruction: Instruction, act: Act) -> Act:
+    def wrap(instruction: Instruction, thunk: Thunk) -> Thunk:
         label = _label(instruction)
 
         def run(slots: Slots) -> None:
             with jax.profiler.TraceAnnotation(label):
-                act(slots)
+                thunk(slots)
 
         return run
 
-    return compiled.with_acts(wrap)
+    return compiled.with_thunks(wrap)
 
 
 def _label(instruction: Instruction) -> str:
@@ -83,38 +83,38 @@ def trace_step(compiled: Compiled, *args: Any) -> tuple[Any, dict[str, Timeline]
     here = to_timeline(compiled, times)
     first = min((start for run, start, _ in times if run.actions), default=0.0)
     # The processes of a machine share the clock of `time.time`, but not always `perf_counter`.
-    began = first + time.time() - time.perf_counter()
-    rows = _of_all_processes(compiled, here, began)
+    start_time = first + time.time() - time.perf_counter()
+    rows = _gather_rows(compiled, here, start_time)
     measured = Timeline(schedule, tuple(map(tuple, rows)))
     predicted = schedules.simulate(schedule, _costs(measured))
     return result, {"measured": measured, "predicted": predicted}
 
 
-def _of_all_processes(compiled: Compiled, here: Timeline, began: float) -> list[list[TimedStep]]:
+def _gather_rows(compiled: Compiled, here: Timeline, start_time: float) -> list[list[TimedStep]]:
     """Returns the timed steps of every rank, in seconds from the first task of all processes."""
-    told = {jax.process_index(): _told(here, began)}
+    texts = {jax.process_index(): _serialize(here, start_time)}
     if jax.process_count() > 1:
         session = open_session(compiled.lowered.traced.settings.timeout)
         what = f"trace/{next(session.programs)}"
-        tell(what, told[jax.process_index()])
-        told = ask(what, range(jax.process_count()), SECONDS)
-        if late := [p for p in range(jax.process_count()) if p not in told]:
-            raise TimeoutError(f"Processes {late} have not ended the step within {SECONDS:g} s.")
-    found = [json.loads(text) for text in told.values()]
-    zero = min((began for began, rows in found if any(rows)), default=0.0)
+        kv_put(what, texts[jax.process_index()])
+        texts = kv_get(what, range(jax.process_count()), SECONDS)
+        if missing := [p for p in range(jax.process_count()) if p not in texts]:
+            raise TimeoutError(f"Processes {missing} have not ended the step within {SECONDS:g} s.")
+    found = [json.loads(text) for text in texts.values()]
+    zero = min((start_time for start_time, rows in found if any(rows)), default=0.0)
     merged: list[list[TimedStep]] = [[] for _ in here.rows]
-    for began, rows in found:
+    for start_time, rows in found:
         for row, of_rank in zip(merged, rows, strict=True):
             row += [
-                TimedStep(parse_step(step), start + began - zero, end + began - zero)
+                TimedStep(parse_step(step), start + start_time - zero, end + start_time - zero)
                 for step, start, end in of_rank
             ]
     return merged
 
 
-def _told(here: Timeline, began: float) -> str:
+def _serialize(here: Timeline, start_time: float) -> str:
     rows = [[(str(timed.step), timed.start, timed.end) for timed in row] for row in here.rows]
-    return json.dumps([began, rows])
+    return json.dumps([start_time, rows])
 
 
 def _costs(measured: Timeline) -> Costs:

@@ -1,7 +1,7 @@
-"""Describes the transfers between processes as text, so that both ends of a route can be compared.
+"""Describes the transfers between processes as text, to compare both ends of a channel.
 
-A receiver pulls bytes, not arrays. If the two ends of a route expect different arrays, the receiver
-waits forever or interprets the bytes wrongly.
+A receiver pulls bytes, not arrays. If the two ends of a channel expect different arrays, the
+receiver waits forever or interprets the bytes wrongly.
 """
 
 import hashlib
@@ -14,11 +14,11 @@ from ..api._mesh import MpmdMesh
 from ..ir._program import Buffer, MpmdProgram, Recv, Send
 from ._transport import Spec, layout
 
-MOST_LETTERS = 200
+MAX_LAYOUT_LENGTH = 200
 """Number of characters of a layout that are kept: for a thousand devices it has over 10,000."""
 
 
-def layouts_of_routes(
+def channel_layouts(
     program: MpmdProgram, mesh: MpmdMesh, specs: Mapping[tuple[Buffer, int], PartitionSpec]
 ) -> tuple[dict[str, str], set[int]]:
     """Returns the layouts of all transfers between this process and others.
@@ -29,10 +29,10 @@ def layouts_of_routes(
         specs: The sharding of each buffer on each rank.
 
     Returns:
-        The layout of the arrays on each route, by the name of the route, and the processes at the
-        other ends.
+        The layout of the arrays on each channel, by the name of the channel, and the processes at
+        the other ends.
     """
-    local, counts, peers = set(mesh.local_ranks), Counter[tuple[type, int, int]](), set[int]()
+    local, num_channels, peers = set(mesh.local_ranks), Counter[tuple[type, int, int]](), set[int]()
     found = {}
     for instruction in program.instructions:
         match instruction:
@@ -44,15 +44,15 @@ def layouts_of_routes(
                 continue
         if rank not in local or other in local:
             continue
-        counts[type(instruction), source, to] += 1
-        number = counts[type(instruction), source, to]
-        route = f"route {number} from rank {source} to rank {to}, behind {name},"
-        found[route] = brief(layout([on_rank(b, rank, mesh, specs) for b in buffers]))
+        num_channels[type(instruction), source, to] += 1
+        index = num_channels[type(instruction), source, to]
+        channel = f"channel {index} from rank {source} to rank {to}, behind {name},"
+        found[channel] = abbreviate(layout([buffer_spec(b, rank, mesh, specs) for b in buffers]))
         peers.add(mesh.process_of(other))
     return found, peers
 
 
-def on_rank(
+def buffer_spec(
     buffer: Buffer,
     rank: int,
     mesh: MpmdMesh,
@@ -73,8 +73,8 @@ def on_rank(
     return Spec(aval.shape, aval.dtype, sharding=sharding)
 
 
-def brief(text: str) -> str:
+def abbreviate(text: str) -> str:
     """Returns a text, or its beginning and a digest: different texts stay different."""
-    if len(text) <= MOST_LETTERS:
+    if len(text) <= MAX_LAYOUT_LENGTH:
         return text
-    return f"{text[:MOST_LETTERS]}... ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
+    return f"{text[:MAX_LAYOUT_LENGTH]}... ({hashlib.sha256(text.encode()).hexdigest()[:16]})"

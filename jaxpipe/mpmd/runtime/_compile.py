@@ -23,7 +23,7 @@ from ...ir._graph import Graph, has_print
 from ..api._mesh import MpmdMesh
 from ..ir._program import Buffer, MpmdProgram, Recv, RunTask
 from ..passes._fingerprint import fingerprint
-from ._session import Agreement
+from ._session import CompileHandshake
 from ._submesh import on_submesh
 
 Specs = tuple[PartitionSpec | None, ...]
@@ -74,7 +74,7 @@ def compile_code(
     *,
     options: Mapping[str, Any],
     num_threads: int,
-    agreement: Agreement | None = None,
+    handshake: CompileHandshake | None = None,
 ) -> Executables:
     """Compiles the programs that ranks of this process run.
 
@@ -84,7 +84,7 @@ def compile_code(
         known: Returns the sharding of a buffer, None to leave it to the compiler.
         options: Compiler options of XLA that the caller gives.
         num_threads: Number of programs that are compiled at a time.
-        agreement: Exchanges the choices of compilers between processes, None if there is only one.
+        handshake: Exchanges the choices of compilers between processes, None if there is only one.
 
     Returns:
         The compiled programs of local ranks, and the sharding of every buffer.
@@ -98,7 +98,7 @@ def compile_code(
         (buffer, rank): P() for buffer in program.indices for rank in range(program.num_ranks)
     }
 
-    def decided(buffer: Buffer) -> PartitionSpec | None:
+    def requested_spec(buffer: Buffer) -> PartitionSpec | None:
         """Returns the sharding of a buffer, None if the compiler chooses it."""
         spec = known(buffer)
         return P() if spec is None and single else spec
@@ -107,34 +107,34 @@ def compile_code(
         found = specs[buffer, rank]
         return found() if callable(found) else found
 
-    with _vain_donations(), ThreadPoolExecutor(num_threads) as pool:
+    with _ignore_unused_donations(), ThreadPoolExecutor(num_threads) as pool:
         compiler = _Compiler(mesh, pool, options)
         futures: dict[int, Future] = {}
-        for place, instruction in enumerate(program.instructions):
+        for index, instruction in enumerate(program.instructions):
             rank = instruction.rank
             match instruction:
                 case RunTask(reads=reads, writes=writes) if rank in local:
-                    given = tuple(spec_of(buffer, rank) for buffer in reads)
-                    wanted = tuple(decided(buffer) for buffer in writes)
-                    future = compiler.submit(instruction, given, wanted)
-                    futures[place] = future
-                    for i, (buffer, spec) in enumerate(zip(writes, wanted, strict=True)):
+                    in_specs = tuple(spec_of(buffer, rank) for buffer in reads)
+                    out_specs = tuple(requested_spec(buffer) for buffer in writes)
+                    future = compiler.submit(instruction, in_specs, out_specs)
+                    futures[index] = future
+                    for i, (buffer, spec) in enumerate(zip(writes, out_specs, strict=True)):
                         specs[buffer, rank] = (
-                            _later(future, i, mesh.unstack[rank]) if spec is None else spec
+                            _output_spec(future, i, mesh.unstack[rank]) if spec is None else spec
                         )
-                    if agreement is not None and None in wanted:
-                        future.add_done_callback(_teller(agreement, place, mesh.unstack[rank]))
+                    if handshake is not None and None in out_specs:
+                        future.add_done_callback(_spec_sender(handshake, index, mesh.unstack[rank]))
                 case RunTask(writes=writes):
-                    decided_there = [decided(buffer) for buffer in writes]
-                    if agreement is not None and any(spec is None for spec in decided_there):
-                        told = agreement.ask_specs(place, mesh.process_of(rank))
-                        specs |= {(b, rank): spec for b, spec in zip(writes, told, strict=True)}
+                    remote_specs = [requested_spec(buffer) for buffer in writes]
+                    if handshake is not None and any(spec is None for spec in remote_specs):
+                        chosen = handshake.get_specs(index, mesh.process_of(rank))
+                        specs |= {(b, rank): spec for b, spec in zip(writes, chosen, strict=True)}
                     else:
-                        pairs = zip(writes, decided_there, strict=True)
+                        pairs = zip(writes, remote_specs, strict=True)
                         specs |= {(b, rank): P() if spec is None else spec for b, spec in pairs}
                 case Recv(source=source, buffers=buffers):
                     specs |= {(b, rank): specs[b, source] for b in buffers}
-        programs = {place: future.result() for place, future in futures.items()}
+        programs = {index: future.result() for index, future in futures.items()}
     _return_free_memory()
     resolved = {key: spec() if callable(spec) else spec for key, spec in specs.items()}
     return Executables(programs, resolved)
@@ -155,7 +155,7 @@ def _return_free_memory() -> None:
 
 
 @contextmanager
-def _vain_donations() -> Iterator[None]:
+def _ignore_unused_donations() -> Iterator[None]:
     """Ignores the warning that a donated buffer could not be reused because layouts differ.
 
     One filter covers all threads, because warning filters belong to the process: a thread that
@@ -166,20 +166,20 @@ def _vain_donations() -> Iterator[None]:
         yield
 
 
-def _later(future: Future, i: int, group: Mesh) -> Callable[[], PartitionSpec]:
+def _output_spec(future: Future, i: int, group: Mesh) -> Callable[[], PartitionSpec]:
     """Returns a function that waits for a compilation and returns its output `i`'s sharding."""
     return lambda: partition_spec_of(future.result().output_shardings[i], group)
 
 
-def _teller(agreement: Agreement, place: int, group: Mesh) -> Callable[[Future], None]:
+def _spec_sender(handshake: CompileHandshake, index: int, group: Mesh) -> Callable[[Future], None]:
     """Returns a callback that sends the shardings that a compiler chose to other processes."""
 
-    def tell(future: Future) -> None:
+    def send_specs(future: Future) -> None:
         if future.exception() is None:
             chosen = future.result().output_shardings
-            agreement.tell_specs(place, [partition_spec_of(sharding, group) for sharding in chosen])
+            handshake.put_specs(index, [partition_spec_of(sharding, group) for sharding in chosen])
 
-    return tell
+    return send_specs
 
 
 class _Compiler:
@@ -195,35 +195,38 @@ class _Compiler:
         self.first: dict[Hashable, tuple[int, Future]] = {}
         self.on_rank: dict[tuple[Hashable, int], Future] = {}
 
-    def submit(self, run: RunTask, given: Specs, wanted: Specs) -> Future:
+    def submit(self, run: RunTask, in_specs: Specs, out_specs: Specs) -> Future:
         if id(run.graph) not in self.fingerprints:
             self.fingerprints[id(run.graph)] = fingerprint(run.graph)
-        key = self.fingerprints[id(run.graph)], given, wanted, run.donated
+        key = self.fingerprints[id(run.graph)], in_specs, out_specs, run.donated
         here = key, run.rank
         if here not in self.on_rank and key in self.first:
-            again = partial(self._again, *self.first[key], run, given, wanted)
-            self.on_rank[here] = self.pool.submit(_as_here(again))
+            again = partial(self._load_or_compile, *self.first[key], run, in_specs, out_specs)
+            self.on_rank[here] = self.pool.submit(_with_current_settings(again))
         elif here not in self.on_rank:
-            compiled = _as_here(partial(self._compile, run, given, wanted))
+            compiled = _with_current_settings(partial(self._compile, run, in_specs, out_specs))
             self.on_rank[here] = self.pool.submit(compiled)
             self.first[key] = run.rank, self.on_rank[here]
         return self.on_rank[here]
 
-    def _compile(self, run: RunTask, given: Specs, wanted: Specs) -> Any:
+    def _compile(self, run: RunTask, in_specs: Specs, out_specs: Specs) -> Any:
         mesh = self.mesh.unstack[run.rank]
         graph = on_submesh(run.graph, mesh, self.mesh.mpmd_axis_name)
-        return compile_graph(graph, mesh, given, wanted, run.donated, self.options)
+        return compile_graph(graph, mesh, in_specs, out_specs, run.donated, self.options)
 
-    def _again(self, rank: int, first: Future, run: RunTask, given: Specs, wanted: Specs) -> Any:
+    def _load_or_compile(
+        self, rank: int, first: Future, run: RunTask, in_specs: Specs, out_specs: Specs
+    ) -> Any:
         """Loads a compiled program on the devices of another group, or compiles it again."""
         if any(map(has_print, run.graph.steps)):
-            return self._compile(run, given, wanted)  # a program with callbacks cannot be saved
+            # A program with callbacks cannot be saved.
+            return self._compile(run, in_specs, out_specs)
         devices, others = (list(self.mesh.unstack[r].devices.flat) for r in (rank, run.rank))
         moved = load_on_devices(first.result(), devices, others)
-        return self._compile(run, given, wanted) if moved is None else moved
+        return self._compile(run, in_specs, out_specs) if moved is None else moved
 
 
-def _as_here(f: Callable[[], Any]) -> Callable[[], Any]:
+def _with_current_settings(f: Callable[[], Any]) -> Callable[[], Any]:
     """Returns `f` for another thread, with the x64 and dtype promotion settings of this one."""
     settings: Any = jax.config
     x64, promotion = settings.jax_enable_x64, settings.jax_numpy_dtype_promotion
@@ -238,8 +241,8 @@ def _as_here(f: Callable[[], Any]) -> Callable[[], Any]:
 def compile_graph(
     graph: Graph,
     mesh: Mesh,
-    given: Specs,
-    wanted: Specs,
+    in_specs: Specs,
+    out_specs: Specs,
     donated: tuple[int, ...],
     options: Mapping[str, Any],
 ) -> Any:
@@ -248,8 +251,8 @@ def compile_graph(
     Args:
         graph: The graph.
         mesh: The mesh of one group.
-        given: [num_inputs] the sharding of each input; None is replicated.
-        wanted: [num_outputs] the sharding of each output; None leaves it to the compiler.
+        in_specs: [num_inputs] the sharding of each input; None is replicated.
+        out_specs: [num_outputs] the sharding of each output; None leaves it to the compiler.
         donated: Indices of the inputs that are donated.
         options: Compiler options of XLA.
 
@@ -263,14 +266,14 @@ def compile_graph(
             sharding=NamedSharding(mesh, spec or P()),
             weak_type=value.aval.weak_type,
         )
-        for value, spec in zip(graph.inputs, given, strict=True)
+        for value, spec in zip(graph.inputs, in_specs, strict=True)
     ]
-    out = [None if spec is None else NamedSharding(mesh, spec) for spec in wanted]
+    out = [None if spec is None else NamedSharding(mesh, spec) for spec in out_specs]
     jitted = jax.jit(graph, out_shardings=out, donate_argnums=donated, keep_unused=True)
-    return jitted.lower(*shapes).compile(compiler_options=_own_options(mesh) | dict(options))
+    return jitted.lower(*shapes).compile(compiler_options=_default_options(mesh) | dict(options))
 
 
-def _own_options(mesh: Mesh) -> dict[str, Any]:
+def _default_options(mesh: Mesh) -> dict[str, Any]:
     # Programs are compiled in parallel, so XLA:CPU need not use several threads for each as well:
     # for a small transformer that took a quarter more CPU time.
     is_cpu = mesh.devices.flat[0].platform == "cpu"

@@ -16,126 +16,134 @@ from ..._compat import nan_errors
 from ...schedules import Op
 from ..api._mesh import MpmdMesh
 from ..ir._program import Buffer, Delete, Instruction, MpmdProgram, Recv, RunTask, Send
-from ._channels import on_rank
+from ._channels import buffer_spec
 from ._compile import Executables
 from ._session import Session
 from ._transport import Spec, mover, receiver, sender
-from ._watchdog import begin
-from ._watchdog import made as finish
+from ._watchdog import resolve, watch
 
 Slots = list[Any]
-Act = Callable[[Slots], None]
-Place = tuple[Buffer, int]
+Thunk = Callable[[Slots], None]
+RankBuffer = tuple[Buffer, int]
 """A buffer on a rank."""
 
 
 @dataclass(frozen=True)
-class Bound:
+class BoundProgram:
     """Instructions bound to slots in a list of arrays.
 
     Attributes:
-        acts: Each instruction with the function that executes it, in order.
-        places: The index in the list for each buffer on each local rank.
-        start: The list of arrays at the start of a step.
+        thunks: Each instruction with the function that executes it, in order.
+        slot_of: The index in the list for each buffer on each local rank.
+        initial: The list of arrays at the start of a step.
         programs: The compiled programs that this process runs, by `name@rank`.
     """
 
-    acts: tuple[tuple[Instruction, Act], ...]
-    places: Mapping[Place, int]
-    start: Slots
+    thunks: tuple[tuple[Instruction, Thunk], ...]
+    slot_of: Mapping[RankBuffer, int]
+    initial: Slots
     programs: Mapping[str, Any]
 
 
 def bind(
     program: MpmdProgram, mesh: MpmdMesh, executables: Executables, session: Session | None
-) -> Bound:
+) -> BoundProgram:
     """Binds the instructions of local ranks to slots in a list of arrays."""
     local = set(mesh.local_ranks)
-    places: dict[Place, int] = {}
-    tags: dict[tuple[int, int, tuple[Buffer, ...]], int] = {}
+    slot_of: dict[RankBuffer, int] = {}
+    channels: dict[tuple[int, int, tuple[Buffer, ...]], int] = {}
 
-    def place(buffer: Buffer, rank: int) -> int:
-        return places.setdefault((buffer, rank), len(places))
+    def slot(buffer: Buffer, rank: int) -> int:
+        return slot_of.setdefault((buffer, rank), len(slot_of))
 
     def shape(buffer: Buffer, rank: int) -> Spec:
-        return on_rank(buffer, rank, mesh, executables.specs)
+        return buffer_spec(buffer, rank, mesh, executables.specs)
 
-    def acts() -> Iterator[tuple[Instruction, Act]]:
+    def thunks() -> Iterator[tuple[Instruction, Thunk]]:
         for i, instruction in enumerate(program.instructions):
             rank = instruction.rank
             if isinstance(instruction, Send):
-                tag = _route(session, mesh, rank, instruction.to)
-                tags[instruction.to, rank, instruction.buffers] = tag
+                channel = _new_channel(session, mesh, rank, instruction.to)
+                channels[instruction.to, rank, instruction.buffers] = channel
             if rank not in local:
                 continue
             match instruction:
                 case RunTask(reads=reads, writes=writes, donated=donated):
-                    given = [place(buffer, rank) for buffer in reads]
-                    made = [place(buffer, rank) for buffer in writes]
-                    gone = [given[d] for d in donated]
-                    act = _run(instruction, executables.programs[i], given, made, gone)
-                    yield instruction, act
+                    read_slots = [slot(buffer, rank) for buffer in reads]
+                    write_slots = [slot(buffer, rank) for buffer in writes]
+                    donated_slots = [read_slots[d] for d in donated]
+                    thunk = _task_thunk(
+                        instruction, executables.programs[i], read_slots, write_slots, donated_slots
+                    )
+                    yield instruction, thunk
                 case Send(to=to, buffers=buffers):
-                    given = [place(buffer, rank) for buffer in buffers]
+                    read_slots = [slot(buffer, rank) for buffer in buffers]
                     sources = [shape(buffer, rank) for buffer in buffers]
                     if to in local:
-                        made = [place(buffer, to) for buffer in buffers]
+                        write_slots = [slot(buffer, to) for buffer in buffers]
                         move = mover(sources, [shape(buffer, to) for buffer in buffers])
-                        yield instruction, _move(given, made, move)
+                        yield instruction, _copy_thunk(read_slots, write_slots, move)
                     else:
                         assert session is not None
                         peer = mesh.process_of(to)
-                        send = sender(session.transport, peer, tags[to, rank, buffers], sources)
-                        yield instruction, _send(given, send)
+                        send = sender(session.transport, peer, channels[to, rank, buffers], sources)
+                        yield instruction, _send_thunk(read_slots, send)
                 case Recv(source=source, buffers=buffers) if source not in local:
                     assert session is not None
-                    peer, tag = mesh.process_of(source), tags[rank, source, buffers]
+                    peer, channel = mesh.process_of(source), channels[rank, source, buffers]
                     targets = [shape(buffer, rank) for buffer in buffers]
-                    made = [place(buffer, rank) for buffer in buffers]
+                    write_slots = [slot(buffer, rank) for buffer in buffers]
                     yield (
                         instruction,
-                        _receive(made, receiver(session.transport, peer, tag, targets)),
+                        _recv_thunk(
+                            write_slots, receiver(session.transport, peer, channel, targets)
+                        ),
                     )
                 case Delete(buffers=buffers):
-                    yield instruction, _free([place(buffer, rank) for buffer in buffers])
+                    yield instruction, _delete_thunk([slot(buffer, rank) for buffer in buffers])
 
     bound = tuple(
-        (instruction, act if session is None else _watched(session, mesh, instruction, act, places))
-        for instruction, act in acts()
+        (
+            instruction,
+            thunk
+            if session is None
+            else _with_watchdog(session, mesh, instruction, thunk, slot_of),
+        )
+        for instruction, thunk in thunks()
     )
     for buffer, ranks in (*program.inputs, *program.outputs):
         for rank in local.intersection(ranks):
-            place(buffer, rank)
-    start: Slots = [None] * len(places)
-    for (buffer, rank), where in places.items():
+            slot(buffer, rank)
+    initial: Slots = [None] * len(slot_of)
+    for (buffer, rank), index in slot_of.items():
         if buffer in program.indices:
-            number = jnp.asarray(program.indices[buffer], jnp.int32)
-            start[where] = jax.device_put(number, shape(buffer, rank).sharding)
+            microbatch = jnp.asarray(program.indices[buffer], jnp.int32)
+            initial[index] = jax.device_put(microbatch, shape(buffer, rank).sharding)
     named = {
         f"{run.name}@{run.rank}": executables.programs[i]
         for i, run in enumerate(program.instructions)
         if isinstance(run, RunTask) and i in executables.programs
     }
-    return Bound(bound, places, start, named)
+    return BoundProgram(bound, slot_of, initial, named)
 
 
-def _route(session: Session | None, mesh: MpmdMesh, rank: int, to: int) -> int:
-    """Returns the index of a new route between two processes; all processes count alike."""
+def _new_channel(session: Session | None, mesh: MpmdMesh, rank: int, to: int) -> int:
+    """Returns the index of a new channel between two processes; all processes count alike."""
     if session is None:
         return 0
     ends = mesh.process_of(rank), mesh.process_of(to)
-    session.routes[ends] += 1
-    return session.routes[ends]
+    session.channels[ends] += 1
+    return session.channels[ends]
 
 
-def _watched(
+def _with_watchdog(
     session: Session,
     mesh: MpmdMesh,
     instruction: Instruction,
-    act: Act,
-    places: Mapping[Place, int],
-) -> Act:
-    """Returns `act` watched by the watchdog, whose error names the instruction if it hangs."""
+    thunk: Thunk,
+    slot_of: Mapping[RankBuffer, int],
+) -> Thunk:
+    """Returns `thunk` watched by the watchdog, whose error names the instruction if it hangs."""
     rank = instruction.rank
     match instruction:
         case RunTask(name=name, writes=writes):
@@ -144,56 +152,58 @@ def _watched(
             peer = f"rank {source} (process {mesh.process_of(source)})"
             label = f"rank {rank}'s receive of {name} from {peer}"
         case _:
-            return act
+            return thunk
     if not buffers:
-        return act
-    smallest = places[min(buffers, key=lambda buffer: buffer.value.num_bytes), rank]
-    dog = session.dog
+        return thunk
+    smallest = slot_of[min(buffers, key=lambda buffer: buffer.value.num_bytes), rank]
+    watchdog = session.watchdog
 
     def watched(slots: Slots) -> None:
-        entry = begin(dog, label)
+        entry = watch(watchdog, label)
         try:
-            act(slots)
+            thunk(slots)
         finally:
-            finish(entry, [slots[smallest]] if slots[smallest] is not None else [])
+            resolve(entry, [slots[smallest]] if slots[smallest] is not None else [])
 
     return watched
 
 
-def _read(places: Sequence[int]) -> Callable[[Slots], Sequence[Any]]:
+def _getter(read_slots: Sequence[int]) -> Callable[[Slots], Sequence[Any]]:
     """Returns a getter for slots. `itemgetter` returns no tuple for fewer than two indices."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda slots: [slots[place] for place in places]
+    if len(read_slots) > 1:
+        return itemgetter(*read_slots)
+    return lambda slots: [slots[slot] for slot in read_slots]
 
 
 _NAN_ERRORS = nan_errors()
 
 
-def _run(
+def _task_thunk(
     run: RunTask,
     program: Callable[..., Any],
-    given: Sequence[int],
-    made: Sequence[int],
-    gone: Sequence[int],
-) -> Act:
-    read = _read(given)
+    read_slots: Sequence[int],
+    write_slots: Sequence[int],
+    donated_slots: Sequence[int],
+) -> Thunk:
+    read = _getter(read_slots)
 
-    def act(slots: Slots) -> None:
+    def thunk(slots: Slots) -> None:
         try:
             results = program(*read(slots))
         except _NAN_ERRORS as error:
-            raise FloatingPointError(_not_finite(run, error)) from None
-        for place in gone:
-            slots[place] = None
-        for place, result in zip(made, results, strict=True):
-            slots[place] = result
+            raise FloatingPointError(_nan_message(run, error)) from None
+        for slot in donated_slots:
+            slots[slot] = None
+        for slot, result in zip(write_slots, results, strict=True):
+            slots[slot] = result
 
-    return act
+    return thunk
 
 
-def _not_finite(run: RunTask, error: Exception) -> str:
-    what = [f"{_WORDS[a.op]} of stage {a.stage} for microbatch {a.microbatch}" for a in run.actions]
+def _nan_message(run: RunTask, error: Exception) -> str:
+    what = [
+        f"{_OP_NAMES[a.op]} of stage {a.stage} for microbatch {a.microbatch}" for a in run.actions
+    ]
     kind = "inf" if "inf" in str(error) and "nan" not in str(error) else "nan"
     told = f", the {' and the '.join(what)}," if what else ""
     return (
@@ -202,7 +212,7 @@ def _not_finite(run: RunTask, error: Exception) -> str:
     )
 
 
-_WORDS = {
+_OP_NAMES = {
     Op.F: "forward",
     Op.B: "backward",
     Op.I: "backward to the activations",
@@ -210,34 +220,36 @@ _WORDS = {
 }
 
 
-def _move(
-    given: Sequence[int], made: Sequence[int], move: Callable[[Sequence[Any]], Sequence[Any]]
-) -> Act:
-    read = _read(given)
+def _copy_thunk(
+    read_slots: Sequence[int],
+    write_slots: Sequence[int],
+    move: Callable[[Sequence[Any]], Sequence[Any]],
+) -> Thunk:
+    read = _getter(read_slots)
 
-    def act(slots: Slots) -> None:
-        for place, array in zip(made, move(read(slots)), strict=True):
-            slots[place] = array
+    def thunk(slots: Slots) -> None:
+        for slot, array in zip(write_slots, move(read(slots)), strict=True):
+            slots[slot] = array
 
-    return act
+    return thunk
 
 
-def _send(given: Sequence[int], send: Callable[[Sequence[Any]], None]) -> Act:
-    read = _read(given)
+def _send_thunk(read_slots: Sequence[int], send: Callable[[Sequence[Any]], None]) -> Thunk:
+    read = _getter(read_slots)
     return lambda slots: send(list(read(slots)))
 
 
-def _receive(made: Sequence[int], receive: Callable[[], Sequence[Any]]) -> Act:
-    def act(slots: Slots) -> None:
-        for place, array in zip(made, receive(), strict=True):
-            slots[place] = array
+def _recv_thunk(write_slots: Sequence[int], receive: Callable[[], Sequence[Any]]) -> Thunk:
+    def thunk(slots: Slots) -> None:
+        for slot, array in zip(write_slots, receive(), strict=True):
+            slots[slot] = array
 
-    return act
+    return thunk
 
 
-def _free(places: Sequence[int]) -> Act:
-    def act(slots: Slots) -> None:
-        for place in places:
-            slots[place] = None
+def _delete_thunk(deleted_slots: Sequence[int]) -> Thunk:
+    def thunk(slots: Slots) -> None:
+        for slot in deleted_slots:
+            slots[slot] = None
 
-    return act
+    return thunk

@@ -67,7 +67,7 @@ def open_transport(timeout: float, host: str | None = None) -> Transport:
         max_num_parallel_copies=NUM_CHUNKS,
         transfer_size=CHUNK_BYTES,
     )
-    tell("address", server.address())
+    kv_put("address", server.address())
     return Transport(jax.process_index(), timeout, server)
 
 
@@ -85,7 +85,7 @@ def connect(transport: Transport, peer: int) -> Any:
     Raises:
         TimeoutError: If the peer does not open its transport in time.
     """
-    addresses = ask("address", [peer], transport.timeout)
+    addresses = kv_get("address", [peer], transport.timeout)
     if peer not in addresses:
         raise TimeoutError(
             f"Process {peer} has not opened its transport within {transport.timeout} seconds. "
@@ -130,34 +130,34 @@ def check_agreement(
     others = sorted({*processes} - {here})
     if not others:
         return
-    mine = json.dumps(dict(facts))
-    tell(f"facts/{name}", mine)
-    told = ask(f"facts/{name}", others, timeout)
-    late = [process for process in others if process not in told]
-    if late:
+    own_facts = json.dumps(dict(facts))
+    kv_put(f"facts/{name}", own_facts)
+    values = kv_get(f"facts/{name}", others, timeout)
+    missing = [process for process in others if process not in values]
+    if missing:
         raise TimeoutError(
-            f"Processes {late} have not come to `{name}` within {timeout} seconds. They run "
+            f"Processes {missing} have not come to `{name}` within {timeout} seconds. They run "
             "another script, are still compiling, or have died: their logs say which."
         )
-    said: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for process, theirs in sorted((told | {here: mine}).items()):
-        for fact, value in json.loads(theirs).items():
-            said[fact][value].append(process)
-    for fact, values in said.items():
+    processes_by_value: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for process, reported in sorted((values | {here: own_facts}).items()):
+        for fact, value in json.loads(reported).items():
+            processes_by_value[fact][value].append(process)
+    for fact, values in processes_by_value.items():
         if len(values) > 1:
-            sides = "; ".join(f"{value} on {of}" for value, of in values.items())
+            found = "; ".join(f"{value} on {of}" for value, of in values.items())
             raise ValueError(
-                f"Processes differ in `{name}`. Of {fact} they say: {sides}. Run the same "
+                f"Processes differ in `{name}`. Of {fact} they say: {found}. Run the same "
                 "script with the same settings and the same versions on all of them."
             )
 
 
-def tell(what: str, value: str) -> None:
+def kv_put(what: str, value: str) -> None:
     """Stores a value of this process under a key, once; all processes can read it."""
     _distributed().client.key_value_set(f"jaxpipe/{what}/{jax.process_index()}", value)
 
 
-def ask(what: str, processes: Iterable[int], timeout: float) -> dict[int, str]:
+def kv_get(what: str, processes: Iterable[int], timeout: float) -> dict[int, str]:
     """Returns the values that processes have stored under a key.
 
     Args:
@@ -169,15 +169,15 @@ def ask(what: str, processes: Iterable[int], timeout: float) -> dict[int, str]:
         The value of each process, without processes that have not stored one in time.
     """
     client, deadline = _distributed().client, time.monotonic() + timeout
-    told = {}
+    values = {}
     for process in processes:
         left_ms = max(1, round(1000 * (deadline - time.monotonic())))
         try:
-            told[process] = client.blocking_key_value_get(f"jaxpipe/{what}/{process}", left_ms)
+            values[process] = client.blocking_key_value_get(f"jaxpipe/{what}/{process}", left_ms)
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
-    return told
+    return values
 
 
 def _own_host() -> str:

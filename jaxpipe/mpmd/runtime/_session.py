@@ -1,4 +1,4 @@
-"""Holds the state that programs of a job share: transport, watchdog, and counters of routes."""
+"""Holds the state that programs of a job share: transport, watchdog, and counters of channels."""
 
 import functools
 import itertools
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import PartitionSpec
 
-from ._remote import Transport, ask, check_agreement, check_same_program, open_transport, tell
+from ._remote import Transport, check_agreement, check_same_program, kv_get, kv_put, open_transport
 from ._watchdog import Watchdog, start_watchdog
 
 START_SECONDS = 3600.0
@@ -23,15 +23,15 @@ class Session:
 
     Attributes:
         transport: The transport to the other processes.
-        dog: The watchdog, which raises an error if a step cannot finish.
-        routes: Number of routes from one process to another, over all programs.
+        watchdog: The watchdog, which raises an error if a step cannot finish.
+        channels: Number of channels from one process to another, over all programs.
         programs: Numbers the programs of the job: all processes compile the same ones in the same
             order.
     """
 
     transport: Transport
-    dog: Watchdog
-    routes: Counter[tuple[int, int]]
+    watchdog: Watchdog
+    channels: Counter[tuple[int, int]]
     programs: Iterator[int]
 
 
@@ -45,13 +45,13 @@ def open_session(timeout: float) -> Session:
     Returns:
         The session. Later calls with the same timeout return the same one.
     """
-    dog = start_watchdog(timeout)
-    return Session(open_transport(START_SECONDS), dog, Counter(), itertools.count())
+    watchdog = start_watchdog(timeout)
+    return Session(open_transport(START_SECONDS), watchdog, Counter(), itertools.count())
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """Exchange between processes about one program that all of them compile."""
+class CompileHandshake:
+    """Lets processes compare one program that all of them compile, and its shardings."""
 
     name: str
 
@@ -68,15 +68,15 @@ class Agreement:
         """
         check_same_program(digest, self.name, timeout=START_SECONDS)
 
-    def tell_specs(self, place: int, specs: Sequence[PartitionSpec]) -> None:
+    def put_specs(self, index: int, specs: Sequence[PartitionSpec]) -> None:
         """Sends the shardings that this process's compiler chose for an instruction's results."""
-        tell(f"{self.name}/specs/{place}", json.dumps([list(spec) for spec in specs]))
+        kv_put(f"{self.name}/specs/{index}", json.dumps([list(spec) for spec in specs]))
 
-    def ask_specs(self, place: int, process: int) -> list[PartitionSpec]:
+    def get_specs(self, index: int, process: int) -> list[PartitionSpec]:
         """Returns the shardings that another process's compiler chose for an instruction's results.
 
         Args:
-            place: The index of the instruction in the code.
+            index: The index of the instruction in the code.
             process: The process that compiles it.
 
         Returns:
@@ -85,29 +85,29 @@ class Agreement:
         Raises:
             TimeoutError: If that process has not compiled the instruction in time.
         """
-        what = f"{self.name}/specs/{place}"
-        told = ask(what, [process], START_SECONDS)
-        if process not in told:
+        what = f"{self.name}/specs/{index}"
+        values = kv_get(what, [process], START_SECONDS)
+        if process not in values:
             raise TimeoutError(f"Process {process} has not compiled within {START_SECONDS} s.")
         return [
             PartitionSpec(*(tuple(p) if isinstance(p, list) else p for p in spec))
-            for spec in json.loads(told[process])
+            for spec in json.loads(values[process])
         ]
 
     def wait_for_all(self, layouts: Mapping[str, str], peers: Iterable[int]) -> None:
         """Waits until every process has compiled, before the first step is timed.
 
         Args:
-            layouts: The layout of the arrays on each route of this process, as text.
-            peers: The processes at the other ends of these routes.
+            layouts: The layout of the arrays on each channel of this process, as text.
+            peers: The processes at the other ends of these channels.
 
         Raises:
-            ValueError: If the two ends of a route differ, naming both, on every process.
+            ValueError: If the two ends of a channel differ, naming both, on every process.
             TimeoutError: If some processes have not compiled in time, naming them.
         """
         problem = ""
         try:
-            check_agreement(f"{self.name}/routes", layouts, peers, timeout=START_SECONDS)
+            check_agreement(f"{self.name}/channels", layouts, peers, timeout=START_SECONDS)
         except ValueError as error:
             problem = str(error)
         everyone, fact = range(jax.process_count()), {"what travels": problem or "it fits"}

@@ -1,9 +1,9 @@
 """Transfers arrays between the submeshes of two ranks: copied in a process, pulled across two.
 
-A route is resolved before the first step: `mover`, `sender` and `receiver` inspect the types of the
-arrays and return a function without branches. Across processes the receiver pulls: it returns its
-arrays at once, before their data has arrived, and the sender only offers the data. Both ends use
-the same peer-to-peer id: `to << 48 | tag << 24 | n` for the n-th use of a route.
+A channel is resolved before the first step: `mover`, `sender` and `receiver` inspect the types of
+the arrays and return a function without branches. Across processes the receiver pulls: it returns
+its arrays at once, before their data has arrived, and the sender only offers the data. Both ends
+use the same peer-to-peer id: `to << 48 | channel << 24 | n` for the n-th use of a channel.
 """
 
 import itertools
@@ -41,7 +41,7 @@ def mover(sources: Sequence[Spec], targets: Sequence[Spec]) -> Callable[[Arrays]
 
 
 def sender(
-    transport: Transport, peer: int, tag: int, specs: Sequence[Spec]
+    transport: Transport, peer: int, channel: int, specs: Sequence[Spec]
 ) -> Callable[[Arrays], None]:
     """Returns a function that offers arrays to a peer, without waiting for them or for the peer.
 
@@ -51,34 +51,35 @@ def sender(
     Args:
         transport: The transport of this process.
         peer: The process that receives.
-        tag: The index of the route among all from this process to the peer, over all programs.
+        channel: The index of the channel among all from this process to the peer, over all
+            programs.
         specs: The types of the arrays, each of them entirely in this process.
 
     Returns:
         `(arrays) -> None`.
 
     Raises:
-        ValueError: If an array is not entirely in this process, or `tag` has more than 24 bits.
+        ValueError: If an array is not entirely in this process, or `channel` has more than 24 bits.
     """
     layout(specs)
-    await_pull, uuids = transport.server.await_pull, _uuids(peer, tag)
-    if not any(map(_finish, specs)):
+    await_pull, uuids = transport.server.await_pull, _uuids(peer, channel)
+    if not any(map(_array_maker, specs)):
         return lambda arrays: await_pull(next(uuids), arrays)
 
     def send(arrays: Arrays) -> None:
-        numbers = [
+        data = [
             jax.random.key_data(array) if _is_key(spec) else array
             for spec, array in zip(specs, arrays, strict=True)
             if spec.size
         ]
-        if numbers:
-            await_pull(next(uuids), numbers)
+        if data:
+            await_pull(next(uuids), data)
 
     return send
 
 
 def receiver(
-    transport: Transport, peer: int, tag: int, specs: Sequence[Spec]
+    transport: Transport, peer: int, channel: int, specs: Sequence[Spec]
 ) -> Callable[[], Arrays]:
     """Returns a function that returns the arrays of a peer at once; their data arrives later.
 
@@ -88,32 +89,32 @@ def receiver(
     Args:
         transport: The transport of this process.
         peer: The process that sends.
-        tag: The index of the route, equal to that of the sender.
+        channel: The index of the channel, equal to that of the sender.
         specs: The types of the arrays, each of them entirely in this process.
 
     Returns:
         `() -> arrays`.
 
     Raises:
-        ValueError: If an array is not entirely in this process, or `tag` has more than 24 bits.
+        ValueError: If an array is not entirely in this process, or `channel` has more than 24 bits.
         TimeoutError: If the peer has not opened its transport in time.
     """
     layout(specs)
-    pull, uuids = connect(transport, peer).pull, _uuids(transport.process, tag)
-    numbers = [_numbers(spec) for spec in specs if spec.size]
-    finish = [_finish(spec) for spec in specs]
-    if not any(finish):
-        return lambda: pull(next(uuids), numbers)
+    pull, uuids = connect(transport, peer).pull, _uuids(transport.process, channel)
+    data = [_data_spec(spec) for spec in specs if spec.size]
+    makers = [_array_maker(spec) for spec in specs]
+    if not any(makers):
+        return lambda: pull(next(uuids), data)
 
     def receive() -> Arrays:
-        pulled = iter(pull(next(uuids), numbers) if numbers else ())
-        return [make(pulled) if make else next(pulled) for make in finish]
+        pulled = iter(pull(next(uuids), data) if data else ())
+        return [make(pulled) if make else next(pulled) for make in makers]
 
     return receive
 
 
 def layout(specs: Sequence[Spec]) -> str:
-    """Returns the layout of arrays as text: two ends of a route match if their texts are equal.
+    """Returns the layout of arrays as text: two ends of a channel match if their texts are equal.
 
     Names of devices and axes do not matter, only which elements are stored on which device.
 
@@ -134,13 +135,13 @@ def _layout(spec: Spec) -> str:
     if not sharding.is_fully_addressable:
         raise ValueError(
             f"{spec} has devices of several processes. Only arrays whose devices are all in one "
-            "process travel: lay the mesh out so that each rank is in one."
+            "process are sent: lay the mesh out so that each rank is in one."
         )
-    places = [
+    index_ranges = [
         ",".join("{}:{}".format(*i.indices(n)[:2]) for i, n in zip(index, spec.shape, strict=True))
         for index in sharding.devices_indices_map(spec.shape).values()
     ]
-    return f"{spec.dtype}{list(spec.shape)} as [{' | '.join(places)}]"
+    return f"{spec.dtype}{list(spec.shape)} as [{' | '.join(index_ranges)}]"
 
 
 def _sharding(spec: Spec) -> Sharding:
@@ -152,17 +153,19 @@ def _is_key(spec: Spec) -> bool:
     return jnp.issubdtype(spec.dtype, jax.dtypes.prng_key)
 
 
-def _uuids(to: int, tag: int) -> Iterator[int]:
-    """Yields the ids of the transfers of a route.
+def _uuids(to: int, channel: int) -> Iterator[int]:
+    """Yields the ids of the transfers of a channel.
 
     Ids repeat after 2^24 uses, when the first transfer is long complete.
     """
-    if not 0 <= tag < 1 << 24:
-        raise ValueError(f"`tag` is {tag}. Routes between two processes are numbered below 2^24.")
-    return (to << 48 | tag << 24 | use % (1 << 24) for use in itertools.count())
+    if not 0 <= channel < 1 << 24:
+        raise ValueError(
+            f"`channel` is {channel}. Channels between two processes are numbered below 2^24."
+        )
+    return (to << 48 | channel << 24 | use % (1 << 24) for use in itertools.count())
 
 
-def _numbers(spec: Spec) -> Spec:
+def _data_spec(spec: Spec) -> Spec:
     """Returns the type of the pulled array, which is key data in place of typed keys."""
     if not _is_key(spec):
         return spec
@@ -170,13 +173,13 @@ def _numbers(spec: Spec) -> Spec:
     return Spec(data.shape, data.dtype, sharding=spec.sharding)
 
 
-def _finish(spec: Spec) -> Callable[[Iterator[jax.Array]], jax.Array] | None:
+def _array_maker(spec: Spec) -> Callable[[Iterator[jax.Array]], jax.Array] | None:
     """Returns a function that makes an array of the pulled ones; None if it is the next one."""
-    numbers = _numbers(spec)
+    data = _data_spec(spec)
 
     def empty(pulled: Iterator[jax.Array]) -> jax.Array:
         # A pull of zero bytes never completes. The array is new each time: it may be donated.
-        return jax.device_put(np.zeros(numbers.shape, numbers.dtype), spec.sharding)
+        return jax.device_put(np.zeros(data.shape, data.dtype), spec.sharding)
 
     take = next if spec.size else empty
     if not _is_key(spec):
