@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.train import Config, read_metrics, set_up, train
 from jaxpipe.train.step import state_shardings
 
-pytestmark = pytest.mark.usefixtures("cached")
 TINY: dict[str, Any] = {
     "base_emb_dim": 16,
     "base_num_decoder_layers": 4,
