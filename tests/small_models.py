@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxpipe import models, sharding
 from jaxpipe.models import DeepseekConfig, LlamaConfig
 
 _LLAMA: dict[str, Any] = {
@@ -41,6 +42,13 @@ _DEEPSEEK_V3: dict[str, Any] = _DEEPSEEK_V2 | {
 def small_llama(**changes: Any) -> LlamaConfig:
     """Returns a llama of two layers of width 16, two query heads for each key head."""
     return LlamaConfig(**_LLAMA | changes)
+
+
+def small_llama_loss(**changes: Any) -> Any:
+    """Returns the loss of a small llama, of its weights at the boundary, the stream and a batch."""
+    attention = models.dot_product_attention
+    options = {"attention": attention, "constrain": sharding.no_constraint} | changes
+    return models.llama(small_llama(), **options)[-1]
 
 
 def small_deepseek_v2(**changes: Any) -> DeepseekConfig:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpipe.models import dot_product_attention
-from jaxpipe.models.layers._attention import causal_mask
+from jaxpipe.models.layers import causal_mask
 
 
 def heads(seed: int, length: int, count: int, rows: int = 2) -> jax.Array:

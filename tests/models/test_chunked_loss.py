@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from harness.contract import Row, assert_close, circular, make_case
-from jaxpipe import models, sharding
-from jaxpipe.models._boundary import next_token_loss
+from jaxpipe import models
+from small_models import small_llama_loss
 
 b, T, D, V = 2, 12, 16, 32
 
@@ -28,9 +28,7 @@ def batch() -> tuple[dict[str, Any], jax.Array, dict[str, jax.Array]]:
 
 
 def loss_of(num_chunks: int) -> Any:
-    return partial(
-        next_token_loss, epsilon=1e-5, constrain=sharding.no_constraint, num_chunks=num_chunks
-    )
+    return small_llama_loss(num_vocab_tiling=num_chunks)
 
 
 def gradients(num_chunks: int, boundary: Any, x: Any, batch_inputs: Any) -> Any:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpipe.models import rms_norm, rope, rope_frequencies, token_losses
-from jaxpipe.models.layers._common import dropout
+from jaxpipe.models.layers import dropout
 
 
 def normal(seed: int, *shape: int) -> jax.Array:

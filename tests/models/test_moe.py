@@ -23,7 +23,7 @@ from jaxpipe.models import (
     route,
     routed_experts,
 )
-from jaxpipe.models.layers._experts import sort_and_multiply
+from jaxpipe.models.layers import sort_and_multiply
 from small_models import small_deepseek_v2
 
 ROWS, LENGTH = 4, 6

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import models, sharding
-from jaxpipe.models.layers._projection import quantize
+from jaxpipe.models.layers import quantize
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 SHAPES = {

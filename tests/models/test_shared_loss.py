@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpipe.models import shared_next_token_loss
-from jaxpipe.models._boundary import next_token_loss
-from jaxpipe.sharding import no_constraint
+from small_models import small_llama_loss
 
 b, T, D, V, EPSILON = 2, 5, 8, 12, 1e-5
 
@@ -35,8 +34,7 @@ def test_shares_add_up_to_the_loss_and_its_gradients(num_ranks, tied, z_loss):
     x, batch_inputs = batch()
 
     def loss(boundary, x):
-        more = {"epsilon": EPSILON, "constrain": no_constraint, "z_loss_multiplier": z_loss}
-        return next_token_loss(boundary, x, batch_inputs, **more)
+        return small_llama_loss(z_loss_multiplier=z_loss)(boundary, x, batch_inputs)
 
     true, gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
         boundary_of(tied=tied), x

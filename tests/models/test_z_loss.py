@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from harness.contract import Row, assert_close, check_row
-from jaxpipe import sharding
 from jaxpipe.models import rms_norm
-from jaxpipe.models._boundary import next_token_loss
+from small_models import small_llama_loss
 
 from .test_chunked_loss import batch
 
@@ -32,16 +31,10 @@ def by_formula(boundary: Any, x: Any, batch_inputs: Any) -> Any:
 def test_it_is_the_formula(num_chunks: int):
     boundary, x, batch_inputs = batch()
 
+    next_token_loss = small_llama_loss(num_vocab_tiling=num_chunks, z_loss_multiplier=MULTIPLIER)
+
     def loss(boundary, x):
-        value, sums = next_token_loss(
-            boundary,
-            x,
-            batch_inputs,
-            epsilon=1e-5,
-            constrain=sharding.no_constraint,
-            num_chunks=num_chunks,
-            z_loss_multiplier=MULTIPLIER,
-        )
+        value, sums = next_token_loss(boundary, x, batch_inputs)
         return value, sums["z_loss"]
 
     found, true = (

@@ -10,7 +10,7 @@ import optax
 from jaxtyping import PyTree
 
 from jaxpipe.mpmd import Add, MpmdMesh, mark_stage_end, mpmd_jit_with_loop, treduce
-from jaxpipe.mpmd.ir._program import RunTask, Send
+from jaxpipe.mpmd.ir import RunTask, Send
 from jaxpipe.sharding import make_mesh
 
 WIDTH = 8

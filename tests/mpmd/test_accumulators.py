@@ -22,7 +22,7 @@ from jaxpipe.mpmd import (
     mpmd_jit_with_loop,
     treduce,
 )
-from jaxpipe.mpmd.api._jit import sharding_in_group
+from jaxpipe.mpmd.api import sharding_in_group
 from mpmd.small import (
     WIDTH,
     assert_close,

@@ -17,7 +17,7 @@ from jaxpipe.mpmd import (
     Std1F1B,
     ZeroBubble,
 )
-from jaxpipe.mpmd.jaxpp._schedules import FusedTask, as_schedule, tasks_of
+from jaxpipe.mpmd.jaxpp import FusedTask, as_schedule, tasks_of
 from jaxpipe.schedules import (
     Action,
     FusedPair,

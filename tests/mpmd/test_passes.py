@@ -25,7 +25,7 @@ from jaxpipe.mpmd import (
     mpmd_jit_with_loop,
     treduce,
 )
-from jaxpipe.mpmd.ir._program import (
+from jaxpipe.mpmd.ir import (
     Buffer,
     Delete,
     MpmdProgram,

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 import threading
 import time
@@ -16,14 +17,17 @@ from jax.experimental.transfer import make_error_array, start_transfer_server
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe._exit import EXIT_CODE
-from jaxpipe.mpmd.runtime._channels import abbreviate
-from jaxpipe.mpmd.runtime._remote import Transport, check_same_program
-from jaxpipe.mpmd.runtime._transport import Spec, layout, mover, sender
-from jaxpipe.mpmd.runtime._watchdog import (
+from jaxpipe.mpmd.runtime import (
     MpmdError,
+    Spec,
+    Transport,
     Watchdog,
+    abbreviate,
+    check_same_program,
+    layout,
+    mover,
     resolve,
+    sender,
     start_watchdog,
     stop,
     wait,
@@ -235,14 +239,14 @@ def test_a_program_that_hangs_is_an_error_on_both_sides():
     waits, hangs = run_processes(SCRIPT, "stuck", 2, seconds=120)
     assert waits.code != 0
     assert "MpmdError: process 0: rank 0: 1F0 from rank 1 (process 1)" in waits.err
-    assert hangs.code == EXIT_CODE
+    assert hangs.code == os.EX_SOFTWARE
     assert "jaxpipe: process 1: rank 1: 1F0 has not finished within" in hangs.err
 
 
 def test_an_abort_after_the_reason_is_said_does_not_take_its_exit_code():
     ended = run_processes(SCRIPT, "aborted", 2, seconds=120)
     for one in ended:
-        assert one.code == EXIT_CODE, one
+        assert one.code == os.EX_SOFTWARE, one
         assert "rank 1: 1F0 has not finished within" in one.err
 
 

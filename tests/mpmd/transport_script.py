@@ -13,9 +13,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.mpmd.runtime._remote import check_agreement, check_same_program, open_transport
-from jaxpipe.mpmd.runtime._transport import Spec, layout, receiver, sender
-from jaxpipe.mpmd.runtime._watchdog import resolve, start_watchdog, wait, watch
+from jaxpipe.mpmd.runtime import (
+    Spec,
+    check_agreement,
+    check_same_program,
+    layout,
+    open_transport,
+    receiver,
+    resolve,
+    sender,
+    start_watchdog,
+    wait,
+    watch,
+)
 
 TIMEOUT = 4.0
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxpipe.mpmd.ir._program import RunTask
+from jaxpipe.mpmd.ir import RunTask
 from jaxpipe.train.estimate import estimate_memory, peak_live_microbatches
 from jaxpipe.train.plan import Setup
 from jaxpipe.train.step import init_state, lower_train_step
