@@ -72,6 +72,17 @@ def test_engines_read_the_settings_that_the_page_about_engines_says():
         assert said == {e: "yes" if reads(e, name) else "no" for e in engines}, name
 
 
+def test_the_table_of_folders_names_every_folder_and_no_other():
+    table = (ROOT / "docs" / "architecture.md").read_text().split("| folder |")[1].split("\n\n")[0]
+    named = set()
+    for row in table.splitlines()[2:]:
+        tops, contents = (re.findall(r"`([a-z_]+)/`", cell) for cell in row.split("|")[1:3])
+        named |= {*tops, *(f"{tops[0]}/{inner}" for inner in contents)}
+    package = ROOT / "jaxpipe"
+    inits = (init.parent.relative_to(package) for init in package.glob("*/**/__init__.py"))
+    assert named == {str(folder) for folder in inits}
+
+
 # Plans runs on as many devices as their sizes ask for.
 PLAN = """
 import json, math, sys
