@@ -1,8 +1,7 @@
 """Defines the model that every engine runs: three pure functions, and weights in three groups.
 
 weights = {"embed": ..., "stages": leaves with stage dims in front, "head": ...}
-batch_inputs    = pytree of [M, ...] arrays that every stage may read: tokens, positions, segment
-ids,
+batch_inputs = pytree of [M, ...] arrays that every stage may read: tokens, positions, segment ids,
           targets
 keys    = pytree of leaves with stage dims in front that a stage is given besides its weights:
           dropout keys, a mask of its layers; or () without any
@@ -22,8 +21,9 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, PyTree, Scalar, Shaped
 
-Sums = dict[str, Scalar]
-"""Scalars by name that are summed over microbatches, and over stages if stages return them."""
+Aux = dict[str, Scalar]
+"""Auxiliary losses and metrics by name: scalars that are summed over microbatches, and over stages
+if stages return them."""
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,18 @@ class Model:
 
     Attributes:
         embed: `(weights["embed"], inputs_m) -> x`, the input of the first stage: any pytree.
-        stage: `(weights of one stage, x, inputs_m, rng) -> (y, sums)`. y has the structure, shapes
+        stage: `(weights of one stage, x, inputs_m, rng) -> (y, aux)`. y has the structure, shapes
             and dtypes of x. rng has the leaves of `keys` for this stage, with the index of the
-            microbatch folded into random keys. `sums["loss"]`, if present, is added to the loss (a
-            load-balance loss, for example); all other sums become metrics. A stage without sums may
-            return y alone.
-        loss: `(boundary, y, inputs_m) -> (loss, sums)` with boundary = `{"head":
+            microbatch folded into random keys. `aux["loss"]`, if present, is added to the loss (a
+            load-balance loss, for example); all other entries become metrics. A stage without them
+            may return y alone.
+        loss: `(boundary, y, inputs_m) -> (loss, metrics)` with boundary = `{"head":
             weights["head"]}`, and also `"embed"` if the model is tied.
         tied: Whether `loss` reads the weights of the embedding too.
-        shared_loss: `(boundary, y, inputs_m, axis) -> ((loss, sums), (boundary_grads, dy))`: the
+        shared_loss: `(boundary, y, inputs_m, axis) -> ((loss, metrics), (boundary_grads, dy))`: the
             same loss, computed by all ranks of an axis together, and its gradients. All ranks have
             the same arguments.
-            The loss, the sums and the gradients by `boundary` are contributions that add up over
+            The loss, the metrics and the gradients by `boundary` are contributions that add up over
             the axis; the gradient dy by y is complete on each rank.
 
     Example:
@@ -57,8 +57,8 @@ class Model:
     """
 
     embed: Callable[[Any, Any], Any]
-    stage: Callable[[Any, Any, Any, Any], tuple[Any, Sums]]
-    loss: Callable[[Any, Any, Any], tuple[Float[Array, ""], Sums]]
+    stage: Callable[[Any, Any, Any, Any], tuple[Any, Aux]]
+    loss: Callable[[Any, Any, Any], tuple[Float[Array, ""], Aux]]
     tied: bool = False
     shared_loss: Callable[[Any, Any, Any, str], tuple[Any, Any]] | None = None
 
@@ -74,40 +74,40 @@ _MARK = "returns_aux"
 """Attribute by which `with_aux` recognizes a function that it has returned."""
 
 
-def with_aux(stage: Callable) -> Callable[[Any, Any, Any, Any], tuple[Any, Sums]]:
-    """Returns `stage` as all engines call it: its result is always a pair (y, sums).
+def with_aux(stage: Callable) -> Callable[[Any, Any, Any, Any], tuple[Any, Aux]]:
+    """Returns `stage` as all engines call it: its result is always a pair (y, aux).
 
     A stage may return y alone, which is a tree of the same structure as x, or (y, None); then
-    `sums` is empty. On a mesh with explicit axes y is resharded to the type of x, which the next
+    `aux` is empty. On a mesh with explicit axes y is resharded to the type of x, which the next
     stage expects.
 
     Args:
-        stage: `(weights of one stage, x, inputs_m, rng) -> (y, sums)` or `-> y`.
+        stage: `(weights of one stage, x, inputs_m, rng) -> (y, aux)` or `-> y`.
 
     Returns:
-        `(weights of one stage, x, inputs_m, rng) -> (y, sums)`. It raises a `ValueError` if y
+        `(weights of one stage, x, inputs_m, rng) -> (y, aux)`. It raises a `ValueError` if y
         differs from x in structure, shapes or dtypes.
     """
     if getattr(stage, _MARK, False):
         return stage
 
     @wraps(stage)
-    def run(weights: Any, x: Any, inputs_m: Any, rng: Any) -> tuple[Any, Sums]:
-        y, sums = _outputs(stage(weights, x, inputs_m, rng), x)
+    def run(weights: Any, x: Any, inputs_m: Any, rng: Any) -> tuple[Any, Aux]:
+        y, aux = _outputs(stage(weights, x, inputs_m, rng), x)
         _check_like(x, y)
-        return jax.tree.map(_typed_like, y, x), sums
+        return jax.tree.map(_typed_like, y, x), aux
 
     setattr(run, _MARK, True)
     return run
 
 
-def _outputs(returned: Any, x: Any) -> tuple[Any, Sums]:
+def _outputs(returned: Any, x: Any) -> tuple[Any, Aux]:
     if jax.tree.structure(returned) == jax.tree.structure(x):
         return returned, {}
     if isinstance(returned, tuple) and len(returned) == 2:
-        y, sums = returned
-        if sums is None or isinstance(sums, dict):
-            return y, sums or {}
+        y, aux = returned
+        if aux is None or isinstance(aux, dict):
+            return y, aux or {}
     raise ValueError(
         f"`stage` was given {_described(x)} and returned {_described(returned)}. It must return y, "
         "of the same structure, shapes and dtypes, or (y, aux) with a dict of scalars `aux`."
@@ -125,11 +125,11 @@ def _check_like(x: Any, y: Any) -> None:
 def _described(tree: Any) -> str:
     """Returns a text of the tree with a dtype and a shape in place of each leaf."""
 
-    def of_leaf(x: Any) -> str:
+    def type_of_leaf(x: Any) -> str:
         kind = jax.typeof(x)
         return f"{kind.dtype}{list(kind.shape)}"
 
-    return str(jax.tree.map(of_leaf, tree)).replace("'", "")
+    return str(jax.tree.map(type_of_leaf, tree)).replace("'", "")
 
 
 def _typed_like(y: Any, x: Any) -> Any:
@@ -164,18 +164,19 @@ def fold_in_microbatch(keys: PyTree, microbatch: Any) -> PyTree:
     return jax.tree.map(fold_leaf, keys)
 
 
-def total(sums: dict[str, Shaped[Array, " steps"]]) -> Sums:
+def total(aux: dict[str, Shaped[Array, " steps"]]) -> Aux:
     """Returns the sums over dim 0, the iterations of a scan."""
-    return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), aux)
 
 
-def combine_losses(loss: Scalar, of_loss: Sums, of_stages: Sums) -> tuple[Scalar, Sums]:
-    """Combines the sums that `loss` and the stages have returned into the loss and the metrics.
+def combine_losses(loss: Scalar, loss_metrics: Aux, stage_aux: Aux) -> tuple[Scalar, Aux]:
+    """Combines the results of the loss function and of the stages into one loss and its metrics.
 
     Args:
         loss: The loss of the batch that `model.loss` has summed up.
-        of_loss: The sums of `model.loss`.
-        of_stages: The sums of `model.stage`. Its entry "loss", if present, is added to `loss`.
+        loss_metrics: The metrics of the batch that `model.loss` has returned.
+        stage_aux: The auxiliary losses and metrics of `model.stage`, summed over stages and
+            microbatches. The entry "loss", if present, is added to `loss`.
 
     Returns:
         (loss, metrics) of the batch.
@@ -183,8 +184,8 @@ def combine_losses(loss: Scalar, of_loss: Sums, of_stages: Sums) -> tuple[Scalar
     Raises:
         ValueError: If `loss` and `stage` use the same name for a metric.
     """
-    clash = sorted(set(of_loss) & set(of_stages))
+    clash = sorted(set(loss_metrics) & set(stage_aux))
     if clash:
         raise ValueError(f"`model.loss` and `model.stage` both return {clash}. Rename one of them.")
-    metrics = of_loss | {name: x for name, x in of_stages.items() if name != "loss"}
-    return loss + of_stages.get("loss", 0.0), metrics
+    metrics = loss_metrics | {name: x for name, x in stage_aux.items() if name != "loss"}
+    return loss + stage_aux.get("loss", 0.0), metrics

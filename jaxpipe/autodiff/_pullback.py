@@ -70,13 +70,13 @@ def pullback(
     def traced(weights, x, batch_inputs, rng):
         nonlocal vjp_tree
 
-        def of_floating(*differentiated):
+        def f_of_floating(*differentiated):
             w, h, s = map(combine, differentiated, (weights, x, batch_inputs))
             out = f(w, h, s, rng)
             return floating(out), out
 
         arguments = map(floating, (weights, x, batch_inputs))
-        _, vjp, out = jax.vjp(of_floating, *arguments, has_aux=True)
+        _, vjp, out = jax.vjp(f_of_floating, *arguments, has_aux=True)
         leaves, vjp_tree = jax.tree.flatten(vjp)
         return out, leaves
 
@@ -117,12 +117,12 @@ def _sources(closed: ClosedJaxpr, num_out: int, sizes: list[int]) -> list[Any]:
     An input is given by its index among the leaves of all inputs.
     """
     invars = {var: i for i, var in enumerate(closed.jaxpr.invars)}
-    of_x = range(sizes[0], sizes[0] + sizes[1])
+    leaves_of_x = range(sizes[0], sizes[0] + sizes[1])
 
     def source(index: int) -> Any:
         var = closed.jaxpr.outvars[index]
         given = None if isinstance(var, Literal) else invars.get(var)
-        if given is not None and given not in of_x:
+        if given is not None and given not in leaves_of_x:
             return given
         beyond_weights = _used(closed, [index])[1][sizes[0] :]
         return "kept" if any(beyond_weights) else "weights"

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Scalar
 
-from ._model import Model, Sums, combine_losses, fold_in_microbatch, total
+from ._model import Aux, Model, combine_losses, fold_in_microbatch, total
 
 
 def value_and_grad(
     model: Model, weights: dict[str, Any], batch_inputs: PyTree, keys: PyTree = ()
-) -> tuple[tuple[Scalar, Sums], dict[str, Any]]:
+) -> tuple[tuple[Scalar, Aux], dict[str, Any]]:
     """Returns loss, metrics and gradients of a batch, without a pipeline.
 
     Args:
@@ -35,10 +35,10 @@ def value_and_grad(
         >>> float(loss), float(grads["head"]), grads["stages"].tolist()
         (32.0, 32.0, [8.0, 8.0, 8.0])
     """
-    of_microbatch = jax.value_and_grad(_microbatch_loss(model, keys), has_aux=True)
+    loss_and_grads = jax.value_and_grad(_microbatch_loss(model, keys), has_aux=True)
 
     def step(grads, microbatch):
-        value, new = of_microbatch(weights, *microbatch)
+        value, new = loss_and_grads(weights, *microbatch)
         return jax.tree.map(jnp.add, grads, new), value
 
     zeros = jax.tree.map(jnp.zeros_like, weights)
@@ -48,7 +48,7 @@ def value_and_grad(
 
 def value(
     model: Model, weights: dict[str, Any], batch_inputs: PyTree, keys: PyTree = ()
-) -> tuple[Scalar, Sums]:
+) -> tuple[Scalar, Aux]:
     """Returns loss and metrics of a batch, without a pipeline and without gradients.
 
     Args:
@@ -71,10 +71,10 @@ def value(
         >>> float(loss)
         32.0
     """
-    of_microbatch = _microbatch_loss(model, keys)
+    microbatch_loss = _microbatch_loss(model, keys)
 
     def step(_, microbatch):
-        return (), of_microbatch(weights, *microbatch)
+        return (), microbatch_loss(weights, *microbatch)
 
     _, (losses, metrics) = jax.lax.scan(step, (), _microbatches(batch_inputs))
     return jnp.sum(losses), total(metrics)
@@ -88,9 +88,9 @@ def _microbatch_loss(model: Model, keys: PyTree) -> Callable:
             return model.stage(stage[0], x, inputs_m, fold_in_microbatch(stage[1], index))
 
         x = model.embed(weights["embed"], inputs_m)
-        y, of_stages = jax.lax.scan(step, x, (weights["stages"], keys))
-        loss, of_loss = model.loss(model.boundary(weights), y, inputs_m)
-        return combine_losses(loss, of_loss, total(of_stages))
+        y, stage_aux = jax.lax.scan(step, x, (weights["stages"], keys))
+        loss, loss_metrics = model.loss(model.boundary(weights), y, inputs_m)
+        return combine_losses(loss, loss_metrics, total(stage_aux))
 
     return loss
 

@@ -100,11 +100,12 @@ class Scan:
 
         def turn(carry: Any, slices: Any) -> Any:
             (carry, sums), (xs, i) = carry, slices
-            of_turn = [lax.dynamic_index_in_dim(x, i, keepdims=False) for x in sums]
-            outputs = self.body(*consts, *carry, *xs, *of_turn)
-            carry, ys, of_turn = split_at(outputs, (self.num_carry, len(outputs) - self.num_sums))
+            slices_of_sums = [lax.dynamic_index_in_dim(x, i, keepdims=False) for x in sums]
+            outputs = self.body(*consts, *carry, *xs, *slices_of_sums)
+            ends = self.num_carry, len(outputs) - self.num_sums
+            carry, ys, slices_of_sums = split_at(outputs, ends)
             put = lax.dynamic_update_index_in_dim
-            sums = [put(x, new, i, 0) for x, new in zip(sums, of_turn, strict=True)]
+            sums = [put(x, new, i, 0) for x, new in zip(sums, slices_of_sums, strict=True)]
             return (list(carry), sums), list(ys)
 
         (carry, sums), ys = lax.scan(

@@ -70,19 +70,19 @@ def divide(program: Graph, wanted: Sequence[bool], kinds: Sequence[Kind]) -> Hal
     Returns:
         The equations of both halves, and the values that link them.
     """
-    of_kind = {kind: set(select(program.inputs, [k == kind for k in kinds])) for kind in _KINDS}
-    free = _free(program, of_kind["free"])
+    by_kind = {kind: set(select(program.inputs, [k == kind for k in kinds])) for kind in _KINDS}
+    free = _free(program, by_kind["free"])
     first, second = _assign(program, wanted, free)
-    early, late = _early(second, of_kind["own"])
+    early, late = _early(second, by_kind["own"])
     others = select(program.outputs, [not want for want in wanted])
-    own = of_kind["own"].union(*(step.outputs for step in late))
+    own = by_kind["own"].union(*(step.outputs for step in late))
     needs = [value for value in free_variables(late, others) if value not in own]
 
     cheap = [step for step in first if is_cheap(step)]
-    chosen = _cut(cheap, early, needs, free, of_kind["kept"])
+    chosen = _cut(cheap, early, needs, free, by_kind["kept"])
     moved = _leading_to(chosen, early)
     again = _leading_to(needs, [*cheap, *early], given=chosen)
-    links = [value for value in chosen if value not in of_kind["kept"]]
+    links = [value for value in chosen if value not in by_kind["kept"]]
     return Halves([*first, *moved], [*again, *late], links)
 
 

@@ -93,8 +93,8 @@ def _split_loop(
     body, n = loop.body, loop.num_carry
     carried = slice(loop.num_consts, loop.num_consts + n)
     # The carry of the first loop is not available in the second.
-    of_carry: list[Kind] = ["gone" if want else "own" for want in wanted[:n]]
-    kinds[carried] = of_carry
+    carry_kinds: list[Kind] = ["gone" if want else "own" for want in wanted[:n]]
+    kinds[carried] = carry_kinds
     halves = divide(body, wanted, kinds)
     needed = free_variables(halves.first, select(body.outputs, wanted))
     more = [value in needed for value in body.inputs[carried]]

@@ -84,11 +84,11 @@ def next_token_loss(
     def loss(weights, h, targets, shares):
         logits = jnp.einsum("btd,dv->btv", h, weights, preferred_element_type=jnp.float32)
         losses, hits, of_all = token_losses(constrain(logits, _LOGITS), targets)
-        value, sums = jnp.sum(losses * shares), {"accuracy": jnp.sum(hits * shares)}
+        value, metrics = jnp.sum(losses * shares), {"accuracy": jnp.sum(hits * shares)}
         if not z_loss_multiplier:
-            return value, sums
+            return value, metrics
         z_loss = z_loss_multiplier * jnp.sum(jnp.square(of_all) * shares)
-        return value + z_loss, sums | {"z_loss": z_loss}
+        return value + z_loss, metrics | {"z_loss": z_loss}
 
     h = rms_norm(x, boundary["head"]["norm"], epsilon)
     weights = boundary["embed"]["table"].T if "embed" in boundary else boundary["head"]["logits"]

@@ -11,10 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from .layers._on_shards import varying_like
 
-Sums = dict[str, Float[Array, ""]]
-Loss = Callable[[Array, Array, Array, Array], tuple[Array, Sums]]
-"""`(weights [D, V], h [b, T, D], targets [b, T], shares [b, T]) -> (loss, sums)`. All results are
-sums over tokens, and only the loss is differentiable."""
+Loss = Callable[[Array, Array, Array, Array], tuple[Array, dict[str, Float[Array, ""]]]]
+"""`(weights [D, V], h [b, T, D], targets [b, T], shares [b, T]) -> (loss, metrics)`. All results
+are sums over tokens, and only the loss is differentiable."""
 
 
 def in_chunks(loss: Loss, num_chunks: int) -> Loss:
@@ -38,14 +37,14 @@ def in_chunks(loss: Loss, num_chunks: int) -> Loss:
 
     def forward(weights, h, targets, shares):
         def step(dweights, chunk):
-            of_chunk = jax.value_and_grad(loss, argnums=(0, 1, 3), has_aux=True)
-            sums, (dw, dh, dshares) = of_chunk(weights, *chunk)
-            return dweights + dw.astype(jnp.float32), (sums, (dh, dshares))
+            loss_and_grads = jax.value_and_grad(loss, argnums=(0, 1, 3), has_aux=True)
+            loss_and_metrics, (dw, dh, dshares) = loss_and_grads(weights, *chunk)
+            return dweights + dw.astype(jnp.float32), (loss_and_metrics, (dh, dshares))
 
         nothing = jnp.zeros_like(weights, dtype=jnp.float32)
         chunks = _split(num_chunks, h, targets, shares)
-        dweights, (sums, of_chunks) = jax.lax.scan(step, nothing, chunks)
-        return jax.tree.map(jnp.sum, sums), (dweights, *map(_join, of_chunks))
+        dweights, (loss_and_metrics, chunk_grads) = jax.lax.scan(step, nothing, chunks)
+        return jax.tree.map(jnp.sum, loss_and_metrics), (dweights, *map(_join, chunk_grads))
 
     def backward(gradients, cotangents):
         dweights, dh, dshares = gradients
@@ -60,7 +59,7 @@ def in_chunks(loss: Loss, num_chunks: int) -> Loss:
         h: Float[Array, "b T D"],
         targets: Int[Array, "b T"],
         shares: Float[Array, "b T"],
-    ) -> tuple[Float[Array, ""], Sums]:
+    ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
         if h.shape[1] % num_chunks:
             raise ValueError(
                 f"`num_vocab_tiling` is {num_chunks}, which does not divide the {h.shape[1]} "

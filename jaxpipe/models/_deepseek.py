@@ -107,7 +107,7 @@ def deepseek(
         z_loss_multiplier: The factor of the z-loss, see `next_token_loss`. 0 omits it.
 
     Returns:
-        `embed(weights, batch_inputs) -> x`, `stage(weights, x, batch_inputs, keys) -> (x, sums)`
+        `embed(weights, batch_inputs) -> x`, `stage(weights, x, batch_inputs, keys) -> (x, aux)`
         and `loss(boundary, x, batch_inputs) -> (loss, metrics)`; x is [b, T, D].
     """
     epsilon = config.normalization_layer_epsilon
@@ -129,8 +129,8 @@ def deepseek(
         x = checkpoint_name(x, "decoder_layer_input")
         h = rms_norm(x, w["attention_norm"], epsilon)
         x = add(x, attend(w["attention"], h, batch_inputs), first)
-        y, sums = mix(w["moe"], rms_norm(x, w["mlp_norm"], epsilon), batch_inputs)
-        return add(x, y, second), sums
+        y, aux = mix(w["moe"], rms_norm(x, w["mlp_norm"], epsilon), batch_inputs)
+        return add(x, y, second), aux
 
     def embed(weights: PyTree, batch_inputs: PyTree) -> Float[Array, "b T D"]:
         x = embed_tokens(weights["table"], batch_inputs["tokens"], constrain=constrain, dtype=dtype)

@@ -157,7 +157,7 @@ def llama(
         z_loss_multiplier: The factor of the z-loss, see `next_token_loss`. 0 omits it.
 
     Returns:
-        `embed(weights, batch_inputs) -> x`, `stage(weights, x, batch_inputs, keys) -> (y, sums)`
+        `embed(weights, batch_inputs) -> x`, `stage(weights, x, batch_inputs, keys) -> (y, aux)`
         and `loss(boundary, x, batch_inputs) -> (loss, metrics)`, where x and y are [b, T, D].
     """
     stretch = config.llama31_rope_factor if config.rope_type == "llama3.1" else 1.0

@@ -53,9 +53,9 @@ def mlp(*, dropout_rate: float = 0.0) -> tuple[Callable, Callable, Callable]:
         dropout_rate: The fraction of each residual branch that is dropped.
 
     Returns:
-        `embed(weights, batch_inputs) -> x`, `stage(weights, x, batch_inputs, keys) -> (y, sums)`
+        `embed(weights, batch_inputs) -> x`, `stage(weights, x, batch_inputs, keys) -> (y, aux)`
         and `loss(boundary, x, batch_inputs) -> (loss, metrics)`. x and y are `{"x",
-        "skip"}` of [b, T, D]. The sums are two scalars.
+        "skip"}` of [b, T, D]. `aux` has two scalars.
     """
 
     def embed(weights: PyTree, batch_inputs: PyTree) -> PyTree:
@@ -70,11 +70,11 @@ def mlp(*, dropout_rate: float = 0.0) -> tuple[Callable, Callable, Callable]:
                 h.dtype
             )
             y = dropout(h @ w["down"], dropout_rate, key)
-            sums = {"loss": 1e-3 * jnp.mean(jnp.square(h)), "hidden": jnp.mean(jnp.abs(h))}
-            return {"x": x["x"] + y, "skip": x["skip"]}, sums
+            aux = {"loss": 1e-3 * jnp.mean(jnp.square(h)), "hidden": jnp.mean(jnp.abs(h))}
+            return {"x": x["x"] + y, "skip": x["skip"]}, aux
 
-        x, sums = jax.lax.scan(layer, x, (weights, rng))
-        return x, jax.tree.map(jnp.sum, sums)
+        x, aux = jax.lax.scan(layer, x, (weights, rng))
+        return x, jax.tree.map(jnp.sum, aux)
 
     def loss(boundary: PyTree, x: PyTree, batch_inputs: PyTree) -> tuple[Float[Array, ""], dict]:
         matrix = (

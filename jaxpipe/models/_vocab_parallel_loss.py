@@ -29,7 +29,7 @@ def shared_next_token_loss(epsilon: float, z_loss_multiplier: float = 0.0) -> Sh
         z_loss_multiplier: The factor of the z-loss, see `next_token_loss`. 0 omits it.
 
     Returns:
-        A function `(boundary, x, batch_inputs, axis) -> ((loss, sums), (gradients of boundary,
+        A function `(boundary, x, batch_inputs, axis) -> ((loss, metrics), (gradients of boundary,
         gradient of
         x))`. Its first three arguments are those of `next_token_loss` and are the same on all
         ranks, and so is the gradient of x. Each rank returns its part of the other results: their
@@ -76,9 +76,9 @@ def shared_next_token_loss(epsilon: float, z_loss_multiplier: float = 0.0) -> Sh
         boundary_grads |= {"embed": {"table": of_whole}} if tied else {}
         boundary_grads["head"] |= {} if tied else {"logits": of_whole}
         value = once(jnp.sum((losses + z_losses) * shares))
-        sums = {"accuracy": once(jnp.sum(hits * shares))}
-        sums |= {"z_loss": once(jnp.sum(z_losses * shares))} if z_loss_multiplier else {}
-        return (value, sums), (boundary_grads, dx)
+        metrics = {"accuracy": once(jnp.sum(hits * shares))}
+        metrics |= {"z_loss": once(jnp.sum(z_losses * shares))} if z_loss_multiplier else {}
+        return (value, metrics), (boundary_grads, dx)
 
     return shared
 

@@ -163,7 +163,7 @@ def stage_of_layers(layer: Layer, *, scan: bool, remat: Remat) -> Layer:
 
 
 def without_records(stage: Layer) -> Layer:
-    """Returns `stage` with the contract of the engines: it drops records and returns no sums."""
+    """Returns `stage` with the contract of the engines: it drops records and returns no aux."""
     return lambda weights, x, batch_inputs, rng: (stage(weights, x, batch_inputs, rng)[0], {})
 
 

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import PyTree, Scalar
 
 from ..autodiff import Model, Remat, recompute
-from ..autodiff._model import Sums, combine_losses, fold_in_microbatch, index_leading
+from ..autodiff._model import Aux, combine_losses, fold_in_microbatch, index_leading
 from .ir._marks import mark_stage_end
 from .ir._reduce import Add, treduce_i
 
@@ -20,7 +20,7 @@ def mpmd_value_and_grad(
     *,
     schedule: Any,
     remat: Remat = recompute,
-) -> tuple[tuple[Scalar, Sums], dict[str, Any]]:
+) -> tuple[tuple[Scalar, Aux], dict[str, Any]]:
     """Computes loss, metrics and gradients inside a function given to `mpmd_jit_with_loop`.
 
     Code that uses the results, such as a weight update, runs on the groups that hold them.
@@ -51,7 +51,7 @@ def mpmd_value(
     keys: Sequence[PyTree] = (),
     *,
     schedule: Any,
-) -> tuple[Scalar, Sums]:
+) -> tuple[Scalar, Aux]:
     """Computes loss and metrics: only the forwards of the schedule run, and store no residuals.
 
     Args:
@@ -84,17 +84,17 @@ def _microbatch_loss(model: Model, stage: Callable, keys: Sequence[PyTree]) -> C
     """Returns `(weights, inputs_m, index) -> (loss, metrics)` of a microbatch, with stage marks."""
 
     def loss(weights: dict[str, Any], inputs_m: PyTree, index: Any) -> Any:
-        x, stage_metrics = model.embed(weights["embed"], inputs_m), None
+        x, stage_aux = model.embed(weights["embed"], inputs_m), None
         stage_keys = keys if len(keys) else [()] * len(weights["stages"])
         for stage_weights, key in zip(weights["stages"], stage_keys, strict=True):
-            x, sums = stage(stage_weights, x, inputs_m, fold_in_microbatch(key, index))
+            x, aux = stage(stage_weights, x, inputs_m, fold_in_microbatch(key, index))
             x = mark_stage_end(x)
-            stage_metrics = sums if stage_metrics is None else _add_metrics(stage_metrics, sums)
+            stage_aux = aux if stage_aux is None else _add_metrics(stage_aux, aux)
         loss, loss_metrics = model.loss(model.boundary(weights), x, inputs_m)
-        return combine_losses(loss, loss_metrics, stage_metrics or {})
+        return combine_losses(loss, loss_metrics, stage_aux or {})
 
     return loss
 
 
-def _add_metrics(sums: Sums, more: Sums) -> Sums:
-    return {name: x + more[name] for name, x in sums.items()}
+def _add_metrics(totals: Aux, more: Aux) -> Aux:
+    return {name: x + more[name] for name, x in totals.items()}

@@ -30,13 +30,13 @@ class _Call(NamedTuple):
     """A call on shards, its trees flattened.
 
     Attributes:
-        of_shards: From differentiable and other leaves of the arguments to those of the results.
+        f_of_shards: From differentiable and other leaves of the arguments to those of the results.
         axes: The axes that become manual, with their sizes.
         ins: Specs of the differentiable and the other leaves of the arguments.
         outs: Specs of the differentiable and the other leaves of the results.
     """
 
-    of_shards: Callable[[tuple, tuple], tuple[tuple, tuple]]
+    f_of_shards: Callable[[tuple, tuple], tuple[tuple, tuple]]
     axes: dict[str, int]
     ins: tuple[tuple, tuple]
     outs: tuple[tuple, tuple]
@@ -108,20 +108,20 @@ def _run(
     trained = [_is_float(x) for x in results]
     rest = [not x for x in trained]
 
-    def of_shards(floats: tuple, others: tuple) -> tuple[tuple, tuple]:
+    def f_of_shards(floats: tuple, others: tuple) -> tuple[tuple, tuple]:
         found = jax.tree.leaves(whole(floats, others))
         return select(found, trained), select(found, rest)
 
     found_specs = _of_leaves(out_specs, shapes)
     outs = select(found_specs, trained), select(found_specs, rest)
-    run = _differentiable(_Call(of_shards, axes, ins, outs))
+    run = _differentiable(_Call(f_of_shards, axes, ins, outs))
     floats, others = map(iter, run(*jax.tree.map(pvary, given)))
     found = [next(floats if first else others) for first in trained]
     return jax.tree.unflatten(out_tree, found)
 
 
 def _differentiable(call: _Call) -> Callable[[tuple, tuple], tuple[tuple, tuple]]:
-    """Returns `call.of_shards` as a function of whole arrays, with its derivative."""
+    """Returns `call.f_of_shards` as a function of whole arrays, with its derivative."""
     on_shards = partial(jax.shard_map, axis_names={*call.axes}, check_vma=False)
     one_each = PartitionSpec(tuple(call.axes))  # residuals: each device stores its own
     sharing_in, sharing_out = (
@@ -131,14 +131,16 @@ def _differentiable(call: _Call) -> Callable[[tuple, tuple], tuple[tuple, tuple]
     @jax.custom_vjp
     def run(floats, others):
         def on_shard(*arguments):
-            return call.of_shards(*_as_equal(arguments))
+            return call.f_of_shards(*_as_equal(arguments))
 
         on_all = on_shards(on_shard, in_specs=call.ins, out_specs=call.outs)
         return jax.tree.map(pvary, on_all(floats, others))
 
     def forward(floats, others):
         def on_shard(floats, others):
-            y, pull_back, rest = jax.vjp(lambda x: call.of_shards(x, others), floats, has_aux=True)
+            y, pull_back, rest = jax.vjp(
+                lambda x: call.f_of_shards(x, others), floats, has_aux=True
+            )
             return (y, rest), pull_back
 
         def keep(*arguments):
@@ -155,10 +157,10 @@ def _differentiable(call: _Call) -> Callable[[tuple, tuple], tuple[tuple, tuple]
                 g / math.prod(call.axes[axis] for axis in axes) if axes else g
                 for g, axes in zip(_as_equal(gradients), sharing_out, strict=True)
             )
-            (of_floats,) = jax.tree.map(lambda x: jnp.squeeze(x, 0), pull_back)(parts)
+            (float_grads,) = jax.tree.map(lambda x: jnp.squeeze(x, 0), pull_back)(parts)
             return tuple(
                 jax.lax.psum(x, axes) if axes else x
-                for x, axes in zip(of_floats, sharing_in, strict=True)
+                for x, axes in zip(float_grads, sharing_in, strict=True)
             )
 
         on_all = on_shards(pull, in_specs=(one_each, call.outs[0]), out_specs=call.ins[0])

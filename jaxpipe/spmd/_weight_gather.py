@@ -94,7 +94,7 @@ def gather_weights(
         A `Gather` whose specs are those of `logical` under the rules, over `batch_axes`.
     """
     whole_rules = gathered_rules(rules)
-    stored, whole, of_gradients = (
+    stored, whole, grad_specs = (
         _manual_specs(logical, r, batch_axes) for r in (rules, whole_rules, gradient_rules or rules)
     )
     kept = _specs(logical, whole_rules)
@@ -105,9 +105,9 @@ def gather_weights(
         return hold(_map(_all_gather, tree, stored, whole, kept))
 
     def scatter(tree: PyTree) -> PyTree:
-        return as_gradients(_map(partial(_reduce_scatter, batch_axes), tree, of_gradients, kept))
+        return as_gradients(_map(partial(_reduce_scatter, batch_axes), tree, grad_specs, kept))
 
-    return Gather(when, cast, gather, hold, scatter, batch_axes, stored, of_gradients)
+    return Gather(when, cast, gather, hold, scatter, batch_axes, stored, grad_specs)
 
 
 def gather_in_layers(
@@ -123,7 +123,7 @@ def gather_in_layers(
     are only summed over the axes that do not shard them, and with ZeRO-1 scattered further. The
     arguments mean the same as in `gather_weights`.
     """
-    stored, of_gradients = (
+    stored, grad_specs = (
         _manual_specs(logical, r, batch_axes) for r in (rules, gradient_rules or rules)
     )
     hold = _constrained(logical, rules)
@@ -135,9 +135,9 @@ def gather_in_layers(
         return _reduce_scatter(axes, x, _without(spec, done), kept)
 
     def scatter(tree: PyTree) -> PyTree:
-        return as_gradients(_map(sum_up, tree, stored, of_gradients, kept))
+        return as_gradients(_map(sum_up, tree, stored, grad_specs, kept))
 
-    return Gather("once", same, same, hold, scatter, batch_axes, stored, of_gradients)
+    return Gather("once", same, same, hold, scatter, batch_axes, stored, grad_specs)
 
 
 def layer_gather(
@@ -204,10 +204,10 @@ def _without(spec: PartitionSpec, done: PartitionSpec) -> PartitionSpec:
 def _map(f: Callable, tree: PyTree, *specs: PyTree) -> PyTree:
     """Maps `f` over the leaves of `tree` that are not None."""
 
-    def of_leaf(x, *spec):
+    def map_leaf(x, *spec):
         return None if x is None else f(x, *spec)
 
-    return jax.tree.map(of_leaf, tree, *specs, is_leaf=lambda x: x is None)
+    return jax.tree.map(map_leaf, tree, *specs, is_leaf=lambda x: x is None)
 
 
 def _constrained(logical: PyTree, rules: Rules) -> Trees:

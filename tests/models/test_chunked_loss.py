@@ -33,8 +33,8 @@ def loss_of(num_chunks: int) -> Any:
 
 def gradients(num_chunks: int, boundary: Any, x: Any, batch_inputs: Any) -> Any:
     def loss(boundary, x, shares):
-        value, sums = loss_of(num_chunks)(boundary, x, batch_inputs | {"target_weights": shares})
-        return 3 * value, (value, sums)
+        value, metrics = loss_of(num_chunks)(boundary, x, batch_inputs | {"target_weights": shares})
+        return 3 * value, (value, metrics)
 
     of_all = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
     return jax.jit(of_all)(boundary, x, batch_inputs["target_weights"])
@@ -101,8 +101,8 @@ def test_chunks_that_do_not_divide_the_tokens_are_refused():
 def test_a_pipeline_whose_loss_is_in_chunks_equals_one_whose_is_not(row: Row, monkeypatch):
     whole = circular(row, make_case(row))
     monkeypatch.setattr(models, "llama", partial(models.llama, num_vocab_tiling=4))
-    (loss, sums), grads = circular(row, make_case(row))
-    (true_loss, true_sums), true_grads = whole
+    (loss, metrics), grads = circular(row, make_case(row))
+    (true_loss, true_metrics), true_grads = whole
     np.testing.assert_allclose(loss, true_loss, rtol=1e-5)
-    np.testing.assert_allclose(sums["accuracy"], true_sums["accuracy"], rtol=1e-5)
+    np.testing.assert_allclose(metrics["accuracy"], true_metrics["accuracy"], rtol=1e-5)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), grads, true_grads)

@@ -52,9 +52,9 @@ def run(functions, weights, batch_inputs):
     """(loss with that of the stages, metrics of both), what enters the stages, what leaves them."""
     embed, stage, loss = functions
     x = embed(weights["embed"], batch_inputs)
-    y, sums = stage(weights["stages"], x, batch_inputs, ())
+    y, aux = stage(weights["stages"], x, batch_inputs, ())
     value, metrics = loss({"head": weights["head"]}, y, batch_inputs)
-    return (value + sums["loss"], metrics | sums), x, y
+    return (value + aux["loss"], metrics | aux), x, y
 
 
 def assert_all_close(tree, true):

@@ -130,8 +130,8 @@ def values_and_gradients(f, w, x):
 
 def computed(config: DeepseekConfig, w, x, batch_inputs, *, constrain, experts):
     def f(w, x):
-        y, sums = moe(config, experts=experts, constrain=constrain)(w, x, batch_inputs)
-        return y, sums["loss"]
+        y, aux = moe(config, experts=experts, constrain=constrain)(w, x, batch_inputs)
+        return y, aux["loss"]
 
     return jax.jit(lambda w, x: values_and_gradients(f, w, x))(w, x)
 
@@ -213,9 +213,9 @@ def test_a_mixture_inside_a_pipeline_is_that_of_one_device(remat: bool):
     def rank(w, x):
         x = jax.lax.pcast(x, "stage", to="varying")
         w = jax.tree.map(lambda leaf: leaf[0], w)
-        y, sums = (jax.checkpoint(mix) if remat else mix)(w, x, batch_inputs)
+        y, aux = (jax.checkpoint(mix) if remat else mix)(w, x, batch_inputs)
         assert jax.typeof(y) == jax.typeof(x), "it must vary over the ranks as x does"
-        return y[None], jax.lax.psum(sums["loss"], "stage")
+        return y[None], jax.lax.psum(aux["loss"], "stage")
 
     in_pipeline = jax.shard_map(
         rank, axis_names={"stage"}, in_specs=(P("stage"), P()), out_specs=(P("stage"), P())
@@ -300,8 +300,8 @@ def test_megablox_works_on_shards_inside_a_pipeline():
 
     def rank(w, x):
         w, x = jax.lax.pcast((w, x), "stage", to="varying")
-        y, sums = mix(w, x, batch_inputs)
-        return jax.lax.pmean(y, "stage"), jax.lax.pmean(sums["loss"], "stage")
+        y, aux = mix(w, x, batch_inputs)
+        return jax.lax.pmean(y, "stage"), jax.lax.pmean(aux["loss"], "stage")
 
     in_pipeline = jax.shard_map(rank, axis_names={"stage"}, in_specs=P(), out_specs=P())
     with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):
@@ -317,8 +317,8 @@ def test_devices_exchange_one_vector_per_layer_and_nothing_outside_of_the_loop_o
 
     def rank(w, x, batch_inputs):
         def loss(w, x):
-            y, sums = jax.lax.scan(jax.checkpoint(lambda x, w: mix(w, x, batch_inputs)), x, w)
-            return jnp.sum(y) + jnp.sum(sums["loss"])
+            y, aux = jax.lax.scan(jax.checkpoint(lambda x, w: mix(w, x, batch_inputs)), x, w)
+            return jnp.sum(y) + jnp.sum(aux["loss"])
 
         w = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, "fsdp", to="varying"), w)
         return jax.tree.map(lambda g: g[None], jax.grad(loss, argnums=(0, 1))(w, x))
@@ -391,11 +391,11 @@ def test_bfloat16_mixtures_route_in_float32():
     w, (x, batch_inputs) = weights_of(V3), inputs()
     mix = moe(V3, experts=routed_experts(sharding.DEFAULT_RULES), constrain=sharding.no_constraint)
     half = x.astype(jnp.bfloat16)
-    y, sums = jax.jit(mix)(w, half, batch_inputs)
-    true, true_sums = jax.jit(mix)(w, half.astype(jnp.float32), batch_inputs)
+    y, aux = jax.jit(mix)(w, half, batch_inputs)
+    true, true_aux = jax.jit(mix)(w, half.astype(jnp.float32), batch_inputs)
     assert y.dtype == jnp.bfloat16
-    assert sums["loss"].dtype == jnp.float32
-    np.testing.assert_array_equal(sums["loss"], true_sums["loss"])
+    assert aux["loss"].dtype == jnp.float32
+    np.testing.assert_array_equal(aux["loss"], true_aux["loss"])
     assert jnp.max(jnp.abs(y.astype(jnp.float32) - true)) < 0.02 * jnp.max(jnp.abs(true))
 
 

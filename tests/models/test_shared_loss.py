@@ -61,10 +61,10 @@ def test_of_equal_logits_the_first_is_the_likeliest():
     alike = {"head": {"norm": jnp.ones(D), "logits": jnp.zeros((D, V))}}
     batch_inputs = batch_inputs | {"targets": jnp.zeros((b, T), int)}
     shared = shared_next_token_loss(EPSILON)
-    (_, sums), _ = jax.vmap(lambda _: shared(alike, x, batch_inputs, "s"), axis_name="s")(
+    (_, metrics), _ = jax.vmap(lambda _: shared(alike, x, batch_inputs, "s"), axis_name="s")(
         jnp.arange(3)
     )
-    hits = jnp.sum(sums["accuracy"])
+    hits = jnp.sum(metrics["accuracy"])
     assert hits == pytest.approx(float(jnp.sum(batch_inputs["target_weights"])), rel=1e-6)
 
 

@@ -34,8 +34,8 @@ def test_it_is_the_formula(num_chunks: int):
     next_token_loss = small_llama_loss(num_vocab_tiling=num_chunks, z_loss_multiplier=MULTIPLIER)
 
     def loss(boundary, x):
-        value, sums = next_token_loss(boundary, x, batch_inputs)
-        return value, sums["z_loss"]
+        value, metrics = next_token_loss(boundary, x, batch_inputs)
+        return value, metrics["z_loss"]
 
     found, true = (
         jax.value_and_grad(f, argnums=(0, 1), has_aux=True)(boundary, x)

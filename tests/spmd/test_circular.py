@@ -37,8 +37,8 @@ def one_after_the_other(weights, inputs, batch_inputs):
     outputs, size = [], 0.0
     for x, bias in zip(inputs, batch_inputs["bias"], strict=True):
         for w in weights["w"].reshape(-1, *weights["w"].shape[2:]):
-            x, sums = stage({"w": w}, x, {"bias": bias}, ())
-            size += sums["size"]
+            x, aux = stage({"w": w}, x, {"bias": bias}, ())
+            size += aux["size"]
         outputs.append(x)
     return jnp.stack(outputs), size
 
@@ -55,8 +55,8 @@ def test_the_layer_equals_its_stages_one_after_the_other_and_so_do_all_its_gradi
         return jax.jit(jax.grad(of, argnums=(0, 1, 2)))
 
     def layer(weights, inputs, batch_inputs):
-        y, sums = spmd.circular(stage, weights, inputs, batch_inputs, delay=delay)
-        return y, sums["size"]
+        y, aux = spmd.circular(stage, weights, inputs, batch_inputs, delay=delay)
+        return y, aux["size"]
 
     got = scalar(layer)(weights, inputs, batch_inputs)
     wanted = scalar(one_after_the_other)(weights, inputs, batch_inputs)

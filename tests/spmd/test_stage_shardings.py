@@ -141,8 +141,8 @@ def test_a_stage_that_splits_what_it_was_given_whole_returns_it_as_given(true):
     mesh = mesh_of(*AXES)
 
     def stage(w, x, batch_inputs, rng):
-        y, sums = plain(w, x, batch_inputs, rng)
-        return reshard(y, NamedSharding(mesh, P(None, "tensor"))), sums
+        y, aux = plain(w, x, batch_inputs, rng)
+        return reshard(y, NamedSharding(mesh, P(None, "tensor"))), aux
 
     assert_same(gradients(stage, mesh), true)
 

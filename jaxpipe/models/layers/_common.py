@@ -112,10 +112,10 @@ def swiglu(
 
 
 def stack(layer: Callable, *, scan: bool = True) -> Callable:
-    """Returns a function that runs layers with stacked weights and adds up their sums.
+    """Returns a function that runs layers with stacked weights and adds up their auxiliary losses.
 
     Args:
-        layer: `(weights, x, batch_inputs, key) -> (y, sums)`.
+        layer: `(weights, x, batch_inputs, key) -> (y, aux)`.
         scan: Whether the layers run in a loop. If not, they are unrolled.
 
     Returns:
@@ -124,12 +124,12 @@ def stack(layer: Callable, *, scan: bool = True) -> Callable:
     """
 
     def run(weights: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, keys: PyTree):
-        def step(x, of_layer):
-            w, key = of_layer
+        def step(x, weights_and_key):
+            w, key = weights_and_key
             return layer(w, x, batch_inputs, key)
 
-        x, sums = jax.lax.scan(step, x, (weights, keys), unroll=not scan)
-        return x, jax.tree.map(jnp.sum, sums)
+        x, aux = jax.lax.scan(step, x, (weights, keys), unroll=not scan)
+        return x, jax.tree.map(jnp.sum, aux)
 
     return run
 

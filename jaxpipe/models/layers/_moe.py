@@ -19,8 +19,6 @@ from ._experts import Experts
 from ._projection import Projection, projection
 from ._router import Routing, route
 
-Sums = dict[str, Float[Array, ""]]
-
 
 def moe_weights(config: DeepseekConfig, *, branches: int, dtype: Any) -> PyTree:
     """Returns the abstract weights of a mixture of experts.
@@ -58,14 +56,14 @@ def moe(
     experts: Experts,
     constrain: Constrain,
     project: Projection = projection,
-) -> Callable[[PyTree, Array, PyTree], tuple[Array, Sums]]:
-    """Returns a mixture of experts as a function `(weights, x, batch_inputs) -> (y, sums)`.
+) -> Callable[[PyTree, Array, PyTree], tuple[Array, dict[str, Float[Array, ""]]]]:
+    """Returns a mixture of experts as a function `(weights, x, batch_inputs) -> (y, aux)`.
 
-    `sums["load_balance_loss"]` is the microbatch's contribution to the batch's load-balance loss,
-    already weighted; `sums["loss"]` contains it too. The weight of a microbatch is the sum of its
+    `aux["load_balance_loss"]` is the microbatch's contribution to the batch's load-balance loss,
+    already weighted; `aux["loss"]` contains it too. The weight of a microbatch is the sum of its
     target weights, which sum to 1 over the batch. Tokens of segment 0 are padding and do not count.
-    Where each device has its own rows of a microbatch, the sums over devices equal those of all
-    rows.
+    Where each device has its own rows of a microbatch, the sum of `aux` over the devices equals
+    that of all rows.
 
     The router's bias affects only the choice of experts, so the loss does not depend on it. The
     bias still receives a gradient, through a term of the loss whose value is always 0. That
@@ -80,17 +78,19 @@ def moe(
 
     Returns:
         The function. x and y are [b, T, D], `batch_inputs` has `segment_ids` and `target_weights`
-        [b, T], and the sums are float32 scalars.
+        [b, T], and `aux` has float32 scalars.
     """
 
-    def mix(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree) -> tuple[Array, Sums]:
+    def mix(
+        w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree
+    ) -> tuple[Array, dict[str, Float[Array, ""]]]:
         bias = w["router"]["bias"].astype(jnp.float32) if config.routed_bias else None
         routing = _route(config, w["router"]["logits"], bias, x, batch_inputs)
         y = experts(w["experts"], x, routing.chosen, routing.shares)
         y = constrain(y, ACTIVATION)
         if config.shared_experts:
             y += swiglu(w["shared"], x, constrain, project)
-        return y, _sums(
+        return y, _aux_losses(
             routing, bias, config.load_balance_loss_weight, batch_inputs["target_weights"]
         )
 
@@ -117,9 +117,9 @@ def _route(
     )
 
 
-def _sums(
+def _aux_losses(
     routing: Routing, bias: Array | None, weight: float, target_weights: Float[Array, "b T"]
-) -> Sums:
+) -> dict[str, Float[Array, ""]]:
     own = jnp.sum(target_weights)
     balance = weight * routing.weight * routing.balance
     if bias is None:

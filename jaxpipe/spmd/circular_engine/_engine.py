@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree, Scalar
 
 from ...autodiff import Model, Remat, recompute
-from ...autodiff._model import Sums, with_aux
+from ...autodiff._model import Aux, with_aux
 from ...autodiff._pullback import floating
 from ...sharding._rules import typed_by_specs
 from .._ranks import AXIS, on_ranks
@@ -37,14 +37,14 @@ def circular(
     remat: Remat = recompute,
     gather: Gather = EACH_TICK,
     scan_repeats: bool = True,
-) -> tuple[PyTree, Sums]:
+) -> tuple[PyTree, Aux]:
     """Runs R * S stages as one differentiable layer; stage `repeat * S + rank` runs on `rank`.
 
     The layer has a custom VJP, so it supports reverse-mode differentiation only.
 
     Args:
-        stage: `(weights of one stage, x, batch_inputs of one microbatch, its keys) -> (y, sums)`,
-            or `-> y` without sums; y has the shapes and dtypes of x. It is written for one device:
+        stage: `(weights of one stage, x, batch_inputs of one microbatch, its keys) -> (y, aux)`,
+            or `-> y` without aux; y has the shapes and dtypes of x. It is written for one device:
             XLA partitions it over the mesh axes other than `stage` and `gather.batch_axes`. It may
             name shardings over the whole mesh: `stage` and the batch axes are removed from them.
             It must not close over arrays that are differentiated.
@@ -60,8 +60,8 @@ def circular(
         scan_repeats: Whether repeats run in a `lax.scan` (compiles faster) or are unrolled.
 
     Returns:
-        (outputs, sums). The outputs have the shapes of `inputs`; the sums are over all stages and
-        microbatches.
+        (outputs, aux). The outputs have the shapes of `inputs`; aux is summed over all stages
+        and microbatches.
 
     Raises:
         ValueError: If M is not a multiple of S, or too small; if `stage` changes shapes; if rows do
@@ -86,17 +86,17 @@ def circular(
     check_rows(microbatches, gather.batch_axes, mesh)
     layer = _layer(with_aux(stage), mesh, How(delay, remat, gather, scan_repeats))
     shares = typed_by_specs(_to_shares(inputs, num_ranks), rows_of(gather, P(AXIS, None)), mesh)
-    of_rows, of_ranks = rows_of(gather, P(None)), stacked_specs(gather.weight_specs)
-    weights = typed_by_specs(weights, of_ranks, mesh)
+    row_spec, stacked_weight_specs = rows_of(gather, P(None)), stacked_specs(gather.weight_specs)
+    weights = typed_by_specs(weights, stacked_weight_specs, mesh)
     keys = typed_by_specs(keys, P(None, AXIS), mesh)
-    y, sums = layer(weights, shares, typed_by_specs(batch_inputs, of_rows, mesh), keys)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), y), sums
+    y, aux = layer(weights, shares, typed_by_specs(batch_inputs, row_spec, mesh), keys)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), y), aux
 
 
 def _layer(stage: Stage, mesh: Mesh | None, how: How) -> Callable:
     """Returns `circular` as a function with a custom VJP.
 
-    It is `(weights, inputs [S, n, ...], batch_inputs, keys) -> (outputs, sums)`.
+    It is `(weights, inputs [S, n, ...], batch_inputs, keys) -> (outputs, aux)`.
     """
 
     gather = how.gather
@@ -129,8 +129,8 @@ def _layer(stage: Stage, mesh: Mesh | None, how: How) -> Callable:
 
     def layer_backward(saved, cotangents):
         (weights, inputs, batch_inputs, keys), kept = saved
-        doutputs, dsums = cotangents
-        return *backward(weights, inputs, batch_inputs, keys, kept, floating(doutputs), dsums), None
+        doutputs, daux = cotangents
+        return *backward(weights, inputs, batch_inputs, keys, kept, floating(doutputs), daux), None
 
     layer.defvjp(layer_forward, layer_backward)
     return layer
@@ -160,7 +160,7 @@ def circular_value_and_grad(
     gather: Gather = EACH_TICK,
     boundary_gather: Gather = EACH_TICK,
     scan_repeats: bool = True,
-) -> tuple[tuple[Scalar, Sums], dict[str, Any]]:
+) -> tuple[tuple[Scalar, Aux], dict[str, Any]]:
     """Returns loss, metrics and gradients of a batch that runs through the circular pipeline.
 
     All ranks compute embedding and loss, each for its share of M / S microbatches.
@@ -201,12 +201,12 @@ def circular_value_and_grad(
     _check_counts(stacked, {"batch_inputs": batch_inputs}, mesh, delay)
     check_rows({"batch_inputs": batch_inputs}, gather.batch_axes, mesh)
     how = How(delay, remat, gather, scan_repeats)
-    of_rank = partial(rank_value_and_grad, model, how, boundary_gather)
+    rank_fn = partial(rank_value_and_grad, model, how, boundary_gather)
     run = on_parts(
-        of_rank, mesh, gather, boundary_gather, (None, gradient_dims(gather, boundary_gather))
+        rank_fn, mesh, gather, boundary_gather, (None, gradient_dims(gather, boundary_gather))
     )
-    value, (of_stages, boundary_grads) = run(weights, batch_inputs, keys)
-    return value, boundary_grads | {"stages": of_stages}
+    value, (stage_grads, boundary_grads) = run(weights, batch_inputs, keys)
+    return value, boundary_grads | {"stages": stage_grads}
 
 
 def circular_value(
@@ -220,7 +220,7 @@ def circular_value(
     gather: Gather = EACH_TICK,
     boundary_gather: Gather = EACH_TICK,
     scan_repeats: bool = True,
-) -> tuple[Scalar, Sums]:
+) -> tuple[Scalar, Aux]:
     """Returns loss and metrics of a batch, without gradients.
 
     Args:
@@ -245,8 +245,8 @@ def circular_value(
     _check_counts(stacked, {"batch_inputs": batch_inputs}, mesh, delay)
     check_rows({"batch_inputs": batch_inputs}, gather.batch_axes, mesh)
     how = How(delay, recompute, gather, scan_repeats)
-    of_rank = partial(rank_value, model, how, boundary_gather)
-    return on_parts(of_rank, mesh, gather, boundary_gather, None)(weights, batch_inputs, keys)
+    rank_fn = partial(rank_value, model, how, boundary_gather)
+    return on_parts(rank_fn, mesh, gather, boundary_gather, None)(weights, batch_inputs, keys)
 
 
 def on_parts(
@@ -265,11 +265,11 @@ def on_parts(
     )
     run = on_ranks(f, mesh=mesh, in_dims=in_dims, out_dims=out_dims)
 
-    def of_whole(weights: dict[str, Any], batch_inputs: PyTree, keys: PyTree) -> Any:
+    def run_on_ranks(weights: dict[str, Any], batch_inputs: PyTree, keys: PyTree) -> Any:
         boundary = {name: w for name, w in weights.items() if name != "stages"}
         return run(weights["stages"], boundary, batch_inputs, keys)
 
-    return of_whole
+    return run_on_ranks
 
 
 def gradient_dims(gather: Gather, boundary_gather: Gather) -> tuple[PyTree, PyTree]:

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import PyTree, Scalar
 
 from ...autodiff import Model
-from ...autodiff._model import Sums, combine_losses, total
+from ...autodiff._model import Aux, combine_losses, total
 from ...autodiff._pullback import combine, floating
 from .._ranks import AXIS
 from .._varying import zeros
@@ -28,7 +28,7 @@ def rank_value_and_grad(
     boundary: dict[str, PyTree],
     batch_inputs: PyTree,
     keys: PyTree,
-) -> tuple[tuple[Scalar, Sums], tuple[PyTree, dict[str, PyTree]]]:
+) -> tuple[tuple[Scalar, Aux], tuple[PyTree, dict[str, PyTree]]]:
     """Returns loss, metrics and gradients, as computed by one rank inside the axis `stage`.
 
     Over the batch axes, if there are any, each device runs on its own rows.
@@ -49,16 +49,16 @@ def rank_value_and_grad(
     share = _share_of_rank(batch_inputs)
     embed = jax.vmap(model.embed, in_axes=(None, 0))
     x, pull_embed = _pullback(lambda w: embed(w, share), whole["embed"])
-    run, of_tick = prepare(model.stage, how, stages, x, batch_inputs, keys)
-    (y, of_stages), kept = forward(run, x, of_tick, keep=True)
-    (loss, of_loss), (boundary_grads, dy) = _loss_and_gradients(model, whole, y, share)
-    dsums = {name: jnp.full_like(s, 1 if name == "loss" else 0) for name, s in of_stages.items()}
-    gradients, dx, _ = backward(run, kept, dy, dsums)
-    (of_embed,) = pull_embed(dx)
-    boundary_grads["embed"] = jax.tree.map(jnp.add, boundary_grads["embed"], wide(of_embed))
-    sums = lax.psum((loss, of_loss, of_stages), (AXIS, *how.gather.batch_axes))
+    run, aux_shapes = prepare(model.stage, how, stages, x, batch_inputs, keys)
+    (y, stage_aux), kept = forward(run, x, aux_shapes, keep=True)
+    (loss, loss_metrics), (boundary_grads, dy) = _loss_and_gradients(model, whole, y, share)
+    daux = {name: jnp.full_like(s, 1 if name == "loss" else 0) for name, s in stage_aux.items()}
+    gradients, dx, _ = backward(run, kept, dy, daux)
+    (embed_grads,) = pull_embed(dx)
+    boundary_grads["embed"] = jax.tree.map(jnp.add, boundary_grads["embed"], wide(embed_grads))
+    totals = lax.psum((loss, loss_metrics, stage_aux), (AXIS, *how.gather.batch_axes))
     boundary_grads = boundary_gather.scatter(lax.psum(boundary_grads, AXIS))
-    return combine_losses(*sums), (like(gradients, stages), like(boundary_grads, boundary))
+    return combine_losses(*totals), (like(gradients, stages), like(boundary_grads, boundary))
 
 
 def rank_value(
@@ -69,7 +69,7 @@ def rank_value(
     boundary: dict[str, PyTree],
     batch_inputs: PyTree,
     keys: PyTree,
-) -> tuple[Scalar, Sums]:
+) -> tuple[Scalar, Aux]:
     """Returns (loss, metrics) of the batch, without gradients, and stores no residuals.
 
     Takes the arguments of `rank_value_and_grad`.
@@ -77,20 +77,20 @@ def rank_value(
     whole = boundary_gather.whole(boundary_gather.cast(boundary))
     share = _share_of_rank(batch_inputs)
     x = jax.vmap(model.embed, in_axes=(None, 0))(whole["embed"], share)
-    run, of_tick = prepare(model.stage, how, stages, x, batch_inputs, keys)
-    (y, of_stages), _ = forward(run, x, of_tick, keep=False)
+    run, aux_shapes = prepare(model.stage, how, stages, x, batch_inputs, keys)
+    (y, stage_aux), _ = forward(run, x, aux_shapes, keep=False)
 
     def step(_, microbatch):
         return (), model.loss(model.boundary(whole), *microbatch)
 
-    _, (losses, of_loss) = lax.scan(step, (), (y, share))
-    sums = jnp.sum(losses), total(of_loss), of_stages
-    return combine_losses(*lax.psum(sums, (AXIS, *how.gather.batch_axes)))
+    _, (losses, loss_metrics) = lax.scan(step, (), (y, share))
+    totals = jnp.sum(losses), total(loss_metrics), stage_aux
+    return combine_losses(*lax.psum(totals, (AXIS, *how.gather.batch_axes)))
 
 
 def _loss_and_gradients(
     model: Model, boundary: dict[str, PyTree], y: PyTree, share: PyTree
-) -> tuple[tuple[Scalar, Sums], tuple[dict[str, PyTree], PyTree]]:
+) -> tuple[tuple[Scalar, Aux], tuple[dict[str, PyTree], PyTree]]:
     """Computes the loss of this rank's microbatches, one after the other, and its gradients.
 
     The gradients with respect to `boundary` and `y` are computed together with the loss, so logits
@@ -102,20 +102,20 @@ def _loss_and_gradients(
         return add_to_boundary(gradients, boundary_grads), (value, dy)
 
     nothing = jax.tree.map(zeros, wide(boundary))
-    gradients, ((losses, sums), dy) = lax.scan(step, nothing, (y, share))
-    return (jnp.sum(losses), total(sums)), (gradients, dy)
+    gradients, ((losses, metrics), dy) = lax.scan(step, nothing, (y, share))
+    return (jnp.sum(losses), total(metrics)), (gradients, dy)
 
 
 def loss_and_gradients(
     model: Model, boundary: dict[str, PyTree], y: PyTree, batch_inputs: PyTree
-) -> tuple[tuple[Scalar, Sums], tuple[dict[str, PyTree], PyTree]]:
-    """Returns ((loss, sums), (gradients of embedding and head, gradient of y)) of a microbatch."""
+) -> tuple[tuple[Scalar, Aux], tuple[dict[str, PyTree], PyTree]]:
+    """Returns loss and metrics of a microbatch, and the gradients by `boundary` and `y`."""
 
     def loss(boundary, differentiated):
         return model.loss(boundary, combine(differentiated, y), batch_inputs)
 
-    of_microbatch = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-    return of_microbatch(model.boundary(boundary), floating(y))
+    loss_and_grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    return loss_and_grads(model.boundary(boundary), floating(y))
 
 
 def add_to_boundary(gradients: dict[str, PyTree], new: dict[str, PyTree]) -> dict[str, PyTree]:
@@ -127,11 +127,11 @@ def add_to_boundary(gradients: dict[str, PyTree], new: dict[str, PyTree]) -> dic
 def _pullback(f: Callable, weights: PyTree) -> tuple[PyTree, Callable]:
     """Returns `f(weights)` and its VJP, which takes cotangents of the floating leaves."""
 
-    def of_floating(weights):
+    def f_of_floating(weights):
         out = f(weights)
         return floating(out), out
 
-    _, pull, out = jax.vjp(of_floating, weights, has_aux=True)
+    _, pull, out = jax.vjp(f_of_floating, weights, has_aux=True)
     return out, pull
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
-from ...autodiff._model import Sums, fold_in_microbatch, index_leading
+from ...autodiff._model import Aux, fold_in_microbatch, index_leading
 from ...autodiff._pullback import Pullback, floating, pullback
 from .._ranks import AXIS
 from .._varying import zeros
@@ -38,7 +38,7 @@ from ._shape import (
     visit_at,
 )
 
-Stage = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, Sums]]
+Stage = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, Aux]]
 
 
 class Run(NamedTuple):
@@ -107,11 +107,11 @@ def forward_rank(
     inputs: PyTree,
     batch_inputs: PyTree,
     keys: PyTree,
-) -> tuple[tuple[PyTree, Sums], Kept]:
+) -> tuple[tuple[PyTree, Aux], Kept]:
     """Sends every microbatch through all stages. Runs on one rank inside the axis `stage`.
 
     Args:
-        stage: `(weights of one stage, x, batch_inputs of one microbatch, its keys) -> (y, sums)`.
+        stage: `(weights of one stage, x, batch_inputs of one microbatch, its keys) -> (y, aux)`.
         how: The options of the pipeline.
         keep: Whether residuals are stored for a backward.
         weights: [R, ...] leaves, this rank's stages.
@@ -120,14 +120,15 @@ def forward_rank(
         keys: [R, ...] leaves, this rank's dropout keys, or ().
 
     Returns:
-        ((outputs like `inputs`, sums over all stages and microbatches), residuals of this rank).
+        ((outputs like `inputs`, aux summed over all stages and microbatches), residuals of this
+        rank).
 
     Raises:
         ValueError: If M is not a multiple of S, or too small, or if the output of `stage` differs
             from its input in shape or dtype.
     """
-    run, of_tick = prepare(stage, how, weights, inputs, batch_inputs, keys)
-    (outputs, totals), kept = forward(run, inputs, of_tick, keep=keep)
+    run, aux_shapes = prepare(stage, how, weights, inputs, batch_inputs, keys)
+    (outputs, totals), kept = forward(run, inputs, aux_shapes, keep=keep)
     return (outputs, lax.psum(totals, (AXIS, *how.gather.batch_axes))), kept
 
 
@@ -140,16 +141,16 @@ def backward_rank(
     keys: PyTree,
     kept: Kept,
     doutputs: PyTree,
-    dsums: Sums,
+    daux: Aux,
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Returns the gradients of weights, inputs and batch_inputs, None for leaves that are not
     floating.
 
     Takes the arguments of `forward_rank` (of `inputs` only the shapes are read), the residuals
-    that it returned, and the cotangents of its outputs and sums.
+    that it returned, and the cotangents of its outputs and aux.
     """
     run, _ = prepare(stage, how, weights, inputs, batch_inputs, keys)
-    gradients, dinputs, dbatch_inputs = backward(run, kept, doutputs, dsums)
+    gradients, dinputs, dbatch_inputs = backward(run, kept, doutputs, daux)
     narrow = jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, floating(weights))
     return narrow, dinputs, lax.psum(dbatch_inputs, AXIS)
 
@@ -157,7 +158,7 @@ def backward_rank(
 def prepare(
     stage: Stage, how: How, weights: PyTree, inputs: PyTree, batch_inputs: PyTree, keys: PyTree
 ) -> tuple[Run, PyTree]:
-    """Traces the stage and its backward; returns the loop invariants and the shapes of its sums."""
+    """Traces the stage and its backward; returns the loop invariants and the shapes of its aux."""
     S, n = lax.axis_size(AXIS), jax.tree.leaves(inputs)[0].shape[0]
     R = jax.tree.leaves(weights)[0].shape[0]
     check_circular(S, R, S * n, delay=how.delay)
@@ -166,30 +167,31 @@ def prepare(
     # Only the types of these arguments are used, to trace the stage.
     first = (index_leading(tree, 0) for tree in (inputs, batch_inputs, keys))
     visit = rooms.read(rooms.window(rooms.ahead(0), 0)), *first
-    _, sums = jax.eval_shape(stage, *visit)
+    _, aux_shapes = jax.eval_shape(stage, *visit)
     counts = Counts(S, R, S * n, 2 if how.delay else 1)
     return Run(
         counts, pullback(how.remat(stage), *visit), rooms, batch_inputs, keys, how.scan_repeats
-    ), sums
+    ), aux_shapes
 
 
 def forward(
-    run: Run, inputs: PyTree, sums: PyTree, *, keep: bool
-) -> tuple[tuple[PyTree, Sums], Kept]:
+    run: Run, inputs: PyTree, aux_shapes: PyTree, *, keep: bool
+) -> tuple[tuple[PyTree, Aux], Kept]:
     """Runs all ticks of the forward on one rank.
 
     Args:
         run: The loop invariants.
         inputs: [n, ...] leaves, this rank's microbatches.
-        sums: Shapes of the sums of one tick.
+        aux_shapes: Shapes of the auxiliary losses and metrics of one tick.
         keep: Whether residuals are stored for a backward.
 
     Returns:
-        ((outputs [n, ...], sums over this rank's ticks), residuals, empty unless `keep`).
+        ((outputs [n, ...], aux summed over this rank's ticks), residuals, empty unless `keep`).
     """
     counts, weights = run.counts, run.weights
     ticks = partial(_forward_ticks, run)
-    flow = first_state(inputs, counts), _zeros(sums), _room(run, inputs) if keep else Kept([], [])
+    kept = _room(run, inputs) if keep else Kept([], [])
+    flow = first_state(inputs, counts), _zeros(aux_shapes), kept
     carry = weights.window(weights.ahead(0), 0), flow
 
     def block(carry, j):
@@ -210,7 +212,7 @@ def forward(
     return (realign(state.stream, counts), totals), kept
 
 
-def backward(run: Run, kept: Kept, doutputs: PyTree, dsums: Sums) -> tuple[PyTree, PyTree, PyTree]:
+def backward(run: Run, kept: Kept, doutputs: PyTree, daux: Aux) -> tuple[PyTree, PyTree, PyTree]:
     """Runs all ticks in reverse order; returns gradients of weights, inputs and batch inputs."""
     counts, weights = run.counts, run.weights
     final, half = counts.num_repeats - 1, first_late_repeat(counts)
@@ -218,7 +220,7 @@ def backward(run: Run, kept: Kept, doutputs: PyTree, dsums: Sums) -> tuple[PyTre
     window, ahead = _first_windows(weights, final, flow)
     nothing = weights.zeros(window)
     carry = ahead, (Held(window, nothing, nothing), flow)
-    blocks = partial(_backward_blocks, run, dsums)
+    blocks = partial(_backward_blocks, run, daux)
     gradients, carry = blocks(partial(read_late, kept, counts), half, final, carry)
     if half:
         early, carry = blocks(partial(read_early, kept, counts), 0, half - 1, carry)
@@ -238,7 +240,7 @@ def _first_windows(weights: Access, final: int, flow: Backward) -> tuple[PyTree,
 
 
 def _backward_blocks(
-    run: Run, dsums: Sums, read: Callable, lowest: int, highest: int, carry: tuple
+    run: Run, daux: Aux, read: Callable, lowest: int, highest: int, carry: tuple
 ) -> tuple[PyTree, tuple]:
     """Runs the blocks of repeats `highest` down to `lowest`.
 
@@ -249,7 +251,7 @@ def _backward_blocks(
     """
     counts, weights = run.counts, run.weights
     final = counts.num_repeats - 1
-    ticks = partial(_backward_ticks, run, read, dsums)
+    ticks = partial(_backward_ticks, run, read, daux)
 
     def block(carry, j, segment=None):
         gradients, (ahead, carry) = carry
@@ -290,8 +292,8 @@ def _forward_ticks(run: Run, segment: Segment, ahead: PyTree | None, carry: tupl
             window = lax.cond(_is_first(visit), begin, same, window)
         x = next_input(state, t, fresh=visit.fresh)
         batch_inputs, keys = _of_visit(run, visit)
-        (y, sums), residuals = run.stage.forward(run.weights.read(window), x, batch_inputs, keys)
-        totals = jax.tree.map(lambda a, b: a + jnp.where(visit.busy, b, 0), totals, sums)
+        (y, aux), residuals = run.stage.forward(run.weights.read(window), x, batch_inputs, keys)
+        totals = jax.tree.map(lambda a, b: a + jnp.where(visit.busy, b, 0), totals, aux)
         kept = store(kept, residuals, t, run.counts) if kept.late else kept
         state = hand_over(state, y, t, enters=segment.enters, leaves=segment.leaves)
         return (window, (state, totals, kept)), None
@@ -302,7 +304,7 @@ def _forward_ticks(run: Run, segment: Segment, ahead: PyTree | None, carry: tupl
 def _backward_ticks(
     run: Run,
     read: Callable[[Any], list[jax.Array]],
-    dsums: Sums,
+    daux: Aux,
     segment: Segment,
     ahead: PyTree | None,
     carry: tuple[Held, Backward],
@@ -317,10 +319,10 @@ def _backward_ticks(
         held, (dstate, dbatch_inputs) = carry
         visit = visit_at(t, run.counts)
         dstate, dy = take_back(dstate, t, enters=segment.enters, leaves=segment.leaves)
-        of_sums = jax.tree.map(lambda d: jnp.where(visit.busy, d, 0), dsums)
+        daux_of_tick = jax.tree.map(lambda d: jnp.where(visit.busy, d, 0), daux)
         batch_inputs, keys = _of_visit(run, visit)
         w = run.weights.read(held.window)
-        dw, dx, ds = run.stage.backward(w, batch_inputs, keys, read(t), (dy, of_sums))
+        dw, dx, ds = run.stage.backward(w, batch_inputs, keys, read(t), (dy, daux_of_tick))
         gradient = jax.tree.map(jnp.add, held.gradient, run.weights.give(dw))
         held = held._replace(gradient=gradient)
         if ahead is not None:

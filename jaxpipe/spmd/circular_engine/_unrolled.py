@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ...autodiff import Remat, recompute
-from ...autodiff._model import Sums
+from ...autodiff._model import Aux
 from .._ranks import on_ranks
 from .._weight_gather import EACH_TICK, Gather
 from ..stepwise._iteration import (
@@ -22,7 +22,7 @@ from ..stepwise._weight_window import from_window, window_at
 
 
 def circular_unrolled(
-    stage: Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, Sums]],
+    stage: Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, Aux]],
     weights: PyTree,
     inputs: PyTree,
     batch_inputs: PyTree = (),
@@ -32,15 +32,15 @@ def circular_unrolled(
     delay: bool = False,
     remat: Remat = recompute,
     gather: Gather = EACH_TICK,
-) -> tuple[PyTree, Sums]:
+) -> tuple[PyTree, Aux]:
     """Runs the stages as `circular` does, unrolled, and lets JAX derive the backward.
 
     XLA sees every iteration and may overlap and fuse across them, and decides how gradients are
     summed. Compile time grows with the number of iterations, M * R + d * (S - 1).
 
     Args:
-        stage: `(weights of one stage, x, batch_inputs of one microbatch, its keys) -> (y, sums)`,
-            or `-> y` without sums. Sums are dropped.
+        stage: `(weights of one stage, x, batch_inputs of one microbatch, its keys) -> (y, aux)`,
+            or `-> y` without aux, which is dropped.
         weights: [R, S, ...] leaves, dim 1 sharded over the axis `stage`.
         inputs: [M, ...] leaves, dim 0 sharded over the axis `stage`.
         batch_inputs: [M, ...] leaves that every stage may read, replicated over the ranks.

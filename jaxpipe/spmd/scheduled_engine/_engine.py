@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree, Scalar
 
 from ...autodiff import Model, Remat, recompute
-from ...autodiff._model import Sums
+from ...autodiff._model import Aux
 from ...schedules import num_ranks
 from ...schedules.lock_step import Ticks, TickTables, check_ticks, rank_and_chunk_by_stage
 from ...schedules.lock_step import tick_tables as tables_of
@@ -32,7 +32,7 @@ def scheduled_value_and_grad(
     gather: Gather = EACH_TICK,
     boundary_gather: Gather = EACH_TICK,
     share_head: bool = False,
-) -> tuple[tuple[Scalar, Sums], dict[str, Any]]:
+) -> tuple[tuple[Scalar, Aux], dict[str, Any]]:
     """Returns loss, metrics and gradients of a batch that runs by any schedule.
 
     Args:
@@ -85,12 +85,12 @@ def scheduled_value_and_grad(
             "call `scheduled_value`."
         )
     how = How(tables, ticks.schedule.num_stages, remat, gather, boundary_gather, share_head)
-    of_rank = partial(rank_value_and_grad, model, how)
+    rank_fn = partial(rank_value_and_grad, model, how)
     run = on_parts(
-        of_rank, mesh, gather, boundary_gather, (None, gradient_dims(gather, boundary_gather))
+        rank_fn, mesh, gather, boundary_gather, (None, gradient_dims(gather, boundary_gather))
     )
-    value, (of_stages, boundary_grads) = run(weights, batch_inputs, keys)
-    return value, boundary_grads | {"stages": of_stages}
+    value, (stage_grads, boundary_grads) = run(weights, batch_inputs, keys)
+    return value, boundary_grads | {"stages": stage_grads}
 
 
 def scheduled_value(
@@ -104,7 +104,7 @@ def scheduled_value(
     gather: Gather = EACH_TICK,
     boundary_gather: Gather = EACH_TICK,
     share_head: bool = False,
-) -> tuple[Scalar, Sums]:
+) -> tuple[Scalar, Aux]:
     """Returns loss and metrics of a batch, without gradients.
 
     Args:

@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree, Scalar
 
 from ...autodiff import Model, Remat
-from ...autodiff._model import Sums, combine_losses, index_leading
+from ...autodiff._model import Aux, combine_losses, index_leading
 from ...autodiff._pullback import floating
 from ...autodiff._split_backward import split_backward
 from ...schedules.lock_step import PhaseTable, TickTables
@@ -63,7 +63,7 @@ def rank_value_and_grad(
     boundary: dict[str, PyTree],
     batch_inputs: PyTree,
     keys: PyTree,
-) -> tuple[tuple[Scalar, Sums], tuple[PyTree, dict[str, PyTree]]]:
+) -> tuple[tuple[Scalar, Aux], tuple[PyTree, dict[str, PyTree]]]:
     """Returns loss, metrics and gradients, as computed by one rank inside the axis `stage`.
 
     Over the batch axes, if there are any, each device runs on its own rows.
@@ -82,8 +82,8 @@ def rank_value_and_grad(
     run, nothing, waiting, totals = _prepare(model, how, stages, boundary, batch_inputs, keys)
     totals = _all_ticks(how, run, nothing, waiting, totals)
     boundary_grads = how.boundary_gather.scatter(lax.psum(totals.boundary, AXIS))
-    of_stages = run.weights.close(totals.stages)
-    return _summed(how, totals), (like(of_stages, stages), like(boundary_grads, boundary))
+    stage_grads = run.weights.close(totals.stages)
+    return _summed(how, totals), (like(stage_grads, stages), like(boundary_grads, boundary))
 
 
 def rank_value(
@@ -93,7 +93,7 @@ def rank_value(
     boundary: dict[str, PyTree],
     batch_inputs: PyTree,
     keys: PyTree,
-) -> tuple[Scalar, Sums]:
+) -> tuple[Scalar, Aux]:
     """Returns (loss, metrics) of the batch, by a schedule that has only forwards."""
     return _summed(
         how, _all_ticks(how, *_prepare(model, how, stages, boundary, batch_inputs, keys))
@@ -116,10 +116,10 @@ def _losses(how: How) -> list[int]:
     return [max(m if s == last else -1 for m, s in zip(*row, strict=True)) for row in rows]
 
 
-def _summed(how: How, totals: Totals) -> tuple[Scalar, Sums]:
-    """Sums losses and metrics over all devices, and returns those of the batch."""
-    sums = totals.loss, totals.of_loss, totals.of_stages
-    return combine_losses(*lax.psum(sums, (AXIS, *how.gather.batch_axes)))
+def _summed(how: How, totals: Totals) -> tuple[Scalar, Aux]:
+    """Aux losses and metrics over all devices, and returns those of the batch."""
+    local = totals.loss, totals.loss_metrics, totals.stage_aux
+    return combine_losses(*lax.psum(local, (AXIS, *how.gather.batch_axes)))
 
 
 def _rows(tables: TickTables) -> Row:
@@ -128,8 +128,8 @@ def _rows(tables: TickTables) -> Row:
     def column(table: tuple) -> Int[Array, " ticks"]:
         return jnp.take(jnp.asarray(table, jnp.int32), lax.axis_index(AXIS), axis=1)
 
-    of_ticks = tables._replace(num_slots={}, first_chunks=None, separate_backward_weights=None)  # type: ignore[arg-type]
-    return jax.tree.map(column, of_ticks, is_leaf=lambda x: type(x) is tuple)
+    columns = tables._replace(num_slots={}, first_chunks=None, separate_backward_weights=None)  # type: ignore[arg-type]
+    return jax.tree.map(column, columns, is_leaf=lambda x: type(x) is tuple)
 
 
 def _prepare(
@@ -150,16 +150,16 @@ def _prepare(
     x = jax.tree.map(pvary, model.embed(whole["embed"], first_inputs))
     visit = weights.read(held, _FIRST, True), x, first_inputs, index_leading(keys, 0)
     divided = split_backward(how.remat(model.stage), *visit) if keep else None
-    _, sums = jax.eval_shape(model.stage, *visit)
-    _, of_loss = jax.eval_shape(model.loss, model.boundary(whole), x, first_inputs)
-    no_sums = {name: zeros(s) for name, s in sums.items()}
-    dsums = {name: jnp.full_like(s, name == "loss") for name, s in no_sums.items()}
+    _, aux_shapes = jax.eval_shape(model.stage, *visit)
+    _, loss_metrics = jax.eval_shape(model.loss, model.boundary(whole), x, first_inputs)
+    zero_aux = {name: zeros(s) for name, s in aux_shapes.items()}
+    daux = {name: jnp.full_like(s, name == "loss") for name, s in zero_aux.items()}
     last_alone = how.num_stages if how.share_head else how.num_stages - 1
-    run = Run(model, how.num_stages, last_alone, divided, weights, whole, batch_inputs, keys, dsums)
+    run = Run(model, how.num_stages, last_alone, divided, weights, whole, batch_inputs, keys, daux)
     totals = Totals(
         zeros(jax.ShapeDtypeStruct((), jnp.float32)),
-        jax.tree.map(zeros, of_loss),
-        no_sums,
+        jax.tree.map(zeros, loss_metrics),
+        zero_aux,
         held,
         jax.tree.map(zeros, wide(floating(whole))) if keep else {},
     )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree, Scalar
 
 from ...autodiff import Model
-from ...autodiff._model import Sums, fold_in_microbatch, index_leading
+from ...autodiff._model import Aux, fold_in_microbatch, index_leading
 from ...autodiff._pullback import floating
 from ...autodiff._split_backward import SplitBackward
 from ...ir._accumulate import add_gradients
@@ -37,7 +37,7 @@ class Run(NamedTuple):
         boundary: Weights of embedding and head, gathered.
         batch_inputs: [M, ...] leaves.
         keys: [v, ...] leaves, or ().
-        dsums: Cotangents of a stage's sums.
+        daux: Cotangents of a stage's auxiliary losses and metrics.
     """
 
     model: Model
@@ -48,7 +48,7 @@ class Run(NamedTuple):
     boundary: dict[str, PyTree]
     batch_inputs: PyTree
     keys: PyTree
-    dsums: Sums
+    daux: Aux
 
 
 class Waiting(NamedTuple):
@@ -62,19 +62,19 @@ class Waiting(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Losses, sums and gradients that are accumulated over ticks, and gathered weights.
+    """Losses, metrics and gradients that are accumulated over ticks, and gathered weights.
 
     Attributes:
         loss: Loss of the microbatches whose loss this rank computed.
-        of_loss: Sums that `model.loss` returned for these microbatches.
-        of_stages: Sums that this rank's stages returned.
+        loss_metrics: Metrics that `model.loss` returned for these microbatches.
+        stage_aux: Auxiliary losses and metrics that this rank's stages returned.
         stages: Float32 gradients of the stages' weights, and gathered weights.
         boundary: Float32 gradients of embedding and head.
     """
 
     loss: Scalar
-    of_loss: Sums
-    of_stages: Sums
+    loss_metrics: Aux
+    stage_aux: Aux
     stages: Held
     boundary: dict[str, PyTree]
 
@@ -105,11 +105,11 @@ def forward(
     x = cond(work.stage == 0, embed, lambda: arrived, like=arrived)
     kept: tuple[list, list] = ([], [])
     if run.stage is None:
-        y, sums = run.model.stage(w, x, batch_inputs, keys)
+        y, aux = run.model.stage(w, x, batch_inputs, keys)
     else:
-        (y, sums), residuals = run.stage.forward(w, x, batch_inputs, keys)
+        (y, aux), residuals = run.stage.forward(w, x, batch_inputs, keys)
         kept = divide(run.stage, residuals)
-    totals = totals._replace(of_stages=_add(totals.of_stages, sums))
+    totals = totals._replace(stage_aux=_add(totals.stage_aux, aux))
     totals, cotangent = cond(
         work.stage == run.last,
         lambda totals: _loss(run, y, batch_inputs, totals),
@@ -133,32 +133,32 @@ def _loss(run: Run, y: PyTree, batch_inputs: PyTree, totals: Totals) -> tuple[To
     The gradients are computed together with the loss, so logits are computed once.
     """
     if run.stage is None:
-        value, sums = run.model.loss(run.model.boundary(run.boundary), y, batch_inputs)
-        return _with_loss(totals, value, sums), ()
-    (value, sums), (boundary_grads, dy) = loss_and_gradients(
+        value, metrics = run.model.loss(run.model.boundary(run.boundary), y, batch_inputs)
+        return _with_loss(totals, value, metrics), ()
+    (value, metrics), (boundary_grads, dy) = loss_and_gradients(
         run.model, run.boundary, y, batch_inputs
     )
-    return _with_loss(totals, value, sums, boundary_grads), dy
+    return _with_loss(totals, value, metrics, boundary_grads), dy
 
 
 def shared_loss(run: Run, y: PyTree, batch_inputs: PyTree, totals: Totals) -> tuple[Totals, PyTree]:
     """Adds this rank's share of a loss to `totals`; returns them and the whole gradient by `y`."""
     shared = run.model.shared_loss
     assert shared is not None, "checked at the entry"
-    (value, sums), (boundary_grads, dy) = shared(
+    (value, metrics), (boundary_grads, dy) = shared(
         run.model.boundary(run.boundary), y, batch_inputs, AXIS
     )
     if run.stage is None:
-        return _with_loss(totals, value, sums), ()
-    return _with_loss(totals, value, sums, boundary_grads), dy
+        return _with_loss(totals, value, metrics), ()
+    return _with_loss(totals, value, metrics, boundary_grads), dy
 
 
 def _with_loss(
-    totals: Totals, value: Scalar, sums: Sums, boundary_grads: dict[str, PyTree] | None = None
+    totals: Totals, value: Scalar, metrics: Aux, boundary_grads: dict[str, PyTree] | None = None
 ) -> Totals:
     return totals._replace(
         loss=totals.loss + value,
-        of_loss=_add(totals.of_loss, sums),
+        loss_metrics=_add(totals.loss_metrics, metrics),
         boundary=add_to_boundary(totals.boundary, boundary_grads or {}),
     )
 
@@ -239,12 +239,12 @@ def _divided(run: Run) -> SplitBackward:
     return run.stage
 
 
-def _kept(run: Run, work: Work, waiting: Waiting) -> tuple[list[jax.Array], tuple[PyTree, Sums]]:
+def _kept(run: Run, work: Work, waiting: Waiting) -> tuple[list[jax.Array], tuple[PyTree, Aux]]:
     """Returns the residuals that F stored, and the cotangent of the results of F."""
     early = iter(index_leading(waiting.for_backward, work.residuals_for_backward_slot))
     late = iter(index_leading(waiting.for_weight, work.residuals_for_weight_slot))
     residuals = [next(late) if is_late else next(early) for is_late in _divided(run).for_weight]
-    return residuals, (index_leading(waiting.cotangents, work.cotangent_slot), run.dsums)
+    return residuals, (index_leading(waiting.cotangents, work.cotangent_slot), run.daux)
 
 
 def _embedded(run: Run, work: Work, batch_inputs: PyTree, dx: PyTree, totals: Totals) -> Totals:
@@ -258,8 +258,8 @@ def _embedded(run: Run, work: Work, batch_inputs: PyTree, dx: PyTree, totals: To
         return add_gradients(gradient, run.boundary["embed"], batch_inputs, dx)(so_far)
 
     so_far = totals.boundary["embed"]
-    of_embed = cond(work.stage == 0, add, lambda so_far: so_far, so_far, like=so_far)
-    return totals._replace(boundary=totals.boundary | {"embed": of_embed})
+    embed_grads = cond(work.stage == 0, add, lambda so_far: so_far, so_far, like=so_far)
+    return totals._replace(boundary=totals.boundary | {"embed": embed_grads})
 
 
 def _add(so_far: PyTree, new: PyTree) -> PyTree:

@@ -201,7 +201,7 @@ def run_one_iteration(
     """Runs the stage of every rank on its microbatch, and hands over the results.
 
     Args:
-        stage: `(weights of one stage, x, batch_inputs of one microbatch, rng) -> (y, sums)`.
+        stage: `(weights of one stage, x, batch_inputs of one microbatch, rng) -> (y, aux)`.
         loop_state: The buffers before the iteration.
         weights: [S, ...] leaves, the weights that the ranks use in this iteration.
         batch_inputs: [M, ...] leaves.

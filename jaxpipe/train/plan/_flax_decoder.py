@@ -27,16 +27,16 @@ from ... import linen as linen_frontend
 from ... import models, modules, spmd
 from ... import nnx as nnx_frontend
 from ...autodiff import Model
-from ...autodiff._model import Sums, combine_losses, total
+from ...autodiff._model import Aux, combine_losses, total
 from ._family import model_family
 from ._fsdp import batch_axes, boundary_gathers
 from ._setup import STACK_AXES, Setup
 
 Activations = dict[str, jax.Array]
-LayerFn = Callable[[PyTree, Activations, jax.Array, jax.Array], tuple[Activations, Sums]]
+LayerFn = Callable[[PyTree, Activations, jax.Array, jax.Array], tuple[Activations, Aux]]
 """`(weights of one layer, activations, segment_ids, positions) -> (activations, aux)`"""
 
-PipelineFn = Callable[..., tuple[PyTree, Sums]]
+PipelineFn = Callable[..., tuple[PyTree, Aux]]
 """`(weights [R, S, L, ...], inputs [M, ...], segment_ids, positions) -> (outputs, aux)`"""
 
 METRICS_COLLECTION = "metrics"
@@ -83,8 +83,8 @@ class LinenLayer(nn.Module):
             name: self.param(name, partial(_init_boxed, part))
             for name, part in self.weights.items()
         }
-        y, sums = self.run(weights, inputs, segment_ids, positions)
-        for name, value in sums.items():
+        y, aux = self.run(weights, inputs, segment_ids, positions)
+        for name, value in aux.items():
             self.sow(METRICS_COLLECTION, name, value)
         return y
 
@@ -117,8 +117,8 @@ class NnxLayer(nnx.Module):
 
     def __call__(self, inputs, segment_ids, positions, deterministic, model_mode):
         weights = nnx.to_pure_dict(nnx.state(self))["weights"]
-        y, sums = self.run(weights, inputs, segment_ids, positions)
-        for name, value in sums.items():
+        y, aux = self.run(weights, inputs, segment_ids, positions)
+        for name, value in aux.items():
             self.sow(nnx.Intermediate, name, value)
         return y
 
@@ -149,7 +149,7 @@ def linen_value(decoder: FlaxDecoder) -> Callable:
     pipeline = linen_frontend.create_pipeline(decoder.config, layer, decoder.mesh)
     tree = models.stacked(decoder.layer, pipeline.settings.dims, STACK_AXES)
 
-    def run(stages: PyTree, *arrays: PyTree) -> tuple[PyTree, Sums]:
+    def run(stages: PyTree, *arrays: PyTree) -> tuple[PyTree, Aux]:
         variables = {"params": {"layers": _box(tree, stages)}}
         out: Any = pipeline.apply(
             variables, *arrays, microbatched=True, mutable=[METRICS_COLLECTION]
@@ -188,7 +188,7 @@ def nnx_value(decoder: FlaxDecoder) -> Callable:
     # No arrays: the caller has them.
     graph, state = jax.eval_shape(lambda: nnx.split(make()))
 
-    def run(stages: PyTree, *arrays: PyTree) -> tuple[PyTree, Sums]:
+    def run(stages: PyTree, *arrays: PyTree) -> tuple[PyTree, Aux]:
         with nnx.use_eager_sharding(False):
             pipeline = nnx.merge(graph, _replace_arrays(state, stages), copy=True)
         y, sown = nnx.capture(pipeline, nnx.Intermediate)(*arrays, microbatched=True)
@@ -268,8 +268,8 @@ def _layer_fn(model: Model) -> LayerFn:
     def call(weights, activations, segment_ids, positions):
         stack = jax.tree.map(lambda w: w[None], weights)
         batch_inputs = activations | {"segment_ids": segment_ids, "positions": positions}
-        y, sums = model.stage(stack, batch_inputs.pop("x"), batch_inputs, ())
-        return activations | {"x": y}, sums
+        y, aux = model.stage(stack, batch_inputs.pop("x"), batch_inputs, ())
+        return activations | {"x": y}, aux
 
     return call
 
@@ -315,7 +315,7 @@ def _decoder_value(decoder: FlaxDecoder, pipeline: PipelineFn) -> Callable:
 
 def _loss_of_microbatches(
     model: Model, boundary: PyTree, microbatches: PyTree
-) -> tuple[jax.Array, Sums]:
+) -> tuple[jax.Array, Aux]:
     """Sums the loss of [n, ...] microbatches in a scan, and recomputes logits in the backward."""
 
     @partial(jax.checkpoint, prevent_cse=False)
@@ -323,7 +323,7 @@ def _loss_of_microbatches(
         y, batch_inputs = microbatch
         return model.loss(boundary, y, batch_inputs)
 
-    _, (losses, sums) = jax.lax.scan(
+    _, (losses, metrics) = jax.lax.scan(
         lambda _, one: ((), loss_of_one(boundary, one)), (), microbatches
     )
-    return jnp.sum(losses), total(sums)
+    return jnp.sum(losses), total(metrics)
