@@ -59,7 +59,7 @@ def circular_ticks() -> str:
 def _visit(t: int, rank: int, sizes: tuple[int, int, int]) -> tuple[int, int] | None:
     """Returns the microbatch and the repeat of a rank in a tick; None in a bubble."""
     num_repeats = sizes[1]
-    microbatches, repeats = stepwise.microbatch_and_repeat_ids(t, stepwise.Counts(*sizes, 1))
+    microbatches, repeats = stepwise.microbatch_and_repeat_ids(t, stepwise.PipelineShape(*sizes, 1))
     microbatch, repeat = int(microbatches[rank]), int(repeats[rank])
     return (microbatch, repeat) if t >= rank and repeat < num_repeats else None
 

@@ -40,9 +40,9 @@ class Model:
         loss: `(boundary, y, inputs_m) -> (loss, metrics)` with boundary = `{"head":
             weights["head"]}`, and also `"embed"` if the model is tied.
         tied: Whether `loss` reads the weights of the embedding too.
-        shared_loss: `(boundary, y, inputs_m, axis) -> ((loss, metrics), (boundary_grads, dy))`: the
-            same loss, computed by all ranks of an axis together, and its gradients. All ranks have
-            the same arguments.
+        vocab_parallel_loss: `(boundary, y, inputs_m, axis) -> ((loss, metrics), (boundary_grads,
+            dy))`: the same loss, computed by all ranks of an axis together, and its gradients. All
+            ranks have the same arguments.
             The loss, the metrics and the gradients by `boundary` are contributions that add up over
             the axis; the gradient dy by y is complete on each rank.
 
@@ -60,7 +60,7 @@ class Model:
     stage: Callable[[Any, Any, Any, Any], tuple[Any, Aux]]
     loss: Callable[[Any, Any, Any], tuple[Float[Array, ""], Aux]]
     tied: bool = False
-    shared_loss: Callable[[Any, Any, Any, str], tuple[Any, Any]] | None = None
+    vocab_parallel_loss: Callable[[Any, Any, Any, str], tuple[Any, Any]] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stage", with_aux(self.stage))

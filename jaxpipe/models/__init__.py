@@ -20,7 +20,7 @@ from ._llama import llama_weights as llama_weights
 from ._mlp import mlp as mlp
 from ._mlp import mlp_weights as mlp_weights
 from ._presets import PRESETS as PRESETS
-from ._vocab_parallel_loss import shared_next_token_loss as shared_next_token_loss
+from ._vocab_parallel_loss import vocab_parallel_next_token_loss as vocab_parallel_next_token_loss
 from .layers._attention import Attention as Attention
 from .layers._attention import dot_product_attention as dot_product_attention
 from .layers._attention import splash_attention as splash_attention

@@ -21,7 +21,7 @@ from .layers._on_shards import varying_like
 Shared = Callable[[PyTree, Array, PyTree, str], tuple[Any, Any]]
 
 
-def shared_next_token_loss(epsilon: float, z_loss_multiplier: float = 0.0) -> Shared:
+def vocab_parallel_next_token_loss(epsilon: float, z_loss_multiplier: float = 0.0) -> Shared:
     """Returns a function that computes the loss and its gradients inside a mesh axis.
 
     Args:

@@ -28,7 +28,7 @@ class PipelineAttributes:
     @property
     def num_stages(self) -> int:
         """Returns the number of ranks of the pipeline."""
-        return self.settings.counts.num_ranks
+        return self.settings.pipeline_shape.num_ranks
 
     @property
     def forwarding_delay(self) -> int:
@@ -36,23 +36,23 @@ class PipelineAttributes:
 
         It is 2 with `pipeline_delay_activation_forwarding`, else 1.
         """
-        return self.settings.counts.hop
+        return self.settings.pipeline_shape.forwarding_delay
 
     @property
     def pipeline_microbatch_size(self) -> int | None:
         """Returns the rows of a microbatch, or None if the config does not set the batch size."""
         rows = self.settings.batch_size
-        return None if rows is None else rows // self.settings.counts.num_microbatches
+        return None if rows is None else rows // self.settings.pipeline_shape.num_microbatches
 
     @property
     def microbatches_per_stage(self) -> int:
         """Returns the number of microbatches that a rank stores in `state_io`."""
-        return self.settings.counts.slots
+        return self.settings.pipeline_shape.microbatches_per_rank
 
     @property
     def use_circ_storage(self) -> bool:
         """Returns whether outputs of the last rank must wait until rank 0 starts a new repeat."""
-        return iteration.need_circ_storage(self.settings.counts)
+        return iteration.need_circ_storage(self.settings.pipeline_shape)
 
     @property
     def spmd_axis_name(self) -> str | None:

@@ -47,7 +47,7 @@ def split_batch(
     """
     split = check_microbatches if microbatched else to_microbatches
     whole = {"inputs": inputs} | batch_inputs
-    parts = split(whole, settings.counts.num_microbatches, settings.batch_size)
+    parts = split(whole, settings.pipeline_shape.num_microbatches, settings.batch_size)
     return parts["inputs"], {name: parts[name] for name in batch_inputs}
 
 
@@ -95,7 +95,7 @@ def run_batch(
     weights = typed_by_specs(weights, specs, mesh)
     others, slots = split_weights(weights, overwritten)
     if slots:
-        M = settings.counts.num_microbatches
+        M = settings.pipeline_shape.num_microbatches
         numbers = jnp.broadcast_to(jnp.arange(M)[:, None], (M, parts))
         layer, batch_inputs = with_slots(layer), batch_inputs | {MICROBATCH: numbers}
         nothing = jax.tree.map(lambda _: PartitionSpec(*[None] * 3), slots)
@@ -107,7 +107,7 @@ def run_batch(
     engine = partial(
         ENGINES[settings.scan_ticks, settings.scan_repeats],
         mesh=mesh,
-        delay=settings.counts.hop > 1,
+        delay=settings.pipeline_shape.forwarding_delay > 1,
         remat=settings.remat_tick,
         gather=gather,
     )

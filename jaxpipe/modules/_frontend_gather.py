@@ -55,7 +55,12 @@ def gather_of_names(
     if AxisType.Explicit in mesh.axis_types and not batch_axes:
         of_ranks = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), specs, is_leaf=is_spec)
         whole = gather_stage(of_ranks)
-        return Gather(when, whole=whole, hold=whole, scatter=gather_stage(of_ranks, ()))
+        return Gather(
+            when,
+            unshard=whole,
+            constrain_unsharded=whole,
+            reduce_scatter=gather_stage(of_ranks, ()),
+        )
     rules: dict[str, tuple[str, ...]] = {}
 
     def logical(w: jax.Array, name: PartitionSpec, spec: PartitionSpec) -> tuple[str | None, ...]:

@@ -218,7 +218,7 @@ def pipeline_layers(
     if not jax.tree.leaves(shapes):
         return engine(without_records(stage), weights, inputs, batch_inputs, keys)[0], shapes
     repeats, ranks, layers = settings.dims
-    microbatches = settings.counts.num_microbatches
+    microbatches = settings.pipeline_shape.num_microbatches
     if settings.batch_axes:
         _check_scalars(shapes, settings.batch_axes)
     each = (microbatches, num_parts(mesh, settings.batch_axes))

@@ -38,25 +38,25 @@ class PipelineMethods(PipelineAttributes):
 
     def need_circ_storage(self) -> bool:
         """Returns whether outputs of the last rank must wait until rank 0 starts a new repeat."""
-        return iteration.need_circ_storage(self.settings.counts)
+        return iteration.need_circ_storage(self.settings.pipeline_shape)
 
     def iterations_to_complete_first_microbatch_one_repeat(self) -> int:
         """Returns the number of iterations before the last rank's first one with a microbatch."""
-        return iteration.iterations_of_one_repeat(self.settings.counts)
+        return iteration.iterations_of_one_repeat(self.settings.pipeline_shape)
 
     def iterations_to_complete_first_microbatch(self) -> int:
         """Returns the number of iterations before the one that completes microbatch 0."""
-        return iteration.iterations_of_first_microbatch(self.settings.counts)
+        return iteration.iterations_of_first_microbatch(self.settings.pipeline_shape)
 
     def get_iteration_inputs(self, loop_iteration, state_io, circ_storage, shift) -> Any:
         """Returns the [S, ...] inputs that the ranks process in one iteration."""
         return iteration.iteration_inputs(
-            loop_iteration, state_io, circ_storage, shift, self.settings.counts
+            loop_iteration, state_io, circ_storage, shift, self.settings.pipeline_shape
         )
 
     def get_microbatch_and_repeat_ids(self, loop_iteration) -> tuple[jax.Array, jax.Array]:
         """Returns the microbatch and the repeat that each rank processes, [S] each."""
-        return iteration.microbatch_and_repeat_ids(loop_iteration, self.settings.counts)
+        return iteration.microbatch_and_repeat_ids(loop_iteration, self.settings.pipeline_shape)
 
     def get_pipeline_remat_policy(self) -> Callable:
         """Returns the `jax.checkpoint` policy of the argument `remat_policy` or of the config.
@@ -92,7 +92,7 @@ class PipelineMethods(PipelineAttributes):
 
     def init_states(self, inputs) -> iteration.LoopState:
         """Returns the loop state before iteration 0 for inputs [M, ...]."""
-        return iteration.init_states(inputs, self.draw_keys(), self.settings.counts)
+        return iteration.init_states(inputs, self.draw_keys(), self.settings.pipeline_shape)
 
     def _stage(self, deterministic, model_mode, instance=None, gathered=None) -> Callable:
         layer = self.layer_function(deterministic, model_mode, instance)
@@ -146,11 +146,11 @@ class LoopMethods(PipelineMethods):
 
     def get_new_loop_state(self, output, loop_state) -> iteration.LoopState:
         """Returns the loop state after an iteration in which the ranks made `output` [S, ...]."""
-        return iteration.new_loop_state(output, loop_state, self.settings.counts, self.mesh)
+        return iteration.new_loop_state(output, loop_state, self.settings.pipeline_shape, self.mesh)
 
     def permute_output_micro_per_stage_dim(self, output) -> Any:
         """Reorders the final `state_io` [S, M / S, ...] to the order of the rows of the inputs."""
-        return iteration.permute_output(output, self.settings.counts)
+        return iteration.permute_output(output, self.settings.pipeline_shape)
 
     def get_current_stage_weights(
         self, pipeline_weights, loop_iteration, physical_partition_spec=None
@@ -189,7 +189,7 @@ class LoopMethods(PipelineMethods):
         weights = self.get_current_stage_weights(pipeline_weights, loop_state["loop_iteration"])
         batch_inputs = to_batch_inputs(segment_ids, positions)
         return iteration.run_one_iteration(
-            stage, loop_state, weights, batch_inputs, self.settings.counts, self.mesh
+            stage, loop_state, weights, batch_inputs, self.settings.pipeline_shape, self.mesh
         )
 
     @staticmethod
@@ -240,11 +240,11 @@ class WindowMethods(PipelineMethods):
 
     def advance_circular_buffers(self, output, loop_state) -> iteration.LoopState:
         """Returns the loop state after an iteration in which the ranks made `output` [S, ...]."""
-        return iteration.new_loop_state(output, loop_state, self.settings.counts, self.mesh)
+        return iteration.new_loop_state(output, loop_state, self.settings.pipeline_shape, self.mesh)
 
     def realign_output_microbatches(self, output) -> Any:
         """Reorders the final `state_io` [S, M / S, ...] to the order of the rows of the inputs."""
-        return iteration.permute_output(output, self.settings.counts)
+        return iteration.permute_output(output, self.settings.pipeline_shape)
 
     def fetch_active_stage_weights(
         self, bsw, loop_iteration, physical_partition_spec=None, is_initializing=None
@@ -264,14 +264,14 @@ class WindowMethods(PipelineMethods):
         expert.
         """
         now = 0 if is_initializing else loop_iteration
-        weights = window.from_window(bsw, now, self.settings.counts)
+        weights = window.from_window(bsw, now, self.settings.pipeline_shape)
         if physical_partition_spec is None:
             return weights
         return placement.gather_all(weights, physical_partition_spec, self.mesh, placement.GATHERED)
 
     def from_all_variables_to_repeat_weights(self, weights, loop_iteration) -> Any:
         """Returns the [S, ...] weights of rank 0's current repeat, for all stages."""
-        return window.repeat_weights(weights, loop_iteration, self.settings.counts)
+        return window.repeat_weights(weights, loop_iteration, self.settings.pipeline_shape)
 
     def from_repeat_weights_to_bsw(
         self,
@@ -298,7 +298,7 @@ class WindowMethods(PipelineMethods):
         gather = partial(
             self.from_repeat_weights_to_bsw, physical_partition_spec=physical_partition_spec
         )
-        return window.window_at(weights, loop_iteration + 1, self.settings.counts, gather)
+        return window.window_at(weights, loop_iteration + 1, self.settings.pipeline_shape, gather)
 
     def run_one_iteration(
         self,
@@ -320,7 +320,7 @@ class WindowMethods(PipelineMethods):
         weights = self.fetch_active_stage_weights(bsw, loop_state["loop_iteration"])
         batch_inputs = to_batch_inputs(segment_ids, positions)
         return iteration.run_one_iteration(
-            stage, loop_state, weights, batch_inputs, self.settings.counts, self.mesh
+            stage, loop_state, weights, batch_inputs, self.settings.pipeline_shape, self.mesh
         )
 
 

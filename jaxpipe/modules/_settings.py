@@ -19,8 +19,7 @@ from ..autodiff._rematerialization import TENSORS, check_offload
 from ..sharding import DEFAULT_RULES
 from ..sharding.layout import even_layout
 from ..spmd._ranks import AXIS
-from ..spmd.circular_engine._shape import check_circular
-from ..spmd.stepwise._iteration import Counts
+from ..spmd.circular_engine._shape import PipelineShape, check_circular
 
 AxisRules = tuple[tuple[str, tuple[str, ...]], ...]
 """Pairs (logical axis, mesh axes). The first pair of a logical axis that fits an array applies."""
@@ -35,7 +34,7 @@ class PipelineSettings:
     """Settings by which a stack of layers runs as a pipeline.
 
     Attributes:
-        counts: S, R, M and the iterations that a hand-over to the next rank takes.
+        pipeline_shape: S, R, M and the iterations that a hand-over to the next rank takes.
         layers_per_stage: L.
         batch_size: Rows of the batch, or None if any multiple of M is allowed.
         gather: When weights that are sharded over fsdp, context and expert are gathered.
@@ -53,7 +52,7 @@ class PipelineSettings:
         debug_sharding: Whether to log the sharding of every weight.
     """
 
-    counts: Counts
+    pipeline_shape: PipelineShape
     layers_per_stage: int
     batch_size: int | None
     gather: Literal["tick", "once", "repeat"]
@@ -70,7 +69,7 @@ class PipelineSettings:
     @property
     def dims(self) -> tuple[int, int, int]:
         """Returns (R, S, L), the leading dims of every stacked weight."""
-        return self.counts.num_repeats, self.counts.num_ranks, self.layers_per_stage
+        return self.pipeline_shape.num_repeats, self.pipeline_shape.num_ranks, self.layers_per_stage
 
     def rules_or(self, in_context: Iterable) -> AxisRules:
         """Returns the config's rules, or else `in_context`, or else `DEFAULT_RULES`."""
@@ -123,7 +122,7 @@ def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) 
     on_ticks = _flag(config, "set_remat_policy_on_pipeline_iterations", True)
     on_layers = _flag(config, "set_remat_policy_on_layers_per_stage", False)
     return PipelineSettings(
-        counts=Counts(num_ranks, num_repeats, microbatches, 2 if delay else 1),
+        pipeline_shape=PipelineShape(num_ranks, num_repeats, microbatches, 2 if delay else 1),
         layers_per_stage=layers_per_stage,
         batch_size=_batch_size(config, microbatches),
         gather=_gather(config),

@@ -1,4 +1,4 @@
-"""Arrays that vary over manual axes, and what a loop over ticks is made of: `cond` and zeros."""
+"""Arrays that vary over manual axes, and what loops are made of: `cond`, zeros, masked layers."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
+from jaxtyping import PyTree
 
 from ..ir._graph import pvary_like
 from ..sharding._specs import axes_of
@@ -22,8 +23,8 @@ def pvary(x: jax.Array) -> jax.Array:
     missing = tuple(set(jax.sharding.get_abstract_mesh().manual_axes) - varying_axes(x))
     if not missing:
         return x
-    wide = x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
-    return jax.lax.pcast(wide, missing, to="varying").astype(x.dtype)
+    widened = x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
+    return jax.lax.pcast(widened, missing, to="varying").astype(x.dtype)
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
@@ -65,7 +66,7 @@ def cond(
 
 
 def execution_count_hint(
-    table: Sequence[Sequence[int]], chosen: Callable[[int], bool] = lambda number: number >= 0
+    table: Sequence[Sequence[int]], chosen: Callable[[int], bool] = lambda entry: entry >= 0
 ) -> str:
     """Returns a name scope such as `executed_3_of_10`: in how many ticks a condition is true.
 
@@ -95,9 +96,14 @@ def zeros(x: Any, *, lead: tuple[int, ...] = (), dtype: Any = None) -> jax.Array
     if not isinstance(x, jax.Array):
         return pvary(_split_like(x, jnp.zeros((*lead, *x.shape), dtype)))
     axes = tuple(varying_axes(x))
-    nothing = jnp.zeros_like(x, dtype=dtype)
-    nothing = jax.lax.pcast(nothing, tuple(set(axes) - varying_axes(nothing)), to="varying")
-    return jnp.broadcast_to(nothing, (*lead, *x.shape))
+    zero = jnp.zeros_like(x, dtype=dtype)
+    zero = jax.lax.pcast(zero, tuple(set(axes) - varying_axes(zero)), to="varying")
+    return jnp.broadcast_to(zero, (*lead, *x.shape))
+
+
+def zeros_like(tree: PyTree) -> PyTree:
+    """Returns `zeros` of every leaf of a tree."""
+    return jax.tree.map(zeros, tree)
 
 
 def _split_like(aval: Any, x: jax.Array) -> jax.Array:
@@ -107,3 +113,30 @@ def _split_like(aval: Any, x: jax.Array) -> jax.Array:
         return x
     dims = (*[None] * (x.ndim - aval.ndim), *split.spec.partitions)
     return jax.sharding.reshard(x, split.spec.update(partitions=dims))
+
+
+def masked_layer(layer: Callable) -> Callable:
+    """Returns a layer that is the identity where its key says that it is padding.
+
+    Stages with different numbers of layers then run the same program.
+
+    Args:
+        layer: `(weights, x, batch_inputs, key) -> (x, aux)`.
+
+    Returns:
+        `(weights, x, batch_inputs, key) -> (x, aux)` with `key = {"layer_mask": a boolean,
+        "dropout": key of the layer}`. Where the mask is false, the layer is padding: it returns x,
+        and zeros for aux.
+    """
+
+    def masked(weights: PyTree, x: PyTree, batch_inputs: PyTree, key: dict[str, PyTree]):
+        _, aux_shapes = jax.eval_shape(layer, weights, x, batch_inputs, key["dropout"])
+        zero_aux = zeros_like(aux_shapes)
+        return cond(
+            key["layer_mask"],
+            lambda: layer(weights, x, batch_inputs, key["dropout"]),
+            lambda: (x, zero_aux),
+            like=(x, zero_aux),
+        )
+
+    return masked

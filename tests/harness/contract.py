@@ -56,7 +56,7 @@ class Row:
     explicit: bool = False
     zero: bool = False
     schedule: str = ""
-    share_head: bool = False
+    vocab_parallel: bool = False
     z_loss: float = 0.0
     job: Literal["test", "slow", "product"] = dataclasses.field(default="test", compare=False)
 
@@ -66,7 +66,7 @@ class Row:
         flags += ["explicit"] * self.explicit + ["zero"] * self.zero
         axes = "twin" if self.axes is None else "x".join(f"{a}{n}" for a, n in self.axes) or "mesh"
         sizes = f"S{self.ranks}-R{self.repeats}-M{self.microbatches}-L{self.layers_per_stage}"
-        flags += ["shared"] * self.share_head + ["z_loss"] * bool(self.z_loss)
+        flags += ["shared"] * self.vocab_parallel + ["z_loss"] * bool(self.z_loss)
         flags += [self.gather] * (self.gather != "tick") + [f"{a}manual" for a in self.batch_axes]
         flags += ["unrolled"] * (not self.scan_repeats) + [self.remat] * (self.remat != "full")
         engine = [self.engine, *[self.schedule] * bool(self.schedule)]
@@ -143,7 +143,7 @@ def run_ticks(row: Row, case: Case, ticks: lock_step.Ticks) -> Any:
             remat=remat_by_name(row.remat, PLACES),
             gather=gather_of(row, case.axes["stages"], stacked=2),
             boundary_gather=gather_of(row, {name: case.axes[name] for name in ("embed", "head")}),
-            share_head=row.share_head,
+            vocab_parallel=row.vocab_parallel,
         )
         return value, grads
 
@@ -335,7 +335,7 @@ def plain(row: Row) -> Row:
         zero=False,
         remat="full",
         schedule="",
-        share_head=False,
+        vocab_parallel=False,
     )
 
 
@@ -380,8 +380,8 @@ def make_case(row: Row) -> Case:
         count = int(np.prod(dims))
         keys = jax.vmap(lambda i: jax.random.fold_in(KEY, i))(jnp.arange(count)).reshape(dims)
     epsilon = models.LlamaConfig.normalization_layer_epsilon
-    shared_loss = models.shared_next_token_loss(epsilon, row.z_loss)
-    model = Model(*functions, tied=row.tied, shared_loss=shared_loss)
+    vocab_parallel_loss = models.vocab_parallel_next_token_loss(epsilon, row.z_loss)
+    model = Model(*functions, tied=row.tied, vocab_parallel_loss=vocab_parallel_loss)
     return Case(model, tree["layer"], weights_of(plain(row)), axes, make_side(row), keys)
 
 

@@ -48,7 +48,7 @@ def compositions() -> list[Row]:
         llama(2, 2, 4, axes=both, schedule="interleaved_1f1b", layers_per_stage=2, remat="none"),
         llama(4, 2, 8, axes=fsdp, schedule="zbv", batch_axes=manual, explicit=True),
         llama(8, 1, 8, axes=(), schedule="gpipe"),
-        llama(4, 1, 8, axes=(("tensor", 2),), schedule="zero_bubble_h1", share_head=True),
+        llama(4, 1, 8, axes=(("tensor", 2),), schedule="zero_bubble_h1", vocab_parallel=True),
         llama(2, 1, 4, axes=(("data", 2), ("context", 2)), schedule="1f1b", remat="minimal"),
         scheduled("llama", 2, 1, 4, axes=(("data", 2), ("fsdp", 2)), schedule="1f1b",
                   batch_axes=manual, gather="once", zero=True),
@@ -63,7 +63,7 @@ def compositions() -> list[Row]:
         llama(2, 1, 4, axes=both, schedule="1f1b", gather="once", batch_axes=manual,
               layers_per_stage=2),
         llama(3, 2, 6, axes=fsdp, schedule="looped_bfs", gather="repeat", batch_axes=manual),
-        scheduled("llama", 2, 2, 4, axes=fsdp, schedule="interleaved_1f1b", share_head=True,
+        scheduled("llama", 2, 2, 4, axes=fsdp, schedule="interleaved_1f1b", vocab_parallel=True,
                   batch_axes=manual, gather="once", packed=True),
         *slow(in_slow_job),
     ]  # fmt: skip

@@ -40,7 +40,7 @@ def value_of(row: Row, case: Case) -> Any:
     else:
         schedule = contract.ticks_of(row).schedule
         ticks = lock_step.to_lock_step(schedules.forward_only(schedule))
-        how |= {"ticks": ticks, "share_head": row.share_head}
+        how |= {"ticks": ticks, "vocab_parallel": row.vocab_parallel}
         run = functools.partial(spmd.scheduled_value, case.model, **how)
         stages, keys = (spmd.to_ranks(_flat(x), schedule) for x in (weights["stages"], keys))
         weights = weights | {"stages": stages}
@@ -64,7 +64,7 @@ def rows() -> list[Row]:
         circular("llama", 4, 1, 4, axes=FSDP, gather="once", explicit=True, batch_axes=MANUAL),
         circular("deepseek", 2, 2, 4, axes=(("expert", 2), ("fsdp", 2)), packed=True),
         scheduled("llama", 3, 1, 6, axes=FSDP, schedule="zero_bubble_h1", gather="once"),
-        scheduled("llama", 2, 2, 4, axes=FSDP, schedule="interleaved_1f1b", share_head=True,
+        scheduled("llama", 2, 2, 4, axes=FSDP, schedule="interleaved_1f1b", vocab_parallel=True,
                   gather="repeat", batch_axes=MANUAL, packed=True),
         scheduled("llama", 4, 2, 8, axes=(), schedule="dualpipev", packed=True),
         scheduled("deepseek", 2, 1, 4, axes=FSDP, schedule="gpipe", packed=True),

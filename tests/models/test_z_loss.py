@@ -50,7 +50,7 @@ llama = functools.partial(Row, model="llama", packed=True, z_loss=0.1)
 FSDP: Any = (("fsdp", 2),)
 ROWS = [
     llama("scheduled", ranks=2, repeats=1, microbatches=4, axes=(), schedule="1f1b",
-          share_head=True, tied=True),
+          vocab_parallel=True, tied=True),
     llama("circular", ranks=2, repeats=2, microbatches=4, axes=FSDP, dropout=0.1),
     llama("scheduled", ranks=2, repeats=2, microbatches=4, axes=FSDP, schedule="zbv"),
     llama("mpmd", ranks=2, repeats=1, microbatches=4, axes=FSDP, schedule="zero_bubble_h1"),

@@ -115,7 +115,7 @@ def test_driven_by_hand_it_gives_what_the_call_gives(row):
         if "repeat" in row.fields and t % M == 0:
             in_use = pipeline.weight_prefetching(weights, None, t - 1)
         state = step(state, in_use)
-    done = stepwise.permute_output(state["state_io"], pipeline.settings.counts)
+    done = stepwise.permute_output(state["state_io"], pipeline.settings.pipeline_shape)
     frontends.assert_trees_close(done.reshape(inputs.shape), wanted)
 
 

@@ -15,7 +15,7 @@ from jaxpipe.autodiff import Model, keep
 from jaxpipe.spmd._ranks import AXIS
 from jaxpipe.spmd.circular_engine import _passes as _circular_passes
 from jaxpipe.spmd.circular_engine import _shape as _circular
-from jaxpipe.spmd.circular_engine._shape import Counts
+from jaxpipe.spmd.circular_engine._shape import PipelineShape
 
 
 def stage(w, x, batch_inputs, rng):
@@ -99,10 +99,10 @@ BUBBLES = [
 def test_nobody_reads_what_a_bubble_computes(row, monkeypatch):
     """NaN in place of every result of a bubble: the loss and all gradients stay, bit for bit."""
     clean = circular(row, make_case(row))
-    counts = Counts(row.ranks, row.repeats, row.microbatches, 2 if row.delay else 1)
+    shape = PipelineShape(row.ranks, row.repeats, row.microbatches, 2 if row.delay else 1)
 
     def poisoned(state, y, t, **how):
-        busy = _circular.visit_at(t, counts).busy
+        busy = _circular.work_at(t, shape).busy
         return _circular.hand_over(state, jnp.where(busy, y, jnp.nan), t, **how)
 
     monkeypatch.setattr(_circular_passes, "hand_over", poisoned)
@@ -113,26 +113,26 @@ def test_buffers_are_poisoned_before_they_are_written():
     inputs = {"x": jnp.ones((2, 3)), "n": jnp.ones((2,), jnp.int32)}
 
     def first(inputs):
-        return _circular.first_state(inputs, Counts(2, 2, 4, 2))
+        return _circular.first_state(inputs, PipelineShape(2, 2, 4, 2))
 
     state = jax.vmap(first, axis_name=AXIS)(jax.tree.map(lambda x: jnp.stack([x, x]), inputs))
-    for buffer in (state.handoff, *state.underway, state.waiting):
+    for buffer in (state.handoff, *state.in_flight, state.circ_storage):
         assert np.isnan(buffer["x"]).all()
         assert (np.asarray(buffer["n"]) == np.iinfo(np.int32).max).all()
-    assert len(state.underway) == 1
+    assert len(state.in_flight) == 1
 
 
 def test_the_transposed_movements_are_what_jax_makes_of_them():
-    counts = Counts(3, 2, 6, 1)
+    shape = PipelineShape(3, 2, 6, 1)
     inputs = jax.random.normal(jax.random.key(0), (3, 2, 4))
 
     def both(inputs):
         state = _circular.State(inputs, inputs[0], (), jnp.stack([inputs[1]] * 4))
         dx, t = jnp.sin(inputs[0]), jnp.int32(7)
-        fresh = _circular.visit_at(t, counts).fresh
+        from_stream = _circular.work_at(t, shape).from_stream
         nothing = jax.tree.map(jnp.zeros_like, state)
-        _, pull = jax.vjp(lambda s: _circular.next_input(s, t, fresh=fresh), state)
-        return _circular.add_input(nothing, dx, t, fresh=fresh), pull(dx)[0]
+        _, pull = jax.vjp(lambda s: _circular.next_input(s, t, from_stream=from_stream), state)
+        return _circular.add_input(nothing, dx, t, from_stream=from_stream), pull(dx)[0]
 
     mine, jaxs = jax.vmap(both, axis_name=AXIS)(inputs)
     jax.tree.map(np.testing.assert_array_equal, mine, jaxs)

@@ -131,7 +131,7 @@ def test_windows_for_halves_of_backwards_are_refused():
 
 
 def test_a_head_that_cannot_be_shared_is_refused():
-    refused("`share_head` is True and `model.shared_loss` None", share_head=True)
+    refused("`vocab_parallel` is True and `model.vocab_parallel_loss` None", vocab_parallel=True)
 
 
 def test_a_value_alone_takes_forwards_alone():

@@ -21,7 +21,7 @@ from ...sharding._rules import typed_by_specs
 from .._ranks import AXIS, on_ranks
 from .._weight_gather import EACH_TICK, Gather
 from ._loss import rank_value, rank_value_and_grad
-from ._passes import How, Stage, backward_rank, forward_rank
+from ._passes import CircularOptions, Stage, backward_rank, forward_rank
 from ._shape import check_circular
 
 
@@ -84,7 +84,7 @@ def circular(
     )
     num_ranks = _check_counts(stacked, microbatches, mesh, delay)
     check_rows(microbatches, gather.batch_axes, mesh)
-    layer = _layer(with_aux(stage), mesh, How(delay, remat, gather, scan_repeats))
+    layer = _layer(with_aux(stage), mesh, CircularOptions(delay, remat, gather, scan_repeats))
     shares = typed_by_specs(_to_shares(inputs, num_ranks), rows_of(gather, P(AXIS, None)), mesh)
     row_spec, stacked_weight_specs = rows_of(gather, P(None)), stacked_specs(gather.weight_specs)
     weights = typed_by_specs(weights, stacked_weight_specs, mesh)
@@ -93,27 +93,27 @@ def circular(
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), y), aux
 
 
-def _layer(stage: Stage, mesh: Mesh | None, how: How) -> Callable:
+def _layer(stage: Stage, mesh: Mesh | None, options: CircularOptions) -> Callable:
     """Returns `circular` as a function with a custom VJP.
 
     It is `(weights, inputs [S, n, ...], batch_inputs, keys) -> (outputs, aux)`.
     """
 
-    gather = how.gather
+    gather = options.gather
     weights, gradients = stacked_specs(gather.weight_specs), stacked_specs(gather.gradient_specs)
     shares, batch_inputs, keys = rows_of(gather, P(AXIS, None)), rows_of(gather, P(None)), 1
     device = P((AXIS, *gather.batch_axes))
 
-    def forward(keep: bool) -> Callable:
+    def forward(save_residuals: bool) -> Callable:
         return on_ranks(
-            partial(forward_rank, stage, how, keep),
+            partial(forward_rank, stage, options, save_residuals),
             mesh=mesh,
             in_dims=(weights, shares, batch_inputs, keys),
             out_dims=((shares, None), device),
         )
 
     backward = on_ranks(
-        partial(backward_rank, stage, how),
+        partial(backward_rank, stage, options),
         mesh=mesh,
         in_dims=(weights, shares, batch_inputs, keys, device, shares, None),
         out_dims=(gradients, shares, batch_inputs),
@@ -124,13 +124,15 @@ def _layer(stage: Stage, mesh: Mesh | None, how: How) -> Callable:
         return forward(False)(weights, inputs, batch_inputs, keys)[0]
 
     def layer_forward(*arguments):
-        results, kept = forward(True)(*arguments)
-        return results, (arguments, kept)
+        results, residuals = forward(True)(*arguments)
+        return results, (arguments, residuals)
 
     def layer_backward(saved, cotangents):
-        (weights, inputs, batch_inputs, keys), kept = saved
+        (weights, inputs, batch_inputs, keys), residuals = saved
         doutputs, daux = cotangents
-        return *backward(weights, inputs, batch_inputs, keys, kept, floating(doutputs), daux), None
+        return *backward(
+            weights, inputs, batch_inputs, keys, residuals, floating(doutputs), daux
+        ), None
 
     layer.defvjp(layer_forward, layer_backward)
     return layer
@@ -200,8 +202,8 @@ def circular_value_and_grad(
     stacked = {"weights['stages']": weights["stages"], "keys": keys}
     _check_counts(stacked, {"batch_inputs": batch_inputs}, mesh, delay)
     check_rows({"batch_inputs": batch_inputs}, gather.batch_axes, mesh)
-    how = How(delay, remat, gather, scan_repeats)
-    rank_fn = partial(rank_value_and_grad, model, how, boundary_gather)
+    options = CircularOptions(delay, remat, gather, scan_repeats)
+    rank_fn = partial(rank_value_and_grad, model, options, boundary_gather)
     run = on_parts(
         rank_fn, mesh, gather, boundary_gather, (None, gradient_dims(gather, boundary_gather))
     )
@@ -244,8 +246,8 @@ def circular_value(
     stacked = {"weights['stages']": weights["stages"], "keys": keys}
     _check_counts(stacked, {"batch_inputs": batch_inputs}, mesh, delay)
     check_rows({"batch_inputs": batch_inputs}, gather.batch_axes, mesh)
-    how = How(delay, recompute, gather, scan_repeats)
-    rank_fn = partial(rank_value, model, how, boundary_gather)
+    options = CircularOptions(delay, recompute, gather, scan_repeats)
+    rank_fn = partial(rank_value, model, options, boundary_gather)
     return on_parts(rank_fn, mesh, gather, boundary_gather, None)(weights, batch_inputs, keys)
 
 

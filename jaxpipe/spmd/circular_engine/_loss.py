@@ -14,15 +14,16 @@ from jaxtyping import PyTree, Scalar
 from ...autodiff import Model
 from ...autodiff._model import Aux, combine_losses, total
 from ...autodiff._pullback import combine, floating
+from .._buffers import cast_like, to_accum_dtype
 from .._ranks import AXIS
 from .._varying import zeros
-from .._weight_gather import Gather, wide
-from ._passes import How, backward, forward, prepare
+from .._weight_gather import Gather
+from ._passes import CircularOptions, backward, forward, prepare
 
 
 def rank_value_and_grad(
     model: Model,
-    how: How,
+    options: CircularOptions,
     boundary_gather: Gather,
     stages: PyTree,
     boundary: dict[str, PyTree],
@@ -35,8 +36,8 @@ def rank_value_and_grad(
 
     Args:
         model: The model.
-        how: The options of the pipeline.
-        boundary_gather: How `boundary` are gathered, once.
+        options: The options of the pipeline.
+        boundary_gather: How `boundary` is gathered, once.
         stages: [R, ...] leaves, the weights of this rank's stages.
         boundary: Weights of the embedding and of the head.
         batch_inputs: [M, ...] leaves.
@@ -45,25 +46,30 @@ def rank_value_and_grad(
     Returns:
         ((loss, metrics) of the batch, (gradients of `stages`, gradients of `boundary`)).
     """
-    whole = boundary_gather.whole(boundary_gather.cast(boundary))
+    gathered = boundary_gather.unshard(boundary_gather.cast(boundary))
     share = _share_of_rank(batch_inputs)
     embed = jax.vmap(model.embed, in_axes=(None, 0))
-    x, pull_embed = _pullback(lambda w: embed(w, share), whole["embed"])
-    run, aux_shapes = prepare(model.stage, how, stages, x, batch_inputs, keys)
-    (y, stage_aux), kept = forward(run, x, aux_shapes, keep=True)
-    (loss, loss_metrics), (boundary_grads, dy) = _loss_and_gradients(model, whole, y, share)
+    x, pull_embed = _pullback(lambda w: embed(w, share), gathered["embed"])
+    invariants, aux_shapes = prepare(model.stage, options, stages, x, batch_inputs, keys)
+    (y, stage_aux), residuals = forward(invariants, x, aux_shapes, save_residuals=True)
+    (loss, loss_metrics), (boundary_grads, dy) = _loss_and_gradients(model, gathered, y, share)
     daux = {name: jnp.full_like(s, 1 if name == "loss" else 0) for name, s in stage_aux.items()}
-    gradients, dx, _ = backward(run, kept, dy, daux)
+    gradients, dx, _ = backward(invariants, residuals, dy, daux)
     (embed_grads,) = pull_embed(dx)
-    boundary_grads["embed"] = jax.tree.map(jnp.add, boundary_grads["embed"], wide(embed_grads))
-    totals = lax.psum((loss, loss_metrics, stage_aux), (AXIS, *how.gather.batch_axes))
-    boundary_grads = boundary_gather.scatter(lax.psum(boundary_grads, AXIS))
-    return combine_losses(*totals), (like(gradients, stages), like(boundary_grads, boundary))
+    boundary_grads["embed"] = jax.tree.map(
+        jnp.add, boundary_grads["embed"], to_accum_dtype(embed_grads)
+    )
+    totals = lax.psum((loss, loss_metrics, stage_aux), (AXIS, *options.gather.batch_axes))
+    boundary_grads = boundary_gather.reduce_scatter(lax.psum(boundary_grads, AXIS))
+    return combine_losses(*totals), (
+        cast_like(gradients, stages),
+        cast_like(boundary_grads, boundary),
+    )
 
 
 def rank_value(
     model: Model,
-    how: How,
+    options: CircularOptions,
     boundary_gather: Gather,
     stages: PyTree,
     boundary: dict[str, PyTree],
@@ -74,18 +80,18 @@ def rank_value(
 
     Takes the arguments of `rank_value_and_grad`.
     """
-    whole = boundary_gather.whole(boundary_gather.cast(boundary))
+    gathered = boundary_gather.unshard(boundary_gather.cast(boundary))
     share = _share_of_rank(batch_inputs)
-    x = jax.vmap(model.embed, in_axes=(None, 0))(whole["embed"], share)
-    run, aux_shapes = prepare(model.stage, how, stages, x, batch_inputs, keys)
-    (y, stage_aux), _ = forward(run, x, aux_shapes, keep=False)
+    x = jax.vmap(model.embed, in_axes=(None, 0))(gathered["embed"], share)
+    invariants, aux_shapes = prepare(model.stage, options, stages, x, batch_inputs, keys)
+    (y, stage_aux), _ = forward(invariants, x, aux_shapes, save_residuals=False)
 
     def step(_, microbatch):
-        return (), model.loss(model.boundary(whole), *microbatch)
+        return (), model.loss(model.boundary(gathered), *microbatch)
 
     _, (losses, loss_metrics) = lax.scan(step, (), (y, share))
     totals = jnp.sum(losses), total(loss_metrics), stage_aux
-    return combine_losses(*lax.psum(totals, (AXIS, *how.gather.batch_axes)))
+    return combine_losses(*lax.psum(totals, (AXIS, *options.gather.batch_axes)))
 
 
 def _loss_and_gradients(
@@ -101,8 +107,8 @@ def _loss_and_gradients(
         value, (boundary_grads, dy) = loss_and_gradients(model, boundary, *microbatch)
         return add_to_boundary(gradients, boundary_grads), (value, dy)
 
-    nothing = jax.tree.map(zeros, wide(boundary))
-    gradients, ((losses, metrics), dy) = lax.scan(step, nothing, (y, share))
+    zero_grads = jax.tree.map(zeros, to_accum_dtype(boundary))
+    gradients, ((losses, metrics), dy) = lax.scan(step, zero_grads, (y, share))
     return (jnp.sum(losses), total(metrics)), (gradients, dy)
 
 
@@ -120,8 +126,8 @@ def loss_and_gradients(
 
 def add_to_boundary(gradients: dict[str, PyTree], new: dict[str, PyTree]) -> dict[str, PyTree]:
     """Returns the gradients of embedding and head, with those in `new` added in float32."""
-    so_far = {name: gradients[name] for name in new}
-    return gradients | jax.tree.map(jnp.add, so_far, wide(new))
+    sums = {name: gradients[name] for name in new}
+    return gradients | jax.tree.map(jnp.add, sums, to_accum_dtype(new))
 
 
 def _pullback(f: Callable, weights: PyTree) -> tuple[PyTree, Callable]:
@@ -133,10 +139,6 @@ def _pullback(f: Callable, weights: PyTree) -> tuple[PyTree, Callable]:
 
     _, pull, out = jax.vjp(f_of_floating, weights, has_aux=True)
     return out, pull
-
-
-def like(gradients: PyTree, weights: PyTree) -> PyTree:
-    return jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, weights)
 
 
 def _share_of_rank(tree: PyTree) -> PyTree:

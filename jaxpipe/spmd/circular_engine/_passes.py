@@ -17,58 +17,58 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from ...autodiff._model import Aux, fold_in_microbatch, index_leading
 from ...autodiff._pullback import Pullback, floating, pullback
+from .._buffers import cast_like, put
 from .._ranks import AXIS
-from .._varying import zeros
-from .._weight_gather import Access, Gather, access, same
-from ._residuals import Kept, first_late_repeat, read_early, read_late, room, store
-from ._segments import Segment, enter, last, middle, only_repeat
+from .._varying import zeros_like
+from .._weight_gather import Gather, RepeatGather, identity, repeat_gather
+from ._loop_phases import LoopPhase, drain, single_repeat, steady, warmup
+from ._residuals import Residuals, allocate, first_late_repeat, read_early, read_late, store
 from ._shape import (
-    Counts,
+    PipelineShape,
     State,
-    Visit,
+    TickWork,
     add_input,
     check_circular,
     first_state,
     hand_over,
     last_cotangent,
     next_input,
-    put,
     realign,
     take_back,
-    visit_at,
+    work_at,
 )
 
 Stage = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, Aux]]
 
 
-class Run(NamedTuple):
+class CircularInvariants(NamedTuple):
     """Loop invariants: the values that a tick reads and does not change, on one rank.
 
     Attributes:
-        counts: S, R, M and d.
+        shape: S, R, M and d.
         stage: The stage, forward and backward.
-        weights: Functions that gather this rank's weights and reduce-scatter their gradients.
+        gather: Functions that gather this rank's weights and reduce-scatter their gradients.
         batch_inputs: [M, ...] leaves.
         keys: [R, ...] leaves, or ().
         scan: Whether the repeats between the first and the last run in a `lax.scan`.
     """
 
-    counts: Counts
+    shape: PipelineShape
     stage: Pullback
-    weights: Access
+    gather: RepeatGather
     batch_inputs: PyTree
     keys: PyTree
     scan: bool
 
 
-class Backward(NamedTuple):
+class Cotangents(NamedTuple):
     """Carry of the backward's loop: the cotangents of `State` and of `batch_inputs`."""
 
     state: State
     batch_inputs: PyTree
 
 
-class Held(NamedTuple):
+class WeightState(NamedTuple):
     """Weights and gradients that a rank holds during a repeat of the backward.
 
     Attributes:
@@ -83,7 +83,7 @@ class Held(NamedTuple):
     done: PyTree
 
 
-class How(NamedTuple):
+class CircularOptions(NamedTuple):
     """Options of a circular pipeline.
 
     Attributes:
@@ -101,19 +101,19 @@ class How(NamedTuple):
 
 def forward_rank(
     stage: Stage,
-    how: How,
-    keep: bool,
+    options: CircularOptions,
+    save_residuals: bool,
     weights: PyTree,
     inputs: PyTree,
     batch_inputs: PyTree,
     keys: PyTree,
-) -> tuple[tuple[PyTree, Aux], Kept]:
+) -> tuple[tuple[PyTree, Aux], Residuals]:
     """Sends every microbatch through all stages. Runs on one rank inside the axis `stage`.
 
     Args:
         stage: `(weights of one stage, x, batch_inputs of one microbatch, its keys) -> (y, aux)`.
-        how: The options of the pipeline.
-        keep: Whether residuals are stored for a backward.
+        options: The options of the pipeline.
+        save_residuals: Whether residuals are stored for a backward.
         weights: [R, ...] leaves, this rank's stages.
         inputs: [n, ...] leaves, this rank's microbatches, `rank * n` to `(rank + 1) * n - 1`.
         batch_inputs: [M, ...] leaves, the same on every rank.
@@ -127,19 +127,19 @@ def forward_rank(
         ValueError: If M is not a multiple of S, or too small, or if the output of `stage` differs
             from its input in shape or dtype.
     """
-    run, aux_shapes = prepare(stage, how, weights, inputs, batch_inputs, keys)
-    (outputs, totals), kept = forward(run, inputs, aux_shapes, keep=keep)
-    return (outputs, lax.psum(totals, (AXIS, *how.gather.batch_axes))), kept
+    invariants, aux = prepare(stage, options, weights, inputs, batch_inputs, keys)
+    (outputs, totals), residuals = forward(invariants, inputs, aux, save_residuals=save_residuals)
+    return (outputs, lax.psum(totals, (AXIS, *options.gather.batch_axes))), residuals
 
 
 def backward_rank(
     stage: Stage,
-    how: How,
+    options: CircularOptions,
     weights: PyTree,
     inputs: PyTree,
     batch_inputs: PyTree,
     keys: PyTree,
-    kept: Kept,
+    residuals: Residuals,
     doutputs: PyTree,
     daux: Aux,
 ) -> tuple[PyTree, PyTree, PyTree]:
@@ -149,206 +149,229 @@ def backward_rank(
     Takes the arguments of `forward_rank` (of `inputs` only the shapes are read), the residuals
     that it returned, and the cotangents of its outputs and aux.
     """
-    run, _ = prepare(stage, how, weights, inputs, batch_inputs, keys)
-    gradients, dinputs, dbatch_inputs = backward(run, kept, doutputs, daux)
-    narrow = jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, floating(weights))
-    return narrow, dinputs, lax.psum(dbatch_inputs, AXIS)
+    invariants, _ = prepare(stage, options, weights, inputs, batch_inputs, keys)
+    gradients, dinputs, dbatch_inputs = backward(invariants, residuals, doutputs, daux)
+    return cast_like(gradients, floating(weights)), dinputs, lax.psum(dbatch_inputs, AXIS)
 
 
 def prepare(
-    stage: Stage, how: How, weights: PyTree, inputs: PyTree, batch_inputs: PyTree, keys: PyTree
-) -> tuple[Run, PyTree]:
+    stage: Stage,
+    options: CircularOptions,
+    weights: PyTree,
+    inputs: PyTree,
+    batch_inputs: PyTree,
+    keys: PyTree,
+) -> tuple[CircularInvariants, PyTree]:
     """Traces the stage and its backward; returns the loop invariants and the shapes of its aux."""
     S, n = lax.axis_size(AXIS), jax.tree.leaves(inputs)[0].shape[0]
     R = jax.tree.leaves(weights)[0].shape[0]
-    check_circular(S, R, S * n, delay=how.delay)
+    check_circular(S, R, S * n, delay=options.delay)
 
-    rooms = access(how.gather, weights)
+    gather = repeat_gather(options.gather, weights)
     # Only the types of these arguments are used, to trace the stage.
     first = (index_leading(tree, 0) for tree in (inputs, batch_inputs, keys))
-    visit = rooms.read(rooms.window(rooms.ahead(0), 0)), *first
-    _, aux_shapes = jax.eval_shape(stage, *visit)
-    counts = Counts(S, R, S * n, 2 if how.delay else 1)
-    return Run(
-        counts, pullback(how.remat(stage), *visit), rooms, batch_inputs, keys, how.scan_repeats
-    ), aux_shapes
+    examples = gather.unshard(gather.window(gather.prefetch(0), 0)), *first
+    _, aux_shapes = jax.eval_shape(stage, *examples)
+    shape = PipelineShape(S, R, S * n, 2 if options.delay else 1)
+    traced = pullback(options.remat(stage), *examples)
+    scan = options.scan_repeats
+    return CircularInvariants(shape, traced, gather, batch_inputs, keys, scan), aux_shapes
 
 
 def forward(
-    run: Run, inputs: PyTree, aux_shapes: PyTree, *, keep: bool
-) -> tuple[tuple[PyTree, Aux], Kept]:
+    invariants: CircularInvariants, inputs: PyTree, aux_shapes: PyTree, *, save_residuals: bool
+) -> tuple[tuple[PyTree, Aux], Residuals]:
     """Runs all ticks of the forward on one rank.
 
     Args:
         run: The loop invariants.
         inputs: [n, ...] leaves, this rank's microbatches.
         aux_shapes: Shapes of the auxiliary losses and metrics of one tick.
-        keep: Whether residuals are stored for a backward.
+        save_residuals: Whether residuals are stored for a backward.
 
     Returns:
-        ((outputs [n, ...], aux summed over this rank's ticks), residuals, empty unless `keep`).
+        ((outputs [n, ...], aux summed over this rank's ticks), residuals, empty unless
+        `save_residuals`).
     """
-    counts, weights = run.counts, run.weights
-    ticks = partial(_forward_ticks, run)
-    kept = _room(run, inputs) if keep else Kept([], [])
-    flow = first_state(inputs, counts), _zeros(aux_shapes), kept
-    carry = weights.window(weights.ahead(0), 0), flow
+    shape, gather = invariants.shape, invariants.gather
+    ticks = partial(_forward_ticks, invariants)
+    state, totals = first_state(inputs, shape), zeros_like(aux_shapes)
+    residuals = _allocate_residuals(invariants, inputs) if save_residuals else Residuals([], [])
+    carry = gather.window(gather.prefetch(0), 0), (state, totals, residuals)
 
     def block(carry, j):
-        ahead, carry = carry
-        following = weights.ahead(j + 1)  # for the next block: no tick of this one reads it
-        return following, ticks(middle(counts, j), ahead, carry)
+        prefetched, carry = carry
+        prefetched_next = gather.prefetch(j + 1)  # for the next block: no tick of this one reads it
+        return prefetched_next, ticks(steady(shape, j), prefetched, carry)
 
-    if counts.num_repeats == 1:
-        for segment in only_repeat(counts):
-            carry = ticks(segment, None, carry)
+    if shape.num_repeats == 1:
+        for phase in single_repeat(shape):
+            carry = ticks(phase, None, carry)
     else:
-        following = weights.ahead(1)
-        carry = following, ticks(enter(counts), None, carry)
-        repeats = jnp.arange(1, counts.num_repeats - 1)
-        ahead, carry = _loop(block, carry, repeats, scan=run.scan)
-        carry = ticks(last(counts), ahead, carry)
-    _, (state, totals, kept) = carry
-    return (realign(state.stream, counts), totals), kept
+        prefetched_next = gather.prefetch(1)
+        carry = prefetched_next, ticks(warmup(shape), None, carry)
+        repeats = jnp.arange(1, shape.num_repeats - 1)
+        prefetched, carry = _loop(block, carry, repeats, scan=invariants.scan)
+        carry = ticks(drain(shape), prefetched, carry)
+    _, (state, totals, residuals) = carry
+    return (realign(state.stream, shape), totals), residuals
 
 
-def backward(run: Run, kept: Kept, doutputs: PyTree, daux: Aux) -> tuple[PyTree, PyTree, PyTree]:
+def backward(
+    invariants: CircularInvariants, residuals: Residuals, doutputs: PyTree, daux: Aux
+) -> tuple[PyTree, PyTree, PyTree]:
     """Runs all ticks in reverse order; returns gradients of weights, inputs and batch inputs."""
-    counts, weights = run.counts, run.weights
-    final, half = counts.num_repeats - 1, first_late_repeat(counts)
-    flow = Backward(last_cotangent(doutputs, counts), _zeros(floating(run.batch_inputs)))
-    window, ahead = _first_windows(weights, final, flow)
-    nothing = weights.zeros(window)
-    carry = ahead, (Held(window, nothing, nothing), flow)
-    blocks = partial(_backward_blocks, run, daux)
-    gradients, carry = blocks(partial(read_late, kept, counts), half, final, carry)
+    shape, gather = invariants.shape, invariants.gather
+    final, half = shape.num_repeats - 1, first_late_repeat(shape)
+    flow = Cotangents(
+        last_cotangent(doutputs, shape), zeros_like(floating(invariants.batch_inputs))
+    )
+    window, prefetched = _first_windows(gather, final, flow)
+    zero_sum = gather.zeros(window)
+    carry = prefetched, (WeightState(window, zero_sum, zero_sum), flow)
+    blocks = partial(_backward_blocks, invariants, daux)
+    gradients, carry = blocks(partial(read_late, residuals, shape), half, final, carry)
     if half:
-        early, carry = blocks(partial(read_early, kept, counts), 0, half - 1, carry)
+        early, carry = blocks(partial(read_early, residuals, shape), 0, half - 1, carry)
         gradients = jax.tree.map(lambda *g: jnp.concatenate(g), early, gradients)
     _, (_, flow) = carry
     return gradients, flow.state.stream, flow.batch_inputs
 
 
-def _first_windows(weights: Access, final: int, flow: Backward) -> tuple[PyTree, PyTree]:
+def _first_windows(gather: RepeatGather, final: int, flow: Cotangents) -> tuple[PyTree, PyTree]:
     """Returns the window of the last repeat, and the prefetched weights of the one before it.
 
     Both are made only after the forward (`_after`). Otherwise the compiler would gather them during
     the forward and hold them until they are used.
     """
-    window = weights.window(weights.ahead(_after(final, flow.state)), final)
-    return window, weights.ahead(_after(final - 1, flow.state)) if final else ()
+    window = gather.window(gather.prefetch(_after(final, flow.state)), final)
+    return window, gather.prefetch(_after(final - 1, flow.state)) if final else ()
 
 
 def _backward_blocks(
-    run: Run, daux: Aux, read: Callable, lowest: int, highest: int, carry: tuple
+    invariants: CircularInvariants,
+    daux: Aux,
+    read: Callable,
+    lowest: int,
+    highest: int,
+    carry: tuple,
 ) -> tuple[PyTree, tuple]:
     """Runs the blocks of repeats `highest` down to `lowest`.
 
-    `carry` is the prefetched weights of repeat `highest - 1`, and (`Held`, `Backward`).
+    `carry` is the prefetched weights of repeat `highest - 1`, and (`WeightState`, `Cotangents`).
 
     Returns the gradients of these repeats, [highest - lowest + 1, ...], and the carry for the
     repeats with lower indices.
     """
-    counts, weights = run.counts, run.weights
-    final = counts.num_repeats - 1
-    ticks = partial(_backward_ticks, run, read, daux)
+    shape, gather = invariants.shape, invariants.gather
+    final = shape.num_repeats - 1
+    ticks = partial(_backward_ticks, invariants, read, daux)
 
-    def block(carry, j, segment=None):
-        gradients, (ahead, carry) = carry
-        held, flow = carry
+    def block(carry, j, phase=None):
+        gradients, (prefetched, carry) = carry
+        weight_state, flow = carry
         # For the next block: no tick of this one reads it. Repeat 0 is gathered once too often.
         below = jnp.maximum(j - 2, 0)
-        in_loop = segment is None and run.scan
-        following = weights.ahead(below if in_loop else _after(below, flow.state))
-        held, flow = ticks(segment or middle(counts, j), ahead, carry)
-        gradients = put(gradients, weights.close(held.done), j - lowest)
-        return gradients, (following, (held, flow))
+        in_loop = phase is None and invariants.scan
+        prefetched_next = gather.prefetch(below if in_loop else _after(below, flow.state))
+        weight_state, flow = ticks(phase or steady(shape, j), prefetched, carry)
+        gradients = put(gradients, gather.reduce_scatter(weight_state.done), j - lowest)
+        return gradients, (prefetched_next, (weight_state, flow))
 
-    carry = weights.gradients(highest - lowest + 1), carry
+    carry = gather.zero_gradients(highest - lowest + 1), carry
     if 0 < final == highest:
-        carry = block(carry, final, last(counts))
+        carry = block(carry, final, drain(shape))
     below = min(highest, final - 1)
-    carry = _loop(block, carry, jnp.arange(below, max(lowest, 1) - 1, -1), scan=run.scan)
+    carry = _loop(block, carry, jnp.arange(below, max(lowest, 1) - 1, -1), scan=invariants.scan)
     if lowest > 0:
         return carry
     gradients, (_, carry) = carry
-    for segment in [enter(counts)] if final else reversed([*only_repeat(counts)]):
-        carry = ticks(segment, None, carry)
-    return put(gradients, weights.close(carry[0].gradient), 0), ((), carry)
+    for phase in [warmup(shape)] if final else reversed([*single_repeat(shape)]):
+        carry = ticks(phase, None, carry)
+    return put(gradients, gather.reduce_scatter(carry[0].gradient), 0), ((), carry)
 
 
-def _forward_ticks(run: Run, segment: Segment, ahead: PyTree | None, carry: tuple) -> tuple:
-    """Runs the ticks of a segment.
+def _forward_ticks(
+    invariants: CircularInvariants, phase: LoopPhase, prefetched: PyTree | None, carry: tuple
+) -> tuple:
+    """Runs the ticks of a phase.
 
-    `ahead` has the prefetched weights of the repeat that ranks begin in the segment; None if no
-    rank begins one.
+    `prefetched` has the weights of the repeat that ranks begin in the phase; None if no rank begins
+    one.
     """
+    gather = invariants.gather
 
     def tick(carry, t):
-        window, (state, totals, kept) = carry
-        visit = visit_at(t, run.counts)
-        if ahead is not None:
-            begin = lambda _: run.weights.window(ahead, visit.repeat)  # noqa: E731
-            window = lax.cond(_is_first(visit), begin, same, window)
-        x = next_input(state, t, fresh=visit.fresh)
-        batch_inputs, keys = _of_visit(run, visit)
-        (y, aux), residuals = run.stage.forward(run.weights.read(window), x, batch_inputs, keys)
-        totals = jax.tree.map(lambda a, b: a + jnp.where(visit.busy, b, 0), totals, aux)
-        kept = store(kept, residuals, t, run.counts) if kept.late else kept
-        state = hand_over(state, y, t, enters=segment.enters, leaves=segment.leaves)
-        return (window, (state, totals, kept)), None
+        window, (state, totals, residuals) = carry
+        work = work_at(t, invariants.shape)
+        if prefetched is not None:
+            begin = lambda _: gather.window(prefetched, work.repeat)  # noqa: E731
+            window = lax.cond(_begins_repeat(work), begin, identity, window)
+        x = next_input(state, t, from_stream=work.from_stream)
+        batch_inputs, keys = _batch_inputs_and_keys(invariants, work)
+        (y, aux), new = invariants.stage.forward(gather.unshard(window), x, batch_inputs, keys)
+        totals = jax.tree.map(lambda a, b: a + jnp.where(work.busy, b, 0), totals, aux)
+        residuals = store(residuals, new, t, invariants.shape) if residuals.late else residuals
+        state = hand_over(state, y, t, enters=phase.enters, leaves=phase.leaves)
+        return (window, (state, totals, residuals)), None
 
-    return lax.scan(tick, carry, segment.ticks)[0]
+    return lax.scan(tick, carry, phase.ticks)[0]
 
 
 def _backward_ticks(
-    run: Run,
+    invariants: CircularInvariants,
     read: Callable[[Any], list[jax.Array]],
     daux: Aux,
-    segment: Segment,
-    ahead: PyTree | None,
-    carry: tuple[Held, Backward],
-) -> tuple[Held, Backward]:
-    """Runs the ticks of a segment in reverse order.
+    phase: LoopPhase,
+    prefetched: PyTree | None,
+    carry: tuple[WeightState, Cotangents],
+) -> tuple[WeightState, Cotangents]:
+    """Runs the ticks of a phase in reverse order.
 
-    `ahead` has the prefetched weights of the repeat with which ranks go on in the segment; None if
-    no rank finishes a repeat in it.
+    `prefetched` has the weights of the repeat with which ranks go on in the phase; None if no rank
+    finishes a repeat in it.
     """
+    gather = invariants.gather
 
     def tick(carry, t):
-        held, (dstate, dbatch_inputs) = carry
-        visit = visit_at(t, run.counts)
-        dstate, dy = take_back(dstate, t, enters=segment.enters, leaves=segment.leaves)
-        daux_of_tick = jax.tree.map(lambda d: jnp.where(visit.busy, d, 0), daux)
-        batch_inputs, keys = _of_visit(run, visit)
-        w = run.weights.read(held.window)
-        dw, dx, ds = run.stage.backward(w, batch_inputs, keys, read(t), (dy, daux_of_tick))
-        gradient = jax.tree.map(jnp.add, held.gradient, run.weights.give(dw))
-        held = held._replace(gradient=gradient)
-        if ahead is not None:
-            go_on = lambda held: _below(run.weights, ahead, visit.repeat - 1, held)  # noqa: E731
-            held = lax.cond(_is_first(visit), go_on, same, held)
-        ds = jax.tree.map(jnp.add, index_leading(dbatch_inputs, visit.microbatch), ds)
-        dbatch_inputs = put(dbatch_inputs, ds, visit.microbatch)
-        return (held, Backward(add_input(dstate, dx, t, fresh=visit.fresh), dbatch_inputs)), None
+        weight_state, (dstate, dbatch_inputs) = carry
+        work = work_at(t, invariants.shape)
+        dstate, dy = take_back(dstate, t, enters=phase.enters, leaves=phase.leaves)
+        daux_of_tick = jax.tree.map(lambda d: jnp.where(work.busy, d, 0), daux)
+        batch_inputs, keys = _batch_inputs_and_keys(invariants, work)
+        w = gather.unshard(weight_state.window)
+        dw, dx, ds = invariants.stage.backward(w, batch_inputs, keys, read(t), (dy, daux_of_tick))
+        gradient = gather.accumulate(weight_state.gradient, dw)
+        weight_state = weight_state._replace(gradient=gradient)
+        if prefetched is not None:
+            go_on = lambda s: _begin_repeat(gather, prefetched, work.repeat - 1, s)  # noqa: E731
+            weight_state = lax.cond(_begins_repeat(work), go_on, identity, weight_state)
+        ds = jax.tree.map(jnp.add, index_leading(dbatch_inputs, work.microbatch), ds)
+        dbatch_inputs = put(dbatch_inputs, ds, work.microbatch)
+        dstate = add_input(dstate, dx, t, from_stream=work.from_stream)
+        return (weight_state, Cotangents(dstate, dbatch_inputs)), None
 
-    return lax.scan(tick, carry, segment.ticks, reverse=True)[0]
+    return lax.scan(tick, carry, phase.ticks, reverse=True)[0]
 
 
-def _below(weights: Access, ahead: PyTree, repeat: Any, held: Held) -> Held:
+def _begin_repeat(
+    gather: RepeatGather, prefetched: PyTree, repeat: Any, weight_state: WeightState
+) -> WeightState:
     """Returns what a rank holds when it goes on with `repeat`, after the repeat `repeat + 1`."""
-    return Held(weights.window(ahead, repeat), _zeros(held.gradient), held.gradient)
+    return WeightState(
+        gather.window(prefetched, repeat), zeros_like(weight_state.gradient), weight_state.gradient
+    )
 
 
-def _is_first(visit: Visit) -> Bool[Array, ""]:
-    """Returns whether `visit` is a rank's first in its repeat."""
-    return visit.busy & (visit.microbatch == 0)
+def _begins_repeat(work: TickWork) -> Bool[Array, ""]:
+    """Returns whether a rank begins a repeat with `work`."""
+    return work.busy & (work.microbatch == 0)
 
 
-def _of_visit(run: Run, visit: Visit) -> tuple[PyTree, PyTree]:
+def _batch_inputs_and_keys(invariants: CircularInvariants, work: TickWork) -> tuple[PyTree, PyTree]:
     """Returns batch_inputs and keys of the microbatch that a rank works on."""
-    keys = fold_in_microbatch(index_leading(run.keys, visit.repeat), visit.microbatch)
-    return index_leading(run.batch_inputs, visit.microbatch), keys
+    keys = fold_in_microbatch(index_leading(invariants.keys, work.repeat), work.microbatch)
+    return index_leading(invariants.batch_inputs, work.microbatch), keys
 
 
 def _loop(body: Callable, carry: Any, values: Int[Array, " n"], *, scan: bool) -> Any:
@@ -364,16 +387,14 @@ def _after(index: Any, tree: PyTree) -> Int[Array, ""]:
     return lax.optimization_barrier((jnp.int32(index), jax.tree.leaves(tree)[0]))[0]
 
 
-def _zeros(tree: PyTree) -> PyTree:
-    return jax.tree.map(zeros, tree)
-
-
-def _room(run: Run, inputs: PyTree) -> Kept:
+def _allocate_residuals(invariants: CircularInvariants, inputs: PyTree) -> Residuals:
     """Allocates buffers for the residuals of all ticks."""
+    gather = invariants.gather
 
     def residuals(inputs):
-        w = run.weights.read(run.weights.window(run.weights.ahead(0), 0))
-        batch_inputs, keys = index_leading(run.batch_inputs, 0), index_leading(run.keys, 0)
-        return run.stage.forward(w, index_leading(inputs, 0), batch_inputs, keys)[1]
+        w = gather.unshard(gather.window(gather.prefetch(0), 0))
+        batch_inputs = index_leading(invariants.batch_inputs, 0)
+        keys = index_leading(invariants.keys, 0)
+        return invariants.stage.forward(w, index_leading(inputs, 0), batch_inputs, keys)[1]
 
-    return room(jax.make_jaxpr(residuals)(inputs).out_avals, run.counts)
+    return allocate(jax.make_jaxpr(residuals)(inputs).out_avals, invariants.shape)

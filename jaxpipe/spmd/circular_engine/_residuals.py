@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from ...autodiff._model import index_leading
-from .._ranks import AXIS
-from .._varying import pvary, zeros
-from ._shape import Counts, put, ticks_of
+from .._buffers import allocate_buffer, put
+from .._varying import pvary
+from ._shape import PipelineShape
 
 Buffers = list[jax.Array]
 
 
-class Kept(NamedTuple):
+class Residuals(NamedTuple):
     """Residuals, [ticks, ...] each.
 
     With two halves each buffer has one more entry, which is written in the ticks of the other half
@@ -34,66 +34,46 @@ class Kept(NamedTuple):
     late: Buffers
 
 
-def first_late_repeat(counts: Counts) -> int:
+def first_late_repeat(shape: PipelineShape) -> int:
     """Returns the first repeat whose residuals are in the buffers `late`.
 
     It is 0, so that there are no early buffers, below 8 repeats: a second set of buffers is then
     not worth its compile time.
     """
-    return counts.num_repeats // 2 if counts.num_repeats >= 8 else 0
+    return shape.num_repeats // 2 if shape.num_repeats >= 8 else 0
 
 
-def room(residuals: list[Any], counts: Counts) -> Kept:
-    """Allocates buffers for residuals of these abstract values, in the memory space of each.
+def allocate(avals: list[Any], shape: PipelineShape) -> Residuals:
+    """Allocates a buffer for each abstract value of a residual, in its memory space.
 
     Raises:
         ValueError: If residuals are offloaded to host memory, but one device runs all ranks.
     """
-    cut = _first_late_tick(counts)
+    cut = _first_late_tick(shape)
     early, late = (
-        [buffer(x, ticks + bool(cut)) for x in residuals] for ticks in (cut, ticks_of(counts) - cut)
+        [allocate_buffer(x, ticks + bool(cut)) for x in avals]
+        for ticks in (cut, shape.num_ticks - cut)
     )
-    return Kept(early if cut else [], late)
+    return Residuals(early if cut else [], late)
 
 
-def buffer(x: Any, length: int) -> jax.Array:
-    """Allocates a zero buffer of `length` entries like the abstract value `x`.
-
-    Returns:
-        [length, ...], in the memory space of `x`.
-
-    Raises:
-        ValueError: If that is host memory, but one device runs all ranks.
-    """
-    nothing = zeros(x, lead=(length,))
-    if x.memory_space != jax.memory.Space.Host:
-        return nothing
-    if AXIS not in jax.sharding.get_abstract_mesh().manual_axes:
-        raise ValueError(
-            "`remat` offloads, but without a `mesh` one device plays all ranks, and JAX cannot "
-            "index into the host's memory for several of them. Give a mesh, or a policy that "
-            "keeps tensors on the device."
-        )
-    return jax.device_put(nothing, jax.memory.Space.Host)
-
-
-def store(kept: Kept, residuals: Buffers, t: Int[Array, ""], counts: Counts) -> Kept:
+def store(residuals: Residuals, new: Buffers, t: Int[Array, ""], shape: PipelineShape) -> Residuals:
     """Writes the residuals of tick `t` to their entry."""
-    cut = _first_late_tick(counts)
-    residuals = [pvary(x) for x in residuals]
-    late = put(kept.late, residuals, jnp.where(t < cut, ticks_of(counts) - cut, t - cut))
-    early = put(kept.early, residuals, jnp.minimum(t, cut)) if cut else []
-    return Kept(early, late)
+    cut = _first_late_tick(shape)
+    new = [pvary(x) for x in new]
+    late = put(residuals.late, new, jnp.where(t < cut, shape.num_ticks - cut, t - cut))
+    early = put(residuals.early, new, jnp.minimum(t, cut)) if cut else []
+    return Residuals(early, late)
 
 
-def read_early(kept: Kept, counts: Counts, t: Int[Array, ""]) -> Buffers:
-    del counts
-    return index_leading(kept.early, t)
+def read_early(residuals: Residuals, shape: PipelineShape, t: Int[Array, ""]) -> Buffers:
+    del shape
+    return index_leading(residuals.early, t)
 
 
-def read_late(kept: Kept, counts: Counts, t: Int[Array, ""]) -> Buffers:
-    return index_leading(kept.late, t - _first_late_tick(counts))
+def read_late(residuals: Residuals, shape: PipelineShape, t: Int[Array, ""]) -> Buffers:
+    return index_leading(residuals.late, t - _first_late_tick(shape))
 
 
-def _first_late_tick(counts: Counts) -> int:
-    return first_late_repeat(counts) * counts.num_microbatches
+def _first_late_tick(shape: PipelineShape) -> int:
+    return first_late_repeat(shape) * shape.num_microbatches

@@ -2,22 +2,23 @@
 
 S ranks, R repeats, M microbatches, n = M / S of them stored by each rank. Rank `rank` runs stage
 `repeat * S + rank` in a repeat. A hand-over takes d ticks: 1, or 2 if it is delayed so that it
-overlaps with the next tick's computation. At tick t, rank r makes visit k = t - r * d: it runs
-microbatch k % M in repeat k // M. While the pipeline fills (k < 0) and drains (k >= R * M) a rank
-is in a bubble. In a bubble it runs its stage on a microbatch that is stored in its stream and drops
-the result. It uses real data because a norm's gradient at zero is NaN.
+overlaps with the next tick's computation. At tick t, rank r runs its forward k = t - r * d, which
+is that of microbatch k % M in repeat k // M. While the pipeline fills (k < 0) and drains
+(k >= R * M) a rank is in a bubble. In a bubble it runs its stage on a microbatch that is stored in
+its stream and drops the result. It uses real data because a norm's gradient at zero is NaN.
 
 Inputs are sharded over the ranks, n on each. After every tick in which rank 0 takes an input, the
 others move one rank down; outputs are written on the last rank, into the slots that become free.
 This stream moves in the M ticks in which microbatches enter and the M in which they leave; with
-several repeats also in the d * (S - 1) ticks before these, which are in the last segment
-(`_segments`).
+several repeats also in the d * (S - 1) ticks before these, which are in the last phase
+(`_loop_phases`).
 
 All of this is linear, so the backward is the same movement transposed: each function that moves a
 state has a transpose that moves the state's cotangent.
 """
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,16 +26,37 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
 from ...autodiff._model import index_leading
+from .._buffers import put
 from .._ranks import AXIS, poison
 
 
-class Counts(NamedTuple):
-    """Sizes of a circular pipeline: S, R, M and d, ticks of a hand-over."""
+@dataclass(frozen=True)
+class PipelineShape:
+    """Sizes of a circular pipeline.
+
+    Attributes:
+        num_ranks: S.
+        num_repeats: R.
+        num_microbatches: M, a multiple of S.
+        forwarding_delay: d, ticks of a hand-over: 1, or 2 if it is delayed.
+    """
 
     num_ranks: int
     num_repeats: int
     num_microbatches: int
-    hop: int
+    forwarding_delay: int = 1
+
+    @property
+    def microbatches_per_rank(self) -> int:
+        """Number of microbatches that a rank stores, n = M / S."""
+        return self.num_microbatches // self.num_ranks
+
+    @property
+    def num_ticks(self) -> int:
+        """Number of ticks of the whole pipeline, M * R + d * (S - 1)."""
+        return self.num_microbatches * self.num_repeats + self.forwarding_delay * (
+            self.num_ranks - 1
+        )
 
 
 class State(NamedTuple):
@@ -43,31 +65,32 @@ class State(NamedTuple):
     Attributes:
         stream: [n, ...] inputs not taken yet, then outputs.
         handoff: Activation of one microbatch that the rank before has handed over.
-        underway: The d - 1 results that are still to be handed over, oldest first.
-        waiting: [M - S * d + 1, ...], or [1, ...] if R = 1: a ring buffer of the results that the
-            last rank has handed over and rank 0 reads in its next repeat. Only rank 0 reads it.
+        in_flight: The d - 1 results that are still to be handed over, oldest first.
+        circ_storage: [M - S * d + 1, ...], or [1, ...] if R = 1: a ring buffer of the results that
+            the last rank has handed over and rank 0 reads in its next repeat. Only rank 0 reads it.
     """
 
     stream: PyTree
     handoff: PyTree
-    underway: tuple[PyTree, ...]
-    waiting: PyTree
+    in_flight: tuple[PyTree, ...]
+    circ_storage: PyTree
 
 
-class Visit(NamedTuple):
-    """Work of a rank in a tick: the microbatch and the repeat, unless the rank is in a bubble.
+class TickWork(NamedTuple):
+    """Work of a rank in a tick: a microbatch and a repeat, unless the rank is in a bubble.
 
     Attributes:
         repeat: Index of the repeat; out of range in a bubble.
         microbatch: Index of the microbatch; in range also in a bubble.
         busy: False in a bubble.
-        fresh: Whether the input is read from the stream: a new microbatch on rank 0, or a bubble.
+        from_stream: Whether the input is read from the stream: on rank 0 for a new microbatch, and
+            in a bubble.
     """
 
     repeat: Int[Array, ""]
     microbatch: Int[Array, ""]
     busy: Bool[Array, ""]
-    fresh: Bool[Array, ""]
+    from_stream: Bool[Array, ""]
 
 
 def num_ticks(num_ranks: int, num_repeats: int, num_microbatches: int, *, delay: bool) -> int:
@@ -86,20 +109,17 @@ def num_ticks(num_ranks: int, num_repeats: int, num_microbatches: int, *, delay:
         >>> num_ticks(4, 2, 8, delay=False)
         19
     """
-    return ticks_of(Counts(num_ranks, num_repeats, num_microbatches, 2 if delay else 1))
+    shape = PipelineShape(num_ranks, num_repeats, num_microbatches, 2 if delay else 1)
+    return shape.num_ticks
 
 
-def ticks_of(counts: Counts) -> int:
-    return counts.num_microbatches * counts.num_repeats + counts.hop * (counts.num_ranks - 1)
-
-
-def visit_at(t: Int[Array, ""], counts: Counts) -> Visit:
+def work_at(t: Int[Array, ""], shape: PipelineShape) -> TickWork:
     """Returns the work of this rank at tick `t`."""
-    rank, M = lax.axis_index(AXIS), counts.num_microbatches
-    visit = t - rank * counts.hop
-    busy = (visit >= 0) & (visit < counts.num_repeats * M)
-    enters = (rank == 0) & (visit < M)
-    return Visit(visit // M, visit % M, busy, enters | ~busy)
+    rank, M = lax.axis_index(AXIS), shape.num_microbatches
+    index = t - rank * shape.forwarding_delay
+    busy = (index >= 0) & (index < shape.num_repeats * M)
+    enters = (rank == 0) & (index < M)
+    return TickWork(index // M, index % M, busy, enters | ~busy)
 
 
 def check_circular(
@@ -147,62 +167,69 @@ def check_circular(
         )
 
 
-def first_state(inputs: PyTree, counts: Counts) -> State:
+def first_state(inputs: PyTree, shape: PipelineShape) -> State:
     """Returns the state before tick 0: all inputs in the stream, the other buffers poisoned."""
-    return _state(inputs, jax.tree.map(poison, index_leading(inputs, 0)), counts)
+    return _state(inputs, jax.tree.map(poison, index_leading(inputs, 0)), shape)
 
 
-def last_cotangent(outputs: PyTree, counts: Counts) -> State:
+def last_cotangent(outputs: PyTree, shape: PipelineShape) -> State:
     """Returns the cotangent of the last state: that of the outputs; other buffers are zero."""
-    nothing = jax.tree.map(jnp.zeros_like, index_leading(outputs, 0))
-    return _state(_turn(outputs, counts, back=True), nothing, counts)
+    zero = jax.tree.map(jnp.zeros_like, index_leading(outputs, 0))
+    return _state(_turn(outputs, shape, back=True), zero, shape)
 
 
-def _state(stream: PyTree, x: PyTree, counts: Counts) -> State:
+def _state(stream: PyTree, x: PyTree, shape: PipelineShape) -> State:
     """Returns a state with `stream`, and `x` in every other buffer."""
-    S, R, M, hop = counts
-    num_waiting = M - S * hop + 1 if R > 1 else 1
-    waiting = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_waiting, *x.shape)), x)
-    return State(stream, x, (x,) * (hop - 1), waiting)
+    M, delay = shape.num_microbatches, shape.forwarding_delay
+    num_stored = M - shape.num_ranks * delay + 1 if shape.num_repeats > 1 else 1
+    circ_storage = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_stored, *x.shape)), x)
+    return State(stream, x, (x,) * (delay - 1), circ_storage)
 
 
-def next_input(state: State, t: Int[Array, ""], *, fresh: Bool[Array, ""]) -> PyTree:
+def next_input(state: State, t: Int[Array, ""], *, from_stream: Bool[Array, ""]) -> PyTree:
     """Returns the stage input of this rank at tick `t`.
 
-    It is read from the stream if `fresh`, else on rank 0 from `waiting` (the last rank's results),
+    It is read from the stream if `from_stream`, else on rank 0 from `circ_storage` (the last rank's
+    results),
     and on other ranks from `handoff`.
     """
     rank = lax.axis_index(AXIS)
-    slot, place = t % _length(state.stream), t % _length(state.waiting)
+    slot, storage_slot = t % _length(state.stream), t % _length(state.circ_storage)
 
     def pick(new, returned, handoff):
-        return jnp.where(fresh, new, jnp.where(rank == 0, returned, handoff))
+        return jnp.where(from_stream, new, jnp.where(rank == 0, returned, handoff))
 
-    from_stream, from_storage = (
+    new, returned = (
         index_leading(state.stream, slot),
-        index_leading(state.waiting, place),
+        index_leading(state.circ_storage, storage_slot),
     )
-    return jax.tree.map(pick, from_stream, from_storage, state.handoff)
+    return jax.tree.map(pick, new, returned, state.handoff)
 
 
-def add_input(state: State, dx: PyTree, t: Int[Array, ""], *, fresh: Bool[Array, ""]) -> State:
+def add_input(
+    state: State, dx: PyTree, t: Int[Array, ""], *, from_stream: Bool[Array, ""]
+) -> State:
     """Adds `dx`, the cotangent of a stage input, to the buffer that `next_input` read it from."""
     first = lax.axis_index(AXIS) == 0
-    slot, place = t % _length(state.stream), t % _length(state.waiting)
-    handoff = _plus(state.handoff, _where(~fresh & ~first, dx))
-    stream = put(state.stream, _plus(index_leading(state.stream, slot), _where(fresh, dx)), slot)
-    returned = _plus(index_leading(state.waiting, place), _where(~fresh & first, dx))
-    return State(stream, handoff, state.underway, put(state.waiting, returned, place))
+    slot, storage_slot = t % _length(state.stream), t % _length(state.circ_storage)
+    handoff = _plus(state.handoff, _where(~from_stream & ~first, dx))
+    stream = put(
+        state.stream, _plus(index_leading(state.stream, slot), _where(from_stream, dx)), slot
+    )
+    returned = _plus(
+        index_leading(state.circ_storage, storage_slot), _where(~from_stream & first, dx)
+    )
+    return State(stream, handoff, state.in_flight, put(state.circ_storage, returned, storage_slot))
 
 
 def hand_over(state: State, y: PyTree, t: Int[Array, ""], *, enters: bool, leaves: bool) -> State:
     """Sends results to the next rank, and moves the stream if microbatches enter or leave."""
-    sent, *underway = (*state.underway, y)
+    sent, *in_flight = (*state.in_flight, y)
     handoff = jax.tree.map(_to_next_rank, sent)
     # Rank 0 reads this result a whole turn of the ring after tick t. Tick t has read its slot.
-    waiting = put(state.waiting, handoff, t % _length(state.waiting))
+    circ_storage = put(state.circ_storage, handoff, t % _length(state.circ_storage))
     stream = move_stream(state.stream, y, t, leaves) if enters or leaves else state.stream
-    return State(stream, handoff, tuple(underway), waiting)
+    return State(stream, handoff, tuple(in_flight), circ_storage)
 
 
 def take_back(
@@ -228,17 +255,17 @@ def move_stream(stream: PyTree, y: PyTree, t: Int[Array, ""], leaves: bool) -> P
     return put(stream, moved, slot)
 
 
-def realign(stream: PyTree, counts: Counts) -> PyTree:
+def realign(stream: PyTree, shape: PipelineShape) -> PyTree:
     """Turns the slots so that slot i of rank r holds microbatch `r * n + i` again.
 
     Microbatch m leaves at tick m + c and is written to slot (m + c) % n. So only the slots have to
     be rolled: each rank already holds its own microbatches.
     """
-    return _turn(stream, counts, back=False)
+    return _turn(stream, shape, back=False)
 
 
-def _turn(stream: PyTree, counts: Counts, *, back: bool) -> PyTree:
-    by = (ticks_of(counts) - counts.num_microbatches) % _length(stream)
+def _turn(stream: PyTree, shape: PipelineShape, *, back: bool) -> PyTree:
+    by = (shape.num_ticks - shape.num_microbatches) % _length(stream)
     return jax.tree.map(lambda x: jnp.roll(x, by if back else -by, axis=0), stream)
 
 
@@ -252,13 +279,6 @@ def _where(condition: Bool[Array, ""], x: PyTree) -> PyTree:
 
 def _plus(a: PyTree, b: PyTree) -> PyTree:
     return jax.tree.map(jnp.add, a, b)
-
-
-def put(buffer: PyTree, x: PyTree, index: Any) -> PyTree:
-    """Writes `x` to entry `index` of dim 0 of every leaf of `buffer`."""
-    return jax.tree.map(
-        lambda b, new: lax.dynamic_update_index_in_dim(b, new, index, axis=0), buffer, x
-    )
 
 
 def _to_next_rank(x: jax.Array) -> jax.Array:

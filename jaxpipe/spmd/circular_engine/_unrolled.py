@@ -9,9 +9,8 @@ from jaxtyping import PyTree
 from ...autodiff import Remat, recompute
 from ...autodiff._model import Aux
 from .._ranks import on_ranks
-from .._weight_gather import EACH_TICK, Gather
+from .._weight_gather import EACH_TICK, Gather, identity
 from ..stepwise._iteration import (
-    Counts,
     init_states,
     microbatch_and_repeat_ids,
     permute_output,
@@ -19,6 +18,7 @@ from ..stepwise._iteration import (
     take_repeats,
 )
 from ..stepwise._weight_window import from_window, window_at
+from ._shape import PipelineShape
 
 
 def circular_unrolled(
@@ -54,33 +54,40 @@ def circular_unrolled(
         (outputs, {}). The outputs have the shapes of `inputs`.
     """
     repeats, ranks = jax.tree.leaves(weights)[0].shape[:2]
-    counts = Counts(ranks, repeats, jax.tree.leaves(inputs)[0].shape[0], 2 if delay else 1)
-    whole = on_ranks(lambda w: gather.whole(gather.cast(w)), mesh=mesh, in_dims=(0,), out_dims=0)
-    weights_at = GATHERS[gather.when](weights, counts, whole, mesh)
-    state = init_states(inputs, keys, counts)
-    for t in range(counts.num_ticks):
-        state = run_one_iteration(remat(stage), state, weights_at(t), batch_inputs, counts, mesh)
-    outputs = permute_output(state["state_io"], counts)
+    num_microbatches = jax.tree.leaves(inputs)[0].shape[0]
+    shape = PipelineShape(ranks, repeats, num_microbatches, 2 if delay else 1)
+    unshard = on_ranks(
+        lambda w: gather.unshard(gather.cast(w)), mesh=mesh, in_dims=(0,), out_dims=0
+    )
+    weights_at = _UNSHARD[gather.when](weights, shape, unshard, mesh)
+    state = init_states(inputs, keys, shape)
+    for t in range(shape.num_ticks):
+        state = run_one_iteration(remat(stage), state, weights_at(t), batch_inputs, shape, mesh)
+    outputs = permute_output(state["state_io"], shape)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs), {}
 
 
-def _every_tick(weights: PyTree, counts: Counts, gather: Callable, mesh: Mesh | None) -> Callable:
+def _every_tick(
+    weights: PyTree, shape: PipelineShape, unshard: Callable, mesh: Mesh | None
+) -> Callable:
     def weights_at(t: int) -> PyTree:
-        return gather(take_repeats(weights, microbatch_and_repeat_ids(t, counts)[1], mesh=mesh))
+        return unshard(take_repeats(weights, microbatch_and_repeat_ids(t, shape)[1], mesh=mesh))
 
     return weights_at
 
 
-def _once(weights: PyTree, counts: Counts, gather: Callable, mesh: Mesh | None) -> Callable:
-    whole = jax.vmap(gather)(weights)
-    return _every_tick(whole, counts, lambda block: block, mesh)
+def _once(weights: PyTree, shape: PipelineShape, unshard: Callable, mesh: Mesh | None) -> Callable:
+    copy = jax.vmap(unshard)(weights)
+    return _every_tick(copy, shape, identity, mesh)
 
 
-def _every_repeat(weights: PyTree, counts: Counts, gather: Callable, mesh: Mesh | None) -> Callable:
-    last = counts.num_ticks - 1
-    starts = range(0, last + 1, counts.num_microbatches)
-    windows = [window_at(weights, t, counts, gather) for t in starts]
-    return lambda t: from_window(windows[t // counts.num_microbatches], t, counts)
+def _every_repeat(
+    weights: PyTree, shape: PipelineShape, unshard: Callable, mesh: Mesh | None
+) -> Callable:
+    starts = range(0, shape.num_ticks, shape.num_microbatches)
+    windows = [window_at(weights, t, shape, unshard) for t in starts]
+    return lambda t: from_window(windows[t // shape.num_microbatches], t, shape)
 
 
-GATHERS: dict[str, Callable] = {"tick": _every_tick, "once": _once, "repeat": _every_repeat}
+_UNSHARD: dict[str, Callable] = {"tick": _every_tick, "once": _once, "repeat": _every_repeat}
+"""Functions that return, from the stored weights, the function of the weights of an iteration."""

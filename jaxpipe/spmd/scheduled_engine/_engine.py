@@ -17,7 +17,7 @@ from ...schedules.lock_step import tick_tables as tables_of
 from .._ranks import AXIS
 from .._weight_gather import EACH_TICK, Gather
 from ..circular_engine._engine import check_rows, common_dims, gradient_dims, on_parts
-from ._loop import How, rank_value, rank_value_and_grad
+from ._loop import ScheduledOptions, rank_value, rank_value_and_grad
 
 
 def scheduled_value_and_grad(
@@ -31,7 +31,7 @@ def scheduled_value_and_grad(
     remat: Remat = recompute,
     gather: Gather = EACH_TICK,
     boundary_gather: Gather = EACH_TICK,
-    share_head: bool = False,
+    vocab_parallel: bool = False,
 ) -> tuple[tuple[Scalar, Aux], dict[str, Any]]:
     """Returns loss, metrics and gradients of a batch that runs by any schedule.
 
@@ -49,8 +49,8 @@ def scheduled_value_and_grad(
             one such change ahead.
         boundary_gather: How the weights `{"embed": ..., "head": ...}` are gathered. They are
             gathered once, whatever its `when`.
-        share_head: Whether all ranks compute the loss together, by `model.shared_loss`. Otherwise
-            the rank of the last stage computes it alone.
+        vocab_parallel: Whether all ranks compute the loss together, by
+            `model.vocab_parallel_loss`. Otherwise the rank of the last stage computes it alone.
 
     Returns:
         ((loss, metrics), gradients). The loss is a scalar; gradients are like `weights`.
@@ -77,15 +77,17 @@ def scheduled_value_and_grad(
         >>> grads["stages"].shape  # as the weights: [chunks, ranks]
         (1, 2)
     """
-    _check_head(model, share_head)
-    tables = _checked(weights, batch_inputs, keys, ticks, mesh, gather)
+    _check_vocab_parallel(model, vocab_parallel)
+    tables = _checked_tables(weights, batch_inputs, keys, ticks, mesh, gather)
     if not tables.num_slots["cotangents"]:
         raise ValueError(
             "`ticks` has no backwards, and gradients are wanted. Give `to_lock_step(schedule)`, or "
             "call `scheduled_value`."
         )
-    how = How(tables, ticks.schedule.num_stages, remat, gather, boundary_gather, share_head)
-    rank_fn = partial(rank_value_and_grad, model, how)
+    options = ScheduledOptions(
+        tables, ticks.schedule.num_stages, remat, gather, boundary_gather, vocab_parallel
+    )
+    rank_fn = partial(rank_value_and_grad, model, options)
     run = on_parts(
         rank_fn, mesh, gather, boundary_gather, (None, gradient_dims(gather, boundary_gather))
     )
@@ -103,7 +105,7 @@ def scheduled_value(
     mesh: Mesh | None = None,
     gather: Gather = EACH_TICK,
     boundary_gather: Gather = EACH_TICK,
-    share_head: bool = False,
+    vocab_parallel: bool = False,
 ) -> tuple[Scalar, Aux]:
     """Returns loss and metrics of a batch, without gradients.
 
@@ -116,7 +118,8 @@ def scheduled_value(
         mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
         gather: When and how the stages' weights that are sharded over other axes are gathered.
         boundary_gather: How the weights of embedding and head are gathered, once.
-        share_head: Whether all ranks compute the loss together, by `model.shared_loss`.
+        vocab_parallel: Whether all ranks compute the loss together, by
+            `model.vocab_parallel_loss`.
 
     Returns:
         (loss, metrics). The loss is a scalar.
@@ -126,19 +129,21 @@ def scheduled_value(
             divide over `gather.batch_axes`; if `ticks` has backwards.
         ScheduleError: If `ticks` cannot be run.
     """
-    _check_head(model, share_head)
-    tables = _checked(weights, batch_inputs, keys, ticks, mesh, gather)
+    _check_vocab_parallel(model, vocab_parallel)
+    tables = _checked_tables(weights, batch_inputs, keys, ticks, mesh, gather)
     if tables.num_slots["cotangents"]:
         raise ValueError(
             "`ticks` has backwards, which a value alone does not need. Give "
             "`to_lock_step(forward_only(schedule))`."
         )
-    how = How(tables, ticks.schedule.num_stages, recompute, gather, boundary_gather, share_head)
-    run = on_parts(partial(rank_value, model, how), mesh, gather, boundary_gather, None)
+    options = ScheduledOptions(
+        tables, ticks.schedule.num_stages, recompute, gather, boundary_gather, vocab_parallel
+    )
+    run = on_parts(partial(rank_value, model, options), mesh, gather, boundary_gather, None)
     return run(weights, batch_inputs, keys)
 
 
-def _checked(
+def _checked_tables(
     weights: dict[str, Any],
     batch_inputs: PyTree,
     keys: PyTree,
@@ -158,11 +163,11 @@ def _checked(
     return tables
 
 
-def _check_head(model: Model, share_head: bool) -> None:
-    if share_head and model.shared_loss is None:
+def _check_vocab_parallel(model: Model, vocab_parallel: bool) -> None:
+    if vocab_parallel and model.vocab_parallel_loss is None:
         raise ValueError(
-            "`share_head` is True and `model.shared_loss` None: there is no loss that ranks can "
-            "compute together. Give one, or leave `share_head` at False."
+            "`vocab_parallel` is True and `model.vocab_parallel_loss` None: there is no loss that "
+            "ranks can compute together. Give one, or leave `vocab_parallel` at False."
         )
 
 
@@ -171,12 +176,12 @@ def _check(
 ) -> None:
     """Checks that ranks, chunks and microbatches are those of the schedule."""
     schedule = ticks.schedule
-    places = rank_and_chunk_by_stage(schedule).values()
-    wanted = 1 + max(place.chunk for place in places), num_ranks(schedule)
-    found = common_dims({"weights['stages']": stages, "keys": keys}, 2, "[chunks, ranks, ...]")
-    if found != wanted:
+    assigned = rank_and_chunk_by_stage(schedule).values()
+    wanted = 1 + max(chunk for _, chunk in assigned), num_ranks(schedule)
+    dims = common_dims({"weights['stages']": stages, "keys": keys}, 2, "[chunks, ranks, ...]")
+    if dims != wanted:
         raise ValueError(
-            f"Leaves of `weights['stages']` begin with {found}, chunks x ranks, and `ticks` is a "
+            f"Leaves of `weights['stages']` begin with {dims}, chunks x ranks, and `ticks` is a "
             f"schedule of {wanted}. They must be equal: `spmd.to_ranks` reorders stacked stages."
         )
     (microbatches,) = common_dims({"batch_inputs": batch_inputs}, 1, "[microbatches, ...]")

@@ -14,29 +14,33 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int, PyTree, Scalar
+from jaxtyping import Array, Bool, PyTree, Scalar
 
 from ...autodiff import Model, Remat
 from ...autodiff._model import Aux, combine_losses, index_leading
 from ...autodiff._pullback import floating
 from ...autodiff._split_backward import split_backward
-from ...schedules.lock_step import PhaseTable, TickTables
+from ...schedules.lock_step import TickTables
+from .._buffers import allocate_buffer, cast_like, put, to_accum_dtype
 from .._ranks import AXIS
-from .._varying import cond, execution_count_hint, pvary, zeros
-from .._weight_gather import Gather, wide
-from ..circular_engine._loss import like
-from ..circular_engine._residuals import buffer
-from ..circular_engine._shape import put
-from ._phases import Left, Run, Totals, Waiting, backward, divide, forward, shared_loss, weight
-from ._weights import Work, chunks_of
+from .._varying import cond, execution_count_hint, pvary, zeros, zeros_like
+from .._weight_gather import Gather
+from ._phases import (
+    ActivationBuffers,
+    ForwardOutputs,
+    ScheduledInvariants,
+    Totals,
+    backward,
+    forward,
+    split_residuals,
+    vocab_parallel_loss,
+    weight,
+)
+from ._rows import FIRST_CHUNK, Index, PhaseRow, TickRow, rows_of_rank
+from ._weights import chunk_gather
 
-Index = Int[Array, ""]
-Row = Any
-"""`TickTables` with the integers of one tick and rank."""
-_FIRST = PhaseTable(*[0] * len(PhaseTable._fields))  # type: ignore[arg-type]
 
-
-class How(NamedTuple):
+class ScheduledOptions(NamedTuple):
     """Options of the scheduled engine.
 
     Attributes:
@@ -45,7 +49,7 @@ class How(NamedTuple):
         remat: Wraps a stage, and so decides which residuals F stores for B, I and W.
         gather: When and how the stages' weights are gathered.
         boundary_gather: How the weights of embedding and head are gathered.
-        share_head: Whether all ranks compute the loss together.
+        vocab_parallel: Whether all ranks compute the loss together.
     """
 
     tables: TickTables
@@ -53,12 +57,12 @@ class How(NamedTuple):
     remat: Remat
     gather: Gather
     boundary_gather: Gather
-    share_head: bool
+    vocab_parallel: bool
 
 
 def rank_value_and_grad(
     model: Model,
-    how: How,
+    options: ScheduledOptions,
     stages: PyTree,
     boundary: dict[str, PyTree],
     batch_inputs: PyTree,
@@ -70,7 +74,7 @@ def rank_value_and_grad(
 
     Args:
         model: The model.
-        how: The options.
+        options: The options.
         stages: [v, ...] leaves.
         boundary: Weights of the embedding and of the head.
         batch_inputs: [M, ...] leaves.
@@ -79,16 +83,21 @@ def rank_value_and_grad(
     Returns:
         ((loss, metrics) of the batch, (gradients of `stages`, gradients of `boundary`)).
     """
-    run, nothing, waiting, totals = _prepare(model, how, stages, boundary, batch_inputs, keys)
-    totals = _all_ticks(how, run, nothing, waiting, totals)
-    boundary_grads = how.boundary_gather.scatter(lax.psum(totals.boundary, AXIS))
-    stage_grads = run.weights.close(totals.stages)
-    return _summed(how, totals), (like(stage_grads, stages), like(boundary_grads, boundary))
+    invariants, zero_outputs, buffers, totals = _prepare(
+        model, options, stages, boundary, batch_inputs, keys
+    )
+    totals = _all_ticks(options, invariants, zero_outputs, buffers, totals)
+    boundary_grads = options.boundary_gather.reduce_scatter(lax.psum(totals.boundary, AXIS))
+    stage_grads = invariants.gather.finish(totals.weight_state)
+    return _summed(options, totals), (
+        cast_like(stage_grads, stages),
+        cast_like(boundary_grads, boundary),
+    )
 
 
 def rank_value(
     model: Model,
-    how: How,
+    options: ScheduledOptions,
     stages: PyTree,
     boundary: dict[str, PyTree],
     batch_inputs: PyTree,
@@ -96,105 +105,110 @@ def rank_value(
 ) -> tuple[Scalar, Aux]:
     """Returns (loss, metrics) of the batch, by a schedule that has only forwards."""
     return _summed(
-        how, _all_ticks(how, *_prepare(model, how, stages, boundary, batch_inputs, keys))
+        options,
+        _all_ticks(options, *_prepare(model, options, stages, boundary, batch_inputs, keys)),
     )
 
 
-def _all_ticks(how: How, run: Run, nothing: Left, waiting: Waiting, totals: Totals) -> Totals:
+def _all_ticks(
+    options: ScheduledOptions,
+    invariants: ScheduledInvariants,
+    zero_outputs: ForwardOutputs,
+    buffers: ActivationBuffers,
+    totals: Totals,
+) -> Totals:
     def tick(carry, row):
-        return _tick(run, how.tables, nothing, carry, *row), None
+        return _tick(invariants, options.tables, zero_outputs, carry, *row), None
 
-    rows = _rows(how.tables), jnp.asarray(_losses(how)) if how.share_head else None
-    return lax.scan(tick, (waiting, totals), rows)[0][1]
+    rows = (
+        rows_of_rank(options.tables),
+        jnp.asarray(_loss_microbatches(options)) if options.vocab_parallel else None,
+    )
+    return lax.scan(tick, (buffers, totals), rows)[0][1]
 
 
-def _losses(how: How) -> list[int]:
+def _loss_microbatches(options: ScheduledOptions) -> list[int]:
     """Returns [num_ticks]: the microbatch that leaves the last stage in a tick, or -1."""
-    forward = how.tables.forward
+    forward = options.tables.forward
     rows = zip(forward.microbatch, forward.stage, strict=True)
-    last = how.num_stages - 1
+    last = options.num_stages - 1
     return [max(m if s == last else -1 for m, s in zip(*row, strict=True)) for row in rows]
 
 
-def _summed(how: How, totals: Totals) -> tuple[Scalar, Aux]:
-    """Aux losses and metrics over all devices, and returns those of the batch."""
+def _summed(options: ScheduledOptions, totals: Totals) -> tuple[Scalar, Aux]:
+    """Sums losses and metrics over all devices, and returns those of the batch."""
     local = totals.loss, totals.loss_metrics, totals.stage_aux
-    return combine_losses(*lax.psum(local, (AXIS, *how.gather.batch_axes)))
-
-
-def _rows(tables: TickTables) -> Row:
-    """Returns this rank's columns of the tables, [ticks] each, which vary over `stage` alone."""
-
-    def column(table: tuple) -> Int[Array, " ticks"]:
-        return jnp.take(jnp.asarray(table, jnp.int32), lax.axis_index(AXIS), axis=1)
-
-    columns = tables._replace(num_slots={}, first_chunks=None, separate_backward_weights=None)  # type: ignore[arg-type]
-    return jax.tree.map(column, columns, is_leaf=lambda x: type(x) is tuple)
+    return combine_losses(*lax.psum(local, (AXIS, *options.gather.batch_axes)))
 
 
 def _prepare(
     model: Model,
-    how: How,
+    options: ScheduledOptions,
     stages: PyTree,
     boundary: dict[str, PyTree],
     batch_inputs: PyTree,
     keys: PyTree,
-) -> tuple[Run, Left, Waiting, Totals]:
+) -> tuple[ScheduledInvariants, ForwardOutputs, ActivationBuffers, Totals]:
     """Traces and splits the stage; returns (invariants, zero outputs of an F, buffers, totals)."""
-    weights = chunks_of(how.gather, stages, how.tables)
-    keep = how.tables.num_slots["cotangents"] > 0
-    held = weights.start(keep)
-    whole = how.boundary_gather.whole(how.boundary_gather.cast(boundary))
+    gather = chunk_gather(options.gather, stages, options.tables)
+    has_backward = options.tables.num_slots["cotangents"] > 0
+    weight_state = gather.init(has_backward)
+    gathered = options.boundary_gather.unshard(options.boundary_gather.cast(boundary))
     # Only the types of these arguments are used, to trace the stage.
     first_inputs = index_leading(batch_inputs, 0)
-    x = jax.tree.map(pvary, model.embed(whole["embed"], first_inputs))
-    visit = weights.read(held, _FIRST, True), x, first_inputs, index_leading(keys, 0)
-    divided = split_backward(how.remat(model.stage), *visit) if keep else None
-    _, aux_shapes = jax.eval_shape(model.stage, *visit)
-    _, loss_metrics = jax.eval_shape(model.loss, model.boundary(whole), x, first_inputs)
+    x = jax.tree.map(pvary, model.embed(gathered["embed"], first_inputs))
+    w = gather.unshard(weight_state, FIRST_CHUNK, True)
+    examples = w, x, first_inputs, index_leading(keys, 0)
+    split = split_backward(options.remat(model.stage), *examples) if has_backward else None
+    _, aux_shapes = jax.eval_shape(model.stage, *examples)
+    _, metric_shapes = jax.eval_shape(model.loss, model.boundary(gathered), x, first_inputs)
     zero_aux = {name: zeros(s) for name, s in aux_shapes.items()}
     daux = {name: jnp.full_like(s, name == "loss") for name, s in zero_aux.items()}
-    last_alone = how.num_stages if how.share_head else how.num_stages - 1
-    run = Run(model, how.num_stages, last_alone, divided, weights, whole, batch_inputs, keys, daux)
+    loss_stage = options.num_stages if options.vocab_parallel else options.num_stages - 1
+    invariants = ScheduledInvariants(
+        model, options.num_stages, loss_stage, split, gather, gathered, batch_inputs, keys, daux
+    )
     totals = Totals(
         zeros(jax.ShapeDtypeStruct((), jnp.float32)),
-        jax.tree.map(zeros, loss_metrics),
+        zeros_like(metric_shapes),
         zero_aux,
-        held,
-        jax.tree.map(zeros, wide(floating(whole))) if keep else {},
+        weight_state,
+        zeros_like(to_accum_dtype(floating(gathered))) if has_backward else {},
     )
-    waiting = _waiting(run, how.tables.num_slots, visit)
-    kept = index_leading((waiting.for_backward, waiting.for_weight), 0)
-    nothing = Left(jax.tree.map(zeros, x), jax.tree.map(zeros, floating(x)) if keep else (), *kept)
-    return run, nothing, waiting, totals
+    buffers = _allocate_buffers(invariants, options.tables.num_slots, examples)
+    stored = index_leading((buffers.for_backward, buffers.for_weight), 0)
+    y, dy = zeros_like(x), zeros_like(floating(x)) if has_backward else ()
+    return invariants, ForwardOutputs(y, dy, *stored), buffers, totals
 
 
-def _waiting(run: Run, num_slots: dict[str, int], visit: tuple) -> Waiting:
+def _allocate_buffers(
+    invariants: ScheduledInvariants, num_slots: dict[str, int], examples: tuple
+) -> ActivationBuffers:
     """Allocates the buffers."""
-    w, x, batch_inputs, keys = visit
+    w, x, batch_inputs, keys = examples
 
-    def room(tree: PyTree, name: str) -> PyTree:
+    def allocate(tree: PyTree, name: str) -> PyTree:
         slots = max(1, num_slots[name])
-        return jax.tree.map(lambda a: buffer(_type(a), slots + _on_host(a)), tree)
+        return jax.tree.map(lambda a: allocate_buffer(_type(a), slots + _on_host(a)), tree)
 
-    stage = run.stage
+    stage = invariants.stage
     if stage is None:
-        return Waiting(room(x, "inputs"), (), [], [], [])
+        return ActivationBuffers(allocate(x, "inputs"), (), [], [], [])
 
     def residuals(x):
         return stage.forward(w, x, batch_inputs, keys)[1]
 
-    def links(x):
-        out, kept = stage.forward(w, x, batch_inputs, keys)
-        return stage.input(w, batch_inputs, keys, kept, floating(out))[2]
+    def wgrad_residuals(x):
+        out, stored = stage.forward(w, x, batch_inputs, keys)
+        return stage.input(w, batch_inputs, keys, stored, floating(out))[2]
 
-    for_backward, for_weight = divide(stage, jax.make_jaxpr(residuals)(x).out_avals)
-    return Waiting(
-        room(x, "inputs"),
-        room(floating(x), "cotangents"),
-        room(for_backward, "residuals_for_backward"),
-        room(for_weight, "residuals_for_weight"),
-        room(jax.make_jaxpr(links)(x).out_avals, "wgrad_residuals")
+    for_backward, for_weight = split_residuals(stage, jax.make_jaxpr(residuals)(x).out_avals)
+    return ActivationBuffers(
+        allocate(x, "inputs"),
+        allocate(floating(x), "cotangents"),
+        allocate(for_backward, "residuals_for_backward"),
+        allocate(for_weight, "residuals_for_weight"),
+        allocate(jax.make_jaxpr(wgrad_residuals)(x).out_avals, "wgrad_residuals")
         if num_slots["wgrad_residuals"]
         else [],
     )
@@ -206,110 +220,133 @@ def _type(x: Any) -> Any:
 
 
 def _tick(
-    run: Run, tables: TickTables, nothing: Left, carry: tuple, row: Row, leaves: Index | None
+    invariants: ScheduledInvariants,
+    tables: TickTables,
+    zero_outputs: ForwardOutputs,
+    carry: tuple,
+    row: TickRow,
+    loss_microbatch: Index | None,
 ) -> tuple:
     """Runs one tick.
 
-    `nothing` is zeros like the results of an F; `leaves` is the microbatch whose loss all ranks
-    compute together, or None. Buffers are not operands of conditionals, which would copy them, and
-    are written in place. Totals are: JAX forwards those that a branch does not change.
+    `zero_outputs` is zeros like the results of an F; `loss_microbatch` is the microbatch whose loss
+    all ranks compute together, or None. Buffers are not operands of conditionals, which would copy
+    them, and are written in place. Totals are operands: JAX forwards those that a branch does not
+    change.
     """
-    waiting, totals = carry
-    totals = totals._replace(stages=run.weights.enter(totals.stages, row.forward, True))
-    totals, left = cond(
+    buffers, totals = carry
+    totals = totals._replace(
+        weight_state=invariants.gather.prefetch(totals.weight_state, row.forward, True)
+    )
+    totals, outputs = cond(
         row.forward.microbatch >= 0,
-        lambda totals: forward(run, row.forward, waiting, totals, nothing),
-        lambda totals: (totals, nothing),
+        lambda totals: forward(invariants, row.forward, buffers, totals, zero_outputs),
+        lambda totals: (totals, zero_outputs),
         totals,
-        like=(totals, nothing),
+        like=(totals, zero_outputs),
         hint=execution_count_hint(tables.forward.microbatch),
     )
-    if leaves is not None:
-        totals, cotangent = _shared_loss(run, nothing, row.forward, left.activation, leaves, totals)
-        left = left._replace(cotangent=cotangent)
-    waiting = waiting._replace(
-        inputs=_hand_over(waiting.inputs, left.activation, row.activation_arrivals)
+    if loss_microbatch is not None:
+        totals, cotangent = _loss_on_all_ranks(
+            invariants, zero_outputs, row.forward, outputs.activation, loss_microbatch, totals
+        )
+        outputs = outputs._replace(cotangent=cotangent)
+    buffers = buffers._replace(
+        inputs=_hand_over(buffers.inputs, outputs.activation, row.activation_arrivals)
     )
-    if run.stage is None:
-        return waiting, totals
-    waiting = waiting._replace(
-        cotangents=_store(waiting.cotangents, left.cotangent, row.forward.cotangent_slot),
+    if invariants.stage is None:
+        return buffers, totals
+    buffers = buffers._replace(
+        cotangents=_store(buffers.cotangents, outputs.cotangent, row.forward.cotangent_slot),
         for_backward=_store(
-            waiting.for_backward, left.for_backward, row.forward.residuals_for_backward_slot
+            buffers.for_backward, outputs.for_backward, row.forward.residuals_for_backward_slot
         ),
         for_weight=_store(
-            waiting.for_weight, left.for_weight, row.forward.residuals_for_weight_slot
+            buffers.for_weight, outputs.for_weight, row.forward.residuals_for_weight_slot
         ),
     )
-    waiting, totals = _tick_backward(run, tables, nothing, waiting, totals, row)
+    buffers, totals = _tick_backward(invariants, tables, zero_outputs, buffers, totals, row)
     if tables.num_slots["wgrad_residuals"]:
         totals = cond(
             row.weight.microbatch >= 0,
-            lambda totals: weight(run, row.weight, waiting, totals),
+            lambda totals: weight(invariants, row.weight, buffers, totals),
             lambda totals: totals,
             totals,
             like=totals,
             hint=execution_count_hint(tables.weight.microbatch),
         )
-    return waiting, totals
+    return buffers, totals
 
 
-def _shared_loss(
-    run: Run, nothing: Left, work: Work, y: PyTree, microbatch: Index, totals: Totals
+def _loss_on_all_ranks(
+    invariants: ScheduledInvariants,
+    zero_outputs: ForwardOutputs,
+    work: PhaseRow,
+    y: PyTree,
+    microbatch: Index,
+    totals: Totals,
 ) -> tuple[Totals, PyTree]:
     """Broadcasts the output of the last stage to all ranks, which compute its loss together.
 
     The condition is the same on all ranks, so they may communicate under it.
     """
-    is_last = (work.microbatch >= 0) & (work.stage == run.num_stages - 1)
+    is_last = (work.microbatch >= 0) & (work.stage == invariants.num_stages - 1)
 
     def loss(totals: Totals) -> tuple[Totals, PyTree]:
-        shared = jax.tree.map(lambda y: _from_one(is_last, y), y)
-        return shared_loss(run, shared, index_leading(run.batch_inputs, microbatch), totals)
+        everywhere = jax.tree.map(lambda y: _broadcast(is_last, y), y)
+        inputs_m = index_leading(invariants.batch_inputs, microbatch)
+        return vocab_parallel_loss(invariants, everywhere, inputs_m, totals)
 
     return cond(
         microbatch >= 0,
         loss,
-        lambda totals: (totals, nothing.cotangent),
+        lambda totals: (totals, zero_outputs.cotangent),
         totals,
-        like=(totals, nothing.cotangent),
+        like=(totals, zero_outputs.cotangent),
     )
 
 
-def _from_one(has_it: Bool[Array, ""], x: jax.Array) -> jax.Array:
+def _broadcast(is_source: Bool[Array, ""], x: jax.Array) -> jax.Array:
     """Broadcasts `x` from one rank to all, by an exact sum with zeros (float32 for bfloat16)."""
     dtype = jnp.float32 if x.dtype == jnp.bfloat16 else x.dtype
-    return lax.psum(jnp.where(has_it, x, jnp.zeros_like(x)).astype(dtype), AXIS).astype(x.dtype)
+    return lax.psum(jnp.where(is_source, x, jnp.zeros_like(x)).astype(dtype), AXIS).astype(x.dtype)
 
 
 def _tick_backward(
-    run: Run, tables: TickTables, nothing: Left, waiting: Waiting, totals: Totals, row: Row
-) -> tuple[Waiting, Totals]:
+    invariants: ScheduledInvariants,
+    tables: TickTables,
+    zero_outputs: ForwardOutputs,
+    buffers: ActivationBuffers,
+    totals: Totals,
+    row: TickRow,
+) -> tuple[ActivationBuffers, Totals]:
     work = row.backward
-    no_link = index_leading(waiting.links, 0)
-    totals = totals._replace(stages=run.weights.enter(totals.stages, work, False))
-    totals, (dx, link) = cond(
+    empty = index_leading(buffers.wgrad_residuals, 0)
+    weight_state = invariants.gather.prefetch(totals.weight_state, work, False)
+    totals = totals._replace(weight_state=weight_state)
+    totals, (dx, wgrad_residuals) = cond(
         work.microbatch >= 0,
-        lambda totals: backward(tables)(run, work, waiting, totals, no_link),
-        lambda totals: (totals, (nothing.cotangent, no_link)),
+        lambda totals: backward(tables)(invariants, work, buffers, totals, empty),
+        lambda totals: (totals, (zero_outputs.cotangent, empty)),
         totals,
-        like=(totals, (nothing.cotangent, no_link)),
+        like=(totals, (zero_outputs.cotangent, empty)),
         hint=execution_count_hint(tables.backward.microbatch),
     )
-    totals = totals._replace(stages=run.weights.leave(totals.stages, work))
-    return waiting._replace(
-        cotangents=_hand_over(waiting.cotangents, dx, row.cotangent_arrivals),
-        links=_store(waiting.links, link, work.wgrad_residuals_slot),
+    weight_state = invariants.gather.reduce_scatter(totals.weight_state, work)
+    totals = totals._replace(weight_state=weight_state)
+    return buffers._replace(
+        cotangents=_hand_over(buffers.cotangents, dx, row.cotangent_arrivals),
+        wgrad_residuals=_store(buffers.wgrad_residuals, wgrad_residuals, work.wgrad_residuals_slot),
     ), totals
 
 
-def _hand_over(waiting: PyTree, x: PyTree, arrivals: dict[int, Index]) -> PyTree:
+def _hand_over(buffers: PyTree, x: PyTree, arrivals: dict[int, Index]) -> PyTree:
     """Sends `x` by every offset of ranks in `arrivals`, and stores what is received in its slot."""
     ranks = lax.axis_size(AXIS)
     for offset, slot in arrivals.items():
         pairs = [(r, (r + offset) % ranks) for r in range(ranks)]
-        waiting = _store(waiting, lax.ppermute(x, AXIS, pairs) if offset else x, slot)
-    return waiting
+        buffers = _store(buffers, lax.ppermute(x, AXIS, pairs) if offset else x, slot)
+    return buffers
 
 
 def _store(buffers: PyTree, new: PyTree, slot: Index) -> PyTree:

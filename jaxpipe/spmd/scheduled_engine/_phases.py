@@ -20,20 +20,22 @@ from ...ir._accumulate import add_gradients
 from ...schedules.lock_step import TickTables
 from .._ranks import AXIS
 from .._varying import cond
+from .._weight_gather import identity
 from ..circular_engine._loss import add_to_boundary, loss_and_gradients
-from ._weights import Chunks, Held, Work
+from ._rows import PhaseRow
+from ._weights import ChunkGather
 
 
-class Run(NamedTuple):
+class ScheduledInvariants(NamedTuple):
     """Loop invariants: the values that a tick reads and does not change, on one rank.
 
     Attributes:
         model: The model.
         num_stages: Number of stages of the model.
-        last: The stage after which its rank computes the loss alone; `num_stages`, which is no
-            stage, if all ranks compute the loss together.
+        loss_stage: The stage after which its rank computes the loss alone; `num_stages`, which is
+            no stage, if all ranks compute the loss together.
         stage: The stage as F, B, I and W; None if no backward follows.
-        weights: Functions that gather this rank's weights and reduce-scatter their gradients.
+        gather: Functions that gather this rank's weights and reduce-scatter their gradients.
         boundary: Weights of embedding and head, gathered.
         batch_inputs: [M, ...] leaves.
         keys: [v, ...] leaves, or ().
@@ -42,23 +44,23 @@ class Run(NamedTuple):
 
     model: Model
     num_stages: int
-    last: int
+    loss_stage: int
     stage: SplitBackward | None
-    weights: Chunks
+    gather: ChunkGather
     boundary: dict[str, PyTree]
     batch_inputs: PyTree
     keys: PyTree
     daux: Aux
 
 
-class Waiting(NamedTuple):
-    """Buffers, [slots, ...] leaves, for arrays stored between ticks (`schedules.Slots`)."""
+class ActivationBuffers(NamedTuple):
+    """Buffers for arrays stored between ticks, [slots, ...] leaves (`schedules.lock_step`)."""
 
     inputs: PyTree
     cotangents: PyTree
     for_backward: list[jax.Array]
     for_weight: list[jax.Array]
-    links: list[jax.Array]
+    wgrad_residuals: list[jax.Array]
 
 
 class Totals(NamedTuple):
@@ -68,18 +70,19 @@ class Totals(NamedTuple):
         loss: Loss of the microbatches whose loss this rank computed.
         loss_metrics: Metrics that `model.loss` returned for these microbatches.
         stage_aux: Auxiliary losses and metrics that this rank's stages returned.
-        stages: Float32 gradients of the stages' weights, and gathered weights.
+        weight_state: Float32 gradients of the stages' weights, and gathered weights: the state of
+            `ChunkGather`.
         boundary: Float32 gradients of embedding and head.
     """
 
     loss: Scalar
     loss_metrics: Aux
     stage_aux: Aux
-    stages: Held
+    weight_state: PyTree
     boundary: dict[str, PyTree]
 
 
-class Left(NamedTuple):
+class ForwardOutputs(NamedTuple):
     """Results of an F: the activation to send, and the arrays that its rank stores."""
 
     activation: PyTree
@@ -88,67 +91,79 @@ class Left(NamedTuple):
     for_weight: list[jax.Array]
 
 
-def divide(stage: SplitBackward, residuals: list[Any]) -> tuple[list[Any], list[Any]]:
+def split_residuals(stage: SplitBackward, residuals: list[Any]) -> tuple[list[Any], list[Any]]:
     """Splits residuals into those that only B or I reads, and those that W reads too."""
     pairs = list(zip(residuals, stage.for_weight, strict=True))
     return [r for r, late in pairs if not late], [r for r, late in pairs if late]
 
 
 def forward(
-    run: Run, work: Work, waiting: Waiting, totals: Totals, nothing: Left
-) -> tuple[Totals, Left]:
+    invariants: ScheduledInvariants,
+    work: PhaseRow,
+    buffers: ActivationBuffers,
+    totals: Totals,
+    zero_outputs: ForwardOutputs,
+) -> tuple[Totals, ForwardOutputs]:
     """Runs F; on the last stage its results include the cotangent of the stage's output."""
-    batch_inputs, keys = _of(run, work)
-    w = run.weights.read(totals.stages, work, True)
-    arrived = index_leading(waiting.inputs, work.input_slot)
-    embed = lambda: run.model.embed(run.boundary["embed"], batch_inputs)  # noqa: E731
+    batch_inputs, keys = _batch_inputs_and_keys(invariants, work)
+    w = invariants.gather.unshard(totals.weight_state, work, True)
+    arrived = index_leading(buffers.inputs, work.input_slot)
+    embed = lambda: invariants.model.embed(invariants.boundary["embed"], batch_inputs)  # noqa: E731
     x = cond(work.stage == 0, embed, lambda: arrived, like=arrived)
-    kept: tuple[list, list] = ([], [])
-    if run.stage is None:
-        y, aux = run.model.stage(w, x, batch_inputs, keys)
+    stored: tuple[list, list] = ([], [])
+    if invariants.stage is None:
+        y, aux = invariants.model.stage(w, x, batch_inputs, keys)
     else:
-        (y, aux), residuals = run.stage.forward(w, x, batch_inputs, keys)
-        kept = divide(run.stage, residuals)
+        (y, aux), residuals = invariants.stage.forward(w, x, batch_inputs, keys)
+        stored = split_residuals(invariants.stage, residuals)
     totals = totals._replace(stage_aux=_add(totals.stage_aux, aux))
     totals, cotangent = cond(
-        work.stage == run.last,
-        lambda totals: _loss(run, y, batch_inputs, totals),
-        lambda totals: (totals, nothing.cotangent),
+        work.stage == invariants.loss_stage,
+        lambda totals: _loss(invariants, y, batch_inputs, totals),
+        lambda totals: (totals, zero_outputs.cotangent),
         totals,
-        like=(totals, nothing.cotangent),
+        like=(totals, zero_outputs.cotangent),
     )
-    return totals, Left(y, cotangent, *kept)
+    return totals, ForwardOutputs(y, cotangent, *stored)
 
 
-def _of(run: Run, work: Work) -> tuple[PyTree, PyTree]:
+def _batch_inputs_and_keys(
+    invariants: ScheduledInvariants, work: PhaseRow
+) -> tuple[PyTree, PyTree]:
     """Returns batch_inputs and keys of the microbatch and the chunk of `work`."""
-    return index_leading(run.batch_inputs, work.microbatch), fold_in_microbatch(
-        index_leading(run.keys, work.chunk), work.microbatch
+    return index_leading(invariants.batch_inputs, work.microbatch), fold_in_microbatch(
+        index_leading(invariants.keys, work.chunk), work.microbatch
     )
 
 
-def _loss(run: Run, y: PyTree, batch_inputs: PyTree, totals: Totals) -> tuple[Totals, PyTree]:
+def _loss(
+    invariants: ScheduledInvariants, y: PyTree, batch_inputs: PyTree, totals: Totals
+) -> tuple[Totals, PyTree]:
     """Adds the loss of a microbatch to `totals`; returns them and the gradient with respect to `y`.
 
     The gradients are computed together with the loss, so logits are computed once.
     """
-    if run.stage is None:
-        value, metrics = run.model.loss(run.model.boundary(run.boundary), y, batch_inputs)
+    if invariants.stage is None:
+        value, metrics = invariants.model.loss(
+            invariants.model.boundary(invariants.boundary), y, batch_inputs
+        )
         return _with_loss(totals, value, metrics), ()
     (value, metrics), (boundary_grads, dy) = loss_and_gradients(
-        run.model, run.boundary, y, batch_inputs
+        invariants.model, invariants.boundary, y, batch_inputs
     )
     return _with_loss(totals, value, metrics, boundary_grads), dy
 
 
-def shared_loss(run: Run, y: PyTree, batch_inputs: PyTree, totals: Totals) -> tuple[Totals, PyTree]:
+def vocab_parallel_loss(
+    invariants: ScheduledInvariants, y: PyTree, batch_inputs: PyTree, totals: Totals
+) -> tuple[Totals, PyTree]:
     """Adds this rank's share of a loss to `totals`; returns them and the whole gradient by `y`."""
-    shared = run.model.shared_loss
-    assert shared is not None, "checked at the entry"
-    (value, metrics), (boundary_grads, dy) = shared(
-        run.model.boundary(run.boundary), y, batch_inputs, AXIS
+    loss = invariants.model.vocab_parallel_loss
+    assert loss is not None, "checked at the entry"
+    (value, metrics), (boundary_grads, dy) = loss(
+        invariants.model.boundary(invariants.boundary), y, batch_inputs, AXIS
     )
-    if run.stage is None:
+    if invariants.stage is None:
         return _with_loss(totals, value, metrics), ()
     return _with_loss(totals, value, metrics, boundary_grads), dy
 
@@ -163,104 +178,137 @@ def _with_loss(
     )
 
 
-Backward = tuple[Totals, tuple[PyTree, list[jax.Array]]]
+BackwardResults = tuple[Totals, tuple[PyTree, list[jax.Array]]]
 """Totals, the cotangent for the stage before, and the residuals that I stores for W."""
 
 
 def backward(tables: TickTables) -> Callable:
     """Returns the function that runs B, or I, or in a schedule with both the one of the table.
 
-    It is `(run, work, waiting, totals, empty residuals for W) -> Backward`.
+    It is `(invariants, work, buffers, totals, empty residuals for W) -> BackwardResults`.
     """
-    links = {
-        link >= 0
-        for microbatches, row in zip(
+    kinds = {
+        slot >= 0
+        for microbatches, slots in zip(
             tables.backward.microbatch, tables.backward.wgrad_residuals_slot, strict=True
         )
-        for microbatch, link in zip(microbatches, row, strict=True)
+        for microbatch, slot in zip(microbatches, slots, strict=True)
         if microbatch >= 0
     }
 
-    def as_told(run: Run, work: Work, waiting: Waiting, totals: Totals, empty: list) -> Backward:
+    def by_table(
+        invariants: ScheduledInvariants,
+        work: PhaseRow,
+        buffers: ActivationBuffers,
+        totals: Totals,
+        empty: list,
+    ) -> BackwardResults:
         return cond(
             work.wgrad_residuals_slot >= 0,
-            lambda totals: _half(run, work, waiting, totals, empty),
-            lambda totals: _whole(run, work, waiting, totals, empty),
+            lambda totals: _input_backward(invariants, work, buffers, totals, empty),
+            lambda totals: _whole_backward(invariants, work, buffers, totals, empty),
             totals,
-            like=(totals, (index_leading(waiting.cotangents, work.cotangent_slot), empty)),
+            like=(totals, (index_leading(buffers.cotangents, work.cotangent_slot), empty)),
         )
 
-    return as_told if len(links) == 2 else _half if True in links else _whole
+    return by_table if len(kinds) == 2 else _input_backward if True in kinds else _whole_backward
 
 
-def _whole(run: Run, work: Work, waiting: Waiting, totals: Totals, empty: list) -> Backward:
+def _whole_backward(
+    invariants: ScheduledInvariants,
+    work: PhaseRow,
+    buffers: ActivationBuffers,
+    totals: Totals,
+    empty: list,
+) -> BackwardResults:
     """Runs B: gradients of the input and of the weights."""
-    stage = _divided(run)
-    batch_inputs, keys = _of(run, work)
-    w = run.weights.read(totals.stages, work, False)
-    kept, cotangent = _kept(run, work, waiting)
+    stage = _split_stage(invariants)
+    batch_inputs, keys = _batch_inputs_and_keys(invariants, work)
+    w = invariants.gather.unshard(totals.weight_state, work, False)
+    residuals, cotangent = _stored_residuals(invariants, work, buffers)
 
     def add(gradient):
-        gradient, dx, _ = stage.backward(w, batch_inputs, keys, kept, cotangent, gradient)
+        gradient, dx, _ = stage.backward(w, batch_inputs, keys, residuals, cotangent, gradient)
         return gradient, dx
 
-    stages, dx = run.weights.add(totals.stages, work, add)
-    return _embedded(run, work, batch_inputs, dx, totals._replace(stages=stages)), (dx, empty)
+    weight_state, dx = invariants.gather.accumulate(totals.weight_state, work, add)
+    return _with_embed_gradient(
+        invariants, work, batch_inputs, dx, totals._replace(weight_state=weight_state)
+    ), (dx, empty)
 
 
-def _half(run: Run, work: Work, waiting: Waiting, totals: Totals, empty: list) -> Backward:
+def _input_backward(
+    invariants: ScheduledInvariants,
+    work: PhaseRow,
+    buffers: ActivationBuffers,
+    totals: Totals,
+    empty: list,
+) -> BackwardResults:
     """Runs I: the gradient of the input, and residuals for W."""
     del empty
-    stage = _divided(run)
-    batch_inputs, keys = _of(run, work)
-    w = run.weights.read(totals.stages, work, False)
-    dx, _, link = stage.input(w, batch_inputs, keys, *_kept(run, work, waiting))
-    return _embedded(run, work, batch_inputs, dx, totals), (dx, link)
-
-
-def weight(run: Run, work: Work, waiting: Waiting, totals: Totals) -> Totals:
-    """Runs W: adds the gradient of the weights."""
-    stage = _divided(run)
-    batch_inputs, keys = _of(run, work)
-    w = run.weights.read(totals.stages, work, False)
-    kept, link = (
-        index_leading(waiting.for_weight, work.residuals_for_weight_slot),
-        index_leading(waiting.links, work.wgrad_residuals_slot),
+    stage = _split_stage(invariants)
+    batch_inputs, keys = _batch_inputs_and_keys(invariants, work)
+    w = invariants.gather.unshard(totals.weight_state, work, False)
+    dx, _, wgrad_residuals = stage.input(
+        w, batch_inputs, keys, *_stored_residuals(invariants, work, buffers)
     )
+    return _with_embed_gradient(invariants, work, batch_inputs, dx, totals), (dx, wgrad_residuals)
+
+
+def weight(
+    invariants: ScheduledInvariants, work: PhaseRow, buffers: ActivationBuffers, totals: Totals
+) -> Totals:
+    """Runs W: adds the gradient of the weights."""
+    stage = _split_stage(invariants)
+    batch_inputs, keys = _batch_inputs_and_keys(invariants, work)
+    w = invariants.gather.unshard(totals.weight_state, work, False)
+    residuals = index_leading(buffers.for_weight, work.residuals_for_weight_slot)
+    wgrad_residuals = index_leading(buffers.wgrad_residuals, work.wgrad_residuals_slot)
 
     def add(gradient):
-        return stage.weight(w, batch_inputs, keys, kept, link, gradient), ()
+        return stage.weight(w, batch_inputs, keys, residuals, wgrad_residuals, gradient), ()
 
-    return totals._replace(stages=run.weights.add(totals.stages, work, add)[0])
-
-
-def _divided(run: Run) -> SplitBackward:
-    assert run.stage is not None, "a schedule with backwards has a stage that is divided"
-    return run.stage
+    weight_state, _ = invariants.gather.accumulate(totals.weight_state, work, add)
+    return totals._replace(weight_state=weight_state)
 
 
-def _kept(run: Run, work: Work, waiting: Waiting) -> tuple[list[jax.Array], tuple[PyTree, Aux]]:
+def _split_stage(invariants: ScheduledInvariants) -> SplitBackward:
+    assert invariants.stage is not None, "a schedule with backwards has a stage that is split"
+    return invariants.stage
+
+
+def _stored_residuals(
+    invariants: ScheduledInvariants, work: PhaseRow, buffers: ActivationBuffers
+) -> tuple[list[jax.Array], tuple[PyTree, Aux]]:
     """Returns the residuals that F stored, and the cotangent of the results of F."""
-    early = iter(index_leading(waiting.for_backward, work.residuals_for_backward_slot))
-    late = iter(index_leading(waiting.for_weight, work.residuals_for_weight_slot))
-    residuals = [next(late) if is_late else next(early) for is_late in _divided(run).for_weight]
-    return residuals, (index_leading(waiting.cotangents, work.cotangent_slot), run.daux)
+    early = iter(index_leading(buffers.for_backward, work.residuals_for_backward_slot))
+    late = iter(index_leading(buffers.for_weight, work.residuals_for_weight_slot))
+    residuals = [
+        next(late) if is_late else next(early) for is_late in _split_stage(invariants).for_weight
+    ]
+    return residuals, (index_leading(buffers.cotangents, work.cotangent_slot), invariants.daux)
 
 
-def _embedded(run: Run, work: Work, batch_inputs: PyTree, dx: PyTree, totals: Totals) -> Totals:
+def _with_embed_gradient(
+    invariants: ScheduledInvariants,
+    work: PhaseRow,
+    batch_inputs: PyTree,
+    dx: PyTree,
+    totals: Totals,
+) -> Totals:
     """Adds the gradient of the embedding, if this is the backward of the first stage."""
 
     def gradient(weights, batch_inputs, dx):
-        _, pull = jax.vjp(lambda w: floating(run.model.embed(w, batch_inputs)), weights)
+        _, pull = jax.vjp(lambda w: floating(invariants.model.embed(w, batch_inputs)), weights)
         return pull(dx)[0]
 
-    def add(so_far):
-        return add_gradients(gradient, run.boundary["embed"], batch_inputs, dx)(so_far)
+    def add(embed_grads):
+        return add_gradients(gradient, invariants.boundary["embed"], batch_inputs, dx)(embed_grads)
 
-    so_far = totals.boundary["embed"]
-    embed_grads = cond(work.stage == 0, add, lambda so_far: so_far, so_far, like=so_far)
+    embed_grads = totals.boundary["embed"]
+    embed_grads = cond(work.stage == 0, add, identity, embed_grads, like=embed_grads)
     return totals._replace(boundary=totals.boundary | {"embed": embed_grads})
 
 
-def _add(so_far: PyTree, new: PyTree) -> PyTree:
-    return jax.tree.map(jnp.add, so_far, new)
+def _add(total: PyTree, new: PyTree) -> PyTree:
+    return jax.tree.map(jnp.add, total, new)

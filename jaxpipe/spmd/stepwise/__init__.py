@@ -1,6 +1,6 @@
 """Circular pipeline, one iteration per call: the caller writes the loop."""
 
-from ._iteration import Counts as Counts
+from ..circular_engine._shape import PipelineShape as PipelineShape
 from ._iteration import init_states as init_states
 from ._iteration import iteration_inputs as iteration_inputs
 from ._iteration import iterations_of_first_microbatch as iterations_of_first_microbatch

@@ -1,12 +1,11 @@
 """Building blocks of one iteration of the circular pipeline on whole arrays.
 
 The same schedule as `circular`, with the state and the names of MaxText: S ranks, R repeats, M
-microbatches, d ticks for a hand-over. At iteration t rank r makes visit k = t - r * d: microbatch
-k % M in repeat k // M. Dim 0 of every buffer holds one entry per rank.
+microbatches, d ticks for a hand-over. At iteration t rank r runs its forward k = t - r * d, which
+is that of microbatch k % M in repeat k // M. Dim 0 of every buffer holds one entry per rank.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,68 +16,44 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from ...autodiff._model import fold_in_microbatch, with_aux
 from .._ranks import AXIS, on_ranks
+from ..circular_engine._shape import PipelineShape
 
 LoopState = dict[str, Any]
 """The buffers between two iterations, see `init_states`."""
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Sizes of a circular pipeline.
-
-    Attributes:
-        num_ranks: S.
-        num_repeats: R.
-        num_microbatches: M, a multiple of S.
-        hop: d, ticks of a hand-over: 1, or 2 if it is delayed.
-    """
-
-    num_ranks: int
-    num_repeats: int
-    num_microbatches: int
-    hop: int = 1
-
-    @property
-    def slots(self) -> int:
-        """Number of microbatches that a rank stores, M / S."""
-        return self.num_microbatches // self.num_ranks
-
-    @property
-    def num_ticks(self) -> int:
-        """Number of iterations of the whole pipeline, M * R + d * (S - 1)."""
-        return self.num_microbatches * self.num_repeats + self.hop * (self.num_ranks - 1)
-
-
-def need_circ_storage(counts: Counts) -> bool:
+def need_circ_storage(shape: PipelineShape) -> bool:
     """Returns whether results of the last rank are stored until rank 0 begins its next repeat."""
-    return counts.num_repeats > 1 and counts.num_microbatches > counts.num_ranks * counts.hop
+    return (
+        shape.num_repeats > 1 and shape.num_microbatches > shape.num_ranks * shape.forwarding_delay
+    )
 
 
-def iterations_of_one_repeat(counts: Counts) -> int:
+def iterations_of_one_repeat(shape: PipelineShape) -> int:
     """Returns d * (S - 1), the iterations before the last rank runs its first microbatch."""
-    return counts.hop * (counts.num_ranks - 1)
+    return shape.forwarding_delay * (shape.num_ranks - 1)
 
 
-def iterations_of_first_microbatch(counts: Counts) -> int:
+def iterations_of_first_microbatch(shape: PipelineShape) -> int:
     """Returns M * (R - 1) + d * (S - 1), the iterations before microbatch 0 leaves."""
-    return counts.num_microbatches * (counts.num_repeats - 1) + iterations_of_one_repeat(counts)
+    return shape.num_microbatches * (shape.num_repeats - 1) + iterations_of_one_repeat(shape)
 
 
 def microbatch_and_repeat_ids(
-    t: int | Int[Array, ""], counts: Counts
+    t: int | Int[Array, ""], shape: PipelineShape
 ) -> tuple[Int[Array, " S"], Int[Array, " S"]]:
     """Returns the microbatch and the repeat of every rank; 0 and 0 on ranks that have not begun."""
-    visits = jnp.maximum(t - counts.hop * jnp.arange(counts.num_ranks), 0)
-    return visits % counts.num_microbatches, visits // counts.num_microbatches
+    indices = jnp.maximum(t - shape.forwarding_delay * jnp.arange(shape.num_ranks), 0)
+    return indices % shape.num_microbatches, indices // shape.num_microbatches
 
 
-def init_states(inputs: PyTree, keys: PyTree, counts: Counts) -> LoopState:
+def init_states(inputs: PyTree, keys: PyTree, shape: PipelineShape) -> LoopState:
     """Returns the buffers before iteration 0.
 
     Args:
         inputs: [M, ...] leaves.
         keys: [R, S, ...] dropout keys, or ().
-        counts: The sizes.
+        shape: The sizes of the pipeline.
 
     Returns:
         A dict. `state_io` [S, M / S, ...]: inputs not taken yet, then outputs. `shift` [S, ...]:
@@ -92,43 +67,47 @@ def init_states(inputs: PyTree, keys: PyTree, counts: Counts) -> LoopState:
     def zeros(*dims):
         return jax.tree.map(lambda x: jnp.zeros((*dims, *x.shape[1:]), x.dtype), inputs)
 
-    S, stored = counts.num_ranks, need_circ_storage(counts)
+    S, is_stored = shape.num_ranks, need_circ_storage(shape)
     return {
         "state_io": jax.tree.map(lambda x: x.reshape(S, -1, *x.shape[1:]), inputs),
         "shift": zeros(S),
-        "prev_outputs": zeros(S) if counts.hop > 1 else None,
-        "circ_storage": zeros(S, counts.num_microbatches) if stored else None,
-        "circ_storage_mover": zeros(S) if stored else None,
+        "prev_outputs": zeros(S) if shape.forwarding_delay > 1 else None,
+        "circ_storage": zeros(S, shape.num_microbatches) if is_stored else None,
+        "circ_storage_mover": zeros(S) if is_stored else None,
         "loop_iteration": jnp.int32(0),
         "keys": keys,
     }
 
 
 def iteration_inputs(
-    t: int | Int[Array, ""], state_io: PyTree, circ_storage: PyTree, shift: PyTree, counts: Counts
+    t: int | Int[Array, ""],
+    state_io: PyTree,
+    circ_storage: PyTree,
+    shift: PyTree,
+    shape: PipelineShape,
 ) -> PyTree:
     """Returns the stage inputs of all ranks at iteration `t`: [S, ...] leaves like `shift`.
 
     Rank 0 takes a new microbatch, or a result of the last rank. A rank in a bubble runs on a
     microbatch of its own part of `state_io`, and the result is dropped.
     """
-    ranks = jnp.arange(counts.num_ranks)
-    visits = t - counts.hop * ranks
-    fresh = ~_busy(t, counts) | ((ranks == 0) & (visits < counts.num_microbatches))
-    returned = shift if circ_storage is None else _slot(circ_storage, t % counts.num_microbatches)
+    ranks = jnp.arange(shape.num_ranks)
+    indices = t - shape.forwarding_delay * ranks
+    from_stream = ~_busy(t, shape) | ((ranks == 0) & (indices < shape.num_microbatches))
+    returned = shift if circ_storage is None else _slot(circ_storage, t % shape.num_microbatches)
     handed = _where(ranks == 0, returned, shift)
-    return _where(fresh, _slot(state_io, t % counts.slots), handed)
+    return _where(from_stream, _slot(state_io, t % shape.microbatches_per_rank), handed)
 
 
 def new_loop_state(
-    output: PyTree, loop_state: LoopState, counts: Counts, mesh: Mesh | None = None
+    output: PyTree, loop_state: LoopState, shape: PipelineShape, mesh: Mesh | None = None
 ) -> LoopState:
     """Returns the buffers after an iteration.
 
     Args:
         output: [S, ...] leaves, the stage outputs of all ranks.
         loop_state: The buffers before the iteration.
-        counts: The sizes.
+        shape: The sizes of the pipeline.
         mesh: The mesh. None runs all ranks on one device.
 
     Returns:
@@ -137,10 +116,10 @@ def new_loop_state(
     t, delayed = loop_state["loop_iteration"], loop_state["prev_outputs"]
     storage, mover = loop_state["circ_storage"], loop_state["circ_storage_mover"]
     if storage is not None:
-        place = (t - 1 - iterations_of_one_repeat(counts)) % counts.num_microbatches
-        storage, mover = _put(storage, rotate(mover, 1, mesh), place), output
+        slot = (t - 1 - iterations_of_one_repeat(shape)) % shape.num_microbatches
+        storage, mover = _put(storage, rotate(mover, 1, mesh), slot), output
     return loop_state | {
-        "state_io": _move_stream(loop_state["state_io"], output, t, counts, mesh),
+        "state_io": _move_stream(loop_state["state_io"], output, t, shape, mesh),
         "shift": rotate(output if delayed is None else delayed, 1, mesh),
         "prev_outputs": None if delayed is None else output,
         "circ_storage": storage,
@@ -149,9 +128,9 @@ def new_loop_state(
     }
 
 
-def permute_output(output: PyTree, counts: Counts) -> PyTree:
+def permute_output(output: PyTree, shape: PipelineShape) -> PyTree:
     """Rolls `state_io` [S, M / S, ...] after the last iteration to the inputs' order."""
-    first = iterations_of_first_microbatch(counts) % counts.slots
+    first = iterations_of_first_microbatch(shape) % shape.microbatches_per_rank
     return jax.tree.map(lambda x: jnp.roll(x, -first, axis=1), output)
 
 
@@ -175,8 +154,8 @@ def take_repeats(
             lambda w: lax.dynamic_index_in_dim(w, repeat, seen_dim, keepdims=False), weights
         )
 
-    left = stages_dim - (repeat_dim < stages_dim)
-    return on_ranks(take, mesh=mesh, in_dims=(stages_dim, 0), out_dims=left)(weights, ids)
+    out_dim = stages_dim - (repeat_dim < stages_dim)
+    return on_ranks(take, mesh=mesh, in_dims=(stages_dim, 0), out_dims=out_dim)(weights, ids)
 
 
 def run_stages(stage: Callable, mesh: Mesh | None = None) -> Callable:
@@ -195,7 +174,7 @@ def run_one_iteration(
     loop_state: LoopState,
     weights: PyTree,
     batch_inputs: PyTree,
-    counts: Counts,
+    shape: PipelineShape,
     mesh: Mesh | None = None,
 ) -> LoopState:
     """Runs the stage of every rank on its microbatch, and hands over the results.
@@ -205,20 +184,20 @@ def run_one_iteration(
         loop_state: The buffers before the iteration.
         weights: [S, ...] leaves, the weights that the ranks use in this iteration.
         batch_inputs: [M, ...] leaves.
-        counts: The sizes.
+        shape: The sizes of the pipeline.
         mesh: The mesh, or None.
 
     Returns:
         The buffers after the iteration, with the shapes of `loop_state`.
     """
     t = loop_state["loop_iteration"]
-    microbatches, repeats = microbatch_and_repeat_ids(t, counts)
+    microbatches, repeats = microbatch_and_repeat_ids(t, shape)
     state_io, storage = loop_state["state_io"], loop_state["circ_storage"]
-    x = iteration_inputs(t, state_io, storage, loop_state["shift"], counts)
+    x = iteration_inputs(t, state_io, storage, loop_state["shift"], shape)
     keys = take_repeats(loop_state["keys"], repeats, mesh=mesh)
     rng = jax.vmap(fold_in_microbatch)(keys, microbatches)
     y = run_stages(stage, mesh)(weights, x, take_per_rank(batch_inputs, microbatches), rng)
-    return new_loop_state(y, loop_state, counts, mesh)
+    return new_loop_state(y, loop_state, shape, mesh)
 
 
 def rotate(x: PyTree, by: int, mesh: Mesh | None = None) -> PyTree:
@@ -232,16 +211,20 @@ def rotate(x: PyTree, by: int, mesh: Mesh | None = None) -> PyTree:
     return on_ranks(turn, mesh=mesh, in_dims=(0,), out_dims=0)(x)
 
 
-def _move_stream(state_io: PyTree, output: PyTree, t: Any, counts: Counts, mesh: Any) -> PyTree:
+def _move_stream(
+    state_io: PyTree, output: PyTree, t: Any, shape: PipelineShape, mesh: Any
+) -> PyTree:
     """Moves a slot of every rank down by a rank; the last rank stores its output in its slot."""
-    last = jnp.arange(counts.num_ranks) == counts.num_ranks - 1
-    moved = rotate(_slot(state_io, t % counts.slots), -1, mesh)
-    return _put(state_io, _where(last & _busy(t, counts), output, moved), t % counts.slots)
+    last = jnp.arange(shape.num_ranks) == shape.num_ranks - 1
+    moved = rotate(_slot(state_io, t % shape.microbatches_per_rank), -1, mesh)
+    return _put(
+        state_io, _where(last & _busy(t, shape), output, moved), t % shape.microbatches_per_rank
+    )
 
 
-def _busy(t: Any, counts: Counts) -> Bool[Array, " S"]:
-    visits = t - counts.hop * jnp.arange(counts.num_ranks)
-    return (visits >= 0) & (visits < counts.num_repeats * counts.num_microbatches)
+def _busy(t: Any, shape: PipelineShape) -> Bool[Array, " S"]:
+    indices = t - shape.forwarding_delay * jnp.arange(shape.num_ranks)
+    return (indices >= 0) & (indices < shape.num_repeats * shape.num_microbatches)
 
 
 def _where(ranks: Bool[Array, " S"], x: PyTree, y: PyTree) -> PyTree:

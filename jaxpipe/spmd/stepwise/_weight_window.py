@@ -11,35 +11,39 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, PyTree
 
-from ._iteration import Counts, microbatch_and_repeat_ids
+from ..circular_engine._shape import PipelineShape
+from ._iteration import microbatch_and_repeat_ids
 
 
-def repeat_weights(weights: PyTree, t: int | Int[Array, ""], counts: Counts) -> PyTree:
+def repeat_weights(weights: PyTree, t: int | Int[Array, ""], shape: PipelineShape) -> PyTree:
     """Returns the [S, ...] weights of all stages of the repeat that rank 0 runs at iteration `t`.
 
     `weights` has [R, S, ...] leaves. Before the first repeat the result is that of the first, and
     after the last repeat that of the last.
     """
-    repeat = jnp.clip(t // counts.num_microbatches, 0, counts.num_repeats - 1)
+    repeat = jnp.clip(t // shape.num_microbatches, 0, shape.num_repeats - 1)
     return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, repeat, keepdims=False), weights)
 
 
 def window_at(
-    weights: PyTree, t: int | Int[Array, ""], counts: Counts, gather: Callable[[PyTree], PyTree]
+    weights: PyTree,
+    t: int | Int[Array, ""],
+    shape: PipelineShape,
+    gather: Callable[[PyTree], PyTree],
 ) -> PyTree:
     """Returns the window for iteration `t`, which is the same for all `t` of equal `t // M`.
 
     Args:
         weights: [R, S, ...] leaves.
         t: The iteration.
-        counts: The sizes.
+        shape: The sizes of the pipeline.
         gather: Gathers the [S, ...] weights of a repeat.
 
     Returns:
         [2, S, ...] leaves: the weights of the repeat before that of rank 0, and of that repeat.
     """
-    previous = gather(repeat_weights(weights, t - counts.num_microbatches, counts))
-    current = gather(repeat_weights(weights, t, counts))
+    previous = gather(repeat_weights(weights, t - shape.num_microbatches, shape))
+    current = gather(repeat_weights(weights, t, shape))
     return jax.tree.map(lambda *blocks: jnp.stack(blocks), previous, current)
 
 
@@ -48,9 +52,9 @@ def empty_window(weights: PyTree) -> PyTree:
     return jax.tree.map(lambda w: jnp.zeros((2, *w.shape[1:]), w.dtype), weights)
 
 
-def from_window(window: PyTree, t: int | Int[Array, ""], counts: Counts) -> PyTree:
+def from_window(window: PyTree, t: int | Int[Array, ""], shape: PipelineShape) -> PyTree:
     """Returns the [S, ...] weights of all ranks at iteration `t`, out of a [2, S, ...] window."""
-    _, repeats = microbatch_and_repeat_ids(t, counts)
+    _, repeats = microbatch_and_repeat_ids(t, shape)
 
     def choose(blocks):
         is_current = (repeats == repeats[0]).reshape(-1, *[1] * (blocks.ndim - 2))

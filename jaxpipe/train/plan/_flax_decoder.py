@@ -283,7 +283,9 @@ def _decoder_value(decoder: FlaxDecoder, pipeline: PipelineFn) -> Callable:
 
     # As they are stored: so that their gradients add up over microbatches in float32.
     def unshard(boundary: dict[str, PyTree]) -> dict[str, PyTree]:
-        return {name: decoder.boundary_gathers[name].whole(part) for name, part in boundary.items()}
+        return {
+            name: decoder.boundary_gathers[name].unshard(part) for name, part in boundary.items()
+        }
 
     def embed_share(boundary, share):
         return jax.vmap(model.embed, in_axes=(None, 0))(unshard(boundary)["embed"], share)

@@ -26,10 +26,10 @@ def build_model(setup: Setup) -> Model:
     if not setup.config.pipeline_vocab_parallel:
         return model
     config = setup.config
-    shared_loss = models.shared_next_token_loss(
+    vocab_parallel_loss = models.vocab_parallel_next_token_loss(
         config.normalization_layer_epsilon, config.z_loss_multiplier
     )
-    return dataclasses.replace(model, shared_loss=shared_loss)
+    return dataclasses.replace(model, vocab_parallel_loss=vocab_parallel_loss)
 
 
 def _build_base_model(setup: Setup) -> Model:
@@ -55,8 +55,8 @@ def _build_base_model(setup: Setup) -> Model:
 
 def _layer_wrapper(setup: Setup) -> Callable[[Callable], Callable]:
     """Returns a wrapper of layers; from outside in: layer mask, remat, weight gather."""
-    somewhere = setup.layout.counts and not setup.per_stage_state
-    present = spmd.if_present if somewhere else keep
+    has_padding = setup.layout.counts and not setup.per_stage_state
+    mask = spmd.masked_layer if has_padding else keep
     remat = layer_remat(setup.config)
     gather = layer_gather_wrapper(setup) if gathers_per_layer(setup) else keep
-    return lambda layer: present(remat(gather(layer)))
+    return lambda layer: mask(remat(gather(layer)))

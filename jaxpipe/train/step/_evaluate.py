@@ -181,7 +181,7 @@ def _scheduled_value(setup: Setup, model: Model) -> Callable:
         mesh=setup.mesh,
         gather=gather,
         boundary_gather=boundary_gather,
-        share_head=setup.config.pipeline_vocab_parallel,
+        vocab_parallel=setup.config.pipeline_vocab_parallel,
     )
 
 

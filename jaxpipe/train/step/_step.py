@@ -214,7 +214,7 @@ def _scheduled_value_and_grad(setup: Setup, model: Model) -> Callable:
             remat=tick_remat(setup.config),
             gather=gather,
             boundary_gather=boundary_gather,
-            share_head=setup.config.pipeline_vocab_parallel,
+            vocab_parallel=setup.config.pipeline_vocab_parallel,
         )
 
     return value_and_grad
@@ -270,5 +270,5 @@ def with_layer_mask(setup: Setup, keys: PyTree) -> PyTree:
     layout = setup.layout
     if not layout.counts:
         return keys
-    present = jnp.asarray(layout.layer_ids) >= 0
-    return {"dropout": keys, "present": present.reshape(layout.dims)}
+    layer_mask = jnp.asarray(layout.layer_ids) >= 0
+    return {"dropout": keys, "layer_mask": layer_mask.reshape(layout.dims)}

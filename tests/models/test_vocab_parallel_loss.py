@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpipe.models import shared_next_token_loss
+from jaxpipe.models import vocab_parallel_next_token_loss
 from small_models import small_llama_loss
 
 b, T, D, V, EPSILON = 2, 5, 8, 12, 1e-5
@@ -39,7 +39,7 @@ def test_shares_add_up_to_the_loss_and_its_gradients(num_ranks, tied, z_loss):
     true, gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
         boundary_of(tied=tied), x
     )
-    shared = shared_next_token_loss(EPSILON, z_loss)
+    shared = vocab_parallel_next_token_loss(EPSILON, z_loss)
 
     def of_rank(_):
         return shared(boundary_of(tied=tied), x, batch_inputs, "stage")
@@ -60,7 +60,7 @@ def test_of_equal_logits_the_first_is_the_likeliest():
     x, batch_inputs = batch()
     alike = {"head": {"norm": jnp.ones(D), "logits": jnp.zeros((D, V))}}
     batch_inputs = batch_inputs | {"targets": jnp.zeros((b, T), int)}
-    shared = shared_next_token_loss(EPSILON)
+    shared = vocab_parallel_next_token_loss(EPSILON)
     (_, metrics), _ = jax.vmap(lambda _: shared(alike, x, batch_inputs, "s"), axis_name="s")(
         jnp.arange(3)
     )
@@ -70,7 +70,7 @@ def test_of_equal_logits_the_first_is_the_likeliest():
 
 def test_a_vocabulary_that_does_not_divide_is_refused():
     x, batch_inputs = batch()
-    shared = shared_next_token_loss(EPSILON)
+    shared = vocab_parallel_next_token_loss(EPSILON)
     with pytest.raises(ValueError, match="`vocab_size` is 12, which 5 ranks cannot share"):
         jax.vmap(lambda _: shared(boundary_of(tied=False), x, batch_inputs, "s"), axis_name="s")(
             jnp.arange(5)

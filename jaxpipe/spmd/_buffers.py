@@ -1,0 +1,53 @@
+"""Buffers that a loop over ticks carries: allocation, writes in place, and dtypes of gradients."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import PyTree
+
+from ._ranks import AXIS
+from ._varying import zeros
+
+
+def allocate_buffer(x: Any, length: int) -> jax.Array:
+    """Allocates a zero buffer of `length` entries like the abstract value `x`.
+
+    Returns:
+        [length, ...], in the memory space of `x`.
+
+    Raises:
+        ValueError: If that is host memory, but one device runs all ranks.
+    """
+    buffer = zeros(x, lead=(length,))
+    if x.memory_space != jax.memory.Space.Host:
+        return buffer
+    if AXIS not in jax.sharding.get_abstract_mesh().manual_axes:
+        raise ValueError(
+            "`remat` offloads, but without a `mesh` one device plays all ranks, and JAX cannot "
+            "index into the host's memory for several of them. Give a mesh, or a policy that "
+            "keeps tensors on the device."
+        )
+    return jax.device_put(buffer, jax.memory.Space.Host)
+
+
+def put(buffer: PyTree, x: PyTree, index: Any) -> PyTree:
+    """Writes `x` to entry `index` of dim 0 of every leaf of `buffer`."""
+    return jax.tree.map(
+        lambda b, new: lax.dynamic_update_index_in_dim(b, new, index, axis=0), buffer, x
+    )
+
+
+def to_accum_dtype(tree: PyTree) -> PyTree:
+    """Casts to float32 if narrower: the dtype in which gradients are summed over microbatches."""
+
+    def widen(x: jax.Array) -> jax.Array:
+        return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
+
+    return jax.tree.map(widen, tree)
+
+
+def cast_like(gradients: PyTree, weights: PyTree) -> PyTree:
+    """Casts accumulated gradients to the dtypes of their weights."""
+    return jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, weights)

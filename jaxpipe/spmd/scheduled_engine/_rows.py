@@ -1,0 +1,66 @@
+"""Rows of the tables of a schedule: the integers of one tick, as one rank reads them.
+
+A scan over ticks slices the columns of a rank, so the row of a tick has the fields of the tables.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from ...schedules.lock_step import PhaseTable, TickTables
+from .._ranks import AXIS
+
+Index = Int[Array, "*ticks"]
+
+
+class PhaseRow(NamedTuple):
+    """The integers of one phase, of one rank; the fields are those of `PhaseTable`.
+
+    They are scalars in a tick, and [ticks] where the scan over ticks begins.
+    """
+
+    microbatch: Index
+    stage: Index
+    chunk: Index
+    input_slot: Index
+    cotangent_slot: Index
+    residuals_for_backward_slot: Index
+    residuals_for_weight_slot: Index
+    wgrad_residuals_slot: Index
+    weight_source: Index
+    prefetch_chunk: Index
+    ends_residency: Index
+
+
+class TickRow(NamedTuple):
+    """The integers of a tick, of one rank; the fields are those of `TickTables`."""
+
+    forward: PhaseRow
+    backward: PhaseRow
+    weight: PhaseRow
+    activation_arrivals: dict[int, Index]
+    cotangent_arrivals: dict[int, Index]
+
+
+FIRST_CHUNK = PhaseRow(*[0] * len(PhaseRow._fields))  # type: ignore[arg-type]
+"""A row that reads the weights of chunk 0, to trace a stage."""
+
+
+def rows_of_rank(tables: TickTables) -> TickRow:
+    """Returns this rank's columns of the tables, [ticks] each, which vary over `stage` alone."""
+
+    def column(table: tuple) -> Int[Array, " ticks"]:
+        return jnp.take(jnp.asarray(table, jnp.int32), lax.axis_index(AXIS), axis=1)
+
+    def phase(table: PhaseTable) -> PhaseRow:
+        return PhaseRow(*map(column, table))
+
+    return TickRow(
+        phase(tables.forward),
+        phase(tables.backward),
+        phase(tables.weight),
+        {offset: column(table) for offset, table in sorted(tables.activation_arrivals.items())},
+        {offset: column(table) for offset, table in sorted(tables.cotangent_arrivals.items())},
+    )
