@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from ..ir._accumulate import accumulate
 from ..ir._graph import Graph, check_pure, pvary_like, select, to_graph
 from ..ir._partition import partition
-from ..ir._partition_nested import Kind
+from ..ir._partition_nested import InputKind
 from ._pullback import floating, pullback
 
 
@@ -30,10 +30,11 @@ class SplitBackward:
             of arrays.
         backward: `(weights, batch_inputs, rng, residuals, cotangent, gradient) -> (gradient, dx,
             dbatch_inputs)`.
-        input: `(weights, batch_inputs, rng, residuals, cotangent) -> (dx, dbatch_inputs, link)`,
-            the half without the gradients of weights. `link` is a list of arrays for the other
-            half.
-        weight: `(weights, batch_inputs, rng, residuals for it, link, gradient) -> gradient`.
+        input: `(weights, batch_inputs, rng, residuals, cotangent) -> (dx, dbatch_inputs,
+            wgrad_residuals)`, the half without the gradients of weights. `wgrad_residuals` is a
+            list of arrays for the other half.
+        weight: `(weights, batch_inputs, rng, residuals for it, wgrad_residuals, gradient) ->
+            gradient`.
         for_weight: [num_residuals] whether `weight` reads each residual. All others can be freed
             after `input`.
     """
@@ -67,20 +68,22 @@ def split_backward(
         ValueError: If `f` has side effects.
     """
     pulled = pullback(f, weights, x, batch_inputs, rng)
-    ahead, shapes = jax.make_jaxpr(pulled.forward, return_shape=True)(weights, x, batch_inputs, rng)
-    check_pure(ahead)
-    out, residuals = jax.tree.unflatten(jax.tree.structure(shapes), ahead.out_avals)
+    forward, shapes = jax.make_jaxpr(pulled.forward, return_shape=True)(
+        weights, x, batch_inputs, rng
+    )
+    check_pure(forward)
+    out, residuals = jax.tree.unflatten(jax.tree.structure(shapes), forward.out_avals)
     examples = weights, batch_inputs, rng, residuals, floating(out)
     closed, shapes = jax.make_jaxpr(pulled.backward, return_shape=True)(*examples)
-    whole = to_graph(closed)
+    graph = to_graph(closed)
 
     num_weights, num_residuals = len(jax.tree.leaves(shapes[0])), len(residuals)
-    is_weight = [i < num_weights for i in range(len(whole.outputs))]
+    is_weight = [i < num_weights for i in range(len(graph.outputs))]
     sizes = [len(jax.tree.leaves(tree)) for tree in examples]
-    kinds: list[Kind] = [kind for kind, n in zip(_KINDS, sizes, strict=True) for _ in range(n)]
-    halves = partition(whole, [not w for w in is_weight], kinds)
+    kinds: list[InputKind] = [kind for kind, n in zip(_KINDS, sizes, strict=True) for _ in range(n)]
+    halves = partition(graph, [not w for w in is_weight], kinds)
     gradient_tree, inputs_tree = jax.tree.structure(shapes[0]), jax.tree.structure(shapes[1:])
-    both, second = accumulate(whole, is_weight), accumulate(halves.second, [True] * num_weights)
+    both, second = accumulate(graph, is_weight), accumulate(halves.second, [True] * num_weights)
     start = sum(sizes[:3])
     always, for_weight = halves.reads[:start], halves.reads[start : start + num_residuals]
 
@@ -94,15 +97,15 @@ def split_backward(
         dx, dbatch_inputs = jax.tree.unflatten(inputs_tree, leaves[: inputs_tree.num_leaves])
         return dx, dbatch_inputs, leaves[inputs_tree.num_leaves :]
 
-    def weight(weights, batch_inputs, rng, residuals, link, gradient):
-        given = select(jax.tree.leaves((weights, batch_inputs, rng)), always)
-        leaves = _run(second, given, residuals, link, gradient)
+    def weight(weights, batch_inputs, rng, residuals, wgrad_residuals, gradient):
+        inputs = select(jax.tree.leaves((weights, batch_inputs, rng)), always)
+        leaves = _run(second, inputs, residuals, wgrad_residuals, gradient)
         return jax.tree.unflatten(gradient_tree, leaves)
 
     return SplitBackward(pulled.forward, backward, input, weight, for_weight)
 
 
-_KINDS: tuple[Kind, ...] = ("free", "free", "free", "kept", "gone")
+_KINDS: tuple[InputKind, ...] = ("recomputable", "recomputable", "recomputable", "saved", "dead")
 """Kinds of weights, batch inputs, rng, residuals and cotangent, as inputs of the second half."""
 
 

@@ -6,7 +6,6 @@ the accumulator in place, and the stacked buffer is never allocated. Sums have t
 accumulator.
 """
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Literal
 from jaxtyping import PyTree
 
+from ._cost import is_cast, is_invertible_move, shape_in, shape_out
 from ._graph import (
     Atom,
     Cond,
@@ -68,29 +68,27 @@ def accumulate(program: Graph, gradients: Sequence[bool]) -> Graph:
     added: list[Eqn] = []
     within: defaultdict[Eqn, list[Gradient]] = defaultdict(list)
     outputs = list(program.outputs)
-    makers = {value: step for step in program.steps for value in step.outputs}
-    read = [*(atom for step in program.steps for atom in step.inputs), *program.outputs]
+    makers = {value: eqn for eqn in program.eqns for value in eqn.outputs}
+    read = [*(atom for eqn in program.eqns for atom in eqn.inputs), *program.outputs]
     uses = Counter(variables(read))
     for i in (i for i, is_gradient in enumerate(gradients) if is_gradient):
         aval = getattr(outputs[i], "aval", None)
         start, total = Var(aval), Var(aval)
         sums.append(start)
-        step, made, way = _origin(outputs[i], makers, uses)
-        if step is not None and _is_zero(step, makers):
+        eqn, made, way = _origin(outputs[i], makers, uses)
+        if eqn is not None and _is_zero(eqn, makers):
             total = start
-        elif step is not None and _can_add(step, made, way, makers):
-            within[step].append(Gradient(made, way, start, total))
+        elif eqn is not None and _can_add(eqn, made, way, makers):
+            within[eqn].append(Gradient(made, way, start, total))
         else:
             added.append(Eqn(_ADD, (start, outputs[i]), (total,)))
         outputs[i] = total
 
     # The outputs of the equations in `way` are not read any more.
-    passed = {step for targets in within.values() for target in targets for step in target.way}
-    steps = [step for step in program.steps if step not in passed]
-    steps = [
-        s for step in steps for s in (_adding(step, within[step]) if step in within else [step])
-    ]
-    return Graph((*program.inputs, *sums), (*steps, *added), tuple(outputs))
+    passed = {eqn for targets in within.values() for target in targets for eqn in target.way}
+    eqns = [eqn for eqn in program.eqns if eqn not in passed]
+    eqns = [s for eqn in eqns for s in (_adding(eqn, within[eqn]) if eqn in within else [eqn])]
+    return Graph((*program.inputs, *sums), (*eqns, *added), tuple(outputs))
 
 
 def _add(start: jax.Array, gradient: Any) -> list[jax.Array]:
@@ -111,80 +109,50 @@ def _origin(
     """
     way: list[Eqn] = []
     while isinstance(output, Var) and output in makers and uses[output] == 1:
-        step = makers[output]
-        if not _only_moves(step):
-            return step, output, tuple(reversed(way))
-        way.append(step)
-        (output,) = step.inputs
+        eqn = makers[output]
+        if not is_invertible_move(eqn):
+            return eqn, output, tuple(reversed(way))
+        way.append(eqn)
+        (output,) = eqn.inputs
     return None, output, ()
 
 
-_CASTS = ("convert_element_type", "copy", "sharding_constraint")
-_MOVES = (*_CASTS, "expand_dims", "reshape", "squeeze", "transpose")
-
-
-def _only_moves(step: Eqn) -> bool:
-    if not isinstance(step.operation, PrimitiveCall) or len(step.inputs) != 1:
-        return False
-    adds_dims = step.operation.name == "broadcast_in_dim"
-    if adds_dims and math.prod(_shape_in(step)) == math.prod(_shape_out(step)):
-        return True
-    return step.operation.name in _MOVES
-
-
-def _shape_in(step: Eqn) -> tuple[int, ...]:
-    (value,) = variables(step.inputs)
-    return value.aval.shape
-
-
-def _shape_out(step: Eqn) -> tuple[int, ...]:
-    return step.outputs[0].aval.shape
-
-
-def _is_zero(step: Eqn, makers: Mapping[Var, Eqn]) -> bool:
+def _is_zero(eqn: Eqn, makers: Mapping[Var, Eqn]) -> bool:
     """Returns whether an equation returns an array of zeros."""
-    operation = step.operation
+    operation = eqn.operation
     if not isinstance(operation, PrimitiveCall) or operation.equation is None:
         return False
     if operation.name in ("pvary", "pcast"):
-        return all(v in makers and _is_zero(makers[v], makers) for v in variables(step.inputs))
-    if operation.name != "broadcast_in_dim" or step.inputs:
+        return all(v in makers and _is_zero(makers[v], makers) for v in variables(eqn.inputs))
+    if operation.name != "broadcast_in_dim" or eqn.inputs:
         return False
     (fill,) = operation.equation.invars
     return isinstance(fill, Literal) and not np.any(fill.val)
 
 
-def _can_add(step: Eqn, made: Var, way: Sequence[Eqn], makers: Mapping[Var, Eqn]) -> bool:
+def _can_add(eqn: Eqn, made: Var, way: Sequence[Eqn], makers: Mapping[Var, Eqn]) -> bool:
     """Returns whether an equation can take the sum so far, and return it plus the gradient."""
-    match step.operation:
+    match eqn.operation:
         case Scan() as loop:
-            is_stacked = step.outputs.index(made) >= loop.num_carry
+            is_stacked = eqn.outputs.index(made) >= loop.num_carry
             return is_stacked and all(_keeps_first_dim(moved) for moved in way)
         case Cond():
             return True
         case PrimitiveCall("scatter-add"):
-            onto = [makers[v] for v in variables(step.inputs[:1]) if v in makers]
+            onto = [makers[v] for v in variables(eqn.inputs[:1]) if v in makers]
             is_onto_zeros = any(_is_zero(maker, makers) for maker in onto)
-            return is_onto_zeros and len(step.inputs) == 3 and all(map(_is_cast, way))
+            return is_onto_zeros and len(eqn.inputs) == 3 and all(map(is_cast, way))
     return False
 
 
-def _is_cast(step: Eqn) -> bool:
-    """Returns whether an equation keeps every number at its index.
-
-    Such an equation is dropped: a sum has its own dtype and sharding.
-    """
-    return isinstance(step.operation, PrimitiveCall) and step.operation.name in _CASTS
-
-
-def _keeps_first_dim(step: Eqn) -> bool:
+def _keeps_first_dim(eqn: Eqn) -> bool:
     """Returns whether a data movement leaves the first dim, the layers of a scan, in place."""
-    assert isinstance(step.operation, PrimitiveCall)
-    permutation = step.operation.params.get("permutation")
-    return permutation[0] == 0 if permutation else _shape_in(step)[:1] == _shape_out(step)[:1]
+    assert isinstance(eqn.operation, PrimitiveCall)
+    permutation = eqn.operation.params.get("permutation")
+    return permutation[0] == 0 if permutation else shape_in(eqn)[:1] == shape_out(eqn)[:1]
 
 
-def _adding(step: Eqn, gradients: Sequence[Gradient]) -> list[Eqn]:
+def _adding(eqn: Eqn, gradients: Sequence[Gradient]) -> list[Eqn]:
     """Returns an equation that adds some of its outputs to sums that it is given.
 
     The sums are cast to the varying manual axes of the gradients first.
@@ -195,19 +163,19 @@ def _adding(step: Eqn, gradients: Sequence[Gradient]) -> list[Eqn]:
         for g, start in zip(gradients, starts, strict=True)
     ]
     made = [gradient.made for gradient in gradients]
-    others = [value not in made for value in step.outputs]
-    outputs = (*select(step.outputs, others), *(gradient.total for gradient in gradients))
-    match step.operation:
+    others = [value not in made for value in eqn.outputs]
+    outputs = (*select(eqn.outputs, others), *(gradient.total for gradient in gradients))
+    match eqn.operation:
         case Scan() as loop:
-            body = _body_adding(loop.body, step, others, gradients, num_dims=1)
+            body = _body_adding(loop.body, eqn, others, gradients, num_dims=1)
             operation = replace(loop, body=body, num_sums=loop.num_sums + len(gradients))
         case Cond(branches):
-            bodies = (_body_adding(b, step, others, gradients, num_dims=0) for b in branches)
+            bodies = (_body_adding(b, eqn, others, gradients, num_dims=0) for b in branches)
             operation = Cond(tuple(bodies))
         case PrimitiveCall(params=params):
             operation = PrimitiveCall("scatter-add", partial(_scatter_add, params))
-            return [*varied, Eqn(operation, (*starts, *step.inputs[1:]), outputs)]
-    return [*varied, Eqn(operation, (*step.inputs, *starts), outputs)]
+            return [*varied, Eqn(operation, (*starts, *eqn.inputs[1:]), outputs)]
+    return [*varied, Eqn(operation, (*eqn.inputs, *starts), outputs)]
 
 
 def _varied(aval: Any, x: jax.Array) -> list[jax.Array]:
@@ -222,7 +190,7 @@ def _scatter_add(params: Mapping[str, Any], x: Any, indices: Any, updates: Any) 
 
 def _body_adding(
     body: Graph,
-    step: Eqn,
+    eqn: Eqn,
     others: Sequence[bool],
     gradients: Sequence[Gradient],
     *,
@@ -233,25 +201,25 @@ def _body_adding(
     The data movement of each gradient is moved into the body, where arrays do not have the first
     `num_dims` dims that they have outside.
     """
-    inside = dict(zip(step.outputs, body.outputs, strict=True))
-    steps, ends = list(body.steps), []
+    inside = dict(zip(eqn.outputs, body.outputs, strict=True))
+    eqns, ends = list(body.eqns), []
     for gradient in gradients:
         moves = list(_moves_inside(inside[gradient.made], gradient.way, num_dims))
-        steps += moves
+        eqns += moves
         ends.append(moves[-1].outputs[0] if moves else inside[gradient.made])
     outputs = (*select(body.outputs, others), *ends)
     is_gradient = [False] * sum(others) + [True] * len(ends)
-    return accumulate(Graph(body.inputs, tuple(steps), outputs), is_gradient)
+    return accumulate(Graph(body.inputs, tuple(eqns), outputs), is_gradient)
 
 
 def _moves_inside(value: Atom, way: Sequence[Eqn], num_dims: int) -> Iterator[Eqn]:
     """Yields the equations of `way` without casts, for arrays without the first `num_dims` dims."""
-    for step in way:
-        if _is_cast(step):  # the sum has a dtype of its own
+    for eqn in way:
+        if is_cast(eqn):  # the sum has its own dtype and sharding
             continue
-        assert isinstance(step.operation, PrimitiveCall)
-        shape = _shape_out(step)[num_dims:]
-        permutation = step.operation.params.get("permutation", ())[num_dims:]
+        assert isinstance(eqn.operation, PrimitiveCall)
+        shape = shape_out(eqn)[num_dims:]
+        permutation = eqn.operation.params.get("permutation", ())[num_dims:]
         if permutation:
             permutation = tuple(dim - num_dims for dim in permutation)
             move = PrimitiveCall(
@@ -259,7 +227,7 @@ def _moves_inside(value: Atom, way: Sequence[Eqn], num_dims: int) -> Iterator[Eq
             )
         else:
             move = PrimitiveCall("reshape", partial(_reshape, shape))
-        moved = Var(ShapedArray(shape, step.outputs[0].aval.dtype))
+        moved = Var(ShapedArray(shape, eqn.outputs[0].aval.dtype))
         yield Eqn(move, (value,), (moved,))
         value = moved
 

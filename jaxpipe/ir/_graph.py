@@ -167,18 +167,18 @@ class Graph:
     """A function of arrays: calling it with its inputs returns the list of its outputs."""
 
     inputs: tuple[Var, ...]
-    steps: tuple[Eqn, ...]
+    eqns: tuple[Eqn, ...]
     outputs: tuple[Atom, ...]
 
     def __call__(self, *inputs: Any) -> list[Any]:
-        known = dict(zip(self.inputs, inputs, strict=True))
+        env = dict(zip(self.inputs, inputs, strict=True))
 
         def read(atom: Atom) -> Any:
-            return atom.value if isinstance(atom, Literal) else known[atom]
+            return atom.value if isinstance(atom, Literal) else env[atom]
 
-        for step in self.steps:
-            outputs = step.operation.run(*map(read, step.inputs))
-            known.update(zip(step.outputs, outputs, strict=True))
+        for eqn in self.eqns:
+            outputs = eqn.operation.run(*map(read, eqn.inputs))
+            env.update(zip(eqn.outputs, outputs, strict=True))
         return [read(atom) for atom in self.outputs]
 
 
@@ -199,10 +199,10 @@ def to_graph(closed: ClosedJaxpr, *, keep_dead: bool = False, prints: bool = Fal
     """
     check_pure(closed, prints=prints)
     if keep_dead:
-        return _program(closed)
+        return _to_graph(closed)
     everything = [True] * len(closed.jaxpr.outvars)
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, everything, instantiate=True)
-    return _program(ClosedJaxpr(jaxpr, closed.consts))
+    return _to_graph(ClosedJaxpr(jaxpr, closed.consts))
 
 
 def check_pure(closed: ClosedJaxpr, *, prints: bool = False) -> None:
@@ -225,26 +225,26 @@ def check_pure(closed: ClosedJaxpr, *, prints: bool = False) -> None:
         )
 
 
-def has_print(step: Eqn) -> bool:
+def has_print(eqn: Eqn) -> bool:
     """Returns whether an equation prints or calls back, so that it must run exactly once."""
-    match step.operation:
+    match eqn.operation:
         case PrimitiveCall(equation=equation):
             return equation is not None and is_print(equation)
         case Scan(body=body) | ShardMap(body=body):
-            return any(map(has_print, body.steps))
+            return any(map(has_print, body.eqns))
         case Cond(branches=branches):
-            return any(has_print(inner) for branch in branches for inner in branch.steps)
+            return any(has_print(inner) for branch in branches for inner in branch.eqns)
 
 
-def print_tokens(steps: Iterable[Eqn]) -> list[Var]:
+def print_tokens(eqns: Iterable[Eqn]) -> list[Var]:
     """Returns the tokens of the equations that print, which `to_graph` adds to their outputs."""
-    return [step.outputs[-1] for step in steps if has_print(step)]
+    return [eqn.outputs[-1] for eqn in eqns if has_print(eqn)]
 
 
-def free_variables(steps: Iterable[Eqn], outputs: Iterable[Atom]) -> list[Var]:
-    """Returns the variables that `steps` and `outputs` read and no step computes, in order."""
-    computed = {value for step in steps for value in step.outputs}
-    atoms = [*(atom for step in steps for atom in step.inputs), *outputs]
+def free_variables(eqns: Iterable[Eqn], outputs: Iterable[Atom]) -> list[Var]:
+    """Returns the variables that `eqns` and `outputs` read and no equation computes, in order."""
+    computed = {value for eqn in eqns for value in eqn.outputs}
+    atoms = [*(atom for eqn in eqns for atom in eqn.inputs), *outputs]
     return [value for value in dict.fromkeys(variables(atoms)) if value not in computed]
 
 
@@ -269,16 +269,16 @@ def split_at(values: Sequence[Any], ends: Sequence[int]) -> list[Sequence[Any]]:
     return [values[a:b] for a, b in zip((0, *ends), (*ends, len(values)), strict=True)]
 
 
-def _program(jaxpr: Any, names: Any = "") -> Graph:
+def _to_graph(jaxpr: Any, names: Any = "") -> Graph:
     """Returns the graph of a closed or open jaxpr inside the name scopes `names`."""
     inputs = tuple(Var(var.aval) for var in jaxpr_of(jaxpr).invars)
-    steps: list[Eqn] = []
-    outputs = _inline(jaxpr, inputs, names, steps)
-    return Graph(inputs, tuple(steps), tuple(outputs))
+    eqns: list[Eqn] = []
+    outputs = _inline(jaxpr, inputs, names, eqns)
+    return Graph(inputs, tuple(eqns), tuple(outputs))
 
 
-def _inline(called: Any, inputs: Sequence[Atom], names: Any, steps: list[Eqn]) -> list[Atom]:
-    """Appends the equations of a jaxpr called with `inputs` to `steps`, and returns its outputs."""
+def _inline(called: Any, inputs: Sequence[Atom], names: Any, eqns: list[Eqn]) -> list[Atom]:
+    """Appends the equations of a jaxpr called with `inputs` to `eqns`, and returns its outputs."""
     jaxpr, consts = jaxpr_of(called), getattr(called, "consts", ())
     atoms: dict[core.Var, Atom] = dict(zip(jaxpr.invars, inputs, strict=True))
     for var, const in zip(jaxpr.constvars, consts, strict=True):
@@ -289,19 +289,19 @@ def _inline(called: Any, inputs: Sequence[Atom], names: Any, steps: list[Eqn]) -
 
     for equation in jaxpr.eqns:
         equation = scoped(equation, names)
-        given = [look_up(x) for x in equation.invars]
+        eqn_inputs = [look_up(x) for x in equation.invars]
         inner = called_jaxpr(equation)
         if inner is not None:
-            given = _behind_barrier(equation, given, steps)
-            outputs = _inline(inner, given, equation.source_info.name_stack, steps)
+            eqn_inputs = _behind_barrier(equation, eqn_inputs, eqns)
+            outputs = _inline(inner, eqn_inputs, equation.source_info.name_stack, eqns)
         else:
             outputs = [Var(var.aval) for var in equation.outvars]
-            steps.append(_step(equation, jaxpr, given, outputs))
+            eqns.append(_to_eqn(equation, jaxpr, eqn_inputs, outputs))
         atoms.update(zip(equation.outvars, outputs, strict=True))
     return [look_up(x) for x in jaxpr.outvars]
 
 
-def _behind_barrier(equation: JaxprEqn, inputs: list[Atom], steps: list[Eqn]) -> list[Atom]:
+def _behind_barrier(equation: JaxprEqn, inputs: list[Atom], eqns: list[Eqn]) -> list[Atom]:
     """Returns the inputs of a rematerialized call behind barriers against common subexpressions.
 
     Each input has its own barrier, unlike in JAX: an equation that reads one input does not wait
@@ -317,24 +317,26 @@ def _behind_barrier(equation: JaxprEqn, inputs: list[Atom], steps: list[Eqn]) ->
         if isinstance(atom, Literal) or not is_barred:
             return atom
         barrier = PrimitiveCall("optimization_barrier", lambda x: [lax.optimization_barrier(x)])
-        steps.append(Eqn(barrier, (atom,), (Var(atom.aval),)))
-        return steps[-1].outputs[0]
+        eqns.append(Eqn(barrier, (atom,), (Var(atom.aval),)))
+        return eqns[-1].outputs[0]
 
     return [behind(*pair) for pair in zip(inputs, barred, strict=True)]
 
 
-def _step(equation: JaxprEqn, jaxpr: Jaxpr, inputs: Sequence[Atom], outputs: Sequence[Var]) -> Eqn:
+def _to_eqn(
+    equation: JaxprEqn, jaxpr: Jaxpr, inputs: Sequence[Atom], outputs: Sequence[Var]
+) -> Eqn:
     params, names = equation.params, equation.source_info.name_stack
     match equation.primitive.name:
         case "scan":
             turns = params["length"], params["reverse"], params["unroll"]
-            body = _program(params["jaxpr"], names)
+            body = _to_graph(params["jaxpr"], names)
             operation = Scan(body, *scan_sizes(params), *turns)
         case "cond":
-            operation = Cond(tuple(_program(branch, names) for branch in params["branches"]))
+            operation = Cond(tuple(_to_graph(branch, names) for branch in params["branches"]))
         case "shard_map":
             operation = ShardMap(
-                _program(params["jaxpr"], names),
+                _to_graph(params["jaxpr"], names),
                 params["mesh"],
                 frozenset(params["newly_manual_axes"]),
                 tuple(params["in_specs"]),
@@ -343,15 +345,15 @@ def _step(equation: JaxprEqn, jaxpr: Jaxpr, inputs: Sequence[Atom], outputs: Seq
             )
         case name:
             operation = PrimitiveCall(name, bind(equation, jaxpr), params, equation)
-            given = zip(equation.invars, inputs, strict=True)
-            inputs = [atom for var, atom in given if not isinstance(var, core.Literal)]
-    step = Eqn(operation, tuple(inputs), tuple(outputs))
-    return _with_token(step) if is_print(equation) else step
+            eqn_inputs = zip(equation.invars, inputs, strict=True)
+            inputs = [atom for var, atom in eqn_inputs if not isinstance(var, core.Literal)]
+    eqn = Eqn(operation, tuple(inputs), tuple(outputs))
+    return _with_token(eqn) if is_print(equation) else eqn
 
 
-def _with_token(step: Eqn) -> Eqn:
+def _with_token(eqn: Eqn) -> Eqn:
     shape: tuple[int, ...] = ()
-    match step.operation:
+    match eqn.operation:
         case Scan(body=body, length=length) as loop:
             shape, operation = (length,), replace(loop, body=_returning_token(body))
         case Cond(branches):
@@ -362,14 +364,14 @@ def _with_token(step: Eqn) -> Eqn:
         case PrimitiveCall(run=run) as plain:
             operation = replace(plain, run=lambda *inputs: [*run(*inputs), *_token()])
     token = Var(ShapedArray(shape, jnp.int32))
-    return replace(step, operation=operation, outputs=(*step.outputs, token))
+    return replace(eqn, operation=operation, outputs=(*eqn.outputs, token))
 
 
 def _returning_token(body: Graph) -> Graph:
     """Returns a body with one token for all its prints as an additional last output."""
     token = Var(ShapedArray((), jnp.int32))
-    joined = Eqn(PrimitiveCall("token", _token), tuple(print_tokens(body.steps)), (token,))
-    return Graph(body.inputs, (*body.steps, joined), (*body.outputs, token))
+    joined = Eqn(PrimitiveCall("token", _token), tuple(print_tokens(body.eqns)), (token,))
+    return Graph(body.inputs, (*body.eqns, joined), (*body.outputs, token))
 
 
 def _token(*others: Any) -> list[jax.Array]:

@@ -1,20 +1,21 @@
-"""Divides a program in two: the equations that some outputs need, and the remaining ones.
+"""Partitions a program: into the equations that some outputs need, and the remaining ones.
 
-The second half is given the inputs again, and links: values that the first half has computed.
+The second half is given the inputs again, and residuals: values that the first half has computed.
 An equation that costs much is never computed twice. An equation that costs little, such as a cast
-or a product of arrays, is computed again if this reduces the bytes of the links.
+or a product of arrays, is computed again if this reduces the bytes of the residuals.
 
-Scans, conds and shard_maps are divided too, each into two of its kind. Any other equation stays
+Scans, conds and shard_maps are partitioned too, each into two of its kind. Any other equation stays
 whole, in the first half if that needs one of its outputs.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from ._cost import is_cheap, is_light, is_move
 from ._graph import Eqn, Graph, Var, free_variables, select, variables
 from ._minimal_cut import minimal_cut
-from ._partition_nested import Halves, Kind, split_step
+from ._partition_nested import EqnPartition, InputKind, split_eqn
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,8 @@ class Partition:
     """Two programs that together compute one.
 
     Attributes:
-        first: `(inputs) -> (the outputs that were asked for, links)`.
-        second: `(some of the inputs, links) -> the other outputs`.
+        first: `(inputs) -> (the outputs that were asked for, residuals)`.
+        second: `(some of the inputs, residuals) -> the other outputs`.
         reads: [num_inputs] whether `second` reads each input.
     """
 
@@ -32,107 +33,115 @@ class Partition:
     reads: tuple[bool, ...]
 
 
-def partition(program: Graph, first: Sequence[bool], kinds: Sequence[Kind]) -> Partition:
-    """Divides a program into two halves.
+def partition(program: Graph, first: Sequence[bool], kinds: Sequence[InputKind]) -> Partition:
+    """Partitions a program into two halves.
 
     Args:
-        program: The program to divide.
+        program: The program to partition.
         first: [num_outputs] whether the first half computes each output. It computes nothing else
-            but links.
-        kinds: [num_inputs] how each input is available to the second half. An input that is "kept"
-            until the second half runs weighs as much as a link.
+            but residuals.
+        kinds: [num_inputs] how each input is available to the second half. An input that is
+            "saved" until the second half runs weighs as much as a residual.
 
     Returns:
         The two halves.
     """
-    halves = divide(program, first, kinds)
+    halves = partition_eqns(program, first, kinds)
     others = select(program.outputs, [not is_first for is_first in first])
-    used = set(free_variables(halves.second, others)) - set(halves.links)
+    used = set(free_variables(halves.second, others)) - set(halves.residuals)
     reads = tuple(value in used for value in program.inputs)
     again = [value for value in program.inputs if value in used]
     return Partition(
         Graph(
-            program.inputs, tuple(halves.first), (*select(program.outputs, first), *halves.links)
+            program.inputs,
+            tuple(halves.first),
+            (*select(program.outputs, first), *halves.residuals),
         ),
-        Graph((*again, *halves.links), tuple(halves.second), others),
+        Graph((*again, *halves.residuals), tuple(halves.second), others),
         reads,
     )
 
 
-def divide(program: Graph, wanted: Sequence[bool], kinds: Sequence[Kind]) -> Halves:
-    """Divides a program into the equations that the wanted outputs need, and the others.
+def partition_eqns(
+    program: Graph, wanted: Sequence[bool], kinds: Sequence[InputKind]
+) -> EqnPartition:
+    """Partitions a program into the equations that the wanted outputs need, and the others.
 
     Args:
-        program: The program to divide.
+        program: The program to partition.
         wanted: [num_outputs] whether the first half computes each output.
         kinds: [num_inputs] how each input is available to the second half.
 
     Returns:
-        The equations of both halves, and the values that link them.
+        The equations of both halves, and the residuals between them.
     """
     by_kind = {kind: set(select(program.inputs, [k == kind for k in kinds])) for kind in _KINDS}
-    free = _free(program, by_kind["free"])
-    first, second = _assign(program, wanted, free)
-    early, late = _early(second, by_kind["own"])
+    recomputable = _recomputable(program, by_kind["recomputable"])
+    first, second = _assign(program, wanted, recomputable)
+    early, late = _early(second, by_kind["deferred"])
     others = select(program.outputs, [not want for want in wanted])
-    own = by_kind["own"].union(*(step.outputs for step in late))
-    needs = [value for value in free_variables(late, others) if value not in own]
+    deferred = by_kind["deferred"].union(*(eqn.outputs for eqn in late))
+    needs = [value for value in free_variables(late, others) if value not in deferred]
 
-    cheap = [step for step in first if is_cheap(step)]
-    chosen = _cut(cheap, early, needs, free, by_kind["kept"])
+    cheap = [eqn for eqn in first if is_cheap(eqn)]
+    chosen = _cut(cheap, early, needs, recomputable, by_kind["saved"])
     moved = _leading_to(chosen, early)
-    again = _leading_to(needs, [*cheap, *early], given=chosen)
-    links = [value for value in chosen if value not in by_kind["kept"]]
-    return Halves([*first, *moved], [*again, *late], links)
+    again = _leading_to(needs, [*cheap, *early], available=chosen)
+    residuals = [value for value in chosen if value not in by_kind["saved"]]
+    return EqnPartition([*first, *moved], [*again, *late], residuals)
 
 
-_KINDS = ("free", "kept", "gone", "own")
+_KINDS = get_args(InputKind)
 
 
-def _free(program: Graph, given: set[Var]) -> set[Var]:
+def _recomputable(program: Graph, available: set[Var]) -> set[Var]:
     """Returns the values that the second half has, or can compute from those at little cost."""
-    free = set(given)
-    for step in program.steps:
-        if is_cheap(step) and free.issuperset(variables(step.inputs)):
-            free.update(step.outputs)
-    return free
+    recomputable = set(available)
+    for eqn in program.eqns:
+        if is_cheap(eqn) and recomputable.issuperset(variables(eqn.inputs)):
+            recomputable.update(eqn.outputs)
+    return recomputable
 
 
-def _assign(program: Graph, wanted: Sequence[bool], free: set[Var]) -> tuple[list[Eqn], list[Eqn]]:
+def _assign(
+    program: Graph, wanted: Sequence[bool], recomputable: set[Var]
+) -> tuple[list[Eqn], list[Eqn]]:
     """Returns the equations that the wanted outputs need, and the others."""
     needed = set(variables(select(program.outputs, wanted)))
     first: list[Eqn] = []
     second: list[Eqn] = []
-    for step in reversed(program.steps):
-        outputs = [value in needed for value in step.outputs]
+    for eqn in reversed(program.eqns):
+        outputs = [value in needed for value in eqn.outputs]
         if not any(outputs):
-            second.append(step)
+            second.append(eqn)
             continue
-        ours, theirs = ([step], []) if all(outputs) else split_step(step, outputs, free, divide)
+        ours, theirs = [eqn], []
+        if not all(outputs):
+            ours, theirs = split_eqn(eqn, outputs, recomputable, partition_eqns)
         first += ours
-        second += [step for step in theirs if step.outputs]
-        needed.update(value for step in ours for value in variables(step.inputs))
+        second += [eqn for eqn in theirs if eqn.outputs]
+        needed.update(value for eqn in ours for value in variables(eqn.inputs))
     return first[::-1], second[::-1]
 
 
-def _early(second: Sequence[Eqn], own: set[Var]) -> tuple[list[Eqn], list[Eqn]]:
+def _early(second: Sequence[Eqn], deferred: set[Var]) -> tuple[list[Eqn], list[Eqn]]:
     """Splits the second half by whether an equation must run late.
 
     It must if it costs much, if it depends on an equation that costs much, or if it reads an input
-    that only the second half has (`own`).
+    that only the second half has (`deferred`).
 
     Returns:
         The equations that may run in the first half, and all others.
     """
-    late_values = set(own)
+    late_values = set(deferred)
     early: list[Eqn] = []
     late: list[Eqn] = []
-    for step in second:
-        if is_light(step) and late_values.isdisjoint(variables(step.inputs)):
-            early.append(step)
+    for eqn in second:
+        if is_light(eqn) and late_values.isdisjoint(variables(eqn.inputs)):
+            early.append(eqn)
         else:
-            late.append(step)
-            late_values.update(step.outputs)
+            late.append(eqn)
+            late_values.update(eqn.outputs)
     return early, late
 
 
@@ -140,8 +149,8 @@ def _cut(
     first: Sequence[Eqn],
     early: Sequence[Eqn],
     needs: Sequence[Var],
-    free: set[Var],
-    kept: set[Var],
+    recomputable: set[Var],
+    saved: set[Var],
 ) -> list[Var]:
     """Returns the values with the fewest bytes that the second half must have.
 
@@ -151,25 +160,25 @@ def _cut(
     parents = {
         v: tuple(dict.fromkeys(variables(s.inputs))) for s in (*first, *early) for v in s.outputs
     }
-    parents |= dict.fromkeys(free, ())
-    moved = {v for step in (*filter(is_move, first), *early) for v in step.outputs}
+    parents |= dict.fromkeys(recomputable, ())
+    moved = {v for eqn in (*filter(is_move, first), *early) for v in eqn.outputs}
 
     def cost(value: Var) -> int:
         # Of two values with equal bytes, prefers an input, which is kept already, and then the
         # one that is computed first.
-        return 3 * value.num_bytes + (value not in kept) + (value in moved) or 1
+        return 3 * value.num_bytes + (value not in saved) + (value in moved) or 1
 
     return minimal_cut(needs, parents, cost)
 
 
 def _leading_to(
-    ends: Sequence[Var], steps: Sequence[Eqn], *, given: Sequence[Var] = ()
+    ends: Sequence[Var], eqns: Sequence[Eqn], *, available: Sequence[Var] = ()
 ) -> list[Eqn]:
-    """Returns the equations that compute `ends` from `given`."""
-    missing = set(ends).difference(given)
+    """Returns the equations that compute `ends` from `available`."""
+    missing = set(ends).difference(available)
     leading: list[Eqn] = []
-    for step in reversed(steps):
-        if missing.intersection(step.outputs):
-            leading.append(step)
-            missing.update(set(variables(step.inputs)).difference(given))
+    for eqn in reversed(eqns):
+        if missing.intersection(eqn.outputs):
+            leading.append(eqn)
+            missing.update(set(variables(eqn.inputs)).difference(available))
     return leading[::-1]

@@ -1,7 +1,7 @@
-"""Divides an equation with programs inside: a scan into two scans, a cond into two conds.
+"""Partitions an equation with programs inside: a scan into two scans, a cond into two conds.
 
-The first one computes the wanted outputs, and links for the second, which computes the others.
-Links leave a scan stacked by iteration, a cond in variables that its branches share, and a
+The first one computes the wanted outputs, and residuals for the second, which computes the others.
+Residuals leave a scan stacked by iteration, a cond in variables that its branches share, and a
 shard_map stacked by device.
 """
 
@@ -37,176 +37,187 @@ from ._graph import (
     variables,
 )
 
-Kind = typing.Literal["free", "kept", "gone", "own"]
-"""Availability of an input to the second half. "free": always available. "kept": available on
-request, and then kept in memory until the second half runs. "gone": not available, so values that
-depend on it must be links. "own": available to the second half only, not to the first."""
+InputKind = typing.Literal["recomputable", "saved", "dead", "deferred"]
+"""Availability of an input to the second half. "recomputable": always available. "saved": available
+on request, and then kept in memory until the second half runs. "dead": not available, so values
+that depend on it must be residuals. "deferred": available to the second half only, not to the
+first."""
 
 
 @dataclass(frozen=True)
-class Halves:
-    """Equations of both halves, some in both, and the links between the halves.
+class EqnPartition:
+    """Equations of both halves, some in both, and the residuals between the halves.
 
-    Links are values that the first half computes and the second reads, without inputs that are
+    Residuals are values that the first half computes and the second reads, without inputs that are
     available to the second half in any case.
     """
 
     first: list[Eqn]
     second: list[Eqn]
-    links: list[Var]
+    residuals: list[Var]
 
 
-Divide = Callable[[Graph, Sequence[bool], Sequence[Kind]], Halves]
-Pair = tuple[list[Eqn], list[Eqn]]
+PartitionFunction = Callable[[Graph, Sequence[bool], Sequence[InputKind]], EqnPartition]
+EqnLists = tuple[list[Eqn], list[Eqn]]
 
 
-def split_step(step: Eqn, wanted: Sequence[bool], free: set[Var], divide: Divide) -> Pair:
-    """Divides an equation between both halves. The first may compute more outputs than are wanted.
+def split_eqn(
+    eqn: Eqn, wanted: Sequence[bool], recomputable: set[Var], partition_eqns: PartitionFunction
+) -> EqnLists:
+    """Partitions an equation: its first half may compute more outputs than are wanted.
 
     Args:
-        step: An equation some of whose outputs are wanted.
+        eqn: An equation some of whose outputs are wanted.
         wanted: [num_outputs] whether the first half needs each output.
-        free: Values that the second half has, or can compute at little cost.
-        divide: The function that divides the programs inside, `_partition.divide`.
+        recomputable: Values that the second half has, or can compute at little cost.
+        partition_eqns: The function of `_partition`, for the programs inside.
 
     Returns:
         The equations of the first half and those of the second.
     """
-    kinds: list[Kind] = [
-        "free" if isinstance(atom, Literal) or atom in free else "kept" for atom in step.inputs
+    kinds: list[InputKind] = [
+        "recomputable" if isinstance(atom, Literal) or atom in recomputable else "saved"
+        for atom in eqn.inputs
     ]
-    match step.operation:
+    match eqn.operation:
         case Scan() as loop:
-            return _split_loop(step, loop, list(wanted), kinds, divide)
-        case Cond() as choice:
-            return _split_choice(step, choice, list(wanted), kinds[1:], divide)
+            return _split_scan(eqn, loop, list(wanted), kinds, partition_eqns)
+        case Cond() as cond:
+            return _split_cond(eqn, cond, list(wanted), kinds[1:], partition_eqns)
         case ShardMap() as shards:
-            return _split_shards(step, shards, list(wanted), kinds, divide)
+            return _split_shard_map(eqn, shards, list(wanted), kinds, partition_eqns)
         case PrimitiveCall("custom_vmap_call"):
-            return _split_custom_vmap(step, list(wanted))
-    return [step], []
+            return _split_custom_vmap(eqn, list(wanted))
+    return [eqn], []
 
 
-def _split_loop(
-    step: Eqn, loop: Scan, wanted: list[bool], kinds: list[Kind], divide: Divide
-) -> Pair:
+def _split_scan(
+    eqn: Eqn,
+    loop: Scan,
+    wanted: list[bool],
+    kinds: list[InputKind],
+    partition_eqns: PartitionFunction,
+) -> EqnLists:
     body, n = loop.body, loop.num_carry
     carried = slice(loop.num_consts, loop.num_consts + n)
     # The carry of the first loop is not available in the second.
-    carry_kinds: list[Kind] = ["gone" if want else "own" for want in wanted[:n]]
+    carry_kinds: list[InputKind] = ["dead" if want else "deferred" for want in wanted[:n]]
     kinds[carried] = carry_kinds
-    halves = divide(body, wanted, kinds)
+    halves = partition_eqns(body, wanted, kinds)
     needed = free_variables(halves.first, select(body.outputs, wanted))
     more = [value in needed for value in body.inputs[carried]]
-    more += [atom in halves.links for atom in body.outputs[n:]]
-    if any(_news(more, wanted)):
-        return _split_loop(step, loop, _either(more, wanted), kinds, divide)
+    more += [atom in halves.residuals for atom in body.outputs[n:]]
+    if any(_added(more, wanted)):
+        return _split_scan(eqn, loop, _union(more, wanted), kinds, partition_eqns)
 
-    known = _known_outside(body.outputs[n:], step.outputs[n:], wanted[n:])
-    made = {v: _stacked(v, loop.length) for v in halves.links if v not in known}
-    first = _part_of_loop(step, loop, halves.first, wanted, made=made)
-    links = {v: (known | made)[v] for v in halves.links}
-    second = _part_of_loop(step, loop, halves.second, _not(wanted), links=links)
+    known = _known_outside(body.outputs[n:], eqn.outputs[n:], wanted[n:])
+    made = {v: _stacked(v, loop.length) for v in halves.residuals if v not in known}
+    first = _part_of_scan(eqn, loop, halves.first, wanted, made=made)
+    residuals = {v: (known | made)[v] for v in halves.residuals}
+    second = _part_of_scan(eqn, loop, halves.second, _not(wanted), residuals=residuals)
     return [first], [second]
 
 
-def _part_of_loop(
-    step: Eqn,
+def _part_of_scan(
+    eqn: Eqn,
     loop: Scan,
-    steps: Sequence[Eqn],
+    eqns: Sequence[Eqn],
     wanted: Sequence[bool],
     *,
-    links: dict[Var, Var] | None = None,
+    residuals: dict[Var, Var] | None = None,
     made: dict[Var, Var] | None = None,
 ) -> Eqn:
     """Returns a scan of some of the equations of a scan.
 
-    It takes `links` as additional inputs, and returns the wanted outputs and `made`. Both map the
-    value in one iteration to the stacked value outside.
+    It takes `residuals` as additional inputs, and returns the wanted outputs and `made`. Both map
+    the value in one iteration to the stacked value outside.
     """
-    links, made, body = links or {}, made or {}, loop.body
+    residuals, made, body = residuals or {}, made or {}, loop.body
     outputs = (*select(body.outputs, wanted), *made)
-    needed = free_variables(steps, outputs)
+    needed = free_variables(eqns, outputs)
     ends = loop.num_consts, loop.num_consts + loop.num_carry
-    pairs = list(zip(body.inputs, step.inputs, strict=True))
+    pairs = list(zip(body.inputs, eqn.inputs, strict=True))
     consts = [pair for pair in pairs[: ends[0]] if pair[0] in needed]
     carry = select(pairs[ends[0] : ends[1]], wanted[: loop.num_carry])
     xs = [pair for pair in pairs[ends[1] :] if pair[0] in needed]
-    given = [*consts, *carry, *xs, *links.items()]
-    inner = Graph(tuple(v for v, _ in given), tuple(steps), outputs)
+    given = [*consts, *carry, *xs, *residuals.items()]
+    inner = Graph(tuple(v for v, _ in given), tuple(eqns), outputs)
     part = replace(loop, body=inner, num_consts=len(consts), num_carry=len(carry))
-    outer = (*select(step.outputs, wanted), *made.values())
+    outer = (*select(eqn.outputs, wanted), *made.values())
     return Eqn(part, tuple(atom for _, atom in given), outer)
 
 
-def _split_choice(
-    step: Eqn, choice: Cond, wanted: list[bool], kinds: list[Kind], divide: Divide
-) -> Pair:
-    branches = choice.branches
-    halves = [divide(branch, wanted, kinds) for branch in branches]
+def _split_cond(
+    eqn: Eqn,
+    cond: Cond,
+    wanted: list[bool],
+    kinds: list[InputKind],
+    partition_eqns: PartitionFunction,
+) -> EqnLists:
+    branches = cond.branches
+    halves = [partition_eqns(branch, wanted, kinds) for branch in branches]
     both = list(zip(branches, halves, strict=True))
-    more = [any(b.outputs[i] in h.links for b, h in both) for i in range(len(wanted))]
-    if any(_news(more, wanted)):
-        return _split_choice(step, choice, _either(more, wanted), kinds, divide)
+    more = [any(b.outputs[i] in h.residuals for b, h in both) for i in range(len(wanted))]
+    if any(_added(more, wanted)):
+        return _split_cond(eqn, cond, _union(more, wanted), kinds, partition_eqns)
 
     made: list[Var] = []
-    links = [
-        _share(half.links, _known_outside(branch.outputs, step.outputs, wanted), made)
+    residuals_by_branch = [
+        _share(half.residuals, _known_outside(branch.outputs, eqn.outputs, wanted), made)
         for branch, half in both
     ]
-    firsts = [_first_branch(*b, wanted, link, made) for b, link in zip(both, links, strict=True)]
-    passed = list(dict.fromkeys(outer for link in links for outer in link))
-    seconds = [
-        _second_branch(*b, _not(wanted), link, passed) for b, link in zip(both, links, strict=True)
-    ]
-    first = Eqn(Cond(tuple(firsts)), step.inputs, (*select(step.outputs, wanted), *made))
-    second = Eqn(Cond(tuple(seconds)), (*step.inputs, *passed), select(step.outputs, _not(wanted)))
+    triples = [(*b, r) for b, r in zip(both, residuals_by_branch, strict=True)]
+    firsts = [_first_branch(b, half, wanted, r, made) for b, half, r in triples]
+    passed = list(dict.fromkeys(outer for r in residuals_by_branch for outer in r))
+    seconds = [_second_branch(b, half, _not(wanted), r, passed) for b, half, r in triples]
+    first = Eqn(Cond(tuple(firsts)), eqn.inputs, (*select(eqn.outputs, wanted), *made))
+    second = Eqn(Cond(tuple(seconds)), (*eqn.inputs, *passed), select(eqn.outputs, _not(wanted)))
     return [_only_read(first)], [_only_read(second)]
 
 
-def _share(links: Sequence[Var], known: dict[Var, Var], made: list[Var]) -> dict[Var, Var]:
-    """Returns the links of a branch by the variables that hold them outside of the cond.
+def _share(residuals: Sequence[Var], known: dict[Var, Var], made: list[Var]) -> dict[Var, Var]:
+    """Returns the residuals of a branch by the variables that hold them outside of the cond.
 
-    Such a variable is an output that is `known`, a link in `made` of the same type that another
+    Such a variable is an output that is `known`, a residual in `made` of the same type that another
     branch needs, or a new one, which is appended to `made`.
     """
-    vacant, places = list(made), {}
-    for value in links:
-        place = known.get(value) or next((v for v in vacant if v.aval == value.aval), None)
-        if place is None:
-            place = Var(value.aval)
-            made.append(place)
-        elif place in vacant:
-            vacant.remove(place)
-        places[place] = value
-    return places
+    vacant, outer_vars = list(made), {}
+    for value in residuals:
+        outer_var = known.get(value) or next((v for v in vacant if v.aval == value.aval), None)
+        if outer_var is None:
+            outer_var = Var(value.aval)
+            made.append(outer_var)
+        elif outer_var in vacant:
+            vacant.remove(outer_var)
+        outer_vars[outer_var] = value
+    return outer_vars
 
 
 def _first_branch(
     branch: Graph,
-    half: Halves,
+    half: EqnPartition,
     wanted: Sequence[bool],
-    links: dict[Var, Var],
+    residuals: dict[Var, Var],
     made: Sequence[Var],
 ) -> Graph:
-    """Returns a branch of the first cond. It returns zeros for the links of other branches."""
-    zeros = {place: Var(place.aval) for place in made if place not in links}
-    steps = [Eqn(_zeros(value.aval), (), (value,)) for value in zeros.values()]
-    returned = [(links | zeros)[place] for place in made]
+    """Returns a branch of the first cond. It returns zeros for the residuals of other branches."""
+    zeros = {outer_var: Var(outer_var.aval) for outer_var in made if outer_var not in residuals}
+    eqns = [Eqn(_zeros(value.aval), (), (value,)) for value in zeros.values()]
+    returned = [(residuals | zeros)[outer_var] for outer_var in made]
     outputs = (*select(branch.outputs, wanted), *returned)
-    return Graph(branch.inputs, (*half.first, *steps), outputs)
+    return Graph(branch.inputs, (*half.first, *eqns), outputs)
 
 
 def _second_branch(
     branch: Graph,
-    half: Halves,
+    half: EqnPartition,
     others: Sequence[bool],
-    links: dict[Var, Var],
+    residuals: dict[Var, Var],
     passed: Sequence[Var],
 ) -> Graph:
-    """Returns a branch of the second cond. It ignores the links of other branches."""
-    given = [links[place] if place in links else Var(place.aval) for place in passed]
-    return Graph((*branch.inputs, *given), tuple(half.second), select(branch.outputs, others))
+    """Returns a branch of the second cond. It ignores the residuals of other branches."""
+    inputs = [residuals.get(outer_var) or Var(outer_var.aval) for outer_var in passed]
+    return Graph((*branch.inputs, *inputs), tuple(half.second), select(branch.outputs, others))
 
 
 def _zeros(aval: Any) -> PrimitiveCall:
@@ -220,25 +231,29 @@ def _zeros(aval: Any) -> PrimitiveCall:
     return PrimitiveCall("zeros", run)
 
 
-def _split_shards(
-    step: Eqn, shards: ShardMap, wanted: list[bool], kinds: list[Kind], divide: Divide
-) -> Pair:
+def _split_shard_map(
+    eqn: Eqn,
+    shards: ShardMap,
+    wanted: list[bool],
+    kinds: list[InputKind],
+    partition_eqns: PartitionFunction,
+) -> EqnLists:
     body = shards.body
-    halves = divide(body, wanted, kinds)
-    more = [atom in halves.links for atom in body.outputs]
-    if any(_news(more, wanted)):
-        return _split_shards(step, shards, _either(more, wanted), kinds, divide)
+    halves = partition_eqns(body, wanted, kinds)
+    more = [atom in halves.residuals for atom in body.outputs]
+    if any(_added(more, wanted)):
+        return _split_shard_map(eqn, shards, _union(more, wanted), kinds, partition_eqns)
 
-    axes = [_apart(value, shards) for value in halves.links]
+    axes = [_varying_axes(value, shards) for value in halves.residuals]
     specs = tuple(PartitionSpec(names or None) for names in axes)
-    rows = [_stacked(value, 1) for value in halves.links]
+    rows = [_stacked(value, 1) for value in halves.residuals]
     counts = [math.prod(shards.mesh.shape[name] for name in names) for names in axes]
-    # Outside of the shard_map only the shape and dtype of a link are read.
-    links = [
+    # Outside of the shard_map only the shape and dtype of a residual are read.
+    residuals = [
         Var(ShapedArray((count, *value.aval.shape), value.aval.dtype))
-        for value, count in zip(halves.links, counts, strict=True)
+        for value, count in zip(halves.residuals, counts, strict=True)
     ]
-    pairs = list(zip(halves.links, rows, strict=True))
+    pairs = list(zip(halves.residuals, rows, strict=True))
     put = [Eqn(_ADD_DIM, (value,), (row,)) for value, row in pairs]
     take = [Eqn(_DROP_DIM, (row,), (value,)) for value, row in pairs]
 
@@ -255,8 +270,8 @@ def _split_shards(
         in_specs=(*shards.in_specs, *specs),
         out_specs=select(shards.out_specs, others),
     )
-    ours = Eqn(first, step.inputs, (*select(step.outputs, wanted), *links))
-    theirs = Eqn(second, (*step.inputs, *links), select(step.outputs, others))
+    ours = Eqn(first, eqn.inputs, (*select(eqn.outputs, wanted), *residuals))
+    theirs = Eqn(second, (*eqn.inputs, *residuals), select(eqn.outputs, others))
     return [_only_read(ours)], [_only_read(theirs)]
 
 
@@ -264,27 +279,27 @@ _ADD_DIM = PrimitiveCall("expand_dims", lambda x: [jnp.expand_dims(x, 0)])
 _DROP_DIM = PrimitiveCall("squeeze", lambda x: [jnp.squeeze(x, 0)])
 
 
-def _apart(value: Var, shards: ShardMap) -> tuple[str, ...]:
+def _varying_axes(value: Var, shards: ShardMap) -> tuple[str, ...]:
     """Returns the manual axes along which a value may differ between devices."""
     varying = value.aval.manual_axis_type.varying if shards.check_vma else shards.axes
     return tuple(name for name in shards.mesh.axis_names if name in varying & shards.axes)
 
 
-def _split_custom_vmap(step: Eqn, wanted: list[bool]) -> Pair:
-    """Divides a `custom_vmap` call only if no link is needed: its batching rule knows no links."""
-    assert isinstance(step.operation, PrimitiveCall) and step.operation.equation is not None
-    equation = step.operation.equation
+def _split_custom_vmap(eqn: Eqn, wanted: list[bool]) -> EqnLists:
+    """Partitions a `custom_vmap` call if it needs no residuals: its batching rule has none."""
+    assert isinstance(eqn.operation, PrimitiveCall) and eqn.operation.equation is not None
+    equation = eqn.operation.equation
     call = to_graph(equation.params["call"])
     ours, theirs = (_needed(call, mask) for mask in (wanted, _not(wanted)))
     if any(inner in ours and not is_cheap(inner) for inner in theirs):
-        return [step], []
-    return [_only_outputs(step, wanted)], [_only_outputs(step, _not(wanted))]
+        return [eqn], []
+    return [_only_outputs(eqn, wanted)], [_only_outputs(eqn, _not(wanted))]
 
 
-def _only_outputs(step: Eqn, wanted: Sequence[bool]) -> Eqn:
+def _only_outputs(eqn: Eqn, wanted: Sequence[bool]) -> Eqn:
     """Returns a `custom_vmap` call without the outputs that are not wanted."""
-    assert isinstance(step.operation, PrimitiveCall) and step.operation.equation is not None
-    equation = step.operation.equation
+    assert isinstance(eqn.operation, PrimitiveCall) and eqn.operation.equation is not None
+    equation = eqn.operation.equation
     params = equation.params
     jaxpr, _ = partial_eval.dce_jaxpr(jaxpr_of(params["call"]), list(wanted), instantiate=True)
 
@@ -303,41 +318,41 @@ def _only_outputs(step: Eqn, wanted: Sequence[bool]) -> Eqn:
         },
     )
     operation = PrimitiveCall(part.primitive.name, bind(part, jaxpr), part.params, part)
-    return Eqn(operation, step.inputs, select(step.outputs, wanted))
+    return Eqn(operation, eqn.inputs, select(eqn.outputs, wanted))
 
 
 def _needed(body: Graph, wanted: Sequence[bool]) -> list[Eqn]:
     """Returns the equations on which the wanted outputs depend, last equation first."""
-    needed, steps = set(variables(select(body.outputs, wanted))), []
-    for step in reversed(body.steps):
-        if needed.intersection(step.outputs):
-            steps.append(step)
-            needed.update(variables(step.inputs))
-    return steps
+    needed, eqns = set(variables(select(body.outputs, wanted))), []
+    for eqn in reversed(body.eqns):
+        if needed.intersection(eqn.outputs):
+            eqns.append(eqn)
+            needed.update(variables(eqn.inputs))
+    return eqns
 
 
-def _only_read(step: Eqn) -> Eqn:
+def _only_read(eqn: Eqn) -> Eqn:
     """Returns a cond or a shard_map without the inputs that its programs do not read."""
-    operation = step.operation
+    operation = eqn.operation
     if isinstance(operation, Cond):
-        used = [set(free_variables(b.steps, b.outputs)) for b in operation.branches]
-        indices = range(len(step.inputs) - 1)
-        kept = [
+        used = [set(free_variables(b.eqns, b.outputs)) for b in operation.branches]
+        indices = range(len(eqn.inputs) - 1)
+        is_read = [
             any(b.inputs[i] in u for b, u in zip(operation.branches, used, strict=True))
             for i in indices
         ]
-        branches = tuple(replace(b, inputs=select(b.inputs, kept)) for b in operation.branches)
-        return replace(step, operation=Cond(branches), inputs=select(step.inputs, (True, *kept)))
+        branches = tuple(replace(b, inputs=select(b.inputs, is_read)) for b in operation.branches)
+        return replace(eqn, operation=Cond(branches), inputs=select(eqn.inputs, (True, *is_read)))
     assert isinstance(operation, ShardMap)
     body = operation.body
-    used = free_variables(body.steps, body.outputs)
-    kept = [value in used for value in body.inputs]
+    used = free_variables(body.eqns, body.outputs)
+    is_read = [value in used for value in body.inputs]
     operation = replace(
         operation,
-        body=replace(body, inputs=select(body.inputs, kept)),
-        in_specs=select(operation.in_specs, kept),
+        body=replace(body, inputs=select(body.inputs, is_read)),
+        in_specs=select(operation.in_specs, is_read),
     )
-    return replace(step, operation=operation, inputs=select(step.inputs, kept))
+    return replace(eqn, operation=operation, inputs=select(eqn.inputs, is_read))
 
 
 def _known_outside(
@@ -356,9 +371,9 @@ def _not(wanted: Sequence[bool]) -> list[bool]:
     return [not want for want in wanted]
 
 
-def _either(a: Sequence[bool], b: Sequence[bool]) -> list[bool]:
+def _union(a: Sequence[bool], b: Sequence[bool]) -> list[bool]:
     return [x or y for x, y in zip(a, b, strict=True)]
 
 
-def _news(more: Sequence[bool], wanted: Sequence[bool]) -> list[bool]:
+def _added(more: Sequence[bool], wanted: Sequence[bool]) -> list[bool]:
     return [new and not old for new, old in zip(more, wanted, strict=True)]

@@ -68,11 +68,11 @@ def _with_separate_outputs(looped: Graph, donated_inputs: frozenset[int]) -> Gra
     donating one of these arrays later does not delete another one.
     """
     inputs = (value for i, value in enumerate(looped.inputs) if i not in donated_inputs)
-    steps, outputs, shared = list(looped.steps), [], set[Atom](inputs)
+    eqns, outputs, shared = list(looped.eqns), [], set[Atom](inputs)
     for atom in looped.outputs:
         if isinstance(atom, Literal) or atom in shared:
-            steps.append(copy_eqn(atom))
-            atom = steps[-1].outputs[0]
+            eqns.append(copy_eqn(atom))
+            atom = eqns[-1].outputs[0]
         shared.add(atom)
         outputs.append(atom)
-    return Graph(looped.inputs, tuple(steps), tuple(outputs))
+    return Graph(looped.inputs, tuple(eqns), tuple(outputs))

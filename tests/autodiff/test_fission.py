@@ -17,17 +17,17 @@ from jaxpipe import sharding
 from jaxpipe.ir._graph import Cond, Graph, PrimitiveCall, Scan, ShardMap, to_graph
 from jaxpipe.ir._minimal_cut import minimal_cut
 from jaxpipe.ir._partition import Partition, partition
-from jaxpipe.ir._partition_nested import Kind
+from jaxpipe.ir._partition_nested import InputKind
 
 n = 4
 x, y, matrix = jnp.arange(1.0, n + 1), jnp.ones(n), jnp.eye(n) + 0.1
 
 
 def divided(
-    f: Callable, *arguments: Any, first: Sequence[bool] = (True, False), kind: Kind = "kept"
+    f: Callable, *arguments: Any, first: Sequence[bool] = (True, False), kind: InputKind = "saved"
 ) -> Partition:
     """The halves of a function of arrays that returns a tuple, after a check of their numbers."""
-    kinds: list[Kind] = [kind] * len(arguments)
+    kinds: list[InputKind] = [kind] * len(arguments)
     halves = partition(to_graph(jax.make_jaxpr(f)(*arguments)), first, kinds)
     now, later = run(halves, first, *arguments)
     true = f(*arguments)
@@ -60,8 +60,8 @@ def links(halves: Partition) -> list[tuple[tuple[int, ...], str]]:
 def names(part: Graph) -> list[str]:
     """The primitives of a half, those in its loops too."""
     found = []
-    for step in part.steps:
-        match step.operation:
+    for eqn in part.eqns:
+        match eqn.operation:
             case Scan(body) | ShardMap(body):
                 found += names(body)
             case Cond(branches):
@@ -124,12 +124,14 @@ def test_what_is_made_of_free_inputs_is_never_linked():
         return cast @ x, jnp.sort(cast, axis=0)
 
     arguments = matrix, x
-    halves = partition(to_graph(jax.make_jaxpr(f)(*arguments)), (True, False), ("free", "gone"))
+    halves = partition(
+        to_graph(jax.make_jaxpr(f)(*arguments)), (True, False), ("recomputable", "dead")
+    )
     assert links(halves) == [] and halves.reads == (True, False)
 
 
 def test_an_input_that_is_gone_is_a_link_like_any_other():
-    halves = divided(lambda x: (jnp.cumsum(x), jnp.sort(x * 2)), x, kind="gone")
+    halves = divided(lambda x: (jnp.cumsum(x), jnp.sort(x * 2)), x, kind="dead")
     assert links(halves) == [((n,), "float32")] and halves.reads == (False,)
 
 
@@ -160,7 +162,7 @@ def test_a_loop_becomes_two_that_stack_what_they_link(reverse: bool, unroll: Any
     assert links(halves) == [((3, n), "float32")]  # x of each turn
     assert halves.reads == (False, False, True)
     (one,), (two,) = (
-        [step.operation for step in half.steps if isinstance(step.operation, Scan)]
+        [eqn.operation for eqn in half.eqns if isinstance(eqn.operation, Scan)]
         for half in (halves.first, halves.second)
     )
     assert (one.num_carry, two.num_carry) == (1, 1)
@@ -281,7 +283,7 @@ def test_a_rule_for_vmap_survives_the_division():
     def rule(size, is_mapped, x):
         return (jnp.cumsum(x, axis=1) + 100, jnp.sort(x, axis=1) + 100), (True, True)
 
-    halves = partition(to_graph(jax.make_jaxpr(lambda x: pair(x))(x)), (True, False), ("kept",))
+    halves = partition(to_graph(jax.make_jaxpr(lambda x: pair(x))(x)), (True, False), ("saved",))
     assert links(halves) == [] and halves.reads == (True,)
     (now,) = jax.vmap(halves.first.__call__)(x[None])
     (later,) = jax.vmap(halves.second.__call__)(x[None])

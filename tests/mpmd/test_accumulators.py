@@ -221,7 +221,7 @@ def test_a_constraint_to_the_mesh_of_all_groups_means_the_mesh_of_a_group():
         compiled = step.compile(*args)
         assert_close(compiled(*args), true)
         (forward,) = [run.graph for run in runs(compiled.lowered.program) if run.name == "fwd_0__0"]
-        names = [getattr(s.operation, "name", "") for s in forward.steps]
+        names = [getattr(s.operation, "name", "") for s in forward.eqns]
         assert names.count("sharding_constraint") == 3 and "jit" not in names
 
         def wrong(x: Any, whole: Any = whole) -> Any:

@@ -134,7 +134,7 @@ def test_no_program_of_a_rank_computes_what_others_begin_with():
         mpmd_jit_with_loop(first_state, mesh, out_shardings=where).lower(jax.random.key(0)).program
     )
     for instruction in runs(program):
-        made = {n for s in instruction.graph.steps for v in s.outputs for n in v.aval.shape}
+        made = {n for s in instruction.graph.eqns for v in s.outputs for n in v.aval.shape}
         others = {n for i, n in enumerate(INNER) if i != instruction.rank}
         assert INNER[instruction.rank] in made and made.isdisjoint(others)
 
@@ -151,7 +151,7 @@ def test_weights_that_a_step_makes_for_itself_are_made_where_they_are_used():
     program = mpmd_jit_with_loop(step, groups(2)).lower(*args).program
     for instruction in runs(program):
         if instruction.name == "before_loop":
-            made = {n for s in instruction.graph.steps for v in s.outputs for n in v.aval.shape}
+            made = {n for s in instruction.graph.eqns for v in s.outputs for n in v.aval.shape}
             assert made.isdisjoint({n for i, n in enumerate(INNER) if i % 2 != instruction.rank})
 
 

@@ -192,7 +192,7 @@ def casts_of_weights(run: Any) -> int:
         and step.operation.name == "convert_element_type"
         and step.outputs[0].aval.dtype == jnp.bfloat16
         and step.outputs[0].aval.shape in ((WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH))
-        for step in run.graph.steps
+        for step in run.graph.eqns
     )
 
 

@@ -128,7 +128,7 @@ class Lowered:
     @property
     def schedules(self) -> list[Schedule]:
         """Returns the schedule of each loop, in the order of the program."""
-        return [loop.schedule for step in self.outer.steps if (loop := loop_of(step))]
+        return [loop.schedule for eqn in self.outer.eqns if (loop := loop_of(eqn))]
 
     def compile(self) -> "Compiled":
         """Compiles every program that this process runs.

@@ -61,22 +61,22 @@ def is_transposed(eqn: Eqn) -> bool:
         case PrimitiveCall(equation=equation):
             return equation is not None and "transpose(" in str(equation.source_info.name_stack)
         case Scan(body=body) | ShardMap(body=body):
-            return any(map(is_transposed, body.steps))
+            return any(map(is_transposed, body.eqns))
         case Cond(branches=branches):
-            return any(is_transposed(inner) for branch in branches for inner in branch.steps)
+            return any(is_transposed(inner) for branch in branches for inner in branch.eqns)
 
 
-def substitute_inputs(steps: Iterable[Eqn], known: dict[Var, Atom]) -> list[Eqn]:
+def substitute_inputs(eqns: Iterable[Eqn], known: dict[Var, Atom]) -> list[Eqn]:
     """Returns the equations with each input that is a key of `known` replaced by its value."""
     return [
-        replace(eqn, inputs=tuple(_substitute(atom, known) for atom in eqn.inputs)) for eqn in steps
+        replace(eqn, inputs=tuple(_substitute(atom, known) for atom in eqn.inputs)) for eqn in eqns
     ]
 
 
-def with_outputs(graph: Graph, steps: Iterable[Eqn], known: dict[Var, Atom]) -> Graph:
+def with_outputs(graph: Graph, eqns: Iterable[Eqn], known: dict[Var, Atom]) -> Graph:
     """Returns the program with other equations, and with its outputs replaced as in `known`."""
     outputs = tuple(_substitute(atom, known) for atom in graph.outputs)
-    return Graph(graph.inputs, tuple(steps), outputs)
+    return Graph(graph.inputs, tuple(eqns), outputs)
 
 
 def _substitute(atom: Atom, known: dict[Var, Atom]) -> Atom:
@@ -85,9 +85,9 @@ def _substitute(atom: Atom, known: dict[Var, Atom]) -> Atom:
 
 def eliminate_dead_code(graph: Graph) -> Graph:
     """Returns the program with only the equations that print or that an output depends on."""
-    needed, steps = set(variables(graph.outputs)), []
-    for eqn in reversed(graph.steps):
+    needed, eqns = set(variables(graph.outputs)), []
+    for eqn in reversed(graph.eqns):
         if has_print(eqn) or needed.intersection(eqn.outputs):
             needed.update(variables(eqn.inputs))
-            steps.append(eqn)
-    return replace(graph, steps=tuple(reversed(steps)))
+            eqns.append(eqn)
+    return replace(graph, eqns=tuple(reversed(eqns)))

@@ -29,7 +29,7 @@ def constrained_results(body: Graph, adds: Sequence[bool]) -> tuple[Graph, list[
         The body without these constraints, and [num_results] the spec of each result, None if it
         has none.
     """
-    makers = {value: eqn for eqn in body.steps for value in eqn.outputs}
+    makers = {value: eqn for eqn in body.eqns for value in eqn.outputs}
     outputs: list[Atom] = []
     specs: list[P | None] = []
     for output, is_added in zip(body.outputs, adds, strict=True):

@@ -68,11 +68,11 @@ def assign_ranks(
         eqn: _sorted_ranks(
             homes.get(eqn.outputs[0]) or set().union(*(needed[v] for v in eqn.outputs))
         )
-        for eqn in outer.steps
+        for eqn in outer.eqns
         if eqn.outputs and loop_of(eqn) is None
     }
     made_on = {value: _sorted_ranks(needed[value]) for value in outer.inputs}
-    for eqn in outer.steps:
+    for eqn in outer.eqns:
         loop = loop_of(eqn)
         for i, value in enumerate(eqn.outputs):
             made_on[value] = runs_on[eqn] if loop is None else (_rank_of_output(loop, i),)
@@ -104,7 +104,7 @@ def invariants_by_rank(loop: PipelinedLoop) -> dict[int, set[Var]]:
 def _ranks_of_loop_inputs(outer: Graph) -> dict[Var, set[int]]:
     """Returns the ranks whose loops read a value, directly or through values computed from it."""
     wanted: dict[Var, set[int]] = {}
-    for eqn in reversed(outer.steps):
+    for eqn in reversed(outer.eqns):
         loop = loop_of(eqn)
         if loop is not None:
             by_rank = invariants_by_rank(loop)
@@ -127,7 +127,7 @@ def _ranks_after_loops(outer: Graph, wanted: Mapping[Var, set[int]]) -> dict[Var
     """
     homes: dict[Var, set[int]] = {}
     behind: set[Var] = set()  # values that depend on a loop
-    for eqn in outer.steps:
+    for eqn in outer.eqns:
         loop = loop_of(eqn)
         if loop is not None:
             homes |= {value: {_rank_of_output(loop, i)} for i, value in enumerate(eqn.outputs)}
@@ -152,7 +152,7 @@ def _ranks_of_prints(
     """
     found: dict[Var, set[int]] = {}
     made_of = _source_inputs(outer)
-    for eqn in outer.steps:
+    for eqn in outer.eqns:
         if has_print(eqn) and eqn.outputs[-1] not in homes:
             sources = set().union(*(made_of[value] for value in variables(eqn.inputs)))
             places = [needed[source] for source in sources if needed[source]]
@@ -164,7 +164,7 @@ def _ranks_of_prints(
 def _source_inputs(outer: Graph) -> dict[Var, set[Var]]:
     """Returns the inputs of the function that each value depends on."""
     made_of: dict[Var, set[Var]] = {value: {value} for value in outer.inputs}
-    for eqn in outer.steps:
+    for eqn in outer.eqns:
         sources = set().union(*(made_of[value] for value in variables(eqn.inputs)))
         made_of |= dict.fromkeys(eqn.outputs, sources)
     return made_of
@@ -205,10 +205,10 @@ def _ranks_that_need(
 ) -> dict[Var, set[int]]:
     """Returns the ranks that need each value, by one walk from the outputs to the inputs."""
     needed: dict[Var, set[int]] = {value: set() for value in outer.inputs}
-    needed |= {value: set() for eqn in outer.steps for value in eqn.outputs}
+    needed |= {value: set() for eqn in outer.eqns for value in eqn.outputs}
     for value in variables(outer.outputs):
         needed[value] |= asked.get(value, set())
-    for eqn in reversed(outer.steps):
+    for eqn in reversed(outer.eqns):
         loop = loop_of(eqn)
         if loop is not None:
             by_rank = invariants_by_rank(loop)
@@ -253,9 +253,9 @@ def _with_partial_sums(outer: Graph, homes: Mapping[Var, set[int]]) -> Graph:
 
     The norm of all gradients is such a sum. Each rank then sends a single scalar.
     """
-    makers = {value: eqn for eqn in outer.steps for value in eqn.outputs}
+    makers = {value: eqn for eqn in outer.eqns for value in eqn.outputs}
     uses: dict[Var, int] = {}
-    for value in variables([*(a for eqn in outer.steps for a in eqn.inputs), *outer.outputs]):
+    for value in variables([*(a for eqn in outer.eqns for a in eqn.inputs), *outer.outputs]):
         uses[value] = uses.get(value, 0) + 1
 
     def terms(value: Var, *, is_root: bool = False) -> list[Var]:
@@ -266,7 +266,7 @@ def _with_partial_sums(outer: Graph, homes: Mapping[Var, set[int]]) -> Graph:
 
     replaced: dict[Eqn, list[Eqn]] = {}
     inner: set[Eqn] = set()
-    for eqn in reversed(outer.steps):
+    for eqn in reversed(outer.eqns):
         if eqn in inner or not is_sum(eqn) or eqn.outputs[0].aval.shape != ():
             continue
         parts = terms(eqn.outputs[0], is_root=True)
@@ -276,8 +276,8 @@ def _with_partial_sums(outer: Graph, homes: Mapping[Var, set[int]]) -> Graph:
         _inner_sums(eqn, makers, uses, inner)
         if 1 < len(by_home) < len(parts):
             replaced[eqn] = _sums_by_home(eqn, by_home)
-    steps = [new for eqn in outer.steps for new in replaced.get(eqn, [eqn])]
-    return eliminate_dead_code(replace(outer, steps=tuple(steps)))
+    eqns = [new for eqn in outer.eqns for new in replaced.get(eqn, [eqn])]
+    return eliminate_dead_code(replace(outer, eqns=tuple(eqns)))
 
 
 def _inner_sums(
@@ -293,16 +293,16 @@ def _inner_sums(
 
 def _sums_by_home(eqn: Eqn, by_home: Mapping[Ranks, list[Var]]) -> list[Eqn]:
     """Returns the equations that add the terms of each rank first, and then the partial sums."""
-    steps: list[Eqn] = []
+    eqns: list[Eqn] = []
 
     def add(parts: list[Var], last: Var | None) -> Var:
         total = parts[0]
         for i, part in enumerate(parts[1:], 1):
             new = last if last is not None and i == len(parts) - 1 else Var(part.aval)
-            steps.append(Eqn(ADD, (total, part), (new,)))
+            eqns.append(Eqn(ADD, (total, part), (new,)))
             total = new
         return total
 
     partial = [add(parts, None) for parts in by_home.values()]
     add(partial, eqn.outputs[0])
-    return steps
+    return eqns

@@ -26,14 +26,14 @@ def fingerprint(graph: Graph) -> Hashable:
         of the same types.
     """
     numbers: dict[Var, Hashable] = {value: i for i, value in enumerate(graph.inputs)}
-    steps = []
-    for eqn in graph.steps:
+    eqns = []
+    for eqn in graph.eqns:
         inputs = tuple(_fingerprint_atom(atom, numbers) for atom in eqn.inputs)
-        steps.append((_fingerprint_operation(eqn.operation), inputs))
+        eqns.append((_fingerprint_operation(eqn.operation), inputs))
         for value in eqn.outputs:
             numbers[value] = len(numbers)
     outputs = tuple(_fingerprint_atom(atom, numbers) for atom in graph.outputs)
-    return tuple(value.aval for value in graph.inputs), tuple(steps), outputs
+    return tuple(value.aval for value in graph.inputs), tuple(eqns), outputs
 
 
 class ValueNumbering:

@@ -116,5 +116,5 @@ def _fuse_graphs(
         (buffer, renamed.get(atom, atom) if isinstance(atom, Var) else atom)
         for buffer, atom in zip(second.writes, b.outputs, strict=True)
     )
-    steps = (*a.steps, *substitute_inputs(b.steps, renamed))
-    return Graph(tuple(inputs), steps, tuple(made[buffer] for buffer in writes))
+    eqns = (*a.eqns, *substitute_inputs(b.eqns, renamed))
+    return Graph(tuple(inputs), eqns, tuple(made[buffer] for buffer in writes))

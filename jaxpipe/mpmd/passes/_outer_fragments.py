@@ -28,13 +28,13 @@ def outer_fragments(outer: Graph, placement: RankAssignment) -> list[list[RunTas
         [num_loops + 1] the programs of each segment, ordered so that each one follows the programs
         whose values it reads.
     """
-    count = 1 + sum(loop_of(eqn) is not None for eqn in outer.steps)
+    count = 1 + sum(loop_of(eqn) is not None for eqn in outer.eqns)
     of_segment = _hoist_eqns(outer, _latest_fragments(outer, count - 1))
     exported = _exported_values(outer, placement, of_segment)
     found = []
     for segment in range(count):
-        steps = [eqn for eqn, s in of_segment.items() if s == segment]
-        levels = _levels_of_eqns(steps, placement, exported)
+        eqns = [eqn for eqn, s in of_segment.items() if s == segment]
+        levels = _levels_of_eqns(eqns, placement, exported)
         found.append(list(_run_tasks(levels, placement, exported, _fragment_name(segment, count))))
     return found
 
@@ -55,7 +55,7 @@ def _latest_fragments(outer: Graph, last: int) -> dict[Eqn, int]:
     latest: dict[Var, int] = dict.fromkeys(variables(outer.outputs), last)
     of_step: dict[Eqn, int] = {}
     loops = last
-    for eqn in reversed(outer.steps):
+    for eqn in reversed(outer.eqns):
         if loop_of(eqn) is not None:
             loops -= 1
             segment = loops
@@ -75,11 +75,11 @@ def _hoist_eqns(outer: Graph, of_step: Mapping[Eqn, int]) -> dict[Eqn, int]:
     addition of gradients. Inputs of the function do not count: its caller keeps them in any case.
     """
     found = dict(of_step)
-    uses = Counter(value for eqn in outer.steps for value in set(variables(eqn.inputs)))
+    uses = Counter(value for eqn in outer.eqns for value in set(variables(eqn.inputs)))
     uses.update(variables(outer.outputs))
     made_in: dict[Var, int] = {}
     loops = 0
-    for eqn in outer.steps:
+    for eqn in outer.eqns:
         if loop_of(eqn) is not None:
             loops += 1
             made_in |= dict.fromkeys(eqn.outputs, loops)
@@ -102,7 +102,7 @@ def _exported_values(
     for eqn, segment in of_segment.items():
         later = [v for v in variables(eqn.inputs) if made_in.get(v, segment) != segment]
         found |= {(value, rank): True for value in later for rank in placement.runs_on[eqn]}
-    for eqn in outer.steps:
+    for eqn in outer.eqns:
         if loop_of(eqn) is not None:
             for value in variables(eqn.inputs):
                 found |= dict.fromkeys(((value, r) for r in placement.needed_on[value]), True)
@@ -115,10 +115,10 @@ def _exported_values(
 
 
 def _levels_of_eqns(
-    steps: Sequence[Eqn], placement: RankAssignment, exported: Mapping[tuple[Var, int], bool]
+    eqns: Sequence[Eqn], placement: RankAssignment, exported: Mapping[tuple[Var, int], bool]
 ) -> dict[EqnOnRank, int]:
     """Returns each equation's level on each rank: the earliest if exported, else the latest."""
-    makers = {value: eqn for eqn in steps for value in eqn.outputs}
+    makers = {value: eqn for eqn in eqns for value in eqn.outputs}
     earliest: dict[EqnOnRank, int] = {}
 
     def source(value: Var, rank: int) -> tuple[EqnOnRank, int] | None:
@@ -129,13 +129,13 @@ def _levels_of_eqns(
         ranks = placement.runs_on[maker]
         return ((maker, rank), 0) if rank in ranks else ((maker, ranks[0]), 1)
 
-    for eqn in steps:
+    for eqn in eqns:
         for rank in placement.runs_on[eqn]:
             sources = [s for v in variables(eqn.inputs) if (s := source(v, rank)) is not None]
             earliest[eqn, rank] = max((earliest[i] + hops for i, hops in sources), default=0)
 
     latest: dict[EqnOnRank, int] = {}
-    for eqn in reversed(steps):
+    for eqn in reversed(eqns):
         for rank in placement.runs_on[eqn]:
             instance = eqn, rank
             leaves = any((value, rank) in exported for value in eqn.outputs)
@@ -147,7 +147,7 @@ def _levels_of_eqns(
                     maker, hops = found
                     bound = latest[instance] - hops
                     latest[maker] = min(latest.get(maker, bound), bound)
-    return {(eqn, rank): latest[eqn, rank] for eqn in steps for rank in placement.runs_on[eqn]}
+    return {(eqn, rank): latest[eqn, rank] for eqn in eqns for rank in placement.runs_on[eqn]}
 
 
 def _run_tasks(
@@ -162,17 +162,17 @@ def _run_tasks(
         groups[level, rank].append(eqn)
     several = len({level for level, _ in groups}) > 1
     for level, rank in sorted(groups):
-        steps = groups[level, rank]
-        inside = set(steps)
+        eqns = groups[level, rank]
+        inside = set(eqns)
         used = {
             value
             for (eqn, r), _ in levels.items()
             if r == rank and eqn not in inside
             for value in variables(eqn.inputs)
         }
-        made = [value for eqn in steps for value in eqn.outputs]
+        made = [value for eqn in eqns for value in eqn.outputs]
         writes = tuple(v for v in made if (v, rank) in exported or v in used)
-        reads = tuple(free_variables(steps, writes))
+        reads = tuple(free_variables(eqns, writes))
         label = f"{name}_{level}" if several else name
-        graph = Graph(reads, tuple(steps), writes)
+        graph = Graph(reads, tuple(eqns), writes)
         yield RunTask(rank, label, graph, tuple(map(Buffer, reads)), tuple(map(Buffer, writes)))

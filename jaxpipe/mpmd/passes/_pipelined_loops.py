@@ -63,7 +63,7 @@ def loop_of(eqn: Eqn) -> PipelinedLoop | None:
 
 def loop_results(outer: Graph) -> list[Var]:
     """Returns the outputs of all loops: accumulators, equally sharded in all their versions."""
-    return [value for eqn in outer.steps if loop_of(eqn) is not None for value in eqn.outputs]
+    return [value for eqn in outer.eqns if loop_of(eqn) is not None for value in eqn.outputs]
 
 
 def pipeline_loops(outer: Graph, schedule_of: Callable[[Any, int], Schedule]) -> Graph:
@@ -82,20 +82,20 @@ def pipeline_loops(outer: Graph, schedule_of: Callable[[Any, int], Schedule]) ->
     """
     outer = unroll_scans(outer)
     check_reachable(outer, "the function")
-    steps: list[Eqn] = []
+    eqns: list[Eqn] = []
     known: dict[Var, Atom] = {}
-    for eqn in outer.steps:
+    for eqn in outer.eqns:
         (eqn,) = substitute_inputs([eqn], known)
         if is_loop(eqn):
-            steps += _pipeline_loop(eqn, schedule_of, known)
+            eqns += _pipeline_loop(eqn, schedule_of, known)
         else:
             if is_mark(eqn):
                 raise ValueError(
                     "A stage is marked outside of a loop over microbatches. Call `treduce` around "
                     "it, or use `mpmd_jit_by_yield` for a function that has no loop."
                 )
-            steps.append(eqn)
-    return with_outputs(outer, steps, known)
+            eqns.append(eqn)
+    return with_outputs(outer, eqns, known)
 
 
 def _pipeline_loop(
@@ -176,12 +176,12 @@ def _refuse_to_run(*inputs: Any) -> Sequence[Any]:
 
 def _sum_eqns(shares: Sequence[Var], result: Var) -> list[Eqn]:
     """Returns the additions that compute `result` from its shares; none for a single share."""
-    steps, total = [], shares[0]
+    eqns, total = [], shares[0]
     for i, share in enumerate(shares[1:], 1):
         new = result if i == len(shares) - 1 else Var(result.aval)
-        steps.append(Eqn(ADD, (total, share), (new,)))
+        eqns.append(Eqn(ADD, (total, share), (new,)))
         total = new
-    return steps
+    return eqns
 
 
 def _hoist_invariants(body: Graph, inputs: Sequence[Atom]) -> tuple[list[Eqn], Graph, list[Var]]:
@@ -200,7 +200,7 @@ def _hoist_invariants(body: Graph, inputs: Sequence[Atom]) -> tuple[list[Eqn], G
     before: list[Eqn] = []
     inside: list[Eqn] = []
     invariant = set(known)
-    for eqn in body.steps:
+    for eqn in body.eqns:
         number = numbers.of_step(eqn)
         (out,) = substitute_inputs([eqn], known)
         if not _can_hoist(eqn, invariant):
@@ -217,7 +217,7 @@ def _hoist_invariants(body: Graph, inputs: Sequence[Atom]) -> tuple[list[Eqn], G
     renewed = with_outputs(body, inside, known)
     before, inside = _sink_data_movement(before, renewed)
     given = [v for v in free_variables(inside, renewed.outputs) if v is not index]
-    return before, replace(renewed, inputs=(*given, index), steps=tuple(inside)), given
+    return before, replace(renewed, inputs=(*given, index), eqns=tuple(inside)), given
 
 
 def _can_hoist(eqn: Eqn, invariant: set[Var]) -> bool:
@@ -235,7 +235,7 @@ def _sink_data_movement(before: Sequence[Eqn], body: Graph) -> tuple[list[Eqn], 
     A reshaped weight outside of the loop would be an additional array in memory. Inside the body,
     the reshape fuses with the equation that reads it.
     """
-    inside = list(body.steps)
+    inside = list(body.eqns)
     needed = set(free_variables(inside, body.outputs))
     read_outside: set[Var] = set()  # values that the hoisted equations read
     hoisted: list[Eqn] = []

@@ -93,7 +93,7 @@ def cut_into_stages(
     body, shares = _split_results(body, positions, adds, num_stages)
     positions = _positions(body, marks, num_stages)
     stages_of, uses = _stages_of_eqns(body, marks, positions, shares, num_stages)
-    results = [*(value for share in shares for value in share), *print_tokens(body.steps)]
+    results = [*(value for share in shares for value in share), *print_tokens(body.eqns)]
     stages = tuple(
         _stage(i, body, positions, stages_of, uses, results, num_stages) for i in range(num_stages)
     )
@@ -107,8 +107,8 @@ def _without_constant_marks(body: Graph) -> Graph:
     effect.
     """
     known: dict[Var, Atom] = {}
-    steps = []
-    for eqn in body.steps:
+    eqns = []
+    for eqn in body.eqns:
         (eqn,) = substitute_inputs([eqn], known)
         if is_mark(eqn):
             assert isinstance(eqn.operation, PrimitiveCall)
@@ -117,8 +117,8 @@ def _without_constant_marks(body: Graph) -> Graph:
             known.update((o, a) for o, a in pairs if isinstance(a, Literal))
             outputs = tuple(o for o in eqn.outputs if o not in known)
             eqn = Eqn(PrimitiveCall(STAGE_END, identity, params), tuple(variables(atoms)), outputs)
-        steps.append(eqn)
-    return with_outputs(body, steps, known)
+        eqns.append(eqn)
+    return with_outputs(body, eqns, known)
 
 
 def _operands(eqn: Eqn) -> list[Atom]:
@@ -135,8 +135,8 @@ def _operands(eqn: Eqn) -> list[Atom]:
 
 def _mark_ids(body: Graph) -> list[int]:
     """Returns the ids of the forward marks in a body, in program order."""
-    steps = _without_recomputed_marks(_without_constant_marks(body)).steps
-    return [_mark_id(eqn) for eqn in steps if is_mark(eqn) and not is_backward_mark(eqn)]
+    eqns = _without_recomputed_marks(_without_constant_marks(body)).eqns
+    return [_mark_id(eqn) for eqn in eqns if is_mark(eqn) and not is_backward_mark(eqn)]
 
 
 def _mark_id(eqn: Eqn) -> int:
@@ -151,8 +151,8 @@ def _without_recomputed_marks(body: Graph) -> Graph:
     the same values is therefore replaced by the outputs of the first.
     """
     numbers, first, known = ValueNumbering(body.inputs), {}, {}
-    steps = []
-    for eqn in body.steps:
+    eqns = []
+    for eqn in body.eqns:
         (eqn,) = substitute_inputs([eqn], known)
         number = numbers.of_step(eqn)
         if is_mark(eqn) and not is_backward_mark(eqn):
@@ -160,8 +160,8 @@ def _without_recomputed_marks(body: Graph) -> Graph:
             if original is not eqn:
                 known.update(zip(eqn.outputs, original.outputs, strict=True))
                 continue
-        steps.append(eqn)
-    return with_outputs(body, steps, known)
+        eqns.append(eqn)
+    return with_outputs(body, eqns, known)
 
 
 def _stages_of_marks(
@@ -173,8 +173,8 @@ def _stages_of_marks(
     on only some of the marks, or if cotangents flow through only some, the ids that the marks
     carry identify them.
     """
-    forward = [eqn for eqn in body.steps if is_mark(eqn) and not is_backward_mark(eqn)]
-    backward = [eqn for eqn in body.steps if is_mark(eqn) and is_backward_mark(eqn)]
+    forward = [eqn for eqn in body.eqns if is_mark(eqn) and not is_backward_mark(eqn)]
+    backward = [eqn for eqn in body.eqns if is_mark(eqn) and is_backward_mark(eqn)]
     mark_ids, possible = [_mark_id(eqn) for eqn in forward], (num_stages, num_stages - 1)
     if len(forward) not in possible or len(backward) not in (0, len(forward)):
         all_ids = all_mark_ids()
@@ -191,16 +191,16 @@ def _stages_of_marks(
     numbered |= {eqn: last - i for eqn, i in _align_marks(backward, mark_ids[::-1]).items()}
     last_marks = [eqn for eqn, i in numbered.items() if i == num_stages - 1]
     known: dict[Var, Atom] = {}
-    steps = []
-    for eqn in body.steps:
+    eqns = []
+    for eqn in body.eqns:
         if eqn in last_marks:
             (renamed_eqn,) = substitute_inputs([eqn], known)
             known.update(zip(eqn.outputs, renamed_eqn.inputs, strict=True))
         else:
-            steps.append(eqn)
+            eqns.append(eqn)
     marks: dict[Eqn, int] = {}
-    renamed = substitute_inputs(steps, known)
-    for old, new in zip(steps, renamed, strict=True):
+    renamed = substitute_inputs(eqns, known)
+    for old, new in zip(eqns, renamed, strict=True):
         if old in numbered:
             marks[new] = numbered[old]
     return with_outputs(body, renamed, known), marks
@@ -220,7 +220,7 @@ def _align_marks(marks: Sequence[Eqn], mark_ids: Sequence[int]) -> dict[Eqn, int
 def _positions(body: Graph, marks: Mapping[Eqn, int], num_stages: int) -> Positions:
     """Returns the places of all values that depend on a mark."""
     positions: dict[Var, int] = {}
-    for eqn in body.steps:
+    for eqn in body.eqns:
         position = max(
             (positions[v] for v in variables(eqn.inputs) if v in positions), default=None
         )
@@ -252,8 +252,8 @@ def _split_results(
     The gradient of a weight that several stages use is such a sum. Every stage accumulates its
     share over all microbatches, and the shares are added once, after the loop.
     """
-    makers = {value: eqn for eqn in body.steps for value in eqn.outputs}
-    uses = Counter(variables([*(a for eqn in body.steps for a in eqn.inputs), *body.outputs]))
+    makers = {value: eqn for eqn in body.eqns for value in eqn.outputs}
+    uses = Counter(variables([*(a for eqn in body.eqns for a in eqn.inputs), *body.outputs]))
 
     def terms(atom: Atom) -> list[Atom]:
         eqn = makers.get(atom) if isinstance(atom, Var) else None
@@ -265,7 +265,7 @@ def _split_results(
         position = positions.get(atom, 0) if isinstance(atom, Var) else 0
         return _stage_of(position, num_stages)
 
-    steps = list(body.steps)
+    eqns = list(body.eqns)
     shares: list[tuple[Var, ...]] = []
     for output, may_share in zip(body.outputs, adds, strict=True):
         parts: dict[int, list[Atom]] = {}
@@ -279,13 +279,13 @@ def _split_results(
             for atom in atoms[1:]:
                 added = Var(output.aval) if isinstance(output, Var) else None
                 assert added is not None, "a constant is no sum"
-                steps.append(Eqn(ADD, (total, atom), (added,)))
+                eqns.append(Eqn(ADD, (total, atom), (added,)))
                 total = added
-            steps.append(copy_eqn(total))
-            share.append(steps[-1].outputs[0])
+            eqns.append(copy_eqn(total))
+            share.append(eqns[-1].outputs[0])
         shares.append(tuple(share))
-    outputs = (*(value for share in shares for value in share), *print_tokens(steps))
-    return eliminate_dead_code(Graph(body.inputs, tuple(steps), outputs)), tuple(shares)
+    outputs = (*(value for share in shares for value in share), *print_tokens(eqns))
+    return eliminate_dead_code(Graph(body.inputs, tuple(eqns), outputs)), tuple(shares)
 
 
 def _stages_of_eqns(
@@ -300,7 +300,7 @@ def _stages_of_eqns(
     uses: defaultdict[Var, set[int]] = defaultdict(set)
     results = {value for share in shares for value in share}
     print_stages = _stages_of_prints(body, marks)
-    for eqn in reversed(body.steps):
+    for eqn in reversed(body.eqns):
         if eqn in marks:
             stage = marks[eqn] + is_backward_mark(eqn)
             stages = {stage}
@@ -325,7 +325,7 @@ def _stages_of_prints(body: Graph, marks: Mapping[Eqn, int]) -> dict[Eqn, int]:
     """Returns, for each equation that prints, the stage in which the user wrote it."""
     print_stages: dict[Eqn, int] = {}
     stage = 0
-    for eqn in body.steps:
+    for eqn in body.eqns:
         if eqn in marks:
             stage = marks[eqn] + (not is_backward_mark(eqn))
         elif has_print(eqn):
@@ -355,32 +355,32 @@ def _stage(
     num_stages: int,
 ) -> Stage:
     """Returns the program of one stage."""
-    steps = [eqn for eqn in body.steps if stage in stages_of[eqn]]
-    made = {value for eqn in steps for value in eqn.outputs}
+    eqns = [eqn for eqn in body.eqns if stage in stages_of[eqn]]
+    made = {value for eqn in eqns for value in eqn.outputs}
     sent = [
-        value for eqn in steps for value in eqn.outputs if uses.get(value, set()) - stages_of[eqn]
+        value for eqn in eqns for value in eqn.outputs if uses.get(value, set()) - stages_of[eqn]
     ]
     outputs = (*sent, *(value for value in results if value in made))
-    needed = dict.fromkeys(v for eqn in steps for v in variables(eqn.inputs) if v not in made)
-    backward = _backward_values(steps, positions, stage, num_stages)
+    needed = dict.fromkeys(v for eqn in eqns for v in variables(eqn.inputs) if v not in made)
+    backward = _backward_values(eqns, positions, stage, num_stages)
     backward.update(value for value in needed if positions.get(value, 0) >= num_stages)
-    shared = [eqn for eqn in steps if len(stages_of[eqn]) > 1]
-    graph = Graph(tuple(needed), tuple(_with_new_outputs(steps, shared)), outputs)
+    shared = [eqn for eqn in eqns if len(stages_of[eqn]) > 1]
+    graph = Graph(tuple(needed), tuple(_with_new_outputs(eqns, shared)), outputs)
     return Stage(graph, frozenset(backward), frozenset(sent))
 
 
-def _with_new_outputs(steps: Sequence[Eqn], shared: Sequence[Eqn]) -> list[Eqn]:
+def _with_new_outputs(eqns: Sequence[Eqn], shared: Sequence[Eqn]) -> list[Eqn]:
     """Returns the equations of a stage, with new variables for the outputs of shared equations."""
     own: dict[Var, Atom] = {v: Var(v.aval) for eqn in shared for v in eqn.outputs}
     renamed = []
-    for eqn in substitute_inputs(steps, own):
+    for eqn in substitute_inputs(eqns, own):
         outputs = tuple(own.get(value, value) for value in eqn.outputs)
         renamed.append(replace(eqn, outputs=outputs))
     return renamed
 
 
 def _backward_values(
-    steps: Sequence[Eqn], positions: Positions, stage: int, num_stages: int
+    eqns: Sequence[Eqn], positions: Positions, stage: int, num_stages: int
 ) -> set[Var]:
     """Returns the values of a stage that belong to its backward.
 
@@ -388,7 +388,7 @@ def _backward_values(
     """
     backward: set[Var] = set()
     is_last = stage == num_stages - 1
-    for eqn in steps:
+    for eqn in eqns:
         position = positions.get(eqn.outputs[0], stage)
         of_last = is_last and (is_transposed(eqn) or not backward.isdisjoint(variables(eqn.inputs)))
         # A print in rematerialized code belongs to the backward: the forward has its own copy.

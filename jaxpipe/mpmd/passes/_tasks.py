@@ -57,7 +57,9 @@ def split_into_tasks(
         graph,
         forward,
         [
-            "free" if value in always else ("own" if value in stage.backward else "kept")
+            "recomputable"
+            if value in always
+            else ("deferred" if value in stage.backward else "saved")
             for value in graph.inputs
         ],
     )
@@ -79,8 +81,8 @@ def _split_backward(backward: Graph, stage: Stage, always: set[Var]) -> dict[Op,
         backward,
         first,
         [
-            "free" if value in always else ("gone" if value in stage.backward else "kept")
-            for value in backward.inputs
+            "recomputable" if v in always else ("dead" if v in stage.backward else "saved")
+            for v in backward.inputs
         ],
     )
     return {Op.I: halves.first, Op.W: halves.second}
@@ -93,13 +95,13 @@ def _prints_in_i(backward: Graph, sent: frozenset[Var]) -> set[Var]:
         return set()
     computed: set[Eqn] = set()
     wanted = set(needed)
-    for eqn in reversed(backward.steps):
+    for eqn in reversed(backward.eqns):
         if wanted.intersection(eqn.outputs):
             computed.add(eqn)
             wanted.update(variables(eqn.inputs))
     shown: set[Var] = set()
     has = set(backward.inputs)
-    for eqn in backward.steps:
+    for eqn in backward.eqns:
         ready = has.issuperset(variables(eqn.inputs))
         if eqn in computed or (ready and is_light(eqn)):
             has.update(eqn.outputs)
@@ -129,14 +131,14 @@ def _accumulating_task(graph: Graph, reductions: Mapping[Var, Reduction], index:
     ]
     inputs = tuple(dict.fromkeys((*graph.inputs, index)))
     inner = Graph(
-        (*inputs, *starts.values()), (*graph.steps, *updates), (*writes, *ends.values(), *adds)
+        (*inputs, *starts.values()), (*graph.eqns, *updates), (*writes, *ends.values(), *adds)
     )
     is_added = [False] * (len(writes) + len(ends)) + [True] * len(adds)
     added = accumulate(inner, is_added)
-    used = set(free_variables(added.steps, added.outputs))
+    used = set(free_variables(added.eqns, added.outputs))
     reads = tuple(value for value in inputs if value in used)
     sums = added.inputs[len(inputs) :]
-    whole = Graph((*reads, *sums), added.steps, added.outputs)
+    whole = Graph((*reads, *sums), added.eqns, added.outputs)
     return StageTask(whole, reads, writes, (*others, *adds))
 
 

@@ -36,12 +36,12 @@ def unroll_scans(outer: Graph) -> Graph:
     Raises:
         ValueError: If such a scan has more than `MAX_UNROLLED_LENGTH` iterations.
     """
-    steps: list[Eqn] = []
+    eqns: list[Eqn] = []
     known: dict[Var, Atom] = {}
-    for eqn in outer.steps:
+    for eqn in outer.eqns:
         (eqn,) = substitute_inputs([eqn], known)
-        steps += _unroll_scan(eqn, known)
-    return with_outputs(outer, steps, known)
+        eqns += _unroll_scan(eqn, known)
+    return with_outputs(outer, eqns, known)
 
 
 def check_reachable(graph: Graph, where: str) -> None:
@@ -55,7 +55,7 @@ def check_reachable(graph: Graph, where: str) -> None:
         ValueError: If a mark or a loop is inside a construct such as `lax.cond`. The error names
             the construct and says how to avoid it.
     """
-    for eqn in graph.steps:
+    for eqn in graph.eqns:
         if is_loop(eqn) and where == "a stage":
             raise ValueError(
                 "`treduce` is called inside of the function that another `treduce` is given. Call "
@@ -91,15 +91,15 @@ def _unroll_scan(eqn: Eqn, known: dict[Var, Atom]) -> list[Eqn]:
             "Call the compiled function once for each turn, in a Python loop."
         )
     consts, carry, xs = _split_inputs(eqn.inputs, loop.num_consts, loop.num_carry)
-    steps: list[Eqn] = []
+    eqns: list[Eqn] = []
     ys: list[list[Atom]] = []
     for turn in range(loop.length):
         i = loop.length - 1 - turn if loop.reverse else turn
         slices = [_slice_eqn(x, i) for x in xs]
-        steps += slices
+        eqns += slices
         of_turn = [s.outputs[0] for s in slices]
         inside, made = _iteration(loop.body, [*consts, *carry, *of_turn])
-        steps += inside
+        eqns += inside
         carry, of_turn_ys = made[: loop.num_carry], made[loop.num_carry :]
         ys.append(list(of_turn_ys))
     known.update(zip(eqn.outputs[: loop.num_carry], carry, strict=True))
@@ -107,8 +107,8 @@ def _unroll_scan(eqn: Eqn, known: dict[Var, Atom]) -> list[Eqn]:
     for i, output in enumerate(eqn.outputs[loop.num_carry :]):
         run = partial(_stack_results, output.aval)
         parts = tuple(y[i] for y in in_order)
-        steps.append(Eqn(PrimitiveCall("concatenate", run), parts, (output,)))
-    return steps
+        eqns.append(Eqn(PrimitiveCall("concatenate", run), parts, (output,)))
+    return eqns
 
 
 def _split_inputs(inputs: Sequence[Atom], num_consts: int, num_carry: int) -> Any:
@@ -136,15 +136,15 @@ def _iteration(body: Graph, given: Sequence[Atom]) -> tuple[list[Eqn], list[Atom
     Unrolls inner scans too.
     """
     known: dict[Var, Atom] = dict(zip(body.inputs, given, strict=True))
-    steps: list[Eqn] = []
-    for eqn in body.steps:
+    eqns: list[Eqn] = []
+    for eqn in body.eqns:
         outputs = tuple(Var(value.aval) for value in eqn.outputs)
         (own,) = substitute_inputs([replace(eqn, outputs=outputs)], known)
         known.update(zip(eqn.outputs, outputs, strict=True))
         later: dict[Var, Atom] = {}
-        steps += _unroll_scan(own, later)
+        eqns += _unroll_scan(own, later)
         known |= {old: later.get(new, new) for old, new in zip(eqn.outputs, outputs, strict=True)}
-    return steps, list(with_outputs(body, steps, known).outputs)
+    return eqns, list(with_outputs(body, eqns, known).outputs)
 
 
 def _find_eqns(eqn: Eqn, name: str) -> Iterator[bool]:
@@ -159,7 +159,7 @@ def _find_eqns(eqn: Eqn, name: str) -> Iterator[bool]:
                 yield True
             return
     for body in bodies:
-        for inner in body.steps:
+        for inner in body.eqns:
             if isinstance(inner.operation, PrimitiveCall) and inner.operation.name == name:
                 yield True
             yield from _find_eqns(inner, name)

@@ -29,7 +29,7 @@ def unroll_schedule(outer: Graph, assignment: RankAssignment, num_ranks: int) ->
     """
     fragments, loops = (
         outer_fragments(outer, assignment),
-        [s for s in outer.steps if loop_of(s) is not None],
+        [s for s in outer.eqns if loop_of(s) is not None],
     )
     instructions: list[RunTask] = list(fragments[0])
     indices: dict[Buffer, int] = {}
@@ -56,10 +56,10 @@ def _init_tasks(loop: PipelinedLoop, eqn: Eqn) -> Iterator[RunTask]:
             by_rank.setdefault(rank_of_stage(loop, stage), []).extend(task.sums)
     for rank, shares in sorted(by_rank.items()):
         if shares:
-            steps = tuple(_init_eqn(loop.reductions[share]) for share in shares)
-            outputs = tuple(eqn.outputs[0] for eqn in steps)
+            eqns = tuple(_init_eqn(loop.reductions[share]) for share in shares)
+            outputs = tuple(eqn.outputs[0] for eqn in eqns)
             writes = tuple(Buffer(results[share], 0) for share in shares)
-            yield RunTask(rank, "start", Graph((), steps, outputs), (), writes)
+            yield RunTask(rank, "start", Graph((), eqns, outputs), (), writes)
 
 
 def _init_eqn(reduction: Reduction) -> Eqn:

@@ -218,7 +218,7 @@ class _Compiler:
         self, rank: int, first: Future, run: RunTask, in_specs: Specs, out_specs: Specs
     ) -> Any:
         """Loads a compiled program on the devices of another group, or compiles it again."""
-        if any(map(has_print, run.graph.steps)):
+        if any(map(has_print, run.graph.eqns)):
             # A program with callbacks cannot be saved.
             return self._compile(run, in_specs, out_specs)
         devices, others = (list(self.mesh.unstack[r].devices.flat) for r in (rank, run.rank))

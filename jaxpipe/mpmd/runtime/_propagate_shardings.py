@@ -36,7 +36,7 @@ def propagate_shardings(
             value = group[value]
         return value
 
-    for eqn in outer.steps:
+    for eqn in outer.eqns:
         if not _is_elementwise(eqn):
             continue
         for value in variables(eqn.inputs):
@@ -48,7 +48,7 @@ def propagate_shardings(
     for value, spec in known.items():
         if spec is not None:
             found.setdefault(root(value), spec)
-    everything = [*outer.inputs, *(v for eqn in outer.steps for v in eqn.outputs)]
+    everything = [*outer.inputs, *(v for eqn in outer.eqns for v in eqn.outputs)]
     return {v: found[root(v)] for v in everything if root(v) in found} | {
         value: spec for value, spec in known.items() if spec is not None
     }
@@ -71,7 +71,7 @@ def constrained_specs(outer: Graph, mpmd_axis: str) -> dict[Var, PartitionSpec]:
     """
     found: dict[Var, PartitionSpec] = {}
     behind: dict[Var, PartitionSpec] = {}
-    for eqn in outer.steps:
+    for eqn in outer.eqns:
         loop, spec = loop_of(eqn), constraint_of(eqn)
         if loop is not None:
             of_share = dict(zip(loop.reductions, eqn.outputs, strict=True))

@@ -26,8 +26,8 @@ def on_submesh(graph: Graph, mesh: Mesh, mpmd_axis: str) -> Graph:
     Raises:
         ValueError: If the program shards an array or a `shard_map` over `mpmd_axis`.
     """
-    steps = tuple(replace(eqn, operation=_operation(eqn, mesh, mpmd_axis)) for eqn in graph.steps)
-    return replace(graph, steps=steps)
+    eqns = tuple(replace(eqn, operation=_operation(eqn, mesh, mpmd_axis)) for eqn in graph.eqns)
+    return replace(graph, eqns=eqns)
 
 
 def _operation(eqn: Eqn, mesh: Mesh, mpmd_axis: str) -> Any:
