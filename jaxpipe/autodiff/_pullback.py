@@ -86,46 +86,46 @@ def pullback(
     num_out = len(jax.tree.leaves(out_shape))
     sizes = [len(jax.tree.leaves(tree)) for tree in (weights, x, batch_inputs, rng)]
     sources = _sources(closed, num_out, sizes)
-    kept = [i for i, source in enumerate(sources) if source == "kept"]
+    saved = [i for i, source in enumerate(sources) if source == "saved"]
     run, out_tree = jaxpr_as_fun(closed), jax.tree.structure(out_shape)
-    again = _only(closed, [num_out + i for i, s in enumerate(sources) if s == "weights"])
+    recompute = _only(closed, [num_out + i for i, s in enumerate(sources) if s == "weights"])
 
     def forward(weights, x, batch_inputs, rng):
         values = run(*jax.tree.leaves((weights, x, batch_inputs, rng)))
-        return jax.tree.unflatten(out_tree, values[:num_out]), [values[num_out + i] for i in kept]
+        return jax.tree.unflatten(out_tree, values[:num_out]), [values[num_out + i] for i in saved]
 
     def backward(weights, batch_inputs, rng, residuals, cotangent):
-        given = [
+        leaves = [
             *jax.tree.leaves(weights),
             *[None] * sizes[1],
             *jax.tree.leaves((batch_inputs, rng)),
         ]
-        recomputed, remaining = iter(again(given)), iter(residuals)
-        leaves = [
-            next(recomputed) if s == "weights" else next(remaining) if s == "kept" else given[s]
+        recomputed, remaining = iter(recompute(leaves)), iter(residuals)
+        vjp_leaves = [
+            next(recomputed) if s == "weights" else next(remaining) if s == "saved" else leaves[s]
             for s in sources
         ]
         assert vjp_tree is not None
-        return jax.tree.unflatten(vjp_tree, leaves)(cotangent)
+        return jax.tree.unflatten(vjp_tree, vjp_leaves)(cotangent)
 
     return Pullback(forward, backward)
 
 
 def _sources(closed: ClosedJaxpr, num_out: int, sizes: list[int]) -> list[Any]:
-    """Returns the source of each residual: "kept", "weights" (recomputed from them), or an input.
+    """Returns the source of each residual: "saved", "weights" (recomputed from them), or an input.
 
-    An input is given by its index among the leaves of all inputs.
+    An input is represented by its index among the leaves of all inputs.
     """
     invars = {var: i for i, var in enumerate(closed.jaxpr.invars)}
     leaves_of_x = range(sizes[0], sizes[0] + sizes[1])
 
     def source(index: int) -> Any:
         var = closed.jaxpr.outvars[index]
-        given = None if isinstance(var, Literal) else invars.get(var)
-        if given is not None and given not in leaves_of_x:
-            return given
+        input_index = None if isinstance(var, Literal) else invars.get(var)
+        if input_index is not None and input_index not in leaves_of_x:
+            return input_index
         beyond_weights = _used(closed, [index])[1][sizes[0] :]
-        return "kept" if any(beyond_weights) else "weights"
+        return "saved" if any(beyond_weights) else "weights"
 
     return [source(i) for i in range(num_out, len(closed.jaxpr.outvars))]
 

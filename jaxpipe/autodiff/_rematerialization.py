@@ -1,8 +1,8 @@
-"""Rematerialization by name: which tensors are kept for the backward, and in which memory.
+"""Rematerialization by name: which tensors are saved for the backward, and in which memory.
 
-A model names tensors with `jax.ad_checkpoint.checkpoint_name`. A policy assigns a place to each
-name: kept on the `device`, kept in host memory (`offload`), or computed again (`remat`). A tensor
-without a name is always computed again. Names of policies and tensors are those of MaxText.
+A model names tensors with `jax.ad_checkpoint.checkpoint_name`. A policy assigns a location to
+each name: saved on the `device`, saved in host memory (`offload`), or recomputed (`remat`). A
+tensor without a name is always recomputed. Names of policies and tensors are those of MaxText.
 
 b sequences, T tokens, D embed, H heads, C channels of a head, F width of an MLP.
 """
@@ -16,7 +16,7 @@ import jax
 Remat = Callable[[Callable], Callable]
 """A wrapper of a stage or a layer: `jax.checkpoint` with a policy, or the identity."""
 
-Place = Literal["remat", "device", "offload"]
+Location = Literal["remat", "device", "offload"]
 
 TENSORS: dict[str, str] = {
     "decoder_layer_input": "what enters a layer [b, T, D]",
@@ -37,16 +37,16 @@ TENSORS: dict[str, str] = {
 """Every tensor name that the models of this package use, with its meaning."""
 
 _QKV = ("query_proj", "key_proj", "value_proj")
-_OF_ATTENTION = (*_QKV, "out_proj", "mla_q", "mla_kv")
-_OUT_OF_MLP = ("mlpwo", "moe_mlpwo")
-_PROJECTIONS = (*_OF_ATTENTION, "mlpwi_0", "mlpwi_1", "moe_mlpwi_0", "moe_mlpwi_1", *_OUT_OF_MLP)
+_ATTENTION = (*_QKV, "out_proj", "mla_q", "mla_kv")
+_MLP_OUTPUTS = ("mlpwo", "moe_mlpwo")
+_PROJECTIONS = (*_ATTENTION, "mlpwi_0", "mlpwi_1", "moe_mlpwi_0", "moe_mlpwi_1", *_MLP_OUTPUTS)
 
 SAVED: dict[str, tuple[str, ...]] = {
     "minimal_with_context": (*_PROJECTIONS, "context"),
     "minimal": _PROJECTIONS,
-    "save_dot_with_context_except_mlp": (*_OF_ATTENTION, "context"),
-    "save_dot_except_mlpwi": (*_OF_ATTENTION, *_OUT_OF_MLP),
-    "save_dot_except_mlp": _OF_ATTENTION,
+    "save_dot_with_context_except_mlp": (*_ATTENTION, "context"),
+    "save_dot_except_mlpwi": (*_ATTENTION, *_MLP_OUTPUTS),
+    "save_dot_except_mlp": _ATTENTION,
     "save_qkv_proj": _QKV,
     "save_out_proj": ("out_proj",),
 }
@@ -60,7 +60,7 @@ OFFLOADED: dict[str, tuple[str, ...]] = {
 """Tensors that a policy keeps in host memory."""
 
 POLICIES = ("full", "none", *SAVED, *OFFLOADED, "custom")
-"""`full` keeps the input alone, `none` recomputes nothing, `custom` takes a place per tensor."""
+"""`full` keeps the input alone, `none` recomputes nothing, `custom` takes a location per tensor."""
 
 # Inside a scan XLA cannot merge forward and recomputation, so no barrier is needed.
 recompute: Remat = partial(jax.checkpoint, prevent_cse=False)
@@ -72,19 +72,19 @@ def keep(work: Callable) -> Callable:
     return work
 
 
-def remat_by_name(policy: str, places: Mapping[str, str] | None = None) -> Remat:
+def remat_by_name(policy: str, locations: Mapping[str, str] | None = None) -> Remat:
     """Returns a wrapper for a stage or a layer that keeps the tensors of a policy for the backward.
 
     Args:
         policy: One of `POLICIES`.
-        places: For `custom`: the place of each tensor of `TENSORS`. A tensor that is left out is
+        places: For `custom`: the location of each tensor of `TENSORS`. A tensor that is left out is
             computed again.
 
     Returns:
         `(function) -> function`: `jax.checkpoint` with the policy, or the identity for `none`.
 
     Raises:
-        ValueError: If the policy, a tensor or a place is unknown.
+        ValueError: If the policy, a tensor or a location is unknown.
 
     Example:
         >>> saved = remat_by_name("custom", {"query_proj": "device"})
@@ -95,7 +95,7 @@ def remat_by_name(policy: str, places: Mapping[str, str] | None = None) -> Remat
         return recompute
     if policy == "none":
         return keep
-    saved, offloaded = kept_names(policy, places)
+    saved, offloaded = saved_names(policy, locations)
     choose = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=saved,
         names_which_can_be_offloaded=offloaded,
@@ -109,39 +109,41 @@ HOST = "pinned_host"
 """Kind of memory in which offloaded tensors are stored."""
 
 
-def kept_names(
-    policy: str, places: Mapping[str, str] | None = None
+def saved_names(
+    policy: str, locations: Mapping[str, str] | None = None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the tensors that a policy keeps on the device, and those that it offloads.
+    """Returns the tensors that a policy saves on the device, and those that it offloads.
 
     Args:
         policy: One of `POLICIES`.
-        places: For `custom`: the place of each tensor of `TENSORS`.
+        places: For `custom`: the location of each tensor of `TENSORS`.
 
     Returns:
-        The names kept on the device, and the names kept in host memory.
+        The names saved on the device, and the names saved in host memory.
 
     Raises:
-        ValueError: If the policy, a tensor or a place is unknown.
+        ValueError: If the policy, a tensor or a location is unknown.
     """
     if policy not in POLICIES:
         raise ValueError(f"`remat_policy` is {policy!r}. Give one of {', '.join(POLICIES)}.")
     if policy != "custom":
         return SAVED.get(policy, ()), OFFLOADED.get(policy, ())
-    places = places or {}
-    for name, place in places.items():
+    locations = locations or {}
+    for name, location in locations.items():
         if name not in TENSORS:
-            raise ValueError(f"No tensor is called {name!r}. Give places for {', '.join(TENSORS)}.")
-        if place not in get_args(Place):
-            raise ValueError(f"`{name}` is {place!r}. Give 'remat', 'device' or 'offload'.")
+            raise ValueError(
+                f"No tensor is called {name!r}. Give locations for {', '.join(TENSORS)}."
+            )
+        if location not in get_args(Location):
+            raise ValueError(f"`{name}` is {location!r}. Give 'remat', 'device' or 'offload'.")
     saved, offloaded = (
-        tuple(name for name, place in places.items() if place == wanted)
+        tuple(name for name, location in locations.items() if location == wanted)
         for wanted in ("device", "offload")
     )
     return saved, offloaded
 
 
-def check_offload(policy: str, places: Mapping[str, str] | None, devices: Iterable[Any]) -> None:
+def check_offload(policy: str, locations: Mapping[str, str] | None, devices: Iterable[Any]) -> None:
     """Checks that devices have the kind of memory to which a policy offloads.
 
     Emulated devices on CPUs have it. On these the program is the same but moves no data: XLA
@@ -149,13 +151,16 @@ def check_offload(policy: str, places: Mapping[str, str] | None, devices: Iterab
 
     Args:
         policy: One of `POLICIES`.
-        places: For `custom`: the place of each tensor of `TENSORS`.
+        places: For `custom`: the location of each tensor of `TENSORS`.
         devices: The devices of the mesh. Only the first one is checked.
+
+    Returns:
+        None.
 
     Raises:
         ValueError: If the policy offloads tensors and the devices have no pinned host memory.
     """
-    _, offloaded = kept_names(policy, places)
+    _, offloaded = saved_names(policy, locations)
     device = next(iter(devices))
     kinds = [memory.kind for memory in device.addressable_memories()]
     if offloaded and HOST not in kinds:

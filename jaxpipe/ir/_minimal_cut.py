@@ -89,20 +89,20 @@ def _path(
         The edges of the path and an empty set; if there is no path, no edges and all nodes from
         which `end` can be reached.
     """
-    found: dict[Node, Edge | None] = {end: None}
+    edge_from: dict[Node, Edge | None] = {end: None}
     waiting = [end]
     for node in waiting:
         value, at_end = node
         if not at_end and value not in parents:
-            return list(_edges(node, found)), set()
+            return list(_edges(node, edge_from)), set()
         for edge in upstream(node):
-            if edge[2] > 0 and edge[0] not in found:
-                found[edge[0]] = edge
+            if edge[2] > 0 and edge[0] not in edge_from:
+                edge_from[edge[0]] = edge
                 waiting.append(edge[0])
-    return [], set(found)
+    return [], set(edge_from)
 
 
-def _edges(node: Node, found: Mapping[Node, Edge | None]) -> Iterator[Edge]:
-    while (edge := found[node]) is not None:
+def _edges(node: Node, edge_from: Mapping[Node, Edge | None]) -> Iterator[Edge]:
+    while (edge := edge_from[node]) is not None:
         yield edge
         node = edge[1]

@@ -50,14 +50,14 @@ def partition(program: Graph, first: Sequence[bool], kinds: Sequence[InputKind])
     others = select(program.outputs, [not is_first for is_first in first])
     used = set(free_variables(halves.second, others)) - set(halves.residuals)
     reads = tuple(value in used for value in program.inputs)
-    again = [value for value in program.inputs if value in used]
+    inputs = [value for value in program.inputs if value in used]
     return Partition(
         Graph(
             program.inputs,
             tuple(halves.first),
             (*select(program.outputs, first), *halves.residuals),
         ),
-        Graph((*again, *halves.residuals), tuple(halves.second), others),
+        Graph((*inputs, *halves.residuals), tuple(halves.second), others),
         reads,
     )
 
@@ -86,9 +86,9 @@ def partition_eqns(
     cheap = [eqn for eqn in first if is_cheap(eqn)]
     chosen = _cut(cheap, early, needs, recomputable, by_kind["saved"])
     moved = _leading_to(chosen, early)
-    again = _leading_to(needs, [*cheap, *early], available=chosen)
+    late_inputs = _leading_to(needs, [*cheap, *early], available=chosen)
     residuals = [value for value in chosen if value not in by_kind["saved"]]
-    return EqnPartition([*first, *moved], [*again, *late], residuals)
+    return EqnPartition([*first, *moved], [*late_inputs, *late], residuals)
 
 
 _KINDS = get_args(InputKind)
@@ -115,12 +115,12 @@ def _assign(
         if not any(outputs):
             second.append(eqn)
             continue
-        ours, theirs = [eqn], []
+        in_first, in_second = [eqn], []
         if not all(outputs):
-            ours, theirs = split_eqn(eqn, outputs, recomputable, partition_eqns)
-        first += ours
-        second += [eqn for eqn in theirs if eqn.outputs]
-        needed.update(value for eqn in ours for value in variables(eqn.inputs))
+            in_first, in_second = split_eqn(eqn, outputs, recomputable, partition_eqns)
+        first += in_first
+        second += [eqn for eqn in in_second if eqn.outputs]
+        needed.update(value for eqn in in_first for value in variables(eqn.inputs))
     return first[::-1], second[::-1]
 
 

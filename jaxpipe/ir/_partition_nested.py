@@ -140,11 +140,11 @@ def _part_of_scan(
     consts = [pair for pair in pairs[: ends[0]] if pair[0] in needed]
     carry = select(pairs[ends[0] : ends[1]], wanted[: loop.num_carry])
     xs = [pair for pair in pairs[ends[1] :] if pair[0] in needed]
-    given = [*consts, *carry, *xs, *residuals.items()]
-    inner = Graph(tuple(v for v, _ in given), tuple(eqns), outputs)
+    inputs = [*consts, *carry, *xs, *residuals.items()]
+    inner = Graph(tuple(v for v, _ in inputs), tuple(eqns), outputs)
     part = replace(loop, body=inner, num_consts=len(consts), num_carry=len(carry))
     outer = (*select(eqn.outputs, wanted), *made.values())
-    return Eqn(part, tuple(atom for _, atom in given), outer)
+    return Eqn(part, tuple(atom for _, atom in inputs), outer)
 
 
 def _split_cond(
@@ -270,9 +270,9 @@ def _split_shard_map(
         in_specs=(*shards.in_specs, *specs),
         out_specs=select(shards.out_specs, others),
     )
-    ours = Eqn(first, eqn.inputs, (*select(eqn.outputs, wanted), *residuals))
-    theirs = Eqn(second, (*eqn.inputs, *residuals), select(eqn.outputs, others))
-    return [_only_read(ours)], [_only_read(theirs)]
+    first_eqn = Eqn(first, eqn.inputs, (*select(eqn.outputs, wanted), *residuals))
+    second_eqn = Eqn(second, (*eqn.inputs, *residuals), select(eqn.outputs, others))
+    return [_only_read(first_eqn)], [_only_read(second_eqn)]
 
 
 _ADD_DIM = PrimitiveCall("expand_dims", lambda x: [jnp.expand_dims(x, 0)])
@@ -290,8 +290,8 @@ def _split_custom_vmap(eqn: Eqn, wanted: list[bool]) -> EqnLists:
     assert isinstance(eqn.operation, PrimitiveCall) and eqn.operation.equation is not None
     equation = eqn.operation.equation
     call = to_graph(equation.params["call"])
-    ours, theirs = (_needed(call, mask) for mask in (wanted, _not(wanted)))
-    if any(inner in ours and not is_cheap(inner) for inner in theirs):
+    first, second = (_needed(call, mask) for mask in (wanted, _not(wanted)))
+    if any(inner in first and not is_cheap(inner) for inner in second):
         return [eqn], []
     return [_only_outputs(eqn, wanted)], [_only_outputs(eqn, _not(wanted))]
 

@@ -282,10 +282,10 @@ def _remat(config: Any, mesh: Mesh | None, policy: Any) -> Remat:
     if policy is not None:
         return partial(jax.checkpoint, prevent_cse=False, policy=policy)
     name = _field(config, "remat_policy", "full")
-    places = {tensor: place for tensor in TENSORS if (place := _field(config, tensor, None))}
-    remat = remat_by_name(name, places)
+    locations = {tensor: x for tensor in TENSORS if (x := _field(config, tensor, None))}
+    remat = remat_by_name(name, locations)
     if mesh is not None:
-        check_offload(name, places, mesh.devices.flat)
+        check_offload(name, locations, mesh.devices.flat)
     return remat
 
 

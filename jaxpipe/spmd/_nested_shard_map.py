@@ -87,37 +87,37 @@ def _run(
 ) -> Any:
     """Calls `f` on shards over `axes`."""
     leaves, tree = jax.tree.flatten(arguments)
-    specs = _of_leaves(in_specs, arguments)
+    specs = _specs_of_leaves(in_specs, arguments)
     is_dynamic = [spec is not None for spec in specs]
     is_float = [dynamic and _is_float(x) for x, dynamic in zip(leaves, is_dynamic, strict=True)]
     is_other = [a and not b for a, b in zip(is_dynamic, is_float, strict=True)]
 
-    def whole(floats: tuple, others: tuple) -> Any:
+    def f_of_leaves(floats: tuple, others: tuple) -> Any:
         more_floats, more_others = iter(floats), iter(others)
-        given = [
+        merged = [
             next(more_floats) if first else next(more_others) if second else leaf
             for leaf, first, second in zip(leaves, is_float, is_other, strict=True)
         ]
-        return f(*jax.tree.unflatten(tree, given))
+        return f(*jax.tree.unflatten(tree, merged))
 
     ins = select(specs, is_float), select(specs, is_other)
-    given = select(leaves, is_float), select(leaves, is_other)
+    dynamic = select(leaves, is_float), select(leaves, is_other)
     on_shards = partial(jax.shard_map, axis_names={*axes}, check_vma=False)
-    shapes = jax.eval_shape(on_shards(whole, in_specs=ins, out_specs=out_specs), *given)
+    shapes = jax.eval_shape(on_shards(f_of_leaves, in_specs=ins, out_specs=out_specs), *dynamic)
     results, out_tree = jax.tree.flatten(shapes)
-    trained = [_is_float(x) for x in results]
-    rest = [not x for x in trained]
+    is_trained = [_is_float(x) for x in results]
+    is_rest = [not x for x in is_trained]
 
     def f_of_shards(floats: tuple, others: tuple) -> tuple[tuple, tuple]:
-        found = jax.tree.leaves(whole(floats, others))
-        return select(found, trained), select(found, rest)
+        outputs = jax.tree.leaves(f_of_leaves(floats, others))
+        return select(outputs, is_trained), select(outputs, is_rest)
 
-    found_specs = _of_leaves(out_specs, shapes)
-    outs = select(found_specs, trained), select(found_specs, rest)
+    leaf_specs = _specs_of_leaves(out_specs, shapes)
+    outs = select(leaf_specs, is_trained), select(leaf_specs, is_rest)
     run = _differentiable(_Call(f_of_shards, axes, ins, outs))
-    floats, others = map(iter, run(*jax.tree.map(pvary, given)))
-    found = [next(floats if first else others) for first in trained]
-    return jax.tree.unflatten(out_tree, found)
+    floats, others = map(iter, run(*jax.tree.map(pvary, dynamic)))
+    outputs = [next(floats if first else others) for first in is_trained]
+    return jax.tree.unflatten(out_tree, outputs)
 
 
 def _differentiable(call: _Call) -> Callable[[tuple, tuple], tuple[tuple, tuple]]:
@@ -179,15 +179,15 @@ def _as_equal(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.lax.squeeze(jax.lax.expand_dims(x, [0]), [0]), tree)
 
 
-def _of_leaves(specs: PyTree, tree: PyTree) -> list:
+def _specs_of_leaves(specs: PyTree, tree: PyTree) -> list:
     """Returns the spec of every leaf of `tree`, of which `specs` is a prefix."""
-    found: list = []
+    leaf_specs: list = []
 
     def below(spec: Any, subtree: PyTree) -> None:
-        found.extend([spec] * len(jax.tree.leaves(subtree)))
+        leaf_specs.extend([spec] * len(jax.tree.leaves(subtree)))
 
     jax.tree.map(below, specs, tree, is_leaf=_is_leaf)
-    return found
+    return leaf_specs
 
 
 def _sharing(spec: PartitionSpec, axes: dict[str, int]) -> tuple[str, ...]:

@@ -48,18 +48,18 @@ def to_stages(tree: PyTree, schedule: Schedule) -> PyTree:
         >>> to_stages(jnp.asarray([[0, 1], [3, 2]]), schedule).tolist()
         [0, 1, 2, 3]
     """
-    places = np.argsort(_order(schedule).ravel())
-    return jax.tree.map(lambda x: jnp.take(x.reshape(-1, *x.shape[2:]), places, axis=0), tree)
+    indices = np.argsort(_order(schedule).ravel())
+    return jax.tree.map(lambda x: jnp.take(x.reshape(-1, *x.shape[2:]), indices, axis=0), tree)
 
 
 def stages_on_ranks(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     """Returns a table [v][S]: the stage that every rank runs as every one of its chunks."""
-    places = rank_and_chunk_by_stage(schedule)
-    stages = {place: stage for stage, place in places.items()}
+    rank_and_chunk_of = rank_and_chunk_by_stage(schedule)
+    stages = {assigned: stage for stage, assigned in rank_and_chunk_of.items()}
     ranks = range(num_ranks(schedule))
     return tuple(
         tuple(stages[RankAndChunk(rank, chunk)] for rank in ranks)
-        for chunk in range(len(places) // num_ranks(schedule))
+        for chunk in range(len(rank_and_chunk_of) // num_ranks(schedule))
     )
 
 

@@ -26,11 +26,11 @@ def on_automatic_axes(sharding: NamedSharding) -> NamedSharding:
     """
     mesh = jax.sharding.get_abstract_mesh()
     manual = frozenset(mesh.manual_axes)
-    theirs = sharding.mesh.abstract_mesh
-    if not manual or tuple(theirs.shape.items()) != tuple(mesh.shape.items()):
+    named_mesh = sharding.mesh.abstract_mesh
+    if not manual or tuple(named_mesh.shape.items()) != tuple(mesh.shape.items()):
         return sharding
     spec = without_axes(sharding.spec, manual)
-    if theirs == mesh and spec == sharding.spec:
+    if named_mesh == mesh and spec == sharding.spec:
         return sharding
     return NamedSharding(mesh, spec)
 

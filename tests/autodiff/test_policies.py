@@ -123,7 +123,9 @@ def test_models_name_every_tensor_that_a_policy_can_keep():
 def test_names_that_do_not_exist_are_refused_with_those_that_do():
     with pytest.raises(ValueError, match=r"`remat_policy` is 'ful'\. Give one of full, none, min"):
         remat_by_name("ful")
-    with pytest.raises(ValueError, match=r"No tensor is called 'query'\. Give places for decoder_"):
+    with pytest.raises(
+        ValueError, match=r"No tensor is called 'query'\. Give locations for decoder_"
+    ):
         remat_by_name("custom", {"query": "device"})
     with pytest.raises(ValueError, match=r"`context` is 'host'\. Give 'remat', 'device' or 'offl"):
         remat_by_name("custom", {"context": "host"})

@@ -370,9 +370,9 @@ def common_dims(tree: dict[str, PyTree], count: int, meaning: str) -> tuple[int,
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     if not leaves:
         raise ValueError(f"`{'` and `'.join(tree)}` have no arrays. Give leaves {meaning}.")
-    given = [(_name_of(path), jnp.shape(x)) for path, x in leaves]
-    first, wanted = given[0]
-    for name, shape in given:
+    shapes = [(_name_of(path), jnp.shape(x)) for path, x in leaves]
+    first, wanted = shapes[0]
+    for name, shape in shapes:
         if len(shape) < count:
             raise ValueError(
                 f"{name} has shape {shape}. All leaves of `{'` and `'.join(tree)}` are {meaning}: "

@@ -6,7 +6,7 @@ from typing import get_args
 
 from pydantic import model_validator
 
-from ...autodiff._rematerialization import TENSORS, kept_names
+from ...autodiff._rematerialization import TENSORS, saved_names
 from ...data import FIELD_READERS, SourceType
 from ._keys import ConfigKeys
 
@@ -225,7 +225,7 @@ class Config(ConfigKeys):
     def _check_no_offload(self) -> None:
         """Refuses offloading with MPMD: residuals between a rank's programs stay on the device."""
         locations = {tensor: getattr(self, tensor) for tensor in TENSORS}
-        _, offloaded = kept_names(self.remat_policy, locations)
+        _, offloaded = saved_names(self.remat_policy, locations)
         if offloaded:
             raise ValueError(
                 f"`pipeline_engine` is 'mpmd' and `remat_policy` {self.remat_policy!r} offloads "

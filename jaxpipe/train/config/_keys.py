@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from ..._input import plain_text
 from ...autodiff import POLICIES
-from ...autodiff._rematerialization import Place
+from ...autodiff._rematerialization import Location
 from ...data import Paths, Source, SourceType, TokenType
 from ..optim._optimizer import LEARNING_RATE_SHAPES
 
@@ -201,20 +201,20 @@ class ConfigKeys(BaseModel):
     set_remat_policy_on_pipeline_iterations: bool = True
     set_remat_policy_on_layers_per_stage: bool = False
     remat_policy: RematPolicy = "full"
-    decoder_layer_input: Place = "device"
-    query_proj: Place = "remat"
-    key_proj: Place = "remat"
-    value_proj: Place = "remat"
-    context: Place = "remat"
-    out_proj: Place = "remat"
-    mlpwi_0: Place = "remat"
-    mlpwi_1: Place = "remat"
-    mlpwo: Place = "remat"
-    mla_q: Place = "remat"
-    mla_kv: Place = "remat"
-    moe_mlpwi_0: Place = "remat"
-    moe_mlpwi_1: Place = "remat"
-    moe_mlpwo: Place = "remat"
+    decoder_layer_input: Location = "device"
+    query_proj: Location = "remat"
+    key_proj: Location = "remat"
+    value_proj: Location = "remat"
+    context: Location = "remat"
+    out_proj: Location = "remat"
+    mlpwi_0: Location = "remat"
+    mlpwi_1: Location = "remat"
+    mlpwo: Location = "remat"
+    mla_q: Location = "remat"
+    mla_kv: Location = "remat"
+    moe_mlpwi_0: Location = "remat"
+    moe_mlpwi_1: Location = "remat"
+    moe_mlpwo: Location = "remat"
 
     # The devices.
     ici_data_parallelism: PositiveIntOrAuto = 1
