@@ -141,8 +141,8 @@ def with_absent_layers(wrap: Callable = lambda f: f) -> Case:
             run = lambda x: wrap(layer)(x, w_layer, w["shift"])  # noqa: E731
             return lax.cond(present, run, lambda x: x, x), jnp.sum(x)
 
-        x, sums = lax.scan(step, x, (w["layers"], batch_inputs["present"]))
-        return x, {"loss": jnp.sum(sums)}
+        x, losses = lax.scan(step, x, (w["layers"], batch_inputs["present"]))
+        return x, {"loss": jnp.sum(losses)}
 
     layers = {"matrix": normal(1, L, D, D), "scale": normal(3, L, D)}
     batch_inputs = {"present": jnp.array([True, False, True])}

@@ -295,7 +295,7 @@ def test_a_stage_that_changes_the_shape_of_activations_is_refused():
         spmd.circular(lambda w, x, batch_inputs, rng: (x, x), weights, inputs, batch_inputs)
 
 
-def test_a_stage_without_sums_may_return_its_activation_alone():
+def test_a_stage_without_aux_may_return_its_activation_alone():
     weights, inputs, batch_inputs = problem(2, 2, 4)
     wanted = spmd.circular(lambda *given: (stage(*given)[0], {}), weights, inputs, batch_inputs)
     for alone in (lambda *given: stage(*given)[0], lambda *given: (stage(*given)[0], None)):

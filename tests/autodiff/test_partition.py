@@ -1,4 +1,4 @@
-"""A program divided in two computes what it did, links little, and does nothing costly twice."""
+"""The halves of a program compute what it did, have few residuals, and do nothing costly twice."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -39,11 +39,11 @@ def divided(
 
 
 def run(halves: Partition, first: Sequence[bool], *arguments: Any) -> tuple[list, list]:
-    """What each half returns, without links."""
+    """What each half returns, without residuals."""
     outputs = jax.jit(halves.first.__call__)(*arguments)
-    links = outputs[sum(first) :]
+    residuals = outputs[sum(first) :]
     again = [x for x, reads in zip(arguments, halves.reads, strict=True) if reads]
-    return outputs[: sum(first)], jax.jit(halves.second.__call__)(*again, *links)
+    return outputs[: sum(first)], jax.jit(halves.second.__call__)(*again, *residuals)
 
 
 def assert_equal(got: Sequence[Any], true: Sequence[Any]) -> None:
@@ -51,10 +51,10 @@ def assert_equal(got: Sequence[Any], true: Sequence[Any]) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
-def links(halves: Partition) -> list[tuple[tuple[int, ...], str]]:
-    """Shape and dtype of each link."""
+def residuals(halves: Partition) -> list[tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each residual."""
     given = halves.second.inputs[sum(halves.reads) :]
-    return [(link.aval.shape, link.aval.dtype.name) for link in given]
+    return [(residual.aval.shape, residual.aval.dtype.name) for residual in given]
 
 
 def names(part: Graph) -> list[str]:
@@ -74,10 +74,10 @@ def names(part: Graph) -> list[str]:
 def test_the_first_half_has_what_its_outputs_need_and_nothing_else():
     halves = divided(lambda x, y: (jnp.cumsum(x), jnp.sort(x) * y), x, y)
     assert names(halves.first) == ["cumsum"] and names(halves.second) == ["sort", "mul"]
-    assert links(halves) == [] and halves.reads == (True, True)
+    assert residuals(halves) == [] and halves.reads == (True, True)
 
 
-def test_what_costs_much_is_linked_and_not_computed_twice():
+def test_what_costs_much_is_a_residual_and_not_computed_twice():
     halves = divided(lambda x: (jnp.cumsum(jnp.cumsum(x)), jnp.sort(jnp.cumsum(x))), x)
     assert names(halves.first).count("cumsum") + names(halves.second).count("cumsum") == 3
 
@@ -86,27 +86,27 @@ def test_what_costs_much_is_linked_and_not_computed_twice():
         return jnp.cumsum(once), jnp.sort(once)
 
     halves = divided(f, x)
-    assert links(halves) == [((n,), "float32")] and halves.reads == (False,)
+    assert residuals(halves) == [((n,), "float32")] and halves.reads == (False,)
     assert names(halves.second) == ["sort"]
 
 
-def test_the_smaller_of_a_value_and_its_cast_is_linked():
+def test_the_smaller_of_a_value_and_its_cast_is_a_residual():
     def f(x):
         narrow = jnp.cumsum(x).astype(jnp.bfloat16)
         wide = jnp.sin(narrow.astype(jnp.float32))
         return jnp.cumsum(wide), jnp.sort(wide)
 
     halves = divided(f, x)
-    assert links(halves) == [((n,), "bfloat16")]
+    assert residuals(halves) == [((n,), "bfloat16")]
     assert names(halves.second) == ["convert_element_type", "sin", "sort"]
 
 
-def test_a_number_is_linked_and_not_what_is_made_of_it():
+def test_a_scalar_is_a_residual_and_not_what_is_computed_from_it():
     def f(x):
         whole = jnp.full((n, n), jnp.cumsum(x)[0])
         return whole @ x, jnp.sort(whole)
 
-    assert links(divided(f, x)) == [((), "float32")]
+    assert residuals(divided(f, x)) == [((), "float32")]
 
 
 def test_a_sum_is_made_early_where_it_is_smaller_than_what_it_adds_up():
@@ -115,10 +115,10 @@ def test_a_sum_is_made_early_where_it_is_smaller_than_what_it_adds_up():
         return jnp.cumsum(many), jnp.sum(many * many)
 
     halves = divided(f, x)
-    assert links(halves) == [((), "float32")] and names(halves.second) == []
+    assert residuals(halves) == [((), "float32")] and names(halves.second) == []
 
 
-def test_what_is_made_of_free_inputs_is_never_linked():
+def test_what_is_computed_from_recomputable_inputs_is_no_residual():
     def f(w, x):
         cast = jnp.transpose(w.astype(jnp.bfloat16)).astype(jnp.float32)
         return cast @ x, jnp.sort(cast, axis=0)
@@ -127,23 +127,23 @@ def test_what_is_made_of_free_inputs_is_never_linked():
     halves = partition(
         to_graph(jax.make_jaxpr(f)(*arguments)), (True, False), ("recomputable", "dead")
     )
-    assert links(halves) == [] and halves.reads == (True, False)
+    assert residuals(halves) == [] and halves.reads == (True, False)
 
 
-def test_an_input_that_is_gone_is_a_link_like_any_other():
+def test_a_dead_input_is_a_residual_like_any_other():
     halves = divided(lambda x: (jnp.cumsum(x), jnp.sort(x * 2)), x, kind="dead")
-    assert links(halves) == [((n,), "float32")] and halves.reads == (False,)
+    assert residuals(halves) == [((n,), "float32")] and halves.reads == (False,)
 
 
-def test_constants_are_no_links():
+def test_constants_are_no_residuals():
     table = jnp.arange(n * 1.0)
     halves = divided(lambda x: (jnp.cumsum(x * table), jnp.sort(table + 2.0)), x)
-    assert links(halves) == [] and halves.reads == (False,)
+    assert residuals(halves) == [] and halves.reads == (False,)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("unroll", [1, 2, True])
-def test_a_loop_becomes_two_that_stack_what_they_link(reverse: bool, unroll: Any):
+def test_a_scan_becomes_two_that_stack_their_residuals(reverse: bool, unroll: Any):
     """As a backward through layers: a cotangent goes from turn to turn, and a shared sum."""
 
     def f(x, ws, hs):
@@ -159,7 +159,7 @@ def test_a_loop_becomes_two_that_stack_what_they_link(reverse: bool, unroll: Any
 
     arguments = x, jnp.stack([matrix] * 3), jnp.stack([x, y, x])
     halves = divided(f, *arguments, first=(True, False, False))
-    assert links(halves) == [((3, n), "float32")]  # x of each turn
+    assert residuals(halves) == [((3, n), "float32")]  # x of each turn
     assert halves.reads == (False, False, True)
     (one,), (two,) = (
         [eqn.operation for eqn in half.eqns if isinstance(eqn.operation, Scan)]
@@ -170,7 +170,7 @@ def test_a_loop_becomes_two_that_stack_what_they_link(reverse: bool, unroll: Any
         assert loop.reverse == reverse and loop.unroll == (3 if unroll is True else unroll)
 
 
-def test_what_a_loop_computes_in_any_case_leaves_it_and_is_not_linked():
+def test_what_a_scan_returns_in_any_case_is_no_residual():
     def f(x):
         def turn(x, _):
             x = jnp.cumsum(x)
@@ -180,7 +180,7 @@ def test_what_a_loop_computes_in_any_case_leaves_it_and_is_not_linked():
         return last, jnp.sort(all_of_them)
 
     halves = divided(f, x)
-    assert links(halves) == [((3, n), "float32")] and names(halves.second) == ["sort"]
+    assert residuals(halves) == [((3, n), "float32")] and names(halves.second) == ["sort"]
 
 
 def test_loops_in_loops_are_divided():
@@ -194,11 +194,11 @@ def test_loops_in_loops_are_divided():
         return lax.scan(outer, x, ws)
 
     halves = divided(f, x, jnp.ones((2, 3, n)))
-    assert links(halves) == [((2, 3, n), "float32")]
+    assert residuals(halves) == [((2, 3, n), "float32")]
     assert names(halves.first) == ["cumsum"] and "cumsum" not in names(halves.second)
 
 
-def test_branches_share_links_of_one_type_and_return_zeros_where_they_have_none():
+def test_branches_share_residuals_of_one_type_and_return_zeros_where_they_have_none():
     def f(i, x):
         def one(x):
             a = jnp.cumsum(x)
@@ -215,7 +215,7 @@ def test_branches_share_links_of_one_type_and_return_zeros_where_they_have_none(
 
     for i in range(3):
         halves = divided(f, jnp.int32(i), x)
-        assert links(halves) == [((n,), "float32"), ((n,), "float32")]
+        assert residuals(halves) == [((n,), "float32"), ((n,), "float32")]
         assert set(names(halves.second)) & {"cumsum", "cumprod"} == set()
 
 
@@ -225,7 +225,7 @@ def test_a_choice_that_has_nothing_left_for_later_is_not_asked_for_its_index_aga
         return jnp.cumsum(a), jnp.sort(b)
 
     halves = divided(f, jnp.int32(1), x)
-    assert links(halves) == [((n,), "float32")] and halves.reads == (False, False)
+    assert residuals(halves) == [((n,), "float32")] and halves.reads == (False, False)
     assert names(halves.second) == ["sort"]
 
 
@@ -236,7 +236,7 @@ def test_a_while_loop_stays_whole():
 
     halves = divided(f, x)
     assert "while" in names(halves.first) and names(halves.second) == ["sort"]
-    assert links(halves) == [((n,), "float32")]
+    assert residuals(halves) == [((n,), "float32")]
 
 
 def test_calls_are_divided_and_those_with_shardings_are_not():
@@ -250,7 +250,7 @@ def test_calls_are_divided_and_those_with_shardings_are_not():
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
-def test_a_map_over_shards_becomes_two_linked_by_device(check_vma: bool):
+def test_a_shard_map_becomes_two_with_residuals_by_device(check_vma: bool):
     mesh = sharding.make_mesh({"data": 2, "tensor": 2}, devices=jax.devices()[:4])
 
     def local(w, x):
@@ -268,9 +268,9 @@ def test_a_map_over_shards_becomes_two_linked_by_device(check_vma: bool):
     )
     halves = divided(f, x[:2], x)
     if check_vma:
-        assert links(halves) == [((2, 2), "float32"), ((1, 2), "float32")]
+        assert residuals(halves) == [((2, 2), "float32"), ((1, 2), "float32")]
     else:
-        assert links(halves) == [((4, 2), "float32"), ((4, 2), "float32")]
+        assert residuals(halves) == [((4, 2), "float32"), ((4, 2), "float32")]
     assert "cumsum" not in names(halves.second)
 
 
@@ -284,7 +284,7 @@ def test_a_rule_for_vmap_survives_the_division():
         return (jnp.cumsum(x, axis=1) + 100, jnp.sort(x, axis=1) + 100), (True, True)
 
     halves = partition(to_graph(jax.make_jaxpr(lambda x: pair(x))(x)), (True, False), ("saved",))
-    assert links(halves) == [] and halves.reads == (True,)
+    assert residuals(halves) == [] and halves.reads == (True,)
     (now,) = jax.vmap(halves.first.__call__)(x[None])
     (later,) = jax.vmap(halves.second.__call__)(x[None])
     assert_equal([now[0], later[0]], [jnp.cumsum(x) + 100, jnp.sort(x) + 100])
