@@ -271,7 +271,6 @@ def _reduce_scatter(
 
     Automatic axes shard it as in `unsharded`, before and after.
 
-
     If XLA sees that a sum is sharded later, it shards the sum inside the loop that accumulates it,
     with one reduce-scatter per tick. The boundary of a `shard_map` over the automatic axes prevents
     that, so that partial sums stay on their devices until the loop has ended.
@@ -308,11 +307,12 @@ def _on_shards(
     """
     mesh = jax.sharding.get_abstract_mesh()
     automatic = {a for a in mesh.axis_names if mesh.shape[a] > 1} - set(mesh.manual_axes)
-    spec, boundary = _only(unsharded, automatic), automatic.intersection(also)
+    spec, extra_axes = _only(unsharded, automatic), automatic.intersection(also)
     if any(names and axes for names, axes in zip(spec, moved, strict=True)):
-        return f(_inside(identity, x, REPLICATED, boundary))
+        return f(_inside(identity, x, REPLICATED, extra_axes))
     split = axes_of(spec)
-    return _inside(f, x, spec, boundary | split if any(moved) or boundary else boundary)
+    axes = extra_axes | split if any(moved) or extra_axes else extra_axes
+    return _inside(f, x, spec, axes)
 
 
 def _inside(f: TreeFunction, x: jax.Array, spec: PartitionSpec, axes: set[str]) -> jax.Array:
