@@ -158,7 +158,10 @@ def test_a_config_that_is_a_dict_is_refused():
 def test_numbers_and_flags_of_numpy_are_numbers_and_flags():
     config = Config(num_pipeline_microbatches=np.int64(4), pipeline_fsdp_ag_once=np.bool_(True))
     settings: Any = linen.create_pipeline(config, Layer(), None)
-    assert settings.settings.counts.num_microbatches == 4 and settings.settings.gather == "once"
+    assert (
+        settings.settings.pipeline_shape.num_microbatches == 4
+        and settings.settings.gather == "once"
+    )
 
 
 def test_explicit_axes_refuse_iterations_that_are_written_out():

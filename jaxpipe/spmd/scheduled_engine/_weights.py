@@ -188,9 +188,7 @@ def _each_residency(gather: Gather, weights: PyTree, tables: TickTables) -> Chun
         gradients, tree = jax.tree.flatten(state.gradient)
         done = jax.tree.leaves(state.done)
 
-        def scatter_leaf(
-            i: int, gradient: jax.Array, done: jax.Array
-        ) -> tuple[jax.Array, jax.Array]:
+        def scatter(i: int, gradient: jax.Array, done: jax.Array) -> tuple[jax.Array, jax.Array]:
             alone = tree.unflatten(gradient if j == i else None for j in range(len(gradients)))
             (scattered,) = jax.tree.leaves(gather.reduce_scatter(alone))
             return jnp.zeros_like(gradient), put(
@@ -200,14 +198,7 @@ def _each_residency(gather: Gather, weights: PyTree, tables: TickTables) -> Chun
         hint = execution_count_hint(tables.backward.ends_residency, lambda closes: closes == 1)
         keep = lambda *pair: pair  # noqa: E731
         pairs = [
-            cond(
-                work.ends_residency == 1,
-                partial(scatter_leaf, i),
-                keep,
-                *pair,
-                like=pair,
-                hint=hint,
-            )
+            cond(work.ends_residency == 1, partial(scatter, i), keep, *pair, like=pair, hint=hint)
             for i, pair in enumerate(zip(gradients, done, strict=True))
         ]
         gradients, done = (tree.unflatten(leaves) for leaves in zip(*pairs, strict=True))
