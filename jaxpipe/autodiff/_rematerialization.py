@@ -77,8 +77,8 @@ def remat_by_name(policy: str, locations: Mapping[str, str] | None = None) -> Re
 
     Args:
         policy: One of `POLICIES`.
-        places: For `custom`: the location of each tensor of `TENSORS`. A tensor that is left out is
-            computed again.
+        locations: For `custom`: the location of each tensor of `TENSORS`. A tensor that is left out
+            is computed again.
 
     Returns:
         `(function) -> function`: `jax.checkpoint` with the policy, or the identity for `none`.
@@ -116,7 +116,7 @@ def saved_names(
 
     Args:
         policy: One of `POLICIES`.
-        places: For `custom`: the location of each tensor of `TENSORS`.
+        locations: For `custom`: the location of each tensor of `TENSORS`.
 
     Returns:
         The names saved on the device, and the names saved in host memory.
@@ -151,11 +151,8 @@ def check_offload(policy: str, locations: Mapping[str, str] | None, devices: Ite
 
     Args:
         policy: One of `POLICIES`.
-        places: For `custom`: the location of each tensor of `TENSORS`.
+        locations: For `custom`: the location of each tensor of `TENSORS`.
         devices: The devices of the mesh. Only the first one is checked.
-
-    Returns:
-        None.
 
     Raises:
         ValueError: If the policy offloads tensors and the devices have no pinned host memory.

@@ -198,7 +198,7 @@ def _format_instruction(instruction: Instruction, name, typed) -> list[str]:
                 *([f"      task_info={info}"] if info else []),
                 f"      mpmd_idx={rank}",
                 f"      donate_invars={tuple(i in donated for i in range(len(reads)))}",
-                f"      num_steps={len(graph.steps)}",
+                f"      num_steps={len(graph.eqns)}",
                 f"      task_name={label}",
                 f"    ] {' '.join(map(name, reads))}",
             ]
