@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxpipe.cli import main
-from jaxpipe.cli.commands._convert import parse_size
+from jaxpipe.cli.commands import parse_size
 
 GOLDEN = Path(__file__).parents[1] / "train" / "golden" / "llama2"
 RUN = [

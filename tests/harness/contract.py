@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe import models, mpmd, schedules, sharding, spmd
 from jaxpipe.autodiff import Model, remat_by_name, unpipelined
 from jaxpipe.schedules import lock_step
-from jaxpipe.sharding._rules import zero1_rules
 from jaxpipe.train.plan import MODEL_FAMILIES, import_flax_decoder
 from small_models import small_deepseek, small_llama
 
@@ -283,6 +282,12 @@ def gather_of(row: Row, axes: Any, stacked: int = 0) -> spmd.Gather:
         batch_axes=row.batch_axes,
         gradient_rules=zero1_rules(rules) if row.zero else None,
     )
+
+
+def zero1_rules(rules: sharding.Rules) -> sharding.Rules:
+    """Rules by which dims that weights split over fsdp are split over data too."""
+    weights = [name for name, axes in rules if "fsdp" in axes and "activation" not in name]
+    return [(name, (*axes, "data") if name in weights else axes) for name, axes in rules]
 
 
 # For rows of `custom`: something in every place.

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpipe.report._series import MOST_POINTS
-
 from .written import page_of, usual, write_checkpoint, write_run, write_starts
 
 ROOT = Path(__file__).parents[2]
@@ -54,11 +52,11 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> Path:
-    """A run with all that a page can show; longer than a curve has points."""
+    """A run with all that a page can show; twice as long as a curve has points."""
     folder = write_run(
         tmp_path_factory.mktemp("page") / "run",
-        settings={"steps": 2 * MOST_POINTS},
-        steps=2 * MOST_POINTS,
+        settings={"steps": 1000},
+        steps=1000,
         metrics=lambda step: (
             usual(step)
             | ({"eval_loss": 3 + 1 / step} if step % 100 == 0 else {})

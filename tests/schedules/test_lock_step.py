@@ -22,15 +22,19 @@ from jaxpipe.schedules import (
 from jaxpipe.schedules.builders import dualpipe, gpipe, one_f_one_b, seq1f1b, zbv, zero_bubble_h1
 from jaxpipe.schedules.language import enumerate_actions, without_fused_pairs
 from jaxpipe.schedules.lock_step import (
+    Grid,
     Ticks,
+    candidate_lags,
+    candidate_spares,
     check_ticks,
     enumerate_ticks,
+    fill_grid,
+    rank_orders,
     simulate_ticks,
     tick_tables,
+    ticks_from_grid,
     to_lock_step,
 )
-from jaxpipe.schedules.lock_step._grid import Grid, fill_grid, rank_orders, ticks_from_grid
-from jaxpipe.schedules.lock_step._grid_search import _lags, _spares
 
 from .machine import run_tables
 from .random_schedules import drafts, random_schedule
@@ -158,10 +162,10 @@ def every_grid(schedule: Schedule, costs: Costs) -> Ticks:
 
     def cheapest(spare: int) -> Grid:
         caps = [peak + spare for peak in peaks]
-        grids = [fill_grid(orders, caps, lag).grid for lag in _lags(schedule)]
+        grids = [fill_grid(orders, caps, lag).grid for lag in candidate_lags(schedule)]
         return min((grid for grid in grids if grid), key=lambda grid: grid.makespan)
 
-    *lean, most = map(cheapest, _spares(schedule))
+    *lean, most = map(cheapest, candidate_spares(schedule))
     enough = max(most.makespan, makespan(simulate(schedule, costs)))
     return ticks_from_grid(schedule, next((grid for grid in lean if grid.makespan <= enough), most))
 

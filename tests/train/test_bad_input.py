@@ -45,7 +45,7 @@ def test_a_folder_has_one_run_at_a_time(tmp_path):
 
 def test_a_run_that_was_killed_leaves_its_folder_free(tmp_path):
     program = (
-        "import os, sys, pathlib; from jaxpipe.train.runtime._run_folder import locked_run_folder\n"
+        "import os, sys, pathlib; from jaxpipe.train.runtime import locked_run_folder\n"
         "with locked_run_folder(pathlib.Path(sys.argv[1])): os.kill(os.getpid(), 9)"
     )
     ended = subprocess.run([sys.executable, "-c", program, tmp_path / "default"])

@@ -1,1 +1,3 @@
 """The commands of `jaxpipe`, one module each; they import JAX only when they run."""
+
+from ._convert import parse_size as parse_size

@@ -1,5 +1,11 @@
 """A schedule on a grid of ticks: its buffers, its weight prefetch and its tables."""
 
+from ._grid import Grid as Grid
+from ._grid import fill_grid as fill_grid
+from ._grid import rank_orders as rank_orders
+from ._grid import ticks_from_grid as ticks_from_grid
+from ._grid_search import candidate_lags as candidate_lags
+from ._grid_search import candidate_spares as candidate_spares
 from ._grid_search import to_lock_step as to_lock_step
 from ._tables import PhaseTable as PhaseTable
 from ._tables import RankAndChunk as RankAndChunk

@@ -54,8 +54,12 @@ def to_lock_step(
     check_costs(costs, schedule.num_stages)
     tries = _affordable_tries(plain)
     free = 0 if spare is not None else makespan(simulate(plain, costs))
-    orders, peaks, lags = rank_orders(plain, costs), peak_activations(plain), list(_lags(plain))
-    *lean, most = _spares(plain) if spare is None else (spare,)
+    orders, peaks, lags = (
+        rank_orders(plain, costs),
+        peak_activations(plain),
+        list(candidate_lags(plain)),
+    )
+    *lean, most = candidate_spares(plain) if spare is None else (spare,)
     thinned = -(-len(lean) * len(lags) // tries) or 1
     grid = _cheapest(orders, peaks, most, lags)
     assert grid, "without a longest makespan there is a grid"
@@ -73,14 +77,14 @@ def _affordable_tries(schedule: Schedule) -> int:
     ticks = max(map(len, schedule.programs), default=0) + 2 * schedule.num_stages
     tries = _MAX_TURNS // (1 + ticks * num_ranks(schedule))
     require(
-        tries >= len(_lags(schedule)),
+        tries >= len(candidate_lags(schedule)),
         f"The schedule has {num_ranks(schedule)} ranks and {schedule.num_stages} stages.",
         "That is too large to be put in lock-step: give fewer ranks or microbatches.",
     )
     return tries
 
 
-def _spares(schedule: Schedule) -> tuple[int, ...]:
+def candidate_spares(schedule: Schedule) -> tuple[int, ...]:
     """Returns the numbers of spare activations to try, with growing gaps.
 
     Spares that are larger than needed to fill every hand-over with a tick do not pay.
@@ -91,7 +95,7 @@ def _spares(schedule: Schedule) -> tuple[int, ...]:
     return tuple(spares)
 
 
-def _lags(schedule: Schedule) -> tuple[int, ...]:
+def candidate_lags(schedule: Schedule) -> tuple[int, ...]:
     """Returns how many W's a rank may defer, one number per try.
 
     Deferring more of them fills more bubbles, and holds more activations.
