@@ -20,13 +20,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpipe import mpmd
+from jaxpipe.mpmd import jaxpp
 
 NUM_GROUPS, NUM_MICROBATCHES, WIDTH, ROUNDS, CALLS = 4, 32, 8, 15, 200
 SCHEDULES = {
-    "1F1B": mpmd.Std1F1B(NUM_GROUPS),
-    "interleaved 1F1B": mpmd.Interleaved1F1B(2 * NUM_GROUPS, NUM_GROUPS),
-    "zero bubble": mpmd.ZeroBubble(NUM_GROUPS),
-    "DualPipeV": mpmd.DualPipeV(2 * NUM_GROUPS, NUM_GROUPS),
+    "1F1B": jaxpp.Std1F1B(NUM_GROUPS),
+    "interleaved 1F1B": jaxpp.Interleaved1F1B(2 * NUM_GROUPS, NUM_GROUPS),
+    "zero bubble": jaxpp.ZeroBubble(NUM_GROUPS),
+    "DualPipeV": jaxpp.DualPipeV(2 * NUM_GROUPS, NUM_GROUPS),
 }
 
 
@@ -54,7 +55,7 @@ Row = tuple[Callable[[], object], int]
 """What to time, and the number of tasks in it."""
 
 
-def _step(mesh: mpmd.MpmdMesh, schedule: mpmd.NamedSchedule) -> Row:
+def _step(mesh: mpmd.MpmdMesh, schedule: jaxpp.NamedSchedule) -> Row:
     weights = [0.1 * jnp.ones((WIDTH, WIDTH)) for _ in range(schedule.num_stages)]
     xs = jnp.ones((NUM_MICROBATCHES, 4, WIDTH))
 

@@ -89,6 +89,7 @@ def measure(schedule: Any, rank: int) -> dict[str, Any]:
     from jax.sharding import Mesh
 
     from jaxpipe import mpmd
+    from jaxpipe.mpmd import profiling
 
     def loss(weights, x):
         for of_stage in weights:
@@ -118,7 +119,7 @@ def measure(schedule: Any, rank: int) -> dict[str, Any]:
     weights, _ = compiled(weights, jnp.asarray(xs))
     rounds = []
     for _ in range(ROUNDS):  # both in turn: the machine is not equally fast all the time
-        _, times = mpmd.timed_step(compiled, weights, xs)
+        _, times = profiling.timed_step(compiled, weights, xs)
         tasks = {run.name: 1e3 * (end - start) for run, start, end in times if run.actions}
         rest = sum(1e3 * (end - start) for run, start, end in times if not run.actions)
         first = next((start, end) for run, start, end in times if run.actions)

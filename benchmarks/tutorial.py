@@ -26,13 +26,14 @@ from flax.training import train_state
 from jax.sharding import Mesh
 
 from jaxpipe import mpmd
+from jaxpipe.mpmd import jaxpp
 
 NUM_LAYERS, WIDTH, LENGTH, ROWS, NUM_MICROBATCHES, STEPS = 8, 256, 256, 8, 4, 6
 SCHEDULES = {
     "plain jit": None,
-    "4 stages, 1F1B": mpmd.Std1F1B(4),
-    "8 stages, interleaved": mpmd.Interleaved1F1B(8, 4),
-    "8 stages, DualPipeV": mpmd.DualPipeV(8, 4),
+    "4 stages, 1F1B": jaxpp.Std1F1B(4),
+    "8 stages, interleaved": jaxpp.Interleaved1F1B(8, 4),
+    "8 stages, DualPipeV": jaxpp.DualPipeV(8, 4),
 }
 
 
@@ -77,7 +78,7 @@ def main() -> None:
         print(f"{name:<24}{start_up:>12.2f}{shares}", flush=True)
 
 
-def measure(schedule: mpmd.NamedSchedule | None) -> tuple[float, float]:
+def measure(schedule: jaxpp.NamedSchedule | None) -> tuple[float, float]:
     """Seconds until the first step is done, and CPU seconds of a later one."""
     model = Transformer(schedule.num_stages if schedule is not None else 1)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, LENGTH, WIDTH)), jnp.float32)
@@ -95,9 +96,9 @@ def measure(schedule: mpmd.NamedSchedule | None) -> tuple[float, float]:
     return start_up, (time.process_time() - before) / STEPS
 
 
-def prepare(schedule: mpmd.NamedSchedule | None, state: Any, x: jax.Array) -> Callable:
+def prepare(schedule: jaxpp.NamedSchedule | None, state: Any, x: jax.Array) -> Callable:
     # DualPipeV needs two microbatches for every group.
-    count = 8 if isinstance(schedule, mpmd.DualPipeV) else NUM_MICROBATCHES
+    count = 8 if isinstance(schedule, jaxpp.DualPipeV) else NUM_MICROBATCHES
 
     def loss_of(params: Any, state: Any, x: jax.Array) -> jax.Array:
         return jnp.mean((state.apply_fn({"params": params}, x) - 1) ** 2)

@@ -252,7 +252,7 @@ def step(weights, xs):
     return mpmd.treduce(
         lambda x: jax.grad(loss)(weights, x),
         xs,
-        schedule=mpmd.Std1F1B(2),
+        schedule="1f1b",
         operation=mpmd.Add,
     )
 

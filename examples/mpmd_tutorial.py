@@ -28,9 +28,9 @@ import optax
 from flax.training import train_state
 from jax.sharding import PartitionSpec as P
 
-import jaxpipe.mpmd
+import jaxpipe.mpmd.jaxpp as jaxpp
 
-pipeline_yield = jaxpipe.mpmd.pipeline_enter_stage
+pipeline_yield = jaxpp.pipeline_enter_stage
 
 # %%
 mesh = jax.sharding.Mesh(np.array(jax.devices())[:4], ("fsdp",))
@@ -224,14 +224,14 @@ def train_step(state, xs, targets, schedule):
         x, targets = in_
         return grad_fn(state.params, x, targets)
 
-    loss_acc, grads_acc = jaxpipe.mpmd.treduce(  # NEW: replaced scan with treduce
+    loss_acc, grads_acc = jaxpp.treduce(  # NEW: replaced scan with treduce
         scan_fn,
         (
             xs.reshape(NUM_MB, -1, *xs.shape[1:]),
             targets.reshape(NUM_MB, -1, *targets.shape[1:]),
         ),
         schedule=schedule,  # NEW: added schedule
-        operation=jaxpipe.mpmd.Add,  # State update operation
+        operation=jaxpp.Add,  # State update operation
     )
 
     state = state.apply_gradients(grads=grads_acc)
@@ -245,7 +245,7 @@ NUM_STAGES = 4
 mesh = jax.sharding.Mesh(
     np.array(jax.devices())[:NUM_STAGES].reshape(NUM_STAGES, -1), ("stage", "fsdp")
 )
-mpmd_mesh = jaxpipe.mpmd.MpmdMesh(mesh, "stage")
+mpmd_mesh = jaxpp.MpmdMesh(mesh, "stage")
 mpmd_mesh
 
 # %%
@@ -258,10 +258,10 @@ in_shardings = fsdp_in_shardings(ann_state)
 inputs = (ann_state, *inputs[1:])
 
 mpmd_in_specs = jax.tree.map(lambda _: _.spec, in_shardings)
-pp_train_step = jaxpipe.mpmd.mpmd_jit_with_loop(
+pp_train_step = jaxpp.mpmd_jit_with_loop(
     partial(
         train_step,
-        schedule=jaxpipe.mpmd.Interleaved1F1B(num_stages=NUM_STAGES, mpmd_dim=NUM_STAGES),
+        schedule=jaxpp.Interleaved1F1B(num_stages=NUM_STAGES, mpmd_dim=NUM_STAGES),
     ),
     in_specs=mpmd_in_specs,
     out_specs=(mpmd_in_specs[0], jax.sharding.PartitionSpec()),
@@ -288,7 +288,7 @@ print("layer_7", updated_state.params["block_7"]["Dense_0"]["kernel"])
 MPMD_RANK = 2
 [
     str(e)
-    for e in jaxpipe.mpmd.Interleaved1F1B(
+    for e in jaxpp.Interleaved1F1B(
         num_stages=NUM_STAGES, mpmd_dim=NUM_STAGES
     ).tasks(NUM_MB)[MPMD_RANK]
 ]
@@ -300,7 +300,7 @@ MPMD_RANK = 2
 MPMD_RANK = 3
 [
     str(e)
-    for e in jaxpipe.mpmd.Interleaved1F1B(
+    for e in jaxpp.Interleaved1F1B(
         num_stages=NUM_STAGES, mpmd_dim=NUM_STAGES
     ).tasks(NUM_MB)[MPMD_RANK]
 ]
@@ -317,7 +317,7 @@ print("\n".join(jaxpr_lines[idx - 10 : idx + 50]))
 # %%
 [
     str(e)
-    for e in jaxpipe.mpmd.Interleaved1F1B(
+    for e in jaxpp.Interleaved1F1B(
         num_stages=NUM_LAYERS, mpmd_dim=NUM_STAGES
     ).tasks(NUM_MB)[0]
 ]
@@ -325,17 +325,17 @@ print("\n".join(jaxpr_lines[idx - 10 : idx + 50]))
 # %%
 [
     str(e)
-    for e in jaxpipe.mpmd.Interleaved1F1B(
+    for e in jaxpp.Interleaved1F1B(
         num_stages=NUM_LAYERS, mpmd_dim=NUM_STAGES
     ).tasks(NUM_MB)[3]
 ]
 
 # %%
 ann_transformer.num_stages = NUM_LAYERS
-pp_train_step_interleaved = jaxpipe.mpmd.mpmd_jit_with_loop(
+pp_train_step_interleaved = jaxpp.mpmd_jit_with_loop(
     partial(
         train_step,
-        schedule=jaxpipe.mpmd.Interleaved1F1B(num_stages=NUM_LAYERS, mpmd_dim=NUM_STAGES),
+        schedule=jaxpp.Interleaved1F1B(num_stages=NUM_LAYERS, mpmd_dim=NUM_STAGES),
     ),
     in_specs=mpmd_in_specs,
     out_specs=(mpmd_in_specs[0], jax.sharding.PartitionSpec()),

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import mpmd
+from jaxpipe.mpmd import jaxpp
 
 TIMEOUT = 5.0
 
@@ -40,7 +41,7 @@ def in_order() -> np.ndarray:
     return np.array(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))
 
 
-def training(schedule: mpmd.NamedSchedule):
+def training(schedule: jaxpp.NamedSchedule):
     """A step of an MLP with a layer in each stage."""
 
     def loss(weights, x):
@@ -60,7 +61,7 @@ def training(schedule: mpmd.NamedSchedule):
     return step
 
 
-def make_step(schedule: mpmd.NamedSchedule):
+def make_step(schedule: jaxpp.NamedSchedule):
     """A compiled step of an MLP, its weights and its batch."""
     rng = np.random.default_rng(0)
     weights = [np.asarray(rng.normal(size=(8, 8)), np.float32) for _ in range(schedule.num_stages)]
@@ -77,7 +78,7 @@ def numbers(result) -> list[np.ndarray]:
 
 def delays(process: int, num_processes: int, steps: str) -> None:
     """Steps with pauses before actions at random give what a step without gives, every time."""
-    compiled, weights, xs = make_step(mpmd.ZeroBubble(num_processes))
+    compiled, weights, xs = make_step(jaxpp.ZeroBubble(num_processes))
     expected = numbers(compiled(weights, xs))
     rng = random.Random(process)
 
@@ -98,7 +99,7 @@ def delays(process: int, num_processes: int, steps: str) -> None:
 
 def forever(process: int, num_processes: int, folder: str) -> None:
     """Steps until somebody kills a process. A file of its name says that a process has begun."""
-    compiled, weights, xs = make_step(mpmd.Std1F1B(num_processes))
+    compiled, weights, xs = make_step(jaxpp.Std1F1B(num_processes))
     for step in range(10**9):
         weights, value = compiled(weights, xs)
         value.block_until_ready()
@@ -108,7 +109,7 @@ def forever(process: int, num_processes: int, folder: str) -> None:
 
 def differ(process: int, num_processes: int, _: str) -> None:
     """Process 1 has another program."""
-    make_step(mpmd.Std1F1B(num_processes) if process else mpmd.GPipe(num_processes))
+    make_step(jaxpp.Std1F1B(num_processes) if process else jaxpp.GPipe(num_processes))
 
 
 def meshes(process: int, num_processes: int, _: str) -> None:
@@ -124,7 +125,7 @@ def meshes(process: int, num_processes: int, _: str) -> None:
 
     def step(weights, xs):
         return mpmd.treduce(
-            lambda x: jax.value_and_grad(loss)(weights, x), xs, mpmd.GPipe(num_processes)
+            lambda x: jax.value_and_grad(loss)(weights, x), xs, jaxpp.GPipe(num_processes)
         )
 
     weights = [np.eye(8, dtype=np.float32)] * num_processes
@@ -140,7 +141,7 @@ def apart(process: int, num_processes: int, _: str) -> None:
         keys = jax.random.split(key, num_processes)
         return [jax.random.normal(k, (8, 8)) / 3 for k in keys]
 
-    step = training(mpmd.Std1F1B(num_processes))
+    step = training(jaxpp.Std1F1B(num_processes))
     key, xs = jax.random.key(0), np.ones((4, 2, 8), np.float32)
     specs = [P("fsdp")] * num_processes
     jitted = mpmd.mpmd_jit_with_loop(
@@ -189,7 +190,7 @@ def prints(process: int, num_processes: int, _: str) -> None:
     def step(weights, xs):
         grad = jax.value_and_grad(loss)
         value, grads = mpmd.treduce(
-            lambda x: grad(weights, x), xs, mpmd.Std1F1B(num_processes), operation=mpmd.Add
+            lambda x: grad(weights, x), xs, jaxpp.Std1F1B(num_processes), operation=mpmd.Add
         )
         jax.debug.print("loss {:.3f}", value)
         return value, grads
@@ -204,7 +205,7 @@ def prints(process: int, num_processes: int, _: str) -> None:
 
 def stuck(process: int, num_processes: int, _: str) -> None:
     """Process 1 stops in the middle of a step."""
-    compiled, weights, xs = make_step(mpmd.Std1F1B(num_processes))
+    compiled, weights, xs = make_step(jaxpp.Std1F1B(num_processes))
 
     def freeze(instruction, act):
         def run(slots):

@@ -12,17 +12,9 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.mpmd import (
-    Add,
-    MpmdMesh,
-    MpmdSharding,
-    Std1F1B,
-    ZeroBubble,
-    mark_stage_end,
-    mpmd_jit_with_loop,
-    treduce,
-)
+from jaxpipe.mpmd import Add, MpmdMesh, MpmdSharding, mark_stage_end, mpmd_jit_with_loop, treduce
 from jaxpipe.mpmd.api import sharding_in_group
+from jaxpipe.mpmd.jaxpp import Std1F1B, ZeroBubble
 from mpmd.small import (
     WIDTH,
     assert_close,

@@ -8,16 +8,14 @@ import numpy as np
 import pytest
 
 from jaxpipe.mpmd import (
-    GPipe,
     MpmdArray,
-    Std1F1B,
-    ZeroBubble,
     cross_mpmd_all_reduce,
     cross_mpmd_stack,
     mark_stage_end,
     mpmd_jit_with_loop,
     place_with,
 )
+from jaxpipe.mpmd.jaxpp import GPipe, Std1F1B, ZeroBubble
 from mpmd.small import WIDTH, batch, compare, gradients, groups, layers, numbers, sends
 
 

@@ -16,12 +16,11 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.mpmd import (
     MpmdArray,
     MpmdSharding,
-    Std1F1B,
-    ZeroBubble,
     mark_stage_end,
     mpmd_jit_by_yield,
     mpmd_jit_with_loop,
 )
+from jaxpipe.mpmd.jaxpp import Std1F1B, ZeroBubble
 from mpmd.small import (
     assert_close,
     assert_equal,

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.mpmd import MpmdArray, MpmdMesh, MpmdSharding, Std1F1B, mpmd_jit_with_loop
+from jaxpipe.mpmd import MpmdArray, MpmdMesh, MpmdSharding, mpmd_jit_with_loop
+from jaxpipe.mpmd.jaxpp import Std1F1B
 from mpmd.small import batch, compare, gradients, groups, layers, numbers
 
 

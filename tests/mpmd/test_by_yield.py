@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.mpmd import MpmdArray, mpmd_jit_by_yield, pipeline_enter_stage
+from jaxpipe.mpmd import MpmdArray, mpmd_jit_by_yield
+from jaxpipe.mpmd.jaxpp import pipeline_enter_stage
 from mpmd.small import assert_close, assert_equal, batch, groups, layer, layers, runs, squared_error
 
 STAGES = 3

@@ -13,17 +13,14 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.mpmd import (
     Add,
     Concat,
-    GPipe,
-    Interleaved1F1B,
     Max,
     MpmdArray,
-    Std1F1B,
-    ZeroBubble,
     mark_stage_end,
     mpmd_jit_with_loop,
     treduce,
     treduce_i,
 )
+from jaxpipe.mpmd.jaxpp import GPipe, Interleaved1F1B, Std1F1B, ZeroBubble
 from mpmd.small import (
     WIDTH,
     assert_close,

@@ -9,13 +9,9 @@ import numpy as np
 import pytest
 from jax.experimental import checkify, io_callback
 
-from jaxpipe.mpmd import (
-    Std1F1B,
-    ZeroBubble,
-    collect_task_times_ms,
-    mark_stage_end,
-    mpmd_jit_with_loop,
-)
+from jaxpipe.mpmd import mark_stage_end, mpmd_jit_with_loop
+from jaxpipe.mpmd.jaxpp import Std1F1B, ZeroBubble
+from jaxpipe.mpmd.profiling import collect_task_times_ms
 from mpmd.small import (
     assert_close,
     batch,

@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.mpmd import (
     MpmdArray,
     MpmdSharding,
-    Std1F1B,
     mpmd_jit_by_yield,
     mpmd_jit_with_loop,
     mpmd_to_spmd_reshard,
     spmd_to_mpmd_reshard,
 )
+from jaxpipe.mpmd.jaxpp import Std1F1B
 from mpmd.small import assert_close, batch, gradients, groups, layers, numbers
 
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxpipe.mpmd import DualPipeV, ZeroBubble, mark_stage_end, mpmd_jit_with_loop
+from jaxpipe.mpmd import mark_stage_end, mpmd_jit_with_loop
+from jaxpipe.mpmd.jaxpp import DualPipeV, ZeroBubble
 from jaxpipe.schedules import Op
 from mpmd.small import (
     WIDTH,

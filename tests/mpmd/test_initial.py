@@ -9,13 +9,8 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.mpmd import (
-    Interleaved1F1B,
-    MpmdArray,
-    MpmdSharding,
-    Std1F1B,
-    mpmd_jit_with_loop,
-)
+from jaxpipe.mpmd import MpmdArray, MpmdSharding, mpmd_jit_with_loop
+from jaxpipe.mpmd.jaxpp import Interleaved1F1B, Std1F1B
 from mpmd.small import (
     WIDTH,
     assert_close,

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-import jaxpipe.mpmd as jaxpp
+import jaxpipe.mpmd.jaxpp as jaxpp
 from mpmd.small import groups, numbers
 
 JIT = (

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import pytest
 
-from jaxpipe.mpmd import (
+from jaxpipe.mpmd.api import FusedTask, as_schedule, tasks_of
+from jaxpipe.mpmd.jaxpp import (
     DualPipeV,
     Eager1F1B,
     GPipe,
@@ -17,7 +18,6 @@ from jaxpipe.mpmd import (
     Std1F1B,
     ZeroBubble,
 )
-from jaxpipe.mpmd.jaxpp import FusedTask, as_schedule, tasks_of
 from jaxpipe.schedules import (
     Action,
     FusedPair,

@@ -1,4 +1,4 @@
-"""Programs as JaxPP's users write them, with one line changed: `import jaxpipe.mpmd as jaxpp`.
+"""Programs as JaxPP's users write them, but for one line: `import jaxpipe.mpmd.jaxpp as jaxpp`.
 
 They call what JaxPP's README, its tutorial and its examples call, in the same way.
 """
@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jaxpipe.mpmd as jaxpp
+import jaxpipe.mpmd.jaxpp as jaxpp
 from mpmd.small import TOLERANCE, assert_close, on_host
 
 WIDTH, LAYERS, MICROBATCHES, ROWS = 8, 4, 4, 2

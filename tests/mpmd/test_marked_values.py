@@ -7,16 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpipe.mpmd import (
-    DualPipeV,
-    GPipe,
-    Interleaved1F1B,
-    Std1F1B,
-    ZeroBubble,
-    mark_stage_end,
-    mpmd_jit_with_loop,
-    treduce,
-)
+from jaxpipe.mpmd import mark_stage_end, mpmd_jit_with_loop, treduce
+from jaxpipe.mpmd.jaxpp import DualPipeV, GPipe, Interleaved1F1B, Std1F1B, ZeroBubble
 from mpmd.small import batch, compare, groups, layer, layers, runs, squared_error
 
 SCHEDULES = [Std1F1B(2), ZeroBubble(2), GPipe(3), Interleaved1F1B(4, 2), DualPipeV(4)]

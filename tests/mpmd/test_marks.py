@@ -11,17 +11,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.mpmd import (
-    GPipe,
-    Interleaved1F1B,
-    MpmdMesh,
-    Std1F1B,
-    ZeroBubble,
-    mark_stage_end,
-    mpmd_jit_with_loop,
-    pipeline_enter_stage,
-    treduce,
-)
+from jaxpipe.mpmd import MpmdMesh, mark_stage_end, mpmd_jit_with_loop, treduce
+from jaxpipe.mpmd.jaxpp import GPipe, Interleaved1F1B, Std1F1B, ZeroBubble, pipeline_enter_stage
 from mpmd.small import (
     assert_close,
     assert_equal,

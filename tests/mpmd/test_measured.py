@@ -7,16 +7,9 @@ from typing import Any
 import jax
 import pytest
 
-from jaxpipe.mpmd import (
-    GPipe,
-    Interleaved1F1B,
-    Std1F1B,
-    ZeroBubble,
-    collect_task_times_ms,
-    mpmd_jit_with_loop,
-    timed_step,
-    to_timeline,
-)
+from jaxpipe.mpmd import mpmd_jit_with_loop
+from jaxpipe.mpmd.jaxpp import GPipe, Interleaved1F1B, Std1F1B, ZeroBubble
+from jaxpipe.mpmd.profiling import collect_task_times_ms, timed_step, to_timeline
 from jaxpipe.schedules import language
 from mpmd.small import assert_equal, batch, gradients, groups, layers, runs
 

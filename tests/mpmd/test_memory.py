@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpipe.mpmd import Std1F1B, mpmd_jit_with_loop
+from jaxpipe.mpmd import mpmd_jit_with_loop
+from jaxpipe.mpmd.jaxpp import Std1F1B
 from mpmd.small import batch, gradients, groups, layers
 
 BLOCK, COUNT = 100_000, 2000  # bytes, small enough for an arena

@@ -11,7 +11,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.mpmd import DualPipeV, Std1F1B, ZeroBubble, mark_stage_end, mpmd_jit_with_loop
+from jaxpipe.mpmd import mark_stage_end, mpmd_jit_with_loop
+from jaxpipe.mpmd.jaxpp import DualPipeV, Std1F1B, ZeroBubble
 from mpmd.small import assert_close, batch, gradients, groups, layers, squared_error, training
 
 AXES = {

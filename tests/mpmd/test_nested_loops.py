@@ -11,7 +11,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.mpmd import Std1F1B, mark_stage_end, mpmd_jit_with_loop, treduce
+from jaxpipe.mpmd import mark_stage_end, mpmd_jit_with_loop, treduce
+from jaxpipe.mpmd.jaxpp import Std1F1B
 from mpmd.small import batch, compare, gradients, groups, layer, layers, runs
 
 update = gradients(Std1F1B(2))

@@ -8,18 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpipe.mpmd import (
-    Add,
-    Concat,
-    GPipe,
-    Max,
-    Std1F1B,
-    ZeroBubble,
-    mark_stage_end,
-    mpmd_jit_with_loop,
-    treduce,
-    treduce_i,
-)
+from jaxpipe.mpmd import Add, Concat, Max, mark_stage_end, mpmd_jit_with_loop, treduce, treduce_i
+from jaxpipe.mpmd.jaxpp import GPipe, Std1F1B, ZeroBubble
 from mpmd.small import assert_close, batch, compare, groups, layer, layers, squared_error
 
 MICROBATCHES = 3

@@ -14,17 +14,7 @@ from jax.extend.core import jaxprs_in_params
 
 from jaxpipe import schedules
 from jaxpipe.ir._graph import Graph, Var
-from jaxpipe.mpmd import (
-    Add,
-    GPipe,
-    Interleaved1F1B,
-    KimiK2,
-    Std1F1B,
-    ZeroBubble,
-    mark_stage_end,
-    mpmd_jit_with_loop,
-    treduce,
-)
+from jaxpipe.mpmd import Add, mark_stage_end, mpmd_jit_with_loop, treduce
 from jaxpipe.mpmd.ir import (
     Buffer,
     Delete,
@@ -35,6 +25,7 @@ from jaxpipe.mpmd.ir import (
     check,
     instructions_of_rank,
 )
+from jaxpipe.mpmd.jaxpp import GPipe, Interleaved1F1B, KimiK2, Std1F1B, ZeroBubble
 from jaxpipe.schedules import Op
 from mpmd.small import batch, compare, gradients, groups, layer, layers, marked_loss
 

@@ -10,16 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpipe.mpmd import (
-    Add,
-    GPipe,
-    Interleaved1F1B,
-    Std1F1B,
-    ZeroBubble,
-    mark_stage_end,
-    mpmd_jit_with_loop,
-    treduce_i,
-)
+from jaxpipe.mpmd import Add, mark_stage_end, mpmd_jit_with_loop, treduce_i
+from jaxpipe.mpmd.jaxpp import GPipe, Interleaved1F1B, Std1F1B, ZeroBubble
 from mpmd.small import assert_close, batch, gradients, groups, layer, layers, runs, squared_error
 
 MICROBATCHES = 4

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxpipe import mpmd, schedules
+from jaxpipe.mpmd import jaxpp, profiling
 from jaxpipe.schedules import language
 
 
@@ -40,11 +41,11 @@ def halves(steps: Iterable[schedules.ScheduleStep]) -> set[str]:
     return {half for a in actions for half in ((a.replace("B", "I"), a.replace("B", "W")))}
 
 
-@pytest.mark.parametrize("schedule", [mpmd.Std1F1B(2), mpmd.ZeroBubble(2), mpmd.DualPipeV(4)])
+@pytest.mark.parametrize("schedule", [jaxpp.Std1F1B(2), jaxpp.ZeroBubble(2), jaxpp.DualPipeV(4)])
 def test_a_traced_step_computes_the_same_and_has_every_action_beside_its_prediction(schedule):
     compiled, weights, xs = compiled_step(schedule)
     expected = compiled(weights, xs)
-    result, found = mpmd.trace_step(compiled, weights, xs)
+    result, found = profiling.trace_step(compiled, weights, xs)
     jax.tree.map(np.testing.assert_array_equal, result, expected)
 
     events = json.loads(schedules.to_perfetto(found, microseconds=1e6))["traceEvents"]
@@ -65,9 +66,9 @@ def test_a_traced_step_computes_the_same_and_has_every_action_beside_its_predict
 
 
 def test_a_profile_has_every_action_by_name_and_rank(tmp_path):
-    compiled, weights, xs = compiled_step(mpmd.Std1F1B(2))
+    compiled, weights, xs = compiled_step(jaxpp.Std1F1B(2))
     expected = compiled(weights, xs)
-    named = mpmd.annotated(compiled)
+    named = profiling.annotated(compiled)
     with jax.profiler.trace(tmp_path, create_perfetto_trace=True):
         result = jax.block_until_ready(named(weights, xs))
     jax.tree.map(np.testing.assert_array_equal, result, expected)

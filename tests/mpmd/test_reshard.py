@@ -10,11 +10,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.mpmd import (
     MpmdSharding,
-    Std1F1B,
     mpmd_jit_with_loop,
     mpmd_to_spmd_reshard,
     spmd_to_mpmd_reshard,
 )
+from jaxpipe.mpmd.jaxpp import Std1F1B
 from mpmd.small import assert_close, assert_equal, batch, gradients, groups, layers, on_host
 
 SPEC = {"in": P("fsdp", "tensor"), "out": P("tensor", "fsdp")}

@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.mpmd import Std1F1B, mpmd_jit_with_loop
+from jaxpipe.mpmd import mpmd_jit_with_loop
+from jaxpipe.mpmd.jaxpp import Std1F1B
 from mpmd.small import WIDTH, assert_close, batch, gradients, groups, layers, runs
 
 MATRIX = (WIDTH, 2 * WIDTH)

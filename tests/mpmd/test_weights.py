@@ -10,15 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.ir._graph import PrimitiveCall
-from jaxpipe.mpmd import (
-    Eager1F1B,
-    GPipe,
-    Std1F1B,
-    ZeroBubble,
-    mark_stage_end,
-    mpmd_jit_with_loop,
-    treduce,
-)
+from jaxpipe.mpmd import mark_stage_end, mpmd_jit_with_loop, treduce
+from jaxpipe.mpmd.jaxpp import Eager1F1B, GPipe, Std1F1B, ZeroBubble
 from mpmd.small import (
     WIDTH,
     assert_close,

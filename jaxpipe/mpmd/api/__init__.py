@@ -1,3 +1,6 @@
 """The user interface: meshes, arrays, and compiled functions with pipelined loops."""
 
+from ._base_schedule import FusedTask as FusedTask
+from ._base_schedule import as_schedule as as_schedule
+from ._base_schedule import tasks_of as tasks_of
 from ._jit import sharding_in_group as sharding_in_group

@@ -268,7 +268,7 @@ def mpmd_jit_with_loop(
         >>> from jaxpipe.sharding import make_mesh
         >>> def step(w, xs):
         ...     stages = lambda x: (mpmd.mark_stage_end(x * w) * w).sum()
-        ...     return mpmd.treduce(stages, xs, schedule=mpmd.GPipe(2), operation=mpmd.Add)
+        ...     return mpmd.treduce(stages, xs, schedule="gpipe", operation=mpmd.Add)
         >>> mesh = MpmdMesh(make_mesh({"stage": 2}, devices=jax.devices()[:2]), "stage")
         >>> float(mpmd_jit_with_loop(step, mesh)(2.0, jax.numpy.ones((3, 4))))
         48.0

@@ -17,7 +17,6 @@ from ...ir._graph import Graph, Var
 from ...schedules import Schedule
 from .._lowering import lower
 from ..ir._program import Buffer, Instruction, MpmdProgram
-from ..jaxpp._schedules import as_schedule
 from ..passes._pipelined_loops import loop_of, loop_results
 from ..runtime._channels import channel_layouts
 from ..runtime._compile import check_threads, compile_code
@@ -28,6 +27,7 @@ from ..runtime._watchdog import report_failure, wait
 from ._arguments import StaticArguments, check_given_once, check_types, leaves_like
 from ._array import MpmdArray
 from ._assign_arguments import assign_arguments
+from ._base_schedule import as_schedule
 from ._closed_jaxpr import ClosedJaxpr
 from ._donate import delete_arguments, deleted_arguments
 from ._mesh import MpmdMesh, MpmdSharding, no_ambient_mesh

@@ -88,8 +88,8 @@ class Concat:
         axis: The index of the new dim in the stacked array. A negative index counts from the end.
 
     Example:
-        >>> from jaxpipe.mpmd import Std1F1B, treduce
-        >>> treduce(jnp.sum, jnp.ones((3, 2)), schedule=Std1F1B(1), operation=Concat()).tolist()
+        >>> from jaxpipe.mpmd import treduce
+        >>> treduce(jnp.sum, jnp.ones((3, 2)), schedule="1f1b", operation=Concat()).tolist()
         [2.0, 2.0, 2.0]
     """
 
@@ -126,6 +126,7 @@ class _Last:
         return update
 
 
+# Reductions: the sum, the elementwise maximum, and the result of a single microbatch.
 Add, Max, Last = _Add(), _Max(), _Last()
 DEFAULT = (Concat(), Add)
 
@@ -162,9 +163,8 @@ def treduce(
             prefix of `out`.
 
     Example:
-        >>> from jaxpipe.mpmd import Std1F1B
         >>> xs = jnp.arange(6.0).reshape(3, 2)  # 3 microbatches
-        >>> float(treduce(jnp.sum, xs, schedule=Std1F1B(1), operation=Add))  # a scan
+        >>> float(treduce(jnp.sum, xs, schedule="1f1b", operation=Add))  # a scan
         15.0
     """
     shapes = [jnp.shape(x) for x in jax.tree.leaves(xs)]

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
 from ... import models, mpmd, schedules
+from ...mpmd import profiling
 from ..plan._model import build_model
 from ..plan._rematerialization import tick_remat
 from ..plan._setup import Setup, batch_shapes, batch_shardings, weight_shardings
@@ -85,7 +86,7 @@ def trace_mpmd_train_step(
         `(state, metrics)`, where the metrics also have the bubbles of both timelines as shares of
         the loop; and the trace as JSON for Perfetto.
     """
-    (state, metrics), found = mpmd.trace_step(_compiled_train_step(setup), state, batch)
+    (state, metrics), found = profiling.trace_step(_compiled_train_step(setup), state, batch)
     bubbles = {f"bubble_{name}": schedules.bubble_fraction(line) for name, line in found.items()}
     return (state, metrics | bubbles), schedules.to_perfetto(found, microseconds=1e6)
 
@@ -165,7 +166,7 @@ def mpmd_state_shardings(setup: Setup) -> PyTree[mpmd.MpmdSharding]:
 @lru_cache(maxsize=1)
 def _compiled_train_step(setup: Setup) -> mpmd.Compiled:
     """Compiles the step, with the name of every action in profiles."""
-    return mpmd.annotated(lower_train_step(setup).compile())
+    return profiling.annotated(lower_train_step(setup).compile())
 
 
 # The state's shardings, its initial values and the step all need this program, and lowering takes
