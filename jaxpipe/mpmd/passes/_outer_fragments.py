@@ -17,12 +17,12 @@ EqnOnRank = tuple[Eqn, int]
 """Equation on one rank."""
 
 
-def outer_fragments(outer: Graph, placement: RankAssignment) -> list[list[RunTask]]:
+def outer_fragments(outer: Graph, assignment: RankAssignment) -> list[list[RunTask]]:
     """Groups the equations outside of loops into programs.
 
     Args:
         outer: A function whose loops are split into tasks.
-        placement: The ranks of its other equations.
+        assignment: The ranks of its other equations.
 
     Returns:
         [num_loops + 1] the programs of each segment, ordered so that each one follows the programs
@@ -30,12 +30,12 @@ def outer_fragments(outer: Graph, placement: RankAssignment) -> list[list[RunTas
     """
     count = 1 + sum(loop_of(eqn) is not None for eqn in outer.eqns)
     of_segment = _hoist_eqns(outer, _latest_fragments(outer, count - 1))
-    exported = _exported_values(outer, placement, of_segment)
+    exported = _exported_values(outer, assignment, of_segment)
     found = []
     for segment in range(count):
         eqns = [eqn for eqn, s in of_segment.items() if s == segment]
-        levels = _levels_of_eqns(eqns, placement, exported)
-        found.append(list(_run_tasks(levels, placement, exported, _fragment_name(segment, count))))
+        levels = _levels_of_eqns(eqns, assignment, exported)
+        found.append(list(_run_tasks(levels, assignment, exported, _fragment_name(segment, count))))
     return found
 
 
@@ -94,28 +94,28 @@ def _hoist_eqns(outer: Graph, of_step: Mapping[Eqn, int]) -> dict[Eqn, int]:
 
 
 def _exported_values(
-    outer: Graph, placement: RankAssignment, of_segment: Mapping[Eqn, int]
+    outer: Graph, assignment: RankAssignment, of_segment: Mapping[Eqn, int]
 ) -> dict[tuple[Var, int], bool]:
     """Returns the (value, rank) pairs that loops, other ranks or segments, or the caller read."""
     found: dict[tuple[Var, int], bool] = {}
     made_in = {value: segment for eqn, segment in of_segment.items() for value in eqn.outputs}
     for eqn, segment in of_segment.items():
         later = [v for v in variables(eqn.inputs) if made_in.get(v, segment) != segment]
-        found |= {(value, rank): True for value in later for rank in placement.runs_on[eqn]}
+        found |= {(value, rank): True for value in later for rank in assignment.runs_on[eqn]}
     for eqn in outer.eqns:
         if loop_of(eqn) is not None:
             for value in variables(eqn.inputs):
-                found |= dict.fromkeys(((value, r) for r in placement.needed_on[value]), True)
+                found |= dict.fromkeys(((value, r) for r in assignment.needed_on[value]), True)
     for value in variables(outer.outputs):
-        found |= dict.fromkeys(((value, r) for r in placement.needed_on[value]), True)
-    for value, ranks in placement.made_on.items():
-        if ranks and set(placement.needed_on.get(value, ())) - set(ranks):
+        found |= dict.fromkeys(((value, r) for r in assignment.needed_on[value]), True)
+    for value, ranks in assignment.made_on.items():
+        if ranks and set(assignment.needed_on.get(value, ())) - set(ranks):
             found[value, ranks[0]] = True
     return found
 
 
 def _levels_of_eqns(
-    eqns: Sequence[Eqn], placement: RankAssignment, exported: Mapping[tuple[Var, int], bool]
+    eqns: Sequence[Eqn], assignment: RankAssignment, exported: Mapping[tuple[Var, int], bool]
 ) -> dict[EqnOnRank, int]:
     """Returns each equation's level on each rank: the earliest if exported, else the latest."""
     makers = {value: eqn for eqn in eqns for value in eqn.outputs}
@@ -126,17 +126,17 @@ def _levels_of_eqns(
         maker = makers.get(value)
         if maker is None:
             return None
-        ranks = placement.runs_on[maker]
+        ranks = assignment.runs_on[maker]
         return ((maker, rank), 0) if rank in ranks else ((maker, ranks[0]), 1)
 
     for eqn in eqns:
-        for rank in placement.runs_on[eqn]:
+        for rank in assignment.runs_on[eqn]:
             sources = [s for v in variables(eqn.inputs) if (s := source(v, rank)) is not None]
             earliest[eqn, rank] = max((earliest[i] + hops for i, hops in sources), default=0)
 
     latest: dict[EqnOnRank, int] = {}
     for eqn in reversed(eqns):
-        for rank in placement.runs_on[eqn]:
+        for rank in assignment.runs_on[eqn]:
             instance = eqn, rank
             leaves = any((value, rank) in exported for value in eqn.outputs)
             level = latest.get(instance, earliest[instance])
@@ -147,12 +147,12 @@ def _levels_of_eqns(
                     maker, hops = found
                     bound = latest[instance] - hops
                     latest[maker] = min(latest.get(maker, bound), bound)
-    return {(eqn, rank): latest[eqn, rank] for eqn in eqns for rank in placement.runs_on[eqn]}
+    return {(eqn, rank): latest[eqn, rank] for eqn in eqns for rank in assignment.runs_on[eqn]}
 
 
 def _run_tasks(
     levels: Mapping[EqnOnRank, int],
-    placement: RankAssignment,
+    assignment: RankAssignment,
     exported: Mapping[tuple[Var, int], bool],
     name: str,
 ) -> Iterator[RunTask]:
