@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpipe import models, schedules, sharding, spmd
 from jaxpipe.autodiff import Model, recompute, unpipelined
+from jaxpipe.models.layers import dot_product_attention
 from jaxpipe.schedules import analysis, lock_step
 
 S, MICROBATCHES, ROWS, LENGTH = 4, 16, 4, 64
@@ -161,7 +162,7 @@ def make(num_microbatches: int) -> tuple[Any, Any, Model]:
     batch_inputs = {name: jnp.asarray(x, jnp.int32) for name, x in batch_inputs.items()}
     batch_inputs["target_weights"] = jnp.full(shape, 1 / np.prod(shape), jnp.float32)
     functions = models.llama(
-        CONFIG, attention=models.dot_product_attention, constrain=sharding.constrain_with()
+        CONFIG, attention=dot_product_attention, constrain=sharding.constrain_with()
     )
     return weights, batch_inputs, Model(*functions)
 

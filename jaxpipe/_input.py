@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 MEGABYTE = 1 << 20
-MOST_JSON_BYTES = 32 * MEGABYTE
+MAX_JSON_BYTES = 32 * MEGABYTE
 """Largest size of a JSON text, in bytes. In memory it may become 25 times as large."""
 
 _CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")

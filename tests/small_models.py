@@ -4,6 +4,7 @@ from typing import Any
 
 from jaxpipe import models, sharding
 from jaxpipe.models import DeepseekConfig, LlamaConfig
+from jaxpipe.models.layers import dot_product_attention
 
 _LLAMA: dict[str, Any] = {
     "base_emb_dim": 16,
@@ -46,7 +47,7 @@ def small_llama(**changes: Any) -> LlamaConfig:
 
 def small_llama_loss(**changes: Any) -> Any:
     """Returns the loss of a small llama, of its weights at the boundary, the stream and a batch."""
-    attention = models.dot_product_attention
+    attention = dot_product_attention
     options = {"attention": attention, "constrain": sharding.no_constraint} | changes
     return models.llama(small_llama(), **options)[-1]
 

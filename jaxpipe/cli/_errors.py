@@ -10,7 +10,7 @@ import traceback
 from .._durable import PATH_ERRORS, DiskError
 from .._input import clause, short_repr, shorten
 
-_MOST_MESSAGE = 4000
+_MAX_MESSAGE = 4000
 """The most characters of an error message."""
 
 _NO_MEMORY = (
@@ -30,7 +30,7 @@ _told: set[str] = set()
 def hide_logged_tracebacks() -> None:
     """Keeps Orbax and its threads from printing tracebacks of errors that a command reports itself.
 
-    Their warnings, such as the whole content of a damaged file, are not printed either.
+    Their warnings, such as the whole content of a corrupt file, are not printed either.
     """
     logger = logging.getLogger("absl")
     if _is_short not in logger.filters:
@@ -59,7 +59,7 @@ def _tell_of_failure(kind: type[BaseException], error: BaseException | None) -> 
 
 def is_run_error(error: BaseException) -> bool:
     """Returns whether an exception has ended a run for a reason that needs no traceback."""
-    from ..data import LostFileError
+    from ..data.sources._token_files import LostFileError
     from ..mpmd import MpmdError
     from ..train import RunError  # not at the top: they import JAX
 
@@ -91,7 +91,7 @@ def report_error(error: BaseException, command: str) -> int:
 
 
 def _fail(message: str, *, code: int = 2) -> int:
-    print(f"jaxpipe: error: {shorten(message, _MOST_MESSAGE)}", file=sys.stderr)
+    print(f"jaxpipe: error: {shorten(message, _MAX_MESSAGE)}", file=sys.stderr)
     return code
 
 

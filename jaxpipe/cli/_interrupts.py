@@ -58,8 +58,8 @@ def unwinding() -> Iterator[None]:
         _unwinds.clear()
 
 
-def _interrupt(number: int, frame: object) -> None:
-    del number, frame
+def _interrupt(signum: int, frame: object) -> None:
+    del signum, frame
     if _unwinds.is_set():
         _interrupted.set()
         raise KeyboardInterrupt

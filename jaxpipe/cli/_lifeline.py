@@ -56,7 +56,7 @@ class Lifelines:
         finally:
             os.close(reader)
 
-    def tell(self, ended: int, how: str) -> None:
+    def notify_others(self, ended: int, how: str) -> None:
         """Tells every other process that one has ended, and how.
 
         Args:

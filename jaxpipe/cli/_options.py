@@ -9,14 +9,14 @@ from typing import Any, NoReturn
 
 from .._input import short_repr, shorten
 
-_MOST_MESSAGE = 2000
+_MAX_MESSAGE = 2000
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose error messages have at most `_MOST_MESSAGE` characters."""
+    """An argument parser whose error messages have at most `_MAX_MESSAGE` characters."""
 
     def error(self, message: str) -> NoReturn:
-        super().error(shorten(message, _MOST_MESSAGE))
+        super().error(shorten(message, _MAX_MESSAGE))
 
 
 def bounded_integer(least: int, most: int) -> Callable[[str], int]:

@@ -77,9 +77,9 @@ def check_address(address: str) -> None:
         ValueError: If it is not host:port.
     """
     host, _, port = address.rpartition(":")
-    number = int(port) if port.isascii() and port.isdigit() and len(port) < 6 else 0
+    port_number = int(port) if port.isascii() and port.isdigit() and len(port) < 6 else 0
     is_host = re.fullmatch(r"\[[0-9a-fA-F:.%\w]+\]|[\w.-]+", host)
-    if not is_host or not 0 < number < 1 << 16:
+    if not is_host or not 0 < port_number < 1 << 16:
         raise ValueError(
             f"{ADDRESS} is {address!r}. Give the host:port at which process 0 can be reached, such "
             "as node0:55527 or [fd00::1]:55527."
@@ -117,8 +117,8 @@ def _bind_address(address: str) -> str | None:
             file=sys.stderr,
         )
         return None
-    number = f"[{there[0]}]" if family == socket.AF_INET6 else there[0]
-    return f"{number}:{port}"
+    bind_host = f"[{there[0]}]" if family == socket.AF_INET6 else there[0]
+    return f"{bind_host}:{port}"
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from jaxtyping import PyTree
 from .. import models
 from .._durable import PATH_ERRORS, failed_write, rename, sync_tree, write_file
 from .._input import MEGABYTE, clause, parse_json, read_text
+from ..models.weights._abstract import weight_shapes
 from ..train.checkpoint._init_from import WEIGHTS_FOLDER, checkpoints_folder, verified_step
 from ..train.checkpoint._store import (
     check_same_leaves,
@@ -84,7 +85,7 @@ def from_hugging_face(source: Path, destination: Path, *, dtype: str = "") -> Co
 
     Raises:
         ValueError: Before any weight is read, if a field of config.json is unknown or not
-            supported, or tensors are missing, too many, damaged or of other shapes.
+            supported, or tensors are missing, too many, corrupt or of other shapes.
     """
     block, sizes = _read_config(source / "config.json")
     tensors = tensors_in_folder(source)
@@ -155,8 +156,8 @@ def to_hugging_face(
             for path, found in parts.items():
                 leaf = restore_leaf(checkpoints, step, f"weights/{path}")
                 for part in found:
-                    part.of_tensor(map_tensor(tensors[part.tensor], writable=True))[...] = (
-                        part.of_leaf(leaf)
+                    part.tensor_view(map_tensor(tensors[part.tensor], writable=True))[...] = (
+                        part.leaf_view(leaf)
                     )
             text = json.dumps(config | _NOT_IN_CHECKPOINTS | {"torch_dtype": stored}, indent=2)
             write_file(new / "config.json", text + "\n")
@@ -245,8 +246,8 @@ def _check_count(folder: Path, num_tensors: int, sizes: ModelConfig) -> None:
 
 def _config_values(block: str, sizes: ModelConfig, dtype: str) -> ConfigValues:
     """Returns the config keys that describe a model."""
-    same = (name for name, preset in models.PRESETS.items() if _is_of(preset, block, sizes))
-    name = {"model_name": next(same, f"{block}-tiny")}
+    matching = (name for name, preset in models.PRESETS.items() if _is_of(preset, block, sizes))
+    name = {"model_name": next(matching, f"{block}-tiny")}
     return {**name, "decoder_block": block, **dataclasses.asdict(sizes), "weight_dtype": dtype}
 
 
@@ -313,13 +314,13 @@ class _NotCopied(np.ndarray):
 
 def _load_weights(tree: PyTree, parts: LeafSlices, tensors: Mapping[str, StoredTensor]) -> PyTree:
     """Loads the weights of an abstract tree into arrays in host memory."""
-    shapes = models.shapes(tree)
+    shapes = weight_shapes(tree)
     assert leaf_specs(shapes).keys() == parts.keys()
 
     def fill(path: Any, leaf: Any) -> np.ndarray:
         array = np.empty(leaf.shape, leaf.dtype).view(_NotCopied)
         for part in parts[jax.tree_util.keystr(path, simple=True, separator="/")]:
-            part.of_leaf(array)[...] = part.of_tensor(map_tensor(tensors[part.tensor]))
+            part.leaf_view(array)[...] = part.tensor_view(map_tensor(tensors[part.tensor]))
         return array
 
     return jax.tree_util.tree_map_with_path(fill, shapes)
@@ -331,9 +332,9 @@ def _check_saved_leaves(
     """Returns the saved leaf specs, which must be those of the model, all of one dtype."""
     saved = saved_leaf_specs(checkpoints, step, "weights")
     dtype = np.dtype(DTYPES[NAMES[saved["embed/table"][1]]])
-    wanted = models.shapes(canonical_weights(block, sizes, dtype, layers_after))
+    wanted = weight_shapes(canonical_weights(block, sizes, dtype, layers_after))
     where = f"{checkpoints.directory} step {step}"
-    check_same_leaves(saved, leaf_specs(wanted), where, "The checkpoint is damaged.")
+    check_same_leaves(saved, leaf_specs(wanted), where, "The checkpoint is corrupt.")
     return saved
 
 

@@ -112,13 +112,13 @@ def _v2_groups(config: Mapping[str, Any]) -> ConfigValues:
     method = config.get("topk_method", "greedy")
     if method == "greedy":
         return {}
-    groups, kept = config.get("n_group"), config.get("topk_group")
-    if method != "group_limited_greedy" or groups is None or kept is None:
+    groups, top_groups = config.get("n_group"), config.get("topk_group")
+    if method != "group_limited_greedy" or groups is None or top_groups is None:
         raise ValueError(
-            f"`topk_method` is {method!r}, `n_group` {groups!r} and `topk_group` {kept!r}: only "
-            "'greedy', or 'group_limited_greedy' with both numbers, is supported"
+            f"`topk_method` is {method!r}, `n_group` {groups!r} and `topk_group` {top_groups!r}: "
+            "only 'greedy', or 'group_limited_greedy' with both numbers, is supported"
         )
-    return {"n_routing_groups": groups, "topk_routing_group": kept, "group_score_experts": 1}
+    return {"n_routing_groups": groups, "topk_routing_group": top_groups, "group_score_experts": 1}
 
 
 def _read_positions(config: Mapping[str, Any]) -> ConfigValues:

@@ -59,8 +59,8 @@ def read_fields(config: Mapping[str, Any], fields: ConfigFields) -> ConfigValues
     required = [name for name in fields.sizes if name not in fields.defaults]
     problems += [f"`{name}` is missing" for name in required if config.get(name) is None]
     check_no_problems(problems)
-    present = {name: value for name, value in config.items() if value is not None}
-    given = {**fields.defaults, **present}
+    given_values = {name: value for name, value in config.items() if value is not None}
+    given = {**fields.defaults, **given_values}
     return {key: given[name] for name, key in fields.sizes.items()}
 
 

@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 
 from .. import models
 from .._input import short_repr
+from ..models.weights._abstract import stack_weights
 from ..train.config._load import check_values
 from ..train.plan._family import MODEL_FAMILIES, ModelConfig
 from ._deepseek import deepseek_dense_slices, deepseek_slices, read_deepseek, write_deepseek
@@ -77,7 +78,7 @@ def canonical_weights(
     """Returns the abstract weights of a checkpoint: layers in forward order, [L, ...]."""
     tree = MODEL_FAMILIES[block].weights(sizes, dtype, layers_after=layers_after)
     count = (_num_layers(sizes, layers_after),)
-    stages = models.stacked(tree["layer"], count, ("layers",))
+    stages = stack_weights(tree["layer"], count, ("layers",))
     return {"embed": tree["embed"], "stages": stages, "head": tree["head"]}
 
 

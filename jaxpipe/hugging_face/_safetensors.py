@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._durable import write_file
-from .._input import MOST_JSON_BYTES, is_file, parse_json, read_bytes, short_repr, shorten
+from .._input import MAX_JSON_BYTES, is_file, parse_json, read_bytes, short_repr, shorten
 
 DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
@@ -62,7 +62,7 @@ def tensors_in_folder(folder: Path) -> dict[str, StoredTensor]:
     """Returns every tensor of a folder by its name. Reads headers only.
 
     Raises:
-        ValueError: If a file is missing or damaged, or the index is not that of the files.
+        ValueError: If a file is missing or corrupt, or the index is not that of the files.
     """
     single, index = folder / SINGLE, folder / INDEX
     if index.is_file():
@@ -79,17 +79,17 @@ def tensors_in_file(file: Path) -> dict[str, StoredTensor]:
     """Returns every tensor of a file by its name.
 
     Raises:
-        ValueError: If the header is damaged, or the file is shorter than its header says.
+        ValueError: If the header is corrupt, or the file is shorter than its header says.
     """
     if not is_file(file):
         raise ValueError(f"{file} is not a regular file. Copy it again.")
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
-        if size >= 8 and length > MOST_JSON_BYTES:
+        if size >= 8 and length > MAX_JSON_BYTES:
             raise ValueError(
                 f"{file} says that its header has {length:,} bytes, and a header has at most "
-                f"{MOST_JSON_BYTES:,}. The file is no safetensors file, or damaged: copy it again."
+                f"{MAX_JSON_BYTES:,}. The file is no safetensors file, or corrupt: copy it again."
             )
         if size < 8 or length > size - 8:
             raise ValueError(
@@ -99,7 +99,7 @@ def tensors_in_file(file: Path) -> dict[str, StoredTensor]:
         header = _parsed(opened.read(length), file)
     header.pop("__metadata__", None)
     if any(len(name) > 500 for name in header):
-        raise ValueError(f"{file} has a damaged header: a name is too long. Copy it again.")
+        raise ValueError(f"{file} has a corrupt header: a name is too long. Copy it again.")
     found = {
         name: _parse_tensor(file, name, entry, 8 + length, size) for name, entry in header.items()
     }
@@ -141,10 +141,10 @@ def _parsed(text: bytes, file: Path) -> dict[str, Any]:
         header = parse_json(text.decode("utf-8"), "it")
     except ValueError as error:  # not JSON, or not UTF-8
         raise ValueError(
-            f"{file} has a damaged header: {shorten(str(error), 200)} Copy it again."
+            f"{file} has a corrupt header: {shorten(str(error), 200)} Copy it again."
         ) from None
     if not isinstance(header, dict):
-        raise ValueError(f"{file} has a damaged header: it is no JSON object. Copy it again.")
+        raise ValueError(f"{file} has a corrupt header: it is no JSON object. Copy it again.")
     return header
 
 
@@ -159,7 +159,7 @@ def _parse_tensor(file: Path, name: str, entry: Any, data: int, size: int) -> St
         sound, dtype, shape, start, end = False, "", (), 0, 0
     if not sound:
         raise ValueError(
-            f"{file}: tensor {name} has a damaged entry in the header: {short_repr(entry)}. Copy "
+            f"{file}: tensor {name} has a corrupt entry in the header: {short_repr(entry)}. Copy "
             "it again."
         )
     if dtype not in DTYPES:
@@ -170,7 +170,7 @@ def _parse_tensor(file: Path, name: str, entry: Any, data: int, size: int) -> St
     if end - start != num_bytes(dtype, shape):
         raise ValueError(
             f"{file}: tensor {name} is {dtype}{[*shape]}, which takes {num_bytes(dtype, shape)} "
-            f"bytes, and has {end - start}. The header is damaged: copy the file again."
+            f"bytes, and has {end - start}. The header is corrupt: copy the file again."
         )
     if data + end > size:
         raise ValueError(
@@ -186,7 +186,7 @@ def _check_apart(file: Path, tensors: Mapping[str, StoredTensor]) -> None:
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
         if tensor.start < end:
             raise ValueError(
-                f"{file}: tensors {previous} and {name} share bytes. The header is damaged: copy "
+                f"{file}: tensors {previous} and {name} share bytes. The header is corrupt: copy "
                 "the file again."
             )
         previous, end = name, tensor.start + num_bytes(tensor.dtype, tensor.shape)
@@ -194,7 +194,7 @@ def _check_apart(file: Path, tensors: Mapping[str, StoredTensor]) -> None:
 
 def _read_index(file: Path) -> dict[str, str]:
     """Returns the file name of every tensor from an index."""
-    found = _parsed(read_bytes(file, most_bytes=MOST_JSON_BYTES), file).get("weight_map")
+    found = _parsed(read_bytes(file, most_bytes=MAX_JSON_BYTES), file).get("weight_map")
     if not isinstance(found, dict) or not all(
         isinstance(name, str) and Path(name).name == name for name in found.values()
     ):
@@ -209,13 +209,13 @@ def _read_indexed_files(folder: Path, weight_map: Mapping[str, str]) -> dict[str
     for name in sorted({*weight_map.values()}):
         file = folder / name
         if not file.is_file():
-            first = next(tensor for tensor, at in weight_map.items() if at == name)
+            first = next(tensor for tensor, file_name in weight_map.items() if file_name == name)
             raise ValueError(f"{folder / INDEX} has tensor {first} in {name}, which is missing.")
-        of_file = tensors_in_file(file)
-        for tensor in of_file:
+        tensors = tensors_in_file(file)
+        for tensor in tensors:
             if weight_map.get(tensor) != name:
                 raise ValueError(f"{file}: tensor {tensor} is not there in the index.")
-        found |= of_file
+        found |= tensors
     for tensor, name in weight_map.items():
         if tensor not in found:
             raise ValueError(f"{folder / name}: tensor {tensor} is missing, and in the index.")

@@ -19,14 +19,14 @@ class TensorSlice:
     Attributes:
         tensor: The tensor's name.
         shape: Of the whole tensor.
-        of_leaf: From the leaf to a view of these numbers.
-        of_tensor: From the tensor to a view of them, equal in shape.
+        leaf_view: From the leaf to a view of these numbers.
+        tensor_view: From the tensor to a view of them, equal in shape.
     """
 
     tensor: str
     shape: tuple[int, ...]
-    of_leaf: ViewFn
-    of_tensor: ViewFn
+    leaf_view: ViewFn
+    tensor_view: ViewFn
 
 
 LeafSlices = dict[str, tuple[TensorSlice, ...]]
@@ -45,11 +45,11 @@ def linear_weight(
     num_outs, num_dims = len(outs), len(ins) + len(outs)
     order = (*range(num_outs, num_dims), *range(num_outs))
 
-    def of_tensor(x: np.ndarray) -> np.ndarray:
+    def tensor_view(x: np.ndarray) -> np.ndarray:
         return x.reshape(*outs, *ins).transpose(order)
 
     shape = (int(np.prod(outs)), int(np.prod(ins)))
-    return (TensorSlice(tensor, shape, _identity, of_tensor),)
+    return (TensorSlice(tensor, shape, _identity, tensor_view),)
 
 
 def swiglu_weights(prefix: str, embed_dim: int, mlp_dim: int) -> LeafSlices:
@@ -77,30 +77,30 @@ def with_prefix(path: str, parts: LeafSlices) -> LeafSlices:
     return {f"{path}/{name}": found for name, found in parts.items()}
 
 
-def stacked_entries(of_entry: list[tuple[TensorSlice, ...]]) -> tuple[TensorSlice, ...]:
+def stacked_entries(slices_by_entry: list[tuple[TensorSlice, ...]]) -> tuple[TensorSlice, ...]:
     """Stacks the slices of entries along the first dim of a leaf: experts, or layers."""
     return tuple(
-        replace(part, of_leaf=_entry(i, part.of_leaf))
-        for i, parts in enumerate(of_entry)
+        replace(part, leaf_view=_entry(i, part.leaf_view))
+        for i, parts in enumerate(slices_by_entry)
         for part in parts
     )
 
 
 def stacked_layers(parts: LeafSlices, first: int, count: int) -> LeafSlices:
     """Returns the slices of a stack of `count` layers from layer `first` of the model on."""
-    numbers = range(first, first + count)
+    layer_ids = range(first, first + count)
     return {
-        path: stacked_entries([tuple(_in_layer(n, part) for part in found) for n in numbers])
+        path: stacked_entries([tuple(_in_layer(n, part) for part in found) for n in layer_ids])
         for path, found in parts.items()
     }
 
 
-def _in_layer(number: int, part: TensorSlice) -> TensorSlice:
-    return replace(part, tensor=f"model.layers.{number}.{part.tensor}")
+def _in_layer(layer_id: int, part: TensorSlice) -> TensorSlice:
+    return replace(part, tensor=f"model.layers.{layer_id}.{part.tensor}")
 
 
-def _entry(i: int, of_leaf: ViewFn) -> ViewFn:
-    return lambda x: of_leaf(x[i])
+def _entry(i: int, leaf_view: ViewFn) -> ViewFn:
+    return lambda x: leaf_view(x[i])
 
 
 def _identity(x: np.ndarray) -> np.ndarray:

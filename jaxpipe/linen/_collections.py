@@ -35,7 +35,9 @@ def _without_tuples(collection: Any) -> Any:
 
 def stored(variables: dict[str, Any]) -> dict[str, Any]:
     """Returns the variables that `init` created, without collections that the layer sows."""
-    return {name: of for name, of in variables.items() if not is_sown(name, of)}
+    return {
+        name: collection for name, collection in variables.items() if not is_sown(name, collection)
+    }
 
 
 def mutable_in_layer(mutable: Any, variables: dict[str, Any]) -> Any:

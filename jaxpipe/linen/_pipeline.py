@@ -1,4 +1,4 @@
-"""Linen modules of a pipeline, implemented by `_run` and base classes of `jaxpipe.modules`."""
+"""Linen modules of a pipeline, implemented by `_run` and the base classes in `jaxpipe/modules`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,16 +6,19 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from .. import modules
+from ..modules._layers import Layer
+from ..modules._methods import LoopMethods, PipelineMethods, WindowMethods
+from ..modules._settings import AxisRules, PipelineSettings, pipeline_settings
+from ..modules._weight_sharding import rules_in_stage
 from . import _run as run
 from . import _stacked as stacked
 
 
-class PipelineBase(modules.PipelineMethods, nn.Module):
+class PipelineBase(PipelineMethods, nn.Module):
     """A stack of equal layers that runs as a pipeline.
 
     Attributes:
-        config: Any object with the fields of `jaxpipe.modules.pipeline_settings`.
+        config: Any object with MaxText's fields, which docs/flax.md lists.
         layers: One layer. Its call is `(inputs, segment_ids, positions, deterministic, model_mode)`
             and returns outputs like inputs, or (outputs, None).
         mesh: A mesh with the axis "stage", or None: then one device runs all ranks.
@@ -30,26 +33,26 @@ class PipelineBase(modules.PipelineMethods, nn.Module):
     def setup(self):
         """Raises an error if the config is invalid.
 
-        The attributes that MaxText's `setup` calculates are properties of
-        `jaxpipe.modules.PipelineAttributes`, which do not need this method.
+        The attributes that MaxText's `setup` calculates are properties of the base class
+        `PipelineAttributes`, which do not need this method.
         """
         _ = self.settings
 
     @property
-    def settings(self) -> modules.PipelineSettings:
+    def settings(self) -> PipelineSettings:
         """Returns the settings that `config` describes."""
-        return modules.pipeline_settings(self.config, self.mesh, self.remat_policy)
+        return pipeline_settings(self.config, self.mesh, self.remat_policy)
 
     @property
-    def axis_rules(self) -> modules.AxisRules:
+    def axis_rules(self) -> AxisRules:
         """Returns the config's logical axis rules, or else Flax's in context, or else jaxpipe's."""
         return self.settings.rules_or(nn.get_logical_axis_rules())
 
     def layer_function(
         self, deterministic: bool, model_mode: str, instance: nn.Module | None = None
-    ) -> modules.Layer:
+    ) -> Layer:
         """Returns the layer, or `instance`, as a pure function that records nothing."""
-        rules = modules.rules_in_stage(self.settings.rules)
+        rules = rules_in_stage(self.settings.rules)
         layer = self.layers if instance is None else instance
         return run.layer_function(layer, rules, [], deterministic, model_mode)
 
@@ -129,14 +132,14 @@ class PipelineBase(modules.PipelineMethods, nn.Module):
         )
 
 
-class Pipeline(modules.LoopMethods, PipelineBase):
+class Pipeline(LoopMethods, PipelineBase):
     """A pipeline that gathers weights in every iteration.
 
     With `pipeline_fsdp_ag_once` it gathers them once per step instead.
     """
 
 
-class CircularPipeline(modules.WindowMethods, PipelineBase):
+class CircularPipeline(WindowMethods, PipelineBase):
     """A pipeline that gathers the weights of each repeat once, before the repeat starts."""
 
 
@@ -146,7 +149,7 @@ def create_pipeline(
     """Returns a `CircularPipeline` if `pipeline_fsdp_ag_per_repeat` is set, else a `Pipeline`.
 
     Args:
-        config: Any object with the fields of `jaxpipe.modules.pipeline_settings`.
+        config: Any object with MaxText's fields, which docs/flax.md lists.
         layers: One layer. Its call is `(inputs, segment_ids, positions, deterministic, model_mode)`
             and returns outputs like inputs, or (outputs, None).
         mesh: A mesh with the axis "stage", or None: then one device runs all ranks.
@@ -159,6 +162,6 @@ def create_pipeline(
         ValueError: If the config has an invalid value, or fields that contradict each other or
             `mesh`.
     """
-    settings = modules.pipeline_settings(config, mesh, remat_policy)
+    settings = pipeline_settings(config, mesh, remat_policy)
     kind = CircularPipeline if settings.gather == "repeat" else Pipeline
     return kind(config, layers, mesh, remat_policy)

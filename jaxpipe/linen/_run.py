@@ -10,8 +10,12 @@ from flax import linen as nn
 from flax.core import unfreeze
 from flax.errors import ModifyScopeVariableError
 
-from .. import modules
 from .._input import clause
+from ..modules._frontend import first_microbatch, run_batch
+from ..modules._layers import Layer, layer_keys, outputs_of
+from ..modules._methods import to_batch_inputs
+from ..modules._settings import AxisRules
+from ..modules._weight_sharding import reshard_weight, rules_in_stage
 from ..spmd._stage_shardings import at_init
 from . import _collections as collections
 from . import _stacked as stacked
@@ -20,9 +24,7 @@ NAME = "layers"
 """Name of the variables of all layers in each collection of the pipeline."""
 
 
-def layer_function(
-    layer: nn.Module, rules: modules.AxisRules | None, mutable: Any, *options: Any
-) -> modules.Layer:
+def layer_function(layer: nn.Module, rules: AxisRules | None, mutable: Any, *options: Any) -> Layer:
     """Returns `layer` as a function `(variables, x, batch_inputs, rngs) -> (y, sown)`.
 
     Args:
@@ -52,14 +54,18 @@ def layer_function(
             except ModifyScopeVariableError as error:
                 what = clause(str(error).split(" (http")[0])
                 raise ValueError(f"{what}. {collections.NOT_CARRIED}") from error
-        sown = {name: of for name, of in unfreeze(sown).items() if jax.tree.leaves(of)}
+        sown = {
+            name: collection
+            for name, collection in unfreeze(sown).items()
+            if jax.tree.leaves(collection)
+        }
         collections.check_sown(sown)
-        return modules.outputs_of(y, x), sown
+        return outputs_of(y, x), sown
 
     return apply
 
 
-def init_of(layer: nn.Module, rules: modules.AxisRules | None) -> Callable:
+def init_of(layer: nn.Module, rules: AxisRules | None) -> Callable:
     """Returns the layer's `init` as a function of keys and a call's arguments.
 
     The arguments are `(keys, inputs, segment_ids, positions, deterministic, model_mode)`. The
@@ -76,7 +82,7 @@ def init_of(layer: nn.Module, rules: modules.AxisRules | None) -> Callable:
 
 def init_stages(pipeline: Any) -> Callable:
     """Returns the layer's `init` for all layers of a repeat."""
-    rules = modules.rules_in_stage(pipeline.settings.rules)
+    rules = rules_in_stage(pipeline.settings.rules)
     return stacked.init_stages(init_of(pipeline.layers, rules))
 
 
@@ -86,7 +92,7 @@ def init_all(pipeline: Any) -> Callable:
     stack = stacked.stack_repeats(init_stages(pipeline), dims)
 
     def init(keys: dict[str, jax.Array], *arguments: Any) -> dict[str, Any]:
-        layers = {name: modules.layer_keys(key, dims) for name, key in keys.items()}
+        layers = {name: layer_keys(key, dims) for name, key in keys.items()}
         return stack(layers, *arguments)
 
     return init
@@ -104,8 +110,8 @@ def initialize(
     keys = {name: pipeline.make_rng(name) for name in pipeline.scope.rngs}
     arrays = inputs, segment_ids, positions
     variables = init_batch(pipeline, keys, *arrays, *options, microbatched=microbatched)
-    place = partial(modules.place_weight, rules=pipeline.axis_rules, mesh=pipeline.mesh)
-    for name, collection in stacked.placed(variables, place).items():
+    reshard = partial(reshard_weight, rules=pipeline.axis_rules, mesh=pipeline.mesh)
+    for name, collection in stacked.reshard_variables(variables, reshard).items():
         pipeline.put_variable(name, NAME, collection)
     return inputs
 
@@ -120,10 +126,8 @@ def init_batch(
     microbatched: bool = False,
 ) -> dict[str, Any]:
     """Returns the variables of all layers, from keys by random stream and a call's arguments."""
-    batch_inputs = modules.to_batch_inputs(segment_ids, positions)
-    x, batch_inputs = modules.first_microbatch(
-        pipeline.settings, inputs, batch_inputs, microbatched
-    )
+    batch_inputs = to_batch_inputs(segment_ids, positions)
+    x, batch_inputs = first_microbatch(pipeline.settings, inputs, batch_inputs, microbatched)
     return init_all(pipeline)(
         keys, x, batch_inputs["segment_ids"], batch_inputs["positions"], *options
     )
@@ -142,15 +146,23 @@ def weight_sharding(pipeline: Any, *arguments: Any) -> Any:
 
 def stacked_variables(pipeline: Any) -> dict[str, Any]:
     """Returns the variables of all layers by collection, in their boxes."""
-    found = {name: of[NAME] for name, of in pipeline.variables.items() if NAME in of}
-    return {name: of for name, of in unfreeze(found).items() if not collections.is_sown(name, of)}
+    found = {
+        name: collection[NAME]
+        for name, collection in pipeline.variables.items()
+        if NAME in collection
+    }
+    return {
+        name: collection
+        for name, collection in unfreeze(found).items()
+        if not collections.is_sown(name, collection)
+    }
 
 
 def draw_keys(pipeline: Any) -> dict[str, jax.Array] | tuple:
     """Returns [R, S, L] keys by random stream, or () if the module has no random streams."""
     dims = pipeline.settings.dims
     names = pipeline.scope.rngs
-    return {name: modules.layer_keys(pipeline.make_rng(name), dims) for name in names} or ()
+    return {name: layer_keys(pipeline.make_rng(name), dims) for name in names} or ()
 
 
 def run(
@@ -165,13 +177,13 @@ def run(
     """Runs inputs through all layers and stores the values that the layers sow."""
     boxed = stacked_variables(pipeline)
     mutable = collections.mutable_in_layer(pipeline.scope.mutable, boxed)
-    rules = modules.rules_in_stage(pipeline.settings.rules)
-    ys, sown = modules.run_batch(
+    rules = rules_in_stage(pipeline.settings.rules)
+    ys, sown = run_batch(
         layer_function(pipeline.layers, rules, mutable, *options),
         stacked.without_boxes(boxed),
         stacked.logical_specs(boxed) if names is None else names,
         inputs,
-        modules.to_batch_inputs(segment_ids, positions),
+        to_batch_inputs(segment_ids, positions),
         draw_keys(pipeline),
         pipeline,
         overwritten=collections.OVERWRITTEN,

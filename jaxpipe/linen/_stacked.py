@@ -13,7 +13,7 @@ from flax import linen as nn
 from flax.core import meta
 from jax.sharding import PartitionSpec
 
-from .. import modules
+from ..modules._weight_sharding import STACKED
 
 
 def init_stages(init: Callable) -> Callable:
@@ -29,15 +29,15 @@ def init_stages(init: Callable) -> Callable:
     """
 
     def init_all(keys: dict[str, jax.Array], *arguments: Any) -> Any:
-        of_layer = lambda keys: init(keys, *arguments)  # noqa: E731
-        return jax.vmap(jax.vmap(of_layer))(keys)
+        init_layer = lambda keys: init(keys, *arguments)  # noqa: E731
+        return jax.vmap(jax.vmap(init_layer))(keys)
 
     return init_all
 
 
 def with_names(variables: Any) -> Any:
     """Adds the names of the three leading dims to the boxes around [R, S, L, ...] leaves."""
-    for index, name in enumerate(modules.STACKED):
+    for index, name in enumerate(STACKED):
         variables = meta.map_axis_meta(lambda box: _add_name(box, index, name), variables)  # noqa: B023
     return variables
 
@@ -56,18 +56,18 @@ def logical_specs(variables: Any) -> Any:
 def _spec(leaf: Any) -> PartitionSpec:
     if isinstance(leaf, meta.AxisMetadata) and hasattr(leaf, "get_partition_spec"):
         return leaf.get_partition_spec()  # type: ignore[attr-defined]
-    return PartitionSpec(*modules.STACKED)
+    return PartitionSpec(*STACKED)
 
 
-def placed(variables: Any, place: Callable) -> Any:
-    """Returns `variables` with each array replaced by `place(array, logical spec, path=name)`."""
+def reshard_variables(variables: Any, reshard: Callable) -> Any:
+    """Returns `variables` with each array replaced by `reshard(array, logical spec, path=name)`."""
 
-    def place_leaf(path, leaf, names):
+    def reshard_leaf(path, leaf, names):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        return jax.tree.map(lambda x: place(x, names, path=name), leaf)
+        return jax.tree.map(lambda x: reshard(x, names, path=name), leaf)
 
     return jax.tree_util.tree_map_with_path(
-        place_leaf, variables, logical_specs(variables), is_leaf=meta.is_axis_metadata
+        reshard_leaf, variables, logical_specs(variables), is_leaf=meta.is_axis_metadata
     )
 
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from ..sharding._rules import Constrain
-from ._abstract import Weight, matrix, scale
 from ._chunked_loss import in_chunks
 from .layers._common import ACTIVATION, rms_norm, token_losses
+from .weights._abstract import Weight, matrix, scale
 
 _LOGITS = ("activation_batch", "activation_length", "activation_vocab")
 
@@ -83,16 +83,16 @@ def next_token_loss(
 
     def loss(weights, h, targets, shares):
         logits = jnp.einsum("btd,dv->btv", h, weights, preferred_element_type=jnp.float32)
-        losses, hits, of_all = token_losses(constrain(logits, _LOGITS), targets)
+        losses, hits, logsumexps = token_losses(constrain(logits, _LOGITS), targets)
         value, metrics = jnp.sum(losses * shares), {"accuracy": jnp.sum(hits * shares)}
         if not z_loss_multiplier:
             return value, metrics
-        z_loss = z_loss_multiplier * jnp.sum(jnp.square(of_all) * shares)
+        z_loss = z_loss_multiplier * jnp.sum(jnp.square(logsumexps) * shares)
         return value + z_loss, metrics | {"z_loss": z_loss}
 
     h = rms_norm(x, boundary["head"]["norm"], epsilon)
     weights = boundary["embed"]["table"].T if "embed" in boundary else boundary["head"]["logits"]
-    of_tokens = loss if num_chunks == 1 else in_chunks(loss, num_chunks)
-    return of_tokens(
+    token_loss = loss if num_chunks == 1 else in_chunks(loss, num_chunks)
+    return token_loss(
         weights.astype(x.dtype), h, batch_inputs["targets"], batch_inputs["target_weights"]
     )

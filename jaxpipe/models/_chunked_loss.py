@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .layers._on_shards import varying_like
+from .layers._on_shards import match_varying_axes
 
 Loss = Callable[[Array, Array, Array, Array], tuple[Array, dict[str, Float[Array, ""]]]]
 """`(weights [D, V], h [b, T, D], targets [b, T], shares [b, T]) -> (loss, metrics)`. All results
@@ -31,7 +31,7 @@ def in_chunks(loss: Loss, num_chunks: int) -> Loss:
     """
 
     @jax.custom_vjp
-    def in_all(weights, h, targets, shares):
+    def loss_in_chunks(weights, h, targets, shares):
         chunks = _split(num_chunks, h, targets, shares)
         return jax.tree.map(jnp.sum, jax.lax.map(lambda chunk: loss(weights, *chunk), chunks))
 
@@ -41,9 +41,9 @@ def in_chunks(loss: Loss, num_chunks: int) -> Loss:
             loss_and_metrics, (dw, dh, dshares) = loss_and_grads(weights, *chunk)
             return dweights + dw.astype(jnp.float32), (loss_and_metrics, (dh, dshares))
 
-        nothing = jnp.zeros_like(weights, dtype=jnp.float32)
+        zeros = jnp.zeros_like(weights, dtype=jnp.float32)
         chunks = _split(num_chunks, h, targets, shares)
-        dweights, (loss_and_metrics, chunk_grads) = jax.lax.scan(step, nothing, chunks)
+        dweights, (loss_and_metrics, chunk_grads) = jax.lax.scan(step, zeros, chunks)
         return jax.tree.map(jnp.sum, loss_and_metrics), (dweights, *map(_join, chunk_grads))
 
     def backward(gradients, cotangents):
@@ -52,7 +52,7 @@ def in_chunks(loss: Loss, num_chunks: int) -> Loss:
         dweights = (dweights * dloss).astype(dh.dtype)
         return dweights, dh * dloss.astype(dh.dtype), None, dshares * dloss
 
-    in_all.defvjp(forward, backward)
+    loss_in_chunks.defvjp(forward, backward)
 
     def checked(
         weights: Float[Array, "D V"],
@@ -66,7 +66,7 @@ def in_chunks(loss: Loss, num_chunks: int) -> Loss:
                 "tokens of a sequence. Give a divisor of `max_target_length`."
             )
         # Devices that share weights have different gradients of them.
-        return in_all(varying_like(h, weights), h, targets, shares)
+        return loss_in_chunks(match_varying_axes(h, weights), h, targets, shares)
 
     return checked
 

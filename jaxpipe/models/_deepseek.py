@@ -17,7 +17,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
 from ..sharding._rules import Constrain
-from ._abstract import scale, stacked
 from ._boundary import boundary_weights, embed_tokens, next_token_loss
 from ._deepseek_config import DeepseekConfig
 from .layers._attention import Attention
@@ -26,6 +25,7 @@ from .layers._experts import Experts
 from .layers._latent_attention import latent_attention, latent_attention_weights
 from .layers._moe import moe, moe_weights
 from .layers._projection import Projection, projection
+from .weights._abstract import scale, stack_weights
 
 Remat = Callable[[Callable], Callable]
 
@@ -54,10 +54,12 @@ def deepseek_weights(
     layer = _half_weights(config, branches, dtype)
     if dense_layers:
         mlp = swiglu_weights(D, config.base_mlp_dim, branches=branches, dtype=dtype)
-        boundary["embed"]["layers"] = stacked(layer | {"mlp": mlp}, (dense_layers,), ("layers",))
+        boundary["embed"]["layers"] = stack_weights(
+            layer | {"mlp": mlp}, (dense_layers,), ("layers",)
+        )
     layer["moe"] = moe_weights(config, branches=branches, dtype=dtype)
     if layers_after:
-        boundary["head"]["layers"] = stacked(layer, (layers_after,), ("layers",))
+        boundary["head"]["layers"] = stack_weights(layer, (layers_after,), ("layers",))
     return boundary | {"layer": layer}
 
 

@@ -103,11 +103,12 @@ def _check_choices(config: DeepseekConfig) -> None:
 
 
 def _check_experts(config: DeepseekConfig) -> None:
-    groups, kept = config.n_routing_groups, config.topk_routing_group
-    if groups < 1 or config.num_experts % groups or not 1 <= kept <= groups:
+    groups, eligible = config.n_routing_groups, config.topk_routing_group
+    if groups < 1 or config.num_experts % groups or not 1 <= eligible <= groups:
         raise ValueError(
             f"`num_experts` is {config.num_experts}, `n_routing_groups` {groups} and "
-            f"`topk_routing_group` {kept}. Groups are equal, and a token keeps 1 to all of them."
+            f"`topk_routing_group` {eligible}. Groups must be equal, and a token "
+            "chooses from 1 to all of them."
         )
     per_group = config.num_experts // groups
     if groups > 1 and per_group < config.group_score_experts:
@@ -116,10 +117,10 @@ def _check_experts(config: DeepseekConfig) -> None:
             f"by their {config.group_score_experts} best experts (`group_score_experts`): give "
             "fewer groups."
         )
-    if not 1 <= config.num_experts_per_tok <= kept * per_group:
+    if not 1 <= config.num_experts_per_tok <= eligible * per_group:
         raise ValueError(
             f"`num_experts_per_tok` is {config.num_experts_per_tok}, and a token chooses among "
-            f"{kept * per_group} experts. Give 1 to {kept * per_group}."
+            f"{eligible * per_group} experts. Give 1 to {eligible * per_group}."
         )
 
 

@@ -15,7 +15,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
 from ..sharding._rules import Constrain
-from ._abstract import matrix, scale, stacked
 from ._boundary import boundary_weights, embed_tokens, next_token_loss
 from .layers._attention import Attention
 from .layers._common import (
@@ -31,6 +30,7 @@ from .layers._common import (
     swiglu_weights,
 )
 from .layers._projection import Projection, projection
+from .weights._abstract import matrix, scale, stack_weights
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,19 @@ def llama_weights(
 
     Returns:
         `{"embed", "layer", "head"}`: trees of `Weight`. "layer" is one layer, unstacked.
+
+    Example:
+        >>> config = LlamaConfig(64, 8, 4, 2, base_mlp_dim=192, head_dim=16, vocab_size=320)
+        >>> weights = llama_weights(config)
+        >>> weights["layer"]["mlp"]["up"].shape, weights["layer"]["mlp"]["up"].axes
+        ((64, 192), ('embed', 'mlp'))
     """
     boundary = boundary_weights(
         config.base_emb_dim, config.vocab_size, tied=config.logits_via_embedding, dtype=dtype
     )
     layer = _layer_weights(config, dtype)
     if layers_after:
-        boundary["head"]["layers"] = stacked(layer, (layers_after,), ("layers",))
+        boundary["head"]["layers"] = stack_weights(layer, (layers_after,), ("layers",))
     return boundary | {"layer": layer}
 
 
@@ -190,8 +196,8 @@ def llama(
         out = checkpoint_name(out, "context")
         return checkpoint_name(project(out, w["out"]), "out_proj")
 
-    of_tokens = partial(next_token_loss, epsilon=epsilon, z_loss_multiplier=z_loss_multiplier)
-    token_loss = partial(of_tokens, constrain=constrain, num_chunks=num_vocab_tiling)
+    loss_of_tokens = partial(next_token_loss, epsilon=epsilon, z_loss_multiplier=z_loss_multiplier)
+    token_loss = partial(loss_of_tokens, constrain=constrain, num_chunks=num_vocab_tiling)
 
     def loss(boundary: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree):
         if "layers" in boundary["head"]:

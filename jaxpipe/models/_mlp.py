@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from ._abstract import Weight
 from .layers._common import dropout, rms_norm, token_losses
+from .weights._abstract import Weight
 
 
 def mlp_weights(

@@ -16,12 +16,14 @@ from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from .layers._common import rms_norm
-from .layers._on_shards import varying_like
+from .layers._on_shards import match_varying_axes
 
-Shared = Callable[[PyTree, Array, PyTree, str], tuple[Any, Any]]
+VocabParallelLoss = Callable[[PyTree, Array, PyTree, str], tuple[Any, Any]]
 
 
-def vocab_parallel_next_token_loss(epsilon: float, z_loss_multiplier: float = 0.0) -> Shared:
+def vocab_parallel_next_token_loss(
+    epsilon: float, z_loss_multiplier: float = 0.0
+) -> VocabParallelLoss:
     """Returns a function that computes the loss and its gradients inside a mesh axis.
 
     Args:
@@ -36,36 +38,36 @@ def vocab_parallel_next_token_loss(epsilon: float, z_loss_multiplier: float = 0.
         sums over `axis` are the whole. The function raises a `ValueError` if S does not divide V.
     """
 
-    def shared(boundary: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, axis: str):
+    def loss(boundary: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, axis: str):
         rank = lax.axis_index(axis)
         # Each rank differentiates by its own copy of x: the gradient of a shared x would be summed.
-        x = varying_like(boundary, x)
+        x = match_varying_axes(boundary, x)
         h, pull_norm = jax.vjp(
             lambda x, scale: rms_norm(x, scale, epsilon), x, boundary["head"]["norm"]
         )
         tied = "embed" in boundary
-        whole = boundary["embed"]["table"] if tied else boundary["head"]["logits"]
+        vocab_weights = boundary["embed"]["table"] if tied else boundary["head"]["logits"]
         dim = 0 if tied else 1
-        size = _slice_of(whole.shape[dim], lax.axis_size(axis))
-        mine = lax.dynamic_slice_in_dim(whole, rank * size, size, dim).astype(x.dtype)
-        weights = mine.T if tied else mine
+        size = _slice_of(vocab_weights.shape[dim], lax.axis_size(axis))
+        own_slice = lax.dynamic_slice_in_dim(vocab_weights, rank * size, size, dim).astype(x.dtype)
+        weights = own_slice.T if tied else own_slice
         targets = batch_inputs["targets"] - rank * size
 
         shares = batch_inputs["target_weights"]
-        losses, hits, of_all, probabilities = _losses(h, weights, targets, axis)
-        z_losses = z_loss_multiplier * jnp.square(of_all)
+        losses, hits, logsumexps, probabilities = _losses(h, weights, targets, axis)
+        z_losses = z_loss_multiplier * jnp.square(logsumexps)
         # The derivative of logsumexp**2 is 2 * logsumexp times the probabilities.
-        more = 1 + 2 * z_loss_multiplier * of_all
+        slope = 1 + 2 * z_loss_multiplier * logsumexps
         is_target = jnp.arange(size) == targets[..., None]
-        dlogits = probabilities * more[..., None] - is_target.astype(jnp.float32)
+        dlogits = probabilities * slope[..., None] - is_target.astype(jnp.float32)
         dlogits *= shares[..., None]
         dlogits = dlogits.astype(x.dtype)
         dweights = jnp.einsum("btd,btv->dv", h, dlogits, preferred_element_type=jnp.float32)
         dh = jnp.einsum("btv,dv->btd", dlogits, weights, preferred_element_type=jnp.float32)
-        dx, dnorm = pull_norm(varying_like(h, lax.psum(dh, axis).astype(h.dtype)))
-        nothing = jnp.zeros(whole.shape, jnp.float32)
-        of_whole = lax.dynamic_update_slice_in_dim(
-            nothing, dweights.T if tied else dweights, rank * size, dim
+        dx, dnorm = pull_norm(match_varying_axes(h, lax.psum(dh, axis).astype(h.dtype)))
+        zeros = jnp.zeros(vocab_weights.shape, jnp.float32)
+        dvocab = lax.dynamic_update_slice_in_dim(
+            zeros, dweights.T if tied else dweights, rank * size, dim
         )
 
         def once(value: jax.Array) -> jax.Array:
@@ -73,14 +75,14 @@ def vocab_parallel_next_token_loss(epsilon: float, z_loss_multiplier: float = 0.
             return jnp.where(rank == 0, value, jnp.zeros_like(value))
 
         boundary_grads = {"head": {"norm": once(dnorm)}}
-        boundary_grads |= {"embed": {"table": of_whole}} if tied else {}
-        boundary_grads["head"] |= {} if tied else {"logits": of_whole}
+        boundary_grads |= {"embed": {"table": dvocab}} if tied else {}
+        boundary_grads["head"] |= {} if tied else {"logits": dvocab}
         value = once(jnp.sum((losses + z_losses) * shares))
         metrics = {"accuracy": once(jnp.sum(hits * shares))}
         metrics |= {"z_loss": once(jnp.sum(z_losses * shares))} if z_loss_multiplier else {}
         return (value, metrics), (boundary_grads, dx)
 
-    return shared
+    return loss
 
 
 def _slice_of(vocab_size: int, num_ranks: int) -> int:
@@ -102,15 +104,15 @@ def _losses(
     """
     logits = jnp.einsum("btd,dv->btv", h, weights, preferred_element_type=jnp.float32)
     highest = jnp.max(logits, axis=-1)
-    most = lax.pmax(highest, axis)
-    exponentials = jnp.exp(logits - most[..., None])
+    maximum = lax.pmax(highest, axis)
+    exponentials = jnp.exp(logits - maximum[..., None])
     sums = lax.psum(jnp.sum(exponentials, axis=-1), axis)
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
     picked = lax.psum(jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1), axis)
     # Among equal logits the first token is the likeliest, as in `argmax`.
     first = jnp.argmax(logits, axis=-1) - targets
     far = jnp.iinfo(first.dtype).max
-    likeliest = lax.pmin(jnp.where(highest == most, first, far), axis)
+    likeliest = lax.pmin(jnp.where(highest == maximum, first, far), axis)
     hits = (likeliest == 0).astype(jnp.float32)
-    of_all = jnp.log(sums) + most
-    return of_all - picked, hits, of_all, exponentials / sums[..., None]
+    logsumexps = jnp.log(sums) + maximum
+    return logsumexps - picked, hits, logsumexps, exponentials / sums[..., None]

@@ -9,8 +9,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..spmd._ranks import AXIS
 from ..spmd.stepwise import _iteration as iteration
-from ._placement import physical_spec
 from ._settings import AxisRules, PipelineSettings
+from ._weight_sharding import physical_spec
 
 
 class PipelineAttributes:

@@ -23,9 +23,15 @@ from ._layers import (
     to_microbatches,
 )
 from ._methods import PipelineMethods
-from ._overwritten_weights import MICROBATCH, slotted, split_weights, to_slots, with_slots
-from ._placement import describe_placement, physical_specs, place_microbatches
+from ._overwritten_weights import (
+    MICROBATCH,
+    broadcast_to_slots,
+    layer_with_slots,
+    slotted_weights,
+    split_weights,
+)
 from ._settings import PipelineSettings
+from ._weight_sharding import describe_shardings, physical_specs, reshard_microbatches
 
 
 def split_batch(
@@ -46,8 +52,8 @@ def split_batch(
         ValueError: If a leaf has a number of rows that contradicts the settings.
     """
     split = check_microbatches if microbatched else to_microbatches
-    whole = {"inputs": inputs} | batch_inputs
-    parts = split(whole, settings.pipeline_shape.num_microbatches, settings.batch_size)
+    leaves = {"inputs": inputs} | batch_inputs
+    parts = split(leaves, settings.pipeline_shape.num_microbatches, settings.batch_size)
     return parts["inputs"], {name: parts[name] for name in batch_inputs}
 
 
@@ -89,18 +95,20 @@ def run_batch(
     _check_keys(keys, settings)
     specs = physical_specs(names, pipeline.axis_rules, mesh)
     if settings.debug_sharding:
-        logging.getLogger("jaxpipe").info(describe_placement(weights, names, specs))
-    xs, batch_inputs = split_batch(settings, inputs, batch_inputs, microbatched)
-    xs = place_microbatches(xs, pipeline.axis_rules, mesh, settings.batch_axes)
+        logging.getLogger("jaxpipe").info(describe_shardings(weights, names, specs))
+    microbatches, batch_inputs = split_batch(settings, inputs, batch_inputs, microbatched)
+    microbatches = reshard_microbatches(
+        microbatches, pipeline.axis_rules, mesh, settings.batch_axes
+    )
     weights = typed_by_specs(weights, specs, mesh)
     others, slots = split_weights(weights, overwritten)
     if slots:
         M = settings.pipeline_shape.num_microbatches
-        numbers = jnp.broadcast_to(jnp.arange(M)[:, None], (M, parts))
-        layer, batch_inputs = with_slots(layer), batch_inputs | {MICROBATCH: numbers}
-        nothing = jax.tree.map(lambda _: PartitionSpec(*[None] * 3), slots)
-        weights = slotted(others, to_slots(slots, M * parts))
-        names, specs = (slotted(_of(tree, others), nothing) for tree in (names, specs))
+        microbatch_ids = jnp.broadcast_to(jnp.arange(M)[:, None], (M, parts))
+        layer, batch_inputs = layer_with_slots(layer), batch_inputs | {MICROBATCH: microbatch_ids}
+        replicated = jax.tree.map(lambda _: PartitionSpec(*[None] * 3), slots)
+        weights = slotted_weights(others, broadcast_to_slots(slots, M * parts))
+        names, specs = (slotted_weights(_of(tree, others), replicated) for tree in (names, specs))
     gather = gather_of_names(
         weights, names, specs, mesh=mesh, when=settings.gather, batch_axes=settings.batch_axes
     )
@@ -111,7 +119,9 @@ def run_batch(
         remat=settings.remat_tick,
         gather=gather,
     )
-    ys, records = pipeline_layers(engine, layer, weights, xs, batch_inputs, keys, settings, mesh)
+    ys, records = pipeline_layers(
+        engine, layer, weights, microbatches, batch_inputs, keys, settings, mesh
+    )
     return ys if microbatched else from_microbatches(ys), records
 
 

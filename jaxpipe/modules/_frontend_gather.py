@@ -17,7 +17,7 @@ from ..sharding._rules import GATHERED_AXES, gathered_rules
 from ..sharding._specs import axes_of, axes_of_dim
 from ..spmd._ranks import is_spec
 from ..spmd._weight_gather import Gather, When, gather_weights
-from ._placement import gather_stage
+from ._weight_sharding import gather_stage
 
 EXPERTS = "exp"
 """Logical name of the dim of routed experts, which stays sharded over the mesh axis "expert"."""
@@ -83,10 +83,10 @@ def _check_axes(
     explicit axis that is not one of them.
     """
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    whole = partition_spec(dims, gathered_rules(rules))
-    kept, stored = axes_of(whole), axes_of(partition_spec(dims, rules))
-    found = dict.fromkeys(kept.intersection(batch_axes), "one of `pipeline_batch_axes`")
-    for axis in stored.difference(batch_axes):
+    gathered_spec = partition_spec(dims, gathered_rules(rules))
+    remaining_axes, stored_axes = axes_of(gathered_spec), axes_of(partition_spec(dims, rules))
+    found = dict.fromkeys(remaining_axes.intersection(batch_axes), "one of `pipeline_batch_axes`")
+    for axis in stored_axes.difference(batch_axes):
         if types[axis] == AxisType.Explicit:
             found[axis] = "which is Explicit and not one of `pipeline_batch_axes`"
     for axis, what in found.items():

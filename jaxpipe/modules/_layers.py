@@ -26,7 +26,7 @@ from ._settings import PipelineSettings
 Layer = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
-class Underway(NamedTuple):
+class ActivationInFlight(NamedTuple):
     """An activation in flight, with the values that earlier stages have recorded for it.
 
     Attributes:
@@ -149,14 +149,18 @@ def stage_of_layers(layer: Layer, *, scan: bool, remat: Remat) -> Layer:
     layer = remat(layer)
 
     def scanned(weights, x, batch_inputs, rng):
-        return lax.scan(lambda x, of: layer(of[0], x, batch_inputs, of[1]), x, (weights, rng))
+        def run_layer(x, layer_inputs):
+            w, key = layer_inputs
+            return layer(w, x, batch_inputs, key)
+
+        return lax.scan(run_layer, x, (weights, rng))
 
     def unrolled(weights, x, batch_inputs, rng):
         records = []
         for i in range(jax.tree.leaves(weights)[0].shape[0]):
             w, key = jax.tree.map(lambda leaf: leaf[i], (weights, rng))  # noqa: B023
-            x, of_layer = layer(w, x, batch_inputs, key)
-            records.append(of_layer)
+            x, layer_records = layer(w, x, batch_inputs, key)
+            records.append(layer_records)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *records)
 
     return scanned if scan else unrolled
@@ -168,17 +172,17 @@ def without_records(stage: Layer) -> Layer:
 
 
 def with_records(stage: Layer) -> Layer:
-    """Returns `stage` with the contract of the engines, for activations of type `Underway`."""
+    """Returns `stage` with the contract of the engines, for `ActivationInFlight`."""
 
-    def record(weights, underway, batch_inputs, rng):
-        y, new = stage(weights, underway.x, batch_inputs, rng)
-        (number,) = underway.stage
+    def record(weights, in_flight, batch_inputs, rng):
+        y, new = stage(weights, in_flight.x, batch_inputs, rng)
+        (stage_id,) = in_flight.stage
         records = jax.tree.map(
-            lambda entries, one: lax.dynamic_update_index_in_dim(entries, one[None], number, 1),
-            underway.records,
+            lambda entries, one: lax.dynamic_update_index_in_dim(entries, one[None], stage_id, 1),
+            in_flight.records,
             new,
         )
-        return Underway(y, records, underway.stage + 1), {}
+        return ActivationInFlight(y, records, in_flight.stage + 1), {}
 
     return record
 
@@ -225,8 +229,8 @@ def pipeline_layers(
     empty = jax.tree.map(
         lambda s: jnp.zeros((*each, repeats * ranks, layers, *s.shape), s.dtype), shapes
     )
-    underway = Underway(inputs, empty, jnp.zeros(each, jnp.int32))
-    done = engine(with_records(stage), weights, underway, batch_inputs, keys)[0]
+    in_flight = ActivationInFlight(inputs, empty, jnp.zeros(each, jnp.int32))
+    done = engine(with_records(stage), weights, in_flight, batch_inputs, keys)[0]
 
     def in_order(x):  # [M, p, R * S, L, ...] -> [R, S, L, M, ...]
         x = jnp.moveaxis(jnp.sum(x, axis=1, dtype=x.dtype), 0, 2)
@@ -295,7 +299,7 @@ def layer_shapes(
     arrays = first(3, weights), first(1, inputs), first(1, batch_inputs), first(3, keys)
     if mesh is not None:  # A layer may communicate over the axes that are manual where it runs.
         rows = PartitionSpec(batch_axes)
-        arrays = *arrays[:1], *(_placed(tree, mesh, rows) for tree in arrays[1:3]), arrays[3]
+        arrays = *arrays[:1], *(_sharded(tree, mesh, rows) for tree in arrays[1:3]), arrays[3]
         specs = PartitionSpec(), rows, rows, PartitionSpec()
         run = jax.shard_map(
             in_stage(run), mesh=mesh, axis_names={AXIS, *batch_axes}, in_specs=specs, out_specs=None
@@ -310,7 +314,7 @@ def layer_shapes(
     return records
 
 
-def _placed(tree: PyTree, mesh: Mesh, spec: PartitionSpec) -> PyTree:
+def _sharded(tree: PyTree, mesh: Mesh, spec: PartitionSpec) -> PyTree:
     where = NamedSharding(mesh, spec)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
 

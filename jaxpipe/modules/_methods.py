@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from ..spmd.stepwise import _iteration as iteration
 from ..spmd.stepwise import _weight_window as window
-from . import _placement as placement
+from . import _weight_sharding as weight_sharding
 from ._attributes import PipelineAttributes
 from ._layers import Layer, settings_stage, without_records
 from ._settings import AxisRules, PipelineSettings
@@ -102,12 +102,12 @@ class PipelineMethods(PipelineAttributes):
         return self.settings.remat_tick(lambda w, *rest: stage(gathered(w), *rest))
 
     def _gathered(self, names) -> Callable | None:
-        return None if names is None else placement.gather_stage(self._specs(names))
+        return None if names is None else weight_sharding.gather_stage(self._specs(names))
 
     def _specs(self, names) -> Any:
         """Returns physical specs of [S, ...] leaves from logical specs of [R, S, ...] leaves."""
-        return placement.physical_specs(
-            placement.without_repeats(names), self.axis_rules, self.mesh
+        return weight_sharding.physical_specs(
+            weight_sharding.without_repeats(names), self.axis_rules, self.mesh
         )
 
 
@@ -118,7 +118,7 @@ class LoopMethods(PipelineMethods):
         self, x, dim, physical_partition_spec=None, is_stage_weight=False
     ) -> jax.Array:
         """Returns `x` with dim `dim` sharded over the mesh axis `stage`."""
-        return placement.shard_dim_by_stages(
+        return weight_sharding.shard_dim_by_stages(
             x, dim, physical_partition_spec, self.mesh, is_weight=is_stage_weight
         )
 
@@ -135,10 +135,10 @@ class LoopMethods(PipelineMethods):
         The dim of repeats, `repeat_dim_in_weights`, is removed. If specs are given, the weights are
         gathered over fsdp, context and expert.
         """
-        taken = iteration.take_repeats(
+        weights_of_repeats = iteration.take_repeats(
             weights, repeat_ids, repeat_dim_in_weights, stages_dim_in_weights, self.mesh
         )
-        return self._whole(taken, physical_partition_spec)
+        return self._gathered_over_all(weights_of_repeats, physical_partition_spec)
 
     def vmap_gather(self, xs, ids, ids_dim) -> Any:
         """Returns entry `ids[r]` of dim `ids_dim` for every rank r: that dim becomes [S]."""
@@ -195,17 +195,17 @@ class LoopMethods(PipelineMethods):
     @staticmethod
     def get_logical_spec_repeats_removed(full_logical) -> Any:
         """Returns the logical specs without the name "circular_repeats"."""
-        return placement.without_repeats(full_logical)
+        return weight_sharding.without_repeats(full_logical)
 
     def all_gather_over_fsdp(self, variables, logical_partition_spec) -> Any:
         """Returns [R, S, ...] variables that are no longer sharded over fsdp and fsdp_transpose."""
-        specs = placement.physical_specs(logical_partition_spec, self.axis_rules, self.mesh)
-        return placement.gather_all(variables, specs, self.mesh, ("fsdp", "fsdp_transpose"))
+        specs = weight_sharding.physical_specs(logical_partition_spec, self.axis_rules, self.mesh)
+        return weight_sharding.gather_all(variables, specs, self.mesh, ("fsdp", "fsdp_transpose"))
 
-    def _whole(self, weights, specs) -> Any:
+    def _gathered_over_all(self, weights, specs) -> Any:
         if specs is None:
             return weights
-        return placement.gather_all(weights, specs, self.mesh, placement.GATHERED)
+        return weight_sharding.gather_all(weights, specs, self.mesh, weight_sharding.GATHERED)
 
 
 class WindowMethods(PipelineMethods):
@@ -267,7 +267,9 @@ class WindowMethods(PipelineMethods):
         weights = window.from_window(bsw, now, self.settings.pipeline_shape)
         if physical_partition_spec is None:
             return weights
-        return placement.gather_all(weights, physical_partition_spec, self.mesh, placement.GATHERED)
+        return weight_sharding.gather_all(
+            weights, physical_partition_spec, self.mesh, weight_sharding.GATHERED
+        )
 
     def from_all_variables_to_repeat_weights(self, weights, loop_iteration) -> Any:
         """Returns the [S, ...] weights of rank 0's current repeat, for all stages."""
@@ -277,7 +279,7 @@ class WindowMethods(PipelineMethods):
         self,
         repeat_weights,
         physical_partition_spec,
-        axes_to_gather=placement.GATHERED,
+        axes_to_gather=weight_sharding.GATHERED,
         use_shardmap=False,
     ) -> Any:
         """Returns one half of a window: the [S, ...] weights of a repeat, gathered.
@@ -285,7 +287,7 @@ class WindowMethods(PipelineMethods):
         They are gathered over `axes_to_gather`: with `use_shardmap` by `jax.lax.all_gather`,
         otherwise by a sharding constraint.
         """
-        return placement.gather_block(
+        return weight_sharding.gather_block(
             repeat_weights, physical_partition_spec, self.mesh, axes_to_gather, use_shardmap
         )
 

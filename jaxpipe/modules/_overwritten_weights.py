@@ -30,22 +30,22 @@ def split_weights(weights: dict[str, Any], names: tuple[str, ...]) -> tuple[dict
     return {name: w for name, w in weights.items() if name not in overwritten}, overwritten
 
 
-def slotted(others: PyTree, slots: PyTree) -> dict[str, PyTree]:
-    """Returns the weights of a layer made by `with_slots`: ordinary weights and slots."""
+def slotted_weights(others: PyTree, slots: PyTree) -> dict[str, PyTree]:
+    """Returns the weights of a layer made by `layer_with_slots`: ordinary weights and slots."""
     return {"others": others, "slots": slots}
 
 
-def to_slots(overwritten: PyTree, num_slots: int) -> PyTree:
+def broadcast_to_slots(overwritten: PyTree, num_slots: int) -> PyTree:
     """Broadcasts [R, S, L, ...] weights to [R, S, L, M * p, ...] slots.
 
     The gradient of a weight is the largest slot that a microbatch has set, or else the weight
     itself.
     """
-    return jax.tree.map(lambda w: _to_slots(w, num_slots), overwritten)
+    return jax.tree.map(lambda w: _broadcast_to_slots(w, num_slots), overwritten)
 
 
-def with_slots(layer: Layer) -> Layer:
-    """Returns `layer` for weights of `slotted`, whose slots are [M * p, ...]."""
+def layer_with_slots(layer: Layer) -> Layer:
+    """Returns `layer` for weights of `slotted_weights`, whose slots are [M * p, ...]."""
 
     def run(weights, x, batch_inputs, rng):
         own, tag = _enter(index_leading(weights["slots"], _slot(batch_inputs[MICROBATCH])))
@@ -80,8 +80,8 @@ def _largest(num_slots: int, w: jax.Array, slots: jax.Array) -> tuple[jax.Array]
     return (jnp.where(was_set.reshape(*was_set.shape, *[1] * (w.ndim - 3)), largest, w),)
 
 
-_to_slots: Callable = jax.custom_vjp(_slots_of, nondiff_argnums=(1,))
-_to_slots.defvjp(lambda w, num: (_slots_of(w, num), w), _largest)
+_broadcast_to_slots: Callable = jax.custom_vjp(_slots_of, nondiff_argnums=(1,))
+_broadcast_to_slots.defvjp(lambda w, num: (_slots_of(w, num), w), _largest)
 
 
 def _with_tag(own: PyTree) -> tuple[PyTree, jax.Array]:
@@ -89,13 +89,13 @@ def _with_tag(own: PyTree) -> tuple[PyTree, jax.Array]:
     return own, jnp.sum(0 * jax.tree.leaves(own)[0])
 
 
-def _drop_of_bubble(_: None, cotangents: tuple[PyTree, jax.Array]) -> tuple[PyTree]:
+def _drop_grads_of_bubble(_: None, cotangents: tuple[PyTree, jax.Array]) -> tuple[PyTree]:
     own, tag = cotangents
     return (jax.tree.map(lambda w: jnp.where(tag != 0, w, jnp.zeros_like(w)), own),)
 
 
 _enter: Callable = jax.custom_vjp(_with_tag)
-_enter.defvjp(lambda own: (_with_tag(own), None), _drop_of_bubble)
+_enter.defvjp(lambda own: (_with_tag(own), None), _drop_grads_of_bubble)
 
 
 def _first(y: PyTree, tag: jax.Array) -> PyTree:
@@ -103,7 +103,7 @@ def _first(y: PyTree, tag: jax.Array) -> PyTree:
     return y
 
 
-def _tell_bubble(tag: PyTree, y: PyTree) -> tuple[PyTree, jax.Array]:
+def _mark_bubble(tag: PyTree, y: PyTree) -> tuple[PyTree, jax.Array]:
     return y, _any_nonzero(y).astype(tag.dtype)
 
 
@@ -113,4 +113,4 @@ def _any_nonzero(tree: PyTree) -> Bool[Array, ""]:
 
 
 _leave: Callable = jax.custom_vjp(_first)
-_leave.defvjp(lambda y, tag: (y, jnp.zeros_like(tag)), _tell_bubble)
+_leave.defvjp(lambda y, tag: (y, jnp.zeros_like(tag)), _mark_bubble)

@@ -16,7 +16,8 @@ from flax.core.spmd import logical_axis_rules
 from flax.linen import fp8_ops
 from jaxtyping import PyTree
 
-from .. import modules
+from ..modules._layers import Layer, outputs_of
+from ..modules._settings import AxisRules
 from ._sown import call, captured_types, without_sown
 from ._stacked import without_names
 
@@ -47,8 +48,8 @@ def with_weights(state: PyTree, weights: dict[str, Any]) -> PyTree:
 
 
 def layer_function(
-    layers: nnx.Module, rules: modules.AxisRules | None, records: bool, *options: Any
-) -> modules.Layer:
+    layers: nnx.Module, rules: AxisRules | None, records: bool, *options: Any
+) -> Layer:
     """Returns a layer as a function `(weights, x, batch_inputs, keys) -> (y, sown)`.
 
     Args:
@@ -78,15 +79,15 @@ def layer_function(
                 layer, types, x, batch_inputs["segment_ids"], batch_inputs["positions"], *options
             )
         check_unchanged(weights, weights_of(nnx.state(layer, nnx.Not(nnx.RngState))))
-        return modules.outputs_of(y, x), sown if records else {}
+        return outputs_of(y, x), sown if records else {}
 
     return apply
 
 
 def check_unchanged(before: dict[str, Any], after: dict[str, Any]) -> None:
     """Raises a `ValueError` if a layer's call set or created a variable other than by `sow`."""
-    same = lambda name: name in before and _is_same(before[name], after[name])  # noqa: E731
-    changed = sorted(name for name in after if not same(name))
+    is_unchanged = lambda name: name in before and _is_same(before[name], after[name])  # noqa: E731
+    changed = sorted(name for name in after if not is_unchanged(name))
     if changed:
         raise ValueError(
             f"A layer's call changes its variables {changed}, so that its next call may read them. "
@@ -112,9 +113,12 @@ def draw_keys(layers: nnx.Module, *, advance: bool) -> Any:
         A state with [R, S, L] keys for every stream, or ().
     """
     counts, keys, _ = nnx.state(layers, nnx.RngCount, nnx.RngKey, ...)
-    number = weights_of(counts)
+    counts_by_name = weights_of(counts)
     drawn = [
-        (path, key.replace(_fold_each(key.get_value(), number[_name((*path[:-1], "count"))])))
+        (
+            path,
+            key.replace(_fold_each(key.get_value(), counts_by_name[_name((*path[:-1], "count"))])),
+        )
         for path, key in nnx.to_flat_state(keys)
     ]
     if advance:
@@ -122,8 +126,8 @@ def draw_keys(layers: nnx.Module, *, advance: bool) -> Any:
     return nnx.from_flat_state(drawn) if drawn else ()
 
 
-def _fold_each(keys: jax.Array, numbers: jax.Array) -> jax.Array:
-    fold = jax.random.fold_in
+def _fold_each(keys: jax.Array, counts: jax.Array) -> jax.Array:
+    fold_in = jax.random.fold_in
     for _ in keys.shape:  # a reshape would lose how explicit axes split the keys
-        fold = jax.vmap(fold)
-    return fold(keys, numbers)
+        fold_in = jax.vmap(fold_in)
+    return fold_in(keys, counts)

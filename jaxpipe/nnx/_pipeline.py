@@ -1,4 +1,4 @@
-"""NNX modules of a pipeline, implemented by `_run` and base classes of `jaxpipe.modules`."""
+"""NNX modules of a pipeline, implemented by `_run` and the base classes in `jaxpipe/modules`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +9,10 @@ from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import Mesh
 
-from .. import modules
+from ..modules._layers import Layer
+from ..modules._methods import LoopMethods, PipelineMethods, WindowMethods
+from ..modules._settings import AxisRules, pipeline_settings
+from ..modules._weight_sharding import reshard_weight, rules_in_stage
 from . import _layer as layer
 from . import _run as run
 from . import _stacked as stacked
@@ -31,7 +34,7 @@ class _Given:
         return hash(_Given)
 
 
-class PipelineBase(modules.PipelineMethods, nnx.Module):
+class PipelineBase(PipelineMethods, nnx.Module):
     """A stack of equal layers that runs as a pipeline.
 
     Attributes:
@@ -56,7 +59,7 @@ class PipelineBase(modules.PipelineMethods, nnx.Module):
         """Creates all layers.
 
         Args:
-            config: Any object with the fields of `jaxpipe.modules.pipeline_settings`.
+            config: Any object with MaxText's fields, which docs/flax.md lists.
             layers: `rngs -> module`. The module's call is `(inputs, segment_ids, positions,
                 deterministic, model_mode)` and returns outputs like inputs, or (outputs, None).
             mesh: A mesh with the axis "stage", or None: then one device runs all ranks.
@@ -68,7 +71,7 @@ class PipelineBase(modules.PipelineMethods, nnx.Module):
             ValueError: If the config has an invalid value, or fields that contradict each other or
                 `mesh`.
         """
-        self.settings = modules.pipeline_settings(config, mesh, remat_policy)
+        self.settings = pipeline_settings(config, mesh, remat_policy)
         self.mesh = mesh
         self.remat_policy = remat_policy
         self.name = name
@@ -83,19 +86,19 @@ class PipelineBase(modules.PipelineMethods, nnx.Module):
 
     def setup(self, rngs: nnx.Rngs) -> None:
         """Creates `layers` anew."""
-        place = partial(modules.place_weight, rules=self.axis_rules, mesh=self.mesh)
-        self.layers = stacked.stacked_module(self.factory, rngs, self.settings.dims, place)
+        reshard = partial(reshard_weight, rules=self.axis_rules, mesh=self.mesh)
+        self.layers = stacked.stacked_module(self.factory, rngs, self.settings.dims, reshard)
 
     @property
-    def axis_rules(self) -> modules.AxisRules:
+    def axis_rules(self) -> AxisRules:
         """Returns the config's logical axis rules, or else Flax's in context, or else jaxpipe's."""
         return self.settings.rules_or(get_logical_axis_rules())
 
     def layer_function(
         self, deterministic: bool, model_mode: str, instance: nnx.Module | None = None
-    ) -> modules.Layer:
+    ) -> Layer:
         """Returns a layer, or `instance`, as a pure function that records nothing."""
-        rules = modules.rules_in_stage(self.settings.rules)
+        rules = rules_in_stage(self.settings.rules)
         layers = self.layers if instance is None else instance
         return layer.layer_function(layers, rules, False, deterministic, model_mode)
 
@@ -165,14 +168,14 @@ class PipelineBase(modules.PipelineMethods, nnx.Module):
         )
 
 
-class Pipeline(modules.LoopMethods, PipelineBase):
+class Pipeline(LoopMethods, PipelineBase):
     """A pipeline that gathers weights in every iteration.
 
     With `pipeline_fsdp_ag_once` it gathers them once per step instead.
     """
 
 
-class CircularPipeline(modules.WindowMethods, PipelineBase):
+class CircularPipeline(WindowMethods, PipelineBase):
     """A pipeline that gathers the weights of each repeat once, before the repeat starts."""
 
 
@@ -188,7 +191,7 @@ def create_pipeline(
     """Returns a `CircularPipeline` if `pipeline_fsdp_ag_per_repeat` is set, else a `Pipeline`.
 
     Args:
-        config: Any object with the fields of `jaxpipe.modules.pipeline_settings`.
+        config: Any object with MaxText's fields, which docs/flax.md lists.
         layers: `rngs -> module`. The module's call is `(inputs, segment_ids, positions,
             deterministic, model_mode)` and returns outputs like inputs, or (outputs, None).
         mesh: A mesh with the axis "stage", or None: then one device runs all ranks.
@@ -203,6 +206,6 @@ def create_pipeline(
         ValueError: If the config has an invalid value, or fields that contradict each other or
             `mesh`.
     """
-    settings = modules.pipeline_settings(config, mesh, remat_policy)
+    settings = pipeline_settings(config, mesh, remat_policy)
     kind = CircularPipeline if settings.gather == "repeat" else Pipeline
     return kind(config, layers, mesh, remat_policy, rngs=rngs, name=name)

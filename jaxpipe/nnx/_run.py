@@ -6,7 +6,9 @@ import jax
 from flax import nnx
 from jaxtyping import PyTree
 
-from .. import modules
+from ..modules._frontend import run_batch
+from ..modules._methods import to_batch_inputs
+from ..modules._weight_sharding import rules_in_stage
 from . import _layer as layers_of
 from . import _stacked as stacked
 from ._sown import store, without_sown
@@ -30,13 +32,13 @@ def run(
     layers, deterministic = pipeline.layers, options[0]
     state = weight_state(layers)
     names = stacked.logical_specs(state) if names is None else names
-    rules = modules.rules_in_stage(pipeline.settings.rules)
-    ys, sown = modules.run_batch(
+    rules = rules_in_stage(pipeline.settings.rules)
+    ys, sown = run_batch(
         layers_of.layer_function(layers, rules, True, *options),
         layers_of.weights_of(state),
         names,
         inputs,
-        modules.to_batch_inputs(segment_ids, positions),
+        to_batch_inputs(segment_ids, positions),
         layers_of.draw_keys(layers, advance=not deterministic),
         pipeline,
         overwritten=layers_of.overwritten_in(state),

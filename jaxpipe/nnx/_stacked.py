@@ -12,7 +12,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from .. import modules
+from ..modules._layers import layer_keys
+from ..modules._weight_sharding import STACKED
 
 Factory = Callable[[nnx.Rngs], nnx.Module]
 
@@ -36,7 +37,7 @@ def one_layer(factory: Factory, keys: dict[str, Any]) -> nnx.Module:
 
 
 def stacked_module(
-    factory: Factory, rngs: nnx.Rngs, dims: tuple[int, int, int], place: Callable
+    factory: Factory, rngs: nnx.Rngs, dims: tuple[int, int, int], reshard: Callable
 ) -> nnx.Module:
     """Returns the module that `factory` creates, with the variables of all layers.
 
@@ -44,23 +45,23 @@ def stacked_module(
         factory: Creates a layer.
         rngs: Streams of keys. Layer l has its own streams, whose keys are folded with l.
         dims: (R, S, L).
-        place: Function `(array, logical spec, path=name) -> array` that shards a variable.
+        reshard: Function `(array, logical spec, path=name) -> array` that shards a variable.
 
     Returns:
         A module with the structure of one layer and [R, S, L, ...] variables.
     """
-    keys = {name: modules.layer_keys(stream(), dims) for name, stream in rngs.items()}
+    keys = {name: layer_keys(stream(), dims) for name, stream in rngs.items()}
     # Not `nnx.eval_shape`: inside `jax.set_mesh` it takes logical names for axes of the mesh.
     graph, _ = jax.eval_shape(lambda: nnx.split(one_layer(factory, dict.fromkeys(keys, 0))))
     state = with_names(jax.vmap(init_stages(factory))(keys))
-    placed = [(path, _placed(path, v, place)) for path, v in nnx.to_flat_state(state)]
+    resharded = [(path, _resharded(path, v, reshard)) for path, v in nnx.to_flat_state(state)]
     with nnx.use_eager_sharding(False):
-        return nnx.merge(graph, nnx.from_flat_state(placed))
+        return nnx.merge(graph, nnx.from_flat_state(resharded))
 
 
 def with_names(state: PyTree) -> PyTree:
     """Adds the names of the three leading dims to variables that name their dims."""
-    for index, name in enumerate(modules.STACKED):
+    for index, name in enumerate(STACKED):
         state = nnx.spmd.add_axis(state, index, {nnx.PARTITION_NAME: name})
     return state
 
@@ -68,7 +69,7 @@ def with_names(state: PyTree) -> PyTree:
 def without_names(state: PyTree) -> PyTree:
     """Returns a copy of `state` without the names that `with_names` adds."""
     state = jax.tree.map(lambda x: x, state)
-    for name in modules.STACKED:
+    for name in STACKED:
         state = nnx.spmd.remove_axis(state, 0, {nnx.PARTITION_NAME: name})
     return state
 
@@ -83,10 +84,10 @@ def logical_specs(state: PyTree) -> Any:
 
 def logical_spec(variable: nnx.Variable) -> PartitionSpec:
     """Returns the names of a stacked variable, or of the three leading dims if it has none."""
-    names = variable.get_metadata().get("out_sharding") or modules.STACKED
+    names = variable.get_metadata().get("out_sharding") or STACKED
     return PartitionSpec(*names)
 
 
-def _placed(path: tuple, variable: nnx.Variable, place: Callable) -> nnx.Variable:
+def _resharded(path: tuple, variable: nnx.Variable, reshard: Callable) -> nnx.Variable:
     value, name = variable.get_value(), ".".join(map(str, path))
-    return variable.replace(place(value, logical_spec(variable), path=name))
+    return variable.replace(reshard(value, logical_spec(variable), path=name))

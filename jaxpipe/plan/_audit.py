@@ -172,8 +172,8 @@ def totals(audit: Audit) -> dict[str, CollectiveTotals]:
         >>> totals(audit(compiled.as_text()))["all-reduce"].result_bytes
         4
     """
-    present = [kind for kind in KINDS if any(site.kind == kind for site in audit.sites)]
-    return {kind: add_up(tuple(s for s in audit.sites if s.kind == kind)) for kind in present}
+    kinds = [kind for kind in KINDS if any(site.kind == kind for site in audit.sites)]
+    return {kind: add_up(tuple(s for s in audit.sites if s.kind == kind)) for kind in kinds}
 
 
 def uncounted_loops(audit: Audit) -> tuple[str, ...]:
@@ -194,11 +194,11 @@ def uncounted_loops(audit: Audit) -> tuple[str, ...]:
 class _CallContext:
     """The context that a computation is called in.
 
-    `executions` counts as if every branch were taken; the share `taken` of them really runs.
+    `executions` counts as if every branch were taken; only the share `executed_share` of them runs.
     """
 
     executions: int
-    taken: Fraction
+    executed_share: Fraction
     loops: tuple[str, ...]
     conditional: bool
     asynchronous: bool
@@ -241,7 +241,7 @@ def _site(found: Collective, context: _CallContext) -> CollectiveSite:
         found.name,
         found.shape,
         found.result_bytes,
-        math.ceil(context.executions * context.taken),
+        math.ceil(context.executions * context.executed_share),
         found.asynchronous or context.asynchronous,
         context.loops,
         context.conditional,
@@ -270,18 +270,18 @@ def _largest_branch(scope: Scope, conditional: Instruction, context: _CallContex
     branches = []
     for index, name in enumerate(names):
         inside = branch_scope(scope, conditional, index, name)
-        taken = min(context.taken, _taken(conditional))
-        branch_context = replace(context, conditional=True, taken=taken)
+        executed_share = min(context.executed_share, _executed_share(conditional))
+        branch_context = replace(context, conditional=True, executed_share=executed_share)
         branches.append(tuple(_walk(inside, branch_context)))
     yield from max(branches, key=_size)
 
 
-def _taken(conditional: Instruction) -> Fraction:
+def _executed_share(conditional: Instruction) -> Fraction:
     """Returns the share of executions in the innermost name scope `executed_N_of_M`, 1 if none."""
     shares = re.findall(r"executed_(\d+)_of_(\d+)/", op_name(conditional))
     return Fraction(int(shares[-1][0]), int(shares[-1][1])) if shares else Fraction(1)
 
 
 def _size(found: tuple[CollectiveSite | WhileLoop, ...]) -> tuple[int, int]:
-    whole = add_up(tuple(item for item in found if isinstance(item, CollectiveSite)))
-    return whole.result_bytes, whole.executions
+    total = add_up(tuple(item for item in found if isinstance(item, CollectiveSite)))
+    return total.result_bytes, total.executions

@@ -122,12 +122,12 @@ _SAME_DATA = {"bitcast", "copy", "reshape", "transpose", "convert", "get-tuple-e
 
 def _slices(computation: Computation, reduced: Instruction) -> list[Instruction]:
     """Returns the slices that a fused all-reduce is cut into: each device keeps only its own."""
-    whole, slices = {reduced.name}, []
+    full_size, slices = {reduced.name}, []
     for x in computation.instructions.values():  # operands stand before their users
-        if not x.operands or x.operands[0] not in whole:
+        if not x.operands or x.operands[0] not in full_size:
             continue
         if x.opcode in _SAME_DATA:
-            whole.add(x.name)
+            full_size.add(x.name)
         elif x.opcode == "dynamic-slice":
             slices.append(x)
     return slices

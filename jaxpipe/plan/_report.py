@@ -54,8 +54,8 @@ def report_json(report: CompileReport) -> str:
         JSON text.
     """
     values: dict[str, Any] = dataclasses.asdict(report)
-    of_kind = totals(report.audit).items()
-    values["totals"] = {kind: dataclasses.asdict(sums) for kind, sums in of_kind}
+    totals_by_kind = totals(report.audit).items()
+    values["totals"] = {kind: dataclasses.asdict(total) for kind, total in totals_by_kind}
     values["uncounted_loops"] = uncounted_loops(report.audit)
     return json.dumps(values, indent=2)
 
@@ -89,15 +89,15 @@ def _memory(memory: Memory) -> Iterator[str]:
 
 def _totals(audit: Audit) -> list[str]:
     rows = [("collectives", "sites", "per step", "GB", "async GB", "in loops GB", "dcn GB")]
-    rows += [(kind, *_figures(sums)) for kind, sums in totals(audit).items()]
+    rows += [(kind, *_figures(total)) for kind, total in totals(audit).items()]
     rows += [("all", *_figures(add_up(audit.sites)))]
     return [*_table(rows), *_warnings(audit)]
 
 
-def _figures(sums: CollectiveTotals) -> tuple[str, ...]:
-    inside, across = sums.in_loops_bytes, sums.across_slices_bytes
-    sizes = (sums.result_bytes, sums.asynchronous_bytes, inside, across)
-    return (str(sums.sites), str(sums.executions), *(f"{size / 1e9:.3f}" for size in sizes))
+def _figures(total: CollectiveTotals) -> tuple[str, ...]:
+    inside, across = total.in_loops_bytes, total.across_slices_bytes
+    sizes = (total.result_bytes, total.asynchronous_bytes, inside, across)
+    return (str(total.sites), str(total.executions), *(f"{size / 1e9:.3f}" for size in sizes))
 
 
 def _warnings(audit: Audit) -> Iterator[str]:
@@ -110,12 +110,12 @@ def _sites(audit: Audit, num_rows: int) -> list[str]:
     groups: dict[tuple[str, ...], list[CollectiveSite]] = {}
     for site in audit.sites:
         groups.setdefault(_traits(site), []).append(site)
-    sums = [(add_up(tuple(sites)), traits) for traits, sites in groups.items()]
-    sums.sort(key=lambda item: -item[0].result_bytes)
+    largest = [(add_up(tuple(sites)), traits) for traits, sites in groups.items()]
+    largest.sort(key=lambda item: -item[0].result_bytes)
     rows: list[tuple[str, ...]] = [
         ("largest", "sites", "per step", "GB", "async", "loops", "branch", "shape", "from")
     ]
-    for moved, (kind, *others) in sums[:num_rows]:
+    for moved, (kind, *others) in largest[:num_rows]:
         rows.append((kind, *_figures(moved)[:3], *others))
     return _table(rows, left=(0, 7, 8))
 

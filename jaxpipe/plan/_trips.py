@@ -32,15 +32,15 @@ class Scope:
     argument: Argument
 
 
-def unknown_argument(number: int, element: int | None) -> None:
+def unknown_argument(index: int, element: int | None) -> None:
     """Returns None: the parameters of the entry are unknown."""
 
 
 def call_scope(scope: Scope, call: Instruction, name: str) -> Scope:
     """Returns the scope of a computation that is called with the operands of `call`."""
 
-    def argument(number: int, element: int | None) -> CarryOffset | None:
-        return resolve(scope, scope.computation.instructions[call.operands[number]], element)
+    def argument(index: int, element: int | None) -> CarryOffset | None:
+        return resolve(scope, scope.computation.instructions[call.operands[index]], element)
 
     return Scope(scope.module, scope.module.computations[name], argument)
 
@@ -48,8 +48,8 @@ def call_scope(scope: Scope, call: Instruction, name: str) -> Scope:
 def branch_scope(scope: Scope, call: Instruction, branch: int, name: str) -> Scope:
     """Returns the scope of a conditional's branch: its only parameter is operand `branch + 1`."""
 
-    def argument(number: int, element: int | None) -> CarryOffset | None:
-        operand = call.operands[branch + 1 + number]
+    def argument(index: int, element: int | None) -> CarryOffset | None:
+        operand = call.operands[branch + 1 + index]
         return resolve(scope, scope.computation.instructions[operand], element)
 
     return Scope(scope.module, scope.module.computations[name], argument)
@@ -58,7 +58,7 @@ def branch_scope(scope: Scope, call: Instruction, branch: int, name: str) -> Sco
 def loop_scope(scope: Scope, loop: Instruction, name: str) -> Scope:
     """Returns the scope of a loop's body or condition, in which only invariants are known."""
 
-    def argument(number: int, element: int | None) -> CarryOffset | None:
+    def argument(index: int, element: int | None) -> CarryOffset | None:
         if element is None or _step(scope.module, loop, element) != 0:
             return None
         return _start(scope, loop, element)
@@ -82,9 +82,9 @@ def trip_count(scope: Scope, loop: Instruction) -> int | None:
     return None
 
 
-def _is_counter(module: Module, loop: Instruction, side: CarryOffset) -> bool:
+def _is_counter(module: Module, loop: Instruction, operand: CarryOffset) -> bool:
     """Returns whether this side of the comparison is a counter."""
-    return side.element is not None and _step(module, loop, side.element) not in (None, 0)
+    return operand.element is not None and _step(module, loop, operand.element) not in (None, 0)
 
 
 def _trips(
@@ -149,7 +149,7 @@ def _step(module: Module, loop: Instruction, element: int) -> int | None:
 
 
 def _symbolic(module: Module, name: str) -> Scope:
-    def argument(number: int, element: int | None) -> CarryOffset | None:
+    def argument(index: int, element: int | None) -> CarryOffset | None:
         return None if element is None else CarryOffset(element, 0)
 
     return Scope(module, module.computations[name], argument)

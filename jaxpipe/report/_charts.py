@@ -8,9 +8,9 @@ import numpy as np
 
 from ._findings import Finding
 from ._run import RunRecord
-from ._series import MOST_POINTS, points
+from ._series import MAX_POINTS, points
 
-_MOST_MARKS = 200
+_MAX_MARKS = 200
 
 # Title, unit, and the metrics that share a chart.
 _MAIN = (
@@ -55,14 +55,14 @@ def chart_data(run: RunRecord, found: Sequence[Finding]) -> dict[str, Any]:
     groups = [*_MAIN, *((_metric_title(n), "", (n,)) for n in run.series if n not in known)]
     charts = []
     for title, unit, names in groups:
-        if present := [name for name in names if name in run.series]:
+        if recorded := [name for name in names if name in run.series]:
             charts.append(
-                _chart(run, title, unit, present) | {"series": [curve(n) for n in present]}
+                _chart(run, title, unit, recorded) | {"series": [curve(n) for n in recorded]}
             )
     return {
         "first": run.steps[0],
         "last": run.steps[-1],
-        "bucket": -(-len(run.steps) // MOST_POINTS),
+        "bucket": -(-len(run.steps) // MAX_POINTS),
         "steps": steps,
         "charts": charts,
         "marks": _marks(run, found),
@@ -113,7 +113,7 @@ def _marks(run: RunRecord, found: Sequence[Finding]) -> dict[str, list[int]]:
         "checkpoints": [saved.step for saved in run.saved if saved.state == "complete"],
         "bad": sorted(bad),
     }
-    return {name: steps[:_MOST_MARKS] for name, steps in marks.items()}
+    return {name: steps[:_MAX_MARKS] for name, steps in marks.items()}
 
 
 def _metric_title(name: str) -> str:

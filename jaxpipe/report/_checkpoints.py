@@ -56,11 +56,11 @@ def saved_steps(folder: Path) -> list[SavedStep]:
 
 
 def _saved(step: Path) -> SavedStep:
-    number, _, suffix = step.name.partition(".")
+    step_text, _, suffix = step.name.partition(".")
     stats = list(_stats(step))
     newest = max((stat.st_mtime for stat in stats), default=0.0)
     return SavedStep(
-        step=int(number),
+        step=int(step_text),
         state=_state(step, suffix),
         num_bytes=sum(stat.st_size for stat in stats),
         num_files=len(stats),
@@ -78,16 +78,16 @@ def _stats(step: Path) -> Iterator[os.stat_result]:
 
 def _state(step: Path, suffix: str) -> str:
     if suffix.startswith("damaged"):
-        return "damaged, set aside"
+        return "corrupt, quarantined"
     if suffix.startswith("incomplete"):
-        return "incomplete, set aside"
+        return "incomplete, quarantined"
     if suffix:
         return "being written, or left of a killed run"
     try:
         if not is_complete(step):
             return "incomplete"
         if find_corruption(step, quick=True):
-            return "damaged"
+            return "corrupt"
         return "complete" if has_digests(step) else "complete, without digests"
     except RunError:
         return "cannot be read"

@@ -1,4 +1,4 @@
-"""Finds out what deserves attention in a run: bad steps, slow steps, damaged files."""
+"""Finds out what deserves attention in a run: bad steps, slow steps, corrupt files."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from ._run import RunRecord
 from ._series import Series
 from ._status import Status
 
-_MOST_LISTED = 8
+_MAX_LISTED = 8
 _WINDOW = 32  # steps before one, which its loss is compared with
 _SPIKE = 8.0  # deviations above their median, each of them 1.48 median absolute deviations
 _LEAST_SPIKE = 1.1  # times that median
@@ -53,7 +53,7 @@ def findings(run: RunRecord, status: Status, bubble: float | None) -> list[Findi
         *_skipped(run),
         *_spikes(run),
         *_rising(run),
-        *_damaged(run),
+        *_find_corrupt_checkpoints(run),
         *_unsaved(run, status),
         *_repeated(run),
         *_gaps(run),
@@ -128,11 +128,11 @@ def _rising(run: RunRecord) -> Iterator[Finding]:
         yield Finding("warning", "Rising evaluation loss", text, (int(steps[best]),))
 
 
-def _damaged(run: RunRecord) -> Iterator[Finding]:
+def _find_corrupt_checkpoints(run: RunRecord) -> Iterator[Finding]:
     for saved in run.saved:
         text = f"The checkpoint of step {saved.step} is {saved.state}."
-        if "damaged" in saved.state or "incomplete" in saved.state:
-            yield Finding("warning", "Damaged checkpoint", text, (saved.step,))
+        if "corrupt" in saved.state or "incomplete" in saved.state:
+            yield Finding("warning", "Corrupt checkpoint", text, (saved.step,))
         elif "without" in saved.state:
             yield Finding("warning", "Checkpoint without digests", text, (saved.step,))
         elif "cannot" in saved.state:
@@ -153,10 +153,10 @@ def _repeated(run: RunRecord) -> Iterator[Finding]:
     again = [start for start in run.starts if start["first_step"] > 1]
     if again:
         repeated = sum(start.get("repeated_steps", 0) for start in run.starts)
-        where = ", ".join(f"{start['first_step']}" for start in again[:_MOST_LISTED])
-        more = ", ..." if len(again) > _MOST_LISTED else ""
-        often = "once" if len(again) == 1 else f"{len(again)} times"
-        text = f"The run went on {often}, at step {where}{more}; "
+        where = ", ".join(f"{start['first_step']}" for start in again[:_MAX_LISTED])
+        more = ", ..." if len(again) > _MAX_LISTED else ""
+        how_often = "once" if len(again) == 1 else f"{len(again)} times"
+        text = f"The run went on {how_often}, at step {where}{more}; "
         text += f"{_steps(repeated)} came again." if repeated else "no step came again."
         level = "warning" if repeated else "note"
         yield Finding(level, "Restarts", text, tuple(start["first_step"] for start in again))
@@ -217,11 +217,13 @@ def _large_bubble(bubble: float | None) -> Iterator[Finding]:
 
 
 def _finding_at_steps(level: str, title: str, steps: np.ndarray, text: str) -> Finding:
-    numbers: Sequence[int] = steps.tolist()
-    listed = ", ".join(map(str, numbers[:_MOST_LISTED]))
-    more = f" and {len(numbers) - _MOST_LISTED:,} more" if len(numbers) > _MOST_LISTED else ""
-    where = f"{'step' if len(numbers) == 1 else 'steps'} {listed}{more}"
-    return Finding(level, title, text.format(where), tuple(numbers))
+    listed_steps: Sequence[int] = steps.tolist()
+    listed = ", ".join(map(str, listed_steps[:_MAX_LISTED]))
+    more = (
+        f" and {len(listed_steps) - _MAX_LISTED:,} more" if len(listed_steps) > _MAX_LISTED else ""
+    )
+    where = f"{'step' if len(listed_steps) == 1 else 'steps'} {listed}{more}"
+    return Finding(level, title, text.format(where), tuple(listed_steps))
 
 
 def _steps(count: int) -> str:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..plan import Memory
+from ..plan._memory import Memory
 from ..train.estimate._memory_estimate import estimate_memory
 from ..train.plan._setup import Setup
 

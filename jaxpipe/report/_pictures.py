@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import schedules
-from .._input import MOST_JSON_BYTES, parse_json, read_text, short_repr
+from .._input import MAX_JSON_BYTES, parse_json, read_text, short_repr
 from ..schedules import TimedStep, Timeline, analysis, language
 from ..train.estimate._memory_estimate import peak_live_microbatches
 from ..train.estimate._timeline import predicted_timeline
 from ..train.plan._setup import Setup
 
-MOST_ACTIONS = 20_000
+MAX_ACTIONS = 20_000
 """The most actions of a drawing, which then has half a megabyte."""
 
 
@@ -20,7 +20,7 @@ class Picture:
 
     Attributes:
         title: Its title.
-        svg: The drawing; "" if it has more than `MOST_ACTIONS` actions.
+        svg: The drawing; "" if it has more than `MAX_ACTIONS` actions.
         bubble: The share of its time in which the busiest rank waits.
     """
 
@@ -82,7 +82,7 @@ def traced_step_pictures(file: Path) -> list[Picture]:
         ValueError: If it is no trace of `mpmd_trace_step`.
     """
     try:
-        text = read_text(file, most_bytes=MOST_JSON_BYTES)
+        text = read_text(file, most_bytes=MAX_JSON_BYTES)
         events = parse_json(text, str(file))["traceEvents"]
         names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
         rows: dict[str, dict[int, list[TimedStep]]] = {}
@@ -115,7 +115,7 @@ def _timeline(ranks: dict[int, list[TimedStep]]) -> Timeline:
 
 
 def _drawn(title: str, inside: str, timeline: Timeline) -> Picture:
-    is_small = sum(map(len, timeline.rows)) <= MOST_ACTIONS
+    is_small = sum(map(len, timeline.rows)) <= MAX_ACTIONS
     svg = schedules.to_svg(timeline, inside) if is_small else ""
     return Picture(title, svg, schedules.bubble_fraction(timeline))
 

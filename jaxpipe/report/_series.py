@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-MOST_POINTS = 500
+MAX_POINTS = 500
 """The most points of a curve. Longer ones are drawn as means and bounds of neighbours."""
 
 
@@ -60,25 +60,26 @@ def to_series(entries: Sequence[dict[str, Any]], where: str) -> tuple[list[int],
         ValueError: If steps do not ascend.
     """
     steps = [entry["step"] for entry in entries]
-    for number, (before, after) in enumerate(pairwise(steps), start=2):
+    for line_number, (before, after) in enumerate(pairwise(steps), start=2):
         if not isinstance(after, int) or after <= before:
             raise ValueError(
-                f"{where} line {number} is of step {after!r}, after one of step {before!r}. Remove "
-                "the line."
+                f"{where} line {line_number} is of step {after!r}, after one of step {before!r}. "
+                "Remove the line."
             )
     columns: dict[str, tuple[list[int], list[float]]] = {}
     for entry in entries:
         for name, value in entry.items():
             if name != "step" and isinstance(value, int | float):
-                at, found = columns.setdefault(name, ([], []))
-                at.append(entry["step"])
-                found.append(float(value))
+                metric_steps, metric_values = columns.setdefault(name, ([], []))
+                metric_steps.append(entry["step"])
+                metric_values.append(float(value))
     return steps, {
-        name: Series(np.array(at), np.array(found)) for name, (at, found) in columns.items()
+        name: Series(np.array(metric_steps), np.array(metric_values))
+        for name, (metric_steps, metric_values) in columns.items()
     }
 
 
-def points(series: Series, most: int = MOST_POINTS) -> Points:
+def points(series: Series, most: int = MAX_POINTS) -> Points:
     """Puts a series into buckets of equally many steps.
 
     Args:
@@ -95,12 +96,12 @@ def points(series: Series, most: int = MOST_POINTS) -> Points:
         return Points(series.steps, values, np.array([]), np.array([]))
     edges = np.arange(0, count, size)
     valid = np.isfinite(values)
-    number = np.add.reduceat(valid.astype(int), edges)
-    empty = number == 0
+    num_valid = np.add.reduceat(valid.astype(int), edges)
+    empty = num_valid == 0
     total = np.add.reduceat(np.where(valid, values, 0.0), edges)
     low = np.minimum.reduceat(np.where(valid, values, np.inf), edges)
     high = np.maximum.reduceat(np.where(valid, values, -np.inf), edges)
-    mean = np.where(empty, np.nan, total / np.maximum(number, 1))
+    mean = np.where(empty, np.nan, total / np.maximum(num_valid, 1))
     return Points(
         series.steps[edges], mean, np.where(empty, np.nan, low), np.where(empty, np.nan, high)
     )

@@ -106,9 +106,9 @@ def metric_rows(run: RunRecord) -> list[tuple[str, ...]]:
     rows = []
     for name, series in run.series.items():
         values = series.finite
-        ends = f"{series.values[0]:.5g}", f"{series.values[-1]:.5g}"
+        first_and_last = f"{series.values[0]:.5g}", f"{series.values[-1]:.5g}"
         found = (values.min(), np.median(values), values.max()) if len(values) else (np.nan,) * 3
-        rows.append((name, *ends, *(f"{v:.5g}" for v in found), f"{len(series.steps):,}"))
+        rows.append((name, *first_and_last, *(f"{v:.5g}" for v in found), f"{len(series.steps):,}"))
     return rows
 
 
@@ -134,8 +134,8 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
-def _short(number: int | float) -> str:
+def _short(value: int | float) -> str:
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
-        if number >= size:
-            return f"{number / (1e3 if unit == 'k' else size):.3g}{unit}"
-    return f"{number:.4g}"
+        if value >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
+    return f"{value:.4g}"

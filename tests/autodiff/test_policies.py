@@ -11,6 +11,8 @@ from jaxpipe import models, sharding
 from jaxpipe.autodiff import POLICIES, remat_by_name
 from jaxpipe.autodiff._pullback import pullback
 from jaxpipe.autodiff._rematerialization import OFFLOADED, TENSORS, check_offload
+from jaxpipe.models.layers import dot_product_attention, routed_experts
+from jaxpipe.models.weights import stack_weights, weight_shapes
 from small_models import small_deepseek, small_llama
 
 L, b, T, D, H, K, C, F = 3, 2, 5, 16, 4, 2, 8, 32  # no tensor's shape is that of a weight
@@ -58,14 +60,14 @@ def residuals(wrap: Any, **options: Any) -> list[tuple[tuple[int, ...], bool]]:
     """The shape of each residual of a tick, and whether it is offloaded."""
     _, stage, _ = models.llama(
         TINY,
-        attention=models.dot_product_attention,
+        attention=dot_product_attention,
         constrain=sharding.no_constraint,
         **options,
     )
-    layers = models.stacked(models.llama_weights(TINY)["layer"], (L,), ("layers",))
+    layers = stack_weights(models.llama_weights(TINY)["layer"], (L,), ("layers",))
     ids = jax.ShapeDtypeStruct((b, T), jnp.int32)
     batch_inputs = {"positions": ids, "segment_ids": ids}
-    visit = models.shapes(layers), jax.ShapeDtypeStruct((b, T, D), jnp.float32), batch_inputs, ()
+    visit = weight_shapes(layers), jax.ShapeDtypeStruct((b, T, D), jnp.float32), batch_inputs, ()
     forward = pullback(wrap(stage), *visit).forward
     avals = jax.make_jaxpr(lambda *args: forward(*args)[1])(*visit).out_avals
     host = jax.memory.Space.Host
@@ -86,7 +88,7 @@ def test_the_table_has_every_policy_that_leaves_something_out():
 
 
 def test_without_rematerialisation_weights_are_not_kept_either():
-    layer = models.shapes(models.llama_weights(TINY)["layer"])
+    layer = weight_shapes(models.llama_weights(TINY)["layer"])
     weights = {(L, *leaf.shape) for leaf in jax.tree.leaves(layer)}
     kept = {shape for shape, _ in residuals(remat_by_name("none"))}
     assert not weights & kept
@@ -108,15 +110,15 @@ def test_models_name_every_tensor_that_a_policy_can_keep():
     config = small_deepseek()
     _, stage, _ = models.deepseek(
         config,
-        attention=models.dot_product_attention,
-        experts=models.routed_experts(sharding.DEFAULT_RULES),
+        attention=dot_product_attention,
+        experts=routed_experts(sharding.DEFAULT_RULES),
         constrain=sharding.no_constraint,
     )
-    layers = models.stacked(models.deepseek_weights(config)["layer"], (L,), ("layers",))
+    layers = stack_weights(models.deepseek_weights(config)["layer"], (L,), ("layers",))
     ids, shares = (jax.ShapeDtypeStruct((b, T), dtype) for dtype in (jnp.int32, jnp.float32))
     batch_inputs = {"positions": ids, "segment_ids": ids, "target_weights": shares}
     x = jax.ShapeDtypeStruct((b, T, D), jnp.float32)
-    program = str(jax.make_jaxpr(stage)(models.shapes(layers), x, batch_inputs, ()))
+    program = str(jax.make_jaxpr(stage)(weight_shapes(layers), x, batch_inputs, ()))
     assert {name for name in TENSORS if f"name={name}]" in program} == {*TENSORS}
 
 

@@ -17,6 +17,7 @@ from jaxpipe.autodiff import remat_by_name
 from jaxpipe.autodiff._model import index_leading
 from jaxpipe.autodiff._pullback import combine, floating
 from jaxpipe.autodiff._split_backward import split_backward
+from jaxpipe.models.layers import dot_product_attention, routed_experts
 from small_models import small_deepseek, small_llama
 
 L, b, T, D = 3, 2, 5, 16
@@ -82,7 +83,7 @@ def llama(wrap: Callable = lambda f: f, dtype: Any = jnp.float32, **options: Any
     config = small_llama(base_num_decoder_layers=L)
     _, stage, _ = models.llama(
         config,
-        attention=models.dot_product_attention,
+        attention=dot_product_attention,
         constrain=sharding.no_constraint,
         dropout_rate=0.1,
         dtype=dtype,
@@ -98,8 +99,8 @@ def deepseek(
     config = small_deepseek(q_lora_rank=6, kv_lora_rank=7, v_head_dim=9)
     _, stage, _ = models.deepseek(
         config,
-        attention=models.dot_product_attention,
-        experts=models.routed_experts(sharding.DEFAULT_RULES),
+        attention=dot_product_attention,
+        experts=routed_experts(sharding.DEFAULT_RULES),
         constrain=constrain,
         **options,
     )

@@ -39,10 +39,10 @@ from .generated import Case, cases, leaves
 from .world import realised, write_world
 
 CODES = {0, 1, 2, 129, 130, 143}
-MOST_BYTES, MOST_SECONDS, MOST_SAID = 2 << 30, 60.0, 8000
+MAX_BYTES, MAX_SECONDS, MAX_SAID = 2 << 30, 60.0, 8000
 CASES, MANY_CASES = 200, int(os.environ.get("JAXPIPE_CAMPAIGN_CASES", "5500"))
 MANY_FAULTS = int(os.environ.get("JAXPIPE_CAMPAIGN_FAULTS", "150"))
-_MOST_SHOWN = 50
+_MAX_SHOWN = 50
 TESTS = Path(__file__).parents[1]
 
 Run = Callable[..., dict[str, Any]]
@@ -94,9 +94,9 @@ def problems(did: dict[str, Any]) -> list[str]:
         f"has exit code {code}": code not in CODES,
         "shows a traceback": "Traceback (most recent call last)" in said,
         "reaches the last resort": "this is a bug of jaxpipe" in said,
-        f"takes {did['seconds']:.0f} s": min(did["seconds"], did["cpu"]) > MOST_SECONDS,
-        f"takes {did['bytes'] >> 20} MiB": did["bytes"] > MOST_BYTES,
-        f"says {did['size']} bytes": did["size"] > MOST_SAID,
+        f"takes {did['seconds']:.0f} s": min(did["seconds"], did["cpu"]) > MAX_SECONDS,
+        f"takes {did['bytes'] >> 20} MiB": did["bytes"] > MAX_BYTES,
+        f"says {did['size']} bytes": did["size"] > MAX_SAID,
         "fails without a reason": code in (1, 2) and "error: " not in said,
     }
     return [problem for problem, applies in found.items() if applies]
@@ -138,7 +138,7 @@ def campaign(world: World, num_cases: int) -> str:
         share = -(-(num_cases - len(seen)) // (len(commands) - i))
         _settings(max_examples=share)(seed(20260101)(drawn))()
     table = _table(codes, slowest, largest)
-    shown = "\n\n".join(failures[:_MOST_SHOWN])
+    shown = "\n\n".join(failures[:_MAX_SHOWN])
     assert not failures, f"{len(failures)} cases fail\n{shown}\n{table}"
     return table
 
@@ -203,7 +203,7 @@ def campaign_of_faults(world: World, chosen: Sequence[FaultyCase]) -> str:
             failures.append(f"{'; '.join(found)}\n{case}\n{did['said'][-3000:]}")
         _remove_all_but(folder, before)
     table = _table(codes, slowest, largest)
-    shown = "\n\n".join(failures[:_MOST_SHOWN])
+    shown = "\n\n".join(failures[:_MAX_SHOWN])
     assert not failures, f"{len(failures)} cases fail\n{shown}\n{table}"
     return table
 

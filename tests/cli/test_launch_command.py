@@ -294,7 +294,7 @@ def test_a_process_follows_its_launcher_and_hears_of_others(tmp_path):
         for i in range(2)
     ]
     try:
-        lifelines.tell(1, "by SIGKILL")
+        lifelines.notify_others(1, "by SIGKILL")
         _, said = running[0].communicate(timeout=60)
         assert said == b"jaxpipe: process 7: process 1 has ended by SIGKILL, so this process ends\n"
         lifelines.close()

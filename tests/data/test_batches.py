@@ -3,17 +3,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpipe.data import (
+from jaxpipe.data import corpus_batches, synthetic_batches
+from jaxpipe.data.batches import (
     Batch,
     Batches,
     Corpus,
     Rows,
     SinglePassBatches,
-    corpus_batches,
     corpus_from_tokens,
     global_batch_size,
     split_held_out,
-    synthetic_batches,
 )
 
 DTYPES = {

@@ -5,14 +5,9 @@ from zlib import crc32
 import numpy as np
 import pytest
 
-from jaxpipe.data import (
-    ByteTokenizer,
-    Source,
-    corpus_fingerprint,
-    corpus_from_tokens,
-    read_documents,
-    tokenize,
-)
+from jaxpipe.data import Source, read_documents
+from jaxpipe.data.batches import corpus_fingerprint, corpus_from_tokens, tokenize
+from jaxpipe.data.sources import ByteTokenizer
 
 BLANKS = "\n\n\n"
 

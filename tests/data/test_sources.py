@@ -11,14 +11,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import feather, parquet
 
-from jaxpipe.data import (
-    ByteTokenizer,
-    LostFileError,
-    Source,
-    read_corpus,
-    read_documents,
-    write_tokens,
-)
+from jaxpipe.data import Source, read_documents, write_tokens
+from jaxpipe.data.batches import read_corpus
+from jaxpipe.data.sources import ByteTokenizer, LostFileError
 
 TEXTS = ["one", "", "zwölf\n\n\n", "x" * 1000]
 
@@ -126,10 +121,10 @@ def test_a_row_that_is_not_utf_8_is_named(tmp_path: Path):
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "arrow", "tokens"])
 def test_a_file_that_vanishes_while_files_are_read_is_named(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "jaxpipe.data._documents.resolve_files", lambda *_, **__: [tmp_path / "gone"]
+        "jaxpipe.data.sources._documents.resolve_files", lambda *_, **__: [tmp_path / "gone"]
     )
     monkeypatch.setattr(
-        "jaxpipe.data._token_files.resolve_files", lambda *_, **__: [tmp_path / "gone"]
+        "jaxpipe.data.sources._token_files.resolve_files", lambda *_, **__: [tmp_path / "gone"]
     )
     with pytest.raises(ValueError, match=r"gone'.* cannot be read.*: .*No such file"):
         read(kind, tmp_path) if kind != "tokens" else tokens(tmp_path)
@@ -152,7 +147,7 @@ def tokens(*files: Path, vocab_size: int = 10, **fields: Any):
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int32", "int64"])
 @pytest.mark.parametrize("ending", ["bin", "npy"])
 def test_tokens_are_mapped_and_read_as_they_lie_in_files(ending, dtype, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxpipe.data._token_files.CHUNK_TOKENS", 3)
+    monkeypatch.setattr("jaxpipe.data.sources._token_files.CHUNK_TOKENS", 3)
     ids, file = np.asarray(IDS, dtype), tmp_path / f"a.{ending}"
     ids.tofile(file) if ending == "bin" else np.save(file, ids)
     corpus = tokens(file, tmp_path, **({"token_dtype": dtype} if ending == "bin" else {}))
@@ -164,7 +159,7 @@ def test_tokens_are_mapped_and_read_as_they_lie_in_files(ending, dtype, tmp_path
 
 
 def test_a_token_that_the_model_has_no_row_for_is_named_before_training(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxpipe.data._token_files.CHUNK_TOKENS", 3)
+    monkeypatch.setattr("jaxpipe.data.sources._token_files.CHUNK_TOKENS", 3)
     np.asarray(IDS, np.uint16).tofile(tmp_path / "a.bin")
     assert len(tokens(tmp_path, vocab_size=9)) == 7
     with pytest.raises(ValueError, match=r"a.bin' has the id 8 at token 6, and `vocab_size` is 8"):

@@ -7,15 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpipe.data import (
-    ByteTokenizer,
-    SentencePieceTokenizer,
-    Source,
-    Tokenizer,
-    load_tokenizer,
-    read_documents,
-    tokenize,
-)
+from jaxpipe.data import Source, load_tokenizer, read_documents
+from jaxpipe.data.batches import tokenize
+from jaxpipe.data.sources import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 
 
 @pytest.fixture

@@ -21,6 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe import models, mpmd, schedules, sharding, spmd
 from jaxpipe.autodiff import Model, remat_by_name, unpipelined
+from jaxpipe.models.layers import PROJECTIONS, dot_product_attention, routed_experts
+from jaxpipe.models.weights import stack_weights
 from jaxpipe.schedules import lock_step
 from jaxpipe.train.plan import MODEL_FAMILIES, import_flax_decoder
 from small_models import small_deepseek, small_llama
@@ -378,7 +380,7 @@ def make_case(row: Row) -> Case:
     tree, functions = MODELS[row.model](row)
     dims = (row.repeats, row.ranks, row.layers_per_stage)
     boundary = {name: tree[name] for name in ("embed", "head")}
-    stages = models.stacked(tree["layer"], dims, ("circular_repeats", "stage", "layers"))
+    stages = stack_weights(tree["layer"], dims, ("circular_repeats", "stage", "layers"))
     axes = models.logical_axes(boundary | {"stages": stages})
     keys = ()
     if row.dropout:
@@ -445,10 +447,10 @@ def _llama(row: Row):
     )
     functions = models.llama(
         config,
-        attention=models.dot_product_attention,
+        attention=dot_product_attention,
         constrain=sharding.no_constraint if row.axes is None else sharding.constrain_with(),
         dropout_rate=row.dropout,
-        project=models.PROJECTIONS[row.quantization],
+        project=PROJECTIONS[row.quantization],
         z_loss_multiplier=row.z_loss,
     )
     return models.llama_weights(config), functions
@@ -461,11 +463,11 @@ def _deepseek(row: Row):
     )
     functions = models.deepseek(
         config,
-        attention=models.dot_product_attention,
-        experts=models.routed_experts(sharding.DEFAULT_RULES),
+        attention=dot_product_attention,
+        experts=routed_experts(sharding.DEFAULT_RULES),
         constrain=sharding.no_constraint if row.axes is None else sharding.constrain_with(),
         dropout_rate=row.dropout,
-        project=models.PROJECTIONS[row.quantization],
+        project=PROJECTIONS[row.quantization],
         z_loss_multiplier=row.z_loss,
     )
     return models.deepseek_weights(config, layers_after=1), functions

@@ -5,6 +5,7 @@ import pytest
 
 from jaxpipe import models
 from jaxpipe.models import Weight
+from jaxpipe.models.weights import stack_weights, weight_shapes
 
 NORMAL = jax.nn.initializers.normal(1.0)
 LAYER = {
@@ -40,14 +41,14 @@ def test_a_leaf_depends_on_its_path_and_not_on_its_neighbours():
 
 
 def test_arrays_are_what_the_abstract_tree_says():
-    arrays, shapes = models.initialize(LAYER, KEY), models.shapes(LAYER)
+    arrays, shapes = models.initialize(LAYER, KEY), weight_shapes(LAYER)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), arrays) == jax.tree.map(
         lambda s: (s.shape, s.dtype), shapes
     )
 
 
 def test_stacking_puts_dims_and_their_axes_in_front():
-    stacked = models.stacked(LAYER, (5, 2), ("circular_repeats", "stage"))
+    stacked = stack_weights(LAYER, (5, 2), ("circular_repeats", "stage"))
     assert stacked["up"].shape == (5, 2, 3, 4)
     assert models.logical_axes(stacked) == {
         "up": ("circular_repeats", "stage", "embed", "mlp"),

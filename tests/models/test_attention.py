@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpipe.models import dot_product_attention
-from jaxpipe.models.layers import causal_mask
+from jaxpipe.models.layers import causal_mask, dot_product_attention
 
 
 def heads(seed: int, length: int, count: int, rows: int = 2) -> jax.Array:

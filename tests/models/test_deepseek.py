@@ -8,6 +8,8 @@ import pytest
 
 from harness.contract import assert_close
 from jaxpipe import models, sharding
+from jaxpipe.models.layers import dot_product_attention, routed_experts
+from jaxpipe.models.weights import stack_weights, weight_shapes
 from small_models import small_deepseek, small_llama
 
 SMALL = small_deepseek(base_num_decoder_layers=5, first_num_dense_layers=2, base_mlp_dim=24)
@@ -22,8 +24,8 @@ def config_of(name: str, **changes: Any) -> models.DeepseekConfig:
 def functions_of(config: models.DeepseekConfig = SMALL, **options: Any):
     return models.deepseek(
         config,
-        attention=models.dot_product_attention,
-        experts=models.routed_experts(sharding.DEFAULT_RULES),
+        attention=dot_product_attention,
+        experts=routed_experts(sharding.DEFAULT_RULES),
         constrain=sharding.no_constraint,
         **options,
     )
@@ -77,7 +79,7 @@ def test_layers_after_the_pipeline_are_the_last_layers_of_the_same_model():
     weights, batch_inputs = weights_of(), make_side()
     first, last = (jax.tree.map(lambda w, s=s: w[s], weights["stages"]) for s in np.s_[:2, 2:])
     split = weights | {"head": weights["head"] | {"layers": last}, "stages": first}
-    expected = models.shapes(models.deepseek_weights(SMALL, layers_after=1)["head"])
+    expected = weight_shapes(models.deepseek_weights(SMALL, layers_after=1)["head"])
     assert jax.tree.map(jnp.shape, split["head"]) == jax.tree.map(lambda s: s.shape, expected)
 
     def value_and_gradients(weights):
@@ -100,7 +102,7 @@ def test_layers_after_the_pipeline_are_the_last_layers_of_the_same_model():
 def test_layers_of_a_llama_after_the_pipeline_are_the_last_of_the_same_model():
     config = small_llama(base_num_decoder_layers=3)
     embed, stage, loss = models.llama(
-        config, attention=models.dot_product_attention, constrain=sharding.no_constraint
+        config, attention=dot_product_attention, constrain=sharding.no_constraint
     )
     tree, key, batch_inputs = (
         models.llama_weights(config, layers_after=1),
@@ -162,7 +164,7 @@ def test_presets_have_the_published_number_of_parameters(name: str, count: int):
     config = config_of(name)
     tree = models.deepseek_weights(config)
     num_layers = config.base_num_decoder_layers - config.first_num_dense_layers
-    tree["layer"] = models.stacked(tree["layer"], (num_layers,), ("layers",))
+    tree["layer"] = stack_weights(tree["layer"], (num_layers,), ("layers",))
     assert models.num_parameters(tree) == count
 
 
@@ -188,8 +190,11 @@ def test_flops_are_those_of_a_hand_count():
         ({"routed_score_func": "tanh"}, r"`routed_score_func` is 'tanh'\. Give 'softmax' or"),
         ({"rope_type": "llama3.1"}, r"`rope_type` is 'llama3\.1'\. Give 'default' or 'yarn'\."),
         ({"first_num_dense_layers": 5}, r"is 5 of `base_num_decoder_layers` = 5\. Give 0 or more"),
-        ({"n_routing_groups": 3}, r"`num_experts` is 4, `n_routing_groups` 3 .* Groups are equal"),
-        ({"topk_routing_group": 2}, r"`topk_routing_group` 2\. .* keeps 1 to all of them"),
+        (
+            {"n_routing_groups": 3},
+            r"`num_experts` is 4, `n_routing_groups` 3 .* Groups must be equal",
+        ),
+        ({"topk_routing_group": 2}, r"`topk_routing_group` 2\. .* from 1 to all of them"),
         ({"n_routing_groups": 4}, r"`n_routing_groups` is 4 for 4 experts\. .* by their 2 best"),
         ({"num_experts_per_tok": 5}, r"is 5, and a token chooses among 4 experts\. Give 1 to 4"),
         ({"qk_rope_head_dim": 3}, r"`qk_rope_head_dim` is 3\. Rotary positions need an even"),

@@ -10,10 +10,9 @@ import pytest
 
 from harness.contract import assert_close
 from jaxpipe import sharding
-from jaxpipe.models import (
-    DeepseekConfig,
+from jaxpipe.models import DeepseekConfig, initialize
+from jaxpipe.models.layers import (
     dot_product_attention,
-    initialize,
     latent_attention,
     latent_attention_weights,
     rms_norm,

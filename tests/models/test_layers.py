@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpipe.models import rms_norm, rope, rope_frequencies, token_losses
-from jaxpipe.models.layers import dropout
+from jaxpipe.models.layers import dropout, rms_norm, rope, rope_frequencies, token_losses
 
 
 def normal(seed: int, *shape: int) -> jax.Array:

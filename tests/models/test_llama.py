@@ -8,6 +8,8 @@ import pytest
 
 from harness.contract import assert_close
 from jaxpipe import models, sharding
+from jaxpipe.models.layers import dot_product_attention
+from jaxpipe.models.weights import stack_weights
 from jaxpipe.train import Config
 from small_models import small_llama
 
@@ -17,7 +19,7 @@ SMALL = small_llama(base_mlp_dim=24)
 def functions_of(config: models.LlamaConfig = SMALL, **options: Any):
     return models.llama(
         config,
-        attention=models.dot_product_attention,
+        attention=dot_product_attention,
         constrain=sharding.no_constraint,
         **options,
     )
@@ -135,7 +137,7 @@ def test_bfloat16_layers_keep_a_bfloat16_stream_and_a_float32_loss():
 def test_presets_have_the_published_number_of_parameters(name: str, count: int):
     config = models.LlamaConfig(**models.PRESETS[name])
     tree = models.llama_weights(config)
-    layers = models.stacked(tree["layer"], (config.base_num_decoder_layers,), ("layers",))
+    layers = stack_weights(tree["layer"], (config.base_num_decoder_layers,), ("layers",))
     assert models.num_parameters(tree | {"layer": layers}) == count
 
 

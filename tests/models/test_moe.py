@@ -12,18 +12,16 @@ from jax.sharding import PartitionSpec as P
 
 from harness.contract import assert_close
 from jaxpipe import sharding
-from jaxpipe.models import (
-    DeepseekConfig,
-    initialize,
-    logical_axes,
+from jaxpipe.models import DeepseekConfig, initialize, logical_axes
+from jaxpipe.models.layers import (
     megablox,
     moe,
     moe_weights,
     ragged_dot,
     route,
     routed_experts,
+    sort_and_multiply,
 )
-from jaxpipe.models.layers import sort_and_multiply
 from small_models import small_deepseek_v2
 
 ROWS, LENGTH = 4, 6

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe import models, sharding
-from jaxpipe.models.layers import quantize
+from jaxpipe import sharding
+from jaxpipe.models.layers import fp8_projection, projection, quantize
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 SHAPES = {
@@ -73,7 +73,7 @@ def assert_close(a, b, tolerance=1e-5):
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 def test_fp8_is_the_product_of_rounded_numbers_and_so_are_its_derivatives(shapes):
     arguments = inputs(shapes)
-    found = run(models.fp8_projection, *arguments)
+    found = run(fp8_projection, *arguments)
     for a, b in zip(found, obvious(*arguments), strict=True):
         assert_close(a, b)
 
@@ -81,8 +81,8 @@ def test_fp8_is_the_product_of_rounded_numbers_and_so_are_its_derivatives(shapes
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 def test_fp8_is_near_the_plain_product(shapes):
     arguments = inputs(shapes)
-    plain = run(models.projection, *arguments)
-    for a, b in zip(run(models.fp8_projection, *arguments), plain, strict=True):
+    plain = run(projection, *arguments)
+    for a, b in zip(run(fp8_projection, *arguments), plain, strict=True):
         assert a.dtype == b.dtype
         error = jnp.linalg.norm(a - b) / jnp.linalg.norm(b)
         assert 1e-3 < error < 0.15  # e4m3 keeps 4 significant bits, e5m2 3
@@ -90,7 +90,7 @@ def test_fp8_is_near_the_plain_product(shapes):
 
 def test_the_program_multiplies_8_bit_numbers_and_adds_in_float32():
     arguments = inputs(SHAPES["a matrix"], jnp.bfloat16)
-    lowered = run.lower(models.fp8_projection, *arguments)
+    lowered = run.lower(fp8_projection, *arguments)
     products = re.findall(r"dot_general.*: \((.*), (.*)\) -> (.*)", lowered.as_text())
     types = sorted(tuple(re.split("[x>]", t)[-2] for t in product) for product in products)
     assert types == [
@@ -98,13 +98,13 @@ def test_the_program_multiplies_8_bit_numbers_and_adds_in_float32():
         ("f8E4M3FN", "f8E5M2", "f32"),
         ("f8E5M2", "f8E4M3FN", "f32"),
     ]
-    y, dx, dw = run(models.fp8_projection, *arguments)
+    y, dx, dw = run(fp8_projection, *arguments)
     assert y.dtype == dx.dtype == dw.dtype == jnp.bfloat16
 
 
 def test_the_backward_keeps_activations_in_8_bits_and_the_weight_itself():
     x, w, _ = inputs(SHAPES["a matrix"], jnp.bfloat16)
-    _, pull = jax.vjp(models.fp8_projection, x, w)
+    _, pull = jax.vjp(fp8_projection, x, w)
     kept = sorted((a.shape, str(a.dtype)) for a in jax.tree.leaves(pull))
     scale = ((*x.shape[:2], 1), "float32")
     assert kept == sorted([(x.shape, "float8_e4m3fn"), scale, (w.shape, "bfloat16")])
@@ -112,9 +112,9 @@ def test_the_backward_keeps_activations_in_8_bits_and_the_weight_itself():
 
 def test_a_token_does_not_depend_on_the_others():
     x, w, dy = inputs(SHAPES["a matrix"])
-    y, dx, _ = run(models.fp8_projection, x, w, dy)
+    y, dx, _ = run(fp8_projection, x, w, dy)
     louder = jnp.array([1.0, 1e6, 1.0, 1.0])[:, None, None]
-    y_of_others, dx_of_others, _ = run(models.fp8_projection, x * louder, w, dy * louder)
+    y_of_others, dx_of_others, _ = run(fp8_projection, x * louder, w, dy * louder)
     others = jnp.array([0, 2, 3])
     assert jnp.array_equal(y[others], y_of_others[others])
     assert jnp.array_equal(dx[others], dx_of_others[others])
@@ -127,7 +127,7 @@ def test_devices_with_rows_of_their_own_compute_what_one_device_does():
 
     def on_rows(x, w, dy):
         w = jax.lax.pcast(w, "fsdp", to="varying")
-        y, dx, dw = run(models.fp8_projection, x, w, dy)
+        y, dx, dw = run(fp8_projection, x, w, dy)
         return y, dx, jax.lax.psum(dw, "fsdp")
 
     rows, whole = P("fsdp"), P()
@@ -139,7 +139,7 @@ def test_devices_with_rows_of_their_own_compute_what_one_device_does():
         out_specs=(rows, rows, whole),
     )
     y, dx, dw = jax.jit(split)(*arguments)
-    true = run(models.fp8_projection, *arguments)
+    true = run(fp8_projection, *arguments)
     assert jnp.array_equal(y, true[0])
     assert jnp.array_equal(dx, true[1])
     assert_close(dw, true[2], 1e-6)
@@ -160,6 +160,6 @@ def test_a_scale_is_the_smallest_power_of_two_that_lets_nothing_overflow(size, d
 
 def test_what_is_not_finite_stays_so():
     x = jnp.ones((2, 3, 4)).at[1, 2, 3].set(jnp.nan).at[0, 0, 0].set(jnp.inf)
-    y = models.fp8_projection(x, jnp.ones((4, 4)))
+    y = fp8_projection(x, jnp.ones((4, 4)))
     finite = jnp.all(jnp.isfinite(y), axis=-1)
     assert finite.tolist() == [[False, True, True], [True, True, False]]

@@ -11,14 +11,8 @@ from jax.sharding import PartitionSpec as P
 from harness.contract import assert_close
 from jaxpipe import spmd
 from jaxpipe.autodiff import Model, unpipelined
-from jaxpipe.models import (
-    dot_product_attention,
-    initialize,
-    initialize_layers,
-    llama,
-    llama_weights,
-    splash_attention,
-)
+from jaxpipe.models import initialize, initialize_layers, llama, llama_weights
+from jaxpipe.models.layers import dot_product_attention, splash_attention
 from jaxpipe.sharding import DEFAULT_RULES, constrain_with, make_mesh, override_rules
 from small_models import small_llama
 

@@ -12,6 +12,8 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jaxpipe import models, sharding, spmd
 from jaxpipe.autodiff import Model
+from jaxpipe.models.layers import splash_attention
+from jaxpipe.models.weights import stack_weights, weight_shapes
 
 devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1").devices
 mesh = sharding.make_mesh({"stage": 2, "fsdp": 2}, devices=devices)
@@ -21,17 +23,17 @@ config = models.LlamaConfig(
     base_mlp_dim=256, head_dim=128, vocab_size=256,
 )
 model = Model(*models.llama(
-    config, attention=models.splash_attention(rules), dtype=jnp.bfloat16,
+    config, attention=splash_attention(rules), dtype=jnp.bfloat16,
     constrain=sharding.constrain_with(rules),
 ))
 tree = models.llama_weights(config)
-layer = models.stacked(tree.pop("layer"), (2, 2, 1), ("circular_repeats", "stage", "layers"))
+layer = stack_weights(tree.pop("layer"), (2, 2, 1), ("circular_repeats", "stage", "layers"))
 tree["stages"] = layer
 
 def struct(shape, sharding):
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
-shapes = models.shapes(tree)
+shapes = weight_shapes(tree)
 shardings = sharding.named_shardings(shapes, models.logical_axes(tree), mesh)
 weights = jax.tree.map(struct, shapes, shardings)
 rows = NamedSharding(mesh, sharding.partition_spec((None, "activation_batch"), rules))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from harness.contract import Row, assert_close, check_row
-from jaxpipe.models import rms_norm
+from jaxpipe.models.layers import rms_norm
 from small_models import small_llama_loss
 
 from .test_chunked_loss import batch

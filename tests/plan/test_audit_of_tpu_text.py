@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpipe.plan import Audit, audit, totals, uncounted_loops
+from jaxpipe.plan import audit, totals, uncounted_loops
+from jaxpipe.plan._audit import Audit
 
 HLO = Path(__file__).parent / "hlo"
 

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpipe.plan import Audit, Memory, memory
-from jaxpipe.plan._audit import CollectiveSite, WhileLoop
+from jaxpipe.plan import memory
+from jaxpipe.plan._audit import Audit, CollectiveSite, WhileLoop
+from jaxpipe.plan._memory import Memory
 from jaxpipe.plan._report import CompileReport, report_json, report_text
 
 SITE = CollectiveSite(

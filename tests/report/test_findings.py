@@ -99,18 +99,18 @@ def test_lines_that_are_missing_and_steps_that_no_checkpoint_has_are_counted(tmp
     assert "no line of 5 steps, after steps 0, 9." in found["Missing lines"].text
     unsaved = found["Steps after the newest checkpoint"].text
     assert unsaved == "Started again, the run goes on after step 30: 10 steps come again."
-    assert found["Damaged checkpoint"].text == "The checkpoint of step 35 is incomplete."
+    assert found["Corrupt checkpoint"].text == "The checkpoint of step 35 is incomplete."
     assert "the busiest rank waits for 50% of a step" in found["Large bubble"].text
 
 
-def test_a_checkpoint_whose_file_has_another_size_is_damaged(tmp_path: Path):
+def test_a_checkpoint_whose_file_has_another_size_is_corrupt(tmp_path: Path):
     folder = write_run(tmp_path)
     step = write_checkpoint(folder, "60")
     (step / "state").write_text("x")
     (saved,) = report.read_run(folder).saved
-    assert (saved.state, saved.step) == ("damaged", 60)
+    assert (saved.state, saved.step) == ("corrupt", 60)
     (step / "state").unlink()
-    assert report.read_run(folder).saved[0].state == "damaged"
+    assert report.read_run(folder).saved[0].state == "corrupt"
 
 
 def test_an_old_step_that_is_removed_while_it_is_looked_at_is_gone(tmp_path: Path, monkeypatch):

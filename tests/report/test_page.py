@@ -137,8 +137,8 @@ def test_what_a_run_did_is_said(page: str):
         "best 3.017 at step 60",
         "Skipped steps. Weights did not change in step 30.",
         "The run went on once, at step 41; 5 steps came again.",
-        "The checkpoint of step 20 is damaged, set aside.",
-        "The checkpoint of step 10 is incomplete, set aside.",
+        "The checkpoint of step 20 is corrupt, quarantined.",
+        "The checkpoint of step 10 is incomplete, quarantined.",
         "Bubble 15.8%",
         "40.0% of peak",
     ):
@@ -198,7 +198,7 @@ def test_long_runs_make_small_pages_in_a_few_seconds(tmp_path: Path):
 def test_a_schedule_of_more_actions_than_a_page_can_take_is_not_drawn(tmp_path: Path, monkeypatch):
     folder = write_run(tmp_path)
     assert 'class="schedule"' in page_of(folder)
-    monkeypatch.setattr("jaxpipe.report._pictures.MOST_ACTIONS", 4 * 2 * 2 * 8 - 1)
+    monkeypatch.setattr("jaxpipe.report._pictures.MAX_ACTIONS", 4 * 2 * 2 * 8 - 1)
     page = page_of(folder)
     assert 'class="schedule"' not in page
     assert "It has too many actions to be drawn." in page

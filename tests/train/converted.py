@@ -10,8 +10,10 @@ import numpy as np
 
 from jaxpipe import models
 from jaxpipe.hugging_face._models import canonical_weights
-from jaxpipe.train import load_config, open_checkpoints, save_checkpoint, set_up
-from jaxpipe.train.checkpoint import first_state
+from jaxpipe.models.layers import rms_norm
+from jaxpipe.models.weights import weight_shapes
+from jaxpipe.train import load_config, set_up
+from jaxpipe.train.checkpoint import first_state, open_checkpoints, save_checkpoint
 from jaxpipe.train.plan import build_model
 from small_models import small_deepseek_v2, small_llama
 
@@ -37,7 +39,7 @@ def logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     x = model.embed(weights["embed"], batch_inputs)
     stages = jax.tree.map(lambda leaf: leaf[0, 0], weights["stages"])
     x, _ = model.stage(stages, x, batch_inputs, ())
-    x = models.rms_norm(x, weights["head"]["norm"], config.normalization_layer_epsilon)
+    x = rms_norm(x, weights["head"]["norm"], config.normalization_layer_epsilon)
     matrix = weights["embed"]["table"].T if model.tied else weights["head"]["logits"]
     return np.asarray(x @ matrix)
 
@@ -47,7 +49,7 @@ def make_run(
 ) -> Any:
     """A run's folder with a checkpoint of random weights, which come back by their paths."""
     block = "llama" if isinstance(sizes, models.LlamaConfig) else "deepseek"
-    tree = models.shapes(canonical_weights(block, sizes, dtype, layers_after))
+    tree = weight_shapes(canonical_weights(block, sizes, dtype, layers_after))
     noise = np.random.default_rng(step)
     weights = jax.tree.map(lambda x: noise.standard_normal(x.shape).astype(x.dtype), tree)
     state = {

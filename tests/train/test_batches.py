@@ -14,7 +14,9 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxpipe.cli import main
-from jaxpipe.data import Batch, ByteTokenizer, Source
+from jaxpipe.data import Source
+from jaxpipe.data.batches import Batch
+from jaxpipe.data.sources import ByteTokenizer
 from jaxpipe.train import Config, load_config, set_up
 from jaxpipe.train.loop import data_changes, make_batches, make_data, tokenizer_checksum
 from jaxpipe.train.plan import Setup

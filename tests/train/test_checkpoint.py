@@ -9,8 +9,13 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxpipe.train import latest_step, open_checkpoints, restore_checkpoint, save_checkpoint
-from jaxpipe.train.checkpoint import read_metadata
+from jaxpipe.train.checkpoint import (
+    latest_step,
+    open_checkpoints,
+    read_metadata,
+    restore_checkpoint,
+    save_checkpoint,
+)
 
 
 def sharding(num_stages: int, num_fsdp: int) -> NamedSharding:

@@ -15,8 +15,8 @@ from safetensors.numpy import load_file
 
 from jaxpipe import models
 from jaxpipe.hugging_face import from_hugging_face, to_hugging_face
-from jaxpipe.train import Config, load_config, open_checkpoints
-from jaxpipe.train.checkpoint import read_metadata, restore_leaf, saved_leaf_specs
+from jaxpipe.train import Config, load_config
+from jaxpipe.train.checkpoint import open_checkpoints, read_metadata, restore_leaf, saved_leaf_specs
 
 from .converted import DEEPSEEK, GOLDEN, LLAMA, logits, make_run
 

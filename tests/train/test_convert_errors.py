@@ -147,14 +147,14 @@ NORM = "model.norm.weight"
     [
         ({"dtype": "I8"}, "is stored as I8. Only F32, BF16, F16 are read"),
         ({"shape": [31]}, "is BF16[31], which takes 62 bytes, and has 64"),
-        ({"shape": [-32]}, "has a damaged entry in the header"),
-        ({"shape": "32"}, "has a damaged entry in the header"),
-        ({"data_offsets": [0]}, "has a damaged entry in the header"),
+        ({"shape": [-32]}, "has a corrupt entry in the header"),
+        ({"shape": "32"}, "has a corrupt entry in the header"),
+        ({"data_offsets": [0]}, "has a corrupt entry in the header"),
         ({"data_offsets": [0, 64]}, "share bytes"),
         ({"data_offsets": [2**40, 2**40 + 64]}, "It is cut off: copy it again."),
     ],
 )
-def test_a_damaged_header_is_refused_with_file_and_tensor(
+def test_a_corrupt_header_is_refused_with_file_and_tensor(
     entry: dict[str, Any], message: str, tmp_path: Path
 ):
     file = copy("llama2", tmp_path) / FILE
@@ -188,7 +188,7 @@ def test_a_file_that_is_cut_off_is_refused(size: int, message: str, tmp_path: Pa
 def test_a_header_that_is_no_object_is_refused(text: bytes, tmp_path: Path):
     file = copy("llama2", tmp_path) / FILE
     file.write_bytes(len(text).to_bytes(8, "little") + text)
-    assert f"{file} has a damaged header" in refusal(file.parent)
+    assert f"{file} has a corrupt header" in refusal(file.parent)
 
 
 def test_tensors_that_are_missing_or_too_many_or_of_other_shapes_are_all_named(tmp_path: Path):

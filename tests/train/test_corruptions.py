@@ -75,10 +75,10 @@ def outcome(whole: tuple[Path, list[tuple[int, float]]], folder: Path, harm: Har
         return "unreadable, refused" if "cannot be read" in line else "refused"
     assert losses(folder) == whole[1]
     names = os.listdir(folder / "default" / "checkpoints")
-    assert sum(".damaged" in x or ".incomplete" in x for x in names) == said.count(" is damaged: ")
+    assert sum(".damaged" in x or ".incomplete" in x for x in names) == said.count(" is corrupt: ")
     (resumed,) = [int(line.split()[-1]) for line in said.splitlines() if "resumed after" in line]
     kept = "from the newest checkpoint" if resumed == SAVED else "from an older checkpoint"
-    return f"went on {kept}{', and said so' if 'damaged' in said or 'Removed' in said else ''}"
+    return f"went on {kept}{', and said so' if 'corrupt' in said or 'Removed' in said else ''}"
 
 
 def files_of(run: Path) -> list[Path]:
@@ -298,7 +298,7 @@ DIRECTED: dict[str, Harm] = {
     "an empty folder of checkpoints": folder_in_place_of("checkpoints"),
     "checkpoints that are a file": file_in_place_of("checkpoints"),
     "checkpoints that are a link into nothing": link_in_place_of("checkpoints", "nowhere"),
-    "all checkpoints damaged": lambda run: (
+    "all checkpoints corrupt": lambda run: (
         [(step / "state" / "manifest.ocdbt").unlink() for step in (run / "checkpoints").iterdir()]
     ),
     "no checkpoints and no record of them": both(removing("checkpoints"), removing("saved.json")),

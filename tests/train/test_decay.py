@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpipe import models
+from jaxpipe.models.weights import weight_shapes
 from jaxpipe.train.optim import weight_name
 from jaxpipe.train.step import abstract_trained_weights, make_optimizer
 
@@ -20,7 +20,7 @@ PIPELINES: list[Settings] = [
 def decaying(settings: Settings) -> set[str]:
     """Names of weights that an update without a gradient changes."""
     setup = setup_of(settings.get("ici_pipeline_parallelism", 1), settings)
-    shapes = models.shapes(abstract_trained_weights(setup))
+    shapes = weight_shapes(abstract_trained_weights(setup))
     weights = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)
     optimizer = make_optimizer(setup)
     nothing = jax.tree.map(jnp.zeros_like, weights)

@@ -1,4 +1,4 @@
-"""Damage to a checkpoint is found and said, an older one is used, nothing damaged is loaded."""
+"""Damage to a checkpoint is found and said, an older one is used, nothing corrupt is loaded."""
 
 import io
 import json
@@ -117,7 +117,7 @@ def test_every_file_of_a_complete_step_has_a_digest(tmp_path, asynchronous):
         (add_a_file, "state/more does not belong to it"),
     ],
 )
-def test_a_damaged_checkpoint_is_left_out_and_the_run_goes_on_from_the_one_before(
+def test_a_corrupt_checkpoint_is_left_out_and_the_run_goes_on_from_the_one_before(
     whole, tmp_path, harm: Callable[[Path], None], words: str
 ):
     folder, losses = whole
@@ -125,14 +125,14 @@ def test_a_damaged_checkpoint_is_left_out_and_the_run_goes_on_from_the_one_befor
     checkpoints = checkpoints_in(tmp_path)
     harm(checkpoints / "3")
     found, said = run_to(tmp_path, 3)
-    assert f"The checkpoint {checkpoints / '3'} is damaged: " in said and words in said
+    assert f"The checkpoint {checkpoints / '3'} is corrupt: " in said and words in said
     assert "resumed after step 2" in said
     assert found == losses[2:]
     assert (checkpoints / "3.damaged").is_dir() and find_corruption(checkpoints / "3") == []
     assert not (checkpoints / ".removed").exists()
 
 
-def test_a_step_may_be_damaged_twice(whole, tmp_path):
+def test_a_step_may_be_corrupt_twice(whole, tmp_path):
     folder, losses = whole
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     for _ in range(2):
@@ -142,27 +142,27 @@ def test_a_step_may_be_damaged_twice(whole, tmp_path):
     assert {"3", "3.damaged", "3.damaged-2"} <= names
 
 
-def test_if_all_are_damaged_the_run_is_refused_until_it_is_told_to_begin_anew(whole, tmp_path):
+def test_if_all_are_corrupt_the_run_is_refused_until_it_is_told_to_begin_anew(whole, tmp_path):
     folder, losses = whole
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     for step in steps_in(checkpoints_in(tmp_path)):
         flip_a_bit(step)
     before = content_of(tmp_path)
-    with pytest.raises(ValueError, match=r"3 that are damaged.*has changed.*`begin_anew=true`"):
+    with pytest.raises(ValueError, match=r"3 that are corrupt.*has changed.*`begin_anew=true`"):
         run_to(tmp_path, 2)
     assert content_of(tmp_path) == before
     found, said = run_to(tmp_path, 2, begin_anew=True)
-    assert said.count("is damaged") == 3 and "resumed" not in said
+    assert said.count("is corrupt") == 3 and "resumed" not in said
     assert found == losses[:2]
     metrics = tmp_path / "default" / "before-1.metrics.jsonl"
     assert len(read_metrics(metrics)) == 3
 
 
-def test_init_from_a_damaged_checkpoint_is_refused(whole, tmp_path):
+def test_init_from_a_corrupt_checkpoint_is_refused(whole, tmp_path):
     folder, _ = whole
     shutil.copytree(folder, tmp_path / "saved")
     flip_a_bit(checkpoints_in(tmp_path / "saved") / "3")
-    with pytest.raises(ValueError, match=r"3 is damaged: .* has changed. Give another step"):
+    with pytest.raises(ValueError, match=r"3 is corrupt: .* has changed. Give another step"):
         run_to(tmp_path / "new", 1, init_from=str(tmp_path / "saved" / "default"))
 
 
@@ -211,7 +211,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_found(whole, tmp_path, h
     number = {"renamed": 3, "copied": 2, "swapped": 2, "linked": 1}[how]
     name = "3" if how == "swapped" else "10"
     assert (
-        f"The checkpoint {steps / name} is damaged: it is step {number}, renamed or copied" in said
+        f"The checkpoint {steps / name} is corrupt: it is step {number}, renamed or copied" in said
     )
     assert (steps / f"{name}.damaged").is_dir()
     if how in ("renamed", "swapped"):

@@ -11,8 +11,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpipe.data import Batch, FiniteBatches
-from jaxpipe.train import Config, best_step, open_checkpoints, read_metrics, set_up, train
+from jaxpipe.data.batches import Batch, FiniteBatches
+from jaxpipe.train import Config, read_metrics, set_up, train
+from jaxpipe.train.checkpoint import best_step, open_checkpoints
 from jaxpipe.train.loop import _loop, make_batches, make_data
 from jaxpipe.train.step import (
     init_state,

@@ -59,7 +59,7 @@ UNREADABLE = (
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_what_cannot_be_read_stops_the_run_and_is_not_damaged(copy, monkeypatch, name, number):
+def test_what_cannot_be_read_stops_the_run_and_is_not_corrupt(copy, monkeypatch, name, number):
     file, before = copy / "default" / name, content_of(copy)
     with monkeypatch.context() as patch:
         failing(patch, file, number)

@@ -108,16 +108,16 @@ class _Job:
     """The processes of a job.
 
     Attributes:
-        running: The processes, in order.
+        popens: The processes, in order.
         outputs: The threads that copy their output.
         signals: The signals that were passed on to all processes, in order.
-        tell: A function that tells all other processes that one has ended, and how.
+        notify_others: A function that tells all other processes that one has ended, and how.
     """
 
-    running: list[subprocess.Popen]
+    popens: list[subprocess.Popen]
     outputs: list[threading.Thread] = field(default_factory=list)
     signals: list[signal.Signals] = field(default_factory=list)
-    tell: Callable[[int, str], None] = lambda ended, how: None
+    notify_others: Callable[[int, str], None] = lambda ended, how: None
 
     @property
     def failed(self) -> tuple[int, int] | None:
@@ -127,15 +127,15 @@ class _Job:
         ended since the last poll, one that a signal has killed comes first: the others may have
         ended because of it.
         """
-        codes = enumerate(popen.poll() for popen in self.running)
-        obeyed = {0, *(128 + number for number in self.signals)}
+        codes = enumerate(popen.poll() for popen in self.popens)
+        obeyed = {0, *(128 + signum for signum in self.signals)}
         failed = [(i, x) for i, x in codes if x is not None and _exit_code(x) not in obeyed]
         return min(failed, key=lambda one: (_may_follow(one[1]), one[0]), default=None)
 
     @property
-    def left(self) -> list[int]:
+    def still_running(self) -> list[int]:
         """Processes that still run."""
-        return [i for i, popen in enumerate(self.running) if popen.poll() is None]
+        return [i for i, popen in enumerate(self.popens) if popen.poll() is None]
 
 
 def _may_follow(code: int) -> int:
@@ -155,18 +155,18 @@ def _started(commands: Sequence[tuple[list[str], dict[str, str]]]) -> Iterator[_
     """
     job, lifelines = _Job([]), Lifelines()
 
-    def pass_on(number: int, frame: object) -> None:
+    def pass_on(signum: int, frame: object) -> None:
         del frame
-        job.signals.append(signal.Signals(number))
-        for popen in job.running:
-            popen.send_signal(number)
+        job.signals.append(signal.Signals(signum))
+        for popen in job.popens:
+            popen.send_signal(signum)
 
-    def suspend(number: int, frame: object) -> None:
-        del number, frame
-        for popen in job.running:
+    def suspend(signum: int, frame: object) -> None:
+        del signum, frame
+        for popen in job.popens:
             popen.send_signal(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
-        for popen in job.running:
+        for popen in job.popens:
             popen.send_signal(signal.SIGCONT)
 
     with _handled(dict.fromkeys(_ENDING, pass_on) | {signal.SIGTSTP: suspend}):
@@ -176,17 +176,17 @@ def _started(commands: Sequence[tuple[list[str], dict[str, str]]]) -> Iterator[_
                 popen = lifelines.start(
                     process, command, environment, stdout=out, stderr=err, process_group=0
                 )
-                job.running.append(popen)
+                job.popens.append(popen)
                 if job.signals:
                     popen.send_signal(job.signals[-1])
                 if process:
                     job.outputs.append(_show(process, popen.stdout))
-            job.tell = lifelines.tell
+            job.notify_others = lifelines.notify_others
             yield job
         finally:
-            for popen in job.running:
+            for popen in job.popens:
                 popen.kill()  # SIGTERM only asks a run to stop after its next step
-            for popen in job.running:
+            for popen in job.popens:
                 popen.wait()
             lifelines.close()
             for output in job.outputs:
@@ -196,41 +196,44 @@ def _started(commands: Sequence[tuple[list[str], dict[str, str]]]) -> Iterator[_
 @contextlib.contextmanager
 def _handled(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> Iterator[None]:
     """Handles signals inside this context, except those that are ignored, as after `nohup`."""
-    taken = {n: h for n, h in handlers.items() if signal.getsignal(n) != signal.SIG_IGN}
-    before = {number: signal.signal(number, handler) for number, handler in taken.items()}
+    not_ignored = {n: h for n, h in handlers.items() if signal.getsignal(n) != signal.SIG_IGN}
+    before = {signum: signal.signal(signum, handler) for signum, handler in not_ignored.items()}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def _first_failure(job: _Job, grace: float) -> int:
     """Waits until all processes have ended or their time is up, and returns the exit code."""
     first: tuple[int, int] | None = None
-    deadline = tell_at = math.inf
-    while job.left and time.monotonic() < deadline and len(job.signals) < 2:
+    deadline = notify_at = math.inf
+    while job.still_running and time.monotonic() < deadline and len(job.signals) < 2:
         time.sleep(_POLL_SECONDS)
         if first is None and (first := job.failed):
             deadline = time.monotonic() + grace
-            tell_at = time.monotonic() + (_STOP_SECONDS if first[1] in _STOPPED else 0.0)
-        if first and time.monotonic() > tell_at:
-            tell_at = math.inf
-            job.tell(first[0], _how(first[1]))
-    if not job.left and {popen.returncode for popen in job.running} in [{x} for x in _STOPPED]:
-        return job.running[0].returncode
+            notify_at = time.monotonic() + (_STOP_SECONDS if first[1] in _STOPPED else 0.0)
+        if first and time.monotonic() > notify_at:
+            notify_at = math.inf
+            job.notify_others(first[0], _how(first[1]))
+    if not job.still_running and {popen.returncode for popen in job.popens} in [
+        {x} for x in _STOPPED
+    ]:
+        return job.popens[0].returncode
     first = first or job.failed
-    rest = f"The processes {job.left} have not ended, and are killed."
+    rest = f"The processes {job.still_running} have not ended, and are killed."
     if first is None:
-        if not job.left:
-            return max(_exit_code(popen.returncode) for popen in job.running)
+        if not job.still_running:
+            return max(_exit_code(popen.returncode) for popen in job.popens)
         name = job.signals[-1].name
         print(f"jaxpipe: error: {name} came again. {rest}", file=sys.stderr)
         return 128 + job.signals[-1]
     process, code = first
     said = f"process {process} has ended {_how(code)}."
     print(
-        f"jaxpipe: error: {said} {rest}" if job.left else f"jaxpipe: error: {said}", file=sys.stderr
+        f"jaxpipe: error: {said} {rest}" if job.still_running else f"jaxpipe: error: {said}",
+        file=sys.stderr,
     )
     return _exit_code(code)
 

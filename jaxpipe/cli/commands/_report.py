@@ -12,13 +12,13 @@ from .._options import bounded_integer, path, text
 from ._compile import leave_tpus_alone
 
 if TYPE_CHECKING:
-    from ...report import RunRecord
     from ...report._memory import CompiledMemory
+    from ...report._run import RunRecord
     from ...train import Config
     from ...train.plan._setup import Setup
 
 _HELP = "write a run as one page of HTML"
-_MOST_DEVICES = 1024  # more take minutes to be emulated
+_MAX_DEVICES = 1024  # more take minutes to be emulated
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -77,8 +77,8 @@ def _planned(found: "RunRecord") -> "tuple[Setup | None, str]":
         return None, "Unknown: this version of jaxpipe does not take the configuration."
     if count is None:
         return None, "Unknown: nothing says on how many devices the run was."
-    if count > _MOST_DEVICES:
-        return None, f"Not computed for more than {_MOST_DEVICES} devices."
+    if count > _MAX_DEVICES:
+        return None, f"Not computed for more than {_MAX_DEVICES} devices."
     import jax
 
     try:

@@ -130,10 +130,10 @@ def _export(args: argparse.Namespace) -> int:
     return 0
 
 
-def _write(option: str, file: Path, content: str) -> None:
+def _write(option: str, file: Path, text: str) -> None:
     """Writes the file that an option names. `failed_write` says which errors it raises."""
     try:
-        write_output(file, content)
+        write_output(file, text)
     except OSError as error:
         raise failed_write(
             f"`--{option}` is {short_repr(str(file))}, which cannot be written: {error.strerror}. "
@@ -220,7 +220,7 @@ def parse_costs(costs: str, transfer: str) -> Costs:
     forward, inputs, weight = (
         _parse_number("costs", part)
         if "/" not in part
-        else tuple(_parse_number("costs", number) for number in part.split("/"))
+        else tuple(_parse_number("costs", cost) for cost in part.split("/"))
         for part in parts
     )
     return Costs(forward, inputs, weight, transfer=_parse_number("transfer", transfer))

@@ -1,6 +1,30 @@
 """Layers that models share: attention, experts, projections, norms."""
 
+from ._attention import Attention as Attention
 from ._attention import causal_mask as causal_mask
+from ._attention import dot_product_attention as dot_product_attention
+from ._attention import splash_attention as splash_attention
 from ._common import dropout as dropout
+from ._common import rms_norm as rms_norm
+from ._common import rope as rope
+from ._common import rope_frequencies as rope_frequencies
+from ._common import token_losses as token_losses
+from ._experts import Experts as Experts
+from ._experts import routed_experts as routed_experts
 from ._experts import sort_and_multiply as sort_and_multiply
+from ._grouped_matmul import GroupedMatmul as GroupedMatmul
+from ._grouped_matmul import megablox as megablox
+from ._grouped_matmul import ragged_dot as ragged_dot
+from ._latent_attention import latent_attention as latent_attention
+from ._latent_attention import latent_attention_weights as latent_attention_weights
+from ._moe import moe as moe
+from ._moe import moe_weights as moe_weights
+from ._projection import PROJECTIONS as PROJECTIONS
+from ._projection import Projection as Projection
+from ._projection import fp8_projection as fp8_projection
+from ._projection import projection as projection
 from ._projection import quantize as quantize
+from ._router import Routing as Routing
+from ._router import route as route
+from ._yarn import yarn_frequencies as yarn_frequencies
+from ._yarn import yarn_score_scale as yarn_score_scale

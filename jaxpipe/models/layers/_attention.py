@@ -29,8 +29,8 @@ def causal_mask(segment_ids: Int[Array, "b T"]) -> Bool[Array, "b 1 T T"]:
     The key must be in the same document as the query, and not after it.
     """
     length = segment_ids.shape[1]
-    same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    return (same & jnp.tril(jnp.ones((length, length), bool)))[:, None]
+    same_segment = segment_ids[:, :, None] == segment_ids[:, None, :]
+    return (same_segment & jnp.tril(jnp.ones((length, length), bool)))[:, None]
 
 
 def dot_product_attention(
@@ -76,10 +76,10 @@ def splash_attention(rules: Rules, *, interpret: bool = False) -> Attention:
         if not automatic_axes():
             return local((q, k, v), segment_ids)
         mesh = jax.sharding.get_abstract_mesh()
-        kept = rules_without_manual_axes(rules, mesh)
-        _check_splits(kept, dict(mesh.shape))
+        auto_rules = rules_without_manual_axes(rules, mesh)
+        _check_splits(auto_rules, dict(mesh.shape))
         heads, kv_heads, segments = (
-            partition_spec(axes, kept) for axes in (_HEAD_AXES, _KV_HEAD_AXES, _SEGMENT_AXES)
+            partition_spec(axes, auto_rules) for axes in (_HEAD_AXES, _KV_HEAD_AXES, _SEGMENT_AXES)
         )
         specs = (heads, kv_heads, kv_heads)
         return on_shards(local, automatic_axes(), specs, segments, heads)((q, k, v), segment_ids)

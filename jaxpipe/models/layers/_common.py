@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from ...sharding._rows import local_rows
 from ...sharding._rules import Constrain
-from .._abstract import Weight, matrix
+from ..weights._abstract import Weight, matrix
 from ._projection import Projection
 
 ACTIVATION = ("activation_batch", "activation_length", "activation_embed")
@@ -33,9 +33,9 @@ def rms_norm(
     Returns:
         [..., D] normalized activations, in the dtype of `x`.
     """
-    wide = x.astype(jnp.float32)
-    wide *= jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
-    return (wide * scale.astype(jnp.float32)).astype(x.dtype)
+    x32 = x.astype(jnp.float32)
+    x32 *= jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + epsilon)
+    return (x32 * scale.astype(jnp.float32)).astype(x.dtype)
 
 
 def rope_frequencies(
@@ -60,8 +60,8 @@ def rope_frequencies(
         return frequencies
     low, high, trained_length = 1.0, 4.0, 8192.0
     turns = trained_length * frequencies / (2 * math.pi)
-    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return frequencies * (kept + (1 - kept) / llama31_factor)
+    unscaled_share = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return frequencies * (unscaled_share + (1 - unscaled_share) / llama31_factor)
 
 
 def rope(
@@ -180,5 +180,5 @@ def token_losses(
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
     picked = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
     hits = (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32)
-    of_all = jax.nn.logsumexp(logits, axis=-1)
-    return of_all - picked, hits, of_all
+    logsumexps = jax.nn.logsumexp(logits, axis=-1)
+    return logsumexps - picked, hits, logsumexps

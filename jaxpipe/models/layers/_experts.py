@@ -38,9 +38,9 @@ def routed_experts(rules: Rules, grouped_matmul: GroupedMatmul = ragged_dot) -> 
     """
 
     def local(inputs, constants) -> Float[Array, "1 b T D"]:
-        (w, x, shares), (chosen, numbers) = inputs, constants
+        (w, x, shares), (chosen, first_expert) = inputs, constants
         rows, flat = x.reshape(-1, x.shape[2]), (-1, chosen.shape[2])
-        flat = chosen.reshape(flat) - numbers[0], shares.reshape(flat)
+        flat = chosen.reshape(flat) - first_expert[0], shares.reshape(flat)
         return sort_and_multiply(grouped_matmul, w, rows, *flat).reshape(1, *x.shape)
 
     def experts(w, x, chosen, shares):
@@ -97,12 +97,12 @@ def _on_all_shards(local: Callable, rules: Rules) -> Callable:
 
     The leading dim of its result holds partial sums.
     """
-    kept = rules_without_manual_axes(rules, jax.sharding.get_abstract_mesh())
-    inward, outward = (partition_spec(axes, kept) for axes in _WEIGHT_AXES)
+    auto_rules = rules_without_manual_axes(rules, jax.sharding.get_abstract_mesh())
+    inward, outward = (partition_spec(axes, auto_rules) for axes in _WEIGHT_AXES)
     parts = tuple(axis for dim in inward for axis in axes_of_dim(dim))
     # Devices that hold different experts need the same tokens, so they must not shard the tokens.
-    apart = [(name, [a for a in axes if a not in parts]) for name, axes in kept]
-    tokens = partition_spec(("activation_batch", "activation_length", None), apart)
+    token_rules = [(name, [a for a in axes if a not in parts]) for name, axes in auto_rules]
+    tokens = partition_spec(("activation_batch", "activation_length", None), token_rules)
     return on_shards(
         local,
         automatic_axes(),

@@ -17,8 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
 from ...sharding._rules import Constrain
-from .._abstract import matrix, scale
 from .._deepseek_config import DeepseekConfig
+from ..weights._abstract import matrix, scale
 from ._attention import Attention
 from ._common import HEADS, name_qkv, rms_norm, rope, rope_frequencies
 from ._projection import Projection, projection

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from ...sharding._rules import Constrain
-from .._abstract import Weight, matrix
 from .._deepseek_config import DeepseekConfig
+from ..weights._abstract import Weight, matrix
 from ._common import ACTIVATION, swiglu, swiglu_weights
 from ._experts import Experts
 from ._projection import Projection, projection
@@ -101,9 +101,9 @@ def _route(
     config: DeepseekConfig, matrix: Array, bias: Array | None, x: Array, batch_inputs: PyTree
 ):
     # Computed in float32: a rounded score may choose another expert.
-    wide, matrix = x.astype(jnp.float32), matrix.astype(jnp.float32)
+    x32, matrix = x.astype(jnp.float32), matrix.astype(jnp.float32)
     return route(
-        jnp.einsum("btd,de->bte", wide, matrix),
+        jnp.einsum("btd,de->bte", x32, matrix),
         bias,
         batch_inputs["segment_ids"] != 0,
         jnp.sum(batch_inputs["target_weights"]),
@@ -125,5 +125,5 @@ def _aux_losses(
     if bias is None:
         return {"loss": balance, "load_balance_loss": balance}
     surplus = routing.load - 1 / routing.load.shape[0]
-    nothing = jnp.sum(surplus * (bias - jax.lax.stop_gradient(bias)))
-    return {"loss": balance + own * nothing, "load_balance_loss": balance}
+    zero = jnp.sum(surplus * (bias - jax.lax.stop_gradient(bias)))
+    return {"loss": balance + own * zero, "load_balance_loss": balance}

@@ -56,8 +56,8 @@ def on_shards(
 
     @jax.custom_vjp
     def run(inputs, constants):
-        on_all = shard_map(local, in_specs=(specs, constant_specs), out_specs=out_spec)
-        return varying_like(inputs, on_all(inputs, constants))
+        on_all_shards = shard_map(local, in_specs=(specs, constant_specs), out_specs=out_spec)
+        return match_varying_axes(inputs, on_all_shards(inputs, constants))
 
     def forward(inputs, constants):
         def on_shard(inputs, constants):
@@ -67,24 +67,26 @@ def on_shards(
             out, pull_back = _as_if_equal(on_shard, *arguments)
             return out, jax.tree.map(lambda x: jnp.expand_dims(x, 0), pull_back)
 
-        on_all = shard_map(keep, in_specs=(specs, constant_specs), out_specs=(out_spec, one_each))
-        return varying_like(inputs, on_all(inputs, constants))
+        on_all_shards = shard_map(
+            keep, in_specs=(specs, constant_specs), out_specs=(out_spec, one_each)
+        )
+        return match_varying_axes(inputs, on_all_shards(inputs, constants))
 
     def backward(pull_back, gradient):
         def pull(pull_back, gradient):
             pull_back = jax.tree.map(lambda x: jnp.squeeze(x, 0), pull_back)
-            (of_inputs,) = _as_if_equal(lambda pull_back, g: pull_back(g), pull_back, gradient)
-            return jax.tree.map(lambda x: jnp.expand_dims(x, 0), of_inputs)
+            (input_grads,) = _as_if_equal(lambda pull_back, g: pull_back(g), pull_back, gradient)
+            return jax.tree.map(lambda x: jnp.expand_dims(x, 0), input_grads)
 
-        on_all = shard_map(pull, in_specs=(one_each, out_spec), out_specs=partial_specs)
+        on_all_shards = shard_map(pull, in_specs=(one_each, out_spec), out_specs=partial_specs)
         # Not `jnp.sum`: devices would exchange float32 where layers compute in bfloat16.
-        of_inputs = jax.tree.map(
-            partial(jax.lax.reduce_sum, axes=(0,)), on_all(pull_back, gradient)
+        input_grads = jax.tree.map(
+            partial(jax.lax.reduce_sum, axes=(0,)), on_all_shards(pull_back, gradient)
         )
-        return varying_like(gradient, of_inputs), None
+        return match_varying_axes(gradient, input_grads), None
 
     run.defvjp(forward, backward)
-    return lambda inputs, constants: run(varying_like(inputs, inputs), constants)
+    return lambda inputs, constants: run(match_varying_axes(inputs, inputs), constants)
 
 
 def _with_partial_sums(spec: PartitionSpec, out_spec: PartitionSpec) -> PartitionSpec:
@@ -100,13 +102,13 @@ def _as_if_equal(f: Callable, *arguments: PyTree) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(result), leaves)
 
 
-def varying_like(example: PyTree, tree: PyTree) -> PyTree:
+def match_varying_axes(example: PyTree, tree: PyTree) -> PyTree:
     """Returns `tree`, declared to vary over the manual axes over which `example` varies."""
-    varying = frozenset().union(*map(_varying, jax.tree.leaves(example)))
+    axes = frozenset().union(*map(_varying_axes, jax.tree.leaves(example)))
     return jax.tree.map(
-        lambda x: jax.lax.pcast(x, tuple(varying - _varying(x)), to="varying"), tree
+        lambda x: jax.lax.pcast(x, tuple(axes - _varying_axes(x)), to="varying"), tree
     )
 
 
-def _varying(x: jax.Array) -> frozenset[str]:
+def _varying_axes(x: jax.Array) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying

@@ -91,18 +91,18 @@ def _forward(x: Array, w: Array) -> tuple[Array, tuple[Scaled, Array]]:
     return y.astype(x.dtype), (qx, w)
 
 
-def _backward(kept: tuple[Scaled, Array], dy: Array) -> tuple[Array, Array]:
-    qx, w = kept
+def _backward(residuals: tuple[Scaled, Array], dy: Array) -> tuple[Array, Array]:
+    qx, w = residuals
     num_tokens, num_ins = len(_TOKENS), qx.values.ndim - len(_TOKENS)
     qw = quantize(w, FORWARD, over=range(num_ins))
-    wide = dy.astype(jnp.float32)
+    dy32 = dy.astype(jnp.float32)
 
-    of_outputs = lax.squeeze(qw.scale, tuple(range(num_ins)))
-    g = quantize(wide * of_outputs, BACKWARD, over=range(num_tokens, dy.ndim))
+    output_scales = lax.squeeze(qw.scale, tuple(range(num_ins)))
+    g = quantize(dy32 * output_scales, BACKWARD, over=range(num_tokens, dy.ndim))
     dx = _dot(g.values, qw.values, range(num_tokens, dy.ndim), range(num_ins, qw.values.ndim))
     dx *= _per_token(g, dx.ndim)
 
-    g = quantize(wide * _per_token(qx, dy.ndim), BACKWARD, over=_TOKENS, largest=max_over_rows)
+    g = quantize(dy32 * _per_token(qx, dy.ndim), BACKWARD, over=_TOKENS, largest=max_over_rows)
     dw = _dot(qx.values, g.values, _TOKENS, _TOKENS) * lax.squeeze(g.scale, _TOKENS)
     return dx.astype(dy.dtype), dw.astype(dy.dtype)
 
@@ -129,12 +129,12 @@ def quantize(
     Returns:
         `Scaled`, with `scale` in float32.
     """
-    wide = x.astype(jnp.float32)
-    magnitude = largest(jnp.max(jnp.abs(wide), axis=tuple(over), keepdims=True))
+    x32 = x.astype(jnp.float32)
+    magnitude = largest(jnp.max(jnp.abs(x32), axis=tuple(over), keepdims=True))
     _, exponent = jnp.frexp(magnitude / float(jnp.finfo(dtype).max))
     # Limited to exponents whose inverse is a normal float32.
     scale = jnp.ldexp(jnp.float32(1), jnp.clip(exponent, -120, 120))
-    return Scaled((wide / scale).astype(dtype), scale)
+    return Scaled((x32 / scale).astype(dtype), scale)
 
 
 def _per_token(x: Scaled, ndim: int) -> Array:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ...sharding._rows import sum_over_rows
 
 Scores = Float[Array, "b T E"]
-Choice = Int[Array, "b T k"]
+ChosenExperts = Int[Array, "b T k"]
 
 
 class Routing(NamedTuple):
@@ -29,7 +29,7 @@ class Routing(NamedTuple):
             whole.
     """
 
-    chosen: Choice
+    chosen: ChosenExperts
     shares: Float[Array, "b T k"]
     load: Float[Array, " E"]
     weight: Float[Array, ""]
@@ -94,8 +94,8 @@ def _within_best_groups(scores: Scores, num_groups: int, num_kept: int, num_rank
     The best groups have the largest sums of the scores of their `num_ranking` best experts.
     """
     grouped = scores.reshape(*scores.shape[:-1], num_groups, -1)
-    of_groups = jnp.sum(jax.lax.top_k(grouped, num_ranking)[0], axis=-1)
-    _, best = jax.lax.top_k(of_groups, num_kept)
+    group_scores = jnp.sum(jax.lax.top_k(grouped, num_ranking)[0], axis=-1)
+    _, best = jax.lax.top_k(group_scores, num_kept)
     is_best = jnp.any(best[..., None] == jnp.arange(num_groups), axis=-2)
     return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(scores.shape)
 

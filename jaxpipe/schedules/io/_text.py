@@ -7,7 +7,7 @@ from ..analysis._measure import makespan
 from ..analysis._simulate import Time, Timeline
 from ..language._action import FusedPair, ScheduleStep
 
-_MOST_COLUMNS = 10_000
+_MAX_COLUMNS = 10_000
 
 
 def to_text(timeline: Timeline, unit: Time) -> str:
@@ -69,7 +69,7 @@ def time_unit(timeline: Timeline) -> Time:
     unit = Fraction(gcd(*(int(time * below) for time in times)), below) or Fraction(1)
     if makespan(timeline) > 500 * unit:
         shortest = min((t.end - t.start for t in timed if t.end > t.start), default=1)
-        return max(shortest, makespan(timeline) / _MOST_COLUMNS)
+        return max(shortest, makespan(timeline) / _MAX_COLUMNS)
     return unit.numerator if unit.denominator == 1 else float(unit)
 
 

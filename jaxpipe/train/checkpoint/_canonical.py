@@ -45,23 +45,27 @@ def canonical_shapes(setup: Setup) -> PyTree[jax.ShapeDtypeStruct]:
     share; along layers if no other dim divides. With per-stage state the leaves outside of stages
     are sharded over the ranks, too. A leaf of which no dim divides is replicated.
     """
-    in_order, apart, setup = is_in_layer_order(setup), setup.per_stage_state, _as_one_stack(setup)
+    in_order, is_per_stage, setup = (
+        is_in_layer_order(setup),
+        setup.per_stage_state,
+        _as_one_stack(setup),
+    )
     axes, rules = state_logical_axes(setup), state_rules(setup)
 
-    def of_part(name: str, shapes: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
-        def of_leaf(leaf: jax.ShapeDtypeStruct, axes: LogicalAxes) -> jax.ShapeDtypeStruct:
+    def part_shapes(name: str, shapes: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
+        def leaf_shape(leaf: jax.ShapeDtypeStruct, axes: LogicalAxes) -> jax.ShapeDtypeStruct:
             shape, spec = leaf.shape, sharding.partition_spec(axes, rules[name])
             if _is_stacked(axes):
                 shape = (setup.layout.num_layers, *shape[len(STACK_AXES) :])
                 spec = PartitionSpec(None, *spec[len(STACK_AXES) :])
             where = NamedSharding(setup.mesh, spec)
-            if apart or _is_stacked(axes):
+            if is_per_stage or _is_stacked(axes):
                 where = _shard_over_ranks(shape, where, in_order and _is_stacked(axes))
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
 
-        return jax.tree.map(of_leaf, shapes, axes[name])
+        return jax.tree.map(leaf_shape, shapes, axes[name])
 
-    return {name: of_part(name, shapes) for name, shapes in state_shapes(setup).items()}
+    return {name: part_shapes(name, shapes) for name, shapes in state_shapes(setup).items()}
 
 
 ToCanonical = Callable[[TrainState], TrainState]
@@ -83,26 +87,28 @@ def canonical_round_trip(setup: Setup) -> tuple[ToCanonical, FromCanonical]:
     """
     reordering, shardings = layer_reordering(setup), _canonical_shardings(setup)
     if setup.per_stage_state:
-        places = mpmd_state_shardings(setup)
+        rank_shardings = mpmd_state_shardings(setup)
         return (
-            lambda state: _per_stage_to_canonical(setup, reordering, state, shardings, places),
+            lambda state: _per_stage_to_canonical(
+                setup, reordering, state, shardings, rank_shardings
+            ),
             lambda state, canonical: _per_stage_from_canonical(
-                setup, reordering, state, canonical, shardings, places
+                setup, reordering, state, canonical, shardings, rank_shardings
             ),
         )
     axes, wanted = state_logical_axes(setup), state_shardings(setup)
 
-    def take(x: jax.Array, where: NamedSharding, axes: LogicalAxes) -> jax.Array:
+    def leaf_to_canonical(x: jax.Array, where: NamedSharding, axes: LogicalAxes) -> jax.Array:
         return reordering.to_layer_order(x, where) if _is_stacked(axes) else x
 
-    def put_back(
+    def leaf_from_canonical(
         x: jax.Array, where: NamedSharding, wanted: NamedSharding, axes: LogicalAxes
     ) -> jax.Array:
         return reordering.to_rank_order(x, where, wanted) if _is_stacked(axes) else x
 
     return (
-        lambda state: jax.tree.map(take, state, shardings, axes),
-        lambda _, canonical: jax.tree.map(put_back, canonical, shardings, wanted, axes),
+        lambda state: jax.tree.map(leaf_to_canonical, state, shardings, axes),
+        lambda _, canonical: jax.tree.map(leaf_from_canonical, canonical, shardings, wanted, axes),
     )
 
 
@@ -123,9 +129,11 @@ def state_from_canonical(setup: Setup, canonical: TrainState) -> TrainState:
     reordering, shardings = layer_reordering(setup), _canonical_shardings(setup)
     canonical = {name: _regroup_layers(setup, x, shardings[name]) for name, x in canonical.items()}
     if setup.per_stage_state:
-        places = mpmd_state_shardings(setup)
-        rest = _boundary_on_ranks(setup, canonical, places)
-        return _per_stage_from_canonical(setup, reordering, rest, canonical, shardings, places)
+        rank_shardings = mpmd_state_shardings(setup)
+        rest = _boundary_on_ranks(setup, canonical, rank_shardings)
+        return _per_stage_from_canonical(
+            setup, reordering, rest, canonical, shardings, rank_shardings
+        )
     axes, wanted = state_logical_axes(setup), state_shardings(setup)
     copied = cache(partial(jit_on_mesh, setup, jnp.copy))
 
@@ -159,42 +167,44 @@ def _per_stage_to_canonical(
     reordering: LayerReordering,
     state: TrainState,
     shardings: PyTree[NamedSharding],
-    places: PyTree[mpmd.MpmdSharding],
+    rank_shardings: PyTree[mpmd.MpmdSharding],
 ) -> TrainState:
     """Converts per-stage state to the canonical state. Deletes the stages."""
     mesh = mpmd_mesh(setup)
 
-    def stack(where: NamedSharding, *stages_and_places: Any) -> jax.Array:
-        half = len(stages_and_places) // 2
-        stages, places = stages_and_places[:half], stages_and_places[half:]
-        stacked = stack_stages(setup, stages, places)
+    def stack(where: NamedSharding, *stages_and_shardings: Any) -> jax.Array:
+        half = len(stages_and_shardings) // 2
+        stages, rank_shardings = stages_and_shardings[:half], stages_and_shardings[half:]
+        stacked = stack_stages(setup, stages, rank_shardings)
         delete(stages, once=stacked)
         return reordering.to_layer_order(stacked, where)
 
-    def join(x: PyTree, where: PyTree, places: PyTree) -> PyTree:
+    def join(x: PyTree, where: PyTree, rank_shardings: PyTree) -> PyTree:
         if not _is_weight_tree(x):
             return mpmd.mpmd_to_spmd_reshard(mesh, x, where, donate=False)
-        stages = jax.tree.map(stack, where["stages"], *x["stages"], *places["stages"])
+        stages = jax.tree.map(stack, where["stages"], *x["stages"], *rank_shardings["stages"])
         return mpmd.mpmd_to_spmd_reshard(mesh, _boundary(x), _boundary(where), donate=False) | {
             "stages": stages
         }
 
-    return jax.tree.map(join, state, shardings, places, is_leaf=_is_weight_tree)
+    return jax.tree.map(join, state, shardings, rank_shardings, is_leaf=_is_weight_tree)
 
 
 def _boundary_on_ranks(
-    setup: Setup, canonical: TrainState, places: PyTree[mpmd.MpmdSharding]
+    setup: Setup, canonical: TrainState, rank_shardings: PyTree[mpmd.MpmdSharding]
 ) -> TrainState:
     """Puts the leaves outside of stages on the ranks that use them."""
     mesh = mpmd_mesh(setup)
 
-    def move(x: PyTree, places: PyTree) -> PyTree:
+    def move(x: PyTree, rank_shardings: PyTree) -> PyTree:
         if not _is_weight_tree(x):
-            return mpmd.spmd_to_mpmd_reshard(mesh, x, places, donate=False)
-        return mpmd.spmd_to_mpmd_reshard(mesh, _boundary(x), _boundary(places), donate=False)
+            return mpmd.spmd_to_mpmd_reshard(mesh, x, rank_shardings, donate=False)
+        return mpmd.spmd_to_mpmd_reshard(
+            mesh, _boundary(x), _boundary(rank_shardings), donate=False
+        )
 
     return {
-        name: jax.tree.map(move, x, places[name], is_leaf=_is_weight_tree)
+        name: jax.tree.map(move, x, rank_shardings[name], is_leaf=_is_weight_tree)
         for name, x in canonical.items()
     }
 
@@ -205,29 +215,34 @@ def _per_stage_from_canonical(
     rest: TrainState,
     canonical: TrainState,
     shardings: PyTree[NamedSharding],
-    places: PyTree[mpmd.MpmdSharding],
+    rank_shardings: PyTree[mpmd.MpmdSharding],
 ) -> TrainState:
     """Returns `rest` with the stages of a canonical state, each on its rank."""
 
-    def cut(x: jax.Array, where: NamedSharding, *places: mpmd.MpmdSharding) -> list[Any]:
-        stacked = reordering.to_rank_order(x, where, stack_shardings(setup, places))
-        stages = unstack_stages(setup, stacked, places)
+    def cut(x: jax.Array, where: NamedSharding, *rank_shardings: mpmd.MpmdSharding) -> list[Any]:
+        stacked = reordering.to_rank_order(x, where, stack_shardings(setup, rank_shardings))
+        stages = unstack_stages(setup, stacked, rank_shardings)
         delete(stacked, once=stages)
         return stages
 
-    def with_stages(x: PyTree, where: PyTree, places: PyTree, rest: PyTree) -> PyTree:
+    def with_stages(x: PyTree, where: PyTree, rank_shardings: PyTree, rest: PyTree) -> PyTree:
         if not _is_weight_tree(x):
             return rest
-        trees = (x["stages"], where["stages"], *places["stages"])
-        of_leaves = [cut(*leaf) for leaf in zip(*map(jax.tree.leaves, trees), strict=True)]
+        trees = (x["stages"], where["stages"], *rank_shardings["stages"])
+        stages_by_leaf = [cut(*leaf) for leaf in zip(*map(jax.tree.leaves, trees), strict=True)]
         tree = jax.tree.structure(x["stages"])
         return rest | {
-            "stages": [tree.unflatten(leaves) for leaves in zip(*of_leaves, strict=True)]
+            "stages": [tree.unflatten(leaves) for leaves in zip(*stages_by_leaf, strict=True)]
         }
 
     return {
         name: jax.tree.map(
-            with_stages, x, shardings[name], places[name], rest[name], is_leaf=_is_weight_tree
+            with_stages,
+            x,
+            shardings[name],
+            rank_shardings[name],
+            rest[name],
+            is_leaf=_is_weight_tree,
         )
         for name, x in canonical.items()
     }
@@ -249,33 +264,33 @@ def _regroup_layers(setup: Setup, part: PyTree, shardings: PyTree[NamedSharding]
     @cache
     def splitting(where: tuple[NamedSharding, ...]) -> Callable[..., tuple[jax.Array, ...]]:
         def split(*parts: jax.Array) -> tuple[jax.Array, ...]:
-            whole = jnp.concatenate(parts)
-            return (whole[:num_layers], whole[num_layers:])[: len(where)]
+            layers = jnp.concatenate(parts)
+            return (layers[:num_layers], layers[num_layers:])[: len(where)]
 
         return jit_on_mesh(setup, split, where)
 
-    def of_leaf(
+    def regroup_stacks(
         parts: tuple[jax.Array, ...], where: tuple[NamedSharding, ...]
     ) -> tuple[jax.Array, ...]:
         found = splitting(where)(*parts)
         delete(parts, once=found)
         return found
 
-    def of_weights(w: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
+    def regroup_weights(w: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
         before, after = _layer_stacks(w), _layer_stacks(where)
         lengths = {len(leaf) for leaf in jax.tree.leaves(w["stages"])}
         if lengths == {num_layers}:
             return w
         leaves = zip(*map(jax.tree.leaves, before), strict=True)
         wanted = zip(*map(jax.tree.leaves, after), strict=True)
-        found = list(map(of_leaf, leaves, wanted))
+        found = list(map(regroup_stacks, leaves, wanted))
         stages, *rest = map(jax.tree.structure(w["stages"]).unflatten, zip(*found, strict=True))
         head = {name: leaf for name, leaf in w["head"].items() if name != "layers"}
         head |= {"layers": rest[0]} if rest else {}
         return w | {"head": head, "stages": stages}
 
     return jax.tree.map(
-        lambda x, where: of_weights(x, where) if _is_weight_tree(x) else x,
+        lambda x, where: regroup_weights(x, where) if _is_weight_tree(x) else x,
         part,
         shardings,
         is_leaf=_is_weight_tree,

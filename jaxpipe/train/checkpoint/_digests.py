@@ -61,16 +61,16 @@ def has_digests(step: Path) -> bool:
     return bool(known) and not _is_old_format(known)
 
 
-def write_digests(step: Path, number: int) -> None:
+def write_digests(step: Path, step_id: int) -> None:
     """Forces a complete step onto the disk, and writes its digests.
 
     Args:
         step: The folder of the step, before it is renamed.
-        number: The number of the step.
+        step_id: The number of the step.
     """
     sync_tree(step)
     body = {
-        "step": number,
+        "step": step_id,
         "files": {str(file.relative_to(step)): _digest(file) for file in _files(step)},
     }
     write_file(step / DIGESTS_FILE, json.dumps(body | {"sha256": _body_digest(body)}, indent=1))
@@ -126,12 +126,12 @@ def describe_corruption(step: Path, problems: list[str]) -> str:
     """Returns a sentence on a corrupt step and its problems."""
     more = len(problems) - MAX_LISTED
     listed = problems[:MAX_LISTED] + ([f"and {more} more"] if more > 0 else [])
-    return f"The checkpoint {step} is damaged: {', '.join(listed)}."
+    return f"The checkpoint {step} is corrupt: {', '.join(listed)}."
 
 
-def sha256_of(content: bytes) -> str:
+def sha256_of(data: bytes) -> str:
     """Returns the SHA-256 of some bytes in hexadecimal digits."""
-    return hashlib.sha256(content).hexdigest()
+    return hashlib.sha256(data).hexdigest()
 
 
 def _body_digest(known: Mapping[str, Any]) -> str:
@@ -172,9 +172,9 @@ def _files(step: Path) -> Iterator[Path]:
 
 
 def _digest(file: Path) -> tuple[int, str]:
-    with file.open("rb") as content:
-        digest = hashlib.file_digest(content, "sha256")
-        return os.fstat(content.fileno()).st_size, digest.hexdigest()
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256")
+        return os.fstat(opened.fileno()).st_size, digest.hexdigest()
 
 
 def _problems(file: Path, size: int, digest: str, quick: bool) -> Iterator[str]:

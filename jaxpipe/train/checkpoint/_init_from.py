@@ -7,7 +7,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from ..._input import MOST_JSON_BYTES, is_file
+from ..._input import MAX_JSON_BYTES, is_file
 from ..plan._setup import Setup
 from ..runtime._multihost import broadcast_from_first
 from ..runtime._reading import is_folder, list_names
@@ -112,8 +112,8 @@ def _check_regular(folder: Path) -> None:
         if not file.is_dir() and not is_file(file):
             raise ValueError(f"{file} is a device, a pipe or a broken link. Copy the folder again.")
         is_metadata = "METADATA" in file.name.upper() or file.suffix == ".json"
-        if is_metadata and file.is_file() and file.stat().st_size > MOST_JSON_BYTES:
-            raise ValueError(f"{file} has more than {MOST_JSON_BYTES:,} bytes. Copy it again.")
+        if is_metadata and file.is_file() and file.stat().st_size > MAX_JSON_BYTES:
+            raise ValueError(f"{file} has more than {MAX_JSON_BYTES:,} bytes. Copy it again.")
 
 
 def verified_step(

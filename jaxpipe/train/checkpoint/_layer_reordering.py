@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Int, PyTree
 
-from ... import models
+from ...models.weights._abstract import mask_padding_layers
 from ...sharding._specs import without_axes
 from ..plan._setup import Setup
 from ..step._per_stage_state import layer_ids_by_rank
@@ -52,17 +52,19 @@ class LayerReordering(Protocol):
 
 def layer_reordering(setup: Setup) -> LayerReordering:
     """Returns the reordering of a run, compiled at the first call for each shape and sharding."""
-    numbers = _layer_ids(setup)
+    layer_ids = _layer_ids(setup)
     return (
-        LocalReshape(setup, numbers.shape) if is_in_layer_order(setup) else AllToAll(setup, numbers)
+        LocalReshape(setup, layer_ids.shape)
+        if is_in_layer_order(setup)
+        else AllToAll(setup, layer_ids)
     )
 
 
 def is_in_layer_order(setup: Setup) -> bool:
     """Returns whether ranks have layers in forward order, without duplicates or padding."""
-    numbers = _layer_ids(setup)
+    layer_ids = _layer_ids(setup)
     ranks_first = setup.per_stage_state or setup.layout.num_repeats == 1
-    return ranks_first and np.array_equal(numbers.ravel(), np.arange(numbers.size))
+    return ranks_first and np.array_equal(layer_ids.ravel(), np.arange(layer_ids.size))
 
 
 class LocalReshape:
@@ -92,31 +94,31 @@ class AllToAll:
     After it each rank has a part of every layer, so that it can reorder layers locally.
     """
 
-    def __init__(self, setup: Setup, numbers: Int[np.ndarray, "..."]) -> None:
-        num_absent = np.sum(numbers < 0)
-        places = np.argsort(numbers, axis=None, stable=True)[num_absent:]
-        self._num_dims = numbers.ndim
+    def __init__(self, setup: Setup, layer_ids: Int[np.ndarray, "..."]) -> None:
+        num_padding = np.sum(layer_ids < 0)
+        positions = np.argsort(layer_ids, axis=None, stable=True)[num_padding:]
+        self._num_dims = layer_ids.ndim
 
         def ordered(x: jax.Array) -> jax.Array:
-            return x.reshape(numbers.size, *x.shape[numbers.ndim :])[places]
+            return x.reshape(layer_ids.size, *x.shape[layer_ids.ndim :])[positions]
 
         def stacked(x: jax.Array) -> jax.Array:
-            x = models.where_present(x[numbers.ravel()], numbers)
-            return x.reshape(*numbers.shape, *x.shape[1:])
+            x = mask_padding_layers(x[layer_ids.ravel()], layer_ids)
+            return x.reshape(*layer_ids.shape, *x.shape[1:])
 
         self._ordered = cache(partial(jit_on_mesh, setup, ordered))
         self._stacked = cache(partial(jit_on_mesh, setup, stacked))
-        self._exchanged = cache(partial(jit_on_mesh, setup, jnp.copy))
+        self._copy_to = cache(partial(jit_on_mesh, setup, jnp.copy))
 
     def to_layer_order(self, x: jax.Array, where: NamedSharding) -> jax.Array:
-        x = move_and_delete(self._exchanged(self._whole_layers(where)), x)
+        x = move_and_delete(self._copy_to(self._without_layer_shards(where)), x)
         return move_and_delete(self._ordered(where), x)
 
     def to_rank_order(self, x: jax.Array, where: NamedSharding, wanted: NamedSharding) -> jax.Array:
-        x = move_and_delete(self._stacked(self._whole_layers(where)), x)
-        return move_and_delete(self._exchanged(wanted), x)
+        x = move_and_delete(self._stacked(self._without_layer_shards(where)), x)
+        return move_and_delete(self._copy_to(wanted), x)
 
-    def _whole_layers(self, where: NamedSharding) -> NamedSharding:
+    def _without_layer_shards(self, where: NamedSharding) -> NamedSharding:
         """Returns the sharding of a stack on ranks, sharded as in forward order but for layers."""
         return NamedSharding(where.mesh, PartitionSpec(*[None] * self._num_dims, *where.spec[1:]))
 

@@ -109,8 +109,8 @@ class _Best:
         del context
         losses = [_loss_of(checkpoint.metrics or {}) for checkpoint in checkpoints]
         by_loss = sorted(range(len(losses)), key=lambda i: losses[i])
-        kept = {i for i in by_loss[: self.count] if math.isfinite(losses[i])}
-        return [i in kept for i in range(len(losses))]
+        preserved = {i for i in by_loss[: self.count] if math.isfinite(losses[i])}
+        return [i in preserved for i in range(len(losses))]
 
 
 def _loss_of(metrics: Mapping[str, float]) -> float:

@@ -11,7 +11,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from ..._input import plain_text
 from ...autodiff import POLICIES
 from ...autodiff._rematerialization import Location
-from ...data import Paths, Source, SourceType, TokenType
+from ...data import Source
+from ...data.sources._source import Paths, SourceType, TokenType
 from ..optim._optimizer import LEARNING_RATE_SHAPES
 
 

@@ -144,9 +144,9 @@ def _tag_numbers_as_text(node: yaml.Node, keys: Collection[str]) -> None:
 def _describe_syntax_error(error: yaml.MarkedYAMLError) -> str:
     """Describes the problem and its line, without the text around it."""
     mark = error.problem_mark or error.context_mark
-    place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+    position = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
     problem = ", ".join(part for part in (error.context, error.problem) if part)
-    return f"{problem}{place}."
+    return f"{problem}{position}."
 
 
 def _describe_constructor_error(error: yaml.constructor.ConstructorError) -> str:

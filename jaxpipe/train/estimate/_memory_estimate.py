@@ -56,15 +56,18 @@ def estimate_memory(setup: Setup) -> tuple[MemoryEstimate, ...]:
         devices are alike.
     """
     shapes, where = state_shapes(setup), state_shardings(setup)
-    of_gradients, in_float32 = gradient_shardings(setup), jax.tree.map(_float32, shapes["weights"])
+    grad_shardings, in_float32 = (
+        gradient_shardings(setup),
+        jax.tree.map(_float32, shapes["weights"]),
+    )
     found = []
-    for rank, held in enumerate(_stage_input_bytes(setup)):
+    for rank, stage_inputs in enumerate(_stage_input_bytes(setup)):
         weights, gradients, sums, optimizer = (
-            sum(_leaf_bytes(setup, rank, tree, lie))
-            for tree, lie in (
+            sum(_leaf_bytes(setup, rank, tree, leaf_shardings))
+            for tree, leaf_shardings in (
                 (shapes["weights"], where["weights"]),
-                (shapes["weights"], of_gradients),
-                (in_float32, of_gradients),
+                (shapes["weights"], grad_shardings),
+                (in_float32, grad_shardings),
                 (shapes["optimizer"], where["optimizer"]),
             )
         )
@@ -72,7 +75,7 @@ def estimate_memory(setup: Setup) -> tuple[MemoryEstimate, ...]:
         # Of others than float32, programs of ranks add after their last loop.
         adds_late = setup.per_stage_state and jnp.dtype(setup.config.weight_dtype) != jnp.float32
         sums = others * gradients if adds_late else min(others, 1) * sums
-        found.append(MemoryEstimate(weights, gradients, sums, optimizer, held))
+        found.append(MemoryEstimate(weights, gradients, sums, optimizer, stage_inputs))
     return tuple(found)
 
 

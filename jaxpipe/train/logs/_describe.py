@@ -2,7 +2,8 @@
 
 import jax
 
-from ... import models, schedules
+from ... import schedules
+from ...models.weights._abstract import weight_shapes
 from ..estimate._timeline import predicted_timeline
 from ..plan._setup import Setup, weight_shardings
 
@@ -40,7 +41,7 @@ def describe(setup: Setup, done: int) -> str:
 
 def sharding_lines(setup: Setup) -> list[str]:
     """Returns a line for every weight: its shape, and the mesh axes that shard each dim."""
-    shapes = jax.tree_util.tree_leaves_with_path(models.shapes(setup.abstract_weights))
+    shapes = jax.tree_util.tree_leaves_with_path(weight_shapes(setup.abstract_weights))
     specs = (sharding.spec for sharding in jax.tree.leaves(weight_shardings(setup)))
     return [
         f"{jax.tree_util.keystr(path, simple=True, separator='.')}: {list(leaf.shape)} over {spec}"

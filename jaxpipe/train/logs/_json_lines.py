@@ -10,7 +10,7 @@ from ..._durable import write_file
 from ..._input import MEGABYTE, parse_json, short_repr
 from ..runtime._reading import read_file
 
-_MOST_BYTES = 256 * MEGABYTE
+_MAX_BYTES = 256 * MEGABYTE
 """The size of a million lines of 250 bytes each."""
 
 
@@ -21,7 +21,7 @@ def read_lines(path: Path, *, key: str) -> list[dict[str, Any]]:
         ValueError: If another line is not a JSON object with an integer `key`.
         RunError: If the file cannot be read.
     """
-    lines = complete_lines(path, most_bytes=_MOST_BYTES)
+    lines = complete_lines(path, most_bytes=_MAX_BYTES)
     return [parse_line(line, key, f"{path} line {n}") for n, line in lines]
 
 
@@ -42,8 +42,8 @@ def complete_lines(
         RunError: If it cannot be read.
     """
     # Whole lines end in a newline, so the last piece is empty or torn.
-    content = read_file(path, most_bytes=most_bytes) or b""
-    return enumerate(content.split(b"\n")[:-1], start=1)
+    data = read_file(path, most_bytes=most_bytes) or b""
+    return enumerate(data.split(b"\n")[:-1], start=1)
 
 
 def write_lines(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:

@@ -7,23 +7,18 @@ from pathlib import Path
 from zlib import crc32
 
 from ...data import (
-    FIELD_READERS,
-    Batches,
-    Corpus,
-    FiniteBatches,
-    FirstBatches,
-    Rows,
-    SinglePassBatches,
     Source,
-    TokenFileSummary,
     corpus_batches,
     load_tokenizer,
-    read_corpus,
     read_documents,
-    split_held_out,
     synthetic_batches,
     write_tokens,
 )
+from ...data.batches._batches import Batches, FiniteBatches, FirstBatches, SinglePassBatches
+from ...data.batches._corpus import Corpus, read_corpus, split_held_out
+from ...data.batches._rows import Rows
+from ...data.sources._source import FIELD_READERS
+from ...data.sources._write import TokenFileSummary
 from ..config._config import Config
 from ..plan._setup import Setup
 

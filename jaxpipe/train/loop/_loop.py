@@ -17,7 +17,7 @@ import yaml
 
 from ... import mpmd
 from ..._durable import write_file
-from ...data import Batches
+from ...data.batches._batches import Batches
 from ..checkpoint._canonical import (
     canonical_round_trip,
     canonical_shapes,
@@ -107,7 +107,7 @@ def train(
     check_fits(setup)
     data = make_data(setup)
     watch = StepWatch(config.step_timeout_minutes)
-    batch_at, evaluate = data.training, make_evaluate(setup, data.evaluation, watch.go_on)
+    batch_at, evaluate = data.training, make_evaluate(setup, data.evaluation, watch.record_progress)
     folder = Path(config.output_dir) / config.run_name
     with ExitStack() as stack:
         stack.enter_context(watch)
@@ -190,22 +190,24 @@ def _run_and_record_steps(run: _RunContext, state: TrainState, done: int) -> Ite
     if step < config.steps:
         rest = "start again to go on" if checkpoints else "nothing is saved"
         print(f"stopped after step {step}: {rest}", file=run.shown)
-        if number := run.stop.cause():
-            raise TerminatedError(number, step)
+        if signum := run.stop.cause():
+            raise TerminatedError(signum, step)
 
 
 def _make_save(
     run: _RunContext, checkpoints: ocp.CheckpointManager, by_time: CheckpointTimer
 ) -> Save:
-    (take, put_back), decided = canonical_round_trip(run.setup), _metadata(run.setup, run.batch_at)
+    to_canonical, from_canonical = canonical_round_trip(run.setup)
+    decided = _metadata(run.setup, run.batch_at)
 
     def save(step: int, state: TrainState, metrics: Metrics) -> Callable[[], TrainState]:
-        canonical, loss, metadata = take(state), metrics.get("eval_loss"), {"step": step, **decided}
+        canonical, loss = to_canonical(state), metrics.get("eval_loss")
+        metadata = {"step": step, **decided}
         if is_first_process():
             metadata |= history_metadata(run.folder, run.setup.config)
         save_checkpoint(checkpoints, step, canonical, metadata, eval_loss=loss)
         by_time.saved()
-        return lambda: put_back(state, canonical)
+        return lambda: from_canonical(state, canonical)
 
     return save
 
@@ -278,8 +280,8 @@ def run_steps(
             yield step, values
             if saves and save:
                 enter(step, "checkpoint")
-                put_back = save(step, state, values)
-                state = state if is_stopped or is_last else put_back()
+                from_canonical = save(step, state, values)
+                state = state if is_stopped or is_last else from_canonical()
             previous = None
         if is_stopped:
             return

@@ -106,20 +106,20 @@ def find_resume_point(folder: Path, config: Config) -> ResumePoint:
         return ResumePoint(
             folder, 0, {}, tuple(corrupt), tuple(leftovers(checkpoints)), begins_anew=bool(lost)
         )
-    number, newest = int(found.name), read_saved(folder) or 0
+    found_step, newest = int(found.name), read_saved(folder) or 0
     notes = ()
-    if newest > number and str(newest) not in {step.name for step, _ in corrupt}:
+    if newest > found_step and str(newest) not in {step.name for step, _ in corrupt}:
         notes = (f"Step {newest} was saved, and {checkpoints} does not have it any more.",)
     old = [
         checkpoints / name
         for name in list_names(checkpoints)
-        if (match := _INCOMPLETE.fullmatch(name)) and int(match[1]) < number
+        if (match := _INCOMPLETE.fullmatch(name)) and int(match[1]) < found_step
     ]
     metadata = _metadata_of(found)
     assert metadata is not None, "it has no problems"
     return ResumePoint(
         folder,
-        number,
+        found_step,
         metadata,
         tuple(corrupt),
         (*leftovers(checkpoints), *old),
@@ -146,8 +146,8 @@ def check_resume(found: ResumePoint, setup: Setup, decided_by: Mapping[str, Any]
     where = f"{found.folder / CHECKPOINTS_FOLDER} step {found.step}"
     check_same_sizes(saved["model"], setup, where)
     for name, (num_bytes, digest) in saved.get("files", {}).items():
-        content = (read_file(found.folder / name) or b"")[:num_bytes]
-        if sha256_of(content) != digest and not config.allow_unverified:
+        data = (read_file(found.folder / name) or b"")[:num_bytes]
+        if sha256_of(data) != digest and not config.allow_unverified:
             raise ValueError(
                 f"{found.folder / name} is not what it was when step {found.step} was saved: "
                 "lines up to there are missing or have changed. Put the file back, or give "
@@ -181,7 +181,7 @@ def history_metadata(folder: Path, config: Config) -> dict[str, Any]:
 
 
 def clean_up(found: ResumePoint) -> list[str]:
-    """Renames damaged checkpoints and removes leftovers of kills.
+    """Renames corrupt checkpoints and removes leftovers of kills.
 
     Args:
         found: The state from which the run starts.
@@ -214,15 +214,15 @@ def truncate_metrics(found: ResumePoint) -> None:
     Args:
         found: The state from which the run starts.
     """
-    if content := _metrics_up_to_checkpoint(found):
-        write_file(found.folder / METRICS_FILE, content)
+    if data := _metrics_up_to_checkpoint(found):
+        write_file(found.folder / METRICS_FILE, data)
 
 
 def _metrics_up_to_checkpoint(found: ResumePoint) -> bytes:
     """Returns the metrics up to a checkpoint, b"" if its digest of them is missing or differs."""
     num_bytes, digest = found.metadata.get("files", {}).get(METRICS_FILE, (0, ""))
-    content = (read_file(found.folder / METRICS_FILE) or b"")[:num_bytes]
-    return content if sha256_of(content) == digest else b""
+    data = (read_file(found.folder / METRICS_FILE) or b"")[:num_bytes]
+    return data if sha256_of(data) == digest else b""
 
 
 def _problems(step: Path, config: Config, *, quick: bool) -> list[str]:
@@ -253,7 +253,7 @@ def _evidence_of_checkpoints(folder: Path, corrupt: list[Path]) -> str:
     For a run that was killed before its first checkpoint `saved.json` records that it has none.
     """
     if corrupt:
-        return f"{len(corrupt)} that are damaged"
+        return f"{len(corrupt)} that are corrupt"
     if newest := read_saved(folder):
         return f"the run has saved step {newest}"
     first = max((start["first_step"] for start in read_starts(folder)), default=1)

@@ -99,9 +99,9 @@ def read_saved(folder: Path) -> int | None:
         ValueError: If `saved.json` is not a regular file.
         RunError: If the file is there and cannot be read.
     """
-    content = read_file(folder / SAVED_FILE) or b"null"
+    data = read_file(folder / SAVED_FILE) or b"null"
     with suppress(ValueError, TypeError, KeyError, RecursionError):
-        return int(json.loads(content)["newest_step"])
+        return int(json.loads(data)["newest_step"])
     return None
 
 
@@ -109,9 +109,9 @@ def sync_history(folder: Path) -> dict[str, tuple[int, str]]:
     """Forces the files of a run's history onto the disk. Returns their bytes and SHA-256."""
     found = {}
     for name in (METRICS_FILE, STARTS_FILE):
-        if (content := read_file(folder / name)) is not None:
+        if (data := read_file(folder / name)) is not None:
             sync(folder / name)
-            found[name] = len(content), sha256_of(content)
+            found[name] = len(data), sha256_of(data)
     return found
 
 
@@ -120,7 +120,7 @@ def archive_history(folder: Path) -> list[str]:
     there = [
         name for name in (METRICS_FILE, STARTS_FILE, SAVED_FILE) if os.path.lexists(folder / name)
     ]
-    number = next(n for n in count(1) if not any(folder.glob(f"before-{n}.*")))
+    archive_id = next(n for n in count(1) if not any(folder.glob(f"before-{n}.*")))
     for name in there:
-        rename(folder / name, folder / f"before-{number}.{name}")
-    return [f"before-{number}.{name}" for name in there]
+        rename(folder / name, folder / f"before-{archive_id}.{name}")
+    return [f"before-{archive_id}.{name}" for name in there]

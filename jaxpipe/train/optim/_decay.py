@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from ... import models
 from ..._input import clause
+from ...models.weights._abstract import is_weight
 
 
 def weight_name(path: Sequence[Any]) -> str:
@@ -32,7 +32,7 @@ def check_weight_decay_exclude(expressions: Sequence[str], weights: PyTree) -> N
     Raises:
         ValueError: If an expression finds none, or is no regular expression.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(weights, is_leaf=models.is_weight)
+    leaves = jax.tree_util.tree_leaves_with_path(weights, is_leaf=is_weight)
     names = sorted({weight_name(path) for path, _ in leaves})
     for expression in expressions:
         try:

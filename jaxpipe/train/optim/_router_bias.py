@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ... import models
+from ...models.weights._abstract import is_weight
 
 
 def drop_router_biases(tree: PyTree) -> PyTree:
@@ -24,7 +24,7 @@ def drop_router_biases(tree: PyTree) -> PyTree:
         The tree that the optimizer updates.
     """
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: None if _is_bias(path) else leaf, tree, is_leaf=models.is_weight
+        lambda path, leaf: None if _is_bias(path) else leaf, tree, is_leaf=is_weight
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ... import models
 from ...autodiff import Model
+from ...models.layers._experts import Experts
 from ..config._config import Config
 
 ModelConfig = models.LlamaConfig | models.DeepseekConfig
@@ -40,12 +41,12 @@ class ModelFamily:
         return {field.name for field in dataclasses.fields(self.sizes)} | {*self.extra_keys}  # pyright: ignore[reportArgumentType]
 
 
-def _llama(sizes: models.LlamaConfig, *, experts: models.Experts, **options: Any) -> Model:
+def _llama(sizes: models.LlamaConfig, *, experts: Experts, **options: Any) -> Model:
     del experts
     return Model(*models.llama(sizes, **options), tied=sizes.logits_via_embedding)
 
 
-def _deepseek(sizes: models.DeepseekConfig, *, experts: models.Experts, **options: Any) -> Model:
+def _deepseek(sizes: models.DeepseekConfig, *, experts: Experts, **options: Any) -> Model:
     return Model(*models.deepseek(sizes, experts=experts, **options))
 
 

@@ -24,10 +24,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from ... import linen as linen_frontend
-from ... import models, modules, spmd
+from ... import models, spmd
 from ... import nnx as nnx_frontend
 from ...autodiff import Model
 from ...autodiff._model import Aux, combine_losses, total
+from ...models.weights._abstract import is_weight, stack_weights
+from ...modules._settings import pipeline_settings
 from ._family import model_family
 from ._fsdp import batch_axes, boundary_gathers
 from ._setup import STACK_AXES, Setup
@@ -96,7 +98,7 @@ def _init_boxed(part: PyTree, key: jax.Array) -> PyTree:
 def _box(tree: PyTree, arrays: PyTree) -> PyTree:
     """Boxes `arrays` with their logical axes, as Linen stores parameters."""
     return jax.tree.map(
-        lambda w, x: nn.LogicallyPartitioned(x, w.axes), tree, arrays, is_leaf=models.is_weight
+        lambda w, x: nn.LogicallyPartitioned(x, w.axes), tree, arrays, is_leaf=is_weight
     )
 
 
@@ -110,7 +112,7 @@ class NnxLayer(nnx.Module):
                 lambda w, x: nnx.Param(x, out_sharding=w.axes),
                 weights,
                 arrays,
-                is_leaf=models.is_weight,
+                is_leaf=is_weight,
             )
         )
         self.run = run
@@ -147,7 +149,7 @@ def linen_value(decoder: FlaxDecoder) -> Callable:
     """
     layer = LinenLayer(decoder.layer, _layer_fn(decoder.model))
     pipeline = linen_frontend.create_pipeline(decoder.config, layer, decoder.mesh)
-    tree = models.stacked(decoder.layer, pipeline.settings.dims, STACK_AXES)
+    tree = stack_weights(decoder.layer, pipeline.settings.dims, STACK_AXES)
 
     def run(stages: PyTree, *arrays: PyTree) -> tuple[PyTree, Aux]:
         variables = {"params": {"layers": _box(tree, stages)}}
@@ -259,7 +261,7 @@ def check_frontend(setup: Setup) -> None:
     Raises:
         ValueError: If they cannot.
     """
-    modules.pipeline_settings(frontend_config(setup), setup.mesh)
+    pipeline_settings(frontend_config(setup), setup.mesh)
 
 
 def _layer_fn(model: Model) -> LayerFn:

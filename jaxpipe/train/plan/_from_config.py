@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ... import sharding
-from ...data import global_batch_size
+from ...data.batches._batches import global_batch_size
 from ...sharding.layout import divide_exactly
 from ...spmd.circular_engine._shape import check_circular
 from ..config._config import Config

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import PyTree
 
 from ... import models, sharding, spmd
+from ...models.weights._abstract import is_weight, read_dtypes
 from ...sharding._rules import zero1_rules
 from ...spmd._weight_gather import gather_in_layers, layer_gather
 from ..config._config import Config
@@ -26,7 +27,7 @@ def weight_gathers(setup: Setup) -> tuple[spmd.Gather, spmd.Gather]:
         The gather of one stage's weights, and that of `{"embed": ..., "head": ...}`.
     """
     boundary = {name: setup.abstract_weights[name] for name in ("embed", "head")}
-    stage = jax.tree.map(_stage_weight, setup.abstract_weights["stages"], is_leaf=models.is_weight)
+    stage = jax.tree.map(_stage_weight, setup.abstract_weights["stages"], is_leaf=is_weight)
     stage_gather = (
         _per_layer_gather(setup, stage)
         if gathers_per_layer(setup)
@@ -143,7 +144,7 @@ def _per_layer_gather(setup: Setup, tree: PyTree) -> spmd.Gather:
 
 def _cast_to_compute_dtype(setup: Setup, tree: PyTree) -> Callable[[PyTree], PyTree]:
     """Returns a function that casts weights to the dtypes that layers read them in."""
-    dtypes = models.read_dtypes(tree, jnp.dtype(setup.config.dtype))
+    dtypes = read_dtypes(tree, jnp.dtype(setup.config.dtype))
     return lambda weights: jax.tree.map(lambda x, dtype: x.astype(dtype), weights, dtypes)
 
 

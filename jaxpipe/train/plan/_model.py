@@ -7,6 +7,9 @@ import jax.numpy as jnp
 
 from ... import models, sharding, spmd
 from ...autodiff import Model, keep
+from ...models.layers._attention import dot_product_attention, splash_attention
+from ...models.layers._experts import routed_experts
+from ...models.layers._projection import PROJECTIONS
 from ._family import model_family
 from ._fsdp import gathers_per_layer, layer_gather_wrapper
 from ._rematerialization import layer_remat, outer_layer_remat
@@ -34,17 +37,17 @@ def build_model(setup: Setup) -> Model:
 
 def _build_base_model(setup: Setup) -> Model:
     config = setup.config
-    attention = models.dot_product_attention
+    attention = dot_product_attention
     if select_attention_kernel(setup) == "splash":
-        attention = models.splash_attention(setup.rules)
+        attention = splash_attention(setup.rules)
     return model_family(config).model(
         setup.model_config,
         attention=attention,
-        experts=models.routed_experts(setup.rules, select_grouped_matmul(setup)),
+        experts=routed_experts(setup.rules, select_grouped_matmul(setup)),
         constrain=sharding.constrain_with(setup.rules),
         dtype=jnp.dtype(config.dtype),
         dropout_rate=config.dropout_rate if config.enable_dropout else 0.0,
-        project=models.PROJECTIONS[config.quantization],
+        project=PROJECTIONS[config.quantization],
         num_vocab_tiling=config.num_vocab_tiling,
         scan_layers=config.scan_layers_per_stage,
         layer_remat=_layer_wrapper(setup),

@@ -14,6 +14,8 @@ from jax.sharding import Mesh
 
 from ... import models, sharding
 from ..._compat import splash_aborts_in_pipelines
+from ...models.layers._grouped_matmul import GroupedMatmul, megablox, ragged_dot
+from ...models.weights._abstract import stack_weights, weight_shapes
 from ...schedules import language
 from ...sharding.layout import LayerLayout
 from ..config._config import Config, parse_xla_flags
@@ -100,9 +102,9 @@ class Setup:
         tree = self.abstract_unstacked_weights
         if self.per_stage_state:
             counts = map(len, self.layout.stage_layer_ids)
-            stages = [models.stacked(tree["layer"], (count,), ("layers",)) for count in counts]
+            stages = [stack_weights(tree["layer"], (count,), ("layers",)) for count in counts]
         else:
-            stages = models.stacked(tree["layer"], self.layout.dims, STACK_AXES)
+            stages = stack_weights(tree["layer"], self.layout.dims, STACK_AXES)
         return {"embed": tree["embed"], "stages": stages, "head": tree["head"]}
 
 
@@ -156,7 +158,7 @@ def select_attention_kernel(setup: Setup) -> str:
     return "dot_product" if found else "splash"
 
 
-def select_grouped_matmul(setup: Setup) -> models.GroupedMatmul:
+def select_grouped_matmul(setup: Setup) -> GroupedMatmul:
     """Selects the experts' grouped matmul: Megablox's kernel on TPUs unless the config refuses it.
 
     Args:
@@ -173,7 +175,7 @@ def select_grouped_matmul(setup: Setup) -> models.GroupedMatmul:
         raise ValueError(
             f"`megablox` is true, but the devices are {platform}s, not TPUs. Give 'auto' or false."
         )
-    return models.megablox() if platform == "tpu" and wanted else models.ragged_dot
+    return megablox() if platform == "tpu" and wanted else ragged_dot
 
 
 def weight_shardings(setup: Setup) -> Any:
@@ -190,7 +192,7 @@ def weight_shardings(setup: Setup) -> Any:
     """
     tree = setup.abstract_weights
     named = partial(sharding.named_shardings, mesh=setup.mesh, rules=setup.rules)
-    return named(models.shapes(tree), models.logical_axes(tree))
+    return named(weight_shapes(tree), models.logical_axes(tree))
 
 
 def batch_shapes(setup: Setup) -> dict[str, jax.ShapeDtypeStruct]:

@@ -7,7 +7,7 @@ from ._step_watch import LOST_SECONDS as LOST_SECONDS
 from ._step_watch import Position as Position
 from ._step_watch import ProcessLedger as ProcessLedger
 from ._step_watch import StepWatch as StepWatch
-from ._step_watch import may_come_of_a_peer as may_come_of_a_peer
+from ._step_watch import may_be_caused_by_peer as may_be_caused_by_peer
 from ._stop import RunError as RunError
 from ._stop import StopRequests as StopRequests
 from ._stop import TerminatedError as TerminatedError

@@ -10,11 +10,11 @@ def is_first_process() -> bool:
     return jax.process_index() == 0
 
 
-def broadcast_from_first(number: int) -> int:
+def broadcast_from_first(value: int) -> int:
     """Broadcasts an int32 of the first process: clocks and folders may differ between hosts."""
     if jax.process_count() == 1:
-        return number
-    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+        return value
+    return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
 def any_process(flag: bool) -> bool:
@@ -22,20 +22,20 @@ def any_process(flag: bool) -> bool:
     return bool(max_over_processes(int(flag)))
 
 
-def max_over_processes(number: int) -> int:
+def max_over_processes(value: int) -> int:
     """Returns the largest of the numbers that the processes give.
 
     Collective: every process must call it and receives the same answer.
 
     Args:
-        number: The number of this process, an int32.
+        value: The number of this process, an int32.
 
     Returns:
         The largest number.
     """
     if jax.process_count() == 1:
-        return number
-    return int(multihost_utils.process_allgather(np.int32(number)).max())
+        return value
+    return int(multihost_utils.process_allgather(np.int32(value)).max())
 
 
 def barrier(why: str) -> None:

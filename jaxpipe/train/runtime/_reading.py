@@ -1,6 +1,6 @@
 """Reads files of a run that another process or an earlier start has written.
 
-A file that exists and cannot be read is neither missing nor damaged. It raises an error, so that no
+A file that exists and cannot be read is neither missing nor corrupt. It raises an error, so that no
 decision is based on it.
 """
 

@@ -51,18 +51,18 @@ class Position:
     Attributes:
         step: The step that it runs.
         phase: One of `PHASES`.
-        moves: How often it has made progress.
+        progress: How often it has made progress.
         is_first: Whether this is the first phase of its kind in this process.
-        left: The error by which it has left the run; "" if it has not.
-        beat: How often it has written its position.
+        error: The error by which it has left the run; "" if it has not.
+        heartbeat: How often it has written its position.
     """
 
     step: int = 0
     phase: str = "start"
-    moves: int = 0
+    progress: int = 0
     is_first: bool = True
-    left: str = ""
-    beat: int = 0
+    error: str = ""
+    heartbeat: int = 0
 
     def __str__(self) -> str:
         return f"step {self.step} ({self.phase})" if self.step else "its start"
@@ -83,8 +83,8 @@ class KeyValueStore:
 
     def read(self) -> Mapping[int, str]:
         """Returns the last text of each process."""
-        told = self._client.key_value_dir_get(self._folder)
-        return {int(key.rpartition("/")[2]): text for key, text in told}
+        known = self._client.key_value_dir_get(self._folder)
+        return {int(key.rpartition("/")[2]): text for key, text in known}
 
 
 @dataclass
@@ -94,7 +94,7 @@ class ProcessLedger:
     Attributes:
         process: The index of this process.
         timeout: The seconds without progress after which the run is stuck; 0 for never.
-        places: The last known position of each process.
+        positions: The last known position of each process.
         still: The seconds since each process has made progress.
         silent: The seconds since each process has written its position.
         unanswered: The seconds since process 0, which has the key-value store, has answered.
@@ -102,28 +102,28 @@ class ProcessLedger:
 
     process: int
     timeout: float
-    places: dict[int, Position]
+    positions: dict[int, Position]
     still: dict[int, float] = field(default_factory=dict)
     silent: dict[int, float] = field(default_factory=dict)
     unanswered: float = 0.0
 
-    def hear(self, told: Mapping[int, Position], seconds: float, *, answered: bool) -> None:
+    def update(self, known: Mapping[int, Position], seconds: float, *, answered: bool) -> None:
         """Records the positions of all processes.
 
         Args:
-            told: The known positions, including that of this process.
+            known: The known positions, including that of this process.
             seconds: The time since the last call, without time while this process was stopped.
             answered: Whether process 0 has answered since the last call.
         """
-        for process, before in self.places.items():
-            now = told.get(process, before)
-            moved, spoke = now.moves != before.moves, now.beat != before.beat
+        for process, before in self.positions.items():
+            now = known.get(process, before)
+            moved, spoke = now.progress != before.progress, now.heartbeat != before.heartbeat
             self.still[process] = 0.0 if moved else self.still.get(process, 0.0) + seconds
             self.silent[process] = 0.0 if spoke else self.silent.get(process, 0.0) + seconds
-            self.places[process] = now
+            self.positions[process] = now
         self.unanswered = 0.0 if answered else self.unanswered + seconds
 
-    def gone(self, seconds: float) -> list[int]:
+    def silent_processes(self, seconds: float) -> list[int]:
         """Returns the other processes that have given no sign of life for so many seconds.
 
         A process that has ended its run or left it does not count. While process 0 does not answer,
@@ -133,50 +133,54 @@ class ProcessLedger:
             return [0] if self.process else []
         return [
             process
-            for process, place in self.places.items()
-            if process != self.process and place.phase != "end" and not place.left
+            for process, position in self.positions.items()
+            if process != self.process and position.phase != "end" and not position.error
             if self.silent.get(process, 0.0) >= seconds
         ]
 
-    def left(self) -> str:
+    def describe_exit(self) -> str:
         """Returns which process has left the run by which error; "" if none has."""
-        found = {p: place.left for p, place in self.places.items() if p != self.process}
+        found = {p: position.error for p, position in self.positions.items() if p != self.process}
         return next((f"process {p} has left the run: {why}" for p, why in found.items() if why), "")
 
-    def stuck(self) -> str:
+    def describe_stall(self) -> str:
         """Returns which process is behind, if none has made progress for too long; else ""."""
-        under_way = {p: place for p, place in self.places.items() if place.phase != "end"}
+        under_way = {
+            p: position for p, position in self.positions.items() if position.phase != "end"
+        }
         if not self.timeout or self.process not in under_way:
             return ""
-        for process, place in under_way.items():
+        for process, position in under_way.items():
             # A process that compiles still gives signs of life.
-            compiles = place.is_first and self.silent.get(process, 0.0) < SILENT_SECONDS
+            compiles = position.is_first and self.silent.get(process, 0.0) < SILENT_SECONDS
             limit = max(self.timeout, FIRST_SECONDS) if compiles else self.timeout
             if self.still.get(process, 0.0) < limit:
                 return ""
-        if gone := self.gone(min(LOST_SECONDS, self.timeout)):
-            who = self.described(gone)
+        if silent := self.silent_processes(min(LOST_SECONDS, self.timeout)):
+            who = self.describe_silence(silent)
         else:
-            last = min((place.step, PHASES.index(place.phase)) for place in under_way.values())
+            last = min(
+                (position.step, PHASES.index(position.phase)) for position in under_way.values()
+            )
             behind = [p for p, x in under_way.items() if (x.step, PHASES.index(x.phase)) == last]
-            place, are = under_way[behind[0]], "is" if len(behind) == 1 else "are"
-            who = f"{_listed(behind)} {are} behind, in {place}"
+            position, are = under_way[behind[0]], "is" if len(behind) == 1 else "are"
+            who = f"{_listed(behind)} {are} behind, in {position}"
             if len(behind) == len(under_way):
-                who = f"all of them are in {place}"
+                who = f"all of them are in {position}"
         return (
             f"no process has gone on for {self.still[self.process]:.0f} seconds, while this one is "
             f"in {under_way[self.process]}: {who}. Where that is no fault raise "
             "`step_timeout_minutes`"
         )
 
-    def described(self, gone: list[int]) -> str:
+    def describe_silence(self, silent: list[int]) -> str:
         """Returns a text on processes without a sign of life and their last known position."""
-        seconds = max(self.silent.get(process, 0.0) for process in gone)
-        have = "has" if len(gone) == 1 else "have"
-        where = f", last heard of in {self.places[gone[0]]}" if len(gone) == 1 else ""
+        seconds = max(self.silent.get(process, 0.0) for process in silent)
+        have = "has" if len(silent) == 1 else "have"
+        where = f", last heard of in {self.positions[silent[0]]}" if len(silent) == 1 else ""
         return (
-            f"{_listed(gone)} {have} given no sign of life for {seconds:.0f} seconds{where} (dead, "
-            "stopped or cut off)"
+            f"{_listed(silent)} {have} given no sign of life for {seconds:.0f} seconds{where} "
+            "(dead, stopped or cut off)"
         )
 
 
@@ -198,9 +202,9 @@ class StepWatch:
         """
         count, self._process = jax.process_count(), jax.process_index()
         self._is_alone = count == 1
-        self._place = Position()
+        self._position = Position()
         self._seen = {"start"}
-        self._heard: Mapping[int, Position] = {}
+        self._known: Mapping[int, Position] = {}
         self._answers = 0
         self._is_over = threading.Event()  # the main thread has left the run
         self._ledger = ProcessLedger(
@@ -217,17 +221,24 @@ class StepWatch:
         """
         is_first = phase not in self._seen
         self._seen.add(phase)
-        moves = self._place.moves + 1
-        self._place = replace(self._place, step=step, phase=phase, moves=moves, is_first=is_first)
+        progress = self._position.progress + 1
+        self._position = replace(
+            self._position, step=step, phase=phase, progress=progress, is_first=is_first
+        )
 
-    def go_on(self) -> None:
+    def record_progress(self) -> None:
         """Records progress of this process within its phase."""
-        self._place = replace(self._place, moves=self._place.moves + 1, is_first=False)
+        self._position = replace(
+            self._position, progress=self._position.progress + 1, is_first=False
+        )
 
     def __enter__(self) -> "StepWatch":
         if not self._is_alone:
-            on_abort(self._say_before_abort)
-            for work, *args in ((self._talk, KeyValueStore()), (self._patrol,)):
+            on_abort(self._print_before_abort)
+            for work, *args in (
+                (self._exchange_positions, KeyValueStore()),
+                (self._check_positions,),
+            ):
                 thread = threading.Thread(target=work, args=args, daemon=True, name="step watch")
                 thread.start()
                 self._threads.append(thread)
@@ -238,42 +249,42 @@ class StepWatch:
         if self._is_alone:
             return
         if error is None or isinstance(error, TerminatedError):
-            self.enter(self._place.step, "end")
+            self.enter(self._position.step, "end")
             self._end()
             return
-        lost = self._who_is_lost() if may_come_of_a_peer(error) else ""
+        lost = self._find_lost_peer() if may_be_caused_by_peer(error) else ""
         what = "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__
         first = next(iter(str(error).splitlines()), "")
         why = lost or (f"{what}: {first}" if first else what)
-        self._place = replace(self._place, left=why)
+        self._position = replace(self._position, error=why)
         self._end()
         if lost:
-            raise RunError(f"{lost}. Here, in {self._place}, it was seen as: {first}") from error
+            raise RunError(f"{lost}. Here, in {self._position}, it was seen as: {first}") from error
 
     def _end(self) -> None:
         self._is_over.set()
         for thread in self._threads:
             thread.join(GRACE_SECONDS)  # says where this process is for the last time
 
-    def _who_is_lost(self) -> str:
+    def _find_lost_peer(self) -> str:
         """Waits until it is known which process caused an error. Returns "" if none is found."""
         deadline = time.monotonic() + LOST_SECONDS + 3 * HEARTBEAT_SECONDS
         while time.monotonic() < deadline:
-            if left := self._ledger.left():
-                return left
-            if gone := self._ledger.gone(LOST_SECONDS):
-                return self._ledger.described(gone)
+            if exit_text := self._ledger.describe_exit():
+                return exit_text
+            if silent := self._ledger.silent_processes(LOST_SECONDS):
+                return self._ledger.describe_silence(silent)
             time.sleep(POLL_SECONDS)
         return ""
 
-    def _talk(self, store: KeyValueStore) -> None:
+    def _exchange_positions(self, store: KeyValueStore) -> None:
         """Exchanges positions, in a thread: calls may take long if process 0 is stopped or gone."""
-        for beat in itertools.count(1):
+        for heartbeat in itertools.count(1):
             is_last = self._is_over.is_set()
             try:
-                store.put(json.dumps(asdict(replace(self._place, beat=beat))))
-                told = store.read()
-                self._heard = {p: Position(**json.loads(text)) for p, text in told.items()}
+                store.put(json.dumps(asdict(replace(self._position, heartbeat=heartbeat))))
+                known = store.read()
+                self._known = {p: Position(**json.loads(text)) for p, text in known.items()}
                 self._answers += 1
             except jax.errors.JaxRuntimeError:
                 pass  # process 0 does not answer
@@ -281,41 +292,47 @@ class StepWatch:
                 return
             self._is_over.wait(HEARTBEAT_SECONDS)
 
-    def _patrol(self) -> None:
-        """Checks all positions, in a thread that `_talk` cannot block."""
+    def _check_positions(self) -> None:
+        """Checks all positions, in a thread that `_exchange_positions` cannot block."""
         before, answers, named = time.monotonic(), 0, set[int]()
-        has_left = 0.0
+        seconds_since_exit = 0.0
         while not self._is_over.wait(POLL_SECONDS):
             now = time.monotonic()
             seconds, before = min(now - before, 2 * HEARTBEAT_SECONDS), now
             answered, answers = self._answers != answers, self._answers
-            told = {**self._heard, self._process: self._place}
-            self._ledger.hear(told, seconds, answered=answered)
-            gone = set(self._ledger.gone(SILENT_SECONDS))
-            if gone - named:
-                self._say(self._ledger.described(sorted(gone - named)))
-            named = gone
-            left = self._ledger.left()
-            has_left = has_left + seconds if left else 0.0
-            reason = self._ledger.stuck() or (left if has_left > GRACE_SECONDS else "")
+            known = {**self._known, self._process: self._position}
+            self._ledger.update(known, seconds, answered=answered)
+            silent = set(self._ledger.silent_processes(SILENT_SECONDS))
+            if silent - named:
+                self._print(self._ledger.describe_silence(sorted(silent - named)))
+            named = silent
+            exit_text = self._ledger.describe_exit()
+            seconds_since_exit = seconds_since_exit + seconds if exit_text else 0.0
+            reason = self._ledger.describe_stall() or (
+                exit_text if seconds_since_exit > GRACE_SECONDS else ""
+            )
             if reason:
-                self._say(f"{reason}. This process ends")
+                self._print(f"{reason}. This process ends")
                 time.sleep(GRACE_SECONDS)  # all say it before the first has ended
                 exit_immediately()
 
-    def _say(self, what: str) -> None:
+    def _print(self, what: str) -> None:
         print(f"jaxpipe: process {self._process}: {what}.", file=sys.stderr, flush=True)
 
-    def _say_before_abort(self) -> None:
-        if self._is_over.is_set() and not self._place.left:
+    def _print_before_abort(self) -> None:
+        if self._is_over.is_set() and not self._position.error:
             return
-        gone = self._ledger.gone(LOST_SECONDS)
-        who = self._ledger.described(gone) if gone else "process 0, at which all meet, has gone"
-        what = f"{who}, and JAX ends this process in {self._place}"
+        silent = self._ledger.silent_processes(LOST_SECONDS)
+        who = (
+            self._ledger.describe_silence(silent)
+            if silent
+            else "process 0, at which all meet, has gone"
+        )
+        what = f"{who}, and JAX ends this process in {self._position}"
         os.write(2, f"jaxpipe: process {self._process}: {what}.\n".encode())
 
 
-def may_come_of_a_peer(error: BaseException) -> bool:
+def may_be_caused_by_peer(error: BaseException) -> bool:
     """Returns whether the end of another process may have caused an error.
 
     It may if JAX's runtime has raised the error or one of its causes, except for lack of memory.

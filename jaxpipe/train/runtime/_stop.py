@@ -29,8 +29,8 @@ class TerminatedError(RunError):
         signal: SIGTERM, SIGINT or SIGHUP.
     """
 
-    def __init__(self, number: int, step: int) -> None:
-        self.signal = signal.Signals(number)
+    def __init__(self, signum: int, step: int) -> None:
+        self.signal = signal.Signals(signum)
         super().__init__(f"{self.signal.name} has ended the run after step {step}.")
 
 
@@ -52,12 +52,12 @@ class StopRequests:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequests":
-        self._take(*([signal.SIGTERM] if self._is_alone else []), signal.SIGHUP)
+        self._install_handlers(*([signal.SIGTERM] if self._is_alone else []), signal.SIGHUP)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
         self._before.clear()
 
     def start_clock(self, max_minutes: float) -> None:
@@ -69,23 +69,23 @@ class StopRequests:
         """
         self._deadline = time.monotonic() + 60 * max_minutes if max_minutes else math.inf
 
-    def _take(self, *numbers: int) -> None:
+    def _install_handlers(self, *signums: int) -> None:
         if threading.current_thread() is not threading.main_thread():
             return  # Python lets no other thread handle signals
-        for number in numbers:
-            if number not in self._before and signal.getsignal(number) != signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._ask)
+        for signum in signums:
+            if signum not in self._before and signal.getsignal(signum) != signal.SIG_IGN:
+                self._before[signum] = signal.signal(signum, self._on_signal)
 
-    def _ask(self, number: int, _: object) -> None:
-        self._interrupts += number == signal.SIGINT
+    def _on_signal(self, signum: int, _: object) -> None:
+        self._interrupts += signum == signal.SIGINT
         if self._interrupts > 1:
             raise KeyboardInterrupt
-        self._cause = self._cause or number
+        self._cause = self._cause or signum
         if not self._is_alone:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def __call__(self, step: int) -> bool:
-        self._take(signal.SIGINT)
+        self._install_handlers(signal.SIGINT)
         if not self._is_over and time.monotonic() > self._deadline:
             self._is_over = True
             if not self._is_alone:

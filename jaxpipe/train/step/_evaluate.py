@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from ... import mpmd, schedules, spmd
 from ...autodiff import Model, unpipelined
-from ...data import FiniteBatches
+from ...data.batches._batches import FiniteBatches
 from ...schedules import lock_step
 from ..plan._from_config import import_flax_decoder
 from ..plan._fsdp import weight_gathers

@@ -44,7 +44,7 @@ def init_layers(setup: Setup, dims: Sequence[int], *, layer_ids: Sequence[int]) 
         Weights of one layer with leaves [*dims, ...]; zeros for padding.
     """
     return models.initialize_layers(
-        setup.abstract_unstacked_weights["layer"], _init_key(setup), dims, numbers=layer_ids
+        setup.abstract_unstacked_weights["layer"], _init_key(setup), dims, layer_ids=layer_ids
     )
 
 

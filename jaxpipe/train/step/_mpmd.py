@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from ... import models, mpmd, schedules
+from ... import mpmd, schedules
+from ...models.weights._abstract import weight_shapes
 from ...mpmd import profiling
 from ..plan._model import build_model
 from ..plan._rematerialization import tick_remat
@@ -67,7 +68,7 @@ def make_mpmd_eval_step(setup: Setup) -> Callable[[PyTree, PyTree], dict[str, An
             in_shardings=(weight_shardings(setup), batch_shardings(setup)),
             out_shardings=_replicated_sharding(setup),
             timeout=setup.config.mpmd_timeout_seconds,
-        ).compile(models.shapes(setup.abstract_weights), batch_shapes(setup))
+        ).compile(weight_shapes(setup.abstract_weights), batch_shapes(setup))
 
     return lambda weights, batch: compiled()(weights, batch)
 

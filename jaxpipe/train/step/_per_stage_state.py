@@ -53,8 +53,8 @@ def stack_stages(
     """
     mesh, num_layers = mpmd_mesh(setup), layer_ids_by_rank(setup).shape[1]
     stages_by_leaf = list(zip(*map(jax.tree.leaves, stages), strict=True))
-    dims = [(num_layers, *of_stages[0].shape[1:]) for of_stages in stages_by_leaf]
-    dtypes = [of_stages[0].dtype for of_stages in stages_by_leaf]
+    dims = [(num_layers, *leaf_stages[0].shape[1:]) for leaf_stages in stages_by_leaf]
+    dtypes = [leaf_stages[0].dtype for leaf_stages in stages_by_leaf]
     specs = [sharding.spec for sharding in jax.tree.leaves(stage_shardings[0])]
     shards: list[list[jax.Array]] = [[] for _ in specs]
     for rank in mesh.local_ranks:
@@ -62,10 +62,10 @@ def stack_stages(
         shapes = map(_abstract_array, dims, dtypes, shardings)
         local = [stage for stage in setup.stages_by_rank[rank] if _layer_counts(setup)[stage]]
         parts = [
-            [of_stages[stage].on_rank(rank) for stage in local] for of_stages in stages_by_leaf
+            [leaf_stages[stage].on_rank(rank) for stage in local] for leaf_stages in stages_by_leaf
         ]
-        for found, joined in zip(shards, _concatenation(tuple(shapes))(parts), strict=True):
-            found += [shard.data[None] for shard in joined.addressable_shards]
+        for found, stacked_leaf in zip(shards, _concatenation(tuple(shapes))(parts), strict=True):
+            found += [shard.data[None] for shard in stacked_leaf.addressable_shards]
     stacked = [
         jax.make_array_from_single_device_arrays(
             (mesh.mpmd_dim, *dim), _stacked_sharding(mesh, spec), found, dtype=dtype
@@ -185,5 +185,5 @@ def _split(
     return jax.jit(cut, out_shardings=[list(shardings)] * len(counts))
 
 
-def _padding_shape(parts: list[jax.Array], whole: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-    return (whole.shape[0] - sum(map(len, parts)), *whole.shape[1:])
+def _padding_shape(parts: list[jax.Array], stacked: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    return (stacked.shape[0] - sum(map(len, parts)), *stacked.shape[1:])

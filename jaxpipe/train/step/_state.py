@@ -8,6 +8,7 @@ import optax
 from jaxtyping import PyTree
 
 from ... import models, sharding
+from ...models.weights._abstract import weight_shapes
 from ..optim._decay import exclude_from_decay
 from ..optim._optimizer import adamw, learning_rate_schedule, weight_decay_mask
 from ..optim._router_bias import drop_router_biases
@@ -29,7 +30,7 @@ def make_optimizer(setup: Setup) -> optax.GradientTransformation:
     """
     config = setup.config
     mask = weight_decay_mask(
-        models.shapes(abstract_trained_weights(setup)), _num_stacked_dims(setup)
+        weight_shapes(abstract_trained_weights(setup)), _num_stacked_dims(setup)
     )
     return adamw(
         make_learning_rate_schedule(setup),
@@ -76,9 +77,9 @@ def make_learning_rate_schedule(setup: Setup) -> optax.Schedule:
 
 def state_shapes(setup: Setup) -> TrainState:
     """Returns a `jax.ShapeDtypeStruct` for every leaf of a train state."""
-    weights = models.shapes(setup.abstract_weights)
+    weights = weight_shapes(setup.abstract_weights)
     optimizer = jax.eval_shape(
-        make_optimizer(setup).init, models.shapes(abstract_trained_weights(setup))
+        make_optimizer(setup).init, weight_shapes(abstract_trained_weights(setup))
     )
     step = jax.ShapeDtypeStruct((), jnp.int32)
     return {"weights": weights, "optimizer": optimizer, "step": step}
@@ -123,5 +124,5 @@ def gradient_shardings(setup: Setup) -> PyTree:
     tree = setup.abstract_weights
     rules = optimizer_rules(setup)
     return sharding.named_shardings(
-        models.shapes(tree), models.logical_axes(tree), setup.mesh, rules
+        weight_shapes(tree), models.logical_axes(tree), setup.mesh, rules
     )

@@ -17,7 +17,7 @@ from jaxtyping import Array, Int, Int64, PyTree
 
 from ... import sharding, spmd
 from ...autodiff import Model, unpipelined
-from ...data import Batch, RowsByStep
+from ...data.batches._batches import Batch, RowsByStep
 from ..optim._router_bias import drop_router_biases
 from ..plan._from_config import import_flax_decoder
 from ..plan._fsdp import weight_gathers
@@ -162,14 +162,14 @@ def _shard_rows(
     found[row_ids] = np.arange(len(row_ids))
     found = found.reshape(shape)
 
-    def place(rows: np.ndarray, where: NamedSharding) -> Any:
+    def to_global_array(rows: np.ndarray, where: NamedSharding) -> Any:
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None, "arrays are not scalars"
             return rows[found[index[:2]], index[2]]
 
         return jax.make_array_from_callback((*shape, rows.shape[1]), where, part)
 
-    return jax.tree.map(place, batch, batch_shardings(setup))
+    return jax.tree.map(to_global_array, batch, batch_shardings(setup))
 
 
 def total_target_weight(batch: dict[str, np.ndarray]) -> float:

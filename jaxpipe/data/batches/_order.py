@@ -32,19 +32,19 @@ def row_order(
     Raises:
         ValueError: If the shares repeat only after more than 100,000 rows.
     """
-    numbers = [_row_epochs(size, _source_seed(shuffle_seed, k)) for k, size in enumerate(sizes)]
+    epochs = [_row_epochs(size, _source_seed(shuffle_seed, k)) for k, size in enumerate(sizes)]
     turns = source_turns(weights)
     source, before = turns.T
     counts = np.bincount(source)
 
-    def at(n: int) -> tuple[int, int]:
-        cycle, place = divmod(n, len(turns))
-        k = int(source[place])
-        row = numbers[k][cycle * int(counts[k]) + int(before[place])]
+    def locate_row(n: int) -> tuple[int, int]:
+        cycle, turn = divmod(n, len(turns))
+        k = int(source[turn])
+        row = epochs[k][cycle * int(counts[k]) + int(before[turn])]
         assert row is not None, "nothing filters rows"
         return k, int(row)
 
-    return at
+    return locate_row
 
 
 # Not grain's MapDataset.mix, which rounds weights: of 7 to 3 it makes 233 to 100.
@@ -61,8 +61,8 @@ def source_turns(weights: Sequence[float]) -> np.ndarray:
         ValueError: If the weights need too many turns before they repeat.
     """
     exact = [Fraction(repr(float(weight))) for weight in weights]
-    whole = [int(weight * lcm(*(w.denominator for w in exact))) for weight in exact]
-    shares = np.asarray([weight // gcd(*whole) for weight in whole], object)
+    integers = [int(weight * lcm(*(w.denominator for w in exact))) for weight in exact]
+    shares = np.asarray([weight // gcd(*integers) for weight in integers], object)
     length = int(sum(shares))
     if length > LONGEST_PERIOD:
         raise ValueError(
@@ -70,18 +70,18 @@ def source_turns(weights: Sequence[float]) -> np.ndarray:
             f"repeat after {length} rows. Round them, so that it is at most {LONGEST_PERIOD}."
         )
     shares = shares.astype(np.int64)
-    taken = np.zeros_like(shares)
+    num_turns = np.zeros_like(shares)
     turns = np.empty((length, 2), np.int64)
     for n in range(length):
-        k = int(np.argmax((n + 1) * shares - taken * length))
-        turns[n] = k, taken[k]
-        taken[k] += 1
+        k = int(np.argmax((n + 1) * shares - num_turns * length))
+        turns[n] = k, num_turns[k]
+        num_turns[k] += 1
     return turns
 
 
 def _row_epochs(size: int, seed: int | None) -> grain.MapDataset:
-    numbers = grain.MapDataset.range(size)
-    return (numbers if seed is None else numbers.shuffle(seed=seed)).repeat()
+    row_ids = grain.MapDataset.range(size)
+    return (row_ids if seed is None else row_ids.shuffle(seed=seed)).repeat()
 
 
 def _source_seed(seed: int | None, source: int) -> int | None:

@@ -10,10 +10,10 @@ from zlib import crc32
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Integer
 
-from ._documents import read_documents
-from ._source import Source
-from ._token_files import TokenFiles, open_token_files
-from ._tokenizers import Tokenizer
+from ..sources._documents import read_documents
+from ..sources._source import Source
+from ..sources._token_files import TokenFiles, open_token_files
+from ..sources._tokenizers import Tokenizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,7 @@ def tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> Corpus:
         The corpus, in memory: 4 bytes a token.
 
     Example:
-        >>> from jaxpipe.data import ByteTokenizer
+        >>> from jaxpipe.data.sources import ByteTokenizer
         >>> len(tokenize(["ab", "c"], ByteTokenizer()))
         5
     """
@@ -129,9 +129,9 @@ def corpus_fingerprint(corpus: Corpus) -> dict[str, int]:
     return {"tokens": len(corpus), "documents": len(corpus.ends), "checksum": checksum}
 
 
-def _crc32(numbers: Integer[np.ndarray, " n"], before: int = 0) -> int:
+def _crc32(array: Integer[np.ndarray, " n"], before: int = 0) -> int:
     """Returns the CRC-32 of the bytes of an array, which are not copied if contiguous."""
-    return crc32(np.ascontiguousarray(numbers).data, before)
+    return crc32(np.ascontiguousarray(array).data, before)
 
 
 def split_held_out(
@@ -154,7 +154,7 @@ def split_held_out(
         ValueError: If either has no document.
 
     Example:
-        >>> from jaxpipe.data import ByteTokenizer
+        >>> from jaxpipe.data.sources import ByteTokenizer
         >>> corpus = tokenize([f"document {i}" for i in range(100)], ByteTokenizer())
         >>> stays, held_out = split_held_out(corpus, fraction=0.1, seed=0)
         >>> len(stays.ends), len(held_out.ends)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._input import short_list, shorten
+from ..._input import short_list, shorten
 
 if TYPE_CHECKING:
     import pyarrow

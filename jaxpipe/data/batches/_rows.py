@@ -58,13 +58,13 @@ class Rows:
 
 def make_row(corpus: Corpus, start: int, stop: int, *, length: int) -> Row:
     """Returns the row of the window [start, stop) of the stream, padded to `length`."""
-    at = np.arange(start, stop)
-    document = corpus.documents_at(at)
-    has_target = at + 1 < corpus.ends[document]
+    offsets = np.arange(start, stop)
+    document = corpus.documents_at(offsets)
+    has_target = offsets + 1 < corpus.ends[document]
     row = {
-        "tokens": corpus.ids(at),
-        "targets": np.where(has_target, corpus.ids(np.minimum(at + 1, len(corpus) - 1)), 0),
-        "positions": at - np.maximum(corpus.starts(document), start),
+        "tokens": corpus.ids(offsets),
+        "targets": np.where(has_target, corpus.ids(np.minimum(offsets + 1, len(corpus) - 1)), 0),
+        "positions": offsets - np.maximum(corpus.starts(document), start),
         "segment_ids": document - document[0] + 1,
     }
     padded = {name: _pad(values.astype(np.int32), length) for name, values in row.items()}

@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from .._durable import failed_write, rename, sync
+from ..._durable import failed_write, rename, sync
 from ._tokenizers import Tokenizer
 
 
@@ -50,7 +50,7 @@ def write_tokens(file: Path, documents: Iterable[str], tokenizer: Tokenizer) -> 
 
     Example:
         >>> import tempfile
-        >>> from jaxpipe.data import ByteTokenizer
+        >>> from jaxpipe.data.sources import ByteTokenizer
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     write_tokens(Path(folder, "corpus.bin"), ["ab", "c"], ByteTokenizer())
         TokenFileSummary(num_tokens=5, num_documents=2, token_dtype='uint16', token_eod=256)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int32
 
-from .._input import MEGABYTE, clause, is_file, read_bytes, read_text, short_repr, shorten
+from ..._input import MEGABYTE, clause, is_file, read_bytes, read_text, short_repr, shorten
 
 if TYPE_CHECKING:
     import sentencepiece
     import tokenizers
 
-_MOST_BYTES = 128 * MEGABYTE
+_MAX_BYTES = 128 * MEGABYTE
 """The largest file of a tokenizer that is read; the largest published ones have 35 MB."""
 
 # What the well-known tokenizers call the token that ends a document, tried in this order.
@@ -147,7 +147,7 @@ def _load_sentencepiece(path: str) -> SentencePieceTokenizer:
             f'({error}). `pip install "jaxpipe[data]"`.'
         ) from error
     processor = sentencepiece.SentencePieceProcessor()
-    data = read_bytes(path, most_bytes=_MOST_BYTES)
+    data = read_bytes(path, most_bytes=_MAX_BYTES)
     try:
         processor.LoadFromSerializedProto(data)
     except (RuntimeError, OSError) as error:
@@ -167,7 +167,7 @@ def _load_hugging_face(path: str) -> HuggingFaceTokenizer:
     import tokenizers
 
     try:
-        tokenizer = tokenizers.Tokenizer.from_str(read_text(path, most_bytes=_MOST_BYTES))
+        tokenizer = tokenizers.Tokenizer.from_str(read_text(path, most_bytes=_MAX_BYTES))
     except ValueError:
         raise
     except BaseException as error:  # the Rust side raises plain Exception, or panics

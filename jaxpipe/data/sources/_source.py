@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from .._input import plain_text
+from ..._input import plain_text
 
 SourceType = Literal["text", "jsonl", "parquet", "arrow", "tokens"]
 TokenType = Literal["uint8", "uint16", "uint32", "int32", "int64"]

@@ -102,11 +102,11 @@ def synthetic_batches(
         (4, 8)
     """
 
-    def rows(step: int, numbers: Sequence[int]) -> Batch:
+    def rows(step: int, row_ids: Sequence[int]) -> Batch:
         random = np.random.default_rng((seed, step, stream))
         tokens = random.integers(vocab_size, size=(batch_size, length + 1), dtype=np.int32)
-        tokens = tokens[np.asarray(numbers)]
-        shape = (len(numbers), length)
+        tokens = tokens[np.asarray(row_ids)]
+        shape = (len(row_ids), length)
         return {
             "tokens": tokens[:, :-1],
             "targets": tokens[:, 1:],
@@ -148,7 +148,8 @@ def corpus_batches(
         ValueError: If the shares repeat only after more than 100,000 rows.
 
     Example:
-        >>> from jaxpipe.data import ByteTokenizer, tokenize
+        >>> from jaxpipe.data.batches import tokenize
+        >>> from jaxpipe.data.sources import ByteTokenizer
         >>> corpus = tokenize(["first text", "second text"], ByteTokenizer())
         >>> options = {"length": 8, "packing": True, "shuffle_seed": None}
         >>> batches = corpus_batches([corpus], batch_size=2, **options)
@@ -159,14 +160,14 @@ def corpus_batches(
     weights = weights or [1.0] * len(corpora)
     order = row_order(list(map(len, sources)), weights=weights, shuffle_seed=shuffle_seed)
 
-    def chosen(step: int, numbers: Iterable[int]) -> Iterator[tuple[Rows, int]]:
-        for number in numbers:
-            source, row = order(step * batch_size + number)
+    def chosen(step: int, row_ids: Iterable[int]) -> Iterator[tuple[Rows, int]]:
+        for row_id in row_ids:
+            source, row = order(step * batch_size + row_id)
             yield sources[source], row
 
     return Batches(
         batch_size,
-        lambda step, numbers: stack_rows([rows[i] for rows, i in chosen(step, numbers)]),
+        lambda step, row_ids: stack_rows([rows[i] for rows, i in chosen(step, row_ids)]),
         lambda step: sum(rows.num_targets(i) for rows, i in chosen(step, range(batch_size))),
         {
             "rows": batch_size,
@@ -190,7 +191,7 @@ class FiniteBatches(Sequence[Batch]):
         return self.rows(index, range(self.batch_size))
 
     @abstractmethod
-    def rows(self, index: int, numbers: Sequence[int]) -> Batch:
+    def rows(self, index: int, row_ids: Sequence[int]) -> Batch:
         """Returns some rows of a batch, [n, T], by their ids."""
 
     @abstractmethod
@@ -218,8 +219,8 @@ class FirstBatches(FiniteBatches):
     def __len__(self) -> int:
         return self.count
 
-    def rows(self, index: int, numbers: Sequence[int]) -> Batch:
-        return self.batches.rows(index, numbers)
+    def rows(self, index: int, row_ids: Sequence[int]) -> Batch:
+        return self.batches.rows(index, row_ids)
 
     def num_targets(self, index: int) -> int:
         return self.batches.num_targets(index)
@@ -238,23 +239,23 @@ class SinglePassBatches(FiniteBatches):
     def __len__(self) -> int:
         return -(-sum(map(len, self.sources)) // self.batch_size)
 
-    def rows(self, index: int, numbers: Sequence[int]) -> Batch:
-        found = [self._found(index * self.batch_size + number) for number in numbers]
+    def rows(self, index: int, row_ids: Sequence[int]) -> Batch:
+        found = [self._found(index * self.batch_size + row_id) for row_id in row_ids]
         empty = empty_row(self.sources[0].length)
         return stack_rows([rows[i] if rows is not None else empty for rows, i in found])
 
     def num_targets(self, index: int) -> int:
         first = index * self.batch_size
-        found = [self._found(first + number) for number in range(self.batch_size)]
+        found = [self._found(first + row_id) for row_id in range(self.batch_size)]
         return sum(rows.num_targets(i) for rows, i in found if rows is not None)
 
-    def _found(self, number: int) -> tuple[Rows | None, int]:
+    def _found(self, row_id: int) -> tuple[Rows | None, int]:
         """Returns the source of a row and its index there; no source after the last row."""
         for rows in self.sources:
-            if number < len(rows):
-                return rows, number
-            number -= len(rows)
-        return None, number
+            if row_id < len(rows):
+                return rows, row_id
+            row_id -= len(rows)
+        return None, row_id
 
 
 def stack_rows(rows: Sequence[Row]) -> Batch:

@@ -79,7 +79,7 @@ def without_repeats(names: PyTree) -> PyTree:
     return jax.tree.map(rest, names, is_leaf=is_spec)
 
 
-def place_weight(
+def reshard_weight(
     w: jax.Array, names: PartitionSpec, rules: AxisRules, mesh: Mesh | None, path: str
 ) -> jax.Array:
     """Returns `w`, sharded over `mesh` by the logical names of its dims.
@@ -134,7 +134,7 @@ def shard_dim_by_stages(
     return reshard_to_spec(x, PartitionSpec(*entries), mesh)
 
 
-def place_microbatches(
+def reshard_microbatches(
     x: PyTree, rules: AxisRules, mesh: Mesh | None, batch_axes: tuple[str, ...] = ()
 ) -> PyTree:
     """Shards [M, rows, ...] leaves: M over the ranks, and the rows over the axes of the batch.
@@ -157,11 +157,11 @@ def place_microbatches(
     rule = physical_spec(PartitionSpec(AXIS, "activation_batch"), rules, mesh.axis_names)
     spec = PartitionSpec(AXIS, batch_axes) if batch_axes else rule
 
-    def place_leaf(leaf):
+    def reshard_leaf(leaf):
         check_divisible(leaf.shape, spec, dict(mesh.shape), "inputs [microbatch, row, ...]")
         return reshard_to_spec(leaf, spec, mesh)
 
-    return jax.tree.map(place_leaf, x)
+    return jax.tree.map(reshard_leaf, x)
 
 
 def gather_all(weights: PyTree, specs: PyTree, mesh: Mesh | None, axes: Sequence[str]) -> PyTree:
@@ -187,10 +187,10 @@ def gather_stage(specs: PyTree, axes: Sequence[str] = GATHERED) -> Callable[[PyT
         mesh = jax.sharding.get_abstract_mesh()
         if w is None or mesh.empty or not len(spec):
             return w
-        kept = without_axes(PartitionSpec(*spec[1:]), axes)
+        gathered_spec = without_axes(PartitionSpec(*spec[1:]), axes)
         if AxisType.Explicit in mesh.axis_types:
-            return _typed(w, kept, mesh)
-        return lax.with_sharding_constraint(w, padded_spec(w, kept, mesh))
+            return _typed(w, gathered_spec, mesh)
+        return lax.with_sharding_constraint(w, padded_spec(w, gathered_spec, mesh))
 
     def gather(weights: PyTree) -> PyTree:
         return jax.tree.map(constrain, weights, specs, is_leaf=lambda x: x is None)
@@ -221,7 +221,7 @@ def gather_block(
     return jax.tree.map(partial(_all_gather, mesh=mesh, axes=axes), weights, specs)
 
 
-def describe_placement(weights: PyTree, names: PyTree, specs: PyTree) -> str:
+def describe_shardings(weights: PyTree, names: PyTree, specs: PyTree) -> str:
     """Returns one line per weight: path, dtype, shape, logical spec and physical spec."""
 
     def line(path, w, logical, physical):
@@ -232,18 +232,20 @@ def describe_placement(weights: PyTree, names: PyTree, specs: PyTree) -> str:
 
 
 def _all_gather(w: jax.Array, spec: PartitionSpec, *, mesh: Mesh, axes: Sequence[str]) -> jax.Array:
-    whole = without_axes(spec, axes)
+    gathered_spec = without_axes(spec, axes)
 
     def gather(shard):
-        for dim, (now, then) in enumerate(zip(spec, whole, strict=True)):
+        for dim, (now, then) in enumerate(zip(spec, gathered_spec, strict=True)):
             if now != then:
                 names = now if isinstance(now, tuple) else (now,)
-                gone = tuple(name for name in names if name in axes)
-                shard = lax.all_gather(shard, gone, axis=dim, tiled=True)
+                gathered_axes = tuple(name for name in names if name in axes)
+                shard = lax.all_gather(shard, gathered_axes, axis=dim, tiled=True)
         return shard
 
     # Gathered weights are equal on all devices of `axes`, which `check_vma` cannot infer.
-    return jax.shard_map(gather, mesh=mesh, in_specs=spec, out_specs=whole, check_vma=False)(w)
+    return jax.shard_map(
+        gather, mesh=mesh, in_specs=spec, out_specs=gathered_spec, check_vma=False
+    )(w)
 
 
 def _typed(x: jax.Array, spec: PartitionSpec, mesh: AbstractMesh) -> jax.Array:

@@ -5,7 +5,7 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from .._input import is_file
+from ..._input import is_file
 from ._source import SourceType
 
 BUILTIN = "builtin:"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray, PyTree
 
-from ..sharding._rules import LogicalAxes
+from ...sharding._rules import LogicalAxes
 
 Initializer = Callable[[PRNGKeyArray, tuple[int, ...], Any], jax.Array]
 
@@ -90,7 +90,7 @@ def read_dtypes(tree: PyTree, dtype: Any) -> PyTree:
     return jax.tree.map(lambda w: jnp.dtype(w.dtype if w.exact else dtype), tree, is_leaf=is_weight)
 
 
-def stacked(tree: PyTree, dims: Sequence[int], axes: LogicalAxes) -> PyTree:
+def stack_weights(tree: PyTree, dims: Sequence[int], axes: LogicalAxes) -> PyTree:
     """Returns the abstract weights of many equal layers, stacked.
 
     Args:
@@ -103,7 +103,7 @@ def stacked(tree: PyTree, dims: Sequence[int], axes: LogicalAxes) -> PyTree:
 
     Example:
         >>> layer = {"up": Weight((4, 8), ("embed", "mlp"), jax.nn.initializers.normal())}
-        >>> stacked(layer, (6,), ("layers",))["up"].shape
+        >>> stack_weights(layer, (6,), ("layers",))["up"].shape
         (6, 4, 8)
     """
 
@@ -143,7 +143,7 @@ def initialize_layers(
     dims: Sequence[int],
     *,
     first: int = 0,
-    numbers: Sequence[int] | None = None,
+    layer_ids: Sequence[int] | None = None,
 ) -> PyTree:
     """Returns [*dims, ...] arrays for a stack of layers.
 
@@ -155,8 +155,8 @@ def initialize_layers(
         key: The key.
         dims: The leading dims of the stack.
         first: The index, in the model, of the first layer of the stack.
-        numbers: The indices of the layers of a stack in another order; -1 is a padding layer, which
-            is initialized to zeros. The default is the order of the model, from `first` on.
+        layer_ids: The indices of the layers of a stack in another order; -1 is a padding layer,
+            which is initialized to zeros. The default is the order of the model, from `first` on.
 
     Returns:
         A tree of [*dims, ...] arrays.
@@ -166,20 +166,20 @@ def initialize_layers(
         >>> initialize_layers(layer, jax.random.key(0), (2, 3))["scale"].shape
         (2, 3, 4)
     """
-    of_model = np.asarray(range(first, first + math.prod(dims)) if numbers is None else numbers)
-    keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(of_model)
+    ids = np.asarray(range(first, first + math.prod(dims)) if layer_ids is None else layer_ids)
+    keys = jax.vmap(lambda layer_id: jax.random.fold_in(key, layer_id))(ids)
     flat = jax.vmap(lambda k: initialize(layer, k))(keys)
-    flat = jax.tree.map(lambda x: where_present(x, of_model), flat)
+    flat = jax.tree.map(lambda x: mask_padding_layers(x, ids), flat)
     return jax.tree.map(lambda x: x.reshape(*dims, *x.shape[1:]), flat)
 
 
-def where_present(x: jax.Array, numbers: np.ndarray) -> jax.Array:
-    """Returns `x` [layers, ...] with zeros for padding layers, whose entry in `numbers` is -1."""
-    present = (numbers >= 0).reshape(-1, *[1] * (x.ndim - 1))
-    return x if present.all() else jnp.where(present, x, 0)
+def mask_padding_layers(x: jax.Array, layer_ids: np.ndarray) -> jax.Array:
+    """Returns `x` [layers, ...] with zeros for padding layers, whose entry in `layer_ids` is -1."""
+    is_layer = (layer_ids >= 0).reshape(-1, *[1] * (x.ndim - 1))
+    return x if is_layer.all() else jnp.where(is_layer, x, 0)
 
 
-def shapes(tree: PyTree) -> PyTree:
+def weight_shapes(tree: PyTree) -> PyTree:
     """Returns a `jax.ShapeDtypeStruct` for every leaf.
 
     Args:
@@ -189,7 +189,7 @@ def shapes(tree: PyTree) -> PyTree:
         A tree of the same structure.
 
     Example:
-        >>> shapes({"scale": Weight((4,), ("norm",), jax.nn.initializers.ones)})
+        >>> weight_shapes({"scale": Weight((4,), ("norm",), jax.nn.initializers.ones)})
         {'scale': ShapeDtypeStruct(shape=(4,), dtype=float32)}
     """
     return jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), tree, is_leaf=is_weight)

@@ -59,12 +59,12 @@ class TokenFiles:
 
     def __getitem__(self, offsets: Int64[np.ndarray, " n"]) -> Integer[np.ndarray, " n"]:
         """Returns the ids at some offsets of the joined files."""
-        of_file = np.searchsorted(self.ends, offsets, side="right")
+        file_of = np.searchsorted(self.ends, offsets, side="right")
         found = np.empty(len(offsets), np.int64)
-        for number in np.unique(of_file):
-            here = of_file == number
-            start = self.ends[number - 1] if number else 0
-            found[here] = self.files[number][offsets[here] - start]
+        for i in np.unique(file_of):
+            is_in_file = file_of == i
+            start = self.ends[i - 1] if i else 0
+            found[is_in_file] = self.files[i][offsets[is_in_file] - start]
         return found
 
 
@@ -100,11 +100,11 @@ def open_token_files(
     files = [_open_token_file(Path(str(path)), source.token_dtype) for path in paths]
     ends, checksum, start, has_end = [], 0, 0, False
     for file in files:
-        of_file, checksum = _scan_documents(file, eod, vocab_size, checksum)
-        has_end = has_end or len(of_file) > 0
-        if not len(of_file) or of_file[-1] != len(file.tokens):
-            of_file = np.append(of_file, len(file.tokens))
-        ends.append(start + of_file)
+        file_ends, checksum = _scan_documents(file, eod, vocab_size, checksum)
+        has_end = has_end or len(file_ends) > 0
+        if not len(file_ends) or file_ends[-1] != len(file.tokens):
+            file_ends = np.append(file_ends, len(file.tokens))
+        ends.append(start + file_ends)
         start += len(file.tokens)
     if not has_end:
         raise ValueError(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from .._input import MOST_JSON_BYTES, parse_json, short_list, shorten
+from ..._input import MAX_JSON_BYTES, parse_json, short_list, shorten
 from ._files import resolve_files
 from ._source import Source
 from ._tables import arrow_documents, parquet_documents
@@ -84,13 +84,13 @@ def _split_text(text: str, separator: str) -> Iterator[str]:
 def _jsonl_documents(file: Path, field: str) -> Iterator[str]:
     """Yields one document for each line of a JSONL file. Blank lines are skipped."""
     with file.open("rb") as lines:
-        number = 0
-        while line := lines.readline(MOST_JSON_BYTES + 1):
-            number += 1
-            where = f"{str(file)!r}, line {number},"
-            if len(line) > MOST_JSON_BYTES:
+        line_number = 0
+        while line := lines.readline(MAX_JSON_BYTES + 1):
+            line_number += 1
+            where = f"{str(file)!r}, line {line_number},"
+            if len(line) > MAX_JSON_BYTES:
                 raise ValueError(
-                    f"{where} has more than {MOST_JSON_BYTES:,} bytes. Give an object a line, each "
+                    f"{where} has more than {MAX_JSON_BYTES:,} bytes. Give an object a line, each "
                     "of one document."
                 )
             if line.strip():
