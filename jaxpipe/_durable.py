@@ -51,6 +51,9 @@ def write_file(path: Path, content: str | bytes) -> None:
         path: The file.
         content: The new content. Text is written as UTF-8.
 
+    Returns:
+        None.
+
     Raises:
         OSError: If the file cannot be written. The error names `path`, not the temporary file. The
             file then has its old content. Only if the disk fails while the folder is flushed, the
@@ -83,6 +86,9 @@ def write_output(path: Path, content: str) -> None:
         path: The file, device or pipe. Links are followed.
         content: The content, written as UTF-8.
 
+    Returns:
+        None.
+
     Raises:
         OSError: If it cannot be written, or `path` is a pipe without a reader. A file then has its
             old content.
@@ -109,6 +115,9 @@ def rename(source: Path, destination: Path) -> None:
         source: The file or folder.
         destination: The new path.
 
+    Returns:
+        None.
+
     Raises:
         OSError: If the system refuses to rename it, or the disk fails while the folder is flushed.
             In the second case it has been renamed.
@@ -123,6 +132,9 @@ def sync(path: Path) -> None:
     Args:
         path: The file or folder. A folder that this user may write to but not read is skipped: only
             a user who can open it can flush it.
+
+    Returns:
+        None.
 
     Raises:
         OSError: If a file cannot be opened, or the disk fails. The error names `path`.
@@ -155,6 +167,9 @@ def sync_tree(folder: Path) -> None:
 
     Args:
         folder: The folder.
+
+    Returns:
+        None.
 
     Raises:
         OSError: If a file cannot be opened, or the disk fails.

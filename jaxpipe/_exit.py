@@ -18,6 +18,9 @@ def exit_immediately(code: int = EXIT_CODE) -> NoReturn:
 
     Args:
         code: The exit code.
+
+    Returns:
+        Never.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -32,6 +35,9 @@ def on_abort(say: Callable[[], None]) -> None:
 
     Args:
         say: The function. It runs after all functions that were registered before it.
+
+    Returns:
+        None.
     """
     _abort_callbacks.append(say)
     if len(_abort_callbacks) > 1:

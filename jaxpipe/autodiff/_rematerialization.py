@@ -154,6 +154,9 @@ def check_offload(policy: str, locations: Mapping[str, str] | None, devices: Ite
         locations: For `custom`: the location of each tensor of `TENSORS`.
         devices: The devices of the mesh. Only the first one is checked.
 
+    Returns:
+        None.
+
     Raises:
         ValueError: If the policy offloads tensors and the devices have no pinned host memory.
     """

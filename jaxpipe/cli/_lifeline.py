@@ -62,6 +62,9 @@ class Lifelines:
         Args:
             ended: The index of the process that has ended.
             how: How it has ended, such as "with code 1".
+
+        Returns:
+            None.
         """
         for process, writer in self._writers.items():
             if process != ended:
@@ -82,6 +85,9 @@ def follow_launcher(name: str) -> None:
 
     Args:
         name: The name of this process in its last message, such as "process 1".
+
+    Returns:
+        None.
     """
     reader = os.environ.pop(LIFELINE, None)  # not for the children of this process
     if reader is None:

@@ -28,6 +28,9 @@ def join_processes(*, detect: bool) -> None:
         detect: Whether to join a job of SLURM, Kubernetes, Open MPI or a TPU pod if these variables
             are not set. JAX reads everything about it from the environment.
 
+    Returns:
+        None.
+
     Raises:
         ValueError: If a variable of the environment is missing or has a wrong value.
     """
@@ -72,6 +75,9 @@ def check_address(address: str) -> None:
 
     Args:
         address: The value of `JAX_COORDINATOR_ADDRESS`.
+
+    Returns:
+        None.
 
     Raises:
         ValueError: If it is not host:port.

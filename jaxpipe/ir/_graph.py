@@ -212,6 +212,9 @@ def check_pure(closed: ClosedJaxpr, *, prints: bool = False) -> None:
         closed: The program.
         prints: Whether to allow unordered prints and callbacks.
 
+    Returns:
+        None.
+
     Raises:
         ValueError: If the program has other side effects, naming the functions that have them.
     """

@@ -79,8 +79,9 @@ def _check_axes(
 ) -> None:
     """Checks that a weight can be gathered where devices have their own rows.
 
-    Raises a `ValueError` if it stays sharded over one of `batch_axes`, or is stored sharded over an
-    explicit axis that is not one of them.
+    Raises:
+        ValueError: If the weight stays sharded over one of `batch_axes`, or is stored sharded over
+            an explicit axis that is not one of them.
     """
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     gathered_spec = partition_spec(dims, gathered_rules(rules))

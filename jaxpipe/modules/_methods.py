@@ -183,6 +183,9 @@ class LoopMethods(PipelineMethods):
         `decoder_layer_instance`, if given, runs in place of the pipeline's own layer. If
         `logical_partition_spec` is given, weights are gathered over fsdp, context and expert by
         these specs.
+
+        Returns:
+            The state of the loop after the iteration.
         """
         gathered = self._gathered(logical_partition_spec)
         stage = self._stage(deterministic, model_mode, decoder_layer_instance, gathered)
@@ -315,6 +318,9 @@ class WindowMethods(PipelineMethods):
         """Runs every rank on its current microbatch and sends the outputs to the next ranks.
 
         The weights come from the window `bsw`.
+
+        Returns:
+            The state of the loop after the iteration.
         """
         stage = self._stage(
             deterministic, model_mode, gathered=self._gathered(logical_partition_spec)

@@ -205,6 +205,9 @@ def _pipelined_layers(config: Any) -> tuple[int | None, str]:
 
     The field is `pipeline_parallel_layers`. If that is -1, the number is `num_decoder_layers`, or
     None if that is missing too.
+
+    Raises:
+        ValueError: If the number is below 1 or above the number of layers of the model.
     """
     layers = _integer(config, "pipeline_parallel_layers")
     model = _count(config, "num_decoder_layers", -1)
@@ -314,8 +317,10 @@ def _check_shard_mode(
 ) -> None:
     """Checks that the axis types of `mesh` agree with `shard_mode`.
 
-    With "auto" all axes must be of type Auto. With "explicit" `stage` and the batch axes must be
-    Explicit, and other axes may be of any type.
+    Raises:
+        ValueError: If `shard_mode` is neither "auto" nor "explicit"; if it is "auto" and an axis is
+            not of type Auto; if it is "explicit" and `stage` or a batch axis is not Explicit, or
+            iterations are unrolled.
     """
     if mode not in ("auto", "explicit"):
         raise ValueError(f"`shard_mode` is {mode!r}. Give 'auto' or 'explicit'.")

@@ -1,8 +1,12 @@
 """MPMD pipelines: every group of devices runs its own programs, and groups send each other arrays.
 
 Functions and classes that JaxPP also has keep JaxPP's names; `jaxpipe.mpmd.jaxpp` has all of
-JaxPP's API. `jaxpipe.mpmd.profiling` measures the tasks of a step.
+JaxPP's API, and `jaxpipe.mpmd.NAME` finds each of its names too. `jaxpipe.mpmd.profiling` measures
+the tasks of a step.
 """
+
+import importlib
+import typing
 
 from ._engine import mpmd_value as mpmd_value
 from ._engine import mpmd_value_and_grad as mpmd_value_and_grad
@@ -28,3 +32,13 @@ from .ir._reduce import ReduceOp as ReduceOp
 from .ir._reduce import treduce as treduce
 from .ir._reduce import treduce_i as treduce_i
 from .runtime._watchdog import MpmdError as MpmdError
+
+if not typing.TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """Returns what `jaxpipe.mpmd.jaxpp` has under a name, for scripts written for JaxPP."""
+        if not name.startswith("_"):
+            jaxpp = importlib.import_module(f"{__name__}.jaxpp")
+            if hasattr(jaxpp, name):
+                return getattr(jaxpp, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -34,7 +34,7 @@ class _Given:
         return hash(_Given)
 
 
-class PipelineBase(PipelineMethods, nnx.Module):
+class NNXPipelineBase(PipelineMethods, nnx.Module):
     """A stack of equal layers that runs as a pipeline.
 
     Attributes:
@@ -168,14 +168,14 @@ class PipelineBase(PipelineMethods, nnx.Module):
         )
 
 
-class Pipeline(LoopMethods, PipelineBase):
+class NNXPipeline(LoopMethods, NNXPipelineBase):
     """A pipeline that gathers weights in every iteration.
 
     With `pipeline_fsdp_ag_once` it gathers them once per step instead.
     """
 
 
-class CircularPipeline(WindowMethods, PipelineBase):
+class NNXCircularPipeline(WindowMethods, NNXPipelineBase):
     """A pipeline that gathers the weights of each repeat once, before the repeat starts."""
 
 
@@ -187,7 +187,7 @@ def create_pipeline(
     *,
     rngs: nnx.Rngs | None = None,
     name: str | None = None,
-) -> Pipeline | CircularPipeline:
+) -> NNXPipeline | NNXCircularPipeline:
     """Returns a `CircularPipeline` if `pipeline_fsdp_ag_per_repeat` is set, else a `Pipeline`.
 
     Args:
@@ -207,5 +207,5 @@ def create_pipeline(
             `mesh`.
     """
     settings = pipeline_settings(config, mesh, remat_policy)
-    kind = CircularPipeline if settings.gather == "repeat" else Pipeline
+    kind = NNXCircularPipeline if settings.gather == "repeat" else NNXPipeline
     return kind(config, layers, mesh, remat_policy, rngs=rngs, name=name)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from .. import schedules
 from .._input import MAX_JSON_BYTES, parse_json, read_text, short_repr
-from ..schedules import TimedStep, Timeline, analysis, language
+from ..schedules import Timeline, analysis, language
+from ..schedules.analysis import TimedStep
 from ..train.estimate._memory_estimate import peak_live_microbatches
 from ..train.estimate._timeline import predicted_timeline
 from ..train.plan._setup import Setup

@@ -11,7 +11,6 @@ from .analysis._measure import makespan as makespan
 from .analysis._measure import peak_activations as peak_activations
 from .analysis._search import search as search
 from .analysis._simulate import Costs as Costs
-from .analysis._simulate import TimedStep as TimedStep
 from .analysis._simulate import Timeline as Timeline
 from .analysis._simulate import simulate as simulate
 from .builders._registry import FAMILIES as FAMILIES
@@ -26,10 +25,8 @@ from .io._text import to_text as to_text
 from .language._action import Action as Action
 from .language._action import FusedPair as FusedPair
 from .language._action import Op as Op
-from .language._action import ScheduleStep as ScheduleStep
 from .language._check import check as check
 from .language._dependencies import ScheduleError as ScheduleError
 from .language._schedule import Schedule as Schedule
-from .language._schedule import forward_only as forward_only
 from .language._schedule import num_ranks as num_ranks
 from .language._schedule import parse as parse

@@ -3,7 +3,6 @@
 from ._ranks import on_ranks as on_ranks
 from ._stage_order import to_ranks as to_ranks
 from ._stage_order import to_stages as to_stages
-from ._varying import masked_layer as masked_layer
 from ._weight_gather import Gather as Gather
 from ._weight_gather import gather_weights as gather_weights
 from .circular_engine._engine import circular as circular

@@ -14,7 +14,7 @@ from ..sharding._specs import axes_of
 
 
 def pvary(x: jax.Array) -> jax.Array:
-    """Marks an array that devices share as varying over all manual axes.
+    """Returns an array that devices share, marked as varying over all manual axes.
 
     It is called on the arguments of `shard_map`, so that a gradient is summed over devices once.
     Otherwise JAX sums at every use, in a loop in every iteration, and in the dtype of the use.
@@ -49,7 +49,6 @@ def cond(
     Returns:
         The result of the chosen branch.
     """
-
     types = jax.tree.map(jax.typeof, like)
 
     def branch(f: Callable) -> Callable:

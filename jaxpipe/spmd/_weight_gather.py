@@ -247,7 +247,7 @@ def _only(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
 def _all_gather(
     x: jax.Array, stored: PartitionSpec, gathered: PartitionSpec, unsharded: PartitionSpec
 ) -> jax.Array:
-    """Gathers `x` from `stored` to `gathered` over manual axes.
+    """Returns `x` gathered over manual axes, from `stored` to `gathered`.
 
     Automatic axes shard it as in `unsharded`, before and after.
     """
@@ -267,7 +267,7 @@ def _all_gather(
 def _reduce_scatter(
     axes: tuple[str, ...], x: jax.Array, spec: PartitionSpec, unsharded: PartitionSpec
 ) -> jax.Array:
-    """Sums over the devices of `axes` and returns each its shard over these.
+    """Returns to each device of `axes` its shard of the sum over these devices.
 
     Automatic axes shard it as in `unsharded`, before and after.
 
@@ -304,6 +304,9 @@ def _on_shards(
         unsharded: How `x` is sharded over automatic axes, before and after.
         moved: For every dim the manual axes over which `f` communicates.
         also: Axes that do not shard `x`, but become manual around `f`.
+
+    Returns:
+        `f(x)`, sharded over automatic axes as `x` is.
     """
     mesh = jax.sharding.get_abstract_mesh()
     automatic = {a for a in mesh.axis_names if mesh.shape[a] > 1} - set(mesh.manual_axes)

@@ -18,9 +18,9 @@ from harness.contract import (
     placed,
     slow,
 )
-from jaxpipe import schedules, spmd
+from jaxpipe import spmd
 from jaxpipe.autodiff import unpipelined
-from jaxpipe.schedules import lock_step
+from jaxpipe.schedules import language, lock_step
 
 
 def value_of(row: Row, case: Case) -> Any:
@@ -39,7 +39,7 @@ def value_of(row: Row, case: Case) -> Any:
         run = functools.partial(spmd.circular_value, case.model, delay=row.delay, **how)
     else:
         schedule = contract.ticks_of(row).schedule
-        ticks = lock_step.to_lock_step(schedules.forward_only(schedule))
+        ticks = lock_step.to_lock_step(language.forward_only(schedule))
         how |= {"ticks": ticks, "vocab_parallel": row.vocab_parallel}
         run = functools.partial(spmd.scheduled_value, case.model, **how)
         stages, keys = (spmd.to_ranks(_flat(x), schedule) for x in (weights["stages"], keys))

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import jaxpipe.mpmd
 import jaxpipe.mpmd.jaxpp as jaxpp
 from mpmd.small import groups, numbers
 
@@ -96,6 +97,16 @@ ATTRIBUTES: dict[str, dict[str, tuple[str, ...] | None]] = {
 
 def parameters(function: Any) -> dict[str, inspect.Parameter]:
     return {n: p for n, p in inspect.signature(function).parameters.items() if n != "self"}
+
+
+@pytest.mark.parametrize("name", JAXPP)
+def test_jaxpipe_mpmd_finds_every_name_of_jaxpp(name: str):
+    assert getattr(jaxpipe.mpmd, name) is getattr(jaxpp, name)
+
+
+def test_jaxpipe_mpmd_has_no_name_that_jaxpp_does_not_have():
+    with pytest.raises(AttributeError, match=r"'jaxpipe\.mpmd' has no attribute 'no_such_name'"):
+        jaxpipe.mpmd.no_such_name  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize("name", JAXPP)

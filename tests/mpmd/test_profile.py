@@ -35,7 +35,7 @@ def compiled_step(schedule: Any) -> tuple[mpmd.Compiled, list[np.ndarray], np.nd
     return mpmd.mpmd_jit_with_loop(step, mesh).compile(weights, xs), weights, xs
 
 
-def halves(steps: Iterable[schedules.ScheduleStep]) -> set[str]:
+def halves(steps: Iterable[language.ScheduleStep]) -> set[str]:
     """Actions, a B as its two halves: where a schedule splits some, all of its B run so."""
     actions = (str(action) for step in steps for action in language.actions_of(step))
     return {half for a in actions for half in ((a.replace("B", "I"), a.replace("B", "W")))}

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from jaxpipe.schedules import (
     Costs,
     Op,
-    TimedStep,
     activation_bytes,
     build,
     makespan,
@@ -17,7 +16,12 @@ from jaxpipe.schedules import (
     peak_activations,
     simulate,
 )
-from jaxpipe.schedules.analysis import busy_times, parallelogram_bubble, rectangular_bubble
+from jaxpipe.schedules.analysis import (
+    TimedStep,
+    busy_times,
+    parallelogram_bubble,
+    rectangular_bubble,
+)
 from jaxpipe.schedules.builders import one_f_one_b
 from jaxpipe.schedules.language import parse_step
 

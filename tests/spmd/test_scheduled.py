@@ -10,7 +10,7 @@ import pytest
 from harness.contract import Row, check_result, make_case, plain, reference, run_ticks, ticks_of
 from jaxpipe import schedules, spmd
 from jaxpipe.autodiff import Model
-from jaxpipe.schedules import lock_step
+from jaxpipe.schedules import language, lock_step
 
 S, D = 4, 64
 
@@ -78,7 +78,7 @@ def test_an_idle_rank_computes_nothing():
         return jnp.tanh(x * w["scale"]), {}
 
     counted = Model(model.embed, stage, model.loss)
-    forward = lock_step.to_lock_step(schedules.forward_only(ticks.schedule))
+    forward = lock_step.to_lock_step(language.forward_only(ticks.schedule))
     run = functools.partial(spmd.scheduled_value, counted, ticks=forward, mesh=mesh)
     jax.block_until_ready(jax.jit(run)(weights, batch_inputs))
     jax.effects_barrier()
@@ -89,7 +89,7 @@ def test_an_idle_rank_computes_nothing():
 def test_a_value_alone_is_that_of_the_whole(name):
     row = Row("scheduled", "mlp", 3, 2 if name == "zbv" else 1, 6, schedule=name, dropout=0.1)
     case, ticks = make_case(row), ticks_of(row)
-    forward = lock_step.to_lock_step(schedules.forward_only(ticks.schedule))
+    forward = lock_step.to_lock_step(language.forward_only(ticks.schedule))
 
     def to_ranks(tree: Any) -> Any:
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)

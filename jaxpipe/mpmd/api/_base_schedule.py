@@ -5,16 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ...schedules import (
-    FAMILIES,
-    Action,
-    FusedPair,
-    Op,
-    Schedule,
-    ScheduleStep,
-    build,
-    check,
-)
+from ...schedules import FAMILIES, Action, FusedPair, Op, Schedule, build, check
+from ...schedules.language import ScheduleStep
 
 _NAMES = {Op.F: "fwd", Op.B: "bwd", Op.I: "bwd_i", Op.W: "bwd_w"}
 

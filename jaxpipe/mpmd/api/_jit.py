@@ -111,10 +111,13 @@ class MpmdFunction:
 
 
 def _traced(jitted: Any, mesh: MpmdMesh, args: Any, kwargs: Any) -> Any:
-    """Traces a function with the mesh of one group, or of all groups if it names their mesh.
+    """Returns a trace with the mesh of one group, or of all groups if the function names it.
 
     A constraint to a `NamedSharding` over all groups gives its result a type on that mesh, and JAX
     refuses to combine it with a type on the mesh of one group.
+
+    Raises:
+        ValueError: If the function delays a reduction over axes of a group.
     """
     translated = translated_shardings(partial(sharding_in_group, mesh))
     with no_ambient_mesh():
@@ -133,7 +136,7 @@ def _traced(jitted: Any, mesh: MpmdMesh, args: Any, kwargs: Any) -> Any:
 
 
 def sharding_in_group(mesh: MpmdMesh, sharding: NamedSharding) -> NamedSharding:
-    """Translates a sharding over the mesh of all groups to the mesh of one group.
+    """Returns a sharding over the mesh of all groups as one over the mesh of one group.
 
     The axes of a group are automatic, even if the axes of `sharding` are explicit. A sharding of
     another mesh, and any sharding inside a `jax.shard_map`, is returned unchanged.
@@ -185,6 +188,9 @@ def _leaf_shardings(prefix: PyTree, tree: PyTree, mesh: MpmdMesh, name: str) -> 
     """Returns a spec or sharding for each leaf of `tree`; `prefix` is a prefix tree of `tree`.
 
     The axis of the groups is dropped from specs, as it has size 1 within a group.
+
+    Raises:
+        ValueError: If a leaf of `prefix` is a sharding without a spec.
     """
     prefix = tuple(prefix) if isinstance(prefix, list) and isinstance(tree, tuple) else prefix
     axis, found = mesh.mpmd_axis_name, []

@@ -131,9 +131,10 @@ class Lowered:
         return [loop.schedule for eqn in self.outer.eqns if (loop := loop_of(eqn))]
 
     def compile(self) -> "Compiled":
-        """Compiles every program that this process runs.
+        """Compiles every program that this process runs. Collective: every process must call it.
 
-        With several processes every process must call it.
+        Returns:
+            The compiled step.
         """
         traced, program, mesh = self.traced, self.program, self.traced.settings.mesh
         check_threads(mesh)

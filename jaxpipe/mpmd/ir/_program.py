@@ -165,9 +165,10 @@ def instructions_of_rank(program: MpmdProgram, rank: int) -> tuple[Instruction, 
 
 
 def _format_program(program: MpmdProgram) -> str:
-    """Prints all instructions like the equations of a jaxpr, in an order in which they could run.
+    """Returns all instructions as text, in an order in which they could run.
 
-    A buffer is printed as a letter and a number, then `:m` for a microbatch or a version of a sum.
+    They are written like the equations of a jaxpr. A buffer is printed as a letter and a number,
+    then `:m` for a microbatch or a version of a sum.
     """
     names: dict[Var, str] = {}
 

@@ -6,15 +6,8 @@ p ranks (JaxPP's `mpmd_dim`), v stages on each rank, M microbatches.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...schedules import (
-    Action,
-    FusedPair,
-    Schedule,
-    ScheduleStep,
-    builders,
-    check,
-    num_ranks,
-)
+from ...schedules import Action, FusedPair, Schedule, builders, check, num_ranks
+from ...schedules.language import ScheduleStep
 from ..api._base_schedule import BaseSchedule
 
 
@@ -210,7 +203,7 @@ def _group_size(num_ranks: int, num_microbatches: int) -> int:
 
 
 def _pair_steady_state(schedule: Schedule, *, more_warmup: int) -> Schedule:
-    """Pairs each forward with the next backward between the warmup and the cooldown of a rank.
+    """Returns `schedule` with each forward between warmup and cooldown paired with a backward.
 
     The length of the warmup decides which actions are paired. An adjacent forward and backward are
     not enough: if all forwards belong to the warmup, the backward after the last one depends on it

@@ -252,6 +252,9 @@ def _with_partial_sums(outer: Graph, homes: Mapping[Var, set[int]]) -> Graph:
     """Splits a scalar sum over values of several ranks into one sum per rank and a sum over ranks.
 
     The norm of all gradients is such a sum. Each rank then sends a single scalar.
+
+    Returns:
+        `outer` with its scalar sums split.
     """
     makers = {value: eqn for eqn in outer.eqns for value in eqn.outputs}
     uses: dict[Var, int] = {}

@@ -73,6 +73,9 @@ def _hoist_eqns(outer: Graph, of_step: Mapping[Eqn, int]) -> dict[Eqn, int]:
 
     This holds if the outputs are no larger than the inputs that no other equation reads, as in an
     addition of gradients. Inputs of the function do not count: its caller keeps them in any case.
+
+    Returns:
+        The segment of each equation.
     """
     found = dict(of_step)
     uses = Counter(value for eqn in outer.eqns for value in set(variables(eqn.inputs)))

@@ -7,7 +7,6 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from ... import schedules
 from ...ir._cost import is_move
 from ...ir._graph import (
     Atom,
@@ -132,7 +131,7 @@ def _pipeline_loop(
         for stage in staged.stages
     )
     if not any(op is not Op.F for of_stage in tasks for op in of_stage):
-        schedule = schedules.forward_only(schedule)
+        schedule = language.forward_only(schedule)
     loop = PipelinedLoop(schedule, body.inputs[:-1], body.inputs[-1], tasks, shares, specs)
     outputs = {share: Var(reduction.aval) for share, reduction in shares.items()}
     for result, of_result in zip(eqn.outputs, staged.shares, strict=True):

@@ -1,10 +1,9 @@
 """Splits the body of a loop over microbatches at its marks into one program per stage.
 
-S is the number of stages. The position of a value says where in the pipeline it is
-computed: 0 to S - 1 in the forward, S to 2S - 1 in the backward, so positions p and 2S - 1 - p
-belong to the same stage. A value that depends on no value that crosses a mark has no position:
-weights, the batch, and values computed from them alone. Such a value is computed in the stages
-that read it.
+S is the number of stages. The position of a value says where in the pipeline it is computed: 0 to
+S - 1 in the forward, S to 2S - 1 in the backward, so positions p and 2S - 1 - p belong to the same
+stage. A value that depends on no value that crosses a mark has no position: weights, the batch, and
+values computed from them alone. Such a value is computed in the stages that read it.
 """
 
 from collections import Counter, defaultdict
@@ -145,7 +144,7 @@ def _mark_id(eqn: Eqn) -> int:
 
 
 def _without_recomputed_marks(body: Graph) -> Graph:
-    """Removes marks from rematerialized code.
+    """Returns `body` without marks in rematerialized code.
 
     Rematerialization of a stage starts at its input, which the stage still has. A second mark on
     the same values is therefore replaced by the outputs of the first.
@@ -172,6 +171,9 @@ def _stages_of_marks(
     Marks are numbered in program order, and transposition reverses the order. If the results depend
     on only some of the marks, or if cotangents flow through only some, the ids that the marks
     carry identify them.
+
+    Raises:
+        ValueError: If the marks are not as many as the stages.
     """
     forward = [eqn for eqn in body.eqns if is_mark(eqn) and not is_backward_mark(eqn)]
     backward = [eqn for eqn in body.eqns if is_mark(eqn) and is_backward_mark(eqn)]
@@ -247,7 +249,7 @@ def _stage_of(position: int, num_stages: int) -> int:
 def _split_results(
     body: Graph, positions: Positions, adds: Sequence[bool], num_stages: int
 ) -> tuple[Graph, tuple[tuple[Var, ...], ...]]:
-    """Copies every result, and splits results that are sums over several stages into shares.
+    """Returns `body` with results copied or, if they are sums over stages, split into shares.
 
     The gradient of a weight that several stages use is such a sum. Every stage accumulates its
     share over all microbatches, and the shares are added once, after the loop.

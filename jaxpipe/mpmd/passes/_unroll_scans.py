@@ -51,6 +51,9 @@ def check_reachable(graph: Graph, where: str) -> None:
         graph: A function whose scans around loops are unrolled, or the body of a loop.
         where: The name of the program in errors: "the function" or "a stage".
 
+    Returns:
+        None.
+
     Raises:
         ValueError: If a mark or a loop is inside a construct such as `lax.cond`. The error names
             the construct and says how to avoid it.

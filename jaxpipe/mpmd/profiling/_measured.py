@@ -16,7 +16,9 @@ from typing import Any
 
 import jax
 
-from ...schedules import Action, FusedPair, ScheduleStep, TimedStep, Timeline
+from ...schedules import Action, FusedPair, Timeline
+from ...schedules.analysis import TimedStep
+from ...schedules.language import ScheduleStep
 from ..api._stages import OBSERVER, Compiled
 from ..ir._program import Instruction, RunTask
 from ..runtime._execute import RankBuffer, Slots, Thunk

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 
 from ... import schedules
-from ...schedules import Costs, Op, TimedStep, Timeline
+from ...schedules import Costs, Op, Timeline
+from ...schedules.analysis import TimedStep
 from ...schedules.language import actions_of, parse_step
 from ..api._stages import Compiled
 from ..ir._program import Delete, Instruction, Recv, RunTask, Send

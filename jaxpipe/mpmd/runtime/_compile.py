@@ -51,6 +51,9 @@ def check_threads(mesh: MpmdMesh) -> None:
     Args:
         mesh: The groups of devices.
 
+    Returns:
+        None.
+
     Raises:
         ValueError: If the threads may all be occupied.
     """

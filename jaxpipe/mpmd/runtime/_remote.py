@@ -104,6 +104,9 @@ def check_same_program(digest: str, name: str, *, timeout: float) -> None:
         name: The name of the program, used for no other one in this job.
         timeout: How long to wait for the other processes, in seconds.
 
+    Returns:
+        None.
+
     Raises:
         ValueError: If programs differ. It is raised on every process and names those that differ.
         TimeoutError: If some processes have not called it in time, naming them.
@@ -121,6 +124,9 @@ def check_agreement(
         facts: The value that this process reports for each fact.
         processes: The processes to compare with. Each of them must call this function too.
         timeout: How long to wait for them, in seconds.
+
+    Returns:
+        None.
 
     Raises:
         ValueError: If two values of a fact differ, naming the fact, the values and the processes.
@@ -167,6 +173,9 @@ def kv_get(what: str, processes: Iterable[int], timeout: float) -> dict[int, str
 
     Returns:
         The value of each process, without processes that have not stored one in time.
+
+    Raises:
+        JaxRuntimeError: If JAX's key-value store fails for another reason than the timeout.
     """
     client, deadline = _distributed().client, time.monotonic() + timeout
     values = {}

@@ -61,6 +61,9 @@ class CompileHandshake:
         Args:
             digest: The digest of this process's program.
 
+        Returns:
+            None.
+
         Raises:
             ValueError: If programs differ. It is raised on every process and names those that
                 differ.
@@ -100,6 +103,9 @@ class CompileHandshake:
         Args:
             layouts: The layout of the arrays on each channel of this process, as text.
             peers: The processes at the other ends of these channels.
+
+        Returns:
+            None.
 
         Raises:
             ValueError: If the two ends of a channel differ, naming both, on every process.

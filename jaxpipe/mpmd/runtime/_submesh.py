@@ -68,6 +68,9 @@ def check_spec(spec: PartitionSpec, mpmd_axis: str, what: str) -> None:
         mpmd_axis: The axis along which programs differ.
         what: The name of the call that has the spec, for the error.
 
+    Returns:
+        None.
+
     Raises:
         ValueError: If the spec uses that axis.
     """

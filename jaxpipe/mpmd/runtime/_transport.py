@@ -154,9 +154,12 @@ def _is_key(spec: Spec) -> bool:
 
 
 def _uuids(to: int, channel: int) -> Iterator[int]:
-    """Yields the ids of the transfers of a channel.
+    """Returns the ids of the transfers of a channel, without end.
 
     Ids repeat after 2^24 uses, when the first transfer is long complete.
+
+    Raises:
+        ValueError: If `channel` is 2^24 or more.
     """
     if not 0 <= channel < 1 << 24:
         raise ValueError(

@@ -118,6 +118,9 @@ def resolve(item: PendingItem, arrays: Sequence[jax.Array]) -> None:
     Args:
         item: The item, from `watch`.
         arrays: Results of the transfer or the program.
+
+    Returns:
+        None.
     """
     item.arrays = arrays
 
@@ -129,8 +132,12 @@ def wait(watchdog: Watchdog, arrays: Sequence[jax.Array]) -> None:
         watchdog: The watchdog.
         arrays: The arrays to wait for.
 
+    Returns:
+        None.
+
     Raises:
         MpmdError: If the watchdog has found that the step cannot finish.
+        JaxRuntimeError: If the program that computes an array fails.
     """
     pause = 1e-5
     while not watchdog.reasons and not _are_ready(arrays):
@@ -158,6 +165,9 @@ def report_failure(watchdog: Watchdog, error: Exception) -> None:
     Args:
         watchdog: The watchdog.
         error: The error that ended the step.
+
+    Returns:
+        None.
     """
     if watchdog.has_peers:
         watchdog.raised.set()

@@ -1,5 +1,6 @@
 """The language of schedules: actions, the order of each rank, dependencies, and the check."""
 
+from ._action import ScheduleStep as ScheduleStep
 from ._action import actions_of as actions_of
 from ._action import parse_action as parse_action
 from ._action import parse_step as parse_step
@@ -13,6 +14,7 @@ from ._placement import straight_stage as straight_stage
 from ._placement import v_rank_and_chunk as v_rank_and_chunk
 from ._placement import v_stage as v_stage
 from ._schedule import enumerate_actions as enumerate_actions
+from ._schedule import forward_only as forward_only
 from ._schedule import num_slices as num_slices
 from ._schedule import ranks_of_stage as ranks_of_stage
 from ._schedule import splits_backwards as splits_backwards

@@ -98,7 +98,6 @@ def _layer(stage: Stage, mesh: Mesh | None, options: CircularOptions) -> Callabl
 
     It is `(weights, inputs [S, n, ...], batch_inputs, keys) -> (outputs, aux)`.
     """
-
     gather = options.gather
     weights, gradients = stacked_specs(gather.weight_specs), stacked_specs(gather.gradient_specs)
     shares, batch_inputs, keys = rows_of(gather, P(AXIS, None)), rows_of(gather, P(None)), 1
@@ -254,10 +253,11 @@ def circular_value(
 def on_parts(
     f: Callable, mesh: Mesh | None, gather: Gather, boundary_gather: Gather, out_dims: Any
 ) -> Callable:
-    """Returns `(weights, batch_inputs, keys) -> ...` that runs
-    `f(stages, boundary, batch_inputs, keys)` on all ranks.
+    """Returns a function of whole arrays that runs `f` on all ranks.
 
-    `f` is written for one rank; `boundary` holds the groups of `weights` other than "stages".
+    `f(stages, boundary, batch_inputs, keys)` is written for one rank; `boundary` holds the groups
+    of `weights` other than "stages". The function returned is `(weights, batch_inputs, keys) ->
+    ...`.
     """
     in_dims = (
         stacked_specs(gather.weight_specs),
@@ -280,13 +280,16 @@ def gradient_dims(gather: Gather, boundary_gather: Gather) -> tuple[PyTree, PyTr
 
 
 def _check_counts(stacked: PyTree, microbatches: PyTree, mesh: Mesh | None, delay: bool) -> int:
-    """Checks every leaf, and R, S and M against each other and the mesh; returns S.
+    """Checks every leaf, and R, S and M against each other and the mesh.
 
     Args:
         stacked: Weights and keys, [R, S, ...] leaves.
         microbatches: Inputs and batch_inputs, [M, ...] leaves.
         mesh: The mesh, or None.
         delay: Whether results are handed over one tick late.
+
+    Returns:
+        S.
     """
     num_repeats, num_ranks = common_dims(stacked, 2, "[repeats, ranks, ...]")
     (num_microbatches,) = common_dims(microbatches, 1, "[microbatches, ...]")

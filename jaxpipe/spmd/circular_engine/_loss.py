@@ -101,6 +101,9 @@ def _loss_and_gradients(
 
     The gradients with respect to `boundary` and `y` are computed together with the loss, so logits
     are computed once, and only those of one microbatch are in memory.
+
+    Returns:
+        ((loss, metrics), (gradients of `boundary`, gradient of `y`)).
     """
 
     def step(gradients, microbatch):

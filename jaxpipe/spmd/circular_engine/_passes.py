@@ -143,8 +143,7 @@ def backward_rank(
     doutputs: PyTree,
     daux: Aux,
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """Returns the gradients of weights, inputs and batch_inputs, None for leaves that are not
-    floating.
+    """Returns the gradients of weights, inputs and batch inputs; None for leaves that are integers.
 
     Takes the arguments of `forward_rank` (of `inputs` only the shapes are read), the residuals
     that it returned, and the cotangents of its outputs and aux.
@@ -184,7 +183,7 @@ def forward(
     """Runs all ticks of the forward on one rank.
 
     Args:
-        run: The loop invariants.
+        invariants: What all ticks read.
         inputs: [n, ...] leaves, this rank's microbatches.
         aux_shapes: Shapes of the auxiliary losses and metrics of one tick.
         save_residuals: Whether residuals are stored for a backward.
@@ -260,8 +259,9 @@ def _backward_blocks(
 
     `carry` is the prefetched weights of repeat `highest - 1`, and (`WeightState`, `Cotangents`).
 
-    Returns the gradients of these repeats, [highest - lowest + 1, ...], and the carry for the
-    repeats with lower indices.
+    Returns:
+        The gradients of these repeats, [highest - lowest + 1, ...], and the carry for the repeats
+        with lower indices.
     """
     shape, gather = invariants.shape, invariants.gather
     final = shape.num_repeats - 1
@@ -294,7 +294,7 @@ def _backward_blocks(
 def _forward_ticks(
     invariants: CircularInvariants, phase: LoopPhase, prefetched: PyTree | None, carry: tuple
 ) -> tuple:
-    """Runs the ticks of a phase.
+    """Returns the carry after the ticks of a phase.
 
     `prefetched` has the weights of the repeat that ranks begin in the phase; None if no rank begins
     one.
@@ -326,7 +326,7 @@ def _backward_ticks(
     prefetched: PyTree | None,
     carry: tuple[WeightState, Cotangents],
 ) -> tuple[WeightState, Cotangents]:
-    """Runs the ticks of a phase in reverse order.
+    """Returns the carry after the ticks of a phase in reverse order.
 
     `prefetched` has the weights of the repeat with which ranks go on in the phase; None if no rank
     finishes a repeat in it.

@@ -256,7 +256,7 @@ def move_stream(stream: PyTree, y: PyTree, t: Int[Array, ""], leaves: bool) -> P
 
 
 def realign(stream: PyTree, shape: PipelineShape) -> PyTree:
-    """Turns the slots so that slot i of rank r holds microbatch `r * n + i` again.
+    """Returns the stream turned so that slot i of rank r holds microbatch `r * n + i` again.
 
     Microbatch m leaves at tick m + c and is written to slot (m + c) % n. So only the slots have to
     be rolled: each rank already holds its own microbatches.

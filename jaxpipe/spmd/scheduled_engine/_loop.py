@@ -233,6 +233,9 @@ def _tick(
     all ranks compute together, or None. Buffers are not operands of conditionals, which would copy
     them, and are written in place. Totals are operands: JAX forwards those that a branch does not
     change.
+
+    Returns:
+        The carry after the tick: buffers and totals.
     """
     buffers, totals = carry
     totals = totals._replace(
@@ -289,6 +292,9 @@ def _loss_on_all_ranks(
     """Broadcasts the output of the last stage to all ranks, which compute its loss together.
 
     The condition is the same on all ranks, so they may communicate under it.
+
+    Returns:
+        The totals, and the gradient with respect to the output.
     """
     is_last = (work.microbatch >= 0) & (work.stage == invariants.num_stages - 1)
 

@@ -139,9 +139,12 @@ def _batch_inputs_and_keys(
 def _loss(
     invariants: ScheduledInvariants, y: PyTree, batch_inputs: PyTree, totals: Totals
 ) -> tuple[Totals, PyTree]:
-    """Adds the loss of a microbatch to `totals`; returns them and the gradient with respect to `y`.
+    """Adds the loss of a microbatch to `totals`.
 
     The gradients are computed together with the loss, so logits are computed once.
+
+    Returns:
+        The totals, and the gradient with respect to `y`.
     """
     if invariants.stage is None:
         value, metrics = invariants.model.loss(

@@ -160,7 +160,6 @@ def take_repeats(
 
 def run_stages(stage: Callable, mesh: Mesh | None = None) -> Callable:
     """Returns `(weights, x, batch_inputs, rng) -> y`, all [S, ...]: `stage` on all ranks."""
-
     stage = with_aux(stage)
 
     def rank(weights, x, batch_inputs, rng):

@@ -67,6 +67,9 @@ def write_digests(step: Path, step_id: int) -> None:
     Args:
         step: The folder of the step, before it is renamed.
         step_id: The number of the step.
+
+    Returns:
+        None.
     """
     sync_tree(step)
     body = {

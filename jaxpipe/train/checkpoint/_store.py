@@ -196,6 +196,9 @@ def save_checkpoint(
         eval_loss: By which the best steps are found, where these are kept; None if the step was
             not evaluated.
 
+    Returns:
+        None.
+
     Raises:
         ValueError: If there is a newer checkpoint: two runs share a folder.
         RunError: If this save, or an asynchronous one before it, failed.

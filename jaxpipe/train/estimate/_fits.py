@@ -21,6 +21,9 @@ def check_fits(setup: Setup) -> None:
     Args:
         setup: The run.
 
+    Returns:
+        None.
+
     Raises:
         ValueError: If the run needs more. The error names the keys that decide how much it needs.
     """

@@ -1,7 +1,8 @@
 """Predicts the timeline of a step from the costs by which `auto` selects schedules."""
 
 from ... import schedules
-from ...schedules import Costs, Op, TimedStep, Timeline, analysis, builders, lock_step
+from ...schedules import Costs, Op, Timeline, analysis, builders, language, lock_step
+from ...schedules.analysis import TimedStep
 from ...schedules.language import actions_of
 from ..plan._schedule_selection import stage_costs
 from ..plan._setup import Setup
@@ -44,7 +45,7 @@ def _circular_timeline(
     num_ticks = num_microbatches * num_repeats + (num_ranks - 1) * handover
     turn = num_ticks * forward
 
-    def timed(rank: int, program: tuple[schedules.ScheduleStep, ...]) -> tuple[TimedStep, ...]:
+    def timed(rank: int, program: tuple[language.ScheduleStep, ...]) -> tuple[TimedStep, ...]:
         found = []
         for i, step in enumerate(program):
             if actions_of(step)[0].op is Op.F:

@@ -16,6 +16,9 @@ def loss_curve(
         path: The file to write.
         curves: `(steps, losses)` of each run, by its label.
 
+    Returns:
+        None.
+
     Raises:
         ValueError: If there is no curve, or one has other than one loss a step.
     """

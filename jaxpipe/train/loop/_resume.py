@@ -213,6 +213,9 @@ def truncate_metrics(found: ResumePoint) -> None:
 
     Args:
         found: The state from which the run starts.
+
+    Returns:
+        None.
     """
     if data := _metrics_up_to_checkpoint(found):
         write_file(found.folder / METRICS_FILE, data)

@@ -37,6 +37,9 @@ def record_start(folder: Path, setup: Setup, done: int) -> None:
         setup: The run.
         done: Steps of the checkpoint it goes on from.
 
+    Returns:
+        None.
+
     Raises:
         ValueError: If a line of `starts.jsonl` is broken.
     """
@@ -83,6 +86,9 @@ def record_saved(folder: Path, step: int) -> None:
     Args:
         folder: The folder of the run.
         step: The step; 0 records that there is no checkpoint yet.
+
+    Returns:
+        None.
 
     Raises:
         OSError: If `saved.json` cannot be written.

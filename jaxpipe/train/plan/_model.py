@@ -5,11 +5,12 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from ... import models, sharding, spmd
+from ... import models, sharding
 from ...autodiff import Model, keep
 from ...models.layers._attention import dot_product_attention, splash_attention
 from ...models.layers._experts import routed_experts
 from ...models.layers._projection import PROJECTIONS
+from ...spmd._varying import masked_layer
 from ._family import model_family
 from ._fsdp import gathers_per_layer, layer_gather_wrapper
 from ._rematerialization import layer_remat, outer_layer_remat
@@ -59,7 +60,7 @@ def _build_base_model(setup: Setup) -> Model:
 def _layer_wrapper(setup: Setup) -> Callable[[Callable], Callable]:
     """Returns a wrapper of layers; from outside in: layer mask, remat, weight gather."""
     has_padding = setup.layout.counts and not setup.per_stage_state
-    mask = spmd.masked_layer if has_padding else keep
+    mask = masked_layer if has_padding else keep
     remat = layer_remat(setup.config)
     gather = layer_gather_wrapper(setup) if gathers_per_layer(setup) else keep
     return lambda layer: mask(remat(gather(layer)))

@@ -43,6 +43,9 @@ def barrier(why: str) -> None:
 
     Args:
         why: The name of the barrier, the same on all processes.
+
+    Returns:
+        None.
     """
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(why)

@@ -114,6 +114,9 @@ class ProcessLedger:
             known: The known positions, including that of this process.
             seconds: The time since the last call, without time while this process was stopped.
             answered: Whether process 0 has answered since the last call.
+
+        Returns:
+            None.
         """
         for process, before in self.positions.items():
             now = known.get(process, before)
@@ -218,6 +221,9 @@ class StepWatch:
         Args:
             step: The step.
             phase: One of `PHASES`.
+
+        Returns:
+            None.
         """
         is_first = phase not in self._seen
         self._seen.add(phase)

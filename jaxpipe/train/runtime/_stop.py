@@ -66,6 +66,9 @@ class StopRequests:
         Args:
             max_minutes: How long the run may take from now on; 0 for no limit. With several
                 processes each sends itself SIGTERM at the end.
+
+        Returns:
+            None.
         """
         self._deadline = time.monotonic() + 60 * max_minutes if max_minutes else math.inf
 

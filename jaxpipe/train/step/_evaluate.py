@@ -12,10 +12,10 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from ... import mpmd, schedules, spmd
+from ... import mpmd, spmd
 from ...autodiff import Model, unpipelined
 from ...data.batches._batches import FiniteBatches
-from ...schedules import lock_step
+from ...schedules import language, lock_step
 from ..plan._from_config import import_flax_decoder
 from ..plan._fsdp import weight_gathers
 from ..plan._model import build_model
@@ -177,7 +177,7 @@ def _scheduled_value(setup: Setup, model: Model) -> Callable:
     return partial(
         spmd.scheduled_value,
         model,
-        ticks=lock_step.to_lock_step(schedules.forward_only(setup.schedule_selection.schedule)),
+        ticks=lock_step.to_lock_step(language.forward_only(setup.schedule_selection.schedule)),
         mesh=setup.mesh,
         gather=gather,
         boundary_gather=boundary_gather,
