@@ -85,7 +85,9 @@ def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
-def load_on_devices(compiled: Any, devices: Sequence[Any], others: Sequence[Any]) -> Any:
+def load_on_devices(
+    compiled: Any, source_devices: Sequence[Any], target_devices: Sequence[Any]
+) -> Any:
     """Loads a compiled program on other devices of the same kind, if that is possible.
 
     JAX can save programs and load them again for the same devices. This function lets other devices
@@ -96,22 +98,24 @@ def load_on_devices(compiled: Any, devices: Sequence[Any], others: Sequence[Any]
 
     Args:
         compiled: The compiled program.
-        devices: The devices that it was compiled for.
-        others: The devices to load it on, in the same order.
+        source_devices: The devices that it was compiled for.
+        target_devices: The devices to load it on, in the same order.
 
     Returns:
-        The compiled program on `others`, or None if the program cannot be loaded on them.
+        The compiled program on `target_devices`, or None if the program cannot be loaded on them.
     """
     if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
         return None
     try:
         payload, in_tree, out_tree = serialize_executable.serialize(compiled)
-        unpickler = _DeviceUnpickler(io.BytesIO(payload), others[0].client, tuple(others))
+        unpickler = _DeviceUnpickler(
+            io.BytesIO(payload), target_devices[0].client, tuple(target_devices)
+        )
         unpickler.devices_by_id = {
-            device.id: other for device, other in zip(devices, others, strict=True)
+            device.id: other for device, other in zip(source_devices, target_devices, strict=True)
         }
         unloaded, args_info, no_kwargs = unpickler.load()
-        if list(unloaded.xla_executable.local_devices()) != list(others):
+        if list(unloaded.xla_executable.local_devices()) != list(target_devices):
             return None
         info = in_tree.unflatten(args_info)
         return jax.stages.Compiled(unloaded.load(), [], info, out_tree, no_kwargs=no_kwargs)

@@ -70,7 +70,7 @@ def write_file(path: Path, content: str | bytes) -> None:
             file.flush()
             _force(file.fileno())
         os.replace(new, path)
-        sync(path.parent)
+        fsync(path.parent)
     except OSError as error:
         with suppress(OSError):
             new.unlink()
@@ -123,10 +123,10 @@ def rename(source: Path, destination: Path) -> None:
             In the second case it has been renamed.
     """
     os.rename(source, destination)
-    sync(destination.parent)
+    fsync(destination.parent)
 
 
-def sync(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Flushes a file or a folder to the disk, as far as the file system can.
 
     Args:
@@ -162,7 +162,7 @@ def _force(descriptor: int) -> None:
             raise
 
 
-def sync_tree(folder: Path) -> None:
+def fsync_tree(folder: Path) -> None:
     """Flushes a folder and all its files and folders to the disk.
 
     Args:
@@ -176,5 +176,5 @@ def sync_tree(folder: Path) -> None:
     """
     for inner, _, names in os.walk(folder, topdown=False):
         for name in names:
-            sync(Path(inner, name))
-        sync(Path(inner))
+            fsync(Path(inner, name))
+        fsync(Path(inner))

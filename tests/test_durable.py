@@ -11,9 +11,9 @@ import pytest
 from jaxpipe._durable import (
     DiskError,
     failed_write,
+    fsync,
+    fsync_tree,
     rename,
-    sync,
-    sync_tree,
     write_file,
     write_output,
 )
@@ -21,8 +21,8 @@ from jaxpipe._durable import (
 WRITES: dict[str, Callable[[Path], None]] = {
     "write_file": lambda file: write_file(file, "new"),
     "rename": lambda file: rename(file.with_name("source"), file),
-    "sync": lambda file: sync(file.parent),
-    "sync_tree": lambda file: sync_tree(file.parent),
+    "fsync": lambda file: fsync(file.parent),
+    "fsync_tree": lambda file: fsync_tree(file.parent),
 }
 
 
@@ -48,7 +48,7 @@ def fail_fsync(monkeypatch, number: int, fails: Callable[[int], bool]) -> None:
 def test_a_file_system_without_fsync_of_folders_is_no_error(write, number, file, monkeypatch):
     fail_fsync(monkeypatch, number, stat.S_ISDIR)
     WRITES[write](file)
-    assert file.read_text() == ("old" if "sync" in write else "new")
+    assert file.read_text() == ("old" if "fsync" in write else "new")
 
 
 @pytest.mark.parametrize("write", WRITES)
@@ -87,7 +87,7 @@ def test_a_file_that_may_not_be_read_is_an_error(file, monkeypatch):
 
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(PermissionError, match=str(file)):
-        sync(file)
+        fsync(file)
 
 
 def test_outputs_follow_links_and_never_replace_a_device_or_a_pipe(file: Path):

@@ -3,6 +3,6 @@
 from .batches._batches import corpus_batches as corpus_batches
 from .batches._batches import synthetic_batches as synthetic_batches
 from .sources._documents import read_documents as read_documents
-from .sources._source import Source as Source
+from .sources._source_config import Source as Source
 from .sources._tokenizers import load_tokenizer as load_tokenizer
 from .sources._write import write_tokens as write_tokens

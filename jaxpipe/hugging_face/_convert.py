@@ -24,7 +24,7 @@ import yaml
 from jaxtyping import PyTree
 
 from .. import models
-from .._durable import PATH_ERRORS, failed_write, rename, sync_tree, write_file
+from .._durable import PATH_ERRORS, failed_write, fsync_tree, rename, write_file
 from .._input import MEGABYTE, clause, parse_json, read_text
 from ..models.weights._abstract import weight_shapes
 from ..train.checkpoint._init_from import WEIGHTS_FOLDER, checkpoints_folder, verified_step
@@ -188,7 +188,7 @@ def atomic_folder(destination: Path) -> Iterator[Path]:
         folder.mkdir()
         with _naming_full_disks(destination):
             yield folder
-            sync_tree(folder)
+            fsync_tree(folder)
         try:
             rename(folder, destination)  # which replaces an empty folder
         except OSError as error:

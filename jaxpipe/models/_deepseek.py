@@ -21,10 +21,10 @@ from ._boundary import boundary_weights, embed_tokens, next_token_loss
 from ._deepseek_config import DeepseekConfig
 from .layers._attention import Attention
 from .layers._common import ACTIVATION, dropout, rms_norm, stack, swiglu, swiglu_weights
-from .layers._experts import Experts
 from .layers._latent_attention import latent_attention, latent_attention_weights
 from .layers._moe import moe, moe_weights
 from .layers._projection import Projection, projection
+from .layers._routed_experts import Experts
 from .weights._abstract import scale, stack_weights
 
 Remat = Callable[[Callable], Callable]

@@ -218,7 +218,7 @@ def pipeline_layers(
             arrays that are not scalars where devices have their own rows.
     """
     shapes = layer_shapes(layer, weights, inputs, batch_inputs, keys, mesh, settings.batch_axes)
-    stage = settings_stage(layer, settings)
+    stage = stage_from_settings(layer, settings)
     if not jax.tree.leaves(shapes):
         return engine(without_records(stage), weights, inputs, batch_inputs, keys)[0], shapes
     repeats, ranks, layers = settings.dims
@@ -250,7 +250,7 @@ def _check_scalars(records: PyTree, batch_axes: tuple[str, ...]) -> None:
             )
 
 
-def settings_stage(layer: Layer, settings: PipelineSettings) -> Layer:
+def stage_from_settings(layer: Layer, settings: PipelineSettings) -> Layer:
     """Returns the stage that runs `layers_per_stage` calls of `layer` by the settings."""
     scan = settings.scan_layers and settings.layers_per_stage > 1
     return stage_of_layers(layer, scan=scan, remat=settings.remat_layer)

@@ -19,7 +19,7 @@ from ..spmd.stepwise import _iteration as iteration
 from ..spmd.stepwise import _weight_window as window
 from . import _weight_sharding as weight_sharding
 from ._attributes import PipelineAttributes
-from ._layers import Layer, settings_stage, without_records
+from ._layers import Layer, stage_from_settings, without_records
 from ._settings import AxisRules, PipelineSettings
 
 
@@ -96,7 +96,7 @@ class PipelineMethods(PipelineAttributes):
 
     def _stage(self, deterministic, model_mode, instance=None, gathered=None) -> Callable:
         layer = self.layer_function(deterministic, model_mode, instance)
-        stage = without_records(settings_stage(layer, self.settings))
+        stage = without_records(stage_from_settings(layer, self.settings))
         if gathered is None:
             return self.settings.remat_tick(stage)
         return self.settings.remat_tick(lambda w, *rest: stage(gathered(w), *rest))

@@ -19,9 +19,9 @@ from ._hlo import (
     Instruction,
     attribute,
     op_name,
-    plain_shape,
     shape_bytes,
     tuple_elements,
+    without_layouts,
 )
 
 KINDS = (
@@ -93,7 +93,7 @@ def _collective(
     return Collective(
         kind,
         instruction.name,
-        plain_shape(shape),
+        without_layouts(shape),
         shape_bytes(shape),
         asynchronous,
         across,

@@ -131,7 +131,7 @@ def _closing(text: str, opening: int) -> int:
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([0-9,<= ]*)\]")
 
 
-def plain_shape(shape: str) -> str:
+def without_layouts(shape: str) -> str:
     """Returns a shape without its layouts: `(f32[8,128], u32[])`."""
     arrays = ", ".join(f"{dtype}[{sizes}]" for dtype, sizes in _ARRAY.findall(shape))
     return f"({arrays})" if shape.startswith("(") else arrays

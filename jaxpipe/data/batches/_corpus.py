@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Int32, Int64, Integer
 
 from ..sources._documents import read_documents
-from ..sources._source import Source
+from ..sources._source_config import Source
 from ..sources._token_files import TokenFiles, open_token_files
 from ..sources._tokenizers import Tokenizer
 

@@ -1,11 +1,11 @@
 """What a run reads: files, documents, token files and tokenizers."""
 
 from ._documents import read_documents as read_documents
-from ._source import FIELD_READERS as FIELD_READERS
-from ._source import Paths as Paths
-from ._source import Source as Source
-from ._source import SourceType as SourceType
-from ._source import TokenType as TokenType
+from ._source_config import FIELD_READERS as FIELD_READERS
+from ._source_config import Paths as Paths
+from ._source_config import Source as Source
+from ._source_config import SourceType as SourceType
+from ._source_config import TokenType as TokenType
 from ._token_files import LostFileError as LostFileError
 from ._tokenizers import ByteTokenizer as ByteTokenizer
 from ._tokenizers import HuggingFaceTokenizer as HuggingFaceTokenizer

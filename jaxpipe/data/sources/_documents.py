@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..._input import MAX_JSON_BYTES, parse_json, short_list, shorten
 from ._files import resolve_files
-from ._source import Source
+from ._source_config import Source
 from ._tables import arrow_documents, parquet_documents
 
 

@@ -6,7 +6,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from ..._input import is_file
-from ._source import SourceType
+from ._source_config import SourceType
 
 BUILTIN = "builtin:"
 SUFFIXES: dict[SourceType, tuple[str, ...]] = {

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int64, Integer
 
 from ._files import resolve_files
-from ._source import Source
+from ._source_config import Source
 
 CHUNK_TOKENS = 1 << 24
 """The number of tokens that are checked at a time."""

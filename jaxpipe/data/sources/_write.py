@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from ..._durable import failed_write, rename, sync
+from ..._durable import failed_write, fsync, rename
 from ._tokenizers import Tokenizer
 
 
@@ -66,7 +66,7 @@ def write_tokens(file: Path, documents: Iterable[str], tokenizer: Tokenizer) -> 
                 )
             written = _write(out, documents, tokenizer)
             out.close()  # which may be what fills the disk
-            sync(partial)
+            fsync(partial)
             rename(partial, file)
     except FileExistsError:
         raise ValueError(

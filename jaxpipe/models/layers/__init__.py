@@ -9,9 +9,6 @@ from ._common import rms_norm as rms_norm
 from ._common import rope as rope
 from ._common import rope_frequencies as rope_frequencies
 from ._common import token_losses as token_losses
-from ._experts import Experts as Experts
-from ._experts import routed_experts as routed_experts
-from ._experts import sort_and_multiply as sort_and_multiply
 from ._grouped_matmul import GroupedMatmul as GroupedMatmul
 from ._grouped_matmul import megablox as megablox
 from ._grouped_matmul import ragged_dot as ragged_dot
@@ -24,6 +21,9 @@ from ._projection import Projection as Projection
 from ._projection import fp8_projection as fp8_projection
 from ._projection import projection as projection
 from ._projection import quantize as quantize
+from ._routed_experts import Experts as Experts
+from ._routed_experts import routed_experts as routed_experts
+from ._routed_experts import sort_and_multiply as sort_and_multiply
 from ._router import Routing as Routing
 from ._router import route as route
 from ._yarn import yarn_frequencies as yarn_frequencies

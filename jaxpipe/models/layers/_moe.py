@@ -15,8 +15,8 @@ from ...sharding._rules import Constrain
 from .._deepseek_config import DeepseekConfig
 from ..weights._abstract import Weight, matrix
 from ._common import ACTIVATION, swiglu, swiglu_weights
-from ._experts import Experts
 from ._projection import Projection, projection
+from ._routed_experts import Experts
 from ._router import Routing, route
 
 

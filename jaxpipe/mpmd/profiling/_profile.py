@@ -15,7 +15,7 @@ from ...schedules.language import actions_of, parse_step
 from ..api._stages import Compiled
 from ..ir._program import Delete, Instruction, Recv, RunTask, Send
 from ..runtime._execute import Slots, Thunk
-from ..runtime._remote import kv_get, kv_put
+from ..runtime._rendezvous import kv_get, kv_put
 from ..runtime._session import open_session
 from ._measured import timed_step, to_timeline
 

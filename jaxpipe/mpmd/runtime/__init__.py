@@ -1,15 +1,15 @@
 """Compiles and executes the instructions of a step, and moves arrays between ranks."""
 
 from ._channels import abbreviate as abbreviate
-from ._remote import Transport as Transport
-from ._remote import check_agreement as check_agreement
-from ._remote import check_same_program as check_same_program
-from ._remote import open_transport as open_transport
-from ._transport import Spec as Spec
-from ._transport import layout as layout
-from ._transport import mover as mover
-from ._transport import receiver as receiver
-from ._transport import sender as sender
+from ._rendezvous import Transport as Transport
+from ._rendezvous import check_agreement as check_agreement
+from ._rendezvous import check_same_program as check_same_program
+from ._rendezvous import open_transport as open_transport
+from ._transfers import Spec as Spec
+from ._transfers import layout as layout
+from ._transfers import mover as mover
+from ._transfers import receiver as receiver
+from ._transfers import sender as sender
 from ._watchdog import MpmdError as MpmdError
 from ._watchdog import Watchdog as Watchdog
 from ._watchdog import resolve as resolve

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..api._mesh import MpmdMesh
 from ..ir._program import Buffer, MpmdProgram, Recv, Send
-from ._transport import Spec, layout
+from ._transfers import Spec, layout
 
 MAX_LAYOUT_LENGTH = 200
 """Number of characters of a layout that are kept: for a thousand devices it has over 10,000."""

@@ -23,8 +23,8 @@ from ...ir._graph import Graph, has_print
 from ..api._mesh import MpmdMesh
 from ..ir._program import Buffer, MpmdProgram, Recv, RunTask
 from ..passes._fingerprint import fingerprint
+from ._on_submesh import on_submesh
 from ._session import CompileHandshake
-from ._submesh import on_submesh
 
 Specs = tuple[PartitionSpec | None, ...]
 

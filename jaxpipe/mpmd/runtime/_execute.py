@@ -19,7 +19,7 @@ from ..ir._program import Buffer, Delete, Instruction, MpmdProgram, Recv, RunTas
 from ._channels import buffer_spec
 from ._compile import Executables
 from ._session import Session
-from ._transport import Spec, mover, receiver, sender
+from ._transfers import Spec, mover, receiver, sender
 from ._watchdog import resolve, watch
 
 Slots = list[Any]

@@ -12,7 +12,7 @@ from ...ir._cost import is_cheap, is_move
 from ...ir._graph import Eqn, Graph, PrimitiveCall, Var, variables
 from ..passes._accumulators import constraint_of
 from ..passes._pipelined_loops import loop_of
-from ._submesh import check_spec
+from ._on_submesh import check_spec
 
 
 def propagate_shardings(

@@ -10,7 +10,14 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import PartitionSpec
 
-from ._remote import Transport, check_agreement, check_same_program, kv_get, kv_put, open_transport
+from ._rendezvous import (
+    Transport,
+    check_agreement,
+    check_same_program,
+    kv_get,
+    kv_put,
+    open_transport,
+)
 from ._watchdog import Watchdog, start_watchdog
 
 START_SECONDS = 3600.0

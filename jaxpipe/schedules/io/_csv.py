@@ -83,7 +83,24 @@ def from_csv(text: str) -> Schedule:
 
 
 def write_csv(schedule: Schedule, path: str | Path) -> None:
-    """Writes a file that torch and `read_csv` read."""
+    """Writes a file that torch and `read_csv` read.
+
+    Args:
+        schedule: The schedule.
+        path: The new file. A file that exists is replaced.
+
+    Returns:
+        None.
+
+    Example:
+        >>> import tempfile
+        >>> from jaxpipe.schedules import build
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder, "gpipe.csv")
+        ...     write_csv(build("gpipe", ranks=1, microbatches=2), file)
+        ...     print(file.read_text().strip())
+        0F0,0F1,0B0,0B1
+    """
     Path(path).write_text(to_csv(schedule), encoding="utf-8")
 
 
@@ -100,6 +117,15 @@ def read_csv(path: str | Path) -> Schedule:
         ValueError: If it is no regular file of UTF-8 or is larger than 16 MiB; or if a cell is not
             an action.
         ScheduleError: If an action is missing, duplicated, or could never run.
+
+    Example:
+        >>> import tempfile
+        >>> from jaxpipe.schedules import build, write_csv
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder, "gpipe.csv")
+        ...     write_csv(build("gpipe", ranks=1, microbatches=2), file)
+        ...     print(read_csv(file))
+        0F0 0F1 0B0 0B1
     """
     text = read_text(path, most_bytes=16 * MEGABYTE)
     try:

@@ -22,7 +22,7 @@ from .._ranks import AXIS
 from .._varying import zeros_like
 from .._weight_gather import Gather, RepeatGather, identity, repeat_gather
 from ._loop_phases import LoopPhase, drain, single_repeat, steady, warmup
-from ._residuals import Residuals, allocate, first_late_repeat, read_early, read_late, store
+from ._residuals import Residuals, allocate, middle_repeat, read_first_half, read_second_half, store
 from ._shape import (
     PipelineShape,
     State,
@@ -221,7 +221,7 @@ def backward(
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Runs all ticks in reverse order; returns gradients of weights, inputs and batch inputs."""
     shape, gather = invariants.shape, invariants.gather
-    final, half = shape.num_repeats - 1, first_late_repeat(shape)
+    final, half = shape.num_repeats - 1, middle_repeat(shape)
     flow = Cotangents(
         last_cotangent(doutputs, shape), zeros_like(floating(invariants.batch_inputs))
     )
@@ -229,10 +229,10 @@ def backward(
     zero_sum = gather.zeros(window)
     carry = prefetched, (WeightState(window, zero_sum, zero_sum), flow)
     blocks = partial(_backward_blocks, invariants, daux)
-    gradients, carry = blocks(partial(read_late, residuals, shape), half, final, carry)
+    gradients, carry = blocks(partial(read_second_half, residuals, shape), half, final, carry)
     if half:
-        early, carry = blocks(partial(read_early, residuals, shape), 0, half - 1, carry)
-        gradients = jax.tree.map(lambda *g: jnp.concatenate(g), early, gradients)
+        first, carry = blocks(partial(read_first_half, residuals, shape), 0, half - 1, carry)
+        gradients = jax.tree.map(lambda *g: jnp.concatenate(g), first, gradients)
     _, (_, flow) = carry
     return gradients, flow.state.stream, flow.batch_inputs
 
@@ -311,7 +311,7 @@ def _forward_ticks(
         batch_inputs, keys = _batch_inputs_and_keys(invariants, work)
         (y, aux), new = invariants.stage.forward(gather.unshard(window), x, batch_inputs, keys)
         totals = jax.tree.map(lambda a, b: a + jnp.where(work.busy, b, 0), totals, aux)
-        residuals = store(residuals, new, t, invariants.shape) if residuals.late else residuals
+        residuals = store(residuals, new, t, invariants.shape)
         state = hand_over(state, y, t, enters=phase.enters, leaves=phase.leaves)
         return (window, (state, totals, residuals)), None
 

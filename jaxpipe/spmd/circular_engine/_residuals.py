@@ -26,19 +26,20 @@ class Residuals(NamedTuple):
     and never read.
 
     Attributes:
-        early: Residuals of the ticks before the first late repeat; empty if that is repeat 0.
-        late: Residuals of the other ticks.
+        first_half: Residuals of the ticks before the first repeat of the second half; empty if that
+            is repeat 0.
+        second_half: Residuals of the other ticks.
     """
 
-    early: Buffers
-    late: Buffers
+    first_half: Buffers
+    second_half: Buffers
 
 
-def first_late_repeat(shape: PipelineShape) -> int:
-    """Returns the first repeat whose residuals are in the buffers `late`.
+def middle_repeat(shape: PipelineShape) -> int:
+    """Returns the first repeat whose residuals are in the buffers `second_half`.
 
-    It is 0, so that there are no early buffers, below 8 repeats: a second set of buffers is then
-    not worth its compile time.
+    Below 8 repeats it is 0, so that there are no buffers of a first half: a second set of buffers
+    is then not worth its compile time.
     """
     return shape.num_repeats // 2 if shape.num_repeats >= 8 else 0
 
@@ -56,31 +57,35 @@ def allocate(avals: list[Any], shape: PipelineShape) -> Residuals:
     Raises:
         ValueError: If residuals are offloaded to host memory, but one device runs all ranks.
     """
-    cut = _first_late_tick(shape)
-    early, late = (
+    cut = _first_tick_of_second_half(shape)
+    first_half, second_half = (
         [allocate_buffer(x, ticks + bool(cut)) for x in avals]
         for ticks in (cut, shape.num_ticks - cut)
     )
-    return Residuals(early if cut else [], late)
+    return Residuals(first_half if cut else [], second_half)
 
 
 def store(residuals: Residuals, new: Buffers, t: Int[Array, ""], shape: PipelineShape) -> Residuals:
-    """Writes the residuals of tick `t` to their entry."""
-    cut = _first_late_tick(shape)
+    """Writes the residuals of tick `t` to their entry; without buffers nothing is written."""
+    if not residuals.second_half:
+        return residuals
+    cut = _first_tick_of_second_half(shape)
     new = [pvary(x) for x in new]
-    late = put(residuals.late, new, jnp.where(t < cut, shape.num_ticks - cut, t - cut))
-    early = put(residuals.early, new, jnp.minimum(t, cut)) if cut else []
-    return Residuals(early, late)
+    second_half = put(
+        residuals.second_half, new, jnp.where(t < cut, shape.num_ticks - cut, t - cut)
+    )
+    first_half = put(residuals.first_half, new, jnp.minimum(t, cut)) if cut else []
+    return Residuals(first_half, second_half)
 
 
-def read_early(residuals: Residuals, shape: PipelineShape, t: Int[Array, ""]) -> Buffers:
+def read_first_half(residuals: Residuals, shape: PipelineShape, t: Int[Array, ""]) -> Buffers:
     del shape
-    return index_leading(residuals.early, t)
+    return index_leading(residuals.first_half, t)
 
 
-def read_late(residuals: Residuals, shape: PipelineShape, t: Int[Array, ""]) -> Buffers:
-    return index_leading(residuals.late, t - _first_late_tick(shape))
+def read_second_half(residuals: Residuals, shape: PipelineShape, t: Int[Array, ""]) -> Buffers:
+    return index_leading(residuals.second_half, t - _first_tick_of_second_half(shape))
 
 
-def _first_late_tick(shape: PipelineShape) -> int:
-    return first_late_repeat(shape) * shape.num_microbatches
+def _first_tick_of_second_half(shape: PipelineShape) -> int:
+    return middle_repeat(shape) * shape.num_microbatches

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..._durable import rename, sync_tree, write_file
+from ..._durable import fsync_tree, rename, write_file
 from ..runtime._reading import UnreadableError, is_file, is_folder, list_names, stat_or_none
 
 DIGESTS_FILE = "digests.json"
@@ -71,7 +71,7 @@ def write_digests(step: Path, step_id: int) -> None:
     Returns:
         None.
     """
-    sync_tree(step)
+    fsync_tree(step)
     body = {
         "step": step_id,
         "files": {str(file.relative_to(step)): _digest(file) for file in _files(step)},

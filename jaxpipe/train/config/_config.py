@@ -7,7 +7,7 @@ from typing import get_args
 from pydantic import model_validator
 
 from ...autodiff._rematerialization import TENSORS, saved_names
-from ...data.sources._source import FIELD_READERS, SourceType
+from ...data.sources._source_config import FIELD_READERS, SourceType
 from ._keys import ConfigKeys
 
 _ONE_PROGRAM = ("none", "circular", "scheduled")

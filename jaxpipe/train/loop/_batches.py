@@ -17,7 +17,7 @@ from ...data import (
 from ...data.batches._batches import Batches, FiniteBatches, FirstBatches, SinglePassBatches
 from ...data.batches._corpus import Corpus, read_corpus, split_held_out
 from ...data.batches._rows import Rows
-from ...data.sources._source import FIELD_READERS
+from ...data.sources._source_config import FIELD_READERS
 from ...data.sources._write import TokenFileSummary
 from ..config._config import Config
 from ..plan._setup import Setup

@@ -45,7 +45,7 @@ from ..logs._wandb import load_wandb, wandb_writer
 from ..plan._from_config import set_up
 from ..plan._setup import Setup
 from ..runtime._multihost import broadcast_from_first, is_first_process
-from ..runtime._run_folder import locked_run_folder, on_first_process
+from ..runtime._run_lock import locked_run_folder, on_first_process
 from ..runtime._step_watch import StepWatch
 from ..runtime._stop import ShouldStop, StopRequests, TerminatedError, check_step
 from ..step._evaluate import Evaluate, make_evaluate

@@ -33,7 +33,7 @@ from ..logs._metrics import METRICS_FILE, read_metrics
 from ..plan._setup import Setup
 from ..runtime._reading import is_folder, list_names, read_file
 from ._data_changes import check_data, check_learning_rate
-from ._run_history import read_saved, read_starts, sync_history
+from ._run_history import fsync_history, read_saved, read_starts
 
 _INCOMPLETE = re.compile(r"(\d+)\.incomplete(-\d+)?")
 
@@ -176,7 +176,7 @@ def history_metadata(folder: Path, config: Config) -> dict[str, Any]:
     length = config.learning_rate_schedule_steps
     return {
         "schedule_steps": config.steps if length == -1 else length,
-        "files": sync_history(folder),
+        "files": fsync_history(folder),
     }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from ..._durable import rename, sync, write_file
+from ..._durable import fsync, rename, write_file
 from ..checkpoint._digests import sha256_of
 from ..logs._json_lines import complete_lines, parse_line, read_lines, write_lines
 from ..logs._metrics import METRICS_FILE
@@ -111,12 +111,12 @@ def read_saved(folder: Path) -> int | None:
     return None
 
 
-def sync_history(folder: Path) -> dict[str, tuple[int, str]]:
+def fsync_history(folder: Path) -> dict[str, tuple[int, str]]:
     """Forces the files of a run's history onto the disk. Returns their bytes and SHA-256."""
     found = {}
     for name in (METRICS_FILE, STARTS_FILE):
         if (data := read_file(folder / name)) is not None:
-            sync(folder / name)
+            fsync(folder / name)
             found[name] = len(data), sha256_of(data)
     return found
 

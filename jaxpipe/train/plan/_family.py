@@ -11,7 +11,7 @@ from typing import Any
 
 from ... import models
 from ...autodiff import Model
-from ...models.layers._experts import Experts
+from ...models.layers._routed_experts import Experts
 from ..config._config import Config
 
 ModelConfig = models.LlamaConfig | models.DeepseekConfig

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from ... import models, sharding
 from ...autodiff import Model, keep
 from ...models.layers._attention import dot_product_attention, splash_attention
-from ...models.layers._experts import routed_experts
 from ...models.layers._projection import PROJECTIONS
+from ...models.layers._routed_experts import routed_experts
 from ...spmd._varying import masked_layer
 from ._family import model_family
 from ._fsdp import gathers_per_layer, layer_gather_wrapper

@@ -1,7 +1,7 @@
 """Processes, signals, folders and files of a run."""
 
-from ._run_folder import LOCK_FILE as LOCK_FILE
-from ._run_folder import locked_run_folder as locked_run_folder
+from ._run_lock import LOCK_FILE as LOCK_FILE
+from ._run_lock import locked_run_folder as locked_run_folder
 from ._step_watch import FIRST_SECONDS as FIRST_SECONDS
 from ._step_watch import LOST_SECONDS as LOST_SECONDS
 from ._step_watch import Position as Position

@@ -128,7 +128,7 @@ def shard_batch_of_step(setup: Setup, batches: RowsByStep, step: int) -> dict[st
     """
     shape = batch_shapes(setup)["tokens"].shape
     where = batch_shardings(setup)["tokens"]
-    row_ids = row_ids_at(where.addressable_devices_indices_map(shape).values(), shape)
+    row_ids = row_ids_of_shards(where.addressable_devices_indices_map(shape).values(), shape)
     # Ranks that run programs of their own each read all rows, a share on each of their devices.
     if setup.per_stage_state or len(row_ids) == setup.batch_size:
         return shard_batch(setup, batches.rows(step, range(setup.batch_size)))
@@ -138,12 +138,12 @@ def shard_batch_of_step(setup: Setup, batches: RowsByStep, step: int) -> dict[st
     )
 
 
-def row_ids_at(
-    indices: Iterable[tuple[slice, ...] | None], shape: tuple[int, ...]
+def row_ids_of_shards(
+    shard_indices: Iterable[tuple[slice, ...] | None], batch_shape: tuple[int, ...]
 ) -> Int64[np.ndarray, " n"]:
-    """Returns the ids of rows, in ascending order, that indices into arrays [A * M, b, T] reach."""
-    needed = np.zeros(shape[:2], bool)
-    for index in indices:
+    """Returns the ids of rows of [A * M, b, T] arrays that shards hold, in ascending order."""
+    needed = np.zeros(batch_shape[:2], bool)
+    for index in shard_indices:
         assert index is not None, "devices of this process have a part"
         needed[index[:2]] = True
     return np.flatnonzero(needed)

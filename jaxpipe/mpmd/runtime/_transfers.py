@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from ..._compat import batched_device_put
-from ._remote import Transport, connect
+from ._rendezvous import Transport, connect
 
 Spec = jax.ShapeDtypeStruct
 """Shape, dtype and sharding of an array on the submesh of one rank."""
