@@ -1,10 +1,10 @@
 """Defines the model that every engine runs: three pure functions, and weights in three groups.
 
-weights = {"embed": ..., "stages": leaves with stage dims in front, "head": ...}
+weights      = {"embed": ..., "stages": leaves with stage dims in front, "head": ...}
 batch_inputs = pytree of [M, ...] arrays that every stage may read: tokens, positions, segment ids,
-          targets
-keys    = pytree of leaves with stage dims in front that a stage is given besides its weights:
-          dropout keys, a mask of its layers; or () without any
+               targets
+keys         = pytree of leaves with stage dims in front that a stage is given besides its weights:
+               dropout keys, a mask of its layers; or () without any
 
 Losses are sums. `loss` returns the contribution of one microbatch to the loss of the batch: its
 target weights are divided by those of the whole batch beforehand. An engine therefore only adds up
@@ -42,9 +42,8 @@ class Model:
         tied: Whether `loss` reads the weights of the embedding too.
         vocab_parallel_loss: `(boundary, y, inputs_m, axis) -> ((loss, metrics), (boundary_grads,
             dy))`: the same loss, computed by all ranks of an axis together, and its gradients. All
-            ranks have the same arguments.
-            The loss, the metrics and the gradients by `boundary` are contributions that add up over
-            the axis; the gradient dy by y is complete on each rank.
+            ranks have the same arguments. The loss, the metrics and the gradients by `boundary` are
+            contributions that add up over the axis; the gradient dy by y is complete on each rank.
 
     Example:
         >>> model = Model(

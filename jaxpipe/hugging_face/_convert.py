@@ -1,7 +1,8 @@
 """Checkpoints of ours from folders of Hugging Face's safetensors, and the other way round.
 
-Leaves go one by one. Out of a checkpoint, memory holds one of them. Into one, their numbers are
-copied from pages of the files, so it holds the model once, and what is on its way to the disk.
+Leaves are converted one by one. From a checkpoint, memory holds one leaf at a time. To a
+checkpoint, numbers are copied from pages of the files, so memory holds the model once, and the
+arrays that are being written.
 """
 
 import dataclasses
@@ -47,10 +48,10 @@ from ._tensors import LeafSlices
 
 GIGABYTE = 10**9
 NAMES = {"float32": "F32", "bfloat16": "BF16"}
-"""What weights of ours may be stored in, and the same for safetensors."""
+"""The dtypes in which weights may be stored, and their names in safetensors."""
 
 _BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-"""Tensors that old versions of transformers saved, and compute anew."""
+"""Tensors that old versions of transformers saved, although they are computed anew."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def to_hugging_face(
 
 
 _NOT_IN_CHECKPOINTS: ConfigValues = {"bos_token_id": None, "eos_token_id": None, "use_cache": True}
-"""What a checkpoint does not know, lest transformers assume something."""
+"""Fields that no checkpoint has. They are written so that transformers assumes no other values."""
 
 
 @contextmanager
@@ -204,7 +205,7 @@ def atomic_folder(destination: Path) -> Iterator[Path]:
 
 @contextmanager
 def _naming_full_disks(destination: Path) -> Iterator[None]:
-    """Raises RunError where something could not be written, whatever has noticed it."""
+    """Raises a RunError for any error but a MemoryError while `destination` is written."""
     try:
         yield
     except MemoryError:
@@ -231,7 +232,7 @@ def _read_config(file: Path) -> tuple[str, ModelConfig]:
 
 
 def _check_count(folder: Path, num_tensors: int, sizes: ModelConfig) -> None:
-    """Refuses sizes of which far too few tensors are there, before anything is as large as they."""
+    """Refuses sizes that need far more tensors than the folder has, before allocating anything."""
     num_experts = sizes.num_experts if isinstance(sizes, models.DeepseekConfig) else 0
     num_sparse = sizes.base_num_decoder_layers - getattr(sizes, "first_num_dense_layers", 0)
     least = sizes.base_num_decoder_layers + num_sparse * num_experts
@@ -306,7 +307,7 @@ def _widest_dtype(tensors: Mapping[str, StoredTensor]) -> str:
 
 
 class _NotCopied(np.ndarray):
-    """An array that orbax writes as it is. Others it copies first, lest the program change them."""
+    """An array that orbax does not copy before it writes it. It copies all other arrays."""
 
     def __deepcopy__(self, memo: Any) -> "_NotCopied":
         return self

@@ -1,7 +1,8 @@
 """DeepSeek-V2 and V3 as Hugging Face has them.
 
-Their rotary channels lie in pairs that turn, 0 1, 2 3 and so on; ours are all first ones, then all
-second ones. So `[pairs, 2]` there is `[2, pairs]` here, in queries and in the key that heads share.
+There, rotary channels are in pairs that turn, 0 1, 2 3 and so on; here, all first channels of pairs
+precede all second ones. So `[pairs, 2]` there is `[2, pairs]` here, in queries and in the key that
+heads share.
 
 D embed, H heads, Q width of compressed queries, R of compressed keys and values, N channels of a
 head without position, P with it, C = N + P, V channels of a value head, E experts, F their width.
@@ -275,7 +276,7 @@ def _queries(tensor: str, sizes: models.DeepseekConfig, num_ins: int) -> tuple[T
 
 
 def _compressed(sizes: models.DeepseekConfig) -> LeafSlices:
-    """`kv_down` [D, R] and `rope_key` [D, P], which are one tensor [R + P, D]."""
+    """Returns the slices of `kv_down` [D, R] and `rope_key` [D, P]: one tensor [R + P, D]."""
     D, R, P = sizes.base_emb_dim, sizes.kv_lora_rank, sizes.qk_rope_head_dim
     tensor, shape = "self_attn.kv_a_proj_with_mqa.weight", (R + P, D)
 
@@ -292,7 +293,7 @@ def _compressed(sizes: models.DeepseekConfig) -> LeafSlices:
 
 
 def _heads(sizes: models.DeepseekConfig) -> LeafSlices:
-    """`key_up` [R, H, N] and `value_up` [R, H, V], which are one tensor [H (N + V), R]."""
+    """Returns the slices of `key_up` [R, H, N] and `value_up` [R, H, V]: one [H (N + V), R]."""
     H, R = sizes.base_num_query_heads, sizes.kv_lora_rank
     N, V = sizes.qk_nope_head_dim, sizes.v_head_dim
     tensor, shape = "self_attn.kv_b_proj.weight", (H * (N + V), R)

@@ -23,13 +23,13 @@ ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
 
 @dataclass(frozen=True)
 class ConfigFields:
-    """What the config.json of a kind of model may say.
+    """The fields that the config.json of a kind of model may have.
 
     Attributes:
         sizes: From a field to the key of ours that it gives.
-        defaults: What transformers takes for a field that is missing. The others must be there.
-        fixed: From a field to the values of it that our model can be; the first is what it is
-            where the field is missing.
+        defaults: The values that transformers takes for missing fields. Other fields must exist.
+        fixed: From a field to the values that our model supports; the first is that of a missing
+            field.
         ignored: Further fields that do not change what the model computes.
     """
 
@@ -112,7 +112,7 @@ def read_rope(
 
 
 def check_no_problems(problems: list[str]) -> None:
-    """Raises ValueError with all of them."""
+    """Raises a ValueError that lists the problems, if there are any."""
     if problems:
         more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
         raise ValueError("; ".join([*problems[:8], *more]))

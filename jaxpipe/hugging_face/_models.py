@@ -20,13 +20,13 @@ from ._tensors import LeafSlices, boundary, stacked_layers, with_prefix
 
 @dataclass(frozen=True)
 class ModelFormat:
-    """A kind of model in both worlds.
+    """A kind of model, as jaxpipe and as Hugging Face have it.
 
     Attributes:
         read: `config.json -> keys of ours`. Its ValueErrors are lists of what is not supported.
         write: `(sizes, max_length) -> config.json`.
-        layer: `sizes -> the parts of a layer of the pipeline`.
-        dense: The same of a layer before it.
+        layer: `sizes -> the slices of a layer of the pipeline`.
+        dense: The same for a layer before the pipeline.
     """
 
     read: Callable[[Mapping[str, Any]], ConfigValues]
@@ -38,7 +38,7 @@ class ModelFormat:
 _LLAMA = ModelFormat(read_llama, write_llama, llama_slices)
 _DEEPSEEK = ModelFormat(read_deepseek, write_deepseek, deepseek_slices, deepseek_dense_slices)
 MODEL_FORMATS = {"llama": _LLAMA, "deepseek": _DEEPSEEK}
-"""By `decoder_block`."""
+"""The formats by `decoder_block`."""
 
 MODEL_TYPES = {"llama": "llama", "deepseek_v2": "deepseek", "deepseek_v3": "deepseek"}
 """From Hugging Face's `model_type` to `decoder_block`."""

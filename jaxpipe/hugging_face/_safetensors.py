@@ -23,7 +23,7 @@ DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(jnp.bfloat16),
     "F16": np.dtype(np.float16),
 }
-"""What weights may be stored in, by the format's names."""
+"""The dtypes in which weights may be stored, by the format's names."""
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -1,7 +1,7 @@
-"""Where a leaf of ours lies in the tensors of Hugging Face: the same numbers, seen two ways.
+"""Maps the leaves of a checkpoint to the tensors of Hugging Face: two views of the same numbers.
 
-Both sides of a part are views of equal shape. Copying one onto the other, in either direction,
-moves numbers and changes none, so that there and back is exact to the bit.
+Both views of a slice have the same shape. Copying one onto the other, in either direction, changes
+no number, so a conversion in both directions is exact to the bit.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ class TensorSlice:
 
     Attributes:
         tensor: The tensor's name.
-        shape: Of the whole tensor.
+        shape: The shape of the whole tensor.
         leaf_view: From the leaf to a view of these numbers.
         tensor_view: From the tensor to a view of them, equal in shape.
     """
@@ -30,7 +30,7 @@ class TensorSlice:
 
 
 LeafSlices = dict[str, tuple[TensorSlice, ...]]
-"""The parts of every leaf by its path, such as `attention/query`. Together they are all of it."""
+"""The slices of every leaf by its path, such as `attention/query`. Together they are all of it."""
 
 
 def same_tensor(tensor: str, shape: tuple[int, ...]) -> tuple[TensorSlice, ...]:

@@ -54,8 +54,8 @@ def mlp(*, dropout_rate: float = 0.0) -> tuple[Callable, Callable, Callable]:
 
     Returns:
         `embed(weights, batch_inputs) -> x`, `stage(weights, x, batch_inputs, keys) -> (y, aux)`
-        and `loss(boundary, x, batch_inputs) -> (loss, metrics)`. x and y are `{"x",
-        "skip"}` of [b, T, D]. `aux` has two scalars.
+        and `loss(boundary, x, batch_inputs) -> (loss, metrics)`. x and y are dicts
+        with the entries "x" and "skip", [b, T, D] each. `aux` has two scalars.
     """
 
     def embed(weights: PyTree, batch_inputs: PyTree) -> PyTree:

@@ -32,10 +32,10 @@ def vocab_parallel_next_token_loss(
 
     Returns:
         A function `(boundary, x, batch_inputs, axis) -> ((loss, metrics), (gradients of boundary,
-        gradient of
-        x))`. Its first three arguments are those of `next_token_loss` and are the same on all
-        ranks, and so is the gradient of x. Each rank returns its part of the other results: their
-        sums over `axis` are the whole. The function raises a `ValueError` if S does not divide V.
+        gradient of x))`. Its first three arguments are those of `next_token_loss` and are the same
+        on all ranks, and so is the gradient of x. Each rank returns its part of the other results:
+        their sums over `axis` are the whole. The function raises a `ValueError` if S does not
+        divide V.
     """
 
     def loss(boundary: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, axis: str):

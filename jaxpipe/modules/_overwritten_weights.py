@@ -36,7 +36,7 @@ def slotted_weights(others: PyTree, slots: PyTree) -> dict[str, PyTree]:
 
 
 def broadcast_to_slots(overwritten: PyTree, num_slots: int) -> PyTree:
-    """Broadcasts weights to one slot for each microbatch and pass.
+    """Broadcasts weights to one slot for each microbatch and device with its own rows.
 
     The gradient of a weight is the largest slot that a microbatch has set, or else the weight
     itself.

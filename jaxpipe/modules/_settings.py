@@ -91,9 +91,10 @@ def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) 
             (False); `scan_pipeline_iterations`, `scan_layers_per_stage`,
             `set_remat_policy_on_pipeline_iterations` (True); `scan_pipeline_repeats` (the value of
             `scan_pipeline_iterations`); `remat_policy` ("full", or another name of
-            `autodiff.POLICIES`), and for "custom" the place of each tensor of `autodiff.TENSORS`
-            ("remat"); `shard_mode` ("auto"); `logical_axis_rules` (none); and `pipeline_batch_axes`
-            (()), which MaxText does not have: see `PipelineSettings.batch_axes`.
+            `autodiff.POLICIES`), and for "custom" the location of each tensor of
+            `autodiff.TENSORS` ("remat"); `shard_mode` ("auto"); `logical_axis_rules` (none); and
+            `pipeline_batch_axes` (()), which MaxText does not have:
+            see `PipelineSettings.batch_axes`.
         mesh: A mesh with an axis `stage` of size S, or None.
         remat_policy: A policy of `jax.checkpoint` that replaces the config's.
 

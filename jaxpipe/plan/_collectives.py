@@ -40,7 +40,7 @@ _CHAINED = "async_collective_fusion_config"
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective, wherever it stands. Attributes are those of `CollectiveSite`."""
+    """One collective, without its loops. The attributes are those of `CollectiveSite`."""
 
     kind: str
     name: str
@@ -123,7 +123,7 @@ _SAME_DATA = {"bitcast", "copy", "reshape", "transpose", "convert", "get-tuple-e
 def _slices(computation: Computation, reduced: Instruction) -> list[Instruction]:
     """Returns the slices that a fused all-reduce is cut into: each device keeps only its own."""
     full_size, slices = {reduced.name}, []
-    for x in computation.instructions.values():  # operands stand before their users
+    for x in computation.instructions.values():  # operands precede their users
         if not x.operands or x.operands[0] not in full_size:
             continue
         if x.opcode in _SAME_DATA:

@@ -94,7 +94,7 @@ def _each(change: Callable, tree: Any, specs: Any) -> Any:
 def poison(x: jax.Array) -> jax.Array:
     """Returns an array like `x` of NaN or the largest integer, to expose reads of unset buffers.
 
-    The `where` makes the result pvary over the ranks.
+    The `where` makes the result vary over the ranks.
     """
     if jnp.issubdtype(x.dtype, jnp.inexact):
         worst = jnp.nan

@@ -20,7 +20,7 @@ Batch = dict[str, np.ndarray]
 
 @runtime_checkable
 class RowsByStep(Protocol):
-    """Batches of which single rows can be made."""
+    """Batches whose rows can be made one by one."""
 
     @property
     def rows(self) -> Callable[[int, Sequence[int]], Batch]:
@@ -201,7 +201,7 @@ class FiniteBatches(Sequence[Batch]):
 
 @dataclass(frozen=True)
 class FirstBatches(FiniteBatches):
-    """The first `count` of batches without end.
+    """The first `count` batches of an endless sequence.
 
     Example:
         >>> endless = synthetic_batches(vocab_size=256, batch_size=4, length=8, seed=0)

@@ -19,13 +19,14 @@ Row = dict[str, np.ndarray]
 class Rows:
     """The rows of a corpus. Each is made when it is indexed.
 
-    Packed, the stream is cut every T tokens. Not best fit: nothing is padded but the last row,
-    nothing is dropped, and rows do not depend on a search. The price is that a document cut by a
-    row's edge goes on in the next row without what came before; its token at the edge still has its
-    target. Otherwise a row is one document, without what exceeds T tokens.
+    With `packing` the stream is cut every T tokens. No row but the last is padded, no token is
+    dropped, and no search for documents that fit is needed. The price is that a document which is
+    cut at the end of a row continues in the next row without the tokens before the cut; the last
+    token before the cut still has its target. Without `packing` a row is one document, of which
+    tokens beyond T are dropped.
 
     Attributes:
-        corpus: Where they come from.
+        corpus: The corpus.
         length: T.
         packing: Whether a row may have several documents.
     """

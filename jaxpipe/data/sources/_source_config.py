@@ -36,9 +36,9 @@ class Source(BaseModel):
             streams, Feather); or tokens: ids, one after the other.
         files: Files, and folders, for all files in them that are named so.
         weight: The share of rows, relative to the other sources of a mixture.
-        text_separator: What stands between two documents of a text file; "" for one document.
+        text_separator: The text between two documents of a text file; "" for one document.
         text_field: The field of an object, or the column of a table, that holds a document.
-        token_dtype: Of .bin files, little-endian.
+        token_dtype: The dtype of .bin files, little-endian.
         token_eod: The id that ends each document of tokens.
     """
 

@@ -159,7 +159,7 @@ def _scan_documents(
                 f"`vocab_size` is {vocab_size}. Raise it, or correct `token_dtype`."
             )
         ends.append(np.flatnonzero(tokens == eod) + start + 1)
-        # Of the numbers, not of how wide they are: as of the same tokens in memory.
+        # In int32, so that equal tokens have equal checksums in files of any dtype and in memory.
         checksum = zlib.crc32(tokens.astype("<i4").data, checksum)
     return np.concatenate(ends), checksum
 

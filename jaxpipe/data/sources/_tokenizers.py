@@ -60,9 +60,9 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class HuggingFaceTokenizer:
-    """A tokenizer.json, without what it would add by itself.
+    """The tokenizer of a tokenizer.json, without the special tokens that it would add.
 
-    From `load_tokenizer` it reads special tokens that stand in a text as text, and cuts none.
+    One that `load_tokenizer` returns reads special tokens inside a text as text, and cuts no text.
     """
 
     tokenizer: "tokenizers.Tokenizer"

@@ -177,7 +177,7 @@ Specs = Mapping[tuple[Buffer, int], P]
 
 OBSERVER: ContextVar[Callable[["Compiled"], Sequence[Thunk]] | None]
 OBSERVER = ContextVar("observer", default=None)
-"""A function that returns the acts that a compiled step runs in place of its own, or None."""
+"""A function that returns the thunks that a compiled step runs in place of its own, or None."""
 
 
 class Compiled:
@@ -224,23 +224,23 @@ class Compiled:
 
     @property
     def thunks(self) -> Sequence[tuple[Instruction, Thunk]]:
-        """Returns every instruction of this process, in order, with the act that runs it."""
+        """Returns every instruction of this process, in order, with the thunk that runs it."""
         return self._bound.thunks
 
     @property
     def slot_of(self) -> Mapping[RankBuffer, int]:
-        """Maps each buffer on each local rank to its slot in the list of arrays that acts use."""
+        """Maps each buffer on each local rank to its slot in the list of arrays that thunks use."""
         return self._bound.slot_of
 
     def with_thunks(self, wrap: Callable[[Instruction, Thunk], Thunk]) -> "Compiled":
-        """Returns the same compiled function with wrapped acts, for example to measure time.
+        """Returns the same compiled function with wrapped thunks, for example to measure time.
 
         Args:
-            wrap: A function of an instruction of this process and its act, which returns the act to
-                run in its place.
+            wrap: A function of an instruction of this process and its thunk, which returns the
+                thunk to run in its place.
 
         Returns:
-            A compiled function that runs the wrapped acts. The programs are not compiled again.
+            A compiled function that runs the wrapped thunks. The programs are not compiled again.
         """
         thunks = tuple(
             (instruction, wrap(instruction, thunk)) for instruction, thunk in self._bound.thunks

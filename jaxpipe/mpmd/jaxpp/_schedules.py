@@ -113,7 +113,7 @@ class Interleaved1F1B(NamedSchedule):
         num_stages: The number of stages of the model.
         mpmd_dim: The number of ranks. Stage i runs on rank i modulo `mpmd_dim`.
         fuse_steady_state: Whether to make a `FusedPair` of each forward and the backward after it
-            between warmup and cooldown, unless both are of one microbatch. A pair runs as two
+            between warmup and drain, unless both are of one microbatch. A pair runs as two
             programs in a row, so that the output of the forward is sent before the backward runs.
             A forward and a backward of one microbatch run as one program.
     """
@@ -137,7 +137,7 @@ class KimiK2(NamedSchedule):
         num_stages: The number of stages of the model.
         mpmd_dim: The number of ranks. Stage i runs on rank i modulo `mpmd_dim`.
         fuse_steady_state: Whether to make a `FusedPair` of each forward and the backward after it
-            between warmup and cooldown.
+            between warmup and drain.
     """
 
     fuse_steady_state: bool = False
@@ -203,7 +203,7 @@ def _group_size(num_ranks: int, num_microbatches: int) -> int:
 
 
 def _pair_steady_state(schedule: Schedule, *, more_warmup: int) -> Schedule:
-    """Returns `schedule` with each forward between warmup and cooldown paired with a backward.
+    """Returns `schedule` with each forward between warmup and drain paired with a backward.
 
     The length of the warmup decides which actions are paired. An adjacent forward and backward are
     not enough: if all forwards belong to the warmup, the backward after the last one depends on it

@@ -220,7 +220,7 @@ def _align_marks(marks: Sequence[Eqn], mark_ids: Sequence[int]) -> dict[Eqn, int
 
 
 def _positions(body: Graph, marks: Mapping[Eqn, int], num_stages: int) -> Positions:
-    """Returns the places of all values that depend on a mark."""
+    """Returns the positions of all values that depend on a mark."""
     positions: dict[Var, int] = {}
     for eqn in body.eqns:
         position = max(

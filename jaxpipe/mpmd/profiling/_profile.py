@@ -31,7 +31,7 @@ def annotated(compiled: Compiled) -> Compiled:
 
     Returns:
         A compiled function with a `jax.profiler.TraceAnnotation` around every task, send, receive
-        and free, which names the task, its rank and, for transfers, the other rank.
+        and delete, which names the task, its rank and, for transfers, the other rank.
     """
 
     def wrap(instruction: Instruction, thunk: Thunk) -> Thunk:

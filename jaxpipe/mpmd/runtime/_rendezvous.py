@@ -28,7 +28,7 @@ NUM_SOCKETS = 4
 
 @dataclass(frozen=True)
 class Transport:
-    """End of all transfers in this process.
+    """The endpoint of all transfers in this process.
 
     Attributes:
         process: The index of this process.

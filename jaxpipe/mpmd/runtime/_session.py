@@ -86,7 +86,7 @@ class CompileHandshake:
         """Returns the shardings that another process's compiler chose for an instruction's results.
 
         Args:
-            index: The index of the instruction in the code.
+            index: The index of the instruction in the program.
             process: The process that compiles it.
 
         Returns:

@@ -4,7 +4,7 @@ p ranks, m microbatches. A *building block* says when each rank runs the four pa
 (F0, F1, I1, I0: chunk 0 forward to chunk 0 backward, the way of a microbatch through the V), in
 slots of one pass each. The block repeats every 6 slots: four passes and two W's. The spread of a
 block is what it holds alive. As drawn it wastes slots at both ends, so three things follow: passes
-of the warmup and the cooldown move earlier while no rank's peak rises, W's take the slots that are
+of the warmup and the drain move earlier while no rank's peak rises, W's take the slots that are
 free, and at last only the order is kept.
 """
 

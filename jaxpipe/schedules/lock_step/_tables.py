@@ -24,8 +24,8 @@ class PhaseTable(NamedTuple):
         stage: The stage of the model.
         chunk: The rank's chunk that holds the stage.
         input_slot: Slot of the input of F; -1 for stage 0, which reads the batch.
-        cotangent_slot: Slot of the cotangent of B or I. In F: the slot to
-            which the last stage writes it.
+        cotangent_slot: Slot of the cotangent of B or I. In F: the slot to which the last
+            stage writes it.
         residuals_for_backward_slot: Slot of the residuals of F that B or I reads.
         residuals_for_weight_slot: Slot of the residuals of F that W reads.
         wgrad_residuals_slot: Slot of the residuals that I leaves for W; -1 in a B.

@@ -19,7 +19,10 @@ from ._shape import PipelineShape
 
 
 class LoopPhase(NamedTuple):
-    """A range of `length` ticks from `start` on, in which the stream moves at all or at none."""
+    """A range of `length` ticks from `start` on.
+
+    Microbatches enter in all of these ticks or in none, and leave in all of them or in none.
+    """
 
     start: Any
     length: int

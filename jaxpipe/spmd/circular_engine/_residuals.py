@@ -52,7 +52,7 @@ def allocate(avals: list[Any], shape: PipelineShape) -> Residuals:
         shape: The shape of the pipeline.
 
     Returns:
-        The buffers, with a slot for each tick whose residuals are saved.
+        The buffers, with an entry for each tick.
 
     Raises:
         ValueError: If residuals are offloaded to host memory, but one device runs all ranks.

@@ -190,8 +190,7 @@ def next_input(state: State, t: Int[Array, ""], *, from_stream: Bool[Array, ""])
     """Returns the stage input of this rank at tick `t`.
 
     It is read from the stream if `from_stream`, else on rank 0 from `circ_storage` (the last rank's
-    results),
-    and on other ranks from `handoff`.
+    results), and on other ranks from `handoff`.
     """
     rank = lax.axis_index(AXIS)
     slot, storage_slot = t % _length(state.stream), t % _length(state.circ_storage)

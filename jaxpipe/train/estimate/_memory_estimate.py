@@ -24,13 +24,14 @@ class MemoryEstimate:
     """Bytes on a device.
 
     Attributes:
-        weights: As they are stored between steps.
-        gradients: Of all weights, as the optimizer takes them.
-        gradient_sums: Beside those of a call of the engine, with several calls in a step: what adds
-            up in float32, or on ranks with programs of their own, if weights are not float32,
-            every other call's.
+        weights: The weights as they are stored between steps.
+        gradients: The gradients of all weights, as the optimizer takes them.
+        gradient_sums: Gradients beside those of the current call of the engine, if a step has
+            several calls: their float32 sum, or with `mpmd` and weights that are not float32 those
+            of every other call.
         optimizer: Its state.
-        stage_inputs: Of all microbatches that wait for their backward at the same time.
+        stage_inputs: The stage inputs of all microbatches that wait for their backward at the same
+            time.
     """
 
     weights: int
@@ -72,7 +73,7 @@ def estimate_memory(setup: Setup) -> tuple[MemoryEstimate, ...]:
             )
         )
         others = setup.gradient_accumulation_steps - 1
-        # Of others than float32, programs of ranks add after their last loop.
+        # Programs of ranks add gradients that are not float32 after the last loop only.
         adds_late = setup.per_stage_state and jnp.dtype(setup.config.weight_dtype) != jnp.float32
         sums = others * gradients if adds_late else min(others, 1) * sums
         found.append(MemoryEstimate(weights, gradients, sums, optimizer, stage_inputs))
@@ -84,7 +85,7 @@ def _float32(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _leaf_bytes(setup: Setup, rank: int, tree: PyTree, shardings: PyTree) -> Iterable[int]:
-    """Bytes of every leaf that the rank has, on one of its devices."""
+    """Yields the bytes of every leaf that the rank has, on one of its devices."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     for (path, leaf), where in zip(leaves, jax.tree.leaves(shardings), strict=True):
         if not setup.per_stage_state or rank in _ranks_of_leaf(setup, path):
@@ -108,7 +109,8 @@ def _ranks_of_leaf(setup: Setup, path: tuple[Any, ...]) -> set[int]:
     if "embed" in names:
         if not getattr(setup.model_config, "logits_via_embedding", False):
             return first
-        # Both ends read a tied embedding; the last one adds up its gradients and has its moments.
+        # The first and the last stage read a tied embedding; the rank of the last stage adds up its
+        # gradients and has its moments.
         return last if is_moment else first | last
     return set(range(schedules.num_ranks(schedule)))
 
@@ -139,5 +141,5 @@ def peak_live_microbatches(setup: Setup) -> tuple[int, ...]:
     if setup.config.pipeline_engine == "none":
         return (layout.num_layers,)
     handover = 2 if setup.config.pipeline_delay_activation_forwarding else 1
-    # The loop keeps what enters every tick, those of the bubble too.
+    # The loop keeps the stage input of every tick, also of those in a bubble.
     return (setup.num_microbatches * layout.num_repeats + (layout.num_ranks - 1) * handover,)

@@ -37,10 +37,10 @@ def metrics_writer(
     infinities are written as Python's `json` does.
 
     Args:
-        folder: Where `metrics.jsonl` and TensorBoard's events lie. Made if it does not exist.
+        folder: The folder of `metrics.jsonl` and TensorBoard's events, made if it does not exist.
         first_step: The first step to be written: 1, or one more than the restored step.
         tensorboard: Write TensorBoard events too.
-        also: Something else that is told every step.
+        also: Another function that is called with every step and its metrics.
 
     Yields:
         `write(step, metrics)`. A line is on disk when it returns. It raises RunError if the file

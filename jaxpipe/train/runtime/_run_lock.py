@@ -13,7 +13,7 @@ from ._multihost import broadcast_from_first, is_first_process
 from ._stop import RunError
 
 LOCK_FILE = "lock"
-"""Held while a run goes on, and let go by the system however that ends. Names who has it."""
+"""The file that a run locks until it ends. It names the process that holds the lock."""
 
 _DISK_ERRORS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM),

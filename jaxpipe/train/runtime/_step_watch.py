@@ -25,13 +25,13 @@ from ._stop import RunError, TerminatedError
 POLL_SECONDS = 0.25
 HEARTBEAT_SECONDS = 1.0
 SILENT_SECONDS = 10.0
-"""A process without a sign of life for so long is named. JAX ends the others later."""
+"""The seconds of silence after which a process is named. JAX ends the other processes later."""
 LOST_SECONDS = 5.0
-"""The same if an error already shows that some process has ended."""
+"""The seconds of silence after which a process is named if an error shows that one has ended."""
 FIRST_SECONDS = 3600.0
-"""How long the first phase of a kind may take, which compiles."""
+"""The seconds that the first phase of each kind may take, because it compiles."""
 GRACE_SECONDS = 2.0
-"""How long the main thread has to report more than the watch can."""
+"""The seconds in which the main thread may report more than the watch knows."""
 
 PHASES = ("start", "data", "step", "traced step", "evaluation", "checkpoint", "end")
 """The phases of a run and of a step, in order."""

@@ -19,7 +19,7 @@ ShouldStop = Callable[[int], bool]
 
 
 class RunError(RuntimeError):
-    """A run that ends before its time, by a reason that needs no traceback."""
+    """Error of a run that ends early for a reason that needs no traceback."""
 
 
 class TerminatedError(RunError):
@@ -35,13 +35,13 @@ class TerminatedError(RunError):
 
 
 class StopRequests:
-    """What may end a run after any step, a `ShouldStop`. A context manager.
+    """Ends a run after a step, on a signal or when its time is up: a `ShouldStop`.
 
-    Inside it takes SIGTERM, by which schedulers announce that a job will be ended, and SIGHUP, by
-    which a terminal says that it closes, for a wish to stop; and from the first step on SIGINT,
-    that is Ctrl-C, of which a second one raises KeyboardInterrupt. Signals that are ignored stay
-    so. With several processes JAX takes SIGTERM, on any of them, and finds a step that all can
-    stop after; so the other signals are passed on as SIGTERM.
+    It is a context manager. Inside it SIGTERM, by which schedulers announce that a job will be
+    ended, and SIGHUP, by which a terminal says that it closes, are requests to stop. So is SIGINT
+    (Ctrl-C) from the first step on; a second one raises KeyboardInterrupt. Signals that are ignored
+    stay ignored. With several processes JAX handles SIGTERM on any of them, and finds a step that
+    all can stop after; so the other signals are passed on as SIGTERM.
     """
 
     def __init__(self) -> None:
