@@ -13,7 +13,7 @@ from pyarrow import feather, parquet
 
 from jaxpipe.data import Source, read_documents, write_tokens
 from jaxpipe.data.batches import read_corpus
-from jaxpipe.data.sources import ByteTokenizer, LostFileError
+from jaxpipe.data.sources import ByteTokenizer, DiskError, LostFileError
 
 TEXTS = ["one", "", "zwölf\n\n\n", "x" * 1000]
 
@@ -247,9 +247,7 @@ def test_a_file_of_tokens_that_cannot_be_written_leaves_nothing(document: str, t
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4, limits[1]))  # as a full disk
     try:
-        with pytest.raises(
-            RuntimeError, match=r"a.bin' cannot be written: File too large\. Choose"
-        ):
+        with pytest.raises(DiskError, match=r"a.bin' cannot be written: File too large\. Choose"):
             write_tokens(tmp_path / "a.bin", [document], ByteTokenizer())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

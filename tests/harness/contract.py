@@ -282,14 +282,8 @@ def gather_of(row: Row, axes: Any, stacked: int = 0) -> spmd.Gather:
         rules,
         when=row.gather,
         batch_axes=row.batch_axes,
-        gradient_rules=zero1_rules(rules) if row.zero else None,
+        gradient_rules=sharding.zero1_rules(rules) if row.zero else None,
     )
-
-
-def zero1_rules(rules: sharding.Rules) -> sharding.Rules:
-    """Rules by which dims that weights split over fsdp are split over data too."""
-    weights = [name for name, axes in rules if "fsdp" in axes and "activation" not in name]
-    return [(name, (*axes, "data") if name in weights else axes) for name, axes in rules]
 
 
 # For rows of `custom`: something in every place.

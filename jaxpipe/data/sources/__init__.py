@@ -1,5 +1,6 @@
 """What a run reads: files, documents, token files and tokenizers."""
 
+from ..._durable import DiskError as DiskError
 from ._documents import read_documents as read_documents
 from ._source_config import FIELD_READERS as FIELD_READERS
 from ._source_config import Paths as Paths
