@@ -127,5 +127,5 @@ def test_after_a_hundred_kills_every_loss_is_that_of_a_run_that_was_never_killed
     assert losses(killed) == whole
     assert campaign.seen <= set(enumerate(whole))
     assert sum("resumed after step" in output for output in campaign.said) > len(campaign.said) / 3
-    assert not any("is corrupt: " in output for output in campaign.said)
+    assert not any("corrupt" in output for output in campaign.said)
     assert max(campaign.naming, default=0.0) < NAMED_WITHIN_SECONDS
