@@ -28,7 +28,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxpipe import models, schedules, sharding, spmd
-from jaxpipe.autodiff import Model, recompute, unpipelined
+from jaxpipe.autodiff import StagedModel, recompute, unpipelined
 from jaxpipe.models.layers import dot_product_attention
 from jaxpipe.schedules import analysis, lock_step
 
@@ -143,7 +143,7 @@ def timed(step: Callable, weights: Any, batch_inputs: Any) -> float:
     return time.perf_counter() - start
 
 
-def make(num_microbatches: int) -> tuple[Any, Any, Model]:
+def make(num_microbatches: int) -> tuple[Any, Any, StagedModel]:
     """Weights with stages [num_layers, ...], a batch, and the model."""
     tree = models.llama_weights(CONFIG)
     key = jax.random.key(0)
@@ -164,16 +164,16 @@ def make(num_microbatches: int) -> tuple[Any, Any, Model]:
     functions = models.llama(
         CONFIG, attention=dot_product_attention, constrain=sharding.constrain_with()
     )
-    return weights, batch_inputs, Model(*functions)
+    return weights, batch_inputs, StagedModel(*functions)
 
 
-def plain(model: Model, weights: Any, batch_inputs: Any) -> Any:
+def plain(model: StagedModel, weights: Any, batch_inputs: Any) -> Any:
     stages = jax.tree.map(lambda x: x[:, None], weights["stages"])
-    recomputing = Model(model.embed, recompute(model.stage), model.loss)
+    recomputing = StagedModel(model.embed, recompute(model.stage), model.loss)
     return unpipelined.value_and_grad(recomputing, weights | {"stages": stages}, batch_inputs)
 
 
-def circular(model: Model, mesh: Any, weights: Any, batch_inputs: Any) -> Any:
+def circular(model: StagedModel, mesh: Any, weights: Any, batch_inputs: Any) -> Any:
     stages = jax.tree.map(lambda x: x.reshape(1, S, -1, *x.shape[1:]), weights["stages"])
     return spmd.circular_value_and_grad(
         model, weights | {"stages": stages}, batch_inputs, mesh=mesh
@@ -181,7 +181,7 @@ def circular(model: Model, mesh: Any, weights: Any, batch_inputs: Any) -> Any:
 
 
 def scheduled(
-    model: Model, mesh: Any, ticks: lock_step.Ticks, weights: Any, batch_inputs: Any
+    model: StagedModel, mesh: Any, ticks: lock_step.Ticks, weights: Any, batch_inputs: Any
 ) -> Any:
     num_stages = ticks.schedule.num_stages
     stages = jax.tree.map(lambda x: x.reshape(num_stages, -1, *x.shape[1:]), weights["stages"])
@@ -198,7 +198,7 @@ def scheduled(
     )
 
 
-def differentiated(model: Model, mesh: Any, weights: Any, batch_inputs: Any) -> Any:
+def differentiated(model: StagedModel, mesh: Any, weights: Any, batch_inputs: Any) -> Any:
     """The usual pipeline in JAX: a scan over ticks with a permute, and `jax.grad` of it all."""
     stages = jax.tree.map(lambda x: x.reshape(S, -1, *x.shape[1:]), weights["stages"])
 

@@ -1,7 +1,7 @@
 """The contract of a model, the unpipelined reference, and what a backward stores or recomputes."""
 
 from . import _unpipelined as unpipelined
-from ._model import Model as Model
+from ._model import StagedModel as StagedModel
 from ._rematerialization import POLICIES as POLICIES
 from ._rematerialization import TENSORS as TENSORS
 from ._rematerialization import Remat as Remat
@@ -12,8 +12,8 @@ from ._rematerialization import remat_by_name as remat_by_name
 __all__ = [
     "POLICIES",
     "TENSORS",
-    "Model",
     "Remat",
+    "StagedModel",
     "keep",
     "recompute",
     "remat_by_name",

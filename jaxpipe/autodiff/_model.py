@@ -27,7 +27,7 @@ if stages return them."""
 
 
 @dataclass(frozen=True)
-class Model:
+class StagedModel:
     """A model as three pure functions of one microbatch.
 
     Attributes:
@@ -46,7 +46,7 @@ class Model:
             contributions that add up over the axis; the gradient dy by y is complete on each rank.
 
     Example:
-        >>> model = Model(
+        >>> model = StagedModel(
         ...     embed=lambda w, batch: batch["x"] * w,
         ...     stage=lambda w, x, batch, rng: x + w,
         ...     loss=lambda boundary, y, batch: (jnp.sum(y * boundary["head"]), {}),

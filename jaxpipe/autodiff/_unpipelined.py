@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Scalar
 
-from ._model import Aux, Model, combine_losses, fold_in_microbatch, total
+from ._model import Aux, StagedModel, combine_losses, fold_in_microbatch, total
 
 
 def value_and_grad(
-    model: Model, weights: dict[str, Any], batch_inputs: PyTree, keys: PyTree = ()
+    model: StagedModel, weights: dict[str, Any], batch_inputs: PyTree, keys: PyTree = ()
 ) -> tuple[tuple[Scalar, Aux], dict[str, Any]]:
     """Returns loss, metrics and gradients of a batch, without a pipeline.
 
@@ -25,7 +25,7 @@ def value_and_grad(
         ((loss, metrics), gradients like `weights`). Gradients are summed in the weights' dtype.
 
     Example:
-        >>> model = Model(
+        >>> model = StagedModel(
         ...     embed=lambda w, batch: batch["x"] * w,
         ...     stage=lambda w, x, batch, rng: x + w,
         ...     loss=lambda boundary, y, batch: (jnp.sum(y * boundary["head"]), {}),
@@ -47,7 +47,7 @@ def value_and_grad(
 
 
 def value(
-    model: Model, weights: dict[str, Any], batch_inputs: PyTree, keys: PyTree = ()
+    model: StagedModel, weights: dict[str, Any], batch_inputs: PyTree, keys: PyTree = ()
 ) -> tuple[Scalar, Aux]:
     """Returns loss and metrics of a batch, without a pipeline and without gradients.
 
@@ -61,7 +61,7 @@ def value(
         (loss, metrics).
 
     Example:
-        >>> model = Model(
+        >>> model = StagedModel(
         ...     embed=lambda w, batch: batch["x"] * w,
         ...     stage=lambda w, x, batch, rng: x + w,
         ...     loss=lambda boundary, y, batch: (jnp.sum(y * boundary["head"]), {}),
@@ -80,7 +80,7 @@ def value(
     return jnp.sum(losses), total(metrics)
 
 
-def _microbatch_loss(model: Model, keys: PyTree) -> Callable:
+def _microbatch_loss(model: StagedModel, keys: PyTree) -> Callable:
     """Returns the function `(weights, inputs of microbatch m, m) -> (loss, metrics)`."""
 
     def loss(weights, inputs_m, index):

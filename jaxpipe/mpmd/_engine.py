@@ -6,14 +6,14 @@ from typing import Any
 import jax
 from jaxtyping import PyTree, Scalar
 
-from ..autodiff import Model, Remat, recompute
+from ..autodiff import Remat, StagedModel, recompute
 from ..autodiff._model import Aux, combine_losses, fold_in_microbatch, index_leading
 from .ir._marks import mark_stage_end
 from .ir._reduce import Add, treduce_i
 
 
 def mpmd_value_and_grad(
-    model: Model,
+    model: StagedModel,
     weights: dict[str, Any],
     batch_inputs: PyTree,
     keys: Sequence[PyTree] = (),
@@ -45,7 +45,7 @@ def mpmd_value_and_grad(
 
 
 def mpmd_value(
-    model: Model,
+    model: StagedModel,
     weights: dict[str, Any],
     batch_inputs: PyTree,
     keys: Sequence[PyTree] = (),
@@ -80,7 +80,7 @@ def _over_microbatches(
     return treduce_i(microbatch_fun, num_microbatches, schedule=schedule, operation=Add)
 
 
-def _microbatch_loss(model: Model, stage: Callable, keys: Sequence[PyTree]) -> Callable:
+def _microbatch_loss(model: StagedModel, stage: Callable, keys: Sequence[PyTree]) -> Callable:
     """Returns `(weights, inputs_m, index) -> (loss, metrics)` of a microbatch, with stage marks."""
 
     def loss(weights: dict[str, Any], inputs_m: PyTree, index: Any) -> Any:

@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import models, mpmd, schedules, sharding, spmd
-from jaxpipe.autodiff import Model, remat_by_name, unpipelined
+from jaxpipe.autodiff import StagedModel, remat_by_name, unpipelined
 from jaxpipe.models.layers import PROJECTIONS, dot_product_attention, routed_experts
 from jaxpipe.models.weights import stack_weights
 from jaxpipe.schedules import lock_step
@@ -89,7 +89,7 @@ def slow(rows: Iterable[Row]) -> list[Row]:
 class Case:
     """A row made concrete: leaves of stages and keys are [R, S, ...]; `layer` is abstract."""
 
-    model: Model
+    model: StagedModel
     layer: Any
     weights: dict[str, Any]
     axes: dict[str, Any]
@@ -382,7 +382,7 @@ def make_case(row: Row) -> Case:
         keys = jax.vmap(lambda i: jax.random.fold_in(KEY, i))(jnp.arange(count)).reshape(dims)
     epsilon = models.LlamaConfig.normalization_layer_epsilon
     vocab_parallel_loss = models.vocab_parallel_next_token_loss(epsilon, row.z_loss)
-    model = Model(*functions, tied=row.tied, vocab_parallel_loss=vocab_parallel_loss)
+    model = StagedModel(*functions, tied=row.tied, vocab_parallel_loss=vocab_parallel_loss)
     return Case(model, tree["layer"], weights_of(plain(row)), axes, make_side(row), keys)
 
 

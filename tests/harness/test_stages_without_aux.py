@@ -10,7 +10,7 @@ import pytest
 
 from harness.contract import assert_close
 from jaxpipe import mpmd, schedules, sharding, spmd
-from jaxpipe.autodiff import Model, unpipelined
+from jaxpipe.autodiff import StagedModel, unpipelined
 from jaxpipe.schedules import lock_step
 
 S, M, D = 2, 2, 3
@@ -21,15 +21,15 @@ def stage(w, x, batch_inputs, rng):
     return jnp.tanh(x @ w)
 
 
-def model(stage: Any) -> Model:
-    return Model(
+def model(stage: Any) -> StagedModel:
+    return StagedModel(
         embed=lambda w, batch_inputs: batch_inputs["x"] * w,
         stage=stage,
         loss=lambda boundary, y, batch_inputs: (jnp.sum(y * boundary["head"]), {}),
     )
 
 
-def on_groups(model: Model, weights: Any, batch_inputs: Any) -> Any:
+def on_groups(model: StagedModel, weights: Any, batch_inputs: Any) -> Any:
     """The engine of programs per rank: its stages are a list."""
     groups = mpmd.MpmdMesh(sharding.make_mesh({"stage": S}, devices=jax.devices()[:S]), "stage")
     apart = weights | {"stages": list(weights["stages"][0])}
@@ -40,7 +40,7 @@ def on_groups(model: Model, weights: Any, batch_inputs: Any) -> Any:
     return value, grads | {"stages": np.stack(grads["stages"])[None]}
 
 
-def plain(model: Model, weights: Any, batch_inputs: Any) -> Any:
+def plain(model: StagedModel, weights: Any, batch_inputs: Any) -> Any:
     flat = weights | {"stages": weights["stages"][0]}
     value, grads = unpipelined.value_and_grad(model, flat, batch_inputs)
     return value, grads | {"stages": grads["stages"][None]}

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from harness.contract import assert_close
 from jaxpipe import spmd
-from jaxpipe.autodiff import Model, unpipelined
+from jaxpipe.autodiff import StagedModel, unpipelined
 from jaxpipe.models import initialize, initialize_layers, llama, llama_weights
 from jaxpipe.models.layers import dot_product_attention, splash_attention
 from jaxpipe.sharding import DEFAULT_RULES, constrain_with, make_mesh, override_rules
@@ -116,8 +116,8 @@ def test_a_llama_with_splash_in_the_circular_pipeline_is_the_unpipelined_llama()
         "target_weights": jnp.full(shape, 1 / (2 * 2 * 128)),
     }
 
-    def model(attention: Callable) -> Model:
-        return Model(*llama(config, attention=attention, constrain=constrain_with()))
+    def model(attention: Callable) -> StagedModel:
+        return StagedModel(*llama(config, attention=attention, constrain=constrain_with()))
 
     mesh = make_mesh({"stage": 2, "fsdp": 2}, devices=jax.devices()[:4])
     pipelined = model(splash_attention(DEFAULT_RULES, interpret=True))

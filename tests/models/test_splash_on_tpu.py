@@ -11,7 +11,7 @@ import jax, jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jaxpipe import models, sharding, spmd
-from jaxpipe.autodiff import Model
+from jaxpipe.autodiff import StagedModel
 from jaxpipe.models.layers import splash_attention
 from jaxpipe.models.weights import stack_weights, weight_shapes
 
@@ -22,7 +22,7 @@ config = models.LlamaConfig(
     base_emb_dim=256, base_num_decoder_layers=4, base_num_query_heads=2, base_num_kv_heads=1,
     base_mlp_dim=256, head_dim=128, vocab_size=256,
 )
-model = Model(*models.llama(
+model = StagedModel(*models.llama(
     config, attention=splash_attention(rules), dtype=jnp.bfloat16,
     constrain=sharding.constrain_with(rules),
 ))

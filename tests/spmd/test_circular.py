@@ -11,7 +11,7 @@ from jax.extend.core import jaxprs_in_params
 
 from harness.contract import Row, circular, make_case, mesh_of, parameters, placed
 from jaxpipe import sharding, spmd
-from jaxpipe.autodiff import Model, keep
+from jaxpipe.autodiff import StagedModel, keep
 from jaxpipe.spmd._ranks import AXIS
 from jaxpipe.spmd.circular_engine import _passes as _circular_passes
 from jaxpipe.spmd.circular_engine import _shape as _circular
@@ -317,7 +317,7 @@ def test_one_name_for_two_metrics_is_refused():
         return value, {"hidden": value}
 
     model = dataclasses.replace(case.model, loss=loss)
-    assert isinstance(model, Model)
+    assert isinstance(model, StagedModel)
     with pytest.raises(ValueError, match=r"both return \['hidden'\]"):
         spmd.circular_value_and_grad(model, case.weights, case.batch_inputs)
 

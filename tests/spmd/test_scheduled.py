@@ -9,13 +9,13 @@ import pytest
 
 from harness.contract import Row, check_result, make_case, plain, reference, run_ticks, ticks_of
 from jaxpipe import schedules, spmd
-from jaxpipe.autodiff import Model
+from jaxpipe.autodiff import StagedModel
 from jaxpipe.schedules import language, lock_step
 
 S, D = 4, 64
 
 
-def identity(microbatches: int, **shapes: int) -> tuple[dict, dict, Model]:
+def identity(microbatches: int, **shapes: int) -> tuple[dict, dict, StagedModel]:
     """A model whose activations are large and whose weights are small: [D] scales."""
     weights = {
         "embed": {"scale": jnp.ones(D)},
@@ -23,7 +23,7 @@ def identity(microbatches: int, **shapes: int) -> tuple[dict, dict, Model]:
         "head": {"scale": jnp.ones(D)},
     }
     batch_inputs = {"x": jnp.ones((microbatches, 256, D))}
-    model = Model(
+    model = StagedModel(
         embed=lambda w, batch_inputs: batch_inputs["x"] * w["scale"],
         stage=lambda w, x, batch_inputs, rng: (jnp.tanh(x * w["scale"]), {}),
         loss=lambda boundary, y, batch_inputs: (jnp.sum(y * boundary["head"]["scale"]), {}),
@@ -77,7 +77,7 @@ def test_an_idle_rank_computes_nothing():
         jax.debug.callback(lambda _: seen.append(1), x[0, 0])
         return jnp.tanh(x * w["scale"]), {}
 
-    counted = Model(model.embed, stage, model.loss)
+    counted = StagedModel(model.embed, stage, model.loss)
     forward = lock_step.to_lock_step(language.forward_only(ticks.schedule))
     run = functools.partial(spmd.scheduled_value, counted, ticks=forward, mesh=mesh)
     jax.block_until_ready(jax.jit(run)(weights, batch_inputs))

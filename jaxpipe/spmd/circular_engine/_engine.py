@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree, Scalar
 
-from ...autodiff import Model, Remat, recompute
+from ...autodiff import Remat, StagedModel, recompute
 from ...autodiff._model import Aux, with_aux
 from ...autodiff._pullback import floating
 from ...sharding._rules import typed_by_specs
@@ -150,7 +150,7 @@ def stacked_specs(specs: PyTree) -> PyTree:
 
 
 def circular_value_and_grad(
-    model: Model,
+    model: StagedModel,
     weights: dict[str, Any],
     batch_inputs: PyTree,
     keys: PyTree = (),
@@ -187,7 +187,7 @@ def circular_value_and_grad(
             rows do not divide over `gather.batch_axes`.
 
     Example:
-        >>> model = Model(
+        >>> model = StagedModel(
         ...     embed=lambda w, batch: batch["x"] * w,
         ...     stage=lambda w, x, batch, rng: x + w,
         ...     loss=lambda boundary, y, batch: (jnp.sum(y * boundary["head"]), {}),
@@ -211,7 +211,7 @@ def circular_value_and_grad(
 
 
 def circular_value(
-    model: Model,
+    model: StagedModel,
     weights: dict[str, Any],
     batch_inputs: PyTree,
     keys: PyTree = (),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import PyTree, Scalar
 
-from ...autodiff import Model
+from ...autodiff import StagedModel
 from ...autodiff._model import Aux, combine_losses, total
 from ...autodiff._pullback import combine, floating
 from .._buffers import cast_like, to_accum_dtype
@@ -22,7 +22,7 @@ from ._passes import CircularOptions, backward, forward, prepare
 
 
 def rank_value_and_grad(
-    model: Model,
+    model: StagedModel,
     options: CircularOptions,
     boundary_gather: Gather,
     stages: PyTree,
@@ -68,7 +68,7 @@ def rank_value_and_grad(
 
 
 def rank_value(
-    model: Model,
+    model: StagedModel,
     options: CircularOptions,
     boundary_gather: Gather,
     stages: PyTree,
@@ -95,7 +95,7 @@ def rank_value(
 
 
 def _loss_and_gradients(
-    model: Model, boundary: dict[str, PyTree], y: PyTree, share: PyTree
+    model: StagedModel, boundary: dict[str, PyTree], y: PyTree, share: PyTree
 ) -> tuple[tuple[Scalar, Aux], tuple[dict[str, PyTree], PyTree]]:
     """Computes the loss of this rank's microbatches, one after the other, and its gradients.
 
@@ -116,7 +116,7 @@ def _loss_and_gradients(
 
 
 def loss_and_gradients(
-    model: Model, boundary: dict[str, PyTree], y: PyTree, batch_inputs: PyTree
+    model: StagedModel, boundary: dict[str, PyTree], y: PyTree, batch_inputs: PyTree
 ) -> tuple[tuple[Scalar, Aux], tuple[dict[str, PyTree], PyTree]]:
     """Returns loss and metrics of a microbatch, and the gradients by `boundary` and `y`."""
 

@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import Mesh
 from jaxtyping import PyTree, Scalar
 
-from ...autodiff import Model, Remat, recompute
+from ...autodiff import Remat, StagedModel, recompute
 from ...autodiff._model import Aux
 from ...schedules import num_ranks
 from ...schedules.lock_step import Ticks, TickTables, check_ticks, rank_and_chunk_by_stage
@@ -21,7 +21,7 @@ from ._loop import ScheduledOptions, rank_value, rank_value_and_grad
 
 
 def scheduled_value_and_grad(
-    model: Model,
+    model: StagedModel,
     weights: dict[str, Any],
     batch_inputs: PyTree,
     keys: PyTree = (),
@@ -65,7 +65,7 @@ def scheduled_value_and_grad(
         >>> import jax, jax.numpy as jnp
         >>> from jaxpipe.schedules import build
         >>> from jaxpipe.schedules.lock_step import to_lock_step
-        >>> model = Model(
+        >>> model = StagedModel(
         ...     embed=lambda w, batch: batch["x"] * w,
         ...     stage=lambda w, x, batch, rng: x + w,
         ...     loss=lambda boundary, y, batch: (jnp.sum(y * boundary["head"]), {}),
@@ -96,7 +96,7 @@ def scheduled_value_and_grad(
 
 
 def scheduled_value(
-    model: Model,
+    model: StagedModel,
     weights: dict[str, Any],
     batch_inputs: PyTree,
     keys: PyTree = (),
@@ -163,7 +163,7 @@ def _checked_tables(
     return tables
 
 
-def _check_vocab_parallel(model: Model, vocab_parallel: bool) -> None:
+def _check_vocab_parallel(model: StagedModel, vocab_parallel: bool) -> None:
     if vocab_parallel and model.vocab_parallel_loss is None:
         raise ValueError(
             "`vocab_parallel` is True and `model.vocab_parallel_loss` None: there is no loss that "

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, PyTree, Scalar
 
-from ...autodiff import Model, Remat
+from ...autodiff import Remat, StagedModel
 from ...autodiff._model import Aux, combine_losses, index_leading
 from ...autodiff._pullback import floating
 from ...autodiff._split_backward import split_backward
@@ -61,7 +61,7 @@ class ScheduledOptions(NamedTuple):
 
 
 def rank_value_and_grad(
-    model: Model,
+    model: StagedModel,
     options: ScheduledOptions,
     stages: PyTree,
     boundary: dict[str, PyTree],
@@ -96,7 +96,7 @@ def rank_value_and_grad(
 
 
 def rank_value(
-    model: Model,
+    model: StagedModel,
     options: ScheduledOptions,
     stages: PyTree,
     boundary: dict[str, PyTree],
@@ -142,7 +142,7 @@ def _summed(options: ScheduledOptions, totals: Totals) -> tuple[Scalar, Aux]:
 
 
 def _prepare(
-    model: Model,
+    model: StagedModel,
     options: ScheduledOptions,
     stages: PyTree,
     boundary: dict[str, PyTree],

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree, Scalar
 
-from ...autodiff import Model
+from ...autodiff import StagedModel
 from ...autodiff._model import Aux, fold_in_microbatch, index_leading
 from ...autodiff._pullback import floating
 from ...autodiff._split_backward import SplitBackward
@@ -42,7 +42,7 @@ class ScheduledInvariants(NamedTuple):
         daux: Cotangents of a stage's auxiliary losses and metrics.
     """
 
-    model: Model
+    model: StagedModel
     num_stages: int
     loss_stage: int
     stage: SplitBackward | None

@@ -1,4 +1,4 @@
-"""Model families, one for each value of `decoder_block`.
+"""StagedModel families, one for each value of `decoder_block`.
 
 The fields of a family's dataclass of sizes are keys of the config. Keys that only other families
 read must keep their defaults.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ... import models
-from ...autodiff import Model
+from ...autodiff import StagedModel
 from ...models.layers._routed_experts import Experts
 from ..config._config import Config
 
@@ -24,14 +24,14 @@ class ModelFamily:
     Attributes:
         sizes: Dataclass whose fields are keys of the config.
         weights: `(sizes, dtype, layers_after=...) -> abstract weights`.
-        model: `(sizes, experts=..., **options) -> Model`; all families take the same options.
+        model: `(sizes, experts=..., **options) -> StagedModel`; all families take the same options.
         extra_keys: Keys beside the sizes that this family reads and some others do not.
         extra_batch_inputs: Arrays of a batch that its stages read beside positions and segment ids.
     """
 
     sizes: Callable[..., ModelConfig]
     weights: Callable[..., dict[str, Any]]
-    model: Callable[..., Model]
+    model: Callable[..., StagedModel]
     extra_keys: tuple[str, ...] = ()
     extra_batch_inputs: tuple[str, ...] = ()
 
@@ -41,13 +41,13 @@ class ModelFamily:
         return {field.name for field in dataclasses.fields(self.sizes)} | {*self.extra_keys}  # pyright: ignore[reportArgumentType]
 
 
-def _llama(sizes: models.LlamaConfig, *, experts: Experts, **options: Any) -> Model:
+def _llama(sizes: models.LlamaConfig, *, experts: Experts, **options: Any) -> StagedModel:
     del experts
-    return Model(*models.llama(sizes, **options), tied=sizes.logits_via_embedding)
+    return StagedModel(*models.llama(sizes, **options), tied=sizes.logits_via_embedding)
 
 
-def _deepseek(sizes: models.DeepseekConfig, *, experts: Experts, **options: Any) -> Model:
-    return Model(*models.deepseek(sizes, experts=experts, **options))
+def _deepseek(sizes: models.DeepseekConfig, *, experts: Experts, **options: Any) -> StagedModel:
+    return StagedModel(*models.deepseek(sizes, experts=experts, **options))
 
 
 MODEL_FAMILIES: dict[str, ModelFamily] = {

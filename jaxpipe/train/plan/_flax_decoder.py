@@ -26,7 +26,7 @@ from jaxtyping import PyTree
 from ... import linen as linen_frontend
 from ... import models, spmd
 from ... import nnx as nnx_frontend
-from ...autodiff import Model
+from ...autodiff import StagedModel
 from ...autodiff._model import Aux, combine_losses, total
 from ...models.weights._abstract import is_weight, stack_weights
 from ...modules._settings import pipeline_settings
@@ -59,7 +59,7 @@ class FlaxDecoder:
         batch_axes: Mesh axes whose devices embed, and compute the loss of, their own rows.
     """
 
-    model: Model
+    model: StagedModel
     layer: PyTree
     config: Any
     mesh: Mesh | None
@@ -211,7 +211,7 @@ def _replace_arrays(state: PyTree, stages: PyTree) -> PyTree:
     return nnx.from_flat_state(flat)
 
 
-def make_flax_decoder(setup: Setup, model: Model) -> FlaxDecoder:
+def make_flax_decoder(setup: Setup, model: StagedModel) -> FlaxDecoder:
     """Builds the decoder of a run.
 
     Args:
@@ -264,7 +264,7 @@ def check_frontend(setup: Setup) -> None:
     pipeline_settings(frontend_config(setup), setup.mesh)
 
 
-def _layer_fn(model: Model) -> LayerFn:
+def _layer_fn(model: StagedModel) -> LayerFn:
     """Returns the model's stage as a function of one layer."""
 
     def call(weights, activations, segment_ids, positions):
@@ -318,7 +318,7 @@ def _decoder_value(decoder: FlaxDecoder, pipeline: PipelineFn) -> Callable:
 
 
 def _loss_of_microbatches(
-    model: Model, boundary: PyTree, microbatches: PyTree
+    model: StagedModel, boundary: PyTree, microbatches: PyTree
 ) -> tuple[jax.Array, Aux]:
     """Sums the loss of [n, ...] microbatches in a scan, and recomputes logits in the backward."""
 

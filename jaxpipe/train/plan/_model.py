@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from ... import models, sharding
-from ...autodiff import Model, keep
+from ...autodiff import StagedModel, keep
 from ...models.layers._attention import dot_product_attention, splash_attention
 from ...models.layers._projection import PROJECTIONS
 from ...models.layers._routed_experts import routed_experts
@@ -17,7 +17,7 @@ from ._rematerialization import layer_remat, outer_layer_remat
 from ._setup import Setup, select_attention_kernel, select_grouped_matmul
 
 
-def build_model(setup: Setup) -> Model:
+def build_model(setup: Setup) -> StagedModel:
     """Builds the model: embedding, stage and loss, each a function of one microbatch.
 
     Args:
@@ -36,7 +36,7 @@ def build_model(setup: Setup) -> Model:
     return dataclasses.replace(model, vocab_parallel_loss=vocab_parallel_loss)
 
 
-def _build_base_model(setup: Setup) -> Model:
+def _build_base_model(setup: Setup) -> StagedModel:
     config = setup.config
     attention = dot_product_attention
     if select_attention_kernel(setup) == "splash":

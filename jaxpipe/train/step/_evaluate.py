@@ -13,7 +13,7 @@ import jax
 from jaxtyping import PyTree
 
 from ... import mpmd, spmd
-from ...autodiff import Model, unpipelined
+from ...autodiff import StagedModel, unpipelined
 from ...data.batches._batches import FiniteBatches
 from ...schedules import language, lock_step
 from ..plan._from_config import import_flax_decoder
@@ -146,7 +146,7 @@ def make_eval_step(setup: Setup) -> Callable[[PyTree, PyTree], BatchMetrics]:
     )
 
 
-def _unpipelined_value(setup: Setup, model: Model) -> Callable:
+def _unpipelined_value(setup: Setup, model: StagedModel) -> Callable:
     del setup
 
     def value(weights, batch_inputs, keys):
@@ -157,7 +157,7 @@ def _unpipelined_value(setup: Setup, model: Model) -> Callable:
     return value
 
 
-def _circular_value(setup: Setup, model: Model) -> Callable:
+def _circular_value(setup: Setup, model: StagedModel) -> Callable:
     config = setup.config
     gather, boundary_gather = weight_gathers(setup)
     return partial(
@@ -171,7 +171,7 @@ def _circular_value(setup: Setup, model: Model) -> Callable:
     )
 
 
-def _scheduled_value(setup: Setup, model: Model) -> Callable:
+def _scheduled_value(setup: Setup, model: StagedModel) -> Callable:
     gather, boundary_gather = weight_gathers(setup)
     assert setup.schedule_selection is not None
     return partial(
@@ -185,17 +185,17 @@ def _scheduled_value(setup: Setup, model: Model) -> Callable:
     )
 
 
-def _linen_value(setup: Setup, model: Model) -> Callable:
+def _linen_value(setup: Setup, model: StagedModel) -> Callable:
     flax_decoder = import_flax_decoder()
     return flax_decoder.linen_value(flax_decoder.make_flax_decoder(setup, model))
 
 
-def _nnx_value(setup: Setup, model: Model) -> Callable:
+def _nnx_value(setup: Setup, model: StagedModel) -> Callable:
     flax_decoder = import_flax_decoder()
     return flax_decoder.nnx_value(flax_decoder.make_flax_decoder(setup, model))
 
 
-VALUE_BUILDERS: dict[str, Callable[[Setup, Model], Callable[..., Any]]] = {
+VALUE_BUILDERS: dict[str, Callable[[Setup, StagedModel], Callable[..., Any]]] = {
     "none": _unpipelined_value,
     "circular": _circular_value,
     "scheduled": _scheduled_value,

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Int64, PyTree
 
 from ... import sharding, spmd
-from ...autodiff import Model, unpipelined
+from ...autodiff import StagedModel, unpipelined
 from ...data.batches._batches import Batch, RowsByStep
 from ..optim._router_bias import drop_router_biases
 from ..plan._from_config import import_flax_decoder
@@ -177,7 +177,7 @@ def total_target_weight(batch: dict[str, np.ndarray]) -> float:
     return float(batch["target_weights"].sum(dtype=np.float64))
 
 
-def _circular_value_and_grad(setup: Setup, model: Model) -> Callable:
+def _circular_value_and_grad(setup: Setup, model: StagedModel) -> Callable:
     config = setup.config
     gather, boundary_gather = weight_gathers(setup)
 
@@ -198,7 +198,7 @@ def _circular_value_and_grad(setup: Setup, model: Model) -> Callable:
     return value_and_grad
 
 
-def _scheduled_value_and_grad(setup: Setup, model: Model) -> Callable:
+def _scheduled_value_and_grad(setup: Setup, model: StagedModel) -> Callable:
     gather, boundary_gather = weight_gathers(setup)
     assert setup.schedule_selection is not None and setup.schedule_selection.ticks is not None
     ticks = setup.schedule_selection.ticks
@@ -220,7 +220,7 @@ def _scheduled_value_and_grad(setup: Setup, model: Model) -> Callable:
     return value_and_grad
 
 
-def _unpipelined_value_and_grad(setup: Setup, model: Model) -> Callable:
+def _unpipelined_value_and_grad(setup: Setup, model: StagedModel) -> Callable:
     del setup
 
     def value_and_grad(weights, batch_inputs, keys):
@@ -233,17 +233,17 @@ def _unpipelined_value_and_grad(setup: Setup, model: Model) -> Callable:
     return value_and_grad
 
 
-def _linen_value_and_grad(setup: Setup, model: Model) -> Callable:
+def _linen_value_and_grad(setup: Setup, model: StagedModel) -> Callable:
     flax_decoder = import_flax_decoder()
     return flax_decoder.linen_value_and_grad(flax_decoder.make_flax_decoder(setup, model))
 
 
-def _nnx_value_and_grad(setup: Setup, model: Model) -> Callable:
+def _nnx_value_and_grad(setup: Setup, model: StagedModel) -> Callable:
     flax_decoder = import_flax_decoder()
     return flax_decoder.nnx_value_and_grad(flax_decoder.make_flax_decoder(setup, model))
 
 
-VALUE_AND_GRAD_BUILDERS: dict[str, Callable[[Setup, Model], Callable]] = {
+VALUE_AND_GRAD_BUILDERS: dict[str, Callable[[Setup, StagedModel], Callable]] = {
     "none": _unpipelined_value_and_grad,
     "circular": _circular_value_and_grad,
     "scheduled": _scheduled_value_and_grad,
