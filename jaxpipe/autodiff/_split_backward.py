@@ -11,10 +11,8 @@ from dataclasses import dataclass
 import jax
 from jaxtyping import PyTree
 
-from ..ir._accumulate import accumulate
-from ..ir._graph import Graph, check_pure, pvary_like, select, to_graph
-from ..ir._partition import partition
-from ..ir._partition_nested import InputKind
+from ..ir.graph import Graph, check_pure, pvary_like, select, to_graph
+from ..ir.transforms import InputKind, accumulate, partition
 from ._pullback import floating, pullback
 
 

@@ -1,4 +1,5 @@
-"""A jaxpr that one can rewrite: graph, cost, minimal cut, partition and accumulation.
+"""A jaxpr that one can rewrite, and rewrites that autodiff and the engines share.
 
-The package exports nothing: it is shared by the engines, which import from its modules.
+The package exports nothing. `jaxpipe.ir.graph` has the program and what one can ask of it, and
+`jaxpipe.ir.transforms` what makes other programs of it.
 """

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ..ir._graph import Atom, Graph, Literal
+from ..ir.graph import Atom, Graph, Literal
 from ..schedules import Schedule
 from .ir._eqns import copy_eqn
 from .ir._program import MpmdProgram, check

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from ..ir._graph import select
+from ..ir.graph import select
 from ..sharding._specs import axes_of, without_axes
 from ._varying import pvary
 

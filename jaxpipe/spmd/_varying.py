@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
-from ..ir._graph import pvary_like
+from ..ir.graph import pvary_like
 from ..sharding._specs import axes_of
 
 

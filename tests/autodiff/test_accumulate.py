@@ -11,8 +11,8 @@ from jax import lax
 
 from jaxpipe.autodiff._pullback import pullback
 from jaxpipe.autodiff._split_backward import split_backward
-from jaxpipe.ir._accumulate import accumulate
-from jaxpipe.ir._graph import to_graph
+from jaxpipe.ir.graph import to_graph
+from jaxpipe.ir.transforms import accumulate
 
 L, n = 3, 4
 x, ws = jnp.arange(1.0, n + 1), jnp.ones((L, n, n)) * 0.3

@@ -14,10 +14,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxpipe import sharding
-from jaxpipe.ir._graph import Cond, Graph, PrimitiveCall, Scan, ShardMap, to_graph
-from jaxpipe.ir._minimal_cut import minimal_cut
-from jaxpipe.ir._partition import Partition, partition
-from jaxpipe.ir._partition_nested import InputKind
+from jaxpipe.ir.graph import Cond, Graph, PrimitiveCall, Scan, ShardMap, to_graph
+from jaxpipe.ir.transforms import InputKind, Partition, minimal_cut, partition
 
 n = 4
 x, y, matrix = jnp.arange(1.0, n + 1), jnp.ones(n), jnp.eye(n) + 0.1

@@ -13,7 +13,7 @@ from jax.core import ShapedArray
 from jax.extend.core import jaxprs_in_params
 
 from jaxpipe import schedules
-from jaxpipe.ir._graph import Graph, Var
+from jaxpipe.ir.graph import Graph, Var
 from jaxpipe.mpmd import Add, mark_stage_end, mpmd_jit_with_loop, treduce
 from jaxpipe.mpmd.ir import (
     Buffer,

@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.ir._graph import PrimitiveCall
+from jaxpipe.ir.graph import PrimitiveCall
 from jaxpipe.mpmd import mark_stage_end, mpmd_jit_with_loop, treduce
 from jaxpipe.mpmd.jaxpp import Eager1F1B, GPipe, Std1F1B, ZeroBubble
 from mpmd.small import (

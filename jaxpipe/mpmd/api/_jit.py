@@ -13,8 +13,7 @@ from jaxtyping import PyTree
 
 from ..._compat import trace_settings, translated_shardings
 from ..._input import clause, shorten
-from ...ir._effects import effects_of
-from ...ir._graph import Graph, to_graph
+from ...ir.graph import Graph, effects_of, to_graph
 from ...schedules import builders
 from ...sharding._specs import axes_of, without_axes
 from ..ir._reduce import Last, treduce_i

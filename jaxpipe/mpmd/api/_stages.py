@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from ...ir._graph import Graph, Var
+from ...ir.graph import Graph, Var
 from ...schedules import Schedule
 from .._lowering import lower
 from ..ir._program import Buffer, Instruction, MpmdProgram

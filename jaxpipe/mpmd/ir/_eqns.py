@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from ...ir._graph import (
+from ...ir.graph import (
     Atom,
     Cond,
     Eqn,

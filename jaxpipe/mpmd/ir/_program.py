@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ...ir._graph import Graph, Var
+from ...ir.graph import Graph, Var
 from ...schedules import Action
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from jax.sharding import PartitionSpec as P
 
-from ...ir._graph import Atom, Eqn, Graph, PrimitiveCall, Var
+from ...ir.graph import Atom, Eqn, Graph, PrimitiveCall, Var
 from ..ir._reduce import Concat, Reduction
 
 

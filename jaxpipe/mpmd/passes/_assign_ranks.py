@@ -9,7 +9,7 @@ cheap to compute twice: every rank that needs such a value computes it itself.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...ir._graph import Eqn, Graph, PrimitiveCall, Var, has_print, variables
+from ...ir.graph import Eqn, Graph, PrimitiveCall, Var, has_print, variables
 from ...schedules import language
 from ..api._across import STACK, SUM, WITH
 from ..ir._eqns import ADD, eliminate_dead_code, is_sum

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from ...ir._graph import Atom, Cond, Eqn, Graph, Literal, PrimitiveCall, Scan, ShardMap, Var
+from ...ir.graph import Atom, Cond, Eqn, Graph, Literal, PrimitiveCall, Scan, ShardMap, Var
 
 
 def fingerprint(graph: Graph) -> Hashable:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ...ir._graph import Atom, Graph, Var
+from ...ir.graph import Atom, Graph, Var
 from ...schedules import Action, Op
 from ..ir._eqns import substitute_inputs
 from ..ir._program import Buffer, Instruction, MpmdProgram, Recv, RunTask, Send

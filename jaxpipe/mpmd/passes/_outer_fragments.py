@@ -8,7 +8,7 @@ rank is at least one level later than the equation that computes this value.
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from ...ir._graph import Eqn, Graph, Var, free_variables, has_print, variables
+from ...ir.graph import Eqn, Graph, Var, free_variables, has_print, variables
 from ..ir._program import Buffer, RunTask
 from ._assign_ranks import RankAssignment
 from ._pipelined_loops import loop_of

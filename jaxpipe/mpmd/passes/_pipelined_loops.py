@@ -7,8 +7,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from ...ir._cost import is_move
-from ...ir._graph import (
+from ...ir.graph import (
     Atom,
     Eqn,
     Graph,
@@ -16,6 +15,7 @@ from ...ir._graph import (
     Var,
     free_variables,
     has_print,
+    is_move,
     to_graph,
     variables,
 )

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from ...ir._cost import is_light
-from ...ir._graph import (
+from ...ir.graph import (
     Atom,
     Eqn,
     Graph,
@@ -23,6 +22,7 @@ from ...ir._graph import (
     PrimitiveCall,
     Var,
     has_print,
+    is_light,
     print_tokens,
     variables,
 )

@@ -9,10 +9,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...ir._accumulate import accumulate
-from ...ir._cost import is_light
-from ...ir._graph import Eqn, Graph, PrimitiveCall, Var, free_variables, has_print, variables
-from ...ir._partition import partition
+from ...ir.graph import (
+    Eqn,
+    Graph,
+    PrimitiveCall,
+    Var,
+    free_variables,
+    has_print,
+    is_light,
+    variables,
+)
+from ...ir.transforms import accumulate, partition
 from ...schedules import Op
 from ..ir._reduce import Reduction
 from ._split_stages import Stage

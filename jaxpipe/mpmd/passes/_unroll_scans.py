@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import jaxprs_in_params
 
-from ...ir._graph import Atom, Cond, Eqn, Graph, PrimitiveCall, Scan, ShardMap, Var
+from ...ir.graph import Atom, Cond, Eqn, Graph, PrimitiveCall, Scan, ShardMap, Var
 from ..ir._eqns import aval_of, substitute_inputs, with_outputs
 from ..ir._marks import STAGE_END as MARK
 from ..ir._reduce import TREDUCE as LOOP

@@ -5,7 +5,7 @@ from functools import partial
 
 import jax
 
-from ...ir._graph import Eqn, Graph, PrimitiveCall, Var
+from ...ir.graph import Eqn, Graph, PrimitiveCall, Var
 from ...schedules import Action, Op, language
 from ..ir._program import Buffer, MpmdProgram, RunTask
 from ..ir._reduce import Reduction

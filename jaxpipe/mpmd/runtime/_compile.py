@@ -19,7 +19,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..._compat import load_on_devices, partition_spec_of
-from ...ir._graph import Graph, has_print
+from ...ir.graph import Graph, has_print
 from ..api._mesh import MpmdMesh
 from ..ir._program import Buffer, MpmdProgram, Recv, RunTask
 from ..passes._fingerprint import fingerprint

@@ -7,7 +7,7 @@ from typing import Any
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ...ir._graph import Cond, Eqn, Graph, PrimitiveCall, Scan, ShardMap
+from ...ir.graph import Cond, Eqn, Graph, PrimitiveCall, Scan, ShardMap
 from ...sharding._specs import axes_of
 from ..api._mesh import check_memory_kind
 

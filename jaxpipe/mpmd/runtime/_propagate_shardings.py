@@ -8,8 +8,7 @@ from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
 
-from ...ir._cost import is_cheap, is_move
-from ...ir._graph import Eqn, Graph, PrimitiveCall, Var, variables
+from ...ir.graph import Eqn, Graph, PrimitiveCall, Var, is_cheap, is_move, variables
 from ..passes._accumulators import constraint_of
 from ..passes._pipelined_loops import loop_of
 from ._on_submesh import check_spec

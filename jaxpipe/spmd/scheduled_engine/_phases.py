@@ -16,7 +16,7 @@ from ...autodiff import StagedModel
 from ...autodiff._model import Aux, fold_in_microbatch, index_leading
 from ...autodiff._pullback import floating
 from ...autodiff._split_backward import SplitBackward
-from ...ir._accumulate import add_gradients
+from ...ir.transforms import add_gradients
 from ...schedules.lock_step import TickTables
 from .._ranks import AXIS
 from .._varying import cond

@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
-from .._compat import scan_sizes
+from ..._compat import scan_sizes
 from ._effects import effects_of, is_print
 from ._equations import bind, called_jaxpr, jaxpr_of, scoped
 
@@ -47,6 +47,7 @@ class Literal:
 
 
 Atom = Var | Literal
+"""An input of an equation, or an output of a graph."""
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,7 @@ from jax.extend.core import ClosedJaxpr, unmapped_aval
 from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
-from ._cost import is_cheap
-from ._equations import bind, jaxpr_of
-from ._graph import (
+from ..graph import (
     Atom,
     Cond,
     Eqn,
@@ -31,17 +29,20 @@ from ._graph import (
     Scan,
     ShardMap,
     Var,
+    bind,
     free_variables,
+    is_cheap,
+    jaxpr_of,
     select,
     to_graph,
     variables,
 )
 
 InputKind = typing.Literal["recomputable", "saved", "dead", "deferred"]
-"""Availability of an input to the second half. "recomputable": always available. "saved": available
-on request, and then kept in memory until the second half runs. "dead": not available, so values
-that depend on it must be residuals. "deferred": available to the second half only, not to the
-first."""
+"""Availability of an input to the second half. An input that is "recomputable" is always available,
+one that is "saved" on request, and it is then kept in memory until the second half runs. One that
+is "dead" is not available, so values that depend on it must be residuals. One that is "deferred" is
+available to the second half only, not to the first."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from ._cost import is_cheap, is_light, is_move
-from ._graph import Eqn, Graph, Var, free_variables, select, variables
+from ..graph import Eqn, Graph, Var, free_variables, is_cheap, is_light, is_move, select, variables
 from ._minimal_cut import minimal_cut
 from ._partition_nested import EqnPartition, InputKind, split_eqn
 

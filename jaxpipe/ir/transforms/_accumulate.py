@@ -20,8 +20,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Literal
 from jaxtyping import PyTree
 
-from ._cost import is_cast, is_invertible_move, shape_in, shape_out
-from ._graph import (
+from ..graph import (
     Atom,
     Cond,
     Eqn,
@@ -29,8 +28,12 @@ from ._graph import (
     PrimitiveCall,
     Scan,
     Var,
+    is_cast,
+    is_invertible_move,
     pvary_like,
     select,
+    shape_in,
+    shape_out,
     to_graph,
     variables,
 )

@@ -1,0 +1,29 @@
+"""A jaxpr as a list of equations that can be rearranged, their cost, and their side effects."""
+
+from ._cost import is_cast as is_cast
+from ._cost import is_cheap as is_cheap
+from ._cost import is_invertible_move as is_invertible_move
+from ._cost import is_light as is_light
+from ._cost import is_move as is_move
+from ._cost import shape_in as shape_in
+from ._cost import shape_out as shape_out
+from ._effects import effects_of as effects_of
+from ._equations import bind as bind
+from ._equations import jaxpr_of as jaxpr_of
+from ._graph import Atom as Atom
+from ._graph import Cond as Cond
+from ._graph import Eqn as Eqn
+from ._graph import Graph as Graph
+from ._graph import Literal as Literal
+from ._graph import PrimitiveCall as PrimitiveCall
+from ._graph import Scan as Scan
+from ._graph import ShardMap as ShardMap
+from ._graph import Var as Var
+from ._graph import check_pure as check_pure
+from ._graph import free_variables as free_variables
+from ._graph import has_print as has_print
+from ._graph import print_tokens as print_tokens
+from ._graph import pvary_like as pvary_like
+from ._graph import select as select
+from ._graph import to_graph as to_graph
+from ._graph import variables as variables
