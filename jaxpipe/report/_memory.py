@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..plan._memory import Memory
+from ..plan.compile_report import Memory
 from ..train.estimate._memory_estimate import estimate_memory
 from ..train.plan._setup import Setup
 

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpipe.data.batches._order import row_order, source_turns
+from jaxpipe.data.batches import row_order, source_turns
 
 sources = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4)
 """Rows and weights of sources."""

@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxpipe.plan import audit, totals, uncounted_loops
-from jaxpipe.plan._audit import Audit
+from jaxpipe.plan.hlo import Audit
 
 D = 8
 RING = [(i, (i + 1) % D) for i in range(D)]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jaxpipe.plan import audit, totals, uncounted_loops
-from jaxpipe.plan._audit import Audit
+from jaxpipe.plan.hlo import Audit
 
 HLO = Path(__file__).parent / "hlo"
 

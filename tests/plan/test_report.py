@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpipe.plan import memory
-from jaxpipe.plan._audit import Audit, CollectiveSite, WhileLoop
-from jaxpipe.plan._memory import Memory
-from jaxpipe.plan._report import CompileReport, report_json, report_text
+from jaxpipe.plan.compile_report import CompileReport, Memory, report_json, report_text
+from jaxpipe.plan.hlo import Audit, CollectiveSite, WhileLoop
 
 SITE = CollectiveSite(
     kind="all-gather",

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     config = read_settings(args.settings)
     devices = _devices(config, args.topology, args.num_slices)
     dump = args.dump_hlo and _dump_file(args.dump_hlo, config.model_name, args.topology)
-    from ...plan._report import report_json, report_text
+    from ...plan.compile_report import report_json, report_text
     from ...train import set_up
     from ...train.logs._describe import describe
     from ...train.step._aot import check_single_program
@@ -117,7 +117,7 @@ def _compile(setup: "Setup") -> tuple[Any, str]:
     import jax
 
     from ...plan import audit, memory
-    from ...plan._report import CompileReport, compiler_versions
+    from ...plan.compile_report import CompileReport, compiler_versions
     from ...train import compile_train_step
     from ...train.estimate._device_flops import model_flops
 

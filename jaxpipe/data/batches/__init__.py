@@ -15,4 +15,6 @@ from ._corpus import corpus_from_tokens as corpus_from_tokens
 from ._corpus import read_corpus as read_corpus
 from ._corpus import split_held_out as split_held_out
 from ._corpus import tokenize as tokenize
+from ._order import row_order as row_order
+from ._order import source_turns as source_turns
 from ._rows import Rows as Rows

@@ -14,7 +14,7 @@ On TPUs a collective takes these forms, each of which is one collective here:
 import re
 from dataclasses import dataclass
 
-from ._hlo import (
+from ._parse import (
     Computation,
     Instruction,
     attribute,

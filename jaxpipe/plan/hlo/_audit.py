@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from ._collectives import KINDS, Collective, starting_collective
-from ._hlo import Instruction, called_computations, callee, op_name, parse_hlo
+from ._parse import Instruction, called_computations, callee, op_name, parse_hlo
 from ._trips import (
     Scope,
     branch_scope,

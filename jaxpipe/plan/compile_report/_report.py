@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from ._audit import Audit, CollectiveSite, CollectiveTotals, add_up, totals, uncounted_loops
+from ..hlo import Audit, CollectiveSite, CollectiveTotals, add_up, totals, uncounted_loops
 from ._memory import Memory
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ._hlo import Computation, Instruction, Module, attribute, called_computations, callee
+from ._parse import Computation, Instruction, Module, attribute, called_computations, callee
 
 
 @dataclass(frozen=True)
