@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Scalar
 
-from ._model import Aux, StagedModel, combine_losses, fold_in_microbatch, total
+from .staged_model import Aux, StagedModel, combine_losses, fold_in_microbatch, total
 
 
 def value_and_grad(

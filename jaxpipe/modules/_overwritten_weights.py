@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
-from ..autodiff._model import index_leading
+from ..autodiff.staged_model import index_leading
 from ..sharding._rows import manual_batch_axes
 from ._layers import Layer
 

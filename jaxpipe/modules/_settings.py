@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from ..autodiff import Remat, keep, remat_by_name
-from ..autodiff._rematerialization import TENSORS, check_offload
+from ..autodiff.backward import TENSORS, check_offload
 from ..sharding import DEFAULT_RULES
 from ..sharding.layout import even_layout
 from ..spmd._ranks import AXIS

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import PyTree, Scalar
 
 from ..autodiff import Remat, StagedModel, recompute
-from ..autodiff._model import Aux, combine_losses, fold_in_microbatch, index_leading
+from ..autodiff.staged_model import Aux, combine_losses, fold_in_microbatch, index_leading
 from .ir._marks import mark_stage_end
 from .ir._reduce import Add, treduce_i
 

@@ -24,8 +24,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from ..autodiff._model import index_leading
-from ..autodiff._pullback import floating
+from ..autodiff.backward import floating
+from ..autodiff.staged_model import index_leading
 from ..sharding import Rules, constrain_with, partition_spec
 from ..sharding._rules import GATHERED_AXES, gathered_rules
 from ..sharding._specs import axes_of, axes_of_dim, without_axes

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxpipe.autodiff._pullback import pullback
-from jaxpipe.autodiff._split_backward import split_backward
+from jaxpipe.autodiff.backward import pullback, split_backward
 from jaxpipe.ir.graph import to_graph
 from jaxpipe.ir.transforms import accumulate
 

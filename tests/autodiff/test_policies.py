@@ -9,8 +9,7 @@ import pytest
 
 from jaxpipe import models, sharding
 from jaxpipe.autodiff import POLICIES, remat_by_name
-from jaxpipe.autodiff._pullback import pullback
-from jaxpipe.autodiff._rematerialization import OFFLOADED, TENSORS, check_offload
+from jaxpipe.autodiff.backward import OFFLOADED, TENSORS, check_offload, pullback
 from jaxpipe.models.layers import dot_product_attention, routed_experts
 from jaxpipe.models.weights import stack_weights, weight_shapes
 from small_models import small_deepseek, small_llama

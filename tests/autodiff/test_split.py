@@ -14,9 +14,8 @@ from jax.sharding import PartitionSpec
 
 from jaxpipe import models, sharding
 from jaxpipe.autodiff import remat_by_name
-from jaxpipe.autodiff._model import index_leading
-from jaxpipe.autodiff._pullback import combine, floating
-from jaxpipe.autodiff._split_backward import split_backward
+from jaxpipe.autodiff.backward import combine, floating, split_backward
+from jaxpipe.autodiff.staged_model import index_leading
 from jaxpipe.models.layers import dot_product_attention, routed_experts
 from small_models import small_deepseek, small_llama
 

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree, Scalar
 
 from ...autodiff import Remat, StagedModel, recompute
-from ...autodiff._model import Aux, with_aux
-from ...autodiff._pullback import floating
+from ...autodiff.backward import floating
+from ...autodiff.staged_model import Aux, with_aux
 from ...sharding._rules import typed_by_specs
 from .._ranks import AXIS, on_ranks
 from .._weight_gather import EACH_TICK, Gather

@@ -12,8 +12,8 @@ from jax import lax
 from jaxtyping import PyTree, Scalar
 
 from ...autodiff import StagedModel
-from ...autodiff._model import Aux, combine_losses, total
-from ...autodiff._pullback import combine, floating
+from ...autodiff.backward import combine, floating
+from ...autodiff.staged_model import Aux, combine_losses, total
 from .._buffers import cast_like, to_accum_dtype
 from .._ranks import AXIS
 from .._varying import zeros

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
-from ...autodiff._model import Aux, fold_in_microbatch, index_leading
-from ...autodiff._pullback import Pullback, floating, pullback
+from ...autodiff.backward import Pullback, floating, pullback
+from ...autodiff.staged_model import Aux, fold_in_microbatch, index_leading
 from .._buffers import cast_like, put
 from .._ranks import AXIS
 from .._varying import zeros_like

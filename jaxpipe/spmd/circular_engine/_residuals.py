@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from ...autodiff._model import index_leading
+from ...autodiff.staged_model import index_leading
 from .._buffers import allocate_buffer, put
 from .._varying import pvary
 from ._shape import PipelineShape

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
-from ...autodiff._model import index_leading
+from ...autodiff.staged_model import index_leading
 from .._buffers import put
 from .._ranks import AXIS, poison
 

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ...autodiff import Remat, recompute
-from ...autodiff._model import Aux
+from ...autodiff.staged_model import Aux
 from .._ranks import on_ranks
 from .._weight_gather import EACH_TICK, Gather, identity
 from ..stepwise._iteration import (

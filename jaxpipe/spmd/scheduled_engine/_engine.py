@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree, Scalar
 
 from ...autodiff import Remat, StagedModel, recompute
-from ...autodiff._model import Aux
+from ...autodiff.staged_model import Aux
 from ...schedules import num_ranks
 from ...schedules.lock_step import Ticks, TickTables, check_ticks, rank_and_chunk_by_stage
 from ...schedules.lock_step import tick_tables as tables_of

@@ -17,9 +17,8 @@ from jax import lax
 from jaxtyping import Array, Bool, PyTree, Scalar
 
 from ...autodiff import Remat, StagedModel
-from ...autodiff._model import Aux, combine_losses, index_leading
-from ...autodiff._pullback import floating
-from ...autodiff._split_backward import split_backward
+from ...autodiff.backward import floating, split_backward
+from ...autodiff.staged_model import Aux, combine_losses, index_leading
 from ...schedules.lock_step import TickTables
 from .._buffers import allocate_buffer, cast_like, put, to_accum_dtype
 from .._ranks import AXIS

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import PyTree, Scalar
 
 from ...autodiff import StagedModel
-from ...autodiff._model import Aux, fold_in_microbatch, index_leading
-from ...autodiff._pullback import floating
-from ...autodiff._split_backward import SplitBackward
+from ...autodiff.backward import SplitBackward, floating
+from ...autodiff.staged_model import Aux, fold_in_microbatch, index_leading
 from ...ir.transforms import add_gradients
 from ...schedules.lock_step import TickTables
 from .._ranks import AXIS

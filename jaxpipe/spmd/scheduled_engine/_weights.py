@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import PyTree
 
-from ...autodiff._model import index_leading
-from ...autodiff._pullback import floating
+from ...autodiff.backward import floating
+from ...autodiff.staged_model import index_leading
 from ...schedules.lock_step import PREFETCHED, SHARED_WITH_FORWARD, TickTables
 from .._buffers import put, to_accum_dtype
 from .._ranks import AXIS

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int, PyTree
 
-from ...autodiff._model import fold_in_microbatch, with_aux
+from ...autodiff.staged_model import fold_in_microbatch, with_aux
 from .._ranks import AXIS, on_ranks
 from ..circular_engine._shape import PipelineShape
 

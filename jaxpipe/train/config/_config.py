@@ -6,7 +6,7 @@ from typing import get_args
 
 from pydantic import model_validator
 
-from ...autodiff._rematerialization import TENSORS, saved_names
+from ...autodiff.backward import TENSORS, saved_names
 from ...data.sources._source_config import FIELD_READERS, SourceType
 from ._keys import ConfigKeys
 

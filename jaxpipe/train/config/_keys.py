@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from ..._input import plain_text
 from ...autodiff import POLICIES
-from ...autodiff._rematerialization import Location
+from ...autodiff.backward import Location
 from ...data import Source
 from ...data.sources._source_config import Paths, SourceType, TokenType
 from ..optim._optimizer import LEARNING_RATE_SHAPES

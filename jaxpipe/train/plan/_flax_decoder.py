@@ -27,7 +27,7 @@ from ... import linen as linen_frontend
 from ... import models, spmd
 from ... import nnx as nnx_frontend
 from ...autodiff import StagedModel
-from ...autodiff._model import Aux, combine_losses, total
+from ...autodiff.staged_model import Aux, combine_losses, total
 from ...models.weights._abstract import is_weight, stack_weights
 from ...modules._settings import pipeline_settings
 from ._family import model_family

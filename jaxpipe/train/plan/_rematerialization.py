@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ... import autodiff
-from ...autodiff._rematerialization import TENSORS, check_offload
+from ...autodiff.backward import TENSORS, check_offload
 from ..config._config import Config
 
 

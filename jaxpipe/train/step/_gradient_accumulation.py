@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import PyTree
 
-from ...autodiff._model import fold_in_microbatch
+from ...autodiff.staged_model import fold_in_microbatch
 
 Reshard = Callable[[PyTree], PyTree]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import jax
 from jaxtyping import PyTree
 
-from ..ir.graph import Graph, check_pure, pvary_like, select, to_graph
-from ..ir.transforms import InputKind, accumulate, partition
+from ...ir.graph import Graph, check_pure, pvary_like, select, to_graph
+from ...ir.transforms import InputKind, accumulate, partition
 from ._pullback import floating, pullback
 
 

@@ -17,9 +17,8 @@ from functools import wraps
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType
-from jaxtyping import Array, Float, PyTree, Scalar, Shaped
+from jaxtyping import Array, Float, Scalar
 
 Aux = dict[str, Scalar]
 """Auxiliary losses and metrics by name: scalars that are summed over microbatches, and over stages
@@ -136,55 +135,3 @@ def _typed_like(y: Any, x: Any) -> Any:
     if mesh.empty or AxisType.Explicit not in mesh.axis_types:
         return y
     return jax.sharding.reshard(y, jax.typeof(x).sharding.spec)
-
-
-def index_leading(tree: PyTree, index: Any) -> PyTree:
-    """Returns entry `index` of dim 0 of every leaf, an arbitrary one if `index` is out of range."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
-
-
-def fold_in_microbatch(keys: PyTree, microbatch: Any) -> PyTree:
-    """Returns `keys` with the index of a microbatch folded into every random key.
-
-    Args:
-        keys: Pytree of arrays. Leaves that are no typed keys are returned unchanged.
-        microbatch: Index of the microbatch, a scalar.
-
-    Returns:
-        Pytree with the structure and the shapes of `keys`.
-    """
-
-    def fold_leaf(leaf: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return leaf
-        folded = jax.vmap(lambda key: jax.random.fold_in(key, microbatch))(leaf.reshape(-1))
-        return folded.reshape(leaf.shape)
-
-    return jax.tree.map(fold_leaf, keys)
-
-
-def total(aux: dict[str, Shaped[Array, " steps"]]) -> Aux:
-    """Returns the sums over dim 0, the iterations of a scan."""
-    return jax.tree.map(lambda x: jnp.sum(x, axis=0), aux)
-
-
-def combine_losses(loss: Scalar, loss_metrics: Aux, stage_aux: Aux) -> tuple[Scalar, Aux]:
-    """Combines the results of the loss function and of the stages into one loss and its metrics.
-
-    Args:
-        loss: The loss of the batch that `model.loss` has summed up.
-        loss_metrics: The metrics of the batch that `model.loss` has returned.
-        stage_aux: The auxiliary losses and metrics of `model.stage`, summed over stages and
-            microbatches. The entry "loss", if present, is added to `loss`.
-
-    Returns:
-        (loss, metrics) of the batch.
-
-    Raises:
-        ValueError: If `loss` and `stage` use the same name for a metric.
-    """
-    clash = sorted(set(loss_metrics) & set(stage_aux))
-    if clash:
-        raise ValueError(f"`model.loss` and `model.stage` both return {clash}. Rename one of them.")
-    metrics = loss_metrics | {name: x for name, x in stage_aux.items() if name != "loss"}
-    return loss + stage_aux.get("loss", 0.0), metrics

@@ -17,6 +17,7 @@ Remat = Callable[[Callable], Callable]
 """A wrapper of a stage or a layer: `jax.checkpoint` with a policy, or the identity."""
 
 Location = Literal["remat", "device", "offload"]
+"""Whether a tensor is recomputed, saved on the device, or saved in host memory."""
 
 TENSORS: dict[str, str] = {
     "decoder_layer_input": "what enters a layer [b, T, D]",
