@@ -1,4 +1,4 @@
 """Shows a run as one HTML page that loads nothing else."""
 
 from ._page import render as render
-from ._run import read_run as read_run
+from .record import read_run as read_run

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ._findings import Finding
-from ._run import RunRecord
-from ._series import MAX_POINTS, points
+from .analysis import Finding
+from .record import MAX_POINTS, RunRecord, points
 
 _MAX_MARKS = 200
 

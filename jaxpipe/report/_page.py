@@ -14,11 +14,10 @@ from .. import __version__
 from ..train.plan._setup import Setup
 from . import _memory, _pictures
 from ._charts import chart_data, main_and_more
-from ._findings import findings
-from ._run import RunRecord
 from ._settings import settings
-from ._status import status
 from ._summary import cards, facts, metric_rows
+from .analysis import findings, status
+from .record import RunRecord
 
 
 def render(

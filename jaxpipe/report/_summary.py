@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..train.plan._setup import Setup
-from ._run import RunRecord
-from ._status import Status
+from .analysis import Status
+from .record import RunRecord
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from jaxpipe import report
-from jaxpipe.report._findings import Finding, findings, spikes
-from jaxpipe.report._series import Series
-from jaxpipe.report._status import status
+from jaxpipe.report.analysis import Finding, findings, spikes, status
+from jaxpipe.report.record import Series
 
 from .written import NOW, Metrics, usual, write_checkpoint, write_run, write_starts
 

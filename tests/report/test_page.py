@@ -14,7 +14,7 @@ import pytest
 
 from jaxpipe import report
 from jaxpipe.cli import main
-from jaxpipe.report._series import Series, points
+from jaxpipe.report.record import Series, points
 
 from .written import page_of, usual, write_checkpoint, write_run, write_starts
 

@@ -13,7 +13,7 @@ from ._compile import leave_tpus_alone
 
 if TYPE_CHECKING:
     from ...report._memory import CompiledMemory
-    from ...report._run import RunRecord
+    from ...report.record import RunRecord
     from ...train import Config
     from ...train.plan._setup import Setup
 

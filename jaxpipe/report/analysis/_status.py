@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from ..train.runtime._stop import bad_step_reason
-from ._run import RunRecord
+from ...train.runtime._stop import bad_step_reason
+from ..record import RunRecord
 
 _FRESH_SECONDS = 60.0
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from ._run import RunRecord
-from ._series import Series
+from ..record import RunRecord, Series
 from ._status import Status
 
 _MAX_LISTED = 8
