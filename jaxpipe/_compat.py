@@ -20,7 +20,7 @@ from jax.experimental import serialize_executable
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from .sharding._specs import with_axis_type
+from .sharding.specs import with_axis_type
 
 
 def splash_aborts_in_pipelines() -> bool:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from ..sharding._rules import typed_by_specs
+from ..sharding.specs import typed_by_specs
 from ..spmd.circular_engine._engine import circular
 from ..spmd.circular_engine._unrolled import circular_unrolled
 from ._frontend_gather import gather_of_names

@@ -14,8 +14,13 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
-from ..sharding._rules import check_divisible, padded_spec, reshard_to_spec
-from ..sharding._specs import with_axis_type, without_axes
+from ..sharding.specs import (
+    check_divisible,
+    padded_spec,
+    reshard_to_spec,
+    with_axis_type,
+    without_axes,
+)
 from ..spmd._ranks import AXIS, is_spec, on_ranks
 from ._settings import AxisRules
 

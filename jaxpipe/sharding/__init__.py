@@ -10,5 +10,5 @@ from ._rules import named_shardings as named_shardings
 from ._rules import no_constraint as no_constraint
 from ._rules import override_rules as override_rules
 from ._rules import partition_spec as partition_spec
-from ._rules import reshard as reshard
 from ._rules import zero1_rules as zero1_rules
+from .specs import reshard as reshard

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from ..ir.graph import select
-from ..sharding._specs import axes_of, without_axes
+from ..sharding.specs import axes_of, without_axes
 from ._varying import pvary
 
 

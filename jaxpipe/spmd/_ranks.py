@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from ..sharding._specs import axes_of, axes_of_dim
+from ..sharding.specs import axes_of, axes_of_dim
 from ._stage_shardings import in_stage
 from ._varying import pvary
 

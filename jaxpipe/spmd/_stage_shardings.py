@@ -14,7 +14,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from .._compat import translated_shardings
-from ..sharding._specs import without_axes
+from ..sharding.specs import without_axes
 from ._nested_shard_map import nested_shard_map
 
 

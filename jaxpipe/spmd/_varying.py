@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
 from ..ir.graph import pvary_like
-from ..sharding._specs import axes_of
+from ..sharding.specs import axes_of
 
 
 def pvary(x: jax.Array) -> jax.Array:

@@ -28,7 +28,7 @@ from ..autodiff.backward import floating
 from ..autodiff.staged_model import index_leading
 from ..sharding import Rules, constrain_with, partition_spec
 from ..sharding._rules import GATHERED_AXES, gathered_rules
-from ..sharding._specs import axes_of, axes_of_dim, without_axes
+from ..sharding.specs import axes_of, axes_of_dim, without_axes
 from ._buffers import cast_like, to_accum_dtype
 from ._ranks import is_spec
 from ._varying import zeros

@@ -14,7 +14,7 @@ from jaxpipe.sharding import (
     override_rules,
     partition_spec,
 )
-from jaxpipe.sharding._rules import check_divisible
+from jaxpipe.sharding.specs import check_divisible
 
 ACTIVATION = ("activation_batch", "activation_length", "activation_mlp")
 

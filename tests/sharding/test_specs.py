@@ -3,7 +3,7 @@
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.sharding._specs import axes_of, without_axes
+from jaxpipe.sharding.specs import axes_of, without_axes
 
 FREE = P.UNCONSTRAINED
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from ...sharding._specs import axes_of
+from ...sharding.specs import axes_of
 
 Local = Callable[[Any, Any], jax.Array]
 """`(inputs, constants) -> out`, differentiable with respect to `inputs`. Both are pytrees."""

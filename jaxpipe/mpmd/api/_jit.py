@@ -15,7 +15,7 @@ from ..._compat import trace_settings, translated_shardings
 from ..._input import clause, shorten
 from ...ir.graph import Graph, effects_of, to_graph
 from ...schedules import builders
-from ...sharding._specs import axes_of, without_axes
+from ...sharding.specs import axes_of, without_axes
 from ..ir._reduce import Last, treduce_i
 from ._arguments import broadcast_prefix, static_arguments, type_of
 from ._array import MpmdArray

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ...sharding._specs import without_axes
+from ...sharding.specs import without_axes
 
 
 @dataclass(frozen=True)

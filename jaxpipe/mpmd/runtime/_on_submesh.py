@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...ir.graph import Cond, Eqn, Graph, PrimitiveCall, Scan, ShardMap
-from ...sharding._specs import axes_of
+from ...sharding.specs import axes_of
 from ..api._mesh import check_memory_kind
 
 

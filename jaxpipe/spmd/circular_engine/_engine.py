@@ -17,7 +17,7 @@ from jaxtyping import PyTree, Scalar
 from ...autodiff import Remat, StagedModel, recompute
 from ...autodiff.backward import floating
 from ...autodiff.staged_model import Aux, with_aux
-from ...sharding._rules import typed_by_specs
+from ...sharding.specs import typed_by_specs
 from .._ranks import AXIS, on_ranks
 from .._weight_gather import EACH_TICK, Gather
 from ._loss import rank_value, rank_value_and_grad

@@ -21,8 +21,8 @@ from jaxtyping import PyTree
 
 from ... import mpmd, sharding
 from ...sharding._rules import LogicalAxes
-from ...sharding._specs import axes_of_dim
 from ...sharding.layout import LayerLayout
+from ...sharding.specs import axes_of_dim
 from ..plan._setup import STACK_AXES, Setup
 from ..step._mpmd import mpmd_state_shardings
 from ..step._per_stage_state import mpmd_mesh, stack_shardings, stack_stages, unstack_stages

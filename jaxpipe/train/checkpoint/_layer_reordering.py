@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Int, PyTree
 
 from ...models.weights._abstract import mask_padding_layers
-from ...sharding._specs import without_axes
+from ...sharding.specs import without_axes
 from ..plan._setup import Setup
 from ..step._per_stage_state import layer_ids_by_rank
 

@@ -1,11 +1,12 @@
-"""The mesh axes that a `PartitionSpec` names, and a spec without some of them.
+"""The mesh axes that a `PartitionSpec` names, a spec without some of them, and what they divide.
 
 A spec names axes over which dims are split, and in its sets `unreduced` and `reduced` axes over
 which an array is a sum that is still to be added up, or has been. JAX refuses to iterate over a
 spec whose sets are not empty, so specs are read here through `partitions`.
 """
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
@@ -62,3 +63,32 @@ def axes_of_dim(dim: Any) -> tuple[str, ...]:
     if dim is None or dim is PartitionSpec.UNCONSTRAINED:
         return ()
     return (dim,) if isinstance(dim, str) else tuple(dim)
+
+
+def check_divisible(
+    shape: Sequence[int], spec: PartitionSpec, sizes: Mapping[str, int], name: str
+) -> None:
+    """Checks that every dim of `shape` splits evenly over its mesh axes.
+
+    Args:
+        shape: The shape of an array.
+        spec: Its spec, of at most as many dims.
+        sizes: The size of each mesh axis.
+        name: The name of the array, for the error.
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: If a dim does not.
+    """
+    for dim, names in enumerate(spec):
+        axes = axes_of_dim(names)
+        parts = math.prod(sizes[axis] for axis in axes)
+        if shape[dim] % parts:
+            over = " x ".join(f"{axis} {sizes[axis]}" for axis in axes if sizes[axis] > 1)
+            raise ValueError(
+                f"`{name}` has {shape[dim]} in dim {dim} of {tuple(shape)}, which does not divide "
+                f"over {over}. Change that size, the mesh, or the rule of that dim in "
+                "`logical_axis_rules`."
+            )
