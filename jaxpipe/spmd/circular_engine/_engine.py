@@ -3,13 +3,11 @@
 S ranks, R repeats, M microbatches, n = M / S of them on each rank.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree, Scalar
@@ -20,6 +18,15 @@ from ...autodiff.staged_model import Aux, with_aux
 from ...sharding.specs import typed_by_specs
 from .._ranks import AXIS, on_ranks
 from .._weight_gather import EACH_TICK, Gather
+from .._whole_arrays import (
+    check_rows,
+    common_dims,
+    gradient_dims,
+    leaf_name,
+    on_parts,
+    rows_of,
+    stacked_specs,
+)
 from ._loss import rank_value, rank_value_and_grad
 from ._passes import CircularOptions, Stage, backward_rank, forward_rank
 from ._shape import check_circular
@@ -68,6 +75,7 @@ def circular(
             not divide over `gather.batch_axes`.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> stage = lambda w, x, batch_inputs, rng: x + w
         >>> weights, inputs = jnp.ones((2, 4)), jnp.ones((4, 3))  # [R, S], [M, ...]: 8 stages
         >>> y, _ = jax.jit(lambda w, x: circular(stage, w, x))(weights, inputs)
@@ -137,18 +145,6 @@ def _layer(stage: Stage, mesh: Mesh | None, options: CircularOptions) -> Callabl
     return layer
 
 
-def rows_of(gather: Gather, lead: P) -> P:
-    """Returns the spec of arrays whose rows are in the dim after those of `lead`."""
-    return P(*lead, gather.batch_axes) if gather.batch_axes else lead
-
-
-def stacked_specs(specs: PyTree) -> PyTree:
-    """Returns the specs of [R, S, ...] leaves, given those of the weights of one stage."""
-    return jax.tree.map(
-        lambda spec: P(None, AXIS, *spec), specs, is_leaf=lambda x: isinstance(x, P)
-    )
-
-
 def circular_value_and_grad(
     model: StagedModel,
     weights: dict[str, Any],
@@ -187,6 +183,7 @@ def circular_value_and_grad(
             rows do not divide over `gather.batch_axes`.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> model = StagedModel(
         ...     embed=lambda w, batch: batch["x"] * w,
         ...     stage=lambda w, x, batch, rng: x + w,
@@ -250,35 +247,6 @@ def circular_value(
     return on_parts(rank_fn, mesh, gather, boundary_gather, None)(weights, batch_inputs, keys)
 
 
-def on_parts(
-    f: Callable, mesh: Mesh | None, gather: Gather, boundary_gather: Gather, out_dims: Any
-) -> Callable:
-    """Returns a function of whole arrays that runs `f` on all ranks.
-
-    `f(stages, boundary, batch_inputs, keys)` is written for one rank; `boundary` holds the groups
-    of `weights` other than "stages". The function returned is `(weights, batch_inputs, keys) ->
-    ...`.
-    """
-    in_dims = (
-        stacked_specs(gather.weight_specs),
-        boundary_gather.weight_specs,
-        rows_of(gather, P(None)),
-        1,
-    )
-    run = on_ranks(f, mesh=mesh, in_dims=in_dims, out_dims=out_dims)
-
-    def run_on_ranks(weights: dict[str, Any], batch_inputs: PyTree, keys: PyTree) -> Any:
-        boundary = {name: w for name, w in weights.items() if name != "stages"}
-        return run(weights["stages"], boundary, batch_inputs, keys)
-
-    return run_on_ranks
-
-
-def gradient_dims(gather: Gather, boundary_gather: Gather) -> tuple[PyTree, PyTree]:
-    """Returns `out_dims` for (gradients of the stages, gradients of embedding and head)."""
-    return stacked_specs(gather.gradient_specs), boundary_gather.gradient_specs
-
-
 def _check_counts(stacked: PyTree, microbatches: PyTree, mesh: Mesh | None, delay: bool) -> int:
     """Checks every leaf, and R, S and M against each other and the mesh.
 
@@ -323,7 +291,7 @@ def check_mesh(mesh: Mesh | None, num_ranks: int, stacked: PyTree) -> None:
     if ranks == num_ranks:
         return
     path, leaf = jax.tree_util.tree_leaves_with_path(stacked)[0]
-    name = _name_of(path)
+    name = leaf_name(path)
     raise ValueError(
         f"{name} has shape {leaf.shape}, of which the first two dims are [repeats, ranks]: "
         f"{num_ranks} ranks, but the axis {AXIS!r} of `mesh` {dict(mesh.shape)} has {ranks}. "
@@ -344,54 +312,6 @@ def _stacked_hint(shape: tuple[int, ...], ranks: int) -> str:
             f"`w.reshape({stacked[0]}, {ranks}, *w.shape[1:])`, of shape {stacked}."
         )
     return "They must be equal."
-
-
-def check_rows(microbatches: PyTree, batch_axes: tuple[str, ...], mesh: Mesh | None) -> None:
-    """Checks that dim 1 of every [M, rows, ...] leaf divides over `batch_axes`, if there are any.
-
-    Raises:
-        ValueError: If it does not, or `mesh` is None.
-    """
-    if not batch_axes:
-        return
-    if mesh is None:
-        raise ValueError(
-            f"`gather.batch_axes` is {batch_axes} and `mesh` is None: one device has all rows. "
-            "Give a mesh, or no batch axes."
-        )
-    parts = math.prod(mesh.shape[axis] for axis in batch_axes)
-    for path, x in jax.tree_util.tree_leaves_with_path(microbatches):
-        if x.ndim < 2 or x.shape[1] % parts:
-            raise ValueError(
-                f"{jax.tree_util.keystr(path)} has dims {x.shape}. Dim 1 must hold rows that "
-                f"divide over {' x '.join(batch_axes)} = {parts}, as `gather.batch_axes` says."
-            )
-
-
-def common_dims(tree: dict[str, PyTree], count: int, meaning: str) -> tuple[int, ...]:
-    """Returns the sizes of the first `count` dims, and checks that all leaves share them."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    if not leaves:
-        raise ValueError(f"`{'` and `'.join(tree)}` have no arrays. Give leaves {meaning}.")
-    shapes = [(_name_of(path), jnp.shape(x)) for path, x in leaves]
-    first, wanted = shapes[0]
-    for name, shape in shapes:
-        if len(shape) < count:
-            raise ValueError(
-                f"{name} has shape {shape}. All leaves of `{'` and `'.join(tree)}` are {meaning}: "
-                "give it these dims in front."
-            )
-        if shape[:count] != wanted[:count]:
-            raise ValueError(
-                f"{name} has shape {shape} and {first} {wanted}. All leaves of "
-                f"`{'` and `'.join(tree)}` are {meaning}, with the same sizes of these dims."
-            )
-    return wanted[:count]
-
-
-def _name_of(path: tuple) -> str:
-    """Returns a leaf's name as the caller writes it: `weights['w']` for `['weights']['w']`."""
-    return path[0].key + jax.tree_util.keystr(path[1:])
 
 
 def _to_shares(tree: PyTree, num_ranks: int) -> PyTree:

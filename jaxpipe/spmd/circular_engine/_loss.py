@@ -12,8 +12,9 @@ from jax import lax
 from jaxtyping import PyTree, Scalar
 
 from ...autodiff import StagedModel
-from ...autodiff.backward import combine, floating
+from ...autodiff.backward import floating
 from ...autodiff.staged_model import Aux, combine_losses, total
+from .._boundary import add_to_boundary, loss_and_gradients
 from .._buffers import cast_like, to_accum_dtype
 from .._ranks import AXIS
 from .._varying import zeros
@@ -113,24 +114,6 @@ def _loss_and_gradients(
     zero_grads = jax.tree.map(zeros, to_accum_dtype(boundary))
     gradients, ((losses, metrics), dy) = lax.scan(step, zero_grads, (y, share))
     return (jnp.sum(losses), total(metrics)), (gradients, dy)
-
-
-def loss_and_gradients(
-    model: StagedModel, boundary: dict[str, PyTree], y: PyTree, batch_inputs: PyTree
-) -> tuple[tuple[Scalar, Aux], tuple[dict[str, PyTree], PyTree]]:
-    """Returns loss and metrics of a microbatch, and the gradients by `boundary` and `y`."""
-
-    def loss(boundary, differentiated):
-        return model.loss(boundary, combine(differentiated, y), batch_inputs)
-
-    loss_and_grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-    return loss_and_grads(model.boundary(boundary), floating(y))
-
-
-def add_to_boundary(gradients: dict[str, PyTree], new: dict[str, PyTree]) -> dict[str, PyTree]:
-    """Returns the gradients of embedding and head, with those in `new` added in float32."""
-    sums = {name: gradients[name] for name in new}
-    return gradients | jax.tree.map(jnp.add, sums, to_accum_dtype(new))
 
 
 def _pullback(f: Callable, weights: PyTree) -> tuple[PyTree, Callable]:

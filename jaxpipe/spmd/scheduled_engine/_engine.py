@@ -16,7 +16,7 @@ from ...schedules.lock_step import Ticks, TickTables, check_ticks, rank_and_chun
 from ...schedules.lock_step import tick_tables as tables_of
 from .._ranks import AXIS
 from .._weight_gather import EACH_TICK, Gather
-from ..circular_engine._engine import check_rows, common_dims, gradient_dims, on_parts
+from .._whole_arrays import check_rows, common_dims, gradient_dims, on_parts
 from ._loop import ScheduledOptions, rank_value, rank_value_and_grad
 
 

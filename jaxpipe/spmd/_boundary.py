@@ -1,0 +1,47 @@
+"""Loss of a microbatch, and gradients of the boundary: the weights of embedding and head."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree, Scalar
+
+from ..autodiff import StagedModel
+from ..autodiff.backward import combine, floating
+from ..autodiff.staged_model import Aux
+from ._buffers import to_accum_dtype
+
+
+def loss_and_gradients(
+    model: StagedModel, boundary: dict[str, PyTree], y: PyTree, batch_inputs: PyTree
+) -> tuple[tuple[Scalar, Aux], tuple[dict[str, PyTree], PyTree]]:
+    """Computes the loss of a microbatch together with its gradients, so logits are computed once.
+
+    Args:
+        model: The model.
+        boundary: Weights of embedding and head, gathered.
+        y: What the last stage returns for the microbatch.
+        batch_inputs: The inputs of the microbatch.
+
+    Returns:
+        ((loss, metrics), (gradients of the groups of `boundary` that the loss reads, gradient of
+        `y`)). The latter has the structure of `floating(y)`.
+    """
+
+    def loss(boundary, differentiated):
+        return model.loss(boundary, combine(differentiated, y), batch_inputs)
+
+    loss_and_grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    return loss_and_grads(model.boundary(boundary), floating(y))
+
+
+def add_to_boundary(gradients: dict[str, PyTree], new: dict[str, PyTree]) -> dict[str, PyTree]:
+    """Adds gradients of a microbatch to those of embedding and head, in float32.
+
+    Args:
+        gradients: The sums so far, of all groups.
+        new: Gradients of any of the groups.
+
+    Returns:
+        The sums, with the groups of `new` added.
+    """
+    sums = {name: gradients[name] for name in new}
+    return gradients | jax.tree.map(jnp.add, sums, to_accum_dtype(new))

@@ -1,0 +1,107 @@
+"""Whole arrays that engines are given: their leading dims, their specs, and their parts on ranks.
+
+S ranks, R stages on each, M microbatches. Leaves of stages and keys are [R, S, ...], those of a
+batch [M, rows, ...].
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
+
+from ._ranks import AXIS, on_ranks
+from ._weight_gather import Gather
+
+
+def on_parts(
+    f: Callable, mesh: Mesh | None, gather: Gather, boundary_gather: Gather, out_dims: Any
+) -> Callable:
+    """Returns a function of whole arrays that runs `f` on all ranks.
+
+    `f(stages, boundary, batch_inputs, keys)` is written for one rank; `boundary` holds the groups
+    of `weights` other than "stages". The function returned is `(weights, batch_inputs, keys) ->
+    ...`.
+    """
+    in_dims = (
+        stacked_specs(gather.weight_specs),
+        boundary_gather.weight_specs,
+        rows_of(gather, P(None)),
+        1,
+    )
+    run = on_ranks(f, mesh=mesh, in_dims=in_dims, out_dims=out_dims)
+
+    def run_on_ranks(weights: dict[str, Any], batch_inputs: PyTree, keys: PyTree) -> Any:
+        boundary = {name: w for name, w in weights.items() if name != "stages"}
+        return run(weights["stages"], boundary, batch_inputs, keys)
+
+    return run_on_ranks
+
+
+def gradient_dims(gather: Gather, boundary_gather: Gather) -> tuple[PyTree, PyTree]:
+    """Returns `out_dims` for (gradients of the stages, gradients of embedding and head)."""
+    return stacked_specs(gather.gradient_specs), boundary_gather.gradient_specs
+
+
+def rows_of(gather: Gather, lead: P) -> P:
+    """Returns the spec of arrays whose rows are in the dim after those of `lead`."""
+    return P(*lead, gather.batch_axes) if gather.batch_axes else lead
+
+
+def stacked_specs(specs: PyTree) -> PyTree:
+    """Returns the specs of [R, S, ...] leaves, given those of the weights of one stage."""
+    return jax.tree.map(
+        lambda spec: P(None, AXIS, *spec), specs, is_leaf=lambda x: isinstance(x, P)
+    )
+
+
+def check_rows(microbatches: PyTree, batch_axes: tuple[str, ...], mesh: Mesh | None) -> None:
+    """Checks that dim 1 of every [M, rows, ...] leaf divides over `batch_axes`, if there are any.
+
+    Raises:
+        ValueError: If it does not, or `mesh` is None.
+    """
+    if not batch_axes:
+        return
+    if mesh is None:
+        raise ValueError(
+            f"`gather.batch_axes` is {batch_axes} and `mesh` is None: one device has all rows. "
+            "Give a mesh, or no batch axes."
+        )
+    parts = math.prod(mesh.shape[axis] for axis in batch_axes)
+    for path, x in jax.tree_util.tree_leaves_with_path(microbatches):
+        if x.ndim < 2 or x.shape[1] % parts:
+            raise ValueError(
+                f"{jax.tree_util.keystr(path)} has dims {x.shape}. Dim 1 must hold rows that "
+                f"divide over {' x '.join(batch_axes)} = {parts}, as `gather.batch_axes` says."
+            )
+
+
+def common_dims(tree: dict[str, PyTree], count: int, meaning: str) -> tuple[int, ...]:
+    """Returns the sizes of the first `count` dims, and checks that all leaves share them."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    if not leaves:
+        raise ValueError(f"`{'` and `'.join(tree)}` have no arrays. Give leaves {meaning}.")
+    shapes = [(leaf_name(path), jnp.shape(x)) for path, x in leaves]
+    first, wanted = shapes[0]
+    for name, shape in shapes:
+        if len(shape) < count:
+            raise ValueError(
+                f"{name} has shape {shape}. All leaves of `{'` and `'.join(tree)}` are {meaning}: "
+                "give it these dims in front."
+            )
+        if shape[:count] != wanted[:count]:
+            raise ValueError(
+                f"{name} has shape {shape} and {first} {wanted}. All leaves of "
+                f"`{'` and `'.join(tree)}` are {meaning}, with the same sizes of these dims."
+            )
+    return wanted[:count]
+
+
+def leaf_name(path: tuple) -> str:
+    """Returns a leaf's name as the caller writes it: `weights['w']` for `['weights']['w']`."""
+    return path[0].key + jax.tree_util.keystr(path[1:])
