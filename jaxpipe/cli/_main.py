@@ -1,36 +1,17 @@
 """Runs `jaxpipe COMMAND`, and reports a user's mistake in one message."""
 
-import argparse
 import io
 import os
 import sys
-from collections.abc import Callable
 from typing import NoReturn
 
-from .._input import short_repr
-from ._errors import hide_logged_tracebacks, report_error
-from ._interrupts import INTERRUPTED, say_interrupted, watch_interrupts
-from ._options import Parser
-
-
-def commands() -> tuple[Callable[[argparse._SubParsersAction], None], ...]:
-    """Returns one function per command, which registers a parser.
-
-    The parser's `func` default takes the parsed arguments and returns the exit code. It imports
-    slow modules, such as JAX, itself.
-    """
-    # Not at the top: `jaxpipe.cli` also has `emulate_devices`, which must run before other imports.
-    from .commands import _compile, _convert, _launch, _report, _schedule, _tokenize, _train
-
-    return (
-        _schedule.add_parser,
-        _train.add_parser,
-        _launch.add_parser,
-        _compile.add_parser,
-        _convert.add_parser,
-        _tokenize.add_parser,
-        _report.add_parser,
-    )
+from .process import (
+    INTERRUPTED,
+    hide_logged_tracebacks,
+    report_error,
+    say_interrupted,
+    watch_interrupts,
+)
 
 
 def script() -> NoReturn:
@@ -44,36 +25,6 @@ def script() -> NoReturn:
         # At once: threads of a failed save would print more errors after the reason.
         os._exit(code)
     sys.exit(code)
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of all commands."""
-    parser = Parser(prog="jaxpipe", description="Pipeline parallelism for JAX.")
-    subparsers = parser.add_subparsers(required=True, metavar="command", dest="command")
-    for add_parser in commands():
-        add_parser(subparsers)
-    return parser
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Returns the parsed arguments. Settings may come before, between and after options.
-
-    Args:
-        argv: The words after `jaxpipe`, or None for those of this process.
-
-    Returns:
-        The arguments; `func` is the function to call with them.
-
-    Raises:
-        SystemExit: If an argument is unknown or wrong, after a message.
-    """
-    parser = make_parser()
-    args, rest = parser.parse_known_args(argv)
-    if any(word.startswith("-") for word in rest) or (rest and not hasattr(args, "settings")):
-        parser.error(f"unrecognized arguments: {' '.join(map(short_repr, rest))}")
-    if rest:
-        args.settings += rest
-    return args
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,6 +46,9 @@ def main(argv: list[str] | None = None) -> int:
         1F0,1F1,1B0,1B1
         0
     """
+    # Not at the top: `jaxpipe.cli` also has `emulate_devices`, which must run before other imports.
+    from .commands import parse
+
     args = parse(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not know all characters

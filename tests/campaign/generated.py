@@ -13,7 +13,7 @@ from typing import Any, get_args
 import yaml
 from hypothesis import strategies as st
 
-from jaxpipe.cli._main import make_parser
+from jaxpipe.cli.commands import make_parser
 from jaxpipe.schedules import FAMILIES
 from jaxpipe.train import Config
 

@@ -23,7 +23,7 @@ from .faults import arrange
 # Beyond the bounds that the campaign asserts, so that it sees how far beyond.
 _SECONDS, _ADDRESS_SPACE = 90, 14 << 30
 _IMPORTED = (
-    *("orbax.checkpoint", "jaxpipe.cli._main", "jaxpipe.linen", "jaxpipe.nnx", "jaxpipe.plan"),
+    *("orbax.checkpoint", "jaxpipe.cli.commands", "jaxpipe.linen", "jaxpipe.nnx", "jaxpipe.plan"),
     *("jaxpipe.report", "jaxpipe.train", "jaxpipe.hugging_face"),
     *("jaxpipe.train.plan._flax_decoder", "jaxpipe.train.loop._loop"),
 )
@@ -77,7 +77,7 @@ def run(argv: list[str]) -> int:
 
 def prepare(argv: list[str], fault: list | None) -> None:
     """Makes this process, a fork, one in which a command runs."""
-    from jaxpipe.cli._interrupts import watch_interrupts
+    from jaxpipe.cli.process import watch_interrupts
 
     if fault is None:
         stop_before_long_work()
@@ -132,7 +132,7 @@ def in_a_fork(argv: list[str], cwd: str, fault: list | None = None) -> dict[str,
 
 
 if __name__ == "__main__":
-    from jaxpipe.cli._errors import hide_logged_tracebacks
+    from jaxpipe.cli.process import hide_logged_tracebacks
 
     import_everything()
     hide_logged_tracebacks()  # as the command does

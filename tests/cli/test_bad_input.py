@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from campaign.world import GOLDEN
 
-from jaxpipe.cli import _errors, main
+from jaxpipe.cli import main
+from jaxpipe.cli.process import report_error
 from jaxpipe.train import Config, load_config
 
 COUNTS = ["--ranks", "2", "--microbatches", "2"]
@@ -208,7 +209,7 @@ def test_metrics_that_are_a_folder_are_refused(tmp_path: Path, capsys):
 
 def test_what_nobody_has_foreseen_is_one_line_with_a_file(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert _errors.report_error(KeyError("x"), "train") == 1
+    assert report_error(KeyError("x"), "train") == 1
     said = capsys.readouterr().err
     assert said.startswith("jaxpipe: error: this is a bug of jaxpipe, in `jaxpipe train`: KeyError")
     (file,) = tmp_path.iterdir()
@@ -217,9 +218,9 @@ def test_what_nobody_has_foreseen_is_one_line_with_a_file(tmp_path: Path, capsys
 
 def test_errors_of_the_system_have_the_code_of_their_cause(capsys):
     missing = FileNotFoundError(errno.ENOENT, "No such file or directory", "x")
-    assert _errors.report_error(missing, "train") == 2
-    assert _errors.report_error(OSError(errno.ENOSPC, "No space left on device", "x"), "train") == 1
-    assert _errors.report_error(MemoryError(), "train") == 1
+    assert report_error(missing, "train") == 2
+    assert report_error(OSError(errno.ENOSPC, "No space left on device", "x"), "train") == 1
+    assert report_error(MemoryError(), "train") == 1
     assert "`base_emb_dim`" in capsys.readouterr().err
 
 

@@ -3,15 +3,13 @@
 import signal
 import subprocess
 import sys
-import threading
 import time
 
-from jaxpipe.cli import _interrupts as interrupts
-from jaxpipe.cli import main
+from jaxpipe.cli.process import CLEANUP_SECONDS
 
 # A terminal's foreground, also where the tests run in the background.
 FOREGROUND = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-WATCHED = FOREGROUND + "from jaxpipe.cli import _interrupts as i; i.watch_interrupts(); "
+WATCHED = FOREGROUND + "from jaxpipe.cli import process as i; i.watch_interrupts(); "
 LONG_CALL = "import hashlib; print(1, flush=True); hashlib.pbkdf2_hmac('md5', b'', b'', 10**9)"
 
 
@@ -40,13 +38,13 @@ UNWINDS = WATCHED + "u = i.unwinding(); u.__enter__(); "
 def test_a_command_whose_main_thread_is_in_a_long_call_ends_at_once_in_one_line():
     code, said, seconds = interrupted(WATCHED + LONG_CALL)
     assert (code, said) == (130, "jaxpipe: interrupted (SIGINT)\n")
-    assert seconds < interrupts.CLEANUP_SECONDS
+    assert seconds < CLEANUP_SECONDS
 
 
 def test_a_command_that_unwinds_has_some_seconds_for_it():
     code, said, seconds = interrupted(UNWINDS + LONG_CALL)
     assert (code, said) == (130, "jaxpipe: interrupted (SIGINT)\n")
-    assert seconds > interrupts.CLEANUP_SECONDS - 1
+    assert seconds > CLEANUP_SECONDS - 1
 
 
 def test_an_error_that_an_interrupt_has_caused_is_not_shown():
@@ -72,7 +70,7 @@ except KeyboardInterrupt:
 def test_a_second_interrupt_ends_at_once():
     code, said, seconds = interrupted(UNWINDS + LONG_CALL, times=2)
     assert (code, said) == (130, "jaxpipe: interrupted (SIGINT)\n")
-    assert seconds < interrupts.CLEANUP_SECONDS
+    assert seconds < CLEANUP_SECONDS
 
 
 def test_a_run_that_takes_interrupts_ends_by_itself_or_at_the_second():
@@ -88,12 +86,15 @@ def test_interrupts_that_are_ignored_stay_so():
     assert (code, said) == (0, "")
 
 
-def test_a_command_that_is_interrupted_ends_in_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(interrupts, "_said", threading.Lock())
-
-    def run(args) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("jaxpipe.cli.commands._report.run", run)
-    assert main(["report", "folder"]) == 130
-    assert capsys.readouterr().err == "jaxpipe: interrupted (SIGINT)\n"
+def test_a_command_that_is_interrupted_ends_in_one_line():
+    command = """
+from jaxpipe import report
+from jaxpipe.cli import main
+def read_run(folder):
+    print(1, flush=True)
+    time.sleep(60)
+report.read_run = read_run
+raise SystemExit(main(["report", "folder"]))
+"""
+    code, said, _ = interrupted(f"{FOREGROUND}import time{command}")
+    assert (code, said) == (130, "jaxpipe: interrupted (SIGINT)\n")

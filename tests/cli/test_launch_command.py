@@ -13,11 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpipe._exit import EXIT_CODE
 from jaxpipe.cli import main
-from jaxpipe.cli._lifeline import Lifelines
-from jaxpipe.cli._processes import ADDRESS, NUM_PROCESSES, PROCESS, _bind_address, join_processes
-from jaxpipe.cli.commands._launch import _first_failure, _Job
+from jaxpipe.cli.job import (
+    ADDRESS,
+    EXIT_CODE,
+    NUM_PROCESSES,
+    PROCESS,
+    Job,
+    Lifelines,
+    bind_address,
+    first_failure,
+    join_processes,
+)
 from quick import ENVIRONMENT
 
 from . import kills
@@ -209,7 +216,7 @@ def test_the_exit_code_is_that_of_the_first_process_that_was_not_told_to_end(
 ):
     running: list[Any] = [Ended(code) for code in codes]
     told = [signal.Signals[name] for name in signals.split()]
-    assert _first_failure(_Job(running, signals=told), grace=0) == code
+    assert first_failure(Job(running, signals=told), grace=0) == code
     assert capsys.readouterr().err.replace("jaxpipe: error: ", "").strip() == said
 
 
@@ -270,10 +277,10 @@ def test_an_address_that_is_none_is_refused_before_anything_waits_for_it(
 
 
 def test_process_0_listens_at_the_address_that_it_is_given_if_that_is_one_of_its_host(capsys):
-    assert _bind_address("127.0.0.1:54321") == "127.0.0.1:54321"
-    assert _bind_address("localhost:54321") in ("127.0.0.1:54321", "[::1]:54321")
+    assert bind_address("127.0.0.1:54321") == "127.0.0.1:54321"
+    assert bind_address("localhost:54321") in ("127.0.0.1:54321", "[::1]:54321")
     assert capsys.readouterr().err == ""
-    assert _bind_address("192.0.2.77:54321") is None  # an address of no host
+    assert bind_address("192.0.2.77:54321") is None  # an address of no host
     assert (
         "process 0 listens at port 54321 of all addresses of this host" in capsys.readouterr().err
     )
@@ -282,12 +289,12 @@ def test_process_0_listens_at_the_address_that_it_is_given_if_that_is_one_of_its
         other.listen()
         address = f"127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(ValueError, match="another program listens there"):
-            _bind_address(address)
+            bind_address(address)
 
 
 def test_a_process_follows_its_launcher_and_hears_of_others(tmp_path):
-    code = "from jaxpipe.cli import _lifeline as line; import time; line.GRACE_SECONDS = 0.1; "
-    code += "line.follow_launcher('process 7'); time.sleep(60)"
+    code = "from jaxpipe.cli.job import follow_launcher; import time; "
+    code += "follow_launcher('process 7', grace_seconds=0.1); time.sleep(60)"
     lifelines = Lifelines()
     running = [
         lifelines.start(i, [sys.executable, "-c", code], os.environ, stderr=subprocess.PIPE)
@@ -307,11 +314,11 @@ def test_a_process_follows_its_launcher_and_hears_of_others(tmp_path):
 
 
 def test_no_process_survives_a_launcher_that_is_killed_even_one_that_is_stopped():
-    sleeps = "from jaxpipe.cli._lifeline import follow_launcher as f; f(''); print(1, flush=True); "
+    sleeps = "from jaxpipe.cli.job import follow_launcher as f; f(''); print(1, flush=True); "
     sleeps += "import time; time.sleep(60)"
     code = f"""
 import os, sys, time
-from jaxpipe.cli._lifeline import Lifelines
+from jaxpipe.cli.job import Lifelines
 child = Lifelines().start(0, [sys.executable, "-c", {sleeps!r}], os.environ)
 print(child.pid, flush=True)
 time.sleep(60)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxpipe.cli._emulate import emulation_environment
+from jaxpipe.cli.process import emulation_environment
 from quick import ENVIRONMENT
 
 

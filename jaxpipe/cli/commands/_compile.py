@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..._durable import failed_write
-from .._emulate import emulate_devices
 from .._options import bounded_integer, path, text
 from .._settings import add_settings, read_settings
+from ..process import emulate_devices
 
 if TYPE_CHECKING:
     from ...train import Config

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..._input import short_repr
-from .._interrupts import unwinding
 from .._options import bounded_integer, path, text
+from ..process import unwinding
 
 if TYPE_CHECKING:
     from ...hugging_face import ConversionSummary

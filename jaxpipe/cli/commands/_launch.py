@@ -1,35 +1,18 @@
 """`jaxpipe launch` trains in several processes on one machine."""
 
 import argparse
-import contextlib
-import math
 import os
-import signal
 import socket
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import IO, Any
+from collections.abc import Sequence
 
-from ..._exit import EXIT_CODE
-from .._lifeline import Lifelines
 from .._options import bounded_float, bounded_integer
-from .._processes import ADDRESS, NUM_PROCESSES, PROCESS
 from .._settings import add_settings, read_settings
+from ..job import ADDRESS, NUM_PROCESSES, PROCESS, first_failure, started_processes
 
 _HELP = "train a model in several processes on this machine"
-_POLL_SECONDS = 0.05
 _USER_ERROR = 2
 """The exit code of a user's mistake, which a restart does not repair."""
-_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""The signals that end a run."""
-_STOPPED = tuple(128 + bounded_float for bounded_float in _ENDING)
-"""The exit codes of a run that has saved and ended after a signal to any of its processes."""
-_STOP_SECONDS = 5.0
-"""How far apart the processes of such a run may end."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -78,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
     for restart in range(1, args.max_restarts + 2):
         # The address is a new one each time: the port of a process that was killed may be taken.
         commands = _commands(args.settings, args.processes, args.gpus_per_process)
-        with _started(commands) as job:
-            code = _first_failure(job, args.grace)
+        with started_processes(commands) as job:
+            code = first_failure(job, args.grace)
         if code in (0, _USER_ERROR) or job.signals or restart > args.max_restarts:
             break
         which = f"restart {restart} of {args.max_restarts}"
@@ -101,165 +84,6 @@ def _commands(
             job["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, mine))
         found.append((command, {**os.environ, **job}))
     return found
-
-
-@dataclass
-class _Job:
-    """The processes of a job.
-
-    Attributes:
-        popens: The processes, in order.
-        outputs: The threads that copy their output.
-        signals: The signals that were passed on to all processes, in order.
-        notify_others: A function that tells all other processes that one has ended, and how.
-    """
-
-    popens: list[subprocess.Popen]
-    outputs: list[threading.Thread] = field(default_factory=list)
-    signals: list[signal.Signals] = field(default_factory=list)
-    notify_others: Callable[[int, str], None] = lambda ended, how: None
-
-    @property
-    def failed(self) -> tuple[int, int] | None:
-        """Process that failed first, and its exit code; None if none has failed.
-
-        A process that ended because of a signal that was passed on has not failed. If several have
-        ended since the last poll, one that a signal has killed comes first: the others may have
-        ended because of it.
-        """
-        codes = enumerate(popen.poll() for popen in self.popens)
-        obeyed = {0, *(128 + signum for signum in self.signals)}
-        failed = [(i, x) for i, x in codes if x is not None and _exit_code(x) not in obeyed]
-        return min(failed, key=lambda one: (_may_follow(one[1]), one[0]), default=None)
-
-    @property
-    def still_running(self) -> list[int]:
-        """Processes that still run."""
-        return [i for i, popen in enumerate(self.popens) if popen.poll() is None]
-
-
-def _may_follow(code: int) -> int:
-    """Returns a rank: the higher, the likelier another process caused the end with this code."""
-    return 2 if code in (EXIT_CODE, -signal.SIGABRT) else int(code > 0)
-
-
-@contextlib.contextmanager
-def _started(commands: Sequence[tuple[list[str], dict[str, str]]]) -> Iterator[_Job]:
-    """Starts processes, passes signals on to them, and kills those that are left at the end.
-
-    Each is a process group of its own, so that Ctrl-C reaches it from here and not a second time
-    from the terminal: a second signal ends a process at once.
-
-    Yields:
-        The started processes.
-    """
-    job, lifelines = _Job([]), Lifelines()
-
-    def pass_on(signum: int, frame: object) -> None:
-        del frame
-        job.signals.append(signal.Signals(signum))
-        for popen in job.popens:
-            popen.send_signal(signum)
-
-    def suspend(signum: int, frame: object) -> None:
-        del signum, frame
-        for popen in job.popens:
-            popen.send_signal(signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        for popen in job.popens:
-            popen.send_signal(signal.SIGCONT)
-
-    with _handled(dict.fromkeys(_ENDING, pass_on) | {signal.SIGTSTP: suspend}):
-        try:
-            for process, (command, environment) in enumerate(commands):
-                out, err = (subprocess.PIPE, subprocess.STDOUT) if process else (None, None)
-                popen = lifelines.start(
-                    process, command, environment, stdout=out, stderr=err, process_group=0
-                )
-                job.popens.append(popen)
-                if job.signals:
-                    popen.send_signal(job.signals[-1])
-                if process:
-                    job.outputs.append(_show(process, popen.stdout))
-            job.notify_others = lifelines.notify_others
-            yield job
-        finally:
-            for popen in job.popens:
-                popen.kill()  # SIGTERM only asks a run to stop after its next step
-            for popen in job.popens:
-                popen.wait()
-            lifelines.close()
-            for output in job.outputs:
-                output.join(timeout=5)
-
-
-@contextlib.contextmanager
-def _handled(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> Iterator[None]:
-    """Handles signals inside this context, except those that are ignored, as after `nohup`."""
-    not_ignored = {n: h for n, h in handlers.items() if signal.getsignal(n) != signal.SIG_IGN}
-    before = {signum: signal.signal(signum, handler) for signum, handler in not_ignored.items()}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-
-
-def _first_failure(job: _Job, grace: float) -> int:
-    """Waits until all processes have ended or their time is up, and returns the exit code."""
-    first: tuple[int, int] | None = None
-    deadline = notify_at = math.inf
-    while job.still_running and time.monotonic() < deadline and len(job.signals) < 2:
-        time.sleep(_POLL_SECONDS)
-        if first is None and (first := job.failed):
-            deadline = time.monotonic() + grace
-            notify_at = time.monotonic() + (_STOP_SECONDS if first[1] in _STOPPED else 0.0)
-        if first and time.monotonic() > notify_at:
-            notify_at = math.inf
-            job.notify_others(first[0], _how(first[1]))
-    if not job.still_running and {popen.returncode for popen in job.popens} in [
-        {x} for x in _STOPPED
-    ]:
-        return job.popens[0].returncode
-    first = first or job.failed
-    rest = f"The processes {job.still_running} have not ended, and are killed."
-    if first is None:
-        if not job.still_running:
-            return max(_exit_code(popen.returncode) for popen in job.popens)
-        name = job.signals[-1].name
-        print(f"jaxpipe: error: {name} came again. {rest}", file=sys.stderr)
-        return 128 + job.signals[-1]
-    process, code = first
-    said = f"process {process} has ended {_how(code)}."
-    print(
-        f"jaxpipe: error: {said} {rest}" if job.still_running else f"jaxpipe: error: {said}",
-        file=sys.stderr,
-    )
-    return _exit_code(code)
-
-
-def _exit_code(code: int) -> int:
-    """Returns the exit code as shells have it for one of `Popen`, negative after a signal."""
-    return 128 - code if code < 0 else code
-
-
-def _how(code: int) -> str:
-    return f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
-
-
-def _show(process: int, lines: IO[bytes] | None) -> threading.Thread:
-    """Copies what a process prints, with its number before every line."""
-
-    def copy() -> None:
-        assert lines is not None
-        with lines:
-            for line in lines:
-                sys.stderr.write(f"[{process}] {line.decode(errors='replace')}")
-                sys.stderr.flush()
-
-    thread = threading.Thread(target=copy, daemon=True, name=f"output of process {process}")
-    thread.start()
-    return thread
 
 
 def _free_port() -> int:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..._durable import failed_write, write_output
-from .._emulate import emulate_devices
 from .._options import bounded_integer, path, text
+from ..process import emulate_devices
 from ._compile import leave_tpus_alone
 
 if TYPE_CHECKING:

@@ -3,10 +3,9 @@
 import argparse
 import os
 
-from .._emulate import emulate_devices
-from .._lifeline import follow_launcher
-from .._processes import PROCESS, join_processes, leaving_on_error
 from .._settings import add_settings, read_settings
+from ..job import PROCESS, follow_launcher, join_processes, leaving_on_error
+from ..process import emulate_devices
 
 _HELP = "train a model, set up by YAML files and key=value pairs; pairs win over files"
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._exit import exit_immediately
+from ..._exit import exit_immediately
 
 LIFELINE = "JAXPIPE_LAUNCHER_PIPE"
 """The environment variable with the file descriptor of the pipe that a process inherits."""
@@ -78,13 +78,14 @@ class Lifelines:
         self._writers.clear()
 
 
-def follow_launcher(name: str) -> None:
+def follow_launcher(name: str, grace_seconds: float = GRACE_SECONDS) -> None:
     """Ends this process when its launcher has ended or names another process that has.
 
     Does nothing in a process that `jaxpipe launch` has not started.
 
     Args:
         name: The name of this process in its last message, such as "process 1".
+        grace_seconds: How long it runs after that message.
 
     Returns:
         None.
@@ -95,13 +96,13 @@ def follow_launcher(name: str) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # The pipe is read after that call: a launcher that ended before it has closed the pipe.
-    arguments = (int(reader), name)
+    arguments = (int(reader), name, grace_seconds)
     threading.Thread(target=_listen, args=arguments, daemon=True, name="launcher").start()
 
 
-def _listen(reader: int, name: str) -> None:
+def _listen(reader: int, name: str, grace_seconds: float) -> None:
     with os.fdopen(reader) as lines:
         news = lines.readline().strip() or "the launcher has ended"
     print(f"jaxpipe: {name}: {news}, so this process ends", file=sys.stderr, flush=True)
-    time.sleep(GRACE_SECONDS)
+    time.sleep(grace_seconds)
     exit_immediately()

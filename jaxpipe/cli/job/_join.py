@@ -8,11 +8,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ._errors import report_error
-from ._interrupts import say_interrupted
+from ..process import report_error, say_interrupted
 
-ADDRESS, BIND_ADDRESS = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS"
-NUM_PROCESSES, PROCESS = "JAXPIPE_NUM_PROCESSES", "JAXPIPE_PROCESS_ID"
+ADDRESS = "JAX_COORDINATOR_ADDRESS"
+"""The environment variable with the host:port at which the others reach process 0."""
+BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
+"""The environment variable with the host:port at which process 0 listens, if that is another."""
+NUM_PROCESSES = "JAXPIPE_NUM_PROCESSES"
+"""The environment variable with the number of processes of the job."""
+PROCESS = "JAXPIPE_PROCESS_ID"
+"""The environment variable with the index of this process, counted from 0."""
 
 HEARTBEAT_SECONDS = 60
 """How long JAX waits for a heartbeat before it takes a process for dead and ends all others."""
@@ -56,7 +61,7 @@ def join_processes(*, detect: bool) -> None:
             num_processes=num_processes,
             process_id=process,
             cluster_detection_method="deactivate",
-            coordinator_bind_address=None if process else _bind_address(os.environ[ADDRESS]),
+            coordinator_bind_address=None if process else bind_address(os.environ[ADDRESS]),
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         )
     elif detect:
@@ -92,12 +97,16 @@ def check_address(address: str) -> None:
         )
 
 
-def _bind_address(address: str) -> str | None:
+def bind_address(address: str) -> str | None:
     """Returns the address at which process 0 listens: the one at which the others reach it.
 
-    Returns None if this host does not have that address, as behind network address translation:
-    then process 0 listens at all addresses of its host, and a message says so. Returns None too if
-    `JAX_COORDINATOR_BIND_ADDRESS` is set, which JAX reads itself.
+    Args:
+        address: The host:port at which the other processes reach process 0.
+
+    Returns:
+        The address. None if this host does not have it, as behind network address translation: then
+        process 0 listens at all addresses of its host, and a message says so. None too if
+        `JAX_COORDINATOR_BIND_ADDRESS` is set, which JAX reads itself.
 
     Raises:
         ValueError: If another program listens at that address.

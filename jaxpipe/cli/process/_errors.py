@@ -7,8 +7,8 @@ import tempfile
 import threading
 import traceback
 
-from .._durable import PATH_ERRORS, DiskError
-from .._input import clause, short_repr, shorten
+from ..._durable import PATH_ERRORS, DiskError
+from ..._input import clause, short_repr, shorten
 
 _MAX_MESSAGE = 4000
 """The most characters of an error message."""
@@ -59,9 +59,9 @@ def _tell_of_failure(kind: type[BaseException], error: BaseException | None) -> 
 
 def is_run_error(error: BaseException) -> bool:
     """Returns whether an exception has ended a run for a reason that needs no traceback."""
-    from ..data.sources._token_files import LostFileError
-    from ..mpmd import MpmdError
-    from ..train import RunError  # not at the top: they import JAX
+    from ...data.sources._token_files import LostFileError
+    from ...mpmd import MpmdError
+    from ...train import RunError  # not at the top: they import JAX
 
     return isinstance(error, RunError | MpmdError | LostFileError | DiskError)
 

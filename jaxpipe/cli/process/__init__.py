@@ -1,0 +1,11 @@
+"""The process of a command: its emulated devices, Ctrl-C, and the error that ends it."""
+
+from ._emulate import emulate_devices as emulate_devices
+from ._emulate import emulation_environment as emulation_environment
+from ._errors import hide_logged_tracebacks as hide_logged_tracebacks
+from ._errors import report_error as report_error
+from ._interrupts import CLEANUP_SECONDS as CLEANUP_SECONDS
+from ._interrupts import INTERRUPTED as INTERRUPTED
+from ._interrupts import say_interrupted as say_interrupted
+from ._interrupts import unwinding as unwinding
+from ._interrupts import watch_interrupts as watch_interrupts
