@@ -16,7 +16,7 @@ from ..modules._layers import Layer, layer_keys, outputs_of
 from ..modules._methods import to_batch_inputs
 from ..modules._settings import AxisRules
 from ..modules._weight_sharding import reshard_weight, rules_in_stage
-from ..spmd._stage_shardings import at_init
+from ..spmd.ranks import at_init
 from . import _collections as collections
 from . import _stacked as stacked
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ..spmd._ranks import AXIS
-from ..spmd.stepwise import _iteration as iteration
+from ..spmd import stepwise
+from ..spmd.ranks import AXIS
 from ._settings import AxisRules, PipelineSettings
 from ._weight_sharding import physical_spec
 
@@ -52,7 +52,7 @@ class PipelineAttributes:
     @property
     def use_circ_storage(self) -> bool:
         """Returns whether outputs of the last rank must wait until rank 0 starts a new repeat."""
-        return iteration.need_circ_storage(self.settings.pipeline_shape)
+        return stepwise.need_circ_storage(self.settings.pipeline_shape)
 
     @property
     def spmd_axis_name(self) -> str | None:

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from ..sharding.specs import typed_by_specs
-from ..spmd.circular_engine._engine import circular
-from ..spmd.circular_engine._unrolled import circular_unrolled
+from ..spmd.circular_engine import circular
+from ..spmd.stepwise import circular_unrolled
 from ._frontend_gather import gather_of_names
 from ._layers import (
     Layer,

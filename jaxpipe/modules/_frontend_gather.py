@@ -15,8 +15,8 @@ from jaxtyping import PyTree
 from ..sharding import Rules, partition_spec
 from ..sharding._rules import GATHERED_AXES, gathered_rules
 from ..sharding.specs import axes_of, axes_of_dim
-from ..spmd._ranks import is_spec
-from ..spmd._weight_gather import Gather, When, gather_weights
+from ..spmd.ranks import is_spec
+from ..spmd.weight_gather import Gather, When, gather_weights
 from ._weight_sharding import gather_stage
 
 EXPERTS = "exp"

@@ -19,8 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
 from ..autodiff import Remat
-from ..spmd._ranks import AXIS
-from ..spmd._stage_shardings import in_stage
+from ..spmd.ranks import AXIS, in_stage
 from ._settings import PipelineSettings
 
 Layer = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]

@@ -15,8 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from ..spmd.stepwise import _iteration as iteration
-from ..spmd.stepwise import _weight_window as window
+from ..spmd import stepwise
 from . import _weight_sharding as weight_sharding
 from ._attributes import PipelineAttributes
 from ._layers import Layer, stage_from_settings, without_records
@@ -38,25 +37,25 @@ class PipelineMethods(PipelineAttributes):
 
     def need_circ_storage(self) -> bool:
         """Returns whether outputs of the last rank must wait until rank 0 starts a new repeat."""
-        return iteration.need_circ_storage(self.settings.pipeline_shape)
+        return stepwise.need_circ_storage(self.settings.pipeline_shape)
 
     def iterations_to_complete_first_microbatch_one_repeat(self) -> int:
         """Returns the number of iterations before the last rank's first one with a microbatch."""
-        return iteration.iterations_of_one_repeat(self.settings.pipeline_shape)
+        return stepwise.iterations_of_one_repeat(self.settings.pipeline_shape)
 
     def iterations_to_complete_first_microbatch(self) -> int:
         """Returns the number of iterations before the one that completes microbatch 0."""
-        return iteration.iterations_of_first_microbatch(self.settings.pipeline_shape)
+        return stepwise.iterations_of_first_microbatch(self.settings.pipeline_shape)
 
     def get_iteration_inputs(self, loop_iteration, state_io, circ_storage, shift) -> Any:
         """Returns the [S, ...] inputs that the ranks process in one iteration."""
-        return iteration.iteration_inputs(
+        return stepwise.iteration_inputs(
             loop_iteration, state_io, circ_storage, shift, self.settings.pipeline_shape
         )
 
     def get_microbatch_and_repeat_ids(self, loop_iteration) -> tuple[jax.Array, jax.Array]:
         """Returns the microbatch and the repeat that each rank processes, [S] each."""
-        return iteration.microbatch_and_repeat_ids(loop_iteration, self.settings.pipeline_shape)
+        return stepwise.microbatch_and_repeat_ids(loop_iteration, self.settings.pipeline_shape)
 
     def get_pipeline_remat_policy(self) -> Callable:
         """Returns the `jax.checkpoint` policy of the argument `remat_policy` or of the config.
@@ -86,13 +85,13 @@ class PipelineMethods(PipelineAttributes):
             """Returns [S, ...] outputs of [S, L, ...] weights, [S, ...] inputs and [S, L] keys."""
             stage = self._stage(deterministic, model_mode)
             batch_inputs = to_batch_inputs(segment_ids, positions)
-            return iteration.run_stages(stage, self.mesh)(weights, inputs, batch_inputs, rng)
+            return stepwise.run_stages(stage, self.mesh)(weights, inputs, batch_inputs, rng)
 
         return run
 
-    def init_states(self, inputs) -> iteration.LoopState:
+    def init_states(self, inputs) -> stepwise.LoopState:
         """Returns the loop state before iteration 0 for inputs [M, ...]."""
-        return iteration.init_states(inputs, self.draw_keys(), self.settings.pipeline_shape)
+        return stepwise.init_states(inputs, self.draw_keys(), self.settings.pipeline_shape)
 
     def _stage(self, deterministic, model_mode, instance=None, gathered=None) -> Callable:
         layer = self.layer_function(deterministic, model_mode, instance)
@@ -135,22 +134,22 @@ class LoopMethods(PipelineMethods):
         The dim of repeats, `repeat_dim_in_weights`, is removed. If specs are given, the weights are
         gathered over fsdp, context and expert.
         """
-        weights_of_repeats = iteration.take_repeats(
+        weights_of_repeats = stepwise.take_repeats(
             weights, repeat_ids, repeat_dim_in_weights, stages_dim_in_weights, self.mesh
         )
         return self._gathered_over_all(weights_of_repeats, physical_partition_spec)
 
     def vmap_gather(self, xs, ids, ids_dim) -> Any:
         """Returns entry `ids[r]` of dim `ids_dim` for every rank r: that dim becomes [S]."""
-        return iteration.take_per_rank(xs, ids, ids_dim)
+        return stepwise.take_per_rank(xs, ids, ids_dim)
 
-    def get_new_loop_state(self, output, loop_state) -> iteration.LoopState:
+    def get_new_loop_state(self, output, loop_state) -> stepwise.LoopState:
         """Returns the loop state after an iteration in which the ranks made `output` [S, ...]."""
-        return iteration.new_loop_state(output, loop_state, self.settings.pipeline_shape, self.mesh)
+        return stepwise.new_loop_state(output, loop_state, self.settings.pipeline_shape, self.mesh)
 
     def permute_output_micro_per_stage_dim(self, output) -> Any:
         """Reorders the final `state_io` [S, M / S, ...] to the order of the rows of the inputs."""
-        return iteration.permute_output(output, self.settings.pipeline_shape)
+        return stepwise.permute_output(output, self.settings.pipeline_shape)
 
     def get_current_stage_weights(
         self, pipeline_weights, loop_iteration, physical_partition_spec=None
@@ -177,7 +176,7 @@ class LoopMethods(PipelineMethods):
         model_mode="train",
         decoder_layer_instance=None,
         logical_partition_spec=None,
-    ) -> iteration.LoopState:
+    ) -> stepwise.LoopState:
         """Runs every rank on its current microbatch and sends the outputs to the next ranks.
 
         `decoder_layer_instance`, if given, runs in place of the pipeline's own layer. If
@@ -191,7 +190,7 @@ class LoopMethods(PipelineMethods):
         stage = self._stage(deterministic, model_mode, decoder_layer_instance, gathered)
         weights = self.get_current_stage_weights(pipeline_weights, loop_state["loop_iteration"])
         batch_inputs = to_batch_inputs(segment_ids, positions)
-        return iteration.run_one_iteration(
+        return stepwise.run_one_iteration(
             stage, loop_state, weights, batch_inputs, self.settings.pipeline_shape, self.mesh
         )
 
@@ -217,14 +216,14 @@ class WindowMethods(PipelineMethods):
     The window is called `bsw`, as in MaxText.
     """
 
-    def init_states(self, inputs, weights=None) -> iteration.LoopState:
+    def init_states(self, inputs, weights=None) -> stepwise.LoopState:
         """Returns the loop state before iteration 0, with an empty window `bsw`.
 
         The leaves of the window are [2, S, ...]. `weights` are the [R, S, ...] leaves of all
         layers, by default the module's own.
         """
         weights = self.layer_variables() if weights is None else weights
-        return super().init_states(inputs) | {"bsw": window.empty_window(weights)}
+        return super().init_states(inputs) | {"bsw": stepwise.empty_window(weights)}
 
     def gather_weights_across_stages_vmap(
         self, weights, repeat_ids, repeat_dim_in_weights=0, stages_dim_in_weights=1
@@ -233,21 +232,21 @@ class WindowMethods(PipelineMethods):
 
         The dim of repeats, `repeat_dim_in_weights`, is removed.
         """
-        return iteration.take_repeats(
+        return stepwise.take_repeats(
             weights, repeat_ids, repeat_dim_in_weights, stages_dim_in_weights, self.mesh
         )
 
     def gather_microbatch_inputs_vmap(self, xs, ids, ids_dim) -> Any:
         """Returns entry `ids[r]` of dim `ids_dim` for every rank r: that dim becomes [S]."""
-        return iteration.take_per_rank(xs, ids, ids_dim)
+        return stepwise.take_per_rank(xs, ids, ids_dim)
 
-    def advance_circular_buffers(self, output, loop_state) -> iteration.LoopState:
+    def advance_circular_buffers(self, output, loop_state) -> stepwise.LoopState:
         """Returns the loop state after an iteration in which the ranks made `output` [S, ...]."""
-        return iteration.new_loop_state(output, loop_state, self.settings.pipeline_shape, self.mesh)
+        return stepwise.new_loop_state(output, loop_state, self.settings.pipeline_shape, self.mesh)
 
     def realign_output_microbatches(self, output) -> Any:
         """Reorders the final `state_io` [S, M / S, ...] to the order of the rows of the inputs."""
-        return iteration.permute_output(output, self.settings.pipeline_shape)
+        return stepwise.permute_output(output, self.settings.pipeline_shape)
 
     def fetch_active_stage_weights(
         self, bsw, loop_iteration, physical_partition_spec=None, is_initializing=None
@@ -267,7 +266,7 @@ class WindowMethods(PipelineMethods):
         expert.
         """
         now = 0 if is_initializing else loop_iteration
-        weights = window.from_window(bsw, now, self.settings.pipeline_shape)
+        weights = stepwise.from_window(bsw, now, self.settings.pipeline_shape)
         if physical_partition_spec is None:
             return weights
         return weight_sharding.gather_all(
@@ -276,7 +275,7 @@ class WindowMethods(PipelineMethods):
 
     def from_all_variables_to_repeat_weights(self, weights, loop_iteration) -> Any:
         """Returns the [S, ...] weights of rank 0's current repeat, for all stages."""
-        return window.repeat_weights(weights, loop_iteration, self.settings.pipeline_shape)
+        return stepwise.repeat_weights(weights, loop_iteration, self.settings.pipeline_shape)
 
     def from_repeat_weights_to_bsw(
         self,
@@ -303,7 +302,7 @@ class WindowMethods(PipelineMethods):
         gather = partial(
             self.from_repeat_weights_to_bsw, physical_partition_spec=physical_partition_spec
         )
-        return window.window_at(weights, loop_iteration + 1, self.settings.pipeline_shape, gather)
+        return stepwise.window_at(weights, loop_iteration + 1, self.settings.pipeline_shape, gather)
 
     def run_one_iteration(
         self,
@@ -314,7 +313,7 @@ class WindowMethods(PipelineMethods):
         deterministic=False,
         model_mode="train",
         logical_partition_spec=None,
-    ) -> iteration.LoopState:
+    ) -> stepwise.LoopState:
         """Runs every rank on its current microbatch and sends the outputs to the next ranks.
 
         The weights come from the window `bsw`.
@@ -327,7 +326,7 @@ class WindowMethods(PipelineMethods):
         )
         weights = self.fetch_active_stage_weights(bsw, loop_state["loop_iteration"])
         batch_inputs = to_batch_inputs(segment_ids, positions)
-        return iteration.run_one_iteration(
+        return stepwise.run_one_iteration(
             stage, loop_state, weights, batch_inputs, self.settings.pipeline_shape, self.mesh
         )
 

@@ -18,8 +18,8 @@ from ..autodiff import Remat, keep, remat_by_name
 from ..autodiff.backward import TENSORS, check_offload
 from ..sharding import DEFAULT_RULES
 from ..sharding.layout import even_layout
-from ..spmd._ranks import AXIS
-from ..spmd.circular_engine._shape import PipelineShape, check_circular
+from ..spmd.circular_engine import PipelineShape, check_circular
+from ..spmd.ranks import AXIS
 
 AxisRules = tuple[tuple[str, tuple[str, ...]], ...]
 """Pairs (logical axis, mesh axes). The first pair of a logical axis that fits an array applies."""

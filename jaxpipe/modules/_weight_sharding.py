@@ -21,7 +21,7 @@ from ..sharding.specs import (
     with_axis_type,
     without_axes,
 )
-from ..spmd._ranks import AXIS, is_spec, on_ranks
+from ..spmd.ranks import AXIS, is_spec, on_ranks
 from ._settings import AxisRules
 
 STACKED = ("circular_repeats", "stage", "layers")

@@ -1,13 +1,13 @@
 """Pipelines in one XLA program: `jax.shard_map` over the axis `stage`, the other axes automatic."""
 
-from ._ranks import on_ranks as on_ranks
-from ._stage_order import to_ranks as to_ranks
-from ._stage_order import to_stages as to_stages
-from ._weight_gather import Gather as Gather
-from ._weight_gather import gather_weights as gather_weights
-from .circular_engine._engine import circular as circular
-from .circular_engine._engine import circular_value as circular_value
-from .circular_engine._engine import circular_value_and_grad as circular_value_and_grad
-from .circular_engine._shape import num_ticks as num_ticks
-from .scheduled_engine._engine import scheduled_value as scheduled_value
-from .scheduled_engine._engine import scheduled_value_and_grad as scheduled_value_and_grad
+from .circular_engine import circular as circular
+from .circular_engine import circular_value as circular_value
+from .circular_engine import circular_value_and_grad as circular_value_and_grad
+from .circular_engine import num_ticks as num_ticks
+from .ranks import on_ranks as on_ranks
+from .ranks import to_ranks as to_ranks
+from .ranks import to_stages as to_stages
+from .scheduled_engine import scheduled_value as scheduled_value
+from .scheduled_engine import scheduled_value_and_grad as scheduled_value_and_grad
+from .weight_gather import Gather as Gather
+from .weight_gather import gather_weights as gather_weights

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import PyTree
 
-from ._ranks import AXIS
-from ._varying import zeros
+from .ranks import AXIS, zeros
 
 
 def allocate_buffer(x: Any, length: int) -> jax.Array:

@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from ._ranks import AXIS, on_ranks
-from ._weight_gather import Gather
+from .ranks import AXIS, on_ranks
+from .weight_gather import Gather
 
 
 def on_parts(

@@ -12,10 +12,17 @@ from jax.extend.core import jaxprs_in_params
 from harness.contract import Row, circular, make_case, mesh_of, parameters, placed
 from jaxpipe import sharding, spmd
 from jaxpipe.autodiff import StagedModel, keep
-from jaxpipe.spmd._ranks import AXIS
+from jaxpipe.spmd.circular_engine import (
+    PipelineShape,
+    State,
+    add_input,
+    first_state,
+    hand_over,
+    next_input,
+    work_at,
+)
 from jaxpipe.spmd.circular_engine import _passes as _circular_passes
-from jaxpipe.spmd.circular_engine import _shape as _circular
-from jaxpipe.spmd.circular_engine._shape import PipelineShape
+from jaxpipe.spmd.ranks import AXIS
 
 
 def stage(w, x, batch_inputs, rng):
@@ -102,8 +109,8 @@ def test_nobody_reads_what_a_bubble_computes(row, monkeypatch):
     shape = PipelineShape(row.ranks, row.repeats, row.microbatches, 2 if row.delay else 1)
 
     def poisoned(state, y, t, **how):
-        busy = _circular.work_at(t, shape).busy
-        return _circular.hand_over(state, jnp.where(busy, y, jnp.nan), t, **how)
+        busy = work_at(t, shape).busy
+        return hand_over(state, jnp.where(busy, y, jnp.nan), t, **how)
 
     monkeypatch.setattr(_circular_passes, "hand_over", poisoned)
     jax.tree.map(np.testing.assert_array_equal, circular(row, make_case(row)), clean)
@@ -113,7 +120,7 @@ def test_buffers_are_poisoned_before_they_are_written():
     inputs = {"x": jnp.ones((2, 3)), "n": jnp.ones((2,), jnp.int32)}
 
     def first(inputs):
-        return _circular.first_state(inputs, PipelineShape(2, 2, 4, 2))
+        return first_state(inputs, PipelineShape(2, 2, 4, 2))
 
     state = jax.vmap(first, axis_name=AXIS)(jax.tree.map(lambda x: jnp.stack([x, x]), inputs))
     for buffer in (state.handoff, *state.in_flight, state.circ_storage):
@@ -127,12 +134,12 @@ def test_the_transposed_movements_are_what_jax_makes_of_them():
     inputs = jax.random.normal(jax.random.key(0), (3, 2, 4))
 
     def both(inputs):
-        state = _circular.State(inputs, inputs[0], (), jnp.stack([inputs[1]] * 4))
+        state = State(inputs, inputs[0], (), jnp.stack([inputs[1]] * 4))
         dx, t = jnp.sin(inputs[0]), jnp.int32(7)
-        from_stream = _circular.work_at(t, shape).from_stream
+        from_stream = work_at(t, shape).from_stream
         nothing = jax.tree.map(jnp.zeros_like, state)
-        _, pull = jax.vjp(lambda s: _circular.next_input(s, t, from_stream=from_stream), state)
-        return _circular.add_input(nothing, dx, t, from_stream=from_stream), pull(dx)[0]
+        _, pull = jax.vjp(lambda s: next_input(s, t, from_stream=from_stream), state)
+        return add_input(nothing, dx, t, from_stream=from_stream), pull(dx)[0]
 
     mine, jaxs = jax.vmap(both, axis_name=AXIS)(inputs)
     jax.tree.map(np.testing.assert_array_equal, mine, jaxs)

@@ -1,1 +1,14 @@
-"""MaxText's circular pipeline as pure functions of one rank."""
+"""MaxText's circular pipeline as pure functions of one rank, and as a layer and an engine."""
+
+from ._engine import circular as circular
+from ._engine import circular_value as circular_value
+from ._engine import circular_value_and_grad as circular_value_and_grad
+from ._shape import PipelineShape as PipelineShape
+from ._shape import State as State
+from ._shape import add_input as add_input
+from ._shape import check_circular as check_circular
+from ._shape import first_state as first_state
+from ._shape import hand_over as hand_over
+from ._shape import next_input as next_input
+from ._shape import num_ticks as num_ticks
+from ._shape import work_at as work_at

@@ -16,8 +16,6 @@ from ...autodiff import Remat, StagedModel, recompute
 from ...autodiff.backward import floating
 from ...autodiff.staged_model import Aux, with_aux
 from ...sharding.specs import typed_by_specs
-from .._ranks import AXIS, on_ranks
-from .._weight_gather import EACH_TICK, Gather
 from .._whole_arrays import (
     check_rows,
     common_dims,
@@ -27,6 +25,8 @@ from .._whole_arrays import (
     rows_of,
     stacked_specs,
 )
+from ..ranks import AXIS, on_ranks
+from ..weight_gather import EACH_TICK, Gather
 from ._loss import rank_value, rank_value_and_grad
 from ._passes import CircularOptions, Stage, backward_rank, forward_rank
 from ._shape import check_circular

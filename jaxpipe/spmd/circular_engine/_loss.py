@@ -16,9 +16,8 @@ from ...autodiff.backward import floating
 from ...autodiff.staged_model import Aux, combine_losses, total
 from .._boundary import add_to_boundary, loss_and_gradients
 from .._buffers import cast_like, to_accum_dtype
-from .._ranks import AXIS
-from .._varying import zeros
-from .._weight_gather import Gather
+from ..ranks import AXIS, zeros
+from ..weight_gather import Gather
 from ._passes import CircularOptions, backward, forward, prepare
 
 

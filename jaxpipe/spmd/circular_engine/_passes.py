@@ -18,9 +18,8 @@ from jaxtyping import Array, Bool, Int, PyTree
 from ...autodiff.backward import Pullback, floating, pullback
 from ...autodiff.staged_model import Aux, fold_in_microbatch, index_leading
 from .._buffers import cast_like, put
-from .._ranks import AXIS
-from .._varying import zeros_like
-from .._weight_gather import Gather, RepeatGather, identity, repeat_gather
+from ..ranks import AXIS, zeros_like
+from ..weight_gather import Gather, RepeatGather, identity, repeat_gather
 from ._loop_phases import LoopPhase, drain, single_repeat, steady, warmup
 from ._residuals import Residuals, allocate, middle_repeat, read_first_half, read_second_half, store
 from ._shape import (

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 from ...autodiff.staged_model import index_leading
 from .._buffers import allocate_buffer, put
-from .._varying import pvary
+from ..ranks import pvary
 from ._shape import PipelineShape
 
 Buffers = list[jax.Array]

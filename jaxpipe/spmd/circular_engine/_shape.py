@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from ...autodiff.staged_model import index_leading
 from .._buffers import put
-from .._ranks import AXIS, poison
+from ..ranks import AXIS, poison
 
 
 @dataclass(frozen=True)

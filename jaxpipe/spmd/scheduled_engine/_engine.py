@@ -14,9 +14,9 @@ from ...autodiff.staged_model import Aux
 from ...schedules import num_ranks
 from ...schedules.lock_step import Ticks, TickTables, check_ticks, rank_and_chunk_by_stage
 from ...schedules.lock_step import tick_tables as tables_of
-from .._ranks import AXIS
-from .._weight_gather import EACH_TICK, Gather
 from .._whole_arrays import check_rows, common_dims, gradient_dims, on_parts
+from ..ranks import AXIS
+from ..weight_gather import EACH_TICK, Gather
 from ._loop import ScheduledOptions, rank_value, rank_value_and_grad
 
 

@@ -21,9 +21,8 @@ from ...autodiff.backward import floating, split_backward
 from ...autodiff.staged_model import Aux, combine_losses, index_leading
 from ...schedules.lock_step import TickTables
 from .._buffers import allocate_buffer, cast_like, put, to_accum_dtype
-from .._ranks import AXIS
-from .._varying import cond, execution_count_hint, pvary, zeros, zeros_like
-from .._weight_gather import Gather
+from ..ranks import AXIS, cond, execution_count_hint, pvary, zeros, zeros_like
+from ..weight_gather import Gather
 from ._phases import (
     ActivationBuffers,
     ForwardOutputs,

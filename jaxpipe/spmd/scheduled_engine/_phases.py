@@ -18,9 +18,8 @@ from ...autodiff.staged_model import Aux, fold_in_microbatch, index_leading
 from ...ir.transforms import add_gradients
 from ...schedules.lock_step import TickTables
 from .._boundary import add_to_boundary, loss_and_gradients
-from .._ranks import AXIS
-from .._varying import cond
-from .._weight_gather import identity
+from ..ranks import AXIS, cond
+from ..weight_gather import identity
 from ._rows import PhaseRow
 from ._weights import ChunkGather
 

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from ...schedules.lock_step import PhaseTable, TickTables
-from .._ranks import AXIS
+from ..ranks import AXIS
 
 Index = Int[Array, "*ticks"]
 

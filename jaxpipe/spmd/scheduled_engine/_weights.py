@@ -22,9 +22,8 @@ from ...autodiff.backward import floating
 from ...autodiff.staged_model import index_leading
 from ...schedules.lock_step import PREFETCHED, SHARED_WITH_FORWARD, TickTables
 from .._buffers import put, to_accum_dtype
-from .._ranks import AXIS
-from .._varying import cond, execution_count_hint, zeros, zeros_like
-from .._weight_gather import Gather, only_after
+from ..ranks import AXIS, cond, execution_count_hint, zeros, zeros_like
+from ..weight_gather import Gather, only_after
 from ._rows import PhaseRow
 
 

@@ -1,6 +1,7 @@
-"""Circular pipeline, one iteration per call: the caller writes the loop."""
+"""Circular pipeline, one iteration per call: the caller writes the loop, or unrolls it."""
 
-from ..circular_engine._shape import PipelineShape as PipelineShape
+from ..circular_engine import PipelineShape as PipelineShape
+from ._iteration import LoopState as LoopState
 from ._iteration import init_states as init_states
 from ._iteration import iteration_inputs as iteration_inputs
 from ._iteration import iterations_of_first_microbatch as iterations_of_first_microbatch
@@ -14,6 +15,7 @@ from ._iteration import run_one_iteration as run_one_iteration
 from ._iteration import run_stages as run_stages
 from ._iteration import take_per_rank as take_per_rank
 from ._iteration import take_repeats as take_repeats
+from ._unrolled import circular_unrolled as circular_unrolled
 from ._weight_window import empty_window as empty_window
 from ._weight_window import from_window as from_window
 from ._weight_window import repeat_weights as repeat_weights

@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int, PyTree
 
 from ...autodiff.staged_model import fold_in_microbatch, with_aux
-from .._ranks import AXIS, on_ranks
-from ..circular_engine._shape import PipelineShape
+from ..circular_engine import PipelineShape
+from ..ranks import AXIS, on_ranks
 
 LoopState = dict[str, Any]
 """The buffers between two iterations, see `init_states`."""

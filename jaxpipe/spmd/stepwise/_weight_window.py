@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, PyTree
 
-from ..circular_engine._shape import PipelineShape
+from ..circular_engine import PipelineShape
 from ._iteration import microbatch_and_repeat_ids
 
 

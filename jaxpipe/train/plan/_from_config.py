@@ -6,7 +6,7 @@ from typing import Any
 from ... import sharding
 from ...data.batches._batches import global_batch_size
 from ...sharding.layout import divide_exactly
-from ...spmd.circular_engine._shape import check_circular
+from ...spmd.circular_engine import check_circular
 from ..config._config import Config
 from ..optim._decay import check_weight_decay_exclude
 from ..optim._router_bias import drop_router_biases

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from ... import models, sharding, spmd
 from ...models.weights._abstract import is_weight, read_dtypes
 from ...sharding import zero1_rules
-from ...spmd._weight_gather import gather_in_layers, layer_gather
+from ...spmd.weight_gather import gather_in_layers, layer_gather
 from ..config._config import Config
 from ._setup import Setup
 

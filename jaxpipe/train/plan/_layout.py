@@ -3,7 +3,7 @@
 from ... import schedules
 from ...schedules import language
 from ...sharding.layout import LayerLayout, divide_exactly, even_layout, parse_layout
-from ...spmd._stage_order import stages_on_ranks
+from ...spmd.ranks import stages_on_ranks
 from ..config._config import Config
 from ._schedule_selection import ScheduleSelection, is_schedule_file, select_schedule
 

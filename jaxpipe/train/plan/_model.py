@@ -10,7 +10,7 @@ from ...autodiff import StagedModel, keep
 from ...models.layers._attention import dot_product_attention, splash_attention
 from ...models.layers._projection import PROJECTIONS
 from ...models.layers._routed_experts import routed_experts
-from ...spmd._varying import masked_layer
+from ...spmd.ranks import masked_layer
 from ._family import model_family
 from ._fsdp import gathers_per_layer, layer_gather_wrapper
 from ._rematerialization import layer_remat, outer_layer_remat

@@ -8,17 +8,17 @@ from jaxtyping import PyTree
 
 from ...autodiff import Remat, recompute
 from ...autodiff.staged_model import Aux
-from .._ranks import on_ranks
-from .._weight_gather import EACH_TICK, Gather, identity
-from ..stepwise._iteration import (
+from ..circular_engine import PipelineShape
+from ..ranks import on_ranks
+from ..weight_gather import EACH_TICK, Gather, identity
+from ._iteration import (
     init_states,
     microbatch_and_repeat_ids,
     permute_output,
     run_one_iteration,
     take_repeats,
 )
-from ..stepwise._weight_window import from_window, window_at
-from ._shape import PipelineShape
+from ._weight_window import from_window, window_at
 
 
 def circular_unrolled(

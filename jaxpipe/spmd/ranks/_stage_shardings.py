@@ -13,8 +13,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from .._compat import translated_shardings
-from ..sharding.specs import without_axes
+from ..._compat import translated_shardings
+from ...sharding.specs import without_axes
 from ._nested_shard_map import nested_shard_map
 
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..schedules import Schedule, num_ranks
-from ..schedules.lock_step import RankAndChunk, rank_and_chunk_by_stage
+from ...schedules import Schedule, num_ranks
+from ...schedules.lock_step import RankAndChunk, rank_and_chunk_by_stage
 
 
 def to_ranks(tree: PyTree, schedule: Schedule) -> PyTree:

@@ -1,22 +1,14 @@
 """When and how weights that are sharded over fsdp and similar axes are gathered for a stage.
 
-Weights are gathered in every tick, once per repeat, or once: three implementations of one contract.
-`prefetch` gathers the weights of a repeat before it begins, for all ranks at once. A rank makes its
-`window` of them when it begins the repeat, and holds it until the repeat ends. In a tick, `unshard`
-returns the weights in the window for the stage, and `accumulate` adds their gradients in float32;
-`reduce_scatter` sums the gradients of a repeat over devices at its end.
-
-|        | prefetch | window               | unshard | accumulate      | reduce_scatter  |
-|--------|----------|----------------------|---------|-----------------|-----------------|
-| tick   |          | as stored            | gathers | reduce-scatters |                 |
-| repeat | gathers  | result of `prefetch` |         |                 | reduce-scatters |
-| once   |          | of a gathered copy   |         |                 | reduce-scatters |
+A `Gather` says it for the weights of one stage. Its functions gather weights and reduce-scatter
+their gradients; `gather_weights` makes them from logical axes. With `gather_in_layers` a stage is
+given its weights as they are stored, and `layer_gather` gathers those of a layer inside it.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,21 +16,22 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from ..autodiff.backward import floating
-from ..autodiff.staged_model import index_leading
-from ..sharding import Rules, constrain_with, partition_spec
-from ..sharding._rules import GATHERED_AXES, gathered_rules
-from ..sharding.specs import axes_of, axes_of_dim, without_axes
-from ._buffers import cast_like, to_accum_dtype
-from ._ranks import is_spec
-from ._varying import zeros
+from ...sharding import Rules, constrain_with, partition_spec
+from ...sharding._rules import gathered_rules
+from ...sharding.specs import axes_of, axes_of_dim
+from .._buffers import cast_like, to_accum_dtype
+from ..ranks import is_spec
+from ._collectives import all_gather_leaf, only_axes, reduce_scatter_leaf
 
 TreeFunction = Callable[[PyTree], PyTree]
 When = Literal["tick", "repeat", "once"]
+"""When weights are gathered: in every tick, once per repeat, or once."""
+
 REPLICATED = PartitionSpec()
 
 
 def identity(tree: PyTree) -> PyTree:
+    """Returns `tree`."""
     return tree
 
 
@@ -69,6 +62,10 @@ class Gather:
     batch_axes: tuple[str, ...] = ()
     weight_specs: PyTree = REPLICATED
     gradient_specs: PyTree = REPLICATED
+
+
+EACH_TICK = Gather()
+"""Gathers in every tick, with collectives that XLA's partitioner chooses."""
 
 
 def gather_weights(
@@ -104,10 +101,10 @@ def gather_weights(
     constrain_gradients = _constrained(logical, gradient_rules or rules)
 
     def unshard(tree: PyTree) -> PyTree:
-        return constrain_unsharded(_map(_all_gather, tree, stored, unsharded, specs))
+        return constrain_unsharded(_map(all_gather_leaf, tree, stored, unsharded, specs))
 
     def reduce_scatter(tree: PyTree) -> PyTree:
-        summed = _map(partial(_reduce_scatter, batch_axes), tree, grad_specs, specs)
+        summed = _map(partial(reduce_scatter_leaf, batch_axes), tree, grad_specs, specs)
         return constrain_gradients(summed)
 
     return Gather(
@@ -139,7 +136,7 @@ def gather_in_layers(
         x: jax.Array, done: PartitionSpec, spec: PartitionSpec, unsharded: PartitionSpec
     ):
         axes = tuple(a for a in batch_axes if a not in axes_of(done))
-        return _reduce_scatter(axes, x, _without(spec, done), unsharded)
+        return reduce_scatter_leaf(axes, x, _without(spec, done), unsharded)
 
     def reduce_scatter(tree: PyTree) -> PyTree:
         return constrain_gradients(_map(reduce_leaf, tree, stored, grad_specs, specs))
@@ -174,7 +171,9 @@ def layer_gather(
     constrain_stored = _constrained(logical, rules)
 
     def reduce_leaf(x: jax.Array, spec: PartitionSpec, unsharded: PartitionSpec) -> jax.Array:
-        return _reduce_scatter(tuple(a for d in spec for a in axes_of_dim(d)), x, spec, unsharded)
+        return reduce_scatter_leaf(
+            tuple(a for d in spec for a in axes_of_dim(d)), x, spec, unsharded
+        )
 
     @jax.custom_vjp
     def gather(weights: PyTree, layer_input: PyTree) -> PyTree:
@@ -230,168 +229,11 @@ def _constrained(logical: PyTree, rules: Rules) -> TreeFunction:
 
 def _manual_specs(logical: PyTree, rules: Rules, axes: tuple[str, ...]) -> PyTree:
     """Returns the spec of every weight, restricted to `axes`."""
-    return jax.tree.map(lambda spec: _only(spec, axes), _specs(logical, rules), is_leaf=is_spec)
+    return jax.tree.map(lambda spec: only_axes(spec, axes), _specs(logical, rules), is_leaf=is_spec)
 
 
 def _specs(logical: PyTree, rules: Rules) -> PyTree:
     """Returns the spec of every weight over all mesh axes."""
     return jax.tree.map(
         lambda axes: partition_spec(axes, rules), logical, is_leaf=lambda x: isinstance(x, tuple)
-    )
-
-
-def _only(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    return without_axes(spec, axes_of(spec).difference(axes))
-
-
-def _all_gather(
-    x: jax.Array, stored: PartitionSpec, gathered: PartitionSpec, unsharded: PartitionSpec
-) -> jax.Array:
-    """Returns `x` gathered over manual axes, from `stored` to `gathered`.
-
-    Automatic axes shard it as in `unsharded`, before and after.
-    """
-    moved = [
-        tuple(axis for axis in axes_of_dim(axes) if axis not in axes_of_dim(rest))
-        for axes, rest in zip(stored, gathered, strict=True)
-    ]
-
-    def gather(x: jax.Array) -> jax.Array:
-        for dim, axes in enumerate(moved):
-            x = lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
-        return x
-
-    return _on_shards(gather, x, unsharded, moved=moved)
-
-
-def _reduce_scatter(
-    axes: tuple[str, ...], x: jax.Array, spec: PartitionSpec, unsharded: PartitionSpec
-) -> jax.Array:
-    """Returns to each device of `axes` its shard of the sum over these devices.
-
-    Automatic axes shard it as in `unsharded`, before and after.
-
-    If XLA sees that a sum is sharded later, it shards the sum inside the loop that accumulates it,
-    with one reduce-scatter per tick. The boundary of a `shard_map` over the automatic axes prevents
-    that, so that partial sums stay on their devices until the loop has ended.
-    """
-    rest = tuple(axis for axis in axes if axis not in axes_of(spec))
-
-    def sum_up(x: jax.Array) -> jax.Array:
-        for dim, names in enumerate(spec):
-            x = lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True) if names else x
-        return lax.psum(x, rest) if rest else x
-
-    return _on_shards(sum_up, x, unsharded, moved=[*map(axes_of_dim, spec)], also=GATHERED_AXES)
-
-
-def _on_shards(
-    f: TreeFunction,
-    x: jax.Array,
-    unsharded: PartitionSpec,
-    *,
-    moved: Sequence[tuple[str, ...]],
-    also: Collection[str] = (),
-) -> jax.Array:
-    """Applies `f`, which communicates over manual axes, to shards over the automatic axes.
-
-    XLA's partitioner would gather the operand of a manual collective over automatic axes, and shard
-    the result again. A dim that is sharded over both kinds of axes is left to the partitioner.
-
-    Args:
-        f: The function.
-        x: Its argument.
-        unsharded: How `x` is sharded over automatic axes, before and after.
-        moved: For every dim the manual axes over which `f` communicates.
-        also: Axes that do not shard `x`, but become manual around `f`.
-
-    Returns:
-        `f(x)`, sharded over automatic axes as `x` is.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    automatic = {a for a in mesh.axis_names if mesh.shape[a] > 1} - set(mesh.manual_axes)
-    spec, extra_axes = _only(unsharded, automatic), automatic.intersection(also)
-    if any(names and axes for names, axes in zip(spec, moved, strict=True)):
-        return f(_inside(identity, x, REPLICATED, extra_axes))
-    split = axes_of(spec)
-    axes = extra_axes | split if any(moved) or extra_axes else extra_axes
-    return _inside(f, x, spec, axes)
-
-
-def _inside(f: TreeFunction, x: jax.Array, spec: PartitionSpec, axes: set[str]) -> jax.Array:
-    """Applies `f` to shards over `axes`."""
-    if not axes:
-        return f(x)
-    return jax.shard_map(f, in_specs=spec, out_specs=spec, axis_names=axes)(x)
-
-
-EACH_TICK = Gather()
-"""Gathers in every tick, with collectives that XLA's partitioner chooses."""
-
-
-class RepeatGather(NamedTuple):
-    """Functions of the table above, and initial gradients, for the weights of one rank.
-
-    Attributes:
-        prefetch: Maps the index of a repeat to the weights gathered before any rank begins it.
-        window: Maps these and the index to the weights that the rank holds during the repeat.
-        unshard: Maps a window to the weights that a stage reads.
-        accumulate: Maps a sum of float32 gradients over ticks, and the gradients of the weights
-            that a stage read, to their sum.
-        reduce_scatter: Maps a repeat's sum of gradients to gradients sharded as they are stored.
-        zeros: Maps a window to the initial sum, zeros.
-        zero_gradients: Maps a number of repeats to zero gradients as stored, with that dim in
-            front.
-    """
-
-    prefetch: Callable[[Any], PyTree]
-    window: Callable[[PyTree, Any], PyTree]
-    unshard: TreeFunction
-    accumulate: Callable[[PyTree, PyTree], PyTree]
-    reduce_scatter: TreeFunction
-    zeros: TreeFunction
-    zero_gradients: Callable[[int], PyTree]
-
-
-def repeat_gather(gather: Gather, weights: PyTree) -> RepeatGather:
-    """Returns the functions of `RepeatGather` for weights with [R, ...] leaves."""
-
-    def stored(repeat: Any) -> PyTree:
-        return index_leading(weights, repeat)
-
-    def gathered(w: PyTree) -> PyTree:
-        return gather.unshard(gather.cast(w))
-
-    def unsharded_gradient(dw: PyTree) -> PyTree:
-        return gather.constrain_unsharded(to_accum_dtype(dw))
-
-    def scattered_gradient(dw: PyTree) -> PyTree:
-        return gather.reduce_scatter(to_accum_dtype(dw))
-
-    prefetch: Callable[[Any], PyTree] = lambda repeat: ()  # noqa: E731
-    unshard, to_sum, reduce_scatter = identity, unsharded_gradient, gather.reduce_scatter
-    match gather.when:
-        case "tick":
-            window = lambda _, j: stored(j)  # noqa: E731
-            unshard, to_sum, reduce_scatter = gathered, scattered_gradient, identity
-        case "repeat":
-            prefetch = lambda j: gathered(stored(j))  # noqa: E731
-            window = lambda prefetched, _: prefetched  # noqa: E731
-        case "once":
-            copy = jax.vmap(gathered)(weights)
-            window = lambda _, j: index_leading(copy, j)  # noqa: E731
-
-    def accumulate(total: PyTree, dw: PyTree) -> PyTree:
-        return jax.tree.map(jnp.add, total, to_sum(dw))
-
-    # Only the types of what these two compute are used.
-    def zero_sum(w: PyTree) -> PyTree:
-        return jax.tree.map(zeros, to_sum(floating(unshard(w))))
-
-    def zero_gradients(num_repeats: int) -> PyTree:
-        scattered = reduce_scatter(zero_sum(window(prefetch(0), 0)))
-        return jax.tree.map(lambda x: zeros(x, lead=(num_repeats,)), scattered)
-
-    return RepeatGather(
-        prefetch, window, unshard, accumulate, reduce_scatter, zero_sum, zero_gradients
     )

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from ..sharding.specs import axes_of, axes_of_dim
+from ...sharding.specs import axes_of, axes_of_dim
 from ._stage_shardings import in_stage
 from ._varying import pvary
 
 AXIS = "stage"
+"""Name of the mesh axis along which the ranks are."""
 
 
 def on_ranks(

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
-from ..ir.graph import pvary_like
-from ..sharding.specs import axes_of
+from ...ir.graph import pvary_like
+from ...sharding.specs import axes_of
 
 
 def pvary(x: jax.Array) -> jax.Array:

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from ..ir.graph import select
-from ..sharding.specs import axes_of, without_axes
+from ...ir.graph import select
+from ...sharding.specs import axes_of, without_axes
 from ._varying import pvary
 
 

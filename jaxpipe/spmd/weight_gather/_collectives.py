@@ -1,0 +1,98 @@
+"""Gathers and sums of one array over manual axes, while automatic axes stay as they are."""
+
+from collections.abc import Callable, Collection, Sequence
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ...sharding._rules import GATHERED_AXES
+from ...sharding.specs import axes_of, axes_of_dim, without_axes
+
+ArrayFunction = Callable[[jax.Array], jax.Array]
+
+
+def only_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+    """Returns `spec` without the mesh axes that are not in `axes`."""
+    return without_axes(spec, axes_of(spec).difference(axes))
+
+
+def all_gather_leaf(
+    x: jax.Array, stored: PartitionSpec, gathered: PartitionSpec, unsharded: PartitionSpec
+) -> jax.Array:
+    """Returns `x` gathered over manual axes, from `stored` to `gathered`.
+
+    Automatic axes shard it as in `unsharded`, before and after.
+    """
+    moved = [
+        tuple(axis for axis in axes_of_dim(axes) if axis not in axes_of_dim(rest))
+        for axes, rest in zip(stored, gathered, strict=True)
+    ]
+
+    def gather(x: jax.Array) -> jax.Array:
+        for dim, axes in enumerate(moved):
+            x = lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+        return x
+
+    return _on_shards(gather, x, unsharded, moved=moved)
+
+
+def reduce_scatter_leaf(
+    axes: tuple[str, ...], x: jax.Array, spec: PartitionSpec, unsharded: PartitionSpec
+) -> jax.Array:
+    """Returns to each device of `axes` its shard of the sum over these devices.
+
+    Automatic axes shard it as in `unsharded`, before and after.
+
+    If XLA sees that a sum is sharded later, it shards the sum inside the loop that accumulates it,
+    with one reduce-scatter per tick. The boundary of a `shard_map` over the automatic axes prevents
+    that, so that partial sums stay on their devices until the loop has ended.
+    """
+    rest = tuple(axis for axis in axes if axis not in axes_of(spec))
+
+    def sum_up(x: jax.Array) -> jax.Array:
+        for dim, names in enumerate(spec):
+            x = lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True) if names else x
+        return lax.psum(x, rest) if rest else x
+
+    return _on_shards(sum_up, x, unsharded, moved=[*map(axes_of_dim, spec)], also=GATHERED_AXES)
+
+
+def _on_shards(
+    f: ArrayFunction,
+    x: jax.Array,
+    unsharded: PartitionSpec,
+    *,
+    moved: Sequence[tuple[str, ...]],
+    also: Collection[str] = (),
+) -> jax.Array:
+    """Applies `f`, which communicates over manual axes, to shards over the automatic axes.
+
+    XLA's partitioner would gather the operand of a manual collective over automatic axes, and shard
+    the result again. A dim that is sharded over both kinds of axes is left to the partitioner.
+
+    Args:
+        f: The function.
+        x: Its argument.
+        unsharded: How `x` is sharded over automatic axes, before and after.
+        moved: For every dim the manual axes over which `f` communicates.
+        also: Axes that do not shard `x`, but become manual around `f`.
+
+    Returns:
+        `f(x)`, sharded over automatic axes as `x` is.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    automatic = {a for a in mesh.axis_names if mesh.shape[a] > 1} - set(mesh.manual_axes)
+    spec, extra_axes = only_axes(unsharded, automatic), automatic.intersection(also)
+    if any(names and axes for names, axes in zip(spec, moved, strict=True)):
+        return f(_inside(lambda x: x, x, PartitionSpec(), extra_axes))
+    split = axes_of(spec)
+    axes = extra_axes | split if any(moved) or extra_axes else extra_axes
+    return _inside(f, x, spec, axes)
+
+
+def _inside(f: ArrayFunction, x: jax.Array, spec: PartitionSpec, axes: set[str]) -> jax.Array:
+    """Applies `f` to shards over `axes`."""
+    if not axes:
+        return f(x)
+    return jax.shard_map(f, in_specs=spec, out_specs=spec, axis_names=axes)(x)
