@@ -6,16 +6,12 @@ arrays that are being written.
 """
 
 import dataclasses
-import errno
 import json
 import os
 import re
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import jax
@@ -25,8 +21,8 @@ import yaml
 from jaxtyping import PyTree
 
 from .. import models
-from .._durable import PATH_ERRORS, failed_write, fsync_tree, rename, write_file
-from .._input import MEGABYTE, clause, parse_json, read_text
+from .._durable import write_file
+from .._input import MEGABYTE, parse_json, read_text
 from ..models.weights._abstract import weight_shapes
 from ..train.checkpoint._init_from import WEIGHTS_FOLDER, checkpoints_folder, verified_step
 from ..train.checkpoint._store import (
@@ -40,11 +36,23 @@ from ..train.checkpoint._store import (
     saved_leaf_specs,
 )
 from ..train.plan._family import ModelConfig
-from ..train.runtime._stop import RunError
-from ._fields import ConfigValues
-from ._models import MODEL_FORMATS, canonical_weights, leaf_slices, read_model, read_sizes
-from ._safetensors import DTYPES, StoredTensor, create_files, map_tensor, tensors_in_folder
-from ._tensors import LeafSlices
+from .folders import (
+    DTYPES,
+    StoredTensor,
+    atomic_folder,
+    create_files,
+    map_tensor,
+    tensors_in_folder,
+)
+from .formats import (
+    MODEL_FORMATS,
+    ConfigValues,
+    LeafSlices,
+    canonical_weights,
+    leaf_slices,
+    read_model,
+    read_sizes,
+)
 
 GIGABYTE = 10**9
 NAMES = {"float32": "F32", "bfloat16": "BF16"}
@@ -167,55 +175,6 @@ def to_hugging_face(
 
 _NOT_IN_CHECKPOINTS: ConfigValues = {"bos_token_id": None, "eos_token_id": None, "use_cache": True}
 """Fields that no checkpoint has. They are written so that transformers assumes no other values."""
-
-
-@contextmanager
-def atomic_folder(destination: Path) -> Iterator[Path]:
-    """Yields a folder to fill, which gets its name at the end: a named folder is complete."""
-    destination = Path(os.path.abspath(destination))
-    try:
-        is_other = destination.is_symlink() or not destination.is_dir()
-        if os.path.lexists(destination) and (is_other or any(destination.iterdir())):
-            raise ValueError(f"{destination} is there already. Give another folder, or remove it.")
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        hidden = mkdtemp(prefix=".converted-", dir=destination.parent)
-    except OSError as error:
-        raise failed_write(
-            f"Nothing can be written to {destination}: {error.strerror}. Give another folder.",
-            error,
-        ) from None
-    try:
-        folder = Path(hidden) / "new"
-        folder.mkdir()
-        with _naming_full_disks(destination):
-            yield folder
-            fsync_tree(folder)
-        try:
-            rename(folder, destination)  # which replaces an empty folder
-        except OSError as error:
-            if error.errno not in PATH_ERRORS and error.errno != errno.ENOTEMPTY:
-                raise RunError(f"{destination} could not be written: {error.strerror}.") from None
-            raise ValueError(
-                f"{destination} is there now, which it was not before: another command has made "
-                f"it. ({error.strerror}.) Give another folder, or remove it."
-            ) from None
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)
-
-
-@contextmanager
-def _naming_full_disks(destination: Path) -> Iterator[None]:
-    """Raises a RunError for any error but a MemoryError while `destination` is written."""
-    try:
-        yield
-    except MemoryError:
-        raise
-    except Exception as error:  # orbax passes on what the storage below it raises
-        what = error.strerror if isinstance(error, OSError) else None
-        raise RunError(
-            f"{destination} could not be written: {what or clause(error)}. Nothing is left of it. "
-            "Make space, or give a folder on another disk."
-        ) from error
 
 
 def _read_config(file: Path) -> tuple[str, ModelConfig]:

@@ -11,6 +11,7 @@ from campaign.world import GOLDEN
 
 from jaxpipe.cli import main
 from jaxpipe.cli.process import report_error
+from jaxpipe.hugging_face.folders import atomic_folder
 from jaxpipe.train import Config, load_config
 
 COUNTS = ["--ranks", "2", "--microbatches", "2"]
@@ -148,8 +149,6 @@ def test_converting_into_a_link_loop_is_refused(tmp_path: Path, capsys):
 
 
 def test_two_commands_that_convert_to_one_folder_do_not_mix(tmp_path: Path):
-    from jaxpipe.hugging_face._convert import atomic_folder
-
     with pytest.raises(ValueError, match="is there now, which it was not before: another command"):  # noqa: SIM117
         with atomic_folder(tmp_path / "x") as first:
             (first / "theirs").touch()

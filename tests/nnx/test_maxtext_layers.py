@@ -9,7 +9,6 @@ from flax import nnx
 from harness import frontends
 from harness.maxtext_like import RULES, Config, ShardMode, mesh_of, shard_as
 from jaxpipe import nnx as pipelines
-from jaxpipe.nnx._layer import draw_keys
 
 WIDTH = 8
 NAMES = ("activation_batch", "activation_length", "activation_embed")
@@ -58,8 +57,8 @@ def test_random_streams_of_layers_are_the_same_on_explicit_axes():
     def keys(mode: ShardMode, mesh: Any) -> Any:
         config = Config(shard_mode=mode)
         pipeline = pipelines.create_pipeline(config, Layer, mesh, rngs=nnx.Rngs(0))
-        drawn = draw_keys(pipeline.layers, advance=False)
-        return [jax.device_get(jax.random.key_data(key)).tolist() for key in jax.tree.leaves(drawn)]
+        drawn = jax.tree.leaves(pipeline.draw_keys())
+        return [jax.device_get(jax.random.key_data(key)).tolist() for key in drawn]
 
     mesh = mesh_of(ShardMode.EXPLICIT)
     assert keys(ShardMode.EXPLICIT, mesh) == keys(ShardMode.AUTO, None) != []

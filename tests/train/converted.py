@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe import models
-from jaxpipe.hugging_face._models import canonical_weights
+from jaxpipe.hugging_face.formats import canonical_weights
 from jaxpipe.models.layers import rms_norm
 from jaxpipe.models.weights import weight_shapes
 from jaxpipe.train import load_config, set_up

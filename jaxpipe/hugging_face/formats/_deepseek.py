@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import models
+from ... import models
 from ._fields import (
     ConfigFields,
     ConfigValues,

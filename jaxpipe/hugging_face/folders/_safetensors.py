@@ -15,8 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._durable import write_file
-from .._input import MAX_JSON_BYTES, is_file, parse_json, read_bytes, short_repr, shorten
+from ..._durable import write_file
+from ..._input import MAX_JSON_BYTES, is_file, parse_json, read_bytes, short_repr, shorten
 
 DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from .. import models
+from ... import models
 from ._fields import (
     ConfigFields,
     ConfigValues,

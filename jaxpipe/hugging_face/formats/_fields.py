@@ -4,9 +4,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .._input import short_repr, shorten
+from ..._input import short_repr, shorten
 
 ConfigValues = dict[str, Any]
+"""Fields of a config.json, or keys of a config of jaxpipe, and their values."""
 
 ALWAYS_IGNORED = frozenset(
     (

@@ -7,11 +7,11 @@ from typing import Any
 
 from jaxtyping import PyTree
 
-from .. import models
-from .._input import short_repr
-from ..models.weights._abstract import stack_weights
-from ..train.config._load import check_values
-from ..train.plan._family import MODEL_FAMILIES, ModelConfig
+from ... import models
+from ..._input import short_repr
+from ...models.weights._abstract import stack_weights
+from ...train.config._load import check_values
+from ...train.plan._family import MODEL_FAMILIES, ModelConfig
 from ._deepseek import deepseek_dense_slices, deepseek_slices, read_deepseek, write_deepseek
 from ._fields import ConfigValues, check_no_problems
 from ._llama import llama_slices, read_llama, write_llama

@@ -1,0 +1,8 @@
+"""Folders of safetensors: the tensors in their files, and folders that are written whole."""
+
+from ._atomic_folder import atomic_folder as atomic_folder
+from ._safetensors import DTYPES as DTYPES
+from ._safetensors import StoredTensor as StoredTensor
+from ._safetensors import create_files as create_files
+from ._safetensors import map_tensor as map_tensor
+from ._safetensors import tensors_in_folder as tensors_in_folder
