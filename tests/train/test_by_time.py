@@ -7,7 +7,6 @@ import pytest
 
 from jaxpipe.train import Config, train
 from jaxpipe.train.checkpoint import CheckpointTimer
-from jaxpipe.train.loop import _loop
 
 from .runs import NONE, TINY
 
@@ -85,17 +84,17 @@ def test_steps_that_become_slower_are_asked_about_in_time():
 
 
 def test_a_run_saves_by_time(tmp_path, monkeypatch):
-    clock = Clock()
+    clock, start = Clock(), CheckpointTimer.__init__
 
-    def make(minutes: float) -> CheckpointTimer:
-        return CheckpointTimer(minutes, clock=clock, alone=True)
+    def start_on_clock(timer: CheckpointTimer, minutes: float) -> None:
+        start(timer, minutes, clock=clock, alone=True)
 
     class Stream(io.StringIO):
         def write(self, text: str) -> int:
             clock.now += 20.0 * text.startswith("step ")
             return super().write(text)
 
-    monkeypatch.setattr(_loop, "CheckpointTimer", make)
+    monkeypatch.setattr(CheckpointTimer, "__init__", start_on_clock)
     settings: dict[str, Any] = {"ici_fsdp_parallelism": 8, "per_device_batch_size": 1.0}
     settings |= {"num_pipeline_microbatches": 1, "steps": 9, "max_to_keep": 9}
     settings |= {"checkpoint_minutes": 1.0, "output_dir": str(tmp_path)}

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from orbax.checkpoint import CheckpointManager
 
 from jaxpipe.cli import main
 from jaxpipe.train import Config, RunError, read_metrics
-from jaxpipe.train.loop import _loop as loop
+from jaxpipe.train.checkpoint import is_complete
 from jaxpipe.train.loop import check_learning_rate, read_saved
 from jaxpipe.train.runtime import LOCK_FILE, locked_run_folder
 
@@ -135,7 +136,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again_by_itsel
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "save_checkpoint", killed)
+        patch.setattr(CheckpointManager, "save", killed)
         with pytest.raises(KeyboardInterrupt):
             run_to(tmp_path, 3, checkpoint_period=2)
     metrics = tmp_path / "default" / "metrics.jsonl"
@@ -209,15 +210,18 @@ def test_lines_behind_the_checkpoint_may_be_anything(copy, whole):
 
 
 def test_a_save_is_recorded_only_when_it_is_complete(tmp_path, monkeypatch):
-    names = []
+    recorded, complete, replace = [], [], os.replace
 
-    def record(folder: Path, step: int) -> None:
-        names.append({path.name for path in (folder / "checkpoints").iterdir()})
+    def watched(source: Path, destination: Path) -> None:
+        replace(source, destination)
+        folder = Path(destination).parent
+        if Path(destination).name == "saved.json" and (step := read_saved(folder)):
+            recorded.append(step)
+            complete.append(is_complete(folder / "checkpoints" / str(step)))
 
-    monkeypatch.setattr(loop, "record_saved", record)
-    monkeypatch.setattr(loop, "read_saved", lambda folder: 0)
+    monkeypatch.setattr(os, "replace", watched)
     run_to(tmp_path, 3, max_to_keep=1)
-    assert [str(step) in found for step, found in enumerate(names, start=1)] == [True] * 3
+    assert (recorded, complete) == ([1, 2, 3], [True] * 3)
 
 
 def test_a_learning_rate_that_jumps_because_steps_grew_is_refused_before_anything_compiles(
