@@ -1,8 +1,39 @@
 """Pipeline parallelism for JAX: exactly the numbers of the unpipelined program.
 
-Import a folder by its name: `jaxpipe.schedules` (needs no JAX), `jaxpipe.sharding`,
-`jaxpipe.autodiff`, `jaxpipe.spmd`, `jaxpipe.mpmd`, `jaxpipe.linen`, `jaxpipe.nnx`,
-`jaxpipe.models`, `jaxpipe.plan`, `jaxpipe.data`, `jaxpipe.train`, `jaxpipe.report`.
+`jaxpipe.pipeline` is the front door. Everything else is in a folder of its own:
+`jaxpipe.schedules` (needs no JAX), `jaxpipe.sharding`, `jaxpipe.autodiff`, `jaxpipe.spmd`,
+`jaxpipe.mpmd`, `jaxpipe.engines`, `jaxpipe.linen`, `jaxpipe.nnx`, `jaxpipe.models`, `jaxpipe.plan`,
+`jaxpipe.data`, `jaxpipe.train`, `jaxpipe.report`.
 """
 
+import importlib
+import typing
+
+if typing.TYPE_CHECKING:
+    from .api import Model as Model
+    from .api import PipelinedModel as PipelinedModel
+    from .api import pipeline as pipeline
+    from .cli import emulate_devices as emulate_devices
+    from .sharding import make_mesh as make_mesh
+
 __version__ = "0.1.0"
+
+_LAZY = {
+    "Model": "api",
+    "PipelinedModel": "api",
+    "pipeline": "api",
+    "emulate_devices": "cli",
+    "make_mesh": "sharding",
+    "linen": "linen",
+    "mpmd": "mpmd",
+    "nnx": "nnx",
+    "schedules": "schedules",
+}
+"""Names of this package that are imported at their first use: `jaxpipe.schedules` needs no JAX."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    folder = importlib.import_module(f"{__name__}.{_LAZY[name]}")
+    return folder if name == _LAZY[name] else getattr(folder, name)

@@ -1,13 +1,9 @@
 """Pipelines in one XLA program: `jax.shard_map` over the axis `stage`, the other axes automatic."""
 
 from .circular_engine import circular as circular
-from .circular_engine import circular_value as circular_value
 from .circular_engine import circular_value_and_grad as circular_value_and_grad
-from .circular_engine import num_ticks as num_ticks
-from .ranks import on_ranks as on_ranks
 from .ranks import to_ranks as to_ranks
 from .ranks import to_stages as to_stages
-from .scheduled_engine import scheduled_value as scheduled_value
 from .scheduled_engine import scheduled_value_and_grad as scheduled_value_and_grad
 from .weight_gather import Gather as Gather
 from .weight_gather import gather_weights as gather_weights

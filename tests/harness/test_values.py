@@ -21,6 +21,7 @@ from harness.contract import (
 from jaxpipe import spmd
 from jaxpipe.autodiff import unpipelined
 from jaxpipe.schedules import language, lock_step
+from jaxpipe.spmd import circular_engine, scheduled_engine
 
 
 def value_of(row: Row, case: Case) -> Any:
@@ -36,12 +37,12 @@ def value_of(row: Row, case: Case) -> Any:
     }
     weights, keys = placed(case, mesh), case.keys
     if row.engine == "circular":
-        run = functools.partial(spmd.circular_value, case.model, delay=row.delay, **how)
+        run = functools.partial(circular_engine.circular_value, case.model, delay=row.delay, **how)
     else:
         schedule = contract.ticks_of(row).schedule
         ticks = lock_step.to_lock_step(language.forward_only(schedule))
         how |= {"ticks": ticks, "vocab_parallel": row.vocab_parallel}
-        run = functools.partial(spmd.scheduled_value, case.model, **how)
+        run = functools.partial(scheduled_engine.scheduled_value, case.model, **how)
         stages, keys = (spmd.to_ranks(_flat(x), schedule) for x in (weights["stages"], keys))
         weights = weights | {"stages": stages}
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):

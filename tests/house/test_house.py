@@ -21,6 +21,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "autodiff": {"ir"},
     "spmd": {"autodiff", "ir", "schedules", "sharding"},
     "mpmd": {"autodiff", "ir", "schedules", "sharding"},
+    "engines": {"spmd", "mpmd", "autodiff", "schedules", "sharding"},
+    "api": {"engines", "autodiff", "schedules", "sharding"},
     "modules": {"spmd", "autodiff", "sharding"},
     "linen": {"modules", "spmd"},
     "nnx": {"modules"},

@@ -11,6 +11,7 @@ from harness.contract import Row, check_result, make_case, plain, reference, run
 from jaxpipe import schedules, spmd
 from jaxpipe.autodiff import StagedModel
 from jaxpipe.schedules import language, lock_step
+from jaxpipe.spmd import scheduled_engine
 
 S, D = 4, 64
 
@@ -79,7 +80,7 @@ def test_an_idle_rank_computes_nothing():
 
     counted = StagedModel(model.embed, stage, model.loss)
     forward = lock_step.to_lock_step(language.forward_only(ticks.schedule))
-    run = functools.partial(spmd.scheduled_value, counted, ticks=forward, mesh=mesh)
+    run = functools.partial(scheduled_engine.scheduled_value, counted, ticks=forward, mesh=mesh)
     jax.block_until_ready(jax.jit(run)(weights, batch_inputs))
     jax.effects_barrier()
     assert len(seen) == S * 4
@@ -96,7 +97,7 @@ def test_a_value_alone_is_that_of_the_whole(name):
         return spmd.to_ranks(flat, ticks.schedule)
 
     weights = case.weights | {"stages": to_ranks(case.weights["stages"])}
-    run = functools.partial(spmd.scheduled_value, case.model, ticks=forward)
+    run = functools.partial(scheduled_engine.scheduled_value, case.model, ticks=forward)
     loss, metrics = jax.jit(run)(weights, case.batch_inputs, to_ranks(case.keys))
     (true_loss, true_metrics), _ = reference(plain(row))
     assert loss == pytest.approx(true_loss, rel=1e-5)
@@ -138,4 +139,4 @@ def test_a_value_alone_takes_forwards_alone():
     weights, batch_inputs, model = identity(4)
     ticks = lock_step.to_lock_step(schedules.build("1f1b", ranks=S, microbatches=4))
     with pytest.raises(ValueError, match="`ticks` has backwards"):
-        spmd.scheduled_value(model, weights, batch_inputs, ticks=ticks)
+        scheduled_engine.scheduled_value(model, weights, batch_inputs, ticks=ticks)

@@ -30,6 +30,7 @@ from ...autodiff import StagedModel
 from ...autodiff.staged_model import Aux, combine_losses, total
 from ...models.weights._abstract import is_weight, stack_weights
 from ...modules._settings import pipeline_settings
+from ...spmd.ranks import on_ranks
 from ._family import model_family
 from ._fsdp import batch_axes, boundary_gathers
 from ._setup import STACK_AXES, Setup
@@ -295,9 +296,9 @@ def _decoder_value(decoder: FlaxDecoder, pipeline: PipelineFn) -> Callable:
     def loss_share(boundary, share):
         return jax.lax.psum(_loss_of_microbatches(model, unshard(boundary), share), axes)
 
-    on_ranks = partial(spmd.on_ranks, mesh=mesh)
-    embed = on_ranks(embed_share, in_dims=({"embed": specs["embed"]}, rows), out_dims=rows)
-    loss_of = on_ranks(loss_share, in_dims=(model.boundary(specs), rows), out_dims=None)
+    on_mesh = partial(on_ranks, mesh=mesh)
+    embed = on_mesh(embed_share, in_dims=({"embed": specs["embed"]}, rows), out_dims=rows)
+    loss_of = on_mesh(loss_share, in_dims=(model.boundary(specs), rows), out_dims=None)
 
     def loss(weights, batch_inputs, keys):
         assert not jax.tree.leaves(keys)

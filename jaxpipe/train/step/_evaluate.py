@@ -12,10 +12,11 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from ... import mpmd, spmd
+from ... import mpmd
 from ...autodiff import StagedModel, unpipelined
 from ...data.batches._batches import FiniteBatches
 from ...schedules import language, lock_step
+from ...spmd import circular_engine, scheduled_engine
 from ..plan._from_config import import_flax_decoder
 from ..plan._fsdp import weight_gathers
 from ..plan._model import build_model
@@ -161,7 +162,7 @@ def _circular_value(setup: Setup, model: StagedModel) -> Callable:
     config = setup.config
     gather, boundary_gather = weight_gathers(setup)
     return partial(
-        spmd.circular_value,
+        circular_engine.circular_value,
         model,
         mesh=setup.mesh,
         delay=config.pipeline_delay_activation_forwarding,
@@ -175,7 +176,7 @@ def _scheduled_value(setup: Setup, model: StagedModel) -> Callable:
     gather, boundary_gather = weight_gathers(setup)
     assert setup.schedule_selection is not None
     return partial(
-        spmd.scheduled_value,
+        scheduled_engine.scheduled_value,
         model,
         ticks=lock_step.to_lock_step(language.forward_only(setup.schedule_selection.schedule)),
         mesh=setup.mesh,

@@ -1,0 +1,53 @@
+"""Finds out which inputs of a function an output depends on, and computes that output alone."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters import partial_eval
+from jaxtyping import PyTree
+
+
+def dependent_inputs(function: Callable, *arguments: PyTree) -> tuple[list[PyTree], Any]:
+    """Finds the inputs that each output of a function depends on.
+
+    Args:
+        function: A function of pytrees of arrays.
+        *arguments: Its arguments; arrays may be given as shapes and dtypes.
+
+    Returns:
+        For every leaf of the output, in order, a tree like `arguments` of booleans; and the
+        structure of the output.
+    """
+    closed, out = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    tree, count = jax.tree.structure(arguments), len(closed.jaxpr.outvars)
+    found = []
+    for i in range(count):
+        _, used = partial_eval.dce_jaxpr(closed.jaxpr, [j == i for j in range(count)])
+        found.append(jax.tree.unflatten(tree, used))
+    return found, jax.tree.structure(out)
+
+
+def restricted(function: Callable, wanted: Sequence[int], *arguments: PyTree) -> Callable:
+    """Returns the part of a function that computes some leaves of its output.
+
+    Args:
+        function: A function of pytrees of arrays.
+        wanted: Indices of leaves of the output.
+        *arguments: Arguments like those of the calls; arrays may be given as shapes and dtypes.
+
+    Returns:
+        A function of the same arguments, which returns the list of these leaves. It does not read
+        leaves that they do not depend on: such a leaf may be anything.
+    """
+    closed = jax.make_jaxpr(function)(*arguments)
+    count = len(closed.jaxpr.outvars)
+    jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, [i in set(wanted) for i in range(count)])
+    run = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
+
+    def part(*arguments: PyTree) -> list[jax.Array]:
+        leaves = jax.tree.leaves(arguments)
+        return run(*[x for x, is_used in zip(leaves, used, strict=True) if is_used])
+
+    return part

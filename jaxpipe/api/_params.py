@@ -1,0 +1,113 @@
+"""Parameters as a pipeline stores them, and the checks of the user's tree.
+
+L layers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+GROUPS = ("embed", "layers", "head")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StoredLayers:
+    """The parameters of all layers as an engine stores them, a pytree like any other.
+
+    Attributes:
+        stages: [v, S, layers per stage, ...] leaves, with zeros where a stage has fewer layers; for
+            `mpmd` a list of trees with leaves [layers, ...], one for each stage.
+        num_layers: L.
+        in_list: Whether the user's tree has a list of layers; otherwise it has leaves [L, ...].
+    """
+
+    stages: Any
+    num_layers: int = field(metadata={"static": True})
+    in_list: bool = field(metadata={"static": True})
+
+
+def check_groups(groups: Any) -> None:
+    """Checks that parameters are in the three groups of a model.
+
+    Args:
+        groups: What `model.to_groups` returned.
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: If a group is missing or there is another one.
+    """
+    found = sorted(groups) if isinstance(groups, dict) else type(groups).__name__
+    if found != sorted(GROUPS):
+        raise ValueError(
+            f"`params` is {found}. Give a dict with 'embed', 'layers' and 'head', such as "
+            "{'embed': ..., 'layers': [one tree for each layer], 'head': ...}."
+        )
+
+
+def stack_layers(layers: PyTree) -> tuple[PyTree, int, bool]:
+    """Stacks the layers of the user's tree.
+
+    Args:
+        layers: A list or tuple of L trees, or one tree of leaves [L, ...].
+
+    Returns:
+        ([L, ...] leaves, L, whether `layers` was a list).
+
+    Raises:
+        ValueError: If there are no layers, or they differ in structure, shapes or dtypes.
+    """
+    if isinstance(layers, list | tuple):
+        _check_alike(layers)
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers), len(layers), True
+    leaves = jax.tree_util.tree_leaves_with_path(layers)
+    sizes = {jnp.shape(leaf)[:1] for _, leaf in leaves}
+    if len(sizes) != 1 or () in sizes:
+        shapes = ", ".join(f"{_name(path)} {jnp.shape(leaf)}" for path, leaf in leaves[:8])
+        raise ValueError(
+            f"`params['layers']` has the leaves {shapes or 'none'}. Give a list with a tree for "
+            "every layer, or leaves that share their first dim, the number of layers."
+        )
+    return layers, sizes.pop()[0], False
+
+
+def _check_alike(layers: Sequence[PyTree]) -> None:
+    if not layers:
+        raise ValueError("`params['layers']` is empty. Give at least one layer.")
+    first = jax.tree_util.tree_leaves_with_path(layers[0])
+    for i, layer in enumerate(layers[1:], start=1):
+        other = jax.tree_util.tree_leaves_with_path(layer)
+        if jax.tree.structure(layer) != jax.tree.structure(layers[0]):
+            names = {_name(path) for path, _ in first} ^ {_name(path) for path, _ in other}
+            raise ValueError(
+                f"`params['layers'][{i}]` differs from `params['layers'][0]` in structure"
+                + (f": only one of them has {', '.join(sorted(names)[:8])}" if names else "")
+                + ". Layers of one pipeline must be alike."
+            )
+        for (path, a), (_, b) in zip(first, other, strict=True):
+            if _type(a) != _type(b):
+                raise ValueError(
+                    f"`params['layers'][{i}]{_name(path)}` is {_type(b)} and "
+                    f"`params['layers'][0]{_name(path)}` is {_type(a)}. Layers of one pipeline "
+                    "must be alike."
+                )
+
+
+def _type(leaf: Any) -> str:
+    aval = jax.typeof(leaf)
+    return f"{aval.dtype}{list(aval.shape)}"
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path)
+
+
+def unstack_layers(layers: PyTree, num_layers: int) -> list[PyTree]:
+    """Returns a list with the tree of every layer, from leaves [L, ...]."""
+    return [jax.tree.map(lambda leaf: leaf[i], layers) for i in range(num_layers)]  # noqa: B023

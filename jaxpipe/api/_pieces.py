@@ -1,0 +1,75 @@
+"""Pieces of a batch: M microbatches, of each of which D devices have some rows.
+
+A function of the model runs on one piece. An engine of one program runs it on every device with the
+piece of the device; the others compute all D pieces in one program, which XLA divides.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+
+def to_pieces(batch: PyTree, num_microbatches: int, num_shards: int) -> PyTree:
+    """Splits a batch into pieces of consecutive rows.
+
+    Args:
+        batch: [B, ...] leaves.
+        num_microbatches: M.
+        num_shards: D.
+
+    Returns:
+        [M, D, B / (M * D), ...] leaves.
+
+    Raises:
+        ValueError: If leaves have different numbers of rows, or these do not divide.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    if not leaves:
+        raise ValueError("`batch` has no arrays. Give a pytree of arrays [rows, ...].")
+    rows = jnp.shape(leaves[0][1])[:1]
+    for path, leaf in leaves:
+        if not jnp.shape(leaf) or jnp.shape(leaf)[:1] != rows:
+            raise ValueError(
+                f"`batch{_name(path)}` has shape {jnp.shape(leaf)} and "
+                f"`batch{_name(leaves[0][0])}` {jnp.shape(leaves[0][1])}. All leaves must have the "
+                "same number of rows, dim 0."
+            )
+    if rows[0] % (num_microbatches * num_shards):
+        shards = f" x {num_shards} devices of the axes data and fsdp" if num_shards > 1 else ""
+        raise ValueError(
+            f"`batch` has {rows[0]} rows, which do not divide into `microbatches` = "
+            f"{num_microbatches}{shards}. Change one of them."
+        )
+    shape = num_microbatches, num_shards, rows[0] // (num_microbatches * num_shards)
+    return jax.tree.map(lambda leaf: jnp.reshape(leaf, (*shape, *jnp.shape(leaf)[1:])), batch)
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path)
+
+
+def on_pieces(function: Callable, num_shared: int, *arguments: PyTree) -> PyTree:
+    """Runs a function on each of d pieces.
+
+    Args:
+        function: A function of one piece.
+        num_shared: The number of first arguments that all pieces share.
+        *arguments: The arguments; leaves of those behind the shared ones are [d, ...].
+
+    Returns:
+        The results, with leaves [d, ...].
+    """
+    shared, pieces = arguments[:num_shared], arguments[num_shared:]
+    if jax.tree.leaves(pieces)[0].shape[0] == 1:
+        result = function(*shared, *jax.tree.map(lambda x: x[0], pieces))
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], result)
+    axes = (None,) * num_shared + (0,) * len(pieces)
+    return jax.vmap(function, in_axes=axes)(*arguments)
+
+
+def sum_pieces(tree: PyTree) -> PyTree:
+    """Returns the sums over dim 0, the pieces."""
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), tree)

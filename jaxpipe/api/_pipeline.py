@@ -1,0 +1,117 @@
+"""Makes the pipeline of a model: selects the engine, and builds and checks the schedule."""
+
+from collections.abc import Sequence
+
+from jax.sharding import Mesh
+
+from .. import schedules
+from ..autodiff import Remat, recompute
+from ..engines import ENGINES, Engine
+from ..schedules import Schedule, builders
+from ..sharding.layout import parse_layout
+from ._model import Model
+from ._pipelined_model import PipelinedModel
+
+
+def pipeline(
+    model: Model,
+    *,
+    schedule: str | Schedule | None,
+    mesh: Mesh,
+    microbatches: int,
+    chunks: int | None = None,
+    layers_per_stage: Sequence[int] | str | None = None,
+    engine: str = "auto",
+    remat: Remat = recompute,
+) -> PipelinedModel:
+    """Makes the pipeline of a model: its loss and gradients are those of the plain program.
+
+    Args:
+        model: The model.
+        schedule: The name of a family (`jaxpipe schedule list`), a `Schedule`, "circular", or None
+            for no pipeline.
+        mesh: The mesh of all devices. Its axis `stage` has one rank for each of its S entries; the
+            axes `data` and `fsdp` divide the rows of a microbatch, and `fsdp` also the parameters.
+        microbatches: M, the number of pieces of a batch.
+        chunks: Stages per rank, for families that have a choice. Default: 2, and 1 for "circular".
+        layers_per_stage: The number of layers of every stage in forward order, or a layout string
+            such as "Et*3|t*4|t*3L". Default: as even as possible.
+        engine: "unpipelined", "circular", "scheduled" (one program), "mpmd" (a program for each
+            rank), or "auto": the first that can run the schedule.
+        remat: A wrapper of stages. The default stores the input of a stage and recomputes the rest
+            in its backward; `autodiff.remat_by_name` saves named tensors.
+
+    Returns:
+        The pipeline.
+
+    Raises:
+        ValueError: If a name is unknown, the mesh has no axis `stage`, or the engine cannot run the
+            schedule.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> model = Model(
+        ...     embed=lambda w, batch: batch["x"] * w,
+        ...     layer=lambda w, x, batch: jnp.tanh(x * w),
+        ...     loss=lambda w, x, batch: (x * w).mean(),
+        ... )
+        >>> params = {"embed": jnp.ones(()), "layers": [jnp.ones(3)] * 4, "head": jnp.ones(3)}
+        >>> mesh = jax.make_mesh((1,), ("stage",), devices=jax.devices()[:1])
+        >>> pipe = pipeline(model, schedule=None, mesh=mesh, microbatches=2)
+        >>> loss, _ = pipe.value(pipe.shard(params), {"x": jnp.ones((4, 3))})
+        >>> round(float(loss), 3)
+        0.513
+    """
+    num_ranks = _num_ranks(mesh)
+    if microbatches < 1:
+        raise ValueError(f"`microbatches` is {microbatches}. Give at least 1.")
+    found = _schedule(schedule, num_ranks, microbatches, chunks)
+    selected = _engine(engine, found, schedule)
+    as_run, ticks = selected.prepare(found, num_ranks, microbatches)
+    counts = layers_per_stage
+    if isinstance(counts, str):
+        counts = parse_layout(counts)
+    layer_counts = None if counts is None else tuple(counts)
+    return PipelinedModel(model, selected, mesh, microbatches, as_run, ticks, layer_counts, remat)
+
+
+def _num_ranks(mesh: Mesh) -> int:
+    if "stage" not in mesh.shape:
+        raise ValueError(
+            f"`mesh` has the axes {tuple(mesh.axis_names)}. A pipeline needs one that is named "
+            "'stage'."
+        )
+    return mesh.shape["stage"]
+
+
+def _schedule(
+    schedule: str | Schedule | None, num_ranks: int, num_microbatches: int, chunks: int | None
+) -> Schedule | None:
+    if schedule is None:
+        return None
+    if isinstance(schedule, str):
+        takes_chunks = "chunks" in builders.get_family(schedule).takes
+        default = (1 if schedule == "circular" else 2) if takes_chunks else None
+        return schedules.build(
+            schedule,
+            ranks=num_ranks,
+            microbatches=num_microbatches,
+            chunks=default if chunks is None else chunks,
+        )
+    counts = schedules.num_ranks(schedule), schedule.num_microbatches
+    if counts != (num_ranks, num_microbatches):
+        raise ValueError(
+            f"`schedule` is for {counts[0]} ranks and {counts[1]} microbatches, but the axis "
+            f"'stage' of `mesh` has {num_ranks} and `microbatches` is {num_microbatches}."
+        )
+    return schedules.check(schedule)
+
+
+def _engine(name: str, schedule: Schedule | None, given: str | Schedule | None) -> Engine:
+    if name == "auto":
+        if schedule is None:
+            return ENGINES["unpipelined"]
+        return ENGINES["circular" if given == "circular" else "scheduled"]
+    if name not in ENGINES:
+        raise ValueError(f"`engine` is {name!r}. Give 'auto' or one of {', '.join(ENGINES)}.")
+    return ENGINES[name]

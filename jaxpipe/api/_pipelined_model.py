@@ -1,0 +1,219 @@
+"""A model under a schedule: parameters in the user's tree in, loss and gradients out.
+
+S ranks, L layers, a batch of B rows in M microbatches.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, PyTree, Scalar
+
+from ..autodiff import Remat, StagedModel
+from ..engines import Engine
+from ..engines._engine import PipelinePlan
+from ..engines._fsdp import num_row_shards
+from ..schedules import Schedule
+from ..schedules.lock_step import Ticks
+from ._layouts import even_counts
+from ._model import Model
+from ._params import StoredLayers, check_groups, stack_layers, unstack_layers
+from ._staging import PieceInputs, make_inputs, staged_model, takes_key
+
+StoredParams = dict[str, Any]
+"""Parameters as `shard` returns them: "embed", "layers" (`StoredLayers`) and "head"."""
+
+
+@dataclass(frozen=True)
+class PipelinedModel:
+    """A model under a schedule on a mesh. `pipeline` makes one.
+
+    Attributes:
+        model: The model.
+        engine: The engine that runs it.
+        mesh: The mesh of all devices.
+        num_microbatches: M.
+        schedule: The order of the actions of each rank. None without a pipeline.
+        ticks: The schedule in lock-step, for an engine that runs it so.
+        layers_per_stage: Layers of every stage in forward order. None: as even as possible.
+        remat: A wrapper of stages, which decides what a forward stores for the backward.
+    """
+
+    model: Model
+    engine: Engine
+    mesh: Mesh
+    num_microbatches: int
+    schedule: Schedule | None
+    ticks: Ticks | None
+    layers_per_stage: tuple[int, ...] | None
+    remat: Remat
+
+    def shard(self, params: PyTree) -> StoredParams:
+        """Stores parameters as the engine wants them, on the devices that hold them.
+
+        Args:
+            params: The user's tree.
+
+        Returns:
+            A pytree for `value`, `value_and_grad` and `unshard`. An optimizer may treat it as any
+            tree of parameters: where stages have fewer layers than others, the leaves have zeros,
+            whose gradients are zero.
+
+        Raises:
+            ValueError: If the tree is not that of the model, or layers are not alike.
+        """
+        groups = self.model.to_groups(params)
+        check_groups(groups)
+        layers, num_layers, in_list = stack_layers(groups["layers"])
+        plan = self.plan(num_layers)
+        weights = {
+            "embed": jax.tree.map(jnp.asarray, groups["embed"]),
+            "stages": self.engine.stack(plan, layers),
+            "head": jax.tree.map(jnp.asarray, groups["head"]),
+        }
+        stored = self.engine.put(plan, weights, self.model.tied)
+        stages = StoredLayers(stored["stages"], num_layers, in_list)
+        return {"embed": stored["embed"], "layers": stages, "head": stored["head"]}
+
+    def unshard(self, params: StoredParams) -> PyTree:
+        """Returns parameters, or gradients, in the user's own tree.
+
+        Args:
+            params: The stored parameters.
+
+        Returns:
+            The user's tree, whole on every device; for `mpmd` on the first device.
+        """
+        stored = params["layers"]
+        plan = self.plan(stored.num_layers)
+        gathered = self.engine.gather(plan, params | {"layers": stored.stages})
+        layers = self.engine.unstack(plan, gathered["layers"])
+        if stored.in_list:
+            layers = unstack_layers(layers, stored.num_layers)
+        return self.model.from_groups(gathered | {"layers": layers})
+
+    def value(
+        self, params: StoredParams, batch: PyTree, key: Array | None = None
+    ) -> tuple[Scalar, dict[str, Scalar]]:
+        """Computes loss and metrics of a batch, forwards only.
+
+        Args:
+            params: Parameters from `shard`.
+            batch: [B, ...] leaves.
+            key: The dropout key of the step. None if no function of the model takes one.
+
+        Returns:
+            (loss, metrics).
+
+        Raises:
+            ValueError: If the batch does not divide into microbatches, or a key is missing.
+        """
+        plan, weights, inputs, keys = self._arguments(params, batch, key)
+        return self.engine.value(plan, self._staged_model(plan), weights, inputs, keys)
+
+    def value_and_grad(
+        self, params: StoredParams, batch: PyTree, key: Array | None = None
+    ) -> tuple[tuple[Scalar, dict[str, Scalar]], StoredParams]:
+        """Computes loss, metrics and gradients of a batch.
+
+        Args:
+            params: Parameters from `shard`.
+            batch: [B, ...] leaves.
+            key: The dropout key of the step. None if no function of the model takes one.
+
+        Returns:
+            ((loss, metrics), gradients like `params`).
+
+        Raises:
+            ValueError: If the batch does not divide into microbatches, or a key is missing.
+        """
+        plan, weights, inputs, keys = self._arguments(params, batch, key)
+        model = self._staged_model(plan)
+        value, grads = self.engine.value_and_grad(plan, model, weights, inputs, keys)
+        stages = replace(params["layers"], stages=grads["stages"])
+        return value, {"embed": grads["embed"], "layers": stages, "head": grads["head"]}
+
+    def jit(self, function: Callable, *, donate_argnums: int | Sequence[int] = ()) -> Callable:
+        """Compiles a function that may call `value` and `value_and_grad`, such as a train step.
+
+        Args:
+            function: A function of pytrees of arrays.
+            donate_argnums: Arguments whose memory the results may take.
+
+        Returns:
+            The function as one program, as from `jax.jit`; for `mpmd` as a program for each rank.
+        """
+        donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+        return self.engine.jit(self.plan(self._any_num_layers), function, donated)
+
+    def plan(self, num_layers: int) -> PipelinePlan:
+        """Returns what the engine is told about a model of so many layers.
+
+        Args:
+            num_layers: L.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ValueError: If there are fewer layers than stages, or `layers_per_stage` has others.
+        """
+        counts = self._layer_counts(num_layers)
+        num_ranks = self.mesh.shape["stage"]
+        layout = self.engine.layout(self.schedule, num_ranks, counts)
+        return PipelinePlan(
+            self.mesh,
+            layout,
+            self.num_microbatches,
+            self.schedule,
+            self.ticks,
+            self.remat,
+            gather="once" if self.mesh.shape.get("fsdp", 1) == 1 else "tick",
+        )
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages; 1 without a pipeline."""
+        return 1 if self.schedule is None else self.schedule.num_stages
+
+    @property
+    def _any_num_layers(self) -> int:
+        return sum(self.layers_per_stage) if self.layers_per_stage else self.num_stages
+
+    def _layer_counts(self, num_layers: int) -> tuple[int, ...]:
+        if self.layers_per_stage is None:
+            return even_counts(num_layers, self.num_stages)
+        counts = self.layers_per_stage
+        if sum(counts) != num_layers or len(counts) != self.num_stages:
+            raise ValueError(
+                f"`layers_per_stage` is {counts}: {sum(counts)} layers in {len(counts)} stages. "
+                f"The model has {num_layers} layers and the schedule {self.num_stages} stages."
+            )
+        return counts
+
+    def _arguments(
+        self, params: StoredParams, batch: PyTree, key: Array | None
+    ) -> tuple[PipelinePlan, dict[str, Any], PieceInputs, Any]:
+        """Returns plan, weights, inputs of every microbatch and keys, as engines take them."""
+        layers = params["layers"]
+        plan = self.plan(layers.num_layers)
+        weights = {"embed": params["embed"], "stages": layers.stages, "head": params["head"]}
+        keys = ((), ())
+        if takes_key(self.model):
+            if key is None:
+                raise ValueError(
+                    "A function of the model takes a dropout key, and `key` is None. Give the key "
+                    "of the step, such as `jax.random.fold_in(jax.random.key(0), step)`."
+                )
+            folded = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(layers.num_layers + 1))
+            keys = folded[0], folded[1:]
+        inputs = make_inputs(self.model, self.mesh, self.num_microbatches, weights, batch, keys[0])
+        return plan, weights, inputs, self.engine.layer_keys(plan, keys[1])
+
+    def _staged_model(self, plan: PipelinePlan) -> StagedModel:
+        num_pieces = self.num_microbatches * num_row_shards(self.mesh)
+        return staged_model(self.model, num_pieces, partial(self.engine.stage, plan))

@@ -1,0 +1,179 @@
+"""From the user's functions of one layer to the functions of one stage that engines run.
+
+The batch is cut into M microbatches, and each of these into D pieces of rows: one for each device
+that divides rows. L layers.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
+
+from ..autodiff import StagedModel
+from ..engines._fsdp import num_row_shards, row_axes
+from ._losses import LossParts, batch_weight, loss_parts
+from ._model import Model
+from ._pieces import on_pieces, sum_pieces, to_pieces
+
+
+class PieceInputs(NamedTuple):
+    """What the functions of a model read besides parameters, for every piece.
+
+    Attributes:
+        batch: The rows of the piece, with leaves [M, D, rows, ...].
+        scale: [M, D] factors that turn the loss of a piece into its share of the batch's loss.
+        key: [M, D] dropout keys of embedding and loss; () without dropout.
+        piece: [M, D] the index of the piece in its microbatch, folded into the keys of layers; ()
+            without dropout.
+    """
+
+    batch: PyTree
+    scale: Any = ()
+    key: Any = ()
+    piece: Any = ()
+
+
+def takes_key(model: Model) -> bool:
+    """Returns whether a function of the model takes a dropout key."""
+    return any(getattr(f, "takes_key") for f in (model.embed, model.layer, model.loss))  # noqa: B009
+
+
+def make_inputs(
+    model: Model,
+    mesh: Mesh,
+    num_microbatches: int,
+    weights: dict[str, Any],
+    batch: PyTree,
+    key: Any,
+) -> PieceInputs:
+    """Cuts a batch into pieces, and adds keys and the scale of losses.
+
+    Args:
+        model: The model.
+        mesh: The mesh.
+        num_microbatches: M.
+        weights: The parameters in the groups of engines.
+        batch: [B, ...] leaves.
+        key: The dropout key of embedding and loss, or () without dropout.
+
+    Returns:
+        The inputs.
+
+    Raises:
+        ValueError: If rows do not divide, or the loss has another form than `Model` says.
+    """
+    shape = num_microbatches, num_row_shards(mesh)
+    inputs = PieceInputs(to_pieces(batch, *shape))
+    if jax.tree.leaves(key):
+        ids = jnp.arange(shape[0] * shape[1])
+        keys = jax.vmap(partial(jax.random.fold_in, key))(ids).reshape(shape)
+        inputs = inputs._replace(key=keys, piece=jnp.broadcast_to(jnp.arange(shape[1]), shape))
+    inputs = inputs._replace(scale=_loss_scale(model, weights, inputs, shape))
+    axes = row_axes(mesh)
+    if not axes:
+        return inputs
+    sharding = NamedSharding(mesh, PartitionSpec(None, axes))
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), inputs)
+
+
+def _loss_scale(
+    model: Model, weights: dict[str, Any], inputs: PieceInputs, shape: tuple[int, int]
+) -> Array:
+    """Returns [M, D] factors that turn losses of pieces into shares of the batch's loss."""
+    shapes = jax.tree.map(_shape_of, weights)
+    first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), inputs)
+    x = jax.eval_shape(partial(_embed, model), shapes["embed"], first)
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), inputs)
+    boundary = boundary_model(model, 1).boundary(shapes)
+    weight = batch_weight(partial(_parts, model), boundary, x, flat)
+    total = jnp.float32(shape[0] * shape[1]) if weight is None else weight
+    return jnp.broadcast_to(1 / total, shape)
+
+
+def boundary_model(model: Model, num_pieces: int) -> StagedModel:
+    """Returns the model as engines run it, without its layers.
+
+    Args:
+        model: The model.
+        num_pieces: M * D.
+
+    Returns:
+        Functions of leaves [d, ...], for d pieces of a microbatch.
+    """
+    mean = 1 / num_pieces
+
+    def loss(boundary: dict[str, Any], x: PyTree, inputs: PieceInputs) -> Any:
+        parts = _parts(model, boundary, x, inputs)
+        metrics = {name: value * mean for name, value in parts.metrics.items()}
+        return parts.total * inputs.scale, metrics
+
+    def sum_of_losses(boundary: dict[str, Any], x: PyTree, inputs: PieceInputs) -> Any:
+        return sum_pieces(on_pieces(loss, 1, boundary, x, inputs))
+
+    return StagedModel(
+        embed=partial(on_pieces, partial(_embed, model), 1),
+        stage=lambda weights, x, inputs, key: x,
+        loss=sum_of_losses,
+        tied=model.tied,
+    )
+
+
+def staged_model(
+    model: Model, num_pieces: int, stage_of: Callable[[Callable], Callable]
+) -> StagedModel:
+    """Returns the model as engines run it.
+
+    Args:
+        model: The model.
+        num_pieces: M * D.
+        stage_of: From a layer to the stage that runs layers.
+
+    Returns:
+        Functions of leaves [d, ...], for d pieces of a microbatch.
+    """
+    mean, has_key = 1 / num_pieces, takes_key(model)
+
+    def layer(weights: Any, key: Any, x: PyTree, inputs: PieceInputs) -> Any:
+        if has_key:
+            key = jax.random.fold_in(key, inputs.piece)
+        returned = model.layer(weights, x, inputs.batch, key)
+        if not _is_pair(returned, x):
+            return returned, {}
+        x, aux = returned
+        return x, {name: value * mean for name, value in (aux or {}).items()}
+
+    def layer_of_pieces(weights: Any, x: PyTree, inputs: PieceInputs, key: Any) -> Any:
+        x, aux = on_pieces(layer, 2, weights, key, x, inputs)
+        return x, sum_pieces(aux)
+
+    return replace(boundary_model(model, num_pieces), stage=stage_of(layer_of_pieces))
+
+
+def _embed(model: Model, weights: Any, inputs: PieceInputs) -> Any:
+    """Runs the embedding on one piece."""
+    return model.embed(weights, inputs.batch, _folded(inputs.key, 0))
+
+
+def _parts(model: Model, boundary: dict[str, Any], x: PyTree, inputs: PieceInputs) -> LossParts:
+    """Returns the parts of the loss of one piece."""
+    head = boundary if model.tied else boundary["head"]
+    return loss_parts(model.loss(head, x, inputs.batch, _folded(inputs.key, 1)))
+
+
+def _folded(key: Any, index: int) -> Any:
+    return jax.random.fold_in(key, index) if jax.tree.leaves(key) else key
+
+
+def _is_pair(returned: Any, x: PyTree) -> bool:
+    if jax.tree.structure(returned) == jax.tree.structure(x):
+        return False
+    return isinstance(returned, tuple) and len(returned) == 2
+
+
+def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

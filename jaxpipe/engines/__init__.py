@@ -1,0 +1,12 @@
+"""The engines, one record each: to add one, write its file and name its record in `ENGINES`."""
+
+from ._circular import CIRCULAR as _CIRCULAR
+from ._engine import Engine as Engine
+from ._mpmd import MPMD as _MPMD
+from ._scheduled import SCHEDULED as _SCHEDULED
+from ._unpipelined import UNPIPELINED as _UNPIPELINED
+
+ENGINES: dict[str, Engine] = {
+    engine.name: engine for engine in (_UNPIPELINED, _CIRCULAR, _SCHEDULED, _MPMD)
+}
+"""Every engine by its name."""

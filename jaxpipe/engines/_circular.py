@@ -1,0 +1,75 @@
+"""The engine `circular`: MaxText's circular pipeline in one program."""
+
+from typing import Any
+
+from .. import schedules
+from ..autodiff import StagedModel
+from ..schedules import Schedule
+from ..schedules.lock_step import Ticks
+from ..spmd import circular_engine
+from . import _stacked
+from ._engine import Engine, PipelinePlan
+
+
+def _prepare(
+    schedule: Schedule | None, num_ranks: int, num_microbatches: int
+) -> tuple[Schedule, Ticks | None]:
+    chunks = 1 if schedule is None else schedule.num_stages // num_ranks
+    found = schedules.build(
+        "circular", ranks=num_ranks, microbatches=num_microbatches, chunks=chunks
+    )
+    if schedule not in (None, found):
+        raise ValueError(
+            "`schedule` is not the circular one, and `engine` is 'circular', which runs no other. "
+            "Give `engine='scheduled'`, which runs any schedule in one program, or leave it out."
+        )
+    return found, None
+
+
+def _value(
+    plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
+) -> Any:
+    gather, boundary_gather = _stacked.weight_gathers(plan, weights)
+    return circular_engine.circular_value(
+        model,
+        weights,
+        batch_inputs,
+        keys,
+        mesh=plan.mesh,
+        delay=plan.forwarding_delay,
+        gather=gather,
+        boundary_gather=boundary_gather,
+    )
+
+
+def _value_and_grad(
+    plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
+) -> Any:
+    gather, boundary_gather = _stacked.weight_gathers(plan, weights)
+    return circular_engine.circular_value_and_grad(
+        model,
+        weights,
+        batch_inputs,
+        keys,
+        mesh=plan.mesh,
+        delay=plan.forwarding_delay,
+        remat=plan.remat,
+        gather=gather,
+        boundary_gather=boundary_gather,
+    )
+
+
+CIRCULAR = Engine(
+    name="circular",
+    prepare=_prepare,
+    layout=_stacked.round_robin_layout,
+    stack=_stacked.stack,
+    unstack=_stacked.unstack,
+    layer_keys=_stacked.layer_keys,
+    stage=_stacked.stage,
+    value=_value,
+    value_and_grad=_value_and_grad,
+    put=_stacked.put,
+    gather=_stacked.gather,
+    jit=_stacked.jit,
+)

@@ -1,0 +1,86 @@
+"""Defines what every engine is given and what it can do: the records `PipelinePlan` and `Engine`.
+
+The front door knows engines by these records only. S ranks, v stages on each, L layers, M
+microbatches.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from ..autodiff import Remat, StagedModel, recompute
+from ..schedules import Schedule
+from ..schedules.lock_step import Ticks
+from ..sharding.layout import LayerLayout
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """One pipeline, whatever its model.
+
+    Attributes:
+        mesh: The mesh of all devices, with an axis `stage` of size S.
+        layout: The layers of every stage, and the stages of every rank.
+        num_microbatches: M.
+        schedule: The order of the actions of each rank. None without a pipeline.
+        ticks: The schedule in lock-step, for an engine that runs it so.
+        remat: A wrapper of stages, which decides what a forward stores for the backward.
+        forwarding_delay: Whether activations are handed over one tick late.
+        gather: When parameters that are sharded over `fsdp` are gathered, in one program: in every
+            "tick", "once", or once per "repeat", ahead of it.
+    """
+
+    mesh: Mesh
+    layout: LayerLayout
+    num_microbatches: int
+    schedule: Schedule | None = None
+    ticks: Ticks | None = None
+    remat: Remat = recompute
+    forwarding_delay: bool = False
+    gather: Literal["tick", "repeat", "once"] = "tick"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A way to run a pipeline, as functions of its plan.
+
+    Attributes:
+        name: The name by which users select it.
+        prepare: `(schedule or None, num_ranks, num_microbatches) -> (schedule, ticks)`: the
+            schedule as the engine runs it. It raises a `ValueError` that names another engine if
+            this one cannot run the schedule.
+        layout: `(schedule or None, num_ranks, layers of every stage) -> LayerLayout`.
+        stack: `(plan, leaves [L, ...]) -> stages` as the engine stores them: leaves [v, S, layers
+            per stage, ...], or a list with a tree of leaves [layers, ...] for each stage in forward
+            order.
+        unstack: `(plan, stages) -> leaves [L, ...]`, the inverse of `stack`.
+        layer_keys: `(plan, leaves [L, ...]) -> keys`, what the layers of a stage are given besides
+            weights and inputs.
+        stage: `(plan, layer) -> stage`, which runs the layers of one stage.
+        value: `(plan, model, weights, batch_inputs, keys) -> (loss, metrics)`. Leaves of
+            `batch_inputs` are [M, D, ...], where D is the number of devices that divide the rows of
+            a microbatch. A function of `model` is given leaves [d, ...], for the d of these
+            devices that it computes for.
+        value_and_grad: `(plan, model, weights, batch_inputs, keys) -> ((loss, metrics), grads)`,
+            with gradients like `weights`.
+        put: `(plan, weights, tied) -> weights` on the devices that hold them, sharded over `fsdp`.
+        gather: `(plan, tree) -> tree` of arrays that every device of the mesh has.
+        jit: `(plan, function, donate_argnums) -> function`: compiles a function that calls `value`
+            or `value_and_grad`.
+    """
+
+    name: str
+    prepare: Callable[[Schedule | None, int, int], tuple[Schedule | None, Ticks | None]]
+    layout: Callable[[Schedule | None, int, tuple[int, ...]], LayerLayout]
+    stack: Callable[[PipelinePlan, Any], PyTree]
+    unstack: Callable[[PipelinePlan, PyTree], Any]
+    layer_keys: Callable[[PipelinePlan, Any], Any]
+    stage: Callable[[PipelinePlan, Callable], Callable]
+    value: Callable[[PipelinePlan, StagedModel, dict[str, Any], Any, Any], Any]
+    value_and_grad: Callable[[PipelinePlan, StagedModel, dict[str, Any], Any, Any], Any]
+    put: Callable[[PipelinePlan, dict[str, Any], bool], dict[str, Any]]
+    gather: Callable[[PipelinePlan, Any], Any]
+    jit: Callable[[PipelinePlan, Callable, tuple[int, ...]], Callable]

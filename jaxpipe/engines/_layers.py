@@ -1,0 +1,38 @@
+"""Runs the layers of a stage, one after the other."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from ..autodiff.staged_model import Aux, with_aux
+
+
+def run_layers(
+    layer: Callable, num_layers: int, weights: PyTree, x: PyTree, inputs_m: PyTree, keys: PyTree
+) -> tuple[PyTree, Aux]:
+    """Runs layers of equal structure in a loop that is compiled once.
+
+    Args:
+        layer: `(weights, x, inputs_m, key) -> (x, aux)`, or `-> x`.
+        num_layers: n.
+        weights: [n, ...] leaves.
+        x: The input of the first layer.
+        inputs_m: The inputs of the microbatch, which every layer may read.
+        keys: [n, ...] leaves, or ().
+
+    Returns:
+        (output of the last layer, aux summed over layers).
+    """
+    layer = with_aux(layer)
+    if num_layers == 1:  # a loop would only copy
+        weights, keys = jax.tree.map(lambda leaf: leaf[0], (weights, keys))
+        return layer(weights, x, inputs_m, keys)
+
+    def step(x: PyTree, one: tuple[Any, Any]) -> tuple[PyTree, Aux]:
+        return layer(one[0], x, inputs_m, one[1])
+
+    x, aux = jax.lax.scan(step, x, (weights, keys))
+    return x, jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), aux)

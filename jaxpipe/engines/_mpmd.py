@@ -1,0 +1,137 @@
+"""The engine `mpmd`: every rank runs programs of its own, by any schedule."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from .. import mpmd
+from ..autodiff import StagedModel
+from ..schedules import Schedule, check, language, lock_step, num_ranks
+from ..schedules.lock_step import Ticks
+from ..sharding.layout import LayerLayout
+from ._engine import Engine, PipelinePlan
+from ._fsdp import fsdp_spec
+from ._layers import run_layers
+
+
+def _prepare(
+    schedule: Schedule | None, num_ranks: int, num_microbatches: int
+) -> tuple[Schedule, Ticks | None]:
+    del num_ranks, num_microbatches
+    if schedule is None:
+        raise ValueError("`engine` is 'mpmd' and `schedule` is None. Give a schedule.")
+    lock_step.check_no_slices_or_copies(check(schedule))
+    return schedule, None
+
+
+def _layout(schedule: Schedule | None, ranks: int, counts: tuple[int, ...]) -> LayerLayout:
+    assert schedule is not None
+    stages = [len(language.stages_of_rank(schedule, rank)) for rank in range(num_ranks(schedule))]
+    alike = len({*stages}) == len({*counts}) == 1
+    return LayerLayout(max(stages), ranks, max(counts), None, None if alike else counts)
+
+
+def _stack(plan: PipelinePlan, layers: PyTree) -> list[PyTree]:
+    """Cuts [L, ...] leaves into a tree of [layers, ...] leaves for every stage."""
+    ids = plan.layout.stage_layer_ids
+    return [jax.tree.map(lambda leaf: leaf[r.start : r.stop], layers) for r in ids]  # noqa: B023
+
+
+def _unstack(plan: PipelinePlan, stages: Sequence[PyTree]) -> PyTree:
+    del plan
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *stages)
+
+
+def _layer_keys(plan: PipelinePlan, layers: PyTree) -> list[PyTree]:
+    return _stack(plan, layers) if jax.tree.leaves(layers) else []
+
+
+def _stage(plan: PipelinePlan, layer: Callable) -> Callable:
+    del plan
+
+    def stage(weights: PyTree, x: PyTree, inputs_m: PyTree, keys: PyTree) -> Any:
+        num_layers = len(jax.tree.leaves(weights)[0])
+        return run_layers(layer, num_layers, weights, x, inputs_m, keys)
+
+    return stage
+
+
+def _value(
+    plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
+) -> Any:
+    return mpmd.mpmd_value(model, weights, batch_inputs, keys, schedule=plan.schedule)
+
+
+def _value_and_grad(
+    plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
+) -> Any:
+    return mpmd.mpmd_value_and_grad(
+        model, weights, batch_inputs, keys, schedule=plan.schedule, remat=plan.remat
+    )
+
+
+def _put(plan: PipelinePlan, weights: dict[str, Any], tied: bool) -> dict[str, Any]:
+    """Moves stages to their ranks; embedding and head to those of the first and last stage."""
+    assert plan.schedule is not None
+    mesh = mpmd.MpmdMesh(plan.mesh, "stage")
+    stages = range(plan.schedule.num_stages)
+    ranks = [language.ranks_of_stage(plan.schedule, stage) for stage in stages]
+    first = tuple(sorted({*ranks[0], *(ranks[-1] if tied else ())}))
+
+    def put(leaf: jax.Array, ranks: tuple[int, ...], lead: tuple[None, ...]) -> mpmd.MpmdArray:
+        sharding = mpmd.MpmdSharding(mesh, ranks, fsdp_spec(leaf, plan.mesh, lead))
+        local = set(ranks) & set(mesh.local_ranks)
+        arrays = {rank: jax.device_put(leaf, sharding.of_rank(rank)) for rank in local}
+        return mpmd.MpmdArray.of_ranks(arrays, sharding, leaf.shape, leaf.dtype)
+
+    def put_tree(tree: PyTree, ranks: tuple[int, ...], lead: tuple[None, ...] = ()) -> PyTree:
+        return jax.tree.map(partial(put, ranks=ranks, lead=lead), tree)
+
+    pairs = zip(weights["stages"], ranks, strict=True)
+    return {
+        "embed": put_tree(weights["embed"], first),
+        "stages": [put_tree(tree, of_stage, (None,)) for tree, of_stage in pairs],
+        "head": put_tree(weights["head"], ranks[-1]),
+    }
+
+
+def _gather(plan: PipelinePlan, tree: PyTree) -> PyTree:
+    """Copies arrays to the first device; all ranks must belong to this process."""
+
+    def gather_leaf(leaf: Any) -> jax.Array:
+        if not isinstance(leaf, mpmd.MpmdArray):
+            return leaf
+        array = leaf.first_mpmd_replica
+        if array is None:
+            raise ValueError(
+                "`unshard` was called where ranks belong to several processes. Save the parameters "
+                "as they are stored, or convert them with `mpmd.mpmd_to_spmd_reshard`."
+            )
+        return jax.device_put(array, plan.mesh.devices.flat[0])
+
+    return jax.tree.map(gather_leaf, tree)
+
+
+def _jit(plan: PipelinePlan, function: Callable, donate_argnums: tuple[int, ...]) -> Callable:
+    mesh = mpmd.MpmdMesh(plan.mesh, "stage")
+    return mpmd.mpmd_jit_with_loop(function, mesh, donate_argnums=donate_argnums)
+
+
+MPMD = Engine(
+    name="mpmd",
+    prepare=_prepare,
+    layout=_layout,
+    stack=_stack,
+    unstack=_unstack,
+    layer_keys=_layer_keys,
+    stage=_stage,
+    value=_value,
+    value_and_grad=_value_and_grad,
+    put=_put,
+    gather=_gather,
+    jit=_jit,
+)

@@ -1,0 +1,74 @@
+"""The engine `scheduled`: any schedule in one program, in lock-step."""
+
+from typing import Any
+
+from ..autodiff import StagedModel
+from ..schedules import Schedule, language, lock_step
+from ..schedules.lock_step import Ticks
+from ..spmd import scheduled_engine
+from . import _stacked
+from ._engine import Engine, PipelinePlan
+
+
+def _prepare(
+    schedule: Schedule | None, num_ranks: int, num_microbatches: int
+) -> tuple[Schedule, Ticks]:
+    del num_ranks, num_microbatches
+    if schedule is None:
+        raise ValueError("`engine` is 'scheduled' and `schedule` is None. Give a schedule.")
+    lock_step.check_no_slices_or_copies(schedule)
+    ticks = lock_step.to_lock_step(schedule)
+    lock_step.rank_and_chunk_by_stage(ticks.schedule)  # raises if ranks have unequally many stages
+    return ticks.schedule, ticks
+
+
+def _value(
+    plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
+) -> Any:
+    assert plan.schedule is not None
+    forwards = lock_step.to_lock_step(language.forward_only(plan.schedule))
+    gather, boundary_gather = _stacked.weight_gathers(plan, weights)
+    return scheduled_engine.scheduled_value(
+        model,
+        weights,
+        batch_inputs,
+        keys,
+        ticks=forwards,
+        mesh=plan.mesh,
+        gather=gather,
+        boundary_gather=boundary_gather,
+    )
+
+
+def _value_and_grad(
+    plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
+) -> Any:
+    assert plan.ticks is not None
+    gather, boundary_gather = _stacked.weight_gathers(plan, weights)
+    return scheduled_engine.scheduled_value_and_grad(
+        model,
+        weights,
+        batch_inputs,
+        keys,
+        ticks=plan.ticks,
+        mesh=plan.mesh,
+        remat=plan.remat,
+        gather=gather,
+        boundary_gather=boundary_gather,
+    )
+
+
+SCHEDULED = Engine(
+    name="scheduled",
+    prepare=_prepare,
+    layout=_stacked.layout_of_schedule,
+    stack=_stacked.stack,
+    unstack=_stacked.unstack,
+    layer_keys=_stacked.layer_keys,
+    stage=_stacked.stage,
+    value=_value,
+    value_and_grad=_value_and_grad,
+    put=_stacked.put,
+    gather=_stacked.gather,
+    jit=_stacked.jit,
+)

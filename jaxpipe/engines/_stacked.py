@@ -1,0 +1,203 @@
+"""What engines of one XLA program share: the weights of all stages in one stack of padded layers.
+
+S ranks, v stages on each, n layers in the largest stage, L layers.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from ..autodiff import keep
+from ..schedules import Schedule
+from ..sharding.layout import LayerLayout
+from ..spmd import Gather, gather_weights
+from ..spmd.ranks import stages_on_ranks
+from ..spmd.ranks import masked_layer
+from ._engine import PipelinePlan
+from ._fsdp import FSDP_RULES, fsdp_axes, fsdp_spec, row_axes
+from ._layers import run_layers
+
+
+def round_robin_layout(
+    schedule: Schedule | None, num_ranks: int, counts: tuple[int, ...]
+) -> LayerLayout:
+    """Assigns stage `repeat * num_ranks + rank` to each rank.
+
+    Args:
+        schedule: Not read.
+        num_ranks: S.
+        counts: [v * S] layers of every stage.
+
+    Returns:
+        The layout.
+    """
+    del schedule
+    uneven = counts if len(set(counts)) > 1 else None
+    return LayerLayout(len(counts) // num_ranks, num_ranks, max(counts), None, uneven)
+
+
+def layout_of_schedule(
+    schedule: Schedule | None, num_ranks: int, counts: tuple[int, ...]
+) -> LayerLayout:
+    """Assigns stages to the ranks that run them by the schedule.
+
+    Args:
+        schedule: The schedule.
+        num_ranks: S.
+        counts: [num_stages] layers of every stage.
+
+    Returns:
+        The layout.
+    """
+    assert schedule is not None
+    stages = stages_on_ranks(schedule)
+    uneven = counts if len(set(counts)) > 1 else None
+    return LayerLayout(len(stages), num_ranks, max(counts), stages, uneven)
+
+
+def stack(plan: PipelinePlan, layers: PyTree) -> PyTree:
+    """Stacks layers as ranks hold them.
+
+    Args:
+        plan: The pipeline.
+        layers: [L, ...] leaves.
+
+    Returns:
+        [v, S, n, ...] leaves, with zeros where a stage has fewer than n layers.
+    """
+    ids = np.asarray(plan.layout.layer_ids).reshape(plan.layout.dims)
+
+    def stack_leaf(leaf: Any) -> Any:
+        taken = jnp.asarray(leaf)[np.maximum(ids, 0)]
+        if (ids >= 0).all() or jnp.issubdtype(taken.dtype, jax.dtypes.prng_key):
+            return taken
+        mask = (ids >= 0).reshape(*ids.shape, *(1,) * (taken.ndim - ids.ndim))
+        return jnp.where(mask, taken, jnp.zeros_like(taken))
+
+    return jax.tree.map(stack_leaf, layers)
+
+
+def unstack(plan: PipelinePlan, stages: PyTree) -> PyTree:
+    """Returns layers in forward order: the inverse of `stack`.
+
+    Args:
+        plan: The pipeline.
+        stages: [v, S, n, ...] leaves.
+
+    Returns:
+        [L, ...] leaves.
+    """
+    ids = np.asarray(plan.layout.layer_ids)
+    positions = np.argsort(np.where(ids < 0, ids.size, ids), kind="stable")
+    positions = positions[: plan.layout.num_layers]
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:])[positions], stages)
+
+
+def layer_keys(plan: PipelinePlan, layers: PyTree) -> PyTree:
+    """Stacks what layers are given besides weights and inputs, and adds the layer mask.
+
+    Args:
+        plan: The pipeline.
+        layers: [L, ...] leaves, or ().
+
+    Returns:
+        [v, S, n, ...] leaves.
+    """
+    stacked = stack(plan, layers)
+    if not plan.layout.counts:
+        return stacked
+    mask = np.asarray(plan.layout.layer_ids).reshape(plan.layout.dims) >= 0
+    return {"dropout": stacked, "layer_mask": jnp.asarray(mask)}
+
+
+def stage(plan: PipelinePlan, layer: Callable) -> Callable:
+    """Returns a stage that runs its layers one after the other, and skips padding layers.
+
+    Args:
+        plan: The pipeline.
+        layer: `(weights, x, inputs_m, key) -> (x, aux)` of one layer.
+
+    Returns:
+        `(weights [n, ...], x, inputs_m, keys [n, ...]) -> (x, aux)`.
+    """
+    mask = masked_layer if plan.layout.counts else keep
+    return partial(run_layers, mask(layer), plan.layout.layers_per_stage)
+
+
+def put(
+    plan: PipelinePlan, weights: dict[str, PyTree], tied: bool, *, stage_axis: str | None = "stage"
+) -> dict[str, PyTree]:
+    """Moves weights to the devices that hold them.
+
+    Args:
+        plan: The pipeline.
+        weights: The groups "embed", "stages" and "head".
+        tied: Not read: every rank has the weights of embedding and head.
+        stage_axis: The mesh axis over which stages are sharded; None for copies on all ranks.
+
+    Returns:
+        The weights, sharded over the mesh.
+    """
+    del tied
+
+    def sharding(lead: tuple[str | None, ...], leaf: Any) -> NamedSharding:
+        return NamedSharding(plan.mesh, fsdp_spec(leaf, plan.mesh, lead))
+
+    stage = None, stage_axis, None
+    shardings = {
+        group: jax.tree.map(partial(sharding, stage if group == "stages" else ()), tree)
+        for group, tree in weights.items()
+    }
+    return jax.jit(lambda tree: tree, out_shardings=shardings)(weights)
+
+
+def weight_gathers(plan: PipelinePlan, weights: dict[str, PyTree]) -> tuple[Gather, Gather]:
+    """Returns how weights are gathered over `fsdp`, and gradients summed over devices with rows.
+
+    Args:
+        plan: The pipeline.
+        weights: The groups "embed", "stages" and "head".
+
+    Returns:
+        The gather of a stage, and that of `{"embed": ..., "head": ...}`.
+    """
+
+    def axes(skipped: int, leaf: Any) -> tuple[str | None, ...]:
+        return (None,) * min(skipped, 1) + fsdp_axes(jnp.shape(leaf)[skipped:], plan.mesh)
+
+    def make(tree: PyTree, skipped: int) -> Gather:
+        return gather_weights(
+            jax.tree.map(partial(axes, skipped), tree),
+            FSDP_RULES,
+            when=plan.gather,
+            batch_axes=row_axes(plan.mesh),
+        )
+
+    boundary = {name: weights[name] for name in ("embed", "head")}
+    return make(weights["stages"], 3), make(boundary, 0)
+
+
+def gather(plan: PipelinePlan, tree: PyTree) -> PyTree:
+    """Returns arrays that every device of the mesh has whole."""
+    return jax.jit(lambda tree: tree, out_shardings=NamedSharding(plan.mesh, PartitionSpec()))(tree)
+
+
+def jit(plan: PipelinePlan, function: Callable, donate_argnums: tuple[int, ...]) -> Callable:
+    """Compiles a function to one program.
+
+    Args:
+        plan: Not read.
+        function: The function.
+        donate_argnums: Arguments whose memory the results may take.
+
+    Returns:
+        The compiled function.
+    """
+    del plan
+    return jax.jit(function, donate_argnums=donate_argnums)

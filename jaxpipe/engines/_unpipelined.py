@@ -1,0 +1,69 @@
+"""The engine `unpipelined`: one program that runs microbatches one after the other."""
+
+from functools import partial
+from typing import Any
+
+import jax
+
+from ..autodiff import StagedModel, unpipelined
+from ..schedules import Schedule
+from ..schedules.lock_step import Ticks
+from ..sharding.layout import LayerLayout
+from . import _stacked
+from ._engine import Engine, PipelinePlan
+
+
+def _prepare(
+    schedule: Schedule | None, num_ranks: int, num_microbatches: int
+) -> tuple[None, Ticks | None]:
+    del num_microbatches
+    if schedule is not None:
+        raise ValueError(
+            "`schedule` is given and `engine` is 'unpipelined', which runs no schedule. Give "
+            "`schedule=None`, or leave `engine` out."
+        )
+    return None, None
+
+
+def _layout(schedule: Schedule | None, num_ranks: int, counts: tuple[int, ...]) -> LayerLayout:
+    """Returns all layers as one stage on one rank: the axis `stage` holds copies."""
+    del schedule, num_ranks
+    return LayerLayout(1, 1, sum(counts))
+
+
+def _value(
+    plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
+) -> Any:
+    del plan
+    return unpipelined.value(model, *_without_repeats(weights, keys, batch_inputs))
+
+
+def _value_and_grad(
+    plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
+) -> Any:
+    del plan
+    arguments = _without_repeats(weights, keys, batch_inputs)
+    value, grads = unpipelined.value_and_grad(model, *arguments)
+    return value, grads | {"stages": jax.tree.map(lambda x: x[None], grads["stages"])}
+
+
+def _without_repeats(weights: dict[str, Any], keys: Any, batch_inputs: Any) -> tuple[Any, Any, Any]:
+    """Drops dim 0, of the one repeat, of stages and keys."""
+    stages, keys = jax.tree.map(lambda x: x[0], (weights["stages"], keys))
+    return weights | {"stages": stages}, batch_inputs, keys
+
+
+UNPIPELINED = Engine(
+    name="unpipelined",
+    prepare=_prepare,
+    layout=_layout,
+    stack=_stacked.stack,
+    unstack=_stacked.unstack,
+    layer_keys=_stacked.layer_keys,
+    stage=_stacked.stage,
+    value=_value,
+    value_and_grad=_value_and_grad,
+    put=partial(_stacked.put, stage_axis=None),
+    gather=_stacked.gather,
+    jit=_stacked.jit,
+)
