@@ -13,7 +13,7 @@ from typing import Any
 from jaxtyping import PyTree
 
 
-def _same(tree: Any) -> Any:
+def _identity(tree: Any) -> Any:
     return tree
 
 
@@ -53,8 +53,8 @@ class Model:
     layer: Callable[..., Any]
     loss: Callable[..., Any]
     tied: bool = False
-    to_groups: Callable[[PyTree], dict[str, PyTree]] = _same
-    from_groups: Callable[[dict[str, PyTree]], PyTree] = _same
+    to_groups: Callable[[PyTree], dict[str, PyTree]] = _identity
+    from_groups: Callable[[dict[str, PyTree]], PyTree] = _identity
 
     def __post_init__(self) -> None:
         for name, count in (("embed", 2), ("layer", 3), ("loss", 3)):

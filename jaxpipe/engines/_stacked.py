@@ -17,8 +17,7 @@ from ..autodiff import keep
 from ..schedules import Schedule
 from ..sharding.layout import LayerLayout
 from ..spmd import Gather, gather_weights
-from ..spmd.ranks import stages_on_ranks
-from ..spmd.ranks import masked_layer
+from ..spmd.ranks import masked_layer, stages_on_ranks
 from ._engine import PipelinePlan
 from ._fsdp import FSDP_RULES, fsdp_axes, fsdp_spec, row_axes
 from ._layers import run_layers
