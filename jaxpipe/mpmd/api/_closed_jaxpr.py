@@ -52,12 +52,13 @@ class ClosedJaxpr:
 
 def _eqn(instruction: Instruction) -> MpmdEqn:
     match instruction:
-        case RunTask(rank, name, graph, reads, writes, actions, donated):
+        case RunTask(rank, name, graph, reads, writes, actions, donated, loop):
             params = {
                 "task_name": name,
                 "mpmd_idx": rank,
                 "task_info": tuple((a.stage, a.op, a.microbatch) for a in actions),
                 "call_jaxpr": graph,
+                "loop": loop,
                 "donate_invars": tuple(i in donated for i in range(len(reads))),
             }
             return MpmdEqn(TASK, params, reads, writes)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ...sharding.specs import without_axes
+from ...sharding.specs import axes_of, without_axes
 
 
 @dataclass(frozen=True)
@@ -272,4 +272,25 @@ def check_memory_kind(kind: str | None, mesh: Mesh, what: str) -> None:
             f"{what} has memory_kind={kind!r}. Arrays of groups live in the default memory of "
             f"their devices, {default!r}: leave `memory_kind` out, and move arrays to other "
             "memory with `jax.device_put` between steps."
+        )
+
+
+def check_spec(spec: PartitionSpec, mpmd_axis: str, what: str) -> None:
+    """Checks that a spec does not use the mesh axis that separates the groups.
+
+    Args:
+        spec: The spec.
+        mpmd_axis: The axis along which programs differ.
+        what: The name of the call that has the spec, for the error.
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: If the spec uses that axis.
+    """
+    if mpmd_axis in axes_of(spec):
+        raise ValueError(
+            f"{what} has the spec {spec}, over {mpmd_axis!r}. Along this axis groups run programs "
+            "of their own, so no array is divided over it. Name other axes."
         )

@@ -13,15 +13,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from ...ir.graph import Graph, Var
+from ...ir.graph import Graph
 from ...schedules import Schedule
 from .._lowering import lower
+from ..ir._mpmd_graph import LoweringOptions
 from ..ir._program import Buffer, Instruction, MpmdProgram
-from ..passes._pipelined_loops import loop_of, loop_results
 from ..runtime._channels import channel_layouts
 from ..runtime._compile import check_threads, compile_code
 from ..runtime._execute import BoundProgram, RankBuffer, Thunk, bind
-from ..runtime._propagate_shardings import constrained_specs, propagate_shardings
 from ..runtime._session import CompileHandshake, Session, open_session
 from ..runtime._watchdog import report_failure, wait
 from ._arguments import StaticArguments, check_given_once, check_types, leaves_like
@@ -84,28 +83,31 @@ class Traced:
     def lower(
         self, *, observe: Callable[[str, Any], None] = lambda name, result: None
     ) -> "Lowered":
-        """Lowers the function: cuts loops into tasks, assigns ranks and adds transfers.
+        """Lowers the function: applies the passes of `mpmd.passes`.
 
         Args:
-            observe: A function that is called with the name and the result of every pass.
+            observe: A function that is called with the name and the result of every pass; `str`
+                shows the result.
 
         Returns:
             The instructions of every rank, which `str` shows.
 
         Raises:
-            ValueError: If the schedule does not fit the marks or the mesh.
+            ValueError: If the schedule does not fit the marks or the mesh, or if a constraint is
+                over the axis of the groups.
         """
         mesh = self.settings.mesh
-        outer, program = lower(
-            self.graph,
+        options = LoweringOptions(
             mesh.mpmd_dim,
             partial(_checked_schedule, mesh.mpmd_dim),
+            in_specs=self.in_specs,
+            out_specs=self.out_specs,
             out_ranks=self.out_ranks,
             donated_inputs=self.donated,
-            processes=[mesh.process_of(rank) for rank in range(mesh.mpmd_dim)],
-            observe=observe,
+            processes=tuple(mesh.process_of(rank) for rank in range(mesh.mpmd_dim)),
+            mpmd_axis=mesh.mpmd_axis_name,
         )
-        return Lowered(self, outer, program)
+        return Lowered(self, lower(self.graph, options, observe=observe))
 
 
 @dataclass(frozen=True)
@@ -114,21 +116,19 @@ class Lowered:
 
     Attributes:
         traced: The traced function.
-        outer: The function with its loops cut into tasks.
         program: The instructions of all ranks.
     """
 
     traced: Traced
-    outer: Graph
     program: MpmdProgram
 
     def __str__(self) -> str:
         return str(self.program)
 
     @property
-    def schedules(self) -> list[Schedule]:
+    def schedules(self) -> tuple[Schedule, ...]:
         """Returns the schedule of each loop, in the order of the program."""
-        return [loop.schedule for eqn in self.outer.eqns if (loop := loop_of(eqn))]
+        return self.program.schedules
 
     def compile(self) -> "Compiled":
         """Compiles every program that this process runs. Collective: every process must call it.
@@ -138,19 +138,9 @@ class Lowered:
         """
         traced, program, mesh = self.traced, self.program, self.traced.settings.mesh
         check_threads(mesh)
-        known: dict[Var, P | None] = dict(zip(self.outer.inputs, traced.in_specs, strict=True))
-        for (buffer, _), spec in zip(program.outputs, traced.out_specs, strict=True):
-            if known.get(buffer.value) is None:
-                known[buffer.value] = spec
-        for value, spec in constrained_specs(self.outer, mesh.mpmd_axis_name).items():
-            if known.get(value) is None:
-                known[value] = spec
-        specs = {value: P() for value in loop_results(self.outer)} | propagate_shardings(
-            self.outer, known
-        )
 
         def spec_of(buffer: Buffer) -> P | None:
-            return specs.get(buffer.value)
+            return program.specs.get(buffer.value)
 
         session = handshake = None
         if jax.process_count() > 1:

@@ -1,8 +1,8 @@
-"""Makes, rewrites and classifies equations for the passes."""
+"""Makes, rewrites and classifies equations and the other nodes of a graph for the passes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import jax
 
@@ -19,7 +19,12 @@ from ...ir.graph import (
     has_print,
     variables,
 )
+from ._loop import PipelinedLoop
 from ._marks import STAGE_END
+from ._mpmd_graph import MpmdGraph
+
+G = TypeVar("G", Graph, MpmdGraph)
+N = TypeVar("N", Eqn, PipelinedLoop, Eqn | PipelinedLoop)
 
 ADD = PrimitiveCall("add", lambda x, y: [x + y])
 COPY = PrimitiveCall("copy", lambda x: [x])
@@ -34,9 +39,9 @@ def aval_of(atom: Atom) -> Any:
     return jax.typeof(atom.value) if isinstance(atom, Literal) else atom.aval
 
 
-def is_sum(eqn: Eqn) -> bool:
-    """Returns whether the equation adds two variables of the shape and dtype of its output."""
-    operation = eqn.operation
+def is_sum(eqn: Eqn | PipelinedLoop) -> TypeGuard[Eqn]:
+    """Returns whether a node adds two variables of the shape and dtype of its output."""
+    operation = eqn.operation if isinstance(eqn, Eqn) else None
     if not isinstance(operation, PrimitiveCall) or operation.name not in ("add", "add_any"):
         return False
     avals = {(atom.aval.shape, atom.aval.dtype) for atom in variables(eqn.inputs)}
@@ -66,28 +71,33 @@ def is_transposed(eqn: Eqn) -> bool:
             return any(is_transposed(inner) for branch in branches for inner in branch.eqns)
 
 
-def substitute_inputs(eqns: Iterable[Eqn], known: dict[Var, Atom]) -> list[Eqn]:
-    """Returns the equations with each input that is a key of `known` replaced by its value."""
+def prints(node: Eqn | PipelinedLoop) -> bool:
+    """Returns whether a node is an equation outside of loops that prints or calls back."""
+    return isinstance(node, Eqn) and has_print(node)
+
+
+def substitute_inputs(eqns: Iterable[N], known: Mapping[Var, Atom]) -> list[N]:
+    """Returns the nodes with each input that is a key of `known` replaced by its value."""
     return [
         replace(eqn, inputs=tuple(_substitute(atom, known) for atom in eqn.inputs)) for eqn in eqns
     ]
 
 
-def with_outputs(graph: Graph, eqns: Iterable[Eqn], known: dict[Var, Atom]) -> Graph:
-    """Returns the program with other equations, and with its outputs replaced as in `known`."""
+def with_outputs(graph: G, eqns: Iterable[Any], known: Mapping[Var, Atom]) -> G:
+    """Returns the graph with other nodes, and with its outputs replaced as in `known`."""
     outputs = tuple(_substitute(atom, known) for atom in graph.outputs)
-    return Graph(graph.inputs, tuple(eqns), outputs)
+    return replace(graph, eqns=tuple(eqns), outputs=outputs)
 
 
-def _substitute(atom: Atom, known: dict[Var, Atom]) -> Atom:
+def _substitute(atom: Atom, known: Mapping[Var, Atom]) -> Atom:
     return known.get(atom, atom) if isinstance(atom, Var) else atom
 
 
-def eliminate_dead_code(graph: Graph) -> Graph:
-    """Returns the program with only the equations that print or that an output depends on."""
+def eliminate_dead_code(graph: G) -> G:
+    """Returns the graph with only the nodes that print or that an output depends on."""
     needed, eqns = set(variables(graph.outputs)), []
     for eqn in reversed(graph.eqns):
-        if has_print(eqn) or needed.intersection(eqn.outputs):
+        if prints(eqn) or needed.intersection(eqn.outputs):
             needed.update(variables(eqn.inputs))
             eqns.append(eqn)
     return replace(graph, eqns=tuple(reversed(eqns)))

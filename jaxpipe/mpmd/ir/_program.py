@@ -5,12 +5,15 @@ instructions that name it, in this order. Each receive follows its send in the s
 ranks cannot deadlock.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from jax.sharding import PartitionSpec
+
 from ...ir.graph import Graph, Var
-from ...schedules import Action
+from ...schedules import Action, Schedule
+from ._text import Names, format_graph, indent
 
 
 class Buffer(NamedTuple):
@@ -26,6 +29,18 @@ class Buffer(NamedTuple):
     version: int | None = None
 
 
+class BufferOnRanks(NamedTuple):
+    """An argument or a result of a program, and where it is.
+
+    Attributes:
+        buffer: The buffer.
+        ranks: The ranks that read an argument or hold a result; () if no rank reads it.
+    """
+
+    buffer: Buffer
+    ranks: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class RunTask:
     """Runs a graph on a rank: `(reads) -> writes`.
@@ -38,6 +53,8 @@ class RunTask:
         writes: The buffers that are its results.
         actions: The actions of the schedule that it runs; () outside of loops.
         donated: The indices of the reads whose memory the writes may reuse.
+        loop: The index of the loop that the task belongs to, among the loops of the step; None
+            outside of loops.
     """
 
     rank: int
@@ -47,6 +64,10 @@ class RunTask:
     writes: tuple[Buffer, ...]
     actions: tuple[Action, ...] = ()
     donated: tuple[int, ...] = ()
+    loop: int | None = None
+
+    def __str__(self) -> str:
+        return _format_alone(self)
 
 
 @dataclass(frozen=True)
@@ -65,6 +86,9 @@ class Send:
     buffers: tuple[Buffer, ...]
     name: str
 
+    def __str__(self) -> str:
+        return _format_alone(self)
+
 
 @dataclass(frozen=True)
 class Recv:
@@ -82,6 +106,9 @@ class Recv:
     buffers: tuple[Buffer, ...]
     name: str
 
+    def __str__(self) -> str:
+        return _format_alone(self)
+
 
 @dataclass(frozen=True)
 class Delete:
@@ -89,6 +116,9 @@ class Delete:
 
     rank: int
     buffers: tuple[Buffer, ...]
+
+    def __str__(self) -> str:
+        return _format_alone(self)
 
 
 Instruction = RunTask | Send | Recv | Delete
@@ -100,17 +130,28 @@ class MpmdProgram:
 
     Attributes:
         num_ranks: The number of ranks.
-        inputs: The buffer of each argument and the ranks that read it; () if no rank reads it.
+        inputs: The buffer of each argument and the ranks that read it.
         outputs: The buffer of each result and the ranks that hold it.
         indices: Buffers that hold the index of a microbatch, and this index.
         instructions: The instructions of all ranks, in an order in which they could run.
+        schedules: The schedule of each loop, by the index that `RunTask.loop` gives.
+        specs: The specs of values within a group, as far as they are known before compilation.
+        donated_inputs: The indices of the arguments whose memory results may reuse.
+        processes: [num_ranks] the index of the process of each rank, or () if all ranks share one.
+        has_transfers: Whether every rank receives what it reads. False before `insert_transfers`: a
+            task then reads what any rank wrote before it.
     """
 
     num_ranks: int
-    inputs: tuple[tuple[Buffer, tuple[int, ...]], ...]
-    outputs: tuple[tuple[Buffer, tuple[int, ...]], ...]
+    inputs: tuple[BufferOnRanks, ...]
+    outputs: tuple[BufferOnRanks, ...]
     indices: Mapping[Buffer, int] = field(default_factory=dict)
     instructions: tuple[Instruction, ...] = ()
+    schedules: tuple[Schedule, ...] = ()
+    specs: Mapping[Var, PartitionSpec] = field(default_factory=dict)
+    donated_inputs: frozenset[int] = frozenset()
+    processes: tuple[int, ...] = ()
+    has_transfers: bool = True
 
     def __str__(self) -> str:
         return _format_program(self)
@@ -119,9 +160,20 @@ class MpmdProgram:
 def check(program: MpmdProgram) -> None:
     """Checks that ranks only read buffers that they hold, and that receives match sends in order.
 
+    Before transfers are inserted, a rank may read what any rank has written.
+
+    Args:
+        program: The result of a pass.
+
+    Returns:
+        None.
+
     Raises:
         AssertionError: If an instruction breaks one of these rules. The error names it.
     """
+    if not program.has_transfers:
+        _check_order(program)
+        return
     has: list[set[Buffer]] = [set() for _ in range(program.num_ranks)]
     for buffer, ranks in program.inputs:
         for rank in ranks:
@@ -159,9 +211,39 @@ def check(program: MpmdProgram) -> None:
         )
 
 
+def _check_order(program: MpmdProgram) -> None:
+    """Checks that a program without transfers only reads what was written, and writes it once."""
+    known = {*program.indices, *(buffer for buffer, _ in program.inputs)}
+    written: set[tuple[Buffer, int]] = set()
+    for run in program.instructions:
+        assert isinstance(run, RunTask), f"{run} is no task, and transfers are not inserted yet"
+        missing = [buffer for buffer in run.reads if buffer not in known]
+        assert not missing, f"{run.name} reads {missing}, which no rank has written"
+        own = {(buffer, run.rank) for buffer in run.writes}
+        assert written.isdisjoint(own), f"{run.name} writes a buffer that exists"
+        written |= own
+        known.update(run.writes)
+    missing = [buffer for buffer, _ in program.outputs if buffer not in known]
+    assert not missing, f"the program returns {missing}, which no rank has written"
+
+
 def instructions_of_rank(program: MpmdProgram, rank: int) -> tuple[Instruction, ...]:
     """Returns the instructions of one rank, in order."""
     return tuple(i for i in program.instructions if i.rank == rank)
+
+
+class _BufferNames:
+    """The names of buffers in one text: `v0` and, for a microbatch or a version, `v0:2`."""
+
+    def __init__(self) -> None:
+        self.of_values = Names()
+
+    def __call__(self, buffer: Buffer) -> str:
+        short = self.of_values(buffer.value)
+        return short if buffer.version is None else f"{short}:{buffer.version}"
+
+    def typed(self, buffer: Buffer) -> str:
+        return f"{self(buffer)}:{buffer.value.aval.str_short(short_dtypes=True)}"
 
 
 def _format_program(program: MpmdProgram) -> str:
@@ -170,43 +252,64 @@ def _format_program(program: MpmdProgram) -> str:
     They are written like the equations of a jaxpr. A buffer is printed as a letter and a number,
     then `:m` for a microbatch or a version of a sum.
     """
-    names: dict[Var, str] = {}
-
-    def name(buffer: Buffer) -> str:
-        short = names.setdefault(buffer.value, f"v{len(names)}")
-        return short if buffer.version is None else f"{short}:{buffer.version}"
-
-    def typed(buffer: Buffer) -> str:
-        return f"{name(buffer)}:{buffer.value.aval.str_short(short_dtypes=True)}"
-
-    inputs = " ".join(f"{typed(b)}@{_format_ranks(ranks)}" for b, ranks in program.inputs)
-    outputs = " ".join(f"{name(b)}@{_format_ranks(ranks)}" for b, ranks in program.outputs)
-    lines = [line for i in program.instructions for line in _format_instruction(i, name, typed)]
-    return "\n".join([f"{{ lambda {inputs} . let", *lines, f"  in {outputs} }}"])
+    names = _BufferNames()
+    inputs = " ".join(f"{names.typed(b)}@{_format_ranks(ranks)}" for b, ranks in program.inputs)
+    outputs = " ".join(f"{names(b)}@{_format_ranks(ranks)}" for b, ranks in program.outputs)
+    lines = [line for i in program.instructions for line in _format_instruction(i, names)]
+    return "\n".join([f"{{ lambda {inputs} . let", *indent(lines), f"  in {outputs} }}"])
 
 
 def _format_ranks(ranks: tuple[int, ...]) -> str:
     return ",".join(map(str, ranks)) or "-"
 
 
-def _format_instruction(instruction: Instruction, name, typed) -> list[str]:
+def _format_alone(instruction: Instruction) -> str:
+    return "\n".join(_format_instruction(instruction, _BufferNames()))
+
+
+def _format_instruction(instruction: Instruction, names: _BufferNames) -> list[str]:
     rank = instruction.rank
+
+    def join(buffers: tuple[Buffer, ...], name: Callable[[Buffer], str] = names) -> str:
+        return " ".join(map(name, buffers))
+
     match instruction:
-        case RunTask(_, label, graph, reads, writes, actions, donated):
-            info = ", ".join(f"({a.stage}, {a.op.name}, {a.microbatch})" for a in actions)
+        case RunTask():
+            info = ", ".join(
+                f"({a.stage}, {a.op.name}, {a.microbatch})" for a in instruction.actions
+            )
+            donated = tuple(i in instruction.donated for i in range(len(instruction.reads)))
             return [
-                f"    {' '.join(map(typed, writes))} = run_task[",
-                *([f"      task_info={info}"] if info else []),
-                f"      mpmd_idx={rank}",
-                f"      donate_invars={tuple(i in donated for i in range(len(reads)))}",
-                f"      num_steps={len(graph.eqns)}",
-                f"      task_name={label}",
-                f"    ] {' '.join(map(name, reads))}",
+                f"{join(instruction.writes, names.typed)} = run_task[",
+                *([f"  loop={instruction.loop}"] if instruction.loop is not None else []),
+                *([f"  task_info={info}"] if info else []),
+                f"  mpmd_idx={rank}",
+                f"  donate_invars={donated}",
+                f"  num_steps={len(instruction.graph.eqns)}",
+                f"  task_name={instruction.name}",
+                f"] {join(instruction.reads)}",
             ]
-        case Send(_, to, buffers):
-            return [f"    send[mpmd_idx={rank} tgt_mpmd_idx={to}] {' '.join(map(name, buffers))}"]
-        case Recv(_, source, buffers):
-            given = " ".join(map(name, buffers))
-            return [f"    {given} = recv[mpmd_idx={rank} src_mpmd_idx={source}]"]
-        case Delete(_, buffers):
-            return [f"    _ = delete[mpmd_idx={rank}] {' '.join(map(name, buffers))}"]
+        case Send(to=to, buffers=buffers):
+            return [f"send[mpmd_idx={rank} tgt_mpmd_idx={to}] {join(buffers)}"]
+        case Recv(source=source, buffers=buffers):
+            return [f"{join(buffers)} = recv[mpmd_idx={rank} src_mpmd_idx={source}]"]
+        case Delete(buffers=buffers):
+            return [f"_ = delete[mpmd_idx={rank}] {join(buffers)}"]
+
+
+def format_task_graph(run: RunTask, names: Names) -> list[str]:
+    """Returns the lines of a task outside of loops, with the equations of its graph.
+
+    Args:
+        run: The task. Its buffers have no versions.
+        names: The names of variables.
+
+    Returns:
+        The lines, not indented.
+    """
+    return [
+        f"{' '.join(names.typed(buffer.value) for buffer in run.writes)} = run_task[",
+        *indent([f"mpmd_idx={run.rank}", f"task_name={run.name}"]),
+        *indent(format_graph(run.graph, names)),
+        f"] {names.join(buffer.value for buffer in run.reads)}".rstrip(),
+    ]

@@ -21,8 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..._compat import load_on_devices, partition_spec_of
 from ...ir.graph import Graph, has_print
 from ..api._mesh import MpmdMesh
+from ..ir._fingerprint import fingerprint
 from ..ir._program import Buffer, MpmdProgram, Recv, RunTask
-from ..passes._fingerprint import fingerprint
 from ._on_submesh import on_submesh
 from ._session import CompileHandshake
 

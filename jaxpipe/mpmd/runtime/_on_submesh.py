@@ -5,11 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from ...ir.graph import Cond, Eqn, Graph, PrimitiveCall, Scan, ShardMap
-from ...sharding.specs import axes_of
-from ..api._mesh import check_memory_kind
+from ..api._mesh import check_memory_kind, check_spec
 
 
 def on_submesh(graph: Graph, mesh: Mesh, mpmd_axis: str) -> Graph:
@@ -58,24 +57,3 @@ def _operation(eqn: Eqn, mesh: Mesh, mpmd_axis: str) -> Any:
 
 def _constrain(sharding: NamedSharding) -> Callable[[Any], Sequence[Any]]:
     return lambda x: [lax.with_sharding_constraint(x, sharding)]
-
-
-def check_spec(spec: PartitionSpec, mpmd_axis: str, what: str) -> None:
-    """Checks that a spec does not use the mesh axis that separates the groups.
-
-    Args:
-        spec: The spec.
-        mpmd_axis: The axis along which programs differ.
-        what: The name of the call that has the spec, for the error.
-
-    Returns:
-        None.
-
-    Raises:
-        ValueError: If the spec uses that axis.
-    """
-    if mpmd_axis in axes_of(spec):
-        raise ValueError(
-            f"{what} has the spec {spec}, over {mpmd_axis!r}. Along this axis groups run programs "
-            "of their own, so no array is divided over it. Name other axes."
-        )

@@ -6,15 +6,28 @@ with another sharding the parts would be gathered for every microbatch.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from jax.sharding import PartitionSpec as P
 
-from ...ir.graph import Atom, Eqn, Graph, PrimitiveCall, Var
-from ..ir._reduce import Concat, Reduction
+from ....ir.graph import Atom, Eqn, Graph, PrimitiveCall, Var
+from ...ir._reduce import Concat, Reduction
 
 
-def constrained_results(body: Graph, adds: Sequence[bool]) -> tuple[Graph, list[P | None]]:
+@dataclass(frozen=True)
+class ConstrainedResults:
+    """The body of a loop without the constraints on its summed results.
+
+    Attributes:
+        body: The body.
+        specs: [num_results] the spec of each result, None if it has none.
+    """
+
+    body: Graph
+    specs: tuple[P | None, ...]
+
+
+def constrained_results(body: Graph, adds: Sequence[bool]) -> ConstrainedResults:
     """Finds the sharding constraints on the results of a microbatch.
 
     The constraint of a summed result is removed from the body, and its spec becomes that of the
@@ -26,8 +39,7 @@ def constrained_results(body: Graph, adds: Sequence[bool]) -> tuple[Graph, list[
         adds: [num_results] for each result, whether it is summed over microbatches.
 
     Returns:
-        The body without these constraints, and [num_results] the spec of each result, None if it
-        has none.
+        The body without these constraints, and the spec of each result.
     """
     makers = {value: eqn for eqn in body.eqns for value in eqn.outputs}
     outputs: list[Atom] = []
@@ -45,7 +57,7 @@ def constrained_results(body: Graph, adds: Sequence[bool]) -> tuple[Graph, list[
             constraint.inputs[0] if constraint and is_added and is_constraint else output
         )
         specs.append(spec)
-    return replace(body, outputs=tuple(outputs)), specs
+    return ConstrainedResults(replace(body, outputs=tuple(outputs)), tuple(specs))
 
 
 def constraint_of(eqn: Eqn) -> P | None:

@@ -1,10 +1,19 @@
-"""Inserts sends and receives: a rank sends a value as soon as it has computed it."""
+"""Pass 11, `insert_transfers`: a rank sends a value as soon as it has computed it.
+
+Before: a program of `RunTask` instructions, which read buffers that other ranks wrote.
+
+After: the same program with a `Send` and a `Recv` after each task whose results other ranks read,
+so that every rank reads only what it has.
+
+Why here: the order of tasks is known, and a transfer stands directly behind the task that wrote its
+buffers. The next pass may fuse two tasks of a rank only if no transfer is between them.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..ir._program import Buffer, Instruction, MpmdProgram, Recv, RunTask, Send
+from ...ir._program import Buffer, Instruction, MpmdProgram, Recv, RunTask, Send
 
 
 def insert_transfers(program: MpmdProgram) -> MpmdProgram:
@@ -19,7 +28,7 @@ def insert_transfers(program: MpmdProgram) -> MpmdProgram:
     Returns:
         The program with a `Send` and a `Recv` for each transfer.
     """
-    makers: dict[Buffer, list[int]] = defaultdict(list)
+    makers: dict[Buffer, list[int]] = defaultdict(list)  # the ranks that have it without a transfer
     readers: dict[Buffer, set[int]] = defaultdict(set)
     for run in program.instructions:
         assert isinstance(run, RunTask)
@@ -47,4 +56,4 @@ def insert_transfers(program: MpmdProgram) -> MpmdProgram:
                 yield Send(run.rank, to, tuple(buffers), run.name)
                 yield Recv(to, run.rank, tuple(buffers), run.name)
 
-    return replace(program, instructions=tuple(instructions()))
+    return replace(program, instructions=tuple(instructions()), has_transfers=True)

@@ -1,15 +1,24 @@
-"""Splits a stage into tasks: its forward, and its backward whole or in two halves.
+"""Pass 5, `split_tasks`: splits every stage into its forward and its backward, whole or in halves.
+
+Before: loops whose stages are one program each, forward and backward together.
+
+After: loops whose stages have a `StageTask` for F, and for B or, if the schedule splits backwards,
+for I and W. A task adds its gradients to the accumulators in place. A loop that has no backward has
+the forwards of its schedule only.
+
+Why here: what a stage computes and which values it sends is known since `cut_stages`. The ranks
+of a loop's results are those of the tasks that accumulate them, which `assign_ranks` reads.
 
 Tasks pass residuals to later tasks. These are the fewest bytes from which a later task can compute
-the remaining values at little cost: see `ir.partition`.
+the remaining values at little cost: see `jaxpipe.ir.transforms.partition`.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ...ir.graph import (
+from ....ir.graph import (
     Eqn,
     Graph,
     PrimitiveCall,
@@ -19,46 +28,55 @@ from ...ir.graph import (
     is_light,
     variables,
 )
-from ...ir.transforms import accumulate, partition
-from ...schedules import Op
-from ..ir._reduce import Reduction
-from ._split_stages import Stage
+from ....ir.transforms import accumulate, partition
+from ....schedules import Op, language
+from ...ir._loop import PipelinedLoop, Stage, StageTask
+from ...ir._mpmd_graph import MpmdGraph, replace_loops
+from ...ir._reduce import Reduction
 
 
-@dataclass(frozen=True)
-class StageTask:
-    """A program that runs once per microbatch.
-
-    Attributes:
-        graph: `(reads, sums so far) -> (writes, new sums)`.
-        reads: The values it reads: invariants of the loop, the index of the microbatch, and values
-            that other tasks wrote for the same microbatch.
-        writes: The values it computes for other tasks.
-        sums: The shares of results to which it adds.
-    """
-
-    graph: Graph
-    reads: tuple[Var, ...]
-    writes: tuple[Var, ...]
-    sums: tuple[Var, ...]
-
-
-def split_into_tasks(
-    stage: Stage, *, body: Graph, reductions: Mapping[Var, Reduction], splits: bool
-) -> dict[Op, StageTask]:
-    """Splits a stage into tasks; a task without outputs is left out.
+def split_tasks(graph: MpmdGraph) -> MpmdGraph:
+    """Splits the stages of every loop into tasks; a task without outputs is left out.
 
     Args:
-        stage: The stage to split.
+        graph: A function whose loops are cut into stages.
+
+    Returns:
+        The function with the tasks of its loops.
+    """
+    return replace_loops(graph, _split_loop)
+
+
+def _split_loop(loop: PipelinedLoop) -> Iterator[PipelinedLoop]:
+    """Yields the loop with its tasks."""
+    reductions = dict(zip(variables(loop.body.outputs), loop.reductions, strict=True))
+    splits = language.splits_backwards(loop.schedule)
+    stages = tuple(
+        replace(stage, tasks=_tasks_of_stage(stage, loop.body, reductions, splits=splits))
+        for stage in loop.stages
+    )
+    schedule = loop.schedule
+    if not any(op is not Op.F for stage in stages for op in stage.tasks):
+        schedule = language.forward_only(schedule)
+    yield replace(loop, stages=stages, schedule=schedule)
+
+
+def _tasks_of_stage(
+    stage: Stage, body: Graph, reductions: Mapping[Var, Reduction], *, splits: bool
+) -> dict[Op, StageTask]:
+    """Returns the tasks of a stage.
+
+    Args:
+        stage: The stage.
         body: The body of the loop. Its inputs are available to every task.
-        reductions: How each share of a result is accumulated.
+        reductions: How each result of the body is accumulated.
         splits: Whether the schedule splits backwards into I and W.
 
     Returns:
         The tasks by operation: F, and B or I and W.
     """
     graph, index = stage.graph, body.inputs[-1]
-    always = set(body.inputs)
+    always = frozenset(body.inputs)
     forward = [value not in stage.backward for value in graph.outputs]
     halves = partition(
         graph,
@@ -77,10 +95,10 @@ def split_into_tasks(
         else:
             parts[Op.B] = halves.second
     tasks = {op: _accumulating_task(part, reductions, index) for op, part in parts.items()}
-    return {op: task for op, task in tasks.items() if task.writes or task.sums}
+    return {op: task for op, task in tasks.items() if task.writes or task.accumulators}
 
 
-def _split_backward(backward: Graph, stage: Stage, always: set[Var]) -> dict[Op, Graph]:
+def _split_backward(backward: Graph, stage: Stage, always: Set[Var]) -> dict[Op, Graph]:
     """Splits a backward into the gradients of activations (I) and the gradients of weights (W)."""
     shown = _prints_in_i(backward, stage.sent)
     first = [value in stage.sent or value in shown for value in backward.outputs]
@@ -101,11 +119,11 @@ def _prints_in_i(backward: Graph, sent: frozenset[Var]) -> set[Var]:
     if not needed:
         return set()
     computed: set[Eqn] = set()
-    wanted = set(needed)
+    inputs_of_i = set(needed)
     for eqn in reversed(backward.eqns):
-        if wanted.intersection(eqn.outputs):
+        if inputs_of_i.intersection(eqn.outputs):
             computed.add(eqn)
-            wanted.update(variables(eqn.inputs))
+            inputs_of_i.update(variables(eqn.inputs))
     shown: set[Var] = set()
     has = set(backward.inputs)
     for eqn in backward.eqns:
@@ -118,7 +136,7 @@ def _prints_in_i(backward: Graph, sent: frozenset[Var]) -> set[Var]:
 
 
 def _accumulating_task(graph: Graph, reductions: Mapping[Var, Reduction], index: Var) -> StageTask:
-    """Returns a task that adds each gradient in place to its sum, where it is computed."""
+    """Returns a task that adds each gradient in place to its accumulator, where it is computed."""
     made = set(variables(graph.outputs)).difference(graph.inputs)
     outputs = [value for value in dict.fromkeys(variables(graph.outputs)) if value in made]
     writes = tuple(value for value in outputs if value not in reductions)
@@ -144,8 +162,8 @@ def _accumulating_task(graph: Graph, reductions: Mapping[Var, Reduction], index:
     added = accumulate(inner, is_added)
     used = set(free_variables(added.eqns, added.outputs))
     reads = tuple(value for value in inputs if value in used)
-    sums = added.inputs[len(inputs) :]
-    whole = Graph((*reads, *sums), added.eqns, added.outputs)
+    accumulators = added.inputs[len(inputs) :]
+    whole = Graph((*reads, *accumulators), added.eqns, added.outputs)
     return StageTask(whole, reads, writes, (*others, *adds))
 
 

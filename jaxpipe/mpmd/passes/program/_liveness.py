@@ -1,37 +1,40 @@
-"""Ends the life of buffers: deletes them after their last use, or donates them to that use."""
+"""Pass 13, `liveness`: ends the life of buffers after their last use, or donates them to that use.
+
+Before: a program that never ends the life of a buffer.
+
+After: the same program in which each task says which of its reads it donates to its writes, and a
+`Delete` follows the last use of every other buffer. Arguments that the caller keeps, results, and
+indices of microbatches stay.
+
+Why here: it is the last pass, because any other one would move, add or remove uses of buffers.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ..ir._program import Buffer, Delete, Instruction, MpmdProgram, Recv, RunTask, Send
+from ...ir._program import Buffer, Delete, Instruction, MpmdProgram, Recv, RunTask, Send
 
 
-def liveness(
-    program: MpmdProgram,
-    *,
-    donated_inputs: frozenset[int] = frozenset(),
-    processes: Sequence[int] = (),
-) -> MpmdProgram:
+def liveness(program: MpmdProgram) -> MpmdProgram:
     """Donates buffers to the tasks that read them last, and deletes all other buffers after use.
+
+    A buffer that is sent to another process is not donated, because that process may not have
+    pulled it yet.
 
     Args:
         program: A program with its transfers inserted.
-        donated_inputs: Indices of the arguments that the caller donates; all others are kept.
-        processes: [num_ranks] the process of each rank, or () if all ranks are in one process. A
-            buffer that is sent to another process is not donated, because that process may not have
-            pulled it yet.
 
     Returns:
         The program with `donated` set on its runs, and with `Delete` instructions.
     """
     last = _last_uses(program)
-    caller_owned = {b for i, (b, _) in enumerate(program.inputs) if i not in donated_inputs}
+    caller_owned = {b for i, (b, _) in enumerate(program.inputs) if i not in program.donated_inputs}
     returned = {(buffer, rank) for buffer, ranks in program.outputs for rank in ranks}
     sent_to_processes = {
         (buffer, instruction.rank)
         for instruction in program.instructions
-        if isinstance(instruction, Send) and _crosses_processes(instruction, processes)
+        if isinstance(instruction, Send) and _crosses_processes(instruction, program.processes)
         for buffer in instruction.buffers
     }
     kept = {

@@ -25,43 +25,43 @@ def fingerprint(graph: Graph) -> Hashable:
         A hashable value. If it is equal for two programs, they compute the same outputs from inputs
         of the same types.
     """
-    numbers: dict[Var, Hashable] = {value: i for i, value in enumerate(graph.inputs)}
+    value_ids: dict[Var, Hashable] = {value: i for i, value in enumerate(graph.inputs)}
     eqns = []
     for eqn in graph.eqns:
-        inputs = tuple(_fingerprint_atom(atom, numbers) for atom in eqn.inputs)
+        inputs = tuple(_fingerprint_atom(atom, value_ids) for atom in eqn.inputs)
         eqns.append((_fingerprint_operation(eqn.operation), inputs))
         for value in eqn.outputs:
-            numbers[value] = len(numbers)
-    outputs = tuple(_fingerprint_atom(atom, numbers) for atom in graph.outputs)
+            value_ids[value] = len(value_ids)
+    outputs = tuple(_fingerprint_atom(atom, value_ids) for atom in graph.outputs)
     return tuple(value.aval for value in graph.inputs), tuple(eqns), outputs
 
 
 class ValueNumbering:
-    """Value numbering: two values with equal numbers are certainly equal.
+    """Value numbering: two values with equal ids are certainly equal.
 
-    The output of an `optimization_barrier` has the number of its input. A value that is
-    rematerialized behind a barrier thus has the number of the original.
+    The output of an `optimization_barrier` has the id of its input. A value that is rematerialized
+    behind a barrier thus has the id of the original.
     """
 
     def __init__(self, inputs: Iterable[Var]) -> None:
-        self._number: dict[Var, Hashable] = {}
+        self._value_ids: dict[Var, Hashable] = {}
         self._known: dict[Hashable, int] = {}
         for value in inputs:
-            self._number[value] = self._intern(("input", len(self._known)))
+            self._value_ids[value] = self._intern(("input", len(self._known)))
 
     def _intern(self, key: Hashable) -> int:
         return self._known.setdefault(key, len(self._known))
 
-    def of_step(self, eqn: Eqn) -> tuple[Hashable, ...]:
-        """Assigns numbers to the outputs of an equation, and returns these numbers."""
-        inputs = tuple(_fingerprint_atom(atom, self._number) for atom in eqn.inputs)
+    def add(self, eqn: Eqn) -> tuple[Hashable, ...]:
+        """Assigns ids to the outputs of an equation, and returns these ids."""
+        inputs = tuple(_fingerprint_atom(atom, self._value_ids) for atom in eqn.inputs)
         if is_barrier(eqn):
-            new = inputs
+            output_ids = inputs
         else:
-            made = self._intern((_fingerprint_operation(eqn.operation), inputs))
-            new = tuple((made, i) for i in range(len(eqn.outputs)))
-        self._number.update(zip(eqn.outputs, new, strict=True))
-        return new
+            eqn_id = self._intern((_fingerprint_operation(eqn.operation), inputs))
+            output_ids = tuple((eqn_id, i) for i in range(len(eqn.outputs)))
+        self._value_ids.update(zip(eqn.outputs, output_ids, strict=True))
+        return output_ids
 
 
 def is_barrier(eqn: Eqn) -> bool:
@@ -70,8 +70,8 @@ def is_barrier(eqn: Eqn) -> bool:
     return isinstance(operation, PrimitiveCall) and operation.name == "optimization_barrier"
 
 
-def _fingerprint_atom(atom: Atom, numbers: dict[Var, Hashable]) -> Hashable:
-    return _fingerprint_constant(atom.value) if isinstance(atom, Literal) else numbers[atom]
+def _fingerprint_atom(atom: Atom, value_ids: dict[Var, Hashable]) -> Hashable:
+    return _fingerprint_constant(atom.value) if isinstance(atom, Literal) else value_ids[atom]
 
 
 _MAX_COMPARED_BYTES = 1024
@@ -89,14 +89,14 @@ def _fingerprint_operation(operation: Any) -> Hashable:
     match operation:
         case Scan():
             sizes = operation.num_consts, operation.num_carry, operation.length, operation.num_sums
-            turns = operation.reverse, operation.unroll
-            return "loop", fingerprint(operation.body), sizes, turns
+            order = operation.reverse, operation.unroll
+            return "scan", fingerprint(operation.body), sizes, order
         case Cond():
-            return "choice", tuple(map(fingerprint, operation.branches))
+            return "cond", tuple(map(fingerprint, operation.branches))
         case ShardMap():
-            where = _fingerprint_object(operation.mesh), operation.axes, operation.check_vma
+            mesh = _fingerprint_object(operation.mesh), operation.axes, operation.check_vma
             specs = operation.in_specs, operation.out_specs
-            return "shards", fingerprint(operation.body), where, specs
+            return "shard_map", fingerprint(operation.body), mesh, specs
         case PrimitiveCall(name, run, params, equation):
             if equation is None:
                 return name, _fingerprint_function(run)

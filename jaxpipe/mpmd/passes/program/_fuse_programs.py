@@ -1,12 +1,22 @@
-"""Fuses programs that run one after the other on a rank without a transfer between them."""
+"""Pass 12, `fuse_programs`: fuses programs that a rank runs one after the other.
+
+Before: a program with its transfers, one task per action of the schedules.
+
+After: the same program with one task in place of a forward and the backward of the same microbatch
+that follows it on its rank, as on the last stage. Residuals between the two are values inside of
+the fused program, no buffers.
+
+Why here: whether a transfer is between two tasks is known since `insert_transfers`. The fused
+program has fewer buffers, whose ends `liveness` finds next.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ...ir.graph import Atom, Graph, Var
-from ...schedules import Action, Op
-from ..ir._eqns import substitute_inputs
-from ..ir._program import Buffer, Instruction, MpmdProgram, Recv, RunTask, Send
+from ....ir.graph import Atom, Graph, Var
+from ....schedules import Action, Op
+from ...ir._eqns import substitute_inputs
+from ...ir._program import Buffer, Instruction, MpmdProgram, Recv, RunTask, Send
 
 
 def fuse_programs(program: MpmdProgram) -> MpmdProgram:
@@ -60,7 +70,7 @@ def _fusible_pairs(program: MpmdProgram) -> dict[int, int]:
 
 def _can_fuse(first: RunTask, second: RunTask) -> bool:
     """Returns whether two runs are the forward and the backward of one stage and one microbatch."""
-    if len(first.actions) != 1 or len(second.actions) != 1:
+    if len(first.actions) != 1 or len(second.actions) != 1 or first.loop != second.loop:
         return False
     (a,), (b,) = first.actions, second.actions
     same = a.stage == b.stage and a.microbatch == b.microbatch
@@ -95,7 +105,7 @@ def _fuse_tasks(
         known[key] = _fuse_graphs(first, second, reads, writes)
     actions: tuple[Action, ...] = (*first.actions, *second.actions)
     name = f"FusedTask({first.name}, {second.name})"
-    return RunTask(first.rank, name, known[key], reads, writes, actions)
+    return RunTask(first.rank, name, known[key], reads, writes, actions, loop=first.loop)
 
 
 def _fuse_graphs(

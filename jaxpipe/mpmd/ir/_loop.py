@@ -1,0 +1,189 @@
+"""Defines the pipelined loop: a node of the graph that runs a body for every microbatch.
+
+`extract_loops` makes the node from the primitive `treduce`. `cut_stages` adds the stages of its
+body, and `split_tasks` the tasks of every stage; `unroll_schedule` writes it out as instructions.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jax.sharding import PartitionSpec
+
+from ...ir.graph import Atom, Graph, Var
+from ...schedules import Op, Schedule, language
+from ._reduce import Reduction
+from ._text import Names, format_graph, format_spec, indent
+
+
+@dataclass(frozen=True)
+class StageTask:
+    """A program that runs once per microbatch.
+
+    Attributes:
+        graph: `(reads, accumulators so far) -> (writes, new accumulators)`.
+        reads: The values it reads: invariants of the loop, the index of the microbatch, and values
+            that other tasks wrote for the same microbatch.
+        writes: The values it computes for other tasks.
+        accumulators: The results of the loop's body that it accumulates over microbatches.
+    """
+
+    graph: Graph
+    reads: tuple[Var, ...]
+    writes: tuple[Var, ...]
+    accumulators: tuple[Var, ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The program of one stage for one microbatch, forward and backward.
+
+    Attributes:
+        graph: `(values it reads) -> (values for other stages, its results of the body)`.
+        backward: The inputs and outputs of `graph` that belong to the backward.
+        sent: The outputs of `graph` that other stages read.
+        tasks: The tasks of the stage by operation: F, and B or I and W. Empty before `split_tasks`.
+    """
+
+    graph: Graph
+    backward: frozenset[Var]
+    sent: frozenset[Var]
+    tasks: Mapping[Op, StageTask] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class PipelinedLoop:
+    """A loop that runs a body for each of M microbatches, in the order of a schedule.
+
+    It is a node of an `MpmdGraph`, beside `Eqn`, and like an equation equal only to itself.
+
+    Attributes:
+        inputs: The arguments of the loop: one for each invariant.
+        outputs: The results of the loop: one for each output of the body, reduced over all
+            microbatches.
+        body: `(invariants, index of the microbatch) -> results of the microbatch`.
+        schedule: The order of actions on every rank.
+        reductions: [num_outputs] how each output of the body is reduced over microbatches.
+        all_mark_ids: The ids of all forward marks of the body in program order, if its results do
+            not depend on some of them; otherwise (), as the marks are in the body.
+        stages: [num_stages] the stages of the body, () before `cut_stages`.
+        specs: [num_outputs] the specs, within a group, of the results whose sharding the user
+            constrains inside the body, None for the others.
+    """
+
+    inputs: tuple[Atom, ...]
+    outputs: tuple[Var, ...]
+    body: Graph
+    schedule: Schedule
+    reductions: tuple[Reduction, ...]
+    all_mark_ids: tuple[int, ...]
+    stages: tuple[Stage, ...]
+    specs: tuple[PartitionSpec | None, ...]
+
+    @property
+    def invariants(self) -> tuple[Var, ...]:
+        """The inputs of the body that are the same for every microbatch."""
+        return self.body.inputs[:-1]
+
+    @property
+    def index(self) -> Var:
+        """The input of the body that is the index of the microbatch."""
+        return self.body.inputs[-1]
+
+    @property
+    def num_microbatches(self) -> int:
+        """The number of microbatches M."""
+        return self.schedule.num_microbatches
+
+    def __str__(self) -> str:
+        return "\n".join(format_loop(self, Names()))
+
+
+def rank_of_stage(loop: PipelinedLoop, stage: int) -> int:
+    """Returns the rank that runs a stage of a loop."""
+    (rank,) = language.ranks_of_stage(loop.schedule, stage)
+    return rank
+
+
+def rank_of_output(loop: PipelinedLoop, i: int) -> int:
+    """Returns the rank that accumulates output `i` of a loop whose stages are split into tasks."""
+    result = loop.body.outputs[i]
+    for stage, of_stage in enumerate(loop.stages):
+        if any(result in task.accumulators for task in of_stage.tasks.values()):
+            return rank_of_stage(loop, stage)
+    raise AssertionError("every result is accumulated by a stage")
+
+
+def invariants_by_rank(loop: PipelinedLoop) -> dict[int, set[Var]]:
+    """Returns the loop invariants that the tasks of each rank read."""
+    found: dict[int, set[Var]] = {}
+    for stage, of_stage in enumerate(loop.stages):
+        reads = {value for task in of_stage.tasks.values() for value in task.reads}
+        rank = rank_of_stage(loop, stage)
+        found.setdefault(rank, set()).update(reads.intersection(loop.invariants))
+    return found
+
+
+def format_loop(loop: PipelinedLoop, names: Names) -> list[str]:
+    """Returns the lines of a loop: its schedule, and its body, its stages or its tasks.
+
+    Args:
+        loop: The loop. Of the three, only what the last pass has made is written.
+        names: The names of variables.
+
+    Returns:
+        The lines, not indented.
+    """
+    schedule = [f"rank {rank}: {line}" for rank, line in enumerate(str(loop.schedule).split("\n"))]
+    inputs = names.join(loop.inputs)
+    if not loop.stages:
+        inside = ["body =", *indent(format_graph(loop.body, names))]
+    else:
+        names.join(loop.body.inputs)  # invariants have the first numbers
+        inside = [
+            line
+            for i, stage in enumerate(loop.stages)
+            for line in (_format_tasks if stage.tasks else _format_stage)(i, stage, names)
+        ]
+    operations = ", ".join(repr(reduction.operation) for reduction in loop.reductions)
+    specs = [
+        f"{names(output)}={format_spec(spec)}"
+        for output, spec in zip(loop.outputs, loop.specs, strict=True)
+        if spec is not None
+    ]
+    return [
+        f"{' '.join(map(names.typed, loop.outputs))} = pipelined_loop[",
+        *indent(schedule),
+        *indent([f"index = {names(loop.index)}"]),
+        *indent(inside),
+        *indent([f"reduce = {operations}"]),
+        *(indent([f"specs = {' '.join(specs)}"]) if specs else []),
+        f"] {inputs}".rstrip(),
+    ]
+
+
+def _format_stage(i: int, stage: Stage, names: Names) -> list[str]:
+    lines = format_graph(stage.graph, names)
+    return [
+        f"stage {i} =",
+        *indent(lines),
+        *indent([f"backward: {_in_order(stage, stage.backward, names)}".rstrip()]),
+        *indent([f"sent: {_in_order(stage, stage.sent, names)}".rstrip()]),
+    ]
+
+
+def _in_order(stage: Stage, chosen: frozenset[Var], names: Names) -> str:
+    values: Sequence[Atom] = (*stage.graph.inputs, *stage.graph.outputs)
+    return names.join(v for v in values if isinstance(v, Var) and v in chosen)
+
+
+def _format_tasks(i: int, stage: Stage, names: Names) -> list[str]:
+    lines: list[str] = []
+    for op, task in stage.tasks.items():
+        lines += [
+            f"task {i}{op.name} =",
+            *indent(format_graph(task.graph, names)),
+            *indent([f"reads: {names.join(task.reads)}".rstrip()]),
+            *indent([f"writes: {names.join(task.writes)}".rstrip()]),
+            *indent([f"accumulators: {names.join(task.accumulators)}".rstrip()]),
+        ]
+    return lines

@@ -1,0 +1,351 @@
+"""Pass 4, `cut_stages`: cuts the body of every loop at its marks into one program per stage.
+
+Before: loops whose bodies are one graph with marks in it.
+
+After: loops with a `Stage` for each stage of the schedule, which has its forward and its backward.
+Marks have no meaning any more: they return their operands. A result that is a sum over stages, such
+as the gradient of a weight that several stages use, has become several results of the loop, one for
+each of these stages: its shares. The shares are added once, after the loop. Sharding constraints on
+summed results of a microbatch have become specs of the loop's results.
+
+Why here: invariants have been hoisted, so no stage computes what does not depend on the microbatch.
+The split into tasks, the next pass, works on one stage at a time.
+
+S is the number of stages. The position of a value says where in the pipeline it is computed: 0 to
+S - 1 in the forward, S to 2S - 1 in the backward, so positions p and 2S - 1 - p belong to the same
+stage. A value that depends on no value that crosses a mark has no position: weights, the batch, and
+values computed from them alone. Such a value is computed in the stages that read it.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ....ir.graph import (
+    Atom,
+    Eqn,
+    Graph,
+    PrimitiveCall,
+    Var,
+    has_print,
+    is_light,
+    print_tokens,
+    variables,
+)
+from ...ir._eqns import (
+    ADD,
+    copy_eqn,
+    eliminate_dead_code,
+    is_backward_mark,
+    is_sum,
+    is_transposed,
+    substitute_inputs,
+)
+from ...ir._loop import PipelinedLoop, Stage
+from ...ir._mpmd_graph import MpmdGraph, replace_loops
+from ._align_marks import align_marks
+from ._constraints import accumulator_spec, constrained_results
+
+Positions = Mapping[Var, int]
+
+
+def cut_stages(graph: MpmdGraph) -> MpmdGraph:
+    """Cuts the body of every loop at its marks, and adds up the shares of its results.
+
+    Args:
+        graph: A function whose loops have no stages yet.
+
+    Returns:
+        The function with the stages of its loops.
+
+    Raises:
+        ValueError: If a body does not have S or S - 1 marks, or if values run through the marks in
+            another order.
+    """
+    return replace_loops(graph, _cut_loop)
+
+
+def _cut_loop(loop: PipelinedLoop) -> Iterator[Eqn | PipelinedLoop]:
+    """Yields the loop with its stages, and the additions of the shares of its results."""
+    adds = [reduction.adds for reduction in loop.reductions]
+    constrained = constrained_results(loop.body, adds)
+    staged = _cut_body(constrained.body, loop.schedule.num_stages, adds, loop.all_mark_ids)
+    reductions, outputs, specs = [], [], []
+    sums: list[Eqn] = []
+    for shares, result, reduction, spec in zip(
+        staged.shares, loop.outputs, loop.reductions, constrained.specs, strict=True
+    ):
+        own = [result] if len(shares) == 1 else [Var(result.aval) for _ in shares]
+        outputs += own
+        reductions += [reduction] * len(shares)
+        specs += [accumulator_spec(spec, reduction)] * len(shares)
+        sums += _sum_eqns(own, result)
+    yield replace(
+        loop,
+        outputs=tuple(outputs),
+        body=staged.body,
+        reductions=tuple(reductions),
+        stages=staged.stages,
+        specs=tuple(specs),
+    )
+    yield from sums
+
+
+def _sum_eqns(shares: Sequence[Var], result: Var) -> list[Eqn]:
+    """Returns the additions that compute `result` from its shares; none for a single share."""
+    eqns, total = [], shares[0]
+    for i, share in enumerate(shares[1:], 1):
+        new = result if i == len(shares) - 1 else Var(result.aval)
+        eqns.append(Eqn(ADD, (total, share), (new,)))
+        total = new
+    return eqns
+
+
+@dataclass(frozen=True)
+class _SharedResults:
+    """A body whose outputs are the shares of its results.
+
+    Attributes:
+        body: The body. Its outputs are all shares, in order.
+        shares: The shares that add up to each result.
+    """
+
+    body: Graph
+    shares: tuple[tuple[Var, ...], ...]
+
+
+@dataclass(frozen=True)
+class _StagedBody:
+    """The stages of a body.
+
+    Attributes:
+        body: The body. Its outputs are all shares, in order.
+        shares: The shares that add up to each result.
+        stages: The stages.
+    """
+
+    body: Graph
+    shares: tuple[tuple[Var, ...], ...]
+    stages: tuple[Stage, ...]
+
+
+@dataclass(frozen=True)
+class _StageUses:
+    """The stages of equations and values.
+
+    Attributes:
+        stages_of: The stages that run each equation.
+        uses: The stages that read each value.
+    """
+
+    stages_of: Mapping[Eqn, set[int]]
+    uses: Mapping[Var, set[int]]
+
+
+def _cut_body(
+    body: Graph, num_stages: int, adds: Sequence[bool], all_mark_ids: Sequence[int]
+) -> _StagedBody:
+    """Cuts a body at its marks.
+
+    Args:
+        body: `(loop invariants, index of the microbatch) -> results`.
+        num_stages: The number of stages S.
+        adds: [num_results] whether each result is summed over microbatches. Only such a result may
+            be split into shares.
+        all_mark_ids: The ids of all forward marks, if some of them are not in `body`; else ().
+
+    Returns:
+        The stages, and the shares of each result.
+    """
+    marked = align_marks(body, num_stages, all_mark_ids)
+    body, marks = marked.body, marked.stage_of_mark
+    shared = _split_results(body, _positions(body, marks, num_stages), adds, num_stages)
+    body = shared.body
+    positions = _positions(body, marks, num_stages)
+    where = _stages_of_eqns(body, marks, positions, num_stages)
+    results = [*variables(body.outputs), *print_tokens(body.eqns)]
+    stages = tuple(
+        _stage(i, body, positions, where, results, num_stages) for i in range(num_stages)
+    )
+    return _StagedBody(body, shared.shares, stages)
+
+
+def _positions(body: Graph, marks: Mapping[Eqn, int], num_stages: int) -> Positions:
+    """Returns the positions of all values that depend on a mark."""
+    positions: dict[Var, int] = {}
+    for eqn in body.eqns:
+        position = max(
+            (positions[v] for v in variables(eqn.inputs) if v in positions), default=None
+        )
+        if eqn in marks:
+            stage = marks[eqn]
+            is_backward = is_backward_mark(eqn)
+            if position is not None and position > (
+                2 * num_stages - 2 - stage if is_backward else stage
+            ):
+                raise ValueError(
+                    f"Mark {stage} is given what comes from behind it. Mark stages in the order "
+                    "in which values run through them."
+                )
+            position = 2 * num_stages - 1 - stage if is_backward else stage + 1
+        if position is not None:
+            positions.update(dict.fromkeys(eqn.outputs, position))
+    return positions
+
+
+def _stage_of(position: int, num_stages: int) -> int:
+    return position if position < num_stages else 2 * num_stages - 1 - position
+
+
+def _split_results(
+    body: Graph, positions: Positions, adds: Sequence[bool], num_stages: int
+) -> _SharedResults:
+    """Returns `body` with results copied or, if they are sums over stages, split into shares.
+
+    The gradient of a weight that several stages use is such a sum. Every stage accumulates its
+    share over all microbatches, and the shares are added once, after the loop.
+    """
+    makers = {value: eqn for eqn in body.eqns for value in eqn.outputs}
+    uses = Counter(variables([*(a for eqn in body.eqns for a in eqn.inputs), *body.outputs]))
+
+    def terms(atom: Atom) -> list[Atom]:
+        eqn = makers.get(atom) if isinstance(atom, Var) else None
+        if eqn is None or uses[eqn.outputs[0]] > 1 or not is_sum(eqn):
+            return [atom]
+        return [term for part in eqn.inputs for term in terms(part)]
+
+    def stage(atom: Atom) -> int:
+        position = positions.get(atom, 0) if isinstance(atom, Var) else 0
+        return _stage_of(position, num_stages)
+
+    eqns = list(body.eqns)
+    shares: list[tuple[Var, ...]] = []
+    for output, may_share in zip(body.outputs, adds, strict=True):
+        parts: dict[int, list[Atom]] = {}
+        for term in terms(output) if may_share else [output]:
+            parts.setdefault(stage(term), []).append(term)
+        if len(parts) == 1:
+            parts = {0: [output]}
+        share = []
+        for atoms in parts.values():
+            total = atoms[0]
+            for atom in atoms[1:]:
+                added = Var(output.aval) if isinstance(output, Var) else None
+                assert added is not None, "a constant is no sum"
+                eqns.append(Eqn(ADD, (total, atom), (added,)))
+                total = added
+            eqns.append(copy_eqn(total))
+            share.append(eqns[-1].outputs[0])
+        shares.append(tuple(share))
+    outputs = tuple(value for share in shares for value in share)
+    renewed = eliminate_dead_code(Graph(body.inputs, tuple(eqns), outputs))
+    return _SharedResults(renewed, tuple(shares))
+
+
+def _stages_of_eqns(
+    body: Graph,
+    marks: Mapping[Eqn, int],
+    positions: Positions,
+    num_stages: int,
+) -> _StageUses:
+    """Returns the stages that run each equation, and the stages that read each value."""
+    stages_of: dict[Eqn, set[int]] = {}
+    uses: defaultdict[Var, set[int]] = defaultdict(set)
+    results = set(body.outputs)
+    print_stages = _stages_of_prints(body, marks)
+    for eqn in reversed(body.eqns):
+        if eqn in marks:
+            stage = marks[eqn] + is_backward_mark(eqn)
+            stages = {stage}
+        elif eqn.outputs[0] in positions:
+            stages = {_stage_of(positions[eqn.outputs[0]], num_stages)}
+        else:
+            stages = set().union(*(uses[value] for value in eqn.outputs))
+            if not stages and eqn in print_stages:
+                stages = {print_stages[eqn]}
+            if not stages:
+                assert results.intersection(eqn.outputs)
+                stages = {0}
+            if len(stages) > 1 and (eqn in print_stages or not _is_cheaper_than_transfer(eqn)):
+                stages = {min(stages)}
+        stages_of[eqn] = stages
+        for value in variables(eqn.inputs):
+            uses[value] |= stages
+    return _StageUses(stages_of, uses)
+
+
+def _stages_of_prints(body: Graph, marks: Mapping[Eqn, int]) -> dict[Eqn, int]:
+    """Returns, for each equation that prints, the stage in which the user wrote it."""
+    print_stages: dict[Eqn, int] = {}
+    stage = 0
+    for eqn in body.eqns:
+        if eqn in marks:
+            stage = marks[eqn] + (not is_backward_mark(eqn))
+        elif has_print(eqn):
+            print_stages[eqn] = stage
+    return print_stages
+
+
+_MAX_DUPLICATED_BYTES = 4096
+
+
+def _is_cheaper_than_transfer(eqn: Eqn) -> bool:
+    """Returns whether computing an equation in two stages is cheaper than sending its outputs."""
+    if is_light(eqn):
+        return True
+    moved = [*variables(eqn.inputs), *eqn.outputs]
+    num_bytes = sum(v.num_bytes for v in moved)
+    return isinstance(eqn.operation, PrimitiveCall) and num_bytes <= _MAX_DUPLICATED_BYTES
+
+
+def _stage(
+    stage: int,
+    body: Graph,
+    positions: Positions,
+    where: _StageUses,
+    results: Sequence[Var],
+    num_stages: int,
+) -> Stage:
+    """Returns the program of one stage."""
+    stages_of, uses = where.stages_of, where.uses
+    eqns = [eqn for eqn in body.eqns if stage in stages_of[eqn]]
+    made = {value for eqn in eqns for value in eqn.outputs}
+    sent = [
+        value for eqn in eqns for value in eqn.outputs if uses.get(value, set()) - stages_of[eqn]
+    ]
+    outputs = (*sent, *(value for value in results if value in made))
+    needed = dict.fromkeys(v for eqn in eqns for v in variables(eqn.inputs) if v not in made)
+    backward = _backward_values(eqns, positions, stage, num_stages)
+    backward.update(value for value in needed if positions.get(value, 0) >= num_stages)
+    shared = [eqn for eqn in eqns if len(stages_of[eqn]) > 1]
+    graph = Graph(tuple(needed), tuple(_with_new_outputs(eqns, shared)), outputs)
+    return Stage(graph, frozenset(backward), frozenset(sent))
+
+
+def _with_new_outputs(eqns: Sequence[Eqn], shared: Sequence[Eqn]) -> list[Eqn]:
+    """Returns the equations of a stage, with new variables for the outputs of shared equations."""
+    own: dict[Var, Atom] = {v: Var(v.aval) for eqn in shared for v in eqn.outputs}
+    renamed = []
+    for eqn in substitute_inputs(eqns, own):
+        outputs = tuple(own.get(value, value) for value in eqn.outputs)
+        renamed.append(replace(eqn, outputs=outputs))
+    return renamed
+
+
+def _backward_values(
+    eqns: Sequence[Eqn], positions: Positions, stage: int, num_stages: int
+) -> set[Var]:
+    """Returns the values of a stage that belong to its backward.
+
+    The last stage has no backward mark. Its backward begins at the equations that JAX transposed.
+    """
+    backward: set[Var] = set()
+    is_last = stage == num_stages - 1
+    for eqn in eqns:
+        position = positions.get(eqn.outputs[0], stage)
+        of_last = is_last and (is_transposed(eqn) or not backward.isdisjoint(variables(eqn.inputs)))
+        # A print in rematerialized code belongs to the backward: the forward has its own copy.
+        is_again = has_print(eqn) and is_transposed(eqn)
+        if position >= num_stages or of_last or is_again:
+            backward.update(eqn.outputs)
+    return backward

@@ -1,0 +1,96 @@
+"""Pass 2, `extract_loops`: turns every loop over microbatches into a node of the graph.
+
+Before: a function with equations of the primitive `treduce` at its top level. The primitive exists
+because tracing needs one: JAX records calls of primitives only.
+
+After: a `PipelinedLoop` in place of each of these equations, with its body as a graph, its checked
+schedule and its reductions. No later pass sees the primitive.
+
+Why here: all passes below work on loops. Here the user's schedule becomes a `Schedule`, and errors
+about where loops and marks are written are raised before any pass moves code.
+"""
+
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, jaxprs_in_params
+
+from ....ir.graph import Eqn, Graph, PrimitiveCall, to_graph
+from ...ir._eqns import is_mark
+from ...ir._loop import PipelinedLoop
+from ...ir._marks import STAGE_END
+from ...ir._mpmd_graph import LoweringOptions, MpmdGraph
+from ...ir._reduce import reductions
+from ._align_marks import forward_mark_ids
+from ._reachable import check_reachable, is_treduce
+
+
+def extract_loops(graph: MpmdGraph) -> MpmdGraph:
+    """Replaces every equation of the primitive `treduce` by a `PipelinedLoop`.
+
+    Args:
+        graph: A function whose loops are at the top level.
+
+    Returns:
+        The function with its loops as nodes.
+
+    Raises:
+        ValueError: If a stage is marked outside of a loop, or if a loop or a mark is inside another
+            construct, such as `lax.cond`; or if a schedule does not fit the mesh.
+    """
+    eqns = [eqn for eqn in graph.eqns if isinstance(eqn, Eqn)]
+    check_reachable(eqns, "the function")
+    nodes: list[Eqn | PipelinedLoop] = []
+    for eqn in eqns:
+        if is_mark(eqn):
+            raise ValueError(
+                "A stage is marked outside of a loop over microbatches. Call `treduce` around it, "
+                "or use `mpmd_jit_by_yield` for a function that has no loop."
+            )
+        nodes.append(_to_loop(eqn, graph.options) if is_treduce(eqn) else eqn)
+    return MpmdGraph(graph.inputs, tuple(nodes), graph.outputs, graph.options)
+
+
+def _to_loop(eqn: Eqn, options: LoweringOptions) -> PipelinedLoop:
+    """Returns the node for an equation of the primitive."""
+    assert isinstance(eqn.operation, PrimitiveCall)
+    params = eqn.operation.params
+    num_microbatches = params["num_microbatches"]
+    schedule = options.to_schedule(params["schedule"], num_microbatches)
+    body = to_graph(params["jaxpr"], prints=True)
+    check_reachable(body.eqns, "a stage")
+    operations = params["operations"]
+    return PipelinedLoop(
+        inputs=eqn.inputs,
+        outputs=eqn.outputs,
+        body=body,
+        schedule=schedule,
+        reductions=tuple(reductions(params["jaxpr"].out_avals, operations, num_microbatches)),
+        all_mark_ids=_all_mark_ids(params["jaxpr"], body),
+        stages=(),
+        specs=(None,) * len(eqn.outputs),
+    )
+
+
+def _all_mark_ids(traced: ClosedJaxpr, body: Graph) -> tuple[int, ...]:
+    """Returns the ids of all forward marks if some of them are dead code in `traced`, else ().
+
+    Args:
+        traced: The jaxpr of the body.
+        body: The body without the equations that its results do not depend on.
+
+    Returns:
+        The ids in program order.
+    """
+    if _count_marks(traced.jaxpr) == sum(map(is_mark, body.eqns)):
+        return ()
+    return tuple(forward_mark_ids(to_graph(traced, keep_dead=True, prints=True)))
+
+
+def _count_marks(jaxpr: Any) -> int:
+    """Returns how many equations of a jaxpr are marks, at any depth."""
+    return sum(
+        1
+        if eqn.primitive.name == STAGE_END
+        else sum(map(_count_marks, jaxprs_in_params(eqn.params)))
+        for eqn in jaxpr.eqns
+    )

@@ -1,0 +1,143 @@
+"""Pass 3, `hoist_invariants`: moves equations that no microbatch changes out of the loops.
+
+Before: loops whose bodies have every equation that the user wrote in them.
+
+After: loops without equations that read invariants of the loop only, such as casts of weights. They
+run once, before the loop. The inputs of a body are the variables outside of the loop themselves.
+A result that the only microbatch of a loop returns unchanged is no result of the loop any more.
+
+Why here: as long as a body is one graph, an equation is hoisted once, whatever stages read its
+outputs. After `cut_stages` it would be a part of several stages.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+from ....ir.graph import (
+    Atom,
+    Eqn,
+    Graph,
+    PrimitiveCall,
+    Var,
+    free_variables,
+    has_print,
+    is_move,
+    variables,
+)
+from ...ir._eqns import is_mark, substitute_inputs, with_outputs
+from ...ir._fingerprint import ValueNumbering, is_barrier
+from ...ir._loop import PipelinedLoop
+from ...ir._mpmd_graph import MpmdGraph
+from ...ir._reduce import Last
+
+
+def hoist_invariants(graph: MpmdGraph) -> MpmdGraph:
+    """Hoists invariant equations, such as casts of weights, out of every loop.
+
+    Hoists an equation only if its outputs are no larger than its inputs. Equations without inputs,
+    prints and pure data movement (reshape, transpose) stay in the loop: hoisting a data movement
+    would keep an extra array alive.
+
+    Args:
+        graph: A function with its loops as nodes.
+
+    Returns:
+        The function with these equations before the loops.
+    """
+    nodes: list[Eqn | PipelinedLoop] = []
+    known: dict[Var, Atom] = {}
+    for node in graph.eqns:
+        (node,) = substitute_inputs([node], known)
+        if isinstance(node, PipelinedLoop):
+            hoisted, loop = _hoist_from(node)
+            nodes += [*hoisted, _drop_invariant_results(loop, known)]
+        else:
+            nodes.append(node)
+    return with_outputs(graph, nodes, known)
+
+
+def _hoist_from(loop: PipelinedLoop) -> tuple[list[Eqn], PipelinedLoop]:
+    """Returns the equations before a loop, and the loop without them."""
+    body, index = loop.body, loop.index
+    known: dict[Var, Atom] = dict(zip(loop.invariants, loop.inputs, strict=True))
+    value_ids = ValueNumbering(body.inputs)
+    first: dict[tuple[Hashable, ...], tuple[Var, ...]] = {}  # outputs of hoisted equations
+    before: list[Eqn] = []
+    inside: list[Eqn] = []
+    invariant = set(known)
+    for eqn in body.eqns:
+        output_ids = value_ids.add(eqn)
+        (out,) = substitute_inputs([eqn], known)
+        if not _can_hoist(eqn, invariant):
+            inside.append(out)
+        elif is_barrier(eqn):
+            known.update(zip(eqn.outputs, out.inputs, strict=True))
+            invariant.update(eqn.outputs)
+        else:
+            if output_ids not in first:
+                first[output_ids] = out.outputs
+                before.append(out)
+            known.update(zip(eqn.outputs, first[output_ids], strict=True))
+            invariant.update(eqn.outputs)
+    renewed = with_outputs(body, inside, known)
+    before, inside = _sink_data_movement(before, renewed)
+    inputs = tuple(v for v in free_variables(inside, renewed.outputs) if v is not index)
+    body = replace(renewed, inputs=(*inputs, index), eqns=tuple(inside))
+    return before, replace(loop, inputs=inputs, body=body)
+
+
+def _drop_invariant_results(loop: PipelinedLoop, known: dict[Var, Atom]) -> PipelinedLoop:
+    """Returns the loop without the results that its only microbatch returns unchanged.
+
+    `known` maps these results to the inputs of the loop, so that they stay on the groups that
+    hold them.
+    """
+    kept = []
+    for i, (result, output) in enumerate(zip(loop.outputs, loop.body.outputs, strict=True)):
+        is_unchanged = isinstance(output, Var) and output in loop.invariants
+        if loop.reductions[i].operation is Last and is_unchanged:
+            known[result] = output
+        else:
+            kept.append(i)
+    return replace(
+        loop,
+        outputs=tuple(loop.outputs[i] for i in kept),
+        body=replace(loop.body, outputs=tuple(loop.body.outputs[i] for i in kept)),
+        reductions=tuple(loop.reductions[i] for i in kept),
+        specs=tuple(loop.specs[i] for i in kept),
+    )
+
+
+def _can_hoist(eqn: Eqn, invariant: set[Var]) -> bool:
+    """Returns whether an equation may be hoisted."""
+    given = variables(eqn.inputs)
+    if not given or is_mark(eqn) or has_print(eqn) or not invariant.issuperset(given):
+        return False
+    size = sum(value.num_bytes for value in eqn.outputs)
+    return size <= sum(value.num_bytes for value in given)
+
+
+def _sink_data_movement(before: Sequence[Eqn], body: Graph) -> tuple[list[Eqn], list[Eqn]]:
+    """Returns the hoisted equations and the body, with pure data movement back in the body.
+
+    A reshaped weight outside of the loop would be an additional array in memory. Inside the body,
+    the reshape fuses with the equation that reads it.
+    """
+    inside = list(body.eqns)
+    needed = set(free_variables(inside, body.outputs))
+    read_outside: set[Var] = set()  # values that the hoisted equations read
+    hoisted: list[Eqn] = []
+    for eqn in reversed(before):
+        is_inside = needed.intersection(eqn.outputs) and is_move(eqn) and not _is_cast(eqn)
+        if is_inside:
+            inside.insert(0, eqn)
+            needed.update(variables(eqn.inputs))
+        if not is_inside or read_outside.intersection(eqn.outputs):
+            hoisted.insert(0, eqn)
+            read_outside.update(variables(eqn.inputs))
+    return hoisted, inside
+
+
+def _is_cast(eqn: Eqn) -> bool:
+    operation = eqn.operation
+    return isinstance(operation, PrimitiveCall) and operation.name == "convert_element_type"

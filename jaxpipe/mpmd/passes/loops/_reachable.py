@@ -1,0 +1,114 @@
+"""Refuses loops and marks inside constructs in which they cannot be pipelined or cut.
+
+Only loops at the top level of a function can be pipelined, and only marks at the top level of the
+body of `treduce` can be cut. Inside another construct they would run without a pipeline, so both
+are errors that name the construct.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jax.extend.core import jaxprs_in_params
+
+from ....ir.graph import Cond, Eqn, PrimitiveCall, Scan, ShardMap
+from ...ir._marks import STAGE_END as MARK
+from ...ir._reduce import TREDUCE as LOOP
+
+
+def check_reachable(eqns: Iterable[Eqn], where: str) -> None:
+    """Checks that no mark and no loop over microbatches is inside another construct.
+
+    Args:
+        eqns: The equations of a function whose scans around loops are unrolled, or of the body of a
+            loop.
+        where: The name of the program in errors: "the function" or "a stage".
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: If a mark or a loop is inside a construct such as `lax.cond`. The error names
+            the construct and says how to avoid it.
+    """
+    for eqn in eqns:
+        if is_treduce(eqn) and where == "a stage":
+            raise ValueError(
+                "`treduce` is called inside of the function that another `treduce` is given. Call "
+                "the two one after the other, or use `lax.scan` for the inner one."
+            )
+        if any(find_eqns(eqn, LOOP)):
+            raise ValueError(
+                f"`treduce` is called inside {_construct_name(eqn)}, where it would run without a "
+                f"pipeline. {_advice(eqn)}"
+            )
+        if any(find_eqns(eqn, MARK)):
+            raise ValueError(
+                f"A stage ends inside {_construct_name(eqn)} within {where}, where it cannot "
+                "be cut. Mark stages in a Python loop, and leave `lax.scan`, `lax.cond` and "
+                "`shard_map` to what is inside a stage."
+            )
+
+
+def is_treduce(eqn: Eqn) -> bool:
+    """Returns whether an equation is the primitive of a loop over microbatches."""
+    return isinstance(eqn.operation, PrimitiveCall) and eqn.operation.name == LOOP
+
+
+def find_eqns(eqn: Eqn, name: str) -> Iterator[bool]:
+    """Yields True for each equation named `name` inside `eqn`, at any depth."""
+    match eqn.operation:
+        case Scan(body=body) | ShardMap(body=body):
+            bodies = [body]
+        case Cond(branches=branches):
+            bodies = list(branches)
+        case PrimitiveCall(name=own, equation=equation):
+            if own != LOOP and equation is not None and _is_in_jaxprs(equation.params, name):
+                yield True
+            return
+    for body in bodies:
+        for inner in body.eqns:
+            if isinstance(inner.operation, PrimitiveCall) and inner.operation.name == name:
+                yield True
+            yield from find_eqns(inner, name)
+
+
+def _is_in_jaxprs(params: dict[str, Any], name: str) -> bool:
+    return any(
+        equation.primitive.name == name
+        or (equation.primitive.name != LOOP and _is_in_jaxprs(equation.params, name))
+        for jaxpr in jaxprs_in_params(params)
+        for equation in jaxpr.eqns
+    )
+
+
+def _construct_name(eqn: Eqn) -> str:
+    match eqn.operation:
+        case Scan():
+            return "`lax.scan`"
+        case Cond():
+            return "`lax.cond`"
+        case ShardMap():
+            return "`jax.shard_map`"
+        case PrimitiveCall(name="while"):
+            return "`lax.while_loop`, or `lax.fori_loop` with traced bounds"
+        case PrimitiveCall(name="jit"):
+            return "`jax.jit` with shardings of its own"
+        case PrimitiveCall(name=name):
+            return f"`{name}`"
+
+
+def _advice(eqn: Eqn) -> str:
+    match eqn.operation:
+        case Cond():
+            return (
+                "Choose in Python, or run the loop in any case and choose between results with "
+                "`jnp.where`."
+            )
+        case PrimitiveCall(name="while"):
+            return (
+                "Use `lax.scan`, or `lax.fori_loop` with Python integers as bounds, which are "
+                "written out; or call the compiled function once for each turn."
+            )
+        case PrimitiveCall(name="jit"):
+            return "Leave out its shardings, and give them to `mpmd_jit_with_loop` instead."
+    return "Call `treduce` outside of it."

@@ -1,0 +1,232 @@
+"""Pass 7, `assign_ranks`: assigns every equation outside of loops to ranks.
+
+Before: a function whose loops have tasks, and thus ranks for their inputs and results. All other
+equations have no rank.
+
+After: a function with a `RankAssignment`. A scalar sum over values of several ranks has become one
+sum per rank and a sum over ranks.
+
+Why here: which rank reads an input of a loop, and which one has a result, is known since
+`split_tasks`. All later passes work on equations of one rank.
+
+A loop determines which ranks need its inputs and which rank holds each output. After a loop, an
+equation runs where the largest of its inputs is held, so an optimizer update runs on the rank that
+has the gradient. Values that depend on no loop, such as a step count or a cast of weights, are
+cheap to compute twice: every rank that needs such a value computes it itself.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ....ir.graph import Eqn, PrimitiveCall, Var, variables
+from ...api._across import STACK, SUM, WITH
+from ...ir._eqns import prints
+from ...ir._loop import PipelinedLoop, invariants_by_rank, rank_of_output
+from ...ir._mpmd_graph import MpmdGraph, RankAssignment, Ranks
+from ._partial_sums import split_sums_by_rank
+
+RankSets = Mapping[Var, set[int]]
+"""The ranks of values; a value that is absent has none."""
+
+
+@dataclass(frozen=True)
+class _ValueOnRanks:
+    """An operand of an equation, and the ranks that hold it."""
+
+    value: Var
+    ranks: set[int]
+
+
+def assign_ranks(graph: MpmdGraph) -> MpmdGraph:
+    """Assigns every equation to ranks, and sums scalars on each rank before summing over ranks.
+
+    Args:
+        graph: A function whose loops have tasks. `options.out_ranks` are the ranks on which the
+            caller wants each result; None leaves the choice to this pass.
+
+    Returns:
+        The function with these partial sums, and the ranks of its equations and values.
+    """
+    read_by_loops = _ranks_of_loop_inputs(graph)
+    computed_on = _ranks_after_loops(graph, read_by_loops)
+    graph = split_sums_by_rank(graph, computed_on)
+    computed_on = _ranks_after_loops(graph, read_by_loops)
+    returned_on = _ranks_of_outputs(graph, computed_on)
+    needed_on = _ranks_that_need(graph, computed_on, returned_on)
+    computed_on |= _ranks_of_prints(graph, computed_on, needed_on)
+    returned_on = _ranks_of_outputs(graph, computed_on)
+    needed_on = _ranks_that_need(graph, computed_on, returned_on)
+    returned_on |= _ranks_of_open_outputs(graph, returned_on, needed_on)
+    needed_on = _ranks_that_need(graph, computed_on, returned_on)
+    return replace(graph, ranks=_rank_assignment(graph, computed_on, needed_on))
+
+
+def _rank_assignment(
+    graph: MpmdGraph, computed_on: RankSets, needed_on: RankSets
+) -> RankAssignment:
+    """Returns the ranks of all equations and values."""
+    runs_on: dict[Eqn, Ranks] = {}
+    produced_on: dict[Var, Ranks] = {v: _sorted_ranks(needed_on[v]) for v in graph.inputs}
+    for eqn in graph.eqns:
+        if isinstance(eqn, PipelinedLoop):
+            produced_on |= {v: (rank_of_output(eqn, i),) for i, v in enumerate(eqn.outputs)}
+        elif eqn.outputs:
+            needing = set().union(*(needed_on[value] for value in eqn.outputs))
+            runs_on[eqn] = _sorted_ranks(computed_on.get(eqn.outputs[0]) or needing)
+            produced_on |= dict.fromkeys(eqn.outputs, runs_on[eqn])
+    needed = {value: _sorted_ranks(ranks) for value, ranks in needed_on.items()}
+    return RankAssignment(runs_on, needed, produced_on)
+
+
+def _sorted_ranks(ranks: set[int]) -> Ranks:
+    return tuple(sorted(ranks))
+
+
+def _ranks_of_loop_inputs(graph: MpmdGraph) -> dict[Var, set[int]]:
+    """Returns the ranks whose loops read a value, directly or through values computed from it."""
+    found: dict[Var, set[int]] = {}
+    for eqn in reversed(graph.eqns):
+        if isinstance(eqn, PipelinedLoop):
+            for value, ranks in _ranks_of_inputs(eqn).items():
+                found.setdefault(value, set()).update(ranks)
+        else:
+            ranks = set().union(*(found.get(value, set()) for value in eqn.outputs))
+            for value in variables(eqn.inputs) if ranks else ():
+                found.setdefault(value, set()).update(ranks)
+    return found
+
+
+def _ranks_of_inputs(loop: PipelinedLoop) -> dict[Var, set[int]]:
+    """Returns the ranks whose tasks read each input of a loop."""
+    found: dict[Var, set[int]] = {}
+    by_rank = invariants_by_rank(loop)
+    for atom, invariant in zip(loop.inputs, loop.invariants, strict=True):
+        ranks = {rank for rank, invariants in by_rank.items() if invariant in invariants}
+        for value in variables([atom]):
+            found.setdefault(value, set()).update(ranks)
+    return found
+
+
+def _ranks_after_loops(graph: MpmdGraph, read_by_loops: RankSets) -> dict[Var, set[int]]:
+    """Returns the ranks on which each value that depends on a loop is computed.
+
+    An equation that depends on a loop runs on the ranks that hold the largest of its inputs. An
+    input of the function that loops read counts as held by the ranks of these loops.
+    """
+    found: dict[Var, set[int]] = {}
+    behind: set[Var] = set()  # values that depend on a loop
+    for eqn in graph.eqns:
+        if isinstance(eqn, PipelinedLoop):
+            found |= {value: {rank_of_output(eqn, i)} for i, value in enumerate(eqn.outputs)}
+            behind.update(eqn.outputs)
+            continue
+        given = variables(eqn.inputs)
+        if behind.isdisjoint(given):
+            continue
+        behind.update(eqn.outputs)
+        held = [_ValueOnRanks(v, found.get(v) or read_by_loops.get(v, set())) for v in given]
+        ranks = _ranks_of_eqn(eqn, [operand for operand in held if operand.ranks])
+        found |= {v: {min(ranks)} if prints(eqn) else set(ranks) for v in eqn.outputs}
+    return found
+
+
+def _ranks_of_prints(
+    graph: MpmdGraph, computed_on: RankSets, needed_on: RankSets
+) -> dict[Var, set[int]]:
+    """Returns the single rank of each equation that prints and depends on no loop.
+
+    That rank holds the printed values, or the inputs of the function that they are computed from.
+    """
+    found: dict[Var, set[int]] = {}
+    sources = _source_inputs(graph)
+    for eqn in graph.eqns:
+        if prints(eqn) and eqn.outputs[-1] not in computed_on:
+            inputs = set().union(*(sources[value] for value in variables(eqn.inputs)))
+            rank = min(_common_ranks(inputs, needed_on, {0}))
+            found |= {value: {rank} for value in eqn.outputs}
+    return found
+
+
+def _source_inputs(graph: MpmdGraph) -> dict[Var, set[Var]]:
+    """Returns the inputs of the function that each value depends on."""
+    found: dict[Var, set[Var]] = {value: {value} for value in graph.inputs}
+    for eqn in graph.eqns:
+        sources = set().union(*(found[value] for value in variables(eqn.inputs)))
+        found |= dict.fromkeys(eqn.outputs, sources)
+    return found
+
+
+def _common_ranks(values: set[Var], needed_on: RankSets, otherwise: set[int]) -> set[int]:
+    """Returns the ranks that need all of the values that any rank needs.
+
+    If no rank needs all of them, it returns the ranks of the value whose ranks are the lowest, and
+    if no rank needs any of them, `otherwise`.
+    """
+    rank_sets = [needed_on[value] for value in values if needed_on[value]]
+    if not rank_sets:
+        return otherwise
+    return set.intersection(*rank_sets) or min(rank_sets, key=sorted)
+
+
+def _ranks_of_eqn(eqn: Eqn, operands: Sequence[_ValueOnRanks]) -> set[int]:
+    """Returns the ranks that run an equation, given the ranks that hold its inputs."""
+    name = eqn.operation.name if isinstance(eqn.operation, PrimitiveCall) else ""
+    if name in (SUM, STACK):
+        return set().union(*(operand.ranks for operand in operands))
+    if name == WITH:
+        found = [operand.ranks for operand in operands if operand.value is eqn.inputs[-1]]
+        if found:
+            return found[0]
+    return max(operands, key=lambda o: (o.value.num_bytes, len(o.ranks))).ranks
+
+
+def _ranks_of_outputs(graph: MpmdGraph, computed_on: RankSets) -> dict[Var, set[int]]:
+    """Returns the ranks of outputs: as the caller asks, else the ranks that compute the output."""
+    found: dict[Var, set[int]] = {}
+    for atom, ranks in zip(graph.outputs, graph.options.out_ranks, strict=True):
+        if ranks is not None:
+            for value in variables([atom]):
+                found.setdefault(value, set()).update(ranks)
+    outputs = variables(graph.outputs)
+    return {value: computed_on[value] for value in outputs if value in computed_on} | found
+
+
+def _ranks_that_need(
+    graph: MpmdGraph, computed_on: RankSets, returned_on: RankSets
+) -> dict[Var, set[int]]:
+    """Returns the ranks that need each value, by one walk from the outputs to the inputs."""
+    found: dict[Var, set[int]] = {value: set() for value in graph.inputs}
+    found |= {value: set() for eqn in graph.eqns for value in eqn.outputs}
+    for value in variables(graph.outputs):
+        found[value] |= returned_on.get(value, set())
+    for eqn in reversed(graph.eqns):
+        if isinstance(eqn, PipelinedLoop):
+            for value, ranks in _ranks_of_inputs(eqn).items():
+                found[value] |= ranks
+            continue
+        if prints(eqn):
+            found[eqn.outputs[-1]] |= computed_on.get(eqn.outputs[-1], set())
+        ranks = set().union(*(found[value] for value in eqn.outputs))
+        if ranks:
+            ranks = computed_on.get(eqn.outputs[0]) or ranks
+            for value in variables(eqn.inputs):
+                found[value] |= ranks
+    return found
+
+
+def _ranks_of_open_outputs(
+    graph: MpmdGraph, returned_on: RankSets, needed_on: RankSets
+) -> dict[Var, set[int]]:
+    """Returns the ranks of outputs that depend on no loop and that the caller leaves open.
+
+    Such an output is stored on the ranks that hold the inputs it is computed from. If no rank holds
+    any of them, a scalar is stored on all ranks and an array on rank 0.
+    """
+    sources = _source_inputs(graph)
+    found: dict[Var, set[int]] = {}
+    for value in variables(graph.outputs):
+        if value not in returned_on:
+            is_scalar = value.aval.shape == ()
+            otherwise = set(range(graph.options.num_ranks)) if is_scalar else {0}
+            found[value] = _common_ranks(sources[value], needed_on, otherwise)
+    return found

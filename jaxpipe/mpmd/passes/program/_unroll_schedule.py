@@ -1,0 +1,154 @@
+"""Pass 10, `unroll_schedule`: writes a function as the tasks of all ranks, one per action.
+
+Before: a graph with loops, and fragments between them.
+
+After: an `MpmdProgram` of `RunTask` instructions: the fragments of the first segment, then for each
+loop one task per rank that creates its accumulators, the tasks of the schedule in a topological
+order, and the fragments of the next segment. Buffers of a loop have a version for each microbatch.
+
+Why here: all that is decided about equations and loops has been decided. What follows, transfers,
+fused programs and the life of buffers, depends on the order of instructions.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+
+from ....ir.graph import Eqn, Graph, PrimitiveCall, Var, variables
+from ....schedules import Action, Op, language
+from ...ir._loop import PipelinedLoop, Stage, rank_of_stage
+from ...ir._mpmd_graph import MpmdGraph
+from ...ir._program import Buffer, BufferOnRanks, MpmdProgram, RunTask
+from ...ir._reduce import Reduction
+
+
+def unroll_schedule(graph: MpmdGraph) -> MpmdProgram:
+    """Returns the tasks of all ranks, without transfers.
+
+    Args:
+        graph: A function whose loops have tasks, with its fragments. None of its outputs is a
+            constant.
+
+    Returns:
+        A program of `RunTask` instructions, in an order in which each one follows those it reads
+        from.
+    """
+    options, needed_on = graph.options, graph.ranks.needed_on
+    instructions = list(graph.fragments[0])
+    indices: dict[Buffer, int] = {}
+    for i, (loop, after) in enumerate(zip(graph.loops, graph.fragments[1:], strict=True)):
+        indices |= {Buffer(loop.index, m): m for m in range(loop.num_microbatches)}
+        instructions += [*_init_tasks(loop, i), *_tasks_of_schedule(loop, i), *after]
+    return MpmdProgram(
+        options.num_ranks,
+        tuple(BufferOnRanks(Buffer(v), needed_on[v]) for v in graph.inputs),
+        tuple(BufferOnRanks(Buffer(v), needed_on[v]) for v in variables(graph.outputs)),
+        indices,
+        tuple(instructions),
+        schedules=tuple(loop.schedule for loop in graph.loops),
+        specs=graph.specs,
+        donated_inputs=options.donated_inputs,
+        processes=options.processes,
+        has_transfers=False,
+    )
+
+
+def _results(loop: PipelinedLoop) -> dict[Var, Var]:
+    """Maps each result of the body of a loop to the result of the loop that accumulates it."""
+    return dict(zip(variables(loop.body.outputs), loop.outputs, strict=True))
+
+
+def _init_tasks(loop: PipelinedLoop, loop_index: int) -> Iterator[RunTask]:
+    """Yields one task per rank that creates its accumulators, with their initial values."""
+    results = _results(loop)
+    reductions = dict(zip(results, loop.reductions, strict=True))
+    by_rank: dict[int, list[Var]] = {}
+    for i, stage in enumerate(loop.stages):
+        for task in stage.tasks.values():
+            by_rank.setdefault(rank_of_stage(loop, i), []).extend(task.accumulators)
+    for rank, accumulated in sorted(by_rank.items()):
+        if accumulated:
+            eqns = tuple(_init_eqn(reductions[value]) for value in accumulated)
+            outputs = tuple(eqn.outputs[0] for eqn in eqns)
+            writes = tuple(Buffer(results[value], 0) for value in accumulated)
+            yield RunTask(rank, "start", Graph((), eqns, outputs), (), writes, loop=loop_index)
+
+
+def _init_eqn(reduction: Reduction) -> Eqn:
+    return Eqn(
+        PrimitiveCall("start", partial(_init_accumulator, reduction)), (), (Var(reduction.aval),)
+    )
+
+
+def _init_accumulator(reduction: Reduction) -> list[jax.Array]:
+    return [reduction.init()]
+
+
+def task_name(action: Action) -> str:
+    """Returns the name of a task as JaxPP writes it: operation, stage, microbatch (`fwd_0__3`)."""
+    what = {Op.F: "fwd", Op.B: "bwd", Op.I: "bwd_i", Op.W: "bwd_w"}[action.op]
+    return f"{what}_{action.stage}__{action.microbatch}"
+
+
+@dataclass(frozen=True)
+class _LoopBuffers:
+    """The buffers of a loop while its tasks are written.
+
+    Attributes:
+        invariants: The buffer of each invariant.
+        results: The result of the loop that accumulates each result of the body.
+        num_updates: How often each result of the body has been accumulated so far.
+    """
+
+    invariants: Mapping[Var, Buffer]
+    results: Mapping[Var, Var]
+    num_updates: dict[Var, int]
+
+
+def _tasks_of_schedule(loop: PipelinedLoop, loop_index: int) -> Iterator[RunTask]:
+    """Yields the tasks of a loop, in a topological order of its schedule."""
+    invariants = {
+        invariant: Buffer(atom)
+        for invariant, atom in zip(loop.invariants, loop.inputs, strict=True)
+        if isinstance(atom, Var)
+    }
+    results = _results(loop)
+    buffers = _LoopBuffers(invariants, results, dict.fromkeys(results, 0))
+    for rank, scheduled in language.topological_order(loop.schedule):
+        for action in language.actions_of(scheduled):
+            stage = loop.stages[action.stage]
+            for part in _split_action(action, stage):
+                if part.op in stage.tasks:
+                    yield _run_task(rank, part, loop, loop_index, buffers)
+
+
+def _split_action(action: Action, stage: Stage) -> list[Action]:
+    """Returns I and W in place of a whole backward, if the stage has only these two tasks."""
+    if action.op is Op.B and Op.B not in stage.tasks:
+        return [Action(action.stage, op, action.microbatch) for op in (Op.I, Op.W)]
+    return [action]
+
+
+def _run_task(
+    rank: int, action: Action, loop: PipelinedLoop, loop_index: int, buffers: _LoopBuffers
+) -> RunTask:
+    task, microbatch = loop.stages[action.stage].tasks[action.op], action.microbatch
+    results, num_updates = buffers.results, buffers.num_updates
+    reads = [buffers.invariants.get(value, Buffer(value, microbatch)) for value in task.reads]
+    reads += [Buffer(results[value], num_updates[value]) for value in task.accumulators]
+    writes = [Buffer(value, microbatch) for value in task.writes]
+    for value in task.accumulators:
+        num_updates[value] += 1
+        is_last = num_updates[value] == loop.num_microbatches
+        writes.append(Buffer(results[value], None if is_last else num_updates[value]))
+    return RunTask(
+        rank,
+        task_name(action),
+        task.graph,
+        tuple(reads),
+        tuple(writes),
+        (action,),
+        loop=loop_index,
+    )
