@@ -258,34 +258,34 @@ def step(weights, xs):
 
 
 def mpmd_passes() -> str:
-    """Draws a small program before the passes of `mpmd`, and what two of them make of it."""
+    """Draws the passes of `mpmd`, a small program before them, and what two of them make of it."""
     groups = mpmd.MpmdMesh(make_mesh({"stage": 2}, devices=jax.devices()[:2]), "stage")
     seen: dict[str, str] = {}
     traced = mpmd.mpmd_jit_with_loop(step, groups).trace((jnp.float32(1),) * 2, jnp.ones((2, 3)))
     traced.lower(observe=lambda name, result: seen.update({name: str(result)}))
     names = list(seen)
-    printed = [name for name in names if seen[name].startswith("{ lambda")]
-    unrolled, final = printed[0], printed[-1]
+    unrolled, final = "unroll_schedule", names[-1]
     source = [line for line in inspect.getsource(step).splitlines() if line]
     before = [_short(i) for i in _instructions(seen[unrolled])]
     after = [[_short(i) for i in _instructions(seen[final]) if _rank(i) == r] for r in range(2)]
-    height = 178 + 15 * (max(len(source), _size(before)) + max(map(_size, after)))
+    height = 212 + 15 * (max(len(source), _size(before)) + max(map(_size, after)))
     picture = Picture("mpmd: the passes, and a step of two stages before and after them", height)
-    x = 20.0
-    for i, name in enumerate(names):
-        wide = 14 + 7.4 * len(name)
-        kind = "blue" if name in (unrolled, final) else "lane"
-        picture.labelled(x, 46, wide, 24, kind, f"`{name}")
-        x += wide + 22
-        if i < len(names) - 1:
-            picture.arrow((x - 22, 58), (x, 58))
+    for y, row in ((46, names[:7]), (80, names[7:])):
+        x = 20.0
+        for name in row:
+            wide = 10 + 7.4 * len(name)
+            kind = "blue" if name in (unrolled, final) else "lane"
+            picture.labelled(x, y, wide, 24, kind, f"`{name}")
+            x += wide + 14
+            if name != final:
+                picture.arrow((x - 14, y + 12), (x, y + 12))
     for i, (fill, label) in enumerate(
         [("blue", "F"), ("orange", "B"), ("green", "F and B"), ("yellow", "transfer"),
          ("purple", "delete")]
     ):  # fmt: skip
-        picture.box(20 + 84 * i, 84, 5, 14, fill)
-        picture.text(30 + 84 * i, 96, label)
-    top = 124
+        picture.box(20 + 84 * i, 118, 5, 14, fill)
+        picture.text(30 + 84 * i, 130, label)
+    top = 158
     picture.text(20, top, "The function", "bold")
     _listing(picture, 20, top + 20, [[line] for line in source], "line")
     picture.text(480, top, f"After {unrolled}: tasks in the order of the schedule", "bold")
@@ -312,6 +312,7 @@ def _short(instruction: str) -> list[str]:
     """Returns an instruction in one or two lines, without what the picture does not explain."""
     words = " ".join(instruction.split())
     words = re.sub(r"donate_invars=\([^)]*\) |num_steps=\d+ |task_info=.*(?=mpmd_idx)", "", words)
+    words = words.replace("loop=0 ", "")
     words = words.replace("[ ", "[").replace(" ]", "]")
     return re.split(r"(?<= =) (?=\w*task\w*\[)", words)
 

@@ -7,7 +7,10 @@ from ..ir.graph import Graph
 from .ir._check_graph import check_graph
 from .ir._mpmd_graph import LoweringOptions, MpmdGraph, to_mpmd_graph
 from .ir._program import MpmdProgram, check
-from .passes import LOWERING, Pass
+from .passes import LOWERING
+
+Pass = Callable[[Any], MpmdGraph | MpmdProgram]
+"""A function of the graph or the program that the pass before it returns."""
 
 Observe = Callable[[str, Any], None]
 

@@ -76,7 +76,7 @@ def test_the_table_of_folders_names_every_folder_and_no_other():
     table = (ROOT / "docs" / "architecture.md").read_text().split("| folder |")[1].split("\n\n")[0]
     named = set()
     for row in table.splitlines()[2:]:
-        tops, contents = (re.findall(r"`([a-z_]+)/`", cell) for cell in row.split("|")[1:3])
+        tops, contents = (re.findall(r"`([a-z_/]+)/`", cell) for cell in row.split("|")[1:3])
         named |= {*tops, *(f"{tops[0]}/{inner}" for inner in contents)}
     package = ROOT / "jaxpipe"
     inits = (init.parent.relative_to(package) for init in package.glob("*/**/__init__.py"))

@@ -17,6 +17,7 @@ from jaxpipe.ir.graph import Graph, Var
 from jaxpipe.mpmd import Add, mark_stage_end, mpmd_jit_with_loop, treduce
 from jaxpipe.mpmd.ir import (
     Buffer,
+    BufferOnRanks,
     Delete,
     MpmdProgram,
     Recv,
@@ -26,6 +27,7 @@ from jaxpipe.mpmd.ir import (
     instructions_of_rank,
 )
 from jaxpipe.mpmd.jaxpp import GPipe, Interleaved1F1B, KimiK2, Std1F1B, ZeroBubble
+from jaxpipe.mpmd.passes import LOWERING
 from jaxpipe.schedules import Op
 from mpmd.small import batch, compare, gradients, groups, layer, layers, marked_loss
 
@@ -98,12 +100,14 @@ def test_a_step_prints_like_a_jaxpr():
     assert re.sub(r"num_steps=\d+", "num_steps=n", text) == (
         "{ lambda v0:f32[]@0 v1:f32[]@1 v2:f32[1,3]@0 . let\n"
         "    v3:0:f32[] = run_task[\n"
+        "      loop=0\n"
         "      mpmd_idx=1\n"
         "      donate_invars=()\n"
         "      num_steps=n\n"
         "      task_name=start\n"
         "    ] \n"
         "    v4:0:f32[3] = run_task[\n"
+        "      loop=0\n"
         "      task_info=(0, F, 0)\n"
         "      mpmd_idx=0\n"
         "      donate_invars=(False, False, False)\n"
@@ -114,6 +118,7 @@ def test_a_step_prints_like_a_jaxpr():
         "    _ = delete[mpmd_idx=0] v4:0\n"
         "    v4:0 = recv[mpmd_idx=1 src_mpmd_idx=0]\n"
         "    v3:f32[] = run_task[\n"
+        "      loop=0\n"
         "      task_info=(1, F, 0)\n"
         "      mpmd_idx=1\n"
         "      donate_invars=(False, False, True)\n"
@@ -136,14 +141,21 @@ def observed(schedule: Any, num_microbatches: int, loss: Callable = marked_loss)
 
 def test_passes_run_in_this_order():
     passes = [
-        "pipeline_loops",
+        "unroll_scans",
+        "extract_loops",
+        "hoist_invariants",
+        "cut_stages",
+        "split_tasks",
+        "separate_outputs",
         "assign_ranks",
+        "propagate_shardings",
+        "outer_fragments",
         "unroll_schedule",
         "insert_transfers",
         "fuse_programs",
         "liveness",
     ]
-    assert list(observed(Std1F1B(2), 2)) == passes
+    assert list(observed(Std1F1B(2), 2)) == passes == [one_pass.__name__ for one_pass in LOWERING]
 
 
 # What halves of a backward compute.
@@ -309,11 +321,11 @@ BROKEN = {
 @pytest.mark.parametrize("message", BROKEN)
 def test_check_names_what_is_broken(message: str):
     with pytest.raises(AssertionError, match=message):
-        check(MpmdProgram(2, (), ((X, (1,)),), {}, BROKEN[message]))
+        check(MpmdProgram(2, (), (BufferOnRanks(X, (1,)),), {}, BROKEN[message]))
 
 
 def test_check_passes_what_is_whole():
-    check(MpmdProgram(2, (), ((X, (0, 1)),), {}, (MAKE, SEND, RECEIVE)))
+    check(MpmdProgram(2, (), (BufferOnRanks(X, (0, 1)),), {}, (MAKE, SEND, RECEIVE)))
 
 
 @pytest.mark.parametrize("kind", [Send, Recv, RunTask])

@@ -1,6 +1,18 @@
-"""Defines the instructions of an MPMD program, and the primitives of stage marks and loops."""
+"""Defines the graphs and programs that passes rewrite, and the primitives of marks and loops.
 
+The first passes rewrite an `MpmdGraph`, whose nodes are equations and `PipelinedLoop`s. The others
+rewrite an `MpmdProgram`, the instructions of all ranks. `str` writes each of them as text.
+"""
+
+from ._check_graph import check_graph as check_graph
+from ._loop import PipelinedLoop as PipelinedLoop
+from ._loop import Stage as Stage
+from ._loop import StageTask as StageTask
+from ._mpmd_graph import LoweringOptions as LoweringOptions
+from ._mpmd_graph import MpmdGraph as MpmdGraph
+from ._mpmd_graph import RankAssignment as RankAssignment
 from ._program import Buffer as Buffer
+from ._program import BufferOnRanks as BufferOnRanks
 from ._program import Delete as Delete
 from ._program import MpmdProgram as MpmdProgram
 from ._program import Recv as Recv

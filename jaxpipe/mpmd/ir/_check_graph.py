@@ -14,12 +14,12 @@ from collections.abc import Iterable
 from ...ir.graph import Atom, Eqn, Graph, Literal, Var, variables
 from ...schedules import Op
 from ._eqns import aval_of
-from ._loop import PipelinedLoop, StageTask, rank_of_stage
+from ._loop import PipelinedLoop, StageTask, invariants_by_rank, rank_of_stage
 from ._mpmd_graph import MpmdGraph
 
 
 def check_graph(graph: MpmdGraph) -> None:
-    """Checks a graph.
+    """Checks that a graph keeps the rules of an `MpmdGraph`.
 
     Args:
         graph: The result of a pass.
@@ -34,7 +34,7 @@ def check_graph(graph: MpmdGraph) -> None:
     _check_scope("the function", graph.inputs, graph.eqns, graph.outputs)
     for i, loop in enumerate(graph.loops):
         _check_loop(f"loop {i}", loop, graph.options.num_ranks)
-    if graph.ranks.runs_on:
+    if graph.ranks.needed_on:
         _check_ranks(graph)
     if graph.fragments:
         _check_fragments(graph)
@@ -175,6 +175,11 @@ def _check_ranks(graph: MpmdGraph) -> None:
         if isinstance(eqn, PipelinedLoop):
             for value in eqn.outputs:
                 assert len(ranks.produced_on[value]) == 1, "a result of a loop has several ranks"
+            for rank, invariants in invariants_by_rank(eqn).items():
+                given = zip(eqn.inputs, eqn.invariants, strict=True)
+                read = variables([atom for atom, invariant in given if invariant in invariants])
+                missing = [value for value in read if rank not in ranks.needed_on[value]]
+                assert not missing, f"a loop reads {missing} on rank {rank}, which lacks it"
             continue
         runs_on = set(ranks.runs_on.get(eqn, ()))
         assert runs_on <= everything, f"{_name(eqn)} runs on ranks {runs_on}, which do not exist"

@@ -134,7 +134,7 @@ def format_loop(loop: PipelinedLoop, names: Names) -> list[str]:
         The lines, not indented.
     """
     schedule = [f"rank {rank}: {line}" for rank, line in enumerate(str(loop.schedule).split("\n"))]
-    inputs = names.join(loop.inputs)
+    inputs, outputs = names.join(loop.inputs), " ".join(map(names.typed, loop.outputs))
     if not loop.stages:
         inside = ["body =", *indent(format_graph(loop.body, names))]
     else:
@@ -151,7 +151,7 @@ def format_loop(loop: PipelinedLoop, names: Names) -> list[str]:
         if spec is not None
     ]
     return [
-        f"{' '.join(map(names.typed, loop.outputs))} = pipelined_loop[",
+        f"{outputs} = pipelined_loop[",
         *indent(schedule),
         *indent([f"index = {names(loop.index)}"]),
         *indent(inside),

@@ -198,7 +198,7 @@ def check(program: MpmdProgram) -> None:
             case Recv(rank, source, buffers):
                 assert sent.get((source, rank)), f"{instruction} has no send"
                 first = sent[source, rank].pop(0)
-                assert first.buffers == buffers, f"{instruction} does not match {first}"
+                assert first.buffers == buffers, f"{instruction!r} does not match {first!r}"
                 assert mine.isdisjoint(buffers), f"{instruction} receives a buffer that exists"
                 mine.update(buffers)
             case Delete(buffers=buffers):

@@ -33,17 +33,21 @@ program, so a pass has no other argument. `lower` checks the result of every pas
     would move, add or remove uses.
 """
 
-from collections.abc import Callable
-from typing import Any
+from .loops import cut_stages as cut_stages
+from .loops import extract_loops as extract_loops
+from .loops import hoist_invariants as hoist_invariants
+from .loops import split_tasks as split_tasks
+from .loops import unroll_scans as unroll_scans
+from .outer import assign_ranks as assign_ranks
+from .outer import outer_fragments as outer_fragments
+from .outer import propagate_shardings as propagate_shardings
+from .outer import separate_outputs as separate_outputs
+from .program import fuse_programs as fuse_programs
+from .program import insert_transfers as insert_transfers
+from .program import liveness as liveness
+from .program import unroll_schedule as unroll_schedule
 
-from .loops import cut_stages, extract_loops, hoist_invariants, split_tasks, unroll_scans
-from .outer import assign_ranks, outer_fragments, propagate_shardings, separate_outputs
-from .program import fuse_programs, insert_transfers, liveness, unroll_schedule
-
-Pass = Callable[[Any], Any]
-"""A function of an `MpmdGraph` or an `MpmdProgram`, which returns the next one."""
-
-LOWERING: tuple[Pass, ...] = (
+LOWERING = (
     # MpmdGraph -> MpmdGraph
     unroll_scans,
     extract_loops,
@@ -61,3 +65,4 @@ LOWERING: tuple[Pass, ...] = (
     fuse_programs,
     liveness,
 )
+"""The passes, in the order in which `lower` applies them."""

@@ -10,9 +10,9 @@ import re
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -23,11 +23,22 @@ from ..api._stages import OBSERVER, Compiled
 from ..ir._program import Instruction, RunTask
 from ..runtime._execute import RankBuffer, Slots, Thunk
 
-Times = list[tuple[RunTask, float, float]]
-"""Programs with their start and end, in seconds of `time.perf_counter`."""
+
+class TaskTime(NamedTuple):
+    """When a task ran.
+
+    Attributes:
+        run: The task.
+        start: Its start, in seconds of `time.perf_counter`.
+        end: Its end, in seconds of `time.perf_counter`.
+    """
+
+    run: RunTask
+    start: float
+    end: float
 
 
-def timed_step(compiled: Compiled, *args: Any) -> tuple[Any, Times]:
+def timed_step(compiled: Compiled, *args: Any) -> tuple[Any, list[TaskTime]]:
     """Runs a step, and measures the start and end of each program of this process.
 
     Args:
@@ -38,14 +49,10 @@ def timed_step(compiled: Compiled, *args: Any) -> tuple[Any, Times]:
         The result of the function; and the programs in the order in which they ran, each with its
         start and end in seconds of `time.perf_counter`.
     """
-    times: Times = []
+    times: list[TaskTime] = []
     slot_of = compiled.slot_of
-
-    def record(*time: Any) -> None:
-        times.append(time)
-
     timed = compiled.with_thunks(
-        lambda instruction, thunk: _timed(instruction, thunk, slot_of, record)
+        lambda instruction, thunk: _timed(instruction, thunk, slot_of, times.append)
     )
     return timed(*args), times
 
@@ -54,7 +61,7 @@ def _timed(
     instruction: Instruction,
     thunk: Thunk,
     slot_of: Mapping[RankBuffer, int],
-    record: Callable[[RunTask, float, float], None],
+    record: Callable[[TaskTime], None],
 ) -> Thunk:
     if not isinstance(instruction, RunTask):
         return thunk
@@ -66,7 +73,7 @@ def _timed(
         start = time.perf_counter()
         thunk(slots)
         jax.block_until_ready([slots[slot] for slot in writes])
-        record(instruction, start, time.perf_counter())
+        record(TaskTime(instruction, start, time.perf_counter()))
 
     return run
 
@@ -93,7 +100,8 @@ def collect_task_times_ms(
         Given a function: a dict with the median milliseconds of each task by its name, such as
         `fwd_2__0`, or `before_loop@1` for rank 1 outside of loops. Otherwise a context manager. It
         yields a dict that maps the name of a task without its microbatch, such as `fwd_2`, to a
-        list of milliseconds, one entry for each microbatch and step; or None if not enabled.
+        list of milliseconds, one entry for each microbatch and step; or None if not enabled. If the
+        function has several loops, the name of a task begins with its loop: `loop_1.fwd_2`.
     """
     if isinstance(compiled, bool):
         return _collecting(compiled and enabled)
@@ -101,8 +109,7 @@ def collect_task_times_ms(
     for _ in range(repeats):
         _, times = timed_step(compiled, *args)
         for run, start, end in times:
-            name = run.name if run.actions else f"{run.name}@{run.rank}"
-            found[name].append(1e3 * (end - start))
+            found[_name(run, compiled)].append(1e3 * (end - start))
     return {name: statistics.median(each) for name, each in found.items()}
 
 
@@ -113,11 +120,12 @@ def _collecting(enabled: bool) -> Iterator[dict[str, list[float]] | None]:
         return
     found: dict[str, list[float]] = {}
 
-    def record(run: RunTask, start: float, end: float) -> None:
-        name = re.sub(r"__\d+", "", run.name) if run.actions else f"{run.name}@{run.rank}"
-        found.setdefault(name, []).append(1e3 * (end - start))
-
     def observe(compiled: Compiled) -> list[Thunk]:
+        def record(time: TaskTime) -> None:
+            name = _name(time.run, compiled)
+            name = re.sub(r"__\d+", "", name) if time.run.actions else name
+            found.setdefault(name, []).append(1e3 * (time.end - time.start))
+
         return [_timed(i, thunk, compiled.slot_of, record) for i, thunk in compiled.thunks]
 
     token = OBSERVER.set(observe)
@@ -127,24 +135,47 @@ def _collecting(enabled: bool) -> Iterator[dict[str, list[float]] | None]:
         OBSERVER.reset(token)
 
 
-def to_timeline(compiled: Compiled, times: Times) -> Timeline:
-    """Returns the loop of a step as a timeline for `schedules.to_perfetto` and `to_svg`.
+def _name(run: RunTask, compiled: Compiled) -> str:
+    """Returns the name of a task that no other task of the same step on the same rank has."""
+    several = run.loop is not None and len(compiled.lowered.schedules) > 1
+    name = run.name if run.actions else f"{run.name}@{run.rank}"
+    return f"loop_{run.loop}.{name}" if several else name
+
+
+def to_timeline(compiled: Compiled, times: Sequence[TaskTime], loop: int = 0) -> Timeline:
+    """Returns one loop of a step as a timeline for `schedules.to_perfetto` and `to_svg`.
 
     Args:
-        compiled: A compiled function with one loop.
+        compiled: A compiled function with a loop.
         times: The programs with their start and end in seconds, as `timed_step` returns them.
+        loop: The index of the loop among the loops of the function.
 
     Returns:
         A timeline in seconds, which starts with the first task of the loop. The rows of ranks of
         other processes are empty.
+
+    Raises:
+        ValueError: If the function does not have this loop.
     """
-    schedule = compiled.lowered.schedules[0]
-    of_loop = [(run, start, end) for run, start, end in times if run.actions]
-    first = min((start for _, start, _ in of_loop), default=0.0)
-    rows: list[list[TimedStep]] = [[] for _ in schedule.programs]
+    schedules = compiled.lowered.schedules
+    if not 0 <= loop < len(schedules):
+        raise ValueError(
+            f"`loop` is {loop}, and the function has {len(schedules)} loops. Give an index from 0 "
+            f"to {len(schedules) - 1}."
+            if schedules
+            else "The function has no loop over microbatches, so it has no timeline."
+        )
+    of_loop = tasks_of_loop(times, loop)
+    first = min((time.start for time in of_loop), default=0.0)
+    rows: list[list[TimedStep]] = [[] for _ in schedules[loop].programs]
     for run, start, end in of_loop:
         rows[run.rank].append(TimedStep(_step(run.actions), start - first, end - first))
-    return Timeline(schedule, tuple(map(tuple, rows)))
+    return Timeline(schedules[loop], tuple(map(tuple, rows)))
+
+
+def tasks_of_loop(times: Sequence[TaskTime], loop: int) -> list[TaskTime]:
+    """Returns when the actions of the schedule of one loop ran, by the index of the loop."""
+    return [time for time in times if time.run.loop == loop and time.run.actions]
 
 
 def _step(actions: tuple[Action, ...]) -> ScheduleStep:

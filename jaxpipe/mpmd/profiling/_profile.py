@@ -4,6 +4,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from ..ir._program import Delete, Instruction, Recv, RunTask, Send
 from ..runtime._execute import Slots, Thunk
 from ..runtime._rendezvous import kv_get, kv_put
 from ..runtime._session import open_session
-from ._measured import timed_step, to_timeline
+from ._measured import TaskTime, tasks_of_loop, timed_step, to_timeline
 
 SECONDS = 600.0
 """The seconds to wait for the measurements of other processes."""
@@ -56,11 +57,11 @@ def _label(instruction: Instruction) -> str:
         case Recv(source=source, name=name):
             return f"rank {rank} receives {name} from rank {source}"
         case Delete():
-            return f"rank {rank} frees"
+            return f"rank {rank} deletes"
 
 
 def trace_step(compiled: Compiled, *args: Any) -> tuple[Any, dict[str, Timeline]]:
-    """Runs a step, and returns its measured timeline beside the one that its schedule predicts.
+    """Runs a step, and returns its measured timelines beside those that its schedules predict.
 
     Collective: every process must call it. A rank waits for each of its tasks to measure its end.
     If every rank has a process of its own, the times are those of the pipeline. Ranks of the same
@@ -68,27 +69,38 @@ def trace_step(compiled: Compiled, *args: Any) -> tuple[Any, dict[str, Timeline]
     any correction.
 
     Args:
-        compiled: A compiled function with one loop.
+        compiled: A compiled function with one loop or several.
         args: The arguments of the function. Donated arguments are deleted.
 
     Returns:
         The result of the function; and the timelines `measured` and `predicted` of all ranks, in
         seconds, for `schedules.to_perfetto` and `schedules.bubble_fraction`. The prediction is a
         simulation of the schedule with the median measured time of each kind of action of a stage.
+        If the function has several loops, each has its own two timelines, which start with its
+        first task: `measured_loop_0`, `predicted_loop_0`, `measured_loop_1`, and so on.
 
     Raises:
         TimeoutError: If another process has not ended the step within 600 seconds.
     """
     result, times = timed_step(compiled, *args)
-    schedule = compiled.lowered.schedules[0]
-    here = to_timeline(compiled, times)
-    first = min((start for run, start, _ in times if run.actions), default=0.0)
+    loops = compiled.lowered.schedules
+    found: dict[str, Timeline] = {}
+    for i, schedule in enumerate(loops):
+        measured = _measured_by_all(compiled, times, i)
+        suffix = f"_loop_{i}" if len(loops) > 1 else ""
+        found[f"measured{suffix}"] = measured
+        found[f"predicted{suffix}"] = schedules.simulate(schedule, _costs(measured))
+    return result, found
+
+
+def _measured_by_all(compiled: Compiled, times: Sequence[TaskTime], loop: int) -> Timeline:
+    """Returns when the tasks of one loop ran on the ranks of all processes."""
+    here = to_timeline(compiled, times, loop)
+    first = min((time.start for time in tasks_of_loop(times, loop)), default=0.0)
     # The processes of a machine share the clock of `time.time`, but not always `perf_counter`.
     start_time = first + time.time() - time.perf_counter()
     rows = _gather_rows(compiled, here, start_time)
-    measured = Timeline(schedule, tuple(map(tuple, rows)))
-    predicted = schedules.simulate(schedule, _costs(measured))
-    return result, {"measured": measured, "predicted": predicted}
+    return Timeline(here.schedule, tuple(map(tuple, rows)))
 
 
 def _gather_rows(compiled: Compiled, here: Timeline, start_time: float) -> list[list[TimedStep]]:

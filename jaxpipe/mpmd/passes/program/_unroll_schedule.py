@@ -55,14 +55,14 @@ def unroll_schedule(graph: MpmdGraph) -> MpmdProgram:
     )
 
 
-def _results(loop: PipelinedLoop) -> dict[Var, Var]:
+def _accumulated_in(loop: PipelinedLoop) -> dict[Var, Var]:
     """Maps each result of the body of a loop to the result of the loop that accumulates it."""
     return dict(zip(variables(loop.body.outputs), loop.outputs, strict=True))
 
 
 def _init_tasks(loop: PipelinedLoop, loop_index: int) -> Iterator[RunTask]:
     """Yields one task per rank that creates its accumulators, with their initial values."""
-    results = _results(loop)
+    results = _accumulated_in(loop)
     reductions = dict(zip(results, loop.reductions, strict=True))
     by_rank: dict[int, list[Var]] = {}
     for i, stage in enumerate(loop.stages):
@@ -114,7 +114,7 @@ def _tasks_of_schedule(loop: PipelinedLoop, loop_index: int) -> Iterator[RunTask
         for invariant, atom in zip(loop.invariants, loop.inputs, strict=True)
         if isinstance(atom, Var)
     }
-    results = _results(loop)
+    results = _accumulated_in(loop)
     buffers = _LoopBuffers(invariants, results, dict.fromkeys(results, 0))
     for rank, scheduled in language.topological_order(loop.schedule):
         for action in language.actions_of(scheduled):
