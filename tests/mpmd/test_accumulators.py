@@ -156,9 +156,9 @@ def test_a_constraint_on_a_result_over_the_axis_of_groups_is_refused():
 
         return treduce(of_microbatch, xs, Std1F1B(2), operation=Add)
 
-    lowered = mpmd_jit_with_loop(step, groups(2)).lower(layers(2), jnp.ones((2, ROWS, WIDTH)))
+    jitted = mpmd_jit_with_loop(step, groups(2))
     with pytest.raises(ValueError, match=r"`with_sharding_constraint` has the spec P\(.stage"):
-        lowered.compile()
+        jitted.lower(layers(2), jnp.ones((2, ROWS, WIDTH)))
 
 
 @pytest.mark.parametrize("kind", ["unreduced", "reduced"])

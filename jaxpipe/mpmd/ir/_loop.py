@@ -81,17 +81,17 @@ class PipelinedLoop:
 
     @property
     def invariants(self) -> tuple[Var, ...]:
-        """The inputs of the body that are the same for every microbatch."""
+        """Returns the inputs of the body that are the same for every microbatch."""
         return self.body.inputs[:-1]
 
     @property
     def index(self) -> Var:
-        """The input of the body that is the index of the microbatch."""
+        """Returns the input of the body that is the index of the microbatch."""
         return self.body.inputs[-1]
 
     @property
     def num_microbatches(self) -> int:
-        """The number of microbatches M."""
+        """Returns the number of microbatches M."""
         return self.schedule.num_microbatches
 
     def __str__(self) -> str:

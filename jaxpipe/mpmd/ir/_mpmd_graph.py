@@ -83,7 +83,7 @@ class MpmdGraph:
 
     @property
     def loops(self) -> tuple[PipelinedLoop, ...]:
-        """The loops, in the order in which they run."""
+        """Returns the loops, in the order in which they run."""
         return tuple(eqn for eqn in self.eqns if isinstance(eqn, PipelinedLoop))
 
     def __str__(self) -> str:
