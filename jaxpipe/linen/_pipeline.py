@@ -49,12 +49,20 @@ class PipelineBase(PipelineMethods, nn.Module):
         return self.settings.rules_or(nn.get_logical_axis_rules())
 
     def layer_function(
-        self, deterministic: bool, model_mode: str, instance: nn.Module | None = None
+        self,
+        deterministic: bool,
+        model_mode: str,
+        instance: nn.Module | None = None,
+        records: bool = False,
     ) -> Layer:
-        """Returns the layer, or `instance`, as a pure function that records nothing."""
+        """Returns the layer, or `instance`, as a pure function.
+
+        With `records` it returns the values that it sows into mutable collections.
+        """
         rules = rules_in_stage(self.settings.rules)
         layer = self.layers if instance is None else instance
-        return run.layer_function(layer, rules, [], deterministic, model_mode)
+        mutable = run.mutable_collections(self) if records else []
+        return run.layer_function(layer, rules, mutable, deterministic, model_mode)
 
     def draw_keys(self) -> Any:
         """Returns [R, S, L] keys by random stream, or () if the module has no random streams."""

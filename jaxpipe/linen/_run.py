@@ -89,7 +89,7 @@ def init_stages(pipeline: Any) -> Callable:
 def init_all(pipeline: Any) -> Callable:
     """Returns the layer's `init` for all layers of the pipeline, from keys by random stream."""
     dims = pipeline.settings.dims
-    stack = stacked.stack_repeats(init_stages(pipeline), dims)
+    stack = stacked.stack_repeats(pipeline.get_vmap_func_for_init(), dims)
 
     def init(keys: dict[str, jax.Array], *arguments: Any) -> dict[str, Any]:
         layers = {name: layer_keys(key, dims) for name, key in keys.items()}
@@ -158,6 +158,11 @@ def stacked_variables(pipeline: Any) -> dict[str, Any]:
     }
 
 
+def mutable_collections(pipeline: Any) -> Any:
+    """Returns the filter of the collections into which a layer may sow."""
+    return collections.mutable_in_layer(pipeline.scope.mutable, stacked_variables(pipeline))
+
+
 def draw_keys(pipeline: Any) -> dict[str, jax.Array] | tuple:
     """Returns [R, S, L] keys by random stream, or () if the module has no random streams."""
     dims = pipeline.settings.dims
@@ -175,18 +180,16 @@ def run(
     microbatched: bool = False,
 ) -> Any:
     """Runs inputs through all layers and stores the values that the layers sow."""
-    boxed = stacked_variables(pipeline)
-    mutable = collections.mutable_in_layer(pipeline.scope.mutable, boxed)
-    rules = rules_in_stage(pipeline.settings.rules)
     ys, sown = run_batch(
-        layer_function(pipeline.layers, rules, mutable, *options),
-        stacked.without_boxes(boxed),
-        stacked.logical_specs(boxed) if names is None else names,
+        pipeline.layer_function(*options, records=True),
+        pipeline.layer_variables(),
+        pipeline.get_weight_sharding() if names is None else names,
         inputs,
         to_batch_inputs(segment_ids, positions),
-        draw_keys(pipeline),
+        pipeline.draw_keys,
         pipeline,
         overwritten=collections.OVERWRITTEN,
+        options=options,
         microbatched=microbatched,
     )
     for name, collection in sown.items():

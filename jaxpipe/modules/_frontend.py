@@ -12,7 +12,6 @@ from jaxtyping import PyTree
 
 from ..sharding.specs import typed_by_specs
 from ..spmd.circular_engine import circular
-from ..spmd.stepwise import circular_unrolled
 from ._frontend_gather import gather_of_names
 from ._layers import (
     Layer,
@@ -22,6 +21,7 @@ from ._layers import (
     pipeline_layers,
     to_microbatches,
 )
+from ._method_loop import check_methods_can_run, loop_of_methods, overridden_methods
 from ._methods import PipelineMethods
 from ._overwritten_weights import (
     MICROBATCH,
@@ -63,13 +63,16 @@ def run_batch(
     names: dict[str, Any],
     inputs: PyTree,
     batch_inputs: dict[str, Any],
-    keys: PyTree,
+    draw_keys: Callable[[], PyTree],
     pipeline: PipelineMethods,
     overwritten: tuple[str, ...] = (),
     *,
+    options: tuple[Any, Any],
     microbatched: bool = False,
 ) -> tuple[PyTree, PyTree]:
     """Runs a batch through all layers.
+
+    If a documented method of the module is overridden, the methods run the iterations.
 
     Args:
         layer: `(weights, x, batch_inputs, rng) -> (y, records)`.
@@ -77,9 +80,10 @@ def run_batch(
         names: Logical specs of the weights.
         inputs: [batch, ...] leaves.
         batch_inputs: [batch, ...] leaves by name, which every stage may read.
-        keys: [R, S, L] leaves, or ().
+        draw_keys: Function that returns [R, S, L] dropout keys, or ().
         pipeline: The module, with settings, axis rules and mesh.
         overwritten: Entries of `weights` that a step overwrites with their gradient.
+        options: (deterministic, model_mode), which the methods pass on.
         microbatched: Whether the leaves of `inputs` and `batch_inputs` are [M, rows, ...] already.
             Outputs then are too.
 
@@ -92,7 +96,6 @@ def run_batch(
     """
     settings, mesh = pipeline.settings, pipeline.mesh
     parts = num_parts(mesh, settings.batch_axes)
-    _check_keys(keys, settings)
     specs = physical_specs(names, pipeline.axis_rules, mesh)
     if settings.debug_sharding:
         logging.getLogger("jaxpipe").info(describe_shardings(weights, names, specs))
@@ -102,6 +105,17 @@ def run_batch(
     )
     weights = typed_by_specs(weights, specs, mesh)
     others, slots = split_weights(weights, overwritten)
+    overridden = overridden_methods(pipeline)
+    if overridden:
+        check_methods_can_run(pipeline, overridden, slots)
+        state = pipeline.init_states(microbatches)
+        engine, keys = loop_of_methods(pipeline, state, names, options), state["keys"]
+        ys, records = pipeline_layers(
+            engine, layer, weights, microbatches, batch_inputs, keys, settings, mesh
+        )
+        return ys if microbatched else from_microbatches(ys), records
+    keys = draw_keys()
+    _check_keys(keys, settings)
     if slots:
         M = settings.pipeline_shape.num_microbatches
         microbatch_ids = jnp.broadcast_to(jnp.arange(M)[:, None], (M, parts))
@@ -135,9 +149,9 @@ def _check_keys(keys: PyTree, settings: PipelineSettings) -> None:
 
 
 ENGINES: dict[tuple[bool, bool], Callable] = {
-    (True, True): circular,
-    (True, False): partial(circular, scan_repeats=False),
-    (False, False): circular_unrolled,
+    (ticks, repeats): partial(circular, scan_ticks=ticks, scan_repeats=repeats)
+    for ticks in (True, False)
+    for repeats in (True, False)
 }
 """Engines by (`scan_pipeline_iterations`, `scan_pipeline_repeats`)."""
 

@@ -5,7 +5,10 @@ declares the attributes that a frontend must provide. S ranks, R repeats, L laye
 microbatches. All leaves are global arrays: weights are [R, S, L, ...], activations of an iteration
 [S, ...], `positions` and `segment_ids` [M, ...]. A loop state is the dict that `init_states`
 returns. A caller that runs all iterations by hand obtains the outputs of the pipeline's own call.
-Values that layers sow are dropped.
+Values that layers sow are dropped, unless the activations are `ActivationInFlight`.
+
+The methods call each other. If a subclass overrides one, the pipeline's call runs them, see
+`_method_loop`.
 """
 
 from collections.abc import Callable
@@ -18,7 +21,13 @@ from jax.sharding import Mesh
 from ..spmd import stepwise
 from . import _weight_sharding as weight_sharding
 from ._attributes import PipelineAttributes
-from ._layers import Layer, stage_from_settings, without_records
+from ._layers import (
+    ActivationInFlight,
+    Layer,
+    stage_from_settings,
+    with_records,
+    without_records,
+)
 from ._settings import AxisRules, PipelineSettings
 
 
@@ -29,7 +38,10 @@ class PipelineMethods(PipelineAttributes):
     settings: PipelineSettings
     axis_rules: AxisRules
     layer_function: Callable[..., Layer]
-    """Function `(deterministic, model_mode, instance=None) -> layer`; the layer records nothing."""
+    """Function `(deterministic, model_mode, instance=None, records=False) -> layer`.
+
+    The layer returns the values that it sows if `records` is True, otherwise none.
+    """
     draw_keys: Callable[[], Any]
     """Function that returns new [R, S, L] dropout keys, or () if layers draw none."""
     layer_variables: Callable[[], Any]
@@ -50,7 +62,7 @@ class PipelineMethods(PipelineAttributes):
     def get_iteration_inputs(self, loop_iteration, state_io, circ_storage, shift) -> Any:
         """Returns the [S, ...] inputs that the ranks process in one iteration."""
         return stepwise.iteration_inputs(
-            loop_iteration, state_io, circ_storage, shift, self.settings.pipeline_shape
+            loop_iteration, state_io, circ_storage, shift, self.settings.pipeline_shape, self.mesh
         )
 
     def get_microbatch_and_repeat_ids(self, loop_iteration) -> tuple[jax.Array, jax.Array]:
@@ -70,7 +82,9 @@ class PipelineMethods(PipelineAttributes):
 
         Returns:
             A function of weights [S, L, ...], inputs [S, ...], `segment_ids` and `positions` [S,
-            ...], `deterministic`, `model_mode` and keys [S, L]. It returns [S, ...] outputs.
+            ...], `deterministic`, `model_mode` and keys [S, L]. It returns [S, ...] outputs. By
+            keyword it takes `instance`, a layer to run in place of the pipeline's own, and
+            `logical_partition_spec`, by which it gathers the weights.
         """
 
         def run(
@@ -81,9 +95,17 @@ class PipelineMethods(PipelineAttributes):
             deterministic=False,
             model_mode="train",
             rng=(),
+            *,
+            instance=None,
+            logical_partition_spec=None,
         ):
             """Returns [S, ...] outputs of [S, L, ...] weights, [S, ...] inputs and [S, L] keys."""
-            stage = self._stage(deterministic, model_mode)
+            records = isinstance(inputs, ActivationInFlight)
+            layer = self.layer_function(deterministic, model_mode, instance, records)
+            stage = stage_from_settings(layer, self.settings)
+            stage = self._remat_gathered(
+                with_records(stage) if records else without_records(stage), logical_partition_spec
+            )
             batch_inputs = to_batch_inputs(segment_ids, positions)
             return stepwise.run_stages(stage, self.mesh)(weights, inputs, batch_inputs, rng)
 
@@ -91,27 +113,62 @@ class PipelineMethods(PipelineAttributes):
 
     def init_states(self, inputs) -> stepwise.LoopState:
         """Returns the loop state before iteration 0 for inputs [M, ...]."""
-        return stepwise.init_states(inputs, self.draw_keys(), self.settings.pipeline_shape)
+        shape = self.settings.pipeline_shape
+        return stepwise.init_states(inputs, self.draw_keys(), shape, self.need_circ_storage())
 
-    def _stage(self, deterministic, model_mode, instance=None, gathered=None) -> Callable:
-        layer = self.layer_function(deterministic, model_mode, instance)
-        stage = without_records(stage_from_settings(layer, self.settings))
-        if gathered is None:
+    def _remat_gathered(self, stage, names) -> Callable:
+        """Returns `stage` with remat, which gathers its weights if logical specs are given."""
+        if names is None:
             return self.settings.remat_tick(stage)
-        return self.settings.remat_tick(lambda w, *rest: stage(gathered(w), *rest))
+        gather = weight_sharding.gather_stage(self.specs_without_repeats(names))
+        return self.settings.remat_tick(lambda w, *rest: stage(gather(w), *rest))
 
-    def _gathered(self, names) -> Callable | None:
-        return None if names is None else weight_sharding.gather_stage(self._specs(names))
-
-    def _specs(self, names) -> Any:
+    def specs_without_repeats(self, names) -> Any:
         """Returns physical specs of [S, ...] leaves from logical specs of [R, S, ...] leaves."""
-        return weight_sharding.physical_specs(
-            weight_sharding.without_repeats(names), self.axis_rules, self.mesh
+        names = self.get_logical_spec_repeats_removed(names)
+        return weight_sharding.physical_specs(names, self.axis_rules, self.mesh)
+
+    @staticmethod
+    def get_logical_spec_repeats_removed(full_logical) -> Any:
+        """Returns the logical specs without the name "circular_repeats"."""
+        return weight_sharding.without_repeats(full_logical)
+
+    def _run_iteration(
+        self, loop_state, weights, batch, options, extras, *, take, advance
+    ) -> stepwise.LoopState:
+        """Runs all ranks once.
+
+        Args:
+            loop_state: The loop state before the iteration.
+            weights: [S, ...] leaves.
+            batch: (segment_ids, positions), [M, ...] each, or None.
+            options: (deterministic, model_mode).
+            extras: Keyword arguments of the function that runs the stages, left out if None.
+            take: The method that takes the ranks' entries of an array of `batch`.
+            advance: The method that makes the new loop state from the outputs.
+
+        Returns:
+            The loop state after the iteration.
+        """
+        t, keys = loop_state["loop_iteration"], loop_state["keys"]
+        microbatches, repeats = self.get_microbatch_and_repeat_ids(t)
+        x = self.get_iteration_inputs(
+            t, loop_state["state_io"], loop_state["circ_storage"], loop_state["shift"]
         )
+        batch = jax.tree.map(lambda leaf: take(leaf, microbatches, 0), batch)
+        rng = stepwise.keys_of_iteration(keys, microbatches, repeats, self.mesh)
+        extras = {name: value for name, value in extras.items() if value is not None}
+        run = self.get_main_vmap_func_for_iterations()
+        return advance(run(weights, x, *batch, *options, rng, **extras), loop_state)
 
 
 class LoopMethods(PipelineMethods):
     """Methods of `Pipeline`, which looks up weights of the current repeat in every iteration."""
+
+    def init_states(self, inputs) -> stepwise.LoopState:
+        """Returns the loop state before iteration 0 for inputs [M, ...]."""
+        state = super().init_states(inputs)
+        return state | {"state_io": self._sharded(state["state_io"], 0)}
 
     def shard_dim_by_stages(
         self, x, dim, physical_partition_spec=None, is_stage_weight=False
@@ -134,14 +191,14 @@ class LoopMethods(PipelineMethods):
         The dim of repeats, `repeat_dim_in_weights`, is removed. If specs are given, the weights are
         gathered over fsdp, context and expert.
         """
-        weights_of_repeats = stepwise.take_repeats(
-            weights, repeat_ids, repeat_dim_in_weights, stages_dim_in_weights, self.mesh
-        )
-        return self._gathered_over_all(weights_of_repeats, physical_partition_spec)
+        dims = repeat_dim_in_weights, stages_dim_in_weights
+        taken = stepwise.take_repeats(weights, repeat_ids, *dims, self.mesh)
+        stages_dim = stages_dim_in_weights - (repeat_dim_in_weights < stages_dim_in_weights)
+        return self._sharded(taken, stages_dim, physical_partition_spec)
 
     def vmap_gather(self, xs, ids, ids_dim) -> Any:
         """Returns entry `ids[r]` of dim `ids_dim` for every rank r: that dim becomes [S]."""
-        return stepwise.take_per_rank(xs, ids, ids_dim)
+        return self._sharded(stepwise.take_per_rank(xs, ids, ids_dim), ids_dim)
 
     def get_new_loop_state(self, output, loop_state) -> stepwise.LoopState:
         """Returns the loop state after an iteration in which the ranks made `output` [S, ...]."""
@@ -149,7 +206,8 @@ class LoopMethods(PipelineMethods):
 
     def permute_output_micro_per_stage_dim(self, output) -> Any:
         """Reorders the final `state_io` [S, M / S, ...] to the order of the rows of the inputs."""
-        return stepwise.permute_output(output, self.settings.pipeline_shape)
+        first = self.iterations_to_complete_first_microbatch()
+        return stepwise.permute_output(output, self.settings.pipeline_shape, first)
 
     def get_current_stage_weights(
         self, pipeline_weights, loop_iteration, physical_partition_spec=None
@@ -186,28 +244,27 @@ class LoopMethods(PipelineMethods):
         Returns:
             The state of the loop after the iteration.
         """
-        gathered = self._gathered(logical_partition_spec)
-        stage = self._stage(deterministic, model_mode, decoder_layer_instance, gathered)
-        weights = self.get_current_stage_weights(pipeline_weights, loop_state["loop_iteration"])
-        batch_inputs = to_batch_inputs(segment_ids, positions)
-        return stepwise.run_one_iteration(
-            stage, loop_state, weights, batch_inputs, self.settings.pipeline_shape, self.mesh
+        return self._run_iteration(
+            loop_state,
+            self.get_current_stage_weights(pipeline_weights, loop_state["loop_iteration"]),
+            (segment_ids, positions),
+            (deterministic, model_mode),
+            {"instance": decoder_layer_instance, "logical_partition_spec": logical_partition_spec},
+            take=self.vmap_gather,
+            advance=self.get_new_loop_state,
         )
-
-    @staticmethod
-    def get_logical_spec_repeats_removed(full_logical) -> Any:
-        """Returns the logical specs without the name "circular_repeats"."""
-        return weight_sharding.without_repeats(full_logical)
 
     def all_gather_over_fsdp(self, variables, logical_partition_spec) -> Any:
         """Returns [R, S, ...] variables that are no longer sharded over fsdp and fsdp_transpose."""
         specs = weight_sharding.physical_specs(logical_partition_spec, self.axis_rules, self.mesh)
         return weight_sharding.gather_all(variables, specs, self.mesh, ("fsdp", "fsdp_transpose"))
 
-    def _gathered_over_all(self, weights, specs) -> Any:
+    def _sharded(self, tree, dim, specs=None) -> Any:
+        """Returns `shard_dim_by_stages` of every leaf; leaves with specs are weights in use."""
         if specs is None:
-            return weights
-        return weight_sharding.gather_all(weights, specs, self.mesh, weight_sharding.GATHERED)
+            return jax.tree.map(lambda x: self.shard_dim_by_stages(x, dim), tree)
+        shard = partial(self.shard_dim_by_stages, dim=dim, is_stage_weight=True)
+        return jax.tree.map(lambda x, spec: shard(x, physical_partition_spec=spec), tree, specs)
 
 
 class WindowMethods(PipelineMethods):
@@ -246,7 +303,8 @@ class WindowMethods(PipelineMethods):
 
     def realign_output_microbatches(self, output) -> Any:
         """Reorders the final `state_io` [S, M / S, ...] to the order of the rows of the inputs."""
-        return stepwise.permute_output(output, self.settings.pipeline_shape)
+        first = self.iterations_to_complete_first_microbatch()
+        return stepwise.permute_output(output, self.settings.pipeline_shape, first)
 
     def fetch_active_stage_weights(
         self, bsw, loop_iteration, physical_partition_spec=None, is_initializing=None
@@ -265,8 +323,8 @@ class WindowMethods(PipelineMethods):
         `loop_iteration`. If specs are given, the weights are gathered over fsdp, context and
         expert.
         """
-        now = 0 if is_initializing else loop_iteration
-        weights = stepwise.from_window(bsw, now, self.settings.pipeline_shape)
+        _, repeats = self.get_microbatch_and_repeat_ids(0 if is_initializing else loop_iteration)
+        weights = stepwise.from_window(bsw, repeats)
         if physical_partition_spec is None:
             return weights
         return weight_sharding.gather_all(
@@ -275,7 +333,8 @@ class WindowMethods(PipelineMethods):
 
     def from_all_variables_to_repeat_weights(self, weights, loop_iteration) -> Any:
         """Returns the [S, ...] weights of rank 0's current repeat, for all stages."""
-        return stepwise.repeat_weights(weights, loop_iteration, self.settings.pipeline_shape)
+        repeats = stepwise.repeat_of_rank_0(loop_iteration, self.settings.pipeline_shape)
+        return self.gather_weights_across_stages_vmap(weights, repeats, 0, 1)
 
     def from_repeat_weights_to_bsw(
         self,
@@ -299,10 +358,10 @@ class WindowMethods(PipelineMethods):
         The window changes whenever rank 0 starts a repeat: before iterations 0, M, 2 M, and so on.
         `weights` are the [R, S, ...] leaves of all layers.
         """
-        gather = partial(
-            self.from_repeat_weights_to_bsw, physical_partition_spec=physical_partition_spec
-        )
-        return stepwise.window_at(weights, loop_iteration + 1, self.settings.pipeline_shape, gather)
+        now, M = loop_iteration + 1, self.settings.pipeline_shape.num_microbatches
+        of_repeats = (self.from_all_variables_to_repeat_weights(weights, t) for t in (now - M, now))
+        halves = (self.from_repeat_weights_to_bsw(w, physical_partition_spec) for w in of_repeats)
+        return stepwise.window_of(*halves)
 
     def run_one_iteration(
         self,
@@ -321,13 +380,14 @@ class WindowMethods(PipelineMethods):
         Returns:
             The state of the loop after the iteration.
         """
-        stage = self._stage(
-            deterministic, model_mode, gathered=self._gathered(logical_partition_spec)
-        )
-        weights = self.fetch_active_stage_weights(bsw, loop_state["loop_iteration"])
-        batch_inputs = to_batch_inputs(segment_ids, positions)
-        return stepwise.run_one_iteration(
-            stage, loop_state, weights, batch_inputs, self.settings.pipeline_shape, self.mesh
+        return self._run_iteration(
+            loop_state,
+            self.fetch_active_stage_weights(bsw, loop_state["loop_iteration"]),
+            (segment_ids, positions),
+            (deterministic, model_mode),
+            {"logical_partition_spec": logical_partition_spec},
+            take=self.gather_microbatch_inputs_vmap,
+            advance=self.advance_circular_buffers,
         )
 
 

@@ -40,11 +40,11 @@ class PipelineSettings:
         gather: When weights that are sharded over fsdp, context and expert are gathered.
         batch_axes: Mesh axes that shard the rows and are manual in the pipeline: each device calls
             the layers with its own rows.
-        scan_ticks: Whether ticks run in a loop. If not, every tick is compiled separately.
-        scan_repeats: Whether repeats run in a loop too. If not, every repeat is compiled
-            separately.
+        scan_ticks: Whether the ticks of a repeat run in a loop. If not, they are unrolled.
+        scan_repeats: Whether repeats run in a loop. If not, they are unrolled.
         scan_layers: Whether the layers of a stage run in a loop. If not, each is compiled
             separately.
+        remat_iterations: Whether the computation of a tick is wrapped.
         remat_tick: Wraps the computation of a tick, as `jax.checkpoint` does.
         remat_layer: Wraps a layer, as `jax.checkpoint` does.
         policy: The policy of `jax.checkpoint` that the config names.
@@ -60,6 +60,7 @@ class PipelineSettings:
     scan_ticks: bool
     scan_repeats: bool
     scan_layers: bool
+    remat_iterations: bool
     remat_tick: Callable
     remat_layer: Callable
     policy: Callable
@@ -115,9 +116,9 @@ def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) 
     num_repeats = _repeats(config, num_ranks, layers_per_stage)
     microbatches = _count(config, "num_pipeline_microbatches", num_ranks * (2 if delay else 1))
     check_circular(num_ranks, num_repeats, microbatches, delay=delay, names=NAMES)
-    scan_ticks, scan_repeats = _scans(config)
-    batch_axes = _batch_axes(config, mesh, scan_ticks)
-    _check_shard_mode(_field(config, "shard_mode", "auto"), mesh, batch_axes, scan_ticks)
+    scan_ticks = _flag(config, "scan_pipeline_iterations", True)
+    batch_axes = _batch_axes(config, mesh)
+    _check_shard_mode(_field(config, "shard_mode", "auto"), mesh, batch_axes)
     remat = _remat(config, mesh, remat_policy)
     rules = _field(config, "logical_axis_rules", None)
     on_ticks = _flag(config, "set_remat_policy_on_pipeline_iterations", True)
@@ -129,8 +130,9 @@ def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) 
         gather=_gather(config),
         batch_axes=batch_axes,
         scan_ticks=scan_ticks,
-        scan_repeats=scan_repeats,
+        scan_repeats=_flag(config, "scan_pipeline_repeats", scan_ticks),
         scan_layers=_flag(config, "scan_layers_per_stage", True),
+        remat_iterations=on_ticks,
         remat_tick=remat if on_ticks else keep,
         remat_layer=remat if on_layers else keep,
         policy=_policy(config, remat),
@@ -247,7 +249,7 @@ def _gather(config: Any) -> Literal["tick", "once", "repeat"]:
     return "once" if once else "repeat" if per_repeat else "tick"
 
 
-def _batch_axes(config: Any, mesh: Mesh | None, scan_ticks: bool) -> tuple[str, ...]:
+def _batch_axes(config: Any, mesh: Mesh | None) -> tuple[str, ...]:
     """Returns `pipeline_batch_axes` as a tuple, after a check that they are axes of `mesh`."""
     given = _field(config, "pipeline_batch_axes", ())
     axes = (given,) if isinstance(given, str) else tuple(given)
@@ -262,24 +264,7 @@ def _batch_axes(config: Any, mesh: Mesh | None, scan_ticks: bool) -> tuple[str, 
             f"`pipeline_batch_axes` is {axes}, and {wrong} are no axes that `mesh` has beside "
             f"{AXIS!r}. It has {', '.join(offered) or 'none'}."
         )
-    if not scan_ticks:
-        raise ValueError(
-            f"`pipeline_batch_axes` is {axes} and `scan_pipeline_iterations` False. Iterations "
-            "that are written out leave rows to the compiler: give () or True."
-        )
     return axes
-
-
-def _scans(config: Any) -> tuple[bool, bool]:
-    """Returns whether ticks run in a loop, and whether repeats do."""
-    ticks = _flag(config, "scan_pipeline_iterations", True)
-    repeats = _flag(config, "scan_pipeline_repeats", ticks)
-    if repeats and not ticks:
-        raise ValueError(
-            "`scan_pipeline_repeats` is True and `scan_pipeline_iterations` False. A loop over "
-            "repeats is one over their iterations: give the first as False, or the second as True."
-        )
-    return ticks, repeats
 
 
 def _remat(config: Any, mesh: Mesh | None, policy: Any) -> Remat:
@@ -313,25 +298,17 @@ def _policy(config: Any, remat: Remat) -> Callable:
     return policy
 
 
-def _check_shard_mode(
-    mode: Any, mesh: Mesh | None, batch_axes: tuple[str, ...], scan_ticks: bool
-) -> None:
+def _check_shard_mode(mode: Any, mesh: Mesh | None, batch_axes: tuple[str, ...]) -> None:
     """Checks that the axis types of `mesh` agree with `shard_mode`.
 
     Raises:
         ValueError: If `shard_mode` is neither "auto" nor "explicit"; if it is "auto" and an axis is
-            not of type Auto; if it is "explicit" and `stage` or a batch axis is not Explicit, or
-            iterations are unrolled.
+            not of type Auto; if it is "explicit" and `stage` or a batch axis is not Explicit.
     """
     if mode not in ("auto", "explicit"):
         raise ValueError(f"`shard_mode` is {mode!r}. Give 'auto' or 'explicit'.")
     if mesh is None:
         return
-    if mode == "explicit" and not scan_ticks:
-        raise ValueError(
-            "`shard_mode` is 'explicit' and `scan_pipeline_iterations` False. Iterations that are "
-            "written out leave to the compiler how their buffers are split: give 'auto' or True."
-        )
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if mode == "auto":
         others = {axis: kind for axis, kind in types.items() if kind != AxisType.Auto}

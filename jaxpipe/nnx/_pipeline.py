@@ -87,7 +87,10 @@ class NNXPipelineBase(PipelineMethods, nnx.Module):
     def setup(self, rngs: nnx.Rngs) -> None:
         """Creates `layers` anew."""
         reshard = partial(reshard_weight, rules=self.axis_rules, mesh=self.mesh)
-        self.layers = stacked.stacked_module(self.factory, rngs, self.settings.dims, reshard)
+        init_stages = self.get_vmap_func_for_init()
+        self.layers = stacked.stacked_module(
+            self.factory, init_stages, rngs, self.settings.dims, reshard
+        )
 
     @property
     def axis_rules(self) -> AxisRules:
@@ -95,12 +98,19 @@ class NNXPipelineBase(PipelineMethods, nnx.Module):
         return self.settings.rules_or(get_logical_axis_rules())
 
     def layer_function(
-        self, deterministic: bool, model_mode: str, instance: nnx.Module | None = None
+        self,
+        deterministic: bool,
+        model_mode: str,
+        instance: nnx.Module | None = None,
+        records: bool = False,
     ) -> Layer:
-        """Returns a layer, or `instance`, as a pure function that records nothing."""
+        """Returns a layer, or `instance`, as a pure function.
+
+        With `records` it returns the values that it sows.
+        """
         rules = rules_in_stage(self.settings.rules)
         layers = self.layers if instance is None else instance
-        return layer.layer_function(layers, rules, False, deterministic, model_mode)
+        return layer.layer_function(layers, rules, records, deterministic, model_mode)
 
     def draw_keys(self) -> Any:
         """Returns new [R, S, L] keys of every random stream; every call draws other keys."""

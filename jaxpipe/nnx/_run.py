@@ -8,9 +8,7 @@ from jaxtyping import PyTree
 
 from ..modules._frontend import run_batch
 from ..modules._methods import to_batch_inputs
-from ..modules._weight_sharding import rules_in_stage
 from . import _layer as layers_of
-from . import _stacked as stacked
 from ._sown import store, without_sown
 
 
@@ -30,20 +28,21 @@ def run(
 ) -> Any:
     """Runs inputs through all layers and stores the values they sow in `pipeline.layers`."""
     layers, deterministic = pipeline.layers, options[0]
-    state = weight_state(layers)
-    names = stacked.logical_specs(state) if names is None else names
-    rules = rules_in_stage(pipeline.settings.rules)
+    counts = jax.tree.map(lambda count: count, nnx.state(layers, nnx.RngCount))
     ys, sown = run_batch(
-        layers_of.layer_function(layers, rules, True, *options),
-        layers_of.weights_of(state),
-        names,
+        pipeline.layer_function(*options, records=True),
+        pipeline.layer_variables(),
+        pipeline.get_weight_sharding() if names is None else names,
         inputs,
         to_batch_inputs(segment_ids, positions),
-        layers_of.draw_keys(layers, advance=not deterministic),
+        pipeline.draw_keys,
         pipeline,
-        overwritten=layers_of.overwritten_in(state),
+        overwritten=layers_of.overwritten_in(weight_state(layers)),
+        options=options,
         microbatched=microbatched,
     )
+    if deterministic:  # its keys are of no use
+        nnx.update(layers, counts)
     if jax.tree.leaves(sown):
         store(layers, sown)
     return ys

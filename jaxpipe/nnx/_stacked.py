@@ -37,12 +37,18 @@ def one_layer(factory: Factory, keys: dict[str, Any]) -> nnx.Module:
 
 
 def stacked_module(
-    factory: Factory, rngs: nnx.Rngs, dims: tuple[int, int, int], reshard: Callable
+    factory: Factory,
+    init_stages: Callable,
+    rngs: nnx.Rngs,
+    dims: tuple[int, int, int],
+    reshard: Callable,
 ) -> nnx.Module:
     """Returns the module that `factory` creates, with the variables of all layers.
 
     Args:
         factory: Creates a layer.
+        init_stages: Initializes all layers of a repeat: from [S, L] keys by random stream to a
+            state with [S, L, ...] leaves, see `init_stages`.
         rngs: Streams of keys. Layer l has its own streams, whose keys are folded with l.
         dims: (R, S, L).
         reshard: Function `(array, logical spec, path=name) -> array` that shards a variable.
@@ -53,7 +59,7 @@ def stacked_module(
     keys = {name: layer_keys(stream(), dims) for name, stream in rngs.items()}
     # Not `nnx.eval_shape`: inside `jax.set_mesh` it takes logical names for axes of the mesh.
     graph, _ = jax.eval_shape(lambda: nnx.split(one_layer(factory, dict.fromkeys(keys, 0))))
-    state = with_names(jax.vmap(init_stages(factory))(keys))
+    state = with_names(jax.vmap(init_stages)(keys))
     resharded = [(path, _resharded(path, v, reshard)) for path, v in nnx.to_flat_state(state)]
     with nnx.use_eager_sharding(False):
         return nnx.merge(graph, nnx.from_flat_state(resharded))

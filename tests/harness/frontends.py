@@ -162,10 +162,6 @@ REFUSED = {
     ),
     "remat policy": ({"remat_policy": "fulll"}, "`remat_policy` is 'fulll'. Give one of full"),
     "shard mode": ({"shard_mode": "both"}, "`shard_mode` is 'both'. Give 'auto' or 'explicit'"),
-    "a loop over repeats without one over iterations": (
-        {"scan_pipeline_repeats": True, "scan_pipeline_iterations": False},
-        "A loop over repeats is one over their iterations",
-    ),
     "batch axes without a mesh": (
         {"pipeline_batch_axes": ("fsdp",)},
         "are no axes that `mesh` has beside 'stage'. It has none.",

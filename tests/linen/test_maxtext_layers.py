@@ -77,6 +77,7 @@ GATHERS = {
     "repeat": {"pipeline_fsdp_ag_per_repeat": True},
     "rows": {"pipeline_fsdp_ag_per_repeat": True, "pipeline_batch_axes": ("fsdp",)},
     "unrolled": {"scan_pipeline_iterations": False},
+    "rows, unrolled": {"scan_pipeline_iterations": False, "pipeline_batch_axes": ("fsdp",)},
     "delay": {"pipeline_delay_activation_forwarding": True, "num_pipeline_microbatches": 4},
     "extra microbatches": {"num_pipeline_microbatches": 4},
     "not circular": {"num_layers_per_pipeline_stage": 2, "num_pipeline_repeats": 1},
@@ -90,7 +91,7 @@ def test_layers_that_name_shardings_of_the_whole_mesh_run_with_maxtexts_own_conf
 ):
     mesh = mesh_of(ShardMode.AUTO)
     fields = GATHERS[gather]
-    if gather == "rows":  # what splits weights where a layer reads them may not be a batch axis
+    if "rows" in gather:  # what splits weights where a layer reads them may not be a batch axis
         fields = fields | {"logical_axis_rules": [["embed", "fsdp"], ["mlp", "tensor"]]}
     pipeline: Any = linen.create_pipeline(Config(**fields), Layer(mesh), mesh)
     dims = pipeline.settings.dims
@@ -164,8 +165,9 @@ def test_numbers_and_flags_of_numpy_are_numbers_and_flags():
     )
 
 
-def test_explicit_axes_refuse_iterations_that_are_written_out():
+def test_explicit_axes_take_iterations_that_are_unrolled(plain, batch):
     mode = ShardMode.EXPLICIT
+    mesh = mesh_of(mode)
     config = Config(shard_mode=mode, scan_pipeline_iterations=False)
-    with pytest.raises(ValueError, match="'explicit' and `scan_pipeline_iterations` False"):
-        linen.create_pipeline(config, Layer(), mesh_of(mode))
+    pipeline: Any = linen.create_pipeline(config, Layer(), mesh)
+    frontends.assert_trees_close(gradients(pipeline, plain[0], batch), plain[1])

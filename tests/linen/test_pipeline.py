@@ -252,14 +252,12 @@ def test_devices_with_their_own_rows_refuse_what_concerns_all_rows(of, rngs, mes
         pipeline.apply(variables, inputs, rngs=rngs, mutable=["metrics"])
 
 
-def test_batch_axes_must_be_of_the_mesh_and_iterations_a_loop():
+def test_batch_axes_must_be_of_the_mesh():
     row = Row(2, 1, 1, "rows", fsdp=2)
     with pytest.raises(ValueError, match=r"are no axes that `mesh` has .*It has data, fsdp, tens"):
         linen.create_pipeline(row.config(pipeline_batch_axes=("rows",)), Decoder(), row.mesh())
     with pytest.raises(ValueError, match="names an axis twice"):
         linen.create_pipeline(row.config(pipeline_batch_axes=("fsdp",) * 2), Decoder(), row.mesh())
-    with pytest.raises(ValueError, match="and `scan_pipeline_iterations` False"):
-        linen.create_pipeline(row.config(scan_pipeline_iterations=False), Decoder(), row.mesh())
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,18 @@ def one_after_the_other(weights, inputs, batch_inputs):
     return jnp.stack(outputs), size
 
 
-@pytest.mark.parametrize("delay", [False, True])
-def test_the_layer_equals_its_stages_one_after_the_other_and_so_do_all_its_gradients(delay):
-    weights, inputs, batch_inputs = problem(ranks=3, repeats=2, microbatches=6)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"delay": True},
+        {"scan_ticks": False},
+        {"scan_ticks": False, "scan_repeats": False, "delay": True},
+    ],
+    ids=["loops", "delayed", "ticks unrolled", "all unrolled, delayed"],
+)
+def test_the_layer_equals_its_stages_one_after_the_other_and_so_do_all_its_gradients(how):
+    weights, inputs, batch_inputs = problem(ranks=3, repeats=4, microbatches=6)
 
     def scalar(layer):
         def of(weights, inputs, batch_inputs):
@@ -63,7 +72,7 @@ def test_the_layer_equals_its_stages_one_after_the_other_and_so_do_all_its_gradi
         return jax.jit(jax.grad(of, argnums=(0, 1, 2)))
 
     def layer(weights, inputs, batch_inputs):
-        y, aux = spmd.circular(stage, weights, inputs, batch_inputs, delay=delay)
+        y, aux = spmd.circular(stage, weights, inputs, batch_inputs, **how)
         return y, aux["size"]
 
     got = scalar(layer)(weights, inputs, batch_inputs)

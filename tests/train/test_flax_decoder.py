@@ -142,29 +142,12 @@ def test_what_experts_sum_up_is_sown_and_has_its_gradient():
         ({"enable_nnx": True}, "`pure_nnx_decoder` is False and `enable_nnx` True"),
         ({"enable_nnx": False, "pure_nnx_decoder": True}, "is True and `enable_nnx` False"),
         ({"enable_nnx": False, "dropout_rate": 0.1}, "`dropout_rate` is 0.1, and Flax would"),
-        (
-            {
-                "enable_nnx": False,
-                "shard_mode": "explicit",
-                "scan_pipeline_iterations": False,
-                "scan_pipeline_repeats": False,
-            },
-            "`shard_mode` is 'explicit', which needs `scan_pipeline_iterations`. Leave",
-        ),
         ({"enable_nnx": False, "pipeline_engine": "none"}, "`pipeline_engine` is 'none'"),
-        ({"scan_pipeline_iterations": False}, "`scan_pipeline_iterations` is False and `enable_n"),
     ],
 )
 def test_what_a_rim_cannot_carry_is_refused_by_name(settings: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         Config.model_validate(settings)
-
-
-def test_a_rims_own_refusals_come_before_anything_compiles():
-    settings = {"ici_pipeline_parallelism": 2, "scan_pipeline_iterations": False}
-    config = Config.model_validate(settings | {"enable_nnx": False})
-    with pytest.raises(ValueError, match="`scan_pipeline_repeats` is True and"):
-        set_up(config, jax.devices())
 
 
 def test_without_flax_the_extra_is_named(monkeypatch):

@@ -27,8 +27,9 @@ from .._whole_arrays import (
 )
 from ..ranks import AXIS, on_ranks
 from ..weight_gather import EACH_TICK, Gather
+from ._invariants import CircularOptions, Stage
 from ._loss import rank_value, rank_value_and_grad
-from ._passes import CircularOptions, Stage, backward_rank, forward_rank
+from ._passes import backward_rank, forward_rank
 from ._shape import check_circular
 
 
@@ -44,6 +45,7 @@ def circular(
     remat: Remat = recompute,
     gather: Gather = EACH_TICK,
     scan_repeats: bool = True,
+    scan_ticks: bool = True,
 ) -> tuple[PyTree, Aux]:
     """Runs R * S stages as one differentiable layer; stage `repeat * S + rank` runs on `rank`.
 
@@ -65,6 +67,7 @@ def circular(
         remat: Wraps the stage. The default stores one input per tick and recomputes the rest.
         gather: When weights that are sharded over other axes are gathered.
         scan_repeats: Whether repeats run in a `lax.scan` (compiles faster) or are unrolled.
+        scan_ticks: Whether the ticks of a repeat run in a `lax.scan` or are unrolled.
 
     Returns:
         (outputs, aux). The outputs have the shapes of `inputs`; aux is summed over all stages
@@ -86,18 +89,17 @@ def circular(
         The schedule is MaxText's circular pipeline; Narayanan et al., 2021, arXiv 2104.04473, call
         its stage assignment interleaved.
     """
-    stacked, microbatches = (
-        {"weights": weights, "keys": keys},
-        {"inputs": inputs, "batch_inputs": batch_inputs},
-    )
+    stacked = {"weights": weights, "keys": keys}
+    microbatches = {"inputs": inputs, "batch_inputs": batch_inputs}
     num_ranks = _check_counts(stacked, microbatches, mesh, delay)
     check_rows(microbatches, gather.batch_axes, mesh)
-    layer = _layer(with_aux(stage), mesh, CircularOptions(delay, remat, gather, scan_repeats))
+    options = CircularOptions(delay, remat, gather, scan_repeats, scan_ticks)
     shares = typed_by_specs(_to_shares(inputs, num_ranks), rows_of(gather, P(AXIS, None)), mesh)
     row_spec, stacked_weight_specs = rows_of(gather, P(None)), stacked_specs(gather.weight_specs)
     weights = typed_by_specs(weights, stacked_weight_specs, mesh)
     keys = typed_by_specs(keys, P(None, AXIS), mesh)
-    y, aux = layer(weights, shares, typed_by_specs(batch_inputs, row_spec, mesh), keys)
+    batch_inputs = typed_by_specs(batch_inputs, row_spec, mesh)
+    y, aux = _layer(with_aux(stage), mesh, options)(weights, shares, batch_inputs, keys)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), y), aux
 
 
@@ -157,6 +159,7 @@ def circular_value_and_grad(
     gather: Gather = EACH_TICK,
     boundary_gather: Gather = EACH_TICK,
     scan_repeats: bool = True,
+    scan_ticks: bool = True,
 ) -> tuple[tuple[Scalar, Aux], dict[str, Any]]:
     """Returns loss, metrics and gradients of a batch that runs through the circular pipeline.
 
@@ -170,10 +173,10 @@ def circular_value_and_grad(
         mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
         delay: Whether results are handed over one tick late, to overlap transfer and computation.
         remat: Wraps the stage. The default stores one input per tick and recomputes the rest.
-        gather: When and how the stages' weights that are sharded over other axes are gathered.
-        boundary_gather: How the weights `{"embed": ..., "head": ...}` are gathered. They are
-            gathered once, whatever its `when`.
+        gather: When and how the stages' sharded weights are gathered.
+        boundary_gather: How the weights of embedding and head are gathered, once.
         scan_repeats: Whether repeats run in a `lax.scan` or are unrolled.
+        scan_ticks: Whether the ticks of a repeat run in a `lax.scan` or are unrolled.
 
     Returns:
         ((loss, metrics), gradients). The loss is a scalar; gradients are like `weights`.
@@ -198,7 +201,7 @@ def circular_value_and_grad(
     stacked = {"weights['stages']": weights["stages"], "keys": keys}
     _check_counts(stacked, {"batch_inputs": batch_inputs}, mesh, delay)
     check_rows({"batch_inputs": batch_inputs}, gather.batch_axes, mesh)
-    options = CircularOptions(delay, remat, gather, scan_repeats)
+    options = CircularOptions(delay, remat, gather, scan_repeats, scan_ticks)
     rank_fn = partial(rank_value_and_grad, model, options, boundary_gather)
     run = on_parts(
         rank_fn, mesh, gather, boundary_gather, (None, gradient_dims(gather, boundary_gather))
@@ -218,6 +221,7 @@ def circular_value(
     gather: Gather = EACH_TICK,
     boundary_gather: Gather = EACH_TICK,
     scan_repeats: bool = True,
+    scan_ticks: bool = True,
 ) -> tuple[Scalar, Aux]:
     """Returns loss and metrics of a batch, without gradients.
 
@@ -228,9 +232,10 @@ def circular_value(
         keys: [R, S, ...] dropout keys, or () without dropout.
         mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
         delay: Whether results are handed over one tick late, to overlap transfer and computation.
-        gather: When and how the stages' weights that are sharded over other axes are gathered.
+        gather: When and how the stages' sharded weights are gathered.
         boundary_gather: How the weights of embedding and head are gathered, once.
         scan_repeats: Whether repeats run in a `lax.scan` or are unrolled.
+        scan_ticks: Whether the ticks of a repeat run in a `lax.scan` or are unrolled.
 
     Returns:
         (loss, metrics). The loss is a scalar.
@@ -242,7 +247,7 @@ def circular_value(
     stacked = {"weights['stages']": weights["stages"], "keys": keys}
     _check_counts(stacked, {"batch_inputs": batch_inputs}, mesh, delay)
     check_rows({"batch_inputs": batch_inputs}, gather.batch_axes, mesh)
-    options = CircularOptions(delay, recompute, gather, scan_repeats)
+    options = CircularOptions(delay, recompute, gather, scan_repeats, scan_ticks)
     rank_fn = partial(rank_value, model, options, boundary_gather)
     return on_parts(rank_fn, mesh, gather, boundary_gather, None)(weights, batch_inputs, keys)
 
@@ -273,9 +278,6 @@ def check_mesh(mesh: Mesh | None, num_ranks: int, stacked: PyTree) -> None:
         mesh: The mesh. None passes the check.
         num_ranks: S, the size of dim 1 of the leaves.
         stacked: [R, S, ...] leaves, which the error names.
-
-    Returns:
-        None.
 
     Raises:
         ValueError: If `mesh` has no axis `stage`, or one of another size than `num_ranks`.
@@ -315,5 +317,4 @@ def _stacked_hint(shape: tuple[int, ...], ranks: int) -> str:
 
 
 def _to_shares(tree: PyTree, num_ranks: int) -> PyTree:
-    """Reshapes [M, ...] leaves to [S, n, ...]."""
     return jax.tree.map(lambda x: x.reshape(num_ranks, -1, *x.shape[1:]), tree)

@@ -6,16 +6,22 @@ block, and those of a third can be gathered meanwhile. Microbatches enter in the
 leave in the last, which also includes the ticks in which the pipeline drains. In the last block
 they leave only after d * (S - 1) ticks; results that the last rank writes to the stream before that
 move down to rank 0 and are dropped.
+
+The repeats between the first and the last, and the ticks of each block, run in a `lax.scan` or are
+unrolled (`run_repeats`, `run_ticks`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int
 
 from ._shape import PipelineShape
+
+Carry = TypeVar("Carry")
 
 
 class LoopPhase(NamedTuple):
@@ -60,3 +66,53 @@ def single_repeat(shape: PipelineShape) -> Iterator[LoopPhase]:
     cuts = sorted({0, M, end - M, end})
     for start, after in pairwise(cuts):
         yield LoopPhase(start, after - start, enters=start < M, leaves=start >= end - M)
+
+
+def run_ticks(
+    tick: Callable[[Carry, Any], Carry],
+    carry: Carry,
+    phase: LoopPhase,
+    *,
+    scan: bool,
+    reverse: bool = False,
+) -> Carry:
+    """Runs the ticks of a phase.
+
+    Args:
+        tick: `(carry, index of the tick) -> carry`.
+        carry: What the ticks hand on.
+        phase: The phase.
+        scan: Whether the ticks run in a `lax.scan`. If not, they are unrolled.
+        reverse: Whether the last tick of the phase runs first.
+
+    Returns:
+        The carry after the phase.
+    """
+    if scan:
+        return lax.scan(lambda c, t: (tick(c, t), None), carry, phase.ticks, reverse=reverse)[0]
+    offsets = range(phase.length)
+    for offset in reversed(offsets) if reverse else offsets:
+        carry = tick(carry, phase.start + offset)
+    return carry
+
+
+def run_repeats(
+    block: Callable[[Carry, Any], Carry], carry: Carry, repeats: range, *, scan: bool
+) -> Carry:
+    """Runs the blocks of `repeats`, in a `lax.scan` if there are several, else unrolled.
+
+    Args:
+        block: `(carry, index of the repeat) -> carry`.
+        carry: What the blocks hand on.
+        repeats: The indices, in the order in which they run.
+        scan: Whether several blocks run in a `lax.scan`. If not, they are unrolled.
+
+    Returns:
+        The carry after the last block.
+    """
+    if scan and len(repeats) > 1:
+        indices = jnp.arange(repeats.start, repeats.stop, repeats.step)
+        return lax.scan(lambda c, j: (block(c, j), None), carry, indices)[0]
+    for j in repeats:
+        carry = block(carry, j)
+    return carry

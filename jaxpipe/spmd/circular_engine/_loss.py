@@ -18,7 +18,9 @@ from .._boundary import add_to_boundary, loss_and_gradients
 from .._buffers import cast_like, to_accum_dtype
 from ..ranks import AXIS, zeros
 from ..weight_gather import Gather
-from ._passes import CircularOptions, backward, forward, prepare
+from ._backward import backward
+from ._invariants import CircularOptions, prepare
+from ._passes import forward
 
 
 def rank_value_and_grad(

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
 
 from ...autodiff.staged_model import index_leading
 from .._buffers import allocate_buffer, put
 from ..ranks import pvary
-from ._shape import PipelineShape
+from ._shape import PipelineShape, TickIndex
 
 Buffers = list[jax.Array]
 
@@ -65,7 +64,7 @@ def allocate(avals: list[Any], shape: PipelineShape) -> Residuals:
     return Residuals(first_half if cut else [], second_half)
 
 
-def store(residuals: Residuals, new: Buffers, t: Int[Array, ""], shape: PipelineShape) -> Residuals:
+def store(residuals: Residuals, new: Buffers, t: TickIndex, shape: PipelineShape) -> Residuals:
     """Writes the residuals of tick `t` to their entry; without buffers nothing is written."""
     if not residuals.second_half:
         return residuals
@@ -78,12 +77,12 @@ def store(residuals: Residuals, new: Buffers, t: Int[Array, ""], shape: Pipeline
     return Residuals(first_half, second_half)
 
 
-def read_first_half(residuals: Residuals, shape: PipelineShape, t: Int[Array, ""]) -> Buffers:
+def read_first_half(residuals: Residuals, shape: PipelineShape, t: TickIndex) -> Buffers:
     del shape
     return index_leading(residuals.first_half, t)
 
 
-def read_second_half(residuals: Residuals, shape: PipelineShape, t: Int[Array, ""]) -> Buffers:
+def read_second_half(residuals: Residuals, shape: PipelineShape, t: TickIndex) -> Buffers:
     return index_leading(residuals.second_half, t - _first_tick_of_second_half(shape))
 
 

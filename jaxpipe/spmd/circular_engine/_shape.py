@@ -13,6 +13,10 @@ This stream moves in the M ticks in which microbatches enter and the M in which 
 several repeats also in the d * (S - 1) ticks before these, which are in the last phase
 (`_loop_phases`).
 
+These functions are the only place of the schedule's arithmetic. The circular engine calls them on
+one rank after the other's tick, and `spmd.stepwise`, of which MaxText's documented methods are
+made, on all ranks at once (`on_ranks`).
+
 All of this is linear, so the backward is the same movement transposed: each function that moves a
 state has a transpose that moves the state's cotangent.
 """
@@ -28,6 +32,9 @@ from jaxtyping import Array, Bool, Int, PyTree
 from ...autodiff.staged_model import index_leading
 from .._buffers import put
 from ..ranks import AXIS, poison
+
+TickIndex = int | Int[Array, ""]
+"""Index of a tick; a Python integer where ticks are unrolled."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +73,10 @@ class State(NamedTuple):
         stream: [n, ...] inputs not taken yet, then outputs.
         handoff: Activation of one microbatch that the rank before has handed over.
         in_flight: The d - 1 results that are still to be handed over, oldest first.
-        circ_storage: [M - S * d + 1, ...], or [1, ...] if R = 1: a ring buffer of the results that
-            the last rank has handed over and rank 0 reads in its next repeat. Only rank 0 reads it.
+        circ_storage: A ring buffer of the results that the last rank has handed over and rank 0
+            reads in its next repeat. Only rank 0 reads it. It needs M - S * d + 1 entries, the
+            ticks from the one that writes a result to the one that reads it; more do no harm. It
+            is [1, ...] if R = 1. None if rank 0 reads results in the tick after, from `handoff`.
     """
 
     stream: PyTree
@@ -79,6 +88,8 @@ class State(NamedTuple):
 class TickWork(NamedTuple):
     """Work of a rank in a tick: a microbatch and a repeat, unless the rank is in a bubble.
 
+    All values are scalars, or [ranks] for several ranks.
+
     Attributes:
         repeat: Index of the repeat; out of range in a bubble.
         microbatch: Index of the microbatch; in range also in a bubble.
@@ -87,10 +98,10 @@ class TickWork(NamedTuple):
             in a bubble.
     """
 
-    repeat: Int[Array, ""]
-    microbatch: Int[Array, ""]
-    busy: Bool[Array, ""]
-    from_stream: Bool[Array, ""]
+    repeat: Int[Array, "*ranks"]
+    microbatch: Int[Array, "*ranks"]
+    busy: Bool[Array, "*ranks"]
+    from_stream: Bool[Array, "*ranks"]
 
 
 def num_ticks(num_ranks: int, num_repeats: int, num_microbatches: int, *, delay: bool) -> int:
@@ -113,9 +124,14 @@ def num_ticks(num_ranks: int, num_repeats: int, num_microbatches: int, *, delay:
     return shape.num_ticks
 
 
-def work_at(t: Int[Array, ""], shape: PipelineShape) -> TickWork:
+def work_at(t: TickIndex, shape: PipelineShape) -> TickWork:
     """Returns the work of this rank at tick `t`."""
-    rank, M = lax.axis_index(AXIS), shape.num_microbatches
+    return work_of_rank(t, lax.axis_index(AXIS), shape)
+
+
+def work_of_rank(t: TickIndex, rank: Int[Array, "*ranks"], shape: PipelineShape) -> TickWork:
+    """Returns the work of one rank, or of several ranks, at tick `t`."""
+    M = shape.num_microbatches
     index = t - rank * shape.forwarding_delay
     busy = (index >= 0) & (index < shape.num_repeats * M)
     enters = (rank == 0) & (index < M)
@@ -175,7 +191,7 @@ def first_state(inputs: PyTree, shape: PipelineShape) -> State:
 def last_cotangent(outputs: PyTree, shape: PipelineShape) -> State:
     """Returns the cotangent of the last state: that of the outputs; other buffers are zero."""
     zero = jax.tree.map(jnp.zeros_like, index_leading(outputs, 0))
-    return _state(_turn(outputs, shape, back=True), zero, shape)
+    return _state(roll_slots(outputs, first_exit(shape)), zero, shape)
 
 
 def _state(stream: PyTree, x: PyTree, shape: PipelineShape) -> State:
@@ -186,18 +202,21 @@ def _state(stream: PyTree, x: PyTree, shape: PipelineShape) -> State:
     return State(stream, x, (x,) * (delay - 1), circ_storage)
 
 
-def next_input(state: State, t: Int[Array, ""], *, from_stream: Bool[Array, ""]) -> PyTree:
+def next_input(state: State, t: TickIndex, *, from_stream: Bool[Array, ""]) -> PyTree:
     """Returns the stage input of this rank at tick `t`.
 
     It is read from the stream if `from_stream`, else on rank 0 from `circ_storage` (the last rank's
     results), and on other ranks from `handoff`.
     """
     rank = lax.axis_index(AXIS)
-    slot, storage_slot = t % _length(state.stream), t % _length(state.circ_storage)
 
     def pick(new, returned, handoff):
         return jnp.where(from_stream, new, jnp.where(rank == 0, returned, handoff))
 
+    slot = t % _length(state.stream)
+    if state.circ_storage is None:
+        return jax.tree.map(pick, index_leading(state.stream, slot), state.handoff, state.handoff)
+    storage_slot = t % _length(state.circ_storage)
     new, returned = (
         index_leading(state.stream, slot),
         index_leading(state.circ_storage, storage_slot),
@@ -205,9 +224,7 @@ def next_input(state: State, t: Int[Array, ""], *, from_stream: Bool[Array, ""])
     return jax.tree.map(pick, new, returned, state.handoff)
 
 
-def add_input(
-    state: State, dx: PyTree, t: Int[Array, ""], *, from_stream: Bool[Array, ""]
-) -> State:
+def add_input(state: State, dx: PyTree, t: TickIndex, *, from_stream: Bool[Array, ""]) -> State:
     """Adds `dx`, the cotangent of a stage input, to the buffer that `next_input` read it from."""
     first = lax.axis_index(AXIS) == 0
     slot, storage_slot = t % _length(state.stream), t % _length(state.circ_storage)
@@ -221,30 +238,55 @@ def add_input(
     return State(stream, handoff, state.in_flight, put(state.circ_storage, returned, storage_slot))
 
 
-def hand_over(state: State, y: PyTree, t: Int[Array, ""], *, enters: bool, leaves: bool) -> State:
-    """Sends results to the next rank, and moves the stream if microbatches enter or leave."""
+def hand_over(
+    state: State, y: PyTree, t: TickIndex, *, shape: PipelineShape, enters: bool, leaves: bool
+) -> State:
+    """Sends results to the next rank, and moves the stream if microbatches enter or leave.
+
+    Args:
+        state: The state in which tick `t` has read its input.
+        y: The result of this rank in tick `t`.
+        t: The tick.
+        shape: The sizes of the pipeline.
+        enters: Whether the stream moves because microbatches may enter.
+        leaves: Whether it moves because microbatches may leave: the last rank stores its result.
+
+    Returns:
+        The state before tick `t + 1`.
+    """
     sent, *in_flight = (*state.in_flight, y)
-    handoff = jax.tree.map(_to_next_rank, sent)
-    # Rank 0 reads this result a whole turn of the ring after tick t. Tick t has read its slot.
-    circ_storage = put(state.circ_storage, handoff, t % _length(state.circ_storage))
+    handoff, circ_storage = jax.tree.map(_to_next_rank, sent), state.circ_storage
+    if circ_storage is not None:
+        circ_storage = put(circ_storage, handoff, _storage_slot(t, _length(circ_storage), shape))
     stream = move_stream(state.stream, y, t, leaves) if enters or leaves else state.stream
     return State(stream, handoff, tuple(in_flight), circ_storage)
 
 
+def _storage_slot(t: TickIndex, length: int, shape: PipelineShape) -> TickIndex:
+    """Returns the slot of `circ_storage` for the result that is handed over in tick `t`.
+
+    Rank 0 reads slot `t % length` in tick t, and this result M - S * d + 1 ticks after it is handed
+    over. In a ring buffer of that length it is the slot that tick `t` has just read.
+    """
+    until_read = shape.num_microbatches - shape.num_ranks * shape.forwarding_delay + 1
+    offset = until_read % length
+    return (t + offset) % length if offset else t % length
+
+
 def take_back(
-    state: State, t: Int[Array, ""], *, enters: bool, leaves: bool
+    state: State, t: TickIndex, *, shape: PipelineShape, enters: bool, leaves: bool
 ) -> tuple[State, PyTree]:
     """Transposes `hand_over`: returns the cotangents of the state before it and of `y`."""
 
     def forward(state, y):
-        return hand_over(state, y, t, enters=enters, leaves=leaves)
+        return hand_over(state, y, t, shape=shape, enters=enters, leaves=leaves)
 
     # `hand_over` is linear: its VJP is the same at every point, so any state serves as primal.
     _, transposed = jax.vjp(forward, state, state.handoff)
     return transposed(state)
 
 
-def move_stream(stream: PyTree, y: PyTree, t: Int[Array, ""], leaves: bool) -> PyTree:
+def move_stream(stream: PyTree, y: PyTree, t: TickIndex, leaves: bool) -> PyTree:
     """Moves one slot of every rank one rank down; the last rank stores `y` in it if `leaves`."""
     slot = t % _length(stream)
     moved = jax.tree.map(_to_previous_rank, index_leading(stream, slot))
@@ -260,12 +302,22 @@ def realign(stream: PyTree, shape: PipelineShape) -> PyTree:
     Microbatch m leaves at tick m + c and is written to slot (m + c) % n. So only the slots have to
     be rolled: each rank already holds its own microbatches.
     """
-    return _turn(stream, shape, back=False)
+    return roll_slots(stream, -first_exit(shape))
 
 
-def _turn(stream: PyTree, shape: PipelineShape, *, back: bool) -> PyTree:
-    by = (shape.num_ticks - shape.num_microbatches) % _length(stream)
-    return jax.tree.map(lambda x: jnp.roll(x, by if back else -by, axis=0), stream)
+def first_exit(shape: PipelineShape) -> int:
+    """Returns the tick in which microbatch 0 leaves the last rank."""
+    return shape.num_ticks - shape.num_microbatches
+
+
+def roll_slots(stream: PyTree, by: int, dim: int = 0) -> PyTree:
+    """Rolls dim `dim` of every leaf, the slots, by `by`: up if it is positive."""
+
+    def roll(x: jax.Array) -> jax.Array:
+        shift = abs(by) % x.shape[dim]
+        return jnp.roll(x, shift if by > 0 else -shift, axis=dim)
+
+    return jax.tree.map(roll, stream)
 
 
 def _length(tree: PyTree) -> int:

@@ -24,6 +24,7 @@ _ENGINES_BY_KEY: dict[str, tuple[str, ...]] = {
     "pipeline_layout": ("scheduled", "mpmd"),
     "pipeline_vocab_parallel": ("scheduled",),
     "pipeline_delay_activation_forwarding": ("circular",),
+    "scan_pipeline_iterations": ("circular",),
     "scan_pipeline_repeats": ("circular",),
     "enable_nnx": ("circular",),
     "pipeline_fsdp_ag_once": ("circular", "scheduled"),
@@ -194,12 +195,6 @@ class Config(ConfigKeys):
                 " An NNX decoder is NNX throughout: give both as true, or neither."
             )
         if self.enable_nnx is None:
-            if not self.scan_pipeline_iterations:
-                raise ValueError(
-                    "`scan_pipeline_iterations` is False and `enable_nnx` None. Only decoders of "
-                    "Flax modules have their iterations written out: give `enable_nnx` as true or "
-                    "false, or leave this at true."
-                )
             return
         dropout = self.dropout_rate if self.enable_dropout else 0.0
         problems = {
@@ -210,9 +205,6 @@ class Config(ConfigKeys):
             "functions": dropout > 0,
             "`pipeline_fsdp_ag_per_layer` is True, and Flax's pipelines gather a stage at a time": (
                 self.pipeline_fsdp_ag_per_layer
-            ),
-            "`shard_mode` is 'explicit', which needs `scan_pipeline_iterations`": (
-                self.shard_mode == "explicit" and not self.scan_pipeline_iterations
             ),
         }
         found = "; ".join(problem for problem, applies in problems.items() if applies)

@@ -248,8 +248,7 @@ def frontend_config(setup: Setup) -> SimpleNamespace:
         "num_pipeline_microbatches": setup.num_microbatches,
         "micro_batch_size_to_train_on": setup.num_microbatches * setup.microbatch_size,
         "logical_axis_rules": setup.rules,
-        # Iterations that are written out leave rows to the compiler.
-        "pipeline_batch_axes": batch_axes(setup) if setup.config.scan_pipeline_iterations else (),
+        "pipeline_batch_axes": batch_axes(setup),
         # The model's layer has its policy around it already.
         "set_remat_policy_on_layers_per_stage": False,
     }

@@ -193,6 +193,7 @@ def _circular_value_and_grad(setup: Setup, model: StagedModel) -> Callable:
             gather=gather,
             boundary_gather=boundary_gather,
             scan_repeats=config.scan_pipeline_repeats,
+            scan_ticks=config.scan_pipeline_iterations,
         )
 
     return value_and_grad

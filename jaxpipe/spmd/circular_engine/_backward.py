@@ -1,0 +1,227 @@
+"""The backward of the circular pipeline on one rank: all ticks in reverse order.
+
+It is written out instead of derived by JAX from the forward's loop, for four reasons: weights are
+gathered again instead of stored, gradients are accumulated in float32 and reduce-scattered once per
+repeat, residuals are written in place into one buffer with an entry per tick, and the buffers that
+move microbatches between ranks are not stored for the backward.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int, PyTree
+
+from ...autodiff.backward import floating
+from ...autodiff.staged_model import Aux, index_leading
+from .._buffers import put
+from ..ranks import zeros_like
+from ..weight_gather import RepeatGather, identity
+from ._invariants import CircularInvariants, batch_inputs_and_keys, begins_repeat
+from ._loop_phases import LoopPhase, drain, run_repeats, run_ticks, single_repeat, steady, warmup
+from ._residuals import Residuals, middle_repeat, read_first_half, read_second_half
+from ._shape import State, add_input, last_cotangent, take_back, work_at
+
+
+class Cotangents(NamedTuple):
+    """Cotangents that move through the ticks.
+
+    Attributes:
+        state: Cotangents of the activation buffers.
+        batch_inputs: [M, ...] cotangents of `batch_inputs`, summed over the ticks so far.
+    """
+
+    state: State
+    batch_inputs: PyTree
+
+
+class WeightState(NamedTuple):
+    """Weights and gradients that a rank holds during a repeat of the backward.
+
+    Attributes:
+        window: Weights of the repeat.
+        gradient: Gradient of these weights, summed over the ticks so far.
+        done: Complete gradient of the repeat that the rank worked on before: the backward runs
+            repeats in reverse order, so this is the repeat with the next higher index.
+    """
+
+    window: PyTree
+    gradient: PyTree
+    done: PyTree
+
+
+class BackwardCarry(NamedTuple):
+    """Values that a rank carries from tick to tick of the backward.
+
+    Attributes:
+        weight_state: Weights and gradients of the repeat.
+        cotangents: Cotangents of the activation buffers and of `batch_inputs`.
+    """
+
+    weight_state: WeightState
+    cotangents: Cotangents
+
+
+class BackwardBlockCarry(NamedTuple):
+    """Values that a rank carries from repeat to repeat of the backward.
+
+    Attributes:
+        gradients: [repeats, ...] complete gradients of the repeats of the loop, as they are stored.
+        prefetched: Weights gathered for the repeat below; () after repeat 0.
+        ticks: What the last tick has left.
+    """
+
+    gradients: PyTree
+    prefetched: PyTree
+    ticks: BackwardCarry
+
+
+def backward(
+    invariants: CircularInvariants, residuals: Residuals, doutputs: PyTree, daux: Aux
+) -> tuple[PyTree, PyTree, PyTree]:
+    """Runs all ticks in reverse order on one rank.
+
+    Args:
+        invariants: Values that all ticks read.
+        residuals: Residuals that the forward stored.
+        doutputs: [n, ...] cotangents of this rank's outputs.
+        daux: Cotangents of the auxiliary losses and metrics.
+
+    Returns:
+        (gradients of the weights [R, ...], cotangents of the inputs [n, ...], cotangents of the
+        batch inputs [M, ...]).
+    """
+    shape, gather = invariants.shape, invariants.gather
+    final, half = shape.num_repeats - 1, middle_repeat(shape)
+    cotangents = Cotangents(
+        last_cotangent(doutputs, shape), zeros_like(floating(invariants.batch_inputs))
+    )
+    window, prefetched = _first_windows(gather, final, cotangents)
+    zero_sum = gather.zeros(window)
+    carry = BackwardCarry(WeightState(window, zero_sum, zero_sum), cotangents)
+    blocks = partial(_backward_blocks, invariants, daux)
+    done = blocks(partial(read_second_half, residuals, shape), half, final, prefetched, carry)
+    gradients = done.gradients
+    if half:
+        read = partial(read_first_half, residuals, shape)
+        done = blocks(read, 0, half - 1, done.prefetched, done.ticks)
+        gradients = jax.tree.map(lambda *g: jnp.concatenate(g), done.gradients, gradients)
+    cotangents = done.ticks.cotangents
+    return gradients, cotangents.state.stream, cotangents.batch_inputs
+
+
+def _first_windows(
+    gather: RepeatGather, final: int, cotangents: Cotangents
+) -> tuple[PyTree, PyTree]:
+    """Returns the window of the last repeat, and the prefetched weights of the one before it.
+
+    Both are made only after the forward (`_after`). Otherwise the compiler would gather them during
+    the forward and hold them until they are used.
+    """
+    window = gather.window(gather.prefetch(_after(final, cotangents.state)), final)
+    return window, gather.prefetch(_after(final - 1, cotangents.state)) if final else ()
+
+
+def _backward_blocks(
+    invariants: CircularInvariants,
+    daux: Aux,
+    read: Callable,
+    lowest: int,
+    highest: int,
+    prefetched: PyTree,
+    carry: BackwardCarry,
+) -> BackwardBlockCarry:
+    """Runs the blocks of repeats `highest` down to `lowest`.
+
+    Args:
+        invariants: Values that all ticks read.
+        daux: Cotangents of the auxiliary losses and metrics.
+        read: From the index of a tick to its residuals.
+        lowest: The repeat of the last block.
+        highest: The repeat of the first block.
+        prefetched: Weights of repeat `highest - 1`.
+        carry: What the ticks of the repeats above have left.
+
+    Returns:
+        The carry for the repeats below; its gradients are [highest - lowest + 1, ...].
+    """
+    shape, gather = invariants.shape, invariants.gather
+    final = shape.num_repeats - 1
+    ticks = partial(_backward_ticks, invariants, read, daux)
+
+    def block(carry: BackwardBlockCarry, j: Any, phase: LoopPhase | None = None):
+        # For the next block: no tick of this one reads it. Repeat 0 is gathered once too often.
+        below = jnp.maximum(j - 2, 0)
+        in_loop = phase is None and invariants.scan_repeats
+        state = carry.ticks.cotangents.state
+        prefetched_next = gather.prefetch(below if in_loop else _after(below, state))
+        after = ticks(phase or steady(shape, j), carry.prefetched, carry.ticks)
+        done = gather.reduce_scatter(after.weight_state.done)
+        gradients = put(carry.gradients, done, j - lowest)
+        return BackwardBlockCarry(gradients, prefetched_next, after)
+
+    blocks = BackwardBlockCarry(gather.zero_gradients(highest - lowest + 1), prefetched, carry)
+    if 0 < final == highest:
+        blocks = block(blocks, final, drain(shape))
+    repeats = range(min(highest, final - 1), max(lowest, 1) - 1, -1)
+    blocks = run_repeats(block, blocks, repeats, scan=invariants.scan_repeats)
+    if lowest > 0:
+        return blocks
+    carry = blocks.ticks
+    for phase in [warmup(shape)] if final else reversed([*single_repeat(shape)]):
+        carry = ticks(phase, None, carry)
+    gradients = put(blocks.gradients, gather.reduce_scatter(carry.weight_state.gradient), 0)
+    return BackwardBlockCarry(gradients, (), carry)
+
+
+def _backward_ticks(
+    invariants: CircularInvariants,
+    read: Callable[[Any], list[jax.Array]],
+    daux: Aux,
+    phase: LoopPhase,
+    prefetched: PyTree | None,
+    carry: BackwardCarry,
+) -> BackwardCarry:
+    """Returns the carry after the ticks of a phase in reverse order.
+
+    `prefetched` has the weights of the repeat with which ranks go on in the phase; None if no rank
+    finishes a repeat in it.
+    """
+    gather, shape = invariants.gather, invariants.shape
+
+    def tick(carry: BackwardCarry, t: Any) -> BackwardCarry:
+        weight_state, (dstate, dbatch_inputs) = carry
+        work = work_at(t, shape)
+        dstate, dy = take_back(dstate, t, shape=shape, enters=phase.enters, leaves=phase.leaves)
+        daux_of_tick = jax.tree.map(lambda d: jnp.where(work.busy, d, 0), daux)
+        batch_inputs, keys = batch_inputs_and_keys(invariants, work)
+        w = gather.unshard(weight_state.window)
+        dw, dx, ds = invariants.stage.backward(w, batch_inputs, keys, read(t), (dy, daux_of_tick))
+        gradient = gather.accumulate(weight_state.gradient, dw)
+        weight_state = weight_state._replace(gradient=gradient)
+        if prefetched is not None:
+            go_on = lambda s: _begin_repeat(gather, prefetched, work.repeat - 1, s)  # noqa: E731
+            weight_state = lax.cond(begins_repeat(work), go_on, identity, weight_state)
+        ds = jax.tree.map(jnp.add, index_leading(dbatch_inputs, work.microbatch), ds)
+        dbatch_inputs = put(dbatch_inputs, ds, work.microbatch)
+        dstate = add_input(dstate, dx, t, from_stream=work.from_stream)
+        return BackwardCarry(weight_state, Cotangents(dstate, dbatch_inputs))
+
+    return run_ticks(tick, carry, phase, scan=invariants.scan_ticks, reverse=True)
+
+
+def _begin_repeat(
+    gather: RepeatGather, prefetched: PyTree, repeat: Any, weight_state: WeightState
+) -> WeightState:
+    """Returns what a rank holds when it goes on with `repeat`, after the repeat `repeat + 1`."""
+    return WeightState(
+        gather.window(prefetched, repeat), zeros_like(weight_state.gradient), weight_state.gradient
+    )
+
+
+def _after(index: Any, tree: PyTree) -> Int[Array, ""]:
+    """Returns `index`, which XLA cannot use before `tree` is computed."""
+    return lax.optimization_barrier((jnp.int32(index), jax.tree.leaves(tree)[0]))[0]

@@ -1,0 +1,91 @@
+"""Values that all ticks of a circular pipeline read: its shape, the traced stage, its inputs."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+from jax import lax
+from jaxtyping import Array, Bool, PyTree
+
+from ...autodiff.backward import Pullback, pullback
+from ...autodiff.staged_model import Aux, fold_in_microbatch, index_leading
+from ..ranks import AXIS
+from ..weight_gather import Gather, RepeatGather, repeat_gather
+from ._shape import PipelineShape, TickWork, check_circular
+
+Stage = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, Aux]]
+
+
+class CircularOptions(NamedTuple):
+    """Options of a circular pipeline.
+
+    Attributes:
+        delay: Whether results are handed over one tick late, to overlap transfer and computation.
+        remat: Wraps a stage, and so decides which residuals a tick stores for the backward.
+        gather: When and how weights are gathered.
+        scan_repeats: Whether repeats run in a `lax.scan` or are unrolled.
+        scan_ticks: Whether the ticks of a phase run in a `lax.scan` or are unrolled.
+    """
+
+    delay: bool
+    remat: Callable[[Callable], Callable]
+    gather: Gather
+    scan_repeats: bool
+    scan_ticks: bool
+
+
+class CircularInvariants(NamedTuple):
+    """Loop invariants: the values that a tick reads and does not change, on one rank.
+
+    Attributes:
+        shape: S, R, M and d.
+        stage: The stage, forward and backward.
+        gather: Functions that gather this rank's weights and reduce-scatter their gradients.
+        batch_inputs: [M, ...] leaves.
+        keys: [R, ...] leaves, or ().
+        scan_repeats: Whether the repeats between the first and the last run in a `lax.scan`.
+        scan_ticks: Whether the ticks of a phase run in a `lax.scan`.
+    """
+
+    shape: PipelineShape
+    stage: Pullback
+    gather: RepeatGather
+    batch_inputs: PyTree
+    keys: PyTree
+    scan_repeats: bool
+    scan_ticks: bool
+
+
+def prepare(
+    stage: Stage,
+    options: CircularOptions,
+    weights: PyTree,
+    inputs: PyTree,
+    batch_inputs: PyTree,
+    keys: PyTree,
+) -> tuple[CircularInvariants, PyTree]:
+    """Traces the stage and its backward; returns the loop invariants and the shapes of its aux."""
+    S, n = lax.axis_size(AXIS), jax.tree.leaves(inputs)[0].shape[0]
+    R = jax.tree.leaves(weights)[0].shape[0]
+    check_circular(S, R, S * n, delay=options.delay)
+
+    gather = repeat_gather(options.gather, weights)
+    # Only the types of these arguments are used, to trace the stage.
+    first = (index_leading(tree, 0) for tree in (inputs, batch_inputs, keys))
+    examples = gather.unshard(gather.window(gather.prefetch(0), 0)), *first
+    _, aux_shapes = jax.eval_shape(stage, *examples)
+    shape = PipelineShape(S, R, S * n, 2 if options.delay else 1)
+    traced = pullback(options.remat(stage), *examples)
+    scans = options.scan_repeats, options.scan_ticks
+    return CircularInvariants(shape, traced, gather, batch_inputs, keys, *scans), aux_shapes
+
+
+def begins_repeat(work: TickWork) -> Bool[Array, ""]:
+    """Returns whether a rank begins a repeat with `work`."""
+    return work.busy & (work.microbatch == 0)
+
+
+def batch_inputs_and_keys(invariants: CircularInvariants, work: TickWork) -> tuple[PyTree, PyTree]:
+    """Returns batch_inputs and keys of the microbatch that a rank works on."""
+    keys = fold_in_microbatch(index_leading(invariants.keys, work.repeat), work.microbatch)
+    return index_leading(invariants.batch_inputs, work.microbatch), keys
