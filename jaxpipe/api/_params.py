@@ -51,21 +51,21 @@ def check_groups(groups: Any) -> None:
         )
 
 
-def stack_layers(layers: PyTree) -> tuple[PyTree, int, bool]:
-    """Stacks the layers of the user's tree.
+def check_layers(layers: PyTree) -> tuple[int, bool]:
+    """Checks that the layers of the user's tree are alike.
 
     Args:
-        layers: A list or tuple of L trees, or one tree of leaves [L, ...].
+        layers: A list or tuple of L trees, or one tree of leaves [L, ...]; or shapes of these.
 
     Returns:
-        ([L, ...] leaves, L, whether `layers` was a list).
+        (L, whether `layers` is a list).
 
     Raises:
         ValueError: If there are no layers, or they differ in structure, shapes or dtypes.
     """
     if isinstance(layers, list | tuple):
         _check_alike(layers)
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers), len(layers), True
+        return len(layers), True
     leaves = jax.tree_util.tree_leaves_with_path(layers)
     sizes = {jnp.shape(leaf)[:1] for _, leaf in leaves}
     if len(sizes) != 1 or () in sizes:
@@ -74,7 +74,14 @@ def stack_layers(layers: PyTree) -> tuple[PyTree, int, bool]:
             f"`params['layers']` has the leaves {shapes or 'none'}. Give a list with a tree for "
             "every layer, or leaves that share their first dim, the number of layers."
         )
-    return layers, sizes.pop()[0], False
+    return sizes.pop()[0], False
+
+
+def stack_layers(layers: PyTree) -> PyTree:
+    """Returns leaves [L, ...] of layers that `check_layers` has checked."""
+    if isinstance(layers, list | tuple):
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    return jax.tree.map(jnp.asarray, layers)
 
 
 def _check_alike(layers: Sequence[PyTree]) -> None:
@@ -100,7 +107,7 @@ def _check_alike(layers: Sequence[PyTree]) -> None:
 
 
 def _type(leaf: Any) -> str:
-    aval = jax.typeof(leaf)
+    aval = leaf if hasattr(leaf, "dtype") else jax.typeof(leaf)
     return f"{aval.dtype}{list(aval.shape)}"
 
 

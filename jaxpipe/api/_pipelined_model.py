@@ -21,7 +21,7 @@ from ..schedules import Schedule
 from ..schedules.lock_step import Ticks
 from ._layouts import even_counts
 from ._model import Model
-from ._params import StoredLayers, check_groups, stack_layers, unstack_layers
+from ._params import StoredLayers, check_groups, check_layers, stack_layers, unstack_layers
 from ._staging import PieceInputs, make_inputs, staged_model, takes_key
 
 StoredParams = dict[str, Any]
@@ -66,18 +66,44 @@ class PipelinedModel:
         Raises:
             ValueError: If the tree is not that of the model, or layers are not alike.
         """
+        num_layers, in_list = self._check_params(params)
+        plan = self.plan(num_layers)
+        weights = self.engine.put(plan, self._weights(plan, params), self.model.tied)
+        return _stored(weights, num_layers, in_list)
+
+    def init(self, make: Callable[..., PyTree], *arguments: Any) -> StoredParams:
+        """Makes the first parameters as the engine stores them, never whole on one device.
+
+        Args:
+            make: `(*arguments) -> params`, in the user's tree. It is traced, once per rank for
+                `mpmd`.
+            *arguments: Such as the random key.
+
+        Returns:
+            The same as `shard(make(*arguments))`.
+
+        Raises:
+            ValueError: If the tree is not that of the model, or layers are not alike.
+        """
+        num_layers, in_list = self._check_params(jax.eval_shape(make, *arguments))
+        plan = self.plan(num_layers)
+        weights = self.engine.init(
+            plan, lambda: self._weights(plan, make(*arguments)), self.model.tied
+        )
+        return _stored(weights, num_layers, in_list)
+
+    def _check_params(self, params: PyTree) -> tuple[int, bool]:
+        """Checks the user's tree, and returns L and whether it has a list of layers."""
         groups = self.model.to_groups(params)
         check_groups(groups)
-        layers, num_layers, in_list = stack_layers(groups["layers"])
-        plan = self.plan(num_layers)
-        weights = {
-            "embed": jax.tree.map(jnp.asarray, groups["embed"]),
-            "stages": self.engine.stack(plan, layers),
-            "head": jax.tree.map(jnp.asarray, groups["head"]),
-        }
-        stored = self.engine.put(plan, weights, self.model.tied)
-        stages = StoredLayers(stored["stages"], num_layers, in_list)
-        return {"embed": stored["embed"], "layers": stages, "head": stored["head"]}
+        return check_layers(groups["layers"])
+
+    def _weights(self, plan: PipelinePlan, params: PyTree) -> dict[str, PyTree]:
+        """Returns the parameters in the groups of engines."""
+        groups = self.model.to_groups(params)
+        embed, head = jax.tree.map(jnp.asarray, (groups["embed"], groups["head"]))
+        stages = self.engine.stack(plan, stack_layers(groups["layers"]))
+        return {"embed": embed, "stages": stages, "head": head}
 
     def unshard(self, params: StoredParams) -> PyTree:
         """Returns parameters, or gradients, in the user's own tree.
@@ -217,3 +243,8 @@ class PipelinedModel:
     def _staged_model(self, plan: PipelinePlan) -> StagedModel:
         num_pieces = self.num_microbatches * num_row_shards(self.mesh)
         return staged_model(self.model, num_pieces, partial(self.engine.stage, plan))
+
+
+def _stored(weights: dict[str, Any], num_layers: int, in_list: bool) -> StoredParams:
+    layers = StoredLayers(weights["stages"], num_layers, in_list)
+    return {"embed": weights["embed"], "layers": layers, "head": weights["head"]}

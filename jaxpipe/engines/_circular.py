@@ -70,6 +70,7 @@ CIRCULAR = Engine(
     value=_value,
     value_and_grad=_value_and_grad,
     put=_stacked.put,
+    init=_stacked.init,
     gather=_stacked.gather,
     jit=_stacked.jit,
 )

@@ -67,6 +67,8 @@ class Engine:
         value_and_grad: `(plan, model, weights, batch_inputs, keys) -> ((loss, metrics), grads)`,
             with gradients like `weights`.
         put: `(plan, weights, tied) -> weights` on the devices that hold them, sharded over `fsdp`.
+        init: `(plan, make, tied) -> weights`: the weights that `make()` returns, made on the
+            devices that hold them, so that no device ever has the whole model.
         gather: `(plan, tree) -> tree` of arrays that every device of the mesh has.
         jit: `(plan, function, donate_argnums) -> function`: compiles a function that calls `value`
             or `value_and_grad`.
@@ -82,5 +84,6 @@ class Engine:
     value: Callable[[PipelinePlan, StagedModel, dict[str, Any], Any, Any], Any]
     value_and_grad: Callable[[PipelinePlan, StagedModel, dict[str, Any], Any, Any], Any]
     put: Callable[[PipelinePlan, dict[str, Any], bool], dict[str, Any]]
+    init: Callable[[PipelinePlan, Callable[[], dict[str, Any]], bool], dict[str, Any]]
     gather: Callable[[PipelinePlan, Any], Any]
     jit: Callable[[PipelinePlan, Callable, tuple[int, ...]], Callable]

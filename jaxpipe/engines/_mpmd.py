@@ -1,7 +1,6 @@
 """The engine `mpmd`: every rank runs programs of its own, by any schedule."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -76,26 +75,57 @@ def _value_and_grad(
 
 def _put(plan: PipelinePlan, weights: dict[str, Any], tied: bool) -> dict[str, Any]:
     """Moves stages to their ranks; embedding and head to those of the first and last stage."""
+    mesh = mpmd.MpmdMesh(plan.mesh, "stage")
+
+    def put(leaf: jax.Array, sharding: mpmd.MpmdSharding) -> mpmd.MpmdArray:
+        local = set(sharding.mpmd_idxs) & set(mesh.local_ranks)
+        arrays = {rank: jax.device_put(leaf, sharding.of_rank(rank)) for rank in local}
+        return mpmd.MpmdArray.of_ranks(arrays, sharding, leaf.shape, leaf.dtype)
+
+    return jax.tree.map(put, weights, _shardings(plan, weights, tied))
+
+
+def _init(plan: PipelinePlan, make: Callable[[], dict[str, Any]], tied: bool) -> dict[str, Any]:
+    """Makes the weights of every rank by a program of its own."""
+    shapes = jax.eval_shape(make)
+    leaves, tree = jax.tree.flatten(_shardings(plan, shapes, tied))
+    found: list[dict[int, jax.Array]] = [{} for _ in leaves]
+    for rank in leaves[0].mpmd_mesh.local_ranks:
+        held = [i for i, leaf in enumerate(leaves) if rank in leaf.mpmd_idxs]
+
+        def make_held(held: list[int] = held) -> list[jax.Array]:
+            made = jax.tree.leaves(make())
+            return [made[i] for i in held]
+
+        arrays = jax.jit(make_held, out_shardings=[leaves[i].of_rank(rank) for i in held])()
+        for i, array in zip(held, arrays, strict=True):
+            found[i][rank] = array
+    made = [
+        mpmd.MpmdArray.of_ranks(arrays, sharding, shape.shape, shape.dtype)
+        for arrays, sharding, shape in zip(found, leaves, jax.tree.leaves(shapes), strict=True)
+    ]
+    return tree.unflatten(made)
+
+
+def _shardings(plan: PipelinePlan, weights: dict[str, Any], tied: bool) -> dict[str, Any]:
+    """Returns the ranks of every leaf, and its sharding over `fsdp` on them."""
     assert plan.schedule is not None
     mesh = mpmd.MpmdMesh(plan.mesh, "stage")
     stages = range(plan.schedule.num_stages)
     ranks = [language.ranks_of_stage(plan.schedule, stage) for stage in stages]
     first = tuple(sorted({*ranks[0], *(ranks[-1] if tied else ())}))
 
-    def put(leaf: jax.Array, ranks: tuple[int, ...], lead: tuple[None, ...]) -> mpmd.MpmdArray:
-        sharding = mpmd.MpmdSharding(mesh, ranks, fsdp_spec(leaf, plan.mesh, lead))
-        local = set(ranks) & set(mesh.local_ranks)
-        arrays = {rank: jax.device_put(leaf, sharding.of_rank(rank)) for rank in local}
-        return mpmd.MpmdArray.of_ranks(arrays, sharding, leaf.shape, leaf.dtype)
+    def of_tree(tree: PyTree, ranks: tuple[int, ...], lead: tuple[None, ...] = ()) -> PyTree:
+        def of_leaf(leaf: Any) -> mpmd.MpmdSharding:
+            return mpmd.MpmdSharding(mesh, ranks, fsdp_spec(leaf, plan.mesh, lead))
 
-    def put_tree(tree: PyTree, ranks: tuple[int, ...], lead: tuple[None, ...] = ()) -> PyTree:
-        return jax.tree.map(partial(put, ranks=ranks, lead=lead), tree)
+        return jax.tree.map(of_leaf, tree)
 
     pairs = zip(weights["stages"], ranks, strict=True)
     return {
-        "embed": put_tree(weights["embed"], first),
-        "stages": [put_tree(tree, of_stage, (None,)) for tree, of_stage in pairs],
-        "head": put_tree(weights["head"], ranks[-1]),
+        "embed": of_tree(weights["embed"], first),
+        "stages": [of_tree(tree, of_stage, (None,)) for tree, of_stage in pairs],
+        "head": of_tree(weights["head"], ranks[-1]),
     }
 
 
@@ -132,6 +162,7 @@ MPMD = Engine(
     value=_value,
     value_and_grad=_value_and_grad,
     put=_put,
+    init=_init,
     gather=_gather,
     jit=_jit,
 )

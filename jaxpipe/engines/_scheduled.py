@@ -69,6 +69,7 @@ SCHEDULED = Engine(
     value=_value,
     value_and_grad=_value_and_grad,
     put=_stacked.put,
+    init=_stacked.init,
     gather=_stacked.gather,
     jit=_stacked.jit,
 )

@@ -144,16 +144,44 @@ def put(
         The weights, sharded over the mesh.
     """
     del tied
+    shardings = _shardings(plan, weights, stage_axis)
+    return jax.jit(lambda tree: tree, out_shardings=shardings)(weights)
 
+
+def init(
+    plan: PipelinePlan,
+    make: Callable[[], dict[str, PyTree]],
+    tied: bool,
+    *,
+    stage_axis: str | None = "stage",
+) -> dict[str, PyTree]:
+    """Makes weights on the devices that hold them; no device has more than its own shards.
+
+    Args:
+        plan: The pipeline.
+        make: Returns the groups "embed", "stages" and "head".
+        tied: Not read: every rank has the weights of embedding and head.
+        stage_axis: The mesh axis over which stages are sharded; None for copies on all ranks.
+
+    Returns:
+        The weights, sharded over the mesh.
+    """
+    del tied
+    shardings = _shardings(plan, jax.eval_shape(make), stage_axis)
+    return jax.jit(make, out_shardings=shardings)()
+
+
+def _shardings(
+    plan: PipelinePlan, weights: dict[str, PyTree], stage_axis: str | None
+) -> dict[str, PyTree]:
     def sharding(lead: tuple[str | None, ...], leaf: Any) -> NamedSharding:
         return NamedSharding(plan.mesh, fsdp_spec(leaf, plan.mesh, lead))
 
     stage = None, stage_axis, None
-    shardings = {
+    return {
         group: jax.tree.map(partial(sharding, stage if group == "stages" else ()), tree)
         for group, tree in weights.items()
     }
-    return jax.jit(lambda tree: tree, out_shardings=shardings)(weights)
 
 
 def weight_gathers(plan: PipelinePlan, weights: dict[str, PyTree]) -> tuple[Gather, Gather]:

@@ -64,6 +64,7 @@ UNPIPELINED = Engine(
     value=_value,
     value_and_grad=_value_and_grad,
     put=partial(_stacked.put, stage_axis=None),
+    init=partial(_stacked.init, stage_axis=None),
     gather=_stacked.gather,
     jit=_stacked.jit,
 )

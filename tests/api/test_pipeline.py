@@ -146,6 +146,18 @@ def test_parameters_come_back_as_they_went_in():
             jax.tree.map(np.testing.assert_array_equal, back, params)
 
 
+@pytest.mark.parametrize(("schedule", "engine"), [("1f1b", "auto"), ("interleaved_1f1b", "mpmd")])
+def test_init_makes_the_shards_of_every_device_and_the_same_numbers(schedule: str, engine: str):
+    pipe = jp.pipeline(
+        MEAN, schedule=schedule, mesh=mesh(stage=2, fsdp=2), microbatches=4, engine=engine
+    )
+    made, sharded = pipe.init(init), pipe.shard(init())
+    assert jax.tree.structure(made) == jax.tree.structure(sharded)
+    for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(sharded), strict=True):
+        assert a.sharding == b.sharding
+    close(pipe.unshard(made), init())
+
+
 def refused(match: str, model: Any = MEAN, params: Any = None, **options: Any) -> None:
     given = {"schedule": "1f1b", "mesh": mesh(stage=2), "microbatches": 4} | options
     with pytest.raises(ValueError, match=match):
