@@ -72,14 +72,15 @@ class Scan:
     """`lax.scan`, optionally with arrays to which each iteration adds its slice.
 
     Attributes:
-        body: `(consts, carry, slices of xs, slices of sums) -> (carry, slices of ys, sums)`.
+        body: `(consts, carry, slices of xs, slices of accumulators) -> (carry, slices of ys, new
+            slices of accumulators)`.
         num_consts: Number of inputs that every iteration reads whole.
         num_carry: Number of inputs, and of first outputs, that are carried between iterations.
         length: Number of iterations.
         reverse: Whether the iterations run from the last slices to the first.
         unroll: Number of iterations that are unrolled into one.
-        num_sums: Number of last inputs and outputs that are [length, ...] arrays, of which every
-            iteration replaces its slice, in place.
+        num_accumulators: Number of last inputs and outputs that are [length, ...] arrays, of which
+            every iteration replaces its slice, in place.
     """
 
     body: "Graph"
@@ -88,36 +89,37 @@ class Scan:
     length: int
     reverse: bool
     unroll: int
-    num_sums: int = 0
+    num_accumulators: int = 0
 
     def run(self, *inputs: Any) -> list[Any]:
-        ends = self.num_consts, self.num_consts + self.num_carry, len(inputs) - self.num_sums
-        consts, init, xs, sums = (list(part) for part in split_at(inputs, ends))
+        num_others = len(inputs) - self.num_accumulators
+        ends = self.num_consts, self.num_consts + self.num_carry, num_others
+        consts, init, xs, accumulators = (list(part) for part in split_at(inputs, ends))
         if not self.length:  # no slices to index or to update
-            slices = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (*xs, *sums)]
+            slices = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (*xs, *accumulators)]
             outputs = jax.eval_shape(self.body, *consts, *init, *slices)
-            ys = outputs[self.num_carry : len(outputs) - self.num_sums]
-            return [*init, *(jnp.zeros((0, *y.shape), y.dtype) for y in ys), *sums]
+            ys = outputs[self.num_carry : len(outputs) - self.num_accumulators]
+            return [*init, *(jnp.zeros((0, *y.shape), y.dtype) for y in ys), *accumulators]
 
         def turn(carry: Any, slices: Any) -> Any:
-            (carry, sums), (xs, i) = carry, slices
-            slices_of_sums = [lax.dynamic_index_in_dim(x, i, keepdims=False) for x in sums]
-            outputs = self.body(*consts, *carry, *xs, *slices_of_sums)
-            ends = self.num_carry, len(outputs) - self.num_sums
-            carry, ys, slices_of_sums = split_at(outputs, ends)
+            (carry, accumulators), (xs, i) = carry, slices
+            before = [lax.dynamic_index_in_dim(x, i, keepdims=False) for x in accumulators]
+            outputs = self.body(*consts, *carry, *xs, *before)
+            ends = self.num_carry, len(outputs) - self.num_accumulators
+            carry, ys, after = split_at(outputs, ends)
             put = lax.dynamic_update_index_in_dim
-            sums = [put(x, new, i, 0) for x, new in zip(sums, slices_of_sums, strict=True)]
-            return (list(carry), sums), list(ys)
+            accumulators = [put(x, new, i, 0) for x, new in zip(accumulators, after, strict=True)]
+            return (list(carry), accumulators), list(ys)
 
-        (carry, sums), ys = lax.scan(
+        (carry, accumulators), ys = lax.scan(
             turn,
-            (init, sums),
-            (xs, jnp.arange(self.length) if sums else None),
+            (init, accumulators),
+            (xs, jnp.arange(self.length) if accumulators else None),
             self.length,
             self.reverse,
             self.unroll,
         )
-        return [*carry, *ys, *sums]
+        return [*carry, *ys, *accumulators]
 
 
 @dataclass(frozen=True)

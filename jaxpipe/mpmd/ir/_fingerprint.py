@@ -88,9 +88,9 @@ def _fingerprint_constant(value: Any) -> Hashable:
 def _fingerprint_operation(operation: Any) -> Hashable:
     match operation:
         case Scan():
-            sizes = operation.num_consts, operation.num_carry, operation.length, operation.num_sums
-            order = operation.reverse, operation.unroll
-            return "scan", fingerprint(operation.body), sizes, order
+            counts = operation.num_consts, operation.num_carry, operation.num_accumulators
+            turns = operation.length, operation.reverse, operation.unroll
+            return "scan", fingerprint(operation.body), counts, turns
         case Cond():
             return "cond", tuple(map(fingerprint, operation.branches))
         case ShardMap():

@@ -198,12 +198,12 @@ def _phases(
         if op is Op.F and stage == schedule.num_stages - 1:
             phase["cotangent_slot"][tick][rank] = slots.cotangents[number]
         if op is not Op.W:
-            source, following, closes = next(upcoming)
+            source, following, ends_residency = next(upcoming)
             phase["weight_source"][tick][rank] = source
             phase["prefetch_chunk"][tick][rank] = (
                 rank_and_chunk_of[following].chunk if following >= 0 else -1
             )
-            phase["ends_residency"][tick][rank] = int(closes)
+            phase["ends_residency"][tick][rank] = int(ends_residency)
     # Each draft is freed for its table: keeping all of both would take twice the memory.
     return (
         PhaseTable(*(_frozen(phase.pop(name)) for name in PhaseTable._fields)) for phase in phases

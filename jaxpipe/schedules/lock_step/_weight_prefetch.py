@@ -58,8 +58,10 @@ def chunk_residencies(
     following = next_backward = -1
     sources = _sources(program, separate_backward_weights=separate_backward_weights)
     for action, source in zip(reversed(program), reversed(sources), strict=True):
-        closes = action.op is not Op.F and action.stage != next_backward
-        found.append(ChunkResidency(source, following if source == PREFETCHED else -1, closes))
+        ends_residency = action.op is not Op.F and action.stage != next_backward
+        found.append(
+            ChunkResidency(source, following if source == PREFETCHED else -1, ends_residency)
+        )
         if source == PREFETCHED:
             following = action.stage
         if action.op is not Op.F:

@@ -194,7 +194,7 @@ def _each_residency(gather: Gather, weights: PyTree, tables: TickTables) -> Chun
                 done, index_leading(done, work.chunk) + scattered, work.chunk
             )
 
-        hint = execution_count_hint(tables.backward.ends_residency, lambda closes: closes == 1)
+        hint = execution_count_hint(tables.backward.ends_residency, lambda ends: ends == 1)
         keep = lambda *pair: pair  # noqa: E731
         pairs = [
             cond(work.ends_residency == 1, partial(scatter, i), keep, *pair, like=pair, hint=hint)
