@@ -39,6 +39,8 @@ def _value(
         delay=plan.forwarding_delay,
         gather=gather,
         boundary_gather=boundary_gather,
+        scan_repeats=plan.scan_repeats,
+        scan_ticks=plan.scan_ticks,
     )
 
 
@@ -56,6 +58,8 @@ def _value_and_grad(
         remat=plan.remat,
         gather=gather,
         boundary_gather=boundary_gather,
+        scan_repeats=plan.scan_repeats,
+        scan_ticks=plan.scan_ticks,
     )
 
 

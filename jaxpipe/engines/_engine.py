@@ -15,6 +15,7 @@ from ..autodiff import Remat, StagedModel, recompute
 from ..schedules import Schedule
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
+from ..spmd import Gather
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,12 @@ class PipelinePlan:
         forwarding_delay: Whether activations are handed over one tick late.
         gather: When parameters that are sharded over `fsdp` are gathered, in one program: in every
             "tick", "once", or once per "repeat", ahead of it.
+        gathers: Returns the gather of a stage's weights and that of `{"embed": ..., "head": ...}`,
+            for weights that are sharded by other rules than those of `Engine.put`. None for
+            these.
+        vocab_parallel: Whether all ranks of the engine `scheduled` compute the loss together.
+        scan_repeats: Whether the engine `circular` runs repeats in a `lax.scan`.
+        scan_ticks: Whether the engine `circular` runs ticks in a `lax.scan`.
     """
 
     mesh: Mesh
@@ -41,6 +48,10 @@ class PipelinePlan:
     remat: Remat = recompute
     forwarding_delay: bool = False
     gather: Literal["tick", "repeat", "once"] = "tick"
+    gathers: Callable[[], tuple[Gather, Gather]] | None = None
+    vocab_parallel: bool = False
+    scan_repeats: bool = True
+    scan_ticks: bool = True
 
 
 @dataclass(frozen=True)

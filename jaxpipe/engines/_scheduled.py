@@ -37,6 +37,7 @@ def _value(
         mesh=plan.mesh,
         gather=gather,
         boundary_gather=boundary_gather,
+        vocab_parallel=plan.vocab_parallel,
     )
 
 
@@ -55,6 +56,7 @@ def _value_and_grad(
         remat=plan.remat,
         gather=gather,
         boundary_gather=boundary_gather,
+        vocab_parallel=plan.vocab_parallel,
     )
 
 

@@ -194,6 +194,8 @@ def weight_gathers(plan: PipelinePlan, weights: dict[str, PyTree]) -> tuple[Gath
     Returns:
         The gather of a stage, and that of `{"embed": ..., "head": ...}`.
     """
+    if plan.gathers is not None:
+        return plan.gathers()
 
     def axes(skipped: int, leaf: Any) -> tuple[str | None, ...]:
         return (None,) * min(skipped, 1) + fsdp_axes(jnp.shape(leaf)[skipped:], plan.mesh)

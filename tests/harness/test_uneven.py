@@ -11,8 +11,7 @@ from train.runs import DEEPSEEK, DROPOUT, NONE, ROWS, Settings, flat, setup_of
 
 from harness.contract import assert_close
 from jaxpipe.data import synthetic_batches
-from jaxpipe.train.plan import build_model
-from jaxpipe.train.step import VALUE_AND_GRAD_BUILDERS, dropout_keys, init_state, shard_batch
+from jaxpipe.train.step import dropout_keys, init_state, make_value_and_grad, shard_batch
 
 EIGHT: Settings = {"base_num_decoder_layers": 8}
 # Devices, ranks, and what differs. Every run of a line has the same layers.
@@ -46,7 +45,7 @@ SLOW = ("1f1b on 3", "zero bubble on 4", "1f1b on 8")
 def gradients(devices: int, *settings: Settings) -> tuple[Any, Any]:
     """Loss and metrics, and the gradients with layers in forward order."""
     setup = setup_of(devices, EIGHT, {"remat_policy": "full"}, *settings)
-    engine = VALUE_AND_GRAD_BUILDERS[setup.config.pipeline_engine](setup, build_model(setup))
+    engine = make_value_and_grad(setup)
     state = init_state(setup)
     batch = synthetic_batches(vocab_size=64, batch_size=ROWS, length=16, seed=0)(0)
     with jax.set_mesh(setup.mesh):

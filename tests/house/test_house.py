@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": set(),
     "train": {
         "data",
+        "engines",
         "linen",
         "nnx",
         "modules",

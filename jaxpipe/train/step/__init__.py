@@ -12,9 +12,9 @@ from ._state import abstract_trained_weights as abstract_trained_weights
 from ._state import make_optimizer as make_optimizer
 from ._state import state_shapes as state_shapes
 from ._state import state_shardings as state_shardings
-from ._step import VALUE_AND_GRAD_BUILDERS as VALUE_AND_GRAD_BUILDERS
 from ._step import dropout_keys as dropout_keys
 from ._step import init_state as init_state
 from ._step import make_train_step as make_train_step
+from ._step import make_value_and_grad as make_value_and_grad
 from ._step import shard_batch as shard_batch
 from ._step import shard_batch_of_step as shard_batch_of_step

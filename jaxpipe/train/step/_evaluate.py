@@ -13,18 +13,16 @@ import jax
 from jaxtyping import PyTree
 
 from ... import mpmd
-from ...autodiff import StagedModel, unpipelined
+from ...autodiff import StagedModel
 from ...data.batches._batches import FiniteBatches
-from ...schedules import language, lock_step
-from ...spmd import circular_engine, scheduled_engine
 from ..plan._from_config import import_flax_decoder
-from ..plan._fsdp import weight_gathers
 from ..plan._model import build_model
+from ..plan._pipeline_plan import engine_of, pipeline_plan
 from ..plan._setup import Setup, batch_shardings, compiler_options, weight_shardings
 from ._gradient_accumulation import gradient_accumulation
 from ._mpmd import make_mpmd_eval_step
 from ._state import TrainState
-from ._step import engine_name, shard_batch_of_step, with_layer_mask
+from ._step import shard_batch_of_step, with_layer_mask
 
 BatchMetrics = Mapping[str, jax.Array | mpmd.MpmdArray]
 EvalMetrics = dict[str, float]
@@ -132,7 +130,7 @@ def make_eval_step(setup: Setup) -> Callable[[PyTree, PyTree], BatchMetrics]:
     if setup.per_stage_state:
         return make_mpmd_eval_step(setup)
     value = gradient_accumulation(
-        VALUE_BUILDERS[engine_name(setup)](setup, build_model(setup)),
+        make_value(setup),
         setup.gradient_accumulation_steps,
     )
 
@@ -147,46 +145,6 @@ def make_eval_step(setup: Setup) -> Callable[[PyTree, PyTree], BatchMetrics]:
     )
 
 
-def _unpipelined_value(setup: Setup, model: StagedModel) -> Callable:
-    del setup
-
-    def value(weights, batch_inputs, keys):
-        # One repeat and one rank: dims 0 and 1 of the stages become one dim of stages.
-        flat = weights | {"stages": jax.tree.map(lambda x: x[0], weights["stages"])}
-        return unpipelined.value(model, flat, batch_inputs, keys)
-
-    return value
-
-
-def _circular_value(setup: Setup, model: StagedModel) -> Callable:
-    config = setup.config
-    gather, boundary_gather = weight_gathers(setup)
-    return partial(
-        circular_engine.circular_value,
-        model,
-        mesh=setup.mesh,
-        delay=config.pipeline_delay_activation_forwarding,
-        gather=gather,
-        boundary_gather=boundary_gather,
-        scan_repeats=config.scan_pipeline_repeats,
-        scan_ticks=config.scan_pipeline_iterations,
-    )
-
-
-def _scheduled_value(setup: Setup, model: StagedModel) -> Callable:
-    gather, boundary_gather = weight_gathers(setup)
-    assert setup.schedule_selection is not None
-    return partial(
-        scheduled_engine.scheduled_value,
-        model,
-        ticks=lock_step.to_lock_step(language.forward_only(setup.schedule_selection.schedule)),
-        mesh=setup.mesh,
-        gather=gather,
-        boundary_gather=boundary_gather,
-        vocab_parallel=setup.config.pipeline_vocab_parallel,
-    )
-
-
 def _linen_value(setup: Setup, model: StagedModel) -> Callable:
     flax_decoder = import_flax_decoder()
     return flax_decoder.linen_value(flax_decoder.make_flax_decoder(setup, model))
@@ -197,10 +155,17 @@ def _nnx_value(setup: Setup, model: StagedModel) -> Callable:
     return flax_decoder.nnx_value(flax_decoder.make_flax_decoder(setup, model))
 
 
-VALUE_BUILDERS: dict[str, Callable[[Setup, StagedModel], Callable[..., Any]]] = {
-    "none": _unpipelined_value,
-    "circular": _circular_value,
-    "scheduled": _scheduled_value,
-    "linen": _linen_value,
-    "nnx": _nnx_value,
-}
+def make_value(setup: Setup) -> Callable[..., Any]:
+    """Returns the forwards of a run's engine, or of the Flax front end whose modules run in it.
+
+    Args:
+        setup: The run.
+
+    Returns:
+        `(weights, batch_inputs, keys) -> (loss, metrics)`.
+    """
+    model = build_model(setup)
+    front_ends = {False: _linen_value, True: _nnx_value}
+    if setup.config.enable_nnx is not None:
+        return front_ends[setup.config.enable_nnx](setup, model)
+    return partial(engine_of(setup).value, pipeline_plan(setup), model)

@@ -17,7 +17,7 @@ from ... import mpmd, schedules
 from ...models.weights._abstract import weight_shapes
 from ...mpmd import profiling
 from ..plan._model import build_model
-from ..plan._rematerialization import tick_remat
+from ..plan._pipeline_plan import engine_of, pipeline_plan
 from ..plan._setup import Setup, batch_shapes, batch_shardings, weight_shardings
 from ._gradient_accumulation import unrolled_gradient_accumulation
 from ._init import dropout_keys_of_layers, init_boundary, init_layers
@@ -49,11 +49,9 @@ def make_mpmd_eval_step(setup: Setup) -> Callable[[PyTree, PyTree], dict[str, An
     Returns:
         `(weights, batch) -> loss and metrics`.
     """
-    assert setup.schedule_selection is not None
-    model, schedule = build_model(setup), setup.schedule_selection.schedule
-
     value = unrolled_gradient_accumulation(
-        partial(mpmd.mpmd_value, model, schedule=schedule), setup.gradient_accumulation_steps
+        partial(engine_of(setup).value, pipeline_plan(setup), build_model(setup)),
+        setup.gradient_accumulation_steps,
     )
 
     def step(weights: Any, batch: Any) -> dict[str, Any]:
@@ -175,11 +173,8 @@ def _compiled_train_step(setup: Setup) -> mpmd.Compiled:
 @lru_cache(maxsize=1)
 def lower_train_step(setup: Setup) -> mpmd.Lowered:
     """Lowers the step on all ranks."""
-    assert setup.schedule_selection is not None
-    model, schedule = build_model(setup), setup.schedule_selection.schedule
-    remat, layers = tick_remat(setup.config), setup.layout.stage_layer_ids
-
-    call = partial(mpmd.mpmd_value_and_grad, model, schedule=schedule, remat=remat)
+    layers = setup.layout.stage_layer_ids
+    call = partial(engine_of(setup).value_and_grad, pipeline_plan(setup), build_model(setup))
 
     def dropout_keys(step: Int[Array, ""]) -> list[PyTree]:
         return [dropout_keys_of_layers(setup, step, layer_ids) for layer_ids in layers]

@@ -15,14 +15,13 @@ from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Int64, PyTree
 
-from ... import sharding, spmd
-from ...autodiff import StagedModel, unpipelined
+from ... import sharding
+from ...autodiff import StagedModel
 from ...data.batches._batches import Batch, RowsByStep
 from ..optim._router_bias import drop_router_biases
 from ..plan._from_config import import_flax_decoder
-from ..plan._fsdp import weight_gathers
 from ..plan._model import build_model
-from ..plan._rematerialization import tick_remat
+from ..plan._pipeline_plan import engine_of, pipeline_plan
 from ..plan._setup import Setup, batch_shapes, batch_shardings, compiler_options
 from ._gradient_accumulation import gradient_accumulation
 from ._init import dropout_keys_of_layers, init_boundary, init_layers
@@ -77,7 +76,7 @@ def make_train_step(
         drop_router_biases, (shardings["weights"], grad_shardings)
     )
     value_and_grad = gradient_accumulation(
-        VALUE_AND_GRAD_BUILDERS[engine_name(setup)](setup, build_model(setup)),
+        make_value_and_grad(setup),
         setup.gradient_accumulation_steps,
         reshard=lambda found: (found[0], sharding.reshard(found[1], grad_shardings)),
     )
@@ -177,63 +176,6 @@ def total_target_weight(batch: dict[str, np.ndarray]) -> float:
     return float(batch["target_weights"].sum(dtype=np.float64))
 
 
-def _circular_value_and_grad(setup: Setup, model: StagedModel) -> Callable:
-    config = setup.config
-    gather, boundary_gather = weight_gathers(setup)
-
-    def value_and_grad(weights, batch_inputs, keys):
-        return spmd.circular_value_and_grad(
-            model,
-            weights,
-            batch_inputs,
-            keys,
-            mesh=setup.mesh,
-            delay=setup.config.pipeline_delay_activation_forwarding,
-            remat=tick_remat(config),
-            gather=gather,
-            boundary_gather=boundary_gather,
-            scan_repeats=config.scan_pipeline_repeats,
-            scan_ticks=config.scan_pipeline_iterations,
-        )
-
-    return value_and_grad
-
-
-def _scheduled_value_and_grad(setup: Setup, model: StagedModel) -> Callable:
-    gather, boundary_gather = weight_gathers(setup)
-    assert setup.schedule_selection is not None and setup.schedule_selection.ticks is not None
-    ticks = setup.schedule_selection.ticks
-
-    def value_and_grad(weights, batch_inputs, keys):
-        return spmd.scheduled_value_and_grad(
-            model,
-            weights,
-            batch_inputs,
-            keys,
-            ticks=ticks,
-            mesh=setup.mesh,
-            remat=tick_remat(setup.config),
-            gather=gather,
-            boundary_gather=boundary_gather,
-            vocab_parallel=setup.config.pipeline_vocab_parallel,
-        )
-
-    return value_and_grad
-
-
-def _unpipelined_value_and_grad(setup: Setup, model: StagedModel) -> Callable:
-    del setup
-
-    def value_and_grad(weights, batch_inputs, keys):
-        # One repeat and one rank: dims 0 and 1 of the stages become one dim of stages.
-        flat = weights | {"stages": jax.tree.map(lambda x: x[0], weights["stages"])}
-        keys = jax.tree.map(lambda x: x[0], keys)
-        value, grads = unpipelined.value_and_grad(model, flat, batch_inputs, keys)
-        return value, grads | {"stages": jax.tree.map(lambda x: x[None], grads["stages"])}
-
-    return value_and_grad
-
-
 def _linen_value_and_grad(setup: Setup, model: StagedModel) -> Callable:
     flax_decoder = import_flax_decoder()
     return flax_decoder.linen_value_and_grad(flax_decoder.make_flax_decoder(setup, model))
@@ -244,19 +186,20 @@ def _nnx_value_and_grad(setup: Setup, model: StagedModel) -> Callable:
     return flax_decoder.nnx_value_and_grad(flax_decoder.make_flax_decoder(setup, model))
 
 
-VALUE_AND_GRAD_BUILDERS: dict[str, Callable[[Setup, StagedModel], Callable]] = {
-    "none": _unpipelined_value_and_grad,
-    "circular": _circular_value_and_grad,
-    "scheduled": _scheduled_value_and_grad,
-    "linen": _linen_value_and_grad,
-    "nnx": _nnx_value_and_grad,
-}
+def make_value_and_grad(setup: Setup) -> Callable:
+    """Returns the engine of a run, or the Flax front end whose modules run in it.
 
+    Args:
+        setup: The run.
 
-def engine_name(setup: Setup) -> str:
-    """Returns `pipeline_engine`, or the Flax frontend (`linen`, `nnx`) whose modules run in it."""
-    engines = {None: setup.config.pipeline_engine, False: "linen", True: "nnx"}
-    return engines[setup.config.enable_nnx]
+    Returns:
+        `(weights, batch_inputs, keys) -> ((loss, metrics), gradients)`.
+    """
+    model = build_model(setup)
+    front_ends = {False: _linen_value_and_grad, True: _nnx_value_and_grad}
+    if setup.config.enable_nnx is not None:
+        return front_ends[setup.config.enable_nnx](setup, model)
+    return partial(engine_of(setup).value_and_grad, pipeline_plan(setup), model)
 
 
 def dropout_keys(setup: Setup, step: Int[Array, ""]) -> PyTree:
