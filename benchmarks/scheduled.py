@@ -31,6 +31,7 @@ from jaxpipe import models, schedules, sharding, spmd
 from jaxpipe.autodiff import StagedModel, recompute, unpipelined
 from jaxpipe.models.layers import dot_product_attention
 from jaxpipe.schedules import analysis, lock_step
+from jaxpipe.spmd import scheduled_engine
 
 S, MICROBATCHES, ROWS, LENGTH = 4, 16, 4, 64
 LOOP = "loop, differentiated by JAX"
@@ -187,7 +188,7 @@ def scheduled(
     stages = jax.tree.map(lambda x: x.reshape(num_stages, -1, *x.shape[1:]), weights["stages"])
     stages = spmd.to_ranks(stages, ticks.schedule)
     once = spmd.Gather("once")  # nothing is split or gathered, and gradients add up in place
-    return spmd.scheduled_value_and_grad(
+    return scheduled_engine.scheduled_value_and_grad(
         model,
         weights | {"stages": stages},
         batch_inputs,

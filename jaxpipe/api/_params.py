@@ -31,6 +31,15 @@ class StoredLayers:
     in_list: bool = field(metadata={"static": True})
 
 
+def is_stored(params: PyTree) -> bool:
+    """Returns whether parameters are as `shard` returns them."""
+
+    def is_layers(x: Any) -> bool:
+        return isinstance(x, StoredLayers)
+
+    return any(map(is_layers, jax.tree.leaves(params, is_leaf=is_layers)))
+
+
 def check_groups(groups: Any) -> None:
     """Checks that parameters are in the three groups of a model.
 

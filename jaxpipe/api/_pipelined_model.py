@@ -14,11 +14,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree, Scalar
 
 from ..autodiff import Remat, StagedModel
-from ..engines import Engine
+from ..engines import ENGINES, Engine
 from ..engines._engine import PipelinePlan
 from ..engines._fsdp import num_row_shards
 from ..schedules import Schedule
 from ..schedules.lock_step import Ticks
+from ._check import TOLERANCE, Comparison, check
 from ._layouts import even_counts
 from ._model import Model
 from ._params import StoredLayers, check_groups, check_layers, stack_layers, unstack_layers
@@ -175,6 +176,41 @@ class PipelinedModel:
         """
         donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
         return self.engine.jit(self.plan(self._any_num_layers), function, donated)
+
+    def check(
+        self,
+        params: PyTree,
+        batch: PyTree,
+        key: Array | None = None,
+        *,
+        tolerance: float = TOLERANCE,
+    ) -> Comparison:
+        """Compares loss, metrics and every gradient with those of the unpipelined program.
+
+        The unpipelined program runs on the devices of the mesh, each of which needs memory for all
+        parameters and gradients (divided by `fsdp`).
+
+        Args:
+            params: Parameters from `shard`, or the user's tree.
+            batch: [B, ...] leaves.
+            key: The dropout key of the step. None if no function of the model takes one.
+            tolerance: The largest relative error that is accepted: the largest difference divided
+                by the largest magnitude of the leaf. The default is for float32.
+
+        Returns:
+            The relative error of each leaf, which prints as a table.
+
+        Raises:
+            AssertionError: If an error is larger. It names the leaf.
+        """
+        plain = replace(
+            self,
+            engine=ENGINES["unpipelined"],
+            schedule=None,
+            ticks=None,
+            layers_per_stage=None,
+        )
+        return check(self, plain, params, batch, key, tolerance)
 
     def plan(self, num_layers: int) -> PipelinePlan:
         """Returns what the engine is told about a model of so many layers.

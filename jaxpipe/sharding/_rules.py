@@ -160,8 +160,8 @@ def constrain_with(rules: Rules = DEFAULT_RULES) -> Constrain:
     """Returns a function that shards an activation as `rules` say, over the mesh in context.
 
     Axes that are manual where it is called (inside `jax.shard_map`) are left out of the spec, so a
-    model's code is the same inside a pipeline and outside. Without a mesh in context the function
-    returns its argument.
+    model's code is the same inside a pipeline and outside. Without a mesh in context, or where all
+    its axes are manual, the function returns its argument.
 
     Args:
         rules: The rules.
@@ -172,7 +172,7 @@ def constrain_with(rules: Rules = DEFAULT_RULES) -> Constrain:
 
     def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
         mesh = jax.sharding.get_abstract_mesh()
-        if mesh.empty:
+        if set(mesh.axis_names) <= set(mesh.manual_axes):
             return x
         spec = partition_spec(axes, rules_without_manual_axes(rules, mesh))
         check_divisible(x.shape, spec, dict(mesh.shape), "activation " + str(axes))

@@ -4,6 +4,5 @@ from .circular_engine import circular as circular
 from .circular_engine import circular_value_and_grad as circular_value_and_grad
 from .ranks import to_ranks as to_ranks
 from .ranks import to_stages as to_stages
-from .scheduled_engine import scheduled_value_and_grad as scheduled_value_and_grad
 from .weight_gather import Gather as Gather
 from .weight_gather import gather_weights as gather_weights

@@ -24,6 +24,7 @@ from jaxpipe.autodiff import StagedModel, remat_by_name, unpipelined
 from jaxpipe.models.layers import PROJECTIONS, dot_product_attention, routed_experts
 from jaxpipe.models.weights import stack_weights
 from jaxpipe.schedules import lock_step
+from jaxpipe.spmd import scheduled_engine
 from jaxpipe.train.plan import MODEL_FAMILIES, import_flax_decoder
 from small_models import small_deepseek, small_llama
 
@@ -134,7 +135,7 @@ def run_ticks(row: Row, case: Case, ticks: lock_step.Ticks) -> Any:
         return spmd.to_ranks(_flat(tree), ticks.schedule)
 
     def run(weights, batch_inputs, keys):
-        value, grads = spmd.scheduled_value_and_grad(
+        value, grads = scheduled_engine.scheduled_value_and_grad(
             case.model,
             weights,
             batch_inputs,

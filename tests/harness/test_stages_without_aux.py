@@ -12,6 +12,7 @@ from harness.contract import assert_close
 from jaxpipe import mpmd, schedules, sharding, spmd
 from jaxpipe.autodiff import StagedModel, unpipelined
 from jaxpipe.schedules import lock_step
+from jaxpipe.spmd import scheduled_engine
 
 S, M, D = 2, 2, 3
 SCHEDULE = schedules.build("1f1b", ranks=S, microbatches=M)
@@ -50,7 +51,7 @@ ENGINES = {
     "plain": plain,
     "circular": spmd.circular_value_and_grad,
     "scheduled": functools.partial(
-        spmd.scheduled_value_and_grad, ticks=lock_step.to_lock_step(SCHEDULE)
+        scheduled_engine.scheduled_value_and_grad, ticks=lock_step.to_lock_step(SCHEDULE)
     ),
     "mpmd": on_groups,
 }

@@ -23,6 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "mpmd": {"autodiff", "ir", "schedules", "sharding"},
     "engines": {"spmd", "mpmd", "autodiff", "schedules", "sharding"},
     "api": {"engines", "autodiff", "schedules", "sharding"},
+    "testing": {"api", "engines", "schedules"},
     "modules": {"spmd", "autodiff", "sharding"},
     "linen": {"modules", "spmd"},
     "nnx": {"modules"},

@@ -11,7 +11,7 @@ from harness.contract import Row, check_result, make_case, plain, reference, run
 from jaxpipe import schedules, spmd
 from jaxpipe.autodiff import StagedModel
 from jaxpipe.schedules import language, lock_step
-from jaxpipe.spmd import scheduled_engine
+from jaxpipe.spmd.scheduled_engine import scheduled_value, scheduled_value_and_grad
 
 S, D = 4, 64
 
@@ -37,7 +37,7 @@ def compiled(name: str, microbatches: int) -> Any:
     weights, batch_inputs, model = identity(microbatches)
     mesh = jax.make_mesh((S,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
     ticks = lock_step.to_lock_step(schedules.build(name, ranks=S, microbatches=microbatches))
-    run = functools.partial(spmd.scheduled_value_and_grad, model, ticks=ticks, mesh=mesh)
+    run = functools.partial(scheduled_value_and_grad, model, ticks=ticks, mesh=mesh)
     return jax.jit(run).lower(weights, batch_inputs).compile()
 
 
@@ -80,7 +80,7 @@ def test_an_idle_rank_computes_nothing():
 
     counted = StagedModel(model.embed, stage, model.loss)
     forward = lock_step.to_lock_step(language.forward_only(ticks.schedule))
-    run = functools.partial(scheduled_engine.scheduled_value, counted, ticks=forward, mesh=mesh)
+    run = functools.partial(scheduled_value, counted, ticks=forward, mesh=mesh)
     jax.block_until_ready(jax.jit(run)(weights, batch_inputs))
     jax.effects_barrier()
     assert len(seen) == S * 4
@@ -97,7 +97,7 @@ def test_a_value_alone_is_that_of_the_whole(name):
         return spmd.to_ranks(flat, ticks.schedule)
 
     weights = case.weights | {"stages": to_ranks(case.weights["stages"])}
-    run = functools.partial(scheduled_engine.scheduled_value, case.model, ticks=forward)
+    run = functools.partial(scheduled_value, case.model, ticks=forward)
     loss, metrics = jax.jit(run)(weights, case.batch_inputs, to_ranks(case.keys))
     (true_loss, true_metrics), _ = reference(plain(row))
     assert loss == pytest.approx(true_loss, rel=1e-5)
@@ -116,7 +116,7 @@ def refused(message: str, *, microbatches: int = 4, ticks: Any = None, **options
     weights, batch_inputs, model = identity(microbatches, chunks=options.pop("chunks", 1))
     ticks = ticks or lock_step.to_lock_step(schedules.build("1f1b", ranks=S, microbatches=4))
     with pytest.raises(ValueError, match=message):
-        spmd.scheduled_value_and_grad(model, weights, batch_inputs, ticks=ticks, **options)
+        scheduled_value_and_grad(model, weights, batch_inputs, ticks=ticks, **options)
 
 
 def test_counts_that_disagree_are_refused():
@@ -139,4 +139,4 @@ def test_a_value_alone_takes_forwards_alone():
     weights, batch_inputs, model = identity(4)
     ticks = lock_step.to_lock_step(schedules.build("1f1b", ranks=S, microbatches=4))
     with pytest.raises(ValueError, match="`ticks` has backwards"):
-        scheduled_engine.scheduled_value(model, weights, batch_inputs, ticks=ticks)
+        scheduled_value(model, weights, batch_inputs, ticks=ticks)

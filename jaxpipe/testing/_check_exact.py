@@ -1,0 +1,169 @@
+"""Runs a model under every engine, schedule and number of ranks that fits, and compares.
+
+M microbatches, L layers.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, PyTree
+
+from ..api import Model, PipelinedModel, pipeline
+from ..api._check import TOLERANCE, compare, require, run_value_and_grad
+from ..engines import ENGINES
+from ..schedules import FAMILIES
+from ._table import Case, ExactnessTable
+
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "zero_bubble_h1",
+    "zero_bubble_h2",
+    "interleaved_zero_bubble",
+    "zbv",
+    "v_half",
+    "v_min",
+    "dualpipev",
+    "circular",
+)
+_MAX_COUNTS = 3
+"""How many numbers of microbatches are tried until one fits a schedule."""
+
+
+def check_exact(
+    model: Model,
+    params: PyTree,
+    batch: PyTree,
+    *,
+    ranks: Sequence[int] = (2, 3, 4, 8),
+    schedules: Sequence[str] = SCHEDULES,
+    engines: Sequence[str] = tuple(ENGINES),
+    key: Array | None = None,
+    tolerance: float = TOLERANCE,
+    raises: bool = True,
+    **options: Any,
+) -> ExactnessTable:
+    """Compares a model with its unpipelined program under every engine, schedule and rank count.
+
+    Loss, metrics and every gradient leaf are compared. Cases that cannot run, such as more stages
+    than layers, are listed with the reason. Each case compiles a program, so give a small model.
+
+    Args:
+        model: The model.
+        params: The user's tree.
+        batch: [B, ...] leaves. M is the least number that divides B and suits the schedule, if
+            possible not less than the number of ranks.
+        ranks: Numbers of ranks; as many devices are needed as the largest.
+        schedules: Names of families.
+        engines: Names of engines. One that runs none of `schedules` is run without a schedule.
+        key: The dropout key of the step. None if no function of the model takes one.
+        tolerance: The largest relative error that is accepted: the largest difference divided by
+            the largest magnitude of the leaf. The default is for float32.
+        raises: Whether the first failure ends the check; otherwise the table says what failed.
+        **options: Further arguments of `pipeline`, such as `remat`.
+
+    Returns:
+        All cases, which print as a table.
+
+    Raises:
+        AssertionError: If an error is larger than `tolerance`. It names the case and the leaf.
+        ValueError: If a name is unknown, or nothing fits.
+    """
+    _check_names("schedules", schedules, FAMILIES)
+    _check_names("engines", engines, ENGINES)
+    plain = _plain_results(model, params, batch, key)
+    plain(1)  # errors of the model itself are raised as they are
+
+    def case(engine: str, schedule: str | None, num_ranks: int) -> Case:
+        made = _pipeline(model, params, batch, engine, schedule, num_ranks, options)
+        if isinstance(made, str):
+            return Case(engine, schedule, num_ranks, None, made)
+        pipe, stored = made
+        found = compare(run_value_and_grad(pipe, stored, batch, key), plain(pipe.num_microbatches))
+        if raises:
+            what = f"{engine} with {schedule or 'no schedule'} at {num_ranks} ranks"
+            require(found, tolerance, what)
+        return Case(engine, schedule, num_ranks, found, "")
+
+    cases: list[Case] = []
+    for engine in engines:
+        found = [case(engine, schedule, n) for schedule in schedules for n in ranks]
+        if not any(one.comparison for one in found):
+            found += [case(engine, None, n) for n in ranks]
+        cases += found
+    table = ExactnessTable(tuple(cases), tolerance)
+    if not any(one.comparison for one in cases):
+        raise ValueError(f"Nothing fits the model and the batch.\n{table}")
+    return table
+
+
+def _check_names(argument: str, names: Sequence[str], known: Any) -> None:
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"`{argument}` has {unknown[0]!r}. Valid names: {', '.join(known)}.")
+
+
+def _plain_results(
+    model: Model, params: PyTree, batch: PyTree, key: Array | None
+) -> Callable[[int], Any]:
+    """Returns a function from M to the results of the unpipelined program, each computed once."""
+    known: dict[int, Any] = {}
+
+    def plain(num_microbatches: int) -> Any:
+        if num_microbatches not in known:
+            pipe = pipeline(model, schedule=None, mesh=_mesh(1), microbatches=num_microbatches)
+            known[num_microbatches] = run_value_and_grad(pipe, pipe.shard(params), batch, key)
+        return known[num_microbatches]
+
+    return plain
+
+
+def _pipeline(
+    model: Model,
+    params: PyTree,
+    batch: PyTree,
+    engine: str,
+    schedule: str | None,
+    num_ranks: int,
+    options: dict[str, Any],
+) -> tuple[PipelinedModel, PyTree] | str:
+    """Returns the pipeline and its parameters, with the first M that fits; or why none does."""
+    if num_ranks > jax.device_count():
+        return (
+            f"there are {jax.device_count()} devices; `jaxpipe.emulate_devices({num_ranks})` "
+            "emulates more on a CPU"
+        )
+    reasons = []
+    for count in _microbatch_counts(batch, num_ranks)[:_MAX_COUNTS]:
+        try:
+            pipe = pipeline(
+                model,
+                schedule=schedule,
+                mesh=_mesh(num_ranks),
+                microbatches=count,
+                engine=engine,
+                **options,
+            )
+            stored = pipe.shard(params)
+        except ValueError as error:
+            reasons.append(str(error))
+        else:
+            return pipe, stored
+    return reasons[-1]
+
+
+def _microbatch_counts(batch: PyTree, num_ranks: int) -> list[int]:
+    """Returns numbers of microbatches to try: those that divide the rows, best first."""
+    rows = jnp.shape(jax.tree.leaves(batch)[0])[0]
+    divisors = [n for n in range(1, rows + 1) if rows % n == 0]
+    return sorted(divisors, key=lambda n: (n < num_ranks, abs(n - num_ranks)))
+
+
+def _mesh(num_ranks: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[:num_ranks]), ("stage",))
