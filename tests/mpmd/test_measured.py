@@ -111,6 +111,7 @@ def test_times_of_several_loops_are_not_mixed():
         "loop_0.fwd_0__0",
         "loop_1.fwd_0__0",
     }
+    assert {"loop_0.fwd_0__0@0", "loop_1.fwd_0__0@0"} < set(step.programs)
     assert {f"loop_{loop}.start@{rank}" for loop in range(2) for rank in range(2)} < set(times)
     with collect_task_times_ms() as found:
         step(*args)

@@ -1,22 +1,41 @@
 """Puts the arguments of a call on the groups that read them."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
 
 from ._array import MpmdArray
 
-Target = tuple[int, int, NamedSharding]
-"""A rank that reads an argument, the slot of its array in the list, and its sharding there."""
+
+class ArgumentSlot(NamedTuple):
+    """Where an argument goes on a rank that reads it.
+
+    Attributes:
+        rank: The rank.
+        slot: The index of its array in the list of arrays.
+        sharding: The sharding of its array.
+    """
+
+    rank: int
+    slot: int
+    sharding: NamedSharding
+
+
+class _Move(NamedTuple):
+    """An array that has another sharding than its slot asks for."""
+
+    array: Any
+    slot: int
+    sharding: NamedSharding
 
 
 def assign_arguments(
-    leaves: Sequence[Any], targets: Sequence[Sequence[Target]], slots: list[Any]
+    leaves: Sequence[Any], targets: Sequence[Sequence[ArgumentSlot]], slots: list[Any]
 ) -> None:
     """Stores every argument in its slots. Moves an array only if its sharding is another one."""
-    moving: list[tuple[Any, int, NamedSharding]] = []
+    moving: list[_Move] = []
     for leaf, of_leaf in zip(leaves, targets, strict=True):
         if isinstance(leaf, MpmdArray):
             _assign_mpmd_array(leaf, of_leaf, slots, moving)
@@ -25,18 +44,18 @@ def assign_arguments(
             if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
                 slots[slot] = leaf
             else:
-                moving.append((leaf, slot, sharding))
+                moving.append(_Move(leaf, slot, sharding))
     if moving:
-        moved = jax.device_put([x for x, _, _ in moving], [sharding for _, _, sharding in moving])
-        for (_, slot, _), array in zip(moving, moved, strict=True):
-            slots[slot] = array
+        moved = jax.device_put([m.array for m in moving], [m.sharding for m in moving])
+        for move, array in zip(moving, moved, strict=True):
+            slots[move.slot] = array
 
 
 def _assign_mpmd_array(
     array: MpmdArray,
-    targets: Sequence[Target],
+    targets: Sequence[ArgumentSlot],
     slots: list[Any],
-    moving: list[tuple[Any, int, NamedSharding]],
+    moving: list[_Move],
 ) -> None:
     array.check_not_deleted()
     for rank, slot, sharding in targets:
@@ -46,6 +65,5 @@ def _assign_mpmd_array(
         ):
             slots[slot] = local_array
         else:
-            moving.append(
-                (array.first_local_array() if local_array is None else local_array, slot, sharding)
-            )
+            local_array = array.first_local_array() if local_array is None else local_array
+            moving.append(_Move(local_array, slot, sharding))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
@@ -17,15 +17,15 @@ from ...ir.graph import Graph
 from ...schedules import Schedule
 from .._lowering import lower
 from ..ir._mpmd_graph import LoweringOptions
-from ..ir._program import Buffer, Instruction, MpmdProgram
+from ..ir._program import Buffer, Instruction, MpmdProgram, RankBuffer
 from ..runtime._channels import channel_layouts
 from ..runtime._compile import check_threads, compile_code
-from ..runtime._execute import BoundProgram, RankBuffer, Thunk, bind
+from ..runtime._execute import BoundInstruction, BoundProgram, Thunk, bind
 from ..runtime._session import CompileHandshake, Session, open_session
 from ..runtime._watchdog import report_failure, wait
 from ._arguments import StaticArguments, check_given_once, check_types, leaves_like
 from ._array import MpmdArray
-from ._assign_arguments import assign_arguments
+from ._assign_arguments import ArgumentSlot, assign_arguments
 from ._base_schedule import as_schedule
 from ._closed_jaxpr import ClosedJaxpr
 from ._donate import delete_arguments, deleted_arguments
@@ -162,12 +162,27 @@ class Lowered:
         return Compiled(self, bound, executables.specs, session)
 
 
-Specs = Mapping[tuple[Buffer, int], P]
+Specs = Mapping[RankBuffer, P]
 
 
 OBSERVER: ContextVar[Callable[["Compiled"], Sequence[Thunk]] | None]
 OBSERVER = ContextVar("observer", default=None)
 """A function that returns the thunks that a compiled step runs in place of its own, or None."""
+
+
+class _ResultSlots(NamedTuple):
+    """Where a result is after a call.
+
+    Attributes:
+        aval: Its shape and dtype.
+        sharding: Its sharding on all groups that hold it.
+        slot_on: The index of its array in the list of arrays, for each rank of this process that
+            holds it.
+    """
+
+    aval: Any
+    sharding: MpmdSharding
+    slot_on: Mapping[int, int]
 
 
 class Compiled:
@@ -189,18 +204,21 @@ class Compiled:
         local = set(mesh.local_ranks)
         self._inputs = [
             [
-                (rank, bound.slot_of[buffer, rank], NamedSharding(mesh.unstack[rank], spec))
+                ArgumentSlot(
+                    rank,
+                    bound.slot_of[buffer, rank],
+                    NamedSharding(mesh.unstack[rank], specs[buffer, rank]),
+                )
                 for rank in ranks
                 if rank in local
-                for spec in [specs[buffer, rank]]
             ]
             for buffer, ranks in program.inputs
         ]
         self._outputs = [
-            (
+            _ResultSlots(
                 b.value.aval,
                 MpmdSharding(mesh, ranks, specs[b, ranks[0]]),
-                [(r, bound.slot_of[b, r]) for r in ranks if r in local],
+                {r: bound.slot_of[b, r] for r in ranks if r in local},
             )
             for b, ranks in program.outputs
         ]
@@ -213,7 +231,7 @@ class Compiled:
         )
 
     @property
-    def thunks(self) -> Sequence[tuple[Instruction, Thunk]]:
+    def thunks(self) -> Sequence[BoundInstruction]:
         """Returns every instruction of this process, in order, with the thunk that runs it."""
         return self._bound.thunks
 
@@ -233,7 +251,8 @@ class Compiled:
             A compiled function that runs the wrapped thunks. The programs are not compiled again.
         """
         thunks = tuple(
-            (instruction, wrap(instruction, thunk)) for instruction, thunk in self._bound.thunks
+            BoundInstruction(instruction, wrap(instruction, thunk))
+            for instruction, thunk in self._bound.thunks
         )
         bound = replace(self._bound, thunks=thunks)
         return Compiled(self.lowered, bound, self._specs, self._session)
@@ -247,6 +266,7 @@ class Compiled:
     def programs(self) -> Mapping[str, jax.stages.Compiled]:
         """Returns the compiled XLA programs of this process by `name@rank`, such as `fwd_0__1@0`.
 
+        If the function has several loops, a name begins with its loop: `loop_1.fwd_0__1@0`.
         Each has JAX's `as_text`, `cost_analysis` and `memory_analysis`. Equal tasks share one
         program.
         """
@@ -287,14 +307,14 @@ class Compiled:
         wait = self._wait
         out = [
             MpmdArray.of_ranks(
-                {r: slots[p] for r, p in slot_of},
+                {rank: slots[slot] for rank, slot in slot_on.items()},
                 sharding,
                 aval.shape,
                 aval.dtype,
                 weak_type=aval.weak_type,
                 wait=wait,
             )
-            for aval, sharding, slot_of in self._outputs
+            for aval, sharding, slot_on in self._outputs
         ]
         if self._deleted_arguments:
             delete_arguments(leaves, self._deleted_arguments)

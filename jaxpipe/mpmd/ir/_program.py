@@ -7,7 +7,7 @@ ranks cannot deadlock.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from jax.sharding import PartitionSpec
 
@@ -27,6 +27,10 @@ class Buffer(NamedTuple):
 
     value: Var
     version: int | None = None
+
+
+RankBuffer: TypeAlias = tuple[Buffer, int]
+"""A buffer and one of the ranks that have it: the key of what differs between ranks."""
 
 
 class BufferOnRanks(NamedTuple):
@@ -225,6 +229,20 @@ def _check_order(program: MpmdProgram) -> None:
         known.update(run.writes)
     missing = [buffer for buffer, _ in program.outputs if buffer not in known]
     assert not missing, f"the program returns {missing}, which no rank has written"
+
+
+def name_in_step(run: RunTask, program: MpmdProgram) -> str:
+    """Returns the name of a task, with its loop if the program has several.
+
+    Args:
+        run: A task of the program.
+        program: The program.
+
+    Returns:
+        A name such as `fwd_0__1`, or `loop_1.fwd_0__1`, that no other task of its rank has.
+    """
+    is_ambiguous = run.loop is not None and len(program.schedules) > 1
+    return f"loop_{run.loop}.{run.name}" if is_ambiguous else run.name
 
 
 def instructions_of_rank(program: MpmdProgram, rank: int) -> tuple[Instruction, ...]:

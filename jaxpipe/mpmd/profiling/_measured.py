@@ -20,8 +20,8 @@ from ...schedules import Action, FusedPair, Timeline
 from ...schedules.analysis import TimedStep
 from ...schedules.language import ScheduleStep
 from ..api._stages import OBSERVER, Compiled
-from ..ir._program import Instruction, RunTask
-from ..runtime._execute import RankBuffer, Slots, Thunk
+from ..ir._program import Instruction, RankBuffer, RunTask, name_in_step
+from ..runtime._execute import Slots, Thunk
 
 
 class TaskTime(NamedTuple):
@@ -136,10 +136,9 @@ def _collecting(enabled: bool) -> Iterator[dict[str, list[float]] | None]:
 
 
 def _name(run: RunTask, compiled: Compiled) -> str:
-    """Returns the name of a task that no other task of the same step on the same rank has."""
-    several = run.loop is not None and len(compiled.lowered.schedules) > 1
-    name = run.name if run.actions else f"{run.name}@{run.rank}"
-    return f"loop_{run.loop}.{name}" if several else name
+    """Returns the name of a task, with its rank if it is no action of a schedule."""
+    name = name_in_step(run, compiled.lowered.program)
+    return name if run.actions else f"{name}@{run.rank}"
 
 
 def to_timeline(compiled: Compiled, times: Sequence[TaskTime], loop: int = 0) -> Timeline:

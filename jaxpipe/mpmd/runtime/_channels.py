@@ -7,20 +7,33 @@ receiver waits forever or interprets the bytes wrongly.
 import hashlib
 from collections import Counter
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..api._mesh import MpmdMesh
-from ..ir._program import Buffer, MpmdProgram, Recv, Send
+from ..ir._program import Buffer, MpmdProgram, RankBuffer, Recv, Send
 from ._transfers import Spec, layout
 
 MAX_LAYOUT_LENGTH = 200
 """Number of characters of a layout that are kept: for a thousand devices it has over 10,000."""
 
 
+class ChannelLayouts(NamedTuple):
+    """The arrays that this process exchanges with others.
+
+    Attributes:
+        layouts: The layout of the arrays on each channel, by the name of the channel.
+        peers: The processes at the other ends.
+    """
+
+    layouts: dict[str, str]
+    peers: set[int]
+
+
 def channel_layouts(
-    program: MpmdProgram, mesh: MpmdMesh, specs: Mapping[tuple[Buffer, int], PartitionSpec]
-) -> tuple[dict[str, str], set[int]]:
+    program: MpmdProgram, mesh: MpmdMesh, specs: Mapping[RankBuffer, PartitionSpec]
+) -> ChannelLayouts:
     """Returns the layouts of all transfers between this process and others.
 
     Args:
@@ -29,8 +42,7 @@ def channel_layouts(
         specs: The sharding of each buffer on each rank.
 
     Returns:
-        The layout of the arrays on each channel, by the name of the channel, and the processes at
-        the other ends.
+        The layouts and the other processes.
     """
     local, num_channels, peers = set(mesh.local_ranks), Counter[tuple[type, int, int]](), set[int]()
     found = {}
@@ -49,14 +61,14 @@ def channel_layouts(
         channel = f"channel {index} from rank {source} to rank {to}, behind {name},"
         found[channel] = abbreviate(layout([buffer_spec(b, rank, mesh, specs) for b in buffers]))
         peers.add(mesh.process_of(other))
-    return found, peers
+    return ChannelLayouts(found, peers)
 
 
 def buffer_spec(
     buffer: Buffer,
     rank: int,
     mesh: MpmdMesh,
-    specs: Mapping[tuple[Buffer, int], PartitionSpec],
+    specs: Mapping[RankBuffer, PartitionSpec],
 ) -> Spec:
     """Returns the shape, dtype and sharding of a buffer on a rank.
 

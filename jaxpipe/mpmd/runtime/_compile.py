@@ -22,7 +22,7 @@ from ..._compat import load_on_devices, partition_spec_of
 from ...ir.graph import Graph, has_print
 from ..api._mesh import MpmdMesh
 from ..ir._fingerprint import fingerprint
-from ..ir._program import Buffer, MpmdProgram, Recv, RunTask
+from ..ir._program import Buffer, MpmdProgram, RankBuffer, Recv, RunTask
 from ._on_submesh import on_submesh
 from ._session import CompileHandshake
 
@@ -39,7 +39,7 @@ class Executables:
     """
 
     programs: Mapping[int, Callable[..., Any]]
-    specs: Mapping[tuple[Buffer, int], PartitionSpec]
+    specs: Mapping[RankBuffer, PartitionSpec]
 
 
 def check_threads(mesh: MpmdMesh) -> None:
@@ -94,7 +94,7 @@ def compile_code(
     """
     local = set(mesh.local_ranks)
     single = all(group.size == 1 for group in mesh.unstack)
-    specs: dict[tuple[Buffer, int], PartitionSpec | Callable[[], PartitionSpec]] = {}
+    specs: dict[RankBuffer, PartitionSpec | Callable[[], PartitionSpec]] = {}
     for buffer, ranks in program.inputs:
         specs |= {(buffer, rank): known(buffer) or P() for rank in ranks}
     specs |= {

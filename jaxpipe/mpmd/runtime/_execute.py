@@ -7,7 +7,7 @@ when the step is compiled.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,17 @@ import jax.numpy as jnp
 from ..._compat import nan_errors
 from ...schedules import Op
 from ..api._mesh import MpmdMesh
-from ..ir._program import Buffer, Delete, Instruction, MpmdProgram, Recv, RunTask, Send
+from ..ir._program import (
+    Buffer,
+    Delete,
+    Instruction,
+    MpmdProgram,
+    RankBuffer,
+    Recv,
+    RunTask,
+    Send,
+    name_in_step,
+)
 from ._channels import buffer_spec
 from ._compile import Executables
 from ._session import Session
@@ -24,8 +34,18 @@ from ._watchdog import resolve, watch
 
 Slots = list[Any]
 Thunk = Callable[[Slots], None]
-RankBuffer = tuple[Buffer, int]
-"""A buffer on a rank."""
+
+
+class BoundInstruction(NamedTuple):
+    """An instruction of this process and the function that executes it.
+
+    Attributes:
+        instruction: The instruction.
+        thunk: A function of the list of arrays, which it changes.
+    """
+
+    instruction: Instruction
+    thunk: Thunk
 
 
 @dataclass(frozen=True)
@@ -39,7 +59,7 @@ class BoundProgram:
         programs: The compiled programs that this process runs, by `name@rank`.
     """
 
-    thunks: tuple[tuple[Instruction, Thunk], ...]
+    thunks: tuple[BoundInstruction, ...]
     slot_of: Mapping[RankBuffer, int]
     initial: Slots
     programs: Mapping[str, Any]
@@ -59,7 +79,7 @@ def bind(
     def shape(buffer: Buffer, rank: int) -> Spec:
         return buffer_spec(buffer, rank, mesh, executables.specs)
 
-    def thunks() -> Iterator[tuple[Instruction, Thunk]]:
+    def thunks() -> Iterator[BoundInstruction]:
         for i, instruction in enumerate(program.instructions):
             rank = instruction.rank
             if isinstance(instruction, Send):
@@ -75,41 +95,35 @@ def bind(
                     thunk = _task_thunk(
                         instruction, executables.programs[i], read_slots, write_slots, donated_slots
                     )
-                    yield instruction, thunk
+                    yield BoundInstruction(instruction, thunk)
                 case Send(to=to, buffers=buffers):
                     read_slots = [slot(buffer, rank) for buffer in buffers]
                     sources = [shape(buffer, rank) for buffer in buffers]
                     if to in local:
                         write_slots = [slot(buffer, to) for buffer in buffers]
                         move = mover(sources, [shape(buffer, to) for buffer in buffers])
-                        yield instruction, _copy_thunk(read_slots, write_slots, move)
+                        yield BoundInstruction(
+                            instruction, _copy_thunk(read_slots, write_slots, move)
+                        )
                     else:
                         assert session is not None
                         peer = mesh.process_of(to)
                         send = sender(session.transport, peer, channels[to, rank, buffers], sources)
-                        yield instruction, _send_thunk(read_slots, send)
+                        yield BoundInstruction(instruction, _send_thunk(read_slots, send))
                 case Recv(source=source, buffers=buffers) if source not in local:
                     assert session is not None
                     peer, channel = mesh.process_of(source), channels[rank, source, buffers]
                     targets = [shape(buffer, rank) for buffer in buffers]
                     write_slots = [slot(buffer, rank) for buffer in buffers]
-                    yield (
-                        instruction,
-                        _recv_thunk(
-                            write_slots, receiver(session.transport, peer, channel, targets)
-                        ),
-                    )
+                    receive = receiver(session.transport, peer, channel, targets)
+                    yield BoundInstruction(instruction, _recv_thunk(write_slots, receive))
                 case Delete(buffers=buffers):
-                    yield instruction, _delete_thunk([slot(buffer, rank) for buffer in buffers])
+                    deleted_slots = [slot(buffer, rank) for buffer in buffers]
+                    yield BoundInstruction(instruction, _delete_thunk(deleted_slots))
 
     bound = tuple(
-        (
-            instruction,
-            thunk
-            if session is None
-            else _with_watchdog(session, mesh, instruction, thunk, slot_of),
-        )
-        for instruction, thunk in thunks()
+        each if session is None else _with_watchdog(session, mesh, each, slot_of)
+        for each in thunks()
     )
     for buffer, ranks in (*program.inputs, *program.outputs):
         for rank in local.intersection(ranks):
@@ -120,7 +134,7 @@ def bind(
             microbatch = jnp.asarray(program.indices[buffer], jnp.int32)
             initial[index] = jax.device_put(microbatch, shape(buffer, rank).sharding)
     named = {
-        f"{run.name}@{run.rank}": executables.programs[i]
+        f"{name_in_step(run, program)}@{run.rank}": executables.programs[i]
         for i, run in enumerate(program.instructions)
         if isinstance(run, RunTask) and i in executables.programs
     }
@@ -137,13 +151,10 @@ def _new_channel(session: Session | None, mesh: MpmdMesh, rank: int, to: int) ->
 
 
 def _with_watchdog(
-    session: Session,
-    mesh: MpmdMesh,
-    instruction: Instruction,
-    thunk: Thunk,
-    slot_of: Mapping[RankBuffer, int],
-) -> Thunk:
-    """Returns `thunk` watched by the watchdog, whose error names the instruction if it hangs."""
+    session: Session, mesh: MpmdMesh, bound: BoundInstruction, slot_of: Mapping[RankBuffer, int]
+) -> BoundInstruction:
+    """Returns an instruction with a thunk whose error, by the watchdog, names it if it hangs."""
+    instruction, thunk = bound
     rank = instruction.rank
     match instruction:
         case RunTask(name=name, writes=writes):
@@ -152,9 +163,9 @@ def _with_watchdog(
             peer = f"rank {source} (process {mesh.process_of(source)})"
             label = f"rank {rank}'s receive of {name} from {peer}"
         case _:
-            return thunk
+            return bound
     if not buffers:
-        return thunk
+        return bound
     smallest = slot_of[min(buffers, key=lambda buffer: buffer.value.num_bytes), rank]
     watchdog = session.watchdog
 
@@ -165,7 +176,7 @@ def _with_watchdog(
         finally:
             resolve(entry, [slots[smallest]] if slots[smallest] is not None else [])
 
-    return watched
+    return BoundInstruction(instruction, watched)
 
 
 def _getter(read_slots: Sequence[int]) -> Callable[[Slots], Sequence[Any]]:

@@ -11,7 +11,7 @@ outputs. After `cut_stages` it would be a part of several stages.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ....ir.graph import (
     Atom,
@@ -49,15 +49,40 @@ def hoist_invariants(graph: MpmdGraph) -> MpmdGraph:
     for node in graph.eqns:
         (node,) = substitute_inputs([node], known)
         if isinstance(node, PipelinedLoop):
-            hoisted, loop = _hoist_from(node)
-            nodes += [*hoisted, _drop_invariant_results(loop, known)]
+            hoisted = _hoist_from(node)
+            nodes += [*hoisted.before, _drop_invariant_results(hoisted.loop, known)]
         else:
             nodes.append(node)
     return with_outputs(graph, nodes, known)
 
 
-def _hoist_from(loop: PipelinedLoop) -> tuple[list[Eqn], PipelinedLoop]:
-    """Returns the equations before a loop, and the loop without them."""
+@dataclass(frozen=True)
+class _HoistedLoop:
+    """A loop without the equations that were hoisted out of it.
+
+    Attributes:
+        before: The hoisted equations.
+        loop: The loop without them.
+    """
+
+    before: list[Eqn]
+    loop: PipelinedLoop
+
+
+@dataclass(frozen=True)
+class _HoistedEqns:
+    """The equations of a body, some of them hoisted.
+
+    Attributes:
+        before: The hoisted equations.
+        inside: The equations that stay in the body.
+    """
+
+    before: list[Eqn]
+    inside: list[Eqn]
+
+
+def _hoist_from(loop: PipelinedLoop) -> _HoistedLoop:
     body, index = loop.body, loop.index
     known: dict[Var, Atom] = dict(zip(loop.invariants, loop.inputs, strict=True))
     value_ids = ValueNumbering(body.inputs)
@@ -80,10 +105,10 @@ def _hoist_from(loop: PipelinedLoop) -> tuple[list[Eqn], PipelinedLoop]:
             known.update(zip(eqn.outputs, first[output_ids], strict=True))
             invariant.update(eqn.outputs)
     renewed = with_outputs(body, inside, known)
-    before, inside = _sink_data_movement(before, renewed)
-    inputs = tuple(v for v in free_variables(inside, renewed.outputs) if v is not index)
-    body = replace(renewed, inputs=(*inputs, index), eqns=tuple(inside))
-    return before, replace(loop, inputs=inputs, body=body)
+    sunk = _sink_data_movement(before, renewed)
+    inputs = tuple(v for v in free_variables(sunk.inside, renewed.outputs) if v is not index)
+    body = replace(renewed, inputs=(*inputs, index), eqns=tuple(sunk.inside))
+    return _HoistedLoop(sunk.before, replace(loop, inputs=inputs, body=body))
 
 
 def _drop_invariant_results(loop: PipelinedLoop, known: dict[Var, Atom]) -> PipelinedLoop:
@@ -117,8 +142,8 @@ def _can_hoist(eqn: Eqn, invariant: set[Var]) -> bool:
     return size <= sum(value.num_bytes for value in given)
 
 
-def _sink_data_movement(before: Sequence[Eqn], body: Graph) -> tuple[list[Eqn], list[Eqn]]:
-    """Returns the hoisted equations and the body, with pure data movement back in the body.
+def _sink_data_movement(before: Sequence[Eqn], body: Graph) -> _HoistedEqns:
+    """Returns the hoisted equations and those of the body, with pure data movement in the body.
 
     A reshaped weight outside of the loop would be an additional array in memory. Inside the body,
     the reshape fuses with the equation that reads it.
@@ -135,7 +160,7 @@ def _sink_data_movement(before: Sequence[Eqn], body: Graph) -> tuple[list[Eqn], 
         if not is_inside or read_outside.intersection(eqn.outputs):
             hoisted.insert(0, eqn)
             read_outside.update(variables(eqn.inputs))
-    return hoisted, inside
+    return _HoistedEqns(hoisted, inside)
 
 
 def _is_cast(eqn: Eqn) -> bool:

@@ -69,10 +69,10 @@ def _unroll_scan(eqn: Eqn, known: dict[Var, Atom]) -> list[Eqn]:
         slices = [_slice_eqn(x, i) for x in xs]
         eqns += slices
         of_turn = [s.outputs[0] for s in slices]
-        inside, made = _iteration(loop.body, [*consts, *carry, *of_turn])
-        eqns += inside
-        carry, of_turn_ys = made[: loop.num_carry], made[loop.num_carry :]
-        ys.append(list(of_turn_ys))
+        iteration = _iteration(loop.body, [*consts, *carry, *of_turn])
+        eqns += iteration.eqns
+        carry = iteration.outputs[: loop.num_carry]
+        ys.append(list(iteration.outputs[loop.num_carry :]))
     known.update(zip(eqn.outputs[: loop.num_carry], carry, strict=True))
     in_order = ys[::-1] if loop.reverse else ys
     for i, output in enumerate(eqn.outputs[loop.num_carry :]):
@@ -101,11 +101,8 @@ def _stack_results(aval: Any, *ys: Any) -> list[jax.Array]:
     return [jnp.stack([jnp.asarray(y, aval.dtype) for y in ys]) if ys else jnp.zeros(aval.shape)]
 
 
-def _iteration(body: Graph, given: Sequence[Atom]) -> tuple[list[Eqn], list[Atom]]:
-    """Returns the equations of one iteration with new variables, and its outputs.
-
-    Unrolls inner scans too.
-    """
+def _iteration(body: Graph, given: Sequence[Atom]) -> Graph:
+    """Returns one iteration with new variables: it reads `given`. Unrolls inner scans too."""
     known: dict[Var, Atom] = dict(zip(body.inputs, given, strict=True))
     eqns: list[Eqn] = []
     for eqn in body.eqns:
@@ -115,4 +112,4 @@ def _iteration(body: Graph, given: Sequence[Atom]) -> tuple[list[Eqn], list[Atom
         later: dict[Var, Atom] = {}
         eqns += _unroll_scan(own, later)
         known |= {old: later.get(new, new) for old, new in zip(eqn.outputs, outputs, strict=True)}
-    return eqns, list(with_outputs(body, eqns, known).outputs)
+    return replace(with_outputs(body, eqns, known), inputs=())
