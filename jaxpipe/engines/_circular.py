@@ -65,6 +65,9 @@ def _value_and_grad(
 
 CIRCULAR = Engine(
     name="circular",
+    pipelines=True,
+    runs_schedules=False,
+    per_stage_state=False,
     prepare=_prepare,
     layout=_stacked.round_robin_layout,
     stack=_stacked.stack,

@@ -60,6 +60,10 @@ class Engine:
 
     Attributes:
         name: The name by which users select it.
+        pipelines: Whether it pipelines at all, over the ranks of the axis `stage`.
+        runs_schedules: Whether it runs any schedule that it is given.
+        per_stage_state: Whether every stage has its own tree of weights on the devices of its rank,
+            and ranks run programs of their own. False if leaves stack all stages in one program.
         prepare: `(schedule or None, num_ranks, num_microbatches) -> (schedule, ticks)`: the
             schedule as the engine runs it. It raises a `ValueError` that names another engine if
             this one cannot run the schedule.
@@ -86,6 +90,9 @@ class Engine:
     """
 
     name: str
+    pipelines: bool
+    runs_schedules: bool
+    per_stage_state: bool
     prepare: Callable[[Schedule | None, int, int], tuple[Schedule | None, Ticks | None]]
     layout: Callable[[Schedule | None, int, tuple[int, ...]], LayerLayout]
     stack: Callable[[PipelinePlan, Any], PyTree]

@@ -153,6 +153,9 @@ def _jit(plan: PipelinePlan, function: Callable, donate_argnums: tuple[int, ...]
 
 MPMD = Engine(
     name="mpmd",
+    pipelines=True,
+    runs_schedules=True,
+    per_stage_state=True,
     prepare=_prepare,
     layout=_layout,
     stack=_stack,

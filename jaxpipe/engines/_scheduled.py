@@ -62,6 +62,9 @@ def _value_and_grad(
 
 SCHEDULED = Engine(
     name="scheduled",
+    pipelines=True,
+    runs_schedules=True,
+    per_stage_state=False,
     prepare=_prepare,
     layout=_stacked.layout_of_schedule,
     stack=_stacked.stack,

@@ -55,6 +55,9 @@ def _without_repeats(weights: dict[str, Any], keys: Any, batch_inputs: Any) -> t
 
 UNPIPELINED = Engine(
     name="unpipelined",
+    pipelines=False,
+    runs_schedules=False,
+    per_stage_state=False,
     prepare=_prepare,
     layout=_layout,
     stack=_stacked.stack,

@@ -111,4 +111,4 @@ def remarks(setup: Setup) -> list[str]:
 
 def _wraps_ticks(setup: Setup) -> bool:
     config = setup.config
-    return config.set_remat_policy_on_pipeline_iterations or config.pipeline_engine == "none"
+    return config.set_remat_policy_on_pipeline_iterations or not config.engine.pipelines

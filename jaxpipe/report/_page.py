@@ -127,7 +127,7 @@ def with_code(text: object) -> Markup:
 def _schedule_notes(setup: Setup | None, why_not: str, is_traced: bool) -> Iterable[str]:
     if setup is None:
         yield why_not
-    elif setup.config.pipeline_engine == "none":
+    elif not setup.config.engine.pipelines:
         yield "The run has no pipeline."
     else:
         yield (

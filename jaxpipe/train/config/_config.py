@@ -8,7 +8,11 @@ from pydantic import model_validator
 
 from ...autodiff.backward import TENSORS, saved_names
 from ...data.sources._source_config import FIELD_READERS, SourceType
+from ...engines import ENGINES, Engine
 from ._keys import ConfigKeys
+
+_ENGINE_NAMES = {"none": "unpipelined"}
+"""Names of engines in `pipeline_engine` that differ from those of their records."""
 
 _ONE_PROGRAM = ("none", "circular", "scheduled")
 _PIPELINES = ("circular", "scheduled", "mpmd")
@@ -62,6 +66,11 @@ class Config(ConfigKeys):
         0.001
     """
 
+    @property
+    def engine(self) -> Engine:
+        """The engine that `pipeline_engine` names."""
+        return ENGINES[_ENGINE_NAMES.get(self.pipeline_engine, self.pipeline_engine)]
+
     @model_validator(mode="after")
     def _check_keys(self) -> "Config":
         if "://" in self.output_dir:
@@ -77,7 +86,7 @@ class Config(ConfigKeys):
         self._check_weight_gather()
         parse_xla_flags(self.compile_xla_flags)
         parse_profile_steps(self.profile_steps)
-        if self.pipeline_engine == "mpmd":
+        if self.engine.per_stage_state:
             self._check_no_offload()
         if self.mpmd_trace_step and self.gradient_accumulation_steps > 1:
             raise ValueError(
@@ -199,7 +208,7 @@ class Config(ConfigKeys):
         dropout = self.dropout_rate if self.enable_dropout else 0.0
         problems = {
             "`pipeline_engine` is 'none', and Flax's modules run in the pipeline alone": (
-                self.pipeline_engine == "none"
+                not self.engine.pipelines
             ),
             f"`dropout_rate` is {dropout}, and Flax would draw other masks than the model's "
             "functions": dropout > 0,

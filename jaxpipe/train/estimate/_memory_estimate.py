@@ -138,7 +138,7 @@ def peak_live_microbatches(setup: Setup) -> tuple[int, ...]:
     if setup.schedule_selection is not None:
         peaks = schedules.peak_activations(setup.schedule_selection.schedule)
         return peaks if setup.per_stage_state else (max(peaks),)
-    if setup.config.pipeline_engine == "none":
+    if not setup.config.engine.pipelines:
         return (layout.num_layers,)
     handover = 2 if setup.config.pipeline_delay_activation_forwarding else 1
     # The loop keeps the stage input of every tick, also of those in a bubble.

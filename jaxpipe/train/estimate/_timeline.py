@@ -23,7 +23,7 @@ def predicted_timeline(setup: Setup) -> Timeline | None:
     config, layout = setup.config, setup.layout
     layers = tuple(map(len, layout.stage_layer_ids))
     costs = stage_costs(config, layers)
-    if config.pipeline_engine == "none":
+    if not config.engine.pipelines:
         return None
     if setup.schedule_selection is None:
         delay = 2 if config.pipeline_delay_activation_forwarding else 1

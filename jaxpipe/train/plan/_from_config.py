@@ -58,11 +58,11 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
         rounds = 2 if config.pipeline_delay_activation_forwarding else 1
         num_microbatches = rounds * num_ranks
     schedule = None
-    if config.pipeline_engine in ("scheduled", "mpmd"):
+    if config.engine.runs_schedules:
         schedule, layout = scheduled_layout(config, num_ranks, num_microbatches)
     else:
         layout = circular_layout(config, num_ranks)
-    if config.pipeline_engine == "circular":
+    if config.engine.pipelines and not config.engine.runs_schedules:
         check_circular(
             num_ranks,
             layout.num_repeats,

@@ -1,9 +1,7 @@
 """How many layers each stage has, and which rank has which stages, from the keys of a config."""
 
 from ... import schedules
-from ...schedules import language
 from ...sharding.layout import LayerLayout, divide_exactly, even_layout, parse_layout
-from ...spmd.ranks import stages_on_ranks
 from ..config._config import Config
 from ._schedule_selection import ScheduleSelection, is_schedule_file, select_schedule
 
@@ -26,7 +24,7 @@ def circular_layout(config: Config, num_ranks: int) -> LayerLayout:
     Raises:
         ValueError: If the layers do not divide into the stages.
     """
-    if config.pipeline_engine == "none":
+    if not config.engine.pipelines:
         return LayerLayout(1, 1, num_uniform_layers(config))
     layers_per_repeat = num_ranks * config.num_layers_per_pipeline_stage
     name, num_layers = _pipelined_layers(config)
@@ -89,16 +87,8 @@ def _layout_of_schedule(
     config: Config, selection: ScheduleSelection, counts: tuple[int, ...]
 ) -> LayerLayout:
     """Returns the layout of stages with these numbers of layers, on the ranks of the schedule."""
-    num_ranks = schedules.num_ranks(selection.schedule)
-    if config.pipeline_engine == "mpmd":
-        num_stages = [
-            len(language.stages_of_rank(selection.schedule, rank)) for rank in range(num_ranks)
-        ]
-        alike = len({*num_stages}) == len({*counts}) == 1
-        return LayerLayout(max(num_stages), num_ranks, max(counts), None, None if alike else counts)
-    stages = stages_on_ranks(selection.schedule)
-    uneven = counts if len(set(counts)) > 1 else None
-    return LayerLayout(len(stages), num_ranks, max(counts), stages, uneven)
+    schedule = selection.schedule
+    return config.engine.layout(schedule, schedules.num_ranks(schedule), counts)
 
 
 def _check_stage_counts(config: Config, layout: LayerLayout) -> None:

@@ -2,20 +2,10 @@
 
 from functools import partial
 
-from ...engines import ENGINES, Engine
 from ...engines._engine import PipelinePlan
 from ._fsdp import weight_gathers
 from ._rematerialization import tick_remat
 from ._setup import Setup
-
-_UNPIPELINED = {"none": "unpipelined"}
-"""Names of engines in `pipeline_engine` that differ from those of the records."""
-
-
-def engine_of(setup: Setup) -> Engine:
-    """Returns the engine that `pipeline_engine` names."""
-    name = setup.config.pipeline_engine
-    return ENGINES[_UNPIPELINED.get(name, name)]
 
 
 def pipeline_plan(setup: Setup) -> PipelinePlan:

@@ -16,7 +16,7 @@ def tick_remat(config: Config) -> autodiff.Remat:
 
 def layer_remat(config: Config) -> autodiff.Remat:
     """Returns the rematerialisation of a layer; without a pipeline it is the config's policy."""
-    wanted = config.set_remat_policy_on_layers_per_stage or config.pipeline_engine == "none"
+    wanted = config.set_remat_policy_on_layers_per_stage or not config.engine.pipelines
     return _remat(config) if wanted else autodiff.keep
 
 

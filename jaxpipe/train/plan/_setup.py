@@ -64,7 +64,7 @@ class Setup:
     @property
     def per_stage_state(self) -> bool:
         """True if every stage has its own tree of weights, false if leaves stack all stages."""
-        return self.config.pipeline_engine == "mpmd"
+        return self.config.engine.per_stage_state
 
     @cached_property
     def stages_by_rank(self) -> tuple[tuple[int, ...], ...]:

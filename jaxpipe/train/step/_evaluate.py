@@ -17,7 +17,7 @@ from ...autodiff import StagedModel
 from ...data.batches._batches import FiniteBatches
 from ..plan._from_config import import_flax_decoder
 from ..plan._model import build_model
-from ..plan._pipeline_plan import engine_of, pipeline_plan
+from ..plan._pipeline_plan import pipeline_plan
 from ..plan._setup import Setup, batch_shardings, compiler_options, weight_shardings
 from ._gradient_accumulation import gradient_accumulation
 from ._mpmd import make_mpmd_eval_step
@@ -168,4 +168,4 @@ def make_value(setup: Setup) -> Callable[..., Any]:
     front_ends = {False: _linen_value, True: _nnx_value}
     if setup.config.enable_nnx is not None:
         return front_ends[setup.config.enable_nnx](setup, model)
-    return partial(engine_of(setup).value, pipeline_plan(setup), model)
+    return partial(setup.config.engine.value, pipeline_plan(setup), model)

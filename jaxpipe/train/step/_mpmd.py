@@ -17,7 +17,7 @@ from ... import mpmd, schedules
 from ...models.weights._abstract import weight_shapes
 from ...mpmd import profiling
 from ..plan._model import build_model
-from ..plan._pipeline_plan import engine_of, pipeline_plan
+from ..plan._pipeline_plan import pipeline_plan
 from ..plan._setup import Setup, batch_shapes, batch_shardings, weight_shardings
 from ._gradient_accumulation import unrolled_gradient_accumulation
 from ._init import dropout_keys_of_layers, init_boundary, init_layers
@@ -50,7 +50,7 @@ def make_mpmd_eval_step(setup: Setup) -> Callable[[PyTree, PyTree], dict[str, An
         `(weights, batch) -> loss and metrics`.
     """
     value = unrolled_gradient_accumulation(
-        partial(engine_of(setup).value, pipeline_plan(setup), build_model(setup)),
+        partial(setup.config.engine.value, pipeline_plan(setup), build_model(setup)),
         setup.gradient_accumulation_steps,
     )
 
@@ -174,7 +174,7 @@ def _compiled_train_step(setup: Setup) -> mpmd.Compiled:
 def lower_train_step(setup: Setup) -> mpmd.Lowered:
     """Lowers the step on all ranks."""
     layers = setup.layout.stage_layer_ids
-    call = partial(engine_of(setup).value_and_grad, pipeline_plan(setup), build_model(setup))
+    call = partial(setup.config.engine.value_and_grad, pipeline_plan(setup), build_model(setup))
 
     def dropout_keys(step: Int[Array, ""]) -> list[PyTree]:
         return [dropout_keys_of_layers(setup, step, layer_ids) for layer_ids in layers]

@@ -21,7 +21,7 @@ from ...data.batches._batches import Batch, RowsByStep
 from ..optim._router_bias import drop_router_biases
 from ..plan._from_config import import_flax_decoder
 from ..plan._model import build_model
-from ..plan._pipeline_plan import engine_of, pipeline_plan
+from ..plan._pipeline_plan import pipeline_plan
 from ..plan._setup import Setup, batch_shapes, batch_shardings, compiler_options
 from ._gradient_accumulation import gradient_accumulation
 from ._init import dropout_keys_of_layers, init_boundary, init_layers
@@ -199,7 +199,7 @@ def make_value_and_grad(setup: Setup) -> Callable:
     front_ends = {False: _linen_value_and_grad, True: _nnx_value_and_grad}
     if setup.config.enable_nnx is not None:
         return front_ends[setup.config.enable_nnx](setup, model)
-    return partial(engine_of(setup).value_and_grad, pipeline_plan(setup), model)
+    return partial(setup.config.engine.value_and_grad, pipeline_plan(setup), model)
 
 
 def dropout_keys(setup: Setup, step: Int[Array, ""]) -> PyTree:
