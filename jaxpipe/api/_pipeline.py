@@ -1,8 +1,10 @@
 """Makes the pipeline of a model: selects the engine, and builds and checks the schedule."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from .. import schedules
 from ..autodiff import Remat, recompute
@@ -23,6 +25,7 @@ def pipeline(
     layers_per_stage: Sequence[int] | str | None = None,
     engine: str = "auto",
     remat: Remat = recompute,
+    frozen: Callable[[str, Any], bool] | PyTree | None = None,
 ) -> PipelinedModel:
     """Makes the pipeline of a model: its loss and gradients are those of the plain program.
 
@@ -40,6 +43,9 @@ def pipeline(
             rank), or "auto": the first that can run the schedule.
         remat: A wrapper of stages. The default stores the input of a stage and recomputes the rest
             in its backward; `autodiff.remat_by_name` saves named tensors.
+        frozen: Which parameters are not trained: `(path, leaf) -> bool`, where `path` is such as
+            "['layers'][0]['base']['up']"; or booleans in a tree that is a prefix of the user's
+            tree. They get no gradients. Default: all are trained.
 
     Returns:
         The pipeline.
@@ -72,7 +78,9 @@ def pipeline(
     if isinstance(counts, str):
         counts = parse_layout(counts)
     layer_counts = None if counts is None else tuple(counts)
-    return PipelinedModel(model, selected, mesh, microbatches, as_run, ticks, layer_counts, remat)
+    return PipelinedModel(
+        model, selected, mesh, microbatches, as_run, ticks, layer_counts, remat, frozen
+    )
 
 
 def _num_ranks(mesh: Mesh) -> int:

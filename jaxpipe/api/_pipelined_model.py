@@ -20,6 +20,7 @@ from ..engines._fsdp import num_row_shards
 from ..schedules import Schedule
 from ..schedules.lock_step import Ticks
 from ._check import TOLERANCE, Comparison, check
+from ._frozen import FrozenRule, close_over, combine, mark_frozen, partition, unmark
 from ._layouts import even_counts
 from ._model import Model
 from ._params import StoredLayers, check_groups, check_layers, stack_layers, unstack_layers
@@ -42,6 +43,7 @@ class PipelinedModel:
         ticks: The schedule in lock-step, for an engine that runs it so.
         layers_per_stage: Layers of every stage in forward order. None: as even as possible.
         remat: A wrapper of stages, which decides what a forward stores for the backward.
+        frozen: Says which leaves of the user's tree are not trained. None: all are trained.
     """
 
     model: Model
@@ -52,6 +54,7 @@ class PipelinedModel:
     ticks: Ticks | None
     layers_per_stage: tuple[int, ...] | None
     remat: Remat
+    frozen: FrozenRule | None = None
 
     def shard(self, params: PyTree) -> StoredParams:
         """Stores parameters as the engine wants them, on the devices that hold them.
@@ -102,6 +105,8 @@ class PipelinedModel:
     def _weights(self, plan: PipelinePlan, params: PyTree) -> dict[str, PyTree]:
         """Returns the parameters in the groups of engines."""
         groups = self.model.to_groups(params)
+        if self.frozen is not None:
+            groups = mark_frozen(self.frozen, params, self.model.to_groups)
         embed, head = jax.tree.map(jnp.asarray, (groups["embed"], groups["head"]))
         stages = self.engine.stack(plan, stack_layers(groups["layers"]))
         return {"embed": embed, "stages": stages, "head": head}
@@ -113,8 +118,10 @@ class PipelinedModel:
             params: The stored parameters.
 
         Returns:
-            The user's tree, whole on every device; for `mpmd` on the first device.
+            The user's tree, whole on every device; for `mpmd` on the first device. It has None
+            where `params` has: at frozen leaves of gradients and of what `partition` returns.
         """
+        params = unmark(params)
         stored = params["layers"]
         plan = self.plan(stored.num_layers)
         gathered = self.engine.gather(plan, params | {"layers": stored.stages})
@@ -122,6 +129,30 @@ class PipelinedModel:
         if stored.in_list:
             layers = unstack_layers(layers, stored.num_layers)
         return self.model.from_groups(gathered | {"layers": layers})
+
+    def partition(self, params: StoredParams) -> tuple[StoredParams, StoredParams]:
+        """Divides parameters into trainable and frozen ones, as `equinox.partition` does.
+
+        Args:
+            params: Parameters from `shard`.
+
+        Returns:
+            (trainable, frozen), each with None at the leaves of the other. Gradients are like
+            `trainable`, and so is the state of an optimizer that was made from it.
+        """
+        return partition(params)
+
+    def combine(self, trainable: StoredParams, frozen: StoredParams) -> StoredParams:
+        """Returns the parameters that `partition` has divided.
+
+        Args:
+            trainable: Trainable parameters, such as those after an update.
+            frozen: Frozen parameters.
+
+        Returns:
+            Parameters for `value`, `value_and_grad` and `unshard`.
+        """
+        return combine(trainable, frozen)
 
     def value(
         self, params: StoredParams, batch: PyTree, key: Array | None = None
@@ -139,8 +170,7 @@ class PipelinedModel:
         Raises:
             ValueError: If the batch does not divide into microbatches, or a key is missing.
         """
-        plan, weights, inputs, keys = self._arguments(params, batch, key)
-        return self.engine.value(plan, self._staged_model(plan), weights, inputs, keys)
+        return self.engine.value(*self._arguments(params, batch, key))
 
     def value_and_grad(
         self, params: StoredParams, batch: PyTree, key: Array | None = None
@@ -153,14 +183,12 @@ class PipelinedModel:
             key: The dropout key of the step. None if no function of the model takes one.
 
         Returns:
-            ((loss, metrics), gradients like `params`).
+            ((loss, metrics), gradients like `params`, with None at frozen leaves).
 
         Raises:
             ValueError: If the batch does not divide into microbatches, or a key is missing.
         """
-        plan, weights, inputs, keys = self._arguments(params, batch, key)
-        model = self._staged_model(plan)
-        value, grads = self.engine.value_and_grad(plan, model, weights, inputs, keys)
+        value, grads = self.engine.value_and_grad(*self._arguments(params, batch, key))
         stages = replace(params["layers"], stages=grads["stages"])
         return value, {"embed": grads["embed"], "layers": stages, "head": grads["head"]}
 
@@ -259,8 +287,8 @@ class PipelinedModel:
 
     def _arguments(
         self, params: StoredParams, batch: PyTree, key: Array | None
-    ) -> tuple[PipelinePlan, dict[str, Any], PieceInputs, Any]:
-        """Returns plan, weights, inputs of every microbatch and keys, as engines take them."""
+    ) -> tuple[PipelinePlan, StagedModel, dict[str, Any], PieceInputs, Any]:
+        """Returns the arguments of `Engine.value` and `Engine.value_and_grad`."""
         layers = params["layers"]
         plan = self.plan(layers.num_layers)
         weights = {"embed": params["embed"], "stages": layers.stages, "head": params["head"]}
@@ -273,12 +301,21 @@ class PipelinedModel:
                 )
             folded = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(layers.num_layers + 1))
             keys = folded[0], folded[1:]
-        inputs = make_inputs(self.model, self.mesh, self.num_microbatches, weights, batch, keys[0])
-        return plan, weights, inputs, self.engine.layer_keys(plan, keys[1])
-
-    def _staged_model(self, plan: PipelinePlan) -> StagedModel:
+        all_weights = unmark(weights)
+        inputs = make_inputs(
+            self.model, self.mesh, self.num_microbatches, all_weights, batch, keys[0]
+        )
+        weights, frozen = partition(weights)
         num_pieces = self.num_microbatches * num_row_shards(self.mesh)
-        return staged_model(self.model, num_pieces, partial(self.engine.stage, plan))
+        model = close_over(self.model, frozen)
+        staged = staged_model(model, num_pieces, partial(self.engine.stage, plan))
+        return (
+            plan,
+            staged,
+            weights,
+            inputs,
+            self.engine.layer_keys(plan, keys[1], frozen["stages"]),
+        )
 
 
 def _stored(weights: dict[str, Any], num_layers: int, in_list: bool) -> StoredParams:

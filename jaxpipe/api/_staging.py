@@ -16,6 +16,7 @@ from jaxtyping import Array, PyTree
 
 from ..autodiff import StagedModel
 from ..engines._fsdp import num_row_shards, row_axes
+from ._frozen import join
 from ._losses import LossParts, batch_weight, loss_parts
 from ._model import Model
 from ._pieces import on_pieces, sum_pieces, to_pieces
@@ -131,24 +132,26 @@ def staged_model(
     Args:
         model: The model.
         num_pieces: M * D.
-        stage_of: From a layer to the stage that runs layers.
+        stage_of: From a layer to the stage that runs layers. A layer is given the dropout key and
+            the frozen leaves of `Engine.layer_keys`.
 
     Returns:
         Functions of leaves [d, ...], for d pieces of a microbatch.
     """
     mean, has_key = 1 / num_pieces, takes_key(model)
 
-    def layer(weights: Any, key: Any, x: PyTree, inputs: PieceInputs) -> Any:
+    def layer(weights: Any, constants: Any, x: PyTree, inputs: PieceInputs) -> Any:
+        key, frozen = constants
         if has_key:
             key = jax.random.fold_in(key, inputs.piece)
-        returned = model.layer(weights, x, inputs.batch, key)
+        returned = model.layer(join(weights, frozen), x, inputs.batch, key)
         if not _is_pair(returned, x):
             return returned, {}
         x, aux = returned
         return x, {name: value * mean for name, value in (aux or {}).items()}
 
-    def layer_of_pieces(weights: Any, x: PyTree, inputs: PieceInputs, key: Any) -> Any:
-        x, aux = on_pieces(layer, 2, weights, key, x, inputs)
+    def layer_of_pieces(weights: Any, x: PyTree, inputs: PieceInputs, constants: Any) -> Any:
+        x, aux = on_pieces(layer, 2, weights, constants, x, inputs)
         return x, sum_pieces(aux)
 
     return replace(boundary_model(model, num_pieces), stage=stage_of(layer_of_pieces))

@@ -72,8 +72,9 @@ class Engine:
             per stage, ...], or a list with a tree of leaves [layers, ...] for each stage in forward
             order.
         unstack: `(plan, stages) -> leaves [L, ...]`, the inverse of `stack`.
-        layer_keys: `(plan, leaves [L, ...]) -> keys`, what the layers of a stage are given besides
-            weights and inputs.
+        layer_keys: `(plan, dropout keys, frozen) -> keys`, what the layers of a stage are given
+            besides weights and inputs: a pair of a dropout key and frozen parameters. Leaves of
+            dropout keys are [L, ...]; frozen parameters are stored as `stack` returns them.
         stage: `(plan, layer) -> stage`, which runs the layers of one stage.
         value: `(plan, model, weights, batch_inputs, keys) -> (loss, metrics)`. Leaves of
             `batch_inputs` are [M, D, ...], where D is the number of devices that divide the rows of
@@ -97,7 +98,7 @@ class Engine:
     layout: Callable[[Schedule | None, int, tuple[int, ...]], LayerLayout]
     stack: Callable[[PipelinePlan, Any], PyTree]
     unstack: Callable[[PipelinePlan, PyTree], Any]
-    layer_keys: Callable[[PipelinePlan, Any], Any]
+    layer_keys: Callable[[PipelinePlan, Any, PyTree], Any]
     stage: Callable[[PipelinePlan, Callable], Callable]
     value: Callable[[PipelinePlan, StagedModel, dict[str, Any], Any, Any], Any]
     value_and_grad: Callable[[PipelinePlan, StagedModel, dict[str, Any], Any, Any], Any]

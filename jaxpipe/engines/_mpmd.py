@@ -45,15 +45,15 @@ def _unstack(plan: PipelinePlan, stages: Sequence[PyTree]) -> PyTree:
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *stages)
 
 
-def _layer_keys(plan: PipelinePlan, layers: PyTree) -> list[PyTree]:
-    return _stack(plan, layers) if jax.tree.leaves(layers) else []
+def _layer_keys(plan: PipelinePlan, dropout: PyTree, frozen: list[PyTree]) -> list[PyTree]:
+    return list(zip(_stack(plan, dropout), frozen, strict=True))
 
 
 def _stage(plan: PipelinePlan, layer: Callable) -> Callable:
     del plan
 
     def stage(weights: PyTree, x: PyTree, inputs_m: PyTree, keys: PyTree) -> Any:
-        num_layers = len(jax.tree.leaves(weights)[0])
+        num_layers = len(jax.tree.leaves((weights, keys))[0])
         return run_layers(layer, num_layers, weights, x, inputs_m, keys)
 
     return stage

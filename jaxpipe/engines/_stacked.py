@@ -98,21 +98,22 @@ def unstack(plan: PipelinePlan, stages: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:])[positions], stages)
 
 
-def layer_keys(plan: PipelinePlan, layers: PyTree) -> PyTree:
-    """Stacks what layers are given besides weights and inputs, and adds the layer mask.
+def layer_keys(plan: PipelinePlan, dropout: PyTree, frozen: PyTree) -> PyTree:
+    """Returns what layers are given besides weights and inputs, with the layer mask if needed.
 
     Args:
         plan: The pipeline.
-        layers: [L, ...] leaves, or ().
+        dropout: [L, ...] dropout keys, or ().
+        frozen: [v, S, n, ...] leaves of frozen parameters.
 
     Returns:
         [v, S, n, ...] leaves.
     """
-    stacked = stack(plan, layers)
+    keys = stack(plan, dropout), frozen
     if not plan.layout.counts:
-        return stacked
+        return keys
     mask = np.asarray(plan.layout.layer_ids).reshape(plan.layout.dims) >= 0
-    return {"dropout": stacked, "layer_mask": jnp.asarray(mask)}
+    return {"dropout": keys, "layer_mask": jnp.asarray(mask)}
 
 
 def stage(plan: PipelinePlan, layer: Callable) -> Callable:

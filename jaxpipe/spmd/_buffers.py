@@ -1,5 +1,6 @@
 """Buffers that a loop over ticks carries: allocation, writes in place, and dtypes of gradients."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -50,3 +51,8 @@ def to_accum_dtype(tree: PyTree) -> PyTree:
 def cast_like(gradients: PyTree, weights: PyTree) -> PyTree:
     """Casts accumulated gradients to the dtypes of their weights."""
     return jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, weights)
+
+
+def over_leading(f: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
+    """Applies `f` to each entry of dim 0 of the leaves; a tree without leaves is returned as is."""
+    return jax.vmap(f)(tree) if jax.tree.leaves(tree) else tree

@@ -66,7 +66,7 @@ def prepare(
 ) -> tuple[CircularInvariants, PyTree]:
     """Traces the stage and its backward; returns the loop invariants and the shapes of its aux."""
     S, n = lax.axis_size(AXIS), jax.tree.leaves(inputs)[0].shape[0]
-    R = jax.tree.leaves(weights)[0].shape[0]
+    R = jax.tree.leaves((weights, keys))[0].shape[0]
     check_circular(S, R, S * n, delay=options.delay)
 
     gather = repeat_gather(options.gather, weights)

@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 from ...autodiff.backward import floating
 from ...autodiff.staged_model import index_leading
 from ...schedules.lock_step import PREFETCHED, SHARED_WITH_FORWARD, TickTables
-from .._buffers import put, to_accum_dtype
+from .._buffers import over_leading, put, to_accum_dtype
 from ..ranks import AXIS, cond, execution_count_hint, zeros, zeros_like
 from ..weight_gather import Gather, only_after
 from ._rows import PhaseRow
@@ -68,13 +68,13 @@ def _unchanged(state: PyTree, work: PhaseRow, is_forward: bool = True) -> PyTree
 
 
 def _once(gather: Gather, weights: PyTree) -> ChunkGather:
-    copies = jax.vmap(lambda w: gather.unshard(gather.cast(w)))(weights)
+    copies = over_leading(lambda w: gather.unshard(gather.cast(w)), weights)
 
     def init(with_gradients: bool) -> PyTree:
         if not with_gradients:
             return ()
         zero_grads = zeros_like(to_accum_dtype(floating(copies)))
-        return jax.vmap(gather.constrain_unsharded)(zero_grads)
+        return over_leading(gather.constrain_unsharded, zero_grads)
 
     def unshard(state: PyTree, work: PhaseRow, is_forward: bool) -> PyTree:
         del state, is_forward
@@ -84,9 +84,8 @@ def _once(gather: Gather, weights: PyTree) -> ChunkGather:
         gradient, result = f(index_leading(state, work.chunk))
         return put(state, gradient, work.chunk), result
 
-    return ChunkGather(
-        init, _unchanged, unshard, accumulate, _unchanged, jax.vmap(gather.reduce_scatter)
-    )
+    finish = partial(over_leading, gather.reduce_scatter)
+    return ChunkGather(init, _unchanged, unshard, accumulate, _unchanged, finish)
 
 
 def _each_tick(gather: Gather, weights: PyTree) -> ChunkGather:
@@ -210,5 +209,5 @@ def _each_residency(gather: Gather, weights: PyTree, tables: TickTables) -> Chun
 
 def _zeros_per_chunk(gradient: PyTree, weights: PyTree) -> PyTree:
     """Returns zeros like the gradient of a stage, with a dim of v chunks in front."""
-    count = jax.tree.leaves(weights)[0].shape[0]
-    return jax.tree.map(lambda x: zeros(x, lead=(count,)), gradient)
+    counts = {leaf.shape[0] for leaf in jax.tree.leaves(weights)}
+    return jax.tree.map(lambda x: zeros(x, lead=tuple(counts)), gradient)

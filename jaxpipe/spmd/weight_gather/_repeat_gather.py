@@ -22,7 +22,7 @@ from jaxtyping import PyTree
 
 from ...autodiff.backward import floating
 from ...autodiff.staged_model import index_leading
-from .._buffers import to_accum_dtype
+from .._buffers import over_leading, to_accum_dtype
 from ..ranks import zeros
 from ._gather import Gather, TreeFunction, identity
 
@@ -76,7 +76,7 @@ def repeat_gather(gather: Gather, weights: PyTree) -> RepeatGather:
             prefetch = lambda j: gathered(stored(j))  # noqa: E731
             window = lambda prefetched, _: prefetched  # noqa: E731
         case "once":
-            copy = jax.vmap(gathered)(weights)
+            copy = over_leading(gathered, weights)
             window = lambda _, j: index_leading(copy, j)  # noqa: E731
 
     def accumulate(total: PyTree, dw: PyTree) -> PyTree:

@@ -1,0 +1,181 @@
+"""Frozen parameters: leaves of the user's tree without gradient and without optimizer state.
+
+A stored tree holds a frozen leaf as `Frozen(array)`, a node of the pytree. Engines are given the
+trainable leaves as weights. They are given the frozen leaves of layers as arrays that stages read
+and that are never differentiated; embedding and loss close over theirs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from ._dependence import dependent_inputs
+from ._model import Model
+
+FrozenRule = Callable[[str, Any], bool] | PyTree
+"""`(path, leaf) -> whether the leaf is frozen`, or a tree prefix of booleans."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Frozen:
+    """A frozen leaf of stored parameters.
+
+    Attributes:
+        value: The array.
+    """
+
+    value: Any
+
+
+def is_frozen(x: Any) -> bool:
+    """Returns whether `x` is a frozen leaf."""
+    return isinstance(x, Frozen)
+
+
+def is_frozen_or_none(x: Any) -> bool:
+    """Returns whether `x` is a frozen leaf, or None."""
+    return x is None or is_frozen(x)
+
+
+def mark_frozen(
+    rule: FrozenRule, params: PyTree, to_groups: Callable[[PyTree], dict[str, PyTree]]
+) -> dict[str, PyTree]:
+    """Returns the groups of the user's parameters, with `Frozen` around every frozen leaf.
+
+    Args:
+        rule: Says which leaves of `params` are frozen.
+        params: The user's tree.
+        to_groups: From `params` to its groups. A leaf of a group is frozen if it is computed from
+            frozen leaves.
+
+    Returns:
+        The groups.
+
+    Raises:
+        ValueError: If all leaves are frozen or none is, if layers differ in what is frozen, or if a
+            leaf of a group is computed from frozen and other leaves.
+    """
+    flags = _flags(rule, params)
+    found = jax.tree.leaves(flags)
+    if all(found) or not any(found):
+        paths = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        advice = "Leave one trainable." if all(found) else "Select one, or leave `frozen` out."
+        raise ValueError(
+            f"`frozen` selects {'every' if all(found) else 'no'} leaf of `params`, such as "
+            f"{', '.join(paths[:4])}. {advice}"
+        )
+    groups = to_groups(params)
+    marks = flags if groups is params else _flags_of_groups(flags, params, to_groups)
+    if isinstance(marks["layers"], list | tuple):
+        _check_alike(marks["layers"])
+    return jax.tree.map(lambda mark, leaf: Frozen(leaf) if mark else leaf, marks, groups)
+
+
+def _flags(rule: FrozenRule, params: PyTree) -> PyTree:
+    """Returns a tree of booleans like `params`."""
+    if callable(rule):
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: bool(rule(_name(path), leaf)), params
+        )
+    if not all(isinstance(flag, bool) for flag in jax.tree.leaves(rule)):
+        raise ValueError(
+            f"`frozen` is {rule!r}. Give a function (path, leaf) -> bool, or booleans in a tree "
+            "that is a prefix of `params`."
+        )
+    try:
+        return jax.tree.map(lambda flag, tree: jax.tree.map(lambda _: flag, tree), rule, params)
+    except ValueError as error:
+        raise ValueError(f"`frozen` is no tree prefix of `params`: {error}") from error
+
+
+def _flags_of_groups(flags: PyTree, params: PyTree, to_groups: Callable) -> dict[str, PyTree]:
+    sources, structure = dependent_inputs(to_groups, params)
+    found = jax.tree.leaves(flags)
+    marks = []
+    for (used,) in sources:
+        of_leaf = {flag for flag, is_used in zip(found, jax.tree.leaves(used)) if is_used}  # noqa: B905
+        if len(of_leaf) == 2:
+            names = [
+                _name(path)
+                for path, is_used in jax.tree_util.tree_leaves_with_path(used)
+                if is_used
+            ]
+            raise ValueError(
+                f"`frozen` selects some of {', '.join(names[:8])} and not all. The model stores "
+                "them as one array: freeze all of them or none."
+            )
+        marks.append(True in of_leaf)
+    return jax.tree.unflatten(structure, marks)
+
+
+def _check_alike(layers: list[PyTree]) -> None:
+    first = jax.tree_util.tree_leaves_with_path(layers[0])
+    for i, layer in enumerate(layers):
+        for (path, wanted), mark in zip(first, jax.tree.leaves(layer), strict=False):
+            if mark != wanted:
+                raise ValueError(
+                    f"`frozen` is {wanted} for `params['layers'][0]{_name(path)}` and {mark} for "
+                    f"`params['layers'][{i}]{_name(path)}`. Layers of one pipeline run one "
+                    "program: freeze a parameter in all layers or in none."
+                )
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path)
+
+
+def partition(tree: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns (trainable, frozen) leaves of a stored tree, each with None for the others."""
+
+    def keep(frozen: bool) -> PyTree:
+        return jax.tree.map(
+            lambda x: x if is_frozen(x) == frozen else None, tree, is_leaf=is_frozen
+        )
+
+    return keep(False), keep(True)
+
+
+def combine(trainable: PyTree, frozen: PyTree) -> PyTree:
+    """Returns the stored tree that `partition` has divided."""
+    return jax.tree.map(
+        lambda x, other: other if x is None else x, trainable, frozen, is_leaf=is_frozen_or_none
+    )
+
+
+def unmark(tree: PyTree) -> PyTree:
+    """Returns a tree with the arrays of frozen leaves in place of `Frozen` nodes."""
+    return jax.tree.map(lambda x: x.value if is_frozen(x) else x, tree, is_leaf=is_frozen)
+
+
+def join(trainable: PyTree, frozen: PyTree) -> PyTree:
+    """Returns the arrays of a part of the user's tree, trainable and frozen ones."""
+    return unmark(combine(trainable, frozen)) if jax.tree.leaves(frozen) else trainable
+
+
+def close_over(model: Model, frozen: dict[str, PyTree]) -> Model:
+    """Returns a model whose embedding and loss are given trainable parameters only.
+
+    Args:
+        model: The model.
+        frozen: The frozen leaves of "embed" and "head".
+
+    Returns:
+        A model of which `embed` and `loss` read `frozen` as well.
+    """
+    if not jax.tree.leaves((frozen["embed"], frozen["head"])):
+        return model
+    of_loss = {name: frozen[name] for name in ("head", "embed")} if model.tied else frozen["head"]
+
+    def embed(weights: PyTree, batch: PyTree, key: Any) -> PyTree:
+        return model.embed(join(weights, frozen["embed"]), batch, key)
+
+    def loss(weights: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
+        return model.loss(join(weights, of_loss), x, batch, key)
+
+    setattr(embed, "takes_key", getattr(model.embed, "takes_key"))  # noqa: B009, B010
+    setattr(loss, "takes_key", getattr(model.loss, "takes_key"))  # noqa: B009, B010
+    return replace(model, embed=embed, loss=loss)
