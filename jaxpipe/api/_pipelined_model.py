@@ -17,7 +17,8 @@ from ..autodiff import Remat, StagedModel
 from ..engines import ENGINES, Engine
 from ..engines._engine import PipelinePlan
 from ..engines._fsdp import num_row_shards
-from ..schedules import Schedule
+from ..schedules import Costs, Schedule, Timeline, to_svg
+from ..schedules.language import describe
 from ..schedules.lock_step import Ticks
 from ._check import TOLERANCE, Comparison, check
 from ._frozen import FrozenRule, close_over, combine, mark_frozen, partition, unmark
@@ -239,6 +240,38 @@ class PipelinedModel:
             layers_per_stage=None,
         )
         return check(self, plain, params, batch, key, tolerance)
+
+    def timeline(self, costs: Costs | None = None) -> Timeline:
+        """Returns when each rank runs which action of `value_and_grad`, by the costs of stages.
+
+        Engines of one program run in lock-step: a tick ends when the slowest rank is done with it.
+
+        Args:
+            costs: Times of the actions of every stage, and of transfers. Default: F, I and W of a
+                stage take as long as it has layers by `layers_per_stage`; 1 without it.
+
+        Returns:
+            The timeline. `schedules.to_svg` draws it, and so do notebooks.
+        """
+        if costs is None:
+            counts = self.layers_per_stage or 1
+            costs = Costs(counts, counts, counts)
+        return self.engine.timeline(self.plan(self._any_num_layers), costs)
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1)
+        return (
+            f"PipelinedModel({self.engine.name}: {self._description}; mesh {axes or 'of 1 device'})"
+        )
+
+    def _repr_svg_(self) -> str:
+        return to_svg(self.timeline(), f"{self.engine.name}: {self._description}")
+
+    @property
+    def _description(self) -> str:
+        if self.schedule is None:
+            return f"{self.num_microbatches} microbatches"
+        return describe(self.schedule)
 
     def plan(self, num_layers: int) -> PipelinePlan:
         """Returns what the engine is told about a model of so many layers.

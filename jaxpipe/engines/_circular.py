@@ -4,7 +4,7 @@ from typing import Any
 
 from .. import schedules
 from ..autodiff import StagedModel
-from ..schedules import Schedule
+from ..schedules import Costs, Schedule, Timeline, lock_step
 from ..schedules.lock_step import Ticks
 from ..spmd import circular_engine
 from . import _stacked
@@ -63,6 +63,11 @@ def _value_and_grad(
     )
 
 
+def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
+    assert plan.schedule is not None
+    return lock_step.simulate_ticks(lock_step.to_lock_step(plan.schedule, costs), costs)
+
+
 CIRCULAR = Engine(
     name="circular",
     pipelines=True,
@@ -80,4 +85,5 @@ CIRCULAR = Engine(
     init=_stacked.init,
     gather=_stacked.gather,
     jit=_stacked.jit,
+    timeline=_timeline,
 )

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ..autodiff import Remat, StagedModel, recompute
-from ..schedules import Schedule
+from ..schedules import Costs, Schedule, Timeline
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
 from ..spmd import Gather
@@ -88,6 +88,7 @@ class Engine:
         gather: `(plan, tree) -> tree` of arrays that every device of the mesh has.
         jit: `(plan, function, donate_argnums) -> function`: compiles a function that calls `value`
             or `value_and_grad`.
+        timeline: `(plan, costs) -> timeline` of the actions of `value_and_grad`.
     """
 
     name: str
@@ -106,3 +107,4 @@ class Engine:
     init: Callable[[PipelinePlan, Callable[[], dict[str, Any]], bool], dict[str, Any]]
     gather: Callable[[PipelinePlan, Any], Any]
     jit: Callable[[PipelinePlan, Callable, tuple[int, ...]], Callable]
+    timeline: Callable[[PipelinePlan, Costs], Timeline]

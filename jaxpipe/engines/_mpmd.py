@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .. import mpmd
+from .. import mpmd, schedules
 from ..autodiff import StagedModel
-from ..schedules import Schedule, check, language, lock_step, num_ranks
+from ..schedules import Costs, Schedule, Timeline, check, language, lock_step, num_ranks
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
 from ._engine import Engine, PipelinePlan
@@ -151,6 +151,11 @@ def _jit(plan: PipelinePlan, function: Callable, donate_argnums: tuple[int, ...]
     return mpmd.mpmd_jit_with_loop(function, mesh, donate_argnums=donate_argnums)
 
 
+def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
+    assert plan.schedule is not None
+    return schedules.simulate(plan.schedule, costs)
+
+
 MPMD = Engine(
     name="mpmd",
     pipelines=True,
@@ -168,4 +173,5 @@ MPMD = Engine(
     init=_init,
     gather=_gather,
     jit=_jit,
+    timeline=_timeline,
 )

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..autodiff import StagedModel
-from ..schedules import Schedule, language, lock_step
+from ..schedules import Costs, Schedule, Timeline, language, lock_step
 from ..schedules.lock_step import Ticks
 from ..spmd import scheduled_engine
 from . import _stacked
@@ -60,6 +60,11 @@ def _value_and_grad(
     )
 
 
+def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
+    assert plan.ticks is not None
+    return lock_step.simulate_ticks(plan.ticks, costs)
+
+
 SCHEDULED = Engine(
     name="scheduled",
     pipelines=True,
@@ -77,4 +82,5 @@ SCHEDULED = Engine(
     init=_stacked.init,
     gather=_stacked.gather,
     jit=_stacked.jit,
+    timeline=_timeline,
 )

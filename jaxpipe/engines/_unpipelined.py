@@ -5,8 +5,9 @@ from typing import Any
 
 import jax
 
+from .. import schedules
 from ..autodiff import StagedModel, unpipelined
-from ..schedules import Schedule
+from ..schedules import Costs, Schedule, Timeline
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
 from . import _stacked
@@ -53,6 +54,12 @@ def _without_repeats(weights: dict[str, Any], keys: Any, batch_inputs: Any) -> t
     return weights | {"stages": stages}, batch_inputs, keys
 
 
+def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
+    """Returns one row, of the program that every rank runs."""
+    one = schedules.build("1f1b", ranks=1, microbatches=plan.num_microbatches)
+    return schedules.simulate(one, costs)
+
+
 UNPIPELINED = Engine(
     name="unpipelined",
     pipelines=False,
@@ -70,4 +77,5 @@ UNPIPELINED = Engine(
     init=partial(_stacked.init, stage_axis=None),
     gather=_stacked.gather,
     jit=_stacked.jit,
+    timeline=_timeline,
 )

@@ -126,3 +126,22 @@ def test_a_trace_has_every_step_and_counts_what_is_alive(case: Case):
         assert max(alive) == peak_activations(schedule)[rank]
         assert alive[-1] == 0
     assert num_ranks(schedule) == len({e["pid"] for e in events})
+
+
+def test_notebooks_draw_schedules_and_timelines_and_their_names_are_short():
+    schedule = one_f_one_b(4, 8)
+    counts = "4 ranks, 4 stages, 8 microbatches, with F, B"
+    timeline = simulate(schedule, Costs())
+    assert repr(schedule) == f"Schedule({counts})"
+    assert repr(timeline) == f"Timeline({counts}; makespan 33)"
+    assert schedule._repr_svg_() == timeline._repr_svg_() == to_svg(timeline)
+    assert f">{counts}<" in to_svg(timeline)
+    assert parse("0B0 0F0")._repr_svg_() is None  # it cannot run
+
+
+def test_the_colours_of_operations_are_those_of_okabe_and_ito():
+    text = to_svg(simulate(build("zbv", ranks=2, microbatches=4), Costs()))
+    okabe_ito = {"#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7"}
+    boxes = ElementTree.fromstring(text).iter(f"{SVG}rect")
+    legend = [box.get("fill") for box in boxes if box.get("width") == "12.00"]
+    assert set(legend[:3]) <= okabe_ito

@@ -3,12 +3,13 @@
 Times are in the unit of the costs. Where they are integers or fractions, every time is exact.
 """
 
+import importlib
 from dataclasses import dataclass
 
 from ..._input import short_repr
 from ..language._action import FusedPair, Op, ScheduleStep, actions_of
 from ..language._dependencies import ResultKey, walk_topologically
-from ..language._schedule import Schedule, without_fused_pairs
+from ..language._schedule import Schedule, describe, without_fused_pairs
 
 _MIN_TIME, _MAX_TIME = 1e-9, 1e15  # sums of such times keep their digits
 
@@ -58,10 +59,22 @@ class TimedStep:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The simulated or measured times of a schedule: for every rank its steps, in order."""
+    """The simulated or measured times of a schedule: for every rank its steps, in order.
+
+    A notebook draws it.
+    """
 
     schedule: Schedule
     rows: tuple[tuple[TimedStep, ...], ...]
+
+    def __repr__(self) -> str:
+        end = max((timed.end for row in self.rows for timed in row), default=0)
+        return f"Timeline({describe(self.schedule)}; makespan {end:g})"
+
+    def _repr_svg_(self) -> str | None:
+        # Drawing builds on this module, so it is imported when a notebook asks.
+        drawing = importlib.import_module("jaxpipe.schedules.io._svg")
+        return drawing.to_svg(self) if any(self.rows) else None
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:

@@ -1,7 +1,8 @@
 """A timeline as a picture: one self-contained SVG, 1000 pixels wide.
 
 The colour shows the operation, the lightness the chunk of the rank, the number the microbatch, and
-empty space is the bubble. A fused pair is drawn as two halves, one above the other.
+empty space is the bubble. A fused pair is drawn as two halves, one above the other. The colours are
+from the palette of Okabe and Ito, which colour-blind people can tell apart.
 
 A page may change the colours of everything but actions: `--picture-ground`, `-lane`, `-line`,
 `-ink` and `-quiet`.
@@ -12,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from ..analysis._measure import makespan, parallelogram_bubble, peak_activations, rectangular_bubble
-from ..analysis._simulate import Time, TimedStep, Timeline
+from ..analysis._simulate import Costs, Time, TimedStep, Timeline, simulate
 from ..language._action import Action, Op, actions_of
-from ..language._schedule import stages_of_rank
+from ..language._schedule import Schedule, describe, stages_of_rank
 
 _WIDTH, _LEFT, _RIGHT, _TOP = 1000, 66, 18, 70
 _ROW, _BAR = 36, 28
@@ -22,10 +23,10 @@ _CHARACTER = 0.64  # width of a digit, in its size
 _SMALLEST = 6.5  # a label that has to be smaller is left out
 
 _COLOURS = {
-    Op.F: ("#2f6fde", "forward F"),
-    Op.B: ("#e07b22", "backward B"),
-    Op.I: ("#d9485f", "input gradient I"),
-    Op.W: ("#2f9e62", "weight gradient W"),
+    Op.F: ("#0072b2", "forward F"),
+    Op.B: ("#d55e00", "backward B"),
+    Op.I: ("#cc79a7", "input gradient I"),
+    Op.W: ("#009e73", "weight gradient W"),
 }
 _NEUTRAL = {
     "ground": "#fff",
@@ -44,16 +45,18 @@ _STYLE = (
     f".schedule .line{{{_FILL['line'].replace('fill', 'stroke')};stroke-width:0.7}}"
     ".schedule .n{text-anchor:middle;fill:#fff;font-weight:600}.schedule .dark{fill:#1f2328}"
 )
+_MAX_LUMINANCE = 0.21
+"""The highest luminance of a box on which white has more contrast than dark ink."""
 _MAX_BOXES = 4000
 """The most actions that are drawn with names and numbers; more are one path per colour and rank."""
 
 
-def to_svg(timeline: Timeline, title: str) -> str:
+def to_svg(timeline: Timeline, title: str = "") -> str:
     """Draws a timeline as a picture.
 
     Args:
         timeline: A timeline with at least one action.
-        title: The heading; any text.
+        title: The heading; any text. Default: the counts of the schedule.
 
     Returns:
         The text of an SVG file, 1000 pixels wide.
@@ -64,6 +67,7 @@ def to_svg(timeline: Timeline, title: str) -> str:
         >>> to_svg(timeline, "ZB-V")[:4]
         '<svg'
     """
+    title = title or describe(timeline.schedule)
     scale = (_WIDTH - _LEFT - _RIGHT) / (makespan(timeline) or 1)
     bottom = _TOP + _ROW * len(timeline.rows)
     height = bottom + 68
@@ -82,6 +86,22 @@ def to_svg(timeline: Timeline, title: str) -> str:
         parts += [*_lane(rank, y), *draw(row, stages_of_rank(timeline.schedule, rank), y, scale)]
     parts += [_text(_LEFT, bottom + 46 + 16 * i, line) for i, line in enumerate(_caption(timeline))]
     return "\n".join([*parts, "</svg>\n"])
+
+
+def schedule_svg(schedule: Schedule) -> str | None:
+    """Draws a schedule with equal times of F, I and W.
+
+    Args:
+        schedule: Any schedule.
+
+    Returns:
+        The text of an SVG file, or None if it cannot run or has no actions.
+    """
+    try:
+        timeline = simulate(schedule, Costs())
+    except ValueError:
+        return None
+    return to_svg(timeline) if any(timeline.rows) else None
 
 
 def _text(x: Time, y: Time, text: str, kind: str = "", anchor: str = "start") -> str:
@@ -178,7 +198,7 @@ def _block(
         label += "abcdefgh"[action.slice] if action.slice < 8 else f".{action.slice}"
     size = min(11.0, (width - 1.5) / len(label) / _CHARACTER)
     if size >= _SMALLEST:
-        kind = "n dark" if chunk > 0 and 2 * chunk >= chunks else "n"
+        kind = "n dark" if _luminance(fill) > _MAX_LUMINANCE else "n"
         where = f'x="{x + width / 2:.1f}" y="{y + height / 2 + size / 2.7:.1f}"'
         parts.append(f'<text {where} class="{kind}" style="font-size:{size:.1f}px">{label}</text>')
     return parts
@@ -196,6 +216,13 @@ def _shade(colour: str, chunk: int, chunks: int) -> str:
     white = 0.58 * chunk / max(chunks - 1, 1)
     channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(c + (255 - c) * white):02x}" for c in channels)
+
+
+def _luminance(colour: str) -> float:
+    """Returns the relative luminance of a colour, from 0 to 1, as WCAG 2 defines it."""
+    channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    linear = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
 def _caption(timeline: Timeline) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from ._placement import straight_rank_and_chunk as straight_rank_and_chunk
 from ._placement import straight_stage as straight_stage
 from ._placement import v_rank_and_chunk as v_rank_and_chunk
 from ._placement import v_stage as v_stage
+from ._schedule import describe as describe
 from ._schedule import enumerate_actions as enumerate_actions
 from ._schedule import forward_only as forward_only
 from ._schedule import num_slices as num_slices

@@ -4,6 +4,7 @@ Two copies of the weights, as in DualPipe, need no notation: the same stage is o
 with different microbatches.
 """
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from ._action import Action, Op, ScheduleStep, actions_of, parse_step
 class Schedule:
     """One program per rank: the actions it runs, in order.
 
-    Prints as one line per rank, which `parse` reads back.
+    Prints as one line per rank, which `parse` reads back. A notebook draws it.
 
     Attributes:
         num_stages: The number of stages of the model.
@@ -34,6 +35,40 @@ class Schedule:
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, program)) for program in self.programs)
+
+    def __repr__(self) -> str:
+        return f"Schedule({describe(self)})"
+
+    def _repr_svg_(self) -> str | None:
+        # Drawing builds on this module, so it is imported when a notebook asks.
+        return importlib.import_module("jaxpipe.schedules.io._svg").schedule_svg(self)
+
+
+def describe(schedule: Schedule) -> str:
+    """Returns the counts of a schedule and the operations that it has.
+
+    Args:
+        schedule: A schedule.
+
+    Returns:
+        Text of one line.
+
+    Example:
+        >>> from jaxpipe.schedules import build
+        >>> describe(build("zbv", ranks=4, microbatches=8))
+        '4 ranks, 8 stages, 8 microbatches, with F, I, W'
+    """
+    found = {action.op for _, action in enumerate_actions(schedule)}
+    counts = (
+        (len(schedule.programs), "rank"),
+        (schedule.num_stages, "stage"),
+        (schedule.num_microbatches, "microbatch"),
+    )
+    plurals = {"rank": "ranks", "stage": "stages", "microbatch": "microbatches"}
+    named = [f"{count} {noun if count == 1 else plurals[noun]}" for count, noun in counts]
+    if found:
+        named.append(f"with {', '.join(op.name for op in Op if op in found)}")
+    return ", ".join(named)
 
 
 def parse(text: str) -> Schedule:
