@@ -18,12 +18,24 @@ ROOT = Path(__file__).parents[2]
 PAGES = [p for p in sorted((ROOT / "docs").rglob("*.md")) if p.parent.name != "dev"]
 
 
-def test_the_code_in_the_readme_runs():
+def test_the_code_in_the_readme_runs_and_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(blocks) == 1
+    assert len(blocks[0].splitlines()) < 20
+    monkeypatch.chdir(tmp_path)
     names: dict = {}
     exec(compile(blocks[0], "README.md", "exec"), names)
-    assert names["y"].shape == (8, 32, 16)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "leaf",
+        "loss",
+        "gradients['embed']",
+        "gradients['head']",
+        "gradients['layers']",
+    ]
+    drawn = (tmp_path / "pipeline.svg").read_text()
+    assert drawn == (ROOT / "docs" / "pipeline.svg").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT / "docs")))
