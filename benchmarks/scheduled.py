@@ -31,7 +31,7 @@ from jaxpipe import models, schedules, sharding, spmd
 from jaxpipe.autodiff import StagedModel, recompute, unpipelined
 from jaxpipe.models.layers import dot_product_attention
 from jaxpipe.schedules import analysis, lock_step
-from jaxpipe.spmd import scheduled_engine
+from jaxpipe.spmd import circular_engine, scheduled_engine
 
 S, MICROBATCHES, ROWS, LENGTH = 4, 16, 4, 64
 LOOP = "loop, differentiated by JAX"
@@ -176,7 +176,7 @@ def plain(model: StagedModel, weights: Any, batch_inputs: Any) -> Any:
 
 def circular(model: StagedModel, mesh: Any, weights: Any, batch_inputs: Any) -> Any:
     stages = jax.tree.map(lambda x: x.reshape(1, S, -1, *x.shape[1:]), weights["stages"])
-    return spmd.circular_value_and_grad(
+    return circular_engine.circular_value_and_grad(
         model, weights | {"stages": stages}, batch_inputs, mesh=mesh
     )
 

@@ -2,8 +2,9 @@
 
 `jaxpipe.pipeline` is the front door. Everything else is in a folder of its own:
 `jaxpipe.schedules` (needs no JAX), `jaxpipe.sharding`, `jaxpipe.autodiff`, `jaxpipe.spmd`,
-`jaxpipe.mpmd`, `jaxpipe.engines`, `jaxpipe.linen`, `jaxpipe.nnx`, `jaxpipe.models`, `jaxpipe.plan`,
-`jaxpipe.data`, `jaxpipe.train`, `jaxpipe.report`, `jaxpipe.testing`.
+`jaxpipe.mpmd`, `jaxpipe.engines`, `jaxpipe.linen`, `jaxpipe.nnx`, `jaxpipe.equinox`,
+`jaxpipe.models`, `jaxpipe.plan`, `jaxpipe.data`, `jaxpipe.train`, `jaxpipe.report`,
+`jaxpipe.testing`.
 """
 
 import importlib
@@ -24,6 +25,7 @@ _LAZY = {
     "pipeline": "api",
     "emulate_devices": "cli",
     "make_mesh": "sharding",
+    "equinox": "equinox",
     "linen": "linen",
     "mpmd": "mpmd",
     "nnx": "nnx",

@@ -51,3 +51,26 @@ def restricted(function: Callable, wanted: Sequence[int], *arguments: PyTree) ->
         return run(*[x for x, is_used in zip(leaves, used, strict=True) if is_used])
 
     return part
+
+
+def pruned(function: Callable, *arguments: PyTree) -> tuple[Callable, PyTree]:
+    """Returns a function without the equations that its output does not depend on.
+
+    Args:
+        function: A function of pytrees of arrays.
+        *arguments: Arguments like those of the calls; arrays may be given as shapes and dtypes.
+
+    Returns:
+        A function of the same arguments, and a tree like `arguments` of booleans: which leaves it
+        reads. All others may be anything.
+    """
+    closed, out = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    run, tree = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts)), jax.tree.structure(out)
+
+    def part(*arguments: PyTree) -> PyTree:
+        leaves = jax.tree.leaves(arguments)
+        read = [x for x, is_used in zip(leaves, used, strict=True) if is_used]
+        return jax.tree.unflatten(tree, run(*read))
+
+    return part, jax.tree.unflatten(jax.tree.structure(arguments), used)

@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 
 from .. import mpmd, schedules
 from ..autodiff import StagedModel
+from ..mpmd.api import mpmd_value, mpmd_value_and_grad
 from ..schedules import Costs, Schedule, Timeline, check, language, lock_step, num_ranks
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
@@ -62,13 +63,13 @@ def _stage(plan: PipelinePlan, layer: Callable) -> Callable:
 def _value(
     plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
-    return mpmd.mpmd_value(model, weights, batch_inputs, keys, schedule=plan.schedule)
+    return mpmd_value(model, weights, batch_inputs, keys, schedule=plan.schedule)
 
 
 def _value_and_grad(
     plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
-    return mpmd.mpmd_value_and_grad(
+    return mpmd_value_and_grad(
         model, weights, batch_inputs, keys, schedule=plan.schedule, remat=plan.remat
     )
 

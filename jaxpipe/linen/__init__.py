@@ -1,5 +1,6 @@
-"""Pipelines of Flax Linen layers: `create_pipeline(config, layers, mesh)` is a Linen module."""
+"""Linen: `model` is for `jaxpipe.pipeline`, and `create_pipeline(config, layers, mesh)` a layer."""
 
+from ._model import model as model
 from ._pipeline import CircularPipeline as CircularPipeline
 from ._pipeline import Pipeline as Pipeline
 from ._pipeline import PipelineBase as PipelineBase

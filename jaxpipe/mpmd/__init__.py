@@ -8,8 +8,6 @@ the tasks of a step.
 import importlib
 import typing
 
-from ._engine import mpmd_value as mpmd_value
-from ._engine import mpmd_value_and_grad as mpmd_value_and_grad
 from .api._across import cross_mpmd_all_reduce as cross_mpmd_all_reduce
 from .api._across import cross_mpmd_stack as cross_mpmd_stack
 from .api._across import place_with as place_with

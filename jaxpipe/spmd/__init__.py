@@ -1,7 +1,6 @@
 """Pipelines in one XLA program: `jax.shard_map` over the axis `stage`, the other axes automatic."""
 
 from .circular_engine import circular as circular
-from .circular_engine import circular_value_and_grad as circular_value_and_grad
 from .ranks import to_ranks as to_ranks
 from .ranks import to_stages as to_stages
 from .weight_gather import Gather as Gather

@@ -23,8 +23,9 @@ from jaxpipe import models, mpmd, schedules, sharding, spmd
 from jaxpipe.autodiff import StagedModel, remat_by_name, unpipelined
 from jaxpipe.models.layers import PROJECTIONS, dot_product_attention, routed_experts
 from jaxpipe.models.weights import stack_weights
+from jaxpipe.mpmd.api import mpmd_value, mpmd_value_and_grad
 from jaxpipe.schedules import lock_step
-from jaxpipe.spmd import scheduled_engine
+from jaxpipe.spmd import circular_engine, scheduled_engine
 from jaxpipe.train.plan import MODEL_FAMILIES, import_flax_decoder
 from small_models import small_deepseek, small_llama
 
@@ -103,7 +104,7 @@ def circular(row: Row, case: Case) -> Any:
     weights = placed(case, mesh)
 
     def run(weights, batch_inputs, keys):
-        return spmd.circular_value_and_grad(
+        return circular_engine.circular_value_and_grad(
             case.model,
             weights,
             batch_inputs,
@@ -186,9 +187,9 @@ def mpmd_result(
 
     def run(weights, batch_inputs, keys):
         if value_alone:
-            return mpmd.mpmd_value(case.model, weights, batch_inputs, keys, schedule=schedule)
+            return mpmd_value(case.model, weights, batch_inputs, keys, schedule=schedule)
         remat = remat_by_name(row.remat, PLACES)
-        return mpmd.mpmd_value_and_grad(
+        return mpmd_value_and_grad(
             case.model, weights, batch_inputs, keys, schedule=schedule, remat=remat
         )
 

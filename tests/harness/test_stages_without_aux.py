@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from harness.contract import assert_close
-from jaxpipe import mpmd, schedules, sharding, spmd
+from jaxpipe import mpmd, schedules, sharding
 from jaxpipe.autodiff import StagedModel, unpipelined
+from jaxpipe.mpmd.api import mpmd_value_and_grad
 from jaxpipe.schedules import lock_step
-from jaxpipe.spmd import scheduled_engine
+from jaxpipe.spmd import circular_engine, scheduled_engine
 
 S, M, D = 2, 2, 3
 SCHEDULE = schedules.build("1f1b", ranks=S, microbatches=M)
@@ -34,7 +35,7 @@ def on_groups(model: StagedModel, weights: Any, batch_inputs: Any) -> Any:
     """The engine of programs per rank: its stages are a list."""
     groups = mpmd.MpmdMesh(sharding.make_mesh({"stage": S}, devices=jax.devices()[:S]), "stage")
     apart = weights | {"stages": list(weights["stages"][0])}
-    run = functools.partial(mpmd.mpmd_value_and_grad, model, schedule=SCHEDULE)
+    run = functools.partial(mpmd_value_and_grad, model, schedule=SCHEDULE)
     value, grads = jax.tree.map(
         np.asarray, mpmd.mpmd_jit_with_loop(run, groups)(apart, batch_inputs)
     )
@@ -49,7 +50,7 @@ def plain(model: StagedModel, weights: Any, batch_inputs: Any) -> Any:
 
 ENGINES = {
     "plain": plain,
-    "circular": spmd.circular_value_and_grad,
+    "circular": circular_engine.circular_value_and_grad,
     "scheduled": functools.partial(
         scheduled_engine.scheduled_value_and_grad, ticks=lock_step.to_lock_step(SCHEDULE)
     ),

@@ -25,8 +25,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": {"engines", "autodiff", "schedules", "sharding"},
     "testing": {"api", "engines", "schedules"},
     "modules": {"spmd", "autodiff", "sharding"},
-    "linen": {"modules", "spmd"},
-    "nnx": {"modules"},
+    "linen": {"api", "modules", "spmd"},
+    "nnx": {"api", "modules"},
+    "equinox": {"api"},
     "models": {"sharding"},
     "plan": set(),
     "train": {
@@ -157,7 +158,7 @@ class Refuse:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in {"flax", "optax", "orbax", "grain", "pydantic", "yaml", "rich",
                                   "tensorboardX", "tokenizers", "matplotlib", "beartype", "pyarrow",
-                                  "sentencepiece"}:
+                                  "sentencepiece", "equinox"}:
             raise ImportError(f"{name} is blocked")
 sys.meta_path.insert(0, Refuse())
 import jaxpipe, jaxpipe.schedules, jaxpipe.sharding, jaxpipe.autodiff, jaxpipe.spmd

@@ -9,11 +9,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from harness.contract import assert_close
-from jaxpipe import spmd
 from jaxpipe.autodiff import StagedModel, unpipelined
 from jaxpipe.models import initialize, initialize_layers, llama, llama_weights
 from jaxpipe.models.layers import dot_product_attention, splash_attention
 from jaxpipe.sharding import DEFAULT_RULES, constrain_with, make_mesh, override_rules
+from jaxpipe.spmd import circular_engine
 from small_models import small_llama
 
 LENGTH, ROWS = 256, 4
@@ -123,7 +123,7 @@ def test_a_llama_with_splash_in_the_circular_pipeline_is_the_unpipelined_llama()
     pipelined = model(splash_attention(DEFAULT_RULES, interpret=True))
     with jax.set_mesh(mesh):
         (loss, _), gradients = jax.jit(
-            lambda w: spmd.circular_value_and_grad(pipelined, w, batch_inputs, mesh=mesh)
+            lambda w: circular_engine.circular_value_and_grad(pipelined, w, batch_inputs, mesh=mesh)
         )(staged)
     plain = model(dot_product_attention)
     (true_loss, _), true = jax.jit(lambda w: unpipelined.value_and_grad(plain, w, batch_inputs))(

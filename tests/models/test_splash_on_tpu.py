@@ -12,6 +12,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jaxpipe import models, sharding, spmd
 from jaxpipe.autodiff import StagedModel
+from jaxpipe.spmd import circular_engine
 from jaxpipe.models.layers import splash_attention
 from jaxpipe.models.weights import stack_weights, weight_shapes
 
@@ -45,7 +46,7 @@ batch_inputs = {
     for name in names
 }
 with jax.set_mesh(mesh):
-    step = jax.jit(lambda w, s: spmd.circular_value_and_grad(model, w, s, mesh=mesh))
+    step = jax.jit(lambda w, s: circular_engine.circular_value_and_grad(model, w, s, mesh=mesh))
     text = step.lower(weights, batch_inputs).compile().as_text()
 kernels = ("splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv")
 print("kernels:", *(kernel for kernel in kernels if kernel in text))

@@ -17,6 +17,7 @@ from jaxpipe.spmd.circular_engine import (
     PipelineShape,
     State,
     add_input,
+    circular_value_and_grad,
     first_state,
     hand_over,
     next_input,
@@ -191,7 +192,7 @@ def test_gradients_of_what_ranks_share_are_summed_once_and_not_in_every_microbat
     case, mesh = make_case(row), mesh_of(row)
 
     def run(weights):
-        return spmd.circular_value_and_grad(case.model, weights, case.batch_inputs, mesh=mesh)
+        return circular_value_and_grad(case.model, weights, case.batch_inputs, mesh=mesh)
 
     with jax.set_mesh(mesh):
         jaxpr = jax.make_jaxpr(run)(case.weights).jaxpr
@@ -205,7 +206,7 @@ def test_ranks_exchange_nothing_but_permutes_and_sums():
     case, mesh = make_case(row), mesh_of(row)
 
     def run(weights, batch_inputs):
-        return spmd.circular_value_and_grad(case.model, weights, batch_inputs, mesh=mesh, keys=())
+        return circular_value_and_grad(case.model, weights, batch_inputs, mesh=mesh, keys=())
 
     with jax.set_mesh(mesh):
         text = jax.jit(run).lower(placed(case, mesh), case.batch_inputs).compile().as_text() or ""
@@ -336,7 +337,7 @@ def test_one_name_for_two_metrics_is_refused():
     model = dataclasses.replace(case.model, loss=loss)
     assert isinstance(model, StagedModel)
     with pytest.raises(ValueError, match=r"both return \['hidden'\]"):
-        spmd.circular_value_and_grad(model, case.weights, case.batch_inputs)
+        circular_value_and_grad(model, case.weights, case.batch_inputs)
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def linen_value_and_grad(decoder: FlaxDecoder) -> Callable:
 
     Returns:
         `(weights, batch_inputs, keys) -> ((loss, metrics), gradients)`, as
-        `spmd.circular_value_and_grad`.
+        `spmd.circular_engine.circular_value_and_grad`.
     """
     return jax.value_and_grad(linen_value(decoder), has_aux=True)
 
@@ -172,7 +172,7 @@ def nnx_value_and_grad(decoder: FlaxDecoder) -> Callable:
 
     Returns:
         `(weights, batch_inputs, keys) -> ((loss, metrics), gradients)`, as
-        `spmd.circular_value_and_grad`.
+        `spmd.circular_engine.circular_value_and_grad`.
     """
     return jax.value_and_grad(nnx_value(decoder), has_aux=True)
 

@@ -1,0 +1,160 @@
+"""Calls of layers inside the call of a module, and the checks that layers form a chain.
+
+The first argument of a layer is x. The other arguments are arrays, keys, or static: anything that
+is no array.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """The call of one layer, which a hook receives in place of the layer.
+
+    Attributes:
+        index: The index of the layer, from 0.
+        args: Its positional arguments.
+        kwargs: Its arguments by name.
+        run: Runs the layer on other arguments of the same form.
+        static: What the layer is besides its parameters: equal for layers of equal programs.
+    """
+
+    index: int
+    args: tuple
+    kwargs: dict[str, Any]
+    run: Callable[..., Any]
+    static: Any = None
+
+
+@dataclass(frozen=True)
+class LayerArguments:
+    """The arguments of a layer, taken apart.
+
+    Attributes:
+        x: The first one.
+        leaves: The leaves of all others.
+        names: The paths of these leaves, for errors.
+        tree: Their structure.
+    """
+
+    x: PyTree
+    leaves: tuple[Any, ...]
+    names: tuple[str, ...]
+    tree: Any
+
+    @property
+    def array_ids(self) -> list[int]:
+        """Returns the indices of leaves that are arrays and no keys."""
+        ids = range(len(self.leaves))
+        return [i for i in ids if _is_array(self.leaves[i]) and not self._is_key(i)]
+
+    def replace(self, x: PyTree, arrays: dict[int, Any], key: Any) -> tuple[tuple, dict[str, Any]]:
+        """Returns the arguments of another call of the layer.
+
+        Args:
+            x: The first argument.
+            arrays: New leaves, by index.
+            key: What replaces every key, or None to leave them.
+
+        Returns:
+            (positional arguments, arguments by name).
+        """
+        leaves = [arrays.get(i, leaf) for i, leaf in enumerate(self.leaves)]
+        if key is not None:
+            leaves = [key if self._is_key(i) else leaf for i, leaf in enumerate(leaves)]
+        first, args, kwargs = jax.tree.unflatten(self.tree, leaves)
+        return ((), {first: x} | kwargs) if first else ((x, *args), kwargs)
+
+    def _is_key(self, index: int) -> bool:
+        leaf = self.leaves[index]
+        if not _is_array(leaf):
+            return False
+        return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) or "['key']" in (self.names[index])
+
+
+def arguments_of(call: LayerCall) -> LayerArguments:
+    """Takes the arguments of a layer apart.
+
+    Args:
+        call: The call.
+
+    Returns:
+        The arguments.
+
+    Raises:
+        ValueError: If the layer has no arguments.
+    """
+    kwargs = dict(call.kwargs)
+    if not call.args and not kwargs:
+        raise ValueError("A layer is called without arguments. The first one must be x.")
+    first = "" if call.args else next(iter(kwargs))
+    x = kwargs.pop(first) if first else call.args[0]
+    rest = first, call.args[1:], kwargs
+    leaves, tree = jax.tree_util.tree_flatten_with_path(rest, is_leaf=lambda leaf: leaf is None)
+    names = tuple(jax.tree_util.keystr(path[1:]) for path, _ in leaves)
+    return LayerArguments(x, tuple(leaf for _, leaf in leaves), names, tree)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray)
+
+
+def check_chain(
+    calls: Sequence[tuple[LayerCall, LayerArguments, PyTree]], names: Sequence[str]
+) -> None:
+    """Checks that layers run one after the other on equal arguments.
+
+    Args:
+        calls: Every call in the order of the program, with its arguments and its result.
+        names: The names of the layers.
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: If a layer is not called exactly once and in order, if something runs between
+            two layers, or if two layers are given different arguments besides x.
+    """
+    order = [call.index for call, _, _ in calls]
+    if order != list(range(len(names))):
+        found = ", ".join(names[i] for i in order[:12]) or "none of them"
+        raise ValueError(
+            f"The module has the layers {names[0]} to {names[-1]}, and its call runs {found}. A "
+            "pipeline needs every layer once, in order. (A layer is called as `layer(x, ...)`.)"
+        )
+    for (_, _, y), (call, now, _), name in zip(calls, calls[1:], names, strict=False):
+        if not _same_leaves(y, now.x):
+            raise ValueError(
+                f"The first argument of `{names[call.index]}` is not what `{name}` returned: "
+                "something runs between them. Move it into the layer, before the first layer or "
+                "behind the last."
+            )
+        _check_same_arguments(calls[0][1], now, names[0], names[call.index])
+
+
+def _check_same_arguments(a: LayerArguments, b: LayerArguments, first: str, name: str) -> None:
+    if a.tree != b.tree:
+        raise ValueError(f"`{name}` is called with other arguments than `{first}`.")
+    for i, (left, right) in enumerate(zip(a.leaves, b.leaves, strict=True)):
+        if i in a.array_ids or _is_array(left) != _is_array(right):
+            same = left is right
+        else:
+            same = _is_array(left) or left is right or bool(left == right)
+        if not same:
+            raise ValueError(
+                f"The argument {a.names[i]} of `{name}` is not that of `{first}`. All layers must "
+                "be given the same: compute it once, before the first layer."
+            )
+
+
+def _same_leaves(a: PyTree, b: PyTree) -> bool:
+    if jax.tree.structure(a) != jax.tree.structure(b):
+        return False
+    return all(x is y for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))

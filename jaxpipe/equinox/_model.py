@@ -1,0 +1,148 @@
+"""The front door's model of an Equinox module: its call, cut at a list of layers."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import PyTree
+
+from ..api import Model
+from ..api.cut import CutModule, LayerCall, cut_model
+
+
+def model(
+    module: Any,
+    *,
+    layers: str | Callable[[Any], Sequence[Any]] = "blocks",
+    loss: Callable[..., Any],
+    call: Callable[..., Any] | None = None,
+    batch: PyTree = None,
+    vmap: bool = True,
+) -> tuple[Model, Any]:
+    """Makes a model for `jaxpipe.pipeline` of a module, which stays as it is.
+
+    Args:
+        module: The module. Its call runs the layers one after the other, as `layer(x, ...)`.
+        layers: The attribute with the list or tuple of layers, such as "blocks" or
+            "decoder.blocks", or a function from the module to it, as for `eqx.tree_at`.
+        loss: `(outputs of the module [rows, ...], batch) -> loss`: a scalar, the mean over rows, or
+            `(total, weight)`; with metrics as `(loss, {name: scalar})`.
+        call: `(module, one row of the batch) -> output`, or `(module, row, key) -> output` with a
+            dropout key; a layer is then given a key of its own as `key=`. Default: `module(row)`.
+        batch: An example of a batch, arrays or shapes. With it everything is checked at once, and
+            parameters outside of layers belong to the embedding or to the loss, as the call uses
+            them. Without it both have all of them, which costs an engine of several programs
+            memory and a transfer.
+        vmap: Whether `call` takes one row; otherwise it takes the batch.
+
+    Returns:
+        (the model, the module's parameters: `eqx.filter(module, eqx.is_inexact_array)`).
+        `eqx.combine(pipe.unshard(params), module)` is the module with trained parameters.
+
+    Raises:
+        ValueError: If layers have state, differ in more than parameters, or something runs between
+            them.
+    """
+    params = eqx.filter(module, eqx.is_inexact_array)
+    where = attrgetter(layers) if isinstance(layers, str) else layers
+    cut = _cut(module, params, where, call or (lambda module, row: module(row)), vmap)
+    return cut_model(cut, loss, batch), params
+
+
+def _cut(module: Any, params: Any, where: Callable, call: Callable, vmap: bool) -> CutModule:
+    found = where(module)
+    if not isinstance(found, list | tuple) or not found:
+        raise ValueError(
+            f"`layers` names {type(found).__name__}. Give the attribute with the list or tuple of "
+            "layers, or a function from the module to it."
+        )
+    _check_no_state(module)
+    takes_key = len(inspect.signature(call).parameters) == 3
+    named = jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda node: node is found)
+    names = _names(params, where)
+
+    def split(given: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        if _names(given, where) != names:
+            raise ValueError(
+                "`params` is not the tree of parameters that `jaxpipe.equinox.model` returned."
+            )
+        layers = [_by_name(layer) for layer in where(given)]
+        return _by_name(given, where(given)), layers
+
+    def join(outer: dict[str, Any], layers: list[dict[str, Any]]) -> Any:
+        whole = [_with_values(old, new) for old, new in zip(where(params), layers, strict=True)]
+        target = where(params)
+        flat, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda n: n is target)
+        new = [
+            type(target)(whole) if leaf is target else outer[jax.tree_util.keystr(path)]
+            for path, leaf in flat
+        ]
+        return jax.tree.unflatten(tree, new)
+
+    def run(outer: Any, layers: dict[int, Any], batch: PyTree, key: Any, hook: Callable) -> Any:
+        hooks = [_Hook(i, hook, layer, layers.get(i, {})) for i, layer in enumerate(found)]
+        leaves = [
+            hooks if leaf is found else outer.get(jax.tree_util.keystr(path), leaf)
+            for path, leaf in named[0]
+        ]
+        with_hooks = jax.tree.unflatten(named[1], leaves)
+        return call(with_hooks, batch, key) if takes_key else call(with_hooks, batch)
+
+    outer, layers = split(params)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), layers)
+    of_outer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), outer)
+    layer_names = [f"layers[{i}]" for i in range(len(found))]
+    return CutModule(run, split, join, of_outer, shapes, layer_names, takes_key, vmap)
+
+
+class _Hook:
+    """Stands for a layer in the list of layers."""
+
+    def __init__(self, index: int, hook: Callable, layer: Any, weights: dict[str, Any]):
+        self._index, self._hook, self._layer, self._weights = index, hook, layer, weights
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        static = jax.tree.flatten(eqx.filter(self._layer, eqx.is_inexact_array, inverse=True))
+        return self._hook(LayerCall(self._index, args, kwargs, self._run, static))
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        return _with_values(self._layer, self._weights)(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"The call of the module reads `{name}` of a layer, which is not there in a pipeline. "
+            "Only `layer(x, ...)` is."
+        )
+
+
+def _by_name(tree: Any, skipped: Any = None) -> dict[str, Any]:
+    """Returns the inexact arrays of a tree by their paths, without those in `skipped`."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is skipped)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in flat if leaf is not skipped}
+
+
+def _with_values(tree: Any, values: dict[str, Any]) -> Any:
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: values.get(jax.tree_util.keystr(path), leaf), tree
+    )
+
+
+def _names(params: Any, where: Callable) -> list[Any]:
+    return [list(_by_name(params, where(params))), *(list(_by_name(p)) for p in where(params))]
+
+
+def _check_no_state(module: Any) -> None:
+    def is_state(node: Any) -> bool:
+        return isinstance(node, eqx.nn.StateIndex)
+
+    flat, _ = jax.tree_util.tree_flatten_with_path(module, is_leaf=is_state)
+    stateful = [jax.tree_util.keystr(path) for path, node in flat if is_state(node)]
+    if stateful:
+        raise ValueError(
+            f"The module has the state {', '.join(stateful[:8])}. A pipeline has several "
+            "microbatches in different layers at the same time, so layers have no state: normalize "
+            "without batch statistics, and run without caches."
+        )
