@@ -1,5 +1,6 @@
 """Emulates CPU devices; no other module sets XLA's flags for them."""
 
+import gc
 import os
 from collections.abc import Mapping
 
@@ -38,7 +39,10 @@ def emulation_environment(num_devices: int, given: Mapping[str, str]) -> dict[st
 def emulate_devices(num_devices: int) -> None:
     """Makes this process see `num_devices` CPU devices instead of one.
 
-    Call it before JAX first uses a device. Other flags already in `XLA_FLAGS` win.
+    Call it before JAX first uses a device, if possible: XLA's other flags for emulated devices,
+    such as longer timeouts of collectives, are read only then. Later, JAX starts again if its
+    devices are CPUs of one process and no array is left; what was made for the devices before,
+    such as meshes, cannot be used any more. Other flags already in `XLA_FLAGS` win.
 
     Args:
         num_devices: The number of emulated devices.
@@ -47,7 +51,8 @@ def emulate_devices(num_devices: int) -> None:
         None.
 
     Raises:
-        ValueError: If JAX has used devices before, or `XLA_FLAGS` asks for another number.
+        ValueError: If JAX has used devices before and cannot start again, or `XLA_FLAGS` asks for
+            another number.
 
     Example:
         >>> import jax
@@ -55,14 +60,36 @@ def emulate_devices(num_devices: int) -> None:
         >>> jax.device_count()
         8
     """
-    os.environ |= emulation_environment(num_devices, os.environ)
+    given = dict(os.environ)
+    is_given = "xla_force_host_platform_device_count" in given.get("XLA_FLAGS", "")
+    os.environ |= emulation_environment(num_devices, given)
     import jax  # not at the top: commands that need no devices start faster without it
 
     jax.config.update("jax_platforms", "cpu")
     found = len(jax.local_devices(backend="cpu"))
+    if found != num_devices and not is_given and _can_start_again():
+        from jax.extend import backend
+
+        backend.clear_backends()
+        jax.config.update("jax_num_cpu_devices", num_devices)
+        found = len(jax.local_devices(backend="cpu"))
     if found != num_devices:
+        for name in ("XLA_FLAGS", "NPROC"):
+            os.environ.pop(name, None)
+            os.environ |= {name: given[name]} if name in given else {}
         raise ValueError(
-            f"`emulate_devices` is {num_devices}, but JAX sees {found} CPU devices: it was in use "
-            "before, or `XLA_FLAGS` asks for another number. Emulate before anything uses JAX, and "
-            "remove `--xla_force_host_platform_device_count` from `XLA_FLAGS`."
+            f"`emulate_devices` is {num_devices}, but JAX sees {found} CPU devices: it has arrays "
+            "or other devices already, or `XLA_FLAGS` asks for another number. Emulate before "
+            "anything uses JAX, and remove `--xla_force_host_platform_device_count` from "
+            "`XLA_FLAGS`."
         )
+
+
+def _can_start_again() -> bool:
+    """Returns whether nothing is lost if JAX forgets its devices."""
+    import jax
+
+    if jax.process_count() > 1 or jax.default_backend() != "cpu":
+        return False
+    gc.collect()
+    return not jax.live_arrays()
