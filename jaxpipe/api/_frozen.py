@@ -5,7 +5,7 @@ trainable leaves as weights. They are given the frozen leaves of layers as array
 and that are never differentiated; embedding and loss close over theirs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +42,10 @@ def is_frozen_or_none(x: Any) -> bool:
 
 
 def mark_frozen(
-    rule: FrozenRule, params: PyTree, to_groups: Callable[[PyTree], dict[str, PyTree]]
+    rule: FrozenRule,
+    params: PyTree,
+    to_groups: Callable[[PyTree], dict[str, PyTree]],
+    has_kinds: bool = False,
 ) -> dict[str, PyTree]:
     """Returns the groups of the user's parameters, with `Frozen` around every frozen leaf.
 
@@ -51,6 +54,7 @@ def mark_frozen(
         params: The user's tree.
         to_groups: From `params` to its groups. A leaf of a group is frozen if it is computed from
             frozen leaves.
+        has_kinds: Whether the model has several kinds of layers.
 
     Returns:
         The groups.
@@ -70,8 +74,10 @@ def mark_frozen(
         )
     groups = to_groups(params)
     marks = flags if groups is params else _flags_of_groups(flags, params, to_groups)
-    if isinstance(marks["layers"], list | tuple):
-        _check_alike(marks["layers"])
+    layers = marks["layers"]
+    for name, of_kind in ((f"['{k}']", layers[k]) for k in layers) if has_kinds else [("", layers)]:
+        if isinstance(of_kind, list | tuple):
+            _check_alike(of_kind, f"params['layers']{name}")
     return jax.tree.map(lambda mark, leaf: Frozen(leaf) if mark else leaf, marks, groups)
 
 
@@ -112,14 +118,14 @@ def _flags_of_groups(flags: PyTree, params: PyTree, to_groups: Callable) -> dict
     return jax.tree.unflatten(structure, marks)
 
 
-def _check_alike(layers: list[PyTree]) -> None:
+def _check_alike(layers: Sequence[PyTree], name: str) -> None:
     first = jax.tree_util.tree_leaves_with_path(layers[0])
     for i, layer in enumerate(layers):
         for (path, wanted), mark in zip(first, jax.tree.leaves(layer), strict=False):
             if mark != wanted:
                 raise ValueError(
-                    f"`frozen` is {wanted} for `params['layers'][0]{_name(path)}` and {mark} for "
-                    f"`params['layers'][{i}]{_name(path)}`. Layers of one pipeline run one "
+                    f"`frozen` is {wanted} for `{name}[0]{_name(path)}` and {mark} for "
+                    f"`{name}[{i}]{_name(path)}`. Layers of one pipeline run one "
                     "program: freeze a parameter in all layers or in none."
                 )
 

@@ -5,7 +5,7 @@ structure, or one tree with leaves [L, ...]. `batch` is any pytree of arrays [B,
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -28,7 +28,10 @@ class Model:
         embed: `(params["embed"], batch) -> x`: what enters the first layer, any pytree.
         layer: `(params of one layer, x, batch) -> x`, with the structure, shapes and dtypes of x;
             or `-> (x, aux)` with a dict of scalars, which are summed over layers and averaged over
-            microbatches. `aux["loss"]` is added to the loss; all others become metrics.
+            microbatches. `aux["loss"]` is added to the loss; all others become metrics. For several
+            kinds of layers a dict of functions in the order in which kinds run, such as
+            `{"encoder": encoder_layer, "decoder": decoder_layer}`; `params["layers"]` then has the
+            same names, with the layers of each kind.
         loss: `(params["head"], x, batch) -> loss`. The loss is a scalar, the mean over rows that
             count equally; or a pair `(total, weight)`, and the loss of the batch is the sum of
             totals divided by the sum of weights. `(loss, metrics)` with a dict of scalars is
@@ -50,7 +53,7 @@ class Model:
     """
 
     embed: Callable[..., Any]
-    layer: Callable[..., Any]
+    layer: Callable[..., Any] | Mapping[str, Callable[..., Any]]
     loss: Callable[..., Any]
     tied: bool = False
     to_groups: Callable[[PyTree], dict[str, PyTree]] = _identity
@@ -58,7 +61,24 @@ class Model:
 
     def __post_init__(self) -> None:
         for name, count in (("embed", 2), ("layer", 3), ("loss", 3)):
-            object.__setattr__(self, name, with_key(getattr(self, name), name, count))
+            given = getattr(self, name)
+            if name == "layer" and isinstance(given, Mapping):
+                keyed: Any = {kind: with_key(f, f"layer[{kind!r}]", 3) for kind, f in given.items()}
+            else:
+                keyed = with_key(given, name, count)
+            object.__setattr__(self, name, keyed)
+        if not self.layer:
+            raise ValueError("`layer` is empty. Give a function for each kind of layers.")
+
+    @property
+    def has_kinds(self) -> bool:
+        """Whether layers are of several kinds."""
+        return isinstance(self.layer, Mapping)
+
+    @property
+    def layer_functions(self) -> tuple[Callable[..., Any], ...]:
+        """The function of a layer of each kind."""
+        return tuple(self.layer.values()) if isinstance(self.layer, Mapping) else (self.layer,)
 
 
 def with_key(function: Callable, name: str, count: int) -> Callable:

@@ -13,6 +13,12 @@ from jaxtyping import PyTree
 
 GROUPS = ("embed", "layers", "head")
 
+NumLayers = int | tuple[tuple[str, int], ...]
+"""L; or the name and the number of layers of each kind, in the order in which kinds run."""
+
+InList = bool | tuple[bool, ...]
+"""Whether the user's tree has a list of layers; or whether it has one for each kind."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -22,13 +28,16 @@ class StoredLayers:
     Attributes:
         stages: [v, S, layers per stage, ...] leaves, with zeros where a stage has fewer layers; for
             `mpmd` a list of trees with leaves [layers, ...], one for each stage.
-        num_layers: L.
-        in_list: Whether the user's tree has a list of layers; otherwise it has leaves [L, ...].
+            With several kinds of layers a dict of the former, or a list of dicts with the kinds of
+            a stage.
+        num_layers: L; or a pair for each kind, its name and number of layers.
+        in_list: Whether the user's tree has a list of layers; otherwise it has leaves [L, ...]. For
+            several kinds one for each.
     """
 
     stages: Any
-    num_layers: int = field(metadata={"static": True})
-    in_list: bool = field(metadata={"static": True})
+    num_layers: NumLayers = field(metadata={"static": True})
+    in_list: InList = field(metadata={"static": True})
 
 
 def is_stored(params: PyTree) -> bool:
@@ -60,11 +69,12 @@ def check_groups(groups: Any) -> None:
         )
 
 
-def check_layers(layers: PyTree) -> tuple[int, bool]:
+def check_layers(layers: PyTree, name: str = "params['layers']") -> tuple[int, bool]:
     """Checks that the layers of the user's tree are alike.
 
     Args:
         layers: A list or tuple of L trees, or one tree of leaves [L, ...]; or shapes of these.
+        name: What the user calls it, for errors.
 
     Returns:
         (L, whether `layers` is a list).
@@ -73,14 +83,14 @@ def check_layers(layers: PyTree) -> tuple[int, bool]:
         ValueError: If there are no layers, or they differ in structure, shapes or dtypes.
     """
     if isinstance(layers, list | tuple):
-        _check_alike(layers)
+        _check_alike(layers, name)
         return len(layers), True
     leaves = jax.tree_util.tree_leaves_with_path(layers)
     sizes = {jnp.shape(leaf)[:1] for _, leaf in leaves}
     if len(sizes) != 1 or () in sizes:
         shapes = ", ".join(f"{_name(path)} {jnp.shape(leaf)}" for path, leaf in leaves[:8])
         raise ValueError(
-            f"`params['layers']` has the leaves {shapes or 'none'}. Give a list with a tree for "
+            f"`{name}` has the leaves {shapes or 'none'}. Give a list with a tree for "
             "every layer, or leaves that share their first dim, the number of layers."
         )
     return sizes.pop()[0], False
@@ -93,24 +103,24 @@ def stack_layers(layers: PyTree) -> PyTree:
     return jax.tree.map(jnp.asarray, layers)
 
 
-def _check_alike(layers: Sequence[PyTree]) -> None:
+def _check_alike(layers: Sequence[PyTree], name: str) -> None:
     if not layers:
-        raise ValueError("`params['layers']` is empty. Give at least one layer.")
+        raise ValueError(f"`{name}` is empty. Give at least one layer.")
     first = jax.tree_util.tree_leaves_with_path(layers[0])
     for i, layer in enumerate(layers[1:], start=1):
         other = jax.tree_util.tree_leaves_with_path(layer)
         if jax.tree.structure(layer) != jax.tree.structure(layers[0]):
             names = {_name(path) for path, _ in first} ^ {_name(path) for path, _ in other}
             raise ValueError(
-                f"`params['layers'][{i}]` differs from `params['layers'][0]` in structure"
+                f"`{name}[{i}]` differs from `{name}[0]` in structure"
                 + (f": only one of them has {', '.join(sorted(names)[:8])}" if names else "")
                 + ". Layers of one pipeline must be alike."
             )
         for (path, a), (_, b) in zip(first, other, strict=True):
             if _type(a) != _type(b):
                 raise ValueError(
-                    f"`params['layers'][{i}]{_name(path)}` is {_type(b)} and "
-                    f"`params['layers'][0]{_name(path)}` is {_type(a)}. Layers of one pipeline "
+                    f"`{name}[{i}]{_name(path)}` is {_type(b)} and "
+                    f"`{name}[0]{_name(path)}` is {_type(a)}. Layers of one pipeline "
                     "must be alike."
                 )
 

@@ -10,7 +10,7 @@ from .. import schedules
 from ..autodiff import Remat, recompute
 from ..engines import ENGINES, Engine
 from ..schedules import Schedule, builders
-from ..sharding.layout import parse_layout
+from ..sharding.layout import count_mtp_layers, parse_layout
 from ._model import Model
 from ._pipelined_model import PipelinedModel
 
@@ -38,7 +38,8 @@ def pipeline(
         microbatches: M, the number of pieces of a batch.
         chunks: Stages per rank, for families that have a choice. Default: 2, and 1 for "circular".
         layers_per_stage: The number of layers of every stage in forward order, or a layout string
-            such as "Et*3|t*4|t*3L". Default: as even as possible.
+            such as "Et*3|t*4|t*3L". Layers of all kinds count, in the order in which they run; m is
+            a layer of the last kind, "mtp". Default: as even as possible.
         engine: "unpipelined", "circular", "scheduled" (one program), "mpmd" (a program for each
             rank), or "auto": the first that can run the schedule.
         remat: A wrapper of stages. The default stores the input of a stage and recomputes the rest
@@ -74,12 +75,12 @@ def pipeline(
     found = _schedule(schedule, num_ranks, microbatches, chunks)
     selected = _engine(engine, found, schedule)
     as_run, ticks = selected.prepare(found, num_ranks, microbatches)
-    counts = layers_per_stage
+    counts, num_mtp = layers_per_stage, None
     if isinstance(counts, str):
-        counts = parse_layout(counts)
+        counts, num_mtp = parse_layout(counts, mtp_layers=True), count_mtp_layers(counts)
     layer_counts = None if counts is None else tuple(counts)
     return PipelinedModel(
-        model, selected, mesh, microbatches, as_run, ticks, layer_counts, remat, frozen
+        model, selected, mesh, microbatches, as_run, ticks, layer_counts, remat, frozen, num_mtp
     )
 
 

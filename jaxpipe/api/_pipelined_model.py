@@ -22,9 +22,10 @@ from ..schedules.language import describe
 from ..schedules.lock_step import Ticks
 from ._check import TOLERANCE, Comparison, check
 from ._frozen import FrozenRule, close_over, combine, mark_frozen, partition, unmark
+from ._kinds import check_all, check_mtp, stack_all, total_layers, unstack_all
 from ._layouts import even_counts
 from ._model import Model
-from ._params import StoredLayers, check_groups, check_layers, stack_layers, unstack_layers
+from ._params import InList, NumLayers, StoredLayers, check_groups
 from ._staging import PieceInputs, make_inputs, staged_model, takes_key
 
 StoredParams = dict[str, Any]
@@ -45,6 +46,7 @@ class PipelinedModel:
         layers_per_stage: Layers of every stage in forward order. None: as even as possible.
         remat: A wrapper of stages, which decides what a forward stores for the backward.
         frozen: Says which leaves of the user's tree are not trained. None: all are trained.
+        num_mtp_layers: Layers of the kind "mtp" by a layout string. None: not said.
     """
 
     model: Model
@@ -56,6 +58,7 @@ class PipelinedModel:
     layers_per_stage: tuple[int, ...] | None
     remat: Remat
     frozen: FrozenRule | None = None
+    num_mtp_layers: int | None = None
 
     def shard(self, params: PyTree) -> StoredParams:
         """Stores parameters as the engine wants them, on the devices that hold them.
@@ -97,19 +100,22 @@ class PipelinedModel:
         )
         return _stored(weights, num_layers, in_list)
 
-    def _check_params(self, params: PyTree) -> tuple[int, bool]:
+    def _check_params(self, params: PyTree) -> tuple[NumLayers, InList]:
         """Checks the user's tree, and returns L and whether it has a list of layers."""
         groups = self.model.to_groups(params)
         check_groups(groups)
-        return check_layers(groups["layers"])
+        num_layers, in_list = check_all(self.model.layer, groups["layers"])
+        if self.num_mtp_layers is not None:
+            check_mtp(num_layers, self.num_mtp_layers)
+        return num_layers, in_list
 
     def _weights(self, plan: PipelinePlan, params: PyTree) -> dict[str, PyTree]:
         """Returns the parameters in the groups of engines."""
         groups = self.model.to_groups(params)
         if self.frozen is not None:
-            groups = mark_frozen(self.frozen, params, self.model.to_groups)
+            groups = mark_frozen(self.frozen, params, self.model.to_groups, self.model.has_kinds)
         embed, head = jax.tree.map(jnp.asarray, (groups["embed"], groups["head"]))
-        stages = self.engine.stack(plan, stack_layers(groups["layers"]))
+        stages = self.engine.stack(plan, stack_all(self.model.layer, groups["layers"]))
         return {"embed": embed, "stages": stages, "head": head}
 
     def unshard(self, params: StoredParams) -> PyTree:
@@ -127,8 +133,7 @@ class PipelinedModel:
         plan = self.plan(stored.num_layers)
         gathered = self.engine.gather(plan, params | {"layers": stored.stages})
         layers = self.engine.unstack(plan, gathered["layers"])
-        if stored.in_list:
-            layers = unstack_layers(layers, stored.num_layers)
+        layers = unstack_all(layers, stored.num_layers, stored.in_list)
         return self.model.from_groups(gathered | {"layers": layers})
 
     def partition(self, params: StoredParams) -> tuple[StoredParams, StoredParams]:
@@ -273,11 +278,11 @@ class PipelinedModel:
             return f"{self.num_microbatches} microbatches"
         return describe(self.schedule)
 
-    def plan(self, num_layers: int) -> PipelinePlan:
+    def plan(self, num_layers: NumLayers) -> PipelinePlan:
         """Returns what the engine is told about a model of so many layers.
 
         Args:
-            num_layers: L.
+            num_layers: L; or a pair for each kind of layers, its name and number of layers.
 
         Returns:
             The plan.
@@ -285,7 +290,7 @@ class PipelinedModel:
         Raises:
             ValueError: If there are fewer layers than stages, or `layers_per_stage` has others.
         """
-        counts = self._layer_counts(num_layers)
+        counts = self._layer_counts(total_layers(num_layers))
         num_ranks = self.mesh.shape["stage"]
         layout = self.engine.layout(self.schedule, num_ranks, counts)
         return PipelinePlan(
@@ -296,6 +301,7 @@ class PipelinedModel:
             self.ticks,
             self.remat,
             gather="once" if self.mesh.shape.get("fsdp", 1) == 1 else "tick",
+            kinds=() if isinstance(num_layers, int) else num_layers,
         )
 
     @property
@@ -332,7 +338,8 @@ class PipelinedModel:
                     "A function of the model takes a dropout key, and `key` is None. Give the key "
                     "of the step, such as `jax.random.fold_in(jax.random.key(0), step)`."
                 )
-            folded = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(layers.num_layers + 1))
+            ids = jnp.arange(total_layers(layers.num_layers) + 1)
+            folded = jax.vmap(partial(jax.random.fold_in, key))(ids)
             keys = folded[0], folded[1:]
         all_weights = unmark(weights)
         inputs = make_inputs(
@@ -351,6 +358,6 @@ class PipelinedModel:
         )
 
 
-def _stored(weights: dict[str, Any], num_layers: int, in_list: bool) -> StoredParams:
+def _stored(weights: dict[str, Any], num_layers: NumLayers, in_list: InList) -> StoredParams:
     layers = StoredLayers(weights["stages"], num_layers, in_list)
     return {"embed": weights["embed"], "layers": layers, "head": weights["head"]}

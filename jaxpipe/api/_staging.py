@@ -41,7 +41,7 @@ class PieceInputs(NamedTuple):
 
 def takes_key(model: Model) -> bool:
     """Returns whether a function of the model takes a dropout key."""
-    return any(getattr(f, "takes_key") for f in (model.embed, model.layer, model.loss))  # noqa: B009
+    return any(getattr(f, "takes_key") for f in (model.embed, *model.layer_functions, model.loss))  # noqa: B009
 
 
 def make_inputs(
@@ -124,37 +124,41 @@ def boundary_model(model: Model, num_pieces: int) -> StagedModel:
     )
 
 
-def staged_model(
-    model: Model, num_pieces: int, stage_of: Callable[[Callable], Callable]
-) -> StagedModel:
+def staged_model(model: Model, num_pieces: int, stage_of: Callable[[Any], Callable]) -> StagedModel:
     """Returns the model as engines run it.
 
     Args:
         model: The model.
         num_pieces: M * D.
-        stage_of: From a layer to the stage that runs layers. A layer is given the dropout key and
-            the frozen leaves of `Engine.layer_keys`.
+        stage_of: From a layer, or layers by kind, to the stage that runs layers. A layer is given
+            the dropout key and the frozen leaves of `Engine.layer_keys`.
 
     Returns:
         Functions of leaves [d, ...], for d pieces of a microbatch.
     """
     mean, has_key = 1 / num_pieces, takes_key(model)
 
-    def layer(weights: Any, constants: Any, x: PyTree, inputs: PieceInputs) -> Any:
+    def layer(
+        function: Callable, weights: Any, constants: Any, x: PyTree, inputs: PieceInputs
+    ) -> Any:
         key, frozen = constants
         if has_key:
             key = jax.random.fold_in(key, inputs.piece)
-        returned = model.layer(join(weights, frozen), x, inputs.batch, key)
+        returned = function(join(weights, frozen), x, inputs.batch, key)
         if not _is_pair(returned, x):
             return returned, {}
         x, aux = returned
         return x, {name: value * mean for name, value in (aux or {}).items()}
 
-    def layer_of_pieces(weights: Any, x: PyTree, inputs: PieceInputs, constants: Any) -> Any:
-        x, aux = on_pieces(layer, 2, weights, constants, x, inputs)
-        return x, sum_pieces(aux)
+    def of_pieces(function: Callable) -> Callable:
+        def layer_of_pieces(weights: Any, x: PyTree, inputs: PieceInputs, constants: Any) -> Any:
+            x, aux = on_pieces(partial(layer, function), 2, weights, constants, x, inputs)
+            return x, sum_pieces(aux)
 
-    return replace(boundary_model(model, num_pieces), stage=stage_of(layer_of_pieces))
+        return layer_of_pieces
+
+    layers = jax.tree.map(of_pieces, model.layer)  # one function, or one for each kind
+    return replace(boundary_model(model, num_pieces), stage=stage_of(layers))
 
 
 def _embed(model: Model, weights: Any, inputs: PieceInputs) -> Any:

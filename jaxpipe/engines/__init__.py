@@ -2,11 +2,12 @@
 
 from ._circular import CIRCULAR as _CIRCULAR
 from ._engine import Engine as Engine
+from ._kinds import with_kinds as _with_kinds
 from ._mpmd import MPMD as _MPMD
 from ._scheduled import SCHEDULED as _SCHEDULED
 from ._unpipelined import UNPIPELINED as _UNPIPELINED
 
 ENGINES: dict[str, Engine] = {
-    engine.name: engine for engine in (_UNPIPELINED, _CIRCULAR, _SCHEDULED, _MPMD)
+    engine.name: _with_kinds(engine) for engine in (_UNPIPELINED, _CIRCULAR, _SCHEDULED, _MPMD)
 }
 """Every engine by its name."""

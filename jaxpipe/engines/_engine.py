@@ -38,6 +38,8 @@ class PipelinePlan:
         vocab_parallel: Whether all ranks of the engine `scheduled` compute the loss together.
         scan_repeats: Whether the engine `circular` runs repeats in a `lax.scan`.
         scan_ticks: Whether the engine `circular` runs ticks in a `lax.scan`.
+        kinds: The name and the number of layers of each kind, in the order in which kinds run. ()
+            for layers of one kind.
     """
 
     mesh: Mesh
@@ -52,11 +54,14 @@ class PipelinePlan:
     vocab_parallel: bool = False
     scan_repeats: bool = True
     scan_ticks: bool = True
+    kinds: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class Engine:
     """A way to run a pipeline, as functions of its plan.
+
+    If the plan has kinds, layers are a dict of those of each kind, and so are functions of a layer.
 
     Attributes:
         name: The name by which users select it.
@@ -100,7 +105,7 @@ class Engine:
     stack: Callable[[PipelinePlan, Any], PyTree]
     unstack: Callable[[PipelinePlan, PyTree], Any]
     layer_keys: Callable[[PipelinePlan, Any, PyTree], Any]
-    stage: Callable[[PipelinePlan, Callable], Callable]
+    stage: Callable[[PipelinePlan, Any], Callable]
     value: Callable[[PipelinePlan, StagedModel, dict[str, Any], Any, Any], Any]
     value_and_grad: Callable[[PipelinePlan, StagedModel, dict[str, Any], Any, Any], Any]
     put: Callable[[PipelinePlan, dict[str, Any], bool], dict[str, Any]]

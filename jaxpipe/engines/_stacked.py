@@ -4,6 +4,7 @@ S ranks, v stages on each, n layers in the largest stage, L layers.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -202,15 +203,42 @@ def weight_gathers(plan: PipelinePlan, weights: dict[str, PyTree]) -> tuple[Gath
         return (None,) * min(skipped, 1) + fsdp_axes(jnp.shape(leaf)[skipped:], plan.mesh)
 
     def make(tree: PyTree, skipped: int) -> Gather:
-        return gather_weights(
-            jax.tree.map(partial(axes, skipped), tree),
+        leaves, structure = _flatten(tree)
+        gather = gather_weights(
+            [None if leaf is None else axes(skipped, leaf) for leaf in leaves],
             FSDP_RULES,
             when=plan.gather,
             batch_axes=row_axes(plan.mesh),
         )
+        return replace(
+            gather,
+            cast=_on_leaves(gather.cast),
+            unshard=_on_leaves(gather.unshard),
+            constrain_unsharded=_on_leaves(gather.constrain_unsharded),
+            reduce_scatter=_on_leaves(gather.reduce_scatter),
+            weight_specs=structure.unflatten(gather.weight_specs),
+            gradient_specs=structure.unflatten(gather.gradient_specs),
+        )
 
     boundary = {name: weights[name] for name in ("embed", "head")}
     return make(weights["stages"], 3), make(boundary, 0)
+
+
+def _flatten(tree: PyTree) -> tuple[list[Any], Any]:
+    return jax.tree.flatten(tree, is_leaf=lambda x: x is None)
+
+
+def _on_leaves(function: Callable) -> Callable:
+    """Returns a function of trees from one of lists, for trees with tuples in them.
+
+    `gather_weights` takes tuples for the axes of a weight.
+    """
+
+    def on_tree(tree: PyTree) -> PyTree:
+        leaves, structure = _flatten(tree)
+        return structure.unflatten(function(leaves))
+
+    return on_tree
 
 
 def gather(plan: PipelinePlan, tree: PyTree) -> PyTree:

@@ -97,4 +97,6 @@ def _microbatch_loss(model: StagedModel, stage: Callable, keys: Sequence[PyTree]
 
 
 def _add_metrics(totals: Aux, more: Aux) -> Aux:
-    return {name: x + more[name] for name, x in totals.items()}
+    """Returns sums by name; stages whose layers are of other kinds may have other names."""
+    sums = {name: x + more[name] for name, x in totals.items() if name in more}
+    return totals | more | sums

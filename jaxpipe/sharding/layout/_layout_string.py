@@ -1,7 +1,7 @@
 """The number of layers of each stage, in Megatron's notation: `Et*3|t*4|t*4|t*3L`.
 
-`|` ends a stage, `t` is a layer, `E` the embedding and `L` the loss. `x*3` and `(xy)*3` repeat, and
-commas mean nothing.
+`|` ends a stage, `t` is a layer, `m` one that predicts further tokens, `E` the embedding and `L`
+the loss. `x*3` and `(xy)*3` repeat, and commas mean nothing.
 """
 
 import re
@@ -14,18 +14,20 @@ _MAX_LETTERS = 100_000
 _REPEATED = re.compile(r"([A-Za-z]|\([^()]*\))\*(\d+)(?![\d*])")
 
 
-def parse_layout(text: str) -> tuple[int, ...]:
+def parse_layout(text: str, *, mtp_layers: bool = False) -> tuple[int, ...]:
     """Parses a layout string to the number of layers per stage.
 
     Args:
         text: Such as `Et*3|t*4|t*4|t*3L`.
+        mtp_layers: Whether the model has layers that predict further tokens (MTP), m, behind all
+            others.
 
     Returns:
-        Layers per stage, in forward order.
+        Layers per stage, in forward order; m is a layer like t.
 
     Raises:
-        ValueError: If the text has other signs, does not begin with E or end with L, or if a stage
-            in the middle is empty.
+        ValueError: If the text has other signs, does not begin with E or end with L, if a stage in
+            the middle is empty, or if t follows m.
 
     Example:
         >>> parse_layout("Et|t*2|tL")
@@ -45,7 +47,7 @@ def parse_layout(text: str) -> tuple[int, ...]:
             f"{given}. Give E, then t for every layer with | between stages, "
             "then L, such as 'Et*3|t*4|t*4|t*3L'; x*n and (xy)*n repeat."
         )
-    if "m" in inner:
+    if "m" in inner and not mtp_layers:
         raise ValueError(
             f"{given}, and m is a layer that predicts further tokens, which "
             "no model here has. Leave it out."
@@ -55,13 +57,20 @@ def parse_layout(text: str) -> tuple[int, ...]:
             f"{given}. The first stage begins with the one E, the embedding, "
             "and the last one ends with the one L, the loss."
         )
+    if "m" in inner and inner.index("m") < inner.rfind("t"):
+        raise ValueError(f"{given}, where t follows m. Give m behind all t.")
     empty = [number for number, stage in enumerate(stages) if not stage]
     if empty:
         raise ValueError(
             f"{given}, where stage {empty[0]} has no layer. Only the stages "
             "of E and of L may have none."
         )
-    return tuple(stage.count("t") for stage in stages)
+    return tuple(stage.count("t") + stage.count("m") for stage in stages)
+
+
+def count_mtp_layers(text: str) -> int:
+    """Returns the number of layers m of a layout string that `parse_layout` accepts."""
+    return _expanded(text).count("m")
 
 
 def _expanded(text: str) -> str:

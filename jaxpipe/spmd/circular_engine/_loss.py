@@ -16,7 +16,7 @@ from ...autodiff.backward import floating
 from ...autodiff.staged_model import Aux, combine_losses, total
 from .._boundary import add_to_boundary, loss_and_gradients
 from .._buffers import cast_like, to_accum_dtype
-from ..ranks import AXIS, zeros
+from ..ranks import AXIS, pvary, zeros
 from ..weight_gather import Gather
 from ._backward import backward
 from ._invariants import CircularOptions, prepare
@@ -50,8 +50,7 @@ def rank_value_and_grad(
     """
     gathered = boundary_gather.unshard(boundary_gather.cast(boundary))
     share = _share_of_rank(batch_inputs)
-    embed = jax.vmap(model.embed, in_axes=(None, 0))
-    x, pull_embed = _pullback(lambda w: embed(w, share), gathered["embed"])
+    x, pull_embed = _pullback(lambda w: _embed(model, w, share), gathered["embed"])
     invariants, aux_shapes = prepare(model.stage, options, stages, x, batch_inputs, keys)
     (y, stage_aux), residuals = forward(invariants, x, aux_shapes, save_residuals=True)
     (loss, loss_metrics), (boundary_grads, dy) = _loss_and_gradients(model, gathered, y, share)
@@ -84,7 +83,7 @@ def rank_value(
     """
     gathered = boundary_gather.unshard(boundary_gather.cast(boundary))
     share = _share_of_rank(batch_inputs)
-    x = jax.vmap(model.embed, in_axes=(None, 0))(gathered["embed"], share)
+    x = _embed(model, gathered["embed"], share)
     invariants, aux_shapes = prepare(model.stage, options, stages, x, batch_inputs, keys)
     (y, stage_aux), _ = forward(invariants, x, aux_shapes, save_residuals=False)
 
@@ -94,6 +93,11 @@ def rank_value(
     _, (losses, loss_metrics) = lax.scan(step, (), (y, share))
     totals = jnp.sum(losses), total(loss_metrics), stage_aux
     return combine_losses(*lax.psum(totals, (AXIS, *options.gather.batch_axes)))
+
+
+def _embed(model: StagedModel, weights: PyTree, share: PyTree) -> PyTree:
+    """Runs the embedding; constants in its output vary over ranks too, as what stages return."""
+    return jax.tree.map(pvary, jax.vmap(model.embed, in_axes=(None, 0))(weights, share))
 
 
 def _loss_and_gradients(

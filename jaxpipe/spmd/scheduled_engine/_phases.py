@@ -18,7 +18,7 @@ from ...autodiff.staged_model import Aux, fold_in_microbatch, index_leading
 from ...ir.transforms import add_gradients
 from ...schedules.lock_step import TickTables
 from .._boundary import add_to_boundary, loss_and_gradients
-from ..ranks import AXIS, cond
+from ..ranks import AXIS, cond, pvary
 from ..weight_gather import identity
 from ._rows import PhaseRow
 from ._weights import ChunkGather
@@ -300,7 +300,10 @@ def _with_embed_gradient(
     """Adds the gradient of the embedding, if this is the backward of the first stage."""
 
     def gradient(weights, batch_inputs, dx):
-        _, pull = jax.vjp(lambda w: floating(invariants.model.embed(w, batch_inputs)), weights)
+        def embed(weights):  # constants in its output would not vary over ranks, as dx does
+            return floating(jax.tree.map(pvary, invariants.model.embed(weights, batch_inputs)))
+
+        _, pull = jax.vjp(embed, weights)
         return pull(dx)[0]
 
     def add(embed_grads):

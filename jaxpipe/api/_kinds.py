@@ -1,0 +1,90 @@
+"""Several kinds of layers in the user's tree: the layers of each kind are stacked on their own."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtyping import PyTree
+
+from ._params import InList, NumLayers, check_layers, stack_layers, unstack_layers
+
+MTP = "mtp"
+"""The kind that the letter m of a layout string is a layer of."""
+
+
+def total_layers(num_layers: NumLayers) -> int:
+    """Returns the number of layers of all kinds."""
+    return num_layers if isinstance(num_layers, int) else sum(count for _, count in num_layers)
+
+
+def check_all(layer: Any, layers: PyTree) -> tuple[NumLayers, InList]:
+    """Checks that the layers of each kind of the user's tree are alike.
+
+    Args:
+        layer: The function of a layer, or functions by kind.
+        layers: A list of L trees or one tree of leaves [L, ...]; a dict of them if there are kinds.
+
+    Returns:
+        (L, whether `layers` is a list); or these for each kind.
+
+    Raises:
+        ValueError: If kinds are not those of `layer`, or layers of a kind are not alike.
+    """
+    if not isinstance(layer, Mapping):
+        return check_layers(layers)
+    found = sorted(map(str, layers)) if isinstance(layers, Mapping) else type(layers).__name__
+    if found != sorted(layer):
+        raise ValueError(
+            f"`params['layers']` is {found} and `model.layer` has the kinds {list(layer)}. Give a "
+            "dict with the layers of each kind, such as {'encoder': [...], 'decoder': [...]}."
+        )
+    checked = [check_layers(layers[kind], f"params['layers']['{kind}']") for kind in layer]
+    counts = tuple(count for count, _ in checked)
+    return tuple(zip(layer, counts, strict=True)), tuple(in_list for _, in_list in checked)
+
+
+def stack_all(layer: Any, layers: PyTree) -> PyTree:
+    """Returns leaves [L, ...] of layers that `check_all` has checked; or these by kind."""
+    if not isinstance(layer, Mapping):
+        return stack_layers(layers)
+    return {kind: stack_layers(layers[kind]) for kind in layer}
+
+
+def unstack_all(layers: PyTree, num_layers: NumLayers, in_list: InList) -> PyTree:
+    """Returns the layers of the user's tree: the inverse of `stack_all`.
+
+    Args:
+        layers: [L, ...] leaves, or these by kind.
+        num_layers: L, or the layers of each kind.
+        in_list: Whether the user's tree has a list, or whether it has for each kind.
+
+    Returns:
+        The layers.
+    """
+    if isinstance(num_layers, int) or isinstance(in_list, bool):
+        return unstack_layers(layers, total_layers(num_layers)) if in_list else layers
+    return {
+        kind: unstack_layers(layers[kind], count) if is_list else layers[kind]
+        for (kind, count), is_list in zip(num_layers, in_list, strict=True)
+    }
+
+
+def check_mtp(num_layers: NumLayers, num_mtp: int) -> None:
+    """Checks that the letters m of a layout string are the layers of the last kind.
+
+    Args:
+        num_layers: L, or the layers of each kind.
+        num_mtp: The number of letters m, which are behind all t.
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: If they are not.
+    """
+    kinds = () if isinstance(num_layers, int) else num_layers
+    found = kinds[-1][1] if kinds and kinds[-1][0] == MTP else 0
+    if found != num_mtp:
+        raise ValueError(
+            f"`layers_per_stage` has {num_mtp} m, and the model has {found} layers of a last kind "
+            f"{MTP!r}. Give an m for each of them, behind t for all others."
+        )

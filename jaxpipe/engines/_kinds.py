@@ -1,0 +1,106 @@
+"""Engines for models with several kinds of layers in a row, such as an encoder before a decoder.
+
+A stage may have layers of several kinds. An engine stores and runs the layers of each kind as if
+there were no others: with a layout of its own, in which stages may have no layer. In one program
+every stage has room for the largest number of layers of each kind that any stage has; for `mpmd` a
+stage has the layers that it runs.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from ..autodiff.staged_model import Aux, with_aux
+from ._engine import Engine, PipelinePlan
+
+
+def with_kinds(engine: Engine) -> Engine:
+    """Returns an engine that also runs models whose layers are of several kinds.
+
+    Args:
+        engine: An engine for layers of one kind.
+
+    Returns:
+        The engine. If the plan has kinds, its functions take trees and layers by kind, and its
+        stages are trees by kind; in a list of stages each has the kinds that it runs. Random keys
+        are those of all layers, in the order in which they run.
+    """
+
+    def stack(plan: PipelinePlan, layers: PyTree) -> PyTree:
+        if not plan.kinds:
+            return engine.stack(plan, layers)
+        plans = _plans(engine, plan)
+        return _stages(plans, {k: engine.stack(plans[k], layers[k]) for k in plans})
+
+    def unstack(plan: PipelinePlan, stages: PyTree) -> PyTree:
+        if not plan.kinds:
+            return engine.unstack(plan, stages)
+        plans = _plans(engine, plan)
+        return {kind: engine.unstack(plans[kind], _of_kind(stages, kind)) for kind in plans}
+
+    def layer_keys(plan: PipelinePlan, dropout: PyTree, frozen: PyTree) -> PyTree:
+        if not plan.kinds:
+            return engine.layer_keys(plan, dropout, frozen)
+        plans, found, first = _plans(engine, plan), {}, 0
+        for kind, count in plan.kinds:
+            keys = jax.tree.map(lambda leaf: leaf[first : first + count], dropout)  # noqa: B023
+            is_list = isinstance(frozen, list)
+            of_kind = [stage.get(kind) for stage in frozen] if is_list else frozen[kind]
+            found[kind], first = engine.layer_keys(plans[kind], keys, of_kind), first + count
+        return _stages(plans, found)
+
+    def stage(plan: PipelinePlan, layers: Any) -> Callable:
+        if not plan.kinds:
+            return engine.stage(plan, layers)
+        plans = _plans(engine, plan)
+        return _in_order({k: engine.stage(plans[k], layers[k]) for k in plans})
+
+    return replace(engine, stack=stack, unstack=unstack, layer_keys=layer_keys, stage=stage)
+
+
+def _plans(engine: Engine, plan: PipelinePlan) -> dict[str, PipelinePlan]:
+    """Returns the plan of each kind: with a layout of the layers of this kind alone."""
+    plans, first, num_ranks = {}, 0, plan.mesh.shape["stage"]
+    for kind, count in plan.kinds:
+        last = first + count
+        counts = tuple(
+            max(0, min(ids.stop, last) - max(ids.start, first))
+            for ids in plan.layout.stage_layer_ids
+        )
+        layout = engine.layout(plan.schedule, num_ranks, counts)
+        plans[kind], first = replace(plan, layout=layout, kinds=()), last
+    return plans
+
+
+def _stages(plans: dict[str, PipelinePlan], by_kind: dict[str, Any]) -> Any:
+    """Returns stages by kind; or a list of stages, each with the kinds of which it has layers."""
+    if not isinstance(next(iter(by_kind.values())), list):
+        return by_kind
+    ids = {kind: plan.layout.stage_layer_ids for kind, plan in plans.items()}
+    return [
+        {kind: stages[i] for kind, stages in by_kind.items() if len(ids[kind][i])}
+        for i in range(len(next(iter(ids.values()))))
+    ]
+
+
+def _of_kind(stages: Any, kind: str) -> Any:
+    if isinstance(stages, list):
+        return [stage[kind] for stage in stages if kind in stage]
+    return stages[kind]
+
+
+def _in_order(stages: dict[str, Callable]) -> Callable:
+    """Returns a stage that runs its layers of the first kind, then those of the next one."""
+
+    def stage(weights: dict[str, Any], x: PyTree, inputs_m: PyTree, keys: Any) -> tuple[Any, Aux]:
+        sums: Aux = {}
+        for kind, run in stages.items():
+            if kind in weights:
+                x, aux = with_aux(run)(weights[kind], x, inputs_m, keys[kind])
+                sums |= {name: sums[name] + v if name in sums else v for name, v in aux.items()}
+        return x, sums
+
+    return stage
