@@ -5,6 +5,7 @@ from typing import Any
 
 from ..ir.graph import Graph
 from .ir._check_graph import check_graph
+from .ir._loop import PipelinedLoop
 from .ir._mpmd_graph import LoweringOptions, MpmdGraph, to_mpmd_graph
 from .ir._program import MpmdProgram, check
 from .passes import LOWERING
@@ -38,10 +39,12 @@ def lower(
         AssertionError: If a pass returns a graph or a program that breaks a rule of the IR.
     """
     result: MpmdGraph | MpmdProgram = to_mpmd_graph(traced, options)
+    checked: tuple[PipelinedLoop, ...] = ()
     for one_pass in passes:
         result = one_pass(result)
         if isinstance(result, MpmdGraph):
-            check_graph(result)
+            check_graph(result, checked)
+            checked = result.loops
         else:
             check(result)
         observe(one_pass.__name__, result)

@@ -9,20 +9,22 @@ there are fragments, they have every equation once on each of its ranks.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from ...ir.graph import Atom, Eqn, Graph, Literal, Var, variables
 from ...schedules import Op
 from ._eqns import aval_of
-from ._loop import PipelinedLoop, StageTask, invariants_by_rank, rank_of_stage
+from ._loop import PipelinedLoop, StageTask
 from ._mpmd_graph import MpmdGraph
 
 
-def check_graph(graph: MpmdGraph) -> None:
+def check_graph(graph: MpmdGraph, checked: Collection[PipelinedLoop] = ()) -> None:
     """Checks that a graph keeps the rules of an `MpmdGraph`.
 
     Args:
         graph: The result of a pass.
+        checked: Loops that were checked after an earlier pass. A loop that no pass has replaced
+            since then is not checked again.
 
     Returns:
         None.
@@ -33,7 +35,8 @@ def check_graph(graph: MpmdGraph) -> None:
     """
     _check_scope("the function", graph.inputs, graph.eqns, graph.outputs)
     for i, loop in enumerate(graph.loops):
-        _check_loop(f"loop {i}", loop, graph.options.num_ranks)
+        if loop not in checked:
+            _check_loop(f"loop {i}", loop, graph.options.num_ranks)
     if graph.ranks.needed_on:
         _check_ranks(graph)
     if graph.fragments:
@@ -134,13 +137,13 @@ def _check_stages(where: str, loop: PipelinedLoop) -> None:
 
 def _check_tasks(where: str, loop: PipelinedLoop) -> None:
     """Checks that each value has one task that writes it, and each result one that accumulates."""
+    assert len(loop.stage_ranks) == len(loop.stages)
     tasks = [
         (f"task {i}{op.name} of {where}", i, op, task)
         for i, stage in enumerate(loop.stages)
         for op, task in stage.tasks.items()
     ]
     for i, stage in enumerate(loop.stages):
-        rank_of_stage(loop, i)  # a stage has one rank
         operations = set(stage.tasks)
         assert operations <= {Op.F, Op.B} or operations <= {Op.F, Op.I, Op.W}, (
             f"stage {i} of {where} has the tasks {sorted(op.name for op in operations)}"
@@ -175,11 +178,10 @@ def _check_ranks(graph: MpmdGraph) -> None:
         if isinstance(eqn, PipelinedLoop):
             for value in eqn.outputs:
                 assert len(ranks.produced_on[value]) == 1, "a result of a loop has several ranks"
-            for rank, invariants in invariants_by_rank(eqn).items():
-                given = zip(eqn.inputs, eqn.invariants, strict=True)
-                read = variables([atom for atom, invariant in given if invariant in invariants])
-                missing = [value for value in read if rank not in ranks.needed_on[value]]
-                assert not missing, f"a loop reads {missing} on rank {rank}, which lacks it"
+            for atom, readers in zip(eqn.inputs, eqn.input_ranks, strict=True):
+                for value in variables([atom]):
+                    missing = readers.difference(ranks.needed_on[value])
+                    assert not missing, f"a loop reads {value} on ranks {missing}, which lack it"
             continue
         runs_on = set(ranks.runs_on.get(eqn, ()))
         assert runs_on <= everything, f"{_name(eqn)} runs on ranks {runs_on}, which do not exist"

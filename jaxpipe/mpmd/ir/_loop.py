@@ -6,10 +6,11 @@ body, and `split_tasks` the tasks of every stage; `unroll_schedule` writes it ou
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from jax.sharding import PartitionSpec
 
-from ...ir.graph import Atom, Graph, Var
+from ...ir.graph import Atom, Graph, Var, variables
 from ...schedules import Op, Schedule, language
 from ._reduce import Reduction
 from ._text import Names, format_graph, format_spec, indent
@@ -94,33 +95,36 @@ class PipelinedLoop:
         """Returns the number of microbatches M."""
         return self.schedule.num_microbatches
 
+    @cached_property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """Returns the rank that runs each stage."""
+        ranks = language.ranks_by_stage(self.schedule)
+        assert all(len(of_stage) == 1 for of_stage in ranks.values()), "a stage has one rank"
+        return tuple(ranks[stage][0] for stage in range(self.schedule.num_stages))
+
+    @cached_property
+    def input_ranks(self) -> tuple[frozenset[int], ...]:
+        """Returns the ranks whose tasks read each input of the loop."""
+        found: dict[Var, set[int]] = {invariant: set() for invariant in self.invariants}
+        for rank, stage in zip(self.stage_ranks, self.stages, strict=True):
+            for value in {value for task in stage.tasks.values() for value in task.reads}:
+                if value in found:
+                    found[value].add(rank)
+        return tuple(frozenset(found[invariant]) for invariant in self.invariants)
+
+    @cached_property
+    def output_ranks(self) -> tuple[int, ...]:
+        """Returns the rank that accumulates each output of the loop."""
+        rank_of = {
+            value: rank
+            for rank, stage in zip(self.stage_ranks, self.stages, strict=True)
+            for task in stage.tasks.values()
+            for value in task.accumulators
+        }
+        return tuple(rank_of[value] for value in variables(self.body.outputs))
+
     def __str__(self) -> str:
         return "\n".join(format_loop(self, Names()))
-
-
-def rank_of_stage(loop: PipelinedLoop, stage: int) -> int:
-    """Returns the rank that runs a stage of a loop."""
-    (rank,) = language.ranks_of_stage(loop.schedule, stage)
-    return rank
-
-
-def rank_of_output(loop: PipelinedLoop, i: int) -> int:
-    """Returns the rank that accumulates output `i` of a loop whose stages are split into tasks."""
-    result = loop.body.outputs[i]
-    for stage, of_stage in enumerate(loop.stages):
-        if any(result in task.accumulators for task in of_stage.tasks.values()):
-            return rank_of_stage(loop, stage)
-    raise AssertionError("every result is accumulated by a stage")
-
-
-def invariants_by_rank(loop: PipelinedLoop) -> dict[int, set[Var]]:
-    """Returns the loop invariants that the tasks of each rank read."""
-    found: dict[int, set[Var]] = {}
-    for stage, of_stage in enumerate(loop.stages):
-        reads = {value for task in of_stage.tasks.values() for value in task.reads}
-        rank = rank_of_stage(loop, stage)
-        found.setdefault(rank, set()).update(reads.intersection(loop.invariants))
-    return found
 
 
 def format_loop(loop: PipelinedLoop, names: Names) -> list[str]:

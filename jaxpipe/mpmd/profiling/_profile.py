@@ -14,7 +14,7 @@ from ...schedules import Costs, Op, Timeline
 from ...schedules.analysis import TimedStep
 from ...schedules.language import actions_of, parse_step
 from ..api._stages import Compiled
-from ..ir._program import Delete, Instruction, Recv, RunTask, Send
+from ..ir._program import Delete, Instruction, MpmdProgram, Recv, RunTask, Send, name_in_step
 from ..runtime._execute import Slots, Thunk
 from ..runtime._rendezvous import kv_get, kv_put
 from ..runtime._session import open_session
@@ -36,7 +36,7 @@ def annotated(compiled: Compiled) -> Compiled:
     """
 
     def wrap(instruction: Instruction, thunk: Thunk) -> Thunk:
-        label = _label(instruction)
+        label = _label(instruction, compiled.lowered.program)
 
         def run(slots: Slots) -> None:
             with jax.profiler.TraceAnnotation(label):
@@ -47,11 +47,11 @@ def annotated(compiled: Compiled) -> Compiled:
     return compiled.with_thunks(wrap)
 
 
-def _label(instruction: Instruction) -> str:
+def _label(instruction: Instruction, program: MpmdProgram) -> str:
     rank = instruction.rank
     match instruction:
-        case RunTask(name=name):
-            return f"{name} on rank {rank}"
+        case RunTask():
+            return f"{name_in_step(instruction, program)} on rank {rank}"
         case Send(to=to):
             return f"rank {rank} sends to rank {to}"
         case Recv(source=source, name=name):

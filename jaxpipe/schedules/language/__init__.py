@@ -17,6 +17,7 @@ from ._schedule import describe as describe
 from ._schedule import enumerate_actions as enumerate_actions
 from ._schedule import forward_only as forward_only
 from ._schedule import num_slices as num_slices
+from ._schedule import ranks_by_stage as ranks_by_stage
 from ._schedule import ranks_of_stage as ranks_of_stage
 from ._schedule import splits_backwards as splits_backwards
 from ._schedule import stages_of_rank as stages_of_rank

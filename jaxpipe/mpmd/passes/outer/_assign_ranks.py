@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from ....ir.graph import Eqn, PrimitiveCall, Var, variables
 from ...api._across import STACK, SUM, WITH
 from ...ir._eqns import prints
-from ...ir._loop import PipelinedLoop, invariants_by_rank, rank_of_output
+from ...ir._loop import PipelinedLoop
 from ...ir._mpmd_graph import MpmdGraph, RankAssignment, Ranks
 from ._partial_sums import split_sums_by_rank
 
@@ -69,7 +69,8 @@ def _rank_assignment(
     produced_on: dict[Var, Ranks] = {v: _sorted_ranks(needed_on[v]) for v in graph.inputs}
     for eqn in graph.eqns:
         if isinstance(eqn, PipelinedLoop):
-            produced_on |= {v: (rank_of_output(eqn, i),) for i, v in enumerate(eqn.outputs)}
+            pairs = zip(eqn.outputs, eqn.output_ranks, strict=True)
+            produced_on |= {value: (rank,) for value, rank in pairs}
         elif eqn.outputs:
             needing = set().union(*(needed_on[value] for value in eqn.outputs))
             runs_on[eqn] = _sorted_ranks(computed_on.get(eqn.outputs[0]) or needing)
@@ -99,9 +100,7 @@ def _ranks_of_loop_inputs(graph: MpmdGraph) -> dict[Var, set[int]]:
 def _ranks_of_inputs(loop: PipelinedLoop) -> dict[Var, set[int]]:
     """Returns the ranks whose tasks read each input of a loop."""
     found: dict[Var, set[int]] = {}
-    by_rank = invariants_by_rank(loop)
-    for atom, invariant in zip(loop.inputs, loop.invariants, strict=True):
-        ranks = {rank for rank, invariants in by_rank.items() if invariant in invariants}
+    for atom, ranks in zip(loop.inputs, loop.input_ranks, strict=True):
         for value in variables([atom]):
             found.setdefault(value, set()).update(ranks)
     return found
@@ -117,7 +116,8 @@ def _ranks_after_loops(graph: MpmdGraph, read_by_loops: RankSets) -> dict[Var, s
     behind: set[Var] = set()  # values that depend on a loop
     for eqn in graph.eqns:
         if isinstance(eqn, PipelinedLoop):
-            found |= {value: {rank_of_output(eqn, i)} for i, value in enumerate(eqn.outputs)}
+            pairs = zip(eqn.outputs, eqn.output_ranks, strict=True)
+            found |= {value: {rank} for value, rank in pairs}
             behind.update(eqn.outputs)
             continue
         given = variables(eqn.inputs)

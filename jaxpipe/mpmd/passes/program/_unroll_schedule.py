@@ -18,7 +18,7 @@ import jax
 
 from ....ir.graph import Eqn, Graph, PrimitiveCall, Var, variables
 from ....schedules import Action, Op, language
-from ...ir._loop import PipelinedLoop, Stage, rank_of_stage
+from ...ir._loop import PipelinedLoop, Stage
 from ...ir._mpmd_graph import MpmdGraph
 from ...ir._program import Buffer, BufferOnRanks, MpmdProgram, RunTask
 from ...ir._reduce import Reduction
@@ -65,9 +65,9 @@ def _init_tasks(loop: PipelinedLoop, loop_index: int) -> Iterator[RunTask]:
     results = _accumulated_in(loop)
     reductions = dict(zip(results, loop.reductions, strict=True))
     by_rank: dict[int, list[Var]] = {}
-    for i, stage in enumerate(loop.stages):
+    for rank, stage in zip(loop.stage_ranks, loop.stages, strict=True):
         for task in stage.tasks.values():
-            by_rank.setdefault(rank_of_stage(loop, i), []).extend(task.accumulators)
+            by_rank.setdefault(rank, []).extend(task.accumulators)
     for rank, accumulated in sorted(by_rank.items()):
         if accumulated:
             eqns = tuple(_init_eqn(reductions[value]) for value in accumulated)
