@@ -215,6 +215,24 @@ def test_methods_of_nnx_are_called_too_and_draw_the_same_keys(deterministic):
     assert {*calls} == {*LOOP} - {"vmap_gather"}  # there are no positions
 
 
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ("", ("get_vmap_func_for_init", "get_weight_sharding")),
+        ("", ("get_logical_spec_repeats_removed",)),
+        ("once", ("all_gather_over_fsdp",)),
+    ],
+)
+def test_methods_that_make_and_gather_weights_are_called(fields, names):
+    row, calls = Row(2, 2, 1, fields, fsdp=2), {}
+    config = row.config(num_pipeline_microbatches=M)
+    module = counting(linen.Pipeline, names, calls)(config, Layer(), row.mesh())
+    x = jnp.ones((8, 3, WIDTH))
+    variables = module.init(KEY, x)
+    jax.eval_shape(lambda v, x: module.apply(v, x, deterministic=True), variables, x)
+    assert {*calls} == {*names}
+
+
 def test_explicit_axes_run_overridden_methods():
     mesh = sharding.make_mesh({"stage": 2, "fsdp": 2}, devices=jax.devices()[:4], explicit=True)
     config = Row(2, 2, 1).config(num_pipeline_microbatches=M, shard_mode="explicit")

@@ -58,6 +58,11 @@ def test_without_a_pipeline_the_losses_are_those_of_the_functions(tmp_path, func
     assert functions[-1]["loss"] < functions[0]["loss"]
 
 
+@pytest.mark.slow
+def test_unrolled_ticks_have_the_losses_of_the_loop(tmp_path, functions):
+    assert_same(metrics(tmp_path, PIPELINE, "scan_pipeline_iterations=false"), functions)
+
+
 @pytest.mark.parametrize("frontend", [NNX, LINEN], ids=["nnx", "linen"])
 def test_a_decoder_of_flax_modules_has_the_losses_of_the_functions(tmp_path, functions, frontend):
     assert_same(metrics(tmp_path, PIPELINE, frontend), functions)

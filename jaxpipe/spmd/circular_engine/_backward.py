@@ -19,7 +19,7 @@ from ...autodiff.backward import floating
 from ...autodiff.staged_model import Aux, index_leading
 from .._buffers import put
 from ..ranks import zeros_like
-from ..weight_gather import RepeatGather, identity
+from ..weight_gather import WeightGather, identity
 from ._invariants import CircularInvariants, batch_inputs_and_keys, begins_repeat
 from ._loop_phases import LoopPhase, drain, run_repeats, run_ticks, single_repeat, steady, warmup
 from ._residuals import Residuals, middle_repeat, read_first_half, read_second_half
@@ -114,7 +114,7 @@ def backward(
 
 
 def _first_windows(
-    gather: RepeatGather, final: int, cotangents: Cotangents
+    gather: WeightGather, final: int, cotangents: Cotangents
 ) -> tuple[PyTree, PyTree]:
     """Returns the window of the last repeat, and the prefetched weights of the one before it.
 
@@ -214,7 +214,7 @@ def _backward_ticks(
 
 
 def _begin_repeat(
-    gather: RepeatGather, prefetched: PyTree, repeat: Any, weight_state: WeightState
+    gather: WeightGather, prefetched: PyTree, repeat: Any, weight_state: WeightState
 ) -> WeightState:
     """Returns what a rank holds when it goes on with `repeat`, after the repeat `repeat + 1`."""
     return WeightState(

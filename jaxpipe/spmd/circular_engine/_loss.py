@@ -48,7 +48,7 @@ def rank_value_and_grad(
     Returns:
         ((loss, metrics) of the batch, (gradients of `stages`, gradients of `boundary`)).
     """
-    gathered = boundary_gather.unshard(boundary_gather.cast(boundary))
+    gathered = boundary_gather.cast_and_unshard(boundary)
     share = _share_of_rank(batch_inputs)
     x, pull_embed = _pullback(lambda w: _embed(model, w, share), gathered["embed"])
     invariants, aux_shapes = prepare(model.stage, options, stages, x, batch_inputs, keys)
@@ -81,7 +81,7 @@ def rank_value(
 
     Takes the arguments of `rank_value_and_grad`.
     """
-    gathered = boundary_gather.unshard(boundary_gather.cast(boundary))
+    gathered = boundary_gather.cast_and_unshard(boundary)
     share = _share_of_rank(batch_inputs)
     x = _embed(model, gathered["embed"], share)
     invariants, aux_shapes = prepare(model.stage, options, stages, x, batch_inputs, keys)

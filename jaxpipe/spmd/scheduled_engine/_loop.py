@@ -35,7 +35,7 @@ from ._phases import (
     weight,
 )
 from ._rows import FIRST_CHUNK, Index, PhaseRow, TickRow, rows_of_rank
-from ._weights import chunk_gather
+from ._weights import scheduled_weights
 
 
 class ScheduledOptions(NamedTuple):
@@ -56,6 +56,18 @@ class ScheduledOptions(NamedTuple):
     gather: Gather
     boundary_gather: Gather
     vocab_parallel: bool
+
+
+class TickCarry(NamedTuple):
+    """Values that a rank carries from tick to tick.
+
+    Attributes:
+        buffers: Arrays stored between ticks.
+        totals: Losses, metrics and gradients so far, and gathered weights.
+    """
+
+    buffers: ActivationBuffers
+    totals: Totals
 
 
 def rank_value_and_grad(
@@ -115,14 +127,13 @@ def _all_ticks(
     buffers: ActivationBuffers,
     totals: Totals,
 ) -> Totals:
-    def tick(carry, row):
-        return _tick(invariants, options.tables, zero_outputs, carry, *row), None
+    def tick(carry: TickCarry, row: TickRow) -> tuple[TickCarry, None]:
+        return _tick(invariants, options.tables, zero_outputs, carry, row), None
 
-    rows = (
-        rows_of_rank(options.tables),
-        jnp.asarray(_loss_microbatches(options)) if options.vocab_parallel else None,
-    )
-    return lax.scan(tick, (buffers, totals), rows)[0][1]
+    rows = rows_of_rank(options.tables)
+    if options.vocab_parallel:
+        rows = rows._replace(loss_microbatch=jnp.asarray(_loss_microbatches(options)))
+    return lax.scan(tick, TickCarry(buffers, totals), rows)[0].totals
 
 
 def _loss_microbatches(options: ScheduledOptions) -> list[int]:
@@ -148,10 +159,10 @@ def _prepare(
     keys: PyTree,
 ) -> tuple[ScheduledInvariants, ForwardOutputs, ActivationBuffers, Totals]:
     """Traces and splits the stage; returns (invariants, zero outputs of an F, buffers, totals)."""
-    gather = chunk_gather(options.gather, stages, options.tables)
+    gather = scheduled_weights(options.gather, stages, options.tables)
     has_backward = options.tables.num_slots["cotangents"] > 0
     weight_state = gather.init(has_backward)
-    gathered = options.boundary_gather.unshard(options.boundary_gather.cast(boundary))
+    gathered = options.boundary_gather.cast_and_unshard(boundary)
     # Only the types of these arguments are used, to trace the stage.
     first_inputs = index_leading(batch_inputs, 0)
     x = jax.tree.map(pvary, model.embed(gathered["embed"], first_inputs))
@@ -221,19 +232,17 @@ def _tick(
     invariants: ScheduledInvariants,
     tables: TickTables,
     zero_outputs: ForwardOutputs,
-    carry: tuple,
+    carry: TickCarry,
     row: TickRow,
-    loss_microbatch: Index | None,
-) -> tuple:
+) -> TickCarry:
     """Runs one tick.
 
-    `zero_outputs` is zeros like the results of an F; `loss_microbatch` is the microbatch whose loss
-    all ranks compute together, or None. Buffers are not operands of conditionals, which would copy
-    them, and are written in place. Totals are operands: JAX forwards those that a branch does not
-    change.
+    `zero_outputs` is zeros like the results of an F. Buffers are not operands of conditionals,
+    which would copy them, and are written in place. Totals are operands: JAX forwards those that a
+    branch does not change.
 
     Returns:
-        The carry after the tick: buffers and totals.
+        The carry after the tick.
     """
     buffers, totals = carry
     totals = totals._replace(
@@ -247,16 +256,16 @@ def _tick(
         like=(totals, zero_outputs),
         hint=execution_count_hint(tables.forward.microbatch),
     )
-    if loss_microbatch is not None:
+    if row.loss_microbatch is not None:
         totals, cotangent = _loss_on_all_ranks(
-            invariants, zero_outputs, row.forward, outputs.activation, loss_microbatch, totals
+            invariants, zero_outputs, row.forward, outputs.activation, row.loss_microbatch, totals
         )
         outputs = outputs._replace(cotangent=cotangent)
     buffers = buffers._replace(
         inputs=_hand_over(buffers.inputs, outputs.activation, row.activation_arrivals)
     )
     if invariants.stage is None:
-        return buffers, totals
+        return TickCarry(buffers, totals)
     buffers = buffers._replace(
         cotangents=_store(buffers.cotangents, outputs.cotangent, row.forward.cotangent_slot),
         for_backward=_store(
@@ -276,7 +285,7 @@ def _tick(
             like=totals,
             hint=execution_count_hint(tables.weight.microbatch),
         )
-    return buffers, totals
+    return TickCarry(buffers, totals)
 
 
 def _loss_on_all_ranks(

@@ -21,7 +21,7 @@ from .._boundary import add_to_boundary, loss_and_gradients
 from ..ranks import AXIS, cond, pvary
 from ..weight_gather import identity
 from ._rows import PhaseRow
-from ._weights import ChunkGather
+from ._weights import ScheduledWeights
 
 
 class ScheduledInvariants(NamedTuple):
@@ -44,7 +44,7 @@ class ScheduledInvariants(NamedTuple):
     num_stages: int
     loss_stage: int
     stage: SplitBackward | None
-    gather: ChunkGather
+    gather: ScheduledWeights
     boundary: dict[str, PyTree]
     batch_inputs: PyTree
     keys: PyTree
@@ -52,7 +52,15 @@ class ScheduledInvariants(NamedTuple):
 
 
 class ActivationBuffers(NamedTuple):
-    """Buffers for arrays stored between ticks, [slots, ...] leaves (`schedules.lock_step`)."""
+    """Buffers for arrays stored between ticks; `schedules.lock_step` assigns their slots.
+
+    Attributes:
+        inputs: [slots, ...] activations that wait for their F.
+        cotangents: [slots, ...] cotangents that wait for their B or I; () without backwards.
+        for_backward: [slots, ...] each, residuals that only B or I reads.
+        for_weight: [slots, ...] each, residuals that W reads too.
+        wgrad_residuals: [slots, ...] each, what I leaves for W; [] if all backwards are whole.
+    """
 
     inputs: PyTree
     cotangents: PyTree
@@ -69,7 +77,7 @@ class Totals(NamedTuple):
         loss_metrics: Metrics that `model.loss` returned for these microbatches.
         stage_aux: Auxiliary losses and metrics that this rank's stages returned.
         weight_state: Float32 gradients of the stages' weights, and gathered weights: the state of
-            `ChunkGather`.
+            `ScheduledWeights`.
         boundary: Float32 gradients of embedding and head.
     """
 
@@ -81,7 +89,14 @@ class Totals(NamedTuple):
 
 
 class ForwardOutputs(NamedTuple):
-    """Results of an F: the activation to send, and the arrays that its rank stores."""
+    """Results of an F: the activation to send, and the arrays that its rank stores.
+
+    Attributes:
+        activation: The output of the stage, of one microbatch.
+        cotangent: Its cotangent, where the loss is computed, else zeros; () without backwards.
+        for_backward: The residuals that only B or I reads.
+        for_weight: The residuals that W reads too.
+    """
 
     activation: PyTree
     cotangent: PyTree

@@ -35,13 +35,27 @@ class PhaseRow(NamedTuple):
 
 
 class TickRow(NamedTuple):
-    """The integers of a tick, of one rank; the fields are those of `TickTables`."""
+    """The integers of a tick, of one rank; the fields are those of `TickTables`, and one more.
+
+    They are scalars in a tick, and [ticks] where the scan over ticks begins.
+
+    Attributes:
+        forward: The row of F.
+        backward: The row of B or I.
+        weight: The row of W.
+        activation_arrivals: By the offset of the sending rank, the slot of the activation that
+            arrives; negative for none.
+        cotangent_arrivals: The same for cotangents.
+        loss_microbatch: The microbatch whose loss all ranks compute together, or -1; None if the
+            rank of the last stage computes losses alone.
+    """
 
     forward: PhaseRow
     backward: PhaseRow
     weight: PhaseRow
     activation_arrivals: dict[int, Index]
     cotangent_arrivals: dict[int, Index]
+    loss_microbatch: Index | None = None
 
 
 FIRST_CHUNK = PhaseRow(*[0] * len(PhaseRow._fields))  # type: ignore[arg-type]

@@ -1,4 +1,7 @@
-"""Weight gathers and gradient sums of a rank that runs its chunks in any order.
+"""The weights and gradient sums that a rank carries from tick to tick of a schedule.
+
+A rank runs its chunks in any order. `ScheduledWeights` applies the rank's `WeightGather` to the
+chunk of a row: in every tick, or, with a prefetch plan, whenever the rank changes chunks.
 
 |        | state              | prefetch       | unshard  | accumulate      | reduce_scatter      |
 |--------|--------------------|----------------|----------|-----------------|---------------------|
@@ -18,17 +21,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import PyTree
 
-from ...autodiff.backward import floating
 from ...autodiff.staged_model import index_leading
 from ...schedules.lock_step import PREFETCHED, SHARED_WITH_FORWARD, TickTables
-from .._buffers import over_leading, put, to_accum_dtype
-from ..ranks import AXIS, cond, execution_count_hint, zeros, zeros_like
-from ..weight_gather import Gather, only_after
+from .._buffers import over_leading, put
+from ..ranks import AXIS, cond, execution_count_hint, zeros_like
+from ..weight_gather import Gather, WeightGather, only_after, weight_gather, zeros_of_chunks
 from ._rows import PhaseRow
 
 
-class ChunkGather(NamedTuple):
-    """Functions of the table above, for the weights of a rank's chunks.
+class ScheduledWeights(NamedTuple):
+    """Functions of the table above.
 
     `state` is what a rank carries from tick to tick: sums of gradients, and with "repeat" also
     windows of weights.
@@ -51,15 +53,16 @@ class ChunkGather(NamedTuple):
     finish: Callable[[PyTree], PyTree]
 
 
-def chunk_gather(gather: Gather, weights: PyTree, tables: TickTables) -> ChunkGather:
-    """Returns the functions of `ChunkGather` for weights with [v, ...] leaves."""
-    match gather.when:
-        case "tick":
-            return _each_tick(gather, weights)
-        case "once":
-            return _once(gather, weights)
-        case "repeat":
-            return _each_residency(gather, weights, tables)
+def scheduled_weights(gather: Gather, weights: PyTree, tables: TickTables) -> ScheduledWeights:
+    """Returns the functions of `ScheduledWeights` for weights with [v, ...] leaves."""
+    if gather.when == "repeat":
+        return _by_residency(weight_gather(gather, weights, read=_read_after), weights, tables)
+    return _by_tick(weight_gather(gather, weights))
+
+
+def _read_after(weights: PyTree, chunk: Any) -> PyTree:
+    """Returns the weights of a chunk, which XLA cannot cast before it knows the chunk."""
+    return jax.tree.map(partial(only_after, chunk), index_leading(weights, chunk))
 
 
 def _unchanged(state: PyTree, work: PhaseRow, is_forward: bool = True) -> PyTree:
@@ -67,49 +70,23 @@ def _unchanged(state: PyTree, work: PhaseRow, is_forward: bool = True) -> PyTree
     return state
 
 
-def _once(gather: Gather, weights: PyTree) -> ChunkGather:
-    copies = over_leading(lambda w: gather.unshard(gather.cast(w)), weights)
+def _by_tick(gather: WeightGather) -> ScheduledWeights:
+    """Looks up weights and gradient sums of the chunk in every tick; the state is all sums."""
 
     def init(with_gradients: bool) -> PyTree:
-        if not with_gradients:
-            return ()
-        zero_grads = zeros_like(to_accum_dtype(floating(copies)))
-        return over_leading(gather.constrain_unsharded, zero_grads)
+        return gather.zero_sums() if with_gradients else ()
 
     def unshard(state: PyTree, work: PhaseRow, is_forward: bool) -> PyTree:
         del state, is_forward
-        return index_leading(copies, work.chunk)
+        return gather.unshard(gather.window(gather.prefetch(work.chunk), work.chunk))
 
     def accumulate(state: PyTree, work: PhaseRow, f: Callable) -> tuple[PyTree, PyTree]:
-        gradient, result = f(index_leading(state, work.chunk))
-        return put(state, gradient, work.chunk), result
-
-    finish = partial(over_leading, gather.reduce_scatter)
-    return ChunkGather(init, _unchanged, unshard, accumulate, _unchanged, finish)
-
-
-def _each_tick(gather: Gather, weights: PyTree) -> ChunkGather:
-    def gathered(chunk: Any) -> PyTree:
-        return gather.unshard(gather.cast(index_leading(weights, chunk)))
-
-    def gradient() -> PyTree:
-        return gather.constrain_unsharded(zeros_like(to_accum_dtype(floating(gathered(0)))))
-
-    def init(with_gradients: bool) -> PyTree:
-        if not with_gradients:
-            return ()
-        return _zeros_per_chunk(gather.reduce_scatter(gradient()), weights)
-
-    def unshard(state: PyTree, work: PhaseRow, is_forward: bool) -> PyTree:
-        del state, is_forward
-        return gathered(work.chunk)
-
-    def accumulate(state: PyTree, work: PhaseRow, f: Callable) -> tuple[PyTree, PyTree]:
-        new, result = f(gradient())
-        total = jax.tree.map(jnp.add, index_leading(state, work.chunk), gather.reduce_scatter(new))
+        read_sum = lambda: index_leading(state, work.chunk)  # noqa: E731
+        total, result = gather.accumulate_in_place(read_sum, f)
         return put(state, total, work.chunk), result
 
-    return ChunkGather(init, _unchanged, unshard, accumulate, _unchanged, lambda state: state)
+    finish = partial(over_leading, gather.reduce_scatter)
+    return ScheduledWeights(init, _unchanged, unshard, accumulate, _unchanged, finish)
 
 
 class _WeightWindows(NamedTuple):
@@ -133,18 +110,16 @@ class _WeightWindows(NamedTuple):
     done: PyTree
 
 
-def _each_residency(gather: Gather, weights: PyTree, tables: TickTables) -> ChunkGather:
-    def gathered(chunk: Any) -> PyTree:
-        stored = jax.tree.map(partial(only_after, chunk), index_leading(weights, chunk))
-        return gather.unshard(gather.cast(stored))
+def _by_residency(gather: WeightGather, weights: PyTree, tables: TickTables) -> ScheduledWeights:
+    """Holds windows, which the rank changes by the prefetch plan of `tables`."""
 
     def init(with_gradients: bool) -> _WeightWindows:
-        prefetched = gathered(jnp.asarray(tables.first_chunks)[lax.axis_index(AXIS)])
+        prefetched = gather.prefetch(jnp.asarray(tables.first_chunks)[lax.axis_index(AXIS)])
         zero_weights = zeros_like(prefetched)
         if not with_gradients:
             return _WeightWindows(zero_weights, (), prefetched, (), ())
-        gradient = gather.constrain_unsharded(zeros_like(to_accum_dtype(floating(prefetched))))
-        done = _zeros_per_chunk(gather.reduce_scatter(gradient), weights)
+        gradient = gather.zero_unsharded(prefetched)
+        done = zeros_of_chunks(gather.reduce_scatter(gradient), weights)
         backward = zero_weights if tables.separate_backward_weights else ()
         return _WeightWindows(zero_weights, backward, prefetched, gradient, done)
 
@@ -160,7 +135,7 @@ def _each_residency(gather: Gather, weights: PyTree, tables: TickTables) -> Chun
         # Prefetched for the next residency: no tick of this one reads it.
         prefetched = cond(
             begins & (work.prefetch_chunk >= 0),
-            lambda: gathered(work.prefetch_chunk),
+            lambda: gather.prefetch(work.prefetch_chunk),
             lambda: state.prefetched,
             like=state.prefetched,
             hint=execution_count_hint(following),
@@ -169,7 +144,7 @@ def _each_residency(gather: Gather, weights: PyTree, tables: TickTables) -> Chun
 
     def unshard(state: _WeightWindows, work: PhaseRow, is_forward: bool) -> PyTree:
         del work
-        return getattr(state, _window_name(is_forward))
+        return gather.unshard(getattr(state, _window_name(is_forward)))
 
     def _window_name(is_forward: bool) -> str:
         return "forward" if is_forward or not tables.separate_backward_weights else "backward"
@@ -178,7 +153,7 @@ def _each_residency(gather: Gather, weights: PyTree, tables: TickTables) -> Chun
         state: _WeightWindows, work: PhaseRow, f: Callable
     ) -> tuple[_WeightWindows, PyTree]:
         del work
-        gradient, result = f(state.gradient)
+        gradient, result = gather.accumulate_in_place(lambda: state.gradient, f)
         return state._replace(gradient=gradient), result
 
     def reduce_scatter(state: _WeightWindows, work: PhaseRow) -> _WeightWindows:
@@ -202,12 +177,6 @@ def _each_residency(gather: Gather, weights: PyTree, tables: TickTables) -> Chun
         gradients, done = (tree.unflatten(leaves) for leaves in zip(*pairs, strict=True))
         return state._replace(gradient=gradients, done=done)
 
-    return ChunkGather(
+    return ScheduledWeights(
         init, prefetch, unshard, accumulate, reduce_scatter, lambda state: state.done
     )
-
-
-def _zeros_per_chunk(gradient: PyTree, weights: PyTree) -> PyTree:
-    """Returns zeros like the gradient of a stage, with a dim of v chunks in front."""
-    counts = {leaf.shape[0] for leaf in jax.tree.leaves(weights)}
-    return jax.tree.map(lambda x: zeros(x, lead=tuple(counts)), gradient)

@@ -1,8 +1,8 @@
 """When and how weights that are sharded over fsdp and similar axes are gathered for a stage.
 
 A `Gather` says it for the weights of one stage. Its functions gather weights and reduce-scatter
-their gradients; `gather_weights` makes them from logical axes. With `gather_in_layers` a stage is
-given its weights as they are stored, and `layer_gather` gathers those of a layer inside it.
+their gradients; `gather_weights` makes them from logical axes. `_weight_gather` makes of it what an
+engine does with the weights of a rank.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,6 @@ from jaxtyping import PyTree
 
 from ...sharding import Rules, constrain_with, partition_spec
 from ...sharding._rules import gathered_rules
-from ...sharding.specs import axes_of, axes_of_dim
-from .._buffers import cast_like, to_accum_dtype
 from ..ranks import is_spec
 from ._collectives import all_gather_leaf, only_axes, reduce_scatter_leaf
 
@@ -63,6 +61,10 @@ class Gather:
     weight_specs: PyTree = REPLICATED
     gradient_specs: PyTree = REPLICATED
 
+    def cast_and_unshard(self, weights: PyTree) -> PyTree:
+        """Returns the weights of one stage as it computes with them, from stored ones."""
+        return self.unshard(self.cast(weights))
+
 
 EACH_TICK = Gather()
 """Gathers in every tick, with collectives that XLA's partitioner chooses."""
@@ -93,103 +95,23 @@ def gather_weights(
     """
     unsharded_rules = gathered_rules(rules)
     stored, unsharded, grad_specs = (
-        _manual_specs(logical, r, batch_axes)
+        manual_specs(logical, r, batch_axes)
         for r in (rules, unsharded_rules, gradient_rules or rules)
     )
-    specs = _specs(logical, unsharded_rules)
-    constrain_unsharded = _constrained(logical, unsharded_rules)
-    constrain_gradients = _constrained(logical, gradient_rules or rules)
+    specs = specs_of(logical, unsharded_rules)
+    constrain_unsharded = constrain_by(logical, unsharded_rules)
+    constrain_gradients = constrain_by(logical, gradient_rules or rules)
 
     def unshard(tree: PyTree) -> PyTree:
-        return constrain_unsharded(_map(all_gather_leaf, tree, stored, unsharded, specs))
+        return constrain_unsharded(map_leaves(all_gather_leaf, tree, stored, unsharded, specs))
 
     def reduce_scatter(tree: PyTree) -> PyTree:
-        summed = _map(partial(reduce_scatter_leaf, batch_axes), tree, grad_specs, specs)
+        summed = map_leaves(partial(reduce_scatter_leaf, batch_axes), tree, grad_specs, specs)
         return constrain_gradients(summed)
 
     return Gather(
         when, cast, unshard, constrain_unsharded, reduce_scatter, batch_axes, stored, grad_specs
     )
-
-
-def gather_in_layers(
-    logical: PyTree,
-    rules: Rules,
-    *,
-    batch_axes: tuple[str, ...] = (),
-    gradient_rules: Rules | None = None,
-) -> Gather:
-    """Returns a `Gather` for a stage whose layers gather their own weights, with `layer_gather`.
-
-    The gradients of such a stage are sharded as its weights are stored. After the last tick they
-    are only summed over the axes that do not shard them, and with ZeRO-1 scattered further. The
-    arguments mean the same as in `gather_weights`.
-    """
-    stored, grad_specs = (
-        _manual_specs(logical, r, batch_axes) for r in (rules, gradient_rules or rules)
-    )
-    constrain_stored = _constrained(logical, rules)
-    constrain_gradients = _constrained(logical, gradient_rules or rules)
-    specs = _specs(logical, gathered_rules(rules))
-
-    def reduce_leaf(
-        x: jax.Array, done: PartitionSpec, spec: PartitionSpec, unsharded: PartitionSpec
-    ):
-        axes = tuple(a for a in batch_axes if a not in axes_of(done))
-        return reduce_scatter_leaf(axes, x, _without(spec, done), unsharded)
-
-    def reduce_scatter(tree: PyTree) -> PyTree:
-        return constrain_gradients(_map(reduce_leaf, tree, stored, grad_specs, specs))
-
-    return Gather(
-        "once", identity, identity, constrain_stored, reduce_scatter, batch_axes, stored, grad_specs
-    )
-
-
-def layer_gather(
-    logical: PyTree,
-    rules: Rules,
-    *,
-    cast: TreeFunction = identity,
-    batch_axes: tuple[str, ...] = (),
-) -> Callable[[PyTree, PyTree], PyTree]:
-    """Returns a function that gathers the weights of one layer inside a stage.
-
-    Args:
-        logical: A tuple of logical axes for every weight of a layer.
-        rules: From logical axes to mesh axes.
-        cast: Casts the weights to the compute dtype before they are gathered.
-        batch_axes: Mesh axes, beside `stage`, that are manual in the pipeline.
-
-    Returns:
-        `(stored weights, input of the layer) -> gathered weights`. They are gathered only after the
-        input is computed; their gradients are reduce-scattered in float32.
-    """
-    stored = _manual_specs(logical, rules, batch_axes)
-    specs = _specs(logical, gathered_rules(rules))
-    unshard = gather_weights(logical, rules, when="tick", batch_axes=batch_axes).unshard
-    constrain_stored = _constrained(logical, rules)
-
-    def reduce_leaf(x: jax.Array, spec: PartitionSpec, unsharded: PartitionSpec) -> jax.Array:
-        return reduce_scatter_leaf(
-            tuple(a for d in spec for a in axes_of_dim(d)), x, spec, unsharded
-        )
-
-    @jax.custom_vjp
-    def gather(weights: PyTree, layer_input: PyTree) -> PyTree:
-        return unshard(cast(jax.tree.map(partial(only_after, layer_input), weights)))
-
-    def forward(weights: PyTree, layer_input: PyTree) -> tuple[PyTree, PyTree]:
-        # Residuals must be arrays: empty ones carry the dtypes.
-        gathered = gather(weights, layer_input)
-        return gathered, jax.tree.map(lambda x: jnp.zeros((0,), x.dtype), weights)
-
-    def backward(dtypes: PyTree, gradients: PyTree) -> tuple[PyTree, None]:
-        scattered = constrain_stored(_map(reduce_leaf, to_accum_dtype(gradients), stored, specs))
-        return cast_like(scattered, dtypes), None
-
-    gather.defvjp(forward, backward)
-    return lambda weights, layer_input: gather(weights, lax.stop_gradient(layer_input))
 
 
 def only_after(dependency: PyTree, x: jax.Array) -> jax.Array:
@@ -204,17 +126,7 @@ def only_after(dependency: PyTree, x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(lax.optimization_barrier((bits, dependency))[0], x.dtype)
 
 
-def _without(spec: PartitionSpec, done: PartitionSpec) -> PartitionSpec:
-    """Returns `spec` without the axes that `done` has in the same dim."""
-    return PartitionSpec(
-        *(
-            tuple(a for a in axes_of_dim(axes) if a not in axes_of_dim(before)) or None
-            for axes, before in zip(spec, done, strict=True)
-        )
-    )
-
-
-def _map(f: Callable, tree: PyTree, *specs: PyTree) -> PyTree:
+def map_leaves(f: Callable, tree: PyTree, *specs: PyTree) -> PyTree:
     """Maps `f` over the leaves of `tree` that are not None."""
 
     def map_leaf(x, *spec):
@@ -223,16 +135,19 @@ def _map(f: Callable, tree: PyTree, *specs: PyTree) -> PyTree:
     return jax.tree.map(map_leaf, tree, *specs, is_leaf=lambda x: x is None)
 
 
-def _constrained(logical: PyTree, rules: Rules) -> TreeFunction:
-    return lambda tree: _map(constrain_with(rules), tree, logical)
+def constrain_by(logical: PyTree, rules: Rules) -> TreeFunction:
+    """Returns a function that shards the leaves that are not None as `rules` say."""
+    return lambda tree: map_leaves(constrain_with(rules), tree, logical)
 
 
-def _manual_specs(logical: PyTree, rules: Rules, axes: tuple[str, ...]) -> PyTree:
+def manual_specs(logical: PyTree, rules: Rules, axes: tuple[str, ...]) -> PyTree:
     """Returns the spec of every weight, restricted to `axes`."""
-    return jax.tree.map(lambda spec: only_axes(spec, axes), _specs(logical, rules), is_leaf=is_spec)
+    return jax.tree.map(
+        lambda spec: only_axes(spec, axes), specs_of(logical, rules), is_leaf=is_spec
+    )
 
 
-def _specs(logical: PyTree, rules: Rules) -> PyTree:
+def specs_of(logical: PyTree, rules: Rules) -> PyTree:
     """Returns the spec of every weight over all mesh axes."""
     return jax.tree.map(
         lambda axes: partition_spec(axes, rules), logical, is_leaf=lambda x: isinstance(x, tuple)

@@ -6,13 +6,12 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import PyTree
 
 from ... import models, sharding, spmd
 from ...models.weights._abstract import is_weight, read_dtypes
 from ...sharding import zero1_rules
-from ...spmd.weight_gather import gather_in_layers, layer_gather
+from ...spmd.weight_gather import gather_in_layers, gathering_layer, layer_gather, name_gathered
 from ..config._config import Config
 from ._setup import Setup
 
@@ -55,45 +54,11 @@ def layer_gather_wrapper(setup: Setup) -> Callable[[Callable], Callable]:
     gather = layer_gather(
         models.logical_axes(abstract_unstacked_weights),
         setup.rules,
-        cast=lambda weights: _name_gathered(cast(weights)),
+        cast=lambda weights: name_gathered(cast(weights)),
         batch_axes=batch_axes(setup),
     )
 
-    def wrap(layer: Callable) -> Callable:
-        def gathered(weights: PyTree, x: PyTree, *arguments: PyTree) -> PyTree:
-            return layer(_name_gathered(gather(weights, x)), x, *arguments)
-
-        return jax.checkpoint(gathered, prevent_cse=False, policy=_is_saveable)
-
-    return wrap
-
-
-_GATHERED = "gathered_weights"
-
-
-def _name_gathered(weights: PyTree) -> PyTree:
-    return jax.tree.map(lambda w: checkpoint_name(w, _GATHERED), weights)
-
-
-def _is_saveable(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """Saves everything but gathered weights, which the backward gathers again: a policy of JAX.
-
-    A gathered weight is the output of an equation with the name, or of a call whose body has one.
-    If only the former were excluded, JAX would save the input of the naming equation instead; for
-    this reason JAX's `save_anything_except_these_names` excludes nothing here.
-
-    Args:
-        primitive: The primitive of the equation; not used.
-        *_: Its abstract inputs; not used.
-        **parameters: Its parameters.
-
-    Returns:
-        True if the outputs of the equation may be saved.
-    """
-    del primitive
-    call = parameters.get("call_jaxpr")
-    inside = () if call is None else (step.params.get("name") for step in call.jaxpr.eqns)
-    return _GATHERED not in (parameters.get("name"), *inside)
+    return lambda layer: gathering_layer(layer, gather)
 
 
 def boundary_gathers(setup: Setup) -> dict[str, spmd.Gather]:

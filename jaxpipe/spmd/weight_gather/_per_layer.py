@@ -1,0 +1,172 @@
+"""Weights that are gathered per layer: inside a stage, by the layer that reads them.
+
+`gather_in_layers` makes the `Gather` of such a stage: the engine gives it the weights as they are
+stored. `layer_gather` makes the function that gathers the weights of one layer, and
+`gathering_layer` the layer that does so, in its forward and again in its backward.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
+
+from ...sharding import Rules
+from ...sharding._rules import gathered_rules
+from ...sharding.specs import axes_of, axes_of_dim
+from .._buffers import cast_like, to_accum_dtype
+from ._collectives import reduce_scatter_leaf
+from ._gather import (
+    Gather,
+    TreeFunction,
+    constrain_by,
+    gather_weights,
+    identity,
+    manual_specs,
+    map_leaves,
+    only_after,
+    specs_of,
+)
+
+
+def gather_in_layers(
+    logical: PyTree,
+    rules: Rules,
+    *,
+    batch_axes: tuple[str, ...] = (),
+    gradient_rules: Rules | None = None,
+) -> Gather:
+    """Returns a `Gather` for a stage whose layers gather their own weights, with `layer_gather`.
+
+    The gradients of such a stage are sharded as its weights are stored. After the last tick they
+    are only summed over the axes that do not shard them, and with ZeRO-1 scattered further. The
+    arguments mean the same as in `gather_weights`.
+    """
+    stored, grad_specs = (
+        manual_specs(logical, r, batch_axes) for r in (rules, gradient_rules or rules)
+    )
+    constrain_stored = constrain_by(logical, rules)
+    constrain_gradients = constrain_by(logical, gradient_rules or rules)
+    specs = specs_of(logical, gathered_rules(rules))
+
+    def reduce_leaf(
+        x: jax.Array, done: PartitionSpec, spec: PartitionSpec, unsharded: PartitionSpec
+    ):
+        axes = tuple(a for a in batch_axes if a not in axes_of(done))
+        return reduce_scatter_leaf(axes, x, _without(spec, done), unsharded)
+
+    def reduce_scatter(tree: PyTree) -> PyTree:
+        return constrain_gradients(map_leaves(reduce_leaf, tree, stored, grad_specs, specs))
+
+    return Gather(
+        "once", identity, identity, constrain_stored, reduce_scatter, batch_axes, stored, grad_specs
+    )
+
+
+def layer_gather(
+    logical: PyTree,
+    rules: Rules,
+    *,
+    cast: TreeFunction = identity,
+    batch_axes: tuple[str, ...] = (),
+) -> Callable[[PyTree, PyTree], PyTree]:
+    """Returns a function that gathers the weights of one layer inside a stage.
+
+    Args:
+        logical: A tuple of logical axes for every weight of a layer.
+        rules: From logical axes to mesh axes.
+        cast: Casts the weights to the compute dtype before they are gathered.
+        batch_axes: Mesh axes, beside `stage`, that are manual in the pipeline.
+
+    Returns:
+        `(stored weights, input of the layer) -> gathered weights`. They are gathered only after the
+        input is computed; their gradients are reduce-scattered in float32.
+    """
+    stored = manual_specs(logical, rules, batch_axes)
+    specs = specs_of(logical, gathered_rules(rules))
+    unshard = gather_weights(logical, rules, when="tick", batch_axes=batch_axes).unshard
+    constrain_stored = constrain_by(logical, rules)
+
+    def reduce_leaf(x: jax.Array, spec: PartitionSpec, unsharded: PartitionSpec) -> jax.Array:
+        return reduce_scatter_leaf(
+            tuple(a for d in spec for a in axes_of_dim(d)), x, spec, unsharded
+        )
+
+    @jax.custom_vjp
+    def gather(weights: PyTree, layer_input: PyTree) -> PyTree:
+        return unshard(cast(jax.tree.map(partial(only_after, layer_input), weights)))
+
+    def forward(weights: PyTree, layer_input: PyTree) -> tuple[PyTree, PyTree]:
+        # Residuals must be arrays: empty ones carry the dtypes.
+        gathered = gather(weights, layer_input)
+        return gathered, jax.tree.map(lambda x: jnp.zeros((0,), x.dtype), weights)
+
+    def backward(dtypes: PyTree, gradients: PyTree) -> tuple[PyTree, None]:
+        scattered = constrain_stored(
+            map_leaves(reduce_leaf, to_accum_dtype(gradients), stored, specs)
+        )
+        return cast_like(scattered, dtypes), None
+
+    gather.defvjp(forward, backward)
+    return lambda weights, layer_input: gather(weights, lax.stop_gradient(layer_input))
+
+
+def gathering_layer(layer: Callable, gather: Callable[[PyTree, PyTree], PyTree]) -> Callable:
+    """Returns a layer that gathers its own weights, in the forward and again in the backward.
+
+    Args:
+        layer: `(weights, x, *arguments) -> result`.
+        gather: `(stored weights, x) -> gathered weights`, of `layer_gather`.
+
+    Returns:
+        The same function of stored weights.
+    """
+
+    def gathered(weights: PyTree, x: PyTree, *arguments: PyTree) -> PyTree:
+        return layer(name_gathered(gather(weights, x)), x, *arguments)
+
+    return jax.checkpoint(gathered, prevent_cse=False, policy=_is_saveable)
+
+
+_GATHERED = "gathered_weights"
+
+
+def name_gathered(weights: PyTree) -> PyTree:
+    """Returns `weights` with the name by which `gathering_layer` does not save them."""
+    return jax.tree.map(lambda w: checkpoint_name(w, _GATHERED), weights)
+
+
+def _is_saveable(primitive: Any, *_: Any, **parameters: Any) -> bool:
+    """Saves everything but gathered weights, which the backward gathers again: a policy of JAX.
+
+    A gathered weight is the output of an equation with the name, or of a call whose body has one.
+    If only the former were excluded, JAX would save the input of the naming equation instead; for
+    this reason JAX's `save_anything_except_these_names` excludes nothing here.
+
+    Args:
+        primitive: The primitive of the equation; not used.
+        *_: Its abstract inputs; not used.
+        **parameters: Its parameters.
+
+    Returns:
+        True if the outputs of the equation may be saved.
+    """
+    del primitive
+    call = parameters.get("call_jaxpr")
+    inside = () if call is None else (step.params.get("name") for step in call.jaxpr.eqns)
+    return _GATHERED not in (parameters.get("name"), *inside)
+
+
+def _without(spec: PartitionSpec, done: PartitionSpec) -> PartitionSpec:
+    """Returns `spec` without the axes that `done` has in the same dim."""
+    return PartitionSpec(
+        *(
+            tuple(a for a in axes_of_dim(axes) if a not in axes_of_dim(before)) or None
+            for axes, before in zip(spec, done, strict=True)
+        )
+    )

@@ -1,0 +1,230 @@
+"""One contract for the weights of a rank: `WeightGather`, in the three ways that a `Gather` names.
+
+A rank runs several stages, its chunks (the repeats of a circular pipeline). `prefetch` gathers the
+weights of a chunk before the rank begins it. The rank makes its `window` of them when it begins,
+and holds it while it stays with the chunk. In a tick, `unshard` returns the weights in the window
+for the stage, and `accumulate` adds their gradients in float32; `reduce_scatter` sums the gradients
+of a chunk over devices when the rank leaves it. The engines decide when a rank changes chunks: the
+circular engine once per repeat, the scheduled engine by the prefetch plan of its tables.
+
+|        | prefetch | window               | unshard | accumulate      | reduce_scatter  |
+|--------|----------|----------------------|---------|-----------------|-----------------|
+| tick   |          | as stored            | gathers | reduce-scatters |                 |
+| repeat | gathers  | result of `prefetch` |         |                 | reduce-scatters |
+| once   |          | of a gathered copy   |         |                 | reduce-scatters |
+
+In the fourth way, per layer, the stage gathers by itself (`_per_layer`): to the engines its weights
+are gathered once.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from ...autodiff.backward import floating
+from ...autodiff.staged_model import index_leading
+from .._buffers import over_leading, to_accum_dtype
+from ..ranks import zeros, zeros_like
+from ._gather import Gather, TreeFunction, identity
+
+ReadChunk = Callable[[PyTree, Any], PyTree]
+"""From [chunks, ...] weights and the index of a chunk to the weights of that chunk."""
+
+ReadSum = Callable[[], PyTree]
+"""Returns a sum of gradients."""
+
+
+class WeightGather(NamedTuple):
+    """Functions that gather the weights of one rank, by the table above, and initial gradients.
+
+    Attributes:
+        prefetch: Maps the index of a chunk to the weights gathered before the rank begins it.
+        window: Maps these and the index to the weights that the rank holds while it runs the chunk.
+        unshard: Maps a window to the weights that a stage reads.
+        accumulate: Maps a sum of float32 gradients over ticks, and the gradients of the weights
+            that a stage read, to their sum.
+        accumulate_in_place: The same for a function that adds gradients to unsharded ones: maps
+            `() -> sum` and `gradients -> (gradients with more added, a result)` to the new sum and
+            the result. The sum is read only when it is added to.
+        reduce_scatter: Maps a chunk's sum of gradients to gradients sharded as they are stored.
+        zeros: Maps a window to the initial sum, zeros.
+        zero_unsharded: Maps the weights that a stage read to zeros like their float32 gradients.
+        zero_sums: Returns the initial sums of all chunks, [chunks, ...].
+        zero_gradients: Maps a number of chunks to zero gradients as stored, with that dim in front.
+    """
+
+    prefetch: Callable[[Any], PyTree]
+    window: Callable[[PyTree, Any], PyTree]
+    unshard: TreeFunction
+    accumulate: Callable[[PyTree, PyTree], PyTree]
+    accumulate_in_place: Callable[[ReadSum, Callable], tuple[PyTree, PyTree]]
+    reduce_scatter: TreeFunction
+    zeros: TreeFunction
+    zero_unsharded: TreeFunction
+    zero_sums: Callable[[], PyTree]
+    zero_gradients: Callable[[int], PyTree]
+
+
+def weight_gather(
+    gather: Gather, weights: PyTree, *, read: ReadChunk = index_leading
+) -> WeightGather:
+    """Returns the functions of `WeightGather` for the weights of one rank.
+
+    Args:
+        gather: When and how weights are gathered.
+        weights: [chunks, ...] leaves.
+        read: How the weights of a chunk are read before they are gathered.
+
+    Returns:
+        The functions.
+    """
+    match gather.when:
+        case "tick":
+            return _every_tick(gather, weights, read)
+        case "repeat":
+            return _every_chunk(gather, weights, read)
+        case "once":
+            return _once(gather, weights)
+
+
+def _every_tick(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGather:
+    """Holds weights as they are stored, and gathers them whenever a stage reads them."""
+
+    def window(prefetched: PyTree, chunk: Any) -> PyTree:
+        del prefetched
+        return read(weights, chunk)
+
+    def to_sum(dw: PyTree) -> PyTree:
+        return gather.reduce_scatter(to_accum_dtype(dw))
+
+    def accumulate_in_place(read_sum: ReadSum, add: Callable) -> tuple[PyTree, PyTree]:
+        new, result = add(_zero_unsharded(gather, gather.cast_and_unshard(read(weights, 0))))
+        return _plus(read_sum(), to_sum(new)), result
+
+    def zero_sums() -> PyTree:
+        zero = _zero_unsharded(gather, gather.cast_and_unshard(read(weights, 0)))
+        return zeros_of_chunks(gather.reduce_scatter(zero), weights)
+
+    return _with_zeros(
+        gather,
+        prefetch=_nothing,
+        window=window,
+        unshard=gather.cast_and_unshard,
+        to_sum=to_sum,
+        accumulate_in_place=accumulate_in_place,
+        reduce_scatter=identity,
+        zero_sums=zero_sums,
+    )
+
+
+def _every_chunk(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGather:
+    """Gathers the weights of a chunk ahead, and holds them while the rank runs it."""
+
+    def prefetch(chunk: Any) -> PyTree:
+        return gather.cast_and_unshard(read(weights, chunk))
+
+    def window(prefetched: PyTree, chunk: Any) -> PyTree:
+        del chunk
+        return prefetched
+
+    def zero_sums() -> PyTree:
+        return zeros_of_chunks(_zero_unsharded(gather, prefetch(0)), weights)
+
+    return _with_zeros(
+        gather,
+        prefetch=prefetch,
+        window=window,
+        unshard=identity,
+        to_sum=lambda dw: gather.constrain_unsharded(to_accum_dtype(dw)),
+        accumulate_in_place=_in_place,
+        reduce_scatter=gather.reduce_scatter,
+        zero_sums=zero_sums,
+    )
+
+
+def _once(gather: Gather, weights: PyTree) -> WeightGather:
+    """Gathers the weights of all chunks before the first tick, and holds this copy."""
+    copy = over_leading(gather.cast_and_unshard, weights)
+
+    def window(prefetched: PyTree, chunk: Any) -> PyTree:
+        del prefetched
+        return index_leading(copy, chunk)
+
+    def zero_sums() -> PyTree:
+        zero_grads = zeros_like(to_accum_dtype(floating(copy)))
+        return over_leading(gather.constrain_unsharded, zero_grads)
+
+    return _with_zeros(
+        gather,
+        prefetch=_nothing,
+        window=window,
+        unshard=identity,
+        to_sum=lambda dw: gather.constrain_unsharded(to_accum_dtype(dw)),
+        accumulate_in_place=_in_place,
+        reduce_scatter=gather.reduce_scatter,
+        zero_sums=zero_sums,
+    )
+
+
+def _with_zeros(
+    gather: Gather,
+    *,
+    prefetch: Callable[[Any], PyTree],
+    window: Callable[[PyTree, Any], PyTree],
+    unshard: TreeFunction,
+    to_sum: TreeFunction,
+    accumulate_in_place: Callable[[ReadSum, Callable], tuple[PyTree, PyTree]],
+    reduce_scatter: TreeFunction,
+    zero_sums: Callable[[], PyTree],
+) -> WeightGather:
+    """Returns the record of these functions; `to_sum` maps gradients to what a sum adds."""
+
+    def accumulate(total: PyTree, dw: PyTree) -> PyTree:
+        return _plus(total, to_sum(dw))
+
+    # Only the types of what these two compute are used.
+    def zero_sum(w: PyTree) -> PyTree:
+        return jax.tree.map(zeros, to_sum(floating(unshard(w))))
+
+    def zero_gradients(num_chunks: int) -> PyTree:
+        scattered = reduce_scatter(zero_sum(window(prefetch(0), 0)))
+        return jax.tree.map(lambda x: zeros(x, lead=(num_chunks,)), scattered)
+
+    return WeightGather(
+        prefetch=prefetch,
+        window=window,
+        unshard=unshard,
+        accumulate=accumulate,
+        accumulate_in_place=accumulate_in_place,
+        reduce_scatter=reduce_scatter,
+        zeros=zero_sum,
+        zero_unsharded=lambda w: _zero_unsharded(gather, w),
+        zero_sums=zero_sums,
+        zero_gradients=zero_gradients,
+    )
+
+
+def zeros_of_chunks(gradient: PyTree, weights: PyTree) -> PyTree:
+    """Returns zeros like the gradient of a stage, with the dim of chunks of `weights` in front."""
+    counts = {leaf.shape[0] for leaf in jax.tree.leaves(weights)}
+    return jax.tree.map(lambda x: zeros(x, lead=tuple(counts)), gradient)
+
+
+def _zero_unsharded(gather: Gather, w: PyTree) -> PyTree:
+    return gather.constrain_unsharded(zeros_like(to_accum_dtype(floating(w))))
+
+
+def _nothing(chunk: Any) -> PyTree:
+    del chunk
+    return ()
+
+
+def _in_place(read_sum: ReadSum, add: Callable) -> tuple[PyTree, PyTree]:
+    return add(read_sum())
+
+
+def _plus(total: PyTree, new: PyTree) -> PyTree:
+    return jax.tree.map(jnp.add, total, new)
