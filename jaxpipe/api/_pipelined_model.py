@@ -346,16 +346,18 @@ class PipelinedModel:
             self.model, self.mesh, self.num_microbatches, all_weights, batch, keys[0]
         )
         weights, frozen = partition(weights)
+        weights["constants"] = {name: frozen[name] for name in ("embed", "head")}
+        layer_keys = self.engine.layer_keys(plan, keys[1], frozen["stages"])
+        return plan, self._staged_model(plan), weights, inputs, layer_keys
+
+    def _staged_model(self, plan: PipelinePlan) -> StagedModel:
         num_pieces = self.num_microbatches * num_row_shards(self.mesh)
-        model = close_over(self.model, frozen)
-        staged = staged_model(model, num_pieces, partial(self.engine.stage, plan))
-        return (
-            plan,
-            staged,
-            weights,
-            inputs,
-            self.engine.layer_keys(plan, keys[1], frozen["stages"]),
-        )
+        stage_of = partial(self.engine.stage, plan)
+
+        def bind(frozen: dict[str, PyTree]) -> StagedModel:
+            return staged_model(close_over(self.model, frozen), num_pieces, stage_of)
+
+        return replace(staged_model(self.model, num_pieces, stage_of), bind=bind)
 
 
 def _stored(weights: dict[str, Any], num_layers: NumLayers, in_list: InList) -> StoredParams:

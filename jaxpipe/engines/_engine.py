@@ -84,9 +84,10 @@ class Engine:
         value: `(plan, model, weights, batch_inputs, keys) -> (loss, metrics)`. Leaves of
             `batch_inputs` are [M, D, ...], where D is the number of devices that divide the rows of
             a microbatch. A function of `model` is given leaves [d, ...], for the d of these
-            devices that it computes for.
+            devices that it computes for. The groups of `weights` are "embed", "stages", "head" and,
+            if embedding and loss read constants, "constants", the argument of `model.bind`.
         value_and_grad: `(plan, model, weights, batch_inputs, keys) -> ((loss, metrics), grads)`,
-            with gradients like `weights`.
+            with gradients like the first three groups of `weights`.
         put: `(plan, weights, tied) -> weights` on the devices that hold them, sharded over `fsdp`.
         init: `(plan, make, tied) -> weights`: the weights that `make()` returns, made on the
             devices that hold them, so that no device ever has the whole model.

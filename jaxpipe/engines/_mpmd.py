@@ -60,15 +60,23 @@ def _stage(plan: PipelinePlan, layer: Callable) -> Callable:
     return stage
 
 
+def _bound(model: StagedModel, weights: dict[str, Any]) -> tuple[StagedModel, dict[str, Any]]:
+    """Returns the model with its constants, and the weights without them."""
+    groups = {name: tree for name, tree in weights.items() if name != "constants"}
+    return model.with_constants(weights.get("constants", ())), groups
+
+
 def _value(
     plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
+    model, weights = _bound(model, weights)
     return mpmd_value(model, weights, batch_inputs, keys, schedule=plan.schedule)
 
 
 def _value_and_grad(
     plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
+    model, weights = _bound(model, weights)
     return mpmd_value_and_grad(
         model, weights, batch_inputs, keys, schedule=plan.schedule, remat=plan.remat
     )

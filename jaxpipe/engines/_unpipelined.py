@@ -36,6 +36,7 @@ def _value(
     plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
     del plan
+    model = model.with_constants(weights.get("constants", ()))
     return unpipelined.value(model, *_without_repeats(weights, keys, batch_inputs))
 
 
@@ -44,14 +45,16 @@ def _value_and_grad(
 ) -> Any:
     del plan
     arguments = _without_repeats(weights, keys, batch_inputs)
+    model = model.with_constants(weights.get("constants", ()))
     value, grads = unpipelined.value_and_grad(model, *arguments)
     return value, grads | {"stages": jax.tree.map(lambda x: x[None], grads["stages"])}
 
 
 def _without_repeats(weights: dict[str, Any], keys: Any, batch_inputs: Any) -> tuple[Any, Any, Any]:
-    """Drops dim 0, of the one repeat, of stages and keys."""
+    """Drops dim 0, of the one repeat, of stages and keys; and the constants."""
     stages, keys = jax.tree.map(lambda x: x[0], (weights["stages"], keys))
-    return weights | {"stages": stages}, batch_inputs, keys
+    groups = {"embed": weights["embed"], "stages": stages, "head": weights["head"]}
+    return groups, batch_inputs, keys
 
 
 def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:

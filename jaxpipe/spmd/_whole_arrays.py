@@ -14,30 +14,46 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
+from ..autodiff import StagedModel
+from ..sharding.specs import typed_by_specs
 from .ranks import AXIS, on_ranks
 from .weight_gather import Gather
 
 
 def on_parts(
-    f: Callable, mesh: Mesh | None, gather: Gather, boundary_gather: Gather, out_dims: Any
+    f: Callable[[StagedModel], Callable],
+    model: StagedModel,
+    mesh: Mesh | None,
+    gather: Gather,
+    boundary_gather: Gather,
+    out_dims: Any,
 ) -> Callable:
-    """Returns a function of whole arrays that runs `f` on all ranks.
+    """Returns a function of whole arrays that runs `f(model)` on all ranks.
 
-    `f(stages, boundary, batch_inputs, keys)` is written for one rank; `boundary` holds the groups
-    of `weights` other than "stages". The function returned is `(weights, batch_inputs, keys) ->
-    ...`.
+    `f(model)(stages, boundary, batch_inputs, keys)` is written for one rank; `boundary` holds the
+    groups "embed" and "head" of `weights`. Each rank has the constants of `weights`, if there are
+    any, whole. The function returned is `(weights, batch_inputs, keys) -> ...`.
     """
     in_dims = (
         stacked_specs(gather.weight_specs),
         boundary_gather.weight_specs,
         rows_of(gather, P(None)),
         1,
+        None,
     )
-    run = on_ranks(f, mesh=mesh, in_dims=in_dims, out_dims=out_dims)
+
+    def run_rank(
+        stages: PyTree, boundary: PyTree, batch_inputs: PyTree, keys: PyTree, constants: PyTree
+    ) -> Any:
+        return f(model.with_constants(constants))(stages, boundary, batch_inputs, keys)
+
+    run = on_ranks(run_rank, mesh=mesh, in_dims=in_dims, out_dims=out_dims)
 
     def run_on_ranks(weights: dict[str, Any], batch_inputs: PyTree, keys: PyTree) -> Any:
-        boundary = {name: w for name, w in weights.items() if name != "stages"}
-        return run(weights["stages"], boundary, batch_inputs, keys)
+        boundary = {name: w for name, w in weights.items() if name not in ("stages", "constants")}
+        constants = typed_by_specs(weights.get("constants", ()), P(), mesh)
+        keys = typed_by_specs(keys, P(None, AXIS), mesh)
+        return run(weights["stages"], boundary, batch_inputs, keys, constants)
 
     return run_on_ranks
 

@@ -210,6 +210,13 @@ def test_a_compiled_program_has_no_memory_for_gradients_of_frozen_weights():
         assert written(schedule, base) <= written(schedule, None) - base_bytes
 
 
+def test_embedding_and_loss_read_frozen_weights_on_a_mesh_with_explicit_axes():
+    mesh = jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2])
+    pipe = jp.pipeline(MODEL, schedule="1f1b", mesh=mesh, microbatches=4, frozen=base)
+    value, _ = pipe.jit(pipe.value)(pipe.shard(init()), batch())
+    close({"loss": np.asarray(value)}, {"loss": np.asarray(plain(init(), batch()))})
+
+
 def test_dropout_and_frozen_weights_go_together():
     model = jp.Model(embed, dropout_layer, loss, tied=True)
 

@@ -43,6 +43,8 @@ class StagedModel:
             dy))`: the same loss, computed by all ranks of an axis together, and its gradients. All
             ranks have the same arguments. The loss, the metrics and the gradients by `boundary` are
             contributions that add up over the axis; the gradient dy by y is complete on each rank.
+        bind: From `weights["constants"]` to the model whose embedding and loss read them. They are
+            arrays that are never differentiated. None: there are no such arrays.
 
     Example:
         >>> model = StagedModel(
@@ -59,6 +61,7 @@ class StagedModel:
     loss: Callable[[Any, Any, Any], tuple[Float[Array, ""], Aux]]
     tied: bool = False
     vocab_parallel_loss: Callable[[Any, Any, Any, str], tuple[Any, Any]] | None = None
+    bind: "Callable[[Any], StagedModel] | None" = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stage", with_aux(self.stage))
@@ -66,6 +69,10 @@ class StagedModel:
     def boundary(self, weights: dict[str, Any]) -> dict[str, Any]:
         """Returns the weights that `loss` reads: the head's, and the embedding's if tied."""
         return {name: weights[name] for name in ("head", *(("embed",) if self.tied else ()))}
+
+    def with_constants(self, constants: Any) -> "StagedModel":
+        """Returns the model whose embedding and loss read `constants`."""
+        return self if self.bind is None else self.bind(constants)
 
 
 _MARK = "returns_aux"

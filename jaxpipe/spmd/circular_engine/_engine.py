@@ -202,10 +202,9 @@ def circular_value_and_grad(
     _check_counts(stacked, {"batch_inputs": batch_inputs}, mesh, delay)
     check_rows({"batch_inputs": batch_inputs}, gather.batch_axes, mesh)
     options = CircularOptions(delay, remat, gather, scan_repeats, scan_ticks)
-    rank_fn = partial(rank_value_and_grad, model, options, boundary_gather)
-    run = on_parts(
-        rank_fn, mesh, gather, boundary_gather, (None, gradient_dims(gather, boundary_gather))
-    )
+    rank_fn = lambda model: partial(rank_value_and_grad, model, options, boundary_gather)  # noqa: E731
+    out_dims = None, gradient_dims(gather, boundary_gather)
+    run = on_parts(rank_fn, model, mesh, gather, boundary_gather, out_dims)
     value, (stage_grads, boundary_grads) = run(weights, batch_inputs, keys)
     return value, boundary_grads | {"stages": stage_grads}
 
@@ -248,8 +247,9 @@ def circular_value(
     _check_counts(stacked, {"batch_inputs": batch_inputs}, mesh, delay)
     check_rows({"batch_inputs": batch_inputs}, gather.batch_axes, mesh)
     options = CircularOptions(delay, recompute, gather, scan_repeats, scan_ticks)
-    rank_fn = partial(rank_value, model, options, boundary_gather)
-    return on_parts(rank_fn, mesh, gather, boundary_gather, None)(weights, batch_inputs, keys)
+    rank_fn = lambda model: partial(rank_value, model, options, boundary_gather)  # noqa: E731
+    run = on_parts(rank_fn, model, mesh, gather, boundary_gather, None)
+    return run(weights, batch_inputs, keys)
 
 
 def _check_counts(stacked: PyTree, microbatches: PyTree, mesh: Mesh | None, delay: bool) -> int:

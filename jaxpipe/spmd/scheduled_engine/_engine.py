@@ -87,10 +87,9 @@ def scheduled_value_and_grad(
     options = ScheduledOptions(
         tables, ticks.schedule.num_stages, remat, gather, boundary_gather, vocab_parallel
     )
-    rank_fn = partial(rank_value_and_grad, model, options)
-    run = on_parts(
-        rank_fn, mesh, gather, boundary_gather, (None, gradient_dims(gather, boundary_gather))
-    )
+    rank_fn = lambda model: partial(rank_value_and_grad, model, options)  # noqa: E731
+    out_dims = None, gradient_dims(gather, boundary_gather)
+    run = on_parts(rank_fn, model, mesh, gather, boundary_gather, out_dims)
     value, (stage_grads, boundary_grads) = run(weights, batch_inputs, keys)
     return value, boundary_grads | {"stages": stage_grads}
 
@@ -139,7 +138,8 @@ def scheduled_value(
     options = ScheduledOptions(
         tables, ticks.schedule.num_stages, recompute, gather, boundary_gather, vocab_parallel
     )
-    run = on_parts(partial(rank_value, model, options), mesh, gather, boundary_gather, None)
+    rank_fn = lambda model: partial(rank_value, model, options)  # noqa: E731
+    run = on_parts(rank_fn, model, mesh, gather, boundary_gather, None)
     return run(weights, batch_inputs, keys)
 
 
