@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo quick test test-slow test-product lint api clean
+.PHONY: demo quick test test-ci test-slow test-product lint api clean
 
 demo: .venv/demo
 	$(BIN)/python examples/demo.py
@@ -13,10 +13,14 @@ QUICK := tests/house tests/schedules tests/sharding tests/autodiff tests/mpmd/te
 	tests/harness/test_engines.py
 
 quick: .venv/dev
-	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not product" $(QUICK)
+	$(BIN)/pytest -n 2 --dist worksteal -m "not ci and not slow and not product" $(QUICK)
 
 test: .venv/dev .venv/browser
-	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not product"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not ci and not slow and not product"
+
+# Kills, restarts, several processes, and whole runs of every model: what a change must pass besides.
+test-ci: .venv/dev
+	$(BIN)/pytest -n 2 --dist worksteal -m "ci and not slow and not product"
 
 test-slow: .venv/dev
 	$(BIN)/pytest -n 2 --dist worksteal -m slow

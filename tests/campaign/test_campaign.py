@@ -38,6 +38,8 @@ from .faults import (
 from .generated import Case, cases, leaves
 from .world import realised, write_world
 
+pytestmark = pytest.mark.ci
+
 CODES = {0, 1, 2, 129, 130, 143}
 MAX_BYTES, MAX_SECONDS, MAX_SAID = 2 << 30, 60.0, 8000
 CASES, MANY_CASES = 200, int(os.environ.get("JAXPIPE_CAMPAIGN_CASES", "5500"))

@@ -30,6 +30,8 @@ from quick import ENVIRONMENT
 from . import kills
 from .runs import SMALL, losses, run_jaxpipe
 
+pytestmark = pytest.mark.ci
+
 SETTINGS = [
     *SMALL,
     "base_num_decoder_layers=4",

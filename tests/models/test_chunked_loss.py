@@ -12,6 +12,8 @@ from harness.contract import Row, assert_close, circular, make_case
 from jaxpipe import models
 from small_models import small_llama_loss
 
+pytestmark = pytest.mark.ci
+
 b, T, D, V = 2, 12, 16, 32
 
 

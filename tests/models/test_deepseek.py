@@ -12,6 +12,8 @@ from jaxpipe.models.layers import dot_product_attention, routed_experts
 from jaxpipe.models.weights import stack_weights, weight_shapes
 from small_models import small_deepseek, small_llama
 
+pytestmark = pytest.mark.ci
+
 SMALL = small_deepseek(base_num_decoder_layers=5, first_num_dense_layers=2, base_mlp_dim=24)
 FAMILY = [name for name, sizes in models.PRESETS.items() if "decoder_block" in sizes]
 

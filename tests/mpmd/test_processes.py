@@ -13,6 +13,8 @@ import pytest
 from .process_rows import ROWS, num_devices
 from .processes import run_processes
 
+pytestmark = pytest.mark.ci
+
 SCRIPT = Path(__file__).parent / "steps_script.py"
 TIMEOUT = 5.0  # of the script
 

@@ -17,6 +17,8 @@ from jaxpipe.train.step import TrainState, init_state, layer_ids_by_rank
 
 from .runs import DEEPSEEK, NONE, Settings, flat, setup_of
 
+pytestmark = pytest.mark.ci
+
 EIGHT: Settings = {"base_num_decoder_layers": 8, "vocab_size": 512}
 RANKS: Settings = {"ici_pipeline_parallelism": 4}
 SCHEDULED: Settings = RANKS | {"pipeline_engine": "scheduled"}

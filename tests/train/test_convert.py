@@ -20,6 +20,8 @@ from jaxpipe.train.checkpoint import open_checkpoints, read_metadata, restore_le
 
 from .converted import DEEPSEEK, GOLDEN, LLAMA, logits, make_run
 
+pytestmark = pytest.mark.ci
+
 NAMES = ["llama2", "llama3", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3"]
 V3 = dataclasses.replace(
     DEEPSEEK,

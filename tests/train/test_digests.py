@@ -13,6 +13,8 @@ from jaxpipe.train.checkpoint import find_corruption, steps_in
 
 from .runs import NONE, TINY
 
+pytestmark = pytest.mark.ci
+
 
 def run_to(folder: Path, steps: int, **settings) -> tuple[list[float], str]:
     """A run with a checkpoint after every step, and what it says."""

@@ -25,6 +25,8 @@ from jaxpipe.train.step import (
 
 from .runs import DEEPSEEK, NONE, ROWS, TINY, Settings, setup_of
 
+pytestmark = pytest.mark.ci
+
 LENGTH, VOCAB = 16, 64
 
 

@@ -17,6 +17,8 @@ from jaxpipe.train.optim import drop_router_biases, gradient_norm
 from jaxpipe.train.plan import MODEL_FAMILIES, build_model
 from jaxpipe.train.step import init_state, make_train_step, shard_batch
 
+pytestmark = pytest.mark.ci
+
 RUN: dict[str, Any] = {
     "base_emb_dim": 16,
     "base_num_decoder_layers": 5,

@@ -15,6 +15,8 @@ from jaxpipe.train import Config, read_metrics, set_up
 from jaxpipe.train.loop import make_batches
 from jaxpipe.train.step import init_state, make_train_step, shard_batch
 
+pytestmark = pytest.mark.ci
+
 PR = (
     "model_name=llama2-7b dataset_type=synthetic debug_sharding=true per_device_batch_size=2 "
     "max_target_length=32 num_pipeline_microbatches=4 enable_checkpointing=false "

@@ -14,6 +14,8 @@ from jaxpipe.train.step import init_state, make_train_step, shard_batch
 
 from .runs import flat
 
+pytestmark = pytest.mark.ci
+
 SMALL: dict[str, Any] = {
     "quantization": "fp8",
     "base_emb_dim": 16,

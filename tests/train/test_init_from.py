@@ -15,6 +15,8 @@ from jaxpipe.train.checkpoint import check_same_sizes, first_state
 from .converted import DEEPSEEK, GOLDEN, LLAMA, make_run
 from .runs import flat
 
+pytestmark = pytest.mark.ci
+
 RUN: dict[str, Any] = {
     "steps": 2,
     "max_target_length": 16,

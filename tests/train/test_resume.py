@@ -17,6 +17,8 @@ from jaxpipe.train.runtime import LOCK_FILE, locked_run_folder
 
 from .test_digests import checkpoints_in, content_of, flip_a_bit, run_to
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture(scope="module")
 def whole(cached, tmp_path_factory) -> tuple[Path, list[float]]:

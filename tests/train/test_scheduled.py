@@ -21,6 +21,8 @@ from jaxpipe.train.step import init_state, shard_batch, state_shapes
 
 from .runs import DEEPSEEK, DROPOUT, NONE, ROWS, TINY, Run, Settings, setup_of, three_steps
 
+pytestmark = pytest.mark.ci
+
 SCHEDULED: Settings = {"pipeline_engine": "scheduled", "ici_pipeline_parallelism": 2}
 CIRCULAR: Settings = {"ici_pipeline_parallelism": 2}
 PER_LAYER: Settings = {"pipeline_fsdp_ag_per_layer": True}

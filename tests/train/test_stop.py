@@ -19,6 +19,8 @@ from jaxpipe.train.step import init_state, make_train_step, shard_batch
 
 from .runs import NONE, ROWS, TINY, setup_of
 
+pytestmark = pytest.mark.ci
+
 # The plain run of this file is run again and again.
 SETTINGS = TINY | NONE | {"ici_fsdp_parallelism": 8, "per_device_batch_size": 1.0}
 SETTINGS |= {"num_pipeline_microbatches": 1}
