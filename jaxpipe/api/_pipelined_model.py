@@ -14,26 +14,25 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree, Scalar
 
 from ..autodiff import Remat, StagedModel
-from ..engines import ENGINES, Engine
+from ..engines import Engine
 from ..engines._engine import PipelinePlan
 from ..engines._fsdp import num_row_shards
-from ..schedules import Costs, Schedule, Timeline, to_svg
-from ..schedules.language import describe
+from ..schedules import Schedule
 from ..schedules.lock_step import Ticks
-from ._check import TOLERANCE, Comparison, check
 from ._frozen import FrozenRule, close_over, combine, mark_frozen, partition, unmark
 from ._kinds import check_all, check_mtp, stack_all, total_layers, unstack_all
 from ._layouts import even_counts
 from ._model import Model
-from ._params import InList, NumLayers, StoredLayers, check_groups
+from ._params import InList, NumLayers, StoredLayers, check_groups, is_stored
 from ._staging import PieceInputs, make_inputs, staged_model, takes_key
+from .inspection import InspectedModel
 
 StoredParams = dict[str, Any]
 """Parameters as `shard` returns them: "embed", "layers" (`StoredLayers`) and "head"."""
 
 
-@dataclass(frozen=True)
-class PipelinedModel:
+@dataclass(frozen=True, repr=False)
+class PipelinedModel(InspectedModel):
     """A model under a schedule on a mesh. `pipeline` makes one.
 
     Attributes:
@@ -117,6 +116,15 @@ class PipelinedModel:
         embed, head = jax.tree.map(jnp.asarray, (groups["embed"], groups["head"]))
         stages = self.engine.stack(plan, stack_all(self.model.layer, groups["layers"]))
         return {"embed": embed, "stages": stages, "head": head}
+
+    def _shapes(self, params: PyTree) -> StoredParams:
+        """Returns the shapes of stored parameters."""
+        if is_stored(params):
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        num_layers, in_list = self._check_params(params)
+        plan = self.plan(num_layers)
+        weights = jax.eval_shape(lambda params: self._weights(plan, params), params)
+        return _stored(weights, num_layers, in_list)
 
     def unshard(self, params: StoredParams) -> PyTree:
         """Returns parameters, or gradients, in the user's own tree.
@@ -211,73 +219,6 @@ class PipelinedModel:
         donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
         return self.engine.jit(self.plan(self._any_num_layers), function, donated)
 
-    def check(
-        self,
-        params: PyTree,
-        batch: PyTree,
-        key: Array | None = None,
-        *,
-        tolerance: float = TOLERANCE,
-    ) -> Comparison:
-        """Compares loss, metrics and every gradient with those of the unpipelined program.
-
-        The unpipelined program runs on the devices of the mesh, each of which needs memory for all
-        parameters and gradients (divided by `fsdp`).
-
-        Args:
-            params: Parameters from `shard`, or the user's tree.
-            batch: [B, ...] leaves.
-            key: The dropout key of the step. None if no function of the model takes one.
-            tolerance: The largest relative error that is accepted: the largest difference divided
-                by the largest magnitude of the leaf. The default is for float32.
-
-        Returns:
-            The relative error of each leaf, which prints as a table.
-
-        Raises:
-            AssertionError: If an error is larger. It names the leaf.
-        """
-        plain = replace(
-            self,
-            engine=ENGINES["unpipelined"],
-            schedule=None,
-            ticks=None,
-            layers_per_stage=None,
-        )
-        return check(self, plain, params, batch, key, tolerance)
-
-    def timeline(self, costs: Costs | None = None) -> Timeline:
-        """Returns when each rank runs which action of `value_and_grad`, by the costs of stages.
-
-        Engines of one program run in lock-step: a tick ends when the slowest rank is done with it.
-
-        Args:
-            costs: Times of the actions of every stage, and of transfers. Default: F, I and W of a
-                stage take as long as it has layers by `layers_per_stage`; 1 without it.
-
-        Returns:
-            The timeline. `schedules.to_svg` draws it, and so do notebooks.
-        """
-        if costs is None:
-            counts = self.layers_per_stage or 1
-            costs = Costs(counts, counts, counts)
-        return self.engine.timeline(self.plan(self._any_num_layers), costs)
-
-    def __repr__(self) -> str:
-        axes = ", ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1)
-        return (
-            f"PipelinedModel({self.engine.name}: {self._description}; mesh {axes or 'of 1 device'})"
-        )
-
-    def _repr_svg_(self) -> str:
-        return to_svg(self.timeline(), f"{self.engine.name}: {self._description}")
-
-    @property
-    def _description(self) -> str:
-        if self.schedule is None:
-            return f"{self.num_microbatches} microbatches"
-        return describe(self.schedule)
-
     def plan(self, num_layers: NumLayers) -> PipelinePlan:
         """Returns what the engine is told about a model of so many layers.
 
@@ -308,6 +249,10 @@ class PipelinedModel:
     def num_stages(self) -> int:
         """Number of stages; 1 without a pipeline."""
         return 1 if self.schedule is None else self.schedule.num_stages
+
+    @property
+    def _takes_key(self) -> bool:
+        return takes_key(self.model)
 
     @property
     def _any_num_layers(self) -> int:

@@ -89,6 +89,8 @@ class Engine:
         value_and_grad: `(plan, model, weights, batch_inputs, keys) -> ((loss, metrics), grads)`,
             with gradients like the first three groups of `weights`.
         put: `(plan, weights, tied) -> weights` on the devices that hold them, sharded over `fsdp`.
+        shardings: `(plan, weights, tied) -> shardings` of the weights that `put` returns.
+        rank_bytes: `(plan, weights, tied) -> [S]` bytes of weights on a device of every rank.
         init: `(plan, make, tied) -> weights`: the weights that `make()` returns, made on the
             devices that hold them, so that no device ever has the whole model.
         gather: `(plan, tree) -> tree` of arrays that every device of the mesh has.
@@ -110,6 +112,8 @@ class Engine:
     value: Callable[[PipelinePlan, StagedModel, dict[str, Any], Any, Any], Any]
     value_and_grad: Callable[[PipelinePlan, StagedModel, dict[str, Any], Any, Any], Any]
     put: Callable[[PipelinePlan, dict[str, Any], bool], dict[str, Any]]
+    shardings: Callable[[PipelinePlan, dict[str, Any], bool], dict[str, Any]]
+    rank_bytes: Callable[[PipelinePlan, dict[str, Any], bool], tuple[int, ...]]
     init: Callable[[PipelinePlan, Callable[[], dict[str, Any]], bool], dict[str, Any]]
     gather: Callable[[PipelinePlan, Any], Any]
     jit: Callable[[PipelinePlan, Callable, tuple[int, ...]], Callable]

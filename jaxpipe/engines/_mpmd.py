@@ -1,5 +1,6 @@
 """The engine `mpmd`: every rank runs programs of its own, by any schedule."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -138,6 +139,17 @@ def _shardings(plan: PipelinePlan, weights: dict[str, Any], tied: bool) -> dict[
     }
 
 
+def _rank_bytes(plan: PipelinePlan, weights: dict[str, Any], tied: bool) -> tuple[int, ...]:
+    """Returns the bytes of weights on a device of every rank."""
+    found = [0] * plan.mesh.shape["stage"]
+    where = jax.tree.leaves(_shardings(plan, weights, tied))
+    for leaf, sharding in zip(jax.tree.leaves(weights), where, strict=True):
+        for rank in sharding.mpmd_idxs:
+            shape = sharding.of_rank(rank).shard_shape(leaf.shape)
+            found[rank] += math.prod(shape) * leaf.dtype.itemsize
+    return tuple(found)
+
+
 def _gather(plan: PipelinePlan, tree: PyTree) -> PyTree:
     """Copies arrays to the first device; all ranks must belong to this process."""
 
@@ -179,6 +191,8 @@ MPMD = Engine(
     value=_value,
     value_and_grad=_value_and_grad,
     put=_put,
+    shardings=_shardings,
+    rank_bytes=_rank_bytes,
     init=_init,
     gather=_gather,
     jit=_jit,

@@ -3,6 +3,7 @@
 S ranks, v stages on each, n layers in the largest stage, L layers.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -145,9 +146,8 @@ def put(
     Returns:
         The weights, sharded over the mesh.
     """
-    del tied
-    shardings = _shardings(plan, weights, stage_axis)
-    return jax.jit(lambda tree: tree, out_shardings=shardings)(weights)
+    where = shardings(plan, weights, tied, stage_axis=stage_axis)
+    return jax.jit(lambda tree: tree, out_shardings=where)(weights)
 
 
 def init(
@@ -168,14 +168,26 @@ def init(
     Returns:
         The weights, sharded over the mesh.
     """
-    del tied
-    shardings = _shardings(plan, jax.eval_shape(make), stage_axis)
-    return jax.jit(make, out_shardings=shardings)()
+    where = shardings(plan, jax.eval_shape(make), tied, stage_axis=stage_axis)
+    return jax.jit(make, out_shardings=where)()
 
 
-def _shardings(
-    plan: PipelinePlan, weights: dict[str, PyTree], stage_axis: str | None
+def shardings(
+    plan: PipelinePlan, weights: dict[str, PyTree], tied: bool, *, stage_axis: str | None = "stage"
 ) -> dict[str, PyTree]:
+    """Returns where stored weights are.
+
+    Args:
+        plan: The pipeline.
+        weights: The groups "embed", "stages" and "head", or their shapes.
+        tied: Not read: every rank has the weights of embedding and head.
+        stage_axis: The mesh axis over which stages are sharded; None for copies on all ranks.
+
+    Returns:
+        The sharding of every leaf.
+    """
+    del tied
+
     def sharding(lead: tuple[str | None, ...], leaf: Any) -> NamedSharding:
         return NamedSharding(plan.mesh, fsdp_spec(leaf, plan.mesh, lead))
 
@@ -184,6 +196,26 @@ def _shardings(
         group: jax.tree.map(partial(sharding, stage if group == "stages" else ()), tree)
         for group, tree in weights.items()
     }
+
+
+def rank_bytes(
+    plan: PipelinePlan, weights: dict[str, PyTree], tied: bool, *, stage_axis: str | None = "stage"
+) -> tuple[int, ...]:
+    """Returns the bytes of weights on a device of every rank.
+
+    Args:
+        plan: The pipeline.
+        weights: The groups "embed", "stages" and "head", or their shapes.
+        tied: Not read: every rank has the weights of embedding and head.
+        stage_axis: The mesh axis over which stages are sharded; None for copies on all ranks.
+
+    Returns:
+        [S] the same number for all.
+    """
+    where = shardings(plan, weights, tied, stage_axis=stage_axis)
+    pairs = zip(jax.tree.leaves(weights), jax.tree.leaves(where), strict=True)
+    size = sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)
+    return (size,) * plan.mesh.shape["stage"]
 
 
 def weight_gathers(plan: PipelinePlan, weights: dict[str, PyTree]) -> tuple[Gather, Gather]:

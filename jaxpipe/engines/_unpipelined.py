@@ -77,6 +77,8 @@ UNPIPELINED = Engine(
     value=_value,
     value_and_grad=_value_and_grad,
     put=partial(_stacked.put, stage_axis=None),
+    shardings=partial(_stacked.shardings, stage_axis=None),
+    rank_bytes=partial(_stacked.rank_bytes, stage_axis=None),
     init=partial(_stacked.init, stage_axis=None),
     gather=_stacked.gather,
     jit=_stacked.jit,

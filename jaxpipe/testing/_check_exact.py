@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from ..api import Model, PipelinedModel, pipeline
-from ..api._check import TOLERANCE, compare, require, run_value_and_grad
+from ..api.inspection import TOLERANCE, compare, require, run_value_and_grad
 from ..engines import ENGINES
 from ..schedules import FAMILIES
 from ._table import Case, ExactnessTable

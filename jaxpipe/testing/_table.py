@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..api._check import Comparison
+from ..api.inspection import Comparison
 
 
 @dataclass(frozen=True)

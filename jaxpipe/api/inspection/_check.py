@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from ._params import is_stored
+from .._params import is_stored
 
 TOLERANCE = 1e-5
 _MAX_ROWS = 40

@@ -1,0 +1,141 @@
+"""What a pipelined model says about itself."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import jax
+from jax.sharding import Mesh
+from jaxtyping import Array, PyTree
+
+from ...engines import ENGINES, Engine
+from ...engines._engine import PipelinePlan
+from ...schedules import Costs, Schedule, Timeline, to_svg
+from ...schedules.language import describe
+from .._frozen import unmark
+from ._check import TOLERANCE, Comparison, check
+from ._memory import MemoryTable, memory_table, rank_residual_bytes, stage_residual_bytes
+
+
+class InspectedModel:
+    """The methods of `PipelinedModel` that compare, estimate and draw; the others are its own."""
+
+    engine: Engine
+    mesh: Mesh
+    model: Any
+    num_microbatches: int
+    schedule: Schedule | None
+    layers_per_stage: tuple[int, ...] | None
+    shard: Callable[..., Any]
+    unshard: Callable[..., Any]
+    partition: Callable[..., Any]
+    value_and_grad: Callable[..., Any]
+    jit: Callable[..., Callable]
+    plan: Callable[..., PipelinePlan]
+    _arguments: Callable[..., Any]
+    _shapes: Callable[[PyTree], Any]
+    _any_num_layers: Any
+    _takes_key: Any
+
+    def check(
+        self,
+        params: PyTree,
+        batch: PyTree,
+        key: Array | None = None,
+        *,
+        tolerance: float = TOLERANCE,
+    ) -> Comparison:
+        """Compares loss, metrics and every gradient with those of the unpipelined program.
+
+        The unpipelined program runs on the devices of the mesh, each of which needs memory for all
+        parameters and gradients (divided by `fsdp`).
+
+        Args:
+            params: Parameters from `shard`, or the user's tree.
+            batch: [B, ...] leaves.
+            key: The dropout key of the step. None if no function of the model takes one.
+            tolerance: The largest relative error that is accepted: the largest difference divided
+                by the largest magnitude of the leaf. The default is for float32.
+
+        Returns:
+            The relative error of each leaf, which prints as a table.
+
+        Raises:
+            AssertionError: If an error is larger. It names the leaf.
+        """
+        plain = replace(
+            cast(Any, self),
+            engine=ENGINES["unpipelined"],
+            schedule=None,
+            ticks=None,
+            layers_per_stage=None,
+        )
+        return check(self, plain, params, batch, key, tolerance)
+
+    def timeline(self, costs: Costs | None = None) -> Timeline:
+        """Returns when each rank runs which action of `value_and_grad`, by the costs of stages.
+
+        Engines of one program run in lock-step: a tick ends when the slowest rank is done with it.
+
+        Args:
+            costs: Times of the actions of every stage, and of transfers. Default: F, I and W of a
+                stage take as long as it has layers by `layers_per_stage`; 1 without it.
+
+        Returns:
+            The timeline. `schedules.to_svg` draws it, and so do notebooks.
+        """
+        if costs is None:
+            counts = self.layers_per_stage or 1
+            costs = Costs(counts, counts, counts)
+        return self.engine.timeline(self.plan(self._any_num_layers), costs)
+
+    def memory(
+        self, params: PyTree, batch: PyTree, device: str = "v5p", *, num_moments: int = 2
+    ) -> MemoryTable:
+        """Estimates the memory of a train step from shapes: nothing is allocated or compiled.
+
+        Args:
+            params: The user's tree or parameters from `shard`; shapes and dtypes are enough.
+            batch: [B, ...] leaves; shapes and dtypes are enough.
+            device: The generation of the devices, such as "v5p", "v5e" or "h100".
+            num_moments: Copies of the trainable parameters that the optimizer has; 2 for Adam.
+
+        Returns:
+            The bytes on one device of every rank, which print as a table. They are a lower bound:
+            what a stage computes with is not counted.
+
+        Raises:
+            ValueError: If the device is unknown, or the batch does not divide.
+        """
+        stored = self._shapes(params)
+        # Its shape is enough, so any key will do.
+        key = jax.eval_shape(lambda: jax.random.key(0)) if self._takes_key else None
+        plan = self.plan(stored["layers"].num_layers)
+
+        def rank_bytes(part: dict[str, Any]) -> tuple[int, ...]:
+            weights = {"embed": part["embed"], "stages": part["layers"].stages}
+            return self.engine.rank_bytes(plan, weights | {"head": part["head"]}, self.model.tied)
+
+        sizes = stage_residual_bytes(self._arguments, stored, batch, key)
+        return memory_table(
+            device,
+            rank_bytes(unmark(stored)),
+            rank_bytes(self.partition(stored)[0]),
+            rank_residual_bytes(plan, sizes, self.engine.per_stage_state),
+            num_moments,
+        )
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1)
+        return (
+            f"PipelinedModel({self.engine.name}: {self._description}; mesh {axes or 'of 1 device'})"
+        )
+
+    def _repr_svg_(self) -> str:
+        return to_svg(self.timeline(), f"{self.engine.name}: {self._description}")
+
+    @property
+    def _description(self) -> str:
+        if self.schedule is None:
+            return f"{self.num_microbatches} microbatches"
+        return describe(self.schedule)

@@ -1,0 +1,170 @@
+"""The memory of a pipeline by arithmetic on shapes: nothing is allocated or compiled.
+
+S ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import Var
+from jaxtyping import PyTree
+
+from ...engines._engine import PipelinePlan
+from ...plan._device_memory import device_bytes
+from ...schedules import activation_bytes
+
+_COLUMNS = ("parameters", "gradients", "optimizer", "activations")
+
+
+@dataclass(frozen=True, repr=False)
+class MemoryTable:
+    """Bytes on one device of every rank. Prints as a table.
+
+    It is a lower bound: what a stage computes with, logits, gathered parameters and buffers of the
+    compiler are not counted. The real compiler knows them.
+
+    Attributes:
+        device: The generation of the devices.
+        device_bytes: The memory of a device.
+        parameters: [S] bytes of parameters.
+        gradients: [S] bytes of gradients.
+        optimizer: [S] bytes of the optimizer's moments.
+        activations: [S] bytes of what forwards store for backwards, at the peak of the schedule.
+    """
+
+    device: str
+    device_bytes: int
+    parameters: tuple[int, ...]
+    gradients: tuple[int, ...]
+    optimizer: tuple[int, ...]
+    activations: tuple[int, ...]
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """[S] the bytes of all of these."""
+        return tuple(map(sum, zip(*(getattr(self, name) for name in _COLUMNS), strict=True)))
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has less than its device."""
+        return max(self.totals) < self.device_bytes
+
+    def __repr__(self) -> str:
+        lines = [f"MB per device {''.join(f'{name:>14}' for name in _COLUMNS)}         total"]
+        for rank, total in enumerate(self.totals):
+            sizes = (*(getattr(self, name)[rank] for name in _COLUMNS), total)
+            lines.append(f"rank {rank:<8} " + "".join(f"{size / 1e6:>14,.1f}" for size in sizes))
+        share = max(self.totals) / self.device_bytes
+        verdict = "fits" if self.fits else "does not fit"
+        lines.append(
+            f"{verdict}: at least {share:.1%} of the {self.device_bytes / 1e9:.1f} GB of a "
+            f"{self.device}"
+        )
+        return "\n".join(lines)
+
+
+def memory_table(
+    device: str,
+    parameters: Sequence[int],
+    trainable: Sequence[int],
+    activations: Sequence[int],
+    num_moments: int,
+) -> MemoryTable:
+    """Makes the table.
+
+    Args:
+        device: The generation of the devices.
+        parameters: [S] bytes of parameters.
+        trainable: [S] bytes of those with gradients.
+        activations: [S] bytes of stored activations.
+        num_moments: How many copies of the trainable parameters an optimizer has.
+
+    Returns:
+        The table.
+
+    Raises:
+        ValueError: If the device is unknown.
+    """
+    return MemoryTable(
+        device,
+        device_bytes(device),
+        tuple(parameters),
+        tuple(trainable),
+        tuple(num_moments * size for size in trainable),
+        tuple(activations),
+    )
+
+
+def stage_residual_bytes(arguments: Callable, *given: PyTree) -> list[int]:
+    """Returns the bytes that each stage stores for a microbatch, on one device.
+
+    Args:
+        arguments: From `given` to the arguments of `Engine.value_and_grad`.
+        *given: Shapes of parameters, batch and key.
+
+    Returns:
+        [num_stages] bytes, in forward order.
+    """
+    sizes: list[int] = []
+
+    def measure(*given: PyTree) -> None:
+        plan, model, weights, inputs, keys = arguments(*given)
+        first = jax.tree.map(lambda leaf: leaf[0, :1], inputs)  # one piece of the first microbatch
+        x = model.embed(weights["embed"], first)
+        stage = plan.remat(model.stage)
+        stages = weights["stages"]
+        if isinstance(stages, list):
+            each_keys = keys if keys else [()] * len(stages)
+            pairs = zip(stages, each_keys, strict=True)
+            sizes.extend(_residual_bytes(stage, w, x, first, keys) for w, keys in pairs)
+        else:  # [v, S, ...] leaves: padded stages are alike
+            w, keys = jax.tree.map(lambda leaf: leaf[0, 0], (stages, keys))
+            num_stages = 1 if plan.schedule is None else plan.schedule.num_stages
+            sizes.extend([_residual_bytes(stage, w, x, first, keys)] * num_stages)
+
+    jax.eval_shape(measure, *given)
+    return sizes
+
+
+def rank_residual_bytes(plan: PipelinePlan, sizes: Sequence[int], differ: bool) -> tuple[int, ...]:
+    """Returns the bytes that each rank stores at the peak of the schedule, on one device.
+
+    Args:
+        plan: The pipeline.
+        sizes: [num_stages] bytes that a stage stores for a microbatch.
+        differ: Whether ranks differ; in one program all have the buffers of the fullest.
+
+    Returns:
+        [S] bytes.
+    """
+    if plan.schedule is None:
+        return (sizes[0],) * plan.mesh.shape["stage"]
+    found = activation_bytes(plan.schedule, sizes)
+    return found if differ else (max(found),) * len(found)
+
+
+def _residual_bytes(stage: Callable, weights: PyTree, x: PyTree, *others: PyTree) -> int:
+    """Returns the bytes that the forward of a stage stores for its backward.
+
+    Args:
+        stage: `(weights, x, *others) -> (x, aux)`.
+        weights: The weights of the stage, or their shapes; they are not counted.
+        x: The input of the stage, or its shape.
+        *others: Its other arguments, or their shapes; they are not counted.
+
+    Returns:
+        The bytes for one microbatch on one device.
+    """
+
+    def residuals(weights: PyTree, others: PyTree, x: PyTree) -> list[Any]:
+        _, pullback = jax.vjp(lambda weights, x: stage(weights, x, *others), weights, x)
+        return jax.tree.leaves(pullback)
+
+    closed = jax.make_jaxpr(residuals)(weights, others, x)
+    count = len(jax.tree.leaves((weights, others)))
+    skipped = {*closed.jaxpr.invars[:count], *closed.jaxpr.constvars}
+    stored = {v for v in closed.jaxpr.outvars if isinstance(v, Var) and v not in skipped}
+    avals: list[Any] = [v.aval for v in stored]
+    return sum(aval.size * aval.dtype.itemsize for aval in avals)
