@@ -1,5 +1,6 @@
 """Modules of Flax and Equinox in the front door: losses and gradients of the plain program."""
 
+import itertools
 from typing import Any
 
 import equinox as eqx
@@ -85,15 +86,15 @@ def run(model: Any, params: Any, schedule: Any, engine: str = "auto", key: Any =
 ENGINES = [("circular", "auto"), ("zero_bubble_h1", "auto"), ("1f1b", "mpmd")]
 
 
-SLOW_CIRCULAR = [pytest.param("circular", "auto", marks=pytest.mark.slow), *ENGINES[1:]]
+ONLY_MPMD = [*(pytest.param(*row, marks=pytest.mark.slow) for row in ENGINES[:2]), ENGINES[2]]
 
 
 @pytest.mark.parametrize(
     ("schedule", "engine", "tied"),
     [
-        ("circular", "auto", True),
         ("1f1b", "mpmd", True),
-        ("1f1b", "mpmd", False),
+        pytest.param("circular", "auto", True, marks=pytest.mark.slow),
+        pytest.param("1f1b", "mpmd", False, marks=pytest.mark.slow),
         pytest.param("circular", "auto", False, marks=pytest.mark.slow),
         pytest.param("zero_bubble_h1", "auto", True, marks=pytest.mark.slow),
         ("zero_bubble_h1", "auto", False),
@@ -139,7 +140,7 @@ def linen_model(rate: float = 0.0, block: Any = LinenBlock, **options: Any) -> A
     return module, linen_model_of(module, variables, loss=loss, call=call, **options)
 
 
-@pytest.mark.parametrize(("schedule", "engine"), SLOW_CIRCULAR)
+@pytest.mark.parametrize(("schedule", "engine"), ONLY_MPMD)
 def test_a_linen_module_is_the_plain_program(schedule: str, engine: str):
     module, (model, variables) = linen_model(batch=batch() if engine == "auto" else None)
 
@@ -183,7 +184,7 @@ class EquinoxGPT(eqx.Module):
         return jax.vmap(self.head)(x)
 
 
-@pytest.mark.parametrize(("schedule", "engine"), SLOW_CIRCULAR)
+@pytest.mark.parametrize(("schedule", "engine"), ONLY_MPMD)
 def test_an_equinox_module_is_the_plain_program(schedule: str, engine: str):
     gpt = EquinoxGPT()
     model, params = equinox_model(gpt, loss=loss, call=call_row, batch=batch())
@@ -211,12 +212,14 @@ DROPOUT = {
 }
 
 
+QUICK_DROPOUT = [("linen", 2), ("equinox", 1)]  # docs/own-model.md has one of NNX
+
+
 @pytest.mark.parametrize(
     ("library", "row"),
     [
-        pytest.param(library, row, marks=() if i == row else pytest.mark.slow)
-        for i, library in enumerate(DROPOUT)
-        for row in range(3)
+        pytest.param(*one, marks=() if one in QUICK_DROPOUT else pytest.mark.slow)
+        for one in itertools.product(DROPOUT, range(3))
     ],
 )
 def test_dropout_differs_by_key_and_is_the_same_in_every_engine(library: str, row: int):
