@@ -97,7 +97,7 @@ ONLY_MPMD = [*(pytest.param(*row, marks=pytest.mark.slow) for row in ENGINES[:2]
         pytest.param("1f1b", "mpmd", False, marks=pytest.mark.slow),
         pytest.param("circular", "auto", False, marks=pytest.mark.slow),
         pytest.param("zero_bubble_h1", "auto", True, marks=pytest.mark.slow),
-        ("zero_bubble_h1", "auto", False),
+        pytest.param("zero_bubble_h1", "auto", False, marks=pytest.mark.slow),
     ],
 )
 def test_an_nnx_module_is_the_plain_program(schedule: str, engine: str, tied: bool):

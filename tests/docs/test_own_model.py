@@ -47,7 +47,7 @@ def plain_losses(name: str) -> Any:
     return losses_of(script(name, "-"))
 
 
-QUICK = [("Plain JAX", "circular"), ("Linen", "one program"), ("NNX", "mpmd")]
+QUICK = [("Plain JAX", "circular"), ("Linen", "mpmd"), ("NNX", "mpmd")]
 
 
 @pytest.mark.parametrize(
