@@ -65,7 +65,8 @@ def check_groups(groups: Any) -> None:
     if found != sorted(GROUPS):
         raise ValueError(
             f"`params` is {found}. Give a dict with 'embed', 'layers' and 'head', such as "
-            "{'embed': ..., 'layers': [one tree for each layer], 'head': ...}."
+            "{'embed': ..., 'layers': [one tree for each layer], 'head': ...}. Parameters that "
+            "several layers share need `mpmd.mpmd_jit_with_loop`, where stages may close over them."
         )
 
 
