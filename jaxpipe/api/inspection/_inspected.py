@@ -10,10 +10,12 @@ from jaxtyping import Array, PyTree
 
 from ...engines import ENGINES, Engine
 from ...engines._engine import PipelinePlan
+from ...plan.compile_report import CompileReport
 from ...schedules import Costs, Schedule, Timeline, to_svg
 from ...schedules.language import describe
 from .._frozen import unmark
 from ._check import TOLERANCE, Comparison, check
+from ._compile import compile_report, topology_mesh
 from ._memory import MemoryTable, memory_table, rank_residual_bytes, stage_residual_bytes
 
 
@@ -124,6 +126,42 @@ class InspectedModel:
             rank_residual_bytes(plan, sizes, self.engine.per_stage_state),
             num_moments,
         )
+
+    def compile(self, params: PyTree, batch: PyTree, devices: str | None = None) -> CompileReport:
+        """Compiles `value_and_grad` by the real compiler, also for devices that are not there.
+
+        Args:
+            params: The user's tree or parameters from `shard`; shapes and dtypes are enough.
+            batch: [B, ...] leaves; shapes and dtypes are enough.
+            devices: A TPU topology such as "v5p:2x2x1", which needs libtpu (`jaxpipe[aot]`) and no
+                TPU. Default: the devices of the mesh.
+
+        Returns:
+            The report, which prints memory per device, collectives and loops; without FLOPs.
+
+        Raises:
+            ValueError: If the engine has a program for each rank, or the topology is unknown or has
+                another number of devices.
+        """
+        if self.engine.per_stage_state:
+            raise ValueError(
+                f"The engine is {self.engine.name!r}, which has programs for each rank. `compile` "
+                "takes an engine of one program, such as 'scheduled'."
+            )
+        mesh = self.mesh if devices is None else topology_mesh(self.mesh, devices)
+        pipe: Any = replace(cast(Any, self), mesh=mesh)
+        stored = pipe._shapes(params)
+        layers = stored["layers"]
+        plan = pipe.plan(layers.num_layers)
+        weights = {"embed": stored["embed"], "stages": layers.stages, "head": stored["head"]}
+        where = self.engine.shardings(plan, weights, self.model.tied)
+        given = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), weights, where
+        )
+        stages = replace(layers, stages=given["stages"])
+        arguments = {"embed": given["embed"], "layers": stages, "head": given["head"]}, batch
+        key = (jax.eval_shape(lambda: jax.random.key(0)),) if self._takes_key else ()
+        return compile_report(pipe.jit(pipe.value_and_grad), mesh, *arguments, *key)
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1)

@@ -23,7 +23,7 @@ class MemoryTable:
     """Bytes on one device of every rank. Prints as a table.
 
     It is a lower bound: what a stage computes with, logits, gathered parameters and buffers of the
-    compiler are not counted. The real compiler knows them.
+    compiler are not counted. `PipelinedModel.compile` has them.
 
     Attributes:
         device: The generation of the devices.

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from math import isnan
 from typing import Any
 
 import jax
@@ -22,7 +23,8 @@ class CompileReport:
         num_devices: The number of devices.
         memory: Its memory per device.
         audit: Its collectives and loops.
-        model_flops: Floating-point operations of the model per step, over all devices.
+        model_flops: Floating-point operations of the model per step, over all devices; NaN if they
+            are unknown.
         compile_seconds: Seconds for lowering and compiling.
         jax_version: The version of JAX that lowered it.
         libtpu_version: The version of libtpu that compiled it; "" for another backend.
@@ -36,6 +38,9 @@ class CompileReport:
     compile_seconds: float
     jax_version: str
     libtpu_version: str
+
+    def __str__(self) -> str:
+        return report_text(self)
 
 
 def compiler_versions(platform: str) -> dict[str, str]:
@@ -78,7 +83,8 @@ def report_text(report: CompileReport, *, num_rows: int = 12) -> str:
 def _heading(report: CompileReport) -> Iterator[str]:
     compiler = f", libtpu {report.libtpu_version}" if report.libtpu_version else ""
     yield f"{report.num_devices} x {report.platform}, jax {report.jax_version}{compiler}"
-    yield f"compiled in {report.compile_seconds:.1f} s; {report.model_flops:.4g} model FLOPs a step"
+    flops = "" if isnan(report.model_flops) else f"; {report.model_flops:.4g} model FLOPs a step"
+    yield f"compiled in {report.compile_seconds:.1f} s{flops}"
 
 
 def _memory(memory: Memory) -> Iterator[str]:

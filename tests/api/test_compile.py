@@ -1,0 +1,57 @@
+"""A pipeline, compiled for its devices and for TPUs that are not there."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxpipe as jp
+from jaxpipe.plan import totals
+
+D, L, B = 8, 2, 8
+
+MODEL = jp.Model(
+    embed=lambda w, batch: batch @ w,
+    layer=lambda w, x, batch: x + jnp.tanh(x @ w),
+    loss=lambda w, x, batch: jnp.mean(x @ w),
+)
+PARAMS = {
+    "embed": jax.ShapeDtypeStruct((D, D), jnp.float32),
+    "layers": jax.ShapeDtypeStruct((L, D, D), jnp.float32),
+    "head": jax.ShapeDtypeStruct((D,), jnp.float32),
+}
+BATCH = jax.ShapeDtypeStruct((B, D), jnp.float32)
+
+
+def pipeline(num_ranks: int = 2, **options: Any) -> Any:
+    mesh = jp.make_mesh({"stage": num_ranks}, devices=jax.devices()[:num_ranks])
+    return jp.pipeline(MODEL, schedule="1f1b", mesh=mesh, microbatches=2, **options)
+
+
+def test_a_report_has_memory_and_collectives():
+    report = pipeline().compile(PARAMS, BATCH)
+    assert report.num_devices == 2
+    weights = 4 * (D * D + D * D + D)  # embedding, one of two layers, head
+    assert weights <= report.memory.argument_bytes <= weights + 4 * B * D
+    assert "collective-permute" in totals(report.audit)
+    assert "memory per device" in str(report)
+    assert "FLOPs" not in str(report)
+
+
+def test_programs_of_each_rank_are_refused():
+    with pytest.raises(ValueError, match="'mpmd', which has programs for each rank"):
+        pipeline(engine="mpmd").compile(PARAMS, BATCH)
+
+
+@pytest.mark.slow
+def test_tpus_need_not_be_there():
+    pytest.importorskip(
+        "libtpu", reason='the TPU compiler is in libtpu: pip install "jaxpipe[aot]"'
+    )
+    with pytest.raises(ValueError, match=r"has 4 devices, and the mesh .*\(stage 2\) 2"):
+        pipeline().compile(PARAMS, BATCH, "v5p:2x2x1")
+    params = PARAMS | {"layers": jax.ShapeDtypeStruct((4, D, D), jnp.float32)}
+    report = pipeline(4).compile(params, BATCH, "v5p:2x2x1")
+    assert report.platform.startswith("TPU v5")
+    assert "collective-permute" in totals(report.audit)
