@@ -52,7 +52,7 @@ def _cut(module: nnx.Module, layers: str, call: Callable) -> CutModule:
     *owner_path, name = [int(part) if part.isdigit() else part for part in layers.split(".")]
     graph, state = nnx.split(module)
     template = nnx.merge(graph, jax.tree.map(_shape_of, state))
-    owner = _at(template, owner_path, layers)
+    owner = _submodule(template, owner_path, layers)
     found = getattr(owner, str(name), None)
     if not isinstance(found, list | tuple | nnx.List) or not len(found):
         lists = [key for key, value in vars(owner).items() if isinstance(value, nnx.List)]
@@ -78,7 +78,7 @@ def _cut(module: nnx.Module, layers: str, call: Callable) -> CutModule:
         state = _with_values(outer_state, outer, key, constants)
         merged = nnx.merge(outer_graph, state)
         hooks = [_Hook(i, hook, g, s, given.get(i), key) for i, (g, s) in enumerate(split_layers)]
-        vars(_at(merged, owner_path, layers))[name] = hooks
+        vars(_submodule(merged, owner_path, layers))[name] = hooks
         output = call(merged, batch)
         after = weights_of(nnx.state(merged, nnx.Not(nnx.RngState)))
         check_unchanged(weights_of(nnx.filter_state(state, nnx.Not(nnx.RngState))), after)
@@ -118,7 +118,7 @@ class _Hook:
         )
 
 
-def _at(module: Any, path: list[Any], layers: str) -> Any:
+def _submodule(module: Any, path: list[Any], layers: str) -> Any:
     for part in path:
         try:
             module = module[part] if isinstance(part, int) else getattr(module, part)
