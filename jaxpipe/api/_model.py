@@ -72,12 +72,12 @@ class Model:
 
     @property
     def has_kinds(self) -> bool:
-        """Whether layers are of several kinds."""
+        """True if layers are of several kinds."""
         return isinstance(self.layer, Mapping)
 
     @property
     def layer_functions(self) -> tuple[Callable[..., Any], ...]:
-        """The function of a layer of each kind."""
+        """Returns the function of a layer of each kind."""
         return tuple(self.layer.values()) if isinstance(self.layer, Mapping) else (self.layer,)
 
 

@@ -83,7 +83,7 @@ def _cut(module: Any, params: Any, where: Callable, call: Callable, vmap: bool) 
         return jax.tree.unflatten(tree, new)
 
     def run(outer: Any, layers: dict[int, Any], batch: PyTree, key: Any, hook: Callable) -> Any:
-        hooks = [_Hook(i, hook, layer, layers.get(i, {})) for i, layer in enumerate(found)]
+        hooks = [_EquinoxHook(i, hook, layer, layers.get(i, {})) for i, layer in enumerate(found)]
         leaves = [
             hooks if leaf is found else outer.get(jax.tree_util.keystr(path), leaf)
             for path, leaf in named[0]
@@ -98,7 +98,7 @@ def _cut(module: Any, params: Any, where: Callable, call: Callable, vmap: bool) 
     return CutModule(run, split, join, of_outer, shapes, layer_names, takes_key, vmap)
 
 
-class _Hook:
+class _EquinoxHook:
     """Stands for a layer in the list of layers."""
 
     def __init__(self, index: int, hook: Callable, layer: Any, weights: dict[str, Any]):

@@ -77,7 +77,9 @@ def _cut(module: nnx.Module, layers: str, call: Callable) -> CutModule:
     def run(outer: Any, given: dict[int, Any], batch: PyTree, key: Any, hook: Callable) -> Any:
         state = _with_values(outer_state, outer, key, constants)
         merged = nnx.merge(outer_graph, state)
-        hooks = [_Hook(i, hook, g, s, given.get(i), key) for i, (g, s) in enumerate(split_layers)]
+        hooks = [
+            _NnxHook(i, hook, g, s, given.get(i), key) for i, (g, s) in enumerate(split_layers)
+        ]
         vars(_submodule(merged, owner_path, layers))[name] = hooks
         output = call(merged, batch)
         after = weights_of(nnx.state(merged, nnx.Not(nnx.RngState)))
@@ -93,7 +95,7 @@ def _cut(module: nnx.Module, layers: str, call: Callable) -> CutModule:
     return CutModule(run, split, join, of_outer, of_layers, names, any(has_streams))
 
 
-class _Hook:
+class _NnxHook:
     """Stands for a layer in the list of layers."""
 
     def __init__(self, index: int, hook: Callable, graph: Any, state: Any, weights: Any, key: Any):

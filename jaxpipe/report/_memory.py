@@ -36,8 +36,8 @@ class MemoryRow:
 
 
 @dataclass(frozen=True)
-class MemoryTable:
-    """The memory of devices.
+class StepMemory:
+    """The memory of a step on every kind of device.
 
     Attributes:
         columns: The names of the columns, one per kind of device.
@@ -59,7 +59,7 @@ _NAMES = {
 }
 
 
-def memory_table(setup: Setup) -> MemoryTable:
+def memory_table(setup: Setup) -> StepMemory:
     """Computes the memory of a step from shapes.
 
     Args:
@@ -78,7 +78,7 @@ def memory_table(setup: Setup) -> MemoryTable:
             parts.append(MemoryRow(name, sizes, [size / largest for size in sizes]))
     alike = len(found) == 1
     columns = ["Every device"] if alike else [f"Rank {rank}" for rank in range(len(found))]
-    return MemoryTable(columns, parts, totals)
+    return StepMemory(columns, parts, totals)
 
 
 def remarks(setup: Setup) -> list[str]:

@@ -39,13 +39,13 @@ class ExactnessTable:
 
     @property
     def failed(self) -> tuple[Case, ...]:
-        """The cases whose errors are larger than the tolerance."""
+        """Returns the cases whose errors are larger than the tolerance."""
         ran = (case for case in self.cases if case.comparison is not None)
         return tuple(c for c in ran if c.comparison and not c.comparison.largest <= self.tolerance)
 
     @property
     def largest(self) -> float:
-        """The largest relative error of all cases."""
+        """Returns the largest relative error of all cases."""
         return max(c.comparison.largest for c in self.cases if c.comparison is not None)
 
     def __repr__(self) -> str:

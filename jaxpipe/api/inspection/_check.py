@@ -36,7 +36,7 @@ class Comparison:
 
     @property
     def largest(self) -> float:
-        """The largest of all errors; NaN if one is NaN."""
+        """Returns the largest of all errors; NaN if one is NaN."""
         return float(np.max(list(self.errors.values())))
 
     def __repr__(self) -> str:

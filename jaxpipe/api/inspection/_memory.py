@@ -48,7 +48,7 @@ class MemoryTable:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has less than its device."""
+        """True if every rank needs less than its device has."""
         return max(self.totals) < self.device_bytes
 
     def __repr__(self) -> str:

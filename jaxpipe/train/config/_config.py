@@ -68,7 +68,7 @@ class Config(ConfigKeys):
 
     @property
     def engine(self) -> Engine:
-        """The engine that `pipeline_engine` names."""
+        """Returns the engine that `pipeline_engine` names."""
         return ENGINES[_ENGINE_NAMES.get(self.pipeline_engine, self.pipeline_engine)]
 
     @model_validator(mode="after")
