@@ -1,7 +1,8 @@
 """Defines the model that users write: an embedding, one layer and a loss, as plain functions.
 
 params = {"embed": ..., "layers": ..., "head": ...}, where "layers" is a list of L trees of equal
-structure, or one tree with leaves [L, ...]. `batch` is any pytree of arrays [B, ...].
+structure, or one tree with leaves [L, ...]; and "shared" if all layers share parameters. `batch` is
+any pytree of arrays [B, ...].
 """
 
 import inspect
@@ -41,6 +42,9 @@ class Model:
         to_groups: From the user's tree of parameters to `{"embed", "layers", "head"}`. The default
             takes a tree of that form.
         from_groups: The inverse of `to_groups`.
+        shared: Whether all layers also read `params["shared"]`, parameters that they share. The
+            first argument of `layer` is then `{"layer": params of one layer, "shared":
+            params["shared"]}`.
 
     Example:
         >>> model = Model(
@@ -58,6 +62,7 @@ class Model:
     tied: bool = False
     to_groups: Callable[[PyTree], dict[str, PyTree]] = _identity
     from_groups: Callable[[dict[str, PyTree]], PyTree] = _identity
+    shared: bool = False
 
     def __post_init__(self) -> None:
         for name, count in (("embed", 2), ("layer", 3), ("loss", 3)):

@@ -49,11 +49,18 @@ def is_stored(params: PyTree) -> bool:
     return any(map(is_layers, jax.tree.leaves(params, is_leaf=is_layers)))
 
 
-def check_groups(groups: Any) -> None:
-    """Checks that parameters are in the three groups of a model.
+def weights_of(params: dict[str, Any]) -> dict[str, Any]:
+    """Returns stored parameters in the groups of engines."""
+    others = {name: tree for name, tree in params.items() if name != "layers"}
+    return others | {"stages": params["layers"].stages}
+
+
+def check_groups(groups: Any, shared: bool) -> None:
+    """Checks that parameters are in the groups of a model.
 
     Args:
         groups: What `model.to_groups` returned.
+        shared: Whether there are parameters that all layers share.
 
     Returns:
         None.
@@ -62,11 +69,12 @@ def check_groups(groups: Any) -> None:
         ValueError: If a group is missing or there is another one.
     """
     found = sorted(groups) if isinstance(groups, dict) else type(groups).__name__
-    if found != sorted(GROUPS):
+    wanted = (*(("shared",) if shared else ()), *GROUPS)
+    if found != sorted(wanted):
         raise ValueError(
-            f"`params` is {found}. Give a dict with 'embed', 'layers' and 'head', such as "
-            "{'embed': ..., 'layers': [one tree for each layer], 'head': ...}. Parameters that "
-            "several layers share need `mpmd.mpmd_jit_with_loop`, where stages may close over them."
+            f"`params` is {found}. Give a dict with {', '.join(map(repr, wanted[:-1]))} and "
+            f"{wanted[-1]!r}, such as {{'embed': ..., 'layers': [one tree for each layer], 'head': "
+            "...}. Parameters that all layers share are 'shared', of a `Model(shared=True)`."
         )
 
 

@@ -23,12 +23,13 @@ from ._frozen import FrozenRule, close_over, combine, mark_frozen, partition, un
 from ._kinds import check_all, check_mtp, stack_all, total_layers, unstack_all
 from ._layouts import even_counts
 from ._model import Model
-from ._params import InList, NumLayers, StoredLayers, check_groups, is_stored
+from ._params import InList, NumLayers, StoredLayers, check_groups, is_stored, weights_of
 from ._staging import PieceInputs, make_inputs, staged_model, takes_key
 from .inspection import InspectedModel
 
 StoredParams = dict[str, Any]
-"""Parameters as `shard` returns them: "embed", "layers" (`StoredLayers`) and "head"."""
+"""Parameters as `shard` returns them: "embed", "layers" (`StoredLayers`), "head" and, if layers
+share some, "shared"."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,7 +103,7 @@ class PipelinedModel(InspectedModel):
     def _check_params(self, params: PyTree) -> tuple[NumLayers, InList]:
         """Checks the user's tree, and returns L and whether it has a list of layers."""
         groups = self.model.to_groups(params)
-        check_groups(groups)
+        check_groups(groups, self.model.shared)
         num_layers, in_list = check_all(self.model.layer, groups["layers"])
         if self.num_mtp_layers is not None:
             check_mtp(num_layers, self.num_mtp_layers)
@@ -113,9 +114,9 @@ class PipelinedModel(InspectedModel):
         groups = self.model.to_groups(params)
         if self.frozen is not None:
             groups = mark_frozen(self.frozen, params, self.model.to_groups, self.model.has_kinds)
-        embed, head = jax.tree.map(jnp.asarray, (groups["embed"], groups["head"]))
+        others = {name: groups[name] for name in groups if name != "layers"}
         stages = self.engine.stack(plan, stack_all(self.model.layer, groups["layers"]))
-        return {"embed": embed, "stages": stages, "head": head}
+        return jax.tree.map(jnp.asarray, others) | {"stages": stages}
 
     def _shapes(self, params: PyTree) -> StoredParams:
         """Returns the shapes of stored parameters."""
@@ -184,6 +185,7 @@ class PipelinedModel(InspectedModel):
         Raises:
             ValueError: If the batch does not divide into microbatches, or a key is missing.
         """
+        self.engine.check_call("value")
         return self.engine.value(*self._arguments(params, batch, key))
 
     def value_and_grad(
@@ -202,9 +204,15 @@ class PipelinedModel(InspectedModel):
         Raises:
             ValueError: If the batch does not divide into microbatches, or a key is missing.
         """
+        self.engine.check_call("value_and_grad")
         value, grads = self.engine.value_and_grad(*self._arguments(params, batch, key))
+        if self.model.shared:
+            plan = self.plan(params["layers"].num_layers)
+            grads["stages"], grads["shared"] = self.engine.sum_shared(plan, grads["stages"])
         stages = replace(params["layers"], stages=grads["stages"])
-        return value, {"embed": grads["embed"], "layers": stages, "head": grads["head"]}
+        return value, {name: grads[name] for name in params if name != "layers"} | {
+            "layers": stages
+        }
 
     def jit(self, function: Callable, *, donate_argnums: int | Sequence[int] = ()) -> Callable:
         """Compiles a function that may call `value` and `value_and_grad`, such as a train step.
@@ -275,7 +283,7 @@ class PipelinedModel(InspectedModel):
         """Returns the arguments of `Engine.value` and `Engine.value_and_grad`."""
         layers = params["layers"]
         plan = self.plan(layers.num_layers)
-        weights = {"embed": params["embed"], "stages": layers.stages, "head": params["head"]}
+        weights = weights_of(params)
         keys = ((), ())
         if takes_key(self.model):
             if key is None:
@@ -293,6 +301,9 @@ class PipelinedModel(InspectedModel):
         weights, frozen = partition(weights)
         weights["constants"] = {name: frozen[name] for name in ("embed", "head")}
         layer_keys = self.engine.layer_keys(plan, keys[1], frozen["stages"])
+        if self.model.shared:
+            weights["stages"] = self.engine.share(plan, weights["stages"], weights.pop("shared"))
+            layer_keys = self.engine.share(plan, layer_keys, frozen["shared"])
         return plan, self._staged_model(plan), weights, inputs, layer_keys
 
     def _staged_model(self, plan: PipelinePlan) -> StagedModel:
@@ -300,11 +311,13 @@ class PipelinedModel(InspectedModel):
         stage_of = partial(self.engine.stage, plan)
 
         def bind(frozen: dict[str, PyTree]) -> StagedModel:
-            return staged_model(close_over(self.model, frozen), num_pieces, stage_of)
+            model = close_over(self.model, frozen)
+            return staged_model(model, num_pieces, stage_of, self.engine.own_copy)
 
-        return replace(staged_model(self.model, num_pieces, stage_of), bind=bind)
+        model = staged_model(self.model, num_pieces, stage_of, self.engine.own_copy)
+        return replace(model, bind=bind)
 
 
 def _stored(weights: dict[str, Any], num_layers: NumLayers, in_list: InList) -> StoredParams:
     layers = StoredLayers(weights["stages"], num_layers, in_list)
-    return {"embed": weights["embed"], "layers": layers, "head": weights["head"]}
+    return {name: tree for name, tree in weights.items() if name != "stages"} | {"layers": layers}

@@ -124,7 +124,12 @@ def boundary_model(model: Model, num_pieces: int) -> StagedModel:
     )
 
 
-def staged_model(model: Model, num_pieces: int, stage_of: Callable[[Any], Callable]) -> StagedModel:
+def staged_model(
+    model: Model,
+    num_pieces: int,
+    stage_of: Callable[[Any], Callable],
+    own_copy: Callable[[Any], PyTree],
+) -> StagedModel:
     """Returns the model as engines run it.
 
     Args:
@@ -132,6 +137,7 @@ def staged_model(model: Model, num_pieces: int, stage_of: Callable[[Any], Callab
         num_pieces: M * D.
         stage_of: From a layer, or layers by kind, to the stage that runs layers. A layer is given
             the dropout key and the frozen leaves of `Engine.layer_keys`.
+        own_copy: From the weights of a stage to those that all layers share.
 
     Returns:
         Functions of leaves [d, ...], for d pieces of a microbatch.
@@ -157,8 +163,23 @@ def staged_model(model: Model, num_pieces: int, stage_of: Callable[[Any], Callab
 
         return layer_of_pieces
 
+    def stage(weights: Any, x: PyTree, inputs: PieceInputs, keys: Any) -> Any:
+        shared = join(own_copy(weights), own_copy(keys))
+        layers = jax.tree.map(lambda f: of_pieces(_sharing(f, shared)), model.layer)
+        return stage_of(layers)(weights["layers"], x, inputs, keys["layers"])
+
     layers = jax.tree.map(of_pieces, model.layer)  # one function, or one for each kind
-    return replace(boundary_model(model, num_pieces), stage=stage_of(layers))
+    stage_of_model = stage if model.shared else stage_of(layers)
+    return replace(boundary_model(model, num_pieces), stage=stage_of_model)
+
+
+def _sharing(layer: Callable, shared: PyTree) -> Callable:
+    """Returns a layer that is given its own parameters alone."""
+
+    def run(weights: Any, *arguments: Any) -> Any:
+        return layer({"layer": weights, "shared": shared}, *arguments)
+
+    return run
 
 
 def _embed(model: Model, weights: Any, inputs: PieceInputs) -> Any:

@@ -69,6 +69,8 @@ class Engine:
         runs_schedules: Whether it runs any schedule that it is given.
         per_stage_state: Whether every stage has its own tree of weights on the devices of its rank,
             and ranks run programs of their own. False if leaves stack all stages in one program.
+        check_call: Raises a `ValueError` if `value` or `value_and_grad`, the name that it is given,
+            may not be called here.
         prepare: `(schedule or None, num_ranks, num_microbatches) -> (schedule, ticks)`: the
             schedule as the engine runs it. It raises a `ValueError` that names another engine if
             this one cannot run the schedule.
@@ -77,6 +79,12 @@ class Engine:
             per stage, ...], or a list with a tree of leaves [layers, ...] for each stage in forward
             order.
         unstack: `(plan, stages) -> leaves [L, ...]`, the inverse of `stack`.
+        share: `(plan, stages, shared) -> stages` with a copy of parameters that all layers share: a
+            stage is `{"layers": stage, "shared": copy}`.
+        own_copy: `stage -> shared`: the copy of a stage that `share` returned, as a stage is
+            given it.
+        sum_shared: `(plan, stages) -> (stages, shared)`, from gradients of what `share` returns to
+            those of its arguments: the copies are summed over stages.
         layer_keys: `(plan, dropout keys, frozen) -> keys`, what the layers of a stage are given
             besides weights and inputs: a pair of a dropout key and frozen parameters. Leaves of
             dropout keys are [L, ...]; frozen parameters are stored as `stack` returns them.
@@ -103,10 +111,14 @@ class Engine:
     pipelines: bool
     runs_schedules: bool
     per_stage_state: bool
+    check_call: Callable[[str], None]
     prepare: Callable[[Schedule | None, int, int], tuple[Schedule | None, Ticks | None]]
     layout: Callable[[Schedule | None, int, tuple[int, ...]], LayerLayout]
     stack: Callable[[PipelinePlan, Any], PyTree]
     unstack: Callable[[PipelinePlan, PyTree], Any]
+    share: Callable[[PipelinePlan, PyTree, PyTree], PyTree]
+    own_copy: Callable[[dict[str, PyTree]], PyTree]
+    sum_shared: Callable[[PipelinePlan, PyTree], tuple[PyTree, PyTree]]
     layer_keys: Callable[[PipelinePlan, Any, PyTree], Any]
     stage: Callable[[PipelinePlan, Any], Callable]
     value: Callable[[PipelinePlan, StagedModel, dict[str, Any], Any, Any], Any]

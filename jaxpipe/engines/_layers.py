@@ -34,5 +34,5 @@ def run_layers(
     def step(x: PyTree, one: tuple[Any, Any]) -> tuple[PyTree, Aux]:
         return layer(one[0], x, inputs_m, one[1])
 
-    x, aux = jax.lax.scan(step, x, (weights, keys))
+    x, aux = jax.lax.scan(step, x, (weights, keys), length=num_layers)
     return x, jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), aux)

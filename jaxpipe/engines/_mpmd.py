@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jaxtyping import PyTree
 
 from .. import mpmd, schedules
 from ..autodiff import StagedModel
-from ..mpmd.api import mpmd_value, mpmd_value_and_grad
+from ..mpmd.api import is_tracing, mpmd_value, mpmd_value_and_grad
 from ..schedules import Costs, Schedule, Timeline, check, language, lock_step, num_ranks
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
@@ -51,6 +52,24 @@ def _layer_keys(plan: PipelinePlan, dropout: PyTree, frozen: list[PyTree]) -> li
     return list(zip(_stack(plan, dropout), frozen, strict=True))
 
 
+def _share(plan: PipelinePlan, stages: list[Any], shared: PyTree) -> list[dict[str, Any]]:
+    """Gives every stage what all layers share; and as keys [layers, 0] leaves if it has none."""
+
+    def counted(stage: Any, num_layers: int) -> Any:
+        is_empty = isinstance(stage, tuple) and not jax.tree.leaves(stage)
+        return (jnp.zeros((num_layers, 0)), stage[1]) if is_empty else stage
+
+    pairs = zip(plan.layout.stage_layer_ids, stages, strict=True)
+    return [{"layers": counted(stage, len(ids)), "shared": shared} for ids, stage in pairs]
+
+
+def _sum_shared(plan: PipelinePlan, stages: list[dict[str, Any]]) -> tuple[list[Any], PyTree]:
+    """Returns the gradients of layers, and on all ranks those of what they share."""
+    del plan
+    sums = jax.tree.map(mpmd.cross_mpmd_all_reduce, *(stage["shared"] for stage in stages))
+    return [stage["layers"] for stage in stages], sums
+
+
 def _stage(plan: PipelinePlan, layer: Callable) -> Callable:
     del plan
 
@@ -59,6 +78,16 @@ def _stage(plan: PipelinePlan, layer: Callable) -> Callable:
         return run_layers(layer, num_layers, weights, x, inputs_m, keys)
 
     return stage
+
+
+def _check_call(name: str) -> None:
+    """Raises a `ValueError` if no function is being traced for a program for each rank."""
+    if not is_tracing():
+        raise ValueError(
+            f"`{name}` is called outside of `pipe.jit`, and the engine 'mpmd' compiles a program "
+            f"for each rank. Decorate the function that calls it with `pipe.jit` in place of "
+            f"`jax.jit` or `nnx.jit`, or call `pipe.jit(pipe.{name})`."
+        )
 
 
 def _bound(model: StagedModel, weights: dict[str, Any]) -> tuple[StagedModel, dict[str, Any]]:
@@ -124,6 +153,7 @@ def _shardings(plan: PipelinePlan, weights: dict[str, Any], tied: bool) -> dict[
     stages = range(plan.schedule.num_stages)
     ranks = [language.ranks_of_stage(plan.schedule, stage) for stage in stages]
     first = tuple(sorted({*ranks[0], *(ranks[-1] if tied else ())}))
+    every = tuple(range(plan.mesh.shape["stage"]))
 
     def of_tree(tree: PyTree, ranks: tuple[int, ...], lead: tuple[None, ...] = ()) -> PyTree:
         def of_leaf(leaf: Any) -> mpmd.MpmdSharding:
@@ -136,6 +166,7 @@ def _shardings(plan: PipelinePlan, weights: dict[str, Any], tied: bool) -> dict[
         "embed": of_tree(weights["embed"], first),
         "stages": [of_tree(tree, of_stage, (None,)) for tree, of_stage in pairs],
         "head": of_tree(weights["head"], ranks[-1]),
+        **({"shared": of_tree(weights["shared"], every)} if "shared" in weights else {}),
     }
 
 
@@ -182,10 +213,14 @@ MPMD = Engine(
     pipelines=True,
     runs_schedules=True,
     per_stage_state=True,
+    check_call=_check_call,
     prepare=_prepare,
     layout=_layout,
     stack=_stack,
     unstack=_unstack,
+    share=_share,
+    own_copy=itemgetter("shared"),
+    sum_shared=_sum_shared,
     layer_keys=_layer_keys,
     stage=_stage,
     value=_value,

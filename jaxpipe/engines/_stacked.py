@@ -25,6 +25,11 @@ from ._fsdp import FSDP_RULES, fsdp_axes, fsdp_spec, row_axes
 from ._layers import run_layers
 
 
+def check_call(name: str) -> None:
+    """Checks nothing: one program may be part of any other."""
+    del name
+
+
 def round_robin_layout(
     schedule: Schedule | None, num_ranks: int, counts: tuple[int, ...]
 ) -> LayerLayout:
@@ -100,6 +105,34 @@ def unstack(plan: PipelinePlan, stages: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:])[positions], stages)
 
 
+def share(plan: PipelinePlan, stages: PyTree, shared: PyTree) -> dict[str, PyTree]:
+    """Gives every stage a copy of what all layers share.
+
+    Args:
+        plan: The pipeline.
+        stages: [v, S, n, ...] leaves.
+        shared: Leaves of any shape.
+
+    Returns:
+        "layers", the stages; and "shared", copies [v, S, 1, ...], of which a rank has its own.
+    """
+    dims = *plan.layout.dims[:2], 1
+    copies = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*dims, *leaf.shape)), shared)
+    return {"layers": stages, "shared": copies}
+
+
+def own_copy(stage: dict[str, PyTree]) -> PyTree:
+    """Returns what all layers share, from the [1, ...] copies of a stage."""
+    return jax.tree.map(lambda leaf: leaf[0], stage["shared"])
+
+
+def sum_shared(plan: PipelinePlan, stages: dict[str, PyTree]) -> tuple[PyTree, PyTree]:
+    """Returns the gradients of layers, and those of what they share, summed over stages."""
+    del plan
+    sums = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=(0, 1, 2)), stages["shared"])
+    return stages["layers"], sums
+
+
 def layer_keys(plan: PipelinePlan, dropout: PyTree, frozen: PyTree) -> PyTree:
     """Returns what layers are given besides weights and inputs, with the layer mask if needed.
 
@@ -147,7 +180,14 @@ def put(
         The weights, sharded over the mesh.
     """
     where = shardings(plan, weights, tied, stage_axis=stage_axis)
-    return jax.jit(lambda tree: tree, out_shardings=where)(weights)
+    here = jax.tree.map(_from_other_devices, weights, where)
+    return jax.jit(lambda tree: tree, out_shardings=where)(here)
+
+
+def _from_other_devices(leaf: Any, sharding: NamedSharding) -> Any:
+    """Moves an array that is on other devices than those of the mesh, as programs cannot."""
+    is_elsewhere = getattr(leaf, "committed", False) and leaf.devices() != sharding.device_set
+    return jax.device_put(leaf, sharding) if is_elsewhere else leaf
 
 
 def init(

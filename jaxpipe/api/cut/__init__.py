@@ -1,5 +1,5 @@
 """Models of libraries: the call of a module, cut at its layers."""
 
-from ._cut import CutModule as CutModule
 from ._cut import cut_model as cut_model
 from ._layer_calls import LayerCall as LayerCall
+from ._parts import CutModule as CutModule

@@ -6,13 +6,12 @@ the layer has run on other arguments. For the loss every layer returns what left
 a part does not need of the call is removed from its program.
 
 Arguments of layers besides x that follow from the batch alone, such as masks, are computed again by
-every layer; those that parameters or dropout influence travel with x.
+every layer; those that parameters or dropout influence travel with x. What layers return besides x
+is in `_parts`, and layers that run in a `lax.scan` are in `_scan`.
 """
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,38 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._dependence import dependent_inputs, pruned
+from .._dependence import dependent_inputs
 from .._model import Model
 from ._layer_calls import LayerArguments, LayerCall, arguments_of, check_chain
-
-Outer = Mapping[str, Any]
-"""Parameters outside of layers, by name."""
-
-
-@dataclass(frozen=True, eq=False)
-class CutModule:
-    """A module of a library, and how it is called.
-
-    Attributes:
-        run: `(outer, layers, batch, key, hook) -> output` calls the module with the parameters
-            `outer`, and `layers` by index, and calls `hook(LayerCall)` in place of every layer.
-        split: `params -> (outer, list of the parameters of every layer)`.
-        join: The inverse of `split`.
-        outer: Shapes and dtypes of parameters outside of layers, by name.
-        layers: Those of every layer.
-        names: The names of layers, for errors.
-        takes_key: Whether the call may read a dropout key.
-        by_row: Whether `run` takes one row of a batch.
-    """
-
-    run: Callable[..., Any]
-    split: Callable[[PyTree], tuple[dict[str, Any], list[PyTree]]]
-    join: Callable[[dict[str, Any], list[PyTree]], PyTree]
-    outer: dict[str, Any]
-    layers: list[PyTree]
-    names: list[str]
-    takes_key: bool
-    by_row: bool = False
+from ._parts import CutModule, Outer, Parts, or_none, packed, shape_of, shape_of_key, unpacked
+from ._scan import ScanParts
 
 
 class _Stop(BaseException):
@@ -62,8 +34,8 @@ class _Stop(BaseException):
         self.result = result
 
 
-def cut_model(cut: CutModule, loss: Callable, batch: PyTree | None) -> Model:
-    """Makes the model of a module whose layers are replaced by hooks.
+def cut_model(cut: CutModule, loss: Callable, batch: PyTree | None, stacked: bool = False) -> Model:
+    """Makes the model of a module.
 
     Args:
         cut: The module.
@@ -71,6 +43,7 @@ def cut_model(cut: CutModule, loss: Callable, batch: PyTree | None) -> Model:
         batch: An example of a batch, arrays or shapes. With it parameters outside of layers are
             divided into those of the embedding and those of the loss, and everything is checked
             at once; without it both parts have all of them, and the first batch is checked.
+        stacked: Whether the module runs its layers in a `lax.scan` over a stack of them.
 
     Returns:
         The model.
@@ -78,11 +51,11 @@ def cut_model(cut: CutModule, loss: Callable, batch: PyTree | None) -> Model:
     Raises:
         ValueError: If layers do not form a chain of equal programs.
     """
-    parts = _Parts(cut, loss, {})
+    parts = (ScanParts if stacked else _HookParts)(cut, loss)
     embedded, headed = set(cut.outer), set(cut.outer)
     keyed = [cut.takes_key] * 3
     if batch is not None:
-        embedded, headed, keyed = parts.uses(jax.tree.map(_shape_of, batch))
+        embedded, headed, keyed = parts.uses(jax.tree.map(shape_of, batch))
     tied = bool(embedded & headed)
     in_head = set() if tied and batch is None else headed - embedded
 
@@ -110,106 +83,100 @@ def cut_model(cut: CutModule, loss: Callable, batch: PyTree | None) -> Model:
     return Model(embed, layer, loss_of, tied, to_groups, from_groups)
 
 
-@dataclass(frozen=True, eq=False)
-class _Parts:
-    """The three functions of a cut module.
+class _HookParts(Parts):
+    """The parts of a module whose layers are a list: each is called once, by the module's call."""
 
-    Attributes:
-        cut: The module.
-        loss: The user's loss.
-        carried: For batches of every form that were seen, the indices of arguments of layers that
-            travel with x.
-    """
-
-    cut: CutModule
-    loss: Callable
-    carried: dict[Any, tuple[int, ...]]
+    @property
+    def first_layer(self) -> PyTree:
+        return self.cut.layers[0]
 
     def embed(self, outer: Outer, batch: PyTree, key: Any) -> Any:
-        """Returns what the first layer is given, of all rows."""
         carried = self.carried_ids(batch)
 
         def one(outer: Outer, batch: PyTree, key: Any) -> Any:
             at = self.at_first_layer(outer, batch, key)
-            return _packed(at.x, [at.leaves[i] for i in carried])
+            return packed(at.x, [at.leaves[i] for i in carried])
 
-        return self.read(self.over_rows(one, 1), outer, batch, _or_none(key))[0]
+        return self.read(self.over_rows(one, 1), outer, batch, or_none(key))[0]
 
-    def layer(self, w: PyTree, x: PyTree, batch: PyTree, key: Any, index: int = 0) -> Any:
-        """Returns what leaves a layer, of all rows."""
+    def layer_and_extras(
+        self, w: PyTree, x: PyTree, batch: PyTree, key: Any, index: int = 0
+    ) -> tuple[PyTree, list[Any], dict[str, Any]]:
         carried = self.carried_ids(batch)
 
         def one(outer: Outer, w: PyTree, batch: PyTree, x: PyTree, key: Any) -> Any:
-            y, others = _unpacked(x, carried)
+            y, others = unpacked(x, carried)
 
             def hook(call: LayerCall) -> Any:
                 if call.index < index:
-                    return y
+                    return self.returned(y, None, 0, batch)
                 given = dict(zip(carried, others, strict=True))
                 args, kwargs = arguments_of(call).replace(y, given, key)
-                raise _Stop(call.run(*args, **kwargs))
+                raise _Stop((call.run(*args, **kwargs), call.sown()))
 
-            result = _stopped(self.cut.run, outer, {index: w}, batch, key, hook)
-            return _packed(result, others)
+            result, sown = _stopped(self.cut.run, outer, {index: w}, batch, key, hook)
+            x, extras = _taken_apart(result, y)
+            return packed(x, others), jax.tree.leaves(extras), sown
 
-        run = self.over_rows(one, 2)
-        return self.read(run, {}, w, batch, x, _or_none(key))[0]
+        return self.read(self.over_rows(one, 2), {}, w, batch, x, or_none(key))[0]
 
-    def loss_of(self, outer: Outer, x: PyTree, batch: PyTree, key: Any) -> Any:
-        """Returns the loss, from what left the last layer."""
+    def output(self, outer: Outer, batch: PyTree, x: PyTree, extras: list[Any], key: Any) -> PyTree:
         carried = self.carried_ids(batch)
 
-        def one(outer: Outer, batch: PyTree, x: PyTree, key: Any) -> Any:
-            y, _ = _unpacked(x, carried)
-            return self.cut.run(outer, {}, batch, key, lambda call: y)
+        def one(outer: Outer, batch: PyTree, x: PyTree, extras: list[Any], key: Any) -> Any:
+            y, _ = unpacked(x, carried)
 
-        def with_loss(outer: Outer, batch: PyTree, x: PyTree, key: Any) -> Any:
-            return self.loss(self.over_rows(one, 1)(outer, batch, x, key), batch)
+            def hook(call: LayerCall) -> Any:
+                return self.returned(y, extras, call.index, batch)
 
-        return self.read(with_loss, outer, batch, x, _or_none(key))[0]
+            return self.cut.run(outer, {}, batch, key, hook)
 
-    def read(self, function: Callable, outer: Outer, *arguments: PyTree) -> tuple[Any, set[str]]:
-        """Runs what a function needs for its result; returns also the outer parameters it reads."""
-        given = self.cut.outer | dict(outer)
-        part, used = pruned(function, given, *arguments)
-        names = {name for name, tree in used[0].items() if any(jax.tree.leaves(tree))}
-        missing = sorted(names - set(outer))
-        if missing:
-            raise ValueError(
-                f"Layers, or the loss, read the parameters {', '.join(missing[:8])}, which are "
-                "not theirs. Pass what layers share as an argument; give `batch=` of the same "
-                "form as the batches of the training, or leave it out."
-            )
-        return part(given, *arguments), names
+        return self.over_rows(one, 1)(outer, batch, x, extras, or_none(key))
 
-    def uses(self, batch: PyTree) -> tuple[set[str], set[str], list[bool]]:
-        """Returns the parameters of embedding and loss, and which functions read a key."""
-        cut, key = self.cut, _shape_of_key(self.cut.takes_key)
-        found = []
+    def extras(self, batch: PyTree) -> list[jax.ShapeDtypeStruct]:
+        shapes = jax.tree.leaves(self.extras_of_layer(self.row(batch)))
+        return self.with_layers_and_rows(shapes, batch)
 
-        def call(function: Callable, *arguments: PyTree) -> Any:
-            part, used = pruned(function, *arguments)
-            names = {n for n, tree in used[0].items() if any(jax.tree.leaves(tree))}
-            found.append((names, any(jax.tree.leaves(used[-1]))))
-            return jax.eval_shape(part, *arguments)
+    def extras_of_layer(self, row: PyTree) -> tuple[PyTree, ...]:
+        """Returns (shapes of what a layer returns besides x,), of one row; () if it returns x."""
 
-        x = call(self.embed, cut.outer, batch, key)
-        call(lambda w, *rest: self.layer(w["0"], *rest), {"0": cut.layers[0]}, x, batch, key)
-        call(self.loss_of, cut.outer, x, batch, key)
-        return found[0][0], found[2][0], [reads_key for _, reads_key in found]
+        def find(row: PyTree) -> tuple[PyTree, ...]:
+            def hook(call: LayerCall) -> Any:
+                raise _Stop((call.run(*call.args, **call.kwargs), arguments_of(call).x))
+
+            def run(outer: Outer, w: PyTree, batch: PyTree, key: Any) -> tuple[PyTree, ...]:
+                layers = dict.fromkeys(range(len(self.cut.names)), w)
+                return _taken_apart(*_stopped(self.cut.run, outer, layers, batch, key, hook))[1]
+
+            key = shape_of_key(self.cut.takes_key)
+            return jax.eval_shape(run, self.cut.outer, self.first_layer, row, key)
+
+        return self.of_form("extras", row, find)
+
+    def returned(self, y: PyTree, extras: list[Any] | None, index: int, row: PyTree) -> Any:
+        """Returns what a layer returns: x, or x with extras, which are given for all layers."""
+        shapes = self.extras_of_layer(row)
+        if not shapes:
+            return y
+        leaves, tree = jax.tree.flatten(shapes[0])
+        if extras is None:
+            return y, tree.unflatten([jnp.zeros(s.shape, s.dtype) for s in leaves])
+        return y, tree.unflatten([extra[index] for extra in extras])
 
     def carried_ids(self, batch: PyTree) -> tuple[int, ...]:
         """Checks a module on a batch of new form, and finds the arguments that travel with x."""
-        leaves, tree = jax.tree.flatten(batch)
-        form = tree, tuple((jnp.shape(leaf), str(jnp.result_type(leaf))) for leaf in leaves)
-        if form not in self.carried:
-            row = jax.tree.map(partial(_shape_of, skipped=int(self.cut.by_row)), batch)
-            calls = self.recorded_calls(row)
-            self.carried[form] = self.influenced_ids(row, calls[0][1].array_ids)
+
+        def find(batch: PyTree) -> tuple[tuple[int, ...], list[list[int]]]:
+            self.extras_of_layer(self.row(batch))  # not inside of the call that is recorded
+            calls = self.recorded_calls(self.row(batch))
             first = calls[0][0].static
             others = [call.index for call, _, _ in calls if not _is_equal(call.static, first)]
-            self.check_layers(jax.tree.map(_shape_of, batch), others)
-        return self.carried[form]
+            return self.influenced_ids(self.row(batch), calls[0][1].array_ids), [others]
+
+        ids, unchecked = self.of_form("carried", batch, find)
+        if unchecked:
+            self.check_layers(jax.tree.map(shape_of, batch), unchecked.pop())
+        return ids
 
     def recorded_calls(self, batch: PyTree) -> list[tuple[LayerCall, LayerArguments, PyTree]]:
         """Returns the calls of all layers, which form a chain."""
@@ -218,13 +185,13 @@ class _Parts:
         def hook(call: LayerCall) -> Any:
             at = arguments_of(call)
             calls.append((call, at, jax.lax.optimization_barrier(at.x)))
-            return calls[-1][2]
+            return self.returned(calls[-1][2], None, 0, batch)
 
         def run(outer: Outer, batch: PyTree, key: Any) -> None:
             self.cut.run(outer, {}, batch, key, hook)
             check_chain(calls, self.cut.names)
 
-        jax.eval_shape(run, self.cut.outer, batch, _shape_of_key(self.cut.takes_key))
+        jax.eval_shape(run, self.cut.outer, batch, shape_of_key(self.cut.takes_key))
         return calls
 
     def influenced_ids(self, batch: PyTree, ids: list[int]) -> tuple[int, ...]:
@@ -234,7 +201,7 @@ class _Parts:
             at = self.at_first_layer(outer, batch, key)
             return [at.leaves[i] for i in ids]
 
-        key = _shape_of_key(self.cut.takes_key)
+        key = shape_of_key(self.cut.takes_key)
         found, _ = dependent_inputs(others, self.cut.outer, batch, key)
         influenced = [any(jax.tree.leaves((used[0], used[2]))) for used in found]
         return tuple(i for i, is_influenced in zip(ids, influenced, strict=True) if is_influenced)
@@ -249,17 +216,18 @@ class _Parts:
 
     def check_layers(self, batch: PyTree, others: list[int]) -> None:
         """Checks that layers return what they take, and that `others` compute what layer 0 does."""
-        cut, key = self.cut, _shape_of_key(self.cut.takes_key)
+        cut, key = self.cut, shape_of_key(self.cut.takes_key)
         x = jax.eval_shape(lambda *given: self.embed(*given), cut.outer, batch, key)
+        carried = self.carried_ids(batch)
         programs = []
         for index in [0, *others]:
 
             def run(w: PyTree, x: PyTree, batch: PyTree, key: Any, index: int = index) -> Any:
-                return self.layer(w, x, batch, key, index)
+                return self.layer_and_extras(w, x, batch, key, index)
 
-            program, y = jax.make_jaxpr(run, return_shape=True)(cut.layers[index], x, batch, key)
-            carried = self.carried_ids(batch)
-            forms = [jax.tree.map(_form, _unpacked(tree, carried)[0]) for tree in (y, x)]
+            traced = jax.make_jaxpr(run, return_shape=True)
+            program, (y, *_) = traced(cut.layers[index], x, batch, key)
+            forms = [jax.tree.map(_form, unpacked(tree, carried)[0]) for tree in (y, x)]
             if forms[0] != forms[1]:
                 raise ValueError(
                     f"`{cut.names[index]}` returns {forms[0]} and is given {forms[1]}. A layer "
@@ -272,20 +240,6 @@ class _Parts:
                     "differ in more than parameters. Layers of one pipeline must be alike."
                 )
 
-    def over_rows(self, function: Callable, num_shared: int) -> Callable:
-        """Returns a function of all rows, whose last argument is a key."""
-        if not self.cut.by_row:
-            return function
-
-        def run(*arguments: PyTree) -> PyTree:
-            *given, key = arguments
-            rows = jnp.shape(jax.tree.leaves(given[num_shared])[0])[0]
-            keys = None if key is None else jax.random.split(key, rows)
-            axes = (None,) * num_shared + (0,) * (len(given) - num_shared)
-            return jax.vmap(function, in_axes=(*axes, None if key is None else 0))(*given, keys)
-
-        return run
-
 
 def _stopped(run: Callable, *arguments: Any) -> Any:
     """Runs a call that ends at a layer."""
@@ -296,28 +250,17 @@ def _stopped(run: Callable, *arguments: Any) -> Any:
     raise ValueError("The call of the module has run none of its layers.")
 
 
-def _packed(x: PyTree, carried: list[Any]) -> PyTree:
-    return {"x": x, "carried": carried} if carried else x
-
-
-def _unpacked(x: PyTree, carried: tuple[int, ...]) -> tuple[PyTree, list[Any]]:
-    return (x["x"], x["carried"]) if carried else (x, [])
-
-
-def _or_none(key: Any) -> Any:
-    return key if jax.tree.leaves(key) else None
-
-
-def _shape_of(leaf: Any, skipped: int = 0) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(leaf)[skipped:], jnp.result_type(leaf))
+def _taken_apart(result: Any, x: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
+    """Returns the x that a layer returned, and (what it returned besides x,) or ()."""
+    tree = jax.tree.structure(x)
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    if jax.tree.structure(result) != tree and is_pair and jax.tree.structure(result[0]) == tree:
+        return result[0], result[1:]
+    return result, ()
 
 
 def _form(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}"
-
-
-def _shape_of_key(takes_key: bool) -> Any:
-    return jax.eval_shape(partial(jax.random.key, 0)) if takes_key else None
 
 
 def _is_equal(a: Any, b: Any) -> bool:

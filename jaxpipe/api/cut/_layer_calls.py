@@ -24,6 +24,7 @@ class LayerCall:
         kwargs: Its arguments by name.
         run: Runs the layer on other arguments of the same form.
         static: What the layer is besides its parameters: equal for layers of equal programs.
+        sown: Auxiliary losses and metrics of the last `run` that the layer did not return.
     """
 
     index: int
@@ -31,6 +32,7 @@ class LayerCall:
     kwargs: dict[str, Any]
     run: Callable[..., Any]
     static: Any = None
+    sown: Callable[[], dict[str, Any]] = dict
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from ...plan.compile_report import CompileReport
 from ...schedules import Costs, Schedule, Timeline, to_svg
 from ...schedules.language import describe
 from .._frozen import unmark
+from .._params import weights_of
 from ._check import TOLERANCE, Comparison, check
 from ._compile import compile_report, topology_mesh
 from ._memory import MemoryTable, memory_table, rank_residual_bytes, stage_residual_bytes
@@ -115,8 +116,7 @@ class InspectedModel:
         plan = self.plan(stored["layers"].num_layers)
 
         def rank_bytes(part: dict[str, Any]) -> tuple[int, ...]:
-            weights = {"embed": part["embed"], "stages": part["layers"].stages}
-            return self.engine.rank_bytes(plan, weights | {"head": part["head"]}, self.model.tied)
+            return self.engine.rank_bytes(plan, weights_of(part), self.model.tied)
 
         sizes = stage_residual_bytes(self._arguments, stored, batch, key)
         return memory_table(
@@ -153,13 +153,13 @@ class InspectedModel:
         stored = pipe._shapes(params)
         layers = stored["layers"]
         plan = pipe.plan(layers.num_layers)
-        weights = {"embed": stored["embed"], "stages": layers.stages, "head": stored["head"]}
+        weights = weights_of(stored)
         where = self.engine.shardings(plan, weights, self.model.tied)
         given = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), weights, where
         )
-        stages = replace(layers, stages=given["stages"])
-        arguments = {"embed": given["embed"], "layers": stages, "head": given["head"]}, batch
+        layers = replace(layers, stages=given.pop("stages"))
+        arguments = given | {"layers": layers}, batch
         key = (jax.eval_shape(lambda: jax.random.key(0)),) if self._takes_key else ()
         return compile_report(pipe.jit(pipe.value_and_grad), mesh, *arguments, *key)
 

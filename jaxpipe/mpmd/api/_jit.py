@@ -16,6 +16,7 @@ from ..._input import clause, shorten
 from ...ir.graph import Graph, effects_of, to_graph
 from ...schedules import builders
 from ...sharding.specs import axes_of, without_axes
+from ..ir._marks import tracing
 from ..ir._reduce import Last, treduce_i
 from ._arguments import broadcast_prefix, static_arguments, type_of
 from ._array import MpmdArray
@@ -62,7 +63,8 @@ class MpmdFunction:
             name: x if name in static.argnames else jax.tree.map(_shape_of, x)
             for name, x in kwargs.items()
         }
-        traced = _traced(self._jitted, settings.mesh, args, kwargs)
+        with tracing():
+            traced = _traced(self._jitted, settings.mesh, args, kwargs)
         in_info, out_info = traced.args_info, traced.out_info
         in_leaves = _leaf_shardings(settings.in_specs, in_info[0], settings.mesh, settings.names[0])
         out_leaves = _leaf_shardings(settings.out_specs, out_info, settings.mesh, settings.names[1])

@@ -4,6 +4,9 @@ Transposing a mark makes a mark in the backward, on the cotangents of the marked
 that leave a stage in the forward are the values whose cotangents its backward begins with.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import count
 from typing import Any, TypeVar
 
@@ -19,6 +22,24 @@ stage_end_p.multiple_results = True
 
 _MARK_IDS = count()
 """Counts marks. A mark and its transpose have the same number, as they belong to one stage."""
+
+
+_IS_TRACING = ContextVar("is_tracing", default=False)
+
+
+def is_tracing() -> bool:
+    """Returns whether a function is being traced that is compiled to a program for each group."""
+    return _IS_TRACING.get()
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Makes `is_tracing` true."""
+    token = _IS_TRACING.set(True)
+    try:
+        yield
+    finally:
+        _IS_TRACING.reset(token)
 
 
 def mark_stage_end(anchor: T, name: str | None = None) -> T:

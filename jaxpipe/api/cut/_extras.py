@@ -1,0 +1,106 @@
+"""How a loss depends on what layers return besides x: by constant factors, or it is refused."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from .._dependence import dependent_inputs, pruned
+
+Weights = dict[str, list[np.ndarray | None]]
+"""For the loss and each metric what every extra of a layer is multiplied by, None for 0."""
+
+_ADVICE = (
+    "Layers run at other times than the loss, so it may only add what they return, times "
+    "constants: such as their sum or mean over layers."
+)
+
+
+def weights_of_extras(
+    parts: Callable, extras: Sequence[jax.ShapeDtypeStruct], others: tuple, axis: int
+) -> Weights:
+    """Finds the constants by which a loss and its metrics depend on extras.
+
+    Args:
+        parts: `(extras, *others) -> ({"loss": scalar, name of a metric: scalar}, whether the loss
+            is a mean)`.
+        extras: Shapes of what layers return besides x, with the layers in dim `axis`.
+        others: Shapes of the other arguments.
+        axis: The dim of layers.
+
+    Returns:
+        The factors of each extra of one layer, by the names of scalars that depend on one.
+
+    Raises:
+        ValueError: If a scalar depends on extras by other means than a sum of them times constants
+            that are equal for all layers; if a metric depends on more than extras; or if the loss
+            is a total with a weight and depends on them.
+    """
+    is_mean = True
+
+    def scalars(extras: list[Any], *others: Any) -> dict[str, Any]:
+        nonlocal is_mean
+        found, is_mean = parts(extras, *others)
+        return found
+
+    extras = list(extras)
+    names = sorted(jax.eval_shape(scalars, extras, *others))
+    sources, _ = dependent_inputs(scalars, extras, *others)
+    found: Weights = {}
+    for name, (of_extras, *of_others) in zip(names, sources, strict=True):
+        if not any(of_extras):
+            continue
+        if name != "loss" and any(jax.tree.leaves(of_others)):
+            raise ValueError(
+                f"The metric {name!r} of `loss` depends on what layers return besides x and on "
+                "more. Return what the layers make of it as a metric of its own."
+            )
+        if name == "loss" and not is_mean:
+            raise ValueError(
+                "`loss` returns (total, weight), and its total depends on what layers return "
+                "besides x. Return a mean: what layers return is averaged over microbatches."
+            )
+        found[name] = _factors(scalars, name, of_extras, extras, others, axis)
+    return found
+
+
+def _factors(
+    scalars: Callable,
+    name: str,
+    used: list[bool],
+    extras: list[Any],
+    others: tuple[PyTree, ...],
+    axis: int,
+) -> list[np.ndarray | None]:
+    """Returns the factors of every extra of a layer for one scalar."""
+    ids = [i for i, is_used in enumerate(used) if is_used]
+    if not all(jnp.issubdtype(extras[i].dtype, jnp.floating) for i in ids):
+        raise ValueError(f"`loss` depends on integers that layers return. {_ADVICE}")
+
+    def gradients(extras: list[Any], *others: Any) -> list[Any]:
+        def scalar(read: list[Any]) -> Any:
+            given = list(extras)
+            for i, value in zip(ids, read, strict=True):
+                given[i] = value
+            return scalars(given, *others)[name]
+
+        return jax.grad(scalar)([extras[i] for i in ids])
+
+    constant, reads = pruned(gradients, extras, *others)
+    if any(jax.tree.leaves(reads)):
+        raise ValueError(f"`loss` computes {name!r} from what layers return besides x. {_ADVICE}")
+    with jax.ensure_compile_time_eval():
+        values = [np.asarray(value) for value in constant(extras, *others)]
+    factors: list[np.ndarray | None] = [None] * len(extras)
+    for i, value in zip(ids, values, strict=True):
+        first = np.take(value, [0], axis)
+        if not np.array_equal(np.broadcast_to(first, value.shape), value):
+            raise ValueError(
+                f"`loss` weighs what layers return besides x by other factors for other layers, "
+                f"in {name!r}. Layers of one pipeline run one program: let each multiply its own."
+            )
+        factors[i] = np.squeeze(first, axis)
+    return factors

@@ -1,0 +1,222 @@
+"""The three functions of a cut module: what a cut at hooks and a cut at a scan have in common.
+
+Layers may return more than x. What they return besides, here called extras, is a list of arrays,
+and the loss may be a sum of what it is without extras and of extras times constants: a layer then
+returns its terms as auxiliary losses. A metric may be a sum of extras alone.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from .._dependence import pruned
+from .._losses import loss_parts
+from ._extras import Weights, weights_of_extras
+
+Outer = Mapping[str, Any]
+"""Parameters outside of layers, by name."""
+
+
+@dataclass(frozen=True, eq=False)
+class CutModule:
+    """A module of a library, and how it is called.
+
+    Attributes:
+        run: `(outer, layers, batch, key, hook) -> output` calls the module with the parameters
+            `outer`, and `layers` by index, and calls `hook(LayerCall)` in place of every layer. For
+            layers in one stack `(outer, stack, batch, key) -> output`.
+        split: `params -> (outer, list of the parameters of every layer)`, or their stack.
+        join: The inverse of `split`.
+        outer: Shapes and dtypes of parameters outside of layers, by name.
+        layers: Those of every layer; those of the stack, with leaves [L, ...].
+        names: The names of layers, for errors.
+        takes_key: Whether the call may read a dropout key.
+        by_row: Whether `run` takes one row of a batch.
+    """
+
+    run: Callable[..., Any]
+    split: Callable[[PyTree], tuple[dict[str, Any], Any]]
+    join: Callable[[dict[str, Any], Any], PyTree]
+    outer: dict[str, Any]
+    layers: Any
+    names: list[str]
+    takes_key: bool
+    by_row: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The embedding, a layer and the loss of a cut module.
+
+    Attributes:
+        cut: The module.
+        loss: The user's loss.
+        forms: What was found out about batches of every form that were seen.
+    """
+
+    cut: CutModule
+    loss: Callable
+    forms: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    @abstractmethod
+    def first_layer(self) -> PyTree:
+        """Shapes and dtypes of the parameters of a layer."""
+
+    @abstractmethod
+    def embed(self, outer: Outer, batch: PyTree, key: Any) -> Any:
+        """Returns what the first layer is given, of all rows."""
+
+    @abstractmethod
+    def layer_and_extras(
+        self, w: PyTree, x: PyTree, batch: PyTree, key: Any
+    ) -> tuple[PyTree, list[Any], dict[str, Any]]:
+        """Returns what leaves a layer, its extras, and auxiliary losses that it has itself."""
+
+    @abstractmethod
+    def extras(self, batch: PyTree) -> list[jax.ShapeDtypeStruct]:
+        """Returns the shapes of extras of all layers, [L, ...]; [rows, L, ...] for rows."""
+
+    @abstractmethod
+    def output(self, outer: Outer, batch: PyTree, x: PyTree, extras: list[Any], key: Any) -> PyTree:
+        """Returns the output of the module, from what left the last layer."""
+
+    def layer(self, w: PyTree, x: PyTree, batch: PyTree, key: Any) -> Any:
+        """Returns what leaves a layer; as (x, aux) if there are auxiliary losses or metrics."""
+        x, extras, aux = self.layer_and_extras(w, x, batch, key)
+        for name, weights in self.weights(batch).items():
+            pairs = zip(weights, extras, strict=True)
+            term = sum(jnp.sum(c * extra) for c, extra in pairs if c is not None)
+            aux = aux | {name: term + aux.get(name, 0.0)}
+        return (x, aux) if aux else x
+
+    def loss_of(self, outer: Outer, x: PyTree, batch: PyTree, key: Any) -> Any:
+        """Returns the loss, from what left the last layer, without the terms of layers."""
+        weights = self.weights(batch)
+        zeros = [jnp.zeros(s.shape, s.dtype) for s in self.extras(batch)]
+
+        def with_loss(outer: Outer, batch: PyTree, x: PyTree, key: Any) -> Any:
+            parts = loss_parts(self.loss(self.output(outer, batch, x, zeros, key), batch))
+            loss = parts.total if parts.weight is None else (parts.total, parts.weight)
+            kept = {name: m for name, m in parts.metrics.items() if name not in weights}
+            return (loss, kept) if kept else loss
+
+        return self.read(with_loss, outer, batch, x, key)[0]
+
+    def weights(self, batch: PyTree) -> Weights:
+        """Returns what the extras of a layer are multiplied by, for the loss and each metric."""
+        return self.of_form("weights", batch, self._weights)
+
+    def _weights(self, batch: PyTree) -> Weights:
+        batch, shapes = jax.tree.map(shape_of, batch), self.extras(batch)
+        if not shapes:
+            return {}
+        key = shape_of_key(self.cut.takes_key)
+        x = jax.eval_shape(lambda *given: self.embed(*given), self.cut.outer, batch, key)
+
+        def parts(extras: list[Any], outer: Outer, batch: PyTree, x: PyTree, key: Any) -> Any:
+            found = loss_parts(self.loss(self.output(outer, batch, x, extras, key), batch))
+            return {"loss": found.total, **found.metrics}, found.weight is None
+
+        others = self.cut.outer, batch, x, key
+        return weights_of_extras(parts, shapes, others, int(self.cut.by_row))
+
+    def of_form(self, name: str, batch: PyTree, find: Callable) -> Any:
+        """Returns `find(batch)`, which is found once for batches of one form."""
+        leaves, tree = jax.tree.flatten(batch)
+        dtypes = tuple((jnp.shape(leaf), str(jnp.result_type(leaf))) for leaf in leaves)
+        form = name, tree, dtypes
+        if form not in self.forms:
+            self.forms[form] = find(batch)
+        return self.forms[form]
+
+    def read(self, function: Callable, outer: Outer, *arguments: PyTree) -> tuple[Any, set[str]]:
+        """Runs what a function needs for its result; returns also the outer parameters it reads."""
+        given = self.cut.outer | dict(outer)
+        part, used = pruned(function, given, *arguments)
+        names = {name for name, tree in used[0].items() if any(jax.tree.leaves(tree))}
+        missing = sorted(names - set(outer))
+        if missing:
+            raise ValueError(
+                f"Layers, or the loss, read the parameters {', '.join(missing[:8])}, which are "
+                "not theirs. Pass what layers share as an argument; give `batch=` of the same "
+                "form as the batches of the training, or leave it out."
+            )
+        return part(given, *arguments), names
+
+    def uses(self, batch: PyTree) -> tuple[set[str], set[str], list[bool]]:
+        """Returns the parameters of embedding and loss, and which functions read a key."""
+        cut, key = self.cut, shape_of_key(self.cut.takes_key)
+        found = []
+
+        def call(function: Callable, *arguments: PyTree) -> Any:
+            part, used = pruned(function, *arguments)
+            names = {n for n, tree in used[0].items() if any(jax.tree.leaves(tree))}
+            found.append((names, any(jax.tree.leaves(used[-1]))))
+            return jax.eval_shape(part, *arguments)
+
+        def layer(w: Outer, x: PyTree, batch: PyTree, key: Any) -> Any:
+            return self.layer_and_extras(w["0"], x, batch, key)[0]
+
+        x = call(self.embed, cut.outer, batch, key)
+        call(layer, {"0": self.first_layer}, x, batch, key)
+        call(self.loss_of, cut.outer, x, batch, key)
+        return found[0][0], found[2][0], [reads_key for _, reads_key in found]
+
+    def over_rows(self, function: Callable, num_shared: int) -> Callable:
+        """Returns a function of all rows, whose last argument is a key."""
+        if not self.cut.by_row:
+            return function
+
+        def run(*arguments: PyTree) -> PyTree:
+            *given, key = arguments
+            rows = jnp.shape(jax.tree.leaves(given[num_shared])[0])[0]
+            keys = None if key is None else jax.random.split(key, rows)
+            axes = (None,) * num_shared + (0,) * (len(given) - num_shared)
+            return jax.vmap(function, in_axes=(*axes, None if key is None else 0))(*given, keys)
+
+        return run
+
+    def row(self, batch: PyTree) -> PyTree:
+        """Returns the shapes of what `run` takes of a batch: of one row, or of all."""
+        return jax.tree.map(partial(shape_of, skipped=int(self.cut.by_row)), batch)
+
+    def with_layers_and_rows(
+        self, shapes: Sequence[Any], batch: PyTree
+    ) -> list[jax.ShapeDtypeStruct]:
+        """Returns the shapes of extras of all layers, from those of one layer and row."""
+        lead = (len(self.cut.names),)
+        if self.cut.by_row:
+            lead = jnp.shape(jax.tree.leaves(batch)[0])[0], *lead
+        return [jax.ShapeDtypeStruct((*lead, *s.shape), s.dtype) for s in shapes]
+
+
+def packed(x: PyTree, carried: list[Any]) -> PyTree:
+    """Returns x, together with arrays that travel with it."""
+    return {"x": x, "carried": carried} if carried else x
+
+
+def unpacked(x: PyTree, carried: Sequence[Any]) -> tuple[PyTree, list[Any]]:
+    """Returns what `packed` has packed."""
+    return (x["x"], x["carried"]) if carried else (x, [])
+
+
+def or_none(key: Any) -> Any:
+    """Returns a key, or None for ()."""
+    return key if jax.tree.leaves(key) else None
+
+
+def shape_of(leaf: Any, skipped: int = 0) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of an array, without its first dims."""
+    return jax.ShapeDtypeStruct(jnp.shape(leaf)[skipped:], jnp.result_type(leaf))
+
+
+def shape_of_key(takes_key: bool) -> Any:
+    """Returns the shape of a random key, or None."""
+    return jax.eval_shape(partial(jax.random.key, 0)) if takes_key else None

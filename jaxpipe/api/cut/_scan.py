@@ -1,0 +1,287 @@
+"""Cuts the call of a module whose layers run in a `lax.scan` over a stack of their parameters.
+
+The program of the call is cut at the scan: what it is given is the embedding, its body is a layer,
+and what follows is the loss. What the body reads besides parameters and the carry is computed
+again by every layer if it follows from the batch alone; it travels with x if parameters or dropout
+influence it. Every random key that the body reads becomes the key of the layer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
+from jaxtyping import PyTree
+
+from .._dependence import dependent_inputs, pruned
+from ._parts import Outer, Parts, or_none, packed, shape_of_key, unpacked
+
+
+@dataclass(frozen=True, eq=False)
+class _ScannedCall:
+    """The program of a module's call on a batch, or row, of one form.
+
+    Attributes:
+        closed: The program, `(outer, stack, batch, key) -> output`.
+        at: The index of the scan over layers in its equations.
+        stack_ids: For every x that the scan takes apart the index of the parameter in the stack, or
+            None.
+        carried: Indices of constants of the scan that travel with x.
+        rows: Values of what the scan takes apart besides parameters, the same for all layers: by
+            index.
+        out: The structure of the output.
+    """
+
+    closed: ClosedJaxpr
+    at: int
+    stack_ids: tuple[int | None, ...]
+    carried: tuple[int, ...]
+    rows: dict[int, np.ndarray]
+    out: Any
+
+    @property
+    def scan(self) -> Any:
+        return self.closed.jaxpr.eqns[self.at]
+
+    @property
+    def body(self) -> ClosedJaxpr:
+        return self.scan.params["jaxpr"]
+
+    @property
+    def num_consts(self) -> int:
+        return self.scan.params["num_consts"]
+
+    @property
+    def num_carry(self) -> int:
+        return self.scan.params["num_carry"]
+
+    @property
+    def inputs(self) -> tuple[list[Any], list[Any], list[Any]]:
+        """The constants, the first carry, and what is taken apart."""
+        split, end = self.num_consts, self.num_consts + self.num_carry
+        given = list(self.scan.invars)
+        return given[:split], given[split:end], given[end:]
+
+    def before(self, atoms: Sequence[Any], *arguments: PyTree) -> list[Any]:
+        """Returns values of the program before the scan."""
+        return _evaluate(self.closed, range(self.at), atoms, [], jax.tree.leaves(arguments))
+
+    def behind(self, results: list[Any], *arguments: PyTree) -> PyTree:
+        """Returns the output of the program, from the results of the scan."""
+        eqns = [i for i in range(len(self.closed.jaxpr.eqns)) if i != self.at]
+        more = list(self.scan.outvars)
+        leaves = [*jax.tree.leaves(arguments), *results]
+        found = _evaluate(self.closed, eqns, self.closed.jaxpr.outvars, more, leaves)
+        return jax.tree.unflatten(self.out, found)
+
+
+class ScanParts(Parts):
+    """The parts of a module that runs its layers in a scan; `cut.layers` is their stack."""
+
+    @property
+    def first_layer(self) -> PyTree:
+        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), self.cut.layers)
+
+    def embed(self, outer: Outer, batch: PyTree, key: Any) -> Any:
+        call = self.call(batch)
+        consts, carry, _ = call.inputs
+        atoms = [*carry, *(consts[i] for i in call.carried)]
+
+        def one(outer: Outer, stack: PyTree, batch: PyTree, key: Any) -> Any:
+            values = call.before(atoms, outer, stack, batch, key)
+            return packed(values[: len(carry)], values[len(carry) :])
+
+        return self.read(self.over_rows(one, 2), outer, self.cut.layers, batch, or_none(key))[0]
+
+    def layer_and_extras(
+        self, w: PyTree, x: PyTree, batch: PyTree, key: Any
+    ) -> tuple[PyTree, list[Any], dict[str, Any]]:
+        call = self.call(batch)
+        consts, _, _ = call.inputs
+        again = [i for i, c in enumerate(consts) if i not in call.carried and not _is_key(c)]
+
+        def one(outer: Any, stack: Any, w: Any, batch: Any, x: Any, key: Any) -> Any:
+            carry, carried = unpacked(x, call.carried)
+            values = call.before([consts[i] for i in again], outer, stack, batch, key)
+            found = dict(zip((*again, *call.carried), (*values, *carried), strict=True))
+            given = [found[i] if i in found else _folded(key, i) for i in range(len(consts))]
+            own = jax.tree.leaves(w)
+            for i, stack_id in enumerate(call.stack_ids):
+                if stack_id is not None:
+                    given_i = own[stack_id]
+                else:
+                    is_value = i in call.rows
+                    given_i = call.rows[i] if is_value else _folded(key, len(consts) + i)
+                carry = [*carry, given_i]
+            results = jaxpr_as_fun(call.body)(*given, *carry)
+            new, extras = results[: call.num_carry], results[call.num_carry :]
+            return packed(new, carried), extras, {}
+
+        run = self.over_rows(one, 3)
+        return self.read(run, {}, self.cut.layers, w, batch, x, or_none(key))[0]
+
+    def output(self, outer: Outer, batch: PyTree, x: PyTree, extras: list[Any], key: Any) -> PyTree:
+        call = self.call(batch)
+
+        def one(outer: Any, stack: Any, batch: Any, x: Any, extras: list[Any], key: Any) -> PyTree:
+            carry, _ = unpacked(x, call.carried)
+            return call.behind([*carry, *extras], outer, stack, batch, key)
+
+        run = self.over_rows(one, 2)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.cut.layers)
+        return run(outer, zeros, batch, x, extras, or_none(key))
+
+    def extras(self, batch: PyTree) -> list[jax.ShapeDtypeStruct]:
+        call = self.call(batch)
+        shapes = [v.aval for v in call.body.jaxpr.outvars[call.num_carry :]]
+        return self.with_layers_and_rows(shapes, batch)
+
+    def call(self, batch: PyTree) -> _ScannedCall:
+        """Returns the program of the call for batches of this form."""
+        return self.of_form("call", batch, lambda batch: self.find_call(self.row(batch)))
+
+    def find_call(self, batch: PyTree) -> _ScannedCall:
+        """Traces the call, finds the scan over layers, and checks it."""
+        cut, key = self.cut, shape_of_key(self.cut.takes_key)
+        given = cut.outer, cut.layers, batch, key
+        closed, out = jax.make_jaxpr(lambda *given: cut.run(*given), return_shape=True)(*given)
+        closed = _inlined(closed)
+        first = len(jax.tree.leaves(cut.outer))
+        stack = closed.jaxpr.invars[first : first + len(jax.tree.leaves(cut.layers))]
+        at = self.find_scan(closed, stack)
+        scan = closed.jaxpr.eqns[at]
+        count = scan.params["num_consts"] + scan.params["num_carry"]
+        xs = scan.invars[count:]
+        ids = tuple(stack.index(v) if _is_in(v, stack) else None for v in xs)
+        call = _ScannedCall(closed, at, ids, (), {}, jax.tree.structure(out))
+        consts, others = call.inputs[0], [i for i, one in enumerate(ids) if one is None]
+        others = [i for i in others if not _is_key(xs[i])]
+        found, _ = dependent_inputs(lambda *given: call.before(consts, *given), *given)
+        influenced = [any(jax.tree.leaves((used[0], used[3]))) for used in found]
+        carried = tuple(
+            i for i, is_one in enumerate(influenced) if is_one and not _is_key(consts[i])
+        )
+        rows = self.equal_rows(call, [xs[i] for i in others], given)
+        rows_by_id = dict(zip(others, rows, strict=True))
+        return _ScannedCall(closed, at, ids, carried, rows_by_id, call.out)
+
+    def find_scan(self, closed: ClosedJaxpr, stack: Sequence[Any]) -> int:
+        """Returns the index of the one scan that takes the stack apart."""
+        name, count = self.cut.names[0].rpartition("[")[0], len(self.cut.names)
+        uses = [
+            (i, v)
+            for i, eqn in enumerate(closed.jaxpr.eqns)
+            for v in eqn.invars
+            if _is_in(v, stack)
+        ]
+        uses += [(-1, v) for v in closed.jaxpr.outvars if _is_in(v, stack)]
+        ids = {i for i, _ in uses}
+        eqn = closed.jaxpr.eqns[min(ids)] if len(ids) == 1 and min(ids) >= 0 else None
+        if eqn is None or eqn.primitive.name != "scan":
+            found = sorted(
+                {"the output" if i < 0 else str(closed.jaxpr.eqns[i].primitive) for i in ids}
+            )
+            raise ValueError(
+                f"`{name}` is a stack of layers, and the call of the module does not run it in "
+                f"one `scan` over all layers: it is read by {', '.join(found) or 'nothing'}. Run "
+                "it by `nn.scan`, `nnx.scan` or `jax.lax.scan`, or give the layers as a list."
+            )
+        first_x = eqn.params["num_consts"] + eqn.params["num_carry"]
+        taken = eqn.invars[first_x:]
+        if (
+            eqn.params["reverse"]
+            or eqn.params["length"] != count
+            or len(uses) != sum(_is_in(v, stack) for v in taken)
+        ):
+            raise ValueError(
+                f"The scan over `{name}` must take all {count} layers apart, from the first one to "
+                f"the last. It has the length {eqn.params['length']}"
+                + (" and runs backwards." if eqn.params["reverse"] else ".")
+            )
+        return min(ids)
+
+    def equal_rows(
+        self, call: _ScannedCall, atoms: list[Any], given: tuple[PyTree, ...]
+    ) -> list[np.ndarray]:
+        """Returns a row of constants that are the same for all layers."""
+        part, used = pruned(lambda *given: call.before(atoms, *given), *given)
+        name = self.cut.names[0].rpartition("[")[0]
+        differ = ValueError(
+            f"The scan over `{name}` gives layers other arrays than parameters and random keys, "
+            "which differ by layer. Layers of one pipeline run one program: make them parameters, "
+            "or pass the same to all layers."
+        )
+        if any(jax.tree.leaves(used)):
+            raise differ
+        with jax.ensure_compile_time_eval():
+            values = [np.asarray(value) for value in part(*given)]
+        if not all(np.array_equal(np.broadcast_to(v[:1], v.shape), v) for v in values):
+            raise differ
+        return [value[0] for value in values]
+
+
+def _evaluate(
+    closed: ClosedJaxpr,
+    eqns: Sequence[int],
+    atoms: Sequence[Any],
+    more: list[Var],
+    leaves: list[Any],
+) -> list[Any]:
+    """Evaluates some equations of a program, with more variables given."""
+    jaxpr = closed.jaxpr
+    values = dict(
+        zip([*jaxpr.constvars, *jaxpr.invars, *more], [*closed.consts, *leaves], strict=True)
+    )
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for i in eqns:
+        eqn = jaxpr.eqns[i]
+        functions, params = eqn.primitive.get_bind_params(eqn.params)
+        found = eqn.primitive.bind(*functions, *map(read, eqn.invars), **params)
+        values |= dict(
+            zip(eqn.outvars, found if eqn.primitive.multiple_results else [found], strict=True)
+        )
+    return [read(atom) for atom in atoms]
+
+
+def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a program whose calls of compiled functions that have a scan are written out."""
+
+    def run(closed: ClosedJaxpr, *leaves: Any) -> list[Any]:
+        jaxpr = closed.jaxpr
+        values = dict(
+            zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *leaves], strict=True)
+        )
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else values[atom]
+
+        for eqn in jaxpr.eqns:
+            given, inner = list(map(read, eqn.invars)), eqn.params.get("jaxpr")
+            if eqn.primitive.name in ("jit", "pjit") and "scan[" in str(inner):
+                found = run(inner, *given)
+            else:
+                functions, params = eqn.primitive.get_bind_params(eqn.params)
+                found = eqn.primitive.bind(*functions, *given, **params)
+                found = found if eqn.primitive.multiple_results else [found]
+            values |= dict(zip(eqn.outvars, found, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    return jax.make_jaxpr(lambda *leaves: run(closed, *leaves))(*closed.in_avals)
+
+
+def _is_in(atom: Any, variables: Sequence[Any]) -> bool:
+    return any(atom is variable for variable in variables)
+
+
+def _is_key(atom: Any) -> bool:
+    return jnp.issubdtype(atom.aval.dtype, jax.dtypes.prng_key)
+
+
+def _folded(key: Any, index: int) -> Any:
+    return jax.random.fold_in(key, index)
