@@ -1,11 +1,13 @@
-"""Memory and communication of llama2-7b on a v5p-8, as the TPU's compiler reports them.
+"""Memory, time and communication of llama2-7b on a v5p-8, as the TPU's compiler reports them.
 
     pip install "jaxpipe[train,aot]"
     python benchmarks/tpu_memory.py [row ...]
 
 Compiles the real train step of every row for four chips that are not there, one row after the
 other: about a minute each on two cores. Beside ours stand MaxText's figures for the same model,
-batch and dtypes, measured with jax 0.11.2 and libtpu 0.0.51, and what we set out to reach.
+batch and dtypes, measured with jax 0.11.2 and libtpu 0.0.51, and what we set out to reach. `busy`
+is the sum of the compiler's own estimates of cycles, without kernels, collectives and bubbles;
+`step` has these too.
 """
 
 import argparse
@@ -24,6 +26,8 @@ PER_REPEAT = {"pipeline_fsdp_ag_per_repeat": True}
 ONCE = {"pipeline_fsdp_ag_once": True}
 # Of several layers in a stage, the backward computes one at a time again.
 BOTH = {"set_remat_policy_on_layers_per_stage": True}
+# Of layers alone: a stage is not computed a second time before its layers are.
+LAYERS = BOTH | {"set_remat_policy_on_pipeline_iterations": False}
 PER_LAYER = {"pipeline_fsdp_ag_per_layer": True}
 ONE_F_ONE_B = {"pipeline_engine": "scheduled", "pipeline_schedule": "1f1b"}
 LOOPED_BFS = ONE_F_ONE_B | {"pipeline_schedule": "looped_bfs", "num_pipeline_repeats": 8}
@@ -38,17 +42,23 @@ ZERO_1 = {
 ROWS: dict[str, tuple[dict, str, str]] = {
     "FSDP": (
         {"pipeline_engine": "none", "num_pipeline_microbatches": 1},
-        "40272 | 26.2 13.2 0 0.4 0",
-        "",
+        "40272 3.71 | 26.2 13.2 0 0.4 0",
+        "3.72 s",
     ),
-    "A": (TWO_RANKS | ONCE, "48712 | 7.0 0.3 6.9 40.1 45.4", "42500 | A2A 1.5, CP 15"),
+    # The yardstick: the microbatches of the pipelines below, without one.
+    "M = 4": ({"pipeline_engine": "none", "num_pipeline_microbatches": 4}, "", ""),
+    "A": (
+        TWO_RANKS | ONCE,
+        "48612 4.55 | 7.0 0.3 6.9 40.1 45.4",
+        "42500 4.15 s | 30: A2A 1.5, CP 15",
+    ),
     "A explicit": (TWO_RANKS | ONCE | {"shard_mode": "explicit"}, "does not trace", "as A"),
     "B": (TWO_RANKS | ONCE | ZERO_1, "69958 | 14.0 0.3 6.9 26.7 51.9", ""),
-    "C": (TWO_RANKS, "39394 | 105.0 52.7 0.4 1.2 39.1", ""),
+    "C": (TWO_RANKS, "39394 4.21 | 105.0 52.7 0.4 1.2 39.1", "39400 4.05 s"),
     "C per repeat": (
         TWO_RANKS | PER_REPEAT,
-        "49329 | 13.5 6.8 4.1 1.2 38.9",
-        "40000 | AG 14, RS 7, CP 15",
+        "49329 5.33 | 13.5 6.8 4.1 1.2 38.9",
+        "39000 4.15 s | 36: AG 14, RS 7, CP 15",
     ),
     "C asynchronous": (
         TWO_RANKS | PER_REPEAT | {"compile_xla_flags": ON_SPARSE_CORES},
@@ -65,9 +75,15 @@ ROWS: dict[str, tuple[dict, str, str]] = {
         "96602 | 7.0 0.3 44.2 1.2 1.8",
         "",
     ),
-    "1F1B once": (TWO_RANKS | ONCE | BOTH | ONE_F_ONE_B, "none", "40000 | all 20"),
-    "1F1B per layer": (TWO_RANKS | PER_LAYER | BOTH | ONE_F_ONE_B, "none", "34000"),
-    "BFS windows": (TWO_RANKS | PER_REPEAT | BOTH | LOOPED_BFS, "none", "38000 | all 35"),
+    "1F1B once": (TWO_RANKS | ONCE | LAYERS | ONE_F_ONE_B, "none", "44000 4.15 s | all 20"),
+    "1F1B once, both": (TWO_RANKS | ONCE | BOTH | ONE_F_ONE_B, "none", ""),
+    "1F1B per layer": (TWO_RANKS | PER_LAYER | LAYERS | ONE_F_ONE_B, "none", "34000 4.15 s"),
+    "1F1B per layer, both": (TWO_RANKS | PER_LAYER | BOTH | ONE_F_ONE_B, "none", ""),
+    "BFS windows": (
+        TWO_RANKS | PER_REPEAT | BOTH | LOOPED_BFS,
+        "none",
+        "38000 4.30 s | all 35",
+    ),
 }
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
@@ -79,15 +95,19 @@ def main() -> None:
     unknown = [name for name in names if name not in ROWS]
     if unknown:
         parser.error(f"{unknown} are no rows. Rows are {', '.join(ROWS)}.")
-    print("MB (1e6 bytes) per chip; GB of results per step and chip: AG RS AR A2A CP; async: of AG")
+    print(
+        "MB (1e6 bytes) per chip; GB of results per step and chip: AG RS AR A2A CP; async: of AG;"
+    )
+    print("seconds of a step and chip; of compiling")
     for line in table(names):
         print(line, flush=True)
 
 
 def table(names: list[str]) -> Iterator[str]:
     yield (
-        f"{'row':<14}{'args':>7}{'temp':>7}{'peak':>7} | {'GB AG / RS / AR / A2A / CP':<28} "
-        f"{'async':>6}{'compile':>8}  {'MaxText: peak | GB':<34} target: peak | GB at most"
+        f"{'row':<21}{'args':>7}{'temp':>7}{'peak':>7} | {'GB AG / RS / AR / A2A / CP':<28} "
+        f"{'async':>6}{'busy':>6}{'step':>6}{'compile':>8}  {'MaxText: peak, s | GB':<34} "
+        "target: peak, s | GB at most"
     )
     for name in names:
         settings, peer, target = ROWS[name]
@@ -101,7 +121,12 @@ def table(names: list[str]) -> Iterator[str]:
             report["compile_seconds"],
             gigabytes(totals, KINDS[0], "asynchronous_bytes"),
         )
-        yield f"{name:<14}{sizes} | {moved:<28} {apart:>6.1f}{seconds:>6.0f} s  {peer:<34} {target}"
+        time = report["step_time"]
+        busy = sum(s for work, s in time["busy_seconds"].items() if work != "kernels")
+        yield (
+            f"{name:<21}{sizes} | {moved:<28} {apart:>6.1f}{busy:>6.2f}{time['seconds']:>6.2f}"
+            f"{seconds:>6.0f} s  {peer:<34} {target}"
+        )
     yield f"jax {report['jax_version']}, libtpu {report['libtpu_version']}"
 
 

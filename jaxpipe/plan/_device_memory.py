@@ -38,3 +38,37 @@ def device_bytes(device: str) -> int:
     if device not in DEVICE_BYTES:
         raise ValueError(f"`device` is {device!r}. Give one of {', '.join(DEVICE_BYTES)}.")
     return DEVICE_BYTES[device]
+
+
+_GENERATIONS = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
+    "NVIDIA A100-SXM4-40GB": "a100-40gb",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+}
+
+
+def kind_bytes(device_kind: str) -> int | None:
+    """Returns the bytes of memory of a device by its name in JAX, or None if it is not known.
+
+    Args:
+        device_kind: The `device_kind` of a device, such as "TPU v5".
+
+    Returns:
+        The bytes.
+
+    Example:
+        >>> kind_bytes("TPU v5") // 2**30
+        95
+    """
+    generation = _GENERATIONS.get(device_kind)
+    return None if generation is None else DEVICE_BYTES[generation]

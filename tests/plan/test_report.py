@@ -55,6 +55,7 @@ memory per device      MB
   alias          21,002.5
   temp           42,070.7
   peak           48,427.7
+  capacity      102,005.5; the peak is 47% of it
 
 collectives  sites  per step     GB  async GB  in loops GB  dcn GB
 all-gather       1       100  3.355     0.000        3.355   0.000

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from ...plan import audit, memory, tpu_topology
 from ...plan.compile_report import CompileReport, compiler_versions
+from ...plan.step_time import estimated_time
 from ...sharding import make_mesh
 
 
@@ -39,12 +40,13 @@ def topology_mesh(mesh: Mesh, topology: str) -> Mesh:
     return make_mesh(dict(mesh.shape), devices=devices)
 
 
-def compile_report(function: Callable, mesh: Mesh, *arguments: Any) -> CompileReport:
+def compile_report(function: Callable, mesh: Mesh, bubble: float, *arguments: Any) -> CompileReport:
     """Compiles a function and reports what the program needs.
 
     Args:
         function: A function from `jax.jit`.
         mesh: The mesh that it runs on.
+        bubble: The share of the pipeline's time in which a device waits, by the schedule.
         *arguments: The shapes of its arguments, with shardings.
 
     Returns:
@@ -54,12 +56,15 @@ def compile_report(function: Callable, mesh: Mesh, *arguments: Any) -> CompileRe
     started = time.perf_counter()
     compiled = function.lower(*arguments).compile()
     seconds = time.perf_counter() - started
+    hlo_text = compiled.as_text() or ""
     return CompileReport(
         platform=device.device_kind,
         num_devices=mesh.size,
         memory=memory(compiled, device.platform),
-        audit=audit(compiled.as_text() or ""),
+        audit=audit(hlo_text),
         model_flops=float("nan"),
         compile_seconds=seconds,
+        step_time=estimated_time(hlo_text, device.device_kind, bubble),
+        tokens=0,
         **compiler_versions(device.platform),
     )

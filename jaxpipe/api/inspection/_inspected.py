@@ -11,7 +11,7 @@ from jaxtyping import Array, PyTree
 from ...engines import ENGINES, Engine
 from ...engines._engine import PipelinePlan
 from ...plan.compile_report import CompileReport
-from ...schedules import Costs, Schedule, Timeline, to_svg
+from ...schedules import Costs, Schedule, Timeline, bubble_fraction, to_svg
 from ...schedules.language import describe
 from .._frozen import unmark
 from .._params import weights_of
@@ -161,7 +161,8 @@ class InspectedModel:
         layers = replace(layers, stages=given.pop("stages"))
         arguments = given | {"layers": layers}, batch
         key = (jax.eval_shape(lambda: jax.random.key(0)),) if self._takes_key else ()
-        return compile_report(pipe.jit(pipe.value_and_grad), mesh, *arguments, *key)
+        bubble = bubble_fraction(self.timeline())
+        return compile_report(pipe.jit(pipe.value_and_grad), mesh, bubble, *arguments, *key)
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1)

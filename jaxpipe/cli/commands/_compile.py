@@ -37,6 +37,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="TPUs, such as v5p:2x2x1; else this machine's devices",
     )
     add("--num-slices", type=bounded_integer(1, 4096), default=1, metavar="N", help="slices of it")
+    add(
+        "--top",
+        type=bounded_integer(0, 10_000),
+        default=0,
+        metavar="N",
+        help="list the N instructions that take most of a step",
+    )
     add("--json", action="store_true", help="print one JSON object")
     add("--dump-hlo", type=path, metavar="DIR", help="write the optimized HLO text into DIR")
     parser.set_defaults(func=run)
@@ -66,7 +73,10 @@ def run(args: argparse.Namespace) -> int:
     report, hlo_text = _compile(setup)
     if dump:
         dump.write_text(hlo_text, encoding="utf-8")
-    print(report_json(report) if args.json else f"{describe(setup, 0)}\n{report_text(report)}")
+    if args.json:
+        print(report_json(report, num_dearest=args.top))
+    else:
+        print(f"{describe(setup, 0)}\n{report_text(report, num_dearest=args.top)}")
     return 0
 
 
@@ -118,6 +128,7 @@ def _compile(setup: "Setup") -> tuple[Any, str]:
 
     from ...plan import audit, memory
     from ...plan.compile_report import CompileReport, compiler_versions
+    from ...plan.step_time import estimated_time
     from ...train import compile_train_step
     from ...train.estimate._device_flops import model_flops
 
@@ -139,9 +150,20 @@ def _compile(setup: "Setup") -> tuple[Any, str]:
         audit=audit(hlo_text),
         model_flops=model_flops(setup),
         compile_seconds=seconds,
+        step_time=estimated_time(hlo_text, device.device_kind, _bubble(setup)),
+        tokens=setup.batch_size * setup.config.max_target_length,
         **compiler_versions(device.platform),
     )
     return report, hlo_text
+
+
+def _bubble(setup: "Setup") -> float:
+    """Returns the share of the pipeline's time in which a device waits, by the schedule."""
+    from ... import schedules
+    from ...train.estimate import predicted_timeline
+
+    timeline = predicted_timeline(setup)
+    return 0.0 if timeline is None else schedules.bubble_fraction(timeline)
 
 
 def _compile_error(error: Exception) -> Exception:

@@ -3,15 +3,19 @@
 import dataclasses
 import importlib.metadata
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isnan
 from typing import Any
 
 import jax
 
+from .._device_memory import kind_bytes
 from ..hlo import Audit, CollectiveSite, CollectiveTotals, add_up, totals, uncounted_loops
+from ..step_time import StepTime
+from ._columns import align, shorten
 from ._memory import Memory
+from ._time_text import dearest_rows, step_rates, time_json, time_rows
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class CompileReport:
         compile_seconds: Seconds for lowering and compiling.
         jax_version: The version of JAX that lowered it.
         libtpu_version: The version of libtpu that compiled it; "" for another backend.
+        step_time: The estimated time of a step; None if the compiler estimates no cycles.
+        tokens: Tokens of a step, over all devices; 0 if they are unknown.
     """
 
     platform: str
@@ -38,6 +44,8 @@ class CompileReport:
     compile_seconds: float
     jax_version: str
     libtpu_version: str
+    step_time: StepTime | None = None
+    tokens: int = 0
 
     def __str__(self) -> str:
         return report_text(self)
@@ -49,35 +57,50 @@ def compiler_versions(platform: str) -> dict[str, str]:
     return {"jax_version": jax.__version__, "libtpu_version": libtpu}
 
 
-def report_json(report: CompileReport) -> str:
+def report_json(report: CompileReport, *, num_dearest: int = 0) -> str:
     """Returns a report as one JSON object, with a sum for each kind of collective.
 
     Args:
         report: A compiled step.
+        num_dearest: How many of the instructions that take most of a step are in it.
 
     Returns:
         JSON text.
     """
-    values: dict[str, Any] = dataclasses.asdict(report)
+    values: dict[str, Any] = dataclasses.asdict(dataclasses.replace(report, step_time=None))
+    values["device_bytes"] = kind_bytes(report.platform)
+    if report.step_time is not None:
+        values["step_time"] = time_json(report.step_time, _rates(report), num_dearest)
     totals_by_kind = totals(report.audit).items()
     values["totals"] = {kind: dataclasses.asdict(total) for kind, total in totals_by_kind}
     values["uncounted_loops"] = uncounted_loops(report.audit)
     return json.dumps(values, indent=2)
 
 
-def report_text(report: CompileReport, *, num_rows: int = 12) -> str:
-    """Returns a report as tables of memory, collectives and loops.
+def report_text(report: CompileReport, *, num_rows: int = 12, num_dearest: int = 0) -> str:
+    """Returns a report as tables of memory, time, collectives and loops.
 
     Args:
         report: A compiled step.
         num_rows: How many of the collectives that move most bytes have a row of their own.
+        num_dearest: How many of the instructions that take most of a step have a row.
 
     Returns:
         Text for a terminal.
     """
-    parts = (_heading(report), _memory(report.memory), _totals(report.audit))
+    times = []
+    if report.step_time is not None:
+        times = [time_rows(report.step_time, _rates(report))]
+        times += [dearest_rows(report.step_time, num_dearest)] if num_dearest else []
+    parts = (_heading(report), _memory(report), *times, _totals(report.audit))
     lines = [*(line for part in parts for line in (*part, "")), *_sites(report.audit, num_rows)]
     return "\n".join([*lines, "", *_loops(report.audit)])
+
+
+def _rates(report: CompileReport) -> dict[str, float]:
+    assert report.step_time is not None
+    sizes = report.platform, report.num_devices, report.model_flops, report.tokens
+    return step_rates(report.step_time, *sizes)
 
 
 def _heading(report: CompileReport) -> Iterator[str]:
@@ -87,17 +110,21 @@ def _heading(report: CompileReport) -> Iterator[str]:
     yield f"compiled in {report.compile_seconds:.1f} s{flops}"
 
 
-def _memory(memory: Memory) -> Iterator[str]:
+def _memory(report: CompileReport) -> Iterator[str]:
     yield "memory per device      MB"
-    for name, size in dataclasses.asdict(memory).items():
+    for name, size in dataclasses.asdict(report.memory).items():
         yield f"  {name.removesuffix('_bytes'):<10} {size / 1e6:>12,.1f}"
+    capacity = kind_bytes(report.platform)
+    if capacity:
+        share = report.memory.peak_bytes / capacity
+        yield f"  {'capacity':<10} {capacity / 1e6:>12,.1f}; the peak is {share:.0%} of it"
 
 
 def _totals(audit: Audit) -> list[str]:
     rows = [("collectives", "sites", "per step", "GB", "async GB", "in loops GB", "dcn GB")]
     rows += [(kind, *_figures(total)) for kind, total in totals(audit).items()]
     rows += [("all", *_figures(add_up(audit.sites)))]
-    return [*_table(rows), *_warnings(audit)]
+    return [*align(rows), *_warnings(audit)]
 
 
 def _figures(total: CollectiveTotals) -> tuple[str, ...]:
@@ -123,7 +150,7 @@ def _sites(audit: Audit, num_rows: int) -> list[str]:
     ]
     for moved, (kind, *others) in largest[:num_rows]:
         rows.append((kind, *_figures(moved)[:3], *others))
-    return _table(rows, left=(0, 7, 8))
+    return align(rows, left=(0, 7, 8))
 
 
 def _traits(site: CollectiveSite) -> tuple[str, ...]:
@@ -132,8 +159,8 @@ def _traits(site: CollectiveSite) -> tuple[str, ...]:
         "yes" if site.asynchronous else "no",
         str(len(site.loops)),
         "yes" if site.conditional else "no",
-        _short(site.shape, 40),
-        _short(site.op_name, -60),
+        shorten(site.shape, 40),
+        shorten(site.op_name, -60),
     )
 
 
@@ -141,24 +168,5 @@ def _loops(audit: Audit) -> list[str]:
     rows = [(f"{len(audit.loops)} loop(s)", "trips", "inside", "from")]
     for loop in audit.loops:
         trips = "unknown" if loop.trips is None else str(loop.trips)
-        rows.append((loop.name, trips, " ".join(loop.loops), _short(loop.op_name, -60)))
-    return _table(rows, left=(0, 2, 3))
-
-
-def _short(text: str, width: int) -> str:
-    """Returns at most `width` characters: the first, or if `width` is negative the last."""
-    if len(text) <= abs(width):
-        return text
-    return text[: width - 3] + "..." if width > 0 else "..." + text[width + 3 :]
-
-
-def _table(rows: list[tuple[str, ...]], left: Collection[int] = (0,)) -> list[str]:
-    """Aligns columns: those of `left` to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if i in left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+        rows.append((loop.name, trips, " ".join(loop.loops), shorten(loop.op_name, -60)))
+    return align(rows, left=(0, 2, 3))

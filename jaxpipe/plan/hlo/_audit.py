@@ -4,21 +4,13 @@ XLA's own cost analysis counts the body of a loop once.
 """
 
 import math
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ._collectives import KINDS, Collective, starting_collective
-from ._parse import Instruction, called_computations, callee, op_name, parse_hlo
-from ._trips import (
-    Scope,
-    branch_scope,
-    call_scope,
-    loop_scope,
-    trip_count,
-    unknown_argument,
-)
+from ._parse import Instruction, op_name, parse_hlo
+from ._trips import Scope, trip_count
+from ._walk import CallContext, walk
 
 
 @dataclass(frozen=True)
@@ -130,9 +122,7 @@ def audit(hlo_text: str) -> Audit:
         >>> [(site.kind, site.shape) for site in audit(compiled.as_text()).sites]
         [('all-reduce', 'f32[]')]
     """
-    module = parse_hlo(hlo_text)
-    scope = Scope(module, module.entry, unknown_argument)
-    found = tuple(_walk(scope, _CallContext(1, Fraction(1), (), False, False, False, "")))
+    found = tuple(walk(parse_hlo(hlo_text), _visit, _size))
     sites = tuple(item for item in found if isinstance(item, CollectiveSite))
     return Audit(sites, tuple(item for item in found if isinstance(item, WhileLoop)))
 
@@ -190,52 +180,20 @@ def uncounted_loops(audit: Audit) -> tuple[str, ...]:
     return tuple(sorted(unknown & around))
 
 
-@dataclass(frozen=True)
-class _CallContext:
-    """The context that a computation is called in.
-
-    `executions` counts as if every branch were taken; only the share `executed_share` of them runs.
-    """
-
-    executions: int
-    executed_share: Fraction
-    loops: tuple[str, ...]
-    conditional: bool
-    asynchronous: bool
-    fused: bool
-    op_name: str
+_Found = CollectiveSite | WhileLoop
 
 
-_Found = Iterator[CollectiveSite | WhileLoop]
+def _visit(scope: Scope, instruction: Instruction, context: CallContext) -> tuple[list, bool]:
+    found = starting_collective(scope.computation, instruction, fused=context.fused)
+    if found is not None:
+        return [_site(found, context)], False
+    if instruction.opcode != "while":
+        return [], True
+    trips = trip_count(scope, instruction)
+    return [WhileLoop(instruction.name, trips, context.loops, op_name(instruction))], True
 
 
-def _walk(scope: Scope, context: _CallContext) -> _Found:
-    for instruction in scope.computation.instructions.values():
-        found = starting_collective(scope.computation, instruction, fused=context.fused)
-        if found is not None:
-            yield _site(found, context)
-        elif instruction.opcode == "while":
-            yield from _loop(scope, instruction, context)
-        elif instruction.opcode == "conditional":
-            yield from _largest_branch(scope, instruction, context)
-        elif instruction.opcode in _CALLS:
-            inside = call_scope(scope, instruction, callee(instruction))
-            yield from _walk(inside, _called_context(context, instruction))
-
-
-_CALLS = ("call", "fusion", "call-start", "async-start")
-
-
-def _called_context(context: _CallContext, call: Instruction) -> _CallContext:
-    return replace(
-        context,
-        asynchronous=context.asynchronous or call.opcode.endswith("-start"),
-        fused=call.opcode == "fusion",
-        op_name=op_name(call) or context.op_name,
-    )
-
-
-def _site(found: Collective, context: _CallContext) -> CollectiveSite:
+def _site(found: Collective, context: CallContext) -> CollectiveSite:
     return CollectiveSite(
         found.kind,
         found.name,
@@ -251,37 +209,6 @@ def _site(found: Collective, context: _CallContext) -> CollectiveSite:
     )
 
 
-def _loop(scope: Scope, loop: Instruction, context: _CallContext) -> _Found:
-    trips = trip_count(scope, loop)
-    yield WhileLoop(loop.name, trips, context.loops, op_name(loop))
-    times = 1 if trips is None else trips
-    loops = (*context.loops, loop.name)
-    # A condition is asked once more than its body runs. It seldom communicates.
-    for part, executions in (("condition", times + 1), ("body", times)):
-        inside = loop_scope(scope, loop, called_computations(loop, part)[0])
-        executions *= context.executions
-        yield from _walk(inside, replace(context, executions=executions, loops=loops))
-
-
-def _largest_branch(scope: Scope, conditional: Instruction, context: _CallContext) -> _Found:
-    two = ("true_computation", "false_computation")
-    names = called_computations(conditional, "branch_computations")
-    names = names or [called_computations(conditional, key)[0] for key in two]
-    branches = []
-    for index, name in enumerate(names):
-        inside = branch_scope(scope, conditional, index, name)
-        executed_share = min(context.executed_share, _executed_share(conditional))
-        branch_context = replace(context, conditional=True, executed_share=executed_share)
-        branches.append(tuple(_walk(inside, branch_context)))
-    yield from max(branches, key=_size)
-
-
-def _executed_share(conditional: Instruction) -> Fraction:
-    """Returns the share of executions in the innermost name scope `executed_N_of_M`, 1 if none."""
-    shares = re.findall(r"executed_(\d+)_of_(\d+)/", op_name(conditional))
-    return Fraction(int(shares[-1][0]), int(shares[-1][1])) if shares else Fraction(1)
-
-
-def _size(found: tuple[CollectiveSite | WhileLoop, ...]) -> tuple[int, int]:
+def _size(found: Sequence[_Found]) -> tuple[int, int]:
     total = add_up(tuple(item for item in found if isinstance(item, CollectiveSite)))
     return total.result_bytes, total.executions

@@ -1,0 +1,30 @@
+"""Lays text out in columns."""
+
+from collections.abc import Collection
+
+
+def shorten(text: str, width: int) -> str:
+    """Returns at most `width` characters: the first, or if `width` is negative the last."""
+    if len(text) <= abs(width):
+        return text
+    return text[: width - 3] + "..." if width > 0 else "..." + text[width + 3 :]
+
+
+def align(rows: list[tuple[str, ...]], left: Collection[int] = (0,)) -> list[str]:
+    """Aligns columns.
+
+    Args:
+        rows: Rows of equally many cells.
+        left: The columns that are aligned to the left; the others are to the right.
+
+    Returns:
+        A line for each row.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,134 @@
+"""Walks through what a step executes: loops, branches, calls and fusions are entered.
+
+Of the branches of a conditional, the one that is largest by the caller's measure counts.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any, TypeVar
+
+from ._parse import Instruction, Module, called_computations, callee, op_name
+from ._trips import Scope, branch_scope, call_scope, loop_scope, trip_count, unknown_argument
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CallContext:
+    """The context that a computation is called in.
+
+    Attributes:
+        executions: How often a step executes it, if every branch were taken. A loop with an
+            unknown trip count counts once.
+        executed_share: The share of the executions that take place.
+        loops: Names of the loops around it, outermost first.
+        conditional: Whether it is in a branch.
+        asynchronous: Whether other instructions may run while it does.
+        fused: Whether it is the body of a fusion.
+        op_name: The place in the Python program of the call.
+    """
+
+    executions: int
+    executed_share: Fraction
+    loops: tuple[str, ...]
+    conditional: bool
+    asynchronous: bool
+    fused: bool
+    op_name: str
+
+
+ENTRY = CallContext(1, Fraction(1), (), False, False, False, "")
+
+Visit = Callable[[Scope, Instruction, CallContext], tuple[Sequence[T], bool]]
+"""Returns what is found at an instruction, and whether what it calls is walked through."""
+
+
+def walk(module: Module, visit: Visit[T], size: Callable[[Sequence[T]], Any]) -> Iterator[T]:
+    """Walks through a program from its entry.
+
+    Args:
+        module: The program.
+        visit: Is called for every instruction that is executed, in program order.
+        size: Measures what was found in a branch: the largest one counts.
+
+    Yields:
+        What `visit` has found.
+    """
+    yield from walk_scope(Scope(module, module.entry, unknown_argument), ENTRY, visit, size)
+
+
+def walk_scope(
+    scope: Scope, context: CallContext, visit: Visit[T], size: Callable[[Sequence[T]], Any]
+) -> Iterator[T]:
+    """Walks through one computation and what it calls, as `walk`."""
+    for instruction in scope.computation.instructions.values():
+        yield from walk_instruction(scope, instruction, context, visit, size)
+
+
+def walk_instruction(
+    scope: Scope,
+    instruction: Instruction,
+    context: CallContext,
+    visit: Visit[T],
+    size: Callable[[Sequence[T]], Any],
+) -> Iterator[T]:
+    """Walks through one instruction and what it calls, as `walk`."""
+    found, enter = visit(scope, instruction, context)
+    yield from found
+    if not enter:
+        return
+    if instruction.opcode == "while":
+        for inside, inner in _loop(scope, instruction, context):
+            yield from walk_scope(inside, inner, visit, size)
+    elif instruction.opcode == "conditional":
+        branches = _branches(scope, instruction, context)
+        items = (tuple(walk_scope(*branch, visit, size)) for branch in branches)
+        yield from max(items, key=size)
+    elif instruction.opcode in CALLS:
+        inside = call_scope(scope, instruction, callee(instruction))
+        yield from walk_scope(inside, _called_context(context, instruction), visit, size)
+
+
+CALLS = ("call", "fusion", "call-start", "async-start")
+
+
+def _called_context(context: CallContext, call: Instruction) -> CallContext:
+    return replace(
+        context,
+        asynchronous=context.asynchronous or call.opcode.endswith("-start"),
+        fused=call.opcode == "fusion",
+        op_name=op_name(call) or context.op_name,
+    )
+
+
+def _loop(
+    scope: Scope, loop: Instruction, context: CallContext
+) -> Iterator[tuple[Scope, CallContext]]:
+    trips = trip_count(scope, loop)
+    times = 1 if trips is None else trips
+    loops = (*context.loops, loop.name)
+    # A condition is asked once more than its body runs. It seldom communicates.
+    for part, executions in (("condition", times + 1), ("body", times)):
+        inside = loop_scope(scope, loop, called_computations(loop, part)[0])
+        executions *= context.executions
+        yield inside, replace(context, executions=executions, loops=loops)
+
+
+def _branches(
+    scope: Scope, conditional: Instruction, context: CallContext
+) -> Iterator[tuple[Scope, CallContext]]:
+    two = ("true_computation", "false_computation")
+    names = called_computations(conditional, "branch_computations")
+    names = names or [called_computations(conditional, key)[0] for key in two]
+    share = min(context.executed_share, _executed_share(conditional))
+    for index, name in enumerate(names):
+        inside = branch_scope(scope, conditional, index, name)
+        yield inside, replace(context, conditional=True, executed_share=share)
+
+
+def _executed_share(conditional: Instruction) -> Fraction:
+    """Returns the share of executions in the innermost name scope `executed_N_of_M`, 1 if none."""
+    shares = re.findall(r"executed_(\d+)_of_(\d+)/", op_name(conditional))
+    return Fraction(int(shares[-1][0]), int(shares[-1][1])) if shares else Fraction(1)

@@ -1,0 +1,51 @@
+"""Counts the operations of the Pallas kernels that our models call, by the shapes of operands."""
+
+import re
+
+from ..hlo._parse import Computation, Instruction
+
+_ATTENTION_PRODUCTS = {
+    # Products of [queries, d] with [keys, d], of which causal masks leave out half.
+    "splash_mha_fwd": 2,
+    "splash_mqa_fwd": 2,
+    "splash_mha_dkv": 4,
+    "splash_mqa_dkv": 4,
+    "splash_mha_dq": 3,
+    "splash_mqa_dq": 3,
+}
+_FUSED_BACKWARD = 5
+
+
+def kernel_flops(computation: Computation, call: Instruction) -> float | None:
+    """Returns the floating-point operations of a kernel.
+
+    Args:
+        computation: The computation of the call.
+        call: A custom call.
+
+    Returns:
+        The operations of splash attention with a causal mask, or of Megablox's grouped products;
+        None of any other kernel.
+    """
+    shapes = [_sizes(computation.instructions[name].shape) for name in call.operands]
+    attention = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", call.attributes + call.name)
+    if attention:
+        arrays = [sizes for sizes in shapes if len(sizes) >= 3 and sizes[-1] > 8]
+        queries, keys = arrays[0], arrays[1]
+        products = _ATTENTION_PRODUCTS[attention[0]]
+        if attention[1] == "dkv" and '"use_fused_bwd_kernel\\": true' in call.attributes:
+            products = _FUSED_BACKWARD
+        rows = 1
+        for size in queries[:-2]:
+            rows *= size
+        return products * 2 * rows * queries[-2] * keys[-2] * queries[-1] / 2
+    if re.search(r"\bt?gmm\b", call.attributes + call.name):
+        matrices = [sizes for sizes in shapes if len(sizes) >= 2]
+        left, right = matrices[-2], matrices[-1]
+        return 2.0 * left[0] * left[1] * right[-1]
+    return None
+
+
+def _sizes(shape: str) -> list[int]:
+    found = re.match(r"[a-z0-9]+\[([\d,]*)\]", shape)
+    return [int(size) for size in found[1].split(",") if size] if found else []

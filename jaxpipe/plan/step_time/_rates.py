@@ -1,0 +1,113 @@
+"""What TPUs do in a second: clocks, matrix products and links, by generation."""
+
+import math
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """What one device of JAX does in a second.
+
+    Attributes:
+        clock_ghz: 1e9 cycles a second of a TensorCore: the peak divided by two operations for every
+            multiplier of its matrix units.
+        peak_tflops: 1e12 operations a second of dense matrix products in bfloat16.
+        link_gb: GB a second of one link to a neighbour, in one direction.
+        network_gb: GB a second to another slice, in one direction.
+    """
+
+    clock_ghz: float
+    peak_tflops: float
+    link_gb: float
+    network_gb: float
+
+
+_RATES = {
+    # Peaks, bidirectional bandwidth of a chip's links (v4, v5p and tpu7x have 6 links, v5e and v6e
+    # 4) and of the data centre's network: docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x.
+    # Where that page has no figure of the network, a v5e has half of a v5p's, the others have it.
+    "TPU v4": DeviceRates(1.05, 275.0, 50.0, 6.25),
+    "TPU v5 lite": DeviceRates(1.5, 197.0, 50.0, 3.125),
+    "TPU v5e": DeviceRates(1.5, 197.0, 50.0, 3.125),
+    "TPU v5": DeviceRates(1.75, 459.0, 100.0, 6.25),
+    "TPU v5p": DeviceRates(1.75, 459.0, 100.0, 6.25),
+    "TPU v6 lite": DeviceRates(1.75, 918.0, 100.0, 6.25),
+    "TPU v6e": DeviceRates(1.75, 918.0, 100.0, 6.25),
+    # A chip is two devices, which share its links.
+    "TPU7x": DeviceRates(2.2, 1153.5, 50.0, 6.25),
+}
+
+
+def device_rates(device_kind: str) -> DeviceRates | None:
+    """Returns the rates of a kind of device by its name in JAX, or None if it is not a TPU.
+
+    Args:
+        device_kind: The `device_kind` of a device, such as "TPU v5".
+
+    Returns:
+        Its rates.
+
+    Example:
+        >>> device_rates("TPU v5").clock_ghz
+        1.75
+    """
+    return _RATES.get(device_kind)
+
+
+def transfer_seconds(
+    kind: str, result_bytes: int, groups: str, rates: DeviceRates, *, across_slices: bool
+) -> float:
+    """Returns the seconds that one execution of a collective takes if nothing else uses the links.
+
+    A group of n devices is a ring: a device sends to both neighbours at once, through one link
+    each; two devices have one link. Between slices the network counts instead.
+
+    Args:
+        kind: The kind of collective, such as `all-gather`.
+        result_bytes: Bytes of its result on one device.
+        groups: The devices that communicate, as XLA writes them.
+        rates: The rates of the devices.
+        across_slices: Whether it crosses the network between slices.
+
+    Returns:
+        Seconds.
+    """
+    bandwidth = 1e9 * (rates.network_gb if across_slices else rates.link_gb)
+    if kind in ("collective-permute", "collective-broadcast"):
+        return result_bytes / bandwidth
+    n = group_size(groups)
+    share = 1 / 2 if n == 2 else (n - 1) / (2 * n)
+    volume = {
+        "all-gather": share,
+        "reduce-scatter": share * n,
+        "all-reduce": 2 * share,
+        "all-to-all": max(1 / 2, n / 8),
+        "ragged-all-to-all": max(1 / 2, n / 8),
+    }[kind]
+    return volume * result_bytes / bandwidth
+
+
+def group_size(groups: str) -> int:
+    """Returns how many devices communicate with each other.
+
+    Args:
+        groups: The groups as XLA writes them: `{{0,1},{2,3}}`, `[2,4]<=[8]`, or
+            `mesh['stage'=2,'fsdp'=4] {'fsdp'}`.
+
+    Returns:
+        Devices of a group; 2 if the text does not tell.
+
+    Example:
+        >>> group_size("[2,4]<=[8]"), group_size("mesh['stage'=2,'fsdp'=4] {'fsdp'}")
+        (4, 4)
+    """
+    named = re.match(r"mesh\[(.*?)\]\s*\{(.*?)\}", groups)
+    if named:
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", named[2]))
+    counted = re.match(r"\[\d+,(\d+)\]", groups)
+    if counted:
+        return int(counted[1])
+    listed = re.match(r"\{\{([\d,]*)\}", groups)
+    return len(listed[1].split(",")) if listed else 2
