@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from .. import mpmd, schedules
 from ..autodiff import StagedModel
 from ..mpmd.api import is_tracing, mpmd_value, mpmd_value_and_grad
-from ..schedules import Costs, Schedule, Timeline, check, language, lock_step, num_ranks
+from ..schedules import Costs, Schedule, Timeline, check, language, lock_step
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
 from ._engine import Engine, PipelinePlan
@@ -26,13 +26,13 @@ def _prepare(
     del num_ranks, num_microbatches
     if schedule is None:
         raise ValueError("`engine` is 'mpmd' and `schedule` is None. Give a schedule.")
-    lock_step.check_no_slices_or_copies(check(schedule))
+    lock_step.check_no_slices(check(schedule))
     return schedule, None
 
 
 def _layout(schedule: Schedule | None, ranks: int, counts: tuple[int, ...]) -> LayerLayout:
     assert schedule is not None
-    stages = [len(language.stages_of_rank(schedule, rank)) for rank in range(num_ranks(schedule))]
+    stages = list(map(len, language.stored_stages(schedule)))
     alike = len({*stages}) == len({*counts}) == 1
     return LayerLayout(max(stages), ranks, max(counts), None, None if alike else counts)
 
@@ -147,11 +147,14 @@ def _init(plan: PipelinePlan, make: Callable[[], dict[str, Any]], tied: bool) ->
 
 
 def _shardings(plan: PipelinePlan, weights: dict[str, Any], tied: bool) -> dict[str, Any]:
-    """Returns the ranks of every leaf, and its sharding over `fsdp` on them."""
+    """Returns the ranks of every leaf, and its sharding over `fsdp` on them.
+
+    A stage that several ranks run is stored on one of them, which sends it in every step.
+    """
     assert plan.schedule is not None
     mesh = mpmd.MpmdMesh(plan.mesh, "stage")
-    stages = range(plan.schedule.num_stages)
-    ranks = [language.ranks_of_stage(plan.schedule, stage) for stage in stages]
+    owners = language.owners(plan.schedule)
+    ranks = [(owners[stage],) for stage in range(plan.schedule.num_stages)]
     first = tuple(sorted({*ranks[0], *(ranks[-1] if tied else ())}))
     every = tuple(range(plan.mesh.shape["stage"]))
 

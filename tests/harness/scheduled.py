@@ -5,9 +5,11 @@ import functools
 from harness.contract import Row, slow
 from jaxpipe.schedules import FAMILIES
 
-REFUSED = ("dualpipe", "seq1f1b")
-"""Two copies of the weights; slices of sequences: see tests/schedules/test_lock_step.py."""
+REFUSED = ("seq1f1b",)
+"""Slices of sequences: see tests/schedules/test_lock_step.py."""
 V_SHAPED = ("zbv", "v_half", "v_min", "dualpipev")
+EVEN = ("dualpipe",)
+"""Families for even numbers of ranks, whose stages are on two ranks each."""
 
 scheduled = functools.partial(Row, "scheduled")
 
@@ -30,12 +32,16 @@ SLOW = ("eager_1f1b", "interleaved_gpipe", "kimi_k2", "zero_bubble_h2")
 def every_family() -> list[Row]:
     """One row for each, on one device, with what differs between schedules: how often each number
     of ranks, and whether something is kept for the backward."""
-    return [
+    rows = [
         scheduled("mlp", 2 + i % 3, chunks(name, 2 + i % 2), 2 * (2 + i % 3), schedule=name,
                   tied=True, dropout=0.1, remat=("full", "none")[i % 2],
                   job="slow" if name in SLOW else "test")
-        for i, name in enumerate(names())
+        for i, name in enumerate(name for name in names() if name not in EVEN)
     ]  # fmt: skip
+    return rows + [
+        scheduled("mlp", 4, 1, 8, axes=(("fsdp", 2),), schedule=name, tied=True, dropout=0.1)
+        for name in EVEN
+    ]
 
 
 def compositions() -> list[Row]:
@@ -48,6 +54,12 @@ def compositions() -> list[Row]:
         llama(2, 2, 4, axes=both, schedule="interleaved_1f1b", layers_per_stage=2, remat="none"),
         llama(4, 2, 8, axes=fsdp, schedule="zbv", batch_axes=manual, explicit=True),
         llama(8, 1, 8, axes=(), schedule="gpipe"),
+        llama(8, 1, 16, axes=(), schedule="dualpipe"),
+        llama(2, 1, 4, axes=fsdp, schedule="dualpipe", batch_axes=manual),
+        llama(4, 1, 8, axes=fsdp, schedule="dualpipe", batch_axes=manual, explicit=True),
+        llama(2, 1, 4, axes=both, schedule="dualpipe", gather="once", remat="none"),
+        llama(4, 1, 8, axes=(), schedule="dualpipe", vocab_parallel=True),
+        scheduled("deepseek", 4, 1, 8, axes=fsdp, schedule="dualpipe", packed=True),
         llama(4, 1, 8, axes=(("tensor", 2),), schedule="zero_bubble_h1", vocab_parallel=True),
         llama(2, 1, 4, axes=(("data", 2), ("context", 2)), schedule="1f1b", remat="minimal"),
         scheduled("llama", 2, 1, 4, axes=(("data", 2), ("fsdp", 2)), schedule="1f1b",
@@ -74,7 +86,7 @@ def product() -> list[Row]:
     rows = []
     row = functools.partial(scheduled, job="product")
     for name in names():
-        for ranks in (2, 3, 4, 8):
+        for ranks in (2, 4, 8) if name in EVEN else (2, 3, 4, 8):
             for wanted in (1, 2, 3):
                 v = chunks(name, wanted)
                 if v != wanted and (wanted > 1 or v != 2):

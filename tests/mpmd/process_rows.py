@@ -7,7 +7,7 @@ from harness.contract import Row
 from jaxpipe.schedules import FAMILIES
 
 mpmd = functools.partial(Row, "mpmd", tied=True, dropout=0.1)
-REFUSED = ("dualpipe", "seq1f1b")
+REFUSED = ("seq1f1b",)
 V_SHAPED = ("zbv", "v_half", "v_min", "dualpipev")
 
 

@@ -16,24 +16,32 @@ class Draft(NamedTuple):
     chunks: int
     microbatches: int
     seed: int
+    copies: int = 1
 
 
-def drafts(ranks: tuple[int, ...] = (1, 2, 3, 4)) -> st.SearchStrategy[Draft]:
+def drafts(ranks: tuple[int, ...] = (1, 2, 3, 4), copies: int = 2) -> st.SearchStrategy[Draft]:
     """Not built yet: beartype looks at random items of a list, which hypothesis forbids here."""
     return st.builds(
-        Draft, st.sampled_from(ranks), st.integers(1, 2), st.integers(1, 6), st.integers(0, 2**32)
+        Draft,
+        st.sampled_from(ranks),
+        st.integers(1, 2),
+        st.integers(1, 6),
+        st.integers(0, 2**32),
+        st.integers(1, copies),
     )
 
 
 def random_schedule(draft: Draft) -> Schedule:
     """Stages lie anywhere, as many on every rank; each backward is whole or split.
 
+    With copies some microbatches run one rank on, or more, so that a stage is on several ranks.
     Whatever is ready may come next, so the order of microbatches differs from stage to stage.
     """
     rng = Random(draft.seed)
     num_stages = draft.ranks * draft.chunks
     home = [stage % draft.ranks for stage in range(num_stages)]
     rng.shuffle(home)
+    shifts = [rng.randrange(draft.copies) for _ in range(draft.microbatches)]
     waiting = [
         Action(stage, op, microbatch)
         for stage in range(num_stages)
@@ -44,6 +52,7 @@ def random_schedule(draft: Draft) -> Schedule:
     while waiting:
         action = rng.choice([a for a in waiting if done.issuperset(dependencies(a, num_stages, 1))])
         waiting.remove(action)
-        programs[home[action.stage]].append(action)
+        rank = (home[action.stage] + shifts[action.microbatch]) % draft.ranks
+        programs[rank].append(action)
         done.update(outputs(action))
     return check(Schedule(num_stages, draft.microbatches, tuple(map(tuple, programs))))

@@ -20,15 +20,19 @@ from jaxpipe.schedules import (
     simulate,
 )
 from jaxpipe.schedules.builders import dualpipe, gpipe, one_f_one_b, seq1f1b, zbv, zero_bubble_h1
-from jaxpipe.schedules.language import enumerate_actions, without_fused_pairs
+from jaxpipe.schedules.language import enumerate_actions, stages_of_rank, without_fused_pairs
 from jaxpipe.schedules.lock_step import (
+    CopyRound,
     Grid,
+    RankAndChunk,
     Ticks,
+    WeightCopies,
     candidate_lags,
     candidate_spares,
     check_ticks,
     enumerate_ticks,
     fill_grid,
+    rank_and_chunk_by_stage,
     rank_orders,
     simulate_ticks,
     tick_tables,
@@ -144,16 +148,49 @@ def test_activations_are_handed_on_where_the_placement_needs_it():
     assert (set(v.activation_arrivals), set(v.cotangent_arrivals)) == ({0, 1, 3}, {0, 1, 3})
 
 
-@pytest.mark.parametrize(
-    ("schedule", "message"),
-    [
-        (dualpipe(4, 8), "Stage 0 lies on ranks 0 and 3: two copies of its weights"),
-        (seq1f1b(4, 8), "slices of sequences"),
-    ],
-)
-def test_what_has_no_lock_step_is_refused_with_the_reason(schedule, message):
-    with pytest.raises(ValueError, match=message):
-        to_lock_step(schedule)
+def test_slices_are_refused_with_the_reason():
+    with pytest.raises(ValueError, match="slices of sequences"):
+        to_lock_step(seq1f1b(4, 8))
+
+
+def test_dualpipe_costs_little_more_in_lock_step_than_without():
+    assert price(dualpipe(4, 8), ONES) == (26, 27)
+    assert price(dualpipe(8, 16), ONES) == (54, 58)
+
+
+def test_dualpipe_sends_both_ways_and_copies_weights_in_one_permutation():
+    tables = tick_tables(to_lock_step(dualpipe(4, 8)))
+    assert set(tables.activation_arrivals) == set(tables.cotangent_arrivals) == {1, 3}
+    assert tables.copies == WeightCopies(
+        chunks=((0, 0, -1, -1), (-1, -1, 0, 0)),
+        rounds=(CopyRound((3, 2, 1, 0), (0, 0, 0, 0), (1, 1, 0, 0)),),
+    )
+    assert tick_tables(to_lock_step(zbv(4, 8))).copies is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(drafts(copies=3))
+def test_every_copy_is_received_once_and_every_stage_is_stored_once(draft):
+    schedule = random_schedule(draft)
+    stored, copies = rank_and_chunk_by_stage(schedule), tick_tables(to_lock_step(schedule)).copies
+    assert sorted(stored) == list(range(schedule.num_stages))
+    assert len(set(stored.values())) == schedule.num_stages
+    run = [list(stages_of_rank(schedule, rank)) for rank in range(draft.ranks)]
+    if copies is None:
+        assert sum(map(len, run)) == schedule.num_stages
+        return
+    held = [
+        {c: stages[c] for c in range(len(stages)) if copies.chunks[c][rank] >= 0}
+        for rank, stages in enumerate(run)
+    ]
+    stage_at = {place: stage for stage, place in stored.items()}
+    for sent in copies.rounds:
+        assert sorted(sent.receivers) == list(range(draft.ranks))
+        for rank, receiver in enumerate(sent.receivers):
+            if (chunk := sent.copied_chunks[receiver]) >= 0:
+                assert chunk not in held[receiver]
+                held[receiver][chunk] = stage_at[RankAndChunk(rank, sent.stored_chunks[rank])]
+    assert [dict(enumerate(stages)) for stages in run] == held
 
 
 def every_grid(schedule: Schedule, costs: Costs) -> Ticks:
@@ -220,7 +257,7 @@ def test_a_grid_whose_hand_over_comes_too_late_is_refused():
 
 def test_lock_step_is_never_cheaper_than_it_would_be_to_wait_for_less():
     for name in FAMILIES:
-        if name in ("dualpipe", "seq1f1b", "circular"):
+        if name in ("seq1f1b", "circular"):
             continue
         schedule = build(name, ranks=4, microbatches=8)
         ticks = to_lock_step(schedule, LIKE_MODELS)

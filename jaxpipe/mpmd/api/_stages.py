@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 
 from ...ir.graph import Graph
 from ...schedules import Schedule
+from ...schedules.lock_step import check_no_slices
 from .._lowering import lower
 from ..ir._mpmd_graph import LoweringOptions
 from ..ir._program import Buffer, Instruction, MpmdProgram, RankBuffer
@@ -332,4 +333,5 @@ def _checked_schedule(num_ranks: int, schedule: Any, num_microbatches: int) -> S
             f"The schedule is for {len(checked.programs)} ranks, and the mesh has {num_ranks} "
             "groups. Give as many of one as of the other."
         )
+    check_no_slices(checked)
     return checked

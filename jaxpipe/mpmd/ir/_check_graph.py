@@ -4,8 +4,9 @@ A variable is defined once, and before it is read. A loop has an input for each 
 output and a reduction for each output of its body. If it has stages, they are those of its
 schedule, and values flow forward in the forward and backward in the backward. If the stages have
 tasks, every value that a task reads is written by exactly one task, and every result is accumulated
-by exactly one. If equations have ranks, every rank that runs one has, or is sent, what it reads. If
-there are fragments, they have every equation once on each of its ranks.
+by exactly one, on each rank that runs its stage. If equations have ranks, every rank that runs one
+has, or is sent, what it reads. If there are fragments, they have every equation once on each of its
+ranks.
 """
 
 from collections import Counter
@@ -95,6 +96,7 @@ def _check_loop(where: str, loop: PipelinedLoop, num_ranks: int) -> None:
         )
     assert len(loop.schedule.programs) == num_ranks, f"{where} has a schedule of other ranks"
     if loop.stages:
+        assert len(loop.output_ranks) == len(loop.outputs), f"{where} has outputs without ranks"
         _check_stages(where, loop)
         if any(stage.tasks for stage in loop.stages):
             _check_tasks(where, loop)
@@ -149,10 +151,16 @@ def _check_tasks(where: str, loop: PipelinedLoop) -> None:
             f"stage {i} of {where} has the tasks {sorted(op.name for op in operations)}"
         )
     written = Counter(value for _, _, _, task in tasks for value in task.writes)
-    accumulated = Counter(value for _, _, _, task in tasks for value in task.accumulators)
+    accumulated = Counter(
+        (value, rank)
+        for _, i, _, task in tasks
+        for value in task.accumulators
+        for rank in loop.stage_ranks[i]
+    )
     assert max(written.values(), default=1) == 1, f"two tasks of {where} write one value"
-    assert accumulated == Counter(variables(loop.body.outputs)), (
-        f"the tasks of {where} do not accumulate each of its results once"
+    results = zip(variables(loop.body.outputs), loop.output_ranks, strict=True)
+    assert accumulated == Counter(results), (
+        f"the tasks of {where} do not accumulate each of its results once on each of its ranks"
     )
     given = set(loop.body.inputs)
     for name, _, _, task in tasks:

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from jax.sharding import PartitionSpec
 
-from ...ir.graph import Atom, Graph, Var, variables
+from ...ir.graph import Atom, Graph, Var
 from ...schedules import Op, Schedule, language
 from ._reduce import Reduction
 from ._text import Names, format_graph, format_spec, indent
@@ -69,6 +69,9 @@ class PipelinedLoop:
         stages: [num_stages] the stages of the body, () before `cut_stages`.
         specs: [num_outputs] the specs, within a group, of the results whose sharding the user
             constrains inside the body, None for the others.
+        output_ranks: [num_outputs] the rank that accumulates each output, () before `cut_stages`.
+            If several ranks run a stage, a result of it is an output of the body, and so of the
+            loop, once for each of them.
     """
 
     inputs: tuple[Atom, ...]
@@ -79,6 +82,7 @@ class PipelinedLoop:
     all_mark_ids: tuple[int, ...]
     stages: tuple[Stage, ...]
     specs: tuple[PartitionSpec | None, ...]
+    output_ranks: tuple[int, ...] = ()
 
     @property
     def invariants(self) -> tuple[Var, ...]:
@@ -96,32 +100,41 @@ class PipelinedLoop:
         return self.schedule.num_microbatches
 
     @cached_property
-    def stage_ranks(self) -> tuple[int, ...]:
-        """Returns the rank that runs each stage."""
-        ranks = language.ranks_by_stage(self.schedule)
-        assert all(len(of_stage) == 1 for of_stage in ranks.values()), "a stage has one rank"
-        return tuple(ranks[stage][0] for stage in range(self.schedule.num_stages))
+    def stage_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """Returns the ranks that run each stage; the first is the stage's owner."""
+        ranks, owners = language.ranks_by_stage(self.schedule), language.owners(self.schedule)
+        return tuple(
+            (owners[stage], *(rank for rank in ranks[stage] if rank != owners[stage]))
+            for stage in range(self.schedule.num_stages)
+        )
+
+    @cached_property
+    def microbatches(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
+        """Returns the microbatches for which a rank runs a stage, by (stage, rank)."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for (stage, microbatch), rank in language.rank_by_microbatch(self.schedule).items():
+            found.setdefault((stage, rank), []).append(microbatch)
+        return {key: tuple(sorted(microbatches)) for key, microbatches in found.items()}
 
     @cached_property
     def input_ranks(self) -> tuple[frozenset[int], ...]:
         """Returns the ranks whose tasks read each input of the loop."""
-        found: dict[Var, set[int]] = {invariant: set() for invariant in self.invariants}
-        for rank, stage in zip(self.stage_ranks, self.stages, strict=True):
-            for value in {value for task in stage.tasks.values() for value in task.reads}:
-                if value in found:
-                    found[value].add(rank)
-        return tuple(frozenset(found[invariant]) for invariant in self.invariants)
+        return self._ranks_of_readers(self.stage_ranks)
 
     @cached_property
-    def output_ranks(self) -> tuple[int, ...]:
-        """Returns the rank that accumulates each output of the loop."""
-        rank_of = {
-            value: rank
-            for rank, stage in zip(self.stage_ranks, self.stages, strict=True)
-            for task in stage.tasks.values()
-            for value in task.accumulators
-        }
-        return tuple(rank_of[value] for value in variables(self.body.outputs))
+    def owner_ranks(self) -> tuple[frozenset[int], ...]:
+        """Returns the ranks that own a stage whose tasks read each input of the loop."""
+        return self._ranks_of_readers([ranks[:1] for ranks in self.stage_ranks])
+
+    def _ranks_of_readers(
+        self, stage_ranks: Sequence[tuple[int, ...]]
+    ) -> tuple[frozenset[int], ...]:
+        found: dict[Var, set[int]] = {invariant: set() for invariant in self.invariants}
+        for ranks, stage in zip(stage_ranks, self.stages, strict=True):
+            for value in {value for task in stage.tasks.values() for value in task.reads}:
+                if value in found:
+                    found[value].update(ranks)
+        return tuple(frozenset(found[invariant]) for invariant in self.invariants)
 
     def __str__(self) -> str:
         return "\n".join(format_loop(self, Names()))

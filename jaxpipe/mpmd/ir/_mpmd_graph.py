@@ -49,7 +49,7 @@ class RankAssignment:
         runs_on: The ranks that run each equation outside of loops, () if no rank needs it.
         needed_on: The ranks that need each value, which is computed there or sent there.
         produced_on: The ranks that have each value without receiving it: the ranks of its equation,
-            or, for an input of the function, the ranks that need it.
+            or, for an input of the function, the ranks that are given it.
     """
 
     runs_on: Mapping[Eqn, Ranks] = field(default_factory=dict)

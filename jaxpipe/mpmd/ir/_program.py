@@ -38,7 +38,7 @@ class BufferOnRanks(NamedTuple):
 
     Attributes:
         buffer: The buffer.
-        ranks: The ranks that read an argument or hold a result; () if no rank reads it.
+        ranks: The ranks that are given an argument or hold a result; () if no rank reads it.
     """
 
     buffer: Buffer

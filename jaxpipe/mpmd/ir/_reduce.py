@@ -23,7 +23,8 @@ class ReduceOp(Protocol):
     """A reduction: how the results of all microbatches become one array.
 
     Any object with these two methods can be an `operation` of `treduce`. Schedules may run
-    microbatches in any order, so the result of `update` must not depend on their order.
+    microbatches in any order, so the result of `update` must not depend on their order. If a stage
+    is on several ranks, a method `combine(state, other)` returns the array of two of them.
     """
 
     def state(self, n: int, a: jax.ShapeDtypeStruct) -> jax.Array:

@@ -7,6 +7,9 @@ from ._action import parse_step as parse_step
 from ._dependencies import dependencies as dependencies
 from ._dependencies import outputs as outputs
 from ._dependencies import topological_order as topological_order
+from ._owners import owners as owners
+from ._owners import rank_by_microbatch as rank_by_microbatch
+from ._owners import stored_stages as stored_stages
 from ._placement import loop_rank_and_chunk as loop_rank_and_chunk
 from ._placement import loop_stage as loop_stage
 from ._placement import straight_rank_and_chunk as straight_rank_and_chunk

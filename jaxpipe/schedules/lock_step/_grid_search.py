@@ -15,7 +15,7 @@ from ..analysis._simulate import Costs, Time, check_costs, simulate
 from ..builders._require import require
 from ..language._schedule import Schedule, num_ranks, splits_backwards, without_fused_pairs
 from ._grid import Grid, RankOrders, fill_grid, rank_orders, ticks_from_grid
-from ._ticks import Ticks, check_no_slices_or_copies
+from ._ticks import Ticks, check_no_slices
 
 
 def to_lock_step(
@@ -39,8 +39,8 @@ def to_lock_step(
         The schedule in the order of the grid, with the tick of every action.
 
     Raises:
-        ValueError: If microbatches are sliced, a stage is on two ranks, `spare` is negative, or
-            costs are negative or not one per stage.
+        ValueError: If microbatches are sliced, `spare` is negative, or costs are negative or not
+            one per stage.
 
     Example:
         >>> from jaxpipe.schedules import build
@@ -49,7 +49,7 @@ def to_lock_step(
         22
     """
     require(spare is None or spare >= 0, f"`spare` is {spare}.", "Give 0 or more activations.")
-    check_no_slices_or_copies(schedule)
+    check_no_slices(schedule)
     costs, plain = costs or Costs(), without_fused_pairs(schedule)
     check_costs(costs, schedule.num_stages)
     tries = _affordable_tries(plain)

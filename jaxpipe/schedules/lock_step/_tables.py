@@ -6,9 +6,10 @@ A table is [num_ticks][num_ranks]; -1 stands for no work, no slot or no chunk.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..builders._require import require
 from ..language._action import Action, Op, actions_of
+from ..language._owners import rank_by_microbatch
 from ..language._schedule import Schedule, num_ranks, stages_of_rank
+from ._copies import WeightCopies, weight_copies
 from ._slots import HAND_OVER, Slots, assign_slots, num_slots
 from ._ticks import PHASE, Ticks, enumerate_ticks, num_ticks
 from ._weight_prefetch import ChunkResidency, chunk_residencies, separates_backward_weights
@@ -61,6 +62,7 @@ class TickTables(NamedTuple):
         first_chunks: [num_ranks] the chunk with which each rank begins.
         separate_backward_weights: Whether forward and backward hold weights of their own
             (`_weight_prefetch`).
+        copies: How a rank obtains the weights of its chunks; None if it stores all of them.
     """
 
     forward: PhaseTable
@@ -71,39 +73,7 @@ class TickTables(NamedTuple):
     num_slots: dict[str, int]
     first_chunks: tuple[int, ...]
     separate_backward_weights: bool
-
-
-class RankAndChunk(NamedTuple):
-    """The rank of a stage, and which of that rank's stages it is."""
-
-    rank: int
-    chunk: int
-
-
-def rank_and_chunk_by_stage(schedule: Schedule) -> dict[int, RankAndChunk]:
-    """Returns the rank and the chunk of every stage, in the order of ranks.
-
-    Args:
-        schedule: A schedule.
-
-    Returns:
-        The rank and the chunk of each stage, by stage.
-
-    Raises:
-        ValueError: If ranks hold different numbers of stages.
-    """
-    held = [stages_of_rank(schedule, rank) for rank in range(num_ranks(schedule))]
-    counts = [len(stages) for stages in held]
-    require(
-        len(set(counts)) == 1,
-        f"Ranks hold {', '.join(map(str, counts))} stages, and all run one program.",
-        "Give a schedule with as many on every rank.",
-    )
-    return {
-        stage: RankAndChunk(rank, chunk)
-        for rank, stages in enumerate(held)
-        for chunk, stage in enumerate(stages)
-    }
+    copies: WeightCopies | None
 
 
 _FIELDS = {
@@ -132,10 +102,11 @@ def tick_tables(ticks: Ticks) -> TickTables:
         One table per phase, the arrivals, and the sizes of the buffers.
 
     Raises:
-        ValueError: If ranks hold different numbers of stages.
+        ValueError: If ranks run or store different numbers of stages.
     """
     schedule, slots = ticks.schedule, assign_slots(ticks)
-    rank_and_chunk_of = rank_and_chunk_by_stage(schedule)
+    copies = weight_copies(schedule)
+    chunks = _chunks_by_rank(schedule)
     visiting: list[list[Action]] = [[] for _ in schedule.programs]
     for rank, _, action in enumerate_ticks(ticks):
         if action.op is not Op.W:
@@ -146,26 +117,37 @@ def tick_tables(ticks: Ticks) -> TickTables:
         for program in visiting
         for v in chunk_residencies(program, separate_backward_weights=separate)
     )
-    forward, backward, weight = _phases(ticks, rank_and_chunk_of, slots, upcoming)
+    forward, backward, weight = _phases(ticks, chunks, slots, upcoming)
     sizes = {name: num_slots(buffer) for name, buffer in slots._asdict().items()}
     first = tuple(
-        rank_and_chunk_of[actions_of(program[0])[0].stage].chunk for program in schedule.programs
+        chunk_of[actions_of(program[0])[0].stage]
+        for chunk_of, program in zip(chunks, schedule.programs, strict=True)
     )
     return TickTables(
         forward,
         backward,
         weight,
-        _arrivals(ticks, rank_and_chunk_of, (Op.F,), 1, slots.inputs),
-        _arrivals(ticks, rank_and_chunk_of, (Op.B, Op.I), -1, slots.cotangents),
+        _arrivals(ticks, (Op.F,), 1, slots.inputs),
+        _arrivals(ticks, (Op.B, Op.I), -1, slots.cotangents),
         sizes,
         first,
         separate,
+        copies,
     )
+
+
+def _chunks_by_rank(schedule: Schedule) -> list[dict[int, int]]:
+    """Returns for every rank the chunk that each of its stages is."""
+    ranks = range(num_ranks(schedule))
+    return [
+        {stage: chunk for chunk, stage in enumerate(stages_of_rank(schedule, rank))}
+        for rank in ranks
+    ]
 
 
 def _phases(
     ticks: Ticks,
-    rank_and_chunk_of: dict[int, RankAndChunk],
+    chunks: list[dict[int, int]],
     slots: Slots,
     upcoming: Iterator[ChunkResidency],
 ) -> Iterator[PhaseTable]:
@@ -191,7 +173,7 @@ def _phases(
         phase = phases[PHASE[op]]
         phase["microbatch"][tick][rank] = microbatch
         phase["stage"][tick][rank] = stage
-        phase["chunk"][tick][rank] = rank_and_chunk_of[stage].chunk
+        phase["chunk"][tick][rank] = chunks[rank][stage]
         number = stage * schedule.num_microbatches + microbatch
         for name in _FIELDS[op]:
             phase[name][tick][rank] = buffers[name][number]
@@ -200,9 +182,7 @@ def _phases(
         if op is not Op.W:
             source, following, ends_residency = next(upcoming)
             phase["weight_source"][tick][rank] = source
-            phase["prefetch_chunk"][tick][rank] = (
-                rank_and_chunk_of[following].chunk if following >= 0 else -1
-            )
+            phase["prefetch_chunk"][tick][rank] = chunks[rank][following] if following >= 0 else -1
             phase["ends_residency"][tick][rank] = int(ends_residency)
     # Each draft is freed for its table: keeping all of both would take twice the memory.
     return (
@@ -212,18 +192,18 @@ def _phases(
 
 def _arrivals(
     ticks: Ticks,
-    rank_and_chunk_of: dict[int, RankAndChunk],
     ops: tuple[Op, ...],
     step: int,
     slots: list[int],
 ) -> dict[int, Table]:
     """Returns the slots in which outputs of `ops` arrive `step` stages on, by offset of ranks."""
     schedule = ticks.schedule
+    rank_of = rank_by_microbatch(schedule)
     drafts: dict[int, _Draft] = {}
     for rank, tick, action in enumerate_ticks(ticks):
         target = action.stage + step
-        if action.op in ops and target in rank_and_chunk_of:
-            home = rank_and_chunk_of[target].rank
+        if action.op in ops and (target, action.microbatch) in rank_of:
+            home = rank_of[target, action.microbatch]
             offset = (home - rank) % num_ranks(schedule)
             if offset not in drafts:
                 drafts[offset] = _empty(num_ticks(ticks), num_ranks(schedule))

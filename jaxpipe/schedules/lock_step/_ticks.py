@@ -14,7 +14,7 @@ from ..builders._require import require
 from ..language._action import Action, Op, ScheduleStep, actions_of
 from ..language._check import check
 from ..language._dependencies import ScheduleError, dependencies, outputs
-from ..language._schedule import Schedule, enumerate_actions, num_slices, ranks_by_stage
+from ..language._schedule import Schedule, enumerate_actions, num_slices
 
 PHASE = {Op.F: 0, Op.B: 1, Op.I: 1, Op.W: 2}
 """The phase of an action in a tick. Two actions of a tick and rank never have the same phase."""
@@ -75,7 +75,7 @@ def check_ticks(ticks: Ticks) -> Ticks:
     Raises:
         ScheduleError: If an action is too early, or duplicated in a tick, naming the first one; or
             if the schedule does not pass `check`.
-        ValueError: If microbatches are sliced, or a stage is on two ranks.
+        ValueError: If microbatches are sliced.
     """
     lengths = [len(program) for program in ticks.schedule.programs]
     if [len(numbers) for numbers in ticks.tick_of] != lengths:
@@ -83,7 +83,7 @@ def check_ticks(ticks: Ticks) -> Ticks:
             f"`tick_of` has {', '.join(str(len(n)) for n in ticks.tick_of)} ticks for programs of "
             f"{', '.join(map(str, lengths))} steps. Give one for each."
         )
-    check_no_slices_or_copies(ticks.schedule)
+    check_no_slices(ticks.schedule)
     if any(action.op is not Op.F for _, _, action in enumerate_ticks(ticks)):
         check(ticks.schedule)
     else:
@@ -112,26 +112,17 @@ def check_ticks(ticks: Ticks) -> Ticks:
     return ticks
 
 
-def check_no_slices_or_copies(schedule: Schedule) -> None:
-    """Refuses schedules with slices or with two copies of a stage.
-
-    Engines that differentiate stage by stage cannot run them.
+def check_no_slices(schedule: Schedule) -> None:
+    """Refuses schedules with slices, which engines that differentiate stage by stage cannot run.
 
     Raises:
-        ValueError: If microbatches are sliced, or a stage is on two ranks.
+        ValueError: If microbatches are sliced.
     """
     require(
         num_slices(schedule) == 1,
         "`schedule` has slices of sequences, whose order attention would have to know.",
         "Give a schedule of whole microbatches, such as 1f1b.",
     )
-    for stage, ranks in ranks_by_stage(schedule).items():
-        require(
-            len(ranks) < 2,
-            f"Stage {stage} lies on ranks {' and '.join(map(str, ranks))}: two copies of its "
-            "weights.",
-            "Give a schedule with one, such as dualpipev instead of dualpipe.",
-        )
 
 
 def _check_forwards(schedule: Schedule) -> None:

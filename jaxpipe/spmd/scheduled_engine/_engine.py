@@ -38,7 +38,8 @@ def scheduled_value_and_grad(
     Args:
         model: The model.
         weights: The groups "embed", "stages" and "head"; leaves of "stages" are [v, S, ...], a
-            rank's stages in forward order, as `spmd.to_ranks` returns them.
+            rank's stages in forward order, as `spmd.to_ranks` returns them. A stage that several
+            ranks run is stored on one of them, which sends its weights to the others once.
         batch_inputs: [M, ...] leaves.
         keys: [v, S, ...] leaves, or () without dropout.
         ticks: The schedule in lock-step, of `schedules.lock_step`.
@@ -58,7 +59,7 @@ def scheduled_value_and_grad(
     Raises:
         ValueError: If counts do not agree with each other, the schedule or the mesh; if rows do not
             divide over `gather.batch_axes`; if `gather.when` is "repeat" and backwards are split;
-            if ranks hold different numbers of stages.
+            if ranks run or store different numbers of stages.
         ScheduleError: If `ticks` cannot be run.
 
     Example:

@@ -6,13 +6,15 @@ the stages before. Tables that `jaxpipe.schedules` makes from the schedule say w
 tick and in which slot of a buffer every array is stored. So the program has one F and one B,
 whatever the schedule, and buffers are as large as its peak.
 
-S ranks, v chunks on each, M microbatches.
+S ranks, v chunks on each, M microbatches. If stages are on several ranks, `stages` and `keys` have
+the chunks that a rank stores, and the loop has those that it runs (`_copies`).
 """
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, PyTree, Scalar
 
@@ -23,6 +25,7 @@ from ...schedules.lock_step import TickTables
 from .._buffers import allocate_buffer, cast_like, put, to_accum_dtype
 from ..ranks import AXIS, cond, execution_count_hint, pvary, zeros, zeros_like
 from ..weight_gather import Gather
+from ._copies import receive_copies, return_gradients
 from ._phases import (
     ActivationBuffers,
     ForwardOutputs,
@@ -93,12 +96,13 @@ def rank_value_and_grad(
     Returns:
         ((loss, metrics) of the batch, (gradients of `stages`, gradients of `boundary`)).
     """
+    copies = options.tables.copies
     invariants, zero_outputs, buffers, totals = _prepare(
         model, options, stages, boundary, batch_inputs, keys
     )
     totals = _all_ticks(options, invariants, zero_outputs, buffers, totals)
     boundary_grads = options.boundary_gather.reduce_scatter(lax.psum(totals.boundary, AXIS))
-    stage_grads = invariants.gather.finish(totals.weight_state)
+    stage_grads = return_gradients(invariants.gather.finish(totals.weight_state), copies)
     return _summed(options, totals), (
         cast_like(stage_grads, stages),
         cast_like(boundary_grads, boundary),
@@ -132,16 +136,19 @@ def _all_ticks(
 
     rows = rows_of_rank(options.tables)
     if options.vocab_parallel:
-        rows = rows._replace(loss_microbatch=jnp.asarray(_loss_microbatches(options)))
+        rows = rows._replace(loss_microbatches=_loss_microbatches(options))
     return lax.scan(tick, TickCarry(buffers, totals), rows)[0].totals
 
 
-def _loss_microbatches(options: ScheduledOptions) -> list[int]:
-    """Returns [num_ticks]: the microbatch that leaves the last stage in a tick, or -1."""
-    forward = options.tables.forward
-    rows = zip(forward.microbatch, forward.stage, strict=True)
-    last = options.num_stages - 1
-    return [max(m if s == last else -1 for m, s in zip(*row, strict=True)) for row in rows]
+def _loss_microbatches(options: ScheduledOptions) -> tuple[Index, ...]:
+    """Returns [num_ticks] microbatches that leave the last stage in a tick, or -1.
+
+    There is one for each rank that runs the last stage.
+    """
+    forward, last = options.tables.forward, options.num_stages - 1
+    microbatches, stages = np.asarray(forward.microbatch), np.asarray(forward.stage)
+    leaving = np.where(stages == last, microbatches, -1).T
+    return tuple(jnp.asarray(row, jnp.int32) for row in leaving if (row >= 0).any())
 
 
 def _summed(options: ScheduledOptions, totals: Totals) -> tuple[Scalar, Aux]:
@@ -159,6 +166,7 @@ def _prepare(
     keys: PyTree,
 ) -> tuple[ScheduledInvariants, ForwardOutputs, ActivationBuffers, Totals]:
     """Traces and splits the stage; returns (invariants, zero outputs of an F, buffers, totals)."""
+    stages, keys = receive_copies((stages, keys), options.tables.copies)
     gather = scheduled_weights(options.gather, stages, options.tables)
     has_backward = options.tables.num_slots["cotangents"] > 0
     weight_state = gather.init(has_backward)
@@ -256,11 +264,8 @@ def _tick(
         like=(totals, zero_outputs),
         hint=execution_count_hint(tables.forward.microbatch),
     )
-    if row.loss_microbatch is not None:
-        totals, cotangent = _loss_on_all_ranks(
-            invariants, zero_outputs, row.forward, outputs.activation, row.loss_microbatch, totals
-        )
-        outputs = outputs._replace(cotangent=cotangent)
+    for microbatch in row.loss_microbatches:
+        totals, outputs = _loss_on_all_ranks(invariants, row.forward, outputs, microbatch, totals)
     buffers = buffers._replace(
         inputs=_hand_over(buffers.inputs, outputs.activation, row.activation_arrivals)
     )
@@ -290,33 +295,35 @@ def _tick(
 
 def _loss_on_all_ranks(
     invariants: ScheduledInvariants,
-    zero_outputs: ForwardOutputs,
     work: PhaseRow,
-    y: PyTree,
+    outputs: ForwardOutputs,
     microbatch: Index,
     totals: Totals,
-) -> tuple[Totals, PyTree]:
+) -> tuple[Totals, ForwardOutputs]:
     """Broadcasts the output of the last stage to all ranks, which compute its loss together.
 
     The condition is the same on all ranks, so they may communicate under it.
 
     Returns:
-        The totals, and the gradient with respect to the output.
+        The totals, and the outputs with the gradient with respect to the activation, on its rank.
     """
-    is_last = (work.microbatch >= 0) & (work.stage == invariants.num_stages - 1)
+    is_source = (work.microbatch == microbatch) & (work.stage == invariants.num_stages - 1)
 
     def loss(totals: Totals) -> tuple[Totals, PyTree]:
-        everywhere = jax.tree.map(lambda y: _broadcast(is_last, y), y)
+        everywhere = jax.tree.map(lambda y: _broadcast(is_source, y), outputs.activation)
         inputs_m = index_leading(invariants.batch_inputs, microbatch)
-        return vocab_parallel_loss(invariants, everywhere, inputs_m, totals)
+        totals, dy = vocab_parallel_loss(invariants, everywhere, inputs_m, totals)
+        own = jax.tree.map(lambda *xs: jnp.where(is_source, *xs), dy, outputs.cotangent)
+        return totals, own
 
-    return cond(
+    totals, cotangent = cond(
         microbatch >= 0,
         loss,
-        lambda totals: (totals, zero_outputs.cotangent),
+        lambda totals: (totals, outputs.cotangent),
         totals,
-        like=(totals, zero_outputs.cotangent),
+        like=(totals, outputs.cotangent),
     )
+    return totals, outputs._replace(cotangent=cotangent)
 
 
 def _broadcast(is_source: Bool[Array, ""], x: jax.Array) -> jax.Array:

@@ -46,8 +46,8 @@ class TickRow(NamedTuple):
         activation_arrivals: By the offset of the sending rank, the slot of the activation that
             arrives; negative for none.
         cotangent_arrivals: The same for cotangents.
-        loss_microbatch: The microbatch whose loss all ranks compute together, or -1; None if the
-            rank of the last stage computes losses alone.
+        loss_microbatches: For each rank of the last stage, the microbatch whose loss all ranks
+            compute together, or -1; () if the rank of the last stage computes losses alone.
     """
 
     forward: PhaseRow
@@ -55,7 +55,7 @@ class TickRow(NamedTuple):
     weight: PhaseRow
     activation_arrivals: dict[int, Index]
     cotangent_arrivals: dict[int, Index]
-    loss_microbatch: Index | None = None
+    loss_microbatches: tuple[Index, ...] = ()
 
 
 FIRST_CHUNK = PhaseRow(*[0] * len(PhaseRow._fields))  # type: ignore[arg-type]

@@ -130,7 +130,7 @@ def _select_and_time(
     config: Config, description: str, schedule: Schedule, costs: Costs
 ) -> tuple[ScheduleSelection, float]:
     """Returns the schedule as the engine runs it, and its makespan in units of `costs`."""
-    lock_step.check_no_slices_or_copies(schedules.check(schedule))
+    lock_step.check_no_slices(schedules.check(schedule))
     if config.engine.per_stage_state:
         timeline = schedules.simulate(schedule, costs)
         reason = f"{description}: {_describe_bubble(timeline)}, {_describe_activations(schedule)}"

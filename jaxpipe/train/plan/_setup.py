@@ -68,10 +68,9 @@ class Setup:
 
     @cached_property
     def stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
-        """Stages of every rank in forward order, for engines that run a schedule."""
+        """Stages that every rank stores, in forward order, for engines that run a schedule."""
         assert self.schedule_selection is not None
-        stages_of_rank = partial(language.stages_of_rank, self.schedule_selection.schedule)
-        return tuple(map(stages_of_rank, range(self.layout.num_ranks)))
+        return language.stored_stages(self.schedule_selection.schedule)
 
     @property
     def num_layers_after_pipeline(self) -> int:

@@ -5,8 +5,10 @@ Before: loops whose bodies are one graph with marks in it.
 After: loops with a `Stage` for each stage of the schedule, which has its forward and its backward.
 Marks have no meaning any more: they return their operands. A result that is a sum over stages, such
 as the gradient of a weight that several stages use, has become several results of the loop, one for
-each of these stages: its shares. The shares are added once, after the loop. Sharding constraints on
-summed results of a microbatch have become specs of the loop's results.
+each of these stages: its shares. The shares are added once, after the loop. A result of a stage
+that several ranks run, each for some of the microbatches, has become one result for each of these
+ranks, which are combined after the loop. Sharding constraints on summed results of a microbatch
+have become specs of the loop's results.
 
 Why here: invariants have been hoisted, so no stage computes what does not depend on the microbatch.
 The split into tasks, the next pass, works on one stage at a time.
@@ -32,6 +34,7 @@ from ....ir.graph import (
     print_tokens,
     variables,
 )
+from ...ir._combine import combine_eqns
 from ...ir._eqns import (
     ADD,
     copy_eqn,
@@ -70,24 +73,36 @@ def _cut_loop(loop: PipelinedLoop) -> Iterator[Eqn | PipelinedLoop]:
     adds = [reduction.adds for reduction in loop.reductions]
     constrained = constrained_results(loop.body, adds)
     staged = _cut_body(constrained.body, loop.schedule.num_stages, adds, loop.all_mark_ids)
-    reductions, outputs, specs = [], [], []
+    stage_of = {v: i for i, stage in enumerate(staged.stages) for v in stage.graph.outputs}
+    reductions, results, outputs, ranks, specs = [], [], [], [], []
+    combinations: list[Eqn] = []
     sums: list[Eqn] = []
     for shares, result, reduction, spec in zip(
         staged.shares, loop.outputs, loop.reductions, constrained.specs, strict=True
     ):
         own = [result] if len(shares) == 1 else [Var(result.aval) for _ in shares]
-        outputs += own
-        reductions += [reduction] * len(shares)
-        specs += [accumulator_spec(spec, reduction)] * len(shares)
+        for share, value in zip(shares, own, strict=True):
+            stage = stage_of[share]
+            on = loop.stage_ranks[stage]
+            parts = [value] if len(on) == 1 else [Var(value.aval) for _ in on]
+            microbatches = [loop.microbatches[stage, rank] for rank in on]
+            combinations += combine_eqns(parts, value, reduction, microbatches)
+            outputs += parts
+            results += [share] * len(on)
+            ranks += on
+            reductions += [reduction] * len(on)
+            specs += [accumulator_spec(spec, reduction)] * len(on)
         sums += _sum_eqns(own, result)
     yield replace(
         loop,
         outputs=tuple(outputs),
-        body=staged.body,
+        body=replace(staged.body, outputs=tuple(results)),
         reductions=tuple(reductions),
         stages=staged.stages,
         specs=tuple(specs),
+        output_ranks=tuple(ranks),
     )
+    yield from combinations
     yield from sums
 
 

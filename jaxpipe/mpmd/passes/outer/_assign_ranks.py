@@ -13,6 +13,9 @@ A loop determines which ranks need its inputs and which rank holds each output. 
 equation runs where the largest of its inputs is held, so an optimizer update runs on the rank that
 has the gradient. Values that depend on no loop, such as a step count or a cast of weights, are
 cheap to compute twice: every rank that needs such a value computes it itself.
+
+If several ranks run a stage, its owner is given the arguments that the stage reads, such as
+weights, and sends them to the others. So each weight and its optimizer state are on one rank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,17 +59,19 @@ def assign_ranks(graph: MpmdGraph) -> MpmdGraph:
     computed_on |= _ranks_of_prints(graph, computed_on, needed_on)
     returned_on = _ranks_of_outputs(graph, computed_on)
     needed_on = _ranks_that_need(graph, computed_on, returned_on)
-    returned_on |= _ranks_of_open_outputs(graph, returned_on, needed_on)
+    given_to = _ranks_that_need(graph, computed_on, returned_on, by_owners=True)
+    returned_on |= _ranks_of_open_outputs(graph, returned_on, given_to)
     needed_on = _ranks_that_need(graph, computed_on, returned_on)
-    return replace(graph, ranks=_rank_assignment(graph, computed_on, needed_on))
+    given_to = _ranks_that_need(graph, computed_on, returned_on, by_owners=True)
+    return replace(graph, ranks=_rank_assignment(graph, computed_on, needed_on, given_to))
 
 
 def _rank_assignment(
-    graph: MpmdGraph, computed_on: RankSets, needed_on: RankSets
+    graph: MpmdGraph, computed_on: RankSets, needed_on: RankSets, given_to: RankSets
 ) -> RankAssignment:
-    """Returns the ranks of all equations and values."""
+    """Returns the ranks of all equations and values; `given_to` has those of the arguments."""
     runs_on: dict[Eqn, Ranks] = {}
-    produced_on: dict[Var, Ranks] = {v: _sorted_ranks(needed_on[v]) for v in graph.inputs}
+    produced_on: dict[Var, Ranks] = {v: _sorted_ranks(given_to[v]) for v in graph.inputs}
     for eqn in graph.eqns:
         if isinstance(eqn, PipelinedLoop):
             pairs = zip(eqn.outputs, eqn.output_ranks, strict=True)
@@ -84,11 +89,11 @@ def _sorted_ranks(ranks: set[int]) -> Ranks:
 
 
 def _ranks_of_loop_inputs(graph: MpmdGraph) -> dict[Var, set[int]]:
-    """Returns the ranks whose loops read a value, directly or through values computed from it."""
+    """Returns the owners of stages that read a value, or read values computed from it."""
     found: dict[Var, set[int]] = {}
     for eqn in reversed(graph.eqns):
         if isinstance(eqn, PipelinedLoop):
-            for value, ranks in _ranks_of_inputs(eqn).items():
+            for value, ranks in _ranks_of_inputs(eqn, by_owners=True).items():
                 found.setdefault(value, set()).update(ranks)
         else:
             ranks = set().union(*(found.get(value, set()) for value in eqn.outputs))
@@ -97,10 +102,11 @@ def _ranks_of_loop_inputs(graph: MpmdGraph) -> dict[Var, set[int]]:
     return found
 
 
-def _ranks_of_inputs(loop: PipelinedLoop) -> dict[Var, set[int]]:
-    """Returns the ranks whose tasks read each input of a loop."""
+def _ranks_of_inputs(loop: PipelinedLoop, *, by_owners: bool = False) -> dict[Var, set[int]]:
+    """Returns the ranks whose tasks read each input of a loop, or those that own these tasks."""
     found: dict[Var, set[int]] = {}
-    for atom, ranks in zip(loop.inputs, loop.input_ranks, strict=True):
+    readers = loop.owner_ranks if by_owners else loop.input_ranks
+    for atom, ranks in zip(loop.inputs, readers, strict=True):
         for value in variables([atom]):
             found.setdefault(value, set()).update(ranks)
     return found
@@ -192,16 +198,19 @@ def _ranks_of_outputs(graph: MpmdGraph, computed_on: RankSets) -> dict[Var, set[
 
 
 def _ranks_that_need(
-    graph: MpmdGraph, computed_on: RankSets, returned_on: RankSets
+    graph: MpmdGraph, computed_on: RankSets, returned_on: RankSets, *, by_owners: bool = False
 ) -> dict[Var, set[int]]:
-    """Returns the ranks that need each value, by one walk from the outputs to the inputs."""
+    """Returns the ranks that need each value, by one walk from the outputs to the inputs.
+
+    With `by_owners`, as if only the owner of each stage ran it.
+    """
     found: dict[Var, set[int]] = {value: set() for value in graph.inputs}
     found |= {value: set() for eqn in graph.eqns for value in eqn.outputs}
     for value in variables(graph.outputs):
         found[value] |= returned_on.get(value, set())
     for eqn in reversed(graph.eqns):
         if isinstance(eqn, PipelinedLoop):
-            for value, ranks in _ranks_of_inputs(eqn).items():
+            for value, ranks in _ranks_of_inputs(eqn, by_owners=by_owners).items():
                 found[value] |= ranks
             continue
         if prints(eqn):

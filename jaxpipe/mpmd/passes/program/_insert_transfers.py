@@ -3,14 +3,15 @@
 Before: a program of `RunTask` instructions, which read buffers that other ranks wrote.
 
 After: the same program with a `Send` and a `Recv` after each task whose results other ranks read,
-so that every rank reads only what it has.
+so that every rank reads only what it has. Arguments are sent first, from the ranks that are given
+them to other ranks that read them: those that run a stage whose weights another rank stores.
 
 Why here: the order of tasks is known, and a transfer stands directly behind the task that wrote its
 buffers. The next pass may fuse two tasks of a rank only if no transfer is between them.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ...ir._program import Buffer, Instruction, MpmdProgram, Recv, RunTask, Send
@@ -43,6 +44,7 @@ def insert_transfers(program: MpmdProgram) -> MpmdProgram:
     sent: set[Buffer] = set()
 
     def instructions() -> Iterator[Instruction]:
+        yield from _argument_transfers(program, readers)
         for run in program.instructions:
             assert isinstance(run, RunTask)
             yield run
@@ -57,3 +59,16 @@ def insert_transfers(program: MpmdProgram) -> MpmdProgram:
                 yield Recv(to, run.rank, tuple(buffers), run.name)
 
     return replace(program, instructions=tuple(instructions()), has_transfers=True)
+
+
+def _argument_transfers(
+    program: MpmdProgram, readers: Mapping[Buffer, set[int]]
+) -> Iterator[Instruction]:
+    """Yields the transfers of arguments to the ranks that read them and are not given them."""
+    leaving: dict[tuple[int, int], list[Buffer]] = defaultdict(list)
+    for buffer, ranks in program.inputs:
+        for to in sorted(readers[buffer].difference(ranks)):
+            leaving[ranks[0], to].append(buffer)
+    for (rank, to), buffers in sorted(leaving.items()):
+        yield Send(rank, to, tuple(buffers), "arguments")
+        yield Recv(to, rank, tuple(buffers), "arguments")

@@ -13,6 +13,7 @@ fused programs and the life of buffers, depends on the order of instructions.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 import jax
 
@@ -43,7 +44,7 @@ def unroll_schedule(graph: MpmdGraph) -> MpmdProgram:
         instructions += [*_init_tasks(loop, i), *_tasks_of_schedule(loop, i), *after]
     return MpmdProgram(
         options.num_ranks,
-        tuple(BufferOnRanks(Buffer(v), needed_on[v]) for v in graph.inputs),
+        tuple(BufferOnRanks(Buffer(v), graph.ranks.produced_on[v]) for v in graph.inputs),
         tuple(BufferOnRanks(Buffer(v), needed_on[v]) for v in variables(graph.outputs)),
         indices,
         tuple(instructions),
@@ -55,24 +56,30 @@ def unroll_schedule(graph: MpmdGraph) -> MpmdProgram:
     )
 
 
-def _accumulated_in(loop: PipelinedLoop) -> dict[Var, Var]:
-    """Maps each result of the body of a loop to the result of the loop that accumulates it."""
-    return dict(zip(variables(loop.body.outputs), loop.outputs, strict=True))
+ResultOnRank: TypeAlias = tuple[Var, int]
+"""A result of the body of a loop, and a rank that accumulates it."""
+
+
+def _accumulated_in(loop: PipelinedLoop) -> dict[ResultOnRank, Var]:
+    """Maps each result of the body, on each of its ranks, to the result of the loop."""
+    results = zip(variables(loop.body.outputs), loop.output_ranks, strict=True)
+    return dict(zip(results, loop.outputs, strict=True))
 
 
 def _init_tasks(loop: PipelinedLoop, loop_index: int) -> Iterator[RunTask]:
     """Yields one task per rank that creates its accumulators, with their initial values."""
     results = _accumulated_in(loop)
     reductions = dict(zip(results, loop.reductions, strict=True))
-    by_rank: dict[int, list[Var]] = {}
-    for rank, stage in zip(loop.stage_ranks, loop.stages, strict=True):
-        for task in stage.tasks.values():
-            by_rank.setdefault(rank, []).extend(task.accumulators)
+    by_rank: dict[int, list[ResultOnRank]] = {}
+    for ranks, stage in zip(loop.stage_ranks, loop.stages, strict=True):
+        for rank in ranks:
+            for task in stage.tasks.values():
+                by_rank.setdefault(rank, []).extend((v, rank) for v in task.accumulators)
     for rank, accumulated in sorted(by_rank.items()):
         if accumulated:
-            eqns = tuple(_init_eqn(reductions[value]) for value in accumulated)
+            eqns = tuple(_init_eqn(reductions[result]) for result in accumulated)
             outputs = tuple(eqn.outputs[0] for eqn in eqns)
-            writes = tuple(Buffer(results[value], 0) for value in accumulated)
+            writes = tuple(Buffer(results[result], 0) for result in accumulated)
             yield RunTask(rank, "start", Graph((), eqns, outputs), (), writes, loop=loop_index)
 
 
@@ -98,13 +105,13 @@ class _LoopBuffers:
 
     Attributes:
         invariants: The buffer of each invariant.
-        results: The result of the loop that accumulates each result of the body.
-        num_updates: How often each result of the body has been accumulated so far.
+        results: The result of the loop that accumulates each result of the body on each rank.
+        num_updates: How often each of them has been accumulated so far.
     """
 
     invariants: Mapping[Var, Buffer]
-    results: Mapping[Var, Var]
-    num_updates: dict[Var, int]
+    results: Mapping[ResultOnRank, Var]
+    num_updates: dict[ResultOnRank, int]
 
 
 def _tasks_of_schedule(loop: PipelinedLoop, loop_index: int) -> Iterator[RunTask]:
@@ -136,13 +143,14 @@ def _run_task(
 ) -> RunTask:
     task, microbatch = loop.stages[action.stage].tasks[action.op], action.microbatch
     results, num_updates = buffers.results, buffers.num_updates
+    accumulated = [(value, rank) for value in task.accumulators]
     reads = [buffers.invariants.get(value, Buffer(value, microbatch)) for value in task.reads]
-    reads += [Buffer(results[value], num_updates[value]) for value in task.accumulators]
+    reads += [Buffer(results[result], num_updates[result]) for result in accumulated]
     writes = [Buffer(value, microbatch) for value in task.writes]
-    for value in task.accumulators:
-        num_updates[value] += 1
-        is_last = num_updates[value] == loop.num_microbatches
-        writes.append(Buffer(results[value], None if is_last else num_updates[value]))
+    for result in accumulated:
+        num_updates[result] += 1
+        is_last = num_updates[result] == len(loop.microbatches[action.stage, rank])
+        writes.append(Buffer(results[result], None if is_last else num_updates[result]))
     return RunTask(
         rank,
         task_name(action),
