@@ -20,6 +20,7 @@ from .runs import DEEPSEEK, DROPOUT, NONE, TINY, Run, Settings, setup_of, three_
 
 MPMD: Settings = {"pipeline_engine": "mpmd", "ici_pipeline_parallelism": 2}
 ZBV: Settings = MPMD | {"pipeline_schedule": "zbv"}
+DUALPIPE: Settings = MPMD | {"pipeline_schedule": "dualpipe"}
 UNEVEN: Settings = MPMD | {"pipeline_schedule": "1f1b", "pipeline_layout": "Et|t*3L"}
 FP8: Settings = {"quantization": "fp8"}
 
@@ -32,6 +33,7 @@ UNEQUAL = """0F0,0F1,2F0,2B0,2F1,2B1,0B0,0B1
 RUNS: dict[str, tuple[int, Settings]] = {
     "none": (1, NONE),
     "zbv, a V": (2, ZBV),
+    "dualpipe": (2, DUALPIPE | {"pipeline_layout": "Et|t*3L"}),
     "uneven stages, fsdp 2, tensor 2": (
         8,
         UNEVEN | {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2},
@@ -47,6 +49,8 @@ SLOW: dict[str, tuple[int, Settings]] = {
         | {"pipeline_schedule": UNEQUAL, "num_pipeline_microbatches": 2}
         | {"pipeline_layout": "Et|t|ttL"},
     ),
+    "dualpipe, tied": (4, DUALPIPE | {"ici_fsdp_parallelism": 2, "logits_via_embedding": True}),
+    "dualpipe, tied, none": (1, NONE | {"logits_via_embedding": True}),
     "a V with empty ends": (2, ZBV | {"pipeline_layout": "E|t|ttt|L"}),
     "layers after an uneven pipeline": (
         2,
@@ -105,7 +109,7 @@ def test_losses_are_those_of_the_run_without_a_pipeline(name):
 @pytest.mark.parametrize(
     "name",
     [
-        *marked("zbv, a V", "layers after an uneven pipeline"),
+        *marked("zbv, a V", "dualpipe", "layers after an uneven pipeline"),
         pytest.param("uneven stages, fsdp 2, tensor 2", marks=pytest.mark.slow),
     ],
 )
@@ -121,6 +125,8 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(name):
             "zbv, a V -> none",
             "zbv, a V -> uneven stages, fsdp 2, tensor 2",
             "circular -> a V with empty ends",
+            "circular -> dualpipe",
+            "dualpipe -> zbv, a V",
             "a V with empty boundary -> circular",
             "scheduled -> more stages on one rank than on the other",
             "more stages on one rank than on the other -> scheduled",

@@ -27,6 +27,7 @@ SCHEDULED: Settings = {"pipeline_engine": "scheduled", "ici_pipeline_parallelism
 CIRCULAR: Settings = {"ici_pipeline_parallelism": 2}
 PER_LAYER: Settings = {"pipeline_fsdp_ag_per_layer": True}
 ZBV: Settings = SCHEDULED | {"pipeline_schedule": "zbv"}
+DUALPIPE: Settings = SCHEDULED | {"pipeline_schedule": "dualpipe"}
 UNEVEN: Settings = SCHEDULED | {"pipeline_schedule": "1f1b", "pipeline_layout": "Et|t*3L"}
 
 # 1F1B, but rank 0 runs all its forwards first.
@@ -50,6 +51,7 @@ RUNS: dict[str, tuple[int, Settings]] = {
         4,
         SCHEDULED | PER_LAYER | {"pipeline_schedule": "1f1b", "ici_tensor_parallelism": 2},
     ),
+    "dualpipe": (2, DUALPIPE | {"pipeline_layout": "Et|t*3L"}),
     "a gather per visit": (
         4,
         SCHEDULED
@@ -60,6 +62,10 @@ RUNS: dict[str, tuple[int, Settings]] = {
 SLOW: dict[str, tuple[int, Settings]] = {
     "circular": (2, CIRCULAR),
     "1f1b": (2, SCHEDULED | {"pipeline_schedule": "1f1b", "num_layers_per_pipeline_stage": 2}),
+    "dualpipe, a gather per layer, ZeRO-1": (
+        8,
+        DUALPIPE | PER_LAYER | DATA_AND_FSDP | {"num_pipeline_microbatches": 4},
+    ),
     "a V with empty ends": (2, ZBV | {"pipeline_layout": "E|t|ttt|L"}),
     "a gather per layer, ZeRO-1, explicit axes, a policy, uneven": (
         8,
@@ -121,6 +127,8 @@ def test_losses_are_those_of_the_run_without_a_pipeline(name):
             "uneven stages by a CSV -> zbv, a V",
             "zbv, a V -> circular",
             "circular -> a V with empty ends",
+            "circular -> dualpipe, a gather per layer, ZeRO-1",
+            "dualpipe, a gather per layer, ZeRO-1 -> dualpipe",
             "a V with empty boundary -> circular",
             "layers after an uneven pipeline -> zbv, a V",
             "circular, a gather per layer, ZeRO-1, explicit axes"

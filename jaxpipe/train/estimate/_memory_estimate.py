@@ -24,7 +24,8 @@ class MemoryEstimate:
     """Bytes on a device.
 
     Attributes:
-        weights: The weights as they are stored between steps.
+        weights: The weights as they are stored between steps; with `mpmd` also those that a rank
+            is sent in a step, of stages that it runs and another rank stores.
         gradients: The gradients of all weights, as the optimizer takes them.
         gradient_sums: Gradients beside those of the current call of the engine, if a step has
             several calls: their float32 sum, or with `mpmd` and weights that are not float32 those
@@ -93,17 +94,22 @@ def _leaf_bytes(setup: Setup, rank: int, tree: PyTree, shardings: PyTree) -> Ite
 
 
 def _ranks_of_leaf(setup: Setup, path: tuple[Any, ...]) -> set[int]:
-    """Returns the ranks that hold a leaf of per-stage state."""
+    """Returns the ranks that hold a leaf of per-stage state during a step.
+
+    All ranks that run a stage have its weights and gradients; its owner has the moments.
+    """
     assert setup.schedule_selection is not None
     schedule = setup.schedule_selection.schedule
+    owners = language.owners(schedule)
     names = [getattr(key, "key", None) for key in path]
     is_moment = names[0] not in ("embed", "stages", "head")
-    first, last = (
-        set(language.ranks_of_stage(schedule, stage)) for stage in (0, schedule.num_stages - 1)
-    )
+
+    def ranks(stage: int) -> set[int]:
+        return {owners[stage]} if is_moment else set(language.ranks_of_stage(schedule, stage))
+
+    first, last = ranks(0), ranks(schedule.num_stages - 1)
     if "stages" in names:
-        stage = path[names.index("stages") + 1].idx
-        return set(language.ranks_of_stage(schedule, stage))
+        return ranks(path[names.index("stages") + 1].idx)
     if "head" in names:
         return last
     if "embed" in names:
