@@ -15,9 +15,8 @@ from jaxtyping import PyTree
 from ..sharding import Rules, partition_spec
 from ..sharding._rules import GATHERED_AXES, gathered_rules
 from ..sharding.specs import axes_of, axes_of_dim
-from ..spmd.ranks import is_spec
-from ..spmd.weight_gather import Gather, When, gather_weights
-from ._weight_sharding import gather_stage
+from ..spmd.weight_gather import Gather, When, gather_by_specs, gather_weights
+from ._weight_sharding import without_dims
 
 EXPERTS = "exp"
 """Logical name of the dim of routed experts, which stays sharded over the mesh axis "expert"."""
@@ -53,14 +52,7 @@ def gather_of_names(
     if mesh is None:
         return Gather(when)
     if AxisType.Explicit in mesh.axis_types and not batch_axes:
-        of_ranks = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), specs, is_leaf=is_spec)
-        whole = gather_stage(of_ranks)
-        return Gather(
-            when,
-            unshard=whole,
-            constrain_unsharded=whole,
-            reduce_scatter=gather_stage(of_ranks, ()),
-        )
+        return gather_by_specs(without_dims(specs, 2), when=when)
     rules: dict[str, tuple[str, ...]] = {}
 
     def logical(w: jax.Array, name: PartitionSpec, spec: PartitionSpec) -> tuple[str | None, ...]:

@@ -18,7 +18,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from ..sharding._rules import GATHERED_AXES
 from ..spmd import stepwise
+from ..spmd.weight_gather import Gather, all_gather_by_specs, gather_by_specs, weight_gather
 from . import _weight_sharding as weight_sharding
 from ._attributes import PipelineAttributes
 from ._layers import (
@@ -120,8 +122,8 @@ class PipelineMethods(PipelineAttributes):
         """Returns `stage` with remat, which gathers its weights if logical specs are given."""
         if names is None:
             return self.settings.remat_tick(stage)
-        gather = weight_sharding.gather_stage(self.specs_without_repeats(names))
-        return self.settings.remat_tick(lambda w, *rest: stage(gather(w), *rest))
+        gather = gather_by_specs(weight_sharding.without_dims(self.specs_without_repeats(names), 1))
+        return self.settings.remat_tick(lambda w, *rest: stage(gather.unshard(w), *rest))
 
     def specs_without_repeats(self, names) -> Any:
         """Returns physical specs of [S, ...] leaves from logical specs of [R, S, ...] leaves."""
@@ -257,7 +259,8 @@ class LoopMethods(PipelineMethods):
     def all_gather_over_fsdp(self, variables, logical_partition_spec) -> Any:
         """Returns [R, S, ...] variables that are no longer sharded over fsdp and fsdp_transpose."""
         specs = weight_sharding.physical_specs(logical_partition_spec, self.axis_rules, self.mesh)
-        return weight_sharding.gather_all(variables, specs, self.mesh, ("fsdp", "fsdp_transpose"))
+        axes = "fsdp", "fsdp_transpose"
+        return gather_by_specs(specs, axes=axes, mesh=self.mesh).unshard(variables)
 
     def _sharded(self, tree, dim, specs=None) -> Any:
         """Returns `shard_dim_by_stages` of every leaf; leaves with specs are weights in use."""
@@ -324,12 +327,10 @@ class WindowMethods(PipelineMethods):
         expert.
         """
         _, repeats = self.get_microbatch_and_repeat_ids(0 if is_initializing else loop_iteration)
-        weights = stepwise.from_window(bsw, repeats)
-        if physical_partition_spec is None:
+        weights, specs = stepwise.from_window(bsw, repeats), physical_partition_spec
+        if specs is None or self.mesh is None:
             return weights
-        return weight_sharding.gather_all(
-            weights, physical_partition_spec, self.mesh, weight_sharding.GATHERED
-        )
+        return gather_by_specs(specs, mesh=self.mesh).unshard(weights)
 
     def from_all_variables_to_repeat_weights(self, weights, loop_iteration) -> Any:
         """Returns the [S, ...] weights of rank 0's current repeat, for all stages."""
@@ -340,7 +341,7 @@ class WindowMethods(PipelineMethods):
         self,
         repeat_weights,
         physical_partition_spec,
-        axes_to_gather=weight_sharding.GATHERED,
+        axes_to_gather=GATHERED_AXES,
         use_shardmap=False,
     ) -> Any:
         """Returns one half of a window: the [S, ...] weights of a repeat, gathered.
@@ -348,9 +349,11 @@ class WindowMethods(PipelineMethods):
         They are gathered over `axes_to_gather`: with `use_shardmap` by `jax.lax.all_gather`,
         otherwise by a sharding constraint.
         """
-        return weight_sharding.gather_block(
-            repeat_weights, physical_partition_spec, self.mesh, axes_to_gather, use_shardmap
-        )
+        if self.mesh is None:
+            return repeat_weights
+        gather_of = all_gather_by_specs if use_shardmap else gather_by_specs
+        gather = gather_of(physical_partition_spec, axes=axes_to_gather, mesh=self.mesh)
+        return gather.unshard(repeat_weights)
 
     def weight_prefetching(self, weights, physical_partition_spec, loop_iteration) -> Any:
         """Returns the [2, S, ...] window for iteration `loop_iteration + 1`.
@@ -358,10 +361,10 @@ class WindowMethods(PipelineMethods):
         The window changes whenever rank 0 starts a repeat: before iterations 0, M, 2 M, and so on.
         `weights` are the [R, S, ...] leaves of all layers.
         """
-        now, M = loop_iteration + 1, self.settings.pipeline_shape.num_microbatches
-        of_repeats = (self.from_all_variables_to_repeat_weights(weights, t) for t in (now - M, now))
-        halves = (self.from_repeat_weights_to_bsw(w, physical_partition_spec) for w in of_repeats)
-        return stepwise.window_of(*halves)
+        specs, read = physical_partition_spec, self.from_all_variables_to_repeat_weights
+        gather = Gather("repeat", unshard=lambda w: self.from_repeat_weights_to_bsw(w, specs))
+        held = weight_gather(gather, weights, read=read)
+        return stepwise.window_at(held, loop_iteration + 1, self.settings.pipeline_shape)
 
     def run_one_iteration(
         self,

@@ -1,32 +1,23 @@
-"""Shards and gathers the weights of a Flax module on a mesh by the logical names of their dims.
+"""Shards the weights of a Flax module on a mesh by the logical names of their dims.
 
 A stacked weight is [R, S, L, ...] with the names ("circular_repeats", "stage", "layers", ...). A
 logical spec is a `PartitionSpec` of names, a physical spec one of mesh axes. Dims beyond the end of
 a spec keep their sharding.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
-from ..sharding.specs import (
-    check_divisible,
-    padded_spec,
-    reshard_to_spec,
-    with_axis_type,
-    without_axes,
-)
-from ..spmd.ranks import AXIS, is_spec, on_ranks
+from ..sharding._rules import GATHERED_AXES
+from ..sharding.specs import check_divisible, padded_spec, reshard_to_spec, without_axes
+from ..spmd.ranks import AXIS, is_spec
 from ._settings import AxisRules
 
 STACKED = ("circular_repeats", "stage", "layers")
-GATHERED = ("fsdp", "fsdp_transpose", "context", "expert")
-"""Mesh axes that weights are sharded over to save memory, and gathered over before use."""
 
 
 def physical_spec(
@@ -84,6 +75,11 @@ def without_repeats(names: PyTree) -> PyTree:
     return jax.tree.map(rest, names, is_leaf=is_spec)
 
 
+def without_dims(specs: PyTree, count: int) -> PyTree:
+    """Returns every physical spec without the entries of the first `count` dims."""
+    return jax.tree.map(lambda spec: PartitionSpec(*spec[count:]), specs, is_leaf=is_spec)
+
+
 def reshard_weight(
     w: jax.Array, names: PartitionSpec, rules: AxisRules, mesh: Mesh | None, path: str
 ) -> jax.Array:
@@ -134,7 +130,7 @@ def shard_dim_by_stages(
     if mesh is None:
         return x
     spec = spec or PartitionSpec()
-    entries = [*padded_spec(x, without_axes(spec, GATHERED) if is_weight else spec, mesh)]
+    entries = [*padded_spec(x, without_axes(spec, GATHERED_AXES) if is_weight else spec, mesh)]
     entries[dim] = AXIS
     return reshard_to_spec(x, PartitionSpec(*entries), mesh)
 
@@ -169,63 +165,6 @@ def reshard_microbatches(
     return jax.tree.map(reshard_leaf, x)
 
 
-def gather_all(weights: PyTree, specs: PyTree, mesh: Mesh | None, axes: Sequence[str]) -> PyTree:
-    """Returns `weights`, sharded by `specs` except that they are gathered over `axes`."""
-    return jax.tree.map(
-        lambda w, spec: reshard_to_spec(w, without_axes(spec, axes), mesh), weights, specs
-    )
-
-
-def gather_stage(specs: PyTree, axes: Sequence[str] = GATHERED) -> Callable[[PyTree], PyTree]:
-    """Returns a function that gathers the weights of one stage over `axes`.
-
-    Args:
-        specs: Physical specs of [S, ...] leaves.
-        axes: The mesh axes to gather over. With () the function shards the weights by `specs`.
-
-    Returns:
-        A function from the weights of a stage, [...] leaves as a rank sees them, to the same
-        weights gathered.
-    """
-
-    def constrain(w: jax.Array | None, spec: PartitionSpec) -> jax.Array | None:
-        mesh = jax.sharding.get_abstract_mesh()
-        if w is None or mesh.empty or not len(spec):
-            return w
-        gathered_spec = without_axes(PartitionSpec(*spec[1:]), axes)
-        if AxisType.Explicit in mesh.axis_types:
-            return _typed(w, gathered_spec, mesh)
-        return lax.with_sharding_constraint(w, padded_spec(w, gathered_spec, mesh))
-
-    def gather(weights: PyTree) -> PyTree:
-        return jax.tree.map(constrain, weights, specs, is_leaf=lambda x: x is None)
-
-    return gather
-
-
-def gather_block(
-    weights: PyTree, specs: PyTree, mesh: Mesh | None, axes: Sequence[str], use_shardmap: bool
-) -> PyTree:
-    """Gathers the [S, ...] weights of one repeat over `axes`.
-
-    Args:
-        weights: [S, ...] leaves.
-        specs: Their physical specs.
-        mesh: The mesh. If it is None, `weights` are returned as they are.
-        axes: The mesh axes to gather over.
-        use_shardmap: Whether to gather by `lax.all_gather`. If not, a sharding constraint gathers.
-
-    Returns:
-        The gathered weights, [S, ...] leaves.
-    """
-    if mesh is None:
-        return weights
-    if not use_shardmap:
-        gather = gather_stage(specs, axes)
-        return on_ranks(gather, mesh=mesh, in_dims=(0,), out_dims=0)(weights)
-    return jax.tree.map(partial(_all_gather, mesh=mesh, axes=axes), weights, specs)
-
-
 def describe_shardings(weights: PyTree, names: PyTree, specs: PyTree) -> str:
     """Returns one line per weight: path, dtype, shape, logical spec and physical spec."""
 
@@ -234,32 +173,6 @@ def describe_shardings(weights: PyTree, names: PyTree, specs: PyTree) -> str:
         return f"{name}  {w.dtype}{list(w.shape)}  {tuple(logical)} -> {tuple(physical)}"
 
     return "\n".join(jax.tree.leaves(jax.tree_util.tree_map_with_path(line, weights, names, specs)))
-
-
-def _all_gather(w: jax.Array, spec: PartitionSpec, *, mesh: Mesh, axes: Sequence[str]) -> jax.Array:
-    gathered_spec = without_axes(spec, axes)
-
-    def gather(shard):
-        for dim, (now, then) in enumerate(zip(spec, gathered_spec, strict=True)):
-            if now != then:
-                names = now if isinstance(now, tuple) else (now,)
-                gathered_axes = tuple(name for name in names if name in axes)
-                shard = lax.all_gather(shard, gathered_axes, axis=dim, tiled=True)
-        return shard
-
-    # Gathered weights are equal on all devices of `axes`, which `check_vma` cannot infer.
-    return jax.shard_map(
-        gather, mesh=mesh, in_specs=spec, out_specs=gathered_spec, check_vma=False
-    )(w)
-
-
-def _typed(x: jax.Array, spec: PartitionSpec, mesh: AbstractMesh) -> jax.Array:
-    """Returns `x` sharded by `spec`: explicit axes by its type, automatic axes by a constraint."""
-    explicit = with_axis_type(spec, mesh, AxisType.Explicit)
-    x = jax.sharding.reshard(x, padded_spec(x, explicit, mesh))
-    if AxisType.Auto not in mesh.axis_types or len(spec) < x.ndim:
-        return x
-    return lax.with_sharding_constraint(x, with_axis_type(spec, mesh, AxisType.Auto))
 
 
 def _entry(axes: tuple[str, ...]) -> Any:

@@ -181,15 +181,17 @@ def constrain_with(rules: Rules = DEFAULT_RULES) -> Constrain:
     return constrain
 
 
-GATHERED_AXES = ("fsdp", "context", "expert")
+GATHERED_AXES = ("fsdp", "fsdp_transpose", "context", "expert")
+"""Mesh axes that weights are split over to save memory, and gathered over before use."""
 
 
-def gathered_rules(rules: Rules, axes: Sequence[str] = GATHERED_AXES) -> Rules:
-    """Returns `rules` for weights that are whole along `axes`. Routed experts stay split."""
-    return [
-        (name, mesh_axes if name == "exp" else tuple(a for a in mesh_axes if a not in axes))
-        for name, mesh_axes in rules
-    ]
+def gathered_rules(rules: Rules) -> Rules:
+    """Returns `rules` for weights that are whole along these axes. Routed experts stay split."""
+
+    def whole(mesh_axes: Sequence[str]) -> tuple[str, ...]:
+        return tuple(axis for axis in mesh_axes if axis not in GATHERED_AXES)
+
+    return [(name, mesh_axes if name == "exp" else whole(mesh_axes)) for name, mesh_axes in rules]
 
 
 def zero1_rules(rules: Rules) -> Rules:

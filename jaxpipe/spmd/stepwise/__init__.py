@@ -17,4 +17,4 @@ from ._iteration import take_repeats as take_repeats
 from ._weight_window import empty_window as empty_window
 from ._weight_window import from_window as from_window
 from ._weight_window import repeat_of_rank_0 as repeat_of_rank_0
-from ._weight_window import window_of as window_of
+from ._weight_window import window_at as window_at

@@ -1,7 +1,8 @@
 """The sliding window of weights on whole arrays, for a pipeline that is driven by hand.
 
 While rank 0 is in repeat r, no rank is in another repeat than r - 1 or r. The window holds both,
-gathered: [2, S, ...] leaves, entry 0 of repeat r - 1, entry 1 of repeat r.
+gathered: [2, S, ...] leaves, entry 0 of repeat r - 1, entry 1 of repeat r. `WeightGather.prefetch`
+gathers both.
 """
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
 from ..circular_engine import PipelineShape
+from ..weight_gather import WeightGather
 
 
 def repeat_of_rank_0(t: int | Int[Array, ""], shape: PipelineShape) -> Int[Array, " S"]:
@@ -21,9 +23,20 @@ def repeat_of_rank_0(t: int | Int[Array, ""], shape: PipelineShape) -> Int[Array
     return jnp.broadcast_to(repeat, (shape.num_ranks,))
 
 
-def window_of(previous: PyTree, current: PyTree) -> PyTree:
-    """Returns the [2, S, ...] window of the [S, ...] weights of two successive repeats."""
-    return jax.tree.map(lambda *blocks: jnp.stack(blocks), previous, current)
+def window_at(gather: WeightGather, t: int | Int[Array, ""], shape: PipelineShape) -> PyTree:
+    """Returns the [2, S, ...] window for the repeat that rank 0 begins at iteration `t`.
+
+    Args:
+        gather: The functions of whole weights. Its `prefetch` takes an iteration, and returns the
+            [S, ...] weights of the repeat that rank 0 runs then.
+        t: The iteration.
+        shape: The sizes of the pipeline.
+
+    Returns:
+        [2, S, ...] leaves: the weights of the repeat before, and of the one that begins.
+    """
+    repeats = gather.prefetch(t - shape.num_microbatches), gather.prefetch(t)
+    return jax.tree.map(lambda *halves: jnp.stack(halves), *repeats)
 
 
 def empty_window(weights: PyTree) -> PyTree:

@@ -1,5 +1,7 @@
 """When and how the weights of stages are gathered, and their gradients reduce-scattered."""
 
+from ._by_specs import all_gather_by_specs as all_gather_by_specs
+from ._by_specs import gather_by_specs as gather_by_specs
 from ._gather import EACH_TICK as EACH_TICK
 from ._gather import Gather as Gather
 from ._gather import When as When
