@@ -1,25 +1,24 @@
-"""Reads the settings of a pipeline from a config with MaxText's field names, and checks them.
+"""The settings of a pipeline, from the keys of MaxText's config, and the checks of them.
 
-S ranks, R repeats, L layers per stage, M microbatches. The config is any object with attributes. A
-field that is missing or None has the default that `pipeline_settings` documents.
+S ranks, R repeats, L layers per stage, M microbatches.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from ..autodiff import Remat, keep, remat_by_name
-from ..autodiff.backward import TENSORS, check_offload
+from ..autodiff.backward import check_offload
 from ..sharding import DEFAULT_RULES
 from ..sharding.layout import even_layout
 from ..spmd.circular_engine import PipelineShape, check_circular
 from ..spmd.ranks import AXIS
+from ..spmd.weight_gather import When
+from ._pipeline_keys import PipelineKeys, read_keys
 
 AxisRules = tuple[tuple[str, tuple[str, ...]], ...]
 """Pairs (logical axis, mesh axes). The first pair of a logical axis that fits an array applies."""
@@ -55,7 +54,7 @@ class PipelineSettings:
     pipeline_shape: PipelineShape
     layers_per_stage: int
     batch_size: int | None
-    gather: Literal["tick", "once", "repeat"]
+    gather: When
     batch_axes: tuple[str, ...]
     scan_ticks: bool
     scan_repeats: bool
@@ -81,21 +80,7 @@ def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) 
     """Reads the settings of a pipeline from `config` and checks them.
 
     Args:
-        config: Any object. Its fields and their defaults: `ici_pipeline_parallelism` (the size of
-            the axis `stage` of `mesh`, or 1), `dcn_pipeline_parallelism` (1), whose product is S;
-            `num_layers_per_pipeline_stage` (1); `num_decoder_layers` (unknown);
-            `pipeline_parallel_layers` (-1: all layers); `num_pipeline_repeats` (-1: the number that
-            fits all layers, or 1 if their number is unknown); `num_pipeline_microbatches` (-1: S,
-            or 2 * S with delay); `micro_batch_size_to_train_on`, the rows of the whole batch (any);
-            `pipeline_delay_activation_forwarding`, `pipeline_fsdp_ag_once`,
-            `pipeline_fsdp_ag_per_repeat`, `set_remat_policy_on_layers_per_stage`, `debug_sharding`
-            (False); `scan_pipeline_iterations`, `scan_layers_per_stage`,
-            `set_remat_policy_on_pipeline_iterations` (True); `scan_pipeline_repeats` (the value of
-            `scan_pipeline_iterations`); `remat_policy` ("full", or another name of
-            `autodiff.POLICIES`), and for "custom" the location of each tensor of
-            `autodiff.TENSORS` ("remat"); `shard_mode` ("auto"); `logical_axis_rules` (none); and
-            `pipeline_batch_axes` (()), which MaxText does not have:
-            see `PipelineSettings.batch_axes`.
+        config: Any object. `PipelineKeys` has its fields and their defaults.
         mesh: A mesh with an axis `stage` of size S, or None.
         remat_policy: A policy of `jax.checkpoint` that replaces the config's.
 
@@ -105,87 +90,62 @@ def pipeline_settings(config: Any, mesh: Mesh | None, remat_policy: Any = None) 
     Raises:
         ValueError: If a field has an invalid value, or fields contradict each other or `mesh`.
     """
-    if isinstance(config, Mapping):
-        raise ValueError(
-            f"`config` is a {type(config).__name__}, whose keys are no attributes. Give an object "
-            "with fields, such as `types.SimpleNamespace(**config)`."
-        )
-    delay = _flag(config, "pipeline_delay_activation_forwarding", False)
-    num_ranks = _ranks(config, mesh)
-    layers_per_stage = _count(config, "num_layers_per_pipeline_stage", 1)
-    num_repeats = _repeats(config, num_ranks, layers_per_stage)
-    microbatches = _count(config, "num_pipeline_microbatches", num_ranks * (2 if delay else 1))
-    check_circular(num_ranks, num_repeats, microbatches, delay=delay, names=NAMES)
-    scan_ticks = _flag(config, "scan_pipeline_iterations", True)
-    batch_axes = _batch_axes(config, mesh)
-    _check_shard_mode(_field(config, "shard_mode", "auto"), mesh, batch_axes)
-    remat = _remat(config, mesh, remat_policy)
-    rules = _field(config, "logical_axis_rules", None)
-    on_ticks = _flag(config, "set_remat_policy_on_pipeline_iterations", True)
-    on_layers = _flag(config, "set_remat_policy_on_layers_per_stage", False)
+    keys = read_keys(config)
+    shape = _shape(keys, mesh)
+    batch_axes = _batch_axes(keys.pipeline_batch_axes, mesh)
+    _check_shard_mode(keys.shard_mode, mesh, batch_axes)
+    remat = _remat(keys.remat_policy, keys.tensor_locations, mesh, remat_policy)
+    on_ticks = keys.set_remat_policy_on_pipeline_iterations
+    on_layers = keys.set_remat_policy_on_layers_per_stage
+    scan_ticks, scan_repeats = keys.scan_pipeline_iterations, keys.scan_pipeline_repeats
+    rules = keys.logical_axis_rules
     return PipelineSettings(
-        pipeline_shape=PipelineShape(num_ranks, num_repeats, microbatches, 2 if delay else 1),
-        layers_per_stage=layers_per_stage,
-        batch_size=_batch_size(config, microbatches),
-        gather=_gather(config),
+        pipeline_shape=shape,
+        layers_per_stage=keys.num_layers_per_pipeline_stage,
+        batch_size=_batch_size(keys.micro_batch_size_to_train_on, shape.num_microbatches),
+        gather=_gather(keys.pipeline_fsdp_ag_once, keys.pipeline_fsdp_ag_per_repeat),
         batch_axes=batch_axes,
         scan_ticks=scan_ticks,
-        scan_repeats=_flag(config, "scan_pipeline_repeats", scan_ticks),
-        scan_layers=_flag(config, "scan_layers_per_stage", True),
+        scan_repeats=scan_ticks if scan_repeats is None else scan_repeats,
+        scan_layers=keys.scan_layers_per_stage,
         remat_iterations=on_ticks,
         remat_tick=remat if on_ticks else keep,
         remat_layer=remat if on_layers else keep,
-        policy=_policy(config, remat),
+        policy=_policy(remat, is_custom=keys.remat_policy == "custom"),
         rules=axis_rules(rules) if rules is not None else None,
-        debug_sharding=_flag(config, "debug_sharding", False),
+        debug_sharding=keys.debug_sharding,
     )
 
 
-def _field(config: Any, name: str, default: Any) -> Any:
-    """Returns a field of the config, or `default` if it is missing or None.
-
-    The field may be an Enum; then its value is returned.
-    """
-    try:
-        value = getattr(config, name, None)
-    except (KeyError, ValueError):  # older configs of MaxText raise these for unknown names
-        value = None
-    value = value.value if isinstance(value, Enum) else value
-    return default if value is None else value
-
-
-def _flag(config: Any, name: str, default: bool) -> bool:
-    value = _field(config, name, default)
-    if not isinstance(value, bool | np.bool_):
-        raise ValueError(f"`{name}` is {value!r}. Give True or False.")
-    return bool(value)
-
-
-def _integer(config: Any, name: str) -> int:
-    """Returns a field that must be an integer, or -1 if the field is missing."""
-    value = _field(config, name, -1)
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ValueError(f"`{name}` is {value!r}. Give a whole number, or -1 for the default.")
-    return int(value)
+def _shape(keys: PipelineKeys, mesh: Mesh | None) -> PipelineShape:
+    """Returns S, R, M and d, after a check that a circular pipeline can have them."""
+    delay = keys.pipeline_delay_activation_forwarding
+    num_ranks = _ranks(keys.ici_pipeline_parallelism, keys.dcn_pipeline_parallelism, mesh)
+    num_layers, name = _pipelined_layers(keys.pipeline_parallel_layers, keys.num_decoder_layers)
+    repeats = keys.num_pipeline_repeats
+    if num_layers is not None:
+        repeats = even_layout(
+            num_layers,
+            num_ranks=num_ranks,
+            layers_per_stage=keys.num_layers_per_pipeline_stage,
+            num_repeats=-1 if repeats is None else repeats,
+            name=name,
+        ).num_repeats
+    repeats = repeats or 1
+    microbatches = keys.num_pipeline_microbatches or num_ranks * (2 if delay else 1)
+    check_circular(num_ranks, repeats, microbatches, delay=delay, names=NAMES)
+    return PipelineShape(num_ranks, repeats, microbatches, 2 if delay else 1)
 
 
-def _count(config: Any, name: str, default: int) -> int:
-    """Returns a field that must be a positive integer, or `default` if it is -1 or missing."""
-    value = _integer(config, name)
-    if value < 1 and value != -1:
-        raise ValueError(f"`{name}` is {value!r}. Give at least 1, or -1 for the default.")
-    return default if value == -1 else value
-
-
-def _ranks(config: Any, mesh: Mesh | None) -> int:
+def _ranks(within: int | None, across: int, mesh: Mesh | None) -> int:
+    """Returns the number of ranks, those within a slice times the slices, as `mesh` has it."""
     of_mesh = 1 if mesh is None else mesh.shape.get(AXIS, 1)
     if mesh is not None and AXIS not in mesh.shape:
         raise ValueError(
             f"`mesh` has the axes {tuple(mesh.axis_names)}. A pipeline needs one that is named "
             f"{AXIS!r}."
         )
-    across = _count(config, "dcn_pipeline_parallelism", 1)
-    within = _count(config, "ici_pipeline_parallelism", max(of_mesh // across, 1))
+    within = max(of_mesh // across, 1) if within is None else within
     if mesh is not None and within * across != of_mesh:
         raise ValueError(
             f"`ici_pipeline_parallelism` x `dcn_pipeline_parallelism` is {within} x {across}, but "
@@ -194,42 +154,32 @@ def _ranks(config: Any, mesh: Mesh | None) -> int:
     return within * across
 
 
-def _repeats(config: Any, num_ranks: int, layers_per_stage: int) -> int:
-    repeats = _count(config, "num_pipeline_repeats", -1)
-    layers, name = _pipelined_layers(config)
-    if layers is None:
-        return 1 if repeats == -1 else repeats
-    counts = {"num_ranks": num_ranks, "layers_per_stage": layers_per_stage}
-    return even_layout(layers, **counts, num_repeats=repeats, name=name).num_repeats
+def _pipelined_layers(pipelined: int | None, model: int | None) -> tuple[int | None, str]:
+    """Returns the number of layers in the pipeline and the name of the key that sets it.
 
+    Args:
+        pipelined: `pipeline_parallel_layers`, or None for all layers.
+        model: `num_decoder_layers`, or None if it is unknown.
 
-def _pipelined_layers(config: Any) -> tuple[int | None, str]:
-    """Returns the number of layers in the pipeline and the name of the field that sets it.
-
-    The field is `pipeline_parallel_layers`. If that is -1, the number is `num_decoder_layers`, or
-    None if that is missing too.
+    Returns:
+        The number of layers, None if it is unknown, and the name of the key.
 
     Raises:
         ValueError: If the number is below 1 or above the number of layers of the model.
     """
-    layers = _integer(config, "pipeline_parallel_layers")
-    model = _count(config, "num_decoder_layers", -1)
-    if layers == -1:
-        return (None if model == -1 else model), "`num_decoder_layers`"
-    if layers < 1 or (model != -1 and layers > model):
-        of_model = "" if model == -1 else f" of the {model} of `num_decoder_layers`"
+    if pipelined is None:
+        return model, "`num_decoder_layers`"
+    if pipelined < 1 or (model is not None and pipelined > model):
+        of_model = "" if model is None else f" of the {model} of `num_decoder_layers`"
         raise ValueError(
-            f"`pipeline_parallel_layers` is {layers}. Give at least 1 and at most all{of_model}, "
-            "or -1 for all."
+            f"`pipeline_parallel_layers` is {pipelined}. Give at least 1 and at most all{of_model},"
+            " or -1 for all."
         )
-    return layers, "`pipeline_parallel_layers`"
+    return pipelined, "`pipeline_parallel_layers`"
 
 
-def _batch_size(config: Any, num_microbatches: int) -> int | None:
-    rows = _count(config, "micro_batch_size_to_train_on", -1)
-    if rows == -1:
-        return None
-    if rows % num_microbatches:
+def _batch_size(rows: int | None, num_microbatches: int) -> int | None:
+    if rows is not None and rows % num_microbatches:
         raise ValueError(
             f"`micro_batch_size_to_train_on` is {rows}, not a multiple of "
             f"`num_pipeline_microbatches` = {num_microbatches}."
@@ -237,9 +187,7 @@ def _batch_size(config: Any, num_microbatches: int) -> int | None:
     return rows
 
 
-def _gather(config: Any) -> Literal["tick", "once", "repeat"]:
-    once = _flag(config, "pipeline_fsdp_ag_once", False)
-    per_repeat = _flag(config, "pipeline_fsdp_ag_per_repeat", False)
+def _gather(once: bool, per_repeat: bool) -> When:
     if once and per_repeat:
         raise ValueError(
             "`pipeline_fsdp_ag_once` and `pipeline_fsdp_ag_per_repeat` are both on. Weights are "
@@ -249,9 +197,8 @@ def _gather(config: Any) -> Literal["tick", "once", "repeat"]:
     return "once" if once else "repeat" if per_repeat else "tick"
 
 
-def _batch_axes(config: Any, mesh: Mesh | None) -> tuple[str, ...]:
+def _batch_axes(given: str | Iterable[str], mesh: Mesh | None) -> tuple[str, ...]:
     """Returns `pipeline_batch_axes` as a tuple, after a check that they are axes of `mesh`."""
-    given = _field(config, "pipeline_batch_axes", ())
     axes = (given,) if isinstance(given, str) else tuple(given)
     if not axes:
         return ()
@@ -267,18 +214,17 @@ def _batch_axes(config: Any, mesh: Mesh | None) -> tuple[str, ...]:
     return axes
 
 
-def _remat(config: Any, mesh: Mesh | None, policy: Any) -> Remat:
+def _remat(name: str, locations: Mapping[str, Any], mesh: Mesh | None, policy: Any) -> Remat:
+    """Returns the wrapper of the policy of this name, or of `policy`, if one is given."""
     if policy is not None:
         return partial(jax.checkpoint, prevent_cse=False, policy=policy)
-    name = _field(config, "remat_policy", "full")
-    locations = {tensor: x for tensor in TENSORS if (x := _field(config, tensor, None))}
     remat = remat_by_name(name, locations)
     if mesh is not None:
         check_offload(name, locations, mesh.devices.flat)
     return remat
 
 
-def _policy(config: Any, remat: Remat) -> Callable:
+def _policy(remat: Remat, *, is_custom: bool) -> Callable:
     """Returns the `jax.checkpoint` policy of `remat`.
 
     Unless the config's policy is "custom", it also saves the inputs that MaxText names.
@@ -287,7 +233,7 @@ def _policy(config: Any, remat: Remat) -> Callable:
     given: Callable = policies.everything_saveable
     if isinstance(remat, partial):
         given = remat.keywords.get("policy") or policies.nothing_saveable
-    if _field(config, "remat_policy", "full") == "custom":
+    if is_custom:
         return given
     inputs = policies.save_only_these_names("iteration_input", "decoder_layer_input")
 
