@@ -21,7 +21,11 @@ from ._boundary import boundary_weights, embed_tokens, next_token_loss
 from ._deepseek_config import DeepseekConfig
 from .layers._attention import Attention
 from .layers._common import ACTIVATION, dropout, rms_norm, stack, swiglu, swiglu_weights
-from .layers._latent_attention import latent_attention, latent_attention_weights
+from .layers._latent_attention import (
+    LatentAttentionSettings,
+    latent_attention,
+    latent_attention_weights,
+)
 from .layers._moe import moe, moe_weights
 from .layers._projection import Projection, projection
 from .layers._routed_experts import Experts
@@ -51,24 +55,26 @@ def deepseek_weights(
     D, dense_layers = config.base_emb_dim, config.first_num_dense_layers
     branches = 2 * config.base_num_decoder_layers
     boundary = boundary_weights(D, config.vocab_size, tied=False, dtype=dtype)
-    layer = _half_weights(config, branches, dtype)
+    layer = _half_weights(D, config.attention, branches, dtype)
     if dense_layers:
         mlp = swiglu_weights(D, config.base_mlp_dim, branches=branches, dtype=dtype)
         boundary["embed"]["layers"] = stack_weights(
             layer | {"mlp": mlp}, (dense_layers,), ("layers",)
         )
-    layer["moe"] = moe_weights(config, branches=branches, dtype=dtype)
+    layer["moe"] = moe_weights(config.moe, branches=branches, dtype=dtype)
     if layers_after:
         boundary["head"]["layers"] = stack_weights(layer, (layers_after,), ("layers",))
     return boundary | {"layer": layer}
 
 
-def _half_weights(config: DeepseekConfig, branches: int, dtype: Any) -> dict[str, Any]:
+def _half_weights(
+    D: int, attention: LatentAttentionSettings, branches: int, dtype: Any
+) -> dict[str, Any]:
     """Returns the weights that dense layers and layers with experts have in common."""
     return {
-        "attention_norm": scale(config.base_emb_dim, dtype),
-        "attention": latent_attention_weights(config, branches=branches, dtype=dtype),
-        "mlp_norm": scale(config.base_emb_dim, dtype),
+        "attention_norm": scale(D, dtype),
+        "attention": latent_attention_weights(attention, branches=branches, dtype=dtype),
+        "mlp_norm": scale(D, dtype),
     }
 
 
@@ -113,8 +119,10 @@ def deepseek(
         and `loss(boundary, x, batch_inputs) -> (loss, metrics)`; x is [b, T, D].
     """
     epsilon = config.normalization_layer_epsilon
-    attend = latent_attention(config, attention=attention, constrain=constrain, project=project)
-    mix = moe(config, experts=experts, constrain=constrain, project=project)
+    attend = latent_attention(
+        config.attention, attention=attention, constrain=constrain, project=project
+    )
+    mix = moe(config.moe, experts=experts, constrain=constrain, project=project)
 
     def add(x, branch, key):
         return constrain(x + dropout(branch, dropout_rate, key), ACTIVATION)

@@ -5,6 +5,11 @@ D embed, H heads, E experts.
 
 from dataclasses import dataclass
 
+from .layers._latent_attention import LatentAttentionSettings
+from .layers._moe import MoeSettings
+from .layers._router import RouterSettings
+from .layers._yarn import Yarn
+
 
 @dataclass(frozen=True)
 class DeepseekConfig:
@@ -82,57 +87,102 @@ class DeepseekConfig:
     normalization_layer_epsilon: float = 1e-6
 
     def __post_init__(self):
-        _check_choices(self)
-        _check_experts(self)
-        _check_heads(self)
+        self._check_choices()
+        self._check_experts()
+        self._check_heads()
 
-
-def _check_choices(config: DeepseekConfig) -> None:
-    if config.routed_score_func not in ("softmax", "sigmoid"):
-        raise ValueError(
-            f"`routed_score_func` is {config.routed_score_func!r}. Give 'softmax' or 'sigmoid'."
-        )
-    if config.rope_type not in ("default", "yarn"):
-        raise ValueError(f"`rope_type` is {config.rope_type!r}. Give 'default' or 'yarn'.")
-    if not 0 <= config.first_num_dense_layers < config.base_num_decoder_layers:
-        raise ValueError(
-            f"`first_num_dense_layers` is {config.first_num_dense_layers} of "
-            f"`base_num_decoder_layers` = {config.base_num_decoder_layers}. Give 0 or more, and "
-            "leave at least one layer with experts."
-        )
-
-
-def _check_experts(config: DeepseekConfig) -> None:
-    groups, eligible = config.n_routing_groups, config.topk_routing_group
-    if groups < 1 or config.num_experts % groups or not 1 <= eligible <= groups:
-        raise ValueError(
-            f"`num_experts` is {config.num_experts}, `n_routing_groups` {groups} and "
-            f"`topk_routing_group` {eligible}. Groups must be equal, and a token "
-            "chooses from 1 to all of them."
-        )
-    per_group = config.num_experts // groups
-    if groups > 1 and per_group < config.group_score_experts:
-        raise ValueError(
-            f"`n_routing_groups` is {groups} for {config.num_experts} experts. Groups are ranked "
-            f"by their {config.group_score_experts} best experts (`group_score_experts`): give "
-            "fewer groups."
-        )
-    if not 1 <= config.num_experts_per_tok <= eligible * per_group:
-        raise ValueError(
-            f"`num_experts_per_tok` is {config.num_experts_per_tok}, and a token chooses among "
-            f"{eligible * per_group} experts. Give 1 to {eligible * per_group}."
+    @property
+    def attention(self) -> LatentAttentionSettings:
+        """Returns the settings of the attention of a layer."""
+        return LatentAttentionSettings(
+            embed_dim=self.base_emb_dim,
+            num_heads=self.base_num_query_heads,
+            q_lora_rank=self.q_lora_rank,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_nope_head_dim=self.qk_nope_head_dim,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            v_head_dim=self.v_head_dim,
+            max_timescale=self.rope_max_timescale,
+            yarn=self._yarn if self.rope_type == "yarn" else None,
+            epsilon=self.normalization_layer_epsilon,
         )
 
+    @property
+    def _yarn(self) -> Yarn:
+        return Yarn(
+            factor=self.rope_factor,
+            trained_length=self.original_max_position_embeddings,
+            beta_fast=self.beta_fast,
+            beta_slow=self.beta_slow,
+            mscale=self.mscale,
+        )
 
-def _check_heads(config: DeepseekConfig) -> None:
-    if config.qk_rope_head_dim % 2:
-        raise ValueError(
-            f"`qk_rope_head_dim` is {config.qk_rope_head_dim}. Rotary positions need an even "
-            "number."
+    @property
+    def moe(self) -> MoeSettings:
+        """Returns the settings of the mixture of experts of a layer."""
+        return MoeSettings(
+            embed_dim=self.base_emb_dim,
+            num_experts=self.num_experts,
+            expert_dim=self.base_moe_mlp_dim,
+            shared_experts=self.shared_experts,
+            has_bias=self.routed_bias,
+            load_balance_loss_weight=self.load_balance_loss_weight,
+            router=RouterSettings(
+                score_func=self.routed_score_func,
+                num_chosen=self.num_experts_per_tok,
+                normalized=self.norm_topk_prob,
+                scaling_factor=self.routed_scaling_factor,
+                num_groups=self.n_routing_groups,
+                num_kept_groups=self.topk_routing_group,
+                num_ranking=self.group_score_experts,
+            ),
         )
-    channels = config.qk_nope_head_dim + config.qk_rope_head_dim
-    if config.v_head_dim > channels:
-        raise ValueError(
-            f"`v_head_dim` is {config.v_head_dim}, more than the {channels} of `qk_nope_head_dim` "
-            "+ `qk_rope_head_dim`. Attention kernels take values of at most the keys' width."
-        )
+
+    def _check_choices(self) -> None:
+        if self.routed_score_func not in ("softmax", "sigmoid"):
+            raise ValueError(
+                f"`routed_score_func` is {self.routed_score_func!r}. Give 'softmax' or 'sigmoid'."
+            )
+        if self.rope_type not in ("default", "yarn"):
+            raise ValueError(f"`rope_type` is {self.rope_type!r}. Give 'default' or 'yarn'.")
+        if not 0 <= self.first_num_dense_layers < self.base_num_decoder_layers:
+            raise ValueError(
+                f"`first_num_dense_layers` is {self.first_num_dense_layers} of "
+                f"`base_num_decoder_layers` = {self.base_num_decoder_layers}. Give 0 or more, and "
+                "leave at least one layer with experts."
+            )
+
+    def _check_experts(self) -> None:
+        groups, eligible = self.n_routing_groups, self.topk_routing_group
+        if groups < 1 or self.num_experts % groups or not 1 <= eligible <= groups:
+            raise ValueError(
+                f"`num_experts` is {self.num_experts}, `n_routing_groups` {groups} and "
+                f"`topk_routing_group` {eligible}. Groups must be equal, and a token "
+                "chooses from 1 to all of them."
+            )
+        per_group = self.num_experts // groups
+        if groups > 1 and per_group < self.group_score_experts:
+            raise ValueError(
+                f"`n_routing_groups` is {groups} for {self.num_experts} experts. Groups are ranked "
+                f"by their {self.group_score_experts} best experts (`group_score_experts`): give "
+                "fewer groups."
+            )
+        if not 1 <= self.num_experts_per_tok <= eligible * per_group:
+            raise ValueError(
+                f"`num_experts_per_tok` is {self.num_experts_per_tok}, and a token chooses among "
+                f"{eligible * per_group} experts. Give 1 to {eligible * per_group}."
+            )
+
+    def _check_heads(self) -> None:
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(
+                f"`qk_rope_head_dim` is {self.qk_rope_head_dim}. Rotary positions need an even "
+                "number."
+            )
+        channels = self.attention.qk_head_dim
+        if self.v_head_dim > channels:
+            raise ValueError(
+                f"`v_head_dim` is {self.v_head_dim}, more than the {channels} of "
+                "`qk_nope_head_dim` + `qk_rope_head_dim`. Attention kernels take values of at most "
+                "the keys' width."
+            )

@@ -8,7 +8,9 @@ D embed, F width of an MLP, H query heads, K key and value heads, C channels of 
 """
 
 from ._deepseek_config import DeepseekConfig
-from ._llama import LlamaConfig
+from ._llama import AttentionSizes, LlamaConfig
+from .layers._latent_attention import LatentAttentionSettings
+from .layers._moe import MoeSettings
 
 
 def matmul_flops_per_token(config: LlamaConfig | DeepseekConfig, length: int) -> float:
@@ -27,38 +29,39 @@ def matmul_flops_per_token(config: LlamaConfig | DeepseekConfig, length: int) ->
         >>> matmul_flops_per_token(sizes, length=128)
         2875392.0
     """
-    layers = (
-        _llama(config, length) if isinstance(config, LlamaConfig) else _deepseek(config, length)
-    )
-    return 6.0 * (layers + config.base_emb_dim * config.vocab_size)
+    D, num_layers, mlp = config.base_emb_dim, config.base_num_decoder_layers, config.base_mlp_dim
+    if isinstance(config, LlamaConfig):
+        layer = _grouped_attention(config.attention, length) + 3 * D * mlp
+        layers = num_layers * layer
+    else:
+        num_dense = config.first_num_dense_layers
+        layers = (
+            num_layers * _latent_attention(config.attention, length)
+            + num_dense * 3 * D * mlp
+            + (num_layers - num_dense) * _experts(config.moe)
+        )
+    return 6.0 * (layers + D * config.vocab_size)
 
 
-def _llama(config: LlamaConfig, length: int) -> float:
-    """Returns the multiply-adds of a token in all layers, forward only."""
-    D, F, C = config.base_emb_dim, config.base_mlp_dim, config.head_dim
-    H, K = config.base_num_query_heads, config.base_num_kv_heads
-    layer = 2 * D * H * C + 2 * D * K * C + 3 * D * F
+def _grouped_attention(sizes: AttentionSizes, length: int) -> float:
+    """Returns the multiply-adds of a token, forward only."""
+    D, H, K, C = sizes
     scores = 2 * H * C * length / 2
-    return config.base_num_decoder_layers * (layer + scores)
+    return 2 * D * H * C + 2 * D * K * C + scores
 
 
-def _deepseek(config: DeepseekConfig, length: int) -> float:
-    D, dense_layers = config.base_emb_dim, config.first_num_dense_layers
-    experts = config.num_experts_per_tok + config.shared_experts
-    moe = D * config.num_experts + experts * 3 * D * config.base_moe_mlp_dim
-    return (
-        config.base_num_decoder_layers * _latent_attention(config, length)
-        + dense_layers * 3 * D * config.base_mlp_dim
-        + (config.base_num_decoder_layers - dense_layers) * moe
-    )
-
-
-def _latent_attention(config: DeepseekConfig, length: int) -> float:
-    D, H, rank = config.base_emb_dim, config.base_num_query_heads, config.kv_lora_rank
-    C = config.qk_nope_head_dim + config.qk_rope_head_dim
-    low = config.q_lora_rank
+def _latent_attention(settings: LatentAttentionSettings, length: int) -> float:
+    """Returns the multiply-adds of a token, forward only."""
+    D, H, C, V = settings.embed_dim, settings.num_heads, settings.qk_head_dim, settings.v_head_dim
+    low, rank = settings.q_lora_rank, settings.kv_lora_rank
     queries = D * low + low * H * C if low else D * H * C
-    latents = D * (rank + config.qk_rope_head_dim)
-    heads = rank * H * (config.qk_nope_head_dim + config.v_head_dim)
-    scores = H * (C + config.v_head_dim) * length / 2
-    return queries + latents + heads + H * config.v_head_dim * D + scores
+    latents = D * (rank + settings.qk_rope_head_dim)
+    heads = rank * H * (settings.qk_nope_head_dim + V)
+    scores = H * (C + V) * length / 2
+    return queries + latents + heads + H * V * D + scores
+
+
+def _experts(settings: MoeSettings) -> int:
+    """Returns the multiply-adds of a token in the router and the experts, forward only."""
+    experts = settings.router.num_chosen + settings.shared_experts
+    return settings.embed_dim * (settings.num_experts + experts * 3 * settings.expert_dim)

@@ -7,7 +7,7 @@ Touvron et al., 2023, arXiv 2302.13971 and 2307.09288; Dubey et al., 2024, arXiv
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,22 @@ from .layers._common import (
 )
 from .layers._projection import Projection, projection
 from .weights._abstract import matrix, scale, stack_weights
+
+
+class AttentionSizes(NamedTuple):
+    """Sizes of grouped-query attention.
+
+    Attributes:
+        embed_dim: D.
+        num_query_heads: H.
+        num_kv_heads: K.
+        head_dim: C.
+    """
+
+    embed_dim: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True)
@@ -80,6 +96,13 @@ class LlamaConfig:
         if self.rope_type not in ("default", "llama3.1"):
             raise ValueError(f"`rope_type` is {self.rope_type!r}. Give 'default' or 'llama3.1'.")
 
+    @property
+    def attention(self) -> AttentionSizes:
+        """Returns the sizes of the attention of a layer."""
+        return AttentionSizes(
+            self.base_emb_dim, self.base_num_query_heads, self.base_num_kv_heads, self.head_dim
+        )
+
 
 def llama_weights(
     config: LlamaConfig, dtype: Any = jnp.float32, *, layers_after: int = 0
@@ -104,17 +127,22 @@ def llama_weights(
     boundary = boundary_weights(
         config.base_emb_dim, config.vocab_size, tied=config.logits_via_embedding, dtype=dtype
     )
-    layer = _layer_weights(config, dtype)
+    layer = _layer_weights(
+        config.attention,
+        config.base_mlp_dim,
+        # The initial output of a residual branch is smaller in deeper models, as in GPT-2.
+        branches=2 * config.base_num_decoder_layers,
+        dtype=dtype,
+    )
     if layers_after:
         boundary["head"]["layers"] = stack_weights(layer, (layers_after,), ("layers",))
     return boundary | {"layer": layer}
 
 
-def _layer_weights(config: LlamaConfig, dtype: Any) -> dict[str, Any]:
-    D, C = config.base_emb_dim, config.head_dim
-    H, K = config.base_num_query_heads, config.base_num_kv_heads
-    # The initial output of a residual branch is smaller in deeper models, as in GPT-2.
-    branches = 2 * config.base_num_decoder_layers
+def _layer_weights(
+    attention: AttentionSizes, mlp_dim: int, *, branches: int, dtype: Any
+) -> dict[str, Any]:
+    D, H, K, C = attention
     return {
         "attention_norm": scale(D, dtype),
         "attention": {
@@ -124,7 +152,7 @@ def _layer_weights(config: LlamaConfig, dtype: Any) -> dict[str, Any]:
             "out": matrix((H, C, D), ("q_heads", "kv", "embed"), H * C * branches, dtype),
         },
         "mlp_norm": scale(D, dtype),
-        "mlp": swiglu_weights(D, config.base_mlp_dim, branches=branches, dtype=dtype),
+        "mlp": swiglu_weights(D, mlp_dim, branches=branches, dtype=dtype),
     }
 
 

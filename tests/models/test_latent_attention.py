@@ -31,7 +31,7 @@ LENGTH = 9
 
 
 def inputs(config: DeepseekConfig = SMALL):
-    tree = latent_attention_weights(config, branches=2, dtype=jnp.float32)
+    tree = latent_attention_weights(config.attention, branches=2, dtype=jnp.float32)
     x = jax.random.normal(jax.random.key(1), (2, LENGTH, config.base_emb_dim))
     batch_inputs = {
         "positions": jnp.array([[*range(5), *range(4)], [*range(9)]], jnp.int32),
@@ -73,7 +73,7 @@ def test_latent_attention_and_its_gradients_are_those_of_a_loop_over_heads(q_lor
     config = dataclasses.replace(SMALL, q_lora_rank=q_lora_rank)
     w, x, batch_inputs = inputs(config)
     attend = latent_attention(
-        config, attention=dot_product_attention, constrain=sharding.no_constraint
+        config.attention, attention=dot_product_attention, constrain=sharding.no_constraint
     )
 
     def run(f):
@@ -103,7 +103,8 @@ def test_splash_takes_values_narrower_than_keys():
     }
 
     def gradients(attention):
-        attend = latent_attention(config, attention=attention, constrain=sharding.no_constraint)
+        constrain = sharding.no_constraint
+        attend = latent_attention(config.attention, attention=attention, constrain=constrain)
         return jax.jit(jax.grad(lambda w: jnp.sum(jnp.sin(attend(w, x, batch_inputs)))))(w)
 
     splash = gradients(splash_attention(sharding.DEFAULT_RULES, interpret=True))
@@ -143,8 +144,9 @@ def test_yarn_changes_what_attention_computes():
     yarn = dataclasses.replace(SMALL, rope_type="yarn", original_max_position_embeddings=16)
 
     def run(config: DeepseekConfig):
-        constrain = sharding.no_constraint
-        attend = latent_attention(config, attention=dot_product_attention, constrain=constrain)
+        attend = latent_attention(
+            config.attention, attention=dot_product_attention, constrain=sharding.no_constraint
+        )
         return attend(w, x, batch_inputs)
 
     assert not np.allclose(run(SMALL), run(yarn), atol=1e-3)

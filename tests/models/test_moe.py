@@ -14,6 +14,7 @@ from harness.contract import assert_close
 from jaxpipe import sharding
 from jaxpipe.models import DeepseekConfig, initialize, logical_axes
 from jaxpipe.models.layers import (
+    RouterSettings,
     megablox,
     moe,
     moe_weights,
@@ -46,7 +47,7 @@ V2_IN_GROUPS = dataclasses.replace(
 
 
 def weights_of(config: DeepseekConfig) -> Any:
-    tree = moe_weights(config, branches=1, dtype=jnp.float32)
+    tree = moe_weights(config.moe, branches=1, dtype=jnp.float32)
     weights = initialize(tree, jax.random.key(0))
     if config.routed_bias:
         bias = 0.1 * jax.random.normal(jax.random.key(5), (config.num_experts,))
@@ -128,7 +129,7 @@ def values_and_gradients(f, w, x):
 
 def computed(config: DeepseekConfig, w, x, batch_inputs, *, constrain, experts):
     def f(w, x):
-        y, aux = moe(config, experts=experts, constrain=constrain)(w, x, batch_inputs)
+        y, aux = moe(config.moe, experts=experts, constrain=constrain)(w, x, batch_inputs)
         return y, aux["loss"]
 
     return jax.jit(lambda w, x: values_and_gradients(f, w, x))(w, x)
@@ -193,7 +194,7 @@ def test_a_mixture_whose_rules_split_nothing_but_experts_is_that_of_one_device()
 
 def meshed(axes, w, x, batch_inputs, *, constrain, rules):
     mesh = sharding.make_mesh(axes, devices=jax.devices()[: int(np.prod(list(axes.values())))])
-    logical = moe_weights(V3, branches=1, dtype=jnp.float32)
+    logical = moe_weights(V3.moe, branches=1, dtype=jnp.float32)
     w = jax.device_put(w, sharding.named_shardings(w, logical_axes(logical), mesh, rules))
     with jax.set_mesh(mesh):
         experts = routed_experts(rules)
@@ -206,7 +207,7 @@ def test_a_mixture_inside_a_pipeline_is_that_of_one_device(remat: bool):
     (x, batch_inputs), weights = inputs(), [weights_of(V3), jax.tree.map(jnp.sin, weights_of(V3))]
     mesh = sharding.make_mesh({"stage": 2, "expert": 2, "tensor": 2})
     experts = routed_experts(sharding.DEFAULT_RULES)
-    mix = moe(V3, experts=experts, constrain=sharding.constrain_with())
+    mix = moe(V3.moe, experts=experts, constrain=sharding.constrain_with())
 
     def rank(w, x):
         x = jax.lax.pcast(x, "stage", to="varying")
@@ -294,7 +295,7 @@ def test_megablox_works_on_shards_inside_a_pipeline():
     w, (x, batch_inputs) = weights_of(V3), inputs()
     mesh = sharding.make_mesh({"stage": 2, "expert": 2}, devices=jax.devices()[:4])
     experts = routed_experts(sharding.DEFAULT_RULES, megablox(interpret=True))
-    mix = moe(V3, experts=experts, constrain=sharding.constrain_with())
+    mix = moe(V3.moe, experts=experts, constrain=sharding.constrain_with())
 
     def rank(w, x):
         w, x = jax.lax.pcast((w, x), "stage", to="varying")
@@ -310,7 +311,9 @@ def test_megablox_works_on_shards_inside_a_pipeline():
 def test_devices_exchange_one_vector_per_layer_and_nothing_outside_of_the_loop_over_layers():
     """XLA:CPU runs a collective that needs no result of a loop at the same time as those in it."""
     w, (x, batch_inputs) = weights_of(V3), inputs()
-    mix = moe(V3, experts=routed_experts(sharding.DEFAULT_RULES), constrain=sharding.no_constraint)
+    mix = moe(
+        V3.moe, experts=routed_experts(sharding.DEFAULT_RULES), constrain=sharding.no_constraint
+    )
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), w)
 
     def rank(w, x, batch_inputs):
@@ -358,7 +361,7 @@ def routed(logits, bias=None, real=None, **changes):
         "num_kept_groups": 1,
     }
     real = jnp.ones(logits.shape[:2], bool) if real is None else real
-    return route(logits, bias, real, jnp.float32(1), **(options | changes))
+    return route(logits, bias, real, jnp.float32(1), RouterSettings(**(options | changes)))
 
 
 def test_balance_is_1_for_equal_experts_and_their_number_if_one_has_all():
@@ -387,7 +390,9 @@ def test_a_microbatch_of_padding_alone_has_no_load_and_no_balance():
 
 def test_bfloat16_mixtures_route_in_float32():
     w, (x, batch_inputs) = weights_of(V3), inputs()
-    mix = moe(V3, experts=routed_experts(sharding.DEFAULT_RULES), constrain=sharding.no_constraint)
+    mix = moe(
+        V3.moe, experts=routed_experts(sharding.DEFAULT_RULES), constrain=sharding.no_constraint
+    )
     half = x.astype(jnp.bfloat16)
     y, aux = jax.jit(mix)(w, half, batch_inputs)
     true, true_aux = jax.jit(mix)(w, half.astype(jnp.float32), batch_inputs)

@@ -103,17 +103,24 @@ def read_deepseek(config: Mapping[str, Any]) -> ConfigValues:
         ValueError: Naming what our model cannot be.
     """
     if config["model_type"] == "deepseek_v2":
-        values = read_fields(config, _V2) | _v2_groups(config)
+        values = read_fields(config, _V2) | _v2_groups(
+            config.get("topk_method", "greedy"), config.get("n_group"), config.get("topk_group")
+        )
     else:
         values = read_fields(config, _V3) | _V3_ROUTER
-    return values | _read_positions(config)
+    rope = read_rope(
+        config.get("rope_theta"),
+        config.get("rope_parameters"),
+        config.get("rope_scaling"),
+        defaults={"rope_theta": 10_000.0, "beta_fast": 32.0, "beta_slow": 1.0},
+        types={"default": (), "yarn": (*_YARN, "mscale_all_dim")},
+    )
+    return values | _rope_values(rope)
 
 
-def _v2_groups(config: Mapping[str, Any]) -> ConfigValues:
-    method = config.get("topk_method", "greedy")
+def _v2_groups(method: Any, groups: Any, top_groups: Any) -> ConfigValues:
     if method == "greedy":
         return {}
-    groups, top_groups = config.get("n_group"), config.get("topk_group")
     if method != "group_limited_greedy" or groups is None or top_groups is None:
         raise ValueError(
             f"`topk_method` is {method!r}, `n_group` {groups!r} and `topk_group` {top_groups!r}: "
@@ -122,9 +129,7 @@ def _v2_groups(config: Mapping[str, Any]) -> ConfigValues:
     return {"n_routing_groups": groups, "topk_routing_group": top_groups, "group_score_experts": 1}
 
 
-def _read_positions(config: Mapping[str, Any]) -> ConfigValues:
-    defaults = {"rope_theta": 10_000.0, "beta_fast": 32.0, "beta_slow": 1.0}
-    rope = read_rope(config, defaults, {"default": (), "yarn": (*_YARN, "mscale_all_dim")})
+def _rope_values(rope: ConfigValues) -> ConfigValues:
     base = {"rope_max_timescale": float(rope["rope_theta"])}
     if rope["rope_type"] == "default":
         return base

@@ -66,14 +66,21 @@ def read_fields(config: Mapping[str, Any], fields: ConfigFields) -> ConfigValues
 
 
 def read_rope(
-    config: Mapping[str, Any], defaults: Mapping[str, Any], types: Mapping[str, Collection[str]]
+    theta: Any,
+    parameters: Any,
+    scaling: Any,
+    *,
+    defaults: Mapping[str, Any],
+    types: Mapping[str, Collection[str]],
 ) -> ConfigValues:
     """Reads the fields of rotary positions, with `rope_type` and `rope_theta`, into one mapping.
 
     Older files have `rope_theta` and `rope_scaling`; newer ones have all in `rope_parameters`.
 
     Args:
-        config: A config.json.
+        theta: The field `rope_theta` of a config.json, or None.
+        parameters: The field `rope_parameters`, or None.
+        scaling: The field `rope_scaling`, or None.
         defaults: Of `rope_theta`, and of others that may be missing.
         types: From a `rope_type` to the fields that it has.
 
@@ -83,13 +90,13 @@ def read_rope(
     Raises:
         ValueError: Naming what is unknown or missing.
     """
-    name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    mapping = config.get(name) or {}
+    name = "rope_parameters" if parameters else "rope_scaling"
+    mapping = parameters or scaling or {}
     if not isinstance(mapping, Mapping):
         raise ValueError(f"`{name}` is {short_repr(mapping)}: only an object is supported")
     inner = {key: value for key, value in mapping.items() if value is not None}
     kind = inner.pop("rope_type", inner.pop("type", "default"))
-    outer = {"rope_theta": config["rope_theta"]} if config.get("rope_theta") is not None else {}
+    outer = {} if theta is None else {"rope_theta": theta}
     if not isinstance(kind, str) or kind not in types:
         raise ValueError(
             f"`{name}.rope_type` is {short_repr(kind)}: only {', '.join(types)} are supported"

@@ -58,7 +58,13 @@ def read_llama(config: Mapping[str, Any]) -> ConfigValues:
     if isinstance(heads, int) and isinstance(width, int) and heads > 0:
         given = {"num_key_value_heads": heads, "head_dim": width // heads} | given
     values = read_fields(given, _FIELDS)
-    rope = read_rope(config, {"rope_theta": 10_000.0}, {"default": (), "llama3": _LLAMA3})
+    rope = read_rope(
+        config.get("rope_theta"),
+        config.get("rope_parameters"),
+        config.get("rope_scaling"),
+        defaults={"rope_theta": 10_000.0},
+        types={"default": (), "llama3": _LLAMA3},
+    )
     values["rope_max_timescale"] = float(rope["rope_theta"])
     if rope["rope_type"] == "default":
         return values

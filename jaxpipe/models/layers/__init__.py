@@ -12,8 +12,10 @@ from ._common import token_losses as token_losses
 from ._grouped_matmul import GroupedMatmul as GroupedMatmul
 from ._grouped_matmul import megablox as megablox
 from ._grouped_matmul import ragged_dot as ragged_dot
+from ._latent_attention import LatentAttentionSettings as LatentAttentionSettings
 from ._latent_attention import latent_attention as latent_attention
 from ._latent_attention import latent_attention_weights as latent_attention_weights
+from ._moe import MoeSettings as MoeSettings
 from ._moe import moe as moe
 from ._moe import moe_weights as moe_weights
 from ._projection import PROJECTIONS as PROJECTIONS
@@ -24,7 +26,9 @@ from ._projection import quantize as quantize
 from ._routed_experts import Experts as Experts
 from ._routed_experts import routed_experts as routed_experts
 from ._routed_experts import sort_and_multiply as sort_and_multiply
+from ._router import RouterSettings as RouterSettings
 from ._router import Routing as Routing
 from ._router import route as route
+from ._yarn import Yarn as Yarn
 from ._yarn import yarn_frequencies as yarn_frequencies
 from ._yarn import yarn_score_scale as yarn_score_scale

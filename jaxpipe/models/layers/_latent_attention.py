@@ -9,6 +9,7 @@ values, N channels of a head without position, P with it, C = N + P, V channels 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,22 +18,57 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
 from ...sharding._rules import Constrain
-from .._deepseek_config import DeepseekConfig
 from ..weights._abstract import matrix, scale
 from ._attention import Attention
 from ._common import HEADS, name_qkv, rms_norm, rope, rope_frequencies
 from ._projection import Projection, projection
-from ._yarn import yarn_frequencies, yarn_score_scale
+from ._yarn import Yarn, yarn_frequencies, yarn_score_scale
 
 
-def latent_attention_weights(config: DeepseekConfig, *, branches: int, dtype: Any) -> PyTree:
+@dataclass(frozen=True)
+class LatentAttentionSettings:
+    """Sizes and positions of latent attention.
+
+    Attributes:
+        embed_dim: D.
+        num_heads: H. Every query head has its own key head and value head.
+        q_lora_rank: Q; 0 if queries are not compressed.
+        kv_lora_rank: R.
+        qk_nope_head_dim: N.
+        qk_rope_head_dim: P, an even number. All key heads share these channels.
+        v_head_dim: V.
+        max_timescale: The base of the rotary angles.
+        yarn: Stretches the rotary angles; None for angles as trained.
+        epsilon: Added to the mean square in RMSNorm.
+    """
+
+    embed_dim: int
+    num_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    max_timescale: float
+    yarn: Yarn | None
+    epsilon: float
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Returns C, the number of channels of a query and key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+def latent_attention_weights(
+    settings: LatentAttentionSettings, *, branches: int, dtype: Any
+) -> PyTree:
     """Returns the abstract weights of latent attention.
 
     The published models store `kv_down` and `rope_key` in one matrix, and `key_up` and `value_up`
     in another.
 
     Args:
-        config: The sizes of the model.
+        settings: The sizes of the attention.
         branches: The number of residual branches of the model. The initial variance of `out` is
             inversely proportional to it.
         dtype: The dtype in which weights are stored.
@@ -40,9 +76,9 @@ def latent_attention_weights(config: DeepseekConfig, *, branches: int, dtype: An
     Returns:
         A dict of `Weight`.
     """
-    D, H, R = config.base_emb_dim, config.base_num_query_heads, config.kv_lora_rank
-    N, P, V = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-    return _query_weights(config, dtype) | {
+    D, H, R = settings.embed_dim, settings.num_heads, settings.kv_lora_rank
+    N, P, V = settings.qk_nope_head_dim, settings.qk_rope_head_dim, settings.v_head_dim
+    return _query_weights(D, H, settings.q_lora_rank, N + P, dtype) | {
         "kv_down": matrix((D, R), ("embed", "kv_lora"), D, dtype),
         "kv_norm": scale(R, dtype),
         "rope_key": matrix((D, P), ("embed", "kv"), D, dtype),
@@ -52,9 +88,7 @@ def latent_attention_weights(config: DeepseekConfig, *, branches: int, dtype: An
     }
 
 
-def _query_weights(config: DeepseekConfig, dtype: Any) -> dict[str, Any]:
-    D, H, Q = config.base_emb_dim, config.base_num_query_heads, config.q_lora_rank
-    C = config.qk_nope_head_dim + config.qk_rope_head_dim
+def _query_weights(D: int, H: int, Q: int, C: int, dtype: Any) -> dict[str, Any]:
     if not Q:
         return {"query": matrix((D, H, C), ("embed", "q_heads", "kv"), D, dtype)}
     return {
@@ -65,7 +99,7 @@ def _query_weights(config: DeepseekConfig, dtype: Any) -> dict[str, Any]:
 
 
 def latent_attention(
-    config: DeepseekConfig,
+    settings: LatentAttentionSettings,
     *,
     attention: Attention,
     constrain: Constrain,
@@ -74,7 +108,7 @@ def latent_attention(
     """Returns latent attention as a function `(weights, x, batch_inputs) -> y`.
 
     Args:
-        config: The sizes of the model.
+        settings: The sizes of the attention.
         attention: `(q, k, v, segment_ids) -> out` that divides scores by sqrt(C).
         constrain: Shards an activation by its logical axes.
         project: Multiplies activations by a weight.
@@ -83,9 +117,11 @@ def latent_attention(
         The function. x and y are [b, T, D], and `batch_inputs` has `positions` and `segment_ids`
         [b, T].
     """
-    frequencies, sharper = _positions(config)
-    queries = _compressed if config.q_lora_rank else _direct
-    epsilon, num_nope = config.normalization_layer_epsilon, config.qk_nope_head_dim
+    frequencies, sharper = _positions(
+        settings.qk_rope_head_dim, settings.max_timescale, settings.yarn
+    )
+    queries = _compressed if settings.q_lora_rank else _direct
+    epsilon, num_nope = settings.epsilon, settings.qk_nope_head_dim
 
     def attend(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree) -> Float[Array, "b T D"]:
         positions: Int[Array, "b T"] = batch_inputs["positions"]
@@ -109,20 +145,21 @@ def latent_attention(
     return attend
 
 
-def _positions(config: DeepseekConfig) -> tuple[Float[np.ndarray, " half"], float]:
+def _positions(
+    channels: int, max_timescale: float, yarn: Yarn | None
+) -> tuple[Float[np.ndarray, " half"], float]:
     """Returns rotary angles per position in radians, and a factor of the attention scores."""
-    channels, base = config.qk_rope_head_dim, config.rope_max_timescale
-    if config.rope_type == "default":
-        return rope_frequencies(channels, base), 1.0
+    if yarn is None:
+        return rope_frequencies(channels, max_timescale), 1.0
     frequencies = yarn_frequencies(
         channels,
-        base,
-        factor=config.rope_factor,
-        trained_length=config.original_max_position_embeddings,
-        beta_fast=config.beta_fast,
-        beta_slow=config.beta_slow,
+        max_timescale,
+        factor=yarn.factor,
+        trained_length=yarn.trained_length,
+        beta_fast=yarn.beta_fast,
+        beta_slow=yarn.beta_slow,
     )
-    return frequencies, yarn_score_scale(config.rope_factor, config.mscale)
+    return frequencies, yarn_score_scale(yarn.factor, yarn.mscale)
 
 
 def _direct(w: PyTree, x: Float[Array, "b T D"], epsilon: float, project: Projection) -> Array:

@@ -4,7 +4,7 @@ b sequences, T tokens, D embed, E experts, F width of an expert.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -12,19 +12,41 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from ...sharding._rules import Constrain
-from .._deepseek_config import DeepseekConfig
 from ..weights._abstract import Weight, matrix
 from ._common import ACTIVATION, swiglu, swiglu_weights
 from ._projection import Projection, projection
 from ._routed_experts import Experts
-from ._router import Routing, route
+from ._router import RouterSettings, Routing, route
 
 
-def moe_weights(config: DeepseekConfig, *, branches: int, dtype: Any) -> PyTree:
+@dataclass(frozen=True)
+class MoeSettings:
+    """Sizes and choices of a mixture of experts.
+
+    Attributes:
+        embed_dim: D.
+        num_experts: E, the number of routed experts.
+        expert_dim: F.
+        shared_experts: The number of shared experts. They are one wide MLP.
+        has_bias: Whether a bias per expert affects the choice.
+        load_balance_loss_weight: Factor of the load-balance loss.
+        router: How the router chooses.
+    """
+
+    embed_dim: int
+    num_experts: int
+    expert_dim: int
+    shared_experts: int
+    has_bias: bool
+    load_balance_loss_weight: float
+    router: RouterSettings
+
+
+def moe_weights(settings: MoeSettings, *, branches: int, dtype: Any) -> PyTree:
     """Returns the abstract weights of a mixture of experts.
 
     Args:
-        config: The sizes of the model.
+        settings: The sizes of the mixture.
         branches: The number of residual branches of the model. The initial variance of the `down`
             matrices is inversely proportional to it.
         dtype: The dtype in which weights are stored.
@@ -32,9 +54,9 @@ def moe_weights(config: DeepseekConfig, *, branches: int, dtype: Any) -> PyTree:
     Returns:
         `{"router", "experts"}`, and "shared" if the model has shared experts: trees of `Weight`.
     """
-    D, E, F = config.base_emb_dim, config.num_experts, config.base_moe_mlp_dim
+    D, E, F = settings.embed_dim, settings.num_experts, settings.expert_dim
     router = {"logits": replace(matrix((D, E), ("embed", None), D, dtype), exact=True)}
-    if config.routed_bias:
+    if settings.has_bias:
         router["bias"] = Weight((E,), ("norm",), jax.nn.initializers.zeros, dtype, exact=True)
     weights = {
         "router": router,
@@ -44,14 +66,14 @@ def moe_weights(config: DeepseekConfig, *, branches: int, dtype: Any) -> PyTree:
             "down": matrix((E, F, D), ("exp", "mlp", "embed_no_exp"), F * branches, dtype),
         },
     }
-    if config.shared_experts:
-        width = F * config.shared_experts
+    if settings.shared_experts:
+        width = F * settings.shared_experts
         weights["shared"] = swiglu_weights(D, width, branches=branches, dtype=dtype)
     return weights
 
 
 def moe(
-    config: DeepseekConfig,
+    settings: MoeSettings,
     *,
     experts: Experts,
     constrain: Constrain,
@@ -71,7 +93,7 @@ def moe(
     DeepSeek-V3, section 2.1.2.
 
     Args:
-        config: The sizes of the model.
+        settings: The sizes of the mixture.
         experts: `(weights, x, chosen, shares) -> y`, a function that `routed_experts` returns.
         constrain: Shards an activation by its logical axes.
         project: The matrix products of the shared experts.
@@ -84,37 +106,27 @@ def moe(
     def mix(
         w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree
     ) -> tuple[Array, dict[str, Float[Array, ""]]]:
-        bias = w["router"]["bias"].astype(jnp.float32) if config.routed_bias else None
-        routing = _route(config, w["router"]["logits"], bias, x, batch_inputs)
+        bias = w["router"]["bias"].astype(jnp.float32) if settings.has_bias else None
+        routing = _route(settings.router, w["router"]["logits"], bias, x, batch_inputs)
         y = experts(w["experts"], x, routing.chosen, routing.shares)
         y = constrain(y, ACTIVATION)
-        if config.shared_experts:
+        if settings.shared_experts:
             y += swiglu(w["shared"], x, constrain, project)
         return y, _aux_losses(
-            routing, bias, config.load_balance_loss_weight, batch_inputs["target_weights"]
+            routing, bias, settings.load_balance_loss_weight, batch_inputs["target_weights"]
         )
 
     return mix
 
 
 def _route(
-    config: DeepseekConfig, matrix: Array, bias: Array | None, x: Array, batch_inputs: PyTree
-):
+    router: RouterSettings, matrix: Array, bias: Array | None, x: Array, batch_inputs: PyTree
+) -> Routing:
     # Computed in float32: a rounded score may choose another expert.
     x32, matrix = x.astype(jnp.float32), matrix.astype(jnp.float32)
-    return route(
-        jnp.einsum("btd,de->bte", x32, matrix),
-        bias,
-        batch_inputs["segment_ids"] != 0,
-        jnp.sum(batch_inputs["target_weights"]),
-        score_func=config.routed_score_func,
-        num_chosen=config.num_experts_per_tok,
-        normalized=config.norm_topk_prob,
-        scaling_factor=config.routed_scaling_factor,
-        num_groups=config.n_routing_groups,
-        num_kept_groups=config.topk_routing_group,
-        num_ranking=config.group_score_experts,
-    )
+    logits = jnp.einsum("btd,de->bte", x32, matrix)
+    weight = jnp.sum(batch_inputs["target_weights"])
+    return route(logits, bias, batch_inputs["segment_ids"] != 0, weight, router)
 
 
 def _aux_losses(

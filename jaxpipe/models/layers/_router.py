@@ -3,6 +3,7 @@
 b sequences, T tokens, E experts, k of them chosen by each token, G groups of experts.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -36,27 +37,11 @@ class Routing(NamedTuple):
     balance: Float[Array, ""]
 
 
-def route(
-    logits: Scores,
-    bias: Float[Array, " E"] | None,
-    real: Bool[Array, "b T"],
-    weight: Float[Array, ""],
-    *,
-    score_func: str,
-    num_chosen: int,
-    normalized: bool,
-    scaling_factor: float,
-    num_groups: int,
-    num_kept_groups: int,
-    num_ranking: int = 2,
-) -> Routing:
-    """Chooses the `num_chosen` best experts of every token; experts have no capacity limit.
+@dataclass(frozen=True)
+class RouterSettings:
+    """How a router makes its decision from logits.
 
-    Args:
-        logits: The router's logits, in float32.
-        bias: Added to the scores for the choice only, or None.
-        real: False for padding. Padding is routed too, but does not count in load and balance.
-        weight: The weight in the loss of the rows on this device.
+    Attributes:
         score_func: `softmax` over the experts, or `sigmoid` of each.
         num_chosen: k.
         normalized: Whether the shares of a token are normalized to sum to 1 before they are scaled.
@@ -65,6 +50,32 @@ def route(
         num_kept_groups: The number of groups from which a token may choose: those with the largest
             sums of their best experts.
         num_ranking: The number of best experts in these sums: 1 in V2, 2 in V3.
+    """
+
+    score_func: str
+    num_chosen: int
+    normalized: bool
+    scaling_factor: float
+    num_groups: int
+    num_kept_groups: int
+    num_ranking: int = 2
+
+
+def route(
+    logits: Scores,
+    bias: Float[Array, " E"] | None,
+    real: Bool[Array, "b T"],
+    weight: Float[Array, ""],
+    router: RouterSettings,
+) -> Routing:
+    """Chooses the `num_chosen` best experts of every token; experts have no capacity limit.
+
+    Args:
+        logits: The router's logits, in float32.
+        bias: Added to the scores for the choice only, or None.
+        real: False for padding. Padding is routed too, but does not count in load and balance.
+        weight: The weight in the loss of the rows on this device.
+        router: How experts are chosen.
 
     Returns:
         The `Routing` of these rows.
@@ -72,20 +83,21 @@ def route(
     References:
         V2: DeepSeek-AI, 2024, arXiv 2405.04434, section 2.2; V3: arXiv 2412.19437, section 2.1.2.
     """
-    scores = jax.nn.softmax(logits) if score_func == "softmax" else jax.nn.sigmoid(logits)
+    scores = jax.nn.softmax(logits) if router.score_func == "softmax" else jax.nn.sigmoid(logits)
     ranked = jax.lax.stop_gradient(scores if bias is None else scores + bias)
-    if num_groups > 1:
-        ranked = _within_best_groups(ranked, num_groups, num_kept_groups, num_ranking)
-    _, chosen = jax.lax.top_k(ranked, num_chosen)
+    if router.num_groups > 1:
+        groups = router.num_groups, router.num_kept_groups, router.num_ranking
+        ranked = _within_best_groups(ranked, *groups)
+    _, chosen = jax.lax.top_k(ranked, router.num_chosen)
     # Sums over masks, not look-ups: XLA's partitioner fails on look-ups inside a pipeline.
     is_chosen = chosen[..., None] == jnp.arange(logits.shape[-1])
     shares = jnp.sum(jnp.where(is_chosen, scores[..., None, :], 0.0), axis=-1)
-    if normalized:
+    if router.normalized:
         shares /= jnp.sum(shares, axis=-1, keepdims=True)
-    choices = _sum_of_real(jnp.sum(is_chosen, axis=-2) / num_chosen, real)
+    choices = _sum_of_real(jnp.sum(is_chosen, axis=-2) / router.num_chosen, real)
     load, count, weight = _over_rows(choices, jnp.sum(real), weight)
     balance = _balance(scores, load, real, count)
-    return Routing(chosen, shares * scaling_factor, load, weight, balance)
+    return Routing(chosen, shares * router.scaling_factor, load, weight, balance)
 
 
 def _within_best_groups(scores: Scores, num_groups: int, num_kept: int, num_ranking: int) -> Scores:

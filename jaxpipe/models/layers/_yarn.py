@@ -7,11 +7,31 @@ DeepSeek-V2, arXiv 2405.04434.
 """
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float
 
 from ._common import rope_frequencies
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """The numbers of YaRN for a model.
+
+    Attributes:
+        factor: The factor by which sequences may be longer than `trained_length`.
+        trained_length: The length of the sequences of the training, in tokens.
+        beta_fast: Pairs that turn more often than this within `trained_length` are not changed.
+        beta_slow: Pairs that turn less often than this are slowed down by `factor`.
+        mscale: How strongly attention scores grow with the logarithm of `factor`.
+    """
+
+    factor: float
+    trained_length: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
 
 
 def yarn_frequencies(
