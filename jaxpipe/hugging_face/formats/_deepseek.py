@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ... import models
+from ...models.layers import LatentAttentionSettings
 from ._fields import (
     ConfigFields,
     ConfigValues,
@@ -203,7 +204,7 @@ def _check_published(sizes: models.DeepseekConfig, is_v3: bool) -> None:
 
 def deepseek_dense_slices(sizes: models.DeepseekConfig) -> LeafSlices:
     """Returns the slices of the leaves of a dense layer; names are relative to the layer."""
-    return _shared_slices(sizes) | with_prefix(
+    return _shared_slices(sizes.attention) | with_prefix(
         "mlp", swiglu_weights("mlp", sizes.base_emb_dim, sizes.base_mlp_dim)
     )
 
@@ -218,30 +219,27 @@ def deepseek_slices(sizes: models.DeepseekConfig) -> LeafSlices:
     experts = {
         name: stacked_entries([parts[name] for parts in each]) for name in ("gate", "up", "down")
     }
-    found = _shared_slices(sizes) | with_prefix("moe", router | with_prefix("experts", experts))
+    found = _shared_slices(sizes.attention) | with_prefix(
+        "moe", router | with_prefix("experts", experts)
+    )
     if sizes.shared_experts:
         shared = swiglu_weights("mlp.shared_experts", D, F * sizes.shared_experts)
         found |= with_prefix("moe/shared", shared)
     return found
 
 
-def _shared_slices(sizes: models.DeepseekConfig) -> LeafSlices:
+def _shared_slices(attention: LatentAttentionSettings) -> LeafSlices:
     """Returns the slices that dense layers and layers with experts have in common."""
-    D = sizes.base_emb_dim
+    D = attention.embed_dim
     return {
         "attention_norm": same_tensor("input_layernorm.weight", (D,)),
-        **with_prefix("attention", _attention(sizes)),
+        **with_prefix("attention", _attention(attention)),
         "mlp_norm": same_tensor("post_attention_layernorm.weight", (D,)),
     }
 
 
-def _attention(sizes: models.DeepseekConfig) -> LeafSlices:
-    D, H, Q, R = (
-        sizes.base_emb_dim,
-        sizes.base_num_query_heads,
-        sizes.q_lora_rank,
-        sizes.kv_lora_rank,
-    )
+def _attention(sizes: LatentAttentionSettings) -> LeafSlices:
+    D, H, Q, R = sizes.embed_dim, sizes.num_heads, sizes.q_lora_rank, sizes.kv_lora_rank
     V = sizes.v_head_dim
     if Q:
         queries = {
@@ -260,9 +258,9 @@ def _attention(sizes: models.DeepseekConfig) -> LeafSlices:
     }
 
 
-def _queries(tensor: str, sizes: models.DeepseekConfig, num_ins: int) -> tuple[TensorSlice, ...]:
+def _queries(tensor: str, sizes: LatentAttentionSettings, num_ins: int) -> tuple[TensorSlice, ...]:
     """Returns a leaf [ins, H, C] of a tensor [H C, ins]: plain channels, and rotary pairs."""
-    H, N, P = sizes.base_num_query_heads, sizes.qk_nope_head_dim, sizes.qk_rope_head_dim
+    H, N, P = sizes.num_heads, sizes.qk_nope_head_dim, sizes.qk_rope_head_dim
     shape = (H * (N + P), num_ins)
 
     def plain(x: np.ndarray) -> np.ndarray:
@@ -280,9 +278,9 @@ def _queries(tensor: str, sizes: models.DeepseekConfig, num_ins: int) -> tuple[T
     )
 
 
-def _compressed(sizes: models.DeepseekConfig) -> LeafSlices:
+def _compressed(sizes: LatentAttentionSettings) -> LeafSlices:
     """Returns the slices of `kv_down` [D, R] and `rope_key` [D, P]: one tensor [R + P, D]."""
-    D, R, P = sizes.base_emb_dim, sizes.kv_lora_rank, sizes.qk_rope_head_dim
+    D, R, P = sizes.embed_dim, sizes.kv_lora_rank, sizes.qk_rope_head_dim
     tensor, shape = "self_attn.kv_a_proj_with_mqa.weight", (R + P, D)
 
     def turned(x: np.ndarray) -> np.ndarray:
@@ -297,9 +295,9 @@ def _compressed(sizes: models.DeepseekConfig) -> LeafSlices:
     }
 
 
-def _heads(sizes: models.DeepseekConfig) -> LeafSlices:
+def _heads(sizes: LatentAttentionSettings) -> LeafSlices:
     """Returns the slices of `key_up` [R, H, N] and `value_up` [R, H, V]: one [H (N + V), R]."""
-    H, R = sizes.base_num_query_heads, sizes.kv_lora_rank
+    H, R = sizes.num_heads, sizes.kv_lora_rank
     N, V = sizes.qk_nope_head_dim, sizes.v_head_dim
     tensor, shape = "self_attn.kv_b_proj.weight", (H * (N + V), R)
 

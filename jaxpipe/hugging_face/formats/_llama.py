@@ -97,8 +97,7 @@ def write_llama(sizes: models.LlamaConfig, max_length: int | None) -> ConfigValu
 
 def llama_slices(sizes: models.LlamaConfig) -> LeafSlices:
     """Returns the slices of the leaves of one layer; names are relative to the layer."""
-    D, C = sizes.base_emb_dim, sizes.head_dim
-    H, K = sizes.base_num_query_heads, sizes.base_num_kv_heads
+    D, H, K, C = sizes.attention
     attention = {
         "query": linear_weight("self_attn.q_proj.weight", (D,), (H, C)),
         "key": linear_weight("self_attn.k_proj.weight", (D,), (K, C)),
