@@ -1,21 +1,19 @@
-"""Builds the `Gather` of a Flax module's weights from the logical names of their dims.
+"""Builds the `Gather` of a Flax module's weights from their specs and the names of their dims.
 
 Flax's rules may have several entries for a name, and the first that fits an array applies. So names
-are resolved separately for each weight. The engine gets logical axes that encode mesh axes:
-"fsdp+tensor" is a dim that is sharded over both.
+are resolved separately for each weight, and the engine gets specs over mesh axes.
 """
 
 from functools import partial
-from typing import Any
+from itertools import zip_longest
 
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
-from ..sharding import Rules, partition_spec
-from ..sharding._rules import GATHERED_AXES, gathered_rules
-from ..sharding.specs import axes_of, axes_of_dim
-from ..spmd.weight_gather import Gather, When, gather_by_specs, gather_weights
+from ..sharding._rules import GATHERED_AXES
+from ..sharding.specs import axes_of, without_axes
+from ..spmd.weight_gather import Gather, When, gather_by_specs, unsharded_specs
 from ._weight_sharding import without_dims
 
 EXPERTS = "exp"
@@ -52,22 +50,35 @@ def gather_of_names(
     if mesh is None:
         return Gather(when)
     if AxisType.Explicit in mesh.axis_types and not batch_axes:
-        return gather_by_specs(without_dims(specs, 2), when=when)
-    rules: dict[str, tuple[str, ...]] = {}
-
-    def logical(w: jax.Array, name: PartitionSpec, spec: PartitionSpec) -> tuple[str | None, ...]:
-        dims = [_encode(*dim, rules) for dim in zip(name[2:], spec[2:], strict=True)]
-        return (*dims, *[None] * (w.ndim - 2 - len(dims)))
-
-    axes = jax.tree.map(logical, weights, names, specs)
+        specs = without_dims(specs, 2)
+        return gather_by_specs(specs, unsharded_specs(specs), when=when)
+    stored = jax.tree.map(_stored_spec, weights, specs)
+    unsharded = jax.tree.map(_unsharded_spec, weights, names, stored)
     if batch_axes:
-        check = partial(_check_axes, list(rules.items()), mesh, batch_axes)
-        jax.tree_util.tree_map_with_path(check, axes, is_leaf=lambda x: isinstance(x, tuple))
-    return gather_weights(axes, list(rules.items()), when=when, batch_axes=batch_axes)
+        check = partial(_check_axes, mesh, batch_axes)
+        jax.tree_util.tree_map_with_path(check, weights, stored, unsharded)
+    return gather_by_specs(stored, unsharded, when=when, batch_axes=batch_axes)
+
+
+def _stored_spec(w: jax.Array, spec: PartitionSpec) -> PartitionSpec:
+    """Returns the spec of the weight of a stage, with an entry for every dim."""
+    return PartitionSpec(*spec[2:], *[None] * (w.ndim - max(len(spec), 2)))
+
+
+def _unsharded_spec(w: jax.Array, name: PartitionSpec, stored: PartitionSpec) -> PartitionSpec:
+    """Returns the spec of the gathered weight of a stage. The dim of experts stays as it is."""
+    del w
+    dims = zip_longest(stored, without_axes(stored, GATHERED_AXES), name[2:])
+    return PartitionSpec(*(axes if name == EXPERTS else rest for axes, rest, name in dims))
 
 
 def _check_axes(
-    rules: Rules, mesh: Mesh, batch_axes: tuple[str, ...], path: tuple, dims: tuple
+    mesh: Mesh,
+    batch_axes: tuple[str, ...],
+    path: tuple,
+    w: jax.Array,
+    stored: PartitionSpec,
+    unsharded: PartitionSpec,
 ) -> None:
     """Checks that a weight can be gathered where devices have their own rows.
 
@@ -75,11 +86,11 @@ def _check_axes(
         ValueError: If the weight stays sharded over one of `batch_axes`, or is stored sharded over
             an explicit axis that is not one of them.
     """
+    del w
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    gathered_spec = partition_spec(dims, gathered_rules(rules))
-    remaining_axes, stored_axes = axes_of(gathered_spec), axes_of(partition_spec(dims, rules))
-    found = dict.fromkeys(remaining_axes.intersection(batch_axes), "one of `pipeline_batch_axes`")
-    for axis in stored_axes.difference(batch_axes):
+    remaining_axes = axes_of(unsharded).intersection(batch_axes)
+    found = dict.fromkeys(remaining_axes, "one of `pipeline_batch_axes`")
+    for axis in axes_of(stored).difference(batch_axes):
         if types[axis] == AxisType.Explicit:
             found[axis] = "which is Explicit and not one of `pipeline_batch_axes`"
     for axis, what in found.items():
@@ -88,12 +99,3 @@ def _check_axes(
             f"their own rows need whole weights: choose among {', '.join(GATHERED_AXES)} and axes "
             "that split no weights, and leave the others of type Auto."
         )
-
-
-def _encode(name: Any, entry: Any, rules: dict[str, tuple[str, ...]]) -> str | None:
-    axes = axes_of_dim(entry)
-    if not axes:
-        return None
-    code = EXPERTS if name == EXPERTS else "+".join(axes)
-    rules[code] = axes
-    return code

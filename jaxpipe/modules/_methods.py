@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from ..sharding._rules import GATHERED_AXES
 from ..spmd import stepwise
-from ..spmd.weight_gather import Gather, all_gather_by_specs, gather_by_specs, weight_gather
+from ..spmd.weight_gather import Gather, gather_by_specs, unsharded_specs, weight_gather
 from . import _weight_sharding as weight_sharding
 from ._attributes import PipelineAttributes
 from ._layers import (
@@ -122,7 +122,8 @@ class PipelineMethods(PipelineAttributes):
         """Returns `stage` with remat, which gathers its weights if logical specs are given."""
         if names is None:
             return self.settings.remat_tick(stage)
-        gather = gather_by_specs(weight_sharding.without_dims(self.specs_without_repeats(names), 1))
+        specs = weight_sharding.without_dims(self.specs_without_repeats(names), 1)
+        gather = gather_by_specs(specs, unsharded_specs(specs))
         return self.settings.remat_tick(lambda w, *rest: stage(gather.unshard(w), *rest))
 
     def specs_without_repeats(self, names) -> Any:
@@ -260,7 +261,7 @@ class LoopMethods(PipelineMethods):
         """Returns [R, S, ...] variables that are no longer sharded over fsdp and fsdp_transpose."""
         specs = weight_sharding.physical_specs(logical_partition_spec, self.axis_rules, self.mesh)
         axes = "fsdp", "fsdp_transpose"
-        return gather_by_specs(specs, axes=axes, mesh=self.mesh).unshard(variables)
+        return weight_sharding.unshard_arrays(variables, specs, self.mesh, axes)
 
     def _sharded(self, tree, dim, specs=None) -> Any:
         """Returns `shard_dim_by_stages` of every leaf; leaves with specs are weights in use."""
@@ -327,10 +328,10 @@ class WindowMethods(PipelineMethods):
         expert.
         """
         _, repeats = self.get_microbatch_and_repeat_ids(0 if is_initializing else loop_iteration)
-        weights, specs = stepwise.from_window(bsw, repeats), physical_partition_spec
-        if specs is None or self.mesh is None:
+        weights = stepwise.from_window(bsw, repeats)
+        if physical_partition_spec is None:
             return weights
-        return gather_by_specs(specs, mesh=self.mesh).unshard(weights)
+        return weight_sharding.unshard_arrays(weights, physical_partition_spec, self.mesh)
 
     def from_all_variables_to_repeat_weights(self, weights, loop_iteration) -> Any:
         """Returns the [S, ...] weights of rank 0's current repeat, for all stages."""
@@ -349,11 +350,9 @@ class WindowMethods(PipelineMethods):
         They are gathered over `axes_to_gather`: with `use_shardmap` by `jax.lax.all_gather`,
         otherwise by a sharding constraint.
         """
-        if self.mesh is None:
-            return repeat_weights
-        gather_of = all_gather_by_specs if use_shardmap else gather_by_specs
-        gather = gather_of(physical_partition_spec, axes=axes_to_gather, mesh=self.mesh)
-        return gather.unshard(repeat_weights)
+        return weight_sharding.unshard_arrays(
+            repeat_weights, physical_partition_spec, self.mesh, axes_to_gather, use_shardmap
+        )
 
     def weight_prefetching(self, weights, physical_partition_spec, loop_iteration) -> Any:
         """Returns the [2, S, ...] window for iteration `loop_iteration + 1`.

@@ -1,4 +1,4 @@
-"""Shards the weights of a Flax module on a mesh by the logical names of their dims.
+"""Shards and gathers the weights of a Flax module on a mesh by the logical names of their dims.
 
 A stacked weight is [R, S, L, ...] with the names ("circular_repeats", "stage", "layers", ...). A
 logical spec is a `PartitionSpec` of names, a physical spec one of mesh axes. Dims beyond the end of
@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 from ..sharding._rules import GATHERED_AXES
 from ..sharding.specs import check_divisible, padded_spec, reshard_to_spec, without_axes
 from ..spmd.ranks import AXIS, is_spec
+from ..spmd.weight_gather import gather_by_specs, unsharded_specs
 from ._settings import AxisRules
 
 STACKED = ("circular_repeats", "stage", "layers")
@@ -163,6 +164,37 @@ def reshard_microbatches(
         return reshard_to_spec(leaf, spec, mesh)
 
     return jax.tree.map(reshard_leaf, x)
+
+
+def unshard_arrays(
+    weights: PyTree,
+    specs: PyTree,
+    mesh: Mesh | None,
+    axes: Sequence[str] = GATHERED_AXES,
+    use_shardmap: bool = False,
+) -> PyTree:
+    """Returns whole arrays gathered over mesh axes.
+
+    Args:
+        weights: The arrays.
+        specs: Their physical specs.
+        mesh: The mesh. If it is None, `weights` are returned as they are.
+        axes: The mesh axes to gather over.
+        use_shardmap: Whether to gather by `lax.all_gather`. If not, a sharding constraint gathers.
+
+    Returns:
+        The arrays, sharded over the other axes of `specs`.
+    """
+    if mesh is None:
+        return weights
+    unsharded = unsharded_specs(specs, axes)
+    if not use_shardmap:
+        return gather_by_specs(specs, unsharded, mesh=mesh).unshard(weights)
+    gather = gather_by_specs(specs, unsharded, batch_axes=mesh.axis_names)
+    # Gathered weights are equal on all devices of `axes`, which `check_vma` cannot infer.
+    return jax.shard_map(
+        gather.unshard, mesh=mesh, in_specs=(specs,), out_specs=unsharded, check_vma=False
+    )(weights)
 
 
 def describe_shardings(weights: PyTree, names: PyTree, specs: PyTree) -> str:

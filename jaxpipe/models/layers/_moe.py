@@ -125,8 +125,8 @@ def _route(
     # Computed in float32: a rounded score may choose another expert.
     x32, matrix = x.astype(jnp.float32), matrix.astype(jnp.float32)
     logits = jnp.einsum("btd,de->bte", x32, matrix)
-    weight = jnp.sum(batch_inputs["target_weights"])
-    return route(logits, bias, batch_inputs["segment_ids"] != 0, weight, router)
+    real, weight = batch_inputs["segment_ids"] != 0, jnp.sum(batch_inputs["target_weights"])
+    return route(logits, bias, real, weight, router)
 
 
 def _aux_losses(

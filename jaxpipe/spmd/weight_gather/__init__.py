@@ -1,13 +1,13 @@
 """When and how the weights of stages are gathered, and their gradients reduce-scattered."""
 
-from ._by_specs import all_gather_by_specs as all_gather_by_specs
-from ._by_specs import gather_by_specs as gather_by_specs
 from ._gather import EACH_TICK as EACH_TICK
 from ._gather import Gather as Gather
 from ._gather import When as When
+from ._gather import gather_by_specs as gather_by_specs
 from ._gather import gather_weights as gather_weights
 from ._gather import identity as identity
 from ._gather import only_after as only_after
+from ._gather import unsharded_specs as unsharded_specs
 from ._per_layer import gather_in_layers as gather_in_layers
 from ._per_layer import gathering_layer as gathering_layer
 from ._per_layer import layer_gather as layer_gather

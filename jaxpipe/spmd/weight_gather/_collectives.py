@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import jax
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from ...sharding._rules import GATHERED_AXES
 from ...sharding.specs import axes_of, axes_of_dim, without_axes
@@ -82,7 +82,8 @@ def _on_shards(
         `f(x)`, sharded over automatic axes as `x` is.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    automatic = {a for a in mesh.axis_names if mesh.shape[a] > 1} - set(mesh.manual_axes)
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    automatic = {a for a, kind in types if kind == AxisType.Auto and mesh.shape[a] > 1}
     spec, extra_axes = only_axes(unsharded, automatic), automatic.intersection(also)
     if any(names and axes for names, axes in zip(spec, moved, strict=True)):
         return f(_inside(lambda x: x, x, PartitionSpec(), extra_axes))

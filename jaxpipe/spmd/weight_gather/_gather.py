@@ -1,11 +1,11 @@
 """When and how weights that are sharded over fsdp and similar axes are gathered for a stage.
 
 A `Gather` says it for the weights of one stage. Its functions gather weights and reduce-scatter
-their gradients; `gather_weights` makes them from logical axes. `_weight_gather` makes of it what an
-engine does with the weights of a rank.
+their gradients; `gather_weights` makes them from logical axes, `gather_by_specs` from mesh axes.
+`_weight_gather` makes of it what an engine does with the weights of a rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -13,11 +13,12 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ...sharding import Rules, constrain_with, partition_spec
-from ...sharding._rules import gathered_rules
+from ...sharding import Rules, partition_spec
+from ...sharding._rules import GATHERED_AXES, gathered_rules
+from ...sharding.specs import check_divisible, padded_spec, with_axis_type, without_axes
 from ..ranks import is_spec
 from ._collectives import all_gather_leaf, only_axes, reduce_scatter_leaf
 
@@ -93,24 +94,67 @@ def gather_weights(
     Returns:
         A `Gather` whose specs are those of `logical` under the rules, over `batch_axes`.
     """
-    unsharded_rules = gathered_rules(rules)
-    stored, unsharded, grad_specs = (
-        manual_specs(logical, r, batch_axes)
-        for r in (rules, unsharded_rules, gradient_rules or rules)
+    stored, unsharded, gradients = (
+        specs_of(logical, r) for r in (rules, gathered_rules(rules), gradient_rules or rules)
     )
-    specs = specs_of(logical, unsharded_rules)
-    constrain_unsharded = constrain_by(logical, unsharded_rules)
-    constrain_gradients = constrain_by(logical, gradient_rules or rules)
+    return gather_by_specs(
+        stored, unsharded, gradients, when=when, cast=cast, batch_axes=batch_axes
+    )
+
+
+def gather_by_specs(
+    stored: PyTree,
+    unsharded: PyTree,
+    gradients: PyTree | None = None,
+    *,
+    when: When = "tick",
+    cast: TreeFunction = identity,
+    batch_axes: tuple[str, ...] = (),
+    mesh: Mesh | None = None,
+) -> Gather:
+    """Returns a `Gather` for weights described by specs over mesh axes.
+
+    Args:
+        stored: The spec of every weight as it is stored. Dims beyond the end of a spec keep their
+            sharding.
+        unsharded: The spec of every gathered weight, with as many dims.
+        gradients: The spec of every stored gradient. None for those of the weights.
+        when: Gather in every "tick", "once", or once per "repeat".
+        cast: Casts the weights to the compute dtype before they are gathered.
+        batch_axes: Mesh axes that are manual where the functions are called, beside `stage`: they
+            communicate over these by collectives, over all others by constraints.
+        mesh: The mesh of whole arrays. None inside a stage, whose mesh is in context.
+
+    Returns:
+        The `Gather`. Without a mesh its functions return their argument.
+    """
+    gradients = stored if gradients is None else gradients
+    manual_stored, manual_unsharded, manual_gradients = (
+        manual_specs(specs, batch_axes) for specs in (stored, unsharded, gradients)
+    )
+    constrain_unsharded = constrain_by(unsharded, mesh)
+    constrain_gradients = constrain_by(gradients, mesh)
 
     def unshard(tree: PyTree) -> PyTree:
-        return constrain_unsharded(map_leaves(all_gather_leaf, tree, stored, unsharded, specs))
+        return constrain_unsharded(
+            map_leaves(all_gather_leaf, tree, manual_stored, manual_unsharded, unsharded)
+        )
 
     def reduce_scatter(tree: PyTree) -> PyTree:
-        summed = map_leaves(partial(reduce_scatter_leaf, batch_axes), tree, grad_specs, specs)
-        return constrain_gradients(summed)
+        reduce_leaf = partial(reduce_scatter_leaf, batch_axes)
+        return constrain_gradients(map_leaves(reduce_leaf, tree, manual_gradients, unsharded))
 
+    # Explicit axes keep their type only where a spec has no entries, not even of None.
+    no_entries = jax.tree.map(lambda _: REPLICATED, stored, is_leaf=is_spec)
     return Gather(
-        when, cast, unshard, constrain_unsharded, reduce_scatter, batch_axes, stored, grad_specs
+        when,
+        cast,
+        unshard,
+        constrain_unsharded,
+        reduce_scatter,
+        batch_axes,
+        manual_stored if batch_axes else no_entries,
+        manual_gradients if batch_axes else no_entries,
     )
 
 
@@ -135,16 +179,50 @@ def map_leaves(f: Callable, tree: PyTree, *specs: PyTree) -> PyTree:
     return jax.tree.map(map_leaf, tree, *specs, is_leaf=lambda x: x is None)
 
 
-def constrain_by(logical: PyTree, rules: Rules) -> TreeFunction:
-    """Returns a function that shards the leaves that are not None as `rules` say."""
-    return lambda tree: map_leaves(constrain_with(rules), tree, logical)
+def constrain_by(specs: PyTree, mesh: Mesh | None = None) -> TreeFunction:
+    """Returns a function that shards the leaves that are not None over axes that are not manual.
+
+    Args:
+        specs: The spec of every leaf.
+        mesh: The mesh of whole arrays. None for the mesh in context.
+
+    Returns:
+        A function from a tree to the tree.
+    """
+
+    def constrain_leaf(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        context = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+        types = dict(zip(context.axis_names, context.axis_types, strict=True))
+        manual = [axis for axis, kind in types.items() if kind == AxisType.Manual]
+        if len(manual) == len(types) or not len(spec):
+            return x
+        spec = without_axes(spec, manual)
+        check_divisible(x.shape, spec, dict(context.shape), "weight")
+        return _constrain(x, spec, context)
+
+    return lambda tree: map_leaves(constrain_leaf, tree, specs)
 
 
-def manual_specs(logical: PyTree, rules: Rules, axes: tuple[str, ...]) -> PyTree:
-    """Returns the spec of every weight, restricted to `axes`."""
-    return jax.tree.map(
-        lambda spec: only_axes(spec, axes), specs_of(logical, rules), is_leaf=is_spec
-    )
+def _constrain(x: jax.Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> jax.Array:
+    """Returns `x` sharded by `spec`: explicit axes by its type, automatic axes by a constraint."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, padded_spec(x, spec, mesh)))
+    explicit = padded_spec(x, with_axis_type(spec, mesh, AxisType.Explicit), mesh)
+    x = jax.sharding.reshard(x, NamedSharding(mesh, explicit))
+    if AxisType.Auto not in mesh.axis_types or len(spec) < x.ndim:
+        return x
+    automatic = with_axis_type(spec, mesh, AxisType.Auto)
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, automatic))
+
+
+def manual_specs(specs: PyTree, axes: tuple[str, ...]) -> PyTree:
+    """Returns every spec restricted to `axes`."""
+    return jax.tree.map(lambda spec: only_axes(spec, axes), specs, is_leaf=is_spec)
+
+
+def unsharded_specs(specs: PyTree, axes: Sequence[str] = GATHERED_AXES) -> PyTree:
+    """Returns the specs of weights that are gathered over `axes`."""
+    return jax.tree.map(lambda spec: without_axes(spec, axes), specs, is_leaf=is_spec)
 
 
 def specs_of(logical: PyTree, rules: Rules) -> PyTree:

@@ -25,7 +25,7 @@ from ._gather import (
     Gather,
     TreeFunction,
     constrain_by,
-    gather_weights,
+    gather_by_specs,
     identity,
     manual_specs,
     map_leaves,
@@ -47,12 +47,10 @@ def gather_in_layers(
     are only summed over the axes that do not shard them, and with ZeRO-1 scattered further. The
     arguments mean the same as in `gather_weights`.
     """
-    stored, grad_specs = (
-        manual_specs(logical, r, batch_axes) for r in (rules, gradient_rules or rules)
-    )
-    constrain_stored = constrain_by(logical, rules)
-    constrain_gradients = constrain_by(logical, gradient_rules or rules)
-    specs = specs_of(logical, gathered_rules(rules))
+    weights, gradients = (specs_of(logical, r) for r in (rules, gradient_rules or rules))
+    stored, grad_specs = (manual_specs(specs, batch_axes) for specs in (weights, gradients))
+    constrain_stored, constrain_gradients = constrain_by(weights), constrain_by(gradients)
+    unsharded = specs_of(logical, gathered_rules(rules))
 
     def reduce_leaf(
         x: jax.Array, done: PartitionSpec, spec: PartitionSpec, unsharded: PartitionSpec
@@ -61,7 +59,7 @@ def gather_in_layers(
         return reduce_scatter_leaf(axes, x, _without(spec, done), unsharded)
 
     def reduce_scatter(tree: PyTree) -> PyTree:
-        return constrain_gradients(map_leaves(reduce_leaf, tree, stored, grad_specs, specs))
+        return constrain_gradients(map_leaves(reduce_leaf, tree, stored, grad_specs, unsharded))
 
     return Gather(
         "once", identity, identity, constrain_stored, reduce_scatter, batch_axes, stored, grad_specs
@@ -87,10 +85,10 @@ def layer_gather(
         `(stored weights, input of the layer) -> gathered weights`. They are gathered only after the
         input is computed; their gradients are reduce-scattered in float32.
     """
-    stored = manual_specs(logical, rules, batch_axes)
-    specs = specs_of(logical, gathered_rules(rules))
-    unshard = gather_weights(logical, rules, when="tick", batch_axes=batch_axes).unshard
-    constrain_stored = constrain_by(logical, rules)
+    weight_specs, unsharded = (specs_of(logical, r) for r in (rules, gathered_rules(rules)))
+    stored = manual_specs(weight_specs, batch_axes)
+    unshard = gather_by_specs(weight_specs, unsharded, batch_axes=batch_axes).unshard
+    constrain_stored = constrain_by(weight_specs)
 
     def reduce_leaf(x: jax.Array, spec: PartitionSpec, unsharded: PartitionSpec) -> jax.Array:
         return reduce_scatter_leaf(
@@ -108,7 +106,7 @@ def layer_gather(
 
     def backward(dtypes: PyTree, gradients: PyTree) -> tuple[PyTree, None]:
         scattered = constrain_stored(
-            map_leaves(reduce_leaf, to_accum_dtype(gradients), stored, specs)
+            map_leaves(reduce_leaf, to_accum_dtype(gradients), stored, unsharded)
         )
         return cast_like(scattered, dtypes), None
 
