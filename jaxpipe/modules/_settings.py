@@ -145,7 +145,8 @@ def _ranks(within: int | None, across: int, mesh: Mesh | None) -> int:
             f"`mesh` has the axes {tuple(mesh.axis_names)}. A pipeline needs one that is named "
             f"{AXIS!r}."
         )
-    within = max(of_mesh // across, 1) if within is None else within
+    if within is None:
+        within = max(of_mesh // across, 1)
     if mesh is not None and within * across != of_mesh:
         raise ValueError(
             f"`ici_pipeline_parallelism` x `dcn_pipeline_parallelism` is {within} x {across}, but "
