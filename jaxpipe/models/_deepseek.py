@@ -118,10 +118,8 @@ def deepseek(
         `embed(weights, batch_inputs) -> x`, `stage(weights, x, batch_inputs, keys) -> (x, aux)`
         and `loss(boundary, x, batch_inputs) -> (loss, metrics)`; x is [b, T, D].
     """
-    epsilon = config.normalization_layer_epsilon
-    attend = latent_attention(
-        config.attention, attention=attention, constrain=constrain, project=project
-    )
+    epsilon, sizes = config.normalization_layer_epsilon, config.attention
+    attend = latent_attention(sizes, attention=attention, constrain=constrain, project=project)
     mix = moe(config.moe, experts=experts, constrain=constrain, project=project)
 
     def add(x, branch, key):

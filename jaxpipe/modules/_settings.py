@@ -145,14 +145,13 @@ def _ranks(within: int | None, across: int, mesh: Mesh | None) -> int:
             f"`mesh` has the axes {tuple(mesh.axis_names)}. A pipeline needs one that is named "
             f"{AXIS!r}."
         )
-    if within is None:
-        within = max(of_mesh // across, 1)
-    if mesh is not None and within * across != of_mesh:
+    size = max(of_mesh // across, 1) if within is None else within
+    if mesh is not None and size * across != of_mesh:
         raise ValueError(
-            f"`ici_pipeline_parallelism` x `dcn_pipeline_parallelism` is {within} x {across}, but "
+            f"`ici_pipeline_parallelism` x `dcn_pipeline_parallelism` is {size} x {across}, but "
             f"the axis {AXIS!r} of `mesh` has {of_mesh}. They must be equal."
         )
-    return within * across
+    return size * across
 
 
 def _pipelined_layers(pipelined: int | None, model: int | None) -> tuple[int | None, str]:
