@@ -95,13 +95,18 @@ ROWS = {
     "circular, fsdp": (base, "circular", {"stage": 2, "fsdp": 2}, {"layers_per_stage": (3, 2)}),
     "zbv, uneven, fsdp": (base, "zbv", {"stage": 2, "fsdp": 2}, {}),
     "mpmd": (base, "interleaved_1f1b", {"stage": 2}, {"engine": "mpmd"}),
+    "dualpipe, uneven, fsdp": (base, "dualpipe", {"stage": 2, "fsdp": 2}, {}),
+    "mpmd, dualpipe": (base, "dualpipe", {"stage": 2}, {"engine": "mpmd"}),
     "circular, only the head": (ALL_BUT_HEAD, "circular", {"stage": 2}, {}),
     "zero bubble, only the head": (ALL_BUT_HEAD, "zero_bubble_h1", {"stage": 2}, {}),
     "mpmd, only the head": (ALL_BUT_HEAD, "1f1b", {"stage": 2}, {"engine": "mpmd"}),
 }
+SLOW = [name for name in ROWS if "dualpipe" in name]
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    "row", [pytest.param(r, marks=pytest.mark.slow if r in SLOW else ()) for r in ROWS]
+)
 def test_loss_and_gradients_are_those_of_the_plain_program(row: str):
     frozen, schedule, sizes, options = ROWS[row]
     pipe = pipeline(schedule=schedule, frozen=frozen, options=options, **sizes)

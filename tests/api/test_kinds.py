@@ -203,11 +203,16 @@ ROWS = {
         {"engine": "mpmd", "layers_per_stage": "Et*2|t|tm|mL"},
     ),
     "tower, fsdp": ("vision tower", "1f1b", {"stage": 2, "fsdp": 2}, {}),
+    "dualpipe": ("encoder-decoder", "dualpipe", {"stage": 2}, {}),
+    "mpmd, dualpipe": ("mtp", "dualpipe", {"stage": 2}, {"engine": "mpmd"}),
     "tower, mpmd": ("vision tower", "1f1b", {"stage": 3}, {"engine": "mpmd"}),
 }
+SLOW = [name for name in ROWS if "dualpipe" in name]
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    "row", [pytest.param(r, marks=pytest.mark.slow if r in SLOW else ()) for r in ROWS]
+)
 def test_loss_and_gradients_are_those_of_the_plain_program(row: str):
     name, schedule, sizes, options = ROWS[row]
     close(run(CASES[name], schedule=schedule, mesh=mesh(**sizes), **options), wanted(name))

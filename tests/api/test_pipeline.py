@@ -102,6 +102,8 @@ ROWS = {
     "1f1b, uneven": ("1f1b", {"stage": 4}, {}),
     "zero bubble, a layout": ("zero_bubble_h1", {"stage": 3}, {"layers_per_stage": "Et|t*3|t*2L"}),
     "zbv, fsdp": ("zbv", {"stage": 2, "fsdp": 4}, {}),
+    "dualpipe, uneven, fsdp": ("dualpipe", {"stage": 4, "fsdp": 2}, {"microbatches": 8}),
+    "mpmd, dualpipe": ("dualpipe", {"stage": 2}, {"engine": "mpmd"}),
     "mpmd, interleaved": ("interleaved_1f1b", {"stage": 2}, {"engine": "mpmd"}),
     "mpmd, uneven, fsdp": ("1f1b", {"stage": 4, "fsdp": 2}, {"engine": "mpmd"}),
 }
@@ -110,14 +112,16 @@ ROWS = {
 @pytest.mark.parametrize("row", ROWS)
 def test_loss_and_gradients_are_those_of_the_plain_program(row: str):
     schedule, sizes, options = ROWS[row]
-    pipe = jp.pipeline(MEAN, schedule=schedule, mesh=mesh(**sizes), microbatches=4, **options)
+    options = {"microbatches": 4} | options
+    pipe = jp.pipeline(MEAN, schedule=schedule, mesh=mesh(**sizes), **options)
     wanted, grads = jax.value_and_grad(plain, has_aux=True)(init(), batch())
     got = run(pipe, init())
     close(got, (wanted, grads))
 
 
 @pytest.mark.parametrize(
-    ("schedule", "engine"), [("circular", "auto"), ("zero_bubble_h1", "auto"), ("1f1b", "mpmd")]
+    ("schedule", "engine"),
+    [("circular", "auto"), ("zero_bubble_h1", "auto"), ("1f1b", "mpmd"), ("dualpipe", "auto")],
 )
 def test_dropout_and_weighted_losses_are_the_same_in_every_engine(schedule: str, engine: str):
     key = jax.random.key(3)

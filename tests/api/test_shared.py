@@ -92,6 +92,8 @@ ROWS = {
     "zero bubble, fsdp": (albert, "zero_bubble_h1", {"stage": 2, "fsdp": 2}, {}),
     "mpmd, interleaved": (biased, "interleaved_1f1b", {"stage": 2}, MPMD),
     "circular, uneven": (albert, "circular", {"stage": 2}, {"layers_per_stage": (3, 1)}),
+    "dualpipe, uneven": (albert, "dualpipe", {"stage": 2}, {"layers_per_stage": (3, 1)}),
+    "mpmd, dualpipe": (biased, "dualpipe", {"stage": 2, "fsdp": 2}, MPMD),
     "zbv": (biased, "zbv", {"stage": 2, "data": 2}, {}),
     "mpmd, uneven": (albert, "1f1b", {"stage": 2, "fsdp": 2}, MPMD | {"layers_per_stage": (3, 1)}),
 }

@@ -68,6 +68,7 @@ def rows() -> list[Row]:
         scheduled("llama", 2, 2, 4, axes=FSDP, schedule="interleaved_1f1b", vocab_parallel=True,
                   gather="repeat", batch_axes=MANUAL, packed=True),
         scheduled("llama", 4, 2, 8, axes=(), schedule="dualpipev", packed=True),
+        scheduled("llama", 4, 1, 8, axes=FSDP, schedule="dualpipe", vocab_parallel=True),
         scheduled("deepseek", 2, 1, 4, axes=FSDP, schedule="gpipe", packed=True),
         Row("linen", "llama", 2, 2, 4, axes=FSDP, packed=True, batch_axes=MANUAL),
         Row("nnx", "deepseek", 2, 1, 4, axes=FSDP, packed=True),
@@ -85,6 +86,7 @@ def rows_of_ranks() -> list[Row]:
     in_slow_job = [
         row("deepseek", 2, 2, 4, schedule="interleaved_1f1b", packed=True),
         row("llama", 3, 1, 6, schedule="zero_bubble_h1", dropout=0.1),
+        row("mlp", 4, 1, 8, schedule="dualpipe", dropout=0.1, tied=True),
     ]
     first = row("mlp", 2, 2, 4, axes=(), schedule="zbv", dropout=0.1, tied=True)
     return [first, *slow(in_slow_job)]
