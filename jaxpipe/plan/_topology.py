@@ -1,4 +1,4 @@
-"""Describes the devices of a TPU topology, for compiling without any TPU."""
+"""Describes the devices of a topology, for compiling without any TPU or GPU."""
 
 import importlib.util
 from typing import Any
@@ -7,6 +7,32 @@ import jax
 from jax.experimental import topologies
 
 from .._input import clause
+from ._gpu_topology import gpu_topology, is_gpu_topology
+
+
+def topology_devices(name: str, num_slices: int = 1) -> list[Any]:
+    """Returns TPUs or GPUs that can be compiled for, not computed on.
+
+    Args:
+        name: A topology of TPUs for `tpu_topology`, such as `v5p:2x2x1`, or of GPUs for
+            `gpu_topology`, such as `h100:8` or `h100:4x8`.
+        num_slices: The number of slices of TPUs.
+
+    Returns:
+        The devices.
+
+    Raises:
+        ValueError: If the compiler is missing or does not know the topology, or GPUs are to have
+            slices.
+    """
+    if not is_gpu_topology(name):
+        return tpu_topology(name, num_slices)
+    if num_slices != 1:
+        raise ValueError(
+            f"`num_slices` is {num_slices} and the topology {name!r}. GPUs have no slices: give "
+            "hosts and devices of each, such as h100:4x8."
+        )
+    return gpu_topology(name)
 
 
 def tpu_topology(name: str, num_slices: int = 1) -> list[Any]:

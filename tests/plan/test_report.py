@@ -18,6 +18,7 @@ SITE = CollectiveSite(
     result_bytes=33_554_432,
     executions=100,
     asynchronous=False,
+    beside_product=False,
     loops=("while.1",),
     conditional=False,
     across_slices=False,
@@ -57,9 +58,9 @@ memory per device      MB
   peak           48,427.7
   capacity      102,005.5; the peak is 47% of it
 
-collectives  sites  per step     GB  async GB  in loops GB  dcn GB
-all-gather       1       100  3.355     0.000        3.355   0.000
-all              1       100  3.355     0.000        3.355   0.000
+collectives  sites  per step     GB  async  hidden  in loops    dcn
+all-gather       1       100  3.355  0.000   0.000     3.355  0.000
+all              1       100  3.355  0.000   0.000     3.355  0.000
 
 largest     sites  per step     GB  async  loops  branch  shape            from
 all-gather      1       100  3.355     no      1      no  bf16[4096,4096]  jit(step)/all_gather

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from ...plan import audit, memory, tpu_topology
+from ...plan import audit, memory, topology_devices
 from ...plan.compile_report import CompileReport, compiler_versions
+from ...plan.hlo import gpu_hosts
 from ...plan.step_time import estimated_time
 from ...sharding import make_mesh
 
@@ -19,7 +20,7 @@ def topology_mesh(mesh: Mesh, topology: str) -> Mesh:
 
     Args:
         mesh: The mesh.
-        topology: Generation and chips, such as "v5p:2x2x1".
+        topology: TPUs, such as "v5p:2x2x1", or GPUs, such as "h100:8".
 
     Returns:
         The mesh, for compiling only.
@@ -30,7 +31,7 @@ def topology_mesh(mesh: Mesh, topology: str) -> Mesh:
     if jax.default_backend() != "tpu":  # away from TPUs libtpu must not look for them
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    devices = tpu_topology(topology)
+    devices = topology_devices(topology)
     if len(devices) != mesh.size:
         sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
         raise ValueError(
@@ -61,7 +62,7 @@ def compile_report(function: Callable, mesh: Mesh, bubble: float, *arguments: An
         platform=device.device_kind,
         num_devices=mesh.size,
         memory=memory(compiled, device.platform),
-        audit=audit(hlo_text),
+        audit=audit(hlo_text, gpu_hosts(mesh.devices.flat)),
         model_flops=float("nan"),
         compile_seconds=seconds,
         step_time=estimated_time(hlo_text, device.device_kind, bubble),

@@ -133,8 +133,9 @@ class InspectedModel:
         Args:
             params: The user's tree or parameters from `shard`; shapes and dtypes are enough.
             batch: [B, ...] leaves; shapes and dtypes are enough.
-            devices: A TPU topology such as "v5p:2x2x1", which needs libtpu (`jaxpipe[aot]`) and no
-                TPU. Default: the devices of the mesh.
+            devices: A topology of TPUs such as "v5p:2x2x1", which needs libtpu (`jaxpipe[aot]`) and
+                no TPU, or of GPUs such as "h100:8", which needs JAX's CUDA plugin
+                (`jaxpipe[aot-gpu]`) and no GPU. Default: the devices of the mesh.
 
         Returns:
             The report, which prints memory per device, collectives and loops; without FLOPs.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _HELP = "compile the train step, and report memory and communication, without the hardware"
 
 # libtpu asks the cloud's metadata server for its topology, and locks out a second process.
-_OFF_TPU = {
+_OFF_DEVICES = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -34,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--topology",
         type=text,
         metavar="NAME",
-        help="TPUs, such as v5p:2x2x1; else this machine's devices",
+        help="TPUs, such as v5p:2x2x1, or GPUs, such as h100:8; else this machine's devices",
     )
     add("--num-slices", type=bounded_integer(1, 4096), default=1, metavar="N", help="slices of it")
     add(
@@ -57,9 +57,12 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
         The exit code.
+
+    Raises:
+        ValueError: If the settings are wrong, or the step does not fit.
     """
     if args.topology:
-        leave_tpus_alone()
+        leave_devices_alone()
     config = read_settings(args.settings)
     devices = _devices(config, args.topology, args.num_slices)
     dump = args.dump_hlo and _dump_file(args.dump_hlo, config.model_name, args.topology)
@@ -77,12 +80,18 @@ def run(args: argparse.Namespace) -> int:
         print(report_json(report, num_dearest=args.top))
     else:
         print(f"{describe(setup, 0)}\n{report_text(report, num_dearest=args.top)}")
+    if report.fits is False:  # XLA:GPU refuses nothing
+        peak = f"its peak is {report.memory.peak_bytes / 1e6:,.0f} MB."
+        raise ValueError(_does_not_fit(peak))
     return 0
 
 
-def leave_tpus_alone() -> None:
-    """Sets the environment so that libtpu compiles without using TPUs. Call it before using JAX."""
-    for name, value in _OFF_TPU.items():
+def leave_devices_alone() -> None:
+    """Sets the environment so that compilers leave this machine's TPUs and GPUs alone.
+
+    Call it before using JAX.
+    """
+    for name, value in _OFF_DEVICES.items():
         os.environ.setdefault(name, value)
 
 
@@ -94,9 +103,9 @@ def _devices(config: "Config", topology: str | None, num_slices: int) -> list[An
                 f"`emulate_devices` is {config.emulate_devices} and `--topology` {topology}. Leave "
                 "one of them out."
             )
-        from ...plan import tpu_topology
+        from ...plan import topology_devices
 
-        return tpu_topology(topology, num_slices)
+        return topology_devices(topology, num_slices)
     if num_slices != 1:
         raise ValueError(f"`--num-slices` is {num_slices} without `--topology`. Give both.")
     if config.emulate_devices:
@@ -128,6 +137,7 @@ def _compile(setup: "Setup") -> tuple[Any, str]:
 
     from ...plan import audit, memory
     from ...plan.compile_report import CompileReport, compiler_versions
+    from ...plan.hlo import gpu_hosts
     from ...plan.step_time import estimated_time
     from ...train import compile_train_step
     from ...train.estimate._device_flops import model_flops
@@ -147,7 +157,7 @@ def _compile(setup: "Setup") -> tuple[Any, str]:
         platform=device.device_kind,
         num_devices=setup.mesh.size,
         memory=memory(compiled, device.platform),
-        audit=audit(hlo_text),
+        audit=audit(hlo_text, gpu_hosts(setup.mesh.devices.flat)),
         model_flops=model_flops(setup),
         compile_seconds=seconds,
         step_time=estimated_time(hlo_text, device.device_kind, _bubble(setup)),
@@ -171,7 +181,11 @@ def _compile_error(error: Exception) -> Exception:
     first = str(error).splitlines()[0]
     if "RESOURCE_EXHAUSTED" not in first:
         return error
-    return ValueError(
-        f"The step does not fit into the devices' memory. XLA says: {first}\nSpread weights over "
-        "more devices (`ici_fsdp_parallelism`), or make `per_device_batch_size` smaller."
+    return ValueError(_does_not_fit(f"XLA says: {first}\n"))
+
+
+def _does_not_fit(reason: str) -> str:
+    return (
+        f"The step does not fit into the devices' memory: {reason} Spread weights over more "
+        "devices (`ici_fsdp_parallelism`), or make `per_device_batch_size` smaller."
     )

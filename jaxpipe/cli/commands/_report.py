@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..._durable import failed_write, write_output
 from .._options import bounded_integer, path, text
 from ..process import emulate_devices
-from ._compile import leave_tpus_alone
+from ._compile import leave_devices_alone
 
 if TYPE_CHECKING:
     from ...report._memory import CompiledMemory
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if args.num_slices != 1 and not args.topology:
         raise ValueError(f"`--num-slices` is {args.num_slices} without `--topology`. Give both.")
     if args.topology:
-        leave_tpus_alone()
+        leave_devices_alone()
     found = read_run(args.run)
     setup, why = _planned(found)
     compiled = None
@@ -98,7 +98,7 @@ def _compiled(
     found: "RunRecord", setup: "Setup | None", why: str, topology: str | None, num_slices: int
 ) -> "CompiledMemory":
     """Compiles the step for a topology or for the emulated devices, and returns its memory."""
-    from ...plan import memory, tpu_topology
+    from ...plan import memory, topology_devices
     from ...report._memory import CompiledMemory
     from ...train import compile_train_step, set_up
     from ...train.step._aot import check_single_program
@@ -107,7 +107,7 @@ def _compiled(
         raise ValueError(f"`--compile` needs a run that can be planned. {why}")
     check_single_program(setup)
     if topology:
-        devices = tpu_topology(topology, num_slices)
+        devices = topology_devices(topology, num_slices)
         setup = set_up(found.config, devices)
     device = setup.mesh.devices.flat[0]
     step_memory = memory(compile_train_step(setup), device.platform)

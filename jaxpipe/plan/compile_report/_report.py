@@ -47,6 +47,12 @@ class CompileReport:
     step_time: StepTime | None = None
     tokens: int = 0
 
+    @property
+    def fits(self) -> bool | None:
+        """True if the peak is within the memory of a device; None if that is not known."""
+        capacity = kind_bytes(self.platform)
+        return None if capacity is None else self.memory.peak_bytes <= capacity
+
     def __str__(self) -> str:
         return report_text(self)
 
@@ -121,15 +127,16 @@ def _memory(report: CompileReport) -> Iterator[str]:
 
 
 def _totals(audit: Audit) -> list[str]:
-    rows = [("collectives", "sites", "per step", "GB", "async GB", "in loops GB", "dcn GB")]
+    rows = [("collectives", "sites", "per step", "GB", "async", "hidden", "in loops", "dcn")]
     rows += [(kind, *_figures(total)) for kind, total in totals(audit).items()]
     rows += [("all", *_figures(add_up(audit.sites)))]
     return [*align(rows), *_warnings(audit)]
 
 
 def _figures(total: CollectiveTotals) -> tuple[str, ...]:
+    overlapping = total.asynchronous_bytes, total.beside_product_bytes
     inside, across = total.in_loops_bytes, total.across_slices_bytes
-    sizes = (total.result_bytes, total.asynchronous_bytes, inside, across)
+    sizes = (total.result_bytes, *overlapping, inside, across)
     return (str(total.sites), str(total.executions), *(f"{size / 1e9:.3f}" for size in sizes))
 
 

@@ -5,9 +5,12 @@ XLA's own cost analysis counts the body of a loop once.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from ._collectives import KINDS, Collective, starting_collective
+from ._groups import crosses_hosts
+from ._overlap import instructions_between, multiplies_matrices
 from ._parse import Instruction, op_name, parse_hlo
 from ._trips import Scope, trip_count
 from ._walk import CallContext, walk
@@ -24,10 +27,11 @@ class CollectiveSite:
         result_bytes: Bytes of the result of one execution, on one device.
         executions: How often a step executes it. A loop with an unknown trip count counts once.
         asynchronous: Whether other instructions may run between its start and its end.
+        beside_product: Whether a matrix product does.
         loops: Names of the loops around it, outermost first.
         conditional: Whether it is in a branch; then `executions` counts as if the branch were
             always taken, unless the conditional is in a name scope `executed_3_of_10`.
-        across_slices: Whether it crosses the network between slices.
+        across_slices: Whether it crosses the network between slices, or between hosts of GPUs.
         groups: The devices that communicate, as XLA writes them.
         op_name: The `op_name` in its metadata: the place in the Python program.
     """
@@ -38,6 +42,7 @@ class CollectiveSite:
     result_bytes: int
     executions: int
     asynchronous: bool
+    beside_product: bool
     loops: tuple[str, ...]
     conditional: bool
     across_slices: bool
@@ -84,6 +89,7 @@ class CollectiveTotals:
         executions: How many collectives a step executes.
         result_bytes: Bytes of the results of all executions.
         asynchronous_bytes: The part of them that asynchronous collectives move.
+        beside_product_bytes: The part of them that moves while a matrix product runs.
         in_loops_bytes: The part of them that collectives inside loops move.
         across_slices_bytes: The part of them that crosses the network between slices.
     """
@@ -92,11 +98,12 @@ class CollectiveTotals:
     executions: int
     result_bytes: int
     asynchronous_bytes: int
+    beside_product_bytes: int
     in_loops_bytes: int
     across_slices_bytes: int
 
 
-def audit(hlo_text: str) -> Audit:
+def audit(hlo_text: str, hosts: Sequence[int] = ()) -> Audit:
     """Finds every collective of an optimized program and counts how often a step runs it.
 
     A loop multiplies by its trip count. Of the branches of a conditional, the one that moves most
@@ -105,6 +112,8 @@ def audit(hlo_text: str) -> Audit:
 
     Args:
         hlo_text: The text of a compiled program, `compiled.as_text()`.
+        hosts: The host of every device, in the order of the mesh, for programs of GPUs: what
+            crosses the network between hosts then counts as TPUs' transfers between slices do.
 
     Returns:
         The collectives and the loops, in program order.
@@ -122,7 +131,7 @@ def audit(hlo_text: str) -> Audit:
         >>> [(site.kind, site.shape) for site in audit(compiled.as_text()).sites]
         [('all-reduce', 'f32[]')]
     """
-    found = tuple(walk(parse_hlo(hlo_text), _visit, _size))
+    found = tuple(walk(parse_hlo(hlo_text), partial(_visit, hosts), _size))
     sites = tuple(item for item in found if isinstance(item, CollectiveSite))
     return Audit(sites, tuple(item for item in found if isinstance(item, WhileLoop)))
 
@@ -138,6 +147,7 @@ def add_up(sites: tuple[CollectiveSite, ...]) -> CollectiveTotals:
         sum(site.executions for site in sites),
         moved(list(sites)),
         moved([site for site in sites if site.asynchronous]),
+        moved([site for site in sites if site.beside_product]),
         moved([site for site in sites if site.loops]),
         moved([site for site in sites if site.across_slices]),
     )
@@ -183,17 +193,24 @@ def uncounted_loops(audit: Audit) -> tuple[str, ...]:
 _Found = CollectiveSite | WhileLoop
 
 
-def _visit(scope: Scope, instruction: Instruction, context: CallContext) -> tuple[list, bool]:
+def _visit(
+    hosts: Sequence[int], scope: Scope, instruction: Instruction, context: CallContext
+) -> tuple[list, bool]:
     found = starting_collective(scope.computation, instruction, fused=context.fused)
     if found is not None:
-        return [_site(found, context)], False
+        across = found.across_slices or (bool(hosts) and crosses_hosts(found.groups, hosts))
+        found = replace(found, across_slices=across)
+        beside = found.asynchronous and any(
+            multiplies_matrices(scope.module, x) for x in instructions_between(scope, instruction)
+        )
+        return [_site(found, context, beside)], False
     if instruction.opcode != "while":
         return [], True
     trips = trip_count(scope, instruction)
     return [WhileLoop(instruction.name, trips, context.loops, op_name(instruction))], True
 
 
-def _site(found: Collective, context: CallContext) -> CollectiveSite:
+def _site(found: Collective, context: CallContext, beside_product: bool) -> CollectiveSite:
     return CollectiveSite(
         found.kind,
         found.name,
@@ -201,6 +218,7 @@ def _site(found: Collective, context: CallContext) -> CollectiveSite:
         found.result_bytes,
         math.ceil(context.executions * context.executed_share),
         found.asynchronous or context.asynchronous,
+        beside_product,
         context.loops,
         context.conditional,
         found.across_slices,

@@ -77,9 +77,10 @@ def starting_collective(
         shape = shapes[0] if len(shapes) == 1 else f"({', '.join(shapes)})"
         return _collective("reduce-scatter", instruction, shape, asynchronous=False)
     started = opcode != kind
+    apart = started and '"is_sync":true' not in instruction.attributes  # so XLA:GPU marks them
     shape = _result_of_start(kind, instruction.shape) if started else instruction.shape
     chained = _CHAINED in instruction.attributes
-    return _collective(kind, instruction, shape, asynchronous=started or chained)
+    return _collective(kind, instruction, shape, asynchronous=apart or chained)
 
 
 def _collective(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..hlo._collectives import Collective, starting_collective
+from ..hlo._overlap import instructions_between
 from ..hlo._parse import (
     Computation,
     Instruction,
@@ -212,34 +213,9 @@ def _exposed_seconds(
     if context.asynchronous or not found.asynchronous:
         return seconds
     visit = partial(_visit, rates, sources)
-    for instruction in _between(scope, start):
+    for instruction in instructions_between(scope, start):
         overlapping = walk_instruction(scope, instruction, context, visit, _seconds)
         seconds -= sum(
             cost.total / context.executions for cost in overlapping if cost.work != COLLECTIVE
         )
     return max(0.0, seconds)
-
-
-def _between(scope: Scope, start: Instruction) -> list[Instruction]:
-    """Returns the instructions after a start and before its end, in the order they run in."""
-    after, ends = [], {start.name}
-    names = iter(scope.computation.instructions.values())
-    for instruction in names:
-        if instruction is start:
-            break
-    for instruction in names:
-        waits = instruction.opcode.endswith("-done") or _ends_chain(scope.module, instruction)
-        if waits and ends & set(instruction.operands):
-            return after
-        if ends & set(instruction.operands):  # a part of the collective, which goes on after it
-            ends.add(instruction.name)
-        after.append(instruction)
-    return after
-
-
-def _ends_chain(module: Module, instruction: Instruction) -> bool:
-    """Tells whether a fusion ends a collective that an earlier one has started."""
-    if instruction.opcode != "fusion":
-        return False
-    body = module.computations[callee(instruction)].instructions.values()
-    return any('"AsyncCollectiveDone"' in x.attributes for x in body)

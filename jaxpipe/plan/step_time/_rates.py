@@ -1,8 +1,8 @@
 """What TPUs do in a second: clocks, matrix products and links, by generation."""
 
-import math
-import re
 from dataclasses import dataclass
+
+from ..hlo._groups import device_groups
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def transfer_seconds(
     bandwidth = 1e9 * (rates.network_gb if across_slices else rates.link_gb)
     if kind in ("collective-permute", "collective-broadcast"):
         return result_bytes / bandwidth
-    n = group_size(groups)
+    n = max(map(len, device_groups(groups)), default=2)
     share = 1 / 2 if n == 2 else (n - 1) / (2 * n)
     volume = {
         "all-gather": share,
@@ -86,28 +86,3 @@ def transfer_seconds(
         "ragged-all-to-all": max(1 / 2, n / 8),
     }[kind]
     return volume * result_bytes / bandwidth
-
-
-def group_size(groups: str) -> int:
-    """Returns how many devices communicate with each other.
-
-    Args:
-        groups: The groups as XLA writes them: `{{0,1},{2,3}}`, `[2,4]<=[8]`, or
-            `mesh['stage'=2,'fsdp'=4] {'fsdp'}`.
-
-    Returns:
-        Devices of a group; 2 if the text does not tell.
-
-    Example:
-        >>> group_size("[2,4]<=[8]"), group_size("mesh['stage'=2,'fsdp'=4] {'fsdp'}")
-        (4, 4)
-    """
-    named = re.match(r"mesh\[(.*?)\]\s*\{(.*?)\}", groups)
-    if named:
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
-        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", named[2]))
-    counted = re.match(r"\[\d+,(\d+)\]", groups)
-    if counted:
-        return int(counted[1])
-    listed = re.match(r"\{\{([\d,]*)\}", groups)
-    return len(listed[1].split(",")) if listed else 2

@@ -1,0 +1,67 @@
+"""Finds what runs while an asynchronous collective does."""
+
+import re
+
+from ._parse import Instruction, Module, called_computations, callee
+from ._trips import Scope
+
+
+def instructions_between(scope: Scope, start: Instruction) -> list[Instruction]:
+    """Returns the instructions between the start of a collective and its end.
+
+    Args:
+        scope: The computation of the start.
+        start: What starts the collective: an instruction such as `all-gather-start`, or the first
+            of a chain of fusions.
+
+    Returns:
+        The instructions in the order they run in, those that the collective itself consists of
+        included.
+    """
+    after, parts = [], {start.name}
+    instructions = iter(scope.computation.instructions.values())
+    for instruction in instructions:
+        if instruction is start:
+            break
+    for instruction in instructions:
+        ends = instruction.opcode.endswith("-done") or _ends_chain(scope.module, instruction)
+        if parts & set(instruction.operands):
+            if ends:
+                return after
+            parts.add(instruction.name)
+        after.append(instruction)
+    return after
+
+
+def _ends_chain(module: Module, instruction: Instruction) -> bool:
+    """Tells whether a fusion ends a collective that an earlier one has started."""
+    if instruction.opcode != "fusion":
+        return False
+    body = module.computations[callee(instruction)].instructions.values()
+    return any('"AsyncCollectiveDone"' in x.attributes for x in body)
+
+
+_PRODUCTS = re.compile(r'custom_call_target="[^"]*(gemm|matmul|fmha|splash|gmm)|__triton_gemm')
+_CALLED = ("calls", "to_apply", "body", "branch_computations")
+
+
+def multiplies_matrices(module: Module, instruction: Instruction) -> bool:
+    """Tells whether an instruction, or what it calls, has a matrix product or calls attention.
+
+    Args:
+        module: The program.
+        instruction: Any of its instructions.
+
+    Returns:
+        True if it does.
+    """
+    if instruction.opcode in ("dot", "convolution") or _PRODUCTS.search(instruction.attributes):
+        return True
+    if instruction.opcode not in ("fusion", "call", "while", "conditional"):
+        return False
+    names = [name for key in _CALLED for name in called_computations(instruction, key)]
+    return any(
+        multiplies_matrices(module, inside)
+        for name in names
+        for inside in module.computations[name].instructions.values()
+    )
