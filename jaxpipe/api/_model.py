@@ -13,6 +13,8 @@ from typing import Any
 
 from jaxtyping import PyTree
 
+from ..autodiff.staged_model import Past
+
 
 def _identity(tree: Any) -> Any:
     return tree
@@ -32,7 +34,10 @@ class Model:
             microbatches. `aux["loss"]` is added to the loss; all others become metrics. For several
             kinds of layers a dict of functions in the order in which kinds run, such as
             `{"encoder": encoder_layer, "decoder": decoder_layer}`; `params["layers"]` then has the
-            same names, with the layers of each kind.
+            same names, with the layers of each kind. A layer whose fourth parameter is called
+            `past` can run slices of sequences, and returns `past` last: `(params of one layer, x,
+            batch, past) -> (x, past)` or `-> (x, aux, past)`. `past.append((keys, values))` returns
+            those of all slices so far, and the `past` to return.
         loss: `(params["head"], x, batch) -> loss`. The loss is a scalar, the mean over rows that
             count equally; or a pair `(total, weight)`, and the loss of the batch is the sum of
             totals divided by the sum of weights. `(loss, metrics)` with a dict of scalars is
@@ -45,6 +50,9 @@ class Model:
         shared: Whether all layers also read `params["shared"]`, parameters that they share. The
             first argument of `layer` is then `{"layer": params of one layer, "shared":
             params["shared"]}`.
+        sliced_leaves: For schedules with slices of sequences: booleans in a tree that is a prefix
+            of `batch`, true for leaves [B, T, ...] that are cut along T. Default: all leaves with
+            at least two dims.
 
     Example:
         >>> model = Model(
@@ -63,15 +71,17 @@ class Model:
     to_groups: Callable[[PyTree], dict[str, PyTree]] = _identity
     from_groups: Callable[[dict[str, PyTree]], PyTree] = _identity
     shared: bool = False
+    sliced_leaves: PyTree = None
 
     def __post_init__(self) -> None:
-        for name, count in (("embed", 2), ("layer", 3), ("loss", 3)):
-            given = getattr(self, name)
-            if name == "layer" and isinstance(given, Mapping):
-                keyed: Any = {kind: with_key(f, f"layer[{kind!r}]", 3) for kind, f in given.items()}
-            else:
-                keyed = with_key(given, name, count)
-            object.__setattr__(self, name, keyed)
+        layer = self.layer
+        keyed = {"embed": with_key(self.embed, "embed", 2), "loss": with_key(self.loss, "loss", 3)}
+        if isinstance(layer, Mapping):
+            keyed["layer"] = {kind: with_past(f, f"layer[{kind!r}]") for kind, f in layer.items()}
+        else:
+            keyed["layer"] = with_past(layer, "layer")
+        for name, function in keyed.items():
+            object.__setattr__(self, name, function)
         if not self.layer:
             raise ValueError("`layer` is empty. Give a function for each kind of layers.")
 
@@ -84,6 +94,65 @@ class Model:
     def layer_functions(self) -> tuple[Callable[..., Any], ...]:
         """Returns the function of a layer of each kind."""
         return tuple(self.layer.values()) if isinstance(self.layer, Mapping) else (self.layer,)
+
+
+def with_past(function: Callable, name: str) -> Callable:
+    """Returns a layer that takes a key and the state of earlier slices, needed or not.
+
+    Args:
+        function: A layer, with a fourth parameter `past` if it can run slices.
+        name: Its name, for errors.
+
+    Returns:
+        A function of `(params, x, batch, key)`, with the attributes `takes_key` and `takes_past`.
+        If `function` has a parameter `past`, one argument more is that: the result is then the pair
+        of what the layer returns and the state. Without it, the layer runs whole sequences.
+
+    Raises:
+        ValueError: If `function` takes another number of arguments.
+    """
+    if hasattr(function, "takes_past"):
+        return function
+    names = list(_parameters(function) or ()) if callable(function) else []
+    takes_past = "past" in names
+    keyed = with_key(function, name, 4 if takes_past else 3)
+    if not takes_past:
+        keyed.takes_past = False  # pyright: ignore[reportFunctionMemberAccess]
+        return keyed
+    if names[3:4] != ["past"]:
+        raise ValueError(
+            f"`{name}` takes ({', '.join(names)}). `past` must be the fourth parameter, behind the "
+            "parameters of one layer, x and batch."
+        )
+
+    def call(params: PyTree, x: PyTree, batch: PyTree, key: Any, past: Past | None = None) -> Any:
+        returned = keyed(params, x, batch, Past() if past is None else past, key)
+        result, made = _without_past(returned, name)
+        return result if past is None else (result, made)
+
+    call.takes_key = keyed.takes_key  # pyright: ignore[reportFunctionMemberAccess]
+    call.takes_past = True  # pyright: ignore[reportFunctionMemberAccess]
+    return call
+
+
+def _without_past(returned: Any, name: str) -> tuple[Any, Past]:
+    """Returns what a layer computes, and the state that it returns last."""
+    past = returned[-1] if isinstance(returned, tuple) and len(returned) in (2, 3) else None
+    if not isinstance(past, Past) or past.new is None:
+        raise ValueError(
+            f"`{name}` takes `past` and must return it last, as (x, past) or (x, aux, past), where "
+            "`past` is the second result of `past.append((keys, values))`."
+        )
+    *result, _ = returned
+    return (result[0] if len(result) == 1 else tuple(result)), past
+
+
+def _parameters(function: Callable) -> Mapping[str, inspect.Parameter] | None:
+    """Returns the parameters of a function by name; None without a signature, as for a builtin."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
 
 
 def with_key(function: Callable, name: str, count: int) -> Callable:
@@ -116,10 +185,10 @@ def with_key(function: Callable, name: str, count: int) -> Callable:
 
 
 def _takes_one_more(function: Callable, name: str, count: int) -> bool:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a function without a signature, such as a builtin
+    found = _parameters(function)
+    if found is None:
         return False
+    parameters = found.values()
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     required = [p for p in parameters if p.kind in kinds and p.default is p.empty]
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
@@ -132,3 +201,34 @@ def _takes_one_more(function: Callable, name: str, count: int) -> bool:
             "of which the last one is a dropout key."
         )
     return len(required) == count + 1
+
+
+def check_sliced(model: Model, num_slices: int) -> None:
+    """Checks that a model can run slices of sequences.
+
+    Args:
+        model: The model.
+        num_slices: Slices of each sequence in the schedule.
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: If a layer takes no `past`, or a function takes a dropout key.
+    """
+    if num_slices == 1:
+        return
+    functions: tuple[Any, ...] = model.embed, *model.layer_functions, model.loss
+    if not all(function.takes_past for function in functions[1:-1]):
+        raise ValueError(
+            f"`schedule` cuts sequences into {num_slices} slices, and `layer` has no parameter "
+            "`past`, by which a slice sees those before it. Give `layer(params, x, batch, past) -> "
+            "(x, past)`, whose attention reads `past.append((keys, values))`; or a schedule of "
+            "whole microbatches, such as 1f1b."
+        )
+    if any(function.takes_key for function in functions):
+        raise ValueError(
+            f"`schedule` cuts sequences into {num_slices} slices, and a function of the model "
+            "takes a dropout key. Masks that are drawn for slices are not those of whole "
+            "sequences: give functions without dropout, or a schedule of whole microbatches."
+        )

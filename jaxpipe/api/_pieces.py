@@ -1,7 +1,8 @@
 """Pieces of a batch: M microbatches, of each of which D devices have some rows.
 
 A function of the model runs on one piece. An engine of one program runs it on every device with the
-piece of the device; the others compute all D pieces in one program, which XLA divides.
+piece of the device; the others compute all D pieces in one program, which XLA divides. A schedule
+with s slices of each sequence has M * s pieces of each device.
 """
 
 from collections.abc import Callable
@@ -10,6 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
+
+from ..autodiff.staged_model import slice_sequences
+
+_LENGTH_DIM = 3
+"""The dim of positions in leaves [M, D, rows, T, ...]."""
 
 
 def to_pieces(batch: PyTree, num_microbatches: int, num_shards: int) -> PyTree:
@@ -73,3 +79,64 @@ def on_pieces(function: Callable, num_shared: int, *arguments: PyTree) -> PyTree
 def sum_pieces(tree: PyTree) -> PyTree:
     """Returns the sums over dim 0, the pieces."""
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), tree)
+
+
+def to_slices(pieces: PyTree, num_slices: int, sliced_leaves: PyTree) -> PyTree:
+    """Cuts the sequences of pieces into slices.
+
+    Args:
+        pieces: [M, D, rows, ...] leaves.
+        num_slices: s.
+        sliced_leaves: `Model.sliced_leaves`.
+
+    Returns:
+        [M * s, D, rows, ...] leaves, the slices of a microbatch in order. Leaves without a sequence
+        are repeated for every slice.
+
+    Raises:
+        ValueError: If leaves have different lengths, or these do not divide.
+    """
+    if num_slices == 1:
+        return pieces
+    leaves, structure = jax.tree_util.tree_flatten_with_path(pieces)
+    chosen = _chosen(pieces, sliced_leaves)
+    lengths = {
+        jax.tree_util.keystr(path): jnp.shape(leaf)[_LENGTH_DIM]
+        for (path, leaf), is_sliced in zip(leaves, chosen, strict=True)
+        if is_sliced
+    }
+    named = ", ".join(f"`batch{name}` {length}" for name, length in lengths.items())
+    if len(set(lengths.values())) != 1:
+        raise ValueError(
+            f"`schedule` cuts sequences into {num_slices} slices, and the leaves of `batch` have "
+            f"different lengths in dim 1: {named or 'there are none'}. Name those with a sequence "
+            "by `Model(sliced_leaves=...)`, booleans in a tree like `batch`."
+        )
+    if next(iter(lengths.values())) % num_slices:
+        raise ValueError(
+            f"`schedule` cuts sequences into {num_slices} slices, which do not divide their "
+            f"lengths: {named}. Slices are equally long: change the lengths or the slices."
+        )
+
+    def cut(leaf: Any, is_sliced: bool) -> jax.Array:
+        if is_sliced:
+            return slice_sequences(jnp.asarray(leaf), num_slices, _LENGTH_DIM)
+        return jnp.repeat(leaf, num_slices, axis=0)
+
+    cut_leaves = [cut(leaf, is_sliced) for (_, leaf), is_sliced in zip(leaves, chosen, strict=True)]
+    return structure.unflatten(cut_leaves)
+
+
+def _chosen(pieces: PyTree, sliced_leaves: PyTree) -> list[bool]:
+    """Returns for every leaf whether it has a sequence."""
+    if sliced_leaves is None:
+        return [jnp.ndim(leaf) > _LENGTH_DIM for leaf in jax.tree.leaves(pieces)]
+    try:
+        whole = jax.tree.map(
+            lambda flag, part: jax.tree.map(lambda _: flag, part), sliced_leaves, pieces
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"`Model.sliced_leaves` is no prefix of the tree of `batch`: {error}"
+        ) from None
+    return jax.tree.leaves(whole)

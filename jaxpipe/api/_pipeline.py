@@ -9,9 +9,9 @@ from jaxtyping import PyTree
 from .. import schedules
 from ..autodiff import Remat, recompute
 from ..engines import ENGINES, Engine
-from ..schedules import Schedule, builders
+from ..schedules import Schedule, builders, language
 from ..sharding.layout import count_mtp_layers, parse_layout
-from ._model import Model
+from ._model import Model, check_sliced
 from ._pipelined_model import PipelinedModel
 
 
@@ -22,6 +22,7 @@ def pipeline(
     mesh: Mesh,
     microbatches: int,
     chunks: int | None = None,
+    slices: int | None = None,
     layers_per_stage: Sequence[int] | str | None = None,
     engine: str = "auto",
     remat: Remat = recompute,
@@ -37,6 +38,8 @@ def pipeline(
             axes `data` and `fsdp` divide the rows of a microbatch, and `fsdp` also the parameters.
         microbatches: M, the number of pieces of a batch.
         chunks: Stages per rank, for families that have a choice. Default: 2, and 1 for "circular".
+        slices: Pieces of each sequence, for families that have a choice, such as "seq1f1b". Layers
+            must then take `past` (see `Model`). Default: 2.
         layers_per_stage: The number of layers of every stage in forward order, or a layout string
             such as "Et*3|t*4|t*3L". Layers of all kinds count, in the order in which they run; m is
             a layer of the last kind, "mtp". Default: as even as possible.
@@ -52,8 +55,8 @@ def pipeline(
         The pipeline.
 
     Raises:
-        ValueError: If a name is unknown, the mesh has no axis `stage`, or the engine cannot run the
-            schedule.
+        ValueError: If a name is unknown, the mesh has no axis `stage`, the engine cannot run the
+            schedule, or the schedule has slices and the model cannot be sliced.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -72,9 +75,10 @@ def pipeline(
     num_ranks = _num_ranks(mesh)
     if microbatches < 1:
         raise ValueError(f"`microbatches` is {microbatches}. Give at least 1.")
-    found = _schedule(schedule, num_ranks, microbatches, chunks)
+    found = _schedule(schedule, num_ranks, microbatches, chunks, slices)
     selected = _engine(engine, found, schedule)
     as_run, ticks = selected.prepare(found, num_ranks, microbatches)
+    check_sliced(model, 1 if as_run is None else language.num_slices(as_run))
     counts, num_mtp = layers_per_stage, None
     if isinstance(counts, str):
         counts, num_mtp = parse_layout(counts, mtp_layers=True), count_mtp_layers(counts)
@@ -94,7 +98,11 @@ def _num_ranks(mesh: Mesh) -> int:
 
 
 def _schedule(
-    schedule: str | Schedule | None, num_ranks: int, num_microbatches: int, chunks: int | None
+    schedule: str | Schedule | None,
+    num_ranks: int,
+    num_microbatches: int,
+    chunks: int | None,
+    slices: int | None,
 ) -> Schedule | None:
     if schedule is None:
         return None
@@ -106,6 +114,7 @@ def _schedule(
             ranks=num_ranks,
             microbatches=num_microbatches,
             chunks=default if chunks is None else chunks,
+            slices=slices,
         )
     counts = schedules.num_ranks(schedule), schedule.num_microbatches
     if counts != (num_ranks, num_microbatches):

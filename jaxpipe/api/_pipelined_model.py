@@ -17,7 +17,7 @@ from ..autodiff import Remat, StagedModel
 from ..engines import Engine
 from ..engines._engine import PipelinePlan
 from ..engines._fsdp import num_row_shards
-from ..schedules import Schedule
+from ..schedules import Schedule, language
 from ..schedules.lock_step import Ticks
 from ._frozen import FrozenRule, close_over, combine, mark_frozen, partition, unmark
 from ._kinds import check_all, check_mtp, stack_all, total_layers, unstack_all
@@ -259,6 +259,11 @@ class PipelinedModel(InspectedModel):
         return 1 if self.schedule is None else self.schedule.num_stages
 
     @property
+    def num_slices(self) -> int:
+        """Number of slices of each sequence; 1 if the schedule has whole microbatches."""
+        return 1 if self.schedule is None else language.num_slices(self.schedule)
+
+    @property
     def _takes_key(self) -> bool:
         return takes_key(self.model)
 
@@ -296,7 +301,13 @@ class PipelinedModel(InspectedModel):
             keys = folded[0], folded[1:]
         all_weights = unmark(weights)
         inputs = make_inputs(
-            self.model, self.mesh, self.num_microbatches, all_weights, batch, keys[0]
+            self.model,
+            self.mesh,
+            self.num_microbatches,
+            all_weights,
+            batch,
+            keys[0],
+            self.num_slices,
         )
         weights, frozen = partition(weights)
         weights["constants"] = {name: frozen[name] for name in ("embed", "head")}
@@ -307,14 +318,17 @@ class PipelinedModel(InspectedModel):
         return plan, self._staged_model(plan), weights, inputs, layer_keys
 
     def _staged_model(self, plan: PipelinePlan) -> StagedModel:
-        num_pieces = self.num_microbatches * num_row_shards(self.mesh)
-        stage_of = partial(self.engine.stage, plan)
+        num_pieces = self.num_microbatches * self.num_slices * num_row_shards(self.mesh)
+        stages_of = [partial(self.engine.stage, plan)]
+        if self.num_slices > 1:
+            assert self.engine.sliced_stage is not None, "checked by `Engine.prepare`"
+            stages_of.append(partial(self.engine.sliced_stage, plan))
 
         def bind(frozen: dict[str, PyTree]) -> StagedModel:
             model = close_over(self.model, frozen)
-            return staged_model(model, num_pieces, stage_of, self.engine.own_copy)
+            return staged_model(model, num_pieces, self.engine.own_copy, *stages_of)
 
-        model = staged_model(self.model, num_pieces, stage_of, self.engine.own_copy)
+        model = staged_model(self.model, num_pieces, self.engine.own_copy, *stages_of)
         return replace(model, bind=bind)
 
 

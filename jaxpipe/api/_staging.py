@@ -15,11 +15,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..autodiff import StagedModel
+from ..autodiff.staged_model import Past
 from ..engines._fsdp import num_row_shards, row_axes
 from ._frozen import join
 from ._losses import LossParts, batch_weight, loss_parts
 from ._model import Model
-from ._pieces import on_pieces, sum_pieces, to_pieces
+from ._pieces import on_pieces, sum_pieces, to_pieces, to_slices
 
 
 class PieceInputs(NamedTuple):
@@ -51,6 +52,7 @@ def make_inputs(
     weights: dict[str, Any],
     batch: PyTree,
     key: Any,
+    num_slices: int = 1,
 ) -> PieceInputs:
     """Cuts a batch into pieces, and adds keys and the scale of losses.
 
@@ -61,15 +63,18 @@ def make_inputs(
         weights: The parameters in the groups of engines.
         batch: [B, ...] leaves.
         key: The dropout key of embedding and loss, or () without dropout.
+        num_slices: Slices of each sequence. Each is a microbatch in the result.
 
     Returns:
         The inputs.
 
     Raises:
-        ValueError: If rows do not divide, or the loss has another form than `Model` says.
+        ValueError: If rows or sequences do not divide, or the loss has another form than `Model`
+            says.
     """
-    shape = num_microbatches, num_row_shards(mesh)
-    inputs = PieceInputs(to_pieces(batch, *shape))
+    pieces = to_pieces(batch, num_microbatches, num_row_shards(mesh))
+    inputs = PieceInputs(to_slices(pieces, num_slices, model.sliced_leaves))
+    shape = num_microbatches * num_slices, num_row_shards(mesh)
     if jax.tree.leaves(key):
         ids = jnp.arange(shape[0] * shape[1])
         keys = jax.vmap(partial(jax.random.fold_in, key))(ids).reshape(shape)
@@ -127,17 +132,20 @@ def boundary_model(model: Model, num_pieces: int) -> StagedModel:
 def staged_model(
     model: Model,
     num_pieces: int,
-    stage_of: Callable[[Any], Callable],
     own_copy: Callable[[Any], PyTree],
+    stage_of: Callable[[Any], Callable],
+    sliced_stage_of: Callable[[Any], Callable] | None = None,
 ) -> StagedModel:
     """Returns the model as engines run it.
 
     Args:
         model: The model.
-        num_pieces: M * D.
+        num_pieces: M * D, times the slices of a sequence.
+        own_copy: From the weights of a stage to those that all layers share.
         stage_of: From a layer, or layers by kind, to the stage that runs layers. A layer is given
             the dropout key and the frozen leaves of `Engine.layer_keys`.
-        own_copy: From the weights of a stage to those that all layers share.
+        sliced_stage_of: The same for layers that run slices, `Engine.sliced_stage`. None without
+            slices.
 
     Returns:
         Functions of leaves [d, ...], for d pieces of a microbatch.
@@ -151,10 +159,7 @@ def staged_model(
         if has_key:
             key = jax.random.fold_in(key, inputs.piece)
         returned = function(join(weights, frozen), x, inputs.batch, key)
-        if not _is_pair(returned, x):
-            return returned, {}
-        x, aux = returned
-        return x, {name: value * mean for name, value in (aux or {}).items()}
+        return _x_and_aux(returned, x, mean)
 
     def of_pieces(function: Callable) -> Callable:
         def layer_of_pieces(weights: Any, x: PyTree, inputs: PieceInputs, constants: Any) -> Any:
@@ -163,14 +168,28 @@ def staged_model(
 
         return layer_of_pieces
 
-    def stage(weights: Any, x: PyTree, inputs: PieceInputs, keys: Any) -> Any:
-        shared = join(own_copy(weights), own_copy(keys))
-        layers = jax.tree.map(lambda f: of_pieces(_sharing(f, shared)), model.layer)
-        return stage_of(layers)(weights["layers"], x, inputs, keys["layers"])
+    def make(stage_of: Callable[[Any], Callable], of_layer: Callable) -> Callable:
+        if model.shared:
+            return _sharing_stage(model, own_copy, stage_of, of_layer)
+        return stage_of(jax.tree.map(of_layer, model.layer))  # one function, or one for each kind
 
-    layers = jax.tree.map(of_pieces, model.layer)  # one function, or one for each kind
-    stage_of_model = stage if model.shared else stage_of(layers)
-    return replace(boundary_model(model, num_pieces), stage=stage_of_model)
+    staged = replace(boundary_model(model, num_pieces), stage=make(stage_of, of_pieces))
+    if sliced_stage_of is None:
+        return staged
+    return replace(staged, sliced_stage=make(sliced_stage_of, partial(_sliced_layer, mean)))
+
+
+def _sharing_stage(
+    model: Model, own_copy: Callable[[Any], PyTree], stage_of: Callable, of_layer: Callable
+) -> Callable:
+    """Returns a stage whose layers are also given the parameters that all of them share."""
+
+    def stage(weights: Any, x: PyTree, inputs: PieceInputs, keys: Any, *past: Past) -> Any:
+        shared = join(own_copy(weights), own_copy(keys))
+        layers = jax.tree.map(lambda f: of_layer(_sharing(f, shared)), model.layer)
+        return stage_of(layers)(weights["layers"], x, inputs, keys["layers"], *past)
+
+    return stage
 
 
 def _sharing(layer: Callable, shared: PyTree) -> Callable:
@@ -180,6 +199,35 @@ def _sharing(layer: Callable, shared: PyTree) -> Callable:
         return layer({"layer": weights, "shared": shared}, *arguments)
 
     return run
+
+
+def _sliced_layer(mean: float, function: Callable) -> Callable:
+    """Returns a layer as `Engine.sliced_stage` takes it, from one of the user."""
+
+    def layer(
+        weights: Any, constants: Any, offset: Any, num_slices: int, *piece: PyTree
+    ) -> tuple[PyTree, dict[str, Any], PyTree, PyTree]:
+        x, inputs, earlier = piece
+        key, frozen = constants
+        past = Past(earlier, offset=offset, num_slices=num_slices)
+        returned, made = function(join(weights, frozen), x, inputs.batch, key, past)
+        return *_x_and_aux(returned, x, mean), made.earlier, made.new
+
+    def layer_of_pieces(weights: Any, x: PyTree, given: Any, constants: Any) -> Any:
+        inputs, past = given
+        one = partial(layer, weights, constants, past.offset, past.num_slices)
+        x, aux, earlier, new = on_pieces(one, 0, x, inputs, past.earlier)
+        return x, {"aux": sum_pieces(aux), "past": replace(past, earlier=earlier, new=new)}
+
+    return layer_of_pieces
+
+
+def _x_and_aux(returned: Any, x: PyTree, mean: float) -> tuple[PyTree, dict[str, Any]]:
+    """Returns what a layer returned as (x, its share of the auxiliary losses and metrics)."""
+    if not _is_pair(returned, x):
+        return returned, {}
+    y, aux = returned
+    return y, {name: value * mean for name, value in (aux or {}).items()}
 
 
 def _embed(model: Model, weights: Any, inputs: PieceInputs) -> Any:

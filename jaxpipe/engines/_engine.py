@@ -105,6 +105,10 @@ class Engine:
         jit: `(plan, function, donate_argnums) -> function`: compiles a function that calls `value`
             or `value_and_grad`.
         timeline: `(plan, costs) -> timeline` of the actions of `value_and_grad`.
+        sliced_stage: `(plan, layer) -> sliced_stage`, which runs the layers of one stage on one
+            slice of each sequence, for `StagedModel.sliced_stage`. A layer is `(weights, x,
+            (inputs, past), key) -> (x, {"aux": aux, "past": past})`. Leaves of `batch_inputs` are
+            then [M * s, D, ...] for s slices. None: the engine runs no schedule with slices.
     """
 
     name: str
@@ -130,3 +134,4 @@ class Engine:
     gather: Callable[[PipelinePlan, Any], Any]
     jit: Callable[[PipelinePlan, Callable, tuple[int, ...]], Callable]
     timeline: Callable[[PipelinePlan, Costs], Timeline]
+    sliced_stage: Callable[[PipelinePlan, Any], Callable] | None = None

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from ..autodiff.staged_model import Aux, with_aux
+from ..autodiff.staged_model import Aux, Past, with_aux
 from ._engine import Engine, PipelinePlan
 
 
@@ -58,7 +58,21 @@ def with_kinds(engine: Engine) -> Engine:
         plans = _plans(engine, plan)
         return _in_order({k: engine.stage(plans[k], layers[k]) for k in plans})
 
-    return replace(engine, stack=stack, unstack=unstack, layer_keys=layer_keys, stage=stage)
+    def sliced_stage(plan: PipelinePlan, layers: Any) -> Callable:
+        assert engine.sliced_stage is not None
+        if not plan.kinds:
+            return engine.sliced_stage(plan, layers)
+        plans = _plans(engine, plan)
+        return _slices_in_order({k: engine.sliced_stage(plans[k], layers[k]) for k in plans})
+
+    return replace(
+        engine,
+        stack=stack,
+        unstack=unstack,
+        layer_keys=layer_keys,
+        stage=stage,
+        sliced_stage=sliced_stage if engine.sliced_stage else None,
+    )
 
 
 def _plans(engine: Engine, plan: PipelinePlan) -> dict[str, PipelinePlan]:
@@ -100,7 +114,28 @@ def _in_order(stages: dict[str, Callable]) -> Callable:
         for kind, run in stages.items():
             if kind in weights:
                 x, aux = with_aux(run)(weights[kind], x, inputs_m, keys[kind])
-                sums |= {name: sums[name] + v if name in sums else v for name, v in aux.items()}
+                sums = _sum_by_name(sums, aux)
         return x, sums
 
     return stage
+
+
+def _slices_in_order(stages: dict[str, Callable]) -> Callable:
+    """Returns a sliced stage with layers of several kinds, whose state is a tree by kind."""
+
+    def stage(
+        weights: dict[str, Any], x: PyTree, inputs_m: PyTree, keys: Any, past: Past
+    ) -> tuple[Any, Aux, Past]:
+        sums, earlier, new = {}, {}, {}
+        for kind, run in stages.items():
+            of_kind = None if past.earlier is None else past.earlier[kind]
+            given = replace(past, earlier=of_kind)
+            x, aux, made = run(weights[kind], x, inputs_m, keys[kind], given)
+            sums, earlier[kind], new[kind] = _sum_by_name(sums, aux), made.earlier, made.new
+        return x, sums, replace(past, earlier=earlier, new=new)
+
+    return stage
+
+
+def _sum_by_name(sums: Aux, aux: Aux) -> Aux:
+    return sums | {name: sums[name] + v if name in sums else v for name, v in aux.items()}

@@ -1,13 +1,14 @@
 """Runs the layers of a stage, one after the other."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..autodiff.staged_model import Aux, with_aux
+from ..autodiff.staged_model import Aux, Past, with_aux
 
 
 def run_layers(
@@ -36,3 +37,44 @@ def run_layers(
 
     x, aux = jax.lax.scan(step, x, (weights, keys), length=num_layers)
     return x, jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), aux)
+
+
+def run_sliced_layers(
+    layer: Callable,
+    num_layers: int,
+    weights: PyTree,
+    x: PyTree,
+    inputs_m: PyTree,
+    keys: PyTree,
+    past: Past,
+) -> tuple[PyTree, Aux, Past]:
+    """Runs layers of equal structure on one slice of the sequences of a microbatch.
+
+    Args:
+        layer: `(weights, x, (inputs, past), key) -> (x, {"aux": aux, "past": past})`.
+        num_layers: n.
+        weights: [n, ...] leaves.
+        x: The input of the first layer.
+        inputs_m: The inputs of the slice, which every layer may read.
+        keys: [n, ...] leaves, or ().
+        past: The state of all layers, [n, ...] leaves.
+
+    Returns:
+        (output of the last layer, aux summed over layers, the state with [n, ...] leaves).
+    """
+    layer = with_aux(layer)
+
+    def step(x: PyTree, one: tuple[Any, Any, Any]) -> tuple[PyTree, Any]:
+        weights, key, earlier = one
+        x, made = layer(weights, x, (inputs_m, replace(past, earlier=earlier)), key)
+        return x, (made["aux"], made["past"].earlier, made["past"].new)
+
+    given = weights, keys, past.earlier
+    if num_layers == 1:  # a loop would only copy
+        x, made = step(x, jax.tree.map(lambda leaf: leaf[0], given))
+        made = jax.tree.map(lambda leaf: leaf[None], made)
+    else:
+        x, made = jax.lax.scan(step, x, given)
+    aux, earlier, new = made
+    total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), aux)
+    return x, total, replace(past, earlier=earlier, new=new)

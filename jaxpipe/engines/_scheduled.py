@@ -16,7 +16,6 @@ def _prepare(
     del num_ranks, num_microbatches
     if schedule is None:
         raise ValueError("`engine` is 'scheduled' and `schedule` is None. Give a schedule.")
-    lock_step.check_no_slices(schedule)
     ticks = lock_step.to_lock_step(schedule)
     lock_step.rank_and_chunk_by_stage(ticks.schedule)  # raises if ranks have unequally many stages
     return ticks.schedule, ticks
@@ -89,4 +88,5 @@ SCHEDULED = Engine(
     gather=_stacked.gather,
     jit=_stacked.jit,
     timeline=_timeline,
+    sliced_stage=_stacked.sliced_stage,
 )

@@ -22,7 +22,7 @@ from ..spmd import Gather, gather_weights
 from ..spmd.ranks import masked_layer, stages_on_ranks
 from ._engine import PipelinePlan
 from ._fsdp import FSDP_RULES, fsdp_axes, fsdp_spec, row_axes
-from ._layers import run_layers
+from ._layers import run_layers, run_sliced_layers
 
 
 def check_call(name: str) -> None:
@@ -163,6 +163,20 @@ def stage(plan: PipelinePlan, layer: Callable) -> Callable:
     """
     mask = masked_layer if plan.layout.counts else keep
     return partial(run_layers, mask(layer), plan.layout.layers_per_stage)
+
+
+def sliced_stage(plan: PipelinePlan, layer: Callable) -> Callable:
+    """Returns a stage that runs its layers on one slice of each sequence.
+
+    Args:
+        plan: The pipeline.
+        layer: `(weights, x, (inputs, past), key) -> (x, {"aux": aux, "past": past})` of one layer.
+
+    Returns:
+        `(weights [n, ...], x, inputs, keys [n, ...], past [n, ...]) -> (x, aux, past)`.
+    """
+    mask = masked_layer if plan.layout.counts else keep
+    return partial(run_sliced_layers, mask(layer), plan.layout.layers_per_stage)
 
 
 def put(

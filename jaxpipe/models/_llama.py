@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from ..sharding._rules import Constrain
 from ._boundary import boundary_weights, embed_tokens, next_token_loss
-from .layers._attention import Attention
+from .layers._attention import Attention, attend_to_past
 from .layers._common import (
     ACTIVATION,
     HEADS,
@@ -172,6 +172,9 @@ def llama(
 ) -> tuple[Callable, Callable, Callable]:
     """Returns `(embed, stage, loss)` of a llama, pure functions of one microbatch.
 
+    With one argument more, the `Past` of earlier slices, `stage` runs a slice of each sequence: it
+    is a `StagedModel.sliced_stage` too. Slices attend by `attend_to_past`, not by `attention`.
+
     `batch_inputs` has `tokens`, `positions`, `segment_ids`, `targets` [b, T] and `target_weights`
     [b, T], the weight of each token in the loss of the batch.
 
@@ -206,21 +209,37 @@ def llama(
         )
 
     def layer(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, key):
+        if isinstance(batch_inputs, tuple):
+            return sliced_layer(w, x, *batch_inputs, key)
+        return run_layer(w, x, batch_inputs, key, attention), {}
+
+    def sliced_layer(w: PyTree, x: Float[Array, "b t D"], batch_inputs: PyTree, past: Any, key):
+        carried = []
+
+        def attend(q, k, v, segment_ids):
+            found, past_with_new = past.append((k, v, segment_ids))
+            carried.append(past_with_new)
+            return attend_to_past(q, *found, segment_ids, past.causal_mask(q.shape[1]))
+
+        y = run_layer(w, x, batch_inputs, key, attend)
+        return y, ({}, carried.pop())
+
+    def run_layer(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, key, attend):
         first, second = (key, key) if isinstance(key, tuple) else jax.random.split(key)
         x = checkpoint_name(x, "decoder_layer_input")
         h = rms_norm(x, w["attention_norm"], epsilon)
-        h = _attend(w["attention"], h, batch_inputs["positions"], batch_inputs["segment_ids"])
+        h = _attend(w["attention"], h, batch_inputs, attend)
         x = constrain(x + dropout(h, dropout_rate, first), ACTIVATION)
         h = swiglu(w["mlp"], rms_norm(x, w["mlp_norm"], epsilon), constrain, project)
-        return constrain(x + dropout(h, dropout_rate, second), ACTIVATION), {}
+        return constrain(x + dropout(h, dropout_rate, second), ACTIVATION)
 
-    def _attend(w, x, positions: Int[Array, "b T"], segment_ids: Int[Array, "b T"]):
+    def _attend(w, x, batch_inputs: PyTree, attend: Callable):
         q, k, v = (
             constrain(project(x, w[name]), axes)
             for name, axes in (("query", HEADS), ("key", _KEY), ("value", _KEY))
         )
-        q, k = (rope(heads, positions, frequencies) for heads in (q, k))
-        out = constrain(attention(*name_qkv(q, k, v), segment_ids), HEADS)
+        q, k = (rope(heads, batch_inputs["positions"], frequencies) for heads in (q, k))
+        out = constrain(attend(*name_qkv(q, k, v), batch_inputs["segment_ids"]), HEADS)
         out = checkpoint_name(out, "context")
         return checkpoint_name(project(out, w["out"]), "out_proj")
 

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe import models, mpmd, schedules, sharding, spmd
 from jaxpipe.autodiff import StagedModel, remat_by_name, unpipelined
+from jaxpipe.autodiff.staged_model import slice_sequences
 from jaxpipe.models.layers import PROJECTIONS, dot_product_attention, routed_experts
 from jaxpipe.models.weights import stack_weights
 from jaxpipe.mpmd.api import mpmd_value, mpmd_value_and_grad
@@ -61,6 +62,7 @@ class Row:
     schedule: str = ""
     vocab_parallel: bool = False
     z_loss: float = 0.0
+    slices: int = 1
     job: Literal["test", "slow", "product"] = dataclasses.field(default="test", compare=False)
 
     def __str__(self) -> str:
@@ -72,6 +74,7 @@ class Row:
         flags += ["shared"] * self.vocab_parallel + ["z_loss"] * bool(self.z_loss)
         flags += [self.gather] * (self.gather != "tick") + [f"{a}manual" for a in self.batch_axes]
         flags += ["unrolled"] * (not self.scan_repeats) + [self.remat] * (self.remat != "full")
+        flags += [f"slices{self.slices}"] * (self.slices > 1)
         engine = [self.engine, *[self.schedule] * bool(self.schedule)]
         return "-".join([*engine, self.model, sizes, axes, *flags])
 
@@ -132,6 +135,8 @@ def run_ticks(row: Row, case: Case, ticks: lock_step.Ticks) -> Any:
     """Any ticks. Stages lie where the schedule has them, and are back in order in the result."""
     mesh = mesh_of(row)
 
+    batch_inputs = slice_sequences(case.batch_inputs, row.slices, 2)
+
     def to_ranks(tree: Any) -> Any:
         return spmd.to_ranks(_flat(tree), ticks.schedule)
 
@@ -153,7 +158,7 @@ def run_ticks(row: Row, case: Case, ticks: lock_step.Ticks) -> Any:
     stages = case.weights["stages"]
     moved = dataclasses.replace(case, weights=case.weights | {"stages": to_ranks(stages)})
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        value, grads = jax.jit(run)(placed(moved, mesh), case.batch_inputs, to_ranks(case.keys))
+        value, grads = jax.jit(run)(placed(moved, mesh), batch_inputs, to_ranks(case.keys))
     in_order = spmd.to_stages(jax.device_get(grads["stages"]), ticks.schedule)
     shaped = jax.tree.map(lambda g, w: g.reshape(w.shape), in_order, stages)
     return value, grads | {"stages": shaped}
@@ -235,14 +240,19 @@ def schedule_of(row: Row) -> schedules.Schedule:
 
 
 @functools.cache
-def _ticks(name: str, ranks: int, microbatches: int, chunks: int | None) -> lock_step.Ticks:
-    schedule = schedules.build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+def _ticks(
+    name: str, ranks: int, microbatches: int, chunks: int | None, slices: int | None
+) -> lock_step.Ticks:
+    schedule = schedules.build(
+        name, ranks=ranks, microbatches=microbatches, chunks=chunks, slices=slices
+    )
     return lock_step.to_lock_step(schedules.check(schedule), schedules.Costs(1, 2, 1))
 
 
 def ticks_of(row: Row) -> lock_step.Ticks:
     chunks = row.repeats if "chunks" in schedules.FAMILIES[row.schedule].takes else None
-    return _ticks(row.schedule, row.ranks, row.microbatches, chunks)
+    slices = row.slices if "slices" in schedules.FAMILIES[row.schedule].takes else None
+    return _ticks(row.schedule, row.ranks, row.microbatches, chunks, slices)
 
 
 def flax(value_and_grad: Callable, row: Row, case: Case) -> Any:
@@ -384,7 +394,12 @@ def make_case(row: Row) -> Case:
         keys = jax.vmap(lambda i: jax.random.fold_in(KEY, i))(jnp.arange(count)).reshape(dims)
     epsilon = models.LlamaConfig.normalization_layer_epsilon
     vocab_parallel_loss = models.vocab_parallel_next_token_loss(epsilon, row.z_loss)
-    model = StagedModel(*functions, tied=row.tied, vocab_parallel_loss=vocab_parallel_loss)
+    model = StagedModel(
+        *functions,
+        tied=row.tied,
+        vocab_parallel_loss=vocab_parallel_loss,
+        sliced_stage=functions[1] if row.slices > 1 else None,
+    )
     return Case(model, tree["layer"], weights_of(plain(row)), axes, make_side(row), keys)
 
 
@@ -409,15 +424,16 @@ VOCAB, LENGTH, MICROBATCH = 32, 8, 4
 def make_side(row: Row) -> dict[str, jax.Array]:
     """[M, b, T] leaves. Packed rows hold two documents and padding, unequal in every row."""
     rng = np.random.default_rng(0)
-    shape = (row.microbatches, MICROBATCH, LENGTH)
-    tokens = rng.integers(0, VOCAB, (*shape[:2], LENGTH + 1))
-    positions = np.broadcast_to(np.arange(LENGTH), shape)
+    length = LENGTH if LENGTH % row.slices == 0 else 3 * row.slices
+    shape = (row.microbatches, MICROBATCH, length)
+    tokens = rng.integers(0, VOCAB, (*shape[:2], length + 1))
+    positions = np.broadcast_to(np.arange(length), shape)
     segments = np.ones(shape, int)
     mask = np.ones(shape)
     if row.packed:
-        first = rng.integers(1, LENGTH - 2, shape[:2])[..., None]
-        end = rng.integers(LENGTH - 2, LENGTH + 1, shape[:2])[..., None]
-        steps = np.arange(LENGTH)
+        first = rng.integers(1, length - 2, shape[:2])[..., None]
+        end = rng.integers(length - 2, length + 1, shape[:2])[..., None]
+        steps = np.arange(length)
         segments = np.where(steps >= end, 0, np.where(steps >= first, 2, 1))
         positions = np.where(steps >= first, steps - first, steps)
         mask = (segments > 0) & (steps != first - 1)

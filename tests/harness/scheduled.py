@@ -5,8 +5,8 @@ import functools
 from harness.contract import Row, slow
 from jaxpipe.schedules import FAMILIES
 
-REFUSED = ("seq1f1b",)
-"""Slices of sequences: see tests/schedules/test_lock_step.py."""
+SLICED = ("seq1f1b",)
+"""Families with rows of their own: their model has attention."""
 V_SHAPED = ("zbv", "v_half", "v_min", "dualpipev")
 EVEN = ("dualpipe",)
 """Families for even numbers of ranks, whose stages are on two ranks each."""
@@ -15,7 +15,7 @@ scheduled = functools.partial(Row, "scheduled")
 
 
 def names() -> list[str]:
-    return [name for name in FAMILIES if name not in (*REFUSED, "circular")]
+    return [name for name in FAMILIES if name not in (*SLICED, "circular")]
 
 
 def chunks(name: str, wanted: int) -> int:
@@ -79,6 +79,27 @@ def compositions() -> list[Row]:
                   batch_axes=manual, gather="once", packed=True),
         *slow(in_slow_job),
     ]  # fmt: skip
+
+
+def slices() -> list[Row]:
+    """Seq1F1B: every number of ranks with every number of slices."""
+    llama = functools.partial(scheduled, "llama", schedule="seq1f1b", packed=True)
+    remats = "full", "none", "minimal"
+    rows = [
+        llama(ranks, 1, 4, slices=slices, remat=remats[(ranks + slices) % 3],
+              tied=bool(slices % 2), layers_per_stage=1 + (ranks == 2))
+        for ranks in (2, 3, 4, 8)
+        for slices in (1, 2, 3)
+    ]  # fmt: skip
+    fsdp = (("fsdp", 2),)
+    more = [
+        llama(2, 1, 4, axes=fsdp, slices=2, batch_axes=("data", "fsdp"), gather="once"),
+        llama(4, 1, 4, axes=fsdp, slices=2, batch_axes=("data", "fsdp"), explicit=True),
+        llama(2, 1, 4, axes=(("tensor", 2),), slices=4, vocab_parallel=True),
+        llama(3, 1, 4, axes=(), slices=2, gather="repeat", layers_per_stage=2),
+    ]
+    in_test_job = rows[1:2] + rows[5:6]
+    return in_test_job + slow([row for row in rows + more if row not in in_test_job])
 
 
 def product() -> list[Row]:

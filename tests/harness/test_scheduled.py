@@ -12,11 +12,13 @@ from harness.contract import (
     parameters,
     run_ticks,
 )
-from harness.scheduled import compositions, every_family, product
+from harness.scheduled import compositions, every_family, product, slices
 from jaxpipe.schedules import lock_step
 
 
-@pytest.mark.parametrize("row", parameters([*every_family(), *compositions(), *product()]))
+@pytest.mark.parametrize(
+    "row", parameters([*every_family(), *compositions(), *slices(), *product()])
+)
 def test_the_schedule_equals_the_unpipelined_program(row: Row):
     check_row(row)
 

@@ -255,7 +255,7 @@ def test_keys_that_mean_nothing_to_it_are_refused(settings, message):
             {"pipeline_schedule": "dualpipe", "num_pipeline_microbatches": 2},
             "'dualpipe'. `microbatches` is 2; to cross on every rank takes 4. Give at least 4",
         ),
-        ({"pipeline_schedule": "seq1f1b"}, "'seq1f1b'. `schedule` has slices of sequences, whose"),
+        ({"pipeline_schedule": "seq1f1b"}, "2 slices, but `pipeline_engine` is 'mpmd', which runs"),
         ({"pipeline_schedule": "1f1"}, "`pipeline_schedule` is '1f1'. .* Did you mean '1f1b'"),
         ({"pipeline_layout": "Et|tt|tL"}, "number of stages in `pipeline_layout` is 3, not a mul"),
         (

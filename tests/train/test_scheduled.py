@@ -222,7 +222,22 @@ def test_a_name_has_as_many_stages_as_layers_unless_the_config_says_how_many():
             {"pipeline_schedule": "dualpipe", "num_pipeline_microbatches": 2},
             "'dualpipe'. `microbatches` is 2; to cross on every rank takes 4. Give at least 4",
         ),
-        ({"pipeline_schedule": "seq1f1b"}, "'seq1f1b'. `schedule` has slices of sequences, whose"),
+        (
+            {"pipeline_schedule": "seq1f1b", "num_pipeline_slices": 3},
+            r"seq1f1b cuts sequences into 3 slices, but `max_target_length` is \d+, which they do",
+        ),
+        (
+            {"pipeline_schedule": "seq1f1b", "dropout_rate": 0.1},
+            "2 slices, but `dropout_rate` is 0.1, and masks of slices are not those of whole",
+        ),
+        (
+            {"pipeline_schedule": "seq1f1b", "pipeline_parallel_layers": 2},
+            "2 slices, but `pipeline_parallel_layers` is 2, and layers after the pipeline need",
+        ),
+        (
+            {"pipeline_schedule": "1f1b", "num_pipeline_slices": 2},
+            r"`num_pipeline_slices` is 2, but `pipeline_schedule` 1f1b has 1 slice\(s\)",
+        ),
         ({"pipeline_schedule": "1f1"}, "`pipeline_schedule` is '1f1'. .* Did you mean '1f1b'"),
         ({"pipeline_schedule": "zero_bubble_h2", "num_pipeline_microbatches": 2}, "'zero_bubble_h"),
         (

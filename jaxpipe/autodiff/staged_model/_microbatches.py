@@ -34,6 +34,32 @@ def fold_in_microbatch(keys: PyTree, microbatch: Any) -> PyTree:
     return jax.tree.map(fold_leaf, keys)
 
 
+def slice_sequences(tree: PyTree, num_slices: int, dim: int) -> PyTree:
+    """Cuts the sequences of microbatches into slices of equal length.
+
+    Args:
+        tree: Leaves [M, ...] with T positions in `dim`; T is a multiple of `num_slices`.
+        num_slices: s.
+        dim: The dim of positions, at least 1.
+
+    Returns:
+        Leaves [M * s, ...] with T / s positions, the slices of a microbatch in order.
+
+    Example:
+        >>> slice_sequences(jnp.arange(8).reshape(2, 4), 2, dim=1).tolist()
+        [[0, 1], [2, 3], [4, 5], [6, 7]]
+    """
+
+    def cut(leaf: jax.Array) -> jax.Array:
+        shape = leaf.shape
+        length = shape[dim] // num_slices
+        pieces = leaf.reshape(*shape[:dim], num_slices, length, *shape[dim + 1 :])
+        pieces = jnp.moveaxis(pieces, dim, 1)
+        return pieces.reshape(shape[0] * num_slices, *pieces.shape[2:])
+
+    return tree if num_slices == 1 else jax.tree.map(cut, tree)
+
+
 def total(aux: dict[str, Shaped[Array, " steps"]]) -> Aux:
     """Returns the sums over dim 0, the iterations of a scan."""
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), aux)

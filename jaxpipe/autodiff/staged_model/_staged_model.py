@@ -20,6 +20,8 @@ import jax
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, Scalar
 
+from ._past import Past
+
 Aux = dict[str, Scalar]
 """Auxiliary losses and metrics by name: scalars that are summed over microbatches, and over stages
 if stages return them."""
@@ -45,6 +47,10 @@ class StagedModel:
             contributions that add up over the axis; the gradient dy by y is complete on each rank.
         bind: From `weights["constants"]` to the model whose embedding and loss read them. They are
             arrays that are never differentiated. None: there are no such arrays.
+        sliced_stage: `(weights of one stage, x, inputs, rng, past) -> (y, aux, past)`: the stage on
+            one slice of the sequences of a microbatch. `past` is a `Past` with the state that its
+            layers carry from slice to slice; leaves may have dims in front of those that layers
+            see. `stage` runs whole sequences. None: the model cannot be sliced.
 
     Example:
         >>> model = StagedModel(
@@ -62,6 +68,7 @@ class StagedModel:
     tied: bool = False
     vocab_parallel_loss: Callable[[Any, Any, Any, str], tuple[Any, Any]] | None = None
     bind: "Callable[[Any], StagedModel] | None" = None
+    sliced_stage: Callable[[Any, Any, Any, Any, Past], tuple[Any, Aux, Past]] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stage", with_aux(self.stage))

@@ -52,9 +52,38 @@ def dot_product_attention(
     Returns:
         [b, T, H, V] outputs.
     """
+    return _masked_attention(q, k, v, causal_mask(segment_ids))
+
+
+def attend_to_past(
+    q: Float[Array, "b t H C"],
+    k: Float[Array, "b T K C"],
+    v: Float[Array, "b T K V"],
+    key_segment_ids: Int[Array, "b T"],
+    segment_ids: Int[Array, "b t"],
+    mask: Bool[Array, "t T"],
+) -> Float[Array, "b t H V"]:
+    """Runs the attention of one slice of each sequence, by `jax.nn.dot_product_attention`.
+
+    Args:
+        q: Queries of the slice.
+        k: Keys of all slices; later ones are masked.
+        v: Values of all slices.
+        key_segment_ids: The document of each key.
+        segment_ids: The document of each query.
+        mask: Which positions each query may attend to, if they are in its document.
+
+    Returns:
+        [b, t, H, V] outputs.
+    """
+    same_segment = segment_ids[:, :, None] == key_segment_ids[:, None, :]
+    return _masked_attention(q, k, v, (same_segment & mask)[:, None])
+
+
+def _masked_attention(q: Array, k: Array, v: Array, mask: Array) -> Array:
     missing = q.shape[3] - v.shape[3]  # the kernels need values as wide as keys
     v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, missing)))
-    out = jax.nn.dot_product_attention(q, k, v, mask=causal_mask(segment_ids))
+    out = jax.nn.dot_product_attention(q, k, v, mask=mask)
     return out[..., : out.shape[3] - missing]
 
 

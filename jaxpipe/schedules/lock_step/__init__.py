@@ -11,6 +11,7 @@ from ._grid import ticks_from_grid as ticks_from_grid
 from ._grid_search import candidate_lags as candidate_lags
 from ._grid_search import candidate_spares as candidate_spares
 from ._grid_search import to_lock_step as to_lock_step
+from ._slices import slices_as_microbatches as slices_as_microbatches
 from ._tables import PhaseTable as PhaseTable
 from ._tables import TickTables as TickTables
 from ._tables import tick_tables as tick_tables

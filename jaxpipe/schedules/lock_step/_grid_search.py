@@ -13,9 +13,10 @@ from math import inf
 from ..analysis._measure import makespan, peak_activations
 from ..analysis._simulate import Costs, Time, check_costs, simulate
 from ..builders._require import require
-from ..language._schedule import Schedule, num_ranks, splits_backwards, without_fused_pairs
+from ..language._schedule import Schedule, num_ranks, slice_ids, splits_backwards
 from ._grid import Grid, RankOrders, fill_grid, rank_orders, ticks_from_grid
-from ._ticks import Ticks, check_no_slices
+from ._slices import slices_as_microbatches, ticks_of_slices
+from ._ticks import Ticks
 
 
 def to_lock_step(
@@ -39,7 +40,7 @@ def to_lock_step(
         The schedule in the order of the grid, with the tick of every action.
 
     Raises:
-        ValueError: If microbatches are sliced, `spare` is negative, or costs are negative or not
+        ValueError: If `spare` is negative, or costs are negative or not
             one per stage.
 
     Example:
@@ -49,8 +50,7 @@ def to_lock_step(
         22
     """
     require(spare is None or spare >= 0, f"`spare` is {spare}.", "Give 0 or more activations.")
-    check_no_slices(schedule)
-    costs, plain = costs or Costs(), without_fused_pairs(schedule)
+    costs, plain = costs or Costs(), slices_as_microbatches(schedule)
     check_costs(costs, schedule.num_stages)
     tries = _affordable_tries(plain)
     free = 0 if spare is not None else makespan(simulate(plain, costs))
@@ -65,7 +65,8 @@ def to_lock_step(
     assert grid, "without a longest makespan there is a grid"
     longest = max(grid.makespan, free)
     found = (_cheapest(orders, peaks, spare, lags, longest) for spare in lean[::thinned])
-    return ticks_from_grid(plain, next((leaner for leaner in found if leaner), grid))
+    ticks = ticks_from_grid(plain, next((leaner for leaner in found if leaner), grid))
+    return ticks_of_slices(ticks, slice_ids(schedule))
 
 
 _MAX_TURNS = 1 << 27

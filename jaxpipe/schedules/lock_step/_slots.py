@@ -43,17 +43,17 @@ class Slots(NamedTuple):
 def assign_slots(ticks: Ticks) -> Slots:
     """Returns the slots of a grid that passes `check_ticks`."""
     num_microbatches = ticks.schedule.num_microbatches
-    times = _times(ticks)
+    times = action_times(ticks)
     slots = Slots(*([-1] * len(times.forwards) for _ in Slots._fields))
     for program in ticks.schedule.programs:
-        lives: dict[str, list[_Lifetime]] = {name: [] for name in Slots._fields}
+        lives: dict[str, list[Lifetime]] = {name: [] for name in Slots._fields}
         for action in (action for step in program for action in actions_of(step)):
             if action.op is Op.F:
                 action_id = action.stage * num_microbatches + action.microbatch
                 for name, life in _lives(action_id, times, num_microbatches):
                     lives[name].append(life)
         for slots_of_buffer, lives_of_buffer in zip(slots, lives.values(), strict=True):
-            for action_id, slot in _allocate(lives_of_buffer):
+            for action_id, slot in allocate(lives_of_buffer):
                 slots_of_buffer[action_id] = slot
     return slots
 
@@ -63,7 +63,7 @@ def num_slots(slots: list[int]) -> int:
     return 1 + max(slots, default=-1)
 
 
-class _Times(NamedTuple):
+class ActionTimes(NamedTuple):
     """The times of F, of B or I, and of B or W, of every stage and microbatch, as in `Slots`."""
 
     forwards: list[int]
@@ -71,10 +71,11 @@ class _Times(NamedTuple):
     weights: list[int]
 
 
-def _times(ticks: Ticks) -> _Times:
+def action_times(ticks: Ticks) -> ActionTimes:
+    """Returns the times of all actions of a grid, in phases from its start; -1 for none."""
     num_microbatches = ticks.schedule.num_microbatches
     size = ticks.schedule.num_stages * num_microbatches
-    times = _Times([-1] * size, [-1] * size, [-1] * size)
+    times = ActionTimes([-1] * size, [-1] * size, [-1] * size)
     for _, tick, action in enumerate_ticks(ticks):
         action_id = action.stage * num_microbatches + action.microbatch
         time = tick * _PHASES + PHASE[action.op]
@@ -87,7 +88,7 @@ def _times(ticks: Ticks) -> _Times:
     return times
 
 
-class _Lifetime(NamedTuple):
+class Lifetime(NamedTuple):
     """The times when an array is made and last read, and its index in `Slots`."""
 
     start: int
@@ -95,23 +96,25 @@ class _Lifetime(NamedTuple):
     action_id: int
 
 
-def _lives(action_id: int, times: _Times, num_microbatches: int) -> Iterator[tuple[str, _Lifetime]]:
+def _lives(
+    action_id: int, times: ActionTimes, num_microbatches: int
+) -> Iterator[tuple[str, Lifetime]]:
     """Yields the lifetimes of all that follows from the F of a stage and microbatch, by buffer."""
     forward, backward, weight = (times_of_phase[action_id] for times_of_phase in times)
     if action_id >= num_microbatches:
         sent = times.forwards[action_id - num_microbatches]
-        yield "inputs", _Lifetime(_handed_over(sent), forward, action_id)
+        yield "inputs", Lifetime(_handed_over(sent), forward, action_id)
     if backward < 0:
         return
     if action_id + num_microbatches < len(times.backwards):
         arrival = _handed_over(times.backwards[action_id + num_microbatches])
     else:
         arrival = forward  # the loss follows its F at once
-    yield "cotangents", _Lifetime(arrival, backward, action_id)
-    yield "residuals_for_backward", _Lifetime(forward, backward, action_id)
-    yield "residuals_for_weight", _Lifetime(forward, weight, action_id)
+    yield "cotangents", Lifetime(arrival, backward, action_id)
+    yield "residuals_for_backward", Lifetime(forward, backward, action_id)
+    yield "residuals_for_weight", Lifetime(forward, weight, action_id)
     if weight != backward:
-        yield "wgrad_residuals", _Lifetime(backward, weight, action_id)
+        yield "wgrad_residuals", Lifetime(backward, weight, action_id)
 
 
 def _handed_over(time: int) -> int:
@@ -119,7 +122,7 @@ def _handed_over(time: int) -> int:
     return time // _PHASES * _PHASES + HAND_OVER
 
 
-def _allocate(lives: list[_Lifetime]) -> Iterator[tuple[int, int]]:
+def allocate(lives: list[Lifetime]) -> Iterator[tuple[int, int]]:
     """Yields (action id, slot): first come, lowest free slot, as few as lives overlap at most."""
     taken: list[tuple[int, int]] = []
     free: list[int] = []

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from ..language._action import Action, Op, actions_of
 from ..language._owners import rank_by_microbatch
-from ..language._schedule import Schedule, num_ranks, stages_of_rank
+from ..language._schedule import Schedule, num_ranks, num_slices, stages_of_rank
 from ._copies import WeightCopies, weight_copies
+from ._slices import PastSlots, assign_past_slots, ticks_of_pieces
 from ._slots import HAND_OVER, Slots, assign_slots, num_slots
 from ._ticks import PHASE, Ticks, enumerate_ticks, num_ticks
 from ._weight_prefetch import ChunkResidency, chunk_residencies, separates_backward_weights
@@ -33,6 +34,8 @@ class PhaseTable(NamedTuple):
         weight_source: Where the weights are: a constant of `_weight_prefetch`.
         prefetch_chunk: The rank's chunk whose weights to prefetch, or -1.
         ends_residency: 1 in the last backward of a residency.
+        past_slot: Slot of the state that slices of the microbatch carry; -1 without slices.
+        past_cotangent_slot: Slot of its cotangent, in a B or I.
     """
 
     microbatch: Table
@@ -46,6 +49,8 @@ class PhaseTable(NamedTuple):
     weight_source: Table
     prefetch_chunk: Table
     ends_residency: Table
+    past_slot: Table
+    past_cotangent_slot: Table
 
 
 class TickTables(NamedTuple):
@@ -63,6 +68,7 @@ class TickTables(NamedTuple):
         separate_backward_weights: Whether forward and backward hold weights of their own
             (`_weight_prefetch`).
         copies: How a rank obtains the weights of its chunks; None if it stores all of them.
+        num_slices: Slices of each sequence. Every slice counts as a microbatch in the tables.
     """
 
     forward: PhaseTable
@@ -74,18 +80,16 @@ class TickTables(NamedTuple):
     first_chunks: tuple[int, ...]
     separate_backward_weights: bool
     copies: WeightCopies | None
+    num_slices: int
 
 
+_RESIDUALS = "residuals_for_backward_slot", "residuals_for_weight_slot"
+_BACKWARD = "cotangent_slot", *_RESIDUALS, "past_slot", "past_cotangent_slot"
 _FIELDS = {
-    Op.F: ("input_slot", "residuals_for_backward_slot", "residuals_for_weight_slot"),
-    Op.B: ("cotangent_slot", "residuals_for_backward_slot", "residuals_for_weight_slot"),
-    Op.I: (
-        "cotangent_slot",
-        "residuals_for_backward_slot",
-        "residuals_for_weight_slot",
-        "wgrad_residuals_slot",
-    ),
-    Op.W: ("residuals_for_weight_slot", "wgrad_residuals_slot"),
+    Op.F: ("input_slot", *_RESIDUALS, "past_slot"),
+    Op.B: _BACKWARD,
+    Op.I: (*_BACKWARD, "wgrad_residuals_slot"),
+    Op.W: ("residuals_for_weight_slot", "wgrad_residuals_slot", "past_slot"),
 }
 """The slots that an action reads or writes, except the cotangent that the last stage's F writes."""
 
@@ -104,7 +108,9 @@ def tick_tables(ticks: Ticks) -> TickTables:
     Raises:
         ValueError: If ranks run or store different numbers of stages.
     """
-    schedule, slots = ticks.schedule, assign_slots(ticks)
+    slices = num_slices(ticks.schedule)
+    ticks = ticks_of_pieces(ticks)
+    schedule, slots, past = ticks.schedule, assign_slots(ticks), assign_past_slots(ticks, slices)
     copies = weight_copies(schedule)
     chunks = _chunks_by_rank(schedule)
     visiting: list[list[Action]] = [[] for _ in schedule.programs]
@@ -117,8 +123,9 @@ def tick_tables(ticks: Ticks) -> TickTables:
         for program in visiting
         for v in chunk_residencies(program, separate_backward_weights=separate)
     )
-    forward, backward, weight = _phases(ticks, chunks, slots, upcoming)
-    sizes = {name: num_slots(buffer) for name, buffer in slots._asdict().items()}
+    forward, backward, weight = _phases(ticks, chunks, slots, past, upcoming)
+    both = slots._asdict() | past._asdict()
+    sizes = {name: num_slots(buffer) for name, buffer in both.items()}
     first = tuple(
         chunk_of[actions_of(program[0])[0].stage]
         for chunk_of, program in zip(chunks, schedule.programs, strict=True)
@@ -133,6 +140,7 @@ def tick_tables(ticks: Ticks) -> TickTables:
         first,
         separate,
         copies,
+        slices,
     )
 
 
@@ -149,6 +157,7 @@ def _phases(
     ticks: Ticks,
     chunks: list[dict[int, int]],
     slots: Slots,
+    past: PastSlots,
     upcoming: Iterator[ChunkResidency],
 ) -> Iterator[PhaseTable]:
     """Yields the tables of F, of B and I, and of W.
@@ -165,6 +174,8 @@ def _phases(
         "residuals_for_backward_slot": slots.residuals_for_backward,
         "residuals_for_weight_slot": slots.residuals_for_weight,
         "wgrad_residuals_slot": slots.wgrad_residuals,
+        "past_slot": past.past,
+        "past_cotangent_slot": past.past_cotangents,
     }
     size = num_ticks(ticks), num_ranks(schedule)
     phases = [{name: _empty(*size) for name in PhaseTable._fields} for _ in range(HAND_OVER)]

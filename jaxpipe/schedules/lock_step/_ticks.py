@@ -14,7 +14,7 @@ from ..builders._require import require
 from ..language._action import Action, Op, ScheduleStep, actions_of
 from ..language._check import check
 from ..language._dependencies import ScheduleError, dependencies, outputs
-from ..language._schedule import Schedule, enumerate_actions, num_slices
+from ..language._schedule import Schedule, enumerate_actions, num_slices, slice_ids
 
 PHASE = {Op.F: 0, Op.B: 1, Op.I: 1, Op.W: 2}
 """The phase of an action in a tick. Two actions of a tick and rank never have the same phase."""
@@ -75,7 +75,6 @@ def check_ticks(ticks: Ticks) -> Ticks:
     Raises:
         ScheduleError: If an action is too early, or duplicated in a tick, naming the first one; or
             if the schedule does not pass `check`.
-        ValueError: If microbatches are sliced.
     """
     lengths = [len(program) for program in ticks.schedule.programs]
     if [len(numbers) for numbers in ticks.tick_of] != lengths:
@@ -83,7 +82,6 @@ def check_ticks(ticks: Ticks) -> Ticks:
             f"`tick_of` has {', '.join(str(len(n)) for n in ticks.tick_of)} ticks for programs of "
             f"{', '.join(map(str, lengths))} steps. Give one for each."
         )
-    check_no_slices(ticks.schedule)
     if any(action.op is not Op.F for _, _, action in enumerate_ticks(ticks)):
         check(ticks.schedule)
     else:
@@ -94,6 +92,7 @@ def check_ticks(ticks: Ticks) -> Ticks:
         for result in outputs(action)
     }
     before: dict[int, tuple[int, int]] = {}
+    slices = num_slices(ticks.schedule)
     for rank, tick, action in enumerate_ticks(ticks):
         now = tick, PHASE[action.op]
         if before.get(rank, (-1, 0)) >= now:
@@ -102,8 +101,13 @@ def check_ticks(ticks: Ticks) -> Ticks:
                 "tick is one F, then one B or I, then one W at the most. Take a later tick."
             )
         before[rank] = now
-        for need in dependencies(action, ticks.schedule.num_stages, 1):
+        for need in dependencies(action, ticks.schedule.num_stages, slices):
             home, ready = made[need]
+            if home != rank and need.stage == action.stage:
+                raise ScheduleError(
+                    f"Rank {rank} runs {action}, and rank {home} runs {need}. Slices of a "
+                    "microbatch carry a state: run those of a stage on one rank."
+                )
             if ready > tick or (home != rank and ready == tick):
                 raise ScheduleError(
                     f"Rank {rank} runs {action} in tick {tick}, but {need} runs on rank {home} in "
@@ -113,15 +117,15 @@ def check_ticks(ticks: Ticks) -> Ticks:
 
 
 def check_no_slices(schedule: Schedule) -> None:
-    """Refuses schedules with slices, which engines that differentiate stage by stage cannot run.
+    """Refuses schedules with slices, for engines that run whole microbatches.
 
     Raises:
         ValueError: If microbatches are sliced.
     """
     require(
         num_slices(schedule) == 1,
-        "`schedule` has slices of sequences, whose order attention would have to know.",
-        "Give a schedule of whole microbatches, such as 1f1b.",
+        "`schedule` has slices of sequences, and this engine runs whole microbatches.",
+        "Give `engine='scheduled'`, or a schedule of whole microbatches, such as 1f1b.",
     )
 
 
@@ -130,9 +134,10 @@ def _check_forwards(schedule: Schedule) -> None:
     found = Counter(action for _, action in enumerate_actions(schedule))
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
-            forward = Action(stage, Op.F, microbatch)
-            if found.pop(forward, 0) != 1:
-                raise ScheduleError(f"No rank runs {forward}, or it runs twice:\n{schedule}")
+            for piece in slice_ids(schedule):
+                forward = Action(stage, Op.F, microbatch, piece)
+                if found.pop(forward, 0) != 1:
+                    raise ScheduleError(f"No rank runs {forward}, or it runs twice:\n{schedule}")
     if found:
         raise ScheduleError(f"{next(iter(found))} is out of range:\n{schedule}")
 

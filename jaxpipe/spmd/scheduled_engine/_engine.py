@@ -12,6 +12,7 @@ from jaxtyping import PyTree, Scalar
 from ...autodiff import Remat, StagedModel, recompute
 from ...autodiff.staged_model import Aux
 from ...schedules import num_ranks
+from ...schedules.language import num_slices
 from ...schedules.lock_step import Ticks, TickTables, check_ticks, rank_and_chunk_by_stage
 from ...schedules.lock_step import tick_tables as tables_of
 from .._whole_arrays import check_rows, common_dims, gradient_dims, on_parts
@@ -40,8 +41,10 @@ def scheduled_value_and_grad(
         weights: The groups "embed", "stages" and "head"; leaves of "stages" are [v, S, ...], a
             rank's stages in forward order, as `spmd.to_ranks` returns them. A stage that several
             ranks run is stored on one of them, which sends its weights to the others once.
-        batch_inputs: [M, ...] leaves.
-        keys: [v, S, ...] leaves, or () without dropout.
+        batch_inputs: [M, ...] leaves; for a schedule with s slices [M * s, ...], the slices of a
+            microbatch in order.
+        keys: [v, S, ...] leaves, or () without dropout. The index along dim 0 of `batch_inputs` is
+            folded into random keys.
         ticks: The schedule in lock-step, of `schedules.lock_step`.
         mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
         remat: Wraps the stage. The default stores its input and recomputes it in the backward.
@@ -78,7 +81,7 @@ def scheduled_value_and_grad(
         >>> grads["stages"].shape  # as the weights: [chunks, ranks]
         (1, 2)
     """
-    _check_vocab_parallel(model, vocab_parallel)
+    _check_model(model, ticks, vocab_parallel)
     tables = _checked_tables(weights, batch_inputs, keys, ticks, mesh, gather)
     if not tables.num_slots["cotangents"]:
         raise ValueError(
@@ -112,7 +115,7 @@ def scheduled_value(
     Args:
         model: The model.
         weights: The groups "embed", "stages" and "head"; leaves of "stages" are [v, S, ...].
-        batch_inputs: [M, ...] leaves.
+        batch_inputs: [M, ...] leaves, or [M * s, ...] for a schedule with s slices.
         keys: [v, S, ...] leaves, or () without dropout.
         ticks: The forwards alone, `to_lock_step(forward_only(schedule))`.
         mesh: A mesh with an axis `stage` of size S. None runs all ranks on one device.
@@ -129,7 +132,7 @@ def scheduled_value(
             divide over `gather.batch_axes`; if `ticks` has backwards.
         ScheduleError: If `ticks` cannot be run.
     """
-    _check_vocab_parallel(model, vocab_parallel)
+    _check_model(model, ticks, vocab_parallel)
     tables = _checked_tables(weights, batch_inputs, keys, ticks, mesh, gather)
     if tables.num_slots["cotangents"]:
         raise ValueError(
@@ -164,7 +167,13 @@ def _checked_tables(
     return tables
 
 
-def _check_vocab_parallel(model: StagedModel, vocab_parallel: bool) -> None:
+def _check_model(model: StagedModel, ticks: Ticks, vocab_parallel: bool) -> None:
+    if num_slices(ticks.schedule) > 1 and model.sliced_stage is None:
+        raise ValueError(
+            "`ticks` is a schedule with slices of sequences and `model.sliced_stage` is None: the "
+            "layers do not say what they carry from slice to slice. Give one, or a schedule of "
+            "whole microbatches, such as 1f1b."
+        )
     if vocab_parallel and model.vocab_parallel_loss is None:
         raise ValueError(
             "`vocab_parallel` is True and `model.vocab_parallel_loss` None: there is no loss that "
@@ -186,10 +195,12 @@ def _check(
             f"schedule of {wanted}. They must be equal: `spmd.to_ranks` reorders stacked stages."
         )
     (microbatches,) = common_dims({"batch_inputs": batch_inputs}, 1, "[microbatches, ...]")
-    if microbatches != schedule.num_microbatches:
+    slices = num_slices(schedule)
+    if microbatches != schedule.num_microbatches * slices:
+        of_slices = "" if slices == 1 else f" x {slices} slices"
         raise ValueError(
             f"`batch_inputs` has {microbatches} microbatches, and `ticks` is a schedule of "
-            f"{schedule.num_microbatches}. They must be equal."
+            f"{schedule.num_microbatches}{of_slices}. They must be equal."
         )
     if mesh is not None and mesh.shape.get(AXIS) != wanted[1]:
         raise ValueError(

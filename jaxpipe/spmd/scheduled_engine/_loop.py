@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, PyTree, Scalar
+from jaxtyping import PyTree, Scalar
 
 from ...autodiff import Remat, StagedModel
 from ...autodiff.backward import floating, split_backward
@@ -26,18 +26,27 @@ from .._buffers import allocate_buffer, cast_like, put, to_accum_dtype
 from ..ranks import AXIS, cond, execution_count_hint, pvary, zeros, zeros_like
 from ..weight_gather import Gather
 from ._copies import receive_copies, return_gradients
+from ._loss_on_all_ranks import loss_on_all_ranks
+from ._past import (
+    add_past_cotangents,
+    past_layout,
+    remat_of_pieces,
+    slice_inputs,
+    stage_of_pieces,
+    write_past,
+)
 from ._phases import (
     ActivationBuffers,
+    BackwardOutputs,
     ForwardOutputs,
     ScheduledInvariants,
     Totals,
     backward,
     forward,
     split_residuals,
-    vocab_parallel_loss,
     weight,
 )
-from ._rows import FIRST_CHUNK, Index, PhaseRow, TickRow, rows_of_rank
+from ._rows import FIRST_CHUNK, Index, TickRow, rows_of_rank
 from ._weights import scheduled_weights
 
 
@@ -175,15 +184,30 @@ def _prepare(
     first_inputs = index_leading(batch_inputs, 0)
     x = jax.tree.map(pvary, model.embed(gathered["embed"], first_inputs))
     w = gather.unshard(weight_state, FIRST_CHUNK, True)
-    examples = w, x, first_inputs, index_leading(keys, 0)
-    split = split_backward(options.remat(model.stage), *examples) if has_backward else None
-    _, aux_shapes = jax.eval_shape(model.stage, *examples)
+    first_keys = index_leading(keys, 0)
+    past = past_layout(model, options.tables.num_slices, w, x, first_inputs, first_keys)
+    one_state = [zeros(shape, lead=(1,)) for shape in past.shapes]
+    examples = w, x, slice_inputs(past, first_inputs, one_state, FIRST_CHUNK), first_keys
+    run_stage = stage_of_pieces(model, past)
+    remat = remat_of_pieces(options.remat, past)
+    split = split_backward(remat(run_stage), *examples) if has_backward else None
+    outputs, aux_shapes = jax.eval_shape(run_stage, *examples)
     _, metric_shapes = jax.eval_shape(model.loss, model.boundary(gathered), x, first_inputs)
     zero_aux = {name: zeros(s) for name, s in aux_shapes.items()}
     daux = {name: jnp.full_like(s, name == "loss") for name, s in zero_aux.items()}
     loss_stage = options.num_stages if options.vocab_parallel else options.num_stages - 1
     invariants = ScheduledInvariants(
-        model, options.num_stages, loss_stage, split, gather, gathered, batch_inputs, keys, daux
+        model,
+        options.num_stages,
+        loss_stage,
+        past,
+        run_stage,
+        split,
+        gather,
+        gathered,
+        batch_inputs,
+        keys,
+        daux,
     )
     totals = Totals(
         zeros(jax.ShapeDtypeStruct((), jnp.float32)),
@@ -195,14 +219,16 @@ def _prepare(
     buffers = _allocate_buffers(invariants, options.tables.num_slots, examples)
     stored = index_leading((buffers.for_backward, buffers.for_weight), 0)
     y, dy = zeros_like(x), zeros_like(floating(x)) if has_backward else ()
-    return invariants, ForwardOutputs(y, dy, *stored), buffers, totals
+    zero_outputs = ForwardOutputs(y, dy, *stored, zeros_like(outputs.new))
+    return invariants, zero_outputs, buffers, totals
 
 
 def _allocate_buffers(
     invariants: ScheduledInvariants, num_slots: dict[str, int], examples: tuple
 ) -> ActivationBuffers:
     """Allocates the buffers."""
-    w, x, batch_inputs, keys = examples
+    w, x, inputs, keys = examples
+    past = inputs.earlier
 
     def allocate(tree: PyTree, name: str) -> PyTree:
         slots = max(1, num_slots[name])
@@ -210,14 +236,14 @@ def _allocate_buffers(
 
     stage = invariants.stage
     if stage is None:
-        return ActivationBuffers(allocate(x, "inputs"), (), [], [], [])
+        return ActivationBuffers(allocate(x, "inputs"), (), [], [], [], allocate(past, "past"), [])
 
     def residuals(x):
-        return stage.forward(w, x, batch_inputs, keys)[1]
+        return stage.forward(w, x, inputs, keys)[1]
 
     def wgrad_residuals(x):
-        out, stored = stage.forward(w, x, batch_inputs, keys)
-        return stage.input(w, batch_inputs, keys, stored, floating(out))[2]
+        out, stored = stage.forward(w, x, inputs, keys)
+        return stage.input(w, inputs, keys, stored, floating(out))[2]
 
     for_backward, for_weight = split_residuals(stage, jax.make_jaxpr(residuals)(x).out_avals)
     return ActivationBuffers(
@@ -228,6 +254,8 @@ def _allocate_buffers(
         allocate(jax.make_jaxpr(wgrad_residuals)(x).out_avals, "wgrad_residuals")
         if num_slots["wgrad_residuals"]
         else [],
+        allocate(past, "past"),
+        allocate(jax.tree.leaves(floating(past)), "past_cotangents"),
     )
 
 
@@ -265,9 +293,10 @@ def _tick(
         hint=execution_count_hint(tables.forward.microbatch),
     )
     for microbatch in row.loss_microbatches:
-        totals, outputs = _loss_on_all_ranks(invariants, row.forward, outputs, microbatch, totals)
+        totals, outputs = loss_on_all_ranks(invariants, row.forward, outputs, microbatch, totals)
     buffers = buffers._replace(
-        inputs=_hand_over(buffers.inputs, outputs.activation, row.activation_arrivals)
+        inputs=_hand_over(buffers.inputs, outputs.activation, row.activation_arrivals),
+        past=write_past(invariants.past, buffers.past, outputs.new, row.forward),
     )
     if invariants.stage is None:
         return TickCarry(buffers, totals)
@@ -293,45 +322,6 @@ def _tick(
     return TickCarry(buffers, totals)
 
 
-def _loss_on_all_ranks(
-    invariants: ScheduledInvariants,
-    work: PhaseRow,
-    outputs: ForwardOutputs,
-    microbatch: Index,
-    totals: Totals,
-) -> tuple[Totals, ForwardOutputs]:
-    """Broadcasts the output of the last stage to all ranks, which compute its loss together.
-
-    The condition is the same on all ranks, so they may communicate under it.
-
-    Returns:
-        The totals, and the outputs with the gradient with respect to the activation, on its rank.
-    """
-    is_source = (work.microbatch == microbatch) & (work.stage == invariants.num_stages - 1)
-
-    def loss(totals: Totals) -> tuple[Totals, PyTree]:
-        everywhere = jax.tree.map(lambda y: _broadcast(is_source, y), outputs.activation)
-        inputs_m = index_leading(invariants.batch_inputs, microbatch)
-        totals, dy = vocab_parallel_loss(invariants, everywhere, inputs_m, totals)
-        own = jax.tree.map(lambda *xs: jnp.where(is_source, *xs), dy, outputs.cotangent)
-        return totals, own
-
-    totals, cotangent = cond(
-        microbatch >= 0,
-        loss,
-        lambda totals: (totals, outputs.cotangent),
-        totals,
-        like=(totals, outputs.cotangent),
-    )
-    return totals, outputs._replace(cotangent=cotangent)
-
-
-def _broadcast(is_source: Bool[Array, ""], x: jax.Array) -> jax.Array:
-    """Broadcasts `x` from one rank to all, by an exact sum with zeros (float32 for bfloat16)."""
-    dtype = jnp.float32 if x.dtype == jnp.bfloat16 else x.dtype
-    return lax.psum(jnp.where(is_source, x, jnp.zeros_like(x)).astype(dtype), AXIS).astype(x.dtype)
-
-
 def _tick_backward(
     invariants: ScheduledInvariants,
     tables: TickTables,
@@ -341,22 +331,28 @@ def _tick_backward(
     row: TickRow,
 ) -> tuple[ActivationBuffers, Totals]:
     work = row.backward
-    empty = index_leading(buffers.wgrad_residuals, 0)
+    empty = index_leading((buffers.wgrad_residuals, buffers.past_cotangents), 0)
+    zero_backward = BackwardOutputs(zero_outputs.cotangent, *empty)
     weight_state = invariants.gather.prefetch(totals.weight_state, work, False)
     totals = totals._replace(weight_state=weight_state)
-    totals, (dx, wgrad_residuals) = cond(
+    totals, outputs = cond(
         work.microbatch >= 0,
-        lambda totals: backward(tables)(invariants, work, buffers, totals, empty),
-        lambda totals: (totals, (zero_outputs.cotangent, empty)),
+        lambda totals: backward(tables)(invariants, work, buffers, totals, zero_backward),
+        lambda totals: (totals, zero_backward),
         totals,
-        like=(totals, (zero_outputs.cotangent, empty)),
+        like=(totals, zero_backward),
         hint=execution_count_hint(tables.backward.microbatch),
     )
     weight_state = invariants.gather.reduce_scatter(totals.weight_state, work)
     totals = totals._replace(weight_state=weight_state)
     return buffers._replace(
-        cotangents=_hand_over(buffers.cotangents, dx, row.cotangent_arrivals),
-        wgrad_residuals=_store(buffers.wgrad_residuals, wgrad_residuals, work.wgrad_residuals_slot),
+        cotangents=_hand_over(buffers.cotangents, outputs.cotangent, row.cotangent_arrivals),
+        wgrad_residuals=_store(
+            buffers.wgrad_residuals, outputs.wgrad_residuals, work.wgrad_residuals_slot
+        ),
+        past_cotangents=add_past_cotangents(
+            invariants.past, buffers.past_cotangents, outputs.past, work
+        ),
     ), totals
 
 

@@ -20,6 +20,7 @@ from ...schedules.lock_step import TickTables
 from .._boundary import add_to_boundary, loss_and_gradients
 from ..ranks import AXIS, cond, pvary
 from ..weight_gather import identity
+from ._past import PastLayout, SliceInputs, StageOutputs, cotangent_of_new, slice_inputs
 from ._rows import PhaseRow
 from ._weights import ScheduledWeights
 
@@ -32,6 +33,8 @@ class ScheduledInvariants(NamedTuple):
         num_stages: Number of stages of the model.
         loss_stage: The stage after which its rank computes the loss alone; `num_stages`, which is
             no stage, if all ranks compute the loss together.
+        past: The state that slices of a sequence carry.
+        run_stage: The stage, for a schedule of forwards alone.
         stage: The stage as F, B, I and W; None if no backward follows.
         gather: Functions that gather this rank's weights and reduce-scatter their gradients.
         boundary: Weights of embedding and head, gathered.
@@ -43,6 +46,8 @@ class ScheduledInvariants(NamedTuple):
     model: StagedModel
     num_stages: int
     loss_stage: int
+    past: PastLayout
+    run_stage: Callable
     stage: SplitBackward | None
     gather: ScheduledWeights
     boundary: dict[str, PyTree]
@@ -60,6 +65,8 @@ class ActivationBuffers(NamedTuple):
         for_backward: [slots, ...] each, residuals that only B or I reads.
         for_weight: [slots, ...] each, residuals that W reads too.
         wgrad_residuals: [slots, ...] each, what I leaves for W; [] if all backwards are whole.
+        past: [slots, ...] each, the state of a microbatch whose slices run; [] without slices.
+        past_cotangents: [slots, ...] each, the cotangent of that state.
     """
 
     inputs: PyTree
@@ -67,6 +74,8 @@ class ActivationBuffers(NamedTuple):
     for_backward: list[jax.Array]
     for_weight: list[jax.Array]
     wgrad_residuals: list[jax.Array]
+    past: list[jax.Array]
+    past_cotangents: list[jax.Array]
 
 
 class Totals(NamedTuple):
@@ -96,12 +105,14 @@ class ForwardOutputs(NamedTuple):
         cotangent: Its cotangent, where the loss is computed, else zeros; () without backwards.
         for_backward: The residuals that only B or I reads.
         for_weight: The residuals that W reads too.
+        new: What a slice writes to the state that it carries; [] without slices.
     """
 
     activation: PyTree
     cotangent: PyTree
     for_backward: list[jax.Array]
     for_weight: list[jax.Array]
+    new: list[jax.Array]
 
 
 def split_residuals(stage: SplitBackward, residuals: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -118,35 +129,35 @@ def forward(
     zero_outputs: ForwardOutputs,
 ) -> tuple[Totals, ForwardOutputs]:
     """Runs F; on the last stage its results include the cotangent of the stage's output."""
-    batch_inputs, keys = _batch_inputs_and_keys(invariants, work)
+    inputs, keys = _inputs_and_keys(invariants, work, buffers)
     w = invariants.gather.unshard(totals.weight_state, work, True)
     arrived = index_leading(buffers.inputs, work.input_slot)
-    embed = lambda: invariants.model.embed(invariants.boundary["embed"], batch_inputs)  # noqa: E731
+    embed = lambda: invariants.model.embed(invariants.boundary["embed"], inputs.batch)  # noqa: E731
     x = cond(work.stage == 0, embed, lambda: arrived, like=arrived)
     stored: tuple[list, list] = ([], [])
     if invariants.stage is None:
-        y, aux = invariants.model.stage(w, x, batch_inputs, keys)
+        (y, new), aux = invariants.run_stage(w, x, inputs, keys)
     else:
-        (y, aux), residuals = invariants.stage.forward(w, x, batch_inputs, keys)
+        ((y, new), aux), residuals = invariants.stage.forward(w, x, inputs, keys)
         stored = split_residuals(invariants.stage, residuals)
     totals = totals._replace(stage_aux=_add(totals.stage_aux, aux))
     totals, cotangent = cond(
         work.stage == invariants.loss_stage,
-        lambda totals: _loss(invariants, y, batch_inputs, totals),
+        lambda totals: _loss(invariants, y, inputs.batch, totals),
         lambda totals: (totals, zero_outputs.cotangent),
         totals,
         like=(totals, zero_outputs.cotangent),
     )
-    return totals, ForwardOutputs(y, cotangent, *stored)
+    return totals, ForwardOutputs(y, cotangent, *stored, new)
 
 
-def _batch_inputs_and_keys(
-    invariants: ScheduledInvariants, work: PhaseRow
-) -> tuple[PyTree, PyTree]:
-    """Returns batch_inputs and keys of the microbatch and the chunk of `work`."""
-    return index_leading(invariants.batch_inputs, work.microbatch), fold_in_microbatch(
-        index_leading(invariants.keys, work.chunk), work.microbatch
-    )
+def _inputs_and_keys(
+    invariants: ScheduledInvariants, work: PhaseRow, buffers: ActivationBuffers
+) -> tuple[SliceInputs, PyTree]:
+    """Returns inputs and keys of the microbatch (or the slice of one) and the chunk of `work`."""
+    batch_inputs = index_leading(invariants.batch_inputs, work.microbatch)
+    keys = fold_in_microbatch(index_leading(invariants.keys, work.chunk), work.microbatch)
+    return slice_inputs(invariants.past, batch_inputs, buffers.past, work), keys
 
 
 def _loss(
@@ -194,14 +205,28 @@ def _with_loss(
     )
 
 
-BackwardResults = tuple[Totals, tuple[PyTree, list[jax.Array]]]
-"""Totals, the cotangent for the stage before, and the residuals that I stores for W."""
+class BackwardOutputs(NamedTuple):
+    """Results of a B or I.
+
+    Attributes:
+        cotangent: The cotangent for the stage before.
+        wgrad_residuals: The residuals that I stores for W; zeros in a B.
+        past: The cotangent of the state that the slice has read; [] without slices.
+    """
+
+    cotangent: PyTree
+    wgrad_residuals: list[jax.Array]
+    past: list[jax.Array]
+
+
+BackwardResults = tuple[Totals, BackwardOutputs]
+"""Totals, and what is stored or sent."""
 
 
 def backward(tables: TickTables) -> Callable:
     """Returns the function that runs B, or I, or in a schedule with both the one of the table.
 
-    It is `(invariants, work, buffers, totals, empty residuals for W) -> BackwardResults`.
+    It is `(invariants, work, buffers, totals, zero outputs) -> BackwardResults`.
     """
     kinds = {
         slot >= 0
@@ -217,14 +242,14 @@ def backward(tables: TickTables) -> Callable:
         work: PhaseRow,
         buffers: ActivationBuffers,
         totals: Totals,
-        empty: list,
+        zero_outputs: BackwardOutputs,
     ) -> BackwardResults:
         return cond(
             work.wgrad_residuals_slot >= 0,
-            lambda totals: _input_backward(invariants, work, buffers, totals, empty),
-            lambda totals: _whole_backward(invariants, work, buffers, totals, empty),
+            lambda totals: _input_backward(invariants, work, buffers, totals, zero_outputs),
+            lambda totals: _whole_backward(invariants, work, buffers, totals, zero_outputs),
             totals,
-            like=(totals, (index_leading(buffers.cotangents, work.cotangent_slot), empty)),
+            like=(totals, zero_outputs),
         )
 
     return by_table if len(kinds) == 2 else _input_backward if True in kinds else _whole_backward
@@ -235,22 +260,22 @@ def _whole_backward(
     work: PhaseRow,
     buffers: ActivationBuffers,
     totals: Totals,
-    empty: list,
+    zero_outputs: BackwardOutputs,
 ) -> BackwardResults:
     """Runs B: gradients of the input and of the weights."""
     stage = _split_stage(invariants)
-    batch_inputs, keys = _batch_inputs_and_keys(invariants, work)
+    inputs, keys = _inputs_and_keys(invariants, work, buffers)
     w = invariants.gather.unshard(totals.weight_state, work, False)
     residuals, cotangent = _stored_residuals(invariants, work, buffers)
 
     def add(gradient):
-        gradient, dx, _ = stage.backward(w, batch_inputs, keys, residuals, cotangent, gradient)
-        return gradient, dx
+        gradient, dx, dinputs = stage.backward(w, inputs, keys, residuals, cotangent, gradient)
+        return gradient, (dx, dinputs.earlier)
 
-    weight_state, dx = invariants.gather.accumulate(totals.weight_state, work, add)
+    weight_state, (dx, dpast) = invariants.gather.accumulate(totals.weight_state, work, add)
     return _with_embed_gradient(
-        invariants, work, batch_inputs, dx, totals._replace(weight_state=weight_state)
-    ), (dx, empty)
+        invariants, work, inputs.batch, dx, totals._replace(weight_state=weight_state)
+    ), zero_outputs._replace(cotangent=dx, past=jax.tree.leaves(dpast))
 
 
 def _input_backward(
@@ -258,17 +283,19 @@ def _input_backward(
     work: PhaseRow,
     buffers: ActivationBuffers,
     totals: Totals,
-    empty: list,
+    zero_outputs: BackwardOutputs,
 ) -> BackwardResults:
     """Runs I: the gradient of the input, and residuals for W."""
-    del empty
+    del zero_outputs
     stage = _split_stage(invariants)
-    batch_inputs, keys = _batch_inputs_and_keys(invariants, work)
+    inputs, keys = _inputs_and_keys(invariants, work, buffers)
     w = invariants.gather.unshard(totals.weight_state, work, False)
-    dx, _, wgrad_residuals = stage.input(
-        w, batch_inputs, keys, *_stored_residuals(invariants, work, buffers)
+    dx, dinputs, wgrad_residuals = stage.input(
+        w, inputs, keys, *_stored_residuals(invariants, work, buffers)
     )
-    return _with_embed_gradient(invariants, work, batch_inputs, dx, totals), (dx, wgrad_residuals)
+    return _with_embed_gradient(invariants, work, inputs.batch, dx, totals), BackwardOutputs(
+        dx, wgrad_residuals, jax.tree.leaves(dinputs.earlier)
+    )
 
 
 def weight(
@@ -276,13 +303,13 @@ def weight(
 ) -> Totals:
     """Runs W: adds the gradient of the weights."""
     stage = _split_stage(invariants)
-    batch_inputs, keys = _batch_inputs_and_keys(invariants, work)
+    inputs, keys = _inputs_and_keys(invariants, work, buffers)
     w = invariants.gather.unshard(totals.weight_state, work, False)
     residuals = index_leading(buffers.for_weight, work.residuals_for_weight_slot)
     wgrad_residuals = index_leading(buffers.wgrad_residuals, work.wgrad_residuals_slot)
 
     def add(gradient):
-        return stage.weight(w, batch_inputs, keys, residuals, wgrad_residuals, gradient), ()
+        return stage.weight(w, inputs, keys, residuals, wgrad_residuals, gradient), ()
 
     weight_state, _ = invariants.gather.accumulate(totals.weight_state, work, add)
     return totals._replace(weight_state=weight_state)
@@ -295,14 +322,16 @@ def _split_stage(invariants: ScheduledInvariants) -> SplitBackward:
 
 def _stored_residuals(
     invariants: ScheduledInvariants, work: PhaseRow, buffers: ActivationBuffers
-) -> tuple[list[jax.Array], tuple[PyTree, Aux]]:
+) -> tuple[list[jax.Array], tuple[StageOutputs, Aux]]:
     """Returns the residuals that F stored, and the cotangent of the results of F."""
     early = iter(index_leading(buffers.for_backward, work.residuals_for_backward_slot))
     late = iter(index_leading(buffers.for_weight, work.residuals_for_weight_slot))
     residuals = [
         next(late) if is_late else next(early) for is_late in _split_stage(invariants).for_weight
     ]
-    return residuals, (index_leading(buffers.cotangents, work.cotangent_slot), invariants.daux)
+    dy = index_leading(buffers.cotangents, work.cotangent_slot)
+    new = cotangent_of_new(invariants.past, buffers.past_cotangents, work)
+    return residuals, (StageOutputs(dy, new), invariants.daux)
 
 
 def _with_embed_gradient(

@@ -32,6 +32,8 @@ class PhaseRow(NamedTuple):
     weight_source: Index
     prefetch_chunk: Index
     ends_residency: Index
+    past_slot: Index
+    past_cotangent_slot: Index
 
 
 class TickRow(NamedTuple):

@@ -190,6 +190,7 @@ class ConfigKeys(BaseModel):
     num_layers_per_pipeline_stage: PositiveInt = 1
     num_pipeline_repeats: PositiveIntOrAuto = -1
     num_pipeline_microbatches: PositiveIntOrAuto = -1
+    num_pipeline_slices: PositiveIntOrAuto = -1
     pipeline_delay_activation_forwarding: bool = False
     pipeline_fsdp_ag_once: bool = False
     pipeline_fsdp_ag_per_repeat: bool = False

@@ -27,6 +27,7 @@ class ModelFamily:
         model: `(sizes, experts=..., **options) -> StagedModel`; all families take the same options.
         extra_keys: Keys beside the sizes that this family reads and some others do not.
         extra_batch_inputs: Arrays of a batch that its stages read beside positions and segment ids.
+        has_slices: Whether its stages can run slices of sequences.
     """
 
     sizes: Callable[..., ModelConfig]
@@ -34,6 +35,7 @@ class ModelFamily:
     model: Callable[..., StagedModel]
     extra_keys: tuple[str, ...] = ()
     extra_batch_inputs: tuple[str, ...] = ()
+    has_slices: bool = False
 
     @property
     def keys(self) -> set[str]:
@@ -43,7 +45,9 @@ class ModelFamily:
 
 def _llama(sizes: models.LlamaConfig, *, experts: Experts, **options: Any) -> StagedModel:
     del experts
-    return StagedModel(*models.llama(sizes, **options), tied=sizes.logits_via_embedding)
+    embed, stage, loss = models.llama(sizes, **options)
+    tied = sizes.logits_via_embedding
+    return StagedModel(embed, stage, loss, tied=tied, sliced_stage=stage)
 
 
 def _deepseek(sizes: models.DeepseekConfig, *, experts: Experts, **options: Any) -> StagedModel:
@@ -51,7 +55,7 @@ def _deepseek(sizes: models.DeepseekConfig, *, experts: Experts, **options: Any)
 
 
 MODEL_FAMILIES: dict[str, ModelFamily] = {
-    "llama": ModelFamily(models.LlamaConfig, models.llama_weights, _llama),
+    "llama": ModelFamily(models.LlamaConfig, models.llama_weights, _llama, has_slices=True),
     "deepseek": ModelFamily(
         models.DeepseekConfig,
         models.deepseek_weights,

@@ -13,6 +13,7 @@ from ... import schedules
 from ...schedules import Costs, Schedule, Timeline, builders, language, lock_step
 from ...schedules.lock_step import Ticks
 from ..config._config import Config
+from ._family import model_family
 
 _MAX_TIME_RATIO = 0.98
 """More chunks per rank are taken only if they cut a step's time to this share or less."""
@@ -70,9 +71,11 @@ def select_schedule(
         schedule = schedules.read_csv(name)
         _check_shape(name, schedule, num_ranks, num_microbatches)
     else:
+        num_chunks = chunks or num_layers // num_ranks
         schedule = _build_schedule(
-            name, num_ranks, num_microbatches, chunks or num_layers // num_ranks
+            name, num_ranks, num_microbatches, num_chunks, config.num_pipeline_slices
         )
+    _check_slices(config, schedule)
     if counts and len(counts) != schedule.num_stages:
         raise ValueError(
             f"`pipeline_layout` has {len(counts)} stages and `pipeline_schedule` {name} has "
@@ -115,14 +118,55 @@ def _configured_chunks(config: Config, num_ranks: int, num_layers: int) -> int |
     return None if per_stage == 1 else max(1, num_layers // (num_ranks * per_stage))
 
 
-def _build_schedule(name: str, num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
+def _build_schedule(
+    name: str, num_ranks: int, num_microbatches: int, chunks: int, slices: int = -1
+) -> Schedule:
     with _errors_name_schedule(name):
-        takes = "chunks" in builders.get_family(name).takes
+        takes = builders.get_family(name).takes
         return schedules.build(
             name,
             ranks=num_ranks,
             microbatches=num_microbatches,
-            chunks=max(1, chunks) if takes else None,
+            chunks=max(1, chunks) if "chunks" in takes else None,
+            slices=slices if "slices" in takes and slices != -1 else None,
+        )
+
+
+def _check_slices(config: Config, schedule: Schedule) -> None:
+    """Checks that the engine and the config can run the slices of a schedule, if it has any."""
+    slices, wanted = language.num_slices(schedule), config.num_pipeline_slices
+    if wanted not in (-1, slices):
+        raise ValueError(
+            f"`num_pipeline_slices` is {wanted}, but `pipeline_schedule` "
+            f"{config.pipeline_schedule} has {slices} slice(s) of each sequence. Give {slices} or "
+            "-1."
+        )
+    if slices == 1:
+        return
+    problems = {
+        "`pipeline_engine` is 'mpmd', which runs whole microbatches": config.engine.per_stage_state,
+        f"`max_target_length` is {config.max_target_length}, which they do not divide": (
+            config.max_target_length % slices != 0
+        ),
+        f"`dropout_rate` is {config.dropout_rate:g}, and masks of slices are not those of whole "
+        "sequences": config.enable_dropout and config.dropout_rate > 0,
+        f"`decoder_block` is {config.decoder_block!r}, whose layers cannot run slices": (
+            not model_family(config).has_slices
+        ),
+        f"`pipeline_parallel_layers` is {config.pipeline_parallel_layers}, and layers after the "
+        "pipeline need whole sequences": (
+            config.pipeline_parallel_layers not in (-1, config.base_num_decoder_layers)
+        ),
+        "`attention` is 'splash', which needs whole sequences": config.attention == "splash",
+        "sequences are split over the axis 'context'": (
+            max(config.ici_context_parallelism, config.dcn_context_parallelism) > 1
+        ),
+    }
+    found = "; ".join(problem for problem, applies in problems.items() if applies)
+    if found:
+        raise ValueError(
+            f"`pipeline_schedule` {config.pipeline_schedule} cuts sequences into {slices} slices, "
+            f"but {found}. Change that, or give a schedule of whole microbatches, such as 1f1b."
         )
 
 
@@ -130,8 +174,9 @@ def _select_and_time(
     config: Config, description: str, schedule: Schedule, costs: Costs
 ) -> tuple[ScheduleSelection, float]:
     """Returns the schedule as the engine runs it, and its makespan in units of `costs`."""
-    lock_step.check_no_slices(schedules.check(schedule))
+    schedules.check(schedule)
     if config.engine.per_stage_state:
+        lock_step.check_no_slices(schedule)
         timeline = schedules.simulate(schedule, costs)
         reason = f"{description}: {_describe_bubble(timeline)}, {_describe_activations(schedule)}"
         return ScheduleSelection(schedule, reason), float(schedules.makespan(timeline))

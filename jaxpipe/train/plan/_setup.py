@@ -66,6 +66,12 @@ class Setup:
         """True if every stage has its own tree of weights, false if leaves stack all stages."""
         return self.config.engine.per_stage_state
 
+    @property
+    def num_slices(self) -> int:
+        """Number of slices of each sequence that the schedule runs one after the other."""
+        selection = self.schedule_selection
+        return 1 if selection is None else language.num_slices(selection.schedule)
+
     @cached_property
     def stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
         """Stages that every rank stores, in forward order, for engines that run a schedule."""

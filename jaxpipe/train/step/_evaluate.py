@@ -22,7 +22,7 @@ from ..plan._setup import Setup, batch_shardings, compiler_options, weight_shard
 from ._gradient_accumulation import gradient_accumulation
 from ._mpmd import make_mpmd_eval_step
 from ._state import TrainState
-from ._step import shard_batch_of_step, with_layer_mask
+from ._step import of_slices, shard_batch_of_step, with_layer_mask
 
 BatchMetrics = Mapping[str, jax.Array | mpmd.MpmdArray]
 EvalMetrics = dict[str, float]
@@ -168,4 +168,4 @@ def make_value(setup: Setup) -> Callable[..., Any]:
     front_ends = {False: _linen_value, True: _nnx_value}
     if setup.config.enable_nnx is not None:
         return front_ends[setup.config.enable_nnx](setup, model)
-    return partial(setup.config.engine.value, pipeline_plan(setup), model)
+    return of_slices(setup, partial(setup.config.engine.value, pipeline_plan(setup), model))

@@ -17,6 +17,7 @@ from jaxtyping import Array, Int, Int64, PyTree
 
 from ... import sharding
 from ...autodiff import StagedModel
+from ...autodiff.staged_model import slice_sequences
 from ...data.batches._batches import Batch, RowsByStep
 from ..optim._router_bias import drop_router_biases
 from ..plan._from_config import import_flax_decoder
@@ -199,7 +200,26 @@ def make_value_and_grad(setup: Setup) -> Callable:
     front_ends = {False: _linen_value_and_grad, True: _nnx_value_and_grad}
     if setup.config.enable_nnx is not None:
         return front_ends[setup.config.enable_nnx](setup, model)
-    return partial(setup.config.engine.value_and_grad, pipeline_plan(setup), model)
+    return of_slices(
+        setup, partial(setup.config.engine.value_and_grad, pipeline_plan(setup), model)
+    )
+
+
+def of_slices(setup: Setup, run: Callable) -> Callable:
+    """Returns an engine's function of whole sequences, which cuts them into the schedule's slices.
+
+    Args:
+        setup: The run.
+        run: `(weights, batch_inputs [M * s, b, T / s], keys) -> ...`.
+
+    Returns:
+        `(weights, batch_inputs [M, b, T], keys) -> ...`.
+    """
+
+    def run_slices(weights: PyTree, batch_inputs: PyTree, keys: PyTree) -> Any:
+        return run(weights, slice_sequences(batch_inputs, setup.num_slices, 2), keys)
+
+    return run_slices
 
 
 def dropout_keys(setup: Setup, step: Int[Array, ""]) -> PyTree:

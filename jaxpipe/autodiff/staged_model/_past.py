@@ -1,0 +1,98 @@
+"""State that a layer carries along the slices of a sequence, such as keys and values of attention.
+
+A schedule with slices runs one slice of each sequence at a time. Slice i writes positions i * t to
+(i + 1) * t of every leaf [b, T, ...] of the state, and reads those before. So the state is written
+once, and its cotangent is complete when the backwards of all later slices have run. b rows, T
+positions in slices of t.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, PyTree
+
+WHOLE_STATE = "past"
+"""The name by which a policy of rematerialization finds the state of all slices."""
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("earlier", "new", "offset"),
+    meta_fields=("num_slices",),
+)
+@dataclass(frozen=True)
+class Past:
+    """What the slices before this one have written; a layer is given it, and returns it.
+
+    The default is that of a whole sequence: one slice, with none before it.
+
+    Attributes:
+        earlier: [b, T, ...] leaves with zeros from `offset` on. None: not known, as for a whole
+            sequence.
+        new: [b, t, ...] leaves that this slice has appended; None before that.
+        offset: The position of the first token of this slice.
+        num_slices: The number of slices of a sequence.
+
+    Example:
+        >>> past = Past(jnp.zeros((1, 4)), offset=2, num_slices=2)
+        >>> keys, past = past.append(jnp.ones((1, 2)))
+        >>> keys.tolist(), past.causal_mask(2).tolist()
+        ([[0.0, 0.0, 1.0, 1.0]], [[True, True, True, False], [True, True, True, True]])
+    """
+
+    earlier: PyTree = None
+    new: PyTree = None
+    offset: Any = 0
+    num_slices: int = 1
+
+    def append(self, new: PyTree) -> "tuple[PyTree, Past]":
+        """Adds what this slice contributes.
+
+        Args:
+            new: [b, t, ...] leaves, such as the keys and the values of a slice.
+
+        Returns:
+            (`new` behind that of earlier slices, with leaves [b, T, ...]; the state to return). The
+            leaves of a later slice are zeros.
+
+        Raises:
+            ValueError: If this slice has already appended something.
+        """
+        if self.new is not None:
+            raise ValueError(
+                "`past.append` was called twice in one layer. Call it once, with a tuple or a dict "
+                "of all that the layer carries."
+            )
+        if self.num_slices == 1:
+            return new, replace(self, new=new)
+        if self.earlier is None:  # the first trace, which finds out how large the state is
+            full = jax.tree.map(partial(_zeros_of_all_slices, self.num_slices), new)
+            return full, replace(self, earlier=full, new=new)
+
+        def write(full: Array, part: Array) -> Array:
+            whole = lax.dynamic_update_slice_in_dim(full, part, self.offset, axis=1)
+            return checkpoint_name(whole, WHOLE_STATE)
+
+        return jax.tree.map(write, self.earlier, new), replace(self, earlier=None, new=new)
+
+    def causal_mask(self, num_queries: int) -> Bool[Array, "t T"]:
+        """Returns which positions each token of the slice may attend to: its own and earlier ones.
+
+        Args:
+            num_queries: t, the tokens of the slice.
+
+        Returns:
+            [t, T] booleans.
+        """
+        keys = jnp.arange(num_queries * self.num_slices)
+        return keys <= self.offset + jnp.arange(num_queries)[:, None]
+
+
+def _zeros_of_all_slices(num_slices: int, part: Array) -> Array:
+    shape = part.shape[0], part.shape[1] * num_slices, *part.shape[2:]
+    return jnp.zeros_like(part, shape=shape)

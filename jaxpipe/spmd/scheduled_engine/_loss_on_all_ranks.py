@@ -1,0 +1,57 @@
+"""The loss of a microbatch, computed by all ranks together as soon as it leaves the last stage."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, PyTree
+
+from ...autodiff.staged_model import index_leading
+from ..ranks import AXIS, cond
+from ._phases import ForwardOutputs, ScheduledInvariants, Totals, vocab_parallel_loss
+from ._rows import Index, PhaseRow
+
+
+def loss_on_all_ranks(
+    invariants: ScheduledInvariants,
+    work: PhaseRow,
+    outputs: ForwardOutputs,
+    microbatch: Index,
+    totals: Totals,
+) -> tuple[Totals, ForwardOutputs]:
+    """Broadcasts the output of the last stage to all ranks, which compute its loss together.
+
+    The condition is the same on all ranks, so they may communicate under it.
+
+    Args:
+        invariants: The loop invariants.
+        work: This rank's row of F.
+        outputs: The results of this rank's F.
+        microbatch: A microbatch that leaves the last stage in this tick, or -1.
+        totals: The totals so far.
+
+    Returns:
+        The totals, and the outputs with the gradient with respect to the activation, on its rank.
+    """
+    is_source = (work.microbatch == microbatch) & (work.stage == invariants.num_stages - 1)
+
+    def loss(totals: Totals) -> tuple[Totals, PyTree]:
+        everywhere = jax.tree.map(lambda y: _broadcast(is_source, y), outputs.activation)
+        inputs_m = index_leading(invariants.batch_inputs, microbatch)
+        totals, dy = vocab_parallel_loss(invariants, everywhere, inputs_m, totals)
+        own = jax.tree.map(lambda *xs: jnp.where(is_source, *xs), dy, outputs.cotangent)
+        return totals, own
+
+    totals, cotangent = cond(
+        microbatch >= 0,
+        loss,
+        lambda totals: (totals, outputs.cotangent),
+        totals,
+        like=(totals, outputs.cotangent),
+    )
+    return totals, outputs._replace(cotangent=cotangent)
+
+
+def _broadcast(is_source: Bool[Array, ""], x: jax.Array) -> jax.Array:
+    """Broadcasts `x` from one rank to all, by an exact sum with zeros (float32 for bfloat16)."""
+    dtype = jnp.float32 if x.dtype == jnp.bfloat16 else x.dtype
+    return lax.psum(jnp.where(is_source, x, jnp.zeros_like(x)).astype(dtype), AXIS).astype(x.dtype)
