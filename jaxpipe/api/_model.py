@@ -75,7 +75,10 @@ class Model:
 
     def __post_init__(self) -> None:
         layer = self.layer
-        keyed = {"embed": with_key(self.embed, "embed", 2), "loss": with_key(self.loss, "loss", 3)}
+        keyed: dict[str, Any] = {
+            "embed": with_key(self.embed, "embed", 2),
+            "loss": with_key(self.loss, "loss", 3),
+        }
         if isinstance(layer, Mapping):
             keyed["layer"] = {kind: with_past(f, f"layer[{kind!r}]") for kind, f in layer.items()}
         else:

@@ -210,16 +210,17 @@ def llama(
 
     def layer(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, key):
         if isinstance(batch_inputs, tuple):
-            return sliced_layer(w, x, *batch_inputs, key)
+            return sliced_layer(w, x, batch_inputs[0], batch_inputs[1], key)
         return run_layer(w, x, batch_inputs, key, attention), {}
 
     def sliced_layer(w: PyTree, x: Float[Array, "b t D"], batch_inputs: PyTree, past: Any, key):
         carried = []
 
         def attend(q, k, v, segment_ids):
-            found, past_with_new = past.append((k, v, segment_ids))
+            (k, v, key_segment_ids), past_with_new = past.append((k, v, segment_ids))
             carried.append(past_with_new)
-            return attend_to_past(q, *found, segment_ids, past.causal_mask(q.shape[1]))
+            mask = past.causal_mask(q.shape[1])
+            return attend_to_past(q, k, v, key_segment_ids, segment_ids, mask)
 
         y = run_layer(w, x, batch_inputs, key, attend)
         return y, ({}, carried.pop())

@@ -28,6 +28,7 @@ CIRCULAR: Settings = {"ici_pipeline_parallelism": 2}
 PER_LAYER: Settings = {"pipeline_fsdp_ag_per_layer": True}
 ZBV: Settings = SCHEDULED | {"pipeline_schedule": "zbv"}
 DUALPIPE: Settings = SCHEDULED | {"pipeline_schedule": "dualpipe"}
+SLICES: Settings = SCHEDULED | {"pipeline_schedule": "seq1f1b", "num_pipeline_slices": 4}
 UNEVEN: Settings = SCHEDULED | {"pipeline_schedule": "1f1b", "pipeline_layout": "Et|t*3L"}
 
 # 1F1B, but rank 0 runs all its forwards first.
@@ -46,6 +47,7 @@ RUNS: dict[str, tuple[int, Settings]] = {
     "none": (1, NONE),
     "zbv, a V": (2, ZBV),
     "auto, which interleaves": (2, SCHEDULED),
+    "slices": (2, SLICES),
     "uneven stages by a CSV": (2, UNEVEN | {"pipeline_schedule": CSV}),
     "a gather per layer, tensor 2": (
         4,
@@ -65,6 +67,19 @@ SLOW: dict[str, tuple[int, Settings]] = {
     "dualpipe, a gather per layer, ZeRO-1": (
         8,
         DUALPIPE | PER_LAYER | DATA_AND_FSDP | {"num_pipeline_microbatches": 4},
+    ),
+    "slices, uneven, a gather per layer": (
+        4,
+        SLICES
+        | PER_LAYER
+        | {"pipeline_layout": "Et|t*3L", "ici_fsdp_parallelism": 2}
+        | {"remat_policy": "minimal", "set_remat_policy_on_layers_per_stage": True},
+    ),
+    "slices, vocabulary parallel, a gather per visit": (
+        4,
+        SLICES
+        | {"pipeline_fsdp_ag_per_repeat": True, "ici_fsdp_parallelism": 2}
+        | {"pipeline_vocab_parallel": True, "remat_policy": "none"},
     ),
     "a V with empty ends": (2, ZBV | {"pipeline_layout": "E|t|ttt|L"}),
     "a gather per layer, ZeRO-1, explicit axes, a policy, uneven": (
