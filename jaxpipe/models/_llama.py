@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
@@ -197,10 +198,7 @@ def llama(
         `embed(weights, batch_inputs) -> x`, `stage(weights, x, batch_inputs, keys) -> (y, aux)`
         and `loss(boundary, x, batch_inputs) -> (loss, metrics)`, where x and y are [b, T, D].
     """
-    stretch = config.llama31_rope_factor if config.rope_type == "llama3.1" else 1.0
-    frequencies = rope_frequencies(
-        config.head_dim, config.rope_max_timescale, llama31_factor=stretch
-    )
+    frequencies = _frequencies(config)
     epsilon = config.normalization_layer_epsilon
 
     def embed(weights: PyTree, batch_inputs: PyTree) -> Float[Array, "b T D"]:
@@ -208,24 +206,7 @@ def llama(
             weights["table"], batch_inputs["tokens"], constrain=constrain, dtype=dtype
         )
 
-    def layer(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, key):
-        if isinstance(batch_inputs, tuple):
-            return sliced_layer(w, x, batch_inputs[0], batch_inputs[1], key)
-        return run_layer(w, x, batch_inputs, key, attention), {}
-
-    def sliced_layer(w: PyTree, x: Float[Array, "b t D"], batch_inputs: PyTree, past: Any, key):
-        carried = []
-
-        def attend(q, k, v, segment_ids):
-            (k, v, key_segment_ids), past_with_new = past.append((k, v, segment_ids))
-            carried.append(past_with_new)
-            mask = past.causal_mask(q.shape[1])
-            return attend_to_past(q, k, v, key_segment_ids, segment_ids, mask)
-
-        y = run_layer(w, x, batch_inputs, key, attend)
-        return y, ({}, carried.pop())
-
-    def run_layer(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, key, attend):
+    def run_layer(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, key, attend: Callable):
         first, second = (key, key) if isinstance(key, tuple) else jax.random.split(key)
         x = checkpoint_name(x, "decoder_layer_input")
         h = rms_norm(x, w["attention_norm"], epsilon)
@@ -244,6 +225,7 @@ def llama(
         out = checkpoint_name(out, "context")
         return checkpoint_name(project(out, w["out"]), "out_proj")
 
+    layer = _of_slices_too(run_layer, attention)
     loss_of_tokens = partial(next_token_loss, epsilon=epsilon, z_loss_multiplier=z_loss_multiplier)
     token_loss = partial(loss_of_tokens, constrain=constrain, num_chunks=num_vocab_tiling)
 
@@ -253,6 +235,40 @@ def llama(
         return token_loss(boundary, x, batch_inputs)
 
     return embed, stack(layer_remat(layer), scan=scan_layers), loss
+
+
+def _frequencies(config: LlamaConfig) -> Float[np.ndarray, " half"]:
+    stretch = config.llama31_rope_factor if config.rope_type == "llama3.1" else 1.0
+    return rope_frequencies(config.head_dim, config.rope_max_timescale, llama31_factor=stretch)
+
+
+def _of_slices_too(run: Callable, attention: Attention) -> Callable:
+    """Returns a layer of whole sequences, which also takes `(batch_inputs, past)` of a slice.
+
+    Args:
+        run: `(weights, x, batch_inputs, key, attend) -> y` with `attend(q, k, v, segment_ids)`.
+        attention: The attention of whole sequences.
+
+    Returns:
+        `(weights, x, batch_inputs, key) -> (y, {})`; of a slice `-> (y, ({}, past))`.
+    """
+
+    def layer(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, key: Any) -> Any:
+        if not isinstance(batch_inputs, tuple):
+            return run(w, x, batch_inputs, key, attention), {}
+        inputs, past = batch_inputs
+        carried = []
+
+        def attend(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
+            (k, v, key_segment_ids), past_with_new = past.append((k, v, segment_ids))
+            carried.append(past_with_new)
+            mask = past.causal_mask(q.shape[1])
+            return attend_to_past(q, k, v, key_segment_ids, segment_ids, mask)
+
+        y = run(w, x, inputs, key, attend)
+        return y, ({}, carried.pop())
+
+    return layer
 
 
 _KEY = ("activation_batch", "activation_length", "activation_kv_heads", "activation_kv")
