@@ -91,22 +91,21 @@ def read_keys(config: Any) -> PipelineKeys:
             f"`config` is a {type(config).__name__}, whose keys are no attributes. Give an object "
             "with fields, such as `types.SimpleNamespace(**config)`."
         )
+
+    def read(name: str) -> Any:
+        try:
+            found = getattr(config, name, None)
+        except (KeyError, ValueError):  # older configs of MaxText raise these for unknown names
+            return None
+        return found.value if isinstance(found, Enum) else found
+
     parsers = {key.name: _PARSERS.get(key.type, _as_given) for key in fields(PipelineKeys)}
     parsers |= dict.fromkeys(TENSORS, _as_given) | {"pipeline_parallel_layers": _integer}
     parsers.pop("tensor_locations")
-    found = {name: parse(name, _value(config, name)) for name, parse in parsers.items()}
+    found = {name: parse(name, read(name)) for name, parse in parsers.items()}
     given = {name: value for name, value in found.items() if value is not None}
     locations = {name: given.pop(name) for name in TENSORS if name in given}
     return PipelineKeys(tensor_locations=locations, **given)
-
-
-def _value(config: Any, name: str) -> Any:
-    """Returns an attribute, or the value of one that is an Enum; None if it is missing."""
-    try:
-        value = getattr(config, name, None)
-    except (KeyError, ValueError):  # older configs of MaxText raise these for unknown names
-        value = None
-    return value.value if isinstance(value, Enum) else value
 
 
 def _flag(name: str, value: Any) -> bool | None:

@@ -216,6 +216,16 @@ def test_the_call_gathers_weights_when_the_config_says(when):
         assert found == {"once": [(of_all, 1)], "repeat": [(of_a_repeat, 1)] * 2}[when]
 
 
+def test_weights_are_gathered_over_fsdp_transpose_too():
+    mesh = jax.make_mesh((2, 2), ("stage", "fsdp_transpose"), (AxisType.Auto,) * 2)
+    rules = [["stage", "stage"], ["embed", "fsdp_transpose"], ["mlp", None]]
+    module, variables, x = pipeline("once", mesh, logical_axis_rules=rules)
+    assert shard(nn.meta.unbox(variables)["params"]["layers"]["w"]) == (2, 1, 1, WIDTH // 2, WIDTH)
+    text = jax.jit(module.apply).lower(variables, x).compile().as_text() or ""
+    gathers = [site for site in plan.audit(text).sites if site.kind == "all-gather"]
+    assert (f"f32[2,1,{WIDTH},{WIDTH}]", 1) in [(g.shape, g.executions) for g in gathers]
+
+
 def test_all_stages_are_made_and_run_at_once():
     module, _, x = pipeline()
     keys = {"params": jax.random.split(KEY, 2).reshape(2, 1)}

@@ -11,6 +11,7 @@ import pytest
 from jax.extend.core import Literal
 
 from jaxpipe import sharding, spmd
+from jaxpipe.spmd.weight_gather import gather_by_specs, unsharded_specs
 
 RANKS, REPEATS, MICROBATCHES, DIM = 2, 5, 4, 8
 WEIGHTS = jnp.ones((REPEATS, RANKS, DIM, DIM))
@@ -21,12 +22,15 @@ def stage(w, x, batch_inputs, rng):
     return jnp.tanh(x @ w), {}
 
 
-def loss(weights, inputs, **more_axes):
+def gather_by_axes(batch_axes=("fsdp",)):
+    axes = ("embed", "mlp")
+    return spmd.gather_weights(axes, sharding.DEFAULT_RULES, when="repeat", batch_axes=batch_axes)
+
+
+def loss(weights, inputs, gather=None, **more_axes):
     sizes = {"stage": RANKS, "fsdp": 2, **more_axes}
     mesh = sharding.make_mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())])
-    gather = spmd.gather_weights(
-        ("embed", "mlp"), sharding.DEFAULT_RULES, when="repeat", batch_axes=("fsdp",)
-    )
+    gather = gather_by_axes() if gather is None else gather
     return jnp.sum(spmd.circular(stage, weights, inputs, mesh=mesh, gather=gather)[0])
 
 
@@ -83,3 +87,16 @@ def test_what_tensor_shards_split_stays_split_where_fsdp_is_gathered():
     sizes = {math.prod(map(int, dims.split(","))) for dims in results}
     assert DIM * DIM // 2 in sizes  # of a weight; activations are smaller
     assert max(sizes) == DIM * DIM // 2
+
+
+@pytest.mark.parametrize("batch_axes", [(), ("fsdp",)])
+def test_specs_gather_in_the_same_program_as_the_logical_axes_they_come_from(batch_axes):
+    stored = sharding.partition_spec(("embed", "mlp"), sharding.DEFAULT_RULES)
+    by_specs = gather_by_specs(
+        stored, unsharded_specs(stored), when="repeat", batch_axes=batch_axes
+    )
+    texts = [
+        jax.jit(jax.grad(partial(loss, gather=gather, tensor=2))).lower(WEIGHTS, INPUTS).as_text()
+        for gather in (by_specs, gather_by_axes(batch_axes))
+    ]
+    assert texts[0] == texts[1]

@@ -90,10 +90,8 @@ def layer_gather(
     unshard = gather_by_specs(weight_specs, unsharded, batch_axes=batch_axes).unshard
     constrain_stored = constrain_by(weight_specs)
 
-    def reduce_leaf(x: jax.Array, spec: PartitionSpec, unsharded: PartitionSpec) -> jax.Array:
-        return reduce_scatter_leaf(
-            tuple(a for d in spec for a in axes_of_dim(d)), x, spec, unsharded
-        )
+    # The engine sums over axes that do not shard a weight, after the last tick.
+    reduce_leaf = partial(reduce_scatter_leaf, ())
 
     @jax.custom_vjp
     def gather(weights: PyTree, layer_input: PyTree) -> PyTree:
