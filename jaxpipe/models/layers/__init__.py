@@ -3,12 +3,14 @@
 from ._attention import Attention as Attention
 from ._attention import causal_mask as causal_mask
 from ._attention import dot_product_attention as dot_product_attention
-from ._attention import splash_attention as splash_attention
 from ._common import dropout as dropout
 from ._common import rms_norm as rms_norm
 from ._common import rope as rope
 from ._common import rope_frequencies as rope_frequencies
 from ._common import token_losses as token_losses
+from ._flash_attention import cudnn_attention as cudnn_attention
+from ._flash_attention import pallas_gpu_attention as pallas_gpu_attention
+from ._flash_attention import splash_attention as splash_attention
 from ._grouped_matmul import GroupedMatmul as GroupedMatmul
 from ._grouped_matmul import megablox as megablox
 from ._grouped_matmul import ragged_dot as ragged_dot

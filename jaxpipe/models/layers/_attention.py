@@ -1,18 +1,13 @@
-"""Causal attention over packed sequences, by the kernel that suits the device.
+"""Causal attention over packed sequences, and how a kernel runs on the shards of a device.
 
 b sequences, T tokens, H query heads, K key and value heads, C channels of a query and key head, V
 of a value head.
 """
 
 from collections.abc import Callable
-from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_kernel,
-    splash_attention_mask,
-)
 from jaxtyping import Array, Bool, Float, Int
 
 from ...sharding import Rules, partition_spec
@@ -87,26 +82,25 @@ def _masked_attention(q: Array, k: Array, v: Array, mask: Array) -> Array:
     return out[..., : out.shape[3] - missing]
 
 
-def splash_attention(rules: Rules, *, interpret: bool = False) -> Attention:
-    """Returns JAX's Pallas flash attention for TPU, which runs on the shards that `rules` define.
+def attention_on_shards(local: Local, rules: Rules, name: str) -> Attention:
+    """Returns attention by a kernel that XLA cannot partition, on the shards that `rules` define.
 
     Args:
+        local: `((q, k, v), segment_ids) -> out` for the arrays of one device.
         rules: Logical axis rules. Batch and heads may be sharded, the sequence may not.
-        interpret: Whether to run the kernel in Pallas's interpreter, on any device, for tests.
+        name: The value of the key `attention`, for errors.
 
     Returns:
         A function with the contract of `dot_product_attention`. It raises a `ValueError` if the
-        length of the sequence is not a multiple of 128, if the sequence is sharded, or if heads of
-        queries and of keys are sharded differently.
+        sequence is sharded, or if heads of queries and of keys are sharded differently.
     """
-    local = _splash_kernel(interpret)
 
     def attention(q, k, v, segment_ids):
         if not automatic_axes():
             return local((q, k, v), segment_ids)
         mesh = jax.sharding.get_abstract_mesh()
         auto_rules = rules_without_manual_axes(rules, mesh)
-        _check_splits(auto_rules, dict(mesh.shape))
+        _check_splits(auto_rules, dict(mesh.shape), name)
         heads, kv_heads, segments = (
             partition_spec(axes, auto_rules) for axes in (_HEAD_AXES, _KV_HEAD_AXES, _SEGMENT_AXES)
         )
@@ -121,47 +115,19 @@ _KV_HEAD_AXES: LogicalAxes = ("activation_batch", None, "activation_kv_heads", N
 _SEGMENT_AXES: LogicalAxes = ("activation_batch", None)
 
 
-def _splash_kernel(interpret: bool) -> Local:
-    def attend(qkv, segment_ids):
-        q, k, v = qkv
-        _, length, num_heads, head_dim = q.shape
-        block = next((size for size in (512, 256, 128) if length % size == 0), None)
-        if block is None:
-            raise ValueError(
-                f"`max_target_length` is {length}. Splash attention works in blocks of 128 tokens: "
-                "give a multiple of 128, or `attention=dot_product`."
-            )
-        sizes = splash_attention_kernel.BlockSizes(
-            block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block,
-            block_kv_dkv=block, block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
-        )  # fmt: skip
-        mask = splash_attention_mask.MultiHeadMask(
-            [splash_attention_mask.CausalMask((length, length))] * num_heads
-        )
-        kernel = splash_attention_kernel.make_splash_mha_single_device(
-            mask, block_sizes=sizes, interpret=interpret
-        )
-        segments = splash_attention_kernel.SegmentIds(segment_ids, segment_ids)
-        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * head_dim**-0.5, k, v))
-        out = cast(jax.Array, jax.vmap(kernel)(q, k, v, segments))
-        return jnp.swapaxes(out, 1, 2)
-
-    return attend
-
-
-def _check_splits(rules: Rules, sizes: dict[str, int]) -> None:
+def _check_splits(rules: Rules, sizes: dict[str, int], name: str) -> None:
     length, heads, kv_heads = (
         _split_over(name, rules, sizes)
         for name in ("activation_length", "activation_heads", "activation_kv_heads")
     )
     if length:
         raise ValueError(
-            f"`attention=splash` needs whole sequences, but the rule of 'activation_length' splits "
+            f"`attention={name}` needs whole sequences, but the rule of 'activation_length' splits "
             f"them over {length}. Give those axes size 1, or `attention=dot_product`."
         )
     if heads != kv_heads:
         raise ValueError(
-            f"`attention=splash` needs every query head beside its key and value head, but the "
+            f"`attention={name}` needs every query head beside its key and value head, but the "
             f"rule of 'activation_heads' splits over {heads} and that of 'activation_kv_heads' "
             f"over {kv_heads}. Give both the same rule, or `attention=dot_product`."
         )

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from ... import models, sharding
 from ...autodiff import StagedModel, keep
-from ...models.layers._attention import dot_product_attention, splash_attention
+from ...models.layers._attention import dot_product_attention
+from ...models.layers._flash_attention import splash_attention
 from ...models.layers._projection import PROJECTIONS
 from ...models.layers._routed_experts import routed_experts
 from ...spmd.ranks import masked_layer
