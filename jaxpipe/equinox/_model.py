@@ -27,7 +27,8 @@ def model(
     Args:
         module: The module. Its call runs the layers one after the other, as `layer(x, ...)`.
         layers: The attribute with the list or tuple of layers, such as "blocks" or
-            "decoder.blocks", or a function from the module to it, as for `eqx.tree_at`.
+            "decoder.blocks", or a function from the module to it, as for `eqx.tree_at`. Or a stack
+            of layers, one module of arrays [L, ...], which the call runs by `jax.lax.scan`.
         loss: `(outputs of the module [rows, ...], batch) -> loss`: a scalar, the mean over rows, or
             `(total, weight)`; with metrics as `(loss, {name: scalar})`.
         call: `(module, one row of the batch) -> output`, or `(module, row, key) -> output` with a
@@ -40,7 +41,9 @@ def model(
 
     Returns:
         (the model, the module's parameters: `eqx.filter(module, eqx.is_inexact_array)`).
-        `eqx.combine(pipe.unshard(params), module)` is the module with trained parameters.
+        `eqx.combine(pipe.unshard(params), module)` is the module with trained parameters. A layer
+        may return `(x, aux)`, if the loss depends on aux, arrays or scalars in any structure, by
+        adding them up times constants.
 
     Raises:
         ValueError: If layers have state, differ in more than parameters, or something runs between
@@ -48,8 +51,46 @@ def model(
     """
     params = eqx.filter(module, eqx.is_inexact_array)
     where = attrgetter(layers) if isinstance(layers, str) else layers
-    cut = _cut(module, params, where, call or (lambda module, row: module(row)), vmap)
-    return cut_model(cut, loss, batch), params
+    call = call or (lambda module, row: module(row))
+    is_stack = isinstance(where(module), eqx.Module)
+    cut = (_cut_stack if is_stack else _cut)(module, params, where, call, vmap)
+    return cut_model(cut, loss, batch, stacked=is_stack), params
+
+
+def _cut_stack(module: Any, params: Any, where: Callable, call: Callable, vmap: bool) -> CutModule:
+    """Returns the module and its stack of layers, for a cut at the scan over them."""
+    _check_no_state(module)
+    takes_key = len(inspect.signature(call).parameters) == 3
+    stack = _by_name(where(params))
+    sizes = {leaf.shape[:1] for leaf in stack.values()}
+    if len(sizes) != 1 or () in sizes:
+        shapes = ", ".join(f"{name} {leaf.shape}" for name, leaf in list(stack.items())[:8])
+        raise ValueError(
+            f"`layers` names a module with the arrays {shapes or 'none'}. Give the attribute with "
+            "a list of layers, or with a stack of them: arrays [layers, ...]."
+        )
+
+    def split(given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        return _by_name(given, where(given)), _by_name(where(given))
+
+    def with_values(tree: Any, outer: dict[str, Any], stack: dict[str, Any]) -> Any:
+        whole = _with_values(where(tree), stack)
+        return eqx.tree_at(where, _with_values(tree, outer), whole)
+
+    def run(outer: Any, stack: Any, batch: PyTree, key: Any) -> Any:
+        given = with_values(module, dict(outer), dict(stack))
+        return call(given, batch, key) if takes_key else call(given, batch)
+
+    def join(outer: dict[str, Any], stack: dict[str, Any]) -> Any:
+        return with_values(params, outer, stack)
+
+    def shapes_of(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+    ((count,),) = sizes
+    names = [f"layers[{i}]" for i in range(count)]
+    outer = shapes_of(_by_name(params, where(params)))
+    return CutModule(run, split, join, outer, shapes_of(stack), names, takes_key, vmap)
 
 
 def _cut(module: Any, params: Any, where: Callable, call: Callable, vmap: bool) -> CutModule:

@@ -3,18 +3,19 @@
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.core import FrozenDict, freeze
+from flax.core import DenyList, FrozenDict, freeze
 from flax.errors import FlaxError
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PyTree
 
 from ..api import Model
-from ..api.cut import CutModule, LayerCall, cut_model
+from ..api.cut import CutModule, LayerCall, cut_model, sown_losses, with_sown_losses
 
 Path = tuple[str, ...]
 
@@ -28,6 +29,7 @@ def model(
     call: Callable[..., Any] | None = None,
     batch: PyTree = None,
     rngs: Sequence[str] = (),
+    sown: Mapping[str, float | None] | None = None,
 ) -> tuple[Model, Any]:
     """Makes a model for `jaxpipe.pipeline` of a module, which stays as it is.
 
@@ -36,7 +38,8 @@ def model(
         variables: What `module.init` returned, or the parameters in it; arrays or shapes.
         layers: The names of layers without their numbers, such as "block" for "block_0", "block_1",
             ...; with the path before it if there are several: "decoder/block". Or a function from
-            the path of a submodule to the index of the layer, or None.
+            the path of a submodule to the index of the layer, or None. Or the name of a submodule
+            that runs all layers by `nn.scan`, whose parameters are [L, ...].
         loss: `(output of the module, batch) -> loss`: a scalar, the mean over rows, or `(total,
             weight)`; with metrics as `(loss, {name: scalar})`.
         call: `(module, batch) -> output`. Default: `module(batch)`.
@@ -46,17 +49,20 @@ def model(
             memory and a transfer.
         rngs: The names of random streams that the call reads, such as ("dropout",). The pipeline
             then takes a key.
+        sown: Collections of scalars that layers sow, with the factor by which the sum of all is
+            added to the loss, such as `{"losses": 0.01}`; the sum is also a metric of that name.
+            None for values that are to be dropped, as `module.apply` without `mutable` drops them.
 
     Returns:
-        (the model, `variables`). Values that layers sow are dropped, as by `module.apply` without
-        `mutable`.
+        (the model, `variables` with the parameters alone). A layer may return `(x, aux)`, if the
+        loss depends on aux, arrays or scalars in any structure, by adding them up times constants.
 
     Raises:
-        ValueError: If layers have state, differ in more than parameters, or something runs between
-            them.
+        ValueError: If layers have state, sow values that `sown` does not name, differ in more than
+            parameters, or something runs between them.
     """
     is_variables = isinstance(variables, Mapping) and isinstance(variables.get("params"), Mapping)
-    others = sorted(set(variables) - {"params"}) if is_variables else []
+    others = sorted(set(variables) - {"params", *(sown or {})}) if is_variables else []
     if others:
         names = ["/".join((name, *path)) for name in others for path in _flat(variables[name])]
         raise ValueError(
@@ -65,20 +71,29 @@ def model(
             "have no state: normalize without batch statistics, and run without caches. Give "
             "`variables['params']` alone if the call does not read the others."
         )
-    cut = _cut(module, variables, is_variables, layers, call, tuple(rngs))
+    if is_variables:  # `init` has returned what layers sowed too
+        variables = type(variables)({"params": variables["params"]})
+    flat = _flat(variables["params"] if is_variables else variables)
+    apply = _application(module, call, tuple(rngs), dict(sown or {}))
+    stack = _stack_path(flat, layers)
+    paths = [stack] if stack else _layer_paths(flat, layers)
+    split, join, params_of = _groups(flat, paths, variables, is_variables)
+    outer, found = jax.tree.map(_shape_of, split(variables))
+    if stack:
+        cut = _cut_at_scan(apply, split, join, params_of, found[0], "/".join(stack))
+        cut = replace(cut, outer=outer, takes_key=bool(rngs))
+        loss = with_sown_losses(loss, dict(sown or {}))
+        return cut_model(cut, loss, batch, stacked=True), variables
+    names = ["/".join(path) for path in paths]
+    run = _run_with_hooks(apply, params_of, paths)
+    cut = CutModule(run, split, join, outer, found, names, bool(rngs))
     return cut_model(cut, loss, batch), variables
 
 
-def _cut(
-    module: nn.Module,
-    variables: Any,
-    is_variables: bool,
-    layers: Any,
-    call: Callable | None,
-    rngs: tuple[str, ...],
-) -> CutModule:
-    flat = _flat(variables["params"] if is_variables else variables)
-    paths = _layer_paths(flat, layers)
+def _groups(
+    flat: dict[Path, Any], paths: list[Path], variables: Any, is_variables: bool
+) -> tuple[Callable, Callable, Callable]:
+    """Returns how variables are taken apart into layers and others, and two inverses."""
     ids, size = {path: i for i, path in enumerate(paths)}, len(paths[0])
 
     def split(given: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -106,25 +121,97 @@ def _cut(
         whole = {"params": params} if is_variables else params
         return freeze(whole) if isinstance(variables, FrozenDict) else whole
 
-    def run(outer: Any, found: dict[int, Any], batch: PyTree, key: Any, hook: Callable) -> Any:
+    return split, join, params_of
+
+
+def _application(
+    module: nn.Module, call: Callable | None, rngs: tuple[str, ...], sown: dict[str, float | None]
+) -> Callable:
+    """Returns `(params, batch, key) -> (output, sown values by collection)` of a module."""
+
+    def apply(params: dict[str, Any], batch: PyTree, key: Any) -> tuple[Any, dict[str, Any]]:
         keys = {name: jax.random.fold_in(key, i) for i, name in enumerate(rngs)} if rngs else None
         try:
-            with nn.intercept_methods(_interceptor(ids, hook)):
-                return module.apply(
-                    {"params": params_of(outer, found)}, batch, rngs=keys, method=call
-                )
+            output, changed = module.apply(
+                {"params": params}, batch, rngs=keys, method=call, mutable=DenyList(("params",))
+            )
         except FlaxError as error:
             raise ValueError(
                 f"The module cannot run in a pipeline: {error} Layers have no state other than "
                 "parameters, and `rngs=('dropout',)` names random streams that are read."
             ) from error
+        _check_sown(changed, sown)
+        return output, {name: changed.get(name, {}) for name, f in sown.items() if f is not None}
 
-    outer, found = jax.tree.map(_shape_of, split(variables))
-    names = ["/".join(path) for path in paths]
-    return CutModule(run, split, join, outer, found, names, bool(rngs))
+    apply.sown = sown  # pyright: ignore[reportFunctionMemberAccess]
+    return apply
 
 
-def _interceptor(ids: dict[Path, int], hook: Callable) -> Callable:
+def _check_sown(changed: Mapping[str, Any], sown: Mapping[str, Any]) -> None:
+    """Raises a `ValueError` if a call has made values in collections that `sown` does not name."""
+    names = ["/".join((c, *path)) for c in changed if c not in sown for path in _flat(changed[c])]
+    if names:
+        raise ValueError(
+            f"Layers, or the call, make the values {', '.join(names[:8])} besides parameters. If "
+            "layers sow scalars for the loss, give `sown={'losses': 0.01}`, the collection and its "
+            "factor; with None for the factor they are dropped. State, such as batch statistics, "
+            "is not possible: a pipeline has several microbatches in different layers at a time."
+        )
+
+
+def _run_with_hooks(apply: Callable, params_of: Callable, paths: list[Path]) -> Callable:
+    """Returns the call of a module, with hooks in place of layers at these paths."""
+    ids = {path: i for i, path in enumerate(paths)}
+    factors: dict[str, float | None] = getattr(apply, "sown")  # noqa: B009
+
+    def run(outer: Any, found: dict[int, Any], batch: PyTree, key: Any, hook: Callable) -> Any:
+        with nn.intercept_methods(_interceptor(ids, factors, hook)):
+            output, sown = apply(params_of(outer, found), batch, key)
+        names = ["/".join((name, *path)) for name in sown for path in _flat(sown[name])]
+        if names:
+            raise ValueError(
+                f"The module sows {', '.join(names[:8])} outside of its layers. Return what the "
+                "embedding and the head add to the loss."
+            )
+        return output
+
+    return run
+
+
+def _cut_at_scan(
+    apply: Callable,
+    split: Callable,
+    join: Callable,
+    params_of: Callable,
+    stack: dict[str, Any],
+    name: str,
+) -> CutModule:
+    """Returns the cut of a module that scans over the layers in a submodule."""
+    sizes = {leaf.shape[:1] for leaf in stack.values()}
+    if len(sizes) != 1 or () in sizes:
+        shapes = ", ".join(f"{path} {leaf.shape}" for path, leaf in list(stack.items())[:8])
+        raise ValueError(
+            f"`layers` names {name!r}, which has the parameters {shapes}. The submodule of an "
+            "`nn.scan` over layers has all of them as [layers, ...]: `variable_axes={'params': 0}`."
+        )
+    ((count,),) = sizes
+
+    def run(outer: Any, stack: Any, batch: PyTree, key: Any) -> tuple[Any, dict[str, Any]]:
+        return apply(params_of(outer, {0: stack}), batch, key)
+
+    def split_stack(given: Any) -> tuple[dict[str, Any], Any]:
+        outer, (found,) = split(given)
+        return outer, found
+
+    names = [f"{name}[{i}]" for i in range(count)]
+    return CutModule(
+        run, split_stack, lambda outer, stack: join(outer, [stack]), {}, stack, names, False
+    )
+
+
+def _interceptor(
+    ids: dict[Path, int], factors: Mapping[str, float | None], hook: Callable
+) -> Callable:
     running: list[int] = []
 
     def intercept(run: Callable, args: tuple, kwargs: dict[str, Any], context: Any) -> Any:
@@ -139,7 +226,14 @@ def _interceptor(ids: dict[Path, int], hook: Callable) -> Callable:
             finally:
                 running.pop()
 
-        return hook(LayerCall(index, args, kwargs, run_layer, _settings(context.module)))
+        def sown() -> dict[str, Any]:
+            found = dict(context.module.variables)
+            found.pop("params", None)
+            _check_sown(found, factors)
+            return sown_losses(found, factors)
+
+        settings = _settings(context.module)
+        return hook(LayerCall(index, args, kwargs, run_layer, settings, sown))
 
     return intercept
 
@@ -169,6 +263,16 @@ def _layer_paths(flat: dict[Path, Any], layers: Any) -> list[Path]:
             f"{', '.join(known[:16])}."
         )
     return paths
+
+
+def _stack_path(flat: dict[Path, Any], layers: Any) -> Path | None:
+    """Returns the path of the one submodule that has the very name `layers`, if there is one."""
+    if callable(layers):
+        return None
+    wanted = tuple(str(layers).replace(".", "/").split("/"))
+    modules = {path[:i] for path in flat for i in range(1, len(path))}
+    found = [path for path in modules if path[-len(wanted) :] == wanted]
+    return found[0] if len(found) == 1 else None
 
 
 def _by_name(layers: str) -> Callable[[Path], int | None]:

@@ -7,13 +7,14 @@ influence it. Every random key that the body reads becomes the key of the layer.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jaxtyping import PyTree
 
 from .._dependence import dependent_inputs, pruned
@@ -69,6 +70,23 @@ class _ScannedCall:
         """Returns values of the program before the scan."""
         return _evaluate(self.closed, range(self.at), atoms, [], jax.tree.leaves(arguments))
 
+    def given_to_layer(
+        self, given: Sequence[PyTree], w: list[Any], carried: list[Any], key: Any
+    ) -> list[Any]:
+        """Returns the constants of the scan for a layer, and what it takes apart."""
+        consts, _, _ = self.inputs
+        ids = [i for i, c in enumerate(consts) if i not in self.carried and not _is_key(c)]
+        values = self.before([consts[i] for i in ids], *given)
+        found = dict(zip((*ids, *self.carried), (*values, *carried), strict=True))
+        count = len(consts)
+        for i, stack_id in enumerate(self.stack_ids, start=count):
+            if stack_id is not None:
+                found[i] = w[stack_id]
+            elif i - count in self.rows:
+                found[i] = self.rows[i - count]
+        every = range(count + len(self.stack_ids))
+        return [found[i] if i in found else jax.random.fold_in(key, i) for i in every]
+
     def behind(self, results: list[Any], *arguments: PyTree) -> PyTree:
         """Returns the output of the program, from the results of the scan."""
         eqns = [i for i in range(len(self.closed.jaxpr.eqns)) if i != self.at]
@@ -86,12 +104,11 @@ class ScanParts(Parts):
         return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), self.cut.layers)
 
     def embed(self, outer: Outer, batch: PyTree, key: Any) -> Any:
-        call = self.call(batch)
-        consts, carry, _ = call.inputs
-        atoms = [*carry, *(consts[i] for i in call.carried)]
-
         def one(outer: Outer, stack: PyTree, batch: PyTree, key: Any) -> Any:
-            values = call.before(atoms, outer, stack, batch, key)
+            call, given = self.call(outer, stack, batch, key)
+            consts, carry, _ = call.inputs
+            atoms = [*carry, *(consts[i] for i in call.carried)]
+            values = call.before(atoms, *given)
             return packed(values[: len(carry)], values[len(carry) :])
 
         return self.read(self.over_rows(one, 2), outer, self.cut.layers, batch, or_none(key))[0]
@@ -99,24 +116,12 @@ class ScanParts(Parts):
     def layer_and_extras(
         self, w: PyTree, x: PyTree, batch: PyTree, key: Any
     ) -> tuple[PyTree, list[Any], dict[str, Any]]:
-        call = self.call(batch)
-        consts, _, _ = call.inputs
-        again = [i for i, c in enumerate(consts) if i not in call.carried and not _is_key(c)]
-
         def one(outer: Any, stack: Any, w: Any, batch: Any, x: Any, key: Any) -> Any:
+            call, given, w, x = self.call(outer, stack, batch, key, w, x)
             carry, carried = unpacked(x, call.carried)
-            values = call.before([consts[i] for i in again], outer, stack, batch, key)
-            found = dict(zip((*again, *call.carried), (*values, *carried), strict=True))
-            given = [found[i] if i in found else _folded(key, i) for i in range(len(consts))]
-            own = jax.tree.leaves(w)
-            for i, stack_id in enumerate(call.stack_ids):
-                if stack_id is not None:
-                    given_i = own[stack_id]
-                else:
-                    is_value = i in call.rows
-                    given_i = call.rows[i] if is_value else _folded(key, len(consts) + i)
-                carry = [*carry, given_i]
-            results = jaxpr_as_fun(call.body)(*given, *carry)
+            read = call.given_to_layer(given, jax.tree.leaves(w), carried, given[3])
+            consts, xs = read[: call.num_consts], read[call.num_consts :]
+            results = jaxpr_as_fun(call.body)(*consts, *carry, *xs)
             new, extras = results[: call.num_carry], results[call.num_carry :]
             return packed(new, carried), extras, {}
 
@@ -124,49 +129,59 @@ class ScanParts(Parts):
         return self.read(run, {}, self.cut.layers, w, batch, x, or_none(key))[0]
 
     def output(self, outer: Outer, batch: PyTree, x: PyTree, extras: list[Any], key: Any) -> PyTree:
-        call = self.call(batch)
-
         def one(outer: Any, stack: Any, batch: Any, x: Any, extras: list[Any], key: Any) -> PyTree:
+            call, given, x, extras = self.call(outer, stack, batch, key, x, extras)
             carry, _ = unpacked(x, call.carried)
-            return call.behind([*carry, *extras], outer, stack, batch, key)
+            return call.behind([*carry, *extras], *given)
 
         run = self.over_rows(one, 2)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.cut.layers)
         return run(outer, zeros, batch, x, extras, or_none(key))
 
     def extras(self, batch: PyTree) -> list[jax.ShapeDtypeStruct]:
-        call = self.call(batch)
+        key = shape_of_key(self.cut.takes_key)
+        given = self.cut.outer, self.cut.layers, self.row(batch), key
+        call = self.call_of_form(frozenset(), given)
         shapes = [v.aval for v in call.body.jaxpr.outvars[call.num_carry :]]
         return self.with_layers_and_rows(shapes, batch)
 
-    def call(self, batch: PyTree) -> _ScannedCall:
-        """Returns the program of the call for batches of this form."""
-        return self.of_form("call", batch, lambda batch: self.find_call(self.row(batch)))
+    def call(
+        self, outer: Any, stack: Any, batch: PyTree, key: Any, *others: PyTree
+    ) -> tuple[Any, ...]:
+        """Returns the program for a batch, its arguments, and `others`, all of equal varying axes.
 
-    def find_call(self, batch: PyTree) -> _ScannedCall:
+        A program that was traced for arrays that are equal on all ranks takes no others.
+        """
+        trees = (outer, stack, batch, key), *others
+        axes = frozenset[str]().union(*map(_varying_axes, jax.tree.leaves(trees)))
+        given, *varying = jax.tree.map(partial(_varying, axes), trees)
+        return self.call_of_form(axes, given), given, *varying
+
+    def call_of_form(self, axes: frozenset[str], given: tuple[PyTree, ...]) -> _ScannedCall:
+        """Returns the program of the call on arrays that vary over these axes."""
+        return self.of_form(f"call {sorted(axes)}", given[2], lambda _: self.find_call(*given))
+
+    def find_call(self, *given: PyTree) -> _ScannedCall:
         """Traces the call, finds the scan over layers, and checks it."""
-        cut, key = self.cut, shape_of_key(self.cut.takes_key)
-        given = cut.outer, cut.layers, batch, key
-        closed, out = jax.make_jaxpr(lambda *given: cut.run(*given), return_shape=True)(*given)
+        run = jax.make_jaxpr(lambda *given: self.cut.run(*given), return_shape=True)
+        closed, out = run(*given)
         closed = _inlined(closed)
-        first = len(jax.tree.leaves(cut.outer))
-        stack = closed.jaxpr.invars[first : first + len(jax.tree.leaves(cut.layers))]
+        first, count = (len(jax.tree.leaves(tree)) for tree in given[:2])
+        stack = closed.jaxpr.invars[first : first + count]
         at = self.find_scan(closed, stack)
-        scan = closed.jaxpr.eqns[at]
-        count = scan.params["num_consts"] + scan.params["num_carry"]
-        xs = scan.invars[count:]
+        call = _ScannedCall(closed, at, (), (), {}, jax.tree.structure(out))
+        consts, _, xs = call.inputs
         ids = tuple(stack.index(v) if _is_in(v, stack) else None for v in xs)
-        call = _ScannedCall(closed, at, ids, (), {}, jax.tree.structure(out))
-        consts, others = call.inputs[0], [i for i, one in enumerate(ids) if one is None]
-        others = [i for i in others if not _is_key(xs[i])]
         found, _ = dependent_inputs(lambda *given: call.before(consts, *given), *given)
         influenced = [any(jax.tree.leaves((used[0], used[3]))) for used in found]
         carried = tuple(
             i for i, is_one in enumerate(influenced) if is_one and not _is_key(consts[i])
         )
+        others = [i for i, one in enumerate(ids) if one is None and not _is_key(xs[i])]
         rows = self.equal_rows(call, [xs[i] for i in others], given)
-        rows_by_id = dict(zip(others, rows, strict=True))
-        return _ScannedCall(closed, at, ids, carried, rows_by_id, call.out)
+        return replace(
+            call, stack_ids=ids, carried=carried, rows=dict(zip(others, rows, strict=True))
+        )
 
     def find_scan(self, closed: ClosedJaxpr, stack: Sequence[Any]) -> int:
         """Returns the index of the one scan that takes the stack apart."""
@@ -227,26 +242,16 @@ def _evaluate(
     closed: ClosedJaxpr,
     eqns: Sequence[int],
     atoms: Sequence[Any],
-    more: list[Var],
-    leaves: list[Any],
+    more: Sequence[Any],
+    leaves: Sequence[Any],
 ) -> list[Any]:
     """Evaluates some equations of a program, with more variables given."""
-    jaxpr = closed.jaxpr
-    values = dict(
-        zip([*jaxpr.constvars, *jaxpr.invars, *more], [*closed.consts, *leaves], strict=True)
+    jaxpr = closed.jaxpr.replace(
+        invars=[*closed.jaxpr.invars, *more],
+        eqns=[closed.jaxpr.eqns[i] for i in eqns],
+        outvars=list(atoms),
     )
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for i in eqns:
-        eqn = jaxpr.eqns[i]
-        functions, params = eqn.primitive.get_bind_params(eqn.params)
-        found = eqn.primitive.bind(*functions, *map(read, eqn.invars), **params)
-        values |= dict(
-            zip(eqn.outvars, found if eqn.primitive.multiple_results else [found], strict=True)
-        )
-    return [read(atom) for atom in atoms]
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*leaves)
 
 
 def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -257,21 +262,20 @@ def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
         values = dict(
             zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *leaves], strict=True)
         )
-
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, Literal) else values[atom]
-
         for eqn in jaxpr.eqns:
-            given, inner = list(map(read, eqn.invars)), eqn.params.get("jaxpr")
-            if eqn.primitive.name in ("jit", "pjit") and "scan[" in str(inner):
-                found = run(inner, *given)
+            given = [v for v in eqn.invars if not isinstance(v, Literal)]
+            if eqn.primitive.name in ("jit", "pjit") and "scan[" in str(eqn.params["jaxpr"]):
+                read = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
+                found = run(eqn.params["jaxpr"], *read)
             else:
-                functions, params = eqn.primitive.get_bind_params(eqn.params)
-                found = eqn.primitive.bind(*functions, *given, **params)
-                found = found if eqn.primitive.multiple_results else [found]
+                given = list(dict.fromkeys(given))
+                one = jaxpr.replace(constvars=[], invars=given, outvars=eqn.outvars, eqns=[eqn])
+                found = jaxpr_as_fun(ClosedJaxpr(one, ()))(*(values[v] for v in given))
             values |= dict(zip(eqn.outvars, found, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+        return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
 
+    if not any(eqn.primitive.name in ("jit", "pjit") for eqn in closed.jaxpr.eqns):
+        return closed
     return jax.make_jaxpr(lambda *leaves: run(closed, *leaves))(*closed.in_avals)
 
 
@@ -283,5 +287,10 @@ def _is_key(atom: Any) -> bool:
     return jnp.issubdtype(atom.aval.dtype, jax.dtypes.prng_key)
 
 
-def _folded(key: Any, index: int) -> Any:
-    return jax.random.fold_in(key, index)
+def _varying_axes(leaf: Any) -> frozenset[str]:
+    return jax.typeof(leaf).manual_axis_type.varying
+
+
+def _varying(axes: frozenset[str], leaf: Any) -> Any:
+    missing = axes - _varying_axes(leaf)
+    return jax.lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf

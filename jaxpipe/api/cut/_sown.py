@@ -1,0 +1,76 @@
+"""Scalars that layers sow, as auxiliary losses."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from .._losses import loss_parts
+
+Factors = Mapping[str, float | None]
+"""By collection the factor of its sum in the loss; None for values that are dropped."""
+
+
+def sown_losses(collections: Mapping[str, PyTree], factors: Factors) -> dict[str, Any]:
+    """Adds up what layers have sown.
+
+    Args:
+        collections: Trees of scalars, by the name of the collection.
+        factors: The factor of each collection.
+
+    Returns:
+        "loss", the sum of all collections times their factors, and the sum of each collection;
+        nothing of empty ones.
+
+    Raises:
+        ValueError: If a value is no scalar, or the collection has the name "loss".
+    """
+    if "loss" in factors:
+        raise ValueError(
+            "`sown` has the collection 'loss', whose metric would have the name of the loss. Sow "
+            "into a collection of another name."
+        )
+    found: dict[str, Any] = {}
+    for name, factor in factors.items():
+        leaves = jax.tree_util.tree_leaves_with_path(collections.get(name, {}))
+        if factor is None or not leaves:
+            continue
+        for path, leaf in leaves:
+            if jnp.size(leaf) != 1:
+                raise ValueError(
+                    f"`sown` has the collection {name!r}, in which {jax.tree_util.keystr(path)} is "
+                    f"{jnp.shape(leaf)}. Sow scalars, or give None in place of {factor} to drop "
+                    "them."
+                )
+        found[name] = sum(jnp.sum(leaf) for _, leaf in leaves)
+        found["loss"] = factor * found[name] + found.get("loss", 0.0)
+    return found
+
+
+def with_sown_losses(loss: Callable, factors: Factors) -> Callable:
+    """Returns a loss that is also given what all layers have sown.
+
+    Args:
+        loss: `(output, batch) -> loss` of the user.
+        factors: The factor of each collection.
+
+    Returns:
+        `((output, trees of [L] values by collection), batch) -> loss`.
+    """
+
+    def run(given: tuple[Any, dict[str, PyTree]], batch: PyTree) -> Any:
+        parts = loss_parts(loss(given[0], batch))
+        sums = {name: f for name, f in factors.items() if f is not None}
+        added = {}
+        for name, factor in sums.items():
+            leaves = jax.tree.leaves(given[1][name])
+            if leaves:
+                added[name] = sum(jnp.sum(leaf) for leaf in leaves)
+                added["loss"] = factor * added[name] + added.get("loss", 0.0)
+        total = parts.total + added.pop("loss", 0.0)
+        value = total if parts.weight is None else (total, parts.weight)
+        return (value, parts.metrics | added) if parts.metrics or added else value
+
+    return run

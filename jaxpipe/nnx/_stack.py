@@ -1,0 +1,113 @@
+"""The cut of an NNX module that scans over a stack of layers, such as `nnx.vmap` makes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import PyTree
+
+from ..api.cut import CutModule
+from ._layer import check_unchanged, weights_of
+from ._variables import Path, name_of, refuse_state, shape_of, with_values
+
+
+def cut_stack(module: nnx.Module, layers: str, call: Callable) -> CutModule:
+    """Returns the module and its stack of layers, for a cut at the scan over them.
+
+    Args:
+        module: The module.
+        layers: The attribute with the stack.
+        call: `(module, batch) -> output`.
+
+    Returns:
+        The module to cut.
+
+    Raises:
+        ValueError: If variables other than parameters and random streams are in the stack, or
+            parameters have no common first dim.
+    """
+    prefix = tuple(int(part) if part.isdigit() else part for part in layers.split("."))
+    graph, state = nnx.split(module)
+    kept = dict(nnx.to_flat_state(state))
+    state = jax.tree.map(shape_of, state)
+    params = nnx.state(nnx.merge(graph, state), nnx.Param)
+    _check_variables(dict(nnx.to_flat_state(state)), prefix)
+    constants = {
+        path: kept[path]
+        for path, v in nnx.to_flat_state(state)
+        if not isinstance(v, nnx.Param | nnx.RngState)
+    }
+    split, join = _groups(params, prefix)
+    outer, stack = split(params)
+    count = _num_layers(stack, layers)
+
+    def run(outer: Any, stack: Any, batch: PyTree, key: Any) -> Any:
+        values = dict(outer) | {f"{layers}.{name}": leaf for name, leaf in stack.items()}
+        given = with_values(state, values, key, constants)
+        merged = nnx.merge(graph, given)
+        output = call(merged, batch)
+        _check_unchanged(given, nnx.state(merged), f"{layers}.")
+        return output
+
+    has_streams = any(isinstance(v, nnx.RngKey) for v in kept.values())
+    names = [f"{layers}[{i}]" for i in range(count)]
+    return CutModule(run, split, join, outer, stack, names, has_streams)
+
+
+def _check_unchanged(before: Any, after: Any, stack: str) -> None:
+    """Raises a `ValueError` if a call changes variables other than those that the scan returns."""
+    states = [nnx.filter_state(s, nnx.Not(nnx.RngState)) for s in (before, after)]
+    named = [weights_of(state) for state in states]
+    old = {name: leaf for name, leaf in named[0].items() if not name.startswith(stack)}
+    known = {name for name in named[0] if name.startswith(stack)}
+    check_unchanged(old, {name: leaf for name, leaf in named[1].items() if name not in known})
+
+
+def _num_layers(stack: dict[str, Any], layers: str) -> int:
+    sizes = {leaf.shape[:1] for leaf in stack.values()}
+    if len(sizes) != 1 or () in sizes:
+        shapes = ", ".join(f"{name} {leaf.shape}" for name, leaf in list(stack.items())[:8])
+        raise ValueError(
+            f"`layers` is {layers!r}, a module with the parameters {shapes or 'none'}. Give the "
+            "attribute with a list of layers, or with a stack of them, as `nnx.vmap` makes it: "
+            "parameters [layers, ...]."
+        )
+    return sizes.pop()[0]
+
+
+def _check_variables(state: dict[Path, Any], prefix: Path) -> None:
+    """Raises a `ValueError` if layers have state."""
+    stateful = nnx.BatchStat | nnx.Cache | nnx.Intermediate
+    found = [name_of(path) for path, v in state.items() if isinstance(v, stateful)]
+    found += [
+        f"{name_of(path)} ({type(v).__name__})"
+        for path, v in state.items()
+        if path[: len(prefix)] == prefix and not isinstance(v, nnx.Param | nnx.RngState | stateful)
+    ]
+    refuse_state(found)
+
+
+def _groups(params: Any, prefix: Path) -> tuple[Callable, Callable]:
+    """Returns how a state of parameters is taken apart into the stack and others; the inverse."""
+    template: Any = nnx.to_flat_state(params)
+    size = len(prefix)
+
+    def split(params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        flat: dict[Any, Any] = dict(nnx.to_flat_state(params))
+        if flat.keys() != {path for path, _ in template}:
+            raise ValueError(
+                "`params` is not the tree of parameters that `jaxpipe.nnx.model` returned."
+            )
+        outer = {name_of(p): v.get_value() for p, v in flat.items() if p[:size] != prefix}
+        stack = {name_of(p[size:]): v.get_value() for p, v in flat.items() if p[:size] == prefix}
+        return outer, stack
+
+    def join(outer: dict[str, Any], stack: dict[str, Any]) -> Any:
+        def value(path: Path) -> Any:
+            is_layer = path[:size] == prefix
+            return stack[name_of(path[size:])] if is_layer else outer[name_of(path)]
+
+        return nnx.from_flat_state([(path, v.replace(value(path))) for path, v in template])
+
+    return split, join
