@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from ._specs import ParamSpecs
+
 GROUPS = ("embed", "layers", "head")
 
 NumLayers = int | tuple[tuple[str, int], ...]
@@ -33,11 +35,13 @@ class StoredLayers:
         num_layers: L; or a pair for each kind, its name and number of layers.
         in_list: Whether the user's tree has a list of layers; otherwise it has leaves [L, ...]. For
             several kinds one for each.
+        specs: The specs of parameters that have one of the user's.
     """
 
     stages: Any
     num_layers: NumLayers = field(metadata={"static": True})
     in_list: InList = field(metadata={"static": True})
+    specs: ParamSpecs = field(default=(), metadata={"static": True})
 
 
 def is_stored(params: PyTree) -> bool:

@@ -13,6 +13,7 @@ from ..schedules import Schedule, builders, language
 from ..sharding.layout import count_mtp_layers, parse_layout
 from ._model import Model, check_sliced
 from ._pipelined_model import PipelinedModel
+from ._specs import SpecRule
 
 
 def pipeline(
@@ -27,6 +28,7 @@ def pipeline(
     engine: str = "auto",
     remat: Remat = recompute,
     frozen: Callable[[str, Any], bool] | PyTree | None = None,
+    param_specs: SpecRule | None = None,
 ) -> PipelinedModel:
     """Makes the pipeline of a model: its loss and gradients are those of the plain program.
 
@@ -50,6 +52,11 @@ def pipeline(
         frozen: Which parameters are not trained: `(path, leaf) -> bool`, where `path` is such as
             "['layers'][0]['base']['up']"; or booleans in a tree that is a prefix of the user's
             tree. They get no gradients. Default: all are trained.
+        param_specs: How parameters are sharded over axes such as `tensor` and `expert`: `(path,
+            leaf) -> PartitionSpec` or None; or specs in a tree that is a prefix of the user's tree,
+            as `nn.get_partition_spec` and `nnx.get_partition_spec` return it. The pipeline divides
+            layers over `stage`: specs are for the dims of a leaf, and the dim of stacked layers is
+            None. A leaf without a spec is divided over `fsdp`; one with a spec only as it says.
 
     Returns:
         The pipeline.
@@ -84,7 +91,17 @@ def pipeline(
         counts, num_mtp = parse_layout(counts, mtp_layers=True), count_mtp_layers(counts)
     layer_counts = None if counts is None else tuple(counts)
     return PipelinedModel(
-        model, selected, mesh, microbatches, as_run, ticks, layer_counts, remat, frozen, num_mtp
+        model,
+        selected,
+        mesh,
+        microbatches,
+        as_run,
+        ticks,
+        layer_counts,
+        remat,
+        frozen,
+        num_mtp,
+        param_specs,
     )
 
 

@@ -24,6 +24,7 @@ from ._kinds import check_all, check_mtp, stack_all, total_layers, unstack_all
 from ._layouts import even_counts
 from ._model import Model
 from ._params import InList, NumLayers, StoredLayers, check_groups, is_stored, weights_of
+from ._specs import ParamSpecs, SpecRule, param_specs
 from ._staging import PieceInputs, make_inputs, staged_model, takes_key
 from .inspection import InspectedModel
 
@@ -47,6 +48,7 @@ class PipelinedModel(InspectedModel):
         remat: A wrapper of stages, which decides what a forward stores for the backward.
         frozen: Says which leaves of the user's tree are not trained. None: all are trained.
         num_mtp_layers: Layers of the kind "mtp" by a layout string. None: not said.
+        param_specs: How leaves of the user's tree are sharded over other axes than `stage`.
     """
 
     model: Model
@@ -59,6 +61,7 @@ class PipelinedModel(InspectedModel):
     remat: Remat
     frozen: FrozenRule | None = None
     num_mtp_layers: int | None = None
+    param_specs: SpecRule | None = None
 
     def shard(self, params: PyTree) -> StoredParams:
         """Stores parameters as the engine wants them, on the devices that hold them.
@@ -74,10 +77,10 @@ class PipelinedModel(InspectedModel):
         Raises:
             ValueError: If the tree is not that of the model, or layers are not alike.
         """
-        num_layers, in_list = self._check_params(params)
-        plan = self.plan(num_layers)
+        num_layers, in_list, specs = self._check_params(params)
+        plan = self.plan(num_layers, specs)
         weights = self.engine.put(plan, self._weights(plan, params), self.model.tied)
-        return _stored(weights, num_layers, in_list)
+        return _stored(weights, num_layers, in_list, specs)
 
     def init(self, make: Callable[..., PyTree], *arguments: Any) -> StoredParams:
         """Makes the first parameters as the engine stores them, never whole on one device.
@@ -93,21 +96,25 @@ class PipelinedModel(InspectedModel):
         Raises:
             ValueError: If the tree is not that of the model, or layers are not alike.
         """
-        num_layers, in_list = self._check_params(jax.eval_shape(make, *arguments))
-        plan = self.plan(num_layers)
+        num_layers, in_list, specs = self._check_params(jax.eval_shape(make, *arguments))
+        plan = self.plan(num_layers, specs)
         weights = self.engine.init(
             plan, lambda: self._weights(plan, make(*arguments)), self.model.tied
         )
-        return _stored(weights, num_layers, in_list)
+        return _stored(weights, num_layers, in_list, specs)
 
-    def _check_params(self, params: PyTree) -> tuple[NumLayers, InList]:
-        """Checks the user's tree, and returns L and whether it has a list of layers."""
+    def _check_params(self, params: PyTree) -> tuple[NumLayers, InList, ParamSpecs]:
+        """Checks the user's tree; returns L, whether it has a list of layers, and its specs."""
         groups = self.model.to_groups(params)
         check_groups(groups, self.model.shared)
         num_layers, in_list = check_all(self.model.layer, groups["layers"])
         if self.num_mtp_layers is not None:
             check_mtp(num_layers, self.num_mtp_layers)
-        return num_layers, in_list
+        model, mesh = self.model, self.mesh
+        specs = param_specs(
+            self.param_specs, params, model.to_groups, mesh, model.has_kinds, model.shared
+        )
+        return num_layers, in_list, specs
 
     def _weights(self, plan: PipelinePlan, params: PyTree) -> dict[str, PyTree]:
         """Returns the parameters in the groups of engines."""
@@ -122,10 +129,10 @@ class PipelinedModel(InspectedModel):
         """Returns the shapes of stored parameters."""
         if is_stored(params):
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        num_layers, in_list = self._check_params(params)
-        plan = self.plan(num_layers)
+        num_layers, in_list, specs = self._check_params(params)
+        plan = self.plan(num_layers, specs)
         weights = jax.eval_shape(lambda params: self._weights(plan, params), params)
-        return _stored(weights, num_layers, in_list)
+        return _stored(weights, num_layers, in_list, specs)
 
     def unshard(self, params: StoredParams) -> PyTree:
         """Returns parameters, or gradients, in the user's own tree.
@@ -139,7 +146,7 @@ class PipelinedModel(InspectedModel):
         """
         params = unmark(params)
         stored = params["layers"]
-        plan = self.plan(stored.num_layers)
+        plan = self.plan(stored.num_layers, stored.specs)
         gathered = self.engine.gather(plan, params | {"layers": stored.stages})
         layers = self.engine.unstack(plan, gathered["layers"])
         layers = unstack_all(layers, stored.num_layers, stored.in_list)
@@ -227,11 +234,12 @@ class PipelinedModel(InspectedModel):
         donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
         return self.engine.jit(self.plan(self._any_num_layers), function, donated)
 
-    def plan(self, num_layers: NumLayers) -> PipelinePlan:
+    def plan(self, num_layers: NumLayers, specs: ParamSpecs = ()) -> PipelinePlan:
         """Returns what the engine is told about a model of so many layers.
 
         Args:
             num_layers: L; or a pair for each kind of layers, its name and number of layers.
+            specs: The specs of stored parameters, `params["layers"].specs`.
 
         Returns:
             The plan.
@@ -251,6 +259,7 @@ class PipelinedModel(InspectedModel):
             self.remat,
             gather="once" if self.mesh.shape.get("fsdp", 1) == 1 else "tick",
             kinds=() if isinstance(num_layers, int) else num_layers,
+            param_specs=specs,
         )
 
     @property
@@ -287,7 +296,7 @@ class PipelinedModel(InspectedModel):
     ) -> tuple[PipelinePlan, StagedModel, dict[str, Any], PieceInputs, Any]:
         """Returns the arguments of `Engine.value` and `Engine.value_and_grad`."""
         layers = params["layers"]
-        plan = self.plan(layers.num_layers)
+        plan = self.plan(layers.num_layers, layers.specs)
         weights = weights_of(params)
         keys = ((), ())
         if takes_key(self.model):
@@ -332,6 +341,8 @@ class PipelinedModel(InspectedModel):
         return replace(model, bind=bind)
 
 
-def _stored(weights: dict[str, Any], num_layers: NumLayers, in_list: InList) -> StoredParams:
-    layers = StoredLayers(weights["stages"], num_layers, in_list)
+def _stored(
+    weights: dict[str, Any], num_layers: NumLayers, in_list: InList, specs: ParamSpecs
+) -> StoredParams:
+    layers = StoredLayers(weights["stages"], num_layers, in_list, specs)
     return {name: tree for name, tree in weights.items() if name != "stages"} | {"layers": layers}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
 from ..autodiff import Remat, StagedModel, recompute
@@ -40,6 +40,9 @@ class PipelinePlan:
         scan_ticks: Whether the engine `circular` runs ticks in a `lax.scan`.
         kinds: The name and the number of layers of each kind, in the order in which kinds run. ()
             for layers of one kind.
+        param_specs: How parameters are sharded over other axes than `stage`, by their path in the
+            groups of weights, such as "['stages']['up']"; without dims of stages and layers. All
+            others are sharded over `fsdp`.
     """
 
     mesh: Mesh
@@ -55,6 +58,7 @@ class PipelinePlan:
     scan_repeats: bool = True
     scan_ticks: bool = True
     kinds: tuple[tuple[str, int], ...] = ()
+    param_specs: tuple[tuple[str, PartitionSpec], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,20 @@
 """Parameters that are sharded over the axis `fsdp`, and rows that are divided over devices."""
 
 import math
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
-from ..sharding import Rules
+from ..sharding.specs import axes_of_dim
 
 ROW_AXES = ("data", "fsdp")
 """Mesh axes that divide the rows of a microbatch."""
 
-FSDP_RULES: Rules = (("fsdp", ("fsdp",)),)
+ParamSpecs = tuple[tuple[str, PartitionSpec], ...]
+"""The user's specs of parameters, without dims of stages and layers, by path."""
 
 
 def row_axes(mesh: Mesh) -> tuple[str, ...]:
@@ -42,15 +45,56 @@ def fsdp_axes(shape: tuple[int, ...], mesh: Mesh) -> tuple[str | None, ...]:
     return tuple("fsdp" if i == largest else None for i in range(len(shape)))
 
 
-def fsdp_spec(leaf: PyTree, mesh: Mesh, lead: tuple[str | None, ...] = ()) -> PartitionSpec:
-    """Returns the spec of a stored parameter.
+def param_spec(
+    name: str,
+    leaf: Any,
+    mesh: Mesh,
+    specs: ParamSpecs = (),
+    lead: tuple[str | None, ...] = (),
+) -> PartitionSpec:
+    """Returns the spec of a stored parameter: the user's, or one over `fsdp`.
 
     Args:
+        name: The path of the parameter, from its group on. A frozen one may have `.value` behind.
         leaf: The parameter, with the dims of `lead` in front.
         mesh: The mesh.
+        specs: The user's specs of parameters, without the dims of `lead`.
         lead: The axes of dims in front of those of one layer.
 
     Returns:
-        The spec.
+        The spec, with an entry for every dim.
     """
-    return PartitionSpec(*lead, *fsdp_axes(jnp.shape(leaf)[len(lead) :], mesh))
+    shape, table = jnp.shape(leaf)[len(lead) :], dict(specs)
+    given = table.get(name, table.get(name.removesuffix(".value")))
+    if given is None:
+        return PartitionSpec(*lead, *fsdp_axes(shape, mesh))
+    axes = (tuple(axes_of_dim(dim)) for dim in given)
+    dims = [names[0] if names else None for names in axes]
+    return PartitionSpec(*lead, *dims, *(None,) * (len(shape) - len(dims)))
+
+
+def param_spec_tree(
+    group: str,
+    tree: PyTree,
+    mesh: Mesh,
+    specs: ParamSpecs = (),
+    lead: tuple[str | None, ...] = (),
+) -> PyTree:
+    """Returns the specs of a tree of stored parameters; None where it has None.
+
+    Args:
+        group: The group that the tree is of, such as "stages".
+        tree: The parameters, with the dims of `lead` in front.
+        mesh: The mesh.
+        specs: The user's specs.
+        lead: The axes of dims in front of those of one layer.
+
+    Returns:
+        A tree of `PartitionSpec`.
+    """
+
+    def spec(path: Any, leaf: Any) -> PartitionSpec | None:
+        name = f"['{group}']{jax.tree_util.keystr(path)}"
+        return None if leaf is None else param_spec(name, leaf, mesh, specs, lead)
+
+    return jax.tree_util.tree_map_with_path(spec, tree, is_leaf=lambda x: x is None)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..schedules import Costs, Schedule, Timeline, check, language, lock_step
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
 from ._engine import Engine, PipelinePlan
-from ._fsdp import fsdp_spec
+from ._fsdp import param_spec_tree
 from ._layers import run_layers
 
 
@@ -158,18 +159,18 @@ def _shardings(plan: PipelinePlan, weights: dict[str, Any], tied: bool) -> dict[
     first = tuple(sorted({*ranks[0], *(ranks[-1] if tied else ())}))
     every = tuple(range(plan.mesh.shape["stage"]))
 
-    def of_tree(tree: PyTree, ranks: tuple[int, ...], lead: tuple[None, ...] = ()) -> PyTree:
-        def of_leaf(leaf: Any) -> mpmd.MpmdSharding:
-            return mpmd.MpmdSharding(mesh, ranks, fsdp_spec(leaf, plan.mesh, lead))
-
-        return jax.tree.map(of_leaf, tree)
+    def of_tree(
+        name: str, tree: PyTree, ranks: tuple[int, ...], lead: tuple[None, ...] = ()
+    ) -> PyTree:
+        specs = param_spec_tree(name, tree, plan.mesh, plan.param_specs, lead)
+        return jax.tree.map(partial(mpmd.MpmdSharding, mesh, ranks), specs)
 
     pairs = zip(weights["stages"], ranks, strict=True)
     return {
-        "embed": of_tree(weights["embed"], first),
-        "stages": [of_tree(tree, of_stage, (None,)) for tree, of_stage in pairs],
-        "head": of_tree(weights["head"], ranks[-1]),
-        **({"shared": of_tree(weights["shared"], every)} if "shared" in weights else {}),
+        "embed": of_tree("embed", weights["embed"], first),
+        "stages": [of_tree("stages", tree, of_stage, (None,)) for tree, of_stage in pairs],
+        "head": of_tree("head", weights["head"], ranks[-1]),
+        **({"shared": of_tree("shared", weights["shared"], every)} if "shared" in weights else {}),
     }
 
 

@@ -5,7 +5,6 @@ S ranks, v stages on each, n layers in the largest stage, L layers.
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,10 +17,11 @@ from jaxtyping import PyTree
 from ..autodiff import keep
 from ..schedules import Schedule
 from ..sharding.layout import LayerLayout
-from ..spmd import Gather, gather_weights
+from ..spmd import Gather
 from ..spmd.ranks import masked_layer, stages_on_ranks
+from ..spmd.weight_gather import gather_by_specs, unsharded_specs
 from ._engine import PipelinePlan
-from ._fsdp import FSDP_RULES, fsdp_axes, fsdp_spec, row_axes
+from ._fsdp import param_spec_tree, row_axes
 from ._layers import run_layers, run_sliced_layers
 
 
@@ -242,14 +242,13 @@ def shardings(
     """
     del tied
 
-    def sharding(lead: tuple[str | None, ...], leaf: Any) -> NamedSharding:
-        return NamedSharding(plan.mesh, fsdp_spec(leaf, plan.mesh, lead))
-
     stage = None, stage_axis, None
-    return {
-        group: jax.tree.map(partial(sharding, stage if group == "stages" else ()), tree)
-        for group, tree in weights.items()
-    }
+    found = {}
+    for group, tree in weights.items():
+        lead = stage if group == "stages" else ()
+        specs = param_spec_tree(group, tree, plan.mesh, plan.param_specs, lead)
+        found[group] = jax.tree.map(partial(NamedSharding, plan.mesh), specs)
+    return found
 
 
 def rank_bytes(
@@ -285,46 +284,19 @@ def weight_gathers(plan: PipelinePlan, weights: dict[str, PyTree]) -> tuple[Gath
     if plan.gathers is not None:
         return plan.gathers()
 
-    def axes(skipped: int, leaf: Any) -> tuple[str | None, ...]:
-        return (None,) * min(skipped, 1) + fsdp_axes(jnp.shape(leaf)[skipped:], plan.mesh)
+    def specs_of(group: str, skipped: int) -> PyTree:
+        lead = (None,) * skipped
+        specs = param_spec_tree(group, weights[group], plan.mesh, plan.param_specs, lead)
+        of_stage = max(0, skipped - 1)  # without dims of chunks and ranks
+        return jax.tree.map(lambda spec: PartitionSpec(*spec[of_stage:]), specs)
 
-    def make(tree: PyTree, skipped: int) -> Gather:
-        leaves, structure = _flatten(tree)
-        gather = gather_weights(
-            [None if leaf is None else axes(skipped, leaf) for leaf in leaves],
-            FSDP_RULES,
-            when=plan.gather,
-            batch_axes=row_axes(plan.mesh),
-        )
-        return replace(
-            gather,
-            cast=_on_leaves(gather.cast),
-            unshard=_on_leaves(gather.unshard),
-            constrain_unsharded=_on_leaves(gather.constrain_unsharded),
-            reduce_scatter=_on_leaves(gather.reduce_scatter),
-            weight_specs=structure.unflatten(gather.weight_specs),
-            gradient_specs=structure.unflatten(gather.gradient_specs),
-        )
+    def gather_of(specs: PyTree) -> Gather:
+        unsharded = unsharded_specs(specs, ("fsdp",))
+        rows = row_axes(plan.mesh)
+        return gather_by_specs(specs, unsharded, when=plan.gather, batch_axes=rows)
 
-    boundary = {name: weights[name] for name in ("embed", "head")}
-    return make(weights["stages"], 3), make(boundary, 0)
-
-
-def _flatten(tree: PyTree) -> tuple[list[Any], Any]:
-    return jax.tree.flatten(tree, is_leaf=lambda x: x is None)
-
-
-def _on_leaves(function: Callable) -> Callable:
-    """Returns a function of trees from one of lists, for trees with tuples in them.
-
-    `gather_weights` takes tuples for the axes of a weight.
-    """
-
-    def on_tree(tree: PyTree) -> PyTree:
-        leaves, structure = _flatten(tree)
-        return structure.unflatten(function(leaves))
-
-    return on_tree
+    boundary = {name: specs_of(name, 0) for name in ("embed", "head")}
+    return gather_of(specs_of("stages", 3)), gather_of(boundary)
 
 
 def gather(plan: PipelinePlan, tree: PyTree) -> PyTree:

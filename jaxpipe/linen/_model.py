@@ -72,7 +72,8 @@ def model(
             "`variables['params']` alone if the call does not read the others."
         )
     if is_variables:  # `init` has returned what layers sowed too
-        variables = type(variables)({"params": variables["params"]})
+        is_frozen, variables = isinstance(variables, FrozenDict), {"params": variables["params"]}
+        variables = freeze(variables) if is_frozen else variables
     flat = _flat(variables["params"] if is_variables else variables)
     apply = _application(module, call, tuple(rngs), dict(sown or {}))
     stack = _stack_path(flat, layers)

@@ -63,7 +63,7 @@ class LinenScan(nn.Module):
             LinenBlock,
             variable_axes={"params": 0, "losses": 0},
             split_rngs={"params": True, "dropout": True},
-            in_axes=nn.broadcast,
+            in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
             length=L,
         )
         x, aux = stack(self.rate, name="blocks")(x, mask)

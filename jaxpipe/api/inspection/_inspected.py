@@ -113,7 +113,7 @@ class InspectedModel:
         stored = self._shapes(params)
         # Its shape is enough, so any key will do.
         key = jax.eval_shape(lambda: jax.random.key(0)) if self._takes_key else None
-        plan = self.plan(stored["layers"].num_layers)
+        plan = self.plan(stored["layers"].num_layers, stored["layers"].specs)
 
         def rank_bytes(part: dict[str, Any]) -> tuple[int, ...]:
             return self.engine.rank_bytes(plan, weights_of(part), self.model.tied)
@@ -153,7 +153,7 @@ class InspectedModel:
         pipe: Any = replace(cast(Any, self), mesh=mesh)
         stored = pipe._shapes(params)
         layers = stored["layers"]
-        plan = pipe.plan(layers.num_layers)
+        plan = pipe.plan(layers.num_layers, layers.specs)
         weights = weights_of(stored)
         where = self.engine.shardings(plan, weights, self.model.tied)
         given = jax.tree.map(
