@@ -86,23 +86,18 @@ def pipeline(
     selected = _engine(engine, found, schedule)
     as_run, ticks = selected.prepare(found, num_ranks, microbatches)
     check_sliced(model, 1 if as_run is None else language.num_slices(as_run))
-    counts, num_mtp = layers_per_stage, None
-    if isinstance(counts, str):
-        counts, num_mtp = parse_layout(counts, mtp_layers=True), count_mtp_layers(counts)
-    layer_counts = None if counts is None else tuple(counts)
-    return PipelinedModel(
-        model,
-        selected,
-        mesh,
-        microbatches,
-        as_run,
-        ticks,
-        layer_counts,
-        remat,
-        frozen,
-        num_mtp,
-        param_specs,
-    )
+    counts, num_mtp = _layer_counts(layers_per_stage)
+    settings = selected, mesh, microbatches, as_run, ticks, counts, remat, frozen, num_mtp
+    return PipelinedModel(model, *settings, param_specs=param_specs)
+
+
+def _layer_counts(
+    given: Sequence[int] | str | None,
+) -> tuple[tuple[int, ...] | None, int | None]:
+    """Returns the layers of every stage, and those of the kind "mtp" if a layout string says it."""
+    if isinstance(given, str):
+        return tuple(parse_layout(given, mtp_layers=True)), count_mtp_layers(given)
+    return None if given is None else tuple(given), None
 
 
 def _num_ranks(mesh: Mesh) -> int:
