@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ..plan.compile_report import Memory
 from ..train.estimate._memory_estimate import estimate_memory
-from ..train.plan._setup import Setup
+from ..train.plan._setup import StepPlan
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,16 @@ _NAMES = {
 }
 
 
-def memory_table(setup: Setup) -> StepMemory:
+def memory_table(plan: StepPlan) -> StepMemory:
     """Computes the memory of a step from shapes.
 
     Args:
-        setup: The plan of a run.
+        plan: The step of a run.
 
     Returns:
         A table with one column, or one for each rank if they differ.
     """
-    found = estimate_memory(setup)
+    found = estimate_memory(plan)
     totals = [each.total for each in found]
     largest = max(totals)
     parts = []
@@ -81,34 +81,29 @@ def memory_table(setup: Setup) -> StepMemory:
     return StepMemory(columns, parts, totals)
 
 
-def remarks(setup: Setup) -> list[str]:
+def remarks(plan: StepPlan) -> list[str]:
     """Returns sentences about memory that the arithmetic leaves out.
 
     Args:
-        setup: The plan of a run.
+        plan: The step of a run.
 
     Returns:
         Sentences for the page.
     """
-    config = setup.config
+    remat = plan.model.remat
     found = [
         "By arithmetic of shapes: the least a step needs. What runs inside a stage, logits, "
         "gathered weights and the compiler's buffers come on top."
     ]
-    if config.remat_policy != "full" or not _wraps_ticks(setup):
+    if remat.policy != "full" or not (remat.on_ticks or not plan.engine.pipelines):
         found.append(
-            f"With remat_policy {config.remat_policy} a stage keeps more than its input, which is "
+            f"With remat_policy {remat.policy} a stage keeps more than its input, which is "
             "not counted."
         )
-    if config.pipeline_fsdp_ag_once or config.pipeline_fsdp_ag_per_repeat:
+    if plan.gather.when != "tick":
         found.append(
             "Weights and gradients that are whole while they are gathered are not counted."
         )
-    if setup.per_stage_state:
+    if plan.engine.per_stage_state:
         found.append("A device of each rank; what programs leave for each other is not counted.")
     return found
-
-
-def _wraps_ticks(setup: Setup) -> bool:
-    config = setup.config
-    return config.set_remat_policy_on_pipeline_iterations or not config.engine.pipelines

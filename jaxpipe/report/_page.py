@@ -11,7 +11,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from .. import __version__
-from ..train.plan._setup import Setup
+from ..train.plan._setup import Setup, StepPlan
 from . import _memory, _pictures
 from ._charts import chart_data, main_and_more
 from ._settings import settings
@@ -42,7 +42,9 @@ def render(
         The HTML.
     """
     state = status(run, now.timestamp())
-    predicted = _pictures.predicted_timeline_picture(setup) if setup else None
+    plan = setup.step if setup else None
+    name = ((setup and setup.schedule_reason) or "circular").split(":")[0]  # of the schedule
+    predicted = _pictures.predicted_timeline_picture(plan, name) if plan else None
     traced = [picture for file in run.traces for picture in _pictures.traced_step_pictures(file)]
     found = findings(run, state, predicted.bubble if predicted else None)
     data = chart_data(run, found)
@@ -54,7 +56,7 @@ def render(
         .render(
             run=run,
             status=state,
-            facts=facts(run, run.num_devices, setup),
+            facts=facts(run, run.num_devices, plan),
             cards=cards(run, state),
             findings=found,
             charts=data["charts"],
@@ -63,18 +65,18 @@ def render(
             main=main,
             more=more,
             metrics=metric_rows(run),
-            figures=_pictures.figures(setup) if setup else [],
+            figures=_pictures.figures(plan, name) if plan else [],
             pictures=[*([predicted] if predicted else []), *traced],
             traced=traced,
-            schedule_notes=_schedule_notes(setup, why_no_setup, bool(traced)),
-            memory_notes=_memory.remarks(setup) if setup else [why_no_setup],
+            schedule_notes=_schedule_notes(plan, why_no_setup, bool(traced)),
+            memory_notes=_memory.remarks(plan) if plan else [why_no_setup],
             compiled=compiled,
             changed=[(s.key, s.value, s.default, _meaning(s)) for s in rows if s.source],
             settings=[(s.key, s.value, s.meaning) for s in rows],
             made=f"{now:%Y-%m-%d %H:%M} UTC",
             version=__version__,
             data=data,
-            **_tables(run, setup, compiled),
+            **_tables(run, plan, compiled),
         )
     )
 
@@ -124,10 +126,10 @@ def with_code(text: object) -> Markup:
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
-def _schedule_notes(setup: Setup | None, why_not: str, is_traced: bool) -> Iterable[str]:
-    if setup is None:
+def _schedule_notes(plan: StepPlan | None, why_not: str, is_traced: bool) -> Iterable[str]:
+    if plan is None:
         yield why_not
-    elif not setup.config.engine.pipelines:
+    elif not plan.engine.pipelines:
         yield "The run has no pipeline."
     else:
         yield (
@@ -147,9 +149,9 @@ def _meaning(setting: Any) -> str:
 
 
 def _tables(
-    run: RunRecord, setup: Setup | None, compiled: _memory.CompiledMemory | None
+    run: RunRecord, plan: StepPlan | None, compiled: _memory.CompiledMemory | None
 ) -> dict[str, Any]:
-    table = _memory.memory_table(setup) if setup else None
+    table = _memory.memory_table(plan) if plan else None
     compiled_sizes = asdict(compiled.memory) if compiled else {}
     return {
         "memory": table,

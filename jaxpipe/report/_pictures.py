@@ -9,7 +9,7 @@ from ..schedules import Timeline, analysis, language
 from ..schedules.analysis import TimedStep
 from ..train.estimate._memory_estimate import peak_live_microbatches
 from ..train.estimate._timeline import predicted_timeline
-from ..train.plan._setup import Setup
+from ..train.plan._setup import StepPlan
 
 MAX_ACTIONS = 20_000
 """The most actions of a drawing, which then has half a megabyte."""
@@ -30,36 +30,42 @@ class Picture:
     bubble: float
 
 
-def predicted_timeline_picture(setup: Setup) -> Picture | None:
+def predicted_timeline_picture(plan: StepPlan, name: str) -> Picture | None:
     """Draws the schedule of a run with its predicted costs.
 
     Args:
-        setup: The plan of the run.
+        plan: The step of the run.
+        name: The name of its schedule.
 
     Returns:
         The drawing; None without a pipeline.
     """
-    timeline = predicted_timeline(setup)
-    return None if timeline is None else _drawn("Predicted", _name(setup), timeline)
+    timeline = _predicted(plan)
+    return None if timeline is None else _drawn("Predicted", name, timeline)
 
 
-def figures(setup: Setup) -> list[tuple[str, str]]:
+def _predicted(plan: StepPlan) -> Timeline | None:
+    return predicted_timeline(plan.engine, plan.pipeline, recomputes=plan.model.remat.recomputes)
+
+
+def figures(plan: StepPlan, name: str) -> list[tuple[str, str]]:
     """Returns the figures of a run's schedule.
 
     Args:
-        setup: The plan of the run.
+        plan: The step of the run.
+        name: The name of its schedule.
 
     Returns:
         Names and values; empty without a pipeline.
     """
-    timeline = predicted_timeline(setup)
+    timeline = _predicted(plan)
     if timeline is None:
         return []
     schedule, end = timeline.schedule, schedules.makespan(timeline)
-    held = peak_live_microbatches(setup)
-    lock_step = setup.schedule_selection is None or setup.schedule_selection.ticks is not None
+    held = peak_live_microbatches(plan.engine, plan.pipeline)
+    lock_step = plan.pipeline.schedule is None or plan.pipeline.ticks is not None
     return [
-        ("Schedule", _name(setup)),
+        ("Schedule", name),
         ("Ranks", f"{schedules.num_ranks(schedule)}"),
         ("Stages", f"{schedule.num_stages}"),
         ("Microbatches", f"{schedule.num_microbatches}"),
@@ -119,7 +125,3 @@ def _drawn(title: str, inside: str, timeline: Timeline) -> Picture:
     is_small = sum(map(len, timeline.rows)) <= MAX_ACTIONS
     svg = schedules.to_svg(timeline, inside) if is_small else ""
     return Picture(title, svg, schedules.bubble_fraction(timeline))
-
-
-def _name(setup: Setup) -> str:
-    return setup.schedule_selection.reason.split(":")[0] if setup.schedule_selection else "circular"

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..train.plan._setup import Setup
+from ..train.plan._devices import BatchPlan
+from ..train.plan._setup import StepPlan
 from .analysis import Status
 from .record import RunRecord
 
@@ -27,13 +28,13 @@ class Card:
     more: str = ""
 
 
-def facts(run: RunRecord, devices: int | None, setup: Setup | None) -> list[tuple[str, str]]:
+def facts(run: RunRecord, devices: int | None, plan: StepPlan | None) -> list[tuple[str, str]]:
     """Returns the model, the devices and the sizes of a run.
 
     Args:
         run: The run.
         devices: The number of devices, if known.
-        setup: The plan of the run, if it can be planned.
+        plan: The step of the run, if it can be planned.
 
     Returns:
         Names and values.
@@ -47,25 +48,22 @@ def facts(run: RunRecord, devices: int | None, setup: Setup | None) -> list[tupl
     ]
     if last.get("num_processes", 1) > 1:
         found.append(("Processes", str(last["num_processes"])))
-    if setup:
-        axes = [f"{axis} {size}" for axis, size in setup.mesh.shape.items() if size > 1]
+    if plan:
+        axes = [f"{axis} {size}" for axis, size in plan.pipeline.mesh.shape.items() if size > 1]
         found += [
             ("Mesh", " × ".join(axes) or "one device"),
-            ("Parameters", _short(setup.num_parameters)),
-            ("Batch", f"{setup.batch_size} × {setup.config.max_target_length} tokens"),
-            ("Microbatches", _microbatches(setup)),
+            ("Parameters", _short(plan.state.weights.num_parameters)),
+            ("Batch", f"{plan.batch.num_rows} × {plan.batch.length} tokens"),
+            ("Microbatches", _microbatches(plan.batch)),
         ]
     return found
 
 
-def _microbatches(setup: Setup) -> str:
+def _microbatches(batch: BatchPlan) -> str:
     """Returns the factors of the batch: calls of the engine if several, microbatches, rows."""
-    calls = (
-        f"{setup.gradient_accumulation_steps} calls × "
-        if setup.gradient_accumulation_steps > 1
-        else ""
-    )
-    return f"{calls}{setup.num_microbatches} × {setup.microbatch_size} rows"
+    calls = batch.gradient_accumulation_steps
+    prefix = f"{calls} calls × " if calls > 1 else ""
+    return f"{prefix}{batch.num_microbatches} × {batch.microbatch_size} rows"
 
 
 def cards(run: RunRecord, status: Status) -> Iterator[Card]:

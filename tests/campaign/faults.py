@@ -83,9 +83,9 @@ def arrange(fault: str, at: int, *, in_a_run: bool) -> None:
     if not in_a_run:
         _full_disk(at) if fault == "full disk" else _failing_disk(at)
         return
-    from jaxpipe.train.loop import _loop
+    from jaxpipe.train.loop import _steps
 
-    shard_batch, steps = _loop.shard_batch_of_step, 0
+    shard_batch, steps = _steps.shard_batch_of_step, 0
 
     def shard_batch_and_fail(*args: object, **named: object) -> object:
         nonlocal steps
@@ -94,7 +94,7 @@ def arrange(fault: str, at: int, *, in_a_run: bool) -> None:
             FAULTS[fault]()
         return shard_batch(*args, **named)  # pyright: ignore[reportArgumentType]
 
-    _loop.shard_batch_of_step = shard_batch_and_fail  # pyright: ignore[reportAttributeAccessIssue]
+    _steps.shard_batch_of_step = shard_batch_and_fail  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _full_disk(num_bytes: int = 0) -> None:

@@ -45,12 +45,14 @@ SLOW = ("1f1b on 3", "zero bubble on 4", "1f1b on 8")
 def gradients(devices: int, *settings: Settings) -> tuple[Any, Any]:
     """Loss and metrics, and the gradients with layers in forward order."""
     setup = setup_of(devices, EIGHT, {"remat_policy": "full"}, *settings)
-    engine = make_value_and_grad(setup)
-    state = init_state(setup)
+    engine = make_value_and_grad(setup.step)
+    state = init_state(setup.step)
     batch = synthetic_batches(vocab_size=64, batch_size=ROWS, length=16, seed=0)(0)
     with jax.set_mesh(setup.mesh):
-        keys = jax.jit(functools.partial(dropout_keys, setup))(jnp.int32(3))
-        value, grads = jax.jit(engine)(state["weights"], shard_batch(setup, batch), keys)
+        keys = jax.jit(
+            functools.partial(dropout_keys, setup.step.dropout_seed, setup.pipeline.layout)
+        )(jnp.int32(3))
+        value, grads = jax.jit(engine)(state["weights"], shard_batch(setup.batch, batch), keys)
     return jax.device_get(value), flat(setup, state | {"weights": grads})
 
 

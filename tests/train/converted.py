@@ -28,7 +28,8 @@ def logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     settings += ["ici_fsdp_parallelism=1", f"init_from={folder}"]
     config = load_config([folder / "config.yml"], settings, presets=models.PRESETS)
     setup = set_up(config, jax.devices()[:1])
-    weights, model = first_state(setup)["weights"], build_model(setup)
+    weights = first_state(setup.step, config.init_from)["weights"]
+    model = build_model(setup.step.model, setup.state.weights, setup.step.gather)
     rows, length = tokens.shape
     batch_inputs = {
         "tokens": jnp.asarray(tokens, jnp.int32),

@@ -20,8 +20,15 @@ from jaxpipe.train.checkpoint import (
     state_from_canonical,
     with_layers_after,
 )
+from jaxpipe.train.loop import RunData, data_plan, make_data
 from jaxpipe.train.plan import Setup
-from jaxpipe.train.step import TrainState, init_state, make_train_step, shard_batch
+from jaxpipe.train.step import (
+    TrainState,
+    init_state,
+    make_train_step,
+    shard_batch,
+    stored_shardings,
+)
 
 Settings = dict[str, Any]
 
@@ -95,9 +102,13 @@ def setup_with_file(num_devices: int, settings: Settings) -> Setup:
         return setup_of(num_devices, settings, {"pipeline_schedule": str(file)})
 
 
+def data_of(setup: Setup) -> RunData:
+    return make_data(data_plan(setup.config), setup.batch)
+
+
 def flat(setup: Setup, state: TrainState) -> TrainState:
     """The canonical numbers of a state, which stays as it is."""
-    take, _ = canonical_round_trip(setup)
+    take, _ = canonical_round_trip(setup.state, stored_shardings(setup.step))
     return jax.device_get(take(jax.tree.map(_copied, state)))
 
 
@@ -112,22 +123,26 @@ def three_steps(num_devices: int, settings: Settings) -> Run:
     """Runs them, and keeps what tests ask about."""
     setup = setup_with_file(num_devices, settings)
     batch_at = synthetic_batches(vocab_size=64, batch_size=ROWS, length=16, seed=0)
-    train_step = make_train_step(setup)
+    train_step = make_train_step(setup.step)
 
     def one(state: TrainState) -> tuple[TrainState, dict[str, float]]:
         with jax.set_mesh(setup.mesh):
-            batch = shard_batch(setup, batch_at(int(state["step"])))
+            batch = shard_batch(setup.batch, batch_at(int(state["step"])))
             state, metrics = train_step(state, batch)
         return state, {name: float(value) for name, value in metrics.items()}
 
     def go_on(saved: TrainState) -> float:
         # As a checkpoint would be restored: with the layers after the pipeline that it has.
         after = jax.tree.leaves(saved["weights"]["head"].get("layers", ()))
-        as_saved = with_layers_after(setup, len(after[0]) if after else 0)
+        as_saved = with_layers_after(setup.state, len(after[0]) if after else 0)
         where = jax.tree.map(lambda leaf: leaf.sharding, canonical_shapes(as_saved))
-        return one(state_from_canonical(setup, jax.device_put(saved, where)))[1]["loss"]
+        return one(
+            state_from_canonical(
+                setup.state, stored_shardings(setup.step), jax.device_put(saved, where)
+            )
+        )[1]["loss"]
 
-    state, metrics = init_state(setup), []
+    state, metrics = init_state(setup.step), []
     canonicals = [flat(setup, state)]
     for _ in range(3):
         state, of_step = one(state)

@@ -22,9 +22,9 @@ SETTINGS = (
 
 def test_what_is_compiled_ahead_takes_real_states_and_batches_and_gives_the_same():
     setup = set_up(load_config((), SETTINGS, presets=PRESETS), jax.devices())
-    sizes = {"batch_size": setup.batch_size, "length": 16}
-    batch = shard_batch(setup, synthetic_batches(vocab_size=320, seed=0, **sizes)(0))
-    ahead, metrics = compile_train_step(setup)(init_state(setup), batch)
+    sizes = {"batch_size": setup.batch.num_rows, "length": 16}
+    batch = shard_batch(setup.batch, synthetic_batches(vocab_size=320, seed=0, **sizes)(0))
+    ahead, metrics = compile_train_step(setup.step)(init_state(setup.step), batch)
     with jax.set_mesh(setup.mesh):
-        now, expected = make_train_step(setup)(init_state(setup), batch)
+        now, expected = make_train_step(setup.step)(init_state(setup.step), batch)
     jax.tree.map(np.testing.assert_array_equal, (ahead, metrics), (now, expected))

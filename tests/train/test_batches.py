@@ -18,9 +18,11 @@ from jaxpipe.data import Source
 from jaxpipe.data.batches import Batch
 from jaxpipe.data.sources import ByteTokenizer
 from jaxpipe.train import Config, load_config, set_up
-from jaxpipe.train.loop import data_changes, make_batches, make_data, tokenizer_checksum
+from jaxpipe.train.loop import data_changes, tokenizer_checksum
 from jaxpipe.train.plan import Setup
 from jaxpipe.train.step import shard_batch_of_step
+
+from .runs import data_of
 
 TINY: dict[str, Any] = {
     "dataset_type": "text",
@@ -41,24 +43,24 @@ def texts(batch: Batch) -> str:
 
 
 def test_without_data_for_it_there_is_no_evaluation():
-    assert make_data(setup_of(eval_interval=1)).evaluation is None
-    assert make_data(setup_of(eval_split_fraction=0.1)).evaluation is None
-    assert make_data(setup_of(dataset_type="synthetic")).evaluation is None
+    assert data_of(setup_of(eval_interval=1)).evaluation is None
+    assert data_of(setup_of(eval_split_fraction=0.1)).evaluation is None
+    assert data_of(setup_of(dataset_type="synthetic")).evaluation is None
 
 
 def test_evaluation_reads_its_files_whole_and_in_order(tmp_path: Path):
     file = tmp_path / "eval.txt"
     file.write_text("\n\n\n".join(f"document {i}" for i in range(100)))
     setup = setup_of(eval_files=[str(file)], eval_interval=1)
-    found = make_data(setup).evaluation
+    found = data_of(setup).evaluation
     assert found is not None
     tokens = sum(len(f"document {i}") + 1 for i in range(100))
     assert len(found) == -(-tokens // (64 * 8))
     assert "".join(map(texts, found)) == "".join(f"document {i}" for i in range(100))
     assert {name: values.shape for name, values in found[0].items()} == {
-        name: values.shape for name, values in make_batches(setup)(0).items()
+        name: values.shape for name, values in data_of(setup).training(0).items()
     }
-    again = make_data(setup).evaluation
+    again = data_of(setup).evaluation
     assert again is not None
     np.testing.assert_array_equal(found[1]["tokens"], again[1]["tokens"])
 
@@ -69,14 +71,14 @@ def test_what_is_held_out_is_in_no_batch_of_training(tmp_path: Path):
     settings = {"data_files": [str(file)], "eval_split_fraction": 0.2, "packing": False}
     settings |= {"eval_interval": 1}
     setup = setup_of(**settings)
-    batch_at, found = make_batches(setup), make_data(setup).evaluation
+    batch_at, found = data_of(setup).training, data_of(setup).evaluation
     assert found is not None
     held_out = set("".join(map(texts, found)).split(">")) - {""}
     epoch = "".join(texts(batch_at(step)) for step in range(25))
     trained = set(epoch.split(">")) - {""}
     assert held_out | trained == {f"<{i}" for i in range(200)}
     assert not held_out & trained
-    other = make_data(setup_of(**settings, eval_split_seed=1)).evaluation
+    other = data_of(setup_of(**settings, eval_split_seed=1)).evaluation
     assert other is not None
     assert set("".join(map(texts, other)).split(">")) - {""} != held_out
 
@@ -111,7 +113,7 @@ def test_settings_that_nothing_reads_or_that_say_two_things_are_refused(settings
 
 def test_files_of_evaluation_that_are_missing_are_named_with_their_key():
     with pytest.raises(ValueError, match="`eval_files` names 'no/file', which does not exist"):
-        make_data(setup_of(eval_files="no/file", eval_interval=1))
+        data_of(setup_of(eval_files="no/file", eval_interval=1))
 
 
 def test_a_run_on_written_tokens_has_the_batches_of_the_text(tmp_path: Path, capsys):
@@ -120,8 +122,8 @@ def test_a_run_on_written_tokens_has_the_batches_of_the_text(tmp_path: Path, cap
     settings = capsys.readouterr().out.splitlines()[-1].split()
     assert settings[0] == "dataset_type=tokens"
     found = load_config([], [*settings, "max_target_length=64"], presets={"llama-tiny": {}})
-    batch_at = make_batches(set_up(found, jax.devices()[:1]))
-    for name, values in make_batches(setup_of())(7).items():
+    batch_at = data_of(set_up(found, jax.devices()[:1])).training
+    for name, values in data_of(setup_of()).training(7).items():
         np.testing.assert_array_equal(batch_at(7)[name], values)
     assert main(["tokenize", str(file), "dataset_type=text"]) == 2
     assert "is there already" in capsys.readouterr().err
@@ -144,10 +146,10 @@ def test_a_mixture_has_rows_of_its_sources_by_weight(tmp_path: Path):
     mixture: dict[str, Any] = {"dataset_type": "mixture", "packing": False}
     setup = setup_of(**mixture, data_sources=sources, per_device_batch_size=10.0)
     for step in (0, 1, 1000):
-        assert sorted(names(make_batches(setup)(step))) == ["a"] * 7 + ["b"] * 3
+        assert sorted(names(data_of(setup).training(step))) == ["a"] * 7 + ["b"] * 3
     sources = [source(tmp_path, "a", 40, weight=2.0), source(tmp_path, "b", 20)]
     split = setup_of(**mixture, data_sources=sources, eval_split_fraction=0.5, eval_interval=1)
-    found = make_data(split).evaluation
+    found = data_of(split).evaluation
     assert found is not None
     held_out = [name for batch in found for name in names(batch) if name]
     assert held_out == sorted(held_out)
@@ -155,7 +157,7 @@ def test_a_mixture_has_rows_of_its_sources_by_weight(tmp_path: Path):
     assert 3 < held_out.count("b") < 17
     evaluation = {"eval_data_sources": sources[1:], "eval_interval": 1}
     apart = setup_of(**mixture, data_sources=sources, **evaluation)
-    found = make_data(apart).evaluation
+    found = data_of(apart).evaluation
     assert found is not None
     assert [name for batch in found for name in names(batch)] == ["b"] * 20 + [""] * 4
 
@@ -165,13 +167,13 @@ def test_sources_whose_documents_end_differently_are_refused(tmp_path: Path):
     binary = {"type": "tokens", "files": str(tmp_path / "a.bin"), "token_eod": 0}
     sources = [TEXT, binary]
     with pytest.raises(ValueError, match="Documents of `data_sources` end with the ids 0, 256"):
-        make_batches(setup_of(dataset_type="mixture", data_sources=sources))
+        data_of(setup_of(dataset_type="mixture", data_sources=sources))
 
 
 def test_a_file_of_a_mixture_that_is_missing_is_named_by_its_source():
     sources = [TEXT, {"type": "text", "files": "no/file"}]
     with pytest.raises(ValueError, match=r"`data_sources\[1\].files` names 'no/file'"):
-        make_batches(setup_of(dataset_type="mixture", data_sources=sources))
+        data_of(setup_of(dataset_type="mixture", data_sources=sources))
 
 
 def test_a_run_whose_file_vanishes_ends_with_its_name(tmp_path: Path, capsys, monkeypatch):
@@ -182,7 +184,9 @@ def test_a_run_whose_file_vanishes_ends_with_its_name(tmp_path: Path, capsys, mo
         base_emb_dim=16 base_num_decoder_layers=2 base_mlp_dim=32 max_target_length=16 dtype=float32
         enable_tensorboard=false enable_checkpointing=false ici_pipeline_parallelism=2
         per_device_batch_size=1 steps=5"""
-    monkeypatch.setattr("jaxpipe.train.loop._loop.first_state", lambda _: {"gone": file.unlink()})
+    monkeypatch.setattr(
+        "jaxpipe.train.loop._loop.first_state", lambda *_, **__: {"gone": file.unlink()}
+    )
     assert main(["train", *settings.split()]) == 1
     assert f"{str(file)!r} was there when the run began, and cannot be" in capsys.readouterr().err
 
@@ -191,7 +195,7 @@ def decided_by(tmp_path: Path, text: str = "a b", **settings: Any) -> dict[str, 
     """As a checkpoint gives it back."""
     file = tmp_path / "text.txt"
     file.write_text(text)
-    found = make_batches(setup_of(data_files=str(file), **settings)).decided_by
+    found = data_of(setup_of(data_files=str(file), **settings)).training.decided_by
     return json.loads(json.dumps(found))
 
 
@@ -212,14 +216,14 @@ def test_changed_data_is_told_by_what_has_changed(tmp_path: Path):
         r"`tokens` of source 0 was 4 and is 5; `.*": decided_by(tmp_path, "b aa"),
     }.items():
         assert re.fullmatch(now, "; ".join(data_changes(before, changes)))
-    other = make_batches(setup_of(dataset_type="synthetic", max_target_length=32)).decided_by
+    other = data_of(setup_of(dataset_type="synthetic", max_target_length=32)).training.decided_by
     assert data_changes(before, other) == [
         "`dataset_type` was for files and is for random tokens",
         "`max_target_length` was 64 and is 32",
     ]
     (tmp_path / "tokenizer.json").write_text("another")
-    config = Config(tokenizer_path=str(tmp_path / "tokenizer.json"), dataset_type="text")
-    tokenizer = tokenizer_checksum(config, [Source(type="text", files=("a",))])
+    path = str(tmp_path / "tokenizer.json")
+    tokenizer = tokenizer_checksum(path, [Source(type="text", files=("a",))])
     (change,) = data_changes(before, before | tokenizer)
     assert re.fullmatch(r"the tokenizer was bytes and is \d+", change)
 
@@ -229,14 +233,14 @@ def test_the_same_tokens_in_a_file_are_the_same_data(tmp_path: Path):
     for dtype in ("uint16", "int64"):
         np.asarray([*b"a b", 256], dtype).tofile(tmp_path / "a.bin")
         settings = {"dataset_type": "tokens", "token_dtype": dtype, "token_eod": 256}
-        found = make_batches(setup_of(data_files=str(tmp_path / "a.bin"), **settings))
+        found = data_of(setup_of(data_files=str(tmp_path / "a.bin"), **settings)).training
         assert data_changes(before, found.decided_by) == []
 
 
 def test_a_run_with_other_data_is_refused_unless_the_user_allows_it(
     tmp_path: Path, capsys, monkeypatch
 ):
-    def one_step(setup, state, done, batch_at, *, save, **_):
+    def one_step(plan, loop, state, done, batch_at, *, save, **_):
         yield done + 1, {"loss": 1.0, "gradient_norm": 1.0}
         save(done + 1, state, {})
 
@@ -278,13 +282,13 @@ def test_the_rows_of_a_process_are_made_and_placed_as_those_of_the_whole_batch(
     settings = {"per_device_batch_size": 2.0, "num_pipeline_microbatches": 2, "packing": False}
     settings["text_separator"] = "\n"  # lines, of different lengths
     setup = set_up(Config.model_validate(TINY | settings | sizes), jax.devices())
-    batches, asked = make_batches(setup), []
+    batches, asked = data_of(setup).training, []
 
     def rows(step: int, numbers: Sequence[int]) -> Batch:
         asked.append(list(numbers))
         return batches.rows(step, numbers)
 
-    whole: Any = shard_batch_of_step(setup, dataclasses.replace(batches, rows=rows), 3)
+    whole: Any = shard_batch_of_step(setup.batch, dataclasses.replace(batches, rows=rows), 3)
     # As if the first half of the mesh along an axis were the devices of this process.
     half = np.split(setup.mesh.devices, 2, setup.mesh.axis_names.index(across))[0].ravel()
 
@@ -299,7 +303,7 @@ def test_the_rows_of_a_process_are_made_and_placed_as_those_of_the_whole_batch(
 
     monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", of_half)
     monkeypatch.setattr(jax, "make_array_from_callback", placed)
-    shard_batch_of_step(setup, dataclasses.replace(batches, rows=rows), 3)
+    shard_batch_of_step(setup.batch, dataclasses.replace(batches, rows=rows), 3)
     assert asked == [list(range(16)), numbers]
     for name, of_devices in zip(sorted(whole), parts, strict=True):  # in the order of pytrees
         shards = {shard.device: shard.data for shard in whole[name].addressable_shards}

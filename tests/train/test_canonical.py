@@ -13,7 +13,7 @@ import pytest
 from jaxpipe.mpmd import MpmdArray
 from jaxpipe.train.checkpoint import canonical_round_trip, canonical_shapes, state_from_canonical
 from jaxpipe.train.plan import Setup
-from jaxpipe.train.step import TrainState, init_state, layer_ids_by_rank
+from jaxpipe.train.step import TrainState, init_state, stored_shardings
 
 from .runs import DEEPSEEK, NONE, Settings, flat, setup_of
 
@@ -67,9 +67,9 @@ def setup(request: pytest.FixtureRequest) -> Setup:
 
 
 def test_layers_come_in_forward_order_and_go_back_bit_for_bit(setup: Setup):
-    state = init_state(setup)
+    state = init_state(setup.step)
     before, where = jax.device_get(state), places(state)
-    take, put_back = canonical_round_trip(setup)
+    take, put_back = canonical_round_trip(setup.state, stored_shardings(setup.step))
     lent = take(state)
     for found, true in zip(stacks(lent), in_forward_order(setup, before), strict=True):
         np.testing.assert_array_equal(found, true)
@@ -80,17 +80,19 @@ def test_layers_come_in_forward_order_and_go_back_bit_for_bit(setup: Setup):
 
 
 def test_a_run_goes_on_from_what_another_saved(setup: Setup):
-    state = init_state(setup)
+    state = init_state(setup.step)
     before, saved = jax.device_get(state), flat(setup, state)
-    where = jax.tree.map(lambda leaf: leaf.sharding, canonical_shapes(setup))
-    again = state_from_canonical(setup, jax.device_put(saved, where))
+    where = jax.tree.map(lambda leaf: leaf.sharding, canonical_shapes(setup.state))
+    again = state_from_canonical(
+        setup.state, stored_shardings(setup.step), jax.device_put(saved, where)
+    )
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(again))
     assert places(again) == places(state)
 
 
 def test_no_device_holds_a_second_state_on_the_way(setup: Setup, monkeypatch: pytest.MonkeyPatch):
     others = held(setup)
-    state = init_state(setup)
+    state = init_state(setup.step)
     before, saved = held(setup) - others, flat(setup, state)
     array = type(jnp.zeros(()))
     found, delete, calls = [], array.delete, itertools.count()
@@ -101,29 +103,31 @@ def test_no_device_holds_a_second_state_on_the_way(setup: Setup, monkeypatch: py
         delete(x)
 
     monkeypatch.setattr(array, "delete", watched)
-    take, put_back = canonical_round_trip(setup)
+    take, put_back = canonical_round_trip(setup.state, stored_shardings(setup.step))
     lent = take(state)
     after, largest = held(setup) - others, of_largest(setup, lent)
     of_stacks = of_largest(setup, stacks(lent))
     put_back(state, lent)
     assert next(calls) >= 2 * len(stacks(lent))
-    if not setup.per_stage_state:
+    if not setup.step.engine.per_stage_state:
         assert np.all(found <= before + of_stacks)
     else:  # parts are joined on their ranks first, and room is made for as many as any rank has
-        padded = layer_ids_by_rank(setup).size / setup.layout.num_layers
+        padded = setup.state.weights.slot_layer_ids.size / setup.pipeline.layout.num_layers
         assert np.all(found <= np.maximum(before, after) + 3 * padded * of_stacks)
 
     del state, lent
     of_state = before
     found.clear()
     others = held(setup)
-    where = jax.tree.map(lambda leaf: leaf.sharding, canonical_shapes(setup))
+    where = jax.tree.map(lambda leaf: leaf.sharding, canonical_shapes(setup.state))
     restored = jax.block_until_ready(jax.tree.map(jnp.copy, jax.device_put(saved, where)))
     before = held(setup) - others
-    state_from_canonical(setup, restored)
+    state_from_canonical(setup.state, stored_shardings(setup.step), restored)
     assert len(found) > 3
-    if not setup.per_stage_state:  # here too ranks may have room for more layers than there are
-        padded = np.prod(setup.layout.dims) / setup.layout.num_layers
+    if (
+        not setup.step.engine.per_stage_state
+    ):  # here too ranks may have room for more layers than there are
+        padded = np.prod(setup.pipeline.layout.dims) / setup.pipeline.layout.num_layers
         assert np.all(found <= np.maximum(before, of_state) + padded * largest)
 
 
@@ -131,8 +135,8 @@ def test_ranks_divide_what_layers_do_not():
     setup = setup_of(4, RANKS, {"base_num_decoder_layers": 12})  # 3 repeats
     odd = setup_of(4, SCHEDULED, UNEVEN, {"base_num_decoder_layers": 6})
     for leaf in [
-        *stacks(canonical_shapes(setup)),
-        *stacks(canonical_shapes(odd)),
+        *stacks(canonical_shapes(setup.state)),
+        *stacks(canonical_shapes(odd.state)),
     ]:
         assert leaf.sharding.shard_shape(leaf.shape)[0] == leaf.shape[0]
         assert 4 * np.prod(leaf.sharding.shard_shape(leaf.shape)) == leaf.size
@@ -150,9 +154,9 @@ def weights_and_moments(state: TrainState) -> tuple[Any, Any, Any]:
 
 def in_forward_order(setup: Setup, state: TrainState) -> list[np.ndarray]:
     """`stacks` of a state in host memory, one layer after the other."""
-    if not setup.per_stage_state:
-        numbers = np.array(setup.layout.layer_ids)
-        order = [np.flatnonzero(numbers == i)[0] for i in range(setup.layout.num_layers)]
+    if not setup.step.engine.per_stage_state:
+        numbers = np.array(setup.pipeline.layout.layer_ids)
+        order = [np.flatnonzero(numbers == i)[0] for i in range(setup.pipeline.layout.num_layers)]
         return [leaf.reshape(-1, *leaf.shape[3:])[order] for leaf in stacks(state)]
     found = []
     for w in weights_and_moments(state):

@@ -20,9 +20,9 @@ PIPELINES: list[Settings] = [
 def decaying(settings: Settings) -> set[str]:
     """Names of weights that an update without a gradient changes."""
     setup = setup_of(settings.get("ici_pipeline_parallelism", 1), settings)
-    shapes = weight_shapes(abstract_trained_weights(setup))
+    shapes = weight_shapes(abstract_trained_weights(setup.state.weights))
     weights = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)
-    optimizer = make_optimizer(setup)
+    optimizer = make_optimizer(setup.state)
     nothing = jax.tree.map(jnp.zeros_like, weights)
     updates, _ = optimizer.update(nothing, optimizer.init(weights), weights)
     leaves = jax.tree_util.tree_leaves_with_path(updates)

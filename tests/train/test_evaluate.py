@@ -14,8 +14,9 @@ import pytest
 from jaxpipe.data.batches import Batch, FiniteBatches
 from jaxpipe.train import Config, read_metrics, set_up, train
 from jaxpipe.train.checkpoint import best_step, open_checkpoints
-from jaxpipe.train.loop import _loop, make_batches, make_data
+from jaxpipe.train.loop import _loop
 from jaxpipe.train.step import (
+    EvaluationPlan,
     init_state,
     make_eval_step,
     make_evaluate,
@@ -23,7 +24,7 @@ from jaxpipe.train.step import (
     shard_batch,
 )
 
-from .runs import DEEPSEEK, NONE, ROWS, TINY, Settings, setup_of
+from .runs import DEEPSEEK, NONE, ROWS, TINY, Settings, data_of, setup_of
 
 pytestmark = pytest.mark.ci
 
@@ -69,11 +70,11 @@ class Given(FiniteBatches):
 def evaluated(devices: int, *settings: Settings, given: Sequence[Batch] = ()) -> Any:
     """Metrics of the first weights."""
     found = Given(given or batches())
-    setup = setup_of(devices, {"eval_interval": 1, "eval_steps": len(found)}, *settings)
-    with nullcontext() if setup.per_stage_state else jax.set_mesh(setup.mesh):
-        evaluate = make_evaluate(setup, found)
+    setup = setup_of(devices, *settings)
+    with nullcontext() if setup.step.engine.per_stage_state else jax.set_mesh(setup.mesh):
+        evaluate = make_evaluate(setup.step, EvaluationPlan(1, len(found)), found)
         assert evaluate is not None
-        return evaluate(init_state(setup))
+        return evaluate(init_state(setup.step))
 
 
 RANKS: Settings = {"ici_pipeline_parallelism": 2}
@@ -148,9 +149,9 @@ def test_no_gradient_is_computed(settings: Settings):
     """A step has 3 matrix products for each one of the evaluation, or 4 with the forward again."""
     setup = setup_of(2, RANKS, {"remat_policy": "none"}, settings)
     with jax.set_mesh(setup.mesh):
-        state, batch = init_state(setup), shard_batch(setup, batches()[0])
-        forward: Any = make_eval_step(setup)
-        both: Any = make_train_step(setup)
+        state, batch = init_state(setup.step), shard_batch(setup.batch, batches()[0])
+        forward: Any = make_eval_step(setup.step)
+        both: Any = make_train_step(setup.step)
         forward = forward.lower(state["weights"], batch).compile().as_text()
         both = both.lower(state, batch).compile().as_text()
     assert forward.count(" dot(") > 5
@@ -170,7 +171,7 @@ def run(folder: Path, **settings: Any) -> str:
 def with_losses(monkeypatch, losses: dict[int, float]) -> None:
     """Evaluations find these, by step."""
 
-    def make(setup, batches, on_batch_done):
+    def make(plan, evaluation, batches, on_batch_done):
         return lambda state: {"eval_loss": losses[int(state["step"])]}
 
     monkeypatch.setattr(_loop, "make_evaluate", make)
@@ -239,9 +240,9 @@ def test_held_out_documents_are_evaluated_on(tmp_path):
 
 def test_synthetic_rows_of_evaluation_are_none_of_training():
     setup = set_up(Config(eval_interval=1, eval_steps=4, per_device_batch_size=1), jax.devices())
-    found = make_data(setup).evaluation
+    found = data_of(setup).evaluation
     assert found is not None and len(found) == 4
-    trained = [make_batches(setup)(step)["tokens"] for step in range(8)]
+    trained = [data_of(setup).training(step)["tokens"] for step in range(8)]
     rows = {row.tobytes() for batch in trained for row in batch}
     assert not rows & {row.tobytes() for batch in found for row in batch["tokens"]}
 
@@ -254,6 +255,6 @@ def test_synthetic_rows_of_evaluation_are_none_of_training():
     ],
 )
 def test_too_little_to_evaluate_on_is_refused(found, message):
-    setup = set_up(Config.model_validate(SETTINGS | {"eval_steps": 4}), jax.devices())
+    setup = set_up(Config.model_validate(SETTINGS), jax.devices())
     with pytest.raises(ValueError, match=message):
-        make_evaluate(setup, found)
+        make_evaluate(setup.step, EvaluationPlan(1, 4), found)

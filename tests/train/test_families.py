@@ -113,13 +113,13 @@ def test_biases_of_routers_move_by_their_rate_against_the_load_and_nothing_else_
     settings = {"adam_weight_decay": 0.5, "pipeline_parallel_layers": 2}
     setup = set_up(config_of(CIRCULAR, settings), jax.devices())
     with jax.set_mesh(setup.mesh):
-        state = init_state(setup)
-        zeros = np.zeros((setup.batch_size, 16), np.int32)
+        state = init_state(setup.step)
+        zeros = np.zeros((setup.batch.num_rows, 16), np.int32)
         batch = dict.fromkeys(("tokens", "targets", "positions"), zeros)
         batch |= {"segment_ids": zeros + 1, "target_weights": zeros.astype(np.float32) + 1}
-        train_step = make_train_step(setup)
+        train_step = make_train_step(setup.step)
         for count in (1, 2):
-            state, metrics = train_step(state, shard_batch(setup, batch))
+            state, metrics = train_step(state, shard_batch(setup.batch, batch))
             moved = np.concatenate([bias.ravel() for bias in biases(state["weights"])])
             # Tokens are alike: two experts have them all, which are not the same two in step 2.
             steps = moved / 0.05
@@ -145,8 +145,10 @@ def test_a_preset_is_a_model_of_its_family(name):
     preset: dict[str, Any] = models.PRESETS[name] | {"vocab_size": 320}
     setup = set_up(Config.model_validate(RUN | preset | PLAIN), jax.devices())
     family = MODEL_FAMILIES[preset.pop("decoder_block", "llama")]
-    assert setup.model_config == family.sizes(**preset)
-    assert build_model(setup).tied == getattr(setup.model_config, "logits_via_embedding", False)
+    assert setup.state.weights.sizes == family.sizes(**preset)
+    sizes = setup.state.weights.sizes
+    model = build_model(setup.step.model, setup.state.weights, setup.step.gather)
+    assert model.tied == getattr(sizes, "logits_via_embedding", False)
 
 
 @pytest.mark.parametrize(

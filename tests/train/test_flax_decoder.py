@@ -12,8 +12,9 @@ import pytest
 from jaxpipe import models
 from jaxpipe.cli import main
 from jaxpipe.train import Config, read_metrics, set_up
-from jaxpipe.train.loop import make_batches
 from jaxpipe.train.step import init_state, make_train_step, shard_batch
+
+from .runs import data_of
 
 pytestmark = pytest.mark.ci
 
@@ -105,8 +106,8 @@ def test_in_bfloat16_it_has_nearly_the_loss_and_the_gradients_of_float32():
     for frontend in ({}, {"enable_nnx": False}, {"dtype": "float32"}):
         setup = set_up(Config.model_validate(settings | frontend), jax.devices()[:4])
         with jax.set_mesh(setup.mesh), jax.numpy_dtype_promotion("standard"):
-            batch = shard_batch(setup, make_batches(setup)(0))
-            _, metrics_of_step = make_train_step(setup)(init_state(setup), batch)
+            batch = shard_batch(setup.batch, data_of(setup).training(0))
+            _, metrics_of_step = make_train_step(setup.step)(init_state(setup.step), batch)
         norms.append([float(metrics_of_step[name]) for name in ("loss", "gradient_norm")])
     functions, linen, exact = norms
     np.testing.assert_allclose(functions, exact, rtol=1e-2)
@@ -132,8 +133,8 @@ def test_what_experts_sum_up_is_sown_and_has_its_gradient():
     for frontend in frontends:
         setup = set_up(Config.model_validate(settings | frontend), jax.devices()[:4])
         with jax.set_mesh(setup.mesh):
-            batch = shard_batch(setup, make_batches(setup)(0))
-            runs.append(jax.device_get(make_train_step(setup)(init_state(setup), batch)))
+            batch = shard_batch(setup.batch, data_of(setup).training(0))
+            runs.append(jax.device_get(make_train_step(setup.step)(init_state(setup.step), batch)))
     true, *found = runs
     for state, metrics_of_step in found:
         assert metrics_of_step.keys() == true[1].keys() > {"load_balance_loss"}

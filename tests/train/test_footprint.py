@@ -42,7 +42,7 @@ def on_device(device: Any, tree: Any) -> int:
 @pytest.mark.parametrize("name", ONE_PROGRAM)
 def test_every_device_holds_the_weights_and_the_optimizer_that_it_says(name: str):
     setup = setup_of(ONE_PROGRAM[name][0], ONE_PROGRAM[name][1])
-    state, (found,) = init_state(setup), estimate_memory(setup)
+    state, (found,) = init_state(setup.step), estimate_memory(setup.step)
     for device in setup.mesh.devices.flat:
         assert on_device(device, state["weights"]) == found.weights
         assert on_device(device, state["optimizer"]) == found.optimizer
@@ -56,7 +56,7 @@ def test_every_device_holds_the_weights_and_the_optimizer_that_it_says(name: str
 def test_every_rank_holds_its_stages_and_the_ends_that_it_reads(settings: Settings):
     layout = {"pipeline_schedule": "1f1b", "pipeline_layout": "Et|t*3L"}
     setup = setup_of(2, MPMD | layout, settings)
-    state, found = init_state(setup), estimate_memory(setup)
+    state, found = init_state(setup.step), estimate_memory(setup.step)
     for rank, kept in enumerate(found):
         weights, optimizer = (_on_rank(rank, state[part]) for part in ("weights", "optimizer"))
         assert weights == kept.weights
@@ -69,23 +69,22 @@ def _on_rank(rank: int, tree: Any) -> int:
     return sum(array.nbytes for array in held if array is not None)
 
 
-def held(setup: Setup, settings: Settings) -> tuple[int, ...]:
-    config = setup.config.model_copy(update=settings)
-    return peak_live_microbatches(dataclasses.replace(setup, config=config))
+def held(setup: Setup, **changes: Any) -> tuple[int, ...]:
+    plan = dataclasses.replace(setup.pipeline, **changes)
+    return peak_live_microbatches(setup.step.engine, plan)
 
 
 def test_a_loop_keeps_what_enters_every_tick_and_a_schedule_what_waits():
     circular = setup_of(2, {"ici_pipeline_parallelism": 2})
-    assert peak_live_microbatches(circular) == (4 * 2 + 1,)
-    assert held(circular, {"pipeline_delay_activation_forwarding": True}) == (4 * 2 + 2,)
-    assert peak_live_microbatches(setup_of(2, MPMD | {"pipeline_schedule": "1f1b"})) == (2, 1)
+    assert held(circular) == (4 * 2 + 1,)
+    assert held(circular, forwarding_delay=True) == (4 * 2 + 2,)
+    assert held(setup_of(2, MPMD | {"pipeline_schedule": "1f1b"})) == (2, 1)
     scheduled = MPMD | {"pipeline_engine": "scheduled", "pipeline_schedule": "1f1b"}
     in_ticks = setup_of(2, scheduled)
-    assert in_ticks.schedule_selection is not None
-    (most,) = peak_live_microbatches(in_ticks)
-    assert f", {most} stage inputs held at most" in in_ticks.schedule_selection.reason
+    (most,) = held(in_ticks)
+    assert f", {most} stage inputs held at most" in (in_ticks.schedule_reason or "")
     # float32, 2 rows of 16 tokens of width 16, halved by fsdp.
-    (found,) = estimate_memory(setup_of(4, S2F2))
+    (found,) = estimate_memory(setup_of(4, S2F2).step)
     assert found.stage_inputs == 9 * 2 * 16 * 16 * 4 // 2
     total = found.weights + found.gradients + found.optimizer + found.stage_inputs
     assert (found.total, found.gradient_sums) == (total, 0)
@@ -93,11 +92,13 @@ def test_a_loop_keeps_what_enters_every_tick_and_a_schedule_what_waits():
 
 def test_calls_keep_a_sum_of_gradients_in_float32_and_some_programs_of_ranks_one_for_each_call():
     three, low = {"gradient_accumulation_steps": 3}, {"weight_dtype": "bfloat16"}
-    (one,), (found,) = (estimate_memory(setup_of(4, S2F2, low, calls)) for calls in ({}, three))
+    (one,), (found,) = (
+        estimate_memory(setup_of(4, S2F2, low, calls).step) for calls in ({}, three)
+    )
     assert found.gradient_sums == 2 * one.gradients
     assert found.total == one.total + found.gradient_sums
     for dtype, others in (("float32", 1), ("bfloat16", 2)):
-        for rank in estimate_memory(setup_of(2, MPMD, three, {"weight_dtype": dtype})):
+        for rank in estimate_memory(setup_of(2, MPMD, three, {"weight_dtype": dtype}).step):
             assert rank.gradient_sums == others * rank.gradients
 
 
@@ -105,11 +106,13 @@ def test_calls_keep_a_sum_of_gradients_in_float32_and_some_programs_of_ranks_one
 def test_what_programs_of_ranks_keep_of_gradients_until_the_last_call_is_counted(dtype):
     calls = {"gradient_accumulation_steps": 3, "logits_via_embedding": False}
     setup = setup_of(2, MPMD, calls, {"weight_dtype": dtype})
-    runs = [run for run in lower_train_step(setup).program.instructions if isinstance(run, RunTask)]
+    runs = [
+        run for run in lower_train_step(setup.step).program.instructions if isinstance(run, RunTask)
+    ]
     of_rank = [run for run in runs if run.rank == 0]
     made = {b for run in of_rank if not run.name.startswith("before_loop") for b in run.writes}
     after = {b for run in of_rank if run.name.startswith("after_loop") for b in run.reads}
     avals = [buffer.value.aval for buffer in made & after if buffer.value.aval.ndim]
-    found = estimate_memory(setup)[0]
+    found = estimate_memory(setup.step)[0]
     kept = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
     assert kept == found.gradients + found.gradient_sums

@@ -9,10 +9,9 @@ import pytest
 
 from jaxpipe.train import Config, set_up
 from jaxpipe.train.checkpoint import state_from_canonical
-from jaxpipe.train.loop import make_batches
-from jaxpipe.train.step import init_state, make_train_step, shard_batch
+from jaxpipe.train.step import init_state, make_train_step, shard_batch, stored_shardings
 
-from .runs import flat
+from .runs import data_of, flat
 
 pytestmark = pytest.mark.ci
 
@@ -42,12 +41,12 @@ def run_of(gather: str) -> list[tuple[Any, Any, Any]]:
     """Of every step: the state before it, canonical; its metrics; the state after it."""
     settings = {gather: True} if gather else {}
     setup = set_up(Config.model_validate(SMALL | CIRCULAR | settings), jax.devices()[:4])
-    batch_at, train_step, steps = make_batches(setup), make_train_step(setup), []
+    batch_at, train_step, steps = data_of(setup).training, make_train_step(setup.step), []
     with jax.set_mesh(setup.mesh):
-        state = init_state(setup)
+        state = init_state(setup.step)
         for number in range(setup.config.steps):
             before = flat(setup, state)
-            state, metrics = train_step(state, shard_batch(setup, batch_at(number)))
+            state, metrics = train_step(state, shard_batch(setup.batch, batch_at(number)))
             steps.append((before, jax.device_get(metrics), flat(setup, state)))
     return steps
 
@@ -78,11 +77,13 @@ def test_every_step_from_the_same_state_is_that_of_the_plain_program():
     on a device are so many that XLA:CPU sums products in one order: see docs/dev/LOG.md.
     """
     setup = set_up(Config.model_validate(SMALL | PLAIN), jax.devices()[:1])
-    batch_at, train_step = make_batches(setup), make_train_step(setup)
+    batch_at, train_step = data_of(setup).training, make_train_step(setup.step)
     for number, (before, true, true_after) in enumerate(run_of("")):
         with jax.set_mesh(setup.mesh):
-            state = state_from_canonical(setup, jax.device_put(before))
-            state, metrics = train_step(state, shard_batch(setup, batch_at(number)))
+            state = state_from_canonical(
+                setup.state, stored_shardings(setup.step), jax.device_put(before)
+            )
+            state, metrics = train_step(state, shard_batch(setup.batch, batch_at(number)))
             after = flat(setup, state)
         for name in ("loss", "gradient_norm"):
             np.testing.assert_allclose(metrics[name], true[name], rtol=1e-5, err_msg=name)
@@ -96,7 +97,7 @@ def assert_close(x, true):
 def test_fp8_is_not_the_run_without_it():
     setup = set_up(Config.model_validate(SMALL | PLAIN | {"quantization": ""}), jax.devices()[:1])
     with jax.set_mesh(setup.mesh):
-        batch = shard_batch(setup, make_batches(setup)(0))
-        _, metrics = make_train_step(setup)(init_state(setup), batch)
+        batch = shard_batch(setup.batch, data_of(setup).training(0))
+        _, metrics = make_train_step(setup.step)(init_state(setup.step), batch)
     difference = abs(float(metrics["loss"]) / losses(run_of(""))[0] - 1)
     assert 1e-5 < difference < 1e-2

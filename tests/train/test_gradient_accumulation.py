@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from jaxpipe.train import Config
-from jaxpipe.train.estimate import speed_metrics
+from jaxpipe.train.estimate import speed_metrics, step_work
 from jaxpipe.train.logs import describe
-from jaxpipe.train.loop import model_flops
 from jaxpipe.train.step import init_state, make_eval_step, make_train_step, shard_batch
 
 from .runs import DEEPSEEK, NONE, ROWS, Settings, flat, setup_of
@@ -37,10 +36,10 @@ def result(devices: int, calls: int, *settings: Settings) -> tuple[Any, Any]:
     rows = {"per_device_batch_size": ROWS / devices / calls}
     split = {"num_pipeline_microbatches": 4 // calls, "gradient_accumulation_steps": calls}
     setup = setup_of(devices, *settings, split, rows)
-    with nullcontext() if setup.per_stage_state else jax.set_mesh(setup.mesh):
-        batch = shard_batch(setup, batches()[1])
-        state, metrics = make_train_step(setup)(init_state(setup), batch)
-        after = make_eval_step(setup)(state["weights"], batch)
+    with nullcontext() if setup.step.engine.per_stage_state else jax.set_mesh(setup.mesh):
+        batch = shard_batch(setup.batch, batches()[1])
+        state, metrics = make_train_step(setup.step)(init_state(setup.step), batch)
+        after = make_eval_step(setup.step)(state["weights"], batch)
         found = flat(setup, state)
     both = dict(metrics) | {f"eval_{name}": value for name, value in after.items()}
     return {name: float(value) for name, value in both.items()}, found
@@ -72,19 +71,18 @@ def test_every_call_has_dropout_masks_of_its_own():
         more = {"gradient_accumulation_steps": calls, "dropout_rate": 0.3}
         setup = setup_of(1, NONE, rows, more)
         with jax.set_mesh(setup.mesh):
-            placed = shard_batch(setup, batch)
-            _, metrics = make_train_step(setup)(init_state(setup), placed)
+            placed = shard_batch(setup.batch, batch)
+            _, metrics = make_train_step(setup.step)(init_state(setup.step), placed)
         found.append(float(metrics["loss"]))
     assert abs(found[0] - found[1]) > 1e-4
 
 
 def test_tokens_and_operations_of_all_calls_count():
     one, three = (setup_of(1, NONE, {"gradient_accumulation_steps": n}) for n in (1, 3))
-    assert model_flops(three) == 3 * model_flops(one)
-    assert (
-        speed_metrics(three, 1.0)["tokens_per_second"]
-        == 3 * speed_metrics(one, 1.0)["tokens_per_second"]
-    )
+    single, triple = (step_work(run.state.weights.sizes, run.batch) for run in (one, three))
+    assert triple.flops == 3 * single.flops
+    tokens = (speed_metrics(work, 1.0)["tokens_per_second"] for work in (single, triple))
+    assert 3 * next(tokens) == next(tokens)
     assert "4 microbatches of 2 x 16 tokens, 3 times a step" in describe(three, 0)
 
 

@@ -66,11 +66,11 @@ def test_every_engine_begins_with_the_weights_and_with_fresh_moments(
 ):
     config = config_of(tmp_path, llama, weight_dtype="float32", **ENGINES[engine])
     setup = set_up(config, jax.devices())
-    state = first_state(setup)
+    state = first_state(setup.step, config.init_from)
     found = flat(setup, state)
     plain = config_of(tmp_path, llama, weight_dtype="float32", **ENGINES["none"])
     setup = set_up(plain, jax.devices())
-    expected = flat(setup, first_state(setup))
+    expected = flat(setup, first_state(setup.step, plain.init_from))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert found["step"] == 0
     assert not any(np.any(x) for x in jax.tree.leaves(found["optimizer"]))
@@ -98,7 +98,7 @@ def test_layers_after_the_pipeline_may_be_others_than_in_the_folder(tmp_path: Pa
     weights = make_run(tmp_path / "run", DEEPSEEK, layers_after=2)
     (tmp_path / "run" / "config.yml").write_text(yaml_of(DEEPSEEK, "deepseek"))
     setup = set_up(config_of(tmp_path, tmp_path / "run", **ENGINES["none"]), jax.devices())
-    found = jax.device_get(first_state(setup)["weights"])
+    found = jax.device_get(first_state(setup.step, str(tmp_path / "run"))["weights"])
     after = weights["head"].pop("layers")
     stages = jax.tree.map(lambda *x: np.concatenate(x)[None, None], weights["stages"], after)
     jax.tree.map(np.testing.assert_array_equal, found, weights | {"stages": stages})
@@ -143,8 +143,9 @@ def test_a_folder_without_weights_is_refused(llama: Path, tmp_path: Path):
 
 def test_a_checkpoint_from_before_a_size_was_a_key_has_its_default(tmp_path: Path):
     setup = set_up(Config.model_validate(RUN | ENGINES["none"]), jax.devices())
-    saved = dict(vars(setup.model_config))
+    sizes = setup.state.weights.sizes
+    saved = dict(vars(sizes))
     del saved["llama31_rope_factor"]
-    check_same_sizes(saved, setup, "x")
+    check_same_sizes(saved, sizes, "x")
     with pytest.raises(ValueError, match=r"x is of another model:\n  vocab_size is 3 in the"):
-        check_same_sizes(saved | {"vocab_size": 3}, setup, "x")
+        check_same_sizes(saved | {"vocab_size": 3}, sizes, "x")

@@ -13,8 +13,8 @@ import pytest
 from jaxpipe.cli import main
 from jaxpipe.train import Config, compile_train_step, train
 from jaxpipe.train.logs import describe
-from jaxpipe.train.plan import select_schedule
-from jaxpipe.train.step import init_state, mpmd_state_shardings
+from jaxpipe.train.plan import schedule_request, select_schedule
+from jaxpipe.train.step import init_state, stored_shardings
 
 from .runs import DEEPSEEK, DROPOUT, NONE, TINY, Run, Settings, setup_of, three_steps
 
@@ -146,7 +146,7 @@ def test_every_layout_starts_from_the_same_canonical_state(name):
 
 def test_a_rank_holds_its_own_stages_and_the_ends_that_it_reads_and_steps_leave_them_there():
     found = run("zbv, a V")
-    where = mpmd_state_shardings(found.setup)
+    where = stored_shardings(found.setup.step)
     adam = next(part for part in where["optimizer"] if hasattr(part, "mu"))
     for tree in (where["weights"], adam.mu, adam.nu):
         # A V: rank 0 has the first and the last stage, so the tied embedding is there alone.
@@ -155,7 +155,7 @@ def test_a_rank_holds_its_own_stages_and_the_ends_that_it_reads_and_steps_leave_
                 (rank,)
             }
         assert {p.mpmd_idxs for n in ("embed", "head") for p in jax.tree.leaves(tree[n])} == {(0,)}
-    for state in (init_state(found.setup), found.last):
+    for state in (init_state(found.setup.step), found.last):
         assert jax.tree.map(lambda leaf: leaf.mpmd_sharding, state) == where
         for leaf in jax.tree.leaves(state):
             for rank in range(2):
@@ -177,7 +177,7 @@ def test_weights_are_split_within_a_rank_and_uneven_stages_have_just_their_layer
 
 def test_a_tied_embedding_starts_and_stays_equal_on_both_ranks_that_read_it():
     found = run("uneven stages, fsdp 2, tensor 2")
-    for state in (init_state(found.setup), found.last):
+    for state in (init_state(found.setup.step), found.last):
         table = state["weights"]["embed"]["table"]
         assert table.mpmd_idxs == (0, 1)
         np.testing.assert_array_equal(*map(table.on_rank, table.mpmd_idxs))
@@ -185,7 +185,7 @@ def test_a_tied_embedding_starts_and_stays_equal_on_both_ranks_that_read_it():
 
 def test_the_run_tells_its_stages_and_its_schedule():
     plain, uneven = setup_of(1, NONE), setup_of(2, UNEVEN)
-    assert uneven.num_parameters == plain.num_parameters
+    assert uneven.state.weights.num_parameters == plain.state.weights.num_parameters
     first, second, third = describe(uneven, 0).splitlines()
     assert first == describe(plain, 0).splitlines()[0]
     assert "engine mpmd on stage 2: 2 stage(s) on 2 rank(s) x 1 to 3 layer(s), 4 micro" in second
@@ -206,12 +206,8 @@ def test_the_run_tells_its_stages_and_its_schedule():
 def test_auto_compares_what_schedules_take_where_no_rank_waits_for_a_tick(
     ranks, microbatches, layers, settings, words
 ):
-    found = select_schedule(
-        Config.model_validate(settings | {"pipeline_engine": "mpmd"}),
-        num_ranks=ranks,
-        num_microbatches=microbatches,
-        num_layers=layers,
-    )
+    config = Config.model_validate(settings | {"pipeline_engine": "mpmd"})
+    found = select_schedule(schedule_request(config, ranks, microbatches), layers)
     assert found.reason.startswith(words)
     assert found.ticks is None
 
@@ -275,7 +271,7 @@ def test_a_run_that_cannot_be_is_refused_before_anything_compiles(settings, mess
 
 def test_many_programs_are_not_compiled_ahead_as_one(capsys):
     with pytest.raises(ValueError, match="'mpmd', whose step is many programs"):
-        compile_train_step(setup_of(2, ZBV))
+        compile_train_step(setup_of(2, ZBV).step)
     settings = TINY | ZBV | {"emulate_devices": 8, "ici_fsdp_parallelism": 4}
     words = [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in settings.items()]
     assert main(["compile", *words]) != 0

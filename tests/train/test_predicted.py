@@ -3,9 +3,10 @@ from itertools import pairwise
 import pytest
 
 from jaxpipe import schedules
-from jaxpipe.schedules import Costs, analysis
+from jaxpipe.schedules import Costs, Timeline, analysis
 from jaxpipe.schedules.language import actions_of, dependencies, outputs
 from jaxpipe.train.estimate import predicted_timeline
+from jaxpipe.train.plan import Setup
 
 from .runs import NONE, Settings, setup_of
 
@@ -28,9 +29,14 @@ RUNS: dict[str, tuple[int, Settings]] = {
 }
 
 
+def timeline_of(setup: Setup) -> Timeline | None:
+    step = setup.step
+    return predicted_timeline(step.engine, step.pipeline, recomputes=step.model.remat.recomputes)
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_nothing_starts_before_what_it_needs(name: str):
-    timeline = predicted_timeline(setup_of(*RUNS[name]))
+    timeline = timeline_of(setup_of(*RUNS[name]))
     assert timeline is not None
     boundary = {
         result: timed.end
@@ -52,7 +58,7 @@ def test_nothing_starts_before_what_it_needs(name: str):
     [("circular", 4 * 2 + 1), ("circular, one repeat", 8 + 3), ("circular, delay", 4 * 2 + 2)],
 )
 def test_a_circular_step_is_its_ticks_forward_and_backward(name: str, num_ticks: int):
-    timeline = predicted_timeline(setup_of(*RUNS[name]))
+    timeline = timeline_of(setup_of(*RUNS[name]))
     assert timeline is not None
     # A forward is 10, its backward 10 again to recompute, 10 for the input and 10 for weights.
     assert schedules.makespan(timeline) == num_ticks * (10 + 30)
@@ -60,15 +66,15 @@ def test_a_circular_step_is_its_ticks_forward_and_backward(name: str, num_ticks:
 
 def test_the_bubble_is_the_one_that_the_run_prints():
     setup = setup_of(*RUNS["scheduled"])
-    timeline = predicted_timeline(setup)
-    assert timeline is not None and setup.schedule_selection is not None
+    timeline = timeline_of(setup)
+    assert timeline is not None and setup.schedule_reason is not None
     share = analysis.rectangular_bubble(timeline) / schedules.makespan(timeline)
-    assert f"bubble {share:.1%}" in setup.schedule_selection.reason
+    assert f"bubble {share:.1%}" in setup.schedule_reason
 
 
 def test_longer_stages_take_longer_and_no_pipeline_has_no_timeline():
-    timeline = predicted_timeline(setup_of(*RUNS["mpmd, uneven"]))
+    timeline = timeline_of(setup_of(*RUNS["mpmd, uneven"]))
     assert timeline is not None
     costs = Costs((10, 30), (20, 60), (10, 30))
     assert timeline == schedules.simulate(timeline.schedule, costs)
-    assert predicted_timeline(setup_of(1, NONE | {"num_pipeline_microbatches": 1})) is None
+    assert timeline_of(setup_of(1, NONE | {"num_pipeline_microbatches": 1})) is None

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from jaxpipe.train import Config, train
-from jaxpipe.train.estimate import peak_tflops, speed_metrics
-from jaxpipe.train.plan import check_no_compiler_options, platform_compiler_options
+from jaxpipe.train.estimate import peak_tflops, speed_metrics, step_work
+from jaxpipe.train.plan import check_no_compiler_options, compiler_options
 
 from .runs import NONE, TINY, setup_of
 
@@ -34,8 +34,10 @@ def test_the_peak_is_that_of_the_device(kind: str, tflops: float | None):
 
 
 def test_mfu_is_the_share_of_it():
-    assert "mfu" not in speed_metrics(setup_of(1, NONE), 1.0)
-    known = speed_metrics(setup_of(1, NONE, {"peak_tflops_per_device": 2.0}), 1.0)
+    setup = setup_of(1, NONE)
+    unknown, work = (step_work(setup.state.weights.sizes, setup.batch, x) for x in (0.0, 2.0))
+    assert "mfu" not in speed_metrics(unknown, 1.0)
+    known = speed_metrics(work, 1.0)
     assert known["mfu"] == known["tflops_per_second_per_device"] / 2.0
 
 
@@ -82,11 +84,9 @@ def test_two_deterministic_runs_are_equal_bit_for_bit(tmp_path):
 
 
 def test_on_gpus_xla_is_told_and_programs_of_ranks_refuse():
-    config = Config(deterministic=True)
     told = {"xla_gpu_deterministic_ops": "true"}
-    assert platform_compiler_options(config, "gpu") == told
-    assert (
-        platform_compiler_options(config, "cpu") == platform_compiler_options(Config(), "gpu") == {}
-    )
+    assert compiler_options("", deterministic=True, platform="gpu") == told
+    assert compiler_options("", deterministic=True, platform="cpu") == {}
+    assert compiler_options("", deterministic=False, platform="gpu") == {}
     with pytest.raises(ValueError, match="`deterministic` is true and `pipeline_engine` 'mpmd'"):
         check_no_compiler_options(told)

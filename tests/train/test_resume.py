@@ -13,6 +13,7 @@ from jaxpipe.cli import main
 from jaxpipe.train import Config, RunError, read_metrics
 from jaxpipe.train.checkpoint import is_complete
 from jaxpipe.train.loop import check_learning_rate, read_saved
+from jaxpipe.train.plan import learning_rate
 from jaxpipe.train.runtime import LOCK_FILE, locked_run_folder
 
 from .test_digests import checkpoints_in, content_of, flip_a_bit, run_to
@@ -252,7 +253,7 @@ def test_a_learning_rate_that_jumps_because_steps_grew_is_refused_before_anythin
 )
 def test_steps_may_grow_where_the_learning_rate_does_not_jump(settings, done):
     config = Config.model_validate({"steps": 40, **settings})
-    assert check_learning_rate(20, config, done) == ""
+    assert check_learning_rate(20, learning_rate(config), done, allowed=False) == ""
 
 
 @pytest.mark.parametrize(

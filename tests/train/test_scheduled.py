@@ -16,7 +16,7 @@ from jaxpipe.data import synthetic_batches
 from jaxpipe.schedules import builders, lock_step
 from jaxpipe.train import Config, compile_train_step, train
 from jaxpipe.train.logs import describe
-from jaxpipe.train.plan import select_schedule
+from jaxpipe.train.plan import schedule_request, select_schedule
 from jaxpipe.train.step import init_state, shard_batch, state_shapes
 
 from .runs import DEEPSEEK, DROPOUT, NONE, ROWS, TINY, Run, Settings, setup_of, three_steps
@@ -162,7 +162,7 @@ def test_every_layout_starts_from_the_same_canonical_state(name):
 
 def test_places_without_a_layer_stay_zero():
     found = run("uneven stages by a CSV")
-    layout = found.setup.layout
+    layout = found.setup.pipeline.layout
     assert layout.counts == (1, 3)
     assert layout.layer_ids == (0, -1, -1, 1, 2, 3)
     absent = np.reshape(layout.layer_ids, layout.dims) < 0
@@ -175,9 +175,13 @@ def test_places_without_a_layer_stay_zero():
 
 def test_places_without_a_layer_are_no_parameters_and_the_run_tells_how_uneven_it_is():
     plain, uneven, even = (setup_of(n, s) for n, s in ((1, NONE), (2, UNEVEN), (2, ZBV)))
-    leaves = jax.tree.leaves(state_shapes(plain)["weights"])
-    assert plain.num_parameters == sum(leaf.size for leaf in leaves)
-    assert uneven.num_parameters == even.num_parameters == plain.num_parameters
+    leaves = jax.tree.leaves(state_shapes(plain.state)["weights"])
+    assert plain.state.weights.num_parameters == sum(leaf.size for leaf in leaves)
+    assert (
+        uneven.state.weights.num_parameters
+        == even.state.weights.num_parameters
+        == plain.state.weights.num_parameters
+    )
     first, second, third = describe(uneven, 0).splitlines()
     assert first == describe(plain, 0).splitlines()[0]
     assert "engine scheduled on stage 2: 1 repeat(s) x 2 rank(s) x 1 to 3 layer(s), 4" in second
@@ -187,8 +191,8 @@ def test_places_without_a_layer_are_no_parameters_and_the_run_tells_how_uneven_i
 
 def test_layers_that_are_spread_evenly_by_a_layout_need_no_condition():
     setup = setup_of(2, SCHEDULED, {"pipeline_layout": "Ett|ttL"})
-    assert setup.layout.counts is None
-    assert setup.layout.dims == (1, 2, 2)
+    assert setup.pipeline.layout.counts is None
+    assert setup.pipeline.layout.dims == (1, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -209,12 +213,8 @@ def test_layers_that_are_spread_evenly_by_a_layout_need_no_condition():
 def test_auto_takes_more_stages_per_rank_while_they_save_time_and_says_so(
     ranks, microbatches, layers, settings, words
 ):
-    found = select_schedule(
-        Config.model_validate(settings | {"pipeline_engine": "scheduled"}),
-        num_ranks=ranks,
-        num_microbatches=microbatches,
-        num_layers=layers,
-    )
+    config = Config.model_validate(settings | {"pipeline_engine": "scheduled"})
+    found = select_schedule(schedule_request(config, ranks, microbatches), layers)
     assert found.reason.startswith(words)
     assert found.ticks is not None
     assert schedules.num_ranks(lock_step.check_ticks(found.ticks).schedule) == ranks
@@ -223,7 +223,7 @@ def test_auto_takes_more_stages_per_rank_while_they_save_time_and_says_so(
 def test_a_name_has_as_many_stages_as_layers_unless_the_config_says_how_many():
     def dims(settings: Settings) -> tuple[int, ...]:
         more = {"pipeline_schedule": "interleaved_1f1b", "base_num_decoder_layers": 8}
-        return setup_of(2, SCHEDULED, more, settings).layout.dims
+        return setup_of(2, SCHEDULED, more, settings).pipeline.layout.dims
 
     assert dims({}) == (4, 2, 1)
     assert dims({"num_layers_per_pipeline_stage": 2}) == dims({"num_pipeline_repeats": 2})
@@ -389,7 +389,7 @@ def test_no_two_layers_are_whole_at_a_time_and_a_backward_gathers_again(engine, 
     shapes = {"base_num_decoder_layers": 8, "base_emb_dim": 24, "base_mlp_dim": 48}
     more = {"num_layers_per_pipeline_stage": 4, "ici_fsdp_parallelism": 2, "remat_policy": policy}
     setup = setup_of(4, engine, PER_LAYER, shapes, more)
-    text = compile_train_step(setup).as_text() or ""
+    text = compile_train_step(setup.step).as_text() or ""
     assert re.search(r"\[4,12,48\]", text)
     assert not re.search(r"[\[,]4,24,48\]", text)
     totals = plan.totals(plan.audit(text))
@@ -403,7 +403,7 @@ def test_no_two_layers_are_whole_at_a_time_and_a_backward_gathers_again(engine, 
 @pytest.mark.slow
 def test_what_is_compiled_ahead_is_the_step_of_the_run():
     found = run("zbv, a V")
-    ahead = compile_train_step(found.setup)
+    ahead = compile_train_step(found.setup.step)
     batch_at = synthetic_batches(vocab_size=64, batch_size=ROWS, length=16, seed=0)
-    batch = shard_batch(found.setup, batch_at(0))
-    assert float(ahead(init_state(found.setup), batch)[1]["loss"]) == losses("zbv, a V")[0]
+    batch = shard_batch(found.setup.batch, batch_at(0))
+    assert float(ahead(init_state(found.setup.step), batch)[1]["loss"]) == losses("zbv, a V")[0]

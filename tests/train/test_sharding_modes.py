@@ -39,9 +39,8 @@ def plain(tmp_path_factory):
 
 
 def compiled(*settings: str) -> Any:
-    return compile_train_step(
-        set_up(load_config((), (*TINY, *PER_REPEAT, *settings), presets=PRESETS), jax.devices())
-    )
+    config = load_config((), (*TINY, *PER_REPEAT, *settings), presets=PRESETS)
+    return compile_train_step(set_up(config, jax.devices()).step)
 
 
 @pytest.fixture(scope="module")

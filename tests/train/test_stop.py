@@ -4,6 +4,7 @@ import io
 import math
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -196,7 +197,7 @@ def test_a_step_above_the_limit_is_skipped_and_said(tmp_path):
 )
 def test_every_engine_skips(devices, settings):
     setup = setup_of(devices, settings, {"bad_step_policy": "skip", "max_gradient_norm": 1e-9})
-    state = init_state(setup)
+    state = init_state(setup.step)
     before = jax.tree.map(np.asarray, state)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 64, (ROWS, 16)).astype(np.int32)
@@ -204,7 +205,7 @@ def test_every_engine_skips(devices, settings):
     batch |= {"positions": np.zeros_like(tokens), "segment_ids": np.ones_like(tokens)}
     batch |= {"target_weights": np.ones((ROWS, 16), np.float32)}
     with jax.set_mesh(setup.mesh):
-        state, metrics = make_train_step(setup)(state, shard_batch(setup, batch))
+        state, metrics = make_train_step(setup.step)(state, shard_batch(setup.batch, batch))
     assert float(metrics["gradient_norm"]) > 1e-9
     assert int(state.pop("step")) == 1
     before.pop("step")
@@ -212,13 +213,13 @@ def test_every_engine_skips(devices, settings):
 
 
 def test_checks_name_what_is_bad():
-    config = Config(max_gradient_norm=2.0, bad_step_policy="skip")
-    assert check_step(config, 3, {"loss": 1.0, "gradient_norm": 2.0, "skipped": 0.0}) is None
+    check = partial(check_step, 3, policy="skip", max_gradient_norm=2.0)
+    assert check({"loss": 1.0, "gradient_norm": 2.0, "skipped": 0.0}) is None
     assert "its gradient_norm is 2.5, above 2" in str(
-        check_step(config, 3, {"loss": 1.0, "gradient_norm": 2.5, "skipped": 1.0})
+        check({"loss": 1.0, "gradient_norm": 2.5, "skipped": 1.0})
     )
     assert "its loss is nan and its gradient_norm is inf" in str(
-        check_step(config, 3, {"loss": math.nan, "gradient_norm": math.inf, "skipped": 1.0})
+        check({"loss": math.nan, "gradient_norm": math.inf, "skipped": 1.0})
     )
 
 

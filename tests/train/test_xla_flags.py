@@ -33,7 +33,7 @@ def test_they_reach_the_compiler(monkeypatch):
     seen = {}
     monkeypatch.setattr(jax, "jit", lambda f, **options: seen.update(options) or f)
     config = Config.model_validate({"compile_xla_flags": "--xla_a=1", "ici_fsdp_parallelism": 1})
-    make_train_step(set_up(config, jax.devices()[:1]))
+    make_train_step(set_up(config, jax.devices()[:1]).step)
     assert seen["compiler_options"] == {"xla_a": "1"}
 
 

@@ -12,8 +12,7 @@ from .._settings import add_settings, read_settings
 from ..process import emulate_devices
 
 if TYPE_CHECKING:
-    from ...train import Config
-    from ...train.plan._setup import Setup
+    from ...train.plan._setup import StepPlan
 
 _HELP = "compile the train step, and report memory and communication, without the hardware"
 
@@ -64,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if args.topology:
         leave_devices_alone()
     config = read_settings(args.settings)
-    devices = _devices(config, args.topology, args.num_slices)
+    devices = _devices(args.topology, args.num_slices, config.emulate_devices)
     dump = args.dump_hlo and _dump_file(args.dump_hlo, config.model_name, args.topology)
     from ...plan.compile_report import report_json, report_text
     from ...train import set_up
@@ -72,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
     from ...train.step._aot import check_single_program
 
     setup = set_up(config, devices)
-    check_single_program(setup)
-    report, hlo_text = _compile(setup)
+    check_single_program(setup.step.engine)
+    report, hlo_text = _compile(setup.step)
     if dump:
         dump.write_text(hlo_text, encoding="utf-8")
     if args.json:
@@ -95,12 +94,12 @@ def leave_devices_alone() -> None:
         os.environ.setdefault(name, value)
 
 
-def _devices(config: "Config", topology: str | None, num_slices: int) -> list[Any]:
+def _devices(topology: str | None, num_slices: int, num_emulated: int) -> list[Any]:
     """Returns the devices of the topology or of this machine, emulated if the config says so."""
     if topology:
-        if config.emulate_devices:
+        if num_emulated:
             raise ValueError(
-                f"`emulate_devices` is {config.emulate_devices} and `--topology` {topology}. Leave "
+                f"`emulate_devices` is {num_emulated} and `--topology` {topology}. Leave "
                 "one of them out."
             )
         from ...plan import topology_devices
@@ -108,8 +107,8 @@ def _devices(config: "Config", topology: str | None, num_slices: int) -> list[An
         return topology_devices(topology, num_slices)
     if num_slices != 1:
         raise ValueError(f"`--num-slices` is {num_slices} without `--topology`. Give both.")
-    if config.emulate_devices:
-        emulate_devices(config.emulate_devices)
+    if num_emulated:
+        emulate_devices(num_emulated)
     import jax
 
     return jax.devices()
@@ -131,7 +130,7 @@ def _dump_file(folder: Path, model_name: str, topology: str | None) -> Path:
     return file
 
 
-def _compile(setup: "Setup") -> tuple[Any, str]:
+def _compile(plan: "StepPlan") -> tuple[Any, str]:
     """Compiles a step, and returns its report and its HLO."""
     import jax
 
@@ -140,12 +139,13 @@ def _compile(setup: "Setup") -> tuple[Any, str]:
     from ...plan.hlo import gpu_hosts
     from ...plan.step_time import estimated_time
     from ...train import compile_train_step
-    from ...train.estimate._device_flops import model_flops
+    from ...train.estimate._device_flops import step_work
 
-    device = setup.mesh.devices.flat[0]
+    mesh, work = plan.pipeline.mesh, step_work(plan.state.weights.sizes, plan.batch)
+    device = mesh.devices.flat[0]
     started = time.perf_counter()
     try:
-        compiled = compile_train_step(setup)
+        compiled = compile_train_step(plan)
     except jax.errors.JaxRuntimeError as error:
         raise _compile_error(error) from error
     except ValueError as error:
@@ -155,24 +155,25 @@ def _compile(setup: "Setup") -> tuple[Any, str]:
     hlo_text = compiled.as_text() or ""
     report = CompileReport(
         platform=device.device_kind,
-        num_devices=setup.mesh.size,
+        num_devices=work.num_devices,
         memory=memory(compiled, device.platform),
-        audit=audit(hlo_text, gpu_hosts(setup.mesh.devices.flat)),
-        model_flops=model_flops(setup),
+        audit=audit(hlo_text, gpu_hosts(mesh.devices.flat)),
+        model_flops=work.flops,
         compile_seconds=seconds,
-        step_time=estimated_time(hlo_text, device.device_kind, _bubble(setup)),
-        tokens=setup.batch_size * setup.config.max_target_length,
+        step_time=estimated_time(hlo_text, device.device_kind, _bubble(plan)),
+        tokens=work.num_tokens,
         **compiler_versions(device.platform),
     )
     return report, hlo_text
 
 
-def _bubble(setup: "Setup") -> float:
+def _bubble(plan: "StepPlan") -> float:
     """Returns the share of the pipeline's time in which a device waits, by the schedule."""
     from ... import schedules
     from ...train.estimate import predicted_timeline
 
-    timeline = predicted_timeline(setup)
+    recomputes = plan.model.remat.recomputes
+    timeline = predicted_timeline(plan.engine, plan.pipeline, recomputes=recomputes)
     return 0.0 if timeline is None else schedules.bubble_fraction(timeline)
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ...report._memory import CompiledMemory
     from ...report.record import RunRecord
     from ...train import Config
-    from ...train.plan._setup import Setup
+    from ...train.plan._setup import Setup, StepPlan
 
 _HELP = "write a run as one page of HTML"
 _MAX_DEVICES = 1024  # more take minutes to be emulated
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     setup, why = _planned(found)
     compiled = None
     if args.compile:
-        compiled = _compiled(found, setup, why, args.topology, args.num_slices)
+        compiled = _compiled(found, setup and setup.step, why, args.topology, args.num_slices)
     page = render(found, setup, now=datetime.now(UTC), why_no_setup=why, compiled=compiled)
     output = args.output or args.run / "report.html"
     _write(output, page)
@@ -95,7 +95,7 @@ def _on_any_device(found: "RunRecord") -> "Config":
 
 
 def _compiled(
-    found: "RunRecord", setup: "Setup | None", why: str, topology: str | None, num_slices: int
+    found: "RunRecord", plan: "StepPlan | None", why: str, topology: str | None, num_slices: int
 ) -> "CompiledMemory":
     """Compiles the step for a topology or for the emulated devices, and returns its memory."""
     from ...plan import memory, topology_devices
@@ -103,14 +103,13 @@ def _compiled(
     from ...train import compile_train_step, set_up
     from ...train.step._aot import check_single_program
 
-    if setup is None or found.config is None:
+    if plan is None or found.config is None:
         raise ValueError(f"`--compile` needs a run that can be planned. {why}")
-    check_single_program(setup)
+    check_single_program(plan.engine)
     if topology:
-        devices = topology_devices(topology, num_slices)
-        setup = set_up(found.config, devices)
-    device = setup.mesh.devices.flat[0]
-    step_memory = memory(compile_train_step(setup), device.platform)
+        plan = set_up(found.config, topology_devices(topology, num_slices)).step
+    device = plan.pipeline.mesh.devices.flat[0]
+    step_memory = memory(compile_train_step(plan), device.platform)
     return CompiledMemory(step_memory, device.device_kind)
 
 

@@ -29,10 +29,10 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         The exit code.
     """
-    from ...train.loop._batches import write_corpus
+    from ...train.loop._batches import data_plan, write_corpus
 
     with unwinding():
-        done = write_corpus(read_settings(args.settings), args.file)
+        done = write_corpus(data_plan(read_settings(args.settings)), args.file)
     print(f"{args.file}: {done.num_tokens} tokens of {done.num_documents} documents. Train with")
     print(
         f"dataset_type=tokens data_files={args.file} token_dtype={done.token_dtype} "

@@ -11,33 +11,33 @@ are reordered one at a time, and each source is deleted.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ... import mpmd, sharding
+from ... import sharding
 from ...sharding._rules import LogicalAxes
 from ...sharding.layout import LayerLayout
 from ...sharding.specs import axes_of_dim
-from ..plan._setup import STACK_AXES, Setup
-from ..step._mpmd import mpmd_state_shardings
-from ..step._per_stage_state import mpmd_mesh, stack_shardings, stack_stages, unstack_stages
-from ..step._state import TrainState, state_logical_axes, state_rules, state_shapes, state_shardings
-from ._layer_reordering import (
-    LayerReordering,
-    delete,
-    is_in_layer_order,
-    jit_on_mesh,
-    layer_reordering,
-    move_and_delete,
+from ..plan._state_plan import StatePlan
+from ..plan._weight_plan import STACK_AXES
+from ..step._state import TrainState, state_logical_axes, state_rules, state_shapes
+from ._conversions import (
+    FromCanonical,
+    StoredShardings,
+    ToCanonical,
+    conversions,
+    is_stacked,
+    is_weight_tree,
 )
+from ._layer_reordering import delete, is_in_layer_order, jit_on_mesh
 
 
-def canonical_shapes(setup: Setup) -> PyTree[jax.ShapeDtypeStruct]:
+def canonical_shapes(plan: StatePlan) -> PyTree[jax.ShapeDtypeStruct]:
     """Returns the shapes and shardings of a canonical state.
 
     Every stack is sharded over the ranks: along layers if the ranks have them in forward order, so
@@ -45,34 +45,30 @@ def canonical_shapes(setup: Setup) -> PyTree[jax.ShapeDtypeStruct]:
     share; along layers if no other dim divides. With per-stage state the leaves outside of stages
     are sharded over the ranks, too. A leaf of which no dim divides is replicated.
     """
-    in_order, is_per_stage, setup = (
-        is_in_layer_order(setup),
-        setup.per_stage_state,
-        _as_one_stack(setup),
-    )
-    axes, rules = state_logical_axes(setup), state_rules(setup)
+    in_order, is_per_stage = is_in_layer_order(plan.weights), plan.weights.per_stage
+    plan = _with_one_stage(plan, plan.weights.num_layers_after)
+    axes, rules = state_logical_axes(plan), state_rules(plan.weights.devices)
+    num_layers, mesh = plan.weights.layout.num_layers, plan.weights.devices.mesh
 
     def part_shapes(name: str, shapes: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
         def leaf_shape(leaf: jax.ShapeDtypeStruct, axes: LogicalAxes) -> jax.ShapeDtypeStruct:
             shape, spec = leaf.shape, sharding.partition_spec(axes, rules[name])
-            if _is_stacked(axes):
-                shape = (setup.layout.num_layers, *shape[len(STACK_AXES) :])
+            if is_stacked(axes):
+                shape = (num_layers, *shape[len(STACK_AXES) :])
                 spec = PartitionSpec(None, *spec[len(STACK_AXES) :])
-            where = NamedSharding(setup.mesh, spec)
-            if is_per_stage or _is_stacked(axes):
-                where = _shard_over_ranks(shape, where, in_order and _is_stacked(axes))
+            where = NamedSharding(mesh, spec)
+            if is_per_stage or is_stacked(axes):
+                where = _shard_over_ranks(shape, where, in_order and is_stacked(axes))
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
 
         return jax.tree.map(leaf_shape, shapes, axes[name])
 
-    return {name: part_shapes(name, shapes) for name, shapes in state_shapes(setup).items()}
+    return {name: part_shapes(name, shapes) for name, shapes in state_shapes(plan).items()}
 
 
-ToCanonical = Callable[[TrainState], TrainState]
-FromCanonical = Callable[[TrainState, TrainState], TrainState]
-
-
-def canonical_round_trip(setup: Setup) -> tuple[ToCanonical, FromCanonical]:
+def canonical_round_trip(
+    plan: StatePlan, stored: StoredShardings
+) -> tuple[ToCanonical, FromCanonical]:
     """Returns functions that convert the state of a run to the canonical state and back.
 
     They are `canonical = to_canonical(state)` and `state = from_canonical(state, canonical)`,
@@ -80,186 +76,65 @@ def canonical_round_trip(setup: Setup) -> tuple[ToCanonical, FromCanonical]:
     converted. Leaves that are in no stack may be shared by both states.
 
     Args:
-        setup: The run.
+        plan: The state of a run.
+        stored: The shardings of its leaves, from `stored_shardings`.
 
     Returns:
         `to_canonical` and `from_canonical`.
     """
-    reordering, shardings = layer_reordering(setup), _canonical_shardings(setup)
-    if setup.per_stage_state:
-        rank_shardings = mpmd_state_shardings(setup)
-        return (
-            lambda state: _per_stage_to_canonical(
-                setup, reordering, state, shardings, rank_shardings
-            ),
-            lambda state, canonical: _per_stage_from_canonical(
-                setup, reordering, state, canonical, shardings, rank_shardings
-            ),
-        )
-    axes, wanted = state_logical_axes(setup), state_shardings(setup)
-
-    def leaf_to_canonical(x: jax.Array, where: NamedSharding, axes: LogicalAxes) -> jax.Array:
-        return reordering.to_layer_order(x, where) if _is_stacked(axes) else x
-
-    def leaf_from_canonical(
-        x: jax.Array, where: NamedSharding, wanted: NamedSharding, axes: LogicalAxes
-    ) -> jax.Array:
-        return reordering.to_rank_order(x, where, wanted) if _is_stacked(axes) else x
-
-    return (
-        lambda state: jax.tree.map(leaf_to_canonical, state, shardings, axes),
-        lambda _, canonical: jax.tree.map(leaf_from_canonical, canonical, shardings, wanted, axes),
-    )
+    return conversions(plan.weights).round_trip(plan, stored, _canonical_shardings(plan))
 
 
-def state_from_canonical(setup: Setup, canonical: TrainState) -> TrainState:
+def state_from_canonical(
+    plan: StatePlan, stored: StoredShardings, canonical: TrainState
+) -> TrainState:
     """Lays out a canonical state, or a part of it, for a run.
 
     The arrays of the canonical state are deleted one by one; with per-stage state, those outside
     of the stages are kept.
 
     Args:
-        setup: The run.
+        plan: The state of the run.
+        stored: The shardings of its leaves, from `stored_shardings`.
         canonical: The canonical state or some of its entries, such as the weights alone, with any
             number of layers after the pipeline.
 
     Returns:
         The same entries in the layout of the run.
     """
-    reordering, shardings = layer_reordering(setup), _canonical_shardings(setup)
-    canonical = {name: _regroup_layers(setup, x, shardings[name]) for name, x in canonical.items()}
-    if setup.per_stage_state:
-        rank_shardings = mpmd_state_shardings(setup)
-        rest = _boundary_on_ranks(setup, canonical, rank_shardings)
-        return _per_stage_from_canonical(
-            setup, reordering, rest, canonical, shardings, rank_shardings
-        )
-    axes, wanted = state_logical_axes(setup), state_shardings(setup)
-    copied = cache(partial(jit_on_mesh, setup, jnp.copy))
-
-    def lay_out(
-        x: jax.Array, where: NamedSharding, wanted: NamedSharding, axes: LogicalAxes
-    ) -> jax.Array:
-        if _is_stacked(axes):
-            return reordering.to_rank_order(x, where, wanted)
-        return move_and_delete(copied(wanted), x)
-
-    return {
-        name: jax.tree.map(lay_out, x, shardings[name], wanted[name], axes[name])
-        for name, x in canonical.items()
+    mesh, num_layers = plan.weights.devices.mesh, plan.weights.layout.num_layers
+    shardings = _canonical_shardings(plan)
+    canonical = {
+        name: _regroup_layers(mesh, num_layers, x, shardings[name]) for name, x in canonical.items()
     }
+    return conversions(plan.weights).lay_out(plan, stored, shardings, canonical)
 
 
-def with_layers_after(setup: Setup, layers_after: int) -> Setup:
-    """Returns `setup` for a pipeline of one stage with so many layers after it."""
-    if layers_after == setup.num_layers_after_pipeline:
-        return setup
-    num_layers = setup.layout.num_layers + setup.num_layers_after_pipeline - layers_after
-    return dataclasses.replace(_as_one_stack(setup), layout=LayerLayout(1, 1, num_layers))
+def with_layers_after(plan: StatePlan, layers_after: int) -> StatePlan:
+    """Returns the state of a pipeline of one stage with so many layers after it."""
+    if layers_after == plan.weights.num_layers_after:
+        return plan
+    return _with_one_stage(plan, layers_after)
 
 
-def _canonical_shardings(setup: Setup) -> PyTree[NamedSharding]:
-    return jax.tree.map(lambda leaf: leaf.sharding, canonical_shapes(setup))
+def _with_one_stage(plan: StatePlan, layers_after: int) -> StatePlan:
+    """Returns the state of a pipeline of one stage in one program, with so many layers after it."""
+    weights = plan.weights
+    layout = LayerLayout(1, 1, weights.layout.num_layers + weights.num_layers_after - layers_after)
+    weights = dataclasses.replace(
+        weights, layout=layout, num_layers_after=layers_after, stages_by_rank=None
+    )
+    return dataclasses.replace(plan, weights=weights)
 
 
-def _per_stage_to_canonical(
-    setup: Setup,
-    reordering: LayerReordering,
-    state: TrainState,
-    shardings: PyTree[NamedSharding],
-    rank_shardings: PyTree[mpmd.MpmdSharding],
-) -> TrainState:
-    """Converts per-stage state to the canonical state. Deletes the stages."""
-    mesh = mpmd_mesh(setup)
-
-    def stack(where: NamedSharding, *stages_and_shardings: Any) -> jax.Array:
-        half = len(stages_and_shardings) // 2
-        stages, rank_shardings = stages_and_shardings[:half], stages_and_shardings[half:]
-        stacked = stack_stages(setup, stages, rank_shardings)
-        delete(stages, once=stacked)
-        return reordering.to_layer_order(stacked, where)
-
-    def join(x: PyTree, where: PyTree, rank_shardings: PyTree) -> PyTree:
-        if not _is_weight_tree(x):
-            return mpmd.mpmd_to_spmd_reshard(mesh, x, where, donate=False)
-        stages = jax.tree.map(stack, where["stages"], *x["stages"], *rank_shardings["stages"])
-        return mpmd.mpmd_to_spmd_reshard(mesh, _boundary(x), _boundary(where), donate=False) | {
-            "stages": stages
-        }
-
-    return jax.tree.map(join, state, shardings, rank_shardings, is_leaf=_is_weight_tree)
+def _canonical_shardings(plan: StatePlan) -> PyTree[NamedSharding]:
+    return jax.tree.map(lambda leaf: leaf.sharding, canonical_shapes(plan))
 
 
-def _boundary_on_ranks(
-    setup: Setup, canonical: TrainState, rank_shardings: PyTree[mpmd.MpmdSharding]
-) -> TrainState:
-    """Puts the leaves outside of stages on the ranks that use them."""
-    mesh = mpmd_mesh(setup)
-
-    def move(x: PyTree, rank_shardings: PyTree) -> PyTree:
-        if not _is_weight_tree(x):
-            return mpmd.spmd_to_mpmd_reshard(mesh, x, rank_shardings, donate=False)
-        return mpmd.spmd_to_mpmd_reshard(
-            mesh, _boundary(x), _boundary(rank_shardings), donate=False
-        )
-
-    return {
-        name: jax.tree.map(move, x, rank_shardings[name], is_leaf=_is_weight_tree)
-        for name, x in canonical.items()
-    }
-
-
-def _per_stage_from_canonical(
-    setup: Setup,
-    reordering: LayerReordering,
-    rest: TrainState,
-    canonical: TrainState,
-    shardings: PyTree[NamedSharding],
-    rank_shardings: PyTree[mpmd.MpmdSharding],
-) -> TrainState:
-    """Returns `rest` with the stages of a canonical state, each on its rank."""
-
-    def cut(x: jax.Array, where: NamedSharding, *rank_shardings: mpmd.MpmdSharding) -> list[Any]:
-        stacked = reordering.to_rank_order(x, where, stack_shardings(setup, rank_shardings))
-        stages = unstack_stages(setup, stacked, rank_shardings)
-        delete(stacked, once=stages)
-        return stages
-
-    def with_stages(x: PyTree, where: PyTree, rank_shardings: PyTree, rest: PyTree) -> PyTree:
-        if not _is_weight_tree(x):
-            return rest
-        trees = (x["stages"], where["stages"], *rank_shardings["stages"])
-        stages_by_leaf = [cut(*leaf) for leaf in zip(*map(jax.tree.leaves, trees), strict=True)]
-        tree = jax.tree.structure(x["stages"])
-        return rest | {
-            "stages": [tree.unflatten(leaves) for leaves in zip(*stages_by_leaf, strict=True)]
-        }
-
-    return {
-        name: jax.tree.map(
-            with_stages,
-            x,
-            shardings[name],
-            rank_shardings[name],
-            rest[name],
-            is_leaf=_is_weight_tree,
-        )
-        for name, x in canonical.items()
-    }
-
-
-def _as_one_stack(setup: Setup) -> Setup:
-    """Returns `setup` with one stack of layers in place of per-stage state."""
-    if not setup.per_stage_state:
-        return setup
-    config = setup.config.model_copy(update={"pipeline_engine": "none"})
-    layout = LayerLayout(1, 1, setup.layout.num_layers)
-    return dataclasses.replace(setup, config=config, layout=layout)
-
-
-def _regroup_layers(setup: Setup, part: PyTree, shardings: PyTree[NamedSharding]) -> PyTree:
+def _regroup_layers(
+    mesh: Mesh, num_layers: int, part: PyTree, shardings: PyTree[NamedSharding]
+) -> PyTree:
     """Moves layers of a canonical state between its stages and the layers after the pipeline."""
-    num_layers = setup.layout.num_layers
 
     @cache
     def splitting(where: tuple[NamedSharding, ...]) -> Callable[..., tuple[jax.Array, ...]]:
@@ -267,7 +142,7 @@ def _regroup_layers(setup: Setup, part: PyTree, shardings: PyTree[NamedSharding]
             layers = jnp.concatenate(parts)
             return (layers[:num_layers], layers[num_layers:])[: len(where)]
 
-        return jit_on_mesh(setup, split, where)
+        return jit_on_mesh(mesh, split, where)
 
     def regroup_stacks(
         parts: tuple[jax.Array, ...], where: tuple[NamedSharding, ...]
@@ -290,29 +165,16 @@ def _regroup_layers(setup: Setup, part: PyTree, shardings: PyTree[NamedSharding]
         return w | {"head": head, "stages": stages}
 
     return jax.tree.map(
-        lambda x, where: regroup_weights(x, where) if _is_weight_tree(x) else x,
+        lambda x, where: regroup_weights(x, where) if is_weight_tree(x) else x,
         part,
         shardings,
-        is_leaf=_is_weight_tree,
+        is_leaf=is_weight_tree,
     )
 
 
 def _layer_stacks(w: dict[str, Any]) -> list[PyTree]:
     """Returns the stack of layers of the pipeline, and the stack after it if there is one."""
     return [w["stages"], *([w["head"]["layers"]] if "layers" in w["head"] else [])]
-
-
-def _boundary(w: dict[str, Any]) -> dict[str, Any]:
-    return {name: part for name, part in w.items() if name != "stages"}
-
-
-def _is_weight_tree(x: Any) -> bool:
-    """Returns whether `x` has the structure of the weights, as Adam's moments have."""
-    return isinstance(x, dict) and {"head", "stages"} <= x.keys()
-
-
-def _is_stacked(axes: Any) -> bool:
-    return axes[: len(STACK_AXES)] == STACK_AXES
 
 
 def _shard_over_ranks(shape: Sequence[int], where: NamedSharding, by_first: bool) -> NamedSharding:

@@ -8,11 +8,12 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from ..._input import MAX_JSON_BYTES, is_file
-from ..plan._setup import Setup
+from ..plan._family import ModelConfig
+from ..plan._setup import StepPlan
 from ..runtime._multihost import broadcast_from_first
 from ..runtime._reading import is_folder, list_names
 from ..step._state import TrainState
-from ..step._step import init_state
+from ..step._step import init_state, stored_shardings
 from ._canonical import canonical_shapes, state_from_canonical, with_layers_after
 from ._digests import DIGESTS_FILE, describe_corruption, find_corruption, has_digests, is_complete
 from ._store import (
@@ -35,11 +36,15 @@ _NOT_COMPUTED = ("load_balance_loss_weight",)
 _ADVICE = "Give the sizes it was saved with: `config.yml` in that folder has them."
 
 
-def first_state(setup: Setup) -> TrainState:
+def first_state(
+    plan: StepPlan, init_from: str = "", *, allow_unverified: bool = False
+) -> TrainState:
     """Returns the state before step 1: weights of `init_from` or the seed, and a new optimizer.
 
     Args:
-        setup: The run.
+        plan: The step.
+        init_from: The folder of a run, or the result of a conversion; "" for weights of the seed.
+        allow_unverified: Whether a checkpoint without digests is accepted.
 
     Returns:
         The state in the layout of the run.
@@ -48,28 +53,28 @@ def first_state(setup: Setup) -> TrainState:
         ValueError: If `init_from` has no checkpoint, or one of another model. Raised before
             anything is compiled.
     """
-    if not setup.config.init_from:
-        return init_state(setup)
-    folder = checkpoints_folder(Path(setup.config.init_from))
+    if not init_from:
+        return init_state(plan)
+    folder, weights = checkpoints_folder(Path(init_from)), plan.state.weights
     with open_checkpoints_read_only(folder) as checkpoints:
-        step = verified_step(checkpoints, None, allow_unverified=setup.config.allow_unverified)
+        step = verified_step(checkpoints, None, allow_unverified=allow_unverified)
         step = broadcast_from_first(step)
         metadata = read_metadata(checkpoints, step)
-        as_saved = with_layers_after(setup, metadata.get("layers_after", 0))
+        as_saved = with_layers_after(plan.state, metadata.get("layers_after", 0))
         wanted = canonical_shapes(as_saved)["weights"]
-        where = f"`init_from` is {setup.config.init_from!r}: {checkpoints.directory} step {step}"
+        where = f"`init_from` is {init_from!r}: {checkpoints.directory} step {step}"
         saved = saved_leaf_specs(checkpoints, step, "weights")
-        check_same_leaves(_as_restored(saved, setup), leaf_specs(wanted), where, _ADVICE)
-        check_same_sizes(metadata["model"], setup, where, _ADVICE, ignored=_NOT_COMPUTED)
-        state = init_state(setup)
+        check_same_leaves(_as_restored(saved, weights.dtype), leaf_specs(wanted), where, _ADVICE)
+        check_same_sizes(metadata["model"], weights.sizes, where, _ADVICE, ignored=_NOT_COMPUTED)
+        state = init_state(plan)
         del state["weights"]  # room for the others
-        weights = restore_weights(checkpoints, step, wanted)
-    return state | state_from_canonical(setup, {"weights": weights})
+        canonical = {"weights": restore_weights(checkpoints, step, wanted)}
+    return state | state_from_canonical(plan.state, stored_shardings(plan), canonical)
 
 
-def _as_restored(saved: LeafSpecs, setup: Setup) -> LeafSpecs:
+def _as_restored(saved: LeafSpecs, weight_dtype: str) -> LeafSpecs:
     """Returns `saved` with the dtypes it is restored in: bfloat16 may be widened to float32."""
-    if setup.config.weight_dtype != "float32":
+    if weight_dtype != "float32":
         return saved
     return {
         name: (shape, "float32" if dtype == "bfloat16" else dtype)
@@ -159,25 +164,35 @@ def verified_step(
 
 def check_same_sizes(
     saved: Mapping[str, Any],
-    setup: Setup,
+    sizes: ModelConfig,
     where: str,
     advice: str = "Use the config it was saved with, or another `run_name`.",
     *,
     ignored: tuple[str, ...] = (),
 ) -> None:
-    """Checks that the sizes of a checkpoint are those of the config.
+    """Checks that the sizes of a checkpoint are those of a run.
 
     A size that was no key yet when the checkpoint was saved counts as its default.
+
+    Args:
+        saved: The sizes of the checkpoint, by name.
+        sizes: Those of the run.
+        where: The checkpoint, for the error.
+        advice: The last line of the error.
+        ignored: Names of sizes that may differ.
+
+    Returns:
+        None.
 
     Raises:
         ValueError: If a size differs, naming all that do.
     """
-    fields = dataclasses.fields(setup.model_config)
+    fields = dataclasses.fields(sizes)
     defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
     found = defaults | dict(saved)
     differing = [
         f"{key} is {found.get(key)!r} in the checkpoint, {value!r} in the config"
-        for key, value in dataclasses.asdict(setup.model_config).items()
+        for key, value in dataclasses.asdict(sizes).items()
         if found.get(key) != value and key not in ignored
     ]
     if differing:

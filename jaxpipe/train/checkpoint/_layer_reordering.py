@@ -8,13 +8,12 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int, PyTree
 
 from ...models.weights._abstract import mask_padding_layers
 from ...sharding.specs import without_axes
-from ..plan._setup import Setup
-from ..step._per_stage_state import layer_ids_by_rank
+from ..plan._weight_plan import WeightPlan
 
 
 @runtime_checkable
@@ -50,35 +49,33 @@ class LayerReordering(Protocol):
         ...
 
 
-def layer_reordering(setup: Setup) -> LayerReordering:
+def layer_reordering(weights: WeightPlan) -> LayerReordering:
     """Returns the reordering of a run, compiled at the first call for each shape and sharding."""
-    layer_ids = _layer_ids(setup)
-    return (
-        LocalReshape(setup, layer_ids.shape)
-        if is_in_layer_order(setup)
-        else AllToAll(setup, layer_ids)
-    )
+    layer_ids, mesh = weights.slot_layer_ids, weights.devices.mesh
+    if is_in_layer_order(weights):
+        return LocalReshape(mesh, layer_ids.shape)
+    return AllToAll(mesh, layer_ids)
 
 
-def is_in_layer_order(setup: Setup) -> bool:
+def is_in_layer_order(weights: WeightPlan) -> bool:
     """Returns whether ranks have layers in forward order, without duplicates or padding."""
-    layer_ids = _layer_ids(setup)
-    ranks_first = setup.per_stage_state or setup.layout.num_repeats == 1
+    layer_ids = weights.slot_layer_ids
+    ranks_first = layer_ids.ndim == 2 or layer_ids.shape[0] == 1  # else repeats are first
     return ranks_first and np.array_equal(layer_ids.ravel(), np.arange(layer_ids.size))
 
 
 class LocalReshape:
     """Reshapes stacks whose ranks have layers in forward order, without communication."""
 
-    def __init__(self, setup: Setup, dims: tuple[int, ...]) -> None:
+    def __init__(self, mesh: Mesh, dims: tuple[int, ...]) -> None:
         def flat(x: jax.Array) -> jax.Array:
             return x.reshape(math.prod(dims), *x.shape[len(dims) :])
 
         def stacked(x: jax.Array) -> jax.Array:
             return x.reshape(*dims, *x.shape[1:])
 
-        self._flat = cache(partial(jit_on_mesh, setup, flat))
-        self._stacked = cache(partial(jit_on_mesh, setup, stacked))
+        self._flat = cache(partial(jit_on_mesh, mesh, flat))
+        self._stacked = cache(partial(jit_on_mesh, mesh, stacked))
 
     def to_layer_order(self, x: jax.Array, where: NamedSharding) -> jax.Array:
         return move_and_delete(self._flat(where), x)
@@ -94,7 +91,7 @@ class AllToAll:
     After it each rank has a part of every layer, so that it can reorder layers locally.
     """
 
-    def __init__(self, setup: Setup, layer_ids: Int[np.ndarray, "..."]) -> None:
+    def __init__(self, mesh: Mesh, layer_ids: Int[np.ndarray, "..."]) -> None:
         num_padding = np.sum(layer_ids < 0)
         positions = np.argsort(layer_ids, axis=None, stable=True)[num_padding:]
         self._num_dims = layer_ids.ndim
@@ -106,9 +103,9 @@ class AllToAll:
             x = mask_padding_layers(x[layer_ids.ravel()], layer_ids)
             return x.reshape(*layer_ids.shape, *x.shape[1:])
 
-        self._ordered = cache(partial(jit_on_mesh, setup, ordered))
-        self._stacked = cache(partial(jit_on_mesh, setup, stacked))
-        self._copy_to = cache(partial(jit_on_mesh, setup, jnp.copy))
+        self._ordered = cache(partial(jit_on_mesh, mesh, ordered))
+        self._stacked = cache(partial(jit_on_mesh, mesh, stacked))
+        self._copy_to = cache(partial(jit_on_mesh, mesh, jnp.copy))
 
     def to_layer_order(self, x: jax.Array, where: NamedSharding) -> jax.Array:
         x = move_and_delete(self._copy_to(self._without_layer_shards(where)), x)
@@ -137,11 +134,11 @@ def delete(tree: PyTree, *, once: PyTree) -> None:
         x.delete()
 
 
-def jit_on_mesh(setup: Setup, f: Callable[..., PyTree], where: PyTree) -> Callable[..., PyTree]:
-    """Compiles `f` for arrays on `setup.mesh`, with all axes automatic inside.
+def jit_on_mesh(mesh: Mesh, f: Callable[..., PyTree], where: PyTree) -> Callable[..., PyTree]:
+    """Compiles `f` for arrays on a mesh, with all axes automatic inside.
 
     Args:
-        setup: The run.
+        mesh: The mesh.
         f: The function.
         where: The shardings of its results.
 
@@ -149,12 +146,12 @@ def jit_on_mesh(setup: Setup, f: Callable[..., PyTree], where: PyTree) -> Callab
         The compiled function.
     """
     work: Any = f
-    if setup.config.shard_mode == "explicit":
+    if AxisType.Explicit in mesh.axis_types:
         work = jax.sharding.auto_axes(f, out_sharding=jax.tree.map(_with_explicit_axes_only, where))
     program = jax.jit(work, out_shardings=where)
 
     def run(*arrays: jax.Array) -> PyTree:
-        with jax.set_mesh(setup.mesh):
+        with jax.set_mesh(mesh):
             return program(*arrays)
 
     return run
@@ -165,10 +162,3 @@ def _with_explicit_axes_only(where: NamedSharding) -> NamedSharding:
     kinds = zip(where.mesh.axis_names, where.mesh.axis_types, strict=True)
     others = [axis for axis, kind in kinds if kind is not AxisType.Explicit]
     return NamedSharding(where.mesh, without_axes(where.spec, others))
-
-
-def _layer_ids(setup: Setup) -> Int[np.ndarray, "..."]:
-    """Returns the layer id of every slot of a stack on ranks; -1 for padding."""
-    if setup.per_stage_state:
-        return layer_ids_by_rank(setup)
-    return np.array(setup.layout.layer_ids, int).reshape(setup.layout.dims)

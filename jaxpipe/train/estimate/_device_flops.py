@@ -3,10 +3,12 @@
 The peak is that of dense matrix products in bfloat16 that accumulate in float32.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from ... import models
-from ..plan._setup import Setup
+from ..plan._devices import BatchPlan
+from ..plan._family import ModelConfig
 
 _TFLOPS = {
     # docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e and tpu7x: 2307 a chip, which is two devices.
@@ -44,38 +46,58 @@ def peak_tflops(device: Any, given: float) -> float | None:
     return given or _TFLOPS.get(device.device_kind)
 
 
-def model_flops(setup: Setup) -> float:
-    """Returns the floating-point operations of the model in a step, over all devices.
+@dataclass(frozen=True)
+class StepWork:
+    """What a step computes, and the devices that it keeps busy.
+
+    Attributes:
+        flops: Floating-point operations of the model, over all devices: those of matrix products,
+            forward and backward, without recomputed ones.
+        num_tokens: Tokens, summed over all devices.
+        num_devices: The number of devices.
+        peak_tflops: The peak of one device, in 1e12 operations a second; None if it is not known.
+    """
+
+    flops: float
+    num_tokens: int
+    num_devices: int
+    peak_tflops: float | None
+
+
+def step_work(sizes: ModelConfig, batch: BatchPlan, given_tflops: float = 0.0) -> StepWork:
+    """Counts what a step computes.
 
     Args:
-        setup: The run.
+        sizes: The sizes of the model.
+        batch: The batch of a step.
+        given_tflops: The peak of a device that the run gives; 0 if it gives none.
 
     Returns:
-        The operations of matrix products, forward and backward, without recomputed ones.
+        The operations, the tokens and the devices of a step.
     """
-    length = setup.config.max_target_length
-    return models.matmul_flops_per_token(setup.model_config, length) * setup.batch_size * length
+    mesh = batch.devices.mesh
+    flops = models.matmul_flops_per_token(sizes, batch.length) * batch.num_rows * batch.length
+    peak = peak_tflops(mesh.devices.flat[0], given_tflops)
+    return StepWork(flops, batch.num_tokens, mesh.size, peak)
 
 
-def speed_metrics(setup: Setup, seconds: float) -> dict[str, float]:
+def speed_metrics(work: StepWork, seconds: float) -> dict[str, float]:
     """Returns the metrics of the speed of a step.
 
     Recomputed operations are not counted: FLOPs are those of the model, not of the program.
 
     Args:
-        setup: The run.
+        work: What the step computes.
         seconds: The time that the step took.
 
     Returns:
         The step time in seconds, tokens per second, and model FLOPs per second and device (1e12);
         and `mfu`, their fraction of the peak of the device, if that is known.
     """
-    tokens = setup.batch_size * setup.config.max_target_length
-    tflops = model_flops(setup) / seconds / setup.mesh.size / 1e12
+    tflops = work.flops / seconds / work.num_devices / 1e12
     found = {
         "step_time_seconds": seconds,
-        "tokens_per_second": tokens / seconds,
+        "tokens_per_second": work.num_tokens / seconds,
         "tflops_per_second_per_device": tflops,
     }
-    peak = peak_tflops(setup.mesh.devices.flat[0], setup.config.peak_tflops_per_device)
-    return found | ({"mfu": tflops / peak} if peak else {})
+    return found | ({"mfu": tflops / work.peak_tflops} if work.peak_tflops else {})

@@ -5,18 +5,24 @@ the compiler are not counted; `compile_train_step` reports them.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ... import schedules, sharding
-from ...schedules import language
-from ..plan._setup import Setup
+from ... import schedules
+from ...engines import Engine
+from ...engines._engine import PipelinePlan
+from ...schedules import Schedule, language
+from ..plan._setup import StepPlan
 from ..step._state import gradient_shardings, state_shapes, state_shardings
+
+LeafPath = tuple[Any, ...]
+"""The keys of a leaf, as `jax.tree_util` gives them."""
 
 
 @dataclass(frozen=True)
@@ -47,25 +53,29 @@ class MemoryEstimate:
         return self.weights + gradients + self.optimizer + self.stage_inputs
 
 
-def estimate_memory(setup: Setup) -> tuple[MemoryEstimate, ...]:
+def estimate_memory(plan: StepPlan) -> tuple[MemoryEstimate, ...]:
     """Estimates the memory that a run keeps on a device.
 
     Args:
-        setup: The run.
+        plan: The step of the run.
 
     Returns:
         One estimate for each rank of the `mpmd` engine; a single one for the other engines, whose
         devices are alike.
     """
-    shapes, where = state_shapes(setup), state_shardings(setup)
-    grad_shardings, in_float32 = (
-        gradient_shardings(setup),
-        jax.tree.map(_float32, shapes["weights"]),
-    )
+    weight_plan = plan.state.weights
+    shapes, where = state_shapes(plan.state), state_shardings(plan.state)
+    in_float32 = jax.tree.map(_float32, shapes["weights"])
+    grad_shardings = gradient_shardings(weight_plan)
+    tied = getattr(weight_plan.sizes, "logits_via_embedding", False)
+    is_held = _holds_all
+    if plan.engine.per_stage_state:
+        assert plan.pipeline.schedule is not None
+        is_held = partial(_holds_leaf, plan.pipeline.schedule, tied)
     found = []
-    for rank, stage_inputs in enumerate(_stage_input_bytes(setup)):
+    for rank, stage_inputs in enumerate(_stage_input_bytes(plan)):
         weights, gradients, sums, optimizer = (
-            sum(_leaf_bytes(setup, rank, tree, leaf_shardings))
+            sum(_leaf_bytes(partial(is_held, rank), tree, leaf_shardings))
             for tree, leaf_shardings in (
                 (shapes["weights"], where["weights"]),
                 (shapes["weights"], grad_shardings),
@@ -73,9 +83,9 @@ def estimate_memory(setup: Setup) -> tuple[MemoryEstimate, ...]:
                 (shapes["optimizer"], where["optimizer"]),
             )
         )
-        others = setup.gradient_accumulation_steps - 1
+        others = plan.batch.gradient_accumulation_steps - 1
         # Programs of ranks add gradients that are not float32 after the last loop only.
-        adds_late = setup.per_stage_state and jnp.dtype(setup.config.weight_dtype) != jnp.float32
+        adds_late = weight_plan.per_stage and jnp.dtype(weight_plan.dtype) != jnp.float32
         sums = others * gradients if adds_late else min(others, 1) * sums
         found.append(MemoryEstimate(weights, gradients, sums, optimizer, stage_inputs))
     return tuple(found)
@@ -85,21 +95,32 @@ def _float32(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
 
 
-def _leaf_bytes(setup: Setup, rank: int, tree: PyTree, shardings: PyTree) -> Iterable[int]:
-    """Yields the bytes of every leaf that the rank has, on one of its devices."""
+def _leaf_bytes(
+    is_held: Callable[[LeafPath], bool], tree: PyTree, shardings: PyTree
+) -> Iterable[int]:
+    """Yields the bytes of every leaf that a rank holds, on one of its devices."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     for (path, leaf), where in zip(leaves, jax.tree.leaves(shardings), strict=True):
-        if not setup.per_stage_state or rank in _ranks_of_leaf(setup, path):
+        if is_held(path):
             yield math.prod(where.shard_shape(leaf.shape)) * jnp.dtype(leaf.dtype).itemsize
 
 
-def _ranks_of_leaf(setup: Setup, path: tuple[Any, ...]) -> set[int]:
+def _holds_all(rank: int, path: LeafPath) -> bool:
+    """Returns True: in one program every device has a part of every leaf."""
+    del rank, path
+    return True
+
+
+def _holds_leaf(schedule: Schedule, tied: bool, rank: int, path: LeafPath) -> bool:
+    """Returns whether a rank holds a leaf of per-stage state."""
+    return rank in _ranks_of_leaf(schedule, tied, path)
+
+
+def _ranks_of_leaf(schedule: Schedule, tied: bool, path: LeafPath) -> set[int]:
     """Returns the ranks that hold a leaf of per-stage state during a step.
 
     All ranks that run a stage have its weights and gradients; its owner has the moments.
     """
-    assert setup.schedule_selection is not None
-    schedule = setup.schedule_selection.schedule
     owners = language.owners(schedule)
     names = [getattr(key, "key", None) for key in path]
     is_moment = names[0] not in ("embed", "stages", "head")
@@ -113,7 +134,7 @@ def _ranks_of_leaf(setup: Setup, path: tuple[Any, ...]) -> set[int]:
     if "head" in names:
         return last
     if "embed" in names:
-        if not getattr(setup.model_config, "logits_via_embedding", False):
+        if not tied:
             return first
         # The first and the last stage read a tied embedding; the rank of the last stage adds up its
         # gradients and has its moments.
@@ -121,31 +142,33 @@ def _ranks_of_leaf(setup: Setup, path: tuple[Any, ...]) -> set[int]:
     return set(range(schedules.num_ranks(schedule)))
 
 
-def _stage_input_bytes(setup: Setup) -> tuple[int, ...]:
+def _stage_input_bytes(plan: StepPlan) -> tuple[int, ...]:
     """Returns the peak bytes of stage inputs of each rank, or one number for all."""
-    shape = (setup.microbatch_size, setup.config.max_target_length, setup.model_config.base_emb_dim)
+    batch, dtype = plan.batch, jnp.dtype(plan.model.dtype)
+    shape = (batch.microbatch_size, batch.length, plan.state.weights.sizes.base_emb_dim)
     axes = ("activation_batch", "activation_length", "activation_embed")
-    one = {"x": jax.ShapeDtypeStruct(shape, setup.config.dtype)}
-    where = sharding.named_shardings(one, {"x": axes}, setup.mesh, setup.rules)["x"]
-    size = math.prod(where.shard_shape(shape)) * jnp.dtype(setup.config.dtype).itemsize
-    return tuple(count * size for count in peak_live_microbatches(setup))
+    one = {"x": jax.ShapeDtypeStruct(shape, dtype)}
+    where = batch.devices.shardings(one, {"x": axes})["x"]
+    size = math.prod(where.shard_shape(shape)) * dtype.itemsize
+    return tuple(count * size for count in peak_live_microbatches(plan.engine, plan.pipeline))
 
 
-def peak_live_microbatches(setup: Setup) -> tuple[int, ...]:
+def peak_live_microbatches(engine: Engine, plan: PipelinePlan) -> tuple[int, ...]:
     """Counts the stage inputs that a rank keeps for backward passes at the same time.
 
     Args:
-        setup: The run.
+        engine: The engine.
+        plan: Its pipeline.
 
     Returns:
         The peak count of each rank, or one number if all ranks are alike.
     """
-    layout = setup.layout
-    if setup.schedule_selection is not None:
-        peaks = schedules.peak_activations(setup.schedule_selection.schedule)
-        return peaks if setup.per_stage_state else (max(peaks),)
-    if not setup.config.engine.pipelines:
+    layout = plan.layout
+    if plan.schedule is not None:
+        peaks = schedules.peak_activations(plan.schedule)
+        return peaks if engine.per_stage_state else (max(peaks),)
+    if not engine.pipelines:
         return (layout.num_layers,)
-    handover = 2 if setup.config.pipeline_delay_activation_forwarding else 1
+    handover = 2 if plan.forwarding_delay else 1
     # The loop keeps the stage input of every tick, also of those in a bubble.
-    return (setup.num_microbatches * layout.num_repeats + (layout.num_ranks - 1) * handover,)
+    return (plan.num_microbatches * layout.num_repeats + (layout.num_ranks - 1) * handover,)

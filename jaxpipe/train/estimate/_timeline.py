@@ -1,38 +1,37 @@
 """Predicts the timeline of a step from the costs by which `auto` selects schedules."""
 
-from ... import schedules
-from ...schedules import Costs, Op, Timeline, analysis, builders, language, lock_step
+from ...engines import Engine
+from ...engines._engine import PipelinePlan
+from ...schedules import Costs, Op, Timeline, analysis, builders, language
 from ...schedules.analysis import TimedStep
 from ...schedules.language import actions_of
 from ..plan._schedule_selection import stage_costs
-from ..plan._setup import Setup
 
 
-def predicted_timeline(setup: Setup) -> Timeline | None:
+def predicted_timeline(engine: Engine, plan: PipelinePlan, *, recomputes: bool) -> Timeline | None:
     """Predicts the timeline of a step as the engine of a run executes the schedule.
 
     `circular` and `scheduled` run in ticks that all ranks share; in `mpmd` a rank goes on as soon
     as it can. An F of a layer costs 10.
 
     Args:
-        setup: The run.
+        engine: The engine.
+        plan: Its pipeline.
+        recomputes: Whether backwards compute the forward again, or a part of it.
 
     Returns:
         The timeline, or None without a pipeline.
     """
-    config, layout = setup.config, setup.layout
-    layers = tuple(map(len, layout.stage_layer_ids))
-    costs = stage_costs(config, layers)
-    if not config.engine.pipelines:
+    if not engine.pipelines:
         return None
-    if setup.schedule_selection is None:
-        delay = 2 if config.pipeline_delay_activation_forwarding else 1
-        return _circular_timeline(
-            setup.num_microbatches, layout.num_ranks, layout.num_repeats, delay, costs
-        )
-    if setup.schedule_selection.ticks is None:
-        return schedules.simulate(setup.schedule_selection.schedule, costs)
-    return lock_step.simulate_ticks(setup.schedule_selection.ticks, costs)
+    layout = plan.layout
+    costs = stage_costs(tuple(map(len, layout.stage_layer_ids)), recomputes=recomputes)
+    if plan.schedule is not None:
+        return engine.timeline(plan, costs)
+    delay = 2 if plan.forwarding_delay else 1
+    return _circular_timeline(
+        plan.num_microbatches, layout.num_ranks, layout.num_repeats, delay, costs
+    )
 
 
 def _circular_timeline(

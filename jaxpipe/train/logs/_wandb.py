@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ..._durable import write_file
-from ..config._config import Config
 from ._metrics import WriteMetrics
 
 
@@ -31,22 +30,33 @@ def load_wandb() -> Any:
 
 
 @contextmanager
-def wandb_writer(config: Config, folder: Path) -> Iterator[WriteMetrics]:
+def wandb_writer(
+    folder: Path, *, project: str, name: str, settings: Mapping[str, Any]
+) -> Iterator[WriteMetrics]:
     """Yields a function that logs the metrics of a step to Weights & Biases.
 
     A run that is resumed in its folder is resumed there too. Steps that are repeated after a kill
     keep their first values there.
+
+    Args:
+        folder: The folder of the run.
+        project: The project there.
+        name: The name of the run there.
+        settings: The keys and values of the run's config.
+
+    Yields:
+        `(step, metrics) -> None`.
     """
     file = folder / "wandb_id"
     if not file.exists():
         write_file(file, secrets.token_hex(8))
     run = load_wandb().init(
-        project=config.wandb_project,
-        name=config.run_name,
+        project=project,
+        name=name,
         id=file.read_text(encoding="utf-8"),
         resume="allow",
         dir=str(folder),
-        config=config.model_dump(mode="json"),
+        config=dict(settings),
     )
 
     def write(step: int, metrics: Mapping[str, float]) -> None:

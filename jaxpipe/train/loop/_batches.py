@@ -1,4 +1,4 @@
-"""The batches that a run's config asks for."""
+"""The data that a run's config asks for, as batches."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,10 +20,81 @@ from ...data.batches._rows import Rows
 from ...data.sources._source_config import FIELD_READERS
 from ...data.sources._write import TokenFileSummary
 from ..config._config import Config
-from ..plan._setup import Setup
+from ..plan._devices import BatchPlan
 
 EVALUATION_STREAM = 1
 """The stream of synthetic batches for evaluation; that of training is 0."""
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """The data of a run, and how its rows are made.
+
+    Attributes:
+        sources: The sources that the run trains on; () for synthetic data.
+        eval_sources: Those that it is evaluated on; () for none of their own.
+        is_mixture: Whether keys of the config list several sources.
+        tokenizer_path: The tokenizer; "" for bytes.
+        vocab_size: The largest id of a token is below it.
+        packing: Whether a row has several documents.
+        is_shuffled: Whether rows are shuffled.
+        seed: The seed of the shuffle, and of synthetic data.
+        eval_split_fraction: The share of documents that is held out for evaluation.
+        eval_split_seed: The seed that chooses them.
+        is_evaluated: Whether the run is evaluated.
+        num_eval_batches: The number of synthetic batches to evaluate on.
+    """
+
+    sources: tuple[Source, ...]
+    eval_sources: tuple[Source, ...]
+    is_mixture: bool
+    tokenizer_path: str
+    vocab_size: int
+    packing: bool
+    is_shuffled: bool
+    seed: int
+    eval_split_fraction: float
+    eval_split_seed: int
+    is_evaluated: bool
+    num_eval_batches: int
+
+
+def data_plan(config: Config) -> DataPlan:
+    """Reads from a config which data a run has.
+
+    Args:
+        config: The config of the run.
+
+    Returns:
+        The data.
+
+    Raises:
+        ValueError: If a source and the keys that say how it is read do not agree.
+    """
+
+    def of_files(files: tuple[str, ...]) -> tuple[Source, ...]:
+        read = {name: getattr(config, name) for name in FIELD_READERS}
+        return (Source.model_validate({"type": config.dataset_type, "files": files, **read}),)
+
+    sources, eval_sources = (), ()
+    if config.dataset_type != "synthetic":
+        sources = config.data_sources or of_files(config.data_files)
+        if config.eval_files or config.eval_data_sources:
+            eval_sources = config.eval_data_sources or of_files(config.eval_files)
+    return DataPlan(
+        sources,
+        eval_sources,
+        is_mixture=config.dataset_type == "mixture",
+        tokenizer_path=config.tokenizer_path,
+        vocab_size=config.vocab_size,
+        packing=config.packing,
+        is_shuffled=config.enable_data_shuffling,
+        seed=config.data_shuffle_seed,
+        eval_split_fraction=config.eval_split_fraction,
+        eval_split_seed=config.eval_split_seed,
+        is_evaluated=config.eval_interval > 0,
+        num_eval_batches=config.eval_steps,
+    )
 
 
 @dataclass(frozen=True)
@@ -41,11 +112,12 @@ class RunData:
     evaluation: FiniteBatches | None
 
 
-def make_data(setup: Setup) -> RunData:
-    """Opens the data that the config of a run names.
+def make_data(plan: DataPlan, batch: BatchPlan) -> RunData:
+    """Opens the data of a run.
 
     Args:
-        setup: The run.
+        plan: The data.
+        batch: The batch of a step.
 
     Returns:
         The batches for training and evaluation.
@@ -53,111 +125,88 @@ def make_data(setup: Setup) -> RunData:
     Raises:
         ValueError: If a file is missing or of another type, or the sources do not agree.
     """
-    config = setup.config
-    if config.dataset_type == "synthetic":
-        held_out = FirstBatches(_synthetic(setup, EVALUATION_STREAM), config.eval_steps)
-        return RunData(_synthetic(setup, 0), held_out if config.eval_interval else None)
-    sources = _sources(config)
-    corpora = _corpora(config, sources, "data_files", "data_sources")
+    if not plan.sources:
+        held_out = FirstBatches(_synthetic(plan, batch, EVALUATION_STREAM), plan.num_eval_batches)
+        return RunData(_synthetic(plan, batch, 0), held_out if plan.is_evaluated else None)
+    corpora = _corpora(plan, plan.sources, "data_files", "data_sources")
     held_out = []
-    if config.eval_split_fraction:
-        corpora, held_out = zip(*_split(config, corpora), strict=True)
-    elif config.eval_interval and (config.eval_files or config.eval_data_sources):
-        held_out = _corpora(config, _eval_sources(config), "eval_files", "eval_data_sources")
+    if plan.eval_split_fraction:
+        corpora, held_out = zip(*_split(plan, corpora), strict=True)
+    elif plan.is_evaluated and plan.eval_sources:
+        held_out = _corpora(plan, plan.eval_sources, "eval_files", "eval_data_sources")
     batches = corpus_batches(
         corpora,
-        weights=[source.weight for source in sources],
-        batch_size=setup.batch_size,
-        length=config.max_target_length,
-        packing=config.packing,
-        shuffle_seed=config.data_shuffle_seed if config.enable_data_shuffling else None,
+        weights=[source.weight for source in plan.sources],
+        batch_size=batch.num_rows,
+        length=batch.length,
+        packing=plan.packing,
+        shuffle_seed=plan.seed if plan.is_shuffled else None,
     )
-    decided_by = batches.decided_by | tokenizer_checksum(config, sources)
-    rows = tuple(Rows(corpus, config.max_target_length, config.packing) for corpus in held_out)
+    decided_by = batches.decided_by | tokenizer_checksum(plan.tokenizer_path, plan.sources)
+    rows = tuple(Rows(corpus, batch.length, plan.packing) for corpus in held_out)
     return RunData(
         dataclasses.replace(batches, decided_by=decided_by),
-        SinglePassBatches(rows, setup.batch_size) if rows and config.eval_interval else None,
+        SinglePassBatches(rows, batch.num_rows) if rows and plan.is_evaluated else None,
     )
 
 
-def make_batches(setup: Setup) -> Batches:
-    """Returns the training batches of a run.
-
-    Args:
-        setup: The run.
-
-    Returns:
-        The batches, by step.
-    """
-    return make_data(setup).training
-
-
-def _synthetic(setup: Setup, stream: int) -> Batches:
-    config = setup.config
+def _synthetic(plan: DataPlan, batch: BatchPlan, stream: int) -> Batches:
     return synthetic_batches(
-        vocab_size=config.vocab_size,
-        batch_size=setup.batch_size,
-        length=config.max_target_length,
-        seed=config.data_shuffle_seed,
+        vocab_size=plan.vocab_size,
+        batch_size=batch.num_rows,
+        length=batch.length,
+        seed=plan.seed,
         stream=stream,
     )
 
 
-def tokenizer_checksum(config: Config, sources: Sequence[Source]) -> dict[str, int | str]:
-    """Returns the checksum of the tokenizer as an entry of `decided_by`, if one is used."""
+def tokenizer_checksum(path: str, sources: Sequence[Source]) -> dict[str, int | str]:
+    """Returns the checksum of the tokenizer as an entry of `decided_by`, if one is used.
+
+    Args:
+        path: The tokenizer; "" for bytes.
+        sources: The sources that may need it.
+
+    Returns:
+        The entry, or no entry if all sources have tokens.
+    """
     if all(source.type == "tokens" for source in sources):
         return {}
-    path = config.tokenizer_path
     return {"tokenizer": crc32(Path(path).read_bytes()) if path else "bytes"}
 
 
-def write_corpus(config: Config, file: Path) -> TokenFileSummary:
-    """Writes the documents of a config as a file of tokens, for `dataset_type=tokens`.
+def write_corpus(plan: DataPlan, file: Path) -> TokenFileSummary:
+    """Writes the documents of a source as a file of tokens, for `dataset_type=tokens`.
 
     Args:
-        config: The config, which names the data and the tokenizer.
+        plan: The data, which names the source and the tokenizer.
         file: The new file.
 
     Returns:
         The counts, and the settings with which the file is read.
 
     Raises:
-        ValueError: If the config's data is no source of text, or the file cannot be written.
+        ValueError: If the data is no source of text, or the file cannot be written.
     """
-    if config.dataset_type in ("synthetic", "tokens", "mixture"):
+    kind = "mixture" if plan.is_mixture else plan.sources[0].type if plan.sources else "synthetic"
+    if kind in ("synthetic", "tokens", "mixture"):
         raise ValueError(
-            f"`dataset_type` is {config.dataset_type!r}, and a file of tokens is written of one "
+            f"`dataset_type` is {kind!r}, and a file of tokens is written of one "
             "source of text. Give text, jsonl, parquet or arrow."
         )
-    tokenizer = load_tokenizer(config.tokenizer_path, vocab_size=config.vocab_size)
-    return write_tokens(file, read_documents(_source(config, config.data_files)), tokenizer)
+    tokenizer = load_tokenizer(plan.tokenizer_path, vocab_size=plan.vocab_size)
+    return write_tokens(file, read_documents(plan.sources[0]), tokenizer)
 
 
-def _sources(config: Config) -> tuple[Source, ...]:
-    return config.data_sources or (_source(config, config.data_files),)
-
-
-def _eval_sources(config: Config) -> tuple[Source, ...]:
-    return config.eval_data_sources or (_source(config, config.eval_files),)
-
-
-def _source(config: Config, files: tuple[str, ...]) -> Source:
-    """Returns a source of files that are read by the keys for a single source."""
-    read = {name: getattr(config, name) for name in FIELD_READERS}
-    return Source.model_validate({"type": config.dataset_type, "files": files, **read})
-
-
-def _split(config: Config, corpora: Sequence[Corpus]) -> list[tuple[Corpus, Corpus]]:
+def _split(plan: DataPlan, corpora: Sequence[Corpus]) -> list[tuple[Corpus, Corpus]]:
     return [
-        split_held_out(
-            corpus, fraction=config.eval_split_fraction, seed=(config.eval_split_seed, k)
-        )
+        split_held_out(corpus, fraction=plan.eval_split_fraction, seed=(plan.eval_split_seed, k))
         for k, corpus in enumerate(corpora)
     ]
 
 
 def _corpora(
-    config: Config, sources: Sequence[Source], of_one: str, of_mixture: str
+    plan: DataPlan, sources: Sequence[Source], of_one: str, of_mixture: str
 ) -> list[Corpus]:
     """Reads the corpora of sources that one of these config keys lists.
 
@@ -168,11 +217,11 @@ def _corpora(
         ValueError: If sources of one model end documents with different ids.
     """
     keys = [of_one]
-    if config.dataset_type == "mixture":
+    if plan.is_mixture:
         keys = [f"{of_mixture}[{k}].files" for k in range(len(sources))]
     tokenizer = None
     if any(source.type != "tokens" for source in sources):
-        tokenizer = load_tokenizer(config.tokenizer_path, vocab_size=config.vocab_size)
+        tokenizer = load_tokenizer(plan.tokenizer_path, vocab_size=plan.vocab_size)
     eods = {source.token_eod for source in sources if source.token_eod is not None}
     eods |= {tokenizer.eod} if tokenizer else set()
     if len(eods) > 1:
@@ -181,6 +230,6 @@ def _corpora(
             "`token_eod` of tokens, and what the tokenizer has. A model reads one: make them equal."
         )
     return [
-        read_corpus(source, tokenizer, vocab_size=config.vocab_size, key=key)
+        read_corpus(source, tokenizer, vocab_size=plan.vocab_size, key=key)
         for source, key in zip(sources, keys, strict=True)
     ]

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config._config import Config
-from ..optim._optimizer import learning_rate_schedule
+from ..plan._state_plan import LearningRate
 
 _NAMES = {
     "rows": "the number of rows in a batch",
@@ -73,42 +72,34 @@ def check_data(before: Mapping[str, Any], now: Mapping[str, Any], *, allowed: bo
     return f"warning: {what} The run goes on with the rows that this data has at the next step."
 
 
-def check_learning_rate(before: int, config: Config, done: int) -> str:
+def check_learning_rate(before: int, rate: LearningRate, done: int, *, allowed: bool) -> str:
     """Checks that the learning rate does not jump because `steps` has changed.
 
     Args:
         before: The number of steps of the schedule when the checkpoint was saved.
-        config: The config of this run.
+        rate: The learning rate of this run.
         done: The step of the checkpoint.
+        allowed: Whether a change is only a warning: the key `allow_learning_rate_change`.
 
     Returns:
         A warning, or "" if the next step has the learning rate that was planned.
 
     Raises:
-        ValueError: If it has another one, and `allow_learning_rate_change` is false.
+        ValueError: If it has another one and `allowed` is False.
     """
-    if config.learning_rate_schedule_steps != -1:  # changed by hand, if at all
+    if not rate.follows_run:  # changed by hand, if at all
         return ""
     was, found = (
-        np.asarray(
-            learning_rate_schedule(
-                config.learning_rate,
-                num_steps=num_steps,
-                warmup_fraction=config.warmup_steps_fraction,
-                final_fraction=config.learning_rate_final_fraction,
-                shape=config.learning_rate_schedule,
-            )(done)
-        ).item()
-        for num_steps in (before, config.steps)
+        np.asarray(rate.schedule(num_steps)(done)).item() for num_steps in (before, rate.num_steps)
     )
     if abs(was - found) <= 1e-6 * max(was, found):
         return ""
     what = (
         f"The learning rate of step {done + 1} was to be {was:.6g} and would be {found:.6g}: the "
-        f"schedule {config.learning_rate_schedule!r} had {before} steps and has as many as "
-        f"`steps`, {config.steps}."
+        f"schedule {rate.shape!r} had {before} steps and has as many as "
+        f"`steps`, {rate.num_steps}."
     )
-    if not config.allow_learning_rate_change:
+    if not allowed:
         raise ValueError(
             f"{what} Give `learning_rate_schedule_steps={before}` to go on without a jump, or "
             "`allow_learning_rate_change=true` to go on with it."

@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ import jax
 import orbax.checkpoint as ocp
 import yaml
 
-from ... import mpmd
 from ..._durable import write_file
 from ...data.batches._batches import Batches
 from ..checkpoint._canonical import (
@@ -35,26 +33,26 @@ from ..checkpoint._store import (
     save_checkpoint,
 )
 from ..config._config import Config, parse_profile_steps
-from ..estimate._device_flops import speed_metrics
+from ..estimate._device_flops import step_work
 from ..estimate._fits import check_fits
 from ..logs._describe import describe
 from ..logs._metrics import WriteMetrics, metrics_writer
-from ..logs._profile import BeforeStep, profiler
+from ..logs._profile import profiler
 from ..logs._progress import ReportStep, Stream, progress
 from ..logs._wandb import load_wandb, wandb_writer
 from ..plan._from_config import set_up
-from ..plan._setup import Setup
+from ..plan._setup import Setup, StepPlan
 from ..runtime._multihost import broadcast_from_first, is_first_process
 from ..runtime._run_lock import locked_run_folder, on_first_process
 from ..runtime._step_watch import StepWatch
-from ..runtime._stop import ShouldStop, StopRequests, TerminatedError, check_step
-from ..step._evaluate import Evaluate, make_evaluate
-from ..step._mpmd import trace_mpmd_train_step
+from ..runtime._stop import StopRequests, TerminatedError, check_step
+from ..step._evaluate import Evaluate, EvaluationPlan, make_evaluate
 from ..step._state import TrainState
-from ..step._step import make_train_step, shard_batch_of_step
-from ._batches import make_data
+from ..step._step import stored_shardings
+from ._batches import data_plan, make_data
 from ._resume import (
     ResumePoint,
+    ResumePolicy,
     check_resume,
     clean_up,
     find_resume_point,
@@ -62,14 +60,7 @@ from ._resume import (
     truncate_metrics,
 )
 from ._run_history import archive_history, read_saved, record_saved, record_start
-
-Metrics = dict[str, float]
-
-Save = Callable[[int, TrainState, Metrics], Callable[[], TrainState]]
-"""Saves a checkpoint, which consumes the state. Returns a function that gives the state back."""
-
-DeviceMetrics = Mapping[str, jax.Array | mpmd.MpmdArray]
-"""Metrics that may not be computed yet."""
+from ._steps import LoopPlan, Metrics, Save, run_steps
 
 
 def train(
@@ -104,22 +95,26 @@ def train(
     if config.enable_wandb:
         load_wandb()
     setup = set_up(config, jax.devices())
-    check_fits(setup)
-    data = make_data(setup)
+    check_fits(setup.step)
+    data = make_data(data_plan(config), setup.batch)
     watch = StepWatch(config.step_timeout_minutes)
-    batch_at, evaluate = data.training, make_evaluate(setup, data.evaluation, watch.record_progress)
+    evaluate = make_evaluate(
+        setup.step, _evaluation_plan(config), data.evaluation, watch.record_progress
+    )
+    keys = (field.name for field in dataclasses.fields(ResumePolicy))
+    policy = ResumePolicy(**{key: getattr(config, key) for key in keys})
     folder = Path(config.output_dir) / config.run_name
     with ExitStack() as stack:
         stack.enter_context(watch)
-        if not setup.per_stage_state:
+        if not setup.step.engine.per_stage_state:
             stack.enter_context(jax.set_mesh(setup.mesh))
         stack.enter_context(locked_run_folder(folder))
         stop = stack.enter_context(StopRequests())  # until the last checkpoint is written
         found = on_first_process(
-            lambda: find_resume_point(folder, config), f"cannot go on in {str(folder)!r}"
+            lambda: find_resume_point(folder, policy), f"cannot go on in {str(folder)!r}"
         )
         done = broadcast_from_first(found.step if found else 0)
-        warnings = _check_resume_on_first(found, setup, batch_at, done)
+        warnings = _check_resume_on_first(found, policy, setup, data.training.decided_by, done)
         said = on_first_process(
             lambda: clean_up(found) if found else [], f"cannot tidy {str(folder)!r}"
         )
@@ -128,12 +123,27 @@ def train(
             print(f"{folder} has all {done} steps. Nothing to do.", file=shown)
             return []
         checkpoints = stack.enter_context(_open_run_checkpoints(config, folder))
-        restored = restore_state(setup, checkpoints, done) if checkpoints and done else None
+        restored = restore_state(setup.step, checkpoints, done) if checkpoints and done else None
         print(describe(setup, done), file=shown)
         print("".join(f"{warning}\n" for warning in warnings), end="", file=shown)
-        first = first_state(setup) if restored is None else restored
-        run = _RunContext(setup, batch_at, evaluate, checkpoints, folder, found, shown, stop, watch)
-        return [metrics for metrics in _run_and_record_steps(run, first, done) if keep_history]
+        allowed = config.allow_unverified
+        if restored is None:
+            restored = first_state(setup.step, config.init_from, allow_unverified=allowed)
+        run = _RunContext(
+            setup, data.training, evaluate, checkpoints, folder, found, shown, stop, watch
+        )
+        return [metrics for metrics in _run_and_record_steps(run, restored, done) if keep_history]
+
+
+def _evaluation_plan(config: Config) -> EvaluationPlan:
+    data_key = "eval_data_sources" if config.dataset_type == "mixture" else "eval_files"
+    return EvaluationPlan(config.eval_interval, config.eval_steps, data_key)
+
+
+def _loop_plan(config: Config) -> LoopPlan:
+    return LoopPlan(
+        config.steps, config.checkpoint_period, config.eval_interval, config.mpmd_trace_step
+    )
 
 
 @dataclass(frozen=True)
@@ -164,10 +174,13 @@ def _run_and_record_steps(run: _RunContext, state: TrainState, done: int) -> Ite
             profiler(parse_profile_steps(config.profile_steps), run.folder)
         )
         steps = run_steps(
-            setup,
+            setup.step,
+            _loop_plan(config),
             state,
             done,
             run.batch_at,
+            work=step_work(setup.state.weights.sizes, setup.batch, config.peak_tflops_per_device),
+            write_trace=partial(_write_trace, run.folder),
             save=_make_save(run, checkpoints, by_time) if checkpoints else None,
             before=before,
             should_stop=run.stop,
@@ -180,7 +193,12 @@ def _run_and_record_steps(run: _RunContext, state: TrainState, done: int) -> Ite
             for step, metrics in steps:
                 write(step, metrics)
                 report(step, metrics)
-                if skipped := check_step(config, step, metrics):
+                if skipped := check_step(
+                    step,
+                    metrics,
+                    policy=config.bad_step_policy,
+                    max_gradient_norm=config.max_gradient_norm,
+                ):
                     print(skipped, file=run.shown)
                 yield metrics
         except ValueError as error:
@@ -197,14 +215,21 @@ def _run_and_record_steps(run: _RunContext, state: TrainState, done: int) -> Ite
 def _make_save(
     run: _RunContext, checkpoints: ocp.CheckpointManager, by_time: CheckpointTimer
 ) -> Save:
-    to_canonical, from_canonical = canonical_round_trip(run.setup)
-    decided = _metadata(run.setup, run.batch_at)
+    state_plan = run.setup.state
+    stored = stored_shardings(run.setup.step)
+    to_canonical, from_canonical = canonical_round_trip(state_plan, stored)
+    schedule_steps = state_plan.optimizer.learning_rate.num_steps
+    decided = {
+        "model": dataclasses.asdict(state_plan.weights.sizes),
+        "layers_after": state_plan.weights.num_layers_after,
+        "data": run.batch_at.decided_by,
+    }
 
     def save(step: int, state: TrainState, metrics: Metrics) -> Callable[[], TrainState]:
         canonical, loss = to_canonical(state), metrics.get("eval_loss")
         metadata = {"step": step, **decided}
         if is_first_process():
-            metadata |= history_metadata(run.folder, run.setup.config)
+            metadata |= history_metadata(run.folder, schedule_steps)
         save_checkpoint(checkpoints, step, canonical, metadata, eval_loss=loss)
         by_time.saved()
         return lambda: from_canonical(state, canonical)
@@ -212,94 +237,9 @@ def _make_save(
     return save
 
 
-def run_steps(
-    setup: Setup,
-    state: TrainState,
-    done: int,
-    batch_at: Batches,
-    *,
-    save: Save | None = None,
-    before: BeforeStep = lambda step, previous: None,
-    should_stop: ShouldStop = lambda step: False,
-    evaluate: Evaluate | None = None,
-    is_best: Callable[[float], bool] = lambda loss: False,
-    is_due: Callable[[int], bool] = lambda step: False,
-    enter: Callable[[int, str], None] = lambda step, phase: None,
-) -> Iterator[tuple[int, Metrics]]:
-    """Runs the steps `done + 1` to `steps`.
-
-    The host reads the metrics of a step while the next one runs. The next step waits only where an
-    evaluation or a checkpoint is due. Metrics are yielded before the checkpoint is taken: a run
-    that is killed during the checkpoint resumes with none of them missing.
-
-    Args:
-        setup: The run.
-        state: The train state before step `done + 1`.
-        done: The number of steps that were done before.
-        batch_at: Returns the batch of a step.
-        save: Takes a checkpoint. None for no checkpoints.
-        before: Is called before every step, with the metrics of the step before it if that step may
-            still run.
-        should_stop: Returns whether a step is the last one; it gets a checkpoint.
-        evaluate: Evaluates a state. None for no evaluation.
-        is_best: Returns whether a state with this `eval_loss` gets a checkpoint.
-        is_due: Returns whether a step gets a checkpoint beside those of `checkpoint_period`.
-        enter: Is called with a step and its phase, one of `PHASES`, before each phase.
-
-    Yields:
-        The number of each step and its metrics.
-    """
-    config, train_step = setup.config, make_train_step(setup)
-    ended = time.perf_counter()
-    previous: tuple[int, DeviceMetrics] | None = None
-    for step in range(done + 1, config.steps + 1):
-        enter(step, "data")
-        before(step, previous and previous[1])
-        batch = shard_batch_of_step(setup, batch_at, step - 1)
-        enter(step, "traced step" if step == config.mpmd_trace_step else "step")
-        if step == config.mpmd_trace_step:
-            (state, metrics), trace = trace_mpmd_train_step(setup, state, batch)
-            _write_trace(config, trace)
-        else:
-            state, metrics = train_step(state, batch)
-        if previous is not None:
-            ended, values = _wait_for_metrics(setup, previous[1], ended)
-            yield previous[0], values
-        previous = step, metrics
-        is_stopped, is_last = should_stop(step), step == config.steps
-        saves = is_stopped or is_last or step % config.checkpoint_period == 0 or is_due(step)
-        # Who is stopped has little time, and needs it for the checkpoint.
-        evaluates = evaluate and not is_stopped and (is_last or step % config.eval_interval == 0)
-        if saves or evaluates:
-            ended, values = _wait_for_metrics(setup, metrics, ended)
-            if evaluate and evaluates:
-                enter(step, "evaluation")
-                values |= evaluate(state)
-                ended = time.perf_counter()
-                saves = is_best(values["eval_loss"]) or saves
-            yield step, values
-            if saves and save:
-                enter(step, "checkpoint")
-                from_canonical = save(step, state, values)
-                state = state if is_stopped or is_last else from_canonical()
-            previous = None
-        if is_stopped:
-            return
-
-
-def _write_trace(config: Config, trace: str) -> None:
+def _write_trace(folder: Path, step: int, trace: str) -> None:
     if is_first_process():
-        file = Path(config.output_dir) / config.run_name / f"trace_{config.mpmd_trace_step}.json"
-        write_file(file, trace)
-
-
-def _wait_for_metrics(
-    setup: Setup, metrics: DeviceMetrics, started: float
-) -> tuple[float, Metrics]:
-    """Waits for a step. Returns the time when it ended, in seconds, and its metrics, loss first."""
-    values = {name: float(x) for name, x in jax.device_get(metrics).items()}
-    ended = time.perf_counter()
-    return ended, {"loss": values.pop("loss"), **values, **speed_metrics(setup, ended - started)}
+        write_file(folder / f"trace_{step}.json", trace)
 
 
 def _open_run_checkpoints(
@@ -327,7 +267,14 @@ def _open_outputs(
         folder,
         first_step=first_step,
         tensorboard=config.enable_tensorboard,
-        also=wandb_writer(config, folder) if config.enable_wandb else None,
+        also=wandb_writer(
+            folder,
+            project=config.wandb_project,
+            name=config.run_name,
+            settings=config.model_dump(mode="json"),
+        )
+        if config.enable_wandb
+        else None,
     )
     report = progress(
         stream,
@@ -339,11 +286,11 @@ def _open_outputs(
     return stack.enter_context(write), stack.enter_context(report)
 
 
-def restore_state(setup: Setup, checkpoints: ocp.CheckpointManager, step: int) -> TrainState:
+def restore_state(plan: StepPlan, checkpoints: ocp.CheckpointManager, step: int) -> TrainState:
     """Restores the state of a checkpoint in the layout of this run.
 
     Args:
-        setup: The run.
+        plan: The step of the run.
         checkpoints: The checkpoints.
         step: The step of the checkpoint.
 
@@ -354,30 +301,32 @@ def restore_state(setup: Setup, checkpoints: ocp.CheckpointManager, step: int) -
         ValueError: If the checkpoint is of another model.
     """
     saved = read_metadata(checkpoints, step)
-    check_same_sizes(saved["model"], setup, f"{checkpoints.directory} step {step}")
-    as_saved = with_layers_after(setup, saved.get("layers_after", 0))
-    return state_from_canonical(
-        setup, restore_checkpoint(checkpoints, step, canonical_shapes(as_saved))
-    )
-
-
-def _metadata(setup: Setup, batches: Batches) -> Mapping[str, Any]:
-    return {
-        "model": dataclasses.asdict(setup.model_config),
-        "layers_after": setup.num_layers_after_pipeline,
-        "data": batches.decided_by,
-    }
+    sizes = plan.state.weights.sizes
+    check_same_sizes(saved["model"], sizes, f"{checkpoints.directory} step {step}")
+    as_saved = with_layers_after(plan.state, saved.get("layers_after", 0))
+    canonical = restore_checkpoint(checkpoints, step, canonical_shapes(as_saved))
+    return state_from_canonical(plan.state, stored_shardings(plan), canonical)
 
 
 def _check_resume_on_first(
-    found: ResumePoint | None, setup: Setup, batches: Batches, done: int
+    found: ResumePoint | None,
+    policy: ResumePolicy,
+    setup: Setup,
+    decided_by: Mapping[str, Any],
+    done: int,
 ) -> list[str]:
     """Returns warnings on changes since the checkpoint; none on all but the first process."""
 
     def check() -> list[str]:
         if not found or not 0 < done < setup.config.steps:
             return []
-        return check_resume(found, setup, batches.decided_by)
+        return check_resume(
+            found,
+            policy,
+            sizes=setup.state.weights.sizes,
+            rate=setup.state.optimizer.learning_rate,
+            decided_by=decided_by,
+        )
 
     return on_first_process(check, "finds that this run would not go on as it began") or []
 
@@ -392,6 +341,6 @@ def _record_start(run: _RunContext, done: int) -> None:
     write_file(folder / "config.yml", text)
     if read_saved(folder) is None:
         record_saved(folder, done)
-    record_start(folder, run.setup, done)
+    record_start(folder, run.setup.mesh, done)
     if found and done:
         truncate_metrics(found)

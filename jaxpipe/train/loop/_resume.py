@@ -28,9 +28,9 @@ from ..checkpoint._digests import (
 )
 from ..checkpoint._init_from import CHECKPOINTS_FOLDER, check_same_sizes
 from ..checkpoint._sealing import REMOVED_FOLDER, leftovers
-from ..config._config import Config
 from ..logs._metrics import METRICS_FILE, read_metrics
-from ..plan._setup import Setup
+from ..plan._family import ModelConfig
+from ..plan._state_plan import LearningRate
 from ..runtime._reading import is_folder, list_names, read_file
 from ._data_changes import check_data, check_learning_rate
 from ._run_history import fsync_history, read_saved, read_starts
@@ -61,12 +61,31 @@ class ResumePoint:
     notes: tuple[str, ...] = ()
 
 
-def find_resume_point(folder: Path, config: Config) -> ResumePoint:
+@dataclass(frozen=True)
+class ResumePolicy:
+    """What a run may resume from, by the names of keys.
+
+    Attributes:
+        enable_checkpointing: Whether it has checkpoints at all.
+        begin_anew: Whether it begins at step 1 if its checkpoints are lost.
+        allow_unverified: Whether files may have changed, or have no digests.
+        allow_data_change: Whether the data may have changed.
+        allow_learning_rate_change: Whether the learning rate may jump.
+    """
+
+    enable_checkpointing: bool = True
+    begin_anew: bool = False
+    allow_unverified: bool = False
+    allow_data_change: bool = False
+    allow_learning_rate_change: bool = False
+
+
+def find_resume_point(folder: Path, policy: ResumePolicy) -> ResumePoint:
     """Finds where a run resumes. Writes nothing.
 
     Args:
         folder: The folder of the run; it may be empty.
-        config: The config of the run.
+        policy: What the run may resume from.
 
     Returns:
         The point from which the run resumes.
@@ -83,19 +102,19 @@ def find_resume_point(folder: Path, config: Config) -> ResumePoint:
             "back, mount its disk, or choose another `run_name`."
         )
     read_starts(folder)  # a broken line is named before anything changes
-    if not config.enable_checkpointing:
+    if not policy.enable_checkpointing:
         _check_nothing_saved(folder, checkpoints)
         return ResumePoint(folder)
     found, corrupt = None, []
     for step in steps_in(checkpoints):
-        problems = _problems(step, config, quick=found is not None)
+        problems = _problems(step, policy.allow_unverified, quick=found is not None)
         if problems:
             corrupt.append((step, problems))
         elif found is None:
             found = step
     if found is None:
         lost = _evidence_of_checkpoints(folder, [step for step, _ in corrupt if has_digests(step)])
-        if lost and not config.begin_anew:
+        if lost and not policy.begin_anew:
             problems = " ".join(describe_corruption(*each) for each in corrupt[:1])
             raise ValueError(
                 f"{checkpoints} has no checkpoint to go on from, but {lost}. {problems}".rstrip()
@@ -127,27 +146,36 @@ def find_resume_point(folder: Path, config: Config) -> ResumePoint:
     )
 
 
-def check_resume(found: ResumePoint, setup: Setup, decided_by: Mapping[str, Any]) -> list[str]:
+def check_resume(
+    found: ResumePoint,
+    policy: ResumePolicy,
+    *,
+    sizes: ModelConfig,
+    rate: LearningRate,
+    decided_by: Mapping[str, Any],
+) -> list[str]:
     """Checks that a run resumes with the model, the data and the learning rate of its checkpoint.
 
     Args:
         found: The checkpoint from which it resumes.
-        setup: The run.
+        policy: What the run may resume from.
+        sizes: The sizes of the run's model.
+        rate: The learning rate of the run.
         decided_by: The `Batches.decided_by` of the run.
 
     Returns:
-        Warnings on changes that the config allows.
+        Warnings on changes that the policy allows.
 
     Raises:
         ValueError: If the model, the data, the learning rate or the metrics so far have changed,
-            and the config does not allow that.
+            and the policy does not allow that.
     """
-    saved, config = found.metadata, setup.config
+    saved = found.metadata
     where = f"{found.folder / CHECKPOINTS_FOLDER} step {found.step}"
-    check_same_sizes(saved["model"], setup, where)
+    check_same_sizes(saved["model"], sizes, where)
     for name, (num_bytes, digest) in saved.get("files", {}).items():
         data = (read_file(found.folder / name) or b"")[:num_bytes]
-        if sha256_of(data) != digest and not config.allow_unverified:
+        if sha256_of(data) != digest and not policy.allow_unverified:
             raise ValueError(
                 f"{found.folder / name} is not what it was when step {found.step} was saved: "
                 "lines up to there are missing or have changed. Put the file back, or give "
@@ -157,27 +185,26 @@ def check_resume(found: ResumePoint, setup: Setup, decided_by: Mapping[str, Any]
         read_metrics(found.folder / METRICS_FILE)  # raises if a line is broken
     warnings = []
     if "data" in saved:
-        warnings += [check_data(saved["data"], decided_by, allowed=config.allow_data_change)]
+        warnings += [check_data(saved["data"], decided_by, allowed=policy.allow_data_change)]
     if "schedule_steps" in saved:
-        warnings += [check_learning_rate(saved["schedule_steps"], config, found.step)]
+        allowed = policy.allow_learning_rate_change
+        warnings += [
+            check_learning_rate(saved["schedule_steps"], rate, found.step, allowed=allowed)
+        ]
     return [warning for warning in warnings if warning]
 
 
-def history_metadata(folder: Path, config: Config) -> dict[str, Any]:
+def history_metadata(folder: Path, schedule_steps: int) -> dict[str, Any]:
     """Returns the metadata of a checkpoint that `check_resume` needs besides model and data.
 
     Args:
         folder: The folder of the run.
-        config: The config of the run.
+        schedule_steps: Number of steps of the learning rate's schedule.
 
     Returns:
         The metadata.
     """
-    length = config.learning_rate_schedule_steps
-    return {
-        "schedule_steps": config.steps if length == -1 else length,
-        "files": fsync_history(folder),
-    }
+    return {"schedule_steps": schedule_steps, "files": fsync_history(folder)}
 
 
 def clean_up(found: ResumePoint) -> list[str]:
@@ -228,8 +255,8 @@ def _metrics_up_to_checkpoint(found: ResumePoint) -> bytes:
     return data if sha256_of(data) == digest else b""
 
 
-def _problems(step: Path, config: Config, *, quick: bool) -> list[str]:
-    if is_complete(step) and not has_digests(step) and not quick and not config.allow_unverified:
+def _problems(step: Path, allow_unverified: bool, *, quick: bool) -> list[str]:
+    if is_complete(step) and not has_digests(step) and not quick and not allow_unverified:
         raise ValueError(
             f"{step / DIGESTS_FILE} is missing, empty or of an older version, so nothing says "
             f"whether {step} is still what was saved, or which step it is. Put the file back, move "

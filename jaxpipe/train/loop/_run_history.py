@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from ..._durable import fsync, rename, write_file
 from ..checkpoint._digests import sha256_of
 from ..logs._json_lines import complete_lines, parse_line, read_lines, write_lines
 from ..logs._metrics import METRICS_FILE
-from ..plan._setup import Setup
 from ..runtime._reading import read_file
 
 STARTS_FILE = "starts.jsonl"
@@ -27,14 +27,14 @@ SAVED_FILE = "saved.json"
 """Kept outside of `checkpoints`, to show that there were some if their disk is not mounted."""
 
 
-def record_start(folder: Path, setup: Setup, done: int) -> None:
+def record_start(folder: Path, mesh: Mesh, done: int) -> None:
     """Adds a line to `starts.jsonl`, before the metrics of repeated steps are dropped.
 
     The file is written anew: what is appended to a torn line is torn with it.
 
     Args:
         folder: Of the run.
-        setup: The run.
+        mesh: The mesh of all devices.
         done: Steps of the checkpoint it goes on from.
 
     Returns:
@@ -47,8 +47,8 @@ def record_start(folder: Path, setup: Setup, done: int) -> None:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "first_step": done + 1,
         "repeated_steps": sum(step > done for step in _steps_of_metrics(folder)),
-        "num_devices": setup.mesh.size,
-        "device_kind": setup.mesh.devices.flat[0].device_kind,
+        "num_devices": mesh.size,
+        "device_kind": mesh.devices.flat[0].device_kind,
         "num_processes": jax.process_count(),
         "jax_version": jax.__version__,
     }

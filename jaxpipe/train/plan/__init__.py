@@ -1,11 +1,18 @@
 """Derives a run's setup from its config and devices, before anything is compiled."""
 
+from ._devices import BatchPlan as BatchPlan
+from ._devices import DeviceLayout as DeviceLayout
 from ._family import MODEL_FAMILIES as MODEL_FAMILIES
 from ._family import ModelConfig as ModelConfig
 from ._from_config import check_no_compiler_options as check_no_compiler_options
-from ._from_config import import_flax_decoder as import_flax_decoder
+from ._from_config import compiler_options as compiler_options
+from ._from_config import learning_rate as learning_rate
+from ._from_config import schedule_request as schedule_request
 from ._from_config import set_up as set_up
 from ._model import build_model as build_model
 from ._schedule_selection import select_schedule as select_schedule
 from ._setup import Setup as Setup
-from ._setup import platform_compiler_options as platform_compiler_options
+from ._setup import StepPlan as StepPlan
+from ._setup import import_flax_decoder as import_flax_decoder
+from ._state_plan import StatePlan as StatePlan
+from ._weight_plan import WeightPlan as WeightPlan

@@ -66,11 +66,6 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
 }
 
 
-def model_family(config: Config) -> ModelFamily:
-    """Returns the family that `decoder_block` names."""
-    return MODEL_FAMILIES[config.decoder_block]
-
-
 def model_config(config: Config) -> ModelConfig:
     """Returns the sizes of the config's model.
 
@@ -83,7 +78,7 @@ def model_config(config: Config) -> ModelConfig:
     Raises:
         ValueError: If the sizes do not fit together, or a key is set that this family never reads.
     """
-    family = model_family(config)
+    family = MODEL_FAMILIES[config.decoder_block]
     others = set().union(*(other.keys for other in MODEL_FAMILIES.values())) - family.keys
     for name in sorted(others):
         value, default = getattr(config, name), Config.model_fields[name].default

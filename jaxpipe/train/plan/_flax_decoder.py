@@ -31,9 +31,8 @@ from ...autodiff.staged_model import Aux, combine_losses, total
 from ...models.weights._abstract import is_weight, stack_weights
 from ...modules._settings import pipeline_settings
 from ...spmd.ranks import on_ranks
-from ._family import model_family
-from ._fsdp import batch_axes, boundary_gathers
-from ._setup import STACK_AXES, Setup
+from ._fsdp import GatherPlan, boundary_gathers
+from ._weight_plan import STACK_AXES, WeightPlan
 
 Activations = dict[str, jax.Array]
 LayerFn = Callable[[PyTree, Activations, jax.Array, jax.Array], tuple[Activations, Aux]]
@@ -212,56 +211,45 @@ def _replace_arrays(state: PyTree, stages: PyTree) -> PyTree:
     return nnx.from_flat_state(flat)
 
 
-def make_flax_decoder(setup: Setup, model: StagedModel) -> FlaxDecoder:
+def make_flax_decoder(
+    fields: SimpleNamespace, model: StagedModel, weights: WeightPlan, gather: GatherPlan
+) -> FlaxDecoder:
     """Builds the decoder of a run.
 
     Args:
-        setup: The run.
-        model: Its model.
+        fields: The fields that `create_pipeline` reads.
+        model: The run's model.
+        weights: Its weights.
+        gather: When they are gathered.
 
     Returns:
         The decoder.
     """
     return FlaxDecoder(
         model,
-        setup.abstract_unstacked_weights["layer"],
-        frontend_config(setup),
-        setup.mesh,
-        boundary_gathers(setup),
-        model_family(setup.config).extra_batch_inputs,
-        batch_axes(setup),
+        weights.abstract_unstacked["layer"],
+        fields,
+        weights.devices.mesh,
+        boundary_gathers(weights, gather),
+        weights.family.extra_batch_inputs,
+        weights.devices.batch_axes,
     )
 
 
-def frontend_config(setup: Setup) -> SimpleNamespace:
-    """Returns the fields that `create_pipeline` reads: the run's config, with the setup's values.
+def check_frontend(fields: SimpleNamespace, mesh: Mesh) -> None:
+    """Checks that the Flax frontends can do what a run asks for.
 
     Args:
-        setup: The run.
+        fields: The fields that `create_pipeline` reads.
+        mesh: The mesh of all devices.
 
     Returns:
-        A namespace with every key of the config, some of them replaced by values of the setup.
-    """
-    setup_values = {
-        "num_decoder_layers": setup.layout.num_layers,
-        "pipeline_parallel_layers": -1,
-        "num_pipeline_microbatches": setup.num_microbatches,
-        "micro_batch_size_to_train_on": setup.num_microbatches * setup.microbatch_size,
-        "logical_axis_rules": setup.rules,
-        "pipeline_batch_axes": batch_axes(setup),
-        # The model's layer has its policy around it already.
-        "set_remat_policy_on_layers_per_stage": False,
-    }
-    return SimpleNamespace(**(setup.config.model_dump() | setup_values))
-
-
-def check_frontend(setup: Setup) -> None:
-    """Checks that the Flax frontends can do what the config of `setup` asks for.
+        None.
 
     Raises:
         ValueError: If they cannot.
     """
-    pipeline_settings(frontend_config(setup), setup.mesh)
+    pipeline_settings(fields, mesh)
 
 
 def _layer_fn(model: StagedModel) -> LayerFn:

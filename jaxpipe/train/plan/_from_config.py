@@ -1,26 +1,34 @@
-"""Builds a run's `Setup` from its config, and checks that everything in it agrees."""
+"""Reads a run's config into the records of its parts, and checks that they agree.
 
-from collections.abc import Sequence
+This is the one place where a run's plans are made. S ranks, M microbatches.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from ... import sharding
+from ...autodiff.backward import TENSORS, check_offload
 from ...data.batches._batches import global_batch_size
-from ...sharding.layout import divide_exactly
+from ...engines._engine import PipelinePlan
+from ...schedules import language
+from ...sharding.layout import LayerLayout, divide_exactly
 from ...spmd.circular_engine import check_circular
-from ..config._config import Config
+from ..config._config import Config, parse_xla_flags
 from ..optim._decay import check_weight_decay_exclude
 from ..optim._router_bias import drop_router_biases
-from ._family import model_config
-from ._layout import circular_layout, scheduled_layout
-from ._rematerialization import check_remat
-from ._setup import (
-    Setup,
-    batch_shardings,
-    compiler_options,
-    select_attention_kernel,
-    select_grouped_matmul,
-    weight_shardings,
-)
+from ._devices import BatchPlan, DeviceLayout
+from ._family import MODEL_FAMILIES, model_config
+from ._fsdp import GatherPlan, weight_gathers
+from ._layout import LayerSettings, circular_layout, scheduled_layout
+from ._model import ModelPlan, select_attention_kernel, select_grouped_matmul
+from ._rematerialization import RematPlan
+from ._schedule_selection import ScheduleRequest, ScheduleSelection
+from ._setup import FlaxFrontend, Setup, StepPlan, import_flax_decoder
+from ._state_plan import LearningRate, OptimizerPlan, StatePlan
+from ._weight_plan import WeightPlan
 
 
 def set_up(config: Config, devices: Sequence[Any]) -> Setup:
@@ -42,27 +50,83 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
         >>> from jaxpipe.train import load_config
         >>> config = load_config([], ["model_name=llama-tiny"], presets=PRESETS)
         >>> setup = set_up(config, jax.devices()[:1])
-        >>> setup.num_microbatches, setup.mesh.size
+        >>> setup.batch.num_microbatches, setup.mesh.size
         (1, 1)
     """
-    model = model_config(config)
-    mesh = sharding.make_mesh(
-        _parallelism(config, "ici"),
-        _parallelism(config, "dcn"),
-        devices=devices,
-        explicit=config.shard_mode == "explicit",
-    )
-    num_ranks = mesh.shape["stage"]
+    sizes = model_config(config)
+    device_layout = _device_layout(config, devices)
+    num_ranks = device_layout.mesh.shape["stage"]
     num_microbatches = config.num_pipeline_microbatches
     if num_microbatches == -1:
-        rounds = 2 if config.pipeline_delay_activation_forwarding else 1
-        num_microbatches = rounds * num_ranks
-    schedule = None
-    if config.engine.runs_schedules:
-        schedule, layout = scheduled_layout(config, num_ranks, num_microbatches)
-    else:
-        layout = circular_layout(config, num_ranks)
-    if config.engine.pipelines and not config.engine.runs_schedules:
+        num_microbatches = (2 if config.pipeline_delay_activation_forwarding else 1) * num_ranks
+    selection, layout, num_layers_after = _divided_layers(config, num_ranks, num_microbatches)
+    batch = BatchPlan(
+        device_layout,
+        config.gradient_accumulation_steps,
+        num_microbatches,
+        divide_exactly(
+            global_batch_size(config.per_device_batch_size, len(devices)),
+            num_microbatches,
+            name="The batch (`per_device_batch_size` x devices)",
+            into="`num_pipeline_microbatches`",
+            fix="Change one of them.",
+        ),
+        config.max_target_length,
+        in_host_memory=config.engine.per_stage_state,
+    )
+    weights = WeightPlan(
+        MODEL_FAMILIES[config.decoder_block],
+        sizes,
+        config.weight_dtype,
+        layout,
+        num_layers_after,
+        language.stored_stages(selection.schedule)
+        if selection and config.engine.per_stage_state
+        else None,
+        device_layout,
+    )
+    step = _step_plan(config, weights, batch, selection)
+    _check_sizes(step)
+    _check_shardings(step)
+    check_weight_decay_exclude(config.weight_decay_exclude, drop_router_biases(weights.abstract))
+    if step.frontend is not None:
+        import_flax_decoder().check_frontend(step.frontend.fields, device_layout.mesh)
+    return Setup(config, step, None if selection is None else selection.reason)
+
+
+def _device_layout(config: Config, devices: Sequence[Any]) -> DeviceLayout:
+    ici, dcn = (
+        {
+            axis: getattr(config, f"{kind}_{'pipeline' if axis == 'stage' else axis}_parallelism")
+            for axis in sharding.AXES
+        }
+        for kind in ("ici", "dcn")
+    )
+    explicit = config.shard_mode == "explicit"
+    mesh = sharding.make_mesh(ici, dcn, devices=devices, explicit=explicit)
+    rules = sharding.override_rules(
+        tuple((name, _as_tuple(axes)) for name, axes in config.logical_axis_rules or ())
+    )
+    zero1 = config.shard_optimizer_over_data
+    return DeviceLayout(mesh, rules, sharding.zero1_rules(rules) if zero1 else rules)
+
+
+def _as_tuple(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else axes or ()
+
+
+def _divided_layers(
+    config: Config, num_ranks: int, num_microbatches: int
+) -> tuple[ScheduleSelection | None, LayerLayout, int]:
+    """Returns the schedule, the layers of every stage, and the number of layers after them."""
+    keys = (field.name for field in dataclasses.fields(LayerSettings))
+    settings = LayerSettings(**{key: getattr(config, key) for key in keys})
+    engine, selection = config.engine, None
+    if engine.runs_schedules:
+        request = schedule_request(config, num_ranks, num_microbatches)
+        selection, layout = scheduled_layout(settings, request)
+    elif engine.pipelines:
+        layout = circular_layout(settings, num_ranks)
         check_circular(
             num_ranks,
             layout.num_repeats,
@@ -70,60 +134,235 @@ def set_up(config: Config, devices: Sequence[Any]) -> Setup:
             delay=config.pipeline_delay_activation_forwarding,
             names=("`num_pipeline_microbatches`", "`pipeline_delay_activation_forwarding`"),
         )
-    batch_size = global_batch_size(config.per_device_batch_size, len(devices))
-    microbatch_size = divide_exactly(
-        batch_size,
+    else:
+        layout = LayerLayout(1, 1, settings.num_uniform_layers)
+    return selection, layout, settings.num_uniform_layers - layout.num_layers
+
+
+def schedule_request(config: Config, num_ranks: int, num_microbatches: int) -> ScheduleRequest:
+    """Returns the schedule that a config asks for.
+
+    Args:
+        config: The config of the run.
+        num_ranks: S.
+        num_microbatches: M.
+
+    Returns:
+        The argument of `select_schedule`.
+    """
+    return ScheduleRequest(
+        config.engine,
+        config.pipeline_schedule,
+        num_ranks,
         num_microbatches,
-        name="The batch (`per_device_batch_size` x devices)",
-        into="`num_pipeline_microbatches`",
-        fix="Change one of them.",
+        config.num_pipeline_repeats,
+        config.num_layers_per_pipeline_stage,
+        recomputes=config.remat_policy != "none",
+        gathers_per_repeat=config.pipeline_fsdp_ag_per_repeat,
+        num_pipeline_slices=config.num_pipeline_slices,
+        length=config.max_target_length,
+        slice_problems=_slice_problems(config),
     )
-    rules = sharding.override_rules(_axis_rules(config))
-    setup = Setup(config, model, mesh, rules, layout, num_microbatches, microbatch_size, schedule)
-    select_attention_kernel(setup)
-    select_grouped_matmul(setup)
-    check_remat(config, mesh.devices.flat)
+
+
+def _slice_problems(config: Config) -> tuple[str, ...]:
+    """Returns why a run cannot cut sequences into slices, whatever their number."""
+    family = MODEL_FAMILIES[config.decoder_block]
+    problems = {
+        "`pipeline_engine` is 'mpmd', which runs whole microbatches": config.engine.per_stage_state,
+        f"`dropout_rate` is {config.dropout_rate:g}, and masks of slices are not those of whole "
+        "sequences": config.enable_dropout and config.dropout_rate > 0,
+        f"`decoder_block` is {config.decoder_block!r}, whose layers cannot run slices": (
+            not family.has_slices
+        ),
+        f"`pipeline_parallel_layers` is {config.pipeline_parallel_layers}, and layers after the "
+        "pipeline need whole sequences": (
+            config.pipeline_parallel_layers not in (-1, config.base_num_decoder_layers)
+        ),
+        "`attention` is 'splash', which needs whole sequences": config.attention == "splash",
+        "sequences are split over the axis 'context'": (
+            max(config.ici_context_parallelism, config.dcn_context_parallelism) > 1
+        ),
+    }
+    return tuple(problem for problem, applies in problems.items() if applies)
+
+
+def _step_plan(
+    config: Config,
+    weights: WeightPlan,
+    batch: BatchPlan,
+    selection: ScheduleSelection | None,
+) -> StepPlan:
+    devices, once = weights.devices, config.pipeline_fsdp_ag_once
+    gather = GatherPlan(
+        "repeat" if config.pipeline_fsdp_ag_per_repeat else "once" if once else "tick",
+        per_layer=config.pipeline_fsdp_ag_per_layer,
+        dtype=config.dtype,
+    )
+    model = _model_plan(config, devices)
+    pipeline = PipelinePlan(
+        mesh=devices.mesh,
+        layout=weights.layout,
+        num_microbatches=batch.num_microbatches,
+        schedule=None if selection is None else selection.schedule,
+        ticks=None if selection is None else selection.ticks,
+        remat=model.remat.tick,
+        forwarding_delay=config.pipeline_delay_activation_forwarding,
+        gathers=partial(weight_gathers, weights, gather),
+        vocab_parallel=config.pipeline_vocab_parallel,
+        scan_repeats=config.scan_pipeline_repeats,
+        scan_ticks=config.scan_pipeline_iterations,
+    )
+    fields = None
+    if config.enable_nnx is not None:
+        fields = _frontend_fields(config.model_dump(), weights, batch)
+    return StepPlan(
+        config.engine,
+        pipeline,
+        model,
+        gather,
+        None if fields is None else FlaxFrontend(config.enable_nnx is True, fields),
+        StatePlan(weights, _optimizer_plan(config), config.init_weights_seed),
+        batch,
+        config.dropout_seed if config.enable_dropout and config.dropout_rate else None,
+        compiler_options(
+            config.compile_xla_flags,
+            deterministic=config.deterministic,
+            platform=devices.platform,
+        ),
+        config.mpmd_timeout_seconds,
+    )
+
+
+def _model_plan(config: Config, devices: DeviceLayout) -> ModelPlan:
+    return ModelPlan(
+        dtype=config.dtype,
+        attention=select_attention_kernel(config.attention, config.max_target_length, devices),
+        grouped_matmul=select_grouped_matmul(config.megablox, devices.platform),
+        quantization=config.quantization,
+        dropout_rate=config.dropout_rate if config.enable_dropout else 0.0,
+        num_vocab_tiling=config.num_vocab_tiling,
+        z_loss_multiplier=config.z_loss_multiplier,
+        scan_layers=config.scan_layers_per_stage,
+        vocab_parallel=config.pipeline_vocab_parallel,
+        remat=RematPlan(
+            config.remat_policy,
+            {tensor: getattr(config, tensor) for tensor in TENSORS},
+            on_ticks=config.set_remat_policy_on_pipeline_iterations,
+            # Without a pipeline there is no tick.
+            on_layers=config.set_remat_policy_on_layers_per_stage or not config.engine.pipelines,
+        ),
+    )
+
+
+def _optimizer_plan(config: Config) -> OptimizerPlan:
+    return OptimizerPlan(
+        learning_rate=learning_rate(config),
+        b1=config.adam_b1,
+        b2=config.adam_b2,
+        eps=config.adam_eps,
+        weight_decay=config.adam_weight_decay,
+        weight_decay_exclude=config.weight_decay_exclude,
+        gradient_clipping_threshold=config.gradient_clipping_threshold,
+        routed_bias_update_rate=config.routed_bias_update_rate,
+        skip_bad_steps=config.bad_step_policy == "skip",
+        max_gradient_norm=config.max_gradient_norm,
+    )
+
+
+def learning_rate(config: Config) -> LearningRate:
+    """Returns the learning rate that a config asks for.
+
+    Args:
+        config: The config of the run.
+
+    Returns:
+        The learning rate of every step.
+    """
+    follows_run = config.learning_rate_schedule_steps == -1
+    return LearningRate(
+        config.learning_rate,
+        config.learning_rate_schedule,
+        config.warmup_steps_fraction,
+        config.learning_rate_final_fraction,
+        num_steps=config.steps if follows_run else config.learning_rate_schedule_steps,
+        follows_run=follows_run,
+    )
+
+
+def _frontend_fields(
+    values: Mapping[str, Any], weights: WeightPlan, batch: BatchPlan
+) -> SimpleNamespace:
+    """Returns the fields that `create_pipeline` reads: keys of a config, and a run's own values."""
+    own_values = {
+        "num_decoder_layers": weights.layout.num_layers,
+        "pipeline_parallel_layers": -1,
+        "num_pipeline_microbatches": batch.num_microbatches,
+        "micro_batch_size_to_train_on": batch.num_microbatches * batch.microbatch_size,
+        "logical_axis_rules": weights.devices.rules,
+        "pipeline_batch_axes": weights.devices.batch_axes,
+        # The model's layer has its policy around it already.
+        "set_remat_policy_on_layers_per_stage": False,
+    }
+    return SimpleNamespace(**(dict(values) | own_values))
+
+
+def compiler_options(flags: str, *, deterministic: bool, platform: str) -> dict[str, str]:
+    """Returns XLA's options for every program that a run computes with.
+
+    Args:
+        flags: The value of `compile_xla_flags`.
+        deterministic: Whether results must be equal bit for bit in every run.
+        platform: The platform of the devices.
+
+    Returns:
+        Options by name, as `jax.jit` takes them as `compiler_options`.
+    """
+    options = parse_xla_flags(flags)
+    if deterministic and platform == "gpu":
+        return {"xla_gpu_deterministic_ops": "true"} | options
+    return options
+
+
+def _check_sizes(step: StepPlan) -> None:
+    """Checks that devices can run the model's kernels, and that sequences and vocabulary divide."""
+    mesh, remat, tiles = step.pipeline.mesh, step.model.remat, step.model.num_vocab_tiling
+    check_offload(remat.policy, remat.locations, mesh.devices.flat)
     divide_exactly(
-        config.max_target_length,
-        config.num_vocab_tiling * mesh.shape["context"],
+        step.batch.length,
+        tiles * mesh.shape["context"],
         name="`max_target_length`",
         into="`num_vocab_tiling` x the shards of the sequence",
         fix="Change one of them.",
     )
-    if config.pipeline_vocab_parallel:
-        _check_vocab_parallel(setup)
-    if setup.per_stage_state:
-        _check_mpmd_axis_rules(rules)
-        check_no_compiler_options(compiler_options(setup))
-    weight_shardings(setup)
-    batch_shardings(setup)
-    check_weight_decay_exclude(
-        config.weight_decay_exclude, drop_router_biases(setup.abstract_weights)
-    )
-    if config.enable_nnx is not None:
-        import_flax_decoder().check_frontend(setup)
-    return setup
-
-
-def _check_vocab_parallel(setup: Setup) -> None:
-    """Checks that ranks can share the vocabulary equally, with no layers after the pipeline."""
+    if not step.model.vocab_parallel:
+        return
+    weights = step.state.weights
     divide_exactly(
-        setup.model_config.vocab_size,
-        setup.mesh.shape["stage"],
+        weights.sizes.vocab_size,
+        mesh.shape["stage"],
         name="`vocab_size`",
         into="the ranks of the pipeline",
         fix="Change one of them, or leave `pipeline_vocab_parallel` at false.",
     )
-    num_layers_after, tiles = setup.num_layers_after_pipeline, setup.config.num_vocab_tiling
-    if num_layers_after or tiles > 1:
+    if weights.num_layers_after or tiles > 1:
         raise ValueError(
-            f"`pipeline_vocab_parallel` is true, {num_layers_after} layers come after the pipeline "
-            f"and `num_vocab_tiling` is {tiles}. Ranks share the vocabulary alone, and all of it "
-            "at once: have no layers after the pipeline, and leave `num_vocab_tiling` at 1."
+            f"`pipeline_vocab_parallel` is true, {weights.num_layers_after} layers come after the "
+            f"pipeline and `num_vocab_tiling` is {tiles}. Ranks share the vocabulary alone, and "
+            "all of it at once: have no layers after the pipeline, and leave `num_vocab_tiling` at "
+            "1."
         )
 
 
-def check_no_compiler_options(options: dict[str, str]) -> None:
+def _check_shardings(step: StepPlan) -> None:
+    """Checks that arrays divide over the devices, as programs of all or of single ranks do it."""
+    if step.engine.per_stage_state:
+        _check_mpmd_axis_rules(step.state.weights.devices.rules)
+        check_no_compiler_options(step.compiler_options)
+    _ = step.state.weights.shardings, step.batch.shardings
+
+
+def check_no_compiler_options(options: Mapping[str, str]) -> None:
     """Refuses compiler options: the programs of MPMD ranks are compiled without any."""
     if options:
         raise ValueError(
@@ -142,36 +381,3 @@ def _check_mpmd_axis_rules(rules: sharding.Rules) -> None:
                 "where ranks run programs of their own and share no arrays. Map it to "
                 "other axes."
             )
-
-
-def _parallelism(config: Config, kind: str) -> dict[str, int]:
-    return {
-        axis: getattr(config, f"{kind}_{'pipeline' if axis == 'stage' else axis}_parallelism")
-        for axis in sharding.AXES
-    }
-
-
-def _axis_rules(config: Config) -> sharding.Rules:
-    def as_tuple(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
-        return (axes,) if isinstance(axes, str) else axes or ()
-
-    return tuple((name, as_tuple(axes)) for name, axes in config.logical_axis_rules or ())
-
-
-def import_flax_decoder() -> Any:
-    """Imports the module `_flax_decoder`, which needs Flax.
-
-    Returns:
-        The module.
-
-    Raises:
-        ValueError: If Flax is not installed.
-    """
-    try:
-        from . import _flax_decoder
-    except ImportError as error:
-        raise ValueError(
-            "`enable_nnx` is set, which needs Flax, and it cannot be imported "
-            f'({error}). `pip install "jaxpipe[flax]"`, or leave `enable_nnx` at null.'
-        ) from error
-    return _flax_decoder

@@ -1,42 +1,43 @@
 """The config's rematerialisation policy, applied to a tick of the pipeline, to a layer, or both."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ... import autodiff
-from ...autodiff.backward import TENSORS, check_offload
-from ..config._config import Config
 
 
-def tick_remat(config: Config) -> autodiff.Remat:
-    """Returns the rematerialisation of the stage that a tick runs."""
-    wanted = config.set_remat_policy_on_pipeline_iterations
-    return _remat(config) if wanted else autodiff.keep
+@dataclass(frozen=True)
+class RematPlan:
+    """What forwards store for backwards, and what is computed again.
 
-
-def layer_remat(config: Config) -> autodiff.Remat:
-    """Returns the rematerialisation of a layer; without a pipeline it is the config's policy."""
-    wanted = config.set_remat_policy_on_layers_per_stage or not config.engine.pipelines
-    return _remat(config) if wanted else autodiff.keep
-
-
-def outer_layer_remat(config: Config) -> autodiff.Remat:
-    """Returns the rematerialisation of layers outside of stages, which engines never recompute."""
-    return _remat(config)
-
-
-def check_remat(config: Config, devices: Iterable[Any]) -> None:
-    """Checks that all `devices` have the memory that the policy of `config` offloads to.
-
-    Raises:
-        ValueError: If a device has no such memory.
+    Attributes:
+        policy: The name of the policy, as `autodiff.remat_by_name` takes it.
+        locations: The location of each tensor, for the policy `custom`.
+        on_ticks: Whether the policy is applied to the stage that a tick runs.
+        on_layers: Whether it is applied to every layer.
     """
-    check_offload(config.remat_policy, _tensor_locations(config), devices)
 
+    policy: str
+    locations: Mapping[str, str]
+    on_ticks: bool
+    on_layers: bool
 
-def _remat(config: Config) -> autodiff.Remat:
-    return autodiff.remat_by_name(config.remat_policy, _tensor_locations(config))
+    @property
+    def recomputes(self) -> bool:
+        """Returns whether backwards compute anything again."""
+        return self.policy != "none"
 
+    @property
+    def tick(self) -> autodiff.Remat:
+        """Returns the rematerialisation of the stage that a tick runs."""
+        return self.outer_layer if self.on_ticks else autodiff.keep
 
-def _tensor_locations(config: Config) -> dict[str, str]:
-    return {tensor: getattr(config, tensor) for tensor in TENSORS}
+    @property
+    def layer(self) -> autodiff.Remat:
+        """Returns the rematerialisation of a layer of a stage."""
+        return self.outer_layer if self.on_layers else autodiff.keep
+
+    @property
+    def outer_layer(self) -> autodiff.Remat:
+        """Returns that of layers outside of stages, which engines never recompute."""
+        return autodiff.remat_by_name(self.policy, self.locations)

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ... import schedules
+from ...engines import Engine
 from ...schedules import Costs, Schedule, Timeline, builders, language, lock_step
 from ...schedules.lock_step import Ticks
-from ..config._config import Config
-from ._family import model_family
 
 _MAX_TIME_RATIO = 0.98
 """More chunks per rank are taken only if they cut a step's time to this share or less."""
@@ -34,20 +33,44 @@ class ScheduleSelection:
     ticks: Ticks | None = None
 
 
-def select_schedule(
-    config: Config,
-    *,
-    num_ranks: int,
-    num_microbatches: int,
-    num_layers: int,
-    counts: tuple[int, ...] | None = None,
-) -> ScheduleSelection:
-    """Selects the schedule that the config names, or for `auto` 1F1B or interleaved 1F1B.
+@dataclass(frozen=True)
+class ScheduleRequest:
+    """The schedule that a run asks for.
 
-    Args:
-        config: The config of the run.
+    Attributes:
+        engine: The engine that runs it.
+        name: The value of `pipeline_schedule`.
         num_ranks: S.
         num_microbatches: M.
+        num_pipeline_repeats: Stages per rank; -1 leaves it open.
+        num_layers_per_pipeline_stage: Layers of a stage; 1 leaves it open.
+        recomputes: Whether backwards compute the forward again, or a part of it.
+        gathers_per_repeat: Whether the weights of a stage are gathered ahead of each repeat.
+        num_pipeline_slices: Slices of each sequence; -1 leaves it open.
+        length: T, the number of tokens of a sequence.
+        slice_problems: Why sequences cannot be cut into slices, whatever their number.
+    """
+
+    engine: Engine
+    name: str
+    num_ranks: int
+    num_microbatches: int
+    num_pipeline_repeats: int = -1
+    num_layers_per_pipeline_stage: int = 1
+    recomputes: bool = True
+    gathers_per_repeat: bool = False
+    num_pipeline_slices: int = -1
+    length: int = 1
+    slice_problems: tuple[str, ...] = ()
+
+
+def select_schedule(
+    request: ScheduleRequest, num_layers: int, counts: tuple[int, ...] | None = None
+) -> ScheduleSelection:
+    """Selects the schedule that has the name, or for `auto` 1F1B or interleaved 1F1B.
+
+    Args:
+        request: The schedule that a run asks for.
         num_layers: Number of layers in the pipeline.
         counts: [num_stages] layers of every stage, if `pipeline_layout` gives them.
 
@@ -58,64 +81,61 @@ def select_schedule(
         ValueError: If no schedule has the name, or it is for other ranks, or no engine can run it.
         FileNotFoundError: If it is a CSV file that does not exist.
     """
-    name = config.pipeline_schedule
-    chunks = (
-        len(counts) // num_ranks if counts else _configured_chunks(config, num_ranks, num_layers)
-    )
+    name, num_ranks, num_microbatches = request.name, request.num_ranks, request.num_microbatches
+    chunks = len(counts) // num_ranks if counts else _configured_chunks(request, num_layers)
     if name == "auto":
         fitting = (
             (chunks,) if chunks else _candidate_chunks(num_ranks, num_microbatches, num_layers)
         )
-        return _select_auto(config, num_ranks, num_microbatches, fitting, counts)
-    if is_schedule_file(config):
+        return _select_auto(request, fitting, counts)
+    if is_schedule_file(name):
         schedule = schedules.read_csv(name)
         _check_shape(name, schedule, num_ranks, num_microbatches)
     else:
         num_chunks = chunks or num_layers // num_ranks
-        schedule = _build_schedule(
-            name, num_ranks, num_microbatches, num_chunks, config.num_pipeline_slices
-        )
-    _check_slices(config, schedule)
+        slices = request.num_pipeline_slices
+        schedule = _build_schedule(name, num_ranks, num_microbatches, num_chunks, slices)
+    _check_slices(request, schedule)
     if counts and len(counts) != schedule.num_stages:
         raise ValueError(
             f"`pipeline_layout` has {len(counts)} stages and `pipeline_schedule` {name} has "
             f"{schedule.num_stages}. They must be equal."
         )
-    _check_weight_gather(config, schedule)
+    _check_weight_gather(request, schedule)
+    costs = stage_costs(counts, recomputes=request.recomputes)
     with _errors_name_schedule(name):
-        return _select_and_time(config, name, schedule, stage_costs(config, counts))[0]
+        return _select_and_time(request.engine, name, schedule, costs)[0]
 
 
-def is_schedule_file(config: Config) -> bool:
-    """Returns whether the schedule is read from a file."""
-    name = config.pipeline_schedule
+def is_schedule_file(name: str) -> bool:
+    """Returns whether the schedule with this name is read from a file."""
     return name not in schedules.FAMILIES and (name.endswith(".csv") or Path(name).is_file())
 
 
-def stage_costs(config: Config, counts: tuple[int, ...] | None = None) -> Costs:
+def stage_costs(counts: tuple[int, ...] | None = None, *, recomputes: bool) -> Costs:
     """Returns costs of a transformer's stages by matrix products: I and W cost as much as F.
 
     With rematerialisation, I also computes F again, or a part of it.
 
     Args:
-        config: The config of the run.
         counts: [num_stages] layers of every stage; None if all stages have as many.
+        recomputes: Whether backwards compute the forward again, or a part of it.
 
     Returns:
         Costs of F, I and W, in tenths of a layer's forward, or of a stage's if `counts` is None.
     """
     unit = 10 if counts is None else tuple(10 * count for count in counts)
-    again = 1 if config.remat_policy == "none" else 2
+    again = 2 if recomputes else 1
     inputs = 10 * again if counts is None else tuple(10 * again * count for count in counts)
     return Costs(forward=unit, input=inputs, weight=unit)
 
 
-def _configured_chunks(config: Config, num_ranks: int, num_layers: int) -> int | None:
-    """Returns the number of stages per rank, or None if the config leaves it open."""
-    if config.num_pipeline_repeats != -1:
-        return config.num_pipeline_repeats
-    per_stage = config.num_layers_per_pipeline_stage
-    return None if per_stage == 1 else max(1, num_layers // (num_ranks * per_stage))
+def _configured_chunks(request: ScheduleRequest, num_layers: int) -> int | None:
+    """Returns the number of stages per rank, or None if the request leaves it open."""
+    if request.num_pipeline_repeats != -1:
+        return request.num_pipeline_repeats
+    per_stage = request.num_layers_per_pipeline_stage
+    return None if per_stage == 1 else max(1, num_layers // (request.num_ranks * per_stage))
 
 
 def _build_schedule(
@@ -132,50 +152,33 @@ def _build_schedule(
         )
 
 
-def _check_slices(config: Config, schedule: Schedule) -> None:
-    """Checks that the engine and the config can run the slices of a schedule, if it has any."""
-    slices, wanted = language.num_slices(schedule), config.num_pipeline_slices
+def _check_slices(request: ScheduleRequest, schedule: Schedule) -> None:
+    """Checks that a run can have the slices of a schedule, if it has any."""
+    slices, wanted = language.num_slices(schedule), request.num_pipeline_slices
     if wanted not in (-1, slices):
         raise ValueError(
-            f"`num_pipeline_slices` is {wanted}, but `pipeline_schedule` "
-            f"{config.pipeline_schedule} has {slices} slice(s) of each sequence. Give {slices} or "
-            "-1."
+            f"`num_pipeline_slices` is {wanted}, but `pipeline_schedule` {request.name} has "
+            f"{slices} slice(s) of each sequence. Give {slices} or -1."
         )
     if slices == 1:
         return
-    problems = {
-        "`pipeline_engine` is 'mpmd', which runs whole microbatches": config.engine.per_stage_state,
-        f"`max_target_length` is {config.max_target_length}, which they do not divide": (
-            config.max_target_length % slices != 0
-        ),
-        f"`dropout_rate` is {config.dropout_rate:g}, and masks of slices are not those of whole "
-        "sequences": config.enable_dropout and config.dropout_rate > 0,
-        f"`decoder_block` is {config.decoder_block!r}, whose layers cannot run slices": (
-            not model_family(config).has_slices
-        ),
-        f"`pipeline_parallel_layers` is {config.pipeline_parallel_layers}, and layers after the "
-        "pipeline need whole sequences": (
-            config.pipeline_parallel_layers not in (-1, config.base_num_decoder_layers)
-        ),
-        "`attention` is 'splash', which needs whole sequences": config.attention == "splash",
-        "sequences are split over the axis 'context'": (
-            max(config.ici_context_parallelism, config.dcn_context_parallelism) > 1
-        ),
-    }
-    found = "; ".join(problem for problem, applies in problems.items() if applies)
-    if found:
+    problems = list(request.slice_problems)
+    if request.length % slices:
+        problems.append(f"`max_target_length` is {request.length}, which they do not divide")
+    if problems:
         raise ValueError(
-            f"`pipeline_schedule` {config.pipeline_schedule} cuts sequences into {slices} slices, "
-            f"but {found}. Change that, or give a schedule of whole microbatches, such as 1f1b."
+            f"`pipeline_schedule` {request.name} cuts sequences into {slices} slices, but "
+            f"{'; '.join(problems)}. Change that, or give a schedule of whole microbatches, such "
+            "as 1f1b."
         )
 
 
 def _select_and_time(
-    config: Config, description: str, schedule: Schedule, costs: Costs
+    engine: Engine, description: str, schedule: Schedule, costs: Costs
 ) -> tuple[ScheduleSelection, float]:
     """Returns the schedule as the engine runs it, and its makespan in units of `costs`."""
     schedules.check(schedule)
-    if config.engine.per_stage_state:
+    if engine.per_stage_state:
         lock_step.check_no_slices(schedule)
         timeline = schedules.simulate(schedule, costs)
         reason = f"{description}: {_describe_bubble(timeline)}, {_describe_activations(schedule)}"
@@ -217,23 +220,19 @@ def _check_shape(name: str, schedule: Schedule, num_ranks: int, num_microbatches
         )
 
 
-def _check_weight_gather(config: Config, schedule: Schedule) -> None:
+def _check_weight_gather(request: ScheduleRequest, schedule: Schedule) -> None:
     """Refuses split backwards with gathers per repeat, which hold weights for F and B alone."""
-    if language.splits_backwards(schedule) and config.pipeline_fsdp_ag_per_repeat:
+    if language.splits_backwards(schedule) and request.gathers_per_repeat:
         raise ValueError(
-            f"`pipeline_fsdp_ag_per_repeat` is true and `pipeline_schedule` is "
-            f"{config.pipeline_schedule!r}, which splits backwards: when W comes, the weights of "
-            "its stage are gone. Give `pipeline_fsdp_ag_once` or `pipeline_fsdp_ag_per_layer` "
+            f"`pipeline_fsdp_ag_per_repeat` is true and `pipeline_schedule` is {request.name!r}, "
+            "which splits backwards: when W comes, the weights of its "
+            "stage are gone. Give `pipeline_fsdp_ag_once` or `pipeline_fsdp_ag_per_layer` "
             "instead, or a schedule of whole backwards."
         )
 
 
 def _select_auto(
-    config: Config,
-    num_ranks: int,
-    num_microbatches: int,
-    fitting: tuple[int, ...],
-    counts: tuple[int, ...] | None,
+    request: ScheduleRequest, fitting: tuple[int, ...], counts: tuple[int, ...] | None
 ) -> ScheduleSelection:
     """Selects 1F1B, or interleaved 1F1B with as many chunks as save 2% of the step each time.
 
@@ -241,9 +240,7 @@ def _select_auto(
     as the input of a stage.
 
     Args:
-        config: The config of the run.
-        num_ranks: S.
-        num_microbatches: M.
+        request: The schedule that a run asks for.
         fitting: Numbers of stages per rank to try, in ascending order.
         counts: [num_stages] layers of every stage, if `pipeline_layout` gives them.
 
@@ -251,9 +248,10 @@ def _select_auto(
         The schedule, with the reason.
 
     Raises:
-        ValueError: If the config demands interleaving and the groups of microbatches are unequal.
+        ValueError: If the run demands interleaving and the groups of microbatches are unequal.
     """
-    costs = stage_costs(config, counts)
+    num_ranks, num_microbatches = request.num_ranks, request.num_microbatches
+    costs = stage_costs(counts, recomputes=request.recomputes)
     best, least = None, 0.0
     if min(fitting) > 1 and not _has_equal_groups(num_ranks, num_microbatches):
         raise ValueError(
@@ -265,7 +263,7 @@ def _select_auto(
         name = "1f1b" if chunks == 1 else "interleaved_1f1b"
         description = name if chunks == 1 else f"{name} with {chunks} stages per rank"
         schedule = _build_schedule(name, num_ranks, num_microbatches, chunks)
-        selection, time = _select_and_time(config, description, schedule, costs)
+        selection, time = _select_and_time(request.engine, description, schedule, costs)
         if best is None or time / chunks < least * _MAX_TIME_RATIO:
             best, least = selection, time / chunks
     assert best is not None

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from ..config._config import Config
 from ._multihost import any_process, max_over_processes
 
 ShouldStop = Callable[[int], bool]
@@ -109,16 +108,27 @@ class StopRequests:
         )  # JAX handles SIGTERM of several processes
 
 
-def check_step(config: Config, step: int, metrics: Mapping[str, float]) -> str | None:
+def check_step(
+    step: int, metrics: Mapping[str, float], *, policy: str, max_gradient_norm: float = 0.0
+) -> str | None:
     """Returns a message if a bad step was skipped; None if the step is good or `ignore` is set.
+
+    Args:
+        step: The number of the step.
+        metrics: Its metrics.
+        policy: What to do if it is bad: "stop", "skip" or "ignore".
+        max_gradient_norm: The largest norm of a good step; 0 for no limit.
+
+    Returns:
+        The message, or None.
 
     Raises:
         RunError: If the step is bad, and the policy is to stop.
     """
-    bad = bad_step_reason(metrics, config.max_gradient_norm)
-    if config.bad_step_policy == "skip":  # decided on the devices
+    bad = bad_step_reason(metrics, max_gradient_norm)
+    if policy == "skip":  # decided on the devices
         return f"step {step} has changed nothing: {bad}" if metrics["skipped"] else None
-    if not bad or config.bad_step_policy == "ignore":
+    if not bad or policy == "ignore":
         return None
     raise RunError(
         f"Step {step} is bad: {bad}. The run ends; its checkpoints are older than "

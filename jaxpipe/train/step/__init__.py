@@ -2,19 +2,19 @@
 
 from ._aot import check_single_program as check_single_program
 from ._aot import compile_train_step as compile_train_step
-from ._evaluate import make_eval_step as make_eval_step
+from ._evaluate import EvaluationPlan as EvaluationPlan
 from ._evaluate import make_evaluate as make_evaluate
 from ._mpmd import lower_train_step as lower_train_step
-from ._mpmd import mpmd_state_shardings as mpmd_state_shardings
-from ._per_stage_state import layer_ids_by_rank as layer_ids_by_rank
+from ._one_program import dropout_keys as dropout_keys
+from ._one_program import make_value_and_grad as make_value_and_grad
+from ._shard_batch import shard_batch as shard_batch
+from ._shard_batch import shard_batch_of_step as shard_batch_of_step
 from ._state import TrainState as TrainState
 from ._state import abstract_trained_weights as abstract_trained_weights
 from ._state import make_optimizer as make_optimizer
 from ._state import state_shapes as state_shapes
 from ._state import state_shardings as state_shardings
-from ._step import dropout_keys as dropout_keys
 from ._step import init_state as init_state
+from ._step import make_eval_step as make_eval_step
 from ._step import make_train_step as make_train_step
-from ._step import make_value_and_grad as make_value_and_grad
-from ._step import shard_batch as shard_batch
-from ._step import shard_batch_of_step as shard_batch_of_step
+from ._step import stored_shardings as stored_shardings

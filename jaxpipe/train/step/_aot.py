@@ -5,16 +5,19 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from ..plan._setup import Setup, batch_shapes, batch_shardings
+from ...engines import Engine
+from ..plan._devices import BatchPlan
+from ..plan._setup import StepPlan
+from ..plan._state_plan import StatePlan
 from ._state import TrainState, state_shapes, state_shardings
 from ._step import make_train_step
 
 
-def compile_train_step(setup: Setup) -> jax.stages.Compiled:
+def compile_train_step(plan: StepPlan) -> jax.stages.Compiled:
     """Lowers and compiles the step that `train` runs; no array is allocated.
 
     Args:
-        setup: The run. Its devices may be those of a topology description.
+        plan: The step. Its devices may be those of a topology description.
 
     Returns:
         The compiled step, with `memory_analysis()`, `cost_analysis()` and `as_text()`.
@@ -22,35 +25,35 @@ def compile_train_step(setup: Setup) -> jax.stages.Compiled:
     Raises:
         ValueError: If the step is not one program.
     """
-    check_single_program(setup)
+    check_single_program(plan.engine)
     # Built outside of the mesh's context: constants computed on the way need a device that exists.
-    step: Any = make_train_step(setup)
-    arguments = abstract_state(setup), abstract_batch(setup)
-    with jax.set_mesh(setup.mesh):
+    step: Any = make_train_step(plan)
+    arguments = abstract_state(plan.state), abstract_batch(plan.batch)
+    with jax.set_mesh(plan.pipeline.mesh):
         return step.lower(*arguments).compile()
 
 
-def check_single_program(setup: Setup) -> None:
-    """Checks that the step of `setup` is one program, not one for every rank.
+def check_single_program(engine: Engine) -> None:
+    """Checks that the step of an engine is one program, not one for every rank.
 
     Raises:
         ValueError: If the engine is `mpmd`.
     """
-    if setup.per_stage_state:
+    if engine.per_stage_state:
         raise ValueError(
             "`pipeline_engine` is 'mpmd', whose step is many programs, and what is compiled ahead "
             "is one. Give `pipeline_engine=scheduled`, which runs the same schedules."
         )
 
 
-def abstract_state(setup: Setup) -> TrainState:
+def abstract_state(plan: StatePlan) -> TrainState:
     """Returns the train state as `jax.ShapeDtypeStruct` with a sharding for every leaf."""
-    return jax.tree.map(_with_sharding, state_shapes(setup), state_shardings(setup))
+    return jax.tree.map(_with_sharding, state_shapes(plan), state_shardings(plan))
 
 
-def abstract_batch(setup: Setup) -> PyTree:
+def abstract_batch(plan: BatchPlan) -> PyTree:
     """Returns a batch as `jax.ShapeDtypeStruct` [A * M, b, T], each with a sharding."""
-    return jax.tree.map(_with_sharding, batch_shapes(setup), batch_shardings(setup))
+    return jax.tree.map(_with_sharding, plan.shapes, plan.shardings)
 
 
 def _with_sharding(

@@ -5,26 +5,17 @@ Nothing is differentiated, no residuals are kept, and there is no dropout.
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
-from jaxtyping import PyTree
 
-from ... import mpmd
-from ...autodiff import StagedModel
 from ...data.batches._batches import FiniteBatches
-from ..plan._from_config import import_flax_decoder
-from ..plan._model import build_model
-from ..plan._pipeline_plan import pipeline_plan
-from ..plan._setup import Setup, batch_shardings, compiler_options, weight_shardings
-from ._gradient_accumulation import gradient_accumulation
-from ._mpmd import make_mpmd_eval_step
+from ..plan._setup import StepPlan
+from ._shard_batch import shard_batch_of_step
 from ._state import TrainState
-from ._step import of_slices, shard_batch_of_step, with_layer_mask
+from ._step import StepMetrics, make_eval_step
 
-BatchMetrics = Mapping[str, jax.Array | mpmd.MpmdArray]
 EvalMetrics = dict[str, float]
 
 Evaluate = Callable[[TrainState], EvalMetrics]
@@ -33,8 +24,26 @@ AUXILIARY_LOSSES = ("load_balance_loss", "load_balance_loss_after", "z_loss")
 """Metrics of a batch that are terms of its loss beside the cross entropy."""
 
 
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """When a run is evaluated, and on what.
+
+    Attributes:
+        interval: Steps from one evaluation to the next; 0 for none.
+        num_batches: Number of batches; -1 for all of them.
+        data_key: The key of the config that names the data, for errors.
+    """
+
+    interval: int
+    num_batches: int
+    data_key: str = "eval_files"
+
+
 def make_evaluate(
-    setup: Setup, batches: FiniteBatches | None, on_batch_done: Callable[[], None] = lambda: None
+    plan: StepPlan,
+    evaluation: EvaluationPlan,
+    batches: FiniteBatches | None,
+    on_batch_done: Callable[[], None] = lambda: None,
 ) -> Evaluate | None:
     """Builds the evaluation of a run.
 
@@ -43,7 +52,8 @@ def make_evaluate(
     batch, weighted alike, among them the auxiliary losses that training adds; and `eval_seconds`.
 
     Args:
-        setup: The run.
+        plan: The step.
+        evaluation: When a run is evaluated, and on what.
         batches: The batches to evaluate on.
         on_batch_done: Called after every batch.
 
@@ -53,27 +63,25 @@ def make_evaluate(
     Raises:
         ValueError: If there are no batches, or fewer than `eval_steps`.
     """
-    config = setup.config
-    if not config.eval_interval:
+    if not evaluation.interval:
         return None
-    count = config.eval_steps
+    count = evaluation.num_batches
     if not batches:
-        files = "eval_data_sources" if config.dataset_type == "mixture" else "eval_files"
         raise ValueError(
-            f"`eval_interval` is {config.eval_interval}, and there is nothing to evaluate on. Give "
-            f"`{files}` or `eval_split_fraction`, or leave it at 0."
+            f"`eval_interval` is {evaluation.interval}, and there is nothing to evaluate on. Give "
+            f"`{evaluation.data_key}` or `eval_split_fraction`, or leave it at 0."
         )
     if count > len(batches):
         raise ValueError(
             f"`eval_steps` is {count}, and there are {len(batches)} batches to evaluate on. Give "
             "at most that, or -1 for all of them."
         )
-    eval_step = make_eval_step(setup)
+    eval_step = make_eval_step(plan)
 
     def evaluate(state: TrainState) -> EvalMetrics:
         started, mean = time.perf_counter(), _WeightedMean()
         for i in range(len(batches) if count == -1 else count):
-            metrics = eval_step(state["weights"], shard_batch_of_step(setup, batches, i))
+            metrics = eval_step(state["weights"], shard_batch_of_step(plan.batch, batches, i))
             mean.add(float(batches.num_targets(i)), metrics)
             on_batch_done()
         metrics = _separate_cross_entropy(mean.result())
@@ -93,9 +101,9 @@ class _WeightedMean:
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self._weight = 0.0
-        self._last: tuple[float, BatchMetrics] = 0.0, {}
+        self._last: tuple[float, StepMetrics] = 0.0, {}
 
-    def add(self, weight: float, values: BatchMetrics) -> None:
+    def add(self, weight: float, values: StepMetrics) -> None:
         self._read()
         self._last = weight, values
 
@@ -116,56 +124,3 @@ def _separate_cross_entropy(metrics: EvalMetrics) -> EvalMetrics:
     """Subtracts auxiliary losses from the loss, and puts it first."""
     added = sum(metrics.get(name, 0.0) for name in AUXILIARY_LOSSES)
     return {"loss": metrics.pop("loss") - added} | metrics
-
-
-def make_eval_step(setup: Setup) -> Callable[[PyTree, PyTree], BatchMetrics]:
-    """Builds the evaluation of one batch; it compiles at its first call.
-
-    Args:
-        setup: The run.
-
-    Returns:
-        `(weights, batch from shard_batch) -> loss and metrics`.
-    """
-    if setup.per_stage_state:
-        return make_mpmd_eval_step(setup)
-    value = gradient_accumulation(
-        make_value(setup),
-        setup.gradient_accumulation_steps,
-    )
-
-    def step(weights: PyTree, batch: PyTree) -> BatchMetrics:
-        loss, metrics = value(weights, batch, with_layer_mask(setup, ()))
-        return {"loss": loss, **metrics}
-
-    return jax.jit(
-        step,
-        in_shardings=(weight_shardings(setup), batch_shardings(setup)),
-        compiler_options=compiler_options(setup),
-    )
-
-
-def _linen_value(setup: Setup, model: StagedModel) -> Callable:
-    flax_decoder = import_flax_decoder()
-    return flax_decoder.linen_value(flax_decoder.make_flax_decoder(setup, model))
-
-
-def _nnx_value(setup: Setup, model: StagedModel) -> Callable:
-    flax_decoder = import_flax_decoder()
-    return flax_decoder.nnx_value(flax_decoder.make_flax_decoder(setup, model))
-
-
-def make_value(setup: Setup) -> Callable[..., Any]:
-    """Returns the forwards of a run's engine, or of the Flax front end whose modules run in it.
-
-    Args:
-        setup: The run.
-
-    Returns:
-        `(weights, batch_inputs, keys) -> (loss, metrics)`.
-    """
-    model = build_model(setup)
-    front_ends = {False: _linen_value, True: _nnx_value}
-    if setup.config.enable_nnx is not None:
-        return front_ends[setup.config.enable_nnx](setup, model)
-    return of_slices(setup, partial(setup.config.engine.value, pipeline_plan(setup), model))

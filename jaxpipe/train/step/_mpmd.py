@@ -14,11 +14,13 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
 from ... import mpmd, schedules
+from ...autodiff import StagedModel
 from ...models.weights._abstract import weight_shapes
 from ...mpmd import profiling
 from ..plan._model import build_model
-from ..plan._pipeline_plan import pipeline_plan
-from ..plan._setup import Setup, batch_shapes, batch_shardings, weight_shardings
+from ..plan._setup import StepPlan
+from ..plan._state_plan import StatePlan
+from ..plan._weight_plan import WeightPlan
 from ._gradient_accumulation import unrolled_gradient_accumulation
 from ._init import dropout_keys_of_layers, init_boundary, init_layers
 from ._optimizer_step import make_optimizer_step
@@ -27,32 +29,33 @@ from ._state import TrainState, state_shapes, state_shardings
 
 
 def make_mpmd_train_step(
-    setup: Setup,
+    plan: StepPlan,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Any]]]:
     """Builds the step; its programs are compiled at its first call.
 
     Args:
-        setup: The run.
+        plan: The step.
 
     Returns:
         `(state, batch from shard_batch) -> (state, metrics)`.
     """
-    return lambda state, batch: _compiled_train_step(setup)(state, batch)
+    return lambda state, batch: _compiled_train_step(plan)(state, batch)
 
 
-def make_mpmd_eval_step(setup: Setup) -> Callable[[PyTree, PyTree], dict[str, Any]]:
+def make_mpmd_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], dict[str, Any]]:
     """Builds the evaluation of one batch; its programs are compiled at its first call.
 
     Args:
-        setup: The run.
+        plan: The step.
 
     Returns:
         `(weights, batch) -> loss and metrics`.
     """
     value = unrolled_gradient_accumulation(
-        partial(setup.config.engine.value, pipeline_plan(setup), build_model(setup)),
-        setup.gradient_accumulation_steps,
+        partial(plan.engine.value, plan.pipeline, _model(plan)),
+        plan.batch.gradient_accumulation_steps,
     )
+    weights_plan = plan.state.weights
 
     def step(weights: Any, batch: Any) -> dict[str, Any]:
         loss, metrics = value(weights, batch, ())
@@ -62,22 +65,22 @@ def make_mpmd_eval_step(setup: Setup) -> Callable[[PyTree, PyTree], dict[str, An
     def compiled() -> mpmd.Compiled:
         return mpmd.mpmd_jit_with_loop(
             step,
-            mpmd_mesh(setup),
-            in_shardings=(weight_shardings(setup), batch_shardings(setup)),
-            out_shardings=_replicated_sharding(setup),
-            timeout=setup.config.mpmd_timeout_seconds,
-        ).compile(weight_shapes(setup.abstract_weights), batch_shapes(setup))
+            mpmd_mesh(weights_plan),
+            in_shardings=(weights_plan.shardings, plan.batch.shardings),
+            out_shardings=_replicated_sharding(weights_plan),
+            timeout=plan.timeout_seconds,
+        ).compile(weight_shapes(weights_plan.abstract), plan.batch.shapes)
 
     return lambda weights, batch: compiled()(weights, batch)
 
 
 def trace_mpmd_train_step(
-    setup: Setup, state: TrainState, batch: PyTree
+    plan: StepPlan, state: TrainState, batch: PyTree
 ) -> tuple[tuple[TrainState, dict[str, Any]], str]:
     """Runs a step and traces it beside the timeline that its schedule predicts.
 
     Args:
-        setup: The run.
+        plan: The step.
         state: The train state.
         batch: The batch, from `shard_batch`.
 
@@ -85,34 +88,34 @@ def trace_mpmd_train_step(
         `(state, metrics)`, where the metrics also have the bubbles of both timelines as shares of
         the loop; and the trace as JSON for Perfetto.
     """
-    (state, metrics), found = profiling.trace_step(_compiled_train_step(setup), state, batch)
+    (state, metrics), found = profiling.trace_step(_compiled_train_step(plan), state, batch)
     bubbles = {f"bubble_{name}": schedules.bubble_fraction(line) for name, line in found.items()}
     return (state, metrics | bubbles), schedules.to_perfetto(found, microseconds=1e6)
 
 
-def init_mpmd_state(setup: Setup) -> TrainState:
+def init_mpmd_state(plan: StepPlan) -> TrainState:
     """Initializes weights, optimizer state and step 0; no device ever holds more than its own part.
 
     Args:
-        setup: The run.
+        plan: The step.
 
     Returns:
         The train state, with leaves of `mpmd.MpmdArray`.
     """
-    shardings = mpmd_state_shardings(setup)
+    shardings = mpmd_state_shardings(plan)
     leaves, tree = jax.tree.flatten(shardings)
     mesh = leaves[0].mpmd_mesh
     found: list[dict[int, jax.Array]] = [{} for _ in leaves]
     for rank in mesh.local_ranks:
         local = [i for i, leaf in enumerate(leaves) if rank in leaf.mpmd_idxs]
         make = jax.jit(
-            partial(_init_leaves_of_rank, setup, shardings, rank),
+            partial(_init_leaves_of_rank, plan.state, shardings, rank),
             out_shardings=[leaves[i].of_rank(rank) for i in local],
         )
         with jax.set_mesh(mesh.unstack[rank]):
             for i, array in zip(local, make(), strict=True):
                 found[i][rank] = array
-    shapes = jax.tree.leaves(state_shapes(setup))
+    shapes = jax.tree.leaves(state_shapes(plan.state))
     arrays = [
         mpmd.MpmdArray.of_ranks(arrays_by_rank, sharding, shape.shape, shape.dtype)
         for shape, sharding, arrays_by_rank in zip(shapes, leaves, found, strict=True)
@@ -120,21 +123,22 @@ def init_mpmd_state(setup: Setup) -> TrainState:
     return tree.unflatten(arrays)
 
 
-def _init_leaves_of_rank(setup: Setup, shardings: PyTree, rank: int) -> list[jax.Array]:
+def _init_leaves_of_rank(plan: StatePlan, shardings: PyTree, rank: int) -> list[jax.Array]:
     """Initializes the leaves that a rank holds: weights from the seed, and zeros."""
 
     def is_here(shardings: PyTree) -> bool:
         return any(rank in sharding.mpmd_idxs for sharding in jax.tree.leaves(shardings))
 
-    state, stages = state_shapes(setup), []
-    for i, layer_ids in enumerate(setup.layout.stage_layer_ids):
+    state, stages = state_shapes(plan), []
+    weights, seed = plan.weights, plan.init_seed
+    for i, layer_ids in enumerate(weights.layout.stage_layer_ids):
         here = is_here(shardings["weights"]["stages"][i])
         stages.append(
-            init_layers(setup, (len(layer_ids),), layer_ids=layer_ids)
+            init_layers(weights, seed, (len(layer_ids),), layer_ids=layer_ids)
             if here
             else state["weights"]["stages"][i]
         )
-    state["weights"] = init_boundary(setup) | {"stages": stages}
+    state["weights"] = init_boundary(weights, seed) | {"stages": stages}
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
     return [
         leaf if isinstance(leaf, jax.Array) else jnp.zeros(leaf.shape, leaf.dtype)
@@ -143,18 +147,18 @@ def _init_leaves_of_rank(setup: Setup, shardings: PyTree, rank: int) -> list[jax
     ]
 
 
-def mpmd_state_shardings(setup: Setup) -> PyTree[mpmd.MpmdSharding]:
+def mpmd_state_shardings(plan: StepPlan) -> PyTree[mpmd.MpmdSharding]:
     """Returns the ranks that hold each leaf of a state, and how it is sharded on them.
 
     Args:
-        setup: The run.
+        plan: The step.
 
     Returns:
         A tree like the train state.
     """
-    mesh = mpmd_mesh(setup)
-    shardings, tree = jax.tree.flatten(state_shardings(setup))
-    inputs = lower_train_step(setup).program.inputs[: len(shardings)]
+    mesh = mpmd_mesh(plan.state.weights)
+    shardings, tree = jax.tree.flatten(state_shardings(plan.state))
+    inputs = lower_train_step(plan).program.inputs[: len(shardings)]
     mpmd_shardings = [
         mpmd.MpmdSharding(mesh, ranks, sharding.spec)
         for (_, ranks), sharding in zip(inputs, shardings, strict=True)
@@ -163,39 +167,44 @@ def mpmd_state_shardings(setup: Setup) -> PyTree[mpmd.MpmdSharding]:
 
 
 @lru_cache(maxsize=1)
-def _compiled_train_step(setup: Setup) -> mpmd.Compiled:
+def _compiled_train_step(plan: StepPlan) -> mpmd.Compiled:
     """Compiles the step, with the name of every action in profiles."""
-    return profiling.annotated(lower_train_step(setup).compile())
+    return profiling.annotated(lower_train_step(plan).compile())
 
 
 # The state's shardings, its initial values and the step all need this program, and lowering takes
 # a while.
 @lru_cache(maxsize=1)
-def lower_train_step(setup: Setup) -> mpmd.Lowered:
+def lower_train_step(plan: StepPlan) -> mpmd.Lowered:
     """Lowers the step on all ranks."""
-    layers = setup.layout.stage_layer_ids
-    call = partial(setup.config.engine.value_and_grad, pipeline_plan(setup), build_model(setup))
+    weights, seed = plan.state.weights, plan.dropout_seed
+    layers = weights.layout.stage_layer_ids
+    call = partial(plan.engine.value_and_grad, plan.pipeline, _model(plan))
 
     def dropout_keys(step: Int[Array, ""]) -> list[PyTree]:
-        return [dropout_keys_of_layers(setup, step, layer_ids) for layer_ids in layers]
+        return [dropout_keys_of_layers(seed, step, layer_ids) for layer_ids in layers]
 
-    mesh, shardings = mpmd_mesh(setup), state_shardings(setup)
+    shardings = state_shardings(plan.state)
     step = mpmd.mpmd_jit_with_loop(
         make_optimizer_step(
-            setup,
-            unrolled_gradient_accumulation(call, setup.gradient_accumulation_steps),
+            plan.state,
+            unrolled_gradient_accumulation(call, plan.batch.gradient_accumulation_steps),
             dropout_keys,
         ),
-        mesh,
-        in_shardings=(shardings, batch_shardings(setup)),
-        out_shardings=(shardings, _replicated_sharding(setup)),
+        mpmd_mesh(weights),
+        in_shardings=(shardings, plan.batch.shardings),
+        out_shardings=(shardings, _replicated_sharding(weights)),
         donate_argnums=0,
-        timeout=setup.config.mpmd_timeout_seconds,
+        timeout=plan.timeout_seconds,
     )
-    return step.lower(state_shapes(setup), batch_shapes(setup))
+    return step.lower(state_shapes(plan.state), plan.batch.shapes)
 
 
-def _replicated_sharding(setup: Setup) -> mpmd.MpmdSharding:
+def _model(plan: StepPlan) -> StagedModel:
+    return build_model(plan.model, plan.state.weights, plan.gather)
+
+
+def _replicated_sharding(weights: WeightPlan) -> mpmd.MpmdSharding:
     """Returns the sharding of metrics: on all ranks, since every process reads them."""
-    mesh = mpmd_mesh(setup)
+    mesh = mpmd_mesh(weights)
     return mpmd.MpmdSharding(mesh, tuple(range(mesh.mpmd_dim)), PartitionSpec())

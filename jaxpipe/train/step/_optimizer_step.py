@@ -9,14 +9,14 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..optim._optimizer import clip_by_norm, gradient_norm
 from ..optim._router_bias import drop_router_biases, update_router_biases
-from ..plan._setup import Setup
-from ._state import TrainState, make_learning_rate_schedule, make_optimizer
+from ..plan._state_plan import StatePlan
+from ._state import TrainState, make_optimizer
 
 Reshard = Callable[[PyTree], PyTree]
 
 
 def make_optimizer_step(
-    setup: Setup,
+    plan: StatePlan,
     value_and_grad: Callable,
     dropout_keys: Callable[[Int[Array, ""]], PyTree],
     *,
@@ -26,7 +26,7 @@ def make_optimizer_step(
     """Builds a train step from a function of gradients; the caller compiles it.
 
     Args:
-        setup: The run.
+        plan: The state that a step updates.
         value_and_grad: `(weights, batch, keys) -> ((loss, metrics), gradients)`.
         dropout_keys: From the number of a step to its dropout keys.
         shard: Shards weights and gradients as the optimizer's state is.
@@ -35,27 +35,29 @@ def make_optimizer_step(
     Returns:
         `(state, batch) -> (state, metrics)`.
     """
-    optimizer, schedule = make_optimizer(setup), make_learning_rate_schedule(setup)
-    threshold = setup.config.gradient_clipping_threshold
-    bias_rate = setup.config.routed_bias_update_rate
+    wanted = plan.optimizer
+    optimizer, schedule = make_optimizer(plan), wanted.learning_rate.schedule()
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Array]]:
         weights = state["weights"]
         (loss, metrics), grads = value_and_grad(weights, batch, dropout_keys(state["step"]))
         trained, trained_grads = drop_router_biases(weights), drop_router_biases(grads)
         norm = gradient_norm(trained_grads)
-        trained_grads = clip_by_norm(trained_grads, norm, threshold=threshold)
+        trained_grads = clip_by_norm(
+            trained_grads, norm, threshold=wanted.gradient_clipping_threshold
+        )
         sharded, sharded_grads = shard(trained), shard(trained_grads)
         updates, optimizer_state = optimizer.update(sharded_grads, state["optimizer"], sharded)
         trained = unshard(optax.apply_updates(sharded, updates))
+        bias_rate = wanted.routed_bias_update_rate
         new = {
             "weights": update_router_biases(trained, weights, grads, rate=bias_rate),
             "optimizer": optimizer_state,
         }
         rate = jnp.asarray(schedule(state["step"]))
         all_metrics = {"loss": loss, **metrics, "gradient_norm": norm, "learning_rate": rate}
-        if setup.config.bad_step_policy == "skip":
-            is_usable = _is_usable(loss, norm, setup.config.max_gradient_norm)
+        if wanted.skip_bad_steps:
+            is_usable = _is_usable(loss, norm, wanted.max_gradient_norm)
             new = _select(is_usable, new, {name: state[name] for name in new})
             all_metrics["skipped"] = 1 - is_usable.astype(jnp.float32)
         return new | {"step": state["step"] + 1}, all_metrics

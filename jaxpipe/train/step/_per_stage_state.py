@@ -14,44 +14,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, PyTree
 
 from ... import mpmd
-from ..plan._setup import Setup
+from ..plan._weight_plan import WeightPlan
 
 StageShardings = Sequence[PyTree[mpmd.MpmdSharding]]
 """Shardings of the leaves of each stage, in forward order."""
 
 
-def layer_ids_by_rank(setup: Setup) -> Int[np.ndarray, "S K"]:
-    """Returns the layers of each rank, stage after stage in forward order.
-
-    Args:
-        setup: The run.
-
-    Returns:
-        [S, K] layers of the model; -1 is padding behind the layers of a rank.
-    """
-    layers = setup.layout.stage_layer_ids
-    rows = [[i for stage in stages for i in layers[stage]] for stages in setup.stages_by_rank]
-    most = max(map(len, rows))
-    return np.array([row + [-1] * (most - len(row)) for row in rows])
-
-
 def stack_stages(
-    setup: Setup, stages: Sequence[PyTree[mpmd.MpmdArray]], stage_shardings: StageShardings
+    weights: WeightPlan, stages: Sequence[PyTree[mpmd.MpmdArray]], stage_shardings: StageShardings
 ) -> PyTree[Array]:
     """Stacks the stages of each rank.
 
     Args:
-        setup: The run.
-        stages: Weights of each stage in forward order, with leaves [layers, ...].
+        weights: The weights of a run.
+        stages: Those of each stage in forward order, with leaves [layers, ...].
         stage_shardings: Their shardings.
 
     Returns:
         Weights with leaves [S, K, ...].
     """
-    mesh, num_layers = mpmd_mesh(setup), layer_ids_by_rank(setup).shape[1]
+    mesh, num_layers = mpmd_mesh(weights), weights.slot_layer_ids.shape[1]
     stages_by_leaf = list(zip(*map(jax.tree.leaves, stages), strict=True))
     dims = [(num_layers, *leaf_stages[0].shape[1:]) for leaf_stages in stages_by_leaf]
     dtypes = [leaf_stages[0].dtype for leaf_stages in stages_by_leaf]
@@ -60,7 +45,7 @@ def stack_stages(
     for rank in mesh.local_ranks:
         shardings = [NamedSharding(mesh.unstack[rank], spec) for spec in specs]
         shapes = map(_abstract_array, dims, dtypes, shardings)
-        local = [stage for stage in setup.stages_by_rank[rank] if _layer_counts(setup)[stage]]
+        local = _stages_with_layers(weights, rank)
         parts = [
             [leaf_stages[stage].on_rank(rank) for stage in local] for leaf_stages in stages_by_leaf
         ]
@@ -76,25 +61,25 @@ def stack_stages(
 
 
 def unstack_stages(
-    setup: Setup, stack: PyTree[Array], stage_shardings: StageShardings
+    weights: WeightPlan, stack: PyTree[Array], stage_shardings: StageShardings
 ) -> list[PyTree[mpmd.MpmdArray]]:
     """Splits a stack into stages: the inverse of `stack_stages`.
 
     Args:
-        setup: The run.
-        stack: Weights with leaves [S, K, ...].
+        weights: The weights of a run.
+        stack: Those of its stages, with leaves [S, K, ...].
         stage_shardings: Shardings of the stages.
 
     Returns:
         Weights of each stage in forward order, with leaves [layers, ...].
     """
-    mesh, leaves, counts = mpmd_mesh(setup), jax.tree.leaves(stack), _layer_counts(setup)
+    mesh, leaves, counts = mpmd_mesh(weights), jax.tree.leaves(stack), _layer_counts(weights)
     specs = [sharding.spec for sharding in jax.tree.leaves(stage_shardings[0])]
     found: list[list[dict[int, jax.Array]]] = [[{} for _ in leaves] for _ in counts]
     for rank in mesh.local_ranks:
         shardings = tuple(NamedSharding(mesh.unstack[rank], spec) for spec in specs)
         part = [_on_rank(leaf, where) for leaf, where in zip(leaves, shardings, strict=True)]
-        local = [stage for stage in setup.stages_by_rank[rank] if counts[stage]]
+        local = _stages_with_layers(weights, rank)
         cut = _split(tuple(counts[stage] for stage in local), shardings)(part)
         for stage, stage_leaves in zip(local, cut, strict=True):
             for arrays, array in zip(found[stage], stage_leaves, strict=True):
@@ -108,31 +93,42 @@ def unstack_stages(
     ]
 
 
-def stack_shardings(setup: Setup, stage_shardings: StageShardings) -> PyTree[NamedSharding]:
+def stack_shardings(weights: WeightPlan, stage_shardings: StageShardings) -> PyTree[NamedSharding]:
     """Returns the shardings of the leaves of a stack.
 
     Args:
-        setup: The run.
+        weights: The weights of a run.
         stage_shardings: Shardings of the stages.
 
     Returns:
         A tree like the weights of one stage.
     """
-    mesh = mpmd_mesh(setup)
+    mesh = mpmd_mesh(weights)
     return jax.tree.map(lambda sharding: _stacked_sharding(mesh, sharding.spec), stage_shardings[0])
 
 
-def mpmd_mesh(setup: Setup) -> mpmd.MpmdMesh:
-    """Returns the run's mesh as one submesh per rank."""
-    return mpmd.MpmdMesh(setup.mesh, "stage")
+def mpmd_mesh(weights: WeightPlan) -> mpmd.MpmdMesh:
+    """Returns the mesh of a run as one submesh per rank."""
+    return mpmd.MpmdMesh(weights.devices.mesh, "stage")
 
 
 def _stacked_sharding(mesh: mpmd.MpmdMesh, spec: PartitionSpec) -> NamedSharding:
     return NamedSharding(mesh.jax_mesh, PartitionSpec(mesh.mpmd_axis_name, *spec))
 
 
-def _layer_counts(setup: Setup) -> list[int]:
-    return list(map(len, setup.layout.stage_layer_ids))
+def _layer_counts(weights: WeightPlan) -> list[int]:
+    return list(map(len, weights.layout.stage_layer_ids))
+
+
+def _stages_by_rank(weights: WeightPlan) -> tuple[tuple[int, ...], ...]:
+    assert weights.stages_by_rank is not None, "every stage has a tree of its own"
+    return weights.stages_by_rank
+
+
+def _stages_with_layers(weights: WeightPlan, rank: int) -> list[int]:
+    """Returns the stages of a rank that have layers, in forward order."""
+    counts = _layer_counts(weights)
+    return [stage for stage in _stages_by_rank(weights)[rank] if counts[stage]]
 
 
 def _abstract_array(

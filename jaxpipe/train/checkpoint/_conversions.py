@@ -1,0 +1,219 @@
+"""Converts states to the canonical state and back, for each of the two ways to store them.
+
+Leaves stack all stages, or every stage has its own tree on the devices of its rank.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jaxtyping import PyTree
+
+from ... import mpmd
+from ...sharding._rules import LogicalAxes
+from ..plan._state_plan import StatePlan
+from ..plan._weight_plan import STACK_AXES, WeightPlan
+from ..step._per_stage_state import mpmd_mesh, stack_shardings, stack_stages, unstack_stages
+from ..step._state import TrainState, state_logical_axes
+from ._layer_reordering import (
+    LayerReordering,
+    delete,
+    jit_on_mesh,
+    layer_reordering,
+    move_and_delete,
+)
+
+ToCanonical = Callable[[TrainState], TrainState]
+FromCanonical = Callable[[TrainState, TrainState], TrainState]
+Shardings = PyTree[NamedSharding]
+StoredShardings = PyTree[NamedSharding | mpmd.MpmdSharding]
+
+
+@dataclass(frozen=True)
+class Conversions:
+    """The conversions of one way to store a state.
+
+    Attributes:
+        round_trip: `(plan, stored shardings, canonical shardings) -> to_canonical, from_canonical`.
+        lay_out: `(plan, stored shardings, canonical shardings, canonical) -> state`, with those
+            entries that the canonical state has.
+    """
+
+    round_trip: Callable[[StatePlan, StoredShardings, Shardings], tuple[ToCanonical, FromCanonical]]
+    lay_out: Callable[[StatePlan, StoredShardings, Shardings, TrainState], TrainState]
+
+
+def conversions(weights: WeightPlan) -> Conversions:
+    """Returns the conversions of a state with these weights.
+
+    Args:
+        weights: The weights.
+
+    Returns:
+        Its conversions.
+    """
+    return _PER_STAGE if weights.per_stage else _STACKED
+
+
+def _stacked_round_trip(
+    plan: StatePlan, stored: StoredShardings, shardings: Shardings
+) -> tuple[ToCanonical, FromCanonical]:
+    reordering, axes = layer_reordering(plan.weights), state_logical_axes(plan)
+
+    def leaf_to_canonical(x: jax.Array, where: NamedSharding, axes: LogicalAxes) -> jax.Array:
+        return reordering.to_layer_order(x, where) if is_stacked(axes) else x
+
+    def leaf_from_canonical(
+        x: jax.Array, where: NamedSharding, wanted: NamedSharding, axes: LogicalAxes
+    ) -> jax.Array:
+        return reordering.to_rank_order(x, where, wanted) if is_stacked(axes) else x
+
+    return (
+        lambda state: jax.tree.map(leaf_to_canonical, state, shardings, axes),
+        lambda _, canonical: jax.tree.map(leaf_from_canonical, canonical, shardings, stored, axes),
+    )
+
+
+def _stacked_from_canonical(
+    plan: StatePlan, stored: StoredShardings, shardings: Shardings, canonical: TrainState
+) -> TrainState:
+    reordering, axes = layer_reordering(plan.weights), state_logical_axes(plan)
+    copied = cache(partial(jit_on_mesh, plan.weights.devices.mesh, jnp.copy))
+
+    def lay_out(
+        x: jax.Array, where: NamedSharding, wanted: NamedSharding, axes: LogicalAxes
+    ) -> jax.Array:
+        if is_stacked(axes):
+            return reordering.to_rank_order(x, where, wanted)
+        return move_and_delete(copied(wanted), x)
+
+    return {
+        name: jax.tree.map(lay_out, x, shardings[name], stored[name], axes[name])
+        for name, x in canonical.items()
+    }
+
+
+def _per_stage_round_trip(
+    plan: StatePlan, stored: StoredShardings, shardings: Shardings
+) -> tuple[ToCanonical, FromCanonical]:
+    weights, reordering = plan.weights, layer_reordering(plan.weights)
+    return (
+        lambda state: _join_stages(weights, reordering, state, shardings, stored),
+        lambda state, canonical: _with_stages(
+            weights, reordering, state, canonical, shardings, stored
+        ),
+    )
+
+
+def _per_stage_from_canonical(
+    plan: StatePlan, stored: StoredShardings, shardings: Shardings, canonical: TrainState
+) -> TrainState:
+    weights, reordering = plan.weights, layer_reordering(plan.weights)
+    rest = _boundary_on_ranks(mpmd_mesh(weights), canonical, stored)
+    return _with_stages(weights, reordering, rest, canonical, shardings, stored)
+
+
+def _join_stages(
+    weights: WeightPlan,
+    reordering: LayerReordering,
+    state: TrainState,
+    shardings: PyTree[NamedSharding],
+    rank_shardings: PyTree[mpmd.MpmdSharding],
+) -> TrainState:
+    """Converts per-stage state to the canonical state. Deletes the stages."""
+    mesh = mpmd_mesh(weights)
+
+    def stack(where: NamedSharding, *stages_and_shardings: Any) -> jax.Array:
+        half = len(stages_and_shardings) // 2
+        stages, rank_shardings = stages_and_shardings[:half], stages_and_shardings[half:]
+        stacked = stack_stages(weights, stages, rank_shardings)
+        delete(stages, once=stacked)
+        return reordering.to_layer_order(stacked, where)
+
+    def join(x: PyTree, where: PyTree, rank_shardings: PyTree) -> PyTree:
+        if not is_weight_tree(x):
+            return mpmd.mpmd_to_spmd_reshard(mesh, x, where, donate=False)
+        stages = jax.tree.map(stack, where["stages"], *x["stages"], *rank_shardings["stages"])
+        return mpmd.mpmd_to_spmd_reshard(mesh, _boundary(x), _boundary(where), donate=False) | {
+            "stages": stages
+        }
+
+    return jax.tree.map(join, state, shardings, rank_shardings, is_leaf=is_weight_tree)
+
+
+def _boundary_on_ranks(
+    mesh: mpmd.MpmdMesh, canonical: TrainState, rank_shardings: PyTree[mpmd.MpmdSharding]
+) -> TrainState:
+    """Puts the leaves outside of stages on the ranks that use them."""
+
+    def move(x: PyTree, rank_shardings: PyTree) -> PyTree:
+        if not is_weight_tree(x):
+            return mpmd.spmd_to_mpmd_reshard(mesh, x, rank_shardings, donate=False)
+        return mpmd.spmd_to_mpmd_reshard(
+            mesh, _boundary(x), _boundary(rank_shardings), donate=False
+        )
+
+    return {
+        name: jax.tree.map(move, x, rank_shardings[name], is_leaf=is_weight_tree)
+        for name, x in canonical.items()
+    }
+
+
+def _with_stages(
+    weights: WeightPlan,
+    reordering: LayerReordering,
+    rest: TrainState,
+    canonical: TrainState,
+    shardings: PyTree[NamedSharding],
+    rank_shardings: PyTree[mpmd.MpmdSharding],
+) -> TrainState:
+    """Returns `rest` with the stages of a canonical state, each on its rank."""
+
+    def cut(x: jax.Array, where: NamedSharding, *rank_shardings: mpmd.MpmdSharding) -> list[Any]:
+        stacked = reordering.to_rank_order(x, where, stack_shardings(weights, rank_shardings))
+        stages = unstack_stages(weights, stacked, rank_shardings)
+        delete(stacked, once=stages)
+        return stages
+
+    def with_stages(x: PyTree, where: PyTree, rank_shardings: PyTree, rest: PyTree) -> PyTree:
+        if not is_weight_tree(x):
+            return rest
+        trees = (x["stages"], where["stages"], *rank_shardings["stages"])
+        stages_by_leaf = [cut(*leaf) for leaf in zip(*map(jax.tree.leaves, trees), strict=True)]
+        tree = jax.tree.structure(x["stages"])
+        return rest | {
+            "stages": [tree.unflatten(leaves) for leaves in zip(*stages_by_leaf, strict=True)]
+        }
+
+    return {
+        name: jax.tree.map(
+            with_stages,
+            x,
+            shardings[name],
+            rank_shardings[name],
+            rest[name],
+            is_leaf=is_weight_tree,
+        )
+        for name, x in canonical.items()
+    }
+
+
+def _boundary(w: dict[str, Any]) -> dict[str, Any]:
+    return {name: part for name, part in w.items() if name != "stages"}
+
+
+def is_weight_tree(x: Any) -> bool:
+    """Returns whether `x` has the structure of the weights, as Adam's moments have."""
+    return isinstance(x, dict) and {"head", "stages"} <= x.keys()
+
+
+def is_stacked(axes: Any) -> bool:
+    return axes[: len(STACK_AXES)] == STACK_AXES
+
+
+_STACKED = Conversions(_stacked_round_trip, _stacked_from_canonical)
+_PER_STAGE = Conversions(_per_stage_round_trip, _per_stage_from_canonical)

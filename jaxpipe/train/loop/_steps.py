@@ -1,0 +1,130 @@
+"""The steps of a run: batches, evaluations and checkpoints at their times."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import jax
+
+from ...data.batches._batches import Batches
+from ..estimate._device_flops import StepWork, speed_metrics
+from ..logs._profile import BeforeStep
+from ..plan._setup import StepPlan
+from ..runtime._stop import ShouldStop
+from ..step._evaluate import Evaluate
+from ..step._mpmd import trace_mpmd_train_step
+from ..step._shard_batch import shard_batch_of_step
+from ..step._state import TrainState
+from ..step._step import StepMetrics, make_train_step
+
+Metrics = dict[str, float]
+
+Save = Callable[[int, TrainState, Metrics], Callable[[], TrainState]]
+"""Saves a checkpoint, which consumes the state. Returns a function that gives the state back."""
+
+
+@dataclass(frozen=True)
+class LoopPlan:
+    """The steps of a run, and what happens at which of them.
+
+    Attributes:
+        num_steps: The last step.
+        checkpoint_period: Steps from one checkpoint to the next.
+        eval_interval: Steps from one evaluation to the next; 0 for none.
+        traced_step: The step that is traced by ranks that run programs of their own; 0 for none.
+    """
+
+    num_steps: int
+    checkpoint_period: int
+    eval_interval: int = 0
+    traced_step: int = 0
+
+
+def run_steps(
+    plan: StepPlan,
+    loop: LoopPlan,
+    state: TrainState,
+    done: int,
+    batch_at: Batches,
+    *,
+    work: StepWork,
+    write_trace: Callable[[int, str], None] = lambda step, trace: None,
+    save: Save | None = None,
+    before: BeforeStep = lambda step, previous: None,
+    should_stop: ShouldStop = lambda step: False,
+    evaluate: Evaluate | None = None,
+    is_best: Callable[[float], bool] = lambda loss: False,
+    is_due: Callable[[int], bool] = lambda step: False,
+    enter: Callable[[int, str], None] = lambda step, phase: None,
+) -> Iterator[tuple[int, Metrics]]:
+    """Runs the steps `done + 1` to `steps`.
+
+    The host reads the metrics of a step while the next one runs. The next step waits only where an
+    evaluation or a checkpoint is due. Metrics are yielded before the checkpoint is taken: a run
+    that is killed during the checkpoint resumes with none of them missing.
+
+    Args:
+        plan: The step.
+        loop: The steps of the run, and what happens at which of them.
+        state: The train state before step `done + 1`.
+        done: The number of steps that were done before.
+        batch_at: Returns the batch of a step.
+        work: What a step computes, for the metrics of its speed.
+        write_trace: Writes the trace of a step.
+        save: Takes a checkpoint. None for no checkpoints.
+        before: Is called before every step, with the metrics of the step before it if that step may
+            still run.
+        should_stop: Returns whether a step is the last one; it gets a checkpoint.
+        evaluate: Evaluates a state. None for no evaluation.
+        is_best: Returns whether a state with this `eval_loss` gets a checkpoint.
+        is_due: Returns whether a step gets a checkpoint beside those of `checkpoint_period`.
+        enter: Is called with a step and its phase, one of `PHASES`, before each phase.
+
+    Yields:
+        The number of each step and its metrics.
+    """
+    train_step = make_train_step(plan)
+    ended = time.perf_counter()
+    previous: tuple[int, StepMetrics] | None = None
+    for step in range(done + 1, loop.num_steps + 1):
+        enter(step, "data")
+        before(step, previous and previous[1])
+        batch = shard_batch_of_step(plan.batch, batch_at, step - 1)
+        enter(step, "traced step" if step == loop.traced_step else "step")
+        if step == loop.traced_step:
+            (state, metrics), trace = trace_mpmd_train_step(plan, state, batch)
+            write_trace(step, trace)
+        else:
+            state, metrics = train_step(state, batch)
+        if previous is not None:
+            ended, values = _wait_for_metrics(work, previous[1], ended)
+            yield previous[0], values
+        previous = step, metrics
+        is_stopped, is_last = should_stop(step), step == loop.num_steps
+        saves = is_stopped or is_last or step % loop.checkpoint_period == 0 or is_due(step)
+        # Who is stopped has little time, and needs it for the checkpoint.
+        evaluates = evaluate and not is_stopped and (is_last or step % loop.eval_interval == 0)
+        if saves or evaluates:
+            ended, values = _wait_for_metrics(work, metrics, ended)
+            if evaluate and evaluates:
+                enter(step, "evaluation")
+                values |= evaluate(state)
+                ended = time.perf_counter()
+                saves = is_best(values["eval_loss"]) or saves
+            yield step, values
+            if saves and save:
+                enter(step, "checkpoint")
+                from_canonical = save(step, state, values)
+                state = state if is_stopped or is_last else from_canonical()
+            previous = None
+        if is_stopped:
+            return
+
+
+def _wait_for_metrics(
+    work: StepWork, metrics: StepMetrics, started: float
+) -> tuple[float, Metrics]:
+    """Waits for a step. Returns the time when it ended, in seconds, and its metrics, loss first."""
+    values = {name: float(x) for name, x in jax.device_get(metrics).items()}
+    ended = time.perf_counter()
+    return ended, {"loss": values.pop("loss"), **values, **speed_metrics(work, ended - started)}

@@ -1,0 +1,116 @@
+"""The weights of a run: their shapes, dtypes and logical axes, and the devices that hold them.
+
+R repeats, S ranks.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int, PyTree
+
+from ... import models
+from ...models.weights._abstract import stack_weights, weight_shapes
+from ...sharding.layout import LayerLayout
+from ._devices import DeviceLayout
+from ._family import ModelConfig, ModelFamily
+
+STACK_AXES = ("circular_repeats", "stage", "layers")
+"""Logical axes of the leading dims [R, S, layers per stage] of every stacked weight."""
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """The weights of a model whose layers are divided into stages.
+
+    Attributes:
+        family: The family of the model.
+        sizes: The model's sizes.
+        dtype: The dtype in which weights are stored.
+        layout: The layers of every stage and rank; without a pipeline, one stage on one rank.
+        num_layers_after: Number of last layers that run after the pipeline; their weights are
+            `head.layers`.
+        stages_by_rank: The stages of every rank in forward order, if every stage has its own tree
+            of weights on the devices of its rank; None if leaves stack all stages.
+        devices: The devices that hold the weights.
+    """
+
+    family: ModelFamily
+    sizes: ModelConfig
+    dtype: str
+    layout: LayerLayout
+    num_layers_after: int
+    stages_by_rank: tuple[tuple[int, ...], ...] | None
+    devices: DeviceLayout
+
+    @property
+    def per_stage(self) -> bool:
+        """Returns whether every stage has its own tree of weights; else leaves stack all stages."""
+        return self.stages_by_rank is not None
+
+    @property
+    def has_padding(self) -> bool:
+        """Returns whether leaves stack more layers than there are: stages have unequally many."""
+        return self.layout.counts is not None and not self.per_stage
+
+    @property
+    def slot_layer_ids(self) -> Int[np.ndarray, "..."]:
+        """Returns the layer of every slot of a stack on ranks; -1 for padding.
+
+        A stack of all stages is [R, S, layers per stage]. The stages of every rank, one after the
+        other in forward order, make a stack [S, K], for K layers of the rank that has most.
+        """
+        if self.stages_by_rank is None:
+            return np.array(self.layout.layer_ids, int).reshape(self.layout.dims)
+        layers = self.layout.stage_layer_ids
+        rows = [[i for stage in stages for i in layers[stage]] for stages in self.stages_by_rank]
+        most = max(map(len, rows))
+        return np.array([row + [-1] * (most - len(row)) for row in rows])
+
+    @property
+    def num_parameters(self) -> int:
+        """Returns the number of parameters of the model; padding layers do not count."""
+        tree = self.abstract_unstacked
+        boundary = {"embed": tree["embed"], "head": tree["head"]}
+        per_layer = models.num_parameters(tree["layer"])
+        return models.num_parameters(boundary) + self.layout.num_layers * per_layer
+
+    @property
+    def abstract_unstacked(self) -> dict[str, Any]:
+        """Returns abstract weights of `embed`, of `head`, and of one `layer`."""
+        dtype = jnp.dtype(self.dtype)
+        return self.family.weights(self.sizes, dtype, layers_after=self.num_layers_after)
+
+    @property
+    def abstract(self) -> dict[str, Any]:
+        """Returns abstract weights; leaves of `stages` are [R, S, layers per stage, ...].
+
+        If it is `per_stage`, `stages` is a list in forward order, with leaves [layers, ...].
+        """
+        tree = self.abstract_unstacked
+        if self.per_stage:
+            counts = map(len, self.layout.stage_layer_ids)
+            stages = [stack_weights(tree["layer"], (count,), ("layers",)) for count in counts]
+        else:
+            stages = stack_weights(tree["layer"], self.layout.dims, STACK_AXES)
+        return {"embed": tree["embed"], "stages": stages, "head": tree["head"]}
+
+    @property
+    def num_stacked_dims(self) -> PyTree:
+        """Returns the number of leading dims of each part of the weights that only stack layers."""
+        tree = self.abstract_unstacked
+        boundary = {name: dict.fromkeys(tree[name], 0) for name in ("embed", "head")}
+        for part in boundary.values():
+            part |= {"layers": 1} if "layers" in part else {}
+        return boundary | {"stages": 1 if self.per_stage else len(STACK_AXES)}
+
+    @property
+    def shardings(self) -> Any:
+        """Returns a `NamedSharding` for every leaf of `abstract`.
+
+        Raises:
+            ValueError: If a dim does not divide by the mesh axes that split it.
+        """
+        tree = self.abstract
+        return self.devices.shardings(weight_shapes(tree), models.logical_axes(tree))
