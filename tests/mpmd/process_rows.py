@@ -34,6 +34,7 @@ def sharded() -> list[Row]:
         mpmd("llama", 4, 1, 8, axes=fsdp, schedule="1f1b", packed=True),
         mpmd("llama", 4, 1, 8, axes=tensor, schedule="zero_bubble_h1"),
         mpmd("llama", 4, 2, 8, axes=fsdp, schedule="dualpipev", remat="none"),
+        mpmd("llama", 4, 1, 8, axes=fsdp, schedule="dualpipe"),
         Row("mpmd", "deepseek", 4, 1, 8, axes=fsdp, schedule="1f1b"),
     ]
 

@@ -64,9 +64,12 @@ RUNS: dict[str, tuple[int, Settings]] = {
 SLOW: dict[str, tuple[int, Settings]] = {
     "circular": (2, CIRCULAR),
     "1f1b": (2, SCHEDULED | {"pipeline_schedule": "1f1b", "num_layers_per_pipeline_stage": 2}),
-    "dualpipe, a gather per layer, ZeRO-1": (
-        8,
-        DUALPIPE | PER_LAYER | DATA_AND_FSDP | {"num_pipeline_microbatches": 4},
+    "dualpipe, a gather per layer": (4, DUALPIPE | PER_LAYER | {"ici_fsdp_parallelism": 2}),
+    "dualpipe, ZeRO-1, the loss on all ranks": (
+        4,
+        DUALPIPE
+        | {"ici_data_parallelism": 2, "shard_optimizer_over_data": True}
+        | {"pipeline_vocab_parallel": True},
     ),
     "slices, uneven, a gather per layer": (
         4,
@@ -142,8 +145,8 @@ def test_losses_are_those_of_the_run_without_a_pipeline(name):
             "uneven stages by a CSV -> zbv, a V",
             "zbv, a V -> circular",
             "circular -> a V with empty ends",
-            "circular -> dualpipe, a gather per layer, ZeRO-1",
-            "dualpipe, a gather per layer, ZeRO-1 -> dualpipe",
+            "circular -> dualpipe, a gather per layer",
+            "dualpipe, ZeRO-1, the loss on all ranks -> dualpipe",
             "a V with empty boundary -> circular",
             "layers after an uneven pipeline -> zbv, a V",
             "circular, a gather per layer, ZeRO-1, explicit axes"
