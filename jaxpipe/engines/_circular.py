@@ -88,6 +88,7 @@ CIRCULAR = Engine(
     put=_stacked.put,
     shardings=_stacked.shardings,
     rank_bytes=_stacked.rank_bytes,
+    step_bytes=_stacked.rank_bytes,
     init=_stacked.init,
     gather=_stacked.gather,
     jit=_stacked.jit,

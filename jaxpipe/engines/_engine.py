@@ -102,7 +102,10 @@ class Engine:
             with gradients like the first three groups of `weights`.
         put: `(plan, weights, tied) -> weights` on the devices that hold them, sharded over `fsdp`.
         shardings: `(plan, weights, tied) -> shardings` of the weights that `put` returns.
-        rank_bytes: `(plan, weights, tied) -> [S]` bytes of weights on a device of every rank.
+        rank_bytes: `(plan, weights, tied) -> [S]` bytes of weights that a device of every rank
+            stores.
+        step_bytes: `(plan, weights, tied) -> [S]` bytes of weights on a device of every rank during
+            a step, with those that other ranks send it because several ranks run a stage.
         init: `(plan, make, tied) -> weights`: the weights that `make()` returns, made on the
             devices that hold them, so that no device ever has the whole model.
         gather: `(plan, tree) -> tree` of arrays that every device of the mesh has.
@@ -134,6 +137,7 @@ class Engine:
     put: Callable[[PipelinePlan, dict[str, Any], bool], dict[str, Any]]
     shardings: Callable[[PipelinePlan, dict[str, Any], bool], dict[str, Any]]
     rank_bytes: Callable[[PipelinePlan, dict[str, Any], bool], tuple[int, ...]]
+    step_bytes: Callable[[PipelinePlan, dict[str, Any], bool], tuple[int, ...]]
     init: Callable[[PipelinePlan, Callable[[], dict[str, Any]], bool], dict[str, Any]]
     gather: Callable[[PipelinePlan, Any], Any]
     jit: Callable[[PipelinePlan, Callable, tuple[int, ...]], Callable]

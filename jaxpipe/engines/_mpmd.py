@@ -147,15 +147,19 @@ def _init(plan: PipelinePlan, make: Callable[[], dict[str, Any]], tied: bool) ->
     return tree.unflatten(made)
 
 
-def _shardings(plan: PipelinePlan, weights: dict[str, Any], tied: bool) -> dict[str, Any]:
+def _shardings(
+    plan: PipelinePlan, weights: dict[str, Any], tied: bool, *, copies: bool = False
+) -> dict[str, Any]:
     """Returns the ranks of every leaf, and its sharding over `fsdp` on them.
 
-    A stage that several ranks run is stored on one of them, which sends it in every step.
+    A stage that several ranks run is stored on one of them, which sends it in every step; with
+    `copies` all these ranks count.
     """
     assert plan.schedule is not None
     mesh = mpmd.MpmdMesh(plan.mesh, "stage")
-    owners = language.owners(plan.schedule)
-    ranks = [(owners[stage],) for stage in range(plan.schedule.num_stages)]
+    owners, running = language.owners(plan.schedule), language.ranks_by_stage(plan.schedule)
+    stages = range(plan.schedule.num_stages)
+    ranks = [running[stage] if copies else (owners[stage],) for stage in stages]
     first = tuple(sorted({*ranks[0], *(ranks[-1] if tied else ())}))
     every = tuple(range(plan.mesh.shape["stage"]))
 
@@ -174,10 +178,12 @@ def _shardings(plan: PipelinePlan, weights: dict[str, Any], tied: bool) -> dict[
     }
 
 
-def _rank_bytes(plan: PipelinePlan, weights: dict[str, Any], tied: bool) -> tuple[int, ...]:
-    """Returns the bytes of weights on a device of every rank."""
+def _rank_bytes(
+    plan: PipelinePlan, weights: dict[str, Any], tied: bool, *, copies: bool = False
+) -> tuple[int, ...]:
+    """Returns the bytes of weights on a device of every rank, as stored or with `copies`."""
     found = [0] * plan.mesh.shape["stage"]
-    where = jax.tree.leaves(_shardings(plan, weights, tied))
+    where = jax.tree.leaves(_shardings(plan, weights, tied, copies=copies))
     for leaf, sharding in zip(jax.tree.leaves(weights), where, strict=True):
         for rank in sharding.mpmd_idxs:
             shape = sharding.of_rank(rank).shard_shape(leaf.shape)
@@ -232,6 +238,7 @@ MPMD = Engine(
     put=_put,
     shardings=_shardings,
     rank_bytes=_rank_bytes,
+    step_bytes=partial(_rank_bytes, copies=True),
     init=_init,
     gather=_gather,
     jit=_jit,

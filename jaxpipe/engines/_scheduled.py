@@ -59,6 +59,16 @@ def _value_and_grad(
     )
 
 
+def _step_bytes(plan: PipelinePlan, weights: dict[str, Any], tied: bool) -> tuple[int, ...]:
+    """Returns the bytes of weights on a device of every rank, with copies of others' stages."""
+    assert plan.schedule is not None
+    num_run = len(language.stages_of_rank(plan.schedule, 0))  # as many on every rank
+    stages = _stacked.rank_bytes(plan, {"stages": weights["stages"]}, tied)
+    copied = [size * (num_run - plan.layout.num_repeats) for size in stages]
+    stored = _stacked.rank_bytes(plan, weights, tied)
+    return tuple(a + b // plan.layout.num_repeats for a, b in zip(stored, copied, strict=True))
+
+
 def _timeline(plan: PipelinePlan, costs: Costs) -> Timeline:
     assert plan.ticks is not None
     return lock_step.simulate_ticks(plan.ticks, costs)
@@ -84,6 +94,7 @@ SCHEDULED = Engine(
     put=_stacked.put,
     shardings=_stacked.shardings,
     rank_bytes=_stacked.rank_bytes,
+    step_bytes=_step_bytes,
     init=_stacked.init,
     gather=_stacked.gather,
     jit=_stacked.jit,

@@ -83,6 +83,7 @@ UNPIPELINED = Engine(
     put=partial(_stacked.put, stage_axis=None),
     shardings=partial(_stacked.shardings, stage_axis=None),
     rank_bytes=partial(_stacked.rank_bytes, stage_axis=None),
+    step_bytes=partial(_stacked.rank_bytes, stage_axis=None),
     init=partial(_stacked.init, stage_axis=None),
     gather=_stacked.gather,
     jit=_stacked.jit,

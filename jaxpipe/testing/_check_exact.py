@@ -29,6 +29,7 @@ SCHEDULES = (
     "zbv",
     "v_half",
     "v_min",
+    "dualpipe",
     "dualpipev",
     "circular",
 )

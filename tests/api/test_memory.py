@@ -51,6 +51,16 @@ def test_ranks_of_one_program_are_alike():
     assert pipe.memory(pipe.shard(zeros), BATCH, "v5e", num_moments=1) == found
 
 
+def test_copies_of_stages_count_and_have_no_moments():
+    whole = (4 * LAYER + EMBED + HEAD,) * 2  # each rank runs both stages
+    found = pipeline("dualpipe", engine="mpmd").memory(PARAMS, BATCH)
+    assert found.parameters == found.gradients == whole
+    assert found.optimizer == (2 * (2 * LAYER + EMBED), 2 * (2 * LAYER + HEAD))
+    found = pipeline("dualpipe").memory(PARAMS, BATCH)
+    assert found.parameters == found.gradients == whole
+    assert found.optimizer == (2 * (2 * LAYER + EMBED + HEAD),) * 2
+
+
 def test_shards_divide_and_an_unpipelined_program_has_everything():
     found = pipeline(sizes={"stage": 2, "fsdp": 2}).memory(PARAMS, BATCH)
     assert found.parameters == ((2 * LAYER + EMBED + HEAD) // 2,) * 2

@@ -68,6 +68,13 @@ def test_the_program_does_not_grow_with_ticks():
     assert abs(instructions(64) - instructions(8)) <= 0.02 * instructions(8)
 
 
+def test_dualpipe_exchanges_weights_once_and_gradients_once():
+    """Besides the hand-overs of both directions, of activations and of cotangents."""
+    text = compiled("dualpipe", 8).as_text()
+    assert text.count(" collective-permute(") == 2 + 2 + 1 + 1
+    assert compiled("1f1b", 8).as_text().count(" collective-permute(") == 2
+
+
 def test_an_idle_rank_computes_nothing():
     weights, batch_inputs, model = identity(4)
     mesh = jax.make_mesh((S,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -115,14 +115,16 @@ class InspectedModel:
         key = jax.eval_shape(lambda: jax.random.key(0)) if self._takes_key else None
         plan = self.plan(stored["layers"].num_layers, stored["layers"].specs)
 
-        def rank_bytes(part: dict[str, Any]) -> tuple[int, ...]:
-            return self.engine.rank_bytes(plan, weights_of(part), self.model.tied)
+        def rank_bytes(count: Callable, part: dict[str, Any]) -> tuple[int, ...]:
+            return count(plan, weights_of(part), self.model.tied)
 
         sizes = stage_residual_bytes(self._arguments, stored, batch, key)
+        trainable = self.partition(stored)[0]
         return memory_table(
             device,
-            rank_bytes(unmark(stored)),
-            rank_bytes(self.partition(stored)[0]),
+            rank_bytes(self.engine.step_bytes, unmark(stored)),
+            rank_bytes(self.engine.step_bytes, trainable),
+            rank_bytes(self.engine.rank_bytes, trainable),
             rank_residual_bytes(plan, sizes, self.engine.per_stage_state),
             num_moments,
         )

@@ -28,9 +28,10 @@ class MemoryTable:
     Attributes:
         device: The generation of the devices.
         device_bytes: The memory of a device.
-        parameters: [S] bytes of parameters.
-        gradients: [S] bytes of gradients.
-        optimizer: [S] bytes of the optimizer's moments.
+        parameters: [S] bytes of parameters during a step. If the schedule has a stage on several
+            ranks, all of them count.
+        gradients: [S] bytes of gradients, likewise.
+        optimizer: [S] bytes of the optimizer's moments, each on one rank.
         activations: [S] bytes of what forwards store for backwards, at the peak of the schedule.
     """
 
@@ -68,6 +69,7 @@ class MemoryTable:
 def memory_table(
     device: str,
     parameters: Sequence[int],
+    gradients: Sequence[int],
     trainable: Sequence[int],
     activations: Sequence[int],
     num_moments: int,
@@ -77,7 +79,8 @@ def memory_table(
     Args:
         device: The generation of the devices.
         parameters: [S] bytes of parameters.
-        trainable: [S] bytes of those with gradients.
+        gradients: [S] bytes of gradients.
+        trainable: [S] bytes of the stored parameters that have gradients.
         activations: [S] bytes of stored activations.
         num_moments: How many copies of the trainable parameters an optimizer has.
 
@@ -91,7 +94,7 @@ def memory_table(
         device,
         device_bytes(device),
         tuple(parameters),
-        tuple(trainable),
+        tuple(gradients),
         tuple(num_moments * size for size in trainable),
         tuple(activations),
     )
