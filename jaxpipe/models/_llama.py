@@ -98,6 +98,12 @@ class LlamaConfig:
             raise ValueError(f"`rope_type` is {self.rope_type!r}. Give 'default' or 'llama3.1'.")
 
     @property
+    def frequencies(self) -> Float[np.ndarray, " half"]:
+        """Returns the rotary angles per position of each pair of channels, in radians."""
+        stretch = self.llama31_rope_factor if self.rope_type == "llama3.1" else 1.0
+        return rope_frequencies(self.head_dim, self.rope_max_timescale, llama31_factor=stretch)
+
+    @property
     def attention(self) -> AttentionSizes:
         """Returns the sizes of the attention of a layer."""
         return AttentionSizes(
@@ -198,7 +204,7 @@ def llama(
         `embed(weights, batch_inputs) -> x`, `stage(weights, x, batch_inputs, keys) -> (y, aux)`
         and `loss(boundary, x, batch_inputs) -> (loss, metrics)`, where x and y are [b, T, D].
     """
-    frequencies = _frequencies(config)
+    frequencies = config.frequencies
     epsilon = config.normalization_layer_epsilon
 
     def embed(weights: PyTree, batch_inputs: PyTree) -> Float[Array, "b T D"]:
@@ -235,11 +241,6 @@ def llama(
         return token_loss(boundary, x, batch_inputs)
 
     return embed, stack(layer_remat(layer), scan=scan_layers), loss
-
-
-def _frequencies(config: LlamaConfig) -> Float[np.ndarray, " half"]:
-    stretch = config.llama31_rope_factor if config.rope_type == "llama3.1" else 1.0
-    return rope_frequencies(config.head_dim, config.rope_max_timescale, llama31_factor=stretch)
 
 
 def _of_slices_too(run: Callable, attention: Attention) -> Callable:
