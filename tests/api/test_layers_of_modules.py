@@ -54,13 +54,14 @@ class LinenBlock(nn.Module):
 
 class LinenScan(nn.Module):
     rate: float = 0.0
+    remat: bool = False
 
     @nn.compact
     def __call__(self, tokens: Any) -> Any:
         embed = nn.Embed(V, D, name="embed")
         x, mask = embed(tokens), (tokens > 2).astype(jnp.float32)[..., None]
         stack = nn.scan(
-            LinenBlock,
+            nn.remat(LinenBlock) if self.remat else LinenBlock,
             variable_axes={"params": 0, "losses": 0},
             split_rngs={"params": True, "dropout": True},
             in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
@@ -180,8 +181,8 @@ class EquinoxBlock(eqx.Module):
         self.down = eqx.nn.Linear(V, D, key=jax.random.fold_in(key, 1))
 
     def __call__(self, x: Any, mask: Any) -> Any:
-        h = jax.vmap(lambda row: self.down(jnp.tanh(self.up(row))))(x * mask)
-        return x + h, size(h)
+        h = jax.vmap(lambda row: self.down(jax.nn.silu(self.up(row))))(x * mask)
+        return x + jax.nn.relu(h), size(h)
 
 
 class EquinoxScan(eqx.Module):
@@ -223,6 +224,9 @@ def equinox_case() -> Any:
 
 CASES = {
     "linen scan": lambda: linen_case(LinenScan(), {"losses": 0.05}, "blocks", batch=batch()),
+    "linen scan, remat": lambda: linen_case(
+        LinenScan(remat=True), {"losses": 0.05}, "blocks", batch=batch()
+    ),
     "linen list": lambda: linen_case(LinenList(), {"losses": 0.05}, "block", batch=batch()),
     "linen, dropped": lambda: linen_case(LinenList(), {"losses": None}, "block"),
     "nnx scan": lambda: nnx_case(Scanned, batch=batch()),

@@ -1,5 +1,6 @@
 """Parameters that are sharded by the user's specs: the plain program, on shards as asked."""
 
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -252,3 +253,63 @@ def test_the_metadata_of_modules_are_specs(library: str):
     assert sorted(spec.index("tensor") for spec in found if "tensor" in spec) == [3, 4]
     (value, _), grads = pipe.jit(pipe.value_and_grad)(stored, batch())
     close((float(value), pipe.unshard(grads)), jax.value_and_grad(plain)(params))
+
+
+def shared_layer(w: Any, x: Any, batch: Any) -> Any:
+    return x + jnp.tanh(x @ w["layer"]["up"]) @ w["shared"]["down"]
+
+
+def of_kinds() -> tuple[Any, Any, Any]:
+    """Layers of two kinds, one with a frozen matrix, which share the other matrix."""
+    kinds = {"first": shared_layer, "second": shared_layer}
+    model = jp.Model(embed, kinds, loss, shared=True)
+    layers = {
+        "first": [{"up": normal(10 + i, D, F)} for i in range(2)],
+        "second": {"up": normal(20, 3, D, F)},
+    }
+    params = init() | {"layers": layers, "shared": {"down": normal(30, F, D)}}
+
+    def plain(params: Any, batch: Any) -> Any:
+        x = embed(params["embed"], batch)
+        second = [{"up": params["layers"]["second"]["up"][i]} for i in range(3)]
+        for w in [*params["layers"]["first"], *second]:
+            x = shared_layer({"layer": w, "shared": params["shared"]}, x, batch)
+        return loss(params["head"], x, batch)
+
+    return model, params, plain
+
+
+@pytest.mark.parametrize(
+    ("schedule", "engine"),
+    [
+        pytest.param("circular", "auto", marks=pytest.mark.slow),
+        pytest.param("zero_bubble_h1", "auto", marks=pytest.mark.slow),
+        ("1f1b", "mpmd"),
+    ],
+)
+def test_shared_and_frozen_parameters_and_those_of_kinds_have_specs_too(schedule: str, engine: str):
+    def specs(path: str, leaf: Any) -> Any:
+        if "up" in path:
+            return P(*(None,) * (leaf.ndim - 1), "tensor")
+        return P("tensor") if "down" in path else None
+
+    model, params, plain = of_kinds()
+    pipe = jp.pipeline(
+        model,
+        schedule=schedule,
+        engine=engine,
+        mesh=jp.make_mesh(TP, devices=jax.devices()[:4]),
+        microbatches=4,
+        param_specs=specs,
+        frozen=lambda path, leaf: "second" in path,
+    )
+    stored = pipe.shard(params)
+    for leaf in jax.tree.leaves((stored["layers"], stored["shared"])):
+        assert "tensor" in leaf.sharding.spec
+    (value, _), grads = pipe.jit(pipe.value_and_grad)(stored, batch())
+    wanted, true = jax.value_and_grad(plain)(params, batch())
+    true["layers"]["second"]["up"] = None
+    close((float(value), pipe.unshard(grads)), (wanted, true))
+    whole = dataclasses.replace(pipe, param_specs=None)
+    less, more = (p.memory(params, batch()).parameters[1] for p in (pipe, whole))
+    assert less < 0.7 * more
