@@ -217,7 +217,7 @@ def _sliced_layer(mean: float, function: Callable) -> Callable:
         inputs, past = given
         one = partial(layer, weights, constants, past.offset, past.num_slices)
         x, aux, earlier, new = on_pieces(one, 0, x, inputs, past.earlier)
-        return x, {"aux": sum_pieces(aux), "past": replace(past, earlier=earlier, new=new)}
+        return x, (sum_pieces(aux), replace(past, earlier=earlier, new=new))
 
     return layer_of_pieces
 

@@ -114,7 +114,7 @@ class Engine:
         timeline: `(plan, costs) -> timeline` of the actions of `value_and_grad`.
         sliced_stage: `(plan, layer) -> sliced_stage`, which runs the layers of one stage on one
             slice of each sequence, for `StagedModel.sliced_stage`. A layer is `(weights, x,
-            (inputs, past), key) -> (x, {"aux": aux, "past": past})`. Leaves of `batch_inputs` are
+            (inputs, past), key) -> (x, (aux, past))`. Leaves of `batch_inputs` are
             then [M * s, D, ...] for s slices. None: the engine runs no schedule with slices.
     """
 

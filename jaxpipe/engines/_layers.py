@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..autodiff.staged_model import Aux, Past, with_aux
+from ..autodiff.staged_model import Aux, Past, like_input, with_aux
 
 
 def run_layers(
@@ -51,7 +51,7 @@ def run_sliced_layers(
     """Runs layers of equal structure on one slice of the sequences of a microbatch.
 
     Args:
-        layer: `(weights, x, (inputs, past), key) -> (x, {"aux": aux, "past": past})`.
+        layer: `(weights, x, (inputs, past), key) -> (x, (aux, past))`.
         num_layers: n.
         weights: [n, ...] leaves.
         x: The input of the first layer.
@@ -62,12 +62,11 @@ def run_sliced_layers(
     Returns:
         (output of the last layer, aux summed over layers, the state with [n, ...] leaves).
     """
-    layer = with_aux(layer)
 
     def step(x: PyTree, one: tuple[Any, Any, Any]) -> tuple[PyTree, Any]:
         weights, key, earlier = one
-        x, made = layer(weights, x, (inputs_m, replace(past, earlier=earlier)), key)
-        return x, (made["aux"], made["past"].earlier, made["past"].new)
+        y, (aux, made) = layer(weights, x, (inputs_m, replace(past, earlier=earlier)), key)
+        return like_input(y, x), (aux, made.earlier, made.new)
 
     given = weights, keys, past.earlier
     if num_layers == 1:  # a loop would only copy

@@ -170,7 +170,7 @@ def sliced_stage(plan: PipelinePlan, layer: Callable) -> Callable:
 
     Args:
         plan: The pipeline.
-        layer: `(weights, x, (inputs, past), key) -> (x, {"aux": aux, "past": past})` of one layer.
+        layer: `(weights, x, (inputs, past), key) -> (x, (aux, past))` of one layer.
 
     Returns:
         `(weights [n, ...], x, inputs, keys [n, ...], past [n, ...]) -> (x, aux, past)`.

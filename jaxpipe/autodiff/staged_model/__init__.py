@@ -9,4 +9,5 @@ from ._past import WHOLE_STATE as WHOLE_STATE
 from ._past import Past as Past
 from ._staged_model import Aux as Aux
 from ._staged_model import StagedModel as StagedModel
+from ._staged_model import like_input as like_input
 from ._staged_model import with_aux as with_aux

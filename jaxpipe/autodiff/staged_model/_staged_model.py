@@ -106,8 +106,7 @@ def with_aux(stage: Callable) -> Callable[[Any, Any, Any, Any], tuple[Any, Aux]]
     @wraps(stage)
     def run(weights: Any, x: Any, inputs_m: Any, rng: Any) -> tuple[Any, Aux]:
         y, aux = _outputs(stage(weights, x, inputs_m, rng), x)
-        _check_like(x, y)
-        return jax.tree.map(_typed_like, y, x), aux
+        return like_input(y, x), aux
 
     setattr(run, _MARK, True)
     return run
@@ -124,6 +123,23 @@ def _outputs(returned: Any, x: Any) -> tuple[Any, Aux]:
         f"`stage` was given {_described(x)} and returned {_described(returned)}. It must return y, "
         "of the same structure, shapes and dtypes, or (y, aux) with a dict of scalars `aux`."
     )
+
+
+def like_input(y: Any, x: Any) -> Any:
+    """Returns the result `y` of a stage, typed as its input.
+
+    Args:
+        y: The result of a stage or a layer.
+        x: Its input.
+
+    Returns:
+        `y`, on a mesh with explicit axes resharded to the type of `x`.
+
+    Raises:
+        ValueError: If `y` differs from `x` in structure, shapes or dtypes.
+    """
+    _check_like(x, y)
+    return jax.tree.map(_typed_like, y, x)
 
 
 def _check_like(x: Any, y: Any) -> None:

@@ -1,0 +1,238 @@
+"""Schedules with slices in the front door: one model runs slices and whole sequences."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpipe as jp
+from jaxpipe.autodiff import keep
+
+D, V, B, T = 8, 12, 8, 12
+
+
+def normal(key: jax.Array, *shape: int) -> jax.Array:
+    return jax.random.normal(key, shape) / shape[0] ** 0.5
+
+
+def init(num_layers: int = 4) -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(0), num_layers + 2)
+    names = ("q", "k", "v", "up")
+    layers = [
+        dict(zip(names, (normal(k, D, D) for k in jax.random.split(key, 4)), strict=True))
+        for key in keys[2:]
+    ]
+    return {"embed": normal(keys[0], V, D), "layers": layers, "head": normal(keys[1], D, V)}
+
+
+def batch(length: int = T) -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(1), 3)
+    tokens = jax.random.randint(keys[0], (B, length + 1), 0, V)
+    weights = jax.random.uniform(keys[1], (B, length))
+    scale = jax.random.uniform(keys[2], (B,))
+    return {"x": tokens[:, :-1], "y": tokens[:, 1:], "weights": weights, "scale": scale}
+
+
+def embed(w: Any, batch: Any) -> Any:
+    return w[batch["x"]] * batch["scale"][:, None, None]
+
+
+def layer(w: Any, x: Any, batch: Any, past: Any) -> Any:
+    q, k, v = (x @ w[name] for name in ("q", "k", "v"))
+    (keys, values), past = past.append((k, v))
+    scores = q @ jnp.swapaxes(keys, 1, 2) / D**0.5
+    scores = jnp.where(past.causal_mask(x.shape[1]), scores, -jnp.inf)
+    x = x + jax.nn.softmax(scores) @ values
+    h = jnp.tanh(x @ w["up"])
+    return x + h, {"size": jnp.mean(h * h), "loss": 0.01 * jnp.mean(h * h)}, past
+
+
+def loss(w: Any, x: Any, batch: Any) -> Any:
+    logits = jax.nn.log_softmax(x @ w)
+    losses = -jnp.sum(logits * jax.nn.one_hot(batch["y"], V), axis=-1) * batch["weights"]
+    return jnp.sum(losses), jnp.sum(batch["weights"])
+
+
+def mean_loss(w: Any, x: Any, batch: Any) -> Any:
+    return jnp.mean((x @ w) ** 2), {"largest": jnp.mean(jnp.max(x, axis=-1))}
+
+
+MODEL = jp.Model(embed, layer, loss)
+
+
+def mesh(**sizes: int) -> Any:
+    count = int(np.prod(list(sizes.values())))
+    return jp.make_mesh(sizes, devices=jax.devices()[:count])
+
+
+def sliced(
+    slices: int, model: jp.Model = MODEL, microbatches: int = 4, **options: Any
+) -> jp.PipelinedModel:
+    sizes = {name: options.pop(name) for name in ("stage", "data", "fsdp") if name in options}
+    return jp.pipeline(
+        model,
+        schedule="seq1f1b",
+        slices=slices,
+        mesh=mesh(**sizes),
+        microbatches=microbatches,
+        **options,
+    )
+
+
+def shared_layer(w: Any, x: Any, batch: Any, past: Any) -> Any:
+    return layer(w["layer"] | {"v": w["shared"]}, x, batch, past)
+
+
+def silent_layer(w: Any, x: Any, batch: Any, past: Any) -> Any:
+    """Carries keys alone, and returns no auxiliary losses."""
+    keys, past = past.append(x @ w["k"])
+    scores = jnp.where(past.causal_mask(x.shape[1]), x @ jnp.swapaxes(keys, 1, 2), -jnp.inf)
+    return jnp.tanh(x + jax.nn.softmax(scores) @ keys @ w["up"]), past
+
+
+SHARED = replace(MODEL, layer=shared_layer, shared=True)
+KINDS = jp.Model(embed, {"first": layer, "second": silent_layer}, mean_loss)
+ROWS = {
+    "2 ranks, 2 slices, uneven": ({"stage": 2, "slices": 2}, MODEL, 3),
+    **{
+        f"{ranks} ranks, {slices} slices": ({"stage": ranks, "slices": slices}, MODEL, 8)
+        for ranks in (2, 3, 4, 8)
+        for slices in (1, 2, 3)
+    },
+    "data and fsdp": ({"stage": 2, "data": 2, "fsdp": 2, "slices": 3, "microbatches": 2}, MODEL, 4),
+    "everything is stored": ({"stage": 2, "slices": 4, "remat": keep}, MODEL, 4),
+    "shared": ({"stage": 2, "slices": 2}, SHARED, 4),
+    "two kinds": ({"stage": 2, "slices": 3}, KINDS, 4),
+    "frozen": ({"stage": 2, "slices": 2, "frozen": lambda path, _: "'k'" in path}, MODEL, 4),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if "uneven" in n else pytest.mark.slow) for n in ROWS]
+)
+def test_slices_compute_what_whole_sequences_do(name: str):
+    options, model, num_layers = ROWS[name]
+    params = init(num_layers)
+    if model is SHARED:
+        params |= {"shared": normal(jax.random.key(3), D, D)}
+        params["layers"] = [{n: w[n] for n in w if n != "v"} for w in params["layers"]]
+    if model is KINDS:
+        params["layers"] = {"first": params["layers"][:1], "second": params["layers"][1:]}
+    sliced(model=model, **options).check(params, batch())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "engine"), [("circular", "auto"), ("zero_bubble_h1", "auto"), ("1f1b", "mpmd")]
+)
+def test_the_same_model_runs_whole_sequences_with_every_engine(schedule, engine):
+    pipe = jp.pipeline(MODEL, schedule=schedule, mesh=mesh(stage=2), microbatches=4, engine=engine)
+    pipe.check(init(), batch())
+
+
+def test_a_whole_sequence_is_plain_attention():
+    w, x = init()["layers"][0], normal(jax.random.key(5), 2, T, D)
+    q, k, v = (x @ w[name] for name in ("q", "k", "v"))
+    scores = jnp.where(jnp.tril(jnp.ones((T, T), bool)), q @ jnp.swapaxes(k, 1, 2), -jnp.inf)
+    h = x + jax.nn.softmax(scores / D**0.5) @ v
+    wanted = h + jnp.tanh(h @ w["up"])
+    found, _ = MODEL.layer_functions[0](w, x, {}, ())
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_slices_need_less_memory_than_1f1b():
+    def wide(w: Any, x: Any, batch: Any, past: Any) -> Any:
+        x, _, past = layer(w, x, batch, past)
+        for _ in range(8):
+            x = jnp.tanh(x @ w["up"])
+        return x, past
+
+    model, given = replace(MODEL, layer=wide), batch(64)
+
+    def temporary(**options: Any) -> int:
+        pipe = jp.pipeline(model, mesh=mesh(stage=4), microbatches=8, remat=keep, **options)
+        stored = pipe.shard(init())
+        compiled = jax.jit(pipe.value_and_grad).lower(stored, given).compile()
+        analysis: Any = compiled.memory_analysis()
+        return analysis.temp_size_in_bytes
+
+    whole, two, four = (
+        temporary(schedule="1f1b"),
+        temporary(schedule="seq1f1b", slices=2),
+        temporary(schedule="seq1f1b", slices=4),
+    )
+    assert four < two < whole
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"layer": lambda w, x, batch: x},
+            "`layer` has no parameter `past`, by which a",
+        ),
+        (
+            {"layer": lambda w, x, batch, past, key: (x, past.append(x)[1])},
+            "takes a dropout key. Masks that are drawn for slices are not those of whole",
+        ),
+        ({"engine": "mpmd"}, "slices of sequences, and this engine runs whole microbatches. Give"),
+        ({"engine": "circular"}, "`engine` is 'circular', which runs no other"),
+    ],
+)
+def test_pipelines_that_cannot_run_slices_are_refused(change, message):
+    engine = change.pop("engine", "auto")
+    with pytest.raises(ValueError, match=message):
+        sliced(2, replace(MODEL, **change), stage=2, engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("change", "given", "message"),
+    [
+        (
+            {},
+            batch(10),
+            r"3 slices, which do not divide their lengths: `batch\['weights'\]` 10",
+        ),
+        (
+            {},
+            batch() | {"x": batch(T + 1)["x"]},
+            r"different lengths .*`batch\['x'\]` 13",
+        ),
+        ({"sliced_leaves": {"x": True}}, batch(), "`Model.sliced_leaves` is no prefix"),
+        (
+            {"layer": lambda w, x, batch, past: (x, past)},
+            batch(),
+            r"`layer` takes `past` and must return it last, as \(x, past\)",
+        ),
+        (
+            {"layer": lambda w, x, batch, past: (x, past.append(x)[1].append(x)[1])},
+            batch(),
+            "`past.append` was called twice in one layer",
+        ),
+    ],
+)
+def test_batches_and_layers_that_do_not_suit_are_refused(change, given, message):
+    pipe = sliced(3, replace(MODEL, **change), stage=2)
+    params = jax.eval_shape(init)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(pipe.value_and_grad, pipe._shapes(params), given)
+
+
+def test_a_layer_with_past_in_another_place_is_refused():
+    with pytest.raises(ValueError, match="`past` must be the fourth parameter"):
+        jp.Model(embed, lambda w, past, x, batch: x, loss)
+
+
+def test_leaves_with_a_sequence_can_be_named():
+    given = batch() | {"pixels": jnp.ones((B, 5))}
+
+    def with_pixels(w: Any, batch: Any) -> Any:
+        return embed(w, batch) * jnp.sum(batch["pixels"], axis=1)[:, None, None]
+
+    named = {"x": True, "y": True, "weights": True, "scale": False, "pixels": False}
+    model = replace(MODEL, embed=with_pixels, sliced_leaves=named)
+    sliced(2, model, stage=1).check(init(1), given)
