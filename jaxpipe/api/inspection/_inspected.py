@@ -17,7 +17,13 @@ from .._frozen import unmark
 from .._params import weights_of
 from ._check import TOLERANCE, Comparison, check
 from ._compile import compile_report, topology_mesh
-from ._memory import MemoryTable, memory_table, rank_residual_bytes, stage_residual_bytes
+from ._memory import (
+    MemoryTable,
+    carried_bytes,
+    memory_table,
+    rank_residual_bytes,
+    stage_residual_bytes,
+)
 
 
 class InspectedModel:
@@ -119,13 +125,15 @@ class InspectedModel:
             return count(plan, weights_of(part), self.model.tied)
 
         sizes = stage_residual_bytes(self._arguments, stored, batch, key)
+        carried = carried_bytes(self._arguments, stored, batch, key)
+        stored_bytes = rank_residual_bytes(plan, sizes, self.engine.per_stage_state)
         trainable = self.partition(stored)[0]
         return memory_table(
             device,
             rank_bytes(self.engine.step_bytes, unmark(stored)),
             rank_bytes(self.engine.step_bytes, trainable),
             rank_bytes(self.engine.rank_bytes, trainable),
-            rank_residual_bytes(plan, sizes, self.engine.per_stage_state),
+            [size + carried for size in stored_bytes],
             num_moments,
         )
 

@@ -11,9 +11,11 @@ import jax
 from jax.extend.core import Var
 from jaxtyping import PyTree
 
+from ...autodiff.backward import floating
+from ...autodiff.staged_model import Past
 from ...engines._engine import PipelinePlan
 from ...plan._device_memory import device_bytes
-from ...schedules import activation_bytes
+from ...schedules import activation_bytes, language, lock_step
 
 _COLUMNS = ("parameters", "gradients", "optimizer", "activations")
 
@@ -108,7 +110,7 @@ def stage_residual_bytes(arguments: Callable, *given: PyTree) -> list[int]:
         *given: Shapes of parameters, batch and key.
 
     Returns:
-        [num_stages] bytes, in forward order.
+        [num_stages] bytes, in forward order; those of all slices, if sequences are sliced.
     """
     sizes: list[int] = []
 
@@ -125,10 +127,41 @@ def stage_residual_bytes(arguments: Callable, *given: PyTree) -> list[int]:
         else:  # [v, S, ...] leaves: padded stages are alike
             w, keys = jax.tree.map(lambda leaf: leaf[0, 0], (stages, keys))
             num_stages = 1 if plan.schedule is None else plan.schedule.num_stages
-            sizes.extend([_residual_bytes(stage, w, x, first, keys)] * num_stages)
+            slices = 1 if plan.schedule is None else language.num_slices(plan.schedule)
+            sizes.extend([slices * _residual_bytes(stage, w, x, first, keys)] * num_stages)
 
     jax.eval_shape(measure, *given)
     return sizes
+
+
+def carried_bytes(arguments: Callable, *given: PyTree) -> int:
+    """Returns the bytes of the state that slices of sequences carry, at the peak of the schedule.
+
+    Args:
+        arguments: From `given` to the arguments of `Engine.value_and_grad`.
+        *given: Shapes of parameters, batch and key.
+
+    Returns:
+        The bytes on one device: of states and of their cotangents; 0 without slices.
+    """
+    sizes: list[int] = []
+
+    def measure(*given: PyTree) -> None:
+        plan, model, weights, inputs, keys = arguments(*given)
+        if model.sliced_stage is None:
+            return
+        slots = lock_step.tick_tables(plan.ticks)
+        first = jax.tree.map(lambda leaf: leaf[0, :1], inputs)
+        x = model.embed(weights["embed"], first)
+        w, keys = jax.tree.map(lambda leaf: leaf[0, 0], (weights["stages"], keys))
+        past = Past(num_slices=slots.num_slices)
+        state = model.sliced_stage(w, x, first, keys, past)[2].earlier
+        for name, tree in (("past", state), ("past_cotangents", floating(state))):
+            leaves = jax.tree.leaves(tree)
+            sizes.append(slots.num_slots[name] * sum(x.size * x.dtype.itemsize for x in leaves))
+
+    jax.eval_shape(measure, *given)
+    return sum(sizes)
 
 
 def rank_residual_bytes(plan: PipelinePlan, sizes: Sequence[int], differ: bool) -> tuple[int, ...]:

@@ -150,7 +150,8 @@ def _stage_input_bytes(plan: StepPlan) -> tuple[int, ...]:
     one = {"x": jax.ShapeDtypeStruct(shape, dtype)}
     where = batch.devices.shardings(one, {"x": axes})["x"]
     size = math.prod(where.shard_shape(shape)) * dtype.itemsize
-    return tuple(count * size for count in peak_live_microbatches(plan.engine, plan.pipeline))
+    counts = peak_live_microbatches(plan.engine, plan.pipeline)
+    return tuple(-(-count * size // plan.num_slices) for count in counts)  # of slices, if any
 
 
 def peak_live_microbatches(engine: Engine, plan: PipelinePlan) -> tuple[int, ...]:
