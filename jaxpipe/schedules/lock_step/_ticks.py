@@ -125,7 +125,8 @@ def check_no_slices(schedule: Schedule) -> None:
     require(
         num_slices(schedule) == 1,
         "`schedule` has slices of sequences, and this engine runs whole microbatches.",
-        "Give `engine='scheduled'`, or a schedule of whole microbatches, such as 1f1b.",
+        "Give a schedule of whole microbatches, such as 1f1b; or run slices in one program, by "
+        "`jaxpipe.pipeline(..., engine='scheduled')`.",
     )
 
 

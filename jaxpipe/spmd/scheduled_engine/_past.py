@@ -117,11 +117,11 @@ def stage_of_pieces(
         `(weights, x, SliceInputs, keys) -> (StageOutputs, aux)`.
     """
 
-    def whole(weights: Any, x: Any, inputs: SliceInputs, keys: Any) -> tuple[StageOutputs, Aux]:
+    def run_whole(weights: Any, x: Any, inputs: SliceInputs, keys: Any) -> tuple[StageOutputs, Aux]:
         y, aux = model.stage(weights, x, inputs.batch, keys)
         return StageOutputs(y, []), aux
 
-    def sliced(weights: Any, x: Any, inputs: SliceInputs, keys: Any) -> tuple[StageOutputs, Aux]:
+    def run_slice(weights: Any, x: Any, inputs: SliceInputs, keys: Any) -> tuple[StageOutputs, Aux]:
         assert model.sliced_stage is not None, "checked at the entry"
         past = Past(
             layout.structure.unflatten(inputs.earlier),
@@ -131,7 +131,7 @@ def stage_of_pieces(
         y, aux, past = model.sliced_stage(weights, x, inputs.batch, keys, past)
         return StageOutputs(y, jax.tree.leaves(past.new)), aux
 
-    return whole if layout.num_slices == 1 else sliced
+    return run_whole if layout.num_slices == 1 else run_slice
 
 
 def remat_of_pieces(remat: Remat, layout: PastLayout) -> Remat:

@@ -17,7 +17,8 @@ from jaxtyping import PyTree
 from ... import schedules
 from ...engines import Engine
 from ...engines._engine import PipelinePlan
-from ...schedules import Schedule, language
+from ...models import LlamaConfig
+from ...schedules import Schedule, language, lock_step
 from ..plan._setup import StepPlan
 from ..step._state import gradient_shardings, state_shapes, state_shardings
 
@@ -38,7 +39,7 @@ class MemoryEstimate:
             of every other call.
         optimizer: Its state.
         stage_inputs: The stage inputs of all microbatches that wait for their backward at the same
-            time.
+            time; with slices of sequences also the keys and values that these carry.
     """
 
     weights: int
@@ -151,7 +152,24 @@ def _stage_input_bytes(plan: StepPlan) -> tuple[int, ...]:
     where = batch.devices.shardings(one, {"x": axes})["x"]
     size = math.prod(where.shard_shape(shape)) * dtype.itemsize
     counts = peak_live_microbatches(plan.engine, plan.pipeline)
-    return tuple(-(-count * size // plan.num_slices) for count in counts)  # of slices, if any
+    carried = _carried_bytes(plan)
+    return tuple(-(-count * size // plan.num_slices) + carried for count in counts)
+
+
+def _carried_bytes(plan: StepPlan) -> int:
+    """Returns the bytes of keys and values that slices carry, and of their cotangents."""
+    batch, sizes, ticks = plan.batch, plan.state.weights.sizes, plan.pipeline.ticks
+    if plan.num_slices == 1:
+        return 0
+    assert isinstance(sizes, LlamaConfig) and ticks is not None
+    shape = batch.microbatch_size, batch.length, sizes.base_num_kv_heads, sizes.head_dim
+    axes = ("activation_batch", "activation_length", "activation_kv_heads", "activation_kv")
+    one = {"keys": jax.ShapeDtypeStruct(shape, jnp.dtype(plan.model.dtype))}
+    where = batch.devices.shardings(one, {"keys": axes})["keys"]
+    size = math.prod(where.shard_shape(shape)) * one["keys"].dtype.itemsize
+    slots = lock_step.tick_tables(ticks).num_slots
+    num_states = slots["past"] + slots["past_cotangents"]
+    return num_states * plan.pipeline.layout.layers_per_stage * 2 * size
 
 
 def peak_live_microbatches(engine: Engine, plan: PipelinePlan) -> tuple[int, ...]:
