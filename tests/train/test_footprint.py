@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import pytest
 
+from jaxpipe.models import LlamaConfig
 from jaxpipe.mpmd.ir import RunTask
+from jaxpipe.schedules.lock_step import tick_tables
 from jaxpipe.train.estimate import estimate_memory, peak_live_microbatches
 from jaxpipe.train.plan import Setup
 from jaxpipe.train.step import init_state, lower_train_step
@@ -116,3 +118,18 @@ def test_what_programs_of_ranks_keep_of_gradients_until_the_last_call_is_counted
     found = estimate_memory(setup.step)[0]
     kept = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
     assert kept == found.gradients + found.gradient_sums
+
+
+def test_slices_store_their_inputs_and_one_state_for_each_microbatch():
+    slices = {"pipeline_engine": "scheduled", "ici_pipeline_parallelism": 2}
+    slices |= {"pipeline_schedule": "seq1f1b", "num_pipeline_slices": 4}
+    plan = setup_of(2, slices).step
+    (found,) = estimate_memory(plan)
+    batch, sizes = plan.batch, plan.state.weights.sizes
+    tokens = batch.microbatch_size * batch.length
+    assert plan.pipeline.ticks is not None and isinstance(sizes, LlamaConfig)
+    slots = tick_tables(plan.pipeline.ticks).num_slots
+    keys_and_values = 2 * tokens * sizes.base_num_kv_heads * sizes.head_dim * 4
+    states = slots["past"] + slots["past_cotangents"]
+    inputs = slots["residuals_for_backward"] * tokens * sizes.base_emb_dim * 4 // 4
+    assert found.stage_inputs == inputs + states * 2 * keys_and_values  # 2 layers in a stage
