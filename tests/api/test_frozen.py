@@ -257,7 +257,7 @@ def test_bad_rules_are_refused_before_anything_compiles():
         with pytest.raises(ValueError, match=match):
             pipeline(frozen=frozen, stage=1, schedule=None).shard(init())
 
-    with pytest.raises(ValueError, match="several layers share"):
+    with pytest.raises(ValueError, match="all layers share"):
         pipeline(stage=1, schedule=None).shard(init() | {"shared": jnp.ones(D)})
 
     refused(r"selects every leaf of `params`, such as \['embed'\]", lambda path, leaf: True)
