@@ -1,5 +1,6 @@
 """Schedules with slices in the front door: one model runs slices and whole sequences."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.autodiff import keep
+from jaxpipe.autodiff import keep, recompute
+from jaxpipe.schedules import build, check, parse, peak_activations
+from jaxpipe.schedules.lock_step import tick_tables
 
 D, V, B, T = 8, 12, 8, 12
 
@@ -133,6 +136,27 @@ def test_the_same_model_runs_whole_sequences_with_every_engine(schedule, engine)
     pipe.check(init(), batch())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", [recompute, keep])
+def test_backwards_of_slices_may_be_split(remat):
+    whole = build("seq1f1b", ranks=2, microbatches=4, slices=3)
+    text = re.sub(r"(\d+)B(\d+s\d+)", r"\1I\2 \1W\2", str(whole))
+    schedule = check(parse(text))
+    pipe = jp.pipeline(MODEL, schedule=schedule, mesh=mesh(stage=2), microbatches=4, remat=remat)
+    pipe.check(init(), batch())
+
+
+def test_a_value_alone_runs_the_forwards_of_slices():
+    pipe, plain = (
+        sliced(3, stage=2),
+        jp.pipeline(MODEL, schedule=None, mesh=mesh(stage=1), microbatches=4),
+    )
+    found, wanted = (
+        jax.tree.map(float, p.jit(p.value)(p.shard(init()), batch())) for p in (pipe, plain)
+    )
+    np.testing.assert_allclose(jax.tree.leaves(found), jax.tree.leaves(wanted), rtol=1e-5)
+
+
 def test_a_whole_sequence_is_plain_attention():
     w, x = init()["layers"][0], normal(jax.random.key(5), 2, T, D)
     q, k, v = (x @ w[name] for name in ("q", "k", "v"))
@@ -166,6 +190,20 @@ def test_slices_need_less_memory_than_1f1b():
         temporary(schedule="seq1f1b", slices=4),
     )
     assert four < two < whole
+
+
+def test_the_estimate_counts_slices_and_what_they_carry():
+    params, rows = jax.eval_shape(init), B // 4
+    whole = jp.pipeline(MODEL, schedule="1f1b", mesh=mesh(stage=4), microbatches=4)
+    one_input = rows * T * D * 4  # float32
+    peak = max(peak_activations(whole.schedule)) if whole.schedule else 0
+    assert max(whole.memory(params, batch()).activations) == peak * one_input
+    pipe = sliced(3, stage=4)
+    assert pipe.ticks is not None and pipe.schedule is not None
+    slots = tick_tables(pipe.ticks).num_slots
+    states = (slots["past"] + slots["past_cotangents"]) * 2 * one_input  # keys and values
+    inputs = max(peak_activations(pipe.schedule)) * one_input // 3
+    assert max(pipe.memory(params, batch()).activations) == states + inputs
 
 
 @pytest.mark.parametrize(

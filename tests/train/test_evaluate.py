@@ -89,6 +89,14 @@ ENGINES: dict[str, tuple[int, Settings]] = {
             "pipeline_vocab_parallel": True,
         },
     ),
+    "slices": (
+        2,
+        {
+            "pipeline_engine": "scheduled",
+            "pipeline_schedule": "seq1f1b",
+            "num_pipeline_slices": 4,
+        },
+    ),
     "mpmd": (2, {"pipeline_engine": "mpmd", "pipeline_schedule": "zero_bubble_h1"}),
     "linen": (2, {"enable_nnx": False}),
     "nnx": (2, {"enable_nnx": True, "pure_nnx_decoder": True}),
@@ -103,14 +111,14 @@ def plain() -> dict[str, float]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in ("scheduled", "linen")))
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("scheduled", "slices", "linen")))
         for name in ENGINES
     ],
 )
 def test_every_engine_evaluates_to_the_plain_loss(plain, name: str):
     devices, settings = ENGINES[name]
     # Dropout is for training alone.
-    dropout = {} if name in ("linen", "nnx") else {"dropout_rate": 0.5}
+    dropout = {} if name in ("linen", "nnx", "slices") else {"dropout_rate": 0.5}
     found = evaluated(devices, RANKS, settings, dropout)
     assert found.keys() == plain.keys()
     for key in ("eval_loss", "eval_perplexity", "eval_accuracy"):
