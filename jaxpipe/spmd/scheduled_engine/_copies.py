@@ -37,12 +37,12 @@ def receive_copies(stored: PyTree, copies: WeightCopies | None) -> PyTree:
     chunks = _of_rank(copies.chunks, axis=1)
 
     def receive(leaf: jax.Array) -> jax.Array:
-        run = _take(leaf, jnp.maximum(chunks, 0))
+        run = [index_leading(leaf, jnp.maximum(chunk, 0)) for chunk in chunks]
         for sent in copies.rounds:
             received = _permute(index_leading(leaf, _of_rank(sent.stored_chunks)), sent.receivers)
             target = _of_rank(sent.copied_chunks)
-            run = put(run, jnp.where(target >= 0, received, index_leading(run, target)), target)
-        return run
+            run = [jnp.where(target == chunk, received, w) for chunk, w in enumerate(run)]
+        return jnp.stack(run)
 
     return jax.tree.map(_on_key_data(receive), stored)
 
