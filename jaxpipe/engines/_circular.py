@@ -29,7 +29,7 @@ def _prepare(
 def _value(
     plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
-    gather, boundary_gather = _stacked.weight_gathers(plan, weights)
+    gather, boundary_gather = _stacked.weight_gathers(plan, weights, keys)
     return circular_engine.circular_value(
         model,
         weights,
@@ -47,7 +47,7 @@ def _value(
 def _value_and_grad(
     plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
-    gather, boundary_gather = _stacked.weight_gathers(plan, weights)
+    gather, boundary_gather = _stacked.weight_gathers(plan, weights, keys)
     return circular_engine.circular_value_and_grad(
         model,
         weights,

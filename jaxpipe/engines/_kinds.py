@@ -85,7 +85,14 @@ def _plans(engine: Engine, plan: PipelinePlan) -> dict[str, PipelinePlan]:
             for ids in plan.layout.stage_layer_ids
         )
         layout = engine.layout(plan.schedule, num_ranks, counts)
-        plans[kind], first = replace(plan, layout=layout, kinds=()), last
+        start = f"['stages']['{kind}']"
+        specs = tuple(
+            (f"['stages']{name.removeprefix(start)}", spec)
+            for name, spec in plan.param_specs
+            if name.startswith(start)
+        )
+        plans[kind] = replace(plan, layout=layout, kinds=(), param_specs=specs)
+        first = last
     return plans
 
 

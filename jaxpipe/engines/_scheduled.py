@@ -26,7 +26,7 @@ def _value(
 ) -> Any:
     assert plan.schedule is not None
     forwards = lock_step.to_lock_step(language.forward_only(plan.schedule))
-    gather, boundary_gather = _stacked.weight_gathers(plan, weights)
+    gather, boundary_gather = _stacked.weight_gathers(plan, weights, keys)
     return scheduled_engine.scheduled_value(
         model,
         weights,
@@ -44,7 +44,7 @@ def _value_and_grad(
     plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
     assert plan.ticks is not None
-    gather, boundary_gather = _stacked.weight_gathers(plan, weights)
+    gather, boundary_gather = _stacked.weight_gathers(plan, weights, keys)
     return scheduled_engine.scheduled_value_and_grad(
         model,
         weights,

@@ -5,6 +5,7 @@ S ranks, v stages on each, n layers in the largest stage, L layers.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..spmd import Gather
 from ..spmd.ranks import masked_layer, stages_on_ranks
 from ..spmd.weight_gather import gather_by_specs, unsharded_specs
 from ._engine import PipelinePlan
+from ._frozen_shards import gathering, key_specs, to_shards
 from ._fsdp import param_spec_tree, row_axes
 from ._layers import run_layers, run_sliced_layers
 
@@ -144,7 +146,7 @@ def layer_keys(plan: PipelinePlan, dropout: PyTree, frozen: PyTree) -> PyTree:
     Returns:
         [v, S, n, ...] leaves.
     """
-    keys = stack(plan, dropout), frozen
+    keys = stack(plan, dropout), to_shards(plan, frozen)
     if not plan.layout.counts:
         return keys
     mask = np.asarray(plan.layout.layer_ids).reshape(plan.layout.dims) >= 0
@@ -162,7 +164,7 @@ def stage(plan: PipelinePlan, layer: Callable) -> Callable:
         `(weights [n, ...], x, inputs_m, keys [n, ...]) -> (x, aux)`.
     """
     mask = masked_layer if plan.layout.counts else keep
-    return partial(run_layers, mask(layer), plan.layout.layers_per_stage)
+    return partial(run_layers, mask(gathering(plan, layer)), plan.layout.layers_per_stage)
 
 
 def sliced_stage(plan: PipelinePlan, layer: Callable) -> Callable:
@@ -176,7 +178,8 @@ def sliced_stage(plan: PipelinePlan, layer: Callable) -> Callable:
         `(weights [n, ...], x, inputs, keys [n, ...], past [n, ...]) -> (x, aux, past)`.
     """
     mask = masked_layer if plan.layout.counts else keep
-    return partial(run_sliced_layers, mask(layer), plan.layout.layers_per_stage)
+    layer = mask(gathering(plan, layer))
+    return partial(run_sliced_layers, layer, plan.layout.layers_per_stage)
 
 
 def put(
@@ -271,12 +274,15 @@ def rank_bytes(
     return (size,) * plan.mesh.shape["stage"]
 
 
-def weight_gathers(plan: PipelinePlan, weights: dict[str, PyTree]) -> tuple[Gather, Gather]:
+def weight_gathers(
+    plan: PipelinePlan, weights: dict[str, PyTree], keys: PyTree = ()
+) -> tuple[Gather, Gather]:
     """Returns how weights are gathered over `fsdp`, and gradients summed over devices with rows.
 
     Args:
         plan: The pipeline.
         weights: The groups "embed", "stages" and "head".
+        keys: What layers are given besides weights and inputs.
 
     Returns:
         The gather of a stage, and that of `{"embed": ..., "head": ...}`.
@@ -296,7 +302,8 @@ def weight_gathers(plan: PipelinePlan, weights: dict[str, PyTree]) -> tuple[Gath
         return gather_by_specs(specs, unsharded, when=plan.gather, batch_axes=rows)
 
     boundary = {name: specs_of(name, 0) for name in ("embed", "head")}
-    return gather_of(specs_of("stages", 3)), gather_of(boundary)
+    of_stage = gather_of(specs_of("stages", 3))
+    return replace(of_stage, key_specs=key_specs(plan, keys)), gather_of(boundary)
 
 
 def gather(plan: PipelinePlan, tree: PyTree) -> PyTree:

@@ -38,7 +38,7 @@ def on_parts(
         stacked_specs(gather.weight_specs),
         boundary_gather.weight_specs,
         rows_of(gather, P(None)),
-        1,
+        1 if gather.key_specs is None else stacked_specs(gather.key_specs),
         None,
     )
 
@@ -52,7 +52,8 @@ def on_parts(
     def run_on_ranks(weights: dict[str, Any], batch_inputs: PyTree, keys: PyTree) -> Any:
         boundary = {name: w for name, w in weights.items() if name not in ("stages", "constants")}
         constants = typed_by_specs(weights.get("constants", ()), P(), mesh)
-        keys = typed_by_specs(keys, P(None, AXIS), mesh)
+        if gather.key_specs is None:
+            keys = typed_by_specs(keys, P(None, AXIS), mesh)
         return run(weights["stages"], boundary, batch_inputs, keys, constants)
 
     return run_on_ranks

@@ -198,6 +198,18 @@ def test_nothing_of_the_shape_of_a_frozen_weight_is_computed_or_carried(schedule
     assert of_frozen_shape(pipeline(schedule=schedule, stage=2)) == (0, 0)
 
 
+def test_each_layer_gathers_its_own_frozen_weights():
+    pipe = pipeline(schedule="circular", stage=2, fsdp=2)
+    closed = jax.make_jaxpr(pipe.value_and_grad)(pipe.shard(init()), batch())
+    gathered = {
+        eqn.outvars[0].aval.shape
+        for eqn in equations(closed.jaxpr)
+        if eqn.primitive.name.startswith("all_gather")
+    }
+    assert {(D, F), (F, D)} <= gathered
+    assert all(shape[-2:] not in FROZEN_SHAPES[:2] for shape in gathered if len(shape) > 2)
+
+
 def test_a_compiled_program_has_no_memory_for_gradients_of_frozen_weights():
     def written(schedule: str, frozen: Any) -> int:
         pipe = pipeline(schedule=schedule, frozen=frozen, stage=2)

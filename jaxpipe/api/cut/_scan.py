@@ -154,7 +154,7 @@ class ScanParts(Parts):
         """
         trees = (outer, stack, batch, key), *others
         axes = frozenset[str]().union(*map(_varying_axes, jax.tree.leaves(trees)))
-        given, *varying = jax.tree.map(partial(_varying, axes), trees)
+        given, *varying = jax.tree.map(partial(_pvary, axes), trees)
         return self.call_of_form(axes, given), given, *varying
 
     def call_of_form(self, axes: frozenset[str], given: tuple[PyTree, ...]) -> _ScannedCall:
@@ -291,6 +291,6 @@ def _varying_axes(leaf: Any) -> frozenset[str]:
     return jax.typeof(leaf).manual_axis_type.varying
 
 
-def _varying(axes: frozenset[str], leaf: Any) -> Any:
+def _pvary(axes: frozenset[str], leaf: Any) -> Any:
     missing = axes - _varying_axes(leaf)
     return jax.lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf

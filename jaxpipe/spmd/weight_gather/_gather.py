@@ -51,6 +51,7 @@ class Gather:
             of `unshard` and `reduce_scatter`; without them XLA's partitioner decides.
         weight_specs: How stored weights of one stage are sharded over `batch_axes`.
         gradient_specs: How their stored gradients are sharded over `batch_axes`.
+        key_specs: How the keys of one stage are sharded over `batch_axes`. None: not at all.
     """
 
     when: When = "tick"
@@ -61,6 +62,7 @@ class Gather:
     batch_axes: tuple[str, ...] = ()
     weight_specs: PyTree = REPLICATED
     gradient_specs: PyTree = REPLICATED
+    key_specs: PyTree = None
 
     def cast_and_unshard(self, weights: PyTree) -> PyTree:
         """Returns the weights of one stage as it computes with them, from stored ones."""

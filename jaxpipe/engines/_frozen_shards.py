@@ -1,0 +1,106 @@
+"""Frozen parameters of layers that stay sharded over `fsdp` until a layer reads them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
+
+from ..autodiff import recompute
+from ..spmd.weight_gather import gather_by_specs, gathering_layer, unsharded_specs
+from ._engine import PipelinePlan
+from ._fsdp import param_spec_tree, row_axes
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class FrozenShards:
+    """Frozen parameters, a pytree.
+
+    Attributes:
+        tree: The parameters, with the dims of stages and layers in front or without.
+        specs: The spec of each leaf, without these dims.
+    """
+
+    tree: Any
+    specs: tuple[PartitionSpec, ...] = field(metadata={"static": True})
+
+
+def to_shards(plan: PipelinePlan, frozen: PyTree) -> PyTree:
+    """Returns frozen parameters as `FrozenShards`, if every layer is to gather its own.
+
+    Stages that store more than their input would store gathered parameters for each microbatch.
+
+    Args:
+        plan: The pipeline.
+        frozen: [v, S, n, ...] leaves.
+
+    Returns:
+        `FrozenShards`; or `frozen`, which are then gathered whole.
+    """
+    if plan.gather != "tick" or plan.remat is not recompute or not jax.tree.leaves(frozen):
+        return frozen
+    lead = (None,) * 3
+    specs = param_spec_tree("stages", frozen, plan.mesh, plan.param_specs, lead)
+    leaves = jax.tree.leaves(specs)
+    return FrozenShards(frozen, tuple(PartitionSpec(*spec[3:]) for spec in leaves))
+
+
+def gathering(plan: PipelinePlan, layer: Callable) -> Callable:
+    """Returns a layer that gathers its frozen parameters, in its forward and in its backward.
+
+    Args:
+        plan: The pipeline.
+        layer: `(weights, x, inputs, (dropout key, frozen parameters)) -> result`.
+
+    Returns:
+        The same, for frozen parameters that may be `FrozenShards`.
+    """
+
+    def of_gathered(frozen: PyTree, x: PyTree, weights: PyTree, inputs: PyTree, key: Any) -> Any:
+        return layer(weights, x, inputs, (key, frozen))
+
+    of_shards = gathering_layer(of_gathered, lambda shards, x: _gathered(plan, shards))
+
+    def run(weights: PyTree, x: PyTree, inputs: PyTree, constants: tuple[Any, Any]) -> Any:
+        key, frozen = constants
+        f = of_shards if isinstance(frozen, FrozenShards) else of_gathered
+        return f(frozen, x, weights, inputs, key)
+
+    return run
+
+
+def _gathered(plan: PipelinePlan, shards: FrozenShards) -> PyTree:
+    if "fsdp" not in jax.sharding.get_abstract_mesh().manual_axes:
+        return shards.tree  # whole, in a program without ranks
+    leaves, tree = jax.tree.flatten(shards.tree)
+    specs = list(shards.specs)
+    gather = gather_by_specs(
+        specs, unsharded_specs(specs, ("fsdp",)), batch_axes=row_axes(plan.mesh)
+    )
+    return tree.unflatten(gather.unshard(leaves))
+
+
+def key_specs(plan: PipelinePlan, keys: PyTree) -> PyTree:
+    """Returns how the keys of a stage are sharded over manual axes, None if they are whole."""
+
+    def is_shards(x: Any) -> bool:
+        return isinstance(x, FrozenShards)
+
+    def specs(x: Any) -> PyTree:
+        if not is_shards(x):
+            return PartitionSpec()
+        axes = row_axes(plan.mesh)
+        manual = [PartitionSpec(None, *map(partial(_only, axes), spec)) for spec in x.specs]
+        return FrozenShards(jax.tree.unflatten(jax.tree.structure(x.tree), manual), x.specs)
+
+    if not any(map(is_shards, jax.tree.leaves(keys, is_leaf=is_shards))):
+        return None
+    return jax.tree.map(specs, keys, is_leaf=is_shards)
+
+
+def _only(axes: tuple[str, ...], axis: str | None) -> str | None:
+    return axis if axis in axes else None
