@@ -3,7 +3,6 @@
 import io
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from jaxpipe.train.step import (
     make_eval_step,
     make_evaluate,
     make_train_step,
+    mesh_context,
     shard_batch,
 )
 
@@ -71,7 +71,7 @@ def evaluated(devices: int, *settings: Settings, given: Sequence[Batch] = ()) ->
     """Metrics of the first weights."""
     found = Given(given or batches())
     setup = setup_of(devices, *settings)
-    with nullcontext() if setup.step.engine.per_stage_state else jax.set_mesh(setup.mesh):
+    with mesh_context(setup.step):
         evaluate = make_evaluate(setup.step, EvaluationPlan(1, len(found)), found)
         assert evaluate is not None
         return evaluate(init_state(setup.step))

@@ -1,6 +1,5 @@
 """A step of several calls of an engine has the numbers of one call with all their microbatches."""
 
-from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -10,7 +9,13 @@ import pytest
 from jaxpipe.train import Config
 from jaxpipe.train.estimate import speed_metrics, step_work
 from jaxpipe.train.logs import describe
-from jaxpipe.train.step import init_state, make_eval_step, make_train_step, shard_batch
+from jaxpipe.train.step import (
+    init_state,
+    make_eval_step,
+    make_train_step,
+    mesh_context,
+    shard_batch,
+)
 
 from .runs import DEEPSEEK, NONE, ROWS, Settings, flat, setup_of
 from .test_evaluate import batches
@@ -36,7 +41,7 @@ def result(devices: int, calls: int, *settings: Settings) -> tuple[Any, Any]:
     rows = {"per_device_batch_size": ROWS / devices / calls}
     split = {"num_pipeline_microbatches": 4 // calls, "gradient_accumulation_steps": calls}
     setup = setup_of(devices, *settings, split, rows)
-    with nullcontext() if setup.step.engine.per_stage_state else jax.set_mesh(setup.mesh):
+    with mesh_context(setup.step):
         batch = shard_batch(setup.batch, batches()[1])
         state, metrics = make_train_step(setup.step)(init_state(setup.step), batch)
         after = make_eval_step(setup.step)(state["weights"], batch)

@@ -48,7 +48,7 @@ from ..runtime._step_watch import StepWatch
 from ..runtime._stop import StopRequests, TerminatedError, check_step
 from ..step._evaluate import Evaluate, EvaluationPlan, make_evaluate
 from ..step._state import TrainState
-from ..step._step import stored_shardings
+from ..step._step import mesh_context, stored_shardings
 from ._batches import data_plan, make_data
 from ._resume import (
     ResumePoint,
@@ -106,8 +106,7 @@ def train(
     folder = Path(config.output_dir) / config.run_name
     with ExitStack() as stack:
         stack.enter_context(watch)
-        if not setup.step.engine.per_stage_state:
-            stack.enter_context(jax.set_mesh(setup.mesh))
+        stack.enter_context(mesh_context(setup.step))
         stack.enter_context(locked_run_folder(folder))
         stop = stack.enter_context(StopRequests())  # until the last checkpoint is written
         found = on_first_process(

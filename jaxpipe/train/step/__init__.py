@@ -17,4 +17,5 @@ from ._state import state_shardings as state_shardings
 from ._step import init_state as init_state
 from ._step import make_eval_step as make_eval_step
 from ._step import make_train_step as make_train_step
+from ._step import mesh_context as mesh_context
 from ._step import stored_shardings as stored_shardings

@@ -5,6 +5,7 @@ contract, between which the record of the engine decides.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,12 +40,14 @@ class _Programs:
         shardings: Returns the sharding of every leaf of a state.
         train_step: Returns `(state, batch) -> (state, metrics)`.
         eval_step: Returns `(weights, batch) -> metrics`.
+        context: Returns the context in which they run.
     """
 
     init: Callable[[StepPlan], TrainState]
     shardings: Callable[[StepPlan], PyTree]
     train_step: Callable[[StepPlan], Callable[[TrainState, PyTree], tuple[TrainState, Any]]]
     eval_step: Callable[[StepPlan], Callable[[PyTree, PyTree], StepMetrics]]
+    context: Callable[[StepPlan], AbstractContextManager]
 
 
 _ONE = _Programs(
@@ -52,9 +55,14 @@ _ONE = _Programs(
     lambda plan: state_shardings(plan.state),
     make_stacked_train_step,
     make_stacked_eval_step,
+    lambda plan: jax.set_mesh(plan.pipeline.mesh),
 )
 _BY_RANK = _Programs(
-    init_mpmd_state, mpmd_state_shardings, make_mpmd_train_step, make_mpmd_eval_step
+    init_mpmd_state,
+    mpmd_state_shardings,
+    make_mpmd_train_step,
+    make_mpmd_eval_step,
+    lambda plan: nullcontext(),
 )
 
 
@@ -111,3 +119,15 @@ def make_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], StepMetrics]:
         `(weights, batch from shard_batch) -> loss and metrics`.
     """
     return _programs(plan).eval_step(plan)
+
+
+def mesh_context(plan: StepPlan) -> AbstractContextManager:
+    """Returns the context in which the programs of a step run.
+
+    Args:
+        plan: The step.
+
+    Returns:
+        That of the mesh for one program; an empty one if ranks run programs on meshes of their own.
+    """
+    return _programs(plan).context(plan)
