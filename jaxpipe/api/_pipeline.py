@@ -84,7 +84,7 @@ def pipeline(
         raise ValueError(f"`microbatches` is {microbatches}. Give at least 1.")
     found = _schedule(schedule, num_ranks, microbatches, chunks, slices)
     selected = _engine(engine, found, schedule)
-    as_run, ticks = selected.prepare(found, num_ranks, microbatches)
+    as_run, ticks = selected.prepare(found, num_ranks, microbatches, None)
     check_sliced(model, 1 if as_run is None else language.num_slices(as_run))
     counts, num_mtp = _layer_counts(layers_per_stage)
     settings = selected, mesh, microbatches, as_run, ticks, counts, remat, frozen, num_mtp

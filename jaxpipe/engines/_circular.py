@@ -12,8 +12,9 @@ from ._engine import Engine, PipelinePlan
 
 
 def _prepare(
-    schedule: Schedule | None, num_ranks: int, num_microbatches: int
+    schedule: Schedule | None, num_ranks: int, num_microbatches: int, costs: Costs | None
 ) -> tuple[Schedule, Ticks | None]:
+    del costs
     chunks = 1 if schedule is None else schedule.num_stages // num_ranks
     found = schedules.build(
         "circular", ranks=num_ranks, microbatches=num_microbatches, chunks=chunks

@@ -22,9 +22,9 @@ from ._layers import run_layers
 
 
 def _prepare(
-    schedule: Schedule | None, num_ranks: int, num_microbatches: int
+    schedule: Schedule | None, num_ranks: int, num_microbatches: int, costs: Costs | None
 ) -> tuple[Schedule, Ticks | None]:
-    del num_ranks, num_microbatches
+    del num_ranks, num_microbatches, costs
     if schedule is None:
         raise ValueError("`engine` is 'mpmd' and `schedule` is None. Give a schedule.")
     lock_step.check_no_slices(check(schedule))

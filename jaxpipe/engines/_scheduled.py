@@ -11,12 +11,12 @@ from ._engine import Engine, PipelinePlan
 
 
 def _prepare(
-    schedule: Schedule | None, num_ranks: int, num_microbatches: int
+    schedule: Schedule | None, num_ranks: int, num_microbatches: int, costs: Costs | None
 ) -> tuple[Schedule, Ticks]:
     del num_ranks, num_microbatches
     if schedule is None:
         raise ValueError("`engine` is 'scheduled' and `schedule` is None. Give a schedule.")
-    ticks = lock_step.to_lock_step(schedule)
+    ticks = lock_step.to_lock_step(schedule, costs)
     lock_step.rank_and_chunk_by_stage(ticks.schedule)  # raises if ranks have unequally many stages
     return ticks.schedule, ticks
 

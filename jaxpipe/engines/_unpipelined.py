@@ -15,9 +15,9 @@ from ._engine import Engine, PipelinePlan
 
 
 def _prepare(
-    schedule: Schedule | None, num_ranks: int, num_microbatches: int
+    schedule: Schedule | None, num_ranks: int, num_microbatches: int, costs: Costs | None
 ) -> tuple[None, Ticks | None]:
-    del num_microbatches
+    del num_microbatches, costs
     if schedule is not None:
         raise ValueError(
             "`schedule` is given and `engine` is 'unpipelined', which runs no schedule. Give "

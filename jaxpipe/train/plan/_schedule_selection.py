@@ -177,19 +177,18 @@ def _select_and_time(
     engine: Engine, description: str, schedule: Schedule, costs: Costs
 ) -> tuple[ScheduleSelection, float]:
     """Returns the schedule as the engine runs it, and its makespan in units of `costs`."""
-    schedules.check(schedule)
-    if engine.per_stage_state:
-        lock_step.check_no_slices(schedule)
-        timeline = schedules.simulate(schedule, costs)
-        reason = f"{description}: {_describe_bubble(timeline)}, {_describe_activations(schedule)}"
-        return ScheduleSelection(schedule, reason), float(schedules.makespan(timeline))
-    ticks = lock_step.to_lock_step(schedule, costs)
-    lock_step.rank_and_chunk_by_stage(ticks.schedule)
-    timeline = lock_step.simulate_ticks(ticks, costs)
-    num_ticks = f"{lock_step.num_ticks(ticks)} ticks"
-    bubble, activations = _describe_bubble(timeline), _describe_activations(ticks.schedule)
-    reason = f"{description}: {num_ticks}, {bubble} in lock-step, {activations}"
-    return ScheduleSelection(ticks.schedule, reason, ticks), float(schedules.makespan(timeline))
+    shape = schedules.num_ranks(schedule), schedule.num_microbatches
+    as_run, ticks = engine.prepare(schedules.check(schedule), *shape, costs)
+    assert as_run is not None, "the engine runs schedules"
+    activations = _describe_activations(as_run)
+    if ticks is None:
+        timeline = schedules.simulate(as_run, costs)
+        reason = f"{description}: {_describe_bubble(timeline)}, {activations}"
+    else:
+        timeline = lock_step.simulate_ticks(ticks, costs)
+        bubble, num_ticks = _describe_bubble(timeline), lock_step.num_ticks(ticks)
+        reason = f"{description}: {num_ticks} ticks, {bubble} in lock-step, {activations}"
+    return ScheduleSelection(as_run, reason, ticks), float(schedules.makespan(timeline))
 
 
 def _describe_bubble(timeline: Timeline) -> str:
