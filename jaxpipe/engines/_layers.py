@@ -29,7 +29,7 @@ def run_layers(
     """
     layer = with_aux(layer)
     if num_layers == 1:  # a loop would only copy
-        weights, keys = jax.tree.map(lambda leaf: leaf[0], (weights, keys))
+        weights, keys = jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), (weights, keys))
         return layer(weights, x, inputs_m, keys)
 
     def step(x: PyTree, one: tuple[Any, Any]) -> tuple[PyTree, Aux]:

@@ -135,7 +135,7 @@ def test_of_a_conditional_the_branch_that_moves_most_counts():
 
 def test_a_branch_counts_as_often_as_its_name_scope_says():
     def turn(x, t):
-        with jax.named_scope("executed_3_of_6"):
+        with jax.named_scope("taken_3_of_6"):
             x = lax.cond(t % 2 == 0, times(permute, 5), jnp.cos, x)
         return x, ()
 

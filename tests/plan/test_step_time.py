@@ -35,7 +35,7 @@ def test_busy_time_is_cycles_times_executions():
 
 
 def test_a_branch_without_a_share_counts_as_always_taken_and_is_said():
-    found = step_time(TEXT.replace("executed_3_of_10/", ""), RATES)
+    found = step_time(TEXT.replace("taken_3_of_10/", ""), RATES)
     assert found.busy_seconds["element-wise"] == pytest.approx((10 + 10 * 1000) * NANO)
     assert found.unmarked_seconds == pytest.approx(10_000 * NANO)
 

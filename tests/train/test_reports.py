@@ -84,7 +84,7 @@ def test_two_deterministic_runs_are_equal_bit_for_bit(tmp_path):
 
 
 def test_on_gpus_xla_is_told_and_programs_of_ranks_refuse():
-    told = {"xla_gpu_deterministic_ops": "true"}
+    told = {"xla_gpu_deterministic_ops": "True"}
     assert compiler_options("", deterministic=True, platform="gpu") == told
     assert compiler_options("", deterministic=True, platform="cpu") == {}
     assert compiler_options("", deterministic=False, platform="gpu") == {}

@@ -11,7 +11,7 @@ from jaxpipe.train.step import make_train_step
 
 def test_flags_become_options_and_a_bare_one_means_true():
     flags = "--xla_a=true  --xla_b=2 --xla_c --xla_d="
-    options = {"xla_a": "true", "xla_b": "2", "xla_c": "true", "xla_d": ""}
+    options = {"xla_a": "True", "xla_b": "2", "xla_c": "True", "xla_d": ""}
     assert parse_xla_flags(flags) == options
     assert parse_xla_flags("") == {}
 

@@ -30,7 +30,7 @@ class CollectiveSite:
         beside_product: Whether a matrix product does.
         loops: Names of the loops around it, outermost first.
         conditional: Whether it is in a branch; then `executions` counts as if the branch were
-            always taken, unless the conditional is in a name scope `executed_3_of_10`.
+            always taken, unless the conditional is in a name scope `taken_3_of_10`.
         across_slices: Whether it crosses the network between slices, or between hosts of GPUs.
         groups: The devices that communicate, as XLA writes them.
         op_name: The `op_name` in its metadata: the place in the Python program.

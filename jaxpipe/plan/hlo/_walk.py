@@ -129,6 +129,6 @@ def _branches(
 
 
 def _executed_share(conditional: Instruction) -> Fraction:
-    """Returns the share of executions in the innermost name scope `executed_N_of_M`, 1 if none."""
-    shares = re.findall(r"executed_(\d+)_of_(\d+)/", op_name(conditional))
+    """Returns the share of executions in the innermost name scope `taken_N_of_M`, 1 if none."""
+    shares = re.findall(r"taken_(\d+)_of_(\d+)/", op_name(conditional))
     return Fraction(int(shares[-1][0]), int(shares[-1][1])) if shares else Fraction(1)

@@ -78,7 +78,7 @@ def instruction_costs(hlo_text: str, rates: DeviceRates) -> tuple[InstructionCos
     """Lists the instructions that a step executes on a TPU, with their times.
 
     A loop multiplies by its trip count. Of the branches of a conditional the dearest counts, as
-    often as a name scope `executed_3_of_10` says, else always.
+    often as a name scope `taken_3_of_10` says, else always.
 
     Args:
         hlo_text: The text of a program compiled for TPUs.

@@ -204,7 +204,8 @@ def _backward_ticks(
         weight_state = weight_state._replace(gradient=gradient)
         if prefetched is not None:
             go_on = lambda s: _begin_repeat(gather, prefetched, work.repeat - 1, s)  # noqa: E731
-            weight_state = lax.cond(begins_repeat(work), go_on, identity, weight_state)
+            with jax.named_scope(f"taken_1_of_{phase.length}"):
+                weight_state = lax.cond(begins_repeat(work), go_on, identity, weight_state)
         ds = jax.tree.map(jnp.add, index_leading(dbatch_inputs, work.microbatch), ds)
         dbatch_inputs = put(dbatch_inputs, ds, work.microbatch)
         dstate = add_input(dstate, dx, t, from_stream=work.from_stream)

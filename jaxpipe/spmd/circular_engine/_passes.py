@@ -164,7 +164,8 @@ def _forward_ticks(
         work = work_at(t, shape)
         if prefetched is not None:
             begin = lambda _: gather.window(prefetched, work.repeat)  # noqa: E731
-            window = lax.cond(begins_repeat(work), begin, identity, window)
+            with jax.named_scope(f"taken_1_of_{phase.length}"):
+                window = lax.cond(begins_repeat(work), begin, identity, window)
         x = next_input(state, t, from_stream=work.from_stream)
         batch_inputs, keys = batch_inputs_and_keys(invariants, work)
         (y, new_aux), new = invariants.stage.forward(gather.unshard(window), x, batch_inputs, keys)

@@ -67,17 +67,17 @@ def cond(
 def execution_count_hint(
     table: Sequence[Sequence[int]], chosen: Callable[[int], bool] = lambda entry: entry >= 0
 ) -> str:
-    """Returns a name scope such as `executed_3_of_10`: in how many ticks a condition is true.
+    """Returns a name scope such as `taken_3_of_10`: in how many ticks a condition is true.
 
     Args:
         table: [num_ticks][num_ranks] integers.
         chosen: Whether the condition is true for an integer of the table.
 
     Returns:
-        `executed_{count}_of_{num_ticks}`, where `count` is the largest of any rank.
+        `taken_{count}_of_{num_ticks}`, where `count` is the largest of any rank.
     """
     most = max(sum(map(chosen, column)) for column in zip(*table, strict=True))
-    return f"executed_{most}_of_{len(table)}"
+    return f"taken_{most}_of_{len(table)}"
 
 
 def zeros(x: Any, *, lead: tuple[int, ...] = (), dtype: Any = None) -> jax.Array:

@@ -250,7 +250,7 @@ def parse_xla_flags(flags: str) -> dict[str, str]:
 
     Example:
         >>> parse_xla_flags("--xla_a --xla_b=2")
-        {'xla_a': 'true', 'xla_b': '2'}
+        {'xla_a': 'True', 'xla_b': '2'}
     """
     options: dict[str, str] = {}
     for word in flags.split():
@@ -261,7 +261,10 @@ def parse_xla_flags(flags: str) -> dict[str, str]:
                 f"`compile_xla_flags` is {flags!r}, in which {word!r} {fault}. Give flags such as "
                 "--xla_a=true --xla_b=2, each once."
             )
-        options[name] = value if equals else "true"
+        # So all backends take it; XLA:GPU and XLA:CPU do not take "true".
+        options[name] = value.capitalize() if value.lower() in ("true", "false") else value
+        if not equals:
+            options[name] = "True"
     return options
 
 

@@ -320,7 +320,7 @@ def compiler_options(flags: str, *, deterministic: bool, platform: str) -> dict[
     """
     options = parse_xla_flags(flags)
     if deterministic and platform == "gpu":
-        return {"xla_gpu_deterministic_ops": "true"} | options
+        return {"xla_gpu_deterministic_ops": "True"} | options
     return options
 
 
