@@ -121,7 +121,12 @@ def test_loss_and_gradients_are_those_of_the_plain_program(row: str):
 
 @pytest.mark.parametrize(
     ("schedule", "engine"),
-    [("circular", "auto"), ("zero_bubble_h1", "auto"), ("1f1b", "mpmd"), ("dualpipe", "auto")],
+    [
+        ("circular", "auto"),
+        ("zero_bubble_h1", "auto"),
+        ("1f1b", "mpmd"),
+        pytest.param("dualpipe", "auto", marks=pytest.mark.slow),
+    ],
 )
 def test_dropout_and_weighted_losses_are_the_same_in_every_engine(schedule: str, engine: str):
     key = jax.random.key(3)

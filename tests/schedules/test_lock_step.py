@@ -275,6 +275,9 @@ def test_ranks_with_different_numbers_of_stages_are_refused():
     uneven = check(parse("0F0 1F0 1B0 0B0\n2F0 2B0"))
     with pytest.raises(ValueError, match="Ranks hold 2, 1 stages"):
         tick_tables(to_lock_step(uneven))
+    shared = check(parse("0F0 1F0 0F1 1B0 0B0 0B1\n2F0 2B0 1F1 2F1 2B1 1B1"))
+    with pytest.raises(ValueError, match="Ranks store 2, 1 stages"):
+        tick_tables(to_lock_step(shared))
 
 
 def test_a_grid_whose_hand_over_comes_too_late_is_refused():

@@ -20,7 +20,7 @@ _PHASES = 4
 
 
 class Slots(NamedTuple):
-    """For each buffer the slot of every microbatch on every stage, on the stage's own rank.
+    """For each buffer the slot of every microbatch on every stage, on its rank.
 
     All are [stages * M]: entry `stage * M + microbatch`, where M is the number of microbatches, and
     -1 where there is none.
