@@ -202,6 +202,10 @@ def test_layers_that_are_spread_evenly_by_a_layout_need_no_condition():
     ("ranks", "microbatches", "layers", "settings", "words"),
     [
         (2, 4, 4, {}, "interleaved_1f1b with 2 stages per rank: 12 ticks, bubble 11.1% in lock-st"),
+        (
+            *(2, 4, 2, {"pipeline_schedule": "seq1f1b"}),
+            "seq1f1b: 11 ticks, bubble 11.1% in lock-step, 4 stage inputs held at most, each of 1",
+        ),
         (2, 4, 2, {}, "1f1b: 6 ticks, bubble 20.0% in lock-step, 3 stage inputs held at most"),
         (2, 64, 4, {}, "1f1b: "),
         (1, 4, 4, {}, "1f1b: "),

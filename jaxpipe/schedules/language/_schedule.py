@@ -66,6 +66,8 @@ def describe(schedule: Schedule) -> str:
     )
     plurals = {"rank": "ranks", "stage": "stages", "microbatch": "microbatches"}
     named = [f"{count} {noun if count == 1 else plurals[noun]}" for count, noun in counts]
+    if num_slices(schedule) > 1:
+        named.append(f"{num_slices(schedule)} slices")
     if found:
         named.append(f"with {', '.join(op.name for op in Op if op in found)}")
     return ", ".join(named)

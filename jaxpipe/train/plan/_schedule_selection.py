@@ -196,7 +196,9 @@ def _describe_bubble(timeline: Timeline) -> str:
 
 
 def _describe_activations(schedule: Schedule) -> str:
-    return f"{max(schedules.peak_activations(schedule))} stage inputs held at most"
+    held = f"{max(schedules.peak_activations(schedule))} stage inputs held at most"
+    slices = language.num_slices(schedule)
+    return held if slices == 1 else f"{held}, each of 1/{slices} of a sequence"
 
 
 @contextmanager
