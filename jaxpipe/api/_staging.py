@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..autodiff import StagedModel
 from ..autodiff.staged_model import Past
 from ..engines._fsdp import num_row_shards, row_axes
+from ..sharding.specs import typed_by_specs
 from ._frozen import join
 from ._losses import LossParts, batch_weight, loss_parts
 from ._model import Model
@@ -83,7 +84,11 @@ def make_inputs(
     axes = row_axes(mesh)
     if not axes:
         return inputs
-    sharding = NamedSharding(mesh, PartitionSpec(None, axes))
+    spec = PartitionSpec(None, axes)
+    context = jax.sharding.get_abstract_mesh()  # of one group, where each has a program
+    if AxisType.Explicit in (mesh if context.empty else context).axis_types:
+        return typed_by_specs(inputs, spec, mesh)
+    sharding = NamedSharding(mesh, spec)
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), inputs)
 
 

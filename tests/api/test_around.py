@@ -122,6 +122,19 @@ def test_a_step_under_the_jit_of_nnx_with_its_optimizer_is_that_of_the_plain_pro
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "sizes"),
+    [
+        ("zbv", {"stage": 2, "fsdp": 2}),
+        pytest.param("circular", {"stage": 2, "data": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_explicit_axes_divide_rows_and_parameters(schedule: str, sizes: Any):
+    mesh = jp.make_mesh(sizes, devices=jax.devices()[:4], explicit=True)
+    pipe = jp.pipeline(MODEL, schedule=schedule, mesh=mesh, microbatches=4)
+    assert pipe.check(pipe.shard(init()), batch()).largest <= 1e-5
+
+
 @pytest.mark.parametrize("jit", [jax.jit, nnx.jit])
 def test_another_jit_around_programs_for_each_rank_is_refused(jit: Any):
     pipe = pipeline("1f1b", engine="mpmd")

@@ -64,7 +64,25 @@ def weights_of_extras(
                 "besides x. Return a mean: what layers return is averaged over microbatches."
             )
         found[name] = _factors(scalars, name, of_extras, extras, others, axis)
+        if name != "loss":
+            _check_sum(scalars, name, extras, others)
     return found
+
+
+def _check_sum(scalars: Callable, name: str, extras: list[Any], others: tuple[PyTree, ...]) -> None:
+    """Raises a `ValueError` if a metric that depends on extras alone adds a constant to them."""
+
+    def at_zero(*others: Any) -> Any:
+        return scalars([jnp.zeros(s.shape, s.dtype) for s in extras], *others)[name]
+
+    constant, _ = pruned(at_zero, *others)
+    with jax.ensure_compile_time_eval():
+        value = float(constant(*others))
+    if value:
+        raise ValueError(
+            f"The metric {name!r} of `loss` is {value} if layers return zeros besides x. Return "
+            "the sum of what they return, times constants, and add the constant outside."
+        )
 
 
 def _factors(

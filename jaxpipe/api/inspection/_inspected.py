@@ -75,6 +75,7 @@ class InspectedModel:
         plain = replace(
             cast(Any, self),
             engine=ENGINES["unpipelined"],
+            mesh=Mesh(self.mesh.devices, self.mesh.axis_names),  # with automatic axes
             schedule=None,
             ticks=None,
             layers_per_stage=None,
