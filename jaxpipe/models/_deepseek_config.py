@@ -179,7 +179,7 @@ class DeepseekConfig:
                 f"`qk_rope_head_dim` is {self.qk_rope_head_dim}. Rotary positions need an even "
                 "number."
             )
-        channels = self.attention.qk_head_dim
+        channels = self.attention.head_dim
         if self.v_head_dim > channels:
             raise ValueError(
                 f"`v_head_dim` is {self.v_head_dim}, more than the {channels} of "

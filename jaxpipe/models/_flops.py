@@ -52,7 +52,7 @@ def _grouped_attention(sizes: AttentionSizes, length: int) -> float:
 
 def _latent_attention(settings: LatentAttentionSettings, length: int) -> float:
     """Returns the multiply-adds of a token, forward only."""
-    D, H, C, V = settings.embed_dim, settings.num_heads, settings.qk_head_dim, settings.v_head_dim
+    D, H, C, V = settings.embed_dim, settings.num_heads, settings.head_dim, settings.v_head_dim
     low, rank = settings.q_lora_rank, settings.kv_lora_rank
     queries = D * low + low * H * C if low else D * H * C
     latents = D * (rank + settings.qk_rope_head_dim)

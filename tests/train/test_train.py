@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.train import Config, read_metrics, set_up, train
+from jaxpipe.train.plan import AttentionPlan
 from jaxpipe.train.step import state_shardings
 
 TINY: dict[str, Any] = {
@@ -252,3 +253,39 @@ def test_a_rule_of_the_users_own_changes_where_weights_lie_and_no_number(tmp_pat
 def test_splash_attention_is_refused_where_it_does_not_run(settings, message):
     with pytest.raises(ValueError, match=message):
         set_up(config_of(CIRCULAR, {"attention": "splash"}, settings), jax.devices())
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "pallas"])
+def test_attention_for_gpus_is_refused_elsewhere(kernel):
+    message = f"`attention` is '{kernel}', but the devices are cpus, not GPUs"
+    with pytest.raises(ValueError, match=message):
+        set_up(config_of(CIRCULAR, {"attention": kernel}), jax.devices())
+
+
+H100 = {
+    "wanted": "auto",
+    "platform": "gpu",
+    "length": 2048,
+    "packed": True,
+    "dtype": "bfloat16",
+    "head_dim": 128,
+    "context_size": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernel"),
+    [
+        ({}, "cudnn"),
+        ({"head_dim": 192}, "pallas"),
+        ({"head_dim": 192, "length": 1000}, "dot_product"),
+        ({"dtype": "float32"}, "dot_product"),
+        ({"context_size": 2}, "dot_product"),
+        ({"wanted": "dot_product"}, "dot_product"),
+        ({"wanted": "pallas"}, "pallas"),
+        ({"platform": "cpu"}, "dot_product"),
+    ],
+    ids=str,
+)
+def test_attention_on_gpus_is_the_first_kernel_that_can_run(changes, kernel):
+    assert AttentionPlan(**H100 | changes).kernel == kernel

@@ -54,7 +54,7 @@ class LatentAttentionSettings:
     epsilon: float
 
     @property
-    def qk_head_dim(self) -> int:
+    def head_dim(self) -> int:
         """Returns C, the number of channels of a query and key head."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 

@@ -104,7 +104,7 @@ class ConfigKeys(BaseModel):
     dtype: FloatType = "bfloat16"
     weight_dtype: FloatType = "float32"
     quantization: Literal["", "fp8"] = ""
-    attention: Literal["auto", "dot_product", "splash"] = "auto"
+    attention: Literal["auto", "dot_product", "splash", "cudnn", "pallas"] = "auto"
     num_vocab_tiling: PositiveInt = 1
 
     # Experts and latent attention.

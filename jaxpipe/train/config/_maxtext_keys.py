@@ -204,7 +204,7 @@ _KEYS_BY_ADVICE: dict[str, str] = {
         "use_jax_splash force_q_layout ring_scan_unroll experimental_sa_quant_q_fp8 "
         "experimental_sa_quant_k_fp8"
     ),
-    "Write `attention=dot_product` or `attention=splash`; neither has options.": (
+    "Write `attention=dot_product` or a kernel, such as `attention=splash`; none has options.": (
         "enable_padding_causal_mask mla_naive_kvcache use_sliced_mla_proj use_mla_absorbed_mqa "
         "mla_qk_head_chunk_size"
     ),

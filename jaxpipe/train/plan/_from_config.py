@@ -19,12 +19,12 @@ from ...spmd.circular_engine import check_circular
 from ..config._config import Config, parse_xla_flags
 from ..optim._decay import check_weight_decay_exclude
 from ..optim._router_bias import drop_router_biases
+from ._attention import AttentionPlan
 from ._devices import BatchPlan, DeviceLayout
 from ._family import MODEL_FAMILIES, model_config
 from ._fsdp import GatherPlan, weight_gathers
 from ._layout import LayerSettings, circular_layout, scheduled_layout
-from ._model import ModelPlan, select_attention_kernel, select_grouped_matmul
-from ._rematerialization import RematPlan
+from ._model import ModelPlan, RematPlan, select_grouped_matmul
 from ._schedule_selection import ScheduleRequest, ScheduleSelection
 from ._setup import FlaxFrontend, Setup, StepPlan, import_flax_decoder
 from ._state_plan import LearningRate, OptimizerPlan, StatePlan
@@ -179,7 +179,9 @@ def _slice_problems(config: Config) -> tuple[str, ...]:
         "pipeline need whole sequences": (
             config.pipeline_parallel_layers not in (-1, config.base_num_decoder_layers)
         ),
-        "`attention` is 'splash', which needs whole sequences": config.attention == "splash",
+        f"`attention` is {config.attention!r}, which needs whole sequences": (
+            config.attention not in ("auto", "dot_product")
+        ),
         "sequences are split over the axis 'context'": (
             max(config.ici_context_parallelism, config.dcn_context_parallelism) > 1
         ),
@@ -199,7 +201,7 @@ def _step_plan(
         per_layer=config.pipeline_fsdp_ag_per_layer,
         dtype=config.dtype,
     )
-    model = _model_plan(config, devices)
+    model = _model_plan(config, weights)
     pipeline = PipelinePlan(
         mesh=devices.mesh,
         layout=weights.layout,
@@ -234,10 +236,19 @@ def _step_plan(
     )
 
 
-def _model_plan(config: Config, devices: DeviceLayout) -> ModelPlan:
+def _model_plan(config: Config, weights: WeightPlan) -> ModelPlan:
+    devices = weights.devices
     return ModelPlan(
         dtype=config.dtype,
-        attention=select_attention_kernel(config.attention, config.max_target_length, devices),
+        attention=AttentionPlan(
+            config.attention,
+            devices.platform,
+            config.max_target_length,
+            packed=config.packing and config.dataset_type != "synthetic",
+            dtype=config.dtype,
+            head_dim=weights.sizes.attention.head_dim,
+            context_size=devices.mesh.shape["context"],
+        ),
         grouped_matmul=select_grouped_matmul(config.megablox, devices.platform),
         quantization=config.quantization,
         dropout_rate=config.dropout_rate if config.enable_dropout else 0.0,

@@ -1,25 +1,57 @@
 """Builds the model of a run from the three functions that every engine runs."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 
-from ... import models, sharding
-from ..._compat import splash_aborts_in_pipelines
+from ... import autodiff, models, sharding
 from ...autodiff import StagedModel, keep
-from ...models.layers._attention import dot_product_attention
-from ...models.layers._flash_attention import splash_attention
 from ...models.layers._grouped_matmul import GroupedMatmul, megablox, ragged_dot
 from ...models.layers._projection import PROJECTIONS
 from ...models.layers._routed_experts import routed_experts
 from ...spmd.ranks import masked_layer
-from ._devices import DeviceLayout
+from ._attention import AttentionPlan
 from ._fsdp import GatherPlan, layer_gather_wrapper
-from ._rematerialization import RematPlan
 from ._weight_plan import WeightPlan
+
+
+@dataclass(frozen=True)
+class RematPlan:
+    """What forwards store for backwards, and what is computed again.
+
+    Attributes:
+        policy: The name of the policy, as `autodiff.remat_by_name` takes it.
+        locations: The location of each tensor, for the policy `custom`.
+        on_ticks: Whether the policy is applied to the stage that a tick runs.
+        on_layers: Whether it is applied to every layer.
+    """
+
+    policy: str
+    locations: Mapping[str, str]
+    on_ticks: bool
+    on_layers: bool
+
+    @property
+    def recomputes(self) -> bool:
+        """Returns whether backwards compute anything again."""
+        return self.policy != "none"
+
+    @property
+    def tick(self) -> autodiff.Remat:
+        """Returns the rematerialisation of the stage that a tick runs."""
+        return self.outer_layer if self.on_ticks else autodiff.keep
+
+    @property
+    def layer(self) -> autodiff.Remat:
+        """Returns the rematerialisation of a layer of a stage."""
+        return self.outer_layer if self.on_layers else autodiff.keep
+
+    @property
+    def outer_layer(self) -> autodiff.Remat:
+        """Returns that of layers outside of stages, which engines never recompute."""
+        return autodiff.remat_by_name(self.policy, self.locations)
 
 
 @dataclass(frozen=True)
@@ -28,7 +60,7 @@ class ModelPlan:
 
     Attributes:
         dtype: The dtype of activations.
-        attention: The attention kernel, `splash` or `dot_product`.
+        attention: What the kernel of attention is selected by.
         grouped_matmul: Multiplies rows with the weights of their experts.
         quantization: The name of the projections, a key of `PROJECTIONS`.
         dropout_rate: The share of activations that dropout sets to 0.
@@ -40,7 +72,7 @@ class ModelPlan:
     """
 
     dtype: str
-    attention: str
+    attention: AttentionPlan
     grouped_matmul: GroupedMatmul
     quantization: str
     dropout_rate: float
@@ -73,10 +105,9 @@ def build_model(plan: ModelPlan, weights: WeightPlan, gather: GatherPlan) -> Sta
 
 def _build_base_model(plan: ModelPlan, weights: WeightPlan, gather: GatherPlan) -> StagedModel:
     rules = weights.devices.rules
-    attention = splash_attention(rules) if plan.attention == "splash" else dot_product_attention
     return weights.family.model(
         weights.sizes,
-        attention=attention,
+        attention=plan.attention.function(rules),
         experts=routed_experts(rules, plan.grouped_matmul),
         constrain=sharding.constrain_with(rules),
         dtype=jnp.dtype(plan.dtype),
@@ -98,36 +129,6 @@ def _layer_wrapper(
     rematerialized = remat.layer
     gathered = layer_gather_wrapper(weights, gather) if gather.per_layer else keep
     return lambda layer: mask(rematerialized(gathered(layer)))
-
-
-def select_attention_kernel(wanted: str, length: int, devices: DeviceLayout) -> str:
-    """Selects the attention kernel that a run wants, or for `auto` splash where it can run.
-
-    Args:
-        wanted: The value of `attention`.
-        length: T, the number of tokens per row.
-        devices: The devices of the run.
-
-    Returns:
-        `splash` or `dot_product`.
-
-    Raises:
-        ValueError: If splash is wanted and it cannot run.
-    """
-    if wanted == "dot_product":
-        return "dot_product"
-    platform = devices.platform
-    problems = {
-        f"the devices are {platform}s, not TPUs": platform != "tpu",
-        f"`max_target_length` is {length}, not a multiple of 128": length % 128 != 0,
-        "sequences are split over the axis 'context'": devices.mesh.shape["context"] > 1,
-        f"jax {jax.__version__} cannot compile it in a pipeline (take 0.11 or newer, or set "
-        "JAX_USE_SHARDY_PARTITIONER=false)": splash_aborts_in_pipelines(),
-    }
-    found = "; ".join(problem for problem, applies in problems.items() if applies)
-    if wanted == "splash" and found:
-        raise ValueError(f"`attention` is 'splash', but {found}. Give 'auto' or 'dot_product'.")
-    return "dot_product" if found else "splash"
 
 
 def select_grouped_matmul(wanted: bool | str, platform: str) -> GroupedMatmul:
