@@ -156,9 +156,10 @@ def carried_bytes(arguments: Callable, *given: PyTree) -> int:
         w, keys = jax.tree.map(lambda leaf: leaf[0, 0], (weights["stages"], keys))
         past = Past(num_slices=slots.num_slices)
         state = model.sliced_stage(w, x, first, keys, past)[2].earlier
-        for name, tree in (("past", state), ("past_cotangents", floating(state))):
-            leaves = jax.tree.leaves(tree)
-            sizes.append(slots.num_slots[name] * sum(x.size * x.dtype.itemsize for x in leaves))
+        leaves = jax.tree.leaves(floating(state))
+        sums = sum(x.size * max(4, x.dtype.itemsize) for x in leaves)  # at least float32
+        states = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+        sizes.append(slots.num_slots["past"] * states + slots.num_slots["past_cotangents"] * sums)
 
     jax.eval_shape(measure, *given)
     return sum(sizes)

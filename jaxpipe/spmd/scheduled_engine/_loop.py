@@ -255,7 +255,7 @@ def _allocate_buffers(
         if num_slots["wgrad_residuals"]
         else [],
         allocate(past, "past"),
-        allocate(jax.tree.leaves(floating(past)), "past_cotangents"),
+        allocate(to_accum_dtype(jax.tree.leaves(floating(past))), "past_cotangents"),
     )
 
 

@@ -201,17 +201,17 @@ def cotangent_of_new(
     """
     remaining = iter(buffers)
 
-    def read(dim: int, is_floating: bool) -> jax.Array | None:
+    def read(dim: int, is_floating: bool, shape: jax.ShapeDtypeStruct) -> jax.Array | None:
         if not is_floating:
             return None
         buffer = next(remaining)
         sizes = [1, *buffer.shape[1:]]
         sizes[dim + 1] = layout.length
         starts = _starts(layout, buffer, dim, work, work.past_cotangent_slot)
-        part = lax.dynamic_slice(buffer, starts, sizes)[0]
+        part = lax.dynamic_slice(buffer, starts, sizes)[0].astype(shape.dtype)
         return jnp.where(_is_last(layout, work), jnp.zeros_like(part), part)
 
-    return list(map(read, layout.dims, layout.is_floating))
+    return list(map(read, layout.dims, layout.is_floating, layout.shapes))
 
 
 def add_past_cotangents(

@@ -18,6 +18,7 @@ from ...autodiff.staged_model import Aux, fold_in_microbatch, index_leading
 from ...ir.transforms import add_gradients
 from ...schedules.lock_step import TickTables
 from .._boundary import add_to_boundary, loss_and_gradients
+from .._buffers import to_accum_dtype
 from ..ranks import AXIS, cond, pvary
 from ..weight_gather import identity
 from ._past import PastLayout, SliceInputs, StageOutputs, cotangent_of_new, slice_inputs
@@ -66,7 +67,7 @@ class ActivationBuffers(NamedTuple):
         for_weight: [slots, ...] each, residuals that W reads too.
         wgrad_residuals: [slots, ...] each, what I leaves for W; [] if all backwards are whole.
         past: [slots, ...] each, the state of a microbatch whose slices run; [] without slices.
-        past_cotangents: [slots, ...] each, the cotangent of that state.
+        past_cotangents: [slots, ...] each, the cotangent of that state, summed in float32.
     """
 
     inputs: PyTree
@@ -275,7 +276,7 @@ def _whole_backward(
     weight_state, (dx, dpast) = invariants.gather.accumulate(totals.weight_state, work, add)
     return _with_embed_gradient(
         invariants, work, inputs.batch, dx, totals._replace(weight_state=weight_state)
-    ), zero_outputs._replace(cotangent=dx, past=jax.tree.leaves(dpast))
+    ), zero_outputs._replace(cotangent=dx, past=to_accum_dtype(jax.tree.leaves(dpast)))
 
 
 def _input_backward(
@@ -294,7 +295,7 @@ def _input_backward(
         w, inputs, keys, *_stored_residuals(invariants, work, buffers)
     )
     return _with_embed_gradient(invariants, work, inputs.batch, dx, totals), BackwardOutputs(
-        dx, wgrad_residuals, jax.tree.leaves(dinputs.earlier)
+        dx, wgrad_residuals, to_accum_dtype(jax.tree.leaves(dinputs.earlier))
     )
 
 

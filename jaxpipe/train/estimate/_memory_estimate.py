@@ -166,10 +166,11 @@ def _carried_bytes(plan: StepPlan) -> int:
     axes = ("activation_batch", "activation_length", "activation_kv_heads", "activation_kv")
     one = {"keys": jax.ShapeDtypeStruct(shape, jnp.dtype(plan.model.dtype))}
     where = batch.devices.shardings(one, {"keys": axes})["keys"]
-    size = math.prod(where.shard_shape(shape)) * one["keys"].dtype.itemsize
+    size, itemsize = math.prod(where.shard_shape(shape)), one["keys"].dtype.itemsize
     slots = lock_step.tick_tables(ticks).num_slots
-    num_states = slots["past"] + slots["past_cotangents"]
-    return num_states * plan.pipeline.layout.layers_per_stage * 2 * size
+    sums = slots["past_cotangents"] * max(4, itemsize)  # at least float32
+    of_layer = 2 * size * (slots["past"] * itemsize + sums)
+    return plan.pipeline.layout.layers_per_stage * of_layer
 
 
 def peak_live_microbatches(engine: Engine, plan: PipelinePlan) -> tuple[int, ...]:
