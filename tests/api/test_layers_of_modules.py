@@ -238,12 +238,7 @@ ENGINES = {
     "zb": ("zero_bubble_h1", "auto"),
     "mpmd": ("1f1b", "mpmd"),
 }
-QUICK = [
-    ("linen scan", "circular"),
-    ("linen list", "mpmd"),
-    ("nnx scan", "zb"),
-    ("nnx list", "mpmd"),
-]
+QUICK = [("linen scan", "circular"), ("linen list", "mpmd"), ("nnx scan", "zb")]
 
 
 def close(got: Any, wanted: Any) -> None:

@@ -101,7 +101,7 @@ ROWS = {
     "mpmd": ("1f1b", TP, TREE, MPMD),
     "mpmd, expert and fsdp": ("interleaved_1f1b", {"stage": 2, "expert": 2, "fsdp": 2}, rule, MPMD),
 }
-QUICK = ("circular", "mpmd")
+QUICK = ("circular",)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,8 @@ def cross_entropy(logits: Any, batch: Any) -> Any:
     return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * targets, axis=-1))
 
 
-@pytest.mark.parametrize("library", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["linen", "nnx"])
 def test_the_metadata_of_modules_are_specs(library: str):
     if library == "linen":
         boxed = Linen().init(jax.random.key(0), batch())
