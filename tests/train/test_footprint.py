@@ -12,7 +12,7 @@ from jaxpipe.mpmd.ir import RunTask
 from jaxpipe.schedules.lock_step import tick_tables
 from jaxpipe.train.estimate import estimate_memory, peak_live_microbatches
 from jaxpipe.train.plan import Setup
-from jaxpipe.train.step import init_state, lower_train_step
+from jaxpipe.train.step import init_state, lower_train_step, state_shapes
 
 from .runs import NONE, Settings, setup_of
 
@@ -48,6 +48,16 @@ def test_every_device_holds_the_weights_and_the_optimizer_that_it_says(name: str
     for device in setup.mesh.devices.flat:
         assert on_device(device, state["weights"]) == found.weights
         assert on_device(device, state["optimizer"]) == found.optimizer
+
+
+def test_copies_of_stages_count_and_have_no_moments():
+    settings: Settings = {"pipeline_engine": "scheduled", "ici_pipeline_parallelism": 2}
+    setups = [setup_of(2, settings, {"pipeline_schedule": s}) for s in ("1f1b", "dualpipe")]
+    (plain,), (dual,) = (estimate_memory(setup.step) for setup in setups)
+    stages = state_shapes(setups[0].state)["weights"]["stages"]
+    copied = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stages)) // 2
+    assert dual.weights - plain.weights == dual.gradients - plain.gradients == copied
+    assert dual.optimizer == plain.optimizer
 
 
 @pytest.mark.parametrize(

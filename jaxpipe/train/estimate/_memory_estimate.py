@@ -31,9 +31,9 @@ class MemoryEstimate:
     """Bytes on a device.
 
     Attributes:
-        weights: The weights as they are stored between steps; with `mpmd` also those that a rank
-            is sent in a step, of stages that it runs and another rank stores.
-        gradients: The gradients of all weights, as the optimizer takes them.
+        weights: The weights as they are stored between steps, and those that a rank is sent in a
+            step, of stages that it runs and another rank stores.
+        gradients: The gradients of all these weights, as the optimizer takes them.
         gradient_sums: Gradients beside those of the current call of the engine, if a step has
             several calls: their float32 sum, or with `mpmd` and weights that are not float32 those
             of every other call.
@@ -88,6 +88,8 @@ def estimate_memory(plan: StepPlan) -> tuple[MemoryEstimate, ...]:
         # Programs of ranks add gradients that are not float32 after the last loop only.
         adds_late = weight_plan.per_stage and jnp.dtype(weight_plan.dtype) != jnp.float32
         sums = others * gradients if adds_late else min(others, 1) * sums
+        weights += _copied_bytes(plan, shapes["weights"], where["weights"])
+        gradients += _copied_bytes(plan, shapes["weights"], grad_shardings)
         found.append(MemoryEstimate(weights, gradients, sums, optimizer, stage_inputs))
     return tuple(found)
 
@@ -104,6 +106,19 @@ def _leaf_bytes(
     for (path, leaf), where in zip(leaves, jax.tree.leaves(shardings), strict=True):
         if is_held(path):
             yield math.prod(where.shard_shape(leaf.shape)) * jnp.dtype(leaf.dtype).itemsize
+
+
+def _copied_bytes(plan: StepPlan, tree: PyTree, shardings: PyTree) -> int:
+    """Returns the bytes of stages that a rank runs and another stores, in one program of all ranks.
+
+    In programs of ranks `_ranks_of_leaf` counts them.
+    """
+    schedule = plan.pipeline.schedule
+    if plan.engine.per_stage_state or schedule is None:
+        return 0
+    stored, run = language.stored_stages(schedule)[0], language.stages_of_rank(schedule, 0)
+    size = sum(_leaf_bytes(partial(_holds_all, 0), tree["stages"], shardings["stages"]))
+    return size * (len(run) - len(stored)) // len(stored)
 
 
 def _holds_all(rank: int, path: LeafPath) -> bool:
