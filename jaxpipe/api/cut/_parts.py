@@ -67,7 +67,7 @@ class Parts:
     @property
     @abstractmethod
     def first_layer(self) -> PyTree:
-        """Shapes and dtypes of the parameters of a layer."""
+        """Returns the shapes and dtypes of the parameters of a layer."""
 
     @abstractmethod
     def embed(self, outer: Outer, batch: PyTree, key: Any) -> Any:

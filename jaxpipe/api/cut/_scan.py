@@ -61,7 +61,7 @@ class _ScannedCall:
 
     @property
     def inputs(self) -> tuple[list[Any], list[Any], list[Any]]:
-        """The constants, the first carry, and what is taken apart."""
+        """Returns the constants, the first carry, and what is taken apart."""
         split, end = self.num_consts, self.num_consts + self.num_carry
         given = list(self.scan.invars)
         return given[:split], given[split:end], given[end:]
