@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxpipe.plan import audit
 from jaxpipe.plan.compile_report import CompileReport, Memory, report_json, report_text
 from jaxpipe.plan.hlo import Audit
 from jaxpipe.plan.step_time import (
@@ -111,6 +112,18 @@ def test_the_report_says_what_a_step_amounts_to():
     assert "time per step, estimated" in text
     assert "Without an estimate: unknown x 1." in text
     assert "_loop.py:7" in text
+
+
+def test_what_an_instruction_waits_for_is_not_what_it_calls():
+    waits = TEXT.replace("calls=%products,", "calls=%products, control-predecessors={%x},")
+    assert step_time(waits, RATES).busy_seconds == step_time(TEXT, RATES).busy_seconds
+    assert audit(waits) == audit(TEXT)
+    (gather, _) = audit(TEXT).sites
+    assert not gather.beside_product
+    behind = TEXT.replace(
+        "%work = f32[8,8]{1,0} add(%p, %fill)", "%work = f32[8,8]{1,0} dot(%p, %fill)"
+    )
+    assert audit(behind).sites[0].beside_product
 
 
 def test_devices_without_cycles_have_no_estimate():

@@ -163,7 +163,7 @@ def tuple_elements(shape: str) -> list[str]:
 
 def attribute(instruction: Instruction, name: str) -> str:
     """Returns the value of an attribute as text, or ""."""
-    found = re.search(rf"\b{name}=(.*?)(?=, [a-z_]+=|$)", instruction.attributes)
+    found = re.search(rf"\b{name}=(.*?)(?=, [a-z_-]+=|$)", instruction.attributes)
     return found[1] if found else ""
 
 
