@@ -99,9 +99,15 @@ def to_slices(pieces: PyTree, num_slices: int, sliced_leaves: PyTree) -> PyTree:
     if num_slices == 1:
         return pieces
     leaves, structure = jax.tree_util.tree_flatten_with_path(pieces)
-    chosen = _chosen(pieces, sliced_leaves)
+    chosen = _chosen(pieces, sliced_leaves, _LENGTH_DIM)
+    for (path, leaf), is_sliced in zip(leaves, chosen, strict=True):
+        if is_sliced and jnp.ndim(leaf) <= _LENGTH_DIM:
+            raise ValueError(
+                f"`Model.sliced_leaves` is true for `batch{_name(path)}`, which has no dim 1. Name "
+                "leaves [rows, T, ...] only."
+            )
     lengths = {
-        jax.tree_util.keystr(path): jnp.shape(leaf)[_LENGTH_DIM]
+        _name(path): jnp.shape(leaf)[_LENGTH_DIM]
         for (path, leaf), is_sliced in zip(leaves, chosen, strict=True)
         if is_sliced
     }
@@ -127,10 +133,34 @@ def to_slices(pieces: PyTree, num_slices: int, sliced_leaves: PyTree) -> PyTree:
     return structure.unflatten(cut_leaves)
 
 
-def _chosen(pieces: PyTree, sliced_leaves: PyTree) -> list[bool]:
-    """Returns for every leaf whether it has a sequence."""
+def check_appended(new: PyTree, piece: PyTree, sliced_leaves: PyTree) -> None:
+    """Checks that a layer has appended all positions of its slice.
+
+    Args:
+        new: [rows, t, ...] leaves, what the layer has given to `past.append`.
+        piece: [rows, ...] leaves of the batch that the layer was given.
+        sliced_leaves: `Model.sliced_leaves`.
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: If a leaf has another number of positions.
+    """
+    chosen = zip(jax.tree.leaves(piece), _chosen(piece, sliced_leaves, 1), strict=True)
+    length = next(leaf.shape[1] for leaf, is_sliced in chosen if is_sliced)
+    for leaf in jax.tree.leaves(new):
+        if leaf.shape[1] != length:
+            raise ValueError(
+                f"`past.append` was given a leaf of shape {leaf.shape} in a slice of {length} "
+                f"tokens. Give leaves [b, {length}, ...], with an entry for each token."
+            )
+
+
+def _chosen(pieces: PyTree, sliced_leaves: PyTree, length_dim: int) -> list[bool]:
+    """Returns for every leaf whether it has a sequence, in `length_dim`."""
     if sliced_leaves is None:
-        return [jnp.ndim(leaf) > _LENGTH_DIM for leaf in jax.tree.leaves(pieces)]
+        return [jnp.ndim(leaf) > length_dim for leaf in jax.tree.leaves(pieces)]
     try:
         whole = jax.tree.map(
             lambda flag, part: jax.tree.map(lambda _: flag, part), sliced_leaves, pieces

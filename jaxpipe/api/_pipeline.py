@@ -10,6 +10,7 @@ from .. import schedules
 from ..autodiff import Remat, recompute
 from ..engines import ENGINES, Engine
 from ..schedules import Schedule, builders, language
+from ..schedules.builders._require import require_positive
 from ..sharding.layout import count_mtp_layers, parse_layout
 from ._model import Model, check_sliced
 from ._pipelined_model import PipelinedModel
@@ -62,8 +63,8 @@ def pipeline(
         The pipeline.
 
     Raises:
-        ValueError: If a name is unknown, the mesh has no axis `stage`, the engine cannot run the
-            schedule, or the schedule has slices and the model cannot be sliced.
+        ValueError: If a name is unknown, the schedule does not take a count, the mesh has no axis
+            `stage`, the engine cannot run the schedule, or it has slices and the model none.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -80,8 +81,7 @@ def pipeline(
         0.513
     """
     num_ranks = _num_ranks(mesh)
-    if microbatches < 1:
-        raise ValueError(f"`microbatches` is {microbatches}. Give at least 1.")
+    require_positive(microbatches=microbatches)
     found = _schedule(schedule, num_ranks, microbatches, chunks, slices)
     selected = _engine(engine, found, schedule)
     as_run, ticks = selected.prepare(found, num_ranks, microbatches, None)
@@ -97,6 +97,8 @@ def _layer_counts(
     """Returns the layers of every stage, and those of the kind "mtp" if a layout string says it."""
     if isinstance(given, str):
         return tuple(parse_layout(given, mtp_layers=True)), count_mtp_layers(given)
+    if given is not None and not all(hasattr(n, "__index__") and n >= 0 for n in given):
+        raise ValueError(f"`layers_per_stage` is {given}. Give the number of layers of each stage.")
     return None if given is None else tuple(given), None
 
 
@@ -116,6 +118,14 @@ def _schedule(
     chunks: int | None,
     slices: int | None,
 ) -> Schedule | None:
+    if not isinstance(schedule, str):
+        for name, count in {"chunks": chunks, "slices": slices}.items():
+            if count is not None:
+                raise ValueError(
+                    f"`{name}` is {count}, and `schedule` is "
+                    f"{'None' if schedule is None else 'a `Schedule`, which says so itself'}. "
+                    f"Leave `{name}` out, or give the name of a family that takes it."
+                )
     if schedule is None:
         return None
     if isinstance(schedule, str):

@@ -12,14 +12,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
+from ..engines._fsdp import ParamSpecs
 from ..sharding.specs import axes_of_dim
 from ._dependence import dependent_inputs
 
 SpecRule = Callable[[str, Any], PartitionSpec | None] | PyTree
 """`(path, leaf) -> spec or None`, or a tree prefix of specs."""
-
-ParamSpecs = tuple[tuple[str, PartitionSpec], ...]
-"""The spec of parameters in the groups of engines, without dims of stages and layers, by path."""
 
 
 def param_specs(
@@ -79,15 +77,20 @@ def _of_leaves(rule: Any, params: PyTree) -> list[PartitionSpec | None]:
     if callable(rule) and not isinstance(rule, PartitionSpec):
         leaves = jax.tree_util.tree_leaves_with_path(params)
         found: list[Any] = [rule(_name(path), leaf) for path, leaf in leaves]
+        if all(spec is None for spec in found):
+            raise ValueError(
+                "`param_specs` has no spec for any leaf of `params`, such as "
+                f"{', '.join(_name(path) for path, _ in leaves[:4])}. Give one, or leave it out."
+            )
         return found
 
     def is_spec(x: Any) -> bool:
         return x is None or isinstance(x, PartitionSpec)
 
+    specs, structure = jax.tree.flatten(rule, is_leaf=is_spec)
+    ids = structure.unflatten(range(len(specs)))  # None is no leaf in errors of JAX
     try:
-        spread = jax.tree.map(
-            lambda spec, tree: [spec] * len(jax.tree.leaves(tree)), rule, params, is_leaf=is_spec
-        )
+        spread = jax.tree.map(lambda i, tree: [specs[i]] * len(jax.tree.leaves(tree)), ids, params)
     except ValueError as error:
         raise ValueError(f"`param_specs` is no tree prefix of `params`: {error}") from error
     return jax.tree.leaves(spread, is_leaf=is_spec)
@@ -101,6 +104,9 @@ def _check(name: str, shape: Sequence[int], spec: Any, mesh: Mesh) -> None:
     if len(spec) > len(shape):
         raise ValueError(f"{start}, which has fewer dims.")
     free = [axis for axis in mesh.axis_names if axis not in ("stage", "data")]
+    unsplit = None, PartitionSpec.UNCONSTRAINED
+    if not all(dim in unsplit or isinstance(dim, str | tuple | list) for dim in spec):
+        raise ValueError(f"{start}. Give the name of an axis, or None, for each dim.")
     dims = [axes_of_dim(dim) for dim in spec]
     for dim, axes in enumerate(dims):
         for axis in axes:

@@ -21,7 +21,7 @@ from ..sharding.specs import typed_by_specs
 from ._frozen import join
 from ._losses import LossParts, batch_weight, loss_parts
 from ._model import Model
-from ._pieces import on_pieces, sum_pieces, to_pieces, to_slices
+from ._pieces import check_appended, on_pieces, sum_pieces, to_pieces, to_slices
 
 
 class PieceInputs(NamedTuple):
@@ -181,7 +181,8 @@ def staged_model(
     staged = replace(boundary_model(model, num_pieces), stage=make(stage_of, of_pieces))
     if sliced_stage_of is None:
         return staged
-    return replace(staged, sliced_stage=make(sliced_stage_of, partial(_sliced_layer, mean)))
+    sliced_layer = partial(_sliced_layer, mean, model.sliced_leaves)
+    return replace(staged, sliced_stage=make(sliced_stage_of, sliced_layer))
 
 
 def _sharing_stage(
@@ -206,7 +207,7 @@ def _sharing(layer: Callable, shared: PyTree) -> Callable:
     return run
 
 
-def _sliced_layer(mean: float, function: Callable) -> Callable:
+def _sliced_layer(mean: float, sliced_leaves: PyTree, function: Callable) -> Callable:
     """Returns a layer as `Engine.sliced_stage` takes it, from one of the user."""
 
     def layer(
@@ -216,6 +217,7 @@ def _sliced_layer(mean: float, function: Callable) -> Callable:
         key, frozen = constants
         past = Past(earlier, offset=offset, num_slices=num_slices)
         returned, made = function(join(weights, frozen), x, inputs.batch, key, past)
+        check_appended(made.new, inputs.batch, sliced_leaves)
         return *_x_and_aux(returned, x, mean), made.earlier, made.new
 
     def layer_of_pieces(weights: Any, x: PyTree, given: Any, constants: Any) -> Any:

@@ -165,6 +165,8 @@ def test_a_spec_that_cannot_be_is_refused_before_anything_is_stored():
     refused("dim 0 has 2 axes", up(P(("tensor", "expert"))))
     refused("an axis twice", up(P("tensor", "tensor")))
     refused("Give a `PartitionSpec`", up("tensor"))
+    refused("the name of an axis, or None, for each dim", up(P(None, 3)))
+    refused(r"no spec for any leaf of `params`, such as \['embed'\]", lambda path, leaf: None)
     sizes = {"stage": 2, "tensor": 3}
     refused(
         "dim 0 of size 8 does not divide over 'tensor' of size 3",
@@ -173,6 +175,8 @@ def test_a_spec_that_cannot_be_is_refused_before_anything_is_stored():
         sizes,
     )
     refused("no tree prefix of `params`", {"embed": P()})
+    wrong_layers = {"embed": None, "layers": [P()], "head": None}
+    refused(r"(?s)no tree prefix of `params`.*tree\['layers'\]", wrong_layers)
     refused(
         r"P.*'tensor'.* for `params\['layers'\]\[0\]\['up'\]` and None for `.*\[1\]\['up'\]`",
         lambda path, leaf: P("tensor") if "[0]['up']" in path else None,

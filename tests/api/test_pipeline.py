@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxpipe as jp
-from jaxpipe import engines
+from jaxpipe import engines, schedules
 
 D, V, L, B, T = 8, 12, 6, 16, 4
 RATE = 0.25
@@ -180,6 +180,12 @@ def test_bad_input_is_refused_before_anything_compiles():
     refused("no family|`1f1c`|'1f1c'", schedule="1f1c")
     refused("named 'stage'", mesh=jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]))
     refused("one of unpipelined, circular", engine="mpd")
+    refused("`microbatches` is 2.5. Give an integer", microbatches=2.5)
+    refused("`slices` is 2, and `schedule` is None. Leave", schedule=None, slices=2)
+    built = schedules.build("1f1b", ranks=2, microbatches=4)
+    refused("`chunks` is 2, and `schedule` is a `Schedule`", schedule=built, chunks=2)
+    refused(r"is \(-1, 7\). Give the number of layers of each", layers_per_stage=(-1, 7))
+    refused(r"is \(1.5, 4.5\). Give the number", layers_per_stage=(1.5, 4.5))
     refused("'circular', which runs no other", engine="circular")
     refused("6 layers and the schedule 2 stages", layers_per_stage=(1, 2))
     refused("fewer ranks or chunks", mesh=mesh(stage=8), microbatches=8)

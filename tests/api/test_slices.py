@@ -251,6 +251,21 @@ def test_pipelines_that_cannot_run_slices_are_refused(change, message):
             batch(),
             "`past.append` was called twice in one layer",
         ),
+        (
+            {"sliced_leaves": True},
+            batch(),
+            r"`Model.sliced_leaves` is true for `batch\['scale'\]`, which has no dim 1",
+        ),
+        (
+            {"layer": lambda w, x, batch, past: (x, past.append(x[:, ::2])[1])},
+            batch(),
+            r"a leaf of shape \(2, 2, 8\) in a slice of 4 tokens",
+        ),
+        (
+            {"layer": lambda w, x, batch, past: (x, past.append(x[0, :, 0])[1])},
+            batch(),
+            r"a leaf of shape \(4,\). Give leaves \[b, t, ...\]",
+        ),
     ],
 )
 def test_batches_and_layers_that_do_not_suit_are_refused(change, given, message):

@@ -61,13 +61,19 @@ class Past:
             leaves of a later slice are zeros.
 
         Raises:
-            ValueError: If this slice has already appended something.
+            ValueError: If this slice has already appended something, or a leaf has no positions.
         """
         if self.new is not None:
             raise ValueError(
                 "`past.append` was called twice in one layer. Call it once, with a tuple or a dict "
                 "of all that the layer carries."
             )
+        for leaf in jax.tree.leaves(new):
+            if jnp.ndim(leaf) < 2:
+                raise ValueError(
+                    f"`past.append` was given a leaf of shape {jnp.shape(leaf)}. Give leaves "
+                    "[b, t, ...], with an entry for each token of the slice."
+                )
         if self.num_slices == 1:
             return new, replace(self, new=new)
         if self.earlier is None:  # the first trace, which finds out how large the state is

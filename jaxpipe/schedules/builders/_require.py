@@ -1,17 +1,21 @@
 """Checks of the counts of a builder, with uniform errors."""
 
+from typing import Any
+
 MAX_RANKS = 4096
 MAX_FORWARDS = 1 << 19
 """The most stages x microbatches x slices of a schedule, such as 512 x 1,024 x 1."""
 
 
-def require_positive(**counts: int) -> None:
-    """Checks that counts are at least 1; the error names the argument.
+def require_positive(**counts: Any) -> None:
+    """Checks that counts are integers of at least 1; the error names the argument.
 
     Raises:
-        ValueError: If a count is below 1.
+        ValueError: If a count is no integer, or below 1.
     """
     for name, count in counts.items():
+        if not hasattr(count, "__index__"):
+            raise ValueError(f"`{name}` is {count!r}. Give an integer.")
         if count < 1:
             raise ValueError(f"`{name}` is {count}. Give at least 1.")
 

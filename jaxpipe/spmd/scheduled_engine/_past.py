@@ -68,7 +68,7 @@ class PastLayout(NamedTuple):
 
     @property
     def is_floating(self) -> list[bool]:
-        """Whether each leaf has a derivative."""
+        """Returns whether each leaf has a derivative."""
         return [jnp.issubdtype(shape.dtype, jnp.inexact) for shape in self.shapes]
 
 
