@@ -6,8 +6,10 @@ from importlib.metadata import version
 # them, run as ever.
 # And without fused multiply-add, which AVX does not have: with it a number's last bit depends on
 # what XLA fuses, and where it is then rounded to FP8 that bit may become a large one.
+# And with LLVM's module in one piece: to split small programs took a twelfth of the time.
 # And without an MLIR context for every fusion, which took half of the time that compiling took.
 XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_max_isa=AVX"
+XLA_FLAGS += " --xla_cpu_parallel_codegen_split_count=1"
 if version("jaxlib").startswith("0.10."):  # later ones do not know the flag, and stop
     XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 

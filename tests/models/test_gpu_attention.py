@@ -121,6 +121,19 @@ gpu_compiler = pytest.mark.skipif(
 
 
 @gpu_compiler
+def test_wide_heads_fit_into_the_memory_of_a_multiprocessor():
+    (device,) = topology_devices("h100:1")
+    where = jax.sharding.SingleDeviceSharding(device)
+    x = jax.ShapeDtypeStruct((1, 256, 2, 192), jnp.bfloat16, sharding=where)
+    segments = jax.ShapeDtypeStruct((1, 256), jnp.int32, sharding=where)
+
+    def loss(q, k, v, segments):
+        return jnp.sum(pallas_gpu_attention(DEFAULT_RULES)(q, k, v, segments).astype(jnp.float32))
+
+    assert jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(x, x, x, segments).compile()
+
+
+@gpu_compiler
 @pytest.mark.parametrize(
     ("attention", "calls"),
     [

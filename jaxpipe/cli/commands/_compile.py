@@ -180,7 +180,7 @@ def _bubble(plan: "StepPlan") -> float:
 def _compile_error(error: Exception) -> Exception:
     """Returns the error to raise: a ValueError if XLA:TPU finds that the step does not fit."""
     first = str(error).splitlines()[0]
-    if "RESOURCE_EXHAUSTED" not in first:
+    if "RESOURCE_EXHAUSTED" not in first or "Shared memory" in first:  # a kernel's on a GPU
         return error
     return ValueError(_does_not_fit(f"XLA says: {first}\n"))
 

@@ -4,6 +4,7 @@ b sequences, T tokens, H query heads, K key and value heads, C channels of a que
 of a value head.
 """
 
+from dataclasses import replace
 from typing import Literal, cast
 
 import jax
@@ -82,15 +83,21 @@ def pallas_gpu_attention(rules: Rules, *, interpret: bool = False) -> Attention:
 
     def attend(qkv, segment_ids):
         # Imported here: on other devices than GPUs it is not needed, and it takes a second.
-        from jax.experimental.pallas.ops.gpu.attention import mha
+        from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
 
         q, k, v = qkv
+        sizes = BlockSizes.get_default()
+        if (
+            q.shape[3] > 128
+        ):  # two blocks of 128 tokens would not fit into a multiprocessor's memory
+            sizes = replace(sizes, block_q=64, block_k=64)
         _check_blocks(q.shape[1])
         keys, values = (_one_per_query_head(x, q) for x in (k, _as_wide(v, q)))
         out = mha(
             *(q, keys, values, segment_ids),
             sm_scale=q.shape[3] ** -0.5,
             causal=True,
+            block_sizes=sizes,
             interpret=interpret,
         )
         return cast(jax.Array, out)[..., : v.shape[3]]
