@@ -53,6 +53,25 @@ def is_stored(params: PyTree) -> bool:
     return any(map(is_layers, jax.tree.leaves(params, is_leaf=is_layers)))
 
 
+def check_stored(params: PyTree) -> None:
+    """Checks that parameters are as `shard` returns them.
+
+    Args:
+        params: What the user gave.
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: If they are not, such as those in the user's own tree.
+    """
+    if not (isinstance(params, dict) and isinstance(params.get("layers"), StoredLayers)):
+        raise ValueError(
+            "`params` is not as the pipeline stores parameters. Give what `pipe.shard(params)` or "
+            "`pipe.init` returned."
+        )
+
+
 def weights_of(params: dict[str, Any]) -> dict[str, Any]:
     """Returns stored parameters in the groups of engines."""
     others = {name: tree for name, tree in params.items() if name != "layers"}

@@ -23,7 +23,15 @@ from ._frozen import FrozenRule, close_over, combine, mark_frozen, partition, un
 from ._kinds import check_all, check_mtp, stack_all, total_layers, unstack_all
 from ._layouts import even_counts
 from ._model import Model
-from ._params import InList, NumLayers, StoredLayers, check_groups, is_stored, weights_of
+from ._params import (
+    InList,
+    NumLayers,
+    StoredLayers,
+    check_groups,
+    check_stored,
+    is_stored,
+    weights_of,
+)
 from ._specs import ParamSpecs, SpecRule, param_specs
 from ._staging import PieceInputs, make_inputs, staged_model, takes_key
 from .inspection import InspectedModel
@@ -143,7 +151,11 @@ class PipelinedModel(InspectedModel):
         Returns:
             The user's tree, whole on every device; for `mpmd` on the first device. It has None
             where `params` has: at frozen leaves of gradients and of what `partition` returns.
+
+        Raises:
+            ValueError: If `params` is not as `shard` returns it.
         """
+        check_stored(params)
         params = unmark(params)
         stored = params["layers"]
         plan = self.plan(stored.num_layers, stored.specs)
@@ -190,7 +202,8 @@ class PipelinedModel(InspectedModel):
             (loss, metrics).
 
         Raises:
-            ValueError: If the batch does not divide into microbatches, or a key is missing.
+            ValueError: If `params` is not as `shard` returns it, the batch does not divide into
+                microbatches, or a key is missing.
         """
         self.engine.check_call("value")
         return self.engine.value(*self._arguments(params, batch, key))
@@ -209,7 +222,8 @@ class PipelinedModel(InspectedModel):
             ((loss, metrics), gradients like `params`, with None at frozen leaves).
 
         Raises:
-            ValueError: If the batch does not divide into microbatches, or a key is missing.
+            ValueError: If `params` is not as `shard` returns it, the batch does not divide into
+                microbatches, or a key is missing.
         """
         self.engine.check_call("value_and_grad")
         value, grads = self.engine.value_and_grad(*self._arguments(params, batch, key))
@@ -295,6 +309,7 @@ class PipelinedModel(InspectedModel):
         self, params: StoredParams, batch: PyTree, key: Array | None
     ) -> tuple[PipelinePlan, StagedModel, dict[str, Any], PieceInputs, Any]:
         """Returns the arguments of `Engine.value` and `Engine.value_and_grad`."""
+        check_stored(params)
         layers = params["layers"]
         plan = self.plan(layers.num_layers, layers.specs)
         weights = weights_of(params)

@@ -201,6 +201,10 @@ def test_bad_input_is_refused_before_anything_compiles():
     refused("follow from the batch alone", model=learnt)
     with pytest.raises(ValueError, match="`layer` takes"):
         jp.Model(embed, lambda w, x: x, mean_loss)
+    pipe = jp.pipeline(MEAN, schedule="1f1b", mesh=mesh(stage=2), microbatches=4)
+    for call in (lambda: pipe.value_and_grad(init(), batch()), lambda: pipe.unshard(init())):
+        with pytest.raises(ValueError, match=r"Give what `pipe.shard\(params\)` or"):
+            call()
 
 
 def test_a_fifth_engine_is_a_record_and_a_line_in_the_registry(monkeypatch: Any):
