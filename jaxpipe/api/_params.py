@@ -36,12 +36,15 @@ class StoredLayers:
         in_list: Whether the user's tree has a list of layers; otherwise it has leaves [L, ...]. For
             several kinds one for each.
         specs: The specs of parameters that have one of the user's.
+        layer_ids: The layer at every place of `stages`, -1 for padding; for `mpmd` the layers of
+            every stage.
     """
 
     stages: Any
     num_layers: NumLayers = field(metadata={"static": True})
     in_list: InList = field(metadata={"static": True})
     specs: ParamSpecs = field(default=(), metadata={"static": True})
+    layer_ids: tuple[Any, ...] = field(default=(), metadata={"static": True})
 
 
 def is_stored(params: PyTree) -> bool:

@@ -88,7 +88,7 @@ class PipelinedModel(InspectedModel):
         num_layers, in_list, specs = self._check_params(params)
         plan = self.plan(num_layers, specs)
         weights = self.engine.put(plan, self._weights(plan, params), self.model.tied)
-        return _stored(weights, num_layers, in_list, specs)
+        return self._stored(plan, weights, num_layers, in_list)
 
     def init(self, make: Callable[..., PyTree], *arguments: Any) -> StoredParams:
         """Makes the first parameters as the engine stores them, never whole on one device.
@@ -109,7 +109,7 @@ class PipelinedModel(InspectedModel):
         weights = self.engine.init(
             plan, lambda: self._weights(plan, make(*arguments)), self.model.tied
         )
-        return _stored(weights, num_layers, in_list, specs)
+        return self._stored(plan, weights, num_layers, in_list)
 
     def _check_params(self, params: PyTree) -> tuple[NumLayers, InList, ParamSpecs]:
         """Checks the user's tree; returns L, whether it has a list of layers, and its specs."""
@@ -140,7 +140,32 @@ class PipelinedModel(InspectedModel):
         num_layers, in_list, specs = self._check_params(params)
         plan = self.plan(num_layers, specs)
         weights = jax.eval_shape(lambda params: self._weights(plan, params), params)
-        return _stored(weights, num_layers, in_list, specs)
+        return self._stored(plan, weights, num_layers, in_list)
+
+    def _stored(
+        self, plan: PipelinePlan, weights: dict[str, Any], num_layers: NumLayers, in_list: InList
+    ) -> StoredParams:
+        specs, layer_ids = plan.param_specs, self._layer_ids(plan)
+        layers = StoredLayers(weights["stages"], num_layers, in_list, specs, layer_ids)
+        return {name: weights[name] for name in weights if name != "stages"} | {"layers": layers}
+
+    def _layer_ids(self, plan: PipelinePlan) -> tuple[Any, ...]:
+        """Returns which layer is where in stored parameters."""
+        of_stages = self.engine.per_stage_state
+        return plan.layout.stage_layer_ids if of_stages else plan.layout.layer_ids
+
+    def _plan_of(self, params: StoredParams) -> PipelinePlan:
+        """Returns the plan for stored parameters, and checks that they suit this pipeline."""
+        check_stored(params)
+        layers = params["layers"]
+        plan = self.plan(layers.num_layers, layers.specs)
+        if layers.layer_ids != self._layer_ids(plan):
+            raise ValueError(
+                "`params` is stored by a pipeline that has other layers in its stages, or its "
+                "stages on other ranks. Give `pipe.shard(other.unshard(params))`, where `other` is "
+                "that pipeline."
+            )
+        return plan
 
     def unshard(self, params: StoredParams) -> PyTree:
         """Returns parameters, or gradients, in the user's own tree.
@@ -153,12 +178,11 @@ class PipelinedModel(InspectedModel):
             where `params` has: at frozen leaves of gradients and of what `partition` returns.
 
         Raises:
-            ValueError: If `params` is not as `shard` returns it.
+            ValueError: If `params` is not as `shard` of this pipeline returns it.
         """
-        check_stored(params)
+        plan = self._plan_of(params)
         params = unmark(params)
         stored = params["layers"]
-        plan = self.plan(stored.num_layers, stored.specs)
         gathered = self.engine.gather(plan, params | {"layers": stored.stages})
         layers = self.engine.unstack(plan, gathered["layers"])
         layers = unstack_all(layers, stored.num_layers, stored.in_list)
@@ -202,8 +226,8 @@ class PipelinedModel(InspectedModel):
             (loss, metrics).
 
         Raises:
-            ValueError: If `params` is not as `shard` returns it, the batch does not divide into
-                microbatches, or a key is missing.
+            ValueError: If `params` is not as `shard` of this pipeline returns it, the batch does
+                not divide into microbatches, or a key is missing.
         """
         self.engine.check_call("value")
         return self.engine.value(*self._arguments(params, batch, key))
@@ -222,8 +246,8 @@ class PipelinedModel(InspectedModel):
             ((loss, metrics), gradients like `params`, with None at frozen leaves).
 
         Raises:
-            ValueError: If `params` is not as `shard` returns it, the batch does not divide into
-                microbatches, or a key is missing.
+            ValueError: If `params` is not as `shard` of this pipeline returns it, the batch does
+                not divide into microbatches, or a key is missing.
         """
         self.engine.check_call("value_and_grad")
         value, grads = self.engine.value_and_grad(*self._arguments(params, batch, key))
@@ -309,9 +333,7 @@ class PipelinedModel(InspectedModel):
         self, params: StoredParams, batch: PyTree, key: Array | None
     ) -> tuple[PipelinePlan, StagedModel, dict[str, Any], PieceInputs, Any]:
         """Returns the arguments of `Engine.value` and `Engine.value_and_grad`."""
-        check_stored(params)
-        layers = params["layers"]
-        plan = self.plan(layers.num_layers, layers.specs)
+        plan, num_layers = self._plan_of(params), params["layers"].num_layers
         weights = weights_of(params)
         keys = ((), ())
         if takes_key(self.model):
@@ -320,7 +342,7 @@ class PipelinedModel(InspectedModel):
                     "A function of the model takes a dropout key, and `key` is None. Give the key "
                     "of the step, such as `jax.random.fold_in(jax.random.key(0), step)`."
                 )
-            ids = jnp.arange(total_layers(layers.num_layers) + 1)
+            ids = jnp.arange(total_layers(num_layers) + 1)
             folded = jax.vmap(partial(jax.random.fold_in, key))(ids)
             keys = folded[0], folded[1:]
         all_weights = unmark(weights)
@@ -354,10 +376,3 @@ class PipelinedModel(InspectedModel):
 
         model = staged_model(self.model, num_pieces, self.engine.own_copy, *stages_of)
         return replace(model, bind=bind)
-
-
-def _stored(
-    weights: dict[str, Any], num_layers: NumLayers, in_list: InList, specs: ParamSpecs
-) -> StoredParams:
-    layers = StoredLayers(weights["stages"], num_layers, in_list, specs)
-    return {name: tree for name, tree in weights.items() if name != "stages"} | {"layers": layers}

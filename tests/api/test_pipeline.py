@@ -207,6 +207,25 @@ def test_bad_input_is_refused_before_anything_compiles():
             call()
 
 
+def test_parameters_of_another_pipeline_are_refused():
+    def pipeline(schedule: str, layers_per_stage: Any = None) -> Any:
+        return jp.pipeline(
+            MEAN,
+            schedule=schedule,
+            mesh=mesh(stage=2),
+            microbatches=4,
+            layers_per_stage=layers_per_stage,
+        )
+
+    others = (("interleaved_1f1b", None), ("zbv", None)), (("1f1b", (2, 4)), ("1f1b", (4, 2)))
+    for own, other in others:
+        stored = pipeline(*own).shard(init())
+        with pytest.raises(ValueError, match="other layers in its stages, or its stages on other"):
+            jax.eval_shape(pipeline(*other).value, stored, batch())
+    stored = pipeline("circular").shard(init())
+    jax.eval_shape(pipeline("1f1b").value, stored, batch())
+
+
 def test_a_fifth_engine_is_a_record_and_a_line_in_the_registry(monkeypatch: Any):
     ran = []
 

@@ -32,19 +32,26 @@ def sown_losses(collections: Mapping[str, PyTree], factors: Factors) -> dict[str
             "`sown` has the collection 'loss', whose metric would have the name of the loss. Sow "
             "into a collection of another name."
         )
-    found: dict[str, Any] = {}
     for name, factor in factors.items():
         leaves = jax.tree_util.tree_leaves_with_path(collections.get(name, {}))
-        if factor is None or not leaves:
-            continue
-        for path, leaf in leaves:
+        for path, leaf in leaves if factor is not None else ():
             if jnp.size(leaf) != 1:
                 raise ValueError(
                     f"`sown` has the collection {name!r}, in which {jax.tree_util.keystr(path)} is "
                     f"{jnp.shape(leaf)}. Sow scalars, or give None in place of {factor} to drop "
                     "them."
                 )
-        found[name] = sum(jnp.sum(leaf) for _, leaf in leaves)
+    return _sums(collections, factors)
+
+
+def _sums(collections: Mapping[str, PyTree], factors: Factors) -> dict[str, Any]:
+    """Returns "loss" and the sum of each collection, of any number of layers."""
+    found: dict[str, Any] = {}
+    for name, factor in factors.items():
+        leaves = jax.tree.leaves(collections.get(name, {}))
+        if factor is None or not leaves:
+            continue
+        found[name] = sum(jnp.sum(leaf) for leaf in leaves)
         found["loss"] = factor * found[name] + found.get("loss", 0.0)
     return found
 
@@ -62,13 +69,7 @@ def with_sown_losses(loss: Callable, factors: Factors) -> Callable:
 
     def run(given: tuple[Any, dict[str, PyTree]], batch: PyTree) -> Any:
         parts = loss_parts(loss(given[0], batch))
-        sums = {name: f for name, f in factors.items() if f is not None}
-        added = {}
-        for name, factor in sums.items():
-            leaves = jax.tree.leaves(given[1][name])
-            if leaves:
-                added[name] = sum(jnp.sum(leaf) for leaf in leaves)
-                added["loss"] = factor * added[name] + added.get("loss", 0.0)
+        added = _sums(given[1], factors)
         total = parts.total + added.pop("loss", 0.0)
         value = total if parts.weight is None else (total, parts.weight)
         return (value, parts.metrics | added) if parts.metrics or added else value
