@@ -41,10 +41,10 @@ def sown_losses(collections: Mapping[str, PyTree], factors: Factors) -> dict[str
                     f"{jnp.shape(leaf)}. Sow scalars, or give None in place of {factor} to drop "
                     "them."
                 )
-    return _sums(collections, factors)
+    return _add_up(collections, factors)
 
 
-def _sums(collections: Mapping[str, PyTree], factors: Factors) -> dict[str, Any]:
+def _add_up(collections: Mapping[str, PyTree], factors: Factors) -> dict[str, Any]:
     """Returns "loss" and the sum of each collection, of any number of layers."""
     found: dict[str, Any] = {}
     for name, factor in factors.items():
@@ -69,7 +69,7 @@ def with_sown_losses(loss: Callable, factors: Factors) -> Callable:
 
     def run(given: tuple[Any, dict[str, PyTree]], batch: PyTree) -> Any:
         parts = loss_parts(loss(given[0], batch))
-        added = _sums(given[1], factors)
+        added = _add_up(given[1], factors)
         total = parts.total + added.pop("loss", 0.0)
         value = total if parts.weight is None else (total, parts.weight)
         return (value, parts.metrics | added) if parts.metrics or added else value
