@@ -135,6 +135,8 @@ def _slices_in_order(stages: dict[str, Callable]) -> Callable:
     ) -> tuple[Any, Aux, Past]:
         sums, earlier, new = {}, {}, {}
         for kind, run in stages.items():
+            if kind not in weights:
+                continue
             of_kind = None if past.earlier is None else past.earlier[kind]
             given = replace(past, earlier=of_kind)
             x, aux, made = run(weights[kind], x, inputs_m, keys[kind], given)

@@ -12,13 +12,14 @@ from jaxtyping import PyTree
 
 from .. import mpmd, schedules
 from ..autodiff import StagedModel
+from ..autodiff.staged_model import Past
 from ..mpmd.api import is_tracing, mpmd_value, mpmd_value_and_grad
-from ..schedules import Costs, Schedule, Timeline, check, language, lock_step
+from ..schedules import Costs, Schedule, Timeline, check, language
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
 from ._engine import Engine, PipelinePlan
 from ._fsdp import param_spec_tree
-from ._layers import run_layers
+from ._layers import run_layers, run_sliced_layers
 
 
 def _prepare(
@@ -27,7 +28,7 @@ def _prepare(
     del num_ranks, num_microbatches, costs
     if schedule is None:
         raise ValueError("`engine` is 'mpmd' and `schedule` is None. Give a schedule.")
-    lock_step.check_no_slices(check(schedule))
+    language.check_carried_state(check(schedule))
     return schedule, None
 
 
@@ -77,6 +78,16 @@ def _stage(plan: PipelinePlan, layer: Callable) -> Callable:
     def stage(weights: PyTree, x: PyTree, inputs_m: PyTree, keys: PyTree) -> Any:
         num_layers = len(jax.tree.leaves((weights, keys))[0])
         return run_layers(layer, num_layers, weights, x, inputs_m, keys)
+
+    return stage
+
+
+def _sliced_stage(plan: PipelinePlan, layer: Callable) -> Callable:
+    del plan
+
+    def stage(weights: PyTree, x: PyTree, inputs: PyTree, keys: PyTree, past: Past) -> Any:
+        num_layers = len(jax.tree.leaves((weights, keys))[0])
+        return run_sliced_layers(layer, num_layers, weights, x, inputs, keys, past)
 
     return stage
 
@@ -243,4 +254,5 @@ MPMD = Engine(
     gather=_gather,
     jit=_jit,
     timeline=_timeline,
+    sliced_stage=_sliced_stage,
 )

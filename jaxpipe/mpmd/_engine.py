@@ -6,9 +6,13 @@ from typing import Any
 import jax
 from jaxtyping import PyTree, Scalar
 
-from ..autodiff import Remat, StagedModel, recompute
-from ..autodiff.staged_model import Aux, combine_losses, fold_in_microbatch, index_leading
-from .ir._marks import mark_stage_end
+from ..autodiff import Remat, StagedModel, keep, recompute
+from ..autodiff.staged_model import Aux, Past, combine_losses, fold_in_microbatch, index_leading
+from ..schedules import Schedule
+from ..schedules.language import num_slices
+from ._slices import is_sliced, past_dims, stage_of_slices
+from .ir._loop import SlicedSchedule
+from .ir._marks import mark_part, mark_stage_end
 from .ir._reduce import Add, treduce_i
 
 
@@ -30,7 +34,8 @@ def mpmd_value_and_grad(
         weights: The weights under "embed", "stages" and "head". `weights["stages"]` is a sequence
             with the weights of each stage, in forward order: each stage has its own arrays, which
             are held by the group of that stage.
-        batch_inputs: A pytree of [M, ...] arrays, for M microbatches, which every stage may read.
+        batch_inputs: A pytree of [M, ...] arrays, for M microbatches, which every stage may read;
+            for a schedule with s slices [M * s, ...], the slices of a microbatch in order.
         keys: One tree of random keys for each stage, or () without dropout.
         schedule: A `jaxpipe.schedules.Schedule`, or one of the classes under JaxPP's names.
         remat: A function that wraps the stage. The default stores the input of the stage and
@@ -39,6 +44,9 @@ def mpmd_value_and_grad(
     Returns:
         ((loss, metrics), gradients like `weights`), summed over microbatches.
     """
+    if is_sliced(schedule):
+        grad = jax.value_and_grad(_loss_of_slices(model, remat, keys), has_aux=True)
+        return _over_slices(grad, weights, batch_inputs, schedule)
     loss = _microbatch_loss(model, remat(model.stage), keys)
     grad = jax.value_and_grad(loss, has_aux=True)
     return _over_microbatches(grad, weights, batch_inputs, schedule)
@@ -58,13 +66,16 @@ def mpmd_value(
         model: The model.
         weights: The weights under "embed", "stages" and "head". `weights["stages"]` is a sequence
             with the weights of each stage, in forward order.
-        batch_inputs: A pytree of [M, ...] arrays, for M microbatches, which every stage may read.
+        batch_inputs: A pytree of [M, ...] arrays, or [M * s, ...] for a schedule with s slices.
         keys: One tree of random keys for each stage, or () without dropout.
         schedule: A `jaxpipe.schedules.Schedule`, or one of the classes under JaxPP's names.
 
     Returns:
         (loss, metrics), summed over microbatches.
     """
+    if is_sliced(schedule):
+        loss = _loss_of_slices(model, keep, keys)
+        return _over_slices(loss, weights, batch_inputs, schedule)
     return _over_microbatches(
         _microbatch_loss(model, model.stage, keys), weights, batch_inputs, schedule
     )
@@ -92,6 +103,42 @@ def _microbatch_loss(model: StagedModel, stage: Callable, keys: Sequence[PyTree]
             stage_aux = aux if stage_aux is None else _add_metrics(stage_aux, aux)
         loss, loss_metrics = model.loss(model.boundary(weights), x, inputs_m)
         return combine_losses(loss, loss_metrics, stage_aux or {})
+
+    return loss
+
+
+def _over_slices(f: Callable, weights: Any, batch_inputs: PyTree, schedule: Schedule) -> Any:
+    """Runs `f` for every microbatch, which takes the inputs of its slices as a list."""
+    slices = range(num_slices(schedule))
+
+    def microbatch_fun(index: Any) -> Any:
+        inputs = [index_leading(batch_inputs, index * len(slices) + i) for i in slices]
+        return f(weights, inputs, index)
+
+    parts = SlicedSchedule(schedule)
+    return treduce_i(microbatch_fun, schedule.num_microbatches, schedule=parts, operation=Add)
+
+
+def _loss_of_slices(model: StagedModel, remat: Remat, keys: Sequence[PyTree]) -> Callable:
+    """Returns `(weights, inputs of slices, index) -> (loss, metrics)`, with marks of parts."""
+
+    def loss(weights: dict[str, Any], inputs: list[PyTree], index: Any) -> Any:
+        xs = [model.embed(weights["embed"], inputs_s) for inputs_s in inputs]
+        aux: Aux = {}
+        stage_keys = keys if len(keys) else [()] * len(weights["stages"])
+        for i, (w, key) in enumerate(zip(weights["stages"], stage_keys, strict=True)):
+            key = fold_in_microbatch(key, index)
+            dims = past_dims(model, len(xs), w, xs[0], inputs[0], key)
+            run, made = remat(stage_of_slices(model, len(xs), dims)), []
+            for part, inputs_s in enumerate(inputs):
+                x, earlier = mark_part((xs[part], made), i * len(xs) + part)
+                y, more, new = run(w, x, inputs_s, (key, earlier))
+                xs[part], new = mark_part((y, new), i * len(xs) + part)
+                made, aux = [*made, new], _add_metrics(aux, more)
+        boundary = model.boundary(weights)
+        found = [model.loss(boundary, x, inputs_s) for x, inputs_s in zip(xs, inputs, strict=True)]
+        total, metrics = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *found)
+        return combine_losses(total, metrics, aux)
 
     return loss
 

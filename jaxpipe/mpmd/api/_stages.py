@@ -17,6 +17,7 @@ from ...ir.graph import Graph
 from ...schedules import Schedule
 from ...schedules.lock_step import check_no_slices
 from .._lowering import lower
+from ..ir._loop import SlicedSchedule
 from ..ir._mpmd_graph import LoweringOptions
 from ..ir._program import Buffer, Instruction, MpmdProgram, RankBuffer
 from ..runtime._channels import channel_layouts
@@ -327,11 +328,14 @@ def _digest(text: str) -> str:
 
 
 def _checked_schedule(num_ranks: int, schedule: Any, num_microbatches: int) -> Schedule:
-    checked = as_schedule(schedule, num_microbatches, num_ranks)
+    has_parts = isinstance(schedule, SlicedSchedule)
+    given = schedule.schedule if has_parts else schedule
+    checked = as_schedule(given, num_microbatches, num_ranks)
     if len(checked.programs) != num_ranks:
         raise ValueError(
             f"The schedule is for {len(checked.programs)} ranks, and the mesh has {num_ranks} "
             "groups. Give as many of one as of the other."
         )
-    check_no_slices(checked)
+    if not has_parts:
+        check_no_slices(checked)
     return checked

@@ -109,8 +109,8 @@ def _type(atom: Atom) -> tuple[tuple[int, ...], object]:
 
 def _check_stages(where: str, loop: PipelinedLoop) -> None:
     """Checks that the stages are those of the schedule, and in which direction values flow."""
-    assert len(loop.stages) == loop.schedule.num_stages, (
-        f"{where} has {len(loop.stages)} stages, and its schedule {loop.schedule.num_stages}"
+    assert len(loop.stages) == loop.num_parts, (
+        f"{where} has {len(loop.stages)} stages, and its schedule {loop.num_parts}"
     )
     makers: dict[Var, int] = {}
     for i, stage in enumerate(loop.stages):

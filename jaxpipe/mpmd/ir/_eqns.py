@@ -60,6 +60,12 @@ def is_backward_mark(eqn: Eqn) -> bool:
     return eqn.operation.params["backward"]
 
 
+def part_of_mark(eqn: Eqn) -> int | None:
+    """Returns the part whose arrays a mark marks; None if it ends a stage."""
+    assert isinstance(eqn.operation, PrimitiveCall)
+    return eqn.operation.params["part"]
+
+
 def is_transposed(eqn: Eqn) -> bool:
     """Returns whether JAX made the equation by transposition, according to its name stack."""
     match eqn.operation:

@@ -11,9 +11,20 @@ from functools import cached_property
 from jax.sharding import PartitionSpec
 
 from ...ir.graph import Atom, Graph, Var
-from ...schedules import Op, Schedule, language
+from ...schedules import Action, Op, Schedule, language
 from ._reduce import Reduction
 from ._text import Names, format_graph, format_spec, indent
+
+
+@dataclass(frozen=True)
+class SlicedSchedule:
+    """A schedule with slices of sequences, for a body whose marks carry the indices of parts.
+
+    Attributes:
+        schedule: The schedule.
+    """
+
+    schedule: Schedule
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,8 @@ class PipelinedLoop:
         reductions: [num_outputs] how each output of the body is reduced over microbatches.
         all_mark_ids: The ids of all forward marks of the body in program order, if its results do
             not depend on some of them; otherwise (), as the marks are in the body.
-        stages: [num_stages] the stages of the body, () before `cut_stages`.
+        stages: [num_parts] the stages of the body, () before `cut_stages`. If sequences are cut
+            into slices, each is the part of a stage that runs one slice.
         specs: [num_outputs] the specs, within a group, of the results whose sharding the user
             constrains inside the body, None for the others.
         output_ranks: [num_outputs] the rank that accumulates each output, () before `cut_stages`.
@@ -100,20 +112,36 @@ class PipelinedLoop:
         return self.schedule.num_microbatches
 
     @cached_property
+    def num_slices(self) -> int:
+        """Returns the number of slices of each sequence."""
+        return language.num_slices(self.schedule)
+
+    @property
+    def num_parts(self) -> int:
+        """Returns the length of `stages`: each stage of the schedule has a part for each slice."""
+        return self.schedule.num_stages * self.num_slices
+
+    def part_of(self, action: Action) -> int:
+        """Returns the index in `stages` of what an action runs."""
+        return action.stage * self.num_slices + (action.slice or 0)
+
+    @cached_property
     def stage_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the ranks that run each stage; the first is the stage's owner."""
+        """Returns the ranks that run each part of a stage; the first is the stage's owner."""
         ranks, owners = language.ranks_by_stage(self.schedule), language.owners(self.schedule)
         return tuple(
             (owners[stage], *(rank for rank in ranks[stage] if rank != owners[stage]))
             for stage in range(self.schedule.num_stages)
+            for _ in range(self.num_slices)
         )
 
     @cached_property
     def microbatches(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
-        """Returns the microbatches for which a rank runs a stage, by (stage, rank)."""
+        """Returns the microbatches for which a rank runs a part of a stage, by (part, rank)."""
         found: dict[tuple[int, int], list[int]] = {}
         for (stage, microbatch), rank in language.rank_by_microbatch(self.schedule).items():
-            found.setdefault((stage, rank), []).append(microbatch)
+            for i in range(self.num_slices):
+                found.setdefault((stage * self.num_slices + i, rank), []).append(microbatch)
         return {key: tuple(sorted(microbatches)) for key, microbatches in found.items()}
 
     @cached_property

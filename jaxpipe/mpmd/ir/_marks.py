@@ -61,12 +61,30 @@ def mark_stage_end(anchor: T, name: str | None = None) -> T:
         2.0
     """
     del name
+    return _mark(anchor, None)
+
+
+def mark_part(anchor: T, part: int) -> T:
+    """Marks arrays of a part of a stage: what the part reads of others, or others read of it.
+
+    The cotangents of these arrays belong to the backward of the same part.
+
+    Args:
+        anchor: A pytree of arrays of any shapes.
+        part: `stage * num_slices + slice`.
+
+    Returns:
+        `anchor`. Continue with this value, not with the argument.
+    """
+    return _mark(anchor, part)
+
+
+def _mark(anchor: T, part: int | None) -> T:
     leaves, tree = jax.tree.flatten(anchor)
-    return (
-        tree.unflatten(stage_end_p.bind(*leaves, backward=False, mark_id=next(_MARK_IDS)))
-        if leaves
-        else anchor
-    )
+    if not leaves:
+        return anchor
+    mark_id = next(_MARK_IDS)
+    return tree.unflatten(stage_end_p.bind(*leaves, backward=False, mark_id=mark_id, part=part))
 
 
 def pipeline_enter_stage(anchor: T, name: str | None = None) -> T:
@@ -92,13 +110,17 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[list[Any], list[An
     return out, [by_position.get(i, t) for i, t in enumerate(tangents)]
 
 
-def _transpose(cotangents: Any, *arguments: Any, backward: bool, mark_id: int) -> list[Any]:
+def _transpose(
+    cotangents: Any, *arguments: Any, backward: bool, mark_id: int, part: int | None
+) -> list[Any]:
     del arguments
     given = [i for i, t in enumerate(cotangents) if not isinstance(t, ad.Zero)]
     if not given:
         return list(cotangents)
+    if part is not None:  # JAX's scan cannot transpose zeros of some of its stacked results
+        cotangents, given = list(map(ad.instantiate_zeros, cotangents)), range(len(cotangents))
     marked = stage_end_p.bind(
-        *(cotangents[i] for i in given), backward=not backward, mark_id=mark_id
+        *(cotangents[i] for i in given), backward=not backward, mark_id=mark_id, part=part
     )
     by_position = dict(zip(given, marked, strict=True))
     return [by_position.get(i, t) for i, t in enumerate(cotangents)]

@@ -65,6 +65,28 @@ def _assign(candidates: dict[int, tuple[int, ...]], most: int) -> dict[int, int]
     return {stage: rank_of[stage] for stage in candidates}
 
 
+def check_carried_state(schedule: Schedule) -> None:
+    """Checks that the slices of a microbatch, which carry a state, run on one rank in each stage.
+
+    Args:
+        schedule: A schedule.
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: If a stage runs slices of one microbatch on several ranks.
+    """
+    ranks = rank_by_microbatch(schedule)
+    for rank, action in enumerate_actions(schedule):
+        home = ranks[action.stage, action.microbatch]
+        if rank != home:
+            raise ValueError(
+                f"`schedule` runs slices of microbatch {action.microbatch} of stage {action.stage} "
+                f"on ranks {rank} and {home}. They carry a state: run them on one rank."
+            )
+
+
 def rank_by_microbatch(schedule: Schedule) -> dict[tuple[int, int], int]:
     """Returns the rank that runs a stage for a microbatch, by (stage, microbatch)."""
     return {(action.stage, action.microbatch): rank for rank, action in enumerate_actions(schedule)}

@@ -117,16 +117,17 @@ def check_ticks(ticks: Ticks) -> Ticks:
 
 
 def check_no_slices(schedule: Schedule) -> None:
-    """Refuses schedules with slices, for engines that run whole microbatches.
+    """Refuses schedules with slices, for loops that run whole microbatches.
 
     Raises:
         ValueError: If microbatches are sliced.
     """
     require(
         num_slices(schedule) == 1,
-        "`schedule` has slices of sequences, and this engine runs whole microbatches.",
-        "Give a schedule of whole microbatches, such as 1f1b; or run slices in one program, by "
-        "`jaxpipe.pipeline(..., engine='scheduled')`.",
+        "`schedule` has slices of sequences, and a loop with marks of your own runs whole "
+        "microbatches.",
+        "Give a schedule of whole microbatches, such as 1f1b; or run slices by "
+        "`jaxpipe.pipeline(..., engine='mpmd')`, whose layers take `past`.",
     )
 
 

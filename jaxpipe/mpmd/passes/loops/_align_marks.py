@@ -4,7 +4,13 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from ....ir.graph import Atom, Eqn, Graph, Literal, PrimitiveCall, Var, variables
-from ...ir._eqns import is_backward_mark, is_mark, substitute_inputs, with_outputs
+from ...ir._eqns import (
+    is_backward_mark,
+    is_mark,
+    part_of_mark,
+    substitute_inputs,
+    with_outputs,
+)
 from ...ir._fingerprint import ValueNumbering
 from ...ir._marks import STAGE_END, identity
 from ...ir._text import operands
@@ -16,7 +22,8 @@ class MarkedBody:
 
     Attributes:
         body: The body, without marks of constants, in rematerialized code or after the last stage.
-        stage_of_mark: The index of the stage that each mark of `body` ends.
+        stage_of_mark: The index of the stage that each mark of `body` ends; of the part to which it
+            belongs, if sequences are cut into slices.
     """
 
     body: Graph
@@ -28,7 +35,7 @@ def align_marks(body: Graph, num_stages: int, all_mark_ids: Sequence[int]) -> Ma
 
     Marks are numbered in program order, and transposition reverses the order. If the results depend
     on only some of the marks, or if cotangents flow through only some, the ids that the marks
-    carry identify them.
+    carry identify them. Marks of parts carry the index of their part.
 
     Args:
         body: `(loop invariants, index of the microbatch) -> results`.
@@ -42,6 +49,10 @@ def align_marks(body: Graph, num_stages: int, all_mark_ids: Sequence[int]) -> Ma
         ValueError: If the marks are not as many as the stages.
     """
     body = _without_recomputed_marks(_without_constant_marks(body))
+    parts = {eqn: part_of_mark(eqn) for eqn in body.eqns if is_mark(eqn)}
+    part_of_each = {eqn: part for eqn, part in parts.items() if part is not None}
+    if part_of_each:
+        return MarkedBody(body, part_of_each)
     forward = [eqn for eqn in body.eqns if is_mark(eqn) and not is_backward_mark(eqn)]
     backward = [eqn for eqn in body.eqns if is_mark(eqn) and is_backward_mark(eqn)]
     mark_ids, possible = [_mark_id(eqn) for eqn in forward], (num_stages, num_stages - 1)

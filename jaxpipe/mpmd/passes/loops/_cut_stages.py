@@ -17,6 +17,11 @@ S is the number of stages. The position of a value says where in the pipeline it
 S - 1 in the forward, S to 2S - 1 in the backward, so positions p and 2S - 1 - p belong to the same
 stage. A value that depends on no value that crosses a mark has no position: weights, the batch, and
 values computed from them alone. Such a value is computed in the stages that read it.
+
+If the schedule cuts sequences into s slices, S counts the parts of stages: part `stage * s + slice`
+runs one slice. Marks then carry the index of a part, on what it reads of other parts and on what
+these read of it. A gradient of a weight passes from the backward of one part to that of the slice
+before, and the part of the first slice accumulates it.
 """
 
 from collections import Counter, defaultdict
@@ -34,6 +39,7 @@ from ....ir.graph import (
     print_tokens,
     variables,
 )
+from ....schedules import language
 from ...ir._combine import combine_eqns
 from ...ir._eqns import (
     ADD,
@@ -42,6 +48,7 @@ from ...ir._eqns import (
     is_backward_mark,
     is_sum,
     is_transposed,
+    part_of_mark,
     substitute_inputs,
 )
 from ...ir._loop import PipelinedLoop, Stage
@@ -72,7 +79,10 @@ def _cut_loop(loop: PipelinedLoop) -> Iterator[Eqn | PipelinedLoop]:
     """Yields the loop with its stages, and the additions of the shares of its results."""
     adds = [reduction.adds for reduction in loop.reductions]
     constrained = constrained_results(loop.body, adds)
-    staged = _cut_body(constrained.body, loop.schedule.num_stages, adds, loop.all_mark_ids)
+    splits = language.splits_backwards(loop.schedule)
+    joined = 1 if splits else loop.num_slices  # Ws may be in any order
+    sizes = _Sizes(loop.num_parts, loop.num_slices, joined)
+    staged = _cut_body(constrained.body, sizes, adds, loop.all_mark_ids)
     stage_of = {v: i for i, stage in enumerate(staged.stages) for v in stage.graph.outputs}
     reductions, results, outputs, ranks, specs = [], [], [], [], []
     combinations: list[Eqn] = []
@@ -117,6 +127,21 @@ def _sum_eqns(shares: Sequence[Var], result: Var) -> list[Eqn]:
 
 
 @dataclass(frozen=True)
+class _Sizes:
+    """The numbers of stages and of parts.
+
+    Attributes:
+        num_stages: S.
+        num_slices: The number of parts of a stage of the schedule.
+        num_joined: How many parts of a stage hand on one sum.
+    """
+
+    num_stages: int
+    num_slices: int
+    num_joined: int
+
+
+@dataclass(frozen=True)
 class _SharedResults:
     """A body whose outputs are the shares of its results.
 
@@ -158,13 +183,13 @@ class _StageUses:
 
 
 def _cut_body(
-    body: Graph, num_stages: int, adds: Sequence[bool], all_mark_ids: Sequence[int]
+    body: Graph, sizes: _Sizes, adds: Sequence[bool], all_mark_ids: Sequence[int]
 ) -> _StagedBody:
     """Cuts a body at its marks.
 
     Args:
         body: `(loop invariants, index of the microbatch) -> results`.
-        num_stages: The number of stages S.
+        sizes: The numbers of stages and parts.
         adds: [num_results] whether each result is summed over microbatches. Only such a result may
             be split into shares.
         all_mark_ids: The ids of all forward marks, if some of them are not in `body`; else ().
@@ -172,11 +197,12 @@ def _cut_body(
     Returns:
         The stages, and the shares of each result.
     """
+    num_stages = sizes.num_stages
     marked = align_marks(body, num_stages, all_mark_ids)
     body, marks = marked.body, marked.stage_of_mark
-    shared = _split_results(body, _positions(body, marks, num_stages), adds, num_stages)
+    shared = _split_results(body, _positions(body, marks, sizes), adds, sizes)
     body = shared.body
-    positions = _positions(body, marks, num_stages)
+    positions = _positions(body, marks, sizes)
     where = _stages_of_eqns(body, marks, positions, num_stages)
     results = [*variables(body.outputs), *print_tokens(body.eqns)]
     stages = tuple(
@@ -185,24 +211,27 @@ def _cut_body(
     return _StagedBody(body, shared.shares, stages)
 
 
-def _positions(body: Graph, marks: Mapping[Eqn, int], num_stages: int) -> Positions:
+def _positions(body: Graph, marks: Mapping[Eqn, int], sizes: _Sizes) -> Positions:
     """Returns the positions of all values that depend on a mark."""
     positions: dict[Var, int] = {}
+    num_stages = sizes.num_stages
+    # Where slices are parts, the backwards of several parts begin with the loss.
+    with_loss = range(num_stages - sizes.num_slices if sizes.num_slices > 1 else num_stages, num_stages)
     for eqn in body.eqns:
         position = max(
             (positions[v] for v in variables(eqn.inputs) if v in positions), default=None
         )
         if eqn in marks:
-            stage = marks[eqn]
-            is_backward = is_backward_mark(eqn)
-            if position is not None and position > (
-                2 * num_stages - 2 - stage if is_backward else stage
-            ):
+            stage, ends = marks[eqn], part_of_mark(eqn) is None
+            behind = 2 * num_stages - 1 - stage if is_backward_mark(eqn) else stage + ends
+            if position is not None and position > behind - ends:
                 raise ValueError(
                     f"Mark {stage} is given what comes from behind it. Mark stages in the order "
                     "in which values run through them."
                 )
-            position = 2 * num_stages - 1 - stage if is_backward else stage + 1
+            position = behind
+        elif position in with_loss and is_transposed(eqn):
+            position = 2 * num_stages - 1 - position
         if position is not None:
             positions.update(dict.fromkeys(eqn.outputs, position))
     return positions
@@ -213,7 +242,7 @@ def _stage_of(position: int, num_stages: int) -> int:
 
 
 def _split_results(
-    body: Graph, positions: Positions, adds: Sequence[bool], num_stages: int
+    body: Graph, positions: Positions, adds: Sequence[bool], sizes: _Sizes
 ) -> _SharedResults:
     """Returns `body` with results copied or, if they are sums over stages, split into shares.
 
@@ -229,20 +258,22 @@ def _split_results(
             return [atom]
         return [term for part in eqn.inputs for term in terms(part)]
 
-    def stage(atom: Atom) -> int:
-        position = positions.get(atom, 0) if isinstance(atom, Var) else 0
-        return _stage_of(position, num_stages)
+    def position(atom: Atom) -> int:
+        return positions.get(atom, 0) if isinstance(atom, Var) else 0
 
     eqns = list(body.eqns)
     shares: list[tuple[Var, ...]] = []
     for output, may_share in zip(body.outputs, adds, strict=True):
         parts: dict[int, list[Atom]] = {}
         for term in terms(output) if may_share else [output]:
-            parts.setdefault(stage(term), []).append(term)
-        if len(parts) == 1:
+            stage = _stage_of(position(term), sizes.num_stages)
+            parts.setdefault(stage // sizes.num_joined, []).append(term)
+        if len(parts) == 1 and sizes.num_joined == 1:
             parts = {0: [output]}
         share = []
         for atoms in parts.values():
+            if sizes.num_joined > 1:
+                atoms = sorted(atoms, key=position)
             total = atoms[0]
             for atom in atoms[1:]:
                 added = Var(output.aval) if isinstance(output, Var) else None
@@ -270,8 +301,7 @@ def _stages_of_eqns(
     print_stages = _stages_of_prints(body, marks)
     for eqn in reversed(body.eqns):
         if eqn in marks:
-            stage = marks[eqn] + is_backward_mark(eqn)
-            stages = {stage}
+            stages = {marks[eqn] + (is_backward_mark(eqn) and part_of_mark(eqn) is None)}
         elif eqn.outputs[0] in positions:
             stages = {_stage_of(positions[eqn.outputs[0]], num_stages)}
         else:
@@ -295,7 +325,7 @@ def _stages_of_prints(body: Graph, marks: Mapping[Eqn, int]) -> dict[Eqn, int]:
     stage = 0
     for eqn in body.eqns:
         if eqn in marks:
-            stage = marks[eqn] + (not is_backward_mark(eqn))
+            stage = marks[eqn] + (not is_backward_mark(eqn) and part_of_mark(eqn) is None)
         elif has_print(eqn):
             print_stages[eqn] = stage
     return print_stages

@@ -73,7 +73,7 @@ def _can_fuse(first: RunTask, second: RunTask) -> bool:
     if len(first.actions) != 1 or len(second.actions) != 1 or first.loop != second.loop:
         return False
     (a,), (b,) = first.actions, second.actions
-    same = a.stage == b.stage and a.microbatch == b.microbatch
+    same = (a.stage, a.microbatch, a.slice) == (b.stage, b.microbatch, b.slice)
     return same and a.op is Op.F and b.op in (Op.B, Op.I)
 
 

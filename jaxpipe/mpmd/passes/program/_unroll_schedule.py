@@ -11,7 +11,7 @@ fused programs and the life of buffers, depends on the order of instructions.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -94,9 +94,13 @@ def _init_accumulator(reduction: Reduction) -> list[jax.Array]:
 
 
 def task_name(action: Action) -> str:
-    """Returns the name of a task as JaxPP writes it: operation, stage, microbatch (`fwd_0__3`)."""
+    """Returns the name of a task as JaxPP writes it: operation, stage, microbatch (`fwd_0__3`).
+
+    A slice comes last: `fwd_0__3s1`.
+    """
     what = {Op.F: "fwd", Op.B: "bwd", Op.I: "bwd_i", Op.W: "bwd_w"}[action.op]
-    return f"{what}_{action.stage}__{action.microbatch}"
+    piece = "" if action.slice is None else f"s{action.slice}"
+    return f"{what}_{action.stage}__{action.microbatch}{piece}"
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ def _tasks_of_schedule(loop: PipelinedLoop, loop_index: int) -> Iterator[RunTask
     buffers = _LoopBuffers(invariants, results, dict.fromkeys(results, 0))
     for rank, scheduled in language.topological_order(loop.schedule):
         for action in language.actions_of(scheduled):
-            stage = loop.stages[action.stage]
+            stage = loop.stages[loop.part_of(action)]
             for part in _split_action(action, stage):
                 if part.op in stage.tasks:
                     yield _run_task(rank, part, loop, loop_index, buffers)
@@ -134,14 +138,15 @@ def _tasks_of_schedule(loop: PipelinedLoop, loop_index: int) -> Iterator[RunTask
 def _split_action(action: Action, stage: Stage) -> list[Action]:
     """Returns I and W in place of a whole backward, if the stage has only these two tasks."""
     if action.op is Op.B and Op.B not in stage.tasks:
-        return [Action(action.stage, op, action.microbatch) for op in (Op.I, Op.W)]
+        return [replace(action, op=op) for op in (Op.I, Op.W)]
     return [action]
 
 
 def _run_task(
     rank: int, action: Action, loop: PipelinedLoop, loop_index: int, buffers: _LoopBuffers
 ) -> RunTask:
-    task, microbatch = loop.stages[action.stage].tasks[action.op], action.microbatch
+    part, microbatch = loop.part_of(action), action.microbatch
+    task = loop.stages[part].tasks[action.op]
     results, num_updates = buffers.results, buffers.num_updates
     accumulated = [(value, rank) for value in task.accumulators]
     reads = [buffers.invariants.get(value, Buffer(value, microbatch)) for value in task.reads]
@@ -149,7 +154,7 @@ def _run_task(
     writes = [Buffer(value, microbatch) for value in task.writes]
     for result in accumulated:
         num_updates[result] += 1
-        is_last = num_updates[result] == len(loop.microbatches[action.stage, rank])
+        is_last = num_updates[result] == len(loop.microbatches[part, rank])
         writes.append(Buffer(results[result], None if is_last else num_updates[result]))
     return RunTask(
         rank,

@@ -1,0 +1,97 @@
+"""A stage that runs one slice of the sequences of a microbatch, for programs of every rank.
+
+A slice is given what each slice before it has appended to the state, as arrays of their own. They
+are results of the forwards of these slices, so no buffer is copied; and a slice attends to as many
+positions as it can see.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import PyTree
+
+from ..autodiff import StagedModel
+from ..autodiff.staged_model import Past
+from ..schedules import Schedule
+from ..schedules.language import num_slices
+
+
+def is_sliced(schedule: Any) -> bool:
+    """Returns whether a schedule cuts sequences into slices."""
+    return isinstance(schedule, Schedule) and num_slices(schedule) > 1
+
+
+def past_dims(model: StagedModel, num_slices: int, *examples: PyTree) -> tuple[int, ...]:
+    """Traces a stage to find the dim of positions in every leaf of the state that slices carry.
+
+    Args:
+        model: The model.
+        num_slices: Slices of a sequence.
+        *examples: Weights, activation, inputs and keys of one slice; only types are read.
+
+    Returns:
+        The dim of each leaf.
+
+    Raises:
+        ValueError: If the model cannot be sliced, or slices carry parts of several lengths.
+    """
+    if model.sliced_stage is None:
+        raise ValueError(
+            "`schedule` has slices of sequences and `model.sliced_stage` is None: the layers do "
+            "not say what they carry from slice to slice. Give one, or a schedule of whole "
+            "microbatches."
+        )
+    _, _, past = jax.eval_shape(model.sliced_stage, *examples, Past(num_slices=num_slices))
+    pairs = zip(jax.tree.leaves(past.earlier), jax.tree.leaves(past.new), strict=True)
+    found = [
+        (part.shape[i], i)
+        for whole, part in pairs
+        for i, (n, t) in enumerate(zip(whole.shape, part.shape, strict=True))
+        if n != t
+    ]
+    lengths = {length for length, _ in found}
+    if len(lengths) != 1:
+        raise ValueError(
+            f"The slices of a sequence carry parts of {sorted(lengths)} positions to the next "
+            "slice. `past.append` takes leaves [b, t, ...] with the t positions of the slice."
+        )
+    return tuple(dim for _, dim in found)
+
+
+def stage_of_slices(model: StagedModel, num_slices: int, dims: Sequence[int]) -> Callable:
+    """Returns the stage as a function of what the slices before have appended to the state.
+
+    Args:
+        model: The model.
+        num_slices: Slices of a sequence. The last appends nothing, as no slice would read it.
+        dims: The dim of positions of every leaf.
+
+    Returns:
+        `(weights, x, inputs, (keys, one tree for each slice before)) -> (y, aux, tree)`.
+    """
+
+    def run(weights: Any, x: Any, inputs: Any, given: tuple[Any, list[Any]]) -> tuple[Any, ...]:
+        keys, earlier = given
+        assert model.sliced_stage is not None, "checked by `past_dims`"
+        y, aux, past = model.sliced_stage(weights, x, inputs, keys, _past_of(earlier, dims))
+        is_last = len(earlier) == num_slices - 1
+        return y, aux, () if is_last else past.new
+
+    return run
+
+
+def _past_of(earlier: list[PyTree], dims: Sequence[int]) -> Past:
+    """Returns the state for the last of `len(earlier) + 1` slices."""
+    if not earlier:
+        return Past()
+    structure = jax.tree.structure(earlier[0])
+    parts = list(zip(*map(jax.tree.leaves, earlier), strict=True))
+    leaves = [
+        lax.concatenate([*of_leaf, jnp.zeros_like(of_leaf[0])], dim)
+        for of_leaf, dim in zip(parts, dims, strict=True)
+    ]
+    offset = len(earlier) * parts[0][0].shape[dims[0]]
+    return Past(structure.unflatten(leaves), offset=offset, num_slices=len(earlier) + 1)
