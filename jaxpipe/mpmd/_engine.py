@@ -7,7 +7,7 @@ import jax
 from jaxtyping import PyTree, Scalar
 
 from ..autodiff import Remat, StagedModel, keep, recompute
-from ..autodiff.staged_model import Aux, Past, combine_losses, fold_in_microbatch, index_leading
+from ..autodiff.staged_model import Aux, combine_losses, fold_in_microbatch, index_leading
 from ..schedules import Schedule
 from ..schedules.language import num_slices
 from ._slices import is_sliced, past_dims, stage_of_slices

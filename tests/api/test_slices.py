@@ -111,10 +111,23 @@ ROWS = {
     "two kinds": ({"stage": 2, "slices": 3}, KINDS, 4),
     "frozen": ({"stage": 2, "slices": 2, "frozen": lambda path, _: "'k'" in path}, MODEL, 4),
 }
+# Programs of every rank: stages of unequal lengths are no padded ones, and kinds are only some.
+ROWS |= {
+    f"mpmd, {name}": (options | {"engine": "mpmd"}, model, num_layers)
+    for name, (options, model, num_layers) in {
+        **{
+            f"{ranks} ranks, {slices} slices": ({"stage": ranks, "slices": slices}, MODEL, 5)
+            for ranks in (2, 4)
+            for slices in (2, 3)
+        },
+        **{name: row for name, row in ROWS.items() if "slices" not in name},
+    }.items()
+}
+IN_FIRST_JOB = "2 ranks, 2 slices, uneven", "mpmd, 2 ranks, 3 slices"
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if "uneven" in n else pytest.mark.slow) for n in ROWS]
+    "name", [pytest.param(n, marks=() if n in IN_FIRST_JOB else pytest.mark.slow) for n in ROWS]
 )
 def test_slices_compute_what_whole_sequences_do(name: str):
     options, model, num_layers = ROWS[name]
@@ -137,18 +150,22 @@ def test_the_same_model_runs_whole_sequences_with_every_engine(schedule, engine)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", [recompute, keep])
-def test_backwards_of_slices_may_be_split(remat):
+@pytest.mark.parametrize(
+    ("engine", "remat"), [("scheduled", recompute), ("scheduled", keep), ("mpmd", recompute)]
+)
+def test_backwards_of_slices_may_be_split(engine, remat):
     whole = build("seq1f1b", ranks=2, microbatches=4, slices=3)
     text = re.sub(r"(\d+)B(\d+s\d+)", r"\1I\2 \1W\2", str(whole))
     schedule = check(parse(text))
-    pipe = jp.pipeline(MODEL, schedule=schedule, mesh=mesh(stage=2), microbatches=4, remat=remat)
+    options: dict[str, Any] = {"engine": engine, "remat": remat}
+    pipe = jp.pipeline(MODEL, schedule=schedule, mesh=mesh(stage=2), microbatches=4, **options)
     pipe.check(init(), batch())
 
 
-def test_a_value_alone_runs_the_forwards_of_slices():
+@pytest.mark.parametrize("engine", ["scheduled", "mpmd"])
+def test_a_value_alone_runs_the_forwards_of_slices(engine):
     pipe, plain = (
-        sliced(3, stage=2),
+        sliced(3, stage=2, engine=engine),
         jp.pipeline(MODEL, schedule=None, mesh=mesh(stage=1), microbatches=4),
     )
     found, wanted = (
@@ -204,6 +221,16 @@ def test_the_estimate_counts_slices_and_what_they_carry():
     states = (slots["past"] + slots["past_cotangents"]) * 2 * one_input  # keys and values
     inputs = max(peak_activations(pipe.schedule)) * one_input // 3
     assert max(pipe.memory(params, batch()).activations) == states + inputs
+    programs = sliced(3, stage=4, engine="mpmd")
+    assert programs.schedule is not None
+    inputs = max(peak_activations(programs.schedule)) * one_input // 3
+    assert max(programs.memory(params, batch()).activations) == states + inputs
+
+
+def test_slices_of_a_microbatch_stay_on_one_rank():
+    text = "0F0s0 0F0s1 1F0s1 1B0s1 0B0s1 0B0s0\n1F0s0 1B0s0"
+    with pytest.raises(ValueError, match="slices of microbatch 0 of stage 1 on ranks 0 and 1"):
+        jp.pipeline(MODEL, schedule=parse(text), mesh=mesh(stage=2), microbatches=1, engine="mpmd")
 
 
 @pytest.mark.parametrize(
@@ -217,7 +244,6 @@ def test_the_estimate_counts_slices_and_what_they_carry():
             {"layer": lambda w, x, batch, past, key: (x, past.append(x)[1])},
             "takes a dropout key. Masks that are drawn for slices are not those of whole",
         ),
-        ({"engine": "mpmd"}, "slices of sequences, and this engine runs whole microbatches. Give"),
         ({"engine": "circular"}, "`engine` is 'circular', which runs no other"),
     ],
 )

@@ -6,7 +6,7 @@ from harness.contract import Row, slow
 from jaxpipe.schedules import FAMILIES
 
 REFUSED = ("seq1f1b",)
-"""Slices of sequences."""
+"""Slices of sequences take no dropout, which these rows have: tests/api/test_slices.py."""
 V_SHAPED = ("zbv", "v_half", "v_min", "dualpipev")
 EVEN = ("dualpipe",)
 """Families for even numbers of ranks, whose stages are on two ranks each."""

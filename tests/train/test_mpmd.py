@@ -51,6 +51,15 @@ SLOW: dict[str, tuple[int, Settings]] = {
     ),
     "dualpipe, tied": (4, DUALPIPE | {"ici_fsdp_parallelism": 2, "logits_via_embedding": True}),
     "dualpipe, tied, none": (1, NONE | {"logits_via_embedding": True}),
+    "slices": (2, MPMD | {"pipeline_schedule": "seq1f1b", "num_pipeline_slices": 2}),
+    "tied slices, none": (1, NONE | {"logits_via_embedding": True}),
+    "tied slices, fsdp 2": (
+        8,
+        MPMD
+        | {"pipeline_schedule": "seq1f1b", "num_pipeline_slices": 4}
+        | {"ici_pipeline_parallelism": 4, "ici_fsdp_parallelism": 2}
+        | {"logits_via_embedding": True},
+    ),
     "a V with empty ends": (2, ZBV | {"pipeline_layout": "E|t|ttt|L"}),
     "layers after an uneven pipeline": (
         2,
@@ -251,7 +260,10 @@ def test_keys_that_mean_nothing_to_it_are_refused(settings, message):
             {"pipeline_schedule": "dualpipe", "num_pipeline_microbatches": 2},
             "'dualpipe'. `microbatches` is 2; to cross on every rank takes 4. Give at least 4",
         ),
-        ({"pipeline_schedule": "seq1f1b"}, "2 slices, but `pipeline_engine` is 'mpmd', which runs"),
+        (
+            {"pipeline_schedule": "seq1f1b", "dropout_rate": 0.1},
+            "2 slices, but `dropout_rate` is 0.1, and masks of slices are not those of whole",
+        ),
         ({"pipeline_schedule": "1f1"}, "`pipeline_schedule` is '1f1'. .* Did you mean '1f1b'"),
         ({"pipeline_layout": "Et|tt|tL"}, "number of stages in `pipeline_layout` is 3, not a mul"),
         (

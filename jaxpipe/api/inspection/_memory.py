@@ -120,14 +120,14 @@ def stage_residual_bytes(arguments: Callable, *given: PyTree) -> list[int]:
         x = model.embed(weights["embed"], first)
         stage = plan.remat(model.stage)
         stages = weights["stages"]
+        slices = 1 if plan.schedule is None else language.num_slices(plan.schedule)
         if isinstance(stages, list):
             each_keys = keys if keys else [()] * len(stages)
             pairs = zip(stages, each_keys, strict=True)
-            sizes.extend(_residual_bytes(stage, w, x, first, keys) for w, keys in pairs)
+            sizes.extend(slices * _residual_bytes(stage, w, x, first, keys) for w, keys in pairs)
         else:  # [v, S, ...] leaves: padded stages are alike
             w, keys = jax.tree.map(lambda leaf: leaf[0, 0], (stages, keys))
             num_stages = 1 if plan.schedule is None else plan.schedule.num_stages
-            slices = 1 if plan.schedule is None else language.num_slices(plan.schedule)
             sizes.extend([slices * _residual_bytes(stage, w, x, first, keys)] * num_stages)
 
     jax.eval_shape(measure, *given)
@@ -150,19 +150,25 @@ def carried_bytes(arguments: Callable, *given: PyTree) -> int:
         plan, model, weights, inputs, keys = arguments(*given)
         if model.sliced_stage is None:
             return
-        slots = lock_step.tick_tables(plan.ticks)
+        slots = lock_step.tick_tables(plan.ticks or lock_step.to_lock_step(plan.schedule))
         first = jax.tree.map(lambda leaf: leaf[0, :1], inputs)
         x = model.embed(weights["embed"], first)
-        w, keys = jax.tree.map(lambda leaf: leaf[0, 0], (weights["stages"], keys))
-        past = Past(num_slices=slots.num_slices)
-        state = model.sliced_stage(w, x, first, keys, past)[2].earlier
-        leaves = jax.tree.leaves(floating(state))
-        sums = sum(x.size * max(4, x.dtype.itemsize) for x in leaves)  # at least float32
-        states = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-        sizes.append(slots.num_slots["past"] * states + slots.num_slots["past_cotangents"] * sums)
+        stages = weights["stages"]
+        if isinstance(stages, list):
+            pairs = list(zip(stages, keys if keys else [()] * len(stages), strict=True))
+        else:  # padded stages are alike
+            pairs = [jax.tree.map(lambda leaf: leaf[0, 0], (stages, keys))]
+        for w, key in pairs:
+            past = Past(num_slices=slots.num_slices)
+            state = model.sliced_stage(w, x, first, key, past)[2].earlier
+            leaves = jax.tree.leaves(floating(state))
+            sums = sum(x.size * max(4, x.dtype.itemsize) for x in leaves)  # at least float32
+            states = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+            counts = slots.num_slots["past"], slots.num_slots["past_cotangents"]
+            sizes.append(counts[0] * states + counts[1] * sums)
 
     jax.eval_shape(measure, *given)
-    return sum(sizes)
+    return max(sizes, default=0)
 
 
 def rank_residual_bytes(plan: PipelinePlan, sizes: Sequence[int], differ: bool) -> tuple[int, ...]:

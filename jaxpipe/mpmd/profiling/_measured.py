@@ -123,7 +123,7 @@ def _collecting(enabled: bool) -> Iterator[dict[str, list[float]] | None]:
     def observe(compiled: Compiled) -> list[Thunk]:
         def record(time: TaskTime) -> None:
             name = _name(time.run, compiled)
-            name = re.sub(r"__\d+", "", name) if time.run.actions else name
+            name = re.sub(r"__\d+(s\d+)?", "", name) if time.run.actions else name
             found.setdefault(name, []).append(1e3 * (time.end - time.start))
 
         return [_timed(i, thunk, compiled.slot_of, record) for i, thunk in compiled.thunks]

@@ -27,7 +27,7 @@ _ENGINES_BY_KEY: dict[str, tuple[str, ...]] = {
     "pipeline_schedule": ("scheduled", "mpmd"),
     "pipeline_layout": ("scheduled", "mpmd"),
     "pipeline_vocab_parallel": ("scheduled",),
-    "num_pipeline_slices": ("scheduled",),
+    "num_pipeline_slices": ("scheduled", "mpmd"),
     "pipeline_delay_activation_forwarding": ("circular",),
     "scan_pipeline_iterations": ("circular",),
     "scan_pipeline_repeats": ("circular",),

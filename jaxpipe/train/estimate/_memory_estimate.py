@@ -173,15 +173,16 @@ def _stage_input_bytes(plan: StepPlan) -> tuple[int, ...]:
 
 def _carried_bytes(plan: StepPlan) -> int:
     """Returns the bytes of keys and values that slices carry, and of their cotangents."""
-    batch, sizes, ticks = plan.batch, plan.state.weights.sizes, plan.pipeline.ticks
+    batch, sizes, schedule = plan.batch, plan.state.weights.sizes, plan.pipeline.schedule
     if plan.num_slices == 1:
         return 0
-    assert isinstance(sizes, LlamaConfig) and ticks is not None
+    assert isinstance(sizes, LlamaConfig) and schedule is not None
     shape = batch.microbatch_size, batch.length, sizes.base_num_kv_heads, sizes.head_dim
     axes = ("activation_batch", "activation_length", "activation_kv_heads", "activation_kv")
     one = {"keys": jax.ShapeDtypeStruct(shape, jnp.dtype(plan.model.dtype))}
     where = batch.devices.shardings(one, {"keys": axes})["keys"]
     size, itemsize = math.prod(where.shard_shape(shape)), one["keys"].dtype.itemsize
+    ticks = plan.pipeline.ticks or lock_step.to_lock_step(schedule)
     slots = lock_step.tick_tables(ticks).num_slots
     sums = slots["past_cotangents"] * max(4, itemsize)  # at least float32
     of_layer = 2 * size * (slots["past"] * itemsize + sums)

@@ -169,7 +169,6 @@ def _slice_problems(config: Config) -> tuple[str, ...]:
     """Returns why a run cannot cut sequences into slices, whatever their number."""
     family = MODEL_FAMILIES[config.decoder_block]
     problems = {
-        "`pipeline_engine` is 'mpmd', which runs whole microbatches": config.engine.per_stage_state,
         f"`dropout_rate` is {config.dropout_rate:g}, and masks of slices are not those of whole "
         "sequences": config.enable_dropout and config.dropout_rate > 0,
         f"`decoder_block` is {config.decoder_block!r}, whose layers cannot run slices": (

@@ -23,6 +23,7 @@ from ..plan._state_plan import StatePlan
 from ..plan._weight_plan import WeightPlan
 from ._gradient_accumulation import unrolled_gradient_accumulation
 from ._init import dropout_keys_of_layers, init_boundary, init_layers
+from ._one_program import of_slices
 from ._optimizer_step import make_optimizer_step
 from ._per_stage_state import mpmd_mesh
 from ._state import TrainState, state_shapes, state_shardings
@@ -52,7 +53,7 @@ def make_mpmd_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], dict[str, 
         `(weights, batch) -> loss and metrics`.
     """
     value = unrolled_gradient_accumulation(
-        partial(plan.engine.value, plan.pipeline, _model(plan)),
+        of_slices(plan.num_slices, partial(plan.engine.value, plan.pipeline, _model(plan))),
         plan.batch.gradient_accumulation_steps,
     )
     weights_plan = plan.state.weights
@@ -179,7 +180,8 @@ def lower_train_step(plan: StepPlan) -> mpmd.Lowered:
     """Lowers the step on all ranks."""
     weights, seed = plan.state.weights, plan.dropout_seed
     layers = weights.layout.stage_layer_ids
-    call = partial(plan.engine.value_and_grad, plan.pipeline, _model(plan))
+    run = partial(plan.engine.value_and_grad, plan.pipeline, _model(plan))
+    call = of_slices(plan.num_slices, run)
 
     def dropout_keys(step: Int[Array, ""]) -> list[PyTree]:
         return [dropout_keys_of_layers(seed, step, layer_ids) for layer_ids in layers]

@@ -216,7 +216,9 @@ def _positions(body: Graph, marks: Mapping[Eqn, int], sizes: _Sizes) -> Position
     positions: dict[Var, int] = {}
     num_stages = sizes.num_stages
     # Where slices are parts, the backwards of several parts begin with the loss.
-    with_loss = range(num_stages - sizes.num_slices if sizes.num_slices > 1 else num_stages, num_stages)
+    with_loss = range(
+        num_stages - sizes.num_slices if sizes.num_slices > 1 else num_stages, num_stages
+    )
     for eqn in body.eqns:
         position = max(
             (positions[v] for v in variables(eqn.inputs) if v in positions), default=None
@@ -230,7 +232,7 @@ def _positions(body: Graph, marks: Mapping[Eqn, int], sizes: _Sizes) -> Position
                     "in which values run through them."
                 )
             position = behind
-        elif position in with_loss and is_transposed(eqn):
+        elif position is not None and position in with_loss and is_transposed(eqn):
             position = 2 * num_stages - 1 - position
         if position is not None:
             positions.update(dict.fromkeys(eqn.outputs, position))
