@@ -212,6 +212,16 @@ def test_lines_behind_the_checkpoint_may_be_anything(copy, whole):
     assert [line["step"] for line in read_metrics(file)] == [1, 2, 3]
 
 
+def test_a_run_that_is_done_has_metrics_that_can_be_read(copy):
+    file = copy / "default" / "metrics.jsonl"
+    sound = file.read_bytes()
+    file.write_bytes(b"\0" * 10 + sound[10:])
+    with pytest.raises(ValueError, match=r"metrics\.jsonl line 1"):
+        run_to(copy, 3)
+    file.write_bytes(sound)
+    assert "has all 3 steps" in run_to(copy, 3)[1]
+
+
 def test_a_save_is_recorded_only_when_it_is_complete(tmp_path, monkeypatch):
     recorded, complete, replace = [], [], os.replace
 

@@ -99,6 +99,21 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
     return read_lines(Path(path), key="step")
 
 
+def check_metrics(folder: str | PathLike[str]) -> None:
+    """Checks that the metrics of a run can be read, but for a last line that a kill has torn.
+
+    Args:
+        folder: The folder of `metrics.jsonl`.
+
+    Raises:
+        ValueError: If a line is not a JSON object with an integer `step`.
+        RunError: If the file is there and cannot be read.
+    """
+    path = Path(folder) / METRICS_FILE
+    for n, line in complete_lines(path):
+        parse_line(line, "step", f"{path} line {n}")
+
+
 def _drop_steps_from(path: Path, first_step: int) -> None:
     if not os.path.lexists(path):
         return

@@ -36,7 +36,7 @@ from ..config._config import Config, parse_profile_steps
 from ..estimate._device_flops import step_work
 from ..estimate._fits import check_fits
 from ..logs._describe import describe
-from ..logs._metrics import WriteMetrics, metrics_writer
+from ..logs._metrics import WriteMetrics, check_metrics, metrics_writer
 from ..logs._profile import profiler
 from ..logs._progress import ReportStep, Stream, progress
 from ..logs._wandb import load_wandb, wandb_writer
@@ -119,6 +119,7 @@ def train(
         )
         print("".join(f"{line}\n" for line in said or []), end="", file=shown)
         if done >= config.steps:
+            on_first_process(lambda: check_metrics(folder), f"cannot read {str(folder)!r}")
             print(f"{folder} has all {done} steps. Nothing to do.", file=shown)
             return []
         checkpoints = stack.enter_context(_open_run_checkpoints(config, folder))
