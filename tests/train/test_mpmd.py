@@ -49,8 +49,8 @@ SLOW: dict[str, tuple[int, Settings]] = {
         | {"pipeline_schedule": UNEQUAL, "num_pipeline_microbatches": 2}
         | {"pipeline_layout": "Et|t|ttL"},
     ),
-    "dualpipe, tied": (4, DUALPIPE | {"ici_fsdp_parallelism": 2, "logits_via_embedding": True}),
-    "dualpipe, tied, none": (1, NONE | {"logits_via_embedding": True}),
+    "tied dualpipe": (4, DUALPIPE | {"ici_fsdp_parallelism": 2, "logits_via_embedding": True}),
+    "tied dualpipe, none": (1, NONE | {"logits_via_embedding": True}),
     "slices": (2, MPMD | {"pipeline_schedule": "seq1f1b", "num_pipeline_slices": 2}),
     "tied slices, none": (1, NONE | {"logits_via_embedding": True}),
     "tied slices, fsdp 2": (
