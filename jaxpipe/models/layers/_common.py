@@ -127,11 +127,6 @@ def stack(layer: Callable, *, scan: bool = True) -> Callable:
     """
 
     def run(weights: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, keys: PyTree):
-        if jax.tree.leaves(weights)[0].shape[0] == 1:
-            # A loop of one would fill its gradient with zeros and copy it. A reshape costs nothing.
-            w, key = jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), (weights, keys))
-            return layer(w, x, batch_inputs, key)
-
         def step(x, weights_and_key):
             w, key = weights_and_key
             return layer(w, x, batch_inputs, key)
