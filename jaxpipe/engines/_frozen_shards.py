@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from ..autodiff import recompute
+from ..sharding.specs import only_axes
 from ..spmd.weight_gather import gather_by_specs, gathering_layer, unsharded_specs
 from ._engine import PipelinePlan
 from ._fsdp import param_spec_tree, row_axes
@@ -94,13 +94,9 @@ def key_specs(plan: PipelinePlan, keys: PyTree) -> PyTree:
         if not is_shards(x):
             return PartitionSpec()
         axes = row_axes(plan.mesh)
-        manual = [PartitionSpec(None, *map(partial(_only, axes), spec)) for spec in x.specs]
+        manual = [PartitionSpec(None, *only_axes(spec, axes)) for spec in x.specs]
         return FrozenShards(jax.tree.unflatten(jax.tree.structure(x.tree), manual), x.specs)
 
     if not any(map(is_shards, jax.tree.leaves(keys, is_leaf=is_shards))):
         return None
     return jax.tree.map(specs, keys, is_leaf=is_shards)
-
-
-def _only(axes: tuple[str, ...], axis: str | None) -> str | None:
-    return axis if axis in axes else None

@@ -3,6 +3,7 @@
 from ._axes import axes_of as axes_of
 from ._axes import axes_of_dim as axes_of_dim
 from ._axes import check_divisible as check_divisible
+from ._axes import only_axes as only_axes
 from ._axes import with_axis_type as with_axis_type
 from ._axes import without_axes as without_axes
 from ._reshard import padded_spec as padded_spec

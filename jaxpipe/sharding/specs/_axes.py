@@ -41,6 +41,19 @@ def without_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     )
 
 
+def only_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+    """Returns a spec without the mesh axes that are not among some.
+
+    Args:
+        spec: The spec.
+        axes: The axes that stay.
+
+    Returns:
+        A spec of as many dims.
+    """
+    return without_axes(spec, axes_of(spec).difference(axes))
+
+
 def with_axis_type(
     spec: PartitionSpec, mesh: Mesh | AbstractMesh, axis_type: AxisType
 ) -> PartitionSpec:

@@ -7,14 +7,9 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from ...sharding._rules import GATHERED_AXES
-from ...sharding.specs import axes_of, axes_of_dim, without_axes
+from ...sharding.specs import axes_of, axes_of_dim, only_axes
 
 ArrayFunction = Callable[[jax.Array], jax.Array]
-
-
-def only_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """Returns `spec` without the mesh axes that are not in `axes`."""
-    return without_axes(spec, axes_of(spec).difference(axes))
 
 
 def all_gather_leaf(

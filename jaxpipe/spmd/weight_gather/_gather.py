@@ -18,9 +18,9 @@ from jaxtyping import PyTree
 
 from ...sharding import Rules, partition_spec
 from ...sharding._rules import GATHERED_AXES, gathered_rules
-from ...sharding.specs import check_divisible, padded_spec, with_axis_type, without_axes
+from ...sharding.specs import check_divisible, only_axes, padded_spec, with_axis_type, without_axes
 from ..ranks import is_spec
-from ._collectives import all_gather_leaf, only_axes, reduce_scatter_leaf
+from ._collectives import all_gather_leaf, reduce_scatter_leaf
 
 TreeFunction = Callable[[PyTree], PyTree]
 When = Literal["tick", "repeat", "once"]
