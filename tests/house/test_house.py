@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "nnx",
         "modules",
         "models",
+        "plan",
         "spmd",
         "mpmd",
         "autodiff",

@@ -8,10 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from ...plan import audit, memory, topology_devices
-from ...plan.compile_report import CompileReport, compiler_versions
-from ...plan.hlo import gpu_hosts
-from ...plan.step_time import estimated_time
+from ...plan import topology_devices
+from ...plan.compile_report import CompileReport, report_compiled
 from ...sharding import make_mesh
 
 
@@ -53,19 +51,7 @@ def compile_report(function: Callable, mesh: Mesh, bubble: float, *arguments: An
     Returns:
         The report, without the FLOPs of the model.
     """
-    device = mesh.devices.flat[0]
     started = time.perf_counter()
     compiled = function.lower(*arguments).compile()
     seconds = time.perf_counter() - started
-    hlo_text = compiled.as_text() or ""
-    return CompileReport(
-        platform=device.device_kind,
-        num_devices=mesh.size,
-        memory=memory(compiled, device.platform),
-        audit=audit(hlo_text, gpu_hosts(mesh.devices.flat)),
-        model_flops=float("nan"),
-        compile_seconds=seconds,
-        step_time=estimated_time(hlo_text, device.device_kind, bubble),
-        tokens=0,
-        **compiler_versions(device.platform),
-    )
+    return report_compiled(compiled, compiled.as_text() or "", mesh, seconds, bubble)

@@ -134,15 +134,11 @@ def _compile(plan: "StepPlan") -> tuple[Any, str]:
     """Compiles a step, and returns its report and its HLO."""
     import jax
 
-    from ...plan import audit, memory
-    from ...plan.compile_report import CompileReport, compiler_versions
-    from ...plan.hlo import gpu_hosts
-    from ...plan.step_time import estimated_time
+    from ...plan.compile_report import report_compiled
     from ...train import compile_train_step
     from ...train.estimate._device_flops import step_work
 
     mesh, work = plan.pipeline.mesh, step_work(plan.state.weights.sizes, plan.batch)
-    device = mesh.devices.flat[0]
     started = time.perf_counter()
     try:
         compiled = compile_train_step(plan)
@@ -153,16 +149,10 @@ def _compile(plan: "StepPlan") -> tuple[Any, str]:
         raise RuntimeError("The train step cannot be compiled.") from error
     seconds = time.perf_counter() - started
     hlo_text = compiled.as_text() or ""
-    report = CompileReport(
-        platform=device.device_kind,
-        num_devices=work.num_devices,
-        memory=memory(compiled, device.platform),
-        audit=audit(hlo_text, gpu_hosts(mesh.devices.flat)),
+    report = report_compiled(
+        *(compiled, hlo_text, mesh, seconds, _bubble(plan)),
         model_flops=work.flops,
-        compile_seconds=seconds,
-        step_time=estimated_time(hlo_text, device.device_kind, _bubble(plan)),
         tokens=work.num_tokens,
-        **compiler_versions(device.platform),
     )
     return report, hlo_text
 

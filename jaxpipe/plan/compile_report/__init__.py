@@ -3,6 +3,6 @@
 from ._memory import Memory as Memory
 from ._memory import memory as memory
 from ._report import CompileReport as CompileReport
-from ._report import compiler_versions as compiler_versions
+from ._report import report_compiled as report_compiled
 from ._report import report_json as report_json
 from ._report import report_text as report_text

@@ -5,16 +5,26 @@ import importlib.metadata
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import isnan
+from math import isnan, nan
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from .._device_memory import kind_bytes
-from ..hlo import Audit, CollectiveSite, CollectiveTotals, add_up, totals, uncounted_loops
-from ..step_time import StepTime
+from ..hlo import (
+    Audit,
+    CollectiveSite,
+    CollectiveTotals,
+    add_up,
+    audit,
+    gpu_hosts,
+    totals,
+    uncounted_loops,
+)
+from ..step_time import StepTime, estimated_time
 from ._columns import align, shorten
-from ._memory import Memory
+from ._memory import Memory, memory
 from ._time_text import dearest_rows, step_rates, time_json, time_rows
 
 
@@ -57,10 +67,48 @@ class CompileReport:
         return report_text(self)
 
 
-def compiler_versions(platform: str) -> dict[str, str]:
+def _compiler_versions(platform: str) -> dict[str, str]:
     """Returns `jax_version` and `libtpu_version` of a report about devices of `platform`."""
     libtpu = importlib.metadata.version("libtpu") if platform == "tpu" else ""
     return {"jax_version": jax.__version__, "libtpu_version": libtpu}
+
+
+def report_compiled(
+    compiled: Any,
+    hlo_text: str,
+    mesh: Mesh,
+    seconds: float,
+    bubble: float,
+    *,
+    model_flops: float = nan,
+    tokens: int = 0,
+) -> CompileReport:
+    """Makes the report of a compiled step.
+
+    Args:
+        compiled: A `jax.stages.Compiled`.
+        hlo_text: Its text.
+        mesh: The mesh that it runs on.
+        seconds: Seconds for lowering and compiling.
+        bubble: The share of the pipeline's time in which a device waits, by the schedule.
+        model_flops: As in `CompileReport`.
+        tokens: As in `CompileReport`.
+
+    Returns:
+        The report.
+    """
+    device = mesh.devices.flat[0]
+    return CompileReport(
+        platform=device.device_kind,
+        num_devices=mesh.size,
+        memory=memory(compiled, device.platform),
+        audit=audit(hlo_text, gpu_hosts(mesh.devices.flat)),
+        model_flops=model_flops,
+        compile_seconds=seconds,
+        step_time=estimated_time(hlo_text, device.device_kind, bubble),
+        tokens=tokens,
+        **_compiler_versions(device.platform),
+    )
 
 
 def report_json(report: CompileReport, *, num_dearest: int = 0) -> str:

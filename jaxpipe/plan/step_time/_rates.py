@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from .._device_peaks import PEAK_TFLOPS
 from ..hlo._groups import device_groups
 
 
@@ -24,18 +25,19 @@ class DeviceRates:
 
 
 _RATES = {
-    # Peaks, bidirectional bandwidth of a chip's links (v4, v5p and tpu7x have 6 links, v5e and v6e
-    # 4) and of the data centre's network: docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x.
-    # Where that page has no figure of the network, a v5e has half of a v5p's, the others have it.
-    "TPU v4": DeviceRates(1.05, 275.0, 50.0, 6.25),
-    "TPU v5 lite": DeviceRates(1.5, 197.0, 50.0, 3.125),
-    "TPU v5e": DeviceRates(1.5, 197.0, 50.0, 3.125),
-    "TPU v5": DeviceRates(1.75, 459.0, 100.0, 6.25),
-    "TPU v5p": DeviceRates(1.75, 459.0, 100.0, 6.25),
-    "TPU v6 lite": DeviceRates(1.75, 918.0, 100.0, 6.25),
-    "TPU v6e": DeviceRates(1.75, 918.0, 100.0, 6.25),
+    # Clock, link and network. Bidirectional bandwidth of a chip's links (v4, v5p and tpu7x have 6
+    # links, v5e and v6e 4) and of the data centre's network: docs.cloud.google.com/tpu/docs/v4,
+    # v5e, v5p, v6e, tpu7x. Where that page has no figure of the network, a v5e has half of a v5p's,
+    # the others have it.
+    "TPU v4": (1.05, 50.0, 6.25),
+    "TPU v5 lite": (1.5, 50.0, 3.125),
+    "TPU v5e": (1.5, 50.0, 3.125),
+    "TPU v5": (1.75, 100.0, 6.25),
+    "TPU v5p": (1.75, 100.0, 6.25),
+    "TPU v6 lite": (1.75, 100.0, 6.25),
+    "TPU v6e": (1.75, 100.0, 6.25),
     # A chip is two devices, which share its links.
-    "TPU7x": DeviceRates(2.2, 1153.5, 50.0, 6.25),
+    "TPU7x": (2.2, 50.0, 6.25),
 }
 
 
@@ -52,7 +54,10 @@ def device_rates(device_kind: str) -> DeviceRates | None:
         >>> device_rates("TPU v5").clock_ghz
         1.75
     """
-    return _RATES.get(device_kind)
+    if device_kind not in _RATES:
+        return None
+    clock_ghz, link_gb, network_gb = _RATES[device_kind]
+    return DeviceRates(clock_ghz, PEAK_TFLOPS[device_kind], link_gb, network_gb)
 
 
 def transfer_seconds(
