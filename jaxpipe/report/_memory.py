@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from ..plan.compile_report import Memory
 from ..train.estimate._memory_estimate import estimate_memory
 from ..train.plan._setup import StepPlan
+from ..xla.compile_report import Memory
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.plan import totals
+from jaxpipe.xla import totals
 
 D, L, B = 8, 2, 8
 

@@ -23,7 +23,13 @@ from .faults import arrange
 # Beyond the bounds that the campaign asserts, so that it sees how far beyond.
 _SECONDS, _ADDRESS_SPACE = 90, 14 << 30
 _IMPORTED = (
-    *("orbax.checkpoint", "jaxpipe.cli.commands", "jaxpipe.linen", "jaxpipe.nnx", "jaxpipe.plan"),
+    *(
+        "orbax.checkpoint",
+        "jaxpipe.cli.commands",
+        "jaxpipe.linen",
+        "jaxpipe.nnx",
+        "jaxpipe.xla",
+    ),
     *("jaxpipe.report", "jaxpipe.train", "jaxpipe.hugging_face"),
     *("jaxpipe.train.plan._flax_decoder", "jaxpipe.train.loop._loop"),
 )

@@ -22,14 +22,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "spmd": {"autodiff", "ir", "schedules", "sharding"},
     "mpmd": {"autodiff", "ir", "schedules", "sharding"},
     "engines": {"spmd", "mpmd", "autodiff", "schedules", "sharding"},
-    "api": {"engines", "autodiff", "schedules", "sharding", "plan"},
+    "api": {"engines", "autodiff", "schedules", "sharding", "xla"},
     "testing": {"api", "engines", "schedules"},
     "modules": {"spmd", "autodiff", "sharding"},
     "linen": {"api", "modules", "spmd"},
     "nnx": {"api", "modules"},
     "equinox": {"api"},
     "models": {"sharding"},
-    "plan": set(),
+    "xla": set(),
     "train": {
         "data",
         "engines",
@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "nnx",
         "modules",
         "models",
-        "plan",
+        "xla",
         "spmd",
         "mpmd",
         "autodiff",
@@ -45,8 +45,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "sharding",
     },
     "hugging_face": {"train", "models"},
-    "report": {"train", "plan", "models", "schedules", "sharding"},
-    "cli": {"report", "hugging_face", "train", "data", "plan", "models", "mpmd", "schedules"},
+    "report": {"train", "xla", "models", "schedules", "sharding"},
+    "cli": {"report", "hugging_face", "train", "data", "xla", "models", "mpmd", "schedules"},
 }
 
 MAX_FOLDER_MODULES = 12
@@ -163,7 +163,7 @@ class Refuse:
             raise ImportError(f"{name} is blocked")
 sys.meta_path.insert(0, Refuse())
 import jaxpipe, jaxpipe.schedules, jaxpipe.sharding, jaxpipe.autodiff, jaxpipe.spmd
-import jaxpipe.models, jaxpipe.plan, jaxpipe.cli
+import jaxpipe.models, jaxpipe.xla, jaxpipe.cli
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name, print_saved_residuals
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from harness.frontends import Row, scalar
-from jaxpipe import linen, plan, sharding
+from jaxpipe import linen, sharding, xla
 from jaxpipe import nnx as nnx_pipelines
 
 KEY = jax.random.key(5)
@@ -206,7 +206,7 @@ def test_the_window_holds_the_repeats_that_ranks_are_in():
 def test_the_call_gathers_weights_when_the_config_says(when):
     module, variables, x = pipeline("" if when == "tick" else when)
     text = jax.jit(module.apply).lower(variables, x).compile().as_text() or ""
-    gathers = [site for site in plan.audit(text).sites if site.kind == "all-gather"]
+    gathers = [site for site in xla.audit(text).sites if site.kind == "all-gather"]
     found = [(g.shape, g.executions) for g in gathers if g.shape.endswith(f"{WIDTH},{WIDTH}]")]
     of_a_repeat, of_all = f"f32[1,{WIDTH},{WIDTH}]", f"f32[2,1,{WIDTH},{WIDTH}]"
     if when == "tick":
@@ -222,7 +222,7 @@ def test_weights_are_gathered_over_fsdp_transpose_too():
     module, variables, x = pipeline("once", mesh, logical_axis_rules=rules)
     assert shard(nn.meta.unbox(variables)["params"]["layers"]["w"]) == (2, 1, 1, WIDTH // 2, WIDTH)
     text = jax.jit(module.apply).lower(variables, x).compile().as_text() or ""
-    gathers = [site for site in plan.audit(text).sites if site.kind == "all-gather"]
+    gathers = [site for site in xla.audit(text).sites if site.kind == "all-gather"]
     assert (f"f32[2,1,{WIDTH},{WIDTH}]", 1) in [(g.shape, g.executions) for g in gathers]
 
 

@@ -19,8 +19,8 @@ from jaxpipe.models.layers import (
     dot_product_attention,
     pallas_gpu_attention,
 )
-from jaxpipe.plan import topology_devices
 from jaxpipe.sharding import DEFAULT_RULES, make_mesh
+from jaxpipe.xla import topology_devices
 
 LENGTH, ROWS = 128, 4
 KERNELS = {

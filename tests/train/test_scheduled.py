@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpipe import plan, schedules
+from jaxpipe import schedules, xla
 from jaxpipe.cli import main
 from jaxpipe.data import synthetic_batches
 from jaxpipe.schedules import builders, lock_step
@@ -399,7 +399,7 @@ def test_no_two_layers_are_whole_at_a_time_and_a_backward_gathers_again(engine, 
     text = compile_train_step(setup.step).as_text() or ""
     assert re.search(r"\[4,12,48\]", text)
     assert not re.search(r"[\[,]4,24,48\]", text)
-    totals = plan.totals(plan.audit(text))
+    totals = xla.totals(xla.audit(text))
     # The table of embedding and head once, everything else in the forward and in the backward,
     # and once more where a stage runs again in between.
     times = {"full": 3, "none": 2}[policy]

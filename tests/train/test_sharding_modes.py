@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpipe import plan
+from jaxpipe import xla
 from jaxpipe.models import PRESETS
 from jaxpipe.train import compile_train_step, load_config, set_up, train
 
@@ -55,17 +55,17 @@ def test_explicit_axes_and_zero_1_have_the_losses_of_the_plain_run(tmp_path, pla
 
 def test_explicit_axes_communicate_what_automatic_ones_do_and_need_no_more_memory(auto):
     explicit = compiled(ZERO, EXPLICIT)
-    sizes = [plan.totals(plan.audit(step.as_text() or "")) for step in (auto, explicit)]
+    sizes = [xla.totals(xla.audit(step.as_text() or "")) for step in (auto, explicit)]
     moved = [{kind: total.result_bytes for kind, total in of.items()} for of in sizes]
     assert moved[0] == moved[1]
-    peaks = [plan.memory(step, "cpu").peak_bytes for step in (auto, explicit)]
+    peaks = [xla.memory(step, "cpu").peak_bytes for step in (auto, explicit)]
     assert peaks[1] <= 1.01 * peaks[0]
 
 
 def test_zero_1_halves_adams_moments_where_weights_are_split_over_fsdp(auto):
-    plain = plan.memory(compiled(), "cpu").argument_bytes
+    plain = xla.memory(compiled(), "cpu").argument_bytes
     # Weights and two moments of almost all bytes; over data 2 the moments shrink to a half.
-    assert plan.memory(auto, "cpu").argument_bytes < 0.7 * plain
+    assert xla.memory(auto, "cpu").argument_bytes < 0.7 * plain
 
 
 def test_explicit_axes_without_a_pipeline_are_refused():

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from ...plan import topology_devices
-from ...plan.compile_report import CompileReport, report_compiled
 from ...sharding import make_mesh
+from ...xla import topology_devices
+from ...xla.compile_report import CompileReport, report_compiled
 
 
 def topology_mesh(mesh: Mesh, topology: str) -> Mesh:

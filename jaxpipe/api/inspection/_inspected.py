@@ -10,9 +10,9 @@ from jaxtyping import Array, PyTree
 
 from ...engines import ENGINES, Engine
 from ...engines._engine import PipelinePlan
-from ...plan.compile_report import CompileReport
 from ...schedules import Costs, Schedule, Timeline, bubble_fraction, to_svg
 from ...schedules.language import describe
+from ...xla.compile_report import CompileReport
 from .._frozen import unmark
 from .._params import weights_of
 from ._check import TOLERANCE, Comparison, check

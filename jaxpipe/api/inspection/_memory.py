@@ -14,8 +14,8 @@ from jaxtyping import PyTree
 from ...autodiff.backward import floating
 from ...autodiff.staged_model import Past
 from ...engines._engine import PipelinePlan
-from ...plan._device_memory import device_bytes
 from ...schedules import activation_bytes, language, lock_step
+from ...xla._device_memory import device_bytes
 
 _COLUMNS = ("parameters", "gradients", "optimizer", "activations")
 

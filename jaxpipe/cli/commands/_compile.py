@@ -65,10 +65,10 @@ def run(args: argparse.Namespace) -> int:
     config = read_settings(args.settings)
     devices = _devices(args.topology, args.num_slices, config.emulate_devices)
     dump = args.dump_hlo and _dump_file(args.dump_hlo, config.model_name, args.topology)
-    from ...plan.compile_report import report_json, report_text
     from ...train import set_up
     from ...train.logs._describe import describe
     from ...train.step._aot import check_single_program
+    from ...xla.compile_report import report_json, report_text
 
     setup = set_up(config, devices)
     check_single_program(setup.step.engine)
@@ -102,7 +102,7 @@ def _devices(topology: str | None, num_slices: int, num_emulated: int) -> list[A
                 f"`emulate_devices` is {num_emulated} and `--topology` {topology}. Leave "
                 "one of them out."
             )
-        from ...plan import topology_devices
+        from ...xla import topology_devices
 
         return topology_devices(topology, num_slices)
     if num_slices != 1:
@@ -134,9 +134,9 @@ def _compile(plan: "StepPlan") -> tuple[Any, str]:
     """Compiles a step, and returns its report and its HLO."""
     import jax
 
-    from ...plan.compile_report import report_compiled
     from ...train import compile_train_step
     from ...train.estimate._device_flops import step_work
+    from ...xla.compile_report import report_compiled
 
     mesh, work = plan.pipeline.mesh, step_work(plan.state.weights.sizes, plan.batch)
     started = time.perf_counter()

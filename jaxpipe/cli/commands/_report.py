@@ -98,10 +98,10 @@ def _compiled(
     found: "RunRecord", plan: "StepPlan | None", why: str, topology: str | None, num_slices: int
 ) -> "CompiledMemory":
     """Compiles the step for a topology or for the emulated devices, and returns its memory."""
-    from ...plan import memory, topology_devices
     from ...report._memory import CompiledMemory
     from ...train import compile_train_step, set_up
     from ...train.step._aot import check_single_program
+    from ...xla import memory, topology_devices
 
     if plan is None or found.config is None:
         raise ValueError(f"`--compile` needs a run that can be planned. {why}")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ... import models
-from ...plan._device_peaks import PEAK_TFLOPS
+from ...xla._device_peaks import PEAK_TFLOPS
 from ..plan._devices import BatchPlan
 from ..plan._family import ModelConfig
 

@@ -1,11 +1,11 @@
-"""What libtpu's compiler writes: programs in tests/plan/hlo, named by the TPU, and short texts."""
+"""What libtpu's compiler writes: programs in the folder `hlo`, and short texts."""
 
 from pathlib import Path
 
 import pytest
 
-from jaxpipe.plan import audit, totals, uncounted_loops
-from jaxpipe.plan.hlo import Audit
+from jaxpipe.xla import audit, totals, uncounted_loops
+from jaxpipe.xla.hlo import Audit
 
 HLO = Path(__file__).parent / "hlo"
 

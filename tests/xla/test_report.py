@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpipe.plan import memory
-from jaxpipe.plan.compile_report import CompileReport, Memory, report_json, report_text
-from jaxpipe.plan.hlo import Audit, CollectiveSite, WhileLoop
+from jaxpipe.xla import memory
+from jaxpipe.xla.compile_report import CompileReport, Memory, report_json, report_text
+from jaxpipe.xla.hlo import Audit, CollectiveSite, WhileLoop
 
 SITE = CollectiveSite(
     kind="all-gather",

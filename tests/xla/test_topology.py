@@ -5,9 +5,9 @@ import importlib.util
 import jax
 import pytest
 
-from jaxpipe.plan import audit, topology_devices
-from jaxpipe.plan.hlo import gpu_hosts
 from jaxpipe.sharding import make_mesh
+from jaxpipe.xla import audit, topology_devices
+from jaxpipe.xla.hlo import gpu_hosts
 
 
 def test_without_libtpu_the_extra_is_named(monkeypatch):

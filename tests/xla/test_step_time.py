@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxpipe.plan import audit
-from jaxpipe.plan.compile_report import CompileReport, Memory, report_json, report_text
-from jaxpipe.plan.hlo import Audit
-from jaxpipe.plan.step_time import (
+from jaxpipe.xla import audit
+from jaxpipe.xla.compile_report import CompileReport, Memory, report_json, report_text
+from jaxpipe.xla.hlo import Audit
+from jaxpipe.xla.step_time import (
     KERNEL_EFFICIENCY,
     DeviceRates,
     device_rates,

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxpipe.plan import audit, totals, uncounted_loops
-from jaxpipe.plan.hlo import Audit
+from jaxpipe.xla import audit, totals, uncounted_loops
+from jaxpipe.xla.hlo import Audit
 
 D = 8
 RING = [(i, (i + 1) % D) for i in range(D)]
