@@ -10,6 +10,7 @@ import resource
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,10 +119,10 @@ def _instead_of(path: Path, make: Callable[[Path], object] | None) -> Callable[[
     """Returns what removes a file or folder, and makes something else of its name."""
 
     def act() -> None:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        while path.is_dir():
+            with suppress(OSError):  # a checkpoint is being written: its files come and go
+                shutil.rmtree(path)
+        path.unlink(missing_ok=True)
         if make is not None:
             make(path)
 
