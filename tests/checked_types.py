@@ -14,7 +14,7 @@ from beartype import beartype
 
 PACKAGES = (
     *("schedules", "sharding", "ir", "autodiff", "spmd", "modules", "linen", "nnx", "xla"),
-    *("models", "mpmd", "data", "train", "hugging_face", "report"),
+    *("models", "mpmd", "data", "train", "hugging_face", "report", "cost"),
 )
 _jaxtyped: Any = jaxtyping.jaxtyped
 

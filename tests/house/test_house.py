@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "equinox": {"api"},
     "models": {"sharding"},
     "xla": set(),
+    "cost": {"schedules"},
     "train": {
         "data",
         "engines",

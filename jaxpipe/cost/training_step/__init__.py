@@ -1,0 +1,6 @@
+"""The time of a training step of a model, laid out over devices of a kind."""
+
+from ._layout import Layout as Layout
+from ._predict import Prediction as Prediction
+from ._predict import predict as predict
+from ._schedule_time import build_schedule as build_schedule

@@ -1,0 +1,170 @@
+"""Seconds of collectives, over links inside a domain and over the network between domains."""
+
+from dataclasses import dataclass
+from math import log, log2, prod
+
+from ..devices import Efficiency, Hardware
+from ._layout import Layout
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links and the network as programs reach them.
+
+    Attributes:
+        link: Bytes a second of a device over links.
+        network: Bytes a second of a device over the network.
+        link_latency: Seconds of a message over links.
+        network_latency: Seconds of a message over the network.
+        torus_axes: Axes of the torus that links make; 0 where links join all with all.
+        domain: Devices that links join.
+    """
+
+    link: float
+    network: float
+    link_latency: float
+    network_latency: float
+    torus_axes: int
+    domain: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """Devices that communicate: how many, and how many of them links join."""
+
+    size: int
+    linked: int
+
+
+def make_network(layout: Layout, hardware: Hardware, reached: Efficiency) -> Network:
+    """Returns the network of a layout.
+
+    Args:
+        layout: The layout, for the size of a domain.
+        hardware: The peaks.
+        reached: The fractions of the peaks.
+
+    Returns:
+        The rates that collectives have.
+    """
+    domain = min(hardware.link_domain, layout.devices)
+    if layout.hosts:
+        domain = max(1, min(domain, layout.devices // layout.hosts))
+    return Network(
+        hardware.link_bandwidth * reached.links,
+        hardware.network_bandwidth * reached.network,
+        hardware.link_latency,
+        hardware.network_latency,
+        hardware.torus_axes,
+        domain,
+    )
+
+
+def make_group(layout: Layout, network: Network, *axes: str) -> Group:
+    """Returns the devices along mesh axes.
+
+    Args:
+        layout: The layout.
+        network: The network, for the size of a domain.
+        *axes: The axes.
+
+    Returns:
+        The group.
+    """
+    sizes = [layout.size(axis) for axis in axes]
+    linked = [
+        max(1, min(size, network.domain // layout.stride(axis)))
+        for size, axis in zip(sizes, axes, strict=True)
+    ]
+    return Group(prod(sizes), prod(linked))
+
+
+def all_gather_seconds(total_bytes: float, group: Group, network: Network) -> float:
+    """Returns the seconds of an all-gather, or of a reduce-scatter.
+
+    Args:
+        total_bytes: Bytes of the whole array, as one device has it at the end.
+        group: The devices.
+        network: The network.
+
+    Returns:
+        Seconds.
+    """
+    if group.size == 1:
+        return 0.0
+    inside = total_bytes * (group.linked - 1) / group.linked / _ring_rate(group, network)
+    outside = total_bytes * (1 - group.linked / group.size) / (group.linked * network.network)
+    return max(inside, outside) + _latency(group, network)
+
+
+def all_reduce_seconds(total_bytes: float, group: Group, network: Network) -> float:
+    """Returns the seconds of an all-reduce: a reduce-scatter and an all-gather.
+
+    Args:
+        total_bytes: Bytes of the array.
+        group: The devices.
+        network: The network.
+
+    Returns:
+        Seconds.
+    """
+    return 2 * all_gather_seconds(total_bytes, group, network)
+
+
+def all_to_all_seconds(sent_bytes: float, group: Group, network: Network) -> float:
+    """Returns the seconds of an all-to-all.
+
+    Args:
+        sent_bytes: Bytes that a device has to send, with those to itself.
+        group: The devices.
+        network: The network.
+
+    Returns:
+        Seconds.
+    """
+    if group.size == 1:
+        return 0.0
+    share = (group.linked - 1) / group.size
+    if network.torus_axes:  # a message crosses a quarter of each ring on its way
+        side = group.linked ** (1 / _axes(group, network))
+        share = max(share, side / 4)
+    inside = sent_bytes * share / _ring_rate(group, network)
+    outside = sent_bytes * (1 - group.linked / group.size) / network.network
+    return max(inside, outside) + _latency(group, network)
+
+
+def send_seconds(sent_bytes: float, layout: Layout, network: Network) -> float:
+    """Returns the seconds of a transfer to the next rank of the pipeline.
+
+    Args:
+        sent_bytes: Bytes of one device.
+        layout: The layout.
+        network: The network.
+
+    Returns:
+        Seconds: over the network if any pair of neighbours is in two domains.
+    """
+    if layout.stage == 1:
+        return 0.0
+    if layout.stride("stage") * layout.stage <= network.domain:
+        rate = network.link / 2 if network.torus_axes else network.link
+        return sent_bytes / rate + network.link_latency
+    return sent_bytes / network.network + network.network_latency
+
+
+def _axes(group: Group, network: Network) -> int:
+    """Returns the axes of a torus that a group of devices spans."""
+    return min(network.torus_axes, max(1, round(log(group.linked, 4)))) if group.linked > 1 else 1
+
+
+def _ring_rate(group: Group, network: Network) -> float:
+    if not network.torus_axes:
+        return network.link
+    rate = network.link * _axes(group, network)
+    return rate / 2 if group.linked == 2 else rate  # two neighbours have one link
+
+
+def _latency(group: Group, network: Network) -> float:
+    inside = log2(group.linked) * network.link_latency
+    outside = log2(group.size / group.linked) * network.network_latency
+    return inside + max(0.0, outside)

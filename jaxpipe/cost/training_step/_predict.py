@@ -1,0 +1,170 @@
+"""The prediction of a step: stages, schedule, gradients and optimizer together."""
+
+from dataclasses import dataclass
+
+from ...schedules import Schedule
+from ...schedules.language import actions_of
+from ..devices import Efficiency, Hardware, efficiency
+from ..work import LayerWork, ModelWork, flops_per_token
+from ._layer_time import ActionSeconds, Device, Seconds, add
+from ._layout import Layout
+from ._network import all_gather_seconds, make_group, make_network, send_seconds
+from ._schedule_time import build_schedule, schedule_seconds
+from ._stage_time import (
+    device_parameters,
+    gather_seconds,
+    optimizer_seconds,
+    split_layers,
+    stage_seconds,
+)
+
+KINDS = (
+    *("products", "other_compute", "head_and_embedding", "optimizer", "bubble"),
+    *("tensor", "fsdp", "gradient_reduction", "point_to_point", "experts", "context"),
+)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted time of a step.
+
+    Attributes:
+        seconds: Of a step.
+        parts: Its seconds by kind, on the busiest rank, which add up to `seconds`: "products" and
+            "other_compute" of layers, "head_and_embedding", "optimizer", "bubble", and what is
+            exposed of communication: "tensor", "fsdp" (gathers and scatters), "gradient_reduction",
+            "point_to_point", "experts" and "context".
+        network_seconds: What of the communication in `parts` crosses the network between hosts or
+            slices.
+        tokens_per_second: Of all devices.
+        model_flops_utilization: Operations of forward and backward, as `flops_per_token` counts
+            them, divided by the peak of the devices in bfloat16.
+        bubble_fraction: The part of the schedule's time in which even the busiest rank waits.
+        forward: [stages, in forward order] seconds of F of one microbatch.
+        input: [stages] seconds of I.
+        weight: [stages] seconds of W.
+        transfer: Seconds of one hand-over between ranks.
+    """
+
+    seconds: float
+    parts: dict[str, float]
+    network_seconds: float
+    tokens_per_second: float
+    model_flops_utilization: float
+    bubble_fraction: float
+    forward: tuple[float, ...]
+    input: tuple[float, ...]
+    weight: tuple[float, ...]
+    transfer: float
+
+
+def predict(
+    work: ModelWork, layout: Layout, hardware: Hardware, *, reached: Efficiency | None = None
+) -> Prediction:
+    """Predicts the time of a training step.
+
+    Args:
+        work: The model.
+        layout: How it is spread over devices.
+        hardware: The kind of device.
+        reached: The fractions of the peaks that programs reach; None for the fitted ones of the
+            kind and the layout's dtype.
+
+    Returns:
+        The time and its parts.
+
+    Raises:
+        ValueError: If the layers per stage do not fit the model, or the schedule cannot run.
+    """
+    reached = reached or efficiency(hardware, layout.dtype)
+    device = Device(hardware, reached, make_network(layout, hardware, reached))
+    schedule = build_schedule(layout)
+    num_stages = schedule.num_stages if schedule else 1
+    layers = split_layers(work, num_stages, layout)
+    stages = stage_seconds(work, layers, layout, device)
+    sent = 2.0 * work.hidden * layout.tokens / layout.tensor
+    transfer = send_seconds(sent, layout, device.network)
+    if schedule and "point_to_point" not in layout.overlap:
+        stages = [_with_transfers(stage, transfer) for stage in stages]
+        transfer = 0.0
+    forward, back, weight = (
+        tuple(sum(getattr(stage, name).values()) for stage in stages)
+        for name in ("forward", "input", "weight")
+    )
+    time = schedule_seconds(schedule, layout.microbatches, forward, back, weight, transfer)
+    rank = max(range(len(time.busy)), key=time.busy.__getitem__)
+    own = _stages_of(schedule, rank)
+    held = tuple(layer for stage in own for layer in layers[stage])
+    parts = _busy_parts(stages, own, layout)
+    parts["bubble"] = time.seconds - time.busy[rank]
+    backward = sum(back[stage] + weight[stage] for stage in own)
+    parts["gradient_reduction"], crossing = _gradients(work, held, layout, device, backward)
+    if layout.fsdp > 1 and layout.gather in ("once", "repeat"):
+        parts["fsdp"] = 2 * gather_seconds(held, layout, device)
+    parts["optimizer"] = _optimizer(work, held, layout, device)
+    after = parts["gradient_reduction"] + parts["optimizer"]
+    after += parts["fsdp"] if layout.gather in ("once", "repeat") else 0.0
+    seconds = time.seconds + after
+    flops = flops_per_token(work, layout.sequence)
+    tokens = layout.batch * layout.sequence
+    return Prediction(
+        seconds,
+        {kind: parts.get(kind, 0.0) for kind in KINDS},
+        crossing,
+        tokens / seconds,
+        flops * tokens / seconds / (layout.devices * hardware.peak_flops("bf16")),
+        parts["bubble"] / time.seconds,
+        forward,
+        back,
+        weight,
+        transfer,
+    )
+
+
+def _with_transfers(stage: ActionSeconds, transfer: float) -> ActionSeconds:
+    """Returns the seconds of a stage whose device waits while it receives and sends."""
+    both = {"point_to_point": 2 * transfer}
+    return ActionSeconds(add(stage.forward, both), add(stage.input, both), stage.weight)
+
+
+def _stages_of(schedule: Schedule | None, rank: int) -> list[int]:
+    if schedule is None:
+        return [0]
+    return sorted({a.stage for step in schedule.programs[rank] for a in actions_of(step)})
+
+
+def _busy_parts(stages: list[ActionSeconds], own: list[int], layout: Layout) -> Seconds:
+    """Returns the seconds that a rank works, by kind."""
+    found = (s for stage in own for s in _actions(stages[stage]))
+    return {kind: layout.microbatches * seconds for kind, seconds in add(*found).items()}
+
+
+def _actions(stage: ActionSeconds) -> tuple[Seconds, Seconds, Seconds]:
+    return stage.forward, stage.input, stage.weight
+
+
+def _gradients(
+    work: ModelWork, layers: tuple[LayerWork, ...], layout: Layout, device: Device, backward: float
+) -> tuple[float, float]:
+    """Returns the exposed seconds of the gradients' reduction, and those over the network."""
+    dense = sum(layer.dense_parameters for layer in layers) + work.embedding_parameters
+    dense /= layout.tensor * layout.fsdp
+    experts = sum(layer.expert_parameters for layer in layers)
+    experts /= layout.tensor * layout.expert * layout.fsdp
+    all_axes = make_group(layout, device.network, "data", "expert", "context")
+    replicas = make_group(layout, device.network, "data", "context")
+    # Gradients are scattered in float32, weights gathered in bfloat16.
+    seconds = 1.5 * all_gather_seconds(4.0 * dense, all_axes, device.network)
+    seconds += 1.5 * all_gather_seconds(4.0 * experts, replicas, device.network)
+    hidden = backward if "gradient_reduction" in layout.overlap else 0.0
+    exposed = max(0.0, seconds - hidden)
+    return exposed, exposed if all_axes.linked < all_axes.size else 0.0
+
+
+def _optimizer(
+    work: ModelWork, layers: tuple[LayerWork, ...], layout: Layout, device: Device
+) -> float:
+    parameters = sum(device_parameters(layer, layout) for layer in layers)
+    parameters += work.embedding_parameters / layout.tensor
+    shares = layout.fsdp * (layout.data if layout.shared_optimizer else 1)
+    return optimizer_seconds(parameters / shares, device.hardware, device.reached.memory)

@@ -1,0 +1,177 @@
+"""Seconds of the stages of a model for one microbatch: layers, gathers, embedding and head."""
+
+from ..devices import Hardware
+from ..work import LayerWork, ModelWork
+from ._layer_time import ActionSeconds, Device, Seconds, add, layer_seconds
+from ._layout import Layout
+from ._network import all_gather_seconds, make_group
+from ._product_time import product_seconds
+
+_WEIGHT_BYTES = 2.0
+_LOSS_BYTES = 12.0  # of a logit: written, read for its maximum, sum and gradient
+
+
+def split_layers(work: ModelWork, num_stages: int, layout: Layout) -> list[tuple[LayerWork, ...]]:
+    """Returns the layers of every stage.
+
+    Args:
+        work: The model.
+        num_stages: Stages, with those that share a rank.
+        layout: The layout, for its layers per stage.
+
+    Returns:
+        [num_stages] kinds of the layers, in forward order.
+
+    Raises:
+        ValueError: If the layers per stage do not add up to the model's.
+    """
+    counts = layout.layers_per_stage or even_layers(work.num_layers, num_stages)
+    if len(counts) != num_stages or sum(counts) != work.num_layers:
+        raise ValueError(
+            f"`layers_per_stage` is {counts}. Give {num_stages} numbers that add up to the "
+            f"{work.num_layers} layers of the model."
+        )
+    kinds, stages, start = work.kinds(), [], 0
+    for count in counts:
+        stages.append(kinds[start : start + count])
+        start += count
+    return stages
+
+
+def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Returns layers per stage that differ by at most one, the last stages having fewer.
+
+    Args:
+        num_layers: Layers of the model.
+        num_stages: Stages.
+
+    Returns:
+        [num_stages] layers.
+    """
+    each, more = divmod(num_layers, num_stages)
+    return tuple(each + (stage < more) for stage in range(num_stages))
+
+
+def stage_seconds(
+    work: ModelWork, layers: list[tuple[LayerWork, ...]], layout: Layout, device: Device
+) -> list[ActionSeconds]:
+    """Returns the seconds of every stage for one microbatch, with embedding and head.
+
+    Args:
+        work: The model.
+        layers: [stages] the layers of every stage.
+        layout: The layout.
+        device: The device.
+
+    Returns:
+        [stages] seconds of F, I and W by kind.
+    """
+    each = {layer: layer_seconds(layer, layout, device) for layer in work.layers}
+    stages = []
+    for index, kinds in enumerate(layers):
+        found = [each[kind] for kind in kinds]
+        forward = add(*(one.forward for one in found))
+        back = add(*(one.input for one in found))
+        weight = add(*(one.weight for one in found))
+        boundary = _embedding_and_head(
+            work, layout, device, index == 0, index == len(layers) - 1, len(layers)
+        )
+        forward, back = add(forward, boundary.forward), add(back, boundary.input)
+        weight = add(weight, boundary.weight)
+        gathers = _gathers(kinds, layout, device)
+        forward = add(forward, _exposed(gathers, forward, layout))
+        back = add(back, _exposed(gathers, back, layout))
+        weight = add(weight, _exposed(gathers, weight, layout))
+        stages.append(ActionSeconds(forward, back, weight))
+    return stages
+
+
+def _embedding_and_head(
+    work: ModelWork, layout: Layout, device: Device, first: bool, last: bool, num_stages: int
+) -> ActionSeconds:
+    """Returns the seconds of the embedding on the first stage and of the head on the last."""
+    T, t, share = layout.tokens, layout.tensor, 1.0
+    seconds = ActionSeconds()
+    moved = 4.0 * work.hidden * T / t / device.memory_rate
+    if first:
+        seconds = ActionSeconds(
+            {"head_and_embedding": moved}, {}, {"head_and_embedding": 2 * moved}
+        )
+    if layout.vocab_parallel:
+        share, last = 1.0 / num_stages, True
+    if last:
+        columns = work.vocab / t * share
+        product = product_seconds(T, work.hidden, columns, "bf16", device.hardware, device.reached)
+        loss = _LOSS_BYTES * T * columns / device.memory_rate
+        forward = {"head_and_embedding": product + loss}
+        back = {"head_and_embedding": product + loss / 2}
+        seconds = ActionSeconds(
+            add(seconds.forward, forward),
+            add(seconds.input, back),
+            add(seconds.weight, {"head_and_embedding": product}),
+        )
+    return seconds
+
+
+def _gathers(layers: tuple[LayerWork, ...], layout: Layout, device: Device) -> float:
+    """Returns the seconds of one gather of a stage's weights, or one scatter of its gradients."""
+    if layout.fsdp == 1 or layout.gather in ("once", "repeat"):
+        return 0.0
+    return gather_seconds(layers, layout, device)
+
+
+def gather_seconds(layers: tuple[LayerWork, ...], layout: Layout, device: Device) -> float:
+    """Returns the seconds of one gather of layers' weights over `fsdp`.
+
+    Args:
+        layers: The layers.
+        layout: The layout.
+        device: The device.
+
+    Returns:
+        Seconds, not hidden by anything.
+    """
+    group = make_group(layout, device.network, "fsdp")
+    return all_gather_seconds(
+        sum(_WEIGHT_BYTES * device_parameters(layer, layout) for layer in layers),
+        group,
+        device.network,
+    )
+
+
+def device_parameters(layer: LayerWork, layout: Layout) -> float:
+    """Returns the weights of a layer on a device, before `fsdp` divides them.
+
+    Args:
+        layer: The layer.
+        layout: The layout.
+
+    Returns:
+        Parameters.
+    """
+    experts = layer.expert_parameters / (layout.expert * layout.tensor)
+    return layer.dense_parameters / layout.tensor + experts
+
+
+def _exposed(gathers: float, beside: Seconds, layout: Layout) -> Seconds:
+    """Returns the seconds of gathers that computation does not hide."""
+    if not gathers:
+        return {}
+    if "fsdp" not in layout.overlap:
+        return {"fsdp": gathers}
+    return {"fsdp": max(0.0, gathers - sum(beside.values()))}
+
+
+def optimizer_seconds(parameters: float, hardware: Hardware, memory: float) -> float:
+    """Returns the seconds of Adam, with its norm of the gradients.
+
+    Args:
+        parameters: Weights that the device updates.
+        hardware: The device.
+        memory: The fraction of its bandwidth that it reaches.
+
+    Returns:
+        Seconds.
+    """
+    # Gradient twice, float32 weight and two moments read and written, weight in bfloat16 written.
+    return 34.0 * parameters / (hardware.memory_bandwidth * memory)

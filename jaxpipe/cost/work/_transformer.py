@@ -1,0 +1,209 @@
+"""The work of a transformer from its published sizes.
+
+D hidden, F width of an MLP, H query heads, K key and value heads, C channels of a head. Bytes are
+of activations in bfloat16.
+"""
+
+from dataclasses import dataclass
+
+from ._layer_work import ActivationBytes, Attention, LayerWork, ModelWork, Product
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a layer.
+
+    Attributes:
+        num: Experts that tokens choose from.
+        active: Those that a token chooses.
+        width: Width of one expert.
+        shared: Experts that every token passes, of the same width.
+        dense_layers: Layers at the start of the model that have an MLP instead.
+    """
+
+    num: int
+    active: int
+    width: int
+    shared: int = 0
+    dense_layers: int = 0
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """The sizes of DeepSeek's attention with low-rank queries, keys and values."""
+
+    query_rank: int
+    kv_rank: int
+    nope_channels: int
+    rope_channels: int
+    v_channels: int
+
+
+def transformer(
+    *,
+    layers: int,
+    hidden: int,
+    heads: int,
+    vocab: int,
+    mlp: int,
+    kv_heads: int | None = None,
+    head_channels: int | None = None,
+    gated: bool = True,
+    tied: bool = False,
+    dropout: bool = False,
+    fused_attention: bool = True,
+    window: int = 0,
+    latent: LatentAttention | None = None,
+    experts: Experts | None = None,
+) -> ModelWork:
+    """Returns the work of a transformer.
+
+    Args:
+        layers: Number of layers.
+        hidden: Channels between layers.
+        heads: Query heads.
+        vocab: Size of the vocabulary.
+        mlp: Width of the MLP of layers without experts.
+        kv_heads: Heads of keys and values; as many as `heads` if None.
+        head_channels: Channels of a head; hidden / heads if None.
+        gated: Whether an MLP has three weights, as in llama, not two, as in GPT.
+        tied: Whether the head's weight is the embedding's.
+        dropout: Whether layers have dropout, as GPT's.
+        fused_attention: Whether scores stay on the chip.
+        window: The positions that a token attends to at most; 0 for all before it.
+        latent: DeepSeek's attention instead.
+        experts: The experts of its layers, if any.
+
+    Returns:
+        The work.
+
+    Example:
+        >>> llama = transformer(
+        ...     layers=80, hidden=8192, heads=64, kv_heads=8, mlp=28672, vocab=128256
+        ... )
+        >>> round(llama.parameters / 1e9, 1)
+        70.6
+    """
+    channels = head_channels or hidden // heads
+    if latent is None:
+        attention, products = _grouped_attention(
+            hidden, heads, kv_heads or heads, channels, window, fused_attention
+        )
+    else:
+        attention, products = _latent_attention(hidden, heads, latent)
+    dense = _layer("dense", hidden, products, attention, _mlp(hidden, mlp, gated), dropout)
+    kinds = [(dense, layers)]
+    if experts is not None:
+        sparse = _expert_layer(hidden, products, attention, experts, gated)
+        kinds = [(dense, experts.dense_layers), (sparse, layers - experts.dense_layers)]
+    return ModelWork(
+        tuple(_repeat(kind, count) for kind, count in kinds if count),
+        hidden,
+        vocab,
+        embedding_parameters=hidden * vocab,
+        head_parameters=0 if tied else hidden * vocab,
+    )
+
+
+def _repeat(kind: LayerWork, count: int) -> LayerWork:
+    return LayerWork(**{**vars(kind), "count": count})
+
+
+def _grouped_attention(
+    D: int, H: int, K: int, C: int, window: int, fused: bool
+) -> tuple[Attention, tuple[Product, ...]]:
+    attention = Attention(H, C, C, 2 * K * C, window, fused, whole_square=not fused)
+    return attention, (Product(D, (H + 2 * K) * C), Product(H * C, D, "row"))
+
+
+def _latent_attention(
+    D: int, H: int, sizes: LatentAttention
+) -> tuple[Attention, tuple[Product, ...]]:
+    qk = sizes.nope_channels + sizes.rope_channels
+    attention = Attention(H, qk, sizes.v_channels, H * (qk + sizes.v_channels))
+    products = (
+        Product(D, sizes.query_rank, "none"),
+        Product(sizes.query_rank, H * qk),
+        Product(D, sizes.kv_rank + sizes.rope_channels, "none"),
+        Product(sizes.kv_rank, H * (sizes.nope_channels + sizes.v_channels)),
+        Product(H * sizes.v_channels, D, "row"),
+    )
+    return attention, products
+
+
+def _mlp(D: int, F: int, gated: bool) -> tuple[Product, ...]:
+    return Product(D, 2 * F if gated else F), Product(F, D, "row")
+
+
+def _attention_bytes(D: int, products: tuple[Product, ...], attention: Attention) -> float:
+    """Returns the bytes of a token that attention keeps: norm, projections, result."""
+    inner = sum(p.n for p in products[:-1]) + attention.heads * attention.v_channels
+    return 2.0 * (2 * D + inner) + 4.0 * attention.heads
+
+
+def _layer(
+    name: str,
+    D: int,
+    attention_products: tuple[Product, ...],
+    attention: Attention,
+    mlp: tuple[Product, ...],
+    dropout: bool,
+) -> LayerWork:
+    products = attention_products + mlp
+    F = mlp[1].k
+    kept = _attention_bytes(D, attention_products, attention) + 2.0 * (2 * D + mlp[0].n + F)
+    kept += 2.0 * D if dropout else 0.0  # two masks of a byte
+    moved = 2.0 * (sum(p.n for p in products) + 8 * D + mlp[0].n + F)
+    parameters = sum(p.k * p.n for p in products) + 2 * D
+    cheap = 2.0 * (mlp[0].n + F + 2 * D)
+    return LayerWork(
+        name,
+        1,
+        products,
+        attention,
+        parameters,
+        0,
+        0,
+        0,
+        ActivationBytes(kept, kept - cheap / 2 if attention.fused else kept, 2.0 * D),
+        moved,
+        num_kernels=16,
+        boundary_bytes=2.0 * D,
+    )
+
+
+def _expert_layer(
+    D: int,
+    attention_products: tuple[Product, ...],
+    attention: Attention,
+    experts: Experts,
+    gated: bool,
+) -> LayerWork:
+    F, width = experts.width, 2 if gated else 1
+    chosen = (
+        Product(D, width * F, "expert", experts.active),
+        Product(F, D, "expert", experts.active),
+    )
+    router = (Product(D, experts.num, "none"),)
+    shared = _mlp(D, experts.shared * F, gated) if experts.shared else ()
+    dense = attention_products + router + shared
+    passed = experts.active + experts.shared
+    per_expert = 2.0 * (2 * D + (width + 1) * F)
+    kept = _attention_bytes(D, attention_products, attention) + 4.0 * D + passed * per_expert
+    products = dense + chosen
+    moved = 2.0 * (sum(p.n * p.copies for p in products) + 8 * D + passed * (2 * D + 3 * F))
+    return LayerWork(
+        "experts",
+        1,
+        products,
+        attention,
+        sum(p.k * p.n for p in dense) + 2 * D,
+        experts.num * sum(p.k * p.n for p in chosen),
+        experts.num,
+        experts.active,
+        ActivationBytes(kept, kept - passed * 2.0 * F, 2.0 * D),
+        moved,
+        num_kernels=48,
+        boundary_bytes=2.0 * D,
+        expert_boundary_bytes=2.0 * D,
+    )
