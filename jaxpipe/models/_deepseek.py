@@ -105,9 +105,8 @@ def deepseek(
 ) -> tuple[Callable, Callable, Callable]:
     """Returns `(embed, stage, loss)` of a DeepSeek model, pure functions of one microbatch.
 
-    `batch_inputs` has `tokens`, `positions`, `segment_ids`, `targets` and `target_weights` (each
-    token's weight in the batch's loss), [b, T] each. `stage` sums load-balance losses, which
-    engines add to the loss; `loss` adds those of layers after the pipeline.
+    `batch_inputs` has what that of `llama` has. `stage` sums load-balance losses, which engines add
+    to the loss; `loss` adds those of layers after the pipeline.
 
     Args:
         config: The sizes of the model.
@@ -125,13 +124,12 @@ def deepseek(
         z_loss_multiplier: The factor of the z-loss, see `next_token_loss`. 0 omits it.
 
     Returns:
-        `embed(weights, batch_inputs) -> x`, `stage(weights, x, batch_inputs, keys) -> (x, aux)`
-        and `loss(boundary, x, batch_inputs) -> (loss, metrics)`; x is [b, T, D].
+        `(embed, stage, loss)` as `llama` returns them.
     """
     epsilon, sizes = config.normalization_layer_epsilon, config.attention
-    shared = {"constrain": constrain, "project": project}
-    attend = latent_attention(sizes, attention=attention, rotate=rotate, **shared)
-    mix = moe(config.moe, experts=experts, **shared)
+    how = {"constrain": constrain, "project": project}
+    attend = latent_attention(sizes, attention=attention, rotate=rotate, **how)
+    mix = moe(config.moe, experts=experts, **how)
 
     def add(x, branch, key):
         return constrain(x + dropout(branch, dropout_rate, key), ACTIVATION)
@@ -140,8 +138,8 @@ def deepseek(
         x = checkpoint_name(x, "decoder_layer_input")
         h = rms_norm(x, w["attention_norm"], epsilon)
         x = add(x, attend(w["attention"], h, batch_inputs), ())
-        h = rms_norm(x, w["mlp_norm"], epsilon)
-        return add(x, swiglu(w["mlp"], h, constrain, project), ()), {}
+        y = swiglu(w["mlp"], rms_norm(x, w["mlp_norm"], epsilon), constrain, project)
+        return add(x, y, ()), {}
 
     def layer(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, key):
         first, second = (key, key) if isinstance(key, tuple) else jax.random.split(key)
