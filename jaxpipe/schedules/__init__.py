@@ -9,10 +9,10 @@ from .analysis._measure import activation_bytes as activation_bytes
 from .analysis._measure import bubble_fraction as bubble_fraction
 from .analysis._measure import makespan as makespan
 from .analysis._measure import peak_activations as peak_activations
-from .analysis._search import search as search
 from .analysis._simulate import Costs as Costs
 from .analysis._simulate import Timeline as Timeline
 from .analysis._simulate import simulate as simulate
+from .analysis.search._search import search as search
 from .builders._registry import FAMILIES as FAMILIES
 from .builders._registry import build as build
 from .io._csv import from_csv as from_csv

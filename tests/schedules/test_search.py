@@ -16,7 +16,13 @@ from jaxpipe.schedules import (
     search,
     simulate,
 )
-from jaxpipe.schedules.analysis import greedy_schedule
+from jaxpipe.schedules.analysis.search import (
+    Policy,
+    Problem,
+    dispatch,
+    rank_of_each_stage,
+    to_schedule,
+)
 from jaxpipe.schedules.language import num_slices
 
 
@@ -68,11 +74,19 @@ def test_costs_per_stage_are_refused():
     st.integers(1, 8),
     st.integers(1, 6),
     st.tuples(*[st.integers(0, 9)] * 4),
+    st.sampled_from([("straight", 1), ("v", 2), ("loop", 2), ("v", 4), ("loop", 3)]),
 )
 @settings(max_examples=60, deadline=None)
-def test_greedy_schedules_are_right_and_within_their_cap(
-    p: int, m: int, cap: int, costs: tuple[int, int, int, int]
+def test_list_schedules_are_right_and_within_their_cap(
+    p: int, m: int, cap: int, costs: tuple[int, int, int, int], placement: tuple[str, int]
 ):
     f, i, w, transfer = costs
-    schedule = check(greedy_schedule(p, m, Costs(f, i, w, transfer), cap))
-    assert max(peak_activations(schedule)) <= cap
+    rank_of = rank_of_each_stage(*placement[:1], p, placement[1])
+    n = len(rank_of)
+    caps = (cap * n // p,) * p
+    ones = (1,) * n
+    problem = Problem(rank_of, m, ((f,) * n, (i,) * n, (w,) * n), transfer, ones, ones, caps)
+    words, time = dispatch(problem, Policy(pace=0.5, wait_forward=0.5, wait_weight=0, reserve=0))
+    schedule = check(to_schedule(problem, words))
+    assert max(peak_activations(schedule)) <= caps[0]
+    assert makespan(simulate(schedule, Costs(f, i, w, transfer))) <= time

@@ -91,21 +91,25 @@ def peak_activations(schedule: Schedule) -> tuple[int, ...]:
     return tuple(_peak(schedule, rank, ones) for rank in range(len(schedule.programs)))
 
 
-def activation_bytes(schedule: Schedule, stage_bytes: Sequence[int]) -> tuple[int, ...]:
+def activation_bytes(
+    schedule: Schedule, stage_bytes: Sequence[int], weight_bytes: Sequence[int] | None = None
+) -> tuple[int, ...]:
     """Returns the peak bytes of saved activations on each rank.
 
     A stage holds a microbatch's residuals from its forward to the action that frees them: `B`, or
-    `W` where the backward is split. Weights, gradients and optimizer state are not counted.
+    `W` where the backward is split. With `weight_bytes` an `I` frees what its `W` does not read.
+    Weights, gradients and optimizer state are not counted.
 
     Args:
         schedule: A schedule that passes `check`.
         stage_bytes: [num_stages] bytes that one microbatch leaves on each stage, per device.
+        weight_bytes: [num_stages] bytes of one microbatch that stay between `I` and `W`. None: all.
 
     Returns:
         [num_ranks] bytes, in rank order, rounded up where slices divide a microbatch unevenly.
 
     Raises:
-        ValueError: If `stage_bytes` does not have one entry per stage.
+        ValueError: If `stage_bytes` or `weight_bytes` does not have one entry per stage.
 
     Example:
         >>> from jaxpipe.schedules import build
@@ -116,36 +120,51 @@ def activation_bytes(schedule: Schedule, stage_bytes: Sequence[int]) -> tuple[in
         For 1F1B this is `min(S - s, M) * stage_bytes[s]` on rank `s`: Narayanan et al., 2021, arXiv
         2104.04473.
     """
-    if len(stage_bytes) != schedule.num_stages:
-        raise ValueError(
-            f"`stage_bytes` has {len(stage_bytes)} entries for {schedule.num_stages} stages. "
-            "Give one per stage, in forward order, including stages that share a rank."
-        )
-    slices = num_slices(schedule)
-    peaks = (_peak(schedule, rank, stage_bytes) for rank in range(len(schedule.programs)))
+    weight_bytes = stage_bytes if weight_bytes is None else weight_bytes
+    for name, sizes in (("stage_bytes", stage_bytes), ("weight_bytes", weight_bytes)):
+        if len(sizes) != schedule.num_stages:
+            raise ValueError(
+                f"`{name}` has {len(sizes)} entries for {schedule.num_stages} stages. "
+                "Give one per stage, in forward order, including stages that share a rank."
+            )
+    slices, ranks = num_slices(schedule), range(len(schedule.programs))
+    peaks = (_peak(schedule, rank, stage_bytes, weight_bytes) for rank in ranks)
     return tuple(-(-peak // slices) for peak in peaks)
 
 
-def live_activations(schedule: Schedule, rank: int, weights: Sequence[int]) -> Iterator[int]:
+def live_activations(
+    schedule: Schedule, rank: int, weights: Sequence[int], until_weight: Sequence[int] | None = None
+) -> Iterator[int]:
     """Yields what is alive on a rank after each of its actions; fused pairs are split.
 
     Args:
         schedule: The schedule.
         rank: The rank.
         weights: [num_stages] what one microbatch, or one slice, counts on each stage.
+        until_weight: [num_stages] what it counts between its I and its W. None: `weights`.
 
     Yields:
         The sum of the weights of all that is alive.
     """
+    kept = weights if until_weight is None else until_weight
     now = 0
     for step in schedule.programs[rank]:
         for action in actions_of(step):
             if action.op is Op.F:
                 now += weights[action.stage]
-            elif action.op in (Op.B, Op.W):
+            elif action.op is Op.B:
                 now -= weights[action.stage]
+            elif action.op is Op.I:
+                now -= weights[action.stage] - kept[action.stage]
+            else:
+                now -= kept[action.stage]
             yield now
 
 
-def _peak(schedule: Schedule, rank: int, weights: Sequence[int]) -> int:
-    return max(live_activations(schedule, rank, weights), default=0)
+def _peak(
+    schedule: Schedule,
+    rank: int,
+    weights: Sequence[int],
+    until_weight: Sequence[int] | None = None,
+) -> int:
+    return max(live_activations(schedule, rank, weights, until_weight), default=0)

@@ -1,0 +1,172 @@
+"""Puts W's into an order of F's and I's: into gaps, or where their memory is needed.
+
+The order of F and I on every rank is kept to the letter. Before each of them, W's run that fit into
+the time until its input arrives. One more runs if the gap that is left would cost the rank more
+time than a target allows it to lose: such a W delays what follows, but an idle rank is lost as
+well. Before an F, W's run until there is room for it. The others come last.
+
+The rule about gaps is that of the zero-bubble project's own scheduler (Qi et al., 2023, arXiv
+2401.10241, section 3.1), which compares with the rank that has waited most; here it is a parameter.
+"""
+
+from dataclasses import dataclass
+
+from .._simulate import Time
+from ._problem import Problem, W, Words
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Words with their times.
+
+    Attributes:
+        words: The letters of every rank.
+        objective: The makespan, or the longest span of a rank.
+        starts: [num_ranks][letters] The start of every letter.
+        waited: [num_ranks][letters] Whether the letter began when its input arrived, later than the
+            end of the letter before it.
+    """
+
+    words: Words
+    objective: Time
+    starts: list[list[Time]]
+    waited: list[list[bool]]
+
+
+def fill_weights(problem: Problem, orders: Words, target: Time) -> Timed | None:
+    """Returns the words of orders with W's put in, and their times.
+
+    Args:
+        problem: The problem.
+        orders: [num_ranks] the codes of F's and I's in order.
+        target: The time that is aimed at: a rank may lose what it has beyond its work.
+
+    Returns:
+        The words within the caps; None if the orders deadlock or an F does not fit.
+    """
+    run = _Run(problem, orders, target)
+    return run.result() if run.is_complete() else None
+
+
+class _Run:
+    """Runs all ranks until each has ended or waits for what never comes."""
+
+    def __init__(self, problem: Problem, orders: Words, target: Time):
+        self.problem, self.orders = problem, orders
+        p, S = problem.num_ranks, problem.num_stages
+        self.arrivals: list[list[Time]] = [[] for _ in range(2 * S)]
+        self.arrivals[0] = [0] * problem.num_microbatches
+        self.counts = [0] * (2 * S)
+        self.positions = [0] * p
+        self.now: list[Time] = [0] * p
+        self.used: list[Time] = [0] * p
+        self.slack = [target - work for work in problem.work]
+        self.waiting: list[list[int]] = [[] for _ in range(p)]  # stages whose W waits, and those
+        self.done = [0] * p  # that ran: the first so many
+        self.words: Words = [[] for _ in range(p)]
+        self.starts: list[list[Time]] = [[] for _ in range(p)]
+        self.waited: list[list[bool]] = [[] for _ in range(p)]
+
+    def is_complete(self) -> bool:
+        """Runs, and returns whether every rank has reached its end."""
+        todo, queued = list(range(self.problem.num_ranks))[::-1], [True] * self.problem.num_ranks
+        while todo:
+            rank = todo.pop()
+            queued[rank] = False
+            for other in self._advance(rank):
+                if not queued[other]:
+                    queued[other] = True
+                    todo.append(other)
+        ranks = range(self.problem.num_ranks)
+        return all(self.positions[rank] == len(self.orders[rank]) for rank in ranks)
+
+    def _advance(self, rank: int) -> set[int]:
+        """Runs a rank as far as it can, and returns the ranks that it has sent something."""
+        problem, order = self.problem, self.orders[rank]
+        S, cap, stored = problem.num_stages, problem.caps[rank], problem.stored
+        (f, i, _), hops, homes = problem.times, problem.hops, problem.rank_of
+        counts, arrivals = self.counts, self.arrivals
+        word, starts, waited = self.words[rank], self.starts[rank], self.waited[rank]
+        sent: set[int] = set()
+        while self.positions[rank] < len(order):
+            code = order[self.positions[rank]]
+            count = counts[code]
+            if count >= len(arrivals[code]):
+                break
+            arrival = arrivals[code][count]
+            if arrival > self.now[rank]:
+                self._fill_gap(rank, arrival)
+            if code < S and self.used[rank] + stored[code] > cap:
+                self._make_room(rank, cap - stored[code])
+                if self.used[rank] + stored[code] > cap:
+                    break
+            now = self.now[rank]
+            waited.append(arrival > now)
+            if arrival > now:
+                if word or problem.synchronous:
+                    self.slack[rank] -= arrival - now
+                now = arrival
+            word.append(code)
+            starts.append(now)
+            counts[code] = count + 1
+            self.positions[rank] += 1
+            if code < S:
+                now += f[code]
+                self.used[rank] += stored[code]
+                if code + 1 < S:
+                    arrivals[code + 1].append(now + hops[code])
+                    sent.add(homes[code + 1])
+                else:
+                    arrivals[S + code].append(now)
+            else:
+                stage = code - S
+                now += i[stage]
+                self.used[rank] -= stored[stage] - problem.kept[stage]
+                self.waiting[rank].append(stage)
+                if stage:
+                    arrivals[code - 1].append(now + hops[stage - 1])
+                    sent.add(homes[stage - 1])
+            self.now[rank] = now
+        sent.discard(rank)
+        return sent
+
+    def _fill_gap(self, rank: int, arrival: Time) -> None:
+        w, waiting = self.problem.times[W], self.waiting[rank]
+        while self.done[rank] < len(waiting):
+            length = w[waiting[self.done[rank]]]
+            gap = arrival - self.now[rank]
+            if length > gap and not (gap > max(0, self.slack[rank]) and self.words[rank]):
+                return
+            if gap <= 0:
+                return
+            self._run_weight(rank)
+
+    def _make_room(self, rank: int, most: Time) -> None:
+        while self.used[rank] > most and self.done[rank] < len(self.waiting[rank]):
+            self._run_weight(rank)
+
+    def _run_weight(self, rank: int) -> None:
+        stage = self.waiting[rank][self.done[rank]]
+        self.done[rank] += 1
+        self.words[rank].append(W * self.problem.num_stages + stage)
+        self.starts[rank].append(self.now[rank])
+        self.waited[rank].append(False)
+        self.now[rank] += self.problem.times[W][stage]
+        self.used[rank] -= self.problem.kept[stage]
+
+    def result(self) -> Timed:
+        """Returns the words of a complete run, with the W's that are left at the end."""
+        for rank in range(self.problem.num_ranks):
+            while self.done[rank] < len(self.waiting[rank]):
+                self._run_weight(rank)
+        spans = (
+            now if self.problem.synchronous else now - starts[0]
+            for now, starts in zip(self.now, self.starts, strict=True)
+        )
+        return Timed(self.words, max(spans), self.starts, self.waited)
+
+
+def forwards_and_inputs(problem: Problem, words: Words) -> Words:
+    """Returns words without their W's."""
+    end = W * problem.num_stages
+    return [[code for code in word if code < end] for word in words]

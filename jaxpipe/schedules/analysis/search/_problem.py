@@ -1,0 +1,176 @@
+"""The problem that a search solves: stages on ranks, their times, and their bytes.
+
+p ranks, m microbatches, S stages. Microbatches are equal, so the k-th F of a stage may be called
+that of microbatch k, and so the k-th I and W; another order of microbatches gains nothing. What a
+rank does is therefore a word over the letters F, I and W of its stages: the code of a letter is
+`stage` for F, `S + stage` for I and `2 S + stage` for W.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ...language._action import Action, Op, actions_of
+from ...language._schedule import Schedule, enumerate_actions
+from .._simulate import Costs, Time
+
+F, I, W = range(3)  # noqa: E741
+OPS = (Op.F, Op.I, Op.W)
+
+Words = list[list[int]]
+"""[num_ranks] the codes of every rank's letters, in order."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Stages on ranks, with the times and the bytes of one microbatch in each.
+
+    Attributes:
+        rank_of: [num_stages] The rank of every stage.
+        num_microbatches: The number of microbatches.
+        times: [3][num_stages] The times of F, I and W.
+        transfer: The time between ranks.
+        stored: [num_stages] The bytes that an F stores.
+        kept: [num_stages] Those of them that only the W frees; the I frees the others.
+        caps: [num_ranks] The most bytes that a rank may store.
+        synchronous: Whether the objective is the makespan. If not, it is the longest span of a
+            rank, from its first start to its last end: steps follow each other without a barrier.
+    """
+
+    rank_of: tuple[int, ...]
+    num_microbatches: int
+    times: tuple[tuple[Time, ...], ...]
+    transfer: Time
+    stored: tuple[Time, ...]
+    kept: tuple[Time, ...]
+    caps: tuple[Time, ...]
+    synchronous: bool = True
+
+    @cached_property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return len(self.rank_of)
+
+    @cached_property
+    def num_ranks(self) -> int:
+        """The number of ranks."""
+        return len(self.caps)
+
+    @cached_property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """[num_ranks] the stages of every rank, in forward order."""
+        return tuple(
+            tuple(s for s, home in enumerate(self.rank_of) if home == rank)
+            for rank in range(self.num_ranks)
+        )
+
+    @cached_property
+    def hops(self) -> tuple[Time, ...]:
+        """[num_stages - 1] the time of the transfer behind each stage but the last."""
+        pairs = zip(self.rank_of, self.rank_of[1:], strict=False)
+        return tuple(self.transfer if here != there else 0 for here, there in pairs)
+
+    @cached_property
+    def down(self) -> tuple[Time, ...]:
+        """[num_stages] the time from the start of a microbatch to its F in each stage."""
+        found: list[Time] = [0]
+        for stage, hop in enumerate(self.hops):
+            found.append(found[-1] + self.times[F][stage] + hop)
+        return tuple(found)
+
+    @cached_property
+    def back(self) -> tuple[Time, ...]:
+        """[num_stages] the time from the first I of a microbatch to its I in each stage."""
+        found: list[Time] = [0]
+        for stage in range(self.num_stages - 1, 0, -1):
+            found.append(found[-1] + self.times[I][stage] + self.hops[stage - 1])
+        return tuple(reversed(found))
+
+    @cached_property
+    def up(self) -> tuple[Time, ...]:
+        """[num_stages] the time from the end of a stage's I to the end of stage 0's W behind it."""
+        found: list[Time] = [self.times[W][0]]
+        for stage, hop in enumerate(self.hops):
+            found.append(hop + self.times[I][stage] + found[-1])
+        return tuple(found)
+
+    def round_trip(self, first: int, last: int) -> Time:
+        """Returns the time from the start of F in stage `first` to the start of I in `last`."""
+        return self.down[-1] + self.times[F][-1] - self.down[first] + self.back[last]
+
+    @cached_property
+    def work(self) -> tuple[Time, ...]:
+        """[num_ranks] the time that every rank computes."""
+        return tuple(
+            self.num_microbatches * sum(times[s] for times in self.times for s in stages)
+            for stages in self.stages
+        )
+
+    @cached_property
+    def footprint(self) -> tuple[Time, ...]:
+        """[num_ranks] the bytes of one microbatch in all stages of a rank."""
+        return tuple(sum(self.stored[s] for s in stages) for stages in self.stages)
+
+    @cached_property
+    def num_actions(self) -> int:
+        """The number of actions of all ranks."""
+        return 3 * self.num_stages * self.num_microbatches
+
+
+def to_schedule(problem: Problem, words: Words) -> Schedule:
+    """Returns the schedule that words stand for."""
+    counts = [0] * (3 * problem.num_stages)
+    programs = []
+    for word in words:
+        program = []
+        for code in word:
+            op, stage = divmod(code, problem.num_stages)
+            program.append(Action(stage, OPS[op], counts[code]))
+            counts[code] += 1
+        programs.append(tuple(program))
+    return Schedule(problem.num_stages, problem.num_microbatches, tuple(programs))
+
+
+def stage_costs(problem: Problem) -> Costs:
+    """Returns the costs with which `simulate` has the times of a problem."""
+    return Costs(*problem.times, transfer=problem.transfer)
+
+
+def rank_of_stages(schedule: Schedule) -> tuple[int, ...] | None:
+    """Returns [num_stages] the rank of every stage; None if one is on several ranks."""
+    found: dict[int, int] = {}
+    for rank, action in enumerate_actions(schedule):
+        if found.setdefault(action.stage, rank) != rank:
+            return None
+    return tuple(found[stage] for stage in range(schedule.num_stages))
+
+
+def words_of(schedule: Schedule) -> Words:
+    """Returns the words of a schedule, with a B as I and W."""
+    S = schedule.num_stages
+    words: Words = []
+    for program in schedule.programs:
+        word: list[int] = []
+        for step in program:
+            for action in actions_of(step):
+                halves = (Op.I, Op.W) if action.op is Op.B else (action.op,)
+                word += [OPS.index(op) * S + action.stage for op in halves]
+        words.append(word)
+    return words
+
+
+def peak_bytes(problem: Problem, words: Words) -> list[Time]:
+    """Returns [num_ranks] the most bytes that every rank stores."""
+    changes = [
+        *problem.stored,
+        *(kept - stored for kept, stored in zip(problem.kept, problem.stored, strict=True)),
+        *(-kept for kept in problem.kept),
+    ]
+    found = []
+    for word in words:
+        now: Time = 0
+        most: Time = 0
+        for code in word:
+            now += changes[code]
+            most = max(most, now)
+        found.append(most)
+    return found
