@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo quick test test-ci test-slow test-product lint api docs clean
+.PHONY: demo quick test test-ci test-slow test-product lint api clean
 
 demo: .venv/demo
 	$(BIN)/python examples/demo.py
@@ -36,9 +36,6 @@ lint: .venv/dev
 api:  # docs/api.md, from the sources
 	$(PYTHON) docs/_api.py
 
-docs: .venv/docs  # the site, into site/; a warning or a dead link is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
-
 # Stamps: an environment is installed again when pyproject.toml is newer.
 .venv/demo: pyproject.toml | .venv/made
 	$(BIN)/pip install --quiet --editable ".[train]"
@@ -46,10 +43,6 @@ docs: .venv/docs  # the site, into site/; a warning or a dead link is an error
 
 .venv/dev: pyproject.toml | .venv/made
 	$(BIN)/pip install --quiet --editable ".[dev]"
-	touch $@
-
-.venv/docs: pyproject.toml | .venv/made
-	$(BIN)/pip install --quiet --editable ".[docs]"
 	touch $@
 
 .venv/browser: .ci/browser | .venv/made
@@ -62,4 +55,4 @@ docs: .venv/docs  # the site, into site/; a warning or a dead link is an error
 	touch $@
 
 clean:
-	rm -rf .venv runs site
+	rm -rf .venv runs

@@ -15,6 +15,7 @@ if typing.TYPE_CHECKING:
     from .api import PipelinedModel as PipelinedModel
     from .api import pipeline as pipeline
     from .cli import emulate_devices as emulate_devices
+    from .planner import plan as plan
     from .sharding import make_mesh as make_mesh
 
 __version__ = "0.1.0"
@@ -24,6 +25,7 @@ _LAZY = {
     "PipelinedModel": "api",
     "pipeline": "api",
     "emulate_devices": "cli",
+    "plan": "planner",
     "make_mesh": "sharding",
     "equinox": "equinox",
     "linen": "linen",

@@ -34,13 +34,20 @@ def read_settings(settings: list[str]) -> "Config":
     from ..models import PRESETS
     from ..train import load_config
 
-    files = [text for text in settings if _is_config_file(text)]
+    files = [text for text in settings if is_config_file(text)]
     overrides = [text for text in settings if text not in files]
     return load_config(files, overrides, presets=PRESETS)
 
 
-def _is_config_file(text: str) -> bool:
-    """Returns whether an argument names a config file: `tokenizer_path=x.yml` does not."""
+def is_config_file(text: str) -> bool:
+    """Returns whether an argument names a config file: `tokenizer_path=x.yml` does not.
+
+    Args:
+        text: The argument.
+
+    Returns:
+        True for a file.
+    """
     from ..train import Config
 
     key, equals, _ = text.partition("=")

@@ -45,9 +45,20 @@ MAY_IMPORT: dict[str, set[str]] = {
         "schedules",
         "sharding",
     },
+    "planner": {"autodiff", "cost", "models", "schedules", "sharding", "train", "xla"},
     "hugging_face": {"train", "models"},
     "report": {"train", "xla", "models", "schedules", "sharding"},
-    "cli": {"report", "hugging_face", "train", "data", "xla", "models", "mpmd", "schedules"},
+    "cli": {
+        "report",
+        "planner",
+        "hugging_face",
+        "train",
+        "data",
+        "xla",
+        "models",
+        "mpmd",
+        "schedules",
+    },
 }
 
 MAX_FOLDER_MODULES = 12

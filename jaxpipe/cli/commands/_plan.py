@@ -1,0 +1,103 @@
+"""`jaxpipe plan` says how to spread a training step over devices, in seconds and without them."""
+
+import argparse
+from pathlib import Path
+
+from ..._durable import failed_write
+from ..._input import read_text
+from .._options import bounded_float, bounded_integer, path, text
+from .._settings import add_settings, is_config_file
+from ._compile import leave_devices_alone
+
+_HELP = "say how to spread a training step over devices: what fits, and what takes least time"
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser("plan", help=_HELP, description=_HELP.capitalize() + ".")
+    add_settings(parser)
+    add = parser.add_argument
+    add(
+        "--devices",
+        type=text,
+        required=True,
+        metavar="NAME",
+        help="such as v5p-64, v6e:4x4 or h100:2x8 (hosts and devices of each)",
+    )
+    add("--num-slices", type=bounded_integer(1, 4096), default=1, metavar="N", help="slices of it")
+    add(
+        "--batch",
+        type=bounded_integer(1, 10**9),
+        metavar="N",
+        help="sequences of a step; else per_device_batch_size times the devices",
+    )
+    add(
+        "--sequence",
+        type=bounded_integer(1, 10**8),
+        metavar="N",
+        help="tokens of a sequence; else max_target_length",
+    )
+    add(
+        "--memory-gb",
+        type=bounded_float(1e-3, 1e6),
+        metavar="X",
+        help="the memory of a device that may be used; else 95%% of it",
+    )
+    add(
+        "--max-stages",
+        type=bounded_integer(1, 10_000),
+        metavar="N",
+        help="most ranks of a pipeline",
+    )
+    add("--schedule", type=text, metavar="NAME", help="the schedule; else any")
+    add("--top", type=bounded_integer(1, 100), default=5, metavar="N", help="plans to list")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--write", type=path, metavar="FILE.yml", help="write the best plan for `jaxpipe train`")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plans, and prints a table.
+
+    Args:
+        args: The parsed arguments.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ValueError: If the settings are wrong, or nothing fits.
+    """
+    leave_devices_alone()
+    from ...planner import plan
+    from ...planner._request import read_settings
+    from ...train.config import MAX_YAML_BYTES
+
+    files = [given for given in args.settings if is_config_file(given)]
+    pairs = [given for given in args.settings if given not in files]
+    texts = [read_text(file, most_bytes=MAX_YAML_BYTES) for file in files]
+    plans = plan(
+        read_settings(texts, pairs),
+        args.devices,
+        args.batch,
+        args.sequence,
+        num_slices=args.num_slices,
+        memory_gb=args.memory_gb,
+        max_stages=args.max_stages,
+        schedule=args.schedule,
+        num_plans=args.top,
+    )
+    print(plans.json() if args.json else plans)
+    if args.write:
+        _write(args.write, plans.yaml())
+    return 0
+
+
+def _write(file: Path, settings: str) -> None:
+    try:
+        file.write_text(settings, encoding="utf-8")
+    except OSError as error:
+        raise failed_write(
+            f"`--write` is {file}, which cannot be written: {error.strerror}. Give another file.",
+            error,
+        ) from None

@@ -1,0 +1,7 @@
+"""Plans a training step: the fastest layouts of a model over devices that fit their memory.
+
+`plan` answers in seconds, by arithmetic on shapes; nothing is compiled. `jaxpipe plan` is the
+command.
+"""
+
+from ._plan import plan as plan

@@ -1,0 +1,241 @@
+"""The answer of a planner: the best plans as a table, as JSON and as the settings of a run."""
+
+import json
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..sharding import AXES
+from ._candidates import StepLayout
+from ._memory import Memory
+from ._request import Request, layout_text
+from ._search import Found, Plan
+
+_GB = 1e9
+_NAMES = {"stage": "pp", "data": "data", "fsdp": "fsdp", "tensor": "tp", "expert": "ep"}
+_NAMES["context"] = "cp"
+
+
+@dataclass(frozen=True, repr=False)
+class Plans:
+    """The fastest plans that fit, the fastest first. Prints as a table.
+
+    Attributes:
+        request: What they are for.
+        found: The plans, and what else was compared.
+        seconds: The time that the planner took.
+    """
+
+    request: Request
+    found: Found
+    seconds: float
+
+    @property
+    def best(self) -> Plan:
+        """The fastest plan."""
+        return self.found.plans[0]
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans, the fastest first."""
+        return self.found.plans
+
+    def yaml(self, index: int = 0) -> str:
+        """Returns the settings of a run by a plan, for `jaxpipe train`.
+
+        Args:
+            index: Which of the plans.
+
+        Returns:
+            A YAML text.
+        """
+        plan, devices = self.plans[index], self.request.devices
+        lines = [
+            f"# {self.request.model.name} on {devices.name}, planned by `jaxpipe plan`: "
+            f"{plan.time.seconds:.3g} s a step and",
+            f"# {plan.memory.total / _GB:.3g} GB of {self.request.limit / _GB:.3g} on a device.",
+        ]
+        values = plan.settings.items()
+        lines += [f"{key}: {json.dumps(value)}" for key, value in values]
+        return "\n".join(lines) + "\n"
+
+    def json(self) -> str:
+        """Returns the plans as one JSON object.
+
+        Returns:
+            The text.
+        """
+        return json.dumps(self._record(), indent=1)
+
+    def _record(self) -> dict[str, Any]:
+        request = self.request
+        return {
+            "model": request.model.name,
+            "devices": request.devices.name,
+            "num_devices": request.devices.num_devices,
+            "batch": request.batch,
+            "sequence": request.sequence,
+            "limit_bytes": request.limit,
+            "num_candidates": self.found.num_candidates,
+            "seconds": self.seconds,
+            "binds": binding(self),
+            "runner_up": runner_up(self),
+            "plans": [_plan_record(plan) for plan in self.plans],
+        }
+
+    def __repr__(self) -> str:
+        request, devices = self.request, self.request.devices
+        slices = f" x {devices.num_slices} slices" if devices.num_slices > 1 else ""
+        lines = [
+            f"{request.model.name}, {request.work.parameters / 1e9:.3g} billion parameters, on "
+            f"{devices.name}{slices}: {devices.num_devices} devices of "
+            f"{devices.memory_bytes / _GB:.1f} GB, of which {request.limit / _GB:.1f} may be used",
+            f"{request.batch:,} sequences of {request.sequence:,} tokens a step; "
+            f"{self.found.num_candidates:,} layouts compared in {self.seconds:.1f} s",
+            "",
+            *_time_table(self.plans),
+            "",
+            *_memory_table(self.plans, request.limit),
+            "",
+            f"What binds: {binding(self)}",
+        ]
+        second = runner_up(self)
+        return "\n".join([*lines, *([f"Why not 2: {second}"] if second else [])])
+
+
+def _plan_record(plan: Plan) -> dict[str, Any]:
+    time = plan.time
+    return {
+        "settings": plan.settings,
+        "step_seconds": time.seconds,
+        "tokens_per_second": time.tokens_per_second,
+        "mfu": time.mfu,
+        "bubble": time.bubble,
+        "exposed_seconds": time.exposed,
+        "seconds_by_kind": time.parts,
+        "memory_bytes": vars(plan.memory) | {"total": plan.memory.total},
+    }
+
+
+def _time_table(plans: tuple[Plan, ...]) -> list[str]:
+    rows = [("", "layout", "step s", "tokens/s", "MFU", "bubble", "exposed s")]
+    rows += [
+        (
+            str(index + 1),
+            describe(plan.candidate),
+            f"{plan.time.seconds:.3f}",
+            f"{plan.time.tokens_per_second:,.0f}",
+            f"{plan.time.mfu:.1%}",
+            f"{plan.time.bubble:.1%}",
+            ", ".join(f"{k} {v:.2f}" for k, v in _largest_first(plan.time.exposed)) or "0",
+        )
+        for index, plan in enumerate(plans)
+    ]
+    return _aligned(rows, left=(1, 6))
+
+
+def _largest_first(parts: dict[str, float]) -> list[tuple[str, float]]:
+    shown = [(name.replace("_", " "), seconds) for name, seconds in parts.items()]
+    return sorted((pair for pair in shown if pair[1] >= 0.005), key=lambda pair: -pair[1])
+
+
+def _memory_table(plans: tuple[Plan, ...], limit: float) -> list[str]:
+    kinds = [kind.name for kind in fields(Memory)]
+    rows = [("GB", *kinds, "sum", f"of {limit / _GB:.1f}")]
+    rows += [
+        (
+            str(index + 1),
+            *(f"{getattr(plan.memory, kind) / _GB:.2f}" for kind in kinds),
+            f"{plan.memory.total / _GB:.2f}",
+            f"{plan.memory.total / limit:.0%}",
+        )
+        for index, plan in enumerate(plans)
+    ]
+    return _aligned(rows, left=())
+
+
+def _aligned(rows: list[tuple[str, ...]], left: tuple[int, ...]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if k in left else cell.rjust(width)
+            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def describe(candidate: StepLayout) -> str:
+    """Returns a layout in one line.
+
+    Args:
+        candidate: The layout.
+
+    Returns:
+        The line.
+    """
+    mesh = zip(AXES, candidate.mesh, strict=True)
+    words = [f"{_NAMES[axis]} {size}" for axis, size in mesh if size > 1]
+    if candidate.across:
+        words.append(f"slices along {_NAMES[candidate.across]}")
+    if candidate.engine == "none":
+        words.append("no pipeline")
+    else:
+        words.append(candidate.schedule or candidate.engine)
+        words.append(f"v {candidate.chunks}")
+        if len(set(candidate.counts)) > 1:
+            words.append(layout_text(candidate.counts))
+    words.append(f"M {candidate.microbatches}")
+    if candidate.engine != "none" and candidate.gathers:
+        words.append(f"gather per {candidate.gather}".replace("per once", "once"))
+    scope = {"tick": "ticks", "layer": "layers", "both": "ticks and layers"}[candidate.scope]
+    return ", ".join([*words, f"remat {candidate.policy} of {scope}"])
+
+
+def binding(plans: Plans) -> str:
+    """Returns what keeps the best plan from being faster.
+
+    Args:
+        plans: The plans.
+
+    Returns:
+        A sentence.
+    """
+    best, limit = plans.best, plans.request.limit
+    beyond = plans.found.beyond
+    if beyond is not None and beyond[0] < 0.99 * best.time.seconds:
+        return (
+            f"memory. The fastest layout that does not fit would take about {beyond[0]:.3g} s and "
+            f"{beyond[1].total / _GB:.1f} GB, most of it {beyond[1].largest}; there are "
+            f"{limit / _GB:.1f}."
+        )
+    waits = {"bubble": best.time.parts["bubble"], **best.time.exposed}
+    name, seconds = max(waits.items(), key=lambda pair: pair[1])
+    if seconds < 0.02 * best.time.seconds:
+        return "matrix products: nothing else takes 2% of the step."
+    label = "the bubble" if name == "bubble" else f"communication of {name.replace('_', ' ')}"
+    return f"{label}, {seconds:.3g} s of {best.time.seconds:.3g}."
+
+
+def runner_up(plans: Plans) -> str:
+    """Returns why the second plan is not the first.
+
+    Args:
+        plans: The plans.
+
+    Returns:
+        A sentence; "" if there is one plan.
+    """
+    if len(plans.plans) < 2:
+        return ""
+    first, second = plans.plans[:2]
+    more = second.time.seconds - first.time.seconds
+    if more < 0.001 * first.time.seconds:
+        memory = (second.memory.total - first.memory.total) / _GB
+        return f"it is as fast, and needs {memory:.2f} GB more."
+    parts = {name: second.time.parts[name] - first.time.parts[name] for name in first.time.parts}
+    name = max(parts, key=parts.__getitem__)
+    return (
+        f"it takes {more:.3g} s more, {more / first.time.seconds:.1%}: most of it is "
+        f"{name.replace('_', ' ')}, {second.time.parts[name]:.3g} s against "
+        f"{first.time.parts[name]:.3g}."
+    )

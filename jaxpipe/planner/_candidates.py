@@ -1,0 +1,289 @@
+"""Candidates: every way to spread a model over devices that is worth a look, in plain numbers.
+
+S ranks, v stages on each, M microbatches, L layers, N devices, B sequences of a step. What does not
+divide is left out here to save time; the checks of a run have the last word (`_search`).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from ..schedules import FAMILIES
+from ._devices import Devices
+from ._model import Sizes, mesh_sizes
+
+GatherMode = Literal["tick", "repeat", "once", "layer"]
+RematScope = Literal["tick", "layer", "both"]
+
+_MAX_TENSOR = 16
+_MAX_CHUNKS = 8
+_MICROBATCHES_PER_RANK = (1, 2, 4, 8, 16)
+_POLICIES = ("full", "save_out_proj", "save_dot_except_mlp", "minimal_with_context")
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """A way to spread a training step over devices and time.
+
+    Attributes:
+        mesh: The size of every axis of the mesh, in the order of `AXES`.
+        across: The axis along which slices lie; "" if there is one.
+        engine: The engine.
+        schedule: The schedule; "" for engines that have their own.
+        chunks: v.
+        counts: [stages] layers of every stage, in forward order.
+        microbatches: M.
+        accumulation: Calls of the engine in a step.
+        policy: What a layer keeps, a policy of rematerialization.
+        scope: Whether it is applied to the stage of a tick, to each layer, or to both.
+        gather: When weights are gathered.
+        vocab_tiling: Parts in which logits are computed.
+    """
+
+    mesh: tuple[int, ...]
+    across: str
+    engine: str
+    schedule: str
+    chunks: int
+    counts: tuple[int, ...]
+    microbatches: int
+    accumulation: int
+    policy: str
+    scope: RematScope
+    gather: GatherMode
+    vocab_tiling: int
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Returns the size of every mesh axis, by its name."""
+        return mesh_sizes(self.mesh)
+
+    @property
+    def num_ranks(self) -> int:
+        """Returns S."""
+        return self.sizes["stage"]
+
+    @property
+    def layers_per_stage(self) -> int:
+        """Returns the layers of the longest stage."""
+        return max(self.counts)
+
+    @property
+    def gathers(self) -> bool:
+        """Returns whether weights are split by axes over which they are gathered."""
+        return self.num_shards * self.sizes["context"] > self.sizes["data"]
+
+    @property
+    def num_shards(self) -> int:
+        """Returns the number of device groups that have rows of their own."""
+        return row_shards(self.sizes)
+
+
+def row_shards(sizes: Sizes) -> int:
+    """Returns the number of device groups that have rows of their own."""
+    return sizes["data"] * sizes["fsdp"] * sizes["expert"]
+
+
+@dataclass(frozen=True)
+class Space:
+    """What candidates are made from.
+
+    Attributes:
+        devices: The devices.
+        batch: B.
+        sequence: Tokens of a sequence.
+        num_layers: L, those of the pipeline.
+        num_experts: Experts of a layer; 0 if there are none.
+        num_kv_heads: Heads that `tensor` divides.
+        vocab: The size of the vocabulary.
+        max_stages: The most ranks of a pipeline.
+        fixed: Values that candidates must have, by the names of their fields and of mesh axes.
+    """
+
+    devices: Devices
+    batch: int
+    sequence: int
+    num_layers: int
+    num_experts: int
+    num_kv_heads: int
+    vocab: int
+    max_stages: int
+    fixed: dict[str, Any] = field(default_factory=dict)
+
+
+def candidates(space: Space) -> Iterator[StepLayout]:
+    """Yields the candidates.
+
+    Args:
+        space: What they are made from.
+
+    Yields:
+        Candidates whose sizes divide.
+    """
+    for mesh, across in _meshes(space):
+        sizes = mesh_sizes(mesh)
+        accumulation = space.fixed.get("accumulation", 1)
+        rows, rest = divmod(space.batch // accumulation, row_shards(sizes))
+        if rest or not rows or space.batch % accumulation:
+            continue
+        for engine, schedule, chunks, counts in _pipelines(space, sizes["stage"]):
+            for microbatches in _microbatches(space, rows, sizes["stage"], engine):
+                first = StepLayout(
+                    mesh,
+                    across,
+                    engine,
+                    schedule,
+                    chunks,
+                    counts,
+                    microbatches,
+                    accumulation,
+                    "full",
+                    "layer",
+                    "tick",
+                    _vocab_tiling(space, rows // microbatches, sizes),
+                )
+                yield from _variants(first, space)
+
+
+def _meshes(space: Space) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Yields the sizes of the mesh axes, and the axis along which slices lie."""
+    count, slices, fixed = space.devices.num_devices, space.devices.num_slices, space.fixed
+    for stage in _choices(fixed, "stage", _divisors(count)):
+        if stage > min(space.max_stages, space.num_layers):
+            continue
+        for tensor in _choices(fixed, "tensor", _tensor_sizes(space, count // stage)):
+            rest = count // stage // max(1, tensor)
+            for expert in _choices(fixed, "expert", _expert_sizes(space, rest)):
+                for context in _choices(fixed, "context", _context_sizes(space, rest // expert)):
+                    rows = rest // expert // context
+                    for fsdp in _choices(fixed, "fsdp", _divisors(rows)):
+                        data = rows // fsdp
+                        mesh = (data, stage, fsdp, tensor, expert, context)
+                        if math.prod(mesh) == count and data == fixed.get("data", data):
+                            yield from ((mesh, axis) for axis in _across(mesh, slices, fixed))
+
+
+def _across(mesh: tuple[int, ...], slices: int, fixed: dict[str, Any]) -> Sequence[str]:
+    if slices == 1:
+        return ("",)
+    sizes = mesh_sizes(mesh)
+    axes = (fixed["across"],) if "across" in fixed else ("data", "stage", "fsdp")
+    return [axis for axis in axes if sizes[axis] % slices == 0]
+
+
+def _choices(fixed: dict[str, Any], name: str, usual: Sequence[Any]) -> Sequence[Any]:
+    return (fixed[name],) if name in fixed else usual
+
+
+def _divisors(count: int) -> list[int]:
+    return [size for size in range(1, count + 1) if count % size == 0]
+
+
+def _tensor_sizes(space: Space, count: int) -> list[int]:
+    most = min(_MAX_TENSOR, space.devices.devices_per_domain)
+    heads = space.num_kv_heads
+    return [size for size in _divisors(count) if size <= most and heads % size == 0]
+
+
+def _expert_sizes(space: Space, count: int) -> list[int]:
+    most = space.num_experts or 1
+    return [size for size in _divisors(count) if size <= most and most % size == 0]
+
+
+def _context_sizes(space: Space, count: int) -> list[int]:
+    """Returns sizes of `context`: more than 1 only if there are too few rows for all devices."""
+    if count <= space.batch:
+        return [1]
+    return [size for size in _divisors(count) if space.sequence % size == 0]
+
+
+def _pipelines(space: Space, ranks: int) -> Iterator[tuple[str, str, int, tuple[int, ...]]]:
+    """Yields engines with schedule, stages per rank and layers of every stage."""
+    fixed, layers = space.fixed, space.num_layers
+    engines = ("none",) if ranks == 1 else ("circular", "scheduled")
+    for engine in _choices(fixed, "engine", engines):
+        if engine == "none":
+            if ranks == 1 and not fixed.get("schedule"):
+                yield engine, "", 1, (layers,)
+        elif engine == "circular":
+            if not fixed.get("schedule"):
+                for chunks in _choices(fixed, "chunks", _divisors(layers // ranks)):
+                    if layers % (ranks * chunks) == 0:
+                        yield engine, "", chunks, _even(layers, ranks * chunks)
+        else:
+            for schedule in _choices(fixed, "schedule", _schedules(ranks)):
+                for chunks in _chunks_of(schedule, fixed, layers, ranks):
+                    if ranks * chunks <= layers:
+                        yield engine, schedule, chunks, _even(layers, ranks * chunks)
+
+
+def _schedules(ranks: int) -> tuple[str, ...]:
+    return ("1f1b", "interleaved_1f1b", "zero_bubble_h1", "zbv") if ranks > 1 else ("1f1b",)
+
+
+def _chunks_of(schedule: str, fixed: dict[str, Any], layers: int, ranks: int) -> Sequence[int]:
+    if schedule not in FAMILIES:
+        return (fixed.get("chunks", 1),)
+    if "chunks" not in FAMILIES[schedule].takes:
+        return (2,) if "2 chunks" in FAMILIES[schedule].constraints else (1,)
+    usual = [
+        v for v in range(2, min(_MAX_CHUNKS, layers // ranks) + 1) if layers % (v * ranks) == 0
+    ]
+    return _choices(fixed, "chunks", usual)
+
+
+def _even(layers: int, stages: int) -> tuple[int, ...]:
+    """Returns layers per stage that differ by at most one; the first and last stages have fewer."""
+    each, more = divmod(layers, stages)
+    if not more:
+        return (each,) * stages
+    # The ends also have the embedding and the head.
+    start = (stages - more + 1) // 2
+    return tuple(each + (start <= stage < start + more) for stage in range(stages))
+
+
+def _microbatches(space: Space, rows: int, ranks: int, engine: str) -> Sequence[int]:
+    """Returns numbers of microbatches, of `rows` rows that each device group has."""
+    if "microbatches" in space.fixed:
+        wanted = space.fixed["microbatches"]
+        return (wanted,) if rows % wanted == 0 else ()
+    fitting = _divisors(rows)
+    if engine == "none":
+        return fitting
+    least = [m for m in fitting if m >= ranks and (engine != "circular" or m % ranks == 0)]
+    most = ranks * _MICROBATCHES_PER_RANK[-1]
+    return [m for m in least if m <= most] or least[:1]
+
+
+def _vocab_tiling(space: Space, rows: int, sizes: Sizes) -> int:
+    """Returns into how many parts logits are cut so that they take little of the memory."""
+    if "vocab_tiling" in space.fixed:
+        return space.fixed["vocab_tiling"]
+    length = space.sequence // sizes["context"]
+    logits = 4 * rows * length * space.vocab // sizes["tensor"]
+    tiles = 1
+    while logits > space.devices.memory_bytes * tiles // 16 and length % (2 * tiles) == 0:
+        tiles *= 2
+    return tiles
+
+
+def _variants(first: StepLayout, space: Space) -> Iterator[StepLayout]:
+    """Yields a candidate with every rematerialization and every way to gather weights."""
+    fixed = space.fixed
+    one_layer = first.layers_per_stage == 1
+    scopes: Sequence[RematScope] = ("layer",)
+    if first.engine != "none":
+        scopes = ("tick",) if one_layer else ("layer", "both")
+    gathers: Sequence[GatherMode] = ("tick",)
+    if first.engine != "none" and row_shards(first.sizes) > first.sizes["data"]:
+        gathers = ("once", "layer", "tick", "repeat")
+        if one_layer:
+            gathers = ("once", "tick", "repeat")
+        if first.engine == "scheduled" and first.schedule != "looped_bfs":
+            gathers = ("once", "layer")
+    for policy in _choices(fixed, "policy", _POLICIES):
+        for scope in _choices(fixed, "scope", scopes):
+            for gather in _choices(fixed, "gather", gathers):
+                yield replace(first, policy=policy, scope=scope, gather=gather)

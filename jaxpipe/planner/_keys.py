@@ -1,0 +1,75 @@
+"""The keys of a run that a candidate stands for, and the run that they set up."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..sharding import AXES
+from ..train import Config, set_up
+from ..train.plan import Setup
+from ._candidates import StepLayout
+from ._request import AXIS_KEYS, GATHER_KEYS, Request, Values, base_values, layout_text
+
+
+def keys(candidate: StepLayout, request: Request) -> Values:
+    """Returns the keys of a run with this layout.
+
+    Args:
+        candidate: The layout.
+        request: What it is for.
+
+    Returns:
+        Values by key: those that the request passes on, and those that the layout decides. Keys
+        that have their defaults are left out.
+    """
+    found = dict(request.values) | _mesh(candidate, request.devices.num_slices)
+    found["pipeline_engine"] = candidate.engine
+    found["num_pipeline_microbatches"] = candidate.microbatches
+    found["remat_policy"] = candidate.policy
+    if candidate.accumulation > 1:
+        found["gradient_accumulation_steps"] = candidate.accumulation
+    if candidate.vocab_tiling > 1:
+        found["num_vocab_tiling"] = candidate.vocab_tiling
+    if candidate.engine == "none":
+        return found
+    found["set_remat_policy_on_pipeline_iterations"] = candidate.scope != "layer"
+    found["set_remat_policy_on_layers_per_stage"] = candidate.scope != "tick"
+    if candidate.gather in GATHER_KEYS:
+        found[GATHER_KEYS[candidate.gather]] = True
+    if candidate.engine == "circular":
+        found["num_layers_per_pipeline_stage"] = candidate.layers_per_stage
+        return found
+    found["pipeline_schedule"] = candidate.schedule
+    if len(set(candidate.counts)) > 1:
+        found["pipeline_layout"] = layout_text(candidate.counts)
+    elif candidate.chunks > 1:
+        found["num_pipeline_repeats"] = candidate.chunks
+    return found
+
+
+def _mesh(candidate: StepLayout, num_slices: int) -> Values:
+    """Returns the sizes of the mesh inside a slice and across slices."""
+    found: Values = {}
+    for axis, size in zip(AXES, candidate.mesh, strict=True):
+        across = num_slices if axis == candidate.across else 1
+        found[f"ici_{AXIS_KEYS[axis]}_parallelism"] = size // across
+        if across > 1:
+            found[f"dcn_{AXIS_KEYS[axis]}_parallelism"] = across
+    return found
+
+
+def checked_setup(candidate: StepLayout, request: Request, devices: Sequence[Any]) -> Setup:
+    """Sets up the run of a candidate, by the checks of the trainer and no others.
+
+    Args:
+        candidate: The layout.
+        request: What it is for.
+        devices: The devices, or stand-ins for them.
+
+    Returns:
+        The setup.
+
+    Raises:
+        ValueError: If the run would be refused.
+    """
+    config = Config(**base_values(keys(candidate, request)))
+    return set_up(config, devices)

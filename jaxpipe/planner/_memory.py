@@ -1,0 +1,323 @@
+"""The memory of a device during a step, by kind, by arithmetic.
+
+Peaks are those of the engines' own buffers: what a loop over ticks carries, and what the largest
+of its phases makes beside that. Figures that are the compiler's are named as constants, and
+docs/plan.md compares the sums with compiled programs. S ranks, v stages on each, M microbatches, t
+tokens of a microbatch on a device.
+"""
+
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import NamedTuple
+
+from ._candidates import StepLayout
+from ._model import (
+    PlannedModel,
+    gathered_parameters,
+    largest_weight,
+    mesh_sizes,
+    stored_parameters,
+    token_bytes,
+)
+
+_FLOAT32 = 4
+_COMPUTE = 2
+"""Bytes of a weight or an activation in bfloat16, the dtype that plans are for."""
+
+_MOMENTS = 2
+
+_LAYER_WORK = 0.8
+"""What of the tensors of a layer exists at a time while its backward runs."""
+
+_STREAM = 4
+"""Copies of a rank's microbatches that the circular engine holds: inputs, stream, results and
+their cotangents."""
+
+_LOGITS = 2
+"""Float32 arrays as large as the logits: these, and their cotangents with what computes them."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on a device at the peak of a step, by kind.
+
+    Attributes:
+        weights: Weights as they are stored between steps.
+        optimizer: The optimizer's state.
+        gradients: Gradients of all weights, summed over microbatches.
+        gathered: Weights as layers read them, and casts of them.
+        activations: What forwards keep for backwards, and microbatches between ranks.
+        logits: Logits and their cotangents, if the peak is in the loss.
+        buffers: What a layer computes with, and what engines and compilers hold beside these.
+    """
+
+    weights: float
+    optimizer: float
+    gradients: float
+    gathered: float
+    activations: float
+    logits: float
+    buffers: float
+
+    @property
+    def total(self) -> float:
+        """Returns the sum."""
+        return sum(getattr(self, kind.name) for kind in fields(self))
+
+    @property
+    def largest(self) -> str:
+        """Returns the kind that needs most."""
+        return max((kind.name for kind in fields(self)), key=lambda name: getattr(self, name))
+
+
+class Live(NamedTuple):
+    """How many microbatches a rank stores at a time.
+
+    Attributes:
+        residuals: Of which it keeps what a backward reads.
+        wgrad_residuals: Of which I has left something for W.
+        waiting: Whose activations or cotangents wait.
+    """
+
+    residuals: int
+    wgrad_residuals: int
+    waiting: int
+
+
+def live_at_most(candidate: StepLayout) -> Live:
+    """Returns the counts by closed forms, near those of the schedule's tables.
+
+    Args:
+        candidate: The layout.
+
+    Returns:
+        The counts of the fullest rank, in lock-step.
+    """
+    S, M, v = candidate.num_ranks, candidate.microbatches, candidate.chunks
+    most, in_flight = M * v, 2 * S - 1
+    match candidate.schedule:
+        case "interleaved_1f1b" | "kimi_k2" | "interleaved_zero_bubble":
+            in_flight += (v - 1) * (M // max(1, M // S))
+        case "zbv" | "v_half" | "v_min" | "dualpipev":
+            in_flight = 3 * S - 1
+        case "gpipe" | "looped_bfs" | "interleaved_gpipe":
+            in_flight = most
+    splits = candidate.schedule.startswith(("zero", "zbv", "v_", "dual", "interleaved_zero"))
+    waiting = 2 * M - S + 1 if candidate.schedule == "looped_bfs" else 2
+    return Live(min(most, in_flight), min(most, S) if splits else 0, waiting)
+
+
+def memory(model: PlannedModel, candidate: StepLayout, tokens: float, live: Live) -> Memory:
+    """Returns the memory of a device.
+
+    Args:
+        model: The model.
+        candidate: The layout.
+        tokens: t.
+        live: How many microbatches a rank stores at a time, for engines that run schedules.
+
+    Returns:
+        The bytes by kind.
+    """
+    match candidate.engine:
+        case "none":
+            return _unpipelined(model, candidate, tokens)
+        case "circular":
+            return _circular(model, candidate, tokens)
+        case _:
+            return _scheduled(model, candidate, tokens, live)
+
+
+class _Parts(NamedTuple):
+    """What all engines have, in bytes.
+
+    `stored` and `whole` are parameters of the layers of a rank, as stored and as read, `boundary`
+    and `whole_boundary` those before and after the pipeline, `layer` those of one layer as read.
+    """
+
+    stored: float
+    whole: float
+    layer: float
+    boundary: float
+    whole_boundary: float
+    activation: float
+    kept: float
+    layer_work: float
+    loss: float
+    largest: float
+    head_gradient: float
+
+
+class _OnMesh(NamedTuple):
+    """Parameters of a device on a mesh: of one layer and of embedding and head.
+
+    Each as stored and as read, with the largest weight of the layer and of the head.
+    """
+
+    stored_layer: float
+    layer: float
+    largest: float
+    stored_boundary: float
+    boundary: float
+    largest_head: float
+
+
+@lru_cache(maxsize=10_000)
+def _on_mesh(model: PlannedModel, mesh: tuple[int, ...]) -> _OnMesh:
+    sizes, ends = mesh_sizes(mesh), (*model.embed, *model.head)
+    return _OnMesh(
+        stored_parameters(model.layer, sizes),
+        gathered_parameters(model.layer, sizes),
+        largest_weight(model.layer, sizes),
+        stored_parameters(ends, sizes),
+        gathered_parameters(ends, sizes),
+        largest_weight(model.head, sizes),
+    )
+
+
+@lru_cache(maxsize=10_000)
+def _token_bytes(model: PlannedModel, mesh: tuple[int, ...], policy: str) -> float:
+    """Returns the bytes of a token that a layer keeps beside its input."""
+    return token_bytes(model.saved(policy), mesh_sizes(mesh))
+
+
+def _parts(model: PlannedModel, candidate: StepLayout, tokens: float) -> _Parts:
+    mesh, sizes = candidate.mesh, _on_mesh(model, candidate.mesh)
+    layers = candidate.layers_per_stage * candidate.chunks
+    logits = _FLOAT32 * tokens * model.vocab / candidate.sizes["tensor"] / candidate.vocab_tiling
+    return _Parts(
+        layers * sizes.stored_layer,
+        layers * sizes.layer,
+        sizes.layer,
+        sizes.stored_boundary,
+        sizes.boundary,
+        _COMPUTE * model.hidden * tokens,
+        tokens * _token_bytes(model, mesh, candidate.policy),
+        _LAYER_WORK * tokens * _token_bytes(model, mesh, "none"),
+        _LOGITS * logits,
+        _FLOAT32 * sizes.largest,
+        _FLOAT32 * sizes.largest_head,
+    )
+
+
+def _state(parts: _Parts) -> tuple[float, float]:
+    """Returns the bytes of stored weights and of the optimizer's state."""
+    stored = _FLOAT32 * (parts.stored + parts.boundary)
+    return stored, _MOMENTS * stored
+
+
+def _unpipelined(model: PlannedModel, candidate: StepLayout, tokens: float) -> Memory:
+    parts, layers = _parts(model, candidate, tokens), model.num_layers
+    weights, optimizer = _state(parts)
+    # XLA casts all weights before the loop over layers.
+    cast = _COMPUTE * (parts.stored + parts.boundary)
+    one = _FLOAT32 * (parts.stored + parts.boundary)
+    sums = one if candidate.microbatches > 1 else 0.0
+    activations = layers * (parts.activation + parts.kept)
+    gathers = _COMPUTE * parts.layer if candidate.gathers else 0.0
+    work = parts.layer_work + parts.largest
+    loss = parts.loss + parts.head_gradient
+    in_layer, in_loss = one + gathers + work, loss
+    return Memory(
+        weights,
+        optimizer,
+        sums + (one if in_layer >= in_loss else 0.0),
+        cast + (gathers if in_layer >= in_loss else 0.0),
+        activations,
+        0.0 if in_layer >= in_loss else parts.loss,
+        work if in_layer >= in_loss else parts.head_gradient,
+    )
+
+
+def _residuals(candidate: StepLayout, parts: _Parts) -> float:
+    """Returns the bytes that one visit of a stage keeps."""
+    n = candidate.layers_per_stage
+    if candidate.scope == "layer":
+        return n * (parts.activation + parts.kept)
+    return parts.activation + n * parts.kept
+
+
+def _recomputed(candidate: StepLayout, parts: _Parts) -> float:
+    """Returns the bytes of layer inputs that the backward of a stage computes again."""
+    n = candidate.layers_per_stage
+    return n * parts.activation if candidate.scope == "both" and n > 1 else 0.0
+
+
+def _circular(model: PlannedModel, candidate: StepLayout, tokens: float) -> Memory:
+    parts = _parts(model, candidate, tokens)
+    S, M, v = candidate.num_ranks, candidate.microbatches, candidate.chunks
+    weights, optimizer = _state(parts)
+    ticks = M * v + S - 1
+    kept = ticks * _residuals(candidate, parts)
+    gradients = _FLOAT32 * parts.stored
+    if v >= 8:  # residuals of the later half are freed before gradients of the earlier half exist
+        later = _FLOAT32 * parts.stored * (v - v // 2) / v
+        first = kept * (v // 2) / v
+        if kept + later >= first + gradients:
+            gradients = later
+        else:
+            kept = first
+    stage = parts.whole / v
+    gathered, windows = _windows(candidate, parts, stage)
+    sums = 2 * _FLOAT32 * (parts.stored / v if candidate.gather == "tick" else stage)
+    boundary = parts.whole_boundary if candidate.gathers else parts.boundary
+    return Memory(
+        weights,
+        optimizer,
+        gradients + sums + _FLOAT32 * boundary,
+        gathered + windows + _COMPUTE * boundary,
+        kept + _STREAM * max(1, M // S) * parts.activation + _recomputed(candidate, parts),
+        0.0,
+        parts.layer_work,
+    )
+
+
+def _windows(candidate: StepLayout, parts: _Parts, stage: float) -> tuple[float, float]:
+    """Returns the bytes of gathered or cast weights of a rank, and of windows of a stage's."""
+    if not candidate.gathers:
+        return _COMPUTE * parts.whole, _COMPUTE * stage
+    match candidate.gather:
+        case "once":
+            return _COMPUTE * parts.whole, _COMPUTE * stage
+        case "repeat":
+            return _COMPUTE * parts.stored, 3 * _COMPUTE * stage
+        case "tick":
+            return _COMPUTE * parts.stored, 2 * _COMPUTE * stage + _FLOAT32 * stage
+        case "layer":
+            return _COMPUTE * parts.stored, 2 * _COMPUTE * parts.layer
+
+
+def _scheduled(model: PlannedModel, candidate: StepLayout, tokens: float, live: Live) -> Memory:
+    parts = _parts(model, candidate, tokens)
+    weights, optimizer = _state(parts)
+    stage = parts.whole / candidate.chunks
+    if not candidate.gathers or candidate.gather == "once":
+        gathered, gradients = _COMPUTE * parts.whole, _FLOAT32 * parts.whole
+    elif candidate.gather == "repeat":
+        gathered = 2 * _COMPUTE * stage
+        gradients = _FLOAT32 * (parts.stored + stage)
+    elif candidate.gather == "layer":
+        gathered, gradients = _COMPUTE * parts.layer, _FLOAT32 * parts.stored * _LAYOUT_COPIES
+    else:
+        gathered = _COMPUTE * (parts.stored + 2 * stage)
+        gradients = _FLOAT32 * (parts.stored + stage)
+    boundary = parts.whole_boundary if candidate.gathers else parts.boundary
+    kept = live.residuals * _residuals(candidate, parts)
+    # What I leaves for W is the cotangent of every product beside its input.
+    kept += live.wgrad_residuals * candidate.layers_per_stage * 2 * parts.layer_work
+    waiting = (live.waiting + 1) * parts.activation
+    work = parts.layer_work + _recomputed(candidate, parts)
+    loss = parts.loss + parts.head_gradient
+    return Memory(
+        weights,
+        optimizer,
+        gradients + _FLOAT32 * boundary,
+        gathered + _COMPUTE * boundary,
+        kept + waiting,
+        parts.loss if loss > work else 0.0,
+        parts.head_gradient if loss > work else work,
+    )
+
+
+_LAYOUT_COPIES = 1.25
+"""XLA:TPU holds float32 gradients of attention twice, in two layouts, if layers gather."""

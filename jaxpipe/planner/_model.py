@@ -1,0 +1,219 @@
+"""A model as a planner sees it: how its weights are split over devices, and what a layer keeps.
+
+D embed, H query heads, K key and value heads, C channels of a head, F width of an MLP, V vocab.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from ..autodiff.backward import saved_names
+from ..models import DeepseekConfig, LlamaConfig
+from ..models.weights._abstract import is_weight
+from ..sharding import AXES, Rules, partition_spec
+from ..sharding._rules import gathered_rules
+from ..sharding.specs import axes_of_dim
+from ..train.plan import MODEL_FAMILIES, ModelConfig
+
+Axes = tuple[str, ...]
+"""Names of mesh axes."""
+
+Sizes = Mapping[str, int]
+"""The size of every mesh axis."""
+
+
+@dataclass(frozen=True)
+class WeightGroup:
+    """Weights that the same mesh axes split.
+
+    Attributes:
+        parameters: The number of parameters.
+        stored: Mesh axes that split them as they are stored.
+        gathered: Those that still split them when a layer reads them.
+        largest: The number of parameters of the largest weight.
+    """
+
+    parameters: int
+    stored: Axes
+    gathered: Axes
+    largest: int
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor that the forward of a layer makes for every token.
+
+    Attributes:
+        channels: Elements for each token.
+        axes: Mesh axes that split them.
+        all_rows: Whether devices along `expert` each have the tokens of all of these.
+    """
+
+    channels: int
+    axes: Axes = ()
+    all_rows: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedModel:
+    """The sizes of a model that decide memory.
+
+    Attributes:
+        name: The name of the model.
+        layer: The weights of one layer of the pipeline.
+        embed: The weights before the pipeline.
+        head: Those of the head.
+        num_layers: L, the layers that a pipeline may have.
+        outer_layer: The weights of a layer outside of the pipeline.
+        hidden: D.
+        vocab: V; 0 if the loss makes no logits.
+        tensors: What a layer makes for every token, by the name of the tensor.
+        unnamed: What it makes beside these, which no policy keeps but `none`.
+    """
+
+    name: str
+    layer: tuple[WeightGroup, ...]
+    embed: tuple[WeightGroup, ...]
+    head: tuple[WeightGroup, ...]
+    num_layers: int
+    hidden: int
+    vocab: int
+    tensors: tuple[tuple[str, Tensor], ...]
+    unnamed: tuple[Tensor, ...]
+
+    def saved(self, policy: str) -> tuple[Tensor, ...]:
+        """Returns what a layer keeps for its backward beside its input.
+
+        Args:
+            policy: The name of a policy of rematerialization.
+
+        Returns:
+            The tensors.
+        """
+        if policy == "none":
+            return (*(tensor for _, tensor in self.tensors), *self.unnamed)
+        names, _ = saved_names(policy)
+        return tuple(tensor for name, tensor in self.tensors if name in names)
+
+
+def mesh_sizes(mesh: Iterable[int]) -> dict[str, int]:
+    """Returns the size of every mesh axis, from sizes in the order of `AXES`."""
+    return {str(axis): size for axis, size in zip(AXES, mesh, strict=True)}
+
+
+def split(axes: Iterable[str], sizes: Sizes) -> int:
+    """Returns into how many parts these mesh axes split an array."""
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def stored_parameters(groups: Iterable[WeightGroup], sizes: Sizes) -> float:
+    """Returns the parameters of a device, as they are stored."""
+    return sum(group.parameters / split(group.stored, sizes) for group in groups)
+
+
+def gathered_parameters(groups: Iterable[WeightGroup], sizes: Sizes) -> float:
+    """Returns the parameters of a device while a layer reads them."""
+    return sum(group.parameters / split(group.gathered, sizes) for group in groups)
+
+
+def largest_weight(groups: Iterable[WeightGroup], sizes: Sizes) -> float:
+    """Returns the parameters of the largest weight while a layer reads it, on a device."""
+    return max(group.largest / split(group.gathered, sizes) for group in groups)
+
+
+def token_bytes(tensors: Iterable[Tensor], sizes: Sizes, itemsize: int = 2) -> float:
+    """Returns the bytes of tensors for each token of a device."""
+    return itemsize * sum(
+        tensor.channels / split(tensor.axes, sizes) * (sizes["expert"] if tensor.all_rows else 1)
+        for tensor in tensors
+    )
+
+
+def planned_model(
+    name: str, block: str, sizes: ModelConfig, rules: Rules, num_pipelined: int
+) -> PlannedModel:
+    """Returns a model of the trainer as a planner sees it.
+
+    Args:
+        name: Its name.
+        block: The family, a value of `decoder_block`.
+        sizes: Its sizes.
+        rules: Logical axis rules of its weights.
+        num_pipelined: The layers of the pipeline; others run after it.
+
+    Returns:
+        The model.
+    """
+    uniform = sizes.base_num_decoder_layers - getattr(sizes, "first_num_dense_layers", 0)
+    tree = MODEL_FAMILIES[block].weights(sizes, layers_after=uniform - num_pipelined)
+    named, unnamed = _tensors(sizes)
+    return PlannedModel(
+        name,
+        _groups(tree["layer"], rules),
+        _groups(tree["embed"], rules),
+        _groups(tree["head"], rules),
+        num_pipelined,
+        sizes.base_emb_dim,
+        sizes.vocab_size,
+        tuple(named.items()),
+        unnamed,
+    )
+
+
+def _groups(tree: PyTree, rules: Rules) -> tuple[WeightGroup, ...]:
+    """Returns the weights of a tree, those together that the same axes split."""
+    found: dict[tuple[Axes, Axes], list[int]] = {}
+    for weight in jax.tree.leaves(tree, is_leaf=is_weight):
+        stored, gathered = (
+            _spec_axes(weight.axes, given) for given in (rules, gathered_rules(rules))
+        )
+        found.setdefault((stored, gathered), []).append(math.prod(weight.shape))
+    return tuple(
+        WeightGroup(sum(sizes), stored, gathered, max(sizes))
+        for (stored, gathered), sizes in found.items()
+    )
+
+
+def _spec_axes(axes: Any, rules: Rules) -> Axes:
+    return tuple(axis for dim in partition_spec(axes, rules) for axis in axes_of_dim(dim))
+
+
+_SPLIT = ("tensor",)
+
+
+def _tensors(sizes: ModelConfig) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+    """Returns what a layer makes for every token: by name, and what has none."""
+    D, F = sizes.base_emb_dim, sizes.base_mlp_dim
+    named = {"out_proj": Tensor(D)}
+    match sizes:
+        case LlamaConfig():
+            _, H, K, C = sizes.attention
+            named |= _heads(H * C, K * C, K * C, H * C)
+            named |= _mlp(D, F)
+            return named, (Tensor(4 * D), Tensor(2 * F, _SPLIT))
+        case DeepseekConfig():
+            at, moe = sizes.attention, sizes.moe
+            H = at.num_heads
+            named |= _heads(H * at.head_dim, H * at.head_dim, H * at.v_head_dim, H * at.v_head_dim)
+            named |= {"mla_q": Tensor(at.q_lora_rank), "mla_kv": Tensor(at.kv_lora_rank)}
+            if moe.shared_experts:
+                named |= _mlp(D, moe.shared_experts * moe.expert_dim)
+            k, F = moe.router.num_chosen, moe.expert_dim
+            for name in ("moe_mlpwi_0", "moe_mlpwi_1"):
+                named[name] = Tensor(k * F, _SPLIT, all_rows=True)
+            named["moe_mlpwo"] = Tensor(k * D, all_rows=True)
+            return named, (Tensor(4 * D), Tensor(2 * k * D, all_rows=True))
+
+
+def _heads(queries: int, keys: int, values: int, context: int) -> dict[str, Tensor]:
+    names = ("query_proj", "key_proj", "value_proj", "context")
+    sizes = (queries, keys, values, context)
+    return {name: Tensor(size, _SPLIT) for name, size in zip(names, sizes, strict=True)}
+
+
+def _mlp(D: int, F: int) -> dict[str, Tensor]:
+    return {"mlpwi_0": Tensor(F, _SPLIT), "mlpwi_1": Tensor(F, _SPLIT), "mlpwo": Tensor(D)}

@@ -1,0 +1,103 @@
+"""Plans a training step: from a model, devices and a batch to the fastest layouts that fit."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ._answer import Plans, describe
+from ._devices import parse_devices
+from ._memory import Memory
+from ._request import Request, make_request
+from ._search import Found, search
+
+_GB = 1e9
+
+
+def plan(
+    model: str | Mapping[str, Any],
+    devices: str,
+    batch: int | None = None,
+    sequence: int | None = None,
+    *,
+    num_slices: int = 1,
+    memory_gb: float | None = None,
+    max_stages: int | None = None,
+    schedule: str | None = None,
+    num_plans: int = 5,
+    **fixed: Any,
+) -> Plans:
+    """Plans a training step: how to spread it over devices so that it fits and takes least time.
+
+    Nothing is compiled or allocated, and no device is needed. Mesh, engine, schedule, microbatches,
+    layers per stage, rematerialization and the gathers of weights are chosen; what is given is
+    kept.
+
+    Args:
+        model: The name of a preset, or the values of keys of a run.
+        devices: The devices: `v5p-64`, `v6e:4x4`, `h100:2x8`.
+        batch: Sequences of a step. Default: `per_device_batch_size` times the devices.
+        sequence: Tokens of a sequence. Default: `max_target_length`.
+        num_slices: The number of slices of TPUs.
+        memory_gb: The memory of a device that may be used, in 1e9 bytes. Default: 95% of it.
+        max_stages: The most ranks of a pipeline.
+        schedule: The schedule.
+        num_plans: How many plans to return at most.
+        **fixed: Values of other keys of a run, such as `ici_pipeline_parallelism=4`.
+
+    Returns:
+        The plans, the fastest first. They print as a table.
+
+    Raises:
+        ValueError: If a value is wrong, or no layout fits; it says what is short by how much.
+
+    Example:
+        >>> plans = plan("llama-tiny", "v5p-8", batch=32, sequence=128, num_plans=2)
+        >>> plans.best.settings["per_device_batch_size"], len(plans.plans)
+        (8.0, 2)
+    """
+    started = time.perf_counter()
+    values = {"model_name": model} if isinstance(model, str) else dict(model)
+    request = make_request(
+        values | fixed,
+        parse_devices(devices, num_slices),
+        batch=batch,
+        sequence=sequence,
+        memory_gb=memory_gb,
+        max_stages=max_stages,
+        schedule=schedule,
+    )
+    found = search(request, num_plans)
+    if not found.plans:
+        raise ValueError(_nothing_fits(request, found))
+    return Plans(request, found, time.perf_counter() - started)
+
+
+def _nothing_fits(request: Request, found: Found) -> str:
+    """Returns why there is no plan."""
+    devices, limit = request.devices, request.limit / _GB
+    if found.leanest is None:
+        return (
+            f"No layout of {devices.num_devices} devices divides {request.batch} sequences of "
+            f"{request.sequence} tokens and {request.space.num_layers} layers as given"
+            f"{_given(request)}. Give another batch, or fix fewer keys."
+        )
+    candidate, needed = found.leanest
+    if needed.total > request.limit:
+        kinds = ", ".join(_kinds(needed))
+        return (
+            f"No layout fits: the leanest ({describe(candidate)}) needs {needed.total / _GB:.1f} "
+            f"GB on a device of {limit:.1f}, {(needed.total - request.limit) / _GB:.1f} GB too "
+            f"much: {kinds}. Use more devices, or smaller sequences."
+        )
+    reasons = "\n".join(dict.fromkeys(found.refused[:3]))
+    return f"Layouts fit, but the trainer refuses them{_given(request)}:\n{reasons}"
+
+
+def _given(request: Request) -> str:
+    fixed = ", ".join(f"{name} {value}" for name, value in request.space.fixed.items())
+    return f" (given: {fixed})" if fixed else ""
+
+
+def _kinds(needed: Memory) -> list[str]:
+    sizes = sorted(vars(needed).items(), key=lambda pair: -pair[1])
+    return [f"{kind} {size / _GB:.1f}" for kind, size in sizes if size > 0.01 * needed.total]

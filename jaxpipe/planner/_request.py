@@ -1,0 +1,285 @@
+"""A request: the settings of a run, and which of the keys that a planner chooses are given.
+
+Keys that a planner chooses are free until they are given. All others are passed on to the run.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from ..cost.work import Experts, ModelWork, transformer
+from ..cost.work._transformer import LatentAttention
+from ..models import PRESETS, DeepseekConfig
+from ..sharding import AXES, DEFAULT_RULES
+from ..sharding.layout import parse_layout
+from ..train import Config, load_config
+from ..train.config import base_yaml, parse_override, parse_yaml
+from ..train.plan import ModelConfig
+from ..train.plan._family import model_config
+from ._candidates import Space
+from ._devices import Devices
+from ._model import PlannedModel, planned_model
+
+Values = dict[str, Any]
+
+AXIS_KEYS = {axis: "pipeline" if axis == "stage" else axis for axis in AXES}
+"""The name of each mesh axis in keys such as `ici_pipeline_parallelism`."""
+
+GATHER_KEYS = {
+    "once": "pipeline_fsdp_ag_once",
+    "repeat": "pipeline_fsdp_ag_per_repeat",
+    "layer": "pipeline_fsdp_ag_per_layer",
+}
+
+_FIXED = {
+    "pipeline_engine": "engine",
+    "pipeline_schedule": "schedule",
+    "num_pipeline_repeats": "chunks",
+    "num_pipeline_microbatches": "microbatches",
+    "remat_policy": "policy",
+    "num_vocab_tiling": "vocab_tiling",
+    "gradient_accumulation_steps": "accumulation",
+}
+"""Keys that fix a field of a candidate, and the field."""
+
+_FREE = {"num_pipeline_repeats": -1, "num_pipeline_microbatches": -1, "pipeline_schedule": "auto"}
+"""Values of these keys that leave them free."""
+
+_USABLE = 0.95
+"""The share of a device's memory that is planned with; the rest is for what is not foreseen."""
+
+_SCOPE_KEYS = "set_remat_policy_on_pipeline_iterations", "set_remat_policy_on_layers_per_stage"
+_CHOSEN = (*_FIXED, *GATHER_KEYS.values(), *_SCOPE_KEYS, "pipeline_layout")
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What a plan is for.
+
+    Attributes:
+        devices: The devices.
+        batch: Sequences of a step.
+        sequence: Tokens of a sequence.
+        limit: Bytes of memory that a plan may use on a device.
+        model: The model's sizes that decide memory.
+        work: Its work.
+        values: Values of keys of a run that no candidate changes.
+        space: What candidates are made from.
+        before: Layers before those of the pipeline, which run with the embedding.
+        after: Layers after them, which run with the head.
+    """
+
+    devices: Devices
+    batch: int
+    sequence: int
+    limit: float
+    model: PlannedModel
+    work: ModelWork
+    values: Values
+    space: Space
+    before: int
+    after: int
+
+
+def read_settings(files: Sequence[str], overrides: Sequence[str]) -> Values:
+    """Returns the keys that files and pairs give; later ones win.
+
+    Args:
+        files: Texts of YAML files.
+        overrides: Pairs `key=value`.
+
+    Returns:
+        Values by key.
+
+    Raises:
+        ValueError: If one of them cannot be read.
+    """
+    given = [parse_yaml(text, "a file of settings") for text in files]
+    given += [parse_override(pair) for pair in overrides]
+    return {key: value for values in given for key, value in values.items()}
+
+
+def make_request(
+    given: Mapping[str, Any],
+    devices: Devices,
+    *,
+    batch: int | None = None,
+    sequence: int | None = None,
+    memory_gb: float | None = None,
+    max_stages: int | None = None,
+    schedule: str | None = None,
+) -> Request:
+    """Reads what a plan is for.
+
+    Args:
+        given: Values of keys of a run.
+        devices: The devices.
+        batch: Sequences of a step; None for `per_device_batch_size` times the devices.
+        sequence: Tokens of a sequence; None for `max_target_length`.
+        memory_gb: The memory of a device that may be used, in 1e9 bytes; None for all of it.
+        max_stages: The most ranks of a pipeline; None for any number.
+        schedule: The schedule; None for any.
+
+    Returns:
+        The request.
+
+    Raises:
+        ValueError: If a value is wrong.
+    """
+    given = dict(given) | ({"pipeline_schedule": schedule} if schedule else {})
+    if schedule and given.get("pipeline_engine", "none") in ("none", "circular"):
+        given["pipeline_engine"] = "scheduled"
+    fixed, chosen = _fixed(given)
+    values = {key: value for key, value in given.items() if key not in chosen}
+    config = _checked(values | ({"max_target_length": sequence} if sequence else {}))
+    accumulation = fixed.get("accumulation", 1)
+    rows = batch or round(config.per_device_batch_size * devices.num_devices * accumulation)
+    sequence = config.max_target_length
+    _check_positive(batch=rows, max_stages=max_stages or 1, memory_gb=memory_gb or 1)
+    values |= {
+        "max_target_length": sequence,
+        "per_device_batch_size": rows / devices.num_devices / accumulation,
+    }
+    sizes = model_config(config)
+    before = getattr(sizes, "first_num_dense_layers", 0)
+    uniform = sizes.base_num_decoder_layers - before
+    pipelined = uniform
+    if config.pipeline_parallel_layers != -1:
+        pipelined = config.pipeline_parallel_layers
+    rules = DEFAULT_RULES
+    return Request(
+        devices,
+        rows,
+        sequence,
+        memory_gb * 1e9 if memory_gb else _USABLE * devices.memory_bytes,
+        planned_model(config.model_name, config.decoder_block, sizes, rules, pipelined),
+        _work(sizes),
+        values,
+        Space(
+            devices,
+            rows,
+            sequence,
+            pipelined,
+            getattr(sizes, "num_experts", 0),
+            getattr(sizes, "base_num_kv_heads", sizes.base_num_query_heads),
+            sizes.vocab_size,
+            max_stages or devices.num_devices,
+            fixed,
+        ),
+        before,
+        uniform - pipelined,
+    )
+
+
+def _check_positive(**values: float) -> None:
+    for name, value in values.items():
+        if value <= 0:
+            raise ValueError(f"`{name}` is {value:g}. Give a number above 0.")
+
+
+def _checked(values: Values) -> Config:
+    """Returns the config of keys that a planner does not choose, after the checks of a run."""
+    unchosen = {k: v for k, v in values.items() if k != "pipeline_parallel_layers"}
+    pairs = [f"{key}={_yaml(value)}" for key, value in unchosen.items()]
+    config = load_config([], pairs, presets=PRESETS)
+    layers = values.get("pipeline_parallel_layers", -1)
+    return config.model_copy(update={"pipeline_parallel_layers": layers})
+
+
+def base_values(values: Mapping[str, Any]) -> Values:
+    """Returns the values of all keys: defaults, the model's preset, and those given.
+
+    Args:
+        values: Those given.
+
+    Returns:
+        Values by key.
+    """
+    base = _base()
+    preset = PRESETS[values.get("model_name", base["model_name"])]
+    return {**base, **preset, **values}
+
+
+@cache
+def _base() -> Values:
+    return parse_yaml(base_yaml(), "base.yml")
+
+
+def _yaml(value: Any) -> str:
+    """Returns a value as YAML on one line."""
+    return json.dumps(value)
+
+
+def _fixed(given: Mapping[str, Any]) -> tuple[Values, set[str]]:
+    """Returns the fields of candidates that are given, and the keys that give them."""
+    found: Values = {}
+    chosen = {key for key in given if key in _CHOSEN}
+    for key, name in _FIXED.items():
+        if key in given and given[key] != _FREE.get(key):
+            found[name] = given[key]
+    for axis, name in AXIS_KEYS.items():
+        ici, dcn = (given.get(f"{kind}_{name}_parallelism") for kind in ("ici", "dcn"))
+        chosen |= {f"{kind}_{name}_parallelism" for kind in ("ici", "dcn")} & set(given)
+        if ici not in (None, -1):
+            found[axis] = int(ici) * int(dcn or 1)
+        if dcn not in (None, 1):
+            found["across"] = axis
+    gathers = [name for name, key in GATHER_KEYS.items() if given.get(key)]
+    if gathers:
+        found["gather"] = gathers[0]
+    ticks, layers = (given.get(key) for key in _SCOPE_KEYS)
+    if ticks is not None or layers is not None:
+        found["scope"] = {(True, True): "both", (False, True): "layer"}.get(
+            (ticks is not False, bool(layers)), "tick"
+        )
+    if given.get("pipeline_layout"):
+        found["counts"] = parse_layout(given["pipeline_layout"])
+    return found, chosen
+
+
+def layout_text(counts: Sequence[int]) -> str:
+    """Returns the layers of every stage as the value of `pipeline_layout`.
+
+    Args:
+        counts: Layers of every stage.
+
+    Returns:
+        The text.
+
+    Example:
+        >>> layout_text((1, 2, 1))
+        'Et|t*2|tL'
+    """
+    stages = ["t" if count == 1 else f"t*{count}" if count else "" for count in counts]
+    return f"E{'|'.join(stages)}L"
+
+
+def _work(sizes: ModelConfig) -> ModelWork:
+    """Returns the work of a model of the trainer."""
+    latent = experts = None
+    if isinstance(sizes, DeepseekConfig):
+        at, moe = sizes.attention, sizes.moe
+        latent = LatentAttention(
+            at.q_lora_rank, at.kv_lora_rank, at.qk_nope_head_dim, at.qk_rope_head_dim, at.v_head_dim
+        )
+        experts = Experts(
+            moe.num_experts,
+            moe.router.num_chosen,
+            moe.expert_dim,
+            moe.shared_experts,
+            sizes.first_num_dense_layers,
+        )
+    return transformer(
+        layers=sizes.base_num_decoder_layers,
+        hidden=sizes.base_emb_dim,
+        heads=sizes.base_num_query_heads,
+        vocab=sizes.vocab_size,
+        mlp=sizes.base_mlp_dim,
+        kv_heads=getattr(sizes, "base_num_kv_heads", None),
+        head_channels=getattr(sizes, "head_dim", None),
+        tied=getattr(sizes, "logits_via_embedding", False),
+        latent=latent,
+        experts=experts,
+    )

@@ -1,0 +1,173 @@
+"""Searches the candidates for the fastest plans that fit.
+
+Thousands of candidates are compared by closed forms. The best of them are set up as the trainer
+would, which is where a plan is refused, and compared by the tables and ticks of their schedules.
+"""
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ..schedules import lock_step
+from ..train.plan import Setup
+from ._candidates import StepLayout, candidates
+from ._devices import absent_devices
+from ._keys import checked_setup, keys
+from ._memory import Live, Memory, live_at_most, memory
+from ._request import Request, Values
+from ._time import StepTime, rough_seconds, step_time
+
+_FINALISTS = 24
+"""Candidates that are set up."""
+
+_PER_MESH = 3
+"""Finalists with the same mesh and engine."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout of a training step, with its predicted time and memory.
+
+    Attributes:
+        candidate: The layout.
+        settings: The keys of a run with this layout.
+        memory: Bytes on a device at the peak, by kind.
+        time: The time of a step.
+    """
+
+    candidate: StepLayout
+    settings: Values
+    memory: Memory
+    time: StepTime
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found.
+
+    Attributes:
+        plans: The plans that fit, the fastest first.
+        num_candidates: How many candidates were compared.
+        leanest: The candidate that needs least memory, and its memory; None if there is none.
+        beyond: The least seconds of candidates that need too much memory, and their memory; None
+            if all fit.
+        refused: Errors of finalists that the trainer would refuse.
+    """
+
+    plans: tuple[Plan, ...]
+    num_candidates: int
+    leanest: tuple[StepLayout, Memory] | None
+    beyond: tuple[float, Memory] | None
+    refused: tuple[str, ...]
+
+
+def search(request: Request, num_plans: int) -> Found:
+    """Returns the fastest plans.
+
+    Args:
+        request: What a plan is for.
+        num_plans: How many plans to return at most.
+
+    Returns:
+        The plans, and what else was seen on the way.
+    """
+    count, leanest, beyond, fitting = 0, None, None, []
+    for candidate in candidates(request.space):
+        count += 1
+        needed = memory(
+            request.model, candidate, microbatch_tokens(candidate, request), live_at_most(candidate)
+        )
+        if leanest is None or needed.total < leanest[1].total:
+            leanest = candidate, needed
+        seconds = rough_seconds(candidate, request)
+        if needed.total <= request.limit:
+            fitting.append((seconds, needed.total, count, candidate))
+        elif beyond is None or seconds < beyond[0]:
+            beyond = seconds, needed
+    plans, refused = _finals(fitting, request, max(num_plans, _FINALISTS))
+    return Found(_unlike(plans, num_plans), count, leanest, beyond, tuple(refused))
+
+
+def microbatch_tokens(candidate: StepLayout, request: Request) -> float:
+    """Returns the tokens of a microbatch on a device.
+
+    Args:
+        candidate: The layout.
+        request: What it is for.
+
+    Returns:
+        The tokens.
+    """
+    rows = request.batch / candidate.accumulation / candidate.microbatches / candidate.num_shards
+    return rows * request.sequence / candidate.sizes["context"]
+
+
+def _finals(
+    fitting: list[tuple[float, float, int, StepLayout]], request: Request, most: int
+) -> tuple[list[Plan], list[str]]:
+    """Sets up the best candidates, and returns their plans, the fastest first, and errors."""
+    devices = absent_devices(request.devices)
+    plans: list[Plan] = []
+    refused: list[str] = []
+    for candidate in _diverse(_in_order(fitting)):
+        if len(plans) >= most or len(refused) >= 4 * most:
+            break
+        try:
+            setup = checked_setup(candidate, request, devices)
+        except ValueError as error:
+            refused.append(str(error))
+            continue
+        needed = memory(
+            *(request.model, candidate, microbatch_tokens(candidate, request)),
+            live_exactly(candidate, setup),
+        )
+        if needed.total <= request.limit:
+            time = step_time(candidate, request, setup)
+            plans.append(Plan(candidate, keys(candidate, request), needed, time))
+    return sorted(plans, key=lambda plan: (plan.time.seconds, plan.memory.total)), refused
+
+
+def _unlike(plans: list[Plan], most: int) -> tuple[Plan, ...]:
+    """Returns the fastest plans, of those with the same mesh, engine and schedule the fastest."""
+    best: dict[object, Plan] = {}
+    for plan in plans:
+        best.setdefault(_likeness(plan.candidate), plan)
+    return tuple(best.values())[:most]
+
+
+def _likeness(candidate: StepLayout) -> object:
+    return candidate.mesh, candidate.across, candidate.engine, candidate.schedule
+
+
+def _in_order(fitting: list[tuple[float, float, int, StepLayout]]) -> Iterator[StepLayout]:
+    heapq.heapify(fitting)
+    while fitting:
+        yield heapq.heappop(fitting)[-1]
+
+
+def _diverse(ordered: Iterable[StepLayout]) -> Iterator[StepLayout]:
+    """Yields candidates but those that differ little from several before them."""
+    seen: dict[object, int] = {}
+    for candidate in ordered:
+        like = _likeness(candidate)
+        seen[like] = seen.get(like, 0) + 1
+        if seen[like] <= _PER_MESH:
+            yield candidate
+
+
+def live_exactly(candidate: StepLayout, setup: Setup) -> Live:
+    """Returns how many microbatches a rank stores at a time, by the tables of its schedule.
+
+    Args:
+        candidate: The layout.
+        setup: Its run.
+
+    Returns:
+        The counts.
+    """
+    if setup.pipeline.ticks is None:
+        return live_at_most(candidate)
+    slots = lock_step.tick_tables(setup.pipeline.ticks).num_slots
+    residuals = max(slots["residuals_for_backward"], slots["residuals_for_weight"])
+    waiting = slots["inputs"] + slots["cotangents"]
+    return Live(residuals, slots["wgrad_residuals"], waiting)

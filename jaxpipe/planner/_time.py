@@ -1,0 +1,252 @@
+"""The time of a step of a candidate, by `jaxpipe.cost`, as its engine runs it.
+
+`jaxpipe.cost` lets every rank go on as soon as it can. Engines of one program begin a tick
+together, so the time of the schedule is that of its ticks. S ranks, v stages on each, M
+microbatches.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ..cost.devices import hardware
+from ..cost.training_step import Layout, Prediction, predict
+from ..schedules import Costs, makespan
+from ..train.plan import Setup
+from ._candidates import StepLayout
+from ._model import PlannedModel
+from ._request import Request
+
+_COMMUNICATION = (
+    "tensor",
+    "fsdp",
+    "gradient_reduction",
+    "point_to_point",
+    "experts",
+    "context",
+)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The predicted time of a step.
+
+    Attributes:
+        seconds: Of a step.
+        parts: Its seconds by kind; they add up to `seconds`.
+        tokens_per_second: Of all devices.
+        mfu: Model FLOPs utilisation.
+        bubble: The part of the step in which a rank waits.
+        exposed: Seconds of communication beside which nothing runs, by kind.
+    """
+
+    seconds: float
+    parts: dict[str, float]
+    tokens_per_second: float
+    mfu: float
+    bubble: float
+    exposed: dict[str, float]
+
+
+def rough_seconds(candidate: StepLayout, request: Request) -> float:
+    """Returns the seconds of a step with the least bubble that the counts allow.
+
+    Args:
+        candidate: The layout.
+        request: What it is for.
+
+    Returns:
+        The seconds, to rank candidates by before their schedules are built.
+    """
+    S, M, v = candidate.num_ranks, candidate.microbatches, candidate.chunks
+    whole = _unpipelined_seconds(
+        request,
+        candidate.mesh,
+        candidate.across,
+        candidate.microbatches,
+        candidate.accumulation,
+        candidate.engine == "none",
+        candidate.gather in ("once", "repeat"),
+        candidate.policy == "none",
+    )
+    seconds = candidate.accumulation * _with_policy(whole, candidate, request) / S
+    if candidate.engine == "none":
+        return seconds
+    waiting = (S - 1) / (M * v)
+    if candidate.schedule in ("zero_bubble_h1", "zbv"):
+        waiting *= 0.6
+    padded = max(candidate.counts) * len(candidate.counts) / sum(candidate.counts)
+    return seconds * (1 + waiting) * padded
+
+
+def step_time(candidate: StepLayout, request: Request, setup: Setup) -> StepTime:
+    """Returns the time of a step.
+
+    Args:
+        candidate: The layout.
+        request: What it is for.
+        setup: Its run.
+
+    Returns:
+        The time, with its parts.
+    """
+    layout = _layout(candidate, request)
+    if candidate.engine != "none":
+        schedule = setup.pipeline.schedule or "circular"
+        counts = _all_layers(candidate, request)
+        layout = replace(
+            layout,
+            schedule=schedule,
+            chunks=candidate.chunks,
+            layers_per_stage=counts,
+            # Every rank of the circular engine computes the loss of its own microbatches.
+            vocab_parallel=candidate.engine == "circular",
+        )
+    kind = hardware(request.devices.generation)
+    found = predict(request.work, layout, kind)
+    share = recomputed_share(request.model, candidate.policy)
+    if share < 1 and candidate.policy != "none":
+        other = predict(request.work, replace(layout, remat="selective"), kind)
+        found = _between(other, found, share)
+    parts = dict(found.parts)
+    ticks = _tick_seconds(candidate, setup, found)
+    if ticks is not None:
+        parts["bubble"] = max(0.0, parts["bubble"] + ticks - _schedule_seconds(found, candidate))
+    for name in parts:
+        parts[name] *= 1 if name == "optimizer" else candidate.accumulation
+    seconds = sum(parts.values())
+    tokens = request.batch * request.sequence
+    return StepTime(
+        seconds,
+        parts,
+        tokens / seconds,
+        found.model_flops_utilization * found.seconds * candidate.accumulation / seconds,
+        parts["bubble"] / seconds,
+        {name: parts[name] for name in _COMMUNICATION if parts[name] > 0},
+    )
+
+
+def _schedule_seconds(found: Prediction, candidate: StepLayout) -> float:
+    """Returns the seconds from the first action to the last, as `jaxpipe.cost` has them."""
+    after = found.parts["gradient_reduction"] + found.parts["optimizer"]
+    if candidate.gather in ("once", "repeat"):
+        after += found.parts["fsdp"]
+    return found.seconds - after
+
+
+def _tick_seconds(candidate: StepLayout, setup: Setup, found: Prediction) -> float | None:
+    """Returns the seconds of all ticks; None if ranks do not wait for each other in ticks."""
+    if candidate.engine == "circular":
+        ticks = candidate.microbatches * candidate.chunks + candidate.num_ranks - 1
+        both = map(sum, zip(found.input, found.weight, strict=True))
+        return ticks * (max(found.forward) + max(both))
+    if candidate.engine == "scheduled":
+        costs = Costs(found.forward, found.input, found.weight, found.transfer)
+        return float(makespan(setup.step.engine.timeline(setup.pipeline, costs)))
+    return None
+
+
+def recomputed_share(model: PlannedModel, policy: str) -> float:
+    """Returns how much of what full rematerialization computes again a policy does.
+
+    Args:
+        model: The model.
+        policy: The policy.
+
+    Returns:
+        A share, by the channels of the tensors that it keeps.
+    """
+    if policy == "full":
+        return 1.0
+    if policy == "none":
+        return 0.0
+    every = sum(tensor.channels for _, tensor in model.tensors)
+    return 1.0 - sum(tensor.channels for tensor in model.saved(policy)) / max(1, every)
+
+
+def _between(low: Prediction, high: Prediction, share: float) -> Prediction:
+    """Returns a prediction between two."""
+
+    def mix(a: float, b: float) -> float:
+        return a + share * (b - a)
+
+    def rows(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(map(mix, a, b))
+
+    seconds = mix(low.seconds, high.seconds)
+    return replace(
+        high,
+        seconds=seconds,
+        parts={name: mix(low.parts[name], high.parts[name]) for name in high.parts},
+        tokens_per_second=high.tokens_per_second * high.seconds / seconds,
+        model_flops_utilization=high.model_flops_utilization * high.seconds / seconds,
+        forward=rows(low.forward, high.forward),
+        input=rows(low.input, high.input),
+        weight=rows(low.weight, high.weight),
+    )
+
+
+def _layout(candidate: StepLayout, request: Request) -> Layout:
+    rows = request.batch // candidate.num_shards // candidate.accumulation // candidate.microbatches
+    slices = request.devices.num_slices
+    data, stage, fsdp, tensor, expert, context = candidate.mesh
+    return Layout(
+        data=data,
+        stage=stage,
+        fsdp=fsdp,
+        tensor=tensor,
+        expert=expert,
+        context=context,
+        microbatches=candidate.microbatches,
+        rows=rows,
+        sequence=request.sequence,
+        remat="none" if candidate.policy == "none" else "full",
+        # Without a pipeline, every layer gathers its own weights.
+        gather="layer" if candidate.engine == "none" else candidate.gather,
+        hosts=slices if slices > 1 else 0,
+        order=_order(candidate.across),
+        sequence_parallel=False,
+        shared_optimizer=False,
+    )
+
+
+def _order(across: str) -> tuple[str, ...]:
+    """Returns mesh axes from those whose neighbours are farthest apart; slices are farthest."""
+    axes = Layout().order
+    return (across, *(axis for axis in axes if axis != across)) if across else axes
+
+
+def _all_layers(candidate: StepLayout, request: Request) -> tuple[int, ...]:
+    """Returns layers per stage with those that run beside the embedding and the head."""
+    first, *others = candidate.counts
+    counts = [first + request.before, *others]
+    counts[-1] += request.after
+    return tuple(counts)
+
+
+@lru_cache(maxsize=1_000_000)
+def _unpipelined_seconds(
+    request: Request,
+    mesh: tuple[int, ...],
+    across: str,
+    microbatches: int,
+    accumulation: int,
+    is_unpipelined: bool,
+    gathers_once: bool,
+    keeps_all: bool,
+) -> float:
+    """Returns the seconds of all microbatches on one rank that has all layers."""
+    candidate = StepLayout(
+        *(mesh, across, "none" if is_unpipelined else "scheduled", "", 1, (), microbatches),
+        *(accumulation, "none" if keeps_all else "full", "layer"),
+        "once" if gathers_once else "layer",
+        1,
+    )
+    layout = _layout(candidate, request)
+    return predict(request.work, layout, hardware(request.devices.generation)).seconds
+
+
+def _with_policy(full: float, candidate: StepLayout, request: Request) -> float:
+    """Returns seconds with what a policy saves: a forward is a quarter of all with full remat."""
+    if candidate.policy == "none":
+        return full
+    return full * (0.75 + 0.25 * recomputed_share(request.model, candidate.policy))

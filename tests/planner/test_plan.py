@@ -1,0 +1,99 @@
+"""`jaxpipe plan`: what it answers, that the trainer accepts it, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import jaxpipe as jp
+from jaxpipe.cli import main
+from jaxpipe.models import PRESETS
+from jaxpipe.train import load_config, read_metrics, train
+
+TINY = ["model_name=llama-tiny", "--devices", "v5p-16", "--batch", "32", "--sequence", "64"]
+
+
+def test_a_preset_is_planned_and_the_plan_says_what_it_costs(capsys: pytest.CaptureFixture):
+    assert main(["plan", "model_name=llama2-7b", "ici_pipeline_parallelism=2", *_sizes()]) == 0
+    shown = capsys.readouterr().out
+    assert "llama2-7b, 6.74 billion parameters, on v5p-8: 4 devices of 102.0 GB" in shown
+    assert "What binds:" in shown and "Why not 2:" in shown
+    assert "pp 2" in shown
+
+
+def _sizes() -> list[str]:
+    return ["--devices", "v5p-8", "--batch", "48", "--sequence", "2048", "--top", "3"]
+
+
+def test_plans_are_json(capsys: pytest.CaptureFixture):
+    assert main(["plan", *TINY, "--json", "--top", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    seconds = [plan["step_seconds"] for plan in found["plans"]]
+    assert seconds == sorted(seconds) and len(seconds) == 2
+    for plan in found["plans"]:
+        kinds = plan["memory_bytes"]
+        assert kinds.pop("total") == pytest.approx(sum(kinds.values()))
+        assert plan["step_seconds"] == pytest.approx(sum(plan["seconds_by_kind"].values()))
+
+
+def test_the_settings_of_a_plan_train(tmp_path: Path, capsys: pytest.CaptureFixture):
+    file = tmp_path / "plan.yml"
+    fixed = ["ici_pipeline_parallelism=2", "--schedule", "1f1b", "dtype=float32"]
+    assert main(["plan", *TINY, *fixed, "--write", str(file)]) == 0
+    capsys.readouterr()
+    pairs = ["steps=2", f"output_dir={tmp_path}", "run_name=run", "enable_checkpointing=false"]
+    config = load_config([file], pairs, presets=PRESETS)
+    assert config.pipeline_engine == "scheduled" and config.ici_pipeline_parallelism == 2
+    train(config)
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 2
+
+
+def test_what_is_given_is_kept():
+    plans = jp.plan(
+        "llama2-7b",
+        "v5p-64",
+        256,
+        4096,
+        schedule="interleaved_1f1b",
+        ici_tensor_parallelism=2,
+        num_pipeline_repeats=4,
+        num_pipeline_microbatches=8,
+        learning_rate=1e-4,
+        num_plans=3,
+    )
+    for plan in plans.plans:
+        given = plan.settings
+        assert given["pipeline_schedule"] == "interleaved_1f1b"
+        assert given["ici_tensor_parallelism"] == 2 and given["num_pipeline_repeats"] == 4
+        assert given["num_pipeline_microbatches"] == 8 and given["learning_rate"] == 1e-4
+        assert given["per_device_batch_size"] == 8.0
+
+
+def test_less_memory_takes_other_plans_and_too_little_says_by_how_much():
+    wide = jp.plan("llama2-7b", "v5p-8", 48, 2048, num_plans=1).best
+    narrow = jp.plan("llama2-7b", "v5p-8", 48, 2048, num_plans=1, memory_gb=35).best
+    assert narrow.memory.total < 35e9 < wide.memory.total
+    assert narrow.time.seconds > wide.time.seconds
+    with pytest.raises(ValueError, match=r"No layout fits: the leanest .* GB too much: optimizer"):
+        jp.plan("llama2-7b", "v5p-8", 48, 2048, memory_gb=10)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["--devices", "v5p"], "counts TensorCores"),
+        (["--devices", "h100:8", "--num-slices", "2"], "without slices"),
+        (["--devices", "v5p-8", "nonsense=1"], "no key"),
+        (["--devices", "v5p-8", "--schedule", "best"], "no schedule"),
+        (
+            ["--devices", "v5p-8", "--batch", "7", "--max-stages", "1"],
+            "No layout of 4 devices divides 7 sequences",
+        ),
+        (["--devices", "v5p-8", "ici_fsdp_parallelism=3"], "given: fsdp 3"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(
+    settings: list[str], message: str, capsys: pytest.CaptureFixture
+):
+    assert main(["plan", "model_name=llama-tiny", *settings]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,43 @@
+"""The memory of a plan by arithmetic, against programs that XLA:TPU has compiled."""
+
+import pytest
+
+import jaxpipe as jp
+
+_PIPELINE = {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2}
+_EIGHT = _PIPELINE | {"num_pipeline_microbatches": 8}
+_LAYERS = {
+    "set_remat_policy_on_layers_per_stage": True,
+    "set_remat_policy_on_pipeline_iterations": False,
+}
+_BOTH = {"set_remat_policy_on_layers_per_stage": True}
+_CIRCULAR = _EIGHT | {"pipeline_engine": "circular", "num_pipeline_repeats": 16}
+_1F1B = _EIGHT | {"pipeline_engine": "scheduled", "pipeline_schedule": "1f1b"}
+_BFS = _1F1B | {"pipeline_schedule": "looped_bfs", "num_pipeline_repeats": 8}
+_ONCE, _PER_REPEAT, _PER_LAYER = (
+    {f"pipeline_fsdp_ag_{name}": True} for name in ("once", "per_repeat", "per_layer")
+)
+_FSDP = {"pipeline_engine": "none", "ici_fsdp_parallelism": 4}
+
+# As benchmarks/tpu_memory.py compiles them: llama2-7b on v5p:2x2x1, 48 x 2048 tokens, MB.
+COMPILED: dict[str, tuple[dict, float]] = {
+    "FSDP": (_FSDP | {"num_pipeline_microbatches": 1}, 40_837),
+    "M = 4": (_FSDP | {"num_pipeline_microbatches": 4}, 39_877),
+    "A": (_CIRCULAR | _ONCE, 41_609),
+    "C": (_CIRCULAR, 40_721),
+    "C per repeat": (_CIRCULAR | _PER_REPEAT, 38_776),
+    "1F1B once": (_1F1B | _ONCE | _LAYERS, 46_675),
+    "1F1B once, both": (_1F1B | _ONCE | _BOTH, 44_444),
+    "1F1B per layer": (_1F1B | _PER_LAYER | _LAYERS, 35_681),
+    "1F1B per layer, both": (_1F1B | _PER_LAYER | _BOTH, 32_879),
+    "BFS windows": (_BFS | _PER_REPEAT | _BOTH, 38_158),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_memory_is_within_5_percent_of_what_a_compiler_says(name: str):
+    settings, compiled = COMPILED[name]
+    gather = {} if any("fsdp_ag" in key for key in settings) else {"pipeline_fsdp_ag_once": False}
+    given = {"model_name": "llama2-7b", "remat_policy": "full", "ici_data_parallelism": 1}
+    found = jp.plan(given | settings | gather, "v5p-8", 48, 2048).best
+    assert found.memory.total / 1e6 == pytest.approx(compiled, rel=0.05)
