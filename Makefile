@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo quick test test-ci test-slow test-product lint api clean
+.PHONY: demo quick test test-ci test-slow test-product lint api docs clean
 
 demo: .venv/demo
 	$(BIN)/python examples/demo.py
@@ -36,6 +36,9 @@ lint: .venv/dev
 api:  # docs/api.md, from the sources
 	$(PYTHON) docs/_api.py
 
+docs: .venv/docs  # the site, into site/; a warning or a dead link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 # Stamps: an environment is installed again when pyproject.toml is newer.
 .venv/demo: pyproject.toml | .venv/made
 	$(BIN)/pip install --quiet --editable ".[train]"
@@ -43,6 +46,10 @@ api:  # docs/api.md, from the sources
 
 .venv/dev: pyproject.toml | .venv/made
 	$(BIN)/pip install --quiet --editable ".[dev]"
+	touch $@
+
+.venv/docs: pyproject.toml | .venv/made
+	$(BIN)/pip install --quiet --editable ".[docs]"
 	touch $@
 
 .venv/browser: .ci/browser | .venv/made
@@ -55,4 +62,4 @@ api:  # docs/api.md, from the sources
 	touch $@
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv runs site

@@ -7,6 +7,7 @@ import io
 import itertools
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -31,6 +32,21 @@ def splash_aborts_in_pipelines() -> bool:
     """
     shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)
     return jax.__version_info__ < (0, 11) and shardy
+
+
+def import_pallas_gpu_attention() -> tuple[Any, Any]:
+    """Imports JAX's Pallas flash attention for GPUs.
+
+    jax 0.12 warns at the import that the module is deprecated in favour of the package tokamax,
+    which JAX does not install. Its code is the same as before.
+
+    Returns:
+        (`BlockSizes`, `mha`) of `jax.experimental.pallas.ops.gpu.attention`.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "jax.experimental.pallas.ops.gpu", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
+    return BlockSizes, mha
 
 
 def nan_errors() -> tuple[type[Exception], ...]:

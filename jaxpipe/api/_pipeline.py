@@ -51,7 +51,7 @@ def pipeline(
         remat: A wrapper of stages. The default stores the input of a stage and recomputes the rest
             in its backward; `autodiff.remat_by_name` saves named tensors.
         frozen: Which parameters are not trained: `(path, leaf) -> bool`, where `path` is such as
-            "['layers'][0]['base']['up']"; or booleans in a tree that is a prefix of the user's
+            `['layers'][0]['base']['up']`; or booleans in a tree that is a prefix of the user's
             tree. They get no gradients. Default: all are trained.
         param_specs: How parameters are sharded over axes such as `tensor` and `expert`: `(path,
             leaf) -> PartitionSpec` or None; or specs in a tree that is a prefix of the user's tree,

@@ -20,7 +20,16 @@ from ..sharding._rules import Constrain
 from ._boundary import boundary_weights, embed_tokens, next_token_loss
 from ._deepseek_config import DeepseekConfig
 from .layers._attention import Attention
-from .layers._common import ACTIVATION, dropout, rms_norm, stack, swiglu, swiglu_weights
+from .layers._common import (
+    ACTIVATION,
+    Rope,
+    dropout,
+    rms_norm,
+    rope,
+    stack,
+    swiglu,
+    swiglu_weights,
+)
 from .layers._latent_attention import (
     LatentAttentionSettings,
     latent_attention,
@@ -90,15 +99,14 @@ def deepseek(
     layer_remat: Remat = lambda f: f,
     outside_remat: Remat = lambda f: f,
     project: Projection = projection,
+    rotate: Rope = rope,
     scan_layers: bool = True,
     z_loss_multiplier: float = 0.0,
 ) -> tuple[Callable, Callable, Callable]:
     """Returns `(embed, stage, loss)` of a DeepSeek model, pure functions of one microbatch.
 
-    `batch_inputs` has `tokens`, `positions`, `segment_ids`, `targets` and `target_weights` (each
-    token's weight in the batch's loss), [b, T] each. `stage` sums load-balance losses, which the
-    engines add to the loss and report. `loss` adds those of layers after the pipeline
-    (`load_balance_loss_after`).
+    `batch_inputs` has what that of `llama` has. `stage` sums load-balance losses, which engines add
+    to the loss; `loss` adds those of layers after the pipeline.
 
     Args:
         config: The sizes of the model.
@@ -111,16 +119,17 @@ def deepseek(
         layer_remat: Wraps one layer of a stage, `jax.checkpoint` for instance.
         outside_remat: Wraps one layer before or after the pipeline; engines remat stages alone.
         project: The products of attention and of dense and shared MLPs, as `projection`.
+        rotate: Rotary positions: `rope`, or `rope_by_product` for TPUs.
         scan_layers: Whether the layers of a stage run in a loop. If not, they are unrolled.
         z_loss_multiplier: The factor of the z-loss, see `next_token_loss`. 0 omits it.
 
     Returns:
-        `embed(weights, batch_inputs) -> x`, `stage(weights, x, batch_inputs, keys) -> (x, aux)`
-        and `loss(boundary, x, batch_inputs) -> (loss, metrics)`; x is [b, T, D].
+        `(embed, stage, loss)` as `llama` returns them.
     """
     epsilon, sizes = config.normalization_layer_epsilon, config.attention
-    attend = latent_attention(sizes, attention=attention, constrain=constrain, project=project)
-    mix = moe(config.moe, experts=experts, constrain=constrain, project=project)
+    how = {"constrain": constrain, "project": project}
+    attend = latent_attention(sizes, attention=attention, rotate=rotate, **how)
+    mix = moe(config.moe, experts=experts, **how)
 
     def add(x, branch, key):
         return constrain(x + dropout(branch, dropout_rate, key), ACTIVATION)
@@ -129,8 +138,8 @@ def deepseek(
         x = checkpoint_name(x, "decoder_layer_input")
         h = rms_norm(x, w["attention_norm"], epsilon)
         x = add(x, attend(w["attention"], h, batch_inputs), ())
-        h = rms_norm(x, w["mlp_norm"], epsilon)
-        return add(x, swiglu(w["mlp"], h, constrain, project), ()), {}
+        y = swiglu(w["mlp"], rms_norm(x, w["mlp_norm"], epsilon), constrain, project)
+        return add(x, y, ()), {}
 
     def layer(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree, key):
         first, second = (key, key) if isinstance(key, tuple) else jax.random.split(key)

@@ -21,6 +21,7 @@ from .layers._attention import Attention, attend_to_past
 from .layers._common import (
     ACTIVATION,
     HEADS,
+    Rope,
     dropout,
     name_qkv,
     rms_norm,
@@ -174,6 +175,7 @@ def llama(
     layer_remat: Callable[[Callable], Callable] = lambda f: f,
     outside_remat: Callable[[Callable], Callable] = lambda f: f,
     project: Projection = projection,
+    rotate: Rope = rope,
     scan_layers: bool = True,
     z_loss_multiplier: float = 0.0,
 ) -> tuple[Callable, Callable, Callable]:
@@ -197,6 +199,7 @@ def llama(
         outside_remat: Wraps one layer after the pipeline. Engines rematerialize stages, but not
             `loss`.
         project: The matrix products of layers: `projection`, or `fp8_projection`.
+        rotate: The rotary positions: `rope`, or `rope_by_product` for TPUs.
         scan_layers: Whether the layers of a stage run in a loop. If not, they are unrolled.
         z_loss_multiplier: The factor of the z-loss, see `next_token_loss`. 0 omits it.
 
@@ -226,7 +229,7 @@ def llama(
             constrain(project(x, w[name]), axes)
             for name, axes in (("query", HEADS), ("key", _KEY), ("value", _KEY))
         )
-        q, k = (rope(heads, batch_inputs["positions"], frequencies) for heads in (q, k))
+        q, k = (rotate(heads, batch_inputs["positions"], frequencies) for heads in (q, k))
         out = constrain(attend(*name_qkv(q, k, v), batch_inputs["segment_ids"]), HEADS)
         out = checkpoint_name(out, "context")
         return checkpoint_name(project(out, w["out"]), "out_proj")

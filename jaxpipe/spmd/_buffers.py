@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import PyTree
 
+from ..ir.transforms import cast_apart
 from .ranks import AXIS, zeros
 
 
@@ -43,7 +44,7 @@ def to_accum_dtype(tree: PyTree) -> PyTree:
     """Casts to float32 if narrower: the dtype in which gradients are summed over microbatches."""
 
     def widen(x: jax.Array) -> jax.Array:
-        return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
+        return cast_apart(x, jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
 
     return jax.tree.map(widen, tree)
 

@@ -47,6 +47,24 @@ def test_show_draws_the_timeline_and_writes_pictures(tmp_path: Path, capsys):
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+def test_show_writes_a_page_of_two_schedules(tmp_path: Path, capsys):
+    page, csv = tmp_path / "s.html", tmp_path / "s.csv"
+    assert run("export", "1f1b", *COUNTS, "--csv", str(csv)) == 0
+    for shown, other in (("zbv", "1f1b"), ("seq1f1b", "interleaved_1f1b")):
+        assert run("show", shown, *COUNTS, "--html", str(page), "--compare", other) == 0
+        assert f"<h1>{shown}, {other}</h1>" in page.read_text()
+    assert run("show", str(csv), "--html", str(page), "--compare", "zbv", "--lock-step") == 0
+    assert '"name":"zbv","about":"4 ranks, 8 stages, 8 microbatches' in page.read_text()
+    capsys.readouterr()
+    assert run("show", "zbv", *COUNTS, "--compare", "1f1b") == 2
+    assert (
+        "`--compare` adds a schedule to a page. Give `--html FILE` too." in capsys.readouterr().err
+    )
+    costs = ("--costs", "1/2/1/2,1,1")
+    assert run("show", "1f1b", *COUNTS, *costs, "--html", str(page), "--compare", "zbv") == 2
+    assert "F of `--costs` has 4 entries for 8 stages" in capsys.readouterr().err
+
+
 def test_lock_step_is_drawn_and_has_its_price(capsys):
     assert run("show", "1f1b", "--ranks", "2", "--microbatches", "2", "--lock-step") == 0
     assert "rank 0  0F0 0F1 .   .   0B0 --- .   0B1 ---\n" in capsys.readouterr().out

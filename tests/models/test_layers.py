@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpipe.models.layers import dropout, rms_norm, rope, rope_frequencies, token_losses
+from jaxpipe.models.layers import (
+    dropout,
+    rms_norm,
+    rope,
+    rope_by_product,
+    rope_frequencies,
+    token_losses,
+)
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
@@ -56,6 +63,20 @@ def test_heads_are_turned_pair_by_pair():
             z = complex(x[0, t, 0, pair], x[0, t, 0, pair + 4]) * turn
             expected[0, t, 0, pair], expected[0, t, 0, pair + 4] = z.real, z.imag
     close(out, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_product_that_exchanges_halves_turns_heads_as_well(dtype: str):
+    x, dout = (normal(seed, 2, 5, 3, 8).astype(dtype) for seed in (0, 1))
+    positions = jnp.array([[0, 1, 7, 8, 20]] * 2, jnp.int32)
+
+    def value_and_gradient(turn):
+        out, pull = jax.vjp(lambda x: turn(x, positions, rope_frequencies(8, 100.0)), x)
+        return out.astype(jnp.float32), pull(dout)[0].astype(jnp.float32)
+
+    rtol = 1e-6 if dtype == "float32" else 2**-6
+    for ours, plain in zip(*map(value_and_gradient, (rope_by_product, rope)), strict=True):
+        close(ours, plain, rtol=rtol, atol=rtol)
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])

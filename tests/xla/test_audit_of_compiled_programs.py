@@ -188,7 +188,7 @@ def test_gradients_of_a_scan_over_sharded_layers_gather_each_layer_once_or_twice
     )
     arguments = (
         jax.ShapeDtypeStruct((L, 32, 32), jnp.float32),
-        jax.ShapeDtypeStruct((D, 32), float),
+        jax.ShapeDtypeStruct((D, 32), jnp.float32),
     )
     found = counts(audit(str(jax.jit(f).lower(*arguments).compile().as_text())))
     gathers = 2 * L if remat else L

@@ -27,7 +27,7 @@ from ..._durable import failed_write, write_output
 from ..._input import is_file, short_repr
 from ...schedules.analysis import busy_times, parallelogram_bubble, rectangular_bubble
 from ...schedules.builders import get_family
-from ...schedules.io import time_unit
+from ...schedules.io import time_unit, to_html
 from ...schedules.language import num_slices
 from ...schedules.lock_step import simulate_ticks, to_lock_step
 from .._options import bounded_float, bounded_integer, path, text
@@ -46,6 +46,15 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     command = _with_schedule(commands.add_parser("show", help="draw a schedule in the terminal"))
     command.add_argument("--svg", type=path, metavar="FILE", help="write a picture too")
     command.add_argument("--trace", type=path, metavar="FILE", help="write a Perfetto trace too")
+    command.add_argument(
+        "--html", type=path, metavar="FILE", help="write a page with sliders for the costs too"
+    )
+    command.add_argument(
+        "--compare",
+        type=text,
+        metavar="NAME_OR_CSV",
+        help="another schedule for the page of `--html`, with the same counts",
+    )
     command.set_defaults(func=_show)
 
     command = _with_schedule(commands.add_parser("export", help="write torch's CSV"))
@@ -111,14 +120,42 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
+    if args.compare and not args.html:
+        raise ValueError("`--compare` adds a schedule to a page. Give `--html FILE` too.")
     timeline = _timeline(args)
+    page = _page(args) if args.html else ""
     print(to_text(timeline, time_unit(timeline)))
     print(_figures_text(timeline))
     if args.svg:
         _write("svg", args.svg, to_svg(timeline, args.name))
     if args.trace:
         _write("trace", args.trace, to_perfetto(timeline))
+    if args.html:
+        _write("html", args.html, page)
     return 0
+
+
+def _page(args: argparse.Namespace) -> str:
+    """Returns the page of the schedule that is shown, and of the one to compare with it."""
+    costs = parse_costs(args.costs, args.transfer)
+    schedules = {args.name: _schedule(args)}
+    if args.compare:
+        schedules[args.compare] = _schedule(_other(args, schedules[args.name]))
+    try:
+        if args.lock_step:
+            return to_html({n: to_lock_step(s, costs) for n, s in schedules.items()}, costs)
+        return to_html(schedules, costs)
+    except ValueError as error:
+        raise _with_options(error) from None
+
+
+def _other(args: argparse.Namespace, shown: Schedule) -> argparse.Namespace:
+    """Returns the arguments of the schedule to compare: those counts of the first that it takes."""
+    counts = dict.fromkeys(_COUNTS)
+    if args.compare in FAMILIES:
+        taken = {name: getattr(args, name) for name in FAMILIES[args.compare].takes}
+        counts |= taken | {"ranks": num_ranks(shown), "microbatches": shown.num_microbatches}
+    return argparse.Namespace(name=args.compare, **counts)
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -184,9 +221,14 @@ def _timeline(args: argparse.Namespace) -> Timeline:
             return simulate_ticks(to_lock_step(schedule, costs), costs)
         return simulate(schedule, costs)
     except ValueError as error:
-        letters = {"forward": "F", "input": "I", "weight": "W"}
-        names = {f"`{name}`": f"{letter} of `--costs`" for name, letter in letters.items()}
-        raise ValueError(_renamed(str(error), {**names, "`transfer`": "`--transfer`"})) from None
+        raise _with_options(error) from None
+
+
+def _with_options(error: ValueError) -> ValueError:
+    """Returns an error about costs that names the options of the command line."""
+    letters = {"forward": "F", "input": "I", "weight": "W"}
+    names = {f"`{name}`": f"{letter} of `--costs`" for name, letter in letters.items()}
+    return ValueError(_renamed(str(error), {**names, "`transfer`": "`--transfer`"}))
 
 
 def _renamed(message: str, names: Mapping[str, str]) -> str:

@@ -2,6 +2,7 @@
 
 from ._accumulate import accumulate as accumulate
 from ._accumulate import add_gradients as add_gradients
+from ._accumulate import cast_apart as cast_apart
 from ._minimal_cut import minimal_cut as minimal_cut
 from ._partition import Partition as Partition
 from ._partition import partition as partition

@@ -3,9 +3,11 @@
 from ._attention import Attention as Attention
 from ._attention import causal_mask as causal_mask
 from ._attention import dot_product_attention as dot_product_attention
+from ._common import Rope as Rope
 from ._common import dropout as dropout
 from ._common import rms_norm as rms_norm
 from ._common import rope as rope
+from ._common import rope_by_product as rope_by_product
 from ._common import rope_frequencies as rope_frequencies
 from ._common import token_losses as token_losses
 from ._flash_attention import cudnn_attention as cudnn_attention

@@ -21,6 +21,10 @@ HEADS = ("activation_batch", "activation_length", "activation_heads", "activatio
 _HIDDEN = ("activation_batch", "activation_length", "activation_mlp")
 
 
+Rope = Callable[[Array, Array, np.ndarray], Array]
+"""`(x [b, T, H, C], positions [b, T], frequencies [C / 2]) -> [b, T, H, C]`, such as `rope`."""
+
+
 def rms_norm(
     x: Float[Array, "... D"], scale: Float[Array, " D"], epsilon: float
 ) -> Float[Array, "... D"]:
@@ -84,6 +88,36 @@ def rope(
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def rope_by_product(
+    x: Float[Array, "b T H C"],
+    positions: Int[Array, "b T"],
+    frequencies: Float[np.ndarray, " half"],
+) -> Float[Array, "b T H C"]:
+    """Computes `rope`, for TPUs: a matrix product exchanges the two halves of the channels.
+
+    In the vector unit of a TPU the exchange takes twice as long. Each column of the matrix has a
+    single 1 or -1, so the product is exact.
+
+    Args:
+        x: Queries or keys.
+        positions: The position of each token in its document.
+        frequencies: [C / 2] angles per position, in radians.
+
+    Returns:
+        [b, T, H, C] rotated channels, in the dtype of `x`.
+    """
+    angles = positions[..., None, None].astype(jnp.float32) * np.tile(frequencies, 2)
+    exchange = np.kron([[0, 1], [-1, 0]], np.eye(len(frequencies)))
+    exchanged = jnp.matmul(
+        x,
+        jnp.asarray(exchange, x.dtype),
+        precision="highest" if x.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+    turned = x.astype(jnp.float32) * jnp.cos(angles) + exchanged * jnp.sin(angles)
     return turned.astype(x.dtype)
 
 

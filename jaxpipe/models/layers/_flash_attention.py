@@ -15,6 +15,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jaxtyping import Array, Float
 
+from ..._compat import import_pallas_gpu_attention
 from ...sharding import Rules
 from ._attention import Attention, attention_on_shards, causal_mask
 from ._on_shards import Local
@@ -83,8 +84,7 @@ def pallas_gpu_attention(rules: Rules, *, interpret: bool = False) -> Attention:
 
     def attend(qkv, segment_ids):
         # Imported here: on other devices than GPUs it is not needed, and it takes a second.
-        from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
-
+        BlockSizes, mha = import_pallas_gpu_attention()
         q, k, v = qkv
         sizes = BlockSizes.get_default()
         if (

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from ...sharding._rules import Constrain
 from ..weights._abstract import matrix, scale
 from ._attention import Attention
-from ._common import HEADS, name_qkv, rms_norm, rope, rope_frequencies
+from ._common import HEADS, Rope, name_qkv, rms_norm, rope, rope_frequencies
 from ._projection import Projection, projection
 from ._yarn import Yarn, yarn_frequencies, yarn_score_scale
 
@@ -104,6 +104,7 @@ def latent_attention(
     attention: Attention,
     constrain: Constrain,
     project: Projection = projection,
+    rotate: Rope = rope,
 ) -> Callable[[PyTree, Array, PyTree], Array]:
     """Returns latent attention as a function `(weights, x, batch_inputs) -> y`.
 
@@ -112,6 +113,7 @@ def latent_attention(
         attention: `(q, k, v, segment_ids) -> out` that divides scores by sqrt(C).
         constrain: Shards an activation by its logical axes.
         project: Multiplies activations by a weight.
+        rotate: The rotary positions.
 
     Returns:
         The function. x and y are [b, T, D], and `batch_inputs` has `positions` and `segment_ids`
@@ -126,12 +128,12 @@ def latent_attention(
     def attend(w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree) -> Float[Array, "b T D"]:
         positions: Int[Array, "b T"] = batch_inputs["positions"]
         plain, turned = jnp.split(queries(w, x, epsilon, project), [num_nope], axis=-1)
-        q = jnp.concatenate([plain, rope(turned, positions, frequencies)], axis=-1) * sharper
+        q = jnp.concatenate([plain, rotate(turned, positions, frequencies)], axis=-1) * sharper
 
         latent = rms_norm(project(x, w["kv_down"]), w["kv_norm"], epsilon)
         latent = checkpoint_name(latent, "mla_kv")
         plain, v = (project(latent, w[name]) for name in ("key_up", "value_up"))
-        shared = rope(project(x, w["rope_key"])[:, :, None], positions, frequencies)
+        shared = rotate(project(x, w["rope_key"])[:, :, None], positions, frequencies)
         shared = jnp.broadcast_to(shared, (*plain.shape[:3], shared.shape[3]))
         k = jnp.concatenate([plain, shared], axis=-1)
 

@@ -127,8 +127,15 @@ class _Last:
         return update
 
 
-# Reductions: the sum, the elementwise maximum, and the result of a single microbatch.
-Add, Max, Last = _Add(), _Max(), _Last()
+Add = _Add()
+"""The reduction that sums the results of the microbatches."""
+
+Max = _Max()
+"""The reduction that takes the elementwise maximum over the microbatches."""
+
+Last = _Last()
+"""The reduction that keeps the result of a single microbatch."""
+
 DEFAULT = (Concat(), Add)
 
 TREDUCE = "treduce"

@@ -22,7 +22,7 @@ _ROW, _BAR = 36, 28
 _CHARACTER = 0.64  # width of a digit, in its size
 _SMALLEST = 6.5  # a label that has to be smaller is left out
 
-_COLOURS = {
+COLOURS = {
     Op.F: ("#0072b2", "forward F"),
     Op.B: ("#d55e00", "backward B"),
     Op.I: ("#cc79a7", "input gradient I"),
@@ -117,12 +117,12 @@ def _legend(timeline: Timeline) -> list[str]:
     parts, x = [], float(_LEFT)
     for op in Op:
         if op in used:
-            colour, label = _COLOURS[op]
+            colour, label = COLOURS[op]
             parts += [_box(x, 44, 12, 12, colour), _text(x + 17, 54, label)]
             x += 38 + 6.4 * len(label)
     chunks = max(len(stages_of_rank(timeline.schedule, r)) for r in range(len(timeline.rows)))
     for chunk in range(chunks if chunks > 1 else 0):
-        parts.append(_box(x + 13 * chunk, 44, 12, 12, _shade("#57606a", chunk, chunks)))
+        parts.append(_box(x + 13 * chunk, 44, 12, 12, shade("#57606a", chunk, chunks)))
     if chunks > 1:
         parts.append(_text(x + 13 * chunks + 5, 54, f"chunk 0 to {chunks - 1}"))
     return parts
@@ -180,7 +180,7 @@ def _paths(
         halves = actions_of(timed.step)
         height = _BAR / len(halves)
         for i, action in enumerate(halves):
-            fill = _shade(_COLOURS[action.op][0], stages.index(action.stage), len(stages))
+            fill = shade(COLOURS[action.op][0], stages.index(action.stage), len(stages))
             box = f"h{width:.2f}v{height:g}h-{width:.2f}z"
             found[fill].append(f"M{x:.2f} {y + i * height:g}{box}")
     for fill, boxes in found.items():
@@ -191,17 +191,23 @@ def _block(
     action: Action, x: Time, y: Time, width: Time, height: Time, chunk: int, chunks: int
 ) -> list[str]:
     """Returns the box of an action, with the number of its microbatch where that fits."""
-    fill = _shade(_COLOURS[action.op][0], chunk, chunks)
+    fill = shade(COLOURS[action.op][0], chunk, chunks)
     parts = [_box(x, y, max(width - 0.8, 0.4), height - 0.6, fill)]
-    label = str(action.microbatch)
-    if action.slice is not None:
-        label += "abcdefgh"[action.slice] if action.slice < 8 else f".{action.slice}"
+    label = box_label(action)
     size = min(11.0, (width - 1.5) / len(label) / _CHARACTER)
     if size >= _SMALLEST:
-        kind = "n dark" if _luminance(fill) > _MAX_LUMINANCE else "n"
+        kind = "n dark" if needs_dark_ink(fill) else "n"
         where = f'x="{x + width / 2:.1f}" y="{y + height / 2 + size / 2.7:.1f}"'
         parts.append(f'<text {where} class="{kind}" style="font-size:{size:.1f}px">{label}</text>')
     return parts
+
+
+def box_label(action: Action) -> str:
+    """Returns the label of an action's box: its microbatch, and a letter for its slice."""
+    if action.slice is None:
+        return str(action.microbatch)
+    letter = "abcdefgh"[action.slice] if action.slice < 8 else f".{action.slice}"
+    return f"{action.microbatch}{letter}"
 
 
 def _box(x: Time, y: Time, width: Time, height: Time, fill: str) -> str:
@@ -211,11 +217,16 @@ def _box(x: Time, y: Time, width: Time, height: Time, fill: str) -> str:
     )
 
 
-def _shade(colour: str, chunk: int, chunks: int) -> str:
+def shade(colour: str, chunk: int, chunks: int) -> str:
     """Returns the colour of a chunk: full for chunk 0, more than half white for the last."""
     white = 0.58 * chunk / max(chunks - 1, 1)
     channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(c + (255 - c) * white):02x}" for c in channels)
+
+
+def needs_dark_ink(fill: str) -> bool:
+    """Returns whether dark ink has more contrast than white on a box of this colour."""
+    return _luminance(fill) > _MAX_LUMINANCE
 
 
 def _luminance(colour: str) -> float:

@@ -38,7 +38,7 @@ class WeightCopies(NamedTuple):
     """How ranks obtain the weights of the stages that they run from those that they store.
 
     Attributes:
-        chunks: [chunks that a rank runs][num_ranks] the stored chunk that each is; -1 for a copy.
+        chunks: [chunks that a rank runs, num_ranks] the stored chunk that each is; -1 for a copy.
         rounds: The exchanges after which every rank has all copies.
     """
 

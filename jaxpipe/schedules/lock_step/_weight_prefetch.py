@@ -11,8 +11,14 @@ from typing import NamedTuple
 
 from ..language._action import Action, Op
 
-CURRENT, PREFETCHED, SHARED_WITH_FORWARD = 0, 1, 2
-"""Where the weights of an action are: already in use, prefetched, or held by the forward."""
+CURRENT = 0
+"""The weights of an action are already in use."""
+
+PREFETCHED = 1
+"""The weights of an action have been prefetched."""
+
+SHARED_WITH_FORWARD = 2
+"""The weights of an action are held by the forward."""
 
 
 class ChunkResidency(NamedTuple):

@@ -39,7 +39,7 @@ class LayerLayout:
         num_repeats: R, stages per rank.
         num_ranks: S.
         layers_per_stage: Consecutive layers in a stage, or room for so many.
-        stages: [R][S] the stage of the model at each repeat and rank; None: stage
+        stages: [R, S] the stage of the model at each repeat and rank; None: stage
             `repeat * num_ranks + rank`.
         counts: The number of layers of each stage, if not all have `layers_per_stage`.
     """

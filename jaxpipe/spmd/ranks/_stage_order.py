@@ -53,7 +53,7 @@ def to_stages(tree: PyTree, schedule: Schedule) -> PyTree:
 
 
 def stages_on_ranks(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """Returns a table [v][S]: the stage that every rank runs as every one of its chunks."""
+    """Returns a table [v, S]: the stage that every rank runs as every one of its chunks."""
     rank_and_chunk_of = rank_and_chunk_by_stage(schedule)
     stages = {assigned: stage for stage, assigned in rank_and_chunk_of.items()}
     ranks = range(num_ranks(schedule))

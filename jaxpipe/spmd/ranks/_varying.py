@@ -70,7 +70,7 @@ def execution_count_hint(
     """Returns a name scope such as `taken_3_of_10`: in how many ticks a condition is true.
 
     Args:
-        table: [num_ticks][num_ranks] integers.
+        table: [num_ticks, num_ranks] integers.
         chosen: Whether the condition is true for an integer of the table.
 
     Returns:

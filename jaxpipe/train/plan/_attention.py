@@ -7,9 +7,12 @@ import jax
 from ..._compat import splash_aborts_in_pipelines
 from ...models.layers import (
     Attention,
+    Rope,
     cudnn_attention,
     dot_product_attention,
     pallas_gpu_attention,
+    rope,
+    rope_by_product,
     splash_attention,
 )
 from ...sharding import Rules
@@ -86,6 +89,11 @@ class AttentionPlan:
             case "pallas":
                 return pallas_gpu_attention(rules)
         return dot_product_attention
+
+    @property
+    def rotate(self) -> Rope:
+        """Returns the rotary positions that suit the devices."""
+        return rope_by_product if self.platform == "tpu" else rope
 
 
 def _splash_problems(plan: AttentionPlan) -> dict[str, bool]:

@@ -113,6 +113,7 @@ def _build_base_model(plan: ModelPlan, weights: WeightPlan, gather: GatherPlan) 
         dtype=jnp.dtype(plan.dtype),
         dropout_rate=plan.dropout_rate,
         project=PROJECTIONS[plan.quantization],
+        rotate=plan.attention.rotate,
         num_vocab_tiling=plan.num_vocab_tiling,
         scan_layers=plan.scan_layers,
         layer_remat=_layer_wrapper(plan.remat, weights, gather),

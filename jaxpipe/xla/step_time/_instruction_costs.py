@@ -27,14 +27,12 @@ from ..hlo._walk import CallContext, walk, walk_instruction
 from ._kernels import kernel_flops
 from ._rates import DeviceRates, transfer_seconds
 
-MATMUL, ELEMENT_WISE, COPY, FILL, KERNEL, COLLECTIVE = KINDS_OF_WORK = (
-    "matrix products",
-    "element-wise",
-    "copies",
-    "fills",
-    "kernels",
-    "collectives",
-)
+MATMUL, ELEMENT_WISE, COPY = "matrix products", "element-wise", "copies"
+FILL, KERNEL = "fills", "kernels"
+COLLECTIVE = "collectives"
+"""The kind of work of an instruction that communicates."""
+
+KINDS_OF_WORK = (MATMUL, ELEMENT_WISE, COPY, FILL, KERNEL, COLLECTIVE)
 KERNEL_EFFICIENCY = 0.5
 """The share of the peak at which kernels are assumed to multiply."""
 
