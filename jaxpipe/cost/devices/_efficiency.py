@@ -11,6 +11,8 @@ class Efficiency:
 
     Attributes:
         products: Of the peak of large matrix products in the dtype of the run.
+        head: Of the peak in bfloat16, in the products of the head.
+        experts: Products of experts, as a fraction of what equally large ones reach.
         attention: Of the peak in bfloat16, in fused attention.
         memory: Of the bandwidth of memory, in elementwise operations and the optimizer.
         links: Of the bandwidth of links, in large collectives.
@@ -19,6 +21,8 @@ class Efficiency:
     """
 
     products: float
+    head: float
+    experts: float
     attention: float
     memory: float
     links: float
@@ -38,4 +42,4 @@ def efficiency(device: Hardware, dtype: str) -> Efficiency:
     """
     device.peak_flops(dtype)  # checks the dtype
     products = {"bf16": 0.75, "int8": 0.65, "fp8": 0.6, "mxfp8": 0.55, "nvfp4": 0.45}[dtype]
-    return Efficiency(products, 0.5, 0.8, 0.75, 0.8, 4e-6)
+    return Efficiency(products, 0.75, 0.6, 0.5, 0.8, 0.75, 0.8, 4e-6)

@@ -3,4 +3,7 @@
 from ._layout import Layout as Layout
 from ._predict import Prediction as Prediction
 from ._predict import predict as predict
+from ._schedule_time import ScheduleTime as ScheduleTime
+from ._schedule_time import StageSeconds as StageSeconds
 from ._schedule_time import build_schedule as build_schedule
+from ._schedule_time import num_transfers as num_transfers

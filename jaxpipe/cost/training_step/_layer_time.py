@@ -11,6 +11,7 @@ from ..work import LayerWork, Product
 from ..work._layer_work import attention_flops
 from ._layout import Layout
 from ._network import (
+    Group,
     Network,
     all_gather_seconds,
     all_to_all_seconds,
@@ -80,6 +81,7 @@ def layer_seconds(layer: LayerWork, layout: Layout, device: Device) -> ActionSec
     divided = layout.tensor if layout.sequence_parallel else 1
     moved = layer.elementwise_bytes * layout.tokens / divided / device.memory_rate
     kernels = layer.num_kernels * device.reached.kernel_seconds
+    moved += _cast_bytes(layer, layout) / device.memory_rate
     other = moved + kernels
     communication = _communication(layer, layout, device)
     forward = {
@@ -88,7 +90,9 @@ def layer_seconds(layer: LayerWork, layout: Layout, device: Device) -> ActionSec
         **communication,
     }
     again = {}
-    if layout.remat == "full":
+    if layout.recomputed is not None:
+        again = {kind: seconds * layout.recomputed for kind, seconds in forward.items()}
+    elif layout.remat == "full":
         again = forward
     elif layout.remat == "selective" and not _fused(layer):
         again = {"products": attention, "other_compute": moved_scores}
@@ -105,6 +109,14 @@ def layer_seconds(layer: LayerWork, layout: Layout, device: Device) -> ActionSec
     )
 
 
+def _cast_bytes(layer: LayerWork, layout: Layout) -> float:
+    """Returns the bytes of casting what products read: from 2 bytes to 1, also transposed."""
+    if layout.dtype == "bf16":
+        return 0.0
+    sizes = (_on_one_device(product, layer, layout) for product in layer.products)
+    return sum(4.0 * count * tokens * k for count, tokens, k, _ in sizes)
+
+
 def _fused(layer: LayerWork) -> bool:
     return layer.attention is None or layer.attention.fused
 
@@ -112,7 +124,9 @@ def _fused(layer: LayerWork) -> bool:
 def _products(layer: LayerWork, layout: Layout, device: Device) -> Iterator[float]:
     for product in layer.products:
         count, tokens, k, n = _on_one_device(product, layer, layout)
-        yield count * product_seconds(tokens, k, n, layout.dtype, device.hardware, device.reached)
+        peak = device.hardware.peak_flops(layout.dtype) * device.reached.products
+        peak *= device.reached.experts if product.split == "expert" else 1.0
+        yield count * product_seconds(tokens, k, n, peak, device.hardware, device.reached)
 
 
 def _on_one_device(
@@ -164,9 +178,14 @@ def _communication(layer: LayerWork, layout: Layout, device: Device) -> Seconds:
         axes = ("expert", "tensor") if layout.experts_over_tensor else ("expert",)
         group = make_group(layout, device.network, *axes)
         own = layout.tokens / layout.tensor
-        bytes_sent = own * layer.active_experts * layer.expert_boundary_bytes
+        chosen = layer.active_experts
         hidden = _HIDDEN if "experts" in layout.overlap else 0.0
-        exchanged = 2 * all_to_all_seconds(bytes_sent, group, device.network)
+        exchanged = 2 * all_to_all_seconds(
+            own * chosen * layer.expert_boundary_bytes,
+            group,
+            device.network,
+            _domains(chosen, group) / chosen if layout.deduplicate_experts else 1.0,
+        )
         found["experts"] = exchanged * (1 - hidden)
     if layout.context > 1 and layer.attention is not None:
         group = make_group(layout, device.network, "context")
@@ -175,6 +194,12 @@ def _communication(layer: LayerWork, layout: Layout, device: Device) -> Seconds:
         hidden = _HIDDEN if "context" in layout.overlap else 0.0
         found["context"] = seconds * (1 - hidden)
     return found
+
+
+def _domains(chosen: int, group: Group) -> float:
+    """Returns in how many domains of links a token's experts are, if it chooses any of all."""
+    domains = group.size / group.linked
+    return domains * (1 - (1 - 1 / domains) ** chosen)
 
 
 _HIDDEN = 0.7  # of a collective that runs beside products which depend on its parts

@@ -29,6 +29,7 @@ class Layout:
         chunks: Stages per rank.
         layers_per_stage: [stages, in forward order] layers; None for as even as possible.
         remat: What is computed again in the backward.
+        recomputed: The fraction of a forward that is computed again; None for that of `remat`.
         gather: When weights that `fsdp` shares are gathered: for every action ("tick"), once for
             the microbatches in a row on a stage ("repeat"), once a step ("once"), or layer by layer
             in every action ("layer").
@@ -38,6 +39,8 @@ class Layout:
         dtype: The dtype of matrix products.
         experts_over_tensor: Whether the devices of `tensor` have experts of their own, not parts
             of the same.
+        deduplicate_experts: Whether a token is sent once to all of its experts that one domain of
+            links has, not to each of them.
         sequence_parallel: Whether `tensor` also divides what is between products.
         shared_optimizer: Whether replicas divide the optimizer's state (ZeRO-1).
         vocab_parallel: Whether all ranks of the pipeline share the head.
@@ -58,11 +61,13 @@ class Layout:
     chunks: int = 1
     layers_per_stage: tuple[int, ...] | None = None
     remat: Remat = "none"
+    recomputed: float | None = None
     gather: Gather = "tick"
     hosts: int = 0
     order: tuple[str, ...] = AXES
     dtype: str = "bf16"
     experts_over_tensor: bool = False
+    deduplicate_experts: bool = False
     sequence_parallel: bool = True
     shared_optimizer: bool = True
     vocab_parallel: bool = False

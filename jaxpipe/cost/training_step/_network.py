@@ -111,13 +111,17 @@ def all_reduce_seconds(total_bytes: float, group: Group, network: Network) -> fl
     return 2 * all_gather_seconds(total_bytes, group, network)
 
 
-def all_to_all_seconds(sent_bytes: float, group: Group, network: Network) -> float:
+def all_to_all_seconds(
+    sent_bytes: float, group: Group, network: Network, outside_share: float = 1.0
+) -> float:
     """Returns the seconds of an all-to-all.
 
     Args:
         sent_bytes: Bytes that a device has to send, with those to itself.
         group: The devices.
         network: The network.
+        outside_share: The part of what leaves a domain that is sent: less than 1 where what goes
+            to several of its devices is sent once.
 
     Returns:
         Seconds.
@@ -129,7 +133,7 @@ def all_to_all_seconds(sent_bytes: float, group: Group, network: Network) -> flo
         side = group.linked ** (1 / _axes(group, network))
         share = max(share, side / 4)
     inside = sent_bytes * share / _ring_rate(group, network)
-    outside = sent_bytes * (1 - group.linked / group.size) / network.network
+    outside = outside_share * sent_bytes * (1 - group.linked / group.size) / network.network
     return max(inside, outside) + _latency(group, network)
 
 

@@ -3,13 +3,19 @@
 from dataclasses import dataclass
 
 from ...schedules import Schedule
-from ...schedules.language import actions_of
 from ..devices import Efficiency, Hardware, efficiency
 from ..work import LayerWork, ModelWork, flops_per_token
 from ._layer_time import ActionSeconds, Device, Seconds, add
 from ._layout import Layout
 from ._network import all_gather_seconds, make_group, make_network, send_seconds
-from ._schedule_time import build_schedule, schedule_seconds
+from ._schedule_time import (
+    StageSeconds,
+    build_schedule,
+    extrapolate,
+    num_transfers,
+    shorter,
+    stages_of,
+)
 from ._stage_time import (
     device_parameters,
     gather_seconds,
@@ -78,33 +84,35 @@ def predict(
     """
     reached = reached or efficiency(hardware, layout.dtype)
     device = Device(hardware, reached, make_network(layout, hardware, reached))
-    schedule = build_schedule(layout)
+    fewer = None if isinstance(layout.schedule, Schedule) else shorter(layout)
+    schedule = build_schedule(fewer[0] if fewer else layout)
     num_stages = schedule.num_stages if schedule else 1
     layers = split_layers(work, num_stages, layout)
     stages = stage_seconds(work, layers, layout, device)
     sent = 2.0 * work.hidden * layout.tokens / layout.tensor
     transfer = send_seconds(sent, layout, device.network)
     if schedule and "point_to_point" not in layout.overlap:
-        stages = [_with_transfers(stage, transfer) for stage in stages]
+        counts = num_transfers(schedule)
+        stages = [
+            _with_transfers(stage, count * transfer)
+            for stage, count in zip(stages, counts, strict=True)
+        ]
         transfer = 0.0
-    forward, back, weight = (
-        tuple(sum(getattr(stage, name).values()) for stage in stages)
-        for name in ("forward", "input", "weight")
-    )
-    time = schedule_seconds(schedule, layout.microbatches, forward, back, weight, transfer)
+    costs = StageSeconds(*_totals(stages), transfer)
+    time = costs.of(schedule, layout.microbatches)
+    if fewer:
+        time = extrapolate(time, costs.of(build_schedule(fewer[1]), 0), fewer, layout)
     rank = max(range(len(time.busy)), key=time.busy.__getitem__)
-    own = _stages_of(schedule, rank)
+    own = stages_of(schedule, rank)
     held = tuple(layer for stage in own for layer in layers[stage])
     parts = _busy_parts(stages, own, layout)
     parts["bubble"] = time.seconds - time.busy[rank]
-    backward = sum(back[stage] + weight[stage] for stage in own)
+    backward = sum(costs.input[stage] + costs.weight[stage] for stage in own)
     parts["gradient_reduction"], crossing = _gradients(work, held, layout, device, backward)
     if layout.fsdp > 1 and layout.gather in ("once", "repeat"):
         parts["fsdp"] = 2 * gather_seconds(held, layout, device)
     parts["optimizer"] = _optimizer(work, held, layout, device)
-    after = parts["gradient_reduction"] + parts["optimizer"]
-    after += parts["fsdp"] if layout.gather in ("once", "repeat") else 0.0
-    seconds = time.seconds + after
+    seconds = sum(parts.values())
     flops = flops_per_token(work, layout.sequence)
     tokens = layout.batch * layout.sequence
     return Prediction(
@@ -114,23 +122,23 @@ def predict(
         tokens / seconds,
         flops * tokens / seconds / (layout.devices * hardware.peak_flops("bf16")),
         parts["bubble"] / time.seconds,
-        forward,
-        back,
-        weight,
+        costs.forward,
+        costs.input,
+        costs.weight,
         transfer,
     )
 
 
-def _with_transfers(stage: ActionSeconds, transfer: float) -> ActionSeconds:
+def _totals(stages: list[ActionSeconds]) -> list[tuple[float, ...]]:
+    """Returns [stages] seconds of F, of I and of W."""
+    names = ("forward", "input", "weight")
+    return [tuple(sum(getattr(stage, name).values()) for stage in stages) for name in names]
+
+
+def _with_transfers(stage: ActionSeconds, seconds: float) -> ActionSeconds:
     """Returns the seconds of a stage whose device waits while it receives and sends."""
-    both = {"point_to_point": 2 * transfer}
-    return ActionSeconds(add(stage.forward, both), add(stage.input, both), stage.weight)
-
-
-def _stages_of(schedule: Schedule | None, rank: int) -> list[int]:
-    if schedule is None:
-        return [0]
-    return sorted({a.stage for step in schedule.programs[rank] for a in actions_of(step)})
+    waits = {"point_to_point": seconds}
+    return ActionSeconds(add(stage.forward, waits), add(stage.input, waits), stage.weight)
 
 
 def _busy_parts(stages: list[ActionSeconds], own: list[int], layout: Layout) -> Seconds:
@@ -156,6 +164,9 @@ def _gradients(
     # Gradients are scattered in float32, weights gathered in bfloat16.
     seconds = 1.5 * all_gather_seconds(4.0 * dense, all_axes, device.network)
     seconds += 1.5 * all_gather_seconds(4.0 * experts, replicas, device.network)
+    if not work.head_parameters:  # the first and the last stage sum the gradients of their copies
+        shared = 4.0 * work.embedding_parameters / layout.tensor / layout.fsdp
+        seconds += send_seconds(shared, layout, device.network)
     hidden = backward if "gradient_reduction" in layout.overlap else 0.0
     exposed = max(0.0, seconds - hidden)
     return exposed, exposed if all_axes.linked < all_axes.size else 0.0

@@ -1,4 +1,7 @@
-"""Seconds of one matrix product: the larger of what its operations and its bytes take."""
+"""Seconds of one matrix product: a roofline, whose result is written after it is computed.
+
+The time of writing is what makes products with a short contracted dimension inefficient.
+"""
 
 from math import ceil
 
@@ -10,7 +13,7 @@ _TILE = 128  # rows and columns of the tiles that matrix units compute
 
 
 def product_seconds(
-    m: Size, k: Size, n: Size, dtype: str, hardware: Hardware, reached: Efficiency
+    m: Size, k: Size, n: Size, peak_flops: float, hardware: Hardware, reached: Efficiency
 ) -> float:
     """Returns the seconds of a product of [m, k] by [k, n].
 
@@ -18,17 +21,16 @@ def product_seconds(
         m: Rows, usually tokens.
         k: The contracted size.
         n: Columns.
-        dtype: The dtype of its operands.
+        peak_flops: Operations a second that a large product reaches.
         hardware: The device.
         reached: The fractions of its peaks.
 
     Returns:
         Seconds.
     """
-    padded = 2.0 * _padded(m) * k * _padded(n)
-    operations = padded / (hardware.peak_flops(dtype) * reached.products)
-    moved = 2.0 * (m * k + k * n + m * n) / (hardware.memory_bandwidth * reached.memory)
-    return max(operations, moved)
+    operations = 2.0 * _padded(m) * k * _padded(n) / peak_flops
+    memory_rate = hardware.memory_bandwidth * reached.memory
+    return max(operations, 2.0 * (m * k + k * n) / memory_rate) + 2.0 * m * n / memory_rate
 
 
 def _padded(size: Size) -> int:

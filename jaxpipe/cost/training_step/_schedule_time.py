@@ -1,10 +1,15 @@
 """The schedule of a layout, and its time from the seconds of its stages."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
 
 from ...schedules import FAMILIES, Costs, Schedule, build, makespan, simulate
 from ...schedules.analysis import busy_times
+from ...schedules.language import actions_of
 from ._layout import Layout
+
+_ROUNDS = 5  # microbatches of a simulation, in multiples of the ranks
 
 
 @dataclass(frozen=True)
@@ -38,34 +43,129 @@ def build_schedule(layout: Layout) -> Schedule | None:
         return None
     takes = FAMILIES[layout.schedule].takes if layout.schedule in FAMILIES else ()
     chunks = layout.chunks if "chunks" in takes else None
-    return build(
-        layout.schedule, ranks=layout.stage, microbatches=layout.microbatches, chunks=chunks
+    return _build(layout.schedule, layout.stage, layout.microbatches, chunks)
+
+
+@lru_cache(maxsize=64)
+def _build(name: str, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
+    return build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+
+
+def shorter(layout: Layout) -> tuple[Layout, Layout] | None:
+    """Returns a layout with so few microbatches twice that the time of more follows from it.
+
+    Between the warmup and the drain a schedule repeats itself every `stage` microbatches.
+
+    Args:
+        layout: A layout whose schedule is a name.
+
+    Returns:
+        Two layouts that differ by `stage` microbatches; None if the layout has few itself.
+    """
+    more = _ROUNDS * layout.stage + layout.microbatches % layout.stage
+    if layout.schedule is None or layout.stage == 1 or layout.microbatches <= more:
+        return None
+    few = replace(layout, microbatches=more - layout.stage)
+    return few, replace(layout, microbatches=more)
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """The seconds of the stages for one microbatch.
+
+    Attributes:
+        forward: [stages, in forward order] seconds of F.
+        input: [stages] seconds of I.
+        weight: [stages] seconds of W.
+        transfer: Seconds from the end of an action to the start of a dependent one on another rank.
+    """
+
+    forward: tuple[float, ...]
+    input: tuple[float, ...]
+    weight: tuple[float, ...]
+    transfer: float
+
+    def of(
+        self, schedule: Schedule | None, num_microbatches: int, *, barrier: bool = True
+    ) -> ScheduleTime:
+        """Returns the time of a schedule.
+
+        Args:
+            schedule: The schedule; None to run microbatches one after the other.
+            num_microbatches: Microbatches, without a schedule.
+            barrier: Whether ranks wait for each other between steps. If not, a step takes the
+                longest time from a rank's first to its last action, as in zero-bubble papers.
+
+        Returns:
+            Its time.
+        """
+        if schedule is None:
+            each = sum((*self.forward, *self.input, *self.weight))
+            return ScheduleTime(num_microbatches * each, (num_microbatches * each,))
+        costs = Costs(self.forward, self.input, self.weight, self.transfer)
+        timeline = simulate(schedule, costs)
+        seconds = makespan(timeline)
+        if not barrier:
+            seconds = max(row[-1].end - row[0].start for row in timeline.rows if row)
+        return ScheduleTime(float(seconds), tuple(map(float, busy_times(timeline))))
+
+
+def extrapolate(
+    first: ScheduleTime, second: ScheduleTime, counted: tuple[Layout, Layout], layout: Layout
+) -> ScheduleTime:
+    """Returns the time of a layout's microbatches from those of two shorter ones.
+
+    Args:
+        first: The time of the shorter one.
+        second: The time of the longer one.
+        counted: The two layouts.
+        layout: The layout.
+
+    Returns:
+        The time, which grows by the same for every microbatch.
+    """
+    few, more = (one.microbatches for one in counted)
+    rounds = (layout.microbatches - more) / (more - few)
+
+    def beyond(a: float, b: float) -> float:
+        return b + rounds * (b - a)
+
+    pairs = zip(first.busy, second.busy, strict=True)
+    return ScheduleTime(
+        beyond(first.seconds, second.seconds), tuple(beyond(a, b) for a, b in pairs)
     )
 
 
-def schedule_seconds(
-    schedule: Schedule | None,
-    num_microbatches: int,
-    forward: tuple[float, ...],
-    input: tuple[float, ...],
-    weight: tuple[float, ...],
-    transfer: float,
-) -> ScheduleTime:
-    """Returns the time of a schedule.
+def stages_of(schedule: Schedule | None, rank: int) -> list[int]:
+    """Returns the stages of a rank.
 
     Args:
-        schedule: The schedule; None to run the microbatches one after the other.
-        num_microbatches: Microbatches, without a schedule.
-        forward: [stages] seconds of F.
-        input: [stages] seconds of I.
-        weight: [stages] seconds of W.
-        transfer: Seconds of a hand-over.
+        schedule: The schedule; None for one stage.
+        rank: The rank.
 
     Returns:
-        Its time.
+        Their numbers, in forward order.
     """
     if schedule is None:
-        seconds = num_microbatches * sum((*forward, *input, *weight))
-        return ScheduleTime(seconds, (seconds,))
-    timeline = simulate(schedule, Costs(forward, input, weight, transfer))
-    return ScheduleTime(float(makespan(timeline)), tuple(map(float, busy_times(timeline))))
+        return [0]
+    return sorted({a.stage for step in schedule.programs[rank] for a in actions_of(step)})
+
+
+def num_transfers(schedule: Schedule) -> tuple[int, ...]:
+    """Returns how many hand-overs an F, or an I, of every stage receives and sends.
+
+    A device that neither computes beside a transfer nor buffers it waits for each of them.
+
+    Args:
+        schedule: The schedule.
+
+    Returns:
+        [stages] counts: 2, 1 for the first and the last stage, 0 towards stages of the same rank.
+    """
+    ranks: dict[int, set[int]] = {}
+    for rank, program in enumerate(schedule.programs):
+        for step in program:
+            for action in actions_of(step):
+                ranks.setdefault(action.stage, set()).add(rank)
+    crossed = [ranks[s] != ranks[s + 1] for s in range(schedule.num_stages - 1)]
+    return tuple(before + after for before, after in pairwise([False, *crossed, False]))

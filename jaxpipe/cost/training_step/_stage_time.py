@@ -39,7 +39,9 @@ def split_layers(work: ModelWork, num_stages: int, layout: Layout) -> list[tuple
 
 
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Returns layers per stage that differ by at most one, the last stages having fewer.
+    """Returns layers per stage that differ by at most one.
+
+    The last stage has fewer first, as it has the head too, then the first, then those beside them.
 
     Args:
         num_layers: Layers of the model.
@@ -48,8 +50,12 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
     Returns:
         [num_stages] layers.
     """
-    each, more = divmod(num_layers, num_stages)
-    return tuple(each + (stage < more) for stage in range(num_stages))
+    most = -(-num_layers // num_stages)
+    outer_first = sorted(
+        range(num_stages), key=lambda stage: (min(stage, num_stages - 1 - stage), -stage)
+    )
+    fewer = set(outer_first[: most * num_stages - num_layers])
+    return tuple(most - (stage in fewer) for stage in range(num_stages))
 
 
 def stage_seconds(
@@ -101,7 +107,8 @@ def _embedding_and_head(
         share, last = 1.0 / num_stages, True
     if last:
         columns = work.vocab / t * share
-        product = product_seconds(T, work.hidden, columns, "bf16", device.hardware, device.reached)
+        peak = device.hardware.peak_flops("bf16") * device.reached.head
+        product = product_seconds(T, work.hidden, columns, peak, device.hardware, device.reached)
         loss = _LOSS_BYTES * T * columns / device.memory_rate
         forward = {"head_and_embedding": product + loss}
         back = {"head_and_embedding": product + loss / 2}
