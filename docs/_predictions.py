@@ -1,267 +1,221 @@
 """Writes docs/predictions.md: published times of training steps beside predicted ones.
 
 Run it from the root of the repository: `python docs/_predictions.py`. A test compares the page with
-what this script writes. Rows are read from tests/cost/published.
+what this script writes. With `--fit` it prints the constants that the measurements suggest.
 """
 
-import csv
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from math import exp, log
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
+from statistics import fmean
 
-from jaxpipe.cost.devices import Efficiency, Hardware, efficiency, hardware
-from jaxpipe.cost.training_step import Layout, predict
-from jaxpipe.cost.work import Experts, LatentAttention, ModelWork, transformer
+from _fit import Constants, constants, has_experts, without
+from _published import SOURCES, TORCHTITAN, Case, ProfiledCase, cases, profiled_cases, table_5
 
-ROOT = Path(__file__).parents[1]
-PUBLISHED = ROOT / "tests" / "cost" / "published"
-PAGE = ROOT / "docs" / "predictions.md"
+from jaxpipe.cost.devices import Efficiency, efficiency
 
-MEGATRON_ORDER = ("stage", "data", "fsdp", "expert", "context", "tensor")
+PAGE = Path(__file__).parent / "predictions.md"
 
 
-def _gpt(layers: int, hidden: int, heads: int) -> ModelWork:
-    return transformer(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        mlp=4 * hidden,
-        vocab=51200,
-        gated=False,
-        tied=True,
-        dropout=True,
-        fused_attention=False,
+@cache
+def compared() -> tuple[tuple[Case, float, float], ...]:
+    """Returns the rows with the seconds of a step: leaving the row out, and with all rows."""
+    rows = cases()
+    fitted = constants(rows)
+    return tuple(
+        (case, case.seconds(without(case, rows).reached(case)), case.seconds(fitted.reached(case)))
+        for case in rows
     )
 
 
-def _qwen(layers: int, hidden: int, heads: int, width: int) -> ModelWork:
-    return transformer(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=4,
-        head_channels=128,
-        mlp=0,
-        vocab=151936,
-        experts=Experts(128, 8, width),
+def errors(found: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Returns the mean and the largest of relative errors, from (predicted, measured)."""
+    each = [abs(predicted / measured - 1) for predicted, measured in found]
+    return fmean(each), max(each)
+
+
+def in_words(found: Iterable[tuple[float, float]]) -> str:
+    """Returns the mean and the largest of relative errors, as text."""
+    mean, largest = errors(found)
+    return f"mean {mean:.1%}, largest {largest:.1%}"
+
+
+def known(case: Case) -> Efficiency:
+    """Returns the efficiency that the package has for a case."""
+    return efficiency(case.known_device, case.layout.dtype)
+
+
+def schedule_ratio() -> tuple[float, float]:
+    """Returns how much faster torchtitan is with interleaved 1F1B: published, predicted."""
+    reached = constants(cases())
+    plain, interleaved = table_5()
+    predicted = plain.seconds(reached.reached(plain)) / interleaved.seconds(
+        reached.reached(interleaved)
+    )
+    return plain.measured / interleaved.measured, predicted
+
+
+def targets() -> Iterator[tuple[str, str, bool]]:
+    """Yields what was to be reached, what is, and whether it is."""
+    zero_bubble = [(case.predicted, case.measured) for case in profiled_cases()]
+    mean, _ = errors(zero_bubble)
+    yield "Zero Bubble, table 4, from profiles: mean within 3%", in_words(zero_bubble), mean < 0.03
+    megatron = [(fit, c.measured) for c, _, fit in compared() if c.source == "arXiv:2205.05198"]
+    yield (
+        "Megatron, 22B and 530B: each within 5%",
+        in_words(megatron),
+        errors(megatron)[1] < 0.05,
+    )
+    for name, experts in (("without experts", False), ("with experts", True)):
+        rows = [
+            (alone, c.measured)
+            for c, alone, _ in compared()
+            if "Bridge" in c.source and has_experts(c) == experts
+        ]
+        near = sum(abs(predicted / measured - 1) < 0.1 for predicted, measured in rows)
+        yield (
+            f"Megatron-Bridge, models {name}, each row left out: each within 10%",
+            f"{in_words(rows)}; {near} of {len(rows)} are",
+            near == len(rows),
+        )
+    published, predicted = schedule_ratio()
+    yield (
+        "torchtitan, interleaved 1F1B beside 1F1B: within 5%",
+        f"{published:.2f} times as fast, predicted {predicted:.2f}",
+        abs(predicted / published - 1) < 0.05,
     )
 
 
-def _deepseek(mtp: bool) -> ModelWork:
-    """Megatron's recipe has a layer and a head that predict one token more."""
-    work = transformer(
-        layers=62 if mtp else 61,
-        hidden=7168,
-        heads=128,
-        mlp=18432,
-        vocab=129280,
-        latent=LatentAttention(1536, 512, 128, 64, 128),
-        experts=Experts(256, 8, 2048, shared=1, dense_layers=3),
-    )
-    return replace(work, vocab=2 * work.vocab) if mtp else work
+def page() -> str:
+    """Returns the text of the page."""
+    return "\n".join([HEAD, *_targets(), *_constants(), *_zero_bubble(), *_sources(), ""])
 
 
-_LLAMA = {"kv_heads": 8, "vocab": 128256}
-_405B = transformer(layers=126, hidden=16384, heads=128, mlp=53248, **_LLAMA)
-MODELS: dict[str, ModelWork] = {
-    "megatron-22B": _gpt(48, 6144, 64),
-    "turing-530B": _gpt(105, 20480, 128),
-    "llama3.1-405b": _405B,
-    "LLAMA3.1_405B": _405B,
-    "LLAMA3_70B": transformer(layers=80, hidden=8192, heads=64, mlp=28672, **_LLAMA),
-    "DeepSeekV3": _deepseek(mtp=True),
-    "deepseek3-671b": _deepseek(mtp=False),
-    "GPT OSS 120B": transformer(
-        layers=36,
-        hidden=2880,
-        heads=64,
-        kv_heads=8,
-        head_channels=64,
-        mlp=0,
-        vocab=201088,
-        window=128,
-        experts=Experts(128, 4, 2880),
-    ),
-    "Qwen3_30B_a3B": _qwen(48, 2048, 32, 768),
-    "Qwen3_235B_a22B": _qwen(94, 4096, 64, 1536),
-    "gpt3-175b": transformer(
-        layers=96, hidden=12288, heads=96, mlp=49152, vocab=50304, gated=False, tied=True
-    ),
-}
-"""The sizes of the models, by the first word or words of the column `model`."""
+HEAD = """\
+# Predictions and measurements
+
+`jaxpipe.cost` predicts the time of a training step by arithmetic: a roofline of every matrix
+product, the bytes of everything else, collectives over links and networks, the optimizer, and the
+project's own schedules in its own simulator, with the time of every stage. This page compares it
+with published measurements of other systems. It is written by
+[docs/_predictions.py](_predictions.py) from the files in
+[tests/cost/published](../tests/cost/published), and a test compares it with them. Nobody has
+measured jaxpipe's own programs on such devices yet."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """A published row, and what is predicted from.
-
-    Attributes:
-        row: The row of the file.
-        work: The model.
-        layout: The layout.
-        device: The device.
-        measured: Seconds of a step.
-    """
-
-    row: dict[str, str]
-    work: ModelWork
-    layout: Layout
-    device: Hardware
-    measured: float
-
-    def seconds(self, reached: Efficiency | None = None) -> float:
-        """Returns the predicted seconds of a step."""
-        return predict(self.work, self.layout, self.device, reached=reached).seconds
-
-    @property
-    def source(self) -> str:
-        """The short name of the source."""
-        return next(name for name in SOURCES if name in self.row["source"])
+def _targets() -> Iterator[str]:
+    yield "\n## What was to be reached\n"
+    yield "| target | result | reached |\n|---|---|---|"
+    for target, result, met in targets():
+        yield f"| {target} | {result} | {'yes' if met else 'no'} |"
+    yield TARGETS_NOTE
 
 
-def _count(row: dict[str, str], column: str) -> int:
-    text = row[column]
-    return int(text) if text.isdigit() and int(text) else 1
+TARGETS_NOTE = """
+Of the models without experts one row misses: Llama 3.1 405B in nvfp4 on GB200, which is faster than
+the other GB200 rows suggest. Models with experts miss their target where experts are not joined by
+the links of a rack. Rows of one model on the same devices differ there by a factor of 2 (Qwen3 30B
+on 16 H100: 10494 tokens/s where tokens are dropped, 5113 where none are), and Qwen3 235B is slower
+on B300 than on B200. What the files do not say decides: how tokens are dispatched, what runs beside
+it, and whether the host starts operations fast enough. One constant per kind of device cannot tell
+such rows apart."""
 
 
-def _model(row: dict[str, str]) -> ModelWork:
-    return next(work for name, work in MODELS.items() if row["model"].startswith(name))
+def _constants() -> Iterator[str]:
+    fitted = constants(cases())
+    yield CONSTANTS_HEAD
+    yield "| constant | values |\n|---|---|"
+    for name, text in fitted.described():
+        yield f"| {name} | {text} |"
+    yield CONSTANTS_NOTE
 
 
-def _measured(row: dict[str, str]) -> float:
-    """Returns the measured seconds of a step."""
-    value, devices = float(row["measured"]), int(row["num_devices"])
-    if row["unit"] == "s/step":
-        return value
-    rows = int(row["global_batch"])
-    return rows * (int(row["seq"]) if "tokens" in row["unit"] else 1) / devices / value
+CONSTANTS_HEAD = """
+## Constants
+
+These are fitted to the rows below, and no others. No row has a constant of its own, unless it is
+the only one of its device.
+"""
+CONSTANTS_NOTE = """
+Not fitted, and equal for all: fused attention reaches 0.5 of the peak in bfloat16, memory 0.8 of
+its bandwidth, links 0.75, networks 0.8; an operation takes 4 microseconds beside its work; 0.7 of
+a collective that runs beside products is hidden. "Left out" means that the constants are fitted
+to the other rows only. Where no other row has the device, it has the mean of the others."""
 
 
-def _megatron(row: dict[str, str]) -> Case:
-    """Megatron in 2022: no communication beside computation, scores of attention in memory."""
-    data = _count(row, "dp")
-    plain = row["remat"] == "full"
-    layout = Layout(
-        data=data,
-        stage=_count(row, "pp"),
-        tensor=_count(row, "tp"),
-        chunks=_count(row, "vpp"),
-        microbatches=_count(row, "global_batch") // data // _count(row, "micro_batch"),
-        rows=_count(row, "micro_batch"),
-        sequence=_count(row, "seq"),
-        schedule=None if _count(row, "pp") == 1 else "interleaved_1f1b",
-        remat="full" if plain else "selective",
-        sequence_parallel=not plain,
-        order=MEGATRON_ORDER,
-        overlap=(),
-    )
-    return Case(row, _model(row), layout, hardware("a100"), _measured(row))
+def _zero_bubble() -> Iterator[str]:
+    found = profiled_cases()
+    yield ZERO_BUBBLE_HEAD
+    yield "| model | schedule | microbatches | published | predicted | error |"
+    yield "|---|---|---|---|---|---|"
+    for case in found:
+        row = case.row
+        yield (
+            f"| {' '.join(row['model'].split()[:2])} | {row['schedule']} | {case.microbatches} "
+            f"| {case.measured:.3f} | {case.predicted:.3f} | {_error(case.predicted, case)} |"
+        )
+    yield f"\nError: {in_words((case.predicted, case.measured) for case in found)}."
 
 
-def _megatron_bridge(row: dict[str, str]) -> Case:
-    data, tensor, stage = (_count(row, name) for name in ("dp", "tp", "pp"))
-    chunks = _count(row, "vpp")
-    expert = max(1, _count(row, "ep") // tensor)
-    work = _model(row)
-    layout = Layout(
-        data=data // expert,
-        expert=expert,
-        stage=stage,
-        tensor=tensor,
-        context=_count(row, "cp"),
-        chunks=chunks,
-        microbatches=_count(row, "global_batch") // data // _count(row, "micro_batch"),
-        rows=_count(row, "micro_batch"),
-        sequence=_count(row, "seq"),
-        schedule="interleaved_1f1b" if chunks > 1 else "1f1b",
-        remat="none",
-        order=MEGATRON_ORDER,
-        dtype=row["note"].split(";")[0].lower(),
-        experts_over_tensor=tensor > 1,
-        deduplicate_experts=True,
-        overlap=("tensor", "gradient_reduction", "point_to_point", "context"),
-    )
-    if layout.dtype == "nvfp4":  # the recipes say so
-        layout = replace(layout, overlap=layout.overlap[1:])
-    device = hardware(row["hardware"].removeprefix("DGX-").lower())
-    return Case(row, work, layout, device, _measured(row))
+ZERO_BUBBLE_HEAD = """
+## Zero Bubble (arXiv 2401.10241, table 4)
+
+Predicted from the paper's profile of F, I, W and a transfer (table 9); nothing is fitted. A rank
+waits while it receives and while it sends. Optimizer and the sum of the tied embedding's
+gradients follow from sizes. ZB-1p is our `zero_bubble_h1`, ZB-2p our `zero_bubble_h2`, whose
+bubble is larger than that of the schedules that the paper's search finds. Seconds of a step.
+"""
 
 
-def _torchtitan(row: dict[str, str]) -> Case:
-    """H100s with slower memory; as many microbatches as ranks, torchtitan's default."""
-    stage, fsdp, context = (_count(row, name) for name in ("pp", "fsdp", "cp"))
-    local = _count(row, "global_batch") // fsdp
-    microbatches = stage if stage > 1 else 1
-    layout = Layout(
-        stage=stage,
-        fsdp=fsdp,
-        tensor=_count(row, "tp"),
-        context=context,
-        chunks=_count(row, "vpp"),
-        microbatches=microbatches,
-        rows=local // microbatches,
-        sequence=_count(row, "seq"),
-        schedule={"1F1B": "1f1b", "interleaved 1F1B": "interleaved_1f1b"}.get(row["schedule"]),
-        remat="full",
-        gather="layer",
-        order=MEGATRON_ORDER,
-        dtype="fp8",
-        overlap=("tensor", "fsdp", "gradient_reduction"),
-    )
-    device = replace(hardware("h100"), memory_bandwidth=2.4e12)
-    return Case(row, _model(row), layout, device, _measured(row))
+def _sources() -> Iterator[str]:
+    for source in SOURCES:
+        rows = [found for found in compared() if found[0].source == source]
+        yield f"\n## {source}\n"
+        yield "| model | devices | dtype | layout | published | left out | error | fitted | error |"
+        yield "|---|---|---|---|---|---|---|---|---|"
+        for case, alone, fit in rows:
+            yield (
+                f"| {case.row['model'].split(' (')[0]} | {case.layout.devices} {case.device.kind} "
+                f"| {case.layout.dtype} | {_layout(case)} | {case.measured:.2f} "
+                f"| {alone:.2f} | {_error(alone, case)} | {fit:.2f} | {_error(fit, case)} |"
+            )
+        left_out = in_words((alone, case.measured) for case, alone, _ in rows)
+        fitted = in_words((fit, case.measured) for case, _, fit in rows)
+        yield f"\nError: left out {left_out}; fitted {fitted}. Seconds of a step."
+        if source == TORCHTITAN:
+            published, predicted = schedule_ratio()
+            yield (
+                f"\nTable 5 of the same report: interleaved 1F1B with 8 microbatches is "
+                f"{published:.2f} times as fast as 1F1B, predicted {predicted:.2f} with 2 stages "
+                "per rank. The report states neither number."
+            )
 
 
-_RECOMPUTED = {
-    "llama3.1-405b": 0.64,  # all but attention, its output and the MLP's second product
-    "deepseek3-671b": 1.0,  # all but the output of attention
-    "gpt3-175b": 1.0,
-}
-"""The fraction of a forward that the recipes of MaxText compute again."""
+def _error(predicted: float, case: Case | ProfiledCase) -> str:
+    return f"{predicted / case.measured - 1:+.1%}"
 
 
-def _maxtext(row: dict[str, str]) -> Case:
-    devices = int(row["num_devices"])
-    layout = Layout(
-        fsdp=devices,
-        rows=int(row["global_batch"]) // devices,
-        sequence=int(row["seq"]),
-        recomputed=_RECOMPUTED[row["model"]],
-        gather="layer",
-        dtype="int8" if "int8" in row["note"] else "bf16",
-        overlap=("fsdp", "tensor"),
-    )
-    if row["model"] == "gpt3-175b":
-        layout = replace(layout, fsdp=devices // 8, tensor=8, rows=8 * layout.rows)
-    return Case(row, _model(row), layout, hardware("v5p"), _measured(row))
-
-
-SOURCES: dict[str, Callable[[dict[str, str]], Case]] = {
-    "arXiv:2205.05198": _megatron,
-    "NVIDIA-NeMo/Megatron-Bridge": _megatron_bridge,
-    "pytorch/torchtitan": _torchtitan,
-    "AI-Hypercomputer/tpu-recipes": _maxtext,
-}
-
-
-def cases() -> list[Case]:
-    """Returns the rows that are predicted from sizes, in the order of the file."""
-    with (PUBLISHED / "throughput.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    return [make(row) for row in rows for name, make in SOURCES.items() if name in row["source"]]
-
-
-def fitted_products(case: Case) -> float:
-    """Returns the efficiency of products with which a prediction equals the measurement."""
-    low, high = 0.02, 3.0
-    reached = efficiency(case.device, case.layout.dtype)
-    for _ in range(30):
-        middle = exp((log(low) + log(high)) / 2)
-        slower = case.seconds(replace(reached, products=middle)) > case.measured
-        low, high = (middle, high) if slower else (low, middle)
-    return low
+def _layout(case: Case) -> str:
+    """Returns the sizes of the mesh, in short."""
+    layout, row = case.layout, case.row
+    sizes = {
+        "stage": layout.stage,
+        "chunks": layout.chunks,
+        "tensor": layout.tensor,
+        "expert": int(row["ep"]) if row["ep"].isdigit() else 1,
+        "context": layout.context,
+        "fsdp": layout.fsdp,
+        "data": layout.data * layout.expert,
+    }
+    named = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    noun = "microbatch" if layout.microbatches == 1 else "microbatches"
+    return ", ".join([*named, f"{layout.microbatches} {noun} of {layout.rows}"])
 
 
 if __name__ == "__main__":
-    pass
+    if "--fit" in sys.argv:
+        fitted: Constants = constants(cases())
+        print("\n".join(f"{name}: {text}" for name, text in fitted.described()))
+    else:
+        PAGE.write_text(page())

@@ -1,8 +1,21 @@
-"""How much of its peaks a kind of device reaches. These constants, and no others, are fitted."""
+"""How much of its peaks a kind of device reaches.
+
+The constants in capitals are fitted to published measurements by docs/_predictions.py, and a test
+compares them with what it suggests; docs/predictions.md says how well they predict. The others are
+round numbers that nobody fitted.
+"""
 
 from dataclasses import dataclass
 
 from ._hardware import Hardware
+
+# Of the peak in large products, in bfloat16 on A100 and v5p, in fp8 on the others.
+PRODUCTS = {"a100": 0.75, "h100": 0.61, "b200": 0.52, "b300": 0.64, "v5p": 0.89}
+# Of what is reached in fp8, or in bfloat16 on v5p.
+DTYPES = {"mxfp8": 0.91, "nvfp4": 0.66, "int8": 0.84}
+# Of what equally large products reach.
+EXPERTS = {"h100": 0.31, "b200": 0.32, "b300": 0.25, "gb200": 0.72, "gb300": 0.94, "v5p": 0.34}
+_CHIPS = {"gb200": "b200", "gb300": "b300", "h200": "h100", "a100-40gb": "a100"}
 
 
 @dataclass(frozen=True)
@@ -23,15 +36,17 @@ class Efficiency:
     products: float
     head: float
     experts: float
-    attention: float
-    memory: float
-    links: float
-    network: float
-    kernel_seconds: float
+    attention: float = 0.5
+    memory: float = 0.8
+    links: float = 0.75
+    network: float = 0.8
+    kernel_seconds: float = 4e-6
 
 
 def efficiency(device: Hardware, dtype: str) -> Efficiency:
     """Returns the efficiency of a kind of device in a dtype.
+
+    Without a measurement, a TPU has that of a v5p, and a GPU in bfloat16 that of an A100.
 
     Args:
         device: The kind of device.
@@ -41,5 +56,8 @@ def efficiency(device: Hardware, dtype: str) -> Efficiency:
         The fractions.
     """
     device.peak_flops(dtype)  # checks the dtype
-    products = {"bf16": 0.75, "int8": 0.65, "fp8": 0.6, "mxfp8": 0.55, "nvfp4": 0.45}[dtype]
-    return Efficiency(products, 0.75, 0.6, 0.5, 0.8, 0.75, 0.8, 4e-6)
+    chip = "v5p" if device.torus_axes else _CHIPS.get(device.kind, device.kind)
+    wide = PRODUCTS["v5p" if device.torus_axes else "a100"]
+    eight_bits = PRODUCTS.get(chip, wide) * DTYPES.get(dtype, 1.0)
+    experts = EXPERTS.get(device.kind, EXPERTS.get(chip, EXPERTS["h100"]))
+    return Efficiency(wide if dtype == "bf16" else eight_bits, wide, experts)

@@ -79,9 +79,10 @@ def layer_seconds(layer: LayerWork, layout: Layout, device: Device) -> ActionSec
     products = sum(_products(layer, layout, device))
     attention, moved_scores = _attention(layer, layout, device)
     divided = layout.tensor if layout.sequence_parallel else 1
-    moved = layer.elementwise_bytes * layout.tokens / divided / device.memory_rate
+    bytes_moved = layer.elementwise_bytes / layout.tensor + layer.between_bytes / divided
+    moved = bytes_moved * layout.tokens + _cast_bytes(layer, layout)
+    moved /= device.memory_rate
     kernels = layer.num_kernels * device.reached.kernel_seconds
-    moved += _cast_bytes(layer, layout) / device.memory_rate
     other = moved + kernels
     communication = _communication(layer, layout, device)
     forward = {
@@ -102,6 +103,8 @@ def layer_seconds(layer: LayerWork, layout: Layout, device: Device) -> ActionSec
         "other_compute": _BACKWARD_ELEMENTWISE * moved + kernels + 2 * moved_scores,
         **communication,
     }
+    if "tensor" in back:
+        back["tensor"] = _backward_tensor(back["tensor"], layout)
     return ActionSeconds(
         forward,
         add(back, again),
@@ -194,6 +197,16 @@ def _communication(layer: LayerWork, layout: Layout, device: Device) -> Seconds:
         hidden = _HIDDEN if "context" in layout.overlap else 0.0
         found["context"] = seconds * (1 - hidden)
     return found
+
+
+def _backward_tensor(forward: float, layout: Layout) -> float:
+    """Returns the exposed seconds in a backward: the products of W run beside it.
+
+    With sequence parallelism W has to gather its input again.
+    """
+    volume = 1.5 if layout.sequence_parallel else 1.0
+    hidden = 0.0 if "tensor" in layout.overlap else _HIDDEN
+    return volume * forward * (1 - hidden)
 
 
 def _domains(chosen: int, group: Group) -> float:

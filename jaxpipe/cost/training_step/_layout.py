@@ -42,6 +42,9 @@ class Layout:
         deduplicate_experts: Whether a token is sent once to all of its experts that one domain of
             links has, not to each of them.
         sequence_parallel: Whether `tensor` also divides what is between products.
+        optimizer_bytes: Bytes that the optimizer and the norm of the gradients read and write per
+            weight; 34 for Adam in float32 with weights in bfloat16: the gradient twice, weight and
+            two moments each read and written, the weight written in bfloat16.
         shared_optimizer: Whether replicas divide the optimizer's state (ZeRO-1).
         vocab_parallel: Whether all ranks of the pipeline share the head.
         overlap: Kinds of communication that run beside computation, as far as there is enough:
@@ -69,6 +72,7 @@ class Layout:
     experts_over_tensor: bool = False
     deduplicate_experts: bool = False
     sequence_parallel: bool = True
+    optimizer_bytes: float = 34.0
     shared_optimizer: bool = True
     vocab_parallel: bool = False
     overlap: tuple[str, ...] = ("fsdp", "gradient_reduction", "point_to_point", "context")

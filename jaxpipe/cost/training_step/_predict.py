@@ -19,7 +19,6 @@ from ._schedule_time import (
 from ._stage_time import (
     device_parameters,
     gather_seconds,
-    optimizer_seconds,
     split_layers,
     stage_seconds,
 )
@@ -178,4 +177,4 @@ def _optimizer(
     parameters = sum(device_parameters(layer, layout) for layer in layers)
     parameters += work.embedding_parameters / layout.tensor
     shares = layout.fsdp * (layout.data if layout.shared_optimizer else 1)
-    return optimizer_seconds(parameters / shares, device.hardware, device.reached.memory)
+    return layout.optimizer_bytes * parameters / shares / device.memory_rate

@@ -1,6 +1,5 @@
 """Seconds of the stages of a model for one microbatch: layers, gathers, embedding and head."""
 
-from ..devices import Hardware
 from ..work import LayerWork, ModelWork
 from ._layer_time import ActionSeconds, Device, Seconds, add, layer_seconds
 from ._layout import Layout
@@ -167,18 +166,3 @@ def _exposed(gathers: float, beside: Seconds, layout: Layout) -> Seconds:
     if "fsdp" not in layout.overlap:
         return {"fsdp": gathers}
     return {"fsdp": max(0.0, gathers - sum(beside.values()))}
-
-
-def optimizer_seconds(parameters: float, hardware: Hardware, memory: float) -> float:
-    """Returns the seconds of Adam, with its norm of the gradients.
-
-    Args:
-        parameters: Weights that the device updates.
-        hardware: The device.
-        memory: The fraction of its bandwidth that it reaches.
-
-    Returns:
-        Seconds.
-    """
-    # Gradient twice, float32 weight and two moments read and written, weight in bfloat16 written.
-    return 34.0 * parameters / (hardware.memory_bandwidth * memory)

@@ -91,7 +91,10 @@ class LayerWork:
         num_experts: Its experts that tokens choose from; 0 if it has none.
         active_experts: Those that a token chooses.
         activations: Bytes kept per token on a device that holds the whole layer.
-        elementwise_bytes: Bytes that operations other than products read and write in a forward.
+        elementwise_bytes: Bytes that operations other than products read and write in a forward,
+            of those that tensor parallelism divides.
+        between_bytes: The same of norms, residuals and dropout, which only sequence parallelism
+            divides.
         num_kernels: Operations that a device starts in a forward.
         boundary_bytes: Bytes of a token between layers.
         expert_boundary_bytes: Bytes of a token on its way to one expert.
@@ -107,6 +110,7 @@ class LayerWork:
     active_experts: int
     activations: ActivationBytes
     elementwise_bytes: int | float
+    between_bytes: int | float
     num_kernels: int
     boundary_bytes: int | float
     expert_boundary_bytes: int | float = 0

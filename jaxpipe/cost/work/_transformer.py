@@ -141,6 +141,11 @@ def _attention_bytes(D: int, products: tuple[Product, ...], attention: Attention
     return 2.0 * (2 * D + inner) + 4.0 * attention.heads
 
 
+def _between_bytes(D: int, dropout: bool) -> float:
+    """Returns the bytes of two norms and residuals, each of which reads and writes 2 to 3 times."""
+    return 2.0 * (14 if dropout else 10) * D
+
+
 def _layer(
     name: str,
     D: int,
@@ -153,7 +158,7 @@ def _layer(
     F = mlp[1].k
     kept = _attention_bytes(D, attention_products, attention) + 2.0 * (2 * D + mlp[0].n + F)
     kept += 2.0 * D if dropout else 0.0  # two masks of a byte
-    moved = 2.0 * (sum(p.n for p in products) + 8 * D + mlp[0].n + F)
+    moved = 2.0 * (sum(p.n for p in products[:-1]) - D + mlp[0].n + F)
     parameters = sum(p.k * p.n for p in products) + 2 * D
     cheap = 2.0 * (mlp[0].n + F + 2 * D)
     return LayerWork(
@@ -167,6 +172,7 @@ def _layer(
         0,
         ActivationBytes(kept, kept - cheap / 2 if attention.fused else kept, 2.0 * D),
         moved,
+        _between_bytes(D, dropout),
         num_kernels=16,
         boundary_bytes=2.0 * D,
     )
@@ -191,7 +197,8 @@ def _expert_layer(
     per_expert = 2.0 * (2 * D + (width + 1) * F)
     kept = _attention_bytes(D, attention_products, attention) + 4.0 * D + passed * per_expert
     products = dense + chosen
-    moved = 2.0 * (sum(p.n * p.copies for p in products) + 8 * D + passed * (2 * D + 3 * F))
+    # Tokens are copied for their experts, sorted, and summed again.
+    moved = 2.0 * (sum(p.n for p in attention_products[:-1]) + passed * (7 * D + 3 * F))
     return LayerWork(
         "experts",
         1,
@@ -203,6 +210,7 @@ def _expert_layer(
         experts.active,
         ActivationBytes(kept, kept - passed * 2.0 * F, 2.0 * D),
         moved,
+        _between_bytes(D, False),
         num_kernels=48,
         boundary_bytes=2.0 * D,
         expert_boundary_bytes=2.0 * D,

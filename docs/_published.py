@@ -1,0 +1,350 @@
+"""Reads the measurements in tests/cost/published, and says what each of them is predicted from."""
+
+import csv
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from jaxpipe.cost.devices import HARDWARE, Efficiency, Hardware, hardware
+from jaxpipe.cost.training_step import Layout, StageSeconds, build_schedule, num_transfers, predict
+from jaxpipe.cost.work import Experts, LatentAttention, ModelWork, transformer
+
+ROOT = Path(__file__).parents[1]
+PUBLISHED = ROOT / "tests" / "cost" / "published"
+
+MEGATRON_ORDER = ("stage", "data", "fsdp", "expert", "context", "tensor")
+
+
+def _gpt(layers: int, hidden: int, heads: int) -> ModelWork:
+    return transformer(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        mlp=4 * hidden,
+        vocab=51200,
+        gated=False,
+        tied=True,
+        dropout=True,
+        fused_attention=False,
+    )
+
+
+def _qwen(layers: int, hidden: int, heads: int, width: int) -> ModelWork:
+    return transformer(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=4,
+        head_channels=128,
+        mlp=0,
+        vocab=151936,
+        experts=Experts(128, 8, width),
+    )
+
+
+def _deepseek(mtp: bool) -> ModelWork:
+    """Megatron's recipe has a layer and a head that predict one token more."""
+    work = transformer(
+        layers=62 if mtp else 61,
+        hidden=7168,
+        heads=128,
+        mlp=18432,
+        vocab=129280,
+        latent=LatentAttention(1536, 512, 128, 64, 128),
+        experts=Experts(256, 8, 2048, shared=1, dense_layers=3),
+    )
+    return replace(work, vocab=2 * work.vocab) if mtp else work
+
+
+_LLAMA = {"kv_heads": 8, "vocab": 128256}
+_405B = transformer(layers=126, hidden=16384, heads=128, mlp=53248, **_LLAMA)
+MODELS: dict[str, ModelWork] = {
+    "megatron-22B": _gpt(48, 6144, 64),
+    "turing-530B": _gpt(105, 20480, 128),
+    "llama3.1-405b": _405B,
+    "LLAMA3.1_405B": _405B,
+    "LLAMA3_70B": transformer(layers=80, hidden=8192, heads=64, mlp=28672, **_LLAMA),
+    "DeepSeekV3": _deepseek(mtp=True),
+    "deepseek3-671b": _deepseek(mtp=False),
+    "GPT OSS 120B": transformer(
+        layers=36,
+        hidden=2880,
+        heads=64,
+        kv_heads=8,
+        head_channels=64,
+        mlp=0,
+        vocab=201088,
+        window=128,
+        experts=Experts(128, 4, 2880),
+    ),
+    "Qwen3_30B_a3B": _qwen(48, 2048, 32, 768),
+    "Qwen3_235B_a22B": _qwen(94, 4096, 64, 1536),
+    "gpt3-175b": transformer(
+        layers=96, hidden=12288, heads=96, mlp=49152, vocab=50304, gated=False, tied=True
+    ),
+}
+"""The sizes of the models, by the first word or words of the column `model`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A published row, and what is predicted from.
+
+    Attributes:
+        row: The row of the file.
+        work: The model.
+        layout: The layout.
+        device: The device.
+        measured: Seconds of a step.
+    """
+
+    row: dict[str, str]
+    work: ModelWork
+    layout: Layout
+    device: Hardware
+    measured: float
+
+    def seconds(self, reached: Efficiency) -> float:
+        """Returns the predicted seconds of a step."""
+        return predict(self.work, self.layout, self.device, reached=reached).seconds
+
+    @property
+    def known_device(self) -> Hardware:
+        """The kind of device whose efficiency the package has."""
+        return HARDWARE.get(self.device.kind, hardware("h100"))
+
+    @property
+    def source(self) -> str:
+        """The short name of the source."""
+        return next(name for name in SOURCES if name in self.row["source"])
+
+
+def _count(row: dict[str, str], column: str) -> int:
+    text = row[column]
+    return int(text) if text.isdigit() and int(text) else 1
+
+
+def _model(row: dict[str, str]) -> ModelWork:
+    return next(work for name, work in MODELS.items() if row["model"].startswith(name))
+
+
+def _measured(row: dict[str, str]) -> float:
+    """Returns the measured seconds of a step."""
+    value, devices = float(row["measured"]), int(row["num_devices"])
+    if row["unit"] == "s/step":
+        return value
+    rows = int(row["global_batch"])
+    return rows * (int(row["seq"]) if "tokens" in row["unit"] else 1) / devices / value
+
+
+def _megatron(row: dict[str, str]) -> Case:
+    """Megatron in 2022: no communication beside computation, scores of attention in memory."""
+    data = _count(row, "dp")
+    plain = row["remat"] == "full"
+    layout = Layout(
+        data=data,
+        stage=_count(row, "pp"),
+        tensor=_count(row, "tp"),
+        chunks=_count(row, "vpp"),
+        microbatches=_count(row, "global_batch") // data // _count(row, "micro_batch"),
+        rows=_count(row, "micro_batch"),
+        sequence=_count(row, "seq"),
+        schedule=None if _count(row, "pp") == 1 else "interleaved_1f1b",
+        remat="full" if plain else "selective",
+        sequence_parallel=not plain,
+        order=MEGATRON_ORDER,
+        optimizer_bytes=46.0,  # unscaling, norm, Adam and the copy to bfloat16 apart
+        overlap=(),
+    )
+    return Case(row, _model(row), layout, hardware("a100"), _measured(row))
+
+
+def _layers_per_stage(model: str, num_stages: int) -> tuple[int, ...] | None:
+    """Returns what the recipes say of DeepSeek-V3, whose last layer predicts one token more."""
+    if not model.startswith("DeepSeek"):
+        return None
+    return {16: (*(4,) * 15, 2), 32: (1, *(2,) * 30, 1)}.get(num_stages)
+
+
+def _megatron_bridge(row: dict[str, str]) -> Case:
+    data, tensor, stage = (_count(row, name) for name in ("dp", "tp", "pp"))
+    chunks = _count(row, "vpp")
+    expert = max(1, _count(row, "ep") // tensor)
+    work = _model(row)
+    layout = Layout(
+        data=data // expert,
+        expert=expert,
+        stage=stage,
+        tensor=tensor,
+        context=_count(row, "cp"),
+        chunks=chunks,
+        microbatches=_count(row, "global_batch") // data // _count(row, "micro_batch"),
+        rows=_count(row, "micro_batch"),
+        sequence=_count(row, "seq"),
+        schedule="interleaved_1f1b" if chunks > 1 else "1f1b",
+        remat="none",
+        order=MEGATRON_ORDER,
+        dtype=row["note"].split(";")[0].lower(),
+        experts_over_tensor=tensor > 1,
+        layers_per_stage=_layers_per_stage(row["model"], stage * chunks),
+        deduplicate_experts=True,
+        overlap=("tensor", "gradient_reduction", "point_to_point", "context"),
+    )
+    if layout.dtype == "nvfp4":  # the recipes say so
+        layout = replace(layout, overlap=layout.overlap[1:])
+    device = hardware(row["hardware"].removeprefix("DGX-").lower())
+    return Case(row, work, layout, device, _measured(row))
+
+
+def _torchtitan(row: dict[str, str]) -> Case:
+    """H100s with slower memory; as many microbatches as ranks, torchtitan's default."""
+    stage, fsdp, context = (_count(row, name) for name in ("pp", "fsdp", "cp"))
+    local = _count(row, "global_batch") // fsdp
+    microbatches = stage if stage > 1 else 1
+    layout = Layout(
+        stage=stage,
+        fsdp=fsdp,
+        tensor=_count(row, "tp"),
+        context=context,
+        chunks=_count(row, "vpp"),
+        microbatches=microbatches,
+        rows=local // microbatches,
+        sequence=_count(row, "seq"),
+        schedule={"1F1B": "1f1b", "interleaved 1F1B": "interleaved_1f1b"}.get(row["schedule"]),
+        remat="full",
+        gather="layer",
+        order=MEGATRON_ORDER,
+        dtype="fp8",
+        overlap=("tensor", "fsdp", "gradient_reduction"),
+    )
+    # The GPUs of that report have slower memory and 500 W.
+    device = replace(hardware("h100"), kind="h100-500w", memory_bandwidth=2.4e12)
+    return Case(row, _model(row), layout, device, _measured(row))
+
+
+_RECOMPUTED = {
+    "llama3.1-405b": 0.64,  # all but attention, its output and the MLP's second product
+    "deepseek3-671b": 1.0,  # all but the output of attention
+    "gpt3-175b": 1.0,
+}
+"""The fraction of a forward that the recipes of MaxText compute again."""
+
+
+def _maxtext(row: dict[str, str]) -> Case:
+    devices = int(row["num_devices"])
+    layout = Layout(
+        fsdp=devices,
+        rows=int(row["global_batch"]) // devices,
+        sequence=int(row["seq"]),
+        recomputed=_RECOMPUTED[row["model"]],
+        gather="layer",
+        dtype="int8" if "int8" in row["note"] else "bf16",
+        overlap=("fsdp", "tensor"),
+    )
+    if row["model"] == "gpt3-175b":
+        layout = replace(layout, fsdp=devices // 8, tensor=8, rows=8 * layout.rows)
+    return Case(row, _model(row), layout, hardware("v5p"), _measured(row))
+
+
+TORCHTITAN = "pytorch/torchtitan"
+SOURCES: dict[str, Callable[[dict[str, str]], Case]] = {
+    "arXiv:2205.05198": _megatron,
+    "NVIDIA-NeMo/Megatron-Bridge": _megatron_bridge,
+    TORCHTITAN: _torchtitan,
+    "AI-Hypercomputer/tpu-recipes": _maxtext,
+}
+
+
+def read(name: str) -> list[dict[str, str]]:
+    """Returns the rows of a file of published measurements."""
+    with (PUBLISHED / name).open() as file:
+        return list(csv.DictReader(file))
+
+
+@cache
+def cases() -> tuple[Case, ...]:
+    """Returns the rows that are predicted from sizes, in the order of the file."""
+    rows = read("throughput.csv")
+    return tuple(
+        make(row) for row in rows for name, make in SOURCES.items() if name in row["source"]
+    )
+
+
+def table_5() -> tuple[Case, ...]:
+    """Returns torchtitan's rows of 1F1B and of interleaved 1F1B."""
+    return tuple(_torchtitan(row) for row in read("torchtitan_table5.csv"))
+
+
+_ZERO_BUBBLE_MODELS = {"1.5B": _gpt(22, 2304, 24), "14.6B": _gpt(46, 5120, 40)}
+_ZERO_BUBBLE_SCHEDULES = {
+    "1F1B": ("1f1b", 1),
+    "1F1B-I": ("interleaved_1f1b", 3),
+    "ZB-1p": ("zero_bubble_h1", 1),
+    "ZB-2p": ("zero_bubble_h2", 1),
+}
+
+
+@dataclass(frozen=True)
+class ProfiledCase:
+    """A row of the Zero Bubble paper, predicted from its profile of F, I, W and a transfer.
+
+    Attributes:
+        row: The row of the file.
+        microbatches: Microbatches of a step.
+        measured: Seconds of a step.
+        predicted: Seconds of a step.
+    """
+
+    row: dict[str, str]
+    microbatches: int
+    measured: float
+    predicted: float
+
+
+@cache
+def profiled_cases() -> list[ProfiledCase]:
+    """Returns the rows of the Zero Bubble paper.
+
+    Ranks wait while they send and receive. Zero-bubble schedules have no barrier at the optimizer.
+    """
+    profiles = {(row["model"], row["m"]): row for row in read("zero_bubble_profile.csv")}
+    found = []
+    for row in read("throughput.csv"):
+        if "2401.10241" not in row["source"]:
+            continue
+        model = row["model"].split()[1]
+        microbatches = row["note"].split(";")[0].removeprefix("m=")
+        profile = profiles[model, microbatches]
+        name, chunks = _ZERO_BUBBLE_SCHEDULES[row["schedule"]]
+        layout = Layout(
+            stage=int(row["pp"]),
+            microbatches=int(microbatches),
+            schedule=name,
+            chunks=chunks,
+            order=MEGATRON_ORDER,
+            optimizer_bytes=46.0,
+            overlap=(),
+        )
+        predicted = _profiled_seconds(layout, profile, model)
+        found.append(ProfiledCase(row, int(microbatches), _measured(row), predicted))
+    return found
+
+
+def _profiled_seconds(layout: Layout, profile: dict[str, str], model: str) -> float:
+    schedule = build_schedule(layout)
+    assert schedule is not None
+    names = ("T_F_ms", "T_B_ms", "T_W_ms", "T_comm_ms")
+    forward, back, weight, transfer = (float(profile[name]) / 1e3 for name in names)
+    waits = [count * transfer for count in num_transfers(schedule)]
+    costs = StageSeconds(
+        tuple(forward / layout.chunks + wait for wait in waits),
+        tuple(back / layout.chunks + wait for wait in waits),
+        tuple(weight / layout.chunks for _ in waits),
+        0.0,
+    )
+    barrier = not str(layout.schedule).startswith("zero_bubble")
+    # What follows the schedule does not depend on it.
+    after = predict(_ZERO_BUBBLE_MODELS[model], layout, hardware("a100")).parts
+    time = costs.of(schedule, layout.microbatches, barrier=barrier)
+    return time.seconds + after["optimizer"] + after["gradient_reduction"]
