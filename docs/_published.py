@@ -57,14 +57,19 @@ def _deepseek(mtp: bool) -> ModelWork:
     return replace(work, vocab=2 * work.vocab) if mtp else work
 
 
-_LLAMA = {"kv_heads": 8, "vocab": 128256}
-_405B = transformer(layers=126, hidden=16384, heads=128, mlp=53248, **_LLAMA)
+def _llama(layers: int, hidden: int, heads: int, width: int) -> ModelWork:
+    return transformer(
+        layers=layers, hidden=hidden, heads=heads, kv_heads=8, mlp=width, vocab=128256
+    )
+
+
+_405B = _llama(126, 16384, 128, 53248)
 MODELS: dict[str, ModelWork] = {
     "megatron-22B": _gpt(48, 6144, 64),
     "turing-530B": _gpt(105, 20480, 128),
     "llama3.1-405b": _405B,
     "LLAMA3.1_405B": _405B,
-    "LLAMA3_70B": transformer(layers=80, hidden=8192, heads=64, mlp=28672, **_LLAMA),
+    "LLAMA3_70B": _llama(80, 8192, 64, 28672),
     "DeepSeekV3": _deepseek(mtp=True),
     "deepseek3-671b": _deepseek(mtp=False),
     "GPT OSS 120B": transformer(

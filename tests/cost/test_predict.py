@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jaxpipe.cost.devices import HARDWARE, hardware
-from jaxpipe.cost.training_step import Layout, predict
+from jaxpipe.cost.training_step import Layout, build_schedule, predict
 from jaxpipe.cost.work import ModelWork, flops_per_token, transformer
 
 
@@ -76,3 +76,18 @@ def test_every_device_has_a_source():
 def test_importing_the_cost_needs_no_jax():
     program = "import sys, jaxpipe.cost.training_step; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    "schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble_h1", "zbv", "looped_bfs"]
+)
+def test_many_microbatches_take_what_few_suggest(schedule: str):
+    """A prediction simulates few microbatches and extrapolates; a given schedule it simulates."""
+    layout = Layout(stage=4, microbatches=62, schedule=schedule, chunks=2)
+    if schedule == "interleaved_1f1b":
+        layout = replace(layout, microbatches=64)
+    whole = replace(layout, schedule=build_schedule(layout))
+    found = predict(small(), layout, hardware("h100"))
+    assert found.seconds == pytest.approx(
+        predict(small(), whole, hardware("h100")).seconds, rel=5e-3
+    )

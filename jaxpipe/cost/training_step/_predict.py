@@ -97,7 +97,8 @@ def predict(
             for stage, count in zip(stages, counts, strict=True)
         ]
         transfer = 0.0
-    costs = StageSeconds(*_totals(stages), transfer)
+    forward, back, weight = _totals(stages)
+    costs = StageSeconds(forward, back, weight, transfer)
     time = costs.of(schedule, layout.microbatches)
     if fewer:
         time = extrapolate(time, costs.of(build_schedule(fewer[1]), 0), fewer, layout)

@@ -9,7 +9,7 @@ from ...schedules.analysis import busy_times
 from ...schedules.language import actions_of
 from ._layout import Layout
 
-_ROUNDS = 4  # microbatches of a simulation, in multiples of the ranks
+_ROUNDS = 3  # microbatches of a simulation, in multiples of the ranks
 
 
 @dataclass(frozen=True)
