@@ -5,6 +5,7 @@ package has a page of the API reference, and a link to a file that is on no page
 """
 
 import ast
+import json
 import posixpath
 import re
 import sys
@@ -15,7 +16,12 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
+sys.path.insert(0, str(ROOT))  # `jaxpipe.schedules` alone, which needs no other package
 import _api  # noqa: E402
+import _notebooks  # noqa: E402
+
+from jaxpipe.schedules import Costs, build  # noqa: E402
+from jaxpipe.schedules.io import to_html  # noqa: E402
 
 FROM_ROOT = {
     "index.md": "README.md",
@@ -23,6 +29,15 @@ FROM_ROOT = {
     "contributing/index.md": "CONTRIBUTING.md",
 }
 """Pages that are files in the root of the repository."""
+
+INTERACTIVE = {
+    "1f1b": ("gpipe", "1f1b"),
+    "interleaved": ("1f1b", "interleaved_1f1b"),
+    "zero_bubble": ("zero_bubble_h1", "1f1b"),
+    "v_shaped": ("zbv", "v_half"),
+    "dualpipev": ("dualpipev", "zbv"),
+}
+"""The interactive pages of docs/explanation/interactive.md, and the schedules on each."""
 
 _LINK = re.compile(r"(!?)\[([^\]]+)\]\(([^)#: ]+)(#[^)]*)?\)")
 
@@ -43,6 +58,16 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     for package in _packages():
         files.append(File.generated(config, _page_of(package), content=_reference(package)))
+    for source in _notebooks.SOURCES:
+        notebook = json.loads(source.with_suffix(".ipynb").read_text("utf-8"))
+        text = (
+            f"{_notebooks.to_markdown(notebook)}\n[This page as a notebook]({source.stem}.ipynb)\n"
+        )
+        files.append(File.generated(config, f"notebooks/{source.stem}.md", content=text))
+    for name, shown in INTERACTIVE.items():
+        schedules = {family: build(family, ranks=4, microbatches=8) for family in shown}
+        page = to_html(schedules, Costs())
+        files.append(File.generated(config, f"interactive/{name}.html", content=page))
     return files
 
 
@@ -52,10 +77,14 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
     folder = posixpath.dirname(f"docs/{path}") if path not in FROM_ROOT else ""
     pages = {f"docs/{f.src_uri}": f.src_uri for f in files if not f.inclusion.is_excluded()}
     pages |= {source: page for page, source in FROM_ROOT.items()}
+    if not path.startswith("notebooks/"):  # which link to the files themselves
+        pages |= {file: f"{page[:-6]}.md" for file, page in pages.items() if page[-6:] == ".ipynb"}
 
     def link(match: re.Match[str]) -> str:
         mark, text, target, anchor = match.groups()
         found = posixpath.normpath(posixpath.join(folder, target))
+        if mark and found.endswith("pipeline.svg"):
+            return _notebooks.figure((ROOT / found).read_text())
         if found in pages:
             to = posixpath.relpath(pages[found], posixpath.dirname(path) or ".")
             return f"{mark}[{text}]({to}{anchor or ''})"
