@@ -19,6 +19,13 @@ PAGE = Path(__file__).parent / "predictions.md"
 
 
 @cache
+def held_back() -> tuple[tuple[Case, float], ...]:
+    """Returns the rows that nothing is fitted to, with the predicted seconds of a step."""
+    fitted = constants(cases())
+    return tuple((case, case.seconds(fitted.reached(case))) for case in cases("not_fitted.csv"))
+
+
+@cache
 def compared() -> tuple[tuple[Case, float, float], ...]:
     """Returns the rows with the seconds of a step: leaving the row out, and with all rows."""
     rows = cases()
@@ -89,7 +96,8 @@ def targets() -> Iterator[tuple[str, str, bool]]:
 
 def page() -> str:
     """Returns the text of the page."""
-    return "\n".join([HEAD, *_targets(), *_constants(), *_zero_bubble(), *_sources(), ""])
+    parts = (_targets(), _constants(), _zero_bubble(), _sources(), _held_back())
+    return "\n".join([HEAD, *(line for part in parts for line in part), ""])
 
 
 HEAD = """\
@@ -190,6 +198,29 @@ def _sources() -> Iterator[str]:
                 f"{published:.2f} times as fast as 1F1B, predicted {predicted:.2f} with 2 stages "
                 "per rank. The report states neither number."
             )
+
+
+def _held_back() -> Iterator[str]:
+    yield HELD_BACK_HEAD
+    yield "| model | release or table | devices | dtype | layout | published | predicted | error |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for case, seconds in held_back():
+        yield (
+            f"| {case.row['model'].split(' (')[0]} | {case.row['table']} "
+            f"| {case.layout.devices} {case.device.kind} | {case.layout.dtype} | {_layout(case)} "
+            f"| {case.measured:.2f} | {seconds:.2f} | {_error(seconds, case)} |"
+        )
+    for name, experts in (("without experts", False), ("with experts", True)):
+        rows = [(s, case.measured) for case, s in held_back() if has_experts(case) == experts]
+        yield f"\nError of models {name}: {in_words(rows)}."
+
+
+HELD_BACK_HEAD = """
+## Rows that nothing is fitted to
+
+The other rows of Megatron-Bridge's archive (by release) and of torchtitan's report (by table). No
+constant is fitted to them. Seconds of a step.
+"""
 
 
 def _error(predicted: float, case: Case | ProfiledCase) -> str:

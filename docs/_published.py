@@ -69,7 +69,11 @@ MODELS: dict[str, ModelWork] = {
     "turing-530B": _gpt(105, 20480, 128),
     "llama3.1-405b": _405B,
     "LLAMA3.1_405B": _405B,
+    "LLAMA3_8B": _llama(32, 4096, 32, 14336),
+    "llama3.1-8b": _llama(32, 4096, 32, 14336),
     "LLAMA3_70B": _llama(80, 8192, 64, 28672),
+    "llama3.1-70b": _llama(80, 8192, 64, 28672),
+    "DeepSeekV3 (w/o MTP)": _deepseek(mtp=False),
     "DeepSeekV3": _deepseek(mtp=True),
     "deepseek3-671b": _deepseek(mtp=False),
     "GPT OSS 120B": transformer(
@@ -131,7 +135,8 @@ def _count(row: dict[str, str], column: str) -> int:
 
 
 def _model(row: dict[str, str]) -> ModelWork:
-    return next(work for name, work in MODELS.items() if row["model"].startswith(name))
+    names = [name for name in MODELS if row["model"].startswith(name)]
+    return MODELS[max(names, key=len)]
 
 
 def _measured(row: dict[str, str]) -> float:
@@ -169,44 +174,51 @@ def _layers_per_stage(model: str, num_stages: int) -> tuple[int, ...] | None:
     """Returns what the recipes say of DeepSeek-V3, whose last layer predicts one token more."""
     if not model.startswith("DeepSeek"):
         return None
-    return {16: (*(4,) * 15, 2), 32: (1, *(2,) * 30, 1)}.get(num_stages)
+    more = 0 if "w/o MTP" in model else 1
+    layers = {8: (*(8,) * 7, 5 + more), 16: (*(4,) * 15, 1 + more), 32: (1, *(2,) * 30, more)}
+    return layers.get(num_stages)
 
 
 def _megatron_bridge(row: dict[str, str]) -> Case:
     data, tensor, stage = (_count(row, name) for name in ("dp", "tp", "pp"))
     chunks = _count(row, "vpp")
     expert = max(1, _count(row, "ep") // tensor)
-    work = _model(row)
+    dtype = row["note"].split(";")[0].lower()
+    rows = _count(row, "micro_batch")
+    fsdp = row["fsdp"] not in ("", "0")
+    # The recipes of nvfp4 do not run the communication of tensor parallelism beside products.
+    kinds = ["gradient_reduction", "point_to_point", "context", "fsdp"]
+    kinds += [] if dtype == "nvfp4" else ["tensor"]
     layout = Layout(
-        data=data // expert,
+        data=1 if fsdp else data // expert,
+        fsdp=data if fsdp else 1,
         expert=expert,
         stage=stage,
         tensor=tensor,
         context=_count(row, "cp"),
         chunks=chunks,
-        microbatches=_count(row, "global_batch") // data // _count(row, "micro_batch"),
-        rows=_count(row, "micro_batch"),
+        microbatches=_count(row, "global_batch") // data // rows,
+        rows=rows,
         sequence=_count(row, "seq"),
-        schedule="interleaved_1f1b" if chunks > 1 else "1f1b",
-        remat="none",
+        schedule=None if stage == 1 else "interleaved_1f1b" if chunks > 1 else "1f1b",
+        gather="layer",
         order=MEGATRON_ORDER,
-        dtype=row["note"].split(";")[0].lower(),
+        dtype=dtype,
         experts_over_tensor=tensor > 1,
         layers_per_stage=_layers_per_stage(row["model"], stage * chunks),
         deduplicate_experts=True,
-        overlap=("tensor", "gradient_reduction", "point_to_point", "context"),
+        overlap=tuple(kinds),
     )
-    if layout.dtype == "nvfp4":  # the recipes say so
-        layout = replace(layout, overlap=layout.overlap[1:])
     device = hardware(row["hardware"].removeprefix("DGX-").lower())
-    return Case(row, work, layout, device, _measured(row))
+    return Case(row, _model(row), layout, device, _measured(row))
 
 
 def _torchtitan(row: dict[str, str]) -> Case:
     """H100s with slower memory; as many microbatches as ranks, torchtitan's default."""
     stage, fsdp, context = (_count(row, name) for name in ("pp", "fsdp", "cp"))
     local = _count(row, "global_batch") // fsdp
-    microbatches = stage if stage > 1 else 1
+    # Without a pipeline all rows are one microbatch.
+    microbatches = stage
     layout = Layout(
         stage=stage,
         fsdp=fsdp,
@@ -217,10 +229,10 @@ def _torchtitan(row: dict[str, str]) -> Case:
         rows=local // microbatches,
         sequence=_count(row, "seq"),
         schedule={"1F1B": "1f1b", "interleaved 1F1B": "interleaved_1f1b"}.get(row["schedule"]),
-        remat="full",
+        remat=row["remat"],
         gather="layer",
         order=MEGATRON_ORDER,
-        dtype="fp8",
+        dtype="bf16" if "BF16" in row["note"] else "fp8",
         overlap=("tensor", "fsdp", "gradient_reduction"),
     )
     # The GPUs of that report have slower memory and 500 W.
@@ -268,11 +280,10 @@ def read(name: str) -> list[dict[str, str]]:
 
 
 @cache
-def cases() -> tuple[Case, ...]:
-    """Returns the rows that are predicted from sizes, in the order of the file."""
-    rows = read("throughput.csv")
+def cases(name: str = "throughput.csv") -> tuple[Case, ...]:
+    """Returns the rows of a file that are predicted from sizes."""
     return tuple(
-        make(row) for row in rows for name, make in SOURCES.items() if name in row["source"]
+        make(row) for row in read(name) for name, make in SOURCES.items() if name in row["source"]
     )
 
 

@@ -76,3 +76,13 @@ def test_the_constants_of_the_package_are_those_that_the_rows_suggest(prediction
         assert known.products == pytest.approx(wanted.products, abs=0.006)
         if predictions.has_experts(case):
             assert known.experts == pytest.approx(wanted.experts, abs=0.006)
+
+
+def test_rows_without_experts_that_nothing_is_fitted_to_are_predicted(predictions):
+    rows = [
+        (seconds, case.measured)
+        for case, seconds in predictions.held_back()
+        if not predictions.has_experts(case)
+    ]
+    assert len(rows) == 30
+    assert predictions.errors(rows)[0] < 0.1
