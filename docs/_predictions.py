@@ -170,9 +170,9 @@ ZERO_BUBBLE_HEAD = """
 ## Zero Bubble (arXiv 2401.10241, table 4)
 
 Predicted from the paper's profile of F, I, W and a transfer (table 9); nothing is fitted. A rank
-waits while it receives and while it sends. Optimizer and the sum of the tied embedding's
-gradients follow from sizes. ZB-1p is our `zero_bubble_h1`, ZB-2p our `zero_bubble_h2`, whose
-bubble is larger than that of the schedules that the paper's search finds. Seconds of a step.
+waits while it receives and while it sends. Optimizer and the sum of the tied embedding's gradients
+follow from sizes. ZB-1p is our `zero_bubble_h1`; ZB-2p is what our `search` finds with the paper's
+bytes of F and W. Their bubbles are those of the paper's table 5 or smaller. Seconds of a step.
 """
 
 
