@@ -231,7 +231,7 @@ def _torchtitan(row: dict[str, str]) -> Case:
         rows=local // microbatches,
         sequence=_count(row, "seq"),
         schedule={"1F1B": "1f1b", "interleaved 1F1B": "interleaved_1f1b"}.get(row["schedule"]),
-        remat=row["remat"],
+        remat="selective" if row["remat"] == "selective" else "full",
         gather="layer",
         order=MEGATRON_ORDER,
         dtype="bf16" if "BF16" in row["note"] else "fp8",

@@ -132,7 +132,7 @@ def predict(
 def _totals(stages: list[ActionSeconds]) -> list[tuple[float, ...]]:
     """Returns [stages] seconds of F, of I and of W."""
     names = ("forward", "input", "weight")
-    return [tuple(sum(getattr(stage, name).values()) for stage in stages) for name in names]
+    return [tuple(sum(getattr(stage, name).values(), 0.0) for stage in stages) for name in names]
 
 
 def _with_transfers(stage: ActionSeconds, seconds: float) -> ActionSeconds:
