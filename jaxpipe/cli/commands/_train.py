@@ -5,7 +5,7 @@ import os
 
 from .._settings import add_settings, read_settings
 from ..job import PROCESS, follow_launcher, join_processes, leaving_on_error
-from ..process import emulate_devices
+from ..process import emulate_devices, keep_freed_memory
 
 _HELP = "train a model, set up by YAML files and key=value pairs; pairs win over files"
 
@@ -29,6 +29,8 @@ def run(args: argparse.Namespace) -> int:
         and 129 if SIGHUP has, so that a scheduler that restarts failed jobs resumes it.
     """
     follow_launcher(f"process {os.environ.get(PROCESS, 0)}")
+    import jax
+
     from ...train import train
     from ...train.config._load import base_yaml
     from ...train.runtime._stop import TerminatedError
@@ -41,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     with leaving_on_error():
         if config.emulate_devices:
             emulate_devices(config.emulate_devices)
+        if jax.default_backend() == "cpu":
+            keep_freed_memory()
         try:
             train(config, keep_history=False)
         except TerminatedError as error:  # it has printed the reason

@@ -1,5 +1,6 @@
-"""The process of a command: its emulated devices, Ctrl-C, and the error that ends it."""
+"""The process of a command: memory, emulated devices, Ctrl-C, and the error that ends it."""
 
+from ._allocator import keep_freed_memory as keep_freed_memory
 from ._emulate import emulate_devices as emulate_devices
 from ._emulate import emulation_environment as emulation_environment
 from ._errors import hide_logged_tracebacks as hide_logged_tracebacks
