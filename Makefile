@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo quick test test-ci test-slow test-product lint api docs clean
+.PHONY: demo quick test test-ci test-slow test-product lint api docs package clean
 
 demo: .venv/demo
 	$(BIN)/python examples/demo.py
@@ -39,6 +39,9 @@ api:  # docs/api.md, from the sources
 docs: .venv/docs  # the site, into site/; a warning or a dead link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
+package:  # wheel and sdist into build/package/dist, and the wheel tried in an empty environment
+	PYTHON=$(PYTHON) .ci/package build/package
+
 # Stamps: an environment is installed again when pyproject.toml is newer.
 .venv/demo: pyproject.toml | .venv/made
 	$(BIN)/pip install --quiet --editable ".[train]"
@@ -62,4 +65,4 @@ docs: .venv/docs  # the site, into site/; a warning or a dead link is an error
 	touch $@
 
 clean:
-	rm -rf .venv runs site
+	rm -rf .venv runs site build
