@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ir": set(),
     "autodiff": {"ir"},
     "spmd": {"autodiff", "ir", "schedules", "sharding"},
-    "mpmd": {"autodiff", "ir", "schedules", "sharding"},
+    "mpmd": {"autodiff", "ir", "schedules", "sharding", "xla"},
     "engines": {"spmd", "mpmd", "autodiff", "schedules", "sharding"},
     "api": {"engines", "autodiff", "schedules", "sharding", "xla"},
     "testing": {"api", "engines", "schedules"},

@@ -240,7 +240,6 @@ def test_auto_compares_what_schedules_take_where_no_rank_waits_for_a_tick(
         ({"pipeline_fsdp_ag_per_layer": True}, "'mpmd' and `pipeline_fsdp_ag_per_layer` is True"),
         ({"shard_mode": "explicit"}, "'mpmd' and `shard_mode` is 'explicit'"),
         ({"shard_optimizer_over_data": True}, "'mpmd' and `shard_optimizer_over_data` is True"),
-        ({"compile_xla_flags": "--xla_a=1"}, "'mpmd' and `compile_xla_flags` is '--xla_a=1'"),
         (
             {"remat_policy": "qkv_proj_offloaded"},
             "'mpmd' and `remat_policy` 'qkv_proj_offloaded' offloads query_proj, key_proj, value_p",

@@ -10,7 +10,6 @@ import pytest
 
 from jaxpipe.train import Config, train
 from jaxpipe.train.estimate import peak_tflops, speed_metrics, step_work
-from jaxpipe.train.plan import check_no_compiler_options, compiler_options
 
 from .runs import NONE, TINY, setup_of
 
@@ -81,12 +80,3 @@ def test_two_deterministic_runs_are_equal_bit_for_bit(tmp_path):
     first, second = (run(tmp_path / name, **settings) for name in "ab")
     for name in ("loss", "gradient_norm"):
         assert [m[name] for m in first] == [m[name] for m in second]
-
-
-def test_on_gpus_xla_is_told_and_programs_of_ranks_refuse():
-    told = {"xla_gpu_deterministic_ops": "True"}
-    assert compiler_options("", deterministic=True, platform="gpu") == told
-    assert compiler_options("", deterministic=True, platform="cpu") == {}
-    assert compiler_options("", deterministic=False, platform="gpu") == {}
-    with pytest.raises(ValueError, match="`deterministic` is true and `pipeline_engine` 'mpmd'"):
-        check_no_compiler_options(told)

@@ -10,6 +10,7 @@ from ..._durable import failed_write
 from .._options import bounded_integer, path, text
 from .._settings import add_settings, read_settings
 from ..process import emulate_devices
+from ._flags import print_flags, probe_flags
 
 if TYPE_CHECKING:
     from ...train.plan._setup import StepPlan
@@ -43,6 +44,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="N",
         help="list the N instructions that take most of a step",
     )
+    add("--print-flags", action="store_true", help="print the compiler's flags with the reasons")
+    add(
+        "--probe-flags",
+        action="store_true",
+        help="compile with each group of flags, and compare what they make asynchronous",
+    )
     add("--json", action="store_true", help="print one JSON object")
     add("--dump-hlo", type=path, metavar="DIR", help="write the optimized HLO text into DIR")
     parser.set_defaults(func=run)
@@ -64,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
         leave_devices_alone()
     config = read_settings(args.settings)
     devices = _devices(args.topology, args.num_slices, config.emulate_devices)
+    if args.print_flags:
+        return print_flags(config, devices[0])
     dump = args.dump_hlo and _dump_file(args.dump_hlo, config.model_name, args.topology)
     from ...train import set_up
     from ...train.logs._describe import describe
@@ -72,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
 
     setup = set_up(config, devices)
     check_single_program(setup.step.engine)
+    if args.probe_flags:
+        return probe_flags(setup, lambda step: _compile(step)[0], as_json=args.json)
     report, hlo_text = _compile(setup.step)
     if dump:
         dump.write_text(hlo_text, encoding="utf-8")

@@ -2,10 +2,15 @@
 
 import argparse
 import os
+from typing import TYPE_CHECKING
 
 from .._settings import add_settings, read_settings
 from ..job import PROCESS, follow_launcher, join_processes, leaving_on_error
 from ..process import emulate_devices, keep_freed_memory
+from ._flags import print_flags
+
+if TYPE_CHECKING:
+    from ...train import Config
 
 _HELP = "train a model, set up by YAML files and key=value pairs; pairs win over files"
 
@@ -15,6 +20,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("train", help=_HELP, description=_HELP.capitalize() + ".")
     add_settings(parser)
     parser.add_argument("--keys", action="store_true", help="print every key with its default")
+    parser.add_argument(
+        "--print-flags", action="store_true", help="print the compiler's flags with the reasons"
+    )
     parser.set_defaults(func=run)
 
 
@@ -39,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
         print(base_yaml())
         return 0
     config = read_settings(args.settings)
+    if args.print_flags:
+        return _print_flags(config)
     join_processes(detect=config.distributed)
     with leaving_on_error():
         if config.emulate_devices:
@@ -50,3 +60,12 @@ def run(args: argparse.Namespace) -> int:
         except TerminatedError as error:  # it has printed the reason
             return 128 + error.signal
     return 0
+
+
+def _print_flags(config: "Config") -> int:
+    """Prints the flags for the devices of this process; others of the run have equal devices."""
+    if config.emulate_devices:
+        emulate_devices(config.emulate_devices)
+    import jax
+
+    return print_flags(config, jax.local_devices()[0])

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..._compat import load_on_devices, partition_spec_of
 from ...ir.graph import Graph, has_print
+from ...xla.compiler_flags import FLAGS, StepTraits, default_options
 from ..api._mesh import MpmdMesh
 from ..ir._fingerprint import fingerprint
 from ..ir._program import Buffer, MpmdProgram, RankBuffer, Recv, RunTask
@@ -273,11 +274,6 @@ def compile_graph(
     ]
     out = [None if spec is None else NamedSharding(mesh, spec) for spec in out_specs]
     jitted = jax.jit(graph, out_shardings=out, donate_argnums=donated, keep_unused=True)
-    return jitted.lower(*shapes).compile(compiler_options=_default_options(mesh) | dict(options))
-
-
-def _default_options(mesh: Mesh) -> dict[str, Any]:
-    # Programs are compiled in parallel, so XLA:CPU need not use several threads for each as well:
-    # for a small transformer that took a quarter more CPU time.
-    is_cpu = mesh.devices.flat[0].platform == "cpu"
-    return {"xla_cpu_parallel_codegen_split_count": "1"} if is_cpu else {}
+    device = mesh.devices.flat[0]
+    defaults = default_options(FLAGS, StepTraits(device.platform, device.device_kind, "mpmd"))
+    return jitted.lower(*shapes).compile(compiler_options=defaults | dict(options))

@@ -37,7 +37,6 @@ _ENGINES_BY_KEY: dict[str, tuple[str, ...]] = {
     "pipeline_fsdp_ag_per_layer": ("circular", "scheduled"),
     "shard_mode": ("circular", "scheduled"),
     "shard_optimizer_over_data": _ONE_PROGRAM,
-    "compile_xla_flags": _ONE_PROGRAM,
     "mpmd_timeout_seconds": ("mpmd",),
     "mpmd_trace_step": ("mpmd",),
 }

@@ -16,6 +16,7 @@ from ...engines._engine import PipelinePlan
 from ...schedules import language
 from ...sharding.layout import LayerLayout, divide_exactly
 from ...spmd.circular_engine import check_circular
+from ...xla.compiler_flags import FLAGS, StepTraits, default_options
 from ..config._config import Config, parse_xla_flags
 from ..optim._decay import check_weight_decay_exclude
 from ..optim._router_bias import drop_router_biases
@@ -226,11 +227,7 @@ def _step_plan(
         StatePlan(weights, _optimizer_plan(config), config.init_weights_seed),
         batch,
         config.dropout_seed if config.enable_dropout and config.dropout_rate else None,
-        compiler_options(
-            config.compile_xla_flags,
-            deterministic=config.deterministic,
-            platform=devices.platform,
-        ),
+        compiler_options(config, devices.mesh.devices.flat[0]),
         config.mpmd_timeout_seconds,
     )
 
@@ -317,21 +314,37 @@ def _frontend_fields(
     return SimpleNamespace(**(dict(values) | own_values))
 
 
-def compiler_options(flags: str, *, deterministic: bool, platform: str) -> dict[str, str]:
+def compiler_options(config: Config, device: Any) -> dict[str, str]:
     """Returns XLA's options for every program that a run computes with.
 
     Args:
-        flags: The value of `compile_xla_flags`.
-        deterministic: Whether results must be equal bit for bit in every run.
-        platform: The platform of the devices.
+        config: The config of the run, whose `compile_xla_flags` win over the defaults.
+        device: One of its devices.
 
     Returns:
         Options by name, as `jax.jit` takes them as `compiler_options`.
     """
-    options = parse_xla_flags(flags)
-    if deterministic and platform == "gpu":
-        return {"xla_gpu_deterministic_ops": "True"} | options
-    return options
+    defaults = default_options(FLAGS, step_traits(config, device))
+    return defaults | parse_xla_flags(config.compile_xla_flags)
+
+
+def step_traits(config: Config, device: Any) -> StepTraits:
+    """Returns what the defaults of compiler flags depend on.
+
+    Args:
+        config: The config of the run.
+        device: One of its devices.
+
+    Returns:
+        The traits of the run's step.
+    """
+    return StepTraits(
+        device.platform,
+        device.device_kind,
+        config.pipeline_engine,
+        forwarding_delay=config.pipeline_delay_activation_forwarding,
+        deterministic=config.deterministic,
+    )
 
 
 def _check_sizes(step: StepPlan) -> None:
@@ -368,18 +381,7 @@ def _check_shardings(step: StepPlan) -> None:
     """Checks that arrays divide over the devices, as programs of all or of single ranks do it."""
     if step.engine.per_stage_state:
         _check_mpmd_axis_rules(step.state.weights.devices.rules)
-        check_no_compiler_options(step.compiler_options)
     _ = step.state.weights.shardings, step.batch.shardings
-
-
-def check_no_compiler_options(options: Mapping[str, str]) -> None:
-    """Refuses compiler options: the programs of MPMD ranks are compiled without any."""
-    if options:
-        raise ValueError(
-            "`deterministic` is true and `pipeline_engine` 'mpmd', whose programs are compiled for "
-            "GPUs without options. Set XLA_FLAGS=--xla_gpu_deterministic_ops=true in place of it, "
-            "or choose another engine."
-        )
 
 
 def _check_mpmd_axis_rules(rules: sharding.Rules) -> None:

@@ -1,0 +1,76 @@
+"""Prints the compiler flags of a step, and probes what each group of them changes."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ...train import Config
+    from ...train.plan import Setup, StepPlan
+    from ...xla.compile_report import CompileReport
+
+
+def print_flags(config: "Config", device: Any) -> int:
+    """Prints which flags a step is compiled with, and which not, with the reasons.
+
+    Args:
+        config: The config of the run.
+        device: One of its devices.
+
+    Returns:
+        The exit code, 0.
+    """
+    from ...train.config import parse_xla_flags
+    from ...train.plan import step_traits
+    from ...xla.compiler_flags import FLAGS, flags_text
+
+    user_options = parse_xla_flags(config.compile_xla_flags)
+    print(flags_text(FLAGS, step_traits(config, device), user_options))
+    return 0
+
+
+def probe_flags(
+    setup: "Setup", compile_step: "Callable[[StepPlan], CompileReport]", *, as_json: bool
+) -> int:
+    """Compiles a step without flags, with the defaults and with each group, and compares them.
+
+    Flags of `compile_xla_flags` are in all of them.
+
+    Args:
+        setup: The run.
+        compile_step: Compiles a step, and reports about it.
+        as_json: Whether to print one JSON object in place of a table.
+
+    Returns:
+        The exit code: 1 if the compiler has refused the step without flags, else 0.
+    """
+    import jax
+
+    from ...train.config import parse_xla_flags
+    from ...train.plan import step_traits
+    from ...xla.compiler_flags import (
+        FLAGS,
+        default_options,
+        option_groups,
+        probe_groups,
+        probe_json,
+        probe_text,
+    )
+
+    user_options = parse_xla_flags(setup.config.compile_xla_flags)
+    traits = step_traits(setup.config, setup.mesh.devices.flat[0])
+
+    def compile_with(options: Mapping[str, str]) -> "CompileReport":
+        options = {**options, **user_options}
+        return compile_step(dataclasses.replace(setup.step, compiler_options=options))
+
+    errors = jax.errors.JaxRuntimeError, RuntimeError, ValueError
+    probed = []
+    groups = option_groups(FLAGS, traits), default_options(FLAGS, traits)
+    for group in probe_groups(compile_with, *groups, errors):
+        print(f"{group.name}: {'compiled' if group.report else 'refused'}", file=sys.stderr)
+        probed.append(group)
+    print(json.dumps(probe_json(probed), indent=2) if as_json else probe_text(probed))
+    return 1 if probed[0].report is None else 0

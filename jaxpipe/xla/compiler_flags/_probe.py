@@ -1,0 +1,134 @@
+"""Compiles a step with each group of flags, and shows what each makes asynchronous.
+
+GB are 1e9 bytes of results, per device and step.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..compile_report import CompileReport
+from ..compile_report._columns import align, shorten
+from ..hlo import totals
+
+NO_FLAGS, DEFAULTS = "none", "defaults"
+
+
+@dataclass(frozen=True)
+class ProbedGroup:
+    """A step that was compiled with one group of flags.
+
+    Attributes:
+        name: The name of the group; "none" for no flags, "defaults" for all that are set.
+        options: Options by name.
+        report: The compiled step; None if the compiler has refused the flags.
+        error: What the compiler said; "" if it has compiled the step.
+    """
+
+    name: str
+    options: Mapping[str, str]
+    report: CompileReport | None
+    error: str = ""
+
+
+def probe_groups(
+    compile_with: Callable[[Mapping[str, str]], CompileReport],
+    groups: Mapping[str, Mapping[str, str]],
+    defaults: Mapping[str, str],
+    errors: tuple[type[Exception], ...],
+) -> Iterator[ProbedGroup]:
+    """Compiles a step without flags, with the defaults, and with each group alone.
+
+    Args:
+        compile_with: Compiles the step with these options.
+        groups: Options by group.
+        defaults: The options that a run is compiled with.
+        errors: The errors that `compile_with` raises if the compiler refuses.
+
+    Yields:
+        Each group when it is compiled. Groups that are equal to the defaults are compiled once.
+    """
+    wanted: dict[str, Mapping[str, str]] = {NO_FLAGS: {}}
+    if defaults:
+        wanted[DEFAULTS] = defaults
+    wanted |= {name: options for name, options in groups.items() if options != defaults}
+    for name, options in wanted.items():
+        try:
+            yield ProbedGroup(name, options, compile_with(options))
+        except errors as error:
+            yield ProbedGroup(name, options, None, str(error).splitlines()[0])
+
+
+def probe_text(probed: Sequence[ProbedGroup]) -> str:
+    """Returns a table of the groups, with their memory, time and collectives.
+
+    Args:
+        probed: From `probe_groups`.
+
+    Returns:
+        Text for a terminal.
+    """
+    reports = [(group.name, group.report) for group in probed if group.report is not None]
+    kinds = list(dict.fromkeys(kind for _, report in reports for kind in totals(report.audit)))
+    heads = ("flags", "compile s", "peak MB", "step s", "exposed s")
+    rows = [(*heads, *kinds)]
+    rows += [(name, *_figures(report), *_moved(report, kinds)) for name, report in reports]
+    title = "collectives: GB of results per device and step (of them async, hidden)"
+    return "\n".join([title, *align(rows), "", *_options(probed)])
+
+
+def _figures(report: CompileReport) -> tuple[str, ...]:
+    time = report.step_time
+    seconds = ("-", "-") if time is None else (f"{time.seconds:.4f}", f"{time.exposed:.4f}")
+    peak = f"{report.memory.peak_bytes / 1e6:,.1f}"
+    return (f"{report.compile_seconds:.1f}", peak, *seconds)
+
+
+def _moved(report: CompileReport, kinds: Sequence[str]) -> Iterator[str]:
+    found = totals(report.audit)
+    for kind in kinds:
+        if kind not in found:
+            yield "-"
+            continue
+        moved = found[kind]
+        sizes = moved.result_bytes, moved.asynchronous_bytes, moved.beside_product_bytes
+        all_, overlapping, hidden = (f"{size / 1e9:.3f}" for size in sizes)
+        yield f"{all_} ({overlapping}, {hidden})"
+
+
+def _options(probed: Sequence[ProbedGroup]) -> Iterator[str]:
+    for group in probed:
+        if group.options:
+            yield f"{group.name}:"
+            yield from (f"  --{name}={value}" for name, value in group.options.items())
+        if group.error:
+            yield f"  REFUSED: {shorten(group.error, 300)}"
+
+
+def probe_json(probed: Sequence[ProbedGroup]) -> list[dict[str, Any]]:
+    """Returns the groups for JSON.
+
+    Args:
+        probed: From `probe_groups`.
+
+    Returns:
+        An object for each group.
+    """
+    return [_group_json(group) for group in probed]
+
+
+def _group_json(group: ProbedGroup) -> dict[str, Any]:
+    found: dict[str, Any] = {"flags": group.name, "options": dict(group.options)}
+    if group.report is None:
+        return found | {"error": group.error}
+    time = group.report.step_time
+    return found | {
+        "compile_seconds": group.report.compile_seconds,
+        "memory": dataclasses.asdict(group.report.memory),
+        "step_seconds": None if time is None else time.seconds,
+        "exposed_seconds": None if time is None else time.exposed,
+        "totals": {
+            kind: dataclasses.asdict(moved) for kind, moved in totals(group.report.audit).items()
+        },
+    }

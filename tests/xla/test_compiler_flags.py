@@ -1,0 +1,137 @@
+"""The table of compiler flags: which are set for which step, what is printed, and probes."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from jaxpipe.xla import compiler_flags as flags
+from jaxpipe.xla.compile_report import CompileReport, Memory
+from jaxpipe.xla.compiler_flags import FLAGS, CompilerFlag, StepTraits, default_options
+from jaxpipe.xla.hlo import Audit
+
+H100 = StepTraits("gpu", "NVIDIA H100 80GB HBM3", "circular")
+MPMD = dataclasses.replace(H100, engine="mpmd")
+TRIED = (jax.__version__,)
+
+
+def test_deterministic_runs_on_gpus_tell_xla():
+    name = "xla_gpu_deterministic_ops"
+    for engine in ("circular", "mpmd"):
+        traits = StepTraits("gpu", "NVIDIA H100 80GB HBM3", engine, deterministic=True)
+        assert default_options(FLAGS, traits)[name] == "True"
+        assert name not in default_options(FLAGS, dataclasses.replace(traits, deterministic=False))
+    on_cpu = StepTraits("cpu", "cpu", "circular", deterministic=True)
+    assert default_options(FLAGS, on_cpu) == {}
+
+
+def test_programs_of_ranks_have_no_command_buffers():
+    name = "xla_gpu_enable_command_buffer"
+    assert default_options(FLAGS, MPMD)[name] == ""
+    assert name not in default_options(FLAGS, H100)
+
+
+def test_a_row_is_an_option_of_its_platform_with_reason_and_versions():
+    names = [(flag.platform, flag.option, flag.group) for flag in FLAGS]
+    assert len({*names}) == len(names)
+    for flag in FLAGS:
+        assert flag.platform in ("tpu", "gpu", "cpu")
+        assert not flag.option.startswith("-")
+        assert flag.reason.endswith(".")
+        assert flag.accepted_by
+
+
+def flag(**changes) -> CompilerFlag:
+    row = CompilerFlag("a group", "xla_a", "1", "cpu", "It is faster.", TRIED)
+    return dataclasses.replace(row, **changes)
+
+
+CPU = StepTraits("cpu", "cpu", "circular")
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        (flag(), {"xla_a": "1"}),
+        (flag(value=lambda traits: traits.engine), {"xla_a": "circular"}),
+        (flag(platform="gpu"), {}),
+        (flag(device_kinds=("TPU v5",)), {}),
+        (flag(device_kinds=("cpu",)), {"xla_a": "1"}),
+        (flag(is_default=lambda traits: traits.engine == "mpmd"), {}),
+        (flag(accepted_by=("0.0.1",)), {}),
+        (flag(accepted_by=("0.0.1",), is_required=True), {"xla_a": "1"}),
+    ],
+)
+def test_a_flag_is_set_where_it_is_meant_and_was_tried(row, options):
+    assert default_options((row,), CPU) == options
+
+
+def test_versions_of_one_series_are_equal():
+    row = flag(accepted_by=("0.0.48.1", "0.12.0.1"))
+    assert flags.is_tried(row, "0.0.48.7")
+    assert flags.is_tried(row, "0.12.3")
+    assert not flags.is_tried(row, "0.0.49.1")
+    assert not flags.is_tried(row, "0.1.12")
+    assert not flags.is_tried(row, "")
+
+
+def test_what_is_printed_says_what_is_set_and_why():
+    rows = (
+        flag(),
+        flag(option="xla_b", accepted_by=("0.0.1",)),
+        flag(option="xla_c", is_default=flags.never),
+        flag(option="xla_d"),
+        flag(option="xla_e", platform="tpu"),
+    )
+    text = flags.flags_text(rows, CPU, {"xla_d": "7", "xla_f": "2"})
+    lines = [line for line in text.splitlines() if not line.startswith(" ")]
+    version = jax.__version__
+    assert lines == [
+        f"cpu, engine circular, jax {version}",
+        "set      --xla_f=2 (yours)",
+        "set      --xla_a=1",
+        f"not set  --xla_b=1 (not tried with jax {version})",
+        "not set  --xla_c=1",
+        "set      --xla_d=7 (yours)",
+    ]
+    assert f"         a group: It is faster. Accepted by jax {version}." in text
+
+
+def report(peak: int) -> CompileReport:
+    memory = Memory(1, 1, 1, 1, peak)
+    return CompileReport("cpu", 1, memory, Audit((), ()), 1.0, 0.5, jax.__version__, "")
+
+
+def test_a_probe_compiles_without_flags_with_the_defaults_and_with_each_group():
+    rows = (
+        flag(),
+        flag(option="xla_b", is_default=flags.never),
+        flag(option="xla_bad", group="bad", is_default=flags.never),
+    )
+    compiled = []
+
+    def compile_with(options):
+        compiled.append(dict(options))
+        if "xla_bad" in options:
+            raise ValueError("No such compile option: 'xla_bad'\nand more")
+        return report(1_000_000 * (1 + len(options)))
+
+    groups = flags.option_groups(rows, CPU)
+    probed = [*flags.probe_groups(compile_with, groups, default_options(rows, CPU), (ValueError,))]
+    both = {"xla_a": "1", "xla_b": "1"}
+    assert compiled == [{}, {"xla_a": "1"}, both, {"xla_bad": "1"}]
+    assert [group.name for group in probed] == ["none", "defaults", "a group", "bad"]
+    text = flags.probe_text(probed)
+    assert "a group         0.5      3.0       -          -" in text
+    assert "bad:\n  --xla_bad=1\n  REFUSED: No such compile option: 'xla_bad'" in text
+    found = json.loads(json.dumps(flags.probe_json(probed)))
+    assert found[2]["memory"]["peak_bytes"] == 3_000_000
+    assert found[3]["error"] == "No such compile option: 'xla_bad'"
+
+
+def test_a_group_that_is_the_defaults_is_compiled_once():
+    rows = (flag(),)
+    defaults, groups = default_options(rows, CPU), flags.option_groups(rows, CPU)
+    probed = flags.probe_groups(lambda options: report(1), groups, defaults, ())
+    assert [group.name for group in probed] == ["none", "defaults"]
