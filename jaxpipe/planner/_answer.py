@@ -7,7 +7,7 @@ from typing import Any
 from ..sharding import AXES
 from ._candidates import StepLayout
 from ._memory import Memory
-from ._request import Request, layout_text
+from ._request import Request
 from ._search import Found, Plan
 
 _GB = 1e9
@@ -47,7 +47,15 @@ class Plans:
 
         Returns:
             A YAML text.
+
+        Raises:
+            ValueError: If the model is not the trainer's.
         """
+        if self.request.own_model:
+            raise ValueError(
+                "The model is your own, which the trainer does not have. `settings` of a plan are "
+                "the arguments of `jaxpipe.pipeline`."
+            )
         plan, devices = self.plans[index], self.request.devices
         lines = [
             f"# {self.request.model.name} on {devices.name}, planned by `jaxpipe plan`: "
@@ -58,15 +66,12 @@ class Plans:
         lines += [f"{key}: {json.dumps(value)}" for key, value in values]
         return "\n".join(lines) + "\n"
 
-    def json(self) -> str:
-        """Returns the plans as one JSON object.
+    def record(self) -> dict[str, Any]:
+        """Returns the plans as plain data, for JSON.
 
         Returns:
-            The text.
+            The plans, and what they are for.
         """
-        return json.dumps(self._record(), indent=1)
-
-    def _record(self) -> dict[str, Any]:
         request = self.request
         return {
             "model": request.model.name,
@@ -183,7 +188,7 @@ def describe(candidate: StepLayout) -> str:
         words.append(candidate.schedule or candidate.engine)
         words.append(f"v {candidate.chunks}")
         if len(set(candidate.counts)) > 1:
-            words.append(layout_text(candidate.counts))
+            words.append(f"{min(candidate.counts)} to {max(candidate.counts)} layers a stage")
     words.append(f"M {candidate.microbatches}")
     if candidate.engine != "none" and candidate.gathers:
         words.append(f"gather per {candidate.gather}".replace("per once", "once"))
@@ -231,7 +236,7 @@ def runner_up(plans: Plans) -> str:
     more = second.time.seconds - first.time.seconds
     if more < 0.001 * first.time.seconds:
         memory = (second.memory.total - first.memory.total) / _GB
-        return f"it is as fast, and needs {memory:.2f} GB more."
+        return f"it is as fast, and needs {abs(memory):.2f} GB {'more' if memory > 0 else 'less'}."
     parts = {name: second.time.parts[name] - first.time.parts[name] for name in first.time.parts}
     name = max(parts, key=parts.__getitem__)
     return (

@@ -100,6 +100,7 @@ class Space:
         vocab: The size of the vocabulary.
         max_stages: The most ranks of a pipeline.
         fixed: Values that candidates must have, by the names of their fields and of mesh axes.
+        policies: Policies of rematerialization to choose from.
     """
 
     devices: Devices
@@ -111,6 +112,7 @@ class Space:
     vocab: int
     max_stages: int
     fixed: dict[str, Any] = field(default_factory=dict)
+    policies: tuple[str, ...] = _POLICIES
 
 
 def candidates(space: Space) -> Iterator[StepLayout]:
@@ -207,6 +209,8 @@ def _pipelines(space: Space, ranks: int) -> Iterator[tuple[str, str, int, tuple[
         if engine == "none":
             if ranks == 1 and not fixed.get("schedule"):
                 yield engine, "", 1, (layers,)
+        elif ranks == 1 and "stage" not in fixed:
+            continue
         elif engine == "circular":
             if not fixed.get("schedule"):
                 for chunks in _choices(fixed, "chunks", _divisors(layers // ranks)):
@@ -283,7 +287,7 @@ def _variants(first: StepLayout, space: Space) -> Iterator[StepLayout]:
             gathers = ("once", "tick", "repeat")
         if first.engine == "scheduled" and first.schedule != "looped_bfs":
             gathers = ("once", "layer")
-    for policy in _choices(fixed, "policy", _POLICIES):
+    for policy in _choices(fixed, "policy", space.policies):
         for scope in _choices(fixed, "scope", scopes):
             for gather in _choices(fixed, "gather", gathers):
                 yield replace(first, policy=policy, scope=scope, gather=gather)

@@ -1,7 +1,7 @@
 """Names of devices as people write them, and stand-ins for devices that are absent.
 
 `v5p-64` counts TensorCores, as Google's names of accelerators do, `v5p:4x4x2` chips of a torus,
-`h100:2x8` hosts and devices of each.
+`h100:2x8` hosts and devices of each, and `here` are the devices of this process.
 """
 
 import math
@@ -10,7 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..xla._device_memory import DEVICE_BYTES, device_bytes
+import jax
+
+from ..cost.devices import HARDWARE, Hardware
+from ..train.estimate._fits import host_bytes
+from ..xla._device_memory import DEVICE_BYTES, GENERATIONS, device_bytes
 
 _CORES_PER_CHIP = {"v4": 2, "v5p": 2, "tpu7x": 2}
 """TensorCores of a chip, for generations whose names count them; the others count chips."""
@@ -44,6 +48,7 @@ class Devices:
         num_slices: The number of such slices; 1 for GPUs.
         memory_bytes: The memory of a device.
         is_gpu: Whether these are GPUs.
+        are_here: Whether these are the devices of this process.
     """
 
     name: str
@@ -52,6 +57,7 @@ class Devices:
     num_slices: int
     memory_bytes: int
     is_gpu: bool
+    are_here: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -61,7 +67,8 @@ class Devices:
     @property
     def devices_per_slice(self) -> int:
         """Returns the number of devices of a slice."""
-        return math.prod(self.shape) * _DEVICES_PER_CHIP.get(self.generation, 1)
+        per_chip = 1 if self.are_here else _DEVICES_PER_CHIP.get(self.generation, 1)
+        return math.prod(self.shape) * per_chip
 
     @property
     def devices_per_domain(self) -> int:
@@ -78,8 +85,8 @@ def parse_devices(name: str, num_slices: int = 1) -> Devices:
     """Reads the name of devices.
 
     Args:
-        name: An accelerator of Google's (`v5p-64`, `v6e-16`), chips of a torus (`v6e:4x4`), or
-            GPUs (`h100:8`, `h100:2x8`).
+        name: An accelerator of Google's (`v5p-64`, `v6e-16`), chips of a torus (`v6e:4x4`), GPUs
+            (`h100:8`, `h100:2x8`), or `here`.
         num_slices: The number of such slices, joined by the data centre's network.
 
     Returns:
@@ -92,6 +99,8 @@ def parse_devices(name: str, num_slices: int = 1) -> Devices:
         >>> parse_devices("v5p-64").topology, parse_devices("h100:2x8").num_devices
         ('v5p:2x4x4', 16)
     """
+    if name == "here":
+        return _devices_here()
     found = re.fullmatch(r"([a-z][\w]*(?:-\d+gb)?)(?:([-:])(\d{1,6}(?:x\d{1,4}){0,2}))", name)
     generation = _ALIASES.get(found[1], found[1]) if found else ""
     if found is None or generation not in DEVICE_BYTES or num_slices < 1:
@@ -107,6 +116,20 @@ def parse_devices(name: str, num_slices: int = 1) -> Devices:
     if not fits or 0 in shape:
         raise ValueError(_no_devices(name, num_slices))
     return Devices(name, generation, shape, num_slices, device_bytes(generation), is_gpu)
+
+
+def _devices_here() -> Devices:
+    """Returns the devices of this process and of those that it has joined."""
+    devices = jax.devices()
+    kind = devices[0].device_kind
+    generation = "cpu" if devices[0].platform == "cpu" else GENERATIONS.get(kind)
+    if generation is None:
+        raise ValueError(f"`devices` is 'here', and no figures of a {kind} are known. Name others.")
+    count = len(devices)
+    memory = host_bytes() // count if generation == "cpu" else device_bytes(generation)
+    per_host = jax.local_device_count()
+    shape = (count // per_host, per_host)
+    return Devices("here", generation, shape, 1, memory, generation not in _KINDS, are_here=True)
 
 
 def _no_devices(name: str, num_slices: int) -> str:
@@ -146,6 +169,25 @@ def _slice_shape(generation: str, count: int) -> tuple[int, ...]:
     return min(shapes, key=lambda shape: shape[2] - shape[0])
 
 
+def device_hardware(devices: Devices) -> Hardware:
+    """Returns what devices and the networks between them do in a second.
+
+    Args:
+        devices: The devices.
+
+    Returns:
+        The figures of their generation; rough ones for emulated devices on CPUs.
+    """
+    if devices.generation != "cpu":
+        return HARDWARE[devices.generation]
+    count = devices.num_devices
+    # A core, and copies in memory: they rank plans, and are no measurement.
+    return Hardware(
+        *("cpu", 0.05, devices.memory_bytes, 1e10, 2e9, 2e9, count, count, 1e-4, 1e-4, 0, ()),
+        "ours",
+    )
+
+
 @dataclass(frozen=True)
 class _Memory:
     """A kind of memory of a device."""
@@ -180,15 +222,17 @@ class AbsentDevice:
         return [_Memory("device"), _Memory("pinned_host")]
 
 
-def absent_devices(devices: Devices) -> list[AbsentDevice]:
+def absent_devices(devices: Devices) -> Sequence[Any]:
     """Returns stand-ins for devices: a mesh can be made of them, a program cannot.
 
     Args:
         devices: The devices.
 
     Returns:
-        One for each device, in the order of JAX.
+        One for each device, in the order of JAX; the devices themselves if they are here.
     """
+    if devices.are_here:
+        return jax.devices()
     if devices.is_gpu:
         per_host = devices.shape[-1]
         return [

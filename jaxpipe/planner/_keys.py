@@ -7,6 +7,7 @@ from ..sharding import AXES
 from ..train import Config, set_up
 from ..train.plan import Setup
 from ._candidates import StepLayout
+from ._own_model import Run, own_run, own_settings
 from ._request import AXIS_KEYS, GATHER_KEYS, Request, Values, base_values, layout_text
 
 
@@ -18,9 +19,11 @@ def keys(candidate: StepLayout, request: Request) -> Values:
         request: What it is for.
 
     Returns:
-        Values by key: those that the request passes on, and those that the layout decides. Keys
-        that have their defaults are left out.
+        Values by key: those that the request passes on, and those that the layout decides. For
+        a model of plain functions the arguments of `jaxpipe.pipeline`.
     """
+    if request.own_model:
+        return own_settings(candidate)
     found = dict(request.values) | _mesh(candidate, request.devices.num_slices)
     found["pipeline_engine"] = candidate.engine
     found["num_pipeline_microbatches"] = candidate.microbatches
@@ -57,7 +60,7 @@ def _mesh(candidate: StepLayout, num_slices: int) -> Values:
     return found
 
 
-def checked_setup(candidate: StepLayout, request: Request, devices: Sequence[Any]) -> Setup:
+def checked_run(candidate: StepLayout, request: Request, devices: Sequence[Any]) -> Run:
     """Sets up the run of a candidate, by the checks of the trainer and no others.
 
     Args:
@@ -66,10 +69,28 @@ def checked_setup(candidate: StepLayout, request: Request, devices: Sequence[Any
         devices: The devices, or stand-ins for them.
 
     Returns:
+        Its engine and its pipeline.
+
+    Raises:
+        ValueError: If the run would be refused.
+    """
+    if request.own_model:
+        return own_run(candidate, devices)
+    step = checked_setup(keys(candidate, request), devices).step
+    return Run(step.engine, step.pipeline)
+
+
+def checked_setup(settings: Values, devices: Sequence[Any]) -> Setup:
+    """Sets up a run by its keys.
+
+    Args:
+        settings: Values by key; others have their defaults.
+        devices: The devices, or stand-ins for them.
+
+    Returns:
         The setup.
 
     Raises:
         ValueError: If the run would be refused.
     """
-    config = Config(**base_values(keys(candidate, request)))
-    return set_up(config, devices)
+    return set_up(Config(**base_values(settings)), devices)

@@ -238,9 +238,11 @@ def _residuals(candidate: StepLayout, parts: _Parts) -> float:
 
 
 def _recomputed(candidate: StepLayout, parts: _Parts) -> float:
-    """Returns the bytes of layer inputs that the backward of a stage computes again."""
+    """Returns the bytes that the backward of a stage computes again, beside those of one layer."""
     n = candidate.layers_per_stage
-    return n * parts.activation if candidate.scope == "both" and n > 1 else 0.0
+    if n == 1 or candidate.scope == "layer" or candidate.policy == "none":
+        return 0.0
+    return n * parts.activation if candidate.scope == "both" else (n - 1) * parts.layer_work
 
 
 def _circular(model: PlannedModel, candidate: StepLayout, tokens: float) -> Memory:

@@ -4,17 +4,21 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+from jaxtyping import PyTree
+
 from ._answer import Plans, describe
 from ._devices import parse_devices
 from ._memory import Memory
-from ._request import Request, make_request
+from ._own_model import fix_space, own_request
+from ._request import OwnModel, Request, make_request, usable_bytes
 from ._search import Found, search
 
 _GB = 1e9
 
 
 def plan(
-    model: str | Mapping[str, Any],
+    model: str | Mapping[str, Any] | OwnModel,
     devices: str,
     batch: int | None = None,
     sequence: int | None = None,
@@ -24,6 +28,8 @@ def plan(
     max_stages: int | None = None,
     schedule: str | None = None,
     num_plans: int = 5,
+    params: PyTree = None,
+    example: PyTree = None,
     **fixed: Any,
 ) -> Plans:
     """Plans a training step: how to spread it over devices so that it fits and takes least time.
@@ -33,8 +39,9 @@ def plan(
     kept.
 
     Args:
-        model: The name of a preset, or the values of keys of a run.
-        devices: The devices: `v5p-64`, `v6e:4x4`, `h100:2x8`.
+        model: The name of a preset, the values of keys of a run, or a `Model` of your own, whose
+            layer is traced and counted.
+        devices: The devices: `v5p-64`, `v6e:4x4`, `h100:2x8`, or `here`.
         batch: Sequences of a step. Default: `per_device_batch_size` times the devices.
         sequence: Tokens of a sequence. Default: `max_target_length`.
         num_slices: The number of slices of TPUs.
@@ -42,7 +49,10 @@ def plan(
         max_stages: The most ranks of a pipeline.
         schedule: The schedule.
         num_plans: How many plans to return at most.
-        **fixed: Values of other keys of a run, such as `ici_pipeline_parallelism=4`.
+        params: The parameters of a model of your own, or their shapes.
+        example: A batch of it, of any number of rows, or its shapes.
+        **fixed: Values of other keys of a run, such as `ici_pipeline_parallelism=4`. A model
+            of your own has none.
 
     Returns:
         The plans, the fastest first. They print as a table.
@@ -56,20 +66,40 @@ def plan(
         (8.0, 2)
     """
     started = time.perf_counter()
-    values = {"model_name": model} if isinstance(model, str) else dict(model)
-    request = make_request(
-        values | fixed,
-        parse_devices(devices, num_slices),
-        batch=batch,
-        sequence=sequence,
-        memory_gb=memory_gb,
-        max_stages=max_stages,
-        schedule=schedule,
-    )
+    spread = parse_devices(devices, num_slices)
+    if isinstance(model, str | Mapping):
+        values = {"model_name": model} if isinstance(model, str) else dict(model)
+        request = make_request(
+            values | fixed,
+            spread,
+            batch=batch,
+            sequence=sequence,
+            memory_gb=memory_gb,
+            max_stages=max_stages,
+            schedule=schedule,
+        )
+    else:
+        _check_own(params, example, sequence=sequence, **fixed)
+        rows = batch or jax.tree.leaves(example)[0].shape[0]
+        limit = usable_bytes(spread, memory_gb)
+        request = own_request(model, params, example, spread, rows, limit)
+        request = fix_space(request, max_stages=max_stages, schedule=schedule)
     found = search(request, num_plans)
     if not found.plans:
         raise ValueError(_nothing_fits(request, found))
     return Plans(request, found, time.perf_counter() - started)
+
+
+def _check_own(params: PyTree, example: PyTree, **others: Any) -> None:
+    """Checks the arguments that a model of the user's own needs, and those that it has not."""
+    if params is None or example is None:
+        raise ValueError("`model` is your own. Give its `params` and an `example` batch.")
+    given = [f"`{name}`" for name, value in others.items() if value is not None]
+    if given:
+        raise ValueError(
+            f"`model` is your own, which has no {', '.join(given)}. The batch has the length of "
+            "sequences, and `schedule` and `max_stages` can be given."
+        )
 
 
 def _nothing_fits(request: Request, found: Found) -> str:

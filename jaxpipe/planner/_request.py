@@ -4,10 +4,10 @@ Keys that a planner chooses are free until they are given. All others are passed
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 from ..cost.work import Experts, ModelWork, transformer
 from ..cost.work._transformer import LatentAttention
@@ -69,6 +69,7 @@ class Request:
         space: What candidates are made from.
         before: Layers before those of the pipeline, which run with the embedding.
         after: Layers after them, which run with the head.
+        own_model: Whether the model is one of plain functions, and not the trainer's.
     """
 
     devices: Devices
@@ -81,6 +82,22 @@ class Request:
     space: Space
     before: int
     after: int
+    own_model: bool = False
+
+
+class OwnModel(Protocol):
+    """A model of plain functions, such as a `jaxpipe.Model`."""
+
+    @property
+    def embed(self) -> Callable[..., Any]: ...
+    @property
+    def layer(self) -> Any: ...
+    @property
+    def loss(self) -> Callable[..., Any]: ...
+    @property
+    def tied(self) -> bool: ...
+    @property
+    def to_groups(self) -> Callable[..., Any]: ...
 
 
 def read_settings(files: Sequence[str], overrides: Sequence[str]) -> Values:
@@ -153,7 +170,7 @@ def make_request(
         devices,
         rows,
         sequence,
-        memory_gb * 1e9 if memory_gb else _USABLE * devices.memory_bytes,
+        usable_bytes(devices, memory_gb),
         planned_model(config.model_name, config.decoder_block, sizes, rules, pipelined),
         _work(sizes),
         values,
@@ -171,6 +188,19 @@ def make_request(
         before,
         uniform - pipelined,
     )
+
+
+def usable_bytes(devices: Devices, memory_gb: float | None) -> float:
+    """Returns the bytes of memory that a plan may use on a device.
+
+    Args:
+        devices: The devices.
+        memory_gb: The memory that is given, in 1e9 bytes; None for all but a margin.
+
+    Returns:
+        The bytes.
+    """
+    return memory_gb * 1e9 if memory_gb else _USABLE * devices.memory_bytes
 
 
 def _check_positive(**values: float) -> None:

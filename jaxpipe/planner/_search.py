@@ -9,16 +9,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ..schedules import lock_step
-from ..train.plan import Setup
 from ._candidates import StepLayout, candidates
 from ._devices import absent_devices
-from ._keys import checked_setup, keys
+from ._keys import checked_run, keys
 from ._memory import Live, Memory, live_at_most, memory
+from ._own_model import Run
 from ._request import Request, Values
-from ._time import StepTime, rough_seconds, step_time
+from ._time import PredictedTime, rough_seconds, step_time
 
 _FINALISTS = 24
 """Candidates that are set up."""
+
+_LEAST_FINALISTS = 6
+_MOST_ACTIONS = 60_000
+"""Forwards of all finalists, of every stage and microbatch, after which six of them are enough."""
 
 _PER_MESH = 3
 """Finalists with the same mesh and engine."""
@@ -38,7 +42,7 @@ class Plan:
     candidate: StepLayout
     settings: Values
     memory: Memory
-    time: StepTime
+    time: PredictedTime
 
 
 @dataclass(frozen=True)
@@ -109,20 +113,23 @@ def _finals(
     devices = absent_devices(request.devices)
     plans: list[Plan] = []
     refused: list[str] = []
+    actions = 0
     for candidate in _diverse(_in_order(fitting)):
-        if len(plans) >= most or len(refused) >= 4 * most:
+        enough = actions > _MOST_ACTIONS and len(plans) >= _LEAST_FINALISTS
+        if enough or len(plans) >= most or len(refused) >= 4 * most:
             break
         try:
-            setup = checked_setup(candidate, request, devices)
+            run = checked_run(candidate, request, devices)
         except ValueError as error:
             refused.append(str(error))
             continue
         needed = memory(
             *(request.model, candidate, microbatch_tokens(candidate, request)),
-            live_exactly(candidate, setup),
+            live_exactly(candidate, run),
         )
         if needed.total <= request.limit:
-            time = step_time(candidate, request, setup)
+            actions += candidate.num_ranks * candidate.chunks * candidate.microbatches
+            time = step_time(candidate, request, run)
             plans.append(Plan(candidate, keys(candidate, request), needed, time))
     return sorted(plans, key=lambda plan: (plan.time.seconds, plan.memory.total)), refused
 
@@ -155,19 +162,19 @@ def _diverse(ordered: Iterable[StepLayout]) -> Iterator[StepLayout]:
             yield candidate
 
 
-def live_exactly(candidate: StepLayout, setup: Setup) -> Live:
+def live_exactly(candidate: StepLayout, run: Run) -> Live:
     """Returns how many microbatches a rank stores at a time, by the tables of its schedule.
 
     Args:
         candidate: The layout.
-        setup: Its run.
+        run: Its engine and its pipeline.
 
     Returns:
         The counts.
     """
-    if setup.pipeline.ticks is None:
+    if run.pipeline.ticks is None:
         return live_at_most(candidate)
-    slots = lock_step.tick_tables(setup.pipeline.ticks).num_slots
+    slots = lock_step.tick_tables(run.pipeline.ticks).num_slots
     residuals = max(slots["residuals_for_backward"], slots["residuals_for_weight"])
     waiting = slots["inputs"] + slots["cotangents"]
     return Live(residuals, slots["wgrad_residuals"], waiting)

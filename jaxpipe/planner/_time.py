@@ -8,12 +8,12 @@ microbatches.
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ..cost.devices import hardware
 from ..cost.training_step import Layout, Prediction, predict
 from ..schedules import Costs, makespan
-from ..train.plan import Setup
 from ._candidates import StepLayout
+from ._devices import device_hardware
 from ._model import PlannedModel
+from ._own_model import Run
 from ._request import Request
 
 _COMMUNICATION = (
@@ -27,7 +27,7 @@ _COMMUNICATION = (
 
 
 @dataclass(frozen=True)
-class StepTime:
+class PredictedTime:
     """The predicted time of a step.
 
     Attributes:
@@ -78,20 +78,20 @@ def rough_seconds(candidate: StepLayout, request: Request) -> float:
     return seconds * (1 + waiting) * padded
 
 
-def step_time(candidate: StepLayout, request: Request, setup: Setup) -> StepTime:
+def step_time(candidate: StepLayout, request: Request, run: Run) -> PredictedTime:
     """Returns the time of a step.
 
     Args:
         candidate: The layout.
         request: What it is for.
-        setup: Its run.
+        run: Its engine and its pipeline.
 
     Returns:
         The time, with its parts.
     """
     layout = _layout(candidate, request)
     if candidate.engine != "none":
-        schedule = setup.pipeline.schedule or "circular"
+        schedule = run.pipeline.schedule or "circular"
         counts = _all_layers(candidate, request)
         layout = replace(
             layout,
@@ -101,21 +101,21 @@ def step_time(candidate: StepLayout, request: Request, setup: Setup) -> StepTime
             # Every rank of the circular engine computes the loss of its own microbatches.
             vocab_parallel=candidate.engine == "circular",
         )
-    kind = hardware(request.devices.generation)
+    kind = device_hardware(request.devices)
     found = predict(request.work, layout, kind)
     share = recomputed_share(request.model, candidate.policy)
     if share < 1 and candidate.policy != "none":
         other = predict(request.work, replace(layout, remat="selective"), kind)
         found = _between(other, found, share)
     parts = dict(found.parts)
-    ticks = _tick_seconds(candidate, setup, found)
+    ticks = _tick_seconds(candidate, run, found)
     if ticks is not None:
         parts["bubble"] = max(0.0, parts["bubble"] + ticks - _schedule_seconds(found, candidate))
     for name in parts:
         parts[name] *= 1 if name == "optimizer" else candidate.accumulation
     seconds = sum(parts.values())
     tokens = request.batch * request.sequence
-    return StepTime(
+    return PredictedTime(
         seconds,
         parts,
         tokens / seconds,
@@ -133,7 +133,7 @@ def _schedule_seconds(found: Prediction, candidate: StepLayout) -> float:
     return found.seconds - after
 
 
-def _tick_seconds(candidate: StepLayout, setup: Setup, found: Prediction) -> float | None:
+def _tick_seconds(candidate: StepLayout, run: Run, found: Prediction) -> float | None:
     """Returns the seconds of all ticks; None if ranks do not wait for each other in ticks."""
     if candidate.engine == "circular":
         ticks = candidate.microbatches * candidate.chunks + candidate.num_ranks - 1
@@ -141,7 +141,7 @@ def _tick_seconds(candidate: StepLayout, setup: Setup, found: Prediction) -> flo
         return ticks * (max(found.forward) + max(both))
     if candidate.engine == "scheduled":
         costs = Costs(found.forward, found.input, found.weight, found.transfer)
-        return float(makespan(setup.step.engine.timeline(setup.pipeline, costs)))
+        return float(makespan(run.engine.timeline(run.pipeline, costs)))
     return None
 
 
@@ -201,7 +201,7 @@ def _layout(candidate: StepLayout, request: Request) -> Layout:
         sequence=request.sequence,
         remat="none" if candidate.policy == "none" else "full",
         # Without a pipeline, every layer gathers its own weights.
-        gather="layer" if candidate.engine == "none" else candidate.gather,
+        gather="layer" if candidate.engine == "none" or fsdp == 1 else candidate.gather,
         hosts=slices if slices > 1 else 0,
         order=_order(candidate.across),
         sequence_parallel=False,
@@ -242,7 +242,7 @@ def _unpipelined_seconds(
         1,
     )
     layout = _layout(candidate, request)
-    return predict(request.work, layout, hardware(request.devices.generation)).seconds
+    return predict(request.work, layout, device_hardware(request.devices)).seconds
 
 
 def _with_policy(full: float, candidate: StepLayout, request: Request) -> float:

@@ -40,7 +40,7 @@ def device_bytes(device: str) -> int:
     return DEVICE_BYTES[device]
 
 
-_GENERATIONS = {
+GENERATIONS = {
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",
     "TPU v5e": "v5e",
@@ -70,5 +70,5 @@ def kind_bytes(device_kind: str) -> int | None:
         >>> kind_bytes("TPU v5") // 2**30
         95
     """
-    generation = _GENERATIONS.get(device_kind)
+    generation = GENERATIONS.get(device_kind)
     return None if generation is None else DEVICE_BYTES[generation]

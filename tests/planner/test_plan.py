@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jaxpipe as jp
@@ -97,3 +99,42 @@ def test_what_cannot_be_planned_is_said(
 ):
     assert main(["plan", "model_name=llama-tiny", *settings]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_model_of_plain_functions_is_traced_and_planned():
+    D, F, V, T = 64, 256, 512, 32
+
+    def layer(w, x, batch):
+        del batch
+        return x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+
+    def loss(w, x, batch):
+        logits = jax.nn.log_softmax(x @ w)
+        return -jnp.mean(jnp.take_along_axis(logits, batch["tokens"][..., None], -1))
+
+    def shape(*dims: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, jnp.float32)
+
+    model = jp.Model(embed=lambda w, batch: w[batch["tokens"]], layer=layer, loss=loss)
+    layers = [{"up": shape(D, F), "down": shape(F, D)} for _ in range(8)]
+    params = {"embed": shape(V, D), "layers": layers, "head": shape(D, V)}
+    example = {"tokens": jax.ShapeDtypeStruct((4, T), jnp.int32)}
+    plans = jp.plan(model, "v5p-8", 64, params=params, example=example, schedule="1f1b")
+    work = plans.request.work
+    assert work.parameters == 2 * V * D + 8 * 2 * D * F
+    assert [(p.k, p.n) for p in work.layers[0].products] == [(D, F), (F, D)]
+    assert (work.hidden, work.vocab, plans.request.sequence) == (2 * D, V // 2, T)
+    settings = plans.best.settings
+    assert settings["schedule"] == "1f1b" and settings["mesh"]["stage"] > 1
+    with pytest.raises(ValueError, match="Give its `params`"):
+        jp.plan(model, "v5p-8", 64)
+
+
+_ONE = ["ici_pipeline_parallelism=2", "--top", "1", "--verify", "1"]
+
+
+@pytest.mark.slow
+def test_a_plan_is_verified_by_the_compiler(capsys: pytest.CaptureFixture):
+    given = ["model_name=llama-tiny", "--devices", "here", "--batch", "32", "--sequence", "64"]
+    assert main(["plan", *given, "dtype=float32", *_ONE]) == 0
+    assert "compiled 1: " in capsys.readouterr().out

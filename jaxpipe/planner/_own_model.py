@@ -1,0 +1,269 @@
+"""A model of plain functions as a planner sees it: its layer is traced, and its products counted.
+
+L layers. Tokens are those of x [rows, T, ...] between layers; rows, if x has no such dim.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import PyTree
+
+from .. import schedules, sharding
+from ..autodiff.backward import floating
+from ..cost.work import ActivationBytes, LayerWork, ModelWork, Product
+from ..engines import ENGINES
+from ..engines._engine import Engine, PipelinePlan
+from ._candidates import Space, StepLayout
+from ._devices import Devices
+from ._model import PlannedModel, Tensor, WeightGroup
+from ._request import OwnModel, Request, Values
+
+_HALF = 2
+"""Bytes of an element; tensors in other dtypes count as that many more or fewer."""
+
+
+class Run(NamedTuple):
+    """A pipeline as its engine runs it.
+
+    Attributes:
+        engine: The engine.
+        pipeline: The pipeline.
+    """
+
+    engine: Engine
+    pipeline: PipelinePlan
+
+
+class _Traced(NamedTuple):
+    """What a function does with one row, by its jaxpr."""
+
+    products: tuple[Product, ...]
+    moved_bytes: float
+    num_equations: int
+
+
+def own_request(
+    model: OwnModel, params: PyTree, example: PyTree, devices: Devices, batch: int, limit: float
+) -> Request:
+    """Returns a request for a model of plain functions.
+
+    Args:
+        model: The model, such as a `jaxpipe.Model`.
+        params: Its parameters, or their shapes.
+        example: A batch of one row or more, or its shapes.
+        devices: The devices.
+        batch: Rows of a step.
+        limit: Bytes of memory that a plan may use on a device.
+
+    Returns:
+        The request.
+
+    Raises:
+        ValueError: If its layers are of several kinds.
+    """
+    if not callable(model.layer):
+        raise ValueError("`model` has layers of several kinds, which no planner knows. Give one.")
+    groups = model.to_groups(params)
+    planned, work, tokens = _planned(model, groups, example)
+    fixed = {"tensor": 1, "expert": 1, "context": 1, "scope": "tick", "gather": "tick"}
+    space = Space(
+        *(devices, batch, tokens, planned.num_layers, 0, 1, planned.vocab, devices.num_devices),
+        fixed | {"vocab_tiling": 1},
+        policies=("full", "none"),
+    )
+    return Request(*(devices, batch, tokens, limit, planned, work, {}, space, 0, 0), own_model=True)
+
+
+def _planned(
+    model: OwnModel, groups: dict[str, PyTree], example: PyTree
+) -> tuple[PlannedModel, ModelWork, int]:
+    """Returns the sizes of a model, its work, and the tokens of a row."""
+    row = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), example)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    layer, num_layers = _one_layer(groups["layers"])
+    x = jax.eval_shape(model.embed, groups["embed"], row, key)
+    tokens = _tokens(x)
+    run_layer = _without_aux(model.layer, x)
+    traced = _trace(run_layer, tokens, layer, x, row, key)
+    head = {"head": groups["head"], "embed": groups["embed"]} if model.tied else groups["head"]
+    loss = _trace(model.loss, tokens, head, x, row, key)
+    hidden = max(1, round(_bytes(x) / tokens / _HALF))
+    vocab = round(sum(p.k * p.n * p.copies for p in loss.products) / hidden)
+    kept = _residual_bytes(run_layer, layer, x, row, key) / tokens
+    own = LayerWork(
+        *("layer", num_layers, traced.products, None, _size(layer), 0, 0, 0),
+        ActivationBytes(kept, kept, _HALF * hidden),
+        traced.moved_bytes,
+        traced.num_equations,
+        _HALF * hidden,
+    )
+    weights = ((_group(groups[name]),) for name in ("embed", "head"))
+    kept_tensor = (Tensor(round(kept / _HALF)),)
+    planned = PlannedModel(
+        *("own model", (_group(layer),), *weights, num_layers, hidden, vocab, (), kept_tensor)
+    )
+    sizes = _size(groups["embed"]), _size(groups["head"])
+    return planned, ModelWork((own,), hidden, max(1, vocab), *sizes), tokens
+
+
+def fix_space(request: Request, *, max_stages: int | None, schedule: str | None) -> Request:
+    """Returns a request whose plans have at most so many ranks, and this schedule.
+
+    Args:
+        request: The request.
+        max_stages: The most ranks; None for any number.
+        schedule: The schedule; None for any.
+
+    Returns:
+        The request.
+    """
+    space = request.space
+    fixed = {"engine": "scheduled", "schedule": schedule} if schedule else {}
+    space = replace(space, max_stages=max_stages or space.max_stages, fixed=space.fixed | fixed)
+    return replace(request, space=space)
+
+
+def own_settings(candidate: StepLayout) -> Values:
+    """Returns the arguments of `jaxpipe.pipeline` for a layout.
+
+    Args:
+        candidate: The layout.
+
+    Returns:
+        Arguments by name; `mesh` has the sizes of `jaxpipe.make_mesh`, and `remat` says whether the
+        backward computes a stage again.
+    """
+    named = {"none": None, "circular": "circular"}
+    found: Values = {
+        "mesh": {
+            axis: size for axis, size in candidate.sizes.items() if size > 1 or axis == "stage"
+        },
+        "schedule": named.get(candidate.engine, candidate.schedule),
+        "microbatches": candidate.microbatches,
+        "remat": candidate.policy,
+    }
+    if candidate.chunks > 1:
+        found["chunks"] = candidate.chunks
+    if candidate.engine == "scheduled":
+        found |= {"engine": "scheduled", "layers_per_stage": candidate.counts}
+    return found
+
+
+def own_run(candidate: StepLayout, devices: Sequence[Any]) -> Run:
+    """Returns the pipeline of a layout as its engine would run it.
+
+    Args:
+        candidate: The layout.
+        devices: The devices, or stand-ins for them.
+
+    Returns:
+        The pipeline.
+
+    Raises:
+        ValueError: If the engine cannot run it.
+    """
+    engine = ENGINES["unpipelined" if candidate.engine == "none" else candidate.engine]
+    S, M, schedule = candidate.num_ranks, candidate.microbatches, None
+    if candidate.engine != "none":
+        name = candidate.schedule or "circular"
+        takes = schedules.FAMILIES[name].takes if name in schedules.FAMILIES else ()
+        chunks = candidate.chunks if "chunks" in takes else None
+        schedule = schedules.build(name, ranks=S, microbatches=M, chunks=chunks)
+    as_run, ticks = engine.prepare(schedule, S, M, None)
+    layout = engine.layout(as_run, S, candidate.counts)
+    mesh = sharding.make_mesh(candidate.sizes, devices=devices)
+    return Run(engine, PipelinePlan(mesh, layout, M, as_run, ticks))
+
+
+def _one_layer(layers: PyTree) -> tuple[PyTree, int]:
+    """Returns the shapes of the parameters of one layer, and the number of layers."""
+    if isinstance(layers, list):
+        return jax.eval_shape(lambda: layers[0]), len(layers)
+    count = jax.tree.leaves(layers)[0].shape[0]
+    return jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), layers), count
+
+
+def _without_aux(layer: Callable, x: PyTree) -> Callable:
+    """Returns a layer that returns x alone."""
+
+    def run(*arguments: Any) -> PyTree:
+        found = layer(*arguments)
+        return found if jax.tree.structure(found) == jax.tree.structure(x) else found[0]
+
+    return run
+
+
+def _tokens(x: PyTree) -> int:
+    """Returns the tokens of one row."""
+    largest = max(jax.tree.leaves(x), key=lambda leaf: leaf.size)
+    return largest.shape[1] if largest.ndim > 2 else 1
+
+
+def _bytes(tree: PyTree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _size(tree: PyTree) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def _group(tree: PyTree) -> WeightGroup:
+    """Returns parameters, which the front door divides over `fsdp`."""
+    sizes = [leaf.size for leaf in jax.tree.leaves(tree)]
+    return WeightGroup(sum(sizes), ("fsdp",), (), max(sizes, default=0))
+
+
+def _trace(function: Callable, tokens: int, *arguments: PyTree) -> _Traced:
+    """Counts the matrix products of a function and what its other equations write."""
+    products, moved, count = [], 0.0, 0
+    for eqn, times in _equations(jax.make_jaxpr(function)(*arguments).jaxpr):
+        out = eqn.outvars[0].aval
+        count += 1
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            k = math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
+            products.append(Product(k, max(1, out.size // tokens), "none", times))
+        elif eqn.primitive.name == "conv_general_dilated":
+            kernel = eqn.invars[1].aval
+            k = max(1, kernel.size // max(1, max(kernel.shape)))
+            products.append(Product(k, max(1, out.size // tokens), "none", times))
+        else:
+            moved += times * sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars)
+    return _Traced(tuple(products), moved / tokens, count)
+
+
+def _equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
+    """Yields the equations that compute, with how often they run."""
+    for eqn in jaxpr.eqns:
+        inner = [sub for value in eqn.params.values() for sub in _jaxprs(value)]
+        if not inner:
+            if all(hasattr(v.aval, "dtype") and hasattr(v.aval, "size") for v in eqn.outvars):
+                yield eqn, times
+            continue
+        repeats = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+        branches = inner[:1] if eqn.primitive.name in ("cond", "custom_vjp_call") else inner
+        for sub in branches:
+            yield from _equations(sub, times * repeats)
+
+
+def _jaxprs(value: Any) -> list[Any]:
+    """Returns the jaxprs among the values of a parameter."""
+    values = value if isinstance(value, tuple | list) else (value,)
+    found = [getattr(item, "jaxpr", item) for item in values]
+    return [item for item in found if hasattr(item, "eqns")]
+
+
+def _residual_bytes(layer: Callable, weights: PyTree, x: PyTree, *others: PyTree) -> int:
+    """Returns the bytes that the forward of a layer stores for its backward, without remat."""
+
+    def residuals(weights: PyTree, others: PyTree, x: PyTree) -> list[Any]:
+        _, pullback = jax.vjp(lambda w, x: floating(layer(w, x, *others)), weights, x)
+        return jax.tree.leaves(pullback)
+
+    closed = jax.make_jaxpr(residuals)(weights, others, x)
+    inputs = {*closed.jaxpr.invars, *closed.jaxpr.constvars}
+    stored = {id(v): v for v in closed.jaxpr.outvars if hasattr(v, "count") and v not in inputs}
+    return _bytes(x) + sum(v.aval.size * v.aval.dtype.itemsize for v in stored.values())
