@@ -40,9 +40,12 @@ class Constants:
         known = efficiency(case.known_device, case.layout.dtype)
         if case.source == TORCHTITAN:
             return replace(known, attention=self.attention)
-        products = self.products.get(_chip(case), fmean(self.products.values()))
+        chip = _chip(case)
+        if chip not in self.products and case.device.torus_axes:
+            chip = "v5p"
+        products = self.products.get(chip, fmean(self.products.values()))
         products *= self.dtypes.get(case.layout.dtype, 1.0)
-        if case.layout.dtype == "bf16" and _chip(case) not in ("a100", "v5p"):
+        if case.layout.dtype == "bf16" and not case.device.torus_axes and _chip(case) != "a100":
             products = known.products
         experts = self.experts.get(case.device.kind, median(self.experts.values() or [1.0]))
         return replace(known, products=products, experts=experts)

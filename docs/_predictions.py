@@ -11,7 +11,16 @@ from pathlib import Path
 from statistics import fmean
 
 from _fit import Constants, constants, has_experts, without
-from _published import SOURCES, TORCHTITAN, Case, ProfiledCase, cases, profiled_cases, table_5
+from _published import (
+    HELD_BACK,
+    SOURCES,
+    TORCHTITAN,
+    Case,
+    ProfiledCase,
+    cases,
+    profiled_cases,
+    table_5,
+)
 
 from jaxpipe.cost.devices import Efficiency, efficiency
 
@@ -22,7 +31,7 @@ PAGE = Path(__file__).parent / "predictions.md"
 def held_back() -> tuple[tuple[Case, float], ...]:
     """Returns the rows that nothing is fitted to, with the predicted seconds of a step."""
     fitted = constants(cases())
-    return tuple((case, case.seconds(fitted.reached(case))) for case in cases("not_fitted.csv"))
+    return tuple((case, case.seconds(fitted.reached(case))) for case in cases(HELD_BACK))
 
 
 @cache
@@ -148,8 +157,11 @@ the only one of its device.
 CONSTANTS_NOTE = """
 Not fitted, and equal for all: fused attention reaches 0.5 of the peak in bfloat16, memory 0.8 of
 its bandwidth, links 0.75, networks 0.8; an operation takes 4 microseconds beside its work; 0.7 of
-a collective that runs beside products is hidden. "Left out" means that the constants are fitted
-to the other rows only. Where no other row has the device, it has the mean of the others."""
+a collective that runs beside products is hidden. A TPU without a constant has that of a v5p, and a
+GPU in bfloat16 that of an A100. What the recipes say of recomputation, of layers per stage and of
+communication beside products is in [docs/_published.py](_published.py). "Left out" means that the
+constants are fitted to the other rows only. Where no other row has the device, it has that of a
+v5p or the mean of the others."""
 
 
 def _zero_bubble() -> Iterator[str]:
@@ -179,6 +191,8 @@ bytes of F and W. Their bubbles are those of the paper's table 5 or smaller. Sec
 def _sources() -> Iterator[str]:
     for source in SOURCES:
         rows = [found for found in compared() if found[0].source == source]
+        if not rows:
+            continue
         yield f"\n## {source}\n"
         yield "| model | devices | dtype | layout | published | left out | error | fitted | error |"
         yield "|---|---|---|---|---|---|---|---|---|"
@@ -218,8 +232,9 @@ def _held_back() -> Iterator[str]:
 HELD_BACK_HEAD = """
 ## Rows that nothing is fitted to
 
-The other rows of Megatron-Bridge's archive (by release) and of torchtitan's report (by table). No
-constant is fitted to them. Seconds of a step.
+The other rows of Megatron-Bridge's archive (by release) and of torchtitan's report (by table), and
+MaxText's table for 1 to 32 slices of 256 v5e. No constant is fitted to them; a v5e has those of a
+v5p. Seconds of a step.
 """
 
 

@@ -8,7 +8,13 @@ from pathlib import Path
 
 from jaxpipe.cost.devices import HARDWARE, Efficiency, Hardware, hardware
 from jaxpipe.cost.training_step import Layout, StageSeconds, build_schedule, num_transfers, predict
-from jaxpipe.cost.work import Experts, LatentAttention, ModelWork, transformer
+from jaxpipe.cost.work import (
+    Experts,
+    LatentAttention,
+    ModelWork,
+    flops_per_token,
+    transformer,
+)
 from jaxpipe.schedules import Costs, Schedule, search
 from jaxpipe.schedules.analysis.search import ActivationMemory
 
@@ -252,18 +258,57 @@ _RECOMPUTED = {
 
 def _maxtext(row: dict[str, str]) -> Case:
     devices = int(row["num_devices"])
+    slices = 2 if row["hardware"].startswith("2 x") else 0
     layout = Layout(
         fsdp=devices,
         rows=int(row["global_batch"]) // devices,
         sequence=int(row["seq"]),
-        recomputed=_RECOMPUTED[row["model"]],
+        recomputed=1.0 if slices else _RECOMPUTED[row["model"]],
+        hosts=slices,
         gather="layer",
         dtype="int8" if "int8" in row["note"] else "bf16",
         overlap=("fsdp", "tensor"),
     )
     if row["model"] == "gpt3-175b":
         layout = replace(layout, fsdp=devices // 8, tensor=8, rows=8 * layout.rows)
-    return Case(row, _model(row), layout, hardware("v5p"), _measured(row))
+    device = hardware("v6e" if "v6e" in row["hardware"] else "v5p")
+    return Case(row, _model(row), layout, device, _measured(row))
+
+
+def _maxtext_v5e(row: dict[str, str]) -> Case:
+    """Returns a row of MaxText's table for v5e, whose models are 16 to 128 times the smallest.
+
+    The rate of the table counts all of the square of attention. Slices have replicas.
+    """
+    scale, slices = int(row["model"]), int(row["slices"])
+    rows, tensor = {16: (6, 1), 32: (4, 1), 64: (2, 1), 128: (1, 16)}[scale]
+    doublings = scale.bit_length() - 1
+    base, more = divmod(doublings, 3)
+    wide = base + (more > 0)
+    work = transformer(
+        layers=16 << base,
+        hidden=2048 << (base + (more > 1)),
+        heads=16 << wide,
+        head_channels=256,
+        mlp=7168 << wide,
+        vocab=32000,
+    )
+    layout = Layout(
+        data=slices,
+        fsdp=256 // tensor,
+        tensor=tensor,
+        rows=rows * tensor,
+        sequence=2048,
+        remat="none" if tensor > 1 else "full",
+        gather="layer",
+        hosts=slices if slices > 1 else 0,
+        shared_optimizer=False,
+        overlap=("fsdp", "tensor"),
+    )
+    flops = flops_per_token(work, layout.sequence, whole_square=True) * layout.batch * 2048
+    measured = flops / layout.devices / (1e12 * float(row["tflops_per_chip"]))
+    shown = {**row, "ep": "", "table": "v5e", "model": f"MaxText {scale}b"}
+    return Case(shown, work, layout, hardware("v5e"), measured)
 
 
 TORCHTITAN = "pytorch/torchtitan"
@@ -272,6 +317,7 @@ SOURCES: dict[str, Callable[[dict[str, str]], Case]] = {
     "NVIDIA-NeMo/Megatron-Bridge": _megatron_bridge,
     TORCHTITAN: _torchtitan,
     "AI-Hypercomputer/tpu-recipes": _maxtext,
+    "AI-Hypercomputer/maxtext": _maxtext_v5e,
 }
 
 
@@ -281,11 +327,16 @@ def read(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+FITTED = ("throughput.csv", "tpu_v6e.csv")
+HELD_BACK = ("not_fitted.csv", "maxtext_v5e.csv")
+
+
 @cache
-def cases(name: str = "throughput.csv") -> tuple[Case, ...]:
-    """Returns the rows of a file that are predicted from sizes."""
+def cases(files: tuple[str, ...] = FITTED) -> tuple[Case, ...]:
+    """Returns the rows of files that are predicted from sizes."""
+    rows = (row for name in files for row in read(name))
     return tuple(
-        make(row) for row in read(name) for name, make in SOURCES.items() if name in row["source"]
+        make(row) for row in rows for name, make in SOURCES.items() if name in row["source"]
     )
 
 

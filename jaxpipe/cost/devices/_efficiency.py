@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from ._hardware import Hardware
 
-# Of the peak in large products, in bfloat16 on A100 and v5p, in fp8 on the others.
-PRODUCTS = {"a100": 0.75, "h100": 0.61, "b200": 0.52, "b300": 0.64, "v5p": 0.89}
+# Of the peak in large products, in bfloat16 on A100 and TPUs, in fp8 on the others.
+PRODUCTS = {"a100": 0.75, "h100": 0.61, "b200": 0.52, "b300": 0.64, "v5p": 0.89, "v6e": 0.59}
 # Of what is reached in fp8, or in bfloat16 on v5p.
 DTYPES = {"mxfp8": 0.91, "nvfp4": 0.66, "int8": 0.84}
 # Of what equally large products reach.
@@ -56,8 +56,11 @@ def efficiency(device: Hardware, dtype: str) -> Efficiency:
         The fractions.
     """
     device.peak_flops(dtype)  # checks the dtype
-    chip = "v5p" if device.torus_axes else _CHIPS.get(device.kind, device.kind)
-    wide = PRODUCTS["v5p" if device.torus_axes else "a100"]
+    chip = _CHIPS.get(device.kind, device.kind)
+    if device.torus_axes and chip not in PRODUCTS:
+        chip = "v5p"
+    wide = PRODUCTS[chip if device.torus_axes else "a100"]
     eight_bits = PRODUCTS.get(chip, wide) * DTYPES.get(dtype, 1.0)
-    experts = EXPERTS.get(device.kind, EXPERTS.get(chip, EXPERTS["h100"]))
+    near = EXPERTS["v5p" if device.torus_axes else "h100"]
+    experts = EXPERTS.get(device.kind, EXPERTS.get(chip, near))
     return Efficiency(wide if dtype == "bf16" else eight_bits, wide, experts)

@@ -161,9 +161,10 @@ def _gradients(
     experts /= layout.tensor * layout.expert * layout.fsdp
     all_axes = make_group(layout, device.network, "data", "expert", "context")
     replicas = make_group(layout, device.network, "data", "context")
-    # Gradients are scattered in float32, weights gathered in bfloat16.
-    seconds = 1.5 * all_gather_seconds(4.0 * dense, all_axes, device.network)
-    seconds += 1.5 * all_gather_seconds(4.0 * experts, replicas, device.network)
+    # Gradients in float32 are scattered, and weights in bfloat16 gathered; or they are all-reduced.
+    passes = 1.5 if layout.shared_optimizer else 2.0
+    seconds = passes * all_gather_seconds(4.0 * dense, all_axes, device.network)
+    seconds += passes * all_gather_seconds(4.0 * experts, replicas, device.network)
     if not work.head_parameters:  # the first and the last stage sum the gradients of their copies
         shared = 4.0 * work.embedding_parameters / layout.tensor / layout.fsdp
         seconds += send_seconds(shared, layout, device.network)
