@@ -94,16 +94,30 @@ def _planned(
     vocab = round(sum(p.k * p.n * p.copies for p in loss.products) / hidden)
     kept = _residual_bytes(run_layer, layer, x, row, key) / tokens
     own = LayerWork(
-        *("layer", num_layers, traced.products, None, _size(layer), 0, 0, 0),
-        ActivationBytes(kept, kept, _HALF * hidden),
-        traced.moved_bytes,
-        traced.num_equations,
-        _HALF * hidden,
+        name="layer",
+        count=num_layers,
+        products=traced.products,
+        attention=None,
+        dense_parameters=_size(layer),
+        expert_parameters=0,
+        num_experts=0,
+        active_experts=0,
+        activations=ActivationBytes(kept, kept, _HALF * hidden),
+        elementwise_bytes=traced.moved_bytes,
+        between_bytes=0,
+        num_kernels=traced.num_equations,
+        boundary_bytes=_HALF * hidden,
     )
-    weights = ((_group(groups[name]),) for name in ("embed", "head"))
-    kept_tensor = (Tensor(round(kept / _HALF)),)
     planned = PlannedModel(
-        *("own model", (_group(layer),), *weights, num_layers, hidden, vocab, (), kept_tensor)
+        name="own model",
+        layer=(_group(layer),),
+        embed=(_group(groups["embed"]),),
+        head=(_group(groups["head"]),),
+        num_layers=num_layers,
+        hidden=hidden,
+        vocab=vocab,
+        tensors=(),
+        unnamed=(Tensor(round(kept / _HALF)),),
     )
     sizes = _size(groups["embed"]), _size(groups["head"])
     return planned, ModelWork((own,), hidden, max(1, vocab), *sizes), tokens
