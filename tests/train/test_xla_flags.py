@@ -11,7 +11,7 @@ from jaxpipe import mpmd
 from jaxpipe.cli import main
 from jaxpipe.train import Config, set_up
 from jaxpipe.train.config import parse_xla_flags
-from jaxpipe.train.plan import compiler_options
+from jaxpipe.train.plan import compiler_options, step_traits
 from jaxpipe.train.step import lower_train_step, make_train_step
 
 
@@ -58,6 +58,13 @@ def test_they_reach_the_compiler_of_programs_of_ranks(monkeypatch):
         lower_train_step(plan)
     (options,) = reached.value.args
     assert options == {"xla_cpu_parallel_codegen_split_count": "1", "xla_a": "1"}
+
+
+def test_defaults_depend_on_the_bytes_of_a_layer():
+    config = Config.model_validate({"dtype": "bfloat16", "base_emb_dim": 16, "base_mlp_dim": 64})
+    heads = config.base_num_query_heads + config.base_num_kv_heads
+    layer = 2 * 16 * heads * config.head_dim + 3 * 16 * 64 + 2 * 16
+    assert step_traits(config, jax.devices()[0]).layer_bytes == 2 * layer
 
 
 def test_they_win_over_defaults():

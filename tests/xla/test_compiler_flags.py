@@ -32,6 +32,12 @@ def test_programs_of_ranks_have_no_command_buffers():
     assert name not in default_options(FLAGS, H100)
 
 
+def test_thresholds_are_the_bytes_of_a_layer():
+    traits = dataclasses.replace(H100, layer_bytes=1000)
+    groups = flags.option_groups(FLAGS, traits)
+    assert set(groups["combine thresholds"].values()) == {"1000"}
+
+
 def test_a_row_is_an_option_of_its_platform_with_reason_and_versions():
     names = [(flag.platform, flag.option, flag.group) for flag in FLAGS]
     assert len({*names}) == len(names)

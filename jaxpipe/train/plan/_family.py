@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
+
 from ... import models
 from ...autodiff import StagedModel
 from ...models.layers._routed_experts import Experts
@@ -89,3 +91,17 @@ def model_config(config: Config) -> ModelConfig:
             )
     fields = dataclasses.fields(family.sizes)  # pyright: ignore[reportArgumentType]
     return family.sizes(**{field.name: getattr(config, field.name) for field in fields})
+
+
+def layer_bytes(config: Config) -> int:
+    """Returns the bytes of the weights of one layer of the pipeline in the dtype of computation.
+
+    Args:
+        config: The config of the run.
+
+    Returns:
+        Bytes of the whole layer, however it is sharded.
+    """
+    dtype = jnp.dtype(config.dtype)
+    weights = MODEL_FAMILIES[config.decoder_block].weights(model_config(config), dtype)
+    return models.num_parameters(weights["layer"]) * dtype.itemsize

@@ -22,7 +22,7 @@ from ..optim._decay import check_weight_decay_exclude
 from ..optim._router_bias import drop_router_biases
 from ._attention import AttentionPlan
 from ._devices import BatchPlan, DeviceLayout
-from ._family import MODEL_FAMILIES, model_config
+from ._family import MODEL_FAMILIES, layer_bytes, model_config
 from ._fsdp import GatherPlan, weight_gathers
 from ._layout import LayerSettings, circular_layout, scheduled_layout
 from ._model import ModelPlan, RematPlan, select_grouped_matmul
@@ -344,6 +344,7 @@ def step_traits(config: Config, device: Any) -> StepTraits:
         config.pipeline_engine,
         forwarding_delay=config.pipeline_delay_activation_forwarding,
         deterministic=config.deterministic,
+        layer_bytes=layer_bytes(config),
     )
 
 

@@ -17,6 +17,8 @@ class StepTraits:
         engine: The engine: `circular`, `scheduled`, `mpmd` or `none`.
         forwarding_delay: Whether activations are handed over one tick late.
         deterministic: Whether results must be equal bit for bit in every run.
+        layer_bytes: Bytes of the whole weights of one layer in the dtype of computation; 0 if they
+            are unknown.
     """
 
     platform: str
@@ -24,6 +26,7 @@ class StepTraits:
     engine: str
     forwarding_delay: bool = False
     deterministic: bool = False
+    layer_bytes: int = 0
 
 
 def _always(traits: StepTraits) -> bool:
