@@ -33,8 +33,9 @@ _STREAM = 4
 """Copies of a rank's microbatches that the circular engine holds: inputs, stream, results and
 their cotangents."""
 
-_LOGITS = 2
-"""Float32 arrays as large as the logits: these, and their cotangents with what computes them."""
+_LOGITS = 1.25
+"""Float32 arrays as large as the logits. These and their cotangents are in part bfloat16, and in
+part never stored."""
 
 
 @dataclass(frozen=True)
@@ -145,13 +146,12 @@ class _Parts(NamedTuple):
     layer_work: float
     loss: float
     largest: float
-    head_gradient: float
 
 
 class _OnMesh(NamedTuple):
     """Parameters of a device on a mesh: of one layer and of embedding and head.
 
-    Each as stored and as read, with the largest weight of the layer and of the head.
+    Each as stored and as read, with the largest weight of the layer.
     """
 
     stored_layer: float
@@ -159,7 +159,6 @@ class _OnMesh(NamedTuple):
     largest: float
     stored_boundary: float
     boundary: float
-    largest_head: float
 
 
 @lru_cache(maxsize=10_000)
@@ -171,7 +170,6 @@ def _on_mesh(model: PlannedModel, mesh: tuple[int, ...]) -> _OnMesh:
         largest_weight(model.layer, sizes),
         stored_parameters(ends, sizes),
         gathered_parameters(ends, sizes),
-        largest_weight(model.head, sizes),
     )
 
 
@@ -196,7 +194,6 @@ def _parts(model: PlannedModel, candidate: StepLayout, tokens: float) -> _Parts:
         _LAYER_WORK * tokens * _token_bytes(model, mesh, "none"),
         _LOGITS * logits,
         _FLOAT32 * sizes.largest,
-        _FLOAT32 * sizes.largest_head,
     )
 
 
@@ -216,8 +213,7 @@ def _unpipelined(model: PlannedModel, candidate: StepLayout, tokens: float) -> M
     activations = layers * (parts.activation + parts.kept)
     gathers = _COMPUTE * parts.layer if candidate.gathers else 0.0
     work = parts.layer_work + parts.largest
-    loss = parts.loss + parts.head_gradient
-    in_layer, in_loss = one + gathers + work, loss
+    in_layer, in_loss = one + gathers + work, parts.loss
     return Memory(
         weights,
         optimizer,
@@ -225,7 +221,7 @@ def _unpipelined(model: PlannedModel, candidate: StepLayout, tokens: float) -> M
         cast + (gathers if in_layer >= in_loss else 0.0),
         activations,
         0.0 if in_layer >= in_loss else parts.loss,
-        work if in_layer >= in_loss else parts.head_gradient,
+        work if in_layer >= in_loss else 0.0,
     )
 
 
@@ -251,26 +247,26 @@ def _circular(model: PlannedModel, candidate: StepLayout, tokens: float) -> Memo
     weights, optimizer = _state(parts)
     ticks = M * v + S - 1
     kept = ticks * _residuals(candidate, parts)
-    gradients = _FLOAT32 * parts.stored
+    every, gradients = kept, _FLOAT32 * parts.stored
     if v >= 8:  # residuals of the later half are freed before gradients of the earlier half exist
         later = _FLOAT32 * parts.stored * (v - v // 2) / v
         first = kept * (v // 2) / v
-        if kept + later >= first + gradients:
-            gradients = later
-        else:
-            kept = first
+        kept, gradients = max((kept, later), (first, gradients), key=sum)
     stage = parts.whole / v
     gathered, windows = _windows(candidate, parts, stage)
-    sums = 2 * _FLOAT32 * (parts.stored / v if candidate.gather == "tick" else stage)
+    gradients += 2 * _FLOAT32 * (parts.stored / v if candidate.gather == "tick" else stage)
+    work, logits = parts.layer_work + _recomputed(candidate, parts), 0.0
+    if every + parts.loss > kept + gradients + work:  # the loss is computed before any of these
+        kept, gradients, work, logits = every, 0.0, 0.0, parts.loss
     boundary = parts.whole_boundary if candidate.gathers else parts.boundary
     return Memory(
         weights,
         optimizer,
-        gradients + sums + _FLOAT32 * boundary,
+        gradients + _FLOAT32 * boundary,
         gathered + windows + _COMPUTE * boundary,
-        kept + _STREAM * max(1, M // S) * parts.activation + _recomputed(candidate, parts),
-        0.0,
-        parts.layer_work,
+        kept + _STREAM * max(1, M // S) * parts.activation,
+        logits,
+        work,
     )
 
 
@@ -309,15 +305,14 @@ def _scheduled(model: PlannedModel, candidate: StepLayout, tokens: float, live: 
     kept += live.wgrad_residuals * candidate.layers_per_stage * 2 * parts.layer_work
     waiting = (live.waiting + 1) * parts.activation
     work = parts.layer_work + _recomputed(candidate, parts)
-    loss = parts.loss + parts.head_gradient
     return Memory(
         weights,
         optimizer,
         gradients + _FLOAT32 * boundary,
         gathered + _COMPUTE * boundary,
         kept + waiting,
-        parts.loss if loss > work else 0.0,
-        parts.head_gradient if loss > work else work,
+        parts.loss if parts.loss > work else 0.0,
+        0.0 if parts.loss > work else work,
     )
 
 
