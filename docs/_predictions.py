@@ -233,8 +233,8 @@ HELD_BACK_HEAD = """
 ## Rows that nothing is fitted to
 
 The other rows of Megatron-Bridge's archive (by release) and of torchtitan's report (by table), and
-MaxText's table for 1 to 32 slices of 256 v5e. No constant is fitted to them; a v5e has those of a
-v5p. Seconds of a step.
+MaxText's tables for v5e and v5p, on 1 to 32 slices. No constant is fitted to them; a v5e has those
+of a v5p. Seconds of a step.
 """
 
 

@@ -7,7 +7,14 @@ from functools import cache
 from pathlib import Path
 
 from jaxpipe.cost.devices import HARDWARE, Efficiency, Hardware, hardware
-from jaxpipe.cost.training_step import Layout, StageSeconds, build_schedule, num_transfers, predict
+from jaxpipe.cost.training_step import (
+    Layout,
+    Remat,
+    StageSeconds,
+    build_schedule,
+    num_transfers,
+    predict,
+)
 from jaxpipe.cost.work import (
     Experts,
     LatentAttention,
@@ -275,15 +282,28 @@ def _maxtext(row: dict[str, str]) -> Case:
     return Case(row, _model(row), layout, device, _measured(row))
 
 
-def _maxtext_v5e(row: dict[str, str]) -> Case:
-    """Returns a row of MaxText's table for v5e, whose models are 16 to 128 times the smallest.
+_MAXTEXT_TABLES: dict[tuple[str, int], tuple[int, int, Remat]] = {
+    ("v5e", 16): (6, 1, "full"),
+    ("v5e", 32): (4, 1, "full"),
+    ("v5e", 64): (2, 1, "full"),
+    ("v5e", 128): (1, 16, "none"),
+    ("v5p", 32): (7, 4, "selective"),
+    ("v5p", 64): (3, 4, "selective"),
+    ("v5p", 128): (1, 8, "selective"),
+    ("v5p", 256): (1, 8, "selective"),
+    ("v5p", 512): (2, 8, "full"),
+}
+"""Rows per device, tensor parallelism and rematerialization of the scripts beside the tables."""
 
-    The rate of the table counts all of the square of attention. Slices have replicas.
+
+def _maxtext_table(row: dict[str, str]) -> Case:
+    """Returns a row of MaxText's tables, whose models are 16 to 512 times the smallest.
+
+    The rates of the tables count all of the square of attention. Slices have replicas.
     """
-    scale, slices = int(row["model"]), int(row["slices"])
-    rows, tensor = {16: (6, 1), 32: (4, 1), 64: (2, 1), 128: (1, 16)}[scale]
-    doublings = scale.bit_length() - 1
-    base, more = divmod(doublings, 3)
+    scale, slices, kind = int(row["model"]), int(row["slices"]), row["device"]
+    rows, tensor, remat = _MAXTEXT_TABLES[kind, scale]
+    base, more = divmod(scale.bit_length() - 1, 3)
     wide = base + (more > 0)
     work = transformer(
         layers=16 << base,
@@ -295,20 +315,20 @@ def _maxtext_v5e(row: dict[str, str]) -> Case:
     )
     layout = Layout(
         data=slices,
-        fsdp=256 // tensor,
+        fsdp=int(row["chips_per_slice"]) // tensor,
         tensor=tensor,
         rows=rows * tensor,
         sequence=2048,
-        remat="none" if tensor > 1 else "full",
+        remat=remat,
         gather="layer",
         hosts=slices if slices > 1 else 0,
         shared_optimizer=False,
-        overlap=("fsdp", "tensor"),
+        overlap=("fsdp",),
     )
     flops = flops_per_token(work, layout.sequence, whole_square=True) * layout.batch * 2048
     measured = flops / layout.devices / (1e12 * float(row["tflops_per_chip"]))
-    shown = {**row, "ep": "", "table": "v5e", "model": f"MaxText {scale}b"}
-    return Case(shown, work, layout, hardware("v5e"), measured)
+    shown = {**row, "ep": "", "table": kind, "model": f"MaxText {scale}b"}
+    return Case(shown, work, layout, hardware(kind), measured)
 
 
 TORCHTITAN = "pytorch/torchtitan"
@@ -317,7 +337,7 @@ SOURCES: dict[str, Callable[[dict[str, str]], Case]] = {
     "NVIDIA-NeMo/Megatron-Bridge": _megatron_bridge,
     TORCHTITAN: _torchtitan,
     "AI-Hypercomputer/tpu-recipes": _maxtext,
-    "AI-Hypercomputer/maxtext": _maxtext_v5e,
+    "AI-Hypercomputer/maxtext": _maxtext_table,
 }
 
 
@@ -328,7 +348,7 @@ def read(name: str) -> list[dict[str, str]]:
 
 
 FITTED = ("throughput.csv", "tpu_v6e.csv")
-HELD_BACK = ("not_fitted.csv", "maxtext_v5e.csv")
+HELD_BACK = ("not_fitted.csv", "maxtext_tables.csv")
 
 
 @cache

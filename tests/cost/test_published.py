@@ -84,5 +84,5 @@ def test_rows_without_experts_that_nothing_is_fitted_to_are_predicted(prediction
         for case, seconds in predictions.held_back()
         if not predictions.has_experts(case)
     ]
-    assert len(rows) == 56
+    assert len(rows) == 68
     assert predictions.errors(rows)[0] < 0.1

@@ -12,7 +12,7 @@ from ._hardware import Hardware
 # Of the peak in large products, in bfloat16 on A100 and TPUs, in fp8 on the others.
 PRODUCTS = {"a100": 0.75, "h100": 0.61, "b200": 0.52, "b300": 0.64, "v5p": 0.89, "v6e": 0.59}
 # Of what is reached in fp8, or in bfloat16 on v5p.
-DTYPES = {"mxfp8": 0.91, "nvfp4": 0.66, "int8": 0.84}
+DTYPES = {"mxfp8": 0.91, "nvfp4": 0.66, "int8": 0.95}
 # Of what equally large products reach.
 EXPERTS = {"h100": 0.31, "b200": 0.32, "b300": 0.25, "gb200": 0.71, "gb300": 0.94, "v5p": 0.34}
 _CHIPS = {"gb200": "b200", "gb300": "b300", "h200": "h100", "a100-40gb": "a100"}

@@ -1,6 +1,7 @@
 """The time of a training step of a model, laid out over devices of a kind."""
 
 from ._layout import Layout as Layout
+from ._layout import Remat as Remat
 from ._predict import Prediction as Prediction
 from ._predict import predict as predict
 from ._schedule_time import ScheduleTime as ScheduleTime

@@ -1,10 +1,12 @@
 """Seconds of collectives, over links inside a domain and over the network between domains."""
 
 from dataclasses import dataclass
-from math import log, log2, prod
+from math import ceil, log, log2, prod
 
 from ..devices import Efficiency, Hardware
 from ._layout import Layout
+
+_TORUS_SIDE = 16
 
 
 @dataclass(frozen=True)
@@ -157,8 +159,8 @@ def send_seconds(sent_bytes: float, layout: Layout, network: Network) -> float:
 
 
 def _axes(group: Group, network: Network) -> int:
-    """Returns the axes of a torus that a group of devices spans."""
-    return min(network.torus_axes, max(1, round(log(group.linked, 4)))) if group.linked > 1 else 1
+    """Returns the axes of a torus that a group of devices spans, of 16 devices at most each."""
+    return min(network.torus_axes, max(1, ceil(log(group.linked, _TORUS_SIDE))))
 
 
 def _ring_rate(group: Group, network: Network) -> float:

@@ -110,7 +110,9 @@ def predict(
     backward = sum(costs.input[stage] + costs.weight[stage] for stage in own)
     parts["gradient_reduction"], crossing = _gradients(work, held, layout, device, backward)
     if layout.fsdp > 1 and layout.gather in ("once", "repeat"):
-        parts["fsdp"] = 2 * gather_seconds(held, layout, device)
+        # A gather and a scatter, and with "repeat" another gather for the backward.
+        passes = 3 if layout.gather == "repeat" else 2
+        parts["fsdp"] = passes * gather_seconds(held, layout, device)
     parts["optimizer"] = _optimizer(work, held, layout, device)
     seconds = sum(parts.values())
     flops = flops_per_token(work, layout.sequence)
