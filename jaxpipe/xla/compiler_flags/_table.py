@@ -80,8 +80,8 @@ def _combine_thresholds() -> list[CompilerFlag]:
     """Returns rows that combine the collectives of one layer, and not of two."""
     reason = (
         "Combines collectives up to the bytes of one layer. On h100:4 with gathers once per repeat "
-        "thresholds of half a layer took the overlap from gathers (45% of their bytes without "
-        "these flags) and made three quarters of reduce-scatters asynchronous, at 1% less memory."
+        "23% of gathered bytes overlap with products, 45% without these flags. All reduce-scatters "
+        "are asynchronous, none without, but none overlaps. The peak is the same."
     )
     return [
         CompilerFlag(
