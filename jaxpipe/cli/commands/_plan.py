@@ -141,7 +141,7 @@ def _verified(plans: "Plans", index: int) -> dict[str, Any]:
         setup = checked_setup(settings, devices)
         check_single_program(setup.step.engine)
         report, _ = compile_step(setup.step)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # the others are still to be compiled
         return {"refused": str(error)}
     found = report.step_time
     return {
