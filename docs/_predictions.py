@@ -155,13 +155,13 @@ These are fitted to the rows below, and no others. No row has a constant of its 
 the only one of its device.
 """
 CONSTANTS_NOTE = """
-Not fitted, and equal for all: fused attention reaches 0.5 of the peak in bfloat16, memory 0.8 of
-its bandwidth, links 0.75, networks 0.8; an operation takes 4 microseconds beside its work; 0.7 of
-a collective that runs beside products is hidden. A TPU without a constant has that of a v5p, and a
-GPU in bfloat16 that of an A100. What the recipes say of recomputation, of layers per stage and of
-communication beside products is in [docs/_published.py](_published.py). "Left out" means that the
-constants are fitted to the other rows only. Where no other row has the device, it has that of a
-v5p or the mean of the others."""
+Not fitted but chosen, as round numbers, and equal for all: fused attention reaches 0.5 of the
+peak in bfloat16, memory 0.8 of its bandwidth, links 0.75, networks 0.8; an operation takes 4
+microseconds beside its work; 0.7 of a collective that runs beside products is hidden. A TPU
+without a constant has that of a v5p, and a GPU in bfloat16 that of an A100. What the recipes say
+of recomputation, of layers per stage and of communication beside products is in
+[docs/_published.py](_published.py). "Left out" means that the constants are fitted to the other
+rows only. Where no other row has the device, it has that of a v5p or the mean of the others."""
 
 
 def _zero_bubble() -> Iterator[str]:
@@ -234,7 +234,8 @@ HELD_BACK_HEAD = """
 
 The other rows of Megatron-Bridge's archive (by release) and of torchtitan's report (by table), and
 MaxText's tables for v5e and v5p, on 1 to 32 slices. No constant is fitted to them; a v5e has those
-of a v5p. Seconds of a step.
+of a v5p. Two rules were chosen with MaxText's tables at hand: that a ring of a torus has at most 16
+devices, and that tensor parallelism there does not run beside products. Seconds of a step.
 """
 
 

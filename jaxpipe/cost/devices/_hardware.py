@@ -68,6 +68,7 @@ class Hardware:
 _INT8 = (("int8", 2.0),)
 _HOPPER = (("int8", 2.0), ("fp8", 2.0))
 _BLACKWELL = (("int8", 2.0), ("fp8", 2.0), ("mxfp8", 2.0), ("nvfp4", 4.0))
+_BLACKWELL_ULTRA = (("fp8", 2.0), ("mxfp8", 2.0), ("nvfp4", 6.0))  # few units for int8
 _TPU_LATENCY = (1e-6, 2e-5)
 _GPU_LATENCY = (3e-6, 1e-5)
 
@@ -135,7 +136,7 @@ HARDWARE: dict[str, Hardware] = {
         # Peak, GiB, GB/s of memory, GB/s of links along one axis of the torus (two links, one
         # direction each), GB/s of the data centre's network, devices of the largest slice. Where
         # a page has no figure of the network, a v5e has half of a v5p's, the others have it.
-        _tpu("v4", 275.0, 32, 1228.0, 100.0, 6.25, 4096, _INT8[:0]),
+        _tpu("v4", 275.0, 32, 1228.0, 100.0, 6.25, 4096, ()),
         _tpu("v5e", 197.0, 16, 819.0, 100.0, 3.125, 256, _INT8),
         _tpu("v5p", 459.0, 95, 2765.0, 200.0, 6.25, 6144, _INT8),
         _tpu("v6e", 918.0, 32, 1638.0, 200.0, 6.25, 256, _INT8),
@@ -147,7 +148,9 @@ HARDWARE: dict[str, Hardware] = {
         _gpu("h100", 989.0, 80, 3350.0, 450.0, 50.0, 8, _HOPPER, f"{_DGX}h100, dgx-h100"),
         _gpu("h200", 989.0, 140, 4800.0, 450.0, 50.0, 8, _HOPPER, f"{_DGX}h200, dgx-h200"),
         _gpu("b200", 2250.0, 179, 8000.0, 900.0, 50.0, 8, _BLACKWELL, f"{_DGX}dgx-b200, hgx"),
-        _gpu("b300", 2250.0, 268, 8000.0, 900.0, 100.0, 8, _BLACKWELL, f"{_DGX}dgx-b300, hgx"),
+        _gpu(
+            "b300", 2250.0, 268, 8000.0, 900.0, 100.0, 8, _BLACKWELL_ULTRA, f"{_DGX}dgx-b300, hgx"
+        ),
         _gpu("gb200", 2500.0, 185, 8000.0, 900.0, 50.0, 72, _BLACKWELL, f"{_DGX}gb200-nvl72"),
         _gpu(
             "gb300",
@@ -157,7 +160,7 @@ HARDWARE: dict[str, Hardware] = {
             900.0,
             100.0,
             72,
-            (*_BLACKWELL[:3], ("nvfp4", 6.0)),
+            _BLACKWELL_ULTRA,
             f"{_DGX}gb300-nvl72",
         ),
     )
