@@ -69,6 +69,7 @@ def rough_seconds(candidate: StepLayout, request: Request) -> float:
         candidate.policy == "none",
     )
     seconds = candidate.accumulation * _with_policy(whole, candidate, request) / S
+    seconds *= 1 + twice_recomputed(candidate, request.model)
     if candidate.engine == "none":
         return seconds
     waiting = (S - 1) / (M * v)
@@ -107,6 +108,7 @@ def step_time(candidate: StepLayout, request: Request, run: Run) -> PredictedTim
     if share < 1 and candidate.policy != "none":
         other = predict(request.work, replace(layout, remat="selective"), kind)
         found = _between(other, found, share)
+    found = _with_second_forward(found, twice_recomputed(candidate, request.model))
     parts = dict(found.parts)
     ticks = _tick_seconds(candidate, run, found)
     if ticks is not None:
@@ -143,6 +145,40 @@ def _tick_seconds(candidate: StepLayout, run: Run, found: Prediction) -> float |
         costs = Costs(found.forward, found.input, found.weight, found.transfer)
         return float(makespan(run.engine.timeline(run.pipeline, costs)))
     return None
+
+
+def twice_recomputed(candidate: StepLayout, model: PlannedModel) -> float:
+    """Returns what a stage of several layers costs more if it and its layers are computed again.
+
+    Args:
+        candidate: The layout.
+        model: The model.
+
+    Returns:
+        One more forward, as a share of forward, recomputation and backward.
+    """
+    if candidate.scope != "both" or candidate.layers_per_stage == 1 or candidate.policy == "none":
+        return 0.0
+    return 1.0 / (3.0 + recomputed_share(model, candidate.policy))
+
+
+def _with_second_forward(found: Prediction, share: float) -> Prediction:
+    """Returns a prediction in which I takes a forward more, `share` of the work of the layers."""
+    if not share:
+        return found
+    parts = dict(found.parts)
+    for name in ("products", "other_compute"):
+        parts[name] *= 1 + share
+    more = sum(parts.values()) - sum(found.parts.values())
+    return replace(
+        found,
+        seconds=found.seconds + more,
+        parts=parts,
+        model_flops_utilization=found.model_flops_utilization
+        * found.seconds
+        / (found.seconds + more),
+        input=tuple(i + f for i, f in zip(found.input, found.forward, strict=True)),
+    )
 
 
 def recomputed_share(model: PlannedModel, policy: str) -> float:

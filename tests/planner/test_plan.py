@@ -80,6 +80,26 @@ def test_less_memory_takes_other_plans_and_too_little_says_by_how_much():
         jp.plan("llama2-7b", "v5p-8", 48, 2048, memory_gb=10)
 
 
+def test_a_stage_that_is_computed_again_twice_takes_longer_and_less_memory():
+    fixed = {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2, "remat_policy": "full"}
+    fixed |= {"pipeline_fsdp_ag_once": True, "num_pipeline_microbatches": 8}
+    layers, both = (
+        jp.plan(
+            {
+                "model_name": "llama2-7b",
+                "set_remat_policy_on_layers_per_stage": True,
+                "set_remat_policy_on_pipeline_iterations": on_ticks,
+                **fixed,
+            },
+            *("v5p-8", 48, 2048),
+            schedule="1f1b",
+        ).best
+        for on_ticks in (False, True)
+    )
+    assert both.time.seconds > 1.1 * layers.time.seconds
+    assert both.memory.total < layers.memory.total
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
