@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxpipe.cli import main
-from jaxpipe.schedules import FAMILIES, build, read_csv
+from jaxpipe.schedules import FAMILIES, Costs, build, makespan, read_csv, simulate
 
 COUNTS = ["--ranks", "4", "--microbatches", "8"]
 
@@ -146,3 +146,17 @@ assert main(["schedule", "show", "zbv", "--ranks", "2", "--microbatches", "4"]) 
 assert "jax" not in sys.modules and "numpy" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_search_prints_the_gap_to_the_bound_and_writes_the_schedule(tmp_path: Path, capsys):
+    file = tmp_path / "found.csv"
+    options = ["--ranks", "2", "--microbatches", "4", "--costs", "10,12,8", "--max-chunks", "1"]
+    assert run("search", *options, "--csv", str(file)) == 0
+    printed = capsys.readouterr().out
+    assert "0.00% above the bound" in printed and "peak activations  2\n" in printed
+    assert makespan(simulate(read_csv(file), Costs(10, 12, 8))) == 134
+    assert run("search", *options, "--no-barrier", "--json") == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["bound"] <= figures["step_time"] <= figures["makespan"]
+    assert run("search", *options, "--memory-cap", "0.5") == 2
+    assert "`--memory-cap` is 0.5, and the leanest schedule tried" in capsys.readouterr().err

@@ -17,9 +17,9 @@ from jaxpipe.schedules import (
     simulate,
 )
 from jaxpipe.schedules.analysis.search import (
-    Policy,
     Problem,
     dispatch,
+    pace_rules,
     rank_of_each_stage,
     to_schedule,
 )
@@ -86,7 +86,9 @@ def test_list_schedules_are_right_and_within_their_cap(
     caps = (cap * n // p,) * p
     ones = (1,) * n
     problem = Problem(rank_of, m, ((f,) * n, (i,) * n, (w,) * n), transfer, ones, ones, caps)
-    words, time = dispatch(problem, Policy(pace=0.5, wait_forward=0.5, wait_weight=0, reserve=0))
+    words, time = dispatch(
+        problem, pace_rules(problem, pace=0.5, wait_forward=0.5, wait_weight=0, reserve=0)
+    )
     schedule = check(to_schedule(problem, words))
     assert max(peak_activations(schedule)) <= caps[0]
     assert makespan(simulate(schedule, Costs(f, i, w, transfer))) <= time

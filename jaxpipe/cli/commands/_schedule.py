@@ -1,4 +1,4 @@
-"""`jaxpipe schedule` lists, shows, exports, simulates and checks schedules, without JAX."""
+"""`jaxpipe schedule` lists, shows, exports, simulates, checks and searches, without JAX."""
 
 import argparse
 import json
@@ -16,6 +16,7 @@ from jaxpipe.schedules import (
     num_ranks,
     peak_activations,
     read_csv,
+    search,
     simulate,
     to_csv,
     to_perfetto,
@@ -28,7 +29,7 @@ from ..._input import is_file, short_repr
 from ...schedules.analysis import busy_times, parallelogram_bubble, rectangular_bubble
 from ...schedules.builders import get_family
 from ...schedules.io import time_unit, to_html
-from ...schedules.language import num_slices
+from ...schedules.language import describe, num_slices
 from ...schedules.lock_step import simulate_ticks, to_lock_step
 from .._options import bounded_float, bounded_integer, path, text
 
@@ -37,7 +38,9 @@ _COUNTS = ("ranks", "microbatches", "chunks", "group", "slices", "latency", "spa
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Registers `schedule` and its sub-commands."""
-    parser = subparsers.add_parser("schedule", help="list, show, export, simulate, check schedules")
+    parser = subparsers.add_parser(
+        "schedule", help="list, show, export, simulate, check, search schedules"
+    )
     commands = parser.add_subparsers(required=True, metavar="command")
 
     command = commands.add_parser("list", help="every schedule, what it takes and asks for")
@@ -68,6 +71,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     command = commands.add_parser("check", help="check a CSV: complete, ordered, free of deadlock")
     command.add_argument("file", type=path, metavar="FILE")
     command.set_defaults(func=_check)
+
+    command = _with_search(commands.add_parser("search", help="the fastest within a memory cap"))
+    command.set_defaults(func=_search)
 
 
 def _with_schedule(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -106,6 +112,27 @@ def _with_schedule(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     add("--transfer", type=text, default="0", metavar="T", help="time between ranks")
     add("--lock-step", action="store_true", help="in ticks of all ranks, as one XLA program has it")
+    return parser
+
+
+def _with_search(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the arguments of a search."""
+    add, count, size = parser.add_argument, bounded_integer(1, 2**31 - 1), bounded_float(0, 1e18)
+    add("--ranks", type=count, metavar="P", required=True)
+    add("--microbatches", type=count, metavar="M", required=True)
+    add("--costs", type=text, default="1,1,1", metavar="F,I,W", help="of a whole rank")
+    add("--transfer", type=text, default="0", metavar="T", help="time between ranks")
+    add(
+        "--memory-cap",
+        type=size,
+        metavar="N",
+        help="the most microbatches that a rank may store; default: as many as ranks",
+    )
+    add("--max-chunks", type=count, default=4, metavar="V", help="the most stages per rank")
+    add("--max-slices", type=count, default=1, metavar="S", help="the most slices per sequence")
+    add("--no-barrier", action="store_true", help="steps follow each other without a barrier")
+    add("--csv", type=path, metavar="FILE", help="write the schedule in torch's format")
+    add("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -191,6 +218,41 @@ def _check(args: argparse.Namespace) -> int:
         f"{args.file}: {num_ranks(schedule)} ranks, {schedule.num_stages} stages and "
         f"{schedule.num_microbatches} microbatches; complete and free of deadlock."
     )
+    return 0
+
+
+def _search(args: argparse.Namespace) -> int:
+    names = ("ranks", "microbatches", "memory_cap", "max_chunks", "max_slices")
+    try:
+        found = search(
+            args.ranks,
+            args.microbatches,
+            parse_costs(args.costs, args.transfer),
+            args.ranks if args.memory_cap is None else args.memory_cap,
+            max_chunks=args.max_chunks,
+            max_slices=args.max_slices,
+            synchronous=not args.no_barrier,
+        )
+    except ValueError as error:
+        ours = {f"`{name}`": f"`--{name.replace('_', '-')}`" for name in names}
+        raise _with_options(ValueError(_renamed(str(error), ours))) from None
+    if args.csv:
+        _write("csv", args.csv, to_csv(found.schedule))
+    figures = {
+        "name": " ".join([found.name, *(f"{key}={value}" for key, value in found.arguments)]),
+        "schedule": describe(found.schedule),
+        "makespan": found.makespan,
+        "step_time": found.step_time,
+        "bound": found.bound,
+        "gap": found.gap,
+        "peak_activations": float(found.peak),
+    }
+    if args.json:
+        print(json.dumps(figures, indent=2))
+    else:
+        figures["gap"] = f"{found.gap:.2%} above the bound"
+        for name, value in figures.items():
+            print(f"{name.replace('_', ' '):18}{value if isinstance(value, str) else f'{value:g}'}")
     return 0
 
 

@@ -16,6 +16,7 @@ for any placement, unequal stages, and memory that I and W free in parts. With o
 for p microbatches they add up to (p - 1)(F + I - W), the bubble of ZB-H1, which is thereby optimal.
 """
 
+from functools import lru_cache
 from math import floor
 
 from .._simulate import Time
@@ -24,6 +25,7 @@ from ._problem import F, I, Problem, W
 _ROUNDING = 1e-9
 
 
+@lru_cache(maxsize=64)
 def lower_bound(problem: Problem) -> Time:
     """Returns a time that no schedule of a problem is faster than.
 

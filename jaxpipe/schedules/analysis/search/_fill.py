@@ -12,7 +12,7 @@ The rule about gaps is that of the zero-bubble project's own scheduler (Qi et al
 from dataclasses import dataclass
 
 from .._simulate import Time
-from ._problem import Problem, W, Words
+from ._problem import F, I, Problem, W, Words
 
 
 @dataclass(frozen=True)
@@ -170,3 +170,52 @@ def forwards_and_inputs(problem: Problem, words: Words) -> Words:
     """Returns words without their W's."""
     end = W * problem.num_stages
     return [[code for code in word if code < end] for word in words]
+
+
+def run_words(problem: Problem, words: Words) -> Time:
+    """Returns the objective of words as they are; they must be complete and free of deadlock."""
+    S, p = problem.num_stages, problem.num_ranks
+    durations = [time for times in problem.times for time in times]
+    arrivals: list[list[Time]] = [[] for _ in range(3 * S)]
+    arrivals[0] = [0] * problem.num_microbatches
+    counts, positions = [0] * (3 * S), [0] * p
+    now: list[Time] = [0] * p
+    begun: list[Time | None] = [None] * p
+    todo = list(range(p))[::-1]
+    while todo:
+        rank = todo.pop()
+        word, position, time = words[rank], positions[rank], now[rank]
+        while position < len(word):
+            code = word[position]
+            count = counts[code]
+            if count >= len(arrivals[code]):
+                break
+            time = max(time, arrivals[code][count])
+            if begun[rank] is None:
+                begun[rank] = time
+            time += durations[code]
+            counts[code] = count + 1
+            position += 1
+            for following, hop in _followers(problem, code):
+                arrivals[following].append(time + hop)
+                other = problem.rank_of[following % S]
+                if other != rank:
+                    todo.append(other)
+        positions[rank], now[rank] = position, time
+    assert positions == [len(word) for word in words], "the words do not deadlock"
+    return max(
+        end if problem.synchronous else end - (start or 0)
+        for start, end in zip(begun, now, strict=True)
+    )
+
+
+def _followers(problem: Problem, code: int) -> list[tuple[int, Time]]:
+    """Returns the codes that wait for a letter, with the time of the transfer to each."""
+    S = problem.num_stages
+    op, stage = divmod(code, S)
+    if op == F:
+        return [(code + 1, problem.hops[stage])] if stage + 1 < S else [(S + stage, 0)]
+    if op == I:
+        before = [(code - 1, problem.hops[stage - 1])] if stage else []
+        return [*before, (code + S, 0)]
+    return []

@@ -1,14 +1,17 @@
 """The named families as candidates: each with its arguments, and a bound that often spares it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ...builders._registry import FAMILIES, build
 from ...language._schedule import Schedule
-from .._simulate import Time
+from .._measure import busy_times, makespan, parallelogram_bubble
+from .._simulate import Costs, Time, simulate
 from ._bounds import lower_bound
+from ._fill import run_words
 from ._placements import rank_of_each_stage
-from ._problem import Problem
+from ._problem import Problem, words_of
 
 Arguments = tuple[tuple[str, int], ...]
 
@@ -27,6 +30,7 @@ _UNSPLIT = (
 
 _IN_A_V = ("zbv", "v_half", "v_min", "dualpipev")
 _ON_TWO_RANKS = ("dualpipe",)
+_WITH_PAIRS = ("dualpipe", "dualpipev")
 
 _MANY_GROUPS = 1 << 8
 
@@ -47,30 +51,44 @@ class Named:
 
 
 def named_candidates(
-    ranks: int, microbatches: int, max_chunks: int, max_slices: int
+    ranks: int,
+    microbatches: int,
+    names: Iterable[str] = tuple(FAMILIES),
+    *,
+    max_chunks: int = 4,
+    max_slices: int = 1,
+    usual_groups: bool = False,
 ) -> Iterator[Named]:
-    """Yields every family with the arguments that are worth a try.
+    """Yields families with the arguments that are worth a try.
 
-    For a few ranks and microbatches these are all groups, otherwise the family's own and the
-    ranks.
+    Args:
+        ranks: The number of ranks.
+        microbatches: The number of microbatches.
+        names: The families.
+        max_chunks: The most stages per rank.
+        max_slices: The most slices of a sequence.
+        usual_groups: Whether to leave out groups but the family's own. Of a large problem all but
+            three are left out.
     """
     straight = rank_of_each_stage("straight", ranks)
-    for name, family in FAMILIES.items():
-        takes = family.takes
+    for name in names:
+        takes = FAMILIES[name].takes
         if "slices" in takes:
             yield from (Named(name, (("slices", s),), None) for s in range(1, max_slices + 1))
         elif "chunks" in takes:
+            has_groups = "group" in takes and not usual_groups
             for chunks in range(2, max_chunks + 1):  # one chunk is another family
                 loop = rank_of_each_stage("loop", ranks, chunks)
-                for group in _groups(ranks, microbatches) if "group" in takes else (None,):
+                for group in _groups(ranks, microbatches) if has_groups else (None,):
                     of_group = () if group is None else (("group", group),)
                     yield Named(name, (("chunks", chunks), *of_group), loop)
         elif "spare" in takes:
             yield from (Named(name, (("spare", spare),), straight) for spare in (0, 1))
-        elif name in _IN_A_V:
-            yield Named(name, (), rank_of_each_stage("v", ranks, 2))
-        else:
-            yield Named(name, (), None if name in _ON_TWO_RANKS else straight)
+        elif name not in (*_IN_A_V, *_ON_TWO_RANKS):
+            yield Named(name, (), straight)
+        elif max_chunks >= 2:
+            in_a_v = name in _IN_A_V
+            yield Named(name, (), rank_of_each_stage("v", ranks, 2) if in_a_v else None)
 
 
 def _groups(ranks: int, microbatches: int) -> list[int]:
@@ -82,6 +100,7 @@ def _groups(ranks: int, microbatches: int) -> list[int]:
     return [size for size in sizes if size <= ranks or microbatches % size == 0]
 
 
+@lru_cache(maxsize=8)
 def build_named(named: Named, ranks: int, microbatches: int) -> Schedule | None:
     """Returns the schedule of a family; None if these counts are not for it."""
     try:
@@ -100,9 +119,31 @@ def named_bound(named: Named, problem: Problem) -> Time:
     Returns:
         The bound: of whole backwards, if the family does not split them.
     """
+    return lower_bound(_as_named(named, problem))
+
+
+def named_time(named: Named, schedule: Schedule, problem: Problem, costs: Costs) -> Time:
+    """Returns the objective of a family's schedule.
+
+    Args:
+        named: The family.
+        schedule: Its schedule.
+        problem: The problem of its placement.
+        costs: The costs of the problem, with those of fused pairs.
+    """
+    if named.rank_of is not None and named.name not in _WITH_PAIRS:
+        return run_words(_as_named(named, problem), words_of(schedule))
+    timeline = simulate(schedule, costs)
+    if problem.synchronous:
+        return makespan(timeline)
+    return parallelogram_bubble(timeline) + max(busy_times(timeline))
+
+
+def _as_named(named: Named, problem: Problem) -> Problem:
+    """Returns a problem; with whole backwards, if a family has them: with W's that take no time."""
     if named.name not in _UNSPLIT:
-        return lower_bound(problem)
+        return problem
     f, i, w = problem.times
     whole = tuple(a + b for a, b in zip(i, w, strict=True))
     times = (f, whole, tuple(0 * time for time in w))
-    return lower_bound(replace(problem, times=times, kept=problem.stored))
+    return replace(problem, times=times, kept=problem.stored)

@@ -10,11 +10,12 @@ first is back. Only the order matters: times follow from it.
 from random import Random
 
 from .._simulate import Time
-from ._problem import F, Problem, Words
+from ._problem import F, Problem
+from ._rules import Rules
 
 
-def periodic_order(problem: Problem, period: Time, delay: Time = 0, seed: int = 0) -> Words | None:
-    """Returns an order of F and I with a period.
+def periodic_rules(problem: Problem, *, period: Time, delay: Time, seed: int) -> Rules | None:
+    """Returns strict rules with a period.
 
     Args:
         problem: The problem.
@@ -23,13 +24,13 @@ def periodic_order(problem: Problem, period: Time, delay: Time = 0, seed: int = 
         seed: Of the delays.
 
     Returns:
-        [num_ranks] the codes of F's and I's in order; None if no action takes time.
+        The rules; None if no action takes time.
     """
     work = float(max(problem.work) / problem.num_microbatches)
     if work <= 0:
         return None
     starts = _offsets(problem, float(period * work), float(delay * work), Random(seed))
-    return _order(problem, starts, float(period * work))
+    return Rules(tuple(starts), float(period * work), problem.caps, strict=True)
 
 
 def _offsets(problem: Problem, period: float, delay: float, random: Random) -> list[float]:
@@ -76,16 +77,3 @@ def _overlap(phase: float, length: float, begin: float, end: float, period: floa
         phase < end + shift - small and phase + length > begin + shift + small
         for shift in (-period, 0.0, period)
     )
-
-
-def _order(problem: Problem, starts: list[float], period: float) -> Words:
-    orders = []
-    for stages in problem.stages:
-        letters: list[tuple[Time, int]] = [
-            (starts[code] + microbatch * period, code)
-            for stage in stages
-            for code in (stage, problem.num_stages + stage)
-            for microbatch in range(problem.num_microbatches)
-        ]
-        orders.append([code for _, code in sorted(letters)])
-    return orders

@@ -1,21 +1,20 @@
-"""Recipes: ways to make an order for a problem, to be tried one after the other.
+"""Recipes: ways to an order, to be tried one after the other.
 
 A recipe knows no counts, so that it can be tried on few microbatches before it is used on many.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import product
+from functools import cache, partial
 
-from ...builders._registry import build
 from .._simulate import Time
-from ._dispatch import Policy, dispatch
 from ._fill import forwards_and_inputs
-from ._periodic import periodic_order
-from ._problem import Problem, Words, rank_of_stages, words_of
+from ._named import build_named, named_candidates
+from ._periodic import periodic_rules
+from ._problem import Problem, Words, words_of
+from ._rules import Rules, pace_rules
 
-Recipe = Callable[[Problem], tuple[Words, Time | None] | None]
-"""From a problem to words and their objective; or to an order of F and I, and None; or to None."""
+Recipe = Callable[[Problem], Rules | Words | None]
+"""From a problem to rules, or an order of F and I, or None."""
 
 _NAMES = (
     "zero_bubble_h1",
@@ -27,49 +26,81 @@ _NAMES = (
     "interleaved_zero_bubble",
     "kimi_k2",
     "grouped_interleaved",
-    "looped_bfs",
 )
 
 
+_TABLE: tuple[tuple[str, tuple[Time, ...]], ...] = (
+    ("pace", (0.75, 0.5, 0.5, 0)),
+    ("pace", (0.25, 0.5, 1, 0)),
+    ("period", (1.052, 0, 0)),
+    ("period", (1.496, 0, 0)),
+    ("pace", (0.35, 0.25, 0.5, 0)),
+    ("pace", (1, 0, 0, 0)),
+    ("period", (1.2, 0, 0)),
+    ("period", (0.844, 0, 0)),
+    ("period", (1.149, 0, 0)),
+    ("pace", (0.5, 0, 0, 0)),
+    ("period", (1.37, 0.25, 2)),
+    ("pace", (0.35, 1, 0.5, 0.5)),
+    ("pace", (0.25, 0.5, 0.5, 1)),
+    ("period", (0.773, 0, 0)),
+    ("period", (1.37, 0.1, 1)),
+    ("period", (1.563, 0, 0)),
+    ("period", (1.311, 0, 0)),
+    ("period", (0.922, 0, 0)),
+    ("period", (1.254, 0, 0)),
+    ("pace", (0.5, 0.25, 0.5, 0)),
+    ("pace", (0.75, 0, 0.5, 0)),
+    ("period", (0.417, 0, 0)),
+    ("period", (1.563, 0.25, 2)),
+    ("pace", (0.35, 0.5, 0.5, 0.5)),
+    ("pace", (0.5, 1, 0, 0)),
+    ("period", (1.007, 0, 0)),
+    ("period", (0.808, 0, 0)),
+    ("pace", (0.25, 0.5, 0, 1)),
+    ("period", (0.677, 0.1, 1)),
+    ("period", (0.74, 0, 0)),
+    ("period", (1.149, 0.1, 1)),
+    ("pace", (0.25, 0.5, 0.5, 0)),
+    ("pace", (0.75, 1, 0, 0)),
+    ("pace", (0.25, 1, 0, 0)),
+    ("pace", (0.5, 1, 0.5, 0)),
+    ("pace", (0.75, 1, 0.5, 0)),
+)
+"""Paces (pace, wait_forward, wait_weight, reserve) and periods (period, delay, seed). The order is
+that in which each adds most to those before it: of 200, for 90 problems of 6 ranks and 15
+microbatches. The best of the table is on average within 0.01% of the best of the 200."""
+
+
+@cache
 def recipes() -> Sequence[Recipe]:
-    """Returns all recipes, the most promising first."""
-    policies = [
-        Policy(pace, wait_forward, wait_weight, reserve)
-        for reserve, pace, wait_weight, wait_forward in product(
-            (0, 1, 0.5), (0.25, 0.5, 1, 0.125, 0.75), (0, 0.5), (0.5, 0, 1)
+    """Returns all recipes: three paces, the orders of families, then the other rows."""
+    first, *others = (_of_row(*row) for row in _TABLE)
+    named = (partial(_named, name=name) for name in _NAMES)
+    return [first, *others[:2], *named, *others[2:]]
+
+
+def _of_row(kind: str, values: tuple[Time, ...]) -> Recipe:
+    if kind == "pace":
+        pace, wait_forward, wait_weight, reserve = values
+        return partial(
+            pace_rules,
+            pace=pace,
+            wait_forward=wait_forward,
+            wait_weight=wait_weight,
+            reserve=reserve,
         )
-    ]
-    by_policy = [partial(dispatch, policy=policy) for policy in policies]
-    periodic = [
-        partial(_periodic, period=0.35 * 1.04**index, delay=0.1 * turn, seed=turn)
-        for turn in range(3)
-        for index in range(40)
-    ]
-    mixed = [recipe for pair in zip(by_policy, periodic, strict=False) for recipe in pair]
-    rest = by_policy[len(periodic) :] + periodic[len(by_policy) :]
-    return [partial(_named, name=name) for name in _NAMES] + mixed + rest
+    period, delay, seed = values
+    return partial(periodic_rules, period=period, delay=delay, seed=int(seed))
 
 
-def _periodic(problem: Problem, period: Time, delay: Time, seed: int) -> tuple[Words, None] | None:
-    order = periodic_order(problem, period, delay, seed)
-    return None if order is None else (order, None)
-
-
-def _named(problem: Problem, name: str) -> tuple[Words, None] | None:
+def _named(problem: Problem, name: str) -> Words | None:
     """Returns the order of F and I of a family, if it has the placement of a problem."""
-    chunks, rest = divmod(problem.num_stages, problem.num_ranks)
-    if rest:
-        return None
-    given = {"chunks": chunks} if chunks > 1 and name in _WITH_CHUNKS else {}
-    try:
-        schedule = build(
-            name, ranks=problem.num_ranks, microbatches=problem.num_microbatches, **given
-        )
-    except ValueError:
-        return None  # these counts are not for this family
-    if rank_of_stages(schedule) != problem.rank_of:
-        return None
-    return forwards_and_inputs(problem, words_of(schedule)), None
-
-
-_WITH_CHUNKS = ("interleaved_zero_bubble", "kimi_k2", "grouped_interleaved", "looped_bfs")
+    p, m = problem.num_ranks, problem.num_microbatches
+    chunks = max(2, problem.num_stages // p)
+    for named in named_candidates(p, m, (name,), max_chunks=chunks, usual_groups=True):
+        if named.rank_of == problem.rank_of:
+            schedule = build_named(named, p, m)
+            if schedule is not None:
+                return forwards_and_inputs(problem, words_of(schedule))
+    return None

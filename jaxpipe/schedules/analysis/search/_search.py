@@ -8,22 +8,28 @@ of it.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import reduce
 
 from ...builders._require import require, require_positive
 from ...language._check import check
 from ...language._schedule import Schedule, num_slices
-from .._measure import busy_times, makespan, parallelogram_bubble
+from .._measure import makespan
 from .._simulate import Costs, PerStage, Time, check_costs, simulate
 from ._bounds import lower_bound
-from ._named import Named, build_named, named_bound, named_candidates
+from ._named import Named, build_named, named_bound, named_candidates, named_time
 from ._placements import usual_placements
-from ._problem import Problem, peak_bytes, stage_costs, to_schedule, words_of
-from ._solve import ROUNDING, Budget, is_enough, solve
+from ._problem import Problem, Words, peak_bytes, stage_costs, to_schedule, words_of
+from ._solve import ROUNDING, Budget, Found, Solver, is_enough
 
 SEARCHED = "searched"
 """The name of a schedule that is of no family."""
 
-_BASE_ACTIONS, _RUNS = 300_000, 60
+_BASE_ACTIONS, _MOST_RUNS, _RUNS = 400_000, 1000, 60
+"""What a search may spend: so many actions, but no more than so many runs of the placement with the
+fewest actions; and some more such runs."""
+_FIRST_RECIPES, _MORE_RECIPES = 13, 40
+_FRACTIONS = (0.6, 1)
+"""What the best placement may spend of what is left, and then the second."""
 
 
 @dataclass(frozen=True)
@@ -121,15 +127,17 @@ def search(
         for rank_of in tried
         for pieces in [len(rank_of) // ranks if placement is None else 1]
     ]
-    named = list(named_candidates(ranks, microbatches, max_chunks, max_slices))
-    best = _best_order([setting for setting in settings if setting.fits])
+    named = list(
+        named_candidates(ranks, microbatches, max_chunks=max_chunks, max_slices=max_slices)
+    )
     if placement is not None:
         named = [one for one in named if one.rank_of == settings[0].problem.rank_of]
-    best = _best_named(named, settings, costs, best)
+    fitting = [setting for setting in settings if setting.fits]
+    best = _best_named(named, settings, costs, _best_order(fitting))
     require(best is not None, *_too_small(memory_cap, settings))
     assert best is not None
-    bounds = [setting.bound for setting in settings if setting.fits]
-    return replace(best, bound=min([best.step_time, *bounds]))
+    bound = min([best.step_time, *(setting.bound for setting in fitting)])
+    return _candidate(best, costs, bound)
 
 
 @dataclass(frozen=True)
@@ -229,44 +237,69 @@ def _problem(
     )
 
 
-def _best_order(settings: list[_Setting]) -> Candidate | None:
+@dataclass(frozen=True)
+class _Found:
+    """A schedule that fits, with its figures in the caller's units; `Candidate` has the fields."""
+
+    name: str
+    arguments: tuple[tuple[str, int], ...]
+    setting: _Setting
+    schedule: Schedule | Words
+    step_time: Time
+    peak: Time | Fraction
+
+
+def _best_order(settings: list[_Setting]) -> _Found | None:
     """Returns the best order of all settings; None if there are none.
 
-    Those whose bound is best are searched first, and those whose bound is no better than what has
-    been found are left out.
+    Every placement is tried a little, unless its bound is no better than what has been found. Most
+    of the time is for the best two.
     """
-    best: Candidate | None = None
     if not settings:
         return None
     fewest = min(setting.problem.num_actions for setting in settings)
-    left: Time = _BASE_ACTIONS + _RUNS * fewest
-    ordered = sorted(settings, key=lambda setting: (setting.bound, setting.problem.num_stages))
-    for index, setting in enumerate(ordered):
-        if best is not None and is_enough(best.step_time, setting.bound):
+    budget = Budget(min(_BASE_ACTIONS, _MOST_RUNS * fewest) + _RUNS * fewest)
+    solvers: list[tuple[_Setting, Solver]] = []
+
+    def best_time() -> Time:
+        return min(solver.best.objective / setting.pieces for setting, solver in solvers)
+
+    for setting in sorted(settings, key=lambda s: (s.bound, s.problem.num_stages)):
+        if solvers and is_enough(best_time(), setting.bound):
             break
-        share = Budget(left / (len(ordered) - index))
-        left -= share.left
-        found = solve(setting.problem, share, lower_bound(setting.problem))
-        left += share.left
-        schedule = check(to_schedule(setting.problem, found.words))
-        candidate = _measured(SEARCHED, (), schedule, setting, stage_costs(setting.problem))
-        assert candidate is not None, "an order is within its caps"
-        best = _better(candidate, best)
-    return best
+        solver = Solver(setting.problem, budget)
+        solver.try_recipes(_FIRST_RECIPES, budget.part(1 / 7))
+        solvers.append((setting, solver))
+    for index, fraction in enumerate(_FRACTIONS):
+        solvers.sort(key=lambda each: each[1].best.objective / each[0].pieces)
+        promising = [one for one in solvers if not is_enough(best_time(), one[0].bound)]
+        if index < len(promising):
+            solver = promising[index][1]
+            solver.try_recipes(_MORE_RECIPES, budget.part(fraction / 2))
+            solver.improve(budget.part(fraction))
+    found = [_searched(setting, solver.best) for setting, solver in solvers]
+    return reduce(_better, found)
+
+
+def _searched(setting: _Setting, found: Found) -> _Found:
+    peak = _peak(setting, found.words)
+    assert peak is not None, "an order is within its caps"
+    return _Found(SEARCHED, (), setting, found.words, found.objective / setting.pieces, peak)
 
 
 def _best_named(
-    named: Iterable[Named], settings: list[_Setting], costs: Costs, best: Candidate | None
-) -> Candidate | None:
-    """Returns the better of a candidate and the best family.
+    named: Iterable[Named], settings: list[_Setting], costs: Costs, best: _Found | None
+) -> _Found | None:
+    """Returns the better of what was found and the best family.
 
     Args:
         named: The families, of placements that are searched or of none.
         settings: The placements that are searched.
         costs: The costs as they were given, for the times of fused pairs.
-        best: A candidate, if there is one.
+        best: What was found, if anything.
     """
     by_placement = {setting.problem.rank_of: setting for setting in settings}
+    some = settings[0].problem
     for one in named:
         setting = by_placement.get(one.rank_of) if one.rank_of else None
         # A fused pair may take less time than its halves, which no bound knows.
@@ -274,17 +307,15 @@ def _best_named(
             bound = named_bound(one, setting.problem) / setting.pieces
             if bound > best.step_time * (1 + ROUNDING):
                 continue
-        schedule = build_named(
-            one, settings[0].problem.num_ranks, settings[0].problem.num_microbatches
-        )
-        if schedule is not None:
-            setting = setting or _setting_of(schedule, settings[0])
-            timed = replace(
-                stage_costs(setting.problem),
-                pair_factor=costs.pair_factor,
-                atomic_pairs=costs.atomic_pairs,
-            )
-            best = _better(_measured(one.name, one.arguments, schedule, setting, timed), best)
+        schedule = build_named(one, some.num_ranks, some.num_microbatches)
+        if schedule is None:
+            continue
+        setting = setting or _setting_of(schedule, settings[0])
+        peak = _peak(setting, words_of(schedule))
+        if peak is None:
+            continue
+        time = named_time(one, schedule, setting.problem, _costs(setting, costs)) / setting.pieces
+        best = _better(_Found(one.name, one.arguments, setting, schedule, time, peak), best)
     return best
 
 
@@ -295,37 +326,48 @@ def _setting_of(schedule: Schedule, straight: _Setting) -> _Setting:
     return _Setting(replace(problem, transfer=problem.transfer * slices, caps=caps), slices)
 
 
-def _measured(
-    name: str,
-    arguments: tuple[tuple[str, int], ...],
-    schedule: Schedule,
-    setting: _Setting,
-    costs: Costs,
-) -> Candidate | None:
-    """Returns a schedule with its figures; None if it is not within the caps."""
-    problem, pieces = setting.problem, setting.pieces
-    peaks = peak_bytes(problem, words_of(schedule))
-    if any(peak > cap for peak, cap in zip(peaks, problem.caps, strict=True)):
-        return None
-    timeline = simulate(schedule, costs)
-    end = makespan(timeline)
-    step_time = (
-        end if problem.synchronous else parallelogram_bubble(timeline) + max(busy_times(timeline))
+def _costs(setting: _Setting, given: Costs) -> Costs:
+    """Returns the costs of a setting's stages, with those of fused pairs as they were given."""
+    return replace(
+        stage_costs(setting.problem),
+        pair_factor=given.pair_factor,
+        atomic_pairs=given.atomic_pairs,
     )
+
+
+def _peak(setting: _Setting, words: Words) -> Time | Fraction | None:
+    """Returns the bytes of the fullest rank; None if they are more than a cap."""
+    peaks = peak_bytes(setting.problem, words)
+    if any(peak > cap for peak, cap in zip(peaks, setting.problem.caps, strict=True)):
+        return None
     peak = max(peaks)
-    whole = Fraction(peak) / pieces if isinstance(peak, int) else peak / pieces
-    return Candidate(name, arguments, schedule, end / pieces, whole, step_time / pieces, 0)
+    return Fraction(peak, setting.pieces) if isinstance(peak, int) else peak / setting.pieces
 
 
-def _better(one: Candidate | None, other: Candidate | None) -> Candidate | None:
-    """Returns the faster candidate, of equal ones the leaner, of those the family."""
-    if one is None or other is None:
-        return one or other
+def _better(one: _Found, other: _Found | None) -> _Found:
+    """Returns the faster of two, of equal ones the leaner, of those the family."""
+    if other is None or not is_enough(other.step_time, one.step_time):
+        return one
     if not is_enough(one.step_time, other.step_time):
         return other
-    if not is_enough(other.step_time, one.step_time):
-        return one
-    return min(one, other, key=lambda each: (each.peak, each.name == SEARCHED))
+    return min(one, other, key=lambda found: (found.peak, found.name == SEARCHED))
+
+
+def _candidate(found: _Found, costs: Costs, bound: Time) -> Candidate:
+    """Returns what was found as a schedule that is checked, with the makespan of the simulator."""
+    setting, schedule = found.setting, found.schedule
+    if not isinstance(schedule, Schedule):
+        schedule = check(to_schedule(setting.problem, schedule))
+    timeline = simulate(schedule, _costs(setting, costs))
+    return Candidate(
+        found.name,
+        found.arguments,
+        schedule,
+        makespan(timeline) / setting.pieces,
+        found.peak,
+        found.step_time,
+        bound,
+    )
 
 
 def _too_small(memory_cap: Time | Sequence[Time], settings: list[_Setting]) -> tuple[str, str]:

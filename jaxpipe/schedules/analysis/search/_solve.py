@@ -1,61 +1,173 @@
-"""Searches the orders of one problem: recipes, then local moves on the best of them."""
+"""Searches the orders of one problem: recipes, then small changes of the best of them.
 
-from collections.abc import Iterator, Sequence
+Both are done with few microbatches if there are many, and what was best is then done with all.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from random import Random
 
 from .._simulate import Time
 from ._bounds import lower_bound
-from ._dispatch import Policy, dispatch
-from ._fill import fill_weights, forwards_and_inputs
+from ._dispatch import dispatch
+from ._fill import fill_weights, forwards_and_inputs, run_words
 from ._problem import Problem, Words
 from ._recipes import Recipe, recipes
+from ._rules import Rules, fitted_rules, mutated, pace_rules, strict_order
 
 ROUNDING = 1e-9
 _MARGINS = (1.0, 1.05, inf)
-_SAFE = Policy(pace=0.5, wait_forward=0.5, wait_weight=0, reserve=0)
+_STARTS = 3
+_USED = 8
+_DISPATCH_RUNS = 5  # a dispatch takes as long as so many fills
+
+
+Plan = Rules | Recipe
+"""What makes an order for any number of microbatches."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Words with their makespan, or longest span."""
+    """Words with their makespan, or longest span, and the plan that has made them."""
 
     words: Words
     objective: Time
+    plan: Plan
 
 
 @dataclass
 class Budget:
-    """What a search may still spend, in actions whose time is computed."""
+    """What a search may still spend, in actions whose time is computed.
+
+    Attributes:
+        left: The actions that are left.
+        whole: The budget of which this is a part, and from which it spends too.
+    """
 
     left: Time
+    whole: "Budget | None" = None
 
-    def spend(self, problem: Problem, runs: Time = 1) -> None:
+    def spend(self, problem: Problem, runs: int = 1) -> None:
         """Counts some runs of a problem."""
         self.left -= runs * problem.num_actions
+        if self.whole is not None:
+            self.whole.spend(problem, runs)
+
+    def part(self, fraction: Time) -> "Budget":
+        """Returns a part of what is left."""
+        return Budget(self.left * fraction, self)
 
 
-def solve(problem: Problem, budget: Budget, enough: Time) -> Found:
-    """Returns the best words that are found for a problem.
+class Solver:
+    """The search of one problem, which may be continued.
 
-    Args:
-        problem: A problem whose caps hold one microbatch at least.
-        budget: What may be spent; at least one order is made.
-        enough: The objective at which the search ends, such as a lower bound.
-
-    Returns:
-        The words and their objective.
+    Attributes:
+        problem: The problem.
+        bound: Its lower bound.
+        best: The best words so far.
     """
-    best = Found(*dispatch(problem, _SAFE))
-    budget.spend(problem, 4)
-    small = _with_fewer_microbatches(problem)
-    for recipe in recipes() if small is problem else _ranked(small, budget):
-        if is_enough(best.objective, enough) or budget.left <= 0:
-            break
-        for found in _made(problem, recipe, budget):
-            if found.objective < best.objective:
-                best = found
-    return best
+
+    def __init__(self, problem: Problem, budget: Budget):
+        """Makes one order.
+
+        Args:
+            problem: A problem whose caps hold one microbatch at least.
+            budget: What may be spent.
+        """
+        self.problem, self.bound = problem, lower_bound(problem)
+        self._small = _with_fewer_microbatches(problem)
+        self._small_bound = lower_bound(self._small)
+        self._known: list[Found] = []
+        self._tried = 0  # recipes
+        self._used: list[Plan] = []
+        safe = pace_rules(problem, pace=0.25, wait_forward=1, wait_weight=0.5, reserve=0)
+        found = _best_of(problem, safe, budget)
+        assert found is not None, "a list schedule never deadlocks"
+        self.best = found
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no order can be better."""
+        return is_enough(self.best.objective, self.bound)
+
+    def try_recipes(self, count: int, budget: Budget) -> None:
+        """Tries the next recipes, and what was best with all microbatches."""
+        chosen = recipes()[self._tried : self._tried + count]
+        self._tried += count
+        for recipe in chosen:
+            if self.is_done or budget.left <= 0:
+                return
+            found = _best_of(self._small, recipe, budget)
+            if found is not None:
+                self._add(found)
+        self._use_best(budget)
+
+    def improve(self, budget: Budget, seed: int = 0) -> None:
+        """Changes the best rules a little, again and again, as long as the budget lasts.
+
+        Args:
+            budget: What may be spent.
+            seed: Of the changes.
+        """
+        random = Random(seed)
+        climbers = self._climbers(budget)
+        reserve = min(budget.left / 3, _STARTS * 3 * _DISPATCH_RUNS * self.problem.num_actions)
+        if self._small is self.problem:
+            reserve = 0
+        while climbers and budget.left > reserve and not self.is_done:
+            for index, climber in enumerate(climbers):
+                assert isinstance(climber.plan, Rules)
+                rules = mutated(self._small, climber.plan, random)
+                found = _best_of(self._small, rules, budget, [rules.margin])
+                if found is not None and found.objective <= climber.objective:
+                    climbers[index] = found
+                    self._add(found)
+            if any(is_enough(climber.objective, self._small_bound) for climber in climbers):
+                break
+        self._use_best(budget)
+
+    def _add(self, found: Found) -> None:
+        self._known.append(found)
+        if self._small is self.problem and found.objective < self.best.objective:
+            self.best = found
+
+    def _climbers(self, budget: Budget) -> list[Found]:
+        """Returns the best rules that are followed to the letter, and the best that are not."""
+        found = []
+        for known in sorted(self._known, key=_objective):
+            plan = known.plan
+            if not isinstance(plan, Rules):
+                plan = _rules(self._small, plan, known)
+                known = _best_of(self._small, plan, budget)
+            if known is not None and isinstance(known.plan, Rules):
+                kinds = [other.plan.strict for other in found]
+                if kinds.count(known.plan.strict) < (1 if known.plan.strict else 2):
+                    found.append(known)
+            if len(found) == _STARTS:
+                break
+        return found
+
+    def _use_best(self, budget: Budget) -> None:
+        """Makes orders with all microbatches by the best plans."""
+        if self._small is self.problem:
+            return
+        objectives = set()
+        for known in sorted(self._known, key=_objective):
+            if self.is_done or budget.left <= 0 or len(objectives) == _USED:
+                return
+            if known.objective in objectives:
+                continue
+            objectives.add(known.objective)
+            if known.plan not in self._used:
+                self._used.append(known.plan)
+                found = _best_of(self.problem, known.plan, budget)
+                if found is not None and found.objective < self.best.objective:
+                    self.best = found
+
+
+def _objective(found: Found) -> Time:
+    return found.objective
 
 
 def is_enough(objective: Time, enough: Time) -> bool:
@@ -66,35 +178,45 @@ def is_enough(objective: Time, enough: Time) -> bool:
 def _with_fewer_microbatches(problem: Problem) -> Problem:
     """Returns the problem with no more microbatches than fill and drain a pipeline."""
     few = 3 * problem.num_ranks
-    if problem.num_microbatches <= few * 3 // 2:
+    if problem.num_microbatches <= few * 5 // 4:
         return problem
     return replace(problem, num_microbatches=few)
 
 
-def _ranked(problem: Problem, budget: Budget) -> Sequence[Recipe]:
-    """Returns the recipes that are best for a smaller problem, within half the budget."""
-    found, end, bound = [], budget.left / 2, lower_bound(problem)
-    for index, recipe in enumerate(recipes()):
-        made = (found.objective for found in _made(problem, recipe, budget))
-        objective = min(made, default=inf)
-        found.append((objective, index, recipe))
-        if budget.left <= end or is_enough(objective, bound):
-            break
-    return [recipe for *_, recipe in sorted(found, key=lambda ranked: ranked[:2])]
-
-
-def _made(problem: Problem, recipe: Recipe, budget: Budget) -> Iterator[Found]:
-    """Yields what a recipe makes, as it is and with W's put in anew."""
+def _rules(problem: Problem, recipe: Recipe, found: Found) -> Rules:
+    """Returns the rules that a recipe makes, or rules that come near to its order."""
     made = recipe(problem)
-    budget.spend(problem, 2)
+    return made if isinstance(made, Rules) else fitted_rules(problem, found.words)
+
+
+def _best_of(
+    problem: Problem, plan: Plan, budget: Budget, margins: Sequence[Time] = _MARGINS
+) -> Found | None:
+    """Returns the best of the orders of a plan, as it is and with W's put in anew.
+
+    Args:
+        problem: The problem.
+        plan: The plan.
+        budget: What the orders are spent from.
+        margins: The times that are aimed at, in lower bounds.
+    """
+    made = plan if isinstance(plan, Rules) else plan(problem)
+    best: Found | None = None
     if made is None:
-        return
-    words, objective = made
-    if objective is not None:
-        yield Found(words, objective)
-    orders, bound = forwards_and_inputs(problem, words), lower_bound(problem)
-    for margin in _MARGINS:
+        return None
+    if not isinstance(made, Rules):
+        orders = made
+    elif made.strict:
+        orders = strict_order(problem, made)
+    else:
+        words, _ = dispatch(problem, made)
+        best = Found(words, run_words(problem, words), plan)
+        budget.spend(problem, _DISPATCH_RUNS)
+        orders = forwards_and_inputs(problem, best.words)
+    for margin in margins:
         budget.spend(problem)
-        timed = fill_weights(problem, orders, bound * margin)
-        if timed is not None:
-            yield Found(timed.words, timed.objective)
+        timed = fill_weights(problem, orders, margin * lower_bound(problem))
+        if timed is not None and (best is None or timed.objective < best.objective):
+            used = replace(plan, margin=margin) if isinstance(plan, Rules) and plan.strict else plan
+            best = Found(timed.words, timed.objective, used)
+    return best
