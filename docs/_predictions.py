@@ -184,7 +184,7 @@ ZERO_BUBBLE_HEAD = """
 Predicted from the paper's profile of F, I, W and a transfer (table 9); nothing is fitted. A rank
 waits while it receives and while it sends. Optimizer and the sum of the tied embedding's gradients
 follow from sizes. ZB-1p is our `zero_bubble_h1`; ZB-2p is what our `search` finds with the paper's
-bytes of F and W. Their bubbles are those of the paper's table 5 or smaller. Seconds of a step.
+bytes of F and W, with bubbles at most 0.001 above those of its table 5. Seconds of a step.
 """
 
 
