@@ -7,7 +7,7 @@ from ..sharding import AXES
 from ..train import Config, set_up
 from ..train.plan import Setup
 from ._candidates import StepLayout
-from ._own_model import Run, own_run, own_settings
+from ._own_model import PreparedPipeline, own_run, own_settings
 from ._request import AXIS_KEYS, GATHER_KEYS, Request, Values, base_values, layout_text
 
 
@@ -60,7 +60,9 @@ def _mesh(candidate: StepLayout, num_slices: int) -> Values:
     return found
 
 
-def checked_run(candidate: StepLayout, request: Request, devices: Sequence[Any]) -> Run:
+def checked_run(
+    candidate: StepLayout, request: Request, devices: Sequence[Any]
+) -> PreparedPipeline:
     """Sets up the run of a candidate, by the checks of the trainer and no others.
 
     Args:
@@ -77,7 +79,7 @@ def checked_run(candidate: StepLayout, request: Request, devices: Sequence[Any])
     if request.own_model:
         return own_run(candidate, devices)
     step = checked_setup(keys(candidate, request), devices).step
-    return Run(step.engine, step.pipeline)
+    return PreparedPipeline(step.engine, step.pipeline)
 
 
 def checked_setup(settings: Values, devices: Sequence[Any]) -> Setup:

@@ -25,7 +25,7 @@ _HALF = 2
 """Bytes of an element; tensors in other dtypes count as that many more or fewer."""
 
 
-class Run(NamedTuple):
+class PreparedPipeline(NamedTuple):
     """A pipeline as its engine runs it.
 
     Attributes:
@@ -166,7 +166,7 @@ def own_settings(candidate: StepLayout) -> Values:
     return found
 
 
-def own_run(candidate: StepLayout, devices: Sequence[Any]) -> Run:
+def own_run(candidate: StepLayout, devices: Sequence[Any]) -> PreparedPipeline:
     """Returns the pipeline of a layout as its engine would run it.
 
     Args:
@@ -189,7 +189,7 @@ def own_run(candidate: StepLayout, devices: Sequence[Any]) -> Run:
     as_run, ticks = engine.prepare(schedule, S, M, None)
     layout = engine.layout(as_run, S, candidate.counts)
     mesh = sharding.make_mesh(candidate.sizes, devices=devices)
-    return Run(engine, PipelinePlan(mesh, layout, M, as_run, ticks))
+    return PreparedPipeline(engine, PipelinePlan(mesh, layout, M, as_run, ticks))
 
 
 def _one_layer(layers: PyTree) -> tuple[PyTree, int]:

@@ -13,7 +13,7 @@ from ._candidates import StepLayout, candidates
 from ._devices import absent_devices
 from ._keys import checked_run, keys
 from ._memory import Live, Memory, live_at_most, memory
-from ._own_model import Run
+from ._own_model import PreparedPipeline
 from ._request import Request, Values
 from ._time import PredictedTime, rough_seconds, step_time
 
@@ -162,7 +162,7 @@ def _diverse(ordered: Iterable[StepLayout]) -> Iterator[StepLayout]:
             yield candidate
 
 
-def live_exactly(candidate: StepLayout, run: Run) -> Live:
+def live_exactly(candidate: StepLayout, run: PreparedPipeline) -> Live:
     """Returns how many microbatches a rank stores at a time, by the tables of its schedule.
 
     Args:

@@ -13,7 +13,7 @@ from ..schedules import Costs, makespan
 from ._candidates import StepLayout
 from ._devices import device_hardware
 from ._model import PlannedModel
-from ._own_model import Run
+from ._own_model import PreparedPipeline
 from ._request import Request
 
 _COMMUNICATION = (
@@ -79,7 +79,7 @@ def rough_seconds(candidate: StepLayout, request: Request) -> float:
     return seconds * (1 + waiting) * padded
 
 
-def step_time(candidate: StepLayout, request: Request, run: Run) -> PredictedTime:
+def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) -> PredictedTime:
     """Returns the time of a step.
 
     Args:
@@ -135,7 +135,7 @@ def _schedule_seconds(found: Prediction, candidate: StepLayout) -> float:
     return found.seconds - after
 
 
-def _tick_seconds(candidate: StepLayout, run: Run, found: Prediction) -> float | None:
+def _tick_seconds(candidate: StepLayout, run: PreparedPipeline, found: Prediction) -> float | None:
     """Returns the seconds of all ticks; None if ranks do not wait for each other in ticks."""
     if candidate.engine == "circular":
         ticks = candidate.microbatches * candidate.chunks + candidate.num_ranks - 1
