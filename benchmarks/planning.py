@@ -4,7 +4,8 @@
 
 Prints a row per schedule, or per schedule named: CPU seconds of each function, each a single run,
 and the peak memory of the process that ran them all. Every row runs in a process of its own, one
-after the other. `*` marks what is over its target. The largest row takes about a minute.
+after the other. `*` marks what is over its target. The largest row takes about a minute. `search`
+prints the searches of Zero Bubble's profiles, with the published bubbles of ZB-1p and ZB-2p.
 """
 
 import argparse
@@ -51,6 +52,35 @@ ROWS = (
 )
 
 
+class SearchRow(NamedTuple):
+    """A search of all placements, for steps that follow each other without a barrier.
+
+    Attributes:
+        ranks: The number of ranks.
+        microbatches: The number of microbatches.
+        times: Milliseconds of F, I and W of a rank, and of a transfer.
+        published: The bubbles of ZB-1p and ZB-2p (arXiv 2401.10241, table 5), if there are some.
+        seconds: The target of a search.
+    """
+
+    ranks: int
+    microbatches: int
+    times: tuple[float, float, float, float]
+    published: tuple[float, float] | None
+    seconds: float
+
+
+SEARCHES = (
+    SearchRow(8, 24, (18.522, 18.086, 9.337, 0.601), (0.1585, 0.0433), 1),
+    SearchRow(8, 32, (18.513, 18.086, 9.331, 0.626), (0.1242, 0.0039), 1),
+    SearchRow(8, 64, (18.546, 18.097, 9.321, 0.762), (0.0674, 0.0026), 1),
+    SearchRow(16, 48, (11.347, 11.248, 8.132, 0.377), (0.1397, 0.0066), 3),
+    SearchRow(16, 64, (11.307, 11.254, 8.101, 0.379), (0.1088, 0.0054), 3),
+    SearchRow(16, 128, (11.325, 11.308, 8.109, 0.378), (0.0576, 0.0028), 3),
+    SearchRow(32, 128, (10, 12, 8, 0.5), None, 10),
+)
+
+
 class Measured(NamedTuple):
     """The CPU seconds of every step, the actions of the schedule and the peak memory in MB."""
 
@@ -61,19 +91,43 @@ class Measured(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    names = sorted({row.name for row in ROWS})
+    names = sorted({row.name for row in ROWS} | {"search"})
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}")
     chosen = parser.parse_args().names
     if unknown := sorted(set(chosen) - set(names)):
         parser.error(f"NAME is {', '.join(unknown)}. Give some of {', '.join(names)}.")
 
     head = f"{'schedule':<18}{'ranks x M':>12}{'actions':>9}"
-    print(head + "".join(f"{step:>11}" for step in STEPS) + f"{'target':>8}{'MB':>7}")
+    if set(chosen or names) != {"search"}:
+        print(head + "".join(f"{step:>11}" for step in STEPS) + f"{'target':>8}{'MB':>7}")
     spawn = multiprocessing.get_context("spawn")
     for row in ROWS:
         if row.name in (chosen or names):
             with spawn.Pool(1) as process:
                 print(_line(row, process.apply(_measure, (row,))), flush=True)
+    if "search" in (chosen or names):
+        _print_searches()
+
+
+def _print_searches() -> None:
+    head = f"\n{'ranks x M':<12}{'cap':>5}  {'found':<26}{'bubble':>8}{'published':>11}"
+    print(head + f"{'above bound':>13}{'seconds':>9}{'target':>8}")
+    for row in SEARCHES:
+        for index, cap in enumerate((row.ranks, 2 * row.ranks)):
+            start = time.process_time()
+            found = schedules.search(
+                row.ranks, row.microbatches, schedules.Costs(*row.times), cap, synchronous=False
+            )
+            seconds = time.process_time() - start
+            bubble = 1 - row.microbatches * sum(row.times[:3]) / found.step_time
+            published = f"{row.published[index]:.2%}" if row.published else ""
+            chunks = found.schedule.num_stages // row.ranks
+            print(
+                f"{row.ranks:>3} x {row.microbatches:<6}{cap:>5}  {f'{found.name}, {chunks}':<26}"
+                f"{abs(bubble):>8.2%}{published:>11}{found.gap:>13.2%}"
+                f"{seconds:>8.2f}{_mark(seconds > row.seconds)}{row.seconds:>8g}",
+                flush=True,
+            )
 
 
 def _line(row: Row, measured: Measured) -> str:

@@ -1,7 +1,9 @@
 """The search against Zero Bubble's published profiles and against its own bound, at random."""
 
+import csv
 import random
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
@@ -140,3 +142,46 @@ def test_no_family_within_a_random_cap_is_faster(seed: int):
         if max(peak_activations(schedule)) <= cap * pieces:
             of_a_stage = Costs(f, i, w, transfer=costs.transfer * pieces)
             assert found.makespan <= makespan(simulate(schedule, of_a_stage)) / pieces + 1e-9
+
+
+def optimal_rows() -> list[dict[str, str]]:
+    """Problems of up to 4 ranks with their optimal step time; optimal.py writes them."""
+    with (Path(__file__).parent / "optimal.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def gaps_to_optimum(rows: list[dict[str, str]]) -> list[float]:
+    """Searches problems; returns how far the step times are above the optima, as fractions."""
+    gaps = []
+    for row in rows:
+        ranks, kind = int(row["ranks"]), row["placement"]
+        found = search(
+            ranks,
+            int(row["microbatches"]),
+            Costs(
+                int(row["forward"]),
+                int(row["input"]),
+                int(row["weight"]),
+                transfer=int(row["transfer"]),
+            ),
+            int(row["cap"]),
+            placement=rank_of_each_stage(kind, ranks, 1 if kind == "straight" else 2),
+            memory=ActivationMemory(int(row["stored"]), int(row["kept"])),
+            synchronous=row["synchronous"] == "1",
+        )
+        optimum = int(row["optimum"])
+        assert found.bound <= optimum <= found.step_time, row
+        gaps.append(found.step_time / optimum - 1)
+    return gaps
+
+
+def test_nine_of_ten_small_problems_are_searched_to_their_optimum():
+    gaps = gaps_to_optimum(optimal_rows()[:10])
+    assert gaps.count(0) >= 9 and max(gaps) < 0.05
+
+
+@pytest.mark.slow
+def test_most_small_problems_are_searched_to_their_optimum():
+    gaps = gaps_to_optimum(optimal_rows())
+    assert sum(gap == 0 for gap in gaps) >= 0.95 * len(gaps)
+    assert sum(gaps) / len(gaps) < 0.003
