@@ -3,7 +3,15 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
+
+
+def pvary_like(aval: Any, x: Any) -> Any:
+    """Returns `x` cast to vary over all manual axes over which `aval` varies."""
+    missing = aval.manual_axis_type.varying - jax.typeof(x).manual_axis_type.varying
+    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
 def jaxpr_of(closed: Any) -> Jaxpr:
@@ -54,6 +62,9 @@ def bind(equation: JaxprEqn, jaxpr: Jaxpr) -> Callable[..., Sequence[Any]]:
         `(inputs) -> outputs`.
     """
     inputs = [x for x in equation.invars if isinstance(x, Var)]
+    if equation.primitive.name == "pvary" and inputs:
+        # What was stored for the other half of a backward varies already when it is read.
+        return lambda x: [pvary_like(equation.outvars[0].aval, x)]
     outputs = [Var(x.aval) for x in equation.outvars]  # some may be dropped
     alone = jaxpr.replace(
         constvars=[],

@@ -254,12 +254,6 @@ def free_variables(eqns: Iterable[Eqn], outputs: Iterable[Atom]) -> list[Var]:
     return [value for value in dict.fromkeys(variables(atoms)) if value not in computed]
 
 
-def pvary_like(aval: Any, x: Any) -> Any:
-    """Returns `x` cast to vary over all manual axes over which `aval` varies."""
-    missing = aval.manual_axis_type.varying - jax.typeof(x).manual_axis_type.varying
-    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
-
-
 def variables(atoms: Iterable[Atom]) -> list[Var]:
     """Returns the variables among `atoms`, without the literals."""
     return [atom for atom in atoms if isinstance(atom, Var)]
