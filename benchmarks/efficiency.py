@@ -183,9 +183,9 @@ def jaxpipe_step(row: Row, count: int, rank: int, processes: int, port: int) -> 
 
 def torch_step(row: Row, count: int, rank: int, processes: int, port: int) -> Any:
     """Returns a step of torch.distributed.pipelining; of a plain loop in one process."""
-    import torch
-    from torch import distributed
-    from torch.distributed import pipelining
+    import torch  # pyright: ignore[reportMissingImports]
+    from torch import distributed  # pyright: ignore[reportMissingImports]
+    from torch.distributed import pipelining  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(1)
     weights, xs = numbers(count)

@@ -6,9 +6,9 @@ from typing import Any
 
 from ..sharding import AXES
 from ._candidates import StepLayout
-from ._memory import Memory
+from ._memory import PeakMemory
 from ._request import Request
-from ._search import Found, Plan
+from ._search import BestPlans, Plan
 
 _GB = 1e9
 _NAMES = {"stage": "pp", "data": "data", "fsdp": "fsdp", "tensor": "tp", "expert": "ep"}
@@ -26,17 +26,17 @@ class Plans:
     """
 
     request: Request
-    found: Found
+    found: BestPlans
     seconds: float
 
     @property
     def best(self) -> Plan:
-        """The fastest plan."""
+        """Returns the fastest plan."""
         return self.found.plans[0]
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The plans, the fastest first."""
+        """Returns the plans, the fastest first."""
         return self.found.plans
 
     def yaml(self, index: int = 0) -> str:
@@ -144,7 +144,7 @@ def _largest_first(parts: dict[str, float]) -> list[tuple[str, float]]:
 
 
 def _memory_table(plans: tuple[Plan, ...], limit: float) -> list[str]:
-    kinds = [kind.name for kind in fields(Memory)]
+    kinds = [kind.name for kind in fields(PeakMemory)]
     rows = [("GB", *kinds, "sum", f"of {limit / _GB:.1f}")]
     rows += [
         (

@@ -189,7 +189,7 @@ def device_hardware(devices: Devices) -> Hardware:
 
 
 @dataclass(frozen=True)
-class _Memory:
+class _MemoryKind:
     """A kind of memory of a device."""
 
     kind: str
@@ -219,7 +219,7 @@ class AbsentDevice:
 
     def addressable_memories(self) -> Sequence[Any]:
         """Returns the kinds of its memory."""
-        return [_Memory("device"), _Memory("pinned_host")]
+        return [_MemoryKind("device"), _MemoryKind("pinned_host")]
 
 
 def absent_devices(devices: Devices) -> Sequence[Any]:

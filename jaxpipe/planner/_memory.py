@@ -39,7 +39,7 @@ part never stored."""
 
 
 @dataclass(frozen=True)
-class Memory:
+class PeakMemory:
     """Bytes on a device at the peak of a step, by kind.
 
     Attributes:
@@ -108,7 +108,7 @@ def live_at_most(candidate: StepLayout) -> Live:
     return Live(min(most, in_flight), min(most, S) if splits else 0, waiting)
 
 
-def memory(model: PlannedModel, candidate: StepLayout, tokens: float, live: Live) -> Memory:
+def memory(model: PlannedModel, candidate: StepLayout, tokens: float, live: Live) -> PeakMemory:
     """Returns the memory of a device.
 
     Args:
@@ -203,7 +203,7 @@ def _state(parts: _Parts) -> tuple[float, float]:
     return stored, _MOMENTS * stored
 
 
-def _unpipelined(model: PlannedModel, candidate: StepLayout, tokens: float) -> Memory:
+def _unpipelined(model: PlannedModel, candidate: StepLayout, tokens: float) -> PeakMemory:
     parts, layers = _parts(model, candidate, tokens), model.num_layers
     weights, optimizer = _state(parts)
     # XLA casts all weights before the loop over layers.
@@ -214,7 +214,7 @@ def _unpipelined(model: PlannedModel, candidate: StepLayout, tokens: float) -> M
     gathers = _COMPUTE * parts.layer if candidate.gathers else 0.0
     work = parts.layer_work + parts.largest
     in_layer, in_loss = one + gathers + work, parts.loss
-    return Memory(
+    return PeakMemory(
         weights,
         optimizer,
         sums + (one if in_layer >= in_loss else 0.0),
@@ -241,7 +241,7 @@ def _recomputed(candidate: StepLayout, parts: _Parts) -> float:
     return n * parts.activation if candidate.scope == "both" else (n - 1) * parts.layer_work
 
 
-def _circular(model: PlannedModel, candidate: StepLayout, tokens: float) -> Memory:
+def _circular(model: PlannedModel, candidate: StepLayout, tokens: float) -> PeakMemory:
     parts = _parts(model, candidate, tokens)
     S, M, v = candidate.num_ranks, candidate.microbatches, candidate.chunks
     weights, optimizer = _state(parts)
@@ -259,7 +259,7 @@ def _circular(model: PlannedModel, candidate: StepLayout, tokens: float) -> Memo
     if every + parts.loss > kept + gradients + work:  # the loss is computed before any of these
         kept, gradients, work, logits = every, 0.0, 0.0, parts.loss
     boundary = parts.whole_boundary if candidate.gathers else parts.boundary
-    return Memory(
+    return PeakMemory(
         weights,
         optimizer,
         gradients + _FLOAT32 * boundary,
@@ -285,7 +285,7 @@ def _windows(candidate: StepLayout, parts: _Parts, stage: float) -> tuple[float,
             return _COMPUTE * parts.stored, 2 * _COMPUTE * parts.layer
 
 
-def _scheduled(model: PlannedModel, candidate: StepLayout, tokens: float, live: Live) -> Memory:
+def _scheduled(model: PlannedModel, candidate: StepLayout, tokens: float, live: Live) -> PeakMemory:
     parts = _parts(model, candidate, tokens)
     weights, optimizer = _state(parts)
     stage = parts.whole / candidate.chunks
@@ -305,7 +305,7 @@ def _scheduled(model: PlannedModel, candidate: StepLayout, tokens: float, live: 
     kept += live.wgrad_residuals * candidate.layers_per_stage * 2 * parts.layer_work
     waiting = (live.waiting + 1) * parts.activation
     work = parts.layer_work + _recomputed(candidate, parts)
-    return Memory(
+    return PeakMemory(
         weights,
         optimizer,
         gradients + _FLOAT32 * boundary,

@@ -9,10 +9,10 @@ from jaxtyping import PyTree
 
 from ._answer import Plans, describe
 from ._devices import parse_devices
-from ._memory import Memory
+from ._memory import PeakMemory
 from ._own_model import fix_space, own_request
 from ._request import OwnModel, Request, make_request, usable_bytes
-from ._search import Found, search
+from ._search import BestPlans, search
 
 _GB = 1e9
 
@@ -102,7 +102,7 @@ def _check_own(params: PyTree, example: PyTree, **others: Any) -> None:
         )
 
 
-def _nothing_fits(request: Request, found: Found) -> str:
+def _nothing_fits(request: Request, found: BestPlans) -> str:
     """Returns why there is no plan."""
     devices, limit = request.devices, request.limit / _GB
     if found.leanest is None:
@@ -128,6 +128,6 @@ def _given(request: Request) -> str:
     return f" (given: {fixed})" if fixed else ""
 
 
-def _kinds(needed: Memory) -> list[str]:
+def _kinds(needed: PeakMemory) -> list[str]:
     sizes = sorted(vars(needed).items(), key=lambda pair: -pair[1])
     return [f"{kind} {size / _GB:.1f}" for kind, size in sizes if size > 0.01 * needed.total]

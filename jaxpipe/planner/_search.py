@@ -12,7 +12,7 @@ from ..schedules import lock_step
 from ._candidates import StepLayout, candidates
 from ._devices import absent_devices
 from ._keys import checked_run, keys
-from ._memory import Live, Memory, live_at_most, memory
+from ._memory import Live, PeakMemory, live_at_most, memory
 from ._own_model import PreparedPipeline
 from ._request import Request, Values
 from ._time import PredictedTime, rough_seconds, step_time
@@ -41,12 +41,12 @@ class Plan:
 
     candidate: StepLayout
     settings: Values
-    memory: Memory
+    memory: PeakMemory
     time: PredictedTime
 
 
 @dataclass(frozen=True)
-class Found:
+class BestPlans:
     """What a search has found.
 
     Attributes:
@@ -60,12 +60,12 @@ class Found:
 
     plans: tuple[Plan, ...]
     num_candidates: int
-    leanest: tuple[StepLayout, Memory] | None
-    beyond: tuple[float, Memory] | None
+    leanest: tuple[StepLayout, PeakMemory] | None
+    beyond: tuple[float, PeakMemory] | None
     refused: tuple[str, ...]
 
 
-def search(request: Request, num_plans: int) -> Found:
+def search(request: Request, num_plans: int) -> BestPlans:
     """Returns the fastest plans.
 
     Args:
@@ -89,7 +89,7 @@ def search(request: Request, num_plans: int) -> Found:
         elif beyond is None or seconds < beyond[0]:
             beyond = seconds, needed
     plans, refused = _finals(fitting, request, max(num_plans, _FINALISTS))
-    return Found(_unlike(plans, num_plans), count, leanest, beyond, tuple(refused))
+    return BestPlans(_unlike(plans, num_plans), count, leanest, beyond, tuple(refused))
 
 
 def microbatch_tokens(candidate: StepLayout, request: Request) -> float:

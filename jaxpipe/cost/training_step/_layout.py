@@ -86,7 +86,7 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """The number of devices."""
+        """Returns the number of devices."""
         return prod(self.size(axis) for axis in AXES)
 
     @property

@@ -136,12 +136,12 @@ class ModelWork:
 
     @property
     def num_layers(self) -> int:
-        """The number of layers."""
+        """Returns the number of layers."""
         return sum(layer.count for layer in self.layers)
 
     @property
     def parameters(self) -> int:
-        """All weights, with those of embedding and head."""
+        """Returns the number of weights, with those of embedding and head."""
         layers = (la.count * (la.dense_parameters + la.expert_parameters) for la in self.layers)
         return self.embedding_parameters + self.head_parameters + sum(layers)
 

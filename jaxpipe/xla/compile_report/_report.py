@@ -91,8 +91,8 @@ def report_compiled(
         mesh: The mesh that it runs on.
         seconds: Seconds for lowering and compiling.
         bubble: The share of the pipeline's time in which a device waits, by the schedule.
-        model_flops: As in `CompileReport`.
-        tokens: As in `CompileReport`.
+        model_flops: FLOPs of the model in a step, by convention without rematerialization.
+        tokens: The number of tokens of a step; 0 if it is not known.
 
     Returns:
         The report.

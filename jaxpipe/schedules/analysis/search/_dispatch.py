@@ -27,7 +27,7 @@ def dispatch(problem: Problem, rules: Rules) -> tuple[Words, Time]:
         Words within the caps; and the makespan, or the longest span of a rank, with the time in
         which ranks wait because the rules say so.
     """
-    run = _Run(problem, rules)
+    run = _ListScheduler(problem, rules)
     left = problem.num_actions
     while left:
         now, rank = heappop(run.events)
@@ -41,8 +41,8 @@ def dispatch(problem: Problem, rules: Rules) -> tuple[Words, Time]:
     return run.words, max(end - start for start, end in zip(starts, run.free, strict=True))
 
 
-class _Run:
-    """The state of a run, with one entry per letter: its code is the index."""
+class _ListScheduler:
+    """The state of list scheduling, with one entry per letter: its code is the index."""
 
     def __init__(self, problem: Problem, rules: Rules):
         self.problem, self.rules = problem, rules

@@ -44,11 +44,11 @@ def fill_weights(problem: Problem, orders: Words, target: Time) -> Timed | None:
     Returns:
         The words within the caps; None if the orders deadlock or an F does not fit.
     """
-    run = _Run(problem, orders, target)
+    run = _WeightFilling(problem, orders, target)
     return run.result() if run.is_complete() else None
 
 
-class _Run:
+class _WeightFilling:
     """Runs all ranks until each has ended or waits for what never comes."""
 
     def __init__(self, problem: Problem, orders: Words, target: Time):

@@ -47,12 +47,12 @@ class Problem:
 
     @cached_property
     def num_stages(self) -> int:
-        """The number of stages."""
+        """Returns the number of stages."""
         return len(self.rank_of)
 
     @cached_property
     def num_ranks(self) -> int:
-        """The number of ranks."""
+        """Returns the number of ranks."""
         return len(self.caps)
 
     @cached_property
@@ -112,7 +112,7 @@ class Problem:
 
     @cached_property
     def num_actions(self) -> int:
-        """The number of actions of all ranks."""
+        """Returns the number of actions of all ranks."""
         return 3 * self.num_stages * self.num_microbatches
 
 

@@ -49,8 +49,8 @@ def pace_rules(
         pace: The step, as a fraction of the work of the busiest rank for a microbatch. At 1
             microbatches follow each other as fast as that rank can; less starts more of them before
             the first ends.
-        wait_forward: As in `Rules`.
-        wait_weight: As in `Rules`.
+        wait_forward: How long an F may delay a more urgent action, as a fraction of its time.
+        wait_weight: The same of a W.
         reserve: How many microbatches less than it can store a rank may have between F and I, for
             every rank before it.
     """

@@ -69,7 +69,7 @@ class Candidate:
 
     @property
     def gap(self) -> float:
-        """How far the step time is above the bound, as a fraction of the bound."""
+        """Returns how far the step time is above the bound, as a fraction of the bound."""
         return max(0.0, float(self.step_time / self.bound - 1)) if self.bound else 0.0
 
 
@@ -152,7 +152,7 @@ class _Setting:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank can store a microbatch."""
+        """Returns whether every rank can store a microbatch."""
         return all(a <= b for a, b in zip(self.problem.footprint, self.problem.caps, strict=True))
 
     @property

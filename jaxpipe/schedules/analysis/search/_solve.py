@@ -88,7 +88,7 @@ class Solver:
 
     @property
     def is_done(self) -> bool:
-        """Whether no order can be better."""
+        """Returns whether no order can be better."""
         return is_enough(self.best.objective, self.bound)
 
     def try_recipes(self, count: int, budget: Budget) -> None:
