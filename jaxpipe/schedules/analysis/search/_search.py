@@ -115,7 +115,7 @@ def search(
     Example:
         >>> found = search(2, 4, Costs(), memory_cap=2)
         >>> found.peak <= 2, found.makespan, found.gap
-        (True, 13, 0.0)
+        (True, 12.25, 0.0)
     """
     require_positive(
         ranks=ranks, microbatches=microbatches, max_chunks=max_chunks, max_slices=max_slices
