@@ -23,7 +23,7 @@ import time
 from typing import Any, NamedTuple
 
 RANKS, BLOCKS, WIDTH, ROWS, TOKENS = 2, 8, 512, 4, 256
-WARMUP_STEPS, STEPS = 3, 5
+WARMUP_STEPS, STEPS = 2, 3
 
 
 class Row(NamedTuple):
@@ -132,7 +132,9 @@ def jaxpipe_step(row: Row, count: int, rank: int, processes: int, port: int) -> 
     from jax.sharding import Mesh
 
     from jaxpipe import mpmd
+    from jaxpipe.cli.process import keep_freed_memory
 
+    keep_freed_memory()  # as `jaxpipe train` does
     if processes > 1:
         jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
 

@@ -217,19 +217,15 @@ def _pipelines(space: Space, ranks: int) -> Iterator[tuple[str, str, int, tuple[
                     if layers % (ranks * chunks) == 0:
                         yield engine, "", chunks, _even(layers, ranks * chunks)
         else:
-            for schedule in _choices(fixed, "schedule", _schedules(space.devices, ranks)):
+            for schedule in _choices(fixed, "schedule", _schedules(ranks)):
                 for chunks in _chunks_of(schedule, fixed, layers, ranks):
                     if ranks * chunks <= layers:
                         yield engine, schedule, chunks, _even(layers, ranks * chunks)
 
 
-def _schedules(devices: Devices, ranks: int) -> tuple[str, ...]:
+def _schedules(ranks: int) -> tuple[str, ...]:
     """Returns the schedules to choose from."""
-    whole = ("1f1b", "interleaved_1f1b")
-    if ranks == 1:
-        return whole[:1]
-    # On TPUs the attention kernel under a split backward does not trace with jax 0.11.
-    return (*whole, "zero_bubble_h1", "zbv") if devices.is_gpu or devices.are_here else whole
+    return ("1f1b",) if ranks == 1 else ("1f1b", "interleaved_1f1b", "zero_bubble_h1", "zbv")
 
 
 def _chunks_of(schedule: str, fixed: dict[str, Any], layers: int, ranks: int) -> Sequence[int]:
