@@ -4,6 +4,8 @@ import errno
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from campaign.world import GOLDEN
 from jaxpipe.cli import main
 from jaxpipe.cli.process import report_error
 from jaxpipe.hugging_face.folders import atomic_folder
-from jaxpipe.train import Config, load_config
+from jaxpipe.train import Config, RunError, load_config
 
 COUNTS = ["--ranks", "2", "--microbatches", "2"]
 
@@ -156,6 +158,25 @@ def test_two_commands_that_convert_to_one_folder_do_not_mix(tmp_path: Path):
                 (second / "ours").touch()
     assert [file.name for file in (tmp_path / "x").iterdir()] == ["ours"]
     assert [file.name for file in tmp_path.iterdir()] == ["x"]
+
+
+def test_files_that_are_written_after_an_error_are_removed_too(tmp_path: Path):
+    written = threading.Event()
+
+    def write_late(folder: Path):
+        time.sleep(0.1)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "late").touch()
+        written.set()
+
+    with (
+        pytest.raises(RunError, match="could not be written"),
+        atomic_folder(tmp_path / "x") as new,
+    ):
+        threading.Thread(target=write_late, args=[new]).start()
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert written.is_set()
+    assert [*tmp_path.iterdir()] == []
 
 
 FULL_DISK = """

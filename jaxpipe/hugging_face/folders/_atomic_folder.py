@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,8 +46,30 @@ def atomic_folder(destination: Path) -> Iterator[Path]:
                 f"{destination} is there now, which it was not before: another command has made "
                 f"it. ({error.strerror}.) Give another folder, or remove it."
             ) from None
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)
+    except BaseException:
+        _remove_while_writers_end(hidden)
+        raise
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+_WRITERS_END_SECONDS = 10.0
+_QUIET_CHECKS = 5
+_SECONDS_BETWEEN_CHECKS = 0.05
+
+
+def _remove_while_writers_end(folder: Path) -> None:
+    """Removes a folder in which background threads may still create files.
+
+    Orbax raises the first error of a save while its other writes go on. One of them may create a
+    file in the folder that is being removed, or create the folder again. So this removes the
+    folder until it has been absent for a quarter of a second.
+    """
+    deadline = time.monotonic() + _WRITERS_END_SECONDS
+    num_absent = 0
+    while num_absent < _QUIET_CHECKS and time.monotonic() < deadline:
+        num_absent = 0 if folder.exists() else num_absent + 1
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(_SECONDS_BETWEEN_CHECKS)
 
 
 def _hidden_folder(destination: Path) -> Path:
