@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from jaxpipe.models import PRESETS
+from jaxpipe.planner import plan
 from jaxpipe.train import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +28,9 @@ def test_the_trainer_reads_the_settings_of_the_tutorials(page: Path, tmp_path: P
     files = {"ours/config.yml": {}, "mine.yml": {}}  # the first is written by `jaxpipe convert`
     for block in re.findall(r"```yaml\n# (mine\.yml)\n(.*?)```", text, re.DOTALL):
         files[block[0]] = yaml.safe_load(block[1])
+    if "--write plan.yml" in text:
+        plans = plan("llama2-7b", "v5p-8", 48, 2048, ici_fsdp_parallelism=4, num_plans=1)
+        files["plan.yml"] = yaml.safe_load(plans.yaml())
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(yaml.safe_dump(content))
