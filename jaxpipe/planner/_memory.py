@@ -13,6 +13,7 @@ from typing import NamedTuple
 from ._candidates import StepLayout
 from ._model import (
     PlannedModel,
+    WeightBytes,
     gathered_parameters,
     largest_weight,
     mesh_sizes,
@@ -21,13 +22,13 @@ from ._model import (
 )
 
 _FLOAT32 = 4
-_COMPUTE = 2
-"""Bytes of a weight or an activation in bfloat16, the dtype that plans are for."""
-
 _MOMENTS = 2
 
-_LAYER_WORK = 0.8
+_LIVE = 0.8
 """What of the tensors of a layer exists at a time while its backward runs."""
+
+_LIVE_ON_CPU = 1.3
+"""The same of XLA:CPU, which fuses less, and computes in float32 whatever the dtype is."""
 
 _STREAM = 4
 """Copies of a rank's microbatches that the circular engine holds: inputs, stream, results and
@@ -144,8 +145,21 @@ class _Parts(NamedTuple):
     activation: float
     kept: float
     layer_work: float
+    for_weights: float
     loss: float
     largest: float
+    of_layers: WeightBytes
+    of_boundary: WeightBytes
+
+    @property
+    def cast(self) -> float:
+        """Returns the bytes of casts of all weights of a rank, as they are stored."""
+        return self.of_layers.cast * self.stored + self.of_boundary.cast * self.boundary
+
+    @property
+    def stored_grads(self) -> float:
+        """Returns the bytes of sums of gradients of all weights, as these are stored."""
+        return self.of_layers.gradient * self.stored + self.of_boundary.gradient * self.boundary
 
 
 class _OnMesh(NamedTuple):
@@ -176,7 +190,19 @@ def _on_mesh(model: PlannedModel, mesh: tuple[int, ...]) -> _OnMesh:
 @lru_cache(maxsize=10_000)
 def _token_bytes(model: PlannedModel, mesh: tuple[int, ...], policy: str) -> float:
     """Returns the bytes of a token that a layer keeps beside its input."""
-    return token_bytes(model.saved(policy), mesh_sizes(mesh))
+    sizes = mesh_sizes(mesh)
+    scores = token_bytes(model.scores, sizes, _FLOAT32) if policy == "none" else 0.0
+    return token_bytes(model.saved(policy), sizes, model.activation_bytes) + scores
+
+
+@lru_cache(maxsize=10_000)
+def _live_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
+    """Returns the bytes of a token that exist at a time while the backward of a layer runs."""
+    sizes = mesh_sizes(mesh)
+    itemsize = max(_FLOAT32, model.activation_bytes) if model.on_cpu else model.activation_bytes
+    every = token_bytes(model.saved("none"), sizes, itemsize)
+    share = _LIVE_ON_CPU if model.on_cpu else _LIVE
+    return share * (every + token_bytes(model.scores, sizes, _FLOAT32))
 
 
 def _parts(model: PlannedModel, candidate: StepLayout, tokens: float) -> _Parts:
@@ -189,17 +215,20 @@ def _parts(model: PlannedModel, candidate: StepLayout, tokens: float) -> _Parts:
         sizes.layer,
         sizes.stored_boundary,
         sizes.boundary,
-        _COMPUTE * model.hidden * tokens,
+        model.activation_bytes * model.hidden * tokens,
         tokens * _token_bytes(model, mesh, candidate.policy),
-        _LAYER_WORK * tokens * _token_bytes(model, mesh, "none"),
+        tokens * _live_bytes(model, mesh),
+        tokens * token_bytes(model.saved("none"), candidate.sizes, model.activation_bytes),
         _LOGITS * logits,
-        _FLOAT32 * sizes.largest,
+        model.of_layers.gradient * sizes.largest,
+        model.of_layers,
+        model.of_boundary,
     )
 
 
 def _state(parts: _Parts) -> tuple[float, float]:
     """Returns the bytes of stored weights and of the optimizer's state."""
-    stored = _FLOAT32 * (parts.stored + parts.boundary)
+    stored = parts.of_layers.weight * parts.stored + parts.of_boundary.weight * parts.boundary
     return stored, _MOMENTS * stored
 
 
@@ -207,11 +236,10 @@ def _unpipelined(model: PlannedModel, candidate: StepLayout, tokens: float) -> P
     parts, layers = _parts(model, candidate, tokens), model.num_layers
     weights, optimizer = _state(parts)
     # XLA casts all weights before the loop over layers.
-    cast = _COMPUTE * (parts.stored + parts.boundary)
-    one = _FLOAT32 * (parts.stored + parts.boundary)
+    cast, one = parts.cast, parts.stored_grads
     sums = one if candidate.microbatches > 1 else 0.0
     activations = layers * (parts.activation + parts.kept)
-    gathers = _COMPUTE * parts.layer if candidate.gathers else 0.0
+    gathers = parts.of_layers.read * parts.layer if candidate.gathers else 0.0
     work = parts.layer_work + parts.largest
     in_layer, in_loss = one + gathers + work, parts.loss
     return PeakMemory(
@@ -244,26 +272,27 @@ def _recomputed(candidate: StepLayout, parts: _Parts) -> float:
 def _circular(model: PlannedModel, candidate: StepLayout, tokens: float) -> PeakMemory:
     parts = _parts(model, candidate, tokens)
     S, M, v = candidate.num_ranks, candidate.microbatches, candidate.chunks
+    grad = parts.of_layers.gradient
     weights, optimizer = _state(parts)
     ticks = M * v + S - 1
     kept = ticks * _residuals(candidate, parts)
-    every, gradients = kept, _FLOAT32 * parts.stored
+    every, gradients = kept, grad * parts.stored
     if v >= 8:  # residuals of the later half are freed before gradients of the earlier half exist
-        later = _FLOAT32 * parts.stored * (v - v // 2) / v
+        later = grad * parts.stored * (v - v // 2) / v
         first = kept * (v // 2) / v
         kept, gradients = max((kept, later), (first, gradients), key=sum)
     stage = parts.whole / v
     gathered, windows = _windows(candidate, parts, stage)
-    gradients += 2 * _FLOAT32 * (parts.stored / v if candidate.gather == "tick" else stage)
+    gradients += 2 * grad * (parts.stored / v if candidate.gather == "tick" else stage)
     work, logits = parts.layer_work + _recomputed(candidate, parts), 0.0
     if every + parts.loss > kept + gradients + work:  # the loss is computed before any of these
         kept, gradients, work, logits = every, 0.0, 0.0, parts.loss
-    boundary = parts.whole_boundary if candidate.gathers else parts.boundary
+    boundary_grads, boundary = _boundary(candidate, parts)
     return PeakMemory(
         weights,
         optimizer,
-        gradients + _FLOAT32 * boundary,
-        gathered + windows + _COMPUTE * boundary,
+        gradients + boundary_grads,
+        gathered + windows + boundary,
         kept + _STREAM * max(1, M // S) * parts.activation,
         logits,
         work,
@@ -272,44 +301,58 @@ def _circular(model: PlannedModel, candidate: StepLayout, tokens: float) -> Peak
 
 def _windows(candidate: StepLayout, parts: _Parts, stage: float) -> tuple[float, float]:
     """Returns the bytes of gathered or cast weights of a rank, and of windows of a stage's."""
+    of = parts.of_layers
+    read, cast, grad = of.read, of.cast, of.gradient
     if not candidate.gathers:
-        return _COMPUTE * parts.whole, _COMPUTE * stage
+        return cast * parts.whole, read * stage
     match candidate.gather:
         case "once":
-            return _COMPUTE * parts.whole, _COMPUTE * stage
+            return read * parts.whole, read * stage
         case "repeat":
-            return _COMPUTE * parts.stored, 3 * _COMPUTE * stage
+            return cast * parts.stored, 3 * read * stage
         case "tick":
-            return _COMPUTE * parts.stored, 2 * _COMPUTE * stage + _FLOAT32 * stage
+            return cast * parts.stored, 2 * read * stage + grad * stage
         case "layer":
-            return _COMPUTE * parts.stored, 2 * _COMPUTE * parts.layer
+            return cast * parts.stored, 2 * read * parts.layer
+
+
+def _boundary(candidate: StepLayout, parts: _Parts) -> tuple[float, float]:
+    """Returns the bytes of sums of gradients of embedding and head, and of these as read."""
+    of = parts.of_boundary
+    if candidate.gathers:
+        return of.gradient * parts.whole_boundary, of.read * parts.whole_boundary
+    return of.gradient * parts.boundary, of.cast * parts.boundary
 
 
 def _scheduled(model: PlannedModel, candidate: StepLayout, tokens: float, live: Live) -> PeakMemory:
     parts = _parts(model, candidate, tokens)
     weights, optimizer = _state(parts)
     stage = parts.whole / candidate.chunks
-    if not candidate.gathers or candidate.gather == "once":
-        gathered, gradients = _COMPUTE * parts.whole, _FLOAT32 * parts.whole
+    of = parts.of_layers
+    if not candidate.gathers:
+        gathered, gradients = of.cast * parts.whole, of.gradient * parts.whole
+    elif candidate.gather == "once":
+        gathered, gradients = of.read * parts.whole, of.gradient * parts.whole
     elif candidate.gather == "repeat":
-        gathered = 2 * _COMPUTE * stage
-        gradients = _FLOAT32 * (parts.stored + stage)
+        gathered = 2 * of.read * stage
+        gradients = of.gradient * (parts.stored + stage)
     elif candidate.gather == "layer":
-        gathered, gradients = _COMPUTE * parts.layer, _FLOAT32 * parts.stored * _LAYOUT_COPIES
+        gathered = of.read * parts.layer
+        gradients = of.gradient * parts.stored * _LAYOUT_COPIES
     else:
-        gathered = _COMPUTE * (parts.stored + 2 * stage)
-        gradients = _FLOAT32 * (parts.stored + stage)
-    boundary = parts.whole_boundary if candidate.gathers else parts.boundary
+        gathered = of.cast * parts.stored + 2 * of.read * stage
+        gradients = of.gradient * (parts.stored + stage)
+    boundary_grads, boundary = _boundary(candidate, parts)
     kept = live.residuals * _residuals(candidate, parts)
-    # What I leaves for W is the cotangent of every product beside its input.
-    kept += live.wgrad_residuals * candidate.layers_per_stage * 2 * parts.layer_work
+    # I leaves the input and the cotangent of every product with weights for W.
+    kept += live.wgrad_residuals * candidate.layers_per_stage * parts.for_weights
     waiting = (live.waiting + 1) * parts.activation
     work = parts.layer_work + _recomputed(candidate, parts)
     return PeakMemory(
         weights,
         optimizer,
-        gradients + _FLOAT32 * boundary,
-        gathered + _COMPUTE * boundary,
+        gradients + boundary_grads,
+        gathered + boundary,
         kept + waiting,
         parts.loss if parts.loss > work else 0.0,
         0.0 if parts.loss > work else work,

@@ -6,18 +6,23 @@ D embed, H query heads, K key and value heads, C channels of a head, F width of 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ..autodiff.backward import saved_names
 from ..models import DeepseekConfig, LlamaConfig
 from ..models.weights._abstract import is_weight
-from ..sharding import AXES, Rules, partition_spec
+from ..sharding import AXES, DEFAULT_RULES, Rules, partition_spec
 from ..sharding._rules import gathered_rules
 from ..sharding.specs import axes_of_dim
 from ..train.plan import MODEL_FAMILIES, ModelConfig
+
+_FLOAT32 = 4
+_SCORES = 2
+"""Arrays of scores that attention without a kernel stores, in float32: scores and their softmax."""
 
 Axes = tuple[str, ...]
 """Names of mesh axes."""
@@ -58,6 +63,25 @@ class Tensor:
     all_rows: bool = False
 
 
+class WeightBytes(NamedTuple):
+    """Bytes of a parameter.
+
+    Attributes:
+        weight: As it is stored, and as each moment of the optimizer is.
+        gradient: Of the sum of its gradients.
+        read: As layers read it.
+    """
+
+    weight: float
+    gradient: float
+    read: float
+
+    @property
+    def cast(self) -> float:
+        """Returns the bytes of a copy in the dtype that layers read; 0 if none is made."""
+        return self.read if self.read != self.weight else 0.0
+
+
 @dataclass(frozen=True, eq=False)
 class PlannedModel:
     """The sizes of a model that decide memory.
@@ -73,6 +97,11 @@ class PlannedModel:
         vocab: V; 0 if the loss makes no logits.
         tensors: What a layer makes for every token, by the name of the tensor.
         unnamed: What it makes beside these, which no policy keeps but `none`.
+        scores: Scores of attention in float32, if it stores them; only `none` keeps them.
+        of_layers: Bytes of a parameter of the layers.
+        of_boundary: Bytes of one of the embedding and the head.
+        activation_bytes: Bytes of an element of activations.
+        on_cpu: Whether XLA:CPU compiles it.
     """
 
     name: str
@@ -84,6 +113,11 @@ class PlannedModel:
     vocab: int
     tensors: tuple[tuple[str, Tensor], ...]
     unnamed: tuple[Tensor, ...]
+    scores: tuple[Tensor, ...]
+    of_layers: WeightBytes
+    of_boundary: WeightBytes
+    activation_bytes: int
+    on_cpu: bool
 
     def saved(self, policy: str) -> tuple[Tensor, ...]:
         """Returns what a layer keeps for its backward beside its input.
@@ -92,7 +126,7 @@ class PlannedModel:
             policy: The name of a policy of rematerialization.
 
         Returns:
-            The tensors.
+            The tensors, without scores.
         """
         if policy == "none":
             return (*(tensor for _, tensor in self.tensors), *self.unnamed)
@@ -125,7 +159,7 @@ def largest_weight(groups: Iterable[WeightGroup], sizes: Sizes) -> float:
     return max(group.largest / split(group.gathered, sizes) for group in groups)
 
 
-def token_bytes(tensors: Iterable[Tensor], sizes: Sizes, itemsize: int = 2) -> float:
+def token_bytes(tensors: Iterable[Tensor], sizes: Sizes, itemsize: int) -> float:
     """Returns the bytes of tensors for each token of a device."""
     return itemsize * sum(
         tensor.channels / split(tensor.axes, sizes) * (sizes["expert"] if tensor.all_rows else 1)
@@ -134,7 +168,14 @@ def token_bytes(tensors: Iterable[Tensor], sizes: Sizes, itemsize: int = 2) -> f
 
 
 def planned_model(
-    name: str, block: str, sizes: ModelConfig, rules: Rules, num_pipelined: int
+    name: str,
+    block: str,
+    sizes: ModelConfig,
+    num_pipelined: int,
+    *,
+    dtypes: tuple[str, str],
+    scores_length: int,
+    on_cpu: bool,
 ) -> PlannedModel:
     """Returns a model of the trainer as a planner sees it.
 
@@ -142,8 +183,10 @@ def planned_model(
         name: Its name.
         block: The family, a value of `decoder_block`.
         sizes: Its sizes.
-        rules: Logical axis rules of its weights.
         num_pipelined: The layers of the pipeline; others run after it.
+        dtypes: The dtypes of weights and of activations.
+        scores_length: Tokens of a sequence if attention stores its scores; 0 if it does not.
+        on_cpu: Whether the devices are CPUs.
 
     Returns:
         The model.
@@ -151,16 +194,24 @@ def planned_model(
     uniform = sizes.base_num_decoder_layers - getattr(sizes, "first_num_dense_layers", 0)
     tree = MODEL_FAMILIES[block].weights(sizes, layers_after=uniform - num_pipelined)
     named, unnamed = _tensors(sizes)
+    stored, read = (jnp.dtype(dtype).itemsize for dtype in dtypes)
+    weight_bytes = WeightBytes(stored, max(_FLOAT32, stored), read)
+    scores = _SCORES * scores_length * sizes.base_num_query_heads
     return PlannedModel(
         name,
-        _groups(tree["layer"], rules),
-        _groups(tree["embed"], rules),
-        _groups(tree["head"], rules),
+        _groups(tree["layer"], DEFAULT_RULES),
+        _groups(tree["embed"], DEFAULT_RULES),
+        _groups(tree["head"], DEFAULT_RULES),
         num_pipelined,
         sizes.base_emb_dim,
         sizes.vocab_size,
         tuple(named.items()),
         unnamed,
+        (Tensor(scores, _SPLIT),) if scores else (),
+        weight_bytes,
+        weight_bytes,
+        read,
+        on_cpu,
     )
 
 

@@ -18,11 +18,10 @@ from ..engines import ENGINES
 from ..engines._engine import Engine, PipelinePlan
 from ._candidates import Space, StepLayout
 from ._devices import Devices
-from ._model import PlannedModel, Tensor, WeightGroup
+from ._model import PlannedModel, Tensor, WeightBytes, WeightGroup
 from ._request import OwnModel, Request, Values
 
-_HALF = 2
-"""Bytes of an element; tensors in other dtypes count as that many more or fewer."""
+_FLOAT32 = 4
 
 
 class PreparedPipeline(NamedTuple):
@@ -67,7 +66,7 @@ def own_request(
     if not callable(model.layer):
         raise ValueError("`model` has layers of several kinds, which no planner knows. Give one.")
     groups = model.to_groups(params)
-    planned, work, tokens = _planned(model, groups, example)
+    planned, work, tokens = _planned(model, groups, example, devices.generation == "cpu")
     fixed = {"tensor": 1, "expert": 1, "context": 1, "scope": "tick", "gather": "tick"}
     space = Space(
         *(devices, batch, tokens, planned.num_layers, 0, 1, planned.vocab, devices.num_devices),
@@ -78,21 +77,23 @@ def own_request(
 
 
 def _planned(
-    model: OwnModel, groups: dict[str, PyTree], example: PyTree
+    model: OwnModel, groups: dict[str, PyTree], example: PyTree, on_cpu: bool
 ) -> tuple[PlannedModel, ModelWork, int]:
     """Returns the sizes of a model, its work, and the tokens of a row."""
     row = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), example)
     key = jax.eval_shape(lambda: jax.random.key(0))
     layer, num_layers = _one_layer(groups["layers"])
     x = jax.eval_shape(model.embed, groups["embed"], row, key)
-    tokens = _tokens(x)
+    tokens, itemsize = _tokens(x), max(1, round(_bytes(x) / _size(x)))
     run_layer = _without_aux(model.layer, x)
-    traced = _trace(run_layer, tokens, layer, x, row, key)
+    read = {"layer": layer, "shared": groups["shared"]} if model.shared else layer
+    traced = _trace(run_layer, tokens, read, x, row, key)
     head = {"head": groups["head"], "embed": groups["embed"]} if model.tied else groups["head"]
     loss = _trace(model.loss, tokens, head, x, row, key)
-    hidden = max(1, round(_bytes(x) / tokens / _HALF))
+    hidden = max(1, round(_size(x) / tokens))
     vocab = round(sum(p.k * p.n * p.copies for p in loss.products) / hidden)
-    kept = _residual_bytes(run_layer, layer, x, row, key) / tokens
+    kept = _residual_bytes(run_layer, read, x, row, key) / tokens
+    shared = groups.get("shared", ())
     own = LayerWork(
         name="layer",
         count=num_layers,
@@ -102,24 +103,30 @@ def _planned(
         expert_parameters=0,
         num_experts=0,
         active_experts=0,
-        activations=ActivationBytes(kept, kept, _HALF * hidden),
+        activations=ActivationBytes(kept, kept, itemsize * hidden),
         elementwise_bytes=traced.moved_bytes,
         between_bytes=0,
         num_kernels=traced.num_equations,
-        boundary_bytes=_HALF * hidden,
+        boundary_bytes=itemsize * hidden,
+        weight_bytes=_weight_bytes(layer).read,
     )
     planned = PlannedModel(
         name="own model",
         layer=(_group(layer),),
-        embed=(_group(groups["embed"]),),
+        embed=(_group((groups["embed"], shared)),),
         head=(_group(groups["head"]),),
         num_layers=num_layers,
         hidden=hidden,
         vocab=vocab,
         tensors=(),
-        unnamed=(Tensor(round(kept / _HALF)),),
+        unnamed=(Tensor(round(kept / itemsize)),),
+        scores=(),
+        of_layers=_weight_bytes(layer),
+        of_boundary=_weight_bytes((groups["embed"], groups["head"], shared)),
+        activation_bytes=itemsize,
+        on_cpu=on_cpu,
     )
-    sizes = _size(groups["embed"]), _size(groups["head"])
+    sizes = _size((groups["embed"], shared)), _size(groups["head"])
     return planned, ModelWork((own,), hidden, max(1, vocab), *sizes), tokens
 
 
@@ -230,6 +237,14 @@ def _group(tree: PyTree) -> WeightGroup:
     return WeightGroup(sum(sizes), ("fsdp",), (), max(sizes, default=0))
 
 
+def _weight_bytes(tree: PyTree) -> WeightBytes:
+    """Returns the bytes of a parameter, which layers read as they are: the mean over all."""
+    sums = floating(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree))
+    grads = sum(leaf.size * max(_FLOAT32, leaf.dtype.itemsize) for leaf in jax.tree.leaves(sums))
+    count, stored = max(1, _size(tree)), _bytes(tree)
+    return WeightBytes(stored / count, grads / count, stored / count)
+
+
 def _trace(function: Callable, tokens: int, *arguments: PyTree) -> _Traced:
     """Counts the matrix products of a function and what its other equations write."""
     products, moved, count = [], 0.0, 0
@@ -239,14 +254,22 @@ def _trace(function: Callable, tokens: int, *arguments: PyTree) -> _Traced:
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             k = math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
-            products.append(Product(k, max(1, out.size // tokens), "none", times))
+            products.append(_product(k, out.size / tokens, times))
         elif eqn.primitive.name == "conv_general_dilated":
-            kernel = eqn.invars[1].aval
-            k = max(1, kernel.size // max(1, max(kernel.shape)))
-            products.append(Product(k, max(1, out.size // tokens), "none", times))
+            kernel, dims = eqn.invars[1].aval, eqn.params["dimension_numbers"].rhs_spec
+            products.append(
+                _product(kernel.size // kernel.shape[dims[0]], out.size / tokens, times)
+            )
         else:
             moved += times * sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars)
     return _Traced(tuple(products), moved / tokens, count)
+
+
+def _product(k: int, columns: float, times: int) -> Product:
+    """Returns a product that has so many columns for each token, perhaps less than one."""
+    n = max(1, math.ceil(columns))
+    whole = columns == n
+    return Product(k, n, "none", times if whole else times * columns / n)
 
 
 def _equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
@@ -257,10 +280,18 @@ def _equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
             if all(hasattr(v.aval, "dtype") and hasattr(v.aval, "size") for v in eqn.outvars):
                 yield eqn, times
             continue
-        repeats = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+        repeats = _repeats(eqn)
         branches = inner[:1] if eqn.primitive.name in ("cond", "custom_vjp_call") else inner
         for sub in branches:
             yield from _equations(sub, times * repeats)
+
+
+def _repeats(eqn: Any) -> int:
+    """Returns how often the body of a loop or of a kernel runs; 1 where the jaxpr does not say."""
+    if eqn.primitive.name == "pallas_call":
+        grid = eqn.params["grid_mapping"].grid
+        return math.prod(size for size in grid if isinstance(size, int))
+    return eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
 
 
 def _jaxprs(value: Any) -> list[Any]:

@@ -5,14 +5,16 @@ Keys that a planner chooses are free until they are given. All others are passed
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
+
+import jax.numpy as jnp
 
 from ..cost.work import Experts, ModelWork, transformer
 from ..cost.work._transformer import LatentAttention
 from ..models import PRESETS, DeepseekConfig
-from ..sharding import AXES, DEFAULT_RULES
+from ..sharding import AXES
 from ..sharding.layout import parse_layout
 from ..train import Config, load_config
 from ..train.config import base_yaml, parse_override, parse_yaml
@@ -97,6 +99,8 @@ class OwnModel(Protocol):
     @property
     def tied(self) -> bool: ...
     @property
+    def shared(self) -> bool: ...
+    @property
     def to_groups(self) -> Callable[..., Any]: ...
 
 
@@ -165,14 +169,13 @@ def make_request(
     pipelined = uniform
     if config.pipeline_parallel_layers != -1:
         pipelined = config.pipeline_parallel_layers
-    rules = DEFAULT_RULES
     return Request(
         devices,
         rows,
         sequence,
         usable_bytes(devices, memory_gb),
-        planned_model(config.model_name, config.decoder_block, sizes, rules, pipelined),
-        _work(sizes),
+        _planned(config, sizes, pipelined, devices.generation == "cpu"),
+        _work(sizes, config.dtype),
         values,
         Space(
             devices,
@@ -286,8 +289,22 @@ def layout_text(counts: Sequence[int]) -> str:
     return f"E{'|'.join(stages)}L"
 
 
-def _work(sizes: ModelConfig) -> ModelWork:
-    """Returns the work of a model of the trainer."""
+def _planned(config: Config, sizes: ModelConfig, num_pipelined: int, on_cpu: bool) -> PlannedModel:
+    """Returns the sizes of a model of the trainer; kernels of attention are for TPUs and GPUs."""
+    no_kernel = config.attention == "dot_product" or on_cpu
+    return planned_model(
+        config.model_name,
+        config.decoder_block,
+        sizes,
+        num_pipelined,
+        dtypes=(config.weight_dtype, config.dtype),
+        scores_length=config.max_target_length if no_kernel else 0,
+        on_cpu=on_cpu,
+    )
+
+
+def _work(sizes: ModelConfig, dtype: str) -> ModelWork:
+    """Returns the work of a model of the trainer, whose layers read weights in this dtype."""
     latent = experts = None
     if isinstance(sizes, DeepseekConfig):
         at, moe = sizes.attention, sizes.moe
@@ -301,7 +318,7 @@ def _work(sizes: ModelConfig) -> ModelWork:
             moe.shared_experts,
             sizes.first_num_dense_layers,
         )
-    return transformer(
+    found = transformer(
         layers=sizes.base_num_decoder_layers,
         hidden=sizes.base_emb_dim,
         heads=sizes.base_num_query_heads,
@@ -313,3 +330,9 @@ def _work(sizes: ModelConfig) -> ModelWork:
         latent=latent,
         experts=experts,
     )
+    itemsize = float(jnp.dtype(dtype).itemsize)
+    layers = (
+        replace(layer, weight_bytes=itemsize, boundary_bytes=itemsize * found.hidden)
+        for layer in found.layers
+    )
+    return replace(found, layers=tuple(layers))

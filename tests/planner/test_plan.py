@@ -143,7 +143,7 @@ def test_a_model_of_plain_functions_is_traced_and_planned():
     work = plans.request.work
     assert work.parameters == 2 * V * D + 8 * 2 * D * F
     assert [(p.k, p.n) for p in work.layers[0].products] == [(D, F), (F, D)]
-    assert (work.hidden, work.vocab, plans.request.sequence) == (2 * D, V // 2, T)
+    assert (work.hidden, work.vocab, plans.request.sequence) == (D, V, T)
     settings = plans.best.settings
     assert settings["schedule"] == "1f1b" and settings["mesh"]["stage"] > 1
     with pytest.raises(ValueError, match="Give its `params`"):

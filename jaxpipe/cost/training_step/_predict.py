@@ -88,7 +88,7 @@ def predict(
     num_stages = schedule.num_stages if schedule else 1
     layers = split_layers(work, num_stages, layout)
     stages = stage_seconds(work, layers, layout, device)
-    sent = 2.0 * work.hidden * layout.tokens / layout.tensor
+    sent = work.layers[-1].boundary_bytes * layout.tokens / layout.tensor
     transfer = send_seconds(sent, layout, device.network)
     if schedule and "point_to_point" not in layout.overlap:
         counts = num_transfers(schedule)

@@ -6,7 +6,6 @@ from ._layout import Layout
 from ._network import all_gather_seconds, make_group
 from ._product_time import product_seconds
 
-_WEIGHT_BYTES = 2.0
 _LOSS_BYTES = 12.0  # of a logit: written, read for its maximum, sum and gradient
 
 
@@ -139,7 +138,7 @@ def gather_seconds(layers: tuple[LayerWork, ...], layout: Layout, device: Device
     """
     group = make_group(layout, device.network, "fsdp")
     return all_gather_seconds(
-        sum(_WEIGHT_BYTES * device_parameters(layer, layout) for layer in layers),
+        sum(layer.weight_bytes * device_parameters(layer, layout) for layer in layers),
         group,
         device.network,
     )

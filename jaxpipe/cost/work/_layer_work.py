@@ -98,6 +98,7 @@ class LayerWork:
         num_kernels: Operations that a device starts in a forward.
         boundary_bytes: Bytes of a token between layers.
         expert_boundary_bytes: Bytes of a token on its way to one expert.
+        weight_bytes: Bytes of a weight while it is gathered.
     """
 
     name: str
@@ -114,6 +115,7 @@ class LayerWork:
     num_kernels: int
     boundary_bytes: int | float
     expert_boundary_bytes: int | float = 0
+    weight_bytes: float = 2.0
 
 
 @dataclass(frozen=True)
