@@ -120,7 +120,7 @@ def load_on_devices(
     Returns:
         The compiled program on `target_devices`, or None if the program cannot be loaded on them.
     """
-    if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
+    if getattr(jax.config, "jax_compilation_cache_dir", None):
         return None
     try:
         payload, in_tree, out_tree = serialize_executable.serialize(compiled)

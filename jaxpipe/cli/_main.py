@@ -10,6 +10,7 @@ from .process import (
     hide_logged_tracebacks,
     report_error,
     say_interrupted,
+    set_log_levels,
     watch_interrupts,
 )
 
@@ -17,7 +18,9 @@ from .process import (
 def script() -> NoReturn:
     """Runs the command `jaxpipe` with the arguments of this process, and exits."""
     watch_interrupts()
-    hide_logged_tracebacks()
+    if "--verbose" not in sys.argv:
+        set_log_levels(os.environ)
+        hide_logged_tracebacks()
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -19,6 +19,20 @@ class Parser(argparse.ArgumentParser):
         super().error(shorten(message, _MAX_MESSAGE))
 
 
+def add_verbose(parser: argparse.ArgumentParser) -> None:
+    """Adds `--verbose`, which is also looked for before JAX is imported.
+
+    Args:
+        parser: The parser of a command that uses JAX.
+
+    Returns:
+        None.
+    """
+    parser.add_argument(
+        "--verbose", action="store_true", help="show also what libraries log: XLA, libtpu, orbax"
+    )
+
+
 def bounded_integer(least: int, most: int) -> Callable[[str], int]:
     """Returns a function that parses an option, an integer from `least` to `most`.
 

@@ -21,6 +21,7 @@ _MAIN = (
     ("Accuracy", "", ("accuracy", "eval_accuracy")),
     ("Model FLOPs per device", "TFLOP/s", ("tflops_per_second_per_device",)),
     ("Model FLOPs utilisation", "of peak", ("mfu",)),
+    ("Peak memory of a device", "GB", ("peak_memory_gb",)),
 )
 
 

@@ -2,14 +2,15 @@
 
 import argparse
 import os
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..._durable import failed_write
-from .._options import bounded_integer, path, text
+from .._options import add_verbose, bounded_integer, path, text
 from .._settings import add_settings, read_settings
-from ..process import emulate_devices
+from ..process import emulate_devices, quiet_stderr
 from ._flags import print_flags, probe_flags
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     add("--json", action="store_true", help="print one JSON object")
     add("--dump-hlo", type=path, metavar="DIR", help="write the optimized HLO text into DIR")
+    add_verbose(parser)
     parser.set_defaults(func=run)
 
 
@@ -70,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     if args.topology:
         leave_devices_alone()
     config = read_settings(args.settings)
-    devices = _devices(args.topology, args.num_slices, config.emulate_devices)
+    with quiet_stderr(verbose=args.verbose):
+        devices = _devices(args.topology, args.num_slices, config.emulate_devices)
     if args.print_flags:
         return print_flags(config, devices[0])
     dump = args.dump_hlo and _dump_file(args.dump_hlo, config.model_name, args.topology)
@@ -147,12 +150,14 @@ def _compile(plan: "StepPlan") -> tuple[Any, str]:
 
     from ...train import compile_train_step
     from ...train.estimate._device_flops import step_work
+    from ...train.logs import compiling
     from ...xla.compile_report import report_compiled
 
     mesh, work = plan.pipeline.mesh, step_work(plan.state.weights.sizes, plan.batch)
     started = time.perf_counter()
     try:
-        compiled = compile_train_step(plan)
+        with compiling(sys.stderr, "the train step", say_end=False):
+            compiled = compile_train_step(plan)
     except jax.errors.JaxRuntimeError as error:
         raise _compile_error(error) from error
     except ValueError as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..._input import short_repr
-from .._options import bounded_integer, path, text
+from .._options import add_verbose, bounded_integer, path, text
 from ..process import unwinding
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     out.add_argument(
         "--allow-unverified", action="store_true", help="take also a checkpoint without digests"
     )
+    add_verbose(parser)
     parser.set_defaults(func=run)
 
 

@@ -10,7 +10,7 @@ from ..._durable import failed_write
 from ..._input import read_text
 from .._options import bounded_float, bounded_integer, path, text
 from .._settings import add_settings, is_config_file
-from ..process import emulate_devices
+from ..process import emulate_devices, quiet_stderr
 from ._compile import _compile as compile_step
 from ._compile import leave_devices_alone
 
@@ -133,11 +133,12 @@ def _verified(plans: "Plans", index: int) -> dict[str, Any]:
     wanted, settings = plans.request.devices, plans.plans[index].settings
     started = time.perf_counter()
     try:
-        devices = (
-            absent_devices(wanted)
-            if wanted.are_here
-            else topology_devices(wanted.topology, wanted.num_slices)
-        )
+        with quiet_stderr():
+            devices = (
+                absent_devices(wanted)
+                if wanted.are_here
+                else topology_devices(wanted.topology, wanted.num_slices)
+            )
         setup = checked_setup(settings, devices)
         check_single_program(setup.step.engine)
         report, _ = compile_step(setup.step)

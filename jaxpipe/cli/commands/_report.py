@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..._durable import failed_write, write_output
-from .._options import bounded_integer, path, text
-from ..process import emulate_devices
+from .._options import add_verbose, bounded_integer, path, text
+from ..process import emulate_devices, quiet_stderr
 from ._compile import leave_devices_alone
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--topology", type=text, metavar="NAME", help="for TPUs, such as v5p:2x2x1; else for CPUs")
     add("--num-slices", type=bounded_integer(1, 4096), default=1, metavar="N", help="slices of it")
     add("--open", action="store_true", help="show it in a browser")
+    add_verbose(parser)
     parser.set_defaults(func=run)
 
 
@@ -107,7 +108,9 @@ def _compiled(
         raise ValueError(f"`--compile` needs a run that can be planned. {why}")
     check_single_program(plan.engine)
     if topology:
-        plan = set_up(found.config, topology_devices(topology, num_slices)).step
+        with quiet_stderr():
+            devices = topology_devices(topology, num_slices)
+        plan = set_up(found.config, devices).step
     device = plan.pipeline.mesh.devices.flat[0]
     step_memory = memory(compile_train_step(plan), device.platform)
     return CompiledMemory(step_memory, device.device_kind)

@@ -4,9 +4,10 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
+from .._options import add_verbose
 from .._settings import add_settings, read_settings
 from ..job import PROCESS, follow_launcher, join_processes, leaving_on_error
-from ..process import emulate_devices, keep_freed_memory
+from ..process import emulate_devices, keep_freed_memory, use_compile_cache
 from ._flags import print_flags
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--print-flags", action="store_true", help="print the compiler's flags with the reasons"
     )
+    add_verbose(parser)
     parser.set_defaults(func=run)
 
 
@@ -55,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
             emulate_devices(config.emulate_devices)
         if jax.default_backend() == "cpu":
             keep_freed_memory()
+        if config.jax_cache_dir == "auto":
+            use_compile_cache()
         try:
             train(config, keep_history=False)
         except TerminatedError as error:  # it has printed the reason

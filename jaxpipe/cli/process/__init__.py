@@ -1,6 +1,11 @@
-"""The process of a command: memory, emulated devices, Ctrl-C, and the error that ends it."""
+"""The process of a command: memory, emulated devices, Ctrl-C, and the error that ends it.
+
+It also says where compiled programs are kept, and what libraries may log.
+"""
 
 from ._allocator import keep_freed_memory as keep_freed_memory
+from ._compile_cache import use_compile_cache as use_compile_cache
+from ._compile_cache import user_cache_folder as user_cache_folder
 from ._emulate import emulate_devices as emulate_devices
 from ._emulate import emulation_environment as emulation_environment
 from ._errors import hide_logged_tracebacks as hide_logged_tracebacks
@@ -10,3 +15,5 @@ from ._interrupts import INTERRUPTED as INTERRUPTED
 from ._interrupts import say_interrupted as say_interrupted
 from ._interrupts import unwinding as unwinding
 from ._interrupts import watch_interrupts as watch_interrupts
+from ._quiet import quiet_stderr as quiet_stderr
+from ._quiet import set_log_levels as set_log_levels

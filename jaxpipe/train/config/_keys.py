@@ -259,4 +259,4 @@ class ConfigKeys(BaseModel):
     peak_tflops_per_device: NonNegativeFloat = 0.0
     enable_progress_bar: Literal["auto"] | bool = "auto"
     profile_steps: Name = ""
-    jax_cache_dir: Name = ""
+    jax_cache_dir: Name = "auto"

@@ -1,5 +1,6 @@
 """What a run records and shows: metrics, progress, profiles."""
 
+from ._compiling import compiling as compiling
 from ._describe import describe as describe
 from ._loss_curve import loss_curve as loss_curve
 from ._metrics import metrics_writer as metrics_writer

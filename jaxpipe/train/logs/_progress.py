@@ -12,6 +12,10 @@ ReportStep = Callable[[int, Mapping[str, float]], None]
 """`report(step, metrics)`; step counts from 1, the steps that are done."""
 
 
+_WIDTH = len("-1.234e-05")
+"""The width of a metric's value: that of the longest one with four digits."""
+
+
 def progress(
     stream: Stream,
     *,
@@ -46,13 +50,13 @@ def format_metrics(metrics: Mapping[str, float]) -> str:
         metrics: The metrics.
 
     Returns:
-        A text such as `loss 4.123  learning_rate 0.001`.
+        A text whose values have equal widths, so that the columns of successive lines are aligned.
 
     Example:
         >>> format_metrics({"loss": 4.1234, "learning_rate": 0.001})
-        'loss 4.123  learning_rate 0.001'
+        'loss 4.123       learning_rate 0.001'
     """
-    return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+    return "  ".join(f"{name} {value:<{_WIDTH}.4g}" for name, value in metrics.items()).rstrip()
 
 
 def _is_evaluation(name: str) -> bool:
@@ -63,7 +67,8 @@ def _is_evaluation(name: str) -> bool:
 def _lines(stream: Stream, num_steps: int, log_period: int) -> Iterator[ReportStep]:
     def report(step: int, metrics: Mapping[str, float]) -> None:
         if step % log_period == 0 or step == num_steps or any(map(_is_evaluation, metrics)):
-            print(f"step {step}/{num_steps}  {format_metrics(metrics)}", file=stream, flush=True)
+            number = f"{step:{len(str(num_steps))}}/{num_steps}"
+            print(f"step {number}  {format_metrics(metrics)}", file=stream, flush=True)
 
     yield report
 
@@ -76,12 +81,16 @@ def _bar(stream: Stream, num_steps: int, first_step: int) -> Iterator[ReportStep
 
     columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), Remaining())
     console = Console(file=cast(TextIO, stream), force_terminal=True)
-    with Progress(*columns, TextColumn("{task.fields[metrics]}"), console=console) as bar:
-        task = bar.add_task("", total=num_steps, completed=first_step - 1, metrics="")
-        evaluation: dict[str, float] = {}
+    bar = Progress(*columns, TextColumn("{task.fields[metrics]}"), console=console)
+    task = bar.add_task("", total=num_steps, completed=first_step - 1, metrics="")
+    evaluation: dict[str, float] = {}
 
-        def report(step: int, metrics: Mapping[str, float]) -> None:
-            evaluation.update({name: x for name, x in metrics.items() if _is_evaluation(name)})
-            bar.update(task, completed=step, metrics=format_metrics({**metrics, **evaluation}))
+    def report(step: int, metrics: Mapping[str, float]) -> None:
+        bar.start()  # not before: until the first step is done, its compilation has the terminal
+        evaluation.update({name: x for name, x in metrics.items() if _is_evaluation(name)})
+        bar.update(task, completed=step, metrics=format_metrics({**metrics, **evaluation}))
 
+    try:
         yield report
+    finally:
+        bar.stop()

@@ -35,6 +35,7 @@ from ..checkpoint._store import (
 from ..config._config import Config, parse_profile_steps
 from ..estimate._device_flops import step_work
 from ..estimate._fits import check_fits
+from ..logs._compiling import compiling
 from ..logs._describe import describe
 from ..logs._metrics import WriteMetrics, check_metrics, metrics_writer
 from ..logs._profile import profiler
@@ -90,7 +91,7 @@ def train(
         RuntimeError: If a step, a checkpoint or a batch fails later.
     """
     shown: Stream = (stream or sys.stdout) if is_first_process() else io.StringIO()
-    if config.jax_cache_dir:
+    if config.jax_cache_dir not in ("", "auto"):
         jax.config.update("jax_compilation_cache_dir", config.jax_cache_dir)
     if config.enable_wandb:
         load_wandb()
@@ -188,6 +189,9 @@ def _run_and_record_steps(run: _RunContext, state: TrainState, done: int) -> Ite
             is_best=best_loss_tracker(checkpoints, config.keep_best),
             is_due=by_time.is_due,
             enter=run.watch.enter,
+            compiling=partial(
+                compiling, run.shown, "the train step", spinner=config.enable_progress_bar
+            ),
         )
         try:
             for step, metrics in steps:

@@ -2,25 +2,33 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from ...data.batches._batches import Batches
 from ..estimate._device_flops import StepWork, speed_metrics
+from ..estimate._peak_memory import memory_metrics
 from ..logs._profile import BeforeStep
 from ..plan._setup import StepPlan
+from ..runtime._multihost import barrier
 from ..runtime._stop import ShouldStop
 from ..step._evaluate import Evaluate
 from ..step._mpmd import trace_mpmd_train_step
 from ..step._shard_batch import shard_batch_of_step
 from ..step._state import TrainState
-from ..step._step import StepMetrics, make_train_step
+from ..step._step import StepMetrics, TrainStep, compile_ahead, make_train_step
 
 Metrics = dict[str, float]
 
 Save = Callable[[int, TrainState, Metrics], Callable[[], TrainState]]
 """Saves a checkpoint, which consumes the state. Returns a function that gives the state back."""
+
+Compiling = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,7 @@ def run_steps(
     is_best: Callable[[float], bool] = lambda loss: False,
     is_due: Callable[[int], bool] = lambda step: False,
     enter: Callable[[int, str], None] = lambda step, phase: None,
+    compiling: Compiling = nullcontext,
 ) -> Iterator[tuple[int, Metrics]]:
     """Runs the steps `done + 1` to `steps`.
 
@@ -79,6 +88,7 @@ def run_steps(
         is_best: Returns whether a state with this `eval_loss` gets a checkpoint.
         is_due: Returns whether a step gets a checkpoint beside those of `checkpoint_period`.
         enter: Is called with a step and its phase, one of `PHASES`, before each phase.
+        compiling: Makes the context in which the step is compiled, whose time no metric has.
 
     Yields:
         The number of each step and its metrics.
@@ -91,13 +101,12 @@ def run_steps(
         before(step, previous and previous[1])
         batch = shard_batch_of_step(plan.batch, batch_at, step - 1)
         enter(step, "traced step" if step == loop.traced_step else "step")
-        if step == loop.traced_step:
-            (state, metrics), trace = trace_mpmd_train_step(plan, state, batch)
-            write_trace(step, trace)
-        else:
-            state, metrics = train_step(state, batch)
+        if step == done + 1:
+            ended += _compile_everywhere(compiling, plan, train_step, state, batch)
+        traced = partial(_trace_step, plan, partial(write_trace, step))
+        state, metrics = (traced if step == loop.traced_step else train_step)(state, batch)
         if previous is not None:
-            ended, values = _wait_for_metrics(work, previous[1], ended)
+            ended, values = _wait_for_metrics(plan, work, previous[1], ended)
             yield previous[0], values
         previous = step, metrics
         is_stopped, is_last = should_stop(step), step == loop.num_steps
@@ -105,7 +114,7 @@ def run_steps(
         # Who is stopped has little time, and needs it for the checkpoint.
         evaluates = evaluate and not is_stopped and (is_last or step % loop.eval_interval == 0)
         if saves or evaluates:
-            ended, values = _wait_for_metrics(work, metrics, ended)
+            ended, values = _wait_for_metrics(plan, work, metrics, ended)
             if evaluate and evaluates:
                 enter(step, "evaluation")
                 values |= evaluate(state)
@@ -121,10 +130,31 @@ def run_steps(
             return
 
 
+def _compile_everywhere(
+    compiling: Compiling, plan: StepPlan, train_step: TrainStep, state: TrainState, batch: PyTree
+) -> float:
+    """Compiles in this process and waits for the others. Returns the seconds that it took."""
+    started = time.perf_counter()
+    with compiling():
+        compile_ahead(plan, train_step, state, batch)
+        barrier("compiled")
+    return time.perf_counter() - started
+
+
+def _trace_step(
+    plan: StepPlan, write_trace: Callable[[str], None], state: TrainState, batch: PyTree
+) -> tuple[TrainState, dict[str, Any]]:
+    done, trace = trace_mpmd_train_step(plan, state, batch)
+    write_trace(trace)
+    return done
+
+
 def _wait_for_metrics(
-    work: StepWork, metrics: StepMetrics, started: float
+    plan: StepPlan, work: StepWork, metrics: StepMetrics, started: float
 ) -> tuple[float, Metrics]:
     """Waits for a step. Returns the time when it ended, in seconds, and its metrics, loss first."""
     values = {name: float(x) for name, x in jax.device_get(metrics).items()}
     ended = time.perf_counter()
-    return ended, {"loss": values.pop("loss"), **values, **speed_metrics(work, ended - started)}
+    speed = speed_metrics(work, ended - started)
+    memory = memory_metrics(plan.batch.devices.mesh.local_devices)
+    return ended, {"loss": values.pop("loss"), **values, **speed, **memory}

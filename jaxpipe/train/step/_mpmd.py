@@ -40,7 +40,7 @@ def make_mpmd_train_step(
     Returns:
         `(state, batch from shard_batch) -> (state, metrics)`.
     """
-    return lambda state, batch: _compiled_train_step(plan)(state, batch)
+    return lambda state, batch: compiled_mpmd_train_step(plan)(state, batch)
 
 
 def make_mpmd_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], dict[str, Any]]:
@@ -90,7 +90,7 @@ def trace_mpmd_train_step(
         `(state, metrics)`, where the metrics also have the bubbles of both timelines as shares of
         the loop; and the trace as JSON for Perfetto.
     """
-    (state, metrics), found = profiling.trace_step(_compiled_train_step(plan), state, batch)
+    (state, metrics), found = profiling.trace_step(compiled_mpmd_train_step(plan), state, batch)
     bubbles = {f"bubble_{name}": schedules.bubble_fraction(line) for name, line in found.items()}
     return (state, metrics | bubbles), schedules.to_perfetto(found, microseconds=1e6)
 
@@ -169,7 +169,7 @@ def mpmd_state_shardings(plan: StepPlan) -> PyTree[mpmd.MpmdSharding]:
 
 
 @lru_cache(maxsize=1)
-def _compiled_train_step(plan: StepPlan) -> mpmd.Compiled:
+def compiled_mpmd_train_step(plan: StepPlan) -> mpmd.Compiled:
     """Compiles the step, with the name of every action in profiles."""
     return profiling.annotated(lower_train_step(plan).compile())
 

@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 from ... import mpmd
 from ..plan._setup import StepPlan
 from ._mpmd import (
+    compiled_mpmd_train_step,
     init_mpmd_state,
     make_mpmd_eval_step,
     make_mpmd_train_step,
@@ -30,6 +31,8 @@ from ._state import TrainState, state_shardings
 StepMetrics = Mapping[str, jax.Array | mpmd.MpmdArray]
 """The loss and other metrics of a batch, which may not be computed yet."""
 
+TrainStep = Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Any]]]
+
 
 @dataclass(frozen=True)
 class _Programs:
@@ -39,13 +42,15 @@ class _Programs:
         init: Initializes a state.
         shardings: Returns the sharding of every leaf of a state.
         train_step: Returns `(state, batch) -> (state, metrics)`.
+        compile: Compiles what `train_step` returned, for a state and a batch.
         eval_step: Returns `(weights, batch) -> metrics`.
         context: Returns the context in which they run.
     """
 
     init: Callable[[StepPlan], TrainState]
     shardings: Callable[[StepPlan], PyTree]
-    train_step: Callable[[StepPlan], Callable[[TrainState, PyTree], tuple[TrainState, Any]]]
+    train_step: Callable[[StepPlan], TrainStep]
+    compile: Callable[[StepPlan, Any, TrainState, PyTree], object]
     eval_step: Callable[[StepPlan], Callable[[PyTree, PyTree], StepMetrics]]
     context: Callable[[StepPlan], AbstractContextManager]
 
@@ -54,6 +59,8 @@ _ONE = _Programs(
     init_stacked_state,
     lambda plan: state_shardings(plan.state),
     make_stacked_train_step,
+    # JAX keeps the program for the calls with such arguments.
+    lambda plan, step, state, batch: step.lower(state, batch).compile(),
     make_stacked_eval_step,
     lambda plan: jax.set_mesh(plan.pipeline.mesh),
 )
@@ -61,6 +68,7 @@ _BY_RANK = _Programs(
     init_mpmd_state,
     mpmd_state_shardings,
     make_mpmd_train_step,
+    lambda plan, step, state, batch: compiled_mpmd_train_step(plan),
     make_mpmd_eval_step,
     lambda plan: nullcontext(),
 )
@@ -95,9 +103,7 @@ def stored_shardings(plan: StepPlan) -> PyTree:
     return _programs(plan).shardings(plan)
 
 
-def make_train_step(
-    plan: StepPlan,
-) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Any]]]:
+def make_train_step(plan: StepPlan) -> TrainStep:
     """Builds the train step; it compiles at its first call.
 
     Args:
@@ -107,6 +113,21 @@ def make_train_step(
         `(state, batch from shard_batch) -> (state, metrics)`. The state that goes in is donated.
     """
     return _programs(plan).train_step(plan)
+
+
+def compile_ahead(plan: StepPlan, train_step: TrainStep, state: TrainState, batch: PyTree) -> None:
+    """Compiles the train step, so that its first call takes no longer than others.
+
+    Args:
+        plan: The step.
+        train_step: The result of `make_train_step`.
+        state: The train state of the first call.
+        batch: The batch of the first call.
+
+    Returns:
+        None.
+    """
+    _programs(plan).compile(plan, train_step, state, batch)
 
 
 def make_eval_step(plan: StepPlan) -> Callable[[PyTree, PyTree], StepMetrics]:
