@@ -47,6 +47,16 @@ def test_show_draws_the_timeline_and_writes_pictures(tmp_path: Path, capsys):
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+def test_show_fits_the_width_of_a_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    counts = ("--ranks", "4", "--microbatches", "8")
+    assert run("show", "1f1b", *counts) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) > 100  # is no terminal
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert run("show", "1f1b", *counts) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 60
+
+
 def test_show_writes_a_page_of_two_schedules(tmp_path: Path, capsys):
     page, csv = tmp_path / "s.html", tmp_path / "s.csv"
     assert run("export", "1f1b", *COUNTS, "--csv", str(csv)) == 0

@@ -36,6 +36,16 @@ def test_a_grid_has_a_column_per_unit_and_a_dot_per_idle_one():
     )
 
 
+def test_a_drawing_that_is_too_wide_is_cut_into_parts_with_their_times():
+    timeline = simulate(one_f_one_b(2, 2), Costs())
+    assert to_text(timeline, 1, max_width=43) == to_text(timeline, 1)
+    assert to_text(timeline, 1, max_width=28) == (
+        "time 0 to 5\nrank 0  0F0 0F1 .   .   0B0\nrank 1  .   1F0 1B0 --- 1F1\n\n"
+        "time 5 to 9\nrank 0  --- .   0B1 ---\nrank 1  1B1 --- .   ."
+    )
+    assert to_text(timeline, 1, max_width=1).count("time ") == 9
+
+
 def test_a_pair_prints_as_its_two_halves():
     timeline = simulate(parse("0F0 (0F1;0B0)OVERLAP_F_B 0B1"), Costs())
     assert to_text(timeline, 1) == "rank 0  0F0     0F1+0B0 ------- ------- 0B1     -------"

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -151,7 +153,8 @@ def _show(args: argparse.Namespace) -> int:
         raise ValueError("`--compare` adds a schedule to a page. Give `--html FILE` too.")
     timeline = _timeline(args)
     page = _page(args) if args.html else ""
-    print(to_text(timeline, time_unit(timeline)))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(to_text(timeline, time_unit(timeline), max_width=width))
     print(_figures_text(timeline))
     if args.svg:
         _write("svg", args.svg, to_svg(timeline, args.name))

@@ -1,16 +1,17 @@
 """A timeline in the terminal: one row per rank, one column per time unit."""
 
+from collections.abc import Sequence
 from fractions import Fraction
 from math import floor, gcd, lcm
 
 from ..analysis._measure import makespan
-from ..analysis._simulate import Time, Timeline
+from ..analysis._simulate import Time, TimedStep, Timeline
 from ..language._action import FusedPair, ScheduleStep
 
 _MAX_COLUMNS = 10_000
 
 
-def to_text(timeline: Timeline, unit: Time) -> str:
+def to_text(timeline: Timeline, unit: Time, *, max_width: int | None = None) -> str:
     """Draws a timeline in text, one row per rank and `unit` of time to a column.
 
     An action is in the column where it starts, with `-` for as long as it lasts; `.` is a bubble.
@@ -19,6 +20,9 @@ def to_text(timeline: Timeline, unit: Time) -> str:
     Args:
         timeline: A timeline.
         unit: The time of a column, such as `time_unit(timeline)`.
+        max_width: The most characters of a line, such as the width of a terminal. A wider drawing
+            is cut into parts below each other, each under a line with its times. A part has at
+            least one column. None for no limit.
 
     Returns:
         The rows, with newlines between them.
@@ -38,16 +42,25 @@ def to_text(timeline: Timeline, unit: Time) -> str:
     width = 1 + max(map(len, labels), default=1)
     columns = _column(makespan(timeline), unit)
     name_width = len(f"rank {len(timeline.rows) - 1}")
-    lines = []
-    for rank, row in enumerate(timeline.rows):
-        cells = ["."] * columns
-        for timed in row:
-            first, last = _column(timed.start, unit), _column(timed.end, unit)
-            if last > first:  # what takes no time has no column
-                cells[first:last] = [_label(timed.step), *["-" * (width - 1)] * (last - first - 1)]
-        line = "".join(cell.ljust(width) for cell in cells).rstrip()
-        lines.append(f"{f'rank {rank}'.ljust(name_width)}  {line}")
-    return "\n".join(lines)
+    rows = [_cells(row, unit, columns, "-" * (width - 1)) for row in timeline.rows]
+
+    def lines(first: int, last: int) -> str:
+        return "\n".join(
+            f"{f'rank {rank}'.ljust(name_width)}  "
+            + "".join(cell.ljust(width) for cell in cells[first:last]).rstrip()
+            for rank, cells in enumerate(rows)
+        )
+
+    if max_width is None or name_width + 1 + width * columns <= max_width:
+        return lines(0, columns)
+    # The blank behind the last column may be outside.
+    size = max(1, (max_width - name_width - 1) // width)
+    starts = range(0, columns, size)
+    ends = (min(start + size, columns) for start in starts)
+    return "\n\n".join(
+        f"time {start * unit:g} to {end * unit:g}\n{lines(start, end)}"
+        for start, end in zip(starts, ends, strict=True)
+    )
 
 
 def time_unit(timeline: Timeline) -> Time:
@@ -71,6 +84,26 @@ def time_unit(timeline: Timeline) -> Time:
         shortest = min((t.end - t.start for t in timed if t.end > t.start), default=1)
         return max(shortest, makespan(timeline) / _MAX_COLUMNS)
     return unit.numerator if unit.denominator == 1 else float(unit)
+
+
+def _cells(row: Sequence[TimedStep], unit: Time, columns: int, going_on: str) -> list[str]:
+    """Returns the text of every column of a rank.
+
+    Args:
+        row: What the rank does.
+        unit: The time of a column.
+        columns: The number of columns.
+        going_on: The text of a column in which an action goes on.
+
+    Returns:
+        [columns] texts.
+    """
+    cells = ["."] * columns
+    for timed in row:
+        first, last = _column(timed.start, unit), _column(timed.end, unit)
+        if last > first:  # what takes no time has no column
+            cells[first:last] = [_label(timed.step), *[going_on] * (last - first - 1)]
+    return cells
 
 
 def _column(time: Time, unit: Time) -> int:
