@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from ..train.checkpoint._store import (
     saved_leaf_specs,
 )
 from ..train.plan._family import ModelConfig
+from ._carried import copy_from_hugging_face, files_to_hugging_face
 from .folders import (
     DTYPES,
     StoredTensor,
@@ -72,6 +73,7 @@ class ConversionSummary:
         num_tensors: The number of tensors of Hugging Face.
         num_files: The number of their files.
         dtype: The dtype of the result.
+        carried: The files of the tokenizer and of generation settings that were copied.
     """
 
     decoder_block: str
@@ -79,10 +81,13 @@ class ConversionSummary:
     num_tensors: int
     num_files: int
     dtype: str
+    carried: tuple[str, ...] = ()
 
 
 def from_hugging_face(source: Path, destination: Path, *, dtype: str = "") -> ConversionSummary:
     """Makes a folder with `weights/`, for `init_from`, and `config.yml`, which has the sizes.
+
+    The tokenizer and the generation settings are copied into `hugging_face/`.
 
     Args:
         source: A folder with config.json and safetensors.
@@ -96,7 +101,8 @@ def from_hugging_face(source: Path, destination: Path, *, dtype: str = "") -> Co
         ValueError: Before any weight is read, if a field of config.json is unknown or not
             supported, or tensors are missing, too many, corrupt or of other shapes.
     """
-    block, sizes = _read_config(source / "config.json")
+    config = _read_json_object(source / "config.json")
+    block, sizes = _parse_config(source / "config.json", config)
     tensors = tensors_in_folder(source)
     _check_count(source, len(tensors), sizes)
     parts = leaf_slices(block, sizes)
@@ -115,7 +121,8 @@ def from_hugging_face(source: Path, destination: Path, *, dtype: str = "") -> Co
             save_checkpoint(checkpoints, 0, {"weights": weights}, metadata)
         text = yaml.safe_dump(values, sort_keys=False)
         write_file(folder / "config.yml", text)
-    return _summarize(block, parts, tensors, dtype)
+        carried = copy_from_hugging_face(source, config, folder)
+    return _summarize(block, parts, tensors, dtype, carried)
 
 
 def to_hugging_face(
@@ -129,6 +136,9 @@ def to_hugging_face(
     allow_unverified: bool = False,
 ) -> ConversionSummary:
     """Makes a folder with config.json and safetensors of a checkpoint's weights.
+
+    If the run began with a converted checkpoint, the folder also gets the tokenizer and the
+    generation settings of that one; otherwise the tokenizer that the run names.
 
     Args:
         source: The folder of a run, or one that `from_hugging_face` made.
@@ -147,6 +157,7 @@ def to_hugging_face(
         ValueError: If there is no such checkpoint, or Hugging Face has no such model.
     """
     folder = checkpoints_folder(source)
+    carried, token_ids = files_to_hugging_face(source)
     with open_checkpoints_read_only(folder) as checkpoints:
         step = verified_step(checkpoints, step, allow_unverified=allow_unverified)
         metadata = read_metadata(checkpoints, step)
@@ -168,21 +179,27 @@ def to_hugging_face(
                     part.tensor_view(map_tensor(tensors[part.tensor], writable=True))[...] = (
                         part.leaf_view(leaf)
                     )
-            text = json.dumps(config | _NOT_IN_CHECKPOINTS | {"torch_dtype": stored}, indent=2)
-            write_file(new / "config.json", text + "\n")
-    return _summarize(block, parts, tensors, stored)
+            fields = _NOT_IN_CHECKPOINTS | token_ids | {"torch_dtype": stored}
+            write_file(new / "config.json", json.dumps(config | fields, indent=2) + "\n")
+            for name, content in carried.items():
+                write_file(new / name, content)
+    return _summarize(block, parts, tensors, stored, carried)
 
 
 _NOT_IN_CHECKPOINTS: ConfigValues = {"bos_token_id": None, "eos_token_id": None, "use_cache": True}
-"""Fields that no checkpoint has. They are written so that transformers assumes no other values."""
+"""Fields that no weight depends on, written so that transformers assumes no other values."""
 
 
-def _read_config(file: Path) -> tuple[str, ModelConfig]:
+def _read_json_object(file: Path) -> ConfigValues:
     if not os.path.lexists(file):
         raise ValueError(f"{file} is missing. Give a folder as `save_pretrained` writes it.")
     config = parse_json(read_text(file, most_bytes=MEGABYTE), str(file))
     if not isinstance(config, dict):
         raise ValueError(f"{file} is not a JSON object.")
+    return config
+
+
+def _parse_config(file: Path, config: ConfigValues) -> tuple[str, ModelConfig]:
     try:
         block, sizes = read_model(config)
     except ValueError as error:
@@ -299,12 +316,16 @@ def _check_saved_leaves(
 
 
 def _summarize(
-    block: str, parts: LeafSlices, tensors: Mapping[str, StoredTensor], dtype: str
+    block: str,
+    parts: LeafSlices,
+    tensors: Mapping[str, StoredTensor],
+    dtype: str,
+    carried: Iterable[str],
 ) -> ConversionSummary:
     shapes = {part.tensor: part.shape for found in parts.values() for part in found}
     count = sum(int(np.prod(shape)) for shape in shapes.values())
     files = {x.file for x in tensors.values()}
-    return ConversionSummary(block, count, len(shapes), len(files), dtype)
+    return ConversionSummary(block, count, len(shapes), len(files), dtype, tuple(carried))
 
 
 def _layer_sort_key(name: str) -> list[Any]:

@@ -1,6 +1,7 @@
 """`jaxpipe convert` from the outside."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -75,3 +76,42 @@ def test_wrong_arguments_give_one_message_and_exit_code_2(tmp_path, capsys):
     assert not out.exists()
     with pytest.raises(SystemExit):
         main(["convert", str(GOLDEN), str(out), "--dtype", "int8"])
+
+
+TOKENIZER = {
+    "tokenizer.json": "{}",
+    "tokenizer_config.json": '{"model_max_length": 2048}',
+    "chat_template.jinja": "{{ messages }}",
+    "generation_config.json": '{"temperature": 0.6}',
+}
+
+
+def test_the_tokenizer_and_generation_settings_go_both_ways(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = Path(shutil.copytree(GOLDEN, "source"))
+    for name, text in TOKENIZER.items():
+        (source / name).write_text(text)
+    config = json.loads((source / "config.json").read_text())
+    ids = {"bos_token_id": 1, "eos_token_id": [2, 7]}
+    (source / "config.json").write_text(json.dumps(config | ids))
+    assert main(["convert", "source", "ours"]) == 0
+    assert f"ours/hugging_face: {', '.join(TOKENIZER)}\n" in capsys.readouterr().out
+
+    # Runs that begin with a converted model, and with a run that did.
+    for run, before in (("first", "ours"), ("second", "first")):
+        Path(run).mkdir()
+        shutil.copytree("ours/weights", f"{run}/checkpoints")
+        Path(run, "config.yml").write_text(f"init_from: {before}\ntokenizer_path: ''\n")
+    assert main(["convert", "second", "theirs"]) == 0
+    for name, text in TOKENIZER.items():
+        assert Path("theirs", name).read_text() == text
+    found = json.loads(Path("theirs", "config.json").read_text())
+    assert {name: found[name] for name in ids} == ids
+
+    # A tokenizer of the run's own is not that of the model.
+    Path("own.json").write_text('{"own": 1}')
+    Path("second", "config.yml").write_text("init_from: first\ntokenizer_path: own.json\n")
+    assert main(["convert", "second", "again"]) == 0
+    assert Path("again", "tokenizer.json").read_text() == '{"own": 1}'
+    assert not Path("again", "generation_config.json").exists()
+    assert json.loads(Path("again", "config.json").read_text())["eos_token_id"] is None

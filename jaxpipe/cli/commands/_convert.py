@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         with unwinding():
             done = from_hugging_face(args.source, args.destination, dtype=dtype)
         print(_result_sentence(args.source, done))
+        _print_carried(done, args.destination / "hugging_face")
         print(f"jaxpipe train {args.destination}/config.yml init_from={args.destination} ...")
         return 0
     with unwinding():
@@ -83,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
             allow_unverified=args.allow_unverified,
         )
     print(_result_sentence(args.destination, done))
+    _print_carried(done, args.destination)
     return 0
 
 
@@ -119,6 +121,12 @@ def _check_no_options(args: argparse.Namespace) -> None:
                 f"`--{name.replace('_', '-')}` is {value} and {args.source} has a config.json. It "
                 "is for the way to Hugging Face alone: leave it out."
             )
+
+
+def _print_carried(done: "ConversionSummary", folder: Path) -> None:
+    """Prints which files of the tokenizer and of generation settings a conversion has copied."""
+    if done.carried:
+        print(f"{folder}: {', '.join(done.carried)}")
 
 
 def _result_sentence(folder: Path, done: "ConversionSummary") -> str:
