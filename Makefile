@@ -1,8 +1,9 @@
 # `make demo` and `make test` need nothing but Python 3.11 or newer.
 PYTHON ?= python3
+PYTHONS ?= $(PYTHON)
 BIN := .venv/bin
 
-.PHONY: demo quick test test-ci test-slow test-product lint api docs package clean
+.PHONY: demo quick test test-ci test-slow test-product lint api docs package extras clean
 
 demo: .venv/demo
 	$(BIN)/python examples/demo.py
@@ -41,6 +42,10 @@ docs: .venv/docs  # the site, into site/; a warning or a dead link is an error
 
 package:  # wheel and sdist into build/package/dist, and the wheel tried in an empty environment
 	PYTHON=$(PYTHON) .ci/package build/package
+
+# What `pip install` would take for every extra, for interpreters such as PYTHONS="python3.11 python3.13".
+extras:
+	.ci/extras "$$(ls build/package/dist/*.whl)" $(PYTHONS)
 
 # Stamps: an environment is installed again when pyproject.toml is newer.
 .venv/demo: pyproject.toml | .venv/made

@@ -107,7 +107,12 @@ def _names(package: str) -> list[str]:
     if package != "jaxpipe":
         return list(_api.exported(package))
     imports = _api._statements(_api._tree(package).body)
-    return [a.name for node in imports if isinstance(node, ast.ImportFrom) for a in node.names]
+    return [
+        alias.name
+        for node in imports
+        if isinstance(node, ast.ImportFrom) and node.module  # packages have pages of their own
+        for alias in node.names
+    ]
 
 
 def _page_of(package: str) -> str:

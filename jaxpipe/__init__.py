@@ -11,6 +11,11 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
+    from . import equinox as equinox
+    from . import linen as linen
+    from . import mpmd as mpmd
+    from . import nnx as nnx
+    from . import schedules as schedules
     from .api import Model as Model
     from .api import PipelinedModel as PipelinedModel
     from .api import pipeline as pipeline
@@ -36,8 +41,10 @@ _LAZY = {
 """Names of this package that are imported at their first use: `jaxpipe.schedules` needs no JAX."""
 
 
-def __getattr__(name: str) -> object:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    folder = importlib.import_module(f"{__name__}.{_LAZY[name]}")
-    return folder if name == _LAZY[name] else getattr(folder, name)
+if not typing.TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        folder = importlib.import_module(f"{__name__}.{_LAZY[name]}")
+        return folder if name == _LAZY[name] else getattr(folder, name)
