@@ -81,7 +81,7 @@ for name, plans in (("16 chips", sixteen), ("32 chips", thirty_two)):
 #
 # The same mesh with four ranks, under one schedule after the other. Interleaving shortens the
 # bubble. Zero bubble schedules split the backward, and what waits for its second half takes memory
-# that is not there.
+# that is not there, or that other choices have to save, at the cost of time.
 
 # %%
 FIXED = {"ici_pipeline_parallelism": 4, "ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2}

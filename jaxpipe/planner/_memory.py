@@ -30,6 +30,9 @@ _LIVE = 0.8
 _LIVE_ON_CPU = 1.3
 """The same of XLA:CPU, which fuses less, and computes in float32 whatever the dtype is."""
 
+_FOR_WEIGHTS = 1.1
+"""The inputs and the cotangents of a layer's products, as a share of all its tensors."""
+
 _STREAM = 4
 """Copies of a rank's microbatches that the circular engine holds: inputs, stream, results and
 their cotangents."""
@@ -196,6 +199,12 @@ def _token_bytes(model: PlannedModel, mesh: tuple[int, ...], policy: str) -> flo
 
 
 @lru_cache(maxsize=10_000)
+def _kept_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
+    """Returns the bytes of a token in all tensors of a layer but scores."""
+    return token_bytes(model.saved("none"), mesh_sizes(mesh), model.activation_bytes)
+
+
+@lru_cache(maxsize=10_000)
 def _live_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
     """Returns the bytes of a token that exist at a time while the backward of a layer runs."""
     sizes = mesh_sizes(mesh)
@@ -218,7 +227,7 @@ def _parts(model: PlannedModel, candidate: StepLayout, tokens: float) -> _Parts:
         model.activation_bytes * model.hidden * tokens,
         tokens * _token_bytes(model, mesh, candidate.policy),
         tokens * _live_bytes(model, mesh),
-        tokens * token_bytes(model.saved("none"), candidate.sizes, model.activation_bytes),
+        _FOR_WEIGHTS * tokens * _kept_bytes(model, mesh),
         _LOGITS * logits,
         model.of_layers.gradient * sizes.largest,
         model.of_layers,

@@ -33,6 +33,13 @@ OTHERS: dict[str, tuple[str, str, int, int, dict, float]] = {
         _1F1B | _INTERLEAVED | _PER_LAYER | _BOTH | _POLICY | {"num_pipeline_microbatches": 12},
         47_407,
     ),
+    "zero bubble": (
+        *("llama2-7b", "v5p-8", 48, 2048),
+        _LAYERS
+        | {"pipeline_engine": "scheduled", "pipeline_schedule": "zero_bubble_h1"}
+        | {"ici_pipeline_parallelism": 4, "num_pipeline_microbatches": 16, "remat_policy": "full"},
+        76_123,
+    ),
     "llama3-8b on four ranks": (
         *("llama3-8b", "v5p-16", 32, 4096),
         _1F1B | _PER_LAYER | _LAYERS | {"ici_pipeline_parallelism": 4, "remat_policy": "full"},

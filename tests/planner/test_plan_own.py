@@ -1,0 +1,154 @@
+"""Models of the user's own in the planner: what is traced, against XLA and hand arithmetic."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jaxpipe as jp
+from jaxpipe.linen import model as linen_model
+from jaxpipe.nnx import model as nnx_model
+
+D, F, V, T, H, L = 512, 2048, 4096, 128, 4, 4
+EXAMPLE = {"tokens": jax.ShapeDtypeStruct((4, T), jnp.int32)}
+WEIGHTS = 3 * D * D + D * D + 2 * D * F
+"""Of the products of a layer: queries, keys and values, the output of attention, and the MLP."""
+
+
+def shape(*dims: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def loss(logits, batch):
+    logp = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return -jnp.mean(jnp.take_along_axis(logp, batch["tokens"][..., None], -1))
+
+
+def attend(qkv):
+    q, k, v = (x.reshape(*x.shape[:2], H, D // H) for x in jnp.split(qkv, 3, axis=-1))
+    shares = jax.nn.softmax(jnp.einsum("bthc,bshc->bhts", q, k), axis=-1)
+    return jnp.einsum("bhts,bshc->bthc", shares, v).reshape(*qkv.shape[:2], D)
+
+
+def plain(dtype: Any) -> tuple[jp.Model, Any]:
+    def layer(w, x, batch):
+        del batch
+        x = x + attend(x @ w["qkv"].astype(x.dtype)) @ w["out"].astype(x.dtype)
+        return x + jax.nn.gelu(x @ w["up"].astype(x.dtype)) @ w["down"].astype(x.dtype)
+
+    model = jp.Model(
+        embed=lambda w, batch: w[batch["tokens"]].astype(jnp.bfloat16),
+        layer=layer,
+        loss=lambda w, x, batch: loss(x @ w.astype(x.dtype), batch),
+    )
+    sizes = {"qkv": (D, 3 * D), "out": (D, D), "up": (D, F), "down": (F, D)}
+    one = {name: shape(*dims, dtype=dtype) for name, dims in sizes.items()}
+    head = shape(D, V, dtype=dtype)
+    params = {"embed": shape(V, D, dtype=dtype), "layers": [one] * L, "head": head}
+    return model, params
+
+
+class Block(nnx.Module):
+    def __init__(self, dtype: Any, rngs: nnx.Rngs):
+        given: Any = {"dtype": jnp.bfloat16, "param_dtype": dtype, "use_bias": False, "rngs": rngs}
+        self.qkv, self.out = nnx.Linear(D, 3 * D, **given), nnx.Linear(D, D, **given)
+        self.up, self.down = nnx.Linear(D, F, **given), nnx.Linear(F, D, **given)
+
+    def __call__(self, x):
+        x = x + self.out(attend(self.qkv(x)))
+        return x + self.down(jax.nn.gelu(self.up(x)))
+
+
+class GPT(nnx.Module):
+    def __init__(self, dtype: Any, rngs: nnx.Rngs):
+        given: Any = {"dtype": jnp.bfloat16, "param_dtype": dtype, "rngs": rngs}
+        self.embed = nnx.Embed(V, D, **given)
+        self.blocks = nnx.List([Block(dtype, rngs) for _ in range(L)])
+        self.head = nnx.Linear(D, V, use_bias=False, **given)
+
+    def __call__(self, batch):
+        x = self.embed(batch["tokens"])
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def of_nnx(dtype: Any) -> tuple[jp.Model, Any]:
+    gpt = nnx.eval_shape(lambda: GPT(dtype, nnx.Rngs(0)))
+    model, params = nnx_model(gpt, layers="blocks", loss=loss, batch=EXAMPLE)
+    return model, params
+
+
+class LinenBlock(nn.Module):
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x):
+        def dense(features: int):
+            return nn.Dense(features, False, dtype=jnp.bfloat16, param_dtype=self.dtype)
+
+        x = x + dense(D)(attend(dense(3 * D)(x)))
+        return x + dense(D)(jax.nn.gelu(dense(F)(x)))
+
+
+class LinenGPT(nn.Module):
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, batch):
+        x = nn.Embed(V, D, dtype=jnp.bfloat16, param_dtype=self.dtype)(batch["tokens"])
+        for index in range(L):
+            x = LinenBlock(self.dtype, name=f"block_{index}")(x)
+        return nn.Dense(V, False, dtype=jnp.bfloat16, param_dtype=self.dtype)(x)
+
+
+def of_linen(dtype: Any) -> tuple[jp.Model, Any]:
+    gpt = LinenGPT(dtype)
+    variables = jax.eval_shape(gpt.init, jax.random.key(0), EXAMPLE)
+    model, params = linen_model(gpt, variables, loss=loss, batch=EXAMPLE)
+    return model, params
+
+
+@pytest.mark.parametrize("make", [plain, of_nnx, of_linen])
+def test_the_products_of_a_layer_are_those_that_xla_counts(make: Callable):
+    model, params = make(jnp.float32)
+    plans = jp.plan(model, "v5p-8", 64, params=params, example=EXAMPLE, num_plans=1)
+    work = plans.request.work
+    assert work.parameters == L * WEIGHTS + 2 * V * D
+    assert (work.hidden, work.vocab, plans.request.sequence) == (D, V, T)
+    # Without a kernel all scores are computed, also those that the mask removes.
+    counted = T * sum(2 * p.k * p.n * p.copies for p in work.layers[0].products)
+    assert counted == 2 * T * WEIGHTS + 2 * 2 * T * T * D
+    layers = model.to_groups(params)["layers"]
+    row = {"tokens": shape(1, T, dtype=jnp.int32)}
+    x, key = shape(1, T, D, dtype=jnp.bfloat16), jax.eval_shape(lambda: jax.random.key(0))
+    layer: Any = model.layer
+    xla = jax.jit(layer).lower(layers[0], x, row, key).cost_analysis() or {}
+    assert counted == pytest.approx(xla["flops"], rel=0.02)  # which counts softmax and gelu too
+
+
+@pytest.mark.parametrize("make", [plain, of_nnx, of_linen])
+def test_weights_count_in_their_own_dtypes(make: Callable):
+    found = {}
+    for dtype in (jnp.float32, jnp.bfloat16):
+        model, params = make(dtype)
+        given = {"params": params, "example": EXAMPLE, "num_plans": 1, "max_stages": 1}
+        plans = jp.plan(model, "v5p-8", 64, **given)
+        found[dtype] = plans.best, plans.request
+    (wide, request), (narrow, halved) = found[jnp.float32], found[jnp.bfloat16]
+    shards = wide.candidate.num_shards if wide.candidate.gathers else 1
+    assert wide.memory.weights == 4 * (L * WEIGHTS + 2 * V * D) / shards
+    assert wide.memory.optimizer == 2 * wide.memory.weights
+    assert narrow.candidate == wide.candidate
+    assert narrow.memory.weights == wide.memory.weights / 2
+    assert narrow.memory.optimizer == wide.memory.optimizer / 2
+    # Sums of gradients are in float32 for both. Activations are in bfloat16 for both.
+    assert narrow.memory.gradients == wide.memory.gradients
+    assert request.model.activation_bytes == halved.model.activation_bytes == 2
+    each = [one.work.layers[0] for one in (request, halved)]
+    assert [layer.weight_bytes for layer in each] == [4, 2]
+    assert [layer.boundary_bytes for layer in each] == [2 * D, 2 * D]
