@@ -12,7 +12,7 @@ from .record import MAX_POINTS, RunRecord, points
 _MAX_MARKS = 200
 
 # Title, unit, and the metrics that share a chart.
-_MAIN = (
+MAIN_CHARTS = (
     ("Loss", "", ("loss", "eval_loss")),
     ("Throughput", "tokens/s", ("tokens_per_second",)),
     ("Step time", "s", ("step_time_seconds",)),
@@ -46,13 +46,13 @@ def chart_data(run: RunRecord, found: Sequence[Finding]) -> dict[str, Any]:
         if key not in shared:
             shared[key] = len(steps)
             steps.append(drawn.steps.tolist())
-        series = {"name": name, "steps": shared[key], "mean": _rounded(drawn.mean)}
+        series = {"name": name, "steps": shared[key], "mean": rounded(drawn.mean)}
         if len(drawn.low):
-            series |= {"low": _rounded(drawn.low), "high": _rounded(drawn.high)}
+            series |= {"low": rounded(drawn.low), "high": rounded(drawn.high)}
         return series
 
-    known = {name for _, _, names in _MAIN for name in names}
-    groups = [*_MAIN, *((_metric_title(n), "", (n,)) for n in run.series if n not in known)]
+    known = {name for _, _, names in MAIN_CHARTS for name in names}
+    groups = [*MAIN_CHARTS, *((metric_title(n), "", (n,)) for n in run.series if n not in known)]
     charts = []
     for title, unit, names in groups:
         if recorded := [name for name in names if name in run.series]:
@@ -78,7 +78,7 @@ def main_and_more(charts: Sequence[dict[str, Any]]) -> tuple[list[int], list[int
     Returns:
         Two lists of indices into `charts`.
     """
-    titles = {title for title, _, _ in _MAIN}
+    titles = {title for title, _, _ in MAIN_CHARTS} | {"Evaluation loss", "Evaluation accuracy"}
     main = [i for i, chart in enumerate(charts) if chart["title"] in titles]
     return main, [i for i in range(len(charts)) if i not in main]
 
@@ -116,9 +116,11 @@ def _marks(run: RunRecord, found: Sequence[Finding]) -> dict[str, list[int]]:
     return {name: steps[:_MAX_MARKS] for name, steps in marks.items()}
 
 
-def _metric_title(name: str) -> str:
+def metric_title(name: str) -> str:
+    """Returns the title of the chart of a metric that is not in `MAIN_CHARTS`."""
     return name.replace("_", " ").capitalize()
 
 
-def _rounded(values: np.ndarray) -> list[float | None]:
+def rounded(values: np.ndarray) -> list[float | None]:
+    """Returns numbers of five digits; None stands for values that are not finite."""
     return [float(f"{v:.5g}") if math.isfinite(v) else None for v in values.tolist()]

@@ -51,7 +51,7 @@ def render(
     main, more = main_and_more(data["charts"])
     rows = settings(run.values)
     return (
-        _environment()
+        environment()
         .get_template("page.html")
         .render(
             run=run,
@@ -81,16 +81,20 @@ def render(
     )
 
 
-def _environment() -> jinja2.Environment:
-    """Returns an environment that escapes all values except the package's own files."""
-    environment = jinja2.Environment(
+def environment() -> jinja2.Environment:
+    """Returns an environment of templates that escapes all values except the package's own files.
+
+    Returns:
+        The environment.
+    """
+    made = jinja2.Environment(
         loader=jinja2.FunctionLoader(_file), autoescape=True, undefined=jinja2.StrictUndefined
     )
     for name in ("style", "script"):
         file = {"style": "page.css", "script": "page.js"}[name]
-        environment.globals[name] = Markup(_file(file))
-    environment.filters |= {"size": in_bytes, "code": with_code}
-    return environment
+        made.globals[name] = Markup(_file(file))
+    made.filters |= {"size": in_bytes, "code": with_code}
+    return made
 
 
 def _file(name: str) -> str:

@@ -1,11 +1,15 @@
 "use strict";
 // Draws the curves: every chart shows the same steps, and what the pointer is at is said in all.
+// On a page of several runs every series is of one run, and `data.axes` has what may be the x axis.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const MARGIN = { left: 54, right: 14, top: 8, bottom: 22 };
   const COLOURS = 4;
-  const whole = [data.first, Math.max(data.last, data.first + 1)];
+  const DASHES = ["", "7 3", "2 3"];
+  let axis = data.axes ? data.axes[0] : { name: "step", first: data.first, last: Math.max(data.last, data.first + 1) };
+  let whole = [axis.first, axis.last];
   let view = whole;
+  let smoothing = 0;
   let cursor = null;
 
   const element = (name, attributes, parent, text) => {
@@ -45,6 +49,19 @@
     return found.length > 1 ? found : [low, high];
   };
 
+  // Exponential moving average, corrected for its beginning as in Adam.
+  const smoothed = (values) => {
+    if (!smoothing) return values;
+    let sum = 0, weight = 0;
+    return values.map((value) => {
+      if (value === null) return null;
+      sum = smoothing * sum + (1 - smoothing) * value;
+      weight = smoothing * weight + (1 - smoothing);
+      return +(sum / weight).toPrecision(6);
+    });
+  };
+  const axisWords = (value) => axis.name === "step" ? `step ${value.toLocaleString("en")}` : `${words(value)} ${axis.unit}`;
+
   // The index of the step that is nearest.
   const nearest = (steps, wanted) => {
     let low = 0, high = steps.length - 1;
@@ -61,7 +78,12 @@
       this.svg = figure.querySelector("svg");
       this.readout = figure.querySelector(".readout");
       this.log = false;
-      this.series = this.spec.series.map((s) => ({ ...s, steps: data.steps[s.steps], colour: `var(--c${this.spec.series.indexOf(s) % COLOURS})` }));
+      this.series = this.spec.series.map((s, i) => {
+        const look = s.run ?? i;
+        return { ...s, colour: `var(--c${look % COLOURS})`, dash: DASHES[Math.floor(look / COLOURS) % DASHES.length], raw: s.mean, at: s.steps };
+      });
+      this.arrange();
+      figure.querySelector(".csv")?.addEventListener("click", () => download([this]));
       const button = figure.querySelector(".log");
       if (button) button.addEventListener("click", () => {
         this.log = !this.log;
@@ -70,6 +92,16 @@
       });
       this.listen();
       new ResizeObserver(() => this.draw()).observe(this.svg);
+    }
+
+    // Takes the x axis and the smoothing that are chosen.
+    arrange() {
+      for (const s of this.series) {
+        s.steps = data.steps[data.axes ? s.x[axis.name] : s.at];
+        s.mean = smoothed(s.raw);
+      }
+      const last = (s) => s.steps[s.steps.length - 1];
+      this.first = data.axes ? this.series.reduce((a, b) => (last(b) > last(a) ? b : a)) : this.series[0];
     }
 
     listen() {
@@ -92,7 +124,7 @@
       });
       this.svg.addEventListener("dblclick", () => look(whole));
       this.svg.addEventListener("keydown", (event) => {
-        const steps = this.series[0].steps;
+        const steps = this.first.steps;
         const at = cursor === null ? steps.length - 1 : nearest(steps, cursor);
         const move = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10 }[event.key];
         if (event.key === "Escape") { look(whole); point(null); return; }
@@ -127,8 +159,10 @@
         low = positive === Infinity ? 1e-3 : positive;
         return high > low ? [low / 1.05, high * 1.05] : [low / 2, low * 2];
       }
-      const usual = sorted[Math.floor(0.97 * (sorted.length - 1))];
-      if (sorted.length >= 20 && low >= 0 && high > 3 * usual && usual > 0) {
+      // The first step of a start may compile: of few steps it is the one beyond the others.
+      const most = sorted.length - (this.spec.from_zero ? 2 : 1);
+      const usual = sorted[Math.min(most, Math.floor(0.97 * (sorted.length - 1)))];
+      if (sorted.length >= (this.spec.from_zero ? 3 : 20) && low >= 0 && high > 3 * usual && usual > 0) {
         this.beyond = high;
         high = 1.3 * usual;
       }
@@ -158,9 +192,9 @@
         element("text", { x: MARGIN.left - 7, y: +y + 4, "text-anchor": "end" }, this.svg, words(value));
       }
       for (const step of ticks(view[0], view[1], Math.max(2, width / 110))) {
-        if (!Number.isInteger(step)) continue;
+        if (axis.name === "step" && !Number.isInteger(step)) continue;
         const x = this.x(step);
-        element("text", { x: x.toFixed(1), y: height - 5, "text-anchor": x > right - 16 ? "end" : "middle" }, this.svg, step.toLocaleString("en"));
+        element("text", { x: x.toFixed(1), y: height - 5, "text-anchor": x > right - 16 ? "end" : "middle" }, this.svg, axis.name === "step" ? step.toLocaleString("en") : words(step));
       }
       element("line", { class: "axis", x1: MARGIN.left, x2: right, y1: bottom, y2: bottom }, this.svg);
       this.marks(bottom);
@@ -213,7 +247,7 @@
       }
       const cut = { "clip-path": `url(#${clip})` };
       if (band) element("path", { class: "band", d: band, fill: s.colour, ...cut }, this.svg);
-      element("path", { class: "line", d: line, stroke: s.colour, ...cut }, this.svg);
+      element("path", { class: "line", d: line, stroke: s.colour, "stroke-dasharray": s.dash, ...cut }, this.svg);
       if (s.steps.length <= 40) for (let i = 0; i < s.steps.length; i++) {
         if (s.mean[i] === null || s.steps[i] < view[0] || s.steps[i] > view[1]) continue;
         element("circle", { cx: this.x(s.steps[i]), cy: this.y(s.mean[i]), r: 2.4, fill: s.colour }, this.svg);
@@ -230,12 +264,18 @@
     point() {
       if (!this.over) return;
       this.over.querySelectorAll(":not(.chosen)").forEach((old) => old.remove());
-      const first = this.series[0];
+      const first = this.first;
       const at = cursor === null ? first.steps.length - 1 : nearest(first.steps, cursor);
-      this.readout.replaceChildren(document.createTextNode(`step ${first.steps[at].toLocaleString("en")} `));
+      const where = data.axes && cursor === null ? "at the end" : axisWords(first.steps[at]);
+      this.readout.replaceChildren(document.createTextNode(`${where} `));
       for (const s of this.series) {
         const i = nearest(s.steps, first.steps[at]);
         const value = s.mean[i];
+        const past = first.steps[at] - s.steps[s.steps.length - 1];
+        if (data.axes && cursor !== null && past > (view[1] - view[0]) / 100) {
+          this.say(s, "ended", i);
+          continue;
+        }
         this.say(s, value === null ? "not a number" : words(value), i);
         if (cursor !== null && value !== null && s.steps[i] >= view[0] && s.steps[i] <= view[1]) {
           element("circle", { cx: this.x(s.steps[i]), cy: this.y(value), r: 3.6, fill: s.colour }, this.over);
@@ -251,7 +291,7 @@
       swatch.style.background = s.colour;
       bold.textContent = text;
       const range = s.low && s.mean[i] !== null ? ` (${words(s.low[i])} to ${words(s.high[i])})` : "";
-      const name = this.series.length > 1 ? `${s.name} ` : "";
+      const name = this.series.length > 1 || data.axes ? `${s.name} ` : "";
       this.readout.append(" ", swatch, name, bold, range);
     }
   }
@@ -268,4 +308,38 @@
     for (const chart of charts) chart.draw();
   };
   all.addEventListener("click", () => look(whole));
+
+  // Of several runs only: the x axis, smoothing and CSV.
+  const field = (text) => /[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+  const table = (drawn) => {
+    const lines = [["run", "metric", ...data.axes.map((a) => a.column), "value"].join(",")];
+    for (const chart of drawn) for (const s of chart.series) for (let i = 0; i < s.raw.length; i++) {
+      const at = data.axes.map((a) => data.steps[s.x[a.name]][i]);
+      lines.push([field(s.name), chart.spec.metric, ...at, s.raw[i] ?? "nan"].join(","));
+    }
+    return lines.join("\n") + "\n";
+  };
+  const download = (drawn) => {
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([table(drawn)], { type: "text/csv" }));
+    link.download = drawn.length === 1 ? `${drawn[0].spec.metric}.csv` : "comparison.csv";
+    link.click();
+    URL.revokeObjectURL(link.href);
+  };
+  document.getElementById("csv")?.addEventListener("click", () => download(charts));
+  const redraw = () => {
+    for (const chart of charts) chart.arrange();
+    point(null);
+    look(view);
+  };
+  document.getElementById("axis")?.addEventListener("change", (event) => {
+    axis = data.axes.find((a) => a.name === event.target.value);
+    view = whole = [axis.first, axis.last];
+    redraw();
+  });
+  document.getElementById("smoothing")?.addEventListener("input", (event) => {
+    smoothing = +event.target.value;
+    document.getElementById("smoothed").textContent = smoothing.toFixed(2);
+    redraw();
+  });
 })();

@@ -7,8 +7,13 @@ import pytest
 from jaxpipe.data import synthetic_batches
 from jaxpipe.models import PRESETS
 from jaxpipe.train import compile_train_step, load_config, set_up
-from jaxpipe.train.step import init_state, make_train_step, mesh_context, shard_batch
-from jaxpipe.train.step._step import compile_ahead
+from jaxpipe.train.step import (
+    compile_ahead,
+    init_state,
+    make_train_step,
+    mesh_context,
+    shard_batch,
+)
 
 SETTINGS = (
     "ici_pipeline_parallelism=2",

@@ -3,7 +3,7 @@ import io
 import jax
 import pytest
 
-from jaxpipe.train.estimate._peak_memory import memory_metrics
+from jaxpipe.train.estimate import memory_metrics
 from jaxpipe.train.logs import compiling, progress
 
 

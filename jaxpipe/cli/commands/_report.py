@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ...train import Config
     from ...train.plan._setup import Setup, StepPlan
 
-_HELP = "write a run as one page of HTML"
+_HELP = "write a run, or several beside each other, as one page of HTML"
 _MAX_DEVICES = 1024  # more take minutes to be emulated
 
 
@@ -25,8 +25,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Registers the command."""
     parser = subparsers.add_parser("report", help=_HELP, description=_HELP.capitalize() + ".")
     add = parser.add_argument
-    add("run", type=path, metavar="RUN", help="the folder `output_dir/run_name`")
-    add("--output", type=path, metavar="FILE", help="default: RUN/report.html")
+    add("run", type=path, nargs="+", metavar="RUN", help="the folder `output_dir/run_name`")
+    add(
+        "--output",
+        type=path,
+        metavar="FILE",
+        help="default: RUN/report.html; of several runs comparison.html beside the first",
+    )
     add("--compile", action="store_true", help="compile the step too, for its exact memory")
     add("--topology", type=text, metavar="NAME", help="for TPUs, such as v5p:2x2x1; else for CPUs")
     add("--num-slices", type=bounded_integer(1, 4096), default=1, metavar="N", help="slices of it")
@@ -36,7 +41,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads the folder, plans the run again on emulated devices, and writes the page.
+    """Reads the folders of runs, and writes the page.
+
+    A single run is planned again on emulated devices.
 
     Args:
         args: The parsed arguments.
@@ -47,26 +54,41 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: If an option or the folder is wrong.
     """
-    from ...report import read_run, render
-
     if args.topology and not args.compile:
         raise ValueError(f"`--topology` is {args.topology} without `--compile`. Give both.")
     if args.num_slices != 1 and not args.topology:
         raise ValueError(f"`--num-slices` is {args.num_slices} without `--topology`. Give both.")
-    if args.topology:
-        leave_devices_alone()
-    found = read_run(args.run)
-    setup, why = _planned(found)
-    compiled = None
-    if args.compile:
-        compiled = _compiled(found, setup and setup.step, why, args.topology, args.num_slices)
-    page = render(found, setup, now=datetime.now(UTC), why_no_setup=why, compiled=compiled)
-    output = args.output or args.run / "report.html"
+    if len(args.run) > 1:
+        output, page = args.output or args.run[0].parent / "comparison.html", _comparison(args)
+    else:
+        output, page = args.output or args.run[0] / "report.html", _page(args)
     _write(output, page)
     print(f"{output}: {len(page.encode()) / 1e3:.0f} kB")
     if args.open:
         webbrowser.open(output.absolute().as_uri())
     return 0
+
+
+def _comparison(args: argparse.Namespace) -> str:
+    from ...report import read_run
+    from ...report.comparison import render_comparison
+
+    if args.compile:
+        raise ValueError(f"`--compile` is for a page on one run, and there are {len(args.run)}.")
+    return render_comparison([read_run(run) for run in args.run], now=datetime.now(UTC))
+
+
+def _page(args: argparse.Namespace) -> str:
+    from ...report import read_run, render
+
+    if args.topology:
+        leave_devices_alone()
+    found = read_run(args.run[0])
+    setup, why = _planned(found)
+    compiled = None
+    if args.compile:
+        compiled = _compiled(found, setup and setup.step, why, args.topology, args.num_slices)
+    return render(found, setup, now=datetime.now(UTC), why_no_setup=why, compiled=compiled)
 
 
 def _planned(found: "RunRecord") -> "tuple[Setup | None, str]":

@@ -14,6 +14,7 @@ from ._state import abstract_trained_weights as abstract_trained_weights
 from ._state import make_optimizer as make_optimizer
 from ._state import state_shapes as state_shapes
 from ._state import state_shardings as state_shardings
+from ._step import compile_ahead as compile_ahead
 from ._step import init_state as init_state
 from ._step import make_eval_step as make_eval_step
 from ._step import make_train_step as make_train_step
