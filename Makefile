@@ -3,7 +3,7 @@ PYTHON ?= python3
 PYTHONS ?= $(PYTHON)
 BIN := .venv/bin
 
-.PHONY: demo quick test test-ci test-slow test-product lint api docs package extras clean
+.PHONY: demo quick test test-ci test-slow test-product lint api docs package extras benchmarks clean
 
 demo: .venv/demo
 	$(BIN)/python examples/demo.py
@@ -46,6 +46,11 @@ package:  # wheel and sdist into build/package/dist, and the wheel tried in an e
 # What `pip install` would take for every extra, for interpreters such as PYTHONS="python3.11 python3.13".
 extras:
 	.ci/extras "$$(ls build/package/dist/*.whl)" $(PYTHONS)
+
+# docs/benchmarks.md, from the scripts in benchmarks/; NAMES="bubbles memory" runs some of them. The
+# TPU's compiler is asked if libtpu is installed, and torch compared with if that is.
+benchmarks: .venv/dev
+	$(BIN)/python benchmarks/page.py $(NAMES)
 
 # Stamps: an environment is installed again when pyproject.toml is newer.
 .venv/demo: pyproject.toml | .venv/made

@@ -1,0 +1,232 @@
+"""Writes docs/benchmarks.md: what the scripts of this folder print, with date and versions.
+
+    pip install "jaxpipe[train,flax]"   # and, if you like, jaxpipe[aot] and torch
+    python benchmarks/page.py [NAME ...]
+
+Runs all scripts whose packages are installed, or those named, one after the other, and writes the
+page after each. The sections of the others stay as they are. All of them together take an hour and
+a half on two cores, most of it XLA:TPU; what is timed needs a machine with nothing else to do.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import jaxpipe
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "benchmarks.md"
+
+
+class Benchmark(NamedTuple):
+    """A section of the page.
+
+    Attributes:
+        title: Its heading.
+        script: The file in this folder.
+        arguments: Its arguments.
+        packages: Packages without which it cannot run.
+        is_timed: Whether its figures need a machine with nothing else to do.
+        text: What it compares.
+        also: Packages that add to what it compares.
+    """
+
+    title: str
+    script: str
+    arguments: tuple[str, ...]
+    packages: tuple[str, ...]
+    is_timed: bool
+    text: str
+    also: tuple[str, ...] = ()
+
+
+BENCHMARKS = {
+    "bubbles": Benchmark(
+        "Bubbles beside published ones",
+        "bubbles.py",
+        (),
+        (),
+        False,
+        """\
+Schedules in the simulator beside the closed forms of their papers, for 8 ranks and 32 microbatches:
+the bubble of the `whole` step and the most that one rank waits between its own start and end, in
+forwards of a whole rank, and the `peak` of activations, in those of a microbatch on a whole rank.
+DualPipe stores two copies of the weights. Below are the fractions of a step in which ranks wait, by
+the profiles of Zero Bubble ([Qi et al., 2023](https://arxiv.org/abs/2401.10241)): published, and
+simulated from the same profiles. [Predictions and measurements](predictions.md): throughputs.""",
+    ),
+    "memory": Benchmark(
+        "Memory, cycles and collectives beside MaxText's",
+        "tpu_memory.py",
+        ("M = 4", "A", "C", "1F1B once", "1F1B per layer"),
+        ("jax", "jaxlib", "libtpu"),
+        False,
+        """\
+One training step of llama2-7b, 48 sequences of 2,048 tokens, compiled by XLA:TPU for four v5p
+chips. `M = 4` has no pipeline; A and C are MaxText's circular pipeline over 2 ranks with weights
+gathered once and in every tick, and the others are 1F1B in one program. `busy` adds the compiler's
+estimates of cycles; `step` has kernels, collectives and bubbles too. MaxText's figures are for
+jax 0.11.2 and libtpu 0.0.51; the last column is what was to be reached.""",
+    ),
+    "dispatch": Benchmark(
+        "Dispatch",
+        "dispatch.py",
+        (),
+        ("jax", "jaxlib"),
+        True,
+        "What a task of the MPMD engine costs beyond its arithmetic, beside what JAX alone needs.",
+    ),
+    "start-up": Benchmark(
+        "Start-up",
+        "tutorial.py",
+        (),
+        ("jax", "jaxlib", "flax"),
+        True,
+        "A small transformer as programs of four groups, beside one plain program.",
+    ),
+    "efficiency": Benchmark(
+        "Efficiency beside torch's",
+        "efficiency.py",
+        (),
+        ("jax", "jaxlib"),
+        True,
+        """\
+The same blocks in two processes with a core each, by the MPMD engine and by
+torch.distributed.pipelining, if torch is installed. 1.00 is what the schedule allows.""",
+        ("torch",),
+    ),
+    "simulated": Benchmark(
+        "Two processes beside the simulator",
+        "pipeline.py",
+        (),
+        ("jax", "jaxlib"),
+        True,
+        "The measured time of a step, beside what the simulator says from the times of its tasks.",
+    ),
+    "scheduled": Benchmark(
+        "Schedules in one program",
+        "scheduled.py",
+        (),
+        ("jax", "jaxlib"),
+        True,
+        "The work of a step of every engine, beside that of the program without a pipeline.",
+    ),
+    "lora": Benchmark(
+        "LoRA",
+        "lora.py",
+        (),
+        ("jax", "jaxlib"),
+        True,
+        "LoRA beside full training: ratios to full training under 1F1B. [How to](lora.md).",
+    ),
+    "loop": Benchmark(
+        "The trainer's loop",
+        "loop.py",
+        (),
+        ("jax", "jaxlib"),
+        True,
+        "What data, metrics, logs and checkpoints cost beyond the compiled step.",
+    ),
+    "planning": Benchmark(
+        "Planning",
+        "planning.py",
+        (),
+        (),
+        True,
+        "CPU seconds and memory of building, checking, simulating and searching schedules.",
+    ),
+}
+
+HEAD = """\
+# Benchmarks
+
+What the scripts in [benchmarks](../benchmarks) print. `make benchmarks` runs them and writes this
+page; `make benchmarks NAMES="bubbles dispatch"` renews some sections. Nobody types a figure here:
+every section has the command, the date and the versions that it is from.
+"""
+NOT_RUN = """\
+## Not run for this page
+
+Times need a machine with nothing else to do, and the TPU's compiler needs libtpu.
+
+| | |
+|---|---|
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="writes docs/benchmarks.md")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}")
+    names = parser.parse_args().names
+    if unknown := sorted(set(names) - set(BENCHMARKS)):
+        parser.error(f"NAME is {', '.join(unknown)}. Give some of {', '.join(BENCHMARKS)}.")
+    for name in names or BENCHMARKS:
+        missing = [p for p in BENCHMARKS[name].packages if importlib.util.find_spec(p) is None]
+        if missing and not names:
+            print(f"{name}: needs {', '.join(missing)}", flush=True)
+            continue
+        print(f"{name}: {command(BENCHMARKS[name])}", flush=True)
+        results = written() | {name: result(BENCHMARKS[name])}
+        PAGE.write_text(page(results))
+
+
+def command(benchmark: Benchmark) -> str:
+    """Returns how a user runs a benchmark."""
+    return shlex.join(["python", f"benchmarks/{benchmark.script}", *benchmark.arguments])
+
+
+def result(benchmark: Benchmark) -> str:
+    """Runs a benchmark. Returns when and with what it ran, and what it printed."""
+    script = [sys.executable, f"benchmarks/{benchmark.script}", *benchmark.arguments]
+    folders = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
+    done = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{command(benchmark)} failed:\n{done.stderr}")
+    return f"{_circumstances(benchmark)}\n\n```text\n{done.stdout.strip()}\n```"
+
+
+def _circumstances(benchmark: Benchmark) -> str:
+    """Returns the date, the versions, and of what is timed the machine."""
+    version = importlib.metadata.version
+    optional = [name for name in benchmark.also if importlib.util.find_spec(name)]
+    packages = [f"{name} {version(name)}" for name in (*benchmark.packages, *optional)]
+    machine = [f"{os.cpu_count()} cores, {platform.machine()}"] if benchmark.is_timed else []
+    today = f"{datetime.date.today():%Y-%m-%d}"
+    ours = [f"jaxpipe {jaxpipe.__version__}", f"Python {platform.python_version()}"]
+    return f"*{', '.join([today, *ours, *packages, *machine])}*"
+
+
+def written() -> dict[str, str]:
+    """Returns the results on the page, by the name of their benchmark."""
+    if not PAGE.exists():
+        return {}
+    sections = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]
+    by_title = {section.split("\n", 1)[0]: section for section in sections}
+    found = {name: by_title.get(b.title, "") for name, b in BENCHMARKS.items()}
+    results = {name: re.search(r"^\*\d.*?^```$", s, re.M | re.S) for name, s in found.items()}
+    return {name: match[0] for name, match in results.items() if match}
+
+
+def page(results: dict[str, str]) -> str:
+    """Returns the text of the page."""
+    sections = [
+        f"## {b.title}\n\n{b.text}\n\n    {command(b)}\n\n{results[name]}\n"
+        for name, b in BENCHMARKS.items()
+        if name in results
+    ]
+    rows = [f"| {b.title} | `{command(b)}` |" for n, b in BENCHMARKS.items() if n not in results]
+    return "\n".join([HEAD, *sections, *([NOT_RUN + "\n".join(rows) + "\n"] if rows else [])])
+
+
+if __name__ == "__main__":
+    main()
