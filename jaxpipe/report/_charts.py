@@ -24,6 +24,15 @@ MAIN_CHARTS = (
     ("Peak memory of a device", "GB", ("peak_memory_gb",)),
 )
 
+_SPEED = "tokens_per_second"
+_SAME_AS_SPEED = {
+    "step_time_seconds": "s a step",
+    "tflops_per_second_per_device": "TFLOP/s per device",
+    "mfu": "of peak",
+}
+"""Metrics that say the same as the throughput, with their units: said beside its curve, and drawn
+further below."""
+
 
 def chart_data(run: RunRecord, found: Sequence[Finding]) -> dict[str, Any]:
     """Returns the data of all charts as JSON values, with numbers of five digits.
@@ -51,6 +60,7 @@ def chart_data(run: RunRecord, found: Sequence[Finding]) -> dict[str, Any]:
             series |= {"low": rounded(drawn.low), "high": rounded(drawn.high)}
         return series
 
+    said = _said_beside_speed(run)
     known = {name for _, _, names in MAIN_CHARTS for name in names}
     groups = [*MAIN_CHARTS, *((metric_title(n), "", (n,)) for n in run.series if n not in known)]
     charts = []
@@ -59,6 +69,11 @@ def chart_data(run: RunRecord, found: Sequence[Finding]) -> dict[str, Any]:
             charts.append(
                 _chart(run, title, unit, recorded) | {"series": [curve(n) for n in recorded]}
             )
+            if recorded == [_SPEED]:
+                charts[-1]["also"] = [
+                    {"unit": _SAME_AS_SPEED[name], "mean": rounded(points(run.series[name]).mean)}
+                    for name in said
+                ]
     return {
         "first": run.steps[0],
         "last": run.steps[-1],
@@ -67,6 +82,18 @@ def chart_data(run: RunRecord, found: Sequence[Finding]) -> dict[str, Any]:
         "charts": charts,
         "marks": _marks(run, found),
     }
+
+
+def _said_beside_speed(run: RunRecord) -> list[str]:
+    """Returns the recorded metrics that say the same as the throughput, at the same steps."""
+    if _SPEED not in run.series:
+        return []
+    steps = run.series[_SPEED].steps
+    return [
+        name
+        for name in _SAME_AS_SPEED
+        if name in run.series and np.array_equal(run.series[name].steps, steps)
+    ]
 
 
 def main_and_more(charts: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:
@@ -79,6 +106,8 @@ def main_and_more(charts: Sequence[dict[str, Any]]) -> tuple[list[int], list[int
         Two lists of indices into `charts`.
     """
     titles = {title for title, _, _ in MAIN_CHARTS} | {"Evaluation loss", "Evaluation accuracy"}
+    if any(chart["title"] == "Throughput" for chart in charts):
+        titles -= {title for title, _, names in MAIN_CHARTS if names[0] in _SAME_AS_SPEED}
     main = [i for i, chart in enumerate(charts) if chart["title"] in titles]
     return main, [i for i in range(len(charts)) if i not in main]
 

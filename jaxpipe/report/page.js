@@ -281,6 +281,9 @@
           element("circle", { cx: this.x(s.steps[i]), cy: this.y(value), r: 3.6, fill: s.colour }, this.over);
         }
       }
+      for (const other of this.spec.also ?? []) {
+        if (other.mean[at] !== null) this.readout.append(` · ${words(other.mean[at])} ${other.unit}`);
+      }
       if (cursor === null) return;
       const x = this.x(Math.min(view[1], Math.max(view[0], first.steps[at])));
       element("line", { class: "cursor", x1: x, x2: x, y1: MARGIN.top, y2: this.svg.clientHeight - MARGIN.bottom }, this.over);

@@ -66,7 +66,7 @@ def test_headings_and_curves_have_a_size_and_nothing_is_wider_than_the_window(sh
         "#curves > .charts .curve path.line",
         "all => all.map(p => [p.getBBox().width, p.getBBox().height, p.getTotalLength()])",
     )
-    assert len(sizes) == 7  # of the loss, of the evaluation's, and of five others
+    assert len(sizes) == 6  # of the loss, of the evaluation's, and of four others
     assert all(width > 200 and length > 200 for width, _, length in sizes)
     assert sizes[0][1] > 100  # the loss falls
     # Wide tables and pictures scroll inside.
@@ -104,7 +104,8 @@ def test_a_pointer_on_a_curve_shows_its_value_in_all_of_them(shown: Any):
     assert said[0].startswith("step 501 loss 2.008 (")
     assert " eval_loss 3.002" in said[0]
     assert said[1].startswith("step 501 ")
-    assert shown.locator(".curve line.cursor").count() >= 6
+    assert said[1].endswith(" s a step")  # which is the throughput in other words
+    assert shown.locator(".curve line.cursor").count() == 5
     shown.mouse.move(1, 1)
     assert shown.locator(".readout").first.inner_text() == before
 
@@ -146,6 +147,23 @@ def test_a_logarithmic_scale_and_a_part_of_the_steps(shown: Any):
 def test_more_curves_are_drawn_when_they_are_opened(shown: Any):
     shown.locator(".more-curves summary").click()
     shown.wait_for_selector(".more-curves .curve path.line", state="attached")
-    assert shown.locator(".more-curves .curve path.line").count() == 2
+    assert shown.locator(".more-curves .curve path.line").count() == 3
     assert shown.locator(".curve .restart").count() >= 8
     assert shown.locator(".curve text.bad").count() >= 8
+
+
+def test_a_first_step_that_compiles_does_not_spoil_the_axis_of_a_short_run(
+    browser: Any, tmp_path: Path
+):
+    file = tmp_path / "report.html"
+    file.write_text(page_of(write_run(tmp_path / "run", steps=6)), encoding="utf-8")
+    with browser.new_context(viewport={"width": 420, "height": 900}, offline=True) as context:
+        tab = context.new_page()
+        tab.goto(file.as_uri())
+        tab.locator(".more-curves summary").click()
+        figure = tab.locator(".chart", has_text="Step time")
+        figure.locator(".beyond").wait_for()
+        assert figure.locator(".beyond").text_content() == "up to 30, beyond the scale"
+        # Half a second is in the middle of the axis, not at its bottom.
+        heights = figure.locator("path.line").get_attribute("d").split("L")[1:]
+        assert all(20 < float(point.split()[1]) < 120 for point in heights)

@@ -117,7 +117,7 @@ def test_every_number_is_a_curve_and_the_main_ones_come_first(page: str):
     evaluated = data["charts"][0]["series"][1]
     assert data["steps"][evaluated["steps"]] == [20, 40, 60]
     assert evaluated["mean"] == [3.05, 3.025, 3.0167]
-    assert "More curves (2)" in Parsed(page).words
+    assert "More curves (4)" in Parsed(page).words
 
 
 def test_the_calls_of_a_step_multiply_to_its_batch_and_keep_a_sum_of_gradients(tmp_path: Path):
