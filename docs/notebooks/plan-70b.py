@@ -110,8 +110,8 @@ simulate(build("interleaved_1f1b", ranks=4, microbatches=8, chunks=5), Costs(1, 
 # %% [markdown]
 # ## What does memory buy?
 #
-# The same 32 chips with two ranks, if only a part of their memory may be used: less of it means
-# more to compute again.
+# The same 32 chips with two ranks, if only a part of their memory may be used: with less of it
+# matrices are cut into more parts, which costs communication.
 
 # %%
 for gigabytes in (80, 65, 50):

@@ -101,6 +101,7 @@ class Space:
         max_stages: The most ranks of a pipeline.
         fixed: Values that candidates must have, by the names of their fields and of mesh axes.
         policies: Policies of rematerialization to choose from.
+        without: Ways to gather weights that are ruled out.
     """
 
     devices: Devices
@@ -113,6 +114,7 @@ class Space:
     max_stages: int
     fixed: dict[str, Any] = field(default_factory=dict)
     policies: tuple[str, ...] = _POLICIES
+    without: tuple[str, ...] = ()
 
 
 def candidates(space: Space) -> Iterator[StepLayout]:
@@ -288,6 +290,7 @@ def _variants(first: StepLayout, space: Space) -> Iterator[StepLayout]:
             gathers = ("once", "tick", "repeat")
         if first.engine == "scheduled" and first.schedule != "looped_bfs":
             gathers = ("once", "layer")
+    gathers = [gather for gather in gathers if gather not in space.without]
     for policy in _choices(fixed, "policy", space.policies):
         for scope in _choices(fixed, "scope", scopes):
             for gather in _choices(fixed, "gather", gathers):

@@ -187,6 +187,7 @@ def make_request(
             sizes.vocab_size,
             max_stages or devices.num_devices,
             fixed,
+            without=tuple(name for name, key in GATHER_KEYS.items() if given.get(key) is False),
         ),
         before,
         uniform - pipelined,

@@ -8,11 +8,12 @@ microbatches.
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from ..cost.devices import efficiency
 from ..cost.training_step import Layout, Prediction, predict
 from ..schedules import Costs, makespan
 from ._candidates import StepLayout
 from ._devices import device_hardware
-from ._model import PlannedModel
+from ._model import PlannedModel, gathered_parameters, stored_parameters
 from ._own_model import PreparedPipeline
 from ._request import Request
 
@@ -24,6 +25,21 @@ _COMMUNICATION = (
     "experts",
     "context",
 )
+
+
+_HIDDEN_ON_TPUS = tuple(kind for kind in Layout().overlap if kind != "fsdp")
+"""Without flags XLA:TPU gathers weights and scatters gradients while nothing else runs, as the
+programs show that it compiles for these layouts."""
+
+
+_WITHOUT_NAMES = 0.14
+"""The share of a forward that no policy but `none` keeps: norms, rotary positions, activation
+functions, and the kernel of attention, which also returns what its backward reads."""
+
+
+_SUM_BYTES = 30.0
+"""Bytes that XLA:TPU reads and writes to add a gradient to its sum: it converts 2 bytes to 4,
+copies the sum out of a stack of layers, adds, and copies it back."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +86,14 @@ def rough_seconds(candidate: StepLayout, request: Request) -> float:
     )
     seconds = candidate.accumulation * _with_policy(whole, candidate, request) / S
     seconds *= 1 + twice_recomputed(candidate, request.model)
+    sums = candidate.accumulation * gradient_sum_seconds(candidate, request)
     if candidate.engine == "none":
-        return seconds
+        return seconds + sums
     waiting = (S - 1) / (M * v)
     if candidate.schedule in ("zero_bubble_h1", "zbv"):
         waiting *= 0.6
     padded = max(candidate.counts) * len(candidate.counts) / sum(candidate.counts)
-    return seconds * (1 + waiting) * padded
+    return seconds * (1 + waiting) * padded + sums
 
 
 def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) -> PredictedTime:
@@ -110,6 +127,7 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
         found = _between(other, found, share)
     found = _with_second_forward(found, twice_recomputed(candidate, request.model))
     parts = dict(found.parts)
+    parts["other_compute"] += gradient_sum_seconds(candidate, request)
     ticks = _tick_seconds(candidate, run, found)
     if ticks is not None:
         parts["bubble"] = max(0.0, parts["bubble"] + ticks - _schedule_seconds(found, candidate))
@@ -162,6 +180,27 @@ def twice_recomputed(candidate: StepLayout, model: PlannedModel) -> float:
     return 1.0 / (3.0 + recomputed_share(model, candidate.policy))
 
 
+def gradient_sum_seconds(candidate: StepLayout, request: Request) -> float:
+    """Returns the seconds in which gradients of microbatches are added up on a rank.
+
+    Args:
+        candidate: The layout.
+        request: What it is for.
+
+    Returns:
+        Seconds of one call of the engine; 0 with one microbatch.
+    """
+    if candidate.microbatches == 1:
+        return 0.0
+    # Without a pipeline sums are those of the parameters that a device stores.
+    count = stored_parameters if candidate.engine == "none" else gathered_parameters
+    layers = candidate.layers_per_stage * candidate.chunks
+    parameters = layers * count(request.model.layer, candidate.sizes)
+    kind = device_hardware(request.devices)
+    rate = kind.memory_bandwidth * efficiency(kind, "bf16").memory
+    return candidate.microbatches * _SUM_BYTES * parameters / rate
+
+
 def _with_second_forward(found: Prediction, share: float) -> Prediction:
     """Returns a prediction in which I takes a forward more, `share` of the work of the layers."""
     if not share:
@@ -189,14 +228,15 @@ def recomputed_share(model: PlannedModel, policy: str) -> float:
         policy: The policy.
 
     Returns:
-        A share, by the channels of the tensors that it keeps.
+        A share, by the channels of the tensors that it keeps, and what none keeps.
     """
     if policy == "full":
         return 1.0
     if policy == "none":
         return 0.0
     every = sum(tensor.channels for _, tensor in model.tensors)
-    return 1.0 - sum(tensor.channels for tensor in model.saved(policy)) / max(1, every)
+    kept = sum(tensor.channels for tensor in model.saved(policy)) / max(1, every)
+    return 1.0 - (1.0 - _WITHOUT_NAMES) * kept
 
 
 def _between(low: Prediction, high: Prediction, share: float) -> Prediction:
@@ -225,6 +265,7 @@ def _layout(candidate: StepLayout, request: Request) -> Layout:
     rows = request.batch // candidate.num_shards // candidate.accumulation // candidate.microbatches
     slices = request.devices.num_slices
     data, stage, fsdp, tensor, expert, context = candidate.mesh
+    kind = device_hardware(request.devices)
     return Layout(
         data=data,
         stage=stage,
@@ -242,6 +283,7 @@ def _layout(candidate: StepLayout, request: Request) -> Layout:
         order=_order(candidate.across),
         sequence_parallel=False,
         shared_optimizer=False,
+        overlap=_HIDDEN_ON_TPUS if kind.torus_axes else Layout().overlap,
     )
 
 

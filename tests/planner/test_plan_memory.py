@@ -17,6 +17,7 @@ _BFS = _1F1B | {"pipeline_schedule": "looped_bfs", "num_pipeline_repeats": 8}
 _ONCE, _PER_REPEAT, _PER_LAYER = (
     {f"pipeline_fsdp_ag_{name}": True} for name in ("once", "per_repeat", "per_layer")
 )
+_PER_TICK = {f"pipeline_fsdp_ag_{name}": False for name in ("once", "per_repeat", "per_layer")}
 _FSDP = {"pipeline_engine": "none", "ici_fsdp_parallelism": 4}
 
 # Model, devices, batch, length, settings and MB, by `jaxpipe compile` with libtpu 0.0.48.1.
@@ -65,7 +66,7 @@ COMPILED: dict[str, tuple[dict, float]] = {
 @pytest.mark.parametrize("name", COMPILED)
 def test_memory_is_within_5_percent_of_what_a_compiler_says(name: str):
     settings, compiled = COMPILED[name]
-    gather = {} if any("fsdp_ag" in key for key in settings) else {"pipeline_fsdp_ag_once": False}
+    gather = {} if any("fsdp_ag" in key for key in settings) else _PER_TICK
     given = {"model_name": "llama2-7b", "remat_policy": "full", "ici_data_parallelism": 1}
     found = jp.plan(given | settings | gather, "v5p-8", 48, 2048).best
     assert found.memory.total / 1e6 == pytest.approx(compiled, rel=0.05)
