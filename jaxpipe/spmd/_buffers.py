@@ -9,11 +9,13 @@ from jax import lax
 from jaxtyping import PyTree
 
 from ..ir.transforms import cast_apart
-from .ranks import AXIS, zeros
+from .ranks import AXIS, empty
 
 
 def allocate_buffer(x: Any, length: int) -> jax.Array:
-    """Allocates a zero buffer of `length` entries like the abstract value `x`.
+    """Allocates a buffer of `length` entries like the abstract value `x`.
+
+    TPUs and GPUs do not fill it, so an entry must be written before it is read.
 
     Returns:
         [length, ...], in the memory space of `x`.
@@ -21,7 +23,7 @@ def allocate_buffer(x: Any, length: int) -> jax.Array:
     Raises:
         ValueError: If that is host memory, but one device runs all ranks.
     """
-    buffer = zeros(x, lead=(length,))
+    buffer = empty(x, length)
     if x.memory_space != jax.memory.Space.Host:
         return buffer
     if AXIS not in jax.sharding.get_abstract_mesh().manual_axes:

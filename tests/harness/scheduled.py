@@ -75,6 +75,9 @@ def compositions() -> list[Row]:
         llama(2, 1, 4, axes=both, schedule="1f1b", gather="once", batch_axes=manual,
               layers_per_stage=2),
         llama(3, 2, 6, axes=fsdp, schedule="looped_bfs", gather="repeat", batch_axes=manual),
+        # The sums over rows that it stores are the same on all devices of these axes.
+        scheduled("deepseek", 2, 1, 4, axes=fsdp, schedule="gpipe", batch_axes=manual, packed=True,
+                  remat="none"),
         scheduled("llama", 2, 2, 4, axes=fsdp, schedule="interleaved_1f1b", vocab_parallel=True,
                   batch_axes=manual, gather="once", packed=True),
         *slow(in_slow_job),

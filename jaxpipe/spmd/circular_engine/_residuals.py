@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from ...autodiff.staged_model import index_leading
+from ...ir.graph import pvary_like
 from .._buffers import allocate_buffer, put
-from ..ranks import pvary
 from ._shape import PipelineShape, TickIndex
 
 Buffers = list[jax.Array]
@@ -69,7 +69,8 @@ def store(residuals: Residuals, new: Buffers, t: TickIndex, shape: PipelineShape
     if not residuals.second_half:
         return residuals
     cut = _first_tick_of_second_half(shape)
-    new = [pvary(x) for x in new]
+    buffers = zip(residuals.second_half, new, strict=True)
+    new = [pvary_like(jax.typeof(buffer), x) for buffer, x in buffers]
     second_half = put(
         residuals.second_half, new, jnp.where(t < cut, shape.num_ticks - cut, t - cut)
     )

@@ -1,6 +1,7 @@
 """Functions of one rank: run on all ranks, with arrays and shardings as they are inside of one."""
 
 from ._on_ranks import AXIS as AXIS
+from ._on_ranks import empty as empty
 from ._on_ranks import is_spec as is_spec
 from ._on_ranks import on_ranks as on_ranks
 from ._on_ranks import poison as poison

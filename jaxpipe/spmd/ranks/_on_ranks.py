@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ...sharding.specs import axes_of, axes_of_dim
 from ._stage_shardings import in_stage
-from ._varying import pvary
+from ._varying import pvary, split_like
 
 AXIS = "stage"
 """Name of the mesh axis along which the ranks are."""
@@ -90,6 +90,24 @@ def _each(change: Callable, tree: Any, specs: Any) -> Any:
         return jax.tree.map(lambda x: x if dim is None else change(x, dim), subtree)
 
     return jax.tree.map(below, specs, tree, is_leaf=_is_dim)
+
+
+def empty(x: Any, length: int) -> jax.Array:
+    """Returns an array of arbitrary values, for entries that each rank writes by itself.
+
+    It varies over `stage` and the manual axes over which an entry varies, and over no other: what
+    is the same on all devices of an axis is so after it has been read again.
+
+    Args:
+        x: An abstract value: the shape, dtype, sharding and varying axes of an entry.
+        length: The number of entries.
+
+    Returns:
+        An array [length, *x.shape].
+    """
+    axes = x.manual_axis_type.varying | (set(jax.sharding.get_abstract_mesh().manual_axes) & {AXIS})
+    array = split_like(x, jax.lax.empty((length, *x.shape), x.dtype))
+    return jax.lax.pcast(array, tuple(sorted(axes)), to="varying") if axes else array
 
 
 def poison(x: jax.Array) -> jax.Array:

@@ -93,7 +93,7 @@ def zeros(x: Any, *, lead: tuple[int, ...] = (), dtype: Any = None) -> jax.Array
     """
     dtype = dtype or x.dtype
     if not isinstance(x, jax.Array):
-        return pvary(_split_like(x, jnp.zeros((*lead, *x.shape), dtype)))
+        return pvary(split_like(x, jnp.zeros((*lead, *x.shape), dtype)))
     axes = tuple(varying_axes(x))
     zero = jnp.zeros_like(x, dtype=dtype)
     zero = jax.lax.pcast(zero, tuple(set(axes) - varying_axes(zero)), to="varying")
@@ -105,8 +105,16 @@ def zeros_like(tree: PyTree) -> PyTree:
     return jax.tree.map(zeros, tree)
 
 
-def _split_like(aval: Any, x: jax.Array) -> jax.Array:
-    """Reshards the last dims of `x` over explicit axes as those of `aval` are."""
+def split_like(aval: Any, x: jax.Array) -> jax.Array:
+    """Reshards the last dims of `x` over explicit axes as those of `aval` are.
+
+    Args:
+        aval: An abstract value.
+        x: An array of the same dims, behind others or none.
+
+    Returns:
+        `x`, resharded.
+    """
     split = getattr(aval, "sharding", None)
     if not isinstance(split, NamedSharding) or not axes_of(split.spec):
         return x
