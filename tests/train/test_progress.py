@@ -1,4 +1,5 @@
 import io
+import re
 
 import jax
 import pytest
@@ -56,6 +57,17 @@ def test_columns_are_aligned_whatever_the_values_are():
     nine, ten = stream.getvalue().splitlines()
     assert nine.index("learning_rate") == ten.index("learning_rate")
     assert (nine[:10], ten[:10]) == ("step   9/1", "step  10/1")
+
+
+def test_beside_the_bar_are_the_important_metrics_that_fit(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "90")
+    stream = Terminal()
+    with progress(stream, num_steps=1000, log_period=1) as report:
+        metrics = {"loss": 4.0, "accuracy": 0.5, "gradient_norm": 1.0, "learning_rate": 1e-5}
+        report(999, metrics | {"step_time_seconds": 0.25, "tokens_per_second": 4096.0})
+    last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).splitlines()[-1]
+    assert last.split("\r")[-1].startswith("step  999/1000 ")
+    assert last.rstrip().endswith("loss 4  step_time_seconds 0.25")
 
 
 def test_a_compilation_is_one_line_that_says_how_long_it_took_and_what_the_cache_saved():

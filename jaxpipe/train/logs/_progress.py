@@ -16,6 +16,11 @@ _WIDTH = len("-1.234e-05")
 """The width of a metric's value: that of the longest one with four digits."""
 
 
+_BAR_WIDTH = 20
+_IMPORTANT = ("loss", "eval_loss", "step_time_seconds", "tokens_per_second", "peak_memory_gb")
+"""The metrics that stand first beside the bar."""
+
+
 def progress(
     stream: Stream,
     *,
@@ -43,24 +48,44 @@ def progress(
     return _lines(stream, num_steps, log_period)
 
 
-def format_metrics(metrics: Mapping[str, float]) -> str:
+def format_metrics(metrics: Mapping[str, float], *, width: int = 0) -> str:
     """Formats metrics on one line.
 
     Args:
         metrics: The metrics.
+        width: The least characters of a value, which align the columns of successive lines.
 
     Returns:
-        A text whose values have equal widths, so that the columns of successive lines are aligned.
+        A text such as `loss 4.123  learning_rate 0.001`.
 
     Example:
         >>> format_metrics({"loss": 4.1234, "learning_rate": 0.001})
-        'loss 4.123       learning_rate 0.001'
+        'loss 4.123  learning_rate 0.001'
     """
-    return "  ".join(f"{name} {value:<{_WIDTH}.4g}" for name, value in metrics.items()).rstrip()
+    return "  ".join(f"{name} {value:<{width}.4g}" for name, value in metrics.items()).rstrip()
 
 
 def _is_evaluation(name: str) -> bool:
     return name.startswith("eval_")
+
+
+def _fitting(metrics: Mapping[str, float], width: int) -> str:
+    """Formats the metrics that fit on a line beside the bar, the important ones first.
+
+    Args:
+        metrics: All metrics.
+        width: The most characters.
+
+    Returns:
+        The text; empty if none fits.
+    """
+    shown: dict[str, float] = {}
+    for name in dict.fromkeys([*filter(metrics.__contains__, _IMPORTANT), *metrics]):
+        more = shown | {name: metrics[name]}
+        if len(format_metrics(more)) > width:
+            break
+        shown = more
+    return format_metrics(shown)
 
 
 @contextmanager
@@ -68,7 +93,9 @@ def _lines(stream: Stream, num_steps: int, log_period: int) -> Iterator[ReportSt
     def report(step: int, metrics: Mapping[str, float]) -> None:
         if step % log_period == 0 or step == num_steps or any(map(_is_evaluation, metrics)):
             number = f"{step:{len(str(num_steps))}}/{num_steps}"
-            print(f"step {number}  {format_metrics(metrics)}", file=stream, flush=True)
+            print(
+                f"step {number}  {format_metrics(metrics, width=_WIDTH)}", file=stream, flush=True
+            )
 
     yield report
 
@@ -79,8 +106,10 @@ def _bar(stream: Stream, num_steps: int, first_step: int) -> Iterator[ReportStep
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Remaining
 
-    columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), Remaining())
+    columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(_BAR_WIDTH), Remaining())
     console = Console(file=cast(TextIO, stream), force_terminal=True)
+    # The number of steps twice, the time that remains, and blanks.
+    left = console.width - _BAR_WIDTH - 2 * len(str(num_steps)) - len("step / -:--:--") - 4
     bar = Progress(*columns, TextColumn("{task.fields[metrics]}"), console=console)
     task = bar.add_task("", total=num_steps, completed=first_step - 1, metrics="")
     evaluation: dict[str, float] = {}
@@ -88,7 +117,7 @@ def _bar(stream: Stream, num_steps: int, first_step: int) -> Iterator[ReportStep
     def report(step: int, metrics: Mapping[str, float]) -> None:
         bar.start()  # not before: until the first step is done, its compilation has the terminal
         evaluation.update({name: x for name, x in metrics.items() if _is_evaluation(name)})
-        bar.update(task, completed=step, metrics=format_metrics({**metrics, **evaluation}))
+        bar.update(task, completed=step, metrics=_fitting({**metrics, **evaluation}, left))
 
     try:
         yield report
