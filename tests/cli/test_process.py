@@ -53,5 +53,8 @@ def test_native_code_is_heard_if_it_fails_and_if_the_user_wants_it(capfd):
     with pytest.raises(RuntimeError), quiet_stderr():
         os.write(2, b"no such topology\n")
         raise RuntimeError
+    with pytest.raises(ValueError), quiet_stderr():
+        os.write(2, b"E0000 common_lib.cc\n")
+        raise ValueError
     os.write(2, b"after\n")
     assert capfd.readouterr().err == "no such topology\nafter\n"

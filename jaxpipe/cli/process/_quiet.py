@@ -29,7 +29,7 @@ def set_log_levels(environment: MutableMapping[str, str]) -> None:
 
 @contextmanager
 def quiet_stderr(*, verbose: bool = False) -> Iterator[None]:
-    """Hides what native code writes to standard error, unless an exception leaves the context.
+    """Hides what native code writes to standard error, unless it fails unexpectedly.
 
     libtpu ignores its log levels while it loads, and off TPUs it complains of a machine that it
     does not know.
@@ -39,6 +39,10 @@ def quiet_stderr(*, verbose: bool = False) -> Iterator[None]:
 
     Yields:
         None.
+
+    Raises:
+        ValueError: If the code inside does. It is a user's mistake and says itself what is wrong,
+            so what was hidden stays hidden.
     """
     if verbose:
         yield
@@ -47,18 +51,17 @@ def quiet_stderr(*, verbose: bool = False) -> Iterator[None]:
     original = os.dup(2)
     with tempfile.TemporaryFile() as hidden:
         os.dup2(hidden.fileno(), 2)
+        is_unexpected = True
         try:
             yield
-        except BaseException:
-            _restore(original)
-            hidden.seek(0)
-            os.write(2, hidden.read())
+            is_unexpected = False
+        except ValueError:
+            is_unexpected = False
             raise
-        else:
-            _restore(original)
-
-
-def _restore(original: int) -> None:
-    sys.stderr.flush()
-    os.dup2(original, 2)
-    os.close(original)
+        finally:
+            sys.stderr.flush()
+            os.dup2(original, 2)
+            os.close(original)
+            if is_unexpected:
+                hidden.seek(0)
+                os.write(2, hidden.read())
