@@ -79,7 +79,7 @@ def main() -> None:
     )
     for form in FORMS:
         print(_form_line(form))
-    print(f"\n{'ranks x M':<12}" + "".join(f"{f'{n}: published, ours':>34}" for n in PUBLISHED))
+    print(f"\n{'ranks x M':<12}" + "".join(f"{f'{n}: paper, ours':>29}" for n in PUBLISHED))
     with PROFILES.open() as file:
         for row in csv.DictReader(file):
             print(_profile_line(row))
@@ -106,7 +106,7 @@ def _profile_line(row: dict[str, str]) -> str:
         schedule = schedules.build(name, ranks=ranks, microbatches=microbatches)
         wait = parallelogram_bubble(schedules.simulate(schedule, costs))
         published = float(row[f"bubble_{column}"])
-        cells.append(f"{published:>23.2%}{float(wait / (wait + work)):>11.2%}")
+        cells.append(f"{published:>21.2%}{float(wait / (wait + work)):>8.2%}")
     return f"{ranks:>3} x {microbatches:<6}" + "".join(cells)
 
 

@@ -61,8 +61,8 @@ Schedules in the simulator beside the closed forms of their papers, for 8 ranks 
 the bubble of the `whole` step and the most that one rank waits between its own start and end, in
 forwards of a whole rank, and the `peak` of activations, in those of a microbatch on a whole rank.
 DualPipe stores two copies of the weights. Below are the fractions of a step in which ranks wait, by
-the profiles of Zero Bubble ([Qi et al., 2023](https://arxiv.org/abs/2401.10241)): published, and
-simulated from the same profiles. [Predictions and measurements](predictions.md): throughputs.""",
+the profiles of Zero Bubble ([Qi et al., 2023](https://arxiv.org/abs/2401.10241)): in the paper,
+and simulated from its profiles. [Predictions and measurements](predictions.md) has times.""",
     ),
     "memory": Benchmark(
         "Memory, cycles and collectives beside MaxText's",
@@ -158,7 +158,7 @@ NOT_RUN = """\
 
 Times need a machine with nothing else to do, and the TPU's compiler needs libtpu.
 
-| | |
+| section | command |
 |---|---|
 """
 

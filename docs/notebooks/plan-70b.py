@@ -19,7 +19,8 @@ def show(plans):
 
 
 def explain(error):
-    print(str(error).replace(": ", ":\n").replace(". Use", ".\nUse"))
+    """Prints an error, part by part."""
+    print(str(error).replace(": ", ":\n").replace(") ", ")\n").replace(". Use", ".\nUse"))
 
 
 # %% [markdown]
