@@ -128,6 +128,13 @@ def _schedule(
                 )
     if schedule is None:
         return None
+    if schedule == "auto":
+        raise ValueError(
+            "`schedule` is 'auto', and a pipeline does not know its layers and rows before it has "
+            "parameters. `jaxpipe.plan(model, 'here', params=params, example=batch, mesh={'stage': "
+            f"{num_ranks}, ...}}, microbatches={num_microbatches}).best.settings` has the schedule "
+            "and the arguments that go with it."
+        )
     if isinstance(schedule, str):
         takes_chunks = "chunks" in builders.get_family(schedule).takes
         default = (1 if schedule == "circular" else 2) if takes_chunks else None

@@ -4,7 +4,7 @@ L layers. Tokens are those of x [rows, T, ...] between layers; rows, if x has no
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from ._model import PlannedModel, Tensor, WeightBytes, WeightGroup
 from ._request import OwnModel, Request, Values
 
 _FLOAT32 = 4
+_AXES = ("data", "stage", "fsdp")
 
 
 class PreparedPipeline(NamedTuple):
@@ -130,19 +131,40 @@ def _planned(
     return planned, ModelWork((own,), hidden, max(1, vocab), *sizes), tokens
 
 
-def fix_space(request: Request, *, max_stages: int | None, schedule: str | None) -> Request:
-    """Returns a request whose plans have at most so many ranks, and this schedule.
+def fix_space(
+    request: Request,
+    *,
+    max_stages: int | None,
+    schedule: str | None,
+    mesh: Mapping[str, int] | None,
+    counts: Mapping[str, int],
+) -> Request:
+    """Returns a request whose plans have at most so many ranks, and what is given.
 
     Args:
         request: The request.
         max_stages: The most ranks; None for any number.
         schedule: The schedule; None for any.
+        mesh: The sizes of its axes; axes that are left out have one device. None for any mesh.
+        counts: Values of `microbatches` and `chunks`, if they are given.
 
     Returns:
         The request.
+
+    Raises:
+        ValueError: If the mesh has an axis over which the planner divides no model of one's own.
     """
     space = request.space
-    fixed = {"engine": "scheduled", "schedule": schedule} if schedule else {}
+    fixed: Values = {"engine": "scheduled", "schedule": schedule} if schedule else {}
+    fixed |= counts
+    if mesh is not None:
+        others = {name: size for name, size in mesh.items() if name not in _AXES and size != 1}
+        if others:
+            raise ValueError(
+                f"`mesh` is {dict(mesh)}, and for a model of your own the planner knows the axes "
+                f"{', '.join(_AXES)}. Give these, without {', '.join(others)}."
+            )
+        fixed |= {axis: mesh.get(axis, 1) for axis in _AXES}
     space = replace(space, max_stages=max_stages or space.max_stages, fixed=space.fixed | fixed)
     return replace(request, space=space)
 

@@ -51,8 +51,9 @@ def plan(
         num_plans: How many plans to return at most.
         params: The parameters of a model of your own, or their shapes.
         example: A batch of it, of any number of rows, or its shapes.
-        **fixed: Values of other keys of a run, such as `ici_pipeline_parallelism=4`. A model
-            of your own has none.
+        **fixed: Values of other keys of a run, such as `ici_pipeline_parallelism=4`. For a model
+            of your own those of `jaxpipe.pipeline`: `mesh`, the sizes of its axes by name,
+            `microbatches` and `chunks`.
 
     Returns:
         The plans, the fastest first. They print as a table.
@@ -79,11 +80,15 @@ def plan(
             schedule=schedule,
         )
     else:
+        own = {name: fixed.pop(name) for name in ("microbatches", "chunks") if name in fixed}
+        sizes = fixed.pop("mesh", None)
         _check_own(params, example, sequence=sequence, **fixed)
         rows = batch or jax.tree.leaves(example)[0].shape[0]
         limit = usable_bytes(spread, memory_gb)
         request = own_request(model, params, example, spread, rows, limit)
-        request = fix_space(request, max_stages=max_stages, schedule=schedule)
+        request = fix_space(
+            request, max_stages=max_stages, schedule=schedule, mesh=sizes, counts=own
+        )
     found = search(request, num_plans)
     if not found.plans:
         raise ValueError(_nothing_fits(request, found))
@@ -98,7 +103,8 @@ def _check_own(params: PyTree, example: PyTree, **others: Any) -> None:
     if given:
         raise ValueError(
             f"`model` is your own, which has no {', '.join(given)}. The batch has the length of "
-            "sequences, and `schedule` and `max_stages` can be given."
+            "sequences, and `schedule`, `max_stages`, `mesh`, `microbatches` and `chunks` can be "
+            "given."
         )
 
 

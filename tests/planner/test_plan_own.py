@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import jaxpipe as jp
+from jaxpipe.autodiff import remat_by_name
 from jaxpipe.linen import model as linen_model
 from jaxpipe.nnx import model as nnx_model
 
@@ -152,3 +153,21 @@ def test_weights_count_in_their_own_dtypes(make: Callable):
     each = [one.work.layers[0] for one in (request, halved)]
     assert [layer.weight_bytes for layer in each] == [4, 2]
     assert [layer.boundary_bytes for layer in each] == [2 * D, 2 * D]
+
+
+def test_the_schedule_of_a_given_mesh_is_planned():
+    model, params = plain(jnp.float32)
+    given = {"params": params, "example": EXAMPLE}
+    fixed = {"mesh": {"stage": 2, "fsdp": 4}, "microbatches": 8}
+    plans = jp.plan(model, "v5p-16", 64, **given, **fixed)
+    for plan in plans.plans:
+        assert plan.settings["mesh"] == fixed["mesh"] and plan.settings["microbatches"] == 8
+    assert len({plan.settings["schedule"] for plan in plans.plans}) > 1
+    settings = dict(plans.best.settings)
+    mesh = jp.make_mesh(settings.pop("mesh"))
+    remat = remat_by_name(settings.pop("remat"))
+    jp.pipeline(model, mesh=mesh, remat=remat, **settings)
+    with pytest.raises(ValueError, match=r"microbatches=8.*has the schedule"):
+        jp.pipeline(model, schedule="auto", mesh=mesh, microbatches=8)
+    with pytest.raises(ValueError, match=r"knows the axes data, stage, fsdp. .* without tensor"):
+        jp.plan(model, "v5p-16", 64, **given, mesh={"stage": 4, "tensor": 2})
