@@ -95,3 +95,14 @@ def test_an_empty_text_is_refused(tmp_path, capsys):
 def test_all_keys_can_be_listed(capsys):
     assert main(["train", "--keys"]) == 0
     assert "num_pipeline_microbatches: -1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("settings", "calls"), [([], 1), (["jax_cache_dir="], 0)])
+def test_the_compile_cache_is_on_unless_a_key_turns_it_off(settings, calls, monkeypatch):
+    called: list[None] = []
+    monkeypatch.setattr("jaxpipe.train.train", lambda config, keep_history: [])
+    monkeypatch.setattr(
+        "jaxpipe.cli.commands._train.use_compile_cache", lambda: called.append(None)
+    )
+    assert main(["train", *settings]) == 0
+    assert len(called) == calls

@@ -6,7 +6,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from .._options import bounded_float, bounded_integer
+from .._options import add_verbose, bounded_float, bounded_integer
 from .._settings import add_settings, read_settings
 from ..job import ADDRESS, NUM_PROCESSES, PROCESS, first_failure, started_processes
 
@@ -42,6 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="how often all start again, from the newest checkpoint, when a process dies (0)",
     )
     add_settings(parser)
+    add_verbose(parser)
     parser.set_defaults(func=run)
 
 
@@ -60,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
     read_settings(args.settings)  # so that an error in them is printed once
     for restart in range(1, args.max_restarts + 2):
         # The address is a new one each time: the port of a process that was killed may be taken.
-        commands = _commands(args.settings, args.processes, args.gpus_per_process)
+        words = [*args.settings, *(["--verbose"] if args.verbose else [])]
+        commands = _commands(words, args.processes, args.gpus_per_process)
         with started_processes(commands) as job:
             code = first_failure(job, args.grace)
         if code in (0, _USER_ERROR) or job.signals or restart > args.max_restarts:
@@ -71,11 +73,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _commands(
-    settings: Sequence[str], num_processes: int, num_gpus: int | None
+    words: Sequence[str], num_processes: int, num_gpus: int | None
 ) -> list[tuple[list[str], dict[str, str]]]:
     """Returns the arguments and the environment of every process."""
     address = f"127.0.0.1:{_free_port()}"
-    command = [sys.executable, "-m", "jaxpipe", "train", *settings]
+    command = [sys.executable, "-m", "jaxpipe", "train", *words]
     found = []
     for process in range(num_processes):
         job = {ADDRESS: address, NUM_PROCESSES: str(num_processes), PROCESS: str(process)}
