@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import Var
 from jaxtyping import PyTree
 
 from .. import schedules, sharding
@@ -81,10 +82,10 @@ def _planned(
     model: OwnModel, groups: dict[str, PyTree], example: PyTree, on_cpu: bool
 ) -> tuple[PlannedModel, ModelWork, int]:
     """Returns the sizes of a model, its work, and the tokens of a row."""
-    row = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), example)
+    row, two = (_rows(example, count) for count in (1, 2))
     key = jax.eval_shape(lambda: jax.random.key(0))
     layer, num_layers = _one_layer(groups["layers"])
-    x = jax.eval_shape(model.embed, groups["embed"], row, key)
+    x, x_of_two = (jax.eval_shape(model.embed, groups["embed"], rows, key) for rows in (row, two))
     tokens, itemsize = _tokens(x), max(1, round(_bytes(x) / _size(x)))
     run_layer = _without_aux(model.layer, x)
     read = {"layer": layer, "shared": groups["shared"]} if model.shared else layer
@@ -93,7 +94,10 @@ def _planned(
     loss = _trace(model.loss, tokens, head, x, row, key)
     hidden = max(1, round(_size(x) / tokens))
     vocab = round(sum(p.k * p.n * p.copies for p in loss.products) / hidden)
-    kept = _residual_bytes(run_layer, read, x, row, key) / tokens
+    # What a second row adds: casts of weights are no work or memory of rows.
+    moved = _trace(run_layer, tokens, read, x_of_two, two, key).moved_bytes - traced.moved_bytes
+    kept = _residual_bytes(run_layer, read, x_of_two, two, key)
+    kept = (kept - _residual_bytes(run_layer, read, x, row, key)) / tokens
     shared = groups.get("shared", ())
     own = LayerWork(
         name="layer",
@@ -105,7 +109,7 @@ def _planned(
         num_experts=0,
         active_experts=0,
         activations=ActivationBytes(kept, kept, itemsize * hidden),
-        elementwise_bytes=traced.moved_bytes,
+        elementwise_bytes=moved,
         between_bytes=0,
         num_kernels=traced.num_equations,
         boundary_bytes=itemsize * hidden,
@@ -221,6 +225,11 @@ def own_run(candidate: StepLayout, devices: Sequence[Any]) -> PreparedPipeline:
     return PreparedPipeline(engine, PipelinePlan(mesh, layout, M, as_run, ticks))
 
 
+def _rows(example: PyTree, count: int) -> PyTree:
+    """Returns the shapes of a batch of so many rows."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), example)
+
+
 def _one_layer(layers: PyTree) -> tuple[PyTree, int]:
     """Returns the shapes of the parameters of one layer, and the number of layers."""
     if isinstance(layers, list):
@@ -332,5 +341,6 @@ def _residual_bytes(layer: Callable, weights: PyTree, x: PyTree, *others: PyTree
 
     closed = jax.make_jaxpr(residuals)(weights, others, x)
     inputs = {*closed.jaxpr.invars, *closed.jaxpr.constvars}
-    stored = {id(v): v for v in closed.jaxpr.outvars if hasattr(v, "count") and v not in inputs}
-    return _bytes(x) + sum(v.aval.size * v.aval.dtype.itemsize for v in stored.values())
+    stored = {v for v in closed.jaxpr.outvars if isinstance(v, Var) and v not in inputs}
+    avals: list[Any] = [v.aval for v in stored]
+    return _bytes(x) + sum(aval.size * aval.dtype.itemsize for aval in avals)

@@ -171,3 +171,26 @@ def test_the_schedule_of_a_given_mesh_is_planned():
         jp.pipeline(model, schedule="auto", mesh=mesh, microbatches=8)
     with pytest.raises(ValueError, match=r"knows the axes data, stage, fsdp. .* without tensor"):
         jp.plan(model, "v5p-16", 64, **given, mesh={"stage": 4, "tensor": 2})
+
+
+def test_what_a_layer_stores_is_that_of_rows_and_not_of_weights():
+    """A token has the input, tanh and its derivative; casts of weights are not of tokens."""
+
+    def layer(w, x, batch):
+        del batch
+        return x + jnp.tanh(x @ w["up"].astype(x.dtype)) @ w["down"].astype(x.dtype)
+
+    model = jp.Model(
+        embed=lambda w, batch: w[batch["tokens"]].astype(jnp.bfloat16),
+        layer=layer,
+        loss=lambda w, x, batch: loss(x @ w.astype(x.dtype), batch),
+    )
+    params = {
+        "embed": shape(V, D),
+        "layers": [{"up": shape(D, F), "down": shape(F, D)}] * L,
+        "head": shape(D, V),
+    }
+    given = {"params": params, "example": EXAMPLE, "num_plans": 1}
+    plans = jp.plan(model, "v5p-8", 64, **given, mesh={"fsdp": 4}, microbatches=1)
+    (stored,) = plans.request.model.saved("none")
+    assert stored.channels == D + 2 * F
