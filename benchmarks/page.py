@@ -175,8 +175,8 @@ def main() -> None:
             print(f"{name}: needs {', '.join(missing)}", flush=True)
             continue
         print(f"{name}: {command(BENCHMARKS[name])}", flush=True)
-        results = written() | {name: result(BENCHMARKS[name])}
-        PAGE.write_text(page(results))
+        found = result(BENCHMARKS[name])
+        PAGE.write_text(page(written() | {name: found}))  # others may have written meanwhile
 
 
 def command(benchmark: Benchmark) -> str:
