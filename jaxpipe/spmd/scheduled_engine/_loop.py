@@ -217,7 +217,7 @@ def _prepare(
         zeros_like(to_accum_dtype(floating(gathered))) if has_backward else {},
     )
     buffers = _allocate_buffers(invariants, options.tables.num_slots, examples)
-    early, late = index_leading((buffers.for_backward, buffers.for_weight), 0)
+    early, late = zeros_like(index_leading((buffers.for_backward, buffers.for_weight), 0))
     y, dy = zeros_like(x), zeros_like(floating(x)) if has_backward else ()
     zero_outputs = ForwardOutputs(y, dy, early, late, zeros_like(outputs.new))
     return invariants, zero_outputs, buffers, totals
