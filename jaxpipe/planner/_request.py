@@ -149,9 +149,13 @@ def make_request(
     Raises:
         ValueError: If a value is wrong.
     """
-    given = dict(given) | ({"pipeline_schedule": schedule} if schedule else {})
-    if schedule and given.get("pipeline_engine", "none") in ("none", "circular"):
-        given["pipeline_engine"] = "scheduled"
+    given = dict(given)
+    if schedule == "circular":  # the schedule of an engine of its own
+        given["pipeline_engine"] = "circular"
+    elif schedule:
+        given["pipeline_schedule"] = schedule
+        if given.get("pipeline_engine", "none") in ("none", "circular"):
+            given["pipeline_engine"] = "scheduled"
     fixed, chosen = _fixed(given)
     values = {key: value for key, value in given.items() if key not in chosen}
     config = _checked(values | ({"max_target_length": sequence} if sequence else {}))

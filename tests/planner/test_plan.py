@@ -71,6 +71,11 @@ def test_what_is_given_is_kept():
         assert given["per_device_batch_size"] == 8.0
 
 
+def test_circular_is_the_schedule_of_its_engine():
+    plans = jp.plan("llama2-7b", "v5p-8", 48, 2048, schedule="circular")
+    assert {plan.settings["pipeline_engine"] for plan in plans.plans} == {"circular"}
+
+
 def test_less_memory_takes_other_plans_and_too_little_says_by_how_much():
     wide = jp.plan("llama2-7b", "v5p-8", 48, 2048, num_plans=1).best
     narrow = jp.plan("llama2-7b", "v5p-8", 48, 2048, num_plans=1, memory_gb=35).best
