@@ -3,6 +3,7 @@
 import io
 import math
 import os
+import re
 import signal
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ class Terminating(io.StringIO):
         self.number = number
 
     def write(self, text: str) -> int:
-        if "step 3/300" in text:
+        if re.search(r"step +3/300 ", text):
             os.kill(os.getpid(), self.number)
         return super().write(text)
 
