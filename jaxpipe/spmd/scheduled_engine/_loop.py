@@ -38,6 +38,7 @@ from ._past import (
 from ._phases import (
     ActivationBuffers,
     BackwardOutputs,
+    BackwardTotals,
     ForwardOutputs,
     ScheduledInvariants,
     Totals,
@@ -331,25 +332,24 @@ def _tick_backward(
     row: TickRow,
 ) -> tuple[ActivationBuffers, Totals]:
     work = row.backward
-    empty = index_leading((buffers.wgrad_residuals, buffers.past_cotangents), 0)
-    zero_backward = BackwardOutputs(zero_outputs.cotangent, *empty)
+    zero_past = index_leading(buffers.past_cotangents, 0)
+    zero_backward = BackwardOutputs(zero_outputs.cotangent, zero_past)
     weight_state = invariants.gather.prefetch(totals.weight_state, work, False)
     totals = totals._replace(weight_state=weight_state)
-    totals, outputs = cond(
+    changed = BackwardTotals(totals, buffers.wgrad_residuals)
+    (totals, wgrad_residuals), outputs = cond(
         work.microbatch >= 0,
-        lambda totals: backward(tables)(invariants, work, buffers, totals, zero_backward),
-        lambda totals: (totals, zero_backward),
-        totals,
-        like=(totals, zero_backward),
+        lambda changed: backward(tables)(invariants, work, buffers, changed, zero_backward),
+        lambda changed: (changed, zero_backward),
+        changed,
+        like=(changed, zero_backward),
         hint=execution_count_hint(tables.backward.microbatch),
     )
     weight_state = invariants.gather.reduce_scatter(totals.weight_state, work)
     totals = totals._replace(weight_state=weight_state)
     return buffers._replace(
         cotangents=_hand_over(buffers.cotangents, outputs.cotangent, row.cotangent_arrivals),
-        wgrad_residuals=_store(
-            buffers.wgrad_residuals, outputs.wgrad_residuals, work.wgrad_residuals_slot
-        ),
+        wgrad_residuals=wgrad_residuals,
         past_cotangents=add_past_cotangents(
             invariants.past, buffers.past_cotangents, outputs.past, work
         ),

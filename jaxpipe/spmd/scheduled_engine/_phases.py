@@ -18,7 +18,7 @@ from ...autodiff.staged_model import Aux, fold_in_microbatch, index_leading
 from ...ir.transforms import add_gradients
 from ...schedules.lock_step import TickTables
 from .._boundary import add_to_boundary, loss_and_gradients
-from .._buffers import to_accum_dtype
+from .._buffers import put, to_accum_dtype
 from ..ranks import AXIS, cond, pvary
 from ..weight_gather import identity
 from ._past import PastLayout, SliceInputs, StageOutputs, cotangent_of_new, slice_inputs
@@ -206,28 +206,38 @@ def _with_loss(
     )
 
 
+class BackwardTotals(NamedTuple):
+    """What a B or I changes in place.
+
+    Attributes:
+        totals: Losses, metrics and gradients.
+        wgrad_residuals: [slots, ...] each, the buffers of what I leaves for W.
+    """
+
+    totals: Totals
+    wgrad_residuals: list[jax.Array]
+
+
 class BackwardOutputs(NamedTuple):
     """Results of a B or I.
 
     Attributes:
         cotangent: The cotangent for the stage before.
-        wgrad_residuals: The residuals that I stores for W; zeros in a B.
         past: The cotangent of the state that the slice has read; [] without slices.
     """
 
     cotangent: PyTree
-    wgrad_residuals: list[jax.Array]
     past: list[jax.Array]
 
 
-BackwardResults = tuple[Totals, BackwardOutputs]
-"""Totals, and what is stored or sent."""
+BackwardResults = tuple[BackwardTotals, BackwardOutputs]
+"""What is changed in place, and what is stored or sent."""
 
 
 def backward(tables: TickTables) -> Callable:
     """Returns the function that runs B, or I, or in a schedule with both the one of the table.
 
-    It is `(invariants, work, buffers, totals, zero outputs) -> BackwardResults`.
+    It is `(invariants, work, buffers, BackwardTotals, zero outputs) -> BackwardResults`.
     """
     kinds = {
         slot >= 0
@@ -242,15 +252,15 @@ def backward(tables: TickTables) -> Callable:
         invariants: ScheduledInvariants,
         work: PhaseRow,
         buffers: ActivationBuffers,
-        totals: Totals,
+        changed: BackwardTotals,
         zero_outputs: BackwardOutputs,
     ) -> BackwardResults:
         return cond(
             work.wgrad_residuals_slot >= 0,
-            lambda totals: _input_backward(invariants, work, buffers, totals, zero_outputs),
-            lambda totals: _whole_backward(invariants, work, buffers, totals, zero_outputs),
-            totals,
-            like=(totals, zero_outputs),
+            lambda changed: _input_backward(invariants, work, buffers, changed, zero_outputs),
+            lambda changed: _whole_backward(invariants, work, buffers, changed, zero_outputs),
+            changed,
+            like=(changed, zero_outputs),
         )
 
     return by_table if len(kinds) == 2 else _input_backward if True in kinds else _whole_backward
@@ -260,11 +270,12 @@ def _whole_backward(
     invariants: ScheduledInvariants,
     work: PhaseRow,
     buffers: ActivationBuffers,
-    totals: Totals,
+    changed: BackwardTotals,
     zero_outputs: BackwardOutputs,
 ) -> BackwardResults:
     """Runs B: gradients of the input and of the weights."""
-    stage = _split_stage(invariants)
+    del zero_outputs
+    stage, totals = _split_stage(invariants), changed.totals
     inputs, keys = _inputs_and_keys(invariants, work, buffers)
     w = invariants.gather.unshard(totals.weight_state, work, False)
     residuals, cotangent = _stored_residuals(invariants, work, buffers)
@@ -274,28 +285,32 @@ def _whole_backward(
         return gradient, (dx, dinputs.earlier)
 
     weight_state, (dx, dpast) = invariants.gather.accumulate(totals.weight_state, work, add)
-    return _with_embed_gradient(
-        invariants, work, inputs.batch, dx, totals._replace(weight_state=weight_state)
-    ), zero_outputs._replace(cotangent=dx, past=to_accum_dtype(jax.tree.leaves(dpast)))
+    totals = totals._replace(weight_state=weight_state)
+    totals = _with_embed_gradient(invariants, work, inputs.batch, dx, totals)
+    return changed._replace(totals=totals), BackwardOutputs(
+        dx, to_accum_dtype(jax.tree.leaves(dpast))
+    )
 
 
 def _input_backward(
     invariants: ScheduledInvariants,
     work: PhaseRow,
     buffers: ActivationBuffers,
-    totals: Totals,
+    changed: BackwardTotals,
     zero_outputs: BackwardOutputs,
 ) -> BackwardResults:
     """Runs I: the gradient of the input, and residuals for W."""
     del zero_outputs
-    stage = _split_stage(invariants)
+    stage, totals = _split_stage(invariants), changed.totals
     inputs, keys = _inputs_and_keys(invariants, work, buffers)
     w = invariants.gather.unshard(totals.weight_state, work, False)
     dx, dinputs, wgrad_residuals = stage.input(
         w, inputs, keys, *_stored_residuals(invariants, work, buffers)
     )
-    return _with_embed_gradient(invariants, work, inputs.batch, dx, totals), BackwardOutputs(
-        dx, wgrad_residuals, to_accum_dtype(jax.tree.leaves(dinputs.earlier))
+    totals = _with_embed_gradient(invariants, work, inputs.batch, dx, totals)
+    stored = put(changed.wgrad_residuals, wgrad_residuals, work.wgrad_residuals_slot)
+    return BackwardTotals(totals, stored), BackwardOutputs(
+        dx, to_accum_dtype(jax.tree.leaves(dinputs.earlier))
     )
 
 
