@@ -30,6 +30,7 @@ def pipeline(
     remat: Remat = recompute,
     frozen: Callable[[str, Any], bool] | PyTree | None = None,
     param_specs: SpecRule | None = None,
+    memory_cap: float | None = None,
 ) -> PipelinedModel:
     """Makes the pipeline of a model: its loss and gradients are those of the plain program.
 
@@ -58,13 +59,18 @@ def pipeline(
             as `nn.get_partition_spec` and `nnx.get_partition_spec` return it. The pipeline divides
             layers over `stage`: specs are for the dims of a leaf, and the dim of stacked layers is
             None. A leaf without a spec is divided over `fsdp`; one with a spec only as it says.
+        memory_cap: The most microbatches that a rank may store for its backwards at a time, in
+            microbatches of a whole rank as in `schedules.search`. The engine "scheduled", which
+            runs some forwards earlier than the schedule has them, then does so only within the
+            cap. Default: as many as make the step faster.
 
     Returns:
         The pipeline.
 
     Raises:
         ValueError: If a name is unknown, the schedule does not take a count, the mesh has no axis
-            `stage`, the engine cannot run the schedule, or it has slices and the model none.
+            `stage`, the engine cannot run the schedule or keep the cap, or the schedule has slices
+            and the model none.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -84,7 +90,7 @@ def pipeline(
     require_positive(microbatches=microbatches)
     found = _schedule(schedule, num_ranks, microbatches, chunks, slices)
     selected = _engine(engine, found, schedule)
-    as_run, ticks = selected.prepare(found, num_ranks, microbatches, None)
+    as_run, ticks = selected.prepare(found, num_ranks, microbatches, None, memory_cap)
     check_sliced(model, 1 if as_run is None else language.num_slices(as_run))
     counts, num_mtp = _layer_counts(layers_per_stage)
     settings = selected, mesh, microbatches, as_run, ticks, counts, remat, frozen, num_mtp

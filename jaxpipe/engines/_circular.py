@@ -9,10 +9,15 @@ from ..schedules.lock_step import Ticks
 from ..spmd import circular_engine
 from . import _stacked
 from ._engine import Engine, PipelinePlan
+from ._memory_cap import check_cap
 
 
 def _prepare(
-    schedule: Schedule | None, num_ranks: int, num_microbatches: int, costs: Costs | None
+    schedule: Schedule | None,
+    num_ranks: int,
+    num_microbatches: int,
+    costs: Costs | None,
+    memory_cap: float | None,
 ) -> tuple[Schedule, Ticks | None]:
     del costs
     chunks = 1 if schedule is None else schedule.num_stages // num_ranks
@@ -24,6 +29,13 @@ def _prepare(
             "`schedule` is not the circular one, and `engine` is 'circular', which runs no other. "
             "Give `engine='scheduled'`, which runs any schedule in one program, or leave it out."
         )
+    stored = circular_engine.num_ticks(num_ranks, chunks, num_microbatches, delay=False) / chunks
+    check_cap(
+        memory_cap,
+        stored,
+        "the engine 'circular' stores what every tick leaves, that of {}",
+        "a schedule of the engine 'scheduled', such as '1f1b'",
+    )
     return found, None
 
 

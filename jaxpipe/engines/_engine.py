@@ -75,10 +75,11 @@ class Engine:
             and ranks run programs of their own. False if leaves stack all stages in one program.
         check_call: Raises a `ValueError` if `value` or `value_and_grad`, the name that it is given,
             may not be called here.
-        prepare: `(schedule or None, num_ranks, num_microbatches, costs or None) -> (schedule,
-            ticks)`: the schedule as the engine runs it, in the ticks that take least by these
-            costs. It raises a `ValueError` that names another engine if this one cannot run the
-            schedule.
+        prepare: `(schedule or None, num_ranks, num_microbatches, costs or None, memory_cap or None)
+            -> (schedule, ticks)`: the schedule as the engine runs it, in the ticks that take least
+            by these costs, with at most `memory_cap` microbatches stored on a rank. It raises a
+            `ValueError` that names another engine if this one cannot run the schedule, and one
+            that names the least cap if it cannot keep this one.
         layout: `(schedule or None, num_ranks, layers of every stage) -> LayerLayout`.
         stack: `(plan, leaves [L, ...]) -> stages` as the engine stores them: leaves [v, S, layers
             per stage, ...], or a list with a tree of leaves [layers, ...] for each stage in forward
@@ -125,7 +126,8 @@ class Engine:
     per_stage_state: bool
     check_call: Callable[[str], None]
     prepare: Callable[
-        [Schedule | None, int, int, Costs | None], tuple[Schedule | None, Ticks | None]
+        [Schedule | None, int, int, Costs | None, float | None],
+        tuple[Schedule | None, Ticks | None],
     ]
     layout: Callable[[Schedule | None, int, tuple[int, ...]], LayerLayout]
     stack: Callable[[PipelinePlan, Any], PyTree]

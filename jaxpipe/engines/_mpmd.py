@@ -20,15 +20,21 @@ from ..sharding.layout import LayerLayout
 from ._engine import Engine, PipelinePlan
 from ._fsdp import param_spec_tree
 from ._layers import run_layers, run_sliced_layers
+from ._memory_cap import activation_cap
 
 
 def _prepare(
-    schedule: Schedule | None, num_ranks: int, num_microbatches: int, costs: Costs | None
+    schedule: Schedule | None,
+    num_ranks: int,
+    num_microbatches: int,
+    costs: Costs | None,
+    memory_cap: float | None,
 ) -> tuple[Schedule, Ticks | None]:
     del num_ranks, num_microbatches, costs
     if schedule is None:
         raise ValueError("`engine` is 'mpmd' and `schedule` is None. Give a schedule.")
     language.check_carried_state(check(schedule))
+    activation_cap(schedule, memory_cap)  # raises if the order stores more
     return schedule, None
 
 

@@ -8,15 +8,21 @@ from ..schedules.lock_step import Ticks
 from ..spmd import scheduled_engine
 from . import _stacked
 from ._engine import Engine, PipelinePlan
+from ._memory_cap import activation_cap
 
 
 def _prepare(
-    schedule: Schedule | None, num_ranks: int, num_microbatches: int, costs: Costs | None
+    schedule: Schedule | None,
+    num_ranks: int,
+    num_microbatches: int,
+    costs: Costs | None,
+    memory_cap: float | None,
 ) -> tuple[Schedule, Ticks]:
     del num_ranks, num_microbatches
     if schedule is None:
         raise ValueError("`engine` is 'scheduled' and `schedule` is None. Give a schedule.")
-    ticks = lock_step.to_lock_step(schedule, costs)
+    cap = activation_cap(schedule, memory_cap)
+    ticks = lock_step.to_lock_step(schedule, costs, memory_cap=cap)
     lock_step.rank_and_chunk_by_stage(ticks.schedule)  # raises if ranks have unequally many stages
     return ticks.schedule, ticks
 

@@ -12,10 +12,15 @@ from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
 from . import _stacked
 from ._engine import Engine, PipelinePlan
+from ._memory_cap import check_cap
 
 
 def _prepare(
-    schedule: Schedule | None, num_ranks: int, num_microbatches: int, costs: Costs | None
+    schedule: Schedule | None,
+    num_ranks: int,
+    num_microbatches: int,
+    costs: Costs | None,
+    memory_cap: float | None,
 ) -> tuple[None, Ticks | None]:
     del num_microbatches, costs
     if schedule is not None:
@@ -23,6 +28,12 @@ def _prepare(
             "`schedule` is given and `engine` is 'unpipelined', which runs no schedule. Give "
             "`schedule=None`, or leave `engine` out."
         )
+    check_cap(
+        memory_cap,
+        num_ranks,
+        f"every device runs the whole model, {{}} times the share of one of {num_ranks} ranks",
+        "leave it out",
+    )
     return None, None
 
 

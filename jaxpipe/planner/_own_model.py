@@ -219,7 +219,7 @@ def own_run(candidate: StepLayout, devices: Sequence[Any]) -> PreparedPipeline:
         takes = schedules.FAMILIES[name].takes if name in schedules.FAMILIES else ()
         chunks = candidate.chunks if "chunks" in takes else None
         schedule = schedules.build(name, ranks=S, microbatches=M, chunks=chunks)
-    as_run, ticks = engine.prepare(schedule, S, M, None)
+    as_run, ticks = engine.prepare(schedule, S, M, None, None)
     layout = engine.layout(as_run, S, candidate.counts)
     mesh = sharding.make_mesh(candidate.sizes, devices=devices)
     return PreparedPipeline(engine, PipelinePlan(mesh, layout, M, as_run, ticks))

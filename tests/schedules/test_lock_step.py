@@ -261,6 +261,40 @@ def test_a_makespan_of_a_grid_is_that_of_its_ticks():
         )
 
 
+@settings(max_examples=60, deadline=None)
+@given(drafts(), st.integers(0, 3), st.sampled_from([ONES, LIKE_MODELS]))
+def test_a_cap_is_kept_and_no_spare_within_it_is_faster(draft, more, costs):
+    schedule = random_schedule(draft)
+    peaks = peak_activations(schedule)
+    cap = max(peaks) + more
+    ticks = check_ticks(to_lock_step(schedule, costs, memory_cap=cap))
+    assert max(peak_activations(ticks.schedule)) <= cap
+    each = [peak + more for peak in peaks]
+    of_ranks = check_ticks(to_lock_step(schedule, costs, memory_cap=each))
+    for peak, most in zip(peak_activations(of_ranks.schedule), each, strict=True):
+        assert peak <= most
+    spared = makespan(simulate_ticks(to_lock_step(schedule, costs, spare=more), costs))
+    assert makespan(simulate_ticks(of_ranks, costs)) <= spared
+
+
+def test_a_cap_that_costs_nothing_changes_nothing():
+    for name in ("1f1b", "zbv", "interleaved_zero_bubble"):
+        schedule = build(name, ranks=4, microbatches=16)
+        free = to_lock_step(schedule)
+        most = max(peak_activations(free.schedule))
+        capped = makespan(simulate_ticks(to_lock_step(schedule, memory_cap=2 * most), ONES))
+        assert capped <= makespan(simulate_ticks(free, ONES))
+
+
+def test_a_cap_below_the_order_of_the_schedule_is_refused():
+    with pytest.raises(ValueError, match="is 3 activations for rank 0, and the order of the sch"):
+        to_lock_step(one_f_one_b(4, 8), memory_cap=3)
+    with pytest.raises(ValueError, match=r"is 1 activations for rank 2.* holds 2 there"):
+        to_lock_step(one_f_one_b(4, 8), memory_cap=[4, 3, 1, 1])
+    with pytest.raises(ValueError, match="`memory_cap` has 2 entries for 4 ranks"):
+        to_lock_step(one_f_one_b(4, 8), memory_cap=[4, 4])
+
+
 def test_costs_that_are_not_one_per_stage_are_refused():
     with pytest.raises(ValueError, match="`input` has 1 entries for 2 stages"):
         to_lock_step(gpipe(2, 2), Costs(input=(1,)), spare=0)

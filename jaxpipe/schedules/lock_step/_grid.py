@@ -101,7 +101,7 @@ class _Rank:
     backwards: list[tuple[int, Time, int, bool]]
     weights: list[tuple[int, Time]]
     left: Time
-    cap: int
+    cap: Time
     alive: int = 0
     done: int = 0
     owed: int = 0
@@ -137,7 +137,7 @@ def _order(program: tuple[ScheduleStep, ...], num_microbatches: int, costs: Cost
 
 
 def fill_grid(
-    orders: RankOrders, caps: Sequence[int], lag: int, *, longest: Time = inf, below: Time = inf
+    orders: RankOrders, caps: Sequence[Time], lag: int, *, longest: Time = inf, below: Time = inf
 ) -> FillResult:
     """Fills a grid tick by tick: every rank runs the F and the B or I that are ready.
 

@@ -20,7 +20,11 @@ from ._ticks import Ticks
 
 
 def to_lock_step(
-    schedule: Schedule, costs: Costs | None = None, *, spare: int | None = None
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    spare: int | None = None,
+    memory_cap: int | Sequence[int] | None = None,
 ) -> Ticks:
     """Puts a schedule on a grid of ticks.
 
@@ -29,42 +33,57 @@ def to_lock_step(
     more than the grid with the most memory.
 
     1F1B and interleaved 1F1B reach their ideal, (M + (S - 1) / v) (F + B) for F and B of a rank.
-    A rank then holds up to 2 (S - 1 - rank) + 1 microbatches instead of S - rank.
+    A rank then holds up to 2 (S - 1 - rank) + 1 microbatches instead of S - rank. With a
+    `memory_cap` the grid is the fastest that keeps it, and of equally fast ones the leanest.
 
     Args:
         schedule: A schedule that passes `check`, or the `forward_only` of one.
         costs: Costs of a stage. None: one each.
         spare: Activations that a rank may hold beyond its peak in `schedule`. None: as many as pay.
+        memory_cap: The most activations that a rank may hold, or [ranks] that of every rank: one
+            activation is what the F of a stage stores for a microbatch, or a slice. None: no cap.
 
     Returns:
         The schedule in the order of the grid, with the tick of every action.
 
     Raises:
-        ValueError: If `spare` is negative, or costs are negative or not
-            one per stage.
+        ValueError: If `spare` is negative, `memory_cap` is less than what the order of the
+            schedule holds on a rank, or costs are negative or not one per stage.
 
     Example:
         >>> from jaxpipe.schedules import build
         >>> from jaxpipe.schedules.lock_step import num_ticks
         >>> num_ticks(to_lock_step(build("1f1b", ranks=4, microbatches=16)))
         22
+        >>> ticks = to_lock_step(build("1f1b", ranks=4, microbatches=16), memory_cap=5)
+        >>> num_ticks(ticks), max(peak_activations(ticks.schedule))
+        (29, 5)
     """
     require(spare is None or spare >= 0, f"`spare` is {spare}.", "Give 0 or more activations.")
     costs, plain = costs or Costs(), slices_as_microbatches(schedule)
     check_costs(costs, schedule.num_stages)
     tries = _affordable_tries(plain)
-    free = 0 if spare is not None else makespan(simulate(plain, costs))
     orders, peaks, lags = (
         rank_orders(plain, costs),
         peak_activations(plain),
         list(candidate_lags(plain)),
     )
-    *lean, most = candidate_spares(plain) if spare is None else (spare,)
-    thinned = -(-len(lean) * len(lags) // tries) or 1
-    grid = _cheapest(orders, peaks, most, lags)
+    caps = _checked_caps(memory_cap, peaks)
+    spares = candidate_spares(plain) if spare is None else (spare,)
+    thinned = -(-len(spares) * len(lags) // tries) or 1
+    if memory_cap is not None:
+        tried = (*spares[:-1:thinned], spares[-1])
+        grid = _fastest(orders, [_with_spare(peaks, caps, spare) for spare in tried], lags)
+        return ticks_of_slices(ticks_from_grid(plain, grid), slice_ids(schedule))
+    free = 0 if spare is not None else makespan(simulate(plain, costs))
+    *lean, most = spares
+    grid = _cheapest(orders, _with_spare(peaks, caps, most), lags)
     assert grid, "without a longest makespan there is a grid"
     longest = max(grid.makespan, free)
-    found = (_cheapest(orders, peaks, spare, lags, longest) for spare in lean[::thinned])
+    found = (
+        _cheapest(orders, _with_spare(peaks, caps, spare), lags, longest)
+        for spare in lean[::thinned]
+    )
     ticks = ticks_from_grid(plain, next((leaner for leaner in found if leaner), grid))
     return ticks_of_slices(ticks, slice_ids(schedule))
 
@@ -109,20 +128,58 @@ def candidate_lags(schedule: Schedule) -> tuple[int, ...]:
     )
 
 
+def _checked_caps(memory_cap: int | Sequence[int] | None, peaks: Sequence[int]) -> tuple[Time, ...]:
+    """Returns [ranks] the most activations that each rank may hold; inf without a cap.
+
+    Raises:
+        ValueError: If there is not one per rank, or one is less than the rank's peak.
+    """
+    if memory_cap is None:
+        return (inf,) * len(peaks)
+    caps = tuple(memory_cap) if isinstance(memory_cap, Sequence) else (memory_cap,) * len(peaks)
+    require(
+        len(caps) == len(peaks),
+        f"`memory_cap` has {len(caps)} entries for {len(peaks)} ranks.",
+        "Give one number, or one per rank.",
+    )
+    for rank, (cap, peak) in enumerate(zip(caps, peaks, strict=True)):
+        require(
+            cap >= peak,
+            f"`memory_cap` is {cap} activations for rank {rank}, and the order of the schedule "
+            f"holds {peak} there.",
+            f"Give at least {peak}, or a schedule that `search` finds for this cap.",
+        )
+    return caps
+
+
+def _with_spare(peaks: Sequence[int], caps: Sequence[Time], spare: int) -> tuple[Time, ...]:
+    """Returns [ranks] what each may hold: its peak in the schedule and `spare`, within `caps`."""
+    return tuple(min(peak + spare, cap) for peak, cap in zip(peaks, caps, strict=True))
+
+
+def _fastest(orders: RankOrders, tried: Sequence[tuple[Time, ...]], lags: list[int]) -> Grid:
+    """Returns the grid with the least makespan, the first of equals, for the caps of any try."""
+    fastest: Grid | None = None
+    for caps in dict.fromkeys(tried):
+        grid = _cheapest(orders, caps, lags.copy())
+        if grid and (fastest is None or grid.makespan < fastest.makespan):
+            fastest = grid
+    assert fastest, "without a longest makespan there is a grid"
+    return fastest
+
+
 def _cheapest(
-    orders: RankOrders, peaks: Sequence[int], spare: int, lags: list[int], longest: Time = inf
+    orders: RankOrders, caps: Sequence[Time], lags: list[int], longest: Time = inf
 ) -> Grid | None:
     """Returns the cheapest grid among those of all lags, the first of equals.
 
     Args:
         orders: What the ranks have to run.
-        peaks: [ranks] the most activations that each holds in the schedule.
-        spare: How many more it may hold.
+        caps: [ranks] the most activations that each may hold.
         lags: The numbers of W's that a rank may put off, in ascending order. Those for which no
-            larger spare can give a grid that is short enough are removed.
+            larger caps can give a grid that is short enough are removed.
         longest: The longest makespan that is of use. None is returned if no grid is that short.
     """
-    caps = [peak + spare for peak in peaks]
     cheapest: Grid | None = None
     for lag in lags.copy():
         below = inf if cheapest is None else cheapest.makespan

@@ -178,7 +178,7 @@ def _select_and_time(
 ) -> tuple[ScheduleSelection, float]:
     """Returns the schedule as the engine runs it, and its makespan in units of `costs`."""
     shape = schedules.num_ranks(schedule), schedule.num_microbatches
-    as_run, ticks = engine.prepare(schedules.check(schedule), *shape, costs)
+    as_run, ticks = engine.prepare(schedules.check(schedule), *shape, costs, None)
     assert as_run is not None, "the engine runs schedules"
     activations = _describe_activations(as_run)
     if ticks is None:
