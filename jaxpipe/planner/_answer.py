@@ -9,6 +9,7 @@ from ._candidates import StepLayout
 from ._memory import PeakMemory
 from ._request import Request
 from ._search import BestPlans, Plan
+from ._verify import VerifiedPlan, verify
 
 _GB = 1e9
 _NAMES = {"stage": "pp", "data": "data", "fsdp": "fsdp", "tensor": "tp", "expert": "ep"}
@@ -51,7 +52,7 @@ class Plans:
         Raises:
             ValueError: If the model is not the trainer's.
         """
-        if self.request.own_model:
+        if self.request.own is not None:
             raise ValueError(
                 "The model is your own, which the trainer does not have. `settings` of a plan are "
                 "the arguments of `jaxpipe.pipeline`."
@@ -65,6 +66,23 @@ class Plans:
         values = plan.settings.items()
         lines += [f"{key}: {json.dumps(value)}" for key, value in values]
         return "\n".join(lines) + "\n"
+
+    def verify(self, index: int = 0) -> VerifiedPlan:
+        """Compiles the train step of a plan, which may take minutes; no device is needed.
+
+        A model of your own is trained with AdamW of optax.
+
+        Args:
+            index: Which of the plans.
+
+        Returns:
+            What is predicted beside what the compiler says, which prints as a line.
+
+        Raises:
+            ValueError: If the compiler of the devices is not installed, or refuses the step.
+            RuntimeError: If the step cannot be compiled.
+        """
+        return verify(self.plans[index], self.request)
 
     def record(self) -> dict[str, Any]:
         """Returns the plans as plain data, for JSON.

@@ -22,7 +22,7 @@ def keys(candidate: StepLayout, request: Request) -> Values:
         Values by key: those that the request passes on, and those that the layout decides. For
         a model of plain functions the arguments of `jaxpipe.pipeline`.
     """
-    if request.own_model:
+    if request.own is not None:
         return own_settings(candidate)
     found = dict(request.values) | _mesh(candidate, request.devices.num_slices)
     found["pipeline_engine"] = candidate.engine
@@ -76,7 +76,7 @@ def checked_run(
     Raises:
         ValueError: If the run would be refused.
     """
-    if request.own_model:
+    if request.own is not None:
         return own_run(candidate, devices)
     step = checked_setup(keys(candidate, request), devices).step
     return PreparedPipeline(step.engine, step.pipeline)

@@ -20,7 +20,7 @@ from ..engines._engine import Engine, PipelinePlan
 from ._candidates import Space, StepLayout
 from ._devices import Devices
 from ._model import PlannedModel, Tensor, WeightBytes, WeightGroup
-from ._request import OwnModel, Request, Values
+from ._request import OwnInputs, OwnModel, Request, Values
 
 _FLOAT32 = 4
 _AXES = ("data", "stage", "fsdp")
@@ -75,7 +75,8 @@ def own_request(
         fixed | {"vocab_tiling": 1},
         policies=("full", "none"),
     )
-    return Request(*(devices, batch, tokens, limit, planned, work, {}, space, 0, 0), own_model=True)
+    own = OwnInputs(model, params, example)
+    return Request(devices, batch, tokens, limit, planned, work, {}, space, 0, 0, own)
 
 
 def _planned(

@@ -7,9 +7,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from ..cost.work import Experts, ModelWork, transformer
 from ..cost.work._transformer import LatentAttention
@@ -71,7 +72,7 @@ class Request:
         space: What candidates are made from.
         before: Layers before those of the pipeline, which run with the embedding.
         after: Layers after them, which run with the head.
-        own_model: Whether the model is one of plain functions, and not the trainer's.
+        own: A model of plain functions; None for one of the trainer's.
     """
 
     devices: Devices
@@ -84,7 +85,7 @@ class Request:
     space: Space
     before: int
     after: int
-    own_model: bool = False
+    own: "OwnInputs | None" = None
 
 
 class OwnModel(Protocol):
@@ -102,6 +103,20 @@ class OwnModel(Protocol):
     def shared(self) -> bool: ...
     @property
     def to_groups(self) -> Callable[..., Any]: ...
+
+
+class OwnInputs(NamedTuple):
+    """A model of plain functions, with what it is called with.
+
+    Attributes:
+        model: The model.
+        params: Its parameters, or their shapes.
+        example: A batch, or its shapes.
+    """
+
+    model: OwnModel
+    params: PyTree
+    example: PyTree
 
 
 def read_settings(files: Sequence[str], overrides: Sequence[str]) -> Values:

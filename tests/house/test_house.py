@@ -45,7 +45,17 @@ MAY_IMPORT: dict[str, set[str]] = {
         "schedules",
         "sharding",
     },
-    "planner": {"autodiff", "cost", "engines", "models", "schedules", "sharding", "train", "xla"},
+    "planner": {
+        "api",
+        "autodiff",
+        "cost",
+        "engines",
+        "models",
+        "schedules",
+        "sharding",
+        "train",
+        "xla",
+    },
     "hugging_face": {"train", "models"},
     "report": {"train", "xla", "models", "schedules", "sharding"},
     "cli": {

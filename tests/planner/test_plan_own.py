@@ -194,3 +194,16 @@ def test_what_a_layer_stores_is_that_of_rows_and_not_of_weights():
     plans = jp.plan(model, "v5p-8", 64, **given, mesh={"fsdp": 4}, microbatches=1)
     (stored,) = plans.request.model.saved("none")
     assert stored.channels == D + 2 * F
+
+
+def test_a_plan_is_verified_with_its_optimizer():
+    """The arguments of the step that is compiled are weights, two moments of each, and rows."""
+    model, params = plain(jnp.float32)
+    example = {"tokens": shape(1, T, dtype=jnp.int32)}
+    fixed = {"mesh": {"stage": 4, "fsdp": 2}, "microbatches": 4, "schedule": "1f1b"}
+    plans = jp.plan(model, "here", 8, params=params, example=example, num_plans=1, **fixed)
+    found = plans.verify()
+    memory = plans.best.memory
+    assert found.peak_bytes > memory.weights + memory.optimizer
+    assert found.step_seconds is None
+    assert "compiled" in repr(found)

@@ -3,14 +3,24 @@
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from ...sharding import make_mesh
 from ...xla import topology_devices
 from ...xla.compile_report import CompileReport, report_compiled
+
+
+class Optimizer(Protocol):
+    """An optimizer as those of optax are."""
+
+    @property
+    def init(self) -> Callable[[PyTree], PyTree]: ...
+    @property
+    def update(self) -> Callable[..., tuple[PyTree, PyTree]]: ...
 
 
 def topology_mesh(mesh: Mesh, topology: str) -> Mesh:
@@ -26,10 +36,7 @@ def topology_mesh(mesh: Mesh, topology: str) -> Mesh:
     Raises:
         ValueError: If the topology is unknown or has another number of devices.
     """
-    if jax.default_backend() != "tpu":  # away from TPUs libtpu must not look for them
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    devices = topology_devices(topology)
+    devices = compile_only_devices(topology)
     if len(devices) != mesh.size:
         sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
         raise ValueError(
@@ -37,6 +44,69 @@ def topology_mesh(mesh: Mesh, topology: str) -> Mesh:
             f"pipeline ({sizes}) {mesh.size}. Give a topology of as many."
         )
     return make_mesh(dict(mesh.shape), devices=devices)
+
+
+def compile_only_devices(topology: str, num_slices: int = 1) -> list[Any]:
+    """Returns the devices of a topology; libtpu leaves this machine's own alone.
+
+    Args:
+        topology: TPUs, such as "v5p:2x2x1", or GPUs, such as "h100:8".
+        num_slices: The number of slices of TPUs.
+
+    Returns:
+        The devices, for compiling only.
+
+    Raises:
+        ValueError: If the topology is unknown.
+    """
+    if jax.default_backend() != "tpu":  # away from TPUs libtpu must not look for them
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    return topology_devices(topology, num_slices)
+
+
+def train_step(pipe: Any, optimizer: Optimizer) -> Callable:
+    """Returns the function that trains a pipeline for one step.
+
+    Args:
+        pipe: The pipeline.
+        optimizer: The optimizer.
+
+    Returns:
+        `(params, state, batch, *key) -> (params, state, loss)`, not compiled.
+    """
+
+    def step(params: PyTree, state: PyTree, batch: PyTree, *key: Any) -> tuple[Any, Any, Any]:
+        (value, _), grads = pipe.value_and_grad(params, batch, *key)
+        trainable, frozen = pipe.partition(params)
+        with jax.numpy_dtype_promotion("standard"):  # optax multiplies integers and floats
+            updates, state = optimizer.update(grads, state, trainable)
+        moved = jax.tree.map(lambda w, change: (w + change).astype(w.dtype), trainable, updates)
+        return pipe.combine(moved, frozen), state, value
+
+    return step
+
+
+def optimizer_state(optimizer: Optimizer, params: PyTree) -> PyTree:
+    """Returns the shapes of an optimizer's state, sharded as the parameters that it is for.
+
+    Args:
+        optimizer: The optimizer.
+        params: Trainable parameters, as shapes with shardings.
+
+    Returns:
+        Shapes; a leaf whose path ends with that of a parameter has its sharding.
+    """
+    shardings = dict(jax.tree.leaves_with_path(params))
+
+    def with_sharding(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        ends = (path[start:] for start in range(len(path)))
+        of = next((shardings[end] for end in ends if end in shardings), None)
+        if of is None or of.shape != leaf.shape:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=of.sharding)
+
+    return jax.tree.map_with_path(with_sharding, jax.eval_shape(optimizer.init, params))
 
 
 def compile_report(function: Callable, mesh: Mesh, bubble: float, *arguments: Any) -> CompileReport:

@@ -16,7 +16,7 @@ from ...xla.compile_report import CompileReport
 from .._frozen import unmark
 from .._params import weights_of
 from ._check import TOLERANCE, Comparison, check
-from ._compile import compile_report, topology_mesh
+from ._compile import Optimizer, compile_report, optimizer_state, topology_mesh, train_step
 from ._memory import (
     MemoryTable,
     carried_bytes,
@@ -138,7 +138,14 @@ class InspectedModel:
             num_moments,
         )
 
-    def compile(self, params: PyTree, batch: PyTree, devices: str | None = None) -> CompileReport:
+    def compile(
+        self,
+        params: PyTree,
+        batch: PyTree,
+        devices: str | None = None,
+        *,
+        optimizer: Optimizer | None = None,
+    ) -> CompileReport:
         """Compiles `value_and_grad` by the real compiler, also for devices that are not there.
 
         Args:
@@ -147,6 +154,8 @@ class InspectedModel:
             devices: A topology of TPUs such as "v5p:2x2x1", which needs libtpu (`jaxpipe[aot]`) and
                 no TPU, or of GPUs such as "h100:8", which needs JAX's CUDA plugin
                 (`jaxpipe[aot-gpu]`) and no GPU. Default: the devices of the mesh.
+            optimizer: An optimizer of optax, or one alike, to compile a train step with it in place
+                of `value_and_grad` alone. Parameters and its state are donated.
 
         Returns:
             The report, which prints memory per device, collectives and loops; without FLOPs.
@@ -171,10 +180,14 @@ class InspectedModel:
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), weights, where
         )
         layers = replace(layers, stages=given.pop("stages"))
-        arguments = given | {"layers": layers}, batch
+        arguments, function = (given | {"layers": layers}, batch), pipe.jit(pipe.value_and_grad)
+        if optimizer is not None:
+            state = optimizer_state(optimizer, pipe.partition(arguments[0])[0])
+            arguments = arguments[0], state, batch
+            function = pipe.jit(train_step(pipe, optimizer), donate_argnums=(0, 1))
         key = (jax.eval_shape(lambda: jax.random.key(0)),) if self._takes_key else ()
         bubble = bubble_fraction(self.timeline())
-        return compile_report(pipe.jit(pipe.value_and_grad), mesh, bubble, *arguments, *key)
+        return compile_report(function, mesh, bubble, *arguments, *key)
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1)

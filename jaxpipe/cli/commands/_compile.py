@@ -3,7 +3,6 @@
 import argparse
 import os
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
     from ...train import set_up
     from ...train.logs._describe import describe
     from ...train.step._aot import check_single_program
+    from ...train.step._compile_report import does_not_fit
     from ...xla.compile_report import report_json, report_text
 
     setup = set_up(config, devices)
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{describe(setup, 0)}\n{report_text(report, num_dearest=args.top)}")
     if report.fits is False:  # XLA:GPU refuses nothing
         peak = f"its peak is {report.memory.peak_bytes / 1e6:,.0f} MB."
-        raise ValueError(_does_not_fit(peak))
+        raise ValueError(does_not_fit(peak))
     return 0
 
 
@@ -146,53 +146,8 @@ def _dump_file(folder: Path, model_name: str, topology: str | None) -> Path:
 
 def _compile(plan: "StepPlan") -> tuple[Any, str]:
     """Compiles a step, and returns its report and its HLO."""
-    import jax
-
-    from ...train import compile_train_step
-    from ...train.estimate._device_flops import step_work
     from ...train.logs import compiling
-    from ...xla.compile_report import report_compiled
+    from ...train.step._compile_report import report_train_step
 
-    mesh, work = plan.pipeline.mesh, step_work(plan.state.weights.sizes, plan.batch)
-    started = time.perf_counter()
-    try:
-        with compiling(sys.stderr, "the train step", say_end=False):
-            compiled = compile_train_step(plan)
-    except jax.errors.JaxRuntimeError as error:
-        raise _compile_error(error) from error
-    except ValueError as error:
-        # `set_up` has checked everything that a user can get wrong.
-        raise RuntimeError("The train step cannot be compiled.") from error
-    seconds = time.perf_counter() - started
-    hlo_text = compiled.as_text() or ""
-    report = report_compiled(
-        *(compiled, hlo_text, mesh, seconds, _bubble(plan)),
-        model_flops=work.flops,
-        tokens=work.num_tokens,
-    )
-    return report, hlo_text
-
-
-def _bubble(plan: "StepPlan") -> float:
-    """Returns the share of the pipeline's time in which a device waits, by the schedule."""
-    from ... import schedules
-    from ...train.estimate import predicted_timeline
-
-    recomputes = plan.model.remat.recomputes
-    timeline = predicted_timeline(plan.engine, plan.pipeline, recomputes=recomputes)
-    return 0.0 if timeline is None else schedules.bubble_fraction(timeline)
-
-
-def _compile_error(error: Exception) -> Exception:
-    """Returns the error to raise: a ValueError if XLA:TPU finds that the step does not fit."""
-    first = str(error).splitlines()[0]
-    if "RESOURCE_EXHAUSTED" not in first or "Shared memory" in first:  # a kernel's on a GPU
-        return error
-    return ValueError(_does_not_fit(f"XLA says: {first}\n"))
-
-
-def _does_not_fit(reason: str) -> str:
-    return (
-        f"The step does not fit into the devices' memory: {reason} Spread weights over more "
-        "devices (`ici_fsdp_parallelism`), or make `per_device_batch_size` smaller."
-    )
+    with compiling(sys.stderr, "the train step", say_end=False):
+        return report_train_step(plan)

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-import time
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +11,11 @@ from ..._input import read_text
 from .._options import bounded_float, bounded_integer, path, text
 from .._settings import add_settings, is_config_file
 from ..process import emulate_devices, quiet_stderr
-from ._compile import _compile as compile_step
 from ._compile import leave_devices_alone
 
 if TYPE_CHECKING:  # slow imports happen when a command runs
     from ...planner._answer import Plans
+    from ...planner._verify import VerifiedPlan
 
 _HELP = "say how to spread a training step over devices: what fits, and what takes least time"
 
@@ -109,66 +109,35 @@ def run(args: argparse.Namespace) -> int:
     if args.write:
         _write(args.write, plans.yaml())
     if args.json:
-        verified = [_verified(plans, index) for index in range(min(args.verify, len(plans.plans)))]
+        count = min(args.verify, len(plans.plans))
+        verified = [_record(_verified(plans, index)) for index in range(count)]
         print(json.dumps(plans.record() | ({"verified": verified} if verified else {}), indent=1))
         return 0
     print(plans)
     for index in range(min(args.verify, len(plans.plans))):
-        print(_line(index, plans, _verified(plans, index)), flush=True)
+        print(_line(index, _verified(plans, index)), flush=True)
     return 0
 
 
-def _verified(plans: "Plans", index: int) -> dict[str, Any]:
-    """Compiles the step of a plan, as `jaxpipe compile --topology` does.
+def _verified(plans: "Plans", index: int) -> "VerifiedPlan | str":
+    """Returns what the compiler says of a plan, or why it or the trainer refuses the step."""
+    from ...train.logs import compiling
 
-    Returns:
-        The peak in bytes, the busy seconds on TPUs, and the seconds of compiling; or why XLA or the
-        trainer refuses the step.
-    """
-    from ...planner._devices import absent_devices
-    from ...planner._keys import checked_setup
-    from ...train.step._aot import check_single_program
-    from ...xla import topology_devices
-
-    wanted, settings = plans.request.devices, plans.plans[index].settings
-    started = time.perf_counter()
     try:
-        with quiet_stderr():
-            devices = (
-                absent_devices(wanted)
-                if wanted.are_here
-                else topology_devices(wanted.topology, wanted.num_slices)
-            )
-        setup = checked_setup(settings, devices)
-        check_single_program(setup.step.engine)
-        report, _ = compile_step(setup.step)
+        with quiet_stderr(), compiling(sys.stderr, "the train step", say_end=False):
+            return plans.verify(index)
     except (ValueError, RuntimeError) as error:  # the others are still to be compiled
-        return {"refused": str(error)}
-    found = report.step_time
-    return {
-        "peak_bytes": report.memory.peak_bytes,
-        "busy_seconds": None if found is None else sum(found.busy_seconds.values()),
-        "step_seconds": None if found is None else found.seconds,
-        "compile_seconds": time.perf_counter() - started,
-    }
+        return str(error)
 
 
-def _line(index: int, plans: "Plans", found: dict[str, Any]) -> str:
+def _record(found: "VerifiedPlan | str") -> dict[str, Any]:
+    return {"refused": found} if isinstance(found, str) else found.record()
+
+
+def _line(index: int, found: "VerifiedPlan | str") -> str:
     """Returns a line with what is predicted of a plan beside what the compiler says."""
-    if "refused" in found:
-        return f"compiled {index + 1}: refused. {found['refused']}"
-    plan = plans.plans[index]
-    predicted, peak = plan.memory.total, found["peak_bytes"]
-    time_of_step = ""
-    if found["step_seconds"] is not None:
-        time_of_step = (
-            f"; {plan.time.seconds:.3f} s predicted, {found['step_seconds']:.3f} by the "
-            f"compiler's cycles, {found['busy_seconds']:.3f} of them busy"
-        )
-    return (
-        f"compiled {index + 1}: {predicted / 1e9:.3f} GB predicted, {peak / 1e9:.3f} compiled "
-        f"({predicted / peak - 1:+.1%}){time_of_step}; {found['compile_seconds']:.0f} s to compile"
-    )
+    refused = f"refused. {found}" if isinstance(found, str) else found
+    return f"compiled {index + 1}: {refused}"
 
 
 def _write(file: Path, settings: str) -> None:

@@ -201,6 +201,7 @@ def _prepare(
         model,
         options.num_stages,
         loss_stage,
+        options.tables,
         past,
         run_stage,
         split,

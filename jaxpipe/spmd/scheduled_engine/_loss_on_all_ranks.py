@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, PyTree
 from ...autodiff.staged_model import index_leading
 from ..ranks import AXIS, cond
 from ._phases import ForwardOutputs, ScheduledInvariants, Totals, vocab_parallel_loss
-from ._rows import Index, PhaseRow
+from ._rows import Index, PhaseRow, stage_hint
 
 
 def loss_on_all_ranks(
@@ -47,6 +47,7 @@ def loss_on_all_ranks(
         lambda totals: (totals, outputs.cotangent),
         totals,
         like=(totals, outputs.cotangent),
+        hint=stage_hint(invariants.tables.forward, invariants.num_stages - 1),
     )
     return totals, outputs._replace(cotangent=cotangent)
 

@@ -22,7 +22,7 @@ from .._buffers import put, to_accum_dtype
 from ..ranks import AXIS, cond, pvary
 from ..weight_gather import identity
 from ._past import PastLayout, SliceInputs, StageOutputs, cotangent_of_new, slice_inputs
-from ._rows import PhaseRow
+from ._rows import PhaseRow, stage_hint
 from ._weights import ScheduledWeights
 
 
@@ -34,6 +34,7 @@ class ScheduledInvariants(NamedTuple):
         num_stages: Number of stages of the model.
         loss_stage: The stage after which its rank computes the loss alone; `num_stages`, which is
             no stage, if all ranks compute the loss together.
+        tables: What every rank does in every tick.
         past: The state that slices of a sequence carry.
         run_stage: The stage, for a schedule of forwards alone.
         stage: The stage as F, B, I and W; None if no backward follows.
@@ -47,6 +48,7 @@ class ScheduledInvariants(NamedTuple):
     model: StagedModel
     num_stages: int
     loss_stage: int
+    tables: TickTables
     past: PastLayout
     run_stage: Callable
     stage: SplitBackward | None
@@ -134,7 +136,10 @@ def forward(
     w = invariants.gather.unshard(totals.weight_state, work, True)
     arrived = index_leading(buffers.inputs, work.input_slot)
     embed = lambda: invariants.model.embed(invariants.boundary["embed"], inputs.batch)  # noqa: E731
-    x = cond(work.stage == 0, embed, lambda: arrived, like=arrived)
+    embed_hint, loss_hint = (
+        stage_hint(invariants.tables.forward, stage) for stage in (0, invariants.loss_stage)
+    )
+    x = cond(work.stage == 0, embed, lambda: arrived, like=arrived, hint=embed_hint)
     stored: tuple[list, list] = ([], [])
     if invariants.stage is None:
         (y, new), aux = invariants.run_stage(w, x, inputs, keys)
@@ -148,6 +153,7 @@ def forward(
         lambda totals: (totals, zero_outputs.cotangent),
         totals,
         like=(totals, zero_outputs.cotangent),
+        hint=loss_hint,
     )
     return totals, ForwardOutputs(y, cotangent, *stored, new)
 
@@ -370,7 +376,8 @@ def _with_embed_gradient(
         return add_gradients(gradient, invariants.boundary["embed"], batch_inputs, dx)(embed_grads)
 
     embed_grads = totals.boundary["embed"]
-    embed_grads = cond(work.stage == 0, add, identity, embed_grads, like=embed_grads)
+    hint = stage_hint(invariants.tables.backward, 0)
+    embed_grads = cond(work.stage == 0, add, identity, embed_grads, like=embed_grads, hint=hint)
     return totals._replace(boundary=totals.boundary | {"embed": embed_grads})
 
 

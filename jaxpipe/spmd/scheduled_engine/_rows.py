@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from ...schedules.lock_step import PhaseTable, TickTables
-from ..ranks import AXIS
+from ..ranks import AXIS, execution_count_hint
 
 Index = Int[Array, "*ticks"]
 
@@ -80,3 +80,18 @@ def rows_of_rank(tables: TickTables) -> TickRow:
         {offset: column(table) for offset, table in sorted(tables.activation_arrivals.items())},
         {offset: column(table) for offset, table in sorted(tables.cotangent_arrivals.items())},
     )
+
+
+def stage_hint(table: PhaseTable, stage: int) -> str:
+    """Returns a name scope that says in how many ticks a phase works on a stage.
+
+    Args:
+        table: The table of the phase.
+        stage: The stage.
+
+    Returns:
+        As `execution_count_hint` does.
+    """
+    pairs = zip(table.microbatch, table.stage, strict=True)
+    stages = [[at if work >= 0 else -1 for work, at in zip(*ranks, strict=True)] for ranks in pairs]
+    return execution_count_hint(stages, lambda at: at == stage)
