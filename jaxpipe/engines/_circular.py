@@ -9,6 +9,7 @@ from ..schedules.lock_step import Ticks
 from ..spmd import circular_engine
 from . import _stacked
 from ._engine import Engine, PipelinePlan
+from ._jit import jit
 from ._memory_cap import check_cap
 
 
@@ -104,6 +105,6 @@ CIRCULAR = Engine(
     step_bytes=_stacked.rank_bytes,
     init=_stacked.init,
     gather=_stacked.gather,
-    jit=_stacked.jit,
+    jit=jit,
     timeline=_timeline,
 )

@@ -8,6 +8,7 @@ from ..schedules.lock_step import Ticks
 from ..spmd import scheduled_engine
 from . import _stacked
 from ._engine import Engine, PipelinePlan
+from ._jit import jit
 from ._memory_cap import activation_cap
 
 
@@ -103,7 +104,7 @@ SCHEDULED = Engine(
     step_bytes=_step_bytes,
     init=_stacked.init,
     gather=_stacked.gather,
-    jit=_stacked.jit,
+    jit=jit,
     timeline=_timeline,
     sliced_stage=_stacked.sliced_stage,
 )

@@ -309,18 +309,3 @@ def weight_gathers(
 def gather(plan: PipelinePlan, tree: PyTree) -> PyTree:
     """Returns arrays that every device of the mesh has whole."""
     return jax.jit(lambda tree: tree, out_shardings=NamedSharding(plan.mesh, PartitionSpec()))(tree)
-
-
-def jit(plan: PipelinePlan, function: Callable, donate_argnums: tuple[int, ...]) -> Callable:
-    """Compiles a function to one program.
-
-    Args:
-        plan: Not read.
-        function: The function.
-        donate_argnums: Arguments whose memory the results may take.
-
-    Returns:
-        The compiled function.
-    """
-    del plan
-    return jax.jit(function, donate_argnums=donate_argnums)

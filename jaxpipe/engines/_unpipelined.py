@@ -1,17 +1,24 @@
 """The engine `unpipelined`: one program that runs microbatches one after the other."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
+from jax.sharding import AxisType, NamedSharding
+from jaxtyping import PyTree
 
 from .. import schedules
 from ..autodiff import StagedModel, unpipelined
 from ..schedules import Costs, Schedule, Timeline
 from ..schedules.lock_step import Ticks
 from ..sharding.layout import LayerLayout
+from ..spmd.weight_gather import unsharded_specs
 from . import _stacked
 from ._engine import Engine, PipelinePlan
+from ._fsdp import param_spec_tree
+from ._jit import jit
 from ._memory_cap import check_cap
 
 
@@ -46,19 +53,56 @@ def _layout(schedule: Schedule | None, num_ranks: int, counts: tuple[int, ...]) 
 def _value(
     plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
-    del plan
-    model = model.with_constants(weights.get("constants", ()))
+    model = _gathering(plan, model.with_constants(weights.get("constants", ())))
     return unpipelined.value(model, *_without_repeats(weights, keys, batch_inputs))
 
 
 def _value_and_grad(
     plan: PipelinePlan, model: StagedModel, weights: dict[str, Any], batch_inputs: Any, keys: Any
 ) -> Any:
-    del plan
     arguments = _without_repeats(weights, keys, batch_inputs)
-    model = model.with_constants(weights.get("constants", ()))
+    model = _gathering(plan, model.with_constants(weights.get("constants", ())))
     value, grads = unpipelined.value_and_grad(model, *arguments)
     return value, grads | {"stages": jax.tree.map(lambda x: x[None], grads["stages"])}
+
+
+def _stage(plan: PipelinePlan, layer: Callable) -> Callable:
+    """Returns a stage whose layers gather their weights one after the other."""
+
+    def gathered(weights: PyTree, *arguments: Any) -> Any:
+        return layer(_unsharded(plan, "stages", weights), *arguments)
+
+    return _stacked.stage(plan, gathered)
+
+
+def _gathering(plan: PipelinePlan, model: StagedModel) -> StagedModel:
+    """Returns the model whose embedding and loss gather their weights."""
+
+    def embed(weights: PyTree, inputs_m: PyTree) -> Any:
+        return model.embed(_unsharded(plan, "embed", weights), inputs_m)
+
+    def loss(boundary: dict[str, PyTree], y: PyTree, inputs_m: PyTree) -> Any:
+        whole = {name: _unsharded(plan, name, boundary[name]) for name in boundary}
+        return model.loss(whole, y, inputs_m)
+
+    return replace(model, embed=embed, loss=loss)
+
+
+def _unsharded(plan: PipelinePlan, group: str, weights: PyTree) -> PyTree:
+    """Returns weights that are no longer sharded over `fsdp`; their gradients are.
+
+    Left to itself, XLA's partitioner may shard activations like the weights, over a dim other than
+    rows, and copy them whole to every device to come back to rows. On a mesh with explicit axes
+    the functions of the user decide.
+    """
+    mesh = plan.mesh
+    if mesh.shape.get("fsdp", 1) == 1 or AxisType.Explicit in mesh.axis_types:
+        return weights
+    stored = param_spec_tree(group, weights, mesh, plan.param_specs)
+    for specs in (stored, unsharded_specs(stored, ("fsdp",))):
+        where = jax.tree.map(partial(NamedSharding, mesh), specs)
+        weights = jax.tree.map(jax.lax.with_sharding_constraint, weights, where)
+    return weights
 
 
 def _without_repeats(weights: dict[str, Any], keys: Any, batch_inputs: Any) -> tuple[Any, Any, Any]:
@@ -88,7 +132,7 @@ UNPIPELINED = Engine(
     own_copy=_stacked.own_copy,
     sum_shared=_stacked.sum_shared,
     layer_keys=_stacked.layer_keys,
-    stage=_stacked.stage,
+    stage=_stage,
     value=_value,
     value_and_grad=_value_and_grad,
     put=partial(_stacked.put, stage_axis=None),
@@ -97,6 +141,6 @@ UNPIPELINED = Engine(
     step_bytes=partial(_stacked.rank_bytes, stage_axis=None),
     init=partial(_stacked.init, stage_axis=None),
     gather=_stacked.gather,
-    jit=_stacked.jit,
+    jit=jit,
     timeline=_timeline,
 )

@@ -1,5 +1,6 @@
 """What users do around a pipeline: NNX's jit, accumulated gradients, checkpoints."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,25 @@ def test_a_step_under_the_jit_of_nnx_with_its_optimizer_is_that_of_the_plain_pro
         losses = [float(train_step(state, optimizer, batch(i))) for i in range(4)]
     _, wanted = train(jax.value_and_grad(plain), jax.jit, init(), optax.adam(1e-2))
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+
+
+def test_a_train_step_compiles_once(caplog: pytest.LogCaptureFixture):
+    """Adam's count of steps begins on one device, uncommitted."""
+    pipe = pipeline(None, {"stage": 2})
+    with jax.log_compiles():
+        train(of_pipe(pipe), pipe.jit, pipe.shard(init()), optax.adam(1e-2), steps=3)
+    done = [m for m in caplog.messages if "Finished XLA compilation of jit(train_step)" in m]
+    assert len(done) == 1
+
+
+def test_the_plain_program_gathers_weights_and_not_activations(capfd: pytest.CaptureFixture):
+    """XLA warns where it copies an activation whole to every device, to come back to rows."""
+    pipe = pipeline(None, {"stage": 2, "fsdp": 2})
+    compiled = pipe.jit(pipe.value_and_grad).lower(pipe.shard(init()), batch()).compile()
+    gathers = [line for line in compiled.as_text().splitlines() if " all-gather(" in line]
+    shapes = {re.findall(r"= \w+\[([\d,]*)\]", line)[0] for line in gathers}
+    assert shapes == {f"{D},{V}", f"{V},{D}"}
+    assert "rematerialization" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

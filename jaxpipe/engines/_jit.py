@@ -1,0 +1,67 @@
+"""Compiles a function to one program over a mesh."""
+
+from collections.abc import Callable
+from functools import partial, update_wrapper
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ._engine import PipelinePlan
+
+
+class OneProgram:
+    """A function from `jax.jit` whose scalars are on all devices of a mesh from the first call on.
+
+    An optimizer makes its count of steps on one device, uncommitted, and a program returns it on
+    all devices of the mesh. To `jax.jit` these are two types of arguments: the second step of a
+    training run would compile once more. Attributes are those of the function from `jax.jit`.
+    """
+
+    def __init__(self, function: Callable, program: Callable, replicated: NamedSharding):
+        update_wrapper(self, function, updated=())
+        self._program = program
+        self._commit = partial(_commit, replicated)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = jax.tree.map(self._commit, (args, kwargs))
+        return self._program(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Callable:
+        return self if instance is None else partial(self, instance)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_program":  # not yet set, such as in a copy
+            raise AttributeError(name)
+        return getattr(self._program, name)
+
+
+def jit(plan: PipelinePlan, function: Callable, donate_argnums: tuple[int, ...]) -> OneProgram:
+    """Compiles a function to one program.
+
+    Args:
+        plan: The pipeline.
+        function: The function.
+        donate_argnums: Arguments whose memory the results may take.
+
+    Returns:
+        The compiled function.
+    """
+    program = jax.jit(function, donate_argnums=donate_argnums)
+    return OneProgram(function, program, NamedSharding(plan.mesh, PartitionSpec()))
+
+
+def _commit(replicated: NamedSharding, x: Any) -> Any:
+    """Returns a scalar that is not yet bound to devices on all of them, and others as they are.
+
+    Keys are left alone: a step has a new one each time.
+    """
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.shape or x.committed:
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x
+    # Unlike `jax.device_put`, it does not compare the values of all processes.
+    return jax.make_array_from_callback((), replicated, lambda _: np.asarray(x))
