@@ -117,7 +117,7 @@ def _check_count(within: list[int], across: list[int], num_devices: int) -> None
         raise ValueError(
             f"{wanted} and there are {num_devices}. Make an axis smaller or, to try it on a CPU, "
             f"emulate them: `emulate_devices={needed}` for `jaxpipe train`, or "
-            f"`jaxpipe.cli.emulate_devices({needed})` before anything else uses JAX."
+            f"`jaxpipe.emulate_devices({needed})` before anything else uses JAX."
         )
     raise ValueError(
         f"{wanted} and there are {num_devices}: some would idle. Make an axis larger (-1 takes "

@@ -110,7 +110,7 @@ def test_simulate_takes_costs_per_stage(capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["show", "1f1", *COUNTS], "`name` is '1f1', which is no schedule. Did you mean '1f1b'?"),
+        (["show", "1f1", *COUNTS], "There is no schedule '1f1'. Did you mean '1f1b'?"),
         (["show", "1f1b", "--ranks", "4"], "`--microbatches` is missing"),
         (["show", "1f1b", *COUNTS, "--chunks", "2"], "`--chunks` is 2, but 1f1b takes none such"),
         (["simulate", "1f1b", *COUNTS, "--costs", "1,2"], "`--costs` is '1,2'. Give three costs"),

@@ -94,7 +94,7 @@ def test_a_schedule_may_be_a_name_of_the_registry():
             "`schedule` is None. Give a schedule with its number of stages, such as `Std1F1B(2)`",
         ),
         (Std1F1B, "`schedule` is the class Std1F1B. Give a schedule with its number of stages"),
-        ("1f2b", "`name` is '1f2b', which is no schedule. Did you mean '1f1b'?"),
+        ("1f2b", "There is no schedule '1f2b'. Did you mean '1f1b'?"),
     ],
     ids=str,
 )

@@ -106,7 +106,7 @@ def test_the_same_counts_give_the_same_schedule(case: Case):
 
 def test_an_unknown_name_is_refused_with_all_names_and_the_nearest():
     with pytest.raises(
-        ValueError, match=r"'zbw', which is no schedule. Did you mean 'zbv'"
+        ValueError, match=r"There is no schedule 'zbw'\. Did you mean 'zbv'"
     ) as caught:
         build("zbw", ranks=4, microbatches=8)
     assert all(name in str(caught.value) for name in FAMILIES)

@@ -67,7 +67,7 @@ def check_threads(mesh: MpmdMesh) -> None:
             f"Groups have several CPU devices, {len(devices)} in this process, and XLA has "
             f"{threads} threads, which can all come to wait for each other. Set "
             f"NPROC={max(64, 4 * len(devices))} before JAX is imported, or call "
-            "`jaxpipe.cli.emulate_devices`."
+            "`jaxpipe.emulate_devices`."
         )
 
 

@@ -141,7 +141,7 @@ def get_family(name: str) -> Family:
         return FAMILIES[name]
     nearest = get_close_matches(name[:80], FAMILIES, n=1, cutoff=0)[0]
     raise ValueError(
-        f"`name` is {short_repr(name)}, which is no schedule. Did you mean {nearest!r}? "
+        f"There is no schedule {short_repr(name)}. Did you mean {nearest!r}? "
         f"Give one of {', '.join(FAMILIES)}."
     )
 
