@@ -1,6 +1,7 @@
 """Parses the words after `jaxpipe`: lists the commands, whose modules add their own options."""
 
 import argparse
+import sys
 
 from ..._input import short_repr
 from .._options import Parser
@@ -41,9 +42,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         SystemExit: If an argument is unknown or wrong, after a message.
     """
     parser = make_parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help(sys.stderr)
+        raise SystemExit(2)
     args, rest = parser.parse_known_args(argv)
     if any(word.startswith("-") for word in rest) or (rest and not hasattr(args, "settings")):
-        parser.error(f"unrecognized arguments: {' '.join(map(short_repr, rest))}")
+        parser.error(
+            f"unrecognized arguments: {' '.join(map(short_repr, rest))}. `jaxpipe {args.command} "
+            "--help` lists the options."
+        )
     if rest:
         args.settings += rest
     return args
