@@ -46,5 +46,13 @@ if not typing.TYPE_CHECKING:
     def __getattr__(name: str) -> object:
         if name not in _LAZY:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        folder = importlib.import_module(f"{__name__}.{_LAZY[name]}")
+        try:
+            folder = importlib.import_module(f"{__name__}.{_LAZY[name]}")
+        except ModuleNotFoundError as error:
+            if error.name not in ("flax", "equinox"):
+                raise
+            raise ModuleNotFoundError(
+                f'`jaxpipe.{name}` needs {error.name}. Run `pip install "jaxpipe[{error.name}]"`.',
+                name=error.name,
+            ) from error
         return folder if name == _LAZY[name] else getattr(folder, name)

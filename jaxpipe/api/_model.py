@@ -206,6 +206,26 @@ def _takes_one_more(function: Callable, name: str, count: int) -> bool:
     return len(required) == count + 1
 
 
+def check_model(model: Any) -> None:
+    """Checks that a model is one.
+
+    Args:
+        model: What the user gave.
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: If it is another object, such as a module of Flax.
+    """
+    if not isinstance(model, Model):
+        raise ValueError(
+            f"`model` is {type(model).__name__}. Give a `jaxpipe.Model`: one of your own "
+            "functions, or the first result of `jaxpipe.nnx.model`, `jaxpipe.linen.model` or "
+            "`jaxpipe.equinox.model`."
+        )
+
+
 def check_sliced(model: Model, num_slices: int) -> None:
     """Checks that a model can run slices of sequences.
 

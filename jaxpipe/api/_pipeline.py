@@ -12,7 +12,7 @@ from ..engines import ENGINES, Engine
 from ..schedules import Schedule, builders, language
 from ..schedules.builders._require import require_positive
 from ..sharding.layout import count_mtp_layers, parse_layout
-from ._model import Model, check_sliced
+from ._model import Model, check_model, check_sliced
 from ._pipelined_model import PipelinedModel
 from ._specs import SpecRule
 
@@ -68,9 +68,9 @@ def pipeline(
         The pipeline.
 
     Raises:
-        ValueError: If a name is unknown, the schedule does not take a count, the mesh has no axis
-            `stage`, the engine cannot run the schedule or keep the cap, or the schedule has slices
-            and the model none.
+        ValueError: If `model` is no `Model`, a name is unknown, the schedule does not take a count,
+            the mesh has no axis `stage`, the engine cannot run the schedule or keep the cap, or the
+            schedule has slices and the model none.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -86,6 +86,7 @@ def pipeline(
         >>> round(float(loss), 3)
         0.513
     """
+    check_model(model)
     num_ranks = _num_ranks(mesh)
     require_positive(microbatches=microbatches)
     found = _schedule(schedule, num_ranks, microbatches, chunks, slices)

@@ -11,7 +11,7 @@ from ..api import Model
 from ..api.cut import CutModule, LayerCall, cut_model
 from ._layer import check_unchanged, weights_of
 from ._stack import cut_stack
-from ._variables import Path, name_of, refuse_state, shape_of, submodule, with_values
+from ._variables import Path, flat_params, name_of, refuse_state, shape_of, submodule, with_values
 
 
 def model(
@@ -133,11 +133,7 @@ def _groups(params: Any, prefix: Path, num_layers: int) -> tuple[Callable, Calla
     size = len(prefix)
 
     def split(params: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        flat: dict[Any, Any] = dict(nnx.to_flat_state(params))
-        if flat.keys() != {path for path, _ in template}:
-            raise ValueError(
-                "`params` is not the tree of parameters that `jaxpipe.nnx.model` returned."
-            )
+        flat = flat_params(params, {path for path, _ in template})
         outer, layers = {}, [{} for _ in range(num_layers)]
         for path, variable in flat.items():
             if path[:size] == prefix:

@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 from ..api.cut import CutModule
 from ._layer import check_unchanged, weights_of
-from ._variables import Path, name_of, refuse_state, shape_of, with_values
+from ._variables import Path, flat_params, name_of, refuse_state, shape_of, with_values
 
 
 def cut_stack(module: nnx.Module, layers: str, call: Callable) -> CutModule:
@@ -94,11 +94,7 @@ def _groups(params: Any, prefix: Path) -> tuple[Callable, Callable]:
     size = len(prefix)
 
     def split(params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        flat: dict[Any, Any] = dict(nnx.to_flat_state(params))
-        if flat.keys() != {path for path, _ in template}:
-            raise ValueError(
-                "`params` is not the tree of parameters that `jaxpipe.nnx.model` returned."
-            )
+        flat = flat_params(params, {path for path, _ in template})
         outer = {name_of(p): v.get_value() for p, v in flat.items() if p[:size] != prefix}
         stack = {name_of(p[size:]): v.get_value() for p, v in flat.items() if p[:size] == prefix}
         return outer, stack

@@ -38,6 +38,17 @@ def with_values(state: Any, values: Any, key: Any, constants: dict[Path, Any]) -
     return nnx.from_flat_state(flat)
 
 
+def flat_params(params: Any, paths: set[Path]) -> dict[Path, Any]:
+    """Returns the variables of the user's parameters, which are at `paths`."""
+    flat = dict(nnx.to_flat_state(params)) if isinstance(params, nnx.State) else {}
+    if flat.keys() != paths:
+        raise ValueError(
+            f"`params` is {type(params).__name__}, and not the tree of parameters that "
+            "`jaxpipe.nnx.model` returned."
+        )
+    return flat
+
+
 def refuse_state(names: list[str]) -> None:
     """Raises a `ValueError` if there are variables that are no parameters."""
     if names:

@@ -311,6 +311,9 @@ def test_nnx_modules_that_cannot_be_cut_are_refused_by_name():
     refused(r"`blocks\[0\]` returns float32\[16, 4, 8\]", GPT(rngs, kind=Wider))
     refused("read the parameters shift", Hidden(rngs, kind=Calling))
     refused(r"has the lists \['blocks'\]", GPT(rngs), layers="layers")
+    model, _ = nnx_model(GPT(rngs), loss=loss, call=call)
+    with pytest.raises(ValueError, match="`params` is GPT, and not the tree of parameters"):
+        model.to_groups(GPT(rngs))
     shared = GPT(rngs)
     shared.blocks[1].up = shared.blocks[0].up
     refused(r"share the parameters blocks\[1\]\.up\.bias", shared, batch=None)

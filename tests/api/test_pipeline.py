@@ -189,6 +189,7 @@ def test_bad_input_is_refused_before_anything_compiles():
     refused("'circular', which runs no other", engine="circular")
     refused("6 layers and the schedule 2 stages", layers_per_stage=(1, 2))
     refused("fewer ranks or chunks", mesh=mesh(stage=8), microbatches=8)
+    refused("`model` is function. Give a `jaxpipe.Model`", model=layer)
     refused("'embed', 'layers' and 'head'", params={"embed": (), "layers": ()})
     params["layers"][3] = {"up": jnp.ones((D, V)), "down": jnp.ones((V, D + 1))}
     refused(r"`params\['layers'\]\[3\]\['down'\]` is float32\[12, 9\]", params=params)
