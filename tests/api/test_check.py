@@ -9,6 +9,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe import engines
+from jaxpipe.api.inspection import Comparison
 
 D, B = 4, 8
 
@@ -50,6 +51,13 @@ def test_a_pipeline_checks_itself(sizes: dict[str, int], engine: str):
     lines = str(found).splitlines()
     assert lines[0].split() == ["leaf", "relative", "error"]
     assert [line.split()[0] for line in lines[1:]] == names + list(found.errors)[4:]
+
+
+def test_a_long_table_has_the_loss_and_the_largest_errors():
+    errors = {"loss": 0.0} | {f"gradients['layers'][{i}]": i * 1e-9 for i in range(60)}
+    lines = str(Comparison(errors)).splitlines()
+    assert [line.split()[0] for line in lines[1:-1]] == ["loss", *list(errors)[-40:]]
+    assert lines[-1] == "and 20 leaves with smaller errors; the largest of all is 5.9e-08"
 
 
 def test_a_wrong_gradient_is_named(monkeypatch: pytest.MonkeyPatch):

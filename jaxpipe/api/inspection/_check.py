@@ -41,14 +41,17 @@ class Comparison:
 
     def __repr__(self) -> str:
         rows = sorted(self.errors.items(), key=lambda row: -np.nan_to_num(row[1], nan=np.inf))
-        shown = dict(rows[:_MAX_ROWS])
+        shown = {"loss"} | {name for name, _ in rows[:_MAX_ROWS]}
         width = max(map(len, shown))
         lines = [f"{'leaf':<{width}}  relative error"]
         lines += [
             f"{name:<{width}}  {e:>14.1e}" for name, e in self.errors.items() if name in shown
         ]
-        if len(rows) > _MAX_ROWS:
-            lines.append(f"and {len(rows) - _MAX_ROWS} leaves with smaller errors")
+        if len(rows) > len(lines) - 1:
+            lines.append(
+                f"and {len(rows) - len(lines) + 1} leaves with smaller errors; the largest of all "
+                f"is {self.largest:.1e}"
+            )
         return "\n".join(lines)
 
 
