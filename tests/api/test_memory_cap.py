@@ -53,8 +53,7 @@ class Row(NamedTuple):
 
     @property
     def schedule(self) -> Schedule:
-        forward, backward, weight = (part / self.chunks for part in self.costs)
-        costs = Costs(forward, backward, weight)
+        costs = Costs(*(part / self.chunks for part in self.costs))
         rank_of = rank_of_each_stage(self.placement, self.ranks, self.chunks)
         most = self.cap * self.chunks
         return search(self.ranks, self.microbatches, costs, most, placement=rank_of).schedule
