@@ -51,8 +51,8 @@ if not typing.TYPE_CHECKING:
         except ModuleNotFoundError as error:
             if error.name not in ("flax", "equinox"):
                 raise
+            install = f'pip install "jaxpipe[{error.name}]"'
             raise ModuleNotFoundError(
-                f'`jaxpipe.{name}` needs {error.name}. Run `pip install "jaxpipe[{error.name}]"`.',
-                name=error.name,
+                f"`jaxpipe.{name}` needs {error.name}. Run `{install}`.", name=error.name
             ) from error
         return folder if name == _LAZY[name] else getattr(folder, name)
