@@ -147,6 +147,7 @@ class _Parts(NamedTuple):
     whole_boundary: float
     activation: float
     kept: float
+    passed_on: float
     layer_work: float
     for_weights: float
     loss: float
@@ -199,6 +200,12 @@ def _token_bytes(model: PlannedModel, mesh: tuple[int, ...], policy: str) -> flo
 
 
 @lru_cache(maxsize=10_000)
+def _passed_on_bytes(model: PlannedModel, mesh: tuple[int, ...], policy: str) -> float:
+    """Returns the bytes of a token that a layer keeps for the next one to be computed again."""
+    return token_bytes(model.passed_on(policy), mesh_sizes(mesh), model.activation_bytes)
+
+
+@lru_cache(maxsize=10_000)
 def _kept_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
     """Returns the bytes of a token in all tensors of a layer but scores."""
     return token_bytes(model.saved("none"), mesh_sizes(mesh), model.activation_bytes)
@@ -226,6 +233,7 @@ def _parts(model: PlannedModel, candidate: StepLayout, tokens: float) -> _Parts:
         sizes.boundary,
         model.activation_bytes * model.hidden * tokens,
         tokens * _token_bytes(model, mesh, candidate.policy),
+        tokens * _passed_on_bytes(model, mesh, candidate.policy),
         tokens * _live_bytes(model, mesh),
         _FOR_WEIGHTS * tokens * _kept_bytes(model, mesh),
         _LOGITS * logits,
@@ -267,7 +275,7 @@ def _residuals(candidate: StepLayout, parts: _Parts) -> float:
     n = candidate.layers_per_stage
     if candidate.scope == "layer":
         return n * (parts.activation + parts.kept)
-    return parts.activation + n * parts.kept
+    return parts.activation + n * parts.kept + (n - 1) * parts.passed_on
 
 
 def _recomputed(candidate: StepLayout, parts: _Parts) -> float:
@@ -283,10 +291,11 @@ def _circular(model: PlannedModel, candidate: StepLayout, tokens: float) -> Peak
     S, M, v = candidate.num_ranks, candidate.microbatches, candidate.chunks
     grad = parts.of_layers.gradient
     weights, optimizer = _state(parts)
-    ticks = M * v + S - 1
+    halves = v >= 8  # two sets of buffers, each with an entry that ticks of the other write
+    ticks = M * v + S - 1 + 2 * halves
     kept = ticks * _residuals(candidate, parts)
     every, gradients = kept, grad * parts.stored
-    if v >= 8:  # residuals of the later half are freed before gradients of the earlier half exist
+    if halves:  # residuals of the later half are freed before gradients of the earlier half exist
         later = grad * parts.stored * (v - v // 2) / v
         first = kept * (v // 2) / v
         kept, gradients = max((kept, later), (first, gradients), key=sum)
@@ -352,7 +361,8 @@ def _scheduled(model: PlannedModel, candidate: StepLayout, tokens: float, live: 
         gathered = of.cast * parts.stored + 2 * of.read * stage
         gradients = of.gradient * (parts.stored + stage)
     boundary_grads, boundary = _boundary(candidate, parts)
-    kept = live.residuals * _residuals(candidate, parts)
+    # Those of one visit are on their way into their buffer, or out of it.
+    kept = (live.residuals + 1) * _residuals(candidate, parts)
     # I leaves the input and the cotangent of every product with weights for W.
     kept += live.wgrad_residuals * candidate.layers_per_stage * parts.for_weights
     waiting = (live.waiting + 1) * parts.activation

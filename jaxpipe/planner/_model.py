@@ -21,6 +21,10 @@ from ..sharding.specs import axes_of_dim
 from ..train.plan import MODEL_FAMILIES, ModelConfig
 
 _FLOAT32 = 4
+_UNREAD = frozenset(("mlpwo",))
+"""Tensors that policies name and no backward reads, as they are only added to others: compilers
+store none of them."""
+
 _SCORES = 2
 """Arrays of scores that attention without a kernel stores, in float32: scores and their softmax."""
 
@@ -131,7 +135,27 @@ class PlannedModel:
         if policy == "none":
             return (*(tensor for _, tensor in self.tensors), *self.unnamed)
         names, _ = saved_names(policy)
-        return tuple(tensor for name, tensor in self.tensors if name in names)
+        return tuple(tensor for name, tensor in self.read if name in names)
+
+    def passed_on(self, policy: str) -> tuple[Tensor, ...]:
+        """Returns what a layer keeps, beside `saved`, for the next one to be computed again.
+
+        Args:
+            policy: The name of a policy of rematerialization, of a stage of several layers.
+
+        Returns:
+            The tensors that are only added to what layers hand on.
+        """
+        if policy == "none":
+            return ()
+        names, _ = saved_names(policy)
+        unread = _UNREAD.intersection(names)
+        return tuple(tensor for name, tensor in self.tensors if name in unread)
+
+    @property
+    def read(self) -> tuple[tuple[str, Tensor], ...]:
+        """Returns the named tensors that a backward reads."""
+        return tuple(pair for pair in self.tensors if pair[0] not in _UNREAD)
 
 
 def mesh_sizes(mesh: Iterable[int]) -> dict[str, int]:

@@ -234,7 +234,7 @@ def recomputed_share(model: PlannedModel, policy: str) -> float:
         return 1.0
     if policy == "none":
         return 0.0
-    every = sum(tensor.channels for _, tensor in model.tensors)
+    every = sum(tensor.channels for _, tensor in model.read)
     kept = sum(tensor.channels for tensor in model.saved(policy)) / max(1, every)
     return 1.0 - (1.0 - _WITHOUT_NAMES) * kept
 

@@ -174,7 +174,7 @@ def test_the_schedule_of_a_given_mesh_is_planned():
 
 
 def test_what_a_layer_stores_is_that_of_rows_and_not_of_weights():
-    """A token has the input, tanh and its derivative; casts of weights are not of tokens."""
+    """Beside its input a token has tanh and its derivative; casts of weights are not of tokens."""
 
     def layer(w, x, batch):
         del batch
@@ -193,7 +193,7 @@ def test_what_a_layer_stores_is_that_of_rows_and_not_of_weights():
     given = {"params": params, "example": EXAMPLE, "num_plans": 1}
     plans = jp.plan(model, "v5p-8", 64, **given, mesh={"fsdp": 4}, microbatches=1)
     (stored,) = plans.request.model.saved("none")
-    assert stored.channels == D + 2 * F
+    assert stored.channels == 2 * F
 
 
 def test_a_plan_is_verified_with_its_optimizer():
