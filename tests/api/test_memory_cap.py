@@ -97,27 +97,38 @@ def slot_bytes(row: Row) -> dict[str, int]:
 
 
 def live_bytes(row: Row, schedule: Schedule) -> tuple[list[int], list[int]]:
-    """Returns [ranks] the most bytes that programs of ranks have: used by a task, and waiting."""
+    """Returns [ranks] the most bytes that programs of ranks have: used by a task, and waiting for
+    the first of another stage."""
     pipe = pipeline(row, schedule, engine="mpmd", remat=row.remat, memory_cap=row.cap)
     lowered = pipe.jit(pipe.value_and_grad).trace(*arguments(row, pipe)).lower()
+    first_reader: dict[Any, int] = {}
+    for run in lowered.program.instructions:
+        if isinstance(run, RunTask) and run.actions:
+            for buffer in run.reads:
+                first_reader.setdefault((run.rank, buffer), run.actions[0].stage)
     arrived: list[dict[Any, int]] = [{} for _ in range(row.ranks)]
     used: list[dict[Any, int]] = [{} for _ in range(row.ranks)]
     most = [[0] * row.ranks, [0] * row.ranks]
     for instruction in lowered.program.instructions:
         rank = instruction.rank
         match instruction:
-            case RunTask(reads=reads, writes=writes):
+            case RunTask(reads=reads, writes=writes, actions=actions):
                 for buffer in reads:
                     if buffer in arrived[rank]:
                         used[rank][buffer] = arrived[rank].pop(buffer)
                 for index in instruction.donated:
                     used[rank].pop(reads[index], None)
-                used[rank].update({buffer: buffer.value.num_bytes for buffer in writes})
+                stages = {action.stage for action in actions}
+                for buffer in writes:
+                    own = first_reader.get((rank, buffer)) in {None, *stages}
+                    held = used if own else arrived
+                    held[rank][buffer] = buffer.value.num_bytes
             case Recv(buffers=buffers):
                 arrived[rank].update({buffer: buffer.value.num_bytes for buffer in buffers})
             case Delete(buffers=buffers):
                 for buffer in buffers:
                     used[rank].pop(buffer, None)
+                    arrived[rank].pop(buffer, None)
         for peak, held in zip(most, (used, arrived), strict=True):
             peak[rank] = max(peak[rank], sum(held[rank].values()))
     return most[0], most[1]
@@ -140,24 +151,26 @@ def working_bytes(remat: Any) -> int:
 def check_one_program(row: Row) -> None:
     """Checks the bytes of the compiled program: a slot more or less than the cap's is an error."""
     pipe = pipeline(row, row.schedule, engine="scheduled", remat=row.remat, memory_cap=row.cap)
-    slots, most = tick_tables(pipe.ticks).num_slots, row.cap * row.chunks
+    tables, most = tick_tables(pipe.ticks), row.cap * row.chunks
+    slots = tables.num_slots
     assert slots["residuals_for_backward"] <= slots["residuals_for_weight"] <= most
     assert slots["wgrad_residuals"] <= most
-    measured, derived = temporary_bytes(row, pipe), total_bytes(row, slots)
-    assert measured == pytest.approx(working_bytes(row.remat) + derived, abs=UNIT / 2)
+    more = temporary_bytes(row, pipe) - working_bytes(row.remat) - total_bytes(row, slots)
+    # XLA copies a buffer of one slot that cotangents from several ranks are written to.
+    copied = slots["cotangents"] == 1 and len(tables.cotangent_arrivals) > 1
+    assert -UNIT / 2 < more < UNIT / 2 + copied * UNIT
 
 
 def check_programs_of_ranks(row: Row) -> None:
     """Checks what ranks hold. From F to I that is the input and the output of a stage, from I to W
-    the input and the cotangent of the product; and at most one result of a task that is being sent
-    and one that waits for the rank's own next stage."""
+    the input and the cotangent of the product; and at most one result that is being sent."""
     schedule = row.schedule
     used, waiting = live_bytes(row, schedule)
     most, weights = row.cap * row.chunks, UNIT / 8
     for rank, peak in enumerate(peak_activations(schedule)):
         assert peak <= most
-        assert used[rank] <= (2 * peak + 2) * UNIT + weights
-        # Of each that waits, an activation is stored by the F that made it, a cotangent's here.
+        assert used[rank] <= (2 * peak + 1) * UNIT + weights
+        # While an activation waits, the F that made it stores it too; a cotangent's F was here.
         assert waiting[rank] <= 2 * most * UNIT
 
 

@@ -168,5 +168,7 @@ def test_search_prints_the_gap_to_the_bound_and_writes_the_schedule(tmp_path: Pa
     assert run("search", *options, "--no-barrier", "--json") == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["bound"] <= figures["step_time"] <= figures["makespan"]
+    assert run("search", *options, "--lock-step", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["makespan"] >= 134
     assert run("search", *options, "--memory-cap", "0.5") == 2
     assert "`--memory-cap` is 0.5, and the leanest schedule tried" in capsys.readouterr().err

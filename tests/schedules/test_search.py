@@ -1,5 +1,6 @@
 """The search is never worse than a named schedule, and never over its cap."""
 
+import functools
 from fractions import Fraction
 
 import pytest
@@ -17,6 +18,7 @@ from jaxpipe.schedules import (
     simulate,
 )
 from jaxpipe.schedules.analysis.search import (
+    ActivationMemory,
     Problem,
     dispatch,
     pace_rules,
@@ -24,6 +26,7 @@ from jaxpipe.schedules.analysis.search import (
     to_schedule,
 )
 from jaxpipe.schedules.language import num_slices
+from jaxpipe.schedules.lock_step import simulate_ticks, to_lock_step
 
 
 @pytest.mark.parametrize("cap", [1, 3, 8])
@@ -92,3 +95,39 @@ def test_list_schedules_are_right_and_within_their_cap(
     schedule = check(to_schedule(problem, words))
     assert max(peak_activations(schedule)) <= caps[0]
     assert makespan(simulate(schedule, Costs(f, i, w, transfer))) <= time
+
+
+@pytest.mark.parametrize(("f", "i", "w"), [(1, 1, 1), (4, 8, 0)])
+@pytest.mark.parametrize("cap", [1, 2, 4])
+def test_in_lock_step_the_figures_are_those_of_the_grid_within_the_cap(
+    f: int, i: int, w: int, cap: int
+):
+    free = search(4, 8, Costs(f, i, w), cap, max_chunks=2)
+    found = search(4, 8, Costs(f, i, w), cap, max_chunks=2, lock_step=True)
+    times = []
+    for schedule in (found.schedule, free.schedule):
+        pieces = schedule.num_stages // 4
+        of_stage = Costs(f / pieces, i / pieces, w / pieces)
+        ticks = to_lock_step(check(schedule), of_stage, memory_cap=cap * pieces)
+        times.append(makespan(simulate_ticks(ticks, of_stage)))
+        if schedule is found.schedule:
+            assert Fraction(max(peak_activations(ticks.schedule)), pieces) == found.peak <= cap
+    assert found.bound <= found.makespan == found.step_time == pytest.approx(times[0])
+    assert times[0] <= times[1] * (1 + 1e-9)
+
+
+def test_in_lock_step_a_slot_is_as_large_as_the_largest_stage_and_the_least_cap_counts():
+    memory = ActivationMemory((3, 6, 4, 5), (1, 2, 3, 2))
+    find = functools.partial(
+        search, 2, 6, Costs(), placement=(0, 1, 1, 0), memory=memory, lock_step=True
+    )
+    found = find(memory_cap=(25, 30))
+    ticks = to_lock_step(found.schedule, Costs(), memory_cap=25 // 6)
+    assert found.peak == 6 * max(peak_activations(ticks.schedule)) <= 25
+    with pytest.raises(ValueError, match="the leanest schedule tried holds 12 on a rank"):
+        find(memory_cap=11)  # 9 and 10 without lock-step
+
+
+def test_ticks_are_synchronous():
+    with pytest.raises(ValueError, match="`lock_step` is True and `synchronous` False"):
+        search(2, 4, Costs(), 2, synchronous=False, lock_step=True)

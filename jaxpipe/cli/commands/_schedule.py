@@ -132,7 +132,11 @@ def _with_search(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     add("--max-chunks", type=count, default=4, metavar="V", help="the most stages per rank")
     add("--max-slices", type=count, default=1, metavar="S", help="the most slices per sequence")
-    add("--no-barrier", action="store_true", help="steps follow each other without a barrier")
+    kind = parser.add_mutually_exclusive_group().add_argument
+    kind("--no-barrier", action="store_true", help="steps follow each other without a barrier")
+    kind(
+        "--lock-step", action="store_true", help="in ticks of all ranks, as one XLA program has it"
+    )
     add("--csv", type=path, metavar="FILE", help="write the schedule in torch's format")
     add("--json", action="store_true", help="print JSON")
     return parser
@@ -235,6 +239,7 @@ def _search(args: argparse.Namespace) -> int:
             max_chunks=args.max_chunks,
             max_slices=args.max_slices,
             synchronous=not args.no_barrier,
+            lock_step=args.lock_step,
         )
     except ValueError as error:
         ours = {f"`{name}`": f"`--{name.replace('_', '-')}`" for name in names}

@@ -5,16 +5,20 @@ of a whole rank's share of the model unless a placement is given: a stage has `r
 of it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import reduce
+from functools import partial, reduce
+from math import floor
 
 from ...builders._require import require, require_positive
 from ...language._check import check
 from ...language._schedule import Schedule, num_slices
-from .._measure import makespan
-from .._simulate import Costs, PerStage, Time, check_costs, simulate
+from ...lock_step._grid_search import to_lock_step
+from ...lock_step._ticks import simulate_ticks
+from .._measure import makespan, peak_activations
+from .._simulate import Costs, Time, simulate
+from ._arguments import ActivationMemory, checked_arguments, each, memory_of_slots
 from ._bounds import lower_bound
 from ._named import Named, build_named, named_bound, named_candidates, named_time
 from ._placements import usual_placements
@@ -30,19 +34,6 @@ fewest actions; and some more such runs."""
 _FIRST_RECIPES, _MORE_RECIPES = 13, 40
 _FRACTIONS = (0.6, 1)
 """What the best placement may spend of what is left, and then the second."""
-
-
-@dataclass(frozen=True)
-class ActivationMemory:
-    """The bytes of one microbatch, one number or one per stage, in the unit of the cap.
-
-    Attributes:
-        stored: The bytes that an F stores.
-        kept: Those of them that stay until the W; the I frees the others. A B frees all.
-    """
-
-    stored: PerStage = 1
-    kept: PerStage = 1
 
 
 @dataclass(frozen=True)
@@ -84,6 +75,7 @@ def search(
     placement: Sequence[int] | None = None,
     memory: ActivationMemory | None = None,
     synchronous: bool = True,
+    lock_step: bool = False,
 ) -> Candidate:
     """Returns the schedule with the least step time within a cap of memory, then the least memory.
 
@@ -104,6 +96,9 @@ def search(
             counted exactly. None: 1, until the W.
         synchronous: Whether the ranks wait for each other between steps. If not, a step takes as
             long as the longest span of a rank, from its first start to its last end.
+        lock_step: Whether all ranks run in ticks, as one program of the engine `scheduled` does.
+            Times and bytes are then those of `to_lock_step(schedule, costs, memory_cap=...)`: all
+            ranks have the slots of the fullest, and a slot has the bytes of the largest stage.
 
     Returns:
         The schedule with its name, arguments and figures.
@@ -116,11 +111,16 @@ def search(
         >>> found = search(2, 4, Costs(), memory_cap=2)
         >>> found.peak <= 2, found.makespan, found.gap
         (True, 12.25, 0.0)
+        >>> in_ticks = search(2, 4, Costs(), memory_cap=2, lock_step=True)
+        >>> in_ticks.peak <= 2, in_ticks.makespan >= found.makespan
+        (True, True)
     """
     require_positive(
         ranks=ranks, microbatches=microbatches, max_chunks=max_chunks, max_slices=max_slices
     )
-    costs, memory, caps = _checked(ranks, costs, memory, memory_cap, placement)
+    costs, memory, caps = checked_arguments(ranks, costs, memory, memory_cap, placement)
+    if lock_step:
+        memory, caps = memory_of_slots(memory, caps, synchronous)
     tried = usual_placements(ranks, max_chunks) if placement is None else [tuple(placement)]
     settings = [
         _Setting(_problem(rank_of, microbatches, costs, memory, caps, synchronous, pieces), pieces)
@@ -133,11 +133,14 @@ def search(
     if placement is not None:
         named = [one for one in named if one.rank_of == settings[0].problem.rank_of]
     fitting = [setting for setting in settings if setting.fits]
-    best = _best_named(named, settings, costs, _best_order(fitting))
+    as_run = partial(_in_ticks, costs) if lock_step else _as_found
+    orders = [as_run(found) for found in _orders(fitting)]
+    best_order = reduce(_better, orders) if orders else None
+    best = _best_named(named, settings, costs, best_order, as_run)
     require(best is not None, *_too_small(memory_cap, settings))
     assert best is not None
     bound = min([best.step_time, *(setting.bound for setting in fitting)])
-    return _candidate(best, costs, bound)
+    return _candidate(best, costs, bound, best.step_time if lock_step else None)
 
 
 @dataclass(frozen=True)
@@ -160,61 +163,6 @@ class _Setting:
         return lower_bound(self.problem) / self.pieces
 
 
-def _checked(
-    ranks: int,
-    costs: Costs,
-    memory: ActivationMemory | None,
-    memory_cap: Time | Sequence[Time],
-    placement: Sequence[int] | None,
-) -> tuple[Costs, ActivationMemory, tuple[Time, ...]]:
-    """Returns costs, bytes and the cap of every rank.
-
-    Raises:
-        ValueError: If one is out of range or has another number of entries.
-    """
-    if placement is not None:
-        require(
-            sorted(set(placement)) == list(range(ranks)),
-            f"`placement` names the ranks {sorted(set(placement))} of {ranks} ranks.",
-            "Give the rank of every stage, and every rank a stage.",
-        )
-    num_stages = ranks if placement is None else len(placement)
-    check_costs(costs, num_stages)
-    memory = memory or ActivationMemory()
-    for name, values in (
-        *((name, getattr(costs, name)) for name in ("forward", "input", "weight")),
-        ("stored", memory.stored),
-        ("kept", memory.kept),
-    ):
-        require(
-            placement is not None or not isinstance(values, tuple),
-            f"`{name}` is one cost per stage, but families have different numbers of stages.",
-            "Give one number, of a whole rank, or a `placement`.",
-        )
-        require(
-            not isinstance(values, tuple) or len(values) == num_stages,
-            f"`{name}` does not have one entry for each of {num_stages} stages.",
-            "Give one number, or one per stage in forward order.",
-        )
-    sizes = zip(_each(memory.stored, num_stages), _each(memory.kept, num_stages), strict=True)
-    require(
-        all(0 <= kept <= stored for stored, kept in sizes),
-        f"`memory` is {memory}.",
-        "Give bytes of 0 or more, and keep no more than is stored.",
-    )
-    caps = tuple(memory_cap) if isinstance(memory_cap, Sequence) else (memory_cap,) * ranks
-    require(
-        len(caps) == ranks,
-        f"`memory_cap` has {len(caps)} entries for {ranks} ranks.",
-        "Give one number, or one per rank.",
-    )
-    return costs, memory, caps
-
-
-def _each(value: PerStage, num_stages: int) -> tuple[Time, ...]:
-    return value if isinstance(value, tuple) else (value,) * num_stages
-
-
 def _problem(
     rank_of: tuple[int, ...],
     microbatches: int,
@@ -228,10 +176,10 @@ def _problem(
     return Problem(
         rank_of,
         microbatches,
-        (_each(costs.forward, S), _each(costs.input, S), _each(costs.weight, S)),
+        (each(costs.forward, S), each(costs.input, S), each(costs.weight, S)),
         costs.transfer * pieces,
-        _each(memory.stored, S),
-        _each(memory.kept, S),
+        each(memory.stored, S),
+        each(memory.kept, S),
         tuple(cap * pieces for cap in caps),
         synchronous,
     )
@@ -249,14 +197,29 @@ class _Found:
     peak: Time | Fraction
 
 
-def _best_order(settings: list[_Setting]) -> _Found | None:
-    """Returns the best order of all settings; None if there are none.
+def _as_found(found: _Found) -> _Found:
+    return found
+
+
+def _in_ticks(costs: Costs, found: _Found) -> _Found:
+    """Returns what was found with its time and bytes in lock-step."""
+    setting, schedule = found.setting, _schedule(found)
+    size, stage_costs = setting.problem.stored[0], _costs(setting, costs)
+    slots = floor(setting.problem.caps[0] / size * (1 + ROUNDING)) if size else None
+    ticks = to_lock_step(schedule, stage_costs, memory_cap=slots)
+    time = makespan(simulate_ticks(ticks, stage_costs)) / setting.pieces
+    peak = _divided(size * max(peak_activations(ticks.schedule)), setting.pieces)
+    return replace(found, schedule=schedule, step_time=time, peak=peak)
+
+
+def _orders(settings: list[_Setting]) -> list[_Found]:
+    """Returns the best order of every setting that was tried.
 
     Every placement is tried a little, unless its bound is no better than what has been found. Most
     of the time is for the best two.
     """
     if not settings:
-        return None
+        return []
     fewest = min(setting.problem.num_actions for setting in settings)
     budget = Budget(min(_BASE_ACTIONS, _MOST_RUNS * fewest) + _RUNS * fewest)
     solvers: list[tuple[_Setting, Solver]] = []
@@ -277,8 +240,7 @@ def _best_order(settings: list[_Setting]) -> _Found | None:
             solver = promising[index][1]
             solver.try_recipes(_MORE_RECIPES, budget.part(fraction / 2))
             solver.improve(budget.part(fraction))
-    found = [_searched(setting, solver.best) for setting, solver in solvers]
-    return reduce(_better, found)
+    return [_searched(setting, solver.best) for setting, solver in solvers]
 
 
 def _searched(setting: _Setting, found: Found) -> _Found:
@@ -288,7 +250,11 @@ def _searched(setting: _Setting, found: Found) -> _Found:
 
 
 def _best_named(
-    named: Iterable[Named], settings: list[_Setting], costs: Costs, best: _Found | None
+    named: Iterable[Named],
+    settings: list[_Setting],
+    costs: Costs,
+    best: _Found | None,
+    as_run: Callable[[_Found], _Found],
 ) -> _Found | None:
     """Returns the better of what was found and the best family.
 
@@ -297,6 +263,7 @@ def _best_named(
         settings: The placements that are searched.
         costs: The costs as they were given, for the times of fused pairs.
         best: What was found, if anything.
+        as_run: Gives what was found the figures of the engine that runs it.
     """
     by_placement = {setting.problem.rank_of: setting for setting in settings}
     some = settings[0].problem
@@ -315,7 +282,8 @@ def _best_named(
         if peak is None:
             continue
         time = named_time(one, schedule, setting.problem, _costs(setting, costs)) / setting.pieces
-        best = _better(_Found(one.name, one.arguments, setting, schedule, time, peak), best)
+        found = _Found(one.name, one.arguments, setting, schedule, time, peak)
+        best = _better(as_run(found), best)
     return best
 
 
@@ -340,8 +308,11 @@ def _peak(setting: _Setting, words: Words) -> Time | Fraction | None:
     peaks = peak_bytes(setting.problem, words)
     if any(peak > cap for peak, cap in zip(peaks, setting.problem.caps, strict=True)):
         return None
-    peak = max(peaks)
-    return Fraction(peak, setting.pieces) if isinstance(peak, int) else peak / setting.pieces
+    return _divided(max(peaks), setting.pieces)
+
+
+def _divided(size: Time, pieces: int) -> Time | Fraction:
+    return Fraction(size, pieces) if isinstance(size, int) else size / pieces
 
 
 def _better(one: _Found, other: _Found | None) -> _Found:
@@ -353,17 +324,24 @@ def _better(one: _Found, other: _Found | None) -> _Found:
     return min(one, other, key=lambda found: (found.peak, found.name == SEARCHED))
 
 
-def _candidate(found: _Found, costs: Costs, bound: Time) -> Candidate:
-    """Returns what was found as a schedule that is checked, with the makespan of the simulator."""
-    setting, schedule = found.setting, found.schedule
-    if not isinstance(schedule, Schedule):
-        schedule = check(to_schedule(setting.problem, schedule))
-    timeline = simulate(schedule, _costs(setting, costs))
+def _schedule(found: _Found) -> Schedule:
+    """Returns what was found as a schedule that is checked."""
+    if isinstance(found.schedule, Schedule):
+        return found.schedule
+    return check(to_schedule(found.setting.problem, found.schedule))
+
+
+def _candidate(found: _Found, costs: Costs, bound: Time, time: Time | None) -> Candidate:
+    """Returns what was found, with its makespan if that is known, or else the simulator's."""
+    schedule = _schedule(found)
+    if time is None:
+        timeline = simulate(schedule, _costs(found.setting, costs))
+        time = makespan(timeline) / found.setting.pieces
     return Candidate(
         found.name,
         found.arguments,
         schedule,
-        makespan(timeline) / setting.pieces,
+        time,
         found.peak,
         found.step_time,
         bound,
