@@ -57,7 +57,7 @@ def to_lock_step(
         22
         >>> ticks = to_lock_step(build("1f1b", ranks=4, microbatches=16), memory_cap=5)
         >>> num_ticks(ticks), max(peak_activations(ticks.schedule))
-        (29, 5)
+        (28, 5)
     """
     require(spare is None or spare >= 0, f"`spare` is {spare}.", "Give 0 or more activations.")
     costs, plain = costs or Costs(), slices_as_microbatches(schedule)
