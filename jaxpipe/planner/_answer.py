@@ -109,7 +109,7 @@ class Plans:
         request, devices = self.request, self.request.devices
         slices = f" x {devices.num_slices} slices" if devices.num_slices > 1 else ""
         lines = [
-            f"{request.model.name}, {request.work.parameters / 1e9:.3g} billion parameters, on "
+            f"{request.model.name}, {_count(request.work.parameters)} parameters, on "
             f"{devices.name}{slices}: {devices.num_devices} devices of "
             f"{devices.memory_bytes / _GB:.1f} GB, of which {request.limit / _GB:.1f} may be used",
             f"{request.batch:,} sequences of {request.sequence:,} tokens a step; "
@@ -123,6 +123,10 @@ class Plans:
         ]
         second = runner_up(self)
         return "\n".join([*lines, *([f"Why not 2: {second}"] if second else [])])
+
+
+def _count(parameters: float) -> str:
+    return f"{parameters / 1e9:.3g} billion" if parameters >= 1e7 else f"{parameters:,.0f}"
 
 
 def _plan_record(plan: Plan) -> dict[str, Any]:
@@ -163,12 +167,14 @@ def _largest_first(parts: dict[str, float]) -> list[tuple[str, float]]:
 
 def _memory_table(plans: tuple[Plan, ...], limit: float) -> list[str]:
     kinds = [kind.name for kind in fields(PeakMemory)]
-    rows = [("GB", *kinds, "sum", f"of {limit / _GB:.1f}")]
+    small = max(plan.memory.total for plan in plans) < 0.1 * _GB
+    name, unit = ("MB", 1e6) if small else ("GB", _GB)
+    rows = [(name, *kinds, "sum", f"of {limit / unit:,.1f}")]
     rows += [
         (
             str(index + 1),
-            *(f"{getattr(plan.memory, kind) / _GB:.2f}" for kind in kinds),
-            f"{plan.memory.total / _GB:.2f}",
+            *(f"{getattr(plan.memory, kind) / unit:.2f}" for kind in kinds),
+            f"{plan.memory.total / unit:.2f}",
             f"{plan.memory.total / limit:.0%}",
         )
         for index, plan in enumerate(plans)

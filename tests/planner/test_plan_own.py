@@ -155,6 +155,18 @@ def test_weights_count_in_their_own_dtypes(make: Callable):
     assert [layer.boundary_bytes for layer in each] == [2 * D, 2 * D]
 
 
+def test_a_small_model_is_shown_in_megabytes():
+    model = jp.Model(
+        embed=lambda w, batch: batch["x"] @ w,
+        layer=lambda w, x, batch: x + jnp.tanh(x @ w),
+        loss=lambda w, x, batch: jnp.mean(x @ w),
+    )
+    params = {"embed": jnp.ones((16, 16)), "layers": jnp.ones((4, 16, 16)), "head": jnp.ones(16)}
+    shown = str(jp.plan(model, "v5p-8", params=params, example={"x": jnp.ones((8, 16))}))
+    assert shown.startswith("own model, 1,296 parameters, on v5p-8")
+    assert "\nMB  weights" in shown
+
+
 def test_the_schedule_of_a_given_mesh_is_planned():
     model, params = plain(jnp.float32)
     given = {"params": params, "example": EXAMPLE}

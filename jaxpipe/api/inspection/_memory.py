@@ -55,10 +55,11 @@ class MemoryTable:
         return max(self.totals) < self.device_bytes
 
     def __repr__(self) -> str:
-        lines = [f"MB per device {''.join(f'{name:>14}' for name in _COLUMNS)}         total"]
+        name, unit = ("kB", 1e3) if max(self.totals) < 1e7 else ("MB", 1e6)
+        lines = [f"{name} per device {''.join(f'{name:>14}' for name in _COLUMNS)}         total"]
         for rank, total in enumerate(self.totals):
             sizes = (*(getattr(self, name)[rank] for name in _COLUMNS), total)
-            lines.append(f"rank {rank:<8} " + "".join(f"{size / 1e6:>14,.1f}" for size in sizes))
+            lines.append(f"rank {rank:<8} " + "".join(f"{size / unit:>14,.1f}" for size in sizes))
         share = max(self.totals) / self.device_bytes
         verdict = "fits" if self.fits else "does not fit"
         lines.append(
