@@ -481,7 +481,9 @@ def _deepseek(row: Row):
     functions = models.deepseek(
         config,
         attention=dot_product_attention,
-        experts=routed_experts(sharding.DEFAULT_RULES),
+        experts=routed_experts(
+            sharding.DEFAULT_RULES, chunk_rows=2 if row.remat == "full" else None
+        ),
         constrain=sharding.no_constraint if row.axes is None else sharding.constrain_with(),
         dropout_rate=row.dropout,
         project=PROJECTIONS[row.quantization],

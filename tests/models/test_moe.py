@@ -18,6 +18,7 @@ from jaxpipe.models.layers import (
     megablox,
     moe,
     moe_weights,
+    num_chunks,
     ragged_dot,
     route,
     routed_experts,
@@ -192,12 +193,25 @@ def test_a_mixture_whose_rules_split_nothing_but_experts_is_that_of_one_device()
     assert_all_close(meshed(axes, w, x, batch_inputs, **on_mesh), plain(V3, w, x, batch_inputs))
 
 
-def meshed(axes, w, x, batch_inputs, *, constrain, rules):
+@pytest.mark.parametrize("axes", [{}, {"expert": 2, "tensor": 2}], ids=str)
+def test_a_mixture_that_runs_chunks_of_tokens_is_that_of_all_at_a_time(axes: dict[str, int]):
+    w, (x, batch_inputs) = weights_of(V3), inputs()
+    on_mesh = {"constrain": sharding.constrain_with(), "rules": sharding.DEFAULT_RULES}
+    result = meshed(axes, w, x, batch_inputs, **on_mesh, chunk_rows=2)
+    assert_all_close(result, plain(V3, w, x, batch_inputs))
+
+
+def test_chunks_are_equal_and_no_more_than_are_wanted():
+    assert [num_chunks(64, most) for most in (0, 1, 3, 4, 100)] == [1, 1, 2, 4, 64]
+    assert [num_chunks(tokens, 100) for tokens in (1, 6, 12, 24)] == [1, 2, 4, 8]
+
+
+def meshed(axes, w, x, batch_inputs, *, constrain, rules, chunk_rows=None):
     mesh = sharding.make_mesh(axes, devices=jax.devices()[: int(np.prod(list(axes.values())))])
     logical = moe_weights(V3.moe, branches=1, dtype=jnp.float32)
     w = jax.device_put(w, sharding.named_shardings(w, logical_axes(logical), mesh, rules))
     with jax.set_mesh(mesh):
-        experts = routed_experts(rules)
+        experts = routed_experts(rules, chunk_rows=chunk_rows)
         return computed(V3, w, x, batch_inputs, constrain=constrain, experts=experts)
 
 

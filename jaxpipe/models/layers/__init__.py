@@ -28,6 +28,7 @@ from ._projection import fp8_projection as fp8_projection
 from ._projection import projection as projection
 from ._projection import quantize as quantize
 from ._routed_experts import Experts as Experts
+from ._routed_experts import num_chunks as num_chunks
 from ._routed_experts import routed_experts as routed_experts
 from ._routed_experts import sort_and_multiply as sort_and_multiply
 from ._router import RouterSettings as RouterSettings

@@ -1,16 +1,19 @@
 """Routed experts without capacity: no token is dropped, however unevenly tokens choose experts.
 
 Where experts are sharded over devices, each device gathers the tokens of all of these devices and
-computes the rows of its own experts. The results of the devices are summed.
+computes the rows of its own experts. The results of the devices are summed. Any of these tokens may
+choose any expert, so buffers have k rows for each of them; tokens are therefore run in chunks.
 
 b sequences, T tokens, n = b * T, D embed, E experts, e experts of a device, k experts chosen by
 each token, F width of an expert.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
@@ -24,34 +27,66 @@ from ._on_shards import automatic_axes, on_shards
 Experts = Callable[[PyTree, Array, Array, Array], Array]
 
 
-def routed_experts(rules: Rules, grouped_matmul: GroupedMatmul = ragged_dot) -> Experts:
+def routed_experts(
+    rules: Rules, grouped_matmul: GroupedMatmul = ragged_dot, *, chunk_rows: int | None = None
+) -> Experts:
     """Returns a function that runs each token's experts, on the shards that `rules` define.
 
     Args:
         rules: Logical axis rules. 'exp' shards the experts, 'mlp' the width of each, and
             'activation_batch' and 'activation_length' the tokens.
         grouped_matmul: `ragged_dot`, or `megablox()` on TPU.
+        chunk_rows: Tokens are run in chunks, which the backward computes again, as long as an
+            expert has this many rows of a chunk on average. None: all tokens at a time.
 
     Returns:
         A function `(weights, x [b, T, D], chosen [b, T, k], shares [b, T, k]) -> [b, T, D]`, with
         weights `gate` and `up` [E, D, F] and `down` [E, F, D].
     """
 
-    def local(inputs, constants) -> Float[Array, "1 b T D"]:
+    def local(num_experts: int, inputs, constants) -> Float[Array, "1 b T D"]:
         (w, x, shares), (chosen, first_expert) = inputs, constants
         rows, flat = x.reshape(-1, x.shape[2]), (-1, chosen.shape[2])
-        flat = chosen.reshape(flat) - first_expert[0], shares.reshape(flat)
-        return sort_and_multiply(grouped_matmul, w, rows, *flat).reshape(1, *x.shape)
+        flat = rows, chosen.reshape(flat) - first_expert[0], shares.reshape(flat)
+        most = chosen.size // (num_experts * chunk_rows) if chunk_rows else 1
+        count = num_chunks(rows.shape[0], most)
+        return _in_chunks(partial(sort_and_multiply, grouped_matmul, w), flat, count).reshape(
+            1, *x.shape
+        )
 
     def experts(w, x, chosen, shares):
         w = jax.tree.map(lambda leaf: leaf.astype(x.dtype), w)
         inputs = (w, x, shares.astype(x.dtype))
-        constants = (chosen, jnp.arange(w["gate"].shape[0], dtype=chosen.dtype))
-        run = _on_all_shards(local, rules) if automatic_axes() else local
+        num_experts = w["gate"].shape[0]
+        constants = (chosen, jnp.arange(num_experts, dtype=chosen.dtype))
+        one = partial(local, num_experts)
+        run = _on_all_shards(one, rules) if automatic_axes() else one
         # Not `jnp.sum`: devices would exchange float32 where layers compute in bfloat16.
-        return jax.lax.reduce_sum(run(inputs, constants), axes=(0,))
+        return lax.reduce_sum(run(inputs, constants), axes=(0,))
 
     return experts
+
+
+def num_chunks(num_tokens: int, at_most: int) -> int:
+    """Returns the largest power of 2 that divides `num_tokens` and is at most `at_most`, or 1.
+
+    Example:
+        >>> num_chunks(24, at_most=20)
+        8
+    """
+    count = 1
+    while 2 * count <= at_most and num_tokens % (2 * count) == 0:
+        count *= 2
+    return count
+
+
+def _in_chunks(run: Callable, arrays: tuple[Array, ...], count: int) -> Array:
+    """Applies `run` to chunks of the leading dim; their intermediate values are not stored."""
+    if count == 1:
+        return run(*arrays)
+    chunks = tuple(x.reshape(count, -1, *x.shape[1:]) for x in arrays)
+    body = jax.checkpoint(lambda chunk: run(*chunk), prevent_cse=False)
+    return lax.map(body, chunks).reshape(arrays[0].shape)
 
 
 def sort_and_multiply(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from ... import autodiff, models, sharding
 from ...autodiff import StagedModel, keep
+from ...autodiff.backward import saved_names
 from ...models.layers._grouped_matmul import GroupedMatmul, megablox, ragged_dot
 from ...models.layers._projection import PROJECTIONS
 from ...models.layers._routed_experts import routed_experts
@@ -37,6 +38,14 @@ class RematPlan:
     def recomputes(self) -> bool:
         """Returns whether backwards compute anything again."""
         return self.policy != "none"
+
+    @property
+    def recomputes_experts(self) -> bool:
+        """Returns whether backwards compute all results of routed experts again."""
+        if not self.recomputes or not (self.on_ticks or self.on_layers):
+            return False
+        kept = {name for names in saved_names(self.policy, self.locations) for name in names}
+        return kept.isdisjoint(("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo"))
 
     @property
     def tick(self) -> autodiff.Remat:
@@ -108,7 +117,11 @@ def _build_base_model(plan: ModelPlan, weights: WeightPlan, gather: GatherPlan) 
     return weights.family.model(
         weights.sizes,
         attention=plan.attention.function(rules),
-        experts=routed_experts(rules, plan.grouped_matmul),
+        experts=routed_experts(
+            rules,
+            plan.grouped_matmul,
+            chunk_rows=_CHUNK_ROWS if plan.remat.recomputes_experts else None,
+        ),
         constrain=sharding.constrain_with(rules),
         dtype=jnp.dtype(plan.dtype),
         dropout_rate=plan.dropout_rate,
@@ -120,6 +133,10 @@ def _build_base_model(plan: ModelPlan, weights: WeightPlan, gather: GatherPlan) 
         outside_remat=plan.remat.outer_layer,
         z_loss_multiplier=plan.z_loss_multiplier,
     )
+
+
+_CHUNK_ROWS = 512
+"""Rows of an expert in a chunk of tokens, on average: those of a tile of Megablox's kernel."""
 
 
 def _layer_wrapper(
