@@ -106,6 +106,8 @@ def moe(
     def mix(
         w: PyTree, x: Float[Array, "b T D"], batch_inputs: PyTree
     ) -> tuple[Array, dict[str, Float[Array, ""]]]:
+        # Experts gather tokens. Without this, gradients of the rest gather the whole batch.
+        x = constrain(x, ACTIVATION)
         bias = w["router"]["bias"].astype(jnp.float32) if settings.has_bias else None
         routing = _route(settings.router, w["router"]["logits"], bias, x, batch_inputs)
         y = experts(w["experts"], x, routing.chosen, routing.shares)
