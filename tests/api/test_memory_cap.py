@@ -53,7 +53,8 @@ class Row(NamedTuple):
 
     @property
     def schedule(self) -> Schedule:
-        costs = Costs(*(part / self.chunks for part in self.costs))
+        forward, backward, weight = (part / self.chunks for part in self.costs)
+        costs = Costs(forward, backward, weight)
         rank_of = rank_of_each_stage(self.placement, self.ranks, self.chunks)
         most = self.cap * self.chunks
         return search(self.ranks, self.microbatches, costs, most, placement=rank_of).schedule
