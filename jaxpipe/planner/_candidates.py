@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..schedules import FAMILIES
 from ._devices import Devices
@@ -79,6 +79,43 @@ class StepLayout:
     def num_shards(self) -> int:
         """Returns the number of device groups that have rows of their own."""
         return row_shards(self.sizes)
+
+
+class Live(NamedTuple):
+    """How many microbatches a rank stores at a time.
+
+    Attributes:
+        residuals: Of which it keeps what a backward reads.
+        wgrad_residuals: Of which I has left something for W.
+        waiting: Whose activations or cotangents wait.
+    """
+
+    residuals: int
+    wgrad_residuals: int
+    waiting: int
+
+
+def live_at_most(candidate: StepLayout) -> Live:
+    """Returns the counts by closed forms, near those of the schedule's tables.
+
+    Args:
+        candidate: The layout.
+
+    Returns:
+        The counts of the fullest rank, in lock-step.
+    """
+    S, M, v = candidate.num_ranks, candidate.microbatches, candidate.chunks
+    most, in_flight = M * v, 2 * S - 1
+    match candidate.schedule:
+        case "interleaved_1f1b" | "kimi_k2" | "interleaved_zero_bubble":
+            in_flight += (v - 1) * (M // max(1, M // S))
+        case "zbv" | "v_half" | "v_min" | "dualpipev":
+            in_flight = 3 * S - 1
+        case "gpipe" | "looped_bfs" | "interleaved_gpipe":
+            in_flight = most
+    splits = candidate.schedule.startswith(("zero", "zbv", "v_", "dual", "interleaved_zero"))
+    waiting = 2 * M - S + 1 if candidate.schedule == "looped_bfs" else 2
+    return Live(min(most, in_flight), min(most, S) if splits else 0, waiting)
 
 
 def row_shards(sizes: Sizes) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import NamedTuple
 
-from ._candidates import StepLayout
+from ._candidates import Live, StepLayout
 from ._model import (
     PlannedModel,
     WeightBytes,
@@ -29,6 +29,10 @@ _LIVE = 0.8
 
 _LIVE_ON_CPU = 1.3
 """The same of XLA:CPU, which fuses less, and computes in float32 whatever the dtype is."""
+
+_EXPANDED = 3.1
+"""Arrays of every row for every expert that XLA:GPU holds at a time: its `ragged_dot` is a product
+over all experts, of rows that are zero but for one."""
 
 _FOR_WEIGHTS = 1.1
 """The inputs and the cotangents of a layer's products, as a share of all its tensors."""
@@ -73,43 +77,6 @@ class PeakMemory:
     def largest(self) -> str:
         """Returns the kind that needs most."""
         return max((kind.name for kind in fields(self)), key=lambda name: getattr(self, name))
-
-
-class Live(NamedTuple):
-    """How many microbatches a rank stores at a time.
-
-    Attributes:
-        residuals: Of which it keeps what a backward reads.
-        wgrad_residuals: Of which I has left something for W.
-        waiting: Whose activations or cotangents wait.
-    """
-
-    residuals: int
-    wgrad_residuals: int
-    waiting: int
-
-
-def live_at_most(candidate: StepLayout) -> Live:
-    """Returns the counts by closed forms, near those of the schedule's tables.
-
-    Args:
-        candidate: The layout.
-
-    Returns:
-        The counts of the fullest rank, in lock-step.
-    """
-    S, M, v = candidate.num_ranks, candidate.microbatches, candidate.chunks
-    most, in_flight = M * v, 2 * S - 1
-    match candidate.schedule:
-        case "interleaved_1f1b" | "kimi_k2" | "interleaved_zero_bubble":
-            in_flight += (v - 1) * (M // max(1, M // S))
-        case "zbv" | "v_half" | "v_min" | "dualpipev":
-            in_flight = 3 * S - 1
-        case "gpipe" | "looped_bfs" | "interleaved_gpipe":
-            in_flight = most
-    splits = candidate.schedule.startswith(("zero", "zbv", "v_", "dual", "interleaved_zero"))
-    waiting = 2 * M - S + 1 if candidate.schedule == "looped_bfs" else 2
-    return Live(min(most, in_flight), min(most, S) if splits else 0, waiting)
 
 
 def memory(model: PlannedModel, candidate: StepLayout, tokens: float, live: Live) -> PeakMemory:
@@ -218,7 +185,8 @@ def _live_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
     itemsize = max(_FLOAT32, model.activation_bytes) if model.on_cpu else model.activation_bytes
     every = token_bytes(model.saved("none"), sizes, itemsize)
     share = _LIVE_ON_CPU if model.on_cpu else _LIVE
-    return share * (every + token_bytes(model.scores, sizes, _FLOAT32))
+    expanded = _EXPANDED * token_bytes(model.expanded, sizes, model.activation_bytes)
+    return expanded + share * (every + token_bytes(model.scores, sizes, _FLOAT32))
 
 
 def _parts(model: PlannedModel, candidate: StepLayout, tokens: float) -> _Parts:
@@ -270,12 +238,37 @@ def _unpipelined(model: PlannedModel, candidate: StepLayout, tokens: float) -> P
     )
 
 
+def visit_bytes(model: PlannedModel, candidate: StepLayout, tokens: float) -> float:
+    """Returns the bytes that one visit of a stage keeps for its backward.
+
+    Args:
+        model: The model.
+        candidate: The layout.
+        tokens: t.
+
+    Returns:
+        The bytes of a microbatch.
+    """
+    return _residuals(candidate, _parts(model, candidate, tokens))
+
+
 def _residuals(candidate: StepLayout, parts: _Parts) -> float:
     """Returns the bytes that one visit of a stage keeps."""
     n = candidate.layers_per_stage
+    masked = _masked_weights(candidate, parts)
     if candidate.scope == "layer":
-        return n * (parts.activation + parts.kept)
-    return parts.activation + n * parts.kept + (n - 1) * parts.passed_on
+        return n * (parts.activation + parts.kept) + masked
+    return parts.activation + n * parts.kept + (n - 1) * parts.passed_on + masked
+
+
+def _masked_weights(candidate: StepLayout, parts: _Parts) -> float:
+    """Returns the bytes of weights that a visit keeps: those of layers that a mask may skip."""
+    stored = candidate.scope == "layer" or candidate.policy == "none"
+    if len(set(candidate.counts)) == 1 or not stored:
+        return 0.0
+    if candidate.gather == "layer" and candidate.gathers:
+        return parts.of_layers.weight * parts.stored / candidate.chunks
+    return parts.of_layers.read * parts.whole / candidate.chunks
 
 
 def _recomputed(candidate: StepLayout, parts: _Parts) -> float:

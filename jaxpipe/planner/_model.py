@@ -102,6 +102,7 @@ class PlannedModel:
         tensors: What a layer makes for every token, by the name of the tensor.
         unnamed: What it makes beside these, which no policy keeps but `none`.
         scores: Scores of attention in float32, if it stores them; only `none` keeps them.
+        expanded: Rows of a token for every expert, where grouped products have no kernel.
         of_layers: Bytes of a parameter of the layers.
         of_boundary: Bytes of one of the embedding and the head.
         activation_bytes: Bytes of an element of activations.
@@ -118,6 +119,7 @@ class PlannedModel:
     tensors: tuple[tuple[str, Tensor], ...]
     unnamed: tuple[Tensor, ...]
     scores: tuple[Tensor, ...]
+    expanded: tuple[Tensor, ...]
     of_layers: WeightBytes
     of_boundary: WeightBytes
     activation_bytes: int
@@ -200,6 +202,7 @@ def planned_model(
     dtypes: tuple[str, str],
     scores_length: int,
     on_cpu: bool,
+    on_gpu: bool,
 ) -> PlannedModel:
     """Returns a model of the trainer as a planner sees it.
 
@@ -211,6 +214,7 @@ def planned_model(
         dtypes: The dtypes of weights and of activations.
         scores_length: Tokens of a sequence if attention stores its scores; 0 if it does not.
         on_cpu: Whether the devices are CPUs.
+        on_gpu: Whether they are GPUs.
 
     Returns:
         The model.
@@ -232,6 +236,7 @@ def planned_model(
         tuple(named.items()),
         unnamed,
         (Tensor(scores, _SPLIT),) if scores else (),
+        _expanded(sizes) if on_gpu else (),
         weight_bytes,
         weight_bytes,
         read,
@@ -282,6 +287,14 @@ def _tensors(sizes: ModelConfig) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]
                 named[name] = Tensor(k * F, _SPLIT, all_rows=True)
             named["moe_mlpwo"] = Tensor(k * D, all_rows=True)
             return named, (Tensor(4 * D), Tensor(2 * k * D, all_rows=True))
+
+
+def _expanded(sizes: ModelConfig) -> tuple[Tensor, ...]:
+    """Returns the rows that XLA:GPU makes of a token's: one of each choice for every expert."""
+    if not isinstance(sizes, DeepseekConfig):
+        return ()
+    moe = sizes.moe
+    return (Tensor(moe.num_experts * moe.router.num_chosen * sizes.base_emb_dim),)
 
 
 def _heads(queries: int, keys: int, values: int, context: int) -> dict[str, Tensor]:

@@ -129,6 +129,7 @@ def _planned(
         tensors=(),
         unnamed=(Tensor(round(kept / itemsize)),),
         scores=(),
+        expanded=(),
         of_layers=_weight_bytes(layer),
         of_boundary=_weight_bytes((groups["embed"], groups["head"], shared)),
         activation_bytes=itemsize,

@@ -193,7 +193,7 @@ def make_request(
         rows,
         sequence,
         usable_bytes(devices, memory_gb),
-        _planned(config, sizes, pipelined, devices.generation == "cpu"),
+        _planned(config, sizes, pipelined, devices),
         _work(sizes, config.dtype),
         values,
         Space(
@@ -309,8 +309,11 @@ def layout_text(counts: Sequence[int]) -> str:
     return f"E{'|'.join(stages)}L"
 
 
-def _planned(config: Config, sizes: ModelConfig, num_pipelined: int, on_cpu: bool) -> PlannedModel:
+def _planned(
+    config: Config, sizes: ModelConfig, num_pipelined: int, devices: Devices
+) -> PlannedModel:
     """Returns the sizes of a model of the trainer; kernels of attention are for TPUs and GPUs."""
+    on_cpu = devices.generation == "cpu"
     no_kernel = config.attention == "dot_product" or on_cpu
     return planned_model(
         config.model_name,
@@ -320,6 +323,7 @@ def _planned(config: Config, sizes: ModelConfig, num_pipelined: int, on_cpu: boo
         dtypes=(config.weight_dtype, config.dtype),
         scores_length=config.max_target_length if no_kernel else 0,
         on_cpu=on_cpu,
+        on_gpu=devices.is_gpu and not on_cpu,
     )
 
 

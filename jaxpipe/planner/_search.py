@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ..schedules import lock_step
-from ._candidates import StepLayout, candidates
+from ._candidates import Live, StepLayout, candidates, live_at_most
 from ._devices import absent_devices
 from ._keys import checked_run, keys
-from ._memory import Live, PeakMemory, live_at_most, memory
+from ._memory import PeakMemory, memory
 from ._own_model import PreparedPipeline
 from ._request import Request, Values
-from ._time import PredictedTime, rough_seconds, step_time
+from .time import PredictedTime, rough_seconds, step_time
 
 _FINALISTS = 24
 """Candidates that are set up."""

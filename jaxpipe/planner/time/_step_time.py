@@ -8,14 +8,14 @@ microbatches.
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ..cost.devices import efficiency
-from ..cost.training_step import Layout, Prediction, predict
-from ..schedules import Costs, makespan
-from ._candidates import StepLayout
-from ._devices import device_hardware
-from ._model import PlannedModel, gathered_parameters, stored_parameters
-from ._own_model import PreparedPipeline
-from ._request import Request
+from ...cost.training_step import Layout, Prediction, predict
+from ...schedules import Costs, makespan
+from .._candidates import StepLayout
+from .._devices import device_hardware
+from .._model import PlannedModel
+from .._own_model import PreparedPipeline
+from .._request import Request
+from ._engine_time import engine_seconds, visit_reduction_seconds
 
 _COMMUNICATION = (
     "tensor",
@@ -35,11 +35,6 @@ programs show that it compiles for these layouts."""
 _WITHOUT_NAMES = 0.14
 """The share of a forward that no policy but `none` keeps: norms, rotary positions, activation
 functions, and the kernel of attention, which also returns what its backward reads."""
-
-
-_SUM_BYTES = 30.0
-"""Bytes that XLA:TPU reads and writes to add a gradient to its sum: it converts 2 bytes to 4,
-copies the sum out of a stack of layers, adds, and copies it back."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +81,8 @@ def rough_seconds(candidate: StepLayout, request: Request) -> float:
     )
     seconds = candidate.accumulation * _with_policy(whole, candidate, request) / S
     seconds *= 1 + twice_recomputed(candidate, request.model)
-    sums = candidate.accumulation * gradient_sum_seconds(candidate, request)
+    sums = engine_seconds(candidate, request) + visit_reduction_seconds(candidate, request)
+    sums *= candidate.accumulation
     if candidate.engine == "none":
         return seconds + sums
     waiting = (S - 1) / (M * v)
@@ -127,7 +123,8 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
         found = _between(other, found, share)
     found = _with_second_forward(found, twice_recomputed(candidate, request.model))
     parts = dict(found.parts)
-    parts["other_compute"] += gradient_sum_seconds(candidate, request)
+    parts["other_compute"] += engine_seconds(candidate, request)
+    parts["gradient_reduction"] += visit_reduction_seconds(candidate, request)
     ticks = _tick_seconds(candidate, run, found)
     if ticks is not None:
         parts["bubble"] = max(0.0, parts["bubble"] + ticks - _schedule_seconds(found, candidate))
@@ -178,27 +175,6 @@ def twice_recomputed(candidate: StepLayout, model: PlannedModel) -> float:
     if candidate.scope != "both" or candidate.layers_per_stage == 1 or candidate.policy == "none":
         return 0.0
     return 1.0 / (3.0 + recomputed_share(model, candidate.policy))
-
-
-def gradient_sum_seconds(candidate: StepLayout, request: Request) -> float:
-    """Returns the seconds in which gradients of microbatches are added up on a rank.
-
-    Args:
-        candidate: The layout.
-        request: What it is for.
-
-    Returns:
-        Seconds of one call of the engine; 0 with one microbatch.
-    """
-    if candidate.microbatches == 1:
-        return 0.0
-    # Without a pipeline sums are those of the parameters that a device stores.
-    count = stored_parameters if candidate.engine == "none" else gathered_parameters
-    layers = candidate.layers_per_stage * candidate.chunks
-    parameters = layers * count(request.model.layer, candidate.sizes)
-    kind = device_hardware(request.devices)
-    rate = kind.memory_bandwidth * efficiency(kind, "bf16").memory
-    return candidate.microbatches * _SUM_BYTES * parameters / rate
 
 
 def _with_second_forward(found: Prediction, share: float) -> Prediction:

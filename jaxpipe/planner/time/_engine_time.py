@@ -1,0 +1,127 @@
+"""Seconds of a step that are no work of the model: what engines do beside it, as XLA compiles it.
+
+S ranks, v stages on each, M microbatches.
+"""
+
+from ...cost.devices import efficiency
+from .._candidates import StepLayout
+from .._devices import device_hardware
+from .._memory import visit_bytes
+from .._model import gathered_parameters, stored_parameters
+from .._request import Request
+
+_SUM_BYTES = 30.0
+"""Bytes that XLA:TPU reads and writes to add a gradient to its sum: it converts 2 bytes to 4,
+copies the sum out of a stack of layers, adds, and copies it back."""
+
+
+_STORE_BYTES = 28.0
+"""Bytes that XLA:TPU reads and writes in a tick for each byte that a visit of a stage keeps, in the
+engine that runs schedules: the two conditions, the buffer and the layers have layouts of their own.
+"""
+
+_WINDOW_PASSES = 3.0
+"""How often XLA:TPU reads or writes the result of a product for each window of its weight."""
+
+_WITHOUT_WINDOWS = 4
+"""The largest `fsdp` for which XLA:TPU gathers weights whole. Beyond it multiplies by two shards of
+a weight while others arrive, and adds up results, where the sum in a product is over the shards."""
+
+
+def engine_seconds(candidate: StepLayout, request: Request) -> float:
+    """Returns the seconds of what engines and compilers do beside the model's own work.
+
+    Args:
+        candidate: The layout.
+        request: What it is for.
+
+    Returns:
+        Seconds of one call of the engine, communication left out.
+    """
+    sums = gradient_sum_seconds(candidate, request)
+    if not device_hardware(request.devices).torus_axes:  # seen in programs of XLA:TPU alone
+        return sums
+    if candidate.engine == "scheduled":
+        return sums + _store_seconds(candidate, request)
+    return sums + (_window_seconds(candidate, request) if candidate.engine == "none" else 0.0)
+
+
+def _memory_rate(request: Request) -> float:
+    """Returns the bytes a second that a device reads and writes."""
+    kind = device_hardware(request.devices)
+    return kind.memory_bandwidth * efficiency(kind, "bf16").memory
+
+
+def _tokens(candidate: StepLayout, request: Request) -> float:
+    """Returns the tokens of a microbatch on a device."""
+    rows = request.batch / candidate.accumulation / candidate.microbatches / candidate.num_shards
+    return rows * request.sequence / candidate.sizes["context"]
+
+
+def _store_seconds(candidate: StepLayout, request: Request) -> float:
+    """Returns the seconds in which what forwards keep moves into its buffers and out of them."""
+    kept = visit_bytes(request.model, candidate, _tokens(candidate, request))
+    ticks = candidate.microbatches * candidate.chunks + 2 * (candidate.num_ranks - 1)
+    return ticks * _STORE_BYTES * kept / _memory_rate(request)
+
+
+def _window_seconds(candidate: StepLayout, request: Request) -> float:
+    """Returns the seconds that products take longer because XLA:TPU gathers weights in windows.
+
+    A weight is divided along the embedding: a forward from it sums over the shards, and so does the
+    cotangent of a product that returns to it. Recomputation gathers weights whole.
+    """
+    shards = candidate.sizes["fsdp"]
+    if shards <= _WITHOUT_WINDOWS:
+        return 0.0
+    hidden, columns = request.work.hidden, 0.0
+    products = [product for layer in request.work.layers[:1] for product in layer.products]
+    for product in products:
+        if product.split != "expert" and hidden in (product.k, product.n):
+            other = product.n if product.k == hidden else product.k
+            columns += other * product.copies / candidate.sizes["tensor"]
+    size = request.model.activation_bytes * columns * _tokens(candidate, request)
+    count = candidate.microbatches * request.model.num_layers * shards / 2
+    return count * _WINDOW_PASSES * size / _memory_rate(request)
+
+
+def visit_reduction_seconds(candidate: StepLayout, request: Request) -> float:
+    """Returns the seconds in which gradients are added over `data` after every visit of a stage.
+
+    The engine that runs schedules does so where no weights are gathered, and XLA:TPU runs nothing
+    beside it.
+
+    Args:
+        candidate: The layout.
+        request: What it is for.
+
+    Returns:
+        Seconds of one call of the engine.
+    """
+    kind, size = device_hardware(request.devices), candidate.sizes["data"]
+    if not kind.torus_axes or candidate.engine != "scheduled" or candidate.gathers or size == 1:
+        return 0.0
+    layers = candidate.layers_per_stage * candidate.chunks
+    parameters = layers * gathered_parameters(request.model.layer, candidate.sizes)
+    sent = 2 * (size - 1) / size * request.model.of_layers.gradient * parameters
+    bandwidth = kind.link_bandwidth / (2 if size == 2 else 1)  # two devices have one way round
+    return candidate.microbatches * sent / bandwidth
+
+
+def gradient_sum_seconds(candidate: StepLayout, request: Request) -> float:
+    """Returns the seconds in which gradients of microbatches are added up on a rank.
+
+    Args:
+        candidate: The layout.
+        request: What it is for.
+
+    Returns:
+        Seconds of one call of the engine; 0 with one microbatch.
+    """
+    if candidate.microbatches == 1:
+        return 0.0
+    # Without a pipeline sums are those of the parameters that a device stores.
+    count = stored_parameters if candidate.engine == "none" else gathered_parameters
+    layers = candidate.layers_per_stage * candidate.chunks
+    parameters = layers * count(request.model.layer, candidate.sizes)
+    return candidate.microbatches * _SUM_BYTES * parameters / _memory_rate(request)
