@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from ._engine import PipelinePlan
 
@@ -16,18 +17,19 @@ from ._engine import PipelinePlan
 class OneProgram:
     """A function from `jax.jit` whose scalars are on all devices of a mesh from the first call on.
 
-    An optimizer makes its count of steps on one device, uncommitted, and a program returns it on
-    all devices of the mesh. To `jax.jit` these are two types of arguments: the second step of a
-    training run would compile once more. Attributes are those of the function from `jax.jit`.
+    An optimizer makes its count of steps on one device, Orbax restores it there, and a program
+    returns it on all devices of the mesh. To `jax.jit` these are different types of arguments: the
+    second step of a training run would compile once more, and the first after a restart would be an
+    error. Attributes are those of the function from `jax.jit`.
     """
 
     def __init__(self, function: Callable, program: Callable, replicated: NamedSharding):
         update_wrapper(self, function, updated=())
         self._program = program
-        self._commit = partial(_commit, replicated)
+        self._replicated = replicated
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = jax.tree.map(self._commit, (args, kwargs))
+        args, kwargs = _replicate_scalars((args, kwargs), self._replicated)
         return self._program(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Callable:
@@ -54,14 +56,27 @@ def jit(plan: PipelinePlan, function: Callable, donate_argnums: tuple[int, ...])
     return OneProgram(function, program, NamedSharding(plan.mesh, PartitionSpec()))
 
 
-def _commit(replicated: NamedSharding, x: Any) -> Any:
-    """Returns a scalar that is not yet bound to devices on all of them, and others as they are.
+def _replicate_scalars(arguments: PyTree, replicated: NamedSharding) -> PyTree:
+    """Returns arguments whose scalars are on all devices, if another argument is."""
+    leaves, tree = jax.tree.flatten(arguments)
+    size = replicated.mesh.size
+    if size == 1 or not any(_num_devices(leaf) == size for leaf in leaves):
+        return arguments
+    return tree.unflatten([_replicate_scalar(leaf, replicated) for leaf in leaves])
+
+
+def _replicate_scalar(x: Any, replicated: NamedSharding) -> Any:
+    """Returns a scalar of one device on all of them, and others as they are.
 
     Keys are left alone: a step has a new one each time.
     """
-    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.shape or x.committed:
-        return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if _num_devices(x) != 1 or x.shape or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
     # Unlike `jax.device_put`, it does not compare the values of all processes.
     return jax.make_array_from_callback((), replicated, lambda _: np.asarray(x))
+
+
+def _num_devices(x: Any) -> int:
+    """Returns the number of devices that have an array; 0 for what is no array with values."""
+    is_array = isinstance(x, jax.Array) and not isinstance(x, Tracer)
+    return len(x.sharding.device_set) if is_array else 0

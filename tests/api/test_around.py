@@ -123,13 +123,33 @@ def test_a_step_under_the_jit_of_nnx_with_its_optimizer_is_that_of_the_plain_pro
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
 
 
-def test_a_train_step_compiles_once(caplog: pytest.LogCaptureFixture):
-    """Adam's count of steps begins on one device, uncommitted."""
-    pipe = pipeline(None, {"stage": 2})
-    with jax.log_compiles():
-        train(of_pipe(pipe), pipe.jit, pipe.shard(init()), optax.adam(1e-2), steps=3)
+def test_a_train_step_compiles_once_also_after_a_restart(caplog: pytest.LogCaptureFixture):
+    """Adam's count of steps begins on one device, uncommitted; Orbax restores it to one."""
+    pipe, tx = pipeline(None, {"stage": 2}), optax.adam(1e-2)
+    params = pipe.shard(init())
+    first = tx.init(params)
+    restored = jax.tree.map(
+        lambda x: x if x.shape else jax.device_put(x, jax.devices()[0]), tx.init(params)
+    )
+
+    @pipe.jit
+    def train_step(params: Any, state: Any, batch: Any) -> Any:
+        (value, _), grads = pipe.value_and_grad(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    with jax.log_compiles(), jax.numpy_dtype_promotion("standard"):
+        new, state, value = train_step(params, first, batch())
+        train_step(new, state, batch())
+        assert float(train_step(params, restored, batch())[2]) == float(value)
     done = [m for m in caplog.messages if "Finished XLA compilation of jit(train_step)" in m]
     assert len(done) == 1
+
+
+def test_a_function_of_arrays_on_one_device_runs_there():
+    pipe = pipeline(None, {"stage": 2})
+    x = jax.device_put(jnp.ones(3), jax.devices()[1])
+    assert pipe.jit(lambda x, scale: x * scale)(x, jnp.asarray(2.0)).devices() == x.devices()
 
 
 def test_the_plain_program_gathers_weights_and_not_activations(capfd: pytest.CaptureFixture):
