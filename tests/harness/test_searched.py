@@ -52,7 +52,7 @@ class Searched(NamedTuple):
         memory = ActivationMemory(
             tuple(6 + s % 3 for s in stages), tuple(2 + s % 2 for s in stages)
         )
-        caps = tuple(8 * most - rank % 2 for rank in range(self.ranks))
+        caps = tuple(8 * most + rank % 2 for rank in range(self.ranks))
         return find(Costs(forward, backward, weight), caps, memory=memory).schedule
 
 
