@@ -36,6 +36,8 @@ def stacked(jaxpr: Any) -> list[tuple[int, ...]]:
         for inner in (params.get("jaxpr"), *params.get("branches", ())):
             if inner is not None:
                 shapes += stacked(getattr(inner, "jaxpr", inner))
+        if equation.primitive.name == "empty":  # where a graph's loop writes its slices
+            shapes.append(equation.outvars[0].aval.shape)
         if equation.primitive.name == "scan":
             body = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
             outputs = zip(equation.outvars, body.outvars, strict=True)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 
@@ -12,6 +13,26 @@ def pvary_like(aval: Any, x: Any) -> Any:
     """Returns `x` cast to vary over all manual axes over which `aval` varies."""
     missing = aval.manual_axis_type.varying - jax.typeof(x).manual_axis_type.varying
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def empty_stack(aval: Any, length: int) -> jax.Array | None:
+    """Returns an array of arbitrary values for the slices that a loop writes.
+
+    Args:
+        aval: The abstract value of a slice.
+        length: The number of slices.
+
+    Returns:
+        An array [length, ...] that varies over the manual axes of `aval`; None if slices are
+        sharded over explicit axes, in host memory, or keys: then `lax.scan` makes the array.
+    """
+    is_sharded = any(axis is not None for axis in aval.sharding.spec)
+    is_on_host = aval.memory_space == jax.memory.Space.Host
+    if is_sharded or is_on_host or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        return None
+    stack = lax.empty((length, *aval.shape), aval.dtype)
+    axes = aval.manual_axis_type.varying
+    return lax.pcast(stack, tuple(sorted(axes)), to="varying") if axes else stack
 
 
 def jaxpr_of(closed: Any) -> Jaxpr:

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from ..._compat import scan_sizes
 from ._effects import effects_of, is_print
-from ._equations import bind, called_jaxpr, jaxpr_of, scoped
+from ._equations import bind, called_jaxpr, empty_stack, jaxpr_of, pvary_like, scoped
 
 T = TypeVar("T")
 
@@ -81,6 +81,8 @@ class Scan:
         unroll: Number of iterations that are unrolled into one.
         num_accumulators: Number of last inputs and outputs that are [length, ...] arrays, of which
             every iteration replaces its slice, in place.
+
+    Its ys are written to arrays that TPUs and GPUs do not fill; `lax.scan` would fill them.
     """
 
     body: "Graph"
@@ -101,24 +103,32 @@ class Scan:
             ys = outputs[self.num_carry : len(outputs) - self.num_accumulators]
             return [*init, *(jnp.zeros((0, *y.shape), y.dtype) for y in ys), *accumulators]
 
+        end = len(self.body.outputs) - self.num_accumulators
+        avals = [atom.aval for atom in self.body.outputs[self.num_carry : end]]
+
         def turn(carry: Any, slices: Any) -> Any:
-            (carry, accumulators), (xs, i) = carry, slices
+            (carry, stacks, accumulators), (xs, i) = carry, slices
             before = [lax.dynamic_index_in_dim(x, i, keepdims=False) for x in accumulators]
             outputs = self.body(*consts, *carry, *xs, *before)
-            ends = self.num_carry, len(outputs) - self.num_accumulators
-            carry, ys, after = split_at(outputs, ends)
+            carry, ys, after = split_at(outputs, (self.num_carry, end))
             put = lax.dynamic_update_index_in_dim
             accumulators = [put(x, new, i, 0) for x, new in zip(accumulators, after, strict=True)]
-            return (list(carry), accumulators), list(ys)
+            stacks = [
+                None if x is None else put(x, pvary_like(aval, y), i, 0)
+                for x, y, aval in zip(stacks, ys, avals, strict=True)
+            ]
+            ys = [y if x is None else None for x, y in zip(stacks, ys, strict=True)]
+            return (list(carry), stacks, accumulators), ys
 
-        (carry, accumulators), ys = lax.scan(
+        (carry, stacks, accumulators), ys = lax.scan(
             turn,
-            (init, accumulators),
-            (xs, jnp.arange(self.length) if accumulators else None),
+            (init, [empty_stack(aval, self.length) for aval in avals], accumulators),
+            (xs, jnp.arange(self.length)),
             self.length,
             self.reverse,
             self.unroll,
         )
+        ys = [y if x is None else x for x, y in zip(stacks, ys, strict=True)]
         return [*carry, *ys, *accumulators]
 
 

@@ -27,7 +27,7 @@ from jaxtyping import PyTree
 from ...autodiff.backward import floating
 from ...autodiff.staged_model import index_leading
 from .._buffers import over_leading, to_accum_dtype
-from ..ranks import zeros, zeros_like
+from ..ranks import AXIS, zeros, zeros_like
 from ._gather import Gather, TreeFunction, identity
 
 ReadChunk = Callable[[PyTree, Any], PyTree]
@@ -97,16 +97,30 @@ def _every_tick(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGathe
         del prefetched
         return read(weights, chunk)
 
+    def zero_unsharded() -> PyTree:
+        return _zero_unsharded(gather, gather.cast_and_unshard(read(weights, 0)))
+
+    if not _has_shards():  # sums are stored whole, so gradients are added in place
+        return _with_zeros(
+            gather,
+            prefetch=_nothing,
+            window=window,
+            unshard=gather.cast_and_unshard,
+            to_sum=lambda dw: gather.constrain_unsharded(to_accum_dtype(dw)),
+            accumulate_in_place=_in_place,
+            reduce_scatter=gather.reduce_scatter,
+            zero_sums=lambda: zeros_of_chunks(zero_unsharded(), weights),
+        )
+
     def to_sum(dw: PyTree) -> PyTree:
         return gather.reduce_scatter(to_accum_dtype(dw))
 
     def accumulate_in_place(read_sum: ReadSum, add: Callable) -> tuple[PyTree, PyTree]:
-        new, result = add(_zero_unsharded(gather, gather.cast_and_unshard(read(weights, 0))))
+        new, result = add(zero_unsharded())
         return _plus(read_sum(), to_sum(new)), result
 
     def zero_sums() -> PyTree:
-        zero = _zero_unsharded(gather, gather.cast_and_unshard(read(weights, 0)))
-        return zeros_of_chunks(gather.reduce_scatter(zero), weights)
+        return zeros_of_chunks(gather.reduce_scatter(zero_unsharded()), weights)
 
     return _with_zeros(
         gather,
@@ -118,6 +132,12 @@ def _every_tick(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGathe
         reduce_scatter=identity,
         zero_sums=zero_sums,
     )
+
+
+def _has_shards() -> bool:
+    """Returns whether the mesh has axes over which weights or rows may be divided."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(size > 1 for axis, size in mesh.shape.items() if axis not in (AXIS, "tensor"))
 
 
 def _every_chunk(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGather:
