@@ -32,7 +32,7 @@ _LIVE_ON_CPU = 1.3
 
 _EXPANDED = 3.1
 """Arrays of every row for every expert that XLA:GPU holds at a time: its `ragged_dot` is a product
-over all experts, of rows that are zero but for one."""
+over all experts, of rows that are zero but for one. Where tokens run in chunks it holds less."""
 
 _FOR_WEIGHTS = 1.1
 """The inputs and the cotangents of a layer's products, as a share of all its tensors."""
