@@ -85,6 +85,11 @@ VERIFIED: dict[str, tuple[str, str, int, int, dict, float]] = {
         _NO_PIPELINE | {"remat_policy": "save_out_proj"} | _TENSOR | _sizes(4, fsdp=16),
         97_388,
     ),
+    "70B, 4": (
+        *_ON_TPUS,
+        _NO_PIPELINE | _POLICY | {"ici_tensor_parallelism": 4} | _sizes(16, fsdp=8),
+        97_500,
+    ),
     "70B on GPUs, 1": (*_ON_GPUS, _NO_PIPELINE | _POLICY | _TENSOR | _sizes(8, fsdp=32), 62_388),
     "70B on GPUs, 2": (*_ON_GPUS, _NO_PIPELINE | _MLP_AGAIN | _sizes(2, fsdp=64), 65_624),
     "70B on GPUs, 3": (*_ON_GPUS, _NO_PIPELINE | _MLP_AGAIN | _sizes(4, data=2, fsdp=32), 68_708),
@@ -123,7 +128,7 @@ def test_memory_of_other_models_and_policies_is_within_5_percent(name: str):
 
 
 def test_experts_without_a_kernel_do_not_fit_as_a_compiler_says():
-    """XLA:GPU makes products over all experts of DeepSeek's: 287 GB for such a layout."""
+    """XLA:GPU makes products over all experts of DeepSeek's: 277 GB for such a layout."""
     given = {"model_name": "deepseek3-671b", "ici_data_parallelism": 1, "remat_policy": "full"}
     given |= _1F1B | _PER_LAYER | _BOTH | _TENSOR | {"ici_expert_parallelism": 8}
     given |= {"ici_pipeline_parallelism": 16, "ici_fsdp_parallelism": 1}

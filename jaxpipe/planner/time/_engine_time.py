@@ -20,6 +20,9 @@ _STORE_BYTES = 28.0
 engine that runs schedules: the two conditions, the buffer and the layers have layouts of their own.
 """
 
+_STACK_BYTES = 8.0
+"""The same without a pipeline, where the stacks of a loop over layers are all there is."""
+
 _WINDOW_PASSES = 3.0
 """How often XLA:TPU reads or writes the result of a product for each window of its weight."""
 
@@ -43,7 +46,13 @@ def engine_seconds(candidate: StepLayout, request: Request) -> float:
         return sums
     if candidate.engine == "scheduled":
         return sums + _store_seconds(candidate, request)
-    return sums + (_window_seconds(candidate, request) if candidate.engine == "none" else 0.0)
+    if candidate.engine != "none":
+        return sums
+    stacks = 0.0
+    if request.own is None:  # what a model of one's own writes is counted by its equations
+        kept = visit_bytes(request.model, candidate, _tokens(candidate, request))
+        stacks = candidate.microbatches * _STACK_BYTES * kept / _memory_rate(request)
+    return sums + stacks + _window_seconds(candidate, request)
 
 
 def _memory_rate(request: Request) -> float:
