@@ -95,6 +95,11 @@ class Live(NamedTuple):
     waiting: int
 
 
+def splits_backward(candidate: StepLayout) -> bool:
+    """Returns whether the schedule of a layout has backwards in two halves."""
+    return candidate.schedule.startswith(("zero", "zbv", "v_", "dual", "interleaved_zero"))
+
+
 def live_at_most(candidate: StepLayout) -> Live:
     """Returns the counts by closed forms, near those of the schedule's tables.
 
@@ -113,9 +118,8 @@ def live_at_most(candidate: StepLayout) -> Live:
             in_flight = 3 * S - 1
         case "gpipe" | "looped_bfs" | "interleaved_gpipe":
             in_flight = most
-    splits = candidate.schedule.startswith(("zero", "zbv", "v_", "dual", "interleaved_zero"))
     waiting = 2 * M - S + 1 if candidate.schedule == "looped_bfs" else 2
-    return Live(min(most, in_flight), min(most, S) if splits else 0, waiting)
+    return Live(min(most, in_flight), min(most, S) if splits_backward(candidate) else 0, waiting)
 
 
 def row_shards(sizes: Sizes) -> int:

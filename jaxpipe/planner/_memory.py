@@ -34,7 +34,7 @@ _EXPANDED = 3.1
 """Arrays of every row for every expert that XLA:GPU holds at a time: its `ragged_dot` is a product
 over all experts, of rows that are zero but for one. Where tokens run in chunks it holds less."""
 
-_FOR_WEIGHTS = 1.1
+_FOR_WEIGHTS = 1.0
 """The inputs and the cotangents of a layer's products, as a share of all its tensors."""
 
 _STREAM = 4
@@ -250,6 +250,20 @@ def visit_bytes(model: PlannedModel, candidate: StepLayout, tokens: float) -> fl
         The bytes of a microbatch.
     """
     return _residuals(candidate, _parts(model, candidate, tokens))
+
+
+def wgrad_bytes(model: PlannedModel, candidate: StepLayout, tokens: float) -> float:
+    """Returns the bytes that the first half of a backward leaves for the second.
+
+    Args:
+        model: The model.
+        candidate: The layout.
+        tokens: t.
+
+    Returns:
+        The bytes of a microbatch on a stage.
+    """
+    return candidate.layers_per_stage * _parts(model, candidate, tokens).for_weights
 
 
 def _residuals(candidate: StepLayout, parts: _Parts) -> float:

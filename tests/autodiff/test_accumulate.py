@@ -73,6 +73,15 @@ def test_so_it_does_backwards_and_written_out(how: dict[str, Any]):
     assert stacked(added(f, (False, True), (x, ws), (ws,))) == []
 
 
+def test_a_loop_may_stack_a_constant():
+    def f(x, ws):
+        return lax.scan(lambda x, w: (jnp.tanh(w @ x), (jnp.outer(x, x), 2.0)), x, ws)
+
+    graph = to_graph(jax.make_jaxpr(f)(x, ws))
+    for got, true in zip(graph(x, ws), jax.tree.leaves(f(x, ws)), strict=True):
+        np.testing.assert_array_equal(got, true)
+
+
 def test_what_is_read_elsewhere_too_is_stacked_as_before():
     def f(x, ws):
         x, products = outer_products(x, ws)

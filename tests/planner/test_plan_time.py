@@ -18,6 +18,7 @@ CYCLES = {
     "C per repeat": 4.563,
     "1F1B once": 5.155,
     "1F1B per layer": 6.328,
+    "zero bubble": 6.266,
 }
 
 # Likewise of plans that were verified.

@@ -104,7 +104,10 @@ class Scan:
             return [*init, *(jnp.zeros((0, *y.shape), y.dtype) for y in ys), *accumulators]
 
         end = len(self.body.outputs) - self.num_accumulators
-        avals = [atom.aval for atom in self.body.outputs[self.num_carry : end]]
+        slices_out = self.body.outputs[self.num_carry : end]
+        empty = [
+            empty_stack(y.aval, self.length) if isinstance(y, Var) else None for y in slices_out
+        ]
 
         def turn(carry: Any, slices: Any) -> Any:
             (carry, stacks, accumulators), (xs, i) = carry, slices
@@ -114,15 +117,15 @@ class Scan:
             put = lax.dynamic_update_index_in_dim
             accumulators = [put(x, new, i, 0) for x, new in zip(accumulators, after, strict=True)]
             stacks = [
-                None if x is None else put(x, pvary_like(aval, y), i, 0)
-                for x, y, aval in zip(stacks, ys, avals, strict=True)
+                None if x is None else put(x, pvary_like(jax.typeof(x), y), i, 0)
+                for x, y in zip(stacks, ys, strict=True)
             ]
             ys = [y if x is None else None for x, y in zip(stacks, ys, strict=True)]
             return (list(carry), stacks, accumulators), ys
 
         (carry, stacks, accumulators), ys = lax.scan(
             turn,
-            (init, [empty_stack(aval, self.length) for aval in avals], accumulators),
+            (init, empty, accumulators),
             (xs, jnp.arange(self.length)),
             self.length,
             self.reverse,

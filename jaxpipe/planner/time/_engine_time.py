@@ -4,9 +4,9 @@ S ranks, v stages on each, M microbatches.
 """
 
 from ...cost.devices import efficiency
-from .._candidates import StepLayout
+from .._candidates import StepLayout, splits_backward
 from .._devices import device_hardware
-from .._memory import visit_bytes
+from .._memory import visit_bytes, wgrad_bytes
 from .._model import gathered_parameters, stored_parameters
 from .._request import Request
 
@@ -22,6 +22,10 @@ engine that runs schedules: the two conditions, the buffer and the layers have l
 
 _STACK_BYTES = 8.0
 """The same without a pipeline, where the stacks of a loop over layers are all there is."""
+
+_WGRAD_BYTES = 20.0
+"""The same for each byte that the first half of a backward leaves for the second: it is stacked by
+layers, written to a buffer, and copied out of it."""
 
 _WINDOW_PASSES = 3.0
 """How often XLA:TPU reads or writes the result of a product for each window of its weight."""
@@ -68,10 +72,13 @@ def _tokens(candidate: StepLayout, request: Request) -> float:
 
 
 def _store_seconds(candidate: StepLayout, request: Request) -> float:
-    """Returns the seconds in which what forwards keep moves into its buffers and out of them."""
-    kept = visit_bytes(request.model, candidate, _tokens(candidate, request))
-    ticks = candidate.microbatches * candidate.chunks + 2 * (candidate.num_ranks - 1)
-    return ticks * _STORE_BYTES * kept / _memory_rate(request)
+    """Returns the seconds in which what is kept moves into its buffers and out of them."""
+    tokens, visits = _tokens(candidate, request), candidate.microbatches * candidate.chunks
+    kept = visit_bytes(request.model, candidate, tokens)
+    moved = (visits + 2 * (candidate.num_ranks - 1)) * _STORE_BYTES * kept
+    if splits_backward(candidate):
+        moved += visits * _WGRAD_BYTES * wgrad_bytes(request.model, candidate, tokens)
+    return moved / _memory_rate(request)
 
 
 def _window_seconds(candidate: StepLayout, request: Request) -> float:
