@@ -61,8 +61,8 @@ show(sixteen)
 #
 # ## Twice the chips, less than half the time
 #
-# With 32 chips, half as much has to be computed by each, and there is memory to store
-# activations in place of computing them again. `max_stages` and keys of a run narrow the search.
+# With 32 chips, each computes half as much, and has memory for the inputs of all layers: with 16,
+# the backward computes them again. `max_stages` and keys of a run narrow the search.
 
 # %%
 thirty_two = jp.plan(MODEL, "v5p-64", BATCH, SEQUENCE, max_stages=4, ici_tensor_parallelism=2)

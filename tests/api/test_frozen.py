@@ -194,6 +194,16 @@ def of_frozen_shape(pipe: Any) -> tuple[int, int]:
 
 @pytest.mark.parametrize("schedule", ["circular", "1f1b", "zero_bubble_h1"])
 def test_nothing_of_the_shape_of_a_frozen_weight_is_computed_or_carried(schedule: str):
+    assert min(of_frozen_shape(pipeline(schedule=schedule, frozen=None, stage=1))) > 0
+    assert of_frozen_shape(pipeline(schedule=schedule, stage=1)) == (0, 0)
+
+
+@pytest.mark.parametrize("schedule", ["circular", "1f1b", "zero_bubble_h1"])
+def test_so_it_is_in_uneven_stages_but_for_what_their_loops_stack(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+):
+    """A condition of an uneven stage returns the weights that it reads, for its backward."""
+    monkeypatch.setattr("jaxpipe.ir.graph._graph.empty_stack", lambda aval, length: None)
     assert min(of_frozen_shape(pipeline(schedule=schedule, frozen=None, stage=2))) > 0
     assert of_frozen_shape(pipeline(schedule=schedule, stage=2)) == (0, 0)
 
