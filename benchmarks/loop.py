@@ -10,6 +10,7 @@ it, which begins after a pause and is done long before the next. Takes about sev
 cores. Settings win over those of this file.
 """
 
+import contextlib
 import io
 import re
 import statistics
@@ -72,8 +73,6 @@ def main() -> None:
 
 def _run(config: Config) -> list[tuple[Time, Time]]:
     """Of every turn, what the bare steps and what the run have taken."""
-    import jax
-
     from jaxpipe.train import train
 
     bare = _bare_steps(config)
@@ -85,9 +84,9 @@ def _run(config: Config) -> list[tuple[Time, Time]]:
 
         def write(self, text: str) -> int:
             nonlocal started
-            shown = re.match(r"step (\d+)/", text)
+            shown = re.match(r"step +(\d+)/", text)
             if shown and int(shown[1]) % TURN == 0:
-                jax.block_until_ready(jax.live_arrays())  # the step that is on its way, if one is
+                _wait()  # for the step that is on its way, if one is
                 run_time = now() - started
                 turns.append((bare(), run_time))
                 started = now()
@@ -96,6 +95,15 @@ def _run(config: Config) -> list[tuple[Time, Time]]:
     train(config, stream=Stream())
     assert len(turns) == TURNS * (ROUNDS + 1), "the run shows the last step of every turn"
     return turns
+
+
+def _wait() -> None:
+    """Waits for all arrays, but for those that a save in the background deletes meanwhile."""
+    import jax
+
+    for array in jax.live_arrays():
+        with contextlib.suppress(RuntimeError):
+            array.block_until_ready()
 
 
 def _bare_steps(config: Config) -> Callable[[], Time]:

@@ -78,20 +78,24 @@ estimates of cycles; `step` has kernels, collectives and bubbles too. MaxText's 
 jax 0.11.2 and libtpu 0.0.51; the last column is what was to be reached.""",
     ),
     "dispatch": Benchmark(
-        "Dispatch",
+        "Dispatch beside JaxPP's",
         "dispatch.py",
         (),
         ("jax", "jaxlib"),
         True,
-        "What a task of the MPMD engine costs beyond its arithmetic, beside what JAX alone needs.",
+        """\
+What a task of the MPMD engine costs beyond its arithmetic, beside what JAX alone needs. JaxPP was
+measured once, in November 2026, on another machine with two cores.""",
     ),
     "start-up": Benchmark(
-        "Start-up",
+        "Start-up beside JaxPP's",
         "tutorial.py",
         (),
         ("jax", "jaxlib", "flax"),
         True,
-        "A small transformer as programs of four groups, beside one plain program.",
+        """\
+A small transformer as programs of four groups, beside one plain program. JaxPP was measured once,
+in November 2026, on another machine with two cores.""",
     ),
     "efficiency": Benchmark(
         "Efficiency beside torch's",
