@@ -4,6 +4,7 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +46,20 @@ def browser() -> Iterator[Any]:
         )
         yield running
         running.close()
+
+
+@contextmanager
+def opened(browser: Any, file: Path, width: int, scheme: str) -> Iterator[Any]:
+    """A page with curves in a window; every message of it and every further request is an error."""
+    with browser.new_context(
+        viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True
+    ) as context:
+        tab, said = context.new_page(), []
+        tab.on("console", lambda message: said.append(message.text))
+        tab.on("pageerror", lambda error: said.append(str(error)))
+        tab.on("request", lambda asked: said.append(asked.url))
+        tab.goto(file.as_uri())
+        tab.wait_for_selector(".curve path.line")
+        assert said.pop(0) == file.as_uri()
+        yield tab
+        assert said == []

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from browsers import browser as browser
+from browsers import opened
 
 from .written import page_of, usual, write_checkpoint, write_run, write_starts
 
@@ -37,18 +38,8 @@ def page(tmp_path_factory) -> Path:
 def shown(browser: Any, page: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     """The page at a width and in a colour scheme; every message and request is an error."""
     width, scheme = getattr(request, "param", (1200, "light"))
-    with browser.new_context(
-        viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True
-    ) as context:
-        tab, said = context.new_page(), []
-        tab.on("console", lambda message: said.append(message.text))
-        tab.on("pageerror", lambda error: said.append(str(error)))
-        tab.on("request", lambda asked: said.append(asked.url))
-        tab.goto(page.as_uri())
-        tab.wait_for_selector(".curve path.line")
-        assert said.pop(0) == page.as_uri()
+    with opened(browser, page, width, scheme) as tab:
         yield tab
-        assert said == []
 
 
 LOOKS = [(400, "light"), (400, "dark"), (1600, "light"), (1600, "dark")]

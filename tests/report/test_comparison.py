@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from browsers import browser as browser
+from browsers import opened
 from jaxpipe.cli import main
 from jaxpipe.report import read_run
 from jaxpipe.report.comparison import (
@@ -100,16 +101,8 @@ def shown(browser: Any, folders: list[Path], request: pytest.FixtureRequest, tmp
     file = tmp_path / "comparison.html"
     page = render_comparison([read_run(folder) for folder in folders], now=NOW)
     file.write_text(page, encoding="utf-8")
-    with browser.new_context(
-        viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True
-    ) as context:
-        tab, said = context.new_page(), []
-        tab.on("console", lambda message: said.append(message.text))
-        tab.on("pageerror", lambda error: said.append(str(error)))
-        tab.goto(file.as_uri())
-        tab.wait_for_selector(".curve path.line")
+    with opened(browser, file, width, scheme) as tab:
         yield tab
-        assert said == []
 
 
 @pytest.mark.parametrize("shown", [(420, "dark")], indirect=True, ids=["420-dark"])
