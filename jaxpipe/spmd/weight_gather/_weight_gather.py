@@ -13,8 +13,9 @@ circular engine once per repeat, the scheduled engine by the prefetch plan of it
 | repeat | gathers  | result of `prefetch` |         |                 | reduce-scatters |
 | once   |          | of a gathered copy   |         |                 | reduce-scatters |
 
-In the fourth way, per layer, the stage gathers by itself (`_per_layer`): to the engines its weights
-are gathered once.
+In `tick` on a mesh that divides no weights or rows, sums are whole as in the other ways. In the
+fourth way, per layer, the stage gathers by itself (`_per_layer`): to the engines its weights are
+gathered once.
 """
 
 from collections.abc import Callable
@@ -106,9 +107,6 @@ def _every_tick(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGathe
             prefetch=_nothing,
             window=window,
             unshard=gather.cast_and_unshard,
-            to_sum=lambda dw: gather.constrain_unsharded(to_accum_dtype(dw)),
-            accumulate_in_place=_in_place,
-            reduce_scatter=gather.reduce_scatter,
             zero_sums=lambda: zeros_of_chunks(zero_unsharded(), weights),
         )
 
@@ -158,9 +156,6 @@ def _every_chunk(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGath
         prefetch=prefetch,
         window=window,
         unshard=identity,
-        to_sum=lambda dw: gather.constrain_unsharded(to_accum_dtype(dw)),
-        accumulate_in_place=_in_place,
-        reduce_scatter=gather.reduce_scatter,
         zero_sums=zero_sums,
     )
 
@@ -182,11 +177,12 @@ def _once(gather: Gather, weights: PyTree) -> WeightGather:
         prefetch=_nothing,
         window=window,
         unshard=identity,
-        to_sum=lambda dw: gather.constrain_unsharded(to_accum_dtype(dw)),
-        accumulate_in_place=_in_place,
-        reduce_scatter=gather.reduce_scatter,
         zero_sums=zero_sums,
     )
+
+
+def _in_place(read_sum: ReadSum, add: Callable) -> tuple[PyTree, PyTree]:
+    return add(read_sum())
 
 
 def _with_zeros(
@@ -195,12 +191,17 @@ def _with_zeros(
     prefetch: Callable[[Any], PyTree],
     window: Callable[[PyTree, Any], PyTree],
     unshard: TreeFunction,
-    to_sum: TreeFunction,
-    accumulate_in_place: Callable[[ReadSum, Callable], tuple[PyTree, PyTree]],
-    reduce_scatter: TreeFunction,
     zero_sums: Callable[[], PyTree],
+    to_sum: TreeFunction | None = None,
+    accumulate_in_place: Callable[[ReadSum, Callable], tuple[PyTree, PyTree]] = _in_place,
+    reduce_scatter: TreeFunction | None = None,
 ) -> WeightGather:
-    """Returns the record of these functions; `to_sum` maps gradients to what a sum adds."""
+    """Returns the record of these functions; `to_sum` maps gradients to what a sum adds.
+
+    By default sums are whole: gradients are added in place, and reduce-scattered afterwards.
+    """
+    to_sum = to_sum or (lambda dw: gather.constrain_unsharded(to_accum_dtype(dw)))
+    reduce_scatter = reduce_scatter or gather.reduce_scatter
 
     def accumulate(total: PyTree, dw: PyTree) -> PyTree:
         return _plus(total, to_sum(dw))
@@ -240,10 +241,6 @@ def _zero_unsharded(gather: Gather, w: PyTree) -> PyTree:
 def _nothing(chunk: Any) -> PyTree:
     del chunk
     return ()
-
-
-def _in_place(read_sum: ReadSum, add: Callable) -> tuple[PyTree, PyTree]:
-    return add(read_sum())
 
 
 def _plus(total: PyTree, new: PyTree) -> PyTree:
