@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, PyTree
 from ...autodiff.backward import Pullback, pullback
 from ...autodiff.staged_model import Aux, fold_in_microbatch, index_leading
 from ..ranks import AXIS
-from ..weight_gather import Gather, WeightGather, weight_gather
+from ..weight_gather import Gather, WeightGather, read_after, weight_gather
 from ._shape import PipelineShape, TickWork, check_circular
 
 Stage = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, Aux]]
@@ -69,7 +69,7 @@ def prepare(
     R = jax.tree.leaves((weights, keys))[0].shape[0]
     check_circular(S, R, S * n, delay=options.delay)
 
-    gather = weight_gather(options.gather, weights)
+    gather = weight_gather(options.gather, weights, read=read_after)
     # Only the types of these arguments are used, to trace the stage.
     first = (index_leading(tree, 0) for tree in (inputs, batch_inputs, keys))
     examples = gather.unshard(gather.window(gather.prefetch(0), 0)), *first

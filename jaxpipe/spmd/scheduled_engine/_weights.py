@@ -14,7 +14,7 @@ chunk of a row: in every tick, or, with a prefetch plan, whenever the rank chang
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from ...autodiff.staged_model import index_leading
 from ...schedules.lock_step import PREFETCHED, SHARED_WITH_FORWARD, TickTables
 from .._buffers import over_leading, put
 from ..ranks import AXIS, cond, execution_count_hint, zeros_like
-from ..weight_gather import Gather, WeightGather, only_after, weight_gather, zeros_of_chunks
+from ..weight_gather import Gather, WeightGather, read_after, weight_gather, zeros_of_chunks
 from ._rows import PhaseRow
 
 
@@ -56,13 +56,8 @@ class ScheduledWeights(NamedTuple):
 def scheduled_weights(gather: Gather, weights: PyTree, tables: TickTables) -> ScheduledWeights:
     """Returns the functions of `ScheduledWeights` for weights with [v, ...] leaves."""
     if gather.when == "repeat":
-        return _by_residency(weight_gather(gather, weights, read=_read_after), weights, tables)
+        return _by_residency(weight_gather(gather, weights, read=read_after), weights, tables)
     return _by_tick(weight_gather(gather, weights))
-
-
-def _read_after(weights: PyTree, chunk: Any) -> PyTree:
-    """Returns the weights of a chunk, which XLA cannot cast before it knows the chunk."""
-    return jax.tree.map(partial(only_after, chunk), index_leading(weights, chunk))
 
 
 def _unchanged(state: PyTree, work: PhaseRow, is_forward: bool = True) -> PyTree:

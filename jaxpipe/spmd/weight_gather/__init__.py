@@ -6,12 +6,12 @@ from ._gather import When as When
 from ._gather import gather_by_specs as gather_by_specs
 from ._gather import gather_weights as gather_weights
 from ._gather import identity as identity
-from ._gather import only_after as only_after
 from ._gather import unsharded_specs as unsharded_specs
 from ._per_layer import gather_in_layers as gather_in_layers
 from ._per_layer import gathering_layer as gathering_layer
 from ._per_layer import layer_gather as layer_gather
 from ._per_layer import name_gathered as name_gathered
 from ._weight_gather import WeightGather as WeightGather
+from ._weight_gather import read_after as read_after
 from ._weight_gather import weight_gather as weight_gather
 from ._weight_gather import zeros_of_chunks as zeros_of_chunks

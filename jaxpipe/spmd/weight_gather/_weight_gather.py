@@ -9,7 +9,7 @@ circular engine once per repeat, the scheduled engine by the prefetch plan of it
 
 |        | prefetch | window               | unshard | accumulate      | reduce_scatter  |
 |--------|----------|----------------------|---------|-----------------|-----------------|
-| tick   |          | as stored            | gathers | reduce-scatters |                 |
+| tick   |          | cast                 | gathers | reduce-scatters |                 |
 | repeat | gathers  | result of `prefetch` |         |                 | reduce-scatters |
 | once   |          | of a gathered copy   |         |                 | reduce-scatters |
 
@@ -19,6 +19,7 @@ gathered once.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +30,7 @@ from ...autodiff.backward import floating
 from ...autodiff.staged_model import index_leading
 from .._buffers import over_leading, to_accum_dtype
 from ..ranks import AXIS, zeros, zeros_like
-from ._gather import Gather, TreeFunction, identity
+from ._gather import Gather, TreeFunction, identity, only_after
 
 ReadChunk = Callable[[PyTree, Any], PyTree]
 """From [chunks, ...] weights and the index of a chunk to the weights of that chunk."""
@@ -92,11 +93,11 @@ def weight_gather(
 
 
 def _every_tick(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGather:
-    """Holds weights as they are stored, and gathers them whenever a stage reads them."""
+    """Holds cast weights, sharded as they are stored, and gathers them when a stage reads them."""
 
     def window(prefetched: PyTree, chunk: Any) -> PyTree:
         del prefetched
-        return read(weights, chunk)
+        return gather.cast(read(weights, chunk))
 
     def zero_unsharded() -> PyTree:
         return _zero_unsharded(gather, gather.cast_and_unshard(read(weights, 0)))
@@ -106,7 +107,7 @@ def _every_tick(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGathe
             gather,
             prefetch=_nothing,
             window=window,
-            unshard=gather.cast_and_unshard,
+            unshard=gather.unshard,
             zero_sums=lambda: zeros_of_chunks(zero_unsharded(), weights),
         )
 
@@ -124,7 +125,7 @@ def _every_tick(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGathe
         gather,
         prefetch=_nothing,
         window=window,
-        unshard=gather.cast_and_unshard,
+        unshard=gather.unshard,
         to_sum=to_sum,
         accumulate_in_place=accumulate_in_place,
         reduce_scatter=identity,
@@ -236,6 +237,14 @@ def zeros_of_chunks(gradient: PyTree, weights: PyTree) -> PyTree:
 
 def _zero_unsharded(gather: Gather, w: PyTree) -> PyTree:
     return gather.constrain_unsharded(zeros_like(to_accum_dtype(floating(w))))
+
+
+def read_after(weights: PyTree, chunk: Any) -> PyTree:
+    """Returns the weights of a chunk, which XLA cannot cast before it knows the chunk.
+
+    Otherwise it casts those of all chunks before the loop, and holds the copy. A `ReadChunk`.
+    """
+    return jax.tree.map(partial(only_after, chunk), index_leading(weights, chunk))
 
 
 def _nothing(chunk: Any) -> PyTree:
