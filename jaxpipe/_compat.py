@@ -49,6 +49,17 @@ def import_pallas_gpu_attention() -> tuple[Any, Any]:
     return BlockSizes, mha
 
 
+def import_pallas_triton() -> Any:
+    """Imports Pallas's dialect of Triton, which GPUs alone need and which takes a second.
+
+    Returns:
+        The module, with `load`, `store` and `CompilerParams`.
+    """
+    from jax.experimental.pallas import triton
+
+    return triton
+
+
 def nan_errors() -> tuple[type[Exception], ...]:
     """Returns the errors that `jax_debug_nans` and `jax_debug_infs` raise for a program."""
     internal = getattr(api_util, "InternalFloatingPointError", FloatingPointError)

@@ -19,6 +19,7 @@ from jaxpipe.models.layers import (
     moe,
     moe_weights,
     num_chunks,
+    pallas_gpu_grouped_matmul,
     ragged_dot,
     route,
     routed_experts,
@@ -246,11 +247,16 @@ def test_a_mixture_inside_a_pipeline_is_that_of_one_device(remat: bool):
 
 
 # JAX's kernel mixes booleans and integers in its backward, hence the standard promotion below.
+KERNELS = {
+    "xla": ragged_dot,
+    "megablox": megablox(interpret=True),
+    "gpu": pallas_gpu_grouped_matmul(interpret=True),
+}
 SIZES = [[7, 0, 5, 3], [0, 0, 0, 0], [0, 30, 0, 0], [8, 8, 8, 6]]
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("kernel", [ragged_dot, megablox(interpret=True)], ids=["xla", "megablox"])
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())
 def test_a_grouped_matmul_and_its_gradients_are_those_of_a_loop_over_groups(kernel, sizes):
     rows = jax.random.normal(jax.random.key(0), (30, 16))
     weights = jax.random.normal(jax.random.key(1), (4, 16, 24))

@@ -13,6 +13,7 @@ from ._common import token_losses as token_losses
 from ._flash_attention import cudnn_attention as cudnn_attention
 from ._flash_attention import pallas_gpu_attention as pallas_gpu_attention
 from ._flash_attention import splash_attention as splash_attention
+from ._gpu_grouped_matmul import pallas_gpu_grouped_matmul as pallas_gpu_grouped_matmul
 from ._grouped_matmul import GroupedMatmul as GroupedMatmul
 from ._grouped_matmul import megablox as megablox
 from ._grouped_matmul import ragged_dot as ragged_dot

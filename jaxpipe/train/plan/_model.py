@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from ... import autodiff, models, sharding
 from ...autodiff import StagedModel, keep
 from ...autodiff.backward import saved_names
+from ...models.layers._gpu_grouped_matmul import pallas_gpu_grouped_matmul
 from ...models.layers._grouped_matmul import GroupedMatmul, megablox, ragged_dot
 from ...models.layers._projection import PROJECTIONS
 from ...models.layers._routed_experts import routed_experts
@@ -150,7 +151,7 @@ def _layer_wrapper(
 
 
 def select_grouped_matmul(wanted: bool | str, platform: str) -> GroupedMatmul:
-    """Selects the experts' grouped matmul: Megablox's kernel on TPUs unless a run refuses it.
+    """Selects the experts' grouped matmul: a Pallas kernel on TPUs and GPUs, unless a run refuses.
 
     Args:
         wanted: The value of `megablox`: true, false or "auto".
@@ -160,10 +161,17 @@ def select_grouped_matmul(wanted: bool | str, platform: str) -> GroupedMatmul:
         The function that multiplies rows with the weights of their experts.
 
     Raises:
-        ValueError: If the kernel is wanted and the devices are not TPUs.
+        ValueError: If a kernel is wanted and the devices are neither TPUs nor GPUs.
     """
-    if wanted is True and platform != "tpu":
+    if wanted is True and platform not in _KERNELS:
         raise ValueError(
-            f"`megablox` is true, but the devices are {platform}s, not TPUs. Give 'auto' or false."
+            f"`megablox` is true, but the devices are {platform}s, neither TPUs nor GPUs. Give "
+            "'auto' or false."
         )
-    return megablox() if platform == "tpu" and wanted else ragged_dot
+    return _KERNELS[platform]() if platform in _KERNELS and wanted else ragged_dot
+
+
+_KERNELS: Mapping[str, Callable[[], GroupedMatmul]] = {
+    "tpu": megablox,
+    "gpu": pallas_gpu_grouped_matmul,
+}

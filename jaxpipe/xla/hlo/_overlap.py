@@ -41,7 +41,10 @@ def _ends_chain(module: Module, instruction: Instruction) -> bool:
     return any('"AsyncCollectiveDone"' in x.attributes for x in body)
 
 
-_PRODUCTS = re.compile(r'custom_call_target="[^"]*(gemm|matmul|fmha|splash|gmm)|__triton_gemm')
+_PRODUCTS = re.compile(
+    # Of kernels in Triton, those of Pallas: its attention, and products of experts.
+    r'custom_call_target="[^"]*(gemm|matmul|fmha|splash|gmm|xla\.gpu\.triton)|__triton_gemm'
+)
 _CALLED = ("calls", "to_apply", "body", "branch_computations")
 
 
