@@ -6,10 +6,10 @@ from typing import Any
 
 from ..sharding import AXES
 from ._candidates import StepLayout
-from ._memory import PeakMemory
 from ._request import Request
 from ._search import BestPlans, Plan
 from ._verify import VerifiedPlan, verify
+from .memory import PeakMemory
 
 _GB = 1e9
 _NAMES = {"stage": "pp", "data": "data", "fsdp": "fsdp", "tensor": "tp", "expert": "ep"}

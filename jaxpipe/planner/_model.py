@@ -67,6 +67,20 @@ class Tensor:
     all_rows: bool = False
 
 
+class RoutedExperts(NamedTuple):
+    """The routed experts of a layer.
+
+    Attributes:
+        num: How many there are.
+        chosen: How many of them a token chooses.
+        width: F, the width of one.
+    """
+
+    num: int
+    chosen: int
+    width: int
+
+
 class WeightBytes(NamedTuple):
     """Bytes of a parameter.
 
@@ -96,34 +110,55 @@ class PlannedModel:
         embed: The weights before the pipeline.
         head: Those of the head.
         num_layers: L, the layers that a pipeline may have.
-        outer_layer: The weights of a layer outside of the pipeline.
+        outer: The weights of layers among `embed` and `head`, all of them.
+        num_outer: The number of these layers.
         hidden: D.
         vocab: V; 0 if the loss makes no logits.
         tensors: What a layer makes for every token, by the name of the tensor.
         unnamed: What it makes beside these, which no policy keeps but `none`.
         scores: Scores of attention in float32, if it stores them; only `none` keeps them.
+        routed: The routed experts of a layer, if it has any.
         expanded: Rows of a token for every expert, where grouped products have no kernel.
         of_layers: Bytes of a parameter of the layers.
         of_boundary: Bytes of one of the embedding and the head.
         activation_bytes: Bytes of an element of activations.
         on_cpu: Whether XLA:CPU compiles it.
+        hoists_gathers: Whether the compiler moves gathers out of the loop over microbatches.
     """
 
     name: str
     layer: tuple[WeightGroup, ...]
     embed: tuple[WeightGroup, ...]
     head: tuple[WeightGroup, ...]
+    outer: tuple[WeightGroup, ...]
+    num_outer: int
     num_layers: int
     hidden: int
     vocab: int
     tensors: tuple[tuple[str, Tensor], ...]
     unnamed: tuple[Tensor, ...]
     scores: tuple[Tensor, ...]
+    routed: RoutedExperts | None
     expanded: tuple[Tensor, ...]
     of_layers: WeightBytes
     of_boundary: WeightBytes
     activation_bytes: int
     on_cpu: bool
+    hoists_gathers: bool
+
+    @property
+    def experts(self) -> tuple[WeightGroup, ...]:
+        """Returns the weights of the routed experts of one layer."""
+        return tuple(group for group in self.layer if "expert" in group.gathered)
+
+    @property
+    def dense(self) -> tuple[WeightGroup, ...]:
+        """Returns the other weights of one layer."""
+        return tuple(group for group in self.layer if "expert" not in group.gathered)
+
+    def own_rows(self, policy: str) -> tuple[Tensor, ...]:
+        """Returns those of `saved` that a device has of its own tokens alone."""
+        return tuple(tensor for tensor in self.saved(policy) if not tensor.all_rows)
 
     def saved(self, policy: str) -> tuple[Tensor, ...]:
         """Returns what a layer keeps for its backward beside its input.
@@ -221,7 +256,9 @@ def planned_model(
     """
     uniform = sizes.base_num_decoder_layers - getattr(sizes, "first_num_dense_layers", 0)
     tree = MODEL_FAMILIES[block].weights(sizes, layers_after=uniform - num_pipelined)
-    named, unnamed = _tensors(sizes)
+    on_tpu = not (on_cpu or on_gpu)
+    named, unnamed = _tensors(sizes, _LANES if on_tpu else 1)
+    outer = [tree[name].get("layers", {}) for name in ("embed", "head")]
     stored, read = (jnp.dtype(dtype).itemsize for dtype in dtypes)
     weight_bytes = WeightBytes(stored, max(_FLOAT32, stored), read)
     scores = _SCORES * scores_length * sizes.base_num_query_heads
@@ -230,17 +267,21 @@ def planned_model(
         _groups(tree["layer"], DEFAULT_RULES),
         _groups(tree["embed"], DEFAULT_RULES),
         _groups(tree["head"], DEFAULT_RULES),
+        _groups(outer, DEFAULT_RULES),
+        sizes.base_num_decoder_layers - num_pipelined,
         num_pipelined,
         sizes.base_emb_dim,
         sizes.vocab_size,
         tuple(named.items()),
         unnamed,
         (Tensor(scores, _SPLIT),) if scores else (),
+        _routed(sizes),
         _expanded(sizes) if on_gpu else (),
         weight_bytes,
         weight_bytes,
         read,
         on_cpu,
+        hoists_gathers=on_tpu,
     )
 
 
@@ -264,21 +305,34 @@ def _spec_axes(axes: Any, rules: Rules) -> Axes:
 
 _SPLIT = ("tensor",)
 
+_LANES = 128
+"""Elements of the last dim of an array that a TPU stores together: dims are padded to a multiple.
+Kernels of attention want the channels of a head there."""
 
-def _tensors(sizes: ModelConfig) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
-    """Returns what a layer makes for every token: by name, and what has none."""
+
+def _tensors(sizes: ModelConfig, lanes: int) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+    """Returns what a layer makes for every token: by name, and what has none.
+
+    Channels of a head are padded to a multiple of `lanes`.
+    """
+
+    def padded(channels: int) -> int:
+        return -(-channels // lanes) * lanes
+
     D, F = sizes.base_emb_dim, sizes.base_mlp_dim
     named = {"out_proj": Tensor(D)}
     match sizes:
         case LlamaConfig():
             _, H, K, C = sizes.attention
+            C = padded(C)
             named |= _heads(H * C, K * C, K * C, H * C)
             named |= _mlp(D, F)
             return named, (Tensor(4 * D), Tensor(2 * F, _SPLIT))
         case DeepseekConfig():
             at, moe = sizes.attention, sizes.moe
             H = at.num_heads
-            named |= _heads(H * at.head_dim, H * at.head_dim, H * at.v_head_dim, H * at.v_head_dim)
+            keys, values = H * padded(at.head_dim), H * padded(at.v_head_dim)
+            named |= _heads(keys, keys, values, values)
             named |= {"mla_q": Tensor(at.q_lora_rank), "mla_kv": Tensor(at.kv_lora_rank)}
             if moe.shared_experts:
                 named |= _mlp(D, moe.shared_experts * moe.expert_dim)
@@ -287,6 +341,13 @@ def _tensors(sizes: ModelConfig) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]
                 named[name] = Tensor(k * F, _SPLIT, all_rows=True)
             named["moe_mlpwo"] = Tensor(k * D, all_rows=True)
             return named, (Tensor(4 * D), Tensor(2 * k * D, all_rows=True))
+
+
+def _routed(sizes: ModelConfig) -> RoutedExperts | None:
+    if not isinstance(sizes, DeepseekConfig):
+        return None
+    moe = sizes.moe
+    return RoutedExperts(moe.num_experts, moe.router.num_chosen, moe.expert_dim)
 
 
 def _expanded(sizes: ModelConfig) -> tuple[Tensor, ...]:

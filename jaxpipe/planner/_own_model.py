@@ -70,7 +70,7 @@ def own_request(
     if not callable(model.layer):
         raise ValueError("`model` has layers of several kinds, which no planner knows. Give one.")
     groups = model.to_groups(params)
-    planned, work, tokens = _planned(model, groups, example, devices.generation == "cpu")
+    planned, work, tokens = _planned(model, groups, example, devices)
     fixed = {"tensor": 1, "expert": 1, "context": 1, "scope": "tick", "gather": "tick"}
     space = Space(
         *(devices, batch, tokens, planned.num_layers, 0, 1, planned.vocab, devices.num_devices),
@@ -82,7 +82,7 @@ def own_request(
 
 
 def _planned(
-    model: OwnModel, groups: dict[str, PyTree], example: PyTree, on_cpu: bool
+    model: OwnModel, groups: dict[str, PyTree], example: PyTree, devices: Devices
 ) -> tuple[PlannedModel, ModelWork, int]:
     """Returns the sizes of a model, its work, and the tokens of a row."""
     row, two = (_rows(example, count) for count in (1, 2))
@@ -123,17 +123,21 @@ def _planned(
         layer=(_group(layer),),
         embed=(_group((groups["embed"], shared)),),
         head=(_group(groups["head"]),),
+        outer=(),
+        num_outer=0,
         num_layers=num_layers,
         hidden=hidden,
         vocab=vocab,
         tensors=(),
         unnamed=(Tensor(round(kept / itemsize)),),
         scores=(),
+        routed=None,
         expanded=(),
         of_layers=_weight_bytes(layer),
         of_boundary=_weight_bytes((groups["embed"], groups["head"], shared)),
         activation_bytes=itemsize,
-        on_cpu=on_cpu,
+        on_cpu=devices.generation == "cpu",
+        hoists_gathers=devices.generation != "cpu" and not devices.is_gpu,
     )
     sizes = _size((groups["embed"], shared)), _size(groups["head"])
     return planned, ModelWork((own,), hidden, max(1, vocab), *sizes), tokens

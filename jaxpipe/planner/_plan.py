@@ -9,10 +9,10 @@ from jaxtyping import PyTree
 
 from ._answer import Plans, describe
 from ._devices import parse_devices
-from ._memory import PeakMemory
 from ._own_model import fix_space, own_request
 from ._request import OwnModel, Request, make_request, usable_bytes
 from ._search import BestPlans, search
+from .memory import PeakMemory
 
 _GB = 1e9
 

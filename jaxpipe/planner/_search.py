@@ -12,9 +12,9 @@ from ..schedules import lock_step
 from ._candidates import Live, StepLayout, candidates, live_at_most
 from ._devices import absent_devices
 from ._keys import checked_run, keys
-from ._memory import PeakMemory, memory
 from ._own_model import PreparedPipeline
 from ._request import Request, Values
+from .memory import PeakMemory, memory
 from .time import PredictedTime, rough_seconds, step_time
 
 _FINALISTS = 24

@@ -80,6 +80,11 @@ def layer_seconds(layer: LayerWork, layout: Layout, device: Device) -> ActionSec
     attention, moved_scores = _attention(layer, layout, device)
     divided = layout.tensor if layout.sequence_parallel else 1
     bytes_moved = layer.elementwise_bytes / layout.tensor + layer.between_bytes / divided
+    if layout.experts_gather:
+        # Rows of all devices along `expert`, of whole tokens, not those of a device.
+        whole = layer.row_bytes + layer.inner_row_bytes / layout.tensor
+        own = (layer.row_bytes + layer.inner_row_bytes) / layout.tensor
+        bytes_moved += layout.expert * whole - own
     moved = bytes_moved * layout.tokens + _cast_bytes(layer, layout)
     moved /= device.memory_rate
     kernels = layer.num_kernels * device.reached.kernel_seconds
@@ -183,6 +188,10 @@ def _communication(layer: LayerWork, layout: Layout, device: Device) -> Seconds:
         own = layout.tokens / layout.tensor
         chosen = layer.active_experts
         hidden = _HIDDEN if "experts" in layout.overlap else 0.0
+        if layout.experts_gather:
+            all_tokens = layout.tokens * layout.expert * layer.expert_boundary_bytes
+            gathered = 2 * all_gather_seconds(all_tokens, group, device.network)
+            return found | {"experts": gathered * (1 - hidden)}
         exchanged = 2 * all_to_all_seconds(
             own * chosen * layer.expert_boundary_bytes,
             group,

@@ -41,6 +41,9 @@ class Layout:
             of the same.
         deduplicate_experts: Whether a token is sent once to all of its experts that one domain of
             links has, not to each of them.
+        experts_gather: Whether each device along `expert` gathers the tokens of all of these, sorts
+            all of their rows, and multiplies those of its own experts. If not, devices exchange
+            rows. Devices that gather also divide the other weights, as `fsdp` does.
         sequence_parallel: Whether `tensor` also divides what is between products.
         optimizer_bytes: Bytes that the optimizer and the norm of the gradients read and write per
             weight; 34 for Adam in float32 with weights in bfloat16: the gradient twice, weight and
@@ -71,6 +74,7 @@ class Layout:
     dtype: str = "bf16"
     experts_over_tensor: bool = False
     deduplicate_experts: bool = False
+    experts_gather: bool = False
     sequence_parallel: bool = True
     optimizer_bytes: float = 34.0
     shared_optimizer: bool = True
@@ -88,6 +92,11 @@ class Layout:
     def devices(self) -> int:
         """Returns the number of devices."""
         return prod(self.size(axis) for axis in AXES)
+
+    @property
+    def num_weight_shards(self) -> int:
+        """Devices that gather weights from each other."""
+        return self.fsdp * (self.expert if self.experts_gather else 1)
 
     @property
     def batch(self) -> int:

@@ -109,7 +109,7 @@ def predict(
     parts["bubble"] = time.seconds - time.busy[rank]
     backward = sum(costs.input[stage] + costs.weight[stage] for stage in own)
     parts["gradient_reduction"], crossing = _gradients(work, held, layout, device, backward)
-    if layout.fsdp > 1 and layout.gather in ("once", "repeat"):
+    if layout.num_weight_shards > 1 and layout.gather in ("once", "repeat"):
         # A gather and a scatter, and with "repeat" another gather for the backward.
         passes = 3 if layout.gather == "repeat" else 2
         parts["fsdp"] = passes * gather_seconds(held, layout, device)

@@ -120,7 +120,7 @@ def _embedding_and_head(
 
 def _gathers(layers: tuple[LayerWork, ...], layout: Layout, device: Device) -> float:
     """Returns the seconds of one gather of a stage's weights, or one scatter of its gradients."""
-    if layout.fsdp == 1 or layout.gather in ("once", "repeat"):
+    if layout.num_weight_shards == 1 or layout.gather in ("once", "repeat"):
         return 0.0
     return gather_seconds(layers, layout, device)
 
@@ -137,11 +137,17 @@ def gather_seconds(layers: tuple[LayerWork, ...], layout: Layout, device: Device
         Seconds, not hidden by anything.
     """
     group = make_group(layout, device.network, "fsdp")
-    return all_gather_seconds(
-        sum(layer.weight_bytes * device_parameters(layer, layout) for layer in layers),
-        group,
-        device.network,
-    )
+    if not layout.experts_gather:
+        return all_gather_seconds(
+            sum(layer.weight_bytes * device_parameters(layer, layout) for layer in layers),
+            group,
+            device.network,
+        )
+    every = make_group(layout, device.network, "fsdp", "expert")
+    dense = sum(layer.weight_bytes * layer.dense_parameters / layout.tensor for layer in layers)
+    experts = sum(layer.weight_bytes * expert_parameters(layer, layout) for layer in layers)
+    seconds = all_gather_seconds(dense, every, device.network)
+    return seconds + all_gather_seconds(experts, group, device.network)
 
 
 def device_parameters(layer: LayerWork, layout: Layout) -> float:
@@ -154,8 +160,20 @@ def device_parameters(layer: LayerWork, layout: Layout) -> float:
     Returns:
         Parameters.
     """
-    experts = layer.expert_parameters / (layout.expert * layout.tensor)
-    return layer.dense_parameters / layout.tensor + experts
+    return layer.dense_parameters / layout.tensor + expert_parameters(layer, layout)
+
+
+def expert_parameters(layer: LayerWork, layout: Layout) -> float:
+    """Returns the weights of a layer's experts on a device, before `fsdp` divides them.
+
+    Args:
+        layer: The layer.
+        layout: The layout.
+
+    Returns:
+        Parameters.
+    """
+    return layer.expert_parameters / (layout.expert * layout.tensor)
 
 
 def _exposed(gathers: float, beside: Seconds, layout: Layout) -> Seconds:

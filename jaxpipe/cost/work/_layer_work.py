@@ -99,6 +99,8 @@ class LayerWork:
         boundary_bytes: Bytes of a token between layers.
         expert_boundary_bytes: Bytes of a token on its way to one expert.
         weight_bytes: Bytes of a weight while it is gathered.
+        row_bytes: What of `elementwise_bytes` copies, sorts and sums a token's rows for experts.
+        inner_row_bytes: What of them is inside of the experts.
     """
 
     name: str
@@ -116,6 +118,8 @@ class LayerWork:
     boundary_bytes: int | float
     expert_boundary_bytes: int | float = 0
     weight_bytes: float = 2.0
+    row_bytes: int | float = 0
+    inner_row_bytes: int | float = 0
 
 
 @dataclass(frozen=True)

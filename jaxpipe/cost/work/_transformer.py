@@ -214,4 +214,6 @@ def _expert_layer(
         num_kernels=48,
         boundary_bytes=2.0 * D,
         expert_boundary_bytes=2.0 * D,
+        row_bytes=2.0 * experts.active * 7 * D,
+        inner_row_bytes=2.0 * experts.active * 3 * F,
     )

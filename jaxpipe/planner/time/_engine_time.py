@@ -6,9 +6,9 @@ S ranks, v stages on each, M microbatches.
 from ...cost.devices import efficiency
 from .._candidates import StepLayout, splits_backward
 from .._devices import device_hardware
-from .._memory import visit_bytes, wgrad_bytes
 from .._model import gathered_parameters, stored_parameters
 from .._request import Request
+from ..memory import expert_chunks, visit_bytes, wgrad_bytes
 
 _SUM_BYTES = 30.0
 """Bytes that XLA:TPU reads and writes to add a gradient to its sum: it converts 2 bytes to 4,
@@ -45,7 +45,7 @@ def engine_seconds(candidate: StepLayout, request: Request) -> float:
     Returns:
         Seconds of one call of the engine, communication left out.
     """
-    sums = gradient_sum_seconds(candidate, request)
+    sums = gradient_sum_seconds(candidate, request) + _chunk_sum_seconds(candidate, request)
     if not device_hardware(request.devices).torus_axes:  # seen in programs of XLA:TPU alone
         return sums
     if candidate.engine == "scheduled":
@@ -56,7 +56,8 @@ def engine_seconds(candidate: StepLayout, request: Request) -> float:
     if request.own is None:  # what a model of one's own writes is counted by its equations
         kept = visit_bytes(request.model, candidate, _tokens(candidate, request))
         stacks = candidate.microbatches * _STACK_BYTES * kept / _memory_rate(request)
-    return sums + stacks + _window_seconds(candidate, request)
+    stacks += _window_seconds(candidate, request)
+    return sums + stacks
 
 
 def _memory_rate(request: Request) -> float:
@@ -81,31 +82,68 @@ def _store_seconds(candidate: StepLayout, request: Request) -> float:
     return moved / _memory_rate(request)
 
 
+def _chunk_sum_seconds(candidate: StepLayout, request: Request) -> float:
+    """Returns the seconds in which gradients of experts are added up over chunks of tokens.
+
+    Each chunk reads a sum and what is added, and writes the sum.
+    """
+    model, tokens = request.model, _tokens(candidate, request)
+    chunks = expert_chunks(model, candidate.sizes, candidate.policy, tokens)
+    if chunks == 1:
+        return 0.0
+    size = model.of_layers.read * gathered_parameters(model.experts, candidate.sizes)
+    visits = candidate.microbatches * candidate.layers_per_stage * candidate.chunks
+    return visits * chunks * 3 * size / _memory_rate(request)
+
+
+def expert_reduction_seconds(candidate: StepLayout, request: Request) -> float:
+    """Returns the seconds that sums of experts' gradients over `fsdp` take beyond a scatter.
+
+    XLA:TPU adds them up whole on every device, and takes a part of that, without a pipeline.
+
+    Args:
+        candidate: The layout.
+        request: What it is for.
+
+    Returns:
+        Seconds of one call of the engine.
+    """
+    kind, size = device_hardware(request.devices), candidate.sizes["fsdp"]
+    experts = request.model.experts
+    if not kind.torus_axes or candidate.engine != "none" or not experts or size == 1:
+        return 0.0
+    sent = request.model.of_layers.read * gathered_parameters(experts, candidate.sizes)
+    bandwidth = kind.link_bandwidth * efficiency(kind, "bf16").links / (2 if size == 2 else 1)
+    visits = candidate.microbatches * request.model.num_layers
+    return visits * (size - 1) / size * sent / bandwidth
+
+
 def _window_seconds(candidate: StepLayout, request: Request) -> float:
     """Returns the seconds that products take longer because XLA:TPU gathers weights in windows.
 
     A weight is divided along the embedding: a forward from it sums over the shards, and so does the
-    cotangent of a product that returns to it. Recomputation gathers weights whole.
+    cotangent of a product that returns to it. Recomputation gathers weights whole, and so does all
+    where `expert` divides the embedding too.
     """
     shards = candidate.sizes["fsdp"]
-    if shards <= _WITHOUT_WINDOWS:
+    if shards <= _WITHOUT_WINDOWS or candidate.sizes["expert"] > 1:
         return 0.0
     hidden, columns = request.work.hidden, 0.0
-    products = [product for layer in request.work.layers[:1] for product in layer.products]
-    for product in products:
-        if product.split != "expert" and hidden in (product.k, product.n):
-            other = product.n if product.k == hidden else product.k
-            columns += other * product.copies / candidate.sizes["tensor"]
+    for layer in request.work.layers:
+        for product in layer.products:
+            if product.split != "expert" and hidden in (product.k, product.n):
+                other = product.n if product.k == hidden else product.k
+                columns += layer.count * other * product.copies / candidate.sizes["tensor"]
     size = request.model.activation_bytes * columns * _tokens(candidate, request)
-    count = candidate.microbatches * request.model.num_layers * shards / 2
+    count = candidate.microbatches * shards / 2
     return count * _WINDOW_PASSES * size / _memory_rate(request)
 
 
 def visit_reduction_seconds(candidate: StepLayout, request: Request) -> float:
     """Returns the seconds in which gradients are added over `data` after every visit of a stage.
 
-    The engine that runs schedules does so where no weights are gathered, and XLA:TPU runs nothing
-    beside it.
+    The engines of pipelines do so where no weights are gathered, and XLA:TPU runs nothing beside
+    it.
 
     Args:
         candidate: The layout.
@@ -115,7 +153,7 @@ def visit_reduction_seconds(candidate: StepLayout, request: Request) -> float:
         Seconds of one call of the engine.
     """
     kind, size = device_hardware(request.devices), candidate.sizes["data"]
-    if not kind.torus_axes or candidate.engine != "scheduled" or candidate.gathers or size == 1:
+    if not kind.torus_axes or candidate.engine == "none" or candidate.gathers or size == 1:
         return 0.0
     layers = candidate.layers_per_stage * candidate.chunks
     parameters = layers * gathered_parameters(request.model.layer, candidate.sizes)

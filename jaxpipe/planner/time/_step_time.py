@@ -15,7 +15,7 @@ from .._devices import device_hardware
 from .._model import PlannedModel
 from .._own_model import PreparedPipeline
 from .._request import Request
-from ._engine_time import engine_seconds, visit_reduction_seconds
+from ._engine_time import engine_seconds, expert_reduction_seconds, visit_reduction_seconds
 
 _COMMUNICATION = (
     "tensor",
@@ -82,6 +82,7 @@ def rough_seconds(candidate: StepLayout, request: Request) -> float:
     seconds = candidate.accumulation * _with_policy(whole, candidate, request) / S
     seconds *= 1 + twice_recomputed(candidate, request.model)
     sums = engine_seconds(candidate, request) + visit_reduction_seconds(candidate, request)
+    sums += expert_reduction_seconds(candidate, request)
     sums *= candidate.accumulation
     if candidate.engine == "none":
         return seconds + sums
@@ -125,6 +126,7 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
     parts = dict(found.parts)
     parts["other_compute"] += engine_seconds(candidate, request)
     parts["gradient_reduction"] += visit_reduction_seconds(candidate, request)
+    parts["fsdp"] += expert_reduction_seconds(candidate, request)
     ticks = _tick_seconds(candidate, run, found)
     if ticks is not None:
         parts["bubble"] = max(0.0, parts["bubble"] + ticks - _schedule_seconds(found, candidate))
@@ -254,10 +256,11 @@ def _layout(candidate: StepLayout, request: Request) -> Layout:
         sequence=request.sequence,
         remat="none" if candidate.policy == "none" else "full",
         # Without a pipeline, every layer gathers its own weights.
-        gather="layer" if candidate.engine == "none" or fsdp == 1 else candidate.gather,
+        gather="layer" if candidate.engine == "none" or not candidate.gathers else candidate.gather,
         hosts=slices if slices > 1 else 0,
         order=_order(candidate.across),
         sequence_parallel=False,
+        experts_gather=True,
         shared_optimizer=False,
         overlap=_HIDDEN_ON_TPUS if kind.torus_axes else Layout().overlap,
     )

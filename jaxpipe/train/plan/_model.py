@@ -121,7 +121,7 @@ def _build_base_model(plan: ModelPlan, weights: WeightPlan, gather: GatherPlan) 
         experts=routed_experts(
             rules,
             plan.grouped_matmul,
-            chunk_rows=_CHUNK_ROWS if plan.remat.recomputes_experts else None,
+            chunk_rows=CHUNK_ROWS if plan.remat.recomputes_experts else None,
         ),
         constrain=sharding.constrain_with(rules),
         dtype=jnp.dtype(plan.dtype),
@@ -136,7 +136,7 @@ def _build_base_model(plan: ModelPlan, weights: WeightPlan, gather: GatherPlan) 
     )
 
 
-_CHUNK_ROWS = 512
+CHUNK_ROWS = 512
 """Rows of an expert in a chunk of tokens, on average: those of a tile of Megablox's kernel."""
 
 

@@ -2,7 +2,7 @@
 
 import re
 
-from ..hlo._parse import Computation, Instruction
+from ..hlo._parse import Computation, Instruction, op_name
 
 _ATTENTION_PRODUCTS = {
     # Products of [queries, d] with [keys, d], of which causal masks leave out half.
@@ -24,8 +24,8 @@ def kernel_flops(computation: Computation, call: Instruction) -> float | None:
         call: A custom call.
 
     Returns:
-        The operations of splash attention with a causal mask, or of Megablox's grouped products;
-        None of any other kernel.
+        The operations of splash attention with a causal mask, or of Megablox's grouped products,
+        which skip rows without a group; None of any other kernel.
     """
     shapes = [_sizes(computation.instructions[name].shape) for name in call.operands]
     attention = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", call.attributes + call.name)
@@ -39,11 +39,32 @@ def kernel_flops(computation: Computation, call: Instruction) -> float | None:
         for size in queries[:-2]:
             rows *= size
         return products * 2 * rows * queries[-2] * keys[-2] * queries[-1] / 2
-    if re.search(r"\bt?gmm\b", call.attributes + call.name):
-        matrices = [sizes for sizes in shapes if len(sizes) >= 2]
-        left, right = matrices[-2], matrices[-1]
-        return 2.0 * left[0] * left[1] * right[-1]
+    if _is_grouped_product(shapes):
+        (m, k), n = shapes[5], _sizes(call.shape)[-1]
+        return 2.0 * m * k * n * _multiplied_share(computation, call)
     return None
+
+
+def _is_grouped_product(shapes: list[list[int]]) -> bool:
+    """Returns whether these are the operands of Megablox's kernels, whose names XLA drops.
+
+    These are an offset, the groups' first rows, the groups and rows of tiles, another offset, and
+    two matrices.
+    """
+    ranks = [len(sizes) for sizes in shapes[:7]]
+    return ranks in ([0, 1, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 2, 2]) and shapes[2] == shapes[3]
+
+
+def _multiplied_share(computation: Computation, call: Instruction) -> float:
+    """Returns the share of rows that have a group, by a name scope `rows_1_of_4`, 1 if none.
+
+    Where XLA drops the scope of the call, that of its neighbours counts.
+    """
+    for instruction in (call, *computation.instructions.values()):
+        shares = re.findall(r"\brows_(\d+)_of_(\d+)\b", op_name(instruction))
+        if shares:
+            return int(shares[-1][0]) / int(shares[-1][1])
+    return 1.0
 
 
 def _sizes(shape: str) -> list[int]:

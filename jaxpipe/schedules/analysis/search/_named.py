@@ -23,7 +23,6 @@ _UNSPLIT = (
     "kimi_k2",
     "looped_bfs",
     "interleaved_gpipe",
-    "grouped_interleaved",
     "circular",
 )
 """Families with whole backwards, each stage on one rank."""

@@ -7,43 +7,16 @@ tokens of a microbatch on a device.
 """
 
 from dataclasses import dataclass, fields
-from functools import lru_cache
-from typing import NamedTuple
 
-from ._candidates import Live, StepLayout
-from ._model import (
-    PlannedModel,
-    WeightBytes,
-    gathered_parameters,
-    largest_weight,
-    mesh_sizes,
-    stored_parameters,
-    token_bytes,
-)
+from .._candidates import Live, StepLayout
+from .._model import PlannedModel
+from ._parts import Parts, step_parts
 
-_FLOAT32 = 4
 _MOMENTS = 2
-
-_LIVE = 0.8
-"""What of the tensors of a layer exists at a time while its backward runs."""
-
-_LIVE_ON_CPU = 1.15
-"""The same of XLA:CPU, which fuses less, and computes in float32 whatever the dtype is."""
-
-_EXPANDED = 3.1
-"""Arrays of every row for every expert that XLA:GPU holds at a time: its `ragged_dot` is a product
-over all experts, of rows that are zero but for one. Where tokens run in chunks it holds less."""
-
-_FOR_WEIGHTS = 1.0
-"""The inputs and the cotangents of a layer's products, as a share of all its tensors."""
 
 _STREAM = 4
 """Copies of a rank's microbatches that the circular engine holds: inputs, stream, results and
 their cotangents."""
-
-_LOGITS = 1.25
-"""Float32 arrays as large as the logits. These and their cotangents are in part bfloat16, and in
-part never stored."""
 
 
 @dataclass(frozen=True)
@@ -100,137 +73,34 @@ def memory(model: PlannedModel, candidate: StepLayout, tokens: float, live: Live
             return _scheduled(model, candidate, tokens, live)
 
 
-class _Parts(NamedTuple):
-    """What all engines have, in bytes.
-
-    `stored` and `whole` are parameters of the layers of a rank, as stored and as read, `boundary`
-    and `whole_boundary` those before and after the pipeline, `layer` those of one layer as read.
-    """
-
-    stored: float
-    whole: float
-    layer: float
-    boundary: float
-    whole_boundary: float
-    activation: float
-    kept: float
-    passed_on: float
-    layer_work: float
-    for_weights: float
-    loss: float
-    largest: float
-    of_layers: WeightBytes
-    of_boundary: WeightBytes
-
-    @property
-    def cast(self) -> float:
-        """Returns the bytes of casts of all weights of a rank, as they are stored."""
-        return self.of_layers.cast * self.stored + self.of_boundary.cast * self.boundary
-
-    @property
-    def stored_grads(self) -> float:
-        """Returns the bytes of sums of gradients of all weights, as these are stored."""
-        return self.of_layers.gradient * self.stored + self.of_boundary.gradient * self.boundary
-
-
-class _OnMesh(NamedTuple):
-    """Parameters of a device on a mesh: of one layer and of embedding and head.
-
-    Each as stored and as read, with the largest weight of the layer.
-    """
-
-    stored_layer: float
-    layer: float
-    largest: float
-    stored_boundary: float
-    boundary: float
-
-
-@lru_cache(maxsize=10_000)
-def _on_mesh(model: PlannedModel, mesh: tuple[int, ...]) -> _OnMesh:
-    sizes, ends = mesh_sizes(mesh), (*model.embed, *model.head)
-    return _OnMesh(
-        stored_parameters(model.layer, sizes),
-        gathered_parameters(model.layer, sizes),
-        largest_weight(model.layer, sizes),
-        stored_parameters(ends, sizes),
-        gathered_parameters(ends, sizes),
-    )
-
-
-@lru_cache(maxsize=10_000)
-def _token_bytes(model: PlannedModel, mesh: tuple[int, ...], policy: str) -> float:
-    """Returns the bytes of a token that a layer keeps beside its input."""
-    sizes = mesh_sizes(mesh)
-    scores = token_bytes(model.scores, sizes, _FLOAT32) if policy == "none" else 0.0
-    return token_bytes(model.saved(policy), sizes, model.activation_bytes) + scores
-
-
-@lru_cache(maxsize=10_000)
-def _passed_on_bytes(model: PlannedModel, mesh: tuple[int, ...], policy: str) -> float:
-    """Returns the bytes of a token that a layer keeps for the next one to be computed again."""
-    return token_bytes(model.passed_on(policy), mesh_sizes(mesh), model.activation_bytes)
-
-
-@lru_cache(maxsize=10_000)
-def _kept_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
-    """Returns the bytes of a token in all tensors of a layer but scores."""
-    return token_bytes(model.saved("none"), mesh_sizes(mesh), model.activation_bytes)
-
-
-@lru_cache(maxsize=10_000)
-def _live_bytes(model: PlannedModel, mesh: tuple[int, ...]) -> float:
-    """Returns the bytes of a token that exist at a time while the backward of a layer runs."""
-    sizes = mesh_sizes(mesh)
-    itemsize = max(_FLOAT32, model.activation_bytes) if model.on_cpu else model.activation_bytes
-    every = token_bytes(model.saved("none"), sizes, itemsize)
-    share = _LIVE_ON_CPU if model.on_cpu else _LIVE
-    expanded = _EXPANDED * token_bytes(model.expanded, sizes, model.activation_bytes)
-    return expanded + share * (every + token_bytes(model.scores, sizes, _FLOAT32))
-
-
-def _parts(model: PlannedModel, candidate: StepLayout, tokens: float) -> _Parts:
-    mesh, sizes = candidate.mesh, _on_mesh(model, candidate.mesh)
-    layers = candidate.layers_per_stage * candidate.chunks
-    logits = _FLOAT32 * tokens * model.vocab / candidate.sizes["tensor"] / candidate.vocab_tiling
-    return _Parts(
-        layers * sizes.stored_layer,
-        layers * sizes.layer,
-        sizes.layer,
-        sizes.stored_boundary,
-        sizes.boundary,
-        model.activation_bytes * model.hidden * tokens,
-        tokens * _token_bytes(model, mesh, candidate.policy),
-        tokens * _passed_on_bytes(model, mesh, candidate.policy),
-        tokens * _live_bytes(model, mesh),
-        _FOR_WEIGHTS * tokens * _kept_bytes(model, mesh),
-        _LOGITS * logits,
-        model.of_layers.gradient * sizes.largest,
-        model.of_layers,
-        model.of_boundary,
-    )
-
-
-def _state(parts: _Parts) -> tuple[float, float]:
+def _state(parts: Parts) -> tuple[float, float]:
     """Returns the bytes of stored weights and of the optimizer's state."""
     stored = parts.of_layers.weight * parts.stored + parts.of_boundary.weight * parts.boundary
     return stored, _MOMENTS * stored
 
 
 def _unpipelined(model: PlannedModel, candidate: StepLayout, tokens: float) -> PeakMemory:
-    parts, layers = _parts(model, candidate, tokens), model.num_layers
+    parts, layers = step_parts(model, candidate, tokens), model.num_layers
     weights, optimizer = _state(parts)
     # XLA casts all weights before the loop over layers.
     cast, one = parts.cast, parts.stored_grads
     sums = one if candidate.microbatches > 1 else 0.0
-    activations = layers * (parts.activation + parts.kept)
+    activations = (layers + model.num_outer) * (parts.activation + parts.kept)
     gathers = parts.of_layers.read * parts.layer if candidate.gathers else 0.0
+    if candidate.gathers:
+        # Layers of the embedding keep what they gather for their backward. XLA:TPU gathers all
+        # weights of embedding and head once for all microbatches.
+        for_all = model.hoists_gathers and candidate.microbatches > 1
+        cast += parts.of_boundary.read * (parts.whole_boundary if for_all else parts.outer)
     work = parts.layer_work + parts.largest
-    in_layer, in_loss = one + gathers + work, parts.loss
+    # Parts of the logits add to the sum of the head's gradients, which is scattered at the end.
+    head = parts.of_boundary.gradient * parts.head
+    late = one + (head if candidate.gathers and candidate.vocab_tiling > 1 else 0.0)
+    in_layer, in_loss = late + gathers + work, parts.loss
     return PeakMemory(
         weights,
         optimizer,
-        sums + (one if in_layer >= in_loss else 0.0),
+        sums + (late if in_layer >= in_loss else 0.0),
         cast + (gathers if in_layer >= in_loss else 0.0),
         activations,
         0.0 if in_layer >= in_loss else parts.loss,
@@ -249,7 +119,7 @@ def visit_bytes(model: PlannedModel, candidate: StepLayout, tokens: float) -> fl
     Returns:
         The bytes of a microbatch.
     """
-    return _residuals(candidate, _parts(model, candidate, tokens))
+    return _residuals(candidate, step_parts(model, candidate, tokens))
 
 
 def wgrad_bytes(model: PlannedModel, candidate: StepLayout, tokens: float) -> float:
@@ -263,10 +133,10 @@ def wgrad_bytes(model: PlannedModel, candidate: StepLayout, tokens: float) -> fl
     Returns:
         The bytes of a microbatch on a stage.
     """
-    return candidate.layers_per_stage * _parts(model, candidate, tokens).for_weights
+    return candidate.layers_per_stage * step_parts(model, candidate, tokens).for_weights
 
 
-def _residuals(candidate: StepLayout, parts: _Parts) -> float:
+def _residuals(candidate: StepLayout, parts: Parts) -> float:
     """Returns the bytes that one visit of a stage keeps."""
     n = candidate.layers_per_stage
     masked = _masked_weights(candidate, parts)
@@ -275,7 +145,7 @@ def _residuals(candidate: StepLayout, parts: _Parts) -> float:
     return parts.activation + n * parts.kept + (n - 1) * parts.passed_on + masked
 
 
-def _masked_weights(candidate: StepLayout, parts: _Parts) -> float:
+def _masked_weights(candidate: StepLayout, parts: Parts) -> float:
     """Returns the bytes of weights that a visit keeps: those of layers that a mask may skip."""
     stored = candidate.scope == "layer" or candidate.policy == "none"
     if len(set(candidate.counts)) == 1 or not stored:
@@ -285,16 +155,16 @@ def _masked_weights(candidate: StepLayout, parts: _Parts) -> float:
     return parts.of_layers.read * parts.whole / candidate.chunks
 
 
-def _recomputed(candidate: StepLayout, parts: _Parts) -> float:
+def _recomputed(candidate: StepLayout, parts: Parts) -> float:
     """Returns the bytes that the backward of a stage computes again, beside those of one layer."""
     n = candidate.layers_per_stage
     if n == 1 or candidate.scope == "layer" or candidate.policy == "none":
         return 0.0
-    return n * parts.activation if candidate.scope == "both" else (n - 1) * parts.layer_work
+    return n * parts.activation if candidate.scope == "both" else (n - 1) * parts.layer_again
 
 
 def _circular(model: PlannedModel, candidate: StepLayout, tokens: float) -> PeakMemory:
-    parts = _parts(model, candidate, tokens)
+    parts = step_parts(model, candidate, tokens)
     S, M, v = candidate.num_ranks, candidate.microbatches, candidate.chunks
     grad = parts.of_layers.gradient
     weights, optimizer = _state(parts)
@@ -324,7 +194,7 @@ def _circular(model: PlannedModel, candidate: StepLayout, tokens: float) -> Peak
     )
 
 
-def _windows(candidate: StepLayout, parts: _Parts, stage: float) -> tuple[float, float]:
+def _windows(candidate: StepLayout, parts: Parts, stage: float) -> tuple[float, float]:
     """Returns the bytes of gathered or cast weights of a rank, and of windows of a stage's."""
     of = parts.of_layers
     read, cast, grad = of.read, of.cast, of.gradient
@@ -341,7 +211,7 @@ def _windows(candidate: StepLayout, parts: _Parts, stage: float) -> tuple[float,
             return cast * parts.stored, 2 * read * parts.layer
 
 
-def _boundary(candidate: StepLayout, parts: _Parts) -> tuple[float, float]:
+def _boundary(candidate: StepLayout, parts: Parts) -> tuple[float, float]:
     """Returns the bytes of sums of gradients of embedding and head, and of these as read."""
     of = parts.of_boundary
     if candidate.gathers:
@@ -350,7 +220,7 @@ def _boundary(candidate: StepLayout, parts: _Parts) -> tuple[float, float]:
 
 
 def _scheduled(model: PlannedModel, candidate: StepLayout, tokens: float, live: Live) -> PeakMemory:
-    parts = _parts(model, candidate, tokens)
+    parts = step_parts(model, candidate, tokens)
     weights, optimizer = _state(parts)
     stage = parts.whole / candidate.chunks
     of = parts.of_layers
