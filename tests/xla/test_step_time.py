@@ -129,3 +129,17 @@ def test_what_an_instruction_waits_for_is_not_what_it_calls():
 def test_devices_without_cycles_have_no_estimate():
     assert estimated_time(TEXT, "cpu") is None
     assert device_rates("NVIDIA H200") is None
+
+
+_GROUPED = (Path(__file__).parent / "hlo" / "written_grouped.hlo").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), [("jit(step)/rows_1_of_4/shard_map/pallas_call", 4), ("pallas_call", 8)]
+)
+def test_grouped_products_skip_rows_of_other_devices(name: str, share: int):
+    """A scope says the share of rows that have a group: its own, or where XLA drops that, one of
+    its neighbours'."""
+    found = step_time(_GROUPED.replace("NAME", name), RATES)
+    flops = 2 * 1024 * 256 * 512 / share
+    assert found.busy_seconds["kernels"] == pytest.approx(flops / (KERNEL_EFFICIENCY * 100e12))
