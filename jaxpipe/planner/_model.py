@@ -238,6 +238,7 @@ def planned_model(
     scores_length: int,
     on_cpu: bool,
     on_gpu: bool,
+    grouped_kernel: bool,
 ) -> PlannedModel:
     """Returns a model of the trainer as a planner sees it.
 
@@ -250,6 +251,7 @@ def planned_model(
         scores_length: Tokens of a sequence if attention stores its scores; 0 if it does not.
         on_cpu: Whether the devices are CPUs.
         on_gpu: Whether they are GPUs.
+        grouped_kernel: Whether a kernel multiplies rows with the weights of their experts.
 
     Returns:
         The model.
@@ -276,7 +278,7 @@ def planned_model(
         unnamed,
         (Tensor(scores, _SPLIT),) if scores else (),
         _routed(sizes),
-        _expanded(sizes) if on_gpu else (),
+        _expanded(sizes) if on_gpu and not grouped_kernel else (),
         weight_bytes,
         weight_bytes,
         read,

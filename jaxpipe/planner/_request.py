@@ -324,6 +324,7 @@ def _planned(
         scores_length=config.max_target_length if no_kernel else 0,
         on_cpu=on_cpu,
         on_gpu=devices.is_gpu and not on_cpu,
+        grouped_kernel=config.megablox is not False and not on_cpu,
     )
 
 
