@@ -121,6 +121,7 @@ class PlannedModel:
         expanded: Rows of a token for every expert, where grouped products have no kernel.
         of_layers: Bytes of a parameter of the layers.
         of_boundary: Bytes of one of the embedding and the head.
+        gathered_bytes: Bytes of a parameter of the layers as it is gathered.
         activation_bytes: Bytes of an element of activations.
         on_cpu: Whether XLA:CPU compiles it.
         hoists_gathers: Whether the compiler moves gathers out of the loop over microbatches.
@@ -142,6 +143,7 @@ class PlannedModel:
     expanded: tuple[Tensor, ...]
     of_layers: WeightBytes
     of_boundary: WeightBytes
+    gathered_bytes: float
     activation_bytes: int
     on_cpu: bool
     hoists_gathers: bool
@@ -281,6 +283,7 @@ def planned_model(
         _expanded(sizes) if on_gpu and not grouped_kernel else (),
         weight_bytes,
         weight_bytes,
+        read,
         read,
         on_cpu,
         hoists_gathers=on_tpu,

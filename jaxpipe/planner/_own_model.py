@@ -3,26 +3,23 @@
 L layers. Tokens are those of x [rows, T, ...] between layers; rows, if x has no such dim.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Var
-from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import PyTree
 
 from .. import schedules, sharding
 from ..autodiff.backward import floating
-from ..cost.work import ActivationBytes, LayerWork, ModelWork, Product
+from ..cost.work import ActivationBytes, LayerWork, ModelWork
 from ..engines import ENGINES
 from ..engines._engine import Engine, PipelinePlan
 from ._candidates import Space, StepLayout
 from ._devices import Devices
 from ._model import PlannedModel, Tensor, WeightBytes, WeightGroup
 from ._request import OwnInputs, OwnModel, Request, Values
+from ._trace import bytes_as_read, residual_bytes, trace
 
 _FLOAT32 = 4
 _AXES = ("data", "stage", "fsdp")
@@ -38,14 +35,6 @@ class PreparedPipeline(NamedTuple):
 
     engine: Engine
     pipeline: PipelinePlan
-
-
-class _Traced(NamedTuple):
-    """What a function does with one row, by its jaxpr."""
-
-    products: tuple[Product, ...]
-    moved_bytes: float
-    num_equations: int
 
 
 def own_request(
@@ -92,16 +81,17 @@ def _planned(
     tokens, itemsize = _tokens(x), max(1, round(_bytes(x) / _size(x)))
     run_layer = _without_aux(model.layer, x)
     read = {"layer": layer, "shared": groups["shared"]} if model.shared else layer
-    traced = _trace(run_layer, tokens, read, x, row, key)
+    traced = trace(run_layer, tokens, read, x, row, key)
     head = {"head": groups["head"], "embed": groups["embed"]} if model.tied else groups["head"]
-    loss = _trace(model.loss, tokens, head, x, row, key)
+    loss = trace(model.loss, tokens, head, x, row, key)
     hidden = max(1, round(_size(x) / tokens))
     vocab = round(sum(p.k * p.n * p.copies for p in loss.products) / hidden)
     # What a second row adds: casts of weights are no work or memory of rows.
-    moved = _trace(run_layer, tokens, read, x_of_two, two, key).moved_bytes - traced.moved_bytes
-    kept = _residual_bytes(run_layer, read, x_of_two, two, key)
-    kept = (kept - _residual_bytes(run_layer, read, x, row, key)) / tokens
+    moved = trace(run_layer, tokens, read, x_of_two, two, key).moved_bytes - traced.moved_bytes
+    kept = residual_bytes(run_layer, read, x_of_two, two, key)
+    kept = (kept - residual_bytes(run_layer, read, x, row, key)) / tokens
     shared = groups.get("shared", ())
+    gathered_bytes = bytes_as_read(run_layer, read, layer, x, row, key)
     own = LayerWork(
         name="layer",
         count=num_layers,
@@ -116,7 +106,7 @@ def _planned(
         between_bytes=0,
         num_kernels=traced.num_equations,
         boundary_bytes=itemsize * hidden,
-        weight_bytes=_weight_bytes(layer).read,
+        weight_bytes=gathered_bytes,
     )
     planned = PlannedModel(
         name="own model",
@@ -135,6 +125,7 @@ def _planned(
         expanded=(),
         of_layers=_weight_bytes(layer),
         of_boundary=_weight_bytes((groups["embed"], groups["head"], shared)),
+        gathered_bytes=gathered_bytes,
         activation_bytes=itemsize,
         on_cpu=devices.generation == "cpu",
         hoists_gathers=devices.generation != "cpu" and not devices.is_gpu,
@@ -282,111 +273,3 @@ def _weight_bytes(tree: PyTree) -> WeightBytes:
     grads = sum(leaf.size * max(_FLOAT32, leaf.dtype.itemsize) for leaf in jax.tree.leaves(sums))
     count, stored = max(1, _size(tree)), _bytes(tree)
     return WeightBytes(stored / count, grads / count, stored / count)
-
-
-def _trace(function: Callable, tokens: int, *arguments: PyTree) -> _Traced:
-    """Counts the matrix products of a function and what its other equations write."""
-    products, moved, count = [], 0.0, 0
-    for eqn, times in _equations(jax.make_jaxpr(function)(*arguments).jaxpr):
-        out = eqn.outvars[0].aval
-        count += 1
-        if eqn.primitive.name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            k = math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
-            products.append(_product(k, out.size / tokens, times))
-        elif eqn.primitive.name == "conv_general_dilated":
-            kernel, dims = eqn.invars[1].aval, eqn.params["dimension_numbers"].rhs_spec
-            products.append(
-                _product(kernel.size // kernel.shape[dims[0]], out.size / tokens, times)
-            )
-        else:
-            moved += times * sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars)
-    return _Traced(tuple(products), moved / tokens, count)
-
-
-def _product(k: int, columns: float, times: int) -> Product:
-    """Returns a product that has so many columns for each token, perhaps less than one."""
-    n = max(1, math.ceil(columns))
-    whole = columns == n
-    return Product(k, n, "none", times if whole else times * columns / n)
-
-
-def _equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
-    """Yields the equations that compute, with how often they run."""
-    for eqn in jaxpr.eqns:
-        inner = [sub for value in eqn.params.values() for sub in _jaxprs(value)]
-        if not inner:
-            if all(hasattr(v.aval, "dtype") and hasattr(v.aval, "size") for v in eqn.outvars):
-                yield eqn, times
-            continue
-        repeats = _repeats(eqn)
-        branches = inner[:1] if eqn.primitive.name in ("cond", "custom_vjp_call") else inner
-        for sub in branches:
-            yield from _equations(sub, times * repeats)
-
-
-def _repeats(eqn: Any) -> int:
-    """Returns how often the body of a loop or of a kernel runs; 1 where the jaxpr does not say."""
-    if eqn.primitive.name == "pallas_call":
-        grid = eqn.params["grid_mapping"].grid
-        return math.prod(size for size in grid if isinstance(size, int))
-    return eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
-
-
-def _jaxprs(value: Any) -> list[Any]:
-    """Returns the jaxprs among the values of a parameter."""
-    values = value if isinstance(value, tuple | list) else (value,)
-    found = [getattr(item, "jaxpr", item) for item in values]
-    return [item for item in found if hasattr(item, "eqns")]
-
-
-def _residual_bytes(layer: Callable, weights: PyTree, x: PyTree, *others: PyTree) -> int:
-    """Returns the bytes that the forward of a layer stores for its backward beside its input.
-
-    This is without rematerialization. Compilers do not store what the backward does not read, nor
-    what depends on neither weights nor x, such as the mask of attention, which all layers share.
-    """
-
-    def run(weights: PyTree, x: PyTree) -> PyTree:
-        return floating(layer(weights, x, *others))
-
-    def residuals(weights: PyTree, x: PyTree, others: PyTree) -> list[Any]:
-        _, pullback = jax.vjp(lambda w, x: floating(layer(w, x, *others)), weights, x)
-        return jax.tree.leaves(pullback)
-
-    closed = jax.make_jaxpr(residuals)(weights, x, others)
-    _, pullback = jax.eval_shape(partial(jax.vjp, run), weights, x)
-    is_read = _is_read(pullback, jax.eval_shape(run, weights, x))
-    per_layer = closed.jaxpr.invars[: len(jax.tree.leaves((weights, x)))]
-    changing = _dependent(closed.jaxpr, set(per_layer))
-    stored = {
-        v
-        for v, read in zip(closed.jaxpr.outvars, is_read, strict=True)
-        if read and isinstance(v, Var) and v in changing and v not in per_layer
-    }
-    avals: list[Any] = [v.aval for v in stored]
-    return sum(aval.size * aval.dtype.itemsize for aval in avals)
-
-
-def _is_read(pullback: PyTree, y: PyTree) -> list[bool]:
-    """Returns for each array that a pullback holds whether its results depend on it."""
-    leaves, tree = jax.tree.flatten(pullback)
-    jaxpr = jax.make_jaxpr(lambda leaves, dy: jax.tree.unflatten(tree, leaves)(dy))(leaves, y).jaxpr
-    _, is_read = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    return is_read[: len(leaves)]
-
-
-def _dependent(jaxpr: Any, inputs: set[Var]) -> set[Var]:
-    """Returns the variables that depend on these inputs, with the inputs."""
-    found = set(inputs)
-    for eqn in jaxpr.eqns:
-        given = [isinstance(v, Var) and v in found for v in eqn.invars]
-        if eqn.primitive.name == "jit":
-            inner = eqn.params["jaxpr"].jaxpr
-            reached = {v for v, is_given in zip(inner.invars, given, strict=True) if is_given}
-            reached = _dependent(inner, reached)
-            pairs = zip(eqn.outvars, inner.outvars, strict=True)
-            found |= {v for v, of in pairs if isinstance(of, Var) and of in reached}
-        elif any(given):
-            found |= set(eqn.outvars)
-    return found

@@ -11,10 +11,12 @@ from ...models.layers._routed_experts import num_chunks
 from ...train.plan._model import CHUNK_ROWS
 from .._model import PlannedModel, Sizes, gathered_parameters
 
-_ROWS, _INNER_ROWS, _TOKENS = 5, 3, 3
-"""Arrays of [rows, D], of [rows, F] and of [tokens, D] that exist at a time: rows and what returns
-to them; gates, what these are multiplied with, and what returns to both; tokens, their cotangents,
-and what returns to them."""
+_IN_ACTIVATION, _IN_WEIGHTS = (5, 3), (3, 1)
+"""Arrays of [rows, D] and of [rows, F] that exist at a time: while activations are computed again
+and differentiated, and while gradients of weights are."""
+
+_TOKENS = 3
+"""Arrays of [tokens, D]: tokens, their cotangents, and what returns to them."""
 
 _NAMES = frozenset(("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo"))
 
@@ -55,11 +57,15 @@ def routed_bytes(
     gathered = tokens * sizes["expert"]
     chunks = expert_chunks(model, sizes, policy, tokens)
     rows = gathered * model.routed.chosen / chunks
-    inner = _INNER_ROWS * model.routed.width / sizes["tensor"]
-    arrays = rows * (_ROWS * model.hidden + inner) + _TOKENS * gathered * model.hidden
-    # Chunks add gradients to sums, beside one that is computed: of three weights of equal sizes.
-    gradients = gathered_parameters(model.experts, sizes) * (4 / 3 if chunks > 1 else 1.0)
-    return itemsize * arrays + model.of_layers.read * gradients
+    width = model.routed.width / sizes["tensor"]
+    early, late = (
+        itemsize * rows * (outer * model.hidden + inner * width)
+        for outer, inner in (_IN_ACTIVATION, _IN_WEIGHTS)
+    )
+    gradients = model.of_layers.read * gathered_parameters(model.experts, sizes)
+    sums = gradients if chunks > 1 else 0.0
+    tokens_of_all = itemsize * _TOKENS * gathered * model.hidden
+    return sums + tokens_of_all + max(early, late + gradients)
 
 
 def gathered_token_bytes(model: PlannedModel, sizes: Sizes, tokens: float, itemsize: int) -> float:

@@ -87,6 +87,8 @@ def _unpipelined(model: PlannedModel, candidate: StepLayout, tokens: float) -> P
     sums = one if candidate.microbatches > 1 else 0.0
     activations = (layers + model.num_outer) * (parts.activation + parts.kept)
     gathers = parts.of_layers.read * parts.layer if candidate.gathers else 0.0
+    if candidate.gathers and candidate.policy == "none":  # the forward keeps what it gathers
+        gathers = model.gathered_bytes * parts.layer * layers
     if candidate.gathers:
         # Layers of the embedding keep what they gather for their backward. XLA:TPU gathers all
         # weights of embedding and head once for all microbatches.

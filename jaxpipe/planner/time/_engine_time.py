@@ -140,10 +140,10 @@ def _window_seconds(candidate: StepLayout, request: Request) -> float:
 
 
 def visit_reduction_seconds(candidate: StepLayout, request: Request) -> float:
-    """Returns the seconds in which gradients are added over `data` after every visit of a stage.
+    """Returns the seconds in which gradients are added over `data` while nothing else runs.
 
-    The engines of pipelines do so where no weights are gathered, and XLA:TPU runs nothing beside
-    it.
+    The engines of pipelines do so after every visit of a stage where no weights are gathered, and
+    without a pipeline every layer does, in the dtype of its products.
 
     Args:
         candidate: The layout.
@@ -153,11 +153,16 @@ def visit_reduction_seconds(candidate: StepLayout, request: Request) -> float:
         Seconds of one call of the engine.
     """
     kind, size = device_hardware(request.devices), candidate.sizes["data"]
-    if not kind.torus_axes or candidate.engine == "none" or candidate.gathers or size == 1:
+    unpipelined = candidate.engine == "none"
+    if not kind.torus_axes or size == 1 or (candidate.gathers and not unpipelined):
         return 0.0
     layers = candidate.layers_per_stage * candidate.chunks
-    parameters = layers * gathered_parameters(request.model.layer, candidate.sizes)
-    sent = 2 * (size - 1) / size * request.model.of_layers.gradient * parameters
+    count = stored_parameters if unpipelined else gathered_parameters
+    parameters = layers * count(request.model.layer, candidate.sizes)
+    itemsize = request.model.of_layers.gradient
+    if unpipelined:
+        itemsize = min(itemsize, request.work.layers[-1].weight_bytes)
+    sent = 2 * (size - 1) / size * itemsize * parameters
     bandwidth = kind.link_bandwidth / (2 if size == 2 else 1)  # two devices have one way round
     return candidate.microbatches * sent / bandwidth
 

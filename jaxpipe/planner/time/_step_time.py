@@ -37,6 +37,11 @@ _WITHOUT_NAMES = 0.14
 functions, and the kernel of attention, which also returns what its backward reads."""
 
 
+_WITHOUT_GATHERS_AGAIN = 2 / 3
+"""A gather for the forward, another for the backward and a scatter; without rematerialization the
+forward keeps what it gathers."""
+
+
 @dataclass(frozen=True)
 class PredictedTime:
     """The predicted time of a step.
@@ -126,6 +131,8 @@ def step_time(candidate: StepLayout, request: Request, run: PreparedPipeline) ->
     parts = dict(found.parts)
     parts["other_compute"] += engine_seconds(candidate, request)
     parts["gradient_reduction"] += visit_reduction_seconds(candidate, request)
+    if candidate.engine == "none" and candidate.policy == "none":
+        parts["fsdp"] *= _WITHOUT_GATHERS_AGAIN
     parts["fsdp"] += expert_reduction_seconds(candidate, request)
     ticks = _tick_seconds(candidate, run, found)
     if ticks is not None:
