@@ -42,11 +42,22 @@ def put(buffer: PyTree, x: PyTree, index: Any) -> PyTree:
     )
 
 
-def to_accum_dtype(tree: PyTree) -> PyTree:
-    """Casts to float32 if narrower: the dtype in which gradients are summed over microbatches."""
+def to_accum_dtype(tree: PyTree, *, apart: bool = True) -> PyTree:
+    """Casts to float32 if narrower: the dtype in which gradients are summed over microbatches.
+
+    Args:
+        tree: Gradients.
+        apart: Whether the casts are operations of their own (`cast_apart`), as is best if sums are
+            added to next. If not, a product may write float32 at once.
+
+    Returns:
+        The gradients, in float32 or wider.
+    """
 
     def widen(x: jax.Array) -> jax.Array:
-        return cast_apart(x, jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
+        if jnp.finfo(x.dtype).bits >= 32:
+            return x
+        return cast_apart(x, jnp.float32) if apart else x.astype(jnp.float32)
 
     return jax.tree.map(widen, tree)
 

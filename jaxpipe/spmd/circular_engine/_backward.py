@@ -121,7 +121,8 @@ def _first_windows(
     Both are made only after the forward (`_after`). Otherwise the compiler would gather them during
     the forward and hold them until they are used.
     """
-    window = gather.window(gather.prefetch(_after(final, cotangents.state)), final)
+    last = _after(final, cotangents.state)
+    window = gather.window(gather.prefetch(last), last)
     return window, gather.prefetch(_after(final - 1, cotangents.state)) if final else ()
 
 

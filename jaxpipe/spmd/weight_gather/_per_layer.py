@@ -104,7 +104,7 @@ def layer_gather(
 
     def backward(dtypes: PyTree, gradients: PyTree) -> tuple[PyTree, None]:
         scattered = constrain_stored(
-            map_leaves(reduce_leaf, to_accum_dtype(gradients), stored, unsharded)
+            map_leaves(reduce_leaf, to_accum_dtype(gradients, apart=False), stored, unsharded)
         )
         return cast_like(scattered, dtypes), None
 

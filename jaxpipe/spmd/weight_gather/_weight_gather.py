@@ -112,7 +112,8 @@ def _every_tick(gather: Gather, weights: PyTree, read: ReadChunk) -> WeightGathe
         )
 
     def to_sum(dw: PyTree) -> PyTree:
-        return gather.reduce_scatter(to_accum_dtype(dw))
+        # The reduce-scatter parts product and addition: the product may as well write float32.
+        return gather.reduce_scatter(to_accum_dtype(dw, apart=False))
 
     def accumulate_in_place(read_sum: ReadSum, add: Callable) -> tuple[PyTree, PyTree]:
         new, result = add(zero_unsharded())
