@@ -116,9 +116,9 @@ EXPERTS: dict[str, tuple[str, str, int, int, dict, float]] = {
 COMPILED: dict[str, tuple[dict, float]] = {
     "FSDP": (_FSDP | {"num_pipeline_microbatches": 1}, 40_837),
     "M = 4": (_FSDP | {"num_pipeline_microbatches": 4}, 39_877),
-    "A": (_CIRCULAR | _ONCE, 41_609),
-    "C": (_CIRCULAR, 40_721),
-    "C per repeat": (_CIRCULAR | _PER_REPEAT, 38_776),
+    "A": (_CIRCULAR | _ONCE, 41_579),
+    "C": (_CIRCULAR, 34_567),
+    "C per repeat": (_CIRCULAR | _PER_REPEAT, 35_508),
     "1F1B once": (_1F1B | _ONCE | _LAYERS, 46_675),
     "1F1B once, both": (_1F1B | _ONCE | _BOTH, 44_444),
     "1F1B per layer": (_1F1B | _PER_LAYER | _LAYERS, 35_681),

@@ -179,38 +179,39 @@ def _circular(model: PlannedModel, candidate: StepLayout, tokens: float) -> Peak
         first = kept * (v // 2) / v
         kept, gradients = max((kept, later), (first, gradients), key=sum)
     stage = parts.whole / v
-    gathered, windows = _windows(candidate, parts, stage)
+    gathered = _circular_weights(candidate, parts)
     gradients += 2 * grad * (parts.stored / v if candidate.gather == "tick" else stage)
     work, logits = parts.layer_work + _recomputed(candidate, parts), 0.0
+    boundary_grads, boundary = _boundary(candidate, parts)
     if every + parts.loss > kept + gradients + work:  # the loss is computed before any of these
         kept, gradients, work, logits = every, 0.0, 0.0, parts.loss
-    boundary_grads, boundary = _boundary(candidate, parts)
+        gathered += boundary  # which are freed after it
     return PeakMemory(
         weights,
         optimizer,
         gradients + boundary_grads,
-        gathered + windows + boundary,
+        gathered,
         kept + _STREAM * max(1, M // S) * parts.activation,
         logits,
         work,
     )
 
 
-def _windows(candidate: StepLayout, parts: Parts, stage: float) -> tuple[float, float]:
+def _circular_weights(candidate: StepLayout, parts: Parts) -> float:
     """Returns the bytes of gathered or cast weights of a rank, and of windows of a stage's."""
-    of = parts.of_layers
-    read, cast, grad = of.read, of.cast, of.gradient
+    of, stage = parts.of_layers, parts.whole / candidate.chunks
     if not candidate.gathers:
-        return cast * parts.whole, read * stage
+        return of.read * stage
     match candidate.gather:
         case "once":
-            return read * parts.whole, read * stage
+            return of.read * (parts.whole + stage)
         case "repeat":
-            return cast * parts.stored, 3 * read * stage
-        case "tick":
-            return cast * parts.stored, 2 * read * stage + grad * stage
+            return 3 * of.read * stage
+        case "tick":  # beside the window a tick's weights, and their gradients before they are sums
+            window = of.read * parts.stored / candidate.chunks
+            return window + (of.read + of.gradient) * stage
         case "layer":
-            return cast * parts.stored, 2 * read * parts.layer
+            return of.cast * parts.stored + 2 * of.read * parts.layer
 
 
 def _boundary(candidate: StepLayout, parts: Parts) -> tuple[float, float]:
