@@ -60,6 +60,26 @@ def import_pallas_triton() -> Any:
     return triton
 
 
+def empty(shape: Sequence[int], dtype: Any) -> jax.Array:
+    """Returns an array of arbitrary values, which no device fills if that can be.
+
+    XLA:GPU cannot split an unfilled array over automatic axes: every device would have all of it.
+    There the values are zeros.
+
+    Args:
+        shape: The shape.
+        dtype: The dtype.
+
+    Returns:
+        The array.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    on_gpu = getattr(mesh.abstract_device, "platform", "") == "gpu"
+    if on_gpu and any(mesh.shape[axis] > 1 for axis in mesh.auto_axes):
+        return jax.numpy.zeros(shape, dtype)
+    return jax.lax.empty(shape, dtype)
+
+
 def nan_errors() -> tuple[type[Exception], ...]:
     """Returns the errors that `jax_debug_nans` and `jax_debug_infs` raise for a program."""
     internal = getattr(api_util, "InternalFloatingPointError", FloatingPointError)

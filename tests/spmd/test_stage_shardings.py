@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from harness.contract import assert_close
 from jaxpipe import spmd
+from jaxpipe.spmd.ranks import empty
 
 AXES = ("stage", "fsdp", "tensor")
 D, ROWS = 4, 4
@@ -184,3 +185,25 @@ def test_outside_of_a_stage_jax_is_as_it_was():
     jax.eval_shape(lambda w, x: spmd.circular(stage, w, x, mesh=mesh), *map(jnp.ones, SHAPES))
     assert before[:3] == [False] * 3 and during[0][:3] == [True] * 3
     assert seen() == before
+
+
+@pytest.mark.parametrize(
+    ("platform", "axes", "primitive"),
+    [
+        ("tpu", {"tensor": 2}, "empty"),
+        ("gpu", {"tensor": 2}, "broadcast_in_dim"),
+        ("gpu", {"stage": 2, "tensor": 1}, "empty"),
+    ],
+)
+def test_buffers_are_filled_only_where_xla_cannot_split_unfilled_ones(platform, axes, primitive):
+    """XLA:GPU would allocate all of an unfilled array on every device of automatic axes."""
+    device = jax.sharding.AbstractDevice(device_kind="any", num_cores=None, platform=platform)
+    types = tuple(AxisType.Manual if name == "stage" else AxisType.Auto for name in axes)
+    mesh = jax.sharding.AbstractMesh(
+        tuple(axes.values()), tuple(axes), axis_types=types, abstract_device=device
+    )
+    entry = jax.typeof(jnp.ones((2, 4)))
+    with jax.sharding.use_abstract_mesh(mesh):
+        made = jax.make_jaxpr(lambda: empty(entry, 3))()
+    assert made.eqns[0].primitive.name == primitive
+    assert made.out_avals[0].shape == (3, 2, 4)

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 
+from ..._compat import empty
+
 
 def pvary_like(aval: Any, x: Any) -> Any:
     """Returns `x` cast to vary over all manual axes over which `aval` varies."""
@@ -30,7 +32,7 @@ def empty_stack(aval: Any, length: int) -> jax.Array | None:
     is_on_host = aval.memory_space == jax.memory.Space.Host
     if is_sharded or is_on_host or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return None
-    stack = lax.empty((length, *aval.shape), aval.dtype)
+    stack = empty((length, *aval.shape), aval.dtype)
     axes = aval.manual_axis_type.varying
     return lax.pcast(stack, tuple(sorted(axes)), to="varying") if axes else stack
 

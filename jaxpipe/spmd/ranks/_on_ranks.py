@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from ... import _compat
 from ...sharding.specs import axes_of, axes_of_dim
 from ._stage_shardings import in_stage
 from ._varying import pvary, split_like
@@ -106,7 +107,7 @@ def empty(x: Any, length: int) -> jax.Array:
         An array [length, *x.shape].
     """
     axes = x.manual_axis_type.varying | (set(jax.sharding.get_abstract_mesh().manual_axes) & {AXIS})
-    array = split_like(x, jax.lax.empty((length, *x.shape), x.dtype))
+    array = split_like(x, _compat.empty((length, *x.shape), x.dtype))
     return jax.lax.pcast(array, tuple(sorted(axes)), to="varying") if axes else array
 
 
