@@ -118,7 +118,7 @@ def test_uneven_stages_and_caps_per_rank_are_kept(kind: str):
         assert found.bound <= found.step_time == (makespan(timeline) if synchronous else span)
 
 
-SEEDS = [s if s < 3 else pytest.param(s, marks=pytest.mark.slow) for s in range(1000)]
+SEEDS = [s if s in (0, 1, 2, 5) else pytest.param(s, marks=pytest.mark.slow) for s in range(1000)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
