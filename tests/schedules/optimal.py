@@ -2,8 +2,8 @@
 
     pip install ortools; python tests/schedules/optimal.py > tests/schedules/optimal.csv
 
-Rows that are not proved within twelve seconds are left out. ortools is needed here alone, so it is no
-dependency of the tests.
+Rows that are not proved within twelve seconds are left out. ortools is needed here alone, so it is
+no dependency of the tests.
 """
 
 import random
